@@ -1,0 +1,13 @@
+//! What every other crate stands on: aligned shared memory and the buffer pool over it, block
+//! checksums, and the naming and accounting of threads.
+//!
+//! Nothing here knows of objects, networks or drives. All `unsafe` of this crate is in [`mem`].
+
+pub mod block;
+pub mod mem;
+pub mod pool;
+pub mod process;
+pub mod thread;
+
+/// A future that may be sent between threads; what object-safe asynchronous traits return.
+pub type BoxFuture<'a, T> = std::pin::Pin<Box<dyn std::future::Future<Output = T> + Send + 'a>>;

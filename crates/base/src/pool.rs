@@ -1,0 +1,373 @@
+//! Allocators over an [`Arena`]: the pool of staging buffers, and ranges that a peer allocates.
+//!
+//! [`BufferPool`] is a buddy allocator, so that buffers are naturally aligned and fragmentation is bounded; whoever
+//! asks for more than is free waits in turn, which is what bounds memory under load. [`Lease`] is the other case: the
+//! peer decides which ranges it uses, and this side only makes sure that no two uses overlap.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::sync::oneshot;
+
+use crate::mem::{Arena, ArenaBuf};
+
+/// Smallest buffer a pool hands out, in bytes. Requests are rounded up to a power of two.
+pub const MIN_BUFFER: usize = 4096;
+
+/// Why a pool did not give a buffer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum PoolError {
+    /// No buffer of this pool can ever be that large.
+    #[error("a buffer of {wanted} bytes exceeds this pool's largest of {largest}; split the request")]
+    TooLarge {
+        /// Bytes asked for.
+        wanted: usize,
+        /// Bytes of the largest buffer.
+        largest: usize,
+    },
+}
+
+/// A pool of aligned buffers, 4 KiB to `largest` bytes each, in one arena. Clones share the pool.
+#[derive(Clone, Debug)]
+pub struct BufferPool {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    arena: Arc<Arena>,
+    origin: usize,
+    orders: usize,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    /// `free[k]`: offsets (from `origin`) of free buffers of `MIN_BUFFER << k` bytes.
+    free: Vec<std::collections::BTreeSet<usize>>,
+    waiters: VecDeque<(usize, oneshot::Sender<Grant>)>,
+    free_bytes: usize,
+    low_water_bytes: usize,
+}
+
+/// A granted range; returns itself when the waiter has gone away before taking it.
+#[derive(Debug)]
+struct Grant {
+    shared: Option<Arc<Shared>>,
+    offset: usize,
+    order: usize,
+}
+
+impl Grant {
+    fn into_buf(mut self, len: usize) -> ArenaBuf {
+        let shared = self.shared.take().expect("a grant is taken once");
+        let (offset, order) = (self.offset, self.order);
+        let owner = Arc::clone(&shared);
+        // SAFETY: the buddy allocator handed this range out and takes it back only in `release`.
+        unsafe { shared.arena.carve(shared.origin + offset, len, Box::new(move || Shared::release(&owner, offset, order))) }
+    }
+}
+
+impl Drop for Grant {
+    fn drop(&mut self) {
+        if let Some(shared) = self.shared.take() {
+            Shared::release(&shared, self.offset, self.order);
+        }
+    }
+}
+
+impl BufferPool {
+    /// A pool over bytes `origin..` of `arena`, with buffers up to `largest` bytes.
+    ///
+    /// What does not fill a whole `largest` buffer at the end of the arena is left unused.
+    ///
+    /// # Panics
+    /// If `largest` is not a power of two of at least [`MIN_BUFFER`], or `origin` is not a multiple of it, or not one
+    /// such buffer fits.
+    #[must_use]
+    pub fn new(arena: Arc<Arena>, origin: usize, largest: usize) -> BufferPool {
+        assert!(largest.is_power_of_two() && largest >= MIN_BUFFER, "largest buffer must be a power of two");
+        assert!(origin.is_multiple_of(MIN_BUFFER), "pool must start on a page");
+        let orders = (largest / MIN_BUFFER).trailing_zeros() as usize;
+        let count = arena.len().saturating_sub(origin) / largest;
+        assert!(count > 0, "the arena is smaller than one buffer");
+        let mut free = vec![std::collections::BTreeSet::new(); orders + 1];
+        free[orders] = (0..count).map(|i| i * largest).collect();
+        let free_bytes = count * largest;
+        let state = State { free, waiters: VecDeque::new(), free_bytes, low_water_bytes: free_bytes };
+        BufferPool { shared: Arc::new(Shared { arena, origin, orders, state: Mutex::new(state) }) }
+    }
+
+    /// The arena below.
+    #[must_use]
+    pub fn arena(&self) -> &Arc<Arena> {
+        &self.shared.arena
+    }
+
+    /// Bytes of the largest buffer.
+    #[must_use]
+    pub fn largest(&self) -> usize {
+        MIN_BUFFER << self.shared.orders
+    }
+
+    /// Bytes now free, and the fewest that ever were.
+    #[must_use]
+    pub fn free_bytes(&self) -> (usize, usize) {
+        let state = self.shared.lock();
+        (state.free_bytes, state.low_water_bytes)
+    }
+
+    /// A buffer of `len` bytes if one is free and nobody waits; content is arbitrary.
+    ///
+    /// # Errors
+    /// [`PoolError::TooLarge`] if it can never be had.
+    pub fn try_alloc(&self, len: usize) -> Result<Option<ArenaBuf>, PoolError> {
+        let order = self.order_of(len)?;
+        let mut state = self.shared.lock();
+        if !state.waiters.is_empty() {
+            return Ok(None);
+        }
+        let grant = Shared::take(&self.shared, &mut state, order);
+        drop(state);
+        Ok(grant.map(|g| g.into_buf(len)))
+    }
+
+    /// A buffer of `len` bytes, waiting in turn until one is free; content is arbitrary. Cancel safe.
+    ///
+    /// # Errors
+    /// [`PoolError::TooLarge`] if it can never be had.
+    pub async fn alloc(&self, len: usize) -> Result<ArenaBuf, PoolError> {
+        let order = self.order_of(len)?;
+        let waiter = {
+            let mut state = self.shared.lock();
+            let now = if state.waiters.is_empty() { Shared::take(&self.shared, &mut state, order) } else { None };
+            match now {
+                Some(grant) => {
+                    drop(state);
+                    return Ok(grant.into_buf(len));
+                }
+                None => {
+                    let (tx, rx) = oneshot::channel();
+                    state.waiters.push_back((order, tx));
+                    rx
+                }
+            }
+        };
+        let grant = waiter.await.expect("a waiter is dropped only after its grant is sent");
+        Ok(grant.into_buf(len))
+    }
+
+    fn order_of(&self, len: usize) -> Result<usize, PoolError> {
+        if len > self.largest() {
+            return Err(PoolError::TooLarge { wanted: len, largest: self.largest() });
+        }
+        Ok((len.max(1).next_power_of_two().max(MIN_BUFFER) / MIN_BUFFER).trailing_zeros() as usize)
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // No code panics while it holds the lock with the lists half changed.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn take(this: &Arc<Self>, state: &mut State, order: usize) -> Option<Grant> {
+        let from = (order..=this.orders).find(|&k| !state.free[k].is_empty())?;
+        let offset = state.free[from].pop_first().expect("the list is not empty");
+        for k in (order..from).rev() {
+            state.free[k].insert(offset + (MIN_BUFFER << k));
+        }
+        state.free_bytes -= MIN_BUFFER << order;
+        state.low_water_bytes = state.low_water_bytes.min(state.free_bytes);
+        Some(Grant { shared: Some(Arc::clone(this)), offset, order })
+    }
+
+    fn release(this: &Arc<Self>, mut offset: usize, order: usize) {
+        let mut state = this.lock();
+        state.free_bytes += MIN_BUFFER << order;
+        let mut k = order;
+        while k < this.orders {
+            let buddy = offset ^ (MIN_BUFFER << k);
+            if !state.free[k].remove(&buddy) {
+                break;
+            }
+            offset = offset.min(buddy);
+            k += 1;
+        }
+        state.free[k].insert(offset);
+        let mut granted = Vec::new();
+        while let Some(&(wanted, _)) = state.waiters.front() {
+            let Some(grant) = Self::take(this, &mut state, wanted) else { break };
+            let (_, waiter) = state.waiters.pop_front().expect("the front was just seen");
+            granted.push((waiter, grant));
+        }
+        drop(state);
+        for (waiter, grant) in granted {
+            // A waiter that went away drops its grant, which comes back here.
+            drop(waiter.send(grant));
+        }
+    }
+}
+
+/// A region whose ranges a peer hands out; this side refuses ranges that lie outside it or are still in use.
+#[derive(Clone, Debug)]
+pub struct Lease {
+    arena: Arc<Arena>,
+    origin: usize,
+    len: usize,
+    in_use: Arc<Mutex<BTreeMap<usize, usize>>>,
+}
+
+/// Why a range of a [`Lease`] cannot be used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum LeaseError {
+    /// The range is empty, overflows, or is not inside the leased region.
+    #[error("range {offset}+{len} is not inside the leased region {origin}+{region}")]
+    Outside {
+        /// Bytes from the start of the arena.
+        offset: u64,
+        /// Length of the range, in bytes.
+        len: u64,
+        /// Start of the region.
+        origin: usize,
+        /// Length of the region.
+        region: usize,
+    },
+    /// The range overlaps one that has not been returned.
+    #[error("range {offset}+{len} overlaps a range that is still in use")]
+    InUse {
+        /// Bytes from the start of the arena.
+        offset: u64,
+        /// Length of the range, in bytes.
+        len: u64,
+    },
+}
+
+impl Lease {
+    /// Leases `len` bytes at `origin` of `arena`.
+    ///
+    /// # Panics
+    /// If the region is not inside the arena.
+    #[must_use]
+    pub fn new(arena: Arc<Arena>, origin: usize, len: usize) -> Lease {
+        assert!(origin.checked_add(len).is_some_and(|end| end <= arena.len()), "region outside the arena");
+        Lease { arena, origin, len, in_use: Arc::default() }
+    }
+
+    /// Takes the exclusive use of a range that a peer named.
+    ///
+    /// # Errors
+    /// If the range is outside the region or overlaps one in use.
+    pub fn claim(&self, offset: u64, len: u64) -> Result<ArenaBuf, LeaseError> {
+        let outside = LeaseError::Outside { offset, len, origin: self.origin, region: self.len };
+        let (Ok(start), Ok(size)) = (usize::try_from(offset), usize::try_from(len)) else { return Err(outside) };
+        let end = start.checked_add(size).ok_or(outside)?;
+        if size == 0 || start < self.origin || end > self.origin + self.len {
+            return Err(outside);
+        }
+        let mut in_use = self.in_use.lock().unwrap_or_else(PoisonError::into_inner);
+        if in_use.range(..end).next_back().is_some_and(|(_, &last_end)| last_end > start) {
+            return Err(LeaseError::InUse { offset, len });
+        }
+        in_use.insert(start, end);
+        drop(in_use);
+        let map = Arc::clone(&self.in_use);
+        let release = Box::new(move || {
+            map.lock().unwrap_or_else(PoisonError::into_inner).remove(&start);
+        });
+        // SAFETY: `in_use` keeps claimed ranges disjoint, and the region is used through this lease alone.
+        Ok(unsafe { self.arena.carve(start, size, release) })
+    }
+
+    /// Number of ranges in use.
+    #[must_use]
+    pub fn in_use(&self) -> usize {
+        self.in_use.lock().unwrap_or_else(PoisonError::into_inner).len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn pool(buffers: usize) -> BufferPool {
+        BufferPool::new(Arena::anonymous(buffers << 16).unwrap(), 0, 1 << 16)
+    }
+
+    #[test]
+    fn frozen_bytes_return_their_buffer_when_the_last_clone_goes() {
+        let pool = pool(1);
+        let mut buf = pool.try_alloc(1 << 16).unwrap().unwrap();
+        buf[0] = 7;
+        let bytes = buf.freeze();
+        let part = bytes.slice(..10);
+        drop(bytes);
+        assert!(pool.try_alloc(1).unwrap().is_none());
+        assert_eq!(pool.arena().offset_of(&part), Some(0));
+        drop(part);
+        assert_eq!(pool.free_bytes(), (1 << 16, 0));
+    }
+
+    #[tokio::test]
+    async fn waiters_are_served_in_turn_and_a_cancelled_one_loses_nothing() {
+        let pool = pool(1);
+        let held = pool.try_alloc(1 << 16).unwrap().unwrap();
+        let mut first = Box::pin(pool.alloc(1 << 16));
+        let mut second = Box::pin(pool.alloc(4096));
+        assert!(futures_poll(&mut first).is_none());
+        assert!(futures_poll(&mut second).is_none(), "a small request does not overtake a large one");
+        drop(held);
+        drop(first);
+        assert_eq!(second.await.unwrap().len(), 4096);
+        assert_eq!(pool.free_bytes().0, 1 << 16);
+    }
+
+    fn futures_poll<F: Future + Unpin>(f: &mut F) -> Option<F::Output> {
+        let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
+        match std::pin::Pin::new(f).poll(&mut cx) {
+            std::task::Poll::Ready(v) => Some(v),
+            std::task::Poll::Pending => None,
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn buffers_never_overlap_and_all_memory_comes_back(sizes in proptest::collection::vec((1usize..70_000, 0usize..8), 1..80)) {
+            let pool = pool(4);
+            let mut held: Vec<ArenaBuf> = Vec::new();
+            for (size, victim) in sizes {
+                match pool.try_alloc(size) {
+                    Ok(Some(buf)) => {
+                        for other in &held {
+                            prop_assert!(buf.offset() + buf.len() <= other.offset() || other.offset() + other.len() <= buf.offset());
+                        }
+                        held.push(buf);
+                    }
+                    Ok(None) => { if !held.is_empty() { held.swap_remove(victim % held.len()); } }
+                    Err(PoolError::TooLarge { .. }) => prop_assert!(size > 1 << 16),
+                }
+            }
+            held.clear();
+            prop_assert_eq!(pool.free_bytes().0, 4 << 16);
+            prop_assert!(pool.try_alloc(1 << 16).unwrap().is_some(), "buddies were merged");
+        }
+    }
+
+    #[test]
+    fn a_lease_refuses_ranges_outside_it_and_ranges_in_use() {
+        let lease = Lease::new(Arena::anonymous(1 << 16).unwrap(), 4096, 8192);
+        let held = lease.claim(4096, 4096).unwrap();
+        assert!(matches!(lease.claim(8191, 2), Err(LeaseError::InUse { .. })));
+        assert!(matches!(lease.claim(0, 4096), Err(LeaseError::Outside { .. })));
+        assert!(matches!(lease.claim(8192, 4097), Err(LeaseError::Outside { .. })));
+        assert!(matches!(lease.claim(u64::MAX, 2), Err(LeaseError::Outside { .. })));
+        assert!(matches!(lease.claim(8192, 0), Err(LeaseError::Outside { .. })));
+        let other = lease.claim(8192, 4096).unwrap();
+        drop((held, other));
+        assert_eq!(lease.in_use(), 0);
+        assert!(lease.claim(4096, 8192).is_ok());
+    }
+}

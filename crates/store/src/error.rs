@@ -1,0 +1,99 @@
+//! Errors of a store. They cross the host–DPU channel, so they are plain data.
+
+use serde::{Deserialize, Serialize};
+
+/// Result of a store's call.
+pub type Result<T, E = StoreError> = std::result::Result<T, E>;
+
+/// Why a call failed. A failed transaction has changed nothing.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[non_exhaustive]
+pub enum StoreError {
+    /// The collection does not exist.
+    #[error("collection {0} does not exist; create it first")]
+    NoSuchCollection(String),
+    /// The object does not exist.
+    #[error("object {0} does not exist")]
+    NoSuchObject(String),
+    /// The xattr does not exist.
+    #[error("xattr {0} does not exist")]
+    NoSuchXattr(String),
+    /// An object or collection of that name exists already.
+    #[error("{0} exists already")]
+    Exists(String),
+    /// The collection to be removed still has objects.
+    #[error("collection {0} is not empty; remove its objects first")]
+    NotEmpty(String),
+    /// Not enough free space. Nothing was changed; removing objects still works.
+    #[error("no space: {needed} bytes needed, {free} free; remove objects or add a target")]
+    NoSpace {
+        /// Bytes that the call would have taken.
+        needed: u64,
+        /// Bytes free for data.
+        free: u64,
+    },
+    /// An argument is out of its range, or the transaction contradicts itself.
+    #[error("invalid argument: {0}")]
+    InvalidArgument(String),
+    /// The transaction, or what one call would return, is larger than the store can take at once.
+    #[error("too large: {what} is {size} bytes, at most {limit} are possible; split it")]
+    TooLarge {
+        /// What is too large.
+        what: String,
+        /// Its size, in bytes.
+        size: u64,
+        /// The most that is possible, in bytes.
+        limit: u64,
+    },
+    /// Data that came with a call does not have the checksum that came with it.
+    #[error("payload is damaged: {0}; send it again")]
+    BadPayload(String),
+    /// Stored data is not what was written. Other objects are not affected.
+    #[error("{what} is corrupt: {detail}; run fsck and restore the object from a copy")]
+    Corrupt {
+        /// Object, extent, log record or index page.
+        what: String,
+        /// What does not fit.
+        detail: String,
+    },
+    /// The staged extents named do not exist: never staged, released, used up, or lost with the store's process.
+    #[error("stage {0} does not exist; stage the data again")]
+    NoSuchStage(u64),
+    /// A write or flush failed before. What was acknowledged is safe; nothing more is accepted until a remount.
+    #[error("the store refuses writes since a failed {0}; check the drive, then restart the store")]
+    Poisoned(String),
+    /// Another process has the target mounted.
+    #[error("target {0} is in use by another process; stop that one first")]
+    InUse(String),
+    /// The target was made by another version of the format.
+    #[error("target has format version {found}, this program reads version {supported}; use the program that made it")]
+    WrongVersion {
+        /// On the target.
+        found: u32,
+        /// Of this program.
+        supported: u32,
+    },
+    /// The target is not the one that was asked for.
+    #[error("target has uuid {found}, expected {expected}; check which drive is where")]
+    WrongUuid {
+        /// On the target.
+        found: String,
+        /// Asked for.
+        expected: String,
+    },
+    /// The file or device is no target at all.
+    #[error("{0} is not an Outboard target; make one with mkfs")]
+    NotATarget(String),
+    /// The store is being unmounted or its process has gone. Whether the call took effect is unknown.
+    #[error("store is not reachable: {0}; retry")]
+    Disconnected(String),
+    /// The drive or the operating system failed.
+    #[error("I/O error: {0}")]
+    Io(String),
+}
+
+impl From<std::io::Error> for StoreError {
+    fn from(e: std::io::Error) -> Self {
+        StoreError::Io(e.to_string())
+    }
+}

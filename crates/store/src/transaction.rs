@@ -1,0 +1,286 @@
+//! Ids and transactions.
+
+use std::fmt;
+
+use base::block::Payload;
+use bytes::Bytes;
+use serde::{Deserialize, Serialize};
+
+use crate::{Result, StageId, StoreError};
+
+/// Longest collection id, in bytes.
+pub const MAX_COLLECTION_ID: usize = 128;
+/// Longest object id, in bytes.
+pub const MAX_OBJECT_ID: usize = 2048;
+/// Most bytes of xattrs that one object can have, names and values together.
+pub const MAX_XATTRS: usize = 64 * 1024;
+
+macro_rules! opaque_id {
+    ($(#[$doc:meta])* $name:ident, $max:expr) => {
+        $(#[$doc])*
+        #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+        #[serde(try_from = "Bytes", into = "Bytes")]
+        pub struct $name(Bytes);
+
+        impl $name {
+            /// An id of the given bytes.
+            ///
+            /// # Errors
+            /// [`StoreError::InvalidArgument`] if it is empty or too long.
+            pub fn new(id: impl Into<Bytes>) -> Result<$name> {
+                let id = id.into();
+                if id.is_empty() || id.len() > $max {
+                    return Err(StoreError::InvalidArgument(format!(
+                        concat!(stringify!($name), " has {} bytes; 1 to {} are possible"), id.len(), $max
+                    )));
+                }
+                Ok($name(id))
+            }
+
+            /// The id's bytes.
+            #[must_use]
+            pub fn as_bytes(&self) -> &Bytes {
+                &self.0
+            }
+        }
+
+        impl TryFrom<Bytes> for $name {
+            type Error = StoreError;
+            fn try_from(id: Bytes) -> Result<$name> {
+                $name::new(id)
+            }
+        }
+
+        impl From<$name> for Bytes {
+            fn from(id: $name) -> Bytes {
+                id.0
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "\"{}\"", self.0.escape_ascii())
+            }
+        }
+
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                fmt::Display::fmt(self, f)
+            }
+        }
+    };
+}
+
+opaque_id!(
+    /// Name of a collection: opaque bytes, ordered bytewise.
+    CollectionId,
+    MAX_COLLECTION_ID
+);
+opaque_id!(
+    /// Name of an object within its collection: opaque bytes, ordered bytewise.
+    ObjectId,
+    MAX_OBJECT_ID
+);
+
+/// Where the bytes of an [`Op::Write`] are.
+#[derive(Debug, Clone, PartialEq)]
+pub enum WriteSource {
+    /// In the transaction itself. The payload's phase must be the write's offset modulo the block size.
+    Inline(Payload),
+    /// Staged before: bytes `offset..offset + len` of the stage. `offset` and the write's own offset must be multiples
+    /// of the block size; a `len` that is not is possible only where the write ends at or beyond the object's end.
+    Staged {
+        /// The stage.
+        stage: StageId,
+        /// First byte, from the start of the stage.
+        offset: u64,
+        /// Number of bytes.
+        len: u64,
+    },
+}
+
+impl WriteSource {
+    /// Number of bytes to be written.
+    #[must_use]
+    pub fn len(&self) -> u64 {
+        match self {
+            WriteSource::Inline(payload) => payload.len() as u64,
+            WriteSource::Staged { len, .. } => *len,
+        }
+    }
+
+    /// Whether there is nothing to be written.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// One step of a transaction. Unless said otherwise an op on an object creates it, empty, if it does not exist; ops
+/// act on the transaction's collection.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub enum Op {
+    /// Creates the object if it does not exist.
+    Touch {
+        /// The object.
+        oid: ObjectId,
+    },
+    /// Creates the object; fails with [`StoreError::Exists`] if it exists.
+    CreateExclusive {
+        /// The object.
+        oid: ObjectId,
+    },
+    /// Writes bytes at an offset, extending the object as needed. Holes read as zeros.
+    Write {
+        /// The object.
+        oid: ObjectId,
+        /// First byte, in bytes from the object's start.
+        offset: u64,
+        /// The bytes.
+        source: WriteSource,
+    },
+    /// Makes a range zero, extending the object as needed, and gives back its whole blocks.
+    Zero {
+        /// The object.
+        oid: ObjectId,
+        /// First byte.
+        offset: u64,
+        /// Number of bytes.
+        len: u64,
+    },
+    /// Sets the object's size; new bytes read as zeros, cut ones are gone for good.
+    Truncate {
+        /// The object.
+        oid: ObjectId,
+        /// The new size, in bytes.
+        size: u64,
+    },
+    /// Removes the object with all it has; fails with [`StoreError::NoSuchObject`] if it does not exist.
+    Remove {
+        /// The object.
+        oid: ObjectId,
+    },
+    /// Sets xattrs.
+    SetXattrs {
+        /// The object.
+        oid: ObjectId,
+        /// Names and values. All xattrs of an object together are at most [`MAX_XATTRS`] bytes.
+        xattrs: Vec<(Bytes, Bytes)>,
+    },
+    /// Removes an xattr, whether it exists or not.
+    RemoveXattr {
+        /// The object.
+        oid: ObjectId,
+        /// The xattr's name.
+        name: Bytes,
+    },
+    /// Removes all xattrs.
+    RemoveXattrs {
+        /// The object.
+        oid: ObjectId,
+    },
+    /// Sets entries of the object's omap.
+    OmapSet {
+        /// The object.
+        oid: ObjectId,
+        /// Keys and values.
+        entries: Vec<(Bytes, Bytes)>,
+    },
+    /// Removes omap entries, whether they exist or not.
+    OmapRemove {
+        /// The object.
+        oid: ObjectId,
+        /// The keys.
+        keys: Vec<Bytes>,
+    },
+    /// Removes the omap entries with `from <= key < to`.
+    OmapRemoveRange {
+        /// The object.
+        oid: ObjectId,
+        /// First key.
+        from: Bytes,
+        /// End, exclusive.
+        to: Bytes,
+    },
+    /// Removes all omap entries and the header.
+    OmapClear {
+        /// The object.
+        oid: ObjectId,
+    },
+    /// Sets the omap's header.
+    OmapSetHeader {
+        /// The object.
+        oid: ObjectId,
+        /// The header; empty is as good as none.
+        header: Bytes,
+    },
+    /// Makes `dst` a copy of `src`: data (extents are shared until overwritten), xattrs and omap. What `dst` had is
+    /// gone. Fails with [`StoreError::NoSuchObject`] if `src` does not exist.
+    Clone {
+        /// To be copied.
+        src: ObjectId,
+        /// The copy.
+        dst: ObjectId,
+    },
+    /// Copies a range of `src` into `dst` (whole blocks are shared where both offsets allow it), extending `dst` as
+    /// needed. Fails with [`StoreError::NoSuchObject`] if `src` does not exist; bytes beyond its end read as zeros.
+    CloneRange {
+        /// To be copied from.
+        src: ObjectId,
+        /// To be copied into.
+        dst: ObjectId,
+        /// First byte in `src`.
+        src_offset: u64,
+        /// Number of bytes.
+        len: u64,
+        /// First byte in `dst`.
+        dst_offset: u64,
+    },
+    /// Moves an object, possibly to another collection. Fails with [`StoreError::NoSuchObject`] if `src` does not
+    /// exist and with [`StoreError::Exists`] if `dst` does. Takes its place in the order of both collections.
+    MoveRename {
+        /// The object, in the transaction's collection.
+        src: ObjectId,
+        /// The collection it goes to.
+        dst_collection: CollectionId,
+        /// Its name there.
+        dst: ObjectId,
+    },
+    /// Creates the transaction's collection; fails with [`StoreError::Exists`] if it exists.
+    CreateCollection,
+    /// Removes the transaction's collection; fails with [`StoreError::NotEmpty`] if it has objects.
+    RemoveCollection,
+    /// Moves every object with an id of at least `at` to `dst`, which must exist. With ids that start with a hash
+    /// this is what splits a placement group. Takes its place in the order of both collections.
+    SplitCollection {
+        /// First id that moves.
+        at: ObjectId,
+        /// The collection it moves to.
+        dst: CollectionId,
+    },
+}
+
+/// Ops on one collection, applied all or not at all.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Transaction {
+    /// The collection whose order the transaction takes its place in.
+    pub collection: CollectionId,
+    /// The steps; each sees the effect of those before it.
+    pub ops: Vec<Op>,
+}
+
+impl Transaction {
+    /// An empty transaction on `collection`.
+    #[must_use]
+    pub fn new(collection: CollectionId) -> Transaction {
+        Transaction { collection, ops: Vec::new() }
+    }
+
+    /// Appends a step.
+    #[must_use]
+    pub fn with(mut self, op: Op) -> Transaction {
+        self.ops.push(op);
+        self
+    }
+}
