@@ -26,7 +26,8 @@ pub fn crc32c(data: &[u8]) -> u32 {
 /// The CRC-32C of `a` followed by `b`, from the checksum of each and the length of `b` in bytes.
 #[must_use]
 pub fn crc32c_concat(crc_a: u32, crc_b: u32, len_b: u64) -> u32 {
-    crc_fast::checksum_combine(crc_fast::CrcAlgorithm::Crc32Iscsi, u64::from(crc_a), u64::from(crc_b), len_b) as u32
+    crc_fast::checksum_combine(crc_fast::CrcAlgorithm::Crc32Iscsi, u64::from(crc_a), u64::from(crc_b), len_b)
+        as u32
 }
 
 /// The checksum of a block whose first `len` bytes have checksum `crc` and whose rest is zeros.

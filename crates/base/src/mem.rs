@@ -23,7 +23,9 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 #[non_exhaustive]
 pub enum MemError {
     /// The operating system refused.
-    #[error("cannot {action} {len} bytes of memory: {source}; lower the configured buffer sizes or raise the limit")]
+    #[error(
+        "cannot {action} {len} bytes of memory: {source}; lower the configured buffer sizes or raise the limit"
+    )]
     Os {
         /// What was attempted.
         action: &'static str,
@@ -33,7 +35,9 @@ pub enum MemError {
         source: std::io::Error,
     },
     /// A memfd from a peer is not sealed against shrinking, or does not have the size that the peer announced.
-    #[error("memory offered by the peer is refused: {0}; the peer must send a memfd of the announced size, sealed against shrinking and growing")]
+    #[error(
+        "memory offered by the peer is refused: {0}; the peer must send a memfd of the announced size, sealed against shrinking and growing"
+    )]
     Refused(String),
 }
 
@@ -60,7 +64,12 @@ impl Arena {
         let len = round_to_pages(len);
         // SAFETY: a fresh private mapping; it aliases nothing.
         let base = unsafe {
-            rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
+            rustix::mm::mmap_anonymous(
+                std::ptr::null_mut(),
+                len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE,
+            )
         }
         .map_err(|e| os("map", len, e))?;
         let arena = Arena { base: base.cast(), len, fd: None };
@@ -134,7 +143,10 @@ impl Arena {
     /// # Errors
     /// If the process is out of file descriptors.
     pub fn share_fd(&self) -> std::io::Result<Option<OwnedFd>> {
-        self.fd.as_ref().map(|fd| File::from(fd.as_fd().try_clone_to_owned()?).try_clone().map(OwnedFd::from)).transpose()
+        self.fd
+            .as_ref()
+            .map(|fd| File::from(fd.as_fd().try_clone_to_owned()?).try_clone().map(OwnedFd::from))
+            .transpose()
     }
 
     /// Where `bytes` lies in this arena, in bytes from its start; `None` if it is not (wholly) in it.
@@ -262,7 +274,10 @@ impl ArenaBuf {
 
 impl std::fmt::Debug for ArenaBuf {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("ArenaBuf").field("offset", &self.offset).field("len", &self.len).finish_non_exhaustive()
+        f.debug_struct("ArenaBuf")
+            .field("offset", &self.offset)
+            .field("len", &self.len)
+            .finish_non_exhaustive()
     }
 }
 

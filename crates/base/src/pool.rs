@@ -65,7 +65,13 @@ impl Grant {
         let (offset, order) = (self.offset, self.order);
         let owner = Arc::clone(&shared);
         // SAFETY: the buddy allocator handed this range out and takes it back only in `release`.
-        unsafe { shared.arena.carve(shared.origin + offset, len, Box::new(move || Shared::release(&owner, offset, order))) }
+        unsafe {
+            shared.arena.carve(
+                shared.origin + offset,
+                len,
+                Box::new(move || Shared::release(&owner, offset, order)),
+            )
+        }
     }
 }
 
@@ -141,7 +147,8 @@ impl BufferPool {
         let order = self.order_of(len)?;
         let waiter = {
             let mut state = self.shared.lock();
-            let now = if state.waiters.is_empty() { Shared::take(&self.shared, &mut state, order) } else { None };
+            let now =
+                if state.waiters.is_empty() { Shared::take(&self.shared, &mut state, order) } else { None };
             match now {
                 Some(grant) => {
                     drop(state);
@@ -262,7 +269,9 @@ impl Lease {
     /// If the range is outside the region or overlaps one in use.
     pub fn claim(&self, offset: u64, len: u64) -> Result<ArenaBuf, LeaseError> {
         let outside = LeaseError::Outside { offset, len, origin: self.origin, region: self.len };
-        let (Ok(start), Ok(size)) = (usize::try_from(offset), usize::try_from(len)) else { return Err(outside) };
+        let (Ok(start), Ok(size)) = (usize::try_from(offset), usize::try_from(len)) else {
+            return Err(outside);
+        };
         let end = start.checked_add(size).ok_or(outside)?;
         if size == 0 || start < self.origin || end > self.origin + self.len {
             return Err(outside);

@@ -52,7 +52,10 @@ impl ProcessUsage {
         let mut threads = Usage::default();
         for entry in fs::read_dir(format!("/proc/{pid}/task"))? {
             // A thread may end between the listing and the reading; it then counts in the process's total only.
-            let Ok(usage) = entry.and_then(|e| Ok((thread_class(&e.path())?, thread_usage(&e.path())?))) else { continue };
+            let Ok(usage) = entry.and_then(|e| Ok((thread_class(&e.path())?, thread_usage(&e.path())?)))
+            else {
+                continue;
+            };
             threads.add(usage.1);
             by_class.entry(usage.0).or_default().add(usage.1);
         }
@@ -102,7 +105,8 @@ fn thread_usage(task: &std::path::Path) -> io::Result<Usage> {
 /// `utime + stime` of a `/proc/…/stat` line, in seconds; proc(5), fields 14 and 15, in clock ticks of 10 ms.
 fn cpu_of_stat(stat: &str) -> f64 {
     let after_name = stat.rsplit_once(')').map_or("", |(_, rest)| rest);
-    let ticks: u64 = after_name.split_ascii_whitespace().skip(11).take(2).filter_map(|v| v.parse::<u64>().ok()).sum();
+    let ticks: u64 =
+        after_name.split_ascii_whitespace().skip(11).take(2).filter_map(|v| v.parse::<u64>().ok()).sum();
     ticks as f64 / rustix::param::clock_ticks_per_second() as f64
 }
 

@@ -160,10 +160,15 @@ pub trait ObjectStore: Send + Sync {
     fn stat(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Stat>>;
 
     /// One xattr.
-    fn get_xattr(&self, cid: &CollectionId, oid: &ObjectId, name: Bytes) -> BoxFuture<'static, Result<Bytes>>;
+    fn get_xattr(&self, cid: &CollectionId, oid: &ObjectId, name: Bytes)
+    -> BoxFuture<'static, Result<Bytes>>;
 
     /// All xattrs, ordered by name.
-    fn get_xattrs(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>>;
+    fn get_xattrs(
+        &self,
+        cid: &CollectionId,
+        oid: &ObjectId,
+    ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>>;
 
     /// The omap's header; empty if there is none.
     fn omap_get_header(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Bytes>>;
@@ -188,7 +193,12 @@ pub trait ObjectStore: Send + Sync {
 
     /// Up to `limit` objects with ids of at least `from` (all if `None`), in order, and whether there are more. Stops
     /// early, with at least one id, at about 1 MiB.
-    fn list(&self, cid: &CollectionId, from: Option<ObjectId>, limit: usize) -> BoxFuture<'static, Result<Page<ObjectId>>>;
+    fn list(
+        &self,
+        cid: &CollectionId,
+        from: Option<ObjectId>,
+        limit: usize,
+    ) -> BoxFuture<'static, Result<Page<ObjectId>>>;
 
     /// All collections, in order.
     fn collections(&self) -> BoxFuture<'static, Result<Vec<CollectionId>>>;

@@ -66,7 +66,9 @@ pub enum StoreError {
     #[error("target {0} is in use by another process; stop that one first")]
     InUse(String),
     /// The target was made by another version of the format.
-    #[error("target has format version {found}, this program reads version {supported}; use the program that made it")]
+    #[error(
+        "target has format version {found}, this program reads version {supported}; use the program that made it"
+    )]
     WrongVersion {
         /// On the target.
         found: u32,
