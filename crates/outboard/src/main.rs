@@ -1,1 +1,22 @@
-fn main() {}
+//! The `outboard` program: every role of a node and every command of its users.
+//!
+//! `commands` has one file per command; `node` is what runs a node: its directory, configuration, supervision and
+//! roles.
+
+#![forbid(unsafe_code)]
+
+mod cli;
+mod commands;
+mod failure;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+fn main() -> ExitCode {
+    let cli = cli::Cli::parse();
+    match commands::run(cli) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => failure.report(),
+    }
+}

@@ -1,0 +1,30 @@
+//! The command line. Scripts depend on it: names and meanings stay.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand};
+
+/// Object storage whose stack runs on a DPU instead of the host.
+#[derive(Debug, Parser)]
+#[command(name = "outboard", version, max_term_width = 100, arg_required_else_help = true)]
+pub struct Cli {
+    #[command(subcommand)]
+    pub command: Command,
+    #[command(flatten)]
+    pub node: NodeArgs,
+}
+
+/// Where the node is.
+#[derive(Debug, Clone, Args)]
+pub struct NodeArgs {
+    /// The node's directory: targets, configuration, logs [default: ./outboard-node]
+    #[arg(long, global = true, env = "OUTBOARD_DIR", value_name = "DIR")]
+    pub dir: Option<PathBuf>,
+    /// Address of a node to talk to; goes before --dir
+    #[arg(long, global = true, env = "OUTBOARD_ENDPOINT", value_name = "HOST:PORT")]
+    pub endpoint: Option<String>,
+}
+
+/// Everything that `outboard` does.
+#[derive(Debug, Subcommand)]
+pub enum Command {}
