@@ -1,0 +1,46 @@
+# Everything a person or a machine does with this project. `make help` lists it.
+
+CARGO ?= cargo
+
+.PHONY: help demo test lint bench build doc fuzz deny setup setup-demo clean
+
+help: ## List the targets
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## Install what building and testing need (a C linker, Rust)
+	@scripts/setup build
+
+setup-demo:
+	@scripts/setup build bench
+
+build: setup ## Build the release binary: target/release/outboard
+	$(CARGO) build --release --locked --bin outboard
+
+demo: setup-demo ## Start a node, copy a real tree in and out while killing its roles, measure both placements
+	$(CARGO) build --release --locked --bin outboard --bin outboard-demo
+	@$(CARGO) run -q --release --locked --bin outboard-demo
+
+test: setup ## Run every test
+	$(CARGO) test --locked --workspace
+
+lint: setup ## Formatting and clippy, warnings are errors
+	@scripts/setup lint
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
+
+bench: setup-demo ## Measure a node against fio on the same drive, with ratios
+	$(CARGO) build --release --locked --bin outboard --bin outboard-bench
+	@$(CARGO) run -q --release --locked --bin outboard-bench
+
+doc: setup ## The crates' documentation
+	$(CARGO) doc --locked --workspace --no-deps
+
+fuzz: setup ## Run every fuzz target for a minute (FUZZ_SECONDS=60)
+	@scripts/fuzz
+
+deny: setup ## Check dependencies: licences, advisories, sources
+	@scripts/setup deny
+	$(CARGO) deny check
+
+clean: ## Remove what was built
+	$(CARGO) clean
