@@ -1,0 +1,140 @@
+//! `make bench`: a node against what its drive, its network and its memory can do, from one run. `OUTBOARD_BENCH_ROUNDS` (5) and
+//! `OUTBOARD_BENCH_SECONDS` (4) say how long; medians are printed, with the spread.
+
+#![forbid(unsafe_code)]
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use outboard_harness::Result;
+use outboard_harness::ceiling::{self, FioFile};
+use outboard_harness::node::{Node, Placement, Workload};
+use outboard_harness::report::{Table, median, say};
+
+fn main() -> Result<()> {
+    let rounds = setting("OUTBOARD_BENCH_ROUNDS", 5);
+    let seconds = setting("OUTBOARD_BENCH_SECONDS", 4);
+    let parent = std::env::var_os("OUTBOARD_BENCH_DIR").map_or_else(std::env::temp_dir, PathBuf::from);
+    let dir = parent.join(format!("outboard-bench-{}", std::process::id()));
+    std::fs::create_dir_all(&dir)?;
+    let outcome = measure(&dir, rounds, seconds);
+    std::fs::remove_dir_all(&dir)?;
+    outcome
+}
+
+fn setting(name: &str, default: u32) -> u32 {
+    std::env::var(name).ok().and_then(|v| v.parse().ok()).unwrap_or(default)
+}
+
+/// One kind of figure: a value per round.
+#[derive(Default)]
+struct Series(Vec<f64>);
+
+impl Series {
+    fn median(&self) -> f64 {
+        median(self.0.clone())
+    }
+
+    fn spread(&self) -> String {
+        let (low, high) = self.0.iter().fold((f64::MAX, 0.0_f64), |(l, h), v| (l.min(*v), h.max(*v)));
+        format!("{low:.0}..{high:.0}")
+    }
+}
+
+fn measure(dir: &std::path::Path, rounds: u32, seconds: u32) -> Result<()> {
+    say(format!("{rounds} rounds of {seconds} s each, everything interleaved, in {}", dir.display()));
+    let fio = FioFile::create(dir, 2048)?;
+    let node = Node::new(&dir.join("node"))?;
+    node.up(Placement::Dpu, 1, "8GiB")?;
+    node.run(&["pool", "create", "bench"])?;
+    let idle = idle_cpu_percent(&node)?;
+
+    let names = [
+        "fio 4 MiB write, depth 1, MB/s",
+        "fio 4 MiB write, depth 16, MB/s",
+        "fio 4 KiB write + fdatasync, depth 1, op/s",
+        "bare TCP over loopback, MB/s",
+        "memory copy, MB/s",
+        "dpu 4 MiB write, 16 in flight, MB/s",
+        "dpu 4 KiB durable write, 16 in flight, op/s",
+        "host 4 MiB write, 16 in flight, MB/s",
+        "host 4 KiB durable write, 16 in flight, op/s",
+    ];
+    let mut series: Vec<Series> = names.iter().map(|_| Series::default()).collect();
+    let large = Workload { mode: "write", object_size: "4MiB", in_flight: 16, seconds };
+    let small = Workload { object_size: "4KiB", ..large };
+    for round in 1..=rounds {
+        say(format!("round {round} of {rounds}"));
+        let mut values = vec![
+            fio.write_mb_per_s("4m", 1, seconds)?,
+            fio.write_mb_per_s("4m", 16, seconds)?,
+            fio.sync_write_iops(seconds)?,
+            ceiling::loopback_mb_per_s(seconds.min(2))?,
+            ceiling::memcpy_mb_per_s(),
+        ];
+        for placement in [Placement::Dpu, Placement::Host] {
+            node.down()?;
+            node.up(placement, 1, "8GiB")?;
+            values.push(node.bench("bench", large)?.mb_per_s);
+            values.push(node.bench("bench", small)?.iops);
+        }
+        series.iter_mut().zip(values).for_each(|(s, v)| s.0.push(v));
+    }
+
+    let mut table = Table::new(&["figure", "median", "spread"]);
+    for (name, s) in names.iter().zip(&series) {
+        table.row(&[(*name).to_owned(), format!("{:.0}", s.median()), s.spread()]);
+    }
+    table.print();
+
+    let m: Vec<f64> = series.iter().map(Series::median).collect();
+    let (drive, network) = (m[0].max(m[1]), m[3]);
+    say("");
+    let mut ratios = Table::new(&["ratio", "value", "bar"]);
+    let mut ratio = |name: &str, value: f64, bar: &str| {
+        ratios.row(&[name.to_owned(), format!("{value:.2}"), bar.to_owned()])
+    };
+    ratio("dpu 4 MiB write / fio, better of depth 1 and 16", m[5] / drive, ">= 0.60");
+    ratio("dpu 4 MiB write / bare loopback TCP", m[5] / network, "");
+    ratio("host 4 MiB write / fio", m[7] / drive, "");
+    ratio("dpu 4 KiB durable write / fio 4 KiB write+fdatasync", m[6] / m[2], ">= 2");
+    ratio("host 4 KiB durable write / fio 4 KiB write+fdatasync", m[8] / m[2], "");
+    ratio("idle node, % of one core", idle, "< 1");
+    ratios.print();
+    peak_memory(&node)
+}
+
+/// CPU of all of a node's processes over ten idle seconds, as a share of one core.
+fn idle_cpu_percent(node: &Node) -> Result<f64> {
+    std::thread::sleep(Duration::from_secs(2));
+    let pids: Vec<u32> = node.status()?.processes.iter().filter_map(|p| p.pid).collect();
+    let used = || pids.iter().map(|pid| cpu_seconds(*pid)).sum::<f64>();
+    let before = used();
+    std::thread::sleep(Duration::from_secs(10));
+    Ok((used() - before) / 10.0 * 100.0)
+}
+
+/// Run time of all threads of a process, from the scheduler's nanosecond clock.
+fn cpu_seconds(pid: u32) -> f64 {
+    let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return 0.0 };
+    let on_cpu = |task: std::fs::DirEntry| {
+        let text = std::fs::read_to_string(task.path().join("schedstat")).ok()?;
+        text.split_ascii_whitespace().next()?.parse::<f64>().ok()
+    };
+    tasks.flatten().filter_map(on_cpu).sum::<f64>() / 1e9
+}
+
+/// Peak resident memory of each role after 64 writes of 16 MiB at a time.
+fn peak_memory(node: &Node) -> Result<()> {
+    node.down()?;
+    node.up(Placement::Dpu, 1, "8GiB")?;
+    node.bench("bench", Workload { mode: "write", object_size: "16MiB", in_flight: 64, seconds: 5 })?;
+    say("\n  peak resident memory with 64 x 16 MiB writes in flight (bar: store and osd under 512 MiB each)");
+    for process in node.status()?.processes {
+        let Some(pid) = process.pid else { continue };
+        let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
+        let peak = status.lines().find_map(|l| l.strip_prefix("VmHWM:")).unwrap_or("unknown").trim();
+        say(format!("    {:<12} {peak}", process.role));
+    }
+    Ok(())
+}

@@ -1,0 +1,170 @@
+//! `make demo`: a node on real input. A real tree goes in while the store is killed, comes out while the OSD is killed, and
+//! every file is compared by its SHA-256; then both placements are measured.
+
+#![forbid(unsafe_code)]
+
+use std::path::{Path, PathBuf};
+use std::process::Child;
+use std::time::{Duration, Instant};
+
+use outboard_harness::node::{BenchResult, Node, Placement, Workload};
+use outboard_harness::report::{Table, say};
+use outboard_harness::tree;
+use outboard_harness::{Result, ceiling};
+
+/// A bit more than a GiB, and no multiple of anything.
+const LARGE_FILE: u64 = (1 << 30) + 12_345;
+
+fn main() -> Result<()> {
+    let work = WorkDir::create()?;
+    let source = std::env::args_os().nth(1).map_or_else(|| PathBuf::from("/usr/share"), PathBuf::from);
+    let started = Instant::now();
+
+    say(format!("== A node in dpu placement, 2 targets, in {}", work.path.display()));
+    let node = Node::new(&work.path.join("node"))?;
+    node.up(Placement::Dpu, 2, "4GiB")?;
+    node.run(&["status"])?;
+    node.run(&["pool", "create", "demo"])?;
+
+    say(format!("\n== The tree to copy: {} and a file of {LARGE_FILE} bytes", source.display()));
+    let large = work.path.join("large.bin");
+    tree::write_noise(&large, LARGE_FILE)?;
+    let before = tree::read(&source)?;
+    let (files, links, directories) = tree::count(&before);
+    say(format!("   {files} files, {links} symlinks, {directories} directories"));
+
+    say("\n== Copying in; the store is killed on the way");
+    let source_text = source.to_str().ok_or("the tree's path is not UTF-8")?;
+    let large_text = large.to_str().ok_or("the work directory's path is not UTF-8")?;
+    let copy = node.start(&["cp", "-r", source_text, "outboard:demo/tree"])?;
+    kill_during(&node, copy, "store", Duration::from_secs(2))?;
+    node.run(&["cp", large_text, "outboard:demo/large.bin"])?;
+
+    say("\n== Copying out; the OSD is killed on the way");
+    let out = work.path.join("out");
+    let out_text = out.to_str().ok_or("the work directory's path is not UTF-8")?;
+    let copy = node.start(&["cp", "-r", "outboard:demo/tree", out_text])?;
+    kill_during(&node, copy, "osd", Duration::from_secs(1))?;
+    let large_out = work.path.join("large.out");
+    let large_out_text = large_out.to_str().ok_or("the work directory's path is not UTF-8")?;
+    node.run(&["get", "demo/large.bin", large_out_text])?;
+
+    say("\n== Comparing every file by SHA-256, every symlink, every mode");
+    let differ = tree::differences(&before, &tree::read(&out)?);
+    for name in differ.iter().take(20) {
+        say(format!("   DIFFERS: {name}"));
+    }
+    if !differ.is_empty() || tree::sha256(&large)? != tree::sha256(&large_out)? {
+        return Err(format!("{} paths differ, or the large file does", differ.len()).into());
+    }
+    say(format!("   {} paths and the large file are identical", before.len()));
+    node.run(&["status"])?;
+
+    say(
+        "\n== Both placements on the same targets (client, OSD, store and emulated DMA share this machine's cores)",
+    );
+    compare_placements(&node)?;
+    say(format!("\ndemo done in {:.0} s", started.elapsed().as_secs_f64()));
+    Ok(())
+}
+
+/// Lets a copy run for a while, kills a role with SIGKILL, and waits for both to be well again.
+fn kill_during(node: &Node, mut copy: Child, role: &str, after: Duration) -> Result<()> {
+    std::thread::sleep(after);
+    if let Some(status) = copy.try_wait()? {
+        return Err(format!(
+            "the copy ended ({status}) before the {role} could be killed; give the demo a larger tree"
+        )
+        .into());
+    }
+    let (old, new) = node.kill(role)?;
+    say(format!("   killed the {role} (pid {old}) with SIGKILL; its successor is pid {new}"));
+    let status = copy.wait()?;
+    if status.success() { Ok(()) } else { Err(format!("the copy failed: {status}").into()) }
+}
+
+fn compare_placements(node: &Node) -> Result<()> {
+    let workloads =
+        [("write", "4MiB", 16), ("read", "4MiB", 16), ("write", "4KiB", 16), ("randread", "4KiB", 16)];
+    let mut table = Table::new(&[
+        "workload",
+        "placement",
+        "MB/s",
+        "op/s",
+        "mean µs",
+        "p99 µs",
+        "host CPU µs/op",
+        "node CPU µs/op",
+    ]);
+    let mut results: Vec<(usize, Placement, BenchResult)> = Vec::new();
+    for placement in [Placement::Dpu, Placement::Host] {
+        node.down()?;
+        node.up(placement, 2, "4GiB")?;
+        if placement == Placement::Dpu {
+            node.run(&["pool", "create", "bench"])?;
+        }
+        for (i, &(mode, object_size, in_flight)) in workloads.iter().enumerate() {
+            results.push((
+                i,
+                placement,
+                node.bench("bench", Workload { mode, object_size, in_flight, seconds: 5 })?,
+            ));
+        }
+    }
+    results.sort_by_key(|(i, ..)| *i);
+    for (i, placement, r) in &results {
+        let (mode, size, _) = workloads[*i];
+        if r.errors > 0 {
+            return Err(format!("{mode} {size}: {} operations failed", r.errors).into());
+        }
+        let number = |v: f64| format!("{v:.0}");
+        table.row(&[
+            format!("{mode} {size}"),
+            placement.name().to_owned(),
+            number(r.mb_per_s),
+            number(r.iops),
+            number(r.latency_us.mean),
+            number(r.latency_us.p99),
+            number(r.host_cpu_us_per_op),
+            number(r.node_cpu_us_per_op),
+        ]);
+    }
+    table.print();
+    say(format!(
+        "  ceilings here: one bare TCP connection over loopback {:.0} MB/s, memory copy {:.0} MB/s",
+        ceiling::loopback_mb_per_s(1)?,
+        ceiling::memcpy_mb_per_s()
+    ));
+    Ok(())
+}
+
+/// A directory for the demo, removed at the end. `OUTBOARD_DEMO_DIR` says where; about 13 GB are needed.
+struct WorkDir {
+    path: PathBuf,
+}
+
+impl WorkDir {
+    fn create() -> Result<WorkDir> {
+        let parent = std::env::var_os("OUTBOARD_DEMO_DIR").map_or_else(std::env::temp_dir, PathBuf::from);
+        let path = parent.join(format!("outboard-demo-{}", std::process::id()));
+        std::fs::create_dir_all(&path).map_err(|e| {
+            format!(
+                "cannot make {} ({e}); set OUTBOARD_DEMO_DIR to a place that can be written",
+                path.display()
+            )
+        })?;
+        Ok(WorkDir { path })
+    }
+}
+
+impl Drop for WorkDir {
+    fn drop(&mut self) {
+        remove(&self.path);
+    }
+}
+
+fn remove(path: &Path) {
+    if let Err(e) = std::fs::remove_dir_all(path) {
+        say(format!("{} could not be removed: {e}", path.display()));
+    }
+}

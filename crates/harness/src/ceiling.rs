@@ -1,0 +1,144 @@
+//! What this machine can do at most: figures to hold the node's against.
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use serde::Deserialize;
+
+use crate::Result;
+
+/// A file that was written in full once, for fio.
+#[derive(Debug)]
+pub struct FioFile {
+    path: PathBuf,
+    size: String,
+}
+
+#[derive(Deserialize)]
+struct FioOutput {
+    jobs: Vec<FioJob>,
+}
+
+#[derive(Deserialize)]
+struct FioJob {
+    read: FioSide,
+    write: FioSide,
+}
+
+#[derive(Deserialize)]
+struct FioSide {
+    bw_bytes: f64,
+    iops: f64,
+}
+
+impl FioFile {
+    /// Writes a file of `mib` MiB in `dir`.
+    ///
+    /// # Errors
+    /// If fio is missing or fails.
+    pub fn create(dir: &Path, mib: u32) -> Result<FioFile> {
+        let file = FioFile { path: dir.join("fio.img"), size: format!("{mib}m") };
+        file.fio(&["--rw=write", "--bs=4m", "--iodepth=4"])?;
+        Ok(file)
+    }
+
+    /// Throughput of O_DIRECT writes of `bs` at a queue depth, in 10^6 bytes per second.
+    ///
+    /// # Errors
+    /// If fio fails.
+    pub fn write_mb_per_s(&self, bs: &str, depth: u32, seconds: u32) -> Result<f64> {
+        let job = self.timed("write", bs, depth, seconds, &[])?;
+        Ok(job.write.bw_bytes / 1e6)
+    }
+
+    /// Rate of 4 KiB random O_DIRECT writes, each followed by fdatasync, one at a time.
+    ///
+    /// # Errors
+    /// If fio fails.
+    pub fn sync_write_iops(&self, seconds: u32) -> Result<f64> {
+        let job = self.timed("randwrite", "4k", 1, seconds, &["--fdatasync=1"])?;
+        Ok(job.write.iops)
+    }
+
+    /// Rate of 4 KiB random O_DIRECT reads at a queue depth.
+    ///
+    /// # Errors
+    /// If fio fails.
+    pub fn randread_iops(&self, depth: u32, seconds: u32) -> Result<f64> {
+        Ok(self.timed("randread", "4k", depth, seconds, &[])?.read.iops)
+    }
+
+    fn timed(&self, rw: &str, bs: &str, depth: u32, seconds: u32, more: &[&str]) -> Result<FioJob> {
+        let (rw, bs, depth) = (format!("--rw={rw}"), format!("--bs={bs}"), format!("--iodepth={depth}"));
+        let runtime = format!("--runtime={seconds}");
+        self.fio(&[&[rw.as_str(), &bs, &depth, &runtime, "--time_based"], more].concat())
+    }
+
+    fn fio(&self, args: &[&str]) -> Result<FioJob> {
+        let output = Command::new("fio")
+            .args(["--name=ceiling", "--ioengine=io_uring", "--direct=1", "--output-format=json"])
+            .arg(format!("--filename={}", self.path.display()))
+            .arg(format!("--size={}", self.size))
+            .args(args)
+            .output()
+            .map_err(|e| format!("fio cannot be run ({e}); install it: apt-get install fio"))?;
+        if !output.status.success() {
+            return Err(format!("fio failed: {}", String::from_utf8_lossy(&output.stderr)).into());
+        }
+        let parsed: FioOutput = serde_json::from_slice(&output.stdout)?;
+        parsed.jobs.into_iter().next().ok_or_else(|| "fio reported no job".into())
+    }
+}
+
+impl Drop for FioFile {
+    fn drop(&mut self) {
+        // Left over at worst.
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+/// Throughput of one bare TCP connection over loopback, in 10^6 bytes per second: one thread sends, one receives.
+///
+/// # Errors
+/// If the loopback interface does not work.
+pub fn loopback_mb_per_s(seconds: u32) -> Result<f64> {
+    let listener = TcpListener::bind("127.0.0.1:0")?;
+    let address = listener.local_addr()?;
+    let sender = std::thread::spawn(move || -> std::io::Result<()> {
+        let mut socket = TcpStream::connect(address)?;
+        let data = vec![0x5a; 256 << 10];
+        let end = Instant::now() + Duration::from_secs(u64::from(seconds));
+        while Instant::now() < end {
+            socket.write_all(&data)?;
+        }
+        Ok(())
+    });
+    let (mut socket, _) = listener.accept()?;
+    let mut buffer = vec![0; 256 << 10];
+    let (started, mut bytes) = (Instant::now(), 0u64);
+    loop {
+        match socket.read(&mut buffer)? {
+            0 => break,
+            n => bytes += n as u64,
+        }
+    }
+    let rate = bytes as f64 / started.elapsed().as_secs_f64() / 1e6;
+    sender.join().map_err(|_| "the sender panicked")??;
+    Ok(rate)
+}
+
+/// Throughput of copying 4 MiB between two buffers, in 10^6 bytes per second.
+#[must_use]
+pub fn memcpy_mb_per_s() -> f64 {
+    let (from, mut to) = (vec![0x5a_u8; 4 << 20], vec![0_u8; 4 << 20]);
+    let (started, mut copies) = (Instant::now(), 0u32);
+    while started.elapsed() < Duration::from_millis(300) {
+        to.copy_from_slice(std::hint::black_box(&from));
+        std::hint::black_box(&mut to);
+        copies += 1;
+    }
+    f64::from(copies) * f64::from(4 << 20) / started.elapsed().as_secs_f64() / 1e6
+}

@@ -1,0 +1,14 @@
+//! What the demo and the benchmark share: a node driven through the `outboard` program, as a user would, the ceilings of the
+//! machine (drive, loopback TCP, memory) to compare it with, and the tables they print.
+//!
+//! Nothing of the project is linked here: what these programs show is what the command line does.
+
+#![forbid(unsafe_code)]
+
+pub mod ceiling;
+pub mod node;
+pub mod report;
+pub mod tree;
+
+/// What goes wrong in a harness ends it, with a sentence.
+pub type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
