@@ -4,11 +4,17 @@
 //! conformance suite. The store knows nothing of pools, names, clients or networks: ids are opaque bytes.
 
 mod api;
+#[cfg(any(test, feature = "conformance"))]
+pub mod conformance;
 mod error;
+mod mem_store;
+mod stage;
 mod transaction;
 
 pub use api::{ObjectStore, Page, ReadData, StageId, Stat, StatFs};
 pub use error::{Result, StoreError};
+pub use mem_store::MemStore;
 pub use transaction::{
-    CollectionId, MAX_COLLECTION_ID, MAX_OBJECT_ID, MAX_XATTRS, ObjectId, Op, Transaction, WriteSource,
+    CollectionId, MAX_COLLECTION_ID, MAX_OBJECT_ID, MAX_OBJECT_SIZE, MAX_OMAP_KEY, MAX_OMAP_VALUE,
+    MAX_XATTRS, ObjectId, Op, Transaction, WriteSource,
 };

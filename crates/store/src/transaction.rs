@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use base::block::Payload;
+use base::block::{BLOCK, Payload};
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
@@ -283,4 +283,83 @@ impl Transaction {
         self.ops.push(op);
         self
     }
+}
+
+/// Largest object, in bytes (16 TiB).
+pub const MAX_OBJECT_SIZE: u64 = 1 << 44;
+/// Longest key of an omap and longest name of an xattr, in bytes.
+pub const MAX_OMAP_KEY: usize = 2048;
+/// Longest value of an omap, and longest omap header, in bytes.
+pub const MAX_OMAP_VALUE: usize = 1 << 20;
+
+impl Transaction {
+    /// Checks what can be checked without looking at any object: ranges, phases, lengths. Every store does this first.
+    ///
+    /// # Errors
+    /// [`StoreError::InvalidArgument`] or [`StoreError::TooLarge`] for the first op that no store can take.
+    pub fn validate(&self) -> Result<()> {
+        self.ops.iter().try_for_each(Op::validate)
+    }
+}
+
+impl Op {
+    fn validate(&self) -> Result<()> {
+        match self {
+            Op::Write { offset, source, .. } => {
+                check_range(*offset, source.len())?;
+                check_source(*offset, source)
+            }
+            Op::Zero { offset, len, .. } => check_range(*offset, *len),
+            Op::Truncate { size, .. } => check_range(*size, 0),
+            Op::CloneRange { src_offset, len, dst_offset, .. } => {
+                check_range(*src_offset, *len)?;
+                check_range(*dst_offset, *len)
+            }
+            Op::SetXattrs { xattrs, .. } => xattrs.iter().try_for_each(|(name, value)| {
+                check_len("xattr name", name.len(), MAX_OMAP_KEY)?;
+                check_len("xattr value", value.len(), MAX_XATTRS)
+            }),
+            Op::OmapSet { entries, .. } => entries.iter().try_for_each(|(key, value)| {
+                check_len("omap key", key.len(), MAX_OMAP_KEY)?;
+                check_len("omap value", value.len(), MAX_OMAP_VALUE)
+            }),
+            Op::OmapSetHeader { header, .. } => check_len("omap header", header.len(), MAX_OMAP_VALUE),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn check_range(offset: u64, len: u64) -> Result<()> {
+    match offset.checked_add(len) {
+        Some(end) if end <= MAX_OBJECT_SIZE => Ok(()),
+        _ => Err(StoreError::InvalidArgument(format!(
+            "range {offset}+{len} ends beyond the largest object of {MAX_OBJECT_SIZE} bytes"
+        ))),
+    }
+}
+
+fn check_source(offset: u64, source: &WriteSource) -> Result<()> {
+    match source {
+        WriteSource::Inline(payload) if payload.phase() != offset % BLOCK => {
+            Err(StoreError::InvalidArgument(format!(
+                "payload for phase {} written at offset {offset}",
+                payload.phase()
+            )))
+        }
+        WriteSource::Staged { offset: from, .. }
+            if !offset.is_multiple_of(BLOCK) || !from.is_multiple_of(BLOCK) =>
+        {
+            Err(StoreError::InvalidArgument(format!(
+                "staged bytes {from} written at {offset}: not whole blocks"
+            )))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn check_len(what: &str, size: usize, limit: usize) -> Result<()> {
+    if size > limit {
+        return Err(StoreError::TooLarge { what: what.to_owned(), size: size as u64, limit: limit as u64 });
+    }
+    Ok(())
 }

@@ -1,0 +1,105 @@
+//! What every [`ObjectStore`] must do, as tests that any implementation can run.
+//!
+//! [`CASES`] are small scenarios, each for an empty store; [`random_operations`] compares a store with [`MemStore`]
+//! over a random workload. A case panics if the store does not conform.
+
+mod cases;
+mod random;
+
+use std::sync::Arc;
+
+use base::BoxFuture;
+use base::block::Payload;
+use bytes::Bytes;
+
+use crate::{CollectionId, ObjectId, ObjectStore, Op, Transaction, WriteSource};
+
+pub use cases::CASES;
+pub use random::random_operations;
+
+/// A scenario: its name, and what to do with an empty store.
+pub type Case = (&'static str, fn(Arc<dyn ObjectStore>) -> BoxFuture<'static, ()>);
+
+/// Runs every case, each on a store that `make` makes afresh, and unmounts it afterwards.
+pub async fn run<F: Future<Output = Arc<dyn ObjectStore>>>(make: impl Fn() -> F) {
+    for (name, case) in CASES {
+        tracing::info!(name, "conformance case");
+        let store = make().await;
+        case(Arc::clone(&store)).await;
+        store.umount().await.unwrap_or_else(|e| panic!("{name}: umount: {e}"));
+    }
+}
+
+/// The seed in `OUTBOARD_SEED`, or a fresh one; printed, so that a failure can be run again.
+#[must_use]
+pub fn seed() -> u64 {
+    let fresh = || {
+        let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+        since.map_or(1, |d| d.as_nanos() as u64)
+    };
+    let seed = std::env::var("OUTBOARD_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or_else(fresh);
+    #[expect(clippy::print_stdout, reason = "the test harness shows it when a test fails")]
+    {
+        println!("OUTBOARD_SEED={seed}");
+    }
+    seed
+}
+
+/// Id of a collection.
+pub(crate) fn cid(name: &str) -> CollectionId {
+    CollectionId::new(name.to_owned()).expect("a valid id")
+}
+
+/// Id of an object.
+pub(crate) fn oid(name: &str) -> ObjectId {
+    ObjectId::new(name.to_owned()).expect("a valid id")
+}
+
+/// `len` bytes that differ by `seed` and position.
+pub(crate) fn pattern(seed: u64, len: usize) -> Bytes {
+    let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut step = || {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        x.to_le_bytes()
+    };
+    let mut out: Vec<u8> = std::iter::repeat_with(&mut step).take(len.div_ceil(8)).flatten().collect();
+    out.truncate(len);
+    out.into()
+}
+
+/// A write of `data` with its right checksums.
+pub(crate) fn write(oid: &ObjectId, offset: u64, data: Bytes) -> Op {
+    Op::Write { oid: oid.clone(), offset, source: WriteSource::Inline(Payload::compute(offset, data)) }
+}
+
+/// A transaction of one op on collection `c`.
+pub(crate) fn one(c: &CollectionId, op: Op) -> Transaction {
+    Transaction::new(c.clone()).with(op)
+}
+
+/// The whole object, verified.
+pub(crate) async fn read_all(store: &dyn ObjectStore, c: &CollectionId, o: &ObjectId) -> Bytes {
+    let size = store.stat(c, o).await.expect("stat").size;
+    let read = store.read(c, o, 0, size, None).await.expect("read");
+    read.verify().expect("checksums");
+    assert_eq!(read.object_size, size);
+    read.contiguous()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::MemStore;
+
+    #[tokio::test]
+    async fn mem_store_conforms() {
+        run(|| async { Arc::new(MemStore::new()) as Arc<dyn ObjectStore> }).await;
+    }
+
+    #[tokio::test]
+    async fn mem_store_equals_itself() {
+        random_operations(Arc::new(MemStore::new()), seed(), 500).await;
+    }
+}

@@ -1,0 +1,641 @@
+//! [`MemStore`]: the model of an object store, as simple as can be. Everything is in memory and nothing is durable.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use base::BoxFuture;
+use base::block::{self, BLOCK, BLOCK_SIZE, Payload, ZERO_BLOCK_CRC};
+use base::mem::ArenaBuf;
+use bytes::{Bytes, BytesMut};
+
+use crate::stage::{block_not_available, check_stage_write, check_staged_use};
+use crate::{
+    CollectionId, MAX_XATTRS, ObjectId, ObjectStore, Op, Page, ReadData, Result, StageId, Stat, StatFs,
+    StoreError, Transaction, WriteSource,
+};
+
+/// What a listing returns at most, in bytes.
+const PAGE_BYTES: usize = 1 << 20;
+/// What [`MemStore`] claims to have, in bytes.
+const CAPACITY: u64 = 1 << 40;
+
+/// An [`ObjectStore`] in memory, for tests and as the model that other implementations are compared with.
+///
+/// A call is carried out when it is made; the futures are ready at once.
+#[derive(Default)]
+pub struct MemStore {
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    collections: BTreeMap<CollectionId, BTreeMap<ObjectId, Arc<Object>>>,
+    stages: HashMap<StageId, Stage>,
+    last_stage: u64,
+    closed: bool,
+}
+
+#[derive(Clone, Default)]
+struct Object {
+    size: u64,
+    blocks: BTreeMap<u64, Block>,
+    xattrs: BTreeMap<Bytes, Bytes>,
+    omap: BTreeMap<Bytes, Bytes>,
+    header: Bytes,
+}
+
+/// A whole block; bytes beyond the object's end are zeros.
+#[derive(Clone)]
+struct Block {
+    data: Bytes,
+    crc: u32,
+}
+
+struct Stage {
+    len: u64,
+    blocks: BTreeMap<u64, Block>,
+}
+
+/// What a step of a transaction replaced, so that a failed transaction changes nothing.
+enum Undo {
+    Object(CollectionId, ObjectId, Option<Arc<Object>>),
+    Collection(CollectionId, bool),
+    Staged(StageId, u64, Block),
+}
+
+impl MemStore {
+    /// An empty store.
+    #[must_use]
+    pub fn new() -> MemStore {
+        MemStore::default()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn run<T: Send + 'static>(
+        &self,
+        f: impl FnOnce(&mut State) -> Result<T>,
+    ) -> BoxFuture<'static, Result<T>> {
+        let mut state = self.lock();
+        let result =
+            if state.closed { Err(StoreError::Disconnected("unmounted".into())) } else { f(&mut state) };
+        Box::pin(std::future::ready(result))
+    }
+
+    fn with_object<T: Send + 'static>(
+        &self,
+        cid: &CollectionId,
+        oid: &ObjectId,
+        f: impl FnOnce(&Object) -> Result<T>,
+    ) -> BoxFuture<'static, Result<T>> {
+        self.run(|state| f(state.object(cid, oid)?))
+    }
+}
+
+impl Block {
+    /// A block that starts with `piece`, whose checksum is `crc`, and is zero after it.
+    fn padded(piece: Bytes, crc: u32) -> Block {
+        let crc = block::pad_to_block(crc, piece.len());
+        if piece.len() == BLOCK_SIZE {
+            return Block { data: piece, crc };
+        }
+        let mut data = BytesMut::zeroed(BLOCK_SIZE);
+        data[..piece.len()].copy_from_slice(&piece);
+        Block { data: data.freeze(), crc }
+    }
+}
+
+impl Object {
+    /// Puts `piece` at `at` bytes into block `number`; the rest of the block stays.
+    fn write_piece(&mut self, number: u64, at: usize, piece: &Bytes, crc: u32) -> Result<()> {
+        let end = number * BLOCK + (at + piece.len()) as u64;
+        let whole = at == 0 && (piece.len() == BLOCK_SIZE || end >= self.size);
+        let block = if whole {
+            Block::padded(piece.clone(), crc)
+        } else {
+            if block::crc32c(piece) != crc {
+                return Err(StoreError::BadPayload(format!("piece of block {number} has another checksum")));
+            }
+            let mut data = BytesMut::zeroed(BLOCK_SIZE);
+            if let Some(old) = self.blocks.get(&number) {
+                if block::crc32c(&old.data) != old.crc {
+                    let detail = "checksum mismatch".to_owned();
+                    return Err(StoreError::Corrupt { what: format!("block {number}"), detail });
+                }
+                data.copy_from_slice(&old.data);
+            }
+            data[at..at + piece.len()].copy_from_slice(piece);
+            Block { crc: block::crc32c(&data), data: data.freeze() }
+        };
+        self.blocks.insert(number, block);
+        self.size = self.size.max(end);
+        Ok(())
+    }
+
+    fn write(&mut self, offset: u64, payload: &Payload) -> Result<()> {
+        let mut at = offset;
+        let mut rest = payload.data().clone();
+        for (len, crc) in block::piece_lengths(offset, rest.len() as u64).zip(payload.checksums()) {
+            let piece = rest.split_to(len);
+            self.write_piece(at / BLOCK, (at % BLOCK) as usize, &piece, *crc)?;
+            at += len as u64;
+        }
+        Ok(())
+    }
+
+    fn zero(&mut self, offset: u64, len: u64) -> Result<()> {
+        let end = offset + len;
+        let mut at = offset;
+        for len in block::piece_lengths(offset, len.min(self.size.saturating_sub(offset))) {
+            let number = at / BLOCK;
+            if len == BLOCK_SIZE {
+                self.blocks.remove(&number);
+            } else if self.blocks.contains_key(&number) {
+                let zeros = Bytes::from(vec![0; len]);
+                let crc = block::crc32c(&zeros);
+                let size = self.size;
+                self.write_piece(number, (at % BLOCK) as usize, &zeros, crc)?;
+                self.size = size;
+            }
+            at += len as u64;
+        }
+        self.size = self.size.max(end);
+        Ok(())
+    }
+
+    fn truncate(&mut self, size: u64) -> Result<()> {
+        if size < self.size {
+            let end = block::align_up(self.size).unwrap_or(self.size);
+            let old = std::mem::replace(&mut self.size, end);
+            self.zero(size, end - size).inspect_err(|_| self.size = old)?;
+            self.blocks.split_off(&size.div_ceil(BLOCK));
+        }
+        self.size = size;
+        Ok(())
+    }
+
+    /// The bytes `offset..offset + len`, zeros where there are none; every block looked at is verified.
+    fn verified(&self, offset: u64, len: usize) -> Result<Bytes> {
+        let mut out = BytesMut::zeroed(len);
+        let mut done = 0;
+        for len in block::piece_lengths(offset, len as u64) {
+            let at = offset + done as u64;
+            if let Some(block) = self.blocks.get(&(at / BLOCK)) {
+                if block::crc32c(&block.data) != block.crc {
+                    let what = format!("block {}", at / BLOCK);
+                    return Err(StoreError::Corrupt { what, detail: "checksum mismatch".to_owned() });
+                }
+                let from = (at % BLOCK) as usize;
+                out[done..done + len].copy_from_slice(&block.data[from..from + len]);
+            }
+            done += len;
+        }
+        Ok(out.freeze())
+    }
+
+    fn clone_range(&mut self, src: &Object, src_offset: u64, len: u64, dst_offset: u64) -> Result<()> {
+        let mut done = 0;
+        for len in block::piece_lengths(dst_offset, len) {
+            let (from, to) = (src_offset + done, dst_offset + done);
+            if len == BLOCK_SIZE && from % BLOCK == 0 {
+                match src.blocks.get(&(from / BLOCK)) {
+                    Some(block) => self.blocks.insert(to / BLOCK, block.clone()),
+                    None => self.blocks.remove(&(to / BLOCK)),
+                };
+                self.size = self.size.max(to + BLOCK);
+            } else {
+                let piece = src.verified(from, len)?;
+                self.write_piece(to / BLOCK, (to % BLOCK) as usize, &piece, block::crc32c(&piece))?;
+            }
+            done += len as u64;
+        }
+        Ok(())
+    }
+
+    fn read(&self, offset: u64, len: u64, dest: Option<ArenaBuf>) -> Result<ReadData> {
+        let mut read =
+            ReadData { offset: block::align_down(offset), object_size: self.size, ..ReadData::default() };
+        let end = offset.checked_add(len).and_then(block::align_up).unwrap_or(u64::MAX).min(self.size);
+        if len == 0 || offset >= self.size {
+            return Ok(read);
+        }
+        let mut bytes = BytesMut::with_capacity((end - read.offset) as usize);
+        for number in read.offset / BLOCK..end.div_ceil(BLOCK) {
+            let len = (end - number * BLOCK).min(BLOCK) as usize;
+            match self.blocks.get(&number) {
+                Some(block) => {
+                    bytes.extend_from_slice(&block.data[..len]);
+                    read.checksums.push(block.crc);
+                }
+                None => {
+                    bytes.resize(bytes.len() + len, 0);
+                    read.checksums.push(ZERO_BLOCK_CRC);
+                }
+            }
+        }
+        let data = match dest {
+            None => bytes.freeze(),
+            Some(mut dest) => {
+                if dest.len() < bytes.len() {
+                    return Err(StoreError::InvalidArgument(format!(
+                        "a destination of {} bytes is too small for {}",
+                        dest.len(),
+                        bytes.len()
+                    )));
+                }
+                dest[..bytes.len()].copy_from_slice(&bytes);
+                dest.truncate(bytes.len());
+                dest.freeze()
+            }
+        };
+        read.data.push(data);
+        Ok(read)
+    }
+}
+
+impl State {
+    fn collection(&self, cid: &CollectionId) -> Result<&BTreeMap<ObjectId, Arc<Object>>> {
+        self.collections.get(cid).ok_or_else(|| StoreError::NoSuchCollection(cid.to_string()))
+    }
+
+    fn object(&self, cid: &CollectionId, oid: &ObjectId) -> Result<&Object> {
+        self.find(cid, oid)?.ok_or_else(|| StoreError::NoSuchObject(oid.to_string()))
+    }
+
+    fn find(&self, cid: &CollectionId, oid: &ObjectId) -> Result<Option<&Object>> {
+        Ok(self.collection(cid)?.get(oid).map(Arc::as_ref))
+    }
+
+    fn put(&mut self, cid: &CollectionId, oid: &ObjectId, object: Option<Arc<Object>>) -> Result<Undo> {
+        let objects =
+            self.collections.get_mut(cid).ok_or_else(|| StoreError::NoSuchCollection(cid.to_string()))?;
+        let old = match object {
+            Some(object) => objects.insert(oid.clone(), object),
+            None => objects.remove(oid),
+        };
+        Ok(Undo::Object(cid.clone(), oid.clone(), old))
+    }
+
+    fn apply(&mut self, transaction: &Transaction) -> Result<()> {
+        transaction.validate()?;
+        let mut undo = Vec::new();
+        let cid = &transaction.collection;
+        if !matches!(transaction.ops.first(), Some(Op::CreateCollection)) {
+            self.collection(cid)?;
+        }
+        let result = transaction.ops.iter().try_for_each(|op| self.step(cid, op, &mut undo));
+        if result.is_err() {
+            undo.into_iter().rev().for_each(|step| self.undo(step));
+        }
+        result
+    }
+
+    fn undo(&mut self, step: Undo) {
+        match step {
+            Undo::Object(cid, oid, Some(object)) => {
+                self.collections.entry(cid).or_default().insert(oid, object);
+            }
+            Undo::Object(cid, oid, None) => {
+                self.collections.entry(cid).or_default().remove(&oid);
+            }
+            Undo::Collection(cid, true) => {
+                self.collections.insert(cid, BTreeMap::new());
+            }
+            Undo::Collection(cid, false) => {
+                self.collections.remove(&cid);
+            }
+            Undo::Staged(id, number, block) => {
+                if let Some(stage) = self.stages.get_mut(&id) {
+                    stage.blocks.insert(number, block);
+                }
+            }
+        }
+    }
+
+    /// Changes an object, made if it does not exist.
+    fn change(
+        &mut self,
+        cid: &CollectionId,
+        oid: &ObjectId,
+        undo: &mut Vec<Undo>,
+        f: impl FnOnce(&mut Object) -> Result<()>,
+    ) -> Result<()> {
+        let mut object = self.find(cid, oid)?.cloned().unwrap_or_default();
+        f(&mut object)?;
+        undo.push(self.put(cid, oid, Some(Arc::new(object)))?);
+        Ok(())
+    }
+
+    fn step(&mut self, cid: &CollectionId, op: &Op, undo: &mut Vec<Undo>) -> Result<()> {
+        match op {
+            Op::Touch { oid } => self.change(cid, oid, undo, |_| Ok(())),
+            Op::CreateExclusive { oid } => {
+                self.must_not_exist(cid, oid)?;
+                self.change(cid, oid, undo, |_| Ok(()))
+            }
+            Op::Write { oid, offset, source: WriteSource::Inline(payload) } => {
+                self.change(cid, oid, undo, |o| o.write(*offset, payload))
+            }
+            Op::Write { oid, offset, source: WriteSource::Staged { stage, offset: from, len } } => {
+                let size = self.find(cid, oid)?.map_or(0, |o| o.size);
+                let blocks = self.take_staged(*stage, (*from, *len), (*offset, size), undo)?;
+                self.change(cid, oid, undo, |o| {
+                    o.blocks.extend((offset / BLOCK..).zip(blocks));
+                    o.size = o.size.max(offset + len);
+                    Ok(())
+                })
+            }
+            Op::Zero { oid, offset, len } => self.change(cid, oid, undo, |o| o.zero(*offset, *len)),
+            Op::Truncate { oid, size } => self.change(cid, oid, undo, |o| o.truncate(*size)),
+            Op::Remove { oid } => {
+                self.object(cid, oid)?;
+                undo.push(self.put(cid, oid, None)?);
+                Ok(())
+            }
+            Op::SetXattrs { oid, xattrs } => self.change(cid, oid, undo, |o| {
+                o.xattrs.extend(xattrs.iter().cloned());
+                let size: usize = o.xattrs.iter().map(|(k, v)| k.len() + v.len()).sum();
+                if size > MAX_XATTRS {
+                    let (size, limit) = (size as u64, MAX_XATTRS as u64);
+                    return Err(StoreError::TooLarge { what: "xattrs of an object".into(), size, limit });
+                }
+                Ok(())
+            }),
+            Op::RemoveXattr { oid, name } => self.change(cid, oid, undo, |o| {
+                o.xattrs.remove(name);
+                Ok(())
+            }),
+            Op::RemoveXattrs { oid } => self.change(cid, oid, undo, |o| {
+                o.xattrs.clear();
+                Ok(())
+            }),
+            Op::OmapSet { oid, entries } => self.change(cid, oid, undo, |o| {
+                o.omap.extend(entries.iter().cloned());
+                Ok(())
+            }),
+            Op::OmapRemove { oid, keys } => self.change(cid, oid, undo, |o| {
+                keys.iter().for_each(|key| drop(o.omap.remove(key)));
+                Ok(())
+            }),
+            Op::OmapRemoveRange { oid, from, to } => self.change(cid, oid, undo, |o| {
+                o.omap.retain(|key, _| key < from || key >= to);
+                Ok(())
+            }),
+            Op::OmapClear { oid } => self.change(cid, oid, undo, |o| {
+                o.omap.clear();
+                o.header = Bytes::new();
+                Ok(())
+            }),
+            Op::OmapSetHeader { oid, header } => self.change(cid, oid, undo, |o| {
+                o.header = header.clone();
+                Ok(())
+            }),
+            Op::Clone { src, dst } => {
+                let copy = Arc::new(self.object(cid, src)?.clone());
+                undo.push(self.put(cid, dst, Some(copy))?);
+                Ok(())
+            }
+            Op::CloneRange { src, dst, src_offset, len, dst_offset } => {
+                let from = self.object(cid, src)?.clone();
+                self.change(cid, dst, undo, |o| o.clone_range(&from, *src_offset, *len, *dst_offset))
+            }
+            Op::MoveRename { src, dst_collection, dst } => {
+                let object = Arc::new(self.object(cid, src)?.clone());
+                self.must_not_exist(dst_collection, dst)?;
+                undo.push(self.put(cid, src, None)?);
+                undo.push(self.put(dst_collection, dst, Some(object))?);
+                Ok(())
+            }
+            Op::CreateCollection => {
+                if self.collections.contains_key(cid) {
+                    return Err(StoreError::Exists(cid.to_string()));
+                }
+                self.collections.insert(cid.clone(), BTreeMap::new());
+                undo.push(Undo::Collection(cid.clone(), false));
+                Ok(())
+            }
+            Op::RemoveCollection => {
+                if !self.collection(cid)?.is_empty() {
+                    return Err(StoreError::NotEmpty(cid.to_string()));
+                }
+                self.collections.remove(cid);
+                undo.push(Undo::Collection(cid.clone(), true));
+                Ok(())
+            }
+            Op::SplitCollection { at, dst } => self.split(cid, at, dst, undo),
+        }
+    }
+
+    fn must_not_exist(&self, cid: &CollectionId, oid: &ObjectId) -> Result<()> {
+        match self.find(cid, oid)? {
+            Some(_) => Err(StoreError::Exists(oid.to_string())),
+            None => Ok(()),
+        }
+    }
+
+    fn split(
+        &mut self,
+        cid: &CollectionId,
+        at: &ObjectId,
+        dst: &CollectionId,
+        undo: &mut Vec<Undo>,
+    ) -> Result<()> {
+        self.collection(dst)?;
+        let moving: Vec<_> = self
+            .collection(cid)?
+            .range(at.clone()..)
+            .map(|(oid, object)| (oid.clone(), Arc::clone(object)))
+            .collect();
+        if cid == dst {
+            return Ok(());
+        }
+        for (oid, object) in moving {
+            self.must_not_exist(dst, &oid)?;
+            undo.push(self.put(cid, &oid, None)?);
+            undo.push(self.put(dst, &oid, Some(object))?);
+        }
+        Ok(())
+    }
+
+    fn take_staged(
+        &mut self,
+        id: StageId,
+        (from, len): (u64, u64),
+        (offset, object_size): (u64, u64),
+        undo: &mut Vec<Undo>,
+    ) -> Result<Vec<Block>> {
+        let stage = self.stages.get_mut(&id).ok_or(StoreError::NoSuchStage(id.0))?;
+        check_staged_use(stage.len, from, len, offset, object_size)?;
+        let mut blocks = Vec::new();
+        for number in from / BLOCK..(from + len).div_ceil(BLOCK) {
+            let block = stage.blocks.remove(&number).ok_or_else(|| block_not_available(number))?;
+            undo.push(Undo::Staged(id, number, block.clone()));
+            blocks.push(block);
+        }
+        Ok(blocks)
+    }
+}
+
+/// As many of `items` as fit on a page, and whether there are more.
+fn page<T>(items: impl Iterator<Item = T>, limit: usize, bytes: impl Fn(&T) -> usize) -> Page<T> {
+    let mut page = Vec::new();
+    let mut total = 0;
+    for item in items {
+        if page.len() >= limit || (total > 0 && total + bytes(&item) > PAGE_BYTES) {
+            return (page, true);
+        }
+        total += bytes(&item);
+        page.push(item);
+    }
+    (page, false)
+}
+
+impl ObjectStore for MemStore {
+    fn stage(&self, len: u64) -> BoxFuture<'static, Result<StageId>> {
+        self.run(|state| {
+            if len == 0 {
+                return Err(StoreError::InvalidArgument("an empty stage".into()));
+            }
+            if len > CAPACITY {
+                return Err(StoreError::NoSpace { needed: len, free: CAPACITY });
+            }
+            state.last_stage += 1;
+            let id = StageId(state.last_stage);
+            state.stages.insert(id, Stage { len, blocks: BTreeMap::new() });
+            Ok(id)
+        })
+    }
+
+    fn stage_write(&self, id: StageId, offset: u64, payload: Payload) -> BoxFuture<'static, Result<()>> {
+        self.run(|state| {
+            let stage = state.stages.get_mut(&id).ok_or(StoreError::NoSuchStage(id.0))?;
+            check_stage_write(stage.len, offset, &payload)?;
+            let (mut data, checksums) = payload.into_parts();
+            for (number, crc) in (offset / BLOCK..).zip(checksums) {
+                let piece = data.split_to(data.len().min(BLOCK_SIZE));
+                stage.blocks.insert(number, Block::padded(piece, crc));
+            }
+            Ok(())
+        })
+    }
+
+    fn stage_release(&self, stage: StageId) {
+        self.lock().stages.remove(&stage);
+    }
+
+    fn queue_transaction(&self, transaction: Transaction) -> BoxFuture<'static, Result<()>> {
+        self.run(|state| state.apply(&transaction))
+    }
+
+    fn read(
+        &self,
+        cid: &CollectionId,
+        oid: &ObjectId,
+        offset: u64,
+        len: u64,
+        dest: Option<ArenaBuf>,
+    ) -> BoxFuture<'static, Result<ReadData>> {
+        self.with_object(cid, oid, |o| o.read(offset, len, dest))
+    }
+
+    fn stat(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Stat>> {
+        self.with_object(cid, oid, |o| Ok(Stat { size: o.size, allocated: o.blocks.len() as u64 * BLOCK }))
+    }
+
+    fn get_xattr(
+        &self,
+        cid: &CollectionId,
+        oid: &ObjectId,
+        name: Bytes,
+    ) -> BoxFuture<'static, Result<Bytes>> {
+        self.with_object(cid, oid, |o| {
+            let missing = || StoreError::NoSuchXattr(format!("\"{}\"", name.escape_ascii()));
+            o.xattrs.get(&name).cloned().ok_or_else(missing)
+        })
+    }
+
+    fn get_xattrs(
+        &self,
+        cid: &CollectionId,
+        oid: &ObjectId,
+    ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>> {
+        self.with_object(cid, oid, |o| Ok(o.xattrs.clone().into_iter().collect()))
+    }
+
+    fn omap_get_header(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Bytes>> {
+        self.with_object(cid, oid, |o| Ok(o.header.clone()))
+    }
+
+    fn omap_get(
+        &self,
+        cid: &CollectionId,
+        oid: &ObjectId,
+        mut keys: Vec<Bytes>,
+    ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>> {
+        keys.sort();
+        keys.dedup();
+        self.with_object(cid, oid, |o| {
+            Ok(keys
+                .into_iter()
+                .filter_map(|key| o.omap.get(&key).cloned().map(|value| (key, value)))
+                .collect())
+        })
+    }
+
+    fn omap_iterate(
+        &self,
+        cid: &CollectionId,
+        oid: &ObjectId,
+        from: Bytes,
+        limit: usize,
+    ) -> BoxFuture<'static, Result<Page<(Bytes, Bytes)>>> {
+        self.with_object(cid, oid, |o| {
+            let entries = o.omap.range(from..).map(|(k, v)| (k.clone(), v.clone()));
+            Ok(page(entries, limit, |(k, v)| k.len() + v.len()))
+        })
+    }
+
+    fn list(
+        &self,
+        cid: &CollectionId,
+        from: Option<ObjectId>,
+        limit: usize,
+    ) -> BoxFuture<'static, Result<Page<ObjectId>>> {
+        self.run(|state| {
+            let ids = state.collection(cid)?.keys();
+            let ids = ids.filter(|oid| from.as_ref().is_none_or(|from| *oid >= from)).cloned();
+            Ok(page(ids, limit, |oid| oid.as_bytes().len()))
+        })
+    }
+
+    fn collections(&self) -> BoxFuture<'static, Result<Vec<CollectionId>>> {
+        self.run(|state| Ok(state.collections.keys().cloned().collect()))
+    }
+
+    fn statfs(&self) -> BoxFuture<'static, Result<StatFs>> {
+        self.run(|state| {
+            let objects = state.collections.values().flat_map(BTreeMap::values);
+            let used = objects.map(|o| o.blocks.len() as u64 * BLOCK).sum::<u64>();
+            let staged = state.stages.values().map(|s| s.len.next_multiple_of(BLOCK)).sum::<u64>();
+            let free = CAPACITY.saturating_sub(used + staged);
+            Ok(StatFs {
+                total: CAPACITY,
+                free,
+                staged,
+                free_extents: 1,
+                largest_free_extent: free,
+                index_free: CAPACITY,
+                index_total: CAPACITY,
+            })
+        })
+    }
+
+    fn umount(&self) -> BoxFuture<'static, Result<()>> {
+        self.run(|state| {
+            state.closed = true;
+            Ok(())
+        })
+    }
+}

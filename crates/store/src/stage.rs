@@ -1,0 +1,54 @@
+//! The rules of staged bytes that every implementation shares.
+
+use base::block::{BLOCK, Payload};
+
+use crate::{Result, StoreError};
+
+/// Checks a `stage_write` of `payload` at `offset` into a stage of `stage_len` bytes.
+pub(crate) fn check_stage_write(stage_len: u64, offset: u64, payload: &Payload) -> Result<()> {
+    let len = payload.len() as u64;
+    let end = offset.checked_add(len).filter(|end| *end <= stage_len);
+    let Some(end) = end else {
+        return Err(StoreError::InvalidArgument(format!(
+            "{len} bytes at {offset} do not fit into a stage of {stage_len} bytes"
+        )));
+    };
+    if !offset.is_multiple_of(BLOCK)
+        || payload.phase() != 0
+        || (!len.is_multiple_of(BLOCK) && end != stage_len)
+    {
+        return Err(StoreError::InvalidArgument(format!(
+            "{len} bytes at {offset} are not whole blocks of a stage of {stage_len} bytes"
+        )));
+    }
+    Ok(())
+}
+
+/// Checks a write of `len` staged bytes from `from` to `offset` of an object of `object_size` bytes.
+pub(crate) fn check_staged_use(
+    stage_len: u64,
+    from: u64,
+    len: u64,
+    offset: u64,
+    object_size: u64,
+) -> Result<()> {
+    let end = from.checked_add(len).filter(|end| *end <= stage_len);
+    let Some(end) = end else {
+        return Err(StoreError::InvalidArgument(format!(
+            "staged bytes {from}+{len} lie outside their stage of {stage_len} bytes"
+        )));
+    };
+    if !len.is_multiple_of(BLOCK) && (end != stage_len || offset + len < object_size) {
+        return Err(StoreError::InvalidArgument(format!(
+            "{len} staged bytes end inside a block; that is possible only at the ends of both stage and object"
+        )));
+    }
+    Ok(())
+}
+
+/// A block of a stage that was named before, or never written.
+pub(crate) fn block_not_available(block: u64) -> StoreError {
+    StoreError::InvalidArgument(format!(
+        "staged block {block} was not written, or was named by another write before"
+    ))
+}
