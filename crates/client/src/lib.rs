@@ -1,1 +1,54 @@
-//! Placeholder.
+//! The client of an Outboard node: objects in pools.
+//!
+//! A [`Client`] keeps one session with a node and reconnects by itself; requests that were under way are repeated
+//! and never take effect twice, whichever of the two processes on the other side was restarted meanwhile. Objects
+//! larger than [`Options::stripe_threshold`] are striped over several store objects without the caller noticing.
+//! Everything is asynchronous and runs on the caller's tokio runtime; nothing here knows of drives or of the DPU.
+//!
+//! ```no_run
+//! # async fn example(stack: std::sync::Arc<dyn messenger::NetworkStack>) -> client::Result<()> {
+//! use client::{Client, Options};
+//!
+//! let client = Client::connect_over(stack, "127.0.0.1:7700", Options::default()).await?;
+//! client.create_pool("photos").await?;
+//! let pool = client.pool("photos")?;
+//! let beach = pool.object("summer/beach.jpg")?;
+//! beach.put("…").await?;
+//! assert_eq!(beach.get().await?, "…");
+//!
+//! let mut names = pool.list("summer/");
+//! while let Some(name) = names.next().await? {
+//!     println!("{name}");
+//! }
+//! # Ok(()) }
+//! ```
+//!
+//! What users may rely on is written down in `docs/semantics.md`.
+
+#![forbid(unsafe_code)]
+
+mod call;
+mod client;
+mod compound;
+mod download;
+mod error;
+mod link;
+mod list;
+mod object;
+mod options;
+mod pool;
+mod sink;
+mod source;
+mod upload;
+
+pub use client::Client;
+pub use compound::Compound;
+pub use error::{Error, Result};
+pub use list::Listing;
+pub use object::{Description, Object, OmapPage, PutOptions};
+pub use options::Options;
+pub use pool::Pool;
+pub use proto::{
+    Error as NodeError, Manifest, Mutated, NameError, NodeStatus, ObjectName, PoolInfo, PoolName, Space,
+    StatAnswer as Stat, TargetStatus,
+};

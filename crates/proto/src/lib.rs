@@ -1,1 +1,31 @@
-//! Placeholder.
+//! The object protocol: what a client and an OSD say to each other.
+//!
+//! Names and where they are placed, requests and replies, the errors that cross the wire, and their encoding. Pure
+//! data and pure functions: nothing here does I/O, and no input makes a decoder panic or allocate more than its own
+//! length justifies. The messenger carries the encoded form in message headers; see `docs/object-protocol.md`.
+
+#![forbid(unsafe_code)]
+
+mod error;
+pub mod limits;
+mod name;
+pub mod placement;
+mod reply;
+mod request;
+mod session;
+mod status;
+mod wire;
+
+pub use error::{Error, Result};
+pub use name::{NameError, ObjectName, PoolName, WireName};
+pub use reply::{Listed, Mutated, QueryAnswer, Reply, ReplyBody, StatAnswer};
+pub use request::{
+    Condition, Data, List, Manifest, Mutate, Mutation, PartId, Query, QueryOp, Read, RequestBody,
+    RequestHead, Source,
+};
+pub use session::{SessionId, UploadId};
+pub use status::{NodeStatus, PoolInfo, Space, TargetStatus};
+pub use wire::{
+    DecodeError, VERSION, VERSION_OLDEST, decode_body, decode_head, decode_reply, encode_reply,
+    encode_request,
+};

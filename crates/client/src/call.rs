@@ -1,0 +1,149 @@
+//! One request: sent, perhaps repeated, answered or given up.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use base::block::Payload;
+use bytes::Bytes;
+use messenger::{BulkRegion, Connection, Message};
+use proto::{Data, ReplyBody, RequestBody, RequestHead};
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+
+use crate::link::{Link, Shared};
+use crate::sink::ChunkSink;
+use crate::source::ContentSource;
+use crate::{Error, Result};
+
+/// First pause before a request is repeated because the node asked for it; doubles up to a second.
+const RETRY_PAUSE: Duration = Duration::from_millis(20);
+
+/// Bulky data that goes with a request.
+#[derive(Debug, Clone)]
+pub(crate) enum Bulk {
+    None,
+    /// Travels inside the message.
+    Inline(Payload),
+    /// Pulled by the node.
+    Source(Arc<ContentSource>),
+    /// Room for that many bytes, filled by the node.
+    Sink(u64),
+}
+
+/// An answer, with the data that came with it.
+#[derive(Debug)]
+pub(crate) struct Answer {
+    pub(crate) body: ReplyBody,
+    pub(crate) data: Vec<Bytes>,
+}
+
+/// What came of one attempt.
+pub(crate) type Outcome = Result<Answer>;
+
+/// A request without its final answer.
+pub(crate) struct Pending {
+    body: RequestBody,
+    bulk: Bulk,
+    deadline: Instant,
+    /// Number of the connection it was last sent on; 0 if never.
+    pub(crate) sent_on: u64,
+    /// Takes the answer; `None` while the caller pauses before the next attempt.
+    pub(crate) done: Option<oneshot::Sender<Outcome>>,
+    region: Option<BulkRegion>,
+    sink: Option<Arc<ChunkSink>>,
+}
+
+impl Pending {
+    /// The request as a message for `connection`, the `number`th of this client; offers its memory there.
+    pub(crate) fn message(
+        &mut self,
+        seq: u64,
+        acked_through: u64,
+        connection: &Arc<dyn Connection>,
+        number: u64,
+    ) -> Result<Message> {
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        let deadline_ms = u32::try_from(left.as_millis()).unwrap_or(u32::MAX);
+        let head = RequestHead { seq, acked_through, retry: self.sent_on != 0, deadline_ms };
+        self.region = None;
+        let mut payload = Payload::default();
+        match &self.bulk {
+            Bulk::None => {}
+            Bulk::Inline(data) => payload = data.clone(),
+            Bulk::Source(source) => self.region = Some(connection.offer_source(source.clone())?),
+            Bulk::Sink(len) => {
+                let sink = Arc::new(ChunkSink::new(*len));
+                self.region = Some(connection.offer_sink(sink.clone(), 0)?);
+                self.sink = Some(sink);
+            }
+        }
+        let descriptor = self.region.as_ref().map(|region| region.descriptor.clone());
+        match &mut self.body {
+            RequestBody::Mutate(mutate) => {
+                if let Some(descriptor) = descriptor {
+                    mutate.data = Data::Bulk(descriptor);
+                }
+            }
+            RequestBody::Read(read) => read.sink = descriptor,
+            _ => {}
+        }
+        self.sent_on = number;
+        Ok(Message { header: proto::encode_request(&head, &self.body), payload })
+    }
+
+    /// Takes the data that came with an answer.
+    pub(crate) fn collect(&mut self, body: ReplyBody, payload: Payload) -> Outcome {
+        self.region = None;
+        let data = match (self.sink.take(), &body) {
+            (Some(sink), ReplyBody::Read { sent, .. }) => sink.take(*sent).ok_or_else(|| {
+                Error::Protocol(format!("{sent} bytes announced, but not all of them arrived"))
+            })?,
+            _ => vec![payload.into_parts().0],
+        };
+        Ok(Answer { body, data })
+    }
+}
+
+/// Removes the request from the table when its caller is done with it or gives up.
+struct Guard<'a> {
+    shared: &'a Shared,
+    seq: u64,
+}
+
+impl Drop for Guard<'_> {
+    fn drop(&mut self) {
+        self.shared.forget(self.seq);
+    }
+}
+
+impl Link {
+    /// Sends a request and waits for its answer, through reconnections, until the request's time is over. Dropping the
+    /// future gives the request up; it may still take effect.
+    pub(crate) async fn call(&self, body: RequestBody, bulk: Bulk) -> Outcome {
+        let timeout = self.shared.options.request_timeout;
+        let deadline = Instant::now() + timeout;
+        let attempt = self.call_until(body, bulk, deadline);
+        tokio::time::timeout_at(deadline, attempt).await.unwrap_or(Err(Error::TimedOut(timeout)))
+    }
+
+    async fn call_until(&self, body: RequestBody, bulk: Bulk, deadline: Instant) -> Outcome {
+        let shared = &*self.shared;
+        let _permit = shared.permits.acquire().await.map_err(|_| Error::Closed)?;
+        let pending = Pending { body, bulk, deadline, sent_on: 0, done: None, region: None, sink: None };
+        let seq = shared.enter(pending).await?;
+        let guard = Guard { shared, seq };
+        let mut pause = RETRY_PAUSE;
+        loop {
+            let (done, answer) = oneshot::channel();
+            shared.send(guard.seq, done).await?;
+            match answer.await.map_err(|_| Error::Closed)? {
+                Err(Error::Node(e)) if e.is_transient() => {
+                    tracing::debug!(seq, error = %e, "request is repeated");
+                    tokio::time::sleep(pause).await;
+                    pause = (pause * 2).min(Duration::from_secs(1));
+                }
+                outcome => return outcome,
+            }
+        }
+    }
+}

@@ -1,0 +1,128 @@
+//! The entry: a node and its pools.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use messenger::NetworkStack;
+use proto::{NodeStatus, PoolInfo, PoolName, ReplyBody, RequestBody};
+
+use crate::call::Bulk;
+use crate::link::Link;
+use crate::{Error, Options, Pool, Result};
+
+/// A session with a node. Clones share it; the last one to go ends it. Any thread may use it.
+#[derive(Clone)]
+pub struct Client {
+    pub(crate) link: Arc<Link>,
+}
+
+impl std::fmt::Debug for Client {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Client").field("session", &self.link.session()).finish_non_exhaustive()
+    }
+}
+
+impl Client {
+    /// Connects over any network stack. Must be called on a tokio runtime, which then serves the connection.
+    ///
+    /// # Errors
+    /// [`Error::Network`] if the node cannot be reached, [`Error::Node`] if it does not want this client.
+    pub async fn connect_over(
+        stack: Arc<dyn NetworkStack>,
+        endpoint: &str,
+        options: Options,
+    ) -> Result<Client> {
+        let link = Link::open(stack, endpoint, options.clamped()).await?;
+        Ok(Client { link: Arc::new(link) })
+    }
+
+    /// A pool by its name. Nothing is sent: whether it exists shows with its first use.
+    ///
+    /// # Errors
+    /// [`Error::Name`].
+    pub fn pool(&self, name: &str) -> Result<Pool> {
+        Ok(Pool::new(self.clone(), PoolName::new(name)?, String::new()))
+    }
+
+    /// Creates a pool.
+    ///
+    /// # Errors
+    /// [`NodeError::PoolExists`](proto::Error::PoolExists) among others.
+    pub async fn create_pool(&self, name: &str) -> Result<()> {
+        self.create_pool_with(name, 0).await
+    }
+
+    /// Creates a pool with a number of placement groups: a power of two, or 0 for the default.
+    ///
+    /// # Errors
+    /// [`NodeError::PoolExists`](proto::Error::PoolExists) among others.
+    pub async fn create_pool_with(&self, name: &str, pg_count: u32) -> Result<()> {
+        let name = PoolName::new(name)?.to_string().into();
+        self.done(RequestBody::PoolCreate { name, pg_count }).await
+    }
+
+    /// The pools, ordered by name.
+    ///
+    /// # Errors
+    /// If the node does not answer.
+    pub async fn pools(&self) -> Result<Vec<PoolInfo>> {
+        match self.ask(RequestBody::PoolList).await? {
+            ReplyBody::Pools(pools) => Ok(pools),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Removes a pool. Unless `force`d, it must be empty. Its space is given back in the background.
+    ///
+    /// # Errors
+    /// [`NodeError::PoolNotEmpty`](proto::Error::PoolNotEmpty) among others.
+    pub async fn remove_pool(&self, name: &str, force: bool) -> Result<()> {
+        let name = PoolName::new(name)?.to_string().into();
+        self.done(RequestBody::PoolRemove { name, force }).await
+    }
+
+    /// The node's state.
+    ///
+    /// # Errors
+    /// If the node does not answer.
+    pub async fn status(&self) -> Result<NodeStatus> {
+        match self.ask(RequestBody::Status).await? {
+            ReplyBody::Status(status) => Ok(*status),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Removes parts of striped objects that no head names, if they are at least that old and their uploader is gone.
+    /// The node does so by itself from time to time; this does it now. Returns how many it removed.
+    ///
+    /// # Errors
+    /// If the node does not answer.
+    pub async fn collect_orphans(&self, older_than: Duration) -> Result<u64> {
+        let older_than_ms = u64::try_from(older_than.as_millis()).unwrap_or(u64::MAX);
+        match self.ask(RequestBody::CollectOrphans { older_than_ms }).await? {
+            ReplyBody::Collected(count) => Ok(count),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Ends the session. Requests under way fail with [`Error::Closed`]; changes among them may have taken effect.
+    pub async fn close(&self) {
+        self.link.close().await;
+    }
+
+    async fn ask(&self, body: RequestBody) -> Result<ReplyBody> {
+        Ok(self.link.call(body, Bulk::None).await?.body)
+    }
+
+    async fn done(&self, body: RequestBody) -> Result<()> {
+        match self.ask(body).await? {
+            ReplyBody::Done => Ok(()),
+            other => Err(unexpected(&other)),
+        }
+    }
+}
+
+/// An answer of the wrong kind.
+pub(crate) fn unexpected(body: &ReplyBody) -> Error {
+    Error::Protocol(format!("unexpected answer {body:?}"))
+}

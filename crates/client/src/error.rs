@@ -1,0 +1,53 @@
+//! Errors of the client.
+
+use std::time::Duration;
+
+use messenger::MessengerError;
+
+/// Result of a call of the client.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Why a call failed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A name is not one. Nothing was sent.
+    #[error("bad name: {0}")]
+    Name(#[from] proto::NameError),
+    /// The node refused the request.
+    #[error(transparent)]
+    Node(#[from] proto::Error),
+    /// The network failed in a way that reconnecting does not mend.
+    #[error(transparent)]
+    Network(#[from] MessengerError),
+    /// No answer came in time. A change may have taken effect or not.
+    #[error("no answer within {0:?}; check that the node is up, then look whether the request took effect")]
+    TimedOut(Duration),
+    /// The node answered with something that makes no sense here.
+    #[error("the node's answer makes no sense: {0}; use a client of the node's version")]
+    Protocol(String),
+    /// The client was closed.
+    #[error("the client was closed; connect again")]
+    Closed,
+    /// The caller's own file, reader or writer failed.
+    #[error("local I/O failed: {0}; nothing of the object became visible")]
+    Io(#[from] std::io::Error),
+    /// An argument is outside its range. Nothing was sent.
+    #[error("{0}")]
+    Argument(String),
+}
+
+impl Error {
+    /// Whether the object, or what was asked for of it, does not exist.
+    #[must_use]
+    pub fn is_not_found(&self) -> bool {
+        matches!(self, Error::Node(proto::Error::NoSuchObject(_) | proto::Error::NoSuchPool(_)))
+    }
+
+    /// Whether a condition did not hold: the object is not as the caller believed it to be.
+    #[must_use]
+    pub fn is_conflict(&self) -> bool {
+        use proto::Error as E;
+        matches!(self, Error::Node(E::ConditionFailed { .. } | E::Exists(_) | E::Changed { .. }))
+    }
+}

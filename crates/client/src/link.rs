@@ -1,0 +1,318 @@
+//! The session with the node: one connection at a time, made anew when it is lost.
+//!
+//! Callers put their requests into a table and send them on the current connection. One background task takes what
+//! arrives; when the connection is lost it connects again, presents the session's id and sends everything that is
+//! unanswered once more, in order and marked as a retry.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use messenger::{ConnectOptions, Connection, Event, Incoming, Limits, Message, MessengerError, NetworkStack};
+use proto::limits::REQUEST_WINDOW;
+use proto::{Reply, ReplyBody, RequestBody, RequestHead, SessionId};
+use tokio::sync::{Notify, Semaphore, oneshot};
+use tokio::task::JoinHandle;
+
+use crate::call::{Outcome, Pending};
+use crate::{Error, Options, Result};
+
+/// Longest pause between two attempts to reconnect.
+const RECONNECT_PAUSE_MAX: Duration = Duration::from_millis(500);
+
+/// What callers and the background task share.
+pub(crate) struct Shared {
+    stack: Arc<dyn NetworkStack>,
+    endpoint: String,
+    pub(crate) options: Options,
+    pub(crate) permits: Semaphore,
+    /// Told whenever a request leaves the table.
+    room: Notify,
+    limits: OnceLock<Limits>,
+    state: Mutex<State>,
+}
+
+struct State {
+    /// The connection that callers send on; `None` while there is none.
+    connection: Option<Arc<dyn Connection>>,
+    /// Number of the current connection, counted from 1.
+    number: u64,
+    session: Option<SessionId>,
+    next_seq: u64,
+    next_upload: u64,
+    pending: BTreeMap<u64, Pending>,
+    closed: bool,
+}
+
+/// The session and its background task, which ends with it.
+pub(crate) struct Link {
+    pub(crate) shared: Arc<Shared>,
+    task: JoinHandle<()>,
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        self.task.abort();
+        self.shared.permits.close();
+    }
+}
+
+impl Link {
+    /// Connects and opens a session.
+    pub(crate) async fn open(stack: Arc<dyn NetworkStack>, endpoint: &str, options: Options) -> Result<Link> {
+        let state = State {
+            connection: None,
+            number: 0,
+            session: None,
+            next_seq: 1,
+            next_upload: 1,
+            pending: BTreeMap::new(),
+            closed: false,
+        };
+        let shared = Arc::new(Shared {
+            stack,
+            endpoint: endpoint.to_owned(),
+            permits: Semaphore::new(options.requests_in_flight),
+            options,
+            room: Notify::new(),
+            limits: OnceLock::new(),
+            state: Mutex::new(state),
+        });
+        let (connection, incoming) = shared.connect().await?;
+        shared.lock().connection = Some(connection);
+        let task = tokio::spawn(run(Arc::clone(&shared), incoming));
+        Ok(Link { shared, task })
+    }
+
+    /// The session's id.
+    pub(crate) fn session(&self) -> Option<SessionId> {
+        self.shared.lock().session
+    }
+
+    /// A number that no other upload of this session has.
+    pub(crate) fn next_upload(&self) -> u64 {
+        let mut state = self.shared.lock();
+        state.next_upload += 1;
+        state.next_upload - 1
+    }
+
+    /// Most data that may travel inside a message, in bytes.
+    pub(crate) fn inline_max(&self) -> u64 {
+        let limit = self.shared.limits.get().map_or(0, |limits| limits.max_inline);
+        self.shared.options.inline_max.min(limit) as u64
+    }
+
+    /// Ends the session.
+    pub(crate) async fn close(&self) {
+        let connection = {
+            let mut state = self.shared.lock();
+            state.closed = true;
+            state.pending.clear();
+            state.connection.take()
+        };
+        self.task.abort();
+        if let Some(connection) = connection {
+            connection.close().await;
+        }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Nothing panics while it holds the lock with the table half changed.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Gives a request its number, waiting while the oldest unanswered one is too far behind.
+    pub(crate) async fn enter(&self, pending: Pending) -> Result<u64> {
+        loop {
+            let room = self.room.notified();
+            {
+                let mut state = self.lock();
+                if state.closed {
+                    return Err(Error::Closed);
+                }
+                let oldest = state.pending.first_key_value().map_or(state.next_seq, |(seq, _)| *seq);
+                if state.next_seq - oldest < REQUEST_WINDOW {
+                    let seq = state.next_seq;
+                    state.next_seq += 1;
+                    state.pending.insert(seq, pending);
+                    return Ok(seq);
+                }
+            }
+            room.await;
+        }
+    }
+
+    /// Sends a request of the table, or leaves that to the background task if there is no connection now.
+    pub(crate) async fn send(&self, seq: u64, done: oneshot::Sender<Outcome>) -> Result<()> {
+        let (connection, message) = {
+            let mut state = self.lock();
+            let Some(pending) = state.pending.get_mut(&seq) else { return Err(Error::Closed) };
+            pending.done = Some(done);
+            let Some(connection) = state.connection.clone() else { return Ok(()) };
+            let message = state.message(seq, &connection)?;
+            (connection, message)
+        };
+        match connection.send(message).await {
+            // The background task learns of it too, and repeats the request on the next connection.
+            Err(MessengerError::SessionLost(_)) | Ok(()) => Ok(()),
+            Err(e) => Err(e.into()),
+        }
+    }
+
+    /// Takes a request out of the table.
+    pub(crate) fn forget(&self, seq: u64) {
+        let pending = self.lock().pending.remove(&seq);
+        self.room.notify_waiters();
+        drop(pending);
+    }
+
+    /// One connection with the session opened on it.
+    async fn connect(&self) -> Result<(Arc<dyn Connection>, Box<dyn Incoming>)> {
+        let timeout = self.options.connect_timeout;
+        let options = ConnectOptions { tenant: self.options.name.clone(), features: 0, timeout };
+        let (connection, mut incoming) = self.stack.connect(&self.endpoint, options).await?;
+        let opened = tokio::time::timeout(timeout, self.handshake(&*connection, &mut *incoming)).await;
+        opened.unwrap_or(Err(Error::TimedOut(timeout)))?;
+        let _ = self.limits.set(connection.limits());
+        Ok((connection, incoming))
+    }
+
+    async fn handshake(&self, connection: &dyn Connection, incoming: &mut dyn Incoming) -> Result<()> {
+        let head = RequestHead { seq: 0, acked_through: 0, retry: false, deadline_ms: 0 };
+        let session = self.lock().session;
+        let body = RequestBody::Open { oldest: proto::VERSION_OLDEST, newest: proto::VERSION, session };
+        let header = proto::encode_request(&head, &body);
+        connection.send(Message { header, payload: Default::default() }).await?;
+        loop {
+            match incoming.next().await {
+                Event::Message(message) => {
+                    let reply = decode(&message)?;
+                    return match reply.result? {
+                        ReplyBody::Opened { session, .. } => {
+                            self.lock().session = Some(session);
+                            Ok(())
+                        }
+                        other => Err(Error::Protocol(format!("{other:?} instead of an open session"))),
+                    };
+                }
+                Event::Lost(e) => return Err(e.into()),
+                Event::Interrupted | Event::Resumed => {}
+            }
+        }
+    }
+
+    fn take_answer(&self, message: Message) {
+        let reply = match decode(&message) {
+            Ok(reply) => reply,
+            Err(e) => return tracing::warn!(error = %e, "an answer is dropped"),
+        };
+        let mut state = self.lock();
+        let Some(pending) = state.pending.get_mut(&reply.seq) else { return };
+        let Some(done) = pending.done.take() else { return };
+        let outcome = match reply.result {
+            Ok(body) => pending.collect(body, message.payload),
+            Err(e) => Err(e.into()),
+        };
+        drop(state);
+        // Whoever no longer waits needs no answer.
+        drop(done.send(outcome));
+    }
+
+    /// Sends everything unanswered on a new connection, then lets the callers use it.
+    async fn resend(&self, connection: Arc<dyn Connection>) {
+        loop {
+            let message = {
+                let mut state = self.lock();
+                let number = state.number;
+                let next = state.pending.iter().find(|(_, p)| p.sent_on != number && p.done.is_some());
+                let Some(seq) = next.map(|(seq, _)| *seq) else {
+                    state.connection = Some(connection);
+                    return;
+                };
+                match state.message(seq, &connection) {
+                    Ok(message) => message,
+                    Err(e) => {
+                        let done = state.pending.get_mut(&seq).and_then(|p| p.done.take());
+                        drop(done.map(|done| done.send(Err(e))));
+                        continue;
+                    }
+                }
+            };
+            if connection.send(message).await.is_err() {
+                return;
+            }
+        }
+    }
+
+    async fn reconnect(&self) -> (Arc<dyn Connection>, Box<dyn Incoming>) {
+        let mut pause = Duration::from_millis(10);
+        loop {
+            match self.connect().await {
+                Ok(connected) => return connected,
+                Err(Error::Node(e)) => self.fail_all(&e),
+                Err(e) => tracing::debug!(endpoint = self.endpoint, error = %e, "cannot reconnect yet"),
+            }
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(RECONNECT_PAUSE_MAX);
+        }
+    }
+
+    /// Answers every request with the node's refusal to talk to this client.
+    fn fail_all(&self, e: &proto::Error) {
+        let mut state = self.lock();
+        for pending in state.pending.values_mut() {
+            drop(pending.done.take().map(|done| done.send(Err(Error::Node(e.clone())))));
+        }
+    }
+}
+
+impl State {
+    fn message(&mut self, seq: u64, connection: &Arc<dyn Connection>) -> Result<Message> {
+        let oldest = self.pending.first_key_value().map_or(self.next_seq, |(seq, _)| *seq);
+        let number = self.number;
+        match self.pending.get_mut(&seq) {
+            Some(pending) => pending.message(seq, oldest - 1, connection, number),
+            None => Err(Error::Closed),
+        }
+    }
+}
+
+fn decode(message: &Message) -> Result<Reply> {
+    proto::decode_reply(&message.header).map_err(|e| Error::Protocol(e.to_string()))
+}
+
+/// The background task.
+async fn run(shared: Arc<Shared>, mut incoming: Box<dyn Incoming>) {
+    let mut resend = None;
+    loop {
+        let event = match &mut resend {
+            None => incoming.next().await,
+            // Answers are taken while requests are sent again, so that neither side waits for the other.
+            Some(sending) => tokio::select! {
+                event = incoming.next() => event,
+                () = sending => {
+                    resend = None;
+                    continue;
+                }
+            },
+        };
+        match event {
+            Event::Message(message) => shared.take_answer(message),
+            Event::Interrupted | Event::Resumed => {}
+            Event::Lost(e) => {
+                tracing::info!(endpoint = shared.endpoint, error = %e, "session lost, reconnecting");
+                shared.lock().connection = None;
+                let (connection, again) = shared.reconnect().await;
+                shared.lock().number += 1;
+                incoming = again;
+                resend = Some(Box::pin(resend_all(Arc::clone(&shared), connection)));
+            }
+        }
+    }
+}
+
+async fn resend_all(shared: Arc<Shared>, connection: Arc<dyn Connection>) {
+    shared.resend(connection).await;
+}

@@ -1,0 +1,346 @@
+//! One object.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use proto::{Mutated, ObjectName, Query, QueryAnswer, QueryOp, ReplyBody, RequestBody, StatAnswer};
+use tokio::io::{AsyncRead, AsyncWrite};
+
+use crate::call::Bulk;
+use crate::client::unexpected;
+use crate::source::Content;
+use crate::{Client, Compound, Error, Result};
+
+/// How often an append of more than one atomic step is tried again because somebody else changed the object.
+const APPEND_TRIES: usize = 32;
+
+/// An object, whether it exists or not. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Object {
+    client: Client,
+    name: ObjectName,
+}
+
+/// What goes with the data of a put.
+#[derive(Debug, Clone, Default)]
+pub struct PutOptions {
+    /// Refuse if the object exists.
+    pub exclusive: bool,
+    /// Refuse unless the object has this version.
+    pub if_version: Option<u64>,
+    /// Xattrs to be set together with the data: names and values.
+    pub xattrs: Vec<(Bytes, Bytes)>,
+}
+
+/// What is known of an object without reading its data.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Description {
+    /// Size, version, time of the last change.
+    pub stat: StatAnswer,
+    /// All xattrs, ordered by name.
+    pub xattrs: Vec<(Bytes, Bytes)>,
+}
+
+/// A page of omap entries.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OmapPage {
+    /// Keys and values, ordered by key.
+    pub entries: Vec<(Bytes, Bytes)>,
+    /// Whether there are more.
+    pub more: bool,
+}
+
+impl Object {
+    pub(crate) fn new(client: Client, name: ObjectName) -> Object {
+        Object { client, name }
+    }
+
+    pub(crate) fn parts(&self) -> (&Client, &ObjectName) {
+        (&self.client, &self.name)
+    }
+
+    /// Its full name.
+    #[must_use]
+    pub fn name(&self) -> &ObjectName {
+        &self.name
+    }
+
+    /// Replaces the object's data, creating it if need be; xattrs and omap stay. Readers see the old data or the new.
+    ///
+    /// # Errors
+    /// The node's, the network's, or [`Error::TimedOut`].
+    pub async fn put(&self, data: impl Into<Bytes>) -> Result<Mutated> {
+        self.put_with(data, PutOptions::default()).await
+    }
+
+    /// As [`Object::put`], with conditions and xattrs.
+    ///
+    /// # Errors
+    /// [`Exists`](proto::Error::Exists) or [`ConditionFailed`](proto::Error::ConditionFailed) if it is not to be.
+    pub async fn put_with(&self, data: impl Into<Bytes>, options: PutOptions) -> Result<Mutated> {
+        self.put_content(Content::Memory(data.into()), options).await
+    }
+
+    /// As [`Object::put_with`], from a file, which is read as the node asks for the data. The file must not change
+    /// meanwhile.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the file cannot be opened.
+    pub async fn put_file(&self, path: impl AsRef<Path>, options: PutOptions) -> Result<Mutated> {
+        let path = path.as_ref().to_owned();
+        let open = move || {
+            let file = std::fs::File::open(path)?;
+            let len = file.metadata()?.len();
+            Ok::<_, std::io::Error>(Content::File { file: Arc::new(file), offset: 0, len })
+        };
+        let content = tokio::task::spawn_blocking(open).await.map_err(std::io::Error::other)??;
+        self.put_content(content, options).await
+    }
+
+    /// As [`Object::put_with`], from a stream of any length, in constant memory. Nothing is visible before its end.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the stream fails.
+    pub async fn put_reader(
+        &self,
+        reader: impl AsyncRead + Unpin + Send,
+        options: PutOptions,
+    ) -> Result<Mutated> {
+        crate::upload::put_reader(self, reader, options).await
+    }
+
+    async fn put_content(&self, content: Content, options: PutOptions) -> Result<Mutated> {
+        if content.len() > self.client.link.shared.options.stripe_threshold {
+            return crate::upload::put_striped(self, content, options).await;
+        }
+        self.put_compound(options).write_full_content(content).commit().await
+    }
+
+    /// A compound op with a put's conditions and xattrs.
+    pub(crate) fn put_compound(&self, options: PutOptions) -> Compound {
+        let mut compound = self.compound();
+        if options.exclusive {
+            compound = compound.create();
+        }
+        if let Some(version) = options.if_version {
+            compound = compound.if_version(version);
+        }
+        options.xattrs.into_iter().fold(compound, |c, (name, value)| c.set_xattr(name, value))
+    }
+
+    /// All data of the object, as one version of it.
+    ///
+    /// # Errors
+    /// [`NoSuchObject`](proto::Error::NoSuchObject) among others.
+    pub async fn get(&self) -> Result<Bytes> {
+        self.get_range(0, u64::MAX).await
+    }
+
+    /// Up to `len` bytes at `offset`, as one version of the object; fewer if it ends before, none beyond its end.
+    ///
+    /// # Errors
+    /// [`NoSuchObject`](proto::Error::NoSuchObject) among others.
+    pub async fn get_range(&self, offset: u64, len: u64) -> Result<Bytes> {
+        crate::download::get_range(self, offset, len).await
+    }
+
+    /// Writes all data of the object to `writer`, in constant memory, and returns its size, in bytes.
+    ///
+    /// # Errors
+    /// [`Changed`](proto::Error::Changed) if the object is changed while it is read: what was written is then of no use.
+    pub async fn get_to_writer(&self, writer: impl AsyncWrite + Unpin + Send) -> Result<u64> {
+        crate::download::get_to_writer(self, writer).await
+    }
+
+    /// Writes at an offset, in bytes, creating or extending the object if need be; holes read as zeros.
+    ///
+    /// # Errors
+    /// [`Striped`](proto::Error::Striped) on a striped object, [`TooLarge`](proto::Error::TooLarge) beyond 128 MiB.
+    pub async fn write(&self, offset: u64, data: impl Into<Bytes>) -> Result<Mutated> {
+        self.compound().write(offset, data).commit().await
+    }
+
+    /// Writes at the end; the answer says where that was. Appends of several clients never overlap.
+    ///
+    /// # Errors
+    /// As [`Object::write`]. More than 2 MiB at a time can fail with [`Changed`](proto::Error::Changed), having done
+    /// nothing, if others change the object all the while.
+    pub async fn append(&self, data: impl Into<Bytes>) -> Result<Mutated> {
+        let data = data.into();
+        if data.len() as u64 <= proto::limits::MAX_APPEND {
+            return self.compound().append(data).commit().await;
+        }
+        let mut last = None;
+        for _ in 0..APPEND_TRIES {
+            let (at, compound) = match self.stat().await {
+                Ok(stat) => (stat.size, self.compound().if_version(stat.version)),
+                Err(e) if e.is_not_found() => (0, self.compound().if_absent()),
+                Err(e) => return Err(e),
+            };
+            match compound.write(at, data.clone()).commit().await {
+                Ok(mutated) => return Ok(Mutated { appended_at: at, ..mutated }),
+                Err(e) if e.is_conflict() => last = Some(e),
+                Err(e) => return Err(e),
+            }
+        }
+        Err(last.unwrap_or(Error::Closed))
+    }
+
+    /// Sets the size; new bytes are zeros.
+    ///
+    /// # Errors
+    /// As [`Object::write`].
+    pub async fn truncate(&self, size: u64) -> Result<Mutated> {
+        self.compound().truncate(size).commit().await
+    }
+
+    /// Makes a range zero, extending the object if need be.
+    ///
+    /// # Errors
+    /// As [`Object::write`].
+    pub async fn zero(&self, offset: u64, len: u64) -> Result<Mutated> {
+        self.compound().zero(offset, len).commit().await
+    }
+
+    /// Creates the object, empty.
+    ///
+    /// # Errors
+    /// [`Exists`](proto::Error::Exists) if it exists.
+    pub async fn create(&self) -> Result<Mutated> {
+        self.compound().create().commit().await
+    }
+
+    /// Removes the object.
+    ///
+    /// # Errors
+    /// [`NoSuchObject`](proto::Error::NoSuchObject) if there is none.
+    pub async fn remove(&self) -> Result<Mutated> {
+        self.compound().remove().commit().await
+    }
+
+    /// Several changes at once, under conditions.
+    pub fn compound(&self) -> Compound {
+        Compound::new(self.clone())
+    }
+
+    /// Size, version, time of the last change.
+    ///
+    /// # Errors
+    /// [`NoSuchObject`](proto::Error::NoSuchObject) if there is none.
+    pub async fn stat(&self) -> Result<StatAnswer> {
+        match self.query(vec![QueryOp::Stat]).await?.pop() {
+            Some(QueryAnswer::Stat(stat)) => Ok(stat),
+            other => Err(odd(other)),
+        }
+    }
+
+    /// Stat and all xattrs in one request.
+    ///
+    /// # Errors
+    /// [`NoSuchObject`](proto::Error::NoSuchObject) if there is none.
+    pub async fn describe(&self) -> Result<Description> {
+        let mut answers = self.query(vec![QueryOp::Stat, QueryOp::Xattrs]).await?;
+        match (answers.pop(), answers.pop()) {
+            (Some(QueryAnswer::Xattrs(xattrs)), Some(QueryAnswer::Stat(stat))) => {
+                Ok(Description { stat, xattrs })
+            }
+            (other, _) => Err(odd(other)),
+        }
+    }
+
+    /// An xattr; `None` if the object does not have it.
+    ///
+    /// # Errors
+    /// [`NoSuchObject`](proto::Error::NoSuchObject) if there is no object.
+    pub async fn xattr(&self, name: impl Into<Bytes>) -> Result<Option<Bytes>> {
+        match self.query(vec![QueryOp::Xattr(name.into())]).await?.pop() {
+            Some(QueryAnswer::Xattr(value)) => Ok(value),
+            other => Err(odd(other)),
+        }
+    }
+
+    /// All xattrs, ordered by name.
+    ///
+    /// # Errors
+    /// [`NoSuchObject`](proto::Error::NoSuchObject) if there is no object.
+    pub async fn xattrs(&self) -> Result<Vec<(Bytes, Bytes)>> {
+        match self.query(vec![QueryOp::Xattrs]).await?.pop() {
+            Some(QueryAnswer::Xattrs(xattrs)) => Ok(xattrs),
+            other => Err(odd(other)),
+        }
+    }
+
+    /// Sets an xattr, creating the object if need be.
+    ///
+    /// # Errors
+    /// [`TooLarge`](proto::Error::TooLarge) among others.
+    pub async fn set_xattr(&self, name: impl Into<Bytes>, value: impl Into<Bytes>) -> Result<Mutated> {
+        self.compound().set_xattr(name, value).commit().await
+    }
+
+    /// Removes an xattr of an existing object.
+    ///
+    /// # Errors
+    /// [`ConditionFailed`](proto::Error::ConditionFailed) if there is no object.
+    pub async fn remove_xattr(&self, name: impl Into<Bytes>) -> Result<Mutated> {
+        self.compound().if_exists().remove_xattr(name).commit().await
+    }
+
+    /// Those of some omap entries that exist, ordered by key.
+    ///
+    /// # Errors
+    /// [`NoSuchObject`](proto::Error::NoSuchObject) if there is no object.
+    pub async fn omap_get(&self, keys: Vec<Bytes>) -> Result<Vec<(Bytes, Bytes)>> {
+        Ok(self.omap(QueryOp::OmapGet(keys)).await?.entries)
+    }
+
+    /// Up to `limit` omap entries with `from <= key`, and `key < to` if given, ordered by key.
+    ///
+    /// # Errors
+    /// [`NoSuchObject`](proto::Error::NoSuchObject) if there is no object.
+    pub async fn omap_range(
+        &self,
+        from: impl Into<Bytes>,
+        to: Option<Bytes>,
+        limit: u32,
+    ) -> Result<OmapPage> {
+        self.omap(QueryOp::OmapRange { from: from.into(), to, limit }).await
+    }
+
+    /// Sets omap entries, creating the object if need be.
+    ///
+    /// # Errors
+    /// [`TooLarge`](proto::Error::TooLarge) among others.
+    pub async fn omap_set(&self, entries: Vec<(Bytes, Bytes)>) -> Result<Mutated> {
+        self.compound().omap_set(entries).commit().await
+    }
+
+    /// Removes omap entries of an existing object, whether they exist or not.
+    ///
+    /// # Errors
+    /// [`ConditionFailed`](proto::Error::ConditionFailed) if there is no object.
+    pub async fn omap_remove(&self, keys: Vec<Bytes>) -> Result<Mutated> {
+        self.compound().if_exists().omap_remove(keys).commit().await
+    }
+
+    async fn omap(&self, op: QueryOp) -> Result<OmapPage> {
+        match self.query(vec![op]).await?.pop() {
+            Some(QueryAnswer::Omap { entries, more }) => Ok(OmapPage { entries, more }),
+            other => Err(odd(other)),
+        }
+    }
+
+    async fn query(&self, ops: Vec<QueryOp>) -> Result<Vec<QueryAnswer>> {
+        let query = Query { name: self.name.to_wire(), conditions: Vec::new(), ops };
+        query.check()?;
+        match self.client.link.call(RequestBody::Query(query), Bulk::None).await?.body {
+            ReplyBody::Queried(answers) => Ok(answers),
+            other => Err(unexpected(&other)),
+        }
+    }
+}
+
+fn odd(answer: Option<QueryAnswer>) -> Error {
+    Error::Protocol(format!("unexpected answer {answer:?}"))
+}

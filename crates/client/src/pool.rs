@@ -1,0 +1,56 @@
+//! A pool, or a namespace in it.
+
+use proto::{ObjectName, PoolName};
+
+use crate::{Client, Listing, Object, Result};
+
+/// A pool, or one namespace in it. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Pool {
+    client: Client,
+    name: PoolName,
+    namespace: String,
+}
+
+impl Pool {
+    pub(crate) fn new(client: Client, name: PoolName, namespace: String) -> Pool {
+        Pool { client, name, namespace }
+    }
+
+    /// A namespace of this pool; the empty one is the default.
+    ///
+    /// # Errors
+    /// [`Error::Name`](crate::Error::Name).
+    pub fn namespace(&self, namespace: &str) -> Result<Pool> {
+        // Only the namespace is being checked; the rest is valid by itself.
+        ObjectName::new(self.name.clone(), namespace, "x")?;
+        Ok(Pool { namespace: namespace.to_owned(), ..self.clone() })
+    }
+
+    /// The pool's name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        self.name.as_str()
+    }
+
+    /// An object by its name. Nothing is sent.
+    ///
+    /// # Errors
+    /// [`Error::Name`](crate::Error::Name).
+    pub fn object(&self, name: &str) -> Result<Object> {
+        let name = ObjectName::new(self.name.clone(), self.namespace.as_str(), name)?;
+        Ok(Object::new(self.client.clone(), name))
+    }
+
+    /// The objects of this namespace whose names start with `prefix`, in no order that means anything.
+    #[must_use]
+    pub fn list(&self, prefix: &str) -> Listing {
+        Listing::new(self.client.clone(), self.name.clone(), Some(self.namespace.clone()), prefix)
+    }
+
+    /// The objects of all namespaces whose names start with `prefix`, in no order that means anything.
+    #[must_use]
+    pub fn list_all_namespaces(&self, prefix: &str) -> Listing {
+        Listing::new(self.client.clone(), self.name.clone(), None, prefix)
+    }
+}

@@ -1,0 +1,271 @@
+//! Names: `POOL[:NAMESPACE]/OBJECT`.
+
+use std::fmt;
+use std::str::FromStr;
+
+use bytes::Bytes;
+use serde::{Deserialize, Serialize};
+
+use crate::limits::{MAX_NAMESPACE, MAX_OBJECT_NAME, MAX_POOL_NAME};
+
+/// Why something is not a name.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[non_exhaustive]
+pub enum NameError {
+    /// A part that must not be empty is.
+    #[error("{0} is empty; write POOL[:NAMESPACE]/OBJECT")]
+    Empty(String),
+    /// A part is too long.
+    #[error("{what} has {len} bytes, at most {limit} are possible; choose a shorter one")]
+    TooLong {
+        /// Pool, namespace or object name.
+        what: String,
+        /// Its length, in bytes.
+        len: usize,
+        /// The longest possible, in bytes.
+        limit: usize,
+    },
+    /// A part is not UTF-8.
+    #[error("{0} is not UTF-8; encode the name, or keep the raw name in an xattr")]
+    NotUtf8(String),
+    /// A part has a character that is not possible there.
+    #[error(
+        "{what} contains {found}; pools and namespaces take letters, digits, '.', '_' and '-' and start with a letter or digit, objects everything but NUL"
+    )]
+    BadCharacter {
+        /// Pool, namespace or object name.
+        what: String,
+        /// The character, escaped.
+        found: String,
+    },
+    /// There is no `/` between pool and object.
+    #[error("\"{0}\" has no '/'; write POOL[:NAMESPACE]/OBJECT")]
+    NoObject(String),
+}
+
+/// A pool's name: 1 to 64 of letters, digits, `.`, `_`, `-`, starting with a letter or digit.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PoolName(String);
+
+impl PoolName {
+    /// Checks a name.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub fn new(name: impl Into<String>) -> Result<PoolName, NameError> {
+        let name = name.into();
+        if name.is_empty() {
+            return Err(NameError::Empty("pool name".into()));
+        }
+        check_label("pool name", &name, MAX_POOL_NAME)?;
+        Ok(PoolName(name))
+    }
+
+    /// Checks a name that came over the wire.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub fn from_wire(name: &[u8]) -> Result<PoolName, NameError> {
+        PoolName::new(utf8("pool name", name)?)
+    }
+
+    /// The name.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for PoolName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl FromStr for PoolName {
+    type Err = NameError;
+    fn from_str(s: &str) -> Result<PoolName, NameError> {
+        PoolName::new(s)
+    }
+}
+
+/// An object's full name, checked.
+///
+/// ```
+/// let name: proto::ObjectName = "photos:2024/summer/beach.jpg".parse()?;
+/// assert_eq!((name.pool(), name.namespace(), name.object()), ("photos", "2024", "summer/beach.jpg"));
+/// assert_eq!(name.to_string(), "photos:2024/summer/beach.jpg");
+/// # Ok::<(), proto::NameError>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ObjectName {
+    pool: PoolName,
+    namespace: String,
+    object: String,
+}
+
+impl ObjectName {
+    /// Checks the parts of a name. An empty namespace is the pool's default one.
+    ///
+    /// # Errors
+    /// What is wrong with them.
+    pub fn new(
+        pool: PoolName,
+        namespace: impl Into<String>,
+        object: impl Into<String>,
+    ) -> Result<ObjectName, NameError> {
+        let (namespace, object) = (namespace.into(), object.into());
+        check_namespace(&namespace)?;
+        if object.is_empty() {
+            return Err(NameError::Empty("object name".into()));
+        }
+        check_length("object name", &object, MAX_OBJECT_NAME)?;
+        if object.contains('\0') {
+            return Err(NameError::BadCharacter { what: "object name".into(), found: "\\0".into() });
+        }
+        Ok(ObjectName { pool, namespace, object })
+    }
+
+    /// The pool.
+    #[must_use]
+    pub fn pool(&self) -> &str {
+        self.pool.as_str()
+    }
+
+    /// The namespace; empty for the default one.
+    #[must_use]
+    pub fn namespace(&self) -> &str {
+        &self.namespace
+    }
+
+    /// The object's name within its namespace.
+    #[must_use]
+    pub fn object(&self) -> &str {
+        &self.object
+    }
+
+    /// The name as requests carry it.
+    #[must_use]
+    pub fn to_wire(&self) -> WireName {
+        WireName {
+            pool: Bytes::copy_from_slice(self.pool().as_bytes()),
+            namespace: Bytes::copy_from_slice(self.namespace.as_bytes()),
+            object: Bytes::copy_from_slice(self.object.as_bytes()),
+        }
+    }
+}
+
+/// Checks a namespace; the empty one is the default.
+///
+/// # Errors
+/// What is wrong with it.
+pub(crate) fn check_namespace(namespace: &str) -> Result<(), NameError> {
+    check_label("namespace", namespace, MAX_NAMESPACE)
+}
+
+impl fmt::Display for ObjectName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.pool())?;
+        if !self.namespace.is_empty() {
+            write!(f, ":{}", self.namespace)?;
+        }
+        write!(f, "/{}", self.object)
+    }
+}
+
+impl FromStr for ObjectName {
+    type Err = NameError;
+    fn from_str(s: &str) -> Result<ObjectName, NameError> {
+        let (place, object) = s.split_once('/').ok_or_else(|| NameError::NoObject(s.into()))?;
+        let (pool, namespace) = match place.split_once(':') {
+            Some((_, "")) => return Err(NameError::Empty("namespace".into())),
+            Some((pool, namespace)) => (pool, namespace),
+            None => (place, ""),
+        };
+        ObjectName::new(PoolName::new(pool)?, namespace, object)
+    }
+}
+
+/// A name as it came over the wire: nothing is known of it yet.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WireName {
+    /// Pool.
+    pub pool: Bytes,
+    /// Namespace; empty for the default one.
+    pub namespace: Bytes,
+    /// Object.
+    pub object: Bytes,
+}
+
+impl WireName {
+    /// Checks it.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub fn check(&self) -> Result<ObjectName, NameError> {
+        let pool = PoolName::from_wire(&self.pool)?;
+        ObjectName::new(pool, utf8("namespace", &self.namespace)?, utf8("object name", &self.object)?)
+    }
+}
+
+fn utf8<'a>(what: &str, bytes: &'a [u8]) -> Result<&'a str, NameError> {
+    std::str::from_utf8(bytes).map_err(|_| NameError::NotUtf8(what.into()))
+}
+
+fn check_length(what: &str, s: &str, limit: usize) -> Result<(), NameError> {
+    if s.len() > limit {
+        return Err(NameError::TooLong { what: what.into(), len: s.len(), limit });
+    }
+    Ok(())
+}
+
+fn check_label(what: &str, s: &str, limit: usize) -> Result<(), NameError> {
+    check_length(what, s, limit)?;
+    let bad = s.char_indices().find(|&(i, c)| {
+        let inner = c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
+        !inner || (i == 0 && !c.is_ascii_alphanumeric())
+    });
+    match bad {
+        Some((_, c)) => {
+            Err(NameError::BadCharacter { what: what.into(), found: c.escape_default().to_string() })
+        }
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn what_is_not_a_name_says_why() {
+        let err = |s: &str| s.parse::<ObjectName>().unwrap_err();
+        assert!(matches!(err("pool"), NameError::NoObject(_)));
+        assert!(matches!(err("pool/"), NameError::Empty(_)));
+        assert!(matches!(err("/x"), NameError::Empty(_)));
+        assert!(matches!(err("p:/x"), NameError::Empty(_)));
+        assert!(matches!(err(".p/x"), NameError::BadCharacter { .. }));
+        assert!(matches!(err("p:a b/x"), NameError::BadCharacter { .. }));
+        assert!(matches!(err("p/a\0b"), NameError::BadCharacter { .. }));
+        assert!(matches!(err(&format!("p/{}", "é".repeat(513))), NameError::TooLong { len: 1026, .. }));
+        assert!(format!("p/{}", "é".repeat(512)).parse::<ObjectName>().is_ok());
+        let mut wire = "p/x".parse::<ObjectName>().unwrap().to_wire();
+        wire.object = Bytes::from_static(&[0xff]);
+        assert!(matches!(wire.check(), Err(NameError::NotUtf8(_))));
+    }
+
+    proptest! {
+        #[test]
+        fn names_survive_text_and_wire(s in "[a-z0-9][a-z0-9._-]{0,8}(:[a-z0-9][a-z0-9._-]{0,8})?/[^\0]{1,40}") {
+            let name: ObjectName = s.parse().unwrap();
+            prop_assert_eq!(&name.to_string(), &s);
+            prop_assert_eq!(name.to_wire().check().unwrap(), name);
+        }
+
+        #[test]
+        fn no_text_makes_the_parser_panic(s in ".*") {
+            let _ = s.parse::<ObjectName>();
+        }
+    }
+}

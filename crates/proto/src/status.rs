@@ -1,0 +1,74 @@
+//! State of a node, for people and their tools.
+
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+/// A pool.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PoolInfo {
+    /// Its number; never used again.
+    pub id: u32,
+    /// Its name.
+    pub name: String,
+    /// Number of placement groups.
+    pub pg_count: u32,
+    /// When it was made, in milliseconds since 1970.
+    pub made_ms: u64,
+}
+
+/// Space of a target, in bytes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Space {
+    /// For data, in all.
+    pub total: u64,
+    /// For data, free.
+    pub free: u64,
+    /// Taken by data that is being written.
+    pub staged: u64,
+    /// Number of pieces that the free space is in.
+    pub free_extents: u64,
+    /// Length of the longest of them.
+    pub largest_free_extent: u64,
+    /// Free bytes of the index.
+    pub index_free: u64,
+    /// Size of the index.
+    pub index_total: u64,
+}
+
+/// A target.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TargetStatus {
+    /// Its id.
+    pub uuid: Uuid,
+    /// Its space, or why it cannot be asked.
+    pub space: Result<Space, String>,
+}
+
+/// State of a node.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NodeStatus {
+    /// The node's id.
+    pub node: Uuid,
+    /// `dpu` or `host`.
+    pub placement: String,
+    /// Name of the engine that moves data between OSD and store.
+    pub engine: String,
+    /// Whether that engine stands for hardware that is not there.
+    pub emulated: bool,
+    /// Process id of the OSD.
+    pub osd_pid: u32,
+    /// Seconds since the OSD was started.
+    pub uptime_seconds: u64,
+    /// Number of the node's map.
+    pub map_epoch: u64,
+    /// The targets.
+    pub targets: Vec<TargetStatus>,
+    /// The pools.
+    pub pools: Vec<PoolInfo>,
+    /// Number of sessions that are connected.
+    pub sessions: u32,
+    /// Number of requests being worked on.
+    pub requests: u32,
+    /// Bytes of staging memory: all, now free, fewest that were ever free.
+    pub staging: [u64; 3],
+}

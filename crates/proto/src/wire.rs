@@ -1,0 +1,125 @@
+//! Encoding: postcard, head first.
+
+use bytes::Bytes;
+use serde::Serialize;
+
+use crate::{Reply, RequestBody, RequestHead};
+
+/// Newest version of the object protocol that this program speaks.
+pub const VERSION: u16 = 1;
+/// Oldest version of the object protocol that this program speaks.
+pub const VERSION_OLDEST: u16 = 1;
+
+/// Bytes that are not what they should be.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{what} cannot be decoded: {reason}")]
+pub struct DecodeError {
+    what: &'static str,
+    reason: String,
+}
+
+/// A request as a message's header.
+#[must_use]
+pub fn encode_request(head: &RequestHead, body: &RequestBody) -> Bytes {
+    let bytes = encode(head, Vec::with_capacity(128));
+    Bytes::from(encode(body, bytes))
+}
+
+/// A reply as a message's header.
+#[must_use]
+pub fn encode_reply(reply: &Reply) -> Bytes {
+    Bytes::from(encode(reply, Vec::with_capacity(64)))
+}
+
+/// Takes a request's head off a message's header.
+///
+/// # Errors
+/// If there is none: the sender cannot even be answered.
+pub fn decode_head(header: &[u8]) -> Result<(RequestHead, &[u8]), DecodeError> {
+    postcard::take_from_bytes(header).map_err(|e| error("request head", &e))
+}
+
+/// Decodes what follows a request's head.
+///
+/// # Errors
+/// If it is not a request's body, or something follows it.
+pub fn decode_body(rest: &[u8]) -> Result<RequestBody, DecodeError> {
+    decode("request body", rest)
+}
+
+/// Decodes a reply.
+///
+/// # Errors
+/// If it is none.
+pub fn decode_reply(header: &[u8]) -> Result<Reply, DecodeError> {
+    decode("reply", header)
+}
+
+fn encode<T: Serialize>(value: &T, into: Vec<u8>) -> Vec<u8> {
+    // Growing a vector cannot fail, and no type of this crate has a serializer that does.
+    postcard::to_extend(value, into).expect("plain data can be encoded")
+}
+
+fn decode<T: for<'a> serde::Deserialize<'a>>(what: &'static str, bytes: &[u8]) -> Result<T, DecodeError> {
+    match postcard::take_from_bytes(bytes) {
+        Ok((value, [])) => Ok(value),
+        Ok((_, rest)) => Err(DecodeError { what, reason: format!("{} bytes follow it", rest.len()) }),
+        Err(e) => Err(error(what, &e)),
+    }
+}
+
+fn error(what: &'static str, e: &postcard::Error) -> DecodeError {
+    DecodeError { what, reason: e.to_string() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Condition, Data, Mutate, Mutation, ObjectName, Source};
+    use proptest::prelude::*;
+
+    fn sample() -> (RequestHead, RequestBody) {
+        let head = RequestHead { seq: 7, acked_through: 3, retry: true, deadline_ms: 1000 };
+        let name: ObjectName = "pool:ns/object".parse().unwrap();
+        let body = RequestBody::Mutate(Mutate {
+            name: name.to_wire(),
+            part: None,
+            conditions: vec![Condition::Version(3), Condition::Xattr("a".into(), None)],
+            ops: vec![Mutation::Append(Source::Embedded("xyz".into())), Mutation::OmapClear],
+            data: Data::None,
+        });
+        (head, body)
+    }
+
+    #[test]
+    fn requests_survive_the_wire() {
+        let (head, body) = sample();
+        let bytes = encode_request(&head, &body);
+        let (head_back, rest) = decode_head(&bytes).unwrap();
+        assert_eq!(head_back, head);
+        assert_eq!(decode_body(rest).unwrap(), body);
+    }
+
+    proptest! {
+        #[test]
+        fn arbitrary_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
+            let _ = decode_head(&bytes);
+            let _ = decode_reply(&bytes);
+            if let Ok(RequestBody::Mutate(mutate)) = decode_body(&bytes) {
+                let _ = (mutate.check(), mutate.name.check());
+            }
+        }
+
+        #[test]
+        fn a_damaged_request_never_panics(at: usize, with: u8, cut: usize) {
+            let (head, body) = sample();
+            let mut bytes = encode_request(&head, &body).to_vec();
+            let len = bytes.len();
+            bytes[at % len] = with;
+            bytes.truncate(cut % (len + 1));
+            if let Ok((_, rest)) = decode_head(&bytes) {
+                let _ = decode_body(rest);
+            }
+        }
+    }
+}
