@@ -143,6 +143,23 @@ pub trait ObjectStore: Send + Sync {
     /// it waits for them by itself.
     fn queue_transaction(&self, transaction: Transaction) -> BoxFuture<'static, Result<()>>;
 
+    /// Number of the current session with the store. It changes whenever transactions may have been lost, before
+    /// anything is queued in the new session; a store in this process has one session for ever.
+    fn session(&self) -> u64 {
+        0
+    }
+
+    /// As [`queue_transaction`](Self::queue_transaction), but fails with
+    /// [`Disconnected`](crate::StoreError::Disconnected), having done nothing, unless `session` is the current one:
+    /// what a transaction was computed from must not outlive the session it was read in.
+    fn queue_transaction_in(&self, session: u64, transaction: Transaction) -> BoxFuture<'static, Result<()>> {
+        if session == self.session() {
+            return self.queue_transaction(transaction);
+        }
+        let gone = format!("session {session} is over");
+        Box::pin(std::future::ready(Err(crate::StoreError::Disconnected(gone))))
+    }
+
     /// Reads the blocks that cover `len` bytes at `offset`. With `dest`, the data is put there (it must have room for
     /// the covering blocks), so that it need not be copied again; otherwise the store chooses the memory.
     ///
