@@ -277,8 +277,10 @@ pub trait Connection: Send + Sync {
         timeout: Duration,
     ) -> BoxFuture<'a, Result<Pulled>>;
 
-    /// Pushes `payload` to bytes `offset..` of what the peer offered. Resolves when the payload's memory is no longer
-    /// needed; it arrives before any message that is queued after that.
+    /// Pushes `payload` to bytes `offset..` of what the peer offered. Resolves when its place in the order is fixed: it
+    /// arrives before any message that is queued after that. The payload's memory is let go of when the peer has it.
+    /// A range outside the descriptor is refused here; a withdrawn offer drops the data, and later pushes are refused.
+    /// `offset` must be at a piece boundary.
     fn bulk_write<'a>(
         &'a self,
         to: &'a BulkDescriptor,
@@ -310,13 +312,16 @@ pub trait Incoming: Send {
     fn next(&mut self) -> BoxFuture<'_, Event>;
 }
 
+/// This side's end of a session: its sending and its receiving half. The session is closed when both are dropped.
+pub type Ends = (Arc<dyn Connection>, Box<dyn Incoming>);
+
 /// Where peers connect to.
 pub trait Listener: Send {
     /// The address bound to, in the form that [`NetworkStack::connect`] takes.
     fn endpoint(&self) -> String;
 
     /// The next new session. (Resumed ones go on where they are.) An error here is one failed attempt of one peer.
-    fn accept(&mut self) -> BoxFuture<'_, Result<(Arc<dyn Connection>, Box<dyn Incoming>)>>;
+    fn accept(&mut self) -> BoxFuture<'_, Result<Ends>>;
 }
 
 /// A way to make connections. Calls must be made on a tokio runtime: its thread serves the connection.
@@ -325,9 +330,5 @@ pub trait NetworkStack: Send + Sync {
     fn listen<'a>(&'a self, address: &'a str, features: u64) -> BoxFuture<'a, Result<Box<dyn Listener>>>;
 
     /// Starts a session with the peer at `endpoint`.
-    fn connect<'a>(
-        &'a self,
-        endpoint: &'a str,
-        options: ConnectOptions,
-    ) -> BoxFuture<'a, Result<(Arc<dyn Connection>, Box<dyn Incoming>)>>;
+    fn connect<'a>(&'a self, endpoint: &'a str, options: ConnectOptions) -> BoxFuture<'a, Result<Ends>>;
 }

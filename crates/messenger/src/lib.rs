@@ -6,13 +6,27 @@
 //! pushes into it), so flow control stays with the server and heartbeats never wait behind data.
 //!
 //! The messenger knows nothing of objects. What the header of a message means is its users' business.
+//!
+//! Inside, from the bottom up: [`transport`] brings bytes from here to there (TCP, or a simulation with faults),
+//! [`frame`] is what the bytes mean (pure functions), `session` keeps order, credits, offers and what must be sent
+//! again, and `stack` makes sessions by handshake. `docs/protocol.md` draws the frames.
 
 #![forbid(unsafe_code)]
 
 mod api;
+mod config;
+pub mod conformance;
+pub mod frame;
+mod handshake;
+mod metrics;
+mod session;
+mod stack;
+pub mod transport;
 
 pub use api::{
     BulkDescriptor, BulkDirection, BulkOwner, BulkRegion, BulkSegment, BulkSink, BulkSource, ConnectOptions,
-    Connection, Event, Incoming, Limits, Listener, MemoryKind, Message, MessengerError, NetworkStack,
+    Connection, Ends, Event, Incoming, Limits, Listener, MemoryKind, Message, MessengerError, NetworkStack,
     PeerInfo, Pulled, Result,
 };
+pub use config::SessionConfig;
+pub use stack::{StreamStack, TcpStack};

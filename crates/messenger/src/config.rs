@@ -1,0 +1,85 @@
+//! What can be set about the sessions of a stack.
+
+use std::time::Duration;
+
+use crate::Limits;
+
+/// Bytes that every message costs beside its content, in credits and in memory.
+pub(crate) const MESSAGE_OVERHEAD: u64 = 4096;
+
+/// Largest piece of bulk data in one frame, in bytes.
+pub(crate) const MAX_CHUNK: usize = 256 << 10;
+
+/// Most pulls that one side has under way in one session.
+pub(crate) const MAX_PULLS: usize = 256;
+
+/// Bulk chunks queued for one transport connection at a time.
+pub(crate) const BULK_SLOTS: usize = 4;
+
+/// Most credit that a peer may have granted and not seen used, in bytes.
+pub(crate) const MAX_CREDIT_BYTES: u64 = 2 << 30;
+
+/// How the sessions of a stack behave. The defaults are for daemons; tests shorten the times.
+///
+/// **Memory of one session** is bounded by: received and not taken, `window_bytes`; sent and not acknowledged, the
+/// peer's window for messages and `push_window_bytes` for pushed data (counted while their [`bytes::Bytes`] live);
+/// queued bulk chunks, 1 MiB; chunks that the sources of pulls hold ready, one (256 KiB) for each of at most 256 pulls,
+/// and none where sources return parts of what is in memory anyway; a read buffer of 64 KiB and one frame. Messages are
+/// parts of read buffers: one that is kept may keep the 64 KiB around it.
+#[derive(Debug, Clone)]
+pub struct SessionConfig {
+    /// The longest silence: whoever has sent nothing for so long sends a heartbeat.
+    pub heartbeat: Duration,
+    /// A peer that was silent for so long is taken for gone; its transport connection is closed. At least
+    /// three times `heartbeat`.
+    pub grace: Duration,
+    /// How long connecting peers may take for the handshake.
+    pub handshake_timeout: Duration,
+    /// How long a server keeps a session whose transport broke.
+    pub hold: Duration,
+    /// Most sessions of one listener, those without a transport included.
+    pub max_sessions: usize,
+    /// Bytes of messages, each counted with 4 KiB on top, that a peer may send before the user takes them.
+    pub window_bytes: u64,
+    /// Bytes of pushed bulk data that wait for the peer's acknowledgement.
+    pub push_window_bytes: u32,
+    /// What this side takes.
+    pub limits: Limits,
+    /// How long an offer of memory holds.
+    pub offer_ttl: Duration,
+    /// How many transports in a row may bring damaged frames, without anything new getting through, before the session
+    /// is given up.
+    pub max_damaged_transports: u32,
+}
+
+impl Default for SessionConfig {
+    fn default() -> Self {
+        SessionConfig {
+            heartbeat: Duration::from_secs(2),
+            grace: Duration::from_secs(8),
+            handshake_timeout: Duration::from_secs(5),
+            hold: Duration::from_secs(30),
+            max_sessions: 4096,
+            window_bytes: 4 << 20,
+            push_window_bytes: 4 << 20,
+            limits: Limits { max_header: 256 << 10, max_inline: 256 << 10, max_bulk: 1 << 30 },
+            offer_ttl: Duration::from_secs(600),
+            max_damaged_transports: 4,
+        }
+    }
+}
+
+impl SessionConfig {
+    /// Checks what the parts of a session rely on.
+    ///
+    /// # Panics
+    /// If a largest message could never be sent, or a limit does not fit a frame.
+    pub(crate) fn assert_sound(&self) {
+        let largest = self.limits.max_header as u64 + self.limits.max_inline as u64 + MESSAGE_OVERHEAD;
+        assert!(self.window_bytes >= 2 * largest, "window_bytes must hold two messages of the largest size");
+        assert!(self.window_bytes <= 1 << 30, "window_bytes is at most 1 GiB");
+        assert!(self.push_window_bytes as usize >= MAX_CHUNK, "push_window_bytes must hold a chunk");
+        assert!(self.limits.max_header <= 1 << 20 && self.limits.max_inline <= 1 << 20, "at most 1 MiB each");
+        assert!(self.grace >= self.heartbeat * 3, "grace must be at least three times the heartbeat");
+    }
+}

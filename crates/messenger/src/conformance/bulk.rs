@@ -1,0 +1,160 @@
+//! Bulk transfers: contents, offers, deadlines.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use base::block::{Payload, verify_pieces};
+use rand::Rng;
+
+use super::rig::{Buffer, Rig, message, next_message, pool, random_bytes};
+use crate::{BulkDescriptor, BulkDirection, BulkOwner, Ends, MessengerError};
+
+const LONG: Duration = Duration::from_secs(20);
+
+/// Sizes around every boundary there is: pieces, chunks, segments.
+const SIZES: [usize; 13] =
+    [0, 1, 7, 4095, 4096, 4097, 65_536, 262_143, 262_144, 262_145, 600_001, 2 << 20, (3 << 20) + 5];
+
+/// Pulls and pushes of all odd sizes and phases bring the right bytes and checksums; a push comes before the message
+/// sent after it.
+pub async fn bulk_both_ways(rig: &Rig) {
+    let mut listener = rig.listen().await;
+    let ((client, mut from_server), (server, _from_client)) = rig.pair(&mut *listener).await;
+    let (pool, mut random) = (pool(), rig.random());
+    for size in SIZES {
+        for phase in [0, 1, 4095, random.random_range(0..4096)] {
+            let data = random_bytes(&mut random, size);
+            let source = client.offer_source(Buffer::new(phase, &data)).expect("offered");
+            let dest = pool.alloc(size).await.expect("a buffer");
+            let pulled = server.bulk_read(&source.descriptor, 0, dest, LONG).await.expect("pulled");
+            assert!(pulled.buf[..] == data[..], "{size} bytes at phase {phase}");
+            verify_pieces(phase, &data, &pulled.checksums).expect("right checksums");
+
+            let room = Buffer::new(phase, &vec![0; size]);
+            let sink = client.offer_sink(Arc::clone(&room) as _, phase as u16).expect("offered");
+            let payload = Payload::compute(phase, data.clone());
+            server.bulk_write(&sink.descriptor, 0, payload, LONG).await.expect("pushed");
+            server.send(message(b"pushed")).await.expect("sent");
+            assert_eq!(next_message(&mut *from_server).await.header.as_ref(), b"pushed");
+            assert!(room.content() == data[..], "{size} bytes at phase {phase}");
+        }
+    }
+    ranges_of_one_offer(&(client, from_server), &server, &mut random).await;
+}
+
+async fn ranges_of_one_offer(
+    client: &Ends,
+    server: &Arc<dyn crate::Connection>,
+    random: &mut rand::rngs::StdRng,
+) {
+    let pool = pool();
+    let (size, phase) = (1_000_000, 100);
+    let data = random_bytes(random, size);
+    let source = client.0.offer_source(Buffer::new(phase, &data)).expect("offered");
+    for _ in 0..20 {
+        let start = 4096 * random.random_range(1..200) - phase as usize;
+        let len = random.random_range(1..size - start);
+        let dest = pool.alloc(len).await.expect("a buffer");
+        let pulled = server.bulk_read(&source.descriptor, start as u64, dest, LONG).await.expect("pulled");
+        assert!(pulled.buf[..] == data[start..start + len], "{start}+{len}");
+    }
+    let dest = pool.alloc(10).await.expect("a buffer");
+    let refused = server.bulk_read(&source.descriptor, 1, dest, LONG).await;
+    assert!(matches!(refused, Err(MessengerError::BulkRefused(_))), "{refused:?}");
+}
+
+/// Many transfers at a time in both directions, messages between them.
+pub async fn many_transfers_at_once(rig: &Rig) {
+    let mut listener = rig.listen().await;
+    let ((client, mut from_server), (server, _in)) = rig.pair(&mut *listener).await;
+    let (pool, mut random) = (pool(), rig.random());
+    let data = random_bytes(&mut random, 1_500_000);
+    let mut tasks = tokio::task::JoinSet::new();
+    for i in 0..24u64 {
+        let source = client.offer_source(Buffer::new(i * 17, &data)).expect("offered");
+        let room = Buffer::new(i, &vec![0; data.len()]);
+        let sink = client.offer_sink(Arc::clone(&room) as _, i as u16).expect("offered");
+        let (server, pool, data) = (Arc::clone(&server), pool.clone(), data.clone());
+        tasks.spawn(async move {
+            let dest = pool.alloc(data.len()).await.expect("a buffer");
+            let payload = Payload::compute(i, data.clone());
+            let (pulled, pushed) = tokio::join!(
+                server.bulk_read(&source.descriptor, 0, dest, LONG),
+                server.bulk_write(&sink.descriptor, 0, payload, LONG)
+            );
+            pushed.expect("pushed");
+            assert!(pulled.expect("pulled").buf[..] == data[..]);
+            server.send(message(b"done")).await.expect("sent");
+            drop(source);
+            (sink, room)
+        });
+    }
+    for _ in 0..24 {
+        assert_eq!(next_message(&mut *from_server).await.header.as_ref(), b"done");
+    }
+    while let Some(done) = tasks.join_next().await {
+        let (_sink, room) = done.expect("the transfer went well");
+        assert!(room.content() == data[..]);
+    }
+}
+
+/// Offers that were withdrawn, never made, exceeded or meant for something else are refused, and only that.
+pub async fn offers_are_guarded(rig: &Rig) {
+    let mut listener = rig.listen().await;
+    let ((client, mut from_server), (server, _in)) = rig.pair(&mut *listener).await;
+    let pool = pool();
+    let source = client.offer_source(Buffer::new(0, &[1; 10_000])).expect("offered");
+    let good = source.descriptor.clone();
+    let altered = |change: &dyn Fn(&mut BulkDescriptor)| {
+        let mut descriptor = good.clone();
+        change(&mut descriptor);
+        descriptor
+    };
+    let lies = [
+        ("guessed", altered(&|d| d.segments[0].key ^= 1)),
+        ("longer", altered(&|d| d.segments[0].len = 1 << 40)),
+        ("elsewhere", altered(&|d| d.segments[0].address = 1 << 20)),
+        ("overflowing", altered(&|d| d.segments[0].address = u64::MAX)),
+        ("third party's", altered(&|d| d.owner = BulkOwner::Fabric(vec![1]))),
+        ("no phase", altered(&|d| d.phase = 5000)),
+    ];
+    for (name, lie) in lies {
+        let dest = pool.alloc(20_000).await.expect("a buffer");
+        let refused = server.bulk_read(&lie, 0, dest, LONG).await;
+        assert!(matches!(refused, Err(MessengerError::BulkRefused(_))), "{name}: {refused:?}");
+    }
+    let as_sink = altered(&|d| d.direction = BulkDirection::Write);
+    let payload = Payload::compute(0, vec![9; 10].into());
+    server.bulk_write(&as_sink, 0, payload.clone(), LONG).await.expect("queued; its refusal comes later");
+    server.send(message(b"1")).await.expect("sent");
+    next_message(&mut *from_server).await;
+    client.send(message(b"2")).await.expect("sent");
+    let dest = pool.alloc(10_000).await.expect("a buffer");
+    let pulled = server.bulk_read(&good, 0, dest, LONG).await.expect("the session is well");
+    assert!(pulled.buf.iter().all(|b| *b == 1));
+    drop(pulled);
+    let refused = server.bulk_write(&as_sink, 0, payload, LONG).await;
+    assert!(matches!(refused, Err(MessengerError::BulkRefused(_))), "{refused:?}");
+    drop(source);
+    let dest = pool.alloc(10_000).await.expect("a buffer");
+    let refused = server.bulk_read(&good, 0, dest, LONG).await;
+    assert!(matches!(refused, Err(MessengerError::BulkRefused(_))), "withdrawn: {refused:?}");
+    assert_eq!(pool.free_bytes().0, 64 << 20, "every buffer came back");
+}
+
+/// A pull whose source is slow ends in time, and its buffer goes back.
+pub async fn slow_source_times_out(rig: &Rig) {
+    let mut listener = rig.listen().await;
+    let ((client, _in), (server, _in2)) = rig.pair(&mut *listener).await;
+    let pool = pool();
+    let slow = Arc::new(Buffer::slow(0, &[1; 10_000], Duration::from_secs(3600)));
+    let source = client.offer_source(slow).expect("offered");
+    let dest = pool.alloc(10_000).await.expect("a buffer");
+    let limit = Duration::from_millis(50);
+    let late = server.bulk_read(&source.descriptor, 0, dest, limit).await;
+    assert_eq!(late.err(), Some(MessengerError::TimedOut(limit)));
+    assert_eq!(pool.free_bytes().0, 64 << 20, "the buffer came back");
+    let quick = client.offer_source(Buffer::new(0, &[2; 10])).expect("offered");
+    let dest = pool.alloc(10).await.expect("a buffer");
+    server.bulk_read(&quick.descriptor, 0, dest, LONG).await.expect("the session is well");
+}

@@ -1,0 +1,169 @@
+//! What the checks of the suite stand on.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use base::BoxFuture;
+use base::block::{Payload, piece_lengths};
+use base::mem::Arena;
+use base::pool::BufferPool;
+use bytes::Bytes;
+use rand::rngs::StdRng;
+use rand::{RngCore, SeedableRng};
+
+use crate::{BulkSink, BulkSource, ConnectOptions, Ends, Event, Incoming, Listener, Message, NetworkStack};
+
+/// A stack to be checked.
+pub struct Rig {
+    /// The stack of both ends.
+    pub stack: Arc<dyn NetworkStack>,
+    /// Where to listen; must work several times.
+    pub address: String,
+    /// Breaks every transport there is, in the middle of whatever it does. Returns how many it broke.
+    pub cut: Box<dyn Fn() -> usize>,
+    /// Seed of the random choices.
+    pub seed: u64,
+}
+
+impl Rig {
+    /// A listener.
+    pub async fn listen(&self) -> Box<dyn Listener> {
+        self.stack.listen(&self.address, 0b101).await.expect("the stack listens")
+    }
+
+    /// A client's end to `listener`, and the server's.
+    pub(super) async fn pair(&self, listener: &mut dyn Listener) -> (Ends, Ends) {
+        let options = ConnectOptions {
+            tenant: "conformance".into(),
+            features: 0b111,
+            timeout: Duration::from_secs(10),
+        };
+        let endpoint = listener.endpoint();
+        let (client, server) = tokio::join!(self.stack.connect(&endpoint, options), listener.accept());
+        (client.expect("the client connects"), server.expect("the server accepts"))
+    }
+
+    /// Random numbers from the seed.
+    #[must_use]
+    pub fn random(&self) -> StdRng {
+        StdRng::seed_from_u64(self.seed)
+    }
+}
+
+/// The next message; skips what is only for information.
+pub(super) async fn next_message(incoming: &mut dyn Incoming) -> Message {
+    loop {
+        match incoming.next().await {
+            Event::Message(message) => return message,
+            Event::Interrupted | Event::Resumed => {}
+            Event::Lost(why) => panic!("session lost: {why}"),
+        }
+    }
+}
+
+/// A message with a short header.
+#[must_use]
+pub(super) fn message(header: &[u8]) -> Message {
+    Message { header: Bytes::copy_from_slice(header), payload: Payload::default() }
+}
+
+/// A pool of 64 MiB with buffers of up to 16 MiB.
+///
+/// # Panics
+/// Without that much memory.
+#[must_use]
+pub fn pool() -> BufferPool {
+    BufferPool::new(Arena::anonymous(64 << 20).expect("64 MiB of memory"), 0, 16 << 20)
+}
+
+/// `len` random bytes.
+#[must_use]
+pub fn random_bytes(random: &mut StdRng, len: usize) -> Bytes {
+    let mut data = vec![0; len];
+    random.fill_bytes(&mut data);
+    data.into()
+}
+
+/// Memory as a source and as a sink.
+pub struct Buffer {
+    phase: u64,
+    data: Mutex<Vec<u8>>,
+    filled: Mutex<Vec<(u64, u64)>>,
+    len: u64,
+    /// How long reading takes.
+    pub delay: Duration,
+}
+
+impl Buffer {
+    /// A buffer whose first byte is at object offset `phase` of a block.
+    #[must_use]
+    pub fn new(phase: u64, data: &[u8]) -> Arc<Buffer> {
+        Arc::new(Buffer::slow(phase, data, Duration::ZERO))
+    }
+
+    /// One that takes `delay` for every read.
+    #[must_use]
+    pub fn slow(phase: u64, data: &[u8], delay: Duration) -> Buffer {
+        let len = data.len() as u64;
+        Buffer { phase, data: Mutex::new(data.to_vec()), filled: Mutex::default(), len, delay }
+    }
+
+    /// What is in it.
+    #[must_use]
+    pub fn content(&self) -> Vec<u8> {
+        self.data.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// How many bytes were written into it.
+    #[must_use]
+    pub fn filled(&self) -> u64 {
+        self.filled.lock().unwrap_or_else(PoisonError::into_inner).iter().map(|(s, e)| e - s).sum()
+    }
+}
+
+impl BulkSource for Buffer {
+    fn len(&self) -> u64 {
+        self.len
+    }
+
+    fn phase(&self) -> u64 {
+        self.phase
+    }
+
+    fn read(&self, offset: u64, len: usize) -> BoxFuture<'_, Result<Payload, String>> {
+        Box::pin(async move {
+            if !self.delay.is_zero() {
+                tokio::time::sleep(self.delay).await;
+            }
+            let start = offset as usize;
+            let data = self.content().get(start..start + len).map(Bytes::copy_from_slice);
+            let data = data.ok_or_else(|| "asked for a range outside the source".to_owned())?;
+            let boundary = piece_lengths(self.phase, offset)
+                .last()
+                .is_none_or(|_| offset == 0 || (self.phase + offset).is_multiple_of(4096));
+            if boundary {
+                Ok(Payload::compute(self.phase + offset, data))
+            } else {
+                Err("not at a piece".into())
+            }
+        })
+    }
+}
+
+impl BulkSink for Buffer {
+    fn len(&self) -> u64 {
+        self.len
+    }
+
+    fn write(&self, offset: u64, payload: Payload) -> bool {
+        let (start, end) = (offset, offset + payload.len() as u64);
+        let mut filled = self.filled.lock().unwrap_or_else(PoisonError::into_inner);
+        if filled.iter().any(|&(s, e)| start < e && s < end) {
+            return false;
+        }
+        filled.push((start, end));
+        let mut data = self.data.lock().unwrap_or_else(PoisonError::into_inner);
+        data[start as usize..end as usize].copy_from_slice(payload.data());
+        true
+    }
+}

@@ -1,0 +1,429 @@
+//! What the bytes on a transport mean. Pure functions: nothing here waits, allocates more than its input justifies,
+//! or can panic on any input.
+//!
+//! A frame is a fixed header, a body, and a payload:
+//!
+//! ```text
+//!   0       4   5   6     8          12          16      24      32         36        40
+//!   +-------+---+---+-----+----------+-----------+-------+-------+----------+---------+
+//!   | magic | v |typ|phase|header_len|payload_len|  seq  |  ack  | body_crc |   crc   |
+//!   +-------+---+---+-----+----------+-----------+-------+-------+----------+---------+
+//!   | header: header_len bytes    | checksums: one u32 per piece of the payload       |  body
+//!   +-----------------------------+---------------------------------------------------+
+//!   | payload: payload_len bytes                                                      |
+//!   +---------------------------------------------------------------------------------+
+//! ```
+//!
+//! All integers are little endian. `crc` covers bytes 0..36, `body_crc` the body; the payload is covered by its piece
+//! checksums (see [`base::block`]), which start `phase` bytes into a 4 KiB block. So a flipped bit is found before
+//! anything that it touches is believed, and payload is summed once on each side.
+
+mod body;
+
+pub use body::{Body, Close, Hello, PullCancel, PullData, PullRefused, PullRequest, Push, PushRefused};
+pub use body::{Refusal, Reject, RejectCode, Resume, Welcome, Window};
+
+use base::block::{BLOCK_SIZE, Payload, crc32c, piece_count, verify_pieces};
+use bytes::Bytes;
+
+use crate::Limits;
+use crate::config::MAX_CHUNK;
+
+/// First bytes of every frame.
+pub const MAGIC: [u8; 4] = *b"OBF1";
+/// Version of the frame format; the fifth byte of every frame.
+pub const VERSION: u8 = 1;
+/// Length of the fixed header, in bytes.
+pub const HEADER_LEN: usize = 40;
+/// Longest header part of frames other than messages, in bytes.
+pub const MAX_CONTROL: usize = 1024;
+
+/// What a frame is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Kind {
+    /// First frame of a client.
+    Hello = 1,
+    /// The server's answer: the session.
+    Welcome = 2,
+    /// The server's answer: no.
+    Reject = 3,
+    /// A message of the users. Sequenced.
+    Message = 16,
+    /// Bulk data for an offered sink. Sequenced.
+    Push = 17,
+    /// Credits; also what is sent when there is nothing to send (acknowledgement, heartbeat).
+    Window = 32,
+    /// Asks for data of an offered source.
+    PullRequest = 33,
+    /// The data is wanted no more.
+    PullCancel = 34,
+    /// There will be no (more) data for a pull.
+    PullRefused = 35,
+    /// Pushed data was not taken.
+    PushRefused = 36,
+    /// The session ends.
+    Close = 37,
+    /// Data of an offered source.
+    PullData = 48,
+}
+
+impl Kind {
+    /// All kinds.
+    pub const ALL: [Kind; 12] = [
+        Kind::Hello,
+        Kind::Welcome,
+        Kind::Reject,
+        Kind::Message,
+        Kind::Push,
+        Kind::Window,
+        Kind::PullRequest,
+        Kind::PullCancel,
+        Kind::PullRefused,
+        Kind::PushRefused,
+        Kind::Close,
+        Kind::PullData,
+    ];
+
+    fn from_byte(byte: u8) -> Result<Kind, FrameError> {
+        Kind::ALL.into_iter().find(|k| *k as u8 == byte).ok_or(FrameError::UnknownKind(byte))
+    }
+
+    /// Whether frames of this kind are numbered, acknowledged, and sent again on a new transport.
+    #[must_use]
+    pub fn is_sequenced(self) -> bool {
+        matches!(self, Kind::Message | Kind::Push)
+    }
+
+    /// Longest header part and payload of this kind, in bytes.
+    fn limits(self, limits: &Limits) -> (usize, usize) {
+        match self {
+            Kind::Message => (limits.max_header, limits.max_inline),
+            Kind::Push | Kind::PullData => (MAX_CONTROL, MAX_CHUNK),
+            _ => (MAX_CONTROL, 0),
+        }
+    }
+}
+
+/// Why bytes are not a frame.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum FrameError {
+    /// The first bytes are not [`MAGIC`].
+    #[error("not a frame: it starts with {0:02x?}")]
+    Magic([u8; 4]),
+    /// The frame is of a version that this side does not speak.
+    #[error("frame version {0} is unknown; this side speaks {VERSION}")]
+    Version(u8),
+    /// The fixed header is damaged.
+    #[error("frame header damaged: checksum {found:#010x}, expected {expected:#010x}")]
+    HeaderChecksum {
+        /// As sent.
+        expected: u32,
+        /// As computed.
+        found: u32,
+    },
+    /// No such kind of frame.
+    #[error("frame type {0} is unknown")]
+    UnknownKind(u8),
+    /// The payload cannot start there in a block.
+    #[error("payload phase {0} is not below 4096")]
+    Phase(u16),
+    /// A part is longer than this kind of frame may have it.
+    #[error("{kind:?} frame with a {part} of {len} bytes exceeds the limit of {limit}")]
+    TooLong {
+        /// The frame.
+        kind: Kind,
+        /// `header` or `payload`.
+        part: &'static str,
+        /// Its length.
+        len: u32,
+        /// The limit.
+        limit: usize,
+    },
+    /// A numbered frame without a number, or the reverse.
+    #[error("{0:?} frame with sequence number {1}")]
+    Sequence(Kind, u64),
+    /// The body is damaged.
+    #[error("frame body damaged: checksum {found:#010x}, expected {expected:#010x}")]
+    BodyChecksum {
+        /// As sent.
+        expected: u32,
+        /// As computed.
+        found: u32,
+    },
+    /// The body is whole, but makes no sense.
+    #[error("{0:?} frame with a malformed body")]
+    Body(Kind),
+    /// The payload is damaged.
+    #[error("frame payload damaged: {0}")]
+    Payload(base::block::ChecksumMismatch),
+}
+
+impl FrameError {
+    /// Whether the bytes may have been changed on their way, so that sending them again may help; otherwise the peer
+    /// means what it says, and it is against the protocol.
+    #[must_use]
+    pub fn is_damage(&self) -> bool {
+        use FrameError::{BodyChecksum, HeaderChecksum, Magic, Payload, Version};
+        matches!(self, Magic(_) | Version(_) | HeaderChecksum { .. } | BodyChecksum { .. } | Payload(_))
+    }
+}
+
+/// The fixed header, validated in itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FrameHeader {
+    /// What the frame is.
+    pub kind: Kind,
+    /// Object offset of the payload's first byte modulo 4096.
+    pub phase: u16,
+    /// Length of the header part, in bytes.
+    pub header_len: u32,
+    /// Length of the payload, in bytes.
+    pub payload_len: u32,
+    /// Number of a sequenced frame, from 1; 0 for others.
+    pub seq: u64,
+    /// Number of the last sequenced frame that the sender of this one has.
+    pub ack: u64,
+    /// CRC-32C of the body.
+    pub body_crc: u32,
+}
+
+impl FrameHeader {
+    /// The bytes of the fixed header, its checksum included.
+    #[must_use]
+    pub fn encode(&self) -> [u8; HEADER_LEN] {
+        let mut out = [0; HEADER_LEN];
+        out[0..4].copy_from_slice(&MAGIC);
+        out[4] = VERSION;
+        out[5] = self.kind as u8;
+        out[6..8].copy_from_slice(&self.phase.to_le_bytes());
+        out[8..12].copy_from_slice(&self.header_len.to_le_bytes());
+        out[12..16].copy_from_slice(&self.payload_len.to_le_bytes());
+        out[16..24].copy_from_slice(&self.seq.to_le_bytes());
+        out[24..32].copy_from_slice(&self.ack.to_le_bytes());
+        out[32..36].copy_from_slice(&self.body_crc.to_le_bytes());
+        let crc = crc32c(&out[..36]);
+        out[36..40].copy_from_slice(&crc.to_le_bytes());
+        out
+    }
+
+    /// Reads a fixed header and checks it against itself and against `limits`.
+    ///
+    /// # Errors
+    /// Whatever is wrong with it. Lengths are believed only after the checksum.
+    pub fn decode(bytes: &[u8; HEADER_LEN], limits: &Limits) -> Result<FrameHeader, FrameError> {
+        let u32_at = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+        let u64_at = |at: usize| u64::from(u32_at(at)) | u64::from(u32_at(at + 4)) << 32;
+        if bytes[..4] != MAGIC {
+            return Err(FrameError::Magic([bytes[0], bytes[1], bytes[2], bytes[3]]));
+        }
+        if bytes[4] != VERSION {
+            return Err(FrameError::Version(bytes[4]));
+        }
+        let (expected, found) = (u32_at(36), crc32c(&bytes[..36]));
+        if expected != found {
+            return Err(FrameError::HeaderChecksum { expected, found });
+        }
+        let header = FrameHeader {
+            kind: Kind::from_byte(bytes[5])?,
+            phase: u16::from_le_bytes([bytes[6], bytes[7]]),
+            header_len: u32_at(8),
+            payload_len: u32_at(12),
+            seq: u64_at(16),
+            ack: u64_at(24),
+            body_crc: u32_at(32),
+        };
+        header.check(limits)?;
+        Ok(header)
+    }
+
+    fn check(&self, limits: &Limits) -> Result<(), FrameError> {
+        if usize::from(self.phase) >= BLOCK_SIZE {
+            return Err(FrameError::Phase(self.phase));
+        }
+        let (max_header, max_payload) = self.kind.limits(limits);
+        let parts = [("header", self.header_len, max_header), ("payload", self.payload_len, max_payload)];
+        for (part, len, limit) in parts {
+            if len as usize > limit {
+                return Err(FrameError::TooLong { kind: self.kind, part, len, limit });
+            }
+        }
+        if self.kind.is_sequenced() == (self.seq == 0) {
+            return Err(FrameError::Sequence(self.kind, self.seq));
+        }
+        Ok(())
+    }
+
+    /// Length of the body, in bytes: the header part and the payload's checksums.
+    #[must_use]
+    pub fn body_len(&self) -> usize {
+        self.header_len as usize + 4 * self.pieces()
+    }
+
+    fn pieces(&self) -> usize {
+        piece_count(u64::from(self.phase), u64::from(self.payload_len)) as usize
+    }
+
+    /// Checks and takes apart the body, which must be [`FrameHeader::body_len`] bytes long.
+    ///
+    /// # Errors
+    /// If it is damaged or does not say what this kind of frame must say.
+    pub fn decode_body(&self, mut body: Bytes) -> Result<(Body, Vec<u32>), FrameError> {
+        let found = crc32c(&body);
+        if body.len() != self.body_len() || found != self.body_crc {
+            return Err(FrameError::BodyChecksum { expected: self.body_crc, found });
+        }
+        let sums = body.split_off(self.header_len as usize);
+        let checksums = sums.chunks_exact(4).map(|c| u32::from_le_bytes([c[0], c[1], c[2], c[3]])).collect();
+        Ok((Body::decode(self.kind, body)?, checksums))
+    }
+}
+
+/// Appends the fixed header and the body of a frame to `out`; its payload, if it has any, comes after that.
+///
+/// `header` writes the header part. A frame is never longer than its reader's limits: its makers see to that.
+pub fn encode_head(
+    out: &mut Vec<u8>,
+    kind: Kind,
+    seq: u64,
+    ack: u64,
+    payload: &Payload,
+    header: impl FnOnce(&mut Vec<u8>),
+) {
+    let start = out.len();
+    out.extend_from_slice(&[0; HEADER_LEN]);
+    header(out);
+    let header_len = out.len() - start - HEADER_LEN;
+    for sum in payload.checksums() {
+        out.extend_from_slice(&sum.to_le_bytes());
+    }
+    let fixed = FrameHeader {
+        kind,
+        phase: payload.phase() as u16,
+        header_len: header_len as u32,
+        payload_len: payload.len() as u32,
+        seq,
+        ack,
+        body_crc: crc32c(&out[start + HEADER_LEN..]),
+    };
+    out[start..start + HEADER_LEN].copy_from_slice(&fixed.encode());
+}
+
+/// A whole frame.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Frame {
+    /// The fixed header.
+    pub header: FrameHeader,
+    /// The header part.
+    pub body: Body,
+    /// The payload, verified.
+    pub payload: Payload,
+}
+
+/// Reads the frame at the start of `bytes`. `None` if there is not yet a whole one. Returns its length too.
+///
+/// # Errors
+/// As soon as it can be told that this will never be a frame that `limits` allow.
+pub fn decode(bytes: &Bytes, limits: &Limits) -> Result<Option<(Frame, usize)>, FrameError> {
+    let Some(fixed) = bytes.first_chunk::<HEADER_LEN>() else { return Ok(None) };
+    let header = FrameHeader::decode(fixed, limits)?;
+    let body_end = HEADER_LEN + header.body_len();
+    let end = body_end + header.payload_len as usize;
+    if bytes.len() < body_end {
+        return Ok(None);
+    }
+    let (body, checksums) = header.decode_body(bytes.slice(HEADER_LEN..body_end))?;
+    if bytes.len() < end {
+        return Ok(None);
+    }
+    let data = bytes.slice(body_end..end);
+    let phase = u64::from(header.phase);
+    verify_pieces(phase, &data, &checksums).map_err(FrameError::Payload)?;
+    let payload = Payload::from_parts(phase, data, checksums).map_err(|_| FrameError::Body(header.kind))?;
+    Ok(Some((Frame { header, body, payload }, end)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const LIMITS: Limits = Limits { max_header: 4096, max_inline: 16384, max_bulk: 1 << 20 };
+
+    fn message(header: &[u8], phase: u64, data: &[u8]) -> Vec<u8> {
+        let payload = Payload::compute(phase, Bytes::copy_from_slice(data));
+        let mut out = Vec::new();
+        encode_head(&mut out, Kind::Message, 7, 3, &payload, |o| o.extend_from_slice(header));
+        out.extend_from_slice(data);
+        out
+    }
+
+    proptest! {
+        #[test]
+        fn arbitrary_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+            let _ = decode(&Bytes::from(bytes), &LIMITS);
+        }
+
+        #[test]
+        fn arbitrary_headers_with_right_checksums_never_panic(
+            mut fixed: [u8; HEADER_LEN], rest in proptest::collection::vec(any::<u8>(), 0..6000), kind in 0usize..12,
+            header_len in 0u32..1200, payload_len in 0u32..6000,
+        ) {
+            fixed[..4].copy_from_slice(&MAGIC);
+            fixed[4] = VERSION;
+            fixed[5] = Kind::ALL[kind] as u8;
+            fixed[7] &= 0x0f;
+            fixed[8..12].copy_from_slice(&header_len.to_le_bytes());
+            fixed[12..16].copy_from_slice(&payload_len.to_le_bytes());
+            let body_len = header_len as usize
+                + 4 * piece_count(u64::from(u16::from_le_bytes([fixed[6], fixed[7]])), u64::from(payload_len)) as usize;
+            let body_crc = crc32c(&rest[..body_len.min(rest.len())]);
+            fixed[32..36].copy_from_slice(&body_crc.to_le_bytes());
+            let crc = crc32c(&fixed[..36]);
+            fixed[36..].copy_from_slice(&crc.to_le_bytes());
+            let mut bytes = fixed.to_vec();
+            bytes.extend_from_slice(&rest);
+            let _ = decode(&Bytes::from(bytes), &LIMITS);
+        }
+
+        #[test]
+        fn what_is_encoded_is_decoded_and_every_prefix_is_incomplete(
+            header in proptest::collection::vec(any::<u8>(), 0..300), phase in 0u64..4096,
+            data in proptest::collection::vec(any::<u8>(), 0..10_000), cut: usize,
+        ) {
+            let bytes = Bytes::from(message(&header, phase, &data));
+            let (frame, len) = decode(&bytes, &LIMITS).unwrap().unwrap();
+            prop_assert_eq!(len, bytes.len());
+            prop_assert_eq!(frame.payload.data().as_ref(), data.as_slice());
+            prop_assert_eq!((frame.header.seq, frame.header.ack), (7, 3));
+            prop_assert_eq!(frame.body, Body::Message(Bytes::from(header)));
+            prop_assert_eq!(decode(&bytes.slice(..cut % bytes.len()), &LIMITS), Ok(None));
+        }
+
+        #[test]
+        fn a_flipped_bit_is_always_found(
+            header in proptest::collection::vec(any::<u8>(), 0..100),
+            data in proptest::collection::vec(any::<u8>(), 0..9_000), bit: usize,
+        ) {
+            let mut bytes = message(&header, 100, &data);
+            let bit = bit % (bytes.len() * 8);
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            let wrong = decode(&Bytes::from(bytes), &LIMITS).unwrap_err();
+            prop_assert!(wrong.is_damage(), "{}", wrong);
+        }
+    }
+
+    #[test]
+    fn lengths_over_the_limits_are_refused_before_anything_is_read() {
+        let bytes = message(&[0; 4097], 0, b"");
+        let wrong = decode(&Bytes::from(bytes), &LIMITS).unwrap_err();
+        assert!(
+            matches!(wrong, FrameError::TooLong { part: "header", len: 4097, limit: 4096, .. }),
+            "{wrong}"
+        );
+        assert!(!wrong.is_damage());
+        let bytes = message(b"", 0, &[0; 16385]);
+        assert!(matches!(decode(&bytes.into(), &LIMITS), Err(FrameError::TooLong { part: "payload", .. })));
+    }
+}

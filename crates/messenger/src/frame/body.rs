@@ -1,0 +1,244 @@
+//! The header parts of frames: what each kind says, in `postcard`.
+
+use bytes::Bytes;
+use serde::{Deserialize, Serialize};
+
+use super::{FrameError, Kind};
+
+/// A client's first frame.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hello {
+    /// Lowest and highest protocol version that the client speaks.
+    pub versions: (u16, u16),
+    /// Features wanted.
+    pub features: u64,
+    /// Name of the tenant, at most 32 bytes.
+    pub tenant: String,
+    /// Random: tells this attempt from others in logs, and is repeated in the answer.
+    pub nonce: [u8; 16],
+    /// Longest header and payload of messages that the client takes, in bytes.
+    pub limits: (u32, u32),
+    /// Credits granted to the server since the session began, in bytes.
+    pub granted: u64,
+    /// The session to go on with; `None` for a new one.
+    pub resume: Option<Resume>,
+}
+
+/// Proof and state of a session to be resumed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Resume {
+    /// The session.
+    pub session: u128,
+    /// What the server gave out with it.
+    pub secret: [u8; 16],
+    /// Number of the last sequenced frame received.
+    pub received: u64,
+}
+
+/// The server's answer to [`Hello`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Welcome {
+    /// Protocol version of the session.
+    pub version: u16,
+    /// Features that both sides have.
+    pub features: u64,
+    /// That of the [`Hello`].
+    pub nonce: [u8; 16],
+    /// The session.
+    pub session: u128,
+    /// To be presented when the session is resumed.
+    pub secret: [u8; 16],
+    /// Longest header and payload of messages, in bytes, and longest bulk transfer that the server takes.
+    pub limits: (u32, u32, u64),
+    /// Credits granted to the client since the session began, in bytes.
+    pub granted: u64,
+    /// Number of the last sequenced frame received.
+    pub received: u64,
+}
+
+/// Why a server does not go on with a peer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum RejectCode {
+    /// No common version, or the [`Hello`] is malformed.
+    Incompatible,
+    /// The server has as many sessions as it takes.
+    Full,
+    /// The session to be resumed is not there, or the secret is wrong.
+    UnknownSession,
+}
+
+/// The server's answer to a [`Hello`] that it does not accept.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Reject {
+    /// For programs.
+    pub code: RejectCode,
+    /// For people.
+    pub reason: String,
+}
+
+/// Credits. The acknowledgement is in the fixed header.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Window {
+    /// Credits granted to the receiver of the frame since the session began, in bytes.
+    pub granted: u64,
+}
+
+/// Asks for data of an offered source.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PullRequest {
+    /// Number of the pull, chosen by who asks.
+    pub pull: u64,
+    /// The offer's key.
+    pub offer: u64,
+    /// First byte within the offer.
+    pub offset: u64,
+    /// Number of bytes.
+    pub len: u64,
+}
+
+/// The data of a pull is wanted no more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PullCancel {
+    /// The pull.
+    pub pull: u64,
+}
+
+/// Whose fault a refusal is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Refusal {
+    /// There is no such offer (any more), or it has no such range.
+    Offer,
+    /// The source failed.
+    Source,
+}
+
+/// There will be no (more) data for a pull.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PullRefused {
+    /// The pull.
+    pub pull: u64,
+    /// Whose fault.
+    pub refusal: Refusal,
+    /// For people; at most 200 bytes.
+    pub reason: String,
+}
+
+/// Where the payload of a [`Kind::PullData`] frame belongs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PullData {
+    /// The pull.
+    pub pull: u64,
+    /// First byte, within the offer.
+    pub offset: u64,
+}
+
+/// Where the payload of a [`Kind::Push`] frame belongs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Push {
+    /// The offer's key.
+    pub offer: u64,
+    /// First byte, within the offer.
+    pub offset: u64,
+}
+
+/// Pushed data was not taken.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PushRefused {
+    /// The offer's key.
+    pub offer: u64,
+    /// For people; at most 200 bytes.
+    pub reason: String,
+}
+
+/// The session ends.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Close {
+    /// For people; at most 200 bytes.
+    pub reason: String,
+}
+
+/// A frame's header part.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[expect(missing_docs, reason = "each variant is the struct of the same name")]
+pub enum Body {
+    Hello(Hello),
+    Welcome(Welcome),
+    Reject(Reject),
+    /// The header of the users' message.
+    Message(Bytes),
+    Push(Push),
+    Window(Window),
+    PullRequest(PullRequest),
+    PullCancel(PullCancel),
+    PullRefused(PullRefused),
+    PushRefused(PushRefused),
+    Close(Close),
+    PullData(PullData),
+}
+
+impl Body {
+    /// Reads the header part of a frame of kind `kind`.
+    pub(super) fn decode(kind: Kind, bytes: Bytes) -> Result<Body, FrameError> {
+        fn parse<'a, T: Deserialize<'a>>(kind: Kind, bytes: &'a [u8]) -> Result<T, FrameError> {
+            match postcard::take_from_bytes(bytes) {
+                Ok((value, [])) => Ok(value),
+                _ => Err(FrameError::Body(kind)),
+            }
+        }
+        Ok(match kind {
+            Kind::Message => Body::Message(bytes),
+            Kind::Hello => Body::Hello(parse(kind, &bytes)?),
+            Kind::Welcome => Body::Welcome(parse(kind, &bytes)?),
+            Kind::Reject => Body::Reject(parse(kind, &bytes)?),
+            Kind::Push => Body::Push(parse(kind, &bytes)?),
+            Kind::Window => Body::Window(parse(kind, &bytes)?),
+            Kind::PullRequest => Body::PullRequest(parse(kind, &bytes)?),
+            Kind::PullCancel => Body::PullCancel(parse(kind, &bytes)?),
+            Kind::PullRefused => Body::PullRefused(parse(kind, &bytes)?),
+            Kind::PushRefused => Body::PushRefused(parse(kind, &bytes)?),
+            Kind::Close => Body::Close(parse(kind, &bytes)?),
+            Kind::PullData => Body::PullData(parse(kind, &bytes)?),
+        })
+    }
+
+    /// The kind of frame that this is the header part of.
+    #[must_use]
+    pub fn kind(&self) -> Kind {
+        match self {
+            Body::Hello(_) => Kind::Hello,
+            Body::Welcome(_) => Kind::Welcome,
+            Body::Reject(_) => Kind::Reject,
+            Body::Message(_) => Kind::Message,
+            Body::Push(_) => Kind::Push,
+            Body::Window(_) => Kind::Window,
+            Body::PullRequest(_) => Kind::PullRequest,
+            Body::PullCancel(_) => Kind::PullCancel,
+            Body::PullRefused(_) => Kind::PullRefused,
+            Body::PushRefused(_) => Kind::PushRefused,
+            Body::Close(_) => Kind::Close,
+            Body::PullData(_) => Kind::PullData,
+        }
+    }
+
+    /// Appends the header part to `out`.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        match self {
+            Body::Message(header) => out.extend_from_slice(header),
+            Body::Hello(b) => append(out, b),
+            Body::Welcome(b) => append(out, b),
+            Body::Reject(b) => append(out, b),
+            Body::Push(b) => append(out, b),
+            Body::Window(b) => append(out, b),
+            Body::PullRequest(b) => append(out, b),
+            Body::PullCancel(b) => append(out, b),
+            Body::PullRefused(b) => append(out, b),
+            Body::PushRefused(b) => append(out, b),
+            Body::Close(b) => append(out, b),
+            Body::PullData(b) => append(out, b),
+        }
+    }
+}
+
+fn append<T: Serialize>(out: &mut Vec<u8>, value: &T) {
+    postcard::to_io(value, out).expect("plain structs always encode into memory");
+}

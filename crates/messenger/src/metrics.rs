@@ -1,0 +1,44 @@
+//! The counters of a session. All sessions of a process share them.
+
+use metrics::{Counter, Gauge, counter, gauge};
+
+/// Handles, looked up once for each session.
+pub(crate) struct Metrics {
+    /// Bytes written to transports, headers included.
+    pub(crate) sent_bytes: Counter,
+    /// Bytes read from transports, headers included.
+    pub(crate) received_bytes: Counter,
+    /// Messages handed to the peer's session, without repetitions.
+    pub(crate) sent_messages: Counter,
+    /// Messages received.
+    pub(crate) received_messages: Counter,
+    /// Pulls begun by this side.
+    pub(crate) pulls: Counter,
+    /// Pulls and pushes refused, by this side or the peer.
+    pub(crate) refusals: Counter,
+    /// Sessions that went on over a new transport.
+    pub(crate) resumes: Counter,
+    /// Transports given up because the peer was silent.
+    pub(crate) heartbeats_missed: Counter,
+    /// Sessions that are there.
+    pub(crate) sessions: Gauge,
+    /// Messages queued and not yet written, over all sessions.
+    pub(crate) queue_depth: Gauge,
+}
+
+impl Metrics {
+    pub(crate) fn new() -> Metrics {
+        Metrics {
+            sent_bytes: counter!("outboard_messenger_sent_bytes"),
+            received_bytes: counter!("outboard_messenger_received_bytes"),
+            sent_messages: counter!("outboard_messenger_sent_messages"),
+            received_messages: counter!("outboard_messenger_received_messages"),
+            pulls: counter!("outboard_messenger_pulls"),
+            refusals: counter!("outboard_messenger_refusals"),
+            resumes: counter!("outboard_messenger_resumes"),
+            heartbeats_missed: counter!("outboard_messenger_heartbeats_missed"),
+            sessions: gauge!("outboard_messenger_sessions"),
+            queue_depth: gauge!("outboard_messenger_queued_messages"),
+        }
+    }
+}

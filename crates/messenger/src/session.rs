@@ -1,0 +1,195 @@
+//! One session: what both ends agree on while transports come and go below it.
+//!
+//! [`Shared`] is what the handle, the user's tasks and the session's own task have in common, behind one short lock.
+//! The session's task ([`task`]) runs on the thread that made the session; it joins a reader and a writer for as long as
+//! a transport lasts, so that one wake-up reads a batch, and writes what it and the users have queued in one system call.
+
+mod connection;
+mod inbound;
+mod offers;
+mod outbound;
+mod pulls;
+mod reader;
+mod task;
+mod writer;
+
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::sync::{Notify, Semaphore, watch};
+
+pub(crate) use task::{BACKOFF, Resumption, Role, run};
+
+use crate::config::{BULK_SLOTS, MAX_PULLS, SessionConfig};
+use crate::metrics::Metrics;
+use crate::{Event, Limits, MessengerError, PeerInfo};
+use inbound::Inbound;
+use offers::Offers;
+use outbound::Outbound;
+use pulls::Pulls;
+
+/// What the handshake settled.
+pub(crate) struct Settled {
+    pub(crate) peer: PeerInfo,
+    pub(crate) secret: [u8; 16],
+    /// What the peer takes: the limits of what this side sends.
+    pub(crate) limits: Limits,
+    /// Credits that the peer granted.
+    pub(crate) granted: u64,
+}
+
+/// Where the session stands.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Status {
+    Open,
+    /// This side wants to end it: what is queued is sent first.
+    Closing,
+    Lost(MessengerError),
+}
+
+/// What is behind the lock.
+struct State {
+    status: Status,
+    outbound: Outbound,
+    inbound: Inbound,
+    pulls: Pulls,
+    offers: Offers,
+}
+
+/// A session, as its handle, its users' tasks and its own task see it.
+pub(crate) struct Shared {
+    peer: PeerInfo,
+    secret: [u8; 16],
+    limits: Limits,
+    config: SessionConfig,
+    metrics: Metrics,
+    state: Mutex<State>,
+    /// There is something to write.
+    wake_writer: Notify,
+    /// Credits for messages, in bytes; as granted by the peer.
+    message_credit: Semaphore,
+    /// Room for pushed data that the peer has not acknowledged, in bytes.
+    push_room: Semaphore,
+    /// Room in the bulk lane, in chunks. Fair, which makes transfers take turns.
+    bulk_slots: Semaphore,
+    pull_slots: Semaphore,
+    /// A pull was given up: the reader may be writing to its buffer.
+    pull_dropped: Notify,
+    /// The user wants the session to end.
+    close_wanted: watch::Sender<bool>,
+    /// The session's task has ended.
+    ended: watch::Sender<bool>,
+    /// Bytes came in since the last heartbeat was due.
+    heard: AtomicBool,
+    /// Bytes went out since the last heartbeat was due.
+    spoke: AtomicBool,
+    /// Something was received that has not been acknowledged, and the timer for that does not run yet.
+    ack_wanted: Notify,
+}
+
+impl Shared {
+    pub(crate) fn new(settled: Settled, config: SessionConfig) -> Arc<Shared> {
+        let metrics = Metrics::new();
+        metrics.sessions.increment(1);
+        let state = State {
+            status: Status::Open,
+            outbound: Outbound::new(settled.granted),
+            inbound: Inbound::new(config.window_bytes),
+            pulls: Pulls::default(),
+            offers: Offers::default(),
+        };
+        Arc::new(Shared {
+            peer: settled.peer,
+            secret: settled.secret,
+            limits: settled.limits,
+            metrics,
+            state: Mutex::new(state),
+            wake_writer: Notify::new(),
+            message_credit: Semaphore::new(settled.granted as usize),
+            push_room: Semaphore::new(config.push_window_bytes as usize),
+            bulk_slots: Semaphore::new(BULK_SLOTS),
+            pull_slots: Semaphore::new(MAX_PULLS),
+            pull_dropped: Notify::new(),
+            close_wanted: watch::Sender::new(false),
+            ended: watch::Sender::new(false),
+            heard: AtomicBool::new(false),
+            spoke: AtomicBool::new(false),
+            ack_wanted: Notify::new(),
+            config,
+        })
+    }
+
+    pub(crate) fn peer(&self) -> &PeerInfo {
+        &self.peer
+    }
+
+    pub(crate) fn session_id(&self) -> u128 {
+        self.peer.session
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // No code panics while it holds the lock with the state half changed.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Why nothing more can be sent, if that is so.
+    fn check_open(state: &State) -> Result<(), MessengerError> {
+        match &state.status {
+            Status::Open => Ok(()),
+            Status::Closing => Err(MessengerError::SessionLost("closed by this side".into())),
+            Status::Lost(why) => Err(why.clone()),
+        }
+    }
+
+    /// The error of calls that find the session over.
+    fn loss(&self) -> MessengerError {
+        Self::check_open(&self.lock())
+            .err()
+            .unwrap_or_else(|| MessengerError::SessionLost("the session ends".into()))
+    }
+
+    /// Asks the session's task to send what is queued and end. May be called again.
+    fn close_soon(&self) {
+        let mut state = self.lock();
+        if state.status == Status::Open {
+            state.status = Status::Closing;
+        }
+        drop(state);
+        self.close_wanted.send_replace(true);
+        self.wake_writer.notify_one();
+    }
+
+    /// Ends the session: everything that waits fails, everything that is held is let go.
+    fn lose(&self, why: MessengerError) {
+        let mut state = self.lock();
+        if matches!(state.status, Status::Lost(_)) {
+            return;
+        }
+        state.status = Status::Lost(why.clone());
+        // Dropped after the lock is: what drops here is the users', and may call back.
+        let (outbound, pulls, offers) = (
+            std::mem::replace(&mut state.outbound, Outbound::new(0)),
+            std::mem::take(&mut state.pulls),
+            std::mem::take(&mut state.offers),
+        );
+        state.inbound.push_info(Event::Lost(why.clone()));
+        let waker = state.inbound.take_waker();
+        drop(state);
+        for limit in [&self.message_credit, &self.push_room, &self.bulk_slots, &self.pull_slots] {
+            limit.close();
+        }
+        self.metrics.queue_depth.decrement(outbound.queued_messages() as f64);
+        drop((outbound, offers));
+        pulls.fail_all(&why);
+        self.pull_dropped.notify_one();
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        self.metrics.sessions.decrement(1);
+    }
+}

@@ -1,0 +1,303 @@
+//! The handles of a session: what users call.
+
+use std::future::poll_fn;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use base::BoxFuture;
+use base::block::{BLOCK, Payload};
+use base::mem::ArenaBuf;
+use tokio::sync::{AcquireError, oneshot};
+use tokio::time::timeout;
+
+use super::inbound::charge;
+use super::offers::{Offered, check_range, chunk_len};
+use super::outbound::Chunk;
+use super::pulls::Done;
+use super::{Shared, Status};
+use crate::frame::{Body, Push};
+use crate::{
+    BulkDescriptor, BulkDirection, BulkOwner, BulkRegion, BulkSink, BulkSource, Connection, Event, Incoming,
+    Limits, Message, MessengerError, PeerInfo, Pulled, Result,
+};
+
+/// Ends the session when the last of its handles is gone.
+struct Lifetime(Arc<Shared>);
+
+impl Drop for Lifetime {
+    fn drop(&mut self) {
+        self.0.close_soon();
+    }
+}
+
+/// The sending half.
+pub(crate) struct SessionConnection {
+    shared: Arc<Shared>,
+    _lifetime: Arc<Lifetime>,
+}
+
+/// The receiving half.
+pub(crate) struct SessionIncoming {
+    shared: Arc<Shared>,
+    _lifetime: Arc<Lifetime>,
+}
+
+impl Shared {
+    /// The handles of the session. To be called once.
+    pub(crate) fn handles(self: &Arc<Self>) -> (Arc<dyn Connection>, Box<dyn Incoming>) {
+        let lifetime = Arc::new(Lifetime(Arc::clone(self)));
+        let connection = SessionConnection { shared: Arc::clone(self), _lifetime: Arc::clone(&lifetime) };
+        let incoming = SessionIncoming { shared: Arc::clone(self), _lifetime: lifetime };
+        (Arc::new(connection), Box::new(incoming))
+    }
+
+    async fn send_message(&self, message: Message) -> Result<()> {
+        let checks =
+            [(message.header.len(), self.limits.max_header), (message.payload.len(), self.limits.max_inline)];
+        if let Some(&(size, limit)) = checks.iter().find(|(size, limit)| size > limit) {
+            return Err(MessengerError::TooLarge { size, limit });
+        }
+        let credit = self.message_credit.acquire_many(charge(&message) as u32).await;
+        let credit = credit.map_err(|_: AcquireError| self.loss())?;
+        let mut state = self.lock();
+        Self::check_open(&state)?;
+        state.outbound.push_message(message);
+        drop(state);
+        credit.forget();
+        self.metrics.queue_depth.increment(1);
+        self.wake_writer.notify_one();
+        Ok(())
+    }
+
+    async fn pull(&self, at: Range, dest: ArenaBuf) -> Result<Pulled> {
+        let _slot = self.pull_slots.acquire().await.map_err(|_| self.loss())?;
+        let (done, answer) = oneshot::channel();
+        let _guard = self.begin_pull(&at, dest, done)?;
+        answer.await.unwrap_or_else(|_| Err(self.loss()))
+    }
+
+    fn begin_pull(&self, at: &Range, dest: ArenaBuf, done: Done) -> Result<PullGuard<'_>> {
+        let mut state = self.lock();
+        Self::check_open(&state)?;
+        let request = state.pulls.begin(at.key, at.offset, at.phase, dest, done);
+        let guard = PullGuard { shared: self, pull: request.pull };
+        let queued = state.outbound.push_control(Body::PullRequest(request));
+        // The guard locks too.
+        drop(state);
+        queued?;
+        self.metrics.pulls.increment(1);
+        self.wake_writer.notify_one();
+        Ok(guard)
+    }
+
+    async fn push(&self, mut at: Range, payload: Payload) -> Result<()> {
+        let (data, checksums) = payload.into_parts();
+        let (mut data, mut checksums) = (data, checksums.as_slice());
+        let mut placed = None;
+        while !data.is_empty() {
+            let chunk = data.split_to(chunk_len(at.phase, data.len() as u64));
+            let pieces = base::block::piece_count(at.phase, chunk.len() as u64) as usize;
+            let (sums, rest) = checksums.split_at(pieces);
+            checksums = rest;
+            let len = chunk.len() as u64;
+            let payload = Payload::from_parts(at.phase, chunk, sums.to_vec())
+                .map_err(|e| MessengerError::BulkRefused(e.to_string()))?;
+            let (tell, told) = oneshot::channel();
+            self.push_chunk(
+                Push { offer: at.key, offset: at.offset },
+                payload,
+                data.is_empty().then_some(tell),
+            )
+            .await?;
+            placed = Some(told);
+            at.offset += len;
+            at.phase = (at.phase + len) % BLOCK;
+        }
+        match placed {
+            Some(placed) => placed.await.map_err(|_| self.loss()),
+            None => Ok(()),
+        }
+    }
+
+    async fn push_chunk(
+        &self,
+        push: Push,
+        payload: Payload,
+        tell: Option<oneshot::Sender<()>>,
+    ) -> Result<()> {
+        let room = self.push_room.acquire_many(payload.len() as u32).await.map_err(|_| self.loss())?;
+        let slot = self.bulk_slots.acquire().await.map_err(|_| self.loss())?;
+        let mut state = self.lock();
+        Self::check_open(&state)?;
+        if let Some(reason) = state.offers.refusal(push.offer) {
+            return Err(MessengerError::BulkRefused(reason.to_owned()));
+        }
+        state.outbound.push_chunk(Chunk::Push(push, payload, tell));
+        drop(state);
+        room.forget();
+        slot.forget();
+        self.wake_writer.notify_one();
+        Ok(())
+    }
+
+    async fn end(&self) {
+        self.close_soon();
+        // The session's task ends within a second of that; the sender lives as long as `self` does.
+        let _ = self.ended.subscribe().wait_for(|ended| *ended).await;
+    }
+
+    fn poll_event(&self, cx: &Context<'_>) -> Poll<Event> {
+        let mut state = self.lock();
+        match state.inbound.pop() {
+            Some((event, grant)) => {
+                if grant && state.status == Status::Open {
+                    state.outbound.want_window();
+                    drop(state);
+                    self.wake_writer.notify_one();
+                }
+                Poll::Ready(event)
+            }
+            None => {
+                state.inbound.set_waker(cx.waker());
+                Poll::Pending
+            }
+        }
+    }
+}
+
+/// Gives a pull up when whoever waits for it goes away.
+struct PullGuard<'a> {
+    shared: &'a Shared,
+    pull: u64,
+}
+
+impl Drop for PullGuard<'_> {
+    fn drop(&mut self) {
+        self.shared.drop_pull(self.pull);
+    }
+}
+
+/// A range of one offer of the peer.
+struct Range {
+    key: u64,
+    /// First byte within the offer.
+    offset: u64,
+    /// Its object offset modulo 4096.
+    phase: u64,
+}
+
+/// Finds bytes `offset..offset + len` of a descriptor that the peer of the session made.
+fn locate(descriptor: &BulkDescriptor, wanted: BulkDirection, offset: u64, len: u64) -> Result<Range> {
+    let refused = |why: &str| Err(MessengerError::BulkRefused(why.to_owned()));
+    if descriptor.owner != BulkOwner::Session {
+        return refused("it names memory of a third party, which this stack cannot reach");
+    }
+    if descriptor.direction != wanted {
+        return refused("it is offered for the other direction");
+    }
+    let [segment] = descriptor.segments.as_slice() else {
+        return refused("this stack takes descriptors of exactly one segment");
+    };
+    let phase = u64::from(descriptor.phase);
+    if phase >= BLOCK {
+        return refused("its phase is not below 4096");
+    }
+    check_range(offset, len, segment.len, phase).map_err(MessengerError::BulkRefused)?;
+    let Some(start) = segment.address.checked_add(offset).filter(|s| s.checked_add(len).is_some()) else {
+        return refused("its address overflows");
+    };
+    Ok(Range { key: segment.key, offset: start, phase: (phase + offset % BLOCK) % BLOCK })
+}
+
+impl Connection for SessionConnection {
+    fn peer(&self) -> &PeerInfo {
+        &self.shared.peer
+    }
+
+    fn limits(&self) -> Limits {
+        self.shared.limits
+    }
+
+    fn send(&self, message: Message) -> BoxFuture<'_, Result<()>> {
+        Box::pin(self.shared.send_message(message))
+    }
+
+    fn offer_source(&self, source: Arc<dyn BulkSource>) -> Result<BulkRegion> {
+        self.shared.offer(Offered::Source(source), BulkDirection::Read)
+    }
+
+    fn offer_sink(&self, sink: Arc<dyn BulkSink>, phase: u16) -> Result<BulkRegion> {
+        self.shared.offer(Offered::Sink(sink, phase), BulkDirection::Write)
+    }
+
+    fn bulk_read<'a>(
+        &'a self,
+        from: &'a BulkDescriptor,
+        offset: u64,
+        dest: ArenaBuf,
+        limit: Duration,
+    ) -> BoxFuture<'a, Result<Pulled>> {
+        Box::pin(async move {
+            let range = locate(from, BulkDirection::Read, offset, dest.len() as u64)?;
+            if dest.len() > self.shared.limits.max_bulk {
+                return Err(MessengerError::TooLarge {
+                    size: dest.len(),
+                    limit: self.shared.limits.max_bulk,
+                });
+            }
+            if dest.is_empty() {
+                return Ok(Pulled { buf: dest, checksums: Vec::new() });
+            }
+            timeout(limit, self.shared.pull(range, dest))
+                .await
+                .unwrap_or(Err(MessengerError::TimedOut(limit)))
+        })
+    }
+
+    fn bulk_write<'a>(
+        &'a self,
+        to: &'a BulkDescriptor,
+        offset: u64,
+        payload: Payload,
+        limit: Duration,
+    ) -> BoxFuture<'a, Result<()>> {
+        Box::pin(async move {
+            let range = locate(to, BulkDirection::Write, offset, payload.len() as u64)?;
+            if payload.len() > self.shared.limits.max_bulk {
+                return Err(MessengerError::TooLarge {
+                    size: payload.len(),
+                    limit: self.shared.limits.max_bulk,
+                });
+            }
+            if !payload.is_empty() && payload.phase() != range.phase {
+                let why = "the payload is cut at other piece boundaries than the offer";
+                return Err(MessengerError::BulkRefused(why.into()));
+            }
+            timeout(limit, self.shared.push(range, payload))
+                .await
+                .unwrap_or(Err(MessengerError::TimedOut(limit)))
+        })
+    }
+
+    fn close(&self) -> BoxFuture<'_, ()> {
+        Box::pin(self.shared.end())
+    }
+}
+
+impl Incoming for SessionIncoming {
+    fn next(&mut self) -> BoxFuture<'_, Event> {
+        Box::pin(poll_fn(|cx| self.shared.poll_event(cx)))
+    }
+}
+
+impl Drop for SessionIncoming {
+    fn drop(&mut self) {
+        let mut state = self.shared.lock();
+        let dropped = state.inbound.deafen();
+        state.outbound.want_window();
+        drop(state);
+        drop(dropped);
+        self.shared.wake_writer.notify_one();
+    }
+}

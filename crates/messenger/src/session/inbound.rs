@@ -1,0 +1,180 @@
+//! What came in: the order kept, the credits of the peer, and the queue that the user takes events from.
+
+use std::collections::VecDeque;
+use std::task::Waker;
+
+use crate::config::MESSAGE_OVERHEAD;
+use crate::{Event, Message, MessengerError};
+
+/// Bytes received after which an acknowledgement does not wait for its timer.
+const ACK_BYTES: u64 = 512 << 10;
+
+/// Most events of interruption and resumption that wait for a user who takes none.
+const MAX_INFO: usize = 64;
+
+/// The credits that a message takes.
+pub(super) fn charge(message: &Message) -> u64 {
+    (message.header.len() + message.payload.len()) as u64 + MESSAGE_OVERHEAD
+}
+
+/// The incoming half of a session's state.
+pub(super) struct Inbound {
+    events: VecDeque<Event>,
+    info: usize,
+    waker: Option<Waker>,
+    /// Nobody takes events any more; messages are dropped.
+    deaf: bool,
+    window: u64,
+    /// Bytes of credit: used by the peer, given back by the user, granted to the peer; since the session began.
+    used: u64,
+    taken: u64,
+    granted: u64,
+    /// Number of the last sequenced frame received, and of the last acknowledged.
+    received: u64,
+    reported: u64,
+    unreported_bytes: u64,
+}
+
+/// Whether a sequenced frame is the next one.
+pub(super) enum Order {
+    Next,
+    /// It came before; it is dropped.
+    Repeated,
+}
+
+impl Inbound {
+    pub(super) fn new(window: u64) -> Inbound {
+        Inbound {
+            events: VecDeque::new(),
+            info: 0,
+            waker: None,
+            deaf: false,
+            window,
+            used: 0,
+            taken: 0,
+            granted: window,
+            received: 0,
+            reported: 0,
+            unreported_bytes: 0,
+        }
+    }
+
+    /// Number of the last sequenced frame received.
+    pub(super) fn received(&self) -> u64 {
+        self.received
+    }
+
+    /// Credits granted to the peer since the session began, in bytes.
+    pub(super) fn granted(&self) -> u64 {
+        self.granted
+    }
+
+    /// Takes note of sequenced frame `seq` of `len` payload bytes.
+    ///
+    /// # Errors
+    /// If frames before it are missing.
+    pub(super) fn on_sequenced(&mut self, seq: u64, len: usize) -> Result<Order, MessengerError> {
+        if seq <= self.received {
+            return Ok(Order::Repeated);
+        }
+        if seq != self.received + 1 {
+            let expected = self.received + 1;
+            return Err(MessengerError::Protocol(format!("frame {seq} came, frame {expected} was expected")));
+        }
+        self.received = seq;
+        self.unreported_bytes += len as u64;
+        Ok(Order::Next)
+    }
+
+    /// Queues a message for the user. Returns whether its credits are to be returned at once.
+    ///
+    /// # Errors
+    /// If the peer had no credit for it.
+    pub(super) fn push_message(&mut self, message: Message) -> Result<bool, MessengerError> {
+        let charge = charge(&message);
+        self.used += charge;
+        if self.used > self.granted {
+            return Err(MessengerError::Protocol("a message came for which there was no credit".into()));
+        }
+        if self.deaf {
+            return Ok(self.give_back(charge));
+        }
+        self.events.push_back(Event::Message(message));
+        Ok(false)
+    }
+
+    /// Queues an event that is no message.
+    pub(super) fn push_info(&mut self, event: Event) {
+        if matches!(event, Event::Lost(_)) || (self.info < MAX_INFO && !self.deaf) {
+            self.info += 1;
+            self.events.push_back(event);
+        }
+    }
+
+    /// The next event, and whether credits are to be sent to the peer. [`Event::Lost`] stays.
+    pub(super) fn pop(&mut self) -> Option<(Event, bool)> {
+        match self.events.pop_front()? {
+            Event::Message(message) => {
+                let grant = self.give_back(charge(&message));
+                Some((Event::Message(message), grant))
+            }
+            Event::Lost(why) => {
+                self.events.push_front(Event::Lost(why.clone()));
+                Some((Event::Lost(why), false))
+            }
+            info => {
+                self.info -= 1;
+                Some((info, false))
+            }
+        }
+    }
+
+    fn give_back(&mut self, charge: u64) -> bool {
+        self.taken += charge;
+        let possible = self.taken + self.window;
+        let worth_a_frame = possible - self.granted >= self.window / 2;
+        if worth_a_frame {
+            self.granted = possible;
+        }
+        worth_a_frame
+    }
+
+    /// Nobody will take events any more. Returns those that waited.
+    pub(super) fn deafen(&mut self) -> VecDeque<Event> {
+        self.deaf = true;
+        for event in &self.events {
+            if let Event::Message(message) = event {
+                self.taken += charge(message);
+            }
+        }
+        self.granted = self.taken + self.window;
+        std::mem::take(&mut self.events)
+    }
+
+    pub(super) fn set_waker(&mut self, waker: &Waker) {
+        match &mut self.waker {
+            Some(old) => old.clone_from(waker),
+            None => self.waker = Some(waker.clone()),
+        }
+    }
+
+    pub(super) fn take_waker(&mut self) -> Option<Waker> {
+        self.waker.take()
+    }
+
+    /// Whether something was received that the peer has not been told of.
+    pub(super) fn owes_ack(&self) -> bool {
+        self.reported < self.received
+    }
+
+    /// Whether so much was received that the peer should be told now.
+    pub(super) fn owes_ack_now(&self) -> bool {
+        self.unreported_bytes >= ACK_BYTES
+    }
+
+    /// A frame with the acknowledgement goes out.
+    pub(super) fn on_reported(&mut self) {
+        self.reported = self.received;
+        self.unreported_bytes = 0;
+    }
+}

@@ -1,0 +1,266 @@
+//! Offers of this side: memory that the peer may pull from or push into, and the pulls being served.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Weak};
+
+use base::block::{BLOCK, Payload};
+use tokio::task::AbortHandle;
+use tokio::time::Instant;
+
+use super::outbound::Chunk;
+use super::{Shared, Status};
+use crate::config::{MAX_CHUNK, MAX_PULLS};
+use crate::frame::{Body, PullData, PullRefused, PullRequest, Push, PushRefused, Refusal};
+use crate::{
+    BulkDescriptor, BulkDirection, BulkOwner, BulkRegion, BulkSegment, BulkSink, BulkSource, MemoryKind,
+    MessengerError,
+};
+
+/// Most refused offers that are remembered.
+const MAX_REFUSED: usize = 64;
+
+/// Most offers of one session at a time.
+const MAX_OFFERS: usize = 65_536;
+
+/// What is offered.
+pub(super) enum Offered {
+    Source(Arc<dyn BulkSource>),
+    Sink(Arc<dyn BulkSink>, u16),
+}
+
+struct Offer {
+    what: Offered,
+    expires: Instant,
+}
+
+/// The offers, and the pulls that are being served.
+#[derive(Default)]
+pub(super) struct Offers {
+    active: HashMap<u64, Offer>,
+    serving: HashMap<u64, AbortHandle>,
+    /// Offers of the peer that did not take what was pushed; the latest ones.
+    refused: VecDeque<(u64, String)>,
+}
+
+impl Drop for Offers {
+    fn drop(&mut self) {
+        self.stop_serving();
+    }
+}
+
+impl Offers {
+    pub(super) fn stop_serving(&mut self) {
+        for (_, serving) in self.serving.drain() {
+            serving.abort();
+        }
+    }
+
+    fn source(&self, request: &PullRequest) -> Result<Arc<dyn BulkSource>, String> {
+        match &self.live(request.offer)?.what {
+            Offered::Source(source) => Ok(Arc::clone(source)),
+            Offered::Sink(..) => Err("it is offered for pushing only".into()),
+        }
+    }
+
+    fn sink(&self, push: &Push) -> Result<(Arc<dyn BulkSink>, u16), String> {
+        match &self.live(push.offer)?.what {
+            Offered::Sink(sink, phase) => Ok((Arc::clone(sink), *phase)),
+            Offered::Source(_) => Err("it is offered for pulling only".into()),
+        }
+    }
+
+    fn live(&self, offer: u64) -> Result<&Offer, String> {
+        let offer = self.active.get(&offer).ok_or("there is no such offer, or it was withdrawn")?;
+        if offer.expires <= Instant::now() { Err("the offer has expired".into()) } else { Ok(offer) }
+    }
+
+    /// Whether the peer refused an earlier push to `offer`, and why.
+    pub(super) fn refusal(&self, offer: u64) -> Option<&str> {
+        self.refused.iter().find(|(o, _)| *o == offer).map(|(_, reason)| reason.as_str())
+    }
+
+    pub(super) fn on_push_refused(&mut self, refused: PushRefused) {
+        if self.refusal(refused.offer).is_none() {
+            self.refused.truncate(MAX_REFUSED - 1);
+            self.refused.push_front((refused.offer, refused.reason));
+        }
+    }
+}
+
+/// Whether `offset..offset + len` is inside an offer of `room` bytes at `phase` and starts at a piece boundary.
+pub(super) fn check_range(offset: u64, len: u64, room: u64, phase: u64) -> Result<(), String> {
+    if offset.checked_add(len).is_none_or(|end| end > room) {
+        return Err(format!("the range {offset}+{len} is not inside the {room} bytes offered"));
+    }
+    if offset != 0 && !(phase % BLOCK + offset % BLOCK).is_multiple_of(BLOCK) {
+        return Err(format!("the range {offset}+{len} does not start at a piece boundary"));
+    }
+    Ok(())
+}
+
+impl Shared {
+    /// Registers an offer.
+    pub(super) fn offer(
+        self: &Arc<Self>,
+        what: Offered,
+        direction: BulkDirection,
+    ) -> Result<BulkRegion, MessengerError> {
+        let (len, phase) = match &what {
+            Offered::Source(source) => (source.len(), source.phase()),
+            Offered::Sink(sink, phase) => (sink.len(), u64::from(*phase)),
+        };
+        if phase >= BLOCK {
+            return Err(MessengerError::BulkRefused(format!("phase {phase} is not below 4096")));
+        }
+        let ttl = self.config.offer_ttl;
+        let key = rand::random();
+        let mut state = self.lock();
+        Self::check_open(&state)?;
+        if state.offers.active.len() >= MAX_OFFERS {
+            return Err(MessengerError::BulkRefused("too many offers at a time in this session".into()));
+        }
+        state.offers.active.insert(key, Offer { what, expires: Instant::now() + ttl });
+        drop(state);
+        let descriptor = BulkDescriptor {
+            owner: BulkOwner::Session,
+            memory: MemoryKind::Host,
+            segments: vec![BulkSegment { address: 0, key, len }],
+            direction,
+            phase: phase as u16,
+            expires_ms: u32::try_from(ttl.as_millis()).unwrap_or(u32::MAX),
+        };
+        let session = Arc::downgrade(self);
+        Ok(BulkRegion::new(descriptor, Box::new(move || withdraw(&session, key))))
+    }
+
+    /// Starts to serve a pull, or refuses it.
+    ///
+    /// # Errors
+    /// If the peer breaks the protocol.
+    pub(super) fn on_pull_request(self: &Arc<Self>, request: PullRequest) -> Result<(), MessengerError> {
+        let mut state = self.lock();
+        let source = state.offers.source(&request).and_then(|source| {
+            check_range(request.offset, request.len, source.len(), source.phase())?;
+            if request.len == 0 { Err("nothing was asked for".into()) } else { Ok(source) }
+        });
+        let source = match source {
+            Ok(source) => source,
+            Err(reason) => {
+                drop(state);
+                return self.refuse_pull(request.pull, Refusal::Offer, &reason);
+            }
+        };
+        if state.offers.serving.contains_key(&request.pull) || state.offers.serving.len() >= MAX_PULLS {
+            let wrong = format!("pull {} is under way already, or one too many", request.pull);
+            return Err(MessengerError::Protocol(wrong));
+        }
+        // Spawned under the lock, so that the task finds its entry when it ends.
+        let serving = tokio::spawn(serve(Arc::clone(self), request, source)).abort_handle();
+        state.offers.serving.insert(request.pull, serving);
+        Ok(())
+    }
+
+    /// The peer wants no more of a pull.
+    pub(super) fn on_pull_cancel(&self, pull: u64) {
+        let mut state = self.lock();
+        if let Some(serving) = state.offers.serving.remove(&pull) {
+            serving.abort();
+        }
+        let dropped = state.outbound.drop_data(pull);
+        drop(state);
+        self.bulk_slots.add_permits(dropped.len());
+    }
+
+    /// Hands pushed data, already verified, to its sink, or tells the peer that it was not taken.
+    ///
+    /// # Errors
+    /// If the peer does not read what it is told.
+    pub(super) fn on_push(&self, push: Push, payload: Payload) -> Result<(), MessengerError> {
+        let sink = self.lock().offers.sink(&push);
+        let taken = sink.and_then(|(sink, phase)| {
+            let phase = u64::from(phase);
+            check_range(push.offset, payload.len() as u64, sink.len(), phase)?;
+            if (phase + push.offset % BLOCK) % BLOCK != payload.phase() {
+                return Err("the data is cut at other piece boundaries than the offer".into());
+            }
+            if sink.write(push.offset, payload) { Ok(()) } else { Err("the sink refused it".into()) }
+        });
+        let Err(reason) = taken else { return Ok(()) };
+        self.metrics.refusals.increment(1);
+        self.control(Body::PushRefused(PushRefused { offer: push.offer, reason }))
+    }
+
+    fn refuse_pull(&self, pull: u64, refusal: Refusal, reason: &str) -> Result<(), MessengerError> {
+        self.metrics.refusals.increment(1);
+        let reason = reason.chars().take(100).collect();
+        self.control(Body::PullRefused(PullRefused { pull, refusal, reason }))
+    }
+
+    fn control(&self, body: Body) -> Result<(), MessengerError> {
+        self.lock().outbound.push_control(body)?;
+        self.wake_writer.notify_one();
+        Ok(())
+    }
+
+    /// Queues a chunk of a pull that is being served. `false` if the peer wants it no more.
+    fn queue_data(&self, offer: u64, data: PullData, payload: Payload) -> Result<bool, String> {
+        let mut state = self.lock();
+        if matches!(state.status, Status::Lost(_)) || !state.offers.serving.contains_key(&data.pull) {
+            return Ok(false);
+        }
+        state.offers.live(offer)?;
+        state.outbound.push_chunk(Chunk::Data(data, payload));
+        drop(state);
+        self.wake_writer.notify_one();
+        Ok(true)
+    }
+}
+
+fn withdraw(session: &Weak<Shared>, key: u64) {
+    let Some(session) = session.upgrade() else { return };
+    let offer = session.lock().offers.active.remove(&key);
+    // The users' memory is let go of when the lock is free: dropping it may call back.
+    drop(offer);
+}
+
+/// Reads the source chunk by chunk. Transfers of one connection take turns: each waits in line for a bulk slot per chunk.
+async fn serve(session: Arc<Shared>, request: PullRequest, source: Arc<dyn BulkSource>) {
+    let failed = send_all(&session, &request, &*source).await;
+    session.lock().offers.serving.remove(&request.pull);
+    if let Err((refusal, reason)) = failed
+        && let Err(why) = session.refuse_pull(request.pull, refusal, &reason)
+    {
+        session.lose(why);
+    }
+}
+
+async fn send_all(
+    session: &Shared,
+    request: &PullRequest,
+    source: &dyn BulkSource,
+) -> Result<(), (Refusal, String)> {
+    let end = request.offset + request.len;
+    let mut at = request.offset;
+    while at < end {
+        let phase = (source.phase() + at) % BLOCK;
+        let len = chunk_len(phase, end - at);
+        let payload = source.read(at, len).await.map_err(|reason| (Refusal::Source, reason))?;
+        if payload.len() != len || payload.phase() != phase {
+            return Err((Refusal::Source, "it gave another range than asked for".into()));
+        }
+        let Ok(slot) = session.bulk_slots.acquire().await else { return Ok(()) };
+        let data = PullData { pull: request.pull, offset: at };
+        let wanted = session.queue_data(request.offer, data, payload).map_err(|r| (Refusal::Offer, r))?;
+        if !wanted {
+            return Ok(());
+        }
+        slot.forget();
+        at += len as u64;
+    }
+    Ok(())
+}
+
+/// Length of the next chunk of `left` bytes at `phase`: it ends at a piece boundary unless it is the last.
+pub(super) fn chunk_len(phase: u64, left: u64) -> usize {
+    (MAX_CHUNK as u64 - phase).min(left) as usize
+}

@@ -1,0 +1,185 @@
+//! What waits to be sent, in its lanes, and what was sent and may have to be sent again.
+
+use std::collections::VecDeque;
+
+use base::block::Payload;
+use tokio::sync::oneshot;
+
+use super::writer::Batch;
+use crate::frame::{Body, Kind, PullData, Push, Window};
+use crate::{Message, MessengerError};
+
+/// Most control frames that wait. Only a peer that asks and does not read the answers makes it so many.
+const MAX_CONTROL_FRAMES: usize = 1024;
+
+/// Bytes after which a batch takes no more messages.
+const BATCH_BYTES: usize = 256 << 10;
+
+/// Most frames of one batch.
+const BATCH_FRAMES: usize = 128;
+
+/// A frame that is numbered and kept until the peer has acknowledged it.
+pub(super) enum Sequenced {
+    Message(Message),
+    Push(Push, Payload),
+}
+
+/// A chunk in the bulk lane. It holds one permit of `Shared::bulk_slots`, which the writer returns.
+pub(super) enum Chunk {
+    Data(PullData, Payload),
+    /// The sender is told when the chunk has its place in the order.
+    Push(Push, Payload, Option<oneshot::Sender<()>>),
+}
+
+/// Lanes in order of priority, and the frames sent and not acknowledged.
+pub(super) struct Outbound {
+    control: VecDeque<Body>,
+    window_wanted: bool,
+    messages: VecDeque<Message>,
+    bulk: VecDeque<Chunk>,
+    /// Numbers `acked + 1 ..`.
+    unacked: VecDeque<Sequenced>,
+    acked: u64,
+    /// How many of `unacked` were written to the present transport.
+    written: usize,
+    /// Credits the peer granted since the session began, in bytes.
+    pub(super) granted: u64,
+}
+
+/// What the writer needs to know of the other direction.
+pub(super) struct Piggyback {
+    pub(super) received: u64,
+    pub(super) granted: u64,
+}
+
+impl Outbound {
+    pub(super) fn new(granted: u64) -> Outbound {
+        Outbound {
+            control: VecDeque::new(),
+            window_wanted: false,
+            messages: VecDeque::new(),
+            bulk: VecDeque::new(),
+            unacked: VecDeque::new(),
+            acked: 0,
+            written: 0,
+            granted,
+        }
+    }
+
+    /// Queues a control frame.
+    ///
+    /// # Errors
+    /// If the peer does not read and there are too many.
+    pub(super) fn push_control(&mut self, body: Body) -> Result<(), MessengerError> {
+        if self.control.len() >= MAX_CONTROL_FRAMES {
+            return Err(MessengerError::Protocol("the peer asks and does not read the answers".into()));
+        }
+        self.control.push_back(body);
+        Ok(())
+    }
+
+    /// Sends credits and an acknowledgement soon.
+    pub(super) fn want_window(&mut self) {
+        self.window_wanted = true;
+    }
+
+    /// Queues a message, for which the caller holds credit.
+    pub(super) fn push_message(&mut self, message: Message) {
+        self.messages.push_back(message);
+    }
+
+    /// Queues a chunk, for which the caller holds a bulk slot.
+    pub(super) fn push_chunk(&mut self, chunk: Chunk) {
+        self.bulk.push_back(chunk);
+    }
+
+    pub(super) fn queued_messages(&self) -> usize {
+        self.messages.len()
+    }
+
+    /// Number of the last sequenced frame that the peer has.
+    pub(super) fn acked(&self) -> u64 {
+        self.acked
+    }
+
+    /// The peer has everything up to `ack`. What is let go goes to `freed`, to be dropped outside the lock.
+    ///
+    /// # Errors
+    /// If that was never sent.
+    pub(super) fn on_ack(&mut self, ack: u64, freed: &mut Vec<Sequenced>) -> Result<(), MessengerError> {
+        let newly = ack.saturating_sub(self.acked);
+        if newly > self.unacked.len() as u64 {
+            return Err(MessengerError::Protocol(format!("frame {ack} acknowledged, which was not sent")));
+        }
+        freed.extend(self.unacked.drain(..newly as usize));
+        self.acked += newly;
+        self.written = self.written.saturating_sub(newly as usize);
+        Ok(())
+    }
+
+    /// The transport broke: what was sent and not acknowledged will be sent again, and data of pulls be asked for again.
+    /// Returns the data chunks that were queued.
+    pub(super) fn rewind(&mut self) -> Vec<Chunk> {
+        self.written = 0;
+        self.control.clear();
+        self.window_wanted = true;
+        let (data, pushes) = self.bulk.drain(..).partition(|c| matches!(c, Chunk::Data(..)));
+        self.bulk = pushes;
+        Vec::from(data)
+    }
+
+    /// Takes data of a pull that was given up out of the bulk lane.
+    pub(super) fn drop_data(&mut self, pull: u64) -> Vec<Chunk> {
+        let (dropped, kept) =
+            self.bulk.drain(..).partition(|c| matches!(c, Chunk::Data(data, _) if data.pull == pull));
+        self.bulk = kept;
+        Vec::from(dropped)
+    }
+
+    /// Fills `batch` with what goes next: all control frames, messages up to a size, and one chunk of bulk data.
+    pub(super) fn gather(&mut self, batch: &mut Batch, piggyback: &Piggyback) {
+        let ack = piggyback.received;
+        if std::mem::take(&mut self.window_wanted) {
+            batch.push_control(&Body::Window(Window { granted: piggyback.granted }), ack);
+        }
+        while let Some(body) = self.control.pop_front() {
+            batch.push_control(&body, ack);
+        }
+        while batch.bytes() < BATCH_BYTES && batch.frames() < BATCH_FRAMES {
+            if let Some(again) = self.unacked.get(self.written) {
+                let seq = self.acked + self.written as u64 + 1;
+                batch.push_sequenced(again, seq, ack);
+            } else if let Some(message) = self.messages.pop_front() {
+                self.push_new(batch, Sequenced::Message(message), ack);
+                batch.messages += 1;
+                continue;
+            } else {
+                break;
+            }
+            self.written += 1;
+        }
+        // Pushed chunks take their number here, so those that must be repeated go first.
+        if self.written == self.unacked.len() {
+            match self.bulk.pop_front() {
+                Some(Chunk::Data(data, payload)) => {
+                    batch.push_bulk(Kind::PullData, 0, ack, &Body::PullData(data), &payload);
+                    batch.bulk_slots += 1;
+                }
+                Some(Chunk::Push(push, payload, placed)) => {
+                    self.push_new(batch, Sequenced::Push(push, payload), ack);
+                    batch.bulk_slots += 1;
+                    batch.placed.extend(placed);
+                }
+                None => {}
+            }
+        }
+    }
+
+    fn push_new(&mut self, batch: &mut Batch, frame: Sequenced, ack: u64) {
+        debug_assert_eq!(self.written, self.unacked.len(), "new frames come after those to be repeated");
+        let seq = self.acked + self.unacked.len() as u64 + 1;
+        batch.push_sequenced(&frame, seq, ack);
+        self.unacked.push_back(frame);
+        self.written += 1;
+    }
+}

@@ -1,0 +1,313 @@
+//! The reading side of a transport: frames from bytes, each handed to the part of the session that it is for.
+//!
+//! Small frames are parts of one read buffer. Payload of bulk data goes from the transport straight to where it belongs;
+//! after a bulk frame, little is read ahead, so that little has to be copied.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use base::block::{Payload, verify_pieces};
+use bytes::{Buf, BufMut, Bytes, BytesMut};
+use tokio::io::{AsyncRead, AsyncReadExt};
+
+use super::Shared;
+use super::inbound::Order;
+use super::outbound::Sequenced;
+use super::pulls::Destination;
+use crate::config::MAX_CREDIT_BYTES;
+use crate::frame::{Body, FrameError, FrameHeader, HEADER_LEN, PullData};
+use crate::{Message, MessengerError};
+
+/// What is read ahead when messages come, in bytes.
+const READ_BUFFER: usize = 64 << 10;
+
+/// A new buffer is taken when less room than this is left, in bytes.
+const MIN_ROOM: usize = 16 << 10;
+
+/// What is read ahead when bulk data comes: the head of one bulk frame fits.
+const BULK_AHEAD: usize = 512;
+
+/// Why reading ended.
+#[derive(Debug)]
+pub(super) enum Fault {
+    /// The transport broke.
+    Broken(String),
+    /// Bytes were changed on their way.
+    Damaged(FrameError),
+    /// The peer breaks the protocol.
+    Fatal(MessengerError),
+    /// The peer ends the session.
+    Closed(String),
+}
+
+impl From<io::Error> for Fault {
+    fn from(e: io::Error) -> Fault {
+        Fault::Broken(e.to_string())
+    }
+}
+
+impl From<FrameError> for Fault {
+    fn from(e: FrameError) -> Fault {
+        if e.is_damage() { Fault::Damaged(e) } else { Fault::Fatal(MessengerError::Protocol(e.to_string())) }
+    }
+}
+
+impl From<MessengerError> for Fault {
+    fn from(e: MessengerError) -> Fault {
+        Fault::Fatal(e)
+    }
+}
+
+/// Reads one transport.
+pub(super) struct Reader<'a> {
+    shared: &'a Arc<Shared>,
+    io: &'a mut (dyn AsyncRead + Send + Unpin),
+    buf: BytesMut,
+    /// The last frame was one of bulk data.
+    bulk: bool,
+    freed: Vec<Sequenced>,
+}
+
+impl<'a> Reader<'a> {
+    pub(super) fn new(shared: &'a Arc<Shared>, io: &'a mut (dyn AsyncRead + Send + Unpin)) -> Reader<'a> {
+        Reader { shared, io, buf: BytesMut::new(), bulk: false, freed: Vec::new() }
+    }
+
+    /// Reads until that ends.
+    pub(super) async fn run(mut self) -> Fault {
+        loop {
+            if let Err(fault) = self.frame().await {
+                return fault;
+            }
+        }
+    }
+
+    async fn frame(&mut self) -> Result<(), Fault> {
+        self.fill(HEADER_LEN).await?;
+        let fixed = self.buf.first_chunk::<HEADER_LEN>().expect("it was just filled");
+        let header = FrameHeader::decode(fixed, &self.shared.config.limits)?;
+        self.fill(HEADER_LEN + header.body_len()).await?;
+        self.buf.advance(HEADER_LEN);
+        let (body, checksums) = header.decode_body(self.buf.split_to(header.body_len()).freeze())?;
+        self.on_ack(header.ack)?;
+        self.bulk = matches!(body, Body::PullData(_) | Body::Push(_));
+        match body {
+            Body::Message(text) => {
+                let payload = self.payload(&header, checksums).await?;
+                self.shared.on_message(header.seq, Message { header: text, payload })
+            }
+            Body::Push(push) => {
+                let payload = self.payload(&header, checksums).await?;
+                match self.shared.on_sequenced(header.seq, payload.len())? {
+                    Order::Next => Ok(self.shared.on_push(push, payload)?),
+                    Order::Repeated => Ok(()),
+                }
+            }
+            Body::PullData(data) => self.pull_data(&header, &data, checksums).await,
+            Body::Window(window) => Ok(self.shared.on_granted(window.granted)?),
+            Body::PullRequest(request) => Ok(self.shared.on_pull_request(request)?),
+            Body::PullCancel(cancel) => {
+                self.shared.on_pull_cancel(cancel.pull);
+                Ok(())
+            }
+            Body::PullRefused(refused) => {
+                self.shared.on_pull_refused(refused);
+                Ok(())
+            }
+            Body::PushRefused(refused) => {
+                self.shared.lock().offers.on_push_refused(refused);
+                Ok(())
+            }
+            Body::Close(close) => Err(Fault::Closed(close.reason)),
+            Body::Hello(_) | Body::Welcome(_) | Body::Reject(_) => {
+                let wrong = format!("a {:?} frame in the middle of a session", header.kind);
+                Err(Fault::Fatal(MessengerError::Protocol(wrong)))
+            }
+        }
+    }
+
+    fn on_ack(&mut self, ack: u64) -> Result<(), Fault> {
+        self.shared.on_ack(ack, &mut self.freed)?;
+        self.freed.clear();
+        Ok(())
+    }
+
+    /// Reads until the buffer has `len` bytes.
+    async fn fill(&mut self, len: usize) -> Result<(), Fault> {
+        while self.buf.len() < len {
+            let missing = len - self.buf.len();
+            let n = if self.bulk {
+                self.buf.reserve(missing.max(BULK_AHEAD));
+                self.io.read_buf(&mut (&mut self.buf).limit(missing.max(BULK_AHEAD))).await?
+            } else {
+                if self.buf.capacity() - self.buf.len() < missing.max(MIN_ROOM) {
+                    self.buf.reserve(missing.max(READ_BUFFER));
+                }
+                self.io.read_buf(&mut self.buf).await?
+            };
+            self.heard(n)?;
+        }
+        Ok(())
+    }
+
+    fn heard(&self, n: usize) -> Result<(), Fault> {
+        if n == 0 {
+            return Err(Fault::Broken("the peer closed the transport connection".into()));
+        }
+        self.shared.heard.store(true, Ordering::Relaxed);
+        self.shared.metrics.received_bytes.increment(n as u64);
+        Ok(())
+    }
+
+    /// Reads and verifies a payload.
+    async fn payload(&mut self, header: &FrameHeader, checksums: Vec<u32>) -> Result<Payload, Fault> {
+        let len = header.payload_len as usize;
+        if len == 0 {
+            return Ok(Payload::default());
+        }
+        let data = self.payload_bytes(len).await?;
+        let phase = u64::from(header.phase);
+        verify_pieces(phase, &data, &checksums).map_err(FrameError::Payload)?;
+        Payload::from_parts(phase, data, checksums).map_err(|_| FrameError::Body(header.kind).into())
+    }
+
+    async fn payload_bytes(&mut self, len: usize) -> Result<Bytes, Fault> {
+        if self.buf.len() >= len {
+            return Ok(self.buf.split_to(len).freeze());
+        }
+        if len <= MIN_ROOM {
+            self.fill(len).await?;
+            return Ok(self.buf.split_to(len).freeze());
+        }
+        let mut data = BytesMut::with_capacity(len);
+        data.extend_from_slice(&self.buf.split());
+        while data.len() < len {
+            let missing = len - data.len();
+            let n = self.io.read_buf(&mut (&mut data).limit(missing)).await?;
+            self.heard(n)?;
+        }
+        Ok(data.freeze())
+    }
+
+    /// Reads data of a pull into its buffer.
+    async fn pull_data(
+        &mut self,
+        header: &FrameHeader,
+        data: &PullData,
+        sums: Vec<u32>,
+    ) -> Result<(), Fault> {
+        let len = header.payload_len as usize;
+        let Some(mut dest) = self.shared.take_dest(data, header.phase, len)? else {
+            return self.discard(len).await;
+        };
+        let left = self.fill_destination(&mut dest).await?;
+        if left > 0 {
+            drop(dest);
+            return self.discard(left).await;
+        }
+        let verified = verify_pieces(u64::from(header.phase), dest.bytes(), &sums);
+        dest.finish(verified.map(|()| sums).map_err(|e| MessengerError::Damaged(e.to_string())));
+        Ok(())
+    }
+
+    /// Fills the destination, unless its pull is given up: then, returns how many bytes are left to be discarded.
+    async fn fill_destination(&mut self, dest: &mut Destination<'_>) -> Result<usize, Fault> {
+        let pull = dest.pull();
+        let bytes = dest.bytes();
+        let mut at = self.buf.len().min(bytes.len());
+        self.buf.copy_to_slice(&mut bytes[..at]);
+        while at < bytes.len() {
+            tokio::select! {
+                biased;
+                n = self.io.read(&mut bytes[at..]) => {
+                    let n = n?;
+                    self.heard(n)?;
+                    at += n;
+                }
+                () = self.shared.pull_dropped.notified() => {
+                    if !self.shared.wants_pull(pull) {
+                        return Ok(bytes.len() - at);
+                    }
+                }
+            }
+        }
+        Ok(0)
+    }
+
+    async fn discard(&mut self, mut len: usize) -> Result<(), Fault> {
+        loop {
+            let here = self.buf.len().min(len);
+            self.buf.advance(here);
+            len -= here;
+            if len == 0 {
+                return Ok(());
+            }
+            self.buf.reserve(READ_BUFFER);
+            let n = self.io.read_buf(&mut (&mut self.buf).limit(len.min(READ_BUFFER))).await?;
+            self.heard(n)?;
+        }
+    }
+}
+
+impl Shared {
+    /// The peer has everything up to `ack`.
+    pub(super) fn on_ack(&self, ack: u64, freed: &mut Vec<Sequenced>) -> Result<(), MessengerError> {
+        self.lock().outbound.on_ack(ack, freed)?;
+        let pushed = freed.iter().map(|f| if let Sequenced::Push(_, p) = f { p.len() } else { 0 }).sum();
+        if pushed > 0 {
+            self.push_room.add_permits(pushed);
+        }
+        Ok(())
+    }
+
+    /// The peer granted credits: `granted` bytes since the session began.
+    pub(super) fn on_granted(&self, granted: u64) -> Result<(), MessengerError> {
+        let mut state = self.lock();
+        let more = granted.saturating_sub(state.outbound.granted);
+        let available = self.message_credit.available_permits() as u64;
+        if available.saturating_add(more) > MAX_CREDIT_BYTES {
+            return Err(MessengerError::Protocol(format!("{more} bytes of credit granted at once")));
+        }
+        state.outbound.granted += more;
+        drop(state);
+        self.message_credit.add_permits(more as usize);
+        Ok(())
+    }
+
+    fn on_sequenced(&self, seq: u64, len: usize) -> Result<Order, MessengerError> {
+        let mut state = self.lock();
+        let order = state.inbound.on_sequenced(seq, len)?;
+        self.note_owed_ack(&mut state);
+        Ok(order)
+    }
+
+    fn note_owed_ack(&self, state: &mut super::State) {
+        if state.inbound.owes_ack_now() {
+            state.outbound.want_window();
+            self.wake_writer.notify_one();
+        } else {
+            self.ack_wanted.notify_one();
+        }
+    }
+
+    fn on_message(&self, seq: u64, message: Message) -> Result<(), Fault> {
+        let mut state = self.lock();
+        match state.inbound.on_sequenced(seq, message.payload.len())? {
+            Order::Repeated => return Ok(()),
+            Order::Next => {}
+        }
+        if state.inbound.push_message(message)? {
+            state.outbound.want_window();
+            self.wake_writer.notify_one();
+        }
+        self.note_owed_ack(&mut state);
+        let waker = state.inbound.take_waker();
+        drop(state);
+        self.metrics.received_messages.increment(1);
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+        Ok(())
+    }
+}

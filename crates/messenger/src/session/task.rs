@@ -1,0 +1,309 @@
+//! The life of a session: transports come and go, until the session is closed or lost.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use tokio::sync::mpsc;
+use tokio::time::{Instant, sleep, timeout, timeout_at};
+
+use super::reader::{Fault, Reader};
+use super::{Shared, Status};
+use crate::config::SessionConfig;
+use crate::handshake::{self, Dialer, HandshakeError};
+use crate::stack::Registration;
+use crate::transport::Wire;
+use crate::{Event, MessengerError};
+
+/// How long a session that is being closed may take to send what is queued.
+const CLOSE_TIME: Duration = Duration::from_secs(1);
+
+/// How long an acknowledgement waits for a frame to travel with.
+const ACK_DELAY: Duration = Duration::from_millis(20);
+
+/// Shortest and longest pause between attempts to connect.
+pub(crate) const BACKOFF: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
+
+/// A transport that a client brings to go on with its session.
+pub(crate) struct Resumption {
+    pub(crate) wire: Wire,
+    pub(crate) nonce: [u8; 16],
+    /// Number of the last sequenced frame that the client has.
+    pub(crate) received: u64,
+    /// Credits that the client granted since the session began.
+    pub(crate) granted: u64,
+}
+
+/// Which side of the session this is.
+pub(crate) enum Role {
+    /// Makes new transports.
+    Client(Dialer),
+    /// Waits for them.
+    Server { resumptions: mpsc::Receiver<Resumption>, registration: Registration },
+}
+
+/// Why a transport is used no longer.
+enum End {
+    Broken(String),
+    Damaged(String),
+    Replaced(Resumption),
+    Fatal(MessengerError),
+    Closed,
+}
+
+/// Runs the session, first on `wire`, until it ends.
+pub(crate) async fn run(shared: Arc<Shared>, mut role: Role, wire: Wire) {
+    let why = live(&shared, &mut role, wire).await;
+    tracing::debug!(session = %format_args!("{:032x}", shared.session_id()), %why, "session ended");
+    shared.lose(why);
+    drop(role);
+    shared.ended.send_replace(true);
+}
+
+async fn live(shared: &Arc<Shared>, role: &mut Role, mut wire: Wire) -> MessengerError {
+    let mut damaged = 0;
+    loop {
+        let before = shared.progress();
+        let began = Instant::now();
+        let end = shared.use_transport(role, wire).await;
+        if shared.progress() != before {
+            damaged = 0;
+        }
+        let (reason, resumption) = match end {
+            End::Closed => return MessengerError::SessionLost("closed".into()),
+            End::Fatal(why) => return why,
+            End::Replaced(resumption) => ("replaced by the peer".to_owned(), Some(resumption)),
+            End::Broken(reason) => (reason, None),
+            End::Damaged(reason) => {
+                damaged += 1;
+                if damaged > shared.config.max_damaged_transports {
+                    let why = format!("{reason}; {damaged} transports in a row were damaged");
+                    return MessengerError::Protocol(why);
+                }
+                (reason, None)
+            }
+        };
+        tracing::debug!(session = %format_args!("{:032x}", shared.session_id()), reason, "transport ended");
+        shared.interrupt();
+        let next = tokio::select! {
+            next = role.next_wire(shared, resumption, began) => next,
+            () = shared.close_requested() => {
+                return MessengerError::SessionLost("closed while the peer was not reachable".into());
+            }
+        };
+        wire = match next {
+            Ok(next) => next,
+            Err(why) => return why,
+        };
+        shared.metrics.resumes.increment(1);
+    }
+}
+
+impl Role {
+    /// The transport that the session goes on with.
+    async fn next_wire(
+        &mut self,
+        shared: &Arc<Shared>,
+        resumption: Option<Resumption>,
+        began: Instant,
+    ) -> Result<Wire, MessengerError> {
+        match self {
+            Role::Client(dialer) => dialer.redial(shared, began).await,
+            Role::Server { resumptions, registration } => {
+                let deadline = Instant::now() + shared.config.hold;
+                registration.hold()?;
+                let mut resumption = resumption;
+                loop {
+                    let next = match resumption.take() {
+                        Some(next) => next,
+                        None => match timeout_at(deadline, resumptions.recv()).await {
+                            Ok(Some(next)) => next,
+                            _ => {
+                                return Err(MessengerError::SessionLost("the peer did not come back".into()));
+                            }
+                        },
+                    };
+                    if let Some(wire) = shared.accept_resumption(next).await? {
+                        registration.release();
+                        return Ok(wire);
+                    }
+                }
+            }
+        }
+    }
+
+    /// A client comes back before this side noticed that its transport broke. Never, on the client's side.
+    async fn replaced(&mut self) -> Resumption {
+        if let Role::Server { resumptions, .. } = self
+            && let Some(resumption) = resumptions.recv().await
+        {
+            return resumption;
+        }
+        std::future::pending().await
+    }
+}
+
+impl Shared {
+    /// Reads and writes one transport for as long as it lasts.
+    async fn use_transport(self: &Arc<Self>, role: &mut Role, mut wire: Wire) -> End {
+        self.heard.store(true, Ordering::Relaxed);
+        let reader = Reader::new(self, &mut *wire.reader);
+        let writing = async {
+            match self.write_loop(&mut *wire.writer).await {
+                // Everything was said; what is left is to see the peer go.
+                Ok(()) => std::future::pending().await,
+                Err(e) => e.to_string(),
+            }
+        };
+        let end = tokio::select! {
+            biased;
+            fault = reader.run() => fault.into(),
+            reason = writing => End::Broken(reason),
+            reason = self.watch_peer() => End::Broken(reason),
+            never = self.acknowledge_in_time() => match never {},
+            resumption = role.replaced() => End::Replaced(resumption),
+            () = self.close_deadline() => End::Closed,
+        };
+        let closing = self.lock().status == Status::Closing;
+        match end {
+            End::Broken(_) | End::Fatal(MessengerError::SessionLost(_)) if closing => End::Closed,
+            other => other,
+        }
+    }
+
+    /// Sends a heartbeat when there was nothing else to send; ends when the peer was silent for too long.
+    async fn watch_peer(&self) -> String {
+        let SessionConfig { heartbeat, grace, .. } = self.config;
+        let mut silent = Duration::ZERO;
+        while silent < grace {
+            sleep(heartbeat).await;
+            silent =
+                if self.heard.swap(false, Ordering::Relaxed) { Duration::ZERO } else { silent + heartbeat };
+            if !self.spoke.swap(false, Ordering::Relaxed) {
+                self.lock().outbound.want_window();
+                self.wake_writer.notify_one();
+            }
+        }
+        self.metrics.heartbeats_missed.increment(1);
+        format!("the peer was silent for {silent:?}")
+    }
+
+    /// Sends acknowledgements that found no frame to travel with.
+    async fn acknowledge_in_time(&self) -> Infallible {
+        loop {
+            self.ack_wanted.notified().await;
+            sleep(ACK_DELAY).await;
+            let mut state = self.lock();
+            if state.inbound.owes_ack() {
+                state.outbound.want_window();
+                self.wake_writer.notify_one();
+            }
+        }
+    }
+
+    async fn close_requested(&self) {
+        // The sender lives as long as `self` does.
+        let _ = self.close_wanted.subscribe().wait_for(|wanted| *wanted).await;
+    }
+
+    async fn close_deadline(&self) {
+        self.close_requested().await;
+        sleep(CLOSE_TIME).await;
+    }
+
+    /// Numbers of the last sequenced frames that got through, in and out.
+    fn progress(&self) -> (u64, u64) {
+        let state = self.lock();
+        (state.inbound.received(), state.outbound.acked())
+    }
+
+    /// The transport is gone: nothing that belonged to it may go on.
+    fn interrupt(&self) {
+        let mut state = self.lock();
+        state.offers.stop_serving();
+        let dropped = state.outbound.rewind();
+        state.inbound.push_info(Event::Interrupted);
+        let waker = state.inbound.take_waker();
+        drop(state);
+        self.bulk_slots.add_permits(dropped.len());
+        drop(dropped);
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+
+    /// What this side has received, and the credits it has granted.
+    pub(crate) fn resume_point(&self) -> (u64, u64) {
+        let state = self.lock();
+        (state.inbound.received(), state.inbound.granted())
+    }
+
+    /// The secret that proves that a client may go on with the session.
+    pub(crate) fn secret(&self) -> [u8; 16] {
+        self.secret
+    }
+
+    /// What the session was configured with.
+    pub(crate) fn config(&self) -> &SessionConfig {
+        &self.config
+    }
+
+    /// Goes on where the peer is: it has everything up to `received`, and has granted `granted` bytes of credit.
+    pub(crate) fn resume(&self, received: u64, granted: u64) -> Result<(), MessengerError> {
+        self.on_ack(received, &mut Vec::new())?;
+        self.on_granted(granted)?;
+        let mut state = self.lock();
+        let dropped = state.outbound.rewind();
+        for request in state.pulls.requests() {
+            state.outbound.push_control(crate::frame::Body::PullRequest(request))?;
+        }
+        state.inbound.push_info(Event::Resumed);
+        let waker = state.inbound.take_waker();
+        drop(state);
+        self.bulk_slots.add_permits(dropped.len());
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+        Ok(())
+    }
+
+    /// Answers a client that came back. `None` if its transport broke meanwhile.
+    async fn accept_resumption(&self, next: Resumption) -> Result<Option<Wire>, MessengerError> {
+        let Resumption { mut wire, nonce, received, granted } = next;
+        let welcome = handshake::welcome_back(self, nonce);
+        let answer = handshake::write(&mut wire, &welcome);
+        match timeout(self.config.handshake_timeout, answer).await {
+            Ok(Ok(())) => {
+                self.resume(received, granted)?;
+                Ok(Some(wire))
+            }
+            _ => Ok(None),
+        }
+    }
+}
+
+impl From<Fault> for End {
+    fn from(fault: Fault) -> End {
+        match fault {
+            Fault::Broken(reason) => End::Broken(reason),
+            Fault::Damaged(error) => End::Damaged(error.to_string()),
+            Fault::Fatal(why) => End::Fatal(why),
+            Fault::Closed(reason) => {
+                End::Fatal(MessengerError::SessionLost(format!("the peer ended it: {reason}")))
+            }
+        }
+    }
+}
+
+impl From<HandshakeError> for MessengerError {
+    fn from(e: HandshakeError) -> MessengerError {
+        match e {
+            HandshakeError::Rejected(reject) => MessengerError::Refused(reject.reason),
+            HandshakeError::Transport { endpoint, reason } => {
+                MessengerError::Unreachable { endpoint, reason }
+            }
+            HandshakeError::Protocol(reason) => MessengerError::Protocol(reason),
+        }
+    }
+}

@@ -1,0 +1,195 @@
+//! The writing side of a transport: queued frames, gathered into one vectored write.
+
+use std::io::{self, IoSlice};
+use std::ops::Range;
+use std::pin::Pin;
+use std::sync::atomic::Ordering;
+
+use base::block::Payload;
+use bytes::Bytes;
+use tokio::io::{AsyncWrite, AsyncWriteExt};
+use tokio::sync::oneshot;
+
+use super::outbound::{Piggyback, Sequenced};
+use super::{Shared, Status};
+use crate::Message;
+use crate::frame::{self, Body, Close, Kind};
+
+/// Payloads up to this many bytes are copied next to their headers: cheaper than a part of their own.
+const COPY_MAX_BYTES: usize = 512;
+
+/// Parts given to the system in one call.
+const SLICES: usize = 64;
+
+/// Capacity that the buffer for heads keeps, in bytes.
+const SCRATCH_BYTES: usize = 64 << 10;
+
+enum Part {
+    Head(Range<usize>),
+    Data(Bytes),
+}
+
+/// Frames that are written together.
+#[derive(Default)]
+pub(super) struct Batch {
+    heads: Vec<u8>,
+    parts: Vec<Part>,
+    bytes: usize,
+    frames: usize,
+    /// Messages among them that are sent for the first time.
+    pub(super) messages: usize,
+    /// Bulk slots to be returned when the batch is written.
+    pub(super) bulk_slots: usize,
+    /// Who waits for a pushed chunk to have its place in the order.
+    pub(super) placed: Vec<oneshot::Sender<()>>,
+}
+
+impl Batch {
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    pub(super) fn frames(&self) -> usize {
+        self.frames
+    }
+
+    pub(super) fn push_control(&mut self, body: &Body, ack: u64) {
+        self.push(body.kind(), 0, ack, &Payload::default(), |out| body.encode(out));
+    }
+
+    pub(super) fn push_bulk(&mut self, kind: Kind, seq: u64, ack: u64, body: &Body, payload: &Payload) {
+        self.push(kind, seq, ack, payload, |out| body.encode(out));
+    }
+
+    pub(super) fn push_sequenced(&mut self, frame: &Sequenced, seq: u64, ack: u64) {
+        match frame {
+            Sequenced::Message(Message { header, payload }) => {
+                self.push(Kind::Message, seq, ack, payload, |out| out.extend_from_slice(header));
+            }
+            Sequenced::Push(push, payload) => {
+                self.push_bulk(Kind::Push, seq, ack, &Body::Push(*push), payload);
+            }
+        }
+    }
+
+    fn push(&mut self, kind: Kind, seq: u64, ack: u64, payload: &Payload, header: impl FnOnce(&mut Vec<u8>)) {
+        let start = self.heads.len();
+        frame::encode_head(&mut self.heads, kind, seq, ack, payload, header);
+        let copied = payload.len() <= COPY_MAX_BYTES;
+        if copied {
+            self.heads.extend_from_slice(payload.data());
+        }
+        let end = self.heads.len();
+        match self.parts.last_mut() {
+            Some(Part::Head(last)) => last.end = end,
+            _ => self.parts.push(Part::Head(start..end)),
+        }
+        if !copied {
+            self.parts.push(Part::Data(payload.data().clone()));
+        }
+        self.frames += 1;
+        self.bytes += end - start + if copied { 0 } else { payload.len() };
+    }
+
+    fn clear(&mut self) {
+        self.heads.clear();
+        self.heads.shrink_to(SCRATCH_BYTES);
+        self.parts.clear();
+        self.placed.clear();
+        (self.bytes, self.frames, self.messages, self.bulk_slots) = (0, 0, 0, 0);
+    }
+
+    fn part(&self, index: usize) -> &[u8] {
+        match &self.parts[index] {
+            Part::Head(range) => &self.heads[range.clone()],
+            Part::Data(data) => data,
+        }
+    }
+
+    /// Writes everything. Says through `spoke` that bytes went out.
+    async fn write(&self, writer: &mut (dyn AsyncWrite + Send + Unpin), shared: &Shared) -> io::Result<()> {
+        let (mut part, mut skip) = (0, 0);
+        while part < self.parts.len() {
+            let mut slices = [IoSlice::new(&[]); SLICES];
+            let count = SLICES.min(self.parts.len() - part);
+            for (i, slice) in slices[..count].iter_mut().enumerate() {
+                let data = self.part(part + i);
+                *slice = IoSlice::new(if i == 0 { &data[skip..] } else { data });
+            }
+            let mut written =
+                std::future::poll_fn(|cx| Pin::new(&mut *writer).poll_write_vectored(cx, &slices[..count]))
+                    .await?;
+            if written == 0 {
+                return Err(io::ErrorKind::WriteZero.into());
+            }
+            shared.spoke.store(true, Ordering::Relaxed);
+            while part < self.parts.len() && written >= self.part(part).len() - skip {
+                written -= self.part(part).len() - skip;
+                (part, skip) = (part + 1, 0);
+            }
+            skip += written;
+        }
+        Ok(())
+    }
+}
+
+/// Returns the bulk slots of a batch, also when its write is given up half way.
+struct SlotGuard<'a>(&'a Shared, usize);
+
+impl Drop for SlotGuard<'_> {
+    fn drop(&mut self) {
+        self.0.bulk_slots.add_permits(self.1);
+    }
+}
+
+impl Shared {
+    /// Fills `batch`; returns whether the session is being closed.
+    fn gather(&self, batch: &mut Batch) -> bool {
+        batch.clear();
+        let mut state = self.lock();
+        let state = &mut *state;
+        let piggyback = Piggyback { received: state.inbound.received(), granted: state.inbound.granted() };
+        state.outbound.gather(batch, &piggyback);
+        if batch.frames > 0 {
+            state.inbound.on_reported();
+        }
+        state.status != Status::Open
+    }
+
+    /// Writes what is queued until the transport breaks, or the session is being closed and everything is written.
+    pub(super) async fn write_loop(&self, writer: &mut (dyn AsyncWrite + Send + Unpin)) -> io::Result<()> {
+        let mut batch = Batch::default();
+        loop {
+            let closing = self.gather(&mut batch);
+            if batch.frames == 0 {
+                if closing {
+                    return self.write_close(writer, "closed by the peer").await;
+                }
+                self.wake_writer.notified().await;
+                continue;
+            }
+            let slots = SlotGuard(self, batch.bulk_slots);
+            self.metrics.sent_messages.increment(batch.messages as u64);
+            self.metrics.queue_depth.decrement(batch.messages as f64);
+            for placed in batch.placed.drain(..) {
+                // Whoever pushed may have stopped waiting.
+                let _ = placed.send(());
+            }
+            batch.write(writer, self).await?;
+            self.metrics.sent_bytes.increment(batch.bytes as u64);
+            drop(slots);
+        }
+    }
+
+    /// Tells the peer that the session ends.
+    pub(super) async fn write_close(
+        &self,
+        writer: &mut (dyn AsyncWrite + Send + Unpin),
+        reason: &str,
+    ) -> io::Result<()> {
+        let mut batch = Batch::default();
+        batch.push_control(&Body::Close(Close { reason: reason.chars().take(100).collect() }), 0);
+        batch.write(writer, self).await?;
+        writer.shutdown().await
+    }
+}
