@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
+use crate::commands;
+
 /// Object storage whose stack runs on a DPU instead of the host.
 #[derive(Debug, Parser)]
 #[command(name = "outboard", version, max_term_width = 100, arg_required_else_help = true)]
@@ -27,4 +29,7 @@ pub struct NodeArgs {
 
 /// Everything that `outboard` does.
 #[derive(Debug, Subcommand)]
-pub enum Command {}
+pub enum Command {
+    Down(commands::down::DownArgs),
+    Doctor(commands::doctor::DoctorArgs),
+}

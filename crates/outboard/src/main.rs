@@ -8,6 +8,8 @@
 mod cli;
 mod commands;
 mod failure;
+#[allow(dead_code, reason = "the roles that use the rest come next")]
+mod node;
 
 use std::process::ExitCode;
 

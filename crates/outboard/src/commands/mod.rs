@@ -1,9 +1,16 @@
 //! One file per command; this one calls them.
 
-use crate::cli::Cli;
+pub mod doctor;
+pub mod down;
+
+use crate::cli::{Cli, Command};
 use crate::failure::Result;
 
 /// Runs the command that was asked for.
 pub fn run(cli: Cli) -> Result<()> {
-    match cli.command {}
+    let node = &cli.node;
+    match cli.command {
+        Command::Down(args) => down::run(args, node),
+        Command::Doctor(args) => doctor::run(args, node),
+    }
 }

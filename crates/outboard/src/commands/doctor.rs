@@ -1,0 +1,68 @@
+//! `outboard doctor`: is this machine fit for a node, and what would make it fitter?
+
+use std::io::Write;
+
+use clap::Args;
+use serde::Serialize;
+
+use crate::cli::NodeArgs;
+use crate::failure::{Doing, Failure, Result};
+use crate::node::checkup::{self, Finding, Grade};
+use crate::node::locate;
+
+/// Check this machine: kernel, io_uring, limits, huge pages, the targets' file system
+///
+/// Each finding says what was found, why it matters and what to do. Fails only if something prevents a node from
+/// running.
+#[derive(Debug, Clone, Args)]
+#[command(after_help = "Examples:\n  \
+    outboard doctor\n  \
+    outboard doctor --dir /srv/node1 --json")]
+pub struct DoctorArgs {
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Serialize)]
+struct Report<'a> {
+    fit: bool,
+    findings: &'a [Finding],
+}
+
+/// Checks the machine.
+pub fn run(args: DoctorArgs, node: &NodeArgs) -> Result<()> {
+    let findings = checkup::all(&locate::root(node));
+    let fit = findings.iter().all(|f| f.grade != Grade::Prevents);
+    let text = if args.json {
+        serde_json::to_string_pretty(&Report { fit, findings: &findings }).doing("printing the findings")?
+            + "\n"
+    } else {
+        findings.iter().map(describe).collect()
+    };
+    std::io::stdout().write_all(text.as_bytes()).doing("printing the findings")?;
+    if fit {
+        return Ok(());
+    }
+    let what: Vec<&str> = findings.iter().filter(|f| f.grade == Grade::Prevents).map(|f| f.what).collect();
+    Err(Failure::new(
+        "checking this machine",
+        format!("a node cannot run here: {}; see above", what.join(", ")),
+    ))
+}
+
+fn describe(finding: &Finding) -> String {
+    let mark = match finding.grade {
+        Grade::Good => "ok      ",
+        Grade::Costs => "costs   ",
+        Grade::Prevents => "prevents",
+    };
+    let mut text = format!("{mark}  {}: {}\n", finding.what, finding.found);
+    if finding.grade != Grade::Good {
+        text += &format!("          why: {}\n", finding.why);
+        if let Some(remedy) = &finding.remedy {
+            text += &format!("          do:  {remedy}\n");
+        }
+    }
+    text
+}

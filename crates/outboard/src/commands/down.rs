@@ -1,0 +1,86 @@
+//! `outboard down`: stops a node.
+
+use std::io::Write;
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::process::{Pid, PidfdFlags, Signal};
+
+use crate::cli::NodeArgs;
+use crate::failure::{Doing, Failure, Result};
+use crate::node::dir::NodeDir;
+use crate::node::locate;
+use crate::node::units::Period;
+
+/// Stop a node: first the osd, then the store, which unmounts its targets
+///
+/// Waits until it has stopped. A node that is down already is no failure.
+#[derive(Debug, Clone, Args)]
+#[command(after_help = "Examples:\n  \
+    outboard down\n  \
+    outboard down --dir /srv/node1 --timeout 2m")]
+pub struct DownArgs {
+    /// How long to wait for it to stop
+    #[arg(long, default_value = "90s", value_name = "TIME")]
+    pub timeout: Period,
+}
+
+/// Stops the node.
+pub fn run(args: DownArgs, node: &NodeArgs) -> Result<()> {
+    let root = locate::root(node);
+    let doing = format!("stopping the node in {}", root.display());
+    let dir = NodeDir::open(&root).doing(&doing)?;
+    let stopped = stop(&dir, args.timeout.0).map_err(|e| Failure::new(&doing, e))?;
+    let text = if stopped { "stopped" } else { "was down already" };
+    // Nobody may be reading.
+    let _ = writeln!(std::io::stderr(), "outboard: the node in {} {text}", root.display());
+    Ok(())
+}
+
+/// Stops the node's supervisor, and with it the node. `false` if there was none.
+fn stop(dir: &NodeDir, patience: Duration) -> Result<bool, String> {
+    let Some((pid, supervisor)) = supervisor(dir)? else { return Ok(false) };
+    if let Err(e) = rustix::process::pidfd_send_signal(&supervisor, Signal::TERM)
+        && e != rustix::io::Errno::SRCH
+    {
+        return Err(format!("cannot signal its supervisor (pid {pid}): {e}; run this as the node's user"));
+    }
+    if !ended_within(&supervisor, patience) {
+        return Err(format!(
+            "its supervisor (pid {pid}) still runs after {}; see log/supervisor.log, wait longer with --timeout, \
+             or send it a second SIGTERM, which kills its roles (nothing acknowledged is lost)",
+            Period(patience)
+        ));
+    }
+    Ok(true)
+}
+
+/// A handle on the supervisor. Its pid cannot have gone to another process: after the handle was made, the supervisor
+/// still held the directory's lock.
+fn supervisor(dir: &NodeDir) -> Result<Option<(u32, OwnedFd)>, String> {
+    let owner = || dir.owner().map_err(|e| e.to_string());
+    let Some(pid) = owner()? else { return Ok(None) };
+    let id = Pid::from_raw(pid as i32).ok_or("its lock names no process; remove run/lock if no node runs")?;
+    match rustix::process::pidfd_open(id, PidfdFlags::empty()) {
+        Ok(handle) if owner()? == Some(pid) => Ok(Some((pid, handle))),
+        Ok(_) | Err(rustix::io::Errno::SRCH) => Ok(None),
+        Err(e) => Err(format!("cannot watch its supervisor (pid {pid}): {e}; stop that process by hand")),
+    }
+}
+
+fn ended_within(process: &OwnedFd, patience: Duration) -> bool {
+    let deadline = Instant::now() + patience;
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let wait = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) };
+        let mut ended = [PollFd::new(process, PollFlags::IN)];
+        match rustix::event::poll(&mut ended, Some(&wait)) {
+            Ok(0) => return false,
+            Ok(_) => return true,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(_) => return false,
+        }
+    }
+}

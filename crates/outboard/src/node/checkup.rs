@@ -1,0 +1,259 @@
+//! What `outboard doctor` looks at.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use rustix::fs::{Mode, OFlags};
+use rustix::process::Resource;
+use serde::Serialize;
+
+use super::units::ByteSize;
+
+/// How much a finding matters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Grade {
+    /// As it should be.
+    Good,
+    /// A node runs, but costs more or is less safe.
+    Costs,
+    /// A node cannot run.
+    Prevents,
+}
+
+/// One thing that was looked at.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Finding {
+    /// What was looked at.
+    pub what: &'static str,
+    /// How much it matters.
+    pub grade: Grade,
+    /// What was found.
+    pub found: String,
+    /// Why it matters.
+    pub why: &'static str,
+    /// What to do about it, if there is anything to do.
+    pub remedy: Option<String>,
+}
+
+/// Oldest kernel that is tested against: io_uring with all that is used of it.
+const OLDEST_KERNEL: (u32, u32) = (5, 15);
+/// What a store pins for registered buffers, at least.
+const MEMLOCK_WANTED: u64 = 256 << 20;
+/// Descriptors that a node with many clients needs.
+const FILES_WANTED: u64 = 4096;
+
+/// Looks at everything. `dir` is the node's directory, or where it is to be.
+pub fn all(dir: &Path) -> Vec<Finding> {
+    let mut findings = vec![kernel(), io_uring(), memlock(), huge_pages(), open_files(), clock()];
+    findings.extend(file_system(dir));
+    findings.push(emulation());
+    findings
+}
+
+fn read(path: &str) -> Option<String> {
+    fs::read_to_string(path).ok().map(|text| text.trim().to_owned())
+}
+
+fn kernel() -> Finding {
+    let release = rustix::system::uname().release().to_string_lossy().into_owned();
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|n| n.parse().unwrap_or(0));
+    let version = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
+    let (major, minor) = OLDEST_KERNEL;
+    let old = version < OLDEST_KERNEL;
+    Finding {
+        what: "kernel",
+        grade: if old { Grade::Costs } else { Grade::Good },
+        found: format!("Linux {release}"),
+        why: "drives are driven by io_uring, which older kernels have only in part",
+        remedy: old.then(|| format!("install Linux {major}.{minor} or newer")),
+    }
+}
+
+/// Asks the store's own use of it: what is set up here is what a target needs.
+fn io_uring() -> Finding {
+    let result = io_uring::IoUring::new(8);
+    let switch = read("/proc/sys/kernel/io_uring_disabled").filter(|v| v != "0");
+    Finding {
+        what: "io_uring",
+        grade: if result.is_ok() { Grade::Good } else { Grade::Prevents },
+        found: result.as_ref().map_or_else(|e| format!("not available: {e}"), |_| "available".to_owned()),
+        why: "targets are read and written by io_uring",
+        remedy: result.is_err().then(|| match switch {
+            Some(_) => "allow it: sysctl kernel.io_uring_disabled=0".to_owned(),
+            None => {
+                "allow the io_uring system calls (container runtimes block them in their seccomp profile)"
+                    .to_owned()
+            }
+        }),
+    }
+}
+
+fn limit(resource: Resource) -> u64 {
+    rustix::process::getrlimit(resource).current.unwrap_or(u64::MAX)
+}
+
+fn memlock() -> Finding {
+    let have = limit(Resource::Memlock);
+    let privileged = read("/proc/self/status")
+        .and_then(|s| s.lines().find_map(|l| l.strip_prefix("CapEff:").map(|v| v.trim().to_owned())))
+        .and_then(|mask| u64::from_str_radix(&mask, 16).ok())
+        // CAP_IPC_LOCK, capabilities(7).
+        .is_some_and(|mask| mask & (1 << 14) != 0);
+    let enough = privileged || have >= MEMLOCK_WANTED;
+    let size = if have == u64::MAX { "unlimited".to_owned() } else { ByteSize(have).to_string() };
+    let found = if privileged { format!("{size}, not applied to this user (CAP_IPC_LOCK)") } else { size };
+    Finding {
+        what: "memory lock limit",
+        grade: if enough { Grade::Good } else { Grade::Costs },
+        found,
+        why: "buffers registered with io_uring cost about 10 µs of CPU per 2 MiB write, others about 110 µs",
+        remedy: (!enough).then(|| {
+            let wanted = ByteSize(MEMLOCK_WANTED);
+            format!(
+                "raise it to {wanted}: `ulimit -l {}`, LimitMEMLOCK= in a systemd unit, or limits.conf",
+                MEMLOCK_WANTED >> 10
+            )
+        }),
+    }
+}
+
+fn huge_pages() -> Finding {
+    let state = read("/sys/kernel/mm/transparent_hugepage/enabled");
+    let shared = read("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
+    let chosen = |text: &Option<String>| {
+        text.as_deref().and_then(|t| t.split('[').nth(1)?.split(']').next()).unwrap_or("not there").to_owned()
+    };
+    let (state, shared) = (chosen(&state), chosen(&shared));
+    let good = ["always", "madvise"].contains(&state.as_str())
+        && ["always", "advise", "within_size", "force"].contains(&shared.as_str());
+    Finding {
+        what: "huge pages",
+        grade: if good { Grade::Good } else { Grade::Costs },
+        found: format!("{state}; for shared memory: {shared}"),
+        why: "data buffers in huge pages save page table walks and most of the cost of direct I/O",
+        remedy: (!good).then(|| {
+            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled; echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
+                .to_owned()
+        }),
+    }
+}
+
+fn open_files() -> Finding {
+    let have = limit(Resource::Nofile);
+    Finding {
+        what: "open files",
+        grade: if have >= FILES_WANTED { Grade::Good } else { Grade::Costs },
+        found: format!("{have} per process"),
+        why: "every client's connection takes a descriptor of the osd",
+        remedy: (have < FILES_WANTED)
+            .then(|| format!("raise it to {FILES_WANTED}: `ulimit -n {FILES_WANTED}`")),
+    }
+}
+
+fn clock() -> Finding {
+    let source = read("/sys/devices/system/clocksource/clocksource0/current_clocksource");
+    // These are read without a system call.
+    let quick = matches!(
+        source.as_deref(),
+        Some("tsc" | "kvm-clock" | "arch_sys_counter" | "hyperv_clocksource_tsc_page")
+    );
+    Finding {
+        what: "clock source",
+        grade: if quick { Grade::Good } else { Grade::Costs },
+        found: source.unwrap_or_else(|| "unknown".to_owned()),
+        why: "the clock is read several times per request; a slow source costs about 1 µs each time",
+        remedy: (!quick).then(|| "boot with clocksource=tsc if the machine's TSC is stable".to_owned()),
+    }
+}
+
+/// Free space, and whether direct I/O works, where the targets are or will be.
+fn file_system(dir: &Path) -> Vec<Finding> {
+    let there = dir.ancestors().find(|p| p.is_dir()).unwrap_or(Path::new("."));
+    let there = if there.as_os_str().is_empty() { Path::new(".") } else { there };
+    let mut findings = Vec::new();
+    if let Ok(fs) = rustix::fs::statvfs(there) {
+        let free = fs.f_bavail.saturating_mul(fs.f_frsize);
+        let tight = free < 1 << 30;
+        findings.push(Finding {
+            what: "free space",
+            grade: if tight { Grade::Costs } else { Grade::Good },
+            found: format!("{:.1} at {}", ByteSize(free), there.display()),
+            why: "a target's file is written in full when it is made",
+            remedy: tight.then(|| "make room, or name another place with --dir".to_owned()),
+        });
+    }
+    findings.push(direct_io(there));
+    findings
+}
+
+fn direct_io(there: &Path) -> Finding {
+    let result = try_direct_io(there);
+    let kind = fs::metadata(there).map_or(0, |m| m.dev());
+    Finding {
+        what: "direct I/O",
+        grade: if result.is_ok() { Grade::Good } else { Grade::Prevents },
+        found: match &result {
+            Ok(()) => format!("works at {}", there.display()),
+            Err(e) => format!("fails at {} (device {kind}): {e}", there.display()),
+        },
+        why: "targets are written past the page cache: O_DIRECT, in blocks of 4 KiB",
+        remedy: result.is_err().then(|| {
+            "put the node's directory on a file system with direct I/O (ext4, xfs, btrfs), writable by this user"
+                .to_owned()
+        }),
+    }
+}
+
+fn try_direct_io(there: &Path) -> Result<(), String> {
+    let path = there.join(format!(".outboard-doctor-{}", std::process::id()));
+    let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::DIRECT | OFlags::CLOEXEC;
+    let result = (|| {
+        let file = rustix::fs::open(&path, flags, Mode::RUSR | Mode::WUSR).map_err(|e| e.to_string())?;
+        let arena = base::mem::Arena::anonymous(base::block::BLOCK_SIZE).map_err(|e| e.to_string())?;
+        let pool = base::pool::BufferPool::new(arena, 0, base::block::BLOCK_SIZE);
+        let buf = pool.try_alloc(base::block::BLOCK_SIZE).map_err(|e| e.to_string())?;
+        let buf = buf.ok_or("no buffer")?;
+        let written = rustix::io::pwrite(&file, &buf, 0).map_err(|e| e.to_string())?;
+        if written == buf.len() {
+            Ok(())
+        } else {
+            Err(format!("a write of {} bytes wrote {written}", buf.len()))
+        }
+    })();
+    let _ = fs::remove_file(&path);
+    result
+}
+
+fn emulation() -> Finding {
+    Finding {
+        what: "DPU",
+        grade: Grade::Good,
+        found: "placement dpu is emulated here: the osd process stands for the DPU, its dma-* threads for the DMA engine"
+            .to_owned(),
+        why: "figures of CPU time book the emulated hardware apart",
+        remedy: None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn direct_io_that_cannot_work_prevents_a_node() {
+        let finding = direct_io(Path::new("/proc"));
+        assert_eq!(finding.grade, Grade::Prevents, "{finding:?}");
+        assert!(finding.remedy.is_some());
+    }
+
+    #[test]
+    fn what_is_not_good_has_a_remedy_and_nothing_is_left_behind() {
+        let dir = tempfile::tempdir().unwrap();
+        for finding in all(&dir.path().join("not/there/yet")) {
+            assert!(finding.grade == Grade::Good || finding.remedy.is_some(), "{finding:?}");
+        }
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+}

@@ -1,0 +1,228 @@
+//! A node's directory: where its configuration, targets, run-time files and logs are, and the lock that makes one
+//! supervisor its owner.
+//!
+//! ```text
+//! DIR/outboard.toml        configuration, written by the first `up`
+//! DIR/targets/N.img        targets, unless the configuration names others
+//! DIR/run/lock             held while the node runs; has the supervisor's pid
+//! DIR/run/state.json       what runs, for `status` and for commands that look for the endpoint
+//! DIR/run/store.sock       control socket between osd and store
+//! DIR/log/ROLE.log         logs
+//! ```
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::FlockOperation;
+
+use super::config;
+
+/// Control socket, relative to the directory: roles run in it, so the path stays within the 107 bytes that a UNIX
+/// socket's address has, however deep the directory is.
+pub const STORE_SOCKET: &str = "run/store.sock";
+
+/// Why a node's directory cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum DirError {
+    /// A node runs in it.
+    #[error(
+        "a node is running in {} (supervisor's pid {}); stop it with `outboard down --dir {}` first",
+        dir.display(), pid.map_or("unknown".to_owned(), |p| p.to_string()), dir.display()
+    )]
+    InUse {
+        /// The directory.
+        dir: PathBuf,
+        /// The supervisor's pid.
+        pid: Option<u32>,
+    },
+    /// There is no node.
+    #[error("{} has no node (no outboard.toml in it); make one with `outboard up --dir {}`, or name another with --dir or OUTBOARD_DIR", dir.display(), dir.display())]
+    NoNode {
+        /// The directory.
+        dir: PathBuf,
+    },
+    /// The operating system refused.
+    #[error("cannot {action} {}: {source}; check the path, its permissions and the free space", path.display())]
+    Io {
+        /// What was attempted.
+        action: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// The system's error.
+        source: io::Error,
+    },
+}
+
+/// A node's directory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NodeDir {
+    root: PathBuf,
+}
+
+/// The exclusive ownership of a node's directory, until it is dropped or the process ends.
+#[derive(Debug)]
+pub struct DirLock {
+    _file: File,
+}
+
+impl NodeDir {
+    /// Makes the directory and its folders where they are missing.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn create(root: &Path) -> Result<NodeDir, DirError> {
+        for folder in [root.to_owned(), root.join("targets"), root.join("run"), root.join("log")] {
+            std::fs::create_dir_all(&folder).map_err(io_error("create", &folder))?;
+        }
+        NodeDir::at(root)
+    }
+
+    /// The directory of a node that has been started before.
+    ///
+    /// # Errors
+    /// [`DirError::NoNode`] if there is none.
+    pub fn open(root: &Path) -> Result<NodeDir, DirError> {
+        if !root.join(config::FILE).is_file() {
+            return Err(DirError::NoNode { dir: root.to_owned() });
+        }
+        NodeDir::at(root)
+    }
+
+    fn at(root: &Path) -> Result<NodeDir, DirError> {
+        let root = root.canonicalize().map_err(io_error("find", root))?;
+        Ok(NodeDir { root })
+    }
+
+    /// The directory itself, absolute.
+    pub fn path(&self) -> &Path {
+        &self.root
+    }
+
+    /// The configuration file.
+    pub fn config(&self) -> PathBuf {
+        self.root.join(config::FILE)
+    }
+
+    /// What runs.
+    pub fn state(&self) -> PathBuf {
+        self.root.join("run/state.json")
+    }
+
+    /// The log of `role`.
+    pub fn log(&self, role: &str) -> PathBuf {
+        self.root.join(format!("log/{role}.log"))
+    }
+
+    fn lock_path(&self) -> PathBuf {
+        self.root.join("run/lock")
+    }
+
+    /// Becomes the owner of the directory. The lock's file says who that is.
+    ///
+    /// # Errors
+    /// [`DirError::InUse`] if somebody is.
+    pub fn lock(&self) -> Result<DirLock, DirError> {
+        let path = self.lock_path();
+        let mut options = OpenOptions::new();
+        let mut file = options
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(&path)
+            .map_err(io_error("open", &path))?;
+        match try_lock(&file) {
+            Ok(()) => {}
+            Err(rustix::io::Errno::WOULDBLOCK) => {
+                return Err(DirError::InUse { dir: self.root.clone(), pid: read_pid(&mut file) });
+            }
+            Err(e) => return Err(io_error("lock", &path)(e.into())),
+        }
+        file.set_len(0)
+            .and_then(|()| file.write_all(std::process::id().to_string().as_bytes()))
+            .map_err(io_error("write", &path))?;
+        Ok(DirLock { _file: file })
+    }
+
+    /// The supervisor that owns the directory, if one does.
+    ///
+    /// # Errors
+    /// The system's; [`DirError::InUse`] if it is owned but does not say by whom.
+    pub fn owner(&self) -> Result<Option<u32>, DirError> {
+        let path = self.lock_path();
+        let mut file = match OpenOptions::new().read(true).open(&path) {
+            Ok(file) => file,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(io_error("open", &path)(e)),
+        };
+        match rustix::fs::flock(&file, FlockOperation::NonBlockingLockShared) {
+            Ok(()) => Ok(None),
+            Err(rustix::io::Errno::WOULDBLOCK) => match read_pid(&mut file) {
+                Some(pid) => Ok(Some(pid)),
+                None => Err(DirError::InUse { dir: self.root.clone(), pid: None }),
+            },
+            Err(e) => Err(io_error("inspect", &path)(e.into())),
+        }
+    }
+}
+
+/// Takes the lock. Whoever only looks whether it is taken ([`NodeDir::owner`]) has it for a moment; that is waited for.
+fn try_lock(file: &File) -> rustix::io::Result<()> {
+    let attempt = || rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive);
+    for _ in 0..10 {
+        match attempt() {
+            Err(rustix::io::Errno::WOULDBLOCK) => std::thread::sleep(std::time::Duration::from_millis(10)),
+            result => return result,
+        }
+    }
+    attempt()
+}
+
+fn read_pid(file: &mut File) -> Option<u32> {
+    let mut text = String::new();
+    file.take(32).read_to_string(&mut text).ok()?;
+    text.trim().parse().ok()
+}
+
+fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> DirError {
+    let path = path.to_owned();
+    move |source| DirError::Io { action, path, source }
+}
+
+/// Replaces `path` by `text` in one step, so that no reader sees half of it.
+///
+/// # Errors
+/// The system's.
+pub fn replace_file(path: &Path, text: &str) -> Result<(), DirError> {
+    let new = path.with_extension("new");
+    std::fs::write(&new, text).map_err(io_error("write", &new))?;
+    std::fs::rename(&new, path).map_err(io_error("replace", path))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_owner_at_a_time() {
+        let root = tempfile::tempdir().unwrap();
+        let dir = NodeDir::create(root.path()).unwrap();
+        assert_eq!(dir.owner().unwrap(), None);
+        let lock = dir.lock().unwrap();
+        let me = std::process::id();
+        assert_eq!(dir.owner().unwrap(), Some(me));
+        assert!(matches!(dir.lock(), Err(DirError::InUse { pid: Some(pid), .. }) if pid == me));
+        drop(lock);
+        assert_eq!(dir.owner().unwrap(), None);
+        dir.lock().unwrap();
+    }
+
+    #[test]
+    fn a_directory_without_a_node_is_said_to_have_none() {
+        let root = tempfile::tempdir().unwrap();
+        assert!(matches!(NodeDir::open(root.path()), Err(DirError::NoNode { .. })));
+        std::fs::write(root.path().join(config::FILE), "").unwrap();
+        assert_eq!(NodeDir::open(root.path()).unwrap().path(), root.path().canonicalize().unwrap());
+    }
+}

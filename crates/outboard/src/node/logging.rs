@@ -1,0 +1,49 @@
+//! Logs go to standard error: the terminal, or the file that the supervisor has put there.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, IsTerminal};
+use std::path::Path;
+
+use tracing_subscriber::EnvFilter;
+
+use super::config::{Log, LogFormat};
+use super::units::ByteSize;
+
+/// Starts logging in this process.
+///
+/// # Errors
+/// The level is not one.
+pub fn start(log: &Log) -> Result<(), String> {
+    let filter = EnvFilter::try_new(&log.level).map_err(|e| {
+        format!("log level {:?} is not valid ({e}); use error, warn, info, debug or trace", log.level)
+    })?;
+    let builder = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(io::stderr)
+        .with_ansi(io::stderr().is_terminal())
+        .with_thread_names(true)
+        .with_target(true);
+    match log.format {
+        LogFormat::Text => builder.init(),
+        LogFormat::Json => builder.json().init(),
+    }
+    Ok(())
+}
+
+/// Opens a log file to add to; one larger than `max` is set aside as `*.log.1` first.
+///
+/// # Errors
+/// The system's.
+pub fn open_file(path: &Path, max: ByteSize) -> io::Result<File> {
+    if std::fs::metadata(path).is_ok_and(|m| m.len() > max.0) {
+        std::fs::rename(path, path.with_extension("log.1"))?;
+    }
+    OpenOptions::new().create(true).append(true).open(path)
+}
+
+/// The last `lines` lines of a log file, for an error message.
+pub fn tail(path: &Path, lines: usize) -> String {
+    let Ok(text) = std::fs::read_to_string(path) else { return String::new() };
+    let all: Vec<&str> = text.lines().collect();
+    all[all.len().saturating_sub(lines)..].join("\n")
+}

@@ -1,0 +1,16 @@
+//! What runs a node: its directory and configuration, the supervisor, and what all roles have in common.
+//!
+//! The roles' own work is in their crates; `commands` calls what is here. Nothing here is on the data path.
+
+pub mod announce;
+pub mod checkup;
+pub mod config;
+pub mod dir;
+pub mod keeper;
+pub mod locate;
+pub mod logging;
+pub mod metrics;
+pub mod role;
+pub mod state;
+pub mod supervise;
+pub mod units;

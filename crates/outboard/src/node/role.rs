@@ -1,0 +1,145 @@
+//! What every role's process does first and last: configuration, logs, metrics, its bond to the supervisor, stopping.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use rustix::process::{Pid, Signal};
+use tokio::signal::unix::{SignalKind, signal};
+
+use super::announce::{Announcement, Ready};
+use super::config::Config;
+use super::state::Role;
+use super::{logging, metrics};
+use crate::failure::{Doing, Failure, Result};
+
+/// Flags that all roles have.
+#[derive(Debug, Clone, Args)]
+pub struct RoleArgs {
+    /// Configuration file (TOML); `docs/configuration.md` lists its keys
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Where to serve Prometheus metrics [default: metrics.listen of the configuration]
+    #[arg(long, value_name = "ADDR")]
+    pub metrics: Option<String>,
+    /// End when this process ends
+    #[arg(long, value_name = "PID", hide = true)]
+    pub supervisor: Option<u32>,
+}
+
+/// A role's process that is set up.
+#[derive(Debug)]
+pub struct RoleProcess {
+    /// Its configuration.
+    pub config: Config,
+    /// Where its metrics are.
+    pub metrics: String,
+}
+
+/// Runs a role: sets the process up, and calls `body`, which does the role's work until it should stop. A failure is
+/// announced to whoever started the process, too.
+pub fn run<F>(role: Role, args: &RoleArgs, body: impl FnOnce(RoleProcess) -> F) -> Result<()>
+where
+    F: Future<Output = Result<()>>,
+{
+    let result = set_up(role, args).and_then(|process| {
+        let runtime =
+            tokio::runtime::Builder::new_current_thread().enable_all().build().doing("starting the role")?;
+        let result = runtime.block_on(tokio::task::LocalSet::new().run_until(body(process)));
+        // What is left on the runtime has no one to answer to any more.
+        runtime.shutdown_background();
+        result
+    });
+    match &result {
+        Ok(()) => tracing::info!("stopped"),
+        Err(failure) => {
+            tracing::error!("{failure}");
+            Announcement::Failed(failure.to_string()).send();
+        }
+    }
+    result
+}
+
+fn set_up(role: Role, args: &RoleArgs) -> Result<RoleProcess> {
+    if let Some(supervisor) = args.supervisor {
+        end_with(supervisor)?;
+    }
+    let config = Config::load(args.config.as_deref(), |name| std::env::var(name).ok())
+        .doing("reading the configuration")?;
+    logging::start(&config.log).doing("starting the log")?;
+    abort_on_panic();
+    // The main thread's name is what `ps` and `top` show of the process.
+    let name = match role {
+        Role::Store => c"store-main",
+        Role::Osd | Role::Node => c"osd-main",
+        Role::Supervisor => c"admin-up",
+    };
+    rustix::thread::set_name(name).doing("naming the main thread")?;
+    let listen = args.metrics.as_deref().unwrap_or(&config.metrics.listen);
+    let metrics = match metrics::serve(listen) {
+        Ok(address) => address,
+        Err(e) => return Err(Failure::new(format!("serving metrics at {listen}"), with_remedy(&e))),
+    };
+    tracing::info!(role = role.as_str(), pid = std::process::id(), metrics, "started");
+    Ok(RoleProcess { config, metrics })
+}
+
+fn with_remedy(e: &std::io::Error) -> String {
+    format!("{e}; choose another address with --metrics or metrics.listen")
+}
+
+/// Makes the kernel ask this process to stop when its supervisor dies.
+fn end_with(supervisor: u32) -> Result<()> {
+    rustix::process::set_parent_process_death_signal(Some(Signal::TERM))
+        .doing("binding the role to its supervisor")?;
+    let parent = rustix::process::getppid().map(Pid::as_raw_nonzero).map(|p| p.get() as u32);
+    if parent != Some(supervisor) {
+        return Err(Failure::new("starting under a supervisor", "it has died; start the node again"));
+    }
+    Ok(())
+}
+
+/// A panic anywhere ends the process: a role with a thread missing would hang its clients, a new one serves them.
+fn abort_on_panic() {
+    let default = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        let thread = std::thread::current();
+        tracing::error!(thread = thread.name().unwrap_or("?"), "panic: {panic}");
+        default(panic);
+        std::process::abort();
+    }));
+}
+
+/// Says that the role does its work.
+pub fn ready(ready: Ready) {
+    tracing::info!(endpoint = ready.endpoint, engine = ready.engine, targets = ready.targets.len(), "ready");
+    Announcement::Ready(ready).send();
+}
+
+/// A signal that asks the process to stop (SIGTERM, SIGINT; SIGHUP: its terminal has gone).
+pub struct StopSignals {
+    signals: [tokio::signal::unix::Signal; 3],
+}
+
+impl StopSignals {
+    /// Takes the signals over from here on. Needs a tokio runtime.
+    pub fn catch() -> Result<StopSignals> {
+        let catch = |kind| signal(kind).doing("preparing for signals");
+        Ok(StopSignals {
+            signals: [
+                catch(SignalKind::terminate())?,
+                catch(SignalKind::interrupt())?,
+                catch(SignalKind::hangup())?,
+            ],
+        })
+    }
+
+    /// Waits for the next one. Cancel safe.
+    pub async fn next(&mut self) {
+        let [term, int, hup] = &mut self.signals;
+        tokio::select! {
+            _ = term.recv() => {}
+            _ = int.recv() => {}
+            _ = hup.recv() => {}
+        }
+    }
+}

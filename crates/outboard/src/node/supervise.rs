@@ -1,0 +1,309 @@
+//! The supervisor: starts a node's roles in order, keeps them alive, records what runs, stops them in reverse order.
+//!
+//! It sleeps until a role or a signal wakes it; a node at rest costs nothing here.
+
+use tokio::sync::{mpsc, watch};
+
+use super::config::Supervise;
+use super::dir::{DirError, NodeDir};
+use super::keeper::{Goal, Keeper, RoleEvent, RoleSpec};
+use super::role::StopSignals;
+use super::state::{NodeState, Phase, Process, Role, unix_ms};
+
+/// Why a node did not start or could not go on.
+#[derive(Debug, thiserror::Error)]
+pub enum SuperviseError {
+    /// A role died before it was ready for the first time.
+    #[error("the {} role does not start: {reason} (its log: {})", role.as_str(), log.display())]
+    RoleFailed {
+        /// Which one.
+        role: Role,
+        /// Why.
+        reason: String,
+        /// Where it says more.
+        log: std::path::PathBuf,
+    },
+    /// The state cannot be recorded.
+    #[error(transparent)]
+    Dir(#[from] DirError),
+    /// Stopped by a signal before it was up.
+    #[error("stopped by a signal before the node was up")]
+    Interrupted,
+}
+
+struct Kept {
+    role: Role,
+    goal: watch::Sender<Goal>,
+}
+
+/// A node that is being supervised.
+pub struct Supervisor {
+    dir: NodeDir,
+    state: NodeState,
+    kept: Vec<Kept>,
+    events: mpsc::Receiver<(Role, RoleEvent)>,
+    report: mpsc::Sender<(Role, RoleEvent)>,
+    policy: Supervise,
+    signals: StopSignals,
+}
+
+impl Supervisor {
+    /// A supervisor with nothing started yet. `state` is what is known before.
+    pub fn new(dir: NodeDir, state: NodeState, policy: Supervise, signals: StopSignals) -> Supervisor {
+        let (report, events) = mpsc::channel(16);
+        Supervisor { dir, state, kept: Vec::new(), events, report, policy, signals }
+    }
+
+    /// What runs.
+    pub fn state(&self) -> &NodeState {
+        &self.state
+    }
+
+    /// Starts `roles` one after the other; each must be ready before the next. If one fails, those before are stopped.
+    ///
+    /// # Errors
+    /// A role fails, or a signal says to stop.
+    pub async fn start(&mut self, roles: Vec<RoleSpec>) -> Result<(), SuperviseError> {
+        for spec in roles {
+            if let Err(e) = self.start_one(spec).await {
+                self.stop().await?;
+                return Err(e);
+            }
+        }
+        Ok(())
+    }
+
+    async fn start_one(&mut self, spec: RoleSpec) -> Result<(), SuperviseError> {
+        let (role, log) = (spec.role, spec.log.clone());
+        let (goal, wanted) = watch::channel(Goal::Run);
+        let keeper = Keeper { spec, policy: self.policy, events: self.report.clone(), goal: wanted };
+        self.kept.push(Kept { role, goal });
+        self.state.processes.push(Process::new(role));
+        tokio::spawn(keeper.run());
+        loop {
+            let event = tokio::select! {
+                event = self.events.recv() => event,
+                () = self.signals.next() => return Err(SuperviseError::Interrupted),
+            };
+            let Some((from, event)) = event else { return Err(SuperviseError::Interrupted) };
+            self.note(from, &event)?;
+            match event {
+                RoleEvent::Ready(_) if from == role => return Ok(()),
+                RoleEvent::Died { reason, .. } if from == role => {
+                    return Err(SuperviseError::RoleFailed { role, reason, log });
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// Keeps the roles alive until a signal says to stop; then stops them.
+    ///
+    /// # Errors
+    /// The state cannot be recorded at the end. While roles run, that is logged only.
+    pub async fn run(mut self) -> Result<(), SuperviseError> {
+        loop {
+            tokio::select! {
+                event = self.events.recv() => {
+                    let Some((role, event)) = event else { break };
+                    if let Err(e) = self.note(role, &event) {
+                        tracing::error!("{e}");
+                    }
+                }
+                () = self.signals.next() => break,
+            }
+        }
+        self.stop().await
+    }
+
+    /// Stops the roles, the last started first. A second signal makes short work of it.
+    async fn stop(&mut self) -> Result<(), SuperviseError> {
+        tracing::info!("stopping");
+        while let Some(kept) = self.kept.pop() {
+            let _ = kept.goal.send(Goal::Stop);
+            loop {
+                tokio::select! {
+                    event = self.events.recv() => {
+                        let Some((role, event)) = event else { break };
+                        self.note(role, &event)?;
+                        if role == kept.role && event == RoleEvent::Stopped {
+                            break;
+                        }
+                    }
+                    () = self.signals.next() => { let _ = kept.goal.send(Goal::Kill); }
+                }
+            }
+        }
+        if let Some(supervisor) = self.state.processes.iter_mut().find(|p| p.role == Role::Supervisor) {
+            supervisor.phase = Phase::Stopped;
+        }
+        self.state.save(&self.dir)?;
+        tracing::info!("stopped");
+        Ok(())
+    }
+
+    /// Records what happened to a role.
+    fn note(&mut self, role: Role, event: &RoleEvent) -> Result<(), DirError> {
+        let Some(process) = self.state.processes.iter_mut().find(|p| p.role == role) else { return Ok(()) };
+        match event {
+            RoleEvent::Started { pid } => {
+                process.restarts += u64::from(process.pid != 0);
+                process.pid = *pid;
+                process.phase = Phase::Starting;
+                process.started_unix_ms = unix_ms();
+                tracing::info!(role = role.as_str(), pid, "started");
+            }
+            RoleEvent::Ready(ready) => {
+                process.phase = Phase::Running;
+                process.metrics.clone_from(&ready.metrics);
+                if ready.endpoint.is_some() {
+                    self.state.endpoint.clone_from(&ready.endpoint);
+                    self.state.engine.clone_from(&ready.engine);
+                    self.state.emulated = ready.emulated;
+                }
+                if !ready.targets.is_empty() {
+                    self.state.targets.clone_from(&ready.targets);
+                }
+                tracing::info!(role = role.as_str(), "ready");
+            }
+            RoleEvent::Died { reason, pause } => {
+                process.phase = Phase::Waiting;
+                process.last_exit = Some(reason.clone());
+                tracing::error!(role = role.as_str(), pause_ms = pause.as_millis() as u64, "died: {reason}");
+            }
+            RoleEvent::Stopped => process.phase = Phase::Stopped,
+        }
+        let (up, restarts) = (process.phase == Phase::Running, process.restarts);
+        metrics::gauge!("outboard_supervisor_role_up", "role" => role.as_str()).set(f64::from(u8::from(up)));
+        metrics::counter!("outboard_supervisor_restarts", "role" => role.as_str()).absolute(restarts);
+        self.state.save(&self.dir)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::super::config::{Config, Placement};
+    use super::*;
+
+    /// A role played by a shell script; its arguments are those of a role, from `$1`.
+    fn scripted(role: Role, dir: &NodeDir, script: &str) -> RoleSpec {
+        RoleSpec {
+            role,
+            program: "sh".into(),
+            args: ["-c", script, role.as_str()].map(Into::into).to_vec(),
+            listen: Some("127.0.0.1:0".into()),
+            metrics: "m:0".into(),
+            dir: dir.path().to_owned(),
+            log: dir.log(role.as_str()),
+            log_max: super::super::units::ByteSize(1 << 20),
+        }
+    }
+
+    fn supervisor(dir: &NodeDir, policy: impl FnOnce(&mut Supervise)) -> Supervisor {
+        let mut config = Config::load(None, |_| None).unwrap();
+        policy(&mut config.supervise);
+        let state = NodeState {
+            placement: Placement::Dpu,
+            endpoint: None,
+            engine: None,
+            emulated: false,
+            targets: vec![],
+            processes: vec![],
+        };
+        Supervisor::new(dir.clone(), state, config.supervise, StopSignals::catch().unwrap())
+    }
+
+    const READY: &str = r#"echo '{"ready":{"endpoint":"127.0.0.1:77","metrics":"m:1"}}'; echo "$*" >> args;"#;
+
+    async fn until(s: &mut Supervisor, what: impl Fn(&NodeState) -> bool) {
+        while !what(&s.state) {
+            let (role, event) =
+                tokio::time::timeout(Duration::from_secs(10), s.events.recv()).await.unwrap().unwrap();
+            s.note(role, &event).unwrap();
+        }
+    }
+
+    #[tokio::test]
+    async fn a_killed_role_comes_back_at_its_old_address_and_is_counted() {
+        let root = tempfile::tempdir().unwrap();
+        let dir = NodeDir::create(root.path()).unwrap();
+        let mut s = supervisor(&dir, |_| {});
+        let script = format!("{READY} exec sleep 1000");
+        s.start(vec![scripted(Role::Osd, &dir, &script)]).await.unwrap();
+        let first = s.state.process(Role::Osd).unwrap().pid;
+        rustix::process::kill_process(
+            rustix::process::Pid::from_raw(first as i32).unwrap(),
+            rustix::process::Signal::KILL,
+        )
+        .unwrap();
+        until(&mut s, |state| {
+            let p = state.process(Role::Osd).unwrap();
+            p.restarts == 1 && p.phase == Phase::Running
+        })
+        .await;
+        let process = NodeState::load(&dir).unwrap().process(Role::Osd).unwrap().clone();
+        assert_ne!(process.pid, first);
+        assert_eq!(process.last_exit.as_deref(), Some("killed by signal 9"));
+        let args = std::fs::read_to_string(dir.path().join("args")).unwrap();
+        assert!(args.lines().nth(1).unwrap().contains("--metrics m:1 --listen 127.0.0.1:77"), "{args}");
+        s.stop().await.unwrap();
+        assert!(!process.is_alive());
+    }
+
+    #[tokio::test]
+    async fn a_role_that_cannot_start_fails_the_start_and_stops_the_others() {
+        let root = tempfile::tempdir().unwrap();
+        let dir = NodeDir::create(root.path()).unwrap();
+        let mut s = supervisor(&dir, |_| {});
+        let store = scripted(Role::Store, &dir, &format!("{READY} exec sleep 1000"));
+        let osd = scripted(Role::Osd, &dir, r#"echo '{"failed":"no such moon"}'; exit 1"#);
+        let error = s.start(vec![store, osd]).await.unwrap_err();
+        assert!(
+            matches!(&error, SuperviseError::RoleFailed { role: Role::Osd, reason, .. } if reason == "no such moon")
+        );
+        assert_eq!(s.state.process(Role::Store).unwrap().phase, Phase::Stopped);
+        assert!(!s.state.process(Role::Store).unwrap().is_alive());
+    }
+
+    #[tokio::test]
+    async fn pauses_grow_and_a_role_that_ignores_the_stop_is_killed() {
+        let root = tempfile::tempdir().unwrap();
+        let dir = NodeDir::create(root.path()).unwrap();
+        let mut s = supervisor(&dir, |p| {
+            p.backoff_min = "1ms".parse().unwrap();
+            p.backoff_max = "4ms".parse().unwrap();
+            p.stop_timeout = "100ms".parse().unwrap();
+        });
+        // Dies four times, then ignores SIGTERM.
+        let script = format!(
+            "{READY} [ $(wc -l < args) -gt 4 ] || exit 3; trap '' TERM; while :; do sleep 0.05; done"
+        );
+        s.start(vec![scripted(Role::Node, &dir, &script)]).await.unwrap();
+        let mut pauses = Vec::new();
+        while pauses.len() < 4 {
+            let (role, event) = s.events.recv().await.unwrap();
+            s.note(role, &event).unwrap();
+            if let RoleEvent::Died { pause, reason } = event {
+                assert_eq!(reason, "ended with status 3");
+                pauses.push(pause.as_millis());
+            }
+        }
+        assert_eq!(pauses, [1, 2, 4, 4]);
+        until(&mut s, |state| state.process(Role::Node).unwrap().restarts == 4).await;
+        until(&mut s, |state| state.process(Role::Node).unwrap().phase == Phase::Running).await;
+        let last = s.state.process(Role::Node).unwrap().clone();
+        s.stop().await.unwrap();
+        assert!(!last.is_alive());
+    }
+
+    #[tokio::test]
+    async fn a_silent_role_is_killed_when_its_time_is_up() {
+        let root = tempfile::tempdir().unwrap();
+        let dir = NodeDir::create(root.path()).unwrap();
+        let mut s = supervisor(&dir, |p| p.ready_timeout = "100ms".parse().unwrap());
+        let error = s.start(vec![scripted(Role::Store, &dir, "exec sleep 1000")]).await.unwrap_err();
+        assert!(error.to_string().contains("not ready after 100ms"), "{error}");
+    }
+}

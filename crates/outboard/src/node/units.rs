@@ -1,0 +1,152 @@
+//! Sizes and durations as people write them: `8GiB`, `500ms`.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+/// A number of bytes; reads `4096`, `4KiB`, `2MiB`, `8GiB`, `1TiB` and the decimal `KB`, `MB`, `GB`, `TB`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct ByteSize(pub u64);
+
+/// A length of time; reads `100ms`, `5s`, `2m`, `24h`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Period(pub Duration);
+
+/// Text that is no size or length of time.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{text:?} is not a {what}; write it like {example}")]
+pub struct UnitError {
+    text: String,
+    what: &'static str,
+    example: &'static str,
+}
+
+const SIZES: [(&str, u64); 10] = [
+    ("KiB", 1 << 10),
+    ("MiB", 1 << 20),
+    ("GiB", 1 << 30),
+    ("TiB", 1 << 40),
+    ("KB", 1_000),
+    ("MB", 1_000_000),
+    ("GB", 1_000_000_000),
+    ("TB", 1_000_000_000_000),
+    ("B", 1),
+    ("", 1),
+];
+
+/// Units of time, in milliseconds.
+const PERIODS: [(&str, u64); 4] = [("ms", 1), ("s", 1_000), ("m", 60_000), ("h", 3_600_000)];
+
+fn scaled(text: &str, units: &[(&str, u64)]) -> Option<u64> {
+    let digits = text.trim().bytes().take_while(u8::is_ascii_digit).count();
+    let (number, unit) = text.trim().split_at(digits);
+    let unit = unit.trim();
+    let (_, scale) = units.iter().find(|(name, _)| name.eq_ignore_ascii_case(unit))?;
+    number.parse::<u64>().ok()?.checked_mul(*scale)
+}
+
+impl FromStr for ByteSize {
+    type Err = UnitError;
+
+    fn from_str(text: &str) -> Result<ByteSize, UnitError> {
+        let error = || UnitError { text: text.to_owned(), what: "size", example: "4096, 2MiB or 8GiB" };
+        scaled(text, &SIZES).map(ByteSize).ok_or_else(error)
+    }
+}
+
+impl FromStr for Period {
+    type Err = UnitError;
+
+    fn from_str(text: &str) -> Result<Period, UnitError> {
+        let error =
+            || UnitError { text: text.to_owned(), what: "length of time", example: "100ms, 5s, 2m or 24h" };
+        scaled(text, &PERIODS).map(|ms| Period(Duration::from_millis(ms))).ok_or_else(error)
+    }
+}
+
+impl TryFrom<String> for ByteSize {
+    type Error = UnitError;
+
+    fn try_from(text: String) -> Result<ByteSize, UnitError> {
+        text.parse()
+    }
+}
+
+impl TryFrom<String> for Period {
+    type Error = UnitError;
+
+    fn try_from(text: String) -> Result<Period, UnitError> {
+        text.parse()
+    }
+}
+
+/// The largest of the first `count` units that divides `value`.
+fn exact(value: u64, units: &[(&str, u64)]) -> String {
+    let (name, scale) = units
+        .iter()
+        .filter(|(_, scale)| value != 0 && value.is_multiple_of(*scale))
+        .max_by_key(|(_, scale)| *scale)
+        .unwrap_or(&units[0]);
+    format!("{}{name}", value / scale)
+}
+
+impl fmt::Display for ByteSize {
+    /// Exact, in binary units; with precision (`{:.1}`) rounded, for people.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Some(precision) = f.precision() else {
+            return f.pad(&exact(self.0, &[("B", 1), SIZES[0], SIZES[1], SIZES[2], SIZES[3]]));
+        };
+        let (name, scale) = SIZES[..4].iter().rev().find(|(_, scale)| self.0 >= *scale).unwrap_or(&("B", 1));
+        let precision = if *scale == 1 { 0 } else { precision };
+        write!(f, "{:.precision$} {name}", self.0 as f64 / *scale as f64)
+    }
+}
+
+impl fmt::Display for Period {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(&exact(self.0.as_millis().min(u128::from(u64::MAX)) as u64, &PERIODS))
+    }
+}
+
+impl From<ByteSize> for String {
+    fn from(size: ByteSize) -> String {
+        size.to_string()
+    }
+}
+
+impl From<Period> for String {
+    fn from(period: Period) -> String {
+        period.to_string()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_and_periods_read_back_as_they_print() {
+        for text in ["1B", "4KiB", "4097B", "2MiB", "8GiB", "3TiB"] {
+            assert_eq!(text.parse::<ByteSize>().unwrap().to_string(), text);
+        }
+        for text in ["100ms", "5s", "2m", "24h", "0ms"] {
+            assert_eq!(text.parse::<Period>().unwrap().to_string(), text);
+        }
+        assert_eq!("1 GB".parse::<ByteSize>().unwrap().0, 1_000_000_000);
+        assert_eq!("4096".parse::<ByteSize>().unwrap().0, 4096);
+        assert_eq!(format!("{:.1}", ByteSize(1536)), "1.5 KiB");
+    }
+
+    #[test]
+    fn nonsense_and_overflow_are_refused() {
+        for text in ["", "GiB", "-1", "1.5GiB", "8 gallons", "99999999999TiB"] {
+            assert!(text.parse::<ByteSize>().is_err(), "{text}");
+        }
+        assert!("5 weeks".parse::<Period>().is_err());
+        assert!("5".parse::<Period>().is_err(), "a time without a unit is ambiguous");
+    }
+}
