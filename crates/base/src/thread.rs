@@ -1,6 +1,33 @@
 //! Threads named by class, so that CPU time can be booked per class.
 
+use std::cell::Cell;
+use std::panic::{UnwindSafe, catch_unwind};
 use std::thread::{Builder, JoinHandle};
+
+thread_local! {
+    static CATCHING: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs `body`; a panic in it becomes an error with its message. For calls into libraries that panic on damaged input:
+/// a process's panic hook asks [`is_catching`] and lets such a panic pass, where it would otherwise end the process.
+///
+/// # Errors
+/// The panic's message.
+pub fn catch_panic<T>(body: impl FnOnce() -> T + UnwindSafe) -> Result<T, String> {
+    let outer = CATCHING.replace(true);
+    let result = catch_unwind(body);
+    CATCHING.set(outer);
+    result.map_err(|payload| {
+        let text = payload.downcast_ref::<&str>().map(|text| (*text).to_owned());
+        text.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_else(|| "panic".to_owned())
+    })
+}
+
+/// Whether this thread is inside [`catch_panic`].
+#[must_use]
+pub fn is_catching() -> bool {
+    CATCHING.get()
+}
 
 /// What a thread is for. The class is the part of the thread's name before the dash, e.g. `store-0`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -48,4 +75,21 @@ pub fn spawn<T: Send + 'static>(
     body: impl FnOnce() -> T + Send + 'static,
 ) -> std::io::Result<JoinHandle<T>> {
     Builder::new().name(format!("{}-{suffix}", class.prefix())).spawn(body)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_caught_panic_is_an_error_and_the_thread_is_as_before() {
+        assert!(!is_catching());
+        assert_eq!(catch_panic(is_catching), Ok(true));
+        assert_eq!(
+            catch_panic(|| -> u8 { panic!("page {} is damaged", 7) }),
+            Err("page 7 is damaged".to_owned())
+        );
+        assert_eq!(catch_panic(|| -> u8 { panic!("plain") }), Err("plain".to_owned()));
+        assert!(!is_catching());
+    }
 }
