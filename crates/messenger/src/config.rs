@@ -1,6 +1,12 @@
 //! What can be set about the sessions of a stack.
 
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
+
+use rand::distr::{Distribution, StandardUniform};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
 
 use crate::Limits;
 
@@ -50,6 +56,36 @@ pub struct SessionConfig {
     /// How many transports in a row may bring damaged frames, without anything new getting through, before the session
     /// is given up.
     pub max_damaged_transports: u32,
+    /// Where session ids, secrets, offer keys and the length of pauses come from.
+    pub entropy: Entropy,
+}
+
+/// A source of random numbers: the system's, or a seed, so that a simulation can be replayed.
+#[derive(Clone, Default)]
+pub struct Entropy(Option<Arc<Mutex<StdRng>>>);
+
+impl Entropy {
+    /// Numbers that anybody who knows the seed can guess. For tests.
+    #[must_use]
+    pub fn seeded(seed: u64) -> Entropy {
+        Entropy(Some(Arc::new(Mutex::new(StdRng::seed_from_u64(seed)))))
+    }
+
+    pub(crate) fn random<T>(&self) -> T
+    where
+        StandardUniform: Distribution<T>,
+    {
+        match &self.0 {
+            None => rand::random(),
+            Some(seeded) => seeded.lock().unwrap_or_else(PoisonError::into_inner).random(),
+        }
+    }
+}
+
+impl fmt::Debug for Entropy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.0.is_some() { "seeded" } else { "system" })
+    }
 }
 
 impl Default for SessionConfig {
@@ -65,6 +101,7 @@ impl Default for SessionConfig {
             limits: Limits { max_header: 256 << 10, max_inline: 256 << 10, max_bulk: 1 << 30 },
             offer_ttl: Duration::from_secs(600),
             max_damaged_transports: 4,
+            entropy: Entropy::default(),
         }
     }
 }

@@ -22,9 +22,6 @@ const VERSIONS: (u16, u16) = (1, 1);
 /// Longest name of a tenant, in bytes.
 const MAX_TENANT: usize = 32;
 
-/// A transport that lasted less than this counts as a failed attempt when the next one is made.
-const SHORT_LIFE: Duration = Duration::from_secs(1);
-
 /// Why a handshake failed.
 #[derive(Debug)]
 pub(crate) enum HandshakeError {
@@ -48,17 +45,22 @@ async fn read(wire: &mut Wire) -> Result<Body, HandshakeError> {
         endpoint: address.to_owned(),
         reason: e.to_string(),
     };
-    let protocol = |e: frame::FrameError| HandshakeError::Protocol(e.to_string());
+    let address = wire.address.clone();
+    // What was damaged on its way may be whole the next time.
+    let broken = |e: frame::FrameError| match e.is_damage() {
+        true => HandshakeError::Transport { endpoint: address.clone(), reason: e.to_string() },
+        false => HandshakeError::Protocol(e.to_string()),
+    };
     let mut fixed = [0; HEADER_LEN];
     wire.reader.read_exact(&mut fixed).await.map_err(|e| transport(&wire.address, e))?;
     let limits = Limits { max_header: MAX_CONTROL, max_inline: 0, max_bulk: 0 };
-    let header = FrameHeader::decode(&fixed, &limits).map_err(protocol)?;
+    let header = FrameHeader::decode(&fixed, &limits).map_err(&broken)?;
     if !matches!(header.kind, Kind::Hello | Kind::Welcome | Kind::Reject) {
         return Err(HandshakeError::Protocol(format!("a {:?} frame before the handshake", header.kind)));
     }
     let mut body = vec![0; header.body_len()];
     wire.reader.read_exact(&mut body).await.map_err(|e| transport(&wire.address, e))?;
-    Ok(header.decode_body(Bytes::from(body)).map_err(protocol)?.0)
+    Ok(header.decode_body(Bytes::from(body)).map_err(broken)?.0)
 }
 
 /// Writes one frame of a handshake.
@@ -97,7 +99,7 @@ pub(crate) fn check_hello(hello: &Hello) -> Result<(), Reject> {
 
 /// The server's side of a new session: what was settled, and what to tell the client.
 pub(crate) fn settle(hello: Hello, address: &str, features: u64, config: &SessionConfig) -> (Settled, Body) {
-    let (session, secret): (u128, [u8; 16]) = rand::random();
+    let (session, secret): (u128, [u8; 16]) = config.entropy.random();
     let features = features & hello.features;
     let limits = Limits {
         max_header: config.limits.max_header.min(hello.limits.0 as usize),
@@ -171,12 +173,12 @@ impl Dialer {
         Ok((Settled { peer, secret: welcome.secret, limits, granted: welcome.granted }, wire))
     }
 
-    /// Goes on with a session whose transport, which began at `began`, broke.
-    pub(crate) async fn redial(&mut self, shared: &Shared, began: Instant) -> Result<Wire, MessengerError> {
-        if began.elapsed() < SHORT_LIFE {
-            self.pause().await;
-        } else {
+    /// Goes on with a session whose transport broke; at once, if that `was_useful`.
+    pub(crate) async fn redial(&mut self, shared: &Shared, was_useful: bool) -> Result<Wire, MessengerError> {
+        if was_useful {
             self.backoff = crate::session::BACKOFF.0;
+        } else {
+            self.pause().await;
         }
         let (received, granted) = shared.resume_point();
         let resume = Resume { session: shared.session_id(), secret: shared.secret(), received };
@@ -189,7 +191,7 @@ impl Dialer {
     }
 
     async fn pause(&mut self) {
-        sleep(self.backoff.mul_f64(rand::random_range(0.5..1.0))).await;
+        sleep(self.backoff.mul_f64(0.5 + 0.5 * self.config.entropy.random::<f64>())).await;
         self.backoff = (self.backoff * 2).min(crate::session::BACKOFF.1);
     }
 
@@ -228,7 +230,7 @@ impl Dialer {
             versions: VERSIONS,
             features: self.options.features,
             tenant: self.options.tenant.clone(),
-            nonce: rand::random(),
+            nonce: self.config.entropy.random(),
             limits: (self.config.limits.max_header as u32, self.config.limits.max_inline as u32),
             granted,
             resume,

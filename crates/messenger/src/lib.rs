@@ -28,5 +28,5 @@ pub use api::{
     Connection, Ends, Event, Incoming, Limits, Listener, MemoryKind, Message, MessengerError, NetworkStack,
     PeerInfo, Pulled, Result,
 };
-pub use config::SessionConfig;
-pub use stack::{StreamStack, TcpStack};
+pub use config::{Entropy, SessionConfig};
+pub use stack::{SimStack, StreamStack, TcpStack};

@@ -10,6 +10,8 @@ use crate::config::SessionConfig;
 use crate::handshake::Dialer;
 use crate::session::{self, Role, Shared};
 use crate::transport::Transport;
+use crate::transport::faulty::{FaultControl, Faults, Faulty};
+use crate::transport::memory::Memory;
 use crate::transport::tcp::Tcp;
 use crate::{ConnectOptions, Ends, Listener, MessengerError, NetworkStack, Result};
 pub(crate) use listener::Registration;
@@ -24,6 +26,12 @@ pub struct StreamStack<T> {
     config: SessionConfig,
 }
 
+/// The simulated network: everything that can go wrong, from a seed.
+///
+/// Replays exactly when its configuration's [`Entropy`](crate::Entropy) comes from a seed too, and it runs on one
+/// current-thread runtime with a paused clock.
+pub type SimStack = StreamStack<Faulty<Memory>>;
+
 /// The stack that always works: TCP, endpoints `host:port`.
 pub type TcpStack = StreamStack<Tcp>;
 
@@ -35,6 +43,19 @@ impl StreamStack<Tcp> {
     #[must_use]
     pub fn new(config: SessionConfig) -> TcpStack {
         StreamStack::over(Tcp, config)
+    }
+}
+
+impl StreamStack<Faulty<Memory>> {
+    /// A network with `faults` from `seed`, and the hand on their switch.
+    ///
+    /// # Panics
+    /// If `config` contradicts itself.
+    #[must_use]
+    pub fn simulated(seed: u64, faults: Faults, config: SessionConfig) -> (SimStack, Arc<FaultControl>) {
+        let network = Faulty::new(Memory::default(), faults, seed);
+        let control = network.control();
+        (StreamStack::over(network, config), control)
     }
 }
 

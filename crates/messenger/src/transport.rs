@@ -1,7 +1,9 @@
 //! What a session stands on: a reliable stream of bytes both ways that may break at any byte.
 //!
-//! [`tcp`] is the real one. A transport carries no meaning; a session outlives several.
+//! [`tcp`] is the real one; [`memory`] stays within a process, and [`faulty`] breaks what is below it. A transport carries no meaning; a session outlives several.
 
+pub mod faulty;
+pub mod memory;
 pub mod tcp;
 
 use std::io;

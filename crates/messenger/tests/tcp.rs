@@ -1,38 +1,37 @@
-//! The conformance suite over TCP.
+//! The conformance suite over TCP. Its transports run through a pump that can break and freeze them.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use outboard_messenger::conformance::{self, Rig};
-use outboard_messenger::{SessionConfig, TcpStack};
+use outboard_messenger::transport::faulty::{Faults, Faulty};
+use outboard_messenger::transport::tcp::Tcp;
+use outboard_messenger::{SessionConfig, StreamStack};
 
 fn rig() -> Rig {
-    let config = SessionConfig {
-        heartbeat: Duration::from_millis(50),
-        grace: Duration::from_millis(1000),
-        ..SessionConfig::default()
-    };
-    let stack = Arc::new(TcpStack::new(config));
-    Rig { stack, address: "127.0.0.1:0".into(), cut: Box::new(|| 0), seed: 1 }
+    let grace = Duration::from_millis(300);
+    let config = SessionConfig { heartbeat: Duration::from_millis(50), grace, ..SessionConfig::default() };
+    let network = Faulty::new(Tcp, Faults::NONE, 0);
+    let (cut, freeze) = (network.control(), network.control());
+    Rig {
+        stack: Arc::new(StreamStack::over(network, config)),
+        address: "127.0.0.1:0".into(),
+        cut: Box::new(move || cut.cut()),
+        freeze: Box::new(move |frozen| freeze.freeze(frozen)),
+        grace,
+        seed: conformance::seed(),
+    }
 }
 
-macro_rules! conformance {
-    ($($check:ident),* $(,)?) => { $(
+macro_rules! over_tcp {
+    ($check:ident) => {
         #[tokio::test]
         async fn $check() {
             let rig = rig();
             let check = conformance::$check(&rig);
-            tokio::time::timeout(Duration::from_secs(30), check).await.expect("the check hangs");
+            tokio::time::timeout(Duration::from_secs(50), check).await.expect("the check hangs");
         }
-    )* };
+    };
 }
 
-conformance!(
-    messages_keep_their_order,
-    sizes_over_the_limits,
-    unread_messages_hold_the_sender_back,
-    bulk_both_ways,
-    many_transfers_at_once,
-    offers_are_guarded,
-    slow_source_times_out,
-);
+outboard_messenger::for_each_conformance_check!(over_tcp);

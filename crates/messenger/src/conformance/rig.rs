@@ -21,6 +21,10 @@ pub struct Rig {
     pub address: String,
     /// Breaks every transport there is, in the middle of whatever it does. Returns how many it broke.
     pub cut: Box<dyn Fn() -> usize>,
+    /// Lets no byte pass on any transport while it is set.
+    pub freeze: Box<dyn Fn(bool)>,
+    /// The grace that the stack gives silent peers.
+    pub grace: Duration,
     /// Seed of the random choices.
     pub seed: u64,
 }
@@ -36,7 +40,7 @@ impl Rig {
         let options = ConnectOptions {
             tenant: "conformance".into(),
             features: 0b111,
-            timeout: Duration::from_secs(10),
+            timeout: Duration::from_secs(30),
         };
         let endpoint = listener.endpoint();
         let (client, server) = tokio::join!(self.stack.connect(&endpoint, options), listener.accept());
@@ -166,4 +170,18 @@ impl BulkSink for Buffer {
         data[start as usize..end as usize].copy_from_slice(payload.data());
         true
     }
+}
+
+/// The seed of this run: `OUTBOARD_SEED`, or a new one. It is printed, so that a failed run can be repeated.
+///
+/// # Panics
+/// If `OUTBOARD_SEED` is no number.
+#[expect(clippy::print_stdout, reason = "for the report of a failed test")]
+pub fn seed() -> u64 {
+    let seed = std::env::var("OUTBOARD_SEED").map_or_else(
+        |_| rand::random::<u32>().into(),
+        |seed| seed.parse().expect("OUTBOARD_SEED is a number"),
+    );
+    println!("OUTBOARD_SEED={seed}");
+    seed
 }

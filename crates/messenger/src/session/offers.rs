@@ -1,6 +1,6 @@
 //! Offers of this side: memory that the peer may pull from or push into, and the pulls being served.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Arc, Weak};
 
 use base::block::{BLOCK, Payload};
@@ -37,7 +37,7 @@ struct Offer {
 #[derive(Default)]
 pub(super) struct Offers {
     active: HashMap<u64, Offer>,
-    serving: HashMap<u64, AbortHandle>,
+    serving: BTreeMap<u64, AbortHandle>,
     /// Offers of the peer that did not take what was pushed; the latest ones.
     refused: VecDeque<(u64, String)>,
 }
@@ -50,7 +50,7 @@ impl Drop for Offers {
 
 impl Offers {
     pub(super) fn stop_serving(&mut self) {
-        for (_, serving) in self.serving.drain() {
+        for serving in std::mem::take(&mut self.serving).into_values() {
             serving.abort();
         }
     }
@@ -113,7 +113,7 @@ impl Shared {
             return Err(MessengerError::BulkRefused(format!("phase {phase} is not below 4096")));
         }
         let ttl = self.config.offer_ttl;
-        let key = rand::random();
+        let key = self.config.entropy.random();
         let mut state = self.lock();
         Self::check_open(&state)?;
         if state.offers.active.len() >= MAX_OFFERS {

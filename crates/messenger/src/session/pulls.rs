@@ -4,20 +4,26 @@
 //! the pull up only removes the pull. The reader notices, stops, and drops the buffer; so memory never goes back to its
 //! pool while something may still write to it.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 
-use base::block::{BLOCK, piece_count};
+use base::block::{BLOCK, ChecksumMismatch, piece_count};
 use base::mem::ArenaBuf;
 use tokio::sync::oneshot;
 
-use super::Shared;
+use super::{Shared, State};
 use crate::frame::{Body, PullCancel, PullData, PullRefused, PullRequest, Refusal};
 use crate::{MessengerError, Pulled};
 
 /// Who waits for a pull.
 pub(super) type Done = oneshot::Sender<Result<Pulled, MessengerError>>;
 
+/// Attempts at a pull, the first included. On the wire, an attempt is the pull's number plus its own: data of an earlier
+/// attempt that is still on its way is told apart, and dropped.
+const ATTEMPTS: u64 = 4;
+
 struct Pull {
+    /// How often data came damaged and was asked for again.
+    attempt: u64,
     offer: u64,
     /// First byte within the offer.
     start: u64,
@@ -35,7 +41,7 @@ struct Pull {
 #[derive(Default)]
 pub(super) struct Pulls {
     last: u64,
-    active: HashMap<u64, Pull>,
+    active: BTreeMap<u64, Pull>,
 }
 
 /// Which part of a pull a frame of data fills.
@@ -56,10 +62,11 @@ impl Pulls {
         dest: ArenaBuf,
         done: Done,
     ) -> PullRequest {
-        self.last += 1;
+        self.last += ATTEMPTS;
         let len = dest.len();
         let checksums = Vec::with_capacity(piece_count(phase, len as u64) as usize);
-        let pull = Pull { offer, start, phase, len, filled: 0, dest: Some(dest), checksums, done };
+        let dest = Some(dest);
+        let pull = Pull { attempt: 0, offer, start, phase, len, filled: 0, dest, checksums, done };
         let request = pull.request(self.last);
         self.active.insert(self.last, pull);
         request
@@ -68,6 +75,13 @@ impl Pulls {
     /// What must be asked for again on a new transport.
     pub(super) fn requests(&self) -> Vec<PullRequest> {
         self.active.iter().map(|(id, pull)| pull.request(*id)).collect()
+    }
+
+    /// The pull that a number on the wire means, unless it was given up, or means an earlier attempt.
+    fn find(&mut self, on_wire: u64) -> Option<(u64, &mut Pull)> {
+        let id = on_wire - on_wire % ATTEMPTS;
+        let pull = self.active.get_mut(&id)?;
+        (id + pull.attempt == on_wire).then_some((id, pull))
     }
 
     /// The buffer that `data`, with a payload of `len` bytes at `phase`, goes to; `None` if nobody wants it any more.
@@ -80,7 +94,7 @@ impl Pulls {
         phase: u16,
         len: usize,
     ) -> Result<Option<(Filling, ArenaBuf)>, MessengerError> {
-        let Some(pull) = self.active.get_mut(&data.pull) else { return Ok(None) };
+        let Some((id, pull)) = self.find(data.pull) else { return Ok(None) };
         let at = pull.filled;
         let object_phase = (pull.phase + at as u64) % BLOCK;
         let end = at + len;
@@ -93,7 +107,7 @@ impl Pulls {
             )));
         }
         let dest = pull.dest.take();
-        Ok(dest.map(|dest| (Filling { pull: data.pull, at, len }, dest)))
+        Ok(dest.map(|dest| (Filling { pull: id, at, len }, dest)))
     }
 
     /// Fails all of them.
@@ -106,9 +120,14 @@ impl Pulls {
 }
 
 impl Pull {
-    fn request(&self, pull: u64) -> PullRequest {
+    fn request(&self, id: u64) -> PullRequest {
         let offset = self.start + self.filled as u64;
-        PullRequest { pull, offer: self.offer, offset, len: (self.len - self.filled) as u64 }
+        PullRequest {
+            pull: id + self.attempt,
+            offer: self.offer,
+            offset,
+            len: (self.len - self.filled) as u64,
+        }
     }
 }
 
@@ -131,7 +150,10 @@ impl Shared {
 
     /// The peer will send nothing (more).
     pub(super) fn on_pull_refused(&self, refused: PullRefused) {
-        let pull = self.lock().pulls.active.remove(&refused.pull);
+        let mut state = self.lock();
+        let id = state.pulls.find(refused.pull).map(|(id, _)| id);
+        let pull = id.and_then(|id| state.pulls.active.remove(&id));
+        drop(state);
         if let Some(pull) = pull {
             self.metrics.refusals.increment(1);
             let why = match refused.refusal {
@@ -146,7 +168,8 @@ impl Shared {
     pub(super) fn drop_pull(&self, id: u64) {
         let mut state = self.lock();
         let Some(pull) = state.pulls.active.remove(&id) else { return };
-        let overflow = state.outbound.push_control(Body::PullCancel(PullCancel { pull: id }));
+        let cancel = PullCancel { pull: id + pull.attempt };
+        let overflow = state.outbound.push_control(Body::PullCancel(cancel));
         drop(state);
         drop(pull);
         if let Err(why) = overflow {
@@ -176,30 +199,38 @@ impl Destination<'_> {
         &mut dest[at..at + len]
     }
 
-    /// The part was filled; `verified` says whether with the right data.
-    pub(super) fn finish(mut self, verified: Result<Vec<u32>, MessengerError>) {
+    /// The part was filled with the right data, whose pieces have these checksums.
+    pub(super) fn finish(mut self, checksums: &[u32]) {
         let mut state = self.shared.lock();
         let Some(pull) = state.pulls.active.get_mut(&self.filling.pull) else { return drop(state) };
-        let result = match verified {
-            Ok(checksums) => {
-                pull.checksums.extend_from_slice(&checksums);
-                pull.filled += self.filling.len;
-                if pull.filled < pull.len {
-                    return drop(state);
-                }
-                Ok(())
-            }
-            Err(why) => Err(why),
-        };
-        let pull = state.pulls.active.remove(&self.filling.pull).expect("it was just seen");
-        if result.is_err() {
-            let cancel = Body::PullCancel(PullCancel { pull: self.filling.pull });
-            // With a full lane there is one cancellation less; the data is dropped on arrival.
-            let _ = state.outbound.push_control(cancel);
+        pull.checksums.extend_from_slice(checksums);
+        pull.filled += self.filling.len;
+        if pull.filled < pull.len {
+            return drop(state);
         }
+        let pull = state.pulls.active.remove(&self.filling.pull).expect("it was just seen");
         drop(state);
         let buf = self.dest.take().expect("the buffer is here until this is dropped");
-        let _ = pull.done.send(result.map(|()| Pulled { buf, checksums: pull.checksums }));
+        let _ = pull.done.send(Ok(Pulled { buf, checksums: pull.checksums }));
+    }
+
+    /// The part was filled with wrong data: it is asked for again, a few times.
+    pub(super) fn damaged(self, how: ChecksumMismatch) -> Result<(), MessengerError> {
+        let mut state = self.shared.lock();
+        let State { pulls, outbound, .. } = &mut *state;
+        let id = self.filling.pull;
+        let Some(pull) = pulls.active.get_mut(&id) else { return Ok(drop(state)) };
+        outbound.push_control(Body::PullCancel(PullCancel { pull: id + pull.attempt }))?;
+        self.shared.wake_writer.notify_one();
+        pull.attempt += 1;
+        if pull.attempt < ATTEMPTS {
+            outbound.push_control(Body::PullRequest(pull.request(id)))?;
+            return Ok(drop(state));
+        }
+        let pull = pulls.active.remove(&id).expect("it was just seen");
+        drop(state);
+        let _ = pull.done.send(Err(MessengerError::Damaged(how.to_string())));
+        Ok(())
     }
 }
 

@@ -206,8 +206,10 @@ impl<'a> Reader<'a> {
             drop(dest);
             return self.discard(left).await;
         }
-        let verified = verify_pieces(u64::from(header.phase), dest.bytes(), &sums);
-        dest.finish(verified.map(|()| sums).map_err(|e| MessengerError::Damaged(e.to_string())));
+        match verify_pieces(u64::from(header.phase), dest.bytes(), &sums) {
+            Ok(()) => dest.finish(&sums),
+            Err(mismatch) => dest.damaged(mismatch)?,
+        }
         Ok(())
     }
 

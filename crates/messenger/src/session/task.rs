@@ -22,6 +22,9 @@ const CLOSE_TIME: Duration = Duration::from_secs(1);
 /// How long an acknowledgement waits for a frame to travel with.
 const ACK_DELAY: Duration = Duration::from_millis(20);
 
+/// A transport that lasted less than this, and brought nothing, counts as a failed attempt when the next one is made.
+const SHORT_LIFE: Duration = Duration::from_secs(1);
+
 /// Shortest and longest pause between attempts to connect.
 pub(crate) const BACKOFF: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
 
@@ -67,7 +70,8 @@ async fn live(shared: &Arc<Shared>, role: &mut Role, mut wire: Wire) -> Messenge
         let before = shared.progress();
         let began = Instant::now();
         let end = shared.use_transport(role, wire).await;
-        if shared.progress() != before {
+        let useful = shared.progress() != before;
+        if useful {
             damaged = 0;
         }
         let (reason, resumption) = match end {
@@ -87,7 +91,8 @@ async fn live(shared: &Arc<Shared>, role: &mut Role, mut wire: Wire) -> Messenge
         tracing::debug!(session = %format_args!("{:032x}", shared.session_id()), reason, "transport ended");
         shared.interrupt();
         let next = tokio::select! {
-            next = role.next_wire(shared, resumption, began) => next,
+            biased;
+            next = role.next_wire(shared, resumption, useful || began.elapsed() > SHORT_LIFE) => next,
             () = shared.close_requested() => {
                 return MessengerError::SessionLost("closed while the peer was not reachable".into());
             }
@@ -106,10 +111,10 @@ impl Role {
         &mut self,
         shared: &Arc<Shared>,
         resumption: Option<Resumption>,
-        began: Instant,
+        was_useful: bool,
     ) -> Result<Wire, MessengerError> {
         match self {
-            Role::Client(dialer) => dialer.redial(shared, began).await,
+            Role::Client(dialer) => dialer.redial(shared, was_useful).await,
             Role::Server { resumptions, registration } => {
                 let deadline = Instant::now() + shared.config.hold;
                 registration.hold()?;

@@ -1,0 +1,260 @@
+//! What breaks below a session, and what must not be seen of it above.
+
+use std::cell::Cell;
+use std::sync::Arc;
+use std::time::Duration;
+
+use base::block::Payload;
+use rand::Rng;
+use tokio::time::sleep;
+
+use super::rig::{Buffer, Rig, message, pool, random_bytes};
+use crate::{Connection, Ends, Event, Incoming, Message, MessengerError};
+
+const LONG: Duration = Duration::from_secs(120);
+
+/// Messages each way in [`exactly_once_across_broken_transports`].
+const COUNT: u32 = 400;
+
+/// Messages both ways, pulls and pushes go on while transports break again and again, at random moments: every message
+/// comes exactly once and in order, every push before the message after it, every pull whole.
+pub async fn exactly_once_across_broken_transports(rig: &Rig) {
+    let mut listener = rig.listen().await;
+    let ((client, mut from_server), (server, mut from_client)) = rig.pair(&mut *listener).await;
+    let done = Cell::new(false);
+    let interrupted = Cell::new(0);
+    let cut = async {
+        let mut random = rig.random();
+        let mut cuts = 0;
+        while !done.get() {
+            sleep(Duration::from_millis(random.random_range(1..300))).await;
+            cuts += (rig.cut)();
+        }
+        cuts
+    };
+    let work = async {
+        tokio::join!(
+            biased;
+            send_numbered(&*client),
+            send_numbered(&*server),
+            receive_numbered(&mut *from_server, &interrupted),
+            receive_numbered(&mut *from_client, &interrupted),
+            transfers(rig, &client, &server),
+        );
+        done.set(true);
+    };
+    let (cuts, ()) = tokio::join!(biased; cut, work);
+    assert!(cuts > 0, "no transport was cut");
+    assert!(interrupted.get() > 0, "nobody noticed that transports were cut");
+}
+
+async fn send_numbered(connection: &dyn Connection) {
+    for i in 0..COUNT {
+        let data = vec![i as u8; (i as usize * 37) % 9000];
+        let payload = if data.is_empty() { Payload::default() } else { Payload::compute(5, data.into()) };
+        let header = i.to_le_bytes().to_vec().into();
+        connection.send(Message { header, payload }).await.expect("sent");
+        if i % 8 == 0 {
+            sleep(Duration::from_millis(2)).await;
+        }
+    }
+}
+
+async fn receive_numbered(incoming: &mut dyn Incoming, interrupted: &Cell<u32>) {
+    let mut expected = 0;
+    while expected < COUNT {
+        match incoming.next().await {
+            Event::Message(message) => {
+                assert_eq!(message.header.as_ref(), expected.to_le_bytes(), "in order, exactly once");
+                assert!(message.payload.data().iter().all(|b| *b == expected as u8));
+                expected += 1;
+            }
+            Event::Interrupted => interrupted.set(interrupted.get() + 1),
+            Event::Resumed => {}
+            Event::Lost(why) => panic!("session lost after {expected} messages: {why}"),
+        }
+    }
+}
+
+async fn transfers(rig: &Rig, client: &Arc<dyn Connection>, server: &Arc<dyn Connection>) {
+    let (pool, mut random) = (pool(), rig.random());
+    for _ in 0..12 {
+        let data = {
+            let len = random.random_range(1..1_500_000);
+            random_bytes(&mut random, len)
+        };
+        let source = client.offer_source(Buffer::new(9, &data)).expect("offered");
+        let dest = pool.alloc(data.len()).await.expect("a buffer");
+        let pulled = server.bulk_read(&source.descriptor, 0, dest, LONG).await.expect("pulled");
+        assert!(pulled.buf[..] == data[..], "a pull of {} bytes", data.len());
+        let room = Buffer::new(9, &vec![0; data.len()]);
+        let sink = server.offer_sink(Arc::clone(&room) as _, 9).expect("offered");
+        let payload = Payload::compute(9, data.clone());
+        client.bulk_write(&sink.descriptor, 0, payload, LONG).await.expect("pushed");
+        while room.filled() < data.len() as u64 {
+            sleep(Duration::from_millis(1)).await;
+        }
+        assert!(room.content() == data[..], "a push of {} bytes", data.len());
+    }
+}
+
+/// A peer from which nothing comes is noticed, and the session goes on when it is back. `freeze` stops every byte.
+pub async fn silence_is_noticed(rig: &Rig) {
+    let mut listener = rig.listen().await;
+    let ((client, mut from_server), (_server, mut from_client)) = rig.pair(&mut *listener).await;
+    client.send(message(b"before")).await.expect("sent");
+    (rig.freeze)(true);
+    assert!(matches!(from_server.next().await, Event::Interrupted), "the silence was not noticed");
+    client.send(message(b"during")).await.expect("queued");
+    (rig.freeze)(false);
+    assert!(matches!(from_server.next().await, Event::Resumed), "the session does not go on");
+    for expected in [b"before".as_slice(), b"during"] {
+        assert_eq!(super::rig::next_message(&mut *from_client).await.header.as_ref(), expected);
+    }
+}
+
+/// Heartbeats keep an idle session, and one that is busy with bulk data, on the same transport.
+pub async fn heartbeats_keep_the_transport(rig: &Rig) {
+    let mut listener = rig.listen().await;
+    let ((client, mut from_server), (server, _from_client)) = rig.pair(&mut *listener).await;
+    let idle = tokio::time::timeout(rig.grace * 3, from_server.next()).await;
+    assert!(idle.is_err(), "an idle session got {idle:?}");
+    let pool = pool();
+    let source = client.offer_source(Buffer::new(0, &vec![3; 8 << 20])).expect("offered");
+    let began = tokio::time::Instant::now();
+    let mut pulls = 0;
+    while began.elapsed() < rig.grace * 2 || pulls < 3 {
+        let dest = pool.alloc(8 << 20).await.expect("a buffer");
+        server.bulk_read(&source.descriptor, 0, dest, LONG).await.expect("pulled");
+        pulls += 1;
+    }
+    server.send(message(b"end")).await.expect("sent");
+    let event = from_server.next().await;
+    assert!(matches!(event, Event::Message(_)), "a busy session got {event:?}");
+}
+
+/// A server that does not know the session any more ends it on the client's side.
+pub async fn a_restarted_server_ends_the_session(rig: &Rig) {
+    let mut listener = rig.listen().await;
+    let endpoint = listener.endpoint();
+    let ((client, mut from_server), old_server) = rig.pair(&mut *listener).await;
+    drop(listener);
+    // The listener's task ends when the runtime next turns.
+    sleep(Duration::from_millis(50)).await;
+    let _new = rig.stack.listen(&endpoint, 0).await.expect("the address is free again");
+    assert!((rig.cut)() > 0);
+    let why = lost(&mut *from_server).await;
+    assert!(matches!(why, MessengerError::SessionLost(_)), "{why}");
+    assert_eq!(client.send(message(b"late")).await, Err(why.clone()));
+    let pull = client.offer_source(Buffer::new(0, &[1])).map(|_| ());
+    assert_eq!(pull, Err(why), "every call says why");
+    let (_, mut from_client) = old_server;
+    lost(&mut *from_client).await;
+}
+
+/// Closing sends what was queued; the peer gets it, and then learns of the end; calls fail afterwards.
+pub async fn closing_sends_what_is_queued(rig: &Rig) {
+    let mut listener = rig.listen().await;
+    let ((client, mut from_server), (server, mut from_client)) = rig.pair(&mut *listener).await;
+    for i in 0..50u8 {
+        client.send(message(&[i])).await.expect("sent");
+    }
+    client.close().await;
+    for i in 0..50u8 {
+        assert_eq!(super::rig::next_message(&mut *from_client).await.header.as_ref(), [i]);
+    }
+    lost(&mut *from_client).await;
+    lost(&mut *from_server).await;
+    assert!(client.send(message(b"late")).await.is_err());
+    assert!(server.send(message(b"late")).await.is_err());
+    let ((client, from_server), (_server, mut from_client)) = rig.pair(&mut *listener).await;
+    client.send(message(b"last")).await.expect("sent");
+    drop((client, from_server));
+    assert_eq!(super::rig::next_message(&mut *from_client).await.header.as_ref(), b"last");
+    lost(&mut *from_client).await;
+}
+
+/// A session that is lost in the middle of transfers fails them at once, and every buffer goes back.
+pub async fn a_lost_session_fails_its_transfers(rig: &Rig) {
+    let mut listener = rig.listen().await;
+    let ((client, from_server), (server, mut from_client)) = rig.pair(&mut *listener).await;
+    let pool = pool();
+    let slow = Arc::new(Buffer::slow(0, &vec![1; 4 << 20], Duration::from_millis(20)));
+    let source = client.offer_source(slow).expect("offered");
+    let pulls = (0..4).map(|_| async {
+        let dest = pool.alloc(4 << 20).await.expect("a buffer");
+        server.bulk_read(&source.descriptor, 0, dest, LONG).await.map(|_| ())
+    });
+    let pulls = futures_of(pulls);
+    let end = async {
+        sleep(Duration::from_millis(60)).await;
+        drop((client, from_server));
+    };
+    let (results, ()) = tokio::join!(biased; pulls, end);
+    for result in results {
+        assert!(matches!(result, Err(MessengerError::SessionLost(_))), "{result:?}");
+    }
+    lost(&mut *from_client).await;
+    assert_eq!(pool.free_bytes().0, 64 << 20, "every buffer came back");
+}
+
+/// Waits for all of four futures.
+async fn futures_of<F: Future>(futures: impl Iterator<Item = F>) -> Vec<F::Output> {
+    let mut futures: Vec<_> = futures.map(Box::pin).collect();
+    let mut results: Vec<Option<F::Output>> = futures.iter().map(|_| None).collect();
+    std::future::poll_fn(|cx| {
+        for (future, result) in futures.iter_mut().zip(&mut results) {
+            if result.is_none()
+                && let std::task::Poll::Ready(done) = future.as_mut().poll(cx)
+            {
+                *result = Some(done);
+            }
+        }
+        if results.iter().all(Option::is_some) {
+            std::task::Poll::Ready(())
+        } else {
+            std::task::Poll::Pending
+        }
+    })
+    .await;
+    results.into_iter().flatten().collect()
+}
+
+/// A thousand sessions, one after the other and some at a time, leave nothing behind in the runtime.
+pub async fn a_thousand_sessions_leave_nothing(rig: &Rig) {
+    let tasks = || tokio::runtime::Handle::current().metrics().num_alive_tasks();
+    let mut listener = rig.listen().await;
+    let before = tasks();
+    for _ in 0..100 {
+        let mut ends: Vec<(Ends, Ends)> = Vec::new();
+        for i in 0..10u8 {
+            let pair = rig.pair(&mut *listener).await;
+            if i % 2 == 0 {
+                pair.0.0.send(message(&[i])).await.expect("sent");
+            }
+            ends.push(pair);
+        }
+        for (i, (client, server)) in ends.into_iter().enumerate() {
+            match i % 3 {
+                0 => client.0.close().await,
+                1 => server.0.close().await,
+                _ => {}
+            }
+        }
+    }
+    for _ in 0..200 {
+        if tasks() <= before {
+            return;
+        }
+        sleep(Duration::from_millis(20)).await;
+    }
+    panic!("{} tasks were there before, {} are there now", before, tasks());
+}
+
+async fn lost(incoming: &mut dyn Incoming) -> MessengerError {
+    loop {
+        if let Event::Lost(why) = incoming.next().await {
+            return why;
+        }
+    }
+}

@@ -1,0 +1,247 @@
+//! A transport with faults, from a seed: delays, stalls, breaks in the middle of a frame, flipped bits.
+//!
+//! Every byte between a client and its server goes through a pump, which cuts the stream into random pieces and may
+//! delay, stall, damage or end it. Since each stream has its own delays, streams overtake each other. On tokio's paused
+//! clock and over [`super::memory::Memory`] nothing depends on the machine, so a seed replays a run.
+
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use base::BoxFuture;
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, duplex};
+use tokio::sync::watch;
+use tokio::time::sleep;
+
+use super::memory::wire;
+use super::{Acceptor, Transport, Wire};
+
+/// What goes wrong, and how often.
+#[derive(Debug, Clone, Copy)]
+pub struct Faults {
+    /// Every piece is late by up to this.
+    pub delay_max: Duration,
+    /// Longest piece that the stream is cut into, in bytes.
+    pub piece_max: usize,
+    /// Streams break after this many bytes on average, in each direction; 0 for never.
+    pub break_after_bytes: u64,
+    /// Of how many pieces one is held for `stall`; 0 for none.
+    pub stall_one_in: u32,
+    /// How long a stall is.
+    pub stall: Duration,
+    /// Of how many pieces one has a bit flipped; 0 for none.
+    pub flip_one_in: u32,
+    /// Of how many attempts to connect one is refused; 0 for none.
+    pub refuse_one_in: u32,
+}
+
+impl Faults {
+    /// Nothing goes wrong, unless it is asked for.
+    pub const NONE: Faults = Faults {
+        delay_max: Duration::ZERO,
+        piece_max: 64 << 10,
+        break_after_bytes: 0,
+        stall_one_in: 0,
+        stall: Duration::ZERO,
+        flip_one_in: 0,
+        refuse_one_in: 0,
+    };
+}
+
+/// How often something went wrong.
+#[derive(Debug, Default)]
+pub struct FaultCounts {
+    /// Pieces delayed.
+    pub delays: AtomicU64,
+    /// Streams that broke by themselves.
+    pub breaks: AtomicU64,
+    /// Streams broken by [`FaultControl::cut`].
+    pub cuts: AtomicU64,
+    /// Pieces held.
+    pub stalls: AtomicU64,
+    /// Bits flipped.
+    pub flips: AtomicU64,
+    /// Connections refused.
+    pub refusals: AtomicU64,
+}
+
+/// The hand on the switch.
+pub struct FaultControl {
+    /// How often each fault fired.
+    pub counts: FaultCounts,
+    faults: Faults,
+    quiet: AtomicBool,
+    /// Counts up; streams break when it does.
+    cuts: watch::Sender<u64>,
+    frozen: watch::Sender<bool>,
+    random: Mutex<StdRng>,
+}
+
+impl FaultControl {
+    /// Breaks every stream there is. Returns how many.
+    pub fn cut(&self) -> usize {
+        let live = self.cuts.receiver_count();
+        self.cuts.send_modify(|n| *n += 1);
+        live
+    }
+
+    /// While frozen, no byte moves on any stream, and none breaks.
+    pub fn freeze(&self, frozen: bool) {
+        self.frozen.send_replace(frozen);
+    }
+
+    /// From now on nothing goes wrong by itself.
+    pub fn calm(&self) {
+        self.quiet.store(true, Ordering::Relaxed);
+    }
+
+    fn one_in(&self, random: &mut StdRng, n: u32, count: &AtomicU64) -> bool {
+        let hit = n > 0 && !self.quiet.load(Ordering::Relaxed) && random.random_ratio(1, n);
+        if hit {
+            count.fetch_add(1, Ordering::Relaxed);
+        }
+        hit
+    }
+}
+
+/// A transport whose streams, as its clients dial them, suffer [`Faults`].
+#[derive(Clone)]
+pub struct Faulty<T> {
+    inner: T,
+    control: Arc<FaultControl>,
+}
+
+impl<T: Transport> Faulty<T> {
+    /// Puts faults between `inner` and who uses it.
+    #[must_use]
+    pub fn new(inner: T, faults: Faults, seed: u64) -> Faulty<T> {
+        let control = FaultControl {
+            counts: FaultCounts::default(),
+            faults,
+            quiet: AtomicBool::new(false),
+            cuts: watch::Sender::new(0),
+            frozen: watch::Sender::new(false),
+            random: Mutex::new(StdRng::seed_from_u64(seed)),
+        };
+        Faulty { inner, control: Arc::new(control) }
+    }
+
+    /// To cause faults by hand, and to see which fired.
+    #[must_use]
+    pub fn control(&self) -> Arc<FaultControl> {
+        Arc::clone(&self.control)
+    }
+}
+
+impl<T: Transport> Transport for Faulty<T> {
+    fn bind<'a>(&'a self, address: &'a str) -> BoxFuture<'a, io::Result<Box<dyn Acceptor>>> {
+        self.inner.bind(address)
+    }
+
+    fn dial<'a>(&'a self, endpoint: &'a str) -> BoxFuture<'a, io::Result<Wire>> {
+        Box::pin(async move {
+            let control = &self.control;
+            let mut random = {
+                let mut root = control.random.lock().unwrap_or_else(PoisonError::into_inner);
+                StdRng::from_rng(&mut *root)
+            };
+            if control.one_in(&mut random, control.faults.refuse_one_in, &control.counts.refusals) {
+                return Err(io::ErrorKind::ConnectionRefused.into());
+            }
+            let real = self.inner.dial(endpoint).await?;
+            let (ours, theirs) = duplex(64 << 10);
+            let cuts = control.cuts.subscribe();
+            tokio::spawn(stream(Arc::clone(control), random, wire(theirs, endpoint), real, cuts));
+            Ok(wire(ours, endpoint))
+        })
+    }
+}
+
+/// Pumps both directions of one stream until it ends or is broken.
+async fn stream(
+    control: Arc<FaultControl>,
+    mut random: StdRng,
+    near: Wire,
+    far: Wire,
+    mut cuts: watch::Receiver<u64>,
+) {
+    let there = Pump::new(&control, &mut random);
+    let back = Pump::new(&control, &mut random);
+    let both = async {
+        // An error of one direction ends both; that is what a broken connection does.
+        let _ =
+            tokio::try_join!(biased; there.run(near.reader, far.writer), back.run(far.reader, near.writer));
+    };
+    tokio::select! {
+        biased;
+        _ = cuts.changed() => {
+            control.counts.cuts.fetch_add(1, Ordering::Relaxed);
+        }
+        () = both => {}
+    }
+}
+
+/// One direction of a stream.
+struct Pump<'a> {
+    control: &'a FaultControl,
+    random: StdRng,
+    /// Bytes after which it breaks.
+    life: u64,
+}
+
+impl<'a> Pump<'a> {
+    fn new(control: &'a FaultControl, random: &mut StdRng) -> Pump<'a> {
+        let mut random = StdRng::from_rng(random);
+        let mean = control.faults.break_after_bytes;
+        let life = if mean == 0 { u64::MAX } else { random.random_range(0..2 * mean) };
+        Pump { control, random, life }
+    }
+
+    async fn run(
+        mut self,
+        mut from: impl tokio::io::AsyncRead + Unpin,
+        mut to: impl tokio::io::AsyncWrite + Unpin,
+    ) -> io::Result<()> {
+        let faults = self.control.faults;
+        let mut frozen = self.control.frozen.subscribe();
+        let mut buf = vec![0; faults.piece_max];
+        loop {
+            let most =
+                if faults.delay_max.is_zero() { buf.len() } else { self.random.random_range(1..=buf.len()) };
+            let len = from.read(&mut buf[..most]).await?;
+            if len == 0 {
+                return to.shutdown().await;
+            }
+            // The control outlives every pump.
+            let _ = frozen.wait_for(|frozen| !*frozen).await;
+            self.wait().await;
+            let piece = &mut buf[..len];
+            if self.control.one_in(&mut self.random, faults.flip_one_in, &self.control.counts.flips) {
+                let bit = self.random.random_range(0..len * 8);
+                piece[bit / 8] ^= 1 << (bit % 8);
+            }
+            let breaks = (len as u64) > self.life && !self.control.quiet.load(Ordering::Relaxed);
+            let passed = if breaks { self.life as usize } else { len };
+            to.write_all(&piece[..passed]).await?;
+            if breaks {
+                self.control.counts.breaks.fetch_add(1, Ordering::Relaxed);
+                return Err(io::ErrorKind::ConnectionReset.into());
+            }
+            self.life = self.life.saturating_sub(len as u64);
+        }
+    }
+
+    async fn wait(&mut self) {
+        let Faults { delay_max, stall, stall_one_in, .. } = self.control.faults;
+        if !delay_max.is_zero() && !self.control.quiet.load(Ordering::Relaxed) {
+            self.control.counts.delays.fetch_add(1, Ordering::Relaxed);
+            sleep(delay_max.mul_f64(self.random.random_range(0.0..1.0))).await;
+        }
+        if self.control.one_in(&mut self.random, stall_one_in, &self.control.counts.stalls) {
+            sleep(stall).await;
+        }
+    }
+}

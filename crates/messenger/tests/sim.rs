@@ -1,0 +1,75 @@
+//! The conformance suite over the simulated network, where everything goes wrong at random but replayably:
+//! `OUTBOARD_SEED=… cargo test` repeats a run. The clock is paused, so hours of it take seconds.
+
+#![expect(clippy::print_stdout, reason = "seeds, for the report of a failed test")]
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use outboard_messenger::conformance::{self, Rig};
+use outboard_messenger::transport::faulty::{FaultControl, Faults};
+use outboard_messenger::{Entropy, SessionConfig, SimStack};
+
+const GRACE: Duration = Duration::from_secs(8);
+
+fn rig(faults: Faults, seed: u64) -> (Rig, Arc<FaultControl>) {
+    let config = SessionConfig { entropy: Entropy::seeded(seed), grace: GRACE, ..SessionConfig::default() };
+    let (stack, control) = SimStack::simulated(seed, faults, config);
+    let (cut, freeze) = (Arc::clone(&control), Arc::clone(&control));
+    let rig = Rig {
+        stack: Arc::new(stack),
+        address: "*".into(),
+        cut: Box::new(move || cut.cut()),
+        freeze: Box::new(move |frozen| freeze.freeze(frozen)),
+        grace: GRACE,
+        seed,
+    };
+    (rig, control)
+}
+
+/// Delays only: what the suite expects of a network that is slow, but well.
+const SLOW: Faults = Faults { delay_max: Duration::from_millis(2), piece_max: 20_000, ..Faults::NONE };
+
+/// Everything at once.
+const HOSTILE: Faults = Faults {
+    delay_max: Duration::from_millis(3),
+    piece_max: 30_000,
+    break_after_bytes: 800_000,
+    stall_one_in: 300,
+    stall: Duration::from_secs(3),
+    flip_one_in: 400,
+    refuse_one_in: 4,
+};
+
+macro_rules! simulated {
+    ($check:ident) => {
+        #[tokio::test(start_paused = true)]
+        async fn $check() {
+            let (rig, _) = rig(SLOW, conformance::seed());
+            let check = conformance::$check(&rig);
+            tokio::time::timeout(Duration::from_secs(36_000), check).await.expect("the check hangs");
+        }
+    };
+}
+
+outboard_messenger::for_each_conformance_check!(simulated);
+
+/// The harshest check on the worst network, for several seeds; every fault must have fired.
+#[tokio::test(start_paused = true)]
+async fn exactly_once_on_a_hostile_network() {
+    let first = conformance::seed();
+    let mut fired = [0; 6];
+    for seed in first..first + 4 {
+        println!("seed {seed}");
+        let (rig, control) = rig(HOSTILE, seed);
+        let check = conformance::exactly_once_across_broken_transports(&rig);
+        tokio::time::timeout(Duration::from_secs(36_000), check).await.expect("the check hangs");
+        let c = &control.counts;
+        let counts = [&c.delays, &c.breaks, &c.cuts, &c.stalls, &c.flips, &c.refusals];
+        for (sum, count) in fired.iter_mut().zip(counts) {
+            *sum += count.load(Ordering::Relaxed);
+        }
+    }
+    assert!(fired.iter().all(|n| *n > 0), "a fault never fired: {fired:?}");
+}
