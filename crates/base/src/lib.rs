@@ -4,6 +4,7 @@
 //! Nothing here knows of objects, networks or drives. All `unsafe` of this crate is in [`mem`].
 
 pub mod block;
+pub mod buddy;
 pub mod mem;
 pub mod pool;
 pub mod process;

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::oneshot;
 
+use crate::buddy::Buddy;
 use crate::mem::{Arena, ArenaBuf};
 
 /// Smallest buffer a pool hands out, in bytes. Requests are rounded up to a power of two.
@@ -38,16 +39,15 @@ pub struct BufferPool {
 struct Shared {
     arena: Arc<Arena>,
     origin: usize,
-    orders: usize,
+    largest: usize,
     state: Mutex<State>,
 }
 
 #[derive(Debug)]
 struct State {
-    /// `free[k]`: offsets (from `origin`) of free buffers of `MIN_BUFFER << k` bytes.
-    free: Vec<std::collections::BTreeSet<usize>>,
+    /// Offsets are counted from `origin`.
+    free: Buddy,
     waiters: VecDeque<(usize, oneshot::Sender<Grant>)>,
-    free_bytes: usize,
     low_water_bytes: usize,
 }
 
@@ -93,16 +93,11 @@ impl BufferPool {
     /// such buffer fits.
     #[must_use]
     pub fn new(arena: Arc<Arena>, origin: usize, largest: usize) -> BufferPool {
-        assert!(largest.is_power_of_two() && largest >= MIN_BUFFER, "largest buffer must be a power of two");
         assert!(origin.is_multiple_of(MIN_BUFFER), "pool must start on a page");
-        let orders = (largest / MIN_BUFFER).trailing_zeros() as usize;
-        let count = arena.len().saturating_sub(origin) / largest;
-        assert!(count > 0, "the arena is smaller than one buffer");
-        let mut free = vec![std::collections::BTreeSet::new(); orders + 1];
-        free[orders] = (0..count).map(|i| i * largest).collect();
-        let free_bytes = count * largest;
-        let state = State { free, waiters: VecDeque::new(), free_bytes, low_water_bytes: free_bytes };
-        BufferPool { shared: Arc::new(Shared { arena, origin, orders, state: Mutex::new(state) }) }
+        let free = Buddy::new(arena.len().saturating_sub(origin), MIN_BUFFER, largest);
+        let low_water_bytes = free.free_bytes();
+        let state = Mutex::new(State { free, waiters: VecDeque::new(), low_water_bytes });
+        BufferPool { shared: Arc::new(Shared { arena, origin, largest, state }) }
     }
 
     /// The arena below.
@@ -114,14 +109,14 @@ impl BufferPool {
     /// Bytes of the largest buffer.
     #[must_use]
     pub fn largest(&self) -> usize {
-        MIN_BUFFER << self.shared.orders
+        self.shared.largest
     }
 
     /// Bytes now free, and the fewest that ever were.
     #[must_use]
     pub fn free_bytes(&self) -> (usize, usize) {
         let state = self.shared.lock();
-        (state.free_bytes, state.low_water_bytes)
+        (state.free.free_bytes(), state.low_water_bytes)
     }
 
     /// A buffer of `len` bytes if one is free and nobody waits; content is arbitrary.
@@ -166,10 +161,11 @@ impl BufferPool {
     }
 
     fn order_of(&self, len: usize) -> Result<usize, PoolError> {
-        if len > self.largest() {
-            return Err(PoolError::TooLarge { wanted: len, largest: self.largest() });
-        }
-        Ok((len.max(1).next_power_of_two().max(MIN_BUFFER) / MIN_BUFFER).trailing_zeros() as usize)
+        self.shared
+            .lock()
+            .free
+            .order_of(len)
+            .ok_or(PoolError::TooLarge { wanted: len, largest: self.largest() })
     }
 }
 
@@ -180,29 +176,14 @@ impl Shared {
     }
 
     fn take(this: &Arc<Self>, state: &mut State, order: usize) -> Option<Grant> {
-        let from = (order..=this.orders).find(|&k| !state.free[k].is_empty())?;
-        let offset = state.free[from].pop_first().expect("the list is not empty");
-        for k in (order..from).rev() {
-            state.free[k].insert(offset + (MIN_BUFFER << k));
-        }
-        state.free_bytes -= MIN_BUFFER << order;
-        state.low_water_bytes = state.low_water_bytes.min(state.free_bytes);
+        let offset = state.free.take(order)?;
+        state.low_water_bytes = state.low_water_bytes.min(state.free.free_bytes());
         Some(Grant { shared: Some(Arc::clone(this)), offset, order })
     }
 
-    fn release(this: &Arc<Self>, mut offset: usize, order: usize) {
+    fn release(this: &Arc<Self>, offset: usize, order: usize) {
         let mut state = this.lock();
-        state.free_bytes += MIN_BUFFER << order;
-        let mut k = order;
-        while k < this.orders {
-            let buddy = offset ^ (MIN_BUFFER << k);
-            if !state.free[k].remove(&buddy) {
-                break;
-            }
-            offset = offset.min(buddy);
-            k += 1;
-        }
-        state.free[k].insert(offset);
+        state.free.release(offset, order);
         let mut granted = Vec::new();
         while let Some(&(wanted, _)) = state.waiters.front() {
             let Some(grant) = Self::take(this, &mut state, wanted) else { break };
