@@ -1,0 +1,104 @@
+//! The control socket: frames over a UNIX or TCP stream.
+//!
+//! A frame is what a ring's entry is, only longer: see [`crate::Header`]. Polled by the one task that owns it.
+
+use std::collections::VecDeque;
+use std::io;
+use std::pin::{Pin, pin};
+use std::task::{Context, Poll, ready};
+
+use bytes::{Buf, Bytes, BytesMut};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite};
+
+use crate::frame::Frame;
+use crate::{ChannelError, HEADER_LEN, Header, Result};
+
+/// Longest frame, in bytes.
+pub const MAX_FRAME: usize = 32 << 20;
+/// What one read asks for at least, in bytes. Memory for a long frame is taken only as it arrives.
+const READ_STEP: usize = 64 << 10;
+
+/// A byte stream of either kind.
+pub(crate) trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
+
+/// One end of a control socket after the handshake.
+pub struct Control {
+    stream: Box<dyn Stream>,
+    input: BytesMut,
+    output: VecDeque<Bytes>,
+}
+
+impl Control {
+    pub(crate) fn new(stream: Box<dyn Stream>) -> Control {
+        Control { stream, input: BytesMut::new(), output: VecDeque::new() }
+    }
+
+    /// Puts a frame behind those to be written; [`poll_flush`](Self::poll_flush) writes it.
+    pub fn push(&mut self, header: Header, control: &[u8], data: Bytes) {
+        let header = Header { data_len: data.len() as u32, ..header };
+        self.output.push_back(Bytes::from(header.seal(control)));
+        if !data.is_empty() {
+            self.output.push_back(data);
+        }
+    }
+
+    /// Writes as much as the socket takes. Ready when all is written.
+    ///
+    /// # Errors
+    /// If the socket failed.
+    pub fn poll_flush(&mut self, cx: &mut Context<'_>) -> Poll<Result<()>> {
+        while !self.output.is_empty() {
+            let slices: Vec<io::IoSlice<'_>> =
+                self.output.iter().take(16).map(|chunk| io::IoSlice::new(chunk)).collect();
+            let mut written = ready!(Pin::new(&mut self.stream).poll_write_vectored(cx, &slices))?;
+            if written == 0 {
+                return Poll::Ready(Err(io::Error::from(io::ErrorKind::WriteZero).into()));
+            }
+            while let Some(front) = self.output.front_mut() {
+                let part = written.min(front.len());
+                front.advance(part);
+                written -= part;
+                if !front.is_empty() {
+                    break;
+                }
+                self.output.pop_front();
+            }
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    /// The next frame.
+    ///
+    /// # Errors
+    /// If the socket failed or was closed, or the peer sent something else than frames.
+    pub fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Result<Frame>> {
+        loop {
+            if let Some(frame) = self.take_frame()? {
+                return Poll::Ready(Ok(frame));
+            }
+            self.input.reserve(READ_STEP);
+            // Cancel safe, so it may be dropped whenever it is not ready.
+            let read = pin!(self.stream.read_buf(&mut self.input));
+            if ready!(read.poll(cx))? == 0 {
+                return Poll::Ready(Err(io::Error::from(io::ErrorKind::UnexpectedEof).into()));
+            }
+        }
+    }
+
+    fn take_frame(&mut self) -> Result<Option<Frame>> {
+        let Some(head) = self.input.first_chunk::<HEADER_LEN>() else { return Ok(None) };
+        let header = Header::parse(head)?;
+        let total = (header.control_len as usize).saturating_add(header.data_len as usize);
+        if total > MAX_FRAME - HEADER_LEN {
+            return Err(ChannelError::protocol(format!(
+                "a frame of {total} bytes, at most {MAX_FRAME} are possible"
+            )));
+        }
+        if self.input.len() < header.total_len() {
+            return Ok(None);
+        }
+        let frame = self.input.split_to(header.total_len());
+        Frame::from_parts(header, Vec::from(&frame[..])).map(Some)
+    }
+}

@@ -1,0 +1,34 @@
+//! Errors of the channel. Each one ends at most the session in which it happens.
+
+/// Result of a channel's call.
+pub type Result<T, E = ChannelError> = std::result::Result<T, E>;
+
+/// Why a session could not be opened, or had to end.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ChannelError {
+    /// The socket failed, or the peer closed it.
+    #[error("control socket failed: {0}; the peer has gone or is restarting")]
+    Socket(#[from] std::io::Error),
+    /// The peer sent something that the protocol does not allow.
+    #[error("peer broke the channel's protocol: {0}; its session was ended")]
+    Protocol(String),
+    /// The peer refused the session.
+    #[error("peer refused the session: {0}")]
+    Refused(String),
+    /// Memory could not be had, or what the peer offered is not acceptable.
+    #[error(transparent)]
+    Memory(#[from] base::mem::MemError),
+    /// A transfer that the engine cannot do: too long, an unknown region, a range outside one.
+    #[error("DMA transfer refused: {0}")]
+    Transfer(String),
+    /// The engine has stopped.
+    #[error("DMA engine {0} has stopped; restart the osd")]
+    EngineStopped(String),
+}
+
+impl ChannelError {
+    pub(crate) fn protocol(what: impl Into<String>) -> ChannelError {
+        ChannelError::Protocol(what.into())
+    }
+}

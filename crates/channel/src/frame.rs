@@ -1,0 +1,213 @@
+//! The header that starts every ring entry and every frame of the control socket.
+//!
+//! An entry is a header of 64 bytes, `control_len` bytes of control data and `data_len` bytes of payload. The CRC-32C
+//! covers header and control data; payload has its own checksums, one per block, which its reader verifies.
+
+use base::block::crc32c;
+use bytes::Bytes;
+
+use crate::{ChannelError, Result};
+
+/// Length of a header, in bytes: one cell of a ring.
+pub const HEADER_LEN: usize = 64;
+
+const MAGIC: [u8; 4] = *b"OBCH";
+const CRC_AT: usize = 8;
+
+/// What an entry is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Kind {
+    /// First frame of the osd on a control socket.
+    Hello = 1,
+    /// First frame of the store on a control socket.
+    Welcome = 2,
+    /// A call of an `ObjectStore` method.
+    Request = 3,
+    /// What became of a request.
+    Reply = 4,
+}
+
+impl Kind {
+    fn from_byte(byte: u8) -> Option<Kind> {
+        [Kind::Hello, Kind::Welcome, Kind::Request, Kind::Reply].into_iter().find(|k| *k as u8 == byte)
+    }
+}
+
+/// Header of a ring entry or a control frame.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Header {
+    /// What it is.
+    pub kind: Kind,
+    /// Index of the target that a request is for.
+    pub target: u16,
+    /// Length of the control data, in bytes.
+    pub control_len: u32,
+    /// Length of the payload that follows the control data, in bytes.
+    pub data_len: u32,
+    /// In a request on the ring: bytes of the outbox that the sender has set aside for the reply.
+    pub reply_max: u32,
+    /// Number of the request, unique within the session; a reply bears that of its request.
+    pub id: u64,
+    /// Number of the last transaction of this target that the request must follow. In a transaction: one less than its own.
+    pub after: u64,
+    /// Bytes of the ring in the other direction that the sender has taken out so far.
+    pub consumed: u64,
+    /// Bytes that were put into this ring before this entry; 0 on a socket. Tells a fresh entry from a stale one.
+    pub position: u64,
+}
+
+impl Header {
+    /// A header with zeros but for these.
+    #[must_use]
+    pub fn new(kind: Kind, target: u16, id: u64) -> Header {
+        Header {
+            kind,
+            target,
+            control_len: 0,
+            data_len: 0,
+            reply_max: 0,
+            id,
+            after: 0,
+            consumed: 0,
+            position: 0,
+        }
+    }
+
+    /// Length of the whole entry, in bytes.
+    #[must_use]
+    pub fn total_len(&self) -> usize {
+        HEADER_LEN + self.control_len as usize + self.data_len as usize
+    }
+
+    /// Header and control data in one piece, sealed with their checksum. `control_len` is taken from `control`.
+    #[must_use]
+    pub fn seal(mut self, control: &[u8]) -> Vec<u8> {
+        self.control_len = control.len() as u32;
+        let mut out = Vec::with_capacity(HEADER_LEN + control.len());
+        out.extend_from_slice(&MAGIC);
+        out.push(self.kind as u8);
+        out.push(0);
+        out.extend_from_slice(&self.target.to_le_bytes());
+        out.extend_from_slice(&[0; 4]);
+        out.extend_from_slice(&self.control_len.to_le_bytes());
+        out.extend_from_slice(&self.data_len.to_le_bytes());
+        out.extend_from_slice(&self.reply_max.to_le_bytes());
+        for v in [self.id, self.after, self.consumed, self.position] {
+            out.extend_from_slice(&v.to_le_bytes());
+        }
+        out.resize(HEADER_LEN, 0);
+        out.extend_from_slice(control);
+        let crc = crc32c(&out);
+        out[CRC_AT..CRC_AT + 4].copy_from_slice(&crc.to_le_bytes());
+        out
+    }
+
+    /// Reads a header. Its checksum can be verified only together with the control data: see [`verify`].
+    ///
+    /// # Errors
+    /// [`ChannelError::Protocol`] if this is no header.
+    pub fn parse(bytes: &[u8; HEADER_LEN]) -> Result<Header> {
+        if bytes[..4] != MAGIC || bytes[5] != 0 {
+            return Err(ChannelError::protocol("an entry does not start with a header"));
+        }
+        let kind = Kind::from_byte(bytes[4])
+            .ok_or_else(|| ChannelError::protocol(format!("unknown kind of entry {}", bytes[4])))?;
+        let u32_at = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"));
+        let u64_at = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
+        Ok(Header {
+            kind,
+            target: u16::from_le_bytes([bytes[6], bytes[7]]),
+            control_len: u32_at(12),
+            data_len: u32_at(16),
+            reply_max: u32_at(20),
+            id: u64_at(24),
+            after: u64_at(32),
+            consumed: u64_at(40),
+            position: u64_at(48),
+        })
+    }
+}
+
+/// Verifies the checksum over header and control data, given in one piece.
+///
+/// # Errors
+/// [`ChannelError::Protocol`] if it does not fit.
+pub(crate) fn verify(sealed: &mut [u8]) -> Result<()> {
+    let stored = u32::from_le_bytes(sealed[CRC_AT..CRC_AT + 4].try_into().expect("four bytes"));
+    sealed[CRC_AT..CRC_AT + 4].fill(0);
+    let found = crc32c(sealed);
+    if found == stored {
+        Ok(())
+    } else {
+        Err(ChannelError::protocol(format!("an entry has checksum {found:#010x} instead of {stored:#010x}")))
+    }
+}
+
+/// One entry of a ring or one frame of the control socket, copied out and verified.
+#[derive(Debug, Clone)]
+pub struct Frame {
+    /// Its header.
+    pub header: Header,
+    /// Control data.
+    pub control: Bytes,
+    /// Payload, not verified.
+    pub data: Bytes,
+}
+
+impl Frame {
+    /// Takes a whole entry apart: `bytes` is header, control data and payload, `header` was parsed from its start.
+    pub(crate) fn from_parts(header: Header, mut bytes: Vec<u8>) -> Result<Frame> {
+        let control_end = HEADER_LEN + header.control_len as usize;
+        if bytes.len() != header.total_len() {
+            return Err(ChannelError::protocol("an entry has another length than its header says"));
+        }
+        verify(&mut bytes[..control_end])?;
+        let all = Bytes::from(bytes);
+        Ok(Frame { header, control: all.slice(HEADER_LEN..control_end), data: all.slice(control_end..) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn what_is_sealed_is_read_back(target: u16, id: u64, after: u64, consumed: u64, position: u64,
+            control in proptest::collection::vec(any::<u8>(), 0..300), data in proptest::collection::vec(any::<u8>(), 0..300)) {
+            let header = Header { after, consumed, position, data_len: data.len() as u32, reply_max: 7,
+                control_len: control.len() as u32, ..Header::new(Kind::Request, target, id) };
+            let mut bytes = header.seal(&control);
+            bytes.extend_from_slice(&data);
+            let parsed = Header::parse(bytes[..HEADER_LEN].try_into().unwrap()).unwrap();
+            prop_assert_eq!(parsed, header);
+            let frame = Frame::from_parts(parsed, bytes).unwrap();
+            prop_assert_eq!(&frame.control[..], &control[..]);
+            prop_assert_eq!(&frame.data[..], &data[..]);
+        }
+
+        #[test]
+        fn arbitrary_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), HEADER_LEN..400), fix_magic: bool) {
+            let mut bytes = bytes;
+            if fix_magic {
+                bytes[..4].copy_from_slice(&MAGIC);
+                bytes[4] %= 6;
+                bytes[5] = 0;
+            }
+            if let Ok(header) = Header::parse(bytes[..HEADER_LEN].try_into().unwrap()) {
+                let _ = Frame::from_parts(header, bytes);
+            }
+        }
+
+        #[test]
+        fn a_flipped_bit_in_header_or_control_is_found(control in proptest::collection::vec(any::<u8>(), 0..100), bit: usize) {
+            let mut bytes = Header::new(Kind::Reply, 1, 2).seal(&control);
+            let bit = bit % (bytes.len() * 8);
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            let parsed = Header::parse(bytes[..HEADER_LEN].try_into().unwrap());
+            prop_assert!(parsed.and_then(|h| Frame::from_parts(h, bytes)).is_err());
+        }
+    }
+}

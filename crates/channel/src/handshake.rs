@@ -1,0 +1,230 @@
+//! How a session is opened over the control socket.
+//!
+//! The osd sends [`Hello`]: versions, a nonce, the sizes it wants. The store answers [`Welcome`], or why not. Over a UNIX
+//! socket, host memory and the two doorbells travel with it as descriptors; over TCP there is none, and all data goes
+//! through the socket.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use bytes::Bytes;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags,
+};
+use serde::{Deserialize, Serialize};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
+use tokio::net::{TcpStream, UnixStream};
+
+use crate::control::Control;
+use crate::frame::Frame;
+use crate::{ChannelError, HEADER_LEN, Header, Kind, Layout, Result};
+
+/// Version of the channel's protocol.
+pub const VERSION: u16 = 1;
+/// Longest frame of the handshake, in bytes.
+const MAX_HANDSHAKE: usize = 64 << 10;
+/// Host memory, the host's doorbell, the osd's doorbell.
+const DESCRIPTORS: usize = 3;
+
+/// First frame of the osd.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hello {
+    /// Oldest version of the protocol that it speaks.
+    pub version_min: u16,
+    /// Newest version of the protocol that it speaks.
+    pub version_max: u16,
+    /// Random; comes back in [`Welcome`].
+    pub nonce: u64,
+    /// Sizes of the host memory wanted; `None` for a session without any.
+    pub layout: Option<Layout>,
+    /// Most requests that it will have unanswered at a time.
+    pub outstanding: u32,
+}
+
+/// What the osd is told of a target.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TargetInfo {
+    /// The target's UUID, as a number.
+    pub uuid: u128,
+}
+
+/// First frame of the store.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Welcome {
+    /// Version of the protocol from here on.
+    pub version: u16,
+    /// What [`Hello`] said.
+    pub nonce: u64,
+    /// Number of the session, for people.
+    pub session: u64,
+    /// Whether host memory and doorbells come with this frame.
+    pub memory: bool,
+    /// The targets; requests name them by index.
+    pub targets: Vec<TargetInfo>,
+}
+
+/// Descriptors that open host memory to an engine.
+#[derive(Debug)]
+pub struct Attachment {
+    /// The memfd of host memory. To be given to a DMA engine, not to be mapped.
+    pub memory: OwnedFd,
+    /// Rung by the engine when entries have arrived in the inbound ring.
+    pub host_doorbell: OwnedFd,
+    /// Rung by the store when entries are in the outbox.
+    pub osd_doorbell: OwnedFd,
+}
+
+/// A connected stream that has not said anything yet.
+#[derive(Debug)]
+pub enum Socket {
+    /// Carries descriptors, so that the session can have host memory.
+    Unix(UnixStream),
+    /// Does not.
+    Tcp(TcpStream),
+}
+
+impl Socket {
+    fn into_control(self) -> Control {
+        match self {
+            Socket::Unix(stream) => Control::new(Box::new(stream)),
+            Socket::Tcp(stream) => Control::new(Box::new(stream)),
+        }
+    }
+
+    async fn send(&mut self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
+        match self {
+            Socket::Unix(stream) => {
+                let sent =
+                    stream.async_io(Interest::WRITABLE, || send_with_fds(stream.as_fd(), bytes, fds)).await?;
+                stream.write_all(&bytes[sent..]).await?;
+            }
+            Socket::Tcp(stream) => stream.write_all(bytes).await?,
+        }
+        Ok(())
+    }
+
+    async fn receive_exact(&mut self, out: &mut [u8], fds: &mut Vec<OwnedFd>) -> Result<()> {
+        match self {
+            Socket::Unix(stream) => {
+                let mut at = 0;
+                while at < out.len() {
+                    let part = &mut out[at..];
+                    let read = stream
+                        .async_io(Interest::READABLE, || receive_with_fds(stream.as_fd(), part, fds))
+                        .await?;
+                    if read == 0 {
+                        return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
+                    }
+                    at += read;
+                }
+            }
+            Socket::Tcp(stream) => {
+                stream.read_exact(out).await?;
+            }
+        }
+        Ok(())
+    }
+
+    async fn receive(&mut self, kind: Kind) -> Result<(Frame, Vec<OwnedFd>)> {
+        let mut fds = Vec::new();
+        let mut head = [0; HEADER_LEN];
+        self.receive_exact(&mut head, &mut fds).await?;
+        let header = Header::parse(&head)?;
+        if header.kind != kind || header.data_len != 0 || header.control_len as usize > MAX_HANDSHAKE {
+            return Err(ChannelError::protocol("the first frame is not what it must be"));
+        }
+        let mut bytes = vec![0; header.total_len()];
+        bytes[..HEADER_LEN].copy_from_slice(&head);
+        self.receive_exact(&mut bytes[HEADER_LEN..], &mut fds).await?;
+        Ok((Frame::from_parts(header, bytes)?, fds))
+    }
+}
+
+/// Opens a session from the osd's side.
+///
+/// # Errors
+/// If the store refuses, answers something else, or the socket fails. The caller sets a deadline.
+pub async fn join(mut socket: Socket, hello: &Hello) -> Result<(Welcome, Option<Attachment>, Control)> {
+    let sealed = Header::new(Kind::Hello, 0, 0).seal(&encode(hello));
+    socket.send(&sealed, &[]).await?;
+    let (frame, fds) = socket.receive(Kind::Welcome).await?;
+    let answer: Result<Welcome, String> = decode(&frame.control)?;
+    let welcome = answer.map_err(ChannelError::Refused)?;
+    if welcome.nonce != hello.nonce || !(hello.version_min..=hello.version_max).contains(&welcome.version) {
+        return Err(ChannelError::protocol("the welcome does not answer the hello"));
+    }
+    let attachment = match (welcome.memory, <[OwnedFd; DESCRIPTORS]>::try_from(fds)) {
+        (true, Ok([memory, host_doorbell, osd_doorbell])) => {
+            Some(Attachment { memory, host_doorbell, osd_doorbell })
+        }
+        (false, _) => None,
+        (true, Err(_)) => return Err(ChannelError::protocol("the welcome came without its descriptors")),
+    };
+    Ok((welcome, attachment, socket.into_control()))
+}
+
+/// Opens a session from the store's side: `decide` sees what the osd wants and says what it gets.
+///
+/// # Errors
+/// If the osd says something else than hello, or `decide` refused (the osd is told why), or the socket fails. The
+/// caller sets a deadline.
+pub async fn accept<S>(
+    mut socket: Socket,
+    decide: impl FnOnce(&Hello, bool) -> Result<(Welcome, Option<Attachment>, S)>,
+) -> Result<(Hello, S, Control)> {
+    let (frame, _) = socket.receive(Kind::Hello).await?;
+    let hello: Hello = decode(&frame.control)?;
+    let can_attach = matches!(socket, Socket::Unix(_));
+    let decision = if (hello.version_min..=hello.version_max).contains(&VERSION) {
+        decide(&hello, can_attach)
+    } else {
+        let Hello { version_min, version_max, .. } = hello;
+        let what = format!("this store speaks version {VERSION}, the osd {version_min} to {version_max}");
+        Err(ChannelError::Refused(what))
+    };
+    let answer = decision.as_ref().map(|(welcome, ..)| welcome).map_err(ToString::to_string);
+    let sealed = Header::new(Kind::Welcome, 0, 0).seal(&encode(&answer));
+    let fds: Vec<BorrowedFd<'_>> = match &decision {
+        Ok((_, Some(a), _)) => vec![a.memory.as_fd(), a.host_doorbell.as_fd(), a.osd_doorbell.as_fd()],
+        _ => Vec::new(),
+    };
+    socket.send(&sealed, &fds).await?;
+    drop(fds);
+    let (_, _, session) = decision?;
+    Ok((hello, session, socket.into_control()))
+}
+
+fn encode(value: &impl Serialize) -> Bytes {
+    // Serializing plain data into memory cannot fail.
+    Bytes::from(postcard::to_stdvec(value).expect("plain data"))
+}
+
+fn decode<T: serde::de::DeserializeOwned>(bytes: &[u8]) -> Result<T> {
+    postcard::from_bytes(bytes)
+        .map_err(|e| ChannelError::protocol(format!("handshake cannot be decoded: {e}")))
+}
+
+fn send_with_fds(socket: BorrowedFd<'_>, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<usize> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
+        return Err(io::Error::other("too many descriptors for one message"));
+    }
+    Ok(rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)?)
+}
+
+fn receive_with_fds(socket: BorrowedFd<'_>, out: &mut [u8], fds: &mut Vec<OwnedFd>) -> io::Result<usize> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let received =
+        rustix::net::recvmsg(socket, &mut [IoSliceMut::new(out)], &mut control, RecvFlags::CMSG_CLOEXEC)?;
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(received) = message {
+            // Descriptors beyond those expected are closed at once.
+            fds.extend(received.take(DESCRIPTORS.saturating_sub(fds.len())));
+        }
+    }
+    Ok(received.bytes)
+}

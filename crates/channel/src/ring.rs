@@ -1,0 +1,162 @@
+//! Rings of entries, laid out at the same offsets in DPU memory and in host memory.
+//!
+//! A ring is a run of 64-byte cells; an entry takes as many consecutive cells as it needs and may wrap around the
+//! ring's end. Cells instead of slots of a fixed 16 KiB, because a transfer then moves only the bytes that are used:
+//! a reply is one or two cells. Positions count bytes since the session's start and never wrap.
+//!
+//! There is no shared producer or consumer index. The doorbell says how many bytes are new; how far the reader has
+//! come, it says in the headers of what it sends ([`Header::consumed`]).
+
+use std::ops::Range;
+
+use base::mem::Arena;
+
+use crate::frame::Frame;
+use crate::{ChannelError, HEADER_LEN, Header, Result};
+
+/// Size of a cell, in bytes.
+pub const CELL: usize = HEADER_LEN;
+/// Longest entry, in bytes, header included. Holds the checksums of a 16 MiB read, and two blocks of payload with a
+/// transaction of usual size.
+pub const MAX_ENTRY: usize = 20 * 1024;
+
+/// Where a ring lies in its memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Ring {
+    /// First byte, from the start of the memory.
+    pub offset: usize,
+    /// Length in bytes: a multiple of [`CELL`].
+    pub len: usize,
+}
+
+/// Bytes of the ring that an entry of `len` bytes takes.
+#[must_use]
+pub fn footprint(len: usize) -> usize {
+    len.next_multiple_of(CELL)
+}
+
+impl Ring {
+    /// The one or two ranges of memory that hold `len` bytes at `position`. The second is empty unless they wrap.
+    #[must_use]
+    pub fn spans(&self, position: u64, len: usize) -> [Range<usize>; 2] {
+        debug_assert!(len <= self.len);
+        let start = (position % self.len as u64) as usize;
+        let first = len.min(self.len - start);
+        [self.offset + start..self.offset + start + first, self.offset..self.offset + len - first]
+    }
+
+    /// Writes `parts`, one after the other, at `position`.
+    ///
+    /// # Panics
+    /// If the ring is not inside the memory or the parts are longer than the ring: a mistake of this side.
+    pub fn write(&self, memory: &Arena, position: u64, parts: &[&[u8]]) {
+        let mut at = position;
+        for part in parts {
+            let [first, second] = self.spans(at, part.len());
+            let (head, tail) = part.split_at(first.len());
+            assert!(
+                memory.copy_in(first.start, head) && memory.copy_in(second.start, tail),
+                "ring outside memory"
+            );
+            at += part.len() as u64;
+        }
+    }
+
+    /// Copies the entry at `position` out of memory that a peer may be writing, and verifies the copy. `available` is
+    /// what the doorbell announced from there on, in bytes.
+    ///
+    /// # Errors
+    /// [`ChannelError::Protocol`] if there is no valid entry.
+    pub fn read(&self, memory: &Arena, position: u64, available: usize) -> Result<Frame> {
+        let mut head = [0; HEADER_LEN];
+        if available < HEADER_LEN {
+            return Err(ChannelError::protocol("the doorbell announced less than an entry"));
+        }
+        self.copy_out(memory, position, &mut head)?;
+        let header = Header::parse(&head)?;
+        if header.position != position {
+            let found = header.position;
+            return Err(ChannelError::protocol(format!(
+                "a stale entry: of position {found}, not {position}"
+            )));
+        }
+        let total = (header.control_len as usize)
+            .checked_add(header.data_len as usize)
+            .and_then(|len| len.checked_add(HEADER_LEN))
+            .filter(|&len| len <= MAX_ENTRY && footprint(len) <= available)
+            .ok_or_else(|| {
+                ChannelError::protocol("an entry is longer than the doorbell or the limit allows")
+            })?;
+        let mut bytes = vec![0; total];
+        bytes[..HEADER_LEN].copy_from_slice(&head);
+        self.copy_out(memory, position + HEADER_LEN as u64, &mut bytes[HEADER_LEN..])?;
+        Frame::from_parts(header, bytes)
+    }
+
+    fn copy_out(&self, memory: &Arena, position: u64, out: &mut [u8]) -> Result<()> {
+        let [first, second] = self.spans(position, out.len());
+        let (head, tail) = out.split_at_mut(first.len());
+        if memory.copy_out(first.start, head) && memory.copy_out(second.start, tail) {
+            Ok(())
+        } else {
+            Err(ChannelError::protocol("the ring is not inside its memory"))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Kind;
+    use proptest::prelude::*;
+
+    const RING: Ring = Ring { offset: 4096, len: 8192 };
+
+    fn put(memory: &Arena, position: u64, control: &[u8], data: &[u8]) -> usize {
+        let header = Header { position, data_len: data.len() as u32, ..Header::new(Kind::Request, 0, 9) };
+        let sealed = header.seal(control);
+        RING.write(memory, position, &[&sealed, data]);
+        footprint(sealed.len() + data.len())
+    }
+
+    proptest! {
+        #[test]
+        fn entries_come_out_as_they_went_in_also_around_the_end(sizes in proptest::collection::vec((0usize..2000, 0usize..2000), 1..40)) {
+            let memory = Arena::anonymous(16384).unwrap();
+            let mut position = 0;
+            for (control, data) in sizes {
+                let (control, data) = (vec![3; control], vec![5; data]);
+                let len = put(&memory, position, &control, &data);
+                let frame = RING.read(&memory, position, len).unwrap();
+                prop_assert_eq!((&frame.control[..], &frame.data[..]), (&control[..], &data[..]));
+                position += len as u64;
+            }
+            let mut outside = [1; 4096];
+            prop_assert!(memory.copy_out(12288, &mut outside));
+            prop_assert_eq!(outside, [0; 4096], "nothing outside the ring was written");
+        }
+
+        #[test]
+        fn arbitrary_memory_never_panics(bytes in proptest::collection::vec(any::<u8>(), 128), position in 0u64..100_000, available in 0usize..9000) {
+            let memory = Arena::anonymous(16384).unwrap();
+            let position = position / CELL as u64 * CELL as u64;
+            put(&memory, position, b"x", b"y");
+            RING.write(&memory, position + 12, &[&bytes[..20]]);
+            let _ = RING.read(&memory, position, available);
+        }
+    }
+
+    #[test]
+    fn stale_torn_and_oversized_entries_are_refused() {
+        let memory = Arena::anonymous(16384).unwrap();
+        let len = put(&memory, 0, b"control", b"data");
+        assert!(RING.read(&memory, 0, len).is_ok());
+        assert!(RING.read(&memory, 0, 0).is_err(), "a doorbell without an entry");
+        assert!(RING.read(&memory, RING.len as u64, len).is_err(), "an entry of the last round");
+        assert!(RING.read(&memory, 64, 8000).is_err(), "no entry there");
+        RING.write(&memory, HEADER_LEN as u64 + 2, &[b"X"]);
+        assert!(RING.read(&memory, 0, len).is_err(), "changed after it was sealed");
+        put(&memory, 0, &[0; 5000], b"");
+        assert!(RING.read(&memory, 0, 64).is_err(), "longer than announced");
+    }
+}
