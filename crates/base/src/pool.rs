@@ -271,6 +271,12 @@ impl Lease {
         Ok(unsafe { self.arena.carve(start, size, release) })
     }
 
+    /// Where `bytes` lies in the arena, in bytes from its start; `None` if it is elsewhere.
+    #[must_use]
+    pub fn offset_of(&self, bytes: &[u8]) -> Option<u64> {
+        self.arena.offset_of(bytes).map(|offset| offset as u64)
+    }
+
     /// Number of ranges in use.
     #[must_use]
     pub fn in_use(&self) -> usize {

@@ -34,13 +34,15 @@ impl Control {
         Control { stream, input: BytesMut::new(), output: VecDeque::new() }
     }
 
-    /// Puts a frame behind those to be written; [`poll_flush`](Self::poll_flush) writes it.
-    pub fn push(&mut self, header: Header, control: &[u8], data: Bytes) {
-        let header = Header { data_len: data.len() as u32, ..header };
-        self.output.push_back(Bytes::from(header.seal(control)));
-        if !data.is_empty() {
-            self.output.push_back(data);
-        }
+    /// Puts a frame behind those to be written; [`poll_flush`](Self::poll_flush) writes it. The payload is `data`, one
+    /// piece after the other.
+    pub fn push(&mut self, header: Header, control: &[u8], data: impl IntoIterator<Item = Bytes>) {
+        let at = self.output.len();
+        self.output.push_back(Bytes::new());
+        self.output.extend(data.into_iter().filter(|piece| !piece.is_empty()));
+        let data_len: usize = self.output.iter().skip(at).map(Bytes::len).sum();
+        let header = Header { data_len: data_len as u32, ..header };
+        self.output[at] = Bytes::from(header.seal(control));
     }
 
     /// Writes as much as the socket takes. Ready when all is written.

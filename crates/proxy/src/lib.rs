@@ -1,1 +1,21 @@
-//! Placeholder.
+//! `ProxyStore`: an [`ObjectStore`](store::ObjectStore) on the DPU whose drives are on the host.
+//!
+//! The osd's process opens a [`Session`] with the store's process and gets one [`ProxyStore`] per target. Calls that
+//! carry data go through the rings and the data region of the [`channel`]; the rest goes through its control socket
+//! (`docs/channel.md` has the table). On the other side a [`Server`] takes the calls in order and makes them on the real
+//! stores. If the store's process dies, the session opens another one by itself; this crate decides which calls may be
+//! repeated. It does not move bytes (crate `channel` does) and does not look into objects.
+
+#![forbid(unsafe_code)]
+
+mod admission;
+mod link;
+mod proxy_store;
+mod server;
+mod session;
+mod transaction_codec;
+mod wire;
+
+pub use proxy_store::ProxyStore;
+pub use server::{Listener, Server, ServerOptions, ServerStatus, Target};
+pub use session::{Endpoint, Session, SessionOptions, SessionStatus};

@@ -99,7 +99,8 @@ impl Block {
     fn padded(piece: Bytes, crc: u32) -> Block {
         let crc = block::pad_to_block(crc, piece.len());
         if piece.len() == BLOCK_SIZE {
-            return Block { data: piece, crc };
+            // A copy: the payload may lie in a buffer that its owner wants back.
+            return Block { data: Bytes::copy_from_slice(&piece), crc };
         }
         let mut data = BytesMut::zeroed(BLOCK_SIZE);
         data[..piece.len()].copy_from_slice(&piece);

@@ -1,0 +1,73 @@
+//! In which order the host hands calls to a store, whatever path they came by.
+
+use std::collections::BTreeMap;
+
+/// Holds calls back until the transactions that they follow have been handed to the store. One per target and session.
+#[derive(Debug)]
+pub(crate) struct Admission<T> {
+    /// Number of the last transaction handed over.
+    admitted: u64,
+    /// Transactions that came early, by their number less one.
+    transactions: BTreeMap<u64, T>,
+    /// Other calls that came early, by the number that they follow.
+    others: BTreeMap<u64, Vec<T>>,
+}
+
+impl<T> Default for Admission<T> {
+    fn default() -> Self {
+        Admission { admitted: 0, transactions: BTreeMap::new(), others: BTreeMap::new() }
+    }
+}
+
+impl<T> Admission<T> {
+    /// Takes a call that follows transaction `after` and returns those whose turn has come, in order.
+    ///
+    /// # Errors
+    /// If a transaction has a number that was used before: gives the call back.
+    pub(crate) fn offer(&mut self, after: u64, is_transaction: bool, call: T) -> Result<Vec<T>, T> {
+        if !is_transaction {
+            if after <= self.admitted {
+                return Ok(vec![call]);
+            }
+            self.others.entry(after).or_default().push(call);
+            return Ok(Vec::new());
+        }
+        if after < self.admitted || self.transactions.contains_key(&after) {
+            return Err(call);
+        }
+        self.transactions.insert(after, call);
+        let mut turn = Vec::new();
+        while let Some(transaction) = self.transactions.remove(&self.admitted) {
+            turn.push(transaction);
+            self.admitted += 1;
+            turn.extend(self.others.remove(&self.admitted).unwrap_or_default());
+        }
+        Ok(turn)
+    }
+
+    /// Number of calls held back.
+    pub(crate) fn held(&self) -> usize {
+        self.transactions.len() + self.others.values().map(Vec::len).sum::<usize>()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn calls_wait_for_the_transactions_before_them() {
+        let mut admission = Admission::default();
+        assert_eq!(admission.offer(0, false, "stat 0"), Ok(vec!["stat 0"]));
+        assert_eq!(admission.offer(2, false, "stat 2"), Ok(vec![]));
+        assert_eq!(admission.offer(1, true, "transaction 2"), Ok(vec![]));
+        assert_eq!(admission.offer(1, false, "stat 1"), Ok(vec![]));
+        assert_eq!(admission.held(), 3);
+        assert_eq!(
+            admission.offer(0, true, "transaction 1"),
+            Ok(vec!["transaction 1", "stat 1", "transaction 2", "stat 2"])
+        );
+        assert_eq!(admission.held(), 0);
+        assert_eq!(admission.offer(1, true, "again"), Err("again"));
+    }
+}

@@ -1,0 +1,290 @@
+//! The osd's end of one session.
+//!
+//! Callers put [`Job`]s into the [`Link`] from any thread, under a short lock, and what can go at once is posted right
+//! there, on the caller's thread. One [`Driver`](driver::Driver) task per link, on the runtime of the OSD's shard, takes what
+//! comes back. There is no thread of the channel's own on this side: with one, every call would cost two more wake-ups
+//! (into that thread and back), while this way a reply wakes the very thread that runs the waiting task.
+//!
+//! **Order.** Transactions and reads of a target go through its *lane* and are posted strictly in the order they were
+//! called. Everything else may overtake, and says in its header which transaction it must follow. Whatever waits,
+//! waits only for what was called earlier or has been posted already, so nothing waits in a circle.
+
+mod driver;
+mod jobs;
+mod replies;
+mod ring_side;
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use base::buddy::Buddy;
+use base::mem::ArenaBuf;
+use base::pool::MIN_BUFFER;
+use bytes::Bytes;
+use channel::{Header, Layout};
+use futures::task::AtomicWaker;
+use store::{StageId, StoreError};
+use tokio::sync::oneshot;
+
+use crate::transaction_codec::{self, Encoded};
+use crate::wire::{Answer, Call};
+
+pub(crate) use driver::Driver;
+use jobs::{Job, Route};
+pub(crate) use jobs::{Kind, Read};
+pub(crate) use ring_side::RingSide;
+
+/// Most jobs that wait in a link. The OSD has its own, lower limit of requests in flight; this one only bounds memory.
+const MAX_JOBS: usize = 1 << 15;
+/// Most calls unanswered on the control socket, in bulk or not.
+const MAX_ON_SOCKET: usize = 256;
+
+/// Why a call has no answer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum CallError {
+    /// The session ended first. Whether the call took effect is unknown.
+    Lost(String),
+    /// The store said so.
+    Store(StoreError),
+}
+
+impl From<StoreError> for CallError {
+    fn from(e: StoreError) -> CallError {
+        CallError::Store(e)
+    }
+}
+
+impl From<CallError> for StoreError {
+    fn from(e: CallError) -> StoreError {
+        match e {
+            CallError::Lost(why) => StoreError::Disconnected(why),
+            CallError::Store(e) => e,
+        }
+    }
+}
+
+/// An answer, and the payload that came with it.
+pub(crate) type Answered = Result<(Answer, Vec<Bytes>), CallError>;
+/// Where an answer goes.
+pub(crate) type AnswerTo = oneshot::Sender<Answered>;
+
+/// One session, as callers see it.
+pub(crate) struct Link {
+    state: Mutex<State>,
+    driver: AtomicWaker,
+    /// Longest payload that one request carries, in bytes: one transfer, one range.
+    pub(crate) max_segment: usize,
+    /// Longest range of host memory, in bytes.
+    pub(crate) max_range: usize,
+    /// Whether payload goes by DMA.
+    pub(crate) by_dma: bool,
+}
+
+struct State {
+    dead: Option<String>,
+    generation: u64,
+    last_id: u64,
+    last_stage: u64,
+    jobs: HashMap<u64, Job>,
+    pending: HashMap<u64, Pending>,
+    lanes: Vec<Lane>,
+    stages: HashMap<u64, Staged>,
+    /// Jobs that wait for a range of host memory, in the order they asked.
+    range_queue: VecDeque<u64>,
+    /// Jobs that are ready but for credit, per route.
+    ring_ready: VecDeque<u64>,
+    socket_ready: VecDeque<u64>,
+    on_socket: usize,
+    /// Free ranges of the host's data region. Without host memory: how many bytes may be in flight.
+    ranges: Buddy,
+    ring: Option<RingSide>,
+    control_out: Vec<(Header, Vec<u8>, Vec<Bytes>)>,
+}
+
+/// Transactions and reads of one target, in order.
+#[derive(Default)]
+struct Lane {
+    last_transaction: u64,
+    queue: VecDeque<u64>,
+}
+
+/// A stage of this session.
+struct Staged {
+    host_id: u64,
+    /// Writes that were called and not posted yet. A transaction that names the stage is posted after them.
+    unposted: u32,
+}
+
+/// A request that was sent.
+struct Pending {
+    target: u16,
+    kind: Kind,
+    answer_to: Option<AnswerTo>,
+    range: Option<HeldRange>,
+    /// Payload that DMA may still be reading.
+    holds: Vec<(usize, Bytes)>,
+    reply_max: usize,
+    route: Route,
+}
+
+/// A range of the host's data region.
+#[derive(Debug, Clone, Copy)]
+struct HeldRange {
+    /// Bytes from the region's start.
+    offset: usize,
+    order: usize,
+    len: usize,
+}
+
+/// Where read data is to land.
+enum Landing {
+    /// In place.
+    Buffers(Vec<ArenaBuf>),
+    /// In the mirror of its range, to be copied from there: there was no other memory.
+    Mirror(Option<ArenaBuf>),
+}
+
+impl Link {
+    /// A link over host memory (`ring`), or over the control socket alone.
+    pub(crate) fn new(
+        generation: u64,
+        targets: usize,
+        layout: Layout,
+        largest_range: usize,
+        ring: Option<RingSide>,
+    ) -> Arc<Link> {
+        let largest = largest_range.min(layout.data_len as usize).max(MIN_BUFFER);
+        let largest = 1 << largest.ilog2();
+        let by_dma = ring.is_some();
+        let max_transfer = ring.as_ref().map_or(2 << 20, RingSide::max_transfer);
+        let max_segment = (max_transfer.min(largest) / MIN_BUFFER * MIN_BUFFER).max(MIN_BUFFER);
+        let state = State {
+            dead: None,
+            generation,
+            last_id: 0,
+            last_stage: 0,
+            jobs: HashMap::new(),
+            pending: HashMap::new(),
+            lanes: (0..targets).map(|_| Lane::default()).collect(),
+            stages: HashMap::new(),
+            range_queue: VecDeque::new(),
+            ring_ready: VecDeque::new(),
+            socket_ready: VecDeque::new(),
+            on_socket: 0,
+            ranges: Buddy::new(layout.data_len as usize, MIN_BUFFER, largest),
+            ring,
+            control_out: Vec::new(),
+        };
+        let state = Mutex::new(state);
+        Arc::new(Link { state, driver: AtomicWaker::new(), max_segment, max_range: largest, by_dma })
+    }
+
+    /// Not contended: held for about a microsecond, by callers and by the driver. Nothing panics while it is held with
+    /// the state half changed.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Lets the driver write what was put on the control socket.
+    fn unlock(&self, state: MutexGuard<'_, State>) {
+        let output = !state.control_out.is_empty();
+        drop(state);
+        if output {
+            self.driver.wake();
+        }
+    }
+
+    /// A call on the control socket.
+    pub(crate) fn call(&self, target: u16, call: Call, kind: Kind, answer_to: AnswerTo) {
+        let mut state = self.lock();
+        let after = state.lanes[usize::from(target)].last_transaction;
+        state.submit(Job::on_socket(target, after, call, kind, answer_to));
+        self.unlock(state);
+    }
+
+    /// Sends one segment of staged data.
+    pub(crate) fn stage_write(
+        &self,
+        target: u16,
+        stage: StageId,
+        offset: u64,
+        payload: base::block::Payload,
+        answer_to: AnswerTo,
+    ) {
+        let mut state = self.lock();
+        let after = state.lanes[usize::from(target)].last_transaction;
+        let Some(staged) = state.stages.get_mut(&stage.0) else {
+            drop(state);
+            // Whoever asked may have gone; then nobody needs to know.
+            let _ = answer_to.send(Err(StoreError::NoSuchStage(stage.0).into()));
+            return;
+        };
+        staged.unposted += 1;
+        let host_id = staged.host_id;
+        let job = Job::stage_write(target, after, stage, host_id, offset, payload, self.by_dma, answer_to);
+        state.submit(job);
+        self.unlock(state);
+    }
+
+    /// Gives a stage back. No answer comes.
+    pub(crate) fn stage_release(&self, target: u16, stage: StageId) {
+        let mut state = self.lock();
+        if let Some(staged) = state.stages.remove(&stage.0) {
+            state.release_stage(target, staged.host_id);
+        }
+        self.unlock(state);
+    }
+
+    /// Queues a transaction: gives it its number and its place in the target's lane.
+    pub(crate) fn transaction(&self, target: u16, transaction: &store::Transaction, answer_to: AnswerTo) {
+        let mut state = self.lock();
+        match state.encode(transaction, self.by_dma, self.max_range) {
+            Ok(encoded) => {
+                let lane = &mut state.lanes[usize::from(target)];
+                let after = lane.last_transaction;
+                lane.last_transaction += 1;
+                let job = Job::transaction(target, after, encoded, self.by_dma, answer_to);
+                state.submit(job);
+            }
+            // Whoever asked may have gone; then nobody needs to know.
+            Err(e) => drop(answer_to.send(Err(e.into()))),
+        }
+        self.unlock(state);
+    }
+
+    /// A read of at most one range.
+    pub(crate) fn read(&self, target: u16, read: jobs::Read, answer_to: AnswerTo) {
+        let mut state = self.lock();
+        let after = state.lanes[usize::from(target)].last_transaction;
+        state.submit(Job::read(target, after, read, self.by_dma, answer_to));
+        self.unlock(state);
+    }
+
+    /// Number of stages of this session.
+    pub(crate) fn stages(&self) -> usize {
+        self.lock().stages.len()
+    }
+}
+
+impl State {
+    fn encode(
+        &mut self,
+        transaction: &store::Transaction,
+        by_dma: bool,
+        max_range: usize,
+    ) -> Result<Encoded, StoreError> {
+        let stages = &self.stages;
+        let translate =
+            |stage: StageId| stages.get(&stage.0).map(|s| s.host_id).ok_or(StoreError::NoSuchStage(stage.0));
+        let mut encoded = transaction_codec::encode(transaction, 1, translate)?;
+        if by_dma && !jobs::fits_inline(&encoded) {
+            encoded = transaction_codec::encode(transaction, MIN_BUFFER, translate)?;
+        }
+        let size = jobs::range_len(&encoded);
+        if size > max_range {
+            let what = "transaction".to_owned();
+            return Err(StoreError::TooLarge { what, size: size as u64, limit: max_range as u64 });
+        }
+        Ok(encoded)
+    }
+}

@@ -1,0 +1,367 @@
+//! [`ProxyStore`]: the `ObjectStore` that the OSD sees.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use base::BoxFuture;
+use base::block::{BLOCK, Payload, align_down, align_up};
+use base::mem::ArenaBuf;
+use bytes::Bytes;
+use store::{
+    CollectionId, ObjectId, ObjectStore, Page, ReadData, Result, StageId, Stat, StatFs, StoreError,
+    Transaction,
+};
+use tokio::sync::oneshot;
+
+use crate::link::{AnswerTo, Answered, CallError, Kind, Link, Read};
+use crate::session::Handle;
+use crate::wire::{Answer, Call, unpack_checksums};
+
+/// One target of a store process, seen from the DPU.
+///
+/// Calls that only read, and `stage`, are made again by themselves if the store restarts; the others fail with
+/// [`StoreError::Disconnected`] then, and what they did is unknown. A call made while the store is away waits for it.
+///
+/// A read of more than [`SessionOptions::largest_request`](crate::SessionOptions) is cut into several, each of them
+/// atomic by itself.
+pub struct ProxyStore {
+    handle: Arc<Handle>,
+    target: u16,
+}
+
+type Answers = oneshot::Receiver<Answered>;
+
+impl ProxyStore {
+    pub(crate) fn new(handle: Arc<Handle>, target: u16) -> ProxyStore {
+        ProxyStore { handle, target }
+    }
+
+    /// Hands a call to the present session, or the next one. It takes its place now.
+    fn start(&self, call: impl FnOnce(&Arc<Link>, u16, AnswerTo) + Send + 'static) -> Answers {
+        start(&self.handle, self.target, call)
+    }
+
+    /// A call that may be made again, on the control socket.
+    fn query(&self, call: Call, kind: fn() -> Kind) -> BoxFuture<'static, Result<Answer>> {
+        let (handle, target) = (Arc::clone(&self.handle), self.target);
+        let make = move || {
+            let call = call.clone();
+            start(&handle, target, move |link, target, answer_to| link.call(target, call, kind(), answer_to))
+        };
+        let first = make();
+        let handle = Arc::clone(&self.handle);
+        Box::pin(async move { Ok(retrying(&handle, first, make).await?.0) })
+    }
+
+    fn ask<T: Send + 'static>(
+        &self,
+        call: Call,
+        take: impl FnOnce(Answer) -> Option<T> + Send + 'static,
+    ) -> BoxFuture<'static, Result<T>> {
+        let answer = self.query(call, || Kind::Plain);
+        Box::pin(async move { take(answer.await?).ok_or_else(unexpected) })
+    }
+}
+
+fn start(
+    handle: &Handle,
+    target: u16,
+    call: impl FnOnce(&Arc<Link>, u16, AnswerTo) + Send + 'static,
+) -> Answers {
+    let (answer_to, answers) = oneshot::channel();
+    handle.shared.with_link(move |link| match link {
+        Ok(link) => call(link, target, answer_to),
+        // Whoever asked may have gone; then nobody needs to know.
+        Err(e) => drop(answer_to.send(Err(e))),
+    });
+    answers
+}
+
+async fn answer_of(answers: Answers) -> Answered {
+    answers.await.unwrap_or_else(|_| Err(CallError::Lost("the session was dropped".into())))
+}
+
+/// Makes a call again as long as it fails with its session, but not for ever.
+async fn retrying(
+    handle: &Handle,
+    first: Answers,
+    mut again: impl FnMut() -> Answers,
+) -> Result<(Answer, Vec<Bytes>), StoreError> {
+    let deadline = Instant::now() + handle.shared.options.wait_for_store;
+    let mut answers = first;
+    loop {
+        match answer_of(answers).await {
+            Err(CallError::Lost(_)) if handle.shared.may_retry() && Instant::now() < deadline => {
+                answers = again();
+            }
+            answered => return Ok(answered?),
+        }
+    }
+}
+
+fn unexpected() -> StoreError {
+    StoreError::Disconnected("the store gave an answer of another kind than asked for".into())
+}
+
+/// The part of a read that one request asks for.
+#[derive(Clone)]
+struct Window {
+    cid: CollectionId,
+    oid: ObjectId,
+    offset: u64,
+    len: u64,
+}
+
+impl Window {
+    /// Length of the covering blocks, in bytes.
+    fn cover(&self) -> u64 {
+        let end = align_up(self.offset.saturating_add(self.len)).unwrap_or(u64::MAX - u64::MAX % BLOCK);
+        if self.len == 0 { 0 } else { end - align_down(self.offset) }
+    }
+
+    /// The same, cut so that the covering blocks are at most `most` bytes.
+    fn clipped(&self, most: u64) -> Window {
+        let len = if self.cover() <= most { self.len } else { most - self.offset % BLOCK };
+        Window { len, ..self.clone() }
+    }
+
+    fn start(&self, handle: &Handle, target: u16, dest: Option<ArenaBuf>) -> Answers {
+        let window = self.clone();
+        start(handle, target, move |link, target, answer_to| {
+            let part = window.clipped(link.max_range as u64);
+            let cover = part.cover() as usize;
+            let dest = dest.filter(|_| part.len == window.len);
+            let Window { cid, oid, offset, len } = part;
+            link.read(target, Read { cid, oid, offset, len, cover, dest }, answer_to);
+        })
+    }
+}
+
+/// Reads window after window until the end of the range or of the object.
+async fn read_on(handle: Arc<Handle>, target: u16, whole: Window, first: Answers) -> Result<ReadData> {
+    let mut read: Option<ReadData> = None;
+    let mut window = whole.clone();
+    let mut answers = first;
+    loop {
+        let again = || window.start(&handle, target, None);
+        let (answer, data) = retrying(&handle, answers, again).await?;
+        let Answer::Read { offset, checksums, object_size, .. } = answer else { return Err(unexpected()) };
+        let checksums = unpack_checksums(&checksums)?;
+        let data: Vec<Bytes> = data.into_iter().filter(|piece| !piece.is_empty()).collect();
+        let part = ReadData { offset, data, checksums, object_size };
+        let end = part.offset.saturating_add(part.len());
+        let got = part.len();
+        let all = match &mut read {
+            Some(all) => {
+                all.data.extend(part.data);
+                all.checksums.extend(part.checksums);
+                all
+            }
+            None => read.insert(part),
+        };
+        let wanted = whole.offset.saturating_add(whole.len).min(all.object_size);
+        if end >= wanted || got == 0 || !end.is_multiple_of(BLOCK) {
+            return Ok(read.unwrap_or_default());
+        }
+        window = Window { offset: end, len: wanted - end, ..window };
+        answers = window.start(&handle, target, None);
+    }
+}
+
+impl ObjectStore for ProxyStore {
+    fn stage(&self, len: u64) -> BoxFuture<'static, Result<StageId>> {
+        let answer = self.query(Call::Stage { len }, || Kind::Stage);
+        Box::pin(async move {
+            match answer.await? {
+                Answer::Stage(id) => Ok(StageId(id)),
+                _ => Err(unexpected()),
+            }
+        })
+    }
+
+    fn stage_write(&self, stage: StageId, offset: u64, payload: Payload) -> BoxFuture<'static, Result<()>> {
+        let (tx, rx) = oneshot::channel();
+        let target = self.target;
+        self.handle.shared.with_link(move |link| {
+            // Whoever asked may have gone; then nobody needs to know.
+            drop(match link {
+                Ok(link) => tx.send(write_segments(link, target, stage, offset, payload)),
+                Err(e) => tx.send(Err(e.into())),
+            });
+        });
+        Box::pin(async move {
+            let segments =
+                rx.await.unwrap_or_else(|_| Err(StoreError::Disconnected("session dropped".into())))?;
+            for segment in segments {
+                answer_of(segment).await?;
+            }
+            Ok(())
+        })
+    }
+
+    fn stage_release(&self, stage: StageId) {
+        let target = self.target;
+        self.handle.shared.with_link(move |link| {
+            // With the session the stage is gone, too.
+            if let Ok(link) = link {
+                link.stage_release(target, stage);
+            }
+        });
+    }
+
+    fn queue_transaction(&self, transaction: Transaction) -> BoxFuture<'static, Result<()>> {
+        if let Err(e) = transaction.validate() {
+            return Box::pin(std::future::ready(Err(e)));
+        }
+        let answers =
+            self.start(move |link, target, answer_to| link.transaction(target, &transaction, answer_to));
+        Box::pin(async move { Ok(answer_of(answers).await.map(|_| ())?) })
+    }
+
+    fn read(
+        &self,
+        cid: &CollectionId,
+        oid: &ObjectId,
+        offset: u64,
+        len: u64,
+        dest: Option<ArenaBuf>,
+    ) -> BoxFuture<'static, Result<ReadData>> {
+        let whole = Window { cid: cid.clone(), oid: oid.clone(), offset, len };
+        let first = whole.start(&self.handle, self.target, dest);
+        Box::pin(read_on(Arc::clone(&self.handle), self.target, whole, first))
+    }
+
+    fn stat(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Stat>> {
+        self.ask(Call::Stat { cid: cid.clone(), oid: oid.clone() }, |answer| match answer {
+            Answer::Stat(stat) => Some(stat),
+            _ => None,
+        })
+    }
+
+    fn get_xattr(
+        &self,
+        cid: &CollectionId,
+        oid: &ObjectId,
+        name: Bytes,
+    ) -> BoxFuture<'static, Result<Bytes>> {
+        self.ask(Call::GetXattr { cid: cid.clone(), oid: oid.clone(), name }, bytes)
+    }
+
+    fn get_xattrs(
+        &self,
+        cid: &CollectionId,
+        oid: &ObjectId,
+    ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>> {
+        self.ask(Call::GetXattrs { cid: cid.clone(), oid: oid.clone() }, pairs)
+    }
+
+    fn omap_get_header(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Bytes>> {
+        self.ask(Call::OmapGetHeader { cid: cid.clone(), oid: oid.clone() }, bytes)
+    }
+
+    fn omap_get(
+        &self,
+        cid: &CollectionId,
+        oid: &ObjectId,
+        keys: Vec<Bytes>,
+    ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>> {
+        self.ask(Call::OmapGet { cid: cid.clone(), oid: oid.clone(), keys }, pairs)
+    }
+
+    fn omap_iterate(
+        &self,
+        cid: &CollectionId,
+        oid: &ObjectId,
+        from: Bytes,
+        limit: usize,
+    ) -> BoxFuture<'static, Result<Page<(Bytes, Bytes)>>> {
+        let call = Call::OmapIterate { cid: cid.clone(), oid: oid.clone(), from, limit: limit as u64 };
+        self.ask(call, |answer| match answer {
+            Answer::PairsPage(pairs, more) => Some((pairs, more)),
+            _ => None,
+        })
+    }
+
+    fn list(
+        &self,
+        cid: &CollectionId,
+        from: Option<ObjectId>,
+        limit: usize,
+    ) -> BoxFuture<'static, Result<Page<ObjectId>>> {
+        self.ask(Call::List { cid: cid.clone(), from, limit: limit as u64 }, |answer| match answer {
+            Answer::Objects(ids, more) => Some((ids, more)),
+            _ => None,
+        })
+    }
+
+    fn collections(&self) -> BoxFuture<'static, Result<Vec<CollectionId>>> {
+        self.ask(Call::Collections, |answer| match answer {
+            Answer::Collections(ids) => Some(ids),
+            _ => None,
+        })
+    }
+
+    fn statfs(&self) -> BoxFuture<'static, Result<StatFs>> {
+        self.ask(Call::StatFs, |answer| match answer {
+            Answer::StatFs(statfs) => Some(statfs),
+            _ => None,
+        })
+    }
+
+    fn umount(&self) -> BoxFuture<'static, Result<()>> {
+        let answers = self.start(|link, target, to| link.call(target, Call::Umount, Kind::Plain, to));
+        Box::pin(async move { Ok(answer_of(answers).await.map(|_| ())?) })
+    }
+}
+
+fn bytes(answer: Answer) -> Option<Bytes> {
+    match answer {
+        Answer::Bytes(bytes) => Some(bytes),
+        _ => None,
+    }
+}
+
+fn pairs(answer: Answer) -> Option<Vec<(Bytes, Bytes)>> {
+    match answer {
+        Answer::Pairs(pairs) => Some(pairs),
+        _ => None,
+    }
+}
+
+/// Sends staged data in segments of at most one transfer each, all at once.
+fn write_segments(
+    link: &Arc<Link>,
+    target: u16,
+    stage: StageId,
+    offset: u64,
+    payload: Payload,
+) -> Result<Vec<Answers>> {
+    let most = link.max_segment;
+    let aligned = payload.phase() == 0 && offset.is_multiple_of(BLOCK);
+    let mut segments = Vec::new();
+    let mut send = |offset, payload| {
+        let (answer_to, answers) = oneshot::channel();
+        link.stage_write(target, stage, offset, payload, answer_to);
+        segments.push(answers);
+    };
+    if payload.len() <= most {
+        send(offset, payload);
+        return Ok(segments);
+    }
+    if !aligned {
+        return Err(StoreError::InvalidArgument(format!(
+            "staged bytes at {offset} do not start with a block"
+        )));
+    }
+    let (data, checksums) = payload.into_parts();
+    for at in (0..data.len()).step_by(most) {
+        let piece = data.slice(at..data.len().min(at + most));
+        let first = at / BLOCK as usize;
+        let checksums = checksums[first..first + piece.len().div_ceil(BLOCK as usize)].to_vec();
+        let start = offset.saturating_add(at as u64);
+        let piece = Payload::from_parts(start, piece, checksums)
+            .map_err(|e| StoreError::InvalidArgument(e.to_string()))?;
+        send(start, piece);
+    }
+    Ok(segments)
+}

@@ -1,0 +1,279 @@
+//! One session on the store's side.
+
+use std::collections::HashSet;
+use std::future::poll_fn;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use channel::ring::{self, MAX_ENTRY};
+use channel::{ChannelError, Control, Doorbell, Frame, HEADER_LEN, Header, HostMemory, Kind, MAX_FRAME};
+use futures::stream::{FuturesUnordered, StreamExt};
+use store::{StageId, StoreError};
+
+use super::calls::{Done, Request, Running, Via, make};
+use super::{Counts, Target};
+use crate::admission::Admission;
+use crate::wire::{Answer, Call, NO_REPLY, encode, shorten};
+
+/// Most frames taken from the control socket in one turn.
+const FRAMES_PER_TURN: usize = 64;
+/// Most calls of one session at a time, on whatever path. An osd keeps far below.
+const MAX_CALLS: usize = 8192;
+
+/// Rings and doorbells of a session with host memory.
+pub(super) struct Rings {
+    memory: HostMemory,
+    doorbell: Doorbell,
+    osd_doorbell: OwnedFd,
+    max_outstanding: usize,
+    outstanding: usize,
+    /// Bytes announced by the doorbell and not taken yet.
+    announced: usize,
+    /// Bytes taken out of the inbound ring.
+    taken: u64,
+    /// Bytes put into the outbox.
+    head: u64,
+    /// Bytes put there since the doorbell was last rung.
+    unannounced: u64,
+}
+
+impl Rings {
+    pub(super) fn new(
+        memory: HostMemory,
+        doorbell: Doorbell,
+        osd_doorbell: OwnedFd,
+        max_outstanding: usize,
+    ) -> Rings {
+        Rings {
+            memory,
+            doorbell,
+            osd_doorbell,
+            max_outstanding,
+            outstanding: 0,
+            announced: 0,
+            taken: 0,
+            head: 0,
+            unannounced: 0,
+        }
+    }
+
+    /// Hears the doorbell; `true` if it rang.
+    fn hear(&mut self, cx: &mut Context<'_>) -> channel::Result<bool> {
+        let Poll::Ready(count) = self.doorbell.poll_wait(cx) else { return Ok(false) };
+        let limit = self.memory.layout.inbound().len;
+        let count = usize::try_from(count?).unwrap_or(usize::MAX);
+        let sum = self.announced.checked_add(count);
+        self.announced = sum.filter(|s| *s <= limit && s.is_multiple_of(ring::CELL)).ok_or_else(|| {
+            ChannelError::Protocol(format!("the doorbell announced {count} bytes, the ring has {limit}"))
+        })?;
+        Ok(true)
+    }
+
+    /// Takes the next entry.
+    fn take(&mut self) -> channel::Result<Option<Frame>> {
+        if self.announced == 0 {
+            return Ok(None);
+        }
+        let frame = self.memory.layout.inbound().read(&self.memory.arena, self.taken, self.announced)?;
+        let footprint = ring::footprint(frame.header.total_len());
+        self.announced -= footprint;
+        self.taken += footprint as u64;
+        if self.outstanding >= self.max_outstanding {
+            return Err(ChannelError::Protocol("more requests at a time than were agreed".into()));
+        }
+        if frame.header.reply_max as usize > MAX_ENTRY {
+            return Err(ChannelError::Protocol("a request wants a longer reply than there can be".into()));
+        }
+        self.outstanding += 1;
+        Ok(Some(frame))
+    }
+
+    fn put(&mut self, header: Header, control: &[u8], data: &[Bytes]) {
+        let data_len: usize = data.iter().map(Bytes::len).sum();
+        let header =
+            Header { data_len: data_len as u32, position: self.head, consumed: self.taken, ..header };
+        let sealed = header.seal(control);
+        let footprint = ring::footprint(sealed.len() + data_len) as u64;
+        let parts: Vec<&[u8]> = std::iter::once(&sealed[..]).chain(data.iter().map(|d| &d[..])).collect();
+        self.memory.layout.outbox().write(&self.memory.arena, self.head, &parts);
+        self.head += footprint;
+        self.unannounced += footprint;
+        self.outstanding -= 1;
+    }
+
+    fn announce(&mut self) -> channel::Result<()> {
+        let count = std::mem::take(&mut self.unannounced);
+        if count > 0 {
+            Doorbell::ring(self.osd_doorbell.as_fd(), count)?;
+        }
+        Ok(())
+    }
+}
+
+/// One session: what the osd asks, in the order it must be asked.
+pub(super) struct HostSession {
+    targets: Arc<[Target]>,
+    rings: Option<Rings>,
+    control: Control,
+    admissions: Vec<Admission<Request>>,
+    running: FuturesUnordered<Running>,
+    stages: HashSet<(u16, StageId)>,
+    counts: Arc<Counts>,
+}
+
+impl HostSession {
+    pub(super) fn new(
+        targets: Arc<[Target]>,
+        rings: Option<Rings>,
+        control: Control,
+        counts: Arc<Counts>,
+    ) -> HostSession {
+        let admissions = targets.iter().map(|_| Admission::default()).collect();
+        let (running, stages) = (FuturesUnordered::new(), HashSet::new());
+        HostSession { targets, rings, control, admissions, running, stages, counts }
+    }
+
+    /// Serves until the osd goes, breaks the protocol, or `stop` is ready. Then frees its stages, calls `on_end` (the
+    /// next session may begin), and waits for the calls that the stores are still at: they may be using host memory.
+    pub(super) async fn run(mut self, stop: impl Future<Output = ()>, on_end: impl FnOnce()) {
+        let mut stop = std::pin::pin!(stop);
+        let why = poll_fn(|cx| {
+            if stop.as_mut().poll(cx).is_ready() {
+                return Poll::Ready(None);
+            }
+            match self.turns(cx) {
+                Ok(()) => Poll::Pending,
+                Err(e) => Poll::Ready(Some(e)),
+            }
+        })
+        .await;
+        match why {
+            Some(ChannelError::Socket(e)) => tracing::info!("the osd has gone: {e}"),
+            Some(e) => {
+                self.counts.violations.fetch_add(1, Ordering::Relaxed);
+                tracing::error!("session ended: {e}");
+            }
+            None => {}
+        }
+        self.wind_up(on_end).await;
+    }
+
+    async fn wind_up(mut self, on_end: impl FnOnce()) {
+        for (target, stage) in self.stages.drain() {
+            self.targets[usize::from(target)].store.stage_release(stage);
+        }
+        self.counts.stages.store(0, Ordering::Relaxed);
+        self.counts.leftover_calls.fetch_add(self.running.len(), Ordering::Relaxed);
+        on_end();
+        while let Some(done) = self.running.next().await {
+            self.counts.leftover_calls.fetch_sub(1, Ordering::Relaxed);
+            if let Ok(Answer::Stage(id)) = done.outcome {
+                self.targets[usize::from(done.header.target)].store.stage_release(StageId(id));
+            }
+        }
+    }
+
+    fn turns(&mut self, cx: &mut Context<'_>) -> channel::Result<()> {
+        loop {
+            let mut progress = self.take_entries(cx)?;
+            progress |= self.take_frames(cx)?;
+            while let Poll::Ready(Some(done)) = self.running.poll_next_unpin(cx) {
+                self.reply(done);
+                progress = true;
+            }
+            if !progress {
+                break;
+            }
+        }
+        if let Some(rings) = &mut self.rings {
+            rings.announce()?;
+        }
+        match self.control.poll_flush(cx) {
+            Poll::Ready(result) => result,
+            Poll::Pending => Ok(()),
+        }
+    }
+
+    fn take_entries(&mut self, cx: &mut Context<'_>) -> channel::Result<bool> {
+        let Some(rings) = &mut self.rings else { return Ok(false) };
+        let progress = rings.hear(cx)?;
+        while let Some(frame) = self.rings.as_mut().map_or(Ok(None), Rings::take)? {
+            self.admit(frame, Via::Ring)?;
+        }
+        Ok(progress)
+    }
+
+    fn take_frames(&mut self, cx: &mut Context<'_>) -> channel::Result<bool> {
+        let mut progress = false;
+        for _ in 0..FRAMES_PER_TURN {
+            let Poll::Ready(frame) = self.control.poll_frame(cx) else { break };
+            self.admit(frame?, Via::Socket)?;
+            progress = true;
+        }
+        Ok(progress)
+    }
+
+    fn admit(&mut self, frame: Frame, via: Via) -> channel::Result<()> {
+        let Frame { header, control, data } = frame;
+        let target = usize::from(header.target);
+        if header.kind != Kind::Request || target >= self.targets.len() {
+            return Err(ChannelError::Protocol(format!(
+                "an entry of kind {:?} for target {target}",
+                header.kind
+            )));
+        }
+        let held: usize = self.admissions.iter().map(Admission::held).sum();
+        if self.running.len() + held >= MAX_CALLS {
+            return Err(ChannelError::Protocol(format!("more than {MAX_CALLS} calls at a time")));
+        }
+        let request = Request::decode(header, via, &control, data);
+        let is_transaction = request.is_transaction();
+        match self.admissions[target].offer(header.after, is_transaction, request) {
+            Ok(turn) => turn.into_iter().for_each(|request| self.make(request)),
+            Err(_) => {
+                return Err(ChannelError::Protocol(format!("transaction {} came twice", header.after + 1)));
+            }
+        }
+        Ok(())
+    }
+
+    fn make(&mut self, request: Request) {
+        let target = request.header.target;
+        if let Ok((Call::StageRelease { stage }, ..)) = &request.call {
+            self.stages.remove(&(target, StageId(*stage)));
+            self.counts.stages.store(self.stages.len(), Ordering::Relaxed);
+        }
+        let lease = self.rings.as_ref().map(|rings| &rings.memory.data);
+        self.running.push(make(&self.targets[usize::from(target)].store, lease, request));
+    }
+
+    fn reply(&mut self, done: Done) {
+        let Done { header: request, via, outcome, mut data } = done;
+        if request.id == NO_REPLY {
+            return;
+        }
+        if let Ok(Answer::Stage(id)) = &outcome {
+            self.stages.insert((request.target, StageId(*id)));
+            self.counts.stages.store(self.stages.len(), Ordering::Relaxed);
+        }
+        let header = Header::new(Kind::Reply, request.target, request.id);
+        let most = match via {
+            Via::Ring => request.reply_max as usize,
+            Via::Socket => MAX_FRAME,
+        };
+        let mut control = encode(&outcome.map_err(shorten));
+        let size = HEADER_LEN + control.len() + data.iter().map(Bytes::len).sum::<usize>();
+        if size > most {
+            let (what, size, limit) = ("reply".to_owned(), size as u64, most as u64);
+            control = encode(&Err::<Answer, _>(StoreError::TooLarge { what, size, limit }));
+            data.clear();
+        }
+        match (via, &mut self.rings) {
+            (Via::Ring, Some(rings)) => rings.put(header, &control, &data),
+            _ => self.control.push(header, &control, data),
+        }
+    }
+}

@@ -1,0 +1,288 @@
+//! The store's side: takes calls from the osd's session and makes them on the real stores.
+//!
+//! One thread, `chan-0`, serves the doorbell, the control socket and the stores' answers of a session in one loop, and
+//! rings the osd once for all replies of a turn. It never blocks: stores answer by message.
+
+mod calls;
+mod host_session;
+
+use std::cell::Cell;
+use std::path::Path;
+use std::rc::Rc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use base::thread::{ThreadClass, spawn};
+use channel::{Attachment, ChannelError, Doorbell, Hello, HostMemory, Socket, TargetInfo, VERSION, Welcome};
+use store::ObjectStore;
+use tokio::net::{TcpListener, UnixListener};
+use tokio::sync::watch;
+use tokio::task::LocalSet;
+
+use host_session::{HostSession, Rings};
+
+/// How long a peer may take to say hello.
+const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// A target that a server offers.
+#[derive(Clone)]
+pub struct Target {
+    /// Its UUID, as a number. The osd insists on finding the same targets after a restart.
+    pub uuid: u128,
+    /// Its store.
+    pub store: Arc<dyn ObjectStore>,
+}
+
+/// Where a server listens.
+#[derive(Debug)]
+pub enum Listener {
+    /// A UNIX socket; sessions can have host memory.
+    Unix(std::os::unix::net::UnixListener),
+    /// A TCP socket; everything goes through it. Not authenticated: bind it to a trusted network.
+    Tcp(std::net::TcpListener),
+}
+
+impl Listener {
+    /// Listens at `path`, replacing a socket that a dead process left there.
+    ///
+    /// # Errors
+    /// If the path cannot be bound.
+    pub fn unix(path: &Path) -> std::io::Result<Listener> {
+        match std::fs::remove_file(path) {
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(e),
+            _ => {}
+        }
+        Ok(Listener::Unix(std::os::unix::net::UnixListener::bind(path)?))
+    }
+}
+
+/// Limits of a server.
+#[derive(Debug, Clone, Copy)]
+pub struct ServerOptions {
+    /// Most host memory that a session may ask for, in bytes.
+    pub max_memory: usize,
+    /// Most requests that an osd may have unanswered on the ring.
+    pub max_outstanding: usize,
+}
+
+impl Default for ServerOptions {
+    fn default() -> Self {
+        ServerOptions { max_memory: 256 << 20, max_outstanding: 1024 }
+    }
+}
+
+/// How a server stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ServerStatus {
+    /// Whether an osd is there.
+    pub connected: bool,
+    /// Sessions opened so far.
+    pub sessions: u64,
+    /// Stages of the present session.
+    pub stages: usize,
+    /// Calls of ended sessions that the stores have not answered yet.
+    pub leftover_calls: usize,
+    /// Why the last session ended is counted here if it was the peer's fault.
+    pub violations: u64,
+}
+
+#[derive(Default)]
+struct Counts {
+    connected: AtomicUsize,
+    sessions: AtomicU64,
+    stages: AtomicUsize,
+    leftover_calls: AtomicUsize,
+    violations: AtomicU64,
+}
+
+/// Serves stores to one osd at a time. Dropping it ends its session and its thread.
+pub struct Server {
+    counts: Arc<Counts>,
+    stop: watch::Sender<bool>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Server {
+    /// Starts to serve `targets`.
+    ///
+    /// # Errors
+    /// If the listener cannot be polled or the thread cannot be started.
+    pub fn serve(
+        listener: Listener,
+        targets: Vec<Target>,
+        options: ServerOptions,
+    ) -> std::io::Result<Server> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let listener = {
+            let _entered = runtime.enter();
+            Accepting::new(listener)?
+        };
+        let counts = Arc::new(Counts::default());
+        let (stop, stopped) = watch::channel(false);
+        let serving = Serving { targets: targets.into(), options, counts: Arc::clone(&counts) };
+        let thread = spawn(ThreadClass::Channel, "0", move || {
+            let local = LocalSet::new();
+            local.block_on(&runtime, serving.run(listener, stopped));
+        })?;
+        Ok(Server { counts, stop, thread: Mutex::new(Some(thread)) })
+    }
+
+    /// How it stands.
+    #[must_use]
+    pub fn status(&self) -> ServerStatus {
+        ServerStatus {
+            connected: self.counts.connected.load(Ordering::Relaxed) > 0,
+            sessions: self.counts.sessions.load(Ordering::Relaxed),
+            stages: self.counts.stages.load(Ordering::Relaxed),
+            leftover_calls: self.counts.leftover_calls.load(Ordering::Relaxed),
+            violations: self.counts.violations.load(Ordering::Relaxed),
+        }
+    }
+
+    /// Ends the session and stops serving. The stores stay mounted.
+    pub fn stop(&self) {
+        self.stop.send_replace(true);
+        if let Some(thread) = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            // A panic of the thread was reported when it happened.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+enum Accepting {
+    Unix(UnixListener),
+    Tcp(TcpListener),
+}
+
+impl Accepting {
+    fn new(listener: Listener) -> std::io::Result<Accepting> {
+        Ok(match listener {
+            Listener::Unix(listener) => {
+                listener.set_nonblocking(true)?;
+                Accepting::Unix(UnixListener::from_std(listener)?)
+            }
+            Listener::Tcp(listener) => {
+                listener.set_nonblocking(true)?;
+                Accepting::Tcp(TcpListener::from_std(listener)?)
+            }
+        })
+    }
+
+    async fn accept(&self) -> std::io::Result<Socket> {
+        match self {
+            Accepting::Unix(listener) => Ok(Socket::Unix(listener.accept().await?.0)),
+            Accepting::Tcp(listener) => {
+                let stream = listener.accept().await?.0;
+                stream.set_nodelay(true)?;
+                Ok(Socket::Tcp(stream))
+            }
+        }
+    }
+}
+
+struct Serving {
+    targets: Arc<[Target]>,
+    options: ServerOptions,
+    counts: Arc<Counts>,
+}
+
+/// Takes the place of the one session; leaves it when dropped.
+struct Seat(Rc<Cell<bool>>, Arc<Counts>);
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        self.0.set(false);
+        self.1.connected.store(0, Ordering::Relaxed);
+    }
+}
+
+impl Serving {
+    async fn run(self, listener: Accepting, mut stopped: watch::Receiver<bool>) {
+        let taken = Rc::new(Cell::new(false));
+        loop {
+            let socket = tokio::select! {
+                socket = listener.accept() => socket,
+                _ = stopped.wait_for(|stop| *stop) => return,
+            };
+            match socket {
+                Ok(socket) => self.open(socket, &taken, stopped.clone()),
+                Err(e) => {
+                    tracing::error!("cannot accept an osd: {e}");
+                    tokio::time::sleep(Duration::from_millis(100)).await;
+                }
+            }
+        }
+    }
+
+    /// Shakes hands and serves, in a task of its own, so that a peer that says nothing holds nobody up.
+    fn open(&self, socket: Socket, taken: &Rc<Cell<bool>>, mut stopped: watch::Receiver<bool>) {
+        let (targets, options, counts) = (Arc::clone(&self.targets), self.options, Arc::clone(&self.counts));
+        let taken = Rc::clone(taken);
+        tokio::task::spawn_local(async move {
+            let mut seat = None;
+            let decide = |hello: &Hello, can_attach: bool| {
+                if taken.replace(true) {
+                    let why = "another osd is joined to this store; stop that one first";
+                    return Err(ChannelError::Refused(why.into()));
+                }
+                seat = Some(Seat(Rc::clone(&taken), Arc::clone(&counts)));
+                decide(hello, can_attach, &targets, options, counts.sessions.load(Ordering::Relaxed) + 1)
+            };
+            let opened = tokio::time::timeout(HELLO_TIMEOUT, channel::accept(socket, decide)).await;
+            let (rings, control) = match opened {
+                Ok(Ok((_, rings, control))) => (rings, control),
+                Ok(Err(e)) => return tracing::warn!("no session: {e}"),
+                Err(_) => return tracing::warn!("no session: the peer did not say hello"),
+            };
+            counts.sessions.fetch_add(1, Ordering::Relaxed);
+            counts.connected.store(1, Ordering::Relaxed);
+            let session = HostSession::new(targets, rings, control, Arc::clone(&counts));
+            let stop = async move { drop(stopped.wait_for(|stop| *stop).await) };
+            session.run(stop, || drop(seat)).await;
+        });
+    }
+}
+
+fn decide(
+    hello: &Hello,
+    can_attach: bool,
+    targets: &[Target],
+    options: ServerOptions,
+    session: u64,
+) -> channel::Result<(Welcome, Option<Attachment>, Option<Rings>)> {
+    let targets_info = targets.iter().map(|target| TargetInfo { uuid: target.uuid }).collect();
+    let welcome =
+        Welcome { version: VERSION, nonce: hello.nonce, session, memory: false, targets: targets_info };
+    let Some(layout) = hello.layout.filter(|_| can_attach) else { return Ok((welcome, None, None)) };
+    layout.check()?;
+    let outstanding = hello.outstanding as usize;
+    if layout.len() > options.max_memory || outstanding > options.max_outstanding {
+        let (len, most) = (layout.len(), options.max_memory);
+        return Err(ChannelError::Refused(format!(
+            "{len} bytes of host memory and {outstanding} requests at a time; at most {most} and {} are possible",
+            options.max_outstanding
+        )));
+    }
+    let memory = HostMemory::new(layout)?;
+    for target in targets {
+        target.store.register_memory(&memory.arena);
+    }
+    let memory_fd =
+        memory.arena.share_fd()?.ok_or_else(|| std::io::Error::other("host memory has no descriptor"))?;
+    let (host_doorbell, osd_doorbell) = (Doorbell::create()?, Doorbell::create()?);
+    let attachment = Attachment {
+        memory: memory_fd,
+        host_doorbell: host_doorbell.try_clone()?,
+        osd_doorbell: osd_doorbell.try_clone()?,
+    };
+    let rings = Rings::new(memory, Doorbell::new(host_doorbell)?, osd_doorbell, outstanding);
+    Ok((Welcome { memory: true, ..welcome }, Some(attachment), Some(rings)))
+}

@@ -1,0 +1,384 @@
+//! The osd's sessions with one store process: opened, watched, and opened again when the store restarts.
+
+use std::collections::VecDeque;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use base::pool::BufferPool;
+use channel::{
+    ChannelError, DmaEngine, Doorbell, DpuMemory, Hello, MemoryOptions, Region, ShmEngine, ShmOptions,
+    Socket, TargetInfo, VERSION, Welcome,
+};
+use tokio::net::{TcpStream, UnixStream};
+use tokio::sync::{Notify, watch};
+
+use crate::link::{CallError, Driver, Link, RingSide};
+use crate::proxy_store::ProxyStore;
+
+/// Most calls that wait for the store's return. The OSD has a lower limit of requests in flight.
+const MAX_WAITING: usize = 1 << 14;
+const BACKOFF_MIN: Duration = Duration::from_millis(10);
+const BACKOFF_MAX: Duration = Duration::from_millis(500);
+
+/// Where the store's process listens.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Endpoint {
+    /// A UNIX socket: the session gets host memory, and payload goes by DMA.
+    Unix(PathBuf),
+    /// A TCP address, `host:port`: everything goes through the socket. Not authenticated: for trusted networks.
+    Tcp(String),
+}
+
+/// How to join a store.
+#[derive(Clone)]
+pub struct SessionOptions {
+    /// Sizes of DPU memory.
+    pub memory: MemoryOptions,
+    /// The engine that moves payload; `None` starts an emulated one (`shm`).
+    pub engine: Option<Arc<dyn DmaEngine>>,
+    /// Most requests unanswered on the ring.
+    pub outstanding: usize,
+    /// Longest payload of one request, in bytes: of one read, or one transaction.
+    pub largest_request: usize,
+    /// How long calls wait for a store that is away, and how long [`Session::connect`] tries.
+    pub wait_for_store: Duration,
+    /// Use the control socket alone even where DMA is possible.
+    pub socket_only: bool,
+}
+
+impl Default for SessionOptions {
+    fn default() -> Self {
+        SessionOptions {
+            memory: MemoryOptions::default(),
+            engine: None,
+            outstanding: 256,
+            largest_request: 16 << 20,
+            wait_for_store: Duration::from_secs(30),
+            socket_only: false,
+        }
+    }
+}
+
+/// How a session stands.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SessionStatus {
+    /// Whether a store is there.
+    pub connected: bool,
+    /// Sessions opened so far; more than one if the store restarted.
+    pub sessions: u64,
+    /// Why the last one ended, if one did.
+    pub last_failure: Option<String>,
+    /// Stages of the present session.
+    pub stages: usize,
+    /// Whether payload goes by DMA.
+    pub by_dma: bool,
+}
+
+/// A lasting connection to one store process and its targets. Clones share it; when the last one and the last
+/// [`ProxyStore`] are dropped, it is closed.
+#[derive(Clone)]
+pub struct Session {
+    handle: Arc<Handle>,
+}
+
+/// Closes the session when the last user is gone.
+pub(crate) struct Handle {
+    pub(crate) shared: Arc<Shared>,
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.shared.close();
+    }
+}
+
+pub(crate) struct Shared {
+    state: Mutex<State>,
+    pub(crate) memory: DpuMemory,
+    engine: Arc<dyn DmaEngine>,
+    local: Region,
+    endpoint: Endpoint,
+    pub(crate) options: SessionOptions,
+    closing: Notify,
+    generation: watch::Sender<u64>,
+}
+
+struct State {
+    phase: Phase,
+    targets: Option<Vec<TargetInfo>>,
+    sessions: u64,
+    last_failure: Option<String>,
+}
+
+enum Phase {
+    Up(Arc<Link>),
+    Away(VecDeque<Waiting>),
+    Closed,
+}
+
+/// A call made while the store was away.
+struct Waiting {
+    deadline: Instant,
+    call: LinkCall,
+}
+
+type LinkCall = Box<dyn FnOnce(Result<&Arc<Link>, CallError>) + Send>;
+
+impl Session {
+    /// Joins the store at `endpoint`, waiting for it if need be. The session lives on the current tokio runtime: best
+    /// that of the OSD's shard, so that replies wake the thread that waits for them.
+    ///
+    /// # Errors
+    /// If memory cannot be had, or no store answered in time.
+    pub async fn connect(endpoint: Endpoint, options: SessionOptions) -> Result<Session, ChannelError> {
+        let memory = DpuMemory::new(options.memory)?;
+        let engine: Arc<dyn DmaEngine> = match &options.engine {
+            Some(engine) => Arc::clone(engine),
+            None => ShmEngine::start(ShmOptions::default())?,
+        };
+        let local = engine.register_local(memory.arena())?;
+        let state =
+            State { phase: Phase::Away(VecDeque::new()), targets: None, sessions: 0, last_failure: None };
+        let shared = Arc::new(Shared {
+            state: Mutex::new(state),
+            memory,
+            engine,
+            local,
+            endpoint,
+            options,
+            closing: Notify::new(),
+            generation: watch::Sender::new(0),
+        });
+        let mut generation = shared.generation.subscribe();
+        let wait = shared.options.wait_for_store;
+        let session = Session { handle: Arc::new(Handle { shared: Arc::clone(&shared) }) };
+        tokio::spawn(supervise(shared));
+        match tokio::time::timeout(wait, generation.wait_for(|g| *g > 0)).await {
+            Ok(Ok(_)) => Ok(session),
+            _ => Err(session.no_store_error()),
+        }
+    }
+
+    fn no_store_error(&self) -> ChannelError {
+        let why = self.handle.shared.lock().last_failure.clone();
+        let why = why.unwrap_or_else(|| "no answer".to_owned());
+        ChannelError::Refused(format!("no session with {:?}: {why}", self.handle.shared.endpoint))
+    }
+
+    /// The store's targets, as it named them at the first session. A store with others is refused later on.
+    #[must_use]
+    pub fn targets(&self) -> Vec<TargetInfo> {
+        self.handle.shared.lock().targets.clone().unwrap_or_default()
+    }
+
+    /// The store of target `index`.
+    ///
+    /// # Panics
+    /// If there is no such target.
+    #[must_use]
+    pub fn store(&self, index: usize) -> Arc<ProxyStore> {
+        assert!(index < self.targets().len(), "there is no target {index}");
+        Arc::new(ProxyStore::new(Arc::clone(&self.handle), index as u16))
+    }
+
+    /// Staging buffers in DPU memory. Payload in them is not copied on its way to the host.
+    #[must_use]
+    pub fn pool(&self) -> &BufferPool {
+        self.handle.shared.memory.pool()
+    }
+
+    /// The engine that moves payload.
+    #[must_use]
+    pub fn engine(&self) -> &Arc<dyn DmaEngine> {
+        &self.handle.shared.engine
+    }
+
+    /// The number of the present session, counted from 1: when it changes, what was cached of the store is void.
+    #[must_use]
+    pub fn generation(&self) -> watch::Receiver<u64> {
+        self.handle.shared.generation.subscribe()
+    }
+
+    /// How it stands.
+    #[must_use]
+    pub fn status(&self) -> SessionStatus {
+        let state = self.handle.shared.lock();
+        let link = match &state.phase {
+            Phase::Up(link) => Some(link),
+            _ => None,
+        };
+        SessionStatus {
+            connected: link.is_some(),
+            sessions: state.sessions,
+            last_failure: state.last_failure.clone(),
+            stages: link.map_or(0, |link| link.stages()),
+            by_dma: link.is_some_and(|link| link.by_dma),
+        }
+    }
+
+    /// Ends the session; calls without an answer fail.
+    pub fn close(&self) {
+        self.handle.shared.close();
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes a call on the present session at once, or on the next one, in the order of the calls.
+    pub(crate) fn with_link(&self, call: impl FnOnce(Result<&Arc<Link>, CallError>) + Send + 'static) {
+        let mut state = self.lock();
+        match &mut state.phase {
+            Phase::Up(link) => {
+                let link = Arc::clone(link);
+                // Still under the lock, so that calls of one thread keep their order with those that waited.
+                call(Ok(&link));
+            }
+            Phase::Away(waiting) if waiting.len() < MAX_WAITING => {
+                let deadline = Instant::now() + self.options.wait_for_store;
+                waiting.push_back(Waiting { deadline, call: Box::new(call) });
+            }
+            Phase::Away(_) => call(Err(CallError::Lost("too many calls wait for the store".into()))),
+            Phase::Closed => call(Err(CallError::Lost("the session was closed".into()))),
+        }
+    }
+
+    /// Whether a call that failed with its session may be made again.
+    pub(crate) fn may_retry(&self) -> bool {
+        !matches!(self.lock().phase, Phase::Closed)
+    }
+
+    fn close(&self) {
+        let before = std::mem::replace(&mut self.lock().phase, Phase::Closed);
+        self.closing.notify_waiters();
+        self.closing.notify_one();
+        if let Phase::Away(waiting) = before {
+            fail(waiting, "the session was closed");
+        }
+    }
+
+    fn closed(&self) -> bool {
+        matches!(self.lock().phase, Phase::Closed)
+    }
+
+    /// Fails the calls that waited long enough.
+    fn expire(&self) {
+        let mut state = self.lock();
+        let Phase::Away(waiting) = &mut state.phase else { return };
+        let now = Instant::now();
+        let due = waiting.iter().take_while(|w| w.deadline <= now).count();
+        let due: VecDeque<Waiting> = waiting.drain(..due).collect();
+        let why = state.last_failure.clone().unwrap_or_else(|| "it does not answer".into());
+        drop(state);
+        fail(due, &format!("the store stayed away: {why}"));
+    }
+
+    /// The session has ended: calls wait from now on.
+    fn away(&self, why: &str) {
+        let mut state = self.lock();
+        state.last_failure = Some(why.to_owned());
+        if matches!(state.phase, Phase::Up(_)) {
+            state.phase = Phase::Away(VecDeque::new());
+        }
+    }
+
+    /// A session was opened: makes the calls that waited, then lets new ones through.
+    fn up(&self, link: &Arc<Link>, targets: Vec<TargetInfo>) {
+        let mut state = self.lock();
+        let Phase::Away(waiting) = &mut state.phase else { return };
+        for waiting in std::mem::take(waiting) {
+            (waiting.call)(Ok(link));
+        }
+        state.phase = Phase::Up(Arc::clone(link));
+        state.targets = Some(targets);
+        state.sessions += 1;
+    }
+}
+
+fn fail(waiting: VecDeque<Waiting>, why: &str) {
+    for waiting in waiting {
+        (waiting.call)(Err(CallError::Lost(why.to_owned())));
+    }
+}
+
+/// Keeps a session open until it is closed.
+async fn supervise(shared: Arc<Shared>) {
+    let mut backoff = BACKOFF_MIN;
+    let mut generation = 0;
+    while !shared.closed() {
+        match tokio::time::timeout(Duration::from_secs(5), open(&shared, generation + 1)).await {
+            Ok(Ok((link, driver, targets))) => {
+                generation += 1;
+                backoff = BACKOFF_MIN;
+                shared.up(&link, targets);
+                shared.generation.send_replace(generation);
+                let why = driver.run(shared.closing.notified(), |why| shared.away(why)).await;
+                drop(link);
+                tracing::warn!("session {generation} with {:?} ended: {why}", shared.endpoint);
+                metrics::counter!("outboard_proxy_sessions_ended").increment(1);
+            }
+            Ok(Err(e)) => shared.away(&e.to_string()),
+            Err(_) => shared.away("it does not answer"),
+        }
+        shared.expire();
+        tokio::select! {
+            () = tokio::time::sleep(backoff) => {}
+            () = shared.closing.notified() => {}
+        }
+        backoff = (backoff * 2).min(BACKOFF_MAX);
+    }
+}
+
+async fn open(
+    shared: &Arc<Shared>,
+    generation: u64,
+) -> Result<(Arc<Link>, Driver, Vec<TargetInfo>), ChannelError> {
+    let socket = match &shared.endpoint {
+        Endpoint::Unix(path) => Socket::Unix(UnixStream::connect(path).await?),
+        Endpoint::Tcp(address) => {
+            let stream = TcpStream::connect(address).await?;
+            stream.set_nodelay(true)?;
+            Socket::Tcp(stream)
+        }
+    };
+    let by_dma = matches!(socket, Socket::Unix(_)) && !shared.options.socket_only;
+    let layout = shared.memory.layout();
+    let hello = Hello {
+        version_min: VERSION,
+        version_max: VERSION,
+        nonce: rand::random(),
+        layout: by_dma.then_some(layout),
+        outstanding: shared.options.outstanding as u32,
+    };
+    let (welcome, attachment, control) = channel::join(socket, &hello).await?;
+    check_targets(shared, &welcome)?;
+    let (ring, doorbell) = match attachment {
+        Some(attachment) => {
+            let host = shared.engine.register_peer(attachment.memory, layout.len())?;
+            let bell = shared.engine.register_doorbell(attachment.host_doorbell, &host)?;
+            let (memory, engine) = (shared.memory.clone(), Arc::clone(&shared.engine));
+            let outstanding = shared.options.outstanding.min(engine.queue_depth());
+            let ring = RingSide::new(memory, engine, shared.local.id(), host, bell, outstanding);
+            (Some(ring), Some(Doorbell::new(attachment.osd_doorbell)?))
+        }
+        None => (None, None),
+    };
+    let targets = welcome.targets;
+    let link = Link::new(generation, targets.len(), layout, shared.options.largest_request, ring);
+    let driver = Driver::new(Arc::clone(&link), control, doorbell);
+    tracing::info!("session {generation} with {:?}: store's session {}", shared.endpoint, welcome.session);
+    Ok((link, driver, targets))
+}
+
+fn check_targets(shared: &Shared, welcome: &Welcome) -> Result<(), ChannelError> {
+    match &shared.lock().targets {
+        Some(known) if *known != welcome.targets => {
+            Err(ChannelError::Refused("the store came back with other targets; restart the osd".into()))
+        }
+        _ if welcome.targets.is_empty() => Err(ChannelError::Refused("the store has no targets".into())),
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,422 @@
+//! Transactions as bytes.
+//!
+//! Not serde: byte strings are taken out of the received buffer as slices, so that what a transaction carries is not
+//! copied once more on the host. Payload is kept apart from the rest (*control*), at stated positions of a data section,
+//! so that it can go by DMA from where it lies and be used where it arrives.
+
+use base::block::Payload;
+use bytes::{Buf, Bytes};
+use store::{CollectionId, ObjectId, Op, Result, StageId, StoreError, Transaction, WriteSource};
+
+/// An encoded transaction.
+#[derive(Debug, Default)]
+pub(crate) struct Encoded {
+    /// Everything but payload.
+    pub(crate) control: Vec<u8>,
+    /// Payload, and where it begins in the data section.
+    pub(crate) data: Vec<(usize, Bytes)>,
+    /// Length of the data section.
+    pub(crate) data_len: usize,
+    /// Stages named (ids of the osd's side).
+    pub(crate) stages: Vec<StageId>,
+}
+
+const TOUCH: u8 = 1;
+const CREATE_EXCLUSIVE: u8 = 2;
+const WRITE_INLINE: u8 = 3;
+const WRITE_STAGED: u8 = 4;
+const ZERO: u8 = 5;
+const TRUNCATE: u8 = 6;
+const REMOVE: u8 = 7;
+const SET_XATTRS: u8 = 8;
+const REMOVE_XATTR: u8 = 9;
+const REMOVE_XATTRS: u8 = 10;
+const OMAP_SET: u8 = 11;
+const OMAP_REMOVE: u8 = 12;
+const OMAP_REMOVE_RANGE: u8 = 13;
+const OMAP_CLEAR: u8 = 14;
+const OMAP_SET_HEADER: u8 = 15;
+const CLONE: u8 = 16;
+const CLONE_RANGE: u8 = 17;
+const MOVE_RENAME: u8 = 18;
+const CREATE_COLLECTION: u8 = 19;
+const REMOVE_COLLECTION: u8 = 20;
+const SPLIT_COLLECTION: u8 = 21;
+
+/// Encodes a transaction. Payloads start at multiples of `align` in the data section; `stage_id` translates the stages.
+///
+/// # Errors
+/// What `stage_id` says, or an op or a string that this version cannot express.
+pub(crate) fn encode(
+    transaction: &Transaction,
+    align: usize,
+    mut stage_id: impl FnMut(StageId) -> Result<u64>,
+) -> Result<Encoded> {
+    let mut out = Writer { encoded: Encoded::default(), align };
+    out.bytes(transaction.collection.as_bytes());
+    out.u32(transaction.ops.len() as u32);
+    for op in &transaction.ops {
+        out.op(op, &mut stage_id)?;
+    }
+    Ok(out.encoded)
+}
+
+struct Writer {
+    encoded: Encoded,
+    align: usize,
+}
+
+impl Writer {
+    fn u8(&mut self, v: u8) {
+        self.encoded.control.push(v);
+    }
+
+    fn u32(&mut self, v: u32) {
+        self.encoded.control.extend_from_slice(&v.to_le_bytes());
+    }
+
+    fn u64(&mut self, v: u64) {
+        self.encoded.control.extend_from_slice(&v.to_le_bytes());
+    }
+
+    fn bytes(&mut self, v: &[u8]) {
+        self.u32(v.len() as u32);
+        self.encoded.control.extend_from_slice(v);
+    }
+
+    fn head(&mut self, tag: u8, oid: &ObjectId) {
+        self.u8(tag);
+        self.bytes(oid.as_bytes());
+    }
+
+    fn pairs(&mut self, pairs: &[(Bytes, Bytes)]) {
+        self.u32(pairs.len() as u32);
+        for (key, value) in pairs {
+            self.bytes(key);
+            self.bytes(value);
+        }
+    }
+
+    fn payload(&mut self, payload: &Payload) {
+        let at = self.encoded.data_len.next_multiple_of(self.align);
+        self.u64(at as u64);
+        self.u64(payload.len() as u64);
+        self.u32(payload.phase() as u32);
+        self.u32(payload.checksums().len() as u32);
+        for checksum in payload.checksums() {
+            self.u32(*checksum);
+        }
+        self.encoded.data_len = at + payload.len();
+        self.encoded.data.push((at, payload.data().clone()));
+    }
+
+    fn op(&mut self, op: &Op, stage_id: &mut impl FnMut(StageId) -> Result<u64>) -> Result<()> {
+        match op {
+            Op::Touch { oid } => self.head(TOUCH, oid),
+            Op::CreateExclusive { oid } => self.head(CREATE_EXCLUSIVE, oid),
+            Op::Write { oid, offset, source: WriteSource::Inline(payload) } => {
+                self.head(WRITE_INLINE, oid);
+                self.u64(*offset);
+                self.payload(payload);
+            }
+            Op::Write { oid, offset, source: WriteSource::Staged { stage, offset: from, len } } => {
+                self.head(WRITE_STAGED, oid);
+                for v in [*offset, stage_id(*stage)?, *from, *len] {
+                    self.u64(v);
+                }
+                self.encoded.stages.push(*stage);
+            }
+            Op::Zero { oid, offset, len } => {
+                self.head(ZERO, oid);
+                self.u64(*offset);
+                self.u64(*len);
+            }
+            Op::Truncate { oid, size } => {
+                self.head(TRUNCATE, oid);
+                self.u64(*size);
+            }
+            Op::Remove { oid } => self.head(REMOVE, oid),
+            Op::Clone { src, dst } => {
+                self.head(CLONE, src);
+                self.bytes(dst.as_bytes());
+            }
+            Op::CloneRange { src, dst, src_offset, len, dst_offset } => {
+                self.head(CLONE_RANGE, src);
+                self.bytes(dst.as_bytes());
+                for v in [*src_offset, *len, *dst_offset] {
+                    self.u64(v);
+                }
+            }
+            other => self.metadata_op(other)?,
+        }
+        Ok(())
+    }
+
+    fn metadata_op(&mut self, op: &Op) -> Result<()> {
+        match op {
+            Op::SetXattrs { oid, xattrs } => {
+                self.head(SET_XATTRS, oid);
+                self.pairs(xattrs);
+            }
+            Op::RemoveXattr { oid, name } => {
+                self.head(REMOVE_XATTR, oid);
+                self.bytes(name);
+            }
+            Op::RemoveXattrs { oid } => self.head(REMOVE_XATTRS, oid),
+            Op::OmapSet { oid, entries } => {
+                self.head(OMAP_SET, oid);
+                self.pairs(entries);
+            }
+            Op::OmapRemove { oid, keys } => {
+                self.head(OMAP_REMOVE, oid);
+                self.u32(keys.len() as u32);
+                keys.iter().for_each(|key| self.bytes(key));
+            }
+            Op::OmapRemoveRange { oid, from, to } => {
+                self.head(OMAP_REMOVE_RANGE, oid);
+                self.bytes(from);
+                self.bytes(to);
+            }
+            Op::OmapClear { oid } => self.head(OMAP_CLEAR, oid),
+            Op::OmapSetHeader { oid, header } => {
+                self.head(OMAP_SET_HEADER, oid);
+                self.bytes(header);
+            }
+            Op::MoveRename { src, dst_collection, dst } => {
+                self.head(MOVE_RENAME, src);
+                self.bytes(dst_collection.as_bytes());
+                self.bytes(dst.as_bytes());
+            }
+            Op::CreateCollection => self.u8(CREATE_COLLECTION),
+            Op::RemoveCollection => self.u8(REMOVE_COLLECTION),
+            Op::SplitCollection { at, dst } => {
+                self.head(SPLIT_COLLECTION, at);
+                self.bytes(dst.as_bytes());
+            }
+            other => {
+                return Err(StoreError::InvalidArgument(format!("this channel has no op like {other:?}")));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Decodes a transaction whose data section is `data`; nothing is copied.
+///
+/// # Errors
+/// [`StoreError::InvalidArgument`] unless `control` is what [`encode`] makes.
+pub(crate) fn decode(control: Bytes, data: &Bytes) -> Result<Transaction> {
+    let mut input = Reader { control, data };
+    let collection = CollectionId::new(input.bytes()?)?;
+    let count = input.count(1)?;
+    let mut ops = Vec::with_capacity(count);
+    for _ in 0..count {
+        ops.push(input.op()?);
+    }
+    if input.control.has_remaining() {
+        return Err(truncated());
+    }
+    Ok(Transaction { collection, ops })
+}
+
+fn truncated() -> StoreError {
+    StoreError::InvalidArgument("a transaction's encoding is truncated or too long".into())
+}
+
+struct Reader<'a> {
+    control: Bytes,
+    data: &'a Bytes,
+}
+
+impl Reader<'_> {
+    fn u8(&mut self) -> Result<u8> {
+        self.control.try_get_u8().map_err(|_| truncated())
+    }
+
+    fn u32(&mut self) -> Result<u32> {
+        self.control.try_get_u32_le().map_err(|_| truncated())
+    }
+
+    fn u64(&mut self) -> Result<u64> {
+        self.control.try_get_u64_le().map_err(|_| truncated())
+    }
+
+    fn bytes(&mut self) -> Result<Bytes> {
+        let len = self.u32()? as usize;
+        if len > self.control.len() {
+            return Err(truncated());
+        }
+        Ok(self.control.split_to(len))
+    }
+
+    /// A number of items that take at least `least` bytes each.
+    fn count(&mut self, least: usize) -> Result<usize> {
+        let count = self.u32()? as usize;
+        if count > self.control.len() / least { Err(truncated()) } else { Ok(count) }
+    }
+
+    fn oid(&mut self) -> Result<ObjectId> {
+        ObjectId::new(self.bytes()?)
+    }
+
+    fn pairs(&mut self) -> Result<Vec<(Bytes, Bytes)>> {
+        let count = self.count(8)?;
+        (0..count).map(|_| Ok((self.bytes()?, self.bytes()?))).collect()
+    }
+
+    fn payload(&mut self) -> Result<Payload> {
+        let (at, len, phase) = (self.u64()?, self.u64()?, self.u32()?);
+        let count = self.count(4)?;
+        let checksums = (0..count).map(|_| self.u32()).collect::<Result<Vec<u32>>>()?;
+        let end = at.checked_add(len).filter(|&end| end <= self.data.len() as u64).ok_or_else(truncated)?;
+        Payload::from_parts(u64::from(phase), self.data.slice(at as usize..end as usize), checksums)
+            .map_err(|e| StoreError::InvalidArgument(e.to_string()))
+    }
+
+    fn op(&mut self) -> Result<Op> {
+        let tag = self.u8()?;
+        Ok(match tag {
+            CREATE_COLLECTION => Op::CreateCollection,
+            REMOVE_COLLECTION => Op::RemoveCollection,
+            _ => {
+                let oid = self.oid()?;
+                self.object_op(tag, oid)?
+            }
+        })
+    }
+
+    fn object_op(&mut self, tag: u8, oid: ObjectId) -> Result<Op> {
+        Ok(match tag {
+            TOUCH => Op::Touch { oid },
+            CREATE_EXCLUSIVE => Op::CreateExclusive { oid },
+            WRITE_INLINE => {
+                let offset = self.u64()?;
+                Op::Write { oid, offset, source: WriteSource::Inline(self.payload()?) }
+            }
+            WRITE_STAGED => {
+                let offset = self.u64()?;
+                let stage = StageId(self.u64()?);
+                Op::Write {
+                    oid,
+                    offset,
+                    source: WriteSource::Staged { stage, offset: self.u64()?, len: self.u64()? },
+                }
+            }
+            ZERO => Op::Zero { oid, offset: self.u64()?, len: self.u64()? },
+            TRUNCATE => Op::Truncate { oid, size: self.u64()? },
+            REMOVE => Op::Remove { oid },
+            CLONE => Op::Clone { src: oid, dst: self.oid()? },
+            CLONE_RANGE => Op::CloneRange {
+                src: oid,
+                dst: self.oid()?,
+                src_offset: self.u64()?,
+                len: self.u64()?,
+                dst_offset: self.u64()?,
+            },
+            _ => self.metadata_op(tag, oid)?,
+        })
+    }
+
+    fn metadata_op(&mut self, tag: u8, oid: ObjectId) -> Result<Op> {
+        Ok(match tag {
+            SET_XATTRS => Op::SetXattrs { oid, xattrs: self.pairs()? },
+            REMOVE_XATTR => Op::RemoveXattr { oid, name: self.bytes()? },
+            REMOVE_XATTRS => Op::RemoveXattrs { oid },
+            OMAP_SET => Op::OmapSet { oid, entries: self.pairs()? },
+            OMAP_REMOVE => {
+                let count = self.count(4)?;
+                let keys = (0..count).map(|_| self.bytes()).collect::<Result<Vec<Bytes>>>()?;
+                Op::OmapRemove { oid, keys }
+            }
+            OMAP_REMOVE_RANGE => Op::OmapRemoveRange { oid, from: self.bytes()?, to: self.bytes()? },
+            OMAP_CLEAR => Op::OmapClear { oid },
+            OMAP_SET_HEADER => Op::OmapSetHeader { oid, header: self.bytes()? },
+            MOVE_RENAME => Op::MoveRename {
+                src: oid,
+                dst_collection: CollectionId::new(self.bytes()?)?,
+                dst: self.oid()?,
+            },
+            SPLIT_COLLECTION => Op::SplitCollection { at: oid, dst: CollectionId::new(self.bytes()?)? },
+            unknown => return Err(StoreError::InvalidArgument(format!("unknown op {unknown}"))),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn every_op() -> Transaction {
+        let id = |s: &'static str| ObjectId::new(s).unwrap();
+        let cid = |s: &'static str| CollectionId::new(s).unwrap();
+        let b = Bytes::from_static;
+        let payload = |offset, len| WriteSource::Inline(Payload::compute(offset, Bytes::from(vec![7; len])));
+        let pairs = vec![(b(b"k"), b(b"v")), (b(b""), b(b""))];
+        Transaction::new(cid("c"))
+            .with(Op::Touch { oid: id("a") })
+            .with(Op::CreateExclusive { oid: id("a") })
+            .with(Op::Write { oid: id("a"), offset: 100, source: payload(100, 9000) })
+            .with(Op::Write { oid: id("a"), offset: 0, source: payload(0, 0) })
+            .with(Op::Write { oid: id("b"), offset: 4096, source: payload(4096, 1) })
+            .with(Op::Write {
+                oid: id("a"),
+                offset: 8192,
+                source: WriteSource::Staged { stage: StageId(3), offset: 4096, len: 1 },
+            })
+            .with(Op::Zero { oid: id("a"), offset: 1, len: 2 })
+            .with(Op::Truncate { oid: id("a"), size: 5 })
+            .with(Op::Remove { oid: id("a") })
+            .with(Op::SetXattrs { oid: id("a"), xattrs: pairs.clone() })
+            .with(Op::RemoveXattr { oid: id("a"), name: b(b"n") })
+            .with(Op::RemoveXattrs { oid: id("a") })
+            .with(Op::OmapSet { oid: id("a"), entries: pairs })
+            .with(Op::OmapRemove { oid: id("a"), keys: vec![b(b"x"), b(b"y")] })
+            .with(Op::OmapRemoveRange { oid: id("a"), from: b(b"x"), to: b(b"y") })
+            .with(Op::OmapClear { oid: id("a") })
+            .with(Op::OmapSetHeader { oid: id("a"), header: b(b"h") })
+            .with(Op::Clone { src: id("a"), dst: id("b") })
+            .with(Op::CloneRange { src: id("a"), dst: id("b"), src_offset: 1, len: 2, dst_offset: 3 })
+            .with(Op::MoveRename { src: id("a"), dst_collection: cid("d"), dst: id("b") })
+            .with(Op::CreateCollection)
+            .with(Op::RemoveCollection)
+            .with(Op::SplitCollection { at: id("m"), dst: cid("d") })
+    }
+
+    fn data_section(encoded: &Encoded) -> Bytes {
+        let mut data = vec![0; encoded.data_len];
+        for (at, bytes) in &encoded.data {
+            data[*at..at + bytes.len()].copy_from_slice(bytes);
+        }
+        Bytes::from(data)
+    }
+
+    #[test]
+    fn every_op_survives_the_way() {
+        for align in [1, 4096] {
+            let encoded = encode(&every_op(), align, |s| Ok(s.0)).unwrap();
+            assert!(encoded.data.iter().all(|(at, _)| at.is_multiple_of(align)));
+            assert_eq!(encoded.stages, [StageId(3)]);
+            let data = data_section(&encoded);
+            assert_eq!(decode(Bytes::from(encoded.control), &data).unwrap(), every_op());
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn damaged_encodings_never_panic(at: usize, value: u8, cut: usize) {
+            let encoded = encode(&every_op(), 1, |s| Ok(s.0)).unwrap();
+            let data = data_section(&encoded);
+            let mut control = encoded.control;
+            let at = at % control.len();
+            control[at] = value;
+            control.truncate(cut % (2 * control.len()));
+            let _ = decode(Bytes::from(control), &data);
+        }
+
+        #[test]
+        fn arbitrary_bytes_never_panic(control in proptest::collection::vec(any::<u8>(), 0..300), data in proptest::collection::vec(any::<u8>(), 0..300)) {
+            let _ = decode(Bytes::from(control), &Bytes::from(data));
+        }
+    }
+}

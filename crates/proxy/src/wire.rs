@@ -1,0 +1,194 @@
+//! What requests and replies say: the control data of the channel's entries, encoded with postcard.
+
+use bytes::{Buf, Bytes};
+use serde::{Deserialize, Serialize};
+use store::{CollectionId, ObjectId, Stat, StatFs, StoreError};
+
+/// Number of a request that is not answered.
+pub(crate) const NO_REPLY: u64 = 0;
+
+/// Where the payload of a request is, or is to be put.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Place {
+    /// In the entry itself, behind the control data.
+    Inline,
+    /// In host memory.
+    Range {
+        /// Bytes from the start of host memory.
+        offset: u64,
+        /// Length of the range, in bytes.
+        len: u64,
+    },
+}
+
+/// One call of an `ObjectStore` method.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Call {
+    Stage {
+        len: u64,
+    },
+    StageWrite {
+        stage: u64,
+        offset: u64,
+        phase: u16,
+        checksums: Bytes,
+        place: Place,
+    },
+    StageRelease {
+        stage: u64,
+    },
+    /// The encoded transaction follows the call, or is at the start of the range with its length `control_len`.
+    Transaction {
+        control_len: u32,
+        place: Place,
+    },
+    Read {
+        cid: CollectionId,
+        oid: ObjectId,
+        offset: u64,
+        len: u64,
+        place: Place,
+    },
+    Stat {
+        cid: CollectionId,
+        oid: ObjectId,
+    },
+    GetXattr {
+        cid: CollectionId,
+        oid: ObjectId,
+        name: Bytes,
+    },
+    GetXattrs {
+        cid: CollectionId,
+        oid: ObjectId,
+    },
+    OmapGetHeader {
+        cid: CollectionId,
+        oid: ObjectId,
+    },
+    OmapGet {
+        cid: CollectionId,
+        oid: ObjectId,
+        keys: Vec<Bytes>,
+    },
+    OmapIterate {
+        cid: CollectionId,
+        oid: ObjectId,
+        from: Bytes,
+        limit: u64,
+    },
+    List {
+        cid: CollectionId,
+        from: Option<ObjectId>,
+        limit: u64,
+    },
+    Collections,
+    StatFs,
+    Umount,
+}
+
+/// What a call returned.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Answer {
+    Done,
+    Stage(u64),
+    /// The data is in the range that the request named, from its start, or behind the control data of the reply.
+    Read {
+        offset: u64,
+        len: u64,
+        checksums: Bytes,
+        object_size: u64,
+    },
+    Stat(Stat),
+    Bytes(Bytes),
+    Pairs(Vec<(Bytes, Bytes)>),
+    PairsPage(Vec<(Bytes, Bytes)>, bool),
+    Objects(Vec<ObjectId>, bool),
+    Collections(Vec<CollectionId>),
+    StatFs(StatFs),
+}
+
+/// Control data of a reply.
+pub(crate) type Outcome = Result<Answer, StoreError>;
+
+/// Encodes control data.
+pub(crate) fn encode(value: &impl Serialize) -> Vec<u8> {
+    // Serializing plain data into memory cannot fail.
+    postcard::to_stdvec(value).expect("plain data")
+}
+
+/// Decodes control data; returns what follows it, too.
+pub(crate) fn decode<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Result<(T, &'a [u8]), StoreError> {
+    postcard::take_from_bytes(bytes)
+        .map_err(|e| StoreError::InvalidArgument(format!("message cannot be decoded: {e}")))
+}
+
+/// Checksums as bytes, four each.
+pub(crate) fn pack_checksums(checksums: &[u32]) -> Bytes {
+    checksums.iter().flat_map(|c| c.to_le_bytes()).collect()
+}
+
+/// The other way round.
+pub(crate) fn unpack_checksums(mut packed: &[u8]) -> Result<Vec<u32>, StoreError> {
+    if !packed.len().is_multiple_of(4) {
+        return Err(StoreError::InvalidArgument(format!("{} bytes of checksums", packed.len())));
+    }
+    let mut checksums = Vec::with_capacity(packed.len() / 4);
+    while packed.has_remaining() {
+        checksums.push(packed.get_u32_le());
+    }
+    Ok(checksums)
+}
+
+/// The same error with its texts cut to a length that any reply has room for.
+pub(crate) fn shorten(error: StoreError) -> StoreError {
+    use StoreError as E;
+    let cut = |mut text: String| {
+        if text.len() > 120 {
+            let end = (0..=120).rev().find(|&i| text.is_char_boundary(i)).unwrap_or(0);
+            text.truncate(end);
+            text.push('…');
+        }
+        text
+    };
+    match error {
+        E::NoSuchCollection(s) => E::NoSuchCollection(cut(s)),
+        E::NoSuchObject(s) => E::NoSuchObject(cut(s)),
+        E::NoSuchXattr(s) => E::NoSuchXattr(cut(s)),
+        E::Exists(s) => E::Exists(cut(s)),
+        E::NotEmpty(s) => E::NotEmpty(cut(s)),
+        E::InvalidArgument(s) => E::InvalidArgument(cut(s)),
+        E::TooLarge { what, size, limit } => E::TooLarge { what: cut(what), size, limit },
+        E::BadPayload(s) => E::BadPayload(cut(s)),
+        E::Corrupt { what, detail } => E::Corrupt { what: cut(what), detail: cut(detail) },
+        E::Poisoned(s) => E::Poisoned(cut(s)),
+        E::InUse(s) => E::InUse(cut(s)),
+        E::NotATarget(s) => E::NotATarget(cut(s)),
+        E::Disconnected(s) => E::Disconnected(cut(s)),
+        E::Io(s) => E::Io(cut(s)),
+        other => other,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn arbitrary_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
+            let _ = decode::<Call>(&bytes);
+            let _ = decode::<Outcome>(&bytes);
+            let _ = unpack_checksums(&bytes);
+        }
+    }
+
+    #[test]
+    fn long_errors_are_cut_and_keep_their_type() {
+        let error = shorten(StoreError::NoSuchObject("ü".repeat(4000)));
+        assert!(matches!(&error, StoreError::NoSuchObject(s) if s.len() < 130));
+        let encoded = encode(&Outcome::Err(error.clone()));
+        assert_eq!(decode::<Outcome>(&encoded).unwrap().0, Err(error));
+    }
+}

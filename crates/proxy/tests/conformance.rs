@@ -1,0 +1,50 @@
+//! `ProxyStore` is an `ObjectStore` like any other, on every path.
+
+mod common;
+
+use std::sync::{Arc, Mutex};
+
+use common::{Node, Path, node};
+use store::ObjectStore;
+use store::conformance::{random_operations, run, seed};
+
+async fn every_case(path: Path) {
+    let nodes: Mutex<Vec<Node>> = Mutex::default();
+    let make = || async {
+        let node = node(path).await;
+        let store = Arc::clone(&node.store);
+        nodes.lock().unwrap().push(node);
+        store as Arc<dyn ObjectStore>
+    };
+    run(make).await;
+}
+
+async fn like_the_model(path: Path) {
+    let node = node(path).await;
+    random_operations(Arc::clone(&node.store), seed(), 1500).await;
+}
+
+#[tokio::test]
+async fn every_case_by_dma() {
+    every_case(Path::Dma).await;
+}
+
+#[tokio::test]
+async fn every_case_over_a_unix_socket() {
+    every_case(Path::Unix).await;
+}
+
+#[tokio::test]
+async fn every_case_over_tcp() {
+    every_case(Path::Tcp).await;
+}
+
+#[tokio::test]
+async fn random_operations_by_dma() {
+    like_the_model(Path::Dma).await;
+}
+
+#[tokio::test]
+async fn random_operations_over_a_socket() {
+    like_the_model(Path::Unix).await;
+}
