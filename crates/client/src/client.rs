@@ -23,6 +23,14 @@ impl std::fmt::Debug for Client {
 }
 
 impl Client {
+    /// Connects over TCP to `host:port`. Must be called on a tokio runtime, which then serves the connection.
+    ///
+    /// # Errors
+    /// [`Error::Network`] if the node cannot be reached, [`Error::Node`] if it does not want this client.
+    pub async fn connect(endpoint: &str, options: Options) -> Result<Client> {
+        Client::connect_over(Arc::new(messenger::TcpStack::default()), endpoint, options).await
+    }
+
     /// Connects over any network stack. Must be called on a tokio runtime, which then serves the connection.
     ///
     /// # Errors

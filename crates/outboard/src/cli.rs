@@ -32,4 +32,13 @@ pub struct NodeArgs {
 pub enum Command {
     Down(commands::down::DownArgs),
     Doctor(commands::doctor::DoctorArgs),
+    #[command(subcommand, about = "Create, list and remove pools")]
+    Pool(commands::pool::PoolCommand),
+    Put(commands::put::PutArgs),
+    Get(commands::get::GetArgs),
+    Ls(commands::ls::LsArgs),
+    Stat(commands::stat::StatArgs),
+    Rm(commands::rm::RmArgs),
+    Cp(commands::cp::CpArgs),
+    Bench(commands::bench::BenchArgs),
 }

@@ -10,6 +10,8 @@ mod commands;
 mod failure;
 #[allow(dead_code, reason = "the roles that use the rest come next")]
 mod node;
+mod output;
+mod progress;
 
 use std::process::ExitCode;
 

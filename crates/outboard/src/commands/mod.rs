@@ -1,7 +1,16 @@
 //! One file per command; this one calls them.
 
+pub mod bench;
+pub mod cp;
 pub mod doctor;
 pub mod down;
+pub mod get;
+pub mod ls;
+pub mod pool;
+pub mod put;
+pub mod rm;
+mod session;
+pub mod stat;
 
 use crate::cli::{Cli, Command};
 use crate::failure::Result;
@@ -12,5 +21,18 @@ pub fn run(cli: Cli) -> Result<()> {
     match cli.command {
         Command::Down(args) => down::run(args, node),
         Command::Doctor(args) => doctor::run(args, node),
+        Command::Pool(command) => pool::run(command, node),
+        Command::Put(args) => put::run(args, node),
+        Command::Get(args) => get::run(args, node),
+        Command::Ls(args) => ls::run(args, node),
+        Command::Stat(args) => stat::run(args, node),
+        Command::Rm(args) => rm::run(args, node),
+        Command::Cp(args) => cp::run(args, node),
+        Command::Bench(args) => bench::run(args, node),
     }
+}
+
+/// How commands behave as clients: they outlive a restart of any role of the node.
+fn options() -> client::Options {
+    client::Options { name: "outboard".to_owned(), ..client::Options::default() }
 }

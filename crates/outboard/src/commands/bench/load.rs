@@ -1,0 +1,165 @@
+//! The closed loop: a fixed number of operations in flight.
+
+use std::cell::{Cell, RefCell};
+use std::collections::HashSet;
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use client::{Client, Pool};
+use futures::future::join_all;
+use hdrhistogram::Histogram;
+use rand::rngs::SmallRng;
+use rand::{Rng, RngCore, SeedableRng};
+
+use super::accounting::Processes;
+use super::report::Report;
+use super::{BenchArgs, Workload, session};
+use crate::failure::{Doing, Failure, Result};
+use crate::output;
+use crate::progress::Progress;
+
+/// Objects start at different places of one noise buffer, this many bytes longer than they are.
+const NOISE_SHIFT: usize = 1 << 16;
+
+struct Load {
+    pool: Pool,
+    workload: Workload,
+    size: usize,
+    objects: u64,
+    noise: Bytes,
+    next: Cell<u64>,
+    rng: RefCell<SmallRng>,
+    latency_ns: RefCell<Histogram<u64>>,
+    errors: Cell<u64>,
+    first_error: RefCell<Option<String>>,
+}
+
+/// Prepares, measures, and puts the figures together.
+pub async fn measure(client: &Client, args: &BenchArgs, processes: &Processes) -> Result<Report> {
+    let load = Rc::new(Load::new(session::pool(client, &args.pool)?, args)?);
+    if args.workload != Workload::Write {
+        load.populate(args).await?;
+    }
+    let before = processes.read();
+    let started = Instant::now();
+    let end = started + args.duration();
+    let workers = (0..args.in_flight).map(|_| load.work(end));
+    let shown = show_time(args.seconds);
+    futures::future::select(Box::pin(join_all(workers)), Box::pin(shown)).await;
+    let seconds = started.elapsed().as_secs_f64();
+    let used = processes.read().since(&before);
+    if let Some(why) = load.first_error.borrow().as_ref() {
+        output::note(format!("{} operations failed; the first one: {why}", load.errors.get()));
+    }
+    if load.latency_ns.borrow().is_empty() {
+        return Err(Failure::new("measuring", "not one operation succeeded"));
+    }
+    Ok(Report::new(args, processes.placement(), seconds, &load.latency_ns.borrow(), load.errors.get(), used))
+}
+
+/// Shows how much time has passed; never ends.
+async fn show_time(seconds: u32) {
+    let progress = Progress::seconds("measuring", u64::from(seconds));
+    loop {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        progress.add(1);
+    }
+}
+
+impl Load {
+    fn new(pool: Pool, args: &BenchArgs) -> Result<Load> {
+        let size = usize::try_from(args.object_size.0).doing("reading --object-size")?;
+        let mut noise = vec![0; size + NOISE_SHIFT];
+        let mut rng = SmallRng::seed_from_u64(0x0b0a_7d00);
+        rng.fill_bytes(&mut noise);
+        Ok(Load {
+            pool,
+            workload: args.workload,
+            size,
+            objects: args.object_count(),
+            noise: noise.into(),
+            next: Cell::new(0),
+            rng: RefCell::new(rng),
+            // Three digits; grows as needed.
+            latency_ns: RefCell::new(Histogram::new(3).doing("making the histogram")?),
+            errors: Cell::new(0),
+            first_error: RefCell::new(None),
+        })
+    }
+
+    fn name(&self, index: u64) -> String {
+        format!("bench-{}-{index}", self.size)
+    }
+
+    /// Writes the objects that are missing.
+    async fn populate(&self, args: &BenchArgs) -> Result<()> {
+        let doing = "preparing the objects to read";
+        let mut there = HashSet::new();
+        let mut names = self.pool.list(&format!("bench-{}-", self.size));
+        while let Some(name) = names.next().await.doing(doing)? {
+            there.insert(name.object().to_owned());
+        }
+        let missing: Vec<u64> = (0..self.objects).filter(|i| !there.contains(&self.name(*i))).collect();
+        let progress = Progress::bytes("preparing", missing.len() as u64 * self.size as u64);
+        let queue = RefCell::new(missing.into_iter());
+        let writer = async || {
+            loop {
+                let next = queue.borrow_mut().next();
+                let Some(index) = next else { return Ok(()) };
+                self.write(index).await?;
+                progress.add(self.size as u64);
+            }
+        };
+        let written = join_all((0..args.in_flight).map(|_| writer())).await;
+        written.into_iter().collect::<client::Result<()>>().doing(doing)
+    }
+
+    async fn work(&self, end: Instant) {
+        loop {
+            let started = Instant::now();
+            if started >= end {
+                return;
+            }
+            match self.operation().await {
+                Ok(()) => {
+                    let ns = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
+                    self.latency_ns.borrow_mut().saturating_record(ns);
+                }
+                Err(e) => {
+                    self.errors.set(self.errors.get() + 1);
+                    self.first_error.borrow_mut().get_or_insert_with(|| e.to_string());
+                    // A node that is down fails at once; do not spin on it.
+                    tokio::time::sleep(Duration::from_millis(10)).await;
+                }
+            }
+        }
+    }
+
+    async fn operation(&self) -> client::Result<()> {
+        let index = match self.workload {
+            Workload::Randread => self.rng.borrow_mut().random_range(0..self.objects),
+            Workload::Write | Workload::Read => self.next.replace(self.next.get() + 1) % self.objects,
+        };
+        match self.workload {
+            Workload::Write => self.write(index).await,
+            Workload::Read | Workload::Randread => {
+                let data = self.pool.object(&self.name(index))?.get().await?;
+                if data.len() == self.size {
+                    return Ok(());
+                }
+                let found = data.len();
+                Err(client::Error::Protocol(format!(
+                    "object {index} has {found} bytes instead of {}",
+                    self.size
+                )))
+            }
+        }
+    }
+
+    async fn write(&self, index: u64) -> client::Result<()> {
+        let shift = (index as usize).wrapping_mul(4099) % NOISE_SHIFT;
+        let data = self.noise.slice(shift..shift + self.size);
+        self.pool.object(&self.name(index))?.put(data).await.map(|_| ())
+    }
+}

@@ -1,0 +1,92 @@
+//! `outboard bench`: a closed loop of operations on one pool, with the CPU that they cost, by process and thread class.
+
+mod accounting;
+mod load;
+mod report;
+
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+
+use super::session;
+use crate::cli::NodeArgs;
+use crate::failure::{Failure, Result};
+use crate::node::units::ByteSize;
+use crate::output;
+
+/// What is measured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Workload {
+    /// Write whole objects, one after the other, over and over
+    Write,
+    /// Read whole objects, one after the other
+    Read,
+    /// Read whole objects in random order
+    Randread,
+}
+
+/// Measure throughput, latency and CPU per operation
+///
+/// Keeps a number of operations in flight for some time. Objects are called bench-SIZE-N; reads write them first where they are
+/// missing. Host CPU is the store process's (dpu placement) or the node's one process's (host placement); node CPU is that of all
+/// processes, this one and emulated hardware included.
+#[derive(Debug, Clone, Args)]
+#[command(after_help = "Examples:\n  \
+    outboard bench write --pool p --object-size 4MiB --in-flight 16 --seconds 10\n  \
+    outboard bench randread --pool p --object-size 4KiB --in-flight 16 --seconds 10 --json")]
+pub struct BenchArgs {
+    /// What to do
+    #[arg(value_enum)]
+    pub workload: Workload,
+    /// The pool: POOL[:NAMESPACE]
+    #[arg(long, value_name = "P")]
+    pub pool: String,
+    /// Size of each object
+    #[arg(long, default_value = "4MiB", value_name = "S")]
+    pub object_size: ByteSize,
+    /// Operations in flight
+    #[arg(long, default_value_t = 16, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=512))]
+    pub in_flight: u32,
+    /// How long to measure
+    #[arg(long, default_value_t = 10, value_name = "T", value_parser = clap::value_parser!(u32).range(1..=86_400))]
+    pub seconds: u32,
+    /// Number of objects [default: what makes 1 GiB, between 64 and 16384]
+    #[arg(long, value_name = "N")]
+    pub objects: Option<u64>,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+impl BenchArgs {
+    fn object_count(&self) -> u64 {
+        self.objects.unwrap_or_else(|| ((1 << 30) / self.object_size.0.max(1)).clamp(64, 16_384)).max(1)
+    }
+
+    fn duration(&self) -> Duration {
+        Duration::from_secs(u64::from(self.seconds))
+    }
+}
+
+/// Runs the command.
+pub fn run(args: BenchArgs, node: &NodeArgs) -> Result<()> {
+    if args.object_size.0 > 128 << 20 {
+        return Err(Failure::usage(
+            "measuring",
+            "objects above 128 MiB are striped; choose a smaller --object-size",
+        ));
+    }
+    let processes = accounting::Processes::of(node);
+    let options = client::Options { requests_in_flight: args.in_flight as usize, ..super::options() };
+    let json = args.json;
+    let report =
+        session::run(node, options, async move |client| load::measure(&client, &args, &processes).await)?;
+    if json {
+        output::json(&report);
+    } else {
+        output::raw(&report);
+    }
+    Ok(())
+}

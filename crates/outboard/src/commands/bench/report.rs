@@ -1,0 +1,130 @@
+//! What a measurement found.
+
+use std::fmt;
+
+use hdrhistogram::Histogram;
+use serde::Serialize;
+
+use super::accounting::{self, ProcessReport};
+use super::{BenchArgs, Workload};
+use crate::node::units::ByteSize;
+
+/// The figures. The JSON form is a contract: fields stay, new ones may come.
+#[derive(Debug, Serialize)]
+pub struct Report {
+    pub workload: Workload,
+    pub object_size: u64,
+    pub in_flight: u32,
+    /// `dpu`, `host`, or `unknown` if the node is known by its address only.
+    pub placement: String,
+    /// How long was measured.
+    pub seconds: f64,
+    pub ops: u64,
+    pub errors: u64,
+    /// 10^6 bytes of objects per second.
+    pub mb_per_s: f64,
+    pub iops: f64,
+    pub latency_us: Latency,
+    /// CPU of the storage host per operation; see `--help`.
+    pub host_cpu_us_per_op: f64,
+    /// CPU of everything per operation, this process and emulated hardware included.
+    pub node_cpu_us_per_op: f64,
+    pub processes: Vec<ProcessReport>,
+}
+
+/// Latency of the operations that succeeded.
+#[derive(Debug, Serialize)]
+pub struct Latency {
+    pub mean: f64,
+    pub p50: f64,
+    pub p99: f64,
+    pub p999: f64,
+    pub max: f64,
+}
+
+impl Report {
+    /// Puts the figures together.
+    pub fn new(
+        args: &BenchArgs,
+        placement: Option<&str>,
+        seconds: f64,
+        latency_ns: &Histogram<u64>,
+        errors: u64,
+        processes: Vec<ProcessReport>,
+    ) -> Report {
+        let ops = latency_ns.len();
+        let us = |ns: u64| ns as f64 / 1e3;
+        let cpu = |of: &dyn Fn(&ProcessReport) -> bool| -> f64 {
+            let seconds: f64 = processes.iter().filter(|p| of(p)).map(|p| p.cpu_seconds).sum();
+            seconds * 1e6 / ops.max(1) as f64
+        };
+        Report {
+            workload: args.workload,
+            object_size: args.object_size.0,
+            in_flight: args.in_flight,
+            placement: placement.unwrap_or("unknown").to_owned(),
+            seconds,
+            ops,
+            errors,
+            mb_per_s: ops as f64 * args.object_size.0 as f64 / seconds / 1e6,
+            iops: ops as f64 / seconds,
+            latency_us: Latency {
+                mean: latency_ns.mean() / 1e3,
+                p50: us(latency_ns.value_at_quantile(0.5)),
+                p99: us(latency_ns.value_at_quantile(0.99)),
+                p999: us(latency_ns.value_at_quantile(0.999)),
+                max: us(latency_ns.max()),
+            },
+            host_cpu_us_per_op: cpu(&accounting::is_host),
+            node_cpu_us_per_op: cpu(&|_| true),
+            processes,
+        }
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let l = &self.latency_us;
+        writeln!(
+            f,
+            "{:?} of {}, {} in flight, {} placement, {:.1} s",
+            self.workload,
+            ByteSize(self.object_size),
+            self.in_flight,
+            self.placement,
+            self.seconds
+        )?;
+        writeln!(f, "  {} operations, {} errors", self.ops, self.errors)?;
+        writeln!(f, "  {:.1} MB/s   {:.0} op/s", self.mb_per_s, self.iops)?;
+        writeln!(
+            f,
+            "  latency µs: mean {:.0}   p50 {:.0}   p99 {:.0}   p99.9 {:.0}   max {:.0}",
+            l.mean, l.p50, l.p99, l.p999, l.max
+        )?;
+        writeln!(
+            f,
+            "  CPU µs per operation: host {:.1}   node {:.1}",
+            self.host_cpu_us_per_op, self.node_cpu_us_per_op
+        )?;
+        let per_op = |seconds: f64| seconds * 1e6 / self.ops.max(1) as f64;
+        for p in &self.processes {
+            let switches = p.context_switches as f64 / self.ops.max(1) as f64;
+            let mib = p.peak_resident_bytes >> 20;
+            writeln!(
+                f,
+                "    {:<11} {:>8.1} µs/op  {switches:>6.2} switches/op  peak {mib} MiB",
+                p.role,
+                per_op(p.cpu_seconds)
+            )?;
+            for (class, used) in p.by_class.iter().filter(|(_, u)| per_op(u.cpu_seconds) >= 0.05) {
+                let switches = used.context_switches as f64 / self.ops.max(1) as f64;
+                writeln!(
+                    f,
+                    "      {class:<9} {:>8.1} µs/op  {switches:>6.2} switches/op",
+                    per_op(used.cpu_seconds)
+                )?;
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,112 @@
+//! What a file is besides its bytes, kept as an xattr of its object; and how paths become object names.
+
+use std::fs::Metadata;
+use std::os::unix::fs::MetadataExt;
+
+use serde::{Deserialize, Serialize};
+
+/// The xattr that holds a [`FileMeta`], as JSON.
+pub const XATTR: &[u8] = b"outboard.file";
+
+/// What a path was.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Kind {
+    /// A regular file; the object's data is its content.
+    File,
+    /// A symbolic link; the object's data is where it points.
+    Symlink,
+    /// A directory; the object has no data and its name ends in a slash.
+    Directory,
+}
+
+/// A file's metadata.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileMeta {
+    /// What it is.
+    pub kind: Kind,
+    /// Permission bits.
+    pub mode: u32,
+    /// Time of last change, in nanoseconds since 1970; copies that find it equal are not made again.
+    pub mtime_ns: i64,
+    /// The path below the copied directory as hexadecimal bytes, where the object's name cannot say it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub raw_path: Option<String>,
+}
+
+impl FileMeta {
+    /// The metadata of a path, by `lstat`; `None` for sockets, pipes and devices, which are not copied.
+    pub fn of(metadata: &Metadata) -> Option<FileMeta> {
+        let kind = match metadata.file_type() {
+            t if t.is_symlink() => Kind::Symlink,
+            t if t.is_dir() => Kind::Directory,
+            t if t.is_file() => Kind::File,
+            _ => return None,
+        };
+        let mtime_ns = metadata.mtime().saturating_mul(1_000_000_000).saturating_add(metadata.mtime_nsec());
+        Some(FileMeta { kind, mode: metadata.mode() & 0o7777, mtime_ns, raw_path: None })
+    }
+
+    /// As the xattr has it.
+    pub fn encode(&self) -> Vec<u8> {
+        serde_json::to_vec(self).unwrap_or_default()
+    }
+
+    /// From the xattr; `None` if it is not one of ours.
+    pub fn decode(xattr: &[u8]) -> Option<FileMeta> {
+        serde_json::from_slice(xattr).ok()
+    }
+
+    /// The path kept in [`FileMeta::raw_path`].
+    pub fn raw_path_bytes(&self) -> Option<Vec<u8>> {
+        let hex = self.raw_path.as_deref()?;
+        if hex.len() % 2 != 0 || !hex.is_ascii() {
+            return None;
+        }
+        (0..hex.len()).step_by(2).map(|i| u8::from_str_radix(&hex[i..i + 2], 16).ok()).collect()
+    }
+}
+
+/// The object name of a path, and the path in hexadecimal if the name cannot say it. A path of valid UTF-8 is its own name; bytes that are not
+/// valid UTF-8 become `%xx`, and a hash of the whole path is appended, so that no two paths share a name.
+pub fn object_name(prefix: &str, path: &[u8]) -> (String, Option<String>) {
+    if let Ok(text) = std::str::from_utf8(path) {
+        return (format!("{prefix}{text}"), None);
+    }
+    let mut name = prefix.to_owned();
+    for chunk in path.utf8_chunks() {
+        name.push_str(chunk.valid());
+        chunk.invalid().iter().for_each(|b| name.push_str(&format!("%{b:02x}")));
+    }
+    let slash = name.ends_with('/');
+    name.truncate(name.len() - usize::from(slash));
+    name.push_str(&format!(".{:08x}", base::block::crc32c(path)));
+    name.push_str(if slash { "/" } else { "" });
+    (name, Some(path.iter().map(|b| format!("{b:02x}")).collect()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_that_is_no_utf8_is_kept_to_the_byte() {
+        let path = b"caf\xe9/menu";
+        let (name, raw) = object_name("tree/", path);
+        assert!(name.starts_with("tree/caf%e9/menu."), "{name}");
+        let meta = FileMeta { kind: Kind::File, mode: 0o644, mtime_ns: -1, raw_path: raw };
+        let back = FileMeta::decode(&meta.encode()).unwrap();
+        assert_eq!(back, meta);
+        assert_eq!(back.raw_path_bytes().unwrap(), path);
+        assert_ne!(name, object_name("tree/", b"caf%e9/menu").0);
+    }
+
+    #[test]
+    fn what_others_wrote_into_the_xattr_is_not_trusted() {
+        assert_eq!(FileMeta::decode(b"{}"), None);
+        let odd = FileMeta { kind: Kind::File, mode: 0, mtime_ns: 0, raw_path: Some("0g".into()) };
+        assert_eq!(odd.raw_path_bytes(), None);
+        let odd = FileMeta { raw_path: Some("abc".into()), ..odd };
+        assert_eq!(odd.raw_path_bytes(), None);
+    }
+}

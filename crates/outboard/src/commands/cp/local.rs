@@ -1,0 +1,174 @@
+//! The local side of a copy: walking a tree, and putting files, links and directories in place.
+
+use std::fs::{self, File, Permissions};
+use std::io::{self, Write};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Component, Path, PathBuf};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use super::file_meta::{FileMeta, Kind};
+
+/// A path to be copied.
+#[derive(Debug, Clone)]
+pub struct Found {
+    /// Where it is.
+    pub path: PathBuf,
+    /// The path below the copied directory; a directory's ends in a slash. Empty if a single file is copied.
+    pub relative: Vec<u8>,
+    /// What it is.
+    pub meta: FileMeta,
+    /// Bytes of a file or of a link's target.
+    pub size: u64,
+}
+
+/// Walks the tree under `root`, parents before children. What cannot be read comes as an error and the walk goes on; sockets, pipes and devices
+/// are left out. Links are not followed.
+pub fn walk(root: &Path) -> impl Iterator<Item = Result<Found, String>> + use<> {
+    let base = root.to_owned();
+    walkdir::WalkDir::new(root).min_depth(1).into_iter().filter_map(move |entry| {
+        let entry = match entry {
+            Ok(entry) => entry,
+            Err(e) => return Some(Err(e.to_string())),
+        };
+        let relative =
+            entry.path().strip_prefix(&base).unwrap_or(entry.path()).as_os_str().as_bytes().to_vec();
+        found(entry.path(), relative).transpose()
+    })
+}
+
+/// Looks at one path; `None` for what is not copied.
+pub fn found(path: &Path, mut relative: Vec<u8>) -> Result<Option<Found>, String> {
+    let metadata = fs::symlink_metadata(path).map_err(|e| format!("{}: {e}", path.display()))?;
+    let Some(meta) = FileMeta::of(&metadata) else { return Ok(None) };
+    if meta.kind == Kind::Directory {
+        relative.push(b'/');
+    }
+    let size = if meta.kind == Kind::Directory { 0 } else { metadata.len() };
+    Ok(Some(Found { path: path.to_owned(), relative, meta, size }))
+}
+
+/// Where an object's path lies below `root`.
+///
+/// # Errors
+/// If the path would leave `root`: an object may have any name, and whoever wrote it is not trusted.
+pub fn destination(root: &Path, relative: &[u8]) -> Result<PathBuf, String> {
+    let path = Path::new(std::ffi::OsStr::from_bytes(relative));
+    let plain = path.components().all(|c| matches!(c, Component::Normal(_)));
+    if !plain || relative.is_empty() || relative.contains(&0) {
+        return Err(format!("\"{}\" does not name a file below the destination", relative.escape_ascii()));
+    }
+    Ok(root.join(path))
+}
+
+/// Whether the file in place is the one that `meta` describes, so that it need not be copied.
+pub fn is_current(path: &Path, meta: &FileMeta, size: u64) -> bool {
+    let Ok(metadata) = fs::symlink_metadata(path) else { return false };
+    FileMeta::of(&metadata).is_some_and(|have| {
+        have.kind == Kind::File
+            && meta.kind == Kind::File
+            && have.mtime_ns == meta.mtime_ns
+            && metadata.len() == size
+    })
+}
+
+/// A file that is being written beside its destination and takes its name when it is complete.
+pub struct NewFile {
+    file: Option<File>,
+    temporary: PathBuf,
+    destination: PathBuf,
+}
+
+impl NewFile {
+    /// Starts a file; missing parent directories are made.
+    pub fn create(destination: &Path) -> io::Result<NewFile> {
+        let parent = destination.parent().unwrap_or(Path::new("."));
+        fs::create_dir_all(parent)?;
+        let mut name = std::ffi::OsString::from(format!(".outboard-{}-", std::process::id()));
+        // File names are at most 255 bytes long.
+        let tail = destination.file_name().map(OsStrExt::as_bytes).unwrap_or_default();
+        name.push(std::ffi::OsStr::from_bytes(&tail[tail.len().saturating_sub(200)..]));
+        let temporary = parent.join(name);
+        let file = File::create(&temporary)?;
+        Ok(NewFile { file: Some(file), temporary, destination: destination.to_owned() })
+    }
+
+    /// Where to write.
+    pub fn file(&mut self) -> &mut File {
+        self.file.as_mut().expect("the file is open until it is finished")
+    }
+
+    /// Gives the file its mode, time and name.
+    pub fn finish(mut self, meta: Option<&FileMeta>) -> io::Result<()> {
+        let mut file = self.file.take().expect("a file is finished once");
+        file.flush()?;
+        if let Some(meta) = meta {
+            file.set_permissions(Permissions::from_mode(meta.mode))?;
+            file.set_modified(time(meta.mtime_ns))?;
+        }
+        fs::rename(&self.temporary, &self.destination)
+    }
+}
+
+impl Drop for NewFile {
+    fn drop(&mut self) {
+        // Gone already if the file was finished.
+        let _ = fs::remove_file(&self.temporary);
+    }
+}
+
+/// Makes a symbolic link, replacing what is in its place unless that is a directory.
+pub fn make_link(destination: &Path, target: &[u8]) -> io::Result<()> {
+    if let Some(parent) = destination.parent() {
+        fs::create_dir_all(parent)?;
+    }
+    match fs::remove_file(destination) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+        _ => {}
+    }
+    symlink(std::ffi::OsStr::from_bytes(target), destination)
+}
+
+/// Sets a directory's mode; to be called once everything in it is there.
+pub fn finish_directory(path: &Path, meta: &FileMeta) -> io::Result<()> {
+    fs::set_permissions(path, Permissions::from_mode(meta.mode))
+}
+
+fn time(ns: i64) -> SystemTime {
+    let (size, before) = (Duration::from_nanos(ns.unsigned_abs()), ns < 0);
+    let at = if before { UNIX_EPOCH.checked_sub(size) } else { UNIX_EPOCH.checked_add(size) };
+    at.unwrap_or(UNIX_EPOCH)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_object_cannot_write_outside_the_destination() {
+        let root = Path::new("/tmp/x");
+        assert_eq!(destination(root, b"a/b").unwrap(), Path::new("/tmp/x/a/b"));
+        for bad in [&b"../b"[..], b"/etc/passwd", b"a/../../b", b"", b"a\0b"] {
+            assert!(destination(root, bad).is_err(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn a_file_that_is_not_finished_leaves_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("sub/file");
+        let mut file = NewFile::create(&path).unwrap();
+        file.file().write_all(b"x").unwrap();
+        drop(file);
+        assert_eq!(fs::read_dir(dir.path().join("sub")).unwrap().count(), 0);
+
+        let meta = FileMeta { kind: Kind::File, mode: 0o600, mtime_ns: 1_500_000_000, raw_path: None };
+        let mut file = NewFile::create(&path).unwrap();
+        file.file().write_all(b"xyz").unwrap();
+        file.finish(Some(&meta)).unwrap();
+        assert!(is_current(&path, &meta, 3));
+        assert!(!is_current(&path, &meta, 4));
+        let have = found(&path, b"file".to_vec()).unwrap().unwrap();
+        assert_eq!((have.meta, have.size), (meta, 3));
+    }
+}

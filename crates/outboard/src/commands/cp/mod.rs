@@ -1,0 +1,157 @@
+//! `outboard cp`: copies files and directory trees into and out of a pool.
+
+mod download;
+mod file_meta;
+pub mod local;
+mod upload;
+
+use std::path::PathBuf;
+
+use clap::Args;
+use client::{Client, Pool};
+
+use super::session;
+use crate::cli::NodeArgs;
+use crate::failure::{Failure, Result};
+use crate::output;
+use crate::progress::Progress;
+
+/// Copy files and directory trees into and out of a pool
+///
+/// One side is in the node, written outboard:POOL[:NAMESPACE]/PREFIX. Directories, symlinks, modes, times and names that are not
+/// UTF-8 are kept as metadata. What is there already with the same size and time is not copied again, so that an interrupted
+/// copy goes on where it was. Everything read is verified against its checksums.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  \
+    outboard cp -r /usr/share outboard:files/share\n  \
+    outboard cp -r outboard:files/share ./share\n  \
+    outboard cp beach.jpg outboard:photos/summer/")]
+pub struct CpArgs {
+    /// What to copy: a path, or outboard:POOL/OBJECT, or with -r outboard:POOL[/PREFIX]
+    pub src: String,
+    /// Where to: a path, or outboard:POOL[/PREFIX]
+    pub dst: String,
+    /// Copy a whole tree
+    #[arg(long, short)]
+    pub recursive: bool,
+    /// Files copied at a time
+    #[arg(long, default_value_t = 32, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
+    pub in_flight: u16,
+}
+
+/// Runs the command.
+pub fn run(args: CpArgs, node: &NodeArgs) -> Result<()> {
+    let sides = (args.src.strip_prefix("outboard:"), args.dst.strip_prefix("outboard:"));
+    let job = Job { recursive: args.recursive, in_flight: usize::from(args.in_flight) };
+    match (sides, PathBuf::from(&args.src), PathBuf::from(&args.dst)) {
+        ((None, Some(to)), from, _) => {
+            let to = to.to_owned();
+            session::run(node, super::options(), async move |client| {
+                let place = Place::parse(&client, &to)?;
+                upload::run(job, &from, place).await
+            })
+        }
+        ((Some(from), None), _, to) => {
+            let from = from.to_owned();
+            session::run(node, super::options(), async move |client| {
+                let place = Place::parse(&client, &from)?;
+                download::run(job, place, &to).await
+            })
+        }
+        _ => Err(Failure::usage("copying", "exactly one of SRC and DST must start with 'outboard:'")),
+    }
+}
+
+/// How to copy.
+#[derive(Debug, Clone, Copy)]
+struct Job {
+    recursive: bool,
+    in_flight: usize,
+}
+
+/// The side that is in the node.
+#[derive(Debug, Clone)]
+struct Place {
+    pool: Pool,
+    /// What object names start with; an object's name if a single one is meant.
+    prefix: String,
+}
+
+impl Place {
+    fn parse(client: &Client, text: &str) -> Result<Place> {
+        let (pool, prefix) = text.split_once('/').unwrap_or((text, ""));
+        Ok(Place { pool: session::pool(client, pool)?, prefix: prefix.to_owned() })
+    }
+
+    /// The prefix of everything below, as if it were a directory.
+    fn directory(&self) -> String {
+        match self.prefix.as_str() {
+            "" => String::new(),
+            p if p.ends_with('/') => p.to_owned(),
+            p => format!("{p}/"),
+        }
+    }
+}
+
+/// What a copy has done so far.
+struct Tally {
+    progress: Progress,
+    copied: u64,
+    bytes: u64,
+    kept: u64,
+    failed: u64,
+}
+
+/// What became of one path.
+enum Outcome {
+    /// Copied that many bytes.
+    Copied(u64),
+    /// It was there already.
+    Kept(u64),
+    /// It will be made at the end.
+    Deferred,
+}
+
+/// Failures named one by one; of more only the number is told.
+const FAILURES_SHOWN: u64 = 20;
+
+impl Tally {
+    fn new(label: &str) -> Tally {
+        Tally { progress: Progress::bytes(label, 0), copied: 0, bytes: 0, kept: 0, failed: 0 }
+    }
+
+    fn add(&mut self, outcome: std::result::Result<Outcome, String>) {
+        match outcome {
+            Ok(Outcome::Copied(bytes)) => {
+                self.copied += 1;
+                self.bytes += bytes;
+                self.progress.add(bytes);
+            }
+            Ok(Outcome::Kept(bytes)) => {
+                self.kept += 1;
+                self.progress.add(bytes);
+            }
+            Ok(Outcome::Deferred) => {}
+            Err(why) => {
+                self.failed += 1;
+                if self.failed <= FAILURES_SHOWN {
+                    self.progress.suspended(|| output::note(why));
+                }
+            }
+        }
+        self.progress.message(format!("{} paths", self.copied + self.kept));
+    }
+
+    fn finish(self) -> Result<()> {
+        drop(self.progress);
+        let kept = if self.kept > 0 { format!(", {} were there already", self.kept) } else { String::new() };
+        output::note(format!("copied {} paths, {} bytes{kept}", self.copied, self.bytes));
+        match self.failed {
+            0 => Ok(()),
+            n => Err(Failure::new(
+                "copying",
+                format!("{n} paths were not copied (see above); run it again to go on"),
+            )),
+        }
+    }
+}

@@ -1,0 +1,158 @@
+//! Copying into a pool.
+
+use std::collections::HashSet;
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use client::{Object, PutOptions};
+use futures::StreamExt;
+use futures::stream::FuturesUnordered;
+use tokio::sync::mpsc;
+
+use super::file_meta::{self, FileMeta, Kind};
+use super::local::{self, Found};
+use super::{Job, Outcome, Place, Tally};
+use crate::failure::{Doing, Failure, Result};
+
+/// Files up to this size, in bytes, are read at once.
+const SMALL: u64 = 1 << 20;
+/// Paths found ahead of the copying.
+const AHEAD: usize = 256;
+
+/// Copies `from` to `to`.
+pub async fn run(job: Job, from: &Path, to: Place) -> Result<()> {
+    let is_dir = std::fs::metadata(from).doing(format!("reading {}", from.display()))?.is_dir();
+    match (is_dir, job.recursive) {
+        (true, false) => {
+            Err(Failure::usage(format!("copying {}", from.display()), "it is a directory; give -r"))
+        }
+        (true, true) => tree(job, from, to).await,
+        (false, _) => single(from, to).await,
+    }
+}
+
+async fn single(from: &Path, to: Place) -> Result<()> {
+    let doing = format!("copying {}", from.display());
+    let name = from.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+    let name = if to.prefix.is_empty() || to.prefix.ends_with('/') {
+        to.prefix.clone() + &name
+    } else {
+        to.prefix.clone()
+    };
+    let found = local::found(from, Vec::new()).map_err(|e| Failure::new(&doing, e))?;
+    let found = found.ok_or_else(|| Failure::new(&doing, "it is no file, directory or symlink"))?;
+    let object = to.pool.object(&name).map_err(|e| Failure::usage(&doing, e))?;
+    let mut tally = Tally::new("copying");
+    tally.progress.grow(found.size);
+    tally.add(copy(object, found, true).await);
+    tally.finish()
+}
+
+async fn tree(job: Job, from: &Path, to: Place) -> Result<()> {
+    let prefix = to.directory();
+    let there = Arc::new(names_below(&to, &prefix).await?);
+    let mut paths = walk_ahead(from);
+    let mut tally = Tally::new("copying");
+    let mut running = FuturesUnordered::new();
+    loop {
+        tokio::select! {
+            biased;
+            Some(outcome) = running.next(), if !running.is_empty() => tally.add(outcome),
+            found = paths.recv(), if running.len() < job.in_flight => match found {
+                Some(Ok(found)) => {
+                    tally.progress.grow(found.size);
+                    running.push(copy_below(to.clone(), prefix.clone(), found, Arc::clone(&there)));
+                }
+                Some(Err(why)) => tally.add(Err(why)),
+                None if running.is_empty() => return tally.finish(),
+                None => {
+                    let outcome = running.next().await;
+                    outcome.into_iter().for_each(|o| tally.add(o));
+                }
+            },
+        }
+    }
+}
+
+/// The objects that are there already: only those can be kept.
+async fn names_below(to: &Place, prefix: &str) -> Result<HashSet<String>> {
+    let mut names = HashSet::new();
+    let mut listing = to.pool.list(prefix);
+    while let Some(name) = listing.next().await.doing(format!("listing pool {}", to.pool.name()))? {
+        names.insert(name.object().to_owned());
+    }
+    Ok(names)
+}
+
+/// Walks a tree on a thread of its own, a bounded number of paths ahead.
+fn walk_ahead(from: &Path) -> mpsc::Receiver<std::result::Result<Found, String>> {
+    let (tx, rx) = mpsc::channel(AHEAD);
+    let from = from.to_owned();
+    tokio::task::spawn_blocking(move || {
+        for found in local::walk(&from) {
+            if tx.blocking_send(found).is_err() {
+                break;
+            }
+        }
+    });
+    rx
+}
+
+async fn copy_below(
+    to: Place,
+    prefix: String,
+    mut found: Found,
+    there: Arc<HashSet<String>>,
+) -> std::result::Result<Outcome, String> {
+    let (name, raw_path) = file_meta::object_name(&prefix, &found.relative);
+    found.meta.raw_path = raw_path;
+    let object = to.pool.object(&name).map_err(|e| format!("{}: {e}", found.path.display()))?;
+    let may_be_there = there.contains(&name);
+    copy(object, found, may_be_there).await
+}
+
+/// Copies one path to `object`, unless it is there already.
+async fn copy(object: Object, found: Found, may_be_there: bool) -> std::result::Result<Outcome, String> {
+    let path = found.path.clone();
+    let failed = |e: &dyn std::fmt::Display| format!("{}: {e}", path.display());
+    if may_be_there && is_there(&object, &found).await.map_err(|e| failed(&e))? {
+        return Ok(Outcome::Kept(found.size));
+    }
+    let options = PutOptions {
+        xattrs: vec![(Bytes::from_static(file_meta::XATTR), found.meta.encode().into())],
+        ..PutOptions::default()
+    };
+    let size = found.size;
+    let put = match found.meta.kind {
+        Kind::File if size > SMALL => object.put_file(&found.path, options).await,
+        Kind::Directory => object.put_with(Bytes::new(), options).await,
+        Kind::File | Kind::Symlink => {
+            let data = tokio::task::spawn_blocking(move || content(&found)).await.map_err(|e| failed(&e))?;
+            object.put_with(data.map_err(|e| failed(&e))?, options).await
+        }
+    };
+    put.map(|_| Outcome::Copied(size)).map_err(|e| failed(&e))
+}
+
+fn content(found: &Found) -> io::Result<Bytes> {
+    match found.meta.kind {
+        Kind::Symlink => {
+            use std::os::unix::ffi::OsStringExt;
+            Ok(std::fs::read_link(&found.path)?.into_os_string().into_vec().into())
+        }
+        Kind::File | Kind::Directory => Ok(std::fs::read(&found.path)?.into()),
+    }
+}
+
+async fn is_there(object: &Object, found: &Found) -> client::Result<bool> {
+    let have = match object.describe().await {
+        Ok(have) => have,
+        Err(e) if e.is_not_found() => return Ok(false),
+        Err(e) => return Err(e),
+    };
+    let meta =
+        have.xattrs.iter().find(|(name, _)| name == file_meta::XATTR).and_then(|(_, v)| FileMeta::decode(v));
+    Ok(meta.as_ref() == Some(&found.meta) && have.stat.size == found.size)
+}

@@ -1,0 +1,48 @@
+//! `outboard get`: writes an object to a file or to standard output.
+
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use tokio::io::AsyncWriteExt;
+
+use super::cp::local::NewFile;
+use super::session;
+use crate::cli::NodeArgs;
+use crate::failure::{Doing, Result};
+use crate::progress::Progress;
+
+/// Write an object to a file or to standard output
+///
+/// Every block is verified against its checksum. A file appears under its name only when it is complete.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  \
+    outboard get photos/beach.jpg beach.jpg\n  \
+    outboard get backups:monday/etc.tar - | tar t")]
+pub struct GetArgs {
+    /// POOL[:NAMESPACE]/OBJECT
+    pub object: String,
+    /// The file; '-' is standard output
+    pub file: PathBuf,
+}
+
+/// Runs the command.
+pub fn run(args: GetArgs, node: &NodeArgs) -> Result<()> {
+    session::run(node, super::options(), async move |client| {
+        let object = session::object(&client, &args.object)?;
+        let doing = format!("getting {}", args.object);
+        let size = object.stat().await.doing(&doing)?.size;
+        let progress = Progress::bytes(&args.object, size);
+        if args.file == Path::new("-") {
+            let mut out = progress.writing(tokio::io::stdout());
+            object.get_to_writer(&mut out).await.doing(doing)?;
+            return out.flush().await.doing("writing to standard output");
+        }
+        let writing = format!("writing {}", args.file.display());
+        let mut new = NewFile::create(&args.file).doing(&writing)?;
+        let file = tokio::fs::File::from_std(new.file().try_clone().doing(&writing)?);
+        let mut out = progress.writing(file);
+        object.get_to_writer(&mut out).await.doing(doing)?;
+        out.flush().await.doing(&writing)?;
+        new.finish(None).doing(writing)
+    })
+}

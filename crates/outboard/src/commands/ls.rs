@@ -1,0 +1,69 @@
+//! `outboard ls`: lists the objects of a pool.
+
+use clap::Args;
+
+use super::session;
+use crate::cli::NodeArgs;
+use crate::failure::{Doing, Result};
+use crate::output;
+
+/// List the objects of a pool, in no particular order
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  \
+    outboard ls photos\n  \
+    outboard ls photos --prefix 2024/ | sort\n  \
+    outboard ls backups:monday --json")]
+pub struct LsArgs {
+    /// POOL[:NAMESPACE]
+    pub pool: String,
+    /// Only objects whose names start with this
+    #[arg(long, default_value = "", value_name = "P", hide_default_value = true)]
+    pub prefix: String,
+    /// List all namespaces, as NAMESPACE/OBJECT
+    #[arg(long)]
+    pub all_namespaces: bool,
+    /// Print a JSON array
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Runs the command.
+pub fn run(args: LsArgs, node: &NodeArgs) -> Result<()> {
+    session::run(node, super::options(), async move |client| {
+        let pool = session::pool(&client, &args.pool)?;
+        let doing = format!("listing pool {}", args.pool);
+        let mut names = match args.all_namespaces {
+            true => pool.list_all_namespaces(&args.prefix),
+            false => pool.list(&args.prefix),
+        };
+        let mut page = Vec::new();
+        let mut first = true;
+        if args.json {
+            output::raw("[");
+        }
+        while let Some(name) = names.next().await.doing(&doing)? {
+            page.push(shown(&name, &args, &mut first));
+            if page.len() == 512 {
+                output::raw(page.concat());
+                page.clear();
+            }
+        }
+        output::raw(page.concat());
+        if args.json {
+            output::raw("\n]\n");
+        }
+        Ok(())
+    })
+}
+
+fn shown(name: &client::ObjectName, args: &LsArgs, first: &mut bool) -> String {
+    let text = match (args.all_namespaces, name.namespace()) {
+        (true, namespace) => format!("{namespace}/{}", name.object()),
+        (false, _) => name.object().to_owned(),
+    };
+    if !args.json {
+        return text + "\n";
+    }
+    let separator = if std::mem::take(first) { "\n  " } else { ",\n  " };
+    format!("{separator}{}", serde_json::Value::String(text))
+}

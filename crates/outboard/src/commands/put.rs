@@ -1,0 +1,61 @@
+//! `outboard put`: stores a file or standard input as an object.
+
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use client::{Object, PutOptions};
+
+use super::session;
+use crate::cli::NodeArgs;
+use crate::failure::{Doing, Failure, Result};
+use crate::progress::Progress;
+
+/// Files up to this size are sent in one request, without a progress bar.
+const ONE_REQUEST: u64 = 16 << 20;
+
+/// Store a file, or standard input, as an object
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  \
+    outboard put photos/beach.jpg beach.jpg\n  \
+    tar c /etc | outboard put backups:monday/etc.tar -")]
+pub struct PutArgs {
+    /// POOL[:NAMESPACE]/OBJECT
+    pub object: String,
+    /// The file; '-' is standard input
+    pub file: PathBuf,
+    /// Fail if the object exists
+    #[arg(long)]
+    pub exclusive: bool,
+}
+
+/// Runs the command.
+pub fn run(args: PutArgs, node: &NodeArgs) -> Result<()> {
+    session::run(node, super::options(), async move |client| {
+        let object = session::object(&client, &args.object)?;
+        let doing = format!("storing {}", args.object);
+        let options = PutOptions { exclusive: args.exclusive, ..PutOptions::default() };
+        if args.file == Path::new("-") {
+            let progress = Progress::stream(&args.object);
+            let input = progress.reading(tokio::io::stdin());
+            object.put_reader(input, options).await.doing(doing)?;
+            return Ok(());
+        }
+        file(&object, &args.file, options, &doing).await
+    })
+}
+
+async fn file(object: &Object, path: &Path, options: PutOptions, doing: &str) -> Result<()> {
+    let reading = || format!("reading {}", path.display());
+    let metadata = std::fs::metadata(path).doing(reading())?;
+    if metadata.is_dir() {
+        return Err(Failure::usage(reading(), "it is a directory; copy it with `outboard cp -r`"));
+    }
+    if metadata.is_file() && metadata.len() <= ONE_REQUEST {
+        object.put_file(path, options).await.doing(doing)?;
+        return Ok(());
+    }
+    let progress = Progress::bytes(&object.name().to_string(), metadata.len());
+    let input = tokio::fs::File::open(path).await.doing(reading())?;
+    object.put_reader(progress.reading(input), options).await.doing(doing)?;
+    Ok(())
+}
