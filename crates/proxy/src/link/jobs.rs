@@ -1,7 +1,5 @@
 //! Jobs: calls on their way to the host, and what they wait for.
 
-use std::collections::hash_map::Entry;
-
 use base::block::Payload;
 use base::mem::ArenaBuf;
 use base::pool::MIN_BUFFER;
@@ -219,7 +217,7 @@ impl State {
             None => None,
         };
         if let Some(why) = refusal {
-            self.count_posted(&job);
+            self.write_posted(job.writes_stage);
             if let Some(answer_to) = job.answer_to.take() {
                 // Whoever asked may have gone; then nobody needs to know.
                 let _ = answer_to.send(Err(why));
@@ -233,7 +231,10 @@ impl State {
         }
         match job.range {
             RangeUse::Wanted(_) => self.range_queue.push_back(id),
-            _ if !job.in_lane => self.queue_of(job.route).push_back(id),
+            _ if !job.in_lane => {
+                self.queue_of(job.route).push_back(id);
+                self.write_posted(job.writes_stage);
+            }
             _ => {}
         }
         self.jobs.insert(id, job);
@@ -277,27 +278,28 @@ impl State {
                 let Some(offset) = self.ranges.take(order) else { return };
                 job.range = RangeUse::Held(HeldRange { offset, order, len });
                 if !job.in_lane {
-                    let route = job.route;
+                    let (route, stage) = (job.route, job.writes_stage);
                     self.queue_of(route).push_back(id);
-                    self.mark_posted(id);
+                    self.write_posted(stage);
                 }
             }
             self.range_queue.pop_front();
         }
     }
 
-    /// From here on the job is ahead of whatever gets ready later.
-    fn mark_posted(&mut self, id: u64) {
-        if let Some(stage) = self.jobs.get(&id).and_then(|job| job.writes_stage)
-            && let Entry::Occupied(mut staged) = self.stages.entry(stage)
-        {
-            staged.get_mut().unposted = staged.get().unposted.saturating_sub(1);
+    /// A write of this stage is ahead of whatever gets ready from here on.
+    fn write_posted(&mut self, stage: Option<u64>) {
+        let Some(stage) = stage else { return };
+        if let Some(staged) = self.stages.get_mut(&stage) {
+            staged.unposted = staged.unposted.saturating_sub(1);
+            self.forget_if_done(stage);
         }
     }
 
-    fn count_posted(&mut self, job: &Job) {
-        if let Some(staged) = job.writes_stage.and_then(|stage| self.stages.get_mut(&stage)) {
-            staged.unposted = staged.unposted.saturating_sub(1);
+    /// Forgets a stage that was given back, once nothing of it is on the way to be posted.
+    pub(super) fn forget_if_done(&mut self, stage: u64) {
+        if self.stages.get(&stage).is_some_and(|staged| staged.released && staged.unposted == 0) {
+            self.stages.remove(&stage);
         }
     }
 

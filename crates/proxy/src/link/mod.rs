@@ -113,6 +113,8 @@ struct Staged {
     host_id: u64,
     /// Writes that were called and not posted yet. A transaction that names the stage is posted after them.
     unposted: u32,
+    /// Given back; forgotten once its writes are posted.
+    released: bool,
 }
 
 /// A request that was sent.
@@ -213,7 +215,7 @@ impl Link {
     ) {
         let mut state = self.lock();
         let after = state.lanes[usize::from(target)].last_transaction;
-        let Some(staged) = state.stages.get_mut(&stage.0) else {
+        let Some(staged) = state.stages.get_mut(&stage.0).filter(|staged| !staged.released) else {
             drop(state);
             // Whoever asked may have gone; then nobody needs to know.
             let _ = answer_to.send(Err(StoreError::NoSuchStage(stage.0).into()));
@@ -229,8 +231,11 @@ impl Link {
     /// Gives a stage back. No answer comes.
     pub(crate) fn stage_release(&self, target: u16, stage: StageId) {
         let mut state = self.lock();
-        if let Some(staged) = state.stages.remove(&stage.0) {
-            state.release_stage(target, staged.host_id);
+        if let Some(staged) = state.stages.get_mut(&stage.0).filter(|staged| !staged.released) {
+            staged.released = true;
+            let host_id = staged.host_id;
+            state.forget_if_done(stage.0);
+            state.release_stage(target, host_id);
         }
         self.unlock(state);
     }
@@ -262,7 +267,7 @@ impl Link {
 
     /// Number of stages of this session.
     pub(crate) fn stages(&self) -> usize {
-        self.lock().stages.len()
+        self.lock().stages.values().filter(|staged| !staged.released).count()
     }
 }
 

@@ -75,7 +75,7 @@ impl State {
         self.last_stage += 1;
         // Unlike those of other sessions, so that a stage that was lost with its session is never taken for another.
         let id = (self.generation << 40) | self.last_stage;
-        self.stages.insert(id, Staged { host_id, unposted: 0 });
+        self.stages.insert(id, Staged { host_id, unposted: 0, released: false });
         if answer_to.send(Ok((Answer::Stage(id), Vec::new()))).is_err() {
             self.stages.remove(&id);
             self.release_stage(target, host_id);

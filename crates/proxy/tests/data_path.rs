@@ -1,0 +1,287 @@
+//! Payload of every size, order between the two planes, and what is counted on the way.
+
+mod common;
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc;
+use std::task::Context;
+use std::time::Duration;
+
+use base::block::Payload;
+use base::mem::Arena;
+use bytes::Bytes;
+use channel::{Chain, Completion, Counters, DmaEngine, DoorbellId, Region, ShmEngine, ShmOptions, Unposted};
+use common::{Path, cid, make_collection, node, node_of, oid, options, pattern, payload, transaction};
+use outboard_proxy::SessionOptions;
+use store::{MemStore, ObjectStore, Op, StageId, StoreError, WriteSource};
+
+const MIB: usize = 1 << 20;
+const SIZES: [usize; 9] = [0, 1, 4095, 4096, 8193, 2 * MIB - 1, 2 * MIB, 2 * MIB + 1, 16 * MIB + 3];
+
+fn staged(stage: StageId, n: usize, len: usize) -> Op {
+    Op::Write { oid: oid(n), offset: 0, source: WriteSource::Staged { stage, offset: 0, len: len as u64 } }
+}
+
+async fn put(store: &Arc<dyn ObjectStore>, n: usize, payload: Payload) {
+    let len = payload.len();
+    if len == 0 {
+        // Nothing can be staged; the object is made all the same.
+        let source = WriteSource::Inline(payload);
+        return store
+            .queue_transaction(transaction(Op::Write { oid: oid(n), offset: 0, source }))
+            .await
+            .unwrap();
+    }
+    let stage = store.stage(len as u64).await.unwrap();
+    let written = store.stage_write(stage, 0, payload);
+    let queued = store.queue_transaction(transaction(staged(stage, n, len)));
+    store.stage_release(stage);
+    queued.await.unwrap();
+    written.await.unwrap();
+}
+
+async fn get(store: &Arc<dyn ObjectStore>, n: usize, len: usize) -> Bytes {
+    let read = store.read(&cid(), &oid(n), 0, len as u64, None).await.unwrap();
+    read.verify().unwrap();
+    assert_eq!(read.object_size, len as u64);
+    read.contiguous()
+}
+
+async fn all_sizes(path: Path) {
+    let node = node(path).await;
+    make_collection(&node.store).await;
+    for (n, size) in SIZES.into_iter().enumerate() {
+        put(&node.store, n, payload(n as u64, size)).await;
+        assert_eq!(get(&node.store, n, size).await, pattern(n as u64, size), "{size} bytes");
+    }
+    assert_eq!(node.session.status().stages, 0);
+}
+
+#[tokio::test]
+async fn every_size_by_dma() {
+    all_sizes(Path::Dma).await;
+}
+
+#[tokio::test]
+async fn every_size_over_a_socket() {
+    all_sizes(Path::Tcp).await;
+}
+
+#[tokio::test]
+async fn payload_inside_a_transaction_of_every_size() {
+    let node = node(Path::Dma).await;
+    make_collection(&node.store).await;
+    for (n, size) in SIZES.into_iter().take(8).enumerate() {
+        let source = WriteSource::Inline(payload(n as u64, size));
+        node.store
+            .queue_transaction(transaction(Op::Write { oid: oid(n), offset: 0, source }))
+            .await
+            .unwrap();
+        assert_eq!(get(&node.store, n, size).await, pattern(n as u64, size), "{size} bytes");
+    }
+    let source = WriteSource::Inline(payload(1, 17 * MIB));
+    let too_large =
+        node.store.queue_transaction(transaction(Op::Write { oid: oid(0), offset: 0, source })).await;
+    assert!(matches!(too_large, Err(StoreError::TooLarge { .. })), "{too_large:?}");
+    node.store.queue_transaction(transaction(Op::Touch { oid: oid(99) })).await.unwrap();
+}
+
+#[tokio::test]
+async fn payload_in_staging_buffers_crosses_by_dma_without_a_copy() {
+    let node = node(Path::Dma).await;
+    make_collection(&node.store).await;
+    let pool = node.session.pool();
+    let before = node.session.engine().counters();
+    let mut buffer = pool.alloc(MIB).await.unwrap();
+    buffer.copy_from_slice(&pattern(5, MIB));
+    let stage = node.store.stage(MIB as u64).await.unwrap();
+    node.store.stage_write(stage, 0, Payload::compute(0, buffer.freeze())).await.unwrap();
+    node.store.queue_transaction(transaction(staged(stage, 0, MIB))).await.unwrap();
+    let written = node.session.engine().counters();
+    assert!(written.bytes - before.bytes >= MIB as u64, "every byte was moved by the engine");
+
+    let dest = pool.alloc(MIB).await.unwrap();
+    let at = dest.offset();
+    let read = node.store.read(&cid(), &oid(0), 0, MIB as u64, Some(dest)).await.unwrap();
+    assert_eq!(pool.arena().offset_of(&read.data[0]), Some(at), "it landed where it was wanted");
+    assert_eq!(read.contiguous(), pattern(5, MIB));
+    let fetched = node.session.engine().counters();
+    assert!(fetched.bytes - written.bytes >= MIB as u64, "and back");
+    assert!(fetched.bytes - before.bytes < 2 * MIB as u64 + 64 * 1024, "and nothing was moved twice");
+    assert_eq!(fetched.failed, 0);
+}
+
+#[tokio::test]
+async fn reads_do_not_wait_for_staging_buffers() {
+    let node = node(Path::Dma).await;
+    make_collection(&node.store).await;
+    put(&node.store, 0, payload(1, 3 * MIB)).await;
+    let pool = node.session.pool();
+    let mut held = Vec::new();
+    while let Ok(Some(buffer)) = pool.try_alloc(4096) {
+        held.push(buffer);
+    }
+    assert_eq!(get(&node.store, 0, 3 * MIB).await, pattern(1, 3 * MIB));
+}
+
+#[tokio::test]
+async fn many_at_once_in_little_memory() {
+    let mut small = options();
+    small.memory.layout.data_len = 4 * MIB as u64;
+    small.memory.layout.ring_len = 40 << 10;
+    small.largest_request = 4 * MIB;
+    let node = node_of(Path::Dma, Arc::new(MemStore::new()), small).await;
+    make_collection(&node.store).await;
+    let tasks = (0..48).map(|n| {
+        let store = Arc::clone(&node.store);
+        tokio::spawn(async move {
+            for round in 0..4 {
+                let len = (n * 77_777 + round * 4097) % (3 * MIB) + 1;
+                let seed = (n * 10 + round) as u64;
+                store.queue_transaction(transaction(Op::Truncate { oid: oid(n), size: 0 })).await.unwrap();
+                if n % 3 == 0 {
+                    let source = WriteSource::Inline(payload(seed, len));
+                    let write = transaction(Op::Write { oid: oid(n), offset: 0, source });
+                    store.queue_transaction(write).await.unwrap();
+                } else {
+                    put(&store, n, payload(seed, len)).await;
+                }
+                assert_eq!(get(&store, n, len).await, pattern(seed, len));
+            }
+        })
+    });
+    for task in tasks.collect::<Vec<_>>() {
+        task.await.unwrap();
+    }
+    assert_eq!(node.session.pool().free_bytes().0, 16 * MIB);
+    assert_eq!(node.server.status().stages, 0);
+}
+
+#[tokio::test]
+async fn dropped_futures_undo_nothing_and_leak_nothing() {
+    let node = node(Path::Dma).await;
+    make_collection(&node.store).await;
+    for n in 0..20 {
+        let source = WriteSource::Inline(payload(n, MIB));
+        drop(node.store.queue_transaction(transaction(Op::Write {
+            oid: oid(n as usize),
+            offset: 0,
+            source,
+        })));
+        drop(node.store.read(&cid(), &oid(n as usize), 0, MIB as u64, None));
+        drop(node.store.stage(4096));
+    }
+    for n in 0..20 {
+        assert_eq!(get(&node.store, n, MIB).await, pattern(n as u64, MIB));
+    }
+    for _ in 0..100 {
+        if node.server.status().stages == 0 && node.session.pool().free_bytes().0 == 16 * MIB {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    panic!("left: {:?}, {:?}", node.server.status(), node.session.pool().free_bytes());
+}
+
+/// An engine that takes its time with every chain, so that what goes over the socket is there first.
+struct Slow {
+    engine: Arc<ShmEngine>,
+    chains: mpsc::Sender<Chain>,
+    delayed: AtomicUsize,
+}
+
+impl Slow {
+    fn start() -> Arc<Slow> {
+        let engine = ShmEngine::start(ShmOptions::default()).unwrap();
+        let (chains, queue) = mpsc::channel::<Chain>();
+        let behind = Arc::clone(&engine);
+        std::thread::spawn(move || {
+            for chain in queue {
+                std::thread::sleep(Duration::from_millis(5));
+                behind.post(chain).unwrap();
+            }
+        });
+        Arc::new(Slow { engine, chains, delayed: AtomicUsize::new(0) })
+    }
+}
+
+impl DmaEngine for Slow {
+    fn name(&self) -> &str {
+        "slow"
+    }
+    fn is_emulated(&self) -> bool {
+        true
+    }
+    fn max_transfer(&self) -> usize {
+        64 << 10
+    }
+    fn queue_depth(&self) -> usize {
+        self.engine.queue_depth()
+    }
+    fn register_local(&self, arena: &Arc<Arena>) -> channel::Result<Region> {
+        self.engine.register_local(arena)
+    }
+    fn register_peer(&self, fd: OwnedFd, len: usize) -> channel::Result<Region> {
+        self.engine.register_peer(fd, len)
+    }
+    fn register_doorbell(&self, fd: OwnedFd, with: &Region) -> channel::Result<DoorbellId> {
+        self.engine.register_doorbell(fd, with)
+    }
+    fn post(&self, chain: Chain) -> Result<(), Unposted> {
+        assert!(
+            chain.transfers.iter().all(|t| t.len <= self.max_transfer()),
+            "the engine's limit was asked for"
+        );
+        self.delayed.fetch_add(1, Ordering::Relaxed);
+        self.chains.send(chain).unwrap();
+        Ok(())
+    }
+    fn poll_completions(&self, cx: &mut Context<'_>, out: &mut Vec<Completion>) {
+        self.engine.poll_completions(cx, out);
+    }
+    fn counters(&self) -> Counters {
+        self.engine.counters()
+    }
+}
+
+#[tokio::test]
+async fn a_call_on_the_socket_waits_for_the_transactions_on_the_ring() {
+    let slow = Slow::start();
+    let engine: Arc<dyn DmaEngine> = slow.clone();
+    let options = SessionOptions { engine: Some(engine), ..options() };
+    let node = node_of(Path::Dma, Arc::new(MemStore::new()), options).await;
+    make_collection(&node.store).await;
+    for n in 1..=10u64 {
+        let size = n * 100_000;
+        let write = node.store.queue_transaction(transaction(Op::Truncate { oid: oid(0), size }));
+        let stat = node.store.stat(&cid(), &oid(0)).await.unwrap();
+        assert_eq!(stat.size, size, "the stat overtook the transaction");
+        write.await.unwrap();
+        let payload = payload(n, 150_000);
+        put(&node.store, n as usize, payload).await;
+        assert_eq!(get(&node.store, n as usize, 150_000).await, pattern(n, 150_000));
+    }
+    assert!(slow.delayed.load(Ordering::Relaxed) > 40, "the delays fired");
+}
+
+#[tokio::test]
+async fn two_targets_have_orders_of_their_own() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = dir.path().join("s");
+    let targets =
+        (0..2).map(|n| outboard_proxy::Target { uuid: n, store: Arc::new(MemStore::new()) }).collect();
+    let listener = outboard_proxy::Listener::unix(&at).unwrap();
+    let _server = outboard_proxy::Server::serve(listener, targets, Default::default()).unwrap();
+    let session =
+        outboard_proxy::Session::connect(outboard_proxy::Endpoint::Unix(at), options()).await.unwrap();
+    let stores: Vec<Arc<dyn ObjectStore>> =
+        (0..2).map(|n| session.store(n) as Arc<dyn ObjectStore>).collect();
+    make_collection(&stores[0]).await;
+    assert!(matches!(stores[1].stat(&cid(), &oid(0)).await, Err(StoreError::NoSuchCollection(_))));
+    make_collection(&stores[1]).await;
+    put(&stores[1], 0, payload(1, 5000)).await;
+    assert_eq!(get(&stores[1], 0, 5000).await, pattern(1, 5000));
+    assert!(matches!(stores[0].stat(&cid(), &oid(0)).await, Err(StoreError::NoSuchObject(_))));
+}

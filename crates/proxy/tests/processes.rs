@@ -1,0 +1,252 @@
+//! Real processes that are killed: the store's, and the osd's. What they held is free afterwards.
+
+mod common;
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::{Path as FsPath, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use common::{cid, make_collection, oid, options, pattern, payload, target, transaction};
+use outboard_proxy::{Endpoint, Listener, Server, ServerOptions, Session, SessionOptions, Target};
+use store::{MemStore, ObjectStore, Op, StageId, StoreError, WriteSource};
+
+const ROLE: &str = "OUTBOARD_TEST_ROLE";
+const SOCKET: &str = "OUTBOARD_TEST_SOCKET";
+
+/// The tests count descriptors of the whole process, so they run one after the other.
+static ALONE: Mutex<()> = Mutex::new(());
+
+fn alone(test: impl Future<Output = ()>) {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(test);
+}
+
+/// This test binary, run again in another role.
+struct Process(Child);
+
+impl Process {
+    fn start(role: &str, socket: &FsPath) -> Process {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "child_process", "--nocapture", "--test-threads=1"])
+            .env(ROLE, role)
+            .env(SOCKET, socket)
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        assert!(lines.any(|line| line.unwrap().contains("READY")), "the {role} process did not start");
+        Process(child)
+    }
+
+    /// SIGKILL, and waits until it is gone.
+    fn kill(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+
+    fn maps(&self) -> String {
+        fs::read_to_string(format!("/proc/{}/maps", self.0.id())).unwrap()
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Not a test by itself: what a [`Process`] does.
+#[test]
+fn child_process() {
+    let Ok(role) = std::env::var(ROLE) else { return };
+    let socket = PathBuf::from(std::env::var(SOCKET).unwrap());
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    match role.as_str() {
+        "store" => {
+            let store = Arc::new(MemStore::new());
+            let _server = Server::serve(
+                Listener::unix(&socket).unwrap(),
+                vec![target(store)],
+                ServerOptions::default(),
+            );
+            ready();
+            std::thread::sleep(Duration::from_secs(60));
+        }
+        "osd" => runtime.block_on(async {
+            let session = Session::connect(Endpoint::Unix(socket), options()).await.unwrap();
+            let store: Arc<dyn ObjectStore> = session.store(0);
+            let stage = store.stage(8 << 20).await.unwrap();
+            store.stage_write(stage, 0, payload(1, 1 << 20)).await.unwrap();
+            ready();
+            // Killed in the middle of this.
+            loop {
+                let writes = (0..8).map(|n| store.stage_write(stage, n << 20, payload(n, 1 << 20)));
+                for write in writes.collect::<Vec<_>>() {
+                    write.await.unwrap();
+                }
+            }
+        }),
+        other => panic!("unknown role {other}"),
+    }
+}
+
+#[expect(clippy::print_stdout, reason = "the parent waits for it")]
+fn ready() {
+    println!("READY");
+}
+
+/// Descriptors and mappings of this process that belong to channels.
+fn held() -> (usize, usize) {
+    let links = fs::read_dir("/proc/self/fd").unwrap().flatten();
+    let fds = links
+        .filter_map(|e| fs::read_link(e.path()).ok())
+        .filter(|to| {
+            let to = to.to_string_lossy();
+            to.contains("outboard-") || to.contains("eventfd") || to.contains("socket")
+        })
+        .count();
+    let maps = fs::read_to_string("/proc/self/maps").unwrap();
+    (fds, maps.lines().filter(|line| line.contains("outboard-")).count())
+}
+
+async fn until(what: &str, mut met: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while !met() {
+        assert!(Instant::now() < deadline, "{what}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+fn write(n: usize, len: usize) -> Op {
+    Op::Write { oid: oid(n), offset: 0, source: WriteSource::Inline(payload(n as u64, len)) }
+}
+
+#[test]
+fn a_killed_store_comes_back() {
+    alone(async {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("store");
+        let mut process = Process::start("store", &socket);
+        let session = Session::connect(Endpoint::Unix(socket.clone()), options()).await.unwrap();
+        let store: Arc<dyn ObjectStore> = session.store(0);
+        make_collection(&store).await;
+        let maps = process.maps();
+        assert!(
+            maps.contains("outboard-host") && !maps.contains("outboard-dpu"),
+            "the store maps host memory only"
+        );
+        let before = held();
+        let mut stage = StageId(0);
+        for round in 1..=3u64 {
+            stage = store.stage(4 << 20).await.unwrap();
+            // Plenty under way when it dies.
+            let writes: Vec<_> =
+                (0..64).map(|n| store.queue_transaction(transaction(write(n, 300_000)))).collect();
+            let staged: Vec<_> =
+                (0..4).map(|n| store.stage_write(stage, n << 20, payload(n, 1 << 20))).collect();
+            process.kill();
+            let mut lost = 0;
+            for write in writes {
+                match write.await {
+                    Err(StoreError::Disconnected(_)) => lost += 1,
+                    other => other.unwrap(),
+                }
+            }
+            for write in staged {
+                let _ = write.await;
+            }
+            assert!(lost > 0, "the kill came too late to hit anything");
+            // Called while nobody is there; carried out by the next process.
+            until("the loss was not noticed", || !session.status().connected).await;
+            let collection = store.queue_transaction(transaction(Op::CreateCollection));
+            let listing = store.collections();
+            process = Process::start("store", &socket);
+            collection.await.unwrap();
+            assert_eq!(listing.await.unwrap(), [cid()]);
+            assert_eq!(session.status().sessions, round + 1);
+            let gone = store.stage_write(stage, 0, payload(1, 4096)).await;
+            assert!(matches!(gone, Err(StoreError::NoSuchStage(_))), "{gone:?}");
+            store.queue_transaction(transaction(write(1, 3 << 20))).await.unwrap();
+            let read = store.read(&cid(), &oid(1), 0, 3 << 20, None).await.unwrap();
+            assert_eq!(read.contiguous(), pattern(1, 3 << 20));
+        }
+        store.stage_release(stage);
+        until(&format!("descriptors and mappings were {before:?}, are {:?}", held()), || held() == before)
+            .await;
+        assert_eq!(session.pool().free_bytes().0, options().memory.pool_len);
+        let rebuilt = session.generation();
+        assert_eq!(*rebuilt.borrow(), 4);
+    });
+}
+
+#[test]
+fn reads_are_repeated_and_calls_wait_only_so_long() {
+    alone(async {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("store");
+        let mut process = Process::start("store", &socket);
+        let options = SessionOptions { wait_for_store: Duration::from_millis(1500), ..options() };
+        let session = Session::connect(Endpoint::Unix(socket.clone()), options).await.unwrap();
+        let store: Arc<dyn ObjectStore> = session.store(0);
+        make_collection(&store).await;
+        process.kill();
+        // Sent to the dead process, answered by the next one, which is empty.
+        let stat = store.stat(&cid(), &oid(0));
+        let read = store.read(&cid(), &oid(0), 0, 100_000, None);
+        process = Process::start("store", &socket);
+        assert!(matches!(stat.await, Err(StoreError::NoSuchCollection(_))));
+        assert!(matches!(read.await, Err(StoreError::NoSuchCollection(_))));
+        process.kill();
+        until("the loss was not noticed", || !session.status().connected).await;
+        let (stat, write) = (store.stat(&cid(), &oid(0)), store.queue_transaction(transaction(write(0, 10))));
+        assert!(matches!(stat.await, Err(StoreError::Disconnected(_))));
+        assert!(matches!(write.await, Err(StoreError::Disconnected(_))));
+    });
+}
+
+#[test]
+fn a_killed_osd_leaves_nothing_behind() {
+    alone(async {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("store");
+        let store: Arc<dyn ObjectStore> = Arc::new(MemStore::new());
+        let targets = vec![Target { uuid: 1, store: Arc::clone(&store) }];
+        let server =
+            Server::serve(Listener::unix(&socket).unwrap(), targets, ServerOptions::default()).unwrap();
+        let before = held();
+        for round in 1..=3 {
+            let mut osd = Process::start("osd", &socket);
+            assert_eq!(server.status().stages, 1);
+            assert!(store.statfs().await.unwrap().staged > 0);
+            assert_ne!(held(), before, "host memory is there while the session lasts");
+            std::thread::sleep(Duration::from_millis(20));
+            osd.kill();
+            until("the session did not end", || !server.status().connected).await;
+            until("stages are left", || server.status().stages + server.status().leftover_calls == 0).await;
+            assert_eq!(store.statfs().await.unwrap().staged, 0, "the store has its space back");
+            until(&format!("descriptors and mappings were {before:?}, are {:?}", held()), || {
+                held() == before
+            })
+            .await;
+            assert_eq!(server.status().sessions, round);
+            assert_eq!(server.status().violations, 0);
+        }
+    });
+}
+
+#[test]
+fn a_second_osd_is_refused_while_the_first_is_there() {
+    alone(async {
+        let node = common::node(common::Path::Dma).await;
+        let options = SessionOptions { wait_for_store: Duration::from_millis(300), ..options() };
+        let refused = Session::connect(node.endpoint.clone(), options.clone()).await.err().unwrap();
+        assert!(refused.to_string().contains("another osd"), "{refused}");
+        make_collection(&node.store).await;
+        drop((node.store, node.session));
+        Session::connect(node.endpoint.clone(), options).await.unwrap();
+    });
+}
