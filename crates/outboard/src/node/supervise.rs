@@ -215,7 +215,7 @@ mod tests {
         Supervisor::new(dir.clone(), state, config.supervise, StopSignals::catch().unwrap())
     }
 
-    const READY: &str = r#"echo '{"ready":{"endpoint":"127.0.0.1:77","metrics":"m:1"}}'; echo "$*" >> args;"#;
+    const READY: &str = r#"echo "$*" >> args; echo '{"ready":{"endpoint":"127.0.0.1:77","metrics":"m:1"}}';"#;
 
     async fn until(s: &mut Supervisor, what: impl Fn(&NodeState) -> bool) {
         while !what(&s.state) {
