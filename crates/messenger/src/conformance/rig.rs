@@ -43,8 +43,24 @@ impl Rig {
             timeout: Duration::from_secs(30),
         };
         let endpoint = listener.endpoint();
-        let (client, server) = tokio::join!(self.stack.connect(&endpoint, options), listener.accept());
-        (client.expect("the client connects"), server.expect("the server accepts"))
+        let mut connecting = self.stack.connect(&endpoint, options);
+        let mut client: Option<Ends> = None;
+        let mut accepted: Vec<Ends> = Vec::new();
+        // On a bad network an attempt may fail, or its answer get lost, which leaves a session that nobody wants.
+        loop {
+            let session = client.as_ref().map(|(client, _)| client.peer().session);
+            let ours = accepted.iter().position(|(server, _)| Some(server.peer().session) == session);
+            if let (Some(client), Some(ours)) = (client.take_if(|_| ours.is_some()), ours) {
+                return (client, accepted.swap_remove(ours));
+            }
+            tokio::select! {
+                biased;
+                connected = &mut connecting, if client.is_none() => {
+                    client = Some(connected.expect("the client connects"));
+                }
+                ends = listener.accept() => accepted.extend(ends),
+            }
+        }
     }
 
     /// Random numbers from the seed.

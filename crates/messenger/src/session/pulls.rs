@@ -19,7 +19,7 @@ pub(super) type Done = oneshot::Sender<Result<Pulled, MessengerError>>;
 
 /// Attempts at a pull, the first included. On the wire, an attempt is the pull's number plus its own: data of an earlier
 /// attempt that is still on its way is told apart, and dropped.
-const ATTEMPTS: u64 = 4;
+const ATTEMPTS: u64 = 8;
 
 struct Pull {
     /// How often data came damaged and was asked for again.
@@ -219,13 +219,13 @@ impl Destination<'_> {
         let mut state = self.shared.lock();
         let State { pulls, outbound, .. } = &mut *state;
         let id = self.filling.pull;
-        let Some(pull) = pulls.active.get_mut(&id) else { return Ok(drop(state)) };
+        let Some(pull) = pulls.active.get_mut(&id) else { return Ok(()) };
         outbound.push_control(Body::PullCancel(PullCancel { pull: id + pull.attempt }))?;
         self.shared.wake_writer.notify_one();
         pull.attempt += 1;
         if pull.attempt < ATTEMPTS {
             outbound.push_control(Body::PullRequest(pull.request(id)))?;
-            return Ok(drop(state));
+            return Ok(());
         }
         let pull = pulls.active.remove(&id).expect("it was just seen");
         drop(state);
