@@ -30,8 +30,8 @@ pub(crate) const MAX_CREDIT_BYTES: u64 = 2 << 30;
 /// **Memory of one session** is bounded by: received and not taken, `window_bytes`; sent and not acknowledged, the
 /// peer's window for messages and `push_window_bytes` for pushed data (counted while their [`bytes::Bytes`] live);
 /// queued bulk chunks, 1 MiB; chunks that the sources of pulls hold ready, one (256 KiB) for each of at most 256 pulls,
-/// and none where sources return parts of what is in memory anyway; a read buffer of 64 KiB and one frame. Messages are
-/// parts of read buffers: one that is kept may keep the 64 KiB around it.
+/// and none where sources return parts of what is in memory anyway; read buffers of up to 1.5 MiB, which shrink to 16 KiB
+/// when little comes. Messages are parts of read buffers: one that is kept may keep up to 256 KiB around it.
 #[derive(Debug, Clone)]
 pub struct SessionConfig {
     /// The longest silence: whoever has sent nothing for so long sends a heartbeat.

@@ -9,6 +9,7 @@ mod inbound;
 mod offers;
 mod outbound;
 mod pulls;
+mod read_buffer;
 mod reader;
 mod task;
 mod writer;

@@ -8,25 +8,26 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use base::block::{Payload, verify_pieces};
-use bytes::{Buf, BufMut, Bytes, BytesMut};
+use bytes::{Buf, BufMut, Bytes};
 use tokio::io::{AsyncRead, AsyncReadExt};
 
 use super::Shared;
 use super::inbound::Order;
 use super::outbound::Sequenced;
 use super::pulls::Destination;
+use super::read_buffer::ReadBuffer;
 use crate::config::MAX_CREDIT_BYTES;
 use crate::frame::{Body, FrameError, FrameHeader, HEADER_LEN, PullData};
 use crate::{Message, MessengerError};
 
-/// What is read ahead when messages come, in bytes.
-const READ_BUFFER: usize = 64 << 10;
-
-/// A new buffer is taken when less room than this is left, in bytes.
-const MIN_ROOM: usize = 16 << 10;
+/// Payloads longer than this, and not read yet, get memory of their own, in bytes.
+const READ_AHEAD_MAX: usize = 16 << 10;
 
 /// What is read ahead when bulk data comes: the head of one bulk frame fits.
 const BULK_AHEAD: usize = 512;
+
+/// What is read at once of data that nobody wants, in bytes.
+const DISCARD: usize = 64 << 10;
 
 /// Why reading ended.
 #[derive(Debug)]
@@ -63,15 +64,17 @@ impl From<MessengerError> for Fault {
 pub(super) struct Reader<'a> {
     shared: &'a Arc<Shared>,
     io: &'a mut (dyn AsyncRead + Send + Unpin),
-    buf: BytesMut,
+    buf: ReadBuffer,
     /// The last frame was one of bulk data.
     bulk: bool,
+    /// The acknowledgement of the last frame.
+    last_ack: u64,
     freed: Vec<Sequenced>,
 }
 
 impl<'a> Reader<'a> {
     pub(super) fn new(shared: &'a Arc<Shared>, io: &'a mut (dyn AsyncRead + Send + Unpin)) -> Reader<'a> {
-        Reader { shared, io, buf: BytesMut::new(), bulk: false, freed: Vec::new() }
+        Reader { shared, io, buf: ReadBuffer::new(), bulk: false, last_ack: 0, freed: Vec::new() }
     }
 
     /// Reads until that ends.
@@ -85,12 +88,14 @@ impl<'a> Reader<'a> {
 
     async fn frame(&mut self) -> Result<(), Fault> {
         self.fill(HEADER_LEN).await?;
-        let fixed = self.buf.first_chunk::<HEADER_LEN>().expect("it was just filled");
+        let fixed = self.buf.bytes.first_chunk::<HEADER_LEN>().expect("it was just filled");
         let header = FrameHeader::decode(fixed, &self.shared.config.limits)?;
         self.fill(HEADER_LEN + header.body_len()).await?;
-        self.buf.advance(HEADER_LEN);
-        let (body, checksums) = header.decode_body(self.buf.split_to(header.body_len()).freeze())?;
-        self.on_ack(header.ack)?;
+        self.buf.bytes.advance(HEADER_LEN);
+        let (body, checksums) = header.decode_body(self.buf.bytes.split_to(header.body_len()).freeze())?;
+        if header.ack != self.last_ack {
+            self.on_ack(header.ack)?;
+        }
         self.bulk = matches!(body, Body::PullData(_) | Body::Push(_));
         match body {
             Body::Message(text) => {
@@ -130,21 +135,24 @@ impl<'a> Reader<'a> {
     fn on_ack(&mut self, ack: u64) -> Result<(), Fault> {
         self.shared.on_ack(ack, &mut self.freed)?;
         self.freed.clear();
+        self.last_ack = ack;
         Ok(())
     }
 
     /// Reads until the buffer has `len` bytes.
     async fn fill(&mut self, len: usize) -> Result<(), Fault> {
-        while self.buf.len() < len {
-            let missing = len - self.buf.len();
+        while self.buf.bytes.len() < len {
+            let missing = len - self.buf.bytes.len();
             let n = if self.bulk {
-                self.buf.reserve(missing.max(BULK_AHEAD));
-                self.io.read_buf(&mut (&mut self.buf).limit(missing.max(BULK_AHEAD))).await?
+                let room = missing.max(BULK_AHEAD);
+                self.buf.make_room(room);
+                self.io.read_buf(&mut (&mut self.buf.bytes).limit(room)).await?
             } else {
-                if self.buf.capacity() - self.buf.len() < missing.max(MIN_ROOM) {
-                    self.buf.reserve(missing.max(READ_BUFFER));
-                }
-                self.io.read_buf(&mut self.buf).await?
+                self.buf.make_room(missing);
+                let room = self.buf.bytes.capacity() - self.buf.bytes.len();
+                let n = self.io.read_buf(&mut self.buf.bytes).await?;
+                self.buf.on_read(n, room);
+                n
             };
             self.heard(n)?;
         }
@@ -173,21 +181,20 @@ impl<'a> Reader<'a> {
     }
 
     async fn payload_bytes(&mut self, len: usize) -> Result<Bytes, Fault> {
-        if self.buf.len() >= len {
-            return Ok(self.buf.split_to(len).freeze());
-        }
-        if len <= MIN_ROOM {
+        if self.buf.bytes.len() < len && len <= READ_AHEAD_MAX {
             self.fill(len).await?;
-            return Ok(self.buf.split_to(len).freeze());
         }
-        let mut data = BytesMut::with_capacity(len);
-        data.extend_from_slice(&self.buf.split());
+        if self.buf.bytes.len() >= len {
+            return Ok(self.buf.bytes.split_to(len).freeze());
+        }
+        let mut data = self.buf.payload(len);
+        data.extend_from_slice(&self.buf.bytes.split());
         while data.len() < len {
             let missing = len - data.len();
             let n = self.io.read_buf(&mut (&mut data).limit(missing)).await?;
             self.heard(n)?;
         }
-        Ok(data.freeze())
+        Ok(self.buf.finish(data))
     }
 
     /// Reads data of a pull into its buffer.
@@ -217,8 +224,8 @@ impl<'a> Reader<'a> {
     async fn fill_destination(&mut self, dest: &mut Destination<'_>) -> Result<usize, Fault> {
         let pull = dest.pull();
         let bytes = dest.bytes();
-        let mut at = self.buf.len().min(bytes.len());
-        self.buf.copy_to_slice(&mut bytes[..at]);
+        let mut at = self.buf.bytes.len().min(bytes.len());
+        self.buf.bytes.copy_to_slice(&mut bytes[..at]);
         while at < bytes.len() {
             tokio::select! {
                 biased;
@@ -239,14 +246,15 @@ impl<'a> Reader<'a> {
 
     async fn discard(&mut self, mut len: usize) -> Result<(), Fault> {
         loop {
-            let here = self.buf.len().min(len);
-            self.buf.advance(here);
+            let here = self.buf.bytes.len().min(len);
+            self.buf.bytes.advance(here);
             len -= here;
             if len == 0 {
                 return Ok(());
             }
-            self.buf.reserve(READ_BUFFER);
-            let n = self.io.read_buf(&mut (&mut self.buf).limit(len.min(READ_BUFFER))).await?;
+            let room = len.min(DISCARD);
+            self.buf.make_room(room);
+            let n = self.io.read_buf(&mut (&mut self.buf.bytes).limit(room)).await?;
             self.heard(n)?;
         }
     }
