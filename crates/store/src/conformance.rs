@@ -15,7 +15,7 @@ use bytes::Bytes;
 use crate::{CollectionId, ObjectId, ObjectStore, Op, Transaction, WriteSource};
 
 pub use cases::CASES;
-pub use random::random_operations;
+pub use random::{compare, random_operations, random_operations_beside};
 
 /// A scenario: its name, and what to do with an empty store.
 pub type Case = (&'static str, fn(Arc<dyn ObjectStore>) -> BoxFuture<'static, ()>);

@@ -3,7 +3,10 @@
 //! [`ObjectStore`] follows the semantics of Ceph's interface of that name. Its implementations agree by one
 //! conformance suite. The store knows nothing of pools, names, clients or networks: ids are opaque bytes.
 
+#![deny(unsafe_code)]
+
 mod api;
+mod block;
 #[cfg(any(test, feature = "conformance"))]
 pub mod conformance;
 mod error;
@@ -12,6 +15,7 @@ mod stage;
 mod transaction;
 
 pub use api::{ObjectStore, Page, ReadData, StageId, Stat, StatFs};
+pub use block::{BlockStore, MkfsOptions, MountOptions};
 pub use error::{Result, StoreError};
 pub use mem_store::MemStore;
 pub use transaction::{

@@ -123,7 +123,19 @@ impl Workload {
 /// # Panics
 /// If they differ.
 pub async fn random_operations(store: Arc<dyn ObjectStore>, seed: u64, steps: usize) {
-    let model = MemStore::new();
+    random_operations_beside(store, &MemStore::new(), seed, steps).await;
+}
+
+/// As [`random_operations`], on a store that holds what `model` holds.
+///
+/// # Panics
+/// If they differ.
+pub async fn random_operations_beside(
+    store: Arc<dyn ObjectStore>,
+    model: &MemStore,
+    seed: u64,
+    steps: usize,
+) {
     let mut workload = Workload::new(seed);
     let mut pending = Vec::new();
     for step in 0..steps {
@@ -164,18 +176,18 @@ pub async fn random_operations(store: Arc<dyn ObjectStore>, seed: u64, steps: us
             }
         }
         if step % 50 == 49 {
-            compare(&*store, &model).await;
+            compare(&*store, model).await;
         }
     }
     drop(pending);
-    compare(&*store, &model).await;
+    compare(&*store, model).await;
 }
 
 /// Compares everything that two stores hold.
 ///
 /// # Panics
 /// If they differ.
-pub(crate) async fn compare(store: &dyn ObjectStore, model: &dyn ObjectStore) {
+pub async fn compare(store: &dyn ObjectStore, model: &dyn ObjectStore) {
     let collections = model.collections().await.expect("collections");
     assert_eq!(store.collections().await.expect("collections"), collections);
     for c in &collections {

@@ -1,0 +1,772 @@
+//! The state of a mounted target, and what its one thread does with commands and completions.
+//!
+//! [`Core`] does no I/O and never waits: it takes [`Command`]s and [`Event`]s and leaves [`IoRequest`]s and [`Work`] in
+//! [`Output`] for its driver, so that a test can drive it in any order. Calls on one collection are carried out in the
+//! order they came; one that needs something from the drive is tried again when that has come.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+
+use base::block::{BLOCK, Payload};
+use base::mem::Arena;
+use base::pool::BufferPool;
+use bytes::Bytes;
+use futures::channel::oneshot;
+
+use super::alloc::Allocator;
+use super::apply::{Apply, Context, Outcome, Stop};
+use super::bitmap::Bitmap;
+use super::commit::Commits;
+use super::extent::{Extent, total};
+use super::index::{Found, Index};
+use super::io::{IoDone, IoOp, IoRequest, Segment, Whole};
+use super::query::{Query, Reads};
+use super::recovery::Settled;
+use super::staged::{Stage, StagedBlock};
+use super::superblock::Superblock;
+use super::view::{Loaded, Need, View};
+use crate::stage::check_stage_write;
+use crate::{CollectionId, Op, Result, StageId, StatFs, StoreError, Transaction};
+
+pub(crate) type Reply<T> = oneshot::Sender<Result<T>>;
+
+/// A call of the store.
+#[derive(Debug)]
+pub(crate) enum Command {
+    Stage(u64, Reply<StageId>),
+    StageWrite(StageId, u64, Payload, Reply<()>),
+    StageRelease(StageId),
+    Transaction(Transaction, Reply<()>),
+    Query(CollectionId, Query),
+    Collections(Reply<Vec<CollectionId>>),
+    StatFs(Reply<StatFs>),
+    Umount(Reply<()>),
+}
+
+/// Blocking work for another thread.
+#[derive(Debug)]
+pub(crate) enum Work {
+    /// Read the index for a call.
+    Load { op: u64, generation: u64, needs: Vec<Need> },
+    /// Bring the index forward.
+    Checkpoint(Box<super::checkpoint::Checkpoint>),
+}
+
+/// Something that happened.
+#[derive(Debug)]
+pub(crate) enum Event {
+    Io(IoDone),
+    Loaded { op: u64, generation: u64, needs: Vec<Need>, found: Result<Vec<Answer>> },
+    Checkpointed(Result<super::checkpoint::Done>),
+}
+
+/// What a [`Need`] of the index turned out to be.
+#[derive(Debug)]
+pub(crate) enum Answer {
+    Key(Option<Bytes>),
+    Range(Found),
+}
+
+/// Reads the index for [`Work::Load`].
+pub(crate) fn load(index: &Index, needs: &[Need]) -> Result<Vec<Answer>> {
+    /// Bytes that one scan reads at most, about.
+    const SCAN_BYTES: usize = 4 << 20;
+    needs
+        .iter()
+        .map(|need| match need {
+            Need::Key(key) => Ok(Answer::Key(index.get_many(std::slice::from_ref(key))?.pop().flatten())),
+            Need::Range { from, to, limit } => Ok(Answer::Range(index.scan(from, to, *limit, SCAN_BYTES)?)),
+            Need::Block(_) => Ok(Answer::Key(None)),
+        })
+        .collect()
+}
+
+/// What the driver is to do.
+#[derive(Debug, Default)]
+pub(crate) struct Output {
+    pub(crate) io: Vec<IoRequest>,
+    pub(crate) work: Vec<Work>,
+}
+
+/// A call that waits for its turn or for something to be loaded.
+#[derive(Debug)]
+struct Pending {
+    call: Call,
+    collections: Vec<CollectionId>,
+    /// Stages that the call names and that were not released when it came: they stay until it is done.
+    stages: Vec<u64>,
+    loaded: Loaded,
+    /// Loads that have not come back.
+    loading: usize,
+    failed: Option<StoreError>,
+}
+
+#[derive(Debug)]
+enum Call {
+    Transaction(Transaction, Reply<()>),
+    Query(CollectionId, Query),
+    Collections(Reply<Vec<CollectionId>>),
+}
+
+/// What an I/O request was for.
+#[derive(Debug)]
+pub(crate) enum Purpose {
+    /// Data of the transactions of a group.
+    Data { blocks: Extent, group: u64 },
+    /// Staged data, which groups may wait for.
+    Stage { blocks: Extent, write: u64, groups: Vec<u64> },
+    /// A piece of a log group.
+    Log { group: u64 },
+    /// A flush.
+    Flush,
+    /// Part of a read.
+    Read { read: u64 },
+    /// A block for a call that merges it.
+    Block { op: u64, block: u64, whole: Whole },
+}
+
+/// A `stage_write` that is on its way.
+#[derive(Debug)]
+struct StageWrite {
+    stage: u64,
+    left: usize,
+    reply: Reply<()>,
+}
+
+/// Limits and sizes of a mounted target.
+#[derive(Debug, Clone)]
+pub(crate) struct Limits {
+    /// Bytes of index values kept in memory.
+    pub(crate) cache_bytes: usize,
+    /// Bytes of buffers for reads without a destination and for unaligned writes.
+    pub(crate) buffer_bytes: usize,
+}
+
+/// A mounted target.
+#[derive(Debug)]
+pub(crate) struct Core {
+    pub(crate) superblock: Superblock,
+    pub(crate) epoch: u64,
+    pub(crate) view: View,
+    pub(crate) alloc: Allocator,
+    /// Blocks taken, as the log and the index have it.
+    pub(crate) taken: Bitmap,
+    collections: BTreeMap<CollectionId, u64>,
+    pub(crate) next_nid: u64,
+    pub(crate) stages: HashMap<u64, Stage>,
+    last_stage: u64,
+    stage_writes: HashMap<u64, StageWrite>,
+    waiting_stages: VecDeque<(u64, Reply<StageId>)>,
+    queues: HashMap<CollectionId, VecDeque<u64>>,
+    pending: HashMap<u64, Pending>,
+    runnable: VecDeque<u64>,
+    /// Calls that wait for space.
+    starved: Vec<u64>,
+    pub(crate) commits: Commits,
+    pub(crate) reads: Reads,
+    pub(crate) io: HashMap<u64, Purpose>,
+    next_id: u64,
+    /// Counts checkpoints, so that loads that overlap one are repeated.
+    pub(crate) generation: u64,
+    pub(crate) pool: BufferPool,
+    pub(crate) index_space: (u64, u64),
+    pub(crate) poisoned: Option<String>,
+    pub(crate) closing: Option<Reply<()>>,
+    pub(crate) closed: bool,
+    pub(crate) output: Output,
+}
+
+impl Core {
+    /// A core for a target that was just brought to order.
+    pub(crate) fn new(
+        settled: Settled,
+        collections: BTreeMap<CollectionId, u64>,
+        limits: &Limits,
+    ) -> Result<Core> {
+        let Settled { superblock, meta, taken, index_space, .. } = settled;
+        let largest = (limits.buffer_bytes.max(1 << 20) / 4).next_power_of_two().min(4 << 20);
+        let arena =
+            Arena::anonymous(limits.buffer_bytes.max(largest)).map_err(|e| StoreError::Io(e.to_string()))?;
+        Ok(Core {
+            epoch: meta.epoch,
+            view: View::new(meta.next_nid, limits.cache_bytes),
+            alloc: Allocator::new(taken.clone()),
+            taken,
+            collections,
+            next_nid: meta.next_nid,
+            stages: HashMap::new(),
+            last_stage: 0,
+            stage_writes: HashMap::new(),
+            waiting_stages: VecDeque::new(),
+            queues: HashMap::new(),
+            pending: HashMap::new(),
+            runnable: VecDeque::new(),
+            starved: Vec::new(),
+            commits: Commits::new(meta.log_start, superblock.log_sectors()),
+            reads: Reads::default(),
+            io: HashMap::new(),
+            next_id: 1,
+            generation: 0,
+            pool: BufferPool::new(arena, 0, largest),
+            index_space,
+            poisoned: None,
+            closing: None,
+            closed: false,
+            output: Output::default(),
+            superblock,
+        })
+    }
+
+    pub(crate) fn next_id(&mut self) -> u64 {
+        self.next_id += 1;
+        self.next_id
+    }
+
+    /// Takes a call. Follow up with [`advance`](Self::advance) after the last of a batch.
+    pub(crate) fn handle(&mut self, command: Command) {
+        if self.closing.is_some() || self.closed {
+            return refuse(command, &StoreError::Disconnected("the target is being unmounted".into()));
+        }
+        match command {
+            Command::Stage(len, reply) => self.stage(len, reply),
+            Command::StageWrite(id, offset, payload, reply) => self.stage_write(id, offset, payload, reply),
+            Command::StageRelease(id) => self.stage_release(id.0),
+            Command::Transaction(transaction, reply) => {
+                let mut collections = vec![transaction.collection.clone()];
+                for op in &transaction.ops {
+                    if let Op::MoveRename { dst_collection: dst, .. } | Op::SplitCollection { dst, .. } = op
+                        && !collections.contains(dst)
+                    {
+                        collections.push(dst.clone());
+                    }
+                }
+                self.enqueue(Call::Transaction(transaction, reply), collections);
+            }
+            Command::Query(cid, query) => {
+                let collections = vec![cid.clone()];
+                self.enqueue(Call::Query(cid, query), collections);
+            }
+            Command::Collections(reply) => {
+                let collections = self.queues.keys().cloned().collect();
+                self.enqueue(Call::Collections(reply), collections);
+            }
+            Command::StatFs(reply) => {
+                let _ = reply.send(Ok(self.statfs()));
+            }
+            Command::Umount(reply) => {
+                self.closing = Some(reply);
+                let stages: Vec<u64> = self.stages.keys().copied().collect();
+                stages.into_iter().for_each(|id| self.stage_release(id));
+            }
+        }
+    }
+
+    /// Takes a completion. Follow up with [`advance`](Self::advance).
+    pub(crate) fn complete(&mut self, event: Event) {
+        match event {
+            Event::Io(done) => self.io_done(done),
+            Event::Loaded { op, generation, needs, found } => self.loaded(op, generation, needs, found),
+            Event::Checkpointed(result) => self.checkpointed(result),
+        }
+    }
+
+    /// Does everything that can be done now.
+    pub(crate) fn advance(&mut self) {
+        loop {
+            while let Some(op) = self.runnable.pop_front() {
+                self.run(op);
+            }
+            self.commit_step();
+            if self.reclaim() {
+                self.runnable.extend(std::mem::take(&mut self.starved));
+                for (len, reply) in std::mem::take(&mut self.waiting_stages) {
+                    self.stage(len, reply);
+                }
+            }
+            if self.runnable.is_empty() {
+                break;
+            }
+        }
+        self.try_close();
+    }
+
+    /// Whether nothing is under way.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.pending.is_empty()
+            && self.io.is_empty()
+            && self.reads.is_empty()
+            && self.waiting_stages.is_empty()
+    }
+
+    /// Calls wait for space, so freed blocks should be made usable soon.
+    pub(crate) fn is_starved(&self) -> bool {
+        !self.starved.is_empty() || !self.waiting_stages.is_empty()
+    }
+
+    pub(crate) fn loaded_mut(&mut self) -> (&mut View, impl Iterator<Item = &mut Loaded>) {
+        (&mut self.view, self.pending.values_mut().map(|p| &mut p.loaded))
+    }
+
+    fn enqueue(&mut self, call: Call, collections: Vec<CollectionId>) {
+        let op = self.next_id();
+        for cid in &collections {
+            self.queues.entry(cid.clone()).or_default().push_back(op);
+        }
+        let mut stages = Vec::new();
+        if let Call::Transaction(transaction, _) = &call {
+            for id in transaction.ops.iter().filter_map(named_stage) {
+                if let Some(stage) = self.stages.get_mut(&id).filter(|s| !s.released && !stages.contains(&id))
+                {
+                    stage.users += 1;
+                    stages.push(id);
+                }
+            }
+        }
+        let pending =
+            Pending { call, collections, stages, loaded: Loaded::default(), loading: 0, failed: None };
+        self.pending.insert(op, pending);
+        self.runnable.push_back(op);
+    }
+
+    /// Whether it is the call's turn in all its collections.
+    fn is_first(&self, op: u64, pending: &Pending) -> bool {
+        pending
+            .collections
+            .iter()
+            .all(|c| self.queues.get(c).and_then(|q| q.front()).is_none_or(|f| *f == op))
+    }
+
+    /// Takes a call out of its queues and lets those behind it run.
+    fn leave_queues(&mut self, collections: &[CollectionId]) {
+        for cid in collections {
+            if let Some(queue) = self.queues.get_mut(cid) {
+                queue.pop_front();
+                match queue.front() {
+                    Some(next) => self.runnable.push_back(*next),
+                    None => drop(self.queues.remove(cid)),
+                }
+            }
+        }
+    }
+
+    /// Tries to carry out a call.
+    fn run(&mut self, op: u64) {
+        let Some(mut pending) = self.pending.remove(&op) else { return };
+        if pending.loading > 0 || !self.is_first(op, &pending) {
+            self.pending.insert(op, pending);
+            return;
+        }
+        if let Call::Transaction(..) = pending.call {
+            return self.run_transaction(op, pending);
+        }
+        // A query only had to wait for the transactions before it.
+        let collections = std::mem::take(&mut pending.collections);
+        self.leave_queues(&collections);
+        match pending.call {
+            Call::Collections(reply) => {
+                let _ = reply.send(Ok(self.collections.keys().cloned().collect()));
+            }
+            Call::Query(cid, query) => {
+                if let Some(error) = pending.failed {
+                    return query.fail(error);
+                }
+                let number = self.collections.get(&cid).copied();
+                let Some(number) = number else {
+                    return query.fail(StoreError::NoSuchCollection(cid.to_string()));
+                };
+                if let Some((query, needs)) = self.query(number, query, &pending.loaded) {
+                    pending.call = Call::Query(cid, query);
+                    self.wait_for(op, pending, needs);
+                }
+            }
+            Call::Transaction(..) => {}
+        }
+    }
+
+    fn run_transaction(&mut self, op: u64, mut pending: Pending) {
+        if pending.failed.is_none() && self.commits.is_full() && self.poisoned.is_none() {
+            self.starved.push(op);
+            self.pending.insert(op, pending);
+            return;
+        }
+        let failed = pending.failed.take().or_else(|| self.poisoned.clone().map(StoreError::Poisoned));
+        let Call::Transaction(transaction, reply) = pending.call else { return };
+        let result = match failed {
+            Some(error) => Err(Stop::Fail(error)),
+            None => self.apply(&transaction, &pending.loaded, &pending.stages),
+        };
+        pending.call = Call::Transaction(transaction, reply);
+        match result {
+            Err(Stop::Need(needs)) => self.wait_for(op, pending, needs),
+            Err(Stop::Space(blocks)) if self.reclaimable() + self.alloc.free_blocks() >= blocks => {
+                self.starved.push(op);
+                self.pending.insert(op, pending);
+            }
+            other => {
+                self.leave_queues(&pending.collections);
+                let Call::Transaction(_, reply) = pending.call else { return };
+                match other {
+                    Ok(outcome) => self.commit(outcome, reply),
+                    Err(Stop::Fail(error)) => drop(reply.send(Err(error))),
+                    Err(Stop::Space(blocks)) => drop(reply.send(Err(self.no_space(blocks)))),
+                    Err(Stop::Need(_)) => {}
+                }
+                for id in pending.stages {
+                    if let Some(stage) = self.stages.get_mut(&id) {
+                        stage.users -= 1;
+                    }
+                    self.drop_stage(id);
+                }
+            }
+        }
+    }
+
+    fn apply(
+        &mut self,
+        transaction: &Transaction,
+        loaded: &Loaded,
+        usable: &[u64],
+    ) -> std::result::Result<Outcome, Stop> {
+        let commits = &self.commits;
+        let deferred = |block| commits.deferred(block);
+        let context = Context {
+            view: &self.view,
+            loaded,
+            collections: &self.collections,
+            stages: &self.stages,
+            usable_stages: usable,
+            deferred: &deferred,
+            data_blocks: self.superblock.data_blocks(),
+            max_record: self.commits.max_record(),
+        };
+        let mut apply = Apply::new(context, &mut self.alloc, self.next_nid);
+        let result = apply.run(transaction);
+        let (allocated, changed) = (std::mem::take(&mut apply.allocated), apply.changed_bytes());
+        let result =
+            result.and_then(|outcome| self.admit(transaction, changed).map(|()| outcome).map_err(Stop::Fail));
+        if result.is_err() {
+            allocated.into_iter().for_each(|e| self.alloc.free(e));
+        }
+        result
+    }
+
+    /// Keeps room in the index for what gives space back.
+    fn admit(&self, transaction: &Transaction, changed: usize) -> Result<()> {
+        let shrinks = |op: &Op| {
+            matches!(
+                op,
+                Op::Remove { .. } | Op::Truncate { .. } | Op::OmapClear { .. } | Op::OmapRemove { .. }
+            ) || matches!(op, Op::OmapRemoveRange { .. } | Op::RemoveCollection | Op::RemoveXattrs { .. })
+        };
+        let (total, free) = self.index_space;
+        let needed = 4 * (self.view.changed_bytes() + changed) as u64 + total / 16;
+        if needed > free && !transaction.ops.iter().all(shrinks) {
+            return Err(StoreError::NoSpace { needed, free });
+        }
+        Ok(())
+    }
+
+    /// Makes a transaction's effects visible and has them written.
+    fn commit(&mut self, mut outcome: Outcome, reply: Reply<()>) {
+        for (cid, number) in std::mem::take(&mut outcome.collections) {
+            match number {
+                Some(number) => drop(self.collections.insert(cid, number)),
+                None => drop(self.collections.remove(&cid)),
+            }
+        }
+        self.next_nid = outcome.record.next_nid;
+        for (id, block) in &outcome.taken {
+            if let Some(stage) = self.stages.get_mut(&id.0) {
+                stage.blocks[*block as usize] = StagedBlock::Taken;
+                let group = self.commits.next_group();
+                for io in &stage.in_flight {
+                    if let Some(Purpose::Stage { groups, .. }) = self.io.get_mut(io)
+                        && !groups.contains(&group)
+                    {
+                        groups.push(group);
+                        self.commits.add_io(group);
+                    }
+                }
+            }
+        }
+        for extent in &outcome.record.allocs {
+            self.taken.set(*extent, true);
+        }
+        for extent in &outcome.record.frees {
+            self.taken.set(*extent, false);
+        }
+        self.commits.push(&outcome, reply);
+        self.view.apply(outcome.record.puts);
+    }
+
+    fn wait_for(&mut self, op: u64, mut pending: Pending, needs: Vec<Need>) {
+        let (blocks, index): (Vec<_>, Vec<_>) = needs.into_iter().partition(|n| matches!(n, Need::Block(_)));
+        for need in blocks {
+            if let Need::Block(block) = need {
+                pending.loading += 1;
+                self.read_block(op, block);
+            }
+        }
+        if !index.is_empty() {
+            pending.loading += 1;
+            self.output.work.push(Work::Load { op, generation: self.generation, needs: index });
+        }
+        self.pending.insert(op, pending);
+    }
+
+    fn loaded(&mut self, op: u64, generation: u64, needs: Vec<Need>, found: Result<Vec<Answer>>) {
+        if generation != self.generation {
+            self.output.work.push(Work::Load { op, generation: self.generation, needs });
+            return;
+        }
+        let Some(pending) = self.pending.get_mut(&op) else { return };
+        pending.loading -= 1;
+        match found {
+            Err(error) => pending.failed = Some(error),
+            Ok(answers) => {
+                for (need, answer) in needs.into_iter().zip(answers) {
+                    match (need, answer) {
+                        (Need::Key(key), Answer::Key(value)) => {
+                            self.view.remember(&key, &value);
+                            pending.loaded.insert_key(key, value);
+                        }
+                        (Need::Range { from, to, .. }, Answer::Range(found)) => {
+                            pending.loaded.insert_range(from, to, found);
+                        }
+                        _ => {}
+                    }
+                }
+            }
+        }
+        self.runnable.push_back(op);
+    }
+
+    fn read_block(&mut self, op: u64, block: u64) {
+        let (whole, mut segments) = Whole::split(self.buffer(BLOCK as usize), &[BLOCK as usize]);
+        let id = self.next_id();
+        self.io.insert(id, Purpose::Block { op, block, whole });
+        if let Some(segment) = segments.pop() {
+            self.submit_read(id, Extent { start: block, len: 1 }, segment);
+        }
+    }
+
+    pub(crate) fn submit_read(&mut self, id: u64, blocks: Extent, segment: Segment) {
+        // Data of transactions that were just applied must be on its way first, so that the read waits for it.
+        self.write_data();
+        let request = IoRequest { id, offset: self.data_offset(blocks.start), op: IoOp::Read(segment) };
+        if let Some(request) = self.reads.hold_back(blocks, request) {
+            self.output.io.push(request);
+        }
+    }
+
+    pub(crate) fn data_offset(&self, block: u64) -> u64 {
+        self.superblock.data.offset + block * BLOCK
+    }
+
+    fn io_done(&mut self, IoDone { id, result }: IoDone) {
+        let Some(purpose) = self.io.remove(&id) else { return };
+        match purpose {
+            Purpose::Read { read } => self.read_done(read, result),
+            Purpose::Block { op, block, whole } => {
+                let Some(pending) = self.pending.get_mut(&op) else { return };
+                pending.loading -= 1;
+                match (result, whole.into_buffer()) {
+                    (Ok(()), Some(buffer)) => drop(pending.loaded.blocks.insert(block, buffer.freeze())),
+                    (Err(e), _) => {
+                        pending.failed = Some(StoreError::Io(format!("reading block {block}: {e}")))
+                    }
+                    (Ok(()), None) => {
+                        pending.failed = Some(StoreError::Io("a read buffer is still in use".into()))
+                    }
+                }
+                self.runnable.push_back(op);
+            }
+            Purpose::Data { blocks, group } => {
+                self.write_done(blocks, &result);
+                self.commits.io_done(group);
+            }
+            Purpose::Stage { blocks, write, groups } => {
+                self.write_done(blocks, &result);
+                groups.into_iter().for_each(|group| self.commits.io_done(group));
+                self.stage_write_done(write, id, &result);
+            }
+            Purpose::Log { group } => {
+                if let Err(e) = &result {
+                    self.poison(&format!("write of the log ({e})"));
+                }
+                self.commits.io_done(group);
+            }
+            Purpose::Flush => match result {
+                Ok(()) => self.commits.flushed(),
+                Err(e) => self.poison(&format!("flush ({e})")),
+            },
+        }
+    }
+
+    fn write_done(&mut self, blocks: Extent, result: &std::io::Result<()>) {
+        self.output.io.extend(self.reads.write_completed(blocks));
+        if let Err(e) = result {
+            self.poison(&format!("write ({e})"));
+        }
+    }
+
+    // Stages.
+
+    fn stage(&mut self, len: u64, reply: Reply<StageId>) {
+        if let Some(reason) = &self.poisoned {
+            return drop(reply.send(Err(StoreError::Poisoned(reason.clone()))));
+        }
+        if len == 0 {
+            return drop(reply.send(Err(StoreError::InvalidArgument("an empty stage".into()))));
+        }
+        let blocks = len.div_ceil(BLOCK);
+        match self.alloc.alloc(blocks) {
+            Some(extents) => {
+                self.last_stage += 1;
+                self.stages.insert(self.last_stage, Stage::new(len, extents));
+                let _ = reply.send(Ok(StageId(self.last_stage)));
+            }
+            None if self.alloc.free_blocks() + self.reclaimable() >= blocks => {
+                self.waiting_stages.push_back((len, reply))
+            }
+            None => drop(reply.send(Err(self.no_space(blocks)))),
+        }
+    }
+
+    fn no_space(&self, blocks: u64) -> StoreError {
+        let free = self.alloc.free_blocks() + self.reclaimable();
+        StoreError::NoSpace { needed: blocks * BLOCK, free: free * BLOCK }
+    }
+
+    fn stage_write(&mut self, id: StageId, offset: u64, payload: Payload, reply: Reply<()>) {
+        if let Some(reason) = &self.poisoned {
+            return drop(reply.send(Err(StoreError::Poisoned(reason.clone()))));
+        }
+        let Some(stage) = self.stages.get_mut(&id.0).filter(|s| !s.released) else {
+            return drop(reply.send(Err(StoreError::NoSuchStage(id.0))));
+        };
+        if let Err(error) = check_stage_write(stage.len, offset, &payload) {
+            return drop(reply.send(Err(error)));
+        }
+        let (first, count) = (offset / BLOCK, payload.checksums().len() as u64);
+        let range = first as usize..(first + count) as usize;
+        if stage.blocks[range.clone()].contains(&StagedBlock::Taken) {
+            let error = StoreError::InvalidArgument("the staged bytes already belong to an object".into());
+            return drop(reply.send(Err(error)));
+        }
+        let runs = stage.runs(first, count);
+        if runs.iter().any(|run| self.reads.is_being_written(*run)) {
+            let error = StoreError::InvalidArgument("the staged bytes are being written already".into());
+            return drop(reply.send(Err(error)));
+        }
+        let (data, checksums) = payload.into_parts();
+        let last = data.len() - (checksums.len() - 1).min(data.len()) * BLOCK as usize;
+        for (slot, (i, crc)) in stage.blocks[range].iter_mut().zip(checksums.iter().enumerate()) {
+            let len = if i + 1 == checksums.len() { last } else { BLOCK as usize };
+            *slot = StagedBlock::Written(base::block::pad_to_block(*crc, len));
+        }
+        let write = self.next_id();
+        let mut left = 0;
+        let mut rest = data;
+        for run in runs {
+            let part = rest.split_to(rest.len().min((run.len * BLOCK) as usize));
+            for (blocks, pieces) in self.pieces(run.start, &part) {
+                left += 1;
+                let io =
+                    self.submit_write(blocks, pieces, Purpose::Stage { blocks, write, groups: Vec::new() });
+                if let Some(stage) = self.stages.get_mut(&id.0) {
+                    stage.in_flight.insert(io);
+                }
+            }
+        }
+        if left == 0 {
+            return drop(reply.send(Ok(())));
+        }
+        self.stage_writes.insert(write, StageWrite { stage: id.0, left, reply });
+    }
+
+    fn stage_write_done(&mut self, write: u64, io: u64, result: &std::io::Result<()>) {
+        let Some(state) = self.stage_writes.get_mut(&write) else { return };
+        state.left -= 1;
+        let (id, done) = (state.stage, state.left == 0);
+        if let Some(stage) = self.stages.get_mut(&id) {
+            stage.in_flight.remove(&io);
+        }
+        if done && let Some(state) = self.stage_writes.remove(&write) {
+            let result = match (&self.poisoned, result) {
+                (None, Ok(())) => Ok(()),
+                (Some(reason), _) => Err(StoreError::Poisoned(reason.clone())),
+                (None, Err(e)) => Err(StoreError::Io(e.to_string())),
+            };
+            let _ = state.reply.send(result);
+        }
+        self.drop_stage(id);
+    }
+
+    /// Marks a stage as released; its blocks come back once no write to them is in flight.
+    fn stage_release(&mut self, id: u64) {
+        if let Some(stage) = self.stages.get_mut(&id) {
+            stage.released = true;
+        }
+        self.drop_stage(id);
+    }
+
+    fn drop_stage(&mut self, id: u64) {
+        let Some(stage) = self.stages.get(&id) else { return };
+        if stage.released && stage.in_flight.is_empty() && stage.users == 0 {
+            let unnamed = stage.unnamed();
+            self.stages.remove(&id);
+            unnamed.into_iter().for_each(|e| self.alloc.free(e));
+        }
+    }
+
+    fn statfs(&self) -> StatFs {
+        let staged: u64 = self.stages.values().filter(|s| !s.released).map(|s| total(&s.unnamed())).sum();
+        let (free_extents, largest) = self.alloc.summary();
+        let (index_total, index_free) = self.index_space;
+        StatFs {
+            total: self.superblock.data.len,
+            free: (self.alloc.free_blocks() + self.reclaimable()) * BLOCK,
+            staged: staged * BLOCK,
+            free_extents,
+            largest_free_extent: largest * BLOCK,
+            index_free,
+            index_total,
+        }
+    }
+
+    /// Refuses all writes from now on.
+    pub(crate) fn poison(&mut self, reason: &str) {
+        if self.poisoned.is_none() {
+            tracing::error!(reason, "the target refuses writes");
+            metrics::counter!("outboard_store_poisoned_total").increment(1);
+            self.poisoned = Some(reason.to_owned());
+        }
+        self.commits.fail(&StoreError::Poisoned(reason.to_owned()));
+        self.runnable.extend(std::mem::take(&mut self.starved));
+        for (_, reply) in std::mem::take(&mut self.waiting_stages) {
+            let _ = reply.send(Err(StoreError::Poisoned(reason.to_owned())));
+        }
+    }
+}
+
+fn named_stage(op: &Op) -> Option<u64> {
+    match op {
+        Op::Write { source: crate::WriteSource::Staged { stage, .. }, .. } => Some(stage.0),
+        _ => None,
+    }
+}
+
+/// Answers a call that is not carried out.
+pub(crate) fn refuse(command: Command, error: &StoreError) {
+    match command {
+        Command::Stage(_, reply) => drop(reply.send(Err(error.clone()))),
+        Command::StageWrite(.., reply) | Command::Transaction(_, reply) => {
+            drop(reply.send(Err(error.clone())))
+        }
+        Command::StageRelease(_) => {}
+        Command::Query(_, query) => query.fail(error.clone()),
+        Command::Collections(reply) => drop(reply.send(Err(error.clone()))),
+        Command::StatFs(reply) => drop(reply.send(Err(error.clone()))),
+        Command::Umount(reply) => drop(reply.send(Err(error.clone()))),
+    }
+}

@@ -1,0 +1,135 @@
+//! What a target lies on: a file or block device, or a simulated drive in tests.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Seek, SeekFrom};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+use std::time::Duration;
+
+use base::block::BLOCK_SIZE;
+
+use rustix::fs::FlockOperation;
+
+use crate::{Result, StoreError};
+
+/// Blocking access, for the index and for whatever happens outside normal operation. Offsets and lengths are multiples
+/// of the block size; memory may lie anywhere. Any thread.
+pub(crate) trait Drive: std::fmt::Debug + Send + Sync {
+    /// Size, in bytes.
+    fn size(&self) -> u64;
+    /// Fills `out` with the bytes at `offset`.
+    fn read_at(&self, offset: u64, out: &mut [u8]) -> io::Result<()>;
+    /// Writes `data` at `offset`; durable after a [`flush`](Drive::flush) that starts later.
+    fn write_at(&self, offset: u64, data: &[u8]) -> io::Result<()>;
+    /// Makes everything durable that was written before.
+    fn flush(&self) -> io::Result<()>;
+}
+
+/// A file or block device, locked for this process and opened for direct I/O where the file system can.
+#[derive(Debug)]
+pub(crate) struct FileDrive {
+    file: File,
+    size: u64,
+}
+
+impl FileDrive {
+    /// Opens and locks the target at `path`; with `create`, makes the file of that size if there is none.
+    ///
+    /// # Errors
+    /// [`StoreError::InUse`] if another process has it.
+    pub(crate) fn open(path: &Path, create: Option<u64>) -> Result<FileDrive> {
+        let name = path.display().to_string();
+        let open = |flags| {
+            OpenOptions::new()
+                .read(true)
+                .write(true)
+                .create(create.is_some())
+                .truncate(false)
+                .custom_flags(flags)
+                .open(path)
+        };
+        let direct = open(libc::O_DIRECT | libc::O_CLOEXEC);
+        let mut file = match direct {
+            Err(e) if e.raw_os_error() == Some(libc::EINVAL) => open(libc::O_CLOEXEC),
+            other => other,
+        }
+        .map_err(|e| StoreError::Io(format!("cannot open {name}: {e}")))?;
+        lock(&file, &name)?;
+        if let (Some(size), true) = (create, file.metadata()?.is_file()) {
+            file.set_len(size)?;
+        }
+        let size = file.seek(SeekFrom::End(0))?;
+        Ok(FileDrive { file, size })
+    }
+
+    /// The open file, for the I/O ring.
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+/// Takes the lock, waiting a moment for a process that was killed: the kernel still finishes its I/O.
+fn lock(file: &File, name: &str) -> Result<()> {
+    const TRIES: usize = 25;
+    for attempt in 1.. {
+        match rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => break,
+            Err(rustix::io::Errno::WOULDBLOCK) if attempt < TRIES => {
+                std::thread::sleep(Duration::from_millis(20))
+            }
+            Err(rustix::io::Errno::WOULDBLOCK) => return Err(StoreError::InUse(name.to_owned())),
+            Err(e) => return Err(StoreError::Io(format!("cannot lock {name}: {e}"))),
+        }
+    }
+    Ok(())
+}
+
+impl Drop for FileDrive {
+    fn drop(&mut self) {
+        // A ring that is being torn down keeps the file open a little longer; all its requests have completed.
+        let _ = rustix::fs::flock(&self.file, FlockOperation::Unlock);
+    }
+}
+
+/// `len` bytes of block-aligned memory, with the offset of the first.
+fn aligned(len: usize) -> (Vec<u8>, usize) {
+    let memory = vec![0; len + BLOCK_SIZE];
+    let start = memory.as_ptr().align_offset(BLOCK_SIZE);
+    (memory, start)
+}
+
+fn is_aligned(memory: &[u8]) -> bool {
+    (memory.as_ptr() as usize).is_multiple_of(BLOCK_SIZE)
+}
+
+impl Drive for FileDrive {
+    fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn read_at(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        if is_aligned(out) {
+            return self.file.read_exact_at(out, offset);
+        }
+        let (mut memory, start) = aligned(out.len());
+        let bounce = &mut memory[start..start + out.len()];
+        self.file.read_exact_at(bounce, offset)?;
+        out.copy_from_slice(bounce);
+        Ok(())
+    }
+
+    fn write_at(&self, offset: u64, data: &[u8]) -> io::Result<()> {
+        if is_aligned(data) {
+            return self.file.write_all_at(data, offset);
+        }
+        let (mut memory, start) = aligned(data.len());
+        let bounce = &mut memory[start..start + data.len()];
+        bounce.copy_from_slice(data);
+        self.file.write_all_at(bounce, offset)
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        self.file.sync_data()
+    }
+}

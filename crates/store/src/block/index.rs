@@ -1,0 +1,196 @@
+//! The index: an ordered map on the drive, brought forward by checkpoints.
+//!
+//! It is a `redb` database with one table. `redb` serves nothing any more once its storage has failed, so after an error
+//! it is opened again: what one damaged page holds is lost, the rest is not.
+
+use std::collections::BTreeMap;
+use std::panic::AssertUnwindSafe;
+use std::sync::{PoisonError, RwLock};
+
+use bytes::Bytes;
+use redb::{Builder, Database, ReadableDatabase, TableDefinition};
+
+use super::records::{Meta, corrupt, key};
+use super::region::{Damage, IndexRegion};
+use crate::{Result, StoreError};
+
+const TABLE: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("outboard");
+
+/// Entries of the index that were read in one go.
+#[derive(Debug, Default)]
+pub(crate) struct Found {
+    pub(crate) entries: Vec<(Bytes, Bytes)>,
+    /// Where to go on, if not everything was read.
+    pub(crate) resume: Option<Bytes>,
+}
+
+/// Changes to the index: keys with new values, `None` removes.
+pub(crate) type Changes = BTreeMap<Bytes, Option<Bytes>>;
+
+/// The index. Any thread; calls block.
+#[derive(Debug)]
+pub(crate) struct Index {
+    region: IndexRegion,
+    cache_bytes: usize,
+    database: RwLock<Option<Database>>,
+}
+
+impl Index {
+    /// Opens the index in `region`, or makes one if the region is new.
+    ///
+    /// # Errors
+    /// [`StoreError::Corrupt`] if it is damaged.
+    pub(crate) fn open(region: IndexRegion, cache_bytes: usize) -> Result<Index> {
+        let index = Index { region, cache_bytes, database: RwLock::new(None) };
+        *index.database.write().unwrap_or_else(PoisonError::into_inner) = Some(index.open_database()?);
+        Ok(index)
+    }
+
+    fn open_database(&self) -> Result<Database> {
+        guarded(|| {
+            let region = self.region.clone();
+            Builder::new()
+                .set_cache_size(self.cache_bytes)
+                .create_with_backend(region)
+                .map_err(redb::Error::from)
+        })
+    }
+
+    /// Runs `f`; if that fails, runs it again on a database opened afresh.
+    fn with<T>(&self, f: impl Fn(&Database) -> Result<T, redb::Error>) -> Result<T> {
+        {
+            let database = self.database.read().unwrap_or_else(PoisonError::into_inner);
+            if let Some(database) = &*database {
+                match guarded(|| f(database)) {
+                    Ok(value) => return Ok(value),
+                    Err(error) => tracing::warn!(%error, "the index is opened again"),
+                }
+            }
+        }
+        let mut database = self.database.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(broken) = database.take() {
+            let _ = guarded(|| {
+                drop(broken);
+                Ok(())
+            });
+        }
+        let fresh = self.open_database()?;
+        let result = guarded(|| f(&fresh));
+        *database = Some(fresh);
+        result
+    }
+
+    /// The values of `keys`.
+    ///
+    /// # Errors
+    /// [`StoreError::Corrupt`] if a page on the way is damaged.
+    pub(crate) fn get_many(&self, keys: &[Bytes]) -> Result<Vec<Option<Bytes>>> {
+        self.with(|database| {
+            let table = match database.begin_read()?.open_table(TABLE) {
+                Err(redb::TableError::TableDoesNotExist(_)) => return Ok(vec![None; keys.len()]),
+                other => other?,
+            };
+            keys.iter().map(|k| Ok(table.get(&k[..])?.map(|v| Bytes::copy_from_slice(v.value())))).collect()
+        })
+    }
+
+    /// Entries with `from <= key < to`, in order, at most `limit` and at least one, up to about `max_bytes`.
+    ///
+    /// # Errors
+    /// [`StoreError::Corrupt`] if a page on the way is damaged.
+    pub(crate) fn scan(&self, from: &Bytes, to: &Bytes, limit: usize, max_bytes: usize) -> Result<Found> {
+        self.with(|database| {
+            let mut found = Found::default();
+            if from >= to {
+                return Ok(found);
+            }
+            let table = match database.begin_read()?.open_table(TABLE) {
+                Err(redb::TableError::TableDoesNotExist(_)) => return Ok(found),
+                other => other?,
+            };
+            let mut bytes = 0;
+            for entry in table.range::<&[u8]>(&from[..]..&to[..])? {
+                let (key, value) = entry?;
+                let key = Bytes::copy_from_slice(key.value());
+                if found.entries.len() >= limit || bytes > max_bytes {
+                    found.resume = Some(key);
+                    break;
+                }
+                bytes += key.len() + value.value().len();
+                found.entries.push((key, Bytes::copy_from_slice(value.value())));
+            }
+            Ok(found)
+        })
+    }
+
+    /// Applies changes and makes them durable, all or none.
+    ///
+    /// # Errors
+    /// [`StoreError::Corrupt`] if a page on the way is damaged, [`StoreError::NoSpace`] if the region is full.
+    pub(crate) fn apply(&self, changes: &[&Changes], meta: &Meta) -> Result<()> {
+        self.with(|database| {
+            let mut transaction = database.begin_write()?;
+            transaction.set_two_phase_commit(true);
+            transaction.set_quick_repair(true);
+            {
+                let mut table = transaction.open_table(TABLE)?;
+                for (key, value) in changes.iter().copied().flatten() {
+                    match value {
+                        Some(value) => drop(table.insert(&key[..], &value[..])?),
+                        None => drop(table.remove(&key[..])?),
+                    }
+                }
+                table.insert(key::META, &meta.encode()[..])?;
+            }
+            Ok(transaction.commit()?)
+        })
+    }
+
+    /// Where the index stands.
+    ///
+    /// # Errors
+    /// [`StoreError::Corrupt`] if it cannot be read.
+    pub(crate) fn meta(&self) -> Result<Meta> {
+        match self.get_many(&[Bytes::from_static(key::META)])?.pop().flatten() {
+            Some(bytes) => Meta::decode(&bytes),
+            None => Err(corrupt("index", "it has no meta record")),
+        }
+    }
+
+    /// Bytes of the region, and bytes free in it. Walks the index when it is more than three quarters full.
+    pub(crate) fn space(&self) -> (u64, u64) {
+        let (total, len) = self.region.space();
+        if len <= total / 4 * 3 {
+            return (total, total - len);
+        }
+        let used = self.with(|database| {
+            let transaction = database.begin_write()?;
+            let stats = transaction.stats()?;
+            transaction.abort()?;
+            Ok(stats.allocated_pages() * stats.page_size() as u64)
+        });
+        (total, total.saturating_sub(used.unwrap_or(len)))
+    }
+}
+
+/// Runs `f`, turning its panics and `redb`'s errors into ours.
+fn guarded<T>(f: impl FnOnce() -> Result<T, redb::Error>) -> Result<T> {
+    match std::panic::catch_unwind(AssertUnwindSafe(f)) {
+        Ok(Ok(value)) => Ok(value),
+        Ok(Err(error)) => Err(map_error(error)),
+        Err(_) => Err(corrupt("index", "its structure is damaged")),
+    }
+}
+
+fn map_error(error: redb::Error) -> StoreError {
+    match error {
+        redb::Error::Io(e) if e.kind() == std::io::ErrorKind::StorageFull => {
+            StoreError::NoSpace { needed: 0, free: 0 }
+        }
+        redb::Error::Io(e) => match e.get_ref().and_then(|inner| inner.downcast_ref::<Damage>()) {
+            Some(damage) => corrupt("index", damage),
+            None => StoreError::Io(format!("index: {e}")),
+        },
+        other => corrupt("index", other),
+    }
+}

@@ -1,0 +1,96 @@
+//! Requests to a drive that do not block, and the buffers they fill.
+
+use std::io;
+use std::sync::Arc;
+
+use base::mem::ArenaBuf;
+use bytes::Bytes;
+
+/// A request; its completion names it by `id`.
+#[derive(Debug)]
+pub(crate) struct IoRequest {
+    pub(crate) id: u64,
+    /// Offset on the drive, in bytes; a multiple of the block size.
+    pub(crate) offset: u64,
+    pub(crate) op: IoOp,
+}
+
+/// What is to be done. All lengths are multiples of the block size and all memory is aligned to it.
+#[derive(Debug)]
+pub(crate) enum IoOp {
+    /// Fills the segment.
+    Read(Segment),
+    /// Writes the pieces one after the other.
+    Write(Vec<Bytes>),
+    /// Makes everything durable whose completion was seen before this was submitted.
+    Flush,
+}
+
+/// A request that is done.
+#[derive(Debug)]
+pub(crate) struct IoDone {
+    pub(crate) id: u64,
+    pub(crate) result: io::Result<()>,
+}
+
+/// A buffer that was split into [`Segment`]s.
+#[derive(Debug)]
+pub(crate) struct Whole(Arc<ArenaBuf>);
+
+/// One of the disjoint parts of a buffer: exclusive memory that a drive fills.
+#[derive(Debug)]
+pub(crate) struct Segment {
+    owner: Arc<ArenaBuf>,
+    start: *mut u8,
+    len: usize,
+}
+
+// SAFETY: a segment is the only access to its part of the buffer, like a `&mut [u8]` that keeps its owner alive.
+#[allow(unsafe_code)]
+unsafe impl Send for Segment {}
+
+impl Whole {
+    /// Cuts `buffer` into parts of the given lengths.
+    ///
+    /// # Panics
+    /// If the parts are longer than the buffer.
+    #[allow(unsafe_code)]
+    pub(crate) fn split(mut buffer: ArenaBuf, lens: &[usize]) -> (Whole, Vec<Segment>) {
+        assert!(lens.iter().sum::<usize>() <= buffer.len(), "segments exceed their buffer");
+        let base = buffer.as_mut_ptr();
+        let owner = Arc::new(buffer);
+        let mut at = 0;
+        let segments = lens.iter().map(|&len| {
+            // SAFETY: the sum of all lengths was checked against the buffer.
+            let start = unsafe { base.add(at) };
+            at += len;
+            Segment { owner: Arc::clone(&owner), start, len }
+        });
+        let segments = segments.collect();
+        (Whole(owner), segments)
+    }
+
+    /// The buffer again, once every segment is gone.
+    pub(crate) fn into_buffer(self) -> Option<ArenaBuf> {
+        Arc::into_inner(self.0)
+    }
+}
+
+impl std::ops::Deref for Segment {
+    type Target = [u8];
+    #[allow(unsafe_code)]
+    fn deref(&self) -> &[u8] {
+        debug_assert!(Arc::strong_count(&self.owner) > 0);
+        // SAFETY: the range lies inside the buffer that `owner` keeps, no other segment overlaps it, and the buffer
+        // itself is handed out only when no segment is left.
+        unsafe { std::slice::from_raw_parts(self.start, self.len) }
+    }
+}
+
+impl std::ops::DerefMut for Segment {
+    #[allow(unsafe_code)]
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as for `deref`; `&mut self` makes this the only reference.
+        unsafe { std::slice::from_raw_parts_mut(self.start, self.len) }
+    }
+}

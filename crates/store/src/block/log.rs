@@ -1,0 +1,258 @@
+//! The redo log: a ring of self-validating 512-byte sectors. See `docs/format.md`.
+//!
+//! A *record* is one transaction. A *group* is what is written and flushed together: one or more records, in sectors
+//! that carry a running number, padded to 4 KiB. `mkfs` fills the ring with valid sectors, so a torn write leaves
+//! each sector old or new, and one that is neither is damage.
+
+use base::block::crc32c;
+use bytes::{Bytes, BytesMut};
+use serde::{Deserialize, Serialize};
+
+use super::drive::Drive;
+use super::extent::Extent;
+use super::records::corrupt;
+use super::superblock::Superblock;
+use crate::Result;
+
+/// Bytes of a sector.
+pub(crate) const SECTOR: usize = 512;
+/// Groups start at, and are padded to, multiples of that many sectors.
+pub(crate) const GROUP_SECTORS: u64 = 8;
+const HEADER: usize = 32;
+const PAYLOAD: usize = SECTOR - HEADER;
+const FIRST: u8 = 1;
+const LAST: u8 = 2;
+/// Bytes read at once by a scan.
+const SCAN_BYTES: usize = 1 << 20;
+
+/// A transaction as the log has it: what changes in the index and in the set of blocks taken.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub(crate) struct Record {
+    /// Keys of the index with their new values; `None` removes.
+    pub(crate) puts: Vec<(Bytes, Option<Bytes>)>,
+    /// Blocks taken.
+    pub(crate) allocs: Vec<Extent>,
+    /// Blocks given back (after the taken ones are taken: a block may be in both).
+    pub(crate) frees: Vec<Extent>,
+    /// Blocks whose content is here and not yet in the data region.
+    pub(crate) deferred: Vec<(u64, Bytes)>,
+    /// The next number for a collection or an object.
+    pub(crate) next_nid: u64,
+}
+
+impl Record {
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        postcard::to_allocvec(self).expect("a record can always be encoded")
+    }
+
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Record> {
+        postcard::from_bytes(bytes).map_err(|e| corrupt("log record", e))
+    }
+}
+
+/// A sector's header.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Header {
+    len: u16,
+    flags: u8,
+    epoch: u64,
+    sequence: u64,
+    /// Everything before this sequence number was flushed before this sector was written.
+    flushed_through: u64,
+}
+
+fn put_sector(out: &mut BytesMut, header: Header, payload: &[u8]) {
+    let start = out.len();
+    out.resize(start + SECTOR, 0);
+    let sector = &mut out[start..];
+    sector[4..6].copy_from_slice(&header.len.to_le_bytes());
+    sector[6] = header.flags;
+    sector[8..16].copy_from_slice(&header.epoch.to_le_bytes());
+    sector[16..24].copy_from_slice(&header.sequence.to_le_bytes());
+    sector[24..32].copy_from_slice(&header.flushed_through.to_le_bytes());
+    sector[HEADER..HEADER + payload.len()].copy_from_slice(payload);
+    let crc = crc32c(&sector[4..]);
+    sector[..4].copy_from_slice(&crc.to_le_bytes());
+}
+
+/// The header of a valid sector.
+fn get_sector(sector: &[u8]) -> Option<(Header, &[u8])> {
+    let word = |at: usize| u64::from_le_bytes(sector[at..at + 8].try_into().expect("eight bytes"));
+    let len = u16::from_le_bytes([sector[4], sector[5]]);
+    if crc32c(&sector[4..]).to_le_bytes() != sector[..4] || usize::from(len) > PAYLOAD {
+        return None;
+    }
+    let header =
+        Header { len, flags: sector[6], epoch: word(8), sequence: word(16), flushed_through: word(24) };
+    Some((header, &sector[HEADER..HEADER + usize::from(len)]))
+}
+
+/// Sectors that a group of `bytes` record bytes (their length prefixes included) takes.
+pub(crate) fn group_sectors(bytes: usize) -> u64 {
+    (bytes.div_ceil(PAYLOAD).max(1) as u64).next_multiple_of(GROUP_SECTORS)
+}
+
+/// Bytes that a record of `len` bytes adds to a group.
+pub(crate) fn record_bytes(len: usize) -> usize {
+    len + 4
+}
+
+/// Encodes a group that starts at `sequence`.
+pub(crate) fn encode_group(epoch: u64, sequence: u64, flushed_through: u64, records: &[Vec<u8>]) -> BytesMut {
+    let mut stream = Vec::with_capacity(records.iter().map(|r| record_bytes(r.len())).sum());
+    for record in records {
+        stream.extend_from_slice(&(record.len() as u32).to_le_bytes());
+        stream.extend_from_slice(record);
+    }
+    let sectors = group_sectors(stream.len());
+    let mut out = BytesMut::with_capacity(sectors as usize * SECTOR);
+    let mut pieces = stream.chunks(PAYLOAD);
+    for i in 0..sectors {
+        let payload = pieces.next().unwrap_or_default();
+        let flags = if i == 0 { FIRST } else { 0 } | if i + 1 == sectors { LAST } else { 0 };
+        let header =
+            Header { len: payload.len() as u16, flags, epoch, sequence: sequence + i, flushed_through };
+        put_sector(&mut out, header, payload);
+    }
+    out
+}
+
+/// Decodes the records of a group from its payload.
+pub(crate) fn decode_group(mut stream: &[u8]) -> Result<Vec<Record>> {
+    let mut records = Vec::new();
+    while let Some((len, rest)) = stream.split_first_chunk::<4>() {
+        let len = u32::from_le_bytes(*len) as usize;
+        let Some((record, rest)) = rest.split_at_checked(len) else {
+            return Err(corrupt("log group", "a record ends after its group"));
+        };
+        records.push(Record::decode(record)?);
+        stream = rest;
+    }
+    if stream.is_empty() { Ok(records) } else { Err(corrupt("log group", "trailing bytes")) }
+}
+
+/// What a new log is filled with: valid sectors of epoch 0, numbered from 0.
+pub(crate) fn blank(sequences: std::ops::Range<u64>) -> BytesMut {
+    let mut out = BytesMut::with_capacity(sequences.clone().count() * SECTOR);
+    for sequence in sequences {
+        put_sector(&mut out, Header { len: 0, flags: 0, epoch: 0, sequence, flushed_through: 0 }, &[]);
+    }
+    out
+}
+
+/// A complete group found by [`scan`].
+#[derive(Debug)]
+pub(crate) struct FoundGroup {
+    /// Sequence number after its last sector.
+    pub(crate) end: u64,
+    pub(crate) records: Vec<Record>,
+}
+
+/// What the log holds beyond the last checkpoint.
+#[derive(Debug, Default)]
+pub(crate) struct Scan {
+    /// Complete groups, in order.
+    pub(crate) groups: Vec<FoundGroup>,
+    /// Everything before this sequence number is known to have been flushed.
+    pub(crate) witnessed: u64,
+    /// Sequence number after everything that may have been written in this epoch, a multiple of the group size.
+    pub(crate) next: u64,
+    /// Damage, each with its place; empty unless `repair`.
+    pub(crate) damage: Vec<String>,
+}
+
+/// Reads the log from `start` on. With `repair`, damage ends the log and is listed; otherwise it is an error.
+///
+/// # Errors
+/// [`StoreError::Corrupt`](crate::StoreError::Corrupt) for damage.
+pub(crate) fn scan(drive: &dyn Drive, sb: &Superblock, epoch: u64, start: u64, repair: bool) -> Result<Scan> {
+    let ring = sb.log_sectors();
+    let mut found = Scan { next: start, ..Scan::default() };
+    let mut stream = Vec::new();
+    let mut open = false;
+    let mut end = start;
+    let mut ended = false;
+    let mut buffer = vec![0; SCAN_BYTES];
+    let mut sequence = start;
+    while sequence < start + ring {
+        let slot = sequence % ring;
+        let sectors =
+            (SCAN_BYTES / SECTOR).min((ring - slot) as usize).min((start + ring - sequence) as usize);
+        let chunk = &mut buffer[..sectors * SECTOR];
+        drive.read_at(sb.log.offset + slot * SECTOR as u64, chunk)?;
+        for sector in chunk.chunks_exact(SECTOR) {
+            let valid = get_sector(sector);
+            let current = valid.filter(|(h, _)| h.epoch == epoch && h.sequence == sequence);
+            match (current, valid) {
+                (Some((header, payload)), _) => {
+                    found.witnessed = found.witnessed.max(header.flushed_through);
+                    found.next = (sequence + 1).next_multiple_of(GROUP_SECTORS);
+                    let first = header.flags & FIRST != 0;
+                    if !ended && first == open {
+                        found.damage.push(format!("sector {sequence} of the log is not where it belongs"));
+                        ended = true;
+                    }
+                    if !ended {
+                        open = true;
+                        stream.extend_from_slice(payload);
+                        if header.flags & LAST != 0 {
+                            found
+                                .groups
+                                .push(FoundGroup { end: sequence + 1, records: decode_group(&stream)? });
+                            stream.clear();
+                            open = false;
+                            end = sequence + 1;
+                        }
+                    }
+                }
+                (None, Some(_)) => ended = true,
+                (None, None) if ended => tracing::warn!(sequence, "a sector beyond the log's end is damaged"),
+                (None, None) => {
+                    found.damage.push(format!("sector {sequence} of the log has a wrong checksum"));
+                    ended = true;
+                }
+            }
+            sequence += 1;
+        }
+    }
+    if found.witnessed > end {
+        found.damage.push(format!("the log ends at {end}, but was flushed up to {}", found.witnessed));
+    }
+    match found.damage.first() {
+        Some(damage) if !repair => Err(corrupt("log", damage)),
+        _ => Ok(found),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn groups_survive_encoding(lens in proptest::collection::vec(0usize..3000, 0..6)) {
+            let records: Vec<Record> = lens.iter().map(|&len| Record {
+                puts: vec![(Bytes::from(vec![1; len]), Some(Bytes::from(vec![2; len]))), (Bytes::from("k"), None)],
+                allocs: vec![Extent { start: len as u64, len: 3 }],
+                ..Record::default()
+            }).collect();
+            let encoded: Vec<Vec<u8>> = records.iter().map(Record::encode).collect();
+            let group = encode_group(5, 16, 8, &encoded);
+            prop_assert_eq!(group.len() as u64, SECTOR as u64 * group_sectors(encoded.iter().map(|r| record_bytes(r.len())).sum()));
+            let stream: Vec<u8> = group.chunks(SECTOR).flat_map(|s| get_sector(s).unwrap().1.to_vec()).collect();
+            prop_assert_eq!(decode_group(&stream).unwrap(), records);
+        }
+
+        #[test]
+        fn arbitrary_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..600)) {
+            let _ = decode_group(&bytes);
+            let mut sector = bytes;
+            sector.resize(SECTOR, 0);
+            let _ = get_sector(&sector);
+            let crc = crc32c(&sector[4..]);
+            sector[..4].copy_from_slice(&crc.to_le_bytes());
+            let _ = get_sector(&sector);
+        }
+    }
+}

@@ -1,0 +1,28 @@
+//! The store on a drive. `docs/format.md` draws what lies there.
+//!
+//! [`store`] is the handle and its threads; [`core`] the state of a target, without any I/O of its own; [`apply`] turns
+//! transactions into changes, [`commit`] makes them durable, [`query`] reads; [`checkpoint`] brings the index forward and
+//! [`recovery`] brings a target to order. [`records`], [`log`], [`superblock`] and [`region`] are the formats.
+
+mod alloc;
+mod apply;
+mod bitmap;
+mod checkpoint;
+mod commit;
+mod core;
+mod drive;
+mod extent;
+mod index;
+mod io;
+mod log;
+mod query;
+mod records;
+mod recovery;
+mod region;
+mod staged;
+mod store;
+mod superblock;
+mod uring;
+mod view;
+
+pub use store::{BlockStore, MkfsOptions, MountOptions};

@@ -1,0 +1,314 @@
+//! What the index holds: keys, and the values they name. See `docs/format.md`.
+
+use std::collections::BTreeMap;
+
+use bytes::{BufMut, Bytes, BytesMut};
+use serde::{Deserialize, Serialize};
+
+use crate::{CollectionId, ObjectId, Result, StoreError};
+
+/// Blocks per shard of an object's map: 256 KiB.
+pub(crate) const SHARD_BLOCKS: u64 = 64;
+/// Blocks per page of reference counts.
+pub(crate) const REF_BLOCKS: u64 = 1024;
+
+/// Makes keys. Their first byte tells kinds apart; numbers are big endian so that keys sort by them.
+pub(crate) mod key {
+    use super::{BufMut, Bytes, BytesMut, CollectionId};
+
+    pub(crate) const META: &[u8] = b"M";
+    pub(crate) const COLLECTION: u8 = b'C';
+    pub(crate) const ONODE: u8 = b'O';
+    pub(crate) const SHARD: u8 = b'S';
+    pub(crate) const OMAP: u8 = b'P';
+    pub(crate) const REFS: u8 = b'R';
+    pub(crate) const BITMAP: u8 = b'B';
+
+    fn make(kind: u8, number: u64, rest: &[u8]) -> Bytes {
+        let mut key = BytesMut::with_capacity(9 + rest.len());
+        key.put_u8(kind);
+        key.put_u64(number);
+        key.put_slice(rest);
+        key.freeze()
+    }
+
+    pub(crate) fn collection(cid: &CollectionId) -> Bytes {
+        [&[COLLECTION], &cid.as_bytes()[..]].concat().into()
+    }
+
+    pub(crate) fn onode(collection: u64, oid: &[u8]) -> Bytes {
+        make(ONODE, collection, oid)
+    }
+
+    pub(crate) fn shard(nid: u64, shard: u64) -> Bytes {
+        make(SHARD, nid, &shard.to_be_bytes())
+    }
+
+    pub(crate) fn omap(nid: u64, key: &[u8]) -> Bytes {
+        make(OMAP, nid, key)
+    }
+
+    pub(crate) fn refs(chunk: u64) -> Bytes {
+        make(REFS, chunk, &[])
+    }
+
+    pub(crate) fn bitmap(page: u64) -> Bytes {
+        make(BITMAP, page, &[])
+    }
+
+    /// First key of `kind` and `number`, and the first key after all of them.
+    pub(crate) fn range(kind: u8, number: u64) -> (Bytes, Bytes) {
+        (make(kind, number, &[]), make(kind, number + 1, &[]))
+    }
+
+    /// First key of a kind, and the first key after all of them.
+    pub(crate) fn kind_range(kind: u8) -> (Bytes, Bytes) {
+        (vec![kind].into(), vec![kind + 1].into())
+    }
+
+    /// The number in a key that starts with a kind and a number.
+    pub(crate) fn number(key: &[u8]) -> Option<u64> {
+        Some(u64::from_be_bytes(key.get(1..9)?.try_into().ok()?))
+    }
+
+    /// What follows kind and number.
+    pub(crate) fn rest(key: &Bytes) -> Bytes {
+        key.slice(9.min(key.len())..)
+    }
+}
+
+/// A value of the index that cannot be decoded.
+pub(crate) fn corrupt(what: &str, detail: impl ToString) -> StoreError {
+    StoreError::Corrupt { what: what.to_owned(), detail: detail.to_string() }
+}
+
+/// Where the index stands; stored by each checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Meta {
+    /// Number of the checkpoint.
+    pub(crate) checkpoint: u64,
+    /// Epoch of log sectors written after it.
+    pub(crate) epoch: u64,
+    /// Sequence number of the first log sector that is not in the index.
+    pub(crate) log_start: u64,
+    /// The next number for a collection or an object.
+    pub(crate) next_nid: u64,
+}
+
+/// An object, but for its blocks and omap.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub(crate) struct Onode {
+    /// Number that its shards and omap entries are found by.
+    pub(crate) nid: u64,
+    /// Size, in bytes.
+    pub(crate) size: u64,
+    /// Number of blocks that are not holes.
+    pub(crate) blocks: u64,
+    /// Whether there may be omap entries.
+    pub(crate) has_omap: bool,
+    pub(crate) omap_header: Bytes,
+    pub(crate) xattrs: BTreeMap<Bytes, Bytes>,
+}
+
+impl Onode {
+    pub(crate) fn encode(&self) -> Bytes {
+        postcard::to_allocvec(self).expect("an onode can always be encoded").into()
+    }
+
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Onode> {
+        postcard::from_bytes(bytes).map_err(|e| corrupt("onode", e))
+    }
+}
+
+impl Meta {
+    pub(crate) fn encode(&self) -> Bytes {
+        postcard::to_allocvec(self).expect("the meta record can always be encoded").into()
+    }
+
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Meta> {
+        postcard::from_bytes(bytes).map_err(|e| corrupt("meta record of the index", e))
+    }
+}
+
+/// Value of a collection's key: its number.
+pub(crate) fn decode_collection(key: &[u8], value: &[u8]) -> Result<(CollectionId, u64)> {
+    let id =
+        CollectionId::new(key.get(1..).unwrap_or_default().to_vec()).map_err(|e| corrupt("collection", e))?;
+    let number = value.try_into().map_err(|_| corrupt("collection", "its number does not have 8 bytes"))?;
+    Ok((id, u64::from_le_bytes(number)))
+}
+
+/// Id of the object that an onode's key names.
+pub(crate) fn decode_oid(key: &Bytes) -> Result<ObjectId> {
+    ObjectId::new(key::rest(key)).map_err(|e| corrupt("key of an onode", e))
+}
+
+/// Where one block of an object is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct BlockRef {
+    /// Block of the data region.
+    pub(crate) block: u64,
+    /// CRC-32C of the whole block.
+    pub(crate) crc: u32,
+    /// Whether other objects may refer to it too: then the reference counts tell.
+    pub(crate) shared: bool,
+}
+
+/// The map of 256 KiB of an object; `None` is a hole.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Shard {
+    pub(crate) blocks: [Option<BlockRef>; SHARD_BLOCKS as usize],
+}
+
+impl Default for Shard {
+    fn default() -> Shard {
+        Shard { blocks: [None; SHARD_BLOCKS as usize] }
+    }
+}
+
+impl Shard {
+    /// Number of blocks that are not holes.
+    pub(crate) fn mapped(&self) -> u64 {
+        self.blocks.iter().flatten().count() as u64
+    }
+
+    /// Runs of blocks: {place in the shard u8, length u8 with the top bit for *shared*, first block u48, checksums}.
+    pub(crate) fn encode(&self) -> Bytes {
+        let mut out = BytesMut::with_capacity(16 + 4 * SHARD_BLOCKS as usize);
+        let mut at = 0;
+        while at < self.blocks.len() {
+            let Some(first) = self.blocks[at] else {
+                at += 1;
+                continue;
+            };
+            let follows = |i: usize| {
+                let expected = first.block + (i - at) as u64;
+                self.blocks[i].is_some_and(|b| b.block == expected && b.shared == first.shared)
+            };
+            let len = 1 + (at + 1..self.blocks.len()).take_while(|&i| follows(i)).count();
+            out.put_u8(at as u8);
+            out.put_u8(len as u8 | u8::from(first.shared) << 7);
+            out.put_uint_le(first.block, 6);
+            self.blocks[at..at + len].iter().flatten().for_each(|b| out.put_u32_le(b.crc));
+            at += len;
+        }
+        out.freeze()
+    }
+
+    /// Decodes a shard whose blocks must be less than `limit`.
+    pub(crate) fn decode(mut bytes: &[u8], limit: u64) -> Result<Shard> {
+        let wrong = |detail| corrupt("shard", detail);
+        let mut shard = Shard::default();
+        let mut next = 0;
+        while let Some((head, rest)) = bytes.split_first_chunk::<8>() {
+            let (at, shared, len) = (usize::from(head[0]), head[1] & 0x80 != 0, usize::from(head[1] & 0x7f));
+            let mut start = [0; 8];
+            start[..6].copy_from_slice(&head[2..]);
+            let start = u64::from_le_bytes(start);
+            if at < next || len == 0 || at + len > shard.blocks.len() || rest.len() < len * 4 {
+                return Err(wrong("run outside the shard"));
+            }
+            if start + len as u64 > limit {
+                return Err(wrong("block outside the data region"));
+            }
+            let (crcs, rest) = rest.split_at(len * 4);
+            for (i, crc) in crcs.chunks_exact(4).enumerate() {
+                let crc = u32::from_le_bytes(crc.try_into().expect("four bytes"));
+                shard.blocks[at + i] = Some(BlockRef { block: start + i as u64, crc, shared });
+            }
+            next = at + len;
+            bytes = rest;
+        }
+        if bytes.is_empty() { Ok(shard) } else { Err(wrong("trailing bytes")) }
+    }
+}
+
+/// Reference counts of 1024 blocks: how many references each has beyond the first.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(crate) struct RefPage {
+    pub(crate) extra: BTreeMap<u16, u32>,
+}
+
+impl RefPage {
+    /// Runs of equal counts: {first block u16, number of blocks u16, extra references u32}. `None` if all are one.
+    pub(crate) fn encode(&self) -> Option<Bytes> {
+        let mut runs: Vec<(u16, u16, u32)> = Vec::new();
+        for (&block, &extra) in &self.extra {
+            match runs.last_mut() {
+                Some((start, len, same)) if *start + *len == block && *same == extra => *len += 1,
+                _ => runs.push((block, 1, extra)),
+            }
+        }
+        let mut out = BytesMut::with_capacity(runs.len() * 8);
+        for (start, len, extra) in runs {
+            out.put_u16_le(start);
+            out.put_u16_le(len);
+            out.put_u32_le(extra);
+        }
+        (!out.is_empty()).then(|| out.freeze())
+    }
+
+    pub(crate) fn decode(bytes: &[u8]) -> Result<RefPage> {
+        let mut page = RefPage::default();
+        if !bytes.len().is_multiple_of(8) {
+            return Err(corrupt("reference counts", "odd length"));
+        }
+        let mut next = 0;
+        for run in bytes.chunks_exact(8) {
+            let start = u16::from_le_bytes([run[0], run[1]]);
+            let len = u16::from_le_bytes([run[2], run[3]]);
+            let extra = u32::from_le_bytes([run[4], run[5], run[6], run[7]]);
+            let end = u64::from(start) + u64::from(len);
+            if start < next || len == 0 || extra == 0 || end > REF_BLOCKS {
+                return Err(corrupt("reference counts", "run out of order or empty"));
+            }
+            page.extra.extend((start..start + len).map(|b| (b, extra)));
+            next = start + len;
+        }
+        Ok(page)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn shards() -> impl Strategy<Value = Shard> {
+        let block = proptest::option::of((0u64..1000, any::<u32>(), any::<bool>()));
+        proptest::collection::vec((block, any::<bool>()), SHARD_BLOCKS as usize).prop_map(|items| {
+            let mut shard = Shard::default();
+            let mut last: Option<BlockRef> = None;
+            for (slot, (item, follow)) in shard.blocks.iter_mut().zip(items) {
+                *slot = match (last, item) {
+                    (Some(l), Some((_, crc, _))) if follow => {
+                        Some(BlockRef { block: l.block + 1, crc, shared: l.shared })
+                    }
+                    (_, item) => item.map(|(block, crc, shared)| BlockRef { block, crc, shared }),
+                };
+                last = *slot;
+            }
+            shard
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn shards_survive_encoding(shard in shards()) {
+            prop_assert_eq!(Shard::decode(&shard.encode(), 2000).unwrap(), shard);
+        }
+
+        #[test]
+        fn reference_counts_survive_encoding(extra in proptest::collection::btree_map(0u16..1024, 1u32..3, 0..200)) {
+            let page = RefPage { extra };
+            let found = page.encode().map_or(RefPage::default(), |b| RefPage::decode(&b).unwrap());
+            prop_assert_eq!(found, page);
+        }
+
+        #[test]
+        fn arbitrary_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
+            let _ = (Shard::decode(&bytes, 1 << 20), RefPage::decode(&bytes), Onode::decode(&bytes), Meta::decode(&bytes));
+            let _ = decode_collection(&bytes, &bytes);
+        }
+    }
+}

@@ -1,0 +1,347 @@
+//! Making a target, and bringing one to order after whatever happened to it.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use base::block::{BLOCK, BLOCK_SIZE, crc32c};
+use bytes::Bytes;
+use uuid::Uuid;
+
+use super::bitmap::Bitmap;
+use super::checkpoint::Checkpoint;
+use super::commit::Deferred;
+use super::core::{Core, Limits};
+use super::drive::Drive;
+use super::extent::Extent;
+use super::index::{Changes, Index};
+use super::log::{self, GROUP_SECTORS, Record, SECTOR};
+use super::records::{Meta, Shard, corrupt, decode_collection, key};
+use super::region::IndexRegion;
+use super::superblock::{Region, SUPERBLOCKS, Superblock};
+use crate::{CollectionId, Result, StoreError};
+
+/// Smallest target, in bytes.
+pub(crate) const MIN_TARGET: u64 = 8 << 20;
+/// Smallest index region, in bytes.
+const MIN_INDEX: u64 = 2 << 20;
+/// Bytes written at once by `mkfs`.
+const FILL: usize = 4 << 20;
+
+/// How large the parts of a new target are.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Sizes {
+    pub(crate) uuid: Option<Uuid>,
+    pub(crate) log_bytes: Option<u64>,
+    pub(crate) index_bytes: Option<u64>,
+}
+
+/// Writes a new target over the whole drive.
+///
+/// # Errors
+/// If the drive is too small or fails.
+pub(crate) fn mkfs(
+    drive: &Arc<dyn Drive>,
+    sizes: &Sizes,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Uuid> {
+    let mut superblock = layout(drive.size(), sizes)?;
+    let zeros = vec![0; FILL];
+    // A target that is being made is none, until it is complete.
+    drive.write_at(0, &zeros[..SUPERBLOCKS as usize])?;
+    drive.flush()?;
+    fill(drive.as_ref(), &superblock, &zeros, progress)?;
+    let region = IndexRegion::create(Arc::clone(drive), superblock.index)?;
+    let index = Index::open(region, 1 << 20)?;
+    let mut taken = Bitmap::new(superblock.data_blocks());
+    taken.mark_all_dirty();
+    let checkpoint = Checkpoint {
+        changes: Arc::default(),
+        bitmap: taken.take_dirty(),
+        deferred: Arc::default(),
+        meta: Meta { checkpoint: 1, epoch: 1, log_start: superblock.log_sectors(), next_nid: 1 },
+        superblock: superblock.clone(),
+    };
+    (_, superblock, _) = checkpoint.run(drive.as_ref(), &index)?;
+    drop(index);
+    superblock.write(drive.as_ref())?;
+    Ok(superblock.uuid)
+}
+
+fn layout(size: u64, sizes: &Sizes) -> Result<Superblock> {
+    if size < MIN_TARGET {
+        return Err(StoreError::InvalidArgument(format!(
+            "a target of {size} bytes; at least {MIN_TARGET} are needed"
+        )));
+    }
+    let whole = |len: u64| len - len % BLOCK;
+    let log_len = whole(sizes.log_bytes.unwrap_or((size / 8).min(64 << 20)));
+    let index_len = whole(sizes.index_bytes.unwrap_or((size / 16).max(MIN_INDEX)));
+    let used = SUPERBLOCKS.checked_add(log_len).and_then(|l| l.checked_add(index_len));
+    let Some(data) =
+        used.filter(|u| *u + (1 << 20) <= size && log_len >= 256 << 10 && index_len >= MIN_INDEX)
+    else {
+        return Err(StoreError::InvalidArgument(format!(
+            "a log of {log_len} and an index of {index_len} bytes do not fit a target of {size} bytes"
+        )));
+    };
+    Ok(Superblock {
+        uuid: sizes.uuid.unwrap_or_else(Uuid::new_v4),
+        generation: 0,
+        size,
+        log: Region { offset: SUPERBLOCKS, len: log_len },
+        index: Region { offset: SUPERBLOCKS + log_len, len: index_len },
+        data: Region { offset: data, len: whole(size - data) },
+        clean: true,
+        checkpoint: 1,
+    })
+}
+
+/// Writes every byte after the superblocks once: valid log sectors, zeros elsewhere.
+fn fill(drive: &dyn Drive, sb: &Superblock, zeros: &[u8], progress: &mut dyn FnMut(u64, u64)) -> Result<()> {
+    let mut sector = 0;
+    while sector < sb.log_sectors() {
+        let end = sb.log_sectors().min(sector + (FILL / SECTOR) as u64);
+        drive.write_at(sb.log.offset + sector * SECTOR as u64, &log::blank(sector..end))?;
+        sector = end;
+        progress(sb.log.offset + sector * SECTOR as u64, sb.size);
+    }
+    let end = sb.data.offset + sb.data.len;
+    let mut at = sb.index.offset;
+    while at < end {
+        let len = (end - at).min(FILL as u64);
+        drive.write_at(at, &zeros[..len as usize])?;
+        at += len;
+        progress(at, sb.size);
+    }
+    Ok(drive.flush()?)
+}
+
+/// A target as the last checkpoint and the log have it.
+#[derive(Debug)]
+pub(crate) struct Recovered {
+    pub(crate) superblock: Superblock,
+    pub(crate) index: Arc<Index>,
+    pub(crate) meta: Meta,
+    pub(crate) taken: Bitmap,
+    /// What the log changes in the index.
+    pub(crate) changes: Changes,
+    pub(crate) deferred: Deferred,
+    /// First log sector that nothing was written to since the checkpoint.
+    pub(crate) log_end: u64,
+    /// Damage that was passed over; empty unless `repair`.
+    pub(crate) damage: Vec<String>,
+}
+
+/// Reads a target and applies the log in memory; changes nothing but what `redb` does when it opens its storage.
+///
+/// # Errors
+/// See [`StoreError`]: no target, wrong version, damage.
+pub(crate) fn recover(drive: &Arc<dyn Drive>, index_cache: usize, repair: bool) -> Result<Recovered> {
+    let superblock = Superblock::read(drive.as_ref())?;
+    let index = Index::open(
+        IndexRegion::open(Arc::clone(drive), superblock.index).map_err(index_error)?,
+        index_cache,
+    )?;
+    let meta = index.meta()?;
+    if meta.checkpoint < superblock.checkpoint || meta.checkpoint > superblock.checkpoint + 1 {
+        return Err(corrupt(
+            "index",
+            format!("it is at checkpoint {}, the superblock at {}", meta.checkpoint, superblock.checkpoint),
+        ));
+    }
+    let mut damage = Vec::new();
+    let taken = load_bitmap(&index, &superblock, repair.then_some(&mut damage))?;
+    let scan = log::scan(drive.as_ref(), &superblock, meta.epoch, meta.log_start, repair)?;
+    damage.extend(scan.damage);
+    let mut recovered = Recovered {
+        index: Arc::new(index),
+        meta,
+        taken,
+        changes: Changes::new(),
+        deferred: Deferred::new(),
+        log_end: scan.next,
+        damage,
+        superblock,
+    };
+    'groups: for group in scan.groups {
+        for record in group.records {
+            let complete = group.end <= scan.witnessed || recovered.has_data(drive.as_ref(), &record)?;
+            if !complete {
+                tracing::info!(
+                    end = group.end,
+                    "the log ends in a transaction whose data was not yet written"
+                );
+                break 'groups;
+            }
+            recovered.replay(record)?;
+        }
+    }
+    Ok(recovered)
+}
+
+fn index_error(e: std::io::Error) -> StoreError {
+    corrupt("index", e)
+}
+
+fn load_bitmap(index: &Index, sb: &Superblock, mut damage: Option<&mut Vec<String>>) -> Result<Bitmap> {
+    let mut taken = Bitmap::new(sb.data_blocks());
+    let (mut from, to) = key::kind_range(key::BITMAP);
+    let mut pages = 0;
+    loop {
+        let found = index.scan(&from, &to, 256, usize::MAX)?;
+        for (name, page) in found.entries {
+            pages += 1;
+            if !key::number(&name).is_some_and(|n| taken.load_page(n, &page)) {
+                match &mut damage {
+                    Some(list) => list.push("a page of the free-space bitmap is damaged".into()),
+                    None => return Err(corrupt("free-space bitmap", "a page has the wrong size or place")),
+                }
+            }
+        }
+        match found.resume {
+            Some(next) => from = next,
+            None => break,
+        }
+    }
+    if pages != taken.pages() && damage.is_none() {
+        return Err(corrupt("free-space bitmap", format!("{pages} pages instead of {}", taken.pages())));
+    }
+    let _ = taken.take_dirty();
+    Ok(taken)
+}
+
+/// A target that is ready for work.
+#[derive(Debug)]
+pub(crate) struct Settled {
+    pub(crate) superblock: Superblock,
+    pub(crate) meta: Meta,
+    pub(crate) taken: Bitmap,
+    pub(crate) index: Arc<Index>,
+    /// Bytes of the index region, and bytes free in it.
+    pub(crate) index_space: (u64, u64),
+}
+
+impl Recovered {
+    /// Whether the data of a record that may not have been flushed is there.
+    fn has_data(&self, drive: &dyn Drive, record: &Record) -> Result<bool> {
+        let taken_by_record = |block| record.allocs.iter().any(|e| e.blocks().contains(&block));
+        let deferred = |block| record.deferred.iter().any(|(b, _)| *b == block);
+        let mut content = vec![0; BLOCK_SIZE];
+        for (name, value) in &record.puts {
+            let (Some(&key::SHARD), Some(value)) = (name.first(), value) else { continue };
+            let shard = Shard::decode(value, self.superblock.data_blocks())?;
+            for block in shard.blocks.iter().flatten() {
+                if !taken_by_record(block.block) || deferred(block.block) {
+                    continue;
+                }
+                drive.read_at(self.superblock.data.offset + block.block * BLOCK, &mut content)?;
+                if crc32c(&content) != block.crc {
+                    return Ok(false);
+                }
+            }
+        }
+        Ok(true)
+    }
+
+    fn replay(&mut self, record: Record) -> Result<()> {
+        let covered = |e: &Extent| self.taken.covers(*e);
+        if !record.allocs.iter().chain(&record.frees).all(covered) {
+            return Err(corrupt("log record", "it names blocks outside the data region"));
+        }
+        if record
+            .deferred
+            .iter()
+            .any(|(b, content)| *b >= self.superblock.data_blocks() || content.len() != BLOCK_SIZE)
+        {
+            return Err(corrupt("log record", "it has a block of a wrong size or place"));
+        }
+        let mut unexpected = 0;
+        for extent in &record.allocs {
+            unexpected += self.taken.set(*extent, true);
+        }
+        self.deferred.extend(record.deferred);
+        for extent in &record.frees {
+            unexpected += self.taken.set(*extent, false);
+            extent.blocks().for_each(|b| drop(self.deferred.remove(&b)));
+        }
+        if unexpected > 0 {
+            return Err(corrupt("log record", format!("{unexpected} blocks were taken or freed twice")));
+        }
+        self.changes.extend(record.puts);
+        self.meta.next_nid = self.meta.next_nid.max(record.next_nid);
+        Ok(())
+    }
+
+    /// All entries of one kind, the log's changes included.
+    pub(crate) fn entries(&self, kind: u8, mut each: impl FnMut(Bytes, Bytes) -> Result<()>) -> Result<()> {
+        let (mut from, to) = key::kind_range(kind);
+        let mut changed = self.changes.range(from.clone()..to.clone()).peekable();
+        loop {
+            let found = self.index.scan(&from, &to, 4096, 4 << 20)?;
+            for (name, value) in found.entries {
+                while let Some((k, v)) = changed.next_if(|(k, _)| **k < name) {
+                    v.iter().try_for_each(|v| each(k.clone(), v.clone()))?;
+                }
+                match changed.next_if(|(k, _)| **k == name) {
+                    Some((k, v)) => v.iter().try_for_each(|v| each(k.clone(), v.clone()))?,
+                    None => each(name, value)?,
+                }
+            }
+            match found.resume {
+                Some(next) => from = next,
+                None => break,
+            }
+        }
+        changed.try_for_each(|(k, v)| v.iter().try_for_each(|v| each(k.clone(), v.clone())))
+    }
+
+    /// Brings the target to order: a checkpoint with everything, after which the log is empty.
+    ///
+    /// # Errors
+    /// If the drive fails.
+    pub(crate) fn settle(mut self, drive: &dyn Drive, clean: bool) -> Result<Settled> {
+        self.meta.checkpoint += 1;
+        self.meta.epoch += 1;
+        self.meta.log_start = self.log_end.next_multiple_of(GROUP_SECTORS);
+        self.superblock.checkpoint = self.meta.checkpoint;
+        self.superblock.clean = clean;
+        let checkpoint = Checkpoint {
+            changes: Arc::new(self.changes),
+            bitmap: self.taken.take_dirty(),
+            deferred: Arc::new(self.deferred),
+            meta: self.meta,
+            superblock: self.superblock,
+        };
+        // What the log had may not have been flushed when the process ended.
+        drive.flush()?;
+        let (meta, superblock, space) = checkpoint.run(drive, &self.index)?;
+        Ok(Settled { superblock, meta, taken: self.taken, index: self.index, index_space: space })
+    }
+}
+
+/// Recovers a target and makes it ready for work.
+///
+/// # Errors
+/// See [`recover`]; [`StoreError::WrongUuid`] if it is another one.
+pub(crate) fn mount(
+    drive: &Arc<dyn Drive>,
+    uuid: Option<Uuid>,
+    index_cache: usize,
+    limits: &Limits,
+) -> Result<(Core, Arc<Index>)> {
+    let found = Superblock::read(drive.as_ref())?.uuid;
+    if let Some(expected) = uuid.filter(|u| *u != found) {
+        return Err(StoreError::WrongUuid { found: found.to_string(), expected: expected.to_string() });
+    }
+    let recovered = recover(drive, index_cache, false)?;
+    recovered.damage.iter().for_each(|damage| tracing::warn!(damage, "damage was passed over"));
+    let mut collections: BTreeMap<CollectionId, u64> = BTreeMap::new();
+    recovered.entries(key::COLLECTION, |name, value| {
+        let (cid, number) = decode_collection(&name, &value)?;
+        collections.insert(cid, number);
+        Ok(())
+    })?;
+    let settled = recovered.settle(drive.as_ref(), false)?;
+    let index = Arc::clone(&settled.index);
+    Ok((Core::new(settled, collections, limits)?, index))
+}

@@ -1,0 +1,275 @@
+//! The index region: storage for `redb` in which every page has a checksum.
+//!
+//! `redb` writes pages of 4 KiB into free space and then rewrites its header, at the start of page 0, in place. The
+//! header goes to two slots in turn. The checksums of the other pages are in a table of self-checking sectors; a page
+//! and its entry become durable with the same flush, and until then no durable header refers to the page.
+
+use std::collections::BTreeSet;
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use base::block::{BLOCK, BLOCK_SIZE, crc32c};
+
+use super::drive::Drive;
+use super::superblock::Region;
+
+/// Bytes of `redb`'s header; whatever else is written to page 0 is refused.
+const HEADER: usize = 320;
+const SECTOR: usize = 512;
+/// Checksums per sector of the table.
+const ENTRIES: usize = (SECTOR - 8) / 4;
+/// Checksums per block of the table.
+const BLOCK_ENTRIES: usize = ENTRIES * (BLOCK_SIZE / SECTOR);
+/// Entry of a page that was never written, and reads as zeros.
+const BLANK: u32 = 0;
+/// Entry of a page whose checksum was lost with its sector.
+const LOST: u32 = u32::MAX;
+
+/// Content of the region that is not what was written.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub(crate) struct Damage(String);
+
+/// Storage of the index; clones share it.
+#[derive(Debug, Clone)]
+pub(crate) struct IndexRegion {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    drive: Arc<dyn Drive>,
+    region: Region,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    header: Vec<u8>,
+    header_dirty: bool,
+    /// Number of the next header to be written; its parity chooses the slot.
+    header_sequence: u64,
+    len: u64,
+    checksums: Vec<u32>,
+    dirty_table: BTreeSet<usize>,
+}
+
+fn damage(what: String) -> io::Error {
+    io::Error::other(Damage(what))
+}
+
+/// Keeps the checksum of a page apart from the special entries.
+fn entry(crc: u32) -> u32 {
+    crc.clamp(BLANK + 1, LOST - 1)
+}
+
+/// Pages that a region of `len` bytes has room for, beside two header slots and the table.
+fn pages(len: u64) -> usize {
+    let blocks = (len / BLOCK).saturating_sub(2) as usize;
+    blocks - blocks.div_ceil(BLOCK_ENTRIES + 1)
+}
+
+impl IndexRegion {
+    /// An empty region, over whatever is there.
+    ///
+    /// # Errors
+    /// If the drive fails.
+    pub(crate) fn create(drive: Arc<dyn Drive>, region: Region) -> io::Result<IndexRegion> {
+        let pages = pages(region.len);
+        let state = State {
+            header: vec![0; HEADER],
+            header_dirty: true,
+            header_sequence: 1,
+            len: 0,
+            checksums: vec![BLANK; pages],
+            dirty_table: (0..pages.div_ceil(BLOCK_ENTRIES)).collect(),
+        };
+        let this = IndexRegion { shared: Arc::new(Shared { drive, region, state: Mutex::new(state) }) };
+        this.sync()?;
+        Ok(this)
+    }
+
+    /// The region as it was left.
+    ///
+    /// # Errors
+    /// If the drive fails or both header slots are damaged.
+    pub(crate) fn open(drive: Arc<dyn Drive>, region: Region) -> io::Result<IndexRegion> {
+        let pages = pages(region.len);
+        let table_blocks = pages.div_ceil(BLOCK_ENTRIES);
+        let mut bytes = vec![0; (2 + table_blocks) * BLOCK_SIZE];
+        drive.read_at(region.offset, &mut bytes)?;
+        let (slots, table) = bytes.split_at(2 * BLOCK_SIZE);
+        let newest = slots.chunks(BLOCK_SIZE).filter_map(decode_slot).max_by_key(|s| s.0);
+        let (sequence, len, header) =
+            newest.ok_or_else(|| damage("both copies of the index header are damaged".into()))?;
+        if len > pages as u64 * BLOCK {
+            return Err(damage("the index is longer than its region".into()));
+        }
+        let mut checksums: Vec<u32> =
+            table.chunks(SECTOR).enumerate().flat_map(|(i, s)| decode_table(i, s)).collect();
+        checksums.truncate(pages);
+        let state = State {
+            header,
+            header_dirty: false,
+            header_sequence: sequence + 1,
+            len,
+            checksums,
+            dirty_table: BTreeSet::new(),
+        };
+        Ok(IndexRegion { shared: Arc::new(Shared { drive, region, state: Mutex::new(state) }) })
+    }
+
+    /// Bytes the index can have, and bytes it has.
+    pub(crate) fn space(&self) -> (u64, u64) {
+        let state = self.lock();
+        (state.checksums.len() as u64 * BLOCK, state.len)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn page_offset(&self, page: usize) -> u64 {
+        let table_blocks = pages(self.shared.region.len).div_ceil(BLOCK_ENTRIES);
+        self.shared.region.offset + (2 + table_blocks + page) as u64 * BLOCK
+    }
+
+    /// Pages of an access that is not to the header.
+    fn page_range(&self, offset: u64, len: usize) -> io::Result<std::ops::Range<usize>> {
+        let aligned = offset.is_multiple_of(BLOCK) && len.is_multiple_of(BLOCK_SIZE) && offset > 0;
+        let end = offset + len as u64;
+        if !aligned || end > self.lock().len {
+            return Err(damage(format!("the index asks for {len} bytes at {offset}, which it cannot have")));
+        }
+        Ok((offset / BLOCK) as usize..(end / BLOCK) as usize)
+    }
+
+    fn read_pages(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        let range = self.page_range(offset, out.len())?;
+        let expected = self.lock().checksums[range.clone()].to_vec();
+        self.shared.drive.read_at(self.page_offset(range.start), out)?;
+        for ((page, data), expected) in range.zip(out.chunks_exact_mut(BLOCK_SIZE)).zip(expected) {
+            if expected == BLANK {
+                data.fill(0);
+            } else if expected == LOST || entry(crc32c(data)) != expected {
+                return Err(damage(format!("index page {page} has a wrong checksum")));
+            }
+        }
+        Ok(())
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        let shared = &self.shared;
+        let mut state = self.lock();
+        for block in std::mem::take(&mut state.dirty_table) {
+            let offset = shared.region.offset + (2 + block as u64) * BLOCK;
+            shared.drive.write_at(offset, &encode_table(block, &state.checksums))?;
+        }
+        if std::mem::take(&mut state.header_dirty) {
+            let slot = encode_slot(state.header_sequence, state.len, &state.header);
+            let offset = shared.region.offset + (state.header_sequence % 2) * BLOCK;
+            shared.drive.write_at(offset, &slot)?;
+            state.header_sequence += 1;
+        }
+        drop(state);
+        shared.drive.flush()
+    }
+}
+
+fn encode_slot(sequence: u64, len: u64, header: &[u8]) -> Vec<u8> {
+    let mut out = vec![0; BLOCK_SIZE];
+    out[4..12].copy_from_slice(&sequence.to_le_bytes());
+    out[12..20].copy_from_slice(&len.to_le_bytes());
+    out[20..20 + HEADER].copy_from_slice(header);
+    let crc = crc32c(&out[4..]);
+    out[..4].copy_from_slice(&crc.to_le_bytes());
+    out
+}
+
+/// Number of the header, length of the storage, header; `None` if the slot is damaged.
+pub(crate) fn decode_slot(slot: &[u8]) -> Option<(u64, u64, Vec<u8>)> {
+    let word = |at: usize| Some(u64::from_le_bytes(slot.get(at..at + 8)?.try_into().ok()?));
+    if slot.len() != BLOCK_SIZE || crc32c(&slot[4..]).to_le_bytes() != slot[..4] {
+        return None;
+    }
+    Some((word(4)?, word(12)?, slot[20..20 + HEADER].to_vec()))
+}
+
+/// Block `block` of the table. Each sector: CRC-32C of the rest u32, its number u32, checksums.
+fn encode_table(block: usize, checksums: &[u32]) -> Vec<u8> {
+    let mut out = vec![0; BLOCK_SIZE];
+    for (i, sector) in out.chunks_exact_mut(SECTOR).enumerate() {
+        let number = block * (BLOCK_SIZE / SECTOR) + i;
+        sector[4..8].copy_from_slice(&(number as u32).to_le_bytes());
+        let entries = checksums.iter().skip(number * ENTRIES);
+        for (slot, checksum) in sector[8..].chunks_exact_mut(4).zip(entries) {
+            slot.copy_from_slice(&checksum.to_le_bytes());
+        }
+        let crc = crc32c(&sector[4..]);
+        sector[..4].copy_from_slice(&crc.to_le_bytes());
+    }
+    out
+}
+
+/// The checksums in sector `number` of the table, all [`LOST`] if the sector is damaged.
+pub(crate) fn decode_table(number: usize, sector: &[u8]) -> Vec<u32> {
+    let word = |at: usize| u32::from_le_bytes(sector[at..at + 4].try_into().expect("four bytes"));
+    if crc32c(&sector[4..]) != word(0) || word(4) != number as u32 {
+        tracing::warn!(number, "a sector of the index's checksum table is damaged");
+        return vec![LOST; ENTRIES];
+    }
+    (0..ENTRIES).map(|i| word(8 + 4 * i)).collect()
+}
+
+impl redb::StorageBackend for IndexRegion {
+    fn len(&self) -> io::Result<u64> {
+        Ok(self.lock().len)
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        if offset == 0 && out.len() <= HEADER {
+            out.copy_from_slice(&self.lock().header[..out.len()]);
+            return Ok(());
+        }
+        self.read_pages(offset, out)
+    }
+
+    fn set_len(&self, len: u64) -> io::Result<()> {
+        let mut state = self.lock();
+        let capacity = state.checksums.len() as u64 * BLOCK;
+        if len > capacity {
+            let what = format!("the index needs {len} bytes, its region has {capacity}");
+            return Err(io::Error::new(io::ErrorKind::StorageFull, what));
+        }
+        let first = len.div_ceil(BLOCK) as usize;
+        let end = state.len.div_ceil(BLOCK) as usize;
+        for page in first..end {
+            state.checksums[page] = BLANK;
+            state.dirty_table.insert(page / BLOCK_ENTRIES);
+        }
+        state.len = len;
+        state.header_dirty = true;
+        Ok(())
+    }
+
+    fn sync_data(&self) -> io::Result<()> {
+        self.sync()
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
+        if offset == 0 && data.len() <= HEADER {
+            let mut state = self.lock();
+            state.header[..data.len()].copy_from_slice(data);
+            state.header_dirty = true;
+            return Ok(());
+        }
+        let range = self.page_range(offset, data.len())?;
+        self.shared.drive.write_at(self.page_offset(range.start), data)?;
+        let mut state = self.lock();
+        for (page, data) in range.zip(data.chunks_exact(BLOCK_SIZE)) {
+            state.checksums[page] = entry(crc32c(data));
+            state.dirty_table.insert(page / BLOCK_ENTRIES);
+        }
+        Ok(())
+    }
+}

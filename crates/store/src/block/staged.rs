@@ -1,0 +1,67 @@
+//! Staged extents: allocated and written, but named by no object yet.
+
+use std::collections::HashSet;
+
+use super::extent::Extent;
+
+/// State of one staged block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum StagedBlock {
+    /// Nothing was written to it.
+    Blank,
+    /// Written, or on its way to the drive, with this checksum.
+    Written(u32),
+    /// A transaction has named it.
+    Taken,
+}
+
+/// A stage.
+#[derive(Debug)]
+pub(crate) struct Stage {
+    /// Length asked for, in bytes.
+    pub(crate) len: u64,
+    pub(crate) extents: Vec<Extent>,
+    pub(crate) blocks: Vec<StagedBlock>,
+    /// Writes that have not completed.
+    pub(crate) in_flight: HashSet<u64>,
+    pub(crate) released: bool,
+    /// Queued transactions that name it.
+    pub(crate) users: usize,
+}
+
+impl Stage {
+    pub(crate) fn new(len: u64, extents: Vec<Extent>) -> Stage {
+        let blocks = vec![StagedBlock::Blank; super::extent::total(&extents) as usize];
+        Stage { len, extents, blocks, in_flight: HashSet::new(), released: false, users: 0 }
+    }
+
+    /// The runs of the data region that blocks `first..first + count` of the stage lie in, in order.
+    pub(crate) fn runs(&self, first: u64, count: u64) -> Vec<Extent> {
+        let mut runs = Vec::new();
+        let (mut skip, mut left) = (first, count);
+        for extent in &self.extents {
+            if skip >= extent.len {
+                skip -= extent.len;
+                continue;
+            }
+            let len = (extent.len - skip).min(left);
+            if len > 0 {
+                runs.push(Extent { start: extent.start + skip, len });
+            }
+            (skip, left) = (0, left - len);
+        }
+        runs
+    }
+
+    /// Blocks that no transaction has named.
+    pub(crate) fn unnamed(&self) -> Vec<Extent> {
+        let mut unnamed = Vec::new();
+        let blocks = self.extents.iter().flat_map(|e| e.blocks());
+        for (block, state) in blocks.zip(&self.blocks) {
+            if *state != StagedBlock::Taken {
+                super::extent::push_block(&mut unnamed, block);
+            }
+        }
+        unnamed
+    }
+}

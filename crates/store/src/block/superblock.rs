@@ -1,0 +1,188 @@
+//! The superblock: what the target is and where its regions are. Two copies, written in turn.
+
+use base::block::{BLOCK, BLOCK_SIZE, crc32c};
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+use super::drive::Drive;
+use super::log::SECTOR;
+use super::records::corrupt;
+use crate::{Result, StoreError};
+
+const MAGIC: &[u8; 8] = b"OUTBOARD";
+/// Version of the format that this program reads and writes.
+pub(crate) const VERSION: u32 = 1;
+/// Bytes at the start of the target for both copies.
+pub(crate) const SUPERBLOCKS: u64 = 2 * BLOCK;
+
+/// A region of the target, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Region {
+    pub(crate) offset: u64,
+    pub(crate) len: u64,
+}
+
+/// A superblock.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Superblock {
+    pub(crate) uuid: Uuid,
+    /// Grows by one with each write of a superblock; the valid copy with the highest counts.
+    pub(crate) generation: u64,
+    /// Size of the target, in bytes.
+    pub(crate) size: u64,
+    pub(crate) log: Region,
+    pub(crate) index: Region,
+    pub(crate) data: Region,
+    /// Whether the target was unmounted in order.
+    pub(crate) clean: bool,
+    /// The checkpoint that is known to be in the index.
+    pub(crate) checkpoint: u64,
+}
+
+impl Superblock {
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let body = postcard::to_allocvec(self).expect("a superblock can always be encoded");
+        let mut out = vec![0; BLOCK_SIZE];
+        out[..8].copy_from_slice(MAGIC);
+        out[8..12].copy_from_slice(&VERSION.to_le_bytes());
+        out[12..12 + body.len()].copy_from_slice(&body);
+        let crc = crc32c(&out[..BLOCK_SIZE - 4]);
+        out[BLOCK_SIZE - 4..].copy_from_slice(&crc.to_le_bytes());
+        out
+    }
+
+    /// Decodes one copy.
+    ///
+    /// # Errors
+    /// [`StoreError::NotATarget`] without the magic number, [`StoreError::WrongVersion`], or
+    /// [`StoreError::Corrupt`].
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Superblock> {
+        if bytes.len() != BLOCK_SIZE || &bytes[..8] != MAGIC {
+            return Err(StoreError::NotATarget("it".into()));
+        }
+        let (body, crc) = bytes.split_at(BLOCK_SIZE - 4);
+        if crc32c(body).to_le_bytes() != crc {
+            return Err(corrupt("superblock", "checksum mismatch"));
+        }
+        let version = u32::from_le_bytes(body[8..12].try_into().expect("four bytes"));
+        if version != VERSION {
+            return Err(StoreError::WrongVersion { found: version, supported: VERSION });
+        }
+        let superblock: Superblock =
+            postcard::from_bytes(&body[12..]).map_err(|e| corrupt("superblock", e))?;
+        superblock.check()?;
+        Ok(superblock)
+    }
+
+    fn check(&self) -> Result<()> {
+        let mut end = SUPERBLOCKS;
+        for region in [self.log, self.index, self.data] {
+            let next = region.offset.checked_add(region.len);
+            match next {
+                Some(next) if region.offset >= end && region.len > 0 && next <= self.size => end = next,
+                _ => return Err(corrupt("superblock", "regions overlap or lie outside the target")),
+            }
+            if !region.offset.is_multiple_of(BLOCK) || !region.len.is_multiple_of(BLOCK) {
+                return Err(corrupt("superblock", "a region is not aligned"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads both copies and takes the newer valid one.
+    ///
+    /// # Errors
+    /// As for [`decode`](Self::decode), if neither is valid.
+    pub(crate) fn read(drive: &dyn Drive) -> Result<Superblock> {
+        let mut bytes = vec![0; SUPERBLOCKS as usize];
+        if drive.size() < SUPERBLOCKS {
+            return Err(StoreError::NotATarget("a file that small".into()));
+        }
+        drive.read_at(0, &mut bytes)?;
+        let (a, b) = bytes.split_at(BLOCK_SIZE);
+        let superblock = match (Superblock::decode(a), Superblock::decode(b)) {
+            (Ok(a), Ok(b)) => {
+                if a.generation > b.generation {
+                    a
+                } else {
+                    b
+                }
+            }
+            (Ok(one), Err(error)) | (Err(error), Ok(one)) => {
+                tracing::warn!(%error, "one copy of the superblock is not valid; the other is used");
+                one
+            }
+            (Err(a), Err(StoreError::NotATarget(_))) | (Err(_), Err(a)) => return Err(a),
+        };
+        if superblock.size > drive.size() {
+            return Err(corrupt("superblock", "the target is shorter than when it was made"));
+        }
+        Ok(superblock)
+    }
+
+    /// Writes the next generation over the older copy and flushes.
+    pub(crate) fn write(&mut self, drive: &dyn Drive) -> Result<()> {
+        self.generation += 1;
+        drive.write_at((self.generation % 2) * BLOCK, &self.encode())?;
+        Ok(drive.flush()?)
+    }
+
+    /// Sectors of the log's ring.
+    pub(crate) fn log_sectors(&self) -> u64 {
+        self.log.len / SECTOR as u64
+    }
+
+    /// Blocks of the data region.
+    pub(crate) fn data_blocks(&self) -> u64 {
+        self.data.len / BLOCK
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn example() -> Superblock {
+        let region = |offset, len| Region { offset, len };
+        Superblock {
+            uuid: Uuid::from_u128(7),
+            generation: 3,
+            size: 1 << 20,
+            log: region(8192, 8192),
+            index: region(16_384, 8192),
+            data: region(24_576, 65_536),
+            clean: true,
+            checkpoint: 9,
+        }
+    }
+
+    #[test]
+    fn another_version_is_refused_as_such() {
+        let mut bytes = example().encode();
+        assert_eq!(Superblock::decode(&bytes).unwrap(), example());
+        bytes[8] = 9;
+        assert!(matches!(Superblock::decode(&bytes), Err(StoreError::Corrupt { .. })));
+        let crc = crc32c(&bytes[..BLOCK_SIZE - 4]);
+        bytes[BLOCK_SIZE - 4..].copy_from_slice(&crc.to_le_bytes());
+        assert!(matches!(Superblock::decode(&bytes), Err(StoreError::WrongVersion { found: 9, .. })));
+    }
+
+    proptest! {
+        #[test]
+        fn a_flipped_bit_is_found(bit in 0usize..BLOCK_SIZE * 8) {
+            let mut bytes = example().encode();
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            prop_assert!(Superblock::decode(&bytes).is_err());
+        }
+
+        #[test]
+        fn arbitrary_bytes_never_panic(mut bytes in proptest::collection::vec(any::<u8>(), BLOCK_SIZE)) {
+            bytes[..8].copy_from_slice(MAGIC);
+            bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
+            let crc = crc32c(&bytes[..BLOCK_SIZE - 4]);
+            bytes[BLOCK_SIZE - 4..].copy_from_slice(&crc.to_le_bytes());
+            let _ = Superblock::decode(&bytes);
+        }
+    }
+}

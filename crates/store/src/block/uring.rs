@@ -1,0 +1,218 @@
+//! The I/O ring: carries out [`IoRequest`]s by io_uring, and lets other threads wake the one that waits for them.
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use io_uring::types::{Fixed, FsyncFlags, SubmitArgs, Timespec};
+use io_uring::{IoUring, opcode};
+
+use super::drive::FileDrive;
+use super::io::{IoDone, IoOp, IoRequest, Segment};
+
+/// Entries of the submission queue; more requests wait in memory.
+const ENTRIES: u32 = 256;
+/// Marks the completion of the read on the wake-up descriptor.
+const WAKE: u64 = u64::MAX;
+
+/// Wakes the thread that waits in [`Ring::wait`]. Any thread.
+#[derive(Debug, Clone)]
+pub(crate) struct Waker {
+    shared: Arc<WakeState>,
+}
+
+#[derive(Debug)]
+struct WakeState {
+    event: OwnedFd,
+    asleep: AtomicBool,
+}
+
+impl Waker {
+    /// Ends the current or the next wait.
+    pub(crate) fn wake(&self) {
+        if self.shared.asleep.swap(false, Ordering::SeqCst) {
+            // Only an overflowing counter can fail, and then the sleeper is awake.
+            let _ = rustix::io::write(&self.shared.event, &1u64.to_ne_bytes());
+        }
+    }
+}
+
+/// A request in the kernel's hands, with the memory it uses.
+#[derive(Debug)]
+enum InFlight {
+    Read(Segment),
+    Write { pieces: Vec<Bytes>, vectors: Vec<libc::iovec> },
+    Flush,
+}
+
+impl InFlight {
+    fn len(&self) -> usize {
+        match self {
+            InFlight::Read(segment) => segment.len(),
+            InFlight::Write { pieces, .. } => pieces.iter().map(Bytes::len).sum(),
+            InFlight::Flush => 0,
+        }
+    }
+}
+
+/// The ring of one target. It belongs to one thread.
+pub(crate) struct Ring {
+    ring: IoUring,
+    waker: Waker,
+    event_value: Box<u64>,
+    event_armed: bool,
+    in_flight: HashMap<u64, InFlight>,
+    // Dropped last: the kernel may use it until the ring is gone.
+    _drive: Arc<FileDrive>,
+}
+
+// SAFETY: the raw pointers in `in_flight` point into memory that its `Bytes` keep; the ring itself may move between
+// threads as long as one at a time uses it, which `&mut self` ensures.
+#[allow(unsafe_code)]
+unsafe impl Send for Ring {}
+
+impl Ring {
+    /// A ring on `drive`.
+    ///
+    /// # Errors
+    /// If the kernel refuses one.
+    pub(crate) fn new(drive: Arc<FileDrive>) -> io::Result<Ring> {
+        let ring =
+            IoUring::builder().setup_coop_taskrun().build(ENTRIES).or_else(|_| IoUring::new(ENTRIES))?;
+        ring.submitter().register_files(&[drive.fd().as_raw_fd()])?;
+        let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC)?;
+        let waker = Waker { shared: Arc::new(WakeState { event, asleep: AtomicBool::new(false) }) };
+        let event_value = Box::new(0);
+        Ok(Ring { ring, waker, event_value, event_armed: false, in_flight: HashMap::new(), _drive: drive })
+    }
+
+    pub(crate) fn waker(&self) -> Waker {
+        self.waker.clone()
+    }
+
+    /// Requests that have not completed.
+    pub(crate) fn in_flight(&self) -> usize {
+        self.in_flight.len()
+    }
+
+    /// Hands a request over; it starts with the next [`wait`](Self::wait) at the latest.
+    ///
+    /// # Errors
+    /// If the kernel takes no more requests.
+    #[allow(unsafe_code)]
+    pub(crate) fn submit(&mut self, request: IoRequest) -> io::Result<()> {
+        let file = Fixed(0);
+        let (mut state, offset, id) = match request.op {
+            IoOp::Read(segment) => (InFlight::Read(segment), request.offset, request.id),
+            IoOp::Write(pieces) => {
+                let vector =
+                    |p: &Bytes| libc::iovec { iov_base: p.as_ptr().cast_mut().cast(), iov_len: p.len() };
+                let vectors = pieces.iter().map(vector).collect();
+                (InFlight::Write { pieces, vectors }, request.offset, request.id)
+            }
+            IoOp::Flush => (InFlight::Flush, 0, request.id),
+        };
+        let entry = match &mut state {
+            InFlight::Read(segment) => {
+                opcode::Read::new(file, segment.as_mut_ptr(), segment.len() as u32).offset(offset).build()
+            }
+            InFlight::Write { pieces, .. } if pieces.len() == 1 => {
+                opcode::Write::new(file, pieces[0].as_ptr(), pieces[0].len() as u32).offset(offset).build()
+            }
+            InFlight::Write { vectors, .. } => {
+                opcode::Writev::new(file, vectors.as_ptr(), vectors.len() as u32).offset(offset).build()
+            }
+            InFlight::Flush => opcode::Fsync::new(file).flags(FsyncFlags::DATASYNC).build(),
+        };
+        let entry = entry.user_data(id);
+        // The heap memory that the entry points to does not move with `state`.
+        self.in_flight.insert(id, state);
+        // SAFETY: `in_flight` keeps segment, pieces and vectors until the completion was seen, and `drop` waits for all.
+        while unsafe { self.ring.submission().push(&entry) }.is_err() {
+            self.ring.submit()?;
+        }
+        Ok(())
+    }
+
+    /// Starts what was handed over and waits for a completion, a wake-up, or until `timeout` has passed. Does not wait if
+    /// `ready` says, after wake-ups count, that there is something to do.
+    ///
+    /// # Errors
+    /// If the kernel refuses.
+    #[allow(unsafe_code)]
+    pub(crate) fn wait(&mut self, timeout: Option<Duration>, ready: impl Fn() -> bool) -> io::Result<()> {
+        self.waker.shared.asleep.store(true, Ordering::SeqCst);
+        if ready() || !self.ring.completion().is_empty() {
+            self.waker.shared.asleep.store(false, Ordering::SeqCst);
+            return self.ring.submit().map(drop);
+        }
+        if !self.event_armed {
+            let fd = io_uring::types::Fd(self.waker.shared.event.as_raw_fd());
+            let value: *mut u64 = &mut *self.event_value;
+            let entry = opcode::Read::new(fd, value.cast(), 8).build().user_data(WAKE);
+            // SAFETY: the eight bytes live in a box of the ring; the ring's drop waits for this read's end.
+            while unsafe { self.ring.submission().push(&entry) }.is_err() {
+                self.ring.submit()?;
+            }
+            self.event_armed = true;
+        }
+        let result = match timeout {
+            None => self.ring.submit_and_wait(1),
+            Some(timeout) => {
+                let time = Timespec::from(timeout);
+                self.ring.submitter().submit_with_args(1, &SubmitArgs::new().timespec(&time))
+            }
+        };
+        self.waker.shared.asleep.store(false, Ordering::SeqCst);
+        match result {
+            Err(e) if matches!(e.raw_os_error(), Some(libc::ETIME | libc::EINTR | libc::EBUSY)) => Ok(()),
+            other => other.map(drop),
+        }
+    }
+
+    /// Whether [`completions`](Self::completions) has something.
+    pub(crate) fn has_completions(&mut self) -> bool {
+        !self.ring.completion().is_empty()
+    }
+
+    /// What has completed.
+    pub(crate) fn completions(&mut self) -> Vec<IoDone> {
+        let mut done = Vec::new();
+        for entry in self.ring.completion() {
+            if entry.user_data() == WAKE {
+                self.event_armed = false;
+                continue;
+            }
+            let id = entry.user_data();
+            let Some(state) = self.in_flight.remove(&id) else { continue };
+            let result = match usize::try_from(entry.result()) {
+                Err(_) => Err(io::Error::from_raw_os_error(-entry.result())),
+                Ok(n) if n == state.len() => Ok(()),
+                Ok(n) => Err(io::Error::other(format!("only {n} of {} bytes were transferred", state.len()))),
+            };
+            done.push(IoDone { id, result });
+        }
+        done
+    }
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        // Wake the read on the event descriptor, and wait until the kernel uses no memory of ours any more.
+        let _ = rustix::io::write(&self.waker.shared.event, &1u64.to_ne_bytes());
+        while !self.in_flight.is_empty() || self.event_armed {
+            if self.ring.submit_and_wait(1).is_err() {
+                // Memory that the kernel may still write must not be reused.
+                std::mem::forget(std::mem::take(&mut self.in_flight));
+                let value = std::mem::take(&mut self.event_value);
+                Box::leak(value);
+                return;
+            }
+            self.completions();
+        }
+    }
+}
