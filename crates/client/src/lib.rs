@@ -6,10 +6,10 @@
 //! Everything is asynchronous and runs on the caller's tokio runtime; nothing here knows of drives or of the DPU.
 //!
 //! ```no_run
-//! # async fn example(stack: std::sync::Arc<dyn messenger::NetworkStack>) -> client::Result<()> {
+//! # async fn example() -> client::Result<()> {
 //! use client::{Client, Options};
 //!
-//! let client = Client::connect_over(stack, "127.0.0.1:7700", Options::default()).await?;
+//! let client = Client::connect("127.0.0.1:7700", Options::default()).await?;
 //! client.create_pool("photos").await?;
 //! let pool = client.pool("photos")?;
 //! let beach = pool.object("summer/beach.jpg")?;

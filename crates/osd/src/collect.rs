@@ -1,0 +1,116 @@
+//! The collector: background work at a bounded rate.
+//!
+//! It removes parts of striped objects that no head names, and results of sessions that have been idle for long.
+
+use std::rc::Rc;
+use std::time::Duration;
+
+use proto::PartId;
+
+use crate::clock::now_ms;
+use crate::fail::{Fail, Step};
+use crate::ids::{self, StoredName};
+use crate::list::{after, objects};
+use crate::osd::{Osd, Place, Pool};
+use crate::read::patiently;
+
+/// Ids looked at between two pauses.
+const STEP: usize = 256;
+/// Pause after that many, so that users' requests go first.
+const PAUSE: Duration = Duration::from_millis(5);
+
+impl Osd {
+    /// Runs for ever.
+    pub(crate) async fn collect_for_ever(self: Rc<Osd>) {
+        loop {
+            tokio::time::sleep(self.config.collect_interval).await;
+            let grace = self.config.orphan_grace;
+            // Clients of the OSD before this one are given time to come back.
+            if self.started.elapsed() >= grace {
+                self.collect_orphans(grace).await;
+            }
+            self.expire_sessions().await;
+        }
+    }
+
+    /// Removes orphaned parts that are at least `grace` old and whose uploader has been gone that long.
+    pub(crate) async fn collect_orphans(&self, grace: Duration) -> u64 {
+        let pools: Vec<Rc<Pool>> = self.pools.borrow().values().cloned().collect();
+        let mut removed = 0;
+        for pool in pools.iter().filter(|pool| !pool.closed.get()) {
+            for pg in &pool.pgs {
+                let place = Place { pg: Rc::clone(pg), oid: ids::meta_object() };
+                match self.collect_group(pool, &place, grace).await {
+                    Ok(count) => removed += count,
+                    Err(e) => tracing::warn!(error = ?e, "orphans of a placement group are left for later"),
+                }
+            }
+        }
+        metrics::counter!("outboard_osd_orphans_removed_total").increment(removed);
+        removed
+    }
+
+    async fn collect_group(&self, pool: &Pool, place: &Place, grace: Duration) -> Step<u64> {
+        let mut from = None;
+        let mut removed = 0;
+        loop {
+            let page = patiently(self, place, async || objects(place, from.clone(), STEP).await).await?;
+            for name in page.0.iter().filter_map(ids::parse) {
+                if let Some(part) = name.part
+                    && !self.sessions.borrow().is_alive(part.upload.session, grace)
+                    && self.is_orphan(pool, &name, part, grace).await?
+                {
+                    let place = pool.place(&name.namespace, &name.object, Some(&part));
+                    self.remove_object(&place, &name.object).await?;
+                    removed += 1;
+                }
+            }
+            match page.0.last() {
+                Some(last) if page.1 => from = Some(after(last)?),
+                _ => return Ok(removed),
+            }
+            tokio::time::sleep(PAUSE).await;
+        }
+    }
+
+    /// Whether a part is old enough and its head does not name its upload.
+    async fn is_orphan(&self, pool: &Pool, name: &StoredName, part: PartId, grace: Duration) -> Step<bool> {
+        let part_place = pool.place(&name.namespace, &name.object, Some(&part));
+        let part_info = self.info_of(&part_place).await?;
+        let grace_ms = u64::try_from(grace.as_millis()).unwrap_or(u64::MAX);
+        if part_info.is_none_or(|info| info.modified_ms.saturating_add(grace_ms) > now_ms()) {
+            return Ok(false);
+        }
+        let head = self.info_of(&pool.place(&name.namespace, &name.object, None)).await?;
+        Ok(head.and_then(|info| info.manifest).is_none_or(|manifest| manifest.upload != part.upload))
+    }
+
+    /// What is durably known of an object.
+    async fn info_of(&self, place: &Place) -> Step<Option<crate::object::ObjectInfo>> {
+        let object = place.pg.object(&place.oid);
+        let attempt = async || {
+            let ticket = object.turnstile.ticket();
+            let turn = ticket.enter(|| place.pg.target.epoch()).await;
+            let epoch = place.pg.load().await?;
+            turn.settled().await;
+            place.pg.info(&place.oid, &object, epoch).await
+        };
+        patiently(self, place, attempt).await
+    }
+
+    async fn expire_sessions(&self) {
+        let expiry = self.config.session_expiry;
+        let before_ms = now_ms().saturating_sub(u64::try_from(expiry.as_millis()).unwrap_or(u64::MAX));
+        let pools: Vec<Rc<Pool>> = self.pools.borrow().values().cloned().collect();
+        for pg in pools.iter().filter(|pool| !pool.closed.get()).flat_map(|pool| &pool.pgs) {
+            let alive = |session| self.sessions.borrow().is_alive(session, expiry);
+            match pg.expire_sessions(before_ms, alive).await {
+                Ok(0) => {}
+                Ok(count) => metrics::counter!("outboard_osd_sessions_expired_total").increment(count as u64),
+                Err(Fail::Lost(why)) => tracing::debug!(why, "sessions are left for later"),
+                Err(Fail::Refused(e)) => tracing::warn!(error = %e, "sessions are left for later"),
+            }
+            tokio::time::sleep(PAUSE).await;
+        }
+    }
+}

@@ -1,0 +1,67 @@
+//! Why a step of a request did not succeed.
+
+use messenger::MessengerError;
+use store::StoreError;
+
+/// Result of a step.
+pub(crate) type Step<T> = Result<T, Fail>;
+
+/// Why a step did not succeed.
+#[derive(Debug, Clone)]
+pub(crate) enum Fail {
+    /// The store went away: what had been queued may or may not be durable. To be found out, then tried again.
+    Lost(String),
+    /// The request is refused.
+    Refused(proto::Error),
+}
+
+impl From<proto::Error> for Fail {
+    fn from(e: proto::Error) -> Fail {
+        Fail::Refused(e)
+    }
+}
+
+impl From<proto::NameError> for Fail {
+    fn from(e: proto::NameError) -> Fail {
+        Fail::Refused(e.into())
+    }
+}
+
+impl From<StoreError> for Fail {
+    fn from(e: StoreError) -> Fail {
+        use proto::Error as E;
+        Fail::Refused(match e {
+            StoreError::Disconnected(why) => return Fail::Lost(why),
+            // Stages live as long as the store's session.
+            StoreError::NoSuchStage(id) => return Fail::Lost(format!("stage {id} is gone")),
+            StoreError::NoSpace { needed, free } => E::NoSpace { needed, free },
+            StoreError::TooLarge { what, size, limit } => E::TooLarge { what, size, limit },
+            StoreError::Corrupt { what, detail } => E::Corrupt(format!("{what} ({detail})")),
+            StoreError::BadPayload(detail) => E::TransferFailed(detail),
+            StoreError::NoSuchObject(name) => E::NoSuchObject(name),
+            StoreError::InvalidArgument(detail) => E::BadRequest(detail),
+            other => E::TargetFailed(other.to_string()),
+        })
+    }
+}
+
+impl From<MessengerError> for Fail {
+    fn from(e: MessengerError) -> Fail {
+        Fail::Refused(proto::Error::TransferFailed(e.to_string()))
+    }
+}
+
+impl From<base::pool::PoolError> for Fail {
+    fn from(e: base::pool::PoolError) -> Fail {
+        let base::pool::PoolError::TooLarge { wanted, largest } = e else {
+            return Fail::Refused(proto::Error::BadRequest(e.to_string()));
+        };
+        let what = "data of one step".into();
+        Fail::Refused(proto::Error::TooLarge { what, size: wanted as u64, limit: largest as u64 })
+    }
+}
+
+/// What the client is told if the store did not come back in time.
+pub(crate) fn unavailable(why: String) -> proto::Error {
+    proto::Error::Unavailable(why)
+}

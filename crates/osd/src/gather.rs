@@ -1,0 +1,194 @@
+//! Bringing a write's data here before the write takes its place in the object's order.
+//!
+//! Large data is staged: pulled from the client segment by segment into staging buffers, each reserved before its pull,
+//! and handed to the store as it comes. Only whole blocks are staged (and a tail that may turn out to be the object's
+//! end); what is left over at the edges of the range stays here, to be merged with the object's blocks when they are known.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use base::block::{BLOCK, Payload};
+use base::pool::BufferPool;
+use bytes::Bytes;
+use futures::stream::{FuturesUnordered, StreamExt};
+use messenger::{BulkDescriptor, BulkDirection, Connection};
+use proto::limits::{MAX_APPEND, MAX_OBJECT_SIZE};
+use proto::{Data, Error, Mutate, Mutation, Source};
+use store::{ObjectStore, StageId};
+
+use crate::fail::{Fail, Step};
+
+/// Segments are at most that long, in bytes, and at most the pool's largest buffer.
+pub(crate) const SEGMENT: usize = 2 << 20;
+
+/// The data of a change, here or in the store.
+pub(crate) enum Gathered {
+    None,
+    /// In memory, anchored at offset 0 of a block or at the op's own offset.
+    Memory(Payload),
+    Staged(Staged),
+}
+
+/// Data in the store that no object has yet.
+pub(crate) struct Staged {
+    /// Bytes before the first block boundary.
+    pub(crate) head: Payload,
+    /// From there on.
+    pub(crate) stage: Stage,
+    /// Staged bytes.
+    pub(crate) len: u64,
+    /// A copy of the bytes after the last block boundary, which are staged too.
+    pub(crate) tail: Bytes,
+}
+
+/// Staged extents, given back when dropped (what a transaction has named by then stays).
+pub(crate) struct Stage {
+    store: Arc<dyn ObjectStore>,
+    pub(crate) id: StageId,
+}
+
+impl Drop for Stage {
+    fn drop(&mut self) {
+        self.store.stage_release(self.id);
+    }
+}
+
+/// How to pull.
+pub(crate) struct Puller<'a> {
+    pub(crate) connection: &'a dyn Connection,
+    pub(crate) pool: &'a BufferPool,
+    pub(crate) timeout: Duration,
+    pub(crate) segments_in_flight: usize,
+}
+
+impl Puller<'_> {
+    /// Brings a request's data here, or into the store that the object will be in.
+    pub(crate) async fn gather(
+        &self,
+        mutate: &Mutate,
+        inline: Payload,
+        store: &Arc<dyn ObjectStore>,
+    ) -> Step<Gathered> {
+        let Some(user) = mutate.ops.iter().find(|op| matches!(op.source(), Some(Source::Payload))) else {
+            return Ok(Gathered::None);
+        };
+        let offset = match user {
+            Mutation::Write { offset, .. } => *offset,
+            _ => 0,
+        };
+        match &mutate.data {
+            Data::None => Ok(Gathered::None),
+            Data::Inline => {
+                check_place(offset, inline.phase(), inline.len() as u64)?;
+                Ok(Gathered::Memory(inline))
+            }
+            Data::Bulk(from) => {
+                let len = check_descriptor(from, offset)?;
+                if matches!(user, Mutation::Append(_)) {
+                    return self.pull_whole(from, len).await.map(Gathered::Memory);
+                }
+                self.stage(from, offset, len, store).await.map(Gathered::Staged)
+            }
+        }
+    }
+
+    /// An append's place is known only when it is its turn, so its data waits in memory.
+    async fn pull_whole(&self, from: &BulkDescriptor, len: u64) -> Step<Payload> {
+        let limit = MAX_APPEND.min(self.pool.largest() as u64);
+        if len > limit {
+            return Err(Error::TooLarge { what: "append".into(), size: len, limit }.into());
+        }
+        self.pull(from, 0, len as usize, 0).await
+    }
+
+    async fn stage(
+        &self,
+        from: &BulkDescriptor,
+        offset: u64,
+        len: u64,
+        store: &Arc<dyn ObjectStore>,
+    ) -> Step<Staged> {
+        let head_len = (BLOCK - offset % BLOCK).min(len) % BLOCK;
+        let head = match head_len {
+            0 => Payload::default(),
+            some => self.pull(from, 0, some as usize, offset).await?,
+        };
+        let staged_len = len - head_len;
+        if staged_len == 0 {
+            return Err(Error::BadRequest("less than a block offered as bulk data".into()).into());
+        }
+        let stage = Stage { store: Arc::clone(store), id: store.stage(staged_len).await? };
+        let step = SEGMENT.min(self.pool.largest()) as u64;
+        let mut tail = Bytes::new();
+        let mut segments = FuturesUnordered::new();
+        let mut at = 0;
+        while at < staged_len || !segments.is_empty() {
+            if at < staged_len && segments.len() < self.segments_in_flight.max(1) {
+                let segment = step.min(staged_len - at);
+                segments.push(self.stage_segment(from, head_len, at, segment as usize, &stage));
+                at += segment;
+                continue;
+            }
+            if let Some(done) = segments.next().await {
+                let rest: Bytes = done?;
+                if !rest.is_empty() {
+                    tail = rest;
+                }
+            }
+        }
+        drop(segments);
+        Ok(Staged { head, stage, len: staged_len, tail })
+    }
+
+    /// Pulls bytes `at..at + len` of what is staged and writes them; returns a copy of what is beyond whole blocks.
+    async fn stage_segment(
+        &self,
+        from: &BulkDescriptor,
+        head_len: u64,
+        at: u64,
+        len: usize,
+        stage: &Stage,
+    ) -> Step<Bytes> {
+        let payload = self.pull(from, head_len + at, len, 0).await?;
+        let tail = Bytes::copy_from_slice(&payload.data()[len - len % BLOCK as usize..]);
+        stage.store.stage_write(stage.id, at, payload).await?;
+        Ok(tail)
+    }
+
+    /// Pulls `len` bytes that start at `at` of the offer and belong at object offset `anchor`, modulo the block size.
+    async fn pull(&self, from: &BulkDescriptor, at: u64, len: usize, anchor: u64) -> Step<Payload> {
+        let buf = self.pool.alloc(len).await?;
+        let pulled = self.connection.bulk_read(from, at, buf, self.timeout).await?;
+        metrics::counter!("outboard_osd_pulled_bytes").increment(len as u64);
+        Payload::from_parts(anchor, pulled.buf.freeze(), pulled.checksums)
+            .map_err(|e| Fail::Refused(Error::TransferFailed(e.to_string())))
+    }
+}
+
+fn check_descriptor(from: &BulkDescriptor, offset: u64) -> Step<u64> {
+    let Some(len) = from.len() else {
+        return Err(
+            Error::OutOfRange { what: "bulk data".into(), detail: "its length overflows".into() }.into()
+        );
+    };
+    if from.direction != BulkDirection::Read || len == 0 {
+        return Err(Error::BadRequest("the bulk descriptor does not offer data".into()).into());
+    }
+    check_place(offset, u64::from(from.phase), len)?;
+    Ok(len)
+}
+
+fn check_place(offset: u64, phase: u64, len: u64) -> Step<()> {
+    if phase != offset % BLOCK {
+        return Err(
+            Error::BadRequest(format!("data is cut for phase {phase}, not for offset {offset}")).into()
+        );
+    }
+    match offset.checked_add(len) {
+        Some(end) if end <= MAX_OBJECT_SIZE => Ok(()),
+        Some(end) => {
+            Err(Error::TooLarge { what: "end of the write".into(), size: end, limit: MAX_OBJECT_SIZE }.into())
+        }
+        None => Err(Error::OutOfRange { what: "write".into(), detail: "its end overflows".into() }.into()),
+    }
+}

@@ -1,0 +1,124 @@
+//! Names of collections and objects in the store.
+//!
+//! ```text
+//! collection of a placement group   'P' pool (4 bytes, big-endian) pg (4 bytes, big-endian)
+//! collection of the node's map      'N'
+//! object   hash, bits reversed (4 bytes, big-endian)  kind (1 byte)  namespace  00  name
+//! part     the same, then                                            00  upload (24 bytes)  index (4 bytes)
+//! ```
+//!
+//! A placement group is the low bits of the hash. With the bits reversed they come first, so that the objects which go
+//! to the new half when a group is split are one range of ids.
+
+use bytes::{BufMut, Bytes, BytesMut};
+use proto::{PartId, UploadId};
+use store::{CollectionId, ObjectId};
+
+const KIND_INTERNAL: u8 = 0;
+const KIND_HEAD: u8 = 1;
+const KIND_PART: u8 = 2;
+
+/// The collection of a placement group.
+pub(crate) fn collection(pool: u32, pg: u32) -> CollectionId {
+    let mut id = BytesMut::with_capacity(9);
+    id.put_u8(b'P');
+    id.put_u32(pool);
+    id.put_u32(pg);
+    fixed(CollectionId::new(id))
+}
+
+/// The collection of the node's map.
+pub(crate) fn node_collection() -> CollectionId {
+    fixed(CollectionId::new(Bytes::from_static(b"N")))
+}
+
+/// The object that has the node's map.
+pub(crate) fn map_object() -> ObjectId {
+    fixed(ObjectId::new(Bytes::from_static(b"map")))
+}
+
+/// The object of a placement group that has its results, sessions and versions.
+pub(crate) fn meta_object() -> ObjectId {
+    fixed(ObjectId::new(Bytes::from_static(b"\0\0\0\0\0meta")))
+}
+
+/// The store's name of an object or part whose hash is `hash`.
+pub(crate) fn object(hash: u32, namespace: &str, name: &str, part: Option<&PartId>) -> ObjectId {
+    let mut id = BytesMut::with_capacity(4 + 1 + namespace.len() + 1 + name.len() + 29);
+    id.put_u32(hash.reverse_bits());
+    id.put_u8(if part.is_some() { KIND_PART } else { KIND_HEAD });
+    id.put_slice(namespace.as_bytes());
+    id.put_u8(0);
+    id.put_slice(name.as_bytes());
+    if let Some(part) = part {
+        id.put_u8(0);
+        id.put_slice(&part.upload.to_bytes());
+        id.put_u32(part.index);
+    }
+    fixed(ObjectId::new(id))
+}
+
+/// What an object's id in the store says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct StoredName {
+    pub(crate) namespace: String,
+    pub(crate) object: String,
+    pub(crate) part: Option<PartId>,
+}
+
+/// Reads an id; `None` for the OSD's own objects, and for ids that no OSD makes.
+pub(crate) fn parse(id: &ObjectId) -> Option<StoredName> {
+    let (kind, rest) = id.as_bytes().get(4..)?.split_first()?;
+    let mut pieces = rest.splitn(3, |b| *b == 0);
+    let namespace = std::str::from_utf8(pieces.next()?).ok()?.to_owned();
+    let object = std::str::from_utf8(pieces.next()?).ok()?.to_owned();
+    let part = match (*kind, pieces.next()) {
+        (KIND_HEAD, None) => None,
+        (KIND_PART, Some(tail)) => {
+            let (upload, index) = tail.split_at_checked(24)?;
+            let index = u32::from_be_bytes(index.try_into().ok()?);
+            Some(PartId { upload: UploadId::from_bytes(upload)?, index })
+        }
+        (KIND_INTERNAL.., _) => return None,
+    };
+    Some(StoredName { namespace, object, part })
+}
+
+/// Ids made here are never empty, and names are checked to be far shorter than ids may be.
+fn fixed<T>(id: store::Result<T>) -> T {
+    id.expect("an id of bounded, non-zero length")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use proto::SessionId;
+
+    proptest! {
+        #[test]
+        fn ids_say_what_they_were_made_of(hash: u32, ns in "[a-z]{0,64}", name in "[^\0]{1,200}", part: Option<(u128, u64, u32)>) {
+            let part = part.map(|(s, number, index)| PartId { upload: UploadId { session: SessionId(s), number }, index });
+            let id = object(hash, &ns, &name, part.as_ref());
+            prop_assert_eq!(parse(&id), Some(StoredName { namespace: ns, object: name, part }));
+        }
+
+        #[test]
+        fn arbitrary_ids_never_panic(bytes in proptest::collection::vec(any::<u8>(), 1..80)) {
+            let _ = parse(&ObjectId::new(bytes).unwrap());
+        }
+
+        #[test]
+        fn a_group_is_a_range_and_so_is_each_half_of_it(a: u32, b: u32, order in 0u32..12) {
+            let groups = 1 << order;
+            let id = |hash| object(hash, "", "x", None);
+            prop_assert!(proto::placement::group(a, groups) == proto::placement::group(b, groups)
+                || (id(a) < id(b)) == (proto::placement::group(a, groups).reverse_bits() < proto::placement::group(b, groups).reverse_bits()));
+        }
+    }
+
+    #[test]
+    fn internal_objects_are_not_listed() {
+        assert_eq!(parse(&meta_object()), None);
+    }
+}

@@ -1,0 +1,64 @@
+//! Changes under way, so that a retry joins the first attempt instead of racing it.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+
+use proto::{Mutated, SessionId};
+use tokio::sync::watch;
+
+/// What became of a change; `None` while it goes on.
+type Outcome = Option<proto::Result<Mutated>>;
+
+/// See the [module](self) documentation.
+#[derive(Default)]
+pub(crate) struct InFlight {
+    changes: RefCell<HashMap<(SessionId, u64), watch::Receiver<Outcome>>>,
+}
+
+/// A request's relation to the table.
+pub(crate) enum Claim<'a> {
+    /// It is the only one.
+    First(Running<'a>),
+    /// An earlier attempt is still running.
+    Join(watch::Receiver<Outcome>),
+}
+
+/// A change under way; out of the table when dropped.
+pub(crate) struct Running<'a> {
+    table: &'a InFlight,
+    id: (SessionId, u64),
+    outcome: watch::Sender<Outcome>,
+}
+
+impl InFlight {
+    /// Claims a request's number.
+    pub(crate) fn claim(&self, session: SessionId, seq: u64) -> Claim<'_> {
+        match self.changes.borrow_mut().entry((session, seq)) {
+            Entry::Occupied(running) => Claim::Join(running.get().clone()),
+            Entry::Vacant(free) => {
+                let (outcome, receiver) = watch::channel(None);
+                free.insert(receiver);
+                Claim::First(Running { table: self, id: (session, seq), outcome })
+            }
+        }
+    }
+}
+
+impl Running<'_> {
+    /// Tells those who joined.
+    pub(crate) fn finish(self, result: &proto::Result<Mutated>) {
+        self.outcome.send_replace(Some(result.clone()));
+    }
+}
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        self.table.changes.borrow_mut().remove(&self.id);
+    }
+}
+
+/// Waits for the outcome of the attempt that was joined; `None` if it went away without one.
+pub(crate) async fn joined(mut attempt: watch::Receiver<Outcome>) -> Outcome {
+    attempt.wait_for(Option::is_some).await.ok().and_then(|outcome| outcome.clone())
+}

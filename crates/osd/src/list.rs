@@ -1,0 +1,135 @@
+//! Listing a pool: placement group by placement group, in the order of the store's ids.
+
+use bytes::{BufMut, Bytes, BytesMut};
+use proto::limits::MAX_PAGE;
+use proto::{Error, List, Listed, PoolName, ReplyBody};
+use store::{ObjectId, StoreError};
+
+use crate::fail::{Fail, Step, unavailable};
+use crate::ids;
+use crate::osd::{Osd, Place, Pool};
+use crate::read::patiently;
+
+/// An answer has at most that many bytes of names (one name alone may have more).
+const PAGE_BYTES: usize = 64 * 1024;
+/// One request looks at no more than about that many objects, whether their names fit or not.
+const SCAN_MAX: usize = 8192;
+/// Ids asked for at a time.
+const STEP: usize = 1024;
+
+/// Answers with a page of names.
+pub(crate) async fn list(osd: &Osd, list: &List) -> proto::Result<ReplyBody> {
+    let pool = osd.pool(PoolName::from_wire(&list.pool)?.as_str())?;
+    let (mut pg, mut from) = parse_cursor(&list.cursor)?;
+    let mut page = Page { list, names: Vec::new(), bytes: 0, scanned: 0 };
+    while (pg as usize) < pool.pgs.len() {
+        match scan_group(osd, &pool, pg, from.take(), &mut page).await {
+            Ok(None) => pg += 1,
+            Ok(Some(next)) => return Ok(page.end(cursor(pg, &next))),
+            Err(Fail::Refused(e)) => return Err(e),
+            Err(Fail::Lost(why)) => return Err(unavailable(why)),
+        }
+    }
+    Ok(page.end(Bytes::new()))
+}
+
+struct Page<'a> {
+    list: &'a List,
+    names: Vec<(String, String)>,
+    bytes: usize,
+    scanned: usize,
+}
+
+impl Page<'_> {
+    fn end(self, cursor: Bytes) -> ReplyBody {
+        ReplyBody::Listed(Listed { names: self.names, cursor })
+    }
+
+    fn is_full(&self) -> bool {
+        let limit = self.list.limit.clamp(1, MAX_PAGE) as usize;
+        self.names.len() >= limit || self.bytes >= PAGE_BYTES || self.scanned >= SCAN_MAX
+    }
+
+    /// Takes an object in if it is one that was asked for.
+    fn take(&mut self, oid: &ObjectId) {
+        self.scanned += 1;
+        let Some(name) = ids::parse(oid) else { return };
+        let namespace = self.list.namespace.as_ref().is_none_or(|ns| *ns == name.namespace.as_bytes());
+        if name.part.is_none() && namespace && name.object.as_bytes().starts_with(&self.list.prefix) {
+            self.bytes += name.object.len() + name.namespace.len();
+            self.names.push((name.namespace, name.object));
+        }
+    }
+}
+
+/// Looks through a group until the page is full; returns where to go on in it, or `None` at its end.
+async fn scan_group(
+    osd: &Osd,
+    pool: &Pool,
+    pg: u32,
+    from: Option<ObjectId>,
+    page: &mut Page<'_>,
+) -> Step<Option<ObjectId>> {
+    let place = Place { pg: pool.pgs[pg as usize].clone(), oid: ids::meta_object() };
+    let mut from = from;
+    loop {
+        if page.is_full() {
+            return Ok(Some(from.unwrap_or_else(lowest)));
+        }
+        let (ids, more) = patiently(osd, &place, async || objects(&place, from.clone(), STEP).await).await?;
+        let mut ids = ids.into_iter();
+        for id in ids.by_ref() {
+            page.take(&id);
+            from = Some(after(&id)?);
+            if page.is_full() {
+                break;
+            }
+        }
+        if !more && ids.len() == 0 {
+            return Ok(None);
+        }
+    }
+}
+
+/// Ids of a group's objects, in order, durable ones only; none if the group was never used.
+pub(crate) async fn objects(
+    place: &Place,
+    from: Option<ObjectId>,
+    limit: usize,
+) -> Step<(Vec<ObjectId>, bool)> {
+    let listing = place.pg.target.store.list(&place.pg.cid, from, limit);
+    // What the listing sees was queued before it; it must be durable before anybody hears of it.
+    place.pg.all_committed().await;
+    match listing.await {
+        Ok(page) => Ok(page),
+        Err(StoreError::NoSuchCollection(_)) => Ok((Vec::new(), false)),
+        Err(e) => Err(e.into()),
+    }
+}
+
+/// The lowest id that is greater.
+pub(crate) fn after(id: &ObjectId) -> Step<ObjectId> {
+    Ok(ObjectId::new([id.as_bytes(), &b"\0"[..]].concat())?)
+}
+
+fn lowest() -> ObjectId {
+    ids::meta_object()
+}
+
+fn cursor(pg: u32, from: &ObjectId) -> Bytes {
+    let mut cursor = BytesMut::with_capacity(4 + from.as_bytes().len());
+    cursor.put_u32(pg);
+    cursor.put_slice(from.as_bytes());
+    cursor.freeze()
+}
+
+fn parse_cursor(cursor: &Bytes) -> proto::Result<(u32, Option<ObjectId>)> {
+    if cursor.is_empty() {
+        return Ok((0, None));
+    }
+    let bad = || Error::BadRequest("the cursor is not one of this node".into());
+    let (pg, from) = cursor.split_at_checked(4).ok_or_else(bad)?;
+    let pg = u32::from_be_bytes(pg.try_into().map_err(|_| bad())?);
+    let from = ObjectId::new(Bytes::copy_from_slice(from)).map_err(|_| bad())?;
+    Ok((pg, Some(from)))
+}

@@ -1,0 +1,225 @@
+//! Changing an object: from a request to its durable result.
+
+use std::time::Duration;
+
+use proto::{Condition, Error, Mutated, Mutation};
+use store::{StoreError, Transaction};
+use tokio::time::Instant;
+
+use crate::clock::now_ms;
+use crate::draft::{self, Draft};
+use crate::fail::{Fail, Step, unavailable};
+use crate::gather::Gathered;
+use crate::object::{ObjectInfo, ObjectState, user_xattr};
+use crate::osd::{Osd, Place};
+use crate::pg::Origin;
+use crate::turnstile::Ticket;
+
+/// First pause before an op is tried again after the store was lost; doubles up to half a second.
+const PAUSE: Duration = Duration::from_millis(5);
+
+/// A change of one object.
+pub(crate) struct Change<'a> {
+    pub(crate) place: &'a Place,
+    pub(crate) name: &'a str,
+    pub(crate) conditions: &'a [Condition],
+    pub(crate) ops: &'a [Mutation],
+    /// The request it is for; `None` for the OSD's own.
+    pub(crate) origin: Option<Origin>,
+}
+
+/// How far a change has come, over several attempts.
+struct Progress<'a> {
+    object: &'a ObjectState,
+    /// Whether an earlier attempt, of this OSD or before it, may have taken effect.
+    unsure: bool,
+    data: Option<Gathered>,
+    ticket: Option<Ticket<'a>>,
+}
+
+/// What a change has done.
+pub(crate) struct Done {
+    pub(crate) mutated: Mutated,
+    /// Parts that no head names any more.
+    pub(crate) dropped: Option<proto::Manifest>,
+}
+
+impl Change<'_> {
+    /// Makes the change, once: however often the store is lost meanwhile, and whether or not `unsure` says that it may
+    /// have been made before. `gather` brings the data, again if the store has lost it.
+    pub(crate) async fn run(
+        &self,
+        osd: &Osd,
+        unsure: bool,
+        gather: impl AsyncFn() -> Step<Gathered>,
+    ) -> proto::Result<Done> {
+        let object = self.place.pg.object(&self.place.oid);
+        let mut progress = Progress { object: &object, unsure, data: None, ticket: None };
+        let until = Instant::now() + osd.config.store_patience;
+        let mut pause = PAUSE;
+        loop {
+            let epoch = self.place.pg.target.epoch();
+            match self.attempt(&mut progress, &gather).await {
+                Ok(done) => return Ok(done),
+                Err(Fail::Refused(e)) => return Err(e),
+                Err(Fail::Lost(why)) if Instant::now() >= until => return Err(unavailable(why)),
+                Err(Fail::Lost(why)) => {
+                    tracing::debug!(name = self.name, why, "the store was lost, trying again");
+                    self.place.pg.target.lost(epoch);
+                    tokio::time::sleep(pause).await;
+                    pause = (pause * 2).min(Duration::from_millis(500));
+                }
+            }
+        }
+    }
+
+    async fn attempt<'a>(
+        &self,
+        progress: &mut Progress<'a>,
+        gather: &impl AsyncFn() -> Step<Gathered>,
+    ) -> Step<Done> {
+        let pg = &self.place.pg;
+        pg.load().await?;
+        if let (true, Some(origin)) = (progress.unsure, &self.origin) {
+            if let Some(mutated) = pg.result(origin).await? {
+                metrics::counter!("outboard_osd_duplicates_total").increment(1);
+                return Ok(Done { mutated, dropped: None });
+            }
+            progress.unsure = false;
+        }
+        let data = match progress.data.take() {
+            Some(data) => data,
+            None => gather().await?,
+        };
+        let data = &*progress.data.insert(data);
+        let ticket = &*progress.ticket.get_or_insert_with(|| progress.object.turnstile.ticket());
+        let turn = ticket.enter(|| pg.target.epoch()).await;
+        let epoch = pg.load().await?;
+        let mut info = pg.info(&self.place.oid, progress.object, epoch).await?;
+        let blind = self.conditions.is_empty() && info.is_some_and(|i| draft::is_blind(self.ops, data, &i));
+        if !blind {
+            turn.settled().await;
+            self.check_epoch(epoch)?;
+            info = pg.info(&self.place.oid, progress.object, epoch).await?;
+        }
+        self.check_conditions(info.as_ref()).await?;
+        let draft = Draft::new(pg, &self.place.oid, self.name, info.as_ref());
+        let mut drafted = draft.apply(self.ops, data).await?;
+        self.check_epoch(epoch)?;
+
+        let version = pg.next_version(info.map_or(0, |i| i.version));
+        let new = drafted.object.map(|(size, manifest)| ObjectInfo {
+            version,
+            size,
+            modified_ms: now_ms(),
+            manifest,
+        });
+        drafted.ops.extend(new.as_ref().map(|info| draft::set_info(&self.place.oid, info)));
+        let size = new.map_or(0, |i| i.user_size());
+        let mutated = Mutated { version, size, appended_at: drafted.appended_at };
+        let note = pg.record(&mut drafted.ops, self.origin.as_ref(), &mutated);
+        let queued = pg.target.queue(Transaction { collection: pg.cid.clone(), ops: drafted.ops });
+        progress.object.learn(epoch, new);
+        let committing = pg.committing();
+        let pending = turn.pend(epoch);
+        let outcome = queued.await.map_err(Fail::from);
+        drop(committing);
+        match outcome {
+            Ok(()) => {
+                pg.recorded(note);
+                let kept = new.and_then(|i| i.manifest).map(|m| m.upload);
+                let dropped = drafted.dropped.filter(|m| Some(m.upload) != kept);
+                Ok(Done { mutated, dropped })
+            }
+            Err(fail) => {
+                progress.object.forget();
+                if matches!(fail, Fail::Lost(_)) {
+                    pg.target.lost(epoch);
+                    progress.unsure = true;
+                    if matches!(progress.data, Some(Gathered::Staged(_))) {
+                        // Lost with the store, and a slow client must not hold up the object while it sends again.
+                        (progress.data, progress.ticket) = (None, None);
+                    } else {
+                        pending.back_in_line();
+                    }
+                }
+                Err(fail)
+            }
+        }
+    }
+
+    fn check_epoch(&self, epoch: u64) -> Step<()> {
+        if self.place.pg.target.epoch() != epoch {
+            return Err(Fail::Lost("the store's session has changed".into()));
+        }
+        Ok(())
+    }
+
+    async fn check_conditions(&self, info: Option<&ObjectInfo>) -> Step<()> {
+        check_conditions(self.place, self.name, self.conditions, info).await
+    }
+}
+
+/// Checks conditions against an object. To be called in turn, with nothing pending.
+pub(crate) async fn check_conditions(
+    place: &Place,
+    name: &str,
+    conditions: &[Condition],
+    info: Option<&ObjectInfo>,
+) -> Step<()> {
+    for (index, condition) in conditions.iter().enumerate() {
+        if let Some(detail) = violation(place, name, condition, info).await? {
+            let index = u16::try_from(index).unwrap_or(u16::MAX);
+            return Err(Error::ConditionFailed { index, detail }.into());
+        }
+    }
+    Ok(())
+}
+
+/// What speaks against a condition, if anything does.
+async fn violation(
+    place: &Place,
+    name: &str,
+    condition: &Condition,
+    info: Option<&ObjectInfo>,
+) -> Step<Option<String>> {
+    let (pg, oid) = (&place.pg, &place.oid);
+    let store = &pg.target.store;
+    Ok(match condition {
+        Condition::Exists => info.is_none().then(|| "the object does not exist".into()),
+        Condition::Absent => info.map(|i| format!("the object exists, as version {}", i.version)),
+        Condition::Version(wanted) => match info {
+            Some(i) if i.version == *wanted => None,
+            Some(i) => Some(format!("the object has version {} instead of {wanted}", i.version)),
+            None => Some("the object does not exist".into()),
+        },
+        Condition::Xattr(xattr, wanted) => {
+            let found = match store.get_xattr(&pg.cid, oid, user_xattr(xattr)).await {
+                Ok(value) => Some(value),
+                Err(StoreError::NoSuchXattr(_) | StoreError::NoSuchObject(_)) => None,
+                Err(e) => return Err(e.into()),
+            };
+            (found != *wanted).then(|| format!("xattr \"{}\" has another value", xattr.escape_ascii()))
+        }
+        Condition::Omap(key, wanted) => {
+            let found = match store.omap_get(&pg.cid, oid, vec![key.clone()]).await {
+                Ok(mut found) => found.pop().map(|(_, value)| value),
+                Err(StoreError::NoSuchObject(_)) => None,
+                Err(e) => return Err(e.into()),
+            };
+            (found != *wanted).then(|| format!("omap entry \"{}\" has another value", key.escape_ascii()))
+        }
+        Condition::Bytes(offset, wanted) => {
+            let Some(info) = info else { return Ok(Some("the object does not exist".into())) };
+            if info.manifest.is_some() {
+                let what = "comparing bytes".into();
+                return Err(Error::Striped { name: name.into(), what }.into());
+            }
+            let len = wanted.len() as u64;
+            let read = store.read(&pg.cid, oid, *offset, len, None).await?;
+            read.verify().map_err(|e| Error::Corrupt(format!("{name}: {e}")))?;
+            (read.slice(*offset, len) != *wanted).then(|| format!("the bytes at {offset} are others"))
+        }
+        other => return Err(Error::BadRequest(format!("{other:?} is not known here")).into()),
+    })
+}

@@ -1,0 +1,176 @@
+//! Starting and stopping an OSD.
+
+use std::rc::Rc;
+use std::sync::{Arc, mpsc};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use base::pool::BufferPool;
+use base::thread::ThreadClass;
+use messenger::{MessengerError, NetworkStack};
+use store::{ObjectStore, StoreError};
+use tokio::sync::oneshot;
+use tokio::task::LocalSet;
+use uuid::Uuid;
+
+use crate::OsdConfig;
+use crate::osd::Osd as Inner;
+use crate::serve;
+
+/// How long requests under way are waited for when an OSD is stopped.
+const DRAIN: Duration = Duration::from_secs(5);
+
+/// Why an OSD did not start.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StartError {
+    /// There is nothing to store on.
+    #[error("no targets were given; name at least one")]
+    NoTargets,
+    /// A target was given twice.
+    #[error("target {0} was given twice; name each once")]
+    SameTarget(Uuid),
+    /// A target of the node is not there.
+    #[error("target {target} of node {node} is missing; start with all targets of the node")]
+    MissingTarget {
+        /// The target.
+        target: Uuid,
+        /// The node.
+        node: Uuid,
+    },
+    /// A target is not of this node, or has lost what it had.
+    #[error(
+        "target {target} does not belong to node {node}, or was made anew; start with the node's own targets"
+    )]
+    ForeignTarget {
+        /// The target.
+        target: Uuid,
+        /// The node.
+        node: Uuid,
+    },
+    /// A target's copy of the node's map cannot be read.
+    #[error("the node's map on target {target} is corrupt: {detail}; run fsck")]
+    CorruptMap {
+        /// The target.
+        target: Uuid,
+        /// What does not fit.
+        detail: String,
+    },
+    /// A target failed.
+    #[error("target {target}: {source}")]
+    Target {
+        /// The target.
+        target: Uuid,
+        /// Its error.
+        source: StoreError,
+    },
+    /// The address cannot be listened at.
+    #[error("cannot listen: {0}")]
+    Listen(#[from] MessengerError),
+    /// The operating system refused.
+    #[error("cannot start the OSD's thread: {0}; check the limits on processes and files")]
+    Os(#[from] std::io::Error),
+    /// The OSD's thread ended before it had started.
+    #[error("the OSD's thread ended unexpectedly; see the log")]
+    Died,
+}
+
+/// A running OSD. Dropping it stops it without waiting for requests under way.
+#[derive(Debug)]
+pub struct Osd {
+    endpoint: String,
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Osd {
+    /// Starts an OSD on a thread of its own, `osd-0`, and returns when clients can connect.
+    ///
+    /// `targets` are all targets of the node, in any order, with their ids; `pool` is the staging memory, at least a few
+    /// segments of 2 MiB; `listen` is an address as the stack takes it (`host:port`).
+    ///
+    /// Blocks meanwhile. The stores must not need the calling thread to make progress.
+    ///
+    /// # Errors
+    /// If the targets are not all of one node's, or cannot be read; if the address is taken.
+    pub fn start(
+        config: OsdConfig,
+        targets: Vec<(Uuid, Arc<dyn ObjectStore>)>,
+        pool: BufferPool,
+        stack: Arc<dyn NetworkStack>,
+        listen: &str,
+    ) -> Result<Osd, StartError> {
+        let (started, wait) = mpsc::channel();
+        let (stop, stopped) = oneshot::channel();
+        let listen = listen.to_owned();
+        let body = move || {
+            let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+                Ok(runtime) => runtime,
+                Err(e) => return drop(started.send(Err(e.into()))),
+            };
+            let serve = async move {
+                let ready = |result| drop(started.send(result));
+                Osd::serve(config, targets, pool, stack, &listen, ready, async { drop(stopped.await) }).await;
+            };
+            LocalSet::new().block_on(&runtime, serve);
+        };
+        let thread = base::thread::spawn(ThreadClass::Osd, "0", body)?;
+        let endpoint = wait.recv().map_err(|_| StartError::Died)??;
+        Ok(Osd { endpoint, stop: Some(stop), thread: Some(thread) })
+    }
+
+    /// Where clients connect to.
+    #[must_use]
+    pub fn endpoint(&self) -> &str {
+        &self.endpoint
+    }
+
+    /// Stops: takes no more requests and waits up to five seconds for those under way. Blocks.
+    pub fn stop(mut self) {
+        if let Some(stop) = self.stop.take() {
+            // If nobody listens, the OSD has stopped already.
+            let _ = stop.send(());
+        }
+        if let Some(thread) = self.thread.take() {
+            // A panic on the thread has been reported by the panic hook.
+            drop(thread.join());
+        }
+    }
+
+    /// Runs an OSD on the current thread, which must be in a [`LocalSet`], until `stop` resolves: for simulations, and
+    /// for programs that have their own loop. `ready` learns the endpoint, or why there is none.
+    pub async fn serve(
+        config: OsdConfig,
+        targets: Vec<(Uuid, Arc<dyn ObjectStore>)>,
+        pool: BufferPool,
+        stack: Arc<dyn NetworkStack>,
+        listen: &str,
+        ready: impl FnOnce(Result<String, StartError>),
+        stop: impl Future<Output = ()>,
+    ) {
+        let osd = match Inner::open(config, targets, pool).await {
+            Ok(osd) => osd,
+            Err(e) => return ready(Err(e)),
+        };
+        let listener = match stack.listen(listen, 0).await {
+            Ok(listener) => listener,
+            Err(e) => return ready(Err(e.into())),
+        };
+        ready(Ok(listener.endpoint()));
+        let closed: Vec<_> = osd.pools.borrow().values().filter(|p| p.closed.get()).cloned().collect();
+        closed.into_iter().for_each(|pool| osd.empty_in_background(pool));
+        let collector = tokio::task::spawn_local(Rc::clone(&osd).collect_for_ever());
+        let accepting = tokio::task::spawn_local(serve::accept(Rc::clone(&osd), listener));
+        stop.await;
+        accepting.abort();
+        collector.abort();
+        let drained = async {
+            while osd.requests.get() > 0 {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        if tokio::time::timeout(DRAIN, drained).await.is_err() {
+            tracing::warn!(requests = osd.requests.get(), "stopped with requests under way");
+        }
+    }
+}

@@ -1,0 +1,152 @@
+//! The OSD: its targets, pools and sessions, and what all requests share.
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use base::pool::BufferPool;
+use messenger::Connection;
+use proto::{Error, Manifest, ObjectName, PartId, RequestHead, SessionId, placement};
+use store::{ObjectId, ObjectStore};
+use tokio::sync::Mutex;
+use tokio::time::Instant;
+use uuid::Uuid;
+
+use crate::gather::Gathered;
+use crate::inflight::InFlight;
+use crate::map::{NodeMap, PoolRecord};
+use crate::mutate::Change;
+use crate::pg::Pg;
+use crate::sessions::Sessions;
+use crate::target::Target;
+use crate::{OsdConfig, StartError, ids};
+
+/// An object storage daemon. Lives on one thread.
+pub(crate) struct Osd {
+    pub(crate) config: OsdConfig,
+    pub(crate) pool: BufferPool,
+    pub(crate) targets: Vec<Rc<Target>>,
+    pub(crate) map: RefCell<NodeMap>,
+    /// Held while the map is changed.
+    pub(crate) changing_map: Mutex<()>,
+    pub(crate) pools: RefCell<BTreeMap<String, Rc<Pool>>>,
+    pub(crate) sessions: RefCell<Sessions>,
+    pub(crate) in_flight: InFlight,
+    pub(crate) requests: Cell<u32>,
+    pub(crate) started: Instant,
+}
+
+/// A pool in use.
+pub(crate) struct Pool {
+    pub(crate) record: PoolRecord,
+    pub(crate) pgs: Vec<Rc<Pg>>,
+    /// No requests are taken any more.
+    pub(crate) closed: Cell<bool>,
+}
+
+/// Where an object lives.
+pub(crate) struct Place {
+    pub(crate) pg: Rc<Pg>,
+    pub(crate) oid: ObjectId,
+}
+
+/// A request's surroundings.
+pub(crate) struct Request {
+    pub(crate) head: RequestHead,
+    pub(crate) session: SessionId,
+    pub(crate) connection: Arc<dyn Connection>,
+}
+
+impl Osd {
+    /// Opens the node that is on the targets, or makes one.
+    pub(crate) async fn open(
+        config: OsdConfig,
+        targets: Vec<(Uuid, Arc<dyn ObjectStore>)>,
+        pool: BufferPool,
+    ) -> Result<Rc<Osd>, StartError> {
+        let targets: Vec<Rc<Target>> =
+            targets.into_iter().map(|(uuid, store)| Rc::new(Target::new(uuid, store))).collect();
+        for target in &targets {
+            target.store.register_memory(pool.arena());
+        }
+        let map = NodeMap::open(&targets).await?;
+        let osd = Osd {
+            pool,
+            targets,
+            map: RefCell::new(map.clone()),
+            changing_map: Mutex::default(),
+            pools: RefCell::default(),
+            sessions: RefCell::new(Sessions::new(config.sessions)),
+            in_flight: InFlight::default(),
+            requests: Cell::new(0),
+            started: Instant::now(),
+            config,
+        };
+        for record in map.pools {
+            osd.add_pool(record);
+        }
+        Ok(Rc::new(osd))
+    }
+
+    /// Takes a pool of the map into use.
+    pub(crate) fn add_pool(&self, record: PoolRecord) -> Rc<Pool> {
+        let uuids: Vec<Uuid> = self.targets.iter().map(|t| t.uuid).collect();
+        let pg = |pg| {
+            let index = placement::target(record.id, pg, &uuids).expect("a node has at least one target");
+            let cached = self.config.cached_objects_per_pg;
+            Rc::new(Pg::new(Rc::clone(&self.targets[index]), record.id, pg, cached))
+        };
+        let pgs = (0..record.pg_count).map(pg).collect();
+        let pool = Rc::new(Pool { pgs, closed: Cell::new(record.removing), record });
+        self.pools.borrow_mut().insert(pool.record.name.clone(), Rc::clone(&pool));
+        pool
+    }
+
+    /// A pool that takes requests.
+    pub(crate) fn pool(&self, name: &str) -> proto::Result<Rc<Pool>> {
+        let pools = self.pools.borrow();
+        let open = pools.get(name).filter(|pool| !pool.closed.get());
+        open.cloned().ok_or_else(|| Error::NoSuchPool(name.to_owned()))
+    }
+
+    /// Where an object, or a part of it, lives.
+    pub(crate) fn place(&self, name: &ObjectName, part: Option<&PartId>) -> proto::Result<Place> {
+        Ok(self.pool(name.pool())?.place(name.namespace(), name.object(), part))
+    }
+
+    /// Removes the parts of a striped object that no head names any more, in the background. What this misses, the
+    /// collector finds.
+    pub(crate) fn drop_parts(self: &Rc<Osd>, name: ObjectName, manifest: Manifest) {
+        let osd = Rc::clone(self);
+        tokio::task::spawn_local(async move {
+            for index in 0..manifest.parts() {
+                let Ok(index) = u32::try_from(index) else { return };
+                let part = PartId { upload: manifest.upload, index };
+                let Ok(place) = osd.place(&name, Some(&part)) else { return };
+                if let Err(e) = osd.remove_object(&place, &name.to_string()).await {
+                    tracing::warn!(%name, index, error = %e, "a dropped part stays for the collector");
+                }
+            }
+        });
+    }
+
+    /// Removes an object on the OSD's own account; that there is none is fine.
+    pub(crate) async fn remove_object(&self, place: &Place, name: &str) -> proto::Result<()> {
+        let ops = [proto::Mutation::Remove];
+        let change = Change { place, name, conditions: &[], ops: &ops, origin: None };
+        match change.run(self, false, async || Ok(Gathered::None)).await {
+            Ok(_) | Err(Error::NoSuchObject(_)) => Ok(()),
+            Err(e) => Err(e),
+        }
+    }
+}
+
+impl Pool {
+    /// Where an object, or a part of it, lives.
+    pub(crate) fn place(&self, namespace: &str, object: &str, part: Option<&PartId>) -> Place {
+        let hash = placement::hash(namespace, object, part);
+        let pg = placement::group(hash, self.record.pg_count) as usize;
+        Place { pg: Rc::clone(&self.pgs[pg]), oid: ids::object(hash, namespace, object, part) }
+    }
+}

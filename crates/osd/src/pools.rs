@@ -1,0 +1,166 @@
+//! Creating, listing and removing pools.
+
+use std::rc::Rc;
+
+use proto::limits::{DEFAULT_PG_COUNT, MAX_PG_COUNT, MAX_POOLS};
+use proto::{Error, PoolInfo, PoolName};
+use store::{Op, StoreError, Transaction};
+
+use crate::clock::now_ms;
+use crate::fail::{Fail, Step};
+use crate::ids;
+use crate::list::{after, objects};
+use crate::map::{NodeMap, PoolRecord};
+use crate::osd::{Osd, Place, Pool};
+
+/// Objects removed in one transaction when a pool goes.
+const REMOVE_BATCH: usize = 64;
+
+impl Osd {
+    /// The pools, ordered by name.
+    pub(crate) fn list_pools(&self) -> Vec<PoolInfo> {
+        let pools = self.pools.borrow();
+        let open = pools.values().filter(|pool| !pool.closed.get());
+        open.map(|pool| PoolInfo {
+            id: pool.record.id,
+            name: pool.record.name.clone(),
+            pg_count: pool.record.pg_count,
+            made_ms: pool.record.made_ms,
+        })
+        .collect()
+    }
+
+    /// Creates a pool; it exists once the map is durable on every target.
+    pub(crate) async fn create_pool(&self, name: &[u8], pg_count: u32) -> proto::Result<()> {
+        let name = PoolName::from_wire(name)?.to_string();
+        let pg_count = if pg_count == 0 { DEFAULT_PG_COUNT } else { pg_count };
+        if !pg_count.is_power_of_two() || pg_count > MAX_PG_COUNT {
+            let detail = format!("{pg_count}; possible are powers of two up to {MAX_PG_COUNT}");
+            return Err(Error::OutOfRange { what: "number of placement groups".into(), detail });
+        }
+        let _one_at_a_time = self.changing_map.lock().await;
+        let mut map = self.map.borrow().clone();
+        if self.pools.borrow().contains_key(&name) {
+            return Err(Error::PoolExists(name));
+        }
+        if map.pools.len() >= MAX_POOLS {
+            let advice = "remove one, or use namespaces".into();
+            return Err(Error::Busy { what: "pools".into(), limit: MAX_POOLS as u64, advice });
+        }
+        let record = PoolRecord { id: map.next_pool_id, name, pg_count, made_ms: now_ms(), removing: false };
+        map.next_pool_id += 1;
+        map.pools.push(record.clone());
+        self.save_map(map).await?;
+        self.add_pool(record);
+        Ok(())
+    }
+
+    /// Closes a pool for good. Its objects go in the background.
+    pub(crate) async fn remove_pool(self: &Rc<Osd>, name: &[u8], force: bool) -> proto::Result<()> {
+        let name = PoolName::from_wire(name)?.to_string();
+        let _one_at_a_time = self.changing_map.lock().await;
+        let pool = self.pool(&name)?;
+        pool.closed.set(true);
+        let removed = self.try_remove(&pool, force).await;
+        if let Err(e) = removed {
+            pool.closed.set(false);
+            return Err(e);
+        }
+        self.empty_in_background(pool);
+        Ok(())
+    }
+
+    async fn try_remove(&self, pool: &Pool, force: bool) -> proto::Result<()> {
+        if !force {
+            for pg in &pool.pgs {
+                let place = Place { pg: Rc::clone(pg), oid: ids::meta_object() };
+                if self.has_objects(&place).await? {
+                    return Err(Error::PoolNotEmpty(pool.record.name.clone()));
+                }
+            }
+        }
+        let mut map = self.map.borrow().clone();
+        map.pools.iter_mut().filter(|p| p.id == pool.record.id).for_each(|p| p.removing = true);
+        self.save_map(map).await
+    }
+
+    async fn has_objects(&self, place: &Place) -> proto::Result<bool> {
+        let mut from = None;
+        loop {
+            let attempt = async || objects(place, from.clone(), REMOVE_BATCH).await;
+            let (ids, more) = crate::read::patiently(self, place, attempt).await.map_err(refusal)?;
+            if ids.iter().any(|id| ids::parse(id).is_some_and(|name| name.part.is_none())) {
+                return Ok(true);
+            }
+            match ids.last() {
+                Some(last) if more => from = Some(after(last).map_err(refusal)?),
+                _ => return Ok(false),
+            }
+        }
+    }
+
+    async fn save_map(&self, mut map: NodeMap) -> proto::Result<()> {
+        // Also after a failure the epoch goes on: some target may have the map that failed.
+        map.epoch += 1;
+        self.map.borrow_mut().epoch = map.epoch;
+        map.save(&self.targets).await.map_err(|e| refusal(e.into()))?;
+        *self.map.borrow_mut() = map;
+        Ok(())
+    }
+
+    /// Removes what is in a closed pool, then the pool from the map.
+    pub(crate) fn empty_in_background(self: &Rc<Osd>, pool: Rc<Pool>) {
+        let osd = Rc::clone(self);
+        tokio::task::spawn_local(async move {
+            if let Err(e) = osd.empty(&pool).await {
+                let pool = &pool.record.name;
+                tracing::warn!(pool, error = ?e, "a removed pool's space is given back after the next start");
+            }
+        });
+    }
+
+    async fn empty(&self, pool: &Pool) -> Step<()> {
+        for pg in &pool.pgs {
+            let place = Place { pg: Rc::clone(pg), oid: ids::meta_object() };
+            crate::read::patiently(self, &place, async || self.empty_group(&place).await).await?;
+        }
+        let _one_at_a_time = self.changing_map.lock().await;
+        let mut map = self.map.borrow().clone();
+        map.pools.retain(|p| p.id != pool.record.id);
+        self.save_map(map).await?;
+        self.pools.borrow_mut().remove(&pool.record.name);
+        Ok(())
+    }
+
+    async fn empty_group(&self, place: &Place) -> Step<()> {
+        let pg = &place.pg;
+        pg.target.epoch();
+        loop {
+            let ids = match pg.target.store.list(&pg.cid, None, REMOVE_BATCH).await {
+                Ok((ids, _)) => ids,
+                Err(StoreError::NoSuchCollection(_)) => return Ok(()),
+                Err(e) => return Err(e.into()),
+            };
+            let mut transaction = Transaction::new(pg.cid.clone());
+            if ids.is_empty() {
+                transaction.ops.push(Op::RemoveCollection);
+            }
+            transaction.ops.extend(ids.into_iter().map(|oid| Op::Remove { oid }));
+            match pg.target.queue(transaction).await {
+                // A change that was under way when the pool was closed may have got in between.
+                Ok(()) | Err(StoreError::NotEmpty(_) | StoreError::NoSuchObject(_)) => {}
+                Err(StoreError::NoSuchCollection(_)) => return Ok(()),
+                Err(e) => return Err(e.into()),
+            }
+            tokio::task::yield_now().await;
+        }
+    }
+}
+
+/// What the client is told.
+fn refusal(fail: Fail) -> Error {
+    match fail {
+        Fail::Refused(e) => e,
+        Fail::Lost(why) => crate::fail::unavailable(why),
+    }
+}

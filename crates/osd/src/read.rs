@@ -1,0 +1,291 @@
+//! Reading data and answering questions.
+//!
+//! A read takes its place in the object's order, waits there until every earlier change is durable, hands its call to
+//! the store, which fixes what it will see, and leaves. So neither the store's time nor the client's holds up the object.
+//! Long reads do this segment by segment and notice by the version if the object was changed in between.
+
+use std::time::Duration;
+
+use base::block::{self, BLOCK, Payload};
+use bytes::Bytes;
+use futures::stream::{FuturesUnordered, StreamExt};
+use messenger::{BulkDescriptor, BulkDirection};
+use proto::{Error, ObjectName, Query, QueryAnswer, QueryOp, Read, ReplyBody, StatAnswer};
+use store::{ReadData, StoreError};
+use tokio::time::Instant;
+
+use crate::fail::{Fail, Step, unavailable};
+use crate::gather::SEGMENT;
+use crate::mutate::check_conditions;
+use crate::object::{INFO_XATTR, ObjectInfo, ObjectState, user_xattr};
+use crate::osd::{Osd, Place, Request};
+
+/// First pause before an op is tried again after the store was lost; doubles up to half a second.
+const PAUSE: Duration = Duration::from_millis(5);
+
+/// What a segment of a read found.
+enum Segment {
+    Data { info: ObjectInfo, payload: Payload },
+    Striped(ObjectInfo),
+}
+
+/// A read under way.
+struct Reader<'a> {
+    osd: &'a Osd,
+    request: &'a Request,
+    read: &'a Read,
+    name: String,
+    place: Place,
+}
+
+/// Reads data: into the answer's payload or into the client's sink.
+pub(crate) async fn read(osd: &Osd, request: &Request, read: &Read) -> proto::Result<(ReplyBody, Payload)> {
+    let name: ObjectName = read.name.check()?;
+    let place = osd.place(&name, read.part.as_ref())?;
+    let reader = Reader { osd, request, read, name: name.to_string(), place };
+    match reader.run().await {
+        Ok(answer) => Ok(answer),
+        Err(Fail::Refused(e)) => Err(e),
+        Err(Fail::Lost(why)) => Err(unavailable(why)),
+    }
+}
+
+impl Reader<'_> {
+    async fn run(&self) -> Step<(ReplyBody, Payload)> {
+        let start = block::align_down(self.read.offset);
+        let wanted_end = block::align_up(self.read.offset.saturating_add(self.read.len)).unwrap_or(u64::MAX);
+        let room = match &self.read.sink {
+            Some(sink) => sink_room(sink)?,
+            None => self.request.connection.limits().max_inline as u64,
+        };
+        if self.read.sink.is_none() && wanted_end - start > room {
+            let what = "data in an answer".into();
+            return Err(Error::TooLarge { what, size: wanted_end - start, limit: room }.into());
+        }
+        let end = wanted_end.min(start.saturating_add(room));
+        let step = SEGMENT.min(self.osd.pool.largest()) as u64;
+        let (info, payload) = match self.segment(start, (end - start).min(step), self.read.if_version).await?
+        {
+            Segment::Data { info, payload } => (info, payload),
+            Segment::Striped(info) => return Ok((striped(&info), Payload::default())),
+        };
+        let end = end.min(info.size).max(start);
+        let body = ReplyBody::Read { version: info.version, object_size: info.size, sent: end - start };
+        let Some(sink) = &self.read.sink else { return Ok((body, payload)) };
+        let first_len = payload.len() as u64;
+        self.push(sink, 0, payload).await?;
+        let mut rest = (start + first_len..end).step_by(step as usize);
+        let mut segments = FuturesUnordered::new();
+        loop {
+            if segments.len() < self.osd.config.segments_in_flight.max(1)
+                && let Some(at) = rest.next()
+            {
+                segments.push(self.move_segment(sink, start, at, step.min(end - at), info.version));
+                continue;
+            }
+            match segments.next().await {
+                Some(moved) => moved?,
+                None => return Ok((body, Payload::default())),
+            }
+        }
+    }
+
+    /// Reads one more segment of the version that the first had, and pushes it.
+    async fn move_segment(
+        &self,
+        sink: &BulkDescriptor,
+        start: u64,
+        at: u64,
+        len: u64,
+        version: u64,
+    ) -> Step<()> {
+        match self.segment(at, len, Some(version)).await? {
+            Segment::Data { payload, .. } => self.push(sink, at - start, payload).await,
+            Segment::Striped(info) => Err(Error::Changed { wanted: version, found: info.version }.into()),
+        }
+    }
+
+    async fn push(&self, sink: &BulkDescriptor, at: u64, payload: Payload) -> Step<()> {
+        if payload.is_empty() {
+            return Ok(());
+        }
+        metrics::counter!("outboard_osd_pushed_bytes").increment(payload.len() as u64);
+        let timeout = self.osd.config.transfer_timeout;
+        Ok(self.request.connection.bulk_write(sink, at, payload, timeout).await?)
+    }
+
+    async fn segment(&self, at: u64, len: u64, if_version: Option<u64>) -> Step<Segment> {
+        let object = self.place.pg.object(&self.place.oid);
+        let attempt = async || self.try_segment(&object, at, len, if_version).await;
+        patiently(self.osd, &self.place, attempt).await
+    }
+
+    async fn try_segment(
+        &self,
+        object: &ObjectState,
+        at: u64,
+        len: u64,
+        if_version: Option<u64>,
+    ) -> Step<Segment> {
+        let pg = &self.place.pg;
+        // Memory first: whoever waits for it must not hold up the object.
+        let dest = match len {
+            0 => None,
+            _ => Some(self.osd.pool.alloc(len as usize).await?),
+        };
+        let ticket = object.turnstile.ticket();
+        let turn = ticket.enter(|| pg.target.epoch()).await;
+        let epoch = pg.load().await?;
+        turn.settled().await;
+        let info = pg.info(&self.place.oid, object, epoch).await?;
+        let info = info.ok_or_else(|| Error::NoSuchObject(self.name.clone()))?;
+        if let Some(wanted) = if_version.filter(|v| *v != info.version) {
+            return Err(Error::Changed { wanted, found: info.version }.into());
+        }
+        if info.manifest.is_some() {
+            return Ok(Segment::Striped(info));
+        }
+        let len = len.min(info.size.saturating_sub(at));
+        if len == 0 {
+            return Ok(Segment::Data { info, payload: Payload::default() });
+        }
+        let reading = pg.target.store.read(&pg.cid, &self.place.oid, at, len, dest);
+        drop(turn);
+        let data = reading.await?;
+        Ok(Segment::Data { info, payload: self.check(at, len, &data)? })
+    }
+
+    /// Verifies what the store gave, and makes it a payload: the last piece's checksum is no longer that of its block.
+    fn check(&self, at: u64, len: u64, data: &ReadData) -> Step<Payload> {
+        let corrupt = |what: String| Fail::Refused(Error::Corrupt(format!("{}: {what}", self.name)));
+        data.verify().map_err(|e| corrupt(e.to_string()))?;
+        if data.offset != at || data.len() < len {
+            return Err(corrupt(format!("{} bytes at {} instead of {len} at {at}", data.len(), data.offset)));
+        }
+        let bytes = data.contiguous().slice(..len as usize);
+        let mut checksums = data.checksums.clone();
+        checksums.truncate(block::piece_count(at, len) as usize);
+        let tail = (len % BLOCK) as usize;
+        if let (Some(last), true) = (checksums.last_mut(), tail != 0) {
+            *last = block::crc32c(&bytes[bytes.len() - tail..]);
+        }
+        Payload::from_parts(at, bytes, checksums).map_err(|e| corrupt(e.to_string()))
+    }
+}
+
+fn striped(info: &ObjectInfo) -> ReplyBody {
+    match info.manifest {
+        Some(manifest) => ReplyBody::Striped { version: info.version, manifest },
+        None => ReplyBody::Read { version: info.version, object_size: info.size, sent: 0 },
+    }
+}
+
+fn sink_room(sink: &BulkDescriptor) -> Step<u64> {
+    if sink.direction != BulkDirection::Write || sink.phase != 0 {
+        return Err(Error::BadRequest("the bulk descriptor does not offer room for blocks".into()).into());
+    }
+    let overflow = || Error::OutOfRange { what: "sink".into(), detail: "its length overflows".into() };
+    Ok(sink.len().ok_or_else(overflow)?)
+}
+
+/// Answers questions about one object.
+pub(crate) async fn query(osd: &Osd, query: &Query) -> proto::Result<ReplyBody> {
+    query.check()?;
+    let name: ObjectName = query.name.check()?;
+    let place = osd.place(&name, None)?;
+    let name = name.to_string();
+    let object = place.pg.object(&place.oid);
+    let attempt = async || try_query(&place, &object, &name, query).await;
+    match patiently(osd, &place, attempt).await {
+        Ok(answers) => Ok(ReplyBody::Queried(answers)),
+        Err(Fail::Refused(e)) => Err(e),
+        Err(Fail::Lost(why)) => Err(unavailable(why)),
+    }
+}
+
+async fn try_query(place: &Place, object: &ObjectState, name: &str, query: &Query) -> Step<Vec<QueryAnswer>> {
+    let pg = &place.pg;
+    let ticket = object.turnstile.ticket();
+    let turn = ticket.enter(|| pg.target.epoch()).await;
+    let epoch = pg.load().await?;
+    turn.settled().await;
+    let info = pg.info(&place.oid, object, epoch).await?;
+    check_conditions(place, name, &query.conditions, info.as_ref()).await?;
+    let info = info.ok_or_else(|| Error::NoSuchObject(name.to_owned()))?;
+    let mut answers = Vec::with_capacity(query.ops.len());
+    for op in &query.ops {
+        answers.push(answer(place, &info, op).await?);
+    }
+    drop(turn);
+    Ok(answers)
+}
+
+async fn answer(place: &Place, info: &ObjectInfo, op: &QueryOp) -> Step<QueryAnswer> {
+    let (pg, oid) = (&place.pg, &place.oid);
+    let store = &pg.target.store;
+    Ok(match op {
+        QueryOp::Stat => QueryAnswer::Stat(StatAnswer {
+            size: info.user_size(),
+            version: info.version,
+            modified_ms: info.modified_ms,
+            manifest: info.manifest,
+        }),
+        QueryOp::Xattr(name) => match store.get_xattr(&pg.cid, oid, user_xattr(name)).await {
+            Ok(value) => QueryAnswer::Xattr(Some(value)),
+            Err(StoreError::NoSuchXattr(_)) => QueryAnswer::Xattr(None),
+            Err(e) => return Err(e.into()),
+        },
+        QueryOp::Xattrs => {
+            let all = store.get_xattrs(&pg.cid, oid).await?;
+            let users = all.into_iter().filter(|(name, _)| *name != INFO_XATTR);
+            QueryAnswer::Xattrs(users.map(|(name, value)| (name.slice(1..), value)).collect())
+        }
+        QueryOp::OmapGet(keys) => {
+            let entries = store.omap_get(&pg.cid, oid, keys.clone()).await?;
+            QueryAnswer::Omap { entries, more: false }
+        }
+        QueryOp::OmapRange { from, to, limit } => {
+            let (entries, more) = store.omap_iterate(&pg.cid, oid, from.clone(), *limit as usize).await?;
+            cut_page(entries, more, to.as_ref())
+        }
+        other => return Err(Error::BadRequest(format!("{other:?} is not known here")).into()),
+    })
+}
+
+/// Cuts a page of an omap at the end of the range, and at what fits in an answer.
+fn cut_page(mut entries: Vec<(Bytes, Bytes)>, mut more: bool, to: Option<&Bytes>) -> QueryAnswer {
+    if let Some(end) = to.and_then(|to| entries.iter().position(|(key, _)| key >= to)) {
+        entries.truncate(end);
+        more = false;
+    }
+    let mut bytes = 0;
+    let fits = entries.iter().take_while(|(key, value)| {
+        bytes += key.len() + value.len() + 10;
+        bytes <= PAGE_BYTES
+    });
+    let fits = fits.count().max(1).min(entries.len());
+    more |= fits < entries.len();
+    entries.truncate(fits);
+    QueryAnswer::Omap { entries, more }
+}
+
+/// An answer's entries take at most that much, in bytes (one entry alone may be larger).
+const PAGE_BYTES: usize = 48 * 1024;
+
+/// Repeats an attempt while the store is away, for as long as the configuration says.
+pub(crate) async fn patiently<T>(osd: &Osd, place: &Place, attempt: impl AsyncFn() -> Step<T>) -> Step<T> {
+    let until = Instant::now() + osd.config.store_patience;
+    let mut pause = PAUSE;
+    loop {
+        let epoch = place.pg.target.epoch();
+        match attempt().await {
+            Err(Fail::Lost(why)) if Instant::now() < until => {
+                tracing::debug!(why, "the store was lost, trying again");
+                place.pg.target.lost(epoch);
+                tokio::time::sleep(pause).await;
+                pause = (pause * 2).min(Duration::from_millis(500));
+            }
+            outcome => return outcome,
+        }
+    }
+}

@@ -1,0 +1,262 @@
+//! Serving connections: requests in, answers out.
+
+use std::rc::Rc;
+use std::sync::Arc;
+
+use base::block::Payload;
+use messenger::{Connection, Event, Incoming, Listener, Message};
+use proto::{Error, Mutate, Mutated, Reply, ReplyBody, RequestBody, RequestHead, SessionId};
+use tokio::sync::Semaphore;
+
+use crate::gather::Puller;
+use crate::inflight::{Claim, joined};
+use crate::mutate::Change;
+use crate::osd::{Osd, Request};
+use crate::pg::Origin;
+use crate::sessions::ConnectionId;
+use crate::{list, read, status};
+
+/// Accepts connections for ever.
+pub(crate) async fn accept(osd: Rc<Osd>, mut listener: Box<dyn Listener>) {
+    let mut next: ConnectionId = 0;
+    loop {
+        match listener.accept().await {
+            Ok((connection, incoming)) => {
+                next += 1;
+                let served = Served { osd: Rc::clone(&osd), connection, id: next, session: None };
+                tokio::task::spawn_local(served.run(incoming));
+            }
+            Err(e) => tracing::debug!(error = %e, "a peer could not connect"),
+        }
+    }
+}
+
+/// A connection being served.
+struct Served {
+    osd: Rc<Osd>,
+    connection: Arc<dyn Connection>,
+    id: ConnectionId,
+    session: Option<SessionId>,
+}
+
+impl Served {
+    async fn run(mut self, mut incoming: Box<dyn Incoming>) {
+        let room = Arc::new(Semaphore::new(self.osd.config.requests_per_connection));
+        loop {
+            match incoming.next().await {
+                Event::Message(message) => {
+                    let Ok(permit) = Arc::clone(&room).acquire_owned().await else { break };
+                    if !self.take(message, permit).await {
+                        self.connection.close().await;
+                        break;
+                    }
+                }
+                Event::Interrupted | Event::Resumed => {}
+                Event::Lost(e) => {
+                    tracing::debug!(peer = self.connection.peer().address, error = %e, "connection ended");
+                    break;
+                }
+            }
+        }
+        if let Some(session) = self.session {
+            self.osd.sessions.borrow_mut().detach(session, self.id);
+        }
+    }
+
+    /// Takes a message; `false` if its sender makes no sense at all.
+    async fn take(&mut self, message: Message, permit: tokio::sync::OwnedSemaphorePermit) -> bool {
+        let Ok((head, rest)) = proto::decode_head(&message.header) else {
+            tracing::warn!(
+                peer = self.connection.peer().address,
+                "a message that is no request ends its session"
+            );
+            return false;
+        };
+        let body = match proto::decode_body(rest) {
+            Ok(body) => body,
+            Err(e) => {
+                let refused = Err(Error::BadRequest(e.to_string()));
+                answer(&self.connection, head.seq, refused, Payload::default()).await;
+                return true;
+            }
+        };
+        let session = match (&body, self.session) {
+            (RequestBody::Open { oldest, newest, session }, _) => {
+                let opened = self.open(*oldest, *newest, *session);
+                answer(&self.connection, head.seq, opened, Payload::default()).await;
+                return true;
+            }
+            (_, Some(session)) if self.osd.sessions.borrow().is_attached(session, self.id) => session,
+            _ => {
+                let refused = Err(Error::NoSession("it was opened elsewhere, or never".into()));
+                answer(&self.connection, head.seq, refused, Payload::default()).await;
+                return true;
+            }
+        };
+        let request = Request { head, session, connection: Arc::clone(&self.connection) };
+        let osd = Rc::clone(&self.osd);
+        tokio::task::spawn_local(async move {
+            osd.requests.set(osd.requests.get() + 1);
+            let (result, payload) = osd.carry_out(&request, body, message.payload).await;
+            osd.requests.set(osd.requests.get() - 1);
+            answer(&request.connection, request.head.seq, result, payload).await;
+            drop(permit);
+        });
+        true
+    }
+
+    fn open(&mut self, oldest: u16, newest: u16, presented: Option<SessionId>) -> proto::Result<ReplyBody> {
+        let version = newest.min(proto::VERSION);
+        if version < oldest.max(proto::VERSION_OLDEST) {
+            return Err(Error::WrongVersion { oldest: proto::VERSION_OLDEST, newest: proto::VERSION });
+        }
+        let session = self.osd.sessions.borrow_mut().open(presented, self.id)?;
+        self.session = Some(session);
+        Ok(ReplyBody::Opened { version, session })
+    }
+}
+
+async fn answer(
+    connection: &Arc<dyn Connection>,
+    seq: u64,
+    result: proto::Result<ReplyBody>,
+    payload: Payload,
+) {
+    if let Err(e) = &result {
+        metrics::counter!("outboard_osd_refused_total").increment(1);
+        tracing::debug!(seq, error = %e, "request refused");
+    }
+    let mut header = proto::encode_reply(&Reply { seq, result });
+    let limit = connection.limits().max_header;
+    if header.len() > limit {
+        let (what, size) = ("the answer".into(), header.len() as u64);
+        let result = Err(Error::TooLarge { what, size, limit: limit as u64 });
+        header = proto::encode_reply(&Reply { seq, result });
+    }
+    if let Err(e) = connection.send(Message { header, payload }).await {
+        // The client comes back and asks again.
+        tracing::debug!(seq, error = %e, "an answer could not be sent");
+    }
+}
+
+impl Osd {
+    async fn carry_out(
+        self: &Rc<Osd>,
+        request: &Request,
+        body: RequestBody,
+        payload: Payload,
+    ) -> (proto::Result<ReplyBody>, Payload) {
+        count(&body);
+        let result = match body {
+            RequestBody::Mutate(mutate) => {
+                self.mutate(request, &mutate, payload).await.map(ReplyBody::Mutated)
+            }
+            RequestBody::Read(wanted) => match read::read(self, request, &wanted).await {
+                Ok((body, payload)) => return (Ok(body), payload),
+                Err(e) => Err(e),
+            },
+            RequestBody::Query(query) => read::query(self, &query).await,
+            RequestBody::List(wanted) => list::list(self, &wanted).await,
+            RequestBody::PoolCreate { name, pg_count } => self.pool_created(request, &name, pg_count).await,
+            RequestBody::PoolList => Ok(ReplyBody::Pools(self.list_pools())),
+            RequestBody::PoolRemove { name, force } => self.pool_removed(request, &name, force).await,
+            RequestBody::Status => Ok(ReplyBody::Status(Box::new(status::status(self).await))),
+            RequestBody::CollectOrphans { older_than_ms } => {
+                let grace = std::time::Duration::from_millis(older_than_ms);
+                Ok(ReplyBody::Collected(self.collect_orphans(grace).await))
+            }
+            other => Err(Error::BadRequest(format!("{other:?} is not known here"))),
+        };
+        (result, Payload::default())
+    }
+
+    /// A retry may find that its first attempt has done it.
+    async fn pool_created(&self, request: &Request, name: &[u8], pg_count: u32) -> proto::Result<ReplyBody> {
+        match self.create_pool(name, pg_count).await {
+            Err(Error::PoolExists(_)) if request.head.retry => Ok(ReplyBody::Done),
+            done => done.map(|()| ReplyBody::Done),
+        }
+    }
+
+    /// A retry may find that its first attempt has done it.
+    async fn pool_removed(
+        self: &Rc<Osd>,
+        request: &Request,
+        name: &[u8],
+        force: bool,
+    ) -> proto::Result<ReplyBody> {
+        match self.remove_pool(name, force).await {
+            Err(Error::NoSuchPool(_)) if request.head.retry => Ok(ReplyBody::Done),
+            done => done.map(|()| ReplyBody::Done),
+        }
+    }
+
+    async fn mutate(
+        self: &Rc<Osd>,
+        request: &Request,
+        mutate: &Mutate,
+        inline: Payload,
+    ) -> proto::Result<Mutated> {
+        let RequestHead { seq, retry, .. } = request.head;
+        loop {
+            match self.in_flight.claim(request.session, seq) {
+                Claim::First(running) => {
+                    let result = self.change(request, mutate, inline.clone()).await;
+                    running.finish(&result);
+                    return result;
+                }
+                Claim::Join(_) if !retry => {
+                    return Err(Error::BadRequest(format!("request number {seq} is in use")));
+                }
+                Claim::Join(attempt) => match joined(attempt).await {
+                    // The attempt failed with its connection, or for want of the store: this one may fare better.
+                    Some(Err(e)) if e.is_transient() => {}
+                    Some(result) => return result,
+                    None => {}
+                },
+            }
+        }
+    }
+
+    async fn change(
+        self: &Rc<Osd>,
+        request: &Request,
+        mutate: &Mutate,
+        inline: Payload,
+    ) -> proto::Result<Mutated> {
+        mutate.check()?;
+        let name = mutate.name.check()?;
+        let place = self.place(&name, mutate.part.as_ref())?;
+        let RequestHead { seq, acked_through, retry, .. } = request.head;
+        let change = Change {
+            place: &place,
+            name: &name.to_string(),
+            conditions: &mutate.conditions,
+            ops: &mutate.ops,
+            origin: Some(Origin { session: request.session, seq, acked_through }),
+        };
+        let puller = Puller {
+            connection: &*request.connection,
+            pool: &self.pool,
+            timeout: self.config.transfer_timeout,
+            segments_in_flight: self.config.segments_in_flight,
+        };
+        let gather = async || puller.gather(mutate, inline.clone(), &place.pg.target.store).await;
+        let done = change.run(self, retry, gather).await?;
+        if let Some(manifest) = done.dropped {
+            self.drop_parts(name, manifest);
+        }
+        Ok(done.mutated)
+    }
+}
+
+fn count(body: &RequestBody) {
+    let kind = match body {
+        RequestBody::Mutate(_) => "mutate",
+        RequestBody::Read(_) => "read",
+        RequestBody::Query(_) => "query",
+        RequestBody::List(_) => "list",
+        _ => "admin",
+    };
+    metrics::counter!("outboard_osd_requests_total", "kind" => kind).increment(1);
+}

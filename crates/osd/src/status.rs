@@ -1,0 +1,47 @@
+//! The node's state, for people.
+
+use proto::{NodeStatus, Space, TargetStatus};
+
+use crate::osd::Osd;
+use crate::target::Target;
+
+/// How long a target is waited for.
+const PATIENCE: std::time::Duration = std::time::Duration::from_secs(2);
+
+/// The state now; targets that do not answer say so.
+pub(crate) async fn status(osd: &Osd) -> NodeStatus {
+    let targets = futures::future::join_all(osd.targets.iter().map(|t| target_status(t))).await;
+    let (free, fewest) = osd.pool.free_bytes();
+    let map = osd.map.borrow();
+    NodeStatus {
+        node: map.node,
+        placement: osd.config.placement.clone(),
+        engine: osd.config.engine.clone(),
+        emulated: osd.config.emulated,
+        osd_pid: std::process::id(),
+        uptime_seconds: osd.started.elapsed().as_secs(),
+        map_epoch: map.epoch,
+        targets,
+        pools: osd.list_pools(),
+        sessions: osd.sessions.borrow().connected(),
+        requests: osd.requests.get(),
+        staging: [osd.pool.arena().len() as u64, free as u64, fewest as u64],
+    }
+}
+
+async fn target_status(target: &Target) -> TargetStatus {
+    let space = match tokio::time::timeout(PATIENCE, target.store.statfs()).await {
+        Ok(Ok(fs)) => Ok(Space {
+            total: fs.total,
+            free: fs.free,
+            staged: fs.staged,
+            free_extents: fs.free_extents,
+            largest_free_extent: fs.largest_free_extent,
+            index_free: fs.index_free,
+            index_total: fs.index_total,
+        }),
+        Ok(Err(e)) => Err(e.to_string()),
+        Err(_) => Err("the store does not answer; see its log".into()),
+    };
+    TargetStatus { uuid: target.uuid, space }
+}

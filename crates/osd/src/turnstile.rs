@@ -1,0 +1,204 @@
+//! The order of the ops on one object.
+//!
+//! Every op draws a ticket. One op at a time is *in turn*, in the order of the tickets: it looks at the object, queues
+//! its transaction and leaves, its commit *pending*. An op that must know what came of those before it waits, in turn,
+//! until nothing before it is pending. When the store is lost the pending ops come back with the tickets they had, and
+//! nobody overtakes them: a ticket is not let in while an older one is pending from an earlier epoch.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::future::poll_fn;
+use std::task::{Poll, Waker};
+
+/// See the [module](self) documentation.
+#[derive(Default)]
+pub(crate) struct Turnstile {
+    inner: RefCell<Inner>,
+}
+
+#[derive(Default)]
+struct Inner {
+    next_ticket: u64,
+    in_turn: Option<u64>,
+    waiting: BTreeMap<u64, Waker>,
+    /// Epoch in which each pending op was queued.
+    pending: BTreeMap<u64, u64>,
+    settling: Option<Waker>,
+}
+
+impl Turnstile {
+    /// Draws a ticket.
+    pub(crate) fn ticket(&self) -> Ticket<'_> {
+        let mut inner = self.inner.borrow_mut();
+        inner.next_ticket += 1;
+        Ticket { turnstile: self, number: inner.next_ticket }
+    }
+
+    fn wake_first(&self) {
+        let inner = self.inner.borrow();
+        if let (None, Some((_, waker))) = (inner.in_turn, inner.waiting.first_key_value()) {
+            waker.wake_by_ref();
+        }
+    }
+}
+
+/// A place in the order; given up when dropped.
+pub(crate) struct Ticket<'a> {
+    turnstile: &'a Turnstile,
+    number: u64,
+}
+
+impl<'a> Ticket<'a> {
+    /// Waits for the ticket's turn. `epoch` says which epoch it is now.
+    pub(crate) async fn enter(&self, epoch: impl Fn() -> u64) -> Turn<'a> {
+        poll_fn(|cx| {
+            let mut inner = self.turnstile.inner.borrow_mut();
+            let first = inner.waiting.first_key_value().is_none_or(|(first, _)| *first >= self.number);
+            if first && inner.in_turn.is_none() {
+                let now = epoch();
+                if inner.pending.range(..self.number).all(|(_, queued_in)| *queued_in == now) {
+                    inner.waiting.remove(&self.number);
+                    inner.in_turn = Some(self.number);
+                    return Poll::Ready(());
+                }
+            }
+            inner.waiting.insert(self.number, cx.waker().clone());
+            Poll::Pending
+        })
+        .await;
+        Turn { turnstile: self.turnstile, ticket: self.number }
+    }
+}
+
+impl Drop for Ticket<'_> {
+    fn drop(&mut self) {
+        self.turnstile.inner.borrow_mut().waiting.remove(&self.number);
+        self.turnstile.wake_first();
+    }
+}
+
+/// Being in turn; ends when dropped.
+pub(crate) struct Turn<'a> {
+    turnstile: &'a Turnstile,
+    ticket: u64,
+}
+
+impl<'a> Turn<'a> {
+    /// Waits until no op with an older ticket is pending.
+    pub(crate) async fn settled(&self) {
+        poll_fn(|cx| {
+            let mut inner = self.turnstile.inner.borrow_mut();
+            if inner.pending.range(..self.ticket).next().is_none() {
+                return Poll::Ready(());
+            }
+            inner.settling = Some(cx.waker().clone());
+            Poll::Pending
+        })
+        .await;
+    }
+
+    /// Ends the turn with a transaction queued in `epoch`, whose outcome is pending until the result is dropped.
+    pub(crate) fn pend(self, epoch: u64) -> Pending<'a> {
+        self.turnstile.inner.borrow_mut().pending.insert(self.ticket, epoch);
+        Pending { turnstile: self.turnstile, ticket: self.ticket }
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.turnstile.inner.borrow_mut().in_turn = None;
+        self.turnstile.wake_first();
+    }
+}
+
+/// A transaction under way; dropped when its outcome is known.
+pub(crate) struct Pending<'a> {
+    turnstile: &'a Turnstile,
+    ticket: u64,
+}
+
+impl Pending<'_> {
+    /// Ends being pending and goes back to wait for a turn in one step, so that nobody gets in between.
+    pub(crate) fn back_in_line(self) {
+        let mut inner = self.turnstile.inner.borrow_mut();
+        // Until the op waits for real, its place is kept by a waker that does nothing.
+        inner.waiting.insert(self.ticket, Waker::noop().clone());
+    }
+}
+
+impl Drop for Pending<'_> {
+    fn drop(&mut self) {
+        let mut inner = self.turnstile.inner.borrow_mut();
+        inner.pending.remove(&self.ticket);
+        if let Some(settling) = inner.settling.take() {
+            settling.wake();
+        }
+        drop(inner);
+        self.turnstile.wake_first();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn tickets_are_let_in_in_order_whoever_comes_first() {
+        let turnstile = Turnstile::default();
+        let held = turnstile.ticket();
+        let held = held.enter(|| 1).await;
+        let (a, b) = (turnstile.ticket(), turnstile.ticket());
+        let order = RefCell::new(Vec::new());
+        let run = async |ticket: &Ticket<'_>, name| {
+            let _turn = ticket.enter(|| 1).await;
+            order.borrow_mut().push(name);
+        };
+        let release = async { drop(held) };
+        tokio::join!(run(&b, "b"), run(&a, "a"), release);
+        assert_eq!(*order.borrow(), ["a", "b"]);
+    }
+
+    #[tokio::test]
+    async fn nobody_overtakes_an_op_whose_outcome_was_lost() {
+        let turnstile = Turnstile::default();
+        let (lost, later) = (turnstile.ticket(), turnstile.ticket());
+        let pending = lost.enter(|| 1).await.pend(1);
+        let mut waiting = Box::pin(later.enter(|| 2));
+        assert!(poll_once(&mut waiting).is_none(), "pending from an older epoch");
+        pending.back_in_line();
+        assert!(poll_once(&mut waiting).is_none(), "the lost op has its place back");
+        drop(lost.enter(|| 2).await.pend(2));
+        assert!(poll_once(&mut waiting).is_some());
+    }
+
+    #[tokio::test]
+    async fn an_op_that_gives_up_blocks_nobody() {
+        let turnstile = Turnstile::default();
+        let (lost, later) = (turnstile.ticket(), turnstile.ticket());
+        lost.enter(|| 1).await.pend(1).back_in_line();
+        let mut waiting = Box::pin(later.enter(|| 2));
+        assert!(poll_once(&mut waiting).is_none());
+        drop(lost);
+        assert!(poll_once(&mut waiting).is_some());
+    }
+
+    #[tokio::test]
+    async fn settling_waits_for_older_ops_only() {
+        let turnstile = Turnstile::default();
+        let (first, second) = (turnstile.ticket(), turnstile.ticket());
+        let pending = first.enter(|| 1).await.pend(1);
+        let turn = second.enter(|| 1).await;
+        let mut settled = Box::pin(turn.settled());
+        assert!(poll_once(&mut settled).is_none());
+        drop(pending);
+        assert!(poll_once(&mut settled).is_some());
+    }
+
+    fn poll_once<F: Future + Unpin>(f: &mut F) -> Option<F::Output> {
+        let mut cx = std::task::Context::from_waker(Waker::noop());
+        match std::pin::Pin::new(f).poll(&mut cx) {
+            Poll::Ready(value) => Some(value),
+            Poll::Pending => None,
+        }
+    }
+}

@@ -1,0 +1,254 @@
+//! A node in this process: an OSD over memory stores that can be made to fail, and clients of it over TCP.
+
+#![allow(dead_code, reason = "each test binary uses its part of this")]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use base::BoxFuture;
+use base::block::Payload;
+use base::mem::{Arena, ArenaBuf};
+use base::pool::BufferPool;
+use bytes::Bytes;
+use client::{Client, Object, Options, Pool};
+use messenger::TcpStack;
+use osd::{Osd, OsdConfig};
+use store::{
+    CollectionId, MemStore, ObjectId, ObjectStore, Op, Page, ReadData, Result, StageId, Stat, StatFs,
+    StoreError, Transaction,
+};
+use uuid::Uuid;
+
+/// What happens to the next transaction that changes an object's data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Loss {
+    /// The store goes away before it has taken the transaction.
+    Before,
+    /// The store takes the transaction, but goes away before it says so.
+    After,
+}
+
+/// A store whose session is lost on demand.
+pub struct FaultStore {
+    pub inner: MemStore,
+    session: AtomicU64,
+    armed_before: AtomicBool,
+    armed_after: AtomicBool,
+    /// Faults that have fired.
+    pub fired: AtomicU64,
+    /// Transactions that were taken.
+    pub taken: AtomicU64,
+}
+
+impl FaultStore {
+    pub fn new() -> Arc<FaultStore> {
+        Arc::new(FaultStore {
+            inner: MemStore::new(),
+            session: AtomicU64::new(1),
+            armed_before: AtomicBool::new(false),
+            armed_after: AtomicBool::new(false),
+            fired: AtomicU64::new(0),
+            taken: AtomicU64::new(0),
+        })
+    }
+
+    /// Makes the next transaction with data fail.
+    pub fn arm(&self, loss: Loss) {
+        let armed = if loss == Loss::Before { &self.armed_before } else { &self.armed_after };
+        armed.store(true, Ordering::SeqCst);
+    }
+
+    fn lose(&self) -> BoxFuture<'static, Result<()>> {
+        self.fired.fetch_add(1, Ordering::SeqCst);
+        self.session.fetch_add(1, Ordering::SeqCst);
+        Box::pin(std::future::ready(Err(StoreError::Disconnected("injected".into()))))
+    }
+}
+
+impl ObjectStore for FaultStore {
+    fn stage(&self, len: u64) -> BoxFuture<'static, Result<StageId>> {
+        self.inner.stage(len)
+    }
+    fn stage_write(&self, stage: StageId, offset: u64, payload: Payload) -> BoxFuture<'static, Result<()>> {
+        self.inner.stage_write(stage, offset, payload)
+    }
+    fn stage_release(&self, stage: StageId) {
+        self.inner.stage_release(stage);
+    }
+    fn queue_transaction(&self, transaction: Transaction) -> BoxFuture<'static, Result<()>> {
+        let has_data = transaction.ops.iter().any(|op| matches!(op, Op::Write { .. }));
+        if has_data && self.armed_before.swap(false, Ordering::SeqCst) {
+            return self.lose();
+        }
+        self.taken.fetch_add(1, Ordering::SeqCst);
+        let done = self.inner.queue_transaction(transaction);
+        if has_data && self.armed_after.swap(false, Ordering::SeqCst) {
+            return self.lose();
+        }
+        done
+    }
+    fn session(&self) -> u64 {
+        self.session.load(Ordering::SeqCst)
+    }
+    fn read(
+        &self,
+        cid: &CollectionId,
+        oid: &ObjectId,
+        offset: u64,
+        len: u64,
+        dest: Option<ArenaBuf>,
+    ) -> BoxFuture<'static, Result<ReadData>> {
+        self.inner.read(cid, oid, offset, len, dest)
+    }
+    fn stat(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Stat>> {
+        self.inner.stat(cid, oid)
+    }
+    fn get_xattr(
+        &self,
+        cid: &CollectionId,
+        oid: &ObjectId,
+        name: Bytes,
+    ) -> BoxFuture<'static, Result<Bytes>> {
+        self.inner.get_xattr(cid, oid, name)
+    }
+    fn get_xattrs(
+        &self,
+        cid: &CollectionId,
+        oid: &ObjectId,
+    ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>> {
+        self.inner.get_xattrs(cid, oid)
+    }
+    fn omap_get_header(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Bytes>> {
+        self.inner.omap_get_header(cid, oid)
+    }
+    fn omap_get(
+        &self,
+        cid: &CollectionId,
+        oid: &ObjectId,
+        keys: Vec<Bytes>,
+    ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>> {
+        self.inner.omap_get(cid, oid, keys)
+    }
+    fn omap_iterate(
+        &self,
+        cid: &CollectionId,
+        oid: &ObjectId,
+        from: Bytes,
+        limit: usize,
+    ) -> BoxFuture<'static, Result<Page<(Bytes, Bytes)>>> {
+        self.inner.omap_iterate(cid, oid, from, limit)
+    }
+    fn list(
+        &self,
+        cid: &CollectionId,
+        from: Option<ObjectId>,
+        limit: usize,
+    ) -> BoxFuture<'static, Result<Page<ObjectId>>> {
+        self.inner.list(cid, from, limit)
+    }
+    fn collections(&self) -> BoxFuture<'static, Result<Vec<CollectionId>>> {
+        self.inner.collections()
+    }
+    fn statfs(&self) -> BoxFuture<'static, Result<StatFs>> {
+        self.inner.statfs()
+    }
+    fn umount(&self) -> BoxFuture<'static, Result<()>> {
+        self.inner.umount()
+    }
+}
+
+/// A node of two targets, and one client.
+pub struct Node {
+    pub stores: Vec<Arc<FaultStore>>,
+    pub staging: BufferPool,
+    pub config: OsdConfig,
+    pub osd: Option<Osd>,
+    pub endpoint: String,
+}
+
+pub const STAGING: usize = 16 << 20;
+
+impl Node {
+    pub fn start() -> Node {
+        Node::start_with(OsdConfig::default())
+    }
+
+    pub fn start_with(config: OsdConfig) -> Node {
+        let staging = BufferPool::new(Arena::anonymous(STAGING).unwrap(), 0, 2 << 20);
+        let stores = vec![FaultStore::new(), FaultStore::new()];
+        let mut node = Node { stores, staging, config, osd: None, endpoint: "127.0.0.1:0".into() };
+        node.restart();
+        node
+    }
+
+    pub fn targets(&self) -> Vec<(Uuid, Arc<dyn ObjectStore>)> {
+        let uuids = (1..).map(Uuid::from_u128);
+        uuids.zip(&self.stores).map(|(uuid, s)| (uuid, Arc::clone(s) as Arc<dyn ObjectStore>)).collect()
+    }
+
+    /// Stops the OSD if it runs, and starts another on the same address.
+    pub fn restart(&mut self) {
+        if let Some(osd) = self.osd.take() {
+            osd.stop();
+        }
+        let stack = Arc::new(TcpStack::default());
+        let mut tries = 0;
+        let osd = loop {
+            let (config, targets, pool) = (self.config.clone(), self.targets(), self.staging.clone());
+            match Osd::start(config, targets, pool, stack.clone(), &self.endpoint) {
+                Ok(osd) => break osd,
+                // The old listener's socket may take a moment to go.
+                Err(osd::StartError::Listen(_)) if tries < 100 => {
+                    tries += 1;
+                    std::thread::sleep(std::time::Duration::from_millis(20));
+                }
+                Err(e) => panic!("{e}"),
+            }
+        };
+        self.endpoint = osd.endpoint().to_owned();
+        self.osd = Some(osd);
+    }
+
+    pub async fn client(&self) -> Client {
+        self.client_with(Options::default()).await
+    }
+
+    pub async fn client_with(&self, options: Options) -> Client {
+        Client::connect(&self.endpoint, options).await.unwrap()
+    }
+
+    /// A client with a pool.
+    pub async fn pool(&self) -> (Client, Pool) {
+        let client = self.client().await;
+        client.create_pool("pool").await.unwrap();
+        let pool = client.pool("pool").unwrap();
+        (client, pool)
+    }
+
+    /// An object that does not exist yet.
+    pub async fn object(&self) -> Object {
+        self.pool().await.1.object("object").unwrap()
+    }
+
+    pub fn arm(&self, loss: Loss) {
+        self.stores.iter().for_each(|s| s.arm(loss));
+    }
+
+    pub fn fired(&self) -> u64 {
+        self.stores.iter().map(|s| s.fired.load(Ordering::SeqCst)).sum()
+    }
+}
+
+/// Bytes that differ everywhere.
+pub fn data(len: usize, salt: u64) -> Bytes {
+    let mut state = salt.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut out = Vec::with_capacity(len + 8);
+    while out.len() < len {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        out.extend_from_slice(&state.to_le_bytes());
+    }
+    out.truncate(len);
+    out.into()
+}
