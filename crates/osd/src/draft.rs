@@ -56,7 +56,7 @@ pub(crate) fn is_blind(ops: &[Mutation], data: &Gathered, info: &ObjectInfo) -> 
         (Source::Payload, Gathered::Staged(staged)) => staged.head.len() as u64 + staged.len,
         (Source::Payload, Gathered::None) => return false,
     };
-    let aligned = offset % BLOCK == 0 && len % BLOCK == 0;
+    let aligned = offset.is_multiple_of(BLOCK) && len.is_multiple_of(BLOCK);
     aligned && info.manifest.is_none() && offset.checked_add(len).is_some_and(|end| end <= info.size)
 }
 
@@ -198,7 +198,7 @@ impl<'a> Draft<'a> {
             return self.touch();
         }
         let (data, crcs) = payload.into_parts();
-        let first = if offset % BLOCK == 0 { offset } else { block::align_down(offset) + BLOCK };
+        let first = if offset.is_multiple_of(BLOCK) { offset } else { block::align_down(offset) + BLOCK };
         // Up to there blocks need no merging with what follows.
         let whole_end = if end >= self.size { end } else { block::align_down(end) };
         if whole_end > first {
@@ -277,7 +277,7 @@ impl<'a> Draft<'a> {
         let mut at = offset;
         while at < stop {
             let next = (block::align_down(at) + BLOCK).min(stop);
-            if at % BLOCK == 0 && (next % BLOCK == 0 || next == self.size) {
+            if at.is_multiple_of(BLOCK) && (next.is_multiple_of(BLOCK) || next == self.size) {
                 let whole = if stop == self.size { stop } else { block::align_down(stop) };
                 let zeroed = block::align_up(whole).unwrap_or(whole) - at;
                 let size = self.size;
