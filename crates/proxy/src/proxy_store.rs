@@ -218,6 +218,24 @@ impl ObjectStore for ProxyStore {
         Box::pin(async move { Ok(answer_of(answers).await.map(|_| ())?) })
     }
 
+    fn session(&self) -> u64 {
+        self.handle.shared.session_number()
+    }
+
+    fn queue_transaction_in(&self, session: u64, transaction: Transaction) -> BoxFuture<'static, Result<()>> {
+        if let Err(e) = transaction.validate() {
+            return Box::pin(std::future::ready(Err(e)));
+        }
+        let answers = self.start(move |link, target, answer_to| {
+            if link.generation == session {
+                return link.transaction(target, &transaction, answer_to);
+            }
+            // Whoever asked may have gone; then nobody needs to know.
+            drop(answer_to.send(Err(CallError::Lost(format!("session {session} is over")))));
+        });
+        Box::pin(async move { Ok(answer_of(answers).await.map(|_| ())?) })
+    }
+
     fn read(
         &self,
         cid: &CollectionId,

@@ -246,6 +246,12 @@ impl Shared {
         }
     }
 
+    /// The number of the session that a call made now goes to: the present one, or the next.
+    pub(crate) fn session_number(&self) -> u64 {
+        let state = self.lock();
+        if matches!(state.phase, Phase::Up(_)) { state.sessions } else { state.sessions + 1 }
+    }
+
     /// Whether a call that failed with its session may be made again.
     pub(crate) fn may_retry(&self) -> bool {
         !matches!(self.lock().phase, Phase::Closed)

@@ -78,6 +78,8 @@ pub(crate) struct Link {
     pub(crate) max_range: usize,
     /// Whether payload goes by DMA.
     pub(crate) by_dma: bool,
+    /// The session's number, counted from 1.
+    pub(crate) generation: u64,
 }
 
 struct State {
@@ -178,7 +180,8 @@ impl Link {
             control_out: Vec::new(),
         };
         let state = Mutex::new(state);
-        Arc::new(Link { state, driver: AtomicWaker::new(), max_segment, max_range: largest, by_dma })
+        let driver = AtomicWaker::new();
+        Arc::new(Link { state, driver, max_segment, max_range: largest, by_dma, generation })
     }
 
     /// Not contended: held for about a microsecond, by callers and by the driver. Nothing panics while it is held with
