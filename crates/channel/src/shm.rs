@@ -4,7 +4,7 @@
 //! by that thread, held in that thread's own table ([`Device`]), and never leaves it. Its CPU time is what hardware
 //! would save, and it is booked apart by its name.
 //!
-//! When its queue is empty it spins for as long as [`ShmOptions::spin`] says, if work came recently, and then parks;
+//! When its queue is empty it spins for up to [`ShmOptions::spin`], as long as that keeps finding work, and then parks;
 //! an idle engine takes no CPU time.
 
 use std::collections::HashMap;
@@ -32,6 +32,9 @@ const QUEUE_DEPTH: usize = 1024;
 /// behind more than this many chains or bytes.
 const COALESCE_CHAINS: usize = 16;
 const COALESCE_BYTES: usize = 64 << 10;
+/// So many failures in a row end spinning; then every so many sleeps it is tried again.
+const SPIN_CREDIT_MAX: u32 = 8;
+const SPIN_RETRY: u32 = 32;
 
 /// Settings of a [`ShmEngine`].
 #[derive(Debug, Clone, Copy)]
@@ -225,6 +228,9 @@ struct Device {
     ringing: Vec<(DoorbellId, u64)>,
     completed: bool,
     held_chains: usize,
+    /// How often spinning paid lately: at 0 it is only tried now and then.
+    spin_credit: u32,
+    sleeps: u32,
     running: bool,
     bytes_metric: metrics::Counter,
     transfers_metric: metrics::Counter,
@@ -240,6 +246,8 @@ impl Device {
             ringing: Vec::new(),
             completed: false,
             held_chains: 0,
+            spin_credit: SPIN_CREDIT_MAX,
+            sleeps: 0,
             running: true,
             bytes_metric: metrics::counter!("outboard_channel_dma_bytes"),
             transfers_metric: metrics::counter!("outboard_channel_dma_transfers"),
@@ -259,15 +267,21 @@ impl Device {
         self.shared.stopped.store(true, Ordering::Relaxed);
     }
 
-    /// Waits briefly for a command; `true` if there is one.
-    fn spin(&self) -> bool {
+    /// Looks for a command for a while, if that paid lately; `true` if there is one.
+    fn spin(&mut self) -> bool {
+        self.sleeps = self.sleeps.wrapping_add(1);
+        if self.spin_credit == 0 && !self.sleeps.is_multiple_of(SPIN_RETRY) {
+            return false;
+        }
         let started = Instant::now();
         while self.shared.commands.is_empty() {
             if started.elapsed() >= self.options.spin {
+                self.spin_credit = self.spin_credit.saturating_sub(1);
                 return false;
             }
             std::hint::spin_loop();
         }
+        self.spin_credit = SPIN_CREDIT_MAX.min(self.spin_credit + 2);
         true
     }
 

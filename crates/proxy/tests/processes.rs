@@ -250,3 +250,21 @@ fn a_second_osd_is_refused_while_the_first_is_there() {
         Session::connect(node.endpoint.clone(), options).await.unwrap();
     });
 }
+
+#[test]
+fn an_idle_session_wakes_nobody() {
+    alone(async {
+        let node = common::node(common::Path::Dma).await;
+        make_collection(&node.store).await;
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        let switches = || {
+            let usage = base::process::ProcessUsage::read(std::process::id()).unwrap();
+            ["chan", "dma"].map(|class| usage.by_class[class].context_switches)
+        };
+        let before = switches();
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        assert_eq!(switches(), before, "wake-ups of chan and dma threads");
+        node.store.statfs().await.unwrap();
+        assert_ne!(switches(), before, "and they are counted");
+    });
+}

@@ -1,0 +1,321 @@
+//! Peers that lie, and what it costs them: one request, or their session. The other side goes on.
+
+mod common;
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path as FsPath;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use base::block::Payload;
+use base::mem::Arena;
+use bytes::Bytes;
+use channel::ring::{CELL, footprint};
+use channel::{
+    Attachment, Control, Doorbell, Frame, HEADER_LEN, Header, Hello, HostMemory, Kind, Layout, Socket,
+    TargetInfo, VERSION, Welcome,
+};
+use common::{Node, Path, cid, make_collection, node, oid, options, pattern, transaction};
+use outboard_proxy::{Endpoint, Session, SessionOptions};
+use rustix::fs::{MemfdFlags, SealFlags};
+use store::{ObjectStore, Op, WriteSource};
+use tokio::net::{UnixListener, UnixStream};
+
+const LAYOUT: Layout = Layout { ring_len: 64 << 10, data_len: 1 << 20 };
+
+fn hello() -> Hello {
+    Hello { version_min: 1, version_max: VERSION, nonce: 5, layout: Some(LAYOUT), outstanding: 8 }
+}
+
+/// An osd that can write what it likes into host memory.
+struct EvilOsd {
+    control: Control,
+    memory: Arc<Arena>,
+    host_doorbell: OwnedFd,
+    osd_doorbell: Doorbell,
+    head: u64,
+    taken: u64,
+}
+
+impl EvilOsd {
+    async fn join(node: &Node) -> EvilOsd {
+        let Endpoint::Unix(path) = &node.endpoint else { panic!("a UNIX socket") };
+        let deadline = Instant::now() + Duration::from_secs(5);
+        loop {
+            let socket = Socket::Unix(UnixStream::connect(path).await.unwrap());
+            // Refused as long as the session before has not ended.
+            if let Ok((_, Some(Attachment { memory, host_doorbell, osd_doorbell }), control)) =
+                channel::join(socket, &hello()).await
+            {
+                let memory = Arena::from_peer(memory, LAYOUT.len()).unwrap();
+                let osd_doorbell = Doorbell::new(osd_doorbell).unwrap();
+                return EvilOsd { control, memory, host_doorbell, osd_doorbell, head: 0, taken: 0 };
+            }
+            assert!(Instant::now() < deadline, "no session");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    fn ring(&self, count: u64) {
+        Doorbell::ring(self.host_doorbell.as_fd(), count).unwrap();
+    }
+
+    /// Puts an entry and rings; `change` has the last word on its bytes.
+    fn send(&mut self, header: Header, control: &[u8], change: impl FnOnce(&mut Vec<u8>)) {
+        let mut bytes = Header { position: self.head, ..header }.seal(control);
+        change(&mut bytes);
+        LAYOUT.inbound().write(&self.memory, self.head, &[&bytes]);
+        let cells = footprint(bytes.len()) as u64;
+        self.head += cells;
+        self.ring(cells);
+    }
+
+    async fn reply(&mut self) -> Frame {
+        let wait = std::future::poll_fn(|cx| self.osd_doorbell.poll_wait(cx));
+        let count = tokio::time::timeout(Duration::from_secs(5), wait).await.unwrap().unwrap();
+        let frame = LAYOUT.outbox().read(&self.memory, self.taken, count as usize).unwrap();
+        self.taken += footprint(frame.header.total_len()) as u64;
+        frame
+    }
+
+    /// Until the store hangs up.
+    async fn hung_up_on(mut self) {
+        let frame = std::future::poll_fn(|cx| self.control.poll_frame(cx));
+        let gone = tokio::time::timeout(Duration::from_secs(5), frame).await.expect("the session goes on");
+        assert!(gone.is_err());
+    }
+}
+
+fn request(id: u64) -> Header {
+    Header { reply_max: 1024, ..Header::new(Kind::Request, 0, id) }
+}
+
+/// Control data of a `Read` or a `StageWrite` of the range, as postcard puts it: the tag, then the fields.
+fn stage_write_of_range(offset: u64, len: u64) -> Vec<u8> {
+    let mut out = vec![1];
+    for v in [1u64, 0, 0] {
+        varint(&mut out, v); // stage, offset, phase
+    }
+    varint(&mut out, 0); // no checksums
+    out.push(1); // a range
+    varint(&mut out, offset);
+    varint(&mut out, len);
+    out
+}
+
+fn varint(out: &mut Vec<u8>, mut v: u64) {
+    while v >= 0x80 {
+        out.push(v as u8 | 0x80);
+        v >>= 7;
+    }
+    out.push(v as u8);
+}
+
+/// After whatever happened, an honest osd is served.
+async fn still_serves(node: &Node) {
+    let deadline = Instant::now() + Duration::from_secs(5);
+    while node.server.status().connected {
+        assert!(Instant::now() < deadline, "the session did not end");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let session = Session::connect(node.endpoint.clone(), options()).await.unwrap();
+    let store: Arc<dyn ObjectStore> = session.store(0);
+    // It may be there from before.
+    let _ = store.queue_transaction(transaction(Op::CreateCollection)).await;
+    let source = WriteSource::Inline(Payload::compute(0, pattern(1, 100_000)));
+    store.queue_transaction(transaction(Op::Write { oid: oid(1), offset: 0, source })).await.unwrap();
+    assert_eq!(
+        store.read(&cid(), &oid(1), 0, 100_000, None).await.unwrap().contiguous(),
+        pattern(1, 100_000)
+    );
+}
+
+/// A node whose own session is closed, so that an evil one finds a place.
+async fn vacant() -> Node {
+    let node = node(Path::Dma).await;
+    node.session.close();
+    node
+}
+
+#[tokio::test]
+async fn requests_that_make_no_sense_cost_that_request() {
+    let node = vacant().await;
+    let mut evil = EvilOsd::join(&node).await;
+    let data_end = LAYOUT.len() as u64;
+    let ranges = [
+        (0, 4096),               // a ring
+        (data_end - 4096, 8192), // half outside
+        (u64::MAX, 4096),
+        (4096, u64::MAX),
+        (data_end - 4096, 0),
+    ];
+    for (id, (offset, len)) in ranges.into_iter().enumerate() {
+        evil.send(request(id as u64 + 1), &stage_write_of_range(offset, len), |_| ());
+        let reply = evil.reply().await;
+        assert_eq!(reply.header.id, id as u64 + 1);
+        assert_eq!(reply.control[0], 1, "an error");
+        assert!(String::from_utf8_lossy(&reply.control).contains("region"), "{:?}", reply.control);
+    }
+    // An unknown call, and one that is cut off.
+    for control in [&[200u8, 1, 2][..], &[1], &[]] {
+        evil.send(request(9), control, |_| ());
+        assert!(String::from_utf8_lossy(&evil.reply().await.control).contains("decoded"));
+    }
+    assert_eq!(node.server.status().violations, 0, "the session went on all the time");
+    drop(evil);
+    still_serves(&node).await;
+}
+
+#[tokio::test]
+async fn rings_that_make_no_sense_cost_the_session() {
+    type Lie = fn(&mut EvilOsd);
+    let lies: [(&str, Lie); 9] = [
+        ("a doorbell without an entry", |evil| evil.ring(CELL as u64)),
+        ("a doorbell of half a cell", |evil| evil.ring(7)),
+        ("a doorbell beyond the ring", |evil| evil.ring(1 << 40)),
+        ("a wrong checksum", |evil| evil.send(request(1), b"x", |bytes| bytes[HEADER_LEN] ^= 1)),
+        ("an absurd length", |evil| evil.send(request(1), b"x", |bytes| bytes[12..16].fill(0xff))),
+        ("a length beyond what was announced", |evil| evil.send(request(1), b"x", |bytes| bytes[16] = 200)),
+        ("a target that is not there", |evil| evil.send(Header { target: 7, ..request(1) }, b"x", |_| ())),
+        ("a reply instead of a request", |evil| evil.send(Header::new(Kind::Reply, 0, 1), b"x", |_| ())),
+        ("an entry twice", |evil| {
+            evil.send(request(1), b"x", |_| ());
+            evil.ring(2 * CELL as u64);
+        }),
+    ];
+    let node = vacant().await;
+    for (n, (what, lie)) in lies.into_iter().enumerate() {
+        let mut evil = EvilOsd::join(&node).await;
+        lie(&mut evil);
+        evil.hung_up_on().await;
+        let violations = node.server.status().violations;
+        assert_eq!(violations, n as u64 + 1, "{what}");
+    }
+    still_serves(&node).await;
+}
+
+#[tokio::test]
+async fn more_requests_than_agreed_cost_the_session() {
+    let node = vacant().await;
+    let mut evil = EvilOsd::join(&node).await;
+    // They wait for a transaction that never comes.
+    for id in 1..=9 {
+        evil.send(Header { after: 5, ..request(id) }, &[13], |_| ());
+    }
+    evil.hung_up_on().await;
+    assert_eq!(node.server.status().violations, 1);
+    still_serves(&node).await;
+}
+
+#[tokio::test]
+async fn garbage_on_the_socket_costs_the_connection() {
+    let node = vacant().await;
+    let Endpoint::Unix(path) = &node.endpoint else { panic!("a UNIX socket") };
+    for garbage in [vec![0u8; 64], vec![0xff; 5000], Header::new(Kind::Hello, 0, 0).seal(&[9; 40])] {
+        let mut stream = UnixStream::connect(path).await.unwrap();
+        tokio::io::AsyncWriteExt::write_all(&mut stream, &garbage).await.unwrap();
+        let mut rest = Vec::new();
+        // Closed or reset; both end it.
+        let _ = tokio::io::AsyncReadExt::read_to_end(&mut stream, &mut rest).await;
+        assert!(rest.is_empty());
+    }
+    let old = Hello { version_min: 90, version_max: 99, ..hello() };
+    let huge = Hello { layout: Some(Layout { ring_len: 1 << 40, data_len: 4096 }), ..hello() };
+    for (hello, why) in [(old, "version"), (huge, "not possible")] {
+        let refused = channel::join(Socket::Unix(UnixStream::connect(path).await.unwrap()), &hello).await;
+        let refused = refused.err().unwrap().to_string();
+        assert!(refused.contains(why), "{refused}");
+    }
+    still_serves(&node).await;
+}
+
+/// A store that welcomes an osd with this memory; gives what it needs to lie on.
+async fn evil_store(at: &FsPath, memory: OwnedFd) -> (Control, OwnedFd) {
+    let listener = UnixListener::bind(at).unwrap();
+    let socket = Socket::Unix(listener.accept().await.unwrap().0);
+    let (host_doorbell, osd_doorbell) = (Doorbell::create().unwrap(), Doorbell::create().unwrap());
+    let ours = osd_doorbell.try_clone().unwrap();
+    let (_, (), control) = channel::accept(socket, |hello, _| {
+        let targets = vec![TargetInfo { uuid: 1 }];
+        let welcome = Welcome { version: VERSION, nonce: hello.nonce, session: 1, memory: true, targets };
+        Ok((welcome, Some(Attachment { memory, host_doorbell, osd_doorbell }), ()))
+    })
+    .await
+    .unwrap();
+    (control, ours)
+}
+
+#[tokio::test]
+async fn memory_that_is_not_what_was_agreed_is_refused() {
+    let options = SessionOptions { wait_for_store: Duration::from_millis(400), ..options() };
+    let len = options.memory.layout.len() as u64;
+    let memfd = |len: u64, seals: SealFlags| {
+        let fd = rustix::fs::memfd_create("evil", MemfdFlags::ALLOW_SEALING).unwrap();
+        rustix::fs::ftruncate(&fd, len).unwrap();
+        rustix::fs::fcntl_add_seals(&fd, seals).unwrap();
+        fd
+    };
+    let sealed = SealFlags::SHRINK | SealFlags::GROW;
+    let lies = [
+        ("seals", memfd(len, SealFlags::empty())),
+        ("seals", memfd(len, SealFlags::GROW)),
+        ("announced", memfd(len - 4096, sealed)),
+        ("announced", memfd(len + 4096, sealed)),
+    ];
+    for (why, memory) in lies {
+        let dir = tempfile::tempdir().unwrap();
+        let at = dir.path().join("s");
+        let (refused, _store) = tokio::join!(
+            Session::connect(Endpoint::Unix(at.clone()), options.clone()),
+            evil_store(&at, memory)
+        );
+        let refused = refused.err().unwrap().to_string();
+        // A later attempt finds nobody; what matters is that there is no session.
+        assert!(refused.contains(why) || refused.contains("socket"), "{refused}");
+    }
+}
+
+#[tokio::test]
+async fn a_store_that_lies_costs_its_session_and_calls_fail_typed() {
+    type Lie = fn(&Arena, &OwnedFd, Layout);
+    let lies: [Lie; 3] = [
+        |_, bell, _| Doorbell::ring(bell.as_fd(), 1 << 40).unwrap(),
+        |_, bell, _| Doorbell::ring(bell.as_fd(), CELL as u64).unwrap(),
+        |memory, bell, layout| {
+            // An answer to a question that nobody asked.
+            let bytes = Header::new(Kind::Reply, 0, 77).seal(b"x");
+            layout.outbox().write(memory, 0, &[&bytes]);
+            Doorbell::ring(bell.as_fd(), footprint(bytes.len()) as u64).unwrap();
+        },
+    ];
+    let options = SessionOptions { wait_for_store: Duration::from_millis(400), ..options() };
+    for lie in lies {
+        let dir = tempfile::tempdir().unwrap();
+        let at = dir.path().join("s");
+        let memory = HostMemory::new(options.memory.layout).unwrap();
+        let fd = memory.arena.share_fd().unwrap().unwrap();
+        let (session, (_control, bell)) =
+            tokio::join!(Session::connect(Endpoint::Unix(at.clone()), options.clone()), evil_store(&at, fd));
+        let session = session.unwrap();
+        let call = session.store(0).queue_transaction(transaction(Op::Touch { oid: oid(1) }));
+        lie(&memory.arena, &bell, options.memory.layout);
+        let lost = call.await;
+        assert!(matches!(lost, Err(store::StoreError::Disconnected(_))), "{lost:?}");
+        let failure = session.status().last_failure.unwrap();
+        assert!(failure.contains("protocol") || failure.contains("socket"), "{failure}");
+    }
+}
+
+#[tokio::test]
+async fn data_that_changes_on_the_way_is_found_by_its_reader() {
+    let node = node(Path::Dma).await;
+    make_collection(&node.store).await;
+    let mut damaged = pattern(3, 8192).to_vec();
+    let checksums = Payload::compute(0, Bytes::from(damaged.clone())).checksums().to_vec();
+    damaged[5000] ^= 4;
+    let payload = Payload::from_parts(0, Bytes::from(damaged), checksums).unwrap();
+    let write = Op::Write { oid: oid(0), offset: 0, source: WriteSource::Inline(payload) };
+    node.store.queue_transaction(transaction(write)).await.unwrap();
+    let read = node.store.read(&cid(), &oid(0), 0, 8192, None).await.unwrap();
+    assert_eq!(read.verify().unwrap_err().offset, 4096);
+}
