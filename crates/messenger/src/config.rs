@@ -27,8 +27,8 @@ pub(crate) const MAX_CREDIT_BYTES: u64 = 2 << 30;
 
 /// How the sessions of a stack behave. The defaults are for daemons; tests shorten the times.
 ///
-/// **Memory of one session** is bounded by: received and not taken, `window_bytes`; sent and not acknowledged, the
-/// peer's window for messages and `push_window_bytes` for pushed data (counted while their [`bytes::Bytes`] live);
+/// **Memory of one session** is bounded by: received and not taken, `window_bytes`; sent and not acknowledged,
+/// `window_bytes` for messages, whatever the peer grants, and `push_window_bytes` for pushed data (counted while their [`bytes::Bytes`] live);
 /// queued bulk chunks, 1 MiB; chunks that the sources of pulls hold ready, one (256 KiB) for each of at most 256 pulls,
 /// and none where sources return parts of what is in memory anyway; read buffers of up to 1.5 MiB, which shrink to 16 KiB
 /// when little comes. Messages are parts of read buffers: one that is kept may keep up to 256 KiB around it.
@@ -45,7 +45,8 @@ pub struct SessionConfig {
     pub hold: Duration,
     /// Most sessions of one listener, those without a transport included.
     pub max_sessions: usize,
-    /// Bytes of messages, each counted with 4 KiB on top, that a peer may send before the user takes them.
+    /// Bytes of messages, each counted with 4 KiB on top, that a peer may send before the user takes them, and
+    /// that wait here to be sent or acknowledged.
     pub window_bytes: u64,
     /// Bytes of pushed bulk data that wait for the peer's acknowledgement.
     pub push_window_bytes: u32,

@@ -92,9 +92,11 @@ impl Shared {
     pub(crate) fn new(settled: Settled, config: SessionConfig) -> Arc<Shared> {
         let metrics = Metrics::new();
         metrics.sessions.increment(1);
+        let mut outbound = Outbound::new(settled.granted, config.window_bytes);
+        let credit = outbound.issue();
         let state = State {
             status: Status::Open,
-            outbound: Outbound::new(settled.granted),
+            outbound,
             inbound: Inbound::new(config.window_bytes),
             pulls: Pulls::default(),
             offers: Offers::default(),
@@ -106,7 +108,7 @@ impl Shared {
             metrics,
             state: Mutex::new(state),
             wake_writer: Notify::new(),
-            message_credit: Semaphore::new(settled.granted as usize),
+            message_credit: Semaphore::new(credit),
             push_room: Semaphore::new(config.push_window_bytes as usize),
             bulk_slots: Semaphore::new(BULK_SLOTS),
             pull_slots: Semaphore::new(MAX_PULLS),
@@ -169,7 +171,7 @@ impl Shared {
         state.status = Status::Lost(why.clone());
         // Dropped after the lock is: what drops here is the users', and may call back.
         let (outbound, pulls, offers) = (
-            std::mem::replace(&mut state.outbound, Outbound::new(0)),
+            std::mem::replace(&mut state.outbound, Outbound::new(0, 0)),
             std::mem::take(&mut state.pulls),
             std::mem::take(&mut state.offers),
         );

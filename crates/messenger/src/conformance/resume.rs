@@ -25,10 +25,11 @@ pub async fn exactly_once_across_broken_transports(rig: &Rig) {
     let interrupted = Cell::new(0);
     let cut = async {
         let mut random = rig.random();
-        let mut cuts = 0;
+        let (mut cuts, mut pause) = (0, 20);
         while !done.get() {
-            sleep(Duration::from_millis(random.random_range(1..300))).await;
+            sleep(Duration::from_millis(pause)).await;
             cuts += (rig.cut)();
+            pause = random.random_range(1..300);
         }
         cuts
     };
@@ -55,7 +56,7 @@ async fn send_numbered(connection: &dyn Connection) {
         let header = i.to_le_bytes().to_vec().into();
         connection.send(Message { header, payload }).await.expect("sent");
         if i % 8 == 0 {
-            sleep(Duration::from_millis(2)).await;
+            sleep(Duration::from_millis(10)).await;
         }
     }
 }

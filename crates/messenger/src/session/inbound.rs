@@ -6,7 +6,7 @@ use std::task::Waker;
 use crate::config::MESSAGE_OVERHEAD;
 use crate::{Event, Message, MessengerError};
 
-/// Bytes received after which an acknowledgement does not wait for its timer.
+/// Bytes received, each frame counted with its overhead, after which an acknowledgement does not wait for its timer.
 const ACK_BYTES: u64 = 512 << 10;
 
 /// Most events of interruption and resumption that wait for a user who takes none.
@@ -82,7 +82,7 @@ impl Inbound {
             return Err(MessengerError::Protocol(format!("frame {seq} came, frame {expected} was expected")));
         }
         self.received = seq;
-        self.unreported_bytes += len as u64;
+        self.unreported_bytes += len as u64 + MESSAGE_OVERHEAD;
         Ok(Order::Next)
     }
 

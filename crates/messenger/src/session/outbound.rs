@@ -5,7 +5,9 @@ use std::collections::VecDeque;
 use base::block::Payload;
 use tokio::sync::oneshot;
 
+use super::inbound::charge;
 use super::writer::Batch;
+use crate::config::MAX_CREDIT_BYTES;
 use crate::frame::{Body, Kind, PullData, Push, Window};
 use crate::{Message, MessengerError};
 
@@ -42,8 +44,13 @@ pub(super) struct Outbound {
     acked: u64,
     /// How many of `unacked` were written to the present transport.
     written: usize,
-    /// Credits the peer granted since the session began, in bytes.
-    pub(super) granted: u64,
+    /// Bytes of credit since the session began: granted by the peer, of messages that it has acknowledged, and given to
+    /// senders here.
+    granted: u64,
+    freed: u64,
+    issued: u64,
+    /// Most bytes that wait here to be sent or acknowledged, whatever the peer grants.
+    window: u64,
 }
 
 /// What the writer needs to know of the other direction.
@@ -53,7 +60,7 @@ pub(super) struct Piggyback {
 }
 
 impl Outbound {
-    pub(super) fn new(granted: u64) -> Outbound {
+    pub(super) fn new(granted: u64, window: u64) -> Outbound {
         Outbound {
             control: VecDeque::new(),
             window_wanted: false,
@@ -63,6 +70,9 @@ impl Outbound {
             acked: 0,
             written: 0,
             granted,
+            freed: 0,
+            issued: 0,
+            window,
         }
     }
 
@@ -111,10 +121,35 @@ impl Outbound {
         if newly > self.unacked.len() as u64 {
             return Err(MessengerError::Protocol(format!("frame {ack} acknowledged, which was not sent")));
         }
-        freed.extend(self.unacked.drain(..newly as usize));
+        for frame in self.unacked.drain(..newly as usize) {
+            if let Sequenced::Message(message) = &frame {
+                self.freed += charge(message);
+            }
+            freed.push(frame);
+        }
         self.acked += newly;
         self.written = self.written.saturating_sub(newly as usize);
         Ok(())
+    }
+
+    /// The peer has granted `granted` bytes of credit since the session began.
+    ///
+    /// # Errors
+    /// If that is more than any window has.
+    pub(super) fn on_granted(&mut self, granted: u64) -> Result<(), MessengerError> {
+        self.granted = self.granted.max(granted);
+        if self.granted - self.issued > MAX_CREDIT_BYTES {
+            return Err(MessengerError::Protocol(format!("{granted} bytes of credit were granted")));
+        }
+        Ok(())
+    }
+
+    /// The credits that may now be given to senders, in bytes.
+    pub(super) fn issue(&mut self) -> usize {
+        let allowed = self.granted.min(self.freed + self.window);
+        let more = allowed.saturating_sub(self.issued);
+        self.issued += more;
+        more as usize
     }
 
     /// The transport broke: what was sent and not acknowledged will be sent again, and data of pulls be asked for again.

@@ -16,7 +16,6 @@ use super::inbound::Order;
 use super::outbound::Sequenced;
 use super::pulls::Destination;
 use super::read_buffer::ReadBuffer;
-use crate::config::MAX_CREDIT_BYTES;
 use crate::frame::{Body, FrameError, FrameHeader, HEADER_LEN, PullData};
 use crate::{Message, MessengerError};
 
@@ -263,25 +262,23 @@ impl<'a> Reader<'a> {
 impl Shared {
     /// The peer has everything up to `ack`.
     pub(super) fn on_ack(&self, ack: u64, freed: &mut Vec<Sequenced>) -> Result<(), MessengerError> {
-        self.lock().outbound.on_ack(ack, freed)?;
+        let mut state = self.lock();
+        state.outbound.on_ack(ack, freed)?;
+        let credit = state.outbound.issue();
+        drop(state);
         let pushed = freed.iter().map(|f| if let Sequenced::Push(_, p) = f { p.len() } else { 0 }).sum();
-        if pushed > 0 {
-            self.push_room.add_permits(pushed);
-        }
+        self.push_room.add_permits(pushed);
+        self.message_credit.add_permits(credit);
         Ok(())
     }
 
     /// The peer granted credits: `granted` bytes since the session began.
     pub(super) fn on_granted(&self, granted: u64) -> Result<(), MessengerError> {
         let mut state = self.lock();
-        let more = granted.saturating_sub(state.outbound.granted);
-        let available = self.message_credit.available_permits() as u64;
-        if available.saturating_add(more) > MAX_CREDIT_BYTES {
-            return Err(MessengerError::Protocol(format!("{more} bytes of credit granted at once")));
-        }
-        state.outbound.granted += more;
+        state.outbound.on_granted(granted)?;
+        let credit = state.outbound.issue();
         drop(state);
-        self.message_credit.add_permits(more as usize);
+        self.message_credit.add_permits(credit);
         Ok(())
     }
 

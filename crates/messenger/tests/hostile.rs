@@ -1,0 +1,414 @@
+//! Peers that lie, stall and guess: each costs its own session, with a typed error, and nothing else.
+
+mod raw;
+
+use std::time::Duration;
+
+use base::block::Payload;
+use bytes::Bytes;
+use outboard_messenger::frame::{
+    Body, Close, PullCancel, PullData, PullRequest, Push, Refusal, RejectCode, Resume, Welcome, Window,
+};
+use outboard_messenger::{
+    BulkDescriptor, ConnectOptions, Event, Message, MessengerError, NetworkStack, SessionConfig, TcpStack,
+};
+use raw::{PATIENCE, Raw, Victim, bytes, forge, hello, lost, offer};
+use tokio::net::TcpListener;
+use tokio::time::{sleep, timeout};
+
+fn message(text: &str) -> Body {
+    Body::Message(Bytes::copy_from_slice(text.as_bytes()))
+}
+
+#[tokio::test]
+async fn every_flipped_bit_of_a_hello_is_found() {
+    let mut victim = Victim::new().await;
+    let good = bytes(&Body::Hello(hello(None)), 0, 0, &Payload::default());
+    for bit in 0..good.len() * 8 {
+        let mut bad = good.clone();
+        bad[bit / 8] ^= 1 << (bit % 8);
+        let mut raw = Raw::connect(&victim.endpoint).await;
+        raw.write(&bad).await;
+        raw.closed().await;
+        let why = victim.refused().await;
+        assert!(
+            matches!(why, MessengerError::Unreachable { .. } | MessengerError::Protocol(_)),
+            "{bit}: {why}"
+        );
+    }
+    victim.is_well().await;
+}
+
+#[tokio::test]
+async fn every_flipped_bit_of_a_message_breaks_the_transport_only() {
+    let mut victim = Victim::new().await;
+    let payload = Payload::compute(5, vec![1; 20].into());
+    let good = bytes(&message("text"), 1, 0, &payload);
+    let (_, welcome, mut ends) = victim.attack().await;
+    assert!(matches!(ends.1.next().await, Event::Interrupted));
+    for bit in (0..good.len() * 8).step_by(5) {
+        let mut bad = good.clone();
+        bad[bit / 8] ^= 1 << (bit % 8);
+        let (mut raw, _, mut ends) = victim.attack().await;
+        raw.write(&bad).await;
+        raw.closed().await;
+        let event = timeout(PATIENCE, ends.1.next()).await.expect("an event");
+        assert!(matches!(event, Event::Interrupted), "bit {bit}: {event:?}");
+    }
+    assert_eq!(welcome.received, 0);
+    victim.is_well().await;
+}
+
+#[tokio::test]
+async fn a_session_whose_transports_are_all_damaged_is_given_up() {
+    let mut victim = Victim::new().await;
+    let (mut raw, welcome, mut ends) = victim.attack().await;
+    let resume = Resume { session: welcome.session, secret: welcome.secret, received: 0 };
+    for _ in 0..20 {
+        raw.write(b"this is not a frame, and longer than the header of one").await;
+        raw.closed().await;
+        raw = Raw::connect(&victim.endpoint).await;
+        raw.send(&Body::Hello(hello(Some(resume.clone()))), 0).await;
+        match raw.next().await.map(|f| f.body) {
+            Some(Body::Welcome(_)) => {}
+            Some(Body::Reject(reject)) => {
+                assert_eq!(reject.code, RejectCode::UnknownSession);
+                let why = lost(&mut *ends.1).await;
+                assert!(matches!(why, MessengerError::Protocol(_)), "{why}");
+                return victim.is_well().await;
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    panic!("the session goes on forever");
+}
+
+#[tokio::test]
+async fn a_truncated_frame_is_not_a_message_and_the_session_is_not_kept_forever() {
+    let mut victim = Victim::new().await;
+    let frame = bytes(&message("text"), 1, 0, &Payload::compute(0, vec![1; 9000].into()));
+    for len in [1, 39, 40, 43, 60, 5000, frame.len() - 1] {
+        let (mut raw, _, mut ends) = victim.attack().await;
+        raw.write(&frame[..len]).await;
+        drop(raw);
+        assert!(matches!(ends.1.next().await, Event::Interrupted), "{len}");
+        let why = lost(&mut *ends.1).await;
+        assert!(matches!(why, MessengerError::SessionLost(_)), "{len}: {why}");
+    }
+    victim.is_well().await;
+}
+
+/// What a peer may say, with all checksums right, that ends its session.
+#[tokio::test]
+async fn violations_of_the_protocol_end_the_session() {
+    let mut victim = Victim::new().await;
+    let empty = Payload::default();
+    let text = bytes(&message("text"), 1, 0, &empty);
+    let window = |granted| bytes(&Body::Window(Window { granted }), 0, 0, &empty);
+    let data = Payload::compute(0, vec![1; 100].into());
+    let mut trailing = bytes(&Body::Window(Window { granted: 1 }), 0, 0, &empty);
+    trailing.push(0);
+    let crc = base::block::crc32c(&trailing[40..]).to_le_bytes();
+    let trailing = forge(forge(trailing, 8, &2u32.to_le_bytes()), 32, &crc);
+    let violations: [(&str, Vec<u8>); 14] = [
+        ("header of 4 GiB", forge(text.clone(), 8, &u32::MAX.to_le_bytes())),
+        ("payload of 4 GiB", forge(text.clone(), 12, &u32::MAX.to_le_bytes())),
+        ("unknown kind", forge(text.clone(), 5, &[99])),
+        ("phase beyond the block", forge(text.clone(), 6, &4096u16.to_le_bytes())),
+        ("message without a number", forge(text.clone(), 16, &0u64.to_le_bytes())),
+        ("gap in the numbers", forge(text.clone(), 16, &2u64.to_le_bytes())),
+        ("last number", forge(text.clone(), 16, &u64::MAX.to_le_bytes())),
+        ("acknowledges what was not sent", forge(text.clone(), 24, &1u64.to_le_bytes())),
+        ("numbered window", forge(window(1), 16, &1u64.to_le_bytes())),
+        ("window with a payload", forge(window(1), 12, &1u32.to_le_bytes())),
+        ("absurd credit", window(u64::MAX)),
+        ("body too long", trailing),
+        ("second hello", bytes(&Body::Hello(hello(None)), 0, 0, &empty)),
+        (
+            "body of another kind",
+            forge(bytes(&Body::Push(Push { offer: 1, offset: 1 }), 1, 0, &data), 5, &[33]),
+        ),
+    ];
+    for (name, frame) in violations {
+        let (mut raw, _, mut ends) = victim.attack().await;
+        raw.write(&frame).await;
+        let why = lost(&mut *ends.1).await;
+        assert!(matches!(why, MessengerError::Protocol(_)), "{name}: {why}");
+        raw.closed().await;
+        let late = ends.0.send(Message::default()).await;
+        assert_eq!(late, Err(why), "{name}: calls say the same");
+    }
+    victim.is_well().await;
+}
+
+#[tokio::test]
+async fn a_flood_beyond_the_credits_ends_the_session() {
+    let mut victim = Victim::new().await;
+    let (mut raw, welcome, mut ends) = victim.attack().await;
+    let payload = Payload::compute(0, vec![1; 60_000].into());
+    for seq in 1..=3 * welcome.granted / 60_000 {
+        raw.write(&bytes(&message(""), seq, 0, &payload)).await;
+    }
+    raw.closed().await;
+    let why = lost(&mut *ends.1).await;
+    assert!(matches!(&why, MessengerError::Protocol(why) if why.contains("credit")), "{why}");
+    victim.is_well().await;
+}
+
+#[tokio::test]
+async fn pulls_of_what_was_not_offered_are_refused() {
+    let mut victim = Victim::new().await;
+    let (mut raw, _, ends) = victim.attack().await;
+    let (region, offer) = offer(&ends, 10_000);
+    let request = |pull, offer, offset, len| Body::PullRequest(PullRequest { pull, offer, offset, len });
+    let bad = [
+        request(1, offer ^ 1, 0, 10),
+        request(2, 0, 0, 10),
+        request(3, offer, 0, 10_001),
+        request(4, offer, 10_001, 0),
+        request(5, offer, u64::MAX, 2),
+        request(6, offer, 8192, u64::MAX),
+        request(7, offer, 5, 10),
+        request(8, offer, 0, 0),
+    ];
+    for (number, body) in (1..).zip(&bad) {
+        raw.send(body, 0).await;
+        match raw.next_answer().await {
+            Some(Body::PullRefused(refused)) => {
+                assert_eq!((refused.pull, refused.refusal), (number, Refusal::Offer), "{}", refused.reason);
+            }
+            other => panic!("pull {number}: {other:?}"),
+        }
+    }
+    raw.send(&request(9, offer, 4096, 5904), 0).await;
+    assert_eq!(raw.next_answer().await, Some(Body::PullData(PullData { pull: 9, offset: 4096 })));
+    drop(region);
+    raw.send(&request(10, offer, 0, 10), 0).await;
+    assert!(matches!(raw.next_answer().await, Some(Body::PullRefused(_))), "withdrawn");
+    raw.send(&Body::PullCancel(PullCancel { pull: 77 }), 0).await;
+    raw.send(&message("still here"), 1).await;
+    let (_connection, mut incoming) = ends;
+    assert!(matches!(incoming.next().await, Event::Message(_)));
+    victim.is_well().await;
+}
+
+#[tokio::test]
+async fn questions_without_end_from_a_peer_that_reads_no_answers_end_the_session() {
+    let mut victim = Victim::new().await;
+    let (mut raw, _, mut ends) = victim.attack().await;
+    let request = PullRequest { pull: 1, offer: 1, offset: 0, len: 1 };
+    let many = bytes(&Body::PullRequest(request), 0, 0, &Payload::default()).repeat(5000);
+    let flood = async {
+        loop {
+            raw.write(&many).await;
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::select! {
+        why = lost(&mut *ends.1) => assert!(matches!(why, MessengerError::Protocol(_)), "{why}"),
+        () = flood => {}
+    }
+    victim.is_well().await;
+}
+
+#[tokio::test]
+async fn data_that_was_not_asked_for_is_dropped_or_ends_the_session() {
+    let mut victim = Victim::new().await;
+    let (mut raw, _, ends) = victim.attack().await;
+    let data = Payload::compute(0, vec![1; 5000].into());
+    let unknown = Body::PullData(PullData { pull: 1234, offset: 0 });
+    raw.write(&bytes(&unknown, 0, 0, &data)).await;
+    raw.write(&bytes(&Body::Push(Push { offer: 5, offset: 0 }), 1, 0, &data)).await;
+    match raw.next_answer().await {
+        Some(Body::PushRefused(refused)) => assert_eq!(refused.offer, 5),
+        other => panic!("{other:?}"),
+    }
+    let (region, _) = offer(&ends, 8192);
+    let theirs = BulkDescriptor { ..region.descriptor.clone() };
+    let pool = outboard_messenger::conformance::pool();
+    let dest = pool.alloc(8192).await.unwrap();
+    let pull = ends.0.bulk_read(&theirs, 0, dest, PATIENCE);
+    let lie = async {
+        let Some(Body::PullRequest(request)) = raw.next_answer().await else { panic!("a pull was begun") };
+        let elsewhere = Body::PullData(PullData { pull: request.pull, offset: 4096 });
+        raw.write(&bytes(&elsewhere, 0, 0, &data)).await;
+    };
+    let (pulled, ()) = tokio::join!(pull, lie);
+    assert!(matches!(pulled, Err(MessengerError::Protocol(_))), "{pulled:?}");
+    assert_eq!(pool.free_bytes().0, 64 << 20, "the buffer came back");
+    victim.is_well().await;
+}
+
+#[tokio::test]
+async fn a_pull_stalled_in_the_middle_of_a_chunk_returns_its_buffer_in_time() {
+    let mut victim = Victim::new().await;
+    let (mut raw, _, ends) = victim.attack().await;
+    let (region, _) = offer(&ends, 8192);
+    let pool = outboard_messenger::conformance::pool();
+    let dest = pool.alloc(8192).await.unwrap();
+    let limit = Duration::from_millis(200);
+    let pull = ends.0.bulk_read(&region.descriptor, 0, dest, limit);
+    let stall = async {
+        let Some(Body::PullRequest(request)) = raw.next_answer().await else { panic!("a pull was begun") };
+        let data = Payload::compute(0, vec![1; 8192].into());
+        let body = Body::PullData(PullData { pull: request.pull, offset: 0 });
+        let frame = bytes(&body, 0, 0, &data);
+        raw.write(&frame[..5000]).await;
+        frame
+    };
+    let (pulled, frame) = tokio::join!(pull, stall);
+    assert_eq!(pulled.err(), Some(MessengerError::TimedOut(limit)));
+    sleep(Duration::from_millis(20)).await;
+    assert_eq!(pool.free_bytes().0, 64 << 20, "the buffer came back although its chunk is still on the way");
+    raw.write(&frame[5000..]).await;
+    raw.send(&message("after"), 1).await;
+    let (_connection, mut incoming) = ends;
+    assert!(matches!(incoming.next().await, Event::Message(_)), "the rest of the chunk was dropped");
+    victim.is_well().await;
+}
+
+#[tokio::test]
+async fn slow_handshakes_time_out_and_keep_nobody_waiting() {
+    let mut victim = Victim::new().await;
+    let good = bytes(&Body::Hello(hello(None)), 0, 0, &Payload::default());
+    let mut slow = Vec::new();
+    for len in [0, 1, 39, 40, good.len() - 1] {
+        let mut raw = Raw::connect(&victim.endpoint).await;
+        raw.write(&good[..len]).await;
+        slow.push(raw);
+    }
+    victim.is_well().await;
+    let (_quick, _, _ends) = victim.attack().await;
+    for mut raw in slow {
+        raw.closed().await;
+    }
+    for _ in 0..5 {
+        let why = victim.refused().await;
+        assert!(matches!(why, MessengerError::Refused(_)), "{why}");
+    }
+}
+
+#[tokio::test]
+async fn a_session_is_resumed_only_with_its_secret() {
+    let mut victim = Victim::new().await;
+    let (_first, welcome, mut ends) = victim.attack().await;
+    let good = Resume { session: welcome.session, secret: welcome.secret, received: 0 };
+    let mut secret = welcome.secret;
+    secret[15] ^= 1;
+    let wrong = [Resume { secret, ..good.clone() }, Resume { session: good.session ^ 1, ..good.clone() }];
+    for resume in wrong {
+        let mut raw = Raw::connect(&victim.endpoint).await;
+        raw.send(&Body::Hello(hello(Some(resume))), 0).await;
+        match raw.next().await.map(|f| f.body) {
+            Some(Body::Reject(reject)) => assert_eq!(reject.code, RejectCode::UnknownSession),
+            other => panic!("{other:?}"),
+        }
+        victim.refused().await;
+    }
+    let mut raw = Raw::connect(&victim.endpoint).await;
+    raw.send(&Body::Hello(hello(Some(good.clone()))), 0).await;
+    assert!(
+        matches!(raw.next().await.map(|f| f.body), Some(Body::Welcome(Welcome { session, .. })) if session == welcome.session)
+    );
+    assert!(matches!(ends.1.next().await, Event::Interrupted), "the new transport replaces the old one");
+    assert!(matches!(ends.1.next().await, Event::Resumed));
+    let mut raw = Raw::connect(&victim.endpoint).await;
+    raw.send(&Body::Hello(hello(Some(Resume { received: 5, ..good }))), 0).await;
+    let why = lost(&mut *ends.1).await;
+    assert!(matches!(why, MessengerError::Protocol(_)), "it claims to have what was never sent: {why}");
+    victim.is_well().await;
+}
+
+#[tokio::test]
+async fn hellos_that_do_not_fit_are_rejected() {
+    let mut victim = Victim::new().await;
+    let bad = [
+        outboard_messenger::frame::Hello { versions: (2, 9), ..hello(None) },
+        outboard_messenger::frame::Hello { versions: (0, 0), ..hello(None) },
+        outboard_messenger::frame::Hello { tenant: "x".repeat(33), ..hello(None) },
+        outboard_messenger::frame::Hello { granted: u64::MAX, ..hello(None) },
+    ];
+    for hello in bad {
+        let mut raw = Raw::connect(&victim.endpoint).await;
+        raw.send(&Body::Hello(hello.clone()), 0).await;
+        match raw.next().await.map(|f| f.body) {
+            Some(Body::Reject(reject)) => assert_eq!(reject.code, RejectCode::Incompatible),
+            other => panic!("{hello:?}: {other:?}"),
+        }
+        assert!(matches!(victim.refused().await, MessengerError::Refused(_)));
+    }
+    victim.is_well().await;
+}
+
+#[tokio::test]
+async fn servers_that_talk_nonsense_give_clients_typed_errors() {
+    let config = SessionConfig { handshake_timeout: Duration::from_millis(100), ..SessionConfig::default() };
+    let stack = TcpStack::new(config);
+    let welcome = |nonce| Welcome {
+        version: 1,
+        features: 0,
+        nonce,
+        session: 1,
+        secret: [0; 16],
+        limits: (1, 1, 1),
+        granted: 1,
+        received: 0,
+    };
+    let empty = Payload::default();
+    let answers: [(&str, Vec<u8>); 6] = [
+        ("nothing", Vec::new()),
+        ("text", b"HTTP/1.1 400 Bad Request\r\n\r\nthis is not the server that you want".to_vec()),
+        ("other frame", bytes(&message("hi"), 1, 0, &empty)),
+        ("wrong nonce", bytes(&Body::Welcome(welcome([0; 16])), 0, 0, &empty)),
+        ("close", bytes(&Body::Close(Close { reason: "no".into() }), 0, 0, &empty)),
+        (
+            "long body",
+            forge(bytes(&Body::Welcome(welcome([0; 16])), 0, 0, &empty), 8, &u32::MAX.to_le_bytes()),
+        ),
+    ];
+    for (name, answer) in answers {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let endpoint = listener.local_addr().unwrap().to_string();
+        let serve = async {
+            loop {
+                let mut raw = Raw::over(listener.accept().await.unwrap().0);
+                raw.next().await;
+                raw.write(&answer).await;
+            }
+        };
+        let options = ConnectOptions { timeout: Duration::from_millis(250), ..ConnectOptions::default() };
+        tokio::select! {
+            result = stack.connect(&endpoint, options) => {
+                let why = result.err().unwrap_or_else(|| panic!("{name}: a session"));
+                let typed = matches!(why, MessengerError::Protocol(_) | MessengerError::Unreachable { .. });
+                assert!(typed, "{name}: {why}");
+            }
+            () = serve => {}
+            () = sleep(PATIENCE) => panic!("{name}: connecting hangs"),
+        }
+    }
+    let nobody = TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap().to_string();
+    let options = ConnectOptions { timeout: Duration::from_millis(100), ..ConnectOptions::default() };
+    assert!(matches!(stack.connect(&nobody, options).await, Err(MessengerError::Unreachable { .. })));
+}
+
+#[tokio::test]
+async fn a_peer_that_grants_much_and_reads_nothing_costs_bounded_memory() {
+    let mut victim = Victim::new().await;
+    let (mut raw, _, mut ends) = victim.attack().await;
+    raw.write(&bytes(&Body::Window(Window { granted: 1 << 30 }), 0, 0, &Payload::default())).await;
+    let payload = Payload::compute(0, vec![1; 60_000].into());
+    let mut sent = 0u64;
+    loop {
+        let message = Message { header: Bytes::new(), payload: payload.clone() };
+        match timeout(Duration::from_millis(200), ends.0.send(message)).await {
+            Ok(result) => result.unwrap(),
+            Err(_) => break,
+        }
+        sent += 60_000;
+        assert!(sent < 64 << 20, "queued without bound, because the peer grants without bound");
+    }
+    drop(raw);
+    lost(&mut *ends.1).await;
+    victim.is_well().await;
+}

@@ -1,0 +1,208 @@
+//! A peer that writes whatever bytes it wants.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use base::block::{Payload, crc32c};
+use bytes::{Bytes, BytesMut};
+use outboard_messenger::frame::{self, Body, Frame, HEADER_LEN, Hello, Resume, Welcome};
+use outboard_messenger::{
+    ConnectOptions, Ends, Event, Incoming, Limits, Listener, Message, MessengerError, NetworkStack,
+    SessionConfig, TcpStack,
+};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+
+/// Longest wait for anything in these tests; none of them hangs.
+pub const PATIENCE: Duration = Duration::from_secs(10);
+
+/// A raw connection.
+pub struct Raw {
+    stream: TcpStream,
+    read: BytesMut,
+    limits: Limits,
+}
+
+/// The bytes of a frame.
+pub fn bytes(body: &Body, seq: u64, ack: u64, payload: &Payload) -> Vec<u8> {
+    let mut out = Vec::new();
+    frame::encode_head(&mut out, body.kind(), seq, ack, payload, |o| body.encode(o));
+    out.extend_from_slice(payload.data());
+    out
+}
+
+/// Changes bytes of a frame's fixed header and makes its checksum right again.
+pub fn forge(mut frame: Vec<u8>, at: usize, with: &[u8]) -> Vec<u8> {
+    frame[at..at + with.len()].copy_from_slice(with);
+    let crc = crc32c(&frame[..36]);
+    frame[36..HEADER_LEN].copy_from_slice(&crc.to_le_bytes());
+    frame
+}
+
+pub fn hello(resume: Option<Resume>) -> Hello {
+    Hello {
+        versions: (1, 1),
+        features: 0,
+        tenant: "raw".into(),
+        nonce: [7; 16],
+        limits: (65_536, 65_536),
+        granted: 1 << 20,
+        resume,
+    }
+}
+
+impl Raw {
+    pub async fn connect(endpoint: &str) -> Raw {
+        Raw::over(TcpStream::connect(endpoint).await.unwrap())
+    }
+
+    pub fn over(stream: TcpStream) -> Raw {
+        let limits = SessionConfig::default().limits;
+        Raw { stream, read: BytesMut::new(), limits }
+    }
+
+    /// A connection with a session.
+    pub async fn session(endpoint: &str) -> (Raw, Welcome) {
+        let mut raw = Raw::connect(endpoint).await;
+        raw.send(&Body::Hello(hello(None)), 0).await;
+        match raw.next().await.map(|f| f.body) {
+            Some(Body::Welcome(welcome)) => (raw, welcome),
+            other => panic!("{other:?} instead of a welcome"),
+        }
+    }
+
+    pub async fn send(&mut self, body: &Body, seq: u64) {
+        self.write(&bytes(body, seq, 0, &Payload::default())).await;
+    }
+
+    /// Writes; the peer may have closed already.
+    pub async fn write(&mut self, bytes: &[u8]) {
+        let _ = timeout(PATIENCE, self.stream.write_all(bytes)).await.expect("the peer reads, or closes");
+    }
+
+    /// The next frame; `None` when the peer has closed.
+    pub async fn next(&mut self) -> Option<Frame> {
+        loop {
+            let now = Bytes::copy_from_slice(&self.read);
+            if let Some((frame, len)) =
+                frame::decode(&now, &self.limits).expect("our side writes good frames")
+            {
+                let _ = self.read.split_to(len);
+                return Some(frame);
+            }
+            let read = self.stream.read_buf(&mut self.read);
+            match timeout(PATIENCE, read).await.expect("the peer answers, or closes") {
+                Ok(0) | Err(_) => return None,
+                Ok(_) => {}
+            }
+        }
+    }
+
+    /// The next frame that is not about credits.
+    pub async fn next_answer(&mut self) -> Option<Body> {
+        loop {
+            match self.next().await?.body {
+                Body::Window(_) => {}
+                other => return Some(other),
+            }
+        }
+    }
+
+    /// Waits until the peer has closed.
+    pub async fn closed(&mut self) {
+        while self.next().await.is_some() {}
+    }
+}
+
+/// A server and one session with a client that behaves, to be looked at after every attack.
+pub struct Victim {
+    pub listener: Box<dyn Listener>,
+    pub endpoint: String,
+    bystander: (Ends, Ends),
+}
+
+impl Victim {
+    pub async fn new() -> Victim {
+        let config = SessionConfig {
+            heartbeat: Duration::from_millis(100),
+            grace: Duration::from_millis(400),
+            handshake_timeout: Duration::from_millis(300),
+            hold: Duration::from_millis(300),
+            ..SessionConfig::default()
+        };
+        let stack = TcpStack::new(config);
+        let mut listener = stack.listen("127.0.0.1:0", 0).await.unwrap();
+        let endpoint = listener.endpoint();
+        let (client, server) =
+            tokio::join!(stack.connect(&endpoint, ConnectOptions::default()), listener.accept());
+        Victim { listener, endpoint, bystander: (client.unwrap(), server.unwrap()) }
+    }
+
+    /// A raw session, and the server's end of it.
+    pub async fn attack(&mut self) -> (Raw, Welcome, Ends) {
+        let endpoint = self.endpoint.clone();
+        let (session, server) = tokio::join!(Raw::session(&endpoint), self.accepted());
+        (session.0, session.1, server)
+    }
+
+    async fn accepted(&mut self) -> Ends {
+        loop {
+            if let Ok(ends) = timeout(PATIENCE, self.listener.accept()).await.expect("a session") {
+                return ends;
+            }
+        }
+    }
+
+    /// The error of the next failed handshake.
+    pub async fn refused(&mut self) -> MessengerError {
+        match timeout(PATIENCE, self.listener.accept()).await.expect("an error") {
+            Ok((connection, _)) => panic!("a session with {:?}", connection.peer()),
+            Err(e) => e,
+        }
+    }
+
+    /// The session that behaves is as well as ever.
+    pub async fn is_well(&mut self) {
+        let (client, server) = &mut self.bystander;
+        let message = Message { header: "well?".into(), payload: Payload::default() };
+        client.0.send(message.clone()).await.unwrap();
+        match timeout(PATIENCE, server.1.next()).await.expect("the bystander's message") {
+            Event::Message(got) => assert_eq!(got, message),
+            other => panic!("the bystander suffers: {other:?}"),
+        }
+    }
+}
+
+/// Why the session was lost; there may be messages before.
+pub async fn lost(incoming: &mut dyn Incoming) -> MessengerError {
+    loop {
+        if let Event::Lost(why) = timeout(PATIENCE, incoming.next()).await.expect("the session ends") {
+            return why;
+        }
+    }
+}
+
+/// Data to be offered.
+pub struct Zeros(pub u64);
+
+impl outboard_messenger::BulkSource for Zeros {
+    fn len(&self) -> u64 {
+        self.0
+    }
+
+    fn phase(&self) -> u64 {
+        0
+    }
+
+    fn read(&self, offset: u64, len: usize) -> base::BoxFuture<'_, Result<Payload, String>> {
+        Box::pin(async move { Ok(Payload::compute(offset, vec![0; len].into())) })
+    }
+}
+
+/// The offered region must be kept for as long as the offer is to hold.
+pub fn offer(ends: &Ends, len: u64) -> (outboard_messenger::BulkRegion, u64) {
+    let region = ends.0.offer_source(Arc::new(Zeros(len))).unwrap();
+    let key = region.descriptor.segments[0].key;
+    (region, key)
+}
