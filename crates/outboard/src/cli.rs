@@ -30,8 +30,9 @@ pub struct NodeArgs {
 /// Everything that `outboard` does.
 #[derive(Debug, Subcommand)]
 pub enum Command {
+    Up(commands::up::UpArgs),
     Down(commands::down::DownArgs),
-    Doctor(commands::doctor::DoctorArgs),
+    Status(commands::status::StatusArgs),
     #[command(subcommand, about = "Create, list and remove pools")]
     Pool(commands::pool::PoolCommand),
     Put(commands::put::PutArgs),
@@ -41,4 +42,7 @@ pub enum Command {
     Rm(commands::rm::RmArgs),
     Cp(commands::cp::CpArgs),
     Bench(commands::bench::BenchArgs),
+    Store(commands::store::StoreArgs),
+    Osd(commands::osd::OsdArgs),
+    Doctor(commands::doctor::DoctorArgs),
 }

@@ -8,7 +8,6 @@
 mod cli;
 mod commands;
 mod failure;
-#[allow(dead_code, reason = "the roles that use the rest come next")]
 mod node;
 mod output;
 mod progress;

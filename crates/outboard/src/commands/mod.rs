@@ -6,11 +6,15 @@ pub mod doctor;
 pub mod down;
 pub mod get;
 pub mod ls;
+pub mod osd;
 pub mod pool;
 pub mod put;
 pub mod rm;
 mod session;
 pub mod stat;
+pub mod status;
+pub mod store;
+pub mod up;
 
 use crate::cli::{Cli, Command};
 use crate::failure::Result;
@@ -19,8 +23,9 @@ use crate::failure::Result;
 pub fn run(cli: Cli) -> Result<()> {
     let node = &cli.node;
     match cli.command {
+        Command::Up(args) => up::run(args, node),
         Command::Down(args) => down::run(args, node),
-        Command::Doctor(args) => doctor::run(args, node),
+        Command::Status(args) => status::run(args, node),
         Command::Pool(command) => pool::run(command, node),
         Command::Put(args) => put::run(args, node),
         Command::Get(args) => get::run(args, node),
@@ -29,6 +34,9 @@ pub fn run(cli: Cli) -> Result<()> {
         Command::Rm(args) => rm::run(args, node),
         Command::Cp(args) => cp::run(args, node),
         Command::Bench(args) => bench::run(args, node),
+        Command::Store(args) => store::run(args, node),
+        Command::Osd(args) => osd::run(args, node),
+        Command::Doctor(args) => doctor::run(args, node),
     }
 }
 

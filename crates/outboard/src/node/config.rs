@@ -57,6 +57,54 @@ pub const KEYS: &[Key] = &[
         "\"8GiB\"",
         "Size of target files that `up` makes. Existing ones and devices keep theirs. Written in full, so it takes that much space at once.",
     ),
+    key("store", "index_cache", "\"32MiB\"", "Memory for index pages, per target."),
+    key("store", "metadata_cache", "\"16MiB\"", "Memory for decoded metadata, per target."),
+    key(
+        "store",
+        "buffers",
+        "\"32MiB\"",
+        "Memory for reads and writes whose own memory cannot go to the drive directly, per target.",
+    ),
+    key(
+        "channel",
+        "window",
+        "\"64MiB\"",
+        "Host memory that a session's payload passes through: 1MiB to 4GiB, a multiple of 4KiB.",
+    ),
+    key("channel", "requests", "256", "Most requests to the store that are unanswered at a time: 1 to 1024."),
+    key(
+        "osd",
+        "staging",
+        "\"128MiB\"",
+        "Memory for payload between client and store; requests wait when it is used up. At least 8MiB, a multiple of 4MiB.",
+    ),
+    key(
+        "osd",
+        "store_patience",
+        "\"30s\"",
+        "How long requests wait for a store that is restarting before clients are told to retry.",
+    ),
+    key("osd", "transfer_timeout", "\"30s\"", "How long one transfer from or to a client may take."),
+    key(
+        "osd",
+        "session_expiry",
+        "\"24h\"",
+        "Clients that changed nothing for that long lose the record of what they did; a retry that comes later is refused.",
+    ),
+    key(
+        "osd",
+        "orphan_grace",
+        "\"1h\"",
+        "Parts of an unfinished upload are removed when they are that old and their uploader has gone.",
+    ),
+    key("osd", "collect_interval", "\"10m\"", "Pause between two searches for such parts."),
+    key(
+        "osd",
+        "requests_per_connection",
+        "256",
+        "Most requests of one client worked on at a time: 1 to 4096.",
+    ),
+    key("osd", "sessions", "4096", "Most clients known at a time: 1 to 65536."),
     key(
         "log",
         "level",
@@ -127,9 +175,43 @@ pub struct Config {
     pub listen: String,
     pub targets: Vec<PathBuf>,
     pub target_size: ByteSize,
+    pub store: Store,
+    pub channel: Channel,
+    pub osd: Osd,
     pub log: Log,
     pub metrics: Metrics,
     pub supervise: Supervise,
+}
+
+/// Section `store`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Store {
+    pub index_cache: ByteSize,
+    pub metadata_cache: ByteSize,
+    pub buffers: ByteSize,
+}
+
+/// Section `channel`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Channel {
+    pub window: ByteSize,
+    pub requests: usize,
+}
+
+/// Section `osd`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Osd {
+    pub staging: ByteSize,
+    pub store_patience: Period,
+    pub transfer_timeout: Period,
+    pub session_expiry: Period,
+    pub orphan_grace: Period,
+    pub collect_interval: Period,
+    pub requests_per_connection: usize,
+    pub sessions: usize,
 }
 
 /// Section `log`.
@@ -209,6 +291,7 @@ impl Key {
     fn parse(&self, text: &str) -> Value {
         match self.default_value() {
             Value::Array(_) => Value::Array(text.split(':').map(|t| Value::String(t.to_owned())).collect()),
+            Value::Integer(_) => text.parse().map_or_else(|_| Value::String(text.to_owned()), Value::Integer),
             _ => Value::String(text.to_owned()),
         }
     }
@@ -252,15 +335,34 @@ impl Config {
     }
 
     fn check(&self) -> Result<(), String> {
-        let s = &self.supervise;
-        if s.backoff_min > s.backoff_max {
-            return Err(format!(
-                "supervise.backoff_min ({}) exceeds supervise.backoff_max ({})",
-                s.backoff_min, s.backoff_max
-            ));
+        const MIB: u64 = 1 << 20;
+        let within = |key: &str, value: u64, least: u64, most: u64| {
+            let ok = (least..=most).contains(&value);
+            if ok { Ok(()) } else { Err(format!("{key} is {value}, it must be {least} to {most}")) }
+        };
+        let multiple = |key: &str, value: ByteSize, of: ByteSize| {
+            let ok = value.0.is_multiple_of(of.0);
+            if ok { Ok(()) } else { Err(format!("{key} is {value}, it must be a multiple of {of}")) }
+        };
+        for (key, size) in [
+            ("store.index_cache", self.store.index_cache),
+            ("store.metadata_cache", self.store.metadata_cache),
+            ("store.buffers", self.store.buffers),
+        ] {
+            within(key, size.0, MIB, 1 << 40)?;
         }
-        if s.backoff_min.0.is_zero() {
-            return Err("supervise.backoff_min must be at least 1ms".to_owned());
+        within("channel.window", self.channel.window.0, MIB, 4096 * MIB)?;
+        multiple("channel.window", self.channel.window, ByteSize(4096))?;
+        within("channel.requests", self.channel.requests as u64, 1, 1024)?;
+        within("osd.staging", self.osd.staging.0, 8 * MIB, 1 << 40)?;
+        multiple("osd.staging", self.osd.staging, ByteSize(4 * MIB))?;
+        within("osd.requests_per_connection", self.osd.requests_per_connection as u64, 1, 4096)?;
+        within("osd.sessions", self.osd.sessions as u64, 1, 65_536)?;
+        let s = &self.supervise;
+        within("supervise.backoff_min in ms", s.backoff_min.0.as_millis() as u64, 1, 3_600_000)?;
+        if s.backoff_min > s.backoff_max {
+            let (min, max) = (s.backoff_min, s.backoff_max);
+            return Err(format!("supervise.backoff_min ({min}) exceeds supervise.backoff_max ({max})"));
         }
         Ok(())
     }
@@ -341,12 +443,16 @@ mod tests {
     #[test]
     fn environment_goes_over_file_goes_over_defaults() {
         let text = "placement = \"host\"\nlisten = \"127.0.0.1:7\"\n[supervise]\nbackoff_max = \"9s\"\n";
-        let env =
-            [("OUTBOARD_LISTEN", "127.0.0.1:8"), ("OUTBOARD_LOG", "debug"), ("OUTBOARD_TARGETS", "a:b")];
+        let env = [
+            ("OUTBOARD_LISTEN", "127.0.0.1:8"),
+            ("OUTBOARD_LOG", "debug"),
+            ("OUTBOARD_TARGETS", "a:b"),
+            ("OUTBOARD_OSD_SESSIONS", "7"),
+        ];
         let config = load(text, &env).unwrap();
         assert_eq!(config.placement, Placement::Host);
         assert_eq!(config.listen, "127.0.0.1:8");
-        assert_eq!(config.log.level, "debug");
+        assert_eq!((config.log.level.as_str(), config.osd.sessions), ("debug", 7));
         assert_eq!(config.targets, [PathBuf::from("a"), PathBuf::from("b")]);
         assert_eq!(config.supervise.backoff_max.to_string(), "9s");
         assert_eq!(config.target_size, ByteSize(8 << 30));
@@ -374,11 +480,15 @@ mod tests {
             "log = 3",
             "[supervise]\nbackoff_min = \"10s\"",
             "[supervise]\nbackoff_min = \"0ms\"",
+            "[osd]\nsessions = 0",
+            "[osd]\nstaging = \"9MiB\"",
+            "[channel]\nwindow = \"1KiB\"",
         ] {
             assert!(load(text, &[]).is_err(), "{text}");
         }
         assert!(matches!(load("a = ", &[]), Err(ConfigError::Syntax { .. })));
         assert!(matches!(load("", &[("OUTBOARD_TARGET_SIZE", "x")]), Err(ConfigError::Invalid { .. })));
+        assert!(matches!(load("", &[("OUTBOARD_OSD_SESSIONS", "x")]), Err(ConfigError::Invalid { .. })));
     }
 
     #[test]

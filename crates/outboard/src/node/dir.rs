@@ -12,6 +12,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::FlockOperation;
@@ -73,7 +74,9 @@ impl NodeDir {
     /// The system's.
     pub fn create(root: &Path) -> Result<NodeDir, DirError> {
         for folder in [root.to_owned(), root.join("targets"), root.join("run"), root.join("log")] {
-            std::fs::create_dir_all(&folder).map_err(io_error("create", &folder))?;
+            let mut builder = std::fs::DirBuilder::new();
+            // Whoever can reach the control socket or the targets can read and change all data.
+            builder.recursive(true).mode(0o700).create(&folder).map_err(io_error("create", &folder))?;
         }
         NodeDir::at(root)
     }

@@ -98,10 +98,15 @@ fn end_with(supervisor: u32) -> Result<()> {
     Ok(())
 }
 
-/// A panic anywhere ends the process: a role with a thread missing would hang its clients, a new one serves them.
+/// A panic anywhere ends the process: a role with a thread missing would hang its clients, a new one serves them. Only
+/// panics that somebody catches on purpose ([`base::thread::catch_panic`]) pass.
 fn abort_on_panic() {
     let default = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
+        if base::thread::is_catching() {
+            tracing::warn!("caught: {panic}");
+            return;
+        }
         let thread = std::thread::current();
         tracing::error!(thread = thread.name().unwrap_or("?"), "panic: {panic}");
         default(panic);

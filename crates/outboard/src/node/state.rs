@@ -121,6 +121,7 @@ impl NodeState {
     }
 
     /// The process of `role`.
+    #[cfg(test)]
     pub fn process(&self, role: Role) -> Option<&Process> {
         self.processes.iter().find(|p| p.role == role)
     }

@@ -1,0 +1,103 @@
+//! `outboard osd`: the role that handles requests.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use base::thread::ThreadClass;
+use clap::Args;
+use tokio::sync::oneshot;
+use tokio::task::LocalSet;
+
+use crate::cli::NodeArgs;
+use crate::failure::{Doing, Failure, Result};
+use crate::node::announce::Ready;
+use crate::node::config::Config;
+use crate::node::request_side::{self, Stores};
+use crate::node::role::{self, RoleArgs, RoleProcess, StopSignals};
+use crate::node::state::Role;
+use crate::node::store_address::StoreAddress;
+use crate::node::targets::{self, Mounted};
+
+/// Run the osd role: serve clients, with the store behind a channel or in the same process
+///
+/// With --store-socket, as on a DPU, the store is another process. With --target the targets are mounted here: placement
+/// host. `outboard up` runs and supervises it; by hand it is for nodes put together in another way. Prints one line of
+/// JSON when it is ready. Stops on SIGTERM or SIGINT.
+#[derive(Debug, Clone, Args)]
+#[command(after_help = "Examples:\n  \
+    outboard osd --store-socket /run/outboard/store.sock --listen 0.0.0.0:7400\n  \
+    outboard osd --store-socket tcp:10.0.0.7:7401 --listen 0.0.0.0:7400\n  \
+    outboard osd --target /srv/t0.img --listen 127.0.0.1:7400")]
+pub struct OsdArgs {
+    #[command(flatten)]
+    pub role: RoleArgs,
+    /// Address that clients connect to [default: listen of the configuration]
+    #[arg(long, value_name = "HOST:PORT")]
+    pub listen: Option<String>,
+    /// Where the store waits: a UNIX socket's path, or tcp:HOST:PORT
+    #[arg(long, value_name = "ADDRESS", required_unless_present = "targets", conflicts_with = "targets")]
+    pub store_socket: Option<StoreAddress>,
+    /// A target to mount in this process: file or raw block device; may be given several times
+    #[arg(long = "target", value_name = "PATH")]
+    pub targets: Vec<PathBuf>,
+}
+
+/// Runs the role.
+pub fn run(args: OsdArgs, _node: &NodeArgs) -> Result<()> {
+    let role = if args.store_socket.is_some() { Role::Osd } else { Role::Node };
+    role::run(role, &args.role, async |process| serve(process, &args).await)
+}
+
+async fn serve(process: RoleProcess, args: &OsdArgs) -> Result<()> {
+    let mut signals = StopSignals::catch()?;
+    let mounted = targets::mount(&args.targets, &process.config).doing("mounting targets")?;
+    let stores = match &args.store_socket {
+        Some(address) => Stores::Behind(address.endpoint()),
+        None => Stores::Here(mounted.iter().map(Mounted::offered).collect()),
+    };
+    let listen = args.listen.clone().unwrap_or_else(|| process.config.listen.clone());
+    let mut shard = Shard::start(stores, process.config, listen)?;
+    let ready = tokio::select! {
+        ready = &mut shard.ready => ready.unwrap_or_else(|_| Err(ended())),
+        () = signals.next() => return Ok(()),
+    }?;
+    role::ready(Ready { metrics: Some(process.metrics), targets: targets::announced(&mounted), ..ready });
+    signals.next().await;
+    tracing::info!("stopping");
+    shard.stop();
+    targets::unmount(mounted).await.doing("unmounting targets")
+}
+
+fn ended() -> Failure {
+    Failure::new("starting the osd", "its thread ended; see the log")
+}
+
+/// The thread that handles requests.
+struct Shard {
+    ready: oneshot::Receiver<Result<Ready>>,
+    stop: oneshot::Sender<()>,
+    thread: JoinHandle<()>,
+}
+
+impl Shard {
+    fn start(stores: Stores, config: Config, listen: String) -> Result<Shard> {
+        let (started, ready) = oneshot::channel();
+        let (stop, stopped) = oneshot::channel();
+        let runtime =
+            tokio::runtime::Builder::new_current_thread().enable_all().build().doing("starting the osd")?;
+        let stopped = async move { drop(stopped.await) };
+        let body = move || {
+            let serving = request_side::serve(stores, Arc::new(config), listen, started, stopped);
+            LocalSet::new().block_on(&runtime, serving);
+        };
+        let thread = base::thread::spawn(ThreadClass::Osd, "0", body).doing("starting the osd")?;
+        Ok(Shard { ready, stop, thread })
+    }
+
+    fn stop(self) {
+        // It may have ended already; a panic there ended the process.
+        let _ = self.stop.send(());
+        let _ = self.thread.join();
+    }
+}

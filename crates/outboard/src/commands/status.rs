@@ -1,0 +1,74 @@
+//! `outboard status`: what a node is doing, as its supervisor and its osd know it.
+
+use std::io::Write;
+use std::time::Duration;
+
+use clap::Args;
+
+use crate::cli::NodeArgs;
+use crate::failure::{Doing, Result};
+use crate::node::dir::NodeDir;
+use crate::node::locate;
+use crate::node::report::Report;
+use crate::node::state::NodeState;
+
+/// How long the osd may take to answer before it counts as down.
+const PATIENCE: Duration = Duration::from_secs(3);
+
+/// Show a node: its processes, targets and pools
+///
+/// Works as well while roles or the whole node are down, and says what is. The exit status tells only whether the state
+/// could be found out.
+#[derive(Debug, Clone, Args)]
+#[command(after_help = "Examples:\n  \
+    outboard status\n  \
+    outboard status --dir /srv/node1 --json | jq '.processes[] | {role, pid, restarts}'\n  \
+    outboard status --endpoint 10.0.0.7:7400")]
+pub struct StatusArgs {
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Prints the node's state.
+pub fn run(args: StatusArgs, node: &NodeArgs) -> Result<()> {
+    let doing = "finding out the node's state";
+    let mut report = match &node.endpoint {
+        Some(endpoint) => Report::of_endpoint(endpoint),
+        None => {
+            let dir = NodeDir::open(&locate::root(node)).doing(doing)?;
+            let up = dir.owner().doing(doing)?.is_some();
+            Report::of_state(dir.path(), up, NodeState::load(&dir))
+        }
+    };
+    if let Some(endpoint) = report.endpoint.clone() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().doing(doing)?;
+        match runtime.block_on(ask(&endpoint)) {
+            Ok(answer) => report.add_answer(answer),
+            Err(why) => report.problems.push(format!("the osd does not answer: {why}")),
+        }
+    }
+    let text = if args.json {
+        serde_json::to_string_pretty(&report).doing(doing)? + "\n"
+    } else {
+        report.to_string()
+    };
+    std::io::stdout().write_all(text.as_bytes()).doing("printing the node's state")
+}
+
+async fn ask(endpoint: &str) -> Result<client::NodeStatus, String> {
+    let options = client::Options {
+        name: "status".to_owned(),
+        connect_timeout: PATIENCE,
+        request_timeout: PATIENCE,
+        ..client::Options::default()
+    };
+    let answer = async {
+        let client = client::Client::connect(endpoint, options).await?;
+        client.status().await
+    };
+    match tokio::time::timeout(2 * PATIENCE, answer).await {
+        Ok(result) => result.map_err(|e| e.to_string()),
+        Err(_) => Err(format!("nothing within {} s", 2 * PATIENCE.as_secs())),
+    }
+}

@@ -1,0 +1,61 @@
+//! `outboard store`: the role that owns the targets.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use proxy::{Server, ServerOptions};
+
+use crate::cli::NodeArgs;
+use crate::failure::{Doing, Failure, Result};
+use crate::node::announce::Ready;
+use crate::node::role::{self, RoleArgs, RoleProcess, StopSignals};
+use crate::node::state::Role;
+use crate::node::store_address::StoreAddress;
+use crate::node::targets;
+
+/// Run the store role: mount targets and serve them to an osd
+///
+/// `outboard up` runs and supervises it; by hand it is for nodes put together in another way. Prints one line of JSON when
+/// it is ready. Stops on SIGTERM or SIGINT and unmounts its targets then.
+#[derive(Debug, Clone, Args)]
+#[command(after_help = "Examples:\n  \
+    outboard store --target /srv/t0.img --target /dev/nvme1n1 --socket /run/outboard/store.sock\n  \
+    outboard store --config /etc/outboard.toml --target t0.img --socket tcp:10.0.0.7:7401")]
+pub struct StoreArgs {
+    #[command(flatten)]
+    pub role: RoleArgs,
+    /// A target: file or raw block device; may be given several times
+    #[arg(long = "target", value_name = "PATH", required = true)]
+    pub targets: Vec<PathBuf>,
+    /// Where to wait for the osd: a UNIX socket's path, or tcp:HOST:PORT (everything goes through the socket then, and
+    /// nothing is authenticated)
+    #[arg(long, value_name = "ADDRESS")]
+    pub socket: StoreAddress,
+}
+
+/// Runs the role.
+pub fn run(args: StoreArgs, _node: &NodeArgs) -> Result<()> {
+    role::run(Role::Store, &args.role, async |process| serve(process, &args).await)
+}
+
+async fn serve(process: RoleProcess, args: &StoreArgs) -> Result<()> {
+    let mut signals = StopSignals::catch()?;
+    let mounted = targets::mount(&args.targets, &process.config).doing("mounting targets")?;
+    let listener = args.socket.listen().map_err(|e| {
+        let why = format!("{e}; choose another address with --socket");
+        Failure::new(format!("waiting for the osd at {}", args.socket), why)
+    })?;
+    let offered =
+        mounted.iter().map(|m| proxy::Target { uuid: m.uuid.as_u128(), store: m.store.clone() }).collect();
+    let server =
+        Server::serve(listener, offered, ServerOptions::default()).doing("starting to serve targets")?;
+    role::ready(Ready {
+        metrics: Some(process.metrics),
+        targets: targets::announced(&mounted),
+        ..Ready::default()
+    });
+    signals.next().await;
+    tracing::info!("stopping");
+    server.stop();
+    targets::unmount(mounted).await.doing("unmounting targets")
+}

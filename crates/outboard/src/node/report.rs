@@ -1,0 +1,358 @@
+//! What `outboard status` shows, put together from the supervisor's record, `/proc` and the osd's answer.
+
+use std::fmt::{self, Display};
+use std::path::{Path, PathBuf};
+
+use base::process::ProcessUsage;
+use serde::Serialize;
+
+use super::state::{NodeState, Phase, Process, Role};
+use super::units::ByteSize;
+
+/// A node. Its JSON form is a contract: fields stay, new ones may come.
+#[derive(Debug, Default, Serialize)]
+pub struct Report {
+    /// The node's directory, if it was found by that.
+    pub dir: Option<PathBuf>,
+    /// Whether its supervisor runs; without a directory, whether the osd answers.
+    pub up: bool,
+    /// `dpu` or `host`.
+    pub placement: Option<String>,
+    /// Where clients connect to.
+    pub endpoint: Option<String>,
+    /// Name of the engine that moves data between osd and store.
+    pub engine: Option<String>,
+    /// Whether it stands for hardware that is not there.
+    pub emulated: bool,
+    /// Every process.
+    pub processes: Vec<ProcessReport>,
+    /// Every target.
+    pub targets: Vec<TargetReport>,
+    /// Every pool; none while the osd does not answer.
+    pub pools: Vec<PoolReport>,
+    /// The osd's load, while it answers.
+    pub osd: Option<OsdReport>,
+    /// What is not as it should be.
+    pub problems: Vec<String>,
+}
+
+/// One process.
+#[derive(Debug, Serialize)]
+pub struct ProcessReport {
+    /// `supervisor`, `store`, `osd` or `node`.
+    pub role: Role,
+    /// Its pid; none while it is down.
+    pub pid: Option<u32>,
+    /// What it is doing.
+    pub phase: Phase,
+    /// How long it has been there, in seconds.
+    pub uptime_seconds: Option<f64>,
+    /// How often the role was started again.
+    pub restarts: u64,
+    /// How the one before ended.
+    pub last_exit: Option<String>,
+    /// Where its Prometheus metrics are.
+    pub metrics: Option<String>,
+    /// CPU time so far.
+    pub cpu_seconds: Option<f64>,
+    /// Most memory ever resident.
+    pub peak_resident_bytes: Option<u64>,
+}
+
+/// One target. Space is in bytes, and missing while it cannot be asked.
+#[derive(Debug, Default, Serialize)]
+pub struct TargetReport {
+    /// File or device, if the node was found by its directory.
+    pub path: Option<PathBuf>,
+    /// Its identity.
+    pub uuid: String,
+    /// Why it cannot be asked.
+    pub error: Option<String>,
+    /// Room for data.
+    pub total: Option<u64>,
+    /// Of that, free.
+    pub free: Option<u64>,
+    /// Taken by data that is being written.
+    pub staged: Option<u64>,
+    /// Number of pieces that the free space is in.
+    pub free_extents: Option<u64>,
+    /// Length of the longest of them.
+    pub largest_free_extent: Option<u64>,
+    /// Share of the free space that is outside its longest piece: 0 to 1.
+    pub fragmentation: Option<f64>,
+    /// Room in the index, which limits the number of objects.
+    pub index_total: Option<u64>,
+    /// Of that, free.
+    pub index_free: Option<u64>,
+}
+
+/// One pool.
+#[derive(Debug, Serialize)]
+pub struct PoolReport {
+    /// Its name.
+    pub name: String,
+    /// Its number.
+    pub id: u32,
+    /// Number of placement groups.
+    pub placement_groups: u32,
+}
+
+/// The osd's load.
+#[derive(Debug, Serialize)]
+pub struct OsdReport {
+    /// How long it has been there.
+    pub uptime_seconds: u64,
+    /// Clients that are connected.
+    pub sessions: u32,
+    /// Requests being worked on.
+    pub requests: u32,
+    /// Staging memory, in bytes.
+    pub staging_total: u64,
+    /// Of that, free.
+    pub staging_free: u64,
+    /// The least that ever was free.
+    pub staging_least_free: u64,
+}
+
+impl Report {
+    /// A node of which only the address is known.
+    pub fn of_endpoint(endpoint: &str) -> Report {
+        Report { endpoint: Some(endpoint.to_owned()), ..Report::default() }
+    }
+
+    /// A node by what its supervisor recorded. If it is not up, what is recorded is history.
+    pub fn of_state(dir: &Path, up: bool, state: Option<NodeState>) -> Report {
+        let dir = Some(dir.to_owned());
+        let Some(state) = state else {
+            return Report {
+                dir,
+                up,
+                problems: vec!["the node has not been started yet".to_owned()],
+                ..Report::default()
+            };
+        };
+        let processes: Vec<ProcessReport> =
+            state.processes.iter().map(|p| ProcessReport::of(p, up)).collect();
+        let down = processes.iter().filter(|p| p.pid.is_none()).map(|p| {
+            let how = p.last_exit.as_ref().map_or(String::new(), |e| format!(" ({e})"));
+            format!("the {} is down{how}", p.role.as_str())
+        });
+        let mut problems: Vec<String> = down.collect();
+        if !up {
+            problems = vec!["the node is down; start it with `outboard up`".to_owned()];
+        }
+        let targets = state.targets.into_iter().map(|t| TargetReport {
+            path: Some(t.path),
+            uuid: t.uuid,
+            ..TargetReport::default()
+        });
+        Report {
+            dir,
+            up,
+            placement: Some(state.placement.as_str().to_owned()),
+            endpoint: state.endpoint.filter(|_| up),
+            engine: state.engine,
+            emulated: state.emulated,
+            processes,
+            targets: targets.collect(),
+            problems,
+            ..Report::default()
+        }
+    }
+
+    /// Adds what the osd says.
+    pub fn add_answer(&mut self, answer: client::NodeStatus) {
+        self.up = true;
+        self.placement = Some(answer.placement);
+        self.engine = Some(answer.engine);
+        self.emulated = answer.emulated;
+        let [staging_total, staging_free, staging_least_free] = answer.staging;
+        self.osd = Some(OsdReport {
+            uptime_seconds: answer.uptime_seconds,
+            sessions: answer.sessions,
+            requests: answer.requests,
+            staging_total,
+            staging_free,
+            staging_least_free,
+        });
+        self.pools = answer
+            .pools
+            .into_iter()
+            .map(|p| PoolReport { name: p.name, id: p.id, placement_groups: p.pg_count })
+            .collect();
+        for target in answer.targets {
+            let uuid = target.uuid.to_string();
+            let known = self.targets.iter().position(|t| t.uuid == uuid);
+            let at = known.unwrap_or_else(|| {
+                self.targets.push(TargetReport { uuid: uuid.clone(), ..TargetReport::default() });
+                self.targets.len() - 1
+            });
+            if let Err(why) = &target.space {
+                self.problems.push(format!("target {uuid}: {why}"));
+            }
+            self.targets[at].set_space(target);
+        }
+    }
+}
+
+impl ProcessReport {
+    fn of(process: &Process, up: bool) -> ProcessReport {
+        let alive = up && process.is_alive();
+        let usage = if alive { ProcessUsage::read(process.pid).ok() } else { None };
+        ProcessReport {
+            role: process.role,
+            pid: alive.then_some(process.pid),
+            phase: match process.phase {
+                phase if alive => phase,
+                _ if !up => Phase::Stopped,
+                _ => Phase::Waiting,
+            },
+            uptime_seconds: alive.then(|| process.uptime().as_secs_f64()),
+            restarts: process.restarts,
+            last_exit: process.last_exit.clone(),
+            metrics: process.metrics.clone().filter(|_| alive),
+            cpu_seconds: usage.as_ref().map(|u| u.total.cpu_seconds),
+            peak_resident_bytes: usage.map(|u| u.peak_resident_bytes),
+        }
+    }
+}
+
+impl TargetReport {
+    fn set_space(&mut self, status: client::TargetStatus) {
+        let space = match status.space {
+            Ok(space) => space,
+            Err(why) => {
+                self.error = Some(why);
+                return;
+            }
+        };
+        self.total = Some(space.total);
+        self.free = Some(space.free);
+        self.staged = Some(space.staged);
+        self.free_extents = Some(space.free_extents);
+        self.largest_free_extent = Some(space.largest_free_extent);
+        let contiguous = space.largest_free_extent as f64 / space.free.max(1) as f64;
+        self.fragmentation = Some(if space.free == 0 { 0.0 } else { 1.0 - contiguous });
+        self.index_total = Some(space.index_total);
+        self.index_free = Some(space.index_free);
+    }
+}
+
+impl Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let or_dash = |text: &Option<String>| text.clone().unwrap_or_else(|| "-".to_owned());
+        writeln!(f, "node       {}", if self.up { "up" } else { "down" })?;
+        if let Some(dir) = &self.dir {
+            writeln!(f, "directory  {}", dir.display())?;
+        }
+        writeln!(f, "endpoint   {}", or_dash(&self.endpoint))?;
+        let emulated = if self.emulated { " (emulated)" } else { "" };
+        writeln!(f, "placement  {}, engine {}{emulated}", or_dash(&self.placement), or_dash(&self.engine))?;
+        if !self.processes.is_empty() {
+            writeln!(
+                f,
+                "\n{:<11} {:>8} {:<9} {:>9} {:>8} {:>9} {:>11}  METRICS",
+                "PROCESS", "PID", "STATE", "UPTIME", "RESTARTS", "CPU", "PEAK MEMORY"
+            )?;
+        }
+        self.processes.iter().try_for_each(|p| p.line(f))?;
+        if !self.targets.is_empty() {
+            writeln!(f, "\n{:<36} {:>11} {:>11} {:>10}  PATH", "TARGET", "SIZE", "FREE", "FRAGMENTED")?;
+        }
+        self.targets.iter().try_for_each(|t| t.line(f))?;
+        if self.osd.is_some() {
+            writeln!(f, "\n{:<36} {:>6} {:>16}", "POOL", "ID", "PLACEMENT GROUPS")?;
+            self.pools
+                .iter()
+                .try_for_each(|p| writeln!(f, "{:<36} {:>6} {:>16}", p.name, p.id, p.placement_groups))?;
+        }
+        if !self.problems.is_empty() {
+            writeln!(f, "\nPROBLEMS")?;
+        }
+        self.problems.iter().try_for_each(|problem| writeln!(f, "  {problem}"))
+    }
+}
+
+fn bytes(size: Option<u64>) -> String {
+    size.map_or_else(|| "-".to_owned(), |size| format!("{:.1}", ByteSize(size)))
+}
+
+impl ProcessReport {
+    fn line(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let seconds = |s: Option<f64>| s.map_or_else(|| "-".to_owned(), |s| format!("{s:.1} s"));
+        writeln!(
+            f,
+            "{:<11} {:>8} {:<9} {:>9} {:>8} {:>9} {:>11}  {}",
+            self.role.as_str(),
+            self.pid.map_or_else(|| "-".to_owned(), |pid| pid.to_string()),
+            self.phase.as_str(),
+            seconds(self.uptime_seconds),
+            self.restarts,
+            seconds(self.cpu_seconds),
+            bytes(self.peak_resident_bytes),
+            self.metrics.as_deref().unwrap_or("-"),
+        )
+    }
+}
+
+impl TargetReport {
+    fn line(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(
+            f,
+            "{:<36} {:>11} {:>11} {:>10}  {}",
+            self.uuid,
+            bytes(self.total),
+            bytes(self.free),
+            self.fragmentation.map_or_else(|| "-".to_owned(), |x| format!("{:.1} %", x * 100.0)),
+            self.path.as_ref().map_or_else(String::new, |p| p.display().to_string()),
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::config::Placement;
+    use super::super::state::{Target, unix_ms};
+    use super::*;
+
+    fn state() -> NodeState {
+        let live = Process {
+            pid: std::process::id(),
+            phase: Phase::Running,
+            started_unix_ms: unix_ms(),
+            ..Process::new(Role::Supervisor)
+        };
+        let dead = Process {
+            phase: Phase::Waiting,
+            restarts: 2,
+            last_exit: Some("killed by signal 9".into()),
+            ..Process::new(Role::Store)
+        };
+        NodeState {
+            placement: Placement::Dpu,
+            endpoint: Some("127.0.0.1:1".into()),
+            engine: Some("shm".into()),
+            emulated: true,
+            targets: vec![Target { path: "targets/0.img".into(), uuid: "u".into() }],
+            processes: vec![live, dead],
+        }
+    }
+
+    #[test]
+    fn says_what_is_down() {
+        let report = Report::of_state(Path::new("/n"), true, Some(state()));
+        assert_eq!(report.problems, ["the store is down (killed by signal 9)"]);
+        assert!(report.processes[0].pid.is_some() && report.processes[0].cpu_seconds.is_some());
+        assert!(report.processes[1].pid.is_none());
+        let text = report.to_string();
+        assert!(text.contains("shm (emulated)") && text.contains("killed by signal 9"), "{text}");
+    }
+
+    #[test]
+    fn what_a_node_that_is_down_has_recorded_is_history() {
+        let report = Report::of_state(Path::new("/n"), false, Some(state()));
+        assert_eq!(report.endpoint, None, "a stale address is not given out");
+        assert!(report.processes.iter().all(|p| p.pid.is_none() && p.phase == Phase::Stopped));
+        assert!(!Report::of_state(Path::new("/n"), false, None).up);
+    }
+}

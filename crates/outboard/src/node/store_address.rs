@@ -1,0 +1,59 @@
+//! Where a store's process listens for its osd.
+
+use std::fmt;
+use std::net::TcpListener;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use proxy::{Endpoint, Listener};
+
+/// A UNIX socket (`run/store.sock`), over which payload goes by DMA, or a TCP address (`tcp:10.0.0.7:7401`), over which
+/// everything goes through the socket. TCP is not authenticated: for trusted networks only.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum StoreAddress {
+    /// A path.
+    Unix(PathBuf),
+    /// `HOST:PORT`.
+    Tcp(String),
+}
+
+impl FromStr for StoreAddress {
+    type Err = std::convert::Infallible;
+
+    fn from_str(text: &str) -> Result<StoreAddress, Self::Err> {
+        Ok(match text.strip_prefix("tcp:") {
+            Some(address) => StoreAddress::Tcp(address.to_owned()),
+            None => StoreAddress::Unix(text.into()),
+        })
+    }
+}
+
+impl fmt::Display for StoreAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            StoreAddress::Unix(path) => write!(f, "{}", path.display()),
+            StoreAddress::Tcp(address) => write!(f, "tcp:{address}"),
+        }
+    }
+}
+
+impl StoreAddress {
+    /// Listens there.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn listen(&self) -> std::io::Result<Listener> {
+        match self {
+            StoreAddress::Unix(path) => Listener::unix(path),
+            StoreAddress::Tcp(address) => Ok(Listener::Tcp(TcpListener::bind(address)?)),
+        }
+    }
+
+    /// For connecting to it.
+    pub fn endpoint(&self) -> Endpoint {
+        match self {
+            StoreAddress::Unix(path) => Endpoint::Unix(path.clone()),
+            StoreAddress::Tcp(address) => Endpoint::Tcp(address.clone()),
+        }
+    }
+}

@@ -1,0 +1,170 @@
+//! The targets of a node: made at its first start, mounted by the role that owns them.
+
+use std::io;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use store::{BlockStore, MkfsOptions, MountOptions, ObjectStore, StoreError};
+use uuid::Uuid;
+
+use super::config::Config;
+use super::dir::NodeDir;
+use super::state::Target;
+
+/// Why targets cannot be had.
+#[derive(Debug, thiserror::Error)]
+pub enum TargetError {
+    /// The store refused.
+    #[error("target {}: {source}", path.display())]
+    Store {
+        /// File or device.
+        path: PathBuf,
+        /// Why.
+        source: StoreError,
+    },
+    /// The operating system refused.
+    #[error("target {}: cannot {action}: {source}; check the path and its permissions", path.display())]
+    Io {
+        /// File or device.
+        path: PathBuf,
+        /// What was attempted.
+        action: &'static str,
+        /// The system's error.
+        source: io::Error,
+    },
+}
+
+/// A mounted target.
+pub struct Mounted {
+    /// File or device.
+    pub path: PathBuf,
+    /// Its identity.
+    pub uuid: Uuid,
+    /// The store on it.
+    pub store: Arc<BlockStore>,
+}
+
+impl Mounted {
+    /// For an OSD.
+    pub fn offered(&self) -> (Uuid, Arc<dyn ObjectStore>) {
+        (self.uuid, Arc::clone(&self.store) as Arc<dyn ObjectStore>)
+    }
+}
+
+fn in_store(path: &Path) -> impl FnOnce(StoreError) -> TargetError {
+    let path = path.to_owned();
+    move |source| TargetError::Store { path, source }
+}
+
+fn in_system(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> TargetError {
+    let path = path.to_owned();
+    move |source| TargetError::Io { path, action, source }
+}
+
+/// Makes the targets that a node's configuration names and that are not there: files that do not exist, and with
+/// `format` devices that have no target on them.
+///
+/// # Errors
+/// One cannot be made.
+pub fn make_missing(dir: &NodeDir, config: &Config, format: bool) -> Result<(), TargetError> {
+    let count = config.targets.len();
+    for (n, target) in config.targets.iter().enumerate() {
+        let path = dir.path().join(target);
+        let label = format!("target {} of {count}", n + 1);
+        match std::fs::metadata(&path) {
+            Ok(there) if there.file_type().is_block_device() => {
+                if format && has_no_target(&path)? {
+                    mkfs(&path, None, &label)?;
+                }
+            }
+            Ok(_) => {}
+            Err(e) if e.kind() == io::ErrorKind::NotFound => make_file(&path, config, &label)?,
+            Err(e) => return Err(in_system("look at it", &path)(e)),
+        }
+    }
+    Ok(())
+}
+
+fn has_no_target(device: &Path) -> Result<bool, TargetError> {
+    match BlockStore::mount(device, &MountOptions::default()) {
+        Ok(store) => futures::executor::block_on(store.umount()).map(|()| false).map_err(in_store(device)),
+        Err(StoreError::NotATarget(_)) => Ok(true),
+        Err(e) => Err(in_store(device)(e)),
+    }
+}
+
+/// Makes a target's file under another name first: what an interrupted start leaves is not taken for a target.
+fn make_file(path: &Path, config: &Config, label: &str) -> Result<(), TargetError> {
+    let unfinished = path.with_extension("unfinished");
+    let removed = std::fs::remove_file(&unfinished);
+    if let Err(e) = removed.or_else(|e| if e.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(e) }) {
+        return Err(in_system("remove what an interrupted start left", &unfinished)(e));
+    }
+    let made = mkfs(&unfinished, Some(config.target_size.0), label);
+    if made.is_err() {
+        // It takes space that may be what was missing.
+        let _ = std::fs::remove_file(&unfinished);
+    }
+    made?;
+    std::fs::rename(&unfinished, path).map_err(in_system("rename it into place", path))
+}
+
+fn mkfs(path: &Path, size: Option<u64>, label: &str) -> Result<(), TargetError> {
+    let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr_with_hz(5));
+    let style = ProgressStyle::with_template(
+        "making {prefix} {bar:32} {bytes}/{total_bytes} {bytes_per_sec} eta {eta}",
+    );
+    let bar =
+        bar.with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar())).with_prefix(label.to_owned());
+    let progress = bar.clone();
+    let options = MkfsOptions { size, ..MkfsOptions::default() };
+    let made = BlockStore::mkfs(path, &options, |done, total| {
+        progress.set_length(total);
+        progress.set_position(done);
+    });
+    bar.finish_and_clear();
+    made.map(drop).map_err(in_store(path))
+}
+
+/// Mounts targets. Blocks while their logs are replayed.
+///
+/// # Errors
+/// One cannot be mounted; then none is.
+pub fn mount(paths: &[PathBuf], config: &Config) -> Result<Vec<Mounted>, TargetError> {
+    let mount = |(index, path): (usize, &PathBuf)| {
+        let options = MountOptions {
+            expected_uuid: None,
+            index,
+            index_cache_bytes: config.store.index_cache.0 as usize,
+            metadata_cache_bytes: config.store.metadata_cache.0 as usize,
+            buffer_bytes: config.store.buffers.0 as usize,
+        };
+        let store = BlockStore::mount(path, &options).map_err(in_store(path))?;
+        let uuid = store.uuid();
+        tracing::info!(target_uuid = %uuid, path = %path.display(), "mounted");
+        Ok(Mounted { path: path.clone(), uuid, store })
+    };
+    paths.iter().enumerate().map(mount).collect()
+}
+
+/// What a role announces of its targets.
+pub fn announced(mounted: &[Mounted]) -> Vec<Target> {
+    mounted.iter().map(|m| Target { path: m.path.clone(), uuid: m.uuid.to_string() }).collect()
+}
+
+/// Unmounts targets, all of them even if one fails.
+///
+/// # Errors
+/// The first one's.
+pub async fn unmount(mounted: Vec<Mounted>) -> Result<(), TargetError> {
+    let mut result = Ok(());
+    for Mounted { path, store, .. } in mounted {
+        if let Err(e) = store.umount().await {
+            tracing::error!(path = %path.display(), "cannot be unmounted: {e}");
+            result = result.and(Err(TargetError::Store { path, source: e }));
+        }
+    }
+    result
+}

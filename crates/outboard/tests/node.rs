@@ -1,0 +1,227 @@
+//! Whole nodes, seen from outside: real processes, real signals, the `outboard` program and nothing else.
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+/// A node in a directory of its own, stopped when the test ends.
+struct Node {
+    dir: tempfile::TempDir,
+}
+
+/// Long enough for a loaded machine; nothing waits that long if all is well.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn outboard(dir: &Path, args: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_outboard"));
+    command.args(args).env("OUTBOARD_DIR", dir).env_remove("OUTBOARD_ENDPOINT");
+    command.env("OUTBOARD_SUPERVISE_STEADY_AFTER", "1s");
+    command.output().unwrap()
+}
+
+fn said(output: &Output) -> String {
+    let text = |bytes| String::from_utf8_lossy(bytes).into_owned();
+    format!("{:?}\n{}{}", output.status.code(), text(&output.stdout), text(&output.stderr))
+}
+
+impl Node {
+    fn new() -> Node {
+        Node { dir: tempfile::tempdir().unwrap() }
+    }
+
+    fn up(&self, placement: &str, targets: &str) -> String {
+        let output = self.try_up(&["--placement", placement, "--targets", targets]);
+        assert!(output.status.success(), "{}\n{}", said(&output), self.logs());
+        String::from_utf8(output.stdout).unwrap().trim().to_owned()
+    }
+
+    fn try_up(&self, more: &[&str]) -> Output {
+        outboard(self.dir.path(), &[&["up", "--detach", "--target-size", "32MiB"], more].concat())
+    }
+
+    fn down(&self) -> Output {
+        outboard(self.dir.path(), &["down"])
+    }
+
+    fn status(&self) -> Value {
+        let output = outboard(self.dir.path(), &["status", "--json"]);
+        assert!(output.status.success(), "{}", said(&output));
+        serde_json::from_slice(&output.stdout).unwrap()
+    }
+
+    /// The process of `role`, once `what` holds for it.
+    fn process(&self, role: &str, what: impl Fn(&Value) -> bool) -> Value {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let status = self.status();
+            let all = status["processes"].as_array().cloned().unwrap_or_default();
+            if let Some(found) = all.into_iter().find(|p| p["role"] == role && what(p)) {
+                return found;
+            }
+            assert!(Instant::now() < deadline, "the {role} never got there: {status:#}\n{}", self.logs());
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    /// Kills the process of `role` and waits for the next one. Returns how often it was restarted.
+    fn kill(&self, role: &str) -> u64 {
+        let before = self.process(role, |p| p["phase"] == "running");
+        signal(&before, Signal::KILL);
+        let after = self.process(role, |p| p["phase"] == "running" && p["pid"] != before["pid"]);
+        assert_eq!(after["last_exit"], "killed by signal 9", "{after:#}");
+        assert!(after["restarts"].as_u64() > before["restarts"].as_u64(), "{after:#}");
+        after["restarts"].as_u64().unwrap()
+    }
+
+    fn logs(&self) -> String {
+        let log = |role: &str| {
+            let text = std::fs::read_to_string(self.dir.path().join(format!("log/{role}.log")));
+            format!("--- {role}\n{}", text.unwrap_or_default())
+        };
+        ["supervisor", "store", "osd", "node"].map(log).concat()
+    }
+
+    fn target(&self, n: u32) -> PathBuf {
+        self.dir.path().join(format!("targets/{n}.img"))
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        self.down();
+    }
+}
+
+fn pid(process: &Value) -> u32 {
+    u32::try_from(process["pid"].as_u64().expect("it has a pid")).unwrap()
+}
+
+fn signal(process: &Value, signal: Signal) {
+    kill_process(Pid::from_raw(pid(process) as i32).unwrap(), signal).unwrap();
+}
+
+fn is_gone(pid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit_once(')').is_none_or(|(_, rest)| rest.trim_start().starts_with('Z'))
+}
+
+fn eventually(what: &str, holds: impl Fn() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !holds() {
+        assert!(Instant::now() < deadline, "{what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn metrics_of(process: &Value) -> String {
+    let address = process["metrics"].as_str().expect("it has a metrics page");
+    let mut stream = TcpStream::connect(address).unwrap();
+    stream.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
+    let mut page = String::new();
+    stream.read_to_string(&mut page).unwrap();
+    page
+}
+
+#[test]
+fn a_node_in_dpu_placement_goes_up_survives_kills_and_goes_down() {
+    let node = Node::new();
+    let endpoint = node.up("dpu", "2");
+    let status = node.status();
+    assert_eq!(status["endpoint"], endpoint.as_str());
+    assert_eq!((&status["placement"], &status["emulated"]), (&"dpu".into(), &true.into()), "{status:#}");
+    assert_eq!(status["targets"].as_array().unwrap().len(), 2);
+    assert!(status["targets"][1]["free"].as_u64() > Some(0), "{status:#}");
+    assert_eq!(status["problems"], Value::Array(vec![]), "{status:#}");
+
+    assert_eq!(node.kill("store"), 1);
+    assert_eq!(node.kill("osd"), 1);
+    assert_eq!(node.status()["endpoint"], endpoint.as_str(), "clients find the osd where it was");
+    eventually("the targets answer again", || node.status()["targets"][0]["free"].as_u64() > Some(0));
+    for role in ["supervisor", "store", "osd"] {
+        let page = metrics_of(&node.process(role, |p| p["phase"] == "running"));
+        assert!(page.contains("outboard_process_cpu_seconds"), "{page}");
+    }
+
+    let pids: Vec<u32> = node.status()["processes"].as_array().unwrap().iter().map(pid).collect();
+    assert_eq!(pids.len(), 3);
+    let output = node.down();
+    assert!(output.status.success(), "{}", said(&output));
+    assert!(pids.iter().all(|pid| is_gone(*pid)));
+    let output = node.down();
+    assert!(output.status.success() && said(&output).contains("was down already"), "{}", said(&output));
+    let status = node.status();
+    assert_eq!((&status["up"], &status["endpoint"]), (&false.into(), &Value::Null));
+}
+
+#[test]
+fn a_node_in_host_placement_is_one_process_and_finds_its_data_again() {
+    let node = Node::new();
+    node.up("host", "1");
+    let status = node.status();
+    let roles: Vec<&Value> = status["processes"].as_array().unwrap().iter().map(|p| &p["role"]).collect();
+    assert_eq!(roles, ["supervisor", "node"]);
+    assert_eq!((&status["placement"], &status["emulated"]), (&"host".into(), &false.into()));
+    node.kill("node");
+    let uuid = status["targets"][0]["uuid"].clone();
+    node.down();
+    node.up("dpu", "1");
+    assert_eq!(node.status()["targets"][0]["uuid"], uuid, "the placement is no property of the targets");
+}
+
+#[test]
+fn a_directory_has_one_node_and_a_target_too() {
+    let node = Node::new();
+    node.up("host", "1");
+    let output = node.try_up(&[]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(said(&output).contains("a node is running in"), "{}", said(&output));
+
+    let other = Node::new();
+    let config = format!("targets = [{:?}]\n", node.target(0));
+    std::fs::write(other.dir.path().join("outboard.toml"), config).unwrap();
+    let output = other.try_up(&[]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(said(&output).contains("is in use by another process"), "{}", said(&output));
+    assert_eq!(
+        node.process("node", |p| p["phase"] == "running")["restarts"],
+        0,
+        "the first one did not notice"
+    );
+    assert_eq!(other.status()["up"], false);
+}
+
+#[test]
+fn the_roles_end_with_their_supervisor() {
+    let node = Node::new();
+    node.up("dpu", "1");
+    let status = node.status();
+    let pids: Vec<u32> = status["processes"].as_array().unwrap().iter().map(pid).collect();
+    signal(&node.process("supervisor", |_| true), Signal::KILL);
+    eventually("the roles end", || pids.iter().all(|pid| is_gone(*pid)));
+    assert_eq!(node.status()["up"], false);
+    node.up("dpu", "1");
+}
+
+#[test]
+fn what_cannot_work_is_said_before_anything_is_made() {
+    let node = Node::new();
+    let output = node.try_up(&["--targets", "0"]);
+    assert_eq!(output.status.code(), Some(2), "{}", said(&output));
+    std::fs::write(node.dir.path().join("outboard.toml"), "plaecment = \"dpu\"\n").unwrap();
+    let output = node.try_up(&[]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(said(&output).contains("unknown key `plaecment`"), "{}", said(&output));
+
+    let other = Node::new();
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap().to_string();
+    let output = other.try_up(&["--listen", &address]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(said(&output).contains(&address), "{}", said(&output));
+    assert!(!outboard(Path::new("/nonexistent"), &["status"]).status.success());
+}
