@@ -175,10 +175,10 @@ impl Index {
 
 /// Runs `f`, turning its panics and `redb`'s errors into ours.
 fn guarded<T>(f: impl FnOnce() -> Result<T, redb::Error>) -> Result<T> {
-    match std::panic::catch_unwind(AssertUnwindSafe(f)) {
+    match base::thread::catch_panic(AssertUnwindSafe(f)) {
         Ok(Ok(value)) => Ok(value),
         Ok(Err(error)) => Err(map_error(error)),
-        Err(_) => Err(corrupt("index", "its structure is damaged")),
+        Err(why) => Err(corrupt("index", format!("its structure is damaged ({why})"))),
     }
 }
 
