@@ -191,10 +191,13 @@ impl DmaEngine for ShmEngine {
         if self.shared.stopped.load(Ordering::Relaxed) {
             return Err(Unposted::Refused(ChannelError::EngineStopped("shm".into())));
         }
-        if self.shared.posted.fetch_add(1, Ordering::AcqRel) >= QUEUE_DEPTH {
-            self.shared.posted.fetch_sub(1, Ordering::AcqRel);
-            self.shared.was_full.store(true, Ordering::Release);
-            return Err(Unposted::Full(chain));
+        while self.shared.posted.fetch_add(1, Ordering::SeqCst) >= QUEUE_DEPTH {
+            self.shared.posted.fetch_sub(1, Ordering::SeqCst);
+            self.shared.was_full.store(true, Ordering::SeqCst);
+            // If it has emptied meanwhile, nobody might wake us any more; then there is room.
+            if self.shared.posted.load(Ordering::SeqCst) > QUEUE_DEPTH / 2 {
+                return Err(Unposted::Full(chain));
+            }
         }
         self.shared.send(Command::Chain(chain));
         Ok(())
@@ -335,9 +338,10 @@ impl Device {
             self.completed = true;
         }
         self.held_chains += 1;
-        if self.shared.posted.fetch_sub(1, Ordering::AcqRel) == QUEUE_DEPTH / 2
-            && self.shared.was_full.swap(false, Ordering::AcqRel)
+        if self.shared.posted.fetch_sub(1, Ordering::SeqCst) <= QUEUE_DEPTH / 2
+            && self.shared.was_full.load(Ordering::SeqCst)
         {
+            self.shared.was_full.store(false, Ordering::SeqCst);
             self.completed = true;
         }
     }

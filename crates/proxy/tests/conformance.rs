@@ -4,7 +4,7 @@ mod common;
 
 use std::sync::{Arc, Mutex};
 
-use common::{Node, Path, node};
+use common::{Node, Path, node, node_of, on_drive, options};
 use store::ObjectStore;
 use store::conformance::{random_operations, run, seed};
 
@@ -47,4 +47,25 @@ async fn random_operations_by_dma() {
 #[tokio::test]
 async fn random_operations_over_a_socket() {
     like_the_model(Path::Unix).await;
+}
+
+#[tokio::test]
+async fn every_case_on_a_drive() {
+    let nodes: Mutex<Vec<(Node, tempfile::TempDir)>> = Mutex::default();
+    let make = || async {
+        let dir = tempfile::tempdir().unwrap();
+        let node = node_of(Path::Dma, on_drive(&dir.path().join("target")), options()).await;
+        let store = Arc::clone(&node.store);
+        nodes.lock().unwrap().push((node, dir));
+        store as Arc<dyn ObjectStore>
+    };
+    run(make).await;
+}
+
+#[tokio::test]
+async fn random_operations_on_a_drive() {
+    let dir = tempfile::tempdir().unwrap();
+    let node = node_of(Path::Dma, on_drive(&dir.path().join("target")), options()).await;
+    random_operations(Arc::clone(&node.store), seed(), 800).await;
+    node.store.umount().await.unwrap();
 }

@@ -76,6 +76,16 @@ fn child_process() {
             ready();
             std::thread::sleep(Duration::from_secs(60));
         }
+        "drive" => {
+            let store = common::on_drive(&socket.with_extension("target"));
+            let _server = Server::serve(
+                Listener::unix(&socket).unwrap(),
+                vec![target(store)],
+                ServerOptions::default(),
+            );
+            ready();
+            std::thread::sleep(Duration::from_secs(60));
+        }
         "osd" => runtime.block_on(async {
             let session = Session::connect(Endpoint::Unix(socket), options()).await.unwrap();
             let store: Arc<dyn ObjectStore> = session.store(0);
@@ -266,5 +276,51 @@ fn an_idle_session_wakes_nobody() {
         assert_eq!(switches(), before, "wake-ups of chan and dma threads");
         node.store.statfs().await.unwrap();
         assert_ne!(switches(), before, "and they are counted");
+    });
+}
+
+#[test]
+fn what_was_acknowledged_survives_a_killed_store() {
+    alone(async {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("store");
+        let mut process = Process::start("drive", &socket);
+        let session = Session::connect(Endpoint::Unix(socket.clone()), options()).await.unwrap();
+        let store: Arc<dyn ObjectStore> = session.store(0);
+        make_collection(&store).await;
+        let mut acknowledged = Vec::new();
+        let mut lost = 0;
+        for round in 0..3usize {
+            let writes = (0..24).map(|n| {
+                let n = round * 100 + n;
+                let large = n % 4 == 0;
+                let store = Arc::clone(&store);
+                tokio::spawn(async move {
+                    let len = if large { 200_000 } else { 4096 };
+                    store.queue_transaction(transaction(write(n, len))).await.map(|()| (n, len))
+                })
+            });
+            let writes: Vec<_> = writes.collect();
+            // Some are through, some are not.
+            let mut writes = writes.into_iter();
+            for write in writes.by_ref().take(8) {
+                acknowledged.extend(write.await.unwrap());
+            }
+            process.kill();
+            for write in writes {
+                match write.await.unwrap() {
+                    Ok(done) => acknowledged.push(done),
+                    Err(StoreError::Disconnected(_)) => lost += 1,
+                    Err(e) => panic!("{e}"),
+                }
+            }
+            process = Process::start("drive", &socket);
+            for &(n, len) in &acknowledged {
+                let read = store.read(&cid(), &oid(n), 0, len as u64, None).await.unwrap();
+                read.verify().unwrap();
+                assert_eq!(read.contiguous(), pattern(n as u64, len), "object {n}");
+            }
+        }
+        assert!(acknowledged.len() >= 24, "{lost} were lost, {} acknowledged", acknowledged.len());
     });
 }

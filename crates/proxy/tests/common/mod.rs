@@ -9,7 +9,9 @@ use base::block::Payload;
 use bytes::Bytes;
 use channel::{Layout, MemoryOptions};
 use outboard_proxy::{Endpoint, Listener, Server, ServerOptions, Session, SessionOptions, Target};
-use store::{CollectionId, MemStore, ObjectId, ObjectStore, Op, Transaction};
+use store::{
+    BlockStore, CollectionId, MemStore, MkfsOptions, MountOptions, ObjectId, ObjectStore, Op, Transaction,
+};
 
 /// Which way payload goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -91,4 +93,18 @@ pub fn pattern(seed: u64, len: usize) -> Bytes {
 
 pub fn payload(seed: u64, len: usize) -> Payload {
     Payload::compute(0, pattern(seed, len))
+}
+
+/// A store on a file, made if it is not there yet.
+pub fn on_drive(at: &std::path::Path) -> Arc<dyn ObjectStore> {
+    if !at.exists() {
+        let options = MkfsOptions {
+            size: Some(48 << 20),
+            log_bytes: Some(9 << 20),
+            index_bytes: Some(16 << 20),
+            ..MkfsOptions::default()
+        };
+        BlockStore::mkfs(at, &options, |_, _| {}).unwrap();
+    }
+    BlockStore::mount(at, &MountOptions::default()).unwrap()
 }
