@@ -15,6 +15,8 @@ use bytes::Bytes;
 use crate::{CollectionId, ObjectId, ObjectStore, Op, Transaction, WriteSource};
 
 pub use cases::CASES;
+#[cfg(test)]
+pub(crate) use random::Workload;
 pub use random::{compare, random_operations, random_operations_beside};
 
 /// A scenario: its name, and what to do with an empty store.

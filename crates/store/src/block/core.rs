@@ -289,6 +289,12 @@ impl Core {
         self.try_close();
     }
 
+    /// Whether calls wait for their turn or for something to be loaded.
+    #[cfg(test)]
+    pub(crate) fn has_queue(&self) -> bool {
+        !self.pending.is_empty()
+    }
+
     /// Whether nothing is under way.
     pub(crate) fn is_idle(&self) -> bool {
         self.pending.is_empty()

@@ -10,8 +10,11 @@ mod bitmap;
 mod checkpoint;
 mod commit;
 mod core;
+#[cfg(test)]
+mod crash_test;
 mod drive;
 mod extent;
+mod fsck;
 mod index;
 mod io;
 mod log;
@@ -19,10 +22,13 @@ mod query;
 mod records;
 mod recovery;
 mod region;
+#[cfg(test)]
+mod sim;
 mod staged;
 mod store;
 mod superblock;
 mod uring;
 mod view;
 
+pub use fsck::{FsckReport, Problem, fsck};
 pub use store::{BlockStore, MkfsOptions, MountOptions};

@@ -295,6 +295,17 @@ impl Recovered {
         changed.try_for_each(|(k, v)| v.iter().try_for_each(|v| each(k.clone(), v.clone())))
     }
 
+    /// Writes a repaired target: `fixes` over everything else, and exactly the blocks of `taken` taken.
+    ///
+    /// # Errors
+    /// If the drive fails.
+    pub(crate) fn rewrite(mut self, drive: &dyn Drive, fixes: Changes, mut taken: Bitmap) -> Result<()> {
+        self.changes.extend(fixes);
+        taken.mark_all_dirty();
+        self.taken = taken;
+        self.settle(drive, true).map(drop)
+    }
+
     /// Brings the target to order: a checkpoint with everything, after which the log is empty.
     ///
     /// # Errors
@@ -344,4 +355,15 @@ pub(crate) fn mount(
     let settled = recovered.settle(drive.as_ref(), false)?;
     let index = Arc::clone(&settled.index);
     Ok((Core::new(settled, collections, limits)?, index))
+}
+
+/// Marks free blocks as taken and gives a block a reference too many.
+#[cfg(test)]
+pub(crate) fn spoil_for_test(drive: &Arc<dyn Drive>) {
+    let mut recovered = recover(drive, 1 << 20, false).expect("a sound target");
+    let free = recovered.taken.find_free(0, 9).expect("free blocks");
+    recovered.taken.set(free, true);
+    let page = super::records::RefPage { extra: [(7, 3)].into() };
+    recovered.changes.insert(key::refs(1 << 20), page.encode());
+    recovered.settle(drive.as_ref(), true).expect("a working drive");
 }

@@ -1,0 +1,255 @@
+//! Loss of power, damage and failing drives, over a simulated drive that holds every byte the store persists.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+use super::drive::Drive;
+use super::fsck::check;
+use super::recovery::{Sizes, mkfs};
+use super::sim::{Crashes, SimDrive, SimStore};
+use crate::conformance::{self, Workload, random_operations, seed};
+use crate::{MemStore, ObjectStore, StoreError};
+
+const SIZE: usize = 12 << 20;
+
+fn sizes() -> Sizes {
+    Sizes { uuid: None, log_bytes: Some(1 << 20), index_bytes: Some(4 << 20) }
+}
+
+fn fresh() -> Vec<u8> {
+    let drive = SimDrive::new(vec![0xa5; SIZE]);
+    let shared: Arc<dyn Drive> = drive.clone();
+    mkfs(&shared, &sizes(), &mut |_, _| {}).unwrap();
+    drive.image()
+}
+
+fn run<T>(future: impl Future<Output = T>) -> T {
+    futures::executor::block_on(future)
+}
+
+/// How much longer than usual to test: `OUTBOARD_CRASH_FACTOR`.
+fn factor() -> usize {
+    std::env::var("OUTBOARD_CRASH_FACTOR").ok().and_then(|f| f.parse().ok()).unwrap_or(1)
+}
+
+/// Everything a store holds, in one number. Fails if a block does not have its checksum.
+async fn digest(store: &dyn ObjectStore) -> Result<u64, StoreError> {
+    use std::hash::{DefaultHasher, Hash, Hasher};
+    let mut hash = DefaultHasher::new();
+    for c in store.collections().await? {
+        c.hash(&mut hash);
+        for o in store.list(&c, None, usize::MAX).await?.0 {
+            let read = store.read(&c, &o, 0, 1 << 30, None).await?;
+            read.verify().map_err(|e| StoreError::Corrupt { what: o.to_string(), detail: e.to_string() })?;
+            (&o, read.object_size, &read.checksums).hash(&mut hash);
+            store.stat(&c, &o).await?.allocated.hash(&mut hash);
+            store.get_xattrs(&c, &o).await?.hash(&mut hash);
+            store.omap_get_header(&c, &o).await?.hash(&mut hash);
+            store.omap_iterate(&c, &o, Bytes::new(), usize::MAX).await?.0.hash(&mut hash);
+        }
+    }
+    Ok(hash.finish())
+}
+
+#[test]
+fn the_simulated_target_conforms() {
+    let big = || {
+        let drive = SimDrive::new(vec![0; 48 << 20]);
+        let shared: Arc<dyn Drive> = drive.clone();
+        let sizes = Sizes { uuid: None, log_bytes: Some(9 << 20), index_bytes: Some(16 << 20) };
+        mkfs(&shared, &sizes, &mut |_, _| {}).unwrap();
+        drive
+    };
+    let seed = seed();
+    run(conformance::run(|| async {
+        Arc::new(SimStore::mount(&big(), seed).unwrap()) as Arc<dyn ObjectStore>
+    }));
+    let drive = big();
+    run(random_operations(Arc::new(SimStore::mount(&drive, seed).unwrap()), seed, 400));
+}
+
+/// A workload with the states it passes through and what was acknowledged when.
+struct Story {
+    drive: Arc<SimDrive>,
+    start: Vec<u8>,
+    /// Digest after each applied transaction.
+    states: Vec<u64>,
+    /// By transaction: number of applied ones up to it, and position of the drive when it was acknowledged.
+    acknowledged: Vec<(usize, usize)>,
+    /// Position of the drive and number of applied transactions then.
+    applied: Vec<(usize, usize)>,
+}
+
+fn tell(start: Vec<u8>, seed: u64, transactions: usize) -> Story {
+    let drive = SimDrive::new(start.clone());
+    let store = SimStore::mount(&drive, seed).unwrap();
+    let model = MemStore::new();
+    let mut workload = Workload::new(seed);
+    let mut story = Story {
+        drive: drive.clone(),
+        start,
+        states: Vec::new(),
+        acknowledged: Vec::new(),
+        applied: Vec::new(),
+    };
+    story.states.push(run(digest(&model)).unwrap());
+    let mut waiting: Vec<(usize, _)> = Vec::new();
+    for _ in 0..transactions {
+        let transaction = workload.transaction();
+        let expected = run(model.queue_transaction(transaction.clone()));
+        let position = drive.position();
+        let future = store.queue_transaction(transaction);
+        store.settle_queue();
+        if expected.is_ok() {
+            story.applied.push((position, story.states.len()));
+            story.states.push(run(digest(&model)).unwrap());
+        }
+        waiting.push((story.states.len() - 1, Box::pin(future)));
+        for _ in 0..workload.rng().random_range(0..12) {
+            store.lock().step();
+        }
+        // Wait for some, so that others are cut off unacknowledged.
+        waiting.retain_mut(|(applied, future)| {
+            if workload.rng().random_bool(0.7) {
+                return true;
+            }
+            if run(future.as_mut()).is_ok() {
+                story.acknowledged.push((*applied, drive.position()));
+            }
+            false
+        });
+    }
+    if seed.is_multiple_of(2) {
+        run(store.umount()).unwrap();
+        story.acknowledged.push((story.states.len() - 1, drive.position()));
+    }
+    story
+}
+
+#[test]
+fn every_crash_leaves_a_prefix_with_everything_acknowledged() {
+    let seed = seed();
+    let mut rng = StdRng::seed_from_u64(seed);
+    let mut torn = 0;
+    for round in 0..3 * factor() as u64 {
+        let story = tell(fresh(), seed.wrapping_add(round), 120);
+        let mut points = story.drive.flush_boundaries();
+        points.extend((0..100).map(|_| rng.random_range(0..=story.drive.position())));
+        points.sort_unstable();
+        let mut crashes = Crashes::new(&story.drive, story.start.clone());
+        for position in points {
+            let image = crashes.image(position, &mut rng);
+            torn += usize::from(check_crash(&story, position, image));
+        }
+    }
+    assert!(torn > 10, "the crashes did cut transactions off ({torn})");
+}
+
+/// Checks one crash; returns whether it lost transactions (unacknowledged ones).
+fn check_crash(story: &Story, position: usize, image: Vec<u8>) -> bool {
+    let least =
+        story.acknowledged.iter().filter(|(_, at)| *at <= position).map(|(n, _)| *n).max().unwrap_or(0);
+    let most = story.applied.iter().filter(|(at, _)| *at <= position).map(|(_, n)| *n).max().unwrap_or(0);
+    let drive = SimDrive::new(image);
+    let shared: Arc<dyn Drive> = drive.clone();
+    let report = check(&shared, false, &mut |_, _| {}).unwrap();
+    assert!(report.is_clean(), "fsck after a crash at {position}: {report:#?}");
+    let store =
+        SimStore::mount(&drive, 1).unwrap_or_else(|e| panic!("mount after a crash at {position}: {e}"));
+    let found = run(digest(&store)).unwrap_or_else(|e| panic!("after a crash at {position}: {e}"));
+    let prefix = story.states.iter().rposition(|s| *s == found);
+    let fits = story.states[least..=most.max(least)].contains(&found);
+    assert!(fits, "after a crash at {position} the state is that of {prefix:?}, expected {least}..={most}");
+    story.states[most] != found
+}
+
+#[test]
+fn a_flipped_bit_is_never_silently_wrong() {
+    let seed = seed();
+    let mut rng = StdRng::seed_from_u64(seed);
+    let story = tell(fresh(), seed & !1, 80);
+    let right = *story.states.last().unwrap();
+    let crashed = tell(fresh(), seed | 1, 80);
+    let mut crashes = Crashes::new(&crashed.drive, crashed.start.clone());
+    let unclean = crashes.image(crashed.drive.position(), &mut rng);
+    let (mut reported, mut harmless) = (0, 0);
+    for i in 0..250 * factor() {
+        let clean = i % 2 == 0;
+        let drive = SimDrive::new(if clean { story.drive.image() } else { unclean.clone() });
+        // Half of the flips go to the first part of the drive, where log and index are.
+        let range = if rng.random_bool(0.5) { SIZE } else { 6 << 20 };
+        drive.flip_bit(rng.random_range(0..range * 8));
+        let outcome = SimStore::mount(&drive, 1).and_then(|store| run(digest(&store)));
+        match outcome {
+            Err(StoreError::Corrupt { .. } | StoreError::NotATarget(_)) => reported += 1,
+            Err(other) => panic!("flip {i}: {other}"),
+            Ok(found) if clean => {
+                assert_eq!(found, right, "flip {i} changed what is read");
+                harmless += 1;
+            }
+            Ok(found) => {
+                let least = crashed.acknowledged.iter().map(|(n, _)| *n).max().unwrap_or(0);
+                assert!(crashed.states[least..].contains(&found), "flip {i} lost something acknowledged");
+                harmless += 1;
+            }
+        }
+    }
+    assert!(reported > 5 && harmless > 5, "{reported} reported, {harmless} harmless");
+}
+
+#[test]
+fn a_failing_drive_poisons_the_target_and_loses_nothing() {
+    let seed = seed();
+    for round in 0..20 {
+        let drive = SimDrive::new(fresh());
+        let store = SimStore::mount(&drive, seed).unwrap();
+        let model = MemStore::new();
+        let mut workload = Workload::new(seed.wrapping_add(round));
+        drive.fail_after(round * 3);
+        let mut states = vec![run(digest(&model)).unwrap()];
+        let mut durable = 0;
+        for _ in 0..1000 {
+            let transaction = workload.transaction();
+            match run(store.queue_transaction(transaction.clone())) {
+                Ok(()) => {
+                    run(model.queue_transaction(transaction)).unwrap();
+                    states.push(run(digest(&model)).unwrap());
+                    durable = states.len() - 1;
+                }
+                Err(StoreError::Poisoned(_)) => {
+                    if run(model.queue_transaction(transaction)).is_ok() {
+                        states.push(run(digest(&model)).unwrap());
+                    }
+                    break;
+                }
+                Err(_) => {}
+            }
+        }
+        assert!(drive.failures() > 0, "the fault fired");
+        let refused = run(store.queue_transaction(crate::Transaction::new(conformance::cid("c0"))));
+        assert!(matches!(refused, Err(StoreError::Poisoned(_))), "{refused:?}");
+        assert!(matches!(run(store.umount()), Err(StoreError::Poisoned(_))));
+        let again = SimStore::mount(&SimDrive::new(drive.image()), seed).unwrap();
+        let found = run(digest(&again)).unwrap();
+        assert!(states[durable..].contains(&found), "round {round}");
+    }
+}
+
+#[test]
+fn repair_puts_counts_right_and_names_what_it_cannot() {
+    let story = tell(fresh(), seed() & !1, 80);
+    let drive = SimDrive::new(story.drive.image());
+    let shared: Arc<dyn Drive> = drive.clone();
+    super::recovery::spoil_for_test(&shared);
+    let found = check(&shared, false, &mut |_, _| {}).unwrap();
+    assert!(found.leaked_blocks > 0 && !found.is_clean(), "{found:?}");
+    let repaired = check(&shared, true, &mut |_, _| {}).unwrap();
+    assert!(repaired.is_clean() && repaired.repaired_count > 0, "{repaired:?}");
+    let after = check(&shared, false, &mut |_, _| {}).unwrap();
+    assert_eq!((after.is_clean(), after.problem_count), (true, 0), "{after:?}");
+    let store = SimStore::mount(&drive, 1).unwrap();
+    assert_eq!(run(digest(&store)).unwrap(), *story.states.last().unwrap());
+}

@@ -1,0 +1,382 @@
+//! Checks a target: every entry of the index, every reference count, the free-space bitmap, the checksum of every block.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::path::Path;
+use std::sync::Arc;
+
+use base::block::{BLOCK, BLOCK_SIZE, crc32c};
+use bytes::Bytes;
+use serde::{Deserialize, Serialize};
+
+use super::bitmap::Bitmap;
+use super::drive::{Drive, FileDrive};
+use super::extent::Extent;
+use super::index::Changes;
+use super::records::{Onode, REF_BLOCKS, RefPage, SHARD_BLOCKS, Shard, decode_collection, key};
+use super::recovery::{Recovered, recover};
+use crate::{Result, StoreError};
+
+/// Memory for index pages, in bytes.
+const INDEX_CACHE: usize = 32 << 20;
+/// Most problems that are listed one by one.
+const MAX_LISTED: usize = 1000;
+
+/// Something that is not as it must be.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Problem {
+    /// Where.
+    pub what: String,
+    /// What is wrong.
+    pub detail: String,
+    /// Whether it was put right.
+    pub repaired: bool,
+}
+
+/// What a check found.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FsckReport {
+    /// What is wrong; the first thousand.
+    pub problems: Vec<Problem>,
+    /// Number of problems, listed or not.
+    pub problem_count: u64,
+    /// Number of those that were put right.
+    pub repaired_count: u64,
+    /// Whether everything could be looked at.
+    pub complete: bool,
+    /// Whether the target had been unmounted in order.
+    pub was_clean: bool,
+    /// Number of collections.
+    pub collections: u64,
+    /// Number of objects.
+    pub objects: u64,
+    /// Blocks that belong to objects.
+    pub blocks: u64,
+    /// Bytes whose checksums were compared.
+    pub bytes_checked: u64,
+    /// Blocks that were marked as taken and belong to no object.
+    pub leaked_blocks: u64,
+}
+
+impl FsckReport {
+    /// Whether nothing is wrong, or everything that was is put right.
+    #[must_use]
+    pub fn is_clean(&self) -> bool {
+        self.complete && self.problem_count == self.repaired_count
+    }
+
+    fn problem(&mut self, what: impl Into<String>, detail: impl Into<String>, repaired: bool) {
+        self.problem_count += 1;
+        self.repaired_count += u64::from(repaired);
+        if self.problems.len() < MAX_LISTED {
+            self.problems.push(Problem { what: what.into(), detail: detail.into(), repaired });
+        }
+    }
+}
+
+/// Checks the target at `path`, which must not be mounted. With `repair`, drops a damaged end of the log and puts right
+/// the bitmap, reference counts, counters and entries that belong to nothing. Blocks with wrong checksums are reported
+/// and left: their objects must be restored from copies. `progress` is told blocks checked and blocks taken.
+///
+/// # Errors
+/// If this is no target of this version, it is in use, or the drive fails. Damage is no error but in the report.
+pub fn fsck(path: &Path, repair: bool, mut progress: impl FnMut(u64, u64)) -> Result<FsckReport> {
+    let drive: Arc<dyn Drive> = Arc::new(FileDrive::open(path, None)?);
+    check(&drive, repair, &mut progress)
+}
+
+/// Checks a drive; see [`fsck`].
+pub(crate) fn check(
+    drive: &Arc<dyn Drive>,
+    repair: bool,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<FsckReport> {
+    let mut report = FsckReport::default();
+    let recovered = match recover(drive, INDEX_CACHE, repair) {
+        Ok(recovered) => recovered,
+        Err(StoreError::Corrupt { what, detail }) => {
+            report.problem(what, detail, false);
+            return Ok(report);
+        }
+        Err(error) => return Err(error),
+    };
+    report.was_clean = recovered.superblock.clean;
+    for damage in &recovered.damage {
+        report.problem("log or bitmap", format!("{damage}; what followed was dropped"), repair);
+    }
+    let mut check = Check {
+        drive: drive.as_ref(),
+        repair,
+        report,
+        objects: HashMap::new(),
+        seen: Bitmap::new(recovered.superblock.data_blocks()),
+        shared: BTreeMap::new(),
+        fixes: Changes::new(),
+        recovered: &recovered,
+    };
+    let result = check.everything(progress);
+    let Check { mut report, fixes, seen, .. } = check;
+    match result {
+        Ok(()) => report.complete = true,
+        Err(StoreError::Corrupt { what, detail }) => report.problem(what, detail, false),
+        Err(error) => return Err(error),
+    }
+    if repair && report.complete && report.problem_count > 0 {
+        recovered.rewrite(drive.as_ref(), fixes, seen)?;
+    }
+    Ok(report)
+}
+
+/// What the onodes say.
+struct Object {
+    size: u64,
+    blocks: u64,
+    has_omap: bool,
+    key: Bytes,
+    mapped: u64,
+}
+
+struct Check<'a> {
+    drive: &'a dyn Drive,
+    repair: bool,
+    report: FsckReport,
+    objects: HashMap<u64, Object>,
+    /// Blocks that objects refer to.
+    seen: Bitmap,
+    /// References beyond the first.
+    shared: BTreeMap<u64, u32>,
+    fixes: Changes,
+    recovered: &'a Recovered,
+}
+
+impl Check<'_> {
+    fn everything(&mut self, progress: &mut dyn FnMut(u64, u64)) -> Result<()> {
+        let collections = self.collections()?;
+        self.onodes(&collections)?;
+        self.count_references()?;
+        self.blocks(progress)?;
+        self.counters()?;
+        self.omaps()?;
+        self.reference_counts()?;
+        self.bitmap();
+        Ok(())
+    }
+
+    fn collections(&mut self) -> Result<HashSet<u64>> {
+        let mut numbers = HashSet::new();
+        let report = &mut self.report;
+        self.recovered.entries(key::COLLECTION, |name, value| {
+            match decode_collection(&name, &value) {
+                Ok((_, number)) => drop(numbers.insert(number)),
+                Err(error) => report.problem("collection", error.to_string(), false),
+            }
+            Ok(())
+        })?;
+        report.collections = numbers.len() as u64;
+        Ok(numbers)
+    }
+
+    fn onodes(&mut self, collections: &HashSet<u64>) -> Result<()> {
+        let (report, objects) = (&mut self.report, &mut self.objects);
+        self.recovered.entries(key::ONODE, |name, value| {
+            let place = format!("onode {}", name.escape_ascii());
+            let onode = match Onode::decode(&value) {
+                Ok(onode) => onode,
+                Err(error) => {
+                    report.problem(place, error.to_string(), false);
+                    return Ok(());
+                }
+            };
+            if !key::number(&name).is_some_and(|n| collections.contains(&n)) {
+                report.problem(&place, "its collection does not exist", false);
+            }
+            report.objects += 1;
+            let Onode { nid, size, blocks, has_omap, .. } = onode;
+            let object = Object { size, blocks, has_omap, key: name, mapped: 0 };
+            if let Some(other) = objects.insert(nid, object) {
+                report.problem(place, format!("has the number of {}", other.key.escape_ascii()), false);
+            }
+            Ok(())
+        })
+    }
+
+    /// Decodes a shard and finds its object; what cannot be used is reported, and removed under repair.
+    fn shard(&mut self, name: &Bytes, value: &Bytes, report: bool) -> Option<(u64, u64, Shard)> {
+        let nid = key::number(name)?;
+        let rest = key::rest(name);
+        let number = <[u8; 8]>::try_from(&rest[..]).map(u64::from_be_bytes);
+        let shard = Shard::decode(value, self.recovered.superblock.data_blocks());
+        let what = match (&number, &shard) {
+            _ if !self.objects.contains_key(&nid) => "it belongs to no object".to_owned(),
+            (Ok(_), Ok(_)) => return Some((nid, number.ok()?, shard.ok()?)),
+            (_, Err(error)) => error.to_string(),
+            (Err(_), _) => "its key is damaged".to_owned(),
+        };
+        if report {
+            self.report.problem(format!("shard {}", name.escape_ascii()), what, self.repair);
+            self.fixes.insert(name.clone(), None);
+        }
+        None
+    }
+
+    fn count_references(&mut self) -> Result<()> {
+        let recovered = self.recovered;
+        recovered.entries(key::SHARD, |name, value| {
+            let Some((nid, _, shard)) = self.shard(&name, &value, true) else { return Ok(()) };
+            for block in shard.blocks.iter().flatten() {
+                if self.seen.set(Extent { start: block.block, len: 1 }, true) > 0 {
+                    *self.shared.entry(block.block).or_default() += 1;
+                }
+            }
+            if let Some(object) = self.objects.get_mut(&nid) {
+                object.mapped += shard.mapped();
+            }
+            Ok(())
+        })?;
+        self.report.blocks = self.seen.used();
+        Ok(())
+    }
+
+    /// Reads every block and checks that shared ones are marked as such.
+    fn blocks(&mut self, progress: &mut dyn FnMut(u64, u64)) -> Result<()> {
+        let recovered = self.recovered;
+        let mut done = 0;
+        recovered.entries(key::SHARD, |name, value| {
+            let Some((nid, number, mut shard)) = self.shard(&name, &value, false) else { return Ok(()) };
+            let place = |this: &Self, i: usize| {
+                let object = this.objects.get(&nid).map(|o| o.key.escape_ascii().to_string());
+                let offset = (number * SHARD_BLOCKS + i as u64) * BLOCK;
+                format!("object {} at {offset}", object.unwrap_or_default())
+            };
+            let mut unmarked = false;
+            for i in 0..shard.blocks.len() {
+                let Some(block) = &mut shard.blocks[i] else { continue };
+                if self.shared.contains_key(&block.block) && !block.shared {
+                    block.shared = true;
+                    unmarked = true;
+                    let what = place(self, i);
+                    self.report.problem(what, "a shared block is not marked as shared", self.repair);
+                }
+                if self
+                    .objects
+                    .get(&nid)
+                    .is_some_and(|o| (number * SHARD_BLOCKS + i as u64) * BLOCK >= o.size)
+                {
+                    self.report.problem(place(self, i), "a block lies beyond the object's end", false);
+                }
+            }
+            if unmarked {
+                self.fixes.insert(name, Some(shard.encode()));
+            }
+            for i in self.damaged(&shard)? {
+                self.report.problem(
+                    place(self, i),
+                    "checksum mismatch: restore the object from a copy",
+                    false,
+                );
+            }
+            done += shard.mapped();
+            self.report.bytes_checked = done * BLOCK;
+            progress(done, self.report.blocks);
+            Ok(())
+        })
+    }
+
+    /// The places of a shard whose blocks do not have their checksums.
+    fn damaged(&self, shard: &Shard) -> Result<Vec<usize>> {
+        let mut damaged = Vec::new();
+        let mut at = 0;
+        let mut content = vec![0; SHARD_BLOCKS as usize * BLOCK_SIZE];
+        while at < shard.blocks.len() {
+            let Some(first) = shard.blocks[at] else {
+                at += 1;
+                continue;
+            };
+            let follows =
+                |i: &usize| shard.blocks[*i].is_some_and(|b| b.block == first.block + (*i - at) as u64);
+            let len = 1 + (at + 1..shard.blocks.len()).take_while(follows).count();
+            let bytes = &mut content[..len * BLOCK_SIZE];
+            self.drive.read_at(self.recovered.superblock.data.offset + first.block * BLOCK, bytes)?;
+            for (i, found) in (at..at + len).zip(bytes.chunks_exact(BLOCK_SIZE)) {
+                let Some(block) = shard.blocks[i] else { continue };
+                let deferred = self.recovered.deferred.get(&block.block);
+                if crc32c(deferred.map_or(found, |d| &d[..])) != block.crc {
+                    damaged.push(i);
+                }
+            }
+            at += len;
+        }
+        Ok(damaged)
+    }
+
+    fn counters(&mut self) -> Result<()> {
+        let wrong: Vec<_> = self.objects.values().filter(|o| o.blocks != o.mapped).collect();
+        for object in wrong {
+            let detail = format!("it counts {} blocks, its map has {}", object.blocks, object.mapped);
+            self.report.problem(format!("object {}", object.key.escape_ascii()), detail, self.repair);
+            let stored = match self.recovered.changes.get(&object.key) {
+                Some(value) => value.clone(),
+                None => self.recovered.index.get_many(std::slice::from_ref(&object.key))?.pop().flatten(),
+            };
+            if let Some(bytes) = stored {
+                let onode = Onode { blocks: object.mapped, ..Onode::decode(&bytes)? };
+                self.fixes.insert(object.key.clone(), Some(onode.encode()));
+            }
+        }
+        Ok(())
+    }
+
+    fn omaps(&mut self) -> Result<()> {
+        let recovered = self.recovered;
+        recovered.entries(key::OMAP, |name, _| {
+            let owner = key::number(&name).and_then(|nid| self.objects.get(&nid));
+            if !owner.is_some_and(|o| o.has_omap) {
+                let what = format!("omap entry {}", name.escape_ascii());
+                self.report.problem(what, "it belongs to no object", self.repair);
+                self.fixes.insert(name, None);
+            }
+            Ok(())
+        })
+    }
+
+    fn reference_counts(&mut self) -> Result<()> {
+        let mut expected: BTreeMap<u64, RefPage> = BTreeMap::new();
+        for (&block, &extra) in &self.shared {
+            expected.entry(block / REF_BLOCKS).or_default().extra.insert((block % REF_BLOCKS) as u16, extra);
+        }
+        let recovered = self.recovered;
+        recovered.entries(key::REFS, |name, value| {
+            let right = key::number(&name).and_then(|chunk| expected.remove(&chunk)).unwrap_or_default();
+            if RefPage::decode(&value).ok().as_ref() != Some(&right) {
+                let what = format!("reference counts {}", name.escape_ascii());
+                self.report.problem(what, "they do not agree with the objects", self.repair);
+                self.fixes.insert(name, right.encode());
+            }
+            Ok(())
+        })?;
+        for (chunk, page) in expected {
+            self.report.problem(format!("reference counts {chunk}"), "they are missing", self.repair);
+            self.fixes.insert(key::refs(chunk), page.encode());
+        }
+        Ok(())
+    }
+
+    fn bitmap(&mut self) {
+        let taken = &self.recovered.taken;
+        let blocks = 0..taken.blocks();
+        let differ = |b: &u64| taken.contains(*b) != self.seen.contains(*b);
+        let (mut leaked, mut unmarked) = (0, 0);
+        blocks.filter(differ).for_each(|b| if taken.contains(b) { leaked += 1 } else { unmarked += 1 });
+        self.report.leaked_blocks = leaked;
+        if leaked > 0 {
+            self.report.problem(
+                "free-space bitmap",
+                format!("{leaked} blocks are taken by nothing"),
+                self.repair,
+            );
+        }
+        if unmarked > 0 {
+            let detail = format!("{unmarked} blocks of objects are marked as free");
+            self.report.problem("free-space bitmap", detail, self.repair);
+        }
+    }
+}

@@ -1,0 +1,446 @@
+//! A simulated drive and a target on it that runs in the test's own thread, in an order that a seed decides.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use base::BoxFuture;
+use base::block::Payload;
+use base::mem::ArenaBuf;
+use bytes::Bytes;
+use futures::channel::oneshot;
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+use super::core::{Command, Core, Event, Limits, Reply, Work, load};
+use super::drive::Drive;
+use super::index::Index;
+use super::io::{IoDone, IoOp, IoRequest};
+use super::query::Query;
+use super::recovery::mount;
+use crate::{
+    CollectionId, ObjectId, ObjectStore, Page, ReadData, Result, StageId, Stat, StatFs, Transaction,
+};
+
+/// What happened to a drive.
+#[derive(Debug, Clone)]
+enum Entry {
+    /// From here on any part of the write may be on the drive.
+    Submit {
+        id: u64,
+        offset: u64,
+        data: Bytes,
+    },
+    Complete(u64),
+    /// Will cover all writes completed before.
+    FlushStart(u64),
+    FlushDone(u64),
+}
+
+/// A drive in memory that remembers everything that happened to it.
+#[derive(Debug)]
+pub(crate) struct SimDrive {
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    image: Vec<u8>,
+    history: Vec<Entry>,
+    next: u64,
+    /// Fails writes (true) or flushes from this many requests on.
+    fail_after: Option<u64>,
+    failed: u64,
+}
+
+impl SimDrive {
+    pub(crate) fn new(image: Vec<u8>) -> Arc<SimDrive> {
+        let state = State { image, history: Vec::new(), next: 0, fail_after: None, failed: 0 };
+        Arc::new(SimDrive { state: Mutex::new(state) })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn image(&self) -> Vec<u8> {
+        self.lock().image.clone()
+    }
+
+    /// Number of things that happened.
+    pub(crate) fn position(&self) -> usize {
+        self.lock().history.len()
+    }
+
+    /// Makes every write and flush fail after `count` more.
+    pub(crate) fn fail_after(&self, count: u64) {
+        self.lock().fail_after = Some(count);
+    }
+
+    /// Requests that were made to fail.
+    pub(crate) fn failures(&self) -> u64 {
+        self.lock().failed
+    }
+
+    pub(crate) fn flip_bit(&self, bit: usize) {
+        self.lock().image[bit / 8] ^= 1 << (bit % 8);
+    }
+
+    /// Positions right before and after each flush.
+    pub(crate) fn flush_boundaries(&self) -> Vec<usize> {
+        let state = self.lock();
+        let flushes = state.history.iter().enumerate().filter(|(_, e)| matches!(e, Entry::FlushDone(_)));
+        flushes.flat_map(|(i, _)| [i, i + 1]).collect()
+    }
+}
+
+impl State {
+    fn may_fail(&mut self) -> io::Result<()> {
+        if let Some(left) = &mut self.fail_after {
+            if *left == 0 {
+                self.failed += 1;
+                return Err(io::Error::other("injected failure"));
+            }
+            *left -= 1;
+        }
+        Ok(())
+    }
+
+    fn submit(&mut self, offset: u64, data: Bytes) -> u64 {
+        self.next += 1;
+        self.history.push(Entry::Submit { id: self.next, offset, data });
+        self.next
+    }
+
+    fn complete(&mut self, id: u64, offset: u64, data: &[u8]) {
+        self.image[offset as usize..offset as usize + data.len()].copy_from_slice(data);
+        self.history.push(Entry::Complete(id));
+    }
+}
+
+impl Drive for SimDrive {
+    fn size(&self) -> u64 {
+        self.lock().image.len() as u64
+    }
+
+    fn read_at(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        out.copy_from_slice(&self.lock().image[offset as usize..offset as usize + out.len()]);
+        Ok(())
+    }
+
+    fn write_at(&self, offset: u64, data: &[u8]) -> io::Result<()> {
+        let mut state = self.lock();
+        state.may_fail()?;
+        let id = state.submit(offset, Bytes::copy_from_slice(data));
+        state.complete(id, offset, data);
+        Ok(())
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        let mut state = self.lock();
+        state.may_fail()?;
+        state.next += 1;
+        let id = state.next;
+        state.history.extend([Entry::FlushStart(id), Entry::FlushDone(id)]);
+        Ok(())
+    }
+}
+
+/// Images that a loss of power can leave, made in order of position.
+pub(crate) struct Crashes {
+    history: Vec<Entry>,
+    /// Writes that are certainly on the drive are in here.
+    base: Vec<u8>,
+    at: usize,
+    submitted: BTreeMap<u64, (u64, Bytes)>,
+    completed: BTreeSet<u64>,
+    covered: BTreeMap<u64, Vec<u64>>,
+}
+
+impl Crashes {
+    /// Crashes of a drive that held `base` before its history.
+    pub(crate) fn new(drive: &SimDrive, base: Vec<u8>) -> Crashes {
+        let history = drive.lock().history.clone();
+        let (submitted, completed, covered) = (BTreeMap::new(), BTreeSet::new(), BTreeMap::new());
+        Crashes { history, base, at: 0, submitted, completed, covered }
+    }
+
+    /// An image as of `position`: of the writes not yet flushed, any 512-byte sectors may be there.
+    pub(crate) fn image(&mut self, position: usize, rng: &mut StdRng) -> Vec<u8> {
+        while self.at < position {
+            match self.history[self.at].clone() {
+                Entry::Submit { id, offset, data } => drop(self.submitted.insert(id, (offset, data))),
+                Entry::Complete(id) => drop(self.completed.insert(id)),
+                Entry::FlushStart(id) => {
+                    drop(self.covered.insert(id, self.completed.iter().copied().collect()))
+                }
+                Entry::FlushDone(id) => {
+                    for write in self.covered.remove(&id).unwrap_or_default() {
+                        self.completed.remove(&write);
+                        if let Some((offset, data)) = self.submitted.remove(&write) {
+                            self.base[offset as usize..offset as usize + data.len()].copy_from_slice(&data);
+                        }
+                    }
+                }
+            }
+            self.at += 1;
+        }
+        let mut image = self.base.clone();
+        let style = rng.random_range(0..4);
+        for (offset, data) in self.submitted.values() {
+            let chance = match style {
+                0 => 0.0,
+                1 => 1.0,
+                2 => f64::from(rng.random_range(0..=1u8)),
+                _ => 0.5,
+            };
+            for (i, sector) in data.chunks(512).enumerate() {
+                if rng.random_bool(chance) {
+                    let at = *offset as usize + i * 512;
+                    image[at..at + sector.len()].copy_from_slice(sector);
+                }
+            }
+        }
+        image
+    }
+}
+
+/// A target whose requests complete in an order that a seed decides.
+pub(crate) struct SimTarget {
+    core: Core,
+    index: Arc<Index>,
+    drive: Arc<SimDrive>,
+    rng: StdRng,
+    requests: Vec<(IoRequest, u64)>,
+    work: Vec<Work>,
+}
+
+impl SimTarget {
+    pub(crate) fn mount(drive: &Arc<SimDrive>, seed: u64) -> Result<SimTarget> {
+        let limits = Limits { cache_bytes: 1 << 20, buffer_bytes: 1 << 20 };
+        let shared: Arc<dyn Drive> = Arc::clone(drive) as Arc<dyn Drive>;
+        let (core, index) = mount(&shared, None, 1 << 20, &limits)?;
+        let rng = StdRng::seed_from_u64(seed);
+        Ok(SimTarget { core, index, drive: Arc::clone(drive), rng, requests: Vec::new(), work: Vec::new() })
+    }
+
+    /// Starts what the core wants done.
+    fn collect(&mut self) {
+        for request in std::mem::take(&mut self.core.output.io) {
+            let mut state = self.drive.lock();
+            let id = match &request.op {
+                IoOp::Write(pieces) => state.submit(request.offset, pieces.concat().into()),
+                IoOp::Flush => {
+                    state.next += 1;
+                    let id = state.next;
+                    state.history.push(Entry::FlushStart(id));
+                    id
+                }
+                IoOp::Read(_) => 0,
+            };
+            drop(state);
+            self.requests.push((request, id));
+        }
+        self.work.append(&mut self.core.output.work);
+    }
+
+    /// Lets one thing happen. `false` if there is nothing left to happen.
+    pub(crate) fn step(&mut self) -> bool {
+        self.collect();
+        let choices = self.requests.len() + self.work.len();
+        if choices == 0 {
+            if !self.core.wants_idle() {
+                return false;
+            }
+            self.core.idle();
+            return true;
+        }
+        let choice = self.rng.random_range(0..choices);
+        let event = if choice < self.requests.len() {
+            let (request, id) = self.requests.swap_remove(choice);
+            Event::Io(IoDone { id: request.id, result: self.perform(request, id) })
+        } else {
+            match self.work.swap_remove(choice - self.requests.len()) {
+                Work::Load { op, generation, needs } => {
+                    let found = load(&self.index, &needs);
+                    Event::Loaded { op, generation, needs, found }
+                }
+                Work::Checkpoint(checkpoint) => {
+                    Event::Checkpointed(checkpoint.run(self.drive.as_ref(), &self.index))
+                }
+            }
+        };
+        self.core.complete(event);
+        self.core.advance();
+        true
+    }
+
+    fn perform(&self, request: IoRequest, id: u64) -> io::Result<()> {
+        let mut state = self.drive.lock();
+        match request.op {
+            IoOp::Read(mut segment) => {
+                let start = request.offset as usize;
+                let len = segment.len();
+                segment.copy_from_slice(&state.image[start..start + len]);
+            }
+            IoOp::Write(pieces) => {
+                state.may_fail()?;
+                state.complete(id, request.offset, &pieces.concat());
+            }
+            IoOp::Flush => {
+                state.may_fail()?;
+                state.history.push(Entry::FlushDone(id));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A [`SimTarget`] as a store. Waiting for an answer lets things happen.
+#[derive(Clone)]
+pub(crate) struct SimStore {
+    target: Arc<Mutex<SimTarget>>,
+}
+
+impl SimStore {
+    pub(crate) fn mount(drive: &Arc<SimDrive>, seed: u64) -> Result<SimStore> {
+        Ok(SimStore { target: Arc::new(Mutex::new(SimTarget::mount(drive, seed)?)) })
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, SimTarget> {
+        self.target.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Lets things happen until every queued transaction is applied (or has failed), durable or not.
+    pub(crate) fn settle_queue(&self) {
+        let mut target = self.lock();
+        while target.core.has_queue() {
+            assert!(target.step(), "a queued call waits for nothing");
+        }
+    }
+
+    fn call<T: Send + 'static>(
+        &self,
+        make: impl FnOnce(Reply<T>) -> Command,
+    ) -> BoxFuture<'static, Result<T>> {
+        let (reply, mut answer) = oneshot::channel();
+        let mut target = self.lock();
+        target.core.handle(make(reply));
+        target.core.advance();
+        drop(target);
+        let this = self.clone();
+        Box::pin(async move {
+            loop {
+                match answer.try_recv() {
+                    Ok(Some(result)) => return result,
+                    Ok(None) => assert!(this.lock().step(), "an answer waits for nothing"),
+                    Err(_) => panic!("a call was dropped without an answer"),
+                }
+            }
+        })
+    }
+
+    fn query<T: Send + 'static>(
+        &self,
+        cid: &CollectionId,
+        make: impl FnOnce(Reply<T>) -> Query,
+    ) -> BoxFuture<'static, Result<T>> {
+        self.call(|reply| Command::Query(cid.clone(), make(reply)))
+    }
+}
+
+impl ObjectStore for SimStore {
+    fn stage(&self, len: u64) -> BoxFuture<'static, Result<StageId>> {
+        self.call(|reply| Command::Stage(len, reply))
+    }
+
+    fn stage_write(&self, stage: StageId, offset: u64, payload: Payload) -> BoxFuture<'static, Result<()>> {
+        self.call(|reply| Command::StageWrite(stage, offset, payload, reply))
+    }
+
+    fn stage_release(&self, stage: StageId) {
+        let mut target = self.lock();
+        target.core.handle(Command::StageRelease(stage));
+        target.core.advance();
+    }
+
+    fn queue_transaction(&self, transaction: Transaction) -> BoxFuture<'static, Result<()>> {
+        self.call(|reply| Command::Transaction(transaction, reply))
+    }
+
+    fn read(
+        &self,
+        cid: &CollectionId,
+        oid: &ObjectId,
+        offset: u64,
+        len: u64,
+        dest: Option<ArenaBuf>,
+    ) -> BoxFuture<'static, Result<ReadData>> {
+        self.query(cid, |reply| Query::Read { oid: oid.clone(), offset, len, dest, reply })
+    }
+
+    fn stat(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Stat>> {
+        self.query(cid, |reply| Query::Stat(oid.clone(), reply))
+    }
+
+    fn get_xattr(
+        &self,
+        cid: &CollectionId,
+        oid: &ObjectId,
+        name: Bytes,
+    ) -> BoxFuture<'static, Result<Bytes>> {
+        self.query(cid, |reply| Query::GetXattr(oid.clone(), name, reply))
+    }
+
+    fn get_xattrs(
+        &self,
+        cid: &CollectionId,
+        oid: &ObjectId,
+    ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>> {
+        self.query(cid, |reply| Query::GetXattrs(oid.clone(), reply))
+    }
+
+    fn omap_get_header(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Bytes>> {
+        self.query(cid, |reply| Query::OmapGetHeader(oid.clone(), reply))
+    }
+
+    fn omap_get(
+        &self,
+        cid: &CollectionId,
+        oid: &ObjectId,
+        keys: Vec<Bytes>,
+    ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>> {
+        self.query(cid, |reply| Query::OmapGet(oid.clone(), keys, reply))
+    }
+
+    fn omap_iterate(
+        &self,
+        cid: &CollectionId,
+        oid: &ObjectId,
+        from: Bytes,
+        limit: usize,
+    ) -> BoxFuture<'static, Result<Page<(Bytes, Bytes)>>> {
+        self.query(cid, |reply| Query::OmapIterate(oid.clone(), from, limit, reply))
+    }
+
+    fn list(
+        &self,
+        cid: &CollectionId,
+        from: Option<ObjectId>,
+        limit: usize,
+    ) -> BoxFuture<'static, Result<Page<ObjectId>>> {
+        self.query(cid, |reply| Query::List(from, limit, reply))
+    }
+
+    fn collections(&self) -> BoxFuture<'static, Result<Vec<CollectionId>>> {
+        self.call(Command::Collections)
+    }
+
+    fn statfs(&self) -> BoxFuture<'static, Result<StatFs>> {
+        self.call(Command::StatFs)
+    }
+
+    fn umount(&self) -> BoxFuture<'static, Result<()>> {
+        self.call(Command::Umount)
+    }
+}
