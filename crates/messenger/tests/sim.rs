@@ -73,3 +73,24 @@ async fn exactly_once_on_a_hostile_network() {
     }
     assert!(fired.iter().all(|n| *n > 0), "a fault never fired: {fired:?}");
 }
+
+/// The same seed is the same run, to the last byte.
+#[test]
+fn a_seed_replays_a_run() {
+    let run = || {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .start_paused(true)
+            .build()
+            .expect("a runtime");
+        runtime.block_on(async {
+            let (rig, control) = rig(HOSTILE, 42);
+            let began = tokio::time::Instant::now();
+            conformance::exactly_once_across_broken_transports(&rig).await;
+            let c = &control.counts;
+            let counts = [&c.delays, &c.breaks, &c.cuts, &c.stalls, &c.flips, &c.refusals];
+            (counts.map(|n| n.load(Ordering::Relaxed)), began.elapsed())
+        })
+    };
+    assert_eq!(run(), run());
+}

@@ -25,6 +25,9 @@ const READ_AHEAD_MAX: usize = 16 << 10;
 /// What is read ahead when bulk data comes: the head of one bulk frame fits.
 const BULK_AHEAD: usize = 512;
 
+/// Bytes after which the reader lets others have a turn: the writer of this session, and other tasks.
+const TURN: usize = 512 << 10;
+
 /// What is read at once of data that nobody wants, in bytes.
 const DISCARD: usize = 64 << 10;
 
@@ -68,12 +71,14 @@ pub(super) struct Reader<'a> {
     bulk: bool,
     /// The acknowledgement of the last frame.
     last_ack: u64,
+    /// Bytes read in this turn.
+    turn: usize,
     freed: Vec<Sequenced>,
 }
 
 impl<'a> Reader<'a> {
     pub(super) fn new(shared: &'a Arc<Shared>, io: &'a mut (dyn AsyncRead + Send + Unpin)) -> Reader<'a> {
-        Reader { shared, io, buf: ReadBuffer::new(), bulk: false, last_ack: 0, freed: Vec::new() }
+        Reader { shared, io, buf: ReadBuffer::new(), bulk: false, last_ack: 0, turn: 0, freed: Vec::new() }
     }
 
     /// Reads until that ends.
@@ -81,6 +86,10 @@ impl<'a> Reader<'a> {
         loop {
             if let Err(fault) = self.frame().await {
                 return fault;
+            }
+            if self.turn > TURN {
+                self.turn = 0;
+                tokio::task::yield_now().await;
             }
         }
     }
@@ -158,10 +167,11 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    fn heard(&self, n: usize) -> Result<(), Fault> {
+    fn heard(&mut self, n: usize) -> Result<(), Fault> {
         if n == 0 {
             return Err(Fault::Broken("the peer closed the transport connection".into()));
         }
+        self.turn += n;
         self.shared.heard.store(true, Ordering::Relaxed);
         self.shared.metrics.received_bytes.increment(n as u64);
         Ok(())

@@ -1,9 +1,8 @@
 //! Peers that lie, stall and guess: each costs its own session, with a typed error, and nothing else.
 
-mod raw;
-
 use std::time::Duration;
 
+use crate::raw::{PATIENCE, Raw, Victim, bytes, forge, hello, lost, offer};
 use base::block::Payload;
 use bytes::Bytes;
 use outboard_messenger::frame::{
@@ -12,7 +11,6 @@ use outboard_messenger::frame::{
 use outboard_messenger::{
     BulkDescriptor, ConnectOptions, Event, Message, MessengerError, NetworkStack, SessionConfig, TcpStack,
 };
-use raw::{PATIENCE, Raw, Victim, bytes, forge, hello, lost, offer};
 use tokio::net::TcpListener;
 use tokio::time::{sleep, timeout};
 

@@ -15,17 +15,17 @@ use tokio::net::TcpStream;
 use tokio::time::timeout;
 
 /// Longest wait for anything in these tests; none of them hangs.
-pub const PATIENCE: Duration = Duration::from_secs(10);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
 
 /// A raw connection.
-pub struct Raw {
+pub(crate) struct Raw {
     stream: TcpStream,
     read: BytesMut,
     limits: Limits,
 }
 
 /// The bytes of a frame.
-pub fn bytes(body: &Body, seq: u64, ack: u64, payload: &Payload) -> Vec<u8> {
+pub(crate) fn bytes(body: &Body, seq: u64, ack: u64, payload: &Payload) -> Vec<u8> {
     let mut out = Vec::new();
     frame::encode_head(&mut out, body.kind(), seq, ack, payload, |o| body.encode(o));
     out.extend_from_slice(payload.data());
@@ -33,14 +33,14 @@ pub fn bytes(body: &Body, seq: u64, ack: u64, payload: &Payload) -> Vec<u8> {
 }
 
 /// Changes bytes of a frame's fixed header and makes its checksum right again.
-pub fn forge(mut frame: Vec<u8>, at: usize, with: &[u8]) -> Vec<u8> {
+pub(crate) fn forge(mut frame: Vec<u8>, at: usize, with: &[u8]) -> Vec<u8> {
     frame[at..at + with.len()].copy_from_slice(with);
     let crc = crc32c(&frame[..36]);
     frame[36..HEADER_LEN].copy_from_slice(&crc.to_le_bytes());
     frame
 }
 
-pub fn hello(resume: Option<Resume>) -> Hello {
+pub(crate) fn hello(resume: Option<Resume>) -> Hello {
     Hello {
         versions: (1, 1),
         features: 0,
@@ -53,17 +53,17 @@ pub fn hello(resume: Option<Resume>) -> Hello {
 }
 
 impl Raw {
-    pub async fn connect(endpoint: &str) -> Raw {
+    pub(crate) async fn connect(endpoint: &str) -> Raw {
         Raw::over(TcpStream::connect(endpoint).await.unwrap())
     }
 
-    pub fn over(stream: TcpStream) -> Raw {
+    pub(crate) fn over(stream: TcpStream) -> Raw {
         let limits = SessionConfig::default().limits;
         Raw { stream, read: BytesMut::new(), limits }
     }
 
     /// A connection with a session.
-    pub async fn session(endpoint: &str) -> (Raw, Welcome) {
+    pub(crate) async fn session(endpoint: &str) -> (Raw, Welcome) {
         let mut raw = Raw::connect(endpoint).await;
         raw.send(&Body::Hello(hello(None)), 0).await;
         match raw.next().await.map(|f| f.body) {
@@ -72,17 +72,17 @@ impl Raw {
         }
     }
 
-    pub async fn send(&mut self, body: &Body, seq: u64) {
+    pub(crate) async fn send(&mut self, body: &Body, seq: u64) {
         self.write(&bytes(body, seq, 0, &Payload::default())).await;
     }
 
     /// Writes; the peer may have closed already.
-    pub async fn write(&mut self, bytes: &[u8]) {
+    pub(crate) async fn write(&mut self, bytes: &[u8]) {
         let _ = timeout(PATIENCE, self.stream.write_all(bytes)).await.expect("the peer reads, or closes");
     }
 
     /// The next frame; `None` when the peer has closed.
-    pub async fn next(&mut self) -> Option<Frame> {
+    pub(crate) async fn next(&mut self) -> Option<Frame> {
         loop {
             let now = Bytes::copy_from_slice(&self.read);
             if let Some((frame, len)) =
@@ -100,7 +100,7 @@ impl Raw {
     }
 
     /// The next frame that is not about credits.
-    pub async fn next_answer(&mut self) -> Option<Body> {
+    pub(crate) async fn next_answer(&mut self) -> Option<Body> {
         loop {
             match self.next().await?.body {
                 Body::Window(_) => {}
@@ -110,20 +110,20 @@ impl Raw {
     }
 
     /// Waits until the peer has closed.
-    pub async fn closed(&mut self) {
+    pub(crate) async fn closed(&mut self) {
         while self.next().await.is_some() {}
     }
 }
 
 /// A server and one session with a client that behaves, to be looked at after every attack.
-pub struct Victim {
-    pub listener: Box<dyn Listener>,
-    pub endpoint: String,
+pub(crate) struct Victim {
+    pub(crate) listener: Box<dyn Listener>,
+    pub(crate) endpoint: String,
     bystander: (Ends, Ends),
 }
 
 impl Victim {
-    pub async fn new() -> Victim {
+    pub(crate) async fn new() -> Victim {
         let config = SessionConfig {
             heartbeat: Duration::from_millis(100),
             grace: Duration::from_millis(400),
@@ -140,7 +140,7 @@ impl Victim {
     }
 
     /// A raw session, and the server's end of it.
-    pub async fn attack(&mut self) -> (Raw, Welcome, Ends) {
+    pub(crate) async fn attack(&mut self) -> (Raw, Welcome, Ends) {
         let endpoint = self.endpoint.clone();
         let (session, server) = tokio::join!(Raw::session(&endpoint), self.accepted());
         (session.0, session.1, server)
@@ -155,7 +155,7 @@ impl Victim {
     }
 
     /// The error of the next failed handshake.
-    pub async fn refused(&mut self) -> MessengerError {
+    pub(crate) async fn refused(&mut self) -> MessengerError {
         match timeout(PATIENCE, self.listener.accept()).await.expect("an error") {
             Ok((connection, _)) => panic!("a session with {:?}", connection.peer()),
             Err(e) => e,
@@ -163,7 +163,7 @@ impl Victim {
     }
 
     /// The session that behaves is as well as ever.
-    pub async fn is_well(&mut self) {
+    pub(crate) async fn is_well(&mut self) {
         let (client, server) = &mut self.bystander;
         let message = Message { header: "well?".into(), payload: Payload::default() };
         client.0.send(message.clone()).await.unwrap();
@@ -175,7 +175,7 @@ impl Victim {
 }
 
 /// Why the session was lost; there may be messages before.
-pub async fn lost(incoming: &mut dyn Incoming) -> MessengerError {
+pub(crate) async fn lost(incoming: &mut dyn Incoming) -> MessengerError {
     loop {
         if let Event::Lost(why) = timeout(PATIENCE, incoming.next()).await.expect("the session ends") {
             return why;
@@ -184,7 +184,7 @@ pub async fn lost(incoming: &mut dyn Incoming) -> MessengerError {
 }
 
 /// Data to be offered.
-pub struct Zeros(pub u64);
+pub(crate) struct Zeros(pub(crate) u64);
 
 impl outboard_messenger::BulkSource for Zeros {
     fn len(&self) -> u64 {
@@ -201,7 +201,7 @@ impl outboard_messenger::BulkSource for Zeros {
 }
 
 /// The offered region must be kept for as long as the offer is to hold.
-pub fn offer(ends: &Ends, len: u64) -> (outboard_messenger::BulkRegion, u64) {
+pub(crate) fn offer(ends: &Ends, len: u64) -> (outboard_messenger::BulkRegion, u64) {
     let region = ends.0.offer_source(Arc::new(Zeros(len))).unwrap();
     let key = region.descriptor.segments[0].key;
     (region, key)

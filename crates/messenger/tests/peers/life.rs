@@ -1,0 +1,175 @@
+//! What only happens to real processes: killed peers, file descriptors, offers that grow old.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::raw::{PATIENCE, Zeros, lost};
+use base::block::Payload;
+use outboard_messenger::conformance::{self, Buffer, Rig};
+use outboard_messenger::{
+    BulkSource, ConnectOptions, Ends, Event, MessengerError, NetworkStack, SessionConfig, TcpStack,
+};
+use tokio::runtime::Builder;
+use tokio::time::{sleep, timeout};
+
+fn quick() -> SessionConfig {
+    SessionConfig {
+        heartbeat: Duration::from_millis(50),
+        grace: Duration::from_millis(300),
+        hold: Duration::from_millis(200),
+        offer_ttl: Duration::from_millis(100),
+        ..SessionConfig::default()
+    }
+}
+
+async fn pair(stack: &TcpStack) -> (Ends, Ends) {
+    let mut listener = stack.listen("127.0.0.1:0", 0).await.unwrap();
+    let endpoint = listener.endpoint();
+    let (client, server) =
+        tokio::join!(stack.connect(&endpoint, ConnectOptions::default()), listener.accept());
+    (client.unwrap(), server.unwrap())
+}
+
+#[tokio::test]
+async fn an_expired_offer_is_refused() {
+    let (client, server) = pair(&TcpStack::new(quick())).await;
+    let source = client.0.offer_source(Arc::new(Zeros(10))).unwrap();
+    let pool = conformance::pool();
+    let dest = pool.alloc(10).await.unwrap();
+    server.0.bulk_read(&source.descriptor, 0, dest, PATIENCE).await.unwrap();
+    sleep(Duration::from_millis(120)).await;
+    let dest = pool.alloc(10).await.unwrap();
+    let late = server.0.bulk_read(&source.descriptor, 0, dest, PATIENCE).await;
+    assert!(matches!(late, Err(MessengerError::BulkRefused(_))), "{late:?}");
+}
+
+/// A client on another thread whose runtime is gone in the middle of a pull, like that of a killed process.
+#[tokio::test]
+async fn a_client_killed_in_the_middle_of_transfers_costs_only_its_session() {
+    let stack = TcpStack::new(quick());
+    let mut listener = stack.listen("127.0.0.1:0", 0).await.unwrap();
+    let endpoint = listener.endpoint();
+    let (offered, offers) = tokio::sync::oneshot::channel();
+    let (kill, killed) = std::sync::mpsc::channel::<()>();
+    let client = std::thread::spawn(move || {
+        let runtime = Builder::new_current_thread().enable_all().build().unwrap();
+        let (ends, region) = runtime.block_on(async {
+            let ends = TcpStack::new(quick()).connect(&endpoint, ConnectOptions::default()).await.unwrap();
+            let slow = Buffer::slow(0, &vec![1; 8 << 20], Duration::from_millis(5));
+            let region = ends.0.offer_source(Arc::new(slow)).unwrap();
+            offered.send(region.descriptor.clone()).unwrap();
+            while killed.try_recv().is_err() {
+                sleep(Duration::from_millis(1)).await;
+            }
+            (ends, region)
+        });
+        drop(runtime);
+        drop((ends, region));
+    });
+    let mut server = listener.accept().await.unwrap();
+    let descriptor = offers.await.unwrap();
+    let pool = conformance::pool();
+    let dest = pool.alloc(8 << 20).await.unwrap();
+    let pull = server.0.bulk_read(&descriptor, 0, dest, PATIENCE);
+    let killer = async {
+        sleep(Duration::from_millis(40)).await;
+        kill.send(()).unwrap();
+    };
+    let (pulled, ()) = tokio::join!(pull, killer);
+    assert!(matches!(pulled, Err(MessengerError::SessionLost(_))), "{pulled:?}");
+    lost(&mut *server.1).await;
+    assert_eq!(pool.free_bytes().0, 64 << 20, "the buffer came back");
+    client.join().unwrap();
+}
+
+/// A server that is gone in the middle of a push: the client keeps trying for as long as it was told, and then fails.
+#[tokio::test]
+async fn a_server_killed_in_the_middle_of_a_push_is_given_up_in_time() {
+    let (told, endpoint) = tokio::sync::oneshot::channel();
+    let (kill, killed) = std::sync::mpsc::channel::<()>();
+    let server = std::thread::spawn(move || {
+        let runtime = Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let mut listener = TcpStack::new(quick()).listen("127.0.0.1:0", 0).await.unwrap();
+            told.send(listener.endpoint()).unwrap();
+            let _ends = listener.accept().await.unwrap();
+            while killed.try_recv().is_err() {
+                sleep(Duration::from_millis(1)).await;
+            }
+        });
+    });
+    let options = ConnectOptions { timeout: Duration::from_millis(300), ..ConnectOptions::default() };
+    let mut client = TcpStack::new(quick()).connect(&endpoint.await.unwrap(), options).await.unwrap();
+    client.0.send(outboard_messenger::Message::default()).await.unwrap();
+    kill.send(()).unwrap();
+    server.join().unwrap();
+    assert!(matches!(timeout(PATIENCE, client.1.next()).await.unwrap(), Event::Interrupted));
+    client.0.send(outboard_messenger::Message::default()).await.expect("queued for the resumption");
+    let why = lost(&mut *client.1).await;
+    assert!(matches!(why, MessengerError::SessionLost(_)), "{why}");
+}
+
+/// A source whose checksums are wrong: its own pull fails, after a bounded number of attempts.
+struct Liar;
+
+impl BulkSource for Liar {
+    fn len(&self) -> u64 {
+        4096
+    }
+
+    fn phase(&self) -> u64 {
+        0
+    }
+
+    fn read(&self, offset: u64, len: usize) -> base::BoxFuture<'_, Result<Payload, String>> {
+        let payload = Payload::from_parts(offset, vec![0; len].into(), vec![1]);
+        Box::pin(std::future::ready(payload.map_err(|e| e.to_string())))
+    }
+}
+
+#[tokio::test]
+async fn wrong_checksums_and_failing_sources_fail_their_pull_only() {
+    let (mut client, server) = pair(&TcpStack::new(SessionConfig { offer_ttl: PATIENCE, ..quick() })).await;
+    let pool = conformance::pool();
+    let liar = client.0.offer_source(Arc::new(Liar)).unwrap();
+    let dest = pool.alloc(4096).await.unwrap();
+    let damaged = server.0.bulk_read(&liar.descriptor, 0, dest, PATIENCE).await;
+    assert!(matches!(damaged, Err(MessengerError::Damaged(_))), "{damaged:?}");
+    let dest = pool.alloc(10).await.unwrap();
+    let failed = server.0.bulk_read(&liar.descriptor, 0, dest, PATIENCE).await;
+    assert!(matches!(failed, Err(MessengerError::Damaged(_))), "{failed:?}");
+    let nothing_wrong = timeout(Duration::from_millis(50), client.1.next()).await;
+    assert!(nothing_wrong.is_err(), "the session suffers: {nothing_wrong:?}");
+}
+
+/// The only test here that counts file descriptors, and it runs in a process of its own.
+#[test]
+fn a_thousand_sessions_leave_no_file_descriptor() {
+    if std::env::var_os("COUNT_DESCRIPTORS").is_none() {
+        let program = std::env::current_exe().unwrap();
+        let args = ["--exact", "life::a_thousand_sessions_leave_no_file_descriptor"];
+        let status = std::process::Command::new(program).args(args).env("COUNT_DESCRIPTORS", "1").status();
+        assert!(status.unwrap().success());
+        return;
+    }
+    let descriptors = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+    let before = descriptors();
+    let runtime = Builder::new_current_thread().enable_all().build().unwrap();
+    let with_runtime = descriptors();
+    runtime.block_on(async {
+        let rig = Rig {
+            stack: Arc::new(TcpStack::new(SessionConfig::default())),
+            address: "127.0.0.1:0".into(),
+            cut: Box::new(|| 0),
+            freeze: Box::new(|_| {}),
+            grace: Duration::from_secs(8),
+            seed: 0,
+        };
+        conformance::a_thousand_sessions_leave_nothing(&rig).await;
+        sleep(Duration::from_millis(50)).await;
+        // The runtime registers its signal pipe and the like when first used.
+        assert!(descriptors() <= with_runtime + 4, "{with_runtime} before, {} after", descriptors());
+    });
+    drop(runtime);
+    assert!(descriptors() <= before + 2);
+}

@@ -1,0 +1,5 @@
+//! Peers as they are: hostile ones over raw sockets, and processes that die.
+
+mod hostile;
+mod life;
+mod raw;
