@@ -1,23 +1,28 @@
-//! What the host–DPU channel costs: 4 KiB and 4 MiB writes and reads through `ProxyStore` over `MemStore`, the store in
-//! a process of its own, beside the same calls made directly and beside memcpy.
+//! What the host–DPU channel costs: 4 KiB and 4 MiB writes and reads through `ProxyStore`, the store in a process of
+//! its own, beside the same calls made directly and beside memcpy. The store is `MemStore`, or one that does nothing at all, so
+//! that what remains is the channel.
 //!
 //!     cargo run --release -p outboard-proxy --example bench_channel -- [seconds] [in flight]
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use base::BoxFuture;
 use base::block::Payload;
-use base::mem::Arena;
+use base::mem::{Arena, ArenaBuf};
 use base::pool::BufferPool;
 use base::process::ProcessUsage;
 use base::thread::{ThreadClass, spawn};
 use bytes::Bytes;
 use futures::stream::{FuturesUnordered, StreamExt};
 use outboard_proxy::{Endpoint, Listener, Server, ServerOptions, Session, SessionOptions, Target};
-use store::{CollectionId, MemStore, ObjectId, ObjectStore, Op, Transaction, WriteSource};
+use store::{
+    CollectionId, MemStore, ObjectId, ObjectStore, Op, Page, ReadData, Result, StageId, Stat, StatFs,
+    StoreError, Transaction, WriteSource,
+};
 
 const OBJECTS: usize = 64;
 const KIB4: usize = 4 << 10;
@@ -33,7 +38,8 @@ enum Work {
 fn main() {
     let mut arguments = std::env::args().skip(1);
     match arguments.next().as_deref() {
-        Some("store") => serve(&PathBuf::from(arguments.next().expect("a path"))),
+        Some("mem") => serve(&PathBuf::from(arguments.next().expect("a path")), Arc::new(MemStore::new())),
+        Some("null") => serve(&PathBuf::from(arguments.next().expect("a path")), Arc::new(NullStore)),
         seconds => {
             let seconds = seconds.and_then(|s| s.parse().ok()).unwrap_or(2.0);
             let in_flight = arguments.next().and_then(|s| s.parse().ok()).unwrap_or(16);
@@ -45,8 +51,8 @@ fn main() {
 }
 
 /// The store's process.
-fn serve(socket: &Path) {
-    let targets = vec![Target { uuid: 1, store: Arc::new(MemStore::new()) }];
+fn serve(socket: &Path, store: Arc<dyn ObjectStore>) {
+    let targets = vec![Target { uuid: 1, store }];
     let _server = Server::serve(Listener::unix(socket).expect("a socket"), targets, ServerOptions::default());
     say("READY");
     // Ends when the benchmark does.
@@ -58,43 +64,56 @@ fn say(line: &str) {
     let _ = writeln!(std::io::stdout(), "{line}");
 }
 
+/// The other process: this program in another role, ended with this value.
+struct StoreProcess(Child);
+
+impl StoreProcess {
+    fn start(store: &str, socket: &Path) -> StoreProcess {
+        let mut child = Command::new(std::env::current_exe().expect("this program"))
+            .arg(store)
+            .arg(socket)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("the store's process");
+        BufReader::new(child.stdout.take().expect("a pipe")).lines().next();
+        StoreProcess(child)
+    }
+}
+
+impl Drop for StoreProcess {
+    fn drop(&mut self) {
+        // It may have gone by itself.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
 fn bench(time: Duration, in_flight: usize) {
     let dir = tempfile::tempdir().expect("a directory");
     let socket = dir.path().join("store");
-    let mut child = Command::new(std::env::current_exe().expect("this program"))
-        .arg("store")
-        .arg(&socket)
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()
-        .expect("the store's process");
-    BufReader::new(child.stdout.take().expect("a pipe")).lines().next();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     say(&format!(
         "{in_flight} in flight, {:.1} s each; CPU in µs per op, wake-ups per op",
         time.as_secs_f64()
     ));
     say(&format!(
-        "{:<22} {:>9} {:>8} | {:>7} {:>7} {:>7} | {:>6} {:>6} {:>6} | {:>6}",
+        "{:<26} {:>9} {:>8} | {:>7} {:>7} {:>7} | {:>6} {:>6} {:>6} | {:>6}",
         "", "ops/s", "MB/s", "host", "osd", "dma", "host", "osd", "dma", "DMA/op"
     ));
     runtime.block_on(async {
-        for by_dma in [true, false] {
+        for (store, by_dma) in [("null", true), ("null", false), ("mem", true), ("mem", false)] {
+            let process = StoreProcess::start(store, &socket);
             let options = SessionOptions { socket_only: !by_dma, ..SessionOptions::default() };
             let session = Session::connect(Endpoint::Unix(socket.clone()), options).await.expect("a session");
-            let path = if by_dma { "dma" } else { "socket" };
-            run_all(path, session.store(0), session.pool(), time, in_flight, Some((&session, child.id())))
-                .await;
-            drop(session);
-            tokio::time::sleep(Duration::from_millis(50)).await;
+            let name = format!("{store}, {}", if by_dma { "dma" } else { "socket" });
+            let node = Some((&session, process.0.id()));
+            run_all(&name, session.store(0), session.pool(), time, in_flight, node).await;
         }
         let pool = BufferPool::new(Arena::anonymous(128 << 20).expect("memory"), 0, MIB4);
-        run_all("direct", Arc::new(MemStore::new()), &pool, time, in_flight, None).await;
+        run_all("mem, direct", Arc::new(MemStore::new()), &pool, time, in_flight, None).await;
     });
     memcpy(time);
-    // The process may have gone by itself.
-    let _ = child.kill();
-    let _ = child.wait();
 }
 
 async fn run_all(
@@ -137,7 +156,7 @@ async fn run_all(
         };
         let label = format!("{path}: {name}");
         say(&format!(
-            "{label:<22} {:>9.0} {:>8.0} | {:>7.2} {:>7.2} {:>7.2} | {:>6.2} {:>6.2} {:>6.2} | {:>6.2}",
+            "{label:<26} {:>9.0} {:>8.0} | {:>7.2} {:>7.2} {:>7.2} | {:>6.2} {:>6.2} {:>6.2} | {:>6.2}",
             ops as f64 / seconds,
             ops as f64 * bytes / seconds / 1e6,
             per(host.cpu_seconds * 1e6),
@@ -235,11 +254,120 @@ fn memcpy(time: Duration) {
     let (from, to) =
         (Arena::anonymous(256 << 20).expect("memory"), Arena::anonymous(256 << 20).expect("memory"));
     let mut copied = 0usize;
-    let started = Instant::now();
+    let cpu = || ProcessUsage::read(std::process::id()).expect("this process").by_class["osd"].cpu_seconds;
+    let (started, before) = (Instant::now(), cpu());
     while started.elapsed() < time {
         let at = copied % (256 << 20);
         assert!(to.copy_from(at, &from, at, 2 << 20));
         copied += 2 << 20;
     }
-    say(&format!("memcpy, one thread: {:.0} MB/s", copied as f64 / started.elapsed().as_secs_f64() / 1e6));
+    let (bytes, wall) = (copied as f64 / 1e6, started.elapsed().as_secs_f64());
+    let used = cpu() - before;
+    say(&format!(
+        "memcpy, one thread: {:.0} MB/s; {:.0} MB per second of CPU, {:.0} µs per 4 MiB",
+        bytes / wall,
+        bytes / used,
+        used / copied as f64 * MIB4 as f64 * 1e6
+    ));
+}
+
+/// Takes everything, keeps nothing, and reads whatever lies in the buffer.
+struct NullStore;
+
+fn done<T: Send + 'static>(value: T) -> BoxFuture<'static, Result<T>> {
+    Box::pin(std::future::ready(Ok(value)))
+}
+
+fn refused<T: Send + 'static>() -> BoxFuture<'static, Result<T>> {
+    Box::pin(std::future::ready(Err(StoreError::InvalidArgument("this store does nothing".into()))))
+}
+
+impl ObjectStore for NullStore {
+    fn stage(&self, _len: u64) -> BoxFuture<'static, Result<StageId>> {
+        done(StageId(1))
+    }
+    fn stage_write(
+        &self,
+        _stage: StageId,
+        _offset: u64,
+        _payload: Payload,
+    ) -> BoxFuture<'static, Result<()>> {
+        done(())
+    }
+    fn stage_release(&self, _stage: StageId) {}
+    fn queue_transaction(&self, _transaction: Transaction) -> BoxFuture<'static, Result<()>> {
+        done(())
+    }
+    fn read(
+        &self,
+        _cid: &CollectionId,
+        _oid: &ObjectId,
+        offset: u64,
+        len: u64,
+        dest: Option<ArenaBuf>,
+    ) -> BoxFuture<'static, Result<ReadData>> {
+        static ZEROS: [u8; KIB4] = [0; KIB4];
+        let data = vec![dest.map_or(Bytes::from_static(&ZEROS), ArenaBuf::freeze)];
+        done(ReadData {
+            offset,
+            data,
+            checksums: vec![0; len.div_ceil(4096) as usize],
+            object_size: MIB4 as u64,
+        })
+    }
+    fn stat(&self, _cid: &CollectionId, _oid: &ObjectId) -> BoxFuture<'static, Result<Stat>> {
+        done(Stat { size: 0, allocated: 0 })
+    }
+    fn get_xattr(
+        &self,
+        _cid: &CollectionId,
+        _oid: &ObjectId,
+        _name: Bytes,
+    ) -> BoxFuture<'static, Result<Bytes>> {
+        refused()
+    }
+    fn get_xattrs(
+        &self,
+        _cid: &CollectionId,
+        _oid: &ObjectId,
+    ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>> {
+        refused()
+    }
+    fn omap_get_header(&self, _cid: &CollectionId, _oid: &ObjectId) -> BoxFuture<'static, Result<Bytes>> {
+        refused()
+    }
+    fn omap_get(
+        &self,
+        _cid: &CollectionId,
+        _oid: &ObjectId,
+        _keys: Vec<Bytes>,
+    ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>> {
+        refused()
+    }
+    fn omap_iterate(
+        &self,
+        _cid: &CollectionId,
+        _oid: &ObjectId,
+        _from: Bytes,
+        _limit: usize,
+    ) -> BoxFuture<'static, Result<Page<(Bytes, Bytes)>>> {
+        refused()
+    }
+    fn list(
+        &self,
+        _cid: &CollectionId,
+        _from: Option<ObjectId>,
+        _limit: usize,
+    ) -> BoxFuture<'static, Result<Page<ObjectId>>> {
+        refused()
+    }
+    fn collections(&self) -> BoxFuture<'static, Result<Vec<CollectionId>>> {
+        refused()
+    }
+    fn statfs(&self) -> BoxFuture<'static, Result<StatFs>> {
+        refused()
+    }
+    fn umount(&self) -> BoxFuture<'static, Result<()>> {
+        done(())
+    }
 }

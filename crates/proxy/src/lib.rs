@@ -9,6 +9,8 @@
 #![forbid(unsafe_code)]
 
 mod admission;
+#[doc(hidden)]
+pub mod fuzz;
 mod link;
 mod proxy_store;
 mod server;

@@ -133,6 +133,9 @@ pub trait ObjectStore: Send + Sync {
 
     /// Writes staged bytes, in any order and in parallel. `offset` must be a multiple of the block size, and so must
     /// the payload's length unless it ends the stage. Resolves when the drive has the data (not yet durable).
+    ///
+    /// Here as in transactions: a store does not keep the payload's memory once the call is done. It may be a staging
+    /// buffer, or a range of memory that a peer waits to use again.
     fn stage_write(&self, stage: StageId, offset: u64, payload: Payload) -> BoxFuture<'static, Result<()>>;
 
     /// Gives staged extents back. Parts that transactions queued before have named stay with their objects.
@@ -224,7 +227,8 @@ pub trait ObjectStore: Send + Sync {
     fn statfs(&self) -> BoxFuture<'static, Result<StatFs>>;
 
     /// Tells the store of memory that payloads and read destinations will often come from, so that it can register it
-    /// with the drive's queue. Only makes things faster.
+    /// with the drive's queue. Only makes things faster. Called anew for every session of an osd: memory of earlier
+    /// sessions must not be kept, or it is never unmapped.
     fn register_memory(&self, _arena: &Arc<Arena>) {}
 
     /// Finishes what was queued, makes a checkpoint and closes the target. Later calls fail with
