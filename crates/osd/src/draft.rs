@@ -273,6 +273,9 @@ impl<'a> Draft<'a> {
 
     async fn zero(&mut self, offset: u64, len: u64) -> Step<()> {
         let end = self.end(offset, len)?;
+        if len == 0 {
+            return self.touch();
+        }
         let stop = end.min(self.size);
         let mut at = offset;
         while at < stop {
@@ -299,8 +302,6 @@ impl<'a> Draft<'a> {
         if end > self.size {
             self.ops.push(Op::Truncate { oid: self.oid.clone(), size: end });
             self.size = end;
-        } else if len == 0 {
-            self.touch()?;
         }
         Ok(())
     }

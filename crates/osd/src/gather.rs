@@ -179,7 +179,7 @@ fn check_descriptor(from: &BulkDescriptor, offset: u64) -> Step<u64> {
 }
 
 fn check_place(offset: u64, phase: u64, len: u64) -> Step<()> {
-    if phase != offset % BLOCK {
+    if len > 0 && phase != offset % BLOCK {
         return Err(
             Error::BadRequest(format!("data is cut for phase {phase}, not for offset {offset}")).into()
         );

@@ -1,10 +1,8 @@
 //! Every op, from a client through TCP to the store and back.
 
-mod common;
-
+use crate::common::{Node, data};
 use bytes::Bytes;
 use client::{Error, NodeError, PutOptions};
-use common::{Node, data};
 
 #[tokio::test]
 async fn data_of_every_size_comes_back() {

@@ -1,7 +1,5 @@
 //! A node in this process: an OSD over memory stores that can be made to fail, and clients of it over TCP.
 
-#![allow(dead_code, reason = "each test binary uses its part of this")]
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -15,13 +13,13 @@ use messenger::TcpStack;
 use osd::{Osd, OsdConfig};
 use store::{
     CollectionId, MemStore, ObjectId, ObjectStore, Op, Page, ReadData, Result, StageId, Stat, StatFs,
-    StoreError, Transaction,
+    StoreError, Transaction, WriteSource,
 };
 use uuid::Uuid;
 
 /// What happens to the next transaction that changes an object's data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Loss {
+pub(crate) enum Loss {
     /// The store goes away before it has taken the transaction.
     Before,
     /// The store takes the transaction, but goes away before it says so.
@@ -29,33 +27,42 @@ pub enum Loss {
 }
 
 /// A store whose session is lost on demand.
-pub struct FaultStore {
-    pub inner: MemStore,
+pub(crate) struct FaultStore {
+    pub(crate) inner: MemStore,
     session: AtomicU64,
     armed_before: AtomicBool,
     armed_after: AtomicBool,
+    armed_read: AtomicBool,
     /// Faults that have fired.
-    pub fired: AtomicU64,
-    /// Transactions that were taken.
-    pub taken: AtomicU64,
+    pub(crate) fired: AtomicU64,
 }
 
 impl FaultStore {
-    pub fn new() -> Arc<FaultStore> {
+    pub(crate) fn new() -> Arc<FaultStore> {
         Arc::new(FaultStore {
             inner: MemStore::new(),
             session: AtomicU64::new(1),
             armed_before: AtomicBool::new(false),
             armed_after: AtomicBool::new(false),
+            armed_read: AtomicBool::new(false),
             fired: AtomicU64::new(0),
-            taken: AtomicU64::new(0),
         })
     }
 
     /// Makes the next transaction with data fail.
-    pub fn arm(&self, loss: Loss) {
+    pub(crate) fn arm(&self, loss: Loss) {
         let armed = if loss == Loss::Before { &self.armed_before } else { &self.armed_after };
         armed.store(true, Ordering::SeqCst);
+    }
+
+    fn disarm(&self) {
+        self.armed_before.store(false, Ordering::SeqCst);
+        self.armed_after.store(false, Ordering::SeqCst);
+    }
+
+    /// Makes the next read fail.
+    pub(crate) fn arm_read(&self) {
+        self.armed_read.store(true, Ordering::SeqCst);
     }
 
     fn lose(&self) -> BoxFuture<'static, Result<()>> {
@@ -65,12 +72,19 @@ impl FaultStore {
     }
 }
 
+/// The model store keeps what it is given; a real one gives buffers back once the data is on its drive.
+fn copied(payload: Payload) -> Payload {
+    let phase = payload.phase();
+    let (data, checksums) = payload.into_parts();
+    Payload::from_parts(phase, Bytes::copy_from_slice(&data), checksums).unwrap()
+}
+
 impl ObjectStore for FaultStore {
     fn stage(&self, len: u64) -> BoxFuture<'static, Result<StageId>> {
         self.inner.stage(len)
     }
     fn stage_write(&self, stage: StageId, offset: u64, payload: Payload) -> BoxFuture<'static, Result<()>> {
-        self.inner.stage_write(stage, offset, payload)
+        self.inner.stage_write(stage, offset, copied(payload))
     }
     fn stage_release(&self, stage: StageId) {
         self.inner.stage_release(stage);
@@ -80,7 +94,12 @@ impl ObjectStore for FaultStore {
         if has_data && self.armed_before.swap(false, Ordering::SeqCst) {
             return self.lose();
         }
-        self.taken.fetch_add(1, Ordering::SeqCst);
+        let mut transaction = transaction;
+        for op in &mut transaction.ops {
+            if let Op::Write { source: WriteSource::Inline(payload), .. } = op {
+                *payload = copied(std::mem::take(payload));
+            }
+        }
         let done = self.inner.queue_transaction(transaction);
         if has_data && self.armed_after.swap(false, Ordering::SeqCst) {
             return self.lose();
@@ -98,7 +117,13 @@ impl ObjectStore for FaultStore {
         len: u64,
         dest: Option<ArenaBuf>,
     ) -> BoxFuture<'static, Result<ReadData>> {
-        self.inner.read(cid, oid, offset, len, dest)
+        let reading = self.inner.read(cid, oid, offset, len, dest);
+        let before = self.armed_read.swap(false, Ordering::SeqCst);
+        if before {
+            drop(self.lose());
+            return Box::pin(std::future::ready(Err(StoreError::Disconnected("injected".into()))));
+        }
+        reading
     }
     fn stat(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Stat>> {
         self.inner.stat(cid, oid)
@@ -158,22 +183,22 @@ impl ObjectStore for FaultStore {
 }
 
 /// A node of two targets, and one client.
-pub struct Node {
-    pub stores: Vec<Arc<FaultStore>>,
-    pub staging: BufferPool,
-    pub config: OsdConfig,
-    pub osd: Option<Osd>,
-    pub endpoint: String,
+pub(crate) struct Node {
+    pub(crate) stores: Vec<Arc<FaultStore>>,
+    pub(crate) staging: BufferPool,
+    pub(crate) config: OsdConfig,
+    pub(crate) osd: Option<Osd>,
+    pub(crate) endpoint: String,
 }
 
-pub const STAGING: usize = 16 << 20;
+pub(crate) const STAGING: usize = 16 << 20;
 
 impl Node {
-    pub fn start() -> Node {
+    pub(crate) fn start() -> Node {
         Node::start_with(OsdConfig::default())
     }
 
-    pub fn start_with(config: OsdConfig) -> Node {
+    pub(crate) fn start_with(config: OsdConfig) -> Node {
         let staging = BufferPool::new(Arena::anonymous(STAGING).unwrap(), 0, 2 << 20);
         let stores = vec![FaultStore::new(), FaultStore::new()];
         let mut node = Node { stores, staging, config, osd: None, endpoint: "127.0.0.1:0".into() };
@@ -181,13 +206,13 @@ impl Node {
         node
     }
 
-    pub fn targets(&self) -> Vec<(Uuid, Arc<dyn ObjectStore>)> {
+    pub(crate) fn targets(&self) -> Vec<(Uuid, Arc<dyn ObjectStore>)> {
         let uuids = (1..).map(Uuid::from_u128);
         uuids.zip(&self.stores).map(|(uuid, s)| (uuid, Arc::clone(s) as Arc<dyn ObjectStore>)).collect()
     }
 
     /// Stops the OSD if it runs, and starts another on the same address.
-    pub fn restart(&mut self) {
+    pub(crate) fn restart(&mut self) {
         if let Some(osd) = self.osd.take() {
             osd.stop();
         }
@@ -209,16 +234,16 @@ impl Node {
         self.osd = Some(osd);
     }
 
-    pub async fn client(&self) -> Client {
+    pub(crate) async fn client(&self) -> Client {
         self.client_with(Options::default()).await
     }
 
-    pub async fn client_with(&self, options: Options) -> Client {
+    pub(crate) async fn client_with(&self, options: Options) -> Client {
         Client::connect(&self.endpoint, options).await.unwrap()
     }
 
     /// A client with a pool.
-    pub async fn pool(&self) -> (Client, Pool) {
+    pub(crate) async fn pool(&self) -> (Client, Pool) {
         let client = self.client().await;
         client.create_pool("pool").await.unwrap();
         let pool = client.pool("pool").unwrap();
@@ -226,21 +251,26 @@ impl Node {
     }
 
     /// An object that does not exist yet.
-    pub async fn object(&self) -> Object {
+    pub(crate) async fn object(&self) -> Object {
         self.pool().await.1.object("object").unwrap()
     }
 
-    pub fn arm(&self, loss: Loss) {
+    pub(crate) fn arm(&self, loss: Loss) {
         self.stores.iter().for_each(|s| s.arm(loss));
     }
 
-    pub fn fired(&self) -> u64 {
+    /// Takes back what was armed and has not fired.
+    pub(crate) fn disarm(&self) {
+        self.stores.iter().for_each(|s| s.disarm());
+    }
+
+    pub(crate) fn fired(&self) -> u64 {
         self.stores.iter().map(|s| s.fired.load(Ordering::SeqCst)).sum()
     }
 }
 
 /// Bytes that differ everywhere.
-pub fn data(len: usize, salt: u64) -> Bytes {
+pub(crate) fn data(len: usize, salt: u64) -> Bytes {
     let mut state = salt.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut out = Vec::with_capacity(len + 8);
     while out.len() < len {
@@ -251,4 +281,13 @@ pub fn data(len: usize, salt: u64) -> Bytes {
     }
     out.truncate(len);
     out.into()
+}
+
+/// The seed of a random test: printed, and taken from `OUTBOARD_SEED` if that is set.
+#[expect(clippy::print_stdout, reason = "the test harness shows it when the test fails")]
+pub(crate) fn seed() -> u64 {
+    let given = std::env::var("OUTBOARD_SEED").ok().and_then(|s| s.parse().ok());
+    let seed = given.unwrap_or_else(rand::random);
+    println!("OUTBOARD_SEED={seed}");
+    seed
 }

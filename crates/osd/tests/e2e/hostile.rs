@@ -1,0 +1,216 @@
+//! Requests that make no sense cost themselves, at most their session.
+
+use base::block::Payload;
+use bytes::Bytes;
+use messenger::{
+    BulkDescriptor, BulkDirection, BulkOwner, BulkSegment, ConnectOptions, MemoryKind, Message, NetworkStack,
+    TcpStack,
+};
+use proto::limits::{MAX_OBJECT_SIZE, MAX_OPS};
+use proto::{
+    Condition, Data, Error, List, Manifest, Mutate, Mutation, NameError, Read, ReplyBody, RequestBody,
+    RequestHead, SessionId, Source, UploadId, WireName,
+};
+
+use crate::common::Node;
+use crate::raw::{Raw, append, head, mutate, name};
+
+fn descriptor(direction: BulkDirection, phase: u16, lens: &[u64]) -> BulkDescriptor {
+    let segment = |len: &u64| BulkSegment { address: 0, key: 0xdead_beef, len: *len };
+    BulkDescriptor {
+        owner: BulkOwner::Session,
+        memory: MemoryKind::Host,
+        segments: lens.iter().map(segment).collect(),
+        direction,
+        phase,
+        expires_ms: 1000,
+    }
+}
+
+fn payload_op() -> Mutation {
+    Mutation::WriteFull(Source::Payload)
+}
+
+async fn still_works(node: &Node) {
+    let mut raw = Raw::connect(&node.endpoint, None).await;
+    raw.changed(head(1), append("fine", "x")).await.unwrap();
+}
+
+/// What is wrong, the request, and how the answer is recognized.
+type Refused = (&'static str, RequestBody, fn(&Error) -> bool);
+
+#[tokio::test]
+async fn impossible_changes_are_refused_each_for_its_reason() {
+    let node = Node::start();
+    let _object = node.object().await;
+    let mut raw = Raw::connect(&node.endpoint, None).await;
+    let wire = |pool: &'static [u8], object: Vec<u8>| WireName {
+        pool: Bytes::from_static(pool),
+        namespace: Bytes::new(),
+        object: object.into(),
+    };
+    let named =
+        |name| Mutate { name, part: None, conditions: vec![], ops: vec![Mutation::Touch], data: Data::None };
+    let write =
+        |offset, len: usize| Mutation::Write { offset, source: Source::Embedded(vec![0; len].into()) };
+    let manifest = |part_size, size| {
+        Mutation::SetManifest(Manifest {
+            upload: UploadId { session: SessionId(1), number: 1 },
+            part_size,
+            size,
+        })
+    };
+    let bulk = |d: BulkDescriptor| mutate("x", vec![payload_op()], Data::Bulk(d));
+    let requests: Vec<Refused> = vec![
+        ("no pool", RequestBody::Mutate(named(wire(b"nowhere", b"x".to_vec()))), |e| {
+            matches!(e, Error::NoSuchPool(_))
+        }),
+        ("long name", RequestBody::Mutate(named(wire(b"pool", vec![b'x'; 1025]))), |e| {
+            matches!(e, Error::BadName(NameError::TooLong { .. }))
+        }),
+        ("not UTF-8", RequestBody::Mutate(named(wire(b"pool", vec![0xff]))), |e| {
+            matches!(e, Error::BadName(NameError::NotUtf8(_)))
+        }),
+        ("overflow", mutate("x", vec![write(u64::MAX, 2)], Data::None), |e| {
+            matches!(e, Error::OutOfRange { .. })
+        }),
+        ("too far", mutate("x", vec![write(MAX_OBJECT_SIZE, 1)], Data::None), |e| {
+            matches!(e, Error::TooLarge { .. })
+        }),
+        ("zero overflow", mutate("x", vec![Mutation::Zero { offset: 5, len: u64::MAX }], Data::None), |e| {
+            matches!(e, Error::OutOfRange { .. })
+        }),
+        ("no ops", mutate("x", vec![], Data::None), |e| matches!(e, Error::BadRequest(_))),
+        ("many ops", mutate("x", vec![Mutation::Touch; MAX_OPS + 1], Data::None), |e| {
+            matches!(e, Error::TooLarge { .. })
+        }),
+        ("data for nobody", mutate("x", vec![Mutation::Touch], Data::Inline), |e| {
+            matches!(e, Error::BadRequest(_))
+        }),
+        ("data for two", mutate("x", vec![payload_op(), payload_op()], Data::Inline), |e| {
+            matches!(e, Error::BadRequest(_))
+        }),
+        ("parts of nothing", mutate("x", vec![manifest(0, 5)], Data::None), |e| {
+            matches!(e, Error::OutOfRange { .. })
+        }),
+        ("too many parts", mutate("x", vec![manifest(4096, u64::MAX)], Data::None), |e| {
+            matches!(e, Error::OutOfRange { .. })
+        }),
+        ("memory never offered", bulk(descriptor(BulkDirection::Read, 0, &[1 << 20])), |e| {
+            matches!(e, Error::TransferFailed(_))
+        }),
+        ("overflowing memory", bulk(descriptor(BulkDirection::Read, 0, &[u64::MAX, 2])), |e| {
+            matches!(e, Error::OutOfRange { .. })
+        }),
+        ("too much memory", bulk(descriptor(BulkDirection::Read, 0, &[1 << 40])), |e| {
+            matches!(e, Error::TooLarge { .. })
+        }),
+        ("wrong direction", bulk(descriptor(BulkDirection::Write, 0, &[4096])), |e| {
+            matches!(e, Error::BadRequest(_))
+        }),
+        ("wrong phase", bulk(descriptor(BulkDirection::Read, 7, &[8192])), |e| {
+            matches!(e, Error::BadRequest(_))
+        }),
+        ("impossible phase", bulk(descriptor(BulkDirection::Read, 4096, &[8192])), |e| {
+            matches!(e, Error::BadRequest(_) | Error::TransferFailed(_))
+        }),
+        ("bad cursor", RequestBody::List(list("pool", b"x")), |e| matches!(e, Error::BadRequest(_))),
+        ("listing of no pool", RequestBody::List(list("nowhere", b"")), |e| {
+            matches!(e, Error::NoSuchPool(_))
+        }),
+        ("bad pool name", RequestBody::PoolCreate { name: "a/b".into(), pg_count: 0 }, |e| {
+            matches!(e, Error::BadName(_))
+        }),
+        ("odd groups", RequestBody::PoolCreate { name: "ab".into(), pg_count: 3 }, |e| {
+            matches!(e, Error::OutOfRange { .. })
+        }),
+        (
+            "sink that is none",
+            RequestBody::Read(read(Some(descriptor(BulkDirection::Read, 0, &[4096])))),
+            |e| matches!(e, Error::BadRequest(_)),
+        ),
+        ("large answer", RequestBody::Read(read(None)), |e| matches!(e, Error::TooLarge { .. })),
+    ];
+    for (seq, (what, body, expected)) in (1..).zip(requests) {
+        let refused = raw.call(head(seq), body).await.expect_err(what);
+        assert!(expected(&refused), "{what}: {refused:?}");
+    }
+    still_works(&node).await;
+}
+
+fn list(pool: &str, cursor: &'static [u8]) -> List {
+    List {
+        pool: Bytes::copy_from_slice(pool.as_bytes()),
+        namespace: None,
+        prefix: Bytes::new(),
+        cursor: Bytes::from_static(cursor),
+        limit: u32::MAX,
+    }
+}
+
+fn read(sink: Option<BulkDescriptor>) -> Read {
+    Read { name: name("object"), part: None, offset: 0, len: 1 << 30, if_version: None, sink }
+}
+
+#[tokio::test]
+async fn numbers_at_their_limits_do_no_harm() {
+    let node = Node::start();
+    let _object = node.object().await;
+    let mut raw = Raw::connect(&node.endpoint, None).await;
+    let wild = RequestHead { seq: u64::MAX, acked_through: u64::MAX, retry: false, deadline_ms: u32::MAX };
+    raw.changed(wild, append("object", "x")).await.unwrap();
+    let far = Read { offset: u64::MAX, len: u64::MAX, ..read(None) };
+    assert!(matches!(
+        raw.call(head(1), RequestBody::Read(far)).await,
+        Ok(ReplyBody::Read { sent: 0, .. }) | Err(Error::TooLarge { .. })
+    ));
+    let bytes = Mutate {
+        name: name("object"),
+        part: None,
+        conditions: vec![Condition::Bytes(u64::MAX, "x".into())],
+        ops: vec![Mutation::Touch],
+        data: Data::None,
+    };
+    assert!(matches!(raw.call(head(2), RequestBody::Mutate(bytes)).await, Err(Error::OutOfRange { .. })));
+    still_works(&node).await;
+}
+
+#[tokio::test]
+async fn garbage_is_answered_if_it_can_be_and_ends_its_session_if_not() {
+    let node = Node::start();
+    let _object = node.object().await;
+    let mut raw = Raw::connect(&node.endpoint, None).await;
+    let good = proto::encode_request(&head(1), &append("object", "x"));
+    raw.send(good.slice(..good.len() - 1), Payload::default()).await;
+    let reply = raw.reply().await.unwrap();
+    assert!(matches!((reply.seq, reply.result), (1, Err(Error::BadRequest(_)))), "truncated");
+    raw.send([&good[..], b"more"].concat().into(), Payload::default()).await;
+    assert!(matches!(raw.reply().await.unwrap().result, Err(Error::BadRequest(_))), "too long");
+    raw.send(Bytes::from_static(&[0xff; 5]), Payload::default()).await;
+    assert_eq!(raw.reply().await, None, "the session was ended");
+    still_works(&node).await;
+}
+
+#[tokio::test]
+async fn requests_need_a_session_of_a_version_that_both_speak() {
+    let node = Node::start();
+    let _object = node.object().await;
+    let open = |oldest, newest, session| RequestBody::Open { oldest, newest, session };
+    let unopened = async |body: RequestBody| {
+        let stack = TcpStack::default();
+        let (connection, mut incoming) =
+            stack.connect(&node.endpoint, ConnectOptions::default()).await.unwrap();
+        let header = proto::encode_request(&head(1), &body);
+        connection.send(Message { header, payload: Payload::default() }).await.unwrap();
+        loop {
+            if let messenger::Event::Message(message) = incoming.next().await {
+                return proto::decode_reply(&message.header).unwrap().result.unwrap_err();
+            }
+        }
+    };
+    assert!(matches!(unopened(append("object", "x")).await, Error::NoSession(_)));
+    assert!(matches!(unopened(open(7, 9, None)).await, Error::WrongVersion { oldest: 1, newest: 1 }));
+    let future = SessionId::new(u64::MAX >> 16, 5);
+    assert!(matches!(unopened(open(1, 1, Some(future))).await, Error::BadRequest(_)));
+    still_works(&node).await;
+}

@@ -1,0 +1,11 @@
+//! The OSD and its client as users see them: over TCP, on stores in memory that can be made to fail.
+
+mod common;
+mod hostile;
+mod model;
+mod ops;
+mod raw;
+mod retry;
+mod staging;
+mod start;
+mod striping;

@@ -1,0 +1,143 @@
+//! Random ops on a few objects, compared with a model, while the store is lost now and then.
+
+use std::collections::BTreeMap;
+
+use client::{Client, Error, NodeError, Options};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+use crate::common::{Loss, Node, data, seed};
+
+#[derive(Default, Clone)]
+struct Model {
+    data: Vec<u8>,
+    xattrs: BTreeMap<u8, u8>,
+    version: u64,
+}
+
+impl Model {
+    fn write(&mut self, offset: usize, bytes: &[u8]) {
+        if self.data.len() < offset + bytes.len() && !bytes.is_empty() {
+            self.data.resize(offset + bytes.len(), 0);
+        }
+        if !bytes.is_empty() {
+            self.data[offset..offset + bytes.len()].copy_from_slice(bytes);
+        }
+    }
+}
+
+/// Lengths and offsets around the edges of blocks and of what travels inside messages.
+fn size(rng: &mut StdRng, most: usize) -> usize {
+    let base = [0, 1, 4096, 8192, 65_536, 200_000][rng.random_range(0..6)];
+    let jitter = rng.random_range(0..3000);
+    let size: usize = if rng.random_bool(0.5) { base } else { base + jitter };
+    size.min(most)
+}
+
+#[tokio::test]
+async fn random_ops_agree_with_the_model() {
+    let mut rng = StdRng::seed_from_u64(seed());
+    let node = Node::start();
+    let options = Options { read_size: 64 << 10, ..Options::default() };
+    let client: Client = node.client_with(options).await;
+    client.create_pool_with("pool", 4).await.unwrap();
+    let pool = client.pool("pool").unwrap();
+    let mut models: Vec<Option<Model>> = vec![None; 5];
+    let mut last_versions = [0; 5];
+    for step in 0..1500u64 {
+        let index = rng.random_range(0..models.len());
+        let object = pool.object(&format!("object-{index}")).unwrap();
+        let old = models[index].clone();
+        let mut new = old.clone().unwrap_or_default();
+        if rng.random_bool(0.1) {
+            node.arm(if rng.random_bool(0.5) { Loss::Before } else { Loss::After });
+        }
+        let offset = size(&mut rng, 300_000);
+        let bytes = data(size(&mut rng, 300_000), step);
+        let changed = match rng.random_range(0..11) {
+            0 => {
+                new.data = bytes.to_vec();
+                object.put(bytes).await
+            }
+            1 | 2 => {
+                new.write(offset, &bytes);
+                object.write(offset as u64, bytes).await
+            }
+            3 if new.data.len() < 1 << 20 => {
+                new.write(new.data.len(), &bytes);
+                object.append(bytes).await
+            }
+            4 => {
+                new.data.resize(offset, 0);
+                object.truncate(offset as u64).await
+            }
+            5 => {
+                new.write(offset, &vec![0; bytes.len()]);
+                object.zero(offset as u64, bytes.len() as u64).await
+            }
+            6 => {
+                let (name, value) = (rng.random_range(0..4), rng.random());
+                new.xattrs.insert(name, value);
+                object.set_xattr(vec![name], vec![value]).await
+            }
+            7 => {
+                let small = data(100, step);
+                new.write(offset, &small);
+                new.write(new.data.len(), &small);
+                new.data.truncate(offset + 50);
+                let change = object.compound().write(offset as u64, small.clone()).append(small);
+                change.truncate(offset as u64 + 50).commit().await
+            }
+            8 => {
+                let right = rng.random_bool(0.5);
+                let version = new.version + u64::from(!right);
+                let change = object.compound().if_version(version).append(bytes.clone()).commit().await;
+                if !right || old.is_none() {
+                    assert!(change.unwrap_err().is_conflict(), "step {step}");
+                    continue;
+                }
+                new.write(new.data.len(), &bytes);
+                change
+            }
+            9 => {
+                let removed = object.remove().await;
+                match old {
+                    None => assert!(removed.unwrap_err().is_not_found(), "step {step}"),
+                    Some(_) => {
+                        last_versions[index] = removed.unwrap().version;
+                        models[index] = None;
+                    }
+                }
+                continue;
+            }
+            _ => {
+                match (object.describe().await, &old) {
+                    (Ok(found), Some(model)) => {
+                        assert_eq!(found.stat.version, model.version, "step {step}");
+                        let xattrs = model.xattrs.iter().map(|(n, v)| (vec![*n].into(), vec![*v].into()));
+                        assert_eq!(found.xattrs, xattrs.collect::<Vec<_>>(), "step {step}");
+                        assert!(object.get().await.unwrap() == model.data, "step {step}");
+                    }
+                    (Err(Error::Node(NodeError::NoSuchObject(_))), None) => {}
+                    (found, _) => panic!("step {step}: {found:?}"),
+                }
+                continue;
+            }
+        };
+        let changed = changed.unwrap_or_else(|e| panic!("step {step}: {e}"));
+        assert_eq!(changed.size, new.data.len() as u64, "step {step}");
+        assert!(changed.version > last_versions[index], "step {step}: versions grow");
+        new.version = changed.version;
+        last_versions[index] = changed.version;
+        models[index] = Some(new);
+    }
+    node.disarm();
+    assert!(node.fired() > 20, "{} faults fired", node.fired());
+    for (index, model) in models.iter().enumerate() {
+        let object = pool.object(&format!("object-{index}")).unwrap();
+        match model {
+            Some(model) => assert!(object.get().await.unwrap() == model.data, "object {index}"),
+            None => assert!(object.get().await.unwrap_err().is_not_found()),
+        }
+    }
+}

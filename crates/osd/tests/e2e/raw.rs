@@ -1,0 +1,81 @@
+//! A client that speaks the protocol by hand, so that it can say what a real one never would.
+
+use std::sync::Arc;
+
+use base::block::Payload;
+use bytes::Bytes;
+use messenger::{ConnectOptions, Connection, Event, Incoming, Message, NetworkStack, TcpStack};
+use proto::{
+    Data, Mutate, Mutated, Mutation, Reply, ReplyBody, RequestBody, RequestHead, SessionId, Source, WireName,
+};
+
+pub(crate) struct Raw {
+    pub(crate) connection: Arc<dyn Connection>,
+    incoming: Box<dyn Incoming>,
+    pub(crate) session: SessionId,
+}
+
+/// A head as a first attempt has it.
+pub(crate) fn head(seq: u64) -> RequestHead {
+    RequestHead { seq, acked_through: 0, retry: false, deadline_ms: 10_000 }
+}
+
+pub(crate) fn name(object: &str) -> WireName {
+    WireName {
+        pool: "pool".into(),
+        namespace: Bytes::new(),
+        object: Bytes::copy_from_slice(object.as_bytes()),
+    }
+}
+
+/// A change that appends a few bytes.
+pub(crate) fn append(object: &str, bytes: &'static str) -> RequestBody {
+    mutate(object, vec![Mutation::Append(Source::Embedded(bytes.into()))], Data::None)
+}
+
+pub(crate) fn mutate(object: &str, ops: Vec<Mutation>, data: Data) -> RequestBody {
+    RequestBody::Mutate(Mutate { name: name(object), part: None, conditions: vec![], ops, data })
+}
+
+impl Raw {
+    pub(crate) async fn connect(endpoint: &str, session: Option<SessionId>) -> Raw {
+        let stack = TcpStack::default();
+        let (connection, incoming) = stack.connect(endpoint, ConnectOptions::default()).await.unwrap();
+        let mut raw = Raw { connection, incoming, session: SessionId(0) };
+        let open = RequestBody::Open { oldest: 1, newest: 1, session };
+        match raw.call(head(0), open).await.unwrap() {
+            ReplyBody::Opened { session, .. } => raw.session = session,
+            other => panic!("{other:?}"),
+        }
+        raw
+    }
+
+    pub(crate) async fn call(&mut self, head: RequestHead, body: RequestBody) -> proto::Result<ReplyBody> {
+        self.send(proto::encode_request(&head, &body), Payload::default()).await;
+        let reply = self.reply().await.unwrap();
+        assert_eq!(reply.seq, head.seq);
+        reply.result
+    }
+
+    pub(crate) async fn changed(&mut self, head: RequestHead, body: RequestBody) -> proto::Result<Mutated> {
+        match self.call(head, body).await? {
+            ReplyBody::Mutated(mutated) => Ok(mutated),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    pub(crate) async fn send(&self, header: Bytes, payload: Payload) {
+        self.connection.send(Message { header, payload }).await.unwrap();
+    }
+
+    /// The next reply; `None` if the node has ended the session.
+    pub(crate) async fn reply(&mut self) -> Option<Reply> {
+        loop {
+            match self.incoming.next().await {
+                Event::Message(message) => return Some(proto::decode_reply(&message.header).unwrap()),
+                Event::Lost(_) => return None,
+                Event::Interrupted | Event::Resumed => {}
+            }
+        }
+    }
+}

@@ -1,0 +1,183 @@
+//! Nothing is applied twice and nothing acknowledged is lost, whatever goes away in between.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use osd::OsdConfig;
+use proto::limits::REQUEST_WINDOW;
+use proto::{Error, RequestHead};
+
+use crate::common::{Loss, Node, data};
+use crate::raw::{Raw, append, head};
+
+#[tokio::test]
+async fn a_change_whose_store_is_lost_happens_once() {
+    let node = Node::start();
+    let object = node.object().await;
+    let mut model = Vec::new();
+    for (i, len) in [5, 100, 300_000, 4096].into_iter().enumerate() {
+        for loss in [Loss::Before, Loss::After] {
+            let bytes = data(len, i as u64);
+            let fired = node.fired();
+            node.arm(loss);
+            let appended = object.append(bytes.clone()).await.unwrap();
+            assert_eq!(node.fired(), fired + 1, "the fault fired");
+            node.disarm();
+            assert_eq!(appended.appended_at, model.len() as u64);
+            model.extend_from_slice(&bytes);
+            assert!(object.get().await.unwrap() == model, "{len} bytes, lost {loss:?} commit");
+        }
+    }
+    for loss in [Loss::Before, Loss::After] {
+        let (bytes, fired) = (data(5 << 20, 9), node.fired());
+        node.arm(loss);
+        object.put(bytes.clone()).await.unwrap();
+        assert_eq!(node.fired(), fired + 1, "the fault fired");
+        node.disarm();
+        assert!(object.get().await.unwrap() == bytes, "staged data, lost {loss:?} commit");
+    }
+}
+
+#[tokio::test]
+async fn a_read_waits_for_its_store() {
+    let node = Node::start();
+    let object = node.object().await;
+    object.put(data(100_000, 1)).await.unwrap();
+    node.stores.iter().for_each(|s| s.arm_read());
+    assert!(object.get().await.unwrap() == data(100_000, 1));
+    assert_eq!(node.fired(), 1, "the fault fired");
+}
+
+#[tokio::test]
+async fn appends_of_many_happen_once_each_while_the_store_is_lost_again_and_again() {
+    let node = Node::start();
+    let object = node.object().await;
+    let appends = (0..200u64).map(|i| {
+        let object = object.clone();
+        async move { object.append(i.to_le_bytes().to_vec()).await.unwrap() }
+    });
+    let faults = async {
+        for i in 0..20 {
+            node.arm(if i % 2 == 0 { Loss::Before } else { Loss::After });
+            tokio::time::sleep(Duration::from_millis(3)).await;
+        }
+        node.disarm();
+    };
+    let (appended, ()) = tokio::join!(futures::future::join_all(appends), faults);
+    assert!(node.fired() > 2, "{} faults fired", node.fired());
+    let all = object.get().await.unwrap();
+    assert_eq!(all.len(), 200 * 8);
+    for (i, done) in appended.iter().enumerate() {
+        let at = done.appended_at as usize;
+        assert_eq!(all[at..at + 8], (i as u64).to_le_bytes());
+    }
+}
+
+#[tokio::test]
+async fn appends_happen_once_each_across_restarts_of_the_osd() {
+    let mut node = Node::start();
+    let object = Arc::new(node.object().await);
+    let appends: Vec<_> = (0..8u64)
+        .map(|task| {
+            let object = Arc::clone(&object);
+            tokio::spawn(async move {
+                for i in 0..50 {
+                    object.append((task << 32 | i).to_le_bytes().to_vec()).await.unwrap();
+                    tokio::time::sleep(Duration::from_millis(2)).await;
+                }
+            })
+        })
+        .collect();
+    for _ in 0..3 {
+        tokio::time::sleep(Duration::from_millis(30)).await;
+        node = tokio::task::spawn_blocking(move || {
+            node.restart();
+            node
+        })
+        .await
+        .unwrap();
+    }
+    for task in appends {
+        task.await.unwrap();
+    }
+    let all = object.get().await.unwrap();
+    let mut seen: Vec<u64> = all.chunks(8).map(|c| u64::from_le_bytes(c.try_into().unwrap())).collect();
+    let in_order = |task: u64| seen.iter().filter(|v| *v >> 32 == task).is_sorted();
+    assert!((0..8).all(in_order), "the appends of one task stay in order");
+    seen.sort_unstable();
+    let expected: Vec<u64> = (0..8u64).flat_map(|task| (0..50).map(move |i| task << 32 | i)).collect();
+    assert_eq!(seen, expected);
+}
+
+#[tokio::test]
+async fn a_repeated_request_gets_its_first_result_also_from_another_osd() {
+    let mut node = Node::start();
+    let object = node.object().await;
+    let mut raw = Raw::connect(&node.endpoint, None).await;
+    let first = raw.changed(head(1), append("object", "once")).await.unwrap();
+    let again = RequestHead { retry: true, ..head(1) };
+    assert_eq!(raw.changed(again, append("object", "once")).await.unwrap(), first);
+    // Never applied, so applied now: a retry whose first attempt got lost on the way.
+    let lost = RequestHead { retry: true, ..head(2) };
+    let second = raw.changed(lost, append("object", "twice")).await.unwrap();
+
+    node.restart();
+    let mut raw = Raw::connect(&node.endpoint, Some(raw.session)).await;
+    assert_eq!(raw.changed(again, append("object", "once")).await.unwrap(), first);
+    assert_eq!(raw.changed(lost, append("object", "twice")).await.unwrap(), second);
+    assert_eq!(object.get().await.unwrap(), "oncetwice");
+    let third = raw.changed(head(3), append("object", "!")).await.unwrap();
+    assert!(third.version > second.version, "versions grow across restarts");
+}
+
+#[tokio::test]
+async fn a_retry_from_beyond_the_window_is_refused() {
+    let node = Node::start();
+    let object = node.object().await;
+    let mut raw = Raw::connect(&node.endpoint, None).await;
+    for seq in 1..=200 {
+        let head = RequestHead { acked_through: seq - 1, ..head(seq) };
+        raw.changed(head, append("object", "x")).await.unwrap();
+    }
+    let old = RequestHead { retry: true, ..head(1) };
+    assert_eq!(raw.changed(old, append("object", "x")).await, Err(Error::RequestExpired));
+    let last = RequestHead { retry: true, ..head(200) };
+    assert!(raw.changed(last, append("object", "x")).await.is_ok(), "inside the window");
+    // A client that never acknowledges anything does not keep the node from forgetting.
+    for seq in 201..=201 + REQUEST_WINDOW + 100 {
+        raw.changed(head(seq), append("object", "x")).await.unwrap();
+    }
+    let old = RequestHead { retry: true, ..head(201) };
+    assert_eq!(raw.changed(old, append("object", "x")).await, Err(Error::RequestExpired));
+    assert_eq!(object.stat().await.unwrap().size, 200 + 1 + REQUEST_WINDOW + 100);
+}
+
+#[tokio::test]
+async fn idle_sessions_expire_for_good() {
+    let quick = Duration::from_millis(50);
+    let config = OsdConfig { session_expiry: quick, collect_interval: quick, ..OsdConfig::default() };
+    let mut node = Node::start_with(config);
+    let object = node.object().await;
+    let mut raw = Raw::connect(&node.endpoint, None).await;
+    raw.changed(head(1), append("object", "x")).await.unwrap();
+    let session = raw.session;
+    raw.connection.close().await;
+    tokio::time::sleep(Duration::from_millis(700)).await;
+    let again = RequestHead { retry: true, ..head(1) };
+    let mut raw = Raw::connect(&node.endpoint, Some(session)).await;
+    assert_eq!(raw.changed(again, append("object", "x")).await, Err(Error::RequestExpired));
+    node.restart();
+    let mut raw = Raw::connect(&node.endpoint, Some(session)).await;
+    assert_eq!(raw.changed(again, append("object", "x")).await, Err(Error::RequestExpired));
+    assert_eq!(object.get().await.unwrap(), "x");
+}
+
+#[tokio::test]
+async fn a_connection_that_lost_its_session_is_not_listened_to() {
+    let node = Node::start();
+    let _object = node.object().await;
+    let mut old = Raw::connect(&node.endpoint, None).await;
+    let mut new = Raw::connect(&node.endpoint, Some(old.session)).await;
+    assert!(matches!(old.changed(head(1), append("object", "late")).await, Err(Error::NoSession(_))));
+    assert!(new.changed(head(1), append("object", "now")).await.is_ok());
+}

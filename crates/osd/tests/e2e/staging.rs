@@ -1,0 +1,45 @@
+//! Staging memory is bounded, whatever clients ask for at a time.
+
+use client::Options;
+use futures::stream::{FuturesUnordered, StreamExt};
+
+use crate::common::{Node, STAGING, data};
+
+#[tokio::test]
+async fn many_large_writes_and_reads_share_a_small_pool() {
+    let node = Node::start();
+    let (_client, pool) = node.pool().await;
+    let bytes = data(16 << 20, 1);
+    let puts: FuturesUnordered<_> = (0..64)
+        .map(|i| {
+            // A few names, so that the stores in memory do not get too large.
+            let object = pool.object(&format!("{}", i % 8)).unwrap();
+            let bytes = bytes.clone();
+            async move { object.put(bytes).await.unwrap() }
+        })
+        .collect();
+    assert_eq!(puts.count().await, 64);
+    let gets: FuturesUnordered<_> = (0..8)
+        .map(|i| {
+            let object = pool.object(&format!("{i}")).unwrap();
+            async move { object.get().await.unwrap() }
+        })
+        .collect();
+    assert!(gets.all(async |got| got == data(16 << 20, 1)).await);
+    assert_eq!(node.staging.free_bytes().0, STAGING, "all of it came back");
+}
+
+#[tokio::test]
+async fn more_requests_than_may_be_in_flight_wait_their_turn() {
+    let node = Node::start();
+    let client = node.client_with(Options { requests_in_flight: 4, ..Options::default() }).await;
+    client.create_pool("pool").await.unwrap();
+    let pool = client.pool("pool").unwrap();
+    let puts: FuturesUnordered<_> = (0..500)
+        .map(|i| {
+            let object = pool.object(&format!("{}", i % 50)).unwrap();
+            async move { object.put(format!("{i}")).await.unwrap() }
+        })
+        .collect();
+    assert_eq!(puts.count().await, 500);
+}

@@ -1,0 +1,210 @@
+//! Objects larger than a stripe.
+
+use std::io;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use client::{Client, Error, NodeError, Object, Options, PutOptions};
+use tokio::io::{AsyncRead, ReadBuf};
+
+use crate::common::{Node, data};
+
+const PART: u64 = 256 << 10;
+
+fn options() -> Options {
+    Options { stripe_threshold: 1 << 20, part_size: PART, read_size: 96 << 10, ..Options::default() }
+}
+
+async fn object(node: &Node) -> (Client, Object) {
+    let client = node.client_with(options()).await;
+    client.create_pool("pool").await.unwrap();
+    let object = client.pool("pool").unwrap().object("object").unwrap();
+    (client, object)
+}
+
+#[tokio::test]
+async fn a_striped_object_is_one_object() {
+    let node = Node::start();
+    let (_client, object) = object(&node).await;
+    let bytes = data((3 << 20) + 12_345, 1);
+    object.set_xattr("kept", "yes").await.unwrap();
+    let put = object.put(bytes.clone()).await.unwrap();
+    assert_eq!(put.size, bytes.len() as u64);
+    let stat = object.stat().await.unwrap();
+    assert_eq!((stat.size, stat.manifest.unwrap().parts()), (bytes.len() as u64, 13));
+    assert!(object.get().await.unwrap() == bytes);
+    for (offset, len) in [(0, 1), (PART - 1, 2), (100_000, 1 << 20), ((3 << 20) + 12_000, 1000), (1 << 30, 5)]
+    {
+        let start = (offset as usize).min(bytes.len());
+        let expected = bytes.slice(start..(start + len as usize).min(bytes.len()));
+        assert!(object.get_range(offset, len).await.unwrap() == expected, "{offset}+{len}");
+    }
+    let mut out = Vec::new();
+    assert_eq!(object.get_to_writer(&mut out).await.unwrap(), bytes.len() as u64);
+    assert!(out == bytes);
+    assert_eq!(object.xattr("kept").await.unwrap().unwrap(), "yes");
+    assert_eq!(object.parts().await, 13);
+
+    let striped = |r: Result<_, Error>| assert!(matches!(r, Err(Error::Node(NodeError::Striped { .. }))));
+    striped(object.write(5, "x").await);
+    striped(object.append("x").await);
+    striped(object.truncate(5).await);
+    striped(object.zero(5, 5).await);
+    striped(object.compound().if_bytes(0, "x").touch().commit().await);
+}
+
+#[tokio::test]
+async fn streams_of_any_length() {
+    let node = Node::start();
+    let (_client, object) = object(&node).await;
+    for len in [0, 1, PART - 1, PART, PART + 1, 2 * PART, 2 * PART + 77, 9 * PART] {
+        let bytes = data(len as usize, len);
+        object.put_reader(&bytes[..], PutOptions::default()).await.unwrap();
+        assert!(object.get().await.unwrap() == bytes, "{len} bytes");
+    }
+    let file = tempfile(&data(2 << 20, 3));
+    object.put_file(&file.0, PutOptions::default()).await.unwrap();
+    assert!(object.get().await.unwrap() == data(2 << 20, 3));
+}
+
+#[tokio::test]
+async fn parts_go_when_their_object_is_replaced_or_removed() {
+    let node = Node::start();
+    let (_client, object) = object(&node).await;
+    object.put(data(2 << 20, 1)).await.unwrap();
+    assert_eq!(object.parts().await, 8);
+    object.put(data((1 << 20) + 1, 2)).await.unwrap();
+    node.eventually_parts(5).await;
+    assert!(object.get().await.unwrap() == data((1 << 20) + 1, 2));
+    object.put("small").await.unwrap();
+    node.eventually_parts(0).await;
+    assert_eq!(object.get().await.unwrap(), "small");
+    object.put(data(2 << 20, 1)).await.unwrap();
+    object.remove().await.unwrap();
+    node.eventually_parts(0).await;
+}
+
+#[tokio::test]
+async fn parts_of_an_upload_that_failed_are_collected_once_its_client_is_gone() {
+    let node = Node::start();
+    let (client, object) = object(&node).await;
+    object.put("before").await.unwrap();
+    let failing = Failing { left: 5 * PART as usize };
+    let e = object.put_reader(failing, PutOptions::default()).await.unwrap_err();
+    assert!(matches!(e, Error::Io(_)));
+    assert_eq!(object.get().await.unwrap(), "before");
+    let orphans = node.parts();
+    assert!(orphans > 0, "the upload had begun");
+    let other = node.client().await;
+    assert_eq!(other.collect_orphans(Duration::ZERO).await.unwrap(), 0, "its client is still there");
+    client.close().await;
+    while other.collect_orphans(Duration::ZERO).await.unwrap() == 0 {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert_eq!(node.parts(), 0);
+    assert_eq!(other.pool("pool").unwrap().object("object").unwrap().get().await.unwrap(), "before");
+}
+
+#[tokio::test]
+async fn an_object_replaced_while_it_is_read_is_never_mixed() {
+    let node = Node::start();
+    let (_client, object) = object(&node).await;
+    let versions: Vec<_> = (0..4).map(|i| data((1 << 20) + 1000 * i, i as u64)).collect();
+    object.put(versions[0].clone()).await.unwrap();
+    let writer = async {
+        for i in 0..24 {
+            object.put(versions[i % 4].clone()).await.unwrap();
+        }
+    };
+    let reader = async {
+        let mut whole = 0;
+        for _ in 0..24 {
+            match object.get().await {
+                Ok(bytes) => {
+                    assert!(versions.contains(&bytes), "a mixture of versions");
+                    whole += 1;
+                }
+                Err(Error::Node(NodeError::Changed { .. })) => {}
+                Err(e) => panic!("{e}"),
+            }
+        }
+        whole
+    };
+    let ((), whole) = tokio::join!(writer, reader);
+    assert!(whole > 0, "some reads got through");
+}
+
+/// A stream that fails after some bytes.
+struct Failing {
+    left: usize,
+}
+
+impl AsyncRead for Failing {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        if self.left == 0 {
+            return Poll::Ready(Err(io::Error::other("the stream broke")));
+        }
+        let len = buf.remaining().min(self.left).min(10_000);
+        buf.put_slice(&vec![7; len]);
+        self.left -= len;
+        Poll::Ready(Ok(()))
+    }
+}
+
+/// A file that goes when the test ends.
+struct TempFile(std::path::PathBuf);
+
+impl Drop for TempFile {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+fn tempfile(content: &[u8]) -> TempFile {
+    let path = std::env::temp_dir().join(format!("outboard-striping-{}", std::process::id()));
+    std::fs::write(&path, content).unwrap();
+    TempFile(path)
+}
+
+trait Parts {
+    async fn parts(&self) -> u64;
+}
+
+impl Parts for Object {
+    async fn parts(&self) -> u64 {
+        self.stat().await.unwrap().manifest.map_or(0, |m| m.parts())
+    }
+}
+
+impl Node {
+    /// Store objects that are parts.
+    fn parts(&self) -> usize {
+        use futures::FutureExt;
+        use store::ObjectStore;
+        let mut parts = 0;
+        for store in &self.stores {
+            let store = &store.inner;
+            let now = "a memory store answers at once";
+            for cid in store.collections().now_or_never().expect(now).unwrap() {
+                let (ids, _) = store.list(&cid, None, 10_000).now_or_never().expect(now).unwrap();
+                parts += ids.iter().filter(|id| id.as_bytes().get(4) == Some(&2)).count();
+            }
+        }
+        parts
+    }
+
+    async fn eventually_parts(&self, wanted: usize) {
+        for _ in 0..500 {
+            if self.parts() == wanted {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        panic!("{} parts instead of {wanted}", self.parts());
+    }
+}
