@@ -40,7 +40,40 @@ fn main() -> Result<()> {
     measure(&filter, "messenger pull 2 MiB, 1 in flight", SEGMENT, |run| pull(run, 1))?;
     measure(&filter, "messenger pull 2 MiB, 4 in flight", SEGMENT, |run| pull(run, 4))?;
     measure(&filter, "messenger push 2 MiB, 4 in flight", SEGMENT, |run| push(run, 4))?;
+    if "idle".contains(&filter) {
+        idle(1000)?;
+    }
     Ok(())
+}
+
+/// What sessions cost that do nothing, both ends of them in this process.
+fn idle(sessions: usize) -> Result<()> {
+    runtime()?.block_on(async {
+        let stack = TcpStack::default();
+        let mut listener = stack.listen("127.0.0.1:0", 0).await?;
+        let endpoint = listener.endpoint();
+        let resident = || -> Result<f64> {
+            let pages = std::fs::read_to_string("/proc/self/statm")?;
+            Ok(pages.split_ascii_whitespace().nth(1).ok_or("statm")?.parse::<f64>()? * 4096.0 / 1e6)
+        };
+        let memory = resident()?;
+        let mut ends = Vec::new();
+        for _ in 0..sessions {
+            let options = ConnectOptions::default();
+            let (client, server) = tokio::join!(stack.connect(&endpoint, options), listener.accept());
+            ends.push((client?, server?));
+        }
+        let before = ProcessUsage::read(std::process::id())?;
+        let seconds = 6.0;
+        tokio::time::sleep(Duration::from_secs_f64(seconds)).await;
+        let used = ProcessUsage::read(std::process::id())?.since(&before).total.cpu_seconds / seconds;
+        println!(
+            "idle: {sessions} sessions, both ends: {:.2} % of a core, {:.1} MB more resident",
+            used * 100.0,
+            resident()? - memory
+        );
+        Ok(())
+    })
 }
 
 /// One measurement: how long it runs, and how far it got.

@@ -7,6 +7,26 @@
 //!
 //! The messenger knows nothing of objects. What the header of a message means is its users' business.
 //!
+//! ```
+//! use outboard_messenger::{ConnectOptions, Event, Message, NetworkStack, TcpStack};
+//! # use base::block::Payload;
+//! # #[tokio::main(flavor = "current_thread")]
+//! # async fn main() -> outboard_messenger::Result<()> {
+//! let stack = TcpStack::default();
+//! let mut listener = stack.listen("127.0.0.1:0", 0).await?;
+//! let endpoint = listener.endpoint();
+//! let (client, server) = tokio::join!(stack.connect(&endpoint, ConnectOptions::default()), listener.accept());
+//! let ((client, _replies), (_server, mut requests)) = (client?, server?);
+//! client.send(Message { header: "hello".into(), payload: Payload::compute(0, "data".into()) }).await?;
+//! match requests.next().await {
+//!     Event::Message(message) => assert_eq!(message.payload.data(), "data"),
+//!     other => panic!("{other:?}"),
+//! }
+//! client.close().await;
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! Inside, from the bottom up: [`transport`] brings bytes from here to there (TCP, or a simulation with faults),
 //! [`frame`] is what the bytes mean (pure functions), `session` keeps order, credits, offers and what must be sent
 //! again, and `stack` makes sessions by handshake. `docs/protocol.md` draws the frames.

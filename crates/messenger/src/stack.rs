@@ -20,7 +20,8 @@ use listener::StreamListener;
 /// A network stack over a [`Transport`].
 ///
 /// A listener's sessions are served by the thread that called `listen`, a client's by the one that called `connect`;
-/// both must be in a tokio runtime with time and I/O.
+/// both must be in a tokio runtime with time and I/O. Handles may be used on other threads; transfers have deadlines, so
+/// those threads must be in a runtime with time too.
 pub struct StreamStack<T> {
     transport: Arc<T>,
     config: SessionConfig,

@@ -57,11 +57,22 @@ enum End {
 
 /// Runs the session, first on `wire`, until it ends.
 pub(crate) async fn run(shared: Arc<Shared>, mut role: Role, wire: Wire) {
+    let end = EndGuard(Arc::clone(&shared));
     let why = live(&shared, &mut role, wire).await;
     tracing::debug!(session = %format_args!("{:032x}", shared.session_id()), %why, "session ended");
     shared.lose(why);
     drop(role);
-    shared.ended.send_replace(true);
+    drop(end);
+}
+
+/// Tells everybody that the session's task has ended, also when that was because its runtime ended.
+struct EndGuard(Arc<Shared>);
+
+impl Drop for EndGuard {
+    fn drop(&mut self) {
+        self.0.lose(MessengerError::SessionLost("the runtime that served it has ended".into()));
+        self.0.ended.send_replace(true);
+    }
 }
 
 async fn live(shared: &Arc<Shared>, role: &mut Role, mut wire: Wire) -> MessengerError {

@@ -64,6 +64,11 @@ async fn a_client_killed_in_the_middle_of_transfers_costs_only_its_session() {
             (ends, region)
         });
         drop(runtime);
+        // Handles that outlive their runtime do not wait for it.
+        let elsewhere = Builder::new_current_thread().build().unwrap();
+        let late = elsewhere.block_on(ends.0.send(outboard_messenger::Message::default()));
+        assert!(matches!(late, Err(MessengerError::SessionLost(_))), "{late:?}");
+        elsewhere.block_on(ends.0.close());
         drop((ends, region));
     });
     let mut server = listener.accept().await.unwrap();
