@@ -100,7 +100,11 @@ impl Control {
         if self.input.len() < header.total_len() {
             return Ok(None);
         }
-        let frame = self.input.split_to(header.total_len());
-        Frame::from_parts(header, Vec::from(&frame[..])).map(Some)
+        let sealed = self.input.split_to(header.sealed_len()).to_vec();
+        let payload = self.input.split_to(header.data_len as usize);
+        // Long payload is taken as it lies; a short one would keep the whole read buffer.
+        let payload =
+            if payload.len() >= READ_STEP { payload.freeze() } else { Bytes::copy_from_slice(&payload) };
+        Frame::from_parts(header, sealed, payload).map(Some)
     }
 }

@@ -74,10 +74,16 @@ impl Header {
         }
     }
 
+    /// Length of header and control data, in bytes.
+    #[must_use]
+    pub fn sealed_len(&self) -> usize {
+        HEADER_LEN + self.control_len as usize
+    }
+
     /// Length of the whole entry, in bytes.
     #[must_use]
     pub fn total_len(&self) -> usize {
-        HEADER_LEN + self.control_len as usize + self.data_len as usize
+        self.sealed_len() + self.data_len as usize
     }
 
     /// Header and control data in one piece, sealed with their checksum. `control_len` is taken from `control`.
@@ -156,15 +162,14 @@ pub struct Frame {
 }
 
 impl Frame {
-    /// Takes a whole entry apart: `bytes` is header, control data and payload, `header` was parsed from its start.
-    pub(crate) fn from_parts(header: Header, mut bytes: Vec<u8>) -> Result<Frame> {
-        let control_end = HEADER_LEN + header.control_len as usize;
-        if bytes.len() != header.total_len() {
+    /// `sealed` is header and control data, `header` was parsed from its start. Payload is a buffer of its own, so that
+    /// whoever keeps a small piece of the control data does not keep the payload with it.
+    pub(crate) fn from_parts(header: Header, mut sealed: Vec<u8>, data: Bytes) -> Result<Frame> {
+        if sealed.len() != header.sealed_len() || data.len() != header.data_len as usize {
             return Err(ChannelError::protocol("an entry has another length than its header says"));
         }
-        verify(&mut bytes[..control_end])?;
-        let all = Bytes::from(bytes);
-        Ok(Frame { header, control: all.slice(HEADER_LEN..control_end), data: all.slice(control_end..) })
+        verify(&mut sealed)?;
+        Ok(Frame { header, control: Bytes::from(sealed).slice(HEADER_LEN..), data })
     }
 }
 
@@ -179,11 +184,10 @@ mod tests {
             control in proptest::collection::vec(any::<u8>(), 0..300), data in proptest::collection::vec(any::<u8>(), 0..300)) {
             let header = Header { after, consumed, position, data_len: data.len() as u32, reply_max: 7,
                 control_len: control.len() as u32, ..Header::new(Kind::Request, target, id) };
-            let mut bytes = header.seal(&control);
-            bytes.extend_from_slice(&data);
+            let bytes = header.seal(&control);
             let parsed = Header::parse(bytes[..HEADER_LEN].try_into().unwrap()).unwrap();
             prop_assert_eq!(parsed, header);
-            let frame = Frame::from_parts(parsed, bytes).unwrap();
+            let frame = Frame::from_parts(parsed, bytes, Bytes::from(data.clone())).unwrap();
             prop_assert_eq!(&frame.control[..], &control[..]);
             prop_assert_eq!(&frame.data[..], &data[..]);
         }
@@ -197,7 +201,8 @@ mod tests {
                 bytes[5] = 0;
             }
             if let Ok(header) = Header::parse(bytes[..HEADER_LEN].try_into().unwrap()) {
-                let _ = Frame::from_parts(header, bytes);
+                let data = Bytes::from(bytes.split_off(bytes.len().min(header.sealed_len())));
+                let _ = Frame::from_parts(header, bytes, data);
             }
         }
 
@@ -207,7 +212,7 @@ mod tests {
             let bit = bit % (bytes.len() * 8);
             bytes[bit / 8] ^= 1 << (bit % 8);
             let parsed = Header::parse(bytes[..HEADER_LEN].try_into().unwrap());
-            prop_assert!(parsed.and_then(|h| Frame::from_parts(h, bytes)).is_err());
+            prop_assert!(parsed.and_then(|h| Frame::from_parts(h, bytes, Bytes::new())).is_err());
         }
     }
 }

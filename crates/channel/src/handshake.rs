@@ -135,10 +135,10 @@ impl Socket {
         if header.kind != kind || header.data_len != 0 || header.control_len as usize > MAX_HANDSHAKE {
             return Err(ChannelError::protocol("the first frame is not what it must be"));
         }
-        let mut bytes = vec![0; header.total_len()];
+        let mut bytes = vec![0; header.sealed_len()];
         bytes[..HEADER_LEN].copy_from_slice(&head);
         self.receive_exact(&mut bytes[HEADER_LEN..], &mut fds).await?;
-        Ok((Frame::from_parts(header, bytes)?, fds))
+        Ok((Frame::from_parts(header, bytes, Bytes::new())?, fds))
     }
 }
 

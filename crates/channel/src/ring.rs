@@ -10,6 +10,7 @@
 use std::ops::Range;
 
 use base::mem::Arena;
+use bytes::Bytes;
 
 use crate::frame::Frame;
 use crate::{ChannelError, HEADER_LEN, Header, Result};
@@ -80,17 +81,19 @@ impl Ring {
                 "a stale entry: of position {found}, not {position}"
             )));
         }
-        let total = (header.control_len as usize)
+        (header.control_len as usize)
             .checked_add(header.data_len as usize)
             .and_then(|len| len.checked_add(HEADER_LEN))
             .filter(|&len| len <= MAX_ENTRY && footprint(len) <= available)
             .ok_or_else(|| {
                 ChannelError::protocol("an entry is longer than the doorbell or the limit allows")
             })?;
-        let mut bytes = vec![0; total];
-        bytes[..HEADER_LEN].copy_from_slice(&head);
-        self.copy_out(memory, position + HEADER_LEN as u64, &mut bytes[HEADER_LEN..])?;
-        Frame::from_parts(header, bytes)
+        let mut sealed = vec![0; header.sealed_len()];
+        sealed[..HEADER_LEN].copy_from_slice(&head);
+        self.copy_out(memory, position + HEADER_LEN as u64, &mut sealed[HEADER_LEN..])?;
+        let mut data = vec![0; header.data_len as usize];
+        self.copy_out(memory, position + sealed.len() as u64, &mut data)?;
+        Frame::from_parts(header, sealed, Bytes::from(data))
     }
 
     fn copy_out(&self, memory: &Arena, position: u64, out: &mut [u8]) -> Result<()> {

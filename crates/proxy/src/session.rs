@@ -310,8 +310,18 @@ fn fail(waiting: VecDeque<Waiting>, why: &str) {
     }
 }
 
+struct CloseOnDrop(Arc<Shared>);
+
+impl Drop for CloseOnDrop {
+    fn drop(&mut self) {
+        self.0.close();
+    }
+}
+
 /// Keeps a session open until it is closed.
 async fn supervise(shared: Arc<Shared>) {
+    // If the runtime is dropped, nobody opens sessions any more: calls must not wait for one.
+    let _closing = CloseOnDrop(Arc::clone(&shared));
     let mut backoff = BACKOFF_MIN;
     let mut generation = 0;
     while !shared.closed() {

@@ -285,3 +285,66 @@ async fn two_targets_have_orders_of_their_own() {
     assert_eq!(get(&stores[1], 0, 5000).await, pattern(1, 5000));
     assert!(matches!(stores[0].stat(&cid(), &oid(0)).await, Err(StoreError::NoSuchObject(_))));
 }
+
+#[tokio::test]
+async fn threads_share_a_store_and_each_has_its_order() {
+    let node = node(Path::Dma).await;
+    make_collection(&node.store).await;
+    let threads: Vec<_> = (0..4)
+        .map(|thread| {
+            let store = Arc::clone(&node.store);
+            std::thread::spawn(move || {
+                futures::executor::block_on(async {
+                    for round in 1..=100usize {
+                        let len = round * 50 + thread;
+                        let source = WriteSource::Inline(payload(thread as u64, len));
+                        let write = Op::Write { oid: oid(thread), offset: 0, source };
+                        let write = store.queue_transaction(transaction(write));
+                        let stat = store.stat(&cid(), &oid(thread)).await.unwrap();
+                        assert_eq!(stat.size, len as u64);
+                        let read = store.read(&cid(), &oid(thread), 0, len as u64, None).await.unwrap();
+                        assert_eq!(read.contiguous(), pattern(thread as u64, len));
+                        write.await.unwrap();
+                    }
+                });
+            })
+        })
+        .collect();
+    while threads.iter().any(|thread| !thread.is_finished()) {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    for thread in threads {
+        thread.join().unwrap();
+    }
+}
+
+#[test]
+fn calls_fail_when_the_runtime_of_their_session_goes() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let node = runtime.block_on(node(Path::Dma));
+    let calls: Vec<_> = (0..10).map(|_| node.store.stat(&cid(), &oid(0))).collect();
+    let writes: Vec<_> =
+        (0..10).map(|_| node.store.queue_transaction(transaction(Op::CreateCollection))).collect();
+    drop(runtime);
+    futures::executor::block_on(async {
+        for call in calls {
+            assert!(matches!(call.await, Err(StoreError::Disconnected(_))));
+        }
+        for write in writes {
+            assert!(matches!(write.await, Err(StoreError::Disconnected(_))));
+        }
+        assert!(matches!(node.store.statfs().await, Err(StoreError::Disconnected(_))));
+    });
+}
+
+#[tokio::test]
+async fn a_closed_session_fails_its_calls() {
+    let node = node(Path::Dma).await;
+    make_collection(&node.store).await;
+    let stat = node.store.stat(&cid(), &oid(0));
+    node.session.close();
+    // Whatever came first.
+    assert!(matches!(stat.await, Err(StoreError::Disconnected(_) | StoreError::NoSuchObject(_))));
+    assert!(matches!(node.store.statfs().await, Err(StoreError::Disconnected(_))));
+    assert!(!node.session.status().connected);
+}

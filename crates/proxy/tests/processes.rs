@@ -324,3 +324,20 @@ fn what_was_acknowledged_survives_a_killed_store() {
         assert!(acknowledged.len() >= 24, "{lost} were lost, {} acknowledged", acknowledged.len());
     });
 }
+
+#[test]
+fn threads_end_with_their_owners() {
+    alone(async {
+        let threads = || {
+            let tasks = fs::read_dir("/proc/self/task").unwrap().flatten();
+            let names = tasks.filter_map(|task| fs::read_to_string(task.path().join("comm")).ok());
+            names.filter(|name| name.starts_with("dma-") || name.starts_with("chan-")).count()
+        };
+        assert_eq!(threads(), 0);
+        let node = common::node(common::Path::Dma).await;
+        make_collection(&node.store).await;
+        assert_eq!(threads(), 2);
+        drop(node);
+        until("a thread is left", || threads() == 0).await;
+    });
+}

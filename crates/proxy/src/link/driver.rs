@@ -8,7 +8,7 @@ use std::task::{Context, Poll};
 use channel::{Chain, ChannelError, Completion, Control, Doorbell};
 
 use super::jobs::Route;
-use super::replies::Fetching;
+use super::replies::{Fetching, Leftover};
 use super::ring_side::{FENCE, FETCH};
 use super::{Landing, Link};
 
@@ -26,6 +26,16 @@ pub(crate) struct Driver {
     asked: usize,
     fetching: HashMap<u64, Fetching>,
     completions: Vec<Completion>,
+    /// What DMA may still use after the session's end.
+    kept: Kept,
+    drained: bool,
+}
+
+/// Memory of calls that have failed, while transfers to or from it may be under way.
+#[derive(Default)]
+struct Kept {
+    requests: Vec<Leftover>,
+    landings: Vec<Landing>,
 }
 
 impl Driver {
@@ -39,6 +49,8 @@ impl Driver {
             asked: 0,
             fetching: HashMap::new(),
             completions: Vec::new(),
+            kept: Kept::default(),
+            drained: false,
         }
     }
 
@@ -54,13 +66,17 @@ impl Driver {
         })
         .await;
         on_end(&why);
-        let leftovers = self.link.end(&why);
-        let fetching: Vec<Landing> =
-            std::mem::take(&mut self.fetching).into_values().map(|read| read.fail(&why)).collect();
+        self.fail_all(&why);
         self.drain().await;
+        self.drained = true;
         self.link.lock().ring = None;
-        drop((leftovers, fetching));
         why
+    }
+
+    fn fail_all(&mut self, why: &str) {
+        self.kept.requests.extend(self.link.end(why));
+        let fetching = std::mem::take(&mut self.fetching);
+        self.kept.landings.extend(fetching.into_values().map(|read| read.fail(why)));
     }
 
     /// Waits until every transfer of the session is done.
@@ -190,6 +206,17 @@ impl Driver {
         match self.control.poll_flush(cx) {
             Poll::Ready(result) => result,
             Poll::Pending => Ok(()),
+        }
+    }
+}
+
+impl Drop for Driver {
+    /// If the runtime was dropped under the session, its calls fail, and memory that DMA may still be using is given up
+    /// rather than given back.
+    fn drop(&mut self) {
+        if !self.drained {
+            self.fail_all("the runtime of the session has ended");
+            std::mem::forget(std::mem::take(&mut self.kept));
         }
     }
 }
