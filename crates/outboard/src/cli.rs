@@ -44,5 +44,6 @@ pub enum Command {
     Bench(commands::bench::BenchArgs),
     Store(commands::store::StoreArgs),
     Osd(commands::osd::OsdArgs),
+    Fsck(commands::fsck::FsckArgs),
     Doctor(commands::doctor::DoctorArgs),
 }

@@ -52,6 +52,12 @@ impl Progress {
         self.bar.wrap_async_write(writer)
     }
 
+    /// So much is done of so much in all.
+    pub fn set(&self, done: u64, total: u64) {
+        self.bar.set_length(total);
+        self.bar.set_position(done);
+    }
+
     /// Something was done.
     pub fn add(&self, amount: u64) {
         self.bar.inc(amount);

@@ -156,6 +156,8 @@ fn a_node_in_dpu_placement_goes_up_survives_kills_and_goes_down() {
     assert!(output.status.success() && said(&output).contains("was down already"), "{}", said(&output));
     let status = node.status();
     assert_eq!((&status["up"], &status["endpoint"]), (&false.into(), &Value::Null));
+    let output = outboard(node.dir.path(), &["fsck"]);
+    assert!(output.status.success(), "{}", said(&output));
 }
 
 #[test]
@@ -193,6 +195,8 @@ fn a_directory_has_one_node_and_a_target_too() {
         "the first one did not notice"
     );
     assert_eq!(other.status()["up"], false);
+    let output = outboard(node.dir.path(), &["fsck"]);
+    assert_eq!(output.status.code(), Some(1), "{}", said(&output));
 }
 
 #[test]
@@ -224,4 +228,29 @@ fn what_cannot_work_is_said_before_anything_is_made() {
     assert_eq!(output.status.code(), Some(1));
     assert!(said(&output).contains(&address), "{}", said(&output));
     assert!(!outboard(Path::new("/nonexistent"), &["status"]).status.success());
+}
+
+#[test]
+fn fsck_finds_damage_and_says_where() {
+    let node = Node::new();
+    node.up("host", "1");
+    let payload = node.dir.path().join("payload");
+    std::fs::write(&payload, vec![7; 1 << 20]).unwrap();
+    for args in [&["pool", "create", "p"][..], &["put", "p/object", payload.to_str().unwrap()]] {
+        let output = outboard(node.dir.path(), args);
+        assert!(output.status.success(), "{}", said(&output));
+    }
+    node.down();
+    let mut image = std::fs::read(node.target(0)).unwrap();
+    let at = image.windows(4096).position(|block| block.iter().all(|b| *b == 7)).expect("the data is there");
+    image[at + 100] ^= 1;
+    std::fs::write(node.target(0), image).unwrap();
+
+    let output = outboard(node.dir.path(), &["fsck", "--json"]);
+    assert_eq!(output.status.code(), Some(1), "{}", said(&output));
+    let found: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(found["clean"], false);
+    assert_eq!(found["targets"][0]["report"]["problem_count"], 1, "{found:#}");
+    let output = outboard(node.dir.path(), &["fsck", node.target(0).to_str().unwrap(), "--repair"]);
+    assert_eq!(output.status.code(), Some(1), "lost data cannot be repaired: {}", said(&output));
 }

@@ -4,6 +4,7 @@ pub mod bench;
 pub mod cp;
 pub mod doctor;
 pub mod down;
+pub mod fsck;
 pub mod get;
 pub mod ls;
 pub mod osd;
@@ -36,6 +37,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Command::Bench(args) => bench::run(args, node),
         Command::Store(args) => store::run(args, node),
         Command::Osd(args) => osd::run(args, node),
+        Command::Fsck(args) => fsck::run(args, node),
         Command::Doctor(args) => doctor::run(args, node),
     }
 }

@@ -148,3 +148,28 @@ impl StopSignals {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::process::ExitStatusExt;
+    use std::process::Command;
+
+    /// Runs itself again as the process that panics.
+    #[test]
+    fn a_panic_on_any_thread_ends_the_process_unless_it_is_caught_on_purpose() {
+        const PANICKING: &str = "OUTBOARD_TEST_PANICKING";
+        if std::env::var_os(PANICKING).is_some() {
+            super::abort_on_panic();
+            assert!(base::thread::catch_panic(|| panic!("caught")).is_err());
+            let thread = std::thread::spawn(|| panic!("not caught"));
+            let _ = thread.join();
+            return;
+        }
+        let this = "node::role::tests::a_panic_on_any_thread_ends_the_process_unless_it_is_caught_on_purpose";
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        let output = command.args(["--exact", this, "--nocapture"]).env(PANICKING, "1").output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.signal(), Some(6), "{said}");
+        assert!(said.contains("not caught"), "{said}");
+    }
+}

@@ -5,13 +5,13 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use store::{BlockStore, MkfsOptions, MountOptions, ObjectStore, StoreError};
 use uuid::Uuid;
 
 use super::config::Config;
 use super::dir::NodeDir;
 use super::state::Target;
+use crate::progress::Progress;
 
 /// Why targets cannot be had.
 #[derive(Debug, thiserror::Error)]
@@ -72,7 +72,7 @@ pub fn make_missing(dir: &NodeDir, config: &Config, format: bool) -> Result<(), 
     let count = config.targets.len();
     for (n, target) in config.targets.iter().enumerate() {
         let path = dir.path().join(target);
-        let label = format!("target {} of {count}", n + 1);
+        let label = format!("making target {} of {count}", n + 1);
         match std::fs::metadata(&path) {
             Ok(there) if there.file_type().is_block_device() => {
                 if format && has_no_target(&path)? {
@@ -112,19 +112,10 @@ fn make_file(path: &Path, config: &Config, label: &str) -> Result<(), TargetErro
 }
 
 fn mkfs(path: &Path, size: Option<u64>, label: &str) -> Result<(), TargetError> {
-    let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr_with_hz(5));
-    let style = ProgressStyle::with_template(
-        "making {prefix} {bar:32} {bytes}/{total_bytes} {bytes_per_sec} eta {eta}",
-    );
-    let bar =
-        bar.with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar())).with_prefix(label.to_owned());
-    let progress = bar.clone();
+    let progress = Progress::bytes(label, size.unwrap_or(0));
     let options = MkfsOptions { size, ..MkfsOptions::default() };
-    let made = BlockStore::mkfs(path, &options, |done, total| {
-        progress.set_length(total);
-        progress.set_position(done);
-    });
-    bar.finish_and_clear();
+    let made = BlockStore::mkfs(path, &options, |done, total| progress.set(done, total));
+    drop(progress);
     made.map(drop).map_err(in_store(path))
 }
 

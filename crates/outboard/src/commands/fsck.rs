@@ -1,0 +1,132 @@
+//! `outboard fsck`: checks the targets of a stopped node, and repairs what can be.
+
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+
+use base::block::BLOCK;
+use clap::Args;
+use serde::Serialize;
+use store::FsckReport;
+
+use crate::cli::NodeArgs;
+use crate::failure::{Doing, Failure, Result};
+use crate::node::config::{self, Config};
+use crate::node::dir::{DirLock, NodeDir};
+use crate::node::locate;
+use crate::node::units::ByteSize;
+use crate::output;
+use crate::progress::Progress;
+
+/// Check a stopped node's targets: every object, extent, reference count and checksum
+///
+/// Fails (exit status 1) if problems remain. Without --repair, nothing is changed.
+#[derive(Debug, Clone, Args)]
+#[command(after_help = "Examples:\n  \
+    outboard fsck\n  \
+    outboard fsck /srv/node1 --repair\n  \
+    outboard fsck /dev/nvme1n1 --json")]
+pub struct FsckArgs {
+    /// A node's directory, or one target [default: the node's directory]
+    #[arg(value_name = "DIR|TARGET")]
+    pub path: Option<PathBuf>,
+    /// Put right what can be: free space, reference counts, a damaged end of the log
+    #[arg(long)]
+    pub repair: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// What was found on all targets.
+#[derive(Serialize)]
+struct Outcome {
+    clean: bool,
+    targets: Vec<Checked>,
+}
+
+/// What was found on one target; `error` if it could not be checked.
+#[derive(Serialize)]
+struct Checked {
+    path: PathBuf,
+    clean: bool,
+    error: Option<String>,
+    report: Option<FsckReport>,
+}
+
+/// Checks the targets.
+pub fn run(args: FsckArgs, node: &NodeArgs) -> Result<()> {
+    let path = args.path.clone().unwrap_or_else(|| locate::root(node));
+    let doing = format!("checking {}", path.display());
+    let (_lock, targets) = targets(&path, &doing)?;
+    let count = targets.len();
+    let check = |(n, path)| check(path, args.repair, &format!("checking target {} of {count}", n + 1));
+    let targets: Vec<Checked> = targets.into_iter().enumerate().map(check).collect();
+    let outcome = Outcome { clean: targets.iter().all(|t| t.clean), targets };
+    if args.json {
+        output::json(&outcome);
+    } else {
+        outcome.targets.iter().for_each(|target| output::raw(describe(target)));
+    }
+    if outcome.clean {
+        return Ok(());
+    }
+    let advice = if args.repair {
+        "restore the objects named from copies, or remove them"
+    } else {
+        "repair what can be with --repair"
+    };
+    Err(Failure::new(doing, format!("problems remain; {advice}")))
+}
+
+/// The targets at `path`: a node's, which cannot be started meanwhile, or one.
+fn targets(path: &Path, doing: &str) -> Result<(Option<DirLock>, Vec<PathBuf>)> {
+    if !path.is_dir() {
+        return Ok((None, vec![path.to_owned()]));
+    }
+    let dir = NodeDir::open(path).doing(doing)?;
+    let lock = dir.lock().doing(doing)?;
+    let config =
+        Config::load(Some(&dir.path().join(config::FILE)), |name| std::env::var(name).ok()).doing(doing)?;
+    Ok((Some(lock), config.targets.iter().map(|target| dir.path().join(target)).collect()))
+}
+
+fn check(path: PathBuf, repair: bool, label: &str) -> Checked {
+    let progress = Progress::bytes(label, 0);
+    let result = store::fsck(&path, repair, |done, all| {
+        progress.set(done.saturating_mul(BLOCK), all.saturating_mul(BLOCK));
+    });
+    match result {
+        Ok(report) => Checked { path, clean: report.is_clean(), error: None, report: Some(report) },
+        Err(e) => Checked { path, clean: false, error: Some(e.to_string()), report: None },
+    }
+}
+
+fn describe(target: &Checked) -> String {
+    let mut text = format!("{}: ", target.path.display());
+    // Writing to a string cannot fail.
+    let _ = match (&target.report, &target.error) {
+        (Some(report), _) => summary(&mut text, target.clean, report),
+        (None, error) => writeln!(text, "not checked: {}", error.as_deref().unwrap_or("unknown")),
+    };
+    text
+}
+
+fn summary(text: &mut String, clean: bool, report: &FsckReport) -> std::fmt::Result {
+    let state = match (clean, report.problem_count) {
+        (true, 0) => "clean".to_owned(),
+        (true, count) => format!("{count} problems, all repaired"),
+        (false, count) => format!("{count} problems, {} repaired", report.repaired_count),
+    };
+    let unmounted = if report.was_clean { "" } else { "; was not unmounted in order (harmless)" };
+    let (objects, checked) = (report.objects, ByteSize(report.bytes_checked));
+    writeln!(text, "{state}; {objects} objects, {checked:.1} of data compared{unmounted}")?;
+    if !report.complete {
+        writeln!(text, "  not everything could be looked at")?;
+    }
+    for problem in &report.problems {
+        let repaired = if problem.repaired { " (repaired)" } else { "" };
+        writeln!(text, "  {}: {}{repaired}", problem.what, problem.detail)?;
+    }
+    let unlisted = report.problem_count.saturating_sub(report.problems.len() as u64);
+    if unlisted > 0 { writeln!(text, "  and {unlisted} more") } else { Ok(()) }
+}
