@@ -7,6 +7,7 @@
 #![expect(clippy::print_stdout, reason = "a benchmark prints")]
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use base::BoxFuture;
@@ -79,28 +80,32 @@ fn idle(sessions: usize) -> Result<()> {
 /// One measurement: how long it runs, and how far it got.
 struct Run {
     end: Instant,
-    ops: u64,
+    ops: AtomicU64,
 }
 
 impl Run {
     fn goes_on(&self) -> bool {
         Instant::now() < self.end
     }
+
+    fn done(&self, ops: usize) {
+        self.ops.fetch_add(ops as u64, Ordering::Relaxed);
+    }
 }
 
-fn measure(filter: &str, name: &str, bytes: usize, body: impl FnOnce(&mut Run) -> Result<()>) -> Result<()> {
+fn measure(filter: &str, name: &str, bytes: usize, body: impl FnOnce(Arc<Run>) -> Result<()>) -> Result<()> {
     if !name.contains(filter) {
         return Ok(());
     }
     let seconds: f64 = std::env::var("OUTBOARD_BENCH_SECONDS").map_or(Ok(2.0), |s| s.parse())?;
     let before = ProcessUsage::read(std::process::id())?;
     let began = Instant::now();
-    let mut run = Run { end: began + Duration::from_secs_f64(seconds), ops: 0 };
-    body(&mut run)?;
+    let run = Arc::new(Run { end: began + Duration::from_secs_f64(seconds), ops: AtomicU64::new(0) });
+    body(Arc::clone(&run))?;
     let elapsed = began.elapsed().as_secs_f64();
     let Usage { cpu_seconds, context_switches } =
         ProcessUsage::read(std::process::id())?.since(&before).total;
-    let ops = run.ops as f64;
+    let ops = run.ops.load(Ordering::Relaxed) as f64;
     println!(
         "{name:<34} {:>10.0} {:>9.0} {:>10.2} {:>11.3}",
         ops / elapsed,
@@ -118,12 +123,12 @@ fn both<S, C>(
     client: impl FnOnce(String) -> C,
 ) -> Result<()>
 where
-    S: Future<Output = Result<()>>,
-    C: Future<Output = Result<()>>,
+    S: Future<Output = Result<()>> + Send + 'static,
+    C: Future<Output = Result<()>> + Send + 'static,
 {
     let (address, addresses) = std::sync::mpsc::channel();
     std::thread::Builder::new().name("msgr-server".into()).spawn(move || {
-        let served = runtime().and_then(|runtime| runtime.block_on(server(address)));
+        let served = runtime().and_then(|runtime| runtime.block_on(spawned(server(address))));
         if let Err(e) = served {
             println!("server: {e}");
         }
@@ -131,14 +136,19 @@ where
         std::thread::sleep(Duration::from_millis(200));
     })?;
     let address = addresses.recv()?;
-    runtime()?.block_on(client(address))
+    runtime()?.block_on(spawned(client(address)))
+}
+
+/// Runs `work` as a task: the future that a runtime blocks on costs a system call more whenever it is woken.
+async fn spawned(work: impl Future<Output = Result<()>> + Send + 'static) -> Result<()> {
+    tokio::spawn(work).await?
 }
 
 fn runtime() -> Result<tokio::runtime::Runtime> {
     Ok(tokio::runtime::Builder::new_current_thread().enable_all().build()?)
 }
 
-fn bare_echo(run: &mut Run, depth: usize) -> Result<()> {
+fn bare_echo(run: Arc<Run>, depth: usize) -> Result<()> {
     both(
         |address| async move {
             let listener = TcpListener::bind("127.0.0.1:0").await?;
@@ -164,7 +174,7 @@ fn bare_echo(run: &mut Run, depth: usize) -> Result<()> {
                 partial += stream.read(&mut buf).await?;
                 let whole = partial / 4096;
                 partial %= 4096;
-                run.ops += whole as u64;
+                run.done(whole);
                 stream.write_all(&buf[..whole * 4096]).await?;
             }
             Ok(())
@@ -182,7 +192,7 @@ async fn next(incoming: &mut dyn Incoming) -> Option<Message> {
     }
 }
 
-fn echo(run: &mut Run, depth: usize) -> Result<()> {
+fn echo(run: Arc<Run>, depth: usize) -> Result<()> {
     both(
         |address| async move {
             let mut listener = TcpStack::default().listen("127.0.0.1:0", 0).await?;
@@ -204,7 +214,7 @@ fn echo(run: &mut Run, depth: usize) -> Result<()> {
             }
             while run.goes_on() {
                 let message = next(&mut *incoming).await.ok_or("the session was lost")?;
-                run.ops += 1;
+                run.done(1);
                 connection.send(message).await?;
             }
             Ok(())
@@ -212,7 +222,7 @@ fn echo(run: &mut Run, depth: usize) -> Result<()> {
     )
 }
 
-fn bare_stream(run: &mut Run) -> Result<()> {
+fn bare_stream(run: Arc<Run>) -> Result<()> {
     both(
         |address| async move {
             let listener = TcpListener::bind("127.0.0.1:0").await?;
@@ -227,7 +237,7 @@ fn bare_stream(run: &mut Run) -> Result<()> {
             let mut buf = vec![0; CHUNK];
             while run.goes_on() {
                 stream.read_exact(&mut buf).await?;
-                run.ops += 1;
+                run.done(1);
             }
             Ok(())
         },
@@ -268,7 +278,7 @@ impl BulkSink for Void {
     }
 }
 
-fn pull(run: &mut Run, depth: usize) -> Result<()> {
+fn pull(run: Arc<Run>, depth: usize) -> Result<()> {
     both(
         |address| async move {
             let mut listener = TcpStack::default().listen("127.0.0.1:0", 0).await?;
@@ -301,14 +311,14 @@ fn pull(run: &mut Run, depth: usize) -> Result<()> {
                     });
                 }
                 pulls.join_next().await.ok_or("no pull is under way")???;
-                run.ops += 1;
+                run.done(1);
             }
             Ok(())
         },
     )
 }
 
-fn push(run: &mut Run, depth: usize) -> Result<()> {
+fn push(run: Arc<Run>, depth: usize) -> Result<()> {
     both(
         |address| async move {
             let mut listener = TcpStack::default().listen("127.0.0.1:0", 0).await?;
@@ -335,7 +345,7 @@ fn push(run: &mut Run, depth: usize) -> Result<()> {
                     pushes.spawn(async move { connection.bulk_write(&to, 0, data, LONG).await });
                 }
                 pushes.join_next().await.ok_or("no push is under way")???;
-                run.ops += 1;
+                run.done(1);
             }
             Ok(())
         },

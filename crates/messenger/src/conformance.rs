@@ -7,7 +7,10 @@ mod order;
 mod resume;
 mod rig;
 
-pub use bulk::{bulk_both_ways, many_transfers_at_once, offers_are_guarded, slow_source_times_out};
+pub use bulk::{
+    bulk_both_ways, given_up_pulls_never_write_late, many_transfers_at_once, offers_are_guarded,
+    slow_source_times_out,
+};
 pub use order::{messages_keep_their_order, sizes_over_the_limits, unread_messages_hold_the_sender_back};
 pub use resume::{
     a_lost_session_fails_its_transfers, a_restarted_server_ends_the_session,
@@ -27,6 +30,7 @@ macro_rules! for_each_conformance_check {
         $run!(many_transfers_at_once);
         $run!(offers_are_guarded);
         $run!(slow_source_times_out);
+        $run!(given_up_pulls_never_write_late);
         $run!(exactly_once_across_broken_transports);
         $run!(silence_is_noticed);
         $run!(heartbeats_keep_the_transport);

@@ -142,6 +142,49 @@ pub async fn offers_are_guarded(rig: &Rig) {
     assert_eq!(pool.free_bytes().0, 64 << 20, "every buffer came back");
 }
 
+/// Pulls that are given up at any moment: their buffers go to others at once, and nothing late is ever written there.
+pub async fn given_up_pulls_never_write_late(rig: &Rig) {
+    let mut listener = rig.listen().await;
+    let ((client, _in), (server, _in2)) = rig.pair(&mut *listener).await;
+    let mut random = rig.random();
+    // Room for three buffers only, so that each is used again at once.
+    let arena = base::mem::Arena::anonymous(3 << 20).expect("3 MiB of memory");
+    let pool = base::pool::BufferPool::new(arena, 0, 1 << 20);
+    let mut tasks = tokio::task::JoinSet::new();
+    for task in 0..6u8 {
+        let source = client.offer_source(Buffer::new(0, &vec![task; 1 << 20])).expect("offered");
+        let (server, pool) = (Arc::clone(&server), pool.clone());
+        let patience: Vec<u64> = (0..40).map(|_| random.random_range(0..6_000)).collect();
+        tasks.spawn(async move {
+            let (mut whole, mut given_up) = (0, 0);
+            for micros in patience {
+                let mut dest = pool.alloc(1 << 20).await.expect("a buffer");
+                dest.fill(0xff);
+                let limit = if micros < 3_000 { Duration::from_micros(micros) } else { LONG };
+                match server.bulk_read(&source.descriptor, 0, dest, limit).await {
+                    Ok(pulled) => {
+                        whole += 1;
+                        assert!(pulled.buf.iter().all(|b| *b == task), "another pull's data");
+                        tokio::time::sleep(Duration::from_micros(300)).await;
+                        assert!(pulled.buf.iter().all(|b| *b == task), "late data of another pull");
+                    }
+                    Err(MessengerError::TimedOut(_)) => given_up += 1,
+                    Err(why) => panic!("{why}"),
+                }
+            }
+            drop(source);
+            (whole, given_up)
+        });
+    }
+    let (mut whole, mut given_up) = (0, 0);
+    while let Some(done) = tasks.join_next().await {
+        let done = done.expect("the pulls went well");
+        (whole, given_up) = (whole + done.0, given_up + done.1);
+    }
+    assert!(whole > 0 && given_up > 0, "{whole} pulls were whole, {given_up} given up");
+    assert_eq!(pool.free_bytes().0, 3 << 20, "every buffer came back");
+}
+
 /// A pull whose source is slow ends in time, and its buffer goes back.
 pub async fn slow_source_times_out(rig: &Rig) {
     let mut listener = rig.listen().await;

@@ -87,6 +87,64 @@ async fn a_client_killed_in_the_middle_of_transfers_costs_only_its_session() {
     client.join().unwrap();
 }
 
+/// Handles are used by threads that are not the session's, while that serves them.
+#[test]
+fn handles_work_from_other_threads() {
+    let (give, take) = std::sync::mpsc::channel();
+    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    let config = SessionConfig { offer_ttl: PATIENCE, ..quick() };
+    let home = std::thread::spawn(move || {
+        let runtime = Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            give.send(pair(&TcpStack::new(config)).await).unwrap();
+            stopped.await.unwrap();
+        });
+    });
+    let (client, server) = take.recv().unwrap();
+    let (mut requests, server) = (server.1, server.0);
+    let senders: Vec<_> = (0..3u8)
+        .map(|sender| {
+            let connection = Arc::clone(&client.0);
+            std::thread::spawn(move || {
+                let runtime = Builder::new_current_thread().enable_time().build().unwrap();
+                runtime.block_on(async {
+                    for i in 0..2000u32 {
+                        let mut header = vec![sender];
+                        header.extend_from_slice(&i.to_le_bytes());
+                        let message = outboard_messenger::Message {
+                            header: header.into(),
+                            payload: Payload::default(),
+                        };
+                        connection.send(message).await.unwrap();
+                    }
+                });
+            })
+        })
+        .collect();
+    let runtime = Builder::new_current_thread().enable_time().build().unwrap();
+    runtime.block_on(async {
+        let mut next = [0u32; 3];
+        for _ in 0..6000 {
+            let event = timeout(PATIENCE, requests.next()).await.expect("a message");
+            let Event::Message(message) = event else { panic!("{event:?}") };
+            let sender = usize::from(message.header[0]);
+            assert_eq!(message.header[1..], next[sender].to_le_bytes(), "in the order of its sender");
+            next[sender] += 1;
+        }
+        let pool = conformance::pool();
+        let source = client.0.offer_source(Buffer::new(0, &[5; 1_000_000])).unwrap();
+        let dest = pool.alloc(1_000_000).await.unwrap();
+        let pulled = server.bulk_read(&source.descriptor, 0, dest, PATIENCE).await.unwrap();
+        assert!(pulled.buf.iter().all(|b| *b == 5));
+        client.0.close().await;
+    });
+    for sender in senders {
+        sender.join().unwrap();
+    }
+    stop.send(()).unwrap();
+    home.join().unwrap();
+}
+
 /// A server that is gone in the middle of a push: the client keeps trying for as long as it was told, and then fails.
 #[tokio::test]
 async fn a_server_killed_in_the_middle_of_a_push_is_given_up_in_time() {
