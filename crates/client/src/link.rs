@@ -62,7 +62,7 @@ impl Link {
     pub(crate) async fn open(stack: Arc<dyn NetworkStack>, endpoint: &str, options: Options) -> Result<Link> {
         let state = State {
             connection: None,
-            number: 0,
+            number: 1,
             session: None,
             next_seq: 1,
             next_upload: 1,
@@ -203,14 +203,21 @@ impl Shared {
         }
     }
 
-    fn take_answer(&self, message: Message) {
+    /// Hands an answer to whoever waits for it; `false` if it says that the connection is of no use.
+    fn take_answer(&self, message: Message) -> bool {
         let reply = match decode(&message) {
             Ok(reply) => reply,
-            Err(e) => return tracing::warn!(error = %e, "an answer is dropped"),
+            Err(e) => {
+                tracing::warn!(error = %e, "an answer is dropped");
+                return true;
+            }
         };
+        if matches!(reply.result, Err(proto::Error::NoSession(_))) {
+            return false;
+        }
         let mut state = self.lock();
-        let Some(pending) = state.pending.get_mut(&reply.seq) else { return };
-        let Some(done) = pending.done.take() else { return };
+        let Some(pending) = state.pending.get_mut(&reply.seq) else { return true };
+        let Some(done) = pending.done.take() else { return true };
         let outcome = match reply.result {
             Ok(body) => pending.collect(body, message.payload),
             Err(e) => Err(e.into()),
@@ -218,6 +225,7 @@ impl Shared {
         drop(state);
         // Whoever no longer waits needs no answer.
         drop(done.send(outcome));
+        true
     }
 
     /// Sends everything unanswered on a new connection, then lets the callers use it.
@@ -298,17 +306,22 @@ async fn run(shared: Arc<Shared>, mut incoming: Box<dyn Incoming>) {
                 }
             },
         };
-        match event {
-            Event::Message(message) => shared.take_answer(message),
-            Event::Interrupted | Event::Resumed => {}
+        let lost = match event {
+            // A connection given up may have claimed the session after this one did: its request to open it was late.
+            Event::Message(message) => !shared.take_answer(message),
+            Event::Interrupted | Event::Resumed => false,
             Event::Lost(e) => {
                 tracing::info!(endpoint = shared.endpoint, error = %e, "session lost, reconnecting");
-                shared.lock().connection = None;
-                let (connection, again) = shared.reconnect().await;
-                shared.lock().number += 1;
-                incoming = again;
-                resend = Some(Box::pin(resend_all(Arc::clone(&shared), connection)));
+                true
             }
+        };
+        if lost {
+            shared.lock().connection = None;
+            drop(resend.take());
+            let (connection, again) = shared.reconnect().await;
+            shared.lock().number += 1;
+            incoming = again;
+            resend = Some(Box::pin(resend_all(Arc::clone(&shared), connection)));
         }
     }
 }

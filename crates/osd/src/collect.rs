@@ -53,8 +53,9 @@ impl Osd {
     async fn collect_group(&self, pool: &Pool, place: &Place, grace: Duration) -> Step<u64> {
         let mut from = None;
         let mut removed = 0;
+        let patience = self.config.store_patience;
         loop {
-            let page = patiently(self, place, async || objects(place, from.clone(), STEP).await).await?;
+            let page = patiently(place, patience, async || objects(place, from.clone(), STEP).await).await?;
             for name in page.0.iter().filter_map(ids::parse) {
                 if let Some(part) = name.part
                     && !self.sessions.borrow().is_alive(part.upload.session, grace)
@@ -95,7 +96,7 @@ impl Osd {
             turn.settled().await;
             place.pg.info(&place.oid, &object, epoch).await
         };
-        patiently(self, place, attempt).await
+        patiently(place, self.config.store_patience, attempt).await
     }
 
     async fn expire_sessions(&self) {

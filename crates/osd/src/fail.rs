@@ -47,7 +47,11 @@ impl From<StoreError> for Fail {
 
 impl From<MessengerError> for Fail {
     fn from(e: MessengerError) -> Fail {
-        Fail::Refused(proto::Error::TransferFailed(e.to_string()))
+        Fail::Refused(match e {
+            // Pulling again would not help.
+            MessengerError::Source(why) => proto::Error::SourceFailed(why),
+            e => proto::Error::TransferFailed(e.to_string()),
+        })
     }
 }
 

@@ -1,5 +1,7 @@
 //! Listing a pool: placement group by placement group, in the order of the store's ids.
 
+use std::time::Duration;
+
 use bytes::{BufMut, Bytes, BytesMut};
 use proto::limits::MAX_PAGE;
 use proto::{Error, List, Listed, PoolName, ReplyBody};
@@ -7,7 +9,7 @@ use store::{ObjectId, StoreError};
 
 use crate::fail::{Fail, Step, unavailable};
 use crate::ids;
-use crate::osd::{Osd, Place, Pool};
+use crate::osd::{Osd, Place, Pool, Request};
 use crate::read::patiently;
 
 /// An answer has at most that many bytes of names (one name alone may have more).
@@ -18,12 +20,13 @@ const SCAN_MAX: usize = 8192;
 const STEP: usize = 1024;
 
 /// Answers with a page of names.
-pub(crate) async fn list(osd: &Osd, list: &List) -> proto::Result<ReplyBody> {
+pub(crate) async fn list(osd: &Osd, request: &Request, list: &List) -> proto::Result<ReplyBody> {
     let pool = osd.pool(PoolName::from_wire(&list.pool)?.as_str())?;
+    let patience = request.patience(&osd.config);
     let (mut pg, mut from) = parse_cursor(&list.cursor)?;
     let mut page = Page { list, names: Vec::new(), bytes: 0, scanned: 0 };
     while (pg as usize) < pool.pgs.len() {
-        match scan_group(osd, &pool, pg, from.take(), &mut page).await {
+        match scan_group(patience, &pool, pg, from.take(), &mut page).await {
             Ok(None) => pg += 1,
             Ok(Some(next)) => return Ok(page.end(cursor(pg, &next))),
             Err(Fail::Refused(e)) => return Err(e),
@@ -64,7 +67,7 @@ impl Page<'_> {
 
 /// Looks through a group until the page is full; returns where to go on in it, or `None` at its end.
 async fn scan_group(
-    osd: &Osd,
+    patience: Duration,
     pool: &Pool,
     pg: u32,
     from: Option<ObjectId>,
@@ -76,7 +79,10 @@ async fn scan_group(
         if page.is_full() {
             return Ok(Some(from.unwrap_or_else(lowest)));
         }
-        let (ids, more) = patiently(osd, &place, async || objects(&place, from.clone(), STEP).await).await?;
+        let (ids, more) = {
+            let attempt = async || objects(&place, from.clone(), STEP).await;
+            patiently(&place, patience, attempt).await?
+        };
         let mut ids = ids.into_iter();
         for id in ids.by_ref() {
             page.take(&id);

@@ -11,7 +11,7 @@ use crate::draft::{self, Draft};
 use crate::fail::{Fail, Step, unavailable};
 use crate::gather::Gathered;
 use crate::object::{ObjectInfo, ObjectState, user_xattr};
-use crate::osd::{Osd, Place};
+use crate::osd::Place;
 use crate::pg::Origin;
 use crate::turnstile::Ticket;
 
@@ -26,6 +26,8 @@ pub(crate) struct Change<'a> {
     pub(crate) ops: &'a [Mutation],
     /// The request it is for; `None` for the OSD's own.
     pub(crate) origin: Option<Origin>,
+    /// How long to wait for the store.
+    pub(crate) patience: Duration,
 }
 
 /// How far a change has come, over several attempts.
@@ -49,13 +51,12 @@ impl Change<'_> {
     /// have been made before. `gather` brings the data, again if the store has lost it.
     pub(crate) async fn run(
         &self,
-        osd: &Osd,
         unsure: bool,
         gather: impl AsyncFn() -> Step<Gathered>,
     ) -> proto::Result<Done> {
         let object = self.place.pg.object(&self.place.oid);
         let mut progress = Progress { object: &object, unsure, data: None, ticket: None };
-        let until = Instant::now() + osd.config.store_patience;
+        let until = Instant::now() + self.patience;
         let mut pause = PAUSE;
         loop {
             let epoch = self.place.pg.target.epoch();

@@ -157,8 +157,8 @@ impl Osd {
             Err(e) => return ready(Err(e.into())),
         };
         ready(Ok(listener.endpoint()));
-        let closed: Vec<_> = osd.pools.borrow().values().filter(|p| p.closed.get()).cloned().collect();
-        closed.into_iter().for_each(|pool| osd.empty_in_background(pool));
+        let removing: Vec<_> = osd.map.borrow().pools.iter().filter(|p| p.removing).cloned().collect();
+        removing.iter().for_each(|record| osd.empty_in_background(osd.make_pool(record)));
         let collector = tokio::task::spawn_local(Rc::clone(&osd).collect_for_ever());
         let accepting = tokio::task::spawn_local(serve::accept(Rc::clone(&osd), listener));
         stop.await;

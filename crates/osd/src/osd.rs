@@ -4,6 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::time::Duration;
 
 use base::pool::BufferPool;
 use messenger::Connection;
@@ -41,7 +42,7 @@ pub(crate) struct Osd {
 pub(crate) struct Pool {
     pub(crate) record: PoolRecord,
     pub(crate) pgs: Vec<Rc<Pg>>,
-    /// No requests are taken any more.
+    /// No requests are taken: the pool is about to be removed.
     pub(crate) closed: Cell<bool>,
 }
 
@@ -49,6 +50,16 @@ pub(crate) struct Pool {
 pub(crate) struct Place {
     pub(crate) pg: Rc<Pg>,
     pub(crate) oid: ObjectId,
+}
+
+impl Request {
+    /// How long the store may be waited for on behalf of the request.
+    pub(crate) fn patience(&self, config: &OsdConfig) -> Duration {
+        match self.head.deadline_ms {
+            0 => config.store_patience,
+            ms => config.store_patience.min(Duration::from_millis(ms.into())),
+        }
+    }
 }
 
 /// A request's surroundings.
@@ -83,14 +94,19 @@ impl Osd {
             started: Instant::now(),
             config,
         };
-        for record in map.pools {
+        for record in map.pools.iter().filter(|record| !record.removing) {
             osd.add_pool(record);
         }
         Ok(Rc::new(osd))
     }
 
     /// Takes a pool of the map into use.
-    pub(crate) fn add_pool(&self, record: PoolRecord) -> Rc<Pool> {
+    pub(crate) fn add_pool(&self, record: &PoolRecord) {
+        self.pools.borrow_mut().insert(record.name.clone(), self.make_pool(record));
+    }
+
+    /// A pool of the map, which is not in use yet, or no longer.
+    pub(crate) fn make_pool(&self, record: &PoolRecord) -> Rc<Pool> {
         let uuids: Vec<Uuid> = self.targets.iter().map(|t| t.uuid).collect();
         let pg = |pg| {
             let index = placement::target(record.id, pg, &uuids).expect("a node has at least one target");
@@ -98,9 +114,7 @@ impl Osd {
             Rc::new(Pg::new(Rc::clone(&self.targets[index]), record.id, pg, cached))
         };
         let pgs = (0..record.pg_count).map(pg).collect();
-        let pool = Rc::new(Pool { pgs, closed: Cell::new(record.removing), record });
-        self.pools.borrow_mut().insert(pool.record.name.clone(), Rc::clone(&pool));
-        pool
+        Rc::new(Pool { pgs, closed: Cell::new(false), record: record.clone() })
     }
 
     /// A pool that takes requests.
@@ -134,8 +148,9 @@ impl Osd {
     /// Removes an object on the OSD's own account; that there is none is fine.
     pub(crate) async fn remove_object(&self, place: &Place, name: &str) -> proto::Result<()> {
         let ops = [proto::Mutation::Remove];
-        let change = Change { place, name, conditions: &[], ops: &ops, origin: None };
-        match change.run(self, false, async || Ok(Gathered::None)).await {
+        let patience = self.config.store_patience;
+        let change = Change { place, name, conditions: &[], ops: &ops, origin: None, patience };
+        match change.run(false, async || Ok(Gathered::None)).await {
             Ok(_) | Err(Error::NoSuchObject(_)) => Ok(()),
             Err(e) => Err(e),
         }

@@ -12,6 +12,7 @@ use crate::ids;
 use crate::list::{after, objects};
 use crate::map::{NodeMap, PoolRecord};
 use crate::osd::{Osd, Place, Pool};
+use crate::read::patiently;
 
 /// Objects removed in one transaction when a pool goes.
 const REMOVE_BATCH: usize = 64;
@@ -51,7 +52,7 @@ impl Osd {
         map.next_pool_id += 1;
         map.pools.push(record.clone());
         self.save_map(map).await?;
-        self.add_pool(record);
+        self.add_pool(&record);
         Ok(())
     }
 
@@ -66,6 +67,7 @@ impl Osd {
             pool.closed.set(false);
             return Err(e);
         }
+        self.pools.borrow_mut().remove(&name);
         self.empty_in_background(pool);
         Ok(())
     }
@@ -88,7 +90,7 @@ impl Osd {
         let mut from = None;
         loop {
             let attempt = async || objects(place, from.clone(), REMOVE_BATCH).await;
-            let (ids, more) = crate::read::patiently(self, place, attempt).await.map_err(refusal)?;
+            let (ids, more) = patiently(place, self.config.store_patience, attempt).await.map_err(refusal)?;
             if ids.iter().any(|id| ids::parse(id).is_some_and(|name| name.part.is_none())) {
                 return Ok(true);
             }
@@ -122,14 +124,12 @@ impl Osd {
     async fn empty(&self, pool: &Pool) -> Step<()> {
         for pg in &pool.pgs {
             let place = Place { pg: Rc::clone(pg), oid: ids::meta_object() };
-            crate::read::patiently(self, &place, async || self.empty_group(&place).await).await?;
+            patiently(&place, self.config.store_patience, async || self.empty_group(&place).await).await?;
         }
         let _one_at_a_time = self.changing_map.lock().await;
         let mut map = self.map.borrow().clone();
         map.pools.retain(|p| p.id != pool.record.id);
-        self.save_map(map).await?;
-        self.pools.borrow_mut().remove(&pool.record.name);
-        Ok(())
+        Ok(self.save_map(map).await?)
     }
 
     async fn empty_group(&self, place: &Place) -> Step<()> {

@@ -117,7 +117,7 @@ impl Reader<'_> {
     async fn segment(&self, at: u64, len: u64, if_version: Option<u64>) -> Step<Segment> {
         let object = self.place.pg.object(&self.place.oid);
         let attempt = async || self.try_segment(&object, at, len, if_version).await;
-        patiently(self.osd, &self.place, attempt).await
+        patiently(&self.place, self.request.patience(&self.osd.config), attempt).await
     }
 
     async fn try_segment(
@@ -189,14 +189,14 @@ fn sink_room(sink: &BulkDescriptor) -> Step<u64> {
 }
 
 /// Answers questions about one object.
-pub(crate) async fn query(osd: &Osd, query: &Query) -> proto::Result<ReplyBody> {
+pub(crate) async fn query(osd: &Osd, request: &Request, query: &Query) -> proto::Result<ReplyBody> {
     query.check()?;
     let name: ObjectName = query.name.check()?;
     let place = osd.place(&name, None)?;
     let name = name.to_string();
     let object = place.pg.object(&place.oid);
     let attempt = async || try_query(&place, &object, &name, query).await;
-    match patiently(osd, &place, attempt).await {
+    match patiently(&place, request.patience(&osd.config), attempt).await {
         Ok(answers) => Ok(ReplyBody::Queried(answers)),
         Err(Fail::Refused(e)) => Err(e),
         Err(Fail::Lost(why)) => Err(unavailable(why)),
@@ -272,9 +272,13 @@ fn cut_page(mut entries: Vec<(Bytes, Bytes)>, mut more: bool, to: Option<&Bytes>
 /// An answer's entries take at most that much, in bytes (one entry alone may be larger).
 const PAGE_BYTES: usize = 48 * 1024;
 
-/// Repeats an attempt while the store is away, for as long as the configuration says.
-pub(crate) async fn patiently<T>(osd: &Osd, place: &Place, attempt: impl AsyncFn() -> Step<T>) -> Step<T> {
-    let until = Instant::now() + osd.config.store_patience;
+/// Repeats an attempt while the store is away.
+pub(crate) async fn patiently<T>(
+    place: &Place,
+    patience: Duration,
+    attempt: impl AsyncFn() -> Step<T>,
+) -> Step<T> {
+    let until = Instant::now() + patience;
     let mut pause = PAUSE;
     loop {
         let epoch = place.pg.target.epoch();

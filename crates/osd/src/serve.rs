@@ -155,8 +155,8 @@ impl Osd {
                 Ok((body, payload)) => return (Ok(body), payload),
                 Err(e) => Err(e),
             },
-            RequestBody::Query(query) => read::query(self, &query).await,
-            RequestBody::List(wanted) => list::list(self, &wanted).await,
+            RequestBody::Query(query) => read::query(self, request, &query).await,
+            RequestBody::List(wanted) => list::list(self, request, &wanted).await,
             RequestBody::PoolCreate { name, pg_count } => self.pool_created(request, &name, pg_count).await,
             RequestBody::PoolList => Ok(ReplyBody::Pools(self.list_pools())),
             RequestBody::PoolRemove { name, force } => self.pool_removed(request, &name, force).await,
@@ -234,6 +234,7 @@ impl Osd {
             conditions: &mutate.conditions,
             ops: &mutate.ops,
             origin: Some(Origin { session: request.session, seq, acked_through }),
+            patience: request.patience(&self.config),
         };
         let puller = Puller {
             connection: &*request.connection,
@@ -242,7 +243,7 @@ impl Osd {
             segments_in_flight: self.config.segments_in_flight,
         };
         let gather = async || puller.gather(mutate, inline.clone(), &place.pg.target.store).await;
-        let done = change.run(self, retry, gather).await?;
+        let done = change.run(retry, gather).await?;
         if let Some(manifest) = done.dropped {
             self.drop_parts(name, manifest);
         }

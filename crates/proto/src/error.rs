@@ -120,6 +120,9 @@ pub enum Error {
         /// What to do.
         advice: String,
     },
+    /// The client offered data and then could not produce it.
+    #[error("the data to be written could not be read: {0}; check where it comes from")]
+    SourceFailed(String),
 }
 
 impl Error {

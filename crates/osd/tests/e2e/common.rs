@@ -199,11 +199,16 @@ impl Node {
     }
 
     pub(crate) fn start_with(config: OsdConfig) -> Node {
-        let staging = BufferPool::new(Arena::anonymous(STAGING).unwrap(), 0, 2 << 20);
-        let stores = vec![FaultStore::new(), FaultStore::new()];
-        let mut node = Node { stores, staging, config, osd: None, endpoint: "127.0.0.1:0".into() };
+        let mut node = Node::new(config);
         node.restart();
         node
+    }
+
+    /// Stores and memory, and no OSD yet.
+    pub(crate) fn new(config: OsdConfig) -> Node {
+        let staging = BufferPool::new(Arena::anonymous(STAGING).unwrap(), 0, 2 << 20);
+        let stores = vec![FaultStore::new(), FaultStore::new()];
+        Node { stores, staging, config, osd: None, endpoint: "127.0.0.1:0".into() }
     }
 
     pub(crate) fn targets(&self) -> Vec<(Uuid, Arc<dyn ObjectStore>)> {

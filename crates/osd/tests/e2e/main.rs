@@ -3,6 +3,7 @@
 mod common;
 mod hostile;
 mod model;
+mod network;
 mod ops;
 mod raw;
 mod retry;

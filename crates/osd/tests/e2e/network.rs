@@ -1,0 +1,106 @@
+//! Networks that break and clients that stall.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use base::BoxFuture;
+use base::block::Payload;
+use client::{Client, Options};
+use futures::future::{join_all, pending};
+use messenger::transport::faulty::Faults;
+use messenger::{BulkSource, SessionConfig, SimStack};
+use osd::{Osd, OsdConfig};
+use proto::{Data, Mutation, Source};
+use tokio::sync::oneshot;
+use tokio::task::LocalSet;
+
+use crate::common::{Node, data, seed};
+use crate::raw::{Raw, head, mutate};
+
+/// Everything in one thread on a clock that only tests have, so that the seed replays it.
+#[tokio::test(start_paused = true)]
+async fn appends_happen_once_each_over_a_network_that_breaks_all_the_time() {
+    let faults = Faults {
+        delay_max: Duration::from_millis(3),
+        break_after_bytes: 12_000,
+        refuse_one_in: 3,
+        stall_one_in: 200,
+        stall: Duration::from_millis(300),
+        ..Faults::NONE
+    };
+    // Short enough that sessions are often gone before their clients are back.
+    let config = SessionConfig { hold: Duration::from_millis(30), ..SessionConfig::default() };
+    let (stack, control) = SimStack::simulated(seed(), faults, config);
+    let stack = Arc::new(stack);
+    let local = LocalSet::new();
+    let (started, endpoint) = oneshot::channel();
+    let (_stop, stopped) = oneshot::channel::<()>();
+    let node = Node::new(OsdConfig::default());
+    let (targets, staging, network) = (node.targets(), node.staging.clone(), stack.clone());
+    local.spawn_local(async move {
+        let ready = |endpoint| drop(started.send(endpoint));
+        let stop = async { drop(stopped.await) };
+        Osd::serve(OsdConfig::default(), targets, staging, network, "*", ready, stop).await;
+    });
+    let work = async {
+        let endpoint = endpoint.await.unwrap().unwrap();
+        let options = || Options { inline_max: 1000, ..Options::default() };
+        let connect = async || loop {
+            // The first attempt to connect may be one that the network refuses.
+            if let Ok(client) = Client::connect_over(stack.clone(), &endpoint, options()).await {
+                return client;
+            }
+        };
+        let (one, other) = (connect().await, connect().await);
+        one.create_pool("pool").await.unwrap();
+        let object = |client: &Client| client.pool("pool").unwrap().object("object").unwrap();
+        let appends = (0..120u64).map(|i| {
+            let object = object(if i % 2 == 0 { &one } else { &other });
+            // Some travel inside messages, some are pulled.
+            let bytes = data(if i % 3 == 0 { 3000 } else { 100 }, i);
+            async move { (object.append(bytes.clone()).await.unwrap().appended_at as usize, bytes) }
+        });
+        let appended = join_all(appends).await;
+        control.calm();
+        let all = object(&one).get().await.unwrap();
+        assert_eq!(all.len(), appended.iter().map(|(_, bytes)| bytes.len()).sum::<usize>());
+        for (at, bytes) in appended {
+            assert!(all[at..at + bytes.len()] == bytes[..]);
+        }
+        assert!(control.counts.breaks.load(Ordering::Relaxed) > 3, "the network did break");
+    };
+    local.run_until(work).await;
+}
+
+/// Offers data that never comes.
+struct Stalled;
+
+impl BulkSource for Stalled {
+    fn len(&self) -> u64 {
+        8 << 20
+    }
+    fn phase(&self) -> u64 {
+        0
+    }
+    fn read(&self, _: u64, _: usize) -> BoxFuture<'_, Result<Payload, String>> {
+        Box::pin(pending())
+    }
+}
+
+#[tokio::test]
+async fn a_client_that_stalls_holds_up_nobody() {
+    let node = Node::start();
+    let object = node.object().await;
+    let stalled = Raw::connect(&node.endpoint, None).await;
+    let offer = stalled.connection.offer_source(Arc::new(Stalled)).unwrap();
+    let ops = vec![Mutation::WriteFull(Source::Payload)];
+    let body = mutate("object", ops, Data::Bulk(offer.descriptor.clone()));
+    stalled.send(proto::encode_request(&head(1), &body), Payload::default()).await;
+    while node.staging.free_bytes().1 == node.staging.arena().len() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    // Its pull is under way; the object is free all the same, and so is the rest of the staging memory.
+    object.put(data(3 << 20, 1)).await.unwrap();
+    assert!(object.get().await.unwrap() == data(3 << 20, 1));
+}
