@@ -19,6 +19,6 @@ pub use block::{BlockStore, FsckReport, MkfsOptions, MountOptions, Problem, fsck
 pub use error::{Result, StoreError};
 pub use mem_store::MemStore;
 pub use transaction::{
-    CollectionId, MAX_COLLECTION_ID, MAX_OBJECT_ID, MAX_OBJECT_SIZE, MAX_OMAP_KEY, MAX_OMAP_VALUE,
-    MAX_XATTRS, ObjectId, Op, Transaction, WriteSource,
+    CollectionId, MAX_CLONE_RANGE, MAX_COLLECTION_ID, MAX_OBJECT_ID, MAX_OBJECT_SIZE, MAX_OMAP_KEY,
+    MAX_OMAP_VALUE, MAX_READ, MAX_XATTRS, ObjectId, Op, Transaction, WriteSource,
 };

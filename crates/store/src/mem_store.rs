@@ -10,8 +10,8 @@ use bytes::{Bytes, BytesMut};
 
 use crate::stage::{block_not_available, check_stage_write, check_staged_use};
 use crate::{
-    CollectionId, MAX_XATTRS, ObjectId, ObjectStore, Op, Page, ReadData, Result, StageId, Stat, StatFs,
-    StoreError, Transaction, WriteSource,
+    CollectionId, MAX_READ, MAX_XATTRS, ObjectId, ObjectStore, Op, Page, ReadData, Result, StageId, Stat,
+    StatFs, StoreError, Transaction, WriteSource,
 };
 
 /// What a listing returns at most, in bytes.
@@ -148,22 +148,32 @@ impl Object {
 
     fn zero(&mut self, offset: u64, len: u64) -> Result<()> {
         let end = offset + len;
-        let mut at = offset;
-        for len in block::piece_lengths(offset, len.min(self.size.saturating_sub(offset))) {
-            let number = at / BLOCK;
-            if len == BLOCK_SIZE {
-                self.blocks.remove(&number);
-            } else if self.blocks.contains_key(&number) {
-                let zeros = Bytes::from(vec![0; len]);
-                let crc = block::crc32c(&zeros);
-                let size = self.size;
-                self.write_piece(number, (at % BLOCK) as usize, &zeros, crc)?;
-                self.size = size;
+        let stop = end.min(self.size);
+        if offset < stop {
+            let (first, last) = (offset.next_multiple_of(BLOCK), block::align_down(stop));
+            if first < last {
+                self.zero_part(offset, first)?;
+                let whole: Vec<u64> =
+                    self.blocks.range(first / BLOCK..last / BLOCK).map(|(n, _)| *n).collect();
+                whole.iter().for_each(|n| drop(self.blocks.remove(n)));
+                self.zero_part(last, stop)?;
+            } else {
+                self.zero_part(offset, first.min(stop))?;
+                self.zero_part(first.min(stop), stop)?;
             }
-            at += len as u64;
         }
         self.size = self.size.max(end);
         Ok(())
+    }
+
+    /// Zeros bytes `from..to` of one block, if it is not a hole.
+    fn zero_part(&mut self, from: u64, to: u64) -> Result<()> {
+        if from >= to || !self.blocks.contains_key(&(from / BLOCK)) {
+            return Ok(());
+        }
+        let zeros = Bytes::from(vec![0; (to - from) as usize]);
+        let crc = block::crc32c(&zeros);
+        self.write_piece(from / BLOCK, (from % BLOCK) as usize, &zeros, crc)
     }
 
     fn truncate(&mut self, size: u64) -> Result<()> {
@@ -221,6 +231,10 @@ impl Object {
         let end = offset.checked_add(len).and_then(block::align_up).unwrap_or(u64::MAX).min(self.size);
         if len == 0 || offset >= self.size {
             return Ok(read);
+        }
+        if end - read.offset > MAX_READ {
+            let (what, size) = ("what one read returns".to_owned(), end - read.offset);
+            return Err(StoreError::TooLarge { what, size, limit: MAX_READ });
         }
         let mut bytes = BytesMut::with_capacity((end - read.offset) as usize);
         for number in read.offset / BLOCK..end.div_ceil(BLOCK) {

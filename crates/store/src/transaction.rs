@@ -292,6 +292,11 @@ pub const MAX_OMAP_KEY: usize = 2048;
 /// Longest value of an omap, and longest omap header, in bytes.
 pub const MAX_OMAP_VALUE: usize = 1 << 20;
 
+/// Most bytes that one read returns.
+pub const MAX_READ: u64 = 256 << 20;
+/// Most bytes that one [`Op::CloneRange`] copies.
+pub const MAX_CLONE_RANGE: u64 = 1 << 30;
+
 impl Transaction {
     /// Checks what can be checked without looking at any object: ranges, phases, lengths. Every store does this first.
     ///
@@ -313,6 +318,11 @@ impl Op {
             Op::Truncate { size, .. } => check_range(*size, 0),
             Op::CloneRange { src_offset, len, dst_offset, .. } => {
                 check_range(*src_offset, *len)?;
+                check_len(
+                    "range to be cloned",
+                    usize::try_from(*len).unwrap_or(usize::MAX),
+                    MAX_CLONE_RANGE as usize,
+                )?;
                 check_range(*dst_offset, *len)
             }
             Op::SetXattrs { xattrs, .. } => xattrs.iter().try_for_each(|(name, value)| {

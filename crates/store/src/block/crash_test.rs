@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use base::block::Payload;
 use bytes::Bytes;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -11,7 +12,7 @@ use super::fsck::check;
 use super::recovery::{Sizes, mkfs};
 use super::sim::{Crashes, SimDrive, SimStore};
 use crate::conformance::{self, Workload, random_operations, seed};
-use crate::{MemStore, ObjectStore, StoreError};
+use crate::{MemStore, ObjectStore, Op, StoreError, WriteSource};
 
 const SIZE: usize = 12 << 20;
 
@@ -98,10 +99,35 @@ fn tell(start: Vec<u8>, seed: u64, transactions: usize) -> Story {
     story.states.push(run(digest(&model)).unwrap());
     let mut waiting: Vec<(usize, _)> = Vec::new();
     for _ in 0..transactions {
-        let transaction = workload.transaction();
-        let expected = run(model.queue_transaction(transaction.clone()));
+        let (mut transaction, mut twin) = (workload.transaction(), None);
+        let mut stages = None;
+        if workload.rng().random_bool(0.3) {
+            let data =
+                Payload::compute(0, conformance::pattern(seed, workload.rng().random_range(1..100_000)));
+            let len = data.len() as u64;
+            let ours = run(store.stage(len));
+            let theirs = run(model.stage(len)).unwrap();
+            if let Ok(ours) = ours {
+                run(model.stage_write(theirs, 0, data.clone())).unwrap();
+                // Not awaited: the transaction waits for it by itself.
+                drop(store.stage_write(ours, 0, data));
+                let op = |stage| Op::Write {
+                    oid: conformance::oid("o1"),
+                    offset: 0,
+                    source: WriteSource::Staged { stage, offset: 0, len },
+                };
+                twin = Some(transaction.clone().with(op(theirs)));
+                transaction.ops.push(op(ours));
+                stages = Some((ours, theirs));
+            }
+        }
+        let expected = run(model.queue_transaction(twin.unwrap_or_else(|| transaction.clone())));
         let position = drive.position();
         let future = store.queue_transaction(transaction);
+        if let Some((ours, theirs)) = stages {
+            store.stage_release(ours);
+            model.stage_release(theirs);
+        }
         store.settle_queue();
         if expected.is_ok() {
             story.applied.push((position, story.states.len()));

@@ -11,12 +11,10 @@ use super::extent::Extent;
 use super::io::{IoRequest, Segment, Whole};
 use super::records::{BlockRef, Onode, SHARD_BLOCKS, Shard, decode_oid, key};
 use super::view::{Loaded, Need, Scanned};
-use crate::{ObjectId, Page, ReadData, Result, Stat, StoreError};
+use crate::{MAX_READ, ObjectId, Page, ReadData, Result, Stat, StoreError};
 
 /// What a listing returns at most, in bytes.
 const PAGE_BYTES: usize = 1 << 20;
-/// What one read returns at most, in bytes.
-pub(crate) const MAX_READ: u64 = 256 << 20;
 
 /// A call on one collection that only looks.
 #[derive(Debug)]

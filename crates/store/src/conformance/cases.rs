@@ -143,6 +143,12 @@ async fn holes_and_zeros(store: Store) {
     apply(&store, one(&c, Op::Zero { oid: o.clone(), offset: 60_000, len: 10 })).await;
     model.resize(60_010, 0);
     assert_eq!(read_all(&*store, &c, &o).await, model, "zeroing beyond the end extends");
+    let huge = Op::Truncate { oid: o.clone(), size: MAX_OBJECT_SIZE };
+    apply(&store, one(&c, huge).with(Op::Zero { oid: o.clone(), offset: 100, len: MAX_OBJECT_SIZE - 100 }))
+        .await;
+    let stat = store.stat(&c, &o).await.unwrap();
+    assert_eq!((stat.size, stat.allocated), (MAX_OBJECT_SIZE, BLOCK), "the largest object, of one block");
+    assert!(matches!(store.read(&c, &o, 0, u64::MAX, None).await, Err(StoreError::TooLarge { .. })));
 }
 
 async fn truncate_forgets_what_it_cuts(store: Store) {
