@@ -163,7 +163,7 @@ impl Shared {
             let closing = self.gather(&mut batch);
             if batch.frames == 0 {
                 if closing {
-                    return self.write_close(writer, "closed by the peer").await;
+                    return self.write_close(writer, "closed").await;
                 }
                 self.wake_writer.notified().await;
                 continue;

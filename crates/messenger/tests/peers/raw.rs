@@ -125,10 +125,10 @@ pub(crate) struct Victim {
 impl Victim {
     pub(crate) async fn new() -> Victim {
         let config = SessionConfig {
-            heartbeat: Duration::from_millis(100),
-            grace: Duration::from_millis(400),
-            handshake_timeout: Duration::from_millis(300),
-            hold: Duration::from_millis(300),
+            heartbeat: Duration::from_secs(1),
+            grace: Duration::from_secs(5),
+            handshake_timeout: Duration::from_secs(1),
+            hold: Duration::from_secs(1),
             ..SessionConfig::default()
         };
         let stack = TcpStack::new(config);
