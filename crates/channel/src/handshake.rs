@@ -7,6 +7,7 @@
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
 
 use bytes::Bytes;
 use rustix::net::{
@@ -25,6 +26,8 @@ use crate::{ChannelError, HEADER_LEN, Header, Kind, Layout, Result};
 pub const VERSION: u16 = 1;
 /// Longest frame of the handshake, in bytes.
 const MAX_HANDSHAKE: usize = 64 << 10;
+/// A silent TCP peer is asked that often whether it is still there.
+const KEEPALIVE: Duration = Duration::from_secs(5);
 /// Host memory, the host's doorbell, the osd's doorbell.
 const DESCRIPTORS: usize = 3;
 
@@ -86,6 +89,20 @@ pub enum Socket {
 }
 
 impl Socket {
+    /// A TCP stream that sends small frames at once, and that ends when the peer's machine has gone without a word.
+    ///
+    /// # Errors
+    /// If the stream has gone already.
+    pub fn tcp(stream: TcpStream) -> io::Result<Socket> {
+        use rustix::net::sockopt;
+        stream.set_nodelay(true)?;
+        sockopt::set_socket_keepalive(&stream, true)?;
+        sockopt::set_tcp_keepidle(&stream, KEEPALIVE)?;
+        sockopt::set_tcp_keepintvl(&stream, KEEPALIVE)?;
+        sockopt::set_tcp_keepcnt(&stream, 3)?;
+        Ok(Socket::Tcp(stream))
+    }
+
     fn into_control(self) -> Control {
         match self {
             Socket::Unix(stream) => Control::new(Box::new(stream)),
