@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use base::BoxFuture;
 use base::block::Payload;
-use base::mem::ArenaBuf;
+use base::mem::{Arena, ArenaBuf};
 use base::thread::ThreadClass;
 use bytes::Bytes;
 use crossbeam_queue::SegQueue;
@@ -96,6 +96,8 @@ struct Mailbox {
 struct MailboxState {
     commands: SegQueue<Command>,
     events: SegQueue<Event>,
+    /// Memory to be registered with the ring.
+    arenas: SegQueue<Arc<Arena>>,
     gone: AtomicBool,
     abandoned: AtomicBool,
 }
@@ -123,7 +125,10 @@ impl MailboxState {
     }
 
     fn is_ready(&self) -> bool {
-        !self.commands.is_empty() || !self.events.is_empty() || self.abandoned.load(Ordering::SeqCst)
+        !self.commands.is_empty()
+            || !self.events.is_empty()
+            || !self.arenas.is_empty()
+            || self.abandoned.load(Ordering::SeqCst)
     }
 }
 
@@ -150,7 +155,8 @@ impl BlockStore {
         let limits = Limits { cache_bytes: options.metadata_cache_bytes, buffer_bytes: options.buffer_bytes };
         let (core, index) = mount(&drive, options.expected_uuid, options.index_cache_bytes, &limits)?;
         let uuid = core.superblock.uuid;
-        let ring = Ring::new(file)?;
+        let mut ring = Ring::new(file)?;
+        ring.register(core.pool.arena());
         let mailbox = Mailbox { shared: Arc::default(), waker: ring.waker() };
         let (load_queue, jobs) = mpsc::channel();
         let jobs = Arc::new(Mutex::new(jobs));
@@ -281,6 +287,9 @@ impl Target {
     /// Takes what has come, moves everything on, and sleeps if there is nothing to do.
     fn turn(&mut self, shared: &MailboxState) -> std::io::Result<()> {
         let mut busy = false;
+        while let Some(arena) = shared.arenas.pop() {
+            self.ring.register(&arena);
+        }
         for done in self.ring.completions() {
             self.core.complete(Event::Io(done));
             busy = true;
@@ -413,6 +422,11 @@ impl ObjectStore for BlockStore {
 
     fn statfs(&self) -> BoxFuture<'static, Result<StatFs>> {
         self.call(Command::StatFs)
+    }
+
+    fn register_memory(&self, arena: &Arc<Arena>) {
+        self.mailbox.shared.arenas.push(Arc::clone(arena));
+        self.mailbox.waker.wake();
     }
 
     fn umount(&self) -> BoxFuture<'static, Result<()>> {

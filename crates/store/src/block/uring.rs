@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use base::mem::Arena;
 use bytes::Bytes;
 use io_uring::types::{Fixed, FsyncFlags, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode};
@@ -16,6 +17,10 @@ use super::io::{IoDone, IoOp, IoRequest, Segment};
 
 /// Entries of the submission queue; more requests wait in memory.
 const ENTRIES: u32 = 256;
+/// Arenas that can be registered with one ring.
+const BUFFERS: u32 = 16;
+/// Largest buffer that the kernel registers, in bytes.
+const MAX_BUFFER: usize = 1 << 30;
 /// Marks the completion of the read on the wake-up descriptor.
 const WAKE: u64 = u64::MAX;
 
@@ -66,6 +71,8 @@ pub(crate) struct Ring {
     event_value: Box<u64>,
     event_armed: bool,
     in_flight: HashMap<u64, InFlight>,
+    /// Registered memory, by index of the kernel's table; `None` if the kernel has no such table.
+    buffers: Option<Vec<Arc<Arena>>>,
     // Dropped last: the kernel may use it until the ring is gone.
     _drive: Arc<FileDrive>,
 }
@@ -84,10 +91,46 @@ impl Ring {
         let ring =
             IoUring::builder().setup_coop_taskrun().build(ENTRIES).or_else(|_| IoUring::new(ENTRIES))?;
         ring.submitter().register_files(&[drive.fd().as_raw_fd()])?;
+        let buffers = ring.submitter().register_buffers_sparse(BUFFERS).is_ok().then(Vec::new);
         let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC)?;
         let waker = Waker { shared: Arc::new(WakeState { event, asleep: AtomicBool::new(false) }) };
         let event_value = Box::new(0);
-        Ok(Ring { ring, waker, event_value, event_armed: false, in_flight: HashMap::new(), _drive: drive })
+        Ok(Ring {
+            ring,
+            waker,
+            event_value,
+            event_armed: false,
+            in_flight: HashMap::new(),
+            buffers,
+            _drive: drive,
+        })
+    }
+
+    /// Has the kernel pin the memory of `arena` once, instead of with every request. Best effort: it may refuse, by the
+    /// limit on locked memory or for want of room.
+    #[allow(unsafe_code)]
+    pub(crate) fn register(&mut self, arena: &Arc<Arena>) {
+        let Some(buffers) = &mut self.buffers else { return };
+        let (base, len) = arena.as_raw();
+        if buffers.len() >= BUFFERS as usize
+            || len > MAX_BUFFER
+            || buffers.iter().any(|b| Arc::ptr_eq(b, arena))
+        {
+            return;
+        }
+        let vector = libc::iovec { iov_base: base.cast(), iov_len: len };
+        // SAFETY: the arena is a valid mapping, and `buffers` keeps it until the ring is gone.
+        match unsafe { self.ring.submitter().register_buffers_update(buffers.len() as u32, &[vector], None) }
+        {
+            Ok(()) => buffers.push(Arc::clone(arena)),
+            Err(error) => tracing::info!(%error, len, "memory is not registered with the drive's queue"),
+        }
+    }
+
+    /// Index of the registered buffer that `memory` lies in.
+    fn registered(&self, memory: &[u8]) -> Option<u16> {
+        let index = self.buffers.as_ref()?.iter().position(|arena| arena.offset_of(memory).is_some())?;
+        u16::try_from(index).ok()
     }
 
     pub(crate) fn waker(&self) -> Waker {
@@ -118,10 +161,18 @@ impl Ring {
         };
         let entry = match &mut state {
             InFlight::Read(segment) => {
-                opcode::Read::new(file, segment.as_mut_ptr(), segment.len() as u32).offset(offset).build()
+                let (start, len) = (segment.as_mut_ptr(), segment.len() as u32);
+                match self.registered(segment) {
+                    Some(index) => opcode::ReadFixed::new(file, start, len, index).offset(offset).build(),
+                    None => opcode::Read::new(file, start, len).offset(offset).build(),
+                }
             }
             InFlight::Write { pieces, .. } if pieces.len() == 1 => {
-                opcode::Write::new(file, pieces[0].as_ptr(), pieces[0].len() as u32).offset(offset).build()
+                let (start, len) = (pieces[0].as_ptr(), pieces[0].len() as u32);
+                match self.registered(&pieces[0]) {
+                    Some(index) => opcode::WriteFixed::new(file, start, len, index).offset(offset).build(),
+                    None => opcode::Write::new(file, start, len).offset(offset).build(),
+                }
             }
             InFlight::Write { vectors, .. } => {
                 opcode::Writev::new(file, vectors.as_ptr(), vectors.len() as u32).offset(offset).build()
@@ -208,8 +259,8 @@ impl Drop for Ring {
             if self.ring.submit_and_wait(1).is_err() {
                 // Memory that the kernel may still write must not be reused.
                 std::mem::forget(std::mem::take(&mut self.in_flight));
-                let value = std::mem::take(&mut self.event_value);
-                Box::leak(value);
+                Box::leak(std::mem::take(&mut self.event_value));
+                std::mem::forget(self.buffers.take());
                 return;
             }
             self.completions();
