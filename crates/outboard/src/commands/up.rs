@@ -6,6 +6,7 @@ use std::net::SocketAddr;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 use clap::Args;
 
@@ -21,6 +22,8 @@ use crate::node::supervise::Supervisor;
 use crate::node::units::ByteSize;
 use crate::node::{locate, logging, metrics, targets};
 
+/// How often a process that is not a child is looked at while it is waited for.
+const PREDECESSOR_POLL: Duration = Duration::from_millis(20);
 /// This program, even if its file was replaced since it started.
 const THIS_PROGRAM: &str = "/proc/self/exe";
 
@@ -70,6 +73,7 @@ pub fn run(args: UpArgs, node: &NodeArgs) -> Result<()> {
     let dir = NodeDir::create(&root).doing(&doing)?;
     let lock = dir.lock().doing(&doing)?;
     let config = configure(&dir, &args, &doing)?;
+    wait_for_predecessors(&dir, &config, &doing)?;
     targets::make_missing(&dir, &config, args.format).doing(&doing)?;
     if args.detach {
         drop(lock);
@@ -105,6 +109,23 @@ fn configure(dir: &NodeDir, args: &UpArgs, doing: &str) -> Result<Config> {
     config.target_size = args.target_size.unwrap_or(config.target_size);
     config.listen = args.listen.clone().unwrap_or(config.listen);
     Ok(config)
+}
+
+/// Waits for roles of a supervisor that was killed: they are stopping, and their targets are taken until then.
+fn wait_for_predecessors(dir: &NodeDir, config: &Config, doing: &str) -> Result<()> {
+    let Some(state) = NodeState::load(dir) else { return Ok(()) };
+    let deadline = Instant::now() + config.supervise.stop_timeout.0;
+    for process in state.processes.iter().filter(|p| p.role != Role::Supervisor) {
+        while process.is_alive() {
+            if Instant::now() > deadline {
+                let (role, pid) = (process.role.as_str(), process.pid);
+                let why = format!("the {role} of an earlier start (pid {pid}) does not end; kill it");
+                return Err(Failure::new(doing, why));
+            }
+            std::thread::sleep(PREDECESSOR_POLL);
+        }
+    }
+    Ok(())
 }
 
 /// What the flags of the first start put into the configuration file.
@@ -162,12 +183,9 @@ fn serve(dir: NodeDir, config: &Config, background: bool, lock: DirLock) -> std:
     let metrics = metrics::serve(&config.metrics.listen).map_err(|e| {
         format!("cannot serve metrics at {}: {e}; change metrics.listen", config.metrics.listen)
     })?;
-    let supervisor = Process {
-        pid: std::process::id(),
-        phase: Phase::Running,
-        metrics: Some(metrics),
-        ..Process::new(Role::Supervisor)
-    };
+    let mut supervisor = Process::new(Role::Supervisor);
+    supervisor.set_pid(std::process::id());
+    (supervisor.phase, supervisor.metrics) = (Phase::Running, Some(metrics));
     let state = NodeState {
         placement: config.placement,
         endpoint: None,

@@ -78,7 +78,7 @@ pub struct TargetReport {
     pub free_extents: Option<u64>,
     /// Length of the longest of them.
     pub largest_free_extent: Option<u64>,
-    /// Share of the free space that is outside its longest piece: 0 to 1.
+    /// How much shorter the free pieces are on average than the longest: 0 to 1.
     pub fragmentation: Option<f64>,
     /// Room in the index, which limits the number of objects.
     pub index_total: Option<u64>,
@@ -231,8 +231,9 @@ impl TargetReport {
         self.staged = Some(space.staged);
         self.free_extents = Some(space.free_extents);
         self.largest_free_extent = Some(space.largest_free_extent);
-        let contiguous = space.largest_free_extent as f64 / space.free.max(1) as f64;
-        self.fragmentation = Some(if space.free == 0 { 0.0 } else { 1.0 - contiguous });
+        let mean = space.free as f64 / space.free_extents.max(1) as f64;
+        let longest = space.largest_free_extent.max(1) as f64;
+        self.fragmentation = Some(if space.free == 0 { 0.0 } else { (1.0 - mean / longest).max(0.0) });
         self.index_total = Some(space.index_total);
         self.index_free = Some(space.index_free);
     }
@@ -312,16 +313,12 @@ impl TargetReport {
 #[cfg(test)]
 mod tests {
     use super::super::config::Placement;
-    use super::super::state::{Target, unix_ms};
+    use super::super::state::Target;
     use super::*;
 
     fn state() -> NodeState {
-        let live = Process {
-            pid: std::process::id(),
-            phase: Phase::Running,
-            started_unix_ms: unix_ms(),
-            ..Process::new(Role::Supervisor)
-        };
+        let mut live = Process { phase: Phase::Running, ..Process::new(Role::Supervisor) };
+        live.set_pid(std::process::id());
         let dead = Process {
             phase: Phase::Waiting,
             restarts: 2,

@@ -78,6 +78,8 @@ pub struct Process {
     pub pid: u32,
     /// What it is doing.
     pub phase: Phase,
+    /// When this process was started, in clock ticks since the machine was: with the pid, what tells it from others.
+    pub start_ticks: Option<u64>,
     /// When this process was started, in milliseconds since 1970.
     pub started_unix_ms: u64,
     /// How often the role was started again after it had died.
@@ -134,6 +136,7 @@ impl Process {
             role,
             pid: 0,
             phase: Phase::Starting,
+            start_ticks: None,
             started_unix_ms: unix_ms(),
             restarts: 0,
             last_exit: None,
@@ -141,10 +144,16 @@ impl Process {
         }
     }
 
+    /// Another process of the role has been started.
+    pub fn set_pid(&mut self, pid: u32) {
+        self.pid = pid;
+        self.start_ticks = start_ticks(pid);
+        self.started_unix_ms = unix_ms();
+    }
+
     /// Whether the process lives (and is not another one that has got its pid since).
     pub fn is_alive(&self) -> bool {
-        matches!(self.phase, Phase::Starting | Phase::Running)
-            && process_start(self.pid).is_some_and(|at| at <= self.started_unix_ms.saturating_add(2_000))
+        self.start_ticks.is_some() && start_ticks(self.pid) == self.start_ticks
     }
 
     /// How long the process has been there.
@@ -158,19 +167,15 @@ pub fn unix_ms() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis() as u64
 }
 
-/// When process `pid` was started, in milliseconds since 1970 (about: its entry in /proc is made on first sight);
-/// `None` if it is not there or has ended and only waits to be collected.
-fn process_start(pid: u32) -> Option<u64> {
+/// When process `pid` was started, in clock ticks since the machine was (proc_pid_stat(5), field 22); `None` if it is
+/// not there or has ended and only waits to be collected.
+fn start_ticks(pid: u32) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace();
     if fields.next()? == "Z" {
         return None;
     }
-    let ticks: u64 = fields.nth(18)?.parse().ok()?;
-    let since_boot_ms = ticks * 1_000 / rustix::param::clock_ticks_per_second();
-    let uptime = std::fs::read_to_string("/proc/uptime").ok()?;
-    let uptime_s: f64 = uptime.split_ascii_whitespace().next()?.parse().ok()?;
-    Some(unix_ms().saturating_sub((uptime_s * 1_000.0) as u64) + since_boot_ms)
+    fields.nth(18)?.parse().ok()
 }
 
 #[cfg(test)]
@@ -180,9 +185,11 @@ mod tests {
     #[test]
     fn tells_the_living_from_the_dead() {
         let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
-        let process = Process { pid: child.id(), ..Process::new(Role::Store) };
+        let mut process = Process::new(Role::Store);
+        assert!(!process.is_alive());
+        process.set_pid(child.id());
         assert!(process.is_alive());
-        let earlier = Process { started_unix_ms: unix_ms() - 3_600_000, ..process.clone() };
+        let earlier = Process { start_ticks: process.start_ticks.map(|t| t - 1), ..process.clone() };
         assert!(!earlier.is_alive(), "the pid went to a process that was started later");
         child.kill().unwrap();
         child.wait().unwrap();

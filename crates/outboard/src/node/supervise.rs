@@ -8,7 +8,7 @@ use super::config::Supervise;
 use super::dir::{DirError, NodeDir};
 use super::keeper::{Goal, Keeper, RoleEvent, RoleSpec};
 use super::role::StopSignals;
-use super::state::{NodeState, Phase, Process, Role, unix_ms};
+use super::state::{NodeState, Phase, Process, Role};
 
 /// Why a node did not start or could not go on.
 #[derive(Debug, thiserror::Error)]
@@ -148,9 +148,8 @@ impl Supervisor {
         match event {
             RoleEvent::Started { pid } => {
                 process.restarts += u64::from(process.pid != 0);
-                process.pid = *pid;
+                process.set_pid(*pid);
                 process.phase = Phase::Starting;
-                process.started_unix_ms = unix_ms();
                 tracing::info!(role = role.as_str(), pid, "started");
             }
             RoleEvent::Ready(ready) => {

@@ -19,6 +19,9 @@ use crate::failure::{Doing, Failure, Result};
 use crate::output;
 use crate::progress::Progress;
 
+/// Longest latency told apart, in ns: ten minutes.
+const LONGEST_NS: u64 = 600_000_000_000;
+
 /// Objects start at different places of one noise buffer, this many bytes longer than they are.
 const NOISE_SHIFT: usize = 1 << 16;
 
@@ -82,7 +85,9 @@ impl Load {
             next: Cell::new(0),
             rng: RefCell::new(rng),
             // Three digits; grows as needed.
-            latency_ns: RefCell::new(Histogram::new(3).doing("making the histogram")?),
+            latency_ns: RefCell::new(
+                Histogram::new_with_bounds(1, LONGEST_NS, 3).doing("making the histogram")?,
+            ),
             errors: Cell::new(0),
             first_error: RefCell::new(None),
         })
