@@ -207,6 +207,18 @@ pub struct Lease {
     in_use: Arc<Mutex<BTreeMap<usize, usize>>>,
 }
 
+/// Resolves when a claimed range of a [`Lease`] is free again.
+#[derive(Debug)]
+pub struct Released(oneshot::Receiver<()>);
+
+impl Released {
+    /// Waits until the last user of the range has let go of it.
+    pub async fn wait(self) {
+        // The sender says so before it goes; if it went without, the range is free all the same.
+        let _ = self.0.await;
+    }
+}
+
 /// Why a range of a [`Lease`] cannot be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -244,11 +256,12 @@ impl Lease {
         Lease { arena, origin, len, in_use: Arc::default() }
     }
 
-    /// Takes the exclusive use of a range that a peer named.
+    /// Takes the exclusive use of a range that a peer named. With it comes a [`Released`], by which to know when the range
+    /// may be used again: the peer must not be told that a call is over while somebody still holds the call's memory.
     ///
     /// # Errors
     /// If the range is outside the region or overlaps one in use.
-    pub fn claim(&self, offset: u64, len: u64) -> Result<ArenaBuf, LeaseError> {
+    pub fn claim(&self, offset: u64, len: u64) -> Result<(ArenaBuf, Released), LeaseError> {
         let outside = LeaseError::Outside { offset, len, origin: self.origin, region: self.len };
         let (Ok(start), Ok(size)) = (usize::try_from(offset), usize::try_from(len)) else {
             return Err(outside);
@@ -264,11 +277,14 @@ impl Lease {
         in_use.insert(start, end);
         drop(in_use);
         let map = Arc::clone(&self.in_use);
+        let (tx, rx) = oneshot::channel();
         let release = Box::new(move || {
             map.lock().unwrap_or_else(PoisonError::into_inner).remove(&start);
+            // Nobody may be waiting.
+            let _ = tx.send(());
         });
         // SAFETY: `in_use` keeps claimed ranges disjoint, and the region is used through this lease alone.
-        Ok(unsafe { self.arena.carve(start, size, release) })
+        Ok((unsafe { self.arena.carve(start, size, release) }, Released(rx)))
     }
 
     /// Where `bytes` lies in the arena, in bytes from its start; `None` if it is elsewhere.
@@ -355,14 +371,20 @@ mod tests {
     #[test]
     fn a_lease_refuses_ranges_outside_it_and_ranges_in_use() {
         let lease = Lease::new(Arena::anonymous(1 << 16).unwrap(), 4096, 8192);
-        let held = lease.claim(4096, 4096).unwrap();
+        let (held, mut released) = lease.claim(4096, 4096).unwrap();
         assert!(matches!(lease.claim(8191, 2), Err(LeaseError::InUse { .. })));
         assert!(matches!(lease.claim(0, 4096), Err(LeaseError::Outside { .. })));
         assert!(matches!(lease.claim(8192, 4097), Err(LeaseError::Outside { .. })));
         assert!(matches!(lease.claim(u64::MAX, 2), Err(LeaseError::Outside { .. })));
         assert!(matches!(lease.claim(8192, 0), Err(LeaseError::Outside { .. })));
         let other = lease.claim(8192, 4096).unwrap();
-        drop((held, other));
+        assert!(released.0.try_recv().is_err(), "somebody holds it");
+        let bytes = held.freeze();
+        let clone = bytes.clone();
+        drop((bytes, other));
+        assert!(released.0.try_recv().is_err(), "a clone counts");
+        drop(clone);
+        assert!(released.0.try_recv().is_ok());
         assert_eq!(lease.in_use(), 0);
         assert!(lease.claim(4096, 8192).is_ok());
     }

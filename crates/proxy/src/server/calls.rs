@@ -4,13 +4,13 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 
+use base::BoxFuture;
 use base::block::Payload;
 use base::mem::ArenaBuf;
-use base::pool::Lease;
+use base::pool::{Lease, Released};
 use bytes::Bytes;
 use channel::Header;
 use store::{ObjectStore, ReadData, Result, StageId, StoreError};
-use tokio::sync::oneshot;
 
 use crate::transaction_codec;
 use crate::wire::{Answer, Call, Outcome, Place, decode, pack_checksums, unpack_checksums};
@@ -52,34 +52,18 @@ impl Request {
     }
 }
 
-/// Payload in host memory: says when the store has let go of it, because only then the osd may use the range again.
-struct Claimed {
-    buffer: ArenaBuf,
-    _released: oneshot::Sender<()>,
-}
-
-impl AsRef<[u8]> for Claimed {
-    fn as_ref(&self) -> &[u8] {
-        &self.buffer
-    }
-}
-
-/// Resolves when the payload's memory is free.
-type Released = Option<oneshot::Receiver<()>>;
-
-fn claim(lease: Option<&Lease>, offset: u64, len: u64) -> Result<ArenaBuf> {
+fn claim(lease: Option<&Lease>, offset: u64, len: u64) -> Result<(ArenaBuf, Released)> {
     let lease = lease.ok_or_else(|| StoreError::InvalidArgument("this session has no host memory".into()))?;
     lease.claim(offset, len).map_err(|e| StoreError::InvalidArgument(e.to_string()))
 }
 
 /// The payload of a request, not copied.
-fn payload_of(lease: Option<&Lease>, place: Place, data: Bytes) -> Result<(Bytes, Released)> {
+fn payload_of(lease: Option<&Lease>, place: Place, data: Bytes) -> Result<(Bytes, Option<Released>)> {
     match place {
         Place::Inline => Ok((data, None)),
         Place::Range { offset, len } => {
-            let buffer = claim(lease, offset, len)?;
-            let (tx, rx) = oneshot::channel();
-            Ok((Bytes::from_owner(Claimed { buffer, _released: tx }), Some(rx)))
+            let (buffer, released) = claim(lease, offset, len)?;
+            Ok((buffer.freeze(), Some(released)))
         }
     }
 }
@@ -88,17 +72,18 @@ type Returned = Result<(Answer, Vec<Bytes>)>;
 type Calling = Pin<Box<dyn Future<Output = Returned>>>;
 
 /// Makes the call: it takes its place in the store before this returns. `lease` is the data region of the session.
+/// The call is done when the store has also let go of the host memory that came with it: only then the osd may use
+/// that memory for something else.
 pub(super) fn make(store: &Arc<dyn ObjectStore>, lease: Option<&Lease>, request: Request) -> Running {
     let Request { header, via, call } = request;
-    let calling: Result<(Calling, Released)> =
+    let calling: Result<(Calling, Option<Released>)> =
         call.and_then(|(call, rest, data)| start(store, lease, call, rest, data));
     Box::pin(async move {
         let returned = match calling {
             Ok((calling, released)) => {
                 let returned = calling.await;
                 if let Some(released) = released {
-                    // The sender is dropped with the memory; nothing is ever sent.
-                    let _ = released.await;
+                    released.wait().await;
                 }
                 returned
             }
@@ -118,7 +103,7 @@ fn start(
     call: Call,
     rest: Bytes,
     data: Bytes,
-) -> Result<(Calling, Released)> {
+) -> Result<(Calling, Option<Released>)> {
     match call {
         Call::StageWrite { stage, offset, phase, checksums, place } => {
             let checksums = unpack_checksums(&checksums)?;
@@ -142,14 +127,14 @@ fn start(
             Ok((Box::pin(async move { queued.await.map(|()| (Answer::Done, Vec::new())) }), released))
         }
         Call::Read { cid, oid, offset, len, place } => {
-            let (dest, again) = match (place, lease) {
-                (Place::Range { offset, len }, Some(lease)) => {
-                    (Some(claim(Some(lease), offset, len)?), Some((lease.clone(), offset, len)))
-                }
-                _ => (None, None),
+            let Place::Range { offset: start, len: room } = place else {
+                let reading = store.read(&cid, &oid, offset, len, None);
+                return Ok((Box::pin(async move { Ok(read_answer(reading.await?)) }), None));
             };
-            let reading = store.read(&cid, &oid, offset, len, dest);
-            Ok((Box::pin(async move { read_answer(reading.await?, again) }), None))
+            let (dest, released) = claim(lease, start, room)?;
+            let lease = lease.cloned();
+            let reading = store.read(&cid, &oid, offset, len, Some(dest));
+            Ok((Box::pin(read_into(reading, lease, start, room, released)), None))
         }
         other => Ok((metadata(store, other), None)),
     }
@@ -164,28 +149,52 @@ fn split_transaction(bytes: Bytes, control_len: usize) -> Result<(Bytes, Bytes)>
     Ok((Bytes::copy_from_slice(control), bytes.slice(data_at.min(bytes.len())..)))
 }
 
-/// Makes sure that what was read is where the osd will fetch it.
-fn read_answer(read: ReadData, range: Option<(Lease, u64, u64)>) -> Returned {
+/// The answer to a read, and its data.
+fn read_answer(read: ReadData) -> (Answer, Vec<Bytes>) {
     let ReadData { offset, data, checksums, object_size } = read;
     let len = data.iter().map(|piece| piece.len() as u64).sum();
-    let answer = Answer::Read { offset, len, checksums: pack_checksums(&checksums), object_size };
-    let Some((lease, start, room)) = range else { return Ok((answer, data)) };
-    if len > room {
-        return Err(StoreError::Io(format!("the store read {len} bytes where {room} were asked for")));
-    }
+    (Answer::Read { offset, len, checksums: pack_checksums(&checksums), object_size }, data)
+}
+
+/// Waits for a read into the range `start..start + room` of the data region, and makes sure that what was read is
+/// there, and that nobody but the osd uses the range any more.
+async fn read_into(
+    reading: BoxFuture<'static, Result<ReadData>>,
+    lease: Option<Lease>,
+    start: u64,
+    room: u64,
+    released: Released,
+) -> Returned {
+    let (answer, data) = match reading.await {
+        Ok(read) => read_answer(read),
+        Err(e) => {
+            released.wait().await;
+            return Err(e);
+        }
+    };
     let in_place = match data.as_slice() {
         [] => true,
-        [one] => lease.offset_of(one) == Some(start),
+        [one] => lease.as_ref().and_then(|lease| lease.offset_of(one)) == Some(start),
         _ => false,
     };
-    if !in_place {
-        let mut buffer = claim(Some(&lease), start, room)?;
-        let mut at = 0;
-        for piece in &data {
-            buffer[at..at + piece.len()].copy_from_slice(piece);
-            at += piece.len();
-        }
+    if in_place {
+        drop(data);
+        released.wait().await;
+        return Ok((answer, Vec::new()));
     }
+    released.wait().await;
+    let len: usize = data.iter().map(Bytes::len).sum();
+    if len as u64 > room {
+        return Err(StoreError::Io(format!("the store read {len} bytes where {room} were asked for")));
+    }
+    let (mut buffer, again) = claim(lease.as_ref(), start, room)?;
+    let mut at = 0;
+    for piece in &data {
+        buffer[at..at + piece.len()].copy_from_slice(piece);
+        at += piece.len();
+    }
+    drop(buffer);
+    again.wait().await;
     Ok((answer, Vec::new()))
 }
 
