@@ -354,11 +354,7 @@ async fn open(
 ) -> Result<(Arc<Link>, Driver, Vec<TargetInfo>), ChannelError> {
     let socket = match &shared.endpoint {
         Endpoint::Unix(path) => Socket::Unix(UnixStream::connect(path).await?),
-        Endpoint::Tcp(address) => {
-            let stream = TcpStream::connect(address).await?;
-            stream.set_nodelay(true)?;
-            Socket::Tcp(stream)
-        }
+        Endpoint::Tcp(address) => Socket::tcp(TcpStream::connect(address).await?)?,
     };
     let by_dma = matches!(socket, Socket::Unix(_)) && !shared.options.socket_only;
     let layout = shared.memory.layout();

@@ -341,3 +341,30 @@ fn threads_end_with_their_owners() {
         until("a thread is left", || threads() == 0).await;
     });
 }
+
+#[test]
+fn what_was_computed_before_a_loss_is_not_applied_after_it() {
+    alone(async {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("store");
+        let mut process = Process::start("drive", &socket);
+        let session = Session::connect(Endpoint::Unix(socket.clone()), options()).await.unwrap();
+        let store: Arc<dyn ObjectStore> = session.store(0);
+        make_collection(&store).await;
+        let first = store.session();
+        store.queue_transaction_in(first, transaction(write(1, 10))).await.unwrap();
+        process.kill();
+        until("the loss was not noticed", || !session.status().connected).await;
+        let second = store.session();
+        assert_ne!(first, second, "it changes before anything is queued in the new session");
+        let stale = store.queue_transaction_in(first, transaction(write(2, 10)));
+        let fresh = store.queue_transaction_in(second, transaction(write(3, 10)));
+        process = Process::start("drive", &socket);
+        assert!(matches!(stale.await, Err(StoreError::Disconnected(_))));
+        fresh.await.unwrap();
+        assert_eq!(store.session(), second);
+        assert!(matches!(store.stat(&cid(), &oid(2)).await, Err(StoreError::NoSuchObject(_))));
+        assert_eq!(store.stat(&cid(), &oid(3)).await.unwrap().size, 10);
+        drop(process);
+    });
+}

@@ -179,11 +179,7 @@ impl Accepting {
     async fn accept(&self) -> std::io::Result<Socket> {
         match self {
             Accepting::Unix(listener) => Ok(Socket::Unix(listener.accept().await?.0)),
-            Accepting::Tcp(listener) => {
-                let stream = listener.accept().await?.0;
-                stream.set_nodelay(true)?;
-                Ok(Socket::Tcp(stream))
-            }
+            Accepting::Tcp(listener) => Socket::tcp(listener.accept().await?.0),
         }
     }
 }
