@@ -178,3 +178,59 @@ impl Inbound {
         self.unreported_bytes = 0;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use base::block::Payload;
+
+    fn message(len: usize) -> Message {
+        Message { header: vec![0; len].into(), payload: Payload::default() }
+    }
+
+    #[test]
+    fn credits_come_back_half_a_window_at_a_time_as_messages_are_taken() {
+        let mut inbound = Inbound::new(10 * 5096);
+        for _ in 0..10 {
+            assert!(!inbound.push_message(message(1000)).expect("there is credit"));
+        }
+        let grants: Vec<bool> = (0..10).map_while(|_| inbound.pop().map(|(_, grant)| grant)).collect();
+        let expected = [false, false, false, false, true, false, false, false, false, true];
+        assert_eq!(grants, expected);
+        assert_eq!(inbound.granted(), 20 * 5096);
+    }
+
+    #[test]
+    fn a_message_without_credit_is_a_violation() {
+        let mut inbound = Inbound::new(5096);
+        inbound.push_message(message(1000)).expect("there is credit");
+        assert!(inbound.push_message(message(0)).is_err());
+    }
+
+    #[test]
+    fn frames_are_taken_once_and_without_gaps() {
+        let mut inbound = Inbound::new(1 << 20);
+        assert!(matches!(inbound.on_sequenced(1, 0), Ok(Order::Next)));
+        assert!(matches!(inbound.on_sequenced(1, 0), Ok(Order::Repeated)));
+        assert!(inbound.on_sequenced(3, 0).is_err());
+        assert!(inbound.owes_ack());
+        inbound.on_reported();
+        assert!(!inbound.owes_ack());
+    }
+
+    #[test]
+    fn the_end_is_told_again_and_again_and_news_nobody_takes_are_bounded() {
+        let mut inbound = Inbound::new(1 << 20);
+        for _ in 0..1000 {
+            inbound.push_info(Event::Interrupted);
+        }
+        inbound.push_info(Event::Lost(MessengerError::SessionLost("gone".into())));
+        let mut news = 0;
+        while let Some((Event::Interrupted, _)) = inbound.pop() {
+            news += 1;
+        }
+        assert_eq!(news, MAX_INFO);
+        assert!(matches!(inbound.pop(), Some((Event::Lost(_), _))));
+        assert!(matches!(inbound.pop(), Some((Event::Lost(_), _))));
+    }
+}

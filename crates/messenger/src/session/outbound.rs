@@ -218,3 +218,89 @@ impl Outbound {
         self.written += 1;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::frame::{self, Frame};
+    use bytes::Bytes;
+
+    const HERE: Piggyback = Piggyback { received: 9, granted: 100 };
+
+    fn message(text: &'static str) -> Message {
+        Message { header: Bytes::from_static(text.as_bytes()), payload: Payload::default() }
+    }
+
+    fn push(len: usize) -> Chunk {
+        Chunk::Push(Push { offer: 1, offset: 0 }, Payload::compute(0, vec![1; len].into()), None)
+    }
+
+    fn gathered(outbound: &mut Outbound) -> Vec<Frame> {
+        let mut batch = Batch::default();
+        outbound.gather(&mut batch, &HERE);
+        let mut bytes = batch.to_bytes();
+        let limits = crate::SessionConfig::default().limits;
+        let mut frames = Vec::new();
+        while let Some((frame, len)) = frame::decode(&bytes, &limits).expect("good frames") {
+            assert_eq!(frame.header.ack, HERE.received, "every frame acknowledges");
+            frames.push(frame);
+            bytes = bytes.slice(len..);
+        }
+        frames
+    }
+
+    fn numbers(frames: &[Frame]) -> Vec<u64> {
+        frames.iter().map(|f| f.header.seq).filter(|seq| *seq > 0).collect()
+    }
+
+    #[test]
+    fn what_was_not_acknowledged_goes_again_under_its_number_and_new_frames_come_after_it() {
+        let mut outbound = Outbound::new(1 << 20, 1 << 20);
+        for text in ["a", "b"] {
+            outbound.push_message(message(text));
+        }
+        outbound.push_chunk(push(5000));
+        assert_eq!(numbers(&gathered(&mut outbound)), [1, 2, 3]);
+        let mut freed = Vec::new();
+        outbound.on_ack(1, &mut freed).expect("it was sent");
+        assert_eq!(freed.len(), 1);
+        outbound.push_message(message("c"));
+        assert!(outbound.rewind().is_empty(), "no data of pulls was queued");
+        outbound.push_chunk(push(10));
+        let again = gathered(&mut outbound);
+        assert_eq!(numbers(&again), [2, 3, 4, 5]);
+        let kinds: Vec<Kind> = again.iter().map(|f| f.header.kind).collect();
+        assert_eq!(kinds, [Kind::Window, Kind::Message, Kind::Push, Kind::Message, Kind::Push]);
+        assert!(outbound.on_ack(6, &mut freed).is_err(), "frame 6 was never sent");
+        outbound.on_ack(5, &mut freed).expect("it was sent");
+        outbound.on_ack(3, &mut freed).expect("an old acknowledgement says nothing");
+        assert_eq!(freed.len(), 5);
+    }
+
+    #[test]
+    fn control_goes_first_and_bulk_last_a_chunk_at_a_time() {
+        let mut outbound = Outbound::new(1 << 20, 1 << 20);
+        outbound.push_chunk(push(10));
+        outbound.push_chunk(push(10));
+        outbound.push_message(message("m"));
+        outbound.push_control(Body::PullCancel(frame::PullCancel { pull: 1 })).expect("room");
+        let kinds = |frames: Vec<Frame>| frames.iter().map(|f| f.header.kind).collect::<Vec<_>>();
+        assert_eq!(kinds(gathered(&mut outbound)), [Kind::PullCancel, Kind::Message, Kind::Push]);
+        assert_eq!(kinds(gathered(&mut outbound)), [Kind::Push]);
+        assert_eq!(kinds(gathered(&mut outbound)), []);
+    }
+
+    #[test]
+    fn credit_follows_the_lesser_of_the_grant_and_the_window() {
+        let mut outbound = Outbound::new(10_000, 50_000);
+        assert_eq!(outbound.issue(), 10_000);
+        outbound.on_granted(1 << 30).expect("a large grant is no crime");
+        assert_eq!(outbound.issue(), 40_000, "the window bounds what waits here");
+        outbound.push_message(message("four"));
+        gathered(&mut outbound);
+        outbound.on_ack(1, &mut Vec::new()).expect("it was sent");
+        assert_eq!(outbound.issue(), 4 + 4096, "what was acknowledged makes room");
+        outbound.on_granted(5).expect("an old grant says nothing");
+        assert!(outbound.on_granted(u64::MAX).is_err());
+    }
+}

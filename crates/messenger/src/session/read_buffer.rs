@@ -29,15 +29,14 @@ impl ReadBuffer {
     /// Makes room for at least `missing` bytes, and for more where more is to be expected.
     pub(super) fn make_room(&mut self, missing: usize) {
         let room = self.bytes.capacity() - self.bytes.len();
-        if room >= missing.max(self.ahead / 4) && !(self.bytes.is_empty() && room > 4 * self.ahead) {
+        if self.bytes.is_empty() && room > 4 * self.ahead {
+            self.bytes = BytesMut::new();
+            self.spare = BytesMut::new();
+        } else if room >= missing.max(self.ahead / 4) {
             return;
         }
-        let wanted = self.bytes.len() + missing.max(self.ahead);
-        if self.bytes.is_empty() && self.spare.capacity() > 4 * self.ahead {
-            self.spare = BytesMut::new();
-        }
         self.spare.clear();
-        self.spare.reserve(wanted);
+        self.spare.reserve(self.bytes.len() + missing.max(self.ahead));
         self.spare.extend_from_slice(&self.bytes);
         std::mem::swap(&mut self.bytes, &mut self.spare);
         // The old block is given back whole when its last part is dropped.
@@ -68,5 +67,64 @@ impl ReadBuffer {
         self.payloads.truncate(KEPT - 1);
         self.payloads.insert(0, payload);
         data
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_block_is_used_again_when_its_parts_are_gone() {
+        let mut buffer = ReadBuffer::new();
+        let mut places = std::collections::HashSet::new();
+        for _ in 0..50 {
+            buffer.make_room(8000);
+            buffer.bytes.extend_from_slice(&[1; 8000]);
+            places.insert(buffer.bytes.as_ptr() as usize / (64 << 10));
+            drop(buffer.bytes.split_to(8000).freeze());
+        }
+        assert!(places.len() <= 4, "50 reads went to {} places", places.len());
+    }
+
+    #[test]
+    fn parts_that_are_kept_keep_their_bytes() {
+        let mut buffer = ReadBuffer::new();
+        let mut kept = Vec::new();
+        for i in 0..50u8 {
+            buffer.make_room(8000);
+            buffer.bytes.extend_from_slice(&[i; 8000]);
+            kept.push(buffer.bytes.split_to(7000).freeze());
+            assert!(buffer.bytes.iter().all(|b| *b == i), "what was not used is carried over");
+            buffer.bytes.clear();
+            let mut payload = buffer.payload(100_000);
+            payload.extend_from_slice(&vec![i; 100_000]);
+            kept.push(buffer.finish(payload));
+        }
+        for (i, part) in kept.iter().enumerate() {
+            assert!(part.iter().all(|b| usize::from(*b) == i / 2));
+        }
+    }
+
+    #[test]
+    fn room_follows_what_comes() {
+        let mut buffer = ReadBuffer::new();
+        for _ in 0..10 {
+            buffer.make_room(40);
+            let room = buffer.bytes.capacity();
+            buffer.bytes.resize(room, 0);
+            buffer.on_read(room, room);
+            drop(buffer.bytes.split());
+        }
+        buffer.make_room(40);
+        assert!(buffer.bytes.capacity() >= BLOCK.1 / 2, "much comes: {}", buffer.bytes.capacity());
+        for _ in 0..10 {
+            buffer.make_room(40);
+            buffer.on_read(44, buffer.bytes.capacity());
+        }
+        buffer.make_room(40);
+        buffer.make_room(40);
+        let held = buffer.bytes.capacity() + buffer.spare.capacity();
+        assert!(held <= 4 * BLOCK.0, "little comes, but {held} bytes are held");
     }
 }

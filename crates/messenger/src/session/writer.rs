@@ -99,6 +99,12 @@ impl Batch {
         (self.bytes, self.frames, self.messages, self.bulk_slots) = (0, 0, 0, 0);
     }
 
+    /// All of it, for tests to look at.
+    #[cfg(test)]
+    pub(super) fn to_bytes(&self) -> Bytes {
+        (0..self.parts.len()).flat_map(|i| self.part(i)).copied().collect()
+    }
+
     fn part(&self, index: usize) -> &[u8] {
         match &self.parts[index] {
             Part::Head(range) => &self.heads[range.clone()],
