@@ -15,10 +15,11 @@ use bytes::Bytes;
 
 use super::apply::Outcome;
 use super::checkpoint::Checkpoint;
-use super::core::{Core, Purpose, Reply, Work};
+use super::core::{Core, Purpose};
 use super::extent::{Extent, total};
 use super::io::{IoOp, IoRequest};
 use super::log::{GROUP_SECTORS, SECTOR, encode_group, group_sectors, record_bytes};
+use super::messages::{Reply, Work};
 use crate::{Result, StoreError};
 
 /// Most bytes that one write request carries.

@@ -4,88 +4,27 @@
 //! [`Output`] for its driver, so that a test can drive it in any order. Calls on one collection are carried out in the
 //! order they came; one that needs something from the drive is tried again when that has come.
 
+mod stages;
+
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
-use base::block::{BLOCK, Payload};
+use base::block::BLOCK;
 use base::mem::Arena;
 use base::pool::BufferPool;
-use bytes::Bytes;
-use futures::channel::oneshot;
 
 use super::alloc::Allocator;
 use super::apply::{Apply, Context, Outcome, Stop};
 use super::bitmap::Bitmap;
 use super::commit::Commits;
 use super::extent::{Extent, total};
-use super::index::{Found, Index};
 use super::io::{IoDone, IoOp, IoRequest, Segment, Whole};
+use super::messages::{Answer, Command, Event, Output, Reply, Work, refuse};
 use super::query::{Query, Reads};
 use super::recovery::Settled;
 use super::staged::{Stage, StagedBlock};
 use super::superblock::Superblock;
 use super::view::{Loaded, Need, View};
-use crate::stage::check_stage_write;
 use crate::{CollectionId, Op, Result, StageId, StatFs, StoreError, Transaction};
-
-pub(crate) type Reply<T> = oneshot::Sender<Result<T>>;
-
-/// A call of the store.
-#[derive(Debug)]
-pub(crate) enum Command {
-    Stage(u64, Reply<StageId>),
-    StageWrite(StageId, u64, Payload, Reply<()>),
-    StageRelease(StageId),
-    Transaction(Transaction, Reply<()>),
-    Query(CollectionId, Query),
-    Collections(Reply<Vec<CollectionId>>),
-    StatFs(Reply<StatFs>),
-    Umount(Reply<()>),
-}
-
-/// Blocking work for another thread.
-#[derive(Debug)]
-pub(crate) enum Work {
-    /// Read the index for a call.
-    Load { op: u64, generation: u64, needs: Vec<Need> },
-    /// Bring the index forward.
-    Checkpoint(Box<super::checkpoint::Checkpoint>),
-}
-
-/// Something that happened.
-#[derive(Debug)]
-pub(crate) enum Event {
-    Io(IoDone),
-    Loaded { op: u64, generation: u64, needs: Vec<Need>, found: Result<Vec<Answer>> },
-    Checkpointed(Result<super::checkpoint::Done>),
-}
-
-/// What a [`Need`] of the index turned out to be.
-#[derive(Debug)]
-pub(crate) enum Answer {
-    Key(Option<Bytes>),
-    Range(Found),
-}
-
-/// Reads the index for [`Work::Load`].
-pub(crate) fn load(index: &Index, needs: &[Need]) -> Result<Vec<Answer>> {
-    /// Bytes that one scan reads at most, about.
-    const SCAN_BYTES: usize = 4 << 20;
-    needs
-        .iter()
-        .map(|need| match need {
-            Need::Key(key) => Ok(Answer::Key(index.get_many(std::slice::from_ref(key))?.pop().flatten())),
-            Need::Range { from, to, limit } => Ok(Answer::Range(index.scan(from, to, *limit, SCAN_BYTES)?)),
-            Need::Block(_) => Ok(Answer::Key(None)),
-        })
-        .collect()
-}
-
-/// What the driver is to do.
-#[derive(Debug, Default)]
-pub(crate) struct Output {
-    pub(crate) io: Vec<IoRequest>,
-    pub(crate) work: Vec<Work>,
-}
 
 /// A call that waits for its turn or for something to be loaded.
 #[derive(Debug)]
@@ -124,14 +63,6 @@ pub(crate) enum Purpose {
     Block { op: u64, block: u64, whole: Whole },
 }
 
-/// A `stage_write` that is on its way.
-#[derive(Debug)]
-struct StageWrite {
-    stage: u64,
-    left: usize,
-    reply: Reply<()>,
-}
-
 /// Limits and sizes of a mounted target.
 #[derive(Debug, Clone)]
 pub(crate) struct Limits {
@@ -154,7 +85,7 @@ pub(crate) struct Core {
     pub(crate) next_nid: u64,
     pub(crate) stages: HashMap<u64, Stage>,
     last_stage: u64,
-    stage_writes: HashMap<u64, StageWrite>,
+    stage_writes: HashMap<u64, stages::StageWrite>,
     waiting_stages: VecDeque<(u64, Reply<StageId>)>,
     queues: HashMap<CollectionId, VecDeque<u64>>,
     pending: HashMap<u64, Pending>,
@@ -615,116 +546,6 @@ impl Core {
         }
     }
 
-    // Stages.
-
-    fn stage(&mut self, len: u64, reply: Reply<StageId>) {
-        if let Some(reason) = &self.poisoned {
-            return drop(reply.send(Err(StoreError::Poisoned(reason.clone()))));
-        }
-        if len == 0 {
-            return drop(reply.send(Err(StoreError::InvalidArgument("an empty stage".into()))));
-        }
-        let blocks = len.div_ceil(BLOCK);
-        match self.alloc.alloc(blocks) {
-            Some(extents) => {
-                self.last_stage += 1;
-                self.stages.insert(self.last_stage, Stage::new(len, extents));
-                let _ = reply.send(Ok(StageId(self.last_stage)));
-            }
-            None if self.alloc.free_blocks() + self.reclaimable() >= blocks => {
-                self.waiting_stages.push_back((len, reply))
-            }
-            None => drop(reply.send(Err(self.no_space(blocks)))),
-        }
-    }
-
-    fn no_space(&self, blocks: u64) -> StoreError {
-        let free = self.alloc.free_blocks() + self.reclaimable();
-        StoreError::NoSpace { needed: blocks * BLOCK, free: free * BLOCK }
-    }
-
-    fn stage_write(&mut self, id: StageId, offset: u64, payload: Payload, reply: Reply<()>) {
-        if let Some(reason) = &self.poisoned {
-            return drop(reply.send(Err(StoreError::Poisoned(reason.clone()))));
-        }
-        let Some(stage) = self.stages.get_mut(&id.0).filter(|s| !s.released) else {
-            return drop(reply.send(Err(StoreError::NoSuchStage(id.0))));
-        };
-        if let Err(error) = check_stage_write(stage.len, offset, &payload) {
-            return drop(reply.send(Err(error)));
-        }
-        let (first, count) = (offset / BLOCK, payload.checksums().len() as u64);
-        let range = first as usize..(first + count) as usize;
-        if stage.blocks[range.clone()].contains(&StagedBlock::Taken) {
-            let error = StoreError::InvalidArgument("the staged bytes already belong to an object".into());
-            return drop(reply.send(Err(error)));
-        }
-        let runs = stage.runs(first, count);
-        if runs.iter().any(|run| self.reads.is_being_written(*run)) {
-            let error = StoreError::InvalidArgument("the staged bytes are being written already".into());
-            return drop(reply.send(Err(error)));
-        }
-        let (data, checksums) = payload.into_parts();
-        let last = data.len() - (checksums.len() - 1).min(data.len()) * BLOCK as usize;
-        for (slot, (i, crc)) in stage.blocks[range].iter_mut().zip(checksums.iter().enumerate()) {
-            let len = if i + 1 == checksums.len() { last } else { BLOCK as usize };
-            *slot = StagedBlock::Written(base::block::pad_to_block(*crc, len));
-        }
-        let write = self.next_id();
-        let mut left = 0;
-        let mut rest = data;
-        for run in runs {
-            let part = rest.split_to(rest.len().min((run.len * BLOCK) as usize));
-            for (blocks, pieces) in self.pieces(run.start, &part) {
-                left += 1;
-                let io =
-                    self.submit_write(blocks, pieces, Purpose::Stage { blocks, write, groups: Vec::new() });
-                if let Some(stage) = self.stages.get_mut(&id.0) {
-                    stage.in_flight.insert(io);
-                }
-            }
-        }
-        if left == 0 {
-            return drop(reply.send(Ok(())));
-        }
-        self.stage_writes.insert(write, StageWrite { stage: id.0, left, reply });
-    }
-
-    fn stage_write_done(&mut self, write: u64, io: u64, result: &std::io::Result<()>) {
-        let Some(state) = self.stage_writes.get_mut(&write) else { return };
-        state.left -= 1;
-        let (id, done) = (state.stage, state.left == 0);
-        if let Some(stage) = self.stages.get_mut(&id) {
-            stage.in_flight.remove(&io);
-        }
-        if done && let Some(state) = self.stage_writes.remove(&write) {
-            let result = match (&self.poisoned, result) {
-                (None, Ok(())) => Ok(()),
-                (Some(reason), _) => Err(StoreError::Poisoned(reason.clone())),
-                (None, Err(e)) => Err(StoreError::Io(e.to_string())),
-            };
-            let _ = state.reply.send(result);
-        }
-        self.drop_stage(id);
-    }
-
-    /// Marks a stage as released; its blocks come back once no write to them is in flight.
-    fn stage_release(&mut self, id: u64) {
-        if let Some(stage) = self.stages.get_mut(&id) {
-            stage.released = true;
-        }
-        self.drop_stage(id);
-    }
-
-    fn drop_stage(&mut self, id: u64) {
-        let Some(stage) = self.stages.get(&id) else { return };
-        if stage.released && stage.in_flight.is_empty() && stage.users == 0 {
-            let unnamed = stage.unnamed();
-            self.stages.remove(&id);
-            unnamed.into_iter().for_each(|e| self.alloc.free(e));
-        }
-    }
-
     fn statfs(&self) -> StatFs {
         let staged: u64 = self.stages.values().filter(|s| !s.released).map(|s| total(&s.unnamed())).sum();
         let (free_extents, largest) = self.alloc.summary();
@@ -759,20 +580,5 @@ fn named_stage(op: &Op) -> Option<u64> {
     match op {
         Op::Write { source: crate::WriteSource::Staged { stage, .. }, .. } => Some(stage.0),
         _ => None,
-    }
-}
-
-/// Answers a call that is not carried out.
-pub(crate) fn refuse(command: Command, error: &StoreError) {
-    match command {
-        Command::Stage(_, reply) => drop(reply.send(Err(error.clone()))),
-        Command::StageWrite(.., reply) | Command::Transaction(_, reply) => {
-            drop(reply.send(Err(error.clone())))
-        }
-        Command::StageRelease(_) => {}
-        Command::Query(_, query) => query.fail(error.clone()),
-        Command::Collections(reply) => drop(reply.send(Err(error.clone()))),
-        Command::StatFs(reply) => drop(reply.send(Err(error.clone()))),
-        Command::Umount(reply) => drop(reply.send(Err(error.clone()))),
     }
 }

@@ -6,9 +6,10 @@ use base::block::{self, BLOCK, BLOCK_SIZE, ZERO_BLOCK_CRC};
 use base::mem::ArenaBuf;
 use bytes::Bytes;
 
-use super::core::{Core, Purpose, Reply};
+use super::core::{Core, Purpose};
 use super::extent::Extent;
 use super::io::{IoRequest, Segment, Whole};
+use super::messages::Reply;
 use super::records::{BlockRef, Onode, SHARD_BLOCKS, Shard, decode_oid, key};
 use super::view::{Loaded, Need, Scanned};
 use crate::{MAX_READ, ObjectId, Page, ReadData, Result, Stat, StoreError};

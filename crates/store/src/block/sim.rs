@@ -12,10 +12,11 @@ use futures::channel::oneshot;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-use super::core::{Command, Core, Event, Limits, Reply, Work, load};
+use super::core::{Core, Limits};
 use super::drive::Drive;
 use super::index::Index;
 use super::io::{IoDone, IoOp, IoRequest};
+use super::messages::{Command, Event, Reply, Work, load};
 use super::query::Query;
 use super::recovery::mount;
 use crate::{

@@ -15,9 +15,10 @@ use crossbeam_queue::SegQueue;
 use futures::channel::oneshot;
 use uuid::Uuid;
 
-use super::core::{Command, Core, Event, Limits, Reply, Work, load, refuse};
+use super::core::{Core, Limits};
 use super::drive::{Drive, FileDrive};
 use super::index::Index;
+use super::messages::{Command, Event, Reply, Work, load, refuse};
 use super::query::Query;
 use super::recovery::{Sizes, mkfs, mount};
 use super::uring::{Ring, Waker};

@@ -1,0 +1,171 @@
+//! Maps of objects, blocks, and references to them.
+
+use base::block::{self, BLOCK, BLOCK_SIZE};
+use bytes::{Bytes, BytesMut};
+
+use super::{Apply, Step, Stop, padded};
+use crate::block::extent::Extent;
+use crate::block::records::{BlockRef, Onode, REF_BLOCKS, RefPage, SHARD_BLOCKS, Shard, corrupt, key};
+use crate::block::view::Need;
+
+impl Apply<'_> {
+    /// Has shards `first..=last` loaded, all that are missing at once.
+    pub(super) fn load_shards(&mut self, nid: u64, first: u64, last: u64) -> Step {
+        let mut missing = Vec::new();
+        for number in first..=last {
+            if self.shards.contains_key(&(nid, number)) {
+                continue;
+            }
+            match self.get(&key::shard(nid, number)) {
+                Ok(Some(bytes)) => {
+                    let shard = Shard::decode(&bytes, self.context.data_blocks)?;
+                    self.shards.insert((nid, number), (shard, false));
+                }
+                Ok(None) => {
+                    self.shards.insert((nid, number), (Shard::default(), false));
+                }
+                Err(Stop::Need(needs)) => missing.extend(needs),
+                Err(stop) => return Err(stop),
+            }
+        }
+        if missing.is_empty() { Ok(()) } else { Err(Stop::Need(missing)) }
+    }
+
+    pub(super) fn lookup(&mut self, nid: u64, number: u64) -> Step<Option<BlockRef>> {
+        let shard = number / SHARD_BLOCKS;
+        self.load_shards(nid, shard, shard)?;
+        Ok(self.shards[&(nid, shard)].0.blocks[(number % SHARD_BLOCKS) as usize])
+    }
+
+    /// Moves the changed shards into the changes, so that scans see them.
+    pub(super) fn store_shards(&mut self) -> Step {
+        for ((nid, number), (shard, dirty)) in std::mem::take(&mut self.shards) {
+            if dirty {
+                let value = (shard.mapped() > 0).then(|| shard.encode());
+                self.put(key::shard(nid, number), value)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Maps blocks `first..` of an object to `new`, releasing what they were mapped to.
+    pub(super) fn map(&mut self, onode: &mut Onode, first: u64, new: &[Option<BlockRef>]) -> Step {
+        if new.is_empty() {
+            return Ok(());
+        }
+        let end = first + new.len() as u64;
+        self.load_shards(onode.nid, first / SHARD_BLOCKS, (end - 1) / SHARD_BLOCKS)?;
+        let mut at = first;
+        while at < end {
+            let number = at / SHARD_BLOCKS;
+            let stop = end.min((number + 1) * SHARD_BLOCKS);
+            let (mut shard, _) = self.shards.remove(&(onode.nid, number)).expect("shards were loaded");
+            for block in at..stop {
+                let slot = &mut shard.blocks[(block % SHARD_BLOCKS) as usize];
+                let old = std::mem::replace(slot, new[(block - first) as usize]);
+                onode.blocks += u64::from(slot.is_some());
+                if let Some(old) = old {
+                    onode.blocks -= 1;
+                    self.release(old)?;
+                }
+            }
+            self.shards.insert((onode.nid, number), (shard, true));
+            at = stop;
+        }
+        Ok(())
+    }
+
+    /// Releases all blocks in shards from `first` on; returns how many they were.
+    pub(super) fn drop_shards_from(&mut self, nid: u64, first: u64) -> Step<u64> {
+        self.store_shards()?;
+        let mut dropped = 0;
+        for (key, value) in self.scan(&key::shard(nid, first), &key::range(key::SHARD, nid).1)? {
+            let shard = Shard::decode(&value, self.context.data_blocks)?;
+            for block in shard.blocks.into_iter().flatten() {
+                dropped += 1;
+                self.release(block)?;
+            }
+            self.put(key, None)?;
+        }
+        Ok(dropped)
+    }
+
+    pub(super) fn ref_page(&mut self, chunk: u64) -> Step<&mut (RefPage, bool)> {
+        if !self.refs.contains_key(&chunk) {
+            let page = self.get(&key::refs(chunk))?.map(|b| RefPage::decode(&b)).transpose()?;
+            self.refs.insert(chunk, (page.unwrap_or_default(), false));
+        }
+        Ok(self.refs.get_mut(&chunk).expect("it was just inserted"))
+    }
+
+    pub(super) fn add_reference(&mut self, block: u64) -> Step {
+        let (page, dirty) = self.ref_page(block / REF_BLOCKS)?;
+        let extra = page.extra.entry((block % REF_BLOCKS) as u16).or_default();
+        *extra = extra.checked_add(1).ok_or_else(|| corrupt("reference count", "overflow"))?;
+        *dirty = true;
+        Ok(())
+    }
+
+    /// Takes one reference from a block, and frees it if that was the last.
+    pub(super) fn release(&mut self, block: BlockRef) -> Step {
+        if block.shared {
+            let (page, dirty) = self.ref_page(block.block / REF_BLOCKS)?;
+            let place = (block.block % REF_BLOCKS) as u16;
+            if let Some(extra) = page.extra.get_mut(&place) {
+                *extra -= 1;
+                if *extra == 0 {
+                    page.extra.remove(&place);
+                }
+                *dirty = true;
+                return Ok(());
+            }
+        }
+        self.deferred.remove(&block.block);
+        self.frees.push(block.block);
+        Ok(())
+    }
+
+    pub(super) fn alloc(&mut self, blocks: u64) -> Step<Vec<Extent>> {
+        let extents = self.alloc.alloc(blocks).ok_or(Stop::Space(blocks))?;
+        self.allocated.extend(&extents);
+        Ok(extents)
+    }
+
+    /// The content of a block, verified.
+    pub(super) fn content(&mut self, block: BlockRef) -> Step<Bytes> {
+        let own = self.deferred.get(&block.block).cloned().or_else(|| self.own_write(block.block));
+        let content = own.or_else(|| (self.context.deferred)(block.block));
+        let content = content.or_else(|| self.context.loaded.blocks.get(&block.block).cloned());
+        let content = content.ok_or(Need::Block(block.block))?;
+        if block::crc32c(&content) != block.crc {
+            return Err(corrupt(&format!("block {}", block.block), "checksum mismatch").into());
+        }
+        Ok(content)
+    }
+
+    /// A block that this transaction itself has written.
+    pub(super) fn own_write(&self, block: u64) -> Option<Bytes> {
+        let covers = |(start, data): &&(u64, Bytes)| {
+            *start <= block && block < start + (data.len() as u64).div_ceil(BLOCK)
+        };
+        let (start, data) = self.outcome.writes.iter().rev().find(covers)?;
+        let at = ((block - start) * BLOCK) as usize;
+        Some(padded(&data.slice(at..data.len().min(at + BLOCK_SIZE))))
+    }
+
+    /// Content of object bytes `offset..offset + len`, zeros where there is none.
+    pub(super) fn gather(&mut self, onode: &Onode, offset: u64, len: usize) -> Step<Bytes> {
+        let mut out = BytesMut::zeroed(len);
+        let mut done = 0;
+        for piece in block::piece_lengths(offset, len as u64) {
+            let at = offset + done as u64;
+            if let Some(block) = self.lookup(onode.nid, at / BLOCK)? {
+                let content = self.content(block)?;
+                let from = (at % BLOCK) as usize;
+                out[done..done + piece].copy_from_slice(&content[from..from + piece]);
+            }
+            done += piece;
+        }
+        Ok(out.freeze())
+    }
+}

@@ -1,0 +1,127 @@
+//! Stages: allocated, written, and given back.
+
+use base::block::{BLOCK, Payload};
+
+use super::{Core, Purpose};
+use crate::block::messages::Reply;
+use crate::block::staged::{Stage, StagedBlock};
+use crate::stage::check_stage_write;
+use crate::{StageId, StoreError};
+
+/// A `stage_write` that is on its way.
+#[derive(Debug)]
+pub(super) struct StageWrite {
+    stage: u64,
+    left: usize,
+    reply: Reply<()>,
+}
+
+impl Core {
+    pub(super) fn stage(&mut self, len: u64, reply: Reply<StageId>) {
+        if let Some(reason) = &self.poisoned {
+            return drop(reply.send(Err(StoreError::Poisoned(reason.clone()))));
+        }
+        if len == 0 {
+            return drop(reply.send(Err(StoreError::InvalidArgument("an empty stage".into()))));
+        }
+        let blocks = len.div_ceil(BLOCK);
+        match self.alloc.alloc(blocks) {
+            Some(extents) => {
+                self.last_stage += 1;
+                self.stages.insert(self.last_stage, Stage::new(len, extents));
+                let _ = reply.send(Ok(StageId(self.last_stage)));
+            }
+            None if self.alloc.free_blocks() + self.reclaimable() >= blocks => {
+                self.waiting_stages.push_back((len, reply))
+            }
+            None => drop(reply.send(Err(self.no_space(blocks)))),
+        }
+    }
+
+    pub(super) fn no_space(&self, blocks: u64) -> StoreError {
+        let free = self.alloc.free_blocks() + self.reclaimable();
+        StoreError::NoSpace { needed: blocks * BLOCK, free: free * BLOCK }
+    }
+
+    pub(super) fn stage_write(&mut self, id: StageId, offset: u64, payload: Payload, reply: Reply<()>) {
+        if let Some(reason) = &self.poisoned {
+            return drop(reply.send(Err(StoreError::Poisoned(reason.clone()))));
+        }
+        let Some(stage) = self.stages.get_mut(&id.0).filter(|s| !s.released) else {
+            return drop(reply.send(Err(StoreError::NoSuchStage(id.0))));
+        };
+        if let Err(error) = check_stage_write(stage.len, offset, &payload) {
+            return drop(reply.send(Err(error)));
+        }
+        let (first, count) = (offset / BLOCK, payload.checksums().len() as u64);
+        let range = first as usize..(first + count) as usize;
+        if stage.blocks[range.clone()].contains(&StagedBlock::Taken) {
+            let error = StoreError::InvalidArgument("the staged bytes already belong to an object".into());
+            return drop(reply.send(Err(error)));
+        }
+        let runs = stage.runs(first, count);
+        if runs.iter().any(|run| self.reads.is_being_written(*run)) {
+            let error = StoreError::InvalidArgument("the staged bytes are being written already".into());
+            return drop(reply.send(Err(error)));
+        }
+        let (data, checksums) = payload.into_parts();
+        let last = data.len() - (checksums.len() - 1).min(data.len()) * BLOCK as usize;
+        for (slot, (i, crc)) in stage.blocks[range].iter_mut().zip(checksums.iter().enumerate()) {
+            let len = if i + 1 == checksums.len() { last } else { BLOCK as usize };
+            *slot = StagedBlock::Written(base::block::pad_to_block(*crc, len));
+        }
+        let write = self.next_id();
+        let mut left = 0;
+        let mut rest = data;
+        for run in runs {
+            let part = rest.split_to(rest.len().min((run.len * BLOCK) as usize));
+            for (blocks, pieces) in self.pieces(run.start, &part) {
+                left += 1;
+                let io =
+                    self.submit_write(blocks, pieces, Purpose::Stage { blocks, write, groups: Vec::new() });
+                if let Some(stage) = self.stages.get_mut(&id.0) {
+                    stage.in_flight.insert(io);
+                }
+            }
+        }
+        if left == 0 {
+            return drop(reply.send(Ok(())));
+        }
+        self.stage_writes.insert(write, StageWrite { stage: id.0, left, reply });
+    }
+
+    pub(super) fn stage_write_done(&mut self, write: u64, io: u64, result: &std::io::Result<()>) {
+        let Some(state) = self.stage_writes.get_mut(&write) else { return };
+        state.left -= 1;
+        let (id, done) = (state.stage, state.left == 0);
+        if let Some(stage) = self.stages.get_mut(&id) {
+            stage.in_flight.remove(&io);
+        }
+        if done && let Some(state) = self.stage_writes.remove(&write) {
+            let result = match (&self.poisoned, result) {
+                (None, Ok(())) => Ok(()),
+                (Some(reason), _) => Err(StoreError::Poisoned(reason.clone())),
+                (None, Err(e)) => Err(StoreError::Io(e.to_string())),
+            };
+            let _ = state.reply.send(result);
+        }
+        self.drop_stage(id);
+    }
+
+    /// Marks a stage as released; its blocks come back once no write to them is in flight.
+    pub(super) fn stage_release(&mut self, id: u64) {
+        if let Some(stage) = self.stages.get_mut(&id) {
+            stage.released = true;
+        }
+        self.drop_stage(id);
+    }
+
+    pub(super) fn drop_stage(&mut self, id: u64) {
+        let Some(stage) = self.stages.get(&id) else { return };
+        if stage.released && stage.in_flight.is_empty() && stage.users == 0 {
+            let unnamed = stage.unnamed();
+            self.stages.remove(&id);
+            unnamed.into_iter().for_each(|e| self.alloc.free(e));
+        }
+    }
+}
