@@ -245,3 +245,37 @@ fn receive_with_fds(socket: BorrowedFd<'_>, out: &mut [u8], fds: &mut Vec<OwnedF
     }
     Ok(received.bytes)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn arbitrary_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+            let _ = decode::<Hello>(&bytes);
+            let _ = decode::<Result<Welcome, String>>(&bytes);
+        }
+    }
+
+    #[tokio::test]
+    async fn descriptors_travel_with_the_welcome() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let layout = Layout { ring_len: 64 << 10, data_len: 1 << 20 };
+        let hello = Hello { version_min: 1, version_max: 9, nonce: 3, layout: Some(layout), outstanding: 1 };
+        let store = accept(Socket::Unix(theirs), |hello, can_attach| {
+            assert!(can_attach && hello.layout == Some(layout));
+            let fd = || crate::Doorbell::create().unwrap();
+            let attachment = Attachment { memory: fd(), host_doorbell: fd(), osd_doorbell: fd() };
+            let targets = vec![TargetInfo { uuid: 7 }];
+            let welcome = Welcome { version: VERSION, nonce: hello.nonce, session: 1, memory: true, targets };
+            Ok((welcome, Some(attachment), ()))
+        });
+        let (joined, accepted) = tokio::join!(join(Socket::Unix(ours), &hello), store);
+        accepted.unwrap();
+        let (welcome, attachment, _control) = joined.unwrap();
+        assert_eq!(welcome.targets, [TargetInfo { uuid: 7 }]);
+        assert!(attachment.is_some());
+    }
+}

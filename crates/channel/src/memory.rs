@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use base::mem::Arena;
-use base::pool::{BufferPool, Lease};
+use base::pool::{BufferPool, Lease, MIN_BUFFER};
 use serde::{Deserialize, Serialize};
 
 use crate::ring::{MAX_ENTRY, Ring};
@@ -112,7 +112,14 @@ impl DpuMemory {
     /// If the sizes are not sensible or the system has not that much memory.
     pub fn new(options: MemoryOptions) -> Result<DpuMemory> {
         options.layout.check()?;
-        let pool_at = options.layout.len().next_multiple_of(base::pool::MIN_BUFFER);
+        let MemoryOptions { pool_len, largest_buffer, .. } = options;
+        if !largest_buffer.is_power_of_two() || largest_buffer < MIN_BUFFER || pool_len < largest_buffer {
+            let what = format!(
+                "staging memory of {pool_len} bytes in buffers of up to {largest_buffer} is not possible"
+            );
+            return Err(ChannelError::Refused(what));
+        }
+        let pool_at = options.layout.len().next_multiple_of(MIN_BUFFER);
         let arena = Arena::shared("outboard-dpu", pool_at + options.pool_len)?;
         let pool = BufferPool::new(Arc::clone(&arena), pool_at, options.largest_buffer);
         Ok(DpuMemory { arena, layout: options.layout, pool })
@@ -164,5 +171,30 @@ impl HostMemory {
         let arena = Arena::shared("outboard-host", layout.len())?;
         let data = Lease::new(Arc::clone(&arena), layout.data_offset(), layout.data_len as usize);
         Ok(HostMemory { arena, layout, data })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_that_cannot_be_are_refused() {
+        let fine = MemoryOptions {
+            layout: Layout { ring_len: 64 << 10, data_len: 1 << 20 },
+            pool_len: 1 << 20,
+            largest_buffer: 64 << 10,
+        };
+        let memory = DpuMemory::new(fine).unwrap();
+        let buffer = memory.pool().try_alloc(4096).unwrap().unwrap();
+        assert_eq!(memory.offset_of(&buffer), Some(fine.layout.len()));
+        assert!(DpuMemory::new(MemoryOptions { pool_len: 4096, ..fine }).is_err());
+        assert!(DpuMemory::new(MemoryOptions { largest_buffer: 5000, ..fine }).is_err());
+        for layout in
+            [(66_000, 1 << 20), (4096, 1 << 20), (64 << 10, 4096), (1 << 40, 1 << 20), (64 << 10, 1 << 50)]
+        {
+            let layout = Layout { ring_len: layout.0, data_len: layout.1 };
+            assert!(layout.check().is_err(), "{layout:?}");
+        }
     }
 }

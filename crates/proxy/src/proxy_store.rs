@@ -8,7 +8,7 @@ use base::block::{BLOCK, Payload, align_down, align_up};
 use base::mem::ArenaBuf;
 use bytes::Bytes;
 use store::{
-    CollectionId, ObjectId, ObjectStore, Page, ReadData, Result, StageId, Stat, StatFs, StoreError,
+    CollectionId, MAX_READ, ObjectId, ObjectStore, Page, ReadData, Result, StageId, Stat, StatFs, StoreError,
     Transaction,
 };
 use tokio::sync::oneshot;
@@ -160,6 +160,10 @@ async fn read_on(handle: Arc<Handle>, target: u16, whole: Window, first: Answers
             None => read.insert(part),
         };
         let wanted = whole.offset.saturating_add(whole.len).min(all.object_size);
+        let size = wanted.saturating_sub(all.offset);
+        if size > MAX_READ {
+            return Err(StoreError::TooLarge { what: "what one read returns".into(), size, limit: MAX_READ });
+        }
         if end >= wanted || got == 0 || !end.is_multiple_of(BLOCK) {
             return Ok(read.unwrap_or_default());
         }

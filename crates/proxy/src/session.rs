@@ -39,7 +39,7 @@ pub struct SessionOptions {
     pub engine: Option<Arc<dyn DmaEngine>>,
     /// Most requests unanswered on the ring.
     pub outstanding: usize,
-    /// Longest payload of one request, in bytes: of one read, or one transaction.
+    /// Longest payload of one request, in bytes: of one read, or one transaction. At most 16 MiB.
     pub largest_request: usize,
     /// How long calls wait for a store that is away, and how long [`Session::connect`] tries.
     pub wait_for_store: Duration,

@@ -36,6 +36,8 @@ pub(crate) use ring_side::RingSide;
 
 /// Most jobs that wait in a link. The OSD has its own, lower limit of requests in flight; this one only bounds memory.
 const MAX_JOBS: usize = 1 << 15;
+/// Longest range, in bytes: the checksums of a read of that length fit into a reply on the ring.
+const MAX_RANGE: usize = 16 << 20;
 /// Most calls unanswered on the control socket, in bulk or not.
 const MAX_ON_SOCKET: usize = 256;
 
@@ -157,7 +159,7 @@ impl Link {
         largest_range: usize,
         ring: Option<RingSide>,
     ) -> Arc<Link> {
-        let largest = largest_range.min(layout.data_len as usize).max(MIN_BUFFER);
+        let largest = largest_range.min(MAX_RANGE).min(layout.data_len as usize).max(MIN_BUFFER);
         let largest = 1 << largest.ilog2();
         let by_dma = ring.is_some();
         let max_transfer = ring.as_ref().map_or(2 << 20, RingSide::max_transfer);
