@@ -45,6 +45,8 @@ pub struct SessionConfig {
     pub hold: Duration,
     /// Most sessions of one listener, those without a transport included.
     pub max_sessions: usize,
+    /// Most sessions of one listener that are kept without a transport; one more is lost at once.
+    pub max_held: usize,
     /// Bytes of messages, each counted with 4 KiB on top, that a peer may send before the user takes them, and
     /// that wait here to be sent or acknowledged.
     pub window_bytes: u64,
@@ -97,6 +99,7 @@ impl Default for SessionConfig {
             handshake_timeout: Duration::from_secs(5),
             hold: Duration::from_secs(30),
             max_sessions: 4096,
+            max_held: 256,
             window_bytes: 4 << 20,
             push_window_bytes: 4 << 20,
             limits: Limits { max_header: 256 << 10, max_inline: 256 << 10, max_bulk: 1 << 30 },

@@ -41,7 +41,7 @@ pub(crate) struct Resumption {
 /// Which side of the session this is.
 pub(crate) enum Role {
     /// Makes new transports.
-    Client(Dialer),
+    Client(Box<Dialer>),
     /// Waits for them.
     Server { resumptions: mpsc::Receiver<Resumption>, registration: Registration },
 }

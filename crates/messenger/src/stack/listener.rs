@@ -45,6 +45,7 @@ struct Reception {
 struct Registry {
     sessions: Mutex<Sessions>,
     max: usize,
+    max_held: usize,
 }
 
 #[derive(Default)]
@@ -98,7 +99,7 @@ impl Registration {
         let gone = || MessengerError::SessionLost("its listener is gone".into());
         let registry = self.registry.upgrade().ok_or_else(gone)?;
         let mut sessions = registry.lock();
-        if sessions.held >= registry.max / 2 {
+        if sessions.held >= registry.max_held {
             return Err(MessengerError::SessionLost("too many sessions wait for their peers".into()));
         }
         sessions.held += 1;
@@ -129,7 +130,8 @@ impl StreamListener {
     pub(super) fn start(acceptor: Box<dyn Acceptor>, features: u64, config: SessionConfig) -> StreamListener {
         let endpoint = acceptor.endpoint();
         let (sender, accepted) = mpsc::channel(BACKLOG);
-        let registry = Arc::new(Registry { sessions: Mutex::default(), max: config.max_sessions });
+        let (max, max_held) = (config.max_sessions, config.max_held);
+        let registry = Arc::new(Registry { sessions: Mutex::default(), max, max_held });
         let handshakes = Arc::new(Semaphore::new(MAX_HANDSHAKES));
         let reception = Arc::new(Reception { features, config, registry, accepted: sender, handshakes });
         let acceptor = tokio::spawn(accept_loop(acceptor, reception)).abort_handle();

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::raw::{PATIENCE, Zeros, lost};
+use crate::raw::{PATIENCE, Raw, Zeros, lost};
 use base::block::Payload;
 use outboard_messenger::conformance::{self, Buffer, Rig};
 use outboard_messenger::{
@@ -41,6 +41,31 @@ async fn an_expired_offer_is_refused() {
     let dest = pool.alloc(10).await.unwrap();
     let late = server.0.bulk_read(&source.descriptor, 0, dest, PATIENCE).await;
     assert!(matches!(late, Err(MessengerError::BulkRefused(_))), "{late:?}");
+}
+
+#[tokio::test]
+async fn a_listener_takes_and_keeps_a_bounded_number_of_sessions() {
+    let config = SessionConfig { max_sessions: 3, max_held: 1, hold: PATIENCE, ..quick() };
+    let mut listener = TcpStack::new(config).listen("127.0.0.1:0", 0).await.unwrap();
+    let endpoint = listener.endpoint();
+    let mut peers = Vec::new();
+    for _ in 0..3 {
+        let (raw, _) = Raw::session(&endpoint).await;
+        peers.push((raw, listener.accept().await.unwrap()));
+    }
+    let refused = TcpStack::default().connect(&endpoint, ConnectOptions::default()).await;
+    assert!(matches!(refused, Err(MessengerError::Refused(_))));
+    let (raw, mut kept) = peers.remove(0);
+    drop(raw);
+    assert!(matches!(kept.1.next().await, Event::Interrupted));
+    let (raw, mut lost_at_once) = peers.remove(0);
+    drop(raw);
+    let why = lost(&mut *lost_at_once.1).await;
+    assert!(matches!(why, MessengerError::SessionLost(_)), "{why}");
+    kept.0.close().await;
+    drop((kept, lost_at_once));
+    sleep(Duration::from_millis(50)).await;
+    TcpStack::default().connect(&endpoint, ConnectOptions::default()).await.expect("there is room again");
 }
 
 /// A client on another thread whose runtime is gone in the middle of a pull, like that of a killed process.
