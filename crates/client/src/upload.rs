@@ -1,5 +1,8 @@
 //! Writing striped objects: parts first, the head that makes them visible last.
 
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
 use bytes::{Bytes, BytesMut};
 use futures::stream::{FuturesUnordered, StreamExt};
 use proto::{Manifest, Mutated, Mutation, PartId, UploadId};
@@ -8,21 +11,25 @@ use tokio::io::{AsyncRead, AsyncReadExt};
 use crate::source::Content;
 use crate::{Error, Object, PutOptions, Result};
 
+/// How long the parts of an upload that failed are given to be removed; what is left then, the node collects.
+const ABANDON: Duration = Duration::from_secs(5);
+
 /// Puts content of known length in parts.
 pub(crate) async fn put_striped(object: &Object, content: Content, options: PutOptions) -> Result<Mutated> {
     let upload = Upload::start(object)?;
-    let size = content.len();
     let mut parts = FuturesUnordered::new();
-    for index in 0..size.div_ceil(upload.part_size) {
-        let start = index * upload.part_size;
-        let part = content.slice(start, (start + upload.part_size).min(size));
-        if parts.len() == upload.in_flight {
-            parts.next().await.transpose()?;
+    let sent = async {
+        let size = content.len();
+        for index in 0..size.div_ceil(upload.part_size) {
+            let start = index * upload.part_size;
+            let part = content.slice(start, (start + upload.part_size).min(size));
+            upload.room_for_one(&mut parts).await?;
+            parts.push(upload.put_part(index, part)?);
         }
-        parts.push(upload.put_part(index, part)?);
-    }
-    while parts.next().await.transpose()?.is_some() {}
-    upload.commit(size, options).await
+        Ok(size)
+    };
+    let sent = sent.await;
+    upload.finish(sent, parts, options).await
 }
 
 /// Puts a stream: whole if it fits in one part, in parts if not.
@@ -38,35 +45,34 @@ pub(crate) async fn put_reader(
         return object.put_with(first, options).await;
     }
     let upload = Upload::start(object)?;
-    let mut pending = first;
-    let mut size = 0;
-    let mut index = 0;
     let mut parts = FuturesUnordered::new();
-    loop {
-        let missing = upload.part_size - pending.len() as u64;
-        let part = if missing == 0 {
-            pending
-        } else {
-            let more = read_up_to(&mut reader, missing).await?;
-            if pending.is_empty() { more } else { [pending, more].concat().into() }
-        };
-        pending = Bytes::new();
-        if part.is_empty() {
-            break;
+    let sent = async {
+        let mut begun = first;
+        let mut size = 0;
+        for index in 0.. {
+            let missing = upload.part_size - begun.len() as u64;
+            let part = match missing {
+                0 => begun,
+                _ => {
+                    let more = read_up_to(&mut reader, missing).await?;
+                    if begun.is_empty() { more } else { [begun, more].concat().into() }
+                }
+            };
+            begun = Bytes::new();
+            let len = part.len() as u64;
+            size += len;
+            if len > 0 {
+                upload.room_for_one(&mut parts).await?;
+                parts.push(upload.put_part(index, Content::Memory(part))?);
+            }
+            if len < upload.part_size {
+                break;
+            }
         }
-        size += part.len() as u64;
-        let last = (part.len() as u64) < upload.part_size;
-        if parts.len() == upload.in_flight {
-            parts.next().await.transpose()?;
-        }
-        parts.push(upload.put_part(index, Content::Memory(part))?);
-        index += 1;
-        if last {
-            break;
-        }
-    }
-    while parts.next().await.transpose()?.is_some() {}
-    upload.commit(size, options).await
+        Ok(size)
+    };
+    let sent = sent.await;
+    upload.finish(sent, parts, options).await
 }
 
 /// An upload under way.
@@ -75,6 +81,8 @@ struct Upload<'a> {
     id: UploadId,
     part_size: u64,
     in_flight: usize,
+    /// Parts that were sent, whatever came of them.
+    begun: AtomicU32,
 }
 
 impl<'a> Upload<'a> {
@@ -87,6 +95,7 @@ impl<'a> Upload<'a> {
             id: UploadId { session, number: link.next_upload() },
             part_size: options.part_size,
             in_flight: options.parts_in_flight,
+            begun: AtomicU32::new(0),
         })
     }
 
@@ -98,12 +107,64 @@ impl<'a> Upload<'a> {
             ))
         })?;
         let part = PartId { upload: self.id, index };
+        self.begun.store(index + 1, Ordering::Relaxed);
         Ok(self.object.compound().write_full_content(content).commit_part(Some(part)))
     }
 
-    async fn commit(&self, size: u64, options: PutOptions) -> Result<Mutated> {
+    /// Waits until fewer parts are under way than may be.
+    async fn room_for_one(
+        &self,
+        parts: &mut FuturesUnordered<impl Future<Output = Result<Mutated>>>,
+    ) -> Result<()> {
+        if parts.len() >= self.in_flight {
+            parts.next().await.transpose()?;
+        }
+        Ok(())
+    }
+
+    /// Makes the object visible once all parts are there; takes them away if it certainly never will be.
+    async fn finish(
+        &self,
+        sent: Result<u64>,
+        mut parts: FuturesUnordered<impl Future<Output = Result<Mutated>>>,
+        options: PutOptions,
+    ) -> Result<Mutated> {
+        let all = async {
+            let size = sent?;
+            while parts.next().await.transpose()?.is_some() {}
+            Ok(size)
+        };
+        let size = match all.await {
+            Ok(size) => size,
+            Err(e) => {
+                self.abandon(parts).await;
+                return Err(e);
+            }
+        };
         let manifest = Manifest { upload: self.id, part_size: self.part_size, size };
-        self.object.put_compound(options).op(Mutation::SetManifest(manifest)).commit().await
+        let head = self.object.put_compound(options).op(Mutation::SetManifest(manifest));
+        let committed = head.commit().await;
+        // After other errors the head may have been committed all the same.
+        if matches!(&committed, Err(e) if e.is_conflict()) {
+            self.abandon(parts).await;
+        }
+        committed
+    }
+
+    /// Removes the parts sent so far, as well as that goes.
+    async fn abandon(&self, mut parts: FuturesUnordered<impl Future<Output = Result<Mutated>>>) {
+        let removal = async {
+            while parts.next().await.is_some() {}
+            for index in 0..self.begun.load(Ordering::Relaxed) {
+                let part = PartId { upload: self.id, index };
+                if let Err(e) = self.object.compound().remove().commit_part(Some(part)).await {
+                    tracing::debug!(index, error = %e, "a part is left to the node's collector");
+                }
+            }
+        };
+        if tokio::time::timeout(ABANDON, removal).await.is_err() {
+            tracing::debug!("parts of a failed upload are left to the node's collector");
+        }
     }
 }
 

@@ -86,14 +86,28 @@ async fn parts_go_when_their_object_is_replaced_or_removed() {
 }
 
 #[tokio::test]
-async fn parts_of_an_upload_that_failed_are_collected_once_its_client_is_gone() {
+async fn parts_of_an_upload_that_failed_are_taken_away() {
+    let node = Node::start();
+    let (_client, object) = object(&node).await;
+    object.put("before").await.unwrap();
+    let failing = Broken { left: 5 * PART as usize, fails: true };
+    let e = object.put_reader(failing, PutOptions::default()).await.unwrap_err();
+    assert!(matches!(e, Error::Io(_)));
+    assert_eq!(node.parts(), 0);
+    let exclusive = PutOptions { exclusive: true, ..PutOptions::default() };
+    assert!(object.put_with(data(2 << 20, 1), exclusive).await.unwrap_err().is_conflict());
+    assert_eq!(node.parts(), 0);
+    assert_eq!(object.get().await.unwrap(), "before");
+}
+
+#[tokio::test]
+async fn parts_of_an_upload_that_was_given_up_are_collected_once_its_client_is_gone() {
     let node = Node::start();
     let (client, object) = object(&node).await;
     object.put("before").await.unwrap();
-    let failing = Failing { left: 5 * PART as usize };
-    let e = object.put_reader(failing, PutOptions::default()).await.unwrap_err();
-    assert!(matches!(e, Error::Io(_)));
-    assert_eq!(object.get().await.unwrap(), "before");
+    let hanging = Broken { left: 5 * PART as usize, fails: false };
+    let upload = object.put_reader(hanging, PutOptions::default());
+    assert!(tokio::time::timeout(Duration::from_millis(500), upload).await.is_err());
     let orphans = node.parts();
     assert!(orphans > 0, "the upload had begun");
     let other = node.client().await;
@@ -135,17 +149,21 @@ async fn an_object_replaced_while_it_is_read_is_never_mixed() {
     assert!(whole > 0, "some reads got through");
 }
 
-/// A stream that fails after some bytes.
-struct Failing {
+/// A stream that fails or hangs after some bytes.
+struct Broken {
     left: usize,
+    fails: bool,
 }
 
-impl AsyncRead for Failing {
+impl AsyncRead for Broken {
     fn poll_read(
         mut self: Pin<&mut Self>,
         _: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
+        if self.left == 0 && !self.fails {
+            return Poll::Pending;
+        }
         if self.left == 0 {
             return Poll::Ready(Err(io::Error::other("the stream broke")));
         }
