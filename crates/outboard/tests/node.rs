@@ -1,9 +1,9 @@
 //! Whole nodes, seen from outside: real processes, real signals, the `outboard` program and nothing else.
 
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -253,4 +253,54 @@ fn fsck_finds_damage_and_says_where() {
     assert_eq!(found["targets"][0]["report"]["problem_count"], 1, "{found:#}");
     let output = outboard(node.dir.path(), &["fsck", node.target(0).to_str().unwrap(), "--repair"]);
     assert_eq!(output.status.code(), Some(1), "lost data cannot be repaired: {}", said(&output));
+}
+
+/// A process of `outboard` that runs until it is told to stop, and what it said first.
+fn start(dir: &Path, args: &[&str]) -> (Child, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_outboard"));
+    command.args(args).current_dir(dir).env("OUTBOARD_DIR", dir).env_remove("OUTBOARD_ENDPOINT");
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    (child, line)
+}
+
+fn stop(mut child: Child, signal: Signal) {
+    kill_process(Pid::from_child(&child), signal).unwrap();
+    assert!(child.wait().unwrap().success());
+}
+
+#[test]
+fn in_the_foreground_a_node_runs_until_ctrl_c() {
+    let node = Node::new();
+    let (supervisor, endpoint) = start(node.dir.path(), &["up", "--target-size", "32MiB"]);
+    let status = node.status();
+    assert_eq!(status["endpoint"], endpoint.trim());
+    let pids: Vec<u32> = status["processes"].as_array().unwrap().iter().map(pid).collect();
+    assert_eq!(pids[0], supervisor.id());
+    stop(supervisor, Signal::INT);
+    assert!(pids.iter().all(|pid| is_gone(*pid)));
+    assert_eq!(node.status()["up"], false);
+}
+
+#[test]
+fn the_roles_run_by_hand_over_unix_and_tcp_sockets() {
+    let node = Node::new();
+    node.up("host", "1");
+    node.down();
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    for address in ["by-hand.sock".to_owned(), format!("tcp:127.0.0.1:{port}")] {
+        let (store, said) =
+            start(node.dir.path(), &["store", "--target", "targets/0.img", "--socket", &address]);
+        assert!(said.contains("\"ready\""), "{said}");
+        let osd = ["osd", "--store-socket", &address, "--listen", "127.0.0.1:0"];
+        let (osd, said) = start(node.dir.path(), &osd);
+        let said: Value = serde_json::from_str(&said).unwrap();
+        let endpoint = said["ready"]["endpoint"].as_str().expect("it is ready").to_owned();
+        let output = outboard(node.dir.path(), &["--endpoint", &endpoint, "status", "--json"]);
+        let status: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert!(status["targets"][0]["free"].as_u64() > Some(0), "{status:#}");
+        stop(osd, Signal::TERM);
+        stop(store, Signal::TERM);
+    }
 }
