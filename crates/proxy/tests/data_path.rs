@@ -185,31 +185,31 @@ async fn dropped_futures_undo_nothing_and_leak_nothing() {
     panic!("left: {:?}, {:?}", node.server.status(), node.session.pool().free_bytes());
 }
 
-/// An engine that takes its time with every chain, so that what goes over the socket is there first.
-struct Slow {
+/// An engine that does something to every chain, on a thread of its own, before it is carried out.
+struct Meddling {
     engine: Arc<ShmEngine>,
     chains: mpsc::Sender<Chain>,
-    delayed: AtomicUsize,
+    posted: AtomicUsize,
 }
 
-impl Slow {
-    fn start() -> Arc<Slow> {
+impl Meddling {
+    fn start(mut meddle: impl FnMut(&mut Chain) + Send + 'static) -> Arc<Meddling> {
         let engine = ShmEngine::start(ShmOptions::default()).unwrap();
         let (chains, queue) = mpsc::channel::<Chain>();
         let behind = Arc::clone(&engine);
         std::thread::spawn(move || {
-            for chain in queue {
-                std::thread::sleep(Duration::from_millis(5));
+            for mut chain in queue {
+                meddle(&mut chain);
                 behind.post(chain).unwrap();
             }
         });
-        Arc::new(Slow { engine, chains, delayed: AtomicUsize::new(0) })
+        Arc::new(Meddling { engine, chains, posted: AtomicUsize::new(0) })
     }
 }
 
-impl DmaEngine for Slow {
+impl DmaEngine for Meddling {
     fn name(&self) -> &str {
-        "slow"
+        "meddling"
     }
     fn is_emulated(&self) -> bool {
         true
@@ -234,7 +234,7 @@ impl DmaEngine for Slow {
             chain.transfers.iter().all(|t| t.len <= self.max_transfer()),
             "the engine's limit was asked for"
         );
-        self.delayed.fetch_add(1, Ordering::Relaxed);
+        self.posted.fetch_add(1, Ordering::Relaxed);
         self.chains.send(chain).unwrap();
         Ok(())
     }
@@ -248,7 +248,8 @@ impl DmaEngine for Slow {
 
 #[tokio::test]
 async fn a_call_on_the_socket_waits_for_the_transactions_on_the_ring() {
-    let slow = Slow::start();
+    // What goes over the socket is there first.
+    let slow = Meddling::start(|_| std::thread::sleep(Duration::from_millis(5)));
     let engine: Arc<dyn DmaEngine> = slow.clone();
     let options = SessionOptions { engine: Some(engine), ..options() };
     let node = node_of(Path::Dma, Arc::new(MemStore::new()), options).await;
@@ -263,7 +264,7 @@ async fn a_call_on_the_socket_waits_for_the_transactions_on_the_ring() {
         put(&node.store, n as usize, payload).await;
         assert_eq!(get(&node.store, n as usize, 150_000).await, pattern(n, 150_000));
     }
-    assert!(slow.delayed.load(Ordering::Relaxed) > 40, "the delays fired");
+    assert!(slow.posted.load(Ordering::Relaxed) > 40, "the delays fired");
 }
 
 #[tokio::test]
@@ -347,4 +348,40 @@ async fn a_closed_session_fails_its_calls() {
     assert!(matches!(stat.await, Err(StoreError::Disconnected(_) | StoreError::NoSuchObject(_))));
     assert!(matches!(node.store.statfs().await, Err(StoreError::Disconnected(_))));
     assert!(!node.session.status().connected);
+}
+
+#[tokio::test]
+async fn a_failed_transfer_costs_the_session_and_nothing_else() {
+    let faults = Arc::new(AtomicUsize::new(0));
+    let fired = Arc::clone(&faults);
+    let mut chains = 0;
+    let engine = Meddling::start(move |chain| {
+        chains += 1;
+        if chains % 150 == 0
+            && let Some(transfer) = chain.transfers.first_mut()
+        {
+            transfer.dst.offset = usize::MAX;
+            fired.fetch_add(1, Ordering::Relaxed);
+        }
+    });
+    let options = SessionOptions { engine: Some(engine), ..options() };
+    let node = node_of(Path::Dma, Arc::new(MemStore::new()), options).await;
+    make_collection(&node.store).await;
+    let mut acknowledged = Vec::new();
+    for n in 0..120 {
+        let len = 1 + n * 5000;
+        let source = WriteSource::Inline(payload(n as u64, len));
+        match node.store.queue_transaction(transaction(Op::Write { oid: oid(n), offset: 0, source })).await {
+            Ok(()) => acknowledged.push((n, len)),
+            Err(e) => assert!(matches!(e, StoreError::Disconnected(_)), "{e}"),
+        }
+    }
+    for &(n, len) in &acknowledged {
+        assert_eq!(get(&node.store, n, len).await, pattern(n as u64, len));
+    }
+    assert!(faults.load(Ordering::Relaxed) >= 2, "the faults fired");
+    assert!(acknowledged.len() >= 100, "most went through");
+    assert_eq!(node.session.status().sessions as usize, 1 + faults.load(Ordering::Relaxed));
+    assert!(node.session.status().last_failure.unwrap().contains("DMA"));
+    assert_eq!(node.session.pool().free_bytes().0, 16 * MIB, "no buffer is lost");
 }
