@@ -45,7 +45,8 @@ async fn an_expired_offer_is_refused() {
 
 #[tokio::test]
 async fn a_listener_takes_and_keeps_a_bounded_number_of_sessions() {
-    let config = SessionConfig { max_sessions: 3, max_held: 1, hold: PATIENCE, ..quick() };
+    let (heartbeat, grace) = (Duration::from_secs(1), Duration::from_secs(5));
+    let config = SessionConfig { max_sessions: 3, max_held: 1, hold: PATIENCE, heartbeat, grace, ..quick() };
     let mut listener = TcpStack::new(config).listen("127.0.0.1:0", 0).await.unwrap();
     let endpoint = listener.endpoint();
     let mut peers = Vec::new();
