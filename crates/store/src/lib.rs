@@ -2,6 +2,10 @@
 //!
 //! [`ObjectStore`] follows the semantics of Ceph's interface of that name. Its implementations agree by one
 //! conformance suite. The store knows nothing of pools, names, clients or networks: ids are opaque bytes.
+//!
+//! [`BlockStore`] keeps a target on a file or block device (`docs/format.md` draws it); [`MemStore`] is the model that it
+//! is compared with. [`fsck`](fn@fsck) checks a target that is not mounted. All `unsafe` of this crate is in two modules: the
+//! I/O ring, and the segments of buffers that it fills.
 
 #![deny(unsafe_code)]
 
@@ -10,6 +14,8 @@ mod block;
 #[cfg(any(test, feature = "conformance"))]
 pub mod conformance;
 mod error;
+#[doc(hidden)]
+pub mod fuzz;
 mod mem_store;
 mod stage;
 mod transaction;

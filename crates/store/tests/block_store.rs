@@ -3,8 +3,13 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use base::block::Payload;
+use bytes::Bytes;
 use outboard_store::conformance::{self, compare, random_operations, random_operations_beside, seed};
-use outboard_store::{BlockStore, MemStore, MkfsOptions, MountOptions, ObjectStore, StoreError};
+use outboard_store::{
+    BlockStore, CollectionId, MemStore, MkfsOptions, MountOptions, ObjectId, ObjectStore, Op, StoreError,
+    Transaction, WriteSource, fsck,
+};
 use tempfile::TempDir;
 
 const SIZE: u64 = 48 << 20;
@@ -96,4 +101,48 @@ async fn wrong_targets_are_refused() {
     let small = MkfsOptions { size: Some(1 << 20), ..MkfsOptions::default() };
     let refused = BlockStore::mkfs(&target.dir.path().join("small"), &small, |_, _| {});
     assert!(matches!(refused, Err(StoreError::InvalidArgument(_))));
+}
+
+#[tokio::test]
+async fn a_damaged_extent_is_seen_by_the_reader_and_by_fsck() {
+    let target = Target::new();
+    let store = target.mount();
+    let (c, o) = (CollectionId::new("c").unwrap(), ObjectId::new("o").unwrap());
+    let data = Bytes::from(vec![0x5a; 100_000]);
+    let source = WriteSource::Inline(Payload::compute(0, data.clone()));
+    let write = Transaction::new(c.clone()).with(Op::CreateCollection).with(Op::Write {
+        oid: o.clone(),
+        offset: 0,
+        source,
+    });
+    store.queue_transaction(write).await.unwrap();
+    store.umount().await.unwrap();
+    drop(store);
+    let report = fsck(&target.path(), false, |_, _| {}).unwrap();
+    assert!(report.is_clean() && report.was_clean, "{report:?}");
+    assert_eq!((report.objects, report.blocks), (1, 25));
+
+    let mut bytes = std::fs::read(target.path()).unwrap();
+    let at = bytes.windows(64).position(|w| w == [0x5a; 64]).expect("the object's data");
+    bytes[at + 5000] ^= 4;
+    std::fs::write(target.path(), bytes).unwrap();
+    let report = fsck(&target.path(), true, |_, _| {}).unwrap();
+    assert_eq!((report.problem_count, report.is_clean()), (1, false), "{report:?}");
+    assert!(report.problems[0].what.contains("at 4096"), "{report:?}");
+
+    let store = target.mount();
+    let read = store.read(&c, &o, 0, 100_000, None).await.unwrap();
+    assert_eq!(read.verify().unwrap_err().offset, 4096);
+    let merge = Op::Write {
+        oid: o.clone(),
+        offset: 4100,
+        source: WriteSource::Inline(Payload::compute(4100, Bytes::from_static(b"x"))),
+    };
+    let merged = store.queue_transaction(Transaction::new(c.clone()).with(merge)).await;
+    assert!(
+        matches!(merged, Err(StoreError::Corrupt { .. })),
+        "damage is not given a new checksum: {merged:?}"
+    );
+    let other = store.read(&c, &o, 8192, 4096, None).await.unwrap();
+    assert!(other.verify().is_ok(), "other blocks are not affected");
 }

@@ -7,7 +7,7 @@ mod blocks;
 mod clones;
 mod writes;
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 
 use base::block::BLOCK_SIZE;
 use bytes::{Bytes, BytesMut};
@@ -67,8 +67,8 @@ pub(crate) struct Outcome {
     pub(crate) record: Record,
     /// Data to be written to newly allocated blocks: first block, bytes (the last block may be short).
     pub(crate) writes: Vec<(u64, Bytes)>,
-    /// Blocks of stages that were named.
-    pub(crate) taken: Vec<(StageId, u64)>,
+    /// Runs of blocks of stages that were named: stage, first block, number of blocks.
+    pub(crate) taken: Vec<(StageId, u64, u64)>,
     pub(crate) collections: Vec<(CollectionId, Option<u64>)>,
 }
 
@@ -85,7 +85,6 @@ pub(crate) struct Apply<'a> {
     staged: Vec<Extent>,
     frees: Vec<u64>,
     deferred: BTreeMap<u64, Bytes>,
-    named: HashSet<(StageId, u64)>,
     next_nid: u64,
     outcome: Outcome,
 }
@@ -104,7 +103,6 @@ impl<'a> Apply<'a> {
             staged: Vec::new(),
             frees: Vec::new(),
             deferred: BTreeMap::new(),
-            named: HashSet::new(),
             next_nid,
             outcome: Outcome::default(),
         }
@@ -142,7 +140,6 @@ impl<'a> Apply<'a> {
         self.frees.sort_unstable();
         let mut frees = Vec::new();
         self.frees.iter().for_each(|b| push_block(&mut frees, *b));
-        outcome.taken.extend(&self.named);
         outcome.record = Record {
             puts: std::mem::take(&mut self.puts).into_iter().collect(),
             allocs,

@@ -21,7 +21,7 @@ use super::io::{IoDone, IoOp, IoRequest, Segment, Whole};
 use super::messages::{Answer, Command, Event, Output, Reply, Work, refuse};
 use super::query::{Query, Reads};
 use super::recovery::Settled;
-use super::staged::{Stage, StagedBlock};
+use super::staged::Stage;
 use super::superblock::Superblock;
 use super::view::{Loaded, Need, View};
 use crate::{CollectionId, Op, Result, StageId, StatFs, StoreError, Transaction};
@@ -411,19 +411,8 @@ impl Core {
             }
         }
         self.next_nid = outcome.record.next_nid;
-        for (id, block) in &outcome.taken {
-            if let Some(stage) = self.stages.get_mut(&id.0) {
-                stage.blocks[*block as usize] = StagedBlock::Taken;
-                let group = self.commits.next_group();
-                for io in &stage.in_flight {
-                    if let Some(Purpose::Stage { groups, .. }) = self.io.get_mut(io)
-                        && !groups.contains(&group)
-                    {
-                        groups.push(group);
-                        self.commits.add_io(group);
-                    }
-                }
-            }
+        for (id, first, count) in &outcome.taken {
+            self.take_staged(id.0, *first, *count);
         }
         for extent in &outcome.record.allocs {
             self.taken.set(*extent, true);

@@ -13,7 +13,7 @@ use super::drive::{Drive, FileDrive};
 use super::extent::Extent;
 use super::index::Changes;
 use super::records::{Onode, REF_BLOCKS, RefPage, SHARD_BLOCKS, Shard, decode_collection, key};
-use super::recovery::{Recovered, recover};
+use super::recovery::{Mode, Recovered, recover};
 use crate::{Result, StoreError};
 
 /// Memory for index pages, in bytes.
@@ -91,7 +91,7 @@ pub(crate) fn check(
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<FsckReport> {
     let mut report = FsckReport::default();
-    let recovered = match recover(drive, INDEX_CACHE, repair) {
+    let recovered = match recover(drive, INDEX_CACHE, if repair { Mode::Repair } else { Mode::Check }) {
         Ok(recovered) => recovered,
         Err(StoreError::Corrupt { what, detail }) => {
             report.problem(what, detail, false);

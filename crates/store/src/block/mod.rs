@@ -33,3 +33,34 @@ mod view;
 
 pub use fsck::{FsckReport, Problem, fsck};
 pub use store::{BlockStore, MkfsOptions, MountOptions};
+
+/// Feeds `bytes` to every decoder of the format: superblock, log group and record, onode, shard, reference counts, meta
+/// record, collection, header slot and checksum table of the index.
+pub(crate) fn decode_all(bytes: &[u8]) {
+    let mut block = bytes.to_vec();
+    block.resize(base::block::BLOCK_SIZE, 0);
+    let _ = (
+        superblock::Superblock::decode(&block),
+        superblock::Superblock::decode(&superblock::seal(block.clone())),
+    );
+    let _ = (log::decode_group(bytes), log::Record::decode(bytes));
+    let _ = (
+        records::Onode::decode(bytes),
+        records::Shard::decode(bytes, 1 << 20),
+        records::RefPage::decode(bytes),
+    );
+    let _ = (records::Meta::decode(bytes), records::decode_collection(bytes, bytes));
+    let _ = (region::decode_slot(&block), region::decode_table(0, &block[..log::SECTOR]));
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn no_decoder_panics(bytes in proptest::collection::vec(any::<u8>(), 0..5000)) {
+            super::decode_all(&bytes);
+        }
+    }
+}

@@ -132,11 +132,23 @@ pub(crate) struct Recovered {
     pub(crate) damage: Vec<String>,
 }
 
+/// What a target is read for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Mode {
+    /// For work: the log of a target that was unmounted in order is empty and not looked at.
+    Mount,
+    /// To be looked at.
+    Check,
+    /// To be put right: damage ends the log, and is listed.
+    Repair,
+}
+
 /// Reads a target and applies the log in memory; changes nothing but what `redb` does when it opens its storage.
 ///
 /// # Errors
 /// See [`StoreError`]: no target, wrong version, damage.
-pub(crate) fn recover(drive: &Arc<dyn Drive>, index_cache: usize, repair: bool) -> Result<Recovered> {
+pub(crate) fn recover(drive: &Arc<dyn Drive>, index_cache: usize, mode: Mode) -> Result<Recovered> {
+    let repair = mode == Mode::Repair;
     let superblock = Superblock::read(drive.as_ref())?;
     let index = Index::open(
         IndexRegion::open(Arc::clone(drive), superblock.index).map_err(index_error)?,
@@ -151,7 +163,12 @@ pub(crate) fn recover(drive: &Arc<dyn Drive>, index_cache: usize, repair: bool) 
     }
     let mut damage = Vec::new();
     let taken = load_bitmap(&index, &superblock, repair.then_some(&mut damage))?;
-    let scan = log::scan(drive.as_ref(), &superblock, meta.epoch, meta.log_start, repair)?;
+    let scan = match mode {
+        Mode::Mount if superblock.clean && superblock.checkpoint == meta.checkpoint => {
+            log::Scan { next: meta.log_start, ..log::Scan::default() }
+        }
+        _ => log::scan(drive.as_ref(), &superblock, meta.epoch, meta.log_start, repair)?,
+    };
     damage.extend(scan.damage);
     let mut recovered = Recovered {
         index: Arc::new(index),
@@ -344,7 +361,7 @@ pub(crate) fn mount(
     if let Some(expected) = uuid.filter(|u| *u != found) {
         return Err(StoreError::WrongUuid { found: found.to_string(), expected: expected.to_string() });
     }
-    let recovered = recover(drive, index_cache, false)?;
+    let recovered = recover(drive, index_cache, Mode::Mount)?;
     recovered.damage.iter().for_each(|damage| tracing::warn!(damage, "damage was passed over"));
     let mut collections: BTreeMap<CollectionId, u64> = BTreeMap::new();
     recovered.entries(key::COLLECTION, |name, value| {
@@ -360,7 +377,7 @@ pub(crate) fn mount(
 /// Marks free blocks as taken and gives a block a reference too many.
 #[cfg(test)]
 pub(crate) fn spoil_for_test(drive: &Arc<dyn Drive>) {
-    let mut recovered = recover(drive, 1 << 20, false).expect("a sound target");
+    let mut recovered = recover(drive, 1 << 20, Mode::Check).expect("a sound target");
     let free = recovered.taken.find_free(0, 9).expect("free blocks");
     recovered.taken.set(free, true);
     let page = super::records::RefPage { extra: [(7, 3)].into() };

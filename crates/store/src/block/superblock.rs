@@ -43,12 +43,8 @@ impl Superblock {
     pub(crate) fn encode(&self) -> Vec<u8> {
         let body = postcard::to_allocvec(self).expect("a superblock can always be encoded");
         let mut out = vec![0; BLOCK_SIZE];
-        out[..8].copy_from_slice(MAGIC);
-        out[8..12].copy_from_slice(&VERSION.to_le_bytes());
         out[12..12 + body.len()].copy_from_slice(&body);
-        let crc = crc32c(&out[..BLOCK_SIZE - 4]);
-        out[BLOCK_SIZE - 4..].copy_from_slice(&crc.to_le_bytes());
-        out
+        seal(out)
     }
 
     /// Decodes one copy.
@@ -138,6 +134,15 @@ impl Superblock {
     }
 }
 
+/// Puts magic number, version and checksum around the body of a superblock.
+pub(crate) fn seal(mut block: Vec<u8>) -> Vec<u8> {
+    block[..8].copy_from_slice(MAGIC);
+    block[8..12].copy_from_slice(&VERSION.to_le_bytes());
+    let crc = crc32c(&block[..BLOCK_SIZE - 4]);
+    block[BLOCK_SIZE - 4..].copy_from_slice(&crc.to_le_bytes());
+    block
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -177,12 +182,8 @@ mod tests {
         }
 
         #[test]
-        fn arbitrary_bytes_never_panic(mut bytes in proptest::collection::vec(any::<u8>(), BLOCK_SIZE)) {
-            bytes[..8].copy_from_slice(MAGIC);
-            bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
-            let crc = crc32c(&bytes[..BLOCK_SIZE - 4]);
-            bytes[BLOCK_SIZE - 4..].copy_from_slice(&crc.to_le_bytes());
-            let _ = Superblock::decode(&bytes);
+        fn arbitrary_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), BLOCK_SIZE)) {
+            let _ = Superblock::decode(&seal(bytes));
         }
     }
 }

@@ -96,15 +96,20 @@ impl Apply<'_> {
         check_staged_use(stage.len, from, len, offset, onode.size)?;
         let (first, count) = (from / BLOCK, len.div_ceil(BLOCK));
         let runs = stage.runs(first, count);
+        let named = |(stage, start, len): &(StageId, u64, u64)| {
+            *stage == id && *start < first + count && first < start + len
+        };
+        if self.outcome.taken.iter().any(named) {
+            return Err(block_not_available(first).into());
+        }
         let mut refs = Vec::with_capacity(count as usize);
         for (number, block) in (first..).zip(runs.iter().flat_map(|e| e.blocks())) {
-            match stage.blocks[number as usize] {
-                StagedBlock::Written(crc) if self.named.insert((id, number)) => {
-                    refs.push(Some(BlockRef { block, crc, shared: false }));
-                }
-                _ => return Err(block_not_available(number).into()),
-            }
+            let StagedBlock::Written(crc) = stage.blocks[number as usize] else {
+                return Err(block_not_available(number).into());
+            };
+            refs.push(Some(BlockRef { block, crc, shared: false }));
         }
+        self.outcome.taken.push((id, first, count));
         self.staged.extend(runs);
         self.map(onode, offset / BLOCK, &refs)?;
         onode.size = onode.size.max(offset + len);

@@ -124,4 +124,19 @@ impl Core {
             unnamed.into_iter().for_each(|e| self.alloc.free(e));
         }
     }
+
+    /// Blocks of a stage now belong to an object; the group that says so waits for the stage's writes.
+    pub(super) fn take_staged(&mut self, id: u64, first: u64, count: u64) {
+        let Some(stage) = self.stages.get_mut(&id) else { return };
+        stage.blocks[first as usize..(first + count) as usize].fill(StagedBlock::Taken);
+        let group = self.commits.next_group();
+        for io in &stage.in_flight {
+            if let Some(Purpose::Stage { groups, .. }) = self.io.get_mut(io)
+                && !groups.contains(&group)
+            {
+                groups.push(group);
+                self.commits.add_io(group);
+            }
+        }
+    }
 }

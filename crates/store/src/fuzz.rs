@@ -1,0 +1,8 @@
+//! Decoders of what lies on a target, for fuzzing: none may panic on any bytes.
+
+use crate::block::decode_all;
+
+/// Feeds `bytes` to every decoder of the on-disk format.
+pub fn decode(bytes: &[u8]) {
+    decode_all(bytes);
+}
