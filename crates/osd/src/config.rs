@@ -42,7 +42,7 @@ impl Default for OsdConfig {
             store_patience: Duration::from_secs(30),
             session_expiry: Duration::from_secs(24 * 3600),
             orphan_grace: Duration::from_secs(3600),
-            collect_interval: Duration::from_secs(600),
+            collect_interval: Duration::from_secs(1800),
             requests_per_connection: 256,
             sessions: 4096,
             cached_objects_per_pg: 4096,

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use base::BoxFuture;
 use base::block::Payload;
-use client::{Client, Options};
+use client::{Client, Error, Options};
 use futures::future::{join_all, pending};
 use messenger::transport::faulty::Faults;
 use messenger::{BulkSource, SessionConfig, SimStack};
@@ -103,4 +103,21 @@ async fn a_client_that_stalls_holds_up_nobody() {
     // Its pull is under way; the object is free all the same, and so is the rest of the staging memory.
     object.put(data(3 << 20, 1)).await.unwrap();
     assert!(object.get().await.unwrap() == data(3 << 20, 1));
+}
+
+#[tokio::test]
+async fn a_node_that_is_gone_costs_its_clients_a_bounded_time() {
+    let mut node = Node::start();
+    let options = Options { request_timeout: Duration::from_millis(300), ..Options::default() };
+    let client = node.client_with(options).await;
+    client.create_pool("pool").await.unwrap();
+    let object = client.pool("pool").unwrap().object("object").unwrap();
+    node.osd.take().unwrap().stop();
+    assert!(matches!(object.put("x").await, Err(Error::TimedOut(_))));
+    node.restart();
+    // The client comes back by itself; what it had given up is not repeated.
+    while object.put("").await.is_err() {}
+    assert_eq!(object.get().await.unwrap(), "");
+    client.close().await;
+    assert!(matches!(object.get().await, Err(Error::Closed)));
 }
