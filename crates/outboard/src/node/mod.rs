@@ -7,6 +7,7 @@ pub mod checkup;
 pub mod config;
 pub mod dir;
 pub mod keeper;
+pub mod keys;
 pub mod locate;
 pub mod logging;
 pub mod metrics;

@@ -1,0 +1,168 @@
+//! The one list of what can be configured.
+//!
+//! The file that the first `up` writes, the check for unknown keys, the names of environment variables and
+//! `docs/configuration.md` all follow from it.
+
+use toml::{Table, Value};
+
+/// One thing that can be configured.
+#[derive(Debug, Clone, Copy)]
+pub struct Key {
+    /// Section of the file, empty for the top.
+    pub section: &'static str,
+    /// Name within the section.
+    pub name: &'static str,
+    /// Its value if nothing else is said, as TOML.
+    pub default: &'static str,
+    /// What it means: unit, range, consequence.
+    pub about: &'static str,
+}
+
+const fn key(section: &'static str, name: &'static str, default: &'static str, about: &'static str) -> Key {
+    Key { section, name, default, about }
+}
+
+/// Everything that can be configured.
+pub const KEYS: &[Key] = &[
+    key(
+        "",
+        "placement",
+        "\"dpu\"",
+        "Where requests are handled: \"dpu\" (osd and store are two processes joined by the host-DPU channel) or \"host\" (one process, the baseline).",
+    ),
+    key(
+        "",
+        "listen",
+        "\"127.0.0.1:0\"",
+        "Address that clients connect to. Port 0 takes a free one; `outboard status` says which.",
+    ),
+    key(
+        "",
+        "targets",
+        "[]",
+        "Files or raw block devices, one per target; relative to the node's directory. The set is fixed once the node has started.",
+    ),
+    key(
+        "",
+        "target_size",
+        "\"8GiB\"",
+        "Size of target files that `up` makes. Existing ones and devices keep theirs. Written in full, so it takes that much space at once.",
+    ),
+    key("store", "index_cache", "\"32MiB\"", "Memory for index pages, per target."),
+    key("store", "metadata_cache", "\"16MiB\"", "Memory for decoded metadata, per target."),
+    key(
+        "store",
+        "buffers",
+        "\"32MiB\"",
+        "Memory for reads and writes whose own memory cannot go to the drive directly, per target.",
+    ),
+    key(
+        "channel",
+        "window",
+        "\"64MiB\"",
+        "Host memory that a session's payload passes through: 1MiB to 4GiB, a multiple of 4KiB.",
+    ),
+    key("channel", "requests", "256", "Most requests to the store that are unanswered at a time: 1 to 1024."),
+    key(
+        "osd",
+        "staging",
+        "\"128MiB\"",
+        "Memory for payload between client and store; requests wait when it is used up. At least 8MiB, a multiple of 4MiB.",
+    ),
+    key(
+        "osd",
+        "store_patience",
+        "\"30s\"",
+        "How long requests wait for a store that is restarting before clients are told to retry.",
+    ),
+    key("osd", "transfer_timeout", "\"30s\"", "How long one transfer from or to a client may take."),
+    key(
+        "osd",
+        "session_expiry",
+        "\"24h\"",
+        "Clients that changed nothing for that long lose the record of what they did; a retry that comes later is refused.",
+    ),
+    key(
+        "osd",
+        "orphan_grace",
+        "\"1h\"",
+        "Parts of an unfinished upload are removed when they are that old and their uploader has gone.",
+    ),
+    key("osd", "collect_interval", "\"10m\"", "Pause between two searches for such parts."),
+    key(
+        "osd",
+        "requests_per_connection",
+        "256",
+        "Most requests of one client worked on at a time: 1 to 4096.",
+    ),
+    key("osd", "sessions", "4096", "Most clients known at a time: 1 to 65536."),
+    key(
+        "log",
+        "level",
+        "\"info\"",
+        "What is logged: error, warn, info, debug, trace, or a filter such as \"info,osd=debug\".",
+    ),
+    key("log", "format", "\"text\"", "\"text\" or \"json\" (one object per line)."),
+    key(
+        "log",
+        "max_size",
+        "\"16MiB\"",
+        "A role's log file larger than this is renamed to *.log.1 when the role starts, replacing the one before.",
+    ),
+    key(
+        "metrics",
+        "listen",
+        "\"127.0.0.1:0\"",
+        "Address of each process's Prometheus page. With a port other than 0, the supervisor takes it and the roles the ones that follow: store (or node) +1, osd +2.",
+    ),
+    key("supervise", "backoff_min", "\"100ms\"", "Pause before a dead role is restarted; doubles each time."),
+    key("supervise", "backoff_max", "\"5s\"", "Longest pause before a restart."),
+    key(
+        "supervise",
+        "steady_after",
+        "\"10s\"",
+        "A role that was ready for this long starts again at backoff_min.",
+    ),
+    key(
+        "supervise",
+        "ready_timeout",
+        "\"120s\"",
+        "A role that is not ready after this is killed and counts as dead. Recovery of a large log takes its time.",
+    ),
+    key(
+        "supervise",
+        "stop_timeout",
+        "\"30s\"",
+        "A role that has not stopped after this is killed; nothing acknowledged is lost.",
+    ),
+];
+
+impl Key {
+    /// `section.name`, or `name` at the top.
+    pub fn path(&self) -> String {
+        if self.section.is_empty() { self.name.to_owned() } else { format!("{}.{}", self.section, self.name) }
+    }
+
+    /// The environment variable that overrides the file. The log level is asked for often enough to have a short one.
+    pub fn env(&self) -> String {
+        if self.path() == "log.level" {
+            return "OUTBOARD_LOG".to_owned();
+        }
+        format!("OUTBOARD_{}", self.path().replace('.', "_").to_uppercase())
+    }
+
+    /// Its default.
+    pub fn default_value(&self) -> Value {
+        let table: Table = format!("v = {}", self.default).parse().expect("the defaults in KEYS are TOML");
+        table["v"].clone()
+    }
+
+    /// A value as text (from the environment) of the kind that the key has.
+    pub fn parse(&self, text: &str) -> Value {
+        match self.default_value() {
+            Value::Array(_) => Value::Array(text.split(':').map(|t| Value::String(t.to_owned())).collect()),
+            Value::Integer(_) => text.parse().map_or_else(|_| Value::String(text.to_owned()), Value::Integer),
+            _ => Value::String(text.to_owned()),
+        }
+    }
+}
