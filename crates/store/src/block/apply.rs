@@ -28,6 +28,8 @@ pub(crate) enum Stop {
     Need(Vec<Need>),
     /// That many blocks must be free.
     Space(u64),
+    /// The index must be brought forward first, to tell whether there is room in it.
+    Checkpoint,
     /// It fails.
     Fail(StoreError),
 }

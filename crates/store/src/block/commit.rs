@@ -128,6 +128,11 @@ impl Commits {
         self.record_bytes > self.max_record() / 2
     }
 
+    /// Has the index brought forward soon.
+    pub(crate) fn request_checkpoint(&mut self) {
+        self.want_checkpoint = true;
+    }
+
     /// Number of the group that applied transactions will be in.
     pub(crate) fn next_group(&self) -> u64 {
         self.next_group
@@ -316,6 +321,7 @@ impl Core {
     /// Puts everything applied into a group and writes its log sectors; not while another group is being written, or
     /// when the log has no room.
     fn form_group(&mut self) {
+        let max_changes = MAX_CHANGES.min((self.index_space.1 / 16) as usize).max(64 << 10);
         let commits = &mut self.commits;
         let last = commits.groups.back().map(|g| g.number);
         if last.is_some_and(|n| commits.outstanding.contains_key(&n)) {
@@ -348,7 +354,7 @@ impl Core {
         }
         let group = Group { number, end: commits.next, flushed_through: commits.flushed, replies };
         commits.groups.push_back(group);
-        if used + sectors > commits.ring / 2 || self.view.active_bytes() > MAX_CHANGES {
+        if used + sectors > commits.ring / 2 || self.view.active_bytes() > max_changes {
             commits.want_checkpoint = true;
         }
         if commits.deferred.len() * BLOCK_SIZE > commits.max_record() {

@@ -338,6 +338,11 @@ impl Core {
                 self.starved.push(op);
                 self.pending.insert(op, pending);
             }
+            Err(Stop::Checkpoint) => {
+                self.commits.request_checkpoint();
+                self.starved.push(op);
+                self.pending.insert(op, pending);
+            }
             other => {
                 self.leave_queues(&pending.collections);
                 let Call::Transaction(_, reply) = pending.call else { return };
@@ -345,7 +350,7 @@ impl Core {
                     Ok(outcome) => self.commit(outcome, reply),
                     Err(Stop::Fail(error)) => drop(reply.send(Err(error))),
                     Err(Stop::Space(blocks)) => drop(reply.send(Err(self.no_space(blocks)))),
-                    Err(Stop::Need(_)) => {}
+                    Err(Stop::Need(_) | Stop::Checkpoint) => {}
                 }
                 for id in pending.stages {
                     if let Some(stage) = self.stages.get_mut(&id) {
@@ -378,8 +383,7 @@ impl Core {
         let mut apply = Apply::new(context, &mut self.alloc, self.next_nid);
         let result = apply.run(transaction);
         let (allocated, changed) = (std::mem::take(&mut apply.allocated), apply.changed_bytes());
-        let result =
-            result.and_then(|outcome| self.admit(transaction, changed).map(|()| outcome).map_err(Stop::Fail));
+        let result = result.and_then(|outcome| self.admit(transaction, changed).map(|()| outcome));
         if result.is_err() {
             allocated.into_iter().for_each(|e| self.alloc.free(e));
         }
@@ -387,7 +391,7 @@ impl Core {
     }
 
     /// Keeps room in the index for what gives space back.
-    fn admit(&self, transaction: &Transaction, changed: usize) -> Result<()> {
+    fn admit(&self, transaction: &Transaction, changed: usize) -> std::result::Result<(), Stop> {
         let shrinks = |op: &Op| {
             matches!(
                 op,
@@ -395,11 +399,13 @@ impl Core {
             ) || matches!(op, Op::OmapRemoveRange { .. } | Op::RemoveCollection | Op::RemoveXattrs { .. })
         };
         let (total, free) = self.index_space;
-        let needed = 4 * (self.view.changed_bytes() + changed) as u64 + total / 16;
-        if needed > free && !transaction.ops.iter().all(shrinks) {
-            return Err(StoreError::NoSpace { needed, free });
+        let pending = self.view.changed_bytes();
+        let needed = 4 * (pending + changed) as u64 + total / 16;
+        if needed <= free || transaction.ops.iter().all(shrinks) {
+            return Ok(());
         }
-        Ok(())
+        // What is not on the drive yet is reckoned generously.
+        if pending > 0 { Err(Stop::Checkpoint) } else { Err(StoreError::NoSpace { needed, free }.into()) }
     }
 
     /// Makes a transaction's effects visible and has them written.
