@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-use base::block::{self, BLOCK, Payload};
+use base::block::{self, BLOCK, BLOCK_SIZE, Payload};
 use bytes::Bytes;
 use futures::stream::{FuturesUnordered, StreamExt};
 use messenger::{BulkDescriptor, BulkDirection};
@@ -128,10 +128,10 @@ impl Reader<'_> {
         if_version: Option<u64>,
     ) -> Step<Segment> {
         let pg = &self.place.pg;
-        // Memory first: whoever waits for it must not hold up the object.
+        // Memory first: whoever waits for it must not hold up the object. The store fills whole blocks.
         let dest = match len {
             0 => None,
-            _ => Some(self.osd.pool.alloc(len as usize).await?),
+            _ => Some(self.osd.pool.alloc((len as usize).next_multiple_of(BLOCK_SIZE)).await?),
         };
         let ticket = object.turnstile.ticket();
         let turn = ticket.enter(|| pg.target.epoch()).await;

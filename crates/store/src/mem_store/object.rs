@@ -189,11 +189,11 @@ impl Object {
         let data = match dest {
             None => bytes.freeze(),
             Some(mut dest) => {
-                if dest.len() < bytes.len() {
+                let room = bytes.len().next_multiple_of(BLOCK_SIZE);
+                if dest.len() < room {
                     return Err(StoreError::InvalidArgument(format!(
-                        "a destination of {} bytes is too small for {}",
+                        "a destination of {} bytes is too small for {room}",
                         dest.len(),
-                        bytes.len()
                     )));
                 }
                 dest[..bytes.len()].copy_from_slice(&bytes);

@@ -1,0 +1,229 @@
+//! The object commands on a real node, as a script would use them: both placements, output, exit codes.
+
+use std::fs;
+use std::io::Write;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+/// A node in a temporary directory, stopped when dropped.
+struct Node {
+    dir: tempfile::TempDir,
+}
+
+impl Node {
+    fn up(placement: &str) -> Node {
+        let node = Node { dir: tempfile::tempdir().unwrap() };
+        let up = ["up", "--detach", "--placement", placement, "--targets", "2", "--target-size", "256MiB"];
+        node.ok(&[&up[..], &["--listen", "127.0.0.1:0"]].concat());
+        node.ok(&["pool", "create", "p"]);
+        node
+    }
+
+    fn command(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_outboard"));
+        command.args(args).env("OUTBOARD_DIR", self.dir.path().join("node")).env_remove("OUTBOARD_ENDPOINT");
+        command
+    }
+
+    fn run(&self, args: &[&str]) -> Output {
+        self.command(args).stdin(Stdio::null()).output().unwrap()
+    }
+
+    /// Runs a command that must succeed; its standard output.
+    fn ok(&self, args: &[&str]) -> Vec<u8> {
+        let output = self.run(args);
+        assert!(output.status.success(), "outboard {args:?}: {}", String::from_utf8_lossy(&output.stderr));
+        output.stdout
+    }
+
+    fn text(&self, args: &[&str]) -> String {
+        String::from_utf8(self.ok(args)).unwrap()
+    }
+
+    /// Runs a command that must fail with an exit status; its standard error.
+    fn fails(&self, status: i32, args: &[&str]) -> String {
+        let output = self.run(args);
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(status), "outboard {args:?}: {stderr}");
+        assert!(output.stdout.is_empty(), "errors go to standard error");
+        stderr
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.dir.path().join(name).to_str().unwrap().to_owned()
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        self.run(&["down"]);
+    }
+}
+
+fn noise(len: usize) -> Vec<u8> {
+    let mut x = 88_172_645_463_325_252_u64;
+    (0..len)
+        .map(|_| {
+            x ^= x << 13;
+            x ^= x >> 7;
+            x ^= x << 17;
+            x as u8
+        })
+        .collect()
+}
+
+#[test]
+fn objects_go_in_and_come_out() {
+    for placement in ["dpu", "host"] {
+        let node = Node::up(placement);
+        for (name, len) in [("empty", 0), ("one", 1), ("odd", 70_001), ("large", 20_000_003)] {
+            let (file, back) = (node.path(name), node.path("back"));
+            fs::write(&file, noise(len)).unwrap();
+            node.ok(&["put", &format!("p/{name}"), &file]);
+            node.ok(&["get", &format!("p/{name}"), &back]);
+            assert_eq!(fs::read(&file).unwrap(), fs::read(&back).unwrap(), "{placement} {name}");
+        }
+        let mut put = node.command(&["put", "p:ns/from-a-pipe", "-"]).stdin(Stdio::piped()).spawn().unwrap();
+        put.stdin.take().unwrap().write_all(&noise(40_000_000)).unwrap();
+        assert!(put.wait().unwrap().success());
+        assert_eq!(node.ok(&["get", "p:ns/from-a-pipe", "-"]), noise(40_000_000));
+
+        let mut names: Vec<String> = node.text(&["ls", "p"]).lines().map(str::to_owned).collect();
+        names.sort();
+        assert_eq!(names, ["empty", "large", "odd", "one"], "parts and other namespaces are not listed");
+        assert_eq!(node.text(&["ls", "p", "--prefix", "o", "--json"]).matches("\"o").count(), 2);
+        let stat: serde_json::Value = serde_json::from_slice(&node.ok(&["stat", "p/odd", "--json"])).unwrap();
+        assert_eq!(stat["size"], 70_001);
+        assert!(stat["version"].as_u64().unwrap() > 0);
+
+        node.ok(&["rm", "p/odd"]);
+        assert!(node.fails(1, &["stat", "p/odd"]).contains("does not exist"));
+        assert!(node.fails(1, &["rm", "p/odd"]).contains("does not exist"));
+        node.ok(&["rm", "--force", "p/odd"]);
+        assert!(node.fails(1, &["pool", "rm", "p"]).contains("not empty"));
+    }
+}
+
+#[test]
+fn mistakes_say_what_to_do() {
+    let node = Node::up("host");
+    assert!(node.fails(2, &["put", "no-slash", "/dev/null"]).contains("POOL/OBJECT"));
+    assert!(node.fails(2, &["get", &format!("p/{}", "x".repeat(1025)), "-"]).contains("1024"));
+    assert!(node.fails(1, &["get", "nowhere/x", "-"]).contains("pool"));
+    assert!(node.fails(1, &["put", "p/x", "/does/not/exist"]).contains("/does/not/exist"));
+    assert!(node.fails(2, &["cp", "/etc/hostname", "/tmp/x"]).contains("outboard:"));
+    assert!(node.fails(2, &["cp", "/etc", "outboard:p"]).contains("-r"));
+    assert!(node.fails(2, &["bench", "sideways"]).contains("sideways"));
+    assert!(node.fails(1, &["pool", "create", "p"]).contains("exists"));
+    let nobody = Command::new(env!("CARGO_BIN_EXE_outboard"))
+        .args(["--endpoint", "127.0.0.1:1", "ls", "p"])
+        .output()
+        .unwrap();
+    assert_eq!(nobody.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&nobody.stderr).contains("127.0.0.1:1"));
+}
+
+#[test]
+fn a_tree_survives_the_round_trip() {
+    let node = Node::up("dpu");
+    let tree = node.dir.path().join("tree");
+    fs::create_dir_all(tree.join("deep/er")).unwrap();
+    fs::create_dir(tree.join("empty")).unwrap();
+    fs::write(tree.join("plain"), noise(100)).unwrap();
+    fs::write(tree.join("deep/er/large"), noise(3_000_001)).unwrap();
+    fs::write(tree.join("zero"), b"").unwrap();
+    fs::write(tree.join(Path::new(std::ffi::OsStr::from_bytes(b"latin\xe9"))), b"raw name").unwrap();
+    fs::write(tree.join("100% sure"), b"percent").unwrap();
+    fs::set_permissions(tree.join("plain"), fs::Permissions::from_mode(0o4750)).unwrap();
+    fs::set_permissions(tree.join("deep/er"), fs::Permissions::from_mode(0o750)).unwrap();
+    symlink("../plain", tree.join("deep/link")).unwrap();
+    symlink("/does/not/exist", tree.join("dangling")).unwrap();
+
+    let (from, to) = (node.path("tree"), node.path("out"));
+    node.ok(&["cp", "-r", &from, "outboard:p/a/tree"]);
+    node.ok(&["cp", "-r", "outboard:p/a/tree", &to]);
+    assert_eq!(describe(&tree), describe(Path::new(&to)));
+
+    let again = node.run(&["cp", "-r", &from, "outboard:p/a/tree"]);
+    let said = String::from_utf8(again.stderr).unwrap();
+    assert!(said.contains("copied 0 paths"), "what is there is not copied again: {said}");
+    fs::write(tree.join("plain"), noise(101)).unwrap();
+    let again = node.run(&["cp", "-r", &from, "outboard:p/a/tree"]);
+    let said = String::from_utf8(again.stderr).unwrap();
+    assert!(said.contains("copied 1 paths"), "what has changed is: {said}");
+
+    node.ok(&["cp", &node.path("tree/zero"), "outboard:p/single/"]);
+    node.ok(&["cp", "outboard:p/single/zero", &node.path("zero-back")]);
+    assert_eq!(fs::read(node.path("zero-back")).unwrap(), b"");
+}
+
+/// Every path below `root` with what makes it what it is.
+fn describe(root: &Path) -> Vec<String> {
+    let mut all: Vec<String> = walkdir::WalkDir::new(root)
+        .min_depth(1)
+        .into_iter()
+        .map(|entry| {
+            let entry = entry.unwrap();
+            let name =
+                entry.path().strip_prefix(root).unwrap().as_os_str().as_bytes().escape_ascii().to_string();
+            let meta = entry.metadata().unwrap();
+            let kind = entry.file_type();
+            match kind {
+                k if k.is_symlink() => {
+                    format!("{name} -> {}", fs::read_link(entry.path()).unwrap().display())
+                }
+                k if k.is_dir() => format!("{name}/ {:o}", meta.mode()),
+                _ => {
+                    let content = base::block::crc32c(&fs::read(entry.path()).unwrap());
+                    format!("{name} {:o} {} {} {content:x}", meta.mode(), meta.len(), meta.mtime_nsec())
+                }
+            }
+        })
+        .collect();
+    all.sort();
+    all
+}
+
+#[test]
+fn bench_prints_what_scripts_expect() {
+    let node = Node::up("dpu");
+    let args = [
+        "--pool",
+        "p",
+        "--object-size",
+        "4KiB",
+        "--in-flight",
+        "4",
+        "--seconds",
+        "1",
+        "--objects",
+        "50",
+        "--json",
+    ];
+    for workload in ["write", "read", "randread"] {
+        let out: serde_json::Value =
+            serde_json::from_slice(&node.ok(&[&["bench", workload], &args[..]].concat())).unwrap();
+        assert_eq!(out["workload"], workload);
+        assert_eq!(out["object_size"], 4096);
+        assert_eq!(out["placement"], "dpu");
+        assert_eq!(out["errors"], 0);
+        assert!(out["ops"].as_u64().unwrap() > 0);
+        for key in ["seconds", "mb_per_s", "iops", "host_cpu_us_per_op", "node_cpu_us_per_op"] {
+            assert!(out[key].as_f64().unwrap() > 0.0, "{key}: {out}");
+        }
+        for key in ["mean", "p50", "p99", "p999", "max"] {
+            assert!(out["latency_us"][key].as_f64().unwrap() > 0.0, "{key}: {out}");
+        }
+        let processes = out["processes"].as_array().unwrap();
+        for role in ["store", "osd", "client"] {
+            let process =
+                processes.iter().find(|p| p["role"] == role).unwrap_or_else(|| panic!("no {role}: {out}"));
+            assert!(
+                process["cpu_seconds"].as_f64().is_some() && process["context_switches"].as_u64().is_some()
+            );
+            assert!(!process["by_class"].as_object().unwrap().is_empty());
+        }
+    }
+}
