@@ -1,0 +1,28 @@
+//! Entries of a ring that a peer wrote. The checksum is put right, so that what lies behind it is reached.
+#![no_main]
+
+use base::mem::Arena;
+use channel::ring::Ring;
+use channel::{HEADER_LEN, Header};
+use libfuzzer_sys::fuzz_target;
+
+const LEN: usize = 8192;
+
+fuzz_target!(|data: &[u8]| {
+    let [position, available, rest @ ..] = data else { return };
+    let memory = Arena::anonymous(LEN).expect("two pages");
+    let ring = Ring { offset: 0, len: LEN };
+    let (position, available) = (u64::from(*position) * 64, usize::from(*available) * 64);
+    let at = position as usize % LEN;
+    let put = |bytes: &[u8]| assert!(memory.copy_in(at, &bytes[..bytes.len().min(LEN - at)]));
+    put(rest);
+    let _ = ring.read(&memory, position, available);
+    if let Some(head) = rest.first_chunk::<HEADER_LEN>()
+        && let Ok(mut header) = Header::parse(head)
+    {
+        header.position = position;
+        let end = (HEADER_LEN + header.control_len as usize % 4096).min(rest.len());
+        put(&header.seal(&rest[HEADER_LEN..end]));
+        let _ = ring.read(&memory, position, available);
+    }
+});

@@ -1,0 +1,30 @@
+//! Frames of the messenger. Checksums are put right, so that what lies behind them is reached.
+#![no_main]
+
+use base::block::{crc32c, piece_count};
+use bytes::Bytes;
+use libfuzzer_sys::fuzz_target;
+use messenger::Limits;
+use messenger::frame::{self, HEADER_LEN};
+
+const LIMITS: Limits = Limits { max_header: 4096, max_inline: 8192, max_bulk: 1 << 20 };
+
+fuzz_target!(|data: &[u8]| {
+    // Whether it decodes is not the question here.
+    let _ = frame::decode(&Bytes::copy_from_slice(data), &LIMITS);
+    if data.len() < HEADER_LEN {
+        return;
+    }
+    let mut sealed = data.to_vec();
+    sealed[..4].copy_from_slice(&frame::MAGIC);
+    sealed[4] = frame::VERSION;
+    let u32_at = |at: usize| u32::from_le_bytes([sealed[at], sealed[at + 1], sealed[at + 2], sealed[at + 3]]);
+    let phase = u64::from(u16::from_le_bytes([sealed[6], sealed[7]]));
+    let pieces = piece_count(phase, u64::from(u32_at(12)));
+    let end = (HEADER_LEN as u64 + u64::from(u32_at(8)) + 4 * pieces).min(sealed.len() as u64) as usize;
+    let body = crc32c(&sealed[HEADER_LEN..end]);
+    sealed[32..36].copy_from_slice(&body.to_le_bytes());
+    let head = crc32c(&sealed[..36]);
+    sealed[36..40].copy_from_slice(&head.to_le_bytes());
+    let _ = frame::decode(&Bytes::from(sealed), &LIMITS);
+});
