@@ -1,9 +1,9 @@
 //! The object commands on a real node, as a script would use them: both placements, output, exit codes.
 
 use std::fs;
-use std::io::Write;
+use std::io::{Read, Write};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
@@ -90,6 +90,18 @@ fn objects_go_in_and_come_out() {
         assert!(put.wait().unwrap().success());
         assert_eq!(node.ok(&["get", "p:ns/from-a-pipe", "-"]), noise(40_000_000));
 
+        let pipe = node.path("pipe");
+        assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+        let mut reader = Command::new("cat").arg(&pipe).stdout(Stdio::piped()).spawn().unwrap();
+        node.ok(&["get", "p/odd", &pipe]);
+        assert!(fs::metadata(&pipe).unwrap().file_type().is_fifo(), "it is still a pipe");
+        let mut data = vec![];
+        reader.stdout.take().unwrap().read_to_end(&mut data).unwrap();
+        assert_eq!(data, noise(70_001));
+        reader.wait().unwrap();
+        assert!(node.fails(1, &["cp", "outboard:p/odd", &pipe]).contains("pipe"));
+        fs::remove_file(&pipe).unwrap();
+
         let mut names: Vec<String> = node.text(&["ls", "p"]).lines().map(str::to_owned).collect();
         names.sort();
         assert_eq!(names, ["empty", "large", "odd", "one"], "parts and other namespaces are not listed");
@@ -117,6 +129,7 @@ fn mistakes_say_what_to_do() {
     assert!(node.fails(2, &["cp", "/etc", "outboard:p"]).contains("-r"));
     assert!(node.fails(2, &["bench", "sideways"]).contains("sideways"));
     assert!(node.fails(1, &["pool", "create", "p"]).contains("exists"));
+    assert!(node.fails(2, &["pool", "create", "a/b"]).contains("letters"));
     let nobody = Command::new(env!("CARGO_BIN_EXE_outboard"))
         .args(["--endpoint", "127.0.0.1:1", "ls", "p"])
         .output()

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use tokio::io::AsyncWriteExt;
 
-use super::cp::local::NewFile;
+use super::cp::local::{self, NewFile};
 use super::session;
 use crate::cli::NodeArgs;
 use crate::failure::{Doing, Result};
@@ -14,6 +14,7 @@ use crate::progress::Progress;
 /// Write an object to a file or to standard output
 ///
 /// Every block is verified against its checksum. A file appears under its name only when it is complete.
+/// Devices and pipes are written to directly.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     outboard get photos/beach.jpg beach.jpg\n  \
@@ -38,6 +39,12 @@ pub fn run(args: GetArgs, node: &NodeArgs) -> Result<()> {
             return out.flush().await.doing("writing to standard output");
         }
         let writing = format!("writing {}", args.file.display());
+        if local::is_special(&args.file) {
+            let file = tokio::fs::OpenOptions::new().write(true).open(&args.file).await.doing(&writing)?;
+            let mut out = progress.writing(file);
+            object.get_to_writer(&mut out).await.doing(doing)?;
+            return out.flush().await.doing(writing);
+        }
         let mut new = NewFile::create(&args.file).doing(&writing)?;
         let file = tokio::fs::File::from_std(new.file().try_clone().doing(&writing)?);
         let mut out = progress.writing(file);

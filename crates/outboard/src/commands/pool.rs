@@ -4,7 +4,7 @@ use clap::Subcommand;
 
 use super::session;
 use crate::cli::NodeArgs;
-use crate::failure::{Doing, Result};
+use crate::failure::{Doing, Failure, Result};
 use crate::output;
 
 /// What to do with pools.
@@ -45,7 +45,11 @@ pub enum PoolCommand {
 pub fn run(command: PoolCommand, node: &NodeArgs) -> Result<()> {
     session::run(node, super::options(), async |client| match command {
         PoolCommand::Create { name, pg_count } => {
-            client.create_pool_with(&name, pg_count.unwrap_or(0)).await.doing(format!("creating pool {name}"))
+            let doing = format!("creating pool {name}");
+            client.create_pool_with(&name, pg_count.unwrap_or(0)).await.map_err(|e| match e {
+                client::Error::Name(e) => Failure::usage(doing, e),
+                e => Failure::new(doing, e),
+            })
         }
         PoolCommand::Rm { name, force } => {
             client.remove_pool(&name, force).await.doing(format!("removing pool {name}"))

@@ -5,6 +5,7 @@ use std::io::{self, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Component, Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use super::file_meta::{FileMeta, Kind};
@@ -72,6 +73,14 @@ pub fn is_current(path: &Path, meta: &FileMeta, size: u64) -> bool {
     })
 }
 
+/// Tells temporary files of this process apart.
+static NEXT_TEMPORARY: AtomicU64 = AtomicU64::new(0);
+
+/// Whether there is something at `path`, links followed, that can be written to but is no file: a device, a pipe, a socket.
+pub fn is_special(path: &Path) -> bool {
+    fs::metadata(path).is_ok_and(|found| !found.is_file() && !found.is_dir())
+}
+
 /// A file that is being written beside its destination and takes its name when it is complete.
 pub struct NewFile {
     file: Option<File>,
@@ -81,16 +90,33 @@ pub struct NewFile {
 
 impl NewFile {
     /// Starts a file; missing parent directories are made.
+    ///
+    /// # Errors
+    /// The system's; and if a device, a pipe or a socket has the name, which must not be replaced by a file.
     pub fn create(destination: &Path) -> io::Result<NewFile> {
+        if is_special(destination) {
+            return Err(io::Error::other("it is a device, pipe or socket; give a file's name"));
+        }
         let parent = destination.parent().unwrap_or(Path::new("."));
         fs::create_dir_all(parent)?;
-        let mut name = std::ffi::OsString::from(format!(".outboard-{}-", std::process::id()));
         // File names are at most 255 bytes long.
         let tail = destination.file_name().map(OsStrExt::as_bytes).unwrap_or_default();
-        name.push(std::ffi::OsStr::from_bytes(&tail[tail.len().saturating_sub(200)..]));
-        let temporary = parent.join(name);
-        let file = File::create(&temporary)?;
-        Ok(NewFile { file: Some(file), temporary, destination: destination.to_owned() })
+        let tail = std::ffi::OsStr::from_bytes(&tail[tail.len().saturating_sub(200)..]);
+        loop {
+            // Two long names may have the same tail.
+            let number = NEXT_TEMPORARY.fetch_add(1, Ordering::Relaxed);
+            let mut name = std::ffi::OsString::from(format!(".outboard-{}-{number}-", std::process::id()));
+            name.push(tail);
+            let temporary = parent.join(name);
+            // Never through a link that somebody else has put there.
+            match File::create_new(&temporary) {
+                Ok(file) => {
+                    return Ok(NewFile { file: Some(file), temporary, destination: destination.to_owned() });
+                }
+                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
+                Err(e) => return Err(e),
+            }
+        }
     }
 
     /// Where to write.
@@ -151,6 +177,32 @@ mod tests {
         for bad in [&b"../b"[..], b"/etc/passwd", b"a/../../b", b"", b"a\0b"] {
             assert!(destination(root, bad).is_err(), "{bad:?}");
         }
+    }
+
+    #[test]
+    fn devices_and_pipes_are_never_replaced() {
+        let dir = tempfile::tempdir().unwrap();
+        let (socket, link) = (dir.path().join("socket"), dir.path().join("link"));
+        let _listening = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+        symlink(&socket, &link).unwrap();
+        for path in [&socket, &link] {
+            assert!(is_special(path));
+            assert!(NewFile::create(path).is_err());
+        }
+        assert!(!is_special(dir.path()) && !is_special(&dir.path().join("missing")));
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2);
+    }
+
+    #[test]
+    fn files_written_at_a_time_do_not_meet_even_if_their_names_end_alike() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |first: &str| dir.path().join(format!("{first}{}", "x".repeat(220)));
+        let mut files = ["a", "b"].map(|first| NewFile::create(&path(first)).unwrap());
+        for (file, text) in files.iter_mut().zip(["1", "2"]) {
+            file.file().write_all(text.as_bytes()).unwrap();
+        }
+        files.into_iter().for_each(|file| file.finish(None).unwrap());
+        assert_eq!(["a", "b"].map(|first| fs::read_to_string(path(first)).unwrap()), ["1", "2"]);
     }
 
     #[test]
