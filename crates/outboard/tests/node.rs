@@ -231,6 +231,39 @@ fn what_cannot_work_is_said_before_anything_is_made() {
 }
 
 #[test]
+fn a_start_that_could_make_nothing_binds_nothing() {
+    let node = Node::new();
+    let output = outboard(node.dir.path(), &["up", "--detach", "--target-size", "1"]);
+    assert_eq!(output.status.code(), Some(1), "{}", said(&output));
+    assert!(!node.dir.path().join("outboard.toml").exists());
+    node.up("host", "2");
+}
+
+#[test]
+fn a_target_that_is_missing_is_not_made_anew() {
+    let node = Node::new();
+    node.up("host", "1");
+    let uuid = node.status()["targets"][0]["uuid"].clone();
+    node.down();
+    let away = node.dir.path().join("away");
+    std::fs::rename(node.target(0), &away).unwrap();
+    // The second time too: what a start that failed leaves does not hide that the node has run.
+    for _ in 0..2 {
+        let output = node.try_up(&[]);
+        assert_eq!(output.status.code(), Some(1), "{}", said(&output));
+        assert!(said(&output).contains("is missing"), "{}", said(&output));
+        assert!(!node.target(0).exists());
+    }
+    std::fs::write(node.target(0), "no target").unwrap();
+    assert!(!node.try_up(&[]).status.success());
+    std::fs::remove_file(node.target(0)).unwrap();
+    assert!(said(&node.try_up(&[])).contains("is missing"));
+    std::fs::rename(&away, node.target(0)).unwrap();
+    node.up("host", "1");
+    assert_eq!(node.status()["targets"][0]["uuid"], uuid);
+}
+
+#[test]
 fn fsck_finds_damage_and_says_where() {
     let node = Node::new();
     node.up("host", "1");

@@ -84,7 +84,9 @@ pub enum StoreError {
         expected: String,
     },
     /// The file or device is no target at all.
-    #[error("{0} is not an Outboard target; make one with mkfs")]
+    #[error(
+        "{0} is not an Outboard target; check which file or drive it is (a new node's `outboard up` makes targets, on a drive only with --format)"
+    )]
     NotATarget(String),
     /// The store is being unmounted or its process has gone. Whether the call took effect is unknown.
     #[error("store is not reachable: {0}; retry")]

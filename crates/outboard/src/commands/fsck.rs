@@ -70,6 +70,12 @@ pub fn run(args: FsckArgs, node: &NodeArgs) -> Result<()> {
     if outcome.clean {
         return Ok(());
     }
+    if outcome.targets.iter().all(|t| t.report.is_none()) {
+        return Err(Failure::new(
+            doing,
+            "nothing could be checked; see why above, and whether the path is right",
+        ));
+    }
     let advice = if args.repair {
         "restore the objects named from copies, or remove them"
     } else {

@@ -72,9 +72,16 @@ pub fn run(args: UpArgs, node: &NodeArgs) -> Result<()> {
     let doing = format!("starting the node in {}", root.display());
     let dir = NodeDir::create(&root).doing(&doing)?;
     let lock = dir.lock().doing(&doing)?;
+    let first = !dir.config().exists();
     let config = configure(&dir, &args, &doing)?;
     wait_for_predecessors(&dir, &config, &doing)?;
-    targets::make_missing(&dir, &config, args.format).doing(&doing)?;
+    if let Err(e) = targets::make_missing(&dir, &config, args.format) {
+        if first && !config.targets.iter().any(|target| dir.path().join(target).exists()) {
+            // Nothing was made: what was chosen for it (a size, say) must not bind the next attempt.
+            let _ = std::fs::remove_file(dir.config());
+        }
+        return Err(Failure::new(doing, e));
+    }
     if args.detach {
         drop(lock);
         return detach(&dir, &args, &doing);
@@ -191,7 +198,8 @@ fn serve(dir: NodeDir, config: &Config, background: bool, lock: DirLock) -> std:
         endpoint: None,
         engine: None,
         emulated: false,
-        targets: vec![],
+        // Those of the last run, until the roles say which they have mounted.
+        targets: NodeState::load(&dir).map(|last| last.targets).unwrap_or_default(),
         processes: vec![supervisor],
     };
     let roles = roles(&dir, config)?;

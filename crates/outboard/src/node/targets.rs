@@ -10,7 +10,7 @@ use uuid::Uuid;
 
 use super::config::Config;
 use super::dir::NodeDir;
-use super::state::Target;
+use super::state::{NodeState, Target};
 use crate::progress::Progress;
 
 /// Why targets cannot be had.
@@ -23,6 +23,15 @@ pub enum TargetError {
         path: PathBuf,
         /// Why.
         source: StoreError,
+    },
+    /// A node that has run before lacks a target's file.
+    #[error(
+        "target {} is missing, and the node has run with it; put it back, mount its drive, or make an empty node in another directory",
+        path.display()
+    )]
+    Missing {
+        /// File.
+        path: PathBuf,
     },
     /// The operating system refused.
     #[error("target {}: cannot {action}: {source}; check the path and its permissions", path.display())]
@@ -64,12 +73,14 @@ fn in_system(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Tar
 }
 
 /// Makes the targets that a node's configuration names and that are not there: files that do not exist, and with
-/// `format` devices that have no target on them.
+/// `format` devices that have no target on them. Files are made only for a node that has never run (its `run/state.json`
+/// knows no targets): later one that is not there is a drive that is not mounted, and must not be taken for an empty one.
 ///
 /// # Errors
-/// One cannot be made.
+/// One cannot be made, or is missing.
 pub fn make_missing(dir: &NodeDir, config: &Config, format: bool) -> Result<(), TargetError> {
     let count = config.targets.len();
+    let has_run = NodeState::load(dir).is_some_and(|state| !state.targets.is_empty());
     for (n, target) in config.targets.iter().enumerate() {
         let path = dir.path().join(target);
         let label = format!("making target {} of {count}", n + 1);
@@ -80,6 +91,9 @@ pub fn make_missing(dir: &NodeDir, config: &Config, format: bool) -> Result<(), 
                 }
             }
             Ok(_) => {}
+            Err(e) if e.kind() == io::ErrorKind::NotFound && has_run => {
+                return Err(TargetError::Missing { path });
+            }
             Err(e) if e.kind() == io::ErrorKind::NotFound => make_file(&path, config, &label)?,
             Err(e) => return Err(in_system("look at it", &path)(e)),
         }
