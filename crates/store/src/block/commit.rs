@@ -74,6 +74,8 @@ pub(crate) struct Commits {
     /// Number of the last group that a flush under way covers.
     flushing: Option<u64>,
     flushed: u64,
+    /// Number of the last group that is durable.
+    flushed_group: u64,
     /// Sequence number after the last group that has transactions.
     content_end: u64,
     /// Everything before this is flushed, and the log says so durably.
@@ -105,6 +107,7 @@ impl Commits {
             outstanding: HashMap::new(),
             flushing: None,
             flushed: log_start,
+            flushed_group: 0,
             content_end: log_start,
             witnessed: log_start,
             quarantine: VecDeque::new(),
@@ -123,9 +126,14 @@ impl Commits {
         self.ring as usize * SECTOR / 4
     }
 
-    /// Whether no more transactions can be applied before a group is formed.
+    /// Whether no more transactions can be applied before a group is formed, or before the log has room for one more.
+    /// What is applied must always fit: a checkpoint, which makes room, begins only when all of it is in the log.
     pub(crate) fn is_full(&self) -> bool {
-        self.record_bytes > self.max_record() / 2
+        let most = self.max_record();
+        // The lists of blocks of a record come on top of what is limited.
+        let one_more = group_sectors(self.record_bytes + most + most / 4);
+        let used = self.next - self.log_start;
+        self.record_bytes > most / 2 || used + one_more + 2 * GROUP_SECTORS > self.ring
     }
 
     /// Has the index brought forward soon.
@@ -136,6 +144,11 @@ impl Commits {
     /// Number of the group that applied transactions will be in.
     pub(crate) fn next_group(&self) -> u64 {
         self.next_group
+    }
+
+    /// Whether a group is durable.
+    pub(crate) fn is_durable(&self, group: u64) -> bool {
+        group <= self.flushed_group
     }
 
     /// A request of a group was submitted.
@@ -158,7 +171,7 @@ impl Commits {
         let Some(last) = self.flushing.take() else { return };
         let covered = self.groups.iter().take_while(|g| g.number <= last).count();
         for group in self.groups.drain(..covered) {
-            self.flushed = group.end;
+            (self.flushed, self.flushed_group) = (group.end, group.number);
             self.witnessed = self.witnessed.max(group.flushed_through);
             group.replies.into_iter().for_each(|reply| drop(reply.send(Ok(()))));
         }

@@ -101,6 +101,8 @@ pub(crate) struct Core {
     pub(crate) pool: BufferPool,
     pub(crate) index_space: (u64, u64),
     pub(crate) poisoned: Option<String>,
+    /// The group of the last transaction of each collection.
+    changed_in: HashMap<CollectionId, u64>,
     pub(crate) closing: Option<Reply<()>>,
     pub(crate) closed: bool,
     pub(crate) output: Output,
@@ -140,6 +142,7 @@ impl Core {
             pool: BufferPool::new(arena, 0, largest),
             index_space,
             poisoned: None,
+            changed_in: HashMap::new(),
             closing: None,
             closed: false,
             output: Output::default(),
@@ -303,7 +306,7 @@ impl Core {
                 let _ = reply.send(Ok(self.collections.keys().cloned().collect()));
             }
             Call::Query(cid, query) => {
-                if let Some(error) = pending.failed {
+                if let Some(error) = pending.failed.take().or_else(|| self.doubt(&cid)) {
                     return query.fail(error);
                 }
                 let number = self.collections.get(&cid).copied();
@@ -317,6 +320,13 @@ impl Core {
             }
             Call::Transaction(..) => {}
         }
+    }
+
+    /// Why a collection cannot be looked at: what memory has of it may never become durable.
+    fn doubt(&self, cid: &CollectionId) -> Option<StoreError> {
+        let reason = self.poisoned.as_ref()?;
+        let group = self.changed_in.get(cid)?;
+        (!self.commits.is_durable(*group)).then(|| StoreError::Poisoned(reason.clone()))
     }
 
     fn run_transaction(&mut self, op: u64, mut pending: Pending) {
@@ -347,7 +357,11 @@ impl Core {
                 self.leave_queues(&pending.collections);
                 let Call::Transaction(_, reply) = pending.call else { return };
                 match other {
-                    Ok(outcome) => self.commit(outcome, reply),
+                    Ok(outcome) => {
+                        let group = self.commits.next_group();
+                        self.changed_in.extend(pending.collections.into_iter().map(|cid| (cid, group)));
+                        self.commit(outcome, reply);
+                    }
                     Err(Stop::Fail(error)) => drop(reply.send(Err(error))),
                     Err(Stop::Space(blocks)) => drop(reply.send(Err(self.no_space(blocks)))),
                     Err(Stop::Need(_) | Stop::Checkpoint) => {}

@@ -12,7 +12,7 @@ use super::fsck::check;
 use super::recovery::{Sizes, mkfs};
 use super::sim::{Crashes, SimDrive, SimStore};
 use crate::conformance::{self, Workload, random_operations, seed};
-use crate::{MemStore, ObjectStore, Op, StoreError, WriteSource};
+use crate::{MemStore, ObjectStore, Op, StoreError, Transaction, WriteSource};
 
 const SIZE: usize = 12 << 20;
 
@@ -82,6 +82,8 @@ struct Story {
     acknowledged: Vec<(usize, usize)>,
     /// Position of the drive and number of applied transactions then.
     applied: Vec<(usize, usize)>,
+    /// Checkpoints during the workload.
+    checkpoints: u64,
 }
 
 fn tell(start: Vec<u8>, seed: u64, transactions: usize) -> Story {
@@ -95,7 +97,9 @@ fn tell(start: Vec<u8>, seed: u64, transactions: usize) -> Story {
         states: Vec::new(),
         acknowledged: Vec::new(),
         applied: Vec::new(),
+        checkpoints: 0,
     };
+    let first = store.lock().checkpoints();
     story.states.push(run(digest(&model)).unwrap());
     let mut waiting: Vec<(usize, _)> = Vec::new();
     for _ in 0..transactions {
@@ -134,6 +138,9 @@ fn tell(start: Vec<u8>, seed: u64, transactions: usize) -> Story {
             story.states.push(run(digest(&model)).unwrap());
         }
         waiting.push((story.states.len() - 1, Box::pin(future)));
+        if workload.rng().random_bool(0.1) {
+            store.lock().request_checkpoint();
+        }
         for _ in 0..workload.rng().random_range(0..12) {
             store.lock().step();
         }
@@ -148,6 +155,7 @@ fn tell(start: Vec<u8>, seed: u64, transactions: usize) -> Story {
             false
         });
     }
+    story.checkpoints = store.lock().checkpoints() - first;
     if seed.is_multiple_of(2) {
         run(store.umount()).unwrap();
         story.acknowledged.push((story.states.len() - 1, drive.position()));
@@ -159,9 +167,10 @@ fn tell(start: Vec<u8>, seed: u64, transactions: usize) -> Story {
 fn every_crash_leaves_a_prefix_with_everything_acknowledged() {
     let seed = seed();
     let mut rng = StdRng::seed_from_u64(seed);
-    let mut torn = 0;
+    let (mut torn, mut checkpoints) = (0, 0);
     for round in 0..3 * factor() as u64 {
         let story = tell(fresh(), seed.wrapping_add(round), 120);
+        checkpoints += story.checkpoints;
         let mut points = story.drive.flush_boundaries();
         points.extend((0..100).map(|_| rng.random_range(0..=story.drive.position())));
         points.sort_unstable();
@@ -172,6 +181,7 @@ fn every_crash_leaves_a_prefix_with_everything_acknowledged() {
         }
     }
     assert!(torn > 10, "the crashes did cut transactions off ({torn})");
+    assert!(checkpoints > 10, "the crashes did meet checkpoints ({checkpoints})");
 }
 
 /// Checks one crash; returns whether it lost transactions (unacknowledged ones).
@@ -262,6 +272,68 @@ fn a_failing_drive_poisons_the_target_and_loses_nothing() {
         let found = run(digest(&again)).unwrap();
         assert!(states[durable..].contains(&found), "round {round}");
     }
+}
+
+/// A mounted target with collections `c` and `d`, each with an empty object `o1`.
+fn small_target(image: Vec<u8>) -> (Arc<SimDrive>, SimStore) {
+    let drive = SimDrive::new(image);
+    let store = SimStore::mount(&drive, seed()).unwrap();
+    for c in ["c", "d"] {
+        let made = Transaction::new(conformance::cid(c)).with(Op::CreateCollection);
+        run(store.queue_transaction(made.with(Op::Touch { oid: conformance::oid("o1") }))).unwrap();
+    }
+    (drive, store)
+}
+
+fn set_omap(key: &str, len: usize) -> Transaction {
+    let entries = vec![(Bytes::copy_from_slice(key.as_bytes()), conformance::pattern(1, len))];
+    Transaction::new(conformance::cid("c")).with(Op::OmapSet { oid: conformance::oid("o1"), entries })
+}
+
+#[test]
+fn what_may_never_be_durable_is_not_read_from_a_poisoned_target() {
+    let (drive, store) = small_target(fresh());
+    drive.fail_after(0);
+    let lost = run(store.queue_transaction(set_omap("k", 10)));
+    assert!(matches!(lost, Err(StoreError::Poisoned(_))) && drive.failures() > 0, "{lost:?}");
+    let read = |c| run(store.omap_iterate(&conformance::cid(c), &conformance::oid("o1"), Bytes::new(), 9));
+    assert!(matches!(read("c"), Err(StoreError::Poisoned(_))), "{:?}", read("c"));
+    assert_eq!(read("d"), Ok((vec![], false)), "what is durable can be read");
+}
+
+#[test]
+fn one_failed_write_or_flush_of_a_checkpoint_poisons_the_target() {
+    let mut fired = 0;
+    for after in 0.. {
+        let (drive, store) = small_target(fresh());
+        while store.lock().step() {}
+        drive.fail_once_after(after);
+        let ended = run(store.umount());
+        if drive.failures() == 0 {
+            ended.unwrap();
+            break;
+        }
+        fired += 1;
+        assert!(matches!(ended, Err(StoreError::Poisoned(_))), "failure {after}: {ended:?}");
+    }
+    assert!(fired > 5, "{fired} faults fired");
+}
+
+#[test]
+fn a_log_that_fills_up_during_a_checkpoint_goes_on_after_it() {
+    let drive = SimDrive::new(vec![0; 32 << 20]);
+    let shared: Arc<dyn Drive> = drive.clone();
+    let sizes = Sizes { index_bytes: Some(16 << 20), ..sizes() };
+    mkfs(&shared, &sizes, &mut |_, _| {}).unwrap();
+    let (_, store) = small_target(drive.image());
+    let before = store.lock().checkpoints();
+    store.lock().request_checkpoint();
+    let queued: Vec<_> =
+        (0..30).map(|i| store.queue_transaction(set_omap(&format!("k{i}"), 100_000))).collect();
+    while store.lock().step_without_checkpoints() {}
+    assert_eq!(store.lock().checkpoints(), before, "the checkpoint was held up");
+    queued.into_iter().for_each(|done| run(done).unwrap());
+    assert!(store.lock().checkpoints() > before + 1, "the log did fill up");
 }
 
 #[test]

@@ -52,6 +52,9 @@ struct State {
     len: u64,
     checksums: Vec<u32>,
     dirty_table: BTreeSet<usize>,
+    /// A write or flush has failed: what is on the drive is unknown, and nothing is written any more. A flush that is
+    /// tried again can succeed without having done what the first one failed to do.
+    failed: bool,
 }
 
 fn damage(what: String) -> io::Error {
@@ -83,6 +86,7 @@ impl IndexRegion {
             len: 0,
             checksums: vec![BLANK; pages],
             dirty_table: (0..pages.div_ceil(BLOCK_ENTRIES)).collect(),
+            failed: false,
         };
         let this = IndexRegion { shared: Arc::new(Shared { drive, region, state: Mutex::new(state) }) };
         this.sync()?;
@@ -115,6 +119,7 @@ impl IndexRegion {
             len,
             checksums,
             dirty_table: BTreeSet::new(),
+            failed: false,
         };
         Ok(IndexRegion { shared: Arc::new(Shared { drive, region, state: Mutex::new(state) }) })
     }
@@ -158,21 +163,30 @@ impl IndexRegion {
         Ok(())
     }
 
+    /// Does something with the drive, unless that has failed before.
+    fn once_sound(&self, f: impl FnOnce(&dyn Drive) -> io::Result<()>) -> io::Result<()> {
+        if self.lock().failed {
+            return Err(io::Error::other("a write of the index has failed before"));
+        }
+        f(self.shared.drive.as_ref()).inspect_err(|_| self.lock().failed = true)
+    }
+
     fn sync(&self) -> io::Result<()> {
-        let shared = &self.shared;
-        let mut state = self.lock();
-        for block in std::mem::take(&mut state.dirty_table) {
-            let offset = shared.region.offset + (2 + block as u64) * BLOCK;
-            shared.drive.write_at(offset, &encode_table(block, &state.checksums))?;
-        }
-        if std::mem::take(&mut state.header_dirty) {
-            let slot = encode_slot(state.header_sequence, state.len, &state.header);
-            let offset = shared.region.offset + (state.header_sequence % 2) * BLOCK;
-            shared.drive.write_at(offset, &slot)?;
-            state.header_sequence += 1;
-        }
-        drop(state);
-        shared.drive.flush()
+        self.once_sound(|drive| {
+            let region = self.shared.region.offset;
+            let mut state = self.lock();
+            for block in std::mem::take(&mut state.dirty_table) {
+                let offset = region + (2 + block as u64) * BLOCK;
+                drive.write_at(offset, &encode_table(block, &state.checksums))?;
+            }
+            if std::mem::take(&mut state.header_dirty) {
+                let slot = encode_slot(state.header_sequence, state.len, &state.header);
+                drive.write_at(region + (state.header_sequence % 2) * BLOCK, &slot)?;
+                state.header_sequence += 1;
+            }
+            drop(state);
+            drive.flush()
+        })
     }
 }
 
@@ -264,7 +278,7 @@ impl redb::StorageBackend for IndexRegion {
             return Ok(());
         }
         let range = self.page_range(offset, data.len())?;
-        self.shared.drive.write_at(self.page_offset(range.start), data)?;
+        self.once_sound(|drive| drive.write_at(self.page_offset(range.start), data))?;
         let mut state = self.lock();
         for (page, data) in range.zip(data.chunks_exact(BLOCK_SIZE)) {
             state.checksums[page] = entry(crc32c(data));

@@ -51,12 +51,14 @@ struct State {
     next: u64,
     /// Fails writes (true) or flushes from this many requests on.
     fail_after: Option<u64>,
+    /// How many fail then.
+    fail_count: u64,
     failed: u64,
 }
 
 impl SimDrive {
     pub(crate) fn new(image: Vec<u8>) -> Arc<SimDrive> {
-        let state = State { image, history: Vec::new(), next: 0, fail_after: None, failed: 0 };
+        let state = State { image, history: Vec::new(), next: 0, fail_after: None, fail_count: 0, failed: 0 };
         Arc::new(SimDrive { state: Mutex::new(state) })
     }
 
@@ -75,7 +77,14 @@ impl SimDrive {
 
     /// Makes every write and flush fail after `count` more.
     pub(crate) fn fail_after(&self, count: u64) {
-        self.lock().fail_after = Some(count);
+        let mut state = self.lock();
+        (state.fail_after, state.fail_count) = (Some(count), u64::MAX);
+    }
+
+    /// Makes one write or flush fail, after `count` more.
+    pub(crate) fn fail_once_after(&self, count: u64) {
+        let mut state = self.lock();
+        (state.fail_after, state.fail_count) = (Some(count), 1);
     }
 
     /// Requests that were made to fail.
@@ -98,11 +107,12 @@ impl SimDrive {
 impl State {
     fn may_fail(&mut self) -> io::Result<()> {
         if let Some(left) = &mut self.fail_after {
-            if *left == 0 {
+            if *left == 0 && self.fail_count > 0 {
+                self.fail_count -= 1;
                 self.failed += 1;
                 return Err(io::Error::other("injected failure"));
             }
-            *left -= 1;
+            *left = left.saturating_sub(1);
         }
         Ok(())
     }
@@ -274,6 +284,31 @@ impl SimTarget {
         self.core.complete(event);
         self.core.advance();
         true
+    }
+
+    /// Has the index brought forward soon.
+    pub(crate) fn request_checkpoint(&mut self) {
+        self.core.commits.request_checkpoint();
+        self.core.advance();
+    }
+
+    /// Lets one thing happen that is no checkpoint. `false` if there is nothing.
+    pub(crate) fn step_without_checkpoints(&mut self) -> bool {
+        self.collect();
+        let checkpoint = |w: &Work| matches!(w, Work::Checkpoint(_));
+        let (held, work) = std::mem::take(&mut self.work).into_iter().partition(checkpoint);
+        self.work = work;
+        let something = !self.requests.is_empty() || !self.work.is_empty();
+        if something {
+            self.step();
+        }
+        self.work.extend::<Vec<Work>>(held);
+        something
+    }
+
+    /// Number of checkpoints since the target was made.
+    pub(crate) fn checkpoints(&self) -> u64 {
+        self.core.superblock.checkpoint
     }
 
     fn perform(&self, request: IoRequest, id: u64) -> io::Result<()> {

@@ -112,16 +112,18 @@ impl Ring {
     pub(crate) fn register(&mut self, arena: &Arc<Arena>) {
         let Some(buffers) = &mut self.buffers else { return };
         let (base, len) = arena.as_raw();
-        if buffers.len() >= BUFFERS as usize
-            || len > MAX_BUFFER
-            || buffers.iter().any(|b| Arc::ptr_eq(b, arena))
-        {
+        if len > MAX_BUFFER || buffers.iter().any(|b| Arc::ptr_eq(b, arena)) {
+            return;
+        }
+        // Memory that nobody else has any more gives up its place, and is unmapped. Requests under way hold theirs.
+        let index = buffers.iter().position(|b| Arc::strong_count(b) == 1).unwrap_or(buffers.len());
+        if index >= BUFFERS as usize {
             return;
         }
         let vector = libc::iovec { iov_base: base.cast(), iov_len: len };
         // SAFETY: the arena is a valid mapping, and `buffers` keeps it until the ring is gone.
-        match unsafe { self.ring.submitter().register_buffers_update(buffers.len() as u32, &[vector], None) }
-        {
+        match unsafe { self.ring.submitter().register_buffers_update(index as u32, &[vector], None) } {
+            Ok(()) if index < buffers.len() => buffers[index] = Arc::clone(arena),
             Ok(()) => buffers.push(Arc::clone(arena)),
             Err(error) => tracing::info!(%error, len, "memory is not registered with the drive's queue"),
         }
@@ -265,5 +267,25 @@ impl Drop for Ring {
             }
             self.completions();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_that_was_registered_is_let_go_when_nobody_else_has_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let drive = FileDrive::open(&dir.path().join("drive"), Some(1 << 20)).unwrap();
+        let mut ring = Ring::new(Arc::new(drive)).unwrap();
+        let mut earlier = Vec::new();
+        for _ in 0..3 * BUFFERS {
+            let arena = Arena::anonymous(1 << 16).unwrap();
+            ring.register(&arena);
+            earlier.push(Arc::downgrade(&arena));
+        }
+        let kept = earlier.iter().filter(|arena| arena.upgrade().is_some()).count();
+        assert!(kept <= 1, "{kept} arenas of earlier sessions are kept");
     }
 }
