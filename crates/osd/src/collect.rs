@@ -94,7 +94,8 @@ impl Osd {
             let turn = ticket.enter(|| place.pg.target.epoch()).await;
             let epoch = place.pg.load().await?;
             turn.settled().await;
-            place.pg.info(&place.oid, &object, epoch).await
+            let info = place.pg.info(&place.oid, &object, epoch).await?;
+            place.pg.target.still(epoch).map(|()| info)
         };
         patiently(place, self.config.store_patience, attempt).await
     }

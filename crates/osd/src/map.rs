@@ -96,6 +96,7 @@ impl NodeMap {
 
 async fn read_copy(target: &Target) -> Result<Option<NodeMap>, StartError> {
     let (cid, oid) = (ids::node_collection(), ids::map_object());
+    target.settle(&cid).await.map_err(|e| start_error(target, e))?;
     let read = match target.store.read(&cid, &oid, 0, MAP_BYTES_MAX, None).await {
         Ok(read) => read,
         Err(StoreError::NoSuchCollection(_) | StoreError::NoSuchObject(_)) => return Ok(None),

@@ -80,9 +80,11 @@ impl Change<'_> {
         gather: &impl AsyncFn() -> Step<Gathered>,
     ) -> Step<Done> {
         let pg = &self.place.pg;
-        pg.load().await?;
+        let epoch = pg.load().await?;
         if let (true, Some(origin)) = (progress.unsure, &self.origin) {
-            if let Some(mutated) = pg.result(origin).await? {
+            let earlier = pg.result(origin).await?;
+            pg.target.still(epoch)?;
+            if let Some(mutated) = earlier {
                 metrics::counter!("outboard_osd_duplicates_total").increment(1);
                 return Ok(Done { mutated, dropped: None });
             }
@@ -100,13 +102,15 @@ impl Change<'_> {
         let blind = self.conditions.is_empty() && info.is_some_and(|i| draft::is_blind(self.ops, data, &i));
         if !blind {
             turn.settled().await;
-            self.check_epoch(epoch)?;
+            pg.target.still(epoch)?;
             info = pg.info(&self.place.oid, progress.object, epoch).await?;
         }
-        self.check_conditions(info.as_ref()).await?;
+        let checked = self.check_conditions(info.as_ref()).await;
+        pg.target.still(epoch)?;
+        checked?;
         let draft = Draft::new(pg, &self.place.oid, self.name, info.as_ref());
         let mut drafted = draft.apply(self.ops, data).await?;
-        self.check_epoch(epoch)?;
+        pg.target.still(epoch)?;
 
         let version = pg.next_version(info.map_or(0, |i| i.version));
         let new = drafted.object.map(|(size, manifest)| ObjectInfo {
@@ -147,13 +151,6 @@ impl Change<'_> {
                 Err(fail)
             }
         }
-    }
-
-    fn check_epoch(&self, epoch: u64) -> Step<()> {
-        if self.place.pg.target.epoch() != epoch {
-            return Err(Fail::Lost("the store's session has changed".into()));
-        }
-        Ok(())
     }
 
     async fn check_conditions(&self, info: Option<&ObjectInfo>) -> Step<()> {

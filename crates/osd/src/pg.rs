@@ -44,6 +44,8 @@ pub(crate) struct Pg {
     loading: Mutex<()>,
     /// Epoch that `state` was read in; 0 for never.
     loaded: Cell<u64>,
+    /// Epoch in which what earlier ones had left behind was settled; 0 for none.
+    settled: Cell<u64>,
     state: RefCell<State>,
     commits: Commits,
 }
@@ -105,6 +107,7 @@ impl Pg {
             objects_max,
             loading: Mutex::default(),
             loaded: Cell::new(0),
+            settled: Cell::new(0),
             state: RefCell::default(),
             commits: Commits::default(),
         }
@@ -135,9 +138,23 @@ impl Pg {
         let _one_at_a_time = self.loading.lock().await;
         let epoch = self.target.epoch();
         if self.loaded.get() != epoch {
-            let state = self.read_state().await.inspect_err(|e| self.note_loss(e, epoch))?;
+            let reading = async {
+                self.settle().await?;
+                self.read_state().await
+            };
+            let state = reading.await.inspect_err(|e| self.note_loss(e, epoch))?;
             *self.state.borrow_mut() = state;
             self.loaded.set(epoch);
+        }
+        Ok(epoch)
+    }
+
+    /// Makes sure that nothing of an earlier epoch can vanish any more; returns the epoch.
+    pub(crate) async fn settle(&self) -> Step<u64> {
+        let epoch = self.target.epoch();
+        if self.settled.get() != epoch {
+            self.target.settle(&self.cid).await?;
+            self.settled.set(epoch);
         }
         Ok(epoch)
     }

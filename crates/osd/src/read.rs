@@ -138,6 +138,7 @@ impl Reader<'_> {
         let epoch = pg.load().await?;
         turn.settled().await;
         let info = pg.info(&self.place.oid, object, epoch).await?;
+        pg.target.still(epoch)?;
         let info = info.ok_or_else(|| Error::NoSuchObject(self.name.clone()))?;
         if let Some(wanted) = if_version.filter(|v| *v != info.version) {
             return Err(Error::Changed { wanted, found: info.version }.into());
@@ -152,6 +153,7 @@ impl Reader<'_> {
         let reading = pg.target.store.read(&pg.cid, &self.place.oid, at, len, dest);
         drop(turn);
         let data = reading.await?;
+        pg.target.still(epoch)?;
         Ok(Segment::Data { info, payload: self.check(at, len, &data)? })
     }
 
@@ -210,12 +212,15 @@ async fn try_query(place: &Place, object: &ObjectState, name: &str, query: &Quer
     let epoch = pg.load().await?;
     turn.settled().await;
     let info = pg.info(&place.oid, object, epoch).await?;
-    check_conditions(place, name, &query.conditions, info.as_ref()).await?;
+    let checked = check_conditions(place, name, &query.conditions, info.as_ref()).await;
+    pg.target.still(epoch)?;
+    checked?;
     let info = info.ok_or_else(|| Error::NoSuchObject(name.to_owned()))?;
     let mut answers = Vec::with_capacity(query.ops.len());
     for op in &query.ops {
         answers.push(answer(place, &info, op).await?);
     }
+    pg.target.still(epoch)?;
     drop(turn);
     Ok(answers)
 }

@@ -4,8 +4,10 @@ use std::cell::Cell;
 use std::sync::Arc;
 
 use base::BoxFuture;
-use store::{ObjectStore, Transaction};
+use store::{CollectionId, ObjectStore, StoreError, Transaction};
 use uuid::Uuid;
+
+use crate::fail::{Fail, Step};
 
 /// One target. Everything the OSD remembers of it carries the *epoch* it was learnt in; when the store is lost a new
 /// epoch begins, and what was learnt before no longer counts.
@@ -35,6 +37,26 @@ impl Target {
     pub(crate) fn lost(&self, seen: u64) {
         if self.epoch() == seen {
             self.begin_epoch();
+        }
+    }
+
+    /// Fails if `seen` is no longer the current epoch. What was read since it was counts only if this succeeds: the store
+    /// repeats reads that lose their session, and then they may see changes that are not durable.
+    pub(crate) fn still(&self, seen: u64) -> Step<()> {
+        if self.epoch() != seen {
+            return Err(Fail::Lost("the store's session has changed".into()));
+        }
+        Ok(())
+    }
+
+    /// Waits until everything that earlier sessions have left queued in a collection is durable or has failed. Nothing
+    /// read before that may be told to anybody: it could still vanish.
+    pub(crate) async fn settle(&self, cid: &CollectionId) -> store::Result<()> {
+        self.epoch();
+        match self.queue(Transaction::new(cid.clone())).await {
+            // A poisoned store shows only what is durable.
+            Ok(()) | Err(StoreError::NoSuchCollection(_) | StoreError::Poisoned(_)) => Ok(()),
+            Err(e) => Err(e),
         }
     }
 

@@ -15,6 +15,7 @@ use store::{
     CollectionId, MemStore, ObjectId, ObjectStore, Op, Page, ReadData, Result, StageId, Stat, StatFs,
     StoreError, Transaction, WriteSource,
 };
+use tokio::sync::watch;
 use uuid::Uuid;
 
 /// What happens to the next transaction that changes an object's data.
@@ -28,11 +29,16 @@ pub(crate) enum Loss {
 
 /// A store whose session is lost on demand.
 pub(crate) struct FaultStore {
-    pub(crate) inner: MemStore,
+    pub(crate) inner: Arc<MemStore>,
     session: AtomicU64,
     armed_before: AtomicBool,
     armed_after: AtomicBool,
     armed_read: AtomicBool,
+    armed_late_read: AtomicBool,
+    /// While that is set, nothing becomes durable, and late reads wait.
+    held: watch::Sender<bool>,
+    /// Calls that found `held` set.
+    pub(crate) waited: AtomicU64,
     /// Faults that have fired.
     pub(crate) fired: AtomicU64,
 }
@@ -40,11 +46,14 @@ pub(crate) struct FaultStore {
 impl FaultStore {
     pub(crate) fn new() -> Arc<FaultStore> {
         Arc::new(FaultStore {
-            inner: MemStore::new(),
+            inner: Arc::new(MemStore::new()),
             session: AtomicU64::new(1),
             armed_before: AtomicBool::new(false),
             armed_after: AtomicBool::new(false),
             armed_read: AtomicBool::new(false),
+            armed_late_read: AtomicBool::new(false),
+            held: watch::Sender::new(false),
+            waited: AtomicU64::new(0),
             fired: AtomicU64::new(0),
         })
     }
@@ -65,9 +74,29 @@ impl FaultStore {
         self.armed_read.store(true, Ordering::SeqCst);
     }
 
-    fn lose(&self) -> BoxFuture<'static, Result<()>> {
+    /// Makes the next read lose its session while the store is held, and be repeated in the next session.
+    pub(crate) fn arm_late_read(&self) {
+        self.armed_late_read.store(true, Ordering::SeqCst);
+    }
+
+    /// Holds up, from now on, whatever would become durable; or lets it go.
+    pub(crate) fn hold(&self, held: bool) {
+        self.held.send_replace(held);
+    }
+
+    fn until_let_go(&self) -> impl Future<Output = ()> + Send + 'static {
+        let mut held = self.held.subscribe();
+        self.waited.fetch_add(u64::from(*held.borrow()), Ordering::SeqCst);
+        async move { drop(held.wait_for(|held| !held).await) }
+    }
+
+    pub(crate) fn end_session(&self) {
         self.fired.fetch_add(1, Ordering::SeqCst);
         self.session.fetch_add(1, Ordering::SeqCst);
+    }
+
+    fn lose(&self) -> BoxFuture<'static, Result<()>> {
+        self.end_session();
         Box::pin(std::future::ready(Err(StoreError::Disconnected("injected".into()))))
     }
 }
@@ -104,7 +133,11 @@ impl ObjectStore for FaultStore {
         if has_data && self.armed_after.swap(false, Ordering::SeqCst) {
             return self.lose();
         }
-        done
+        let durable = self.until_let_go();
+        Box::pin(async move {
+            durable.await;
+            done.await
+        })
     }
     fn session(&self) -> u64 {
         self.session.load(Ordering::SeqCst)
@@ -117,6 +150,14 @@ impl ObjectStore for FaultStore {
         len: u64,
         dest: Option<ArenaBuf>,
     ) -> BoxFuture<'static, Result<ReadData>> {
+        if self.armed_late_read.swap(false, Ordering::SeqCst) {
+            let (inner, cid, oid, late) =
+                (Arc::clone(&self.inner), cid.clone(), oid.clone(), self.until_let_go());
+            return Box::pin(async move {
+                late.await;
+                inner.read(&cid, &oid, offset, len, dest).await
+            });
+        }
         let reading = self.inner.read(cid, oid, offset, len, dest);
         let before = self.armed_read.swap(false, Ordering::SeqCst);
         if before {
@@ -267,6 +308,17 @@ impl Node {
     /// Takes back what was armed and has not fired.
     pub(crate) fn disarm(&self) {
         self.stores.iter().for_each(|s| s.disarm());
+    }
+
+    pub(crate) fn hold(&self, held: bool) {
+        self.stores.iter().for_each(|s| s.hold(held));
+    }
+
+    /// Waits until `count` calls have found their store held.
+    pub(crate) async fn waited(&self, count: u64) {
+        while self.stores.iter().map(|s| s.waited.load(Ordering::SeqCst)).sum::<u64>() < count {
+            tokio::time::sleep(std::time::Duration::from_millis(1)).await;
+        }
     }
 
     pub(crate) fn fired(&self) -> u64 {

@@ -39,6 +39,49 @@ async fn a_change_whose_store_is_lost_happens_once() {
 }
 
 #[tokio::test]
+async fn what_a_lost_session_left_queued_is_not_told_before_it_is_durable() {
+    let node = Node::start();
+    let object = node.object().await;
+    object.append(data(10, 1)).await.unwrap();
+    node.arm(Loss::After);
+    node.hold(true);
+    let mut append = Box::pin(object.append(data(10, 2)));
+    tokio::select! {
+        done = &mut append => panic!("answered, and not durable: {done:?}"),
+        () = node.waited(1) => {}
+    }
+    assert_eq!(node.fired(), 1, "the fault fired");
+    node.disarm();
+    node.hold(false);
+    assert_eq!(append.await.unwrap().appended_at, 10);
+    assert_eq!(object.get().await.unwrap().len(), 20);
+}
+
+#[tokio::test]
+async fn a_read_that_outlives_its_session_does_not_mix_two_versions() {
+    let node = Node::start();
+    let object = node.object().await;
+    let (old, new) = (data(8192, 1), data(12_288, 2));
+    object.put(old.clone()).await.unwrap();
+    node.stores.iter().for_each(|s| s.arm_late_read());
+    let overwritten = async {
+        node.hold(true);
+        node.waited(1).await;
+        // The read has its place; what comes after it goes through to the store.
+        let put = async { object.put(new.clone()).await.unwrap() };
+        let lost = async {
+            node.waited(2).await;
+            node.stores.iter().for_each(|s| s.end_session());
+            node.hold(false);
+        };
+        tokio::join!(put, lost);
+    };
+    let (read, ()) = tokio::join!(object.get(), overwritten);
+    let read = read.unwrap();
+    assert!(read == old || read == new, "{} bytes of two versions", read.len());
+}
+
+#[tokio::test]
 async fn a_read_waits_for_its_store() {
     let node = Node::start();
     let object = node.object().await;
