@@ -2,6 +2,7 @@
 
 mod common;
 
+use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -14,7 +15,7 @@ use base::mem::Arena;
 use bytes::Bytes;
 use channel::{Chain, Completion, Counters, DmaEngine, DoorbellId, Region, ShmEngine, ShmOptions, Unposted};
 use common::{Path, cid, make_collection, node, node_of, oid, options, pattern, payload, transaction};
-use outboard_proxy::SessionOptions;
+use outboard_proxy::{Session, SessionOptions};
 use store::{MemStore, ObjectStore, Op, StageId, StoreError, WriteSource};
 
 const MIB: usize = 1 << 20;
@@ -348,6 +349,49 @@ async fn a_closed_session_fails_its_calls() {
     assert!(matches!(stat.await, Err(StoreError::Disconnected(_) | StoreError::NoSuchObject(_))));
     assert!(matches!(node.store.statfs().await, Err(StoreError::Disconnected(_))));
     assert!(!node.session.status().connected);
+}
+
+/// Numbers of the objects there are.
+async fn objects(store: &Arc<dyn ObjectStore>) -> BTreeSet<usize> {
+    let (ids, more) = store.list(&cid(), None, usize::MAX).await.unwrap();
+    assert!(!more);
+    let number = |id: &store::ObjectId| std::str::from_utf8(&id.as_bytes()[7..]).unwrap().parse().unwrap();
+    ids.iter().map(number).collect()
+}
+
+#[tokio::test]
+async fn what_an_ended_session_left_queued_comes_before_everything_of_the_next() {
+    const EACH: usize = 64;
+    let dir = tempfile::tempdir().unwrap();
+    let mut node = node_of(Path::Dma, common::on_drive(&dir.path().join("target")), options()).await;
+    make_collection(&node.store).await;
+    let (mut cut_off, mut left_over) = (0, 0);
+    for round in 0..30 {
+        let base = round * EACH;
+        let touch = |n| node.store.queue_transaction(transaction(Op::Touch { oid: oid(n) }));
+        let queued: Vec<_> = (base..base + EACH).map(touch).collect();
+        for _ in 0..round {
+            tokio::task::yield_now().await;
+        }
+        node.session.close();
+        node.session = Session::connect(node.endpoint.clone(), options()).await.unwrap();
+        node.store = node.session.store(0);
+        left_over += node.server.status().leftover_calls;
+        let found = objects(&node.store).await;
+        let of_round = found.range(base..).count();
+        assert!(found.range(base..).copied().eq(base..base + of_round), "in order, none left out");
+        let mut acknowledged = 0;
+        for done in queued {
+            acknowledged += usize::from(done.await.is_ok());
+        }
+        assert!(of_round >= acknowledged, "{of_round} of {acknowledged} acknowledged");
+        while node.server.status().leftover_calls > 0 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        assert!(objects(&node.store).await == found, "something landed late");
+        cut_off += usize::from(acknowledged < EACH);
+    }
+    assert!(cut_off > 0 && left_over > 0, "{cut_off} sessions cut off, {left_over} calls left over");
 }
 
 #[tokio::test]
