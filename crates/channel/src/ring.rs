@@ -70,6 +70,7 @@ impl Ring {
     /// [`ChannelError::Protocol`] if there is no valid entry.
     pub fn read(&self, memory: &Arena, position: u64, available: usize) -> Result<Frame> {
         let mut head = [0; HEADER_LEN];
+        let available = available.min(self.len);
         if available < HEADER_LEN {
             return Err(ChannelError::protocol("the doorbell announced less than an entry"));
         }
@@ -161,5 +162,7 @@ mod tests {
         assert!(RING.read(&memory, 0, len).is_err(), "changed after it was sealed");
         put(&memory, 0, &[0; 5000], b"");
         assert!(RING.read(&memory, 0, 64).is_err(), "longer than announced");
+        let short = Ring { len: 128, ..RING };
+        assert!(short.read(&memory, 0, usize::MAX).is_err(), "longer than the ring, whatever was announced");
     }
 }
