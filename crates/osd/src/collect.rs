@@ -5,7 +5,7 @@
 use std::rc::Rc;
 use std::time::Duration;
 
-use proto::PartId;
+use proto::{Error, Manifest, Mutation, ObjectName, PartId};
 
 use crate::clock::now_ms;
 use crate::fail::{Fail, Step};
@@ -57,9 +57,12 @@ impl Osd {
         loop {
             let page = patiently(place, patience, async || objects(place, from.clone(), STEP).await).await?;
             for name in page.0.iter().filter_map(ids::parse) {
+                let alive = |part: PartId| self.sessions.borrow().is_alive(part.upload.session, grace);
+                // The client may have come back while its part was looked at.
                 if let Some(part) = name.part
-                    && !self.sessions.borrow().is_alive(part.upload.session, grace)
+                    && !alive(part)
                     && self.is_orphan(pool, &name, part, grace).await?
+                    && !alive(part)
                 {
                     let place = pool.place(&name.namespace, &name.object, Some(&part));
                     self.remove_object(&place, &name.object).await?;
@@ -84,6 +87,23 @@ impl Osd {
         }
         let head = self.info_of(&pool.place(&name.namespace, &name.object, None)).await?;
         Ok(head.and_then(|info| info.manifest).is_none_or(|manifest| manifest.upload != part.upload))
+    }
+
+    /// Makes sure that the parts which a head is to name are there: those of a client that was away for long may have
+    /// been collected.
+    pub(crate) async fn check_parts(&self, name: &ObjectName, ops: &[Mutation]) -> Step<()> {
+        for op in ops {
+            let Mutation::SetManifest(Manifest { upload, part_size, size }) = *op else { continue };
+            for (index, start) in (0..).zip((0..size).step_by(part_size as usize)) {
+                let place = self.place(name, Some(&PartId { upload, index }))?;
+                let found = self.info_of(&place).await?;
+                if found.is_none_or(|info| info.size != part_size.min(size - start)) {
+                    let what = format!("part {index} of the upload is not there; upload the object again");
+                    return Err(Error::BadRequest(what).into());
+                }
+            }
+        }
+        Ok(())
     }
 
     /// What is durably known of an object.

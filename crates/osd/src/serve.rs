@@ -242,7 +242,10 @@ impl Osd {
             timeout: self.config.transfer_timeout,
             segments_in_flight: self.config.segments_in_flight,
         };
-        let gather = async || puller.gather(mutate, inline.clone(), &place.pg.target.store).await;
+        let gather = async || {
+            self.check_parts(&name, &mutate.ops).await?;
+            puller.gather(mutate, inline.clone(), &place.pg.target.store).await
+        };
         let done = change.run(retry, gather).await?;
         if let Some(manifest) = done.dropped {
             self.drop_parts(name, manifest);

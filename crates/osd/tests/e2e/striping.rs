@@ -6,9 +6,11 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use client::{Client, Error, NodeError, Object, Options, PutOptions};
+use proto::{Data, Manifest, Mutate, Mutation, PartId, RequestBody, Source, UploadId};
 use tokio::io::{AsyncRead, ReadBuf};
 
 use crate::common::{Node, data};
+use crate::raw::{Raw, head, mutate};
 
 const PART: u64 = 256 << 10;
 
@@ -118,6 +120,37 @@ async fn parts_of_an_upload_that_was_given_up_are_collected_once_its_client_is_g
     }
     assert_eq!(node.parts(), 0);
     assert_eq!(other.pool("pool").unwrap().object("object").unwrap().get().await.unwrap(), "before");
+}
+
+#[tokio::test]
+async fn a_head_whose_parts_were_collected_is_refused() {
+    let node = Node::start();
+    let (client, object) = object(&node).await;
+    object.put("before").await.unwrap();
+    let mut away = Raw::connect(&node.endpoint, None).await;
+    let upload = UploadId { session: away.session, number: 1 };
+    let whole = Mutation::WriteFull(Source::Embedded(data(4096, 7)));
+    let part = |index| match mutate("object", vec![whole.clone()], Data::None) {
+        RequestBody::Mutate(change) => {
+            RequestBody::Mutate(Mutate { part: Some(PartId { upload, index }), ..change })
+        }
+        other => other,
+    };
+    away.changed(head(1), part(0)).await.unwrap();
+    away.connection.close().await;
+    while client.collect_orphans(Duration::ZERO).await.unwrap() == 0 {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let mut back = Raw::connect(&node.endpoint, Some(away.session)).await;
+    back.changed(head(2), part(1)).await.unwrap();
+    let manifest = Mutation::SetManifest(Manifest { upload, part_size: 4096, size: 8192 });
+    let commit = || mutate("object", vec![manifest.clone()], Data::None);
+    let refused = back.changed(head(3), commit()).await;
+    assert!(matches!(&refused, Err(NodeError::BadRequest(why)) if why.contains("part 0")), "{refused:?}");
+    assert_eq!(object.get().await.unwrap(), "before");
+    back.changed(head(4), part(0)).await.unwrap();
+    back.changed(head(5), commit()).await.unwrap();
+    assert!(object.get().await.unwrap() == [data(4096, 7), data(4096, 7)].concat());
 }
 
 #[tokio::test]
