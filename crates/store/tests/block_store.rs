@@ -146,3 +146,68 @@ async fn a_damaged_extent_is_seen_by_the_reader_and_by_fsck() {
     let other = store.read(&c, &o, 8192, 4096, None).await.unwrap();
     assert!(other.verify().is_ok(), "other blocks are not affected");
 }
+
+/// Applies a transaction for each of `numbers`, many at a time; those that there was space for.
+async fn apply_many(
+    store: &BlockStore,
+    numbers: impl Iterator<Item = u32>,
+    transaction: impl Fn(u32) -> Transaction,
+) -> Vec<u32> {
+    let numbers: Vec<u32> = numbers.collect();
+    let mut done = Vec::new();
+    for some in numbers.chunks(200) {
+        let results =
+            futures::future::join_all(some.iter().map(|n| store.queue_transaction(transaction(*n)))).await;
+        for (n, result) in some.iter().zip(results) {
+            match result {
+                Ok(()) => done.push(*n),
+                Err(StoreError::NoSpace { .. }) => {}
+                Err(e) => panic!("object {n}: {e}"),
+            }
+        }
+    }
+    done
+}
+
+#[tokio::test]
+async fn an_index_full_of_small_objects_costs_only_what_does_not_fit() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("target");
+    let options = MkfsOptions { size: Some(16 << 20), ..MkfsOptions::default() };
+    BlockStore::mkfs(&path, &options, |_, _| {}).unwrap();
+    let c = CollectionId::new("c").unwrap();
+    let log = ObjectId::new("log").unwrap();
+    // Neighbours in time are strangers in the index: every change is to another page.
+    let oid =
+        |n: u32| ObjectId::new(format!("{:08x}-{}", n.wrapping_mul(0x9e37_79b1), "n".repeat(80))).unwrap();
+    let note =
+        |n: u32| Op::OmapSet { oid: log.clone(), entries: vec![("last".into(), vec![n as u8; 32].into())] };
+    let make = |n: u32| {
+        let value = Bytes::from(vec![n as u8; 120]);
+        Transaction::new(c.clone())
+            .with(Op::CreateExclusive { oid: oid(n) })
+            .with(Op::SetXattrs { oid: oid(n), xattrs: vec![("meta".into(), value)] })
+            .with(note(n))
+    };
+    let remove = |n: u32| Transaction::new(c.clone()).with(Op::Remove { oid: oid(n) }).with(note(n));
+
+    let store = mount(&path).unwrap();
+    store.queue_transaction(Transaction::new(c.clone()).with(Op::CreateCollection)).await.unwrap();
+    let made = apply_many(&store, 0..20_000, make).await;
+    assert!((500..20_000).contains(&made.len()), "the index was filled: {} objects", made.len());
+    drop(store);
+    let store = mount(&path).expect("a full target is mounted after a crash");
+    for n in &made {
+        assert_eq!(store.get_xattr(&c, &oid(*n), "meta".into()).await.unwrap(), vec![*n as u8; 120]);
+    }
+    let removed = apply_many(&store, made.iter().copied().step_by(2), remove).await;
+    assert_eq!(removed.len(), made.len().div_ceil(2), "removing works when nothing else does");
+    store.umount().await.unwrap();
+    drop(store);
+    let report = fsck(&path, false, |_, _| {}).unwrap();
+    assert!(report.is_clean(), "{report:?}");
+    let store = mount(&path).unwrap();
+    let again = apply_many(&store, removed.iter().copied().take(100), make).await;
+    assert_eq!(again.len(), 100, "there is room again");
+    store.umount().await.unwrap();
+}

@@ -37,7 +37,7 @@ impl Checkpoint {
         self.write_deferred(drive)?;
         let bitmap: Changes =
             self.bitmap.drain(..).map(|(page, bytes)| (key::bitmap(page), Some(bytes))).collect();
-        index.apply(&[&self.changes, &bitmap], &self.meta)?;
+        index.apply(&self.changes, &bitmap, &self.meta)?;
         self.superblock.write(drive)?;
         Ok((self.meta, self.superblock, index.space()))
     }

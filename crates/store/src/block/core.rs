@@ -26,6 +26,9 @@ use super::superblock::Superblock;
 use super::view::{Loaded, Need, View};
 use crate::{CollectionId, Op, Result, StageId, StatFs, StoreError, Transaction};
 
+/// Least room kept in the index for what gives space back, in bytes.
+const INDEX_RESERVE_MIN: u64 = 256 << 10;
+
 /// A call that waits for its turn or for something to be loaded.
 #[derive(Debug)]
 struct Pending {
@@ -404,7 +407,7 @@ impl Core {
         result
     }
 
-    /// Keeps room in the index for what gives space back.
+    /// Keeps room in the index for what gives space back, and half of that for removals that also note something.
     fn admit(&self, transaction: &Transaction, changed: usize) -> std::result::Result<(), Stop> {
         let shrinks = |op: &Op| {
             matches!(
@@ -414,7 +417,9 @@ impl Core {
         };
         let (total, free) = self.index_space;
         let pending = self.view.changed_bytes();
-        let needed = 4 * (pending + changed) as u64 + total / 16;
+        let removes = transaction.ops.iter().any(|op| matches!(op, Op::Remove { .. } | Op::RemoveCollection));
+        let reserve = (total / 16).max(INDEX_RESERVE_MIN) / if removes { 2 } else { 1 };
+        let needed = 4 * (pending + changed) as u64 + reserve;
         if needed <= free || transaction.ops.iter().all(shrinks) {
             return Ok(());
         }

@@ -9,6 +9,7 @@ use rand::{Rng, SeedableRng};
 
 use super::drive::Drive;
 use super::fsck::check;
+use super::index::ALWAYS_IN_STEPS;
 use super::recovery::{Sizes, mkfs};
 use super::sim::{Crashes, SimDrive, SimStore};
 use crate::conformance::{self, Workload, random_operations, seed};
@@ -165,7 +166,17 @@ fn tell(start: Vec<u8>, seed: u64, transactions: usize) -> Story {
 
 #[test]
 fn every_crash_leaves_a_prefix_with_everything_acknowledged() {
-    let seed = seed();
+    crash(seed());
+}
+
+#[test]
+fn a_crash_while_a_full_index_is_brought_forward_in_steps_leaves_a_prefix_too() {
+    ALWAYS_IN_STEPS.set(true);
+    crash(seed());
+    ALWAYS_IN_STEPS.set(false);
+}
+
+fn crash(seed: u64) {
     let mut rng = StdRng::seed_from_u64(seed);
     let (mut torn, mut checkpoints) = (0, 0);
     for round in 0..3 * factor() as u64 {

@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::panic::AssertUnwindSafe;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{PoisonError, RwLock};
 
 use bytes::Bytes;
@@ -27,12 +28,32 @@ pub(crate) struct Found {
 /// Changes to the index: keys with new values, `None` removes.
 pub(crate) type Changes = BTreeMap<Bytes, Option<Bytes>>;
 
+#[cfg(test)]
+std::thread_local! {
+    /// For crash tests: nothing is applied in one go.
+    pub(crate) static ALWAYS_IN_STEPS: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+}
+
+fn always_in_steps() -> bool {
+    #[cfg(test)]
+    return ALWAYS_IN_STEPS.get();
+    #[cfg(not(test))]
+    false
+}
+
+type Change<'a> = (&'a Bytes, &'a Option<Bytes>);
+
+/// Changes at a time when there is no room for all of them together.
+const STEP: usize = 8;
+
 /// The index. Any thread; calls block.
 #[derive(Debug)]
 pub(crate) struct Index {
     region: IndexRegion,
     cache_bytes: usize,
     database: RwLock<Option<Database>>,
+    /// Bytes in use when that was last found out, and what was written since; 0 if it never was.
+    used: AtomicU64,
 }
 
 impl Index {
@@ -41,7 +62,7 @@ impl Index {
     /// # Errors
     /// [`StoreError::Corrupt`] if it is damaged.
     pub(crate) fn open(region: IndexRegion, cache_bytes: usize) -> Result<Index> {
-        let index = Index { region, cache_bytes, database: RwLock::new(None) };
+        let index = Index { region, cache_bytes, database: RwLock::new(None), used: AtomicU64::new(0) };
         *index.database.write().unwrap_or_else(PoisonError::into_inner) = Some(index.open_database()?);
         Ok(index)
     }
@@ -123,24 +144,47 @@ impl Index {
         })
     }
 
-    /// Applies changes and makes them durable, all or none.
+    /// Applies `changes`, then `last` and `meta`, and makes them durable. All or none, if there is room for that: every
+    /// page on the way to a change is written anew before the old one is free. If not, `changes` go first and in steps,
+    /// removals before others. An index with some of them and the old `meta` is one that the log, read from where that
+    /// says, brings to the same state.
     ///
     /// # Errors
     /// [`StoreError::Corrupt`] if a page on the way is damaged, [`StoreError::NoSpace`] if the region is full.
-    pub(crate) fn apply(&self, changes: &[&Changes], meta: &Meta) -> Result<()> {
+    pub(crate) fn apply(&self, changes: &Changes, last: &Changes, meta: &Meta) -> Result<()> {
+        let meta = (Bytes::from_static(key::META), Some(meta.encode()));
+        let ending = || last.iter().chain(std::iter::once((&meta.0, &meta.1)));
+        let all: Vec<Change<'_>> = changes.iter().chain(ending()).collect();
+        let written: u64 = all.iter().map(|(k, v)| (k.len() + v.as_ref().map_or(0, Bytes::len)) as u64).sum();
+        if self.used.load(Ordering::Relaxed) > 0 {
+            self.used.fetch_add(4 * written, Ordering::Relaxed);
+        }
+        if !always_in_steps() {
+            match self.commit(&all) {
+                Err(StoreError::NoSpace { .. }) => {}
+                result => return result,
+            }
+        }
+        tracing::info!(changes = all.len(), "the index is nearly full and brought forward in steps");
+        let (removed, set): (Vec<Change<'_>>, Vec<_>) = changes.iter().partition(|(_, v)| v.is_none());
+        removed.chunks(STEP).chain(set.chunks(STEP)).try_for_each(|step| self.commit(step))?;
+        self.commit(&ending().collect::<Vec<_>>())
+    }
+
+    /// Applies changes and makes them durable, all or none.
+    fn commit(&self, changes: &[Change<'_>]) -> Result<()> {
         self.with(|database| {
             let mut transaction = database.begin_write()?;
             transaction.set_two_phase_commit(true);
             transaction.set_quick_repair(true);
             {
                 let mut table = transaction.open_table(TABLE)?;
-                for (key, value) in changes.iter().copied().flatten() {
+                for (key, value) in changes {
                     match value {
                         Some(value) => drop(table.insert(&key[..], &value[..])?),
                         None => drop(table.remove(&key[..])?),
                     }
                 }
-                table.insert(key::META, &meta.encode()[..])?;
             }
             Ok(transaction.commit()?)
         })
@@ -157,11 +201,16 @@ impl Index {
         }
     }
 
-    /// Bytes of the region, and bytes free in it. Walks the index when it is more than three quarters full.
+    /// Bytes that the index can use, and bytes of them that it does not. Walks the index when it may be more than three
+    /// quarters full.
     pub(crate) fn space(&self) -> (u64, u64) {
         let (total, len) = self.region.space();
         if len <= total / 4 * 3 {
             return (total, total - len);
+        }
+        let known = self.used.load(Ordering::Relaxed);
+        if known > 0 && known <= total / 4 * 3 {
+            return (total, total - known);
         }
         let used = self.with(|database| {
             let transaction = database.begin_write()?;
@@ -169,7 +218,9 @@ impl Index {
             transaction.abort()?;
             Ok(stats.allocated_pages() * stats.page_size() as u64)
         });
-        (total, total.saturating_sub(used.unwrap_or(len)))
+        let used = used.unwrap_or(len);
+        self.used.store(used, Ordering::Relaxed);
+        (total, total.saturating_sub(used))
     }
 }
 

@@ -75,7 +75,9 @@ fn layout(size: u64, sizes: &Sizes) -> Result<Superblock> {
     }
     let whole = |len: u64| len - len % BLOCK;
     let log_len = whole(sizes.log_bytes.unwrap_or((size / 8).min(64 << 20)));
-    let index_len = whole(sizes.index_bytes.unwrap_or((size / 16).max(MIN_INDEX)));
+    let index_pages = sizes.index_bytes.unwrap_or((size / 16).max(MIN_INDEX));
+    // `redb` doubles its storage: sizes that are powers of two must fit together with headers and checksums.
+    let index_len = whole(index_pages.saturating_add(index_pages / 64 + (64 << 10)));
     let used = SUPERBLOCKS.checked_add(log_len).and_then(|l| l.checked_add(index_len));
     let Some(data) =
         used.filter(|u| *u + (1 << 20) <= size && log_len >= 256 << 10 && index_len >= MIN_INDEX)

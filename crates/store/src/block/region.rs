@@ -124,10 +124,16 @@ impl IndexRegion {
         Ok(IndexRegion { shared: Arc::new(Shared { drive, region, state: Mutex::new(state) }) })
     }
 
-    /// Bytes the index can have, and bytes it has.
+    /// Bytes the index can have, and bytes it has. `redb` grows its storage by doubling it, and not at all if that does
+    /// not fit: what lies beyond the last doubling is out of its reach.
     pub(crate) fn space(&self) -> (u64, u64) {
         let state = self.lock();
-        (state.checksums.len() as u64 * BLOCK, state.len)
+        let capacity = state.checksums.len() as u64 * BLOCK;
+        let mut reach = state.len;
+        while reach > 0 && reach * 2 <= capacity {
+            reach *= 2;
+        }
+        (reach, state.len)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
