@@ -146,6 +146,10 @@ async fn read_on(handle: Arc<Handle>, target: u16, whole: Window, first: Answers
         let again = || window.start(&handle, target, None);
         let (answer, data) = retrying(&handle, answers, again).await?;
         let Answer::Read { offset, checksums, object_size, .. } = answer else { return Err(unexpected()) };
+        if offset != align_down(window.offset) {
+            // Going on from there might never end.
+            return Err(unexpected());
+        }
         let checksums = unpack_checksums(&checksums)?;
         let data: Vec<Bytes> = data.into_iter().filter(|piece| !piece.is_empty()).collect();
         let part = ReadData { offset, data, checksums, object_size };

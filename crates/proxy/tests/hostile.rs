@@ -306,6 +306,58 @@ async fn a_store_that_lies_costs_its_session_and_calls_fail_typed() {
     }
 }
 
+/// A store that answers whatever it is asked with this, as what a read found.
+async fn false_answers(at: &FsPath, offset: u64, len: u64, object_size: u64, data: Bytes) {
+    let listener = UnixListener::bind(at).unwrap();
+    let socket = Socket::Unix(listener.accept().await.unwrap().0);
+    let (_, (), mut control) = channel::accept(socket, |hello, _| {
+        let targets = vec![TargetInfo { uuid: 1 }];
+        let welcome = Welcome { version: VERSION, nonce: hello.nonce, session: 1, memory: false, targets };
+        Ok((welcome, None, ()))
+    })
+    .await
+    .unwrap();
+    // Ok, the third answer; and no checksums.
+    let mut answer = vec![0, 2];
+    [offset, len, 0, object_size].into_iter().for_each(|n| varint(&mut answer, n));
+    loop {
+        let taken = std::future::poll_fn(|cx| {
+            drop(control.poll_flush(cx));
+            control.poll_frame(cx)
+        });
+        let Ok(frame) = taken.await else { return };
+        control.push(Header::new(Kind::Reply, 0, frame.header.id), &answer, vec![data.clone()]);
+    }
+}
+
+#[tokio::test]
+async fn reads_that_a_store_answers_falsely_fail_typed_and_end() {
+    let options =
+        SessionOptions { wait_for_store: Duration::from_millis(400), socket_only: true, ..options() };
+    // More data than announced, and a piece that is never the one asked for.
+    for (len, sent, ends_session) in [(10, 8192, true), (4096, 4096, false)] {
+        let dir = tempfile::tempdir().unwrap();
+        let at = dir.path().join("s");
+        let evil = false_answers(&at, 0, len, 1 << 20, pattern(1, sent));
+        let osd = async {
+            let session = Session::connect(Endpoint::Unix(at.clone()), options.clone()).await.unwrap();
+            let store = session.store(0);
+            let dest = session.pool().try_alloc(4096).unwrap();
+            let short = store.read(&cid(), &oid(1), 0, 4096, dest).await;
+            let long = store.read(&cid(), &oid(1), 0, 16_384, None).await;
+            let why = |read: &store::Result<_>| matches!(read, Err(store::StoreError::Disconnected(_)));
+            assert!(why(&long) && why(&short) == ends_session, "{short:?} {long:?}");
+            let failure = session.status().last_failure.unwrap_or_default();
+            assert_eq!(failure.contains("protocol") || failure.contains("socket"), ends_session, "{failure}");
+        };
+        tokio::select! {
+            () = osd => {}
+            () = async { evil.await; std::future::pending().await } => {}
+            () = tokio::time::sleep(Duration::from_secs(20)) => panic!("it did not end"),
+        }
+    }
+}
+
 #[tokio::test]
 async fn data_that_changes_on_the_way_is_found_by_its_reader() {
     let node = node(Path::Dma).await;

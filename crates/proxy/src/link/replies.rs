@@ -48,6 +48,12 @@ impl State {
                     let what = format!("{len} bytes were read for a buffer of {}", dest.len());
                     Err(StoreError::InvalidArgument(what).into())
                 }
+                (Kind::Read(_), Answer::Read { len, .. })
+                    if !frame.data.is_empty() && frame.data.len() as u64 != len =>
+                {
+                    let what = format!("{} bytes came where {len} were announced", frame.data.len());
+                    return Err(ChannelError::Protocol(what));
+                }
                 (Kind::Read(dest), answer @ Answer::Read { len, .. }) => match (range, &self.ring) {
                     (Some(range), Some(_)) if len > 0 => {
                         return self.fetch_data(id, answer, dest, range, answer_to, fetching);
