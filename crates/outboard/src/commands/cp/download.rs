@@ -31,7 +31,7 @@ async fn single(from: Place, to: &Path) -> Result<()> {
     let object = from.pool.object(&from.prefix).map_err(|e| Failure::usage(&doing, e))?;
     let base = from.prefix.rsplit('/').next().unwrap_or_default();
     let to = if to.is_dir() { to.join(base) } else { to.to_owned() };
-    let (meta, size) = look(&object).await.map_err(|e| Failure::new(&doing, e))?;
+    let (meta, size) = look(&object).await.doing(&doing)?;
     let mut tally = Tally::new("copying");
     tally.progress.grow(size);
     let outcome = match meta.as_ref().map(|m| m.kind) {
@@ -77,9 +77,15 @@ async fn tree(job: Job, from: Place, to: &Path) -> Result<()> {
         while running.len() >= job.in_flight {
             running.next().await.into_iter().for_each(|(size, o)| account(&mut tally, size, o));
         }
+        if tally.gives_up() {
+            return tally.finish();
+        }
     }
     while let Some((size, outcome)) = running.next().await {
         account(&mut tally, size, outcome);
+        if tally.gives_up() {
+            return tally.finish();
+        }
     }
     if !seen {
         return Err(Failure::new(
@@ -119,7 +125,7 @@ async fn finish(destination: &Destination, tally: &mut Tally) {
 async fn copy(destination: Arc<Destination>, object: Object) -> (u64, std::result::Result<Outcome, String>) {
     match look(&object).await {
         Ok((meta, size)) => (size, place(&destination, &object, meta, size).await),
-        Err(e) => (0, Err(e)),
+        Err(e) => (0, Outcome::of_failed(&e, format!("{}: {e}", object.name()))),
     }
 }
 
@@ -178,8 +184,8 @@ impl Destination {
     }
 }
 
-async fn look(object: &Object) -> std::result::Result<(Option<FileMeta>, u64), String> {
-    let found = object.describe().await.map_err(|e| format!("{}: {e}", object.name()))?;
+async fn look(object: &Object) -> client::Result<(Option<FileMeta>, u64)> {
+    let found = object.describe().await?;
     let meta = found.xattrs.iter().find(|(name, _)| name == file_meta::XATTR);
     Ok((meta.and_then(|(_, value)| FileMeta::decode(value)), found.stat.size))
 }

@@ -100,6 +100,8 @@ struct Tally {
     bytes: u64,
     kept: u64,
     failed: u64,
+    /// Paths in a row that the node gave no answer about.
+    unanswered: u64,
 }
 
 /// What became of one path.
@@ -110,17 +112,48 @@ enum Outcome {
     Kept(u64),
     /// It will be made at the end.
     Deferred,
+    /// It was not copied, because the node did not answer; what to say about it.
+    Unanswered(String),
 }
+
+impl Outcome {
+    /// What became of a path that a request failed for; `why` names it.
+    fn of_failed(error: &client::Error, why: String) -> std::result::Result<Outcome, String> {
+        match error {
+            client::Error::TimedOut(_) => Ok(Outcome::Unanswered(why)),
+            _ => Err(why),
+        }
+    }
+}
+
+/// A copy ends when the node gave no answer about that many paths in a row: every further one would take as long.
+const UNANSWERED_MOST: u64 = 8;
 
 /// Failures named one by one; of more only the number is told.
 const FAILURES_SHOWN: u64 = 20;
 
 impl Tally {
     fn new(label: &str) -> Tally {
-        Tally { progress: Progress::bytes(label, 0), copied: 0, bytes: 0, kept: 0, failed: 0 }
+        Tally { progress: Progress::bytes(label, 0), copied: 0, bytes: 0, kept: 0, failed: 0, unanswered: 0 }
+    }
+
+    /// Whether it is of no use to go on.
+    fn gives_up(&self) -> bool {
+        self.unanswered >= UNANSWERED_MOST
     }
 
     fn add(&mut self, outcome: std::result::Result<Outcome, String>) {
+        let outcome = match outcome {
+            Ok(Outcome::Unanswered(why)) => {
+                self.unanswered += 1;
+                Err(why)
+            }
+            Ok(outcome) => {
+                self.unanswered = 0;
+                Ok(outcome)
+            }
+            Err(why) => Err(why),
+        };
         match outcome {
             Ok(Outcome::Copied(bytes)) => {
                 self.copied += 1;
@@ -131,7 +164,7 @@ impl Tally {
                 self.kept += 1;
                 self.progress.add(bytes);
             }
-            Ok(Outcome::Deferred) => {}
+            Ok(Outcome::Deferred | Outcome::Unanswered(_)) => {}
             Err(why) => {
                 self.failed += 1;
                 if self.failed <= FAILURES_SHOWN {
@@ -148,10 +181,41 @@ impl Tally {
         output::note(format!("copied {} paths, {} bytes{kept}", self.copied, self.bytes));
         match self.failed {
             0 => Ok(()),
+            _ if self.unanswered >= UNANSWERED_MOST => Err(Failure::new(
+                "copying",
+                "the node does not answer any more; when it is up, run the command again to go on",
+            )),
             n => Err(Failure::new(
                 "copying",
                 format!("{n} paths were not copied (see above); run it again to go on"),
             )),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_copy_gives_up_when_the_node_is_gone_and_not_before() {
+        let timed_out = client::Error::TimedOut(std::time::Duration::from_secs(60));
+        let mut tally = Tally::new("copying");
+        for _ in 0..3 {
+            for _ in 1..UNANSWERED_MOST {
+                tally.add(Outcome::of_failed(&timed_out, "a: no answer".into()));
+            }
+            assert!(!tally.gives_up());
+            tally.add(Ok(Outcome::Copied(1)));
+        }
+        for _ in 0..100 {
+            tally.add(Outcome::of_failed(&client::Error::Closed, "a: closed".into()));
+        }
+        assert!(!tally.gives_up(), "other failures are one path's each");
+        for _ in 0..UNANSWERED_MOST {
+            tally.add(Outcome::of_failed(&timed_out, "a: no answer".into()));
+        }
+        assert!(tally.gives_up());
+        assert!(tally.finish().unwrap_err().to_string().contains("does not answer"));
     }
 }

@@ -57,6 +57,9 @@ async fn tree(job: Job, from: &Path, to: Place) -> Result<()> {
     let mut tally = Tally::new("copying");
     let mut running = FuturesUnordered::new();
     loop {
+        if tally.gives_up() {
+            return tally.finish();
+        }
         tokio::select! {
             biased;
             Some(outcome) = running.next(), if !running.is_empty() => tally.add(outcome),
@@ -117,8 +120,12 @@ async fn copy_below(
 async fn copy(object: Object, found: Found, may_be_there: bool) -> std::result::Result<Outcome, String> {
     let path = found.path.clone();
     let failed = |e: &dyn std::fmt::Display| format!("{}: {e}", path.display());
-    if may_be_there && is_there(&object, &found).await.map_err(|e| failed(&e))? {
-        return Ok(Outcome::Kept(found.size));
+    if may_be_there {
+        match is_there(&object, &found).await {
+            Ok(true) => return Ok(Outcome::Kept(found.size)),
+            Ok(false) => {}
+            Err(e) => return Outcome::of_failed(&e, failed(&e)),
+        }
     }
     let options = PutOptions {
         xattrs: vec![(Bytes::from_static(file_meta::XATTR), found.meta.encode().into())],
@@ -133,7 +140,10 @@ async fn copy(object: Object, found: Found, may_be_there: bool) -> std::result::
             object.put_with(data.map_err(|e| failed(&e))?, options).await
         }
     };
-    put.map(|_| Outcome::Copied(size)).map_err(|e| failed(&e))
+    match put {
+        Ok(_) => Ok(Outcome::Copied(size)),
+        Err(e) => Outcome::of_failed(&e, failed(&e)),
+    }
 }
 
 fn content(found: &Found) -> io::Result<Bytes> {
