@@ -224,5 +224,5 @@ async fn link(object: &Object, path: &Path) -> std::result::Result<Outcome, Stri
     let failed = |e: &dyn std::fmt::Display| format!("{} to {}: {e}", object.name(), path.display());
     let target = object.get().await.map_err(|e| failed(&e))?;
     local::make_link(path, &target).map_err(|e| failed(&e))?;
-    Ok(Outcome::Copied(0))
+    Ok(Outcome::Copied(target.len() as u64))
 }
