@@ -1,7 +1,8 @@
 //! What every other crate stands on: aligned shared memory and the buffer pool over it, block
 //! checksums, and the naming and accounting of threads.
 //!
-//! Nothing here knows of objects, networks or drives. All `unsafe` of this crate is in [`mem`].
+//! Nothing here knows of objects, networks or drives. `unsafe` is in [`mem`], which maps memory, and
+//! in [`pool`], which hands out ranges of it.
 
 pub mod block;
 pub mod buddy;

@@ -1,7 +1,7 @@
 //! Memory that is shared between processes, given to drives, or written by (emulated) DMA.
 //!
 //! An [`Arena`] is one page-aligned mapping: anonymous, or a memfd that another process maps too. [`ArenaBuf`] is
-//! the exclusive use of a range of it. This is the one module of the crate with `unsafe` code, and the reasons are
+//! the exclusive use of a range of it. The reasons for `unsafe` are
 //! three: `mmap` itself, slices of mapped memory, and the promise that two `ArenaBuf`s never overlap, which whoever
 //! calls [`Arena::carve`] keeps (in this crate: [`crate::pool`]).
 //!
