@@ -162,6 +162,8 @@ impl State {
                 self.must_not_exist(cid, oid)?;
                 self.change(cid, oid, undo, |_| Ok(()))
             }
+            Op::Zero { oid, len: 0, .. } => self.change(cid, oid, undo, |_| Ok(())),
+            Op::Write { oid, source, .. } if source.is_empty() => self.change(cid, oid, undo, |_| Ok(())),
             Op::Write { oid, offset, source: WriteSource::Inline(payload) } => {
                 self.change(cid, oid, undo, |o| o.write(*offset, payload))
             }

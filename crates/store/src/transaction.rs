@@ -117,7 +117,7 @@ impl WriteSource {
 }
 
 /// One step of a transaction. Unless said otherwise an op on an object creates it, empty, if it does not exist; ops
-/// act on the transaction's collection.
+/// act on the transaction's collection. A change of no bytes, wherever, leaves data and size as they are.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum Op {

@@ -159,6 +159,8 @@ impl<'a> Apply<'a> {
                 self.must_not_exist(cid, oid)?;
                 self.change(cid, oid, |_, _| Ok(()))
             }
+            Op::Zero { oid, len: 0, .. } => self.change(cid, oid, |_, _| Ok(())),
+            Op::Write { oid, source, .. } if source.is_empty() => self.change(cid, oid, |_, _| Ok(())),
             Op::Write { oid, offset, source: WriteSource::Inline(payload) } => {
                 self.change(cid, oid, |this, o| this.write(o, *offset, payload))
             }

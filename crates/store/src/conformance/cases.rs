@@ -22,6 +22,7 @@ macro_rules! cases {
 cases!(
     collections_come_and_go,
     objects_come_and_go,
+    changes_of_no_bytes,
     writes_of_any_alignment,
     holes_and_zeros,
     truncate_forgets_what_it_cuts,
@@ -96,6 +97,20 @@ async fn objects_come_and_go(store: Store) {
     apply(&store, one(&c, Op::Remove { oid: o.clone() }).with(Op::Touch { oid: o.clone() })).await;
     assert_eq!(store.stat(&c, &o).await.unwrap().size, 0, "a new object of an old name is empty");
     assert!(store.get_xattrs(&c, &o).await.unwrap().is_empty());
+}
+
+async fn changes_of_no_bytes(store: Store) {
+    let c = with_collection(&store).await;
+    let (o, made) = (oid("o"), oid("made"));
+    apply(&store, one(&c, write(&o, 0, pattern(1, 5000)))).await;
+    let clone = |len| Op::CloneRange { src: o.clone(), dst: o.clone(), src_offset: 0, len, dst_offset: 8192 };
+    for op in [write(&o, 17_794, Bytes::new()), Op::Zero { oid: o.clone(), offset: 17_794, len: 0 }, clone(0)]
+    {
+        apply(&store, one(&c, op)).await;
+        assert_eq!(read_all(&*store, &c, &o).await, pattern(1, 5000));
+    }
+    apply(&store, one(&c, write(&made, 17_794, Bytes::new()))).await;
+    assert_eq!(store.stat(&c, &made).await.unwrap().size, 0);
 }
 
 async fn xattrs(store: Store) {

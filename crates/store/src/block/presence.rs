@@ -1,0 +1,160 @@
+//! Which objects the index may have, so that making a new object need not ask the drive whether there is one.
+//!
+//! A Bloom filter of the keys of onodes, in memory. It is filled in the background after the target is mounted, by
+//! scanning the index piece by piece, and from the start with every key that is put meanwhile; until the scan is through
+//! everything may be there. Keys of removed objects stay in it. When it has become too full to be of use it is made anew,
+//! larger.
+
+use bytes::Bytes;
+use fastbloom::BloomFilter;
+
+use super::index::Found;
+use super::records::key;
+use super::view::Need;
+
+/// Keys that one piece of a scan reads.
+const PIECE: usize = 1024;
+/// Keys that a filter is made for at least, and at most: then it has 40 MB.
+const CAPACITY: std::ops::RangeInclusive<u64> = 1 << 16..=1 << 25;
+/// Bytes of the index in use per object, at least.
+const INDEX_BYTES_PER_OBJECT: u64 = 256;
+/// Share of the keys that are not there and seem to be, when as many are there as the filter was made for.
+const FALSE_POSITIVES: f64 = 0.01;
+
+/// See the [module](self) documentation.
+pub(crate) struct Presence {
+    /// Knows all keys.
+    complete: Option<Filter>,
+    /// Is being filled.
+    growing: Option<Filter>,
+}
+
+struct Filter {
+    bits: BloomFilter,
+    capacity: u64,
+    keys: u64,
+}
+
+impl std::fmt::Debug for Presence {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Presence").field("complete", &self.complete.is_some()).finish_non_exhaustive()
+    }
+}
+
+impl Filter {
+    fn new(keys: u64) -> Filter {
+        let capacity = keys.clamp(*CAPACITY.start(), *CAPACITY.end());
+        let bits = BloomFilter::with_false_pos(FALSE_POSITIVES).expected_items(capacity as usize);
+        Filter { bits, capacity, keys: 0 }
+    }
+
+    fn insert(&mut self, key: &[u8]) {
+        self.keys += u64::from(!self.bits.insert(key));
+    }
+}
+
+impl Presence {
+    /// A filter for an index that has `used` bytes in use; nothing is known yet.
+    pub(crate) fn new(used: u64) -> Presence {
+        Presence { complete: None, growing: Some(Filter::new(2 * used / INDEX_BYTES_PER_OBJECT)) }
+    }
+
+    /// What a scan reads first.
+    pub(crate) fn first_piece() -> Need {
+        let (from, to) = key::kind_range(key::ONODE);
+        Need::Range { from, to, limit: PIECE }
+    }
+
+    /// A key is put into the index.
+    pub(crate) fn insert(&mut self, key: &[u8]) {
+        for filter in self.complete.iter_mut().chain(&mut self.growing) {
+            filter.insert(key);
+        }
+    }
+
+    /// Whether the index may have the key of an onode.
+    pub(crate) fn may_have(&self, key: &[u8]) -> bool {
+        self.complete.as_ref().is_none_or(|filter| filter.bits.contains(key))
+    }
+
+    /// Takes a piece of the scan; returns what to read next.
+    pub(crate) fn scanned(&mut self, found: &Found) -> Option<Need> {
+        let growing = self.growing.as_mut()?;
+        found.entries.iter().for_each(|(key, _)| growing.insert(key));
+        match &found.resume {
+            Some(from) => {
+                let to = key::kind_range(key::ONODE).1;
+                Some(Need::Range { from: from.clone(), to, limit: PIECE })
+            }
+            None => {
+                self.complete = self.growing.take();
+                None
+            }
+        }
+    }
+
+    /// Starts over with a larger filter if this one has become too full; the caller then begins a scan.
+    pub(crate) fn outgrown(&mut self) -> bool {
+        let Some(full) = self.complete.as_ref().filter(|f| f.keys > f.capacity) else { return false };
+        if self.growing.is_some() || full.capacity >= *CAPACITY.end() {
+            return false;
+        }
+        self.growing = Some(Filter::new(2 * full.keys));
+        true
+    }
+
+    /// A scan has failed: the filter that it was for will not be complete.
+    pub(crate) fn scan_failed(&mut self) {
+        self.growing = None;
+    }
+}
+
+/// Whether a key is one of an onode.
+pub(crate) fn is_onode(key: &Bytes) -> bool {
+    key.first() == Some(&key::ONODE)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn onode(n: u32) -> Bytes {
+        key::onode(7, &n.to_be_bytes())
+    }
+
+    fn piece(keys: impl Iterator<Item = u32>, resume: Option<u32>) -> Found {
+        Found { entries: keys.map(|n| (onode(n), Bytes::new())).collect(), resume: resume.map(onode) }
+    }
+
+    #[test]
+    fn everything_may_be_there_until_the_scan_is_through() {
+        let mut presence = Presence::new(0);
+        assert!(presence.may_have(&onode(1)));
+        let next = presence.scanned(&piece(0..10, Some(10)));
+        assert!(matches!(next, Some(Need::Range { from, .. }) if from == onode(10)));
+        presence.insert(&onode(1000));
+        assert!(presence.may_have(&onode(77)));
+        assert!(presence.scanned(&piece(10..20, None)).is_none());
+        assert!((0..20).chain([1000]).all(|n| presence.may_have(&onode(n))));
+        let wrong = (2000..12_000).filter(|n| presence.may_have(&onode(*n))).count();
+        assert!(wrong < 100, "{wrong} of 10 000 keys seem to be there and are not");
+    }
+
+    #[test]
+    fn a_filter_that_is_too_full_is_made_anew_and_serves_meanwhile() {
+        let mut presence = Presence::new(0);
+        presence.scanned(&piece(0..0, None));
+        let mut n = 0;
+        while !presence.outgrown() {
+            presence.insert(&onode(n));
+            n += 1;
+        }
+        assert!(!presence.outgrown(), "one at a time");
+        presence.insert(&onode(n));
+        assert!((0..=n).all(|n| presence.may_have(&onode(n))));
+        presence.scanned(&piece(0..n, None));
+        assert!((0..=n).all(|n| presence.may_have(&onode(n))));
+        let wrong = (n + 1..n + 10_001).filter(|n| presence.may_have(&onode(*n))).count();
+        assert!(wrong < 200, "{wrong} of 10 000 keys seem to be there and are not");
+    }
+}
