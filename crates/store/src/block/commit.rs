@@ -24,6 +24,8 @@ use crate::{Result, StoreError};
 
 /// Most bytes that one write request carries.
 const MAX_WRITE: usize = 1 << 20;
+/// Data that waits for its group, so that the drive gets neighbours in one request; more goes at once, in bytes.
+const GATHERED: usize = 256 << 10;
 /// Most pieces that one write request carries.
 const MAX_PIECES: usize = 128;
 /// A checkpoint starts when this many bytes of changes are in memory.
@@ -66,7 +68,9 @@ pub(crate) struct Commits {
     records: Vec<Vec<u8>>,
     record_bytes: usize,
     replies: Vec<Reply<()>>,
+    /// Data that was not handed to the drive yet: first block and bytes.
     writes: Vec<(u64, Bytes)>,
+    write_bytes: usize,
     frees: Vec<Extent>,
     groups: VecDeque<Group>,
     /// Outstanding requests by group, the one being gathered included.
@@ -102,6 +106,7 @@ impl Commits {
             record_bytes: 0,
             replies: Vec::new(),
             writes: Vec::new(),
+            write_bytes: 0,
             frees: Vec::new(),
             groups: VecDeque::new(),
             outstanding: HashMap::new(),
@@ -196,11 +201,22 @@ impl Commits {
         self.record_bytes += record_bytes(record.len());
         self.records.push(record);
         self.replies.push(reply);
+        self.write_bytes += outcome.writes.iter().map(|(_, data)| data.len()).sum::<usize>();
         self.writes.extend(outcome.writes.iter().cloned());
         self.frees.extend(&outcome.record.frees);
         self.deferred.extend(outcome.record.deferred.iter().cloned());
         for block in outcome.record.frees.iter().flat_map(|e| e.blocks()) {
             self.deferred.remove(&block);
+        }
+    }
+
+    /// Whether to wait with the next group, so that groups grow with the load: while one is being written, and while one
+    /// is being flushed that has more transactions than the next one would have.
+    fn is_too_early(&self) -> bool {
+        match self.groups.back() {
+            None => false,
+            Some(last) if self.outstanding.contains_key(&last.number) => true,
+            Some(last) => self.groups.len() > 1 || self.records.len() < last.replies.len(),
         }
     }
 
@@ -219,7 +235,9 @@ impl Core {
     /// Moves commits on as far as they go.
     pub(crate) fn commit_step(&mut self) {
         if self.poisoned.is_none() {
-            self.write_data();
+            if self.commits.write_bytes > GATHERED {
+                self.write_data();
+            }
             let due = !self.commits.records.is_empty() || (self.is_starved() && self.commits.wants_witness());
             if due {
                 self.form_group();
@@ -245,6 +263,7 @@ impl Core {
     /// Submits the data of applied transactions, neighbours together.
     pub(crate) fn write_data(&mut self) {
         let mut writes = std::mem::take(&mut self.commits.writes);
+        self.commits.write_bytes = 0;
         if writes.is_empty() {
             return;
         }
@@ -331,13 +350,12 @@ impl Core {
         id
     }
 
-    /// Puts everything applied into a group and writes its log sectors; not while another group is being written, or
-    /// when the log has no room.
+    /// Puts everything applied into a group and writes its data and log sectors; not while another group is on its way,
+    /// so that groups grow with the load, or when the log has no room.
     fn form_group(&mut self) {
         let max_changes = MAX_CHANGES.min((self.index_space.1 / 16) as usize).max(64 << 10);
         let commits = &mut self.commits;
-        let last = commits.groups.back().map(|g| g.number);
-        if last.is_some_and(|n| commits.outstanding.contains_key(&n)) {
+        if commits.is_too_early() {
             return;
         }
         let sectors = group_sectors(commits.record_bytes);
@@ -346,6 +364,8 @@ impl Core {
             commits.want_checkpoint = true;
             return;
         }
+        self.write_data();
+        let commits = &mut self.commits;
         let records = std::mem::take(&mut commits.records);
         let bytes = encode_group(self.epoch, commits.next, commits.flushed, &records);
         metrics::histogram!("outboard_store_group_transactions").record(records.len() as f64);
@@ -405,10 +425,6 @@ impl Core {
         let id = self.next_id();
         self.io.insert(id, Purpose::Flush);
         self.output.io.push(IoRequest { id, offset: 0, op: IoOp::Flush });
-        // The next group can be written meanwhile.
-        if !self.commits.records.is_empty() {
-            self.form_group();
-        }
     }
 
     /// Freed blocks that will be free in a while.

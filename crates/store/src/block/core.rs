@@ -19,6 +19,7 @@ use super::commit::Commits;
 use super::extent::{Extent, total};
 use super::io::{IoDone, IoOp, IoRequest, Segment, Whole};
 use super::messages::{Answer, Command, Event, Output, Reply, Work, refuse};
+use super::presence::Presence;
 use super::query::{Query, Reads};
 use super::recovery::Settled;
 use super::staged::Stage;
@@ -26,6 +27,8 @@ use super::superblock::Superblock;
 use super::view::{Loaded, Need, View};
 use crate::{CollectionId, Op, Result, StageId, StatFs, StoreError, Transaction};
 
+/// Stands for the scan that fills [`Presence`] where calls have their numbers.
+const SCAN: u64 = 0;
 /// Least room kept in the index for what gives space back, in bytes.
 const INDEX_RESERVE_MIN: u64 = 256 << 10;
 
@@ -122,9 +125,10 @@ impl Core {
         let largest = (limits.buffer_bytes.max(1 << 20) / 4).next_power_of_two().min(4 << 20);
         let arena =
             Arena::anonymous(limits.buffer_bytes.max(largest)).map_err(|e| StoreError::Io(e.to_string()))?;
-        Ok(Core {
+        let presence = Presence::new(index_space.0 - index_space.1);
+        let mut core = Core {
             epoch: meta.epoch,
-            view: View::new(meta.next_nid, limits.cache_bytes),
+            view: View::new(meta.next_nid, limits.cache_bytes, presence),
             alloc: Allocator::new(taken.clone()),
             taken,
             collections,
@@ -150,7 +154,30 @@ impl Core {
             closed: false,
             output: Output::default(),
             superblock,
-        })
+        };
+        core.scan(Presence::first_piece());
+        Ok(core)
+    }
+
+    fn scan(&mut self, piece: Need) {
+        self.output.work.push(Work::Load { op: SCAN, generation: self.generation, needs: vec![piece] });
+    }
+
+    /// A piece of the scan has come, of the index as it was at some time since the scan began: what was put since then
+    /// is known already.
+    fn scanned(&mut self, found: Result<Vec<Answer>>) {
+        match found.map(|mut answers| answers.pop()) {
+            Ok(Some(Answer::Range(found))) => {
+                if let Some(next) = self.view.presence.scanned(&found).filter(|_| self.closing.is_none()) {
+                    self.scan(next);
+                }
+            }
+            other => {
+                // Calls will find out for themselves.
+                self.view.presence.scan_failed();
+                tracing::warn!(?other, "the index cannot be scanned, so making objects is slower");
+            }
+        }
     }
 
     pub(crate) fn next_id(&mut self) -> u64 {
@@ -447,6 +474,9 @@ impl Core {
         }
         self.commits.push(&outcome, reply);
         self.view.apply(outcome.record.puts);
+        if self.view.presence.outgrown() {
+            self.scan(Presence::first_piece());
+        }
     }
 
     fn wait_for(&mut self, op: u64, mut pending: Pending, needs: Vec<Need>) {
@@ -459,12 +489,16 @@ impl Core {
         }
         if !index.is_empty() {
             pending.loading += 1;
+            metrics::counter!("outboard_store_index_loads_total").increment(1);
             self.output.work.push(Work::Load { op, generation: self.generation, needs: index });
         }
         self.pending.insert(op, pending);
     }
 
     fn loaded(&mut self, op: u64, generation: u64, needs: Vec<Need>, found: Result<Vec<Answer>>) {
+        if op == SCAN {
+            return self.scanned(found);
+        }
         if generation != self.generation {
             self.output.work.push(Work::Load { op, generation: self.generation, needs });
             return;

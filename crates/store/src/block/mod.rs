@@ -19,6 +19,7 @@ mod index;
 mod io;
 mod log;
 mod messages;
+mod presence;
 mod query;
 mod records;
 mod recovery;

@@ -33,6 +33,8 @@ const IDLE: Duration = Duration::from_millis(5);
 const BATCH: usize = 256;
 /// Threads that read the index for calls.
 const LOADERS: usize = 2;
+/// Loads that one of them is given at once.
+const LOADS_AT_ONCE: usize = 8;
 
 /// How to make a target.
 #[derive(Debug, Clone, Default)]
@@ -230,16 +232,15 @@ impl Drop for BlockStore {
 }
 
 /// Reads the index for calls, so that the target's thread need not wait.
-fn loader(jobs: &Mutex<mpsc::Receiver<Work>>, index: &Index, mailbox: &Mailbox) {
+fn loader(jobs: &Mutex<mpsc::Receiver<Vec<Work>>>, index: &Index, mailbox: &Mailbox) {
     loop {
-        let job = jobs.lock().unwrap_or_else(PoisonError::into_inner).recv();
-        match job {
-            Ok(Work::Load { op, generation, needs }) => {
+        let batch = jobs.lock().unwrap_or_else(PoisonError::into_inner).recv();
+        let Ok(batch) = batch else { return };
+        for job in batch {
+            if let Work::Load { op, generation, needs } = job {
                 let found = load(index, &needs);
                 mailbox.event(Event::Loaded { op, generation, needs, found });
             }
-            Ok(Work::Checkpoint(_)) => {}
-            Err(_) => return,
         }
     }
 }
@@ -257,7 +258,7 @@ struct Target {
     core: Core,
     ring: Ring,
     mailbox: Mailbox,
-    load_queue: mpsc::Sender<Work>,
+    load_queue: mpsc::Sender<Vec<Work>>,
     checkpoint_queue: mpsc::Sender<Work>,
     workers: Vec<JoinHandle<()>>,
 }
@@ -323,14 +324,17 @@ impl Target {
         for request in std::mem::take(&mut self.core.output.io) {
             self.ring.submit(request)?;
         }
-        for work in std::mem::take(&mut self.core.output.work) {
-            let queue = match work {
-                Work::Load { .. } => &self.load_queue,
-                Work::Checkpoint(_) => &self.checkpoint_queue,
-            };
-            if queue.send(work).is_err() {
-                return Err(std::io::Error::other("a worker thread has ended"));
-            }
+        let is_load = |work: &Work| matches!(work, Work::Load { .. });
+        let (mut loads, rest): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut self.core.output.work).into_iter().partition(is_load);
+        let ended = |_| std::io::Error::other("a worker thread has ended");
+        while !loads.is_empty() {
+            // Several at once, so that a worker is woken once for them, but not all for one worker.
+            let later = loads.split_off(loads.len().min(LOADS_AT_ONCE));
+            self.load_queue.send(std::mem::replace(&mut loads, later)).map_err(|e| ended(drop(e)))?;
+        }
+        for work in rest {
+            self.checkpoint_queue.send(work).map_err(|e| ended(drop(e)))?;
         }
         Ok(())
     }

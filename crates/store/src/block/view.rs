@@ -9,6 +9,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use super::index::{Changes, Found};
+use super::presence::{Presence, is_onode};
 use super::records::key;
 
 /// Something that must be loaded before a call can go on.
@@ -110,15 +111,24 @@ pub(crate) struct View {
     cache: RefCell<Cache>,
     /// Collections and objects numbered from here on are not on the drive yet.
     base_nid: u64,
+    pub(crate) presence: Presence,
 }
 
 /// A page of a scan: entries, and whether there are more.
 pub(crate) type Scanned = (Vec<(Bytes, Bytes)>, bool);
 
 impl View {
-    pub(crate) fn new(base_nid: u64, cache_bytes: usize) -> View {
+    pub(crate) fn new(base_nid: u64, cache_bytes: usize, presence: Presence) -> View {
         let cache = RefCell::new(Cache { limit: cache_bytes, ..Cache::default() });
-        View { active: Changes::new(), active_bytes: 0, frozen: None, frozen_bytes: 0, cache, base_nid }
+        View {
+            active: Changes::new(),
+            active_bytes: 0,
+            frozen: None,
+            frozen_bytes: 0,
+            cache,
+            base_nid,
+            presence,
+        }
     }
 
     /// Bytes of changes that are not frozen.
@@ -134,6 +144,9 @@ impl View {
     /// Puts changes on top.
     pub(crate) fn apply(&mut self, puts: impl IntoIterator<Item = (Bytes, Option<Bytes>)>) {
         for (key, value) in puts {
+            if is_onode(&key) && value.is_some() {
+                self.presence.insert(&key);
+            }
             self.active_bytes += key.len() + value.as_ref().map_or(0, Bytes::len) + 64;
             self.active.insert(key, value);
         }
@@ -177,7 +190,7 @@ impl View {
         {
             return Ok(value.clone());
         }
-        if self.is_fresh(key) {
+        if self.is_fresh(key) || (is_onode(key) && !self.presence.may_have(key)) {
             return Ok(None);
         }
         self.cache.borrow_mut().get(key).ok_or_else(|| Need::Key(key.clone()))
