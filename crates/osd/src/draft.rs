@@ -50,14 +50,19 @@ pub(crate) struct Drafted {
 /// Whether ops leave alone everything that others can depend on: they overwrite whole blocks inside the object.
 pub(crate) fn is_blind(ops: &[Mutation], data: &Gathered, info: &ObjectInfo) -> bool {
     let [Mutation::Write { offset, source }] = ops else { return false };
-    let len = match (source, data) {
+    let len = length(source, data);
+    let aligned = offset.is_multiple_of(BLOCK) && len.is_multiple_of(BLOCK);
+    aligned && info.manifest.is_none() && offset.checked_add(len).is_some_and(|end| end <= info.size)
+}
+
+/// Length of an op's data, in bytes.
+fn length(source: &Source, data: &Gathered) -> u64 {
+    match (source, data) {
         (Source::Embedded(bytes), _) => bytes.len() as u64,
         (Source::Payload, Gathered::Memory(payload)) => payload.len() as u64,
         (Source::Payload, Gathered::Staged(staged)) => staged.head.len() as u64 + staged.len,
-        (Source::Payload, Gathered::None) => return false,
-    };
-    let aligned = offset.is_multiple_of(BLOCK) && len.is_multiple_of(BLOCK);
-    aligned && info.manifest.is_none() && offset.checked_add(len).is_some_and(|end| end <= info.size)
+        (Source::Payload, Gathered::None) => 0,
+    }
 }
 
 impl<'a> Draft<'a> {
@@ -103,7 +108,7 @@ impl<'a> Draft<'a> {
                 self.write(*offset, source, data).await?;
             }
             Mutation::WriteFull(source) => {
-                self.clear();
+                self.clear(length(source, data));
                 self.write(0, source, data).await?;
             }
             Mutation::Append(source) => {
@@ -132,7 +137,7 @@ impl<'a> Draft<'a> {
             }
             Mutation::OmapClear => self.ops.push(Op::OmapClear { oid }),
             Mutation::SetManifest(manifest) => {
-                self.clear();
+                self.clear(0);
                 self.manifest = Some(*manifest);
             }
             other => return Err(Error::BadRequest(format!("{other:?} is not known here")).into()),
@@ -148,10 +153,10 @@ impl<'a> Draft<'a> {
         }
     }
 
-    /// Takes all data away.
-    fn clear(&mut self) {
+    /// Takes all data away; the first `covered` bytes are about to be written.
+    fn clear(&mut self, covered: u64) {
         self.dropped = self.manifest.take().or(self.dropped);
-        if self.size > 0 {
+        if self.size > covered {
             self.ops.push(Op::Truncate { oid: self.oid.clone(), size: 0 });
         }
         self.size = 0;
@@ -365,6 +370,13 @@ impl<'a> Draft<'a> {
         }
         let source = WriteSource::Inline(payload);
         self.ops.push(Op::Write { oid: self.oid.clone(), offset, source });
+    }
+}
+
+/// Makes a change of an object that is taken for new fail if there is one.
+pub(crate) fn make_exclusive(oid: &ObjectId, ops: &mut Vec<Op>) {
+    if !matches!(ops.first(), Some(Op::CreateExclusive { .. })) {
+        ops.insert(0, Op::CreateExclusive { oid: oid.clone() });
     }
 }
 

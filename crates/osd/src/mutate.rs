@@ -12,8 +12,8 @@ use crate::fail::{Fail, Step, unavailable};
 use crate::gather::Gathered;
 use crate::object::{ObjectInfo, ObjectState, user_xattr};
 use crate::osd::Place;
-use crate::pg::Origin;
-use crate::turnstile::Ticket;
+use crate::pg::{MetaNote, Origin};
+use crate::turnstile::{Pending, Ticket, Turn};
 
 /// First pause before an op is tried again after the store was lost; doubles up to half a second.
 const PAUSE: Duration = Duration::from_millis(5);
@@ -37,6 +37,23 @@ struct Progress<'a> {
     unsure: bool,
     data: Option<Gathered>,
     ticket: Option<Ticket<'a>>,
+}
+
+/// A change whose transaction was queued.
+struct Queued {
+    note: MetaNote,
+    /// What the object becomes; `None`: it goes.
+    new: Option<ObjectInfo>,
+    mutated: Mutated,
+    dropped: Option<proto::Manifest>,
+}
+
+/// What came of taking an object for new.
+enum Unseen<'a> {
+    /// It was, or the store cannot tell.
+    Queued(Queued, Pending<'a>, store::Result<()>),
+    /// It must be looked at after all.
+    Look(Turn<'a>),
 }
 
 /// What a change has done.
@@ -96,21 +113,95 @@ impl Change<'_> {
         };
         let data = &*progress.data.insert(data);
         let ticket = &*progress.ticket.get_or_insert_with(|| progress.object.turnstile.ticket());
-        let turn = ticket.enter(|| pg.target.epoch()).await;
+        let mut turn = ticket.enter(|| pg.target.epoch()).await;
         let epoch = pg.load().await?;
-        let mut info = pg.info(&self.place.oid, progress.object, epoch).await?;
+        if progress.object.known(epoch).is_none() && self.makes_object() && pg.expects_new.guess() {
+            match self.make_unseen(turn, progress.object, data, epoch).await? {
+                Unseen::Queued(queued, pending, outcome) => {
+                    return self.conclude(queued, pending, outcome, progress, epoch);
+                }
+                Unseen::Look(back) => turn = back,
+            }
+        }
+        let mut info = self.look(progress.object, epoch).await?;
         let blind = self.conditions.is_empty() && info.is_some_and(|i| draft::is_blind(self.ops, data, &i));
         if !blind {
             turn.settled().await;
             pg.target.still(epoch)?;
             info = pg.info(&self.place.oid, progress.object, epoch).await?;
         }
+        let (queued, committed) = self.queue(info, data, epoch).await?;
+        progress.object.learn(epoch, queued.new);
+        let pending = turn.pend(epoch);
+        let outcome = committed.await;
+        self.conclude(queued, pending, outcome, progress, epoch)
+    }
+
+    /// What is known of the object, and whether such objects tend to be new.
+    async fn look(&self, object: &ObjectState, epoch: u64) -> Step<Option<ObjectInfo>> {
+        let pg = &self.place.pg;
+        let unseen = object.known(epoch).is_none();
+        let info = pg.info(&self.place.oid, object, epoch).await?;
+        if unseen && self.makes_object() {
+            pg.expects_new.learn(info.is_none());
+        }
+        Ok(info)
+    }
+
+    /// Whether the change gives an object its whole content, so that the object may well be new.
+    fn makes_object(&self) -> bool {
+        let whole = |op: &Mutation| {
+            matches!(op, Mutation::Create | Mutation::WriteFull(_) | Mutation::SetManifest(_))
+        };
+        self.ops.first().is_some_and(whole) && self.conditions.iter().all(|c| matches!(c, Condition::Absent))
+    }
+
+    /// Makes the change of an object of which nothing is known as if there were no such object, under the condition
+    /// that there is none: saves asking first. Nobody else has a turn before it is known whether that was so.
+    async fn make_unseen<'a>(
+        &self,
+        turn: Turn<'a>,
+        object: &ObjectState,
+        data: &Gathered,
+        epoch: u64,
+    ) -> Step<Unseen<'a>> {
+        let pg = &self.place.pg;
+        turn.settled().await;
+        pg.target.still(epoch)?;
+        // What is refused of a new object may be right for the one that there is.
+        let Ok((queued, committed)) = self.queue(None, data, epoch).await else {
+            return Ok(Unseen::Look(turn));
+        };
+        let outcome = committed.await;
+        if let Err(StoreError::Exists(_)) = outcome {
+            pg.expects_new.learn(false);
+            pg.not_recorded(queued.note);
+            return Ok(Unseen::Look(turn));
+        }
+        if outcome.is_ok() {
+            pg.expects_new.learn(true);
+            object.learn(epoch, queued.new);
+        }
+        Ok(Unseen::Queued(queued, turn.pend(epoch), outcome))
+    }
+
+    /// Works the change out for an object as it is and queues its transaction.
+    async fn queue(
+        &self,
+        info: Option<ObjectInfo>,
+        data: &Gathered,
+        epoch: u64,
+    ) -> Step<(Queued, impl Future<Output = store::Result<()>>)> {
+        let pg = &self.place.pg;
         let checked = self.check_conditions(info.as_ref()).await;
         pg.target.still(epoch)?;
         checked?;
         let draft = Draft::new(pg, &self.place.oid, self.name, info.as_ref());
         let mut drafted = draft.apply(self.ops, data).await?;
         pg.target.still(epoch)?;
+        if info.is_none() && self.makes_object() {
+            draft::make_exclusive(&self.place.oid, &mut drafted.ops);
+        }
 
         let version = pg.next_version(info.map_or(0, |i| i.version));
         let new = drafted.object.map(|(size, manifest)| ObjectInfo {
@@ -123,34 +214,47 @@ impl Change<'_> {
         let size = new.map_or(0, |i| i.user_size());
         let mutated = Mutated { version, size, appended_at: drafted.appended_at };
         let note = pg.record(&mut drafted.ops, self.origin.as_ref(), &mutated);
-        let queued = pg.target.queue(Transaction { collection: pg.cid.clone(), ops: drafted.ops });
-        progress.object.learn(epoch, new);
+        let transaction = Transaction { collection: pg.cid.clone(), ops: drafted.ops };
+        let queued = pg.target.queue(transaction);
         let committing = pg.committing();
-        let pending = turn.pend(epoch);
-        let outcome = queued.await.map_err(Fail::from);
-        drop(committing);
-        match outcome {
-            Ok(()) => {
-                pg.recorded(note);
-                let kept = new.and_then(|i| i.manifest).map(|m| m.upload);
-                let dropped = drafted.dropped.filter(|m| Some(m.upload) != kept);
-                Ok(Done { mutated, dropped })
-            }
-            Err(fail) => {
-                progress.object.forget();
-                if matches!(fail, Fail::Lost(_)) {
-                    pg.target.lost(epoch);
-                    progress.unsure = true;
-                    if matches!(progress.data, Some(Gathered::Staged(_))) {
-                        // Lost with the store, and a slow client must not hold up the object while it sends again.
-                        (progress.data, progress.ticket) = (None, None);
-                    } else {
-                        pending.back_in_line();
-                    }
-                }
-                Err(fail)
+        let committed = async move {
+            let outcome = queued.await;
+            drop(committing);
+            outcome
+        };
+        Ok((Queued { note, new, mutated, dropped: drafted.dropped }, committed))
+    }
+
+    /// Takes a transaction's outcome.
+    fn conclude<'a>(
+        &self,
+        queued: Queued,
+        pending: Pending<'a>,
+        outcome: store::Result<()>,
+        progress: &mut Progress<'a>,
+        epoch: u64,
+    ) -> Step<Done> {
+        let pg = &self.place.pg;
+        let Err(error) = outcome else {
+            pg.recorded(queued.note);
+            let kept = queued.new.and_then(|i| i.manifest).map(|m| m.upload);
+            let dropped = queued.dropped.filter(|m| Some(m.upload) != kept);
+            return Ok(Done { mutated: queued.mutated, dropped });
+        };
+        progress.object.forget();
+        pg.not_recorded(queued.note);
+        let fail = Fail::from(error);
+        if matches!(fail, Fail::Lost(_)) {
+            pg.target.lost(epoch);
+            progress.unsure = true;
+            if matches!(progress.data, Some(Gathered::Staged(_))) {
+                // Lost with the store, and a slow client must not hold up the object while it sends again.
+                (progress.data, progress.ticket) = (None, None);
+            } else {
+                pending.back_in_line();
             }
         }
+        Err(fail)
     }
 
     async fn check_conditions(&self, info: Option<&ObjectInfo>) -> Step<()> {

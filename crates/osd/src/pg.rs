@@ -48,6 +48,23 @@ pub(crate) struct Pg {
     settled: Cell<u64>,
     state: RefCell<State>,
     commits: Commits,
+    pub(crate) expects_new: Expectation,
+}
+
+/// Whether objects of which nothing is known tend to be new: a two-bit counter, as of a branch predictor.
+pub(crate) struct Expectation(Cell<u8>);
+
+impl Expectation {
+    /// Whether to take the next one for new.
+    pub(crate) fn guess(&self) -> bool {
+        self.0.get() >= 2
+    }
+
+    /// Says how it was.
+    pub(crate) fn learn(&self, was_new: bool) {
+        let count = self.0.get();
+        self.0.set(if was_new { (count + 1).min(3) } else { count.saturating_sub(1) });
+    }
 }
 
 #[derive(Default)]
@@ -70,6 +87,9 @@ struct Mark {
     /// Results recorded since the last trim, as far as known.
     #[serde(skip)]
     untrimmed: u64,
+    /// Where results that are still there may begin; at most `low_water`.
+    #[serde(skip)]
+    kept_from: u64,
     #[serde(skip)]
     durable: bool,
 }
@@ -95,6 +115,8 @@ pub(crate) struct Origin {
 pub(crate) struct MetaNote {
     reserved: Option<u64>,
     marked: Option<(SessionId, Mark)>,
+    /// Results from that number on are trimmed.
+    trimmed: Option<(SessionId, u64)>,
 }
 
 impl Pg {
@@ -110,6 +132,7 @@ impl Pg {
             settled: Cell::new(0),
             state: RefCell::default(),
             commits: Commits::default(),
+            expects_new: Expectation(Cell::new(3)),
         }
     }
 
@@ -269,9 +292,11 @@ impl Pg {
                 low_water: 0,
                 active_ms: now_ms(),
                 untrimmed: 0,
+                kept_from: 0,
                 durable: false,
             });
             if let Some((from, to)) = mark.trim(origin) {
+                note.trimmed = Some((origin.session, from));
                 let (from, to) = (key_result(origin.session, from), key_result(origin.session, to));
                 ops.push(Op::OmapRemoveRange { oid: self.meta.clone(), from, to });
             }
@@ -301,6 +326,17 @@ impl Pg {
             && (mark.low_water, mark.active_ms) == (written.low_water, written.active_ms)
         {
             mark.durable = true;
+        }
+    }
+
+    /// Says that it has failed.
+    pub(crate) fn not_recorded(&self, note: MetaNote) {
+        if let Some((session, from)) = note.trimmed
+            && let Some(mark) = self.state.borrow_mut().marks.get_mut(&session)
+        {
+            // The results are still there: the next trim takes them, too.
+            mark.kept_from = mark.kept_from.min(from);
+            mark.untrimmed = TRIM_BATCH;
         }
     }
 
@@ -408,8 +444,8 @@ impl Mark {
         if self.untrimmed < TRIM_BATCH || end <= self.low_water {
             return None;
         }
-        let range = (self.low_water, end);
-        self.low_water = end;
+        let range = (self.kept_from, end);
+        (self.low_water, self.kept_from) = (end, end);
         self.untrimmed = 1;
         self.durable = false;
         Some(range)
