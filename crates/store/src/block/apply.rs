@@ -87,6 +87,8 @@ pub(crate) struct Apply<'a> {
     staged: Vec<Extent>,
     frees: Vec<u64>,
     deferred: BTreeMap<u64, Bytes>,
+    /// Numbers from here on are of objects and collections that the transaction makes.
+    first_nid: u64,
     next_nid: u64,
     outcome: Outcome,
 }
@@ -105,6 +107,7 @@ impl<'a> Apply<'a> {
             staged: Vec::new(),
             frees: Vec::new(),
             deferred: BTreeMap::new(),
+            first_nid: next_nid,
             next_nid,
             outcome: Outcome::default(),
         }

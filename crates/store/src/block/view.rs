@@ -184,13 +184,16 @@ impl View {
 
     /// The value of `key`; `Err` if it must be loaded.
     pub(crate) fn get(&self, loaded: &Loaded, key: &Bytes) -> Result<Option<Bytes>, Need> {
+        if is_onode(key) && !self.presence.may_have(key) {
+            return Ok(None);
+        }
         let layers = [Some(&self.active), self.frozen.as_deref()];
         if let Some(value) =
             layers.into_iter().flatten().find_map(|l| l.get(key)).or_else(|| loaded.keys.get(key))
         {
             return Ok(value.clone());
         }
-        if self.is_fresh(key) || (is_onode(key) && !self.presence.may_have(key)) {
+        if self.is_fresh(key) {
             return Ok(None);
         }
         self.cache.borrow_mut().get(key).ok_or_else(|| Need::Key(key.clone()))

@@ -16,7 +16,13 @@ impl Apply<'_> {
             if self.shards.contains_key(&(nid, number)) {
                 continue;
             }
-            match self.get(&key::shard(nid, number)) {
+            let key = key::shard(nid, number);
+            let stored = match nid < self.first_nid {
+                true => self.get(&key),
+                // An object that this transaction has made has shards only here.
+                false => Ok(self.puts.get(&key).cloned().flatten()),
+            };
+            match stored {
                 Ok(Some(bytes)) => {
                     let shard = Shard::decode(&bytes, self.context.data_blocks)?;
                     self.shards.insert((nid, number), (shard, false));
