@@ -85,6 +85,7 @@ impl Driver {
             let mut state = self.link.lock();
             let Some(ring) = &mut state.ring else { return };
             ring.post(Chain { tag: Some(FENCE), ..Chain::default() });
+            ring.post_waiting();
             Arc::clone(ring.engine())
         };
         poll_fn(|cx| {
@@ -115,8 +116,19 @@ impl Driver {
             progress |= self.take_frames(cx)?;
             self.write_control(cx)?;
             if !progress {
-                return Ok(());
+                return self.post();
             }
+        }
+    }
+
+    /// Has everything that is ready posted.
+    fn post(&mut self) -> Result<(), ChannelError> {
+        match &mut self.link.lock().ring {
+            Some(ring) => {
+                ring.post_waiting();
+                ring.failure().map_or(Ok(()), |why| Err(ChannelError::Transfer(why.to_owned())))
+            }
+            None => Ok(()),
         }
     }
 

@@ -13,6 +13,8 @@ use channel::{
 
 use super::HeldRange;
 
+/// Chains that are longer are posted at once, in bytes.
+const GATHERED: usize = 64 << 10;
 /// Tag of the chain that fetches replies. Requests have numbers from 1 on.
 pub(super) const FETCH: u64 = u64::MAX;
 /// Tag of the last chain of a session.
@@ -34,8 +36,9 @@ pub(crate) struct RingSide {
     reserved: usize,
     /// Bytes taken out of the outbox.
     taken: u64,
-    /// Chains that the engine had no room for.
+    /// Chains that the engine was not given yet.
     unposted: VecDeque<Chain>,
+    engine_full: bool,
     failed: Option<String>,
     copied: metrics::Counter,
 }
@@ -63,6 +66,7 @@ impl RingSide {
             reserved: 0,
             taken: 0,
             unposted: VecDeque::new(),
+            engine_full: false,
             failed: None,
             copied: metrics::counter!("outboard_proxy_staging_copy_bytes"),
         }
@@ -173,19 +177,30 @@ impl RingSide {
         Place { region: self.host.id(), offset }
     }
 
-    /// Hands a chain to the engine, in order.
+    /// Hands a chain to the engine, in order. Short ones wait for the driver's next turn, so that the engine and the host
+    /// are woken once for all that come together.
     pub(super) fn post(&mut self, chain: Chain) {
+        let len: usize = chain.transfers.iter().map(|t| t.len).sum();
         self.unposted.push_back(chain);
-        self.post_waiting();
+        if len > GATHERED {
+            self.post_waiting();
+        }
     }
 
-    /// Hands over what the engine had no room for.
+    /// Whether chains wait to be posted, and the engine has room for them.
+    pub(super) fn has_unposted(&self) -> bool {
+        !self.unposted.is_empty() && !self.engine_full
+    }
+
+    /// Hands over what waits.
     pub(super) fn post_waiting(&mut self) {
+        self.engine_full = false;
         while let Some(chain) = self.unposted.pop_front() {
             match self.engine.post(chain) {
                 Ok(()) => {}
                 Err(Unposted::Full(chain)) => {
                     self.unposted.push_front(chain);
+                    self.engine_full = true;
                     return;
                 }
                 Err(Unposted::Refused(e)) => self.failed = Some(e.to_string()),
