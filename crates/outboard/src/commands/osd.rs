@@ -53,7 +53,10 @@ async fn serve(process: RoleProcess, args: &OsdArgs) -> Result<()> {
     let mut signals = StopSignals::catch()?;
     let mounted = targets::mount(&args.targets, &process.config).doing("mounting targets")?;
     let stores = match &args.store_socket {
-        Some(address) => Stores::Behind(address.endpoint()),
+        Some(address) => {
+            process.config.osd.cpus.apply().doing("keeping to the CPUs of osd.cpus")?;
+            Stores::Behind(address.endpoint())
+        }
         None => Stores::Here(mounted.iter().map(Mounted::offered).collect()),
     };
     let listen = args.listen.clone().unwrap_or_else(|| process.config.listen.clone());

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
+use super::cpus::Cpus;
 use super::keys::{KEYS, Key};
 use super::units::{ByteSize, Period};
 
@@ -72,6 +73,7 @@ pub struct Channel {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Osd {
+    pub cpus: Cpus,
     pub staging: ByteSize,
     pub store_patience: Period,
     pub transfer_timeout: Period,
@@ -321,6 +323,7 @@ mod tests {
             "[supervise]\nbackoff_min = \"0ms\"",
             "[osd]\nsessions = 0",
             "[osd]\nstaging = \"9MiB\"",
+            "[osd]\ncpus = \"most\"",
             "[channel]\nwindow = \"1KiB\"",
         ] {
             assert!(load(text, &[]).is_err(), "{text}");

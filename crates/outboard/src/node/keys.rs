@@ -65,6 +65,12 @@ pub const KEYS: &[Key] = &[
     key("channel", "requests", "256", "Most requests to the store that are unanswered at a time: 1 to 1024."),
     key(
         "osd",
+        "cpus",
+        "\"auto\"",
+        "CPUs of an osd that stands for a DPU: \"auto\" (as an emulated DPU: the last quarter of the machine's, at least one), \"any\", or a list such as \"2,4-7\".",
+    ),
+    key(
+        "osd",
         "staging",
         "\"128MiB\"",
         "Memory for payload between client and store; requests wait when it is used up. At least 8MiB, a multiple of 4MiB.",

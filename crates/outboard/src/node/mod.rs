@@ -5,6 +5,7 @@
 pub mod announce;
 pub mod checkup;
 pub mod config;
+pub mod cpus;
 pub mod dir;
 pub mod keeper;
 pub mod keys;

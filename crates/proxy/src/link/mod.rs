@@ -194,8 +194,7 @@ impl Link {
 
     /// Lets the driver write what was put on the control socket, and post what is to be posted.
     fn unlock(&self, state: MutexGuard<'_, State>) {
-        let output =
-            !state.control_out.is_empty() || state.ring.as_ref().is_some_and(RingSide::has_unposted);
+        let output = !state.control_out.is_empty() || state.ring.as_ref().is_some_and(RingSide::has_unposted);
         drop(state);
         if output {
             self.driver.wake();
