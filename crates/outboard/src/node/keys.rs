@@ -49,7 +49,7 @@ pub const KEYS: &[Key] = &[
         "Size of target files that `up` makes. Existing ones and devices keep theirs. Written in full, so it takes that much space at once.",
     ),
     key("store", "index_cache", "\"32MiB\"", "Memory for index pages, per target."),
-    key("store", "metadata_cache", "\"16MiB\"", "Memory for decoded metadata, per target."),
+    key("store", "metadata_cache", "\"64MiB\"", "Memory for decoded metadata, per target."),
     key(
         "store",
         "buffers",

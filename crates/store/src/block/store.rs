@@ -327,14 +327,14 @@ impl Target {
         let is_load = |work: &Work| matches!(work, Work::Load { .. });
         let (mut loads, rest): (Vec<_>, Vec<_>) =
             std::mem::take(&mut self.core.output.work).into_iter().partition(is_load);
-        let ended = |_| std::io::Error::other("a worker thread has ended");
+        let ended = || std::io::Error::other("a worker thread has ended");
         while !loads.is_empty() {
             // Several at once, so that a worker is woken once for them, but not all for one worker.
             let later = loads.split_off(loads.len().min(LOADS_AT_ONCE));
-            self.load_queue.send(std::mem::replace(&mut loads, later)).map_err(|e| ended(drop(e)))?;
+            self.load_queue.send(std::mem::replace(&mut loads, later)).map_err(|_| ended())?;
         }
         for work in rest {
-            self.checkpoint_queue.send(work).map_err(|e| ended(drop(e)))?;
+            self.checkpoint_queue.send(work).map_err(|_| ended())?;
         }
         Ok(())
     }

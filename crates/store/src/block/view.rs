@@ -91,11 +91,15 @@ impl Cache {
         }
     }
 
+    /// Takes what a checkpoint has brought to the drive. What says where an object's data is stays: it is likely to be
+    /// asked for again.
     fn update(&mut self, changes: &Changes) {
         for (key, value) in changes {
             self.old.remove(key);
-            if let Some(slot) = self.young.get_mut(key) {
-                slot.clone_from(value);
+            if value.is_some() && matches!(key.first(), Some(&(key::ONODE | key::SHARD))) {
+                self.insert(key.clone(), value.clone());
+            } else {
+                self.young.remove(key);
             }
         }
     }
