@@ -380,6 +380,33 @@ mod tests {
     }
 
     #[test]
+    fn copies_of_every_length_and_alignment_are_exact() {
+        const LEN: usize = 256 << 10;
+        let (from, to) = (Arena::anonymous(LEN).unwrap(), Arena::anonymous(LEN).unwrap());
+        let bytes: Vec<u8> = (0..LEN).map(|i| (i * 31 + (i >> 8)) as u8).collect();
+        assert!(from.copy_in(0, &bytes));
+        for (src, dst, len) in [
+            (0, 0, LEN),
+            (0, 64, 128 << 10),
+            (1, 128, 64 << 10),
+            (3, 5, 100_003),
+            (64, 0, (64 << 10) - 64),
+            (4096, 4096, (64 << 10) + 64),
+        ] {
+            assert!(to.copy_in(0, &vec![0xee; LEN]));
+            assert!(to.copy_from(dst, &from, src, len));
+            let mut out = vec![0; LEN];
+            assert!(to.copy_out(0, &mut out));
+            assert_eq!(out[dst..dst + len], bytes[src..src + len], "{len} from {src} to {dst}");
+            assert!(out[..dst].iter().chain(&out[dst + len..]).all(|b| *b == 0xee), "nothing else changed");
+        }
+        assert!(from.copy_from(64, &from, 0, 128 << 10), "ranges may overlap");
+        let mut out = vec![0; 128 << 10];
+        assert!(from.copy_out(64, &mut out));
+        assert_eq!(out, bytes[..128 << 10]);
+    }
+
+    #[test]
     fn a_peer_can_neither_shrink_memory_nor_offer_memory_that_can_shrink() {
         let ours = Arena::shared("test", 8192).unwrap();
         let fd = ours.share_fd().unwrap().unwrap();

@@ -48,13 +48,8 @@ struct Queued {
     dropped: Option<proto::Manifest>,
 }
 
-/// What came of taking an object for new.
-enum Unseen<'a> {
-    /// It was, or the store cannot tell.
-    Queued(Queued, Pending<'a>, store::Result<()>),
-    /// It must be looked at after all.
-    Look(Turn<'a>),
-}
+/// A change whose transaction has an outcome.
+type Concluded<'a> = (Queued, Pending<'a>, store::Result<()>);
 
 /// What a change has done.
 pub(crate) struct Done {
@@ -117,10 +112,8 @@ impl Change<'_> {
         let epoch = pg.load().await?;
         if progress.object.known(epoch).is_none() && self.makes_object() && pg.expects_new.guess() {
             match self.make_unseen(turn, progress.object, data, epoch).await? {
-                Unseen::Queued(queued, pending, outcome) => {
-                    return self.conclude(queued, pending, outcome, progress, epoch);
-                }
-                Unseen::Look(back) => turn = back,
+                Ok(concluded) => return self.conclude(concluded, progress, epoch),
+                Err(back) => turn = back,
             }
         }
         let mut info = self.look(progress.object, epoch).await?;
@@ -134,7 +127,7 @@ impl Change<'_> {
         progress.object.learn(epoch, queued.new);
         let pending = turn.pend(epoch);
         let outcome = committed.await;
-        self.conclude(queued, pending, outcome, progress, epoch)
+        self.conclude((queued, pending, outcome), progress, epoch)
     }
 
     /// What is known of the object, and whether such objects tend to be new.
@@ -157,32 +150,33 @@ impl Change<'_> {
     }
 
     /// Makes the change of an object of which nothing is known as if there were no such object, under the condition
-    /// that there is none: saves asking first. Nobody else has a turn before it is known whether that was so.
+    /// that there is none: saves asking first. Nobody else has a turn before it is known whether that was so. If it must
+    /// be looked at after all, the turn is given back.
     async fn make_unseen<'a>(
         &self,
         turn: Turn<'a>,
         object: &ObjectState,
         data: &Gathered,
         epoch: u64,
-    ) -> Step<Unseen<'a>> {
+    ) -> Step<Result<Concluded<'a>, Turn<'a>>> {
         let pg = &self.place.pg;
         turn.settled().await;
         pg.target.still(epoch)?;
         // What is refused of a new object may be right for the one that there is.
         let Ok((queued, committed)) = self.queue(None, data, epoch).await else {
-            return Ok(Unseen::Look(turn));
+            return Ok(Err(turn));
         };
         let outcome = committed.await;
         if let Err(StoreError::Exists(_)) = outcome {
             pg.expects_new.learn(false);
             pg.not_recorded(queued.note);
-            return Ok(Unseen::Look(turn));
+            return Ok(Err(turn));
         }
         if outcome.is_ok() {
             pg.expects_new.learn(true);
             object.learn(epoch, queued.new);
         }
-        Ok(Unseen::Queued(queued, turn.pend(epoch), outcome))
+        Ok(Ok((queued, turn.pend(epoch), outcome)))
     }
 
     /// Works the change out for an object as it is and queues its transaction.
@@ -228,9 +222,7 @@ impl Change<'_> {
     /// Takes a transaction's outcome.
     fn conclude<'a>(
         &self,
-        queued: Queued,
-        pending: Pending<'a>,
-        outcome: store::Result<()>,
+        (queued, pending, outcome): Concluded<'a>,
         progress: &mut Progress<'a>,
         epoch: u64,
     ) -> Step<Done> {

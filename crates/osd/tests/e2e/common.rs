@@ -41,6 +41,8 @@ pub(crate) struct FaultStore {
     pub(crate) waited: AtomicU64,
     /// Faults that have fired.
     pub(crate) fired: AtomicU64,
+    /// Transactions that would have made an object that there is.
+    pub(crate) not_new: Arc<AtomicU64>,
 }
 
 impl FaultStore {
@@ -55,6 +57,7 @@ impl FaultStore {
             held: watch::Sender::new(false),
             waited: AtomicU64::new(0),
             fired: AtomicU64::new(0),
+            not_new: Arc::default(),
         })
     }
 
@@ -134,9 +137,12 @@ impl ObjectStore for FaultStore {
             return self.lose();
         }
         let durable = self.until_let_go();
+        let not_new = Arc::clone(&self.not_new);
         Box::pin(async move {
             durable.await;
-            done.await
+            let done = done.await;
+            not_new.fetch_add(u64::from(matches!(done, Err(StoreError::Exists(_)))), Ordering::SeqCst);
+            done
         })
     }
     fn session(&self) -> u64 {
@@ -319,6 +325,10 @@ impl Node {
         while self.stores.iter().map(|s| s.waited.load(Ordering::SeqCst)).sum::<u64>() < count {
             tokio::time::sleep(std::time::Duration::from_millis(1)).await;
         }
+    }
+
+    pub(crate) fn not_new(&self) -> u64 {
+        self.stores.iter().map(|s| s.not_new.load(Ordering::SeqCst)).sum()
     }
 
     pub(crate) fn fired(&self) -> u64 {

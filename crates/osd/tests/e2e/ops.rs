@@ -131,6 +131,34 @@ async fn versions_only_grow_even_when_an_object_is_made_anew() {
 }
 
 #[tokio::test]
+async fn an_osd_that_has_never_seen_an_object_does_not_take_it_for_new() {
+    for len in [5, 3 << 20] {
+        let mut node = Node::start();
+        let name = "object";
+        let object = node.object().await;
+        object.put(data(len + 1, 1)).await.unwrap();
+        let before = object.compound().set_xattr("a", "1").commit().await.unwrap();
+        assert_eq!(node.not_new(), 0, "it was new, and known from then on");
+
+        node.restart();
+        let client = node.client().await;
+        let object = client.pool("pool").unwrap().object(name).unwrap();
+        let refused = object.compound().if_absent().write_full("no").commit().await.unwrap_err();
+        assert!(matches!(refused, Error::Node(NodeError::ConditionFailed { .. })), "{refused}");
+        assert_eq!(node.not_new(), 1, "it was tried as new");
+
+        node.restart();
+        let client = node.client().await;
+        let object = client.pool("pool").unwrap().object(name).unwrap();
+        let changed = object.put(data(len, 2)).await.unwrap();
+        assert_eq!(node.not_new(), 2, "it was tried as new");
+        assert!(changed.version > before.version);
+        assert_eq!(object.get().await.unwrap(), data(len, 2));
+        assert_eq!(object.xattr("a").await.unwrap(), Some("1".into()), "the rest of the object stays");
+    }
+}
+
+#[tokio::test]
 async fn compound_changes_happen_together_or_not_at_all() {
     let node = Node::start();
     let object = node.object().await;
