@@ -97,7 +97,8 @@ pub fn run(args: UpArgs, node: &NodeArgs) -> Result<()> {
 fn configure(dir: &NodeDir, args: &UpArgs, doing: &str) -> Result<Config> {
     let path = dir.config();
     if !path.exists() {
-        replace_file(&path, &config::generate(&chosen(args))).doing(doing)?;
+        let named = Config::load(None, |name| std::env::var(name).ok()).doing(doing)?.targets;
+        replace_file(&path, &config::generate(&chosen(args, &named))).doing(doing)?;
     }
     let mut config = Config::load(Some(&path), |name| std::env::var(name).ok()).doing(doing)?;
     let count = config.targets.len();
@@ -135,9 +136,15 @@ fn wait_for_predecessors(dir: &NodeDir, config: &Config, doing: &str) -> Result<
     Ok(())
 }
 
-/// What the flags of the first start put into the configuration file.
-fn chosen(args: &UpArgs) -> Vec<(&'static str, toml::Value)> {
-    let names = (0..args.targets.unwrap_or(1)).map(|n| toml::Value::String(format!("targets/{n}.img")));
+/// What the first start puts into the configuration file: the flags, and the targets if the environment has `named` them,
+/// so that later starts and `fsck` know them without it.
+fn chosen(args: &UpArgs, named: &[PathBuf]) -> Vec<(&'static str, toml::Value)> {
+    let made = (0..args.targets.unwrap_or(1)).map(|n| format!("targets/{n}.img"));
+    let names: Vec<String> = match named {
+        [] => made.collect(),
+        named => named.iter().map(|path| path.to_string_lossy().into_owned()).collect(),
+    };
+    let names = names.into_iter().map(toml::Value::String);
     let mut chosen = vec![("targets", toml::Value::Array(names.collect()))];
     let mut add = |key, value: Option<String>| chosen.extend(value.map(|v| (key, toml::Value::String(v))));
     add("placement", args.placement.map(|p| p.as_str().to_owned()));
