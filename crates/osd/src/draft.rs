@@ -45,6 +45,30 @@ pub(crate) struct Drafted {
     pub(crate) object: Option<(u64, Option<Manifest>)>,
     pub(crate) dropped: Option<Manifest>,
     pub(crate) appended_at: u64,
+    /// Only one op changes data.
+    in_one_piece: bool,
+}
+
+impl Drafted {
+    /// Makes a change of an object that is taken for new fail if there is one.
+    pub(crate) fn make_exclusive(&mut self, oid: &ObjectId) {
+        if !matches!(self.ops.first(), Some(Op::CreateExclusive { .. })) {
+            self.ops.insert(0, Op::CreateExclusive { oid: oid.clone() });
+        }
+    }
+
+    /// Makes a change of a new object, which begins by writing it in full, one that takes the data of an old one away,
+    /// should there be one.
+    pub(crate) fn make_replacing(&mut self, oid: &ObjectId) {
+        let oid = oid.clone();
+        match self.object {
+            // Whole blocks replace blocks; what is beyond them goes. From an object of the same size that is nothing.
+            Some((size, _)) if self.in_one_piece && size > 0 && size.is_multiple_of(BLOCK) => {
+                self.ops.push(Op::Truncate { oid, size });
+            }
+            _ => self.ops.insert(0, Op::Truncate { oid, size: 0 }),
+        }
+    }
 }
 
 /// Whether ops leave alone everything that others can depend on: they overwrite whole blocks inside the object.
@@ -94,7 +118,13 @@ impl<'a> Draft<'a> {
             self.step(op, data).await?;
         }
         let object = self.exists.then_some((self.size, self.manifest));
-        Ok(Drafted { ops: self.ops, object, dropped: self.dropped, appended_at: self.appended_at })
+        Ok(Drafted {
+            ops: self.ops,
+            object,
+            dropped: self.dropped,
+            appended_at: self.appended_at,
+            in_one_piece: !self.keeps_written,
+        })
     }
 
     async fn step(&mut self, op: &Mutation, data: &Gathered) -> Step<()> {
@@ -370,13 +400,6 @@ impl<'a> Draft<'a> {
         }
         let source = WriteSource::Inline(payload);
         self.ops.push(Op::Write { oid: self.oid.clone(), offset, source });
-    }
-}
-
-/// Makes a change of an object that is taken for new fail if there is one.
-pub(crate) fn make_exclusive(oid: &ObjectId, ops: &mut Vec<Op>) {
-    if !matches!(ops.first(), Some(Op::CreateExclusive { .. })) {
-        ops.insert(0, Op::CreateExclusive { oid: oid.clone() });
     }
 }
 

@@ -39,6 +39,17 @@ struct Progress<'a> {
     ticket: Option<Ticket<'a>>,
 }
 
+/// What a change is worked out for.
+#[derive(Clone, Copy)]
+enum Basis {
+    /// The object as it is, if there is one.
+    Known(Option<ObjectInfo>),
+    /// A new object; the transaction fails if there is one.
+    New,
+    /// Whatever there is: nothing of its data counts.
+    Unknown,
+}
+
 /// A change whose transaction was queued.
 struct Queued {
     note: MetaNote,
@@ -110,7 +121,13 @@ impl Change<'_> {
         let ticket = &*progress.ticket.get_or_insert_with(|| progress.object.turnstile.ticket());
         let mut turn = ticket.enter(|| pg.target.epoch()).await;
         let epoch = pg.load().await?;
-        if progress.object.known(epoch).is_none() && self.makes_object() && pg.expects_new.guess() {
+        let unseen = progress.object.known(epoch).is_none();
+        if unseen && self.replaces_object() {
+            turn.settled().await;
+            pg.target.still(epoch)?;
+            return self.queue_and_leave(Basis::Unknown, turn, progress, epoch).await;
+        }
+        if unseen && self.makes_object() && pg.expects_new.guess() {
             match self.make_unseen(turn, progress.object, data, epoch).await? {
                 Ok(concluded) => return self.conclude(concluded, progress, epoch),
                 Err(back) => turn = back,
@@ -123,7 +140,19 @@ impl Change<'_> {
             pg.target.still(epoch)?;
             info = pg.info(&self.place.oid, progress.object, epoch).await?;
         }
-        let (queued, committed) = self.queue(info, data, epoch).await?;
+        self.queue_and_leave(Basis::Known(info), turn, progress, epoch).await
+    }
+
+    /// Queues the change and leaves the turn to others while it becomes durable.
+    async fn queue_and_leave<'a>(
+        &self,
+        basis: Basis,
+        turn: Turn<'a>,
+        progress: &mut Progress<'a>,
+        epoch: u64,
+    ) -> Step<Done> {
+        let data = progress.data.as_ref().unwrap_or(&Gathered::None);
+        let (queued, committed) = self.queue(basis, data, epoch).await?;
         progress.object.learn(epoch, queued.new);
         let pending = turn.pend(epoch);
         let outcome = committed.await;
@@ -141,7 +170,13 @@ impl Change<'_> {
         Ok(info)
     }
 
-    /// Whether the change gives an object its whole content, so that the object may well be new.
+    /// Whether the change gives an object its whole content, whatever that was before. If it was a striped one, the
+    /// collector finds its parts.
+    fn replaces_object(&self) -> bool {
+        matches!(self.ops.first(), Some(Mutation::WriteFull(_))) && self.conditions.is_empty()
+    }
+
+    /// Whether the change is one of objects that may well be new.
     fn makes_object(&self) -> bool {
         let whole = |op: &Mutation| {
             matches!(op, Mutation::Create | Mutation::WriteFull(_) | Mutation::SetManifest(_))
@@ -163,7 +198,7 @@ impl Change<'_> {
         turn.settled().await;
         pg.target.still(epoch)?;
         // What is refused of a new object may be right for the one that there is.
-        let Ok((queued, committed)) = self.queue(None, data, epoch).await else {
+        let Ok((queued, committed)) = self.queue(Basis::New, data, epoch).await else {
             return Ok(Err(turn));
         };
         let outcome = committed.await;
@@ -182,19 +217,25 @@ impl Change<'_> {
     /// Works the change out for an object as it is and queues its transaction.
     async fn queue(
         &self,
-        info: Option<ObjectInfo>,
+        basis: Basis,
         data: &Gathered,
         epoch: u64,
     ) -> Step<(Queued, impl Future<Output = store::Result<()>>)> {
         let pg = &self.place.pg;
+        let info = match basis {
+            Basis::Known(info) => info,
+            Basis::New | Basis::Unknown => None,
+        };
         let checked = self.check_conditions(info.as_ref()).await;
         pg.target.still(epoch)?;
         checked?;
         let draft = Draft::new(pg, &self.place.oid, self.name, info.as_ref());
         let mut drafted = draft.apply(self.ops, data).await?;
         pg.target.still(epoch)?;
-        if info.is_none() && self.makes_object() {
-            draft::make_exclusive(&self.place.oid, &mut drafted.ops);
+        match basis {
+            Basis::Known(_) => {}
+            Basis::New => drafted.make_exclusive(&self.place.oid),
+            Basis::Unknown => drafted.make_replacing(&self.place.oid),
         }
 
         let version = pg.next_version(info.map_or(0, |i| i.version));

@@ -132,11 +132,12 @@ async fn versions_only_grow_even_when_an_object_is_made_anew() {
 
 #[tokio::test]
 async fn an_osd_that_has_never_seen_an_object_does_not_take_it_for_new() {
-    for len in [5, 3 << 20] {
+    // Put over an object that is longer, as long, or shorter; in whole blocks and not.
+    for (old, len) in [(6, 5), (10_000, 4096), (8192, 8192), (0, 8192), (3 << 20, (2 << 20) + 7)] {
         let mut node = Node::start();
         let name = "object";
         let object = node.object().await;
-        object.put(data(len + 1, 1)).await.unwrap();
+        object.put(data(old, 1)).await.unwrap();
         let before = object.compound().set_xattr("a", "1").commit().await.unwrap();
         assert_eq!(node.not_new(), 0, "it was new, and known from then on");
 
@@ -151,10 +152,19 @@ async fn an_osd_that_has_never_seen_an_object_does_not_take_it_for_new() {
         let client = node.client().await;
         let object = client.pool("pool").unwrap().object(name).unwrap();
         let changed = object.put(data(len, 2)).await.unwrap();
-        assert_eq!(node.not_new(), 2, "it was tried as new");
+        assert_eq!(node.not_new(), 1, "whether it is new does not matter");
         assert!(changed.version > before.version);
         assert_eq!(object.get().await.unwrap(), data(len, 2));
         assert_eq!(object.xattr("a").await.unwrap(), Some("1".into()), "the rest of the object stays");
+
+        node.restart();
+        let client = node.client().await;
+        let object = client.pool("pool").unwrap().object(name).unwrap();
+        object.compound().write_full("ab").truncate(8192).write(4096, "cd").commit().await.unwrap();
+        let mut expected = vec![0; 8192];
+        expected[..2].copy_from_slice(b"ab");
+        expected[4096..4098].copy_from_slice(b"cd");
+        assert_eq!(object.get().await.unwrap(), expected, "nothing of the old data shows through");
     }
 }
 
