@@ -5,12 +5,14 @@
 use std::rc::Rc;
 use std::time::Duration;
 
-use proto::{Error, Manifest, Mutation, ObjectName, PartId};
+use proto::{Error, Manifest, Mutation, ObjectName, PartId, UploadId};
+use store::StoreError;
 
 use crate::clock::now_ms;
 use crate::fail::{Fail, Step};
 use crate::ids::{self, StoredName};
 use crate::list::{after, objects};
+use crate::object::{COMMITTED_XATTR, INFO_XATTR, ObjectInfo};
 use crate::osd::{Osd, Place, Pool};
 use crate::read::patiently;
 
@@ -18,6 +20,14 @@ use crate::read::patiently;
 const STEP: usize = 256;
 /// Pause after that many, so that users' requests go first.
 const PAUSE: Duration = Duration::from_millis(5);
+
+/// What a head says of uploads.
+struct Head {
+    /// The one that it names.
+    named: Option<UploadId>,
+    /// The one that it named last.
+    committed: Option<UploadId>,
+}
 
 impl Osd {
     /// Runs for ever.
@@ -33,7 +43,8 @@ impl Osd {
         }
     }
 
-    /// Removes orphaned parts that are at least `grace` old and whose uploader has been gone that long.
+    /// Removes orphaned parts: those of uploads that were committed and have been replaced since, and those that are at
+    /// least `grace` old and whose uploader has been gone that long.
     pub(crate) async fn collect_orphans(&self, grace: Duration) -> u64 {
         let pools: Vec<Rc<Pool>> = self.pools.borrow().values().cloned().collect();
         let mut removed = 0;
@@ -57,12 +68,8 @@ impl Osd {
         loop {
             let page = patiently(place, patience, async || objects(place, from.clone(), STEP).await).await?;
             for name in page.0.iter().filter_map(ids::parse) {
-                let alive = |part: PartId| self.sessions.borrow().is_alive(part.upload.session, grace);
-                // The client may have come back while its part was looked at.
                 if let Some(part) = name.part
-                    && !alive(part)
                     && self.is_orphan(pool, &name, part, grace).await?
-                    && !alive(part)
                 {
                     let place = pool.place(&name.namespace, &name.object, Some(&part));
                     self.remove_object(&place, &name.object).await?;
@@ -77,16 +84,41 @@ impl Osd {
         }
     }
 
-    /// Whether a part is old enough and its head does not name its upload.
+    /// Whether a part's head does not name its upload and never will.
     async fn is_orphan(&self, pool: &Pool, name: &StoredName, part: PartId, grace: Duration) -> Step<bool> {
+        let head = self.head_of(&pool.place(&name.namespace, &name.object, None)).await?;
+        if head.named == Some(part.upload) {
+            return Ok(false);
+        }
+        let alive = || self.sessions.borrow().is_alive(part.upload.session, grace);
+        if head.committed == Some(part.upload) {
+            return Ok(true);
+        }
+        // The client may come back while its part is looked at.
+        Ok(!alive() && self.is_old(pool, name, part, grace).await? && !alive())
+    }
+
+    async fn is_old(&self, pool: &Pool, name: &StoredName, part: PartId, grace: Duration) -> Step<bool> {
         let part_place = pool.place(&name.namespace, &name.object, Some(&part));
         let part_info = self.info_of(&part_place).await?;
         let grace_ms = u64::try_from(grace.as_millis()).unwrap_or(u64::MAX);
-        if part_info.is_none_or(|info| info.modified_ms.saturating_add(grace_ms) > now_ms()) {
-            return Ok(false);
-        }
-        let head = self.info_of(&pool.place(&name.namespace, &name.object, None)).await?;
-        Ok(head.and_then(|info| info.manifest).is_none_or(|manifest| manifest.upload != part.upload))
+        Ok(part_info.is_some_and(|info| info.modified_ms.saturating_add(grace_ms) <= now_ms()))
+    }
+
+    /// Which uploads an object's head names, durably.
+    async fn head_of(&self, place: &Place) -> Step<Head> {
+        self.in_turn(place, async |_| {
+            let xattrs = match place.pg.target.store.get_xattrs(&place.pg.cid, &place.oid).await {
+                Ok(xattrs) => xattrs,
+                Err(StoreError::NoSuchObject(_)) => Vec::new(),
+                Err(e) => return Err(e.into()),
+            };
+            let find = |name| xattrs.iter().find(|(n, _)| *n == name).map(|(_, value)| value);
+            let info = find(INFO_XATTR).and_then(|bytes| ObjectInfo::decode(bytes));
+            let committed = find(COMMITTED_XATTR).and_then(|bytes| UploadId::from_bytes(bytes));
+            Ok(Head { named: info.and_then(|info| info.manifest).map(|manifest| manifest.upload), committed })
+        })
+        .await
     }
 
     /// Makes sure that the parts which a head is to name are there: those of a client that was away for long may have
@@ -107,15 +139,21 @@ impl Osd {
     }
 
     /// What is durably known of an object.
-    async fn info_of(&self, place: &Place) -> Step<Option<crate::object::ObjectInfo>> {
+    async fn info_of(&self, place: &Place) -> Step<Option<ObjectInfo>> {
+        let object = place.pg.object(&place.oid);
+        self.in_turn(place, async |epoch| place.pg.info(&place.oid, &object, epoch).await).await
+    }
+
+    /// Looks at an object in turn, with nothing pending.
+    async fn in_turn<T>(&self, place: &Place, look: impl AsyncFn(u64) -> Step<T>) -> Step<T> {
         let object = place.pg.object(&place.oid);
         let attempt = async || {
             let ticket = object.turnstile.ticket();
             let turn = ticket.enter(|| place.pg.target.epoch()).await;
             let epoch = place.pg.load().await?;
             turn.settled().await;
-            let info = place.pg.info(&place.oid, &object, epoch).await?;
-            place.pg.target.still(epoch).map(|()| info)
+            let found = look(epoch).await?;
+            place.pg.target.still(epoch).map(|()| found)
         };
         patiently(place, self.config.store_patience, attempt).await
     }

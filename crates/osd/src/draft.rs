@@ -14,7 +14,7 @@ use store::{ObjectId, Op, WriteSource};
 
 use crate::fail::Step;
 use crate::gather::{Gathered, Staged};
-use crate::object::{INFO_XATTR, ObjectInfo, user_xattr};
+use crate::object::{COMMITTED_XATTR, INFO_XATTR, ObjectInfo, user_xattr};
 use crate::pg::Pg;
 
 /// A change being worked out.
@@ -405,5 +405,9 @@ impl<'a> Draft<'a> {
 
 /// The op that gives an object its information.
 pub(crate) fn set_info(oid: &ObjectId, info: &ObjectInfo) -> Op {
-    Op::SetXattrs { oid: oid.clone(), xattrs: vec![(INFO_XATTR, info.encode())] }
+    let mut xattrs = vec![(INFO_XATTR, info.encode())];
+    if let Some(manifest) = info.manifest {
+        xattrs.push((COMMITTED_XATTR, Bytes::copy_from_slice(&manifest.upload.to_bytes())));
+    }
+    Op::SetXattrs { oid: oid.clone(), xattrs }
 }

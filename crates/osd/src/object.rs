@@ -11,6 +11,10 @@ use crate::turnstile::Turnstile;
 /// Name of the xattr that has the [`ObjectInfo`].
 pub(crate) const INFO_XATTR: Bytes = Bytes::from_static(b"_");
 
+/// Name of the xattr that has the upload which was committed last, on heads of objects that are or were striped. An object
+/// that is written in full is not looked at first, so this tells the collector whose parts that may have left behind.
+pub(crate) const COMMITTED_XATTR: Bytes = Bytes::from_static(b"c");
+
 /// What every object carries besides its data, in one xattr.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ObjectInfo {

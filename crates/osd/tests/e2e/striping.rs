@@ -123,6 +123,26 @@ async fn parts_of_an_upload_that_was_given_up_are_collected_once_its_client_is_g
 }
 
 #[tokio::test]
+async fn parts_left_behind_by_an_osd_that_had_not_seen_them_are_collected_at_once() {
+    let mut node = Node::start();
+    let (client, object) = object(&node).await;
+    object.put(data(2 << 20, 1)).await.unwrap();
+    let kept = client.pool("pool").unwrap().object("kept").unwrap();
+    kept.put(data(2 << 20, 2)).await.unwrap();
+    node.restart();
+    object.put("small").await.unwrap();
+    assert_eq!(node.parts(), 16, "nobody knew of the parts");
+    let an_hour = Duration::from_secs(3600);
+    assert_eq!(
+        client.collect_orphans(an_hour).await.unwrap(),
+        8,
+        "though they are new and their client is there"
+    );
+    assert_eq!(object.get().await.unwrap(), "small");
+    assert_eq!(kept.get().await.unwrap(), data(2 << 20, 2));
+}
+
+#[tokio::test]
 async fn a_head_whose_parts_were_collected_is_refused() {
     let node = Node::start();
     let (client, object) = object(&node).await;
