@@ -361,6 +361,7 @@ impl Drop for LoopDevice {
 }
 
 #[test]
+#[expect(clippy::print_stderr, reason = "whoever runs the tests should know what was not tested")]
 fn a_raw_block_device_is_a_target_once_it_may_be_formatted() {
     let Some(device) = LoopDevice::new(64 << 20) else {
         return eprintln!("skipped: no loop device can be made here");
