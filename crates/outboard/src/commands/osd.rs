@@ -13,6 +13,7 @@ use crate::cli::NodeArgs;
 use crate::failure::{Doing, Failure, Result};
 use crate::node::announce::Ready;
 use crate::node::config::Config;
+use crate::node::cpus::Side;
 use crate::node::request_side::{self, Stores};
 use crate::node::role::{self, RoleArgs, RoleProcess, StopSignals};
 use crate::node::state::Role;
@@ -54,7 +55,10 @@ async fn serve(process: RoleProcess, args: &OsdArgs) -> Result<()> {
     let mounted = targets::mount(&args.targets, &process.config).doing("mounting targets")?;
     let stores = match &args.store_socket {
         Some(address) => {
-            process.config.osd.cpus.apply().doing("keeping to the CPUs of osd.cpus")?;
+            address
+                .cpus(process.config.osd.cpus)
+                .apply(Side::Dpu)
+                .doing("keeping to the CPUs of osd.cpus")?;
             Stores::Behind(address.endpoint())
         }
         None => Stores::Here(mounted.iter().map(Mounted::offered).collect()),

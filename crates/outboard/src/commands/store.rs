@@ -8,6 +8,7 @@ use proxy::{Server, ServerOptions};
 use crate::cli::NodeArgs;
 use crate::failure::{Doing, Failure, Result};
 use crate::node::announce::Ready;
+use crate::node::cpus::Side;
 use crate::node::role::{self, RoleArgs, RoleProcess, StopSignals};
 use crate::node::state::Role;
 use crate::node::store_address::StoreAddress;
@@ -40,6 +41,10 @@ pub fn run(args: StoreArgs, _node: &NodeArgs) -> Result<()> {
 
 async fn serve(process: RoleProcess, args: &StoreArgs) -> Result<()> {
     let mut signals = StopSignals::catch()?;
+    args.socket
+        .cpus(process.config.store.cpus)
+        .apply(Side::Host)
+        .doing("keeping to the CPUs of store.cpus")?;
     let mounted = targets::mount(&args.targets, &process.config).doing("mounting targets")?;
     let listener = args.socket.listen().map_err(|e| {
         let why = format!("{e}; choose another address with --socket");

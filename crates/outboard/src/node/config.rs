@@ -56,6 +56,7 @@ pub struct Config {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Store {
+    pub cpus: Cpus,
     pub index_cache: ByteSize,
     pub metadata_cache: ByteSize,
     pub buffers: ByteSize,

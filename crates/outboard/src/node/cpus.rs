@@ -12,12 +12,20 @@ const MAX_DPU: usize = 16;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
 pub enum Cpus {
-    /// Those of an emulated DPU: the last quarter of the machine's, at least one and at most 16.
+    /// Those of the process's side: an emulated DPU has the last quarter of the machine's, at least one and at most 16, and
+    /// its host has the others.
     Auto,
     /// All that the process may use already.
     Any,
     /// These.
     These(CpuSet),
+}
+
+/// Which side of the host–DPU channel a process is on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Side {
+    Host,
+    Dpu,
 }
 
 impl TryFrom<String> for Cpus {
@@ -54,22 +62,25 @@ impl Cpus {
     ///
     /// # Errors
     /// If none of them may be used.
-    pub fn apply(self) -> std::io::Result<()> {
+    pub fn apply(self, side: Side) -> std::io::Result<()> {
         let set = match self {
             Cpus::Any => return Ok(()),
             Cpus::These(set) => set,
-            Cpus::Auto => last_quarter(&sched_getaffinity(None)?),
+            Cpus::Auto => of_side(side, &sched_getaffinity(None)?),
         };
         Ok(sched_setaffinity(None, &set)?)
     }
 }
 
-/// The last quarter of the CPUs in a set; all of them if there is only one.
-fn last_quarter(all: &CpuSet) -> CpuSet {
-    let count = (all.count() as usize / 4).clamp(1, MAX_DPU);
-    let mut last = CpuSet::new();
-    (0..MAX_CPUS).rev().filter(|cpu| all.is_set(*cpu)).take(count).for_each(|cpu| last.set(cpu));
-    last
+/// Divides the CPUs in a set; a single one is for both sides.
+fn of_side(side: Side, all: &CpuSet) -> CpuSet {
+    let total = all.count() as usize;
+    let count = (total / 4).clamp(1, MAX_DPU);
+    let (mut dpu, mut host) = (CpuSet::new(), CpuSet::new());
+    for (i, cpu) in (0..MAX_CPUS).rev().filter(|cpu| all.is_set(*cpu)).enumerate() {
+        if i < count { dpu.set(cpu) } else { host.set(cpu) }
+    }
+    if side == Side::Dpu || total < 2 { dpu } else { host }
 }
 
 #[cfg(test)]
@@ -90,11 +101,14 @@ mod tests {
     }
 
     #[test]
-    fn an_emulated_dpu_gets_a_quarter() {
-        for (cpus, expected) in [(1, vec![0]), (2, vec![1]), (8, vec![6, 7])] {
+    fn an_emulated_dpu_gets_a_quarter_and_its_host_the_rest() {
+        for (cpus, dpu, host) in
+            [(1, vec![0], vec![0]), (2, vec![1], vec![0]), (8, vec![6, 7], (0..6).collect())]
+        {
             let mut all = CpuSet::new();
             (0..cpus).for_each(|cpu| all.set(cpu));
-            assert_eq!(listed(&last_quarter(&all)), expected);
+            assert_eq!(listed(&of_side(Side::Dpu, &all)), dpu);
+            assert_eq!(listed(&of_side(Side::Host, &all)), host);
         }
     }
 }

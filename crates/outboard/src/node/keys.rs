@@ -48,6 +48,12 @@ pub const KEYS: &[Key] = &[
         "\"8GiB\"",
         "Size of target files that `up` makes. Existing ones and devices keep theirs. Written in full, so it takes that much space at once.",
     ),
+    key(
+        "store",
+        "cpus",
+        "\"auto\"",
+        "CPUs of a store whose osd stands for a DPU: \"auto\" (those that the emulated DPU does not have), \"any\", or a list.",
+    ),
     key("store", "index_cache", "\"32MiB\"", "Memory for index pages, per target."),
     key("store", "metadata_cache", "\"64MiB\"", "Memory for decoded metadata, per target."),
     key(
@@ -67,7 +73,7 @@ pub const KEYS: &[Key] = &[
         "osd",
         "cpus",
         "\"auto\"",
-        "CPUs of an osd that stands for a DPU: \"auto\" (as an emulated DPU: the last quarter of the machine's, at least one), \"any\", or a list such as \"2,4-7\".",
+        "CPUs of an osd that stands for a DPU: \"auto\" (an emulated DPU has the last quarter of the machine's, at least one), \"any\", or a list such as \"2,4-7\".",
     ),
     key(
         "osd",

@@ -7,6 +7,8 @@ use std::str::FromStr;
 
 use proxy::{Endpoint, Listener};
 
+use super::cpus::Cpus;
+
 /// A UNIX socket (`run/store.sock`), over which payload goes by DMA, or a TCP address (`tcp:10.0.0.7:7401`), over which
 /// everything goes through the socket. TCP is not authenticated: for trusted networks only.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -38,6 +40,14 @@ impl fmt::Display for StoreAddress {
 }
 
 impl StoreAddress {
+    /// CPUs for a process at this end: over TCP the other end may be another machine, so there is nothing to divide.
+    pub fn cpus(&self, configured: Cpus) -> Cpus {
+        match (self, configured) {
+            (StoreAddress::Tcp(_), Cpus::Auto) => Cpus::Any,
+            (_, configured) => configured,
+        }
+    }
+
     /// Listens there.
     ///
     /// # Errors
