@@ -17,7 +17,7 @@ use std::process::ExitCode;
 use clap::Parser;
 
 /// Buffers are pooled, but every request makes some small things on one thread that another drops, and there the C
-/// library's allocator costs a tenth more of all CPU time.
+/// library's allocator is slow.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 

@@ -68,7 +68,10 @@ impl Cpus {
             Cpus::These(set) => set,
             Cpus::Auto => of_side(side, &sched_getaffinity(None)?),
         };
-        Ok(sched_setaffinity(None, &set)?)
+        sched_setaffinity(None, &set).map_err(|e| {
+            let why = format!("{e}: this process may use none of them; configure others, or \"any\"");
+            std::io::Error::new(std::io::Error::from(e).kind(), why)
+        })
     }
 }
 
@@ -98,6 +101,14 @@ mod tests {
         for text in ["", "x", "3-1", "1,,2", "-1", "0-99999"] {
             assert!(Cpus::try_from(text.to_owned()).is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn cpus_that_there_are_not_are_refused_with_a_remedy() {
+        let allowed = sched_getaffinity(None).unwrap();
+        let absent = (0..MAX_CPUS).find(|cpu| !allowed.is_set(*cpu)).unwrap();
+        let error = Cpus::try_from(absent.to_string()).unwrap().apply(Side::Dpu).unwrap_err();
+        assert!(error.to_string().contains("\"any\""), "{error}");
     }
 
     #[test]

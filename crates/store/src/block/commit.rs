@@ -188,6 +188,7 @@ impl Commits {
         let replies = groups.chain(std::mem::take(&mut self.replies));
         replies.for_each(|reply| drop(reply.send(Err(error.clone()))));
         self.writes.clear();
+        self.write_bytes = 0;
     }
 
     /// Content of a block that the data region does not have yet.
@@ -350,8 +351,8 @@ impl Core {
         id
     }
 
-    /// Puts everything applied into a group and writes its data and log sectors; not while another group is on its way,
-    /// so that groups grow with the load, or when the log has no room.
+    /// Puts everything applied into a group and writes its data and log sectors; not when it is too early for that, or
+    /// when the log has no room.
     fn form_group(&mut self) {
         let max_changes = MAX_CHANGES.min((self.index_space.1 / 16) as usize).max(64 << 10);
         let commits = &mut self.commits;
