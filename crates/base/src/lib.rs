@@ -1,11 +1,13 @@
 //! What every other crate stands on: aligned shared memory and the buffer pool over it, block
-//! checksums, and the naming and accounting of threads.
+//! checksums, the naming and accounting of threads, the health of offloads, and injected faults.
 //!
 //! Nothing here knows of objects, networks or drives. `unsafe` is in [`mem`], which maps memory, and
 //! in [`pool`], which hands out ranges of it.
 
 pub mod block;
 pub mod buddy;
+pub mod fault;
+pub mod health;
 pub mod mem;
 pub mod pool;
 pub mod process;

@@ -1,0 +1,351 @@
+//! Injected faults: what goes wrong on purpose, where, how often.
+//!
+//! Part of ordinary builds and off unless somebody arms it, from the configuration or a debug command. Whatever is
+//! armed is reported loudly: in the log when it is armed and each time it fires, in `outboard status`, and in the metric
+//! `outboard_faults_fired`. A fault is written as `SITE=ACTION` with options behind commas:
+//!
+//! ```text
+//! dma.transfer=fail,after=3,count=1        the fourth transfer fails, once
+//! dma.transfer=stall,late=300ms,probability=0.01
+//! ```
+
+use std::fmt;
+use std::str::FromStr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use rand::rngs::SmallRng;
+use rand::{Rng, SeedableRng};
+
+/// Most faults armed at a time.
+const MAX_ARMED: usize = 64;
+/// How late a stalled transfer completes unless the fault says so.
+const LATE: Duration = Duration::from_millis(500);
+
+/// A place in the code where something can go wrong.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Site {
+    /// One transfer of the DMA engine.
+    DmaTransfer,
+    /// The doorbell that the engine rings on the host.
+    DmaDoorbell,
+    /// The doorbell that the store rings on the DPU.
+    StoreDoorbell,
+    /// A call that the store's process takes.
+    StoreCall,
+    /// A reply that the osd's process takes.
+    OsdReply,
+}
+
+/// What happens there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Action {
+    /// It fails and says so.
+    Fail,
+    /// It is done, but that much later.
+    Stall(Duration),
+    /// One byte of its result is wrong.
+    Corrupt,
+    /// It does not happen, and nobody is told.
+    Drop,
+    /// The process is killed.
+    Kill,
+}
+
+/// Sites, their names, and what can happen there.
+const SITES: [(Site, &str, &[&str]); 5] = [
+    (Site::DmaTransfer, "dma.transfer", &["fail", "stall", "corrupt"]),
+    (Site::DmaDoorbell, "dma.doorbell", &["drop"]),
+    (Site::StoreDoorbell, "store.doorbell", &["drop"]),
+    (Site::StoreCall, "store.call", &["kill"]),
+    (Site::OsdReply, "osd.reply", &["kill"]),
+];
+
+impl Site {
+    /// As it is written.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        SITES.iter().find(|(site, ..)| *site == self).map_or("", |(_, name, _)| name)
+    }
+}
+
+impl Action {
+    /// As it is written.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Action::Fail => "fail",
+            Action::Stall(_) => "stall",
+            Action::Corrupt => "corrupt",
+            Action::Drop => "drop",
+            Action::Kill => "kill",
+        }
+    }
+}
+
+/// A fault to be armed.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Fault {
+    /// Where.
+    pub site: Site,
+    /// What.
+    pub action: Action,
+    /// So many occasions pass unharmed first.
+    pub after: u64,
+    /// Then it fires at most so often; `None` for ever.
+    pub count: Option<u64>,
+    /// At each occasion with this probability, 0 to 1.
+    pub probability: f64,
+    /// Seeds the dice.
+    pub seed: u64,
+}
+
+/// Why a fault cannot be armed.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{what}; a fault is SITE=ACTION[,after=N][,count=N][,probability=P][,late=TIMEms][,seed=N], with dma.transfer=fail|stall|corrupt, dma.doorbell=drop, store.doorbell=drop, store.call=kill, osd.reply=kill"
+)]
+pub struct FaultError {
+    what: String,
+}
+
+impl FromStr for Fault {
+    type Err = FaultError;
+
+    fn from_str(text: &str) -> Result<Fault, FaultError> {
+        let error = |what: String| FaultError { what };
+        let mut parts = text.split(',').map(str::trim);
+        let (site, action) = parts
+            .next()
+            .and_then(|first| first.split_once('='))
+            .ok_or_else(|| error(format!("{text:?} is no fault")))?;
+        let (site, _, possible) = SITES
+            .iter()
+            .find(|(_, name, _)| *name == site)
+            .ok_or_else(|| error(format!("there is no site {site:?}")))?;
+        if !possible.contains(&action) {
+            return Err(error(format!("{action:?} cannot happen at {}", site.name())));
+        }
+        let action = match action {
+            "fail" => Action::Fail,
+            "stall" => Action::Stall(LATE),
+            "corrupt" => Action::Corrupt,
+            "drop" => Action::Drop,
+            _ => Action::Kill,
+        };
+        let mut fault = Fault { site: *site, action, after: 0, count: None, probability: 1.0, seed: 0 };
+        for part in parts {
+            fault.option(part).ok_or_else(|| error(format!("{part:?} means nothing in {text:?}")))?;
+        }
+        Ok(fault)
+    }
+}
+
+impl Fault {
+    fn option(&mut self, text: &str) -> Option<()> {
+        let (key, value) = text.split_once('=')?;
+        match key {
+            "after" => self.after = value.parse().ok()?,
+            "count" => self.count = Some(value.parse().ok()?),
+            "seed" => self.seed = value.parse().ok()?,
+            "probability" => {
+                self.probability = value.parse().ok().filter(|p| (0.0..=1.0).contains(p))?;
+            }
+            "late" => {
+                let Action::Stall(late) = &mut self.action else { return None };
+                *late = Duration::from_millis(value.strip_suffix("ms")?.parse().ok()?);
+            }
+            _ => return None,
+        }
+        Some(())
+    }
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}={}", self.site.name(), self.action.name())?;
+        if let Action::Stall(late) = self.action {
+            write!(f, ",late={}ms", late.as_millis())?;
+        }
+        if self.after > 0 {
+            write!(f, ",after={}", self.after)?;
+        }
+        if let Some(count) = self.count {
+            write!(f, ",count={count}")?;
+        }
+        if self.probability < 1.0 {
+            write!(f, ",probability={}", self.probability)?;
+        }
+        Ok(())
+    }
+}
+
+/// An armed fault, for people.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Armed {
+    /// As [`Fault`] is written.
+    pub fault: String,
+    /// How often it has fired.
+    pub fired: u64,
+}
+
+struct Slot {
+    fault: Fault,
+    occasions: u64,
+    fired: u64,
+    dice: SmallRng,
+}
+
+#[derive(Default)]
+struct Shared {
+    any: AtomicBool,
+    slots: Mutex<Vec<Slot>>,
+}
+
+/// The faults of a process, or of a test. Clones share them. With none armed, asking costs one load.
+#[derive(Clone, Default)]
+pub struct Faults(Arc<Shared>);
+
+impl fmt::Debug for Faults {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Faults").field(&self.armed()).finish()
+    }
+}
+
+impl Faults {
+    fn lock(&self) -> MutexGuard<'_, Vec<Slot>> {
+        self.0.slots.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Arms a fault.
+    ///
+    /// # Errors
+    /// If too many are armed.
+    pub fn arm(&self, fault: Fault) -> Result<(), FaultError> {
+        let mut slots = self.lock();
+        if slots.len() >= MAX_ARMED {
+            return Err(FaultError { what: format!("{MAX_ARMED} faults are armed already; clear them") });
+        }
+        tracing::warn!("FAULT ARMED: {fault}");
+        slots.push(Slot { fault, occasions: 0, fired: 0, dice: SmallRng::seed_from_u64(fault.seed) });
+        self.0.any.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// Disarms all.
+    pub fn clear(&self) {
+        self.lock().clear();
+        self.0.any.store(false, Ordering::Release);
+    }
+
+    /// Whether any is armed.
+    #[must_use]
+    pub fn any(&self) -> bool {
+        self.0.any.load(Ordering::Acquire)
+    }
+
+    /// What is armed.
+    #[must_use]
+    pub fn armed(&self) -> Vec<Armed> {
+        self.lock().iter().map(|s| Armed { fault: s.fault.to_string(), fired: s.fired }).collect()
+    }
+
+    /// How often faults of a site have fired since they were armed.
+    #[must_use]
+    pub fn fired(&self, site: Site) -> u64 {
+        self.lock().iter().filter(|s| s.fault.site == site).map(|s| s.fired).sum()
+    }
+
+    /// An occasion: what goes wrong now, if anything. [`Action::Kill`] does not return.
+    #[must_use]
+    pub fn hit(&self, site: Site) -> Option<Action> {
+        if !self.any() {
+            return None;
+        }
+        let mut slots = self.lock();
+        let slot = slots.iter_mut().filter(|s| s.fault.site == site).find_map(Slot::fires);
+        drop(slots);
+        let fault = slot?;
+        let action = fault.action;
+        tracing::warn!("FAULT FIRED: {fault}");
+        metrics::counter!("outboard_faults_fired", "site" => site.name(), "action" => action.name())
+            .increment(1);
+        if action == Action::Kill {
+            kill();
+        }
+        Some(action)
+    }
+}
+
+impl Slot {
+    fn fires(&mut self) -> Option<Fault> {
+        self.occasions += 1;
+        let spent = self.fault.count.is_some_and(|count| self.fired >= count);
+        if spent || self.occasions <= self.fault.after || !self.dice.random_bool(self.fault.probability) {
+            return None;
+        }
+        self.fired += 1;
+        Some(self.fault)
+    }
+}
+
+/// Ends the process as a crash would: no destructor runs, nothing is flushed.
+fn kill() -> ! {
+    // The signal cannot be refused; abort only satisfies the type.
+    let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+    std::process::abort()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn faults_are_read_as_they_are_written_and_nonsense_is_refused() {
+        for text in [
+            "dma.transfer=fail",
+            "dma.transfer=stall,late=20ms,after=3",
+            "dma.doorbell=drop,count=1",
+            "store.call=kill,probability=0.5",
+        ] {
+            assert_eq!(text.parse::<Fault>().unwrap().to_string(), text);
+        }
+        for text in [
+            "",
+            "dma.transfer",
+            "dma.transfer=drop",
+            "nowhere=fail",
+            "dma.transfer=fail,late=5ms",
+            "dma.transfer=fail,probability=2",
+            "dma.transfer=fail,x=1",
+        ] {
+            assert!(text.parse::<Fault>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn it_fires_at_the_nth_occasion_and_so_often_only() {
+        let faults = Faults::default();
+        assert_eq!(faults.hit(Site::DmaTransfer), None);
+        faults.arm("dma.transfer=fail,after=2,count=2".parse().unwrap()).unwrap();
+        let hits: Vec<bool> = (0..6).map(|_| faults.hit(Site::DmaTransfer).is_some()).collect();
+        assert_eq!(hits, [false, false, true, true, false, false]);
+        assert_eq!(faults.hit(Site::DmaDoorbell), None);
+        assert_eq!(faults.fired(Site::DmaTransfer), 2);
+        faults.clear();
+        assert!(!faults.any() && faults.armed().is_empty());
+    }
+
+    #[test]
+    fn dice_replay_from_their_seed() {
+        let run = |seed| {
+            let faults = Faults::default();
+            faults.arm(format!("dma.transfer=fail,probability=0.3,seed={seed}").parse().unwrap()).unwrap();
+            (0..200).map(|_| faults.hit(Site::DmaTransfer).is_some()).collect::<Vec<_>>()
+        };
+        assert_eq!(run(1), run(1));
+        assert_ne!(run(1), run(2));
+        assert!((30..90).contains(&run(3).iter().filter(|hit| **hit).count()));
+    }
+}
