@@ -1,5 +1,6 @@
 //! What every other crate stands on: aligned shared memory and the buffer pool over it, block
-//! checksums, the naming and accounting of threads, the health of offloads, and injected faults.
+//! checksums, the naming and accounting of threads, where the time of requests goes, the health of offloads, and
+//! injected faults.
 //!
 //! Nothing here knows of objects, networks or drives. `unsafe` is in [`mem`], which maps memory, and
 //! in [`pool`], which hands out ranges of it.
@@ -9,6 +10,7 @@ pub mod buddy;
 pub mod fault;
 pub mod health;
 pub mod mem;
+pub mod phases;
 pub mod pool;
 pub mod process;
 pub mod thread;

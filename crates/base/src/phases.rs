@@ -1,0 +1,175 @@
+//! Where the time of a request goes: the latency breakdown of DoCeph (section 5.4, Table 3), kept for every request.
+//!
+//! Whoever does something for a request records when it began and ended; at its end the request's [`Clock`] makes
+//! exclusive times of that which add up to the request's time, whatever went on at the same time:
+//!
+//! ```text
+//! dma       some payload or entry of the request was being transferred                    |T|
+//! host      the store on the host worked on it, and nothing was being transferred         |H \ T|
+//! dma wait  something waited for its transfer, and neither of the above                   |W \ (T ∪ H)|
+//! others    the rest: network, messenger, the OSD's own work, waiting for other requests  total − |T ∪ H ∪ W|
+//! ```
+//!
+//! Calls do not carry the clock with them: [`Clock::scope`] makes it that of a future, and code called by it finds it with
+//! [`current`].
+
+mod union;
+
+use std::ops::AddAssign;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use union::{Span, Union};
+
+tokio::task_local! {
+    static CURRENT: Clock;
+}
+
+/// What a request's time is spent on, as far as it is told; the rest is *others*.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Phase {
+    /// The store on the host has a call and has not finished it.
+    Host,
+    /// Bytes are being transferred between the memories of DPU and host.
+    Dma,
+    /// Something was handed to the channel and its transfer has not begun: it waits for memory, credit, or its turn.
+    DmaWait,
+}
+
+/// Takes down what a request's time is spent on. A handle: clones are of the same request, and may be on other threads.
+///
+/// Memory is bounded: of each phase it keeps at most 64 disjoint intervals, and when there are more, takes the shortest
+/// pauses for part of the phase.
+#[derive(Debug, Clone)]
+pub struct Clock(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    started: Instant,
+    taken: Mutex<Taken>,
+}
+
+#[derive(Debug, Default)]
+struct Taken {
+    host: Union,
+    dma: Union,
+    dma_wait: Union,
+}
+
+/// A request's time by phase, or a sum of those. Exclusive: the phases add up to the total, exactly.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Breakdown {
+    /// From the request's arrival to the end of its work, in ns.
+    pub total_ns: u64,
+    /// The store worked, and nothing was being transferred, in ns.
+    pub host_ns: u64,
+    /// Something was being transferred, in ns.
+    pub dma_ns: u64,
+    /// Something waited for its transfer, and neither of the above, in ns.
+    pub dma_wait_ns: u64,
+    /// The rest, in ns.
+    pub others_ns: u64,
+}
+
+/// A phase that lasts; it is taken down when this is dropped.
+#[derive(Debug)]
+#[must_use = "the phase ends when this is dropped"]
+pub struct Lasting {
+    clock: Clock,
+    phase: Phase,
+    from: Instant,
+}
+
+/// The clock of the request that the running task works for, if it is known.
+#[must_use]
+pub fn current() -> Option<Clock> {
+    CURRENT.try_with(Clock::clone).ok()
+}
+
+impl Clock {
+    /// Starts now.
+    #[must_use]
+    pub fn start() -> Clock {
+        Clock::started_at(Instant::now())
+    }
+
+    /// For a request that came at `started`.
+    #[must_use]
+    pub fn started_at(started: Instant) -> Clock {
+        Clock(Arc::new(Inner { started, taken: Mutex::default() }))
+    }
+
+    /// Makes this the [`current`] clock of a future, while it is polled. Tasks that it spawns do not have it.
+    pub fn scope<F: Future>(&self, future: F) -> impl Future<Output = F::Output> + use<F> {
+        CURRENT.scope(self.clone(), future)
+    }
+
+    /// Takes down that a phase lasted from `start` to `end`. Intervals may come in any order and overlap; what is before
+    /// the request, or after its end, does not count.
+    pub fn record(&self, phase: Phase, start: Instant, end: Instant) {
+        let span = Span { start: self.ns(start), end: self.ns(end) };
+        // No code panics while it holds the lock.
+        let mut taken = self.0.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        match phase {
+            Phase::Host => taken.host.add_bounded(span),
+            Phase::Dma => taken.dma.add_bounded(span),
+            Phase::DmaWait => taken.dma_wait.add_bounded(span),
+        }
+    }
+
+    /// A phase from now on, until the result is dropped.
+    pub fn begin(&self, phase: Phase) -> Lasting {
+        Lasting { clock: self.clone(), phase, from: Instant::now() }
+    }
+
+    /// The request is done: its time by phase. Phases that have not ended do not count.
+    #[must_use]
+    pub fn finish(&self) -> Breakdown {
+        self.finish_at(Instant::now())
+    }
+
+    /// The same, for a request that was done at `end`.
+    #[must_use]
+    pub fn finish_at(&self, end: Instant) -> Breakdown {
+        let total_ns = self.ns(end);
+        let taken = self.0.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut covered = Union::default();
+        let mut more = |by: &Union| {
+            let before = covered.covered();
+            covered.add_all(by, total_ns);
+            covered.covered() - before
+        };
+        let (dma_ns, host_ns, dma_wait_ns) = (more(&taken.dma), more(&taken.host), more(&taken.dma_wait));
+        Breakdown {
+            total_ns,
+            host_ns,
+            dma_ns,
+            dma_wait_ns,
+            others_ns: total_ns - dma_ns - host_ns - dma_wait_ns,
+        }
+    }
+
+    /// Since the request came, in ns; 0 for what was before.
+    fn ns(&self, at: Instant) -> u64 {
+        u64::try_from(at.saturating_duration_since(self.0.started).as_nanos()).unwrap_or(u64::MAX)
+    }
+}
+
+impl Drop for Lasting {
+    fn drop(&mut self) {
+        self.clock.record(self.phase, self.from, Instant::now());
+    }
+}
+
+impl AddAssign for Breakdown {
+    fn add_assign(&mut self, other: Breakdown) {
+        self.total_ns += other.total_ns;
+        self.host_ns += other.host_ns;
+        self.dma_ns += other.dma_ns;
+        self.dma_wait_ns += other.dma_wait_ns;
+        self.others_ns += other.others_ns;
+    }
+}
+
+#[cfg(test)]
+mod tests;
