@@ -14,6 +14,7 @@ pub mod phases;
 pub mod pool;
 pub mod process;
 pub mod thread;
+pub mod work;
 
 /// A future that may be sent between threads; what object-safe asynchronous traits return.
 pub type BoxFuture<'a, T> = std::pin::Pin<Box<dyn std::future::Future<Output = T> + Send + 'a>>;

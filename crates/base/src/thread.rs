@@ -50,6 +50,17 @@ pub enum ThreadClass {
 }
 
 impl ThreadClass {
+    /// Every class, in order.
+    pub const ALL: [ThreadClass; 7] = [
+        ThreadClass::Messenger,
+        ThreadClass::Osd,
+        ThreadClass::Channel,
+        ThreadClass::Dma,
+        ThreadClass::Store,
+        ThreadClass::Client,
+        ThreadClass::Admin,
+    ];
+
     /// The name's prefix.
     #[must_use]
     pub const fn prefix(self) -> &'static str {

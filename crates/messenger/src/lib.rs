@@ -50,3 +50,8 @@ pub use api::{
 };
 pub use config::{Entropy, SessionConfig};
 pub use stack::{SimStack, StreamStack, TcpStack};
+
+/// Starts a task of the messenger's. Its thread may do other work, too, so what it costs is booked.
+fn spawn(task: impl Future<Output = ()> + Send + 'static) -> tokio::task::JoinHandle<()> {
+    tokio::spawn(base::work::booked(base::thread::ThreadClass::Messenger, task))
+}

@@ -97,7 +97,7 @@ impl<T: Transport> NetworkStack for StreamStack<T> {
             let (settled, wire) = dialer.dial().await?;
             let shared = Shared::new(settled, self.config.clone());
             let handles = shared.handles();
-            tokio::spawn(session::run(shared, Role::Client(Box::new(dialer)), wire));
+            crate::spawn(session::run(shared, Role::Client(Box::new(dialer)), wire));
             Ok(handles)
         })
     }

@@ -155,7 +155,7 @@ impl Shared {
             return Err(MessengerError::Protocol(wrong));
         }
         // Spawned under the lock, so that the task finds its entry when it ends.
-        let serving = tokio::spawn(serve(Arc::clone(self), request, source)).abort_handle();
+        let serving = crate::spawn(serve(Arc::clone(self), request, source)).abort_handle();
         state.offers.serving.insert(request.pull, serving);
         Ok(())
     }

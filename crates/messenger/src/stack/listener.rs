@@ -134,7 +134,7 @@ impl StreamListener {
         let registry = Arc::new(Registry { sessions: Mutex::default(), max, max_held });
         let handshakes = Arc::new(Semaphore::new(MAX_HANDSHAKES));
         let reception = Arc::new(Reception { features, config, registry, accepted: sender, handshakes });
-        let acceptor = tokio::spawn(accept_loop(acceptor, reception)).abort_handle();
+        let acceptor = crate::spawn(accept_loop(acceptor, reception)).abort_handle();
         StreamListener { endpoint, accepted, acceptor }
     }
 }
@@ -164,7 +164,7 @@ async fn accept_loop(mut acceptor: Box<dyn Acceptor>, reception: Arc<Reception>)
         match acceptor.accept().await {
             Ok(wire) => {
                 let reception = Arc::clone(&reception);
-                tokio::spawn(async move {
+                crate::spawn(async move {
                     reception.receive(wire).await;
                     drop(permit);
                 });
@@ -234,7 +234,7 @@ impl Reception {
 
     async fn open(&self, shared: Arc<Shared>, role: Role, wire: Wire) {
         let handles = shared.handles();
-        tokio::spawn(session::run(shared, role, wire));
+        crate::spawn(session::run(shared, role, wire));
         // With nobody to accept it, the handles are dropped, which ends the session.
         let _ = self.accepted.send(Ok(handles)).await;
     }
