@@ -1,0 +1,81 @@
+//! Errors of the fabric layer.
+
+/// Result of a call of this crate.
+pub type Result<T, E = FabricError> = std::result::Result<T, E>;
+
+/// Why something could not be made or done.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum FabricError {
+    /// There is no libfabric on this machine, or not a usable one.
+    #[error(
+        "libfabric.so.1 cannot be loaded ({0}); install libfabric 1.14 or newer (Debian: libfabric1), or do without RDMA"
+    )]
+    NotLoaded(String),
+    /// No provider can do what was asked for.
+    #[error(
+        "no provider of libfabric offers connected endpoints with remote memory access {wanted}; `fi_info -t FI_EP_MSG` lists what this machine has"
+    )]
+    NoProvider {
+        /// Which provider and address were asked for.
+        wanted: String,
+    },
+    /// A call of libfabric failed.
+    #[error("{call} failed: {text} ({code}){advice}")]
+    Call {
+        /// The call.
+        call: &'static str,
+        /// libfabric's error number, positive.
+        code: i32,
+        /// What it means.
+        text: String,
+        /// What may help, starting with `; `, or nothing.
+        advice: &'static str,
+    },
+    /// A provider uses addresses that are no IP addresses.
+    #[error(
+        "a provider with addresses of format {format} is not supported; choose one that uses IP addresses"
+    )]
+    AddressFormat {
+        /// libfabric's number of the format.
+        format: u32,
+    },
+    /// More private data than fits into a connection request or its answer.
+    #[error("{len} bytes of private data do not fit, at most {max} do; send them as a message")]
+    PrivateData {
+        /// Bytes given.
+        len: usize,
+        /// Most bytes possible.
+        max: usize,
+    },
+    /// A range that is not inside its region.
+    #[error("{len} bytes at {offset} are outside a region of {region_len} bytes")]
+    OutOfRange {
+        /// Start of the range, in bytes from the region's start.
+        offset: usize,
+        /// Length of the range, in bytes.
+        len: usize,
+        /// Length of the region, in bytes.
+        region_len: usize,
+    },
+    /// A transfer longer than the provider can do at once.
+    #[error("{len} bytes in one transfer, at most {max} are possible; cut it into several")]
+    TooLong {
+        /// Bytes asked for.
+        len: usize,
+        /// Most bytes possible.
+        max: usize,
+    },
+}
+
+/// An operation that was not posted.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum PostError {
+    /// The queue is full: take completions, then try again.
+    #[error("the queue is full; take completions and try again")]
+    Full,
+    /// The endpoint cannot do it, now or ever.
+    #[error(transparent)]
+    Failed(#[from] FabricError),
+}

@@ -1,0 +1,152 @@
+//! Completion queues.
+
+use std::ffi::c_void;
+use std::os::fd::{BorrowedFd, RawFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::abi::{CQ_FORMAT_MSG, CqAttr, CqErrEntry, CqMsgEntry, EAVAIL, FidCq, WAIT_FD};
+use super::domain::{Object, wait_fd};
+use super::handle::Handle;
+use super::{Domain, Waitable, library};
+use crate::operations::{Operations, Pending};
+use crate::{Completion, FabricError, Operation, Result};
+
+/// Entries taken from the provider at a time.
+const BATCH: usize = 16;
+/// Most batches in one call, so that a caller with other things to do gets to do them.
+const BATCHES: usize = 16;
+
+/// Tells which operations have ended. Serves any number of endpoints of one domain.
+#[derive(Clone)]
+pub struct CompletionQueue(Arc<Inner>);
+
+struct Inner {
+    handle: Handle<FidCq>,
+    fd: RawFd,
+    operations: Mutex<Operations>,
+    domain: Domain,
+}
+
+impl CompletionQueue {
+    /// Opens a queue for up to `depth` operations at a time; further ones are [refused](crate::PostError::Full).
+    ///
+    /// # Errors
+    /// If the provider refuses, e.g. because the device has no queues of that size.
+    pub fn open(domain: &Domain, depth: usize) -> Result<CompletionQueue> {
+        let mut attributes = CqAttr {
+            size: depth,
+            flags: 0,
+            format: CQ_FORMAT_MSG,
+            wait_obj: WAIT_FD,
+            signaling_vector: 0,
+            wait_cond: 0,
+            wait_set: std::ptr::null_mut(),
+        };
+        let mut queue = std::ptr::null_mut();
+        let parent = domain.as_ptr();
+        // SAFETY: an open domain, whole attributes, and a place for the result.
+        let code = unsafe {
+            let attributes = &raw mut attributes;
+            ((*(*parent).ops).cq_open)(parent, attributes, &raw mut queue, std::ptr::null_mut())
+        };
+        library::check("fi_cq_open", code)?;
+        // SAFETY: just made, ours.
+        let handle = unsafe { Handle::new(queue, "fi_cq_open") }?;
+        let fd = wait_fd(&handle)?;
+        let operations = Mutex::new(Operations::new(depth));
+        Ok(CompletionQueue(Arc::new(Inner { handle, fd, operations, domain: domain.clone() })))
+    }
+
+    /// Moves what has ended to `out`, and lets the provider make progress. May leave some for the next call.
+    ///
+    /// # Errors
+    /// If the queue has failed; it is of no more use then.
+    pub fn poll(&self, out: &mut Vec<Completion>) -> Result<()> {
+        const EMPTY: CqMsgEntry = CqMsgEntry { op_context: std::ptr::null_mut(), flags: 0, len: 0 };
+        let queue = self.0.handle.as_ptr();
+        for _ in 0..BATCHES {
+            let mut entries = [EMPTY; BATCH];
+            // SAFETY: an open queue and room for as many entries of its format.
+            let read = unsafe { ((*(*queue).ops).read)(queue, entries.as_mut_ptr().cast(), BATCH) };
+            match i32::try_from(read).unwrap_or(0) {
+                code if code == -libc::EAGAIN => return Ok(()),
+                code if code == -EAVAIL => self.take_error(out)?,
+                code if code < 0 => return Err(library::error("fi_cq_read", -code)),
+                count => {
+                    let taken = &entries[..BATCH.min(count as usize)];
+                    out.extend(taken.iter().filter_map(|e| self.complete(e.op_context, e.len, Ok(()))));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn take_error(&self, out: &mut Vec<Completion>) -> Result<()> {
+        let queue = self.0.handle.as_ptr();
+        let mut entry = CqErrEntry {
+            op_context: std::ptr::null_mut(),
+            flags: 0,
+            len: 0,
+            buf: std::ptr::null_mut(),
+            data: 0,
+            tag: 0,
+            olen: 0,
+            err: 0,
+            prov_errno: 0,
+            err_data: std::ptr::null_mut(),
+            err_data_size: 0,
+            later: [0; 8],
+        };
+        // SAFETY: an open queue and room for an entry.
+        let read = unsafe { ((*(*queue).ops).readerr)(queue, &raw mut entry, 0) };
+        match i32::try_from(read).unwrap_or(0) {
+            code if code == -libc::EAGAIN => Ok(()),
+            code if code < 0 => Err(library::error("fi_cq_readerr", -code)),
+            _ => {
+                let error = library::error("the operation", entry.err);
+                out.extend(self.complete(entry.op_context, 0, Err(error)));
+                Ok(())
+            }
+        }
+    }
+
+    /// `None` for an operation whose endpoint was closed.
+    fn complete(
+        &self,
+        context: *mut c_void,
+        received: usize,
+        result: Result<(), FabricError>,
+    ) -> Option<Completion> {
+        let pending = self.operations().remove(context as u64)?;
+        let Pending { endpoint, token, operation, .. } = pending;
+        let len = if operation == Operation::Receive { received.min(pending.len) } else { pending.len };
+        Some(Completion { endpoint, token, operation, len, result })
+    }
+
+    pub(super) fn operations(&self) -> MutexGuard<'_, Operations> {
+        self.0.operations.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The domain it was opened in.
+    #[must_use]
+    pub fn domain(&self) -> &Domain {
+        &self.0.domain
+    }
+
+    pub(super) fn handle(&self) -> &Handle<FidCq> {
+        &self.0.handle
+    }
+}
+
+impl Object for CompletionQueue {
+    fn object(&self) -> *mut c_void {
+        self.0.handle.fid().cast()
+    }
+}
+
+impl Waitable for CompletionQueue {
+    fn wait_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: the queue keeps it open as long as it is open itself.
+        unsafe { BorrowedFd::borrow_raw(self.0.fd) }
+    }
+}

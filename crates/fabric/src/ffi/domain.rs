@@ -1,0 +1,126 @@
+//! Fabrics and domains: what everything else is made from.
+
+use std::ffi::c_void;
+use std::os::fd::{BorrowedFd, RawFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use base::mem::Arena;
+
+use super::abi::{CONTROL_GETWAIT, Fid, FidDomain, FidFabric};
+use super::handle::Handle;
+use super::{Info, library};
+use crate::quarantine::Quarantine;
+use crate::{FabricError, Result};
+
+/// A provider, opened for one network.
+#[derive(Clone)]
+pub struct Fabric(Arc<Handle<FidFabric>>);
+
+impl Fabric {
+    /// Opens the fabric that `info` belongs to.
+    ///
+    /// # Errors
+    /// If the provider refuses.
+    pub fn open(info: &Info) -> Result<Fabric> {
+        // SAFETY: the attributes are libfabric's.
+        let fabric = unsafe { library::fabric(info.raw().fabric_attr) }?;
+        // SAFETY: just made, ours.
+        Ok(Fabric(Arc::new(unsafe { Handle::new(fabric, "fi_fabric") }?)))
+    }
+
+    pub(super) fn as_ptr(&self) -> *mut FidFabric {
+        self.0.as_ptr()
+    }
+
+    /// Whether all of `queues` are empty and their descriptors will become readable when they are not: only then may
+    /// one wait for these.
+    ///
+    /// # Errors
+    /// If the provider refuses.
+    pub fn may_sleep(&self, queues: &[&dyn Waitable]) -> Result<bool> {
+        let mut fids: Vec<*mut Fid> = queues.iter().map(|queue| queue.object().cast()).collect();
+        let fabric = self.as_ptr();
+        // SAFETY: open objects of this fabric, as many as said.
+        match unsafe { ((*(*fabric).ops).trywait)(fabric, fids.as_mut_ptr(), fids.len() as i32) } {
+            0 => Ok(true),
+            code if code == -libc::EAGAIN => Ok(false),
+            code => Err(library::error("fi_trywait", -code)),
+        }
+    }
+
+    pub(crate) fn call_error(&self, call: &'static str, code: i32) -> FabricError {
+        library::error(call, code)
+    }
+}
+
+/// A queue with a descriptor that can be waited for, in [`wait`](crate::wait) or in an own poll loop after
+/// [`Fabric::may_sleep`] has said so.
+pub trait Waitable: Object {
+    /// The descriptor; it becomes readable when there may be something.
+    fn wait_fd(&self) -> BorrowedFd<'_>;
+}
+
+/// Only objects of this crate can be waited for.
+pub trait Object {
+    /// The object of libfabric.
+    fn object(&self) -> *mut c_void;
+}
+
+/// The descriptor of a queue that was opened with one.
+pub(super) fn wait_fd<T>(queue: &Handle<T>) -> Result<RawFd> {
+    let mut fd: RawFd = -1;
+    // SAFETY: the command wants a place for a descriptor.
+    unsafe { queue.control("fi_control(FI_GETWAIT)", CONTROL_GETWAIT, (&raw mut fd).cast()) }?;
+    Ok(fd)
+}
+
+/// A protection domain: memory registered in it can be reached by the endpoints opened in it, and by no others.
+#[derive(Clone)]
+pub struct Domain(Arc<Inner>);
+
+struct Inner {
+    handle: Handle<FidDomain>,
+    quarantine: Mutex<Quarantine<Arc<Arena>>>,
+    info: Info,
+    fabric: Fabric,
+}
+
+impl Domain {
+    /// Opens the domain that `info` names.
+    ///
+    /// # Errors
+    /// If the provider refuses.
+    pub fn open(fabric: &Fabric, info: Info) -> Result<Domain> {
+        let mut domain = std::ptr::null_mut();
+        let parent = fabric.as_ptr();
+        // SAFETY: an open fabric, an info of libfabric's, and a place for the result.
+        let code = unsafe {
+            ((*(*parent).ops).domain)(parent, info.as_ptr(), &raw mut domain, std::ptr::null_mut())
+        };
+        library::check("fi_domain", code)?;
+        // SAFETY: just made, ours.
+        let handle = unsafe { Handle::new(domain, "fi_domain") }?;
+        let fabric = fabric.clone();
+        Ok(Domain(Arc::new(Inner { handle, quarantine: Mutex::default(), info, fabric })))
+    }
+
+    /// The fabric it was opened in.
+    #[must_use]
+    pub fn fabric(&self) -> &Fabric {
+        &self.0.fabric
+    }
+
+    /// What it was opened with.
+    #[must_use]
+    pub fn info(&self) -> &Info {
+        &self.0.info
+    }
+
+    pub(super) fn as_ptr(&self) -> *mut FidDomain {
+        self.0.handle.as_ptr()
+    }
+
+    pub(super) fn quarantine(&self) -> MutexGuard<'_, Quarantine<Arc<Arena>>> {
+        self.0.quarantine.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,307 @@
+//! Connected endpoints.
+
+use std::ffi::c_void;
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::abi::{CONTROL_ENABLE, FidEp, RECV, TRANSMIT};
+use super::events::Source;
+use super::handle::Handle;
+use super::listener::private_data_room;
+use super::{CompletionQueue, ConnectionRequest, EventQueue, Info, MemoryRegion, Slice, library};
+use crate::operations::Pending;
+use crate::{FabricError, Operation, PostError, RemoteSlice, Result};
+
+/// libfabric's "no address": the endpoint is connected.
+const CONNECTED_PEER: u64 = u64::MAX;
+
+/// One connection: reliable, ordered. A message arrives after the messages and the writes that were posted before it:
+/// when it has been received, these are in place (`FI_ORDER_SAS`, `FI_ORDER_SAW`; fi_cq(3) says that this holds whatever
+/// the completion of the write means). So does a read (`FI_ORDER_RAW`): when it has completed, the writes before it are in
+/// place.
+///
+/// It is made, gets receives posted, and is then [established](Self::establish). Dropping it closes the connection; what
+/// was under way has then ended without a completion, and its memory is no longer used.
+pub struct Endpoint {
+    handle: Handle<FidEp>,
+    closing: Closing,
+    token: u64,
+    max_msg_size: usize,
+    inject_size: usize,
+    role: Role,
+}
+
+enum Role {
+    /// Connects to this address, as libfabric has it.
+    Connects(Vec<u8>),
+    Accepts,
+}
+
+/// What is to be done once the endpoint is closed.
+struct Closing {
+    object: usize,
+    serial: u64,
+    events: EventQueue,
+    completions: CompletionQueue,
+}
+
+impl Drop for Closing {
+    fn drop(&mut self) {
+        self.events.remove(self.object);
+        // Dropping these may close regions, which takes locks: not inside these.
+        let operations = self.completions.operations().remove_all(|p| p.serial == self.serial);
+        drop(operations);
+        let memories = self.completions.domain().quarantine().closed(self.serial);
+        drop(memories);
+    }
+}
+
+impl Endpoint {
+    /// Makes an endpoint that will connect to the address that `info` was [queried](crate::Target::Connect) for. Events
+    /// and completions bear `token`.
+    ///
+    /// # Errors
+    /// If the provider refuses.
+    pub fn connecting(
+        info: &Info,
+        events: &EventQueue,
+        completions: &CompletionQueue,
+        token: u64,
+    ) -> Result<Endpoint> {
+        let raw = info.raw();
+        let peer = if raw.dest_addr.is_null() {
+            Vec::new()
+        } else {
+            // SAFETY: libfabric says how many bytes there are.
+            unsafe { std::slice::from_raw_parts(raw.dest_addr.cast::<u8>(), raw.dest_addrlen) }.to_vec()
+        };
+        let endpoint = Endpoint::create(info, events, completions, token, Role::Connects(peer))?;
+        endpoint.enable()?;
+        Ok(endpoint)
+    }
+
+    /// Makes an endpoint that will accept `request`.
+    ///
+    /// # Errors
+    /// If the provider refuses; the request is then refused, too.
+    pub fn answer(
+        request: ConnectionRequest,
+        events: &EventQueue,
+        completions: &CompletionQueue,
+        token: u64,
+    ) -> Result<Endpoint> {
+        let endpoint = Endpoint::create(request.info(), events, completions, token, Role::Accepts)?;
+        request.into_answered();
+        endpoint.enable()?;
+        Ok(endpoint)
+    }
+
+    fn create(
+        info: &Info,
+        events: &EventQueue,
+        completions: &CompletionQueue,
+        token: u64,
+        role: Role,
+    ) -> Result<Endpoint> {
+        static SERIAL: AtomicU64 = AtomicU64::new(0);
+        let mut object = std::ptr::null_mut();
+        let parent = completions.domain().as_ptr();
+        // SAFETY: an open domain, an info of libfabric's, and a place for the result.
+        let code = unsafe {
+            ((*(*parent).ops).endpoint)(parent, info.as_ptr(), &raw mut object, std::ptr::null_mut())
+        };
+        library::check("fi_endpoint", code)?;
+        // SAFETY: just made, ours.
+        let handle = unsafe { Handle::new(object, "fi_endpoint") }?;
+        let serial = SERIAL.fetch_add(1, Ordering::Relaxed);
+        let (object, events, completions) = (handle.fid() as usize, events.clone(), completions.clone());
+        let closing = Closing { object, serial, events, completions };
+        closing.completions.domain().quarantine().opened(serial);
+        closing.events.add(handle.fid(), Source::Endpoint(token));
+        let (max_msg_size, inject_size) = (info.max_msg_size(), info.inject_size());
+        Ok(Endpoint { handle, closing, token, max_msg_size, inject_size, role })
+    }
+
+    fn enable(&self) -> Result<()> {
+        let Closing { events, completions, .. } = &self.closing;
+        // SAFETY: both queues are open, and kept so until after the endpoint is closed; enabling takes nothing.
+        unsafe {
+            self.handle.bind(events.fid(), 0)?;
+            self.handle.bind(completions.handle().fid(), TRANSMIT | RECV)?;
+            self.handle.control("fi_enable", CONTROL_ENABLE, std::ptr::null_mut())
+        }
+    }
+
+    /// Connects or accepts. That it has come about is told by [`Event::Connected`](super::Event::Connected); `data` goes to
+    /// the peer with it.
+    ///
+    /// # Errors
+    /// If `data` is too long or the provider refuses at once.
+    pub fn establish(&self, data: &[u8]) -> Result<()> {
+        let max = self.max_private_data()?;
+        if data.len() > max {
+            return Err(FabricError::PrivateData { len: data.len(), max });
+        }
+        let endpoint = self.handle.as_ptr();
+        let (start, len) = (data.as_ptr().cast(), data.len());
+        match &self.role {
+            Role::Connects(peer) => {
+                // SAFETY: an open endpoint, an address of libfabric's, and data of the length said.
+                let code = unsafe { ((*(*endpoint).cm).connect)(endpoint, peer.as_ptr().cast(), start, len) };
+                library::check("fi_connect", code)
+            }
+            Role::Accepts => {
+                // SAFETY: an open endpoint that was made for a request, and data of the length said.
+                library::check("fi_accept", unsafe { ((*(*endpoint).cm).accept)(endpoint, start, len) })
+            }
+        }
+    }
+
+    /// Most private data in a connection request and its answer, in bytes.
+    ///
+    /// # Errors
+    /// If the provider does not say.
+    pub fn max_private_data(&self) -> Result<usize> {
+        let endpoint = self.handle.as_ptr();
+        // SAFETY: an open endpoint.
+        unsafe { private_data_room(endpoint.cast(), (*endpoint).ops) }
+    }
+
+    /// Posts a buffer for one message.
+    ///
+    /// # Errors
+    /// See [`PostError`].
+    pub fn receive(&self, into: Slice<'_>, token: u64) -> Result<(), PostError> {
+        self.post(into, Operation::Receive, token, |ep, context| {
+            // SAFETY: an open endpoint; the buffer stays mapped until the completion or the endpoint's end.
+            unsafe {
+                let recv = (*(*ep).msg).recv;
+                recv(ep, into.start().cast(), into.len(), into.descriptor(), CONNECTED_PEER, context)
+            }
+        })
+    }
+
+    /// Sends a message. The buffer must stay as it is until the completion, which does not say that the message has arrived.
+    ///
+    /// # Errors
+    /// See [`PostError`].
+    pub fn send(&self, from: Slice<'_>, token: u64) -> Result<(), PostError> {
+        self.post(from, Operation::Send, token, |ep, context| {
+            // SAFETY: as in `receive`.
+            unsafe {
+                let send = (*(*ep).msg).send;
+                send(ep, from.start().cast(), from.len(), from.descriptor(), CONNECTED_PEER, context)
+            }
+        })
+    }
+
+    /// Sends a message of at most [`Info::inject_size`] bytes, which is copied at once; there is no completion.
+    ///
+    /// # Errors
+    /// See [`PostError`].
+    pub fn inject(&self, message: &[u8]) -> Result<(), PostError> {
+        if message.len() > self.inject_size {
+            return Err(FabricError::TooLong { len: message.len(), max: self.inject_size }.into());
+        }
+        let endpoint = self.handle.as_ptr();
+        // SAFETY: an open endpoint, and a message of the length said.
+        let code = unsafe {
+            let inject = (*(*endpoint).msg).inject;
+            inject(endpoint, message.as_ptr().cast(), message.len(), CONNECTED_PEER)
+        };
+        posted("fi_inject", code)
+    }
+
+    /// Reads remote memory into `into`, as many bytes as both have.
+    ///
+    /// # Errors
+    /// See [`PostError`].
+    pub fn read(&self, into: Slice<'_>, remote: RemoteSlice, token: u64) -> Result<(), PostError> {
+        let into = same_len(into, remote)?;
+        self.post(into, Operation::Read, token, |ep, context| {
+            let RemoteSlice { key, address, len } = remote;
+            // SAFETY: as in `receive`.
+            unsafe {
+                let read = (*(*ep).rma).read;
+                read(ep, into.start().cast(), len, into.descriptor(), CONNECTED_PEER, address, key, context)
+            }
+        })
+    }
+
+    /// Writes `from` to remote memory. It is in place there when a later message of this endpoint has been received or
+    /// a later read has completed. Its own completion says only that `from` is free again: over `tcp` the peer may not even
+    /// have seen it, and may yet refuse it.
+    ///
+    /// # Errors
+    /// See [`PostError`].
+    pub fn write(&self, from: Slice<'_>, remote: RemoteSlice, token: u64) -> Result<(), PostError> {
+        let from = same_len(from, remote)?;
+        self.post(from, Operation::Write, token, |ep, context| {
+            let RemoteSlice { key, address, len } = remote;
+            // SAFETY: as in `receive`.
+            unsafe {
+                let write = (*(*ep).rma).write;
+                write(ep, from.start().cast(), len, from.descriptor(), CONNECTED_PEER, address, key, context)
+            }
+        })
+    }
+
+    fn post(
+        &self,
+        slice: Slice<'_>,
+        operation: Operation,
+        token: u64,
+        call: impl FnOnce(*mut FidEp, *mut c_void) -> isize,
+    ) -> Result<(), PostError> {
+        if slice.len() > self.max_msg_size {
+            return Err(FabricError::TooLong { len: slice.len(), max: self.max_msg_size }.into());
+        }
+        let region: MemoryRegion = slice.region().clone();
+        let (serial, endpoint) = (self.closing.serial, self.token);
+        let pending = Pending { serial, endpoint, token, operation, len: slice.len(), _region: region };
+        let queue = &self.closing.completions;
+        let Ok(number) = queue.operations().insert(pending) else { return Err(PostError::Full) };
+        let result = posted(call_name(operation), call(self.handle.as_ptr(), number as *mut c_void));
+        if result.is_err() {
+            let pending = queue.operations().remove(number);
+            drop(pending);
+        }
+        result
+    }
+
+    /// The token that events and completions bear.
+    #[must_use]
+    pub fn token(&self) -> u64 {
+        self.token
+    }
+}
+
+impl fmt::Debug for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Endpoint").field("token", &self.token).finish_non_exhaustive()
+    }
+}
+
+fn same_len(local: Slice<'_>, remote: RemoteSlice) -> Result<Slice<'_>> {
+    if local.len() == remote.len {
+        return Ok(local);
+    }
+    Err(FabricError::OutOfRange { offset: 0, len: remote.len, region_len: local.len() })
+}
+
+fn call_name(operation: Operation) -> &'static str {
+    match operation {
+        Operation::Send => "fi_send",
+        Operation::Receive => "fi_recv",
+        Operation::Read => "fi_read",
+        Operation::Write => "fi_write",
+    }
+}
+
+fn posted(call: &'static str, code: isize) -> Result<(), PostError> {
+    match i32::try_from(code).unwrap_or(-libc::EIO) {
+        0 => Ok(()),
+        code if code == -libc::EAGAIN => Err(PostError::Full),
+        code => Err(library::error(call, -code).into()),
+    }
+}

@@ -1,0 +1,236 @@
+//! What a provider offers.
+
+use std::ffi::{CStr, CString, c_char};
+use std::fmt;
+use std::net::SocketAddr;
+use std::ptr::NonNull;
+
+use super::abi::{
+    DomainAttr, EP_MSG, FORMAT_UNSPEC, FiInfo, MR_ALLOCATED, MR_LOCAL, MR_PROV_KEY, MR_VIRT_ADDR, MSG,
+    NUMERICHOST, ORDER_RAW, ORDER_SAS, ORDER_SAW, PROGRESS_MANUAL, RMA, SOURCE, THREAD_SAFE, TxAttr,
+};
+use super::library;
+use crate::{FabricError, MrMode, Query, Result, Target, address};
+
+/// One offer of a provider: a way to make endpoints, and its limits.
+pub struct Info {
+    info: NonNull<FiInfo>,
+}
+
+// SAFETY: plain data that nobody changes after it was made.
+unsafe impl Send for Info {}
+// SAFETY: as for `Send`.
+unsafe impl Sync for Info {}
+
+impl Info {
+    /// Takes over what libfabric has made.
+    ///
+    /// # Safety
+    /// `info` must come from libfabric with all attributes, and nobody else may free or change it.
+    pub(super) unsafe fn from_raw(info: *mut FiInfo) -> Result<Info> {
+        let info = NonNull::new(info).ok_or_else(|| library::error("fi_getinfo", libc::ENOMEM))?;
+        Ok(Info { info })
+    }
+
+    pub(super) fn as_ptr(&self) -> *mut FiInfo {
+        self.info.as_ptr()
+    }
+
+    pub(super) fn raw(&self) -> &FiInfo {
+        // SAFETY: it is ours, alive, and not changed.
+        unsafe { self.info.as_ref() }
+    }
+
+    pub(super) fn domain(&self) -> &DomainAttr {
+        // SAFETY: libfabric fills in every attribute of what it returns; nobody changes it.
+        unsafe { &*self.raw().domain_attr }
+    }
+
+    fn tx(&self) -> &TxAttr {
+        // SAFETY: as in `domain`.
+        unsafe { &*self.raw().tx_attr }
+    }
+
+    /// Name of the provider, e.g. `tcp` or `verbs`.
+    #[must_use]
+    pub fn provider(&self) -> String {
+        // SAFETY: as in `domain`; a string of libfabric's, or null.
+        unsafe { text((*self.raw().fabric_attr).prov_name) }
+    }
+
+    /// Name of the fabric: the network, as the provider sees it.
+    #[must_use]
+    pub fn fabric_name(&self) -> String {
+        // SAFETY: as in `provider`.
+        unsafe { text((*self.raw().fabric_attr).name) }
+    }
+
+    /// Name of the domain: usually the device.
+    #[must_use]
+    pub fn domain_name(&self) -> String {
+        // SAFETY: as in `provider`.
+        unsafe { text(self.domain().name) }
+    }
+
+    /// The address of this machine, if the provider has chosen one.
+    #[must_use]
+    pub fn local_address(&self) -> Option<SocketAddr> {
+        let raw = self.raw();
+        if raw.src_addr.is_null() {
+            return None;
+        }
+        // SAFETY: libfabric says how many bytes there are.
+        address::decode(unsafe { std::slice::from_raw_parts(raw.src_addr.cast(), raw.src_addrlen) })
+    }
+
+    /// Longest message or transfer, in bytes.
+    #[must_use]
+    pub fn max_msg_size(&self) -> usize {
+        // SAFETY: as in `domain`.
+        unsafe { (*self.raw().ep_attr).max_msg_size }
+    }
+
+    /// Longest message that can be [injected](crate::Endpoint::inject), in bytes.
+    #[must_use]
+    pub fn inject_size(&self) -> usize {
+        self.tx().inject_size
+    }
+
+    /// Most sends, reads and writes that an endpoint can have under way.
+    #[must_use]
+    pub fn transmit_depth(&self) -> usize {
+        self.tx().size
+    }
+
+    /// Most receives that an endpoint can have posted.
+    #[must_use]
+    pub fn receive_depth(&self) -> usize {
+        // SAFETY: as in `domain`.
+        unsafe { (*self.raw().rx_attr).size }
+    }
+
+    /// What the provider demands of registered memory.
+    #[must_use]
+    pub fn mr_mode(&self) -> MrMode {
+        let mode = self.domain().mr_mode;
+        MrMode {
+            local: mode & MR_LOCAL != 0,
+            virtual_address: mode & MR_VIRT_ADDR != 0,
+            allocated: mode & MR_ALLOCATED != 0,
+            provider_key: mode & MR_PROV_KEY != 0,
+        }
+    }
+
+    /// Whether bytes move only while somebody polls the queues, on both sides.
+    #[must_use]
+    pub fn needs_polling(&self) -> bool {
+        self.domain().data_progress == PROGRESS_MANUAL
+    }
+}
+
+impl fmt::Debug for Info {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Info")
+            .field("provider", &self.provider())
+            .field("fabric", &self.fabric_name())
+            .field("domain", &self.domain_name())
+            .field("local_address", &self.local_address())
+            .field("max_msg_size", &self.max_msg_size())
+            .field("inject_size", &self.inject_size())
+            .field("transmit_depth", &self.transmit_depth())
+            .field("receive_depth", &self.receive_depth())
+            .field("mr_mode", &self.mr_mode())
+            .field("needs_polling", &self.needs_polling())
+            .finish()
+    }
+}
+
+impl Drop for Info {
+    fn drop(&mut self) {
+        // SAFETY: ours alone.
+        unsafe { library::freeinfo(self.info.as_ptr()) };
+    }
+}
+
+/// # Safety
+/// A terminated string or null.
+unsafe fn text(s: *const c_char) -> String {
+    if s.is_null() {
+        return String::new();
+    }
+    // SAFETY: the caller's promise.
+    unsafe { CStr::from_ptr(s) }.to_string_lossy().into_owned()
+}
+
+/// Asks all providers.
+pub(super) fn query(query: &Query) -> Result<Vec<Info>> {
+    let hints = hints(query.provider.as_deref())?;
+    let (node, service, flags) = endpoint_name(query.target)?;
+    // SAFETY: hints that libfabric allocated.
+    match unsafe { library::getinfo(node.as_deref(), service.as_deref(), flags, hints.as_ptr()) } {
+        // SAFETY: what libfabric has just returned.
+        Ok(list) => unsafe { take_list(list) },
+        Err(libc::ENODATA) => Err(FabricError::NoProvider { wanted: query.to_string() }),
+        Err(code) => Err(library::error("fi_getinfo", code)),
+    }
+}
+
+/// Node and service as strings: providers read them all alike, and addresses need no encoding.
+fn endpoint_name(target: Target) -> Result<(Option<CString>, Option<CString>, u64)> {
+    let (address, flags) = match target {
+        Target::Any => return Ok((None, None, 0)),
+        Target::Listen(address) => (address, SOURCE),
+        Target::Connect(address) => (address, 0),
+    };
+    let node = library::c_string(&address.ip().to_string())?;
+    let service = library::c_string(&address.port().to_string())?;
+    Ok((Some(node), Some(service), flags | NUMERICHOST))
+}
+
+/// What every endpoint must be able to do.
+fn hints(provider: Option<&str>) -> Result<Info> {
+    // SAFETY: null asks for an empty one, with all attributes.
+    let raw = unsafe { library::dupinfo(std::ptr::null()) };
+    // SAFETY: just made, ours.
+    let hints = unsafe { Info::from_raw(raw) }?;
+    // SAFETY: just made, ours, with all attributes; the name is allocated as libfabric frees it.
+    unsafe {
+        (*raw).caps = MSG | RMA;
+        (*raw).addr_format = FORMAT_UNSPEC;
+        (*(*raw).ep_attr).kind = EP_MSG;
+        (*(*raw).tx_attr).msg_order = ORDER_RAW | ORDER_SAW | ORDER_SAS;
+        (*(*raw).rx_attr).msg_order = ORDER_RAW | ORDER_SAW | ORDER_SAS;
+        let domain = (*raw).domain_attr;
+        (*domain).mr_mode = MR_LOCAL | MR_VIRT_ADDR | MR_ALLOCATED | MR_PROV_KEY;
+        (*domain).threading = THREAD_SAFE;
+        // Otherwise `tcp` starts a thread of its own, nameless and in nobody's account.
+        (*domain).control_progress = PROGRESS_MANUAL;
+        (*domain).data_progress = PROGRESS_MANUAL;
+        if let Some(provider) = provider {
+            (*(*raw).fabric_attr).prov_name = libc::strdup(library::c_string(provider)?.as_ptr());
+        }
+    }
+    Ok(hints)
+}
+
+/// Copies each element, then frees the list.
+///
+/// # Safety
+/// `list` must come from `fi_getinfo`.
+unsafe fn take_list(list: *mut FiInfo) -> Result<Vec<Info>> {
+    let mut out = Vec::new();
+    let mut at = list;
+    let mut result = Ok(());
+    while !at.is_null() {
+        // SAFETY: an element of the list.
+        match unsafe { Info::from_raw(library::dupinfo(at)) } {
+            Ok(info) => out.push(info),
+            Err(e) => result = Err(e),
+        }
+        // SAFETY: an element of the list.
+        at = unsafe { (*at).next };
+    }
+    // SAFETY: the list is not used any more.
+    unsafe { library::freeinfo(list) };
+    result.map(|()| out)
+}

@@ -1,0 +1,185 @@
+//! Listening for connections.
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use super::abi::{FidPep, OPT_CM_DATA_SIZE, OPT_ENDPOINT};
+use super::events::Source;
+use super::handle::Handle;
+use super::{EventQueue, Fabric, Info, library};
+use crate::{FabricError, Result, address};
+
+/// Room for any socket address.
+const MAX_ADDRESS: usize = 128;
+
+/// Listens at an address; who wants to connect appears as an [`Event`](super::Event) of its queue. Closed when it and the
+/// last unanswered request have been dropped.
+pub struct Listener {
+    inner: Arc<ListenerInner>,
+    address: SocketAddr,
+}
+
+pub(super) struct ListenerInner {
+    handle: Handle<FidPep>,
+    _registration: Registration,
+}
+
+/// Ends the queue's knowledge of the listener, once that is closed.
+struct Registration {
+    object: usize,
+    events: EventQueue,
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        self.events.remove(self.object);
+    }
+}
+
+impl Listener {
+    /// Listens at the address that `info` was [queried](crate::Target::Listen) for.
+    ///
+    /// # Errors
+    /// If the address is in use or not one of this machine.
+    pub fn open(info: &Info, events: &EventQueue) -> Result<Listener> {
+        let fabric: &Fabric = events.fabric();
+        let mut object = std::ptr::null_mut();
+        let parent = fabric.as_ptr();
+        // SAFETY: an open fabric, an info of libfabric's, and a place for the result.
+        let code = unsafe {
+            ((*(*parent).ops).passive_ep)(parent, info.as_ptr(), &raw mut object, std::ptr::null_mut())
+        };
+        library::check("fi_passive_ep", code)?;
+        // SAFETY: just made, ours.
+        let handle = unsafe { Handle::new(object, "fi_passive_ep") }?;
+        let registration = Registration { object: handle.fid() as usize, events: events.clone() };
+        // SAFETY: the queue is open, and kept so by the registration until after the listener is closed.
+        unsafe { handle.bind(events.fid(), 0) }?;
+        let inner = Arc::new(ListenerInner { handle, _registration: registration });
+        events.add(inner.handle.fid(), Source::Listener(Arc::downgrade(&inner)));
+        // SAFETY: an open endpoint that is bound to its queue.
+        library::check("fi_listen", unsafe { ((*(*object).cm).listen)(object) })?;
+        let address = inner.name(info)?;
+        Ok(Listener { inner, address })
+    }
+
+    /// Where it listens, with the port that it has got.
+    #[must_use]
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Most private data in a connection request and its answer, in bytes.
+    ///
+    /// # Errors
+    /// If the provider does not say.
+    pub fn max_private_data(&self) -> Result<usize> {
+        self.inner.max_private_data()
+    }
+}
+
+impl ListenerInner {
+    fn name(&self, info: &Info) -> Result<SocketAddr> {
+        let mut bytes = [0_u8; MAX_ADDRESS];
+        let mut len = MAX_ADDRESS;
+        let object = self.handle.as_ptr();
+        // SAFETY: an open endpoint, and a buffer of the size said.
+        let code =
+            unsafe { ((*(*object).cm).getname)(self.handle.fid(), bytes.as_mut_ptr().cast(), &raw mut len) };
+        library::check("fi_getname", code)?;
+        let format = info.raw().addr_format;
+        address::decode(&bytes[..len.min(MAX_ADDRESS)]).ok_or(FabricError::AddressFormat { format })
+    }
+
+    fn max_private_data(&self) -> Result<usize> {
+        let object = self.handle.as_ptr();
+        // SAFETY: an open endpoint.
+        unsafe { private_data_room(object.cast(), (*object).ops) }
+    }
+
+    fn reject(&self, request: *mut super::abi::Fid, data: &[u8]) -> Result<()> {
+        let max = self.max_private_data()?;
+        if data.len() > max {
+            return Err(FabricError::PrivateData { len: data.len(), max });
+        }
+        let object = self.handle.as_ptr();
+        // SAFETY: an open endpoint, a request of its that was not answered, and data of the length said.
+        let code = unsafe { ((*(*object).cm).reject)(object, request, data.as_ptr().cast(), data.len()) };
+        library::check("fi_reject", code)
+    }
+}
+
+/// Most private data, in bytes.
+///
+/// # Safety
+/// `object` must be an open endpoint and `ops` its table.
+pub(super) unsafe fn private_data_room(
+    object: *mut super::abi::Fid,
+    ops: *const super::abi::EpOps,
+) -> Result<usize> {
+    let mut room = 0_usize;
+    let mut len = size_of::<usize>();
+    // SAFETY: the caller's promise, and a place of the option's type.
+    let code = unsafe {
+        ((*ops).getopt)(object, OPT_ENDPOINT, OPT_CM_DATA_SIZE, (&raw mut room).cast(), &raw mut len)
+    };
+    library::check("fi_getopt", code).map(|()| room)
+}
+
+/// A peer that wants to connect: to be [answered](super::Endpoint::answer) by an endpoint, or refused. Dropping it
+/// refuses it.
+pub struct ConnectionRequest {
+    listener: Arc<ListenerInner>,
+    info: Info,
+    data: Vec<u8>,
+    answered: bool,
+}
+
+impl ConnectionRequest {
+    pub(super) fn new(listener: Arc<ListenerInner>, info: Info, data: Vec<u8>) -> ConnectionRequest {
+        ConnectionRequest { listener, info, data, answered: false }
+    }
+
+    /// What the peer gave with its request; some providers append zeros. Comes from the peer: not to be trusted.
+    #[must_use]
+    pub fn data(&self) -> &[u8] {
+        &self.data
+    }
+
+    /// What an endpoint for it will be like.
+    #[must_use]
+    pub fn info(&self) -> &Info {
+        &self.info
+    }
+
+    /// Refuses it; `data` tells the peer why.
+    ///
+    /// # Errors
+    /// If `data` is too long, or the peer has gone.
+    pub fn refuse(mut self, data: &[u8]) -> Result<()> {
+        self.answered = true;
+        self.listener.reject(self.info.raw().handle, data)
+    }
+
+    /// From here on the request belongs to an endpoint.
+    pub(super) fn into_answered(mut self) {
+        self.answered = true;
+    }
+}
+
+impl Drop for ConnectionRequest {
+    fn drop(&mut self) {
+        if !self.answered
+            && let Err(e) = self.listener.reject(self.info.raw().handle, &[])
+        {
+            tracing::debug!("a connection request could not be refused: {e}");
+        }
+    }
+}
+
+impl fmt::Debug for ConnectionRequest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ConnectionRequest").field("info", &self.info).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,122 @@
+//! Which operations are under way.
+//!
+//! An operation's context, the number that libfabric hands back with its completion, is an index into this table, never an
+//! address: a completion that comes late or twice finds nothing and does no harm. The entry keeps the operation's memory
+//! registered.
+
+use crate::{FabricError, MemoryRegion};
+
+/// What an operation does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Operation {
+    /// A message was sent.
+    Send,
+    /// A message was received.
+    Receive,
+    /// Remote memory was read.
+    Read,
+    /// Remote memory was written.
+    Write,
+}
+
+/// The end of an operation.
+#[derive(Debug, Clone)]
+pub struct Completion {
+    /// Token of its endpoint.
+    pub endpoint: u64,
+    /// The token it was posted with.
+    pub token: u64,
+    /// What it was.
+    pub operation: Operation,
+    /// Bytes received, for [`Operation::Receive`]; otherwise the bytes that were asked for.
+    pub len: usize,
+    /// Why it failed, if it did. The endpoint is of no more use then.
+    pub result: Result<(), FabricError>,
+}
+
+/// An operation that was posted.
+pub(crate) struct Pending {
+    /// Process-wide number of its endpoint.
+    pub(crate) serial: u64,
+    pub(crate) endpoint: u64,
+    pub(crate) token: u64,
+    pub(crate) operation: Operation,
+    pub(crate) len: usize,
+    /// Registered as long as the entry is there.
+    pub(crate) _region: MemoryRegion,
+}
+
+/// The operations of one completion queue, at most as many as it has room for.
+pub(crate) struct Operations<P = Pending> {
+    slots: Vec<Slot<P>>,
+    free: Vec<u32>,
+}
+
+struct Slot<P> {
+    /// Counts the uses of the slot, so that a stale number does not name its next user.
+    generation: u32,
+    pending: Option<P>,
+}
+
+impl<P> Operations<P> {
+    pub(crate) fn new(capacity: usize) -> Operations<P> {
+        let capacity = u32::try_from(capacity).unwrap_or(u32::MAX);
+        let slots = (0..capacity).map(|_| Slot { generation: 1, pending: None }).collect();
+        Operations { slots, free: (0..capacity).rev().collect() }
+    }
+
+    /// Enters an operation and gives its number, never 0; gives it back if there is no room.
+    pub(crate) fn insert(&mut self, pending: P) -> Result<u64, P> {
+        let Some(index) = self.free.pop() else { return Err(pending) };
+        let slot = &mut self.slots[index as usize];
+        slot.pending = Some(pending);
+        Ok(u64::from(slot.generation) << 32 | u64::from(index))
+    }
+
+    /// Takes out the operation of that number, if it is (still) there.
+    pub(crate) fn remove(&mut self, number: u64) -> Option<P> {
+        let index = number as u32;
+        let slot = self.slots.get_mut(index as usize)?;
+        if u64::from(slot.generation) != number >> 32 {
+            return None;
+        }
+        let pending = slot.pending.take()?;
+        slot.generation = slot.generation.checked_add(1).unwrap_or(1);
+        self.free.push(index);
+        Some(pending)
+    }
+
+    /// Takes out all that `which` is true of.
+    pub(crate) fn remove_all(&mut self, which: impl Fn(&P) -> bool) -> Vec<P> {
+        let numbers: Vec<u64> = self
+            .slots
+            .iter()
+            .enumerate()
+            .filter(|(_, slot)| slot.pending.as_ref().is_some_and(&which))
+            .map(|(index, slot)| u64::from(slot.generation) << 32 | index as u64)
+            .collect();
+        numbers.into_iter().filter_map(|number| self.remove(number)).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_used_once_and_room_is_bounded() {
+        let mut table = Operations::new(2);
+        let a = table.insert('a').unwrap();
+        let b = table.insert('b').unwrap();
+        assert_eq!(table.insert('c'), Err('c'));
+        assert_eq!(table.remove(a), Some('a'));
+        assert_eq!(table.remove(a), None);
+        let c = table.insert('c').unwrap();
+        assert_ne!(a, c);
+        assert_eq!(table.remove(a), None);
+        assert_eq!(table.remove_all(|p| *p != 'b'), ['c']);
+        assert_eq!(table.remove(b), Some('b'));
+        assert_eq!(table.remove(0), None);
+        assert_eq!(table.remove(u64::MAX), None);
+    }
+}

@@ -1,0 +1,32 @@
+//! Sleeping until there is something to do.
+
+use std::os::fd::BorrowedFd;
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+
+use crate::{Fabric, Result, Waitable};
+
+/// Sleeps until one of `queues` may have something, one of `others` can be read, or `timeout` has passed. Returns at once
+/// if a queue must be read first: then its descriptor would not become readable. A spurious return is possible.
+///
+/// # Errors
+/// If the provider or the system refuses; a descriptor is then not what it should be.
+pub fn wait(
+    fabric: &Fabric,
+    queues: &[&dyn Waitable],
+    others: &[BorrowedFd<'_>],
+    timeout: Option<Duration>,
+) -> Result<()> {
+    if !fabric.may_sleep(queues)? {
+        return Ok(());
+    }
+    let all = queues.iter().map(|queue| queue.wait_fd()).chain(others.iter().copied());
+    let mut fds: Vec<PollFd<'_>> = all.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
+    let timeout = timeout.and_then(|t| Timespec::try_from(t).ok());
+    match poll(&mut fds, timeout.as_ref()) {
+        Ok(_) | Err(Errno::INTR) => Ok(()),
+        Err(e) => Err(fabric.call_error("poll", e.raw_os_error())),
+    }
+}

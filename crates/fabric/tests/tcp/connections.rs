@@ -1,0 +1,218 @@
+//! Connecting, messages, and what happens when the other side goes.
+
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use fabric::{Access, Endpoint, Event, FabricError, Operation, PostError, Query, Target, Waitable, wait};
+
+use crate::pair::{Pair, Side, Who, info, library};
+
+/// The environment variable that makes a test process the peer of another.
+const SERVER: &str = "OUTBOARD_TEST_FABRIC_SERVER";
+
+#[test]
+fn providers_are_listed_with_their_limits() {
+    let Some(library) = library() else { return };
+    assert!(library.version() >= (1, 14));
+    let all = library.query(&Query::default()).unwrap();
+    let tcp = all.iter().find(|info| info.provider() == "tcp").expect("tcp is always there");
+    assert!(tcp.max_msg_size() > 1 << 20 && tcp.inject_size() > 0 && tcp.transmit_depth() > 0, "{tcp:?}");
+    assert!(tcp.needs_polling() && tcp.receive_depth() > 0);
+    eprintln!("{:?}", info(library, Target::Listen("127.0.0.1:0".parse().unwrap())).unwrap());
+    let query = Query { provider: Some("no-such".to_owned()), target: Target::Any };
+    let error = library.query(&query).unwrap_err();
+    assert!(matches!(error, FabricError::NoProvider { .. }), "{error}");
+}
+
+#[test]
+fn messages_go_both_ways() {
+    let Some(mut pair) = Pair::new() else { return };
+    let (server, client) = pair.connect();
+    let ours = pair.server.region(8192, Access::Local);
+    let theirs = pair.client.region(8192, Access::Local);
+    for (from, from_region, to, to_region, to_who) in
+        [(&client, &theirs, &server, &ours, Who::Server), (&server, &ours, &client, &theirs, Who::Client)]
+    {
+        assert!(from_region.arena().copy_in(0, b"over the fabric"));
+        to.receive(to_region.slice(4096, 4096).unwrap(), 7).unwrap();
+        from.send(from_region.slice(0, 15).unwrap(), 8).unwrap();
+        let received = pair.completion(to_who);
+        assert_eq!((received.operation, received.token, received.len), (Operation::Receive, 7, 15));
+        assert!(received.result.is_ok());
+        let mut text = [0; 15];
+        assert!(to_region.arena().copy_out(4096, &mut text));
+        assert_eq!(&text, b"over the fabric");
+        let sender = if to_who == Who::Server { Who::Client } else { Who::Server };
+        assert_eq!(pair.completion(sender).operation, Operation::Send);
+    }
+    server.receive(ours.slice(0, 64).unwrap(), 9).unwrap();
+    client.inject(b"small").unwrap();
+    let received = pair.completion(Who::Server);
+    assert_eq!((received.token, received.len), (9, 5));
+    let long = vec![0; pair.to_server.inject_size() + 1];
+    assert!(matches!(client.inject(&long), Err(PostError::Failed(FabricError::TooLong { .. }))));
+}
+
+#[test]
+fn what_is_posted_is_bounded_by_the_queue() {
+    let Some(mut pair) = Pair::new() else { return };
+    let (server, _client) = pair.connect();
+    let region = pair.server.region(4096, Access::Local);
+    let posted = (0..1000).take_while(|i| match server.receive(region.slice(0, 16).unwrap(), *i) {
+        Ok(()) => true,
+        Err(PostError::Full) => false,
+        Err(e) => panic!("{e}"),
+    });
+    assert_eq!(posted.count(), 64);
+}
+
+#[test]
+fn a_refused_peer_is_told_why() {
+    let Some(mut pair) = Pair::new() else { return };
+    let endpoint = pair.client_endpoint(5);
+    endpoint.establish(b"").unwrap();
+    pair.request().refuse(b"full").unwrap();
+    match pair.event(Who::Client) {
+        Event::Failed { endpoint: 5, error, data } => assert!(data.starts_with(b"full"), "{error} {data:?}"),
+        other => panic!("{other:?} instead of a failure"),
+    }
+    let dropped = pair.client_endpoint(6);
+    dropped.establish(b"").unwrap();
+    drop(pair.request());
+    assert!(matches!(pair.event(Who::Client), Event::Failed { endpoint: 6, .. }));
+    let too_long = vec![0; endpoint.max_private_data().unwrap() + 1];
+    let another = pair.client_endpoint(7);
+    assert!(matches!(another.establish(&too_long), Err(FabricError::PrivateData { .. })));
+}
+
+#[test]
+fn nobody_listening_is_an_error() {
+    let Some(library) = library() else { return };
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let to = info(library, Target::Connect(port)).unwrap();
+    let side = Side::open(info(library, Target::Connect(port)).unwrap());
+    let endpoint = Endpoint::connecting(&to, &side.events, &side.completions, 3).unwrap();
+    if let Err(e) = endpoint.establish(b"") {
+        assert!(matches!(e, FabricError::Call { .. }));
+        return;
+    }
+    let event = await_event(&side);
+    assert!(matches!(event, Event::Failed { endpoint: 3, .. }), "{event:?}");
+}
+
+/// Sleeps until the side has an event.
+fn await_event(side: &Side) -> Event {
+    let deadline = Instant::now() + crate::pair::PATIENCE;
+    loop {
+        let mut completions = Vec::new();
+        side.completions.poll(&mut completions).unwrap();
+        if let Some(event) = side.events.read().unwrap() {
+            return event;
+        }
+        assert!(Instant::now() < deadline, "no event; completed: {completions:?}");
+        let queues: [&dyn Waitable; 2] = [&side.events, &side.completions];
+        wait(side.domain.fabric(), &queues, &[], Some(Duration::from_secs(1))).unwrap();
+    }
+}
+
+#[test]
+fn a_closed_endpoint_ends_its_peer() {
+    let Some(mut pair) = Pair::new() else { return };
+    let (server, client) = pair.connect();
+    let region = pair.client.region(4096, Access::Local);
+    client.receive(region.slice(0, 16).unwrap(), 1).unwrap();
+    drop(server);
+    assert!(matches!(pair.event(Who::Client), Event::Closed { endpoint: 2 }));
+    let send = client.send(region.slice(0, 16).unwrap(), 2);
+    if send.is_ok() {
+        let ended = pair.until("failed send", |pair| {
+            pair.completed.iter().position(|(_, c)| c.token == 2).map(|at| pair.completed.remove(at).1)
+        });
+        assert!(ended.result.is_err());
+    }
+}
+
+#[test]
+fn a_killed_peer_ends_its_connection_only() {
+    let Some(mut pair) = Pair::new() else { return };
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "connections::peer_that_is_killed", "--nocapture"])
+        .env(SERVER, pair.listener.address().to_string())
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    let request = pair.request();
+    let Side { events, completions, .. } = &pair.server;
+    let endpoint = Endpoint::answer(request, events, completions, 9).unwrap();
+    endpoint.establish(b"").unwrap();
+    assert!(matches!(pair.event(Who::Server), Event::Connected { endpoint: 9, .. }));
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(matches!(pair.event(Who::Server), Event::Closed { endpoint: 9 }));
+    pair.connect();
+}
+
+/// Not a test of its own: the process that [`a_killed_peer_ends_its_connection_only`] kills.
+#[test]
+fn peer_that_is_killed() {
+    let Ok(address) = std::env::var(SERVER) else { return };
+    let target = Target::Connect(address.parse().unwrap());
+    let library = library().unwrap();
+    let to = info(library, target).unwrap();
+    let side = Side::open(info(library, target).unwrap());
+    let endpoint = Endpoint::connecting(&to, &side.events, &side.completions, 0).unwrap();
+    endpoint.establish(b"").unwrap();
+    assert!(matches!(await_event(&side), Event::Connected { .. }));
+    std::thread::sleep(2 * crate::pair::PATIENCE);
+}
+
+#[test]
+fn two_hundred_connections_leave_nothing_behind() {
+    let Some(mut pair) = Pair::new() else { return };
+    let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+    // Other tests of this process open descriptors of their own, a hundred at most.
+    drop(pair.connect());
+    let before = open();
+    for _ in 0..200 {
+        let (server, client) = pair.connect();
+        drop(client);
+        assert!(matches!(pair.event(Who::Server), Event::Closed { endpoint: 1 }));
+        drop(server);
+        pair.happened.clear();
+    }
+    let after = open();
+    assert!(after < before + 150, "{before} descriptors before, {after} after");
+}
+
+#[test]
+fn an_idle_side_sleeps_and_a_message_wakes_it() {
+    let Some(mut pair) = Pair::new() else { return };
+    let (server, client) = pair.connect();
+    let region = pair.server.region(4096, Access::Local);
+    server.receive(region.slice(0, 16).unwrap(), 1).unwrap();
+    pair.drive_until_idle();
+    let side = &pair.server;
+    let queues: [&dyn Waitable; 2] = [&side.events, &side.completions];
+    let fabric = side.domain.fabric();
+    assert!(fabric.may_sleep(&queues).unwrap());
+    let asleep = |limit: Duration| {
+        let started = Instant::now();
+        wait(fabric, &queues, &[], Some(limit)).unwrap();
+        started.elapsed()
+    };
+    let limit = Duration::from_millis(100);
+    assert!(asleep(limit) >= limit, "there is nothing to do, so it sleeps");
+    let sender = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(50));
+        client.inject(b"wake up").unwrap();
+        client
+    });
+    let mut done = Vec::new();
+    let deadline = Instant::now() + crate::pair::PATIENCE;
+    while done.is_empty() && Instant::now() < deadline {
+        asleep(crate::pair::PATIENCE);
+        side.completions.poll(&mut done).unwrap();
+    }
+    assert_eq!(done.len(), 1);
+    drop(sender.join().unwrap());
+}

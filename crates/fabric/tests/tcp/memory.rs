@@ -1,0 +1,144 @@
+//! Reading and writing remote memory, and not being allowed to.
+
+use base::mem::Arena;
+use fabric::{Access, Endpoint, Event, FabricError, MemoryRegion, Operation, PostError, RemoteRegion};
+
+use crate::pair::{Pair, Who};
+
+const LEN: usize = 4 << 20;
+
+fn fill(region: &MemoryRegion, seed: u8) -> Vec<u8> {
+    let bytes: Vec<u8> =
+        (0..region.len()).map(|i| (i as u8).wrapping_mul(31) ^ seed ^ (i >> 12) as u8).collect();
+    assert!(region.arena().copy_in(0, &bytes));
+    bytes
+}
+
+fn content(arena: &Arena) -> Vec<u8> {
+    let mut out = vec![0; arena.len()];
+    assert!(arena.copy_out(0, &mut out));
+    out
+}
+
+#[test]
+fn each_side_reads_and_writes_the_other() {
+    let Some(mut pair) = Pair::new() else { return };
+    let (server, client) = pair.connect();
+    let ours = pair.server.region(LEN, Access::Remote);
+    let theirs = pair.client.region(LEN, Access::Remote);
+    for (who, endpoint, local, peer) in
+        [(Who::Client, &client, &theirs, &ours), (Who::Server, &server, &ours, &theirs)]
+    {
+        let written = fill(local, 3);
+        fill(peer, 9);
+        let remote = peer.remote();
+        endpoint.write(local.slice(0, LEN).unwrap(), remote.slice(0, LEN).unwrap(), 1).unwrap();
+        // A read after the write finds it in place.
+        assert_eq!(pair.completion(who).operation, Operation::Write);
+        assert!(local.arena().copy_in(0, &vec![0; LEN]));
+        endpoint.read(local.slice(0, LEN).unwrap(), remote.slice(0, LEN).unwrap(), 2).unwrap();
+        let read = pair.completion(who);
+        assert!(read.result.is_ok() && read.operation == Operation::Read && read.len == LEN);
+        assert!(content(local.arena()) == written && content(peer.arena()) == written);
+    }
+}
+
+#[test]
+fn a_message_arrives_after_the_writes_before_it() {
+    let Some(mut pair) = Pair::new() else { return };
+    let (server, client) = pair.connect();
+    let ours = pair.server.region(LEN, Access::Remote);
+    let bells = pair.server.region(4096, Access::Local);
+    let theirs = pair.client.region(LEN, Access::Local);
+    for round in 0..20 {
+        let written = fill(&theirs, round);
+        server.receive(bells.slice(0, 16).unwrap(), 100).unwrap();
+        for at in (0..LEN).step_by(LEN / 4) {
+            let (from, to) = (theirs.slice(at, LEN / 4), ours.remote().slice(at, LEN / 4));
+            client.write(from.unwrap(), to.unwrap(), 1).unwrap();
+        }
+        client.inject(b"there").unwrap();
+        assert_eq!(pair.completion(Who::Server).token, 100);
+        assert!(content(ours.arena()) == written, "round {round}");
+        for _ in 0..4 {
+            assert!(pair.completion(Who::Client).result.is_ok());
+        }
+    }
+}
+
+/// Tries `remote`, which must be refused, on one of two connections; the other must go on.
+fn must_be_refused(remote: RemoteRegion, read: bool, pair: &mut Pair, good: &MemoryRegion) {
+    let (server, client) = pair.connect();
+    let (other_server, other_client) = pair.connect();
+    let local = pair.client.region(4096, Access::Local);
+    let before = content(good.arena());
+    let (slice, to) = (local.slice(0, 4096).unwrap(), remote.slice(0, 4096).unwrap());
+    let post = if read { Endpoint::read } else { Endpoint::write };
+    post(&client, slice, to, 66).unwrap();
+    let ended = pair.until("an end of the connection", |pair| {
+        let failed = pair.completed.iter().any(|(who, c)| *who == Who::Client && c.result.is_err());
+        let closed = pair
+            .happened
+            .iter()
+            .any(|(who, e)| *who == Who::Client && matches!(e, Event::Closed { .. } | Event::Failed { .. }));
+        (failed || closed).then_some((failed, closed))
+    });
+    eprintln!("refused: completion with error {}, connection closed {}", ended.0, ended.1);
+    drop((client, server));
+    pair.completed.clear();
+    pair.happened.clear();
+    assert!(content(good.arena()) == before);
+    other_client.write(slice, good.remote().slice(0, 4096).unwrap(), 67).unwrap();
+    let done = pair.completion(Who::Client);
+    assert!(done.result.is_ok() && done.token == 67, "{done:?}");
+    drop((other_client, other_server));
+    pair.happened.clear();
+}
+
+#[test]
+fn wrong_keys_and_ranges_are_refused() {
+    let Some(mut pair) = Pair::new() else { return };
+    let good = pair.server.region(LEN, Access::Remote);
+    let local_only = pair.server.region(4096, Access::Local);
+    let gone = pair.server.region(4096, Access::Remote).remote();
+    let right = good.remote();
+    let beyond = RemoteRegion { base: right.base + LEN as u64 - 2048, ..right };
+    let before = RemoteRegion { base: right.base.wrapping_sub(2048), ..right };
+    let wrong_key = RemoteRegion { key: right.key ^ 1, ..right };
+    for remote in [wrong_key, beyond, gone, local_only.remote(), before] {
+        for read in [false, true] {
+            must_be_refused(remote, read, &mut pair, &good);
+        }
+    }
+}
+
+#[test]
+fn a_region_that_was_closed_is_out_of_reach_on_a_connection_that_stands() {
+    let Some(mut pair) = Pair::new() else { return };
+    let (_server, client) = pair.connect();
+    let region = pair.server.region(4096, Access::Remote);
+    let arena = std::sync::Arc::clone(region.arena());
+    let local = pair.client.region(4096, Access::Local);
+    fill(&local, 1);
+    let remote = region.remote();
+    drop(region);
+    client.write(local.slice(0, 4096).unwrap(), remote.slice(0, 4096).unwrap(), 1).unwrap();
+    pair.until("an end", |pair| {
+        let failed = pair.completed.iter().any(|(who, c)| *who == Who::Client && c.result.is_err());
+        let closed = pair.happened.iter().any(|(_, e)| matches!(e, Event::Closed { .. }));
+        (failed || closed).then_some(())
+    });
+    assert!(content(&arena).iter().all(|byte| *byte == 0));
+}
+
+#[test]
+fn mistakes_are_refused_before_they_are_posted() {
+    let Some(mut pair) = Pair::new() else { return };
+    let (_server, client) = pair.connect();
+    let local = pair.client.region(8192, Access::Local);
+    let remote = RemoteRegion { key: 1, base: 0, len: 4096 };
+    assert!(matches!(remote.slice(1, 4096), Err(FabricError::OutOfRange { .. })));
+    assert!(matches!(local.slice(1, local.len()), Err(FabricError::OutOfRange { .. })));
+    let post = client.write(local.slice(0, 100).unwrap(), remote.slice(0, 99).unwrap(), 1);
+    assert!(matches!(post, Err(PostError::Failed(FabricError::OutOfRange { .. }))));
+}

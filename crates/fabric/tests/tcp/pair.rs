@@ -1,0 +1,171 @@
+//! Two sides of a connection, driven by one thread.
+
+use std::time::{Duration, Instant};
+
+use base::mem::Arena;
+use fabric::{
+    Access, Completion, CompletionQueue, ConnectionRequest, Domain, Endpoint, Event, EventQueue, Fabric,
+    FabricError, Info, Library, Listener, MemoryRegion, Query, Target, Waitable, wait,
+};
+
+pub const PATIENCE: Duration = Duration::from_secs(20);
+
+/// The library; `None`, said loudly, where there is none. In CI that is a failure.
+pub fn library() -> Option<Library> {
+    match Library::load() {
+        Ok(library) => Some(library),
+        Err(e) if std::env::var("CI").is_ok_and(|ci| ci == "true") => panic!("{e}"),
+        Err(e) => {
+            eprintln!("SKIPPED: {e}");
+            None
+        }
+    }
+}
+
+/// One side: what a process would have.
+pub struct Side {
+    pub domain: Domain,
+    pub events: EventQueue,
+    pub completions: CompletionQueue,
+}
+
+impl Side {
+    pub fn open(info: Info) -> Side {
+        let fabric = Fabric::open(&info).unwrap();
+        let domain = Domain::open(&fabric, info).unwrap();
+        let completions = CompletionQueue::open(&domain, 64).unwrap();
+        Side { events: EventQueue::open(&fabric).unwrap(), domain, completions }
+    }
+
+    pub fn region(&self, len: usize, access: Access) -> MemoryRegion {
+        MemoryRegion::register(&self.domain, &Arena::anonymous(len).unwrap(), access).unwrap()
+    }
+}
+
+/// Both sides, and what has happened to them and was not yet asked for.
+pub struct Pair {
+    pub server: Side,
+    pub client: Side,
+    pub listener: Listener,
+    pub to_server: Info,
+    pub happened: Vec<(Who, Event)>,
+    pub completed: Vec<(Who, Completion)>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Who {
+    Server,
+    Client,
+}
+
+pub fn info(library: Library, target: Target) -> Result<Info, FabricError> {
+    let query = Query { provider: Some("tcp".to_owned()), target };
+    Ok(library.query(&query)?.swap_remove(0))
+}
+
+impl Pair {
+    /// A server that listens, and a client.
+    pub fn new() -> Option<Pair> {
+        let library = library()?;
+        let listen = info(library, Target::Listen("127.0.0.1:0".parse().unwrap())).unwrap();
+        let server = Side::open(listen);
+        let listener = Listener::open(server.domain.info(), &server.events).unwrap();
+        let connect = || info(library, Target::Connect(listener.address())).unwrap();
+        let client = Side::open(connect());
+        let to_server = connect();
+        Some(Pair { server, client, listener, to_server, happened: Vec::new(), completed: Vec::new() })
+    }
+
+    /// Lets both sides progress, sleeping while there is nothing to do.
+    pub fn drive(&mut self) {
+        let before = (self.happened.len(), self.completed.len());
+        for (who, side) in [(Who::Server, &self.server), (Who::Client, &self.client)] {
+            while let Some(event) = side.events.read().unwrap() {
+                self.happened.push((who, event));
+            }
+            let mut out = Vec::new();
+            side.completions.poll(&mut out).unwrap();
+            self.completed.extend(out.into_iter().map(|c| (who, c)));
+        }
+        if before == (self.happened.len(), self.completed.len()) {
+            let server: [&dyn Waitable; 2] = [&self.server.events, &self.server.completions];
+            let client = [&self.client.events as &dyn Waitable, &self.client.completions];
+            if self.client.domain.fabric().may_sleep(&client).unwrap() {
+                let client = client.map(Waitable::wait_fd);
+                wait(self.server.domain.fabric(), &server, &client, Some(PATIENCE)).unwrap();
+            }
+        }
+    }
+
+    /// Drives until nothing happens for a moment.
+    pub fn drive_until_idle(&mut self) {
+        for _ in 0..20 {
+            for side in [&self.server, &self.client] {
+                let mut out = Vec::new();
+                side.completions.poll(&mut out).unwrap();
+                assert!(out.is_empty() && side.events.read().unwrap().is_none());
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Drives until `pick` finds something, which it takes out.
+    pub fn until<T>(&mut self, what: &str, mut pick: impl FnMut(&mut Pair) -> Option<T>) -> T {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Some(found) = pick(self) {
+                return found;
+            }
+            assert!(
+                Instant::now() < deadline,
+                "no {what}; there was {:?}",
+                (&self.happened, &self.completed)
+            );
+            self.drive();
+        }
+    }
+
+    pub fn event(&mut self, of: Who) -> Event {
+        self.until("event", |pair| {
+            let at = pair.happened.iter().position(|(who, _)| *who == of)?;
+            Some(pair.happened.remove(at).1)
+        })
+    }
+
+    pub fn completion(&mut self, of: Who) -> Completion {
+        self.until("completion", |pair| {
+            let at = pair.completed.iter().position(|(who, _)| *who == of)?;
+            Some(pair.completed.remove(at).1)
+        })
+    }
+
+    pub fn request(&mut self) -> ConnectionRequest {
+        match self.event(Who::Server) {
+            Event::ConnectionRequest(request) => request,
+            other => panic!("{other:?} instead of a connection request"),
+        }
+    }
+
+    pub fn client_endpoint(&self, token: u64) -> Endpoint {
+        let Side { events, completions, .. } = &self.client;
+        Endpoint::connecting(&self.to_server, events, completions, token).unwrap()
+    }
+
+    /// A connection: the server's endpoint has token 1, the client's 2.
+    pub fn connect(&mut self) -> (Endpoint, Endpoint) {
+        let client = self.client_endpoint(2);
+        client.establish(b"hello").unwrap();
+        let request = self.request();
+        assert!(request.data().starts_with(b"hello"));
+        let Side { events, completions, .. } = &self.server;
+        let server = Endpoint::answer(request, events, completions, 1).unwrap();
+        server.establish(b"welcome").unwrap();
+        for (who, token, said) in [(Who::Server, 1, &b""[..]), (Who::Client, 2, b"welcome")] {
+            match self.event(who) {
+                Event::Connected { endpoint, data } => assert!(endpoint == token && data.starts_with(said)),
+                other => panic!("{other:?} instead of a connection"),
+            }
+        }
+        (server, client)
+    }
+}
