@@ -124,6 +124,26 @@ impl Arena {
         Ok(Arc::new(arena))
     }
 
+    /// A mapping of its own of a part of this memory, as a device's registration of it would be: the pages are there
+    /// from the start.
+    ///
+    /// # Errors
+    /// If the range is not made of whole pages inside the arena, the arena is private memory, or the system has no room.
+    pub fn window(&self, range: std::ops::Range<usize>) -> Result<Arc<Arena>, MemError> {
+        let pages = range.start.is_multiple_of(4096) && range.len().is_multiple_of(4096);
+        let Some(fd) = self.fd.as_ref().filter(|_| pages && !range.is_empty() && range.end <= self.len)
+        else {
+            return Err(MemError::Refused(format!("{range:?} is no part of {} shared bytes", self.len)));
+        };
+        // SAFETY: a fresh shared mapping of a range that lies inside a memfd whose size is sealed.
+        let base = unsafe {
+            let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::POPULATE);
+            rustix::mm::mmap(std::ptr::null_mut(), range.len(), prot, flags, fd, range.start as u64)
+        }
+        .map_err(|e| os("map", range.len(), e))?;
+        Ok(Arc::new(Arena { base: base.cast(), len: range.len(), fd: None }))
+    }
+
     fn advise_huge(&self) {
         // Best effort: without huge pages everything works, with more CPU per direct write.
         // SAFETY: advice about our own mapping; it does not change its content.

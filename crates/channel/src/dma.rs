@@ -1,33 +1,56 @@
 //! The contract of a DMA engine.
 
-use std::os::fd::OwnedFd;
+use std::ops::Range;
 use std::sync::Arc;
-use std::task::Context;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
 
 use base::mem::Arena;
 
-use crate::{ChannelError, Result};
+use crate::{Attachment, ChannelError, Result};
 
 /// Number of a registered region. Only the engine that gave it knows what memory it stands for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RegionId(pub u32);
 
-/// Number of a registered doorbell.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct DoorbellId(pub u32);
+/// Runs when it is dropped.
+pub struct OnDrop(Option<Box<dyn FnOnce() + Send + Sync>>);
 
-/// Memory that an engine may read and write; unregistered when dropped, after the transfers posted before.
+impl OnDrop {
+    /// Runs `action` when dropped.
+    #[must_use]
+    pub fn new(action: impl FnOnce() + Send + Sync + 'static) -> OnDrop {
+        OnDrop(Some(Box::new(action)))
+    }
+}
+
+impl Drop for OnDrop {
+    fn drop(&mut self) {
+        if let Some(action) = self.0.take() {
+            action();
+        }
+    }
+}
+
+impl std::fmt::Debug for OnDrop {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("OnDrop")
+    }
+}
+
+/// Memory that an engine may read and write; unregistered when dropped, after the chains posted before.
+#[derive(Debug)]
 pub struct Region {
     id: RegionId,
     len: usize,
-    unregister: Option<Box<dyn FnOnce() + Send + Sync>>,
+    _unregister: OnDrop,
 }
 
 impl Region {
     /// For engines: a region whose registration ends with `unregister`.
     #[must_use]
-    pub fn new(id: RegionId, len: usize, unregister: Box<dyn FnOnce() + Send + Sync>) -> Region {
-        Region { id, len, unregister: Some(unregister) }
+    pub fn new(id: RegionId, len: usize, unregister: OnDrop) -> Region {
+        Region { id, len, _unregister: unregister }
     }
 
     /// Its number.
@@ -46,20 +69,6 @@ impl Region {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
-    }
-}
-
-impl std::fmt::Debug for Region {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Region").field("id", &self.id).field("len", &self.len).finish_non_exhaustive()
-    }
-}
-
-impl Drop for Region {
-    fn drop(&mut self) {
-        if let Some(unregister) = self.unregister.take() {
-            unregister();
-        }
     }
 }
 
@@ -83,17 +92,37 @@ pub struct Transfer {
     pub len: usize,
 }
 
+/// Number of a queue of an engine. Queue [`URGENT`] is for short chains and goes before the others.
+pub type QueueId = usize;
+
+/// The queue of short chains: entries of rings and what fetches them.
+pub const URGENT: QueueId = 0;
+
 /// Transfers that are carried out one after the other, then a doorbell, then a completion. The first failure ends the
-/// chain: nothing after it happens but the completion. Chains are carried out in the order posted, so an empty one
-/// is a fence.
+/// chain: nothing after it happens but the completion. The chains of one queue are carried out in the order posted, so
+/// an empty one is a fence; chains of different queues in any order.
 #[derive(Debug, Clone, Default)]
 pub struct Chain {
     /// The copies.
     pub transfers: Vec<Transfer>,
-    /// Rung after the last copy, with this count. An engine may ring once for several chains.
-    pub ring: Option<(DoorbellId, u64)>,
+    /// The peer's doorbell, rung after the last copy with this count. An engine may ring once for several chains.
+    pub ring: Option<(PeerId, u64)>,
     /// Wanted in the completion. Without a tag there is a completion only if the chain fails, with tag 0.
     pub tag: Option<u64>,
+}
+
+impl Chain {
+    /// Bytes of all its transfers.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.transfers.iter().map(|t| t.len).sum()
+    }
+
+    /// Whether it moves nothing: a fence.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.transfers.is_empty()
+    }
 }
 
 /// The end of a chain.
@@ -102,7 +131,21 @@ pub struct Completion {
     /// The chain's tag.
     pub tag: u64,
     /// Why it failed, if it did.
-    pub result: Result<(), String>,
+    pub result: Result<(), Failed>,
+    /// When its first transfer began. Until then it waited.
+    pub started: Instant,
+    /// When its last transfer ended.
+    pub finished: Instant,
+}
+
+/// A chain that was not carried out to its end.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("a DMA transfer failed: {why}")]
+pub struct Failed {
+    /// So many of its transfers were done before, and stay done.
+    pub done: usize,
+    /// What went wrong.
+    pub why: String,
 }
 
 /// A chain that was not taken.
@@ -112,6 +155,39 @@ pub enum Unposted {
     Full(Chain),
     /// The chain asks for something impossible, or the engine has stopped.
     Refused(ChannelError),
+}
+
+/// Tells of bytes put into a ring. Waited for by one task.
+pub trait Bell: Send {
+    /// Takes the count of new bytes, once it is not zero.
+    ///
+    /// # Errors
+    /// If nothing can come any more.
+    fn poll_wait(&self, cx: &mut Context<'_>) -> Poll<std::io::Result<u64>>;
+}
+
+/// Number of a peer that an engine is attached to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct PeerId(pub u32);
+
+/// A store's process that an engine is attached to. When it is dropped, the engine forgets the peer after the chains
+/// posted before.
+pub struct Peer {
+    /// Its number.
+    pub id: PeerId,
+    /// Length of its memory, in bytes.
+    pub len: usize,
+    /// Detaches.
+    pub detach: OnDrop,
+}
+
+/// Settings of an engine that can be changed while it runs; `None` leaves one as it is.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Tuning {
+    /// Longest single transfer, in bytes. The device's own limit holds in any case.
+    pub max_transfer: Option<usize>,
+    /// How long software that waits for the device looks for completions before it sleeps.
+    pub spin: Option<Duration>,
 }
 
 /// What an engine has done since its start.
@@ -129,8 +205,8 @@ pub struct Counters {
 
 /// Moves bytes between DPU memory and host memory. The osd's process owns it.
 ///
-/// Peer memory is handed over as a file descriptor, and what comes back is a number: no caller can reach the memory
-/// but by posting transfers. All methods may be called from any thread and do not block, except for registering.
+/// Peer memory comes as a descriptor, and what is got for it is a number: no caller can reach the memory but by posting
+/// transfers. All methods may be called from any thread and do not block, except for attaching.
 pub trait DmaEngine: Send + Sync {
     /// For people and metrics, e.g. `shm`.
     fn name(&self) -> &str;
@@ -141,8 +217,15 @@ pub trait DmaEngine: Send + Sync {
     /// Longest single transfer, in bytes.
     fn max_transfer(&self) -> usize;
 
-    /// Most chains that can be posted and not completed.
+    /// Number of queues, at least one. Chains in one do not wait for those in another, but for the transfer that is
+    /// being made.
+    fn queues(&self) -> usize;
+
+    /// Most chains that can be posted to one queue and not completed.
     fn queue_depth(&self) -> usize;
+
+    /// Time that a chain of payload takes whatever its length. Where it is not zero, longer chains are better.
+    fn setup_cost(&self) -> Duration;
 
     /// Registers memory of this process.
     ///
@@ -150,26 +233,33 @@ pub trait DmaEngine: Send + Sync {
     /// If the engine has no room for it.
     fn register_local(&self, arena: &Arc<Arena>) -> Result<Region>;
 
-    /// Registers memory of the peer, `len` bytes behind `fd`.
+    /// Joins a store's process by what that process sent, `len` bytes of memory and two doorbells. Also returns the bell
+    /// that the peer rings. Called within a tokio runtime, which serves it.
     ///
     /// # Errors
-    /// If the memory is not sealed or not of that length, or the engine has no room for it.
-    fn register_peer(&self, fd: OwnedFd, len: usize) -> Result<Region>;
+    /// If the memory is not sealed or not of that length, or belongs to another kind of engine.
+    fn attach(&self, attachment: Attachment, len: usize) -> Result<(Peer, Box<dyn Bell>)>;
 
-    /// Registers an eventfd that chains can ring. It stays registered until the region `with` is dropped.
+    /// Registers part of a peer's memory. What fails later on, fails the chains that use it.
     ///
     /// # Errors
-    /// If the engine has stopped.
-    fn register_doorbell(&self, fd: OwnedFd, with: &Region) -> Result<DoorbellId>;
+    /// If the range is not inside the memory, or the engine has no room for it.
+    fn register_peer(&self, peer: &Peer, range: Range<usize>) -> Result<Region>;
 
     /// Queues a chain. The memory it names must stay as it is until the chain has completed.
     ///
     /// # Errors
     /// See [`Unposted`].
-    fn post(&self, chain: Chain) -> std::result::Result<(), Unposted>;
+    fn post(&self, queue: QueueId, chain: Chain) -> std::result::Result<(), Unposted>;
 
     /// Moves what has completed to `out` and arranges for `cx` to be woken when there is more. One caller at a time.
     fn poll_completions(&self, cx: &mut Context<'_>, out: &mut Vec<Completion>);
+
+    /// Changes settings while it runs.
+    fn tune(&self, tuning: Tuning);
+
+    /// Gives up all chains that are not completed: they complete as failed, and none of them touches memory after that.
+    fn reset(&self);
 
     /// What was done so far.
     fn counters(&self) -> Counters;

@@ -7,6 +7,8 @@ use std::task::{Context, Poll, ready};
 use rustix::event::EventfdFlags;
 use tokio::io::unix::AsyncFd;
 
+use crate::Bell;
+
 /// An eventfd. Ringing adds to its count, waiting takes the count and sets it to zero.
 #[derive(Debug)]
 pub struct Doorbell {
@@ -48,12 +50,10 @@ impl Doorbell {
             Err(e) => Err(e.into()),
         }
     }
+}
 
-    /// Takes the count, once it is not zero.
-    ///
-    /// # Errors
-    /// If the descriptor is no eventfd.
-    pub fn poll_wait(&self, cx: &mut Context<'_>) -> Poll<io::Result<u64>> {
+impl Bell for Doorbell {
+    fn poll_wait(&self, cx: &mut Context<'_>) -> Poll<io::Result<u64>> {
         loop {
             let mut guard = ready!(self.fd.poll_read_ready(cx))?;
             let mut count = [0; 8];

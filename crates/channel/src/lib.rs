@@ -20,11 +20,12 @@ mod shm;
 
 pub use control::{Control, MAX_FRAME};
 pub use dma::{
-    Chain, Completion, Counters, DmaEngine, DoorbellId, Place, Region, RegionId, Transfer, Unposted,
+    Bell, Chain, Completion, Counters, DmaEngine, Failed, OnDrop, Peer, PeerId, Place, QueueId, Region,
+    RegionId, Transfer, Tuning, URGENT, Unposted,
 };
 pub use doorbell::Doorbell;
 pub use error::{ChannelError, Result};
 pub use frame::{Frame, HEADER_LEN, Header, Kind};
 pub use handshake::{Attachment, Hello, Socket, TargetInfo, VERSION, Welcome, accept, join};
 pub use memory::{DpuMemory, HostMemory, Layout, MemoryOptions};
-pub use shm::{ShmEngine, ShmOptions};
+pub use shm::{MAX_TRANSFER, Profile, ShmEngine, ShmOptions};

@@ -1,37 +1,61 @@
 //! The engine `shm`: what it moves, what it refuses, and in which order it tells.
 
-use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
 
+use base::fault::{Faults, Site};
 use base::mem::Arena;
 use outboard_channel::{
-    Chain, Completion, DmaEngine, Doorbell, Place, Region, ShmEngine, ShmOptions, Transfer, Unposted,
+    Attachment, Bell, Chain, Completion, DmaEngine, Doorbell, Peer, Place, Profile, Region, ShmEngine,
+    ShmOptions, Transfer, URGENT, Unposted,
 };
+
+/// A queue for payload.
+const BULK: usize = 1;
 
 struct Rig {
     engine: Arc<ShmEngine>,
     here: Arc<Arena>,
     there: Arc<Arena>,
     local: Region,
-    peer: Region,
+    host: Region,
+    peer: Peer,
+    bell: Box<dyn Bell>,
 }
 
 const LEN: usize = 8 << 20;
 
 fn rig() -> Rig {
-    let engine = ShmEngine::start(ShmOptions::default()).unwrap();
+    rig_with(ShmOptions::default())
+}
+
+fn rig_with(options: ShmOptions) -> Rig {
+    let engine = ShmEngine::start(options).unwrap();
     let (here, there) = (Arena::shared("here", LEN).unwrap(), Arena::shared("there", LEN).unwrap());
     let local = engine.register_local(&here).unwrap();
-    let peer = engine.register_peer(there.share_fd().unwrap().unwrap(), LEN).unwrap();
-    Rig { engine, here, there, local, peer }
+    // The store's end of the doorbells is not looked at: the engine rings the very one that it hears.
+    let bell = Doorbell::create().unwrap();
+    let attachment = Attachment {
+        memory: there.share_fd().unwrap().unwrap(),
+        host_doorbell: bell.try_clone().unwrap(),
+        osd_doorbell: bell,
+    };
+    let (peer, bell) = engine.attach(attachment, LEN).unwrap();
+    let host = engine.register_peer(&peer, 0..LEN).unwrap();
+    Rig { engine, here, there, local, host, peer, bell }
+}
+
+fn faults(text: &str) -> (Faults, ShmOptions) {
+    let faults = Faults::default();
+    faults.arm(text.parse().unwrap()).unwrap();
+    (faults.clone(), ShmOptions { faults, ..ShmOptions::default() })
 }
 
 impl Rig {
     fn to_peer(&self, offset: usize, len: usize) -> Transfer {
         Transfer {
             src: Place { region: self.local.id(), offset },
-            dst: Place { region: self.peer.id(), offset },
+            dst: Place { region: self.host.id(), offset },
             len,
         }
     }
@@ -54,17 +78,18 @@ fn tagged(transfers: Vec<Transfer>, tag: u64) -> Chain {
 #[tokio::test]
 async fn bytes_arrive_before_the_doorbell_and_the_completion() {
     let rig = rig();
-    let bell = Doorbell::create().unwrap();
-    let id = rig.engine.register_doorbell(bell.try_clone().unwrap(), &rig.peer).unwrap();
-    let bell = Doorbell::new(bell).unwrap();
     assert!(rig.here.copy_in(5000, b"payload"));
-    rig.engine.post(Chain { ring: Some((id, 64)), ..tagged(vec![rig.to_peer(5000, 7)], 3) }).unwrap();
-    let rung = std::future::poll_fn(|cx| bell.poll_wait(cx));
+    rig.engine
+        .post(BULK, Chain { ring: Some((rig.peer.id, 64)), ..tagged(vec![rig.to_peer(5000, 7)], 3) })
+        .unwrap();
+    let rung = std::future::poll_fn(|cx| rig.bell.poll_wait(cx));
     assert_eq!(tokio::time::timeout(Duration::from_secs(5), rung).await.unwrap().unwrap(), 64);
     let mut out = [0; 7];
     assert!(rig.there.copy_out(5000, &mut out));
     assert_eq!(&out, b"payload");
-    assert_eq!(rig.completions(1).await, [Completion { tag: 3, result: Ok(()) }]);
+    let done = rig.completions(1).await;
+    assert_eq!((done[0].tag, &done[0].result), (3, &Ok(())));
+    assert!(done[0].started <= done[0].finished);
     let counters = rig.engine.counters();
     assert_eq!((counters.bytes, counters.transfers, counters.doorbells), (7, 1, 1));
     assert!(rig.engine.is_emulated());
@@ -74,8 +99,8 @@ async fn bytes_arrive_before_the_doorbell_and_the_completion() {
 async fn a_transfer_longer_than_the_device_can_is_refused() {
     let rig = rig();
     let most = rig.engine.max_transfer();
-    rig.engine.post(tagged(vec![rig.to_peer(0, most)], 1)).unwrap();
-    let refused = rig.engine.post(tagged(vec![rig.to_peer(0, most + 1)], 2));
+    rig.engine.post(BULK, tagged(vec![rig.to_peer(0, most)], 1)).unwrap();
+    let refused = rig.engine.post(BULK, tagged(vec![rig.to_peer(0, most + 1)], 2));
     assert!(matches!(refused, Err(Unposted::Refused(_))));
     assert_eq!(rig.completions(1).await.len(), 1);
 }
@@ -83,37 +108,34 @@ async fn a_transfer_longer_than_the_device_can_is_refused() {
 #[tokio::test]
 async fn a_failure_ends_its_chain_and_rings_nothing() {
     let rig = rig();
-    let bell = Doorbell::create().unwrap();
-    let id = rig.engine.register_doorbell(bell.try_clone().unwrap(), &rig.peer).unwrap();
     let transfers = vec![rig.to_peer(LEN - 5, 10), rig.to_peer(0, 10)];
     assert!(rig.here.copy_in(0, &[9; 10]));
     // Without a tag it is heard of all the same.
-    rig.engine.post(Chain { transfers, ring: Some((id, 64)), tag: None }).unwrap();
+    rig.engine.post(BULK, Chain { transfers, ring: Some((rig.peer.id, 64)), tag: None }).unwrap();
     let done = rig.completions(1).await;
-    assert!(done[0].result.as_ref().unwrap_err().contains("outside"), "{done:?}");
+    assert!(done[0].result.as_ref().unwrap_err().why.contains("outside"), "{done:?}");
     let mut out = [1; 10];
     assert!(rig.there.copy_out(0, &mut out));
     assert_eq!(out, [0; 10], "what followed was not carried out");
     assert_eq!(rig.engine.counters().doorbells, 0);
-    Doorbell::ring(bell.as_fd(), 1).unwrap();
 }
 
 #[tokio::test]
 async fn an_empty_chain_is_a_fence_and_regions_end_after_their_transfers() {
     let rig = rig();
     for tag in 1..=20 {
-        rig.engine.post(tagged(vec![rig.to_peer(0, 1 << 20)], tag)).unwrap();
+        rig.engine.post(BULK, tagged(vec![rig.to_peer(0, 1 << 20)], tag)).unwrap();
     }
-    rig.engine.post(tagged(Vec::new(), 99)).unwrap();
+    rig.engine.post(BULK, tagged(Vec::new(), 99)).unwrap();
     let done = rig.completions(21).await;
     assert_eq!(done.iter().map(|c| c.tag).collect::<Vec<_>>(), (1..=20).chain([99]).collect::<Vec<_>>());
     let late = tagged(vec![rig.to_peer(0, 8)], 7);
-    let Rig { engine, peer, local, here, there } = rig;
-    drop(peer);
-    engine.post(late).unwrap();
-    let rig = Rig { peer: engine.register_local(&here).unwrap(), engine, local, here, there };
+    let Rig { engine, host, local, here, there, peer, bell } = rig;
+    drop(host);
+    engine.post(BULK, late).unwrap();
+    let rig = Rig { host: engine.register_local(&here).unwrap(), engine, local, here, there, peer, bell };
     let done = rig.completions(1).await;
-    assert!(done[0].result.as_ref().unwrap_err().contains("not registered"), "{done:?}");
+    assert!(done[0].result.as_ref().unwrap_err().why.contains("not registered"), "{done:?}");
 }
 
 #[tokio::test]
@@ -123,7 +145,8 @@ async fn a_full_queue_gives_the_chain_back_and_wakes_when_there_is_room() {
     let mut posted = 0;
     // Each takes a while, so that they pile up.
     while posted < 2000 {
-        match rig.engine.post(Chain { transfers: vec![rig.to_peer(0, 256 << 10)], ..Chain::default() }) {
+        match rig.engine.post(BULK, Chain { transfers: vec![rig.to_peer(0, 256 << 10)], ..Chain::default() })
+        {
             Ok(()) => posted += 1,
             Err(Unposted::Full(chain)) => {
                 full += 1;
@@ -146,9 +169,122 @@ async fn a_full_queue_gives_the_chain_back_and_wakes_when_there_is_room() {
 }
 
 #[tokio::test]
-async fn memory_that_could_shrink_is_not_registered() {
+async fn memory_that_could_shrink_is_not_attached() {
     let engine = ShmEngine::start(ShmOptions::default()).unwrap();
     let loose = rustix::fs::memfd_create("loose", rustix::fs::MemfdFlags::ALLOW_SEALING).unwrap();
     rustix::fs::ftruncate(&loose, 8192).unwrap();
-    assert!(engine.register_peer(loose, 8192).is_err());
+    let bell = Doorbell::create().unwrap();
+    let attachment =
+        Attachment { memory: loose, host_doorbell: bell.try_clone().unwrap(), osd_doorbell: bell };
+    assert!(engine.attach(attachment, 8192).is_err());
+}
+
+#[tokio::test]
+async fn ranges_outside_a_peer_are_not_registered() {
+    let rig = rig();
+    assert!(rig.engine.register_peer(&rig.peer, 0..LEN + 1).is_err());
+    assert!(rig.engine.register_peer(&rig.peer, 5..5).is_err());
+    let part = rig.engine.register_peer(&rig.peer, 4096..12288).unwrap();
+    assert!(rig.here.copy_in(0, b"part"));
+    let (src, dst) = (Place { region: rig.local.id(), offset: 0 }, Place { region: part.id(), offset: 4096 });
+    rig.engine.post(BULK, tagged(vec![Transfer { src, dst, len: 4 }], 1)).unwrap();
+    rig.completions(1).await;
+    let mut out = [0; 4];
+    assert!(rig.there.copy_out(8192, &mut out));
+    assert_eq!(&out, b"part", "offsets count from the region's start");
+}
+
+#[tokio::test]
+async fn short_chains_do_not_wait_for_long_ones() {
+    let rig = rig();
+    let long = vec![rig.to_peer(0, 2 << 20); 200];
+    rig.engine.post(BULK, tagged(long.clone(), 1)).unwrap();
+    rig.engine.post(BULK + 1, tagged(long, 2)).unwrap();
+    rig.engine.post(BULK + 2, tagged(vec![rig.to_peer(0, 2 << 20)], 3)).unwrap();
+    rig.engine.post(URGENT, tagged(vec![rig.to_peer(0, 64)], 4)).unwrap();
+    let done = rig.completions(4).await;
+    let order: Vec<u64> = done.iter().map(|c| c.tag).collect();
+    assert_eq!(order[..2], [4, 3], "the urgent one first, then the shortest: queues take turns");
+}
+
+#[tokio::test]
+async fn the_nth_transfer_fails_and_what_was_done_before_is_told() {
+    let (faults, options) = faults("dma.transfer=fail,after=2,count=1");
+    let rig = rig_with(options);
+    assert!(rig.here.copy_in(0, &[7; 4096]));
+    let transfers = (0..4).map(|i| rig.to_peer(i * 1024, 1024)).collect();
+    rig.engine.post(BULK, tagged(transfers, 1)).unwrap();
+    let done = rig.completions(1).await;
+    assert_eq!(done[0].result.as_ref().unwrap_err().done, 2, "{done:?}");
+    assert_eq!(faults.fired(Site::DmaTransfer), 1);
+    let mut out = [0; 4096];
+    assert!(rig.there.copy_out(0, &mut out));
+    assert!(out[..2048].iter().all(|b| *b == 7) && out[2048..].iter().all(|b| *b == 0));
+}
+
+#[tokio::test]
+async fn a_corrupt_transfer_says_nothing() {
+    let (faults, options) = faults("dma.transfer=corrupt,count=1");
+    let rig = rig_with(options);
+    assert!(rig.here.copy_in(0, &[7; 4096]));
+    rig.engine.post(BULK, tagged(vec![rig.to_peer(0, 4096)], 1)).unwrap();
+    assert_eq!(rig.completions(1).await[0].result, Ok(()));
+    let mut out = [0; 4096];
+    assert!(rig.there.copy_out(0, &mut out));
+    assert_eq!(out.iter().filter(|b| **b != 7).count(), 1);
+    assert_eq!(faults.fired(Site::DmaTransfer), 1);
+}
+
+#[tokio::test]
+async fn a_stalled_transfer_is_late_and_holds_up_its_queue_only_or_is_given_up() {
+    let (faults, options) = faults("dma.transfer=stall,late=200ms,count=2");
+    let rig = rig_with(options);
+    rig.engine.post(BULK, tagged(vec![rig.to_peer(0, 64)], 1)).unwrap();
+    // The second one stalls, too; the third one passes.
+    rig.engine.post(BULK + 1, tagged(vec![rig.to_peer(0, 64)], 2)).unwrap();
+    rig.engine.post(BULK + 1, tagged(Vec::new(), 3)).unwrap();
+    rig.engine.post(URGENT, tagged(Vec::new(), 4)).unwrap();
+    let order: Vec<u64> = rig.completions(4).await.iter().map(|c| c.tag).collect();
+    assert_eq!(order, [4, 1, 2, 3]);
+    assert_eq!(faults.fired(Site::DmaTransfer), 2);
+
+    faults.clear();
+    faults.arm("dma.transfer=stall,late=3600000ms,count=1".parse().unwrap()).unwrap();
+    assert!(rig.here.copy_in(0, &[9; 64]));
+    rig.engine.post(BULK, tagged(vec![rig.to_peer(64, 64)], 5)).unwrap();
+    rig.engine.post(BULK, tagged(Vec::new(), 6)).unwrap();
+    while faults.fired(Site::DmaTransfer) == 0 {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    rig.engine.reset();
+    let done = rig.completions(2).await;
+    assert!(done.iter().all(|c| c.result.as_ref().unwrap_err().why.contains("reset")), "{done:?}");
+    rig.engine.post(BULK, tagged(vec![rig.to_peer(0, 64)], 7)).unwrap();
+    assert_eq!(rig.completions(1).await[0].result, Ok(()), "it works again");
+}
+
+#[tokio::test]
+async fn a_doorbell_can_get_lost() {
+    let (faults, options) = faults("dma.doorbell=drop,count=1");
+    let rig = rig_with(options);
+    let ring = Some((rig.peer.id, 64));
+    rig.engine.post(URGENT, Chain { ring, ..tagged(vec![rig.to_peer(0, 64)], 1) }).unwrap();
+    assert_eq!(rig.completions(1).await[0].result, Ok(()));
+    assert_eq!((rig.engine.counters().doorbells, faults.fired(Site::DmaDoorbell)), (0, 1));
+}
+
+#[tokio::test]
+async fn the_paced_profile_takes_payload_one_at_a_time() {
+    let rig = rig_with(ShmOptions { profile: Profile::Bf3Paper, ..ShmOptions::default() });
+    let payload = || vec![rig.to_peer(0, 1_000_000)];
+    for (queue, tag) in [(BULK, 1), (BULK + 1, 2)] {
+        rig.engine.post(queue, tagged(payload(), tag)).unwrap();
+    }
+    let done = rig.completions(2).await;
+    let cost = Duration::from_micros(2400 + 380);
+    for completion in &done {
+        assert!(completion.finished - completion.started >= cost, "{completion:?}");
+    }
+    assert!(done[1].started >= done[0].finished, "not at the same time");
+    assert!(rig.engine.setup_cost() > Duration::ZERO);
 }

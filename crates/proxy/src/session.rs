@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use base::pool::BufferPool;
 use channel::{
-    ChannelError, DmaEngine, Doorbell, DpuMemory, Hello, MemoryOptions, Region, ShmEngine, ShmOptions,
-    Socket, TargetInfo, VERSION, Welcome,
+    ChannelError, DmaEngine, DpuMemory, Hello, MemoryOptions, Region, ShmEngine, ShmOptions, Socket,
+    TargetInfo, VERSION, Welcome,
 };
 use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::{Notify, watch};
@@ -369,12 +369,12 @@ async fn open(
     check_targets(shared, &welcome)?;
     let (ring, doorbell) = match attachment {
         Some(attachment) => {
-            let host = shared.engine.register_peer(attachment.memory, layout.len())?;
-            let bell = shared.engine.register_doorbell(attachment.host_doorbell, &host)?;
+            let (peer, bell) = shared.engine.attach(attachment, layout.len())?;
+            let host = shared.engine.register_peer(&peer, 0..layout.len())?;
             let (memory, engine) = (shared.memory.clone(), Arc::clone(&shared.engine));
             let outstanding = shared.options.outstanding.min(engine.queue_depth());
-            let ring = RingSide::new(memory, engine, shared.local.id(), host, bell, outstanding);
-            (Some(ring), Some(Doorbell::new(attachment.osd_doorbell)?))
+            let ring = RingSide::new(memory, engine, shared.local.id(), host, peer, outstanding);
+            (Some(ring), Some(bell))
         }
         None => (None, None),
     };

@@ -3,7 +3,7 @@
 mod common;
 
 use std::collections::BTreeSet;
-use std::os::fd::OwnedFd;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
@@ -13,7 +13,10 @@ use std::time::Duration;
 use base::block::Payload;
 use base::mem::Arena;
 use bytes::Bytes;
-use channel::{Chain, Completion, Counters, DmaEngine, DoorbellId, Region, ShmEngine, ShmOptions, Unposted};
+use channel::{
+    Attachment, Bell, Chain, Completion, Counters, DmaEngine, Peer, QueueId, Region, ShmEngine, ShmOptions,
+    Tuning, Unposted,
+};
 use common::{Path, cid, make_collection, node, node_of, oid, options, pattern, payload, transaction};
 use outboard_proxy::{Session, SessionOptions};
 use store::{MemStore, ObjectStore, Op, StageId, StoreError, WriteSource};
@@ -189,19 +192,19 @@ async fn dropped_futures_undo_nothing_and_leak_nothing() {
 /// An engine that does something to every chain, on a thread of its own, before it is carried out.
 struct Meddling {
     engine: Arc<ShmEngine>,
-    chains: mpsc::Sender<Chain>,
+    chains: mpsc::Sender<(QueueId, Chain)>,
     posted: AtomicUsize,
 }
 
 impl Meddling {
     fn start(mut meddle: impl FnMut(&mut Chain) + Send + 'static) -> Arc<Meddling> {
         let engine = ShmEngine::start(ShmOptions::default()).unwrap();
-        let (chains, queue) = mpsc::channel::<Chain>();
+        let (chains, queue) = mpsc::channel::<(QueueId, Chain)>();
         let behind = Arc::clone(&engine);
         std::thread::spawn(move || {
-            for mut chain in queue {
+            for (to, mut chain) in queue {
                 meddle(&mut chain);
-                behind.post(chain).unwrap();
+                behind.post(to, chain).unwrap();
             }
         });
         Arc::new(Meddling { engine, chains, posted: AtomicUsize::new(0) })
@@ -224,19 +227,29 @@ impl DmaEngine for Meddling {
     fn register_local(&self, arena: &Arc<Arena>) -> channel::Result<Region> {
         self.engine.register_local(arena)
     }
-    fn register_peer(&self, fd: OwnedFd, len: usize) -> channel::Result<Region> {
-        self.engine.register_peer(fd, len)
+    fn attach(&self, attachment: Attachment, len: usize) -> channel::Result<(Peer, Box<dyn Bell>)> {
+        self.engine.attach(attachment, len)
     }
-    fn register_doorbell(&self, fd: OwnedFd, with: &Region) -> channel::Result<DoorbellId> {
-        self.engine.register_doorbell(fd, with)
+    fn register_peer(&self, peer: &Peer, range: Range<usize>) -> channel::Result<Region> {
+        self.engine.register_peer(peer, range)
     }
-    fn post(&self, chain: Chain) -> Result<(), Unposted> {
+    fn queues(&self) -> usize {
+        self.engine.queues()
+    }
+    fn setup_cost(&self) -> Duration {
+        Duration::ZERO
+    }
+    fn tune(&self, _: Tuning) {}
+    fn reset(&self) {
+        self.engine.reset();
+    }
+    fn post(&self, queue: QueueId, chain: Chain) -> Result<(), Unposted> {
         assert!(
             chain.transfers.iter().all(|t| t.len <= self.max_transfer()),
             "the engine's limit was asked for"
         );
         self.posted.fetch_add(1, Ordering::Relaxed);
-        self.chains.send(chain).unwrap();
+        self.chains.send((queue, chain)).unwrap();
         Ok(())
     }
     fn poll_completions(&self, cx: &mut Context<'_>, out: &mut Vec<Completion>) {

@@ -12,7 +12,7 @@ use base::mem::Arena;
 use bytes::Bytes;
 use channel::ring::{CELL, footprint};
 use channel::{
-    Attachment, Control, Doorbell, Frame, HEADER_LEN, Header, Hello, HostMemory, Kind, Layout, Socket,
+    Attachment, Bell, Control, Doorbell, Frame, HEADER_LEN, Header, Hello, HostMemory, Kind, Layout, Socket,
     TargetInfo, VERSION, Welcome,
 };
 use common::{Node, Path, cid, make_collection, node, oid, options, pattern, transaction};

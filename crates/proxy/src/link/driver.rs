@@ -5,7 +5,7 @@ use std::future::poll_fn;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use channel::{Chain, ChannelError, Completion, Control, Doorbell};
+use channel::{Bell, Chain, ChannelError, Completion, Control};
 
 use super::jobs::Route;
 use super::replies::{Fetching, Leftover};
@@ -19,7 +19,7 @@ const FRAMES_PER_TURN: usize = 64;
 pub(crate) struct Driver {
     link: Arc<Link>,
     control: Control,
-    doorbell: Option<Doorbell>,
+    doorbell: Option<Box<dyn Bell>>,
     /// Bytes of replies announced and not asked for yet.
     announced: usize,
     /// Bytes of replies that are being fetched.
@@ -40,7 +40,7 @@ struct Kept {
 
 impl Driver {
     /// For a link over `control`, whose store rings `doorbell`.
-    pub(crate) fn new(link: Arc<Link>, control: Control, doorbell: Option<Doorbell>) -> Driver {
+    pub(crate) fn new(link: Arc<Link>, control: Control, doorbell: Option<Box<dyn Bell>>) -> Driver {
         Driver {
             link,
             control,
@@ -143,7 +143,7 @@ impl Driver {
         }
         let progress = !self.completions.is_empty();
         for completion in std::mem::take(&mut self.completions) {
-            completion.result.map_err(ChannelError::Transfer)?;
+            completion.result.map_err(|failed| ChannelError::Transfer(failed.to_string()))?;
             if completion.tag == FETCH {
                 self.take_replies(&mut state)?;
             } else if let Some(read) = self.fetching.remove(&completion.tag) {

@@ -7,8 +7,8 @@ use base::mem::Arena;
 use bytes::Bytes;
 use channel::ring::{self, MAX_ENTRY};
 use channel::{
-    Chain, ChannelError, DmaEngine, DoorbellId, DpuMemory, Frame, Header, Layout, Place, Region, RegionId,
-    Transfer, Unposted,
+    Chain, ChannelError, DmaEngine, DpuMemory, Frame, Header, Layout, Peer, Place, Region, RegionId,
+    Transfer, URGENT, Unposted,
 };
 
 use super::HeldRange;
@@ -26,7 +26,7 @@ pub(crate) struct RingSide {
     engine: Arc<dyn DmaEngine>,
     local: RegionId,
     host: Region,
-    bell: DoorbellId,
+    peer: Peer,
     max_outstanding: usize,
     outstanding: usize,
     /// Bytes put into the inbound ring, and how far the host has come.
@@ -50,7 +50,7 @@ impl RingSide {
         engine: Arc<dyn DmaEngine>,
         local: RegionId,
         host: Region,
-        bell: DoorbellId,
+        peer: Peer,
         max_outstanding: usize,
     ) -> RingSide {
         RingSide {
@@ -58,7 +58,7 @@ impl RingSide {
             engine,
             local,
             host,
-            bell,
+            peer,
             max_outstanding,
             outstanding: 0,
             head: 0,
@@ -139,7 +139,7 @@ impl RingSide {
         self.head += cells as u64;
         self.outstanding += 1;
         self.reserved += ring::footprint(header.reply_max as usize);
-        chain.ring = Some((self.bell, cells as u64));
+        chain.ring = Some((self.peer.id, cells as u64));
         self.post(chain);
     }
 
@@ -196,7 +196,7 @@ impl RingSide {
     pub(super) fn post_waiting(&mut self) {
         self.engine_full = false;
         while let Some(chain) = self.unposted.pop_front() {
-            match self.engine.post(chain) {
+            match self.engine.post(URGENT, chain) {
                 Ok(()) => {}
                 Err(Unposted::Full(chain)) => {
                     self.unposted.push_front(chain);

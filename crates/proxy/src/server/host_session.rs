@@ -9,7 +9,9 @@ use std::task::{Context, Poll};
 
 use bytes::Bytes;
 use channel::ring::{self, MAX_ENTRY};
-use channel::{ChannelError, Control, Doorbell, Frame, HEADER_LEN, Header, HostMemory, Kind, MAX_FRAME};
+use channel::{
+    Bell, ChannelError, Control, Doorbell, Frame, HEADER_LEN, Header, HostMemory, Kind, MAX_FRAME,
+};
 use futures::stream::{FuturesUnordered, StreamExt};
 use store::{StageId, StoreError};
 

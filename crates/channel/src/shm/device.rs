@@ -1,0 +1,396 @@
+//! What the emulated device does: the thread's loop.
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use base::fault::{Action, Faults, Site};
+use base::mem::Arena;
+
+use super::{Command, Item, QUEUE_DEPTH, QUEUES, Shared};
+use crate::dma::{Failed, PeerId, URGENT};
+use crate::{Chain, ChannelError, Completion, Doorbell, RegionId, Result, Transfer};
+
+/// Doorbells and completions are held back while short chains keep coming, as interrupt coalescing does, but never
+/// behind more than this many chains or bytes.
+const COALESCE_CHAINS: usize = 16;
+const COALESCE_BYTES: usize = 64 << 10;
+/// After so many urgent chains in a row the others get their turn.
+const URGENT_RUN: usize = 32;
+/// So many failures in a row end spinning; then every so many sleeps it is tried again.
+const SPIN_CREDIT_MAX: u32 = 8;
+const SPIN_RETRY: u32 = 32;
+
+/// A chain that is being carried out.
+struct Work {
+    chain: Chain,
+    /// Transfers done.
+    done: usize,
+    started: Option<Instant>,
+    /// A fault holds the next transfer up until then.
+    stalled: Option<Instant>,
+    /// The next transfer has had its fault.
+    excused: bool,
+}
+
+/// What a look at the queues found.
+enum Turn {
+    Worked,
+    /// Nothing can be done before then.
+    Wait(Instant),
+    Idle,
+}
+
+/// What the thread owns: the only holder of both sides' mappings.
+pub(super) struct Device {
+    shared: Arc<Shared>,
+    pace: Option<(Duration, Duration)>,
+    faults: Faults,
+    regions: HashMap<RegionId, Arc<Arena>>,
+    peers: HashMap<PeerId, (Arc<Arena>, OwnedFd)>,
+    /// The chain at the head of each queue.
+    heads: [Option<Work>; QUEUES],
+    /// The queue that had the last turn.
+    last: usize,
+    urgent_run: usize,
+    /// A chain of a paced device whose time is not over: its queue and when it ends.
+    paced: Option<(usize, Work, Instant)>,
+    /// Doorbells to be rung, and whether there are completions to tell of.
+    ringing: Vec<(PeerId, u64)>,
+    completed: bool,
+    held_chains: usize,
+    /// How often spinning paid lately: at 0 it is only tried now and then.
+    spin_credit: u32,
+    sleeps: u32,
+    running: bool,
+    bytes_metric: metrics::Counter,
+    transfers_metric: metrics::Counter,
+}
+
+impl Device {
+    pub(super) fn new(shared: Arc<Shared>, pace: Option<(Duration, Duration)>, faults: Faults) -> Device {
+        Device {
+            shared,
+            pace,
+            faults,
+            regions: HashMap::new(),
+            peers: HashMap::new(),
+            heads: Default::default(),
+            last: URGENT,
+            urgent_run: 0,
+            paced: None,
+            ringing: Vec::new(),
+            completed: false,
+            held_chains: 0,
+            spin_credit: SPIN_CREDIT_MAX,
+            sleeps: 0,
+            running: true,
+            bytes_metric: metrics::counter!("outboard_channel_dma_bytes"),
+            transfers_metric: metrics::counter!("outboard_channel_dma_transfers"),
+        }
+    }
+
+    pub(super) fn run(mut self) {
+        while self.running {
+            self.take_commands();
+            match self.turn() {
+                Turn::Worked => {}
+                Turn::Wait(until) => {
+                    self.announce();
+                    if self.running {
+                        self.sleep(Some(until));
+                    }
+                }
+                Turn::Idle => {
+                    self.announce();
+                    if self.running && !self.spin() {
+                        self.sleep(None);
+                    }
+                }
+            }
+        }
+        self.shared.stopped.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether there is something new that could be done: what is behind a head that waits is not.
+    fn has_input(&self) -> bool {
+        let open = |queue: usize| self.heads[queue].is_none() && (queue == URGENT || self.paced.is_none());
+        let mut queues = self.shared.queues.iter().enumerate();
+        !self.shared.commands.is_empty() || queues.any(|(i, queue)| open(i) && !queue.items.is_empty())
+    }
+
+    /// Looks for work for a while, if that paid lately; `true` if there is some.
+    fn spin(&mut self) -> bool {
+        self.sleeps = self.sleeps.wrapping_add(1);
+        let spin = Duration::from_nanos(self.shared.spin_ns.load(Ordering::Relaxed));
+        if spin.is_zero() || self.spin_credit == 0 && !self.sleeps.is_multiple_of(SPIN_RETRY) {
+            return false;
+        }
+        let started = Instant::now();
+        while !self.has_input() {
+            if started.elapsed() >= spin {
+                self.spin_credit = self.spin_credit.saturating_sub(1);
+                return false;
+            }
+            std::hint::spin_loop();
+        }
+        self.spin_credit = SPIN_CREDIT_MAX.min(self.spin_credit + 2);
+        true
+    }
+
+    /// Sleeps until there is work, or until then.
+    fn sleep(&self, until: Option<Instant>) {
+        self.shared.sleeping.store(true, Ordering::Relaxed);
+        std::sync::atomic::fence(Ordering::SeqCst);
+        while !self.has_input() && self.shared.sleeping.load(Ordering::Acquire) {
+            match until.map(|until| until.saturating_duration_since(Instant::now())) {
+                Some(left) if left.is_zero() => break,
+                Some(left) => std::thread::park_timeout(left),
+                None => std::thread::park(),
+            }
+        }
+        self.shared.sleeping.store(false, Ordering::Relaxed);
+    }
+
+    fn take_commands(&mut self) {
+        while let Some(command) = self.shared.commands.pop() {
+            match command {
+                Command::Local(id, arena) => drop(self.regions.insert(id, arena)),
+                Command::Attach { id, memory, len, doorbell, reply } => {
+                    let mapped = Arena::from_peer(memory, len).map_err(ChannelError::from);
+                    let result = mapped.map(|arena| drop(self.peers.insert(id, (arena, doorbell))));
+                    // The caller waits for this and cannot have gone.
+                    let _ = reply.send(result);
+                }
+                Command::Window(id, peer, range) => match self.window(peer, range) {
+                    Ok(arena) => drop(self.regions.insert(id, arena)),
+                    Err(e) => tracing::error!("peer memory cannot be mapped: {e}"),
+                },
+                Command::Reset => self.reset(),
+                Command::Stop => self.running = false,
+            }
+        }
+    }
+
+    fn window(&self, peer: PeerId, range: std::ops::Range<usize>) -> Result<Arc<Arena>> {
+        let (whole, _) =
+            self.peers.get(&peer).ok_or_else(|| ChannelError::Transfer("the peer has gone".into()))?;
+        Ok(whole.window(range)?)
+    }
+
+    /// Brings the next chain of a queue to its head; `false` if it has none.
+    fn fill(&mut self, queue: usize) -> bool {
+        while self.heads[queue].is_none() {
+            match self.shared.queues[queue].items.pop() {
+                None => return false,
+                Some(Item::Chain(chain)) => {
+                    self.heads[queue] =
+                        Some(Work { chain, done: 0, started: None, stalled: None, excused: false });
+                    // What it uses was registered before it was posted.
+                    self.take_commands();
+                }
+                Some(Item::Unregister(id)) => {
+                    if let Some(id) = Arc::into_inner(id) {
+                        self.announce();
+                        self.regions.remove(&id);
+                    }
+                }
+                Some(Item::Detach(id)) => {
+                    if let Some(id) = Arc::into_inner(id) {
+                        self.announce();
+                        self.peers.remove(&id);
+                    }
+                }
+            }
+        }
+        true
+    }
+
+    /// Does one thing: an urgent chain, or one transfer of another.
+    fn turn(&mut self) -> Turn {
+        let now = self.waits_for_time().then(Instant::now);
+        let mut earliest = None;
+        let mut wait = |until: Instant| {
+            earliest = Some(earliest.map_or(until, |e: Instant| e.min(until)));
+        };
+        if let (Some((.., until)), Some(now)) = (&self.paced, now) {
+            if *until <= now {
+                if let Some((queue, work, until)) = self.paced.take() {
+                    self.finish(queue, work, Ok(()), until);
+                }
+                return Turn::Worked;
+            }
+            wait(*until);
+        }
+        let urgent_first = self.urgent_run < URGENT_RUN;
+        let others = (1..QUEUES).map(|i| 1 + (self.last + i - 1) % (QUEUES - 1));
+        let order: Vec<usize> = match urgent_first {
+            true => std::iter::once(URGENT).chain(others).collect(),
+            false => others.chain([URGENT]).collect(),
+        };
+        for queue in order {
+            if queue != URGENT && self.paced.is_some() || !self.fill(queue) {
+                continue;
+            }
+            if let Some(until) = self.heads[queue].as_ref().and_then(|work| work.stalled) {
+                if until > now.unwrap_or_else(Instant::now) {
+                    wait(until);
+                    continue;
+                }
+                self.heads[queue].as_mut().expect("a head").stalled = None;
+            }
+            self.urgent_run = if queue == URGENT { self.urgent_run + 1 } else { 0 };
+            if queue != URGENT {
+                self.last = queue;
+            }
+            self.advance(queue);
+            return Turn::Worked;
+        }
+        self.urgent_run = 0;
+        earliest.map_or(Turn::Idle, Turn::Wait)
+    }
+
+    fn waits_for_time(&self) -> bool {
+        self.paced.is_some() || self.heads.iter().flatten().any(|work| work.stalled.is_some())
+    }
+
+    /// Carries on with the head of a queue: by one transfer, or by all if it is urgent or the device takes chains one at
+    /// a time.
+    fn advance(&mut self, queue: usize) {
+        let Some(mut work) = self.heads[queue].take() else { return };
+        let whole = queue == URGENT || self.pace.is_some();
+        let started = *work.started.get_or_insert_with(Instant::now);
+        loop {
+            let Some(transfer) = work.chain.transfers.get(work.done).copied() else { break };
+            if transfer.len > COALESCE_BYTES || self.held_chains >= COALESCE_CHAINS {
+                self.announce();
+            }
+            match self.carry_out(&transfer, &mut work) {
+                Ok(true) => work.done += 1,
+                Ok(false) => {
+                    self.heads[queue] = Some(work);
+                    return;
+                }
+                Err(why) => {
+                    let failed = Failed { done: work.done, why };
+                    return self.finish(queue, work, Err(failed), Instant::now());
+                }
+            }
+            if !whole && work.done < work.chain.transfers.len() {
+                self.heads[queue] = Some(work);
+                return;
+            }
+        }
+        match self.pace {
+            Some((setup, per_byte)) if queue != URGENT && !work.chain.is_empty() => {
+                let bytes = u32::try_from(work.chain.len()).unwrap_or(u32::MAX);
+                // Per 1000 bytes, as a nanosecond is too coarse for one.
+                let until = started + setup + per_byte * (bytes / 1000);
+                self.paced = Some((queue, work, until));
+            }
+            _ => self.finish(queue, work, Ok(()), Instant::now()),
+        }
+    }
+
+    /// One transfer; `false` if a fault holds it up.
+    fn carry_out(&mut self, transfer: &Transfer, work: &mut Work) -> Result<bool, String> {
+        let fault = match std::mem::take(&mut work.excused) {
+            true => None,
+            false => self.faults.hit(Site::DmaTransfer),
+        };
+        match fault {
+            Some(Action::Fail) => return Err("a fault was injected".to_owned()),
+            Some(Action::Stall(late)) => {
+                work.stalled = Some(Instant::now() + late);
+                work.excused = true;
+                return Ok(false);
+            }
+            _ => {}
+        }
+        let region = |id| self.regions.get(&id).ok_or_else(|| format!("{id:?} is not registered"));
+        let (src, dst) = (region(transfer.src.region)?, region(transfer.dst.region)?);
+        if !dst.copy_from(transfer.dst.offset, src, transfer.src.offset, transfer.len) {
+            return Err(format!("{transfer:?} is outside its regions"));
+        }
+        if fault == Some(Action::Corrupt) && transfer.len > 0 {
+            let at = transfer.dst.offset + transfer.len / 2;
+            let mut byte = [0];
+            let inside = dst.copy_out(at, &mut byte) && dst.copy_in(at, &[!byte[0]]);
+            debug_assert!(inside, "it was just written");
+        }
+        self.shared.bytes.fetch_add(transfer.len as u64, Ordering::Relaxed);
+        self.shared.transfers.fetch_add(1, Ordering::Relaxed);
+        self.bytes_metric.increment(transfer.len as u64);
+        self.transfers_metric.increment(1);
+        Ok(true)
+    }
+
+    fn finish(&mut self, queue: usize, work: Work, result: Result<(), Failed>, finished: Instant) {
+        let Work { chain, started, .. } = work;
+        match &result {
+            Ok(()) => {
+                if let Some((peer, count)) = chain.ring {
+                    self.hold_ring(peer, count);
+                }
+            }
+            Err(_) => drop(self.shared.failed.fetch_add(1, Ordering::Relaxed)),
+        }
+        if chain.tag.is_some() || result.is_err() {
+            let (tag, started) = (chain.tag.unwrap_or(0), started.unwrap_or(finished));
+            self.shared.completions.push(Completion { tag, result, started, finished });
+            self.completed = true;
+        }
+        self.held_chains += 1;
+        let queue = &self.shared.queues[queue];
+        if queue.posted.fetch_sub(1, Ordering::SeqCst) <= QUEUE_DEPTH / 2
+            && queue.was_full.load(Ordering::SeqCst)
+        {
+            queue.was_full.store(false, Ordering::SeqCst);
+            self.completed = true;
+        }
+    }
+
+    /// Gives up every chain.
+    fn reset(&mut self) {
+        let paced = self.paced.take().map(|(queue, work, _)| (queue, work));
+        let mut given_up: Vec<(usize, Work)> = paced.into_iter().collect();
+        for queue in 0..QUEUES {
+            while self.heads[queue].is_some() || self.fill(queue) {
+                given_up.extend(self.heads[queue].take().map(|work| (queue, work)));
+            }
+        }
+        for (queue, work) in given_up {
+            let failed = Failed { done: work.done, why: "the engine was reset".to_owned() };
+            self.finish(queue, work, Err(failed), Instant::now());
+        }
+        self.announce();
+    }
+
+    fn hold_ring(&mut self, peer: PeerId, count: u64) {
+        if self.faults.hit(Site::DmaDoorbell) == Some(Action::Drop) {
+            return;
+        }
+        match self.ringing.iter_mut().find(|(held, _)| *held == peer) {
+            Some((_, held)) => *held += count,
+            None => self.ringing.push((peer, count)),
+        }
+    }
+
+    /// Rings what is held back and tells of completions.
+    fn announce(&mut self) {
+        self.held_chains = 0;
+        for (peer, count) in self.ringing.drain(..) {
+            if let Some((_, fd)) = self.peers.get(&peer) {
+                self.shared.doorbells.fetch_add(1, Ordering::Relaxed);
+                if let Err(e) = Doorbell::ring(fd.as_fd(), count) {
+                    tracing::error!("the doorbell of {peer:?} cannot be rung: {e}");
+                }
+            }
+        }
+        if std::mem::take(&mut self.completed) {
+            self.shared.waker.wake();
+        }
+    }
+}

@@ -1,0 +1,337 @@
+//! The emulated engine `shm`: a thread that stands for DMA hardware.
+//!
+//! Both memories are memfds. The thread `dma-0` is the only place in the system that maps both: peer memory is mapped
+//! by that thread, held in that thread's own table ([`device::Device`]), and never leaves it. Its CPU time is what hardware
+//! would save, and it is booked apart by its name.
+//!
+//! One thread serves several queues, as one device does: short chains of the urgent queue first, the others in turn,
+//! transfer by transfer. When there is nothing to do it spins for up to [`ShmOptions::spin`], as long as that keeps finding
+//! work, and then parks; an idle engine takes no CPU time.
+
+mod device;
+
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, mpsc};
+use std::task::Context;
+use std::thread::{JoinHandle, Thread};
+use std::time::Duration;
+
+use base::fault::Faults;
+use base::mem::Arena;
+use base::thread::{ThreadClass, spawn};
+use crossbeam_queue::SegQueue;
+use futures::task::AtomicWaker;
+
+use crate::dma::{OnDrop, PeerId, QueueId};
+use crate::{
+    Attachment, Bell, Chain, ChannelError, Completion, Counters, DmaEngine, Doorbell, Peer, Region, RegionId,
+    Result, Unposted,
+};
+use device::Device;
+
+/// Transfers of BlueField-3's DMA engine are at most that long, in bytes (DoCeph, section 3.3).
+pub const MAX_TRANSFER: usize = 2 << 20;
+/// The urgent queue and those for payload.
+const QUEUES: usize = 5;
+const QUEUE_DEPTH: usize = 1024;
+
+/// How fast the emulated device is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Profile {
+    /// As fast as this machine copies memory.
+    #[default]
+    Memcpy,
+    /// As DoCeph measured it on a BlueField-3 (Table 3, row DMA, fitted): chains of payload one at a time, each taking
+    /// 2.4 ms and 0.38 ms per MB. The paper has no figure for less than 1 MB: entries of rings, which stand for what
+    /// DoCeph sends over DOCA's communication channel, are not slowed down.
+    Bf3Paper,
+}
+
+impl Profile {
+    /// As the configuration has it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Profile::Memcpy => "memcpy",
+            Profile::Bf3Paper => "bf3-paper",
+        }
+    }
+
+    /// What every chain of payload takes, and what each byte adds.
+    fn pace(self) -> Option<(Duration, Duration)> {
+        match self {
+            Profile::Memcpy => None,
+            Profile::Bf3Paper => Some((Duration::from_micros(2400), Duration::from_nanos(380))),
+        }
+    }
+}
+
+/// Settings of a [`ShmEngine`].
+#[derive(Debug, Clone)]
+pub struct ShmOptions {
+    /// How long the thread looks for more work before it sleeps.
+    pub spin: Duration,
+    /// How fast it is.
+    pub profile: Profile,
+    /// Longest transfer, in bytes; at most [`MAX_TRANSFER`].
+    pub max_transfer: usize,
+    /// What is to go wrong.
+    pub faults: Faults,
+}
+
+impl Default for ShmOptions {
+    fn default() -> Self {
+        ShmOptions {
+            spin: Duration::from_micros(10),
+            profile: Profile::Memcpy,
+            max_transfer: MAX_TRANSFER,
+            faults: Faults::default(),
+        }
+    }
+}
+
+/// The emulated engine. Dropping the last handle ends its thread.
+pub struct ShmEngine {
+    shared: Arc<Shared>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+    name: String,
+    profile: Profile,
+}
+
+/// What callers and the device have in common.
+struct Shared {
+    commands: SegQueue<Command>,
+    queues: [Queue; QUEUES],
+    completions: SegQueue<Completion>,
+    waker: AtomicWaker,
+    sleeping: AtomicBool,
+    stopped: AtomicBool,
+    worker: OnceLock<Thread>,
+    next_id: AtomicU32,
+    max_transfer: AtomicUsize,
+    spin_ns: AtomicU64,
+    bytes: AtomicU64,
+    transfers: AtomicU64,
+    doorbells: AtomicU64,
+    failed: AtomicU64,
+}
+
+/// One queue, from the callers' side.
+#[derive(Default)]
+struct Queue {
+    items: SegQueue<Item>,
+    /// Chains posted and not completed.
+    posted: AtomicUsize,
+    /// Whether somebody waits for room.
+    was_full: AtomicBool,
+}
+
+enum Item {
+    Chain(Chain),
+    /// The region ends when this has come out of every queue.
+    Unregister(Arc<RegionId>),
+    /// The peer is forgotten when this has come out of every queue.
+    Detach(Arc<PeerId>),
+}
+
+enum Command {
+    Local(RegionId, Arc<Arena>),
+    Attach { id: PeerId, memory: OwnedFd, len: usize, doorbell: OwnedFd, reply: mpsc::SyncSender<Result<()>> },
+    Window(RegionId, PeerId, Range<usize>),
+    Reset,
+    Stop,
+}
+
+impl ShmEngine {
+    /// Starts an engine and its thread.
+    ///
+    /// # Errors
+    /// If the system has no room for another thread.
+    pub fn start(options: ShmOptions) -> Result<Arc<ShmEngine>> {
+        let shared = Arc::new(Shared {
+            commands: SegQueue::new(),
+            queues: Default::default(),
+            completions: SegQueue::new(),
+            waker: AtomicWaker::new(),
+            sleeping: AtomicBool::new(false),
+            stopped: AtomicBool::new(false),
+            worker: OnceLock::new(),
+            next_id: AtomicU32::new(0),
+            max_transfer: AtomicUsize::new(options.max_transfer.clamp(4096, MAX_TRANSFER)),
+            spin_ns: AtomicU64::new(options.spin.as_nanos() as u64),
+            bytes: AtomicU64::new(0),
+            transfers: AtomicU64::new(0),
+            doorbells: AtomicU64::new(0),
+            failed: AtomicU64::new(0),
+        });
+        let device = Device::new(Arc::clone(&shared), options.profile.pace(), options.faults);
+        let thread = spawn(ThreadClass::Dma, "0", move || device.run())?;
+        let _ = shared.worker.set(thread.thread().clone());
+        shared.wake_worker();
+        let name = match options.profile {
+            Profile::Memcpy => "shm".to_owned(),
+            other => format!("shm:{}", other.name()),
+        };
+        Ok(Arc::new(ShmEngine { shared, thread: Mutex::new(Some(thread)), name, profile: options.profile }))
+    }
+
+    fn region(&self, id: RegionId, len: usize) -> Region {
+        let shared = Arc::clone(&self.shared);
+        Region::new(id, len, OnDrop::new(move || shared.to_every_queue(Arc::new(id), Item::Unregister)))
+    }
+
+    fn fresh_id(&self) -> u32 {
+        self.shared.next_id.fetch_add(1, Ordering::Relaxed)
+    }
+
+    fn stopped(&self) -> ChannelError {
+        ChannelError::EngineStopped(self.name.clone())
+    }
+}
+
+impl Shared {
+    fn send(&self, command: Command) {
+        self.commands.push(command);
+        self.wake_worker();
+    }
+
+    fn to_every_queue<T>(&self, what: Arc<T>, item: fn(Arc<T>) -> Item) {
+        for queue in &self.queues {
+            queue.items.push(item(Arc::clone(&what)));
+        }
+        drop(what);
+        self.wake_worker();
+    }
+
+    /// Pairs with the fence in [`Device::sleep`]: either the worker sees the command, or we see that it sleeps.
+    fn wake_worker(&self) {
+        std::sync::atomic::fence(Ordering::SeqCst);
+        if self.sleeping.load(Ordering::Relaxed)
+            && self.sleeping.swap(false, Ordering::AcqRel)
+            && let Some(worker) = self.worker.get()
+        {
+            worker.unpark();
+        }
+    }
+}
+
+impl Drop for ShmEngine {
+    fn drop(&mut self) {
+        self.shared.send(Command::Stop);
+        if let Some(thread) = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            // The thread only copies memory, so it ends soon; a panic in it was reported when it happened.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl DmaEngine for ShmEngine {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn is_emulated(&self) -> bool {
+        true
+    }
+
+    fn max_transfer(&self) -> usize {
+        self.shared.max_transfer.load(Ordering::Relaxed)
+    }
+
+    fn queues(&self) -> usize {
+        QUEUES
+    }
+
+    fn queue_depth(&self) -> usize {
+        QUEUE_DEPTH
+    }
+
+    fn setup_cost(&self) -> Duration {
+        self.profile.pace().map_or(Duration::ZERO, |(setup, _)| setup)
+    }
+
+    fn register_local(&self, arena: &Arc<Arena>) -> Result<Region> {
+        let id = RegionId(self.fresh_id());
+        self.shared.send(Command::Local(id, Arc::clone(arena)));
+        Ok(self.region(id, arena.len()))
+    }
+
+    fn attach(&self, attachment: Attachment, len: usize) -> Result<(Peer, Box<dyn Bell>)> {
+        let Attachment { memory, host_doorbell, osd_doorbell } = attachment;
+        let id = PeerId(self.fresh_id());
+        let (reply, answer) = mpsc::sync_channel(1);
+        self.shared.send(Command::Attach { id, memory, len, doorbell: host_doorbell, reply });
+        answer.recv().map_err(|_| self.stopped())??;
+        let shared = Arc::clone(&self.shared);
+        let detach = OnDrop::new(move || shared.to_every_queue(Arc::new(id), Item::Detach));
+        Ok((Peer { id, len, detach }, Box::new(Doorbell::new(osd_doorbell)?)))
+    }
+
+    fn register_peer(&self, peer: &Peer, range: Range<usize>) -> Result<Region> {
+        if range.is_empty() || range.end > peer.len {
+            let what = format!("{range:?} is not inside {} bytes of peer memory", peer.len);
+            return Err(ChannelError::Transfer(what));
+        }
+        let (id, len) = (RegionId(self.fresh_id()), range.len());
+        self.shared.send(Command::Window(id, peer.id, range));
+        Ok(self.region(id, len))
+    }
+
+    fn post(&self, queue: QueueId, chain: Chain) -> Result<(), Unposted> {
+        let most = MAX_TRANSFER;
+        if let Some(long) = chain.transfers.iter().find(|t| t.len > most) {
+            let what = format!("{} bytes in one transfer, at most {most} are possible", long.len);
+            return Err(Unposted::Refused(ChannelError::Transfer(what)));
+        }
+        let Some(queue) = self.shared.queues.get(queue) else {
+            let what = format!("there is no queue {queue}, only {QUEUES}");
+            return Err(Unposted::Refused(ChannelError::Transfer(what)));
+        };
+        if self.shared.stopped.load(Ordering::Relaxed) {
+            return Err(Unposted::Refused(self.stopped()));
+        }
+        while queue.posted.fetch_add(1, Ordering::SeqCst) >= QUEUE_DEPTH {
+            queue.posted.fetch_sub(1, Ordering::SeqCst);
+            queue.was_full.store(true, Ordering::SeqCst);
+            // If it has emptied meanwhile, nobody might wake us any more; then there is room.
+            if queue.posted.load(Ordering::SeqCst) > QUEUE_DEPTH / 2 {
+                return Err(Unposted::Full(chain));
+            }
+        }
+        queue.items.push(Item::Chain(chain));
+        self.shared.wake_worker();
+        Ok(())
+    }
+
+    fn poll_completions(&self, cx: &mut Context<'_>, out: &mut Vec<Completion>) {
+        self.shared.waker.register(cx.waker());
+        while let Some(completion) = self.shared.completions.pop() {
+            out.push(completion);
+        }
+    }
+
+    fn reset(&self) {
+        self.shared.send(Command::Reset);
+    }
+
+    fn tune(&self, tuning: crate::Tuning) {
+        if let Some(most) = tuning.max_transfer {
+            self.shared.max_transfer.store(most.clamp(4096, MAX_TRANSFER), Ordering::Relaxed);
+        }
+        if let Some(spin) = tuning.spin {
+            self.shared.spin_ns.store(spin.as_nanos() as u64, Ordering::Relaxed);
+        }
+    }
+
+    fn counters(&self) -> Counters {
+        let get = |v: &AtomicU64| v.load(Ordering::Relaxed);
+        Counters {
+            bytes: get(&self.shared.bytes),
+            transfers: get(&self.shared.transfers),
+            doorbells: get(&self.shared.doorbells),
+            failed: get(&self.shared.failed),
+        }
+    }
+}
