@@ -5,7 +5,7 @@ use std::time::Duration;
 /// How an OSD behaves. The defaults suit a node; tests shorten times.
 #[derive(Debug, Clone)]
 pub struct OsdConfig {
-    /// `dpu` or `host`, for the status.
+    /// `dpu` or `host`, for the status. With `host`, the time of the stores' calls is booked here; with `dpu`, by the proxy.
     pub placement: String,
     /// Name of the engine that moves data between OSD and store, for the status.
     pub engine: String,
@@ -30,6 +30,13 @@ pub struct OsdConfig {
     pub cached_objects_per_pg: usize,
     /// Segments of one transfer in flight at a time.
     pub segments_in_flight: usize,
+}
+
+impl OsdConfig {
+    /// Whether the store is called directly, rather than through the host–DPU channel.
+    pub(crate) fn store_is_here(&self) -> bool {
+        self.placement == "host"
+    }
 }
 
 impl Default for OsdConfig {

@@ -33,7 +33,14 @@ mod serve;
 mod sessions;
 mod status;
 mod target;
+mod timed;
+mod times;
 mod turnstile;
 
 pub use config::OsdConfig;
 pub use node::{Osd, StartError};
+
+/// Starts a task of the OSD's. Connections share its thread, so what it costs is booked.
+fn spawn(task: impl Future<Output = ()> + 'static) -> tokio::task::JoinHandle<()> {
+    tokio::task::spawn_local(base::work::booked(base::thread::ThreadClass::Osd, task))
+}

@@ -159,8 +159,8 @@ impl Osd {
         ready(Ok(listener.endpoint()));
         let removing: Vec<_> = osd.map.borrow().pools.iter().filter(|p| p.removing).cloned().collect();
         removing.iter().for_each(|record| osd.empty_in_background(osd.make_pool(record)));
-        let collector = tokio::task::spawn_local(Rc::clone(&osd).collect_for_ever());
-        let accepting = tokio::task::spawn_local(serve::accept(Rc::clone(&osd), listener));
+        let collector = crate::spawn(Rc::clone(&osd).collect_for_ever());
+        let accepting = crate::spawn(serve::accept(Rc::clone(&osd), listener));
         stop.await;
         accepting.abort();
         collector.abort();

@@ -21,6 +21,8 @@ use crate::mutate::Change;
 use crate::pg::Pg;
 use crate::sessions::Sessions;
 use crate::target::Target;
+use crate::timed::Timed;
+use crate::times::Times;
 use crate::{OsdConfig, StartError, ids};
 
 /// An object storage daemon. Lives on one thread.
@@ -35,6 +37,7 @@ pub(crate) struct Osd {
     pub(crate) sessions: RefCell<Sessions>,
     pub(crate) in_flight: InFlight,
     pub(crate) requests: Cell<u32>,
+    pub(crate) times: Times,
     pub(crate) started: Instant,
 }
 
@@ -76,8 +79,11 @@ impl Osd {
         targets: Vec<(Uuid, Arc<dyn ObjectStore>)>,
         pool: BufferPool,
     ) -> Result<Rc<Osd>, StartError> {
-        let targets: Vec<Rc<Target>> =
-            targets.into_iter().map(|(uuid, store)| Rc::new(Target::new(uuid, store))).collect();
+        let target = |(uuid, store): (Uuid, Arc<dyn ObjectStore>)| {
+            let store = if config.store_is_here() { Arc::new(Timed(store)) } else { store };
+            Rc::new(Target::new(uuid, store))
+        };
+        let targets: Vec<Rc<Target>> = targets.into_iter().map(target).collect();
         for target in &targets {
             target.store.register_memory(pool.arena());
         }
@@ -91,6 +97,7 @@ impl Osd {
             sessions: RefCell::new(Sessions::new(config.sessions)),
             in_flight: InFlight::default(),
             requests: Cell::new(0),
+            times: Times::new(),
             started: Instant::now(),
             config,
         };
@@ -133,7 +140,7 @@ impl Osd {
     /// collector finds.
     pub(crate) fn drop_parts(self: &Rc<Osd>, name: ObjectName, manifest: Manifest) {
         let osd = Rc::clone(self);
-        tokio::task::spawn_local(async move {
+        crate::spawn(async move {
             for index in 0..manifest.parts() {
                 let Ok(index) = u32::try_from(index) else { return };
                 let part = PartId { upload: manifest.upload, index };

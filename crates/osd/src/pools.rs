@@ -113,7 +113,7 @@ impl Osd {
     /// Removes what is in a closed pool, then the pool from the map.
     pub(crate) fn empty_in_background(self: &Rc<Osd>, pool: Rc<Pool>) {
         let osd = Rc::clone(self);
-        tokio::task::spawn_local(async move {
+        crate::spawn(async move {
             if let Err(e) = osd.empty(&pool).await {
                 let pool = &pool.record.name;
                 tracing::warn!(pool, error = ?e, "a removed pool's space is given back after the next start");

@@ -4,9 +4,10 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use base::block::Payload;
+use base::phases::Clock;
 use messenger::{Connection, Event, Incoming, Listener, Message};
 use proto::{Error, Mutate, Mutated, Reply, ReplyBody, RequestBody, RequestHead, SessionId};
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::gather::Puller;
 use crate::inflight::{Claim, joined};
@@ -14,6 +15,7 @@ use crate::mutate::Change;
 use crate::osd::{Osd, Request};
 use crate::pg::Origin;
 use crate::sessions::ConnectionId;
+use crate::times::Kind;
 use crate::{list, read, status};
 
 /// Accepts connections for ever.
@@ -24,7 +26,7 @@ pub(crate) async fn accept(osd: Rc<Osd>, mut listener: Box<dyn Listener>) {
             Ok((connection, incoming)) => {
                 next += 1;
                 let served = Served { osd: Rc::clone(&osd), connection, id: next, session: None };
-                tokio::task::spawn_local(served.run(incoming));
+                crate::spawn(served.run(incoming));
             }
             Err(e) => tracing::debug!(error = %e, "a peer could not connect"),
         }
@@ -45,8 +47,9 @@ impl Served {
         loop {
             match incoming.next().await {
                 Event::Message(message) => {
+                    let clock = Clock::start();
                     let Ok(permit) = Arc::clone(&room).acquire_owned().await else { break };
-                    if !self.take(message, permit).await {
+                    if !self.take(message, permit, clock).await {
                         self.connection.close().await;
                         break;
                     }
@@ -64,7 +67,7 @@ impl Served {
     }
 
     /// Takes a message; `false` if its sender makes no sense at all.
-    async fn take(&mut self, message: Message, permit: tokio::sync::OwnedSemaphorePermit) -> bool {
+    async fn take(&mut self, message: Message, permit: OwnedSemaphorePermit, clock: Clock) -> bool {
         let Ok((head, rest)) = proto::decode_head(&message.header) else {
             tracing::warn!(
                 peer = self.connection.peer().address,
@@ -95,13 +98,19 @@ impl Served {
         };
         let request = Request { head, session, connection: Arc::clone(&self.connection) };
         let osd = Rc::clone(&self.osd);
-        tokio::task::spawn_local(async move {
+        let running = clock.clone();
+        crate::spawn(running.scope(async move {
+            let kind = Kind::of(&body);
             osd.requests.set(osd.requests.get() + 1);
             let (result, payload) = osd.carry_out(&request, body, message.payload).await;
             osd.requests.set(osd.requests.get() - 1);
+            let carried_out = result.is_ok();
             answer(&request.connection, request.head.seq, result, payload).await;
+            if carried_out {
+                osd.times.add(kind, clock.finish());
+            }
             drop(permit);
-        });
+        }));
         true
     }
 

@@ -25,6 +25,8 @@ pub(crate) async fn status(osd: &Osd) -> NodeStatus {
         pools: osd.list_pools(),
         sessions: osd.sessions.borrow().connected(),
         requests: osd.requests.get(),
+        times: osd.times.requests(),
+        thread_ns: osd.times.thread(),
         staging: [osd.pool.arena().len() as u64, free as u64, fewest as u64],
     }
 }

@@ -238,5 +238,37 @@ fn bench_prints_what_scripts_expect() {
             );
             assert!(!process["by_class"].as_object().unwrap().is_empty());
         }
+        let class = |name: &str| {
+            let osd = processes.iter().find(|p| p["role"] == "osd").unwrap();
+            osd["by_class"][name].clone()
+        };
+        for name in ["msgr", "osd"] {
+            assert!(class(name)["cpu_seconds"].as_f64().unwrap() > 0.0, "{name}: {out}");
+            assert_eq!(class(name)["estimated"], true, "{name} shares a thread: {out}");
+        }
+        assert!(class("msgr")["context_switches"].is_null(), "they cannot be divided: {out}");
+        assert_breakdown_adds_up(&out);
     }
+}
+
+fn assert_breakdown_adds_up(out: &serde_json::Value) {
+    let us = |key: &str| out["breakdown_us"][key].as_f64().unwrap_or_else(|| panic!("no {key}: {out}"));
+    let sum = us("host_write") + us("dma") + us("dma_wait") + us("others");
+    assert!(us("total") > 0.0 && (sum - us("total")).abs() < 1e-6 * us("total"), "{out}");
+    assert!(us("requests_per_op") > 0.0, "{out}");
+}
+
+#[test]
+fn bench_says_where_the_time_of_large_writes_goes() {
+    let node = Node::up("host");
+    let args = ["bench", "write", "--pool", "p", "--objects", "8", "--in-flight", "2", "--seconds", "1"];
+    let out: serde_json::Value =
+        serde_json::from_slice(&node.ok(&[&args[..], &["--json"]].concat())).unwrap();
+    assert_eq!(out["object_size"], 4 << 20);
+    assert_breakdown_adds_up(&out);
+    assert!(out["breakdown_us"]["host_write"].as_f64().unwrap() > 0.0, "the store was waited for: {out}");
+    let status: serde_json::Value = serde_json::from_slice(&node.ok(&["status", "--json"])).unwrap();
+    assert!(status["osd"]["times"]["write"]["host_ns"].as_u64().unwrap() > 0, "{status}");
+    let text = node.text(&args);
+    assert!(text.contains("host write") && text.contains("dma wait"), "{text}");
 }

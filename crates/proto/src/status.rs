@@ -44,6 +44,35 @@ pub struct TargetStatus {
     pub space: Result<Space, String>,
 }
 
+/// Requests that were carried out, and where their time went: from a request's arrival at the OSD until its answer was
+/// handed to the connection. The phases are exclusive and add up to the total.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PhaseTimes {
+    /// Number of requests.
+    pub count: u64,
+    /// All of their time, in ns.
+    pub total_ns: u64,
+    /// The store on the host worked, and nothing was being transferred between DPU and host, in ns.
+    pub host_ns: u64,
+    /// Something was being transferred, in ns.
+    pub dma_ns: u64,
+    /// Something waited for its transfer, and neither of the above, in ns.
+    pub dma_wait_ns: u64,
+    /// The rest, in ns: the network, the messenger, the OSD's own work.
+    pub others_ns: u64,
+}
+
+/// Times of requests since the OSD was started, by what they asked for.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RequestTimes {
+    /// Changes of objects.
+    pub write: PhaseTimes,
+    /// Reads of objects' data.
+    pub read: PhaseTimes,
+    /// Everything else.
+    pub other: PhaseTimes,
+}
+
 /// State of a node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeStatus {
@@ -71,4 +100,9 @@ pub struct NodeStatus {
     pub requests: u32,
     /// Bytes of staging memory: all, now free, fewest that were ever free.
     pub staging: [u64; 3],
+    /// Where the time of requests went.
+    pub times: RequestTimes,
+    /// What the OSD's thread spent its time on, in ns since it was started: names of thread classes (`msgr`, `osd`,
+    /// `chan`), each with the time inside tasks of that class.
+    pub thread_ns: Vec<(String, u64)>,
 }

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use base::BoxFuture;
 use base::block::Payload;
 use base::mem::{Arena, ArenaBuf};
+use base::phases::{self, Phase};
 use base::pool::BufferPool;
 use bytes::Bytes;
 use client::{Client, Object, Options, Pool};
@@ -41,6 +42,8 @@ pub(crate) struct FaultStore {
     pub(crate) waited: AtomicU64,
     /// Faults that have fired.
     pub(crate) fired: AtomicU64,
+    /// Whether to take staged data for transferred, as a store behind a channel does.
+    pub(crate) transfers: AtomicBool,
     /// Transactions that would have made an object that there is.
     pub(crate) not_new: Arc<AtomicU64>,
 }
@@ -57,6 +60,7 @@ impl FaultStore {
             held: watch::Sender::new(false),
             waited: AtomicU64::new(0),
             fired: AtomicU64::new(0),
+            transfers: AtomicBool::new(false),
             not_new: Arc::default(),
         })
     }
@@ -116,7 +120,11 @@ impl ObjectStore for FaultStore {
         self.inner.stage(len)
     }
     fn stage_write(&self, stage: StageId, offset: u64, payload: Payload) -> BoxFuture<'static, Result<()>> {
-        self.inner.stage_write(stage, offset, copied(payload))
+        let clock = phases::current().filter(|_| self.transfers.load(Ordering::SeqCst));
+        let transfer = clock.map(|clock| clock.begin(Phase::Dma));
+        let payload = copied(payload);
+        drop(transfer);
+        self.inner.stage_write(stage, offset, payload)
     }
     fn stage_release(&self, stage: StageId) {
         self.inner.stage_release(stage);

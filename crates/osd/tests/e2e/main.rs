@@ -10,3 +10,4 @@ mod retry;
 mod staging;
 mod start;
 mod striping;
+mod times;

@@ -1,5 +1,6 @@
 //! What `outboard status` shows, put together from the supervisor's record, `/proc` and the osd's answer.
 
+use std::collections::BTreeMap;
 use std::fmt::{self, Display};
 use std::path::{Path, PathBuf};
 
@@ -112,6 +113,10 @@ pub struct OsdReport {
     pub staging_free: u64,
     /// The least that ever was free.
     pub staging_least_free: u64,
+    /// Where the time of requests went since the osd was started.
+    pub times: client::RequestTimes,
+    /// What its thread spent its time on, in ns, by class.
+    pub thread_ns: BTreeMap<String, u64>,
 }
 
 impl Report {
@@ -174,6 +179,8 @@ impl Report {
             staging_total,
             staging_free,
             staging_least_free,
+            times: answer.times,
+            thread_ns: answer.thread_ns.into_iter().collect(),
         });
         self.pools = answer
             .pools

@@ -29,9 +29,22 @@ pub struct ProcessReport {
     /// Voluntary and involuntary.
     pub context_switches: u64,
     /// Both, by thread class.
-    pub by_class: BTreeMap<String, Usage>,
+    pub by_class: BTreeMap<String, ClassUse>,
     /// The most it ever had resident.
     pub peak_resident_bytes: u64,
+}
+
+/// What the threads of one class used.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct ClassUse {
+    /// User and system time.
+    pub cpu_seconds: f64,
+    /// Voluntary and involuntary. None of a class that has no thread of its own: they are `osd`'s.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub context_switches: Option<u64>,
+    /// The CPU time is a share of a thread's, by the time inside its tasks.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub estimated: bool,
 }
 
 /// Readings of all processes at one moment.
@@ -73,7 +86,7 @@ impl Reading {
                 pid: *pid,
                 cpu_seconds: used.total.cpu_seconds,
                 context_switches: used.total.context_switches,
-                by_class: used.by_class,
+                by_class: used.by_class.into_iter().map(|(class, used)| (class, used.into())).collect(),
                 peak_resident_bytes: used.peak_resident_bytes,
             })
         };
@@ -81,7 +94,64 @@ impl Reading {
     }
 }
 
+impl From<Usage> for ClassUse {
+    fn from(used: Usage) -> ClassUse {
+        let Usage { cpu_seconds, context_switches } = used;
+        ClassUse { cpu_seconds, context_switches: Some(context_switches), estimated: false }
+    }
+}
+
+impl ProcessReport {
+    /// Divides the CPU time of the osd's thread among the classes of its tasks, by the time (ns) spent inside them.
+    pub fn divide_osd(&mut self, thread_ns: &[(String, u64)]) {
+        let sum: u64 = thread_ns.iter().map(|(_, ns)| ns).sum();
+        let Some(whole) = self.by_class.get_mut("osd").filter(|_| sum > 0) else { return };
+        let cpu_seconds = std::mem::take(&mut whole.cpu_seconds);
+        for (class, ns) in thread_ns.iter().filter(|(_, ns)| *ns > 0) {
+            let part = self.by_class.entry(class.clone()).or_default();
+            part.cpu_seconds += cpu_seconds * *ns as f64 / sum as f64;
+            part.estimated = true;
+        }
+    }
+}
+
 /// Whether a process is the storage host's in its placement.
 pub fn is_host(process: &ProcessReport) -> bool {
     [Role::Store, Role::Node].iter().any(|r| r.as_str() == process.role)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn osd() -> ProcessReport {
+        let used = |cpu_seconds| ClassUse { cpu_seconds, context_switches: Some(7), estimated: false };
+        ProcessReport {
+            role: "osd".into(),
+            pid: 1,
+            cpu_seconds: 10.0,
+            context_switches: 14,
+            by_class: BTreeMap::from([("osd".to_owned(), used(8.0)), ("dma".to_owned(), used(2.0))]),
+            peak_resident_bytes: 0,
+        }
+    }
+
+    #[test]
+    fn a_shared_thread_is_divided_by_the_time_in_its_tasks() {
+        let mut process = osd();
+        process.divide_osd(&[("msgr".to_owned(), 300), ("osd".to_owned(), 100), ("chan".to_owned(), 0)]);
+        let msgr = ClassUse { cpu_seconds: 6.0, context_switches: None, estimated: true };
+        let osd = ClassUse { cpu_seconds: 2.0, context_switches: Some(7), estimated: true };
+        let dma = ClassUse { cpu_seconds: 2.0, context_switches: Some(7), estimated: false };
+        let expected = [("dma", dma), ("msgr", msgr), ("osd", osd)];
+        assert_eq!(process.by_class, expected.map(|(class, used)| (class.to_owned(), used)).into());
+    }
+
+    #[test]
+    fn without_times_nothing_is_divided() {
+        let mut process = osd();
+        process.divide_osd(&[("msgr".to_owned(), 0)]);
+        process.divide_osd(&[]);
+        assert_eq!(process.by_class, osd().by_class);
+    }
 }

@@ -13,7 +13,8 @@ use rand::rngs::SmallRng;
 use rand::{Rng, RngCore, SeedableRng};
 
 use super::accounting::Processes;
-use super::report::Report;
+use super::breakdown::Window;
+use super::report::{Outcome, Report};
 use super::{BenchArgs, Workload, session};
 use crate::failure::{Doing, Failure, Result};
 use crate::output;
@@ -44,6 +45,8 @@ pub async fn measure(client: &Client, args: &BenchArgs, processes: &Processes) -
     if args.workload != Workload::Write {
         load.populate(args).await?;
     }
+    // A node of another version, or one that is busy, may not say; the rest is measured all the same.
+    let osd_before = client.status().await.ok();
     let before = processes.read();
     let started = Instant::now();
     let end = started + args.duration();
@@ -52,13 +55,17 @@ pub async fn measure(client: &Client, args: &BenchArgs, processes: &Processes) -
     futures::future::select(Box::pin(join_all(workers)), Box::pin(shown)).await;
     let seconds = started.elapsed().as_secs_f64();
     let used = processes.read().since(&before);
+    let osd_after = client.status().await.ok();
+    let window = osd_before.zip(osd_after).and_then(|(b, a)| Window::between(&b, &a, args.workload));
     if let Some(why) = load.first_error.borrow().as_ref() {
         output::note(format!("{} operations failed; the first one: {why}", load.errors.get()));
     }
     if load.latency_ns.borrow().is_empty() {
         return Err(Failure::new("measuring", "not one operation succeeded"));
     }
-    Ok(Report::new(args, processes.placement(), seconds, &load.latency_ns.borrow(), load.errors.get(), used))
+    let outcome =
+        Outcome { seconds, latency_ns: &load.latency_ns.borrow(), errors: load.errors.get(), used, window };
+    Ok(Report::new(args, processes.placement(), outcome))
 }
 
 /// Shows how much time has passed; never ends.

@@ -1,6 +1,7 @@
 //! `outboard bench`: a closed loop of operations on one pool, with the CPU that they cost, by process and thread class.
 
 mod accounting;
+mod breakdown;
 mod load;
 mod report;
 
@@ -30,8 +31,19 @@ pub enum Workload {
 /// Measure throughput, latency and CPU per operation
 ///
 /// Keeps a number of operations in flight for some time. Objects are called bench-SIZE-N; reads write them first where they are
-/// missing. Host CPU is the store process's (dpu placement) or the node's one process's (host placement); node CPU is that of all
+/// missing.
+///
+/// Latency is what this program sees. Below it is where the osd's part of it went, per operation: "host write", the store
+/// worked (for reads: it read); "dma", something was being transferred between DPU and host; "dma wait", something waited for its
+/// transfer; "others", the rest. They exclude each other, in this order of precedence: dma, host write, dma wait; so they add up.
+/// The requests of other clients in the meantime count, too.
+///
+/// Host CPU is the store process's (dpu placement) or the node's one process's (host placement); node CPU is that of all
 /// processes, this one and emulated hardware included.
+///
+/// CPU and context switches are by process and thread class. Connections (msgr) and, on a DPU, the channel's software (chan) share the
+/// osd's thread: its CPU is divided among them and osd by the time inside their tasks, which is an estimate and marked as such. Its
+/// context switches cannot be divided and are all osd's.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:\n  \
     outboard bench write --pool p --object-size 4MiB --in-flight 16 --seconds 10\n  \

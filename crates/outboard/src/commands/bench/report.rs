@@ -6,6 +6,7 @@ use hdrhistogram::Histogram;
 use serde::Serialize;
 
 use super::accounting::{self, ProcessReport};
+use super::breakdown::{Breakdown, Window};
 use super::{BenchArgs, Workload};
 use crate::node::units::ByteSize;
 
@@ -25,6 +26,9 @@ pub struct Report {
     pub mb_per_s: f64,
     pub iops: f64,
     pub latency_us: Latency,
+    /// Where the osd's part of the latency went; missing if the osd did not say, or was restarted.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub breakdown_us: Option<Breakdown>,
     /// CPU of the storage host per operation; see `--help`.
     pub host_cpu_us_per_op: f64,
     /// CPU of everything per operation, this process and emulated hardware included.
@@ -42,16 +46,25 @@ pub struct Latency {
     pub max: f64,
 }
 
+/// What was counted in the measured window.
+pub struct Outcome<'a> {
+    pub seconds: f64,
+    pub latency_ns: &'a Histogram<u64>,
+    pub errors: u64,
+    /// What each process used.
+    pub used: Vec<ProcessReport>,
+    /// What the osd says, if it does.
+    pub window: Option<Window>,
+}
+
 impl Report {
     /// Puts the figures together.
-    pub fn new(
-        args: &BenchArgs,
-        placement: Option<&str>,
-        seconds: f64,
-        latency_ns: &Histogram<u64>,
-        errors: u64,
-        processes: Vec<ProcessReport>,
-    ) -> Report {
+    pub fn new(args: &BenchArgs, placement: Option<&str>, outcome: Outcome<'_>) -> Report {
+        let Outcome { seconds, latency_ns, errors, used: mut processes, window } = outcome;
+        if let Some(window) = &window {
+            let osd = processes.iter_mut().filter(|p| p.pid == window.pid);
+            osd.for_each(|p| p.divide_osd(&window.thread_ns));
+        }
         let ops = latency_ns.len();
         let us = |ns: u64| ns as f64 / 1e3;
         let cpu = |of: &dyn Fn(&ProcessReport) -> bool| -> f64 {
@@ -75,6 +88,7 @@ impl Report {
                 p999: us(latency_ns.value_at_quantile(0.999)),
                 max: us(latency_ns.max()),
             },
+            breakdown_us: window.and_then(|w| w.per_op(ops)),
             host_cpu_us_per_op: cpu(&accounting::is_host),
             node_cpu_us_per_op: cpu(&|_| true),
             processes,
@@ -101,6 +115,9 @@ impl fmt::Display for Report {
             "  latency µs: mean {:.0}   p50 {:.0}   p99 {:.0}   p99.9 {:.0}   max {:.0}",
             l.mean, l.p50, l.p99, l.p999, l.max
         )?;
+        if let Some(breakdown) = &self.breakdown_us {
+            writeln!(f, "  of it, mean µs: {breakdown}")?;
+        }
         writeln!(
             f,
             "  CPU µs per operation: host {:.1}   node {:.1}",
@@ -117,10 +134,12 @@ impl fmt::Display for Report {
                 per_op(p.cpu_seconds)
             )?;
             for (class, used) in p.by_class.iter().filter(|(_, u)| per_op(u.cpu_seconds) >= 0.05) {
-                let switches = used.context_switches as f64 / self.ops.max(1) as f64;
+                let per_op_switches = |count: u64| format!("{:.2}", count as f64 / self.ops.max(1) as f64);
+                let switches = used.context_switches.map_or("-".to_owned(), per_op_switches);
+                let estimated = if used.estimated { "  (CPU estimated)" } else { "" };
                 writeln!(
                     f,
-                    "      {class:<9} {:>8.1} µs/op  {switches:>6.2} switches/op",
+                    "      {class:<9} {:>8.1} µs/op  {switches:>6} switches/op{estimated}",
                     per_op(used.cpu_seconds)
                 )?;
             }

@@ -1,0 +1,115 @@
+//! How long requests took, and where their time and that of the OSD's thread went: sums since the start.
+
+use std::cell::Cell;
+
+use base::phases::Breakdown;
+use base::thread::ThreadClass;
+use base::work;
+use metrics::{Counter, counter};
+use proto::{PhaseTimes, RequestBody, RequestTimes};
+
+/// What a shard's thread works on.
+const CLASSES: [ThreadClass; 3] = [ThreadClass::Messenger, ThreadClass::Osd, ThreadClass::Channel];
+
+/// Kinds of requests that are summed up apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Write,
+    Read,
+    Other,
+}
+
+impl Kind {
+    pub(crate) fn of(body: &RequestBody) -> Kind {
+        match body {
+            RequestBody::Mutate(_) => Kind::Write,
+            RequestBody::Read(_) => Kind::Read,
+            _ => Kind::Other,
+        }
+    }
+}
+
+/// The sums of one OSD.
+pub(crate) struct Times {
+    write: Sum,
+    read: Sum,
+    other: Sum,
+    thread: [(ThreadClass, Booked); CLASSES.len()],
+}
+
+struct Sum {
+    count: Cell<u64>,
+    sum: Cell<Breakdown>,
+    counted: Counter,
+    /// Host, DMA, DMA wait, others.
+    phases: [Counter; 4],
+}
+
+/// Time of one class, and how much of it the counter has.
+struct Booked {
+    counter: Counter,
+    counted: Cell<u64>,
+}
+
+impl Times {
+    pub(crate) fn new() -> Times {
+        let thread = CLASSES.map(|class| {
+            let counter = counter!("outboard_osd_thread_nanoseconds_total", "class" => class.prefix());
+            (class, Booked { counter, counted: Cell::default() })
+        });
+        Times { write: Sum::new("write"), read: Sum::new("read"), other: Sum::new("other"), thread }
+    }
+
+    /// A request was carried out and its answer handed over.
+    pub(crate) fn add(&self, kind: Kind, time: Breakdown) {
+        let sum = match kind {
+            Kind::Write => &self.write,
+            Kind::Read => &self.read,
+            Kind::Other => &self.other,
+        };
+        sum.add(time);
+        let work = work::of_this_thread();
+        for (class, booked) in &self.thread {
+            let ns = work.ns(*class);
+            booked.counter.increment(ns.saturating_sub(booked.counted.replace(ns)));
+        }
+    }
+
+    /// The sums of requests.
+    pub(crate) fn requests(&self) -> RequestTimes {
+        RequestTimes { write: self.write.get(), read: self.read.get(), other: self.other.get() }
+    }
+
+    /// What the OSD's thread spent its time on, in ns.
+    pub(crate) fn thread(&self) -> Vec<(String, u64)> {
+        let work = work::of_this_thread();
+        CLASSES.map(|class| (class.prefix().to_owned(), work.ns(class))).into()
+    }
+}
+
+impl Sum {
+    fn new(op: &'static str) -> Sum {
+        let phase = |phase| counter!("outboard_osd_request_nanoseconds_total", "op" => op, "phase" => phase);
+        Sum {
+            count: Cell::default(),
+            sum: Cell::default(),
+            counted: counter!("outboard_osd_requests_timed_total", "op" => op),
+            phases: ["host", "dma", "dma_wait", "others"].map(phase),
+        }
+    }
+
+    fn add(&self, time: Breakdown) {
+        let mut sum = self.sum.get();
+        sum += time;
+        self.sum.set(sum);
+        self.count.set(self.count.get() + 1);
+        self.counted.increment(1);
+        let phases = [time.host_ns, time.dma_ns, time.dma_wait_ns, time.others_ns];
+        self.phases.iter().zip(phases).for_each(|(counter, ns)| counter.increment(ns));
+    }
+
+    fn get(&self) -> PhaseTimes {
+        let Breakdown { total_ns, host_ns, dma_ns, dma_wait_ns, others_ns } = self.sum.get();
+        PhaseTimes { count: self.count.get(), total_ns, host_ns, dma_ns, dma_wait_ns, others_ns }
+    }
+}

@@ -1,0 +1,145 @@
+//! What the osd says of a measured window: where the time of requests went, and what its thread worked on.
+
+use std::fmt;
+
+use client::{NodeStatus, PhaseTimes};
+use serde::Serialize;
+
+use super::Workload;
+
+/// Where the osd's time for one operation went, in µs: the mean over the window, an operation's requests added up. The phases
+/// add up to the total.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Breakdown {
+    /// Requests that an operation took: one for a write; large reads take several, some at the same time.
+    pub requests_per_op: f64,
+    /// From a request's arrival at the osd until its answer was handed to the connection.
+    pub total: f64,
+    /// The store worked on the host (for reads: it read), and nothing was being transferred.
+    pub host_write: f64,
+    /// Something was being transferred between DPU and host.
+    pub dma: f64,
+    /// Something waited for its transfer, and neither of the above.
+    pub dma_wait: f64,
+    /// The rest: network, messenger, the osd's own work.
+    pub others: f64,
+}
+
+/// The osd in a window.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Window {
+    /// Its process.
+    pub pid: u32,
+    /// Time inside tasks of its thread, in ns, by class.
+    pub thread_ns: Vec<(String, u64)>,
+    /// Sums over the requests of the workload's kind.
+    times: PhaseTimes,
+}
+
+impl Window {
+    /// What happened between two answers. `None` if the osd was restarted in between.
+    pub fn between(before: &NodeStatus, after: &NodeStatus, workload: Workload) -> Option<Window> {
+        let kind = |status: &NodeStatus| match workload {
+            Workload::Write => status.times.write,
+            Workload::Read | Workload::Randread => status.times.read,
+        };
+        let times = since(&kind(after), &kind(before))?;
+        let earlier =
+            |class: &str| before.thread_ns.iter().find(|(c, _)| c == class).map_or(0, |(_, ns)| *ns);
+        let spent = |(class, ns): &(String, u64)| Some((class.clone(), ns.checked_sub(earlier(class))?));
+        let thread_ns = after.thread_ns.iter().map(spent).collect::<Option<_>>()?;
+        (before.osd_pid == after.osd_pid).then_some(Window { pid: after.osd_pid, thread_ns, times })
+    }
+
+    /// The mean over `ops` operations. `None` if the osd has not seen any requests of that kind.
+    pub fn per_op(&self, ops: u64) -> Option<Breakdown> {
+        let us = |ns: u64| ns as f64 / 1e3 / ops as f64;
+        let t = &self.times;
+        (ops > 0 && t.count > 0).then(|| Breakdown {
+            requests_per_op: t.count as f64 / ops as f64,
+            total: us(t.total_ns),
+            host_write: us(t.host_ns),
+            dma: us(t.dma_ns),
+            dma_wait: us(t.dma_wait_ns),
+            others: us(t.others_ns),
+        })
+    }
+}
+
+fn since(after: &PhaseTimes, before: &PhaseTimes) -> Option<PhaseTimes> {
+    Some(PhaseTimes {
+        count: after.count.checked_sub(before.count)?,
+        total_ns: after.total_ns.checked_sub(before.total_ns)?,
+        host_ns: after.host_ns.checked_sub(before.host_ns)?,
+        dma_ns: after.dma_ns.checked_sub(before.dma_ns)?,
+        dma_wait_ns: after.dma_wait_ns.checked_sub(before.dma_wait_ns)?,
+        others_ns: after.others_ns.checked_sub(before.others_ns)?,
+    })
+}
+
+impl fmt::Display for Breakdown {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "in the osd {:.0}   host write {:.0}   dma {:.0}   dma wait {:.0}   others {:.0}",
+            self.total, self.host_write, self.dma, self.dma_wait, self.others
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn status(pid: u32, count: u64, msgr: u64) -> NodeStatus {
+        let times = PhaseTimes {
+            count,
+            total_ns: 10_000 * count,
+            host_ns: 1_000 * count,
+            dma_ns: 2_000 * count,
+            dma_wait_ns: 3_000 * count,
+            others_ns: 4_000 * count,
+        };
+        NodeStatus {
+            node: uuid::Uuid::nil(),
+            placement: "dpu".into(),
+            engine: "shm".into(),
+            emulated: true,
+            osd_pid: pid,
+            uptime_seconds: 1,
+            map_epoch: 1,
+            targets: Vec::new(),
+            pools: Vec::new(),
+            sessions: 1,
+            requests: 0,
+            staging: [0; 3],
+            times: client::RequestTimes { read: times, ..Default::default() },
+            thread_ns: vec![("msgr".into(), msgr), ("osd".into(), 5)],
+        }
+    }
+
+    #[test]
+    fn a_window_has_what_came_in_between() {
+        let window = Window::between(&status(1, 10, 100), &status(1, 30, 500), Workload::Randread).unwrap();
+        assert_eq!(window.thread_ns, [("msgr".to_owned(), 400), ("osd".to_owned(), 0)]);
+        let mean = window.per_op(10).unwrap();
+        let expected = Breakdown {
+            requests_per_op: 2.0,
+            total: 20.0,
+            host_write: 2.0,
+            dma: 4.0,
+            dma_wait: 6.0,
+            others: 8.0,
+        };
+        assert_eq!(mean, expected);
+    }
+
+    #[test]
+    fn nothing_is_said_of_what_is_not_known() {
+        let before = status(1, 10, 100);
+        assert_eq!(Window::between(&before, &status(2, 20, 200), Workload::Read), None, "another process");
+        assert_eq!(Window::between(&before, &status(1, 2, 200), Workload::Read), None, "another life of it");
+        let window = Window::between(&before, &status(1, 20, 200), Workload::Write).unwrap();
+        assert_eq!(window.per_op(10), None, "there were no writes");
+    }
+}
