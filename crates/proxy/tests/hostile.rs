@@ -134,6 +134,9 @@ async fn still_serves(node: &Node) {
 async fn vacant() -> Node {
     let node = node(Path::Dma).await;
     node.session.close();
+    while node.server.status().connected {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
     node
 }
 
