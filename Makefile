@@ -2,7 +2,7 @@
 
 CARGO ?= cargo
 
-.PHONY: help demo test lint bench build doc fuzz deny setup setup-demo clean
+.PHONY: help demo test lint bench report build doc fuzz deny setup setup-demo setup-report clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +31,16 @@ lint: setup ## Formatting and clippy, warnings are errors
 bench: setup-demo ## Measure a node against fio on the same drive, with ratios
 	$(CARGO) build --release --locked --bin outboard --bin outboard-bench
 	@$(CARGO) run -q --release --locked --bin outboard-bench
+
+# A Ceph is good to have, not needed: without it the report leaves it out and says so. CEPH=0 does not even ask for it.
+setup-report: setup-demo
+ifneq ($(CEPH),0)
+	@scripts/setup ceph || echo "make report: goes on without Ceph"
+endif
+
+report: setup-report ## The paper's evaluation beside a real Ceph: report/index.html (QUICK=1: 4 min; ROUNDS=7 SECONDS=3: 50 min)
+	$(CARGO) build --release --locked --bin outboard --bin outboard-report
+	@QUICK=$(QUICK) ROUNDS=$(ROUNDS) SECONDS=$(SECONDS) CEPH=$(CEPH) $(CARGO) run -q --release --locked --bin outboard-report
 
 doc: setup ## The crates' documentation
 	$(CARGO) doc --locked --workspace --no-deps

@@ -54,6 +54,15 @@ impl FioFile {
         Ok(job.write.bw_bytes / 1e6)
     }
 
+    /// Throughput of O_DIRECT reads of `bs` at a queue depth, in 10^6 bytes per second.
+    ///
+    /// # Errors
+    /// If fio fails.
+    pub fn read_mb_per_s(&self, bs: &str, depth: u32, seconds: u32) -> Result<f64> {
+        let job = self.timed("read", bs, depth, seconds, &[])?;
+        Ok(job.read.bw_bytes / 1e6)
+    }
+
     /// Rate of 4 KiB random O_DIRECT writes, each followed by fdatasync, one at a time.
     ///
     /// # Errors

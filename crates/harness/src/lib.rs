@@ -1,11 +1,13 @@
-//! What the demo and the benchmark share: a node driven through the `outboard` program, as a user would, the ceilings of the
-//! machine (drive, loopback TCP, memory) to compare it with, and the tables they print.
+//! What the demo, the benchmark and the report share: a node driven through the `outboard` program, as a user would, the ceilings of the
+//! machine (drive, loopback TCP, memory) to compare it with, and the tables they print. `evaluation` is the
+//! report itself.
 //!
 //! Nothing of the project is linked here: what these programs show is what the command line does.
 
 #![forbid(unsafe_code)]
 
 pub mod ceiling;
+pub mod evaluation;
 pub mod node;
 pub mod report;
 pub mod tree;

@@ -1,11 +1,12 @@
 //! A node, driven through the `outboard` program.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 use crate::Result;
 
@@ -34,6 +35,7 @@ impl Placement {
 pub struct Node {
     program: PathBuf,
     dir: PathBuf,
+    environment: Vec<(String, String)>,
 }
 
 /// The parts of `outboard status --json` that the harness looks at.
@@ -71,6 +73,49 @@ pub struct BenchResult {
     pub host_cpu_us_per_op: f64,
     /// CPU time of all processes, client and emulated hardware included, per operation, in µs.
     pub node_cpu_us_per_op: f64,
+    /// What each process used, the client included.
+    #[serde(default)]
+    pub processes: Vec<ProcessUse>,
+    /// Where an operation's time goes, if the node knows.
+    #[serde(default)]
+    pub breakdown_us: Option<Breakdown>,
+}
+
+/// What a process used during a measurement.
+#[derive(Debug, Clone, Deserialize)]
+pub struct ProcessUse {
+    /// `store`, `osd`, `node`, `supervisor` or `client`.
+    pub role: String,
+    /// User and system time.
+    pub cpu_seconds: f64,
+    /// The same by thread class.
+    #[serde(default)]
+    pub by_class: BTreeMap<String, ClassUse>,
+}
+
+/// What a class of threads used during a measurement.
+#[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
+pub struct ClassUse {
+    /// User and system time.
+    pub cpu_seconds: f64,
+    /// Voluntary and involuntary; none of a class that shares its thread with another.
+    #[serde(default)]
+    pub context_switches: f64,
+}
+
+/// Where the time of an operation goes, as table 3 of the paper divides it: means, in µs. The parts exclude each other and add up.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+pub struct Breakdown {
+    /// All of it; of what `outboard bench` reports, the osd's part of the latency.
+    pub total: f64,
+    /// Writing to the drive.
+    pub host_write: f64,
+    /// Its DMA transfers themselves.
+    pub dma: f64,
+    /// Waiting for the DMA engine.
+    pub dma_wait: f64,
+    /// The rest.
+    pub others: f64,
 }
 
 /// Latency in microseconds.
@@ -107,7 +152,20 @@ impl Node {
         if !program.exists() {
             return Err(format!("{} is not built; run this by make", program.display()).into());
         }
-        Ok(Node { program, dir: dir.to_owned() })
+        Ok(Node { program, dir: dir.to_owned(), environment: Vec::new() })
+    }
+
+    /// The same node, its commands run with an environment variable.
+    #[must_use]
+    pub fn with_env(mut self, key: &str, value: &str) -> Node {
+        self.environment.push((key.to_owned(), value.to_owned()));
+        self
+    }
+
+    /// Its directory.
+    #[must_use]
+    pub fn dir(&self) -> &Path {
+        &self.dir
     }
 
     /// A command of `outboard` on this node.
@@ -115,6 +173,7 @@ impl Node {
     pub fn command(&self, args: &[&str]) -> Command {
         let mut command = Command::new(&self.program);
         command.args(args).env("OUTBOARD_DIR", &self.dir).env_remove("OUTBOARD_ENDPOINT");
+        command.envs(self.environment.iter().map(|(k, v)| (k, v)));
         command
     }
 
@@ -124,6 +183,18 @@ impl Node {
     /// If it fails.
     pub fn run(&self, args: &[&str]) -> Result<()> {
         let status = self.command(args).status()?;
+        if !status.success() {
+            return Err(format!("outboard {} failed: {status}", args.join(" ")).into());
+        }
+        Ok(())
+    }
+
+    /// Runs a command of `outboard`; what it prints on standard output is not shown.
+    ///
+    /// # Errors
+    /// If it fails.
+    pub fn run_quietly(&self, args: &[&str]) -> Result<()> {
+        let status = self.command(args).stdout(Stdio::null()).status()?;
         if !status.success() {
             return Err(format!("outboard {} failed: {status}", args.join(" ")).into());
         }
@@ -155,18 +226,15 @@ impl Node {
     /// # Errors
     /// If it does not come up.
     pub fn up(&self, placement: Placement, targets: u32, target_size: &str) -> Result<()> {
-        let targets = targets.to_string();
-        let args = [
-            "up",
-            "--detach",
-            "--placement",
-            placement.name(),
-            "--targets",
-            &targets,
-            "--target-size",
-            target_size,
-        ];
-        self.run(&[&args[..], &["--listen", "127.0.0.1:0"]].concat())
+        self.run(&up_args(placement, &targets.to_string(), target_size))
+    }
+
+    /// Starts the node and prints nothing.
+    ///
+    /// # Errors
+    /// If it does not come up.
+    pub fn up_quietly(&self, placement: Placement, targets: u32, target_size: &str) -> Result<()> {
+        self.run_quietly(&up_args(placement, &targets.to_string(), target_size))
     }
 
     /// Stops the node.
@@ -230,10 +298,34 @@ impl Node {
     /// # Errors
     /// If it fails.
     pub fn bench(&self, pool: &str, workload: Workload<'_>) -> Result<BenchResult> {
+        self.bench_with(pool, workload, &[])
+    }
+
+    /// Runs `outboard bench` with more options.
+    ///
+    /// # Errors
+    /// If it fails.
+    pub fn bench_with(&self, pool: &str, workload: Workload<'_>, more: &[&str]) -> Result<BenchResult> {
         let (in_flight, seconds) = (workload.in_flight.to_string(), workload.seconds.to_string());
         let args = ["bench", workload.mode, "--pool", pool, "--object-size", workload.object_size];
-        self.json(&[&args[..], &["--in-flight", &in_flight, "--seconds", &seconds, "--json"]].concat())
+        let timing = ["--in-flight", &in_flight, "--seconds", &seconds, "--json"];
+        self.json(&[&args[..], &timing, more].concat())
     }
+}
+
+fn up_args<'a>(placement: Placement, targets: &'a str, target_size: &'a str) -> [&'a str; 10] {
+    [
+        "up",
+        "--detach",
+        "--listen",
+        "127.0.0.1:0",
+        "--placement",
+        placement.name(),
+        "--targets",
+        targets,
+        "--target-size",
+        target_size,
+    ]
 }
 
 impl Drop for Node {

@@ -1,0 +1,117 @@
+//! `make report`: the paper's evaluation, run here beside a real Ceph. Writes `report/index.html` and `report/report.json`.
+//! `QUICK=1`, `ROUNDS`, `SECONDS` and `CEPH=0` say how much is measured, `OUTBOARD_REPORT_WORK` where (see `settings`).
+
+#![forbid(unsafe_code)]
+
+use std::fs;
+
+use outboard_harness::Result;
+use outboard_harness::evaluation::bars::{self, Bar, Bound, Unit, Verdict};
+use outboard_harness::evaluation::campaign::Campaign;
+use outboard_harness::evaluation::environment::Environment;
+use outboard_harness::evaluation::page::{self, Content};
+use outboard_harness::evaluation::progress::{Progress, minutes};
+use outboard_harness::evaluation::rig::Rig;
+use outboard_harness::evaluation::sample::Measurements;
+use outboard_harness::evaluation::settings::Settings;
+use outboard_harness::report::{Table, say};
+use serde::Serialize;
+
+fn main() -> Result<()> {
+    let settings = Settings::from_env();
+    fs::create_dir_all(&settings.out)?;
+    let started = std::time::Instant::now();
+    let environment = Environment::here(&settings.out);
+    let mut missing = Vec::new();
+    let setup = Progress::new(0.0);
+    let rig = Rig::up(&settings, &mut missing, &|what| setup.show(what));
+    setup.clear();
+    let rig = rig?;
+    missing.iter().for_each(|what| say(format!("left out: {what}")));
+    let mut campaign = Campaign::new(&settings, &rig, missing);
+    let planned = campaign.seconds();
+    say(format!(
+        "{} round(s) of {} s per run in {}: {}",
+        settings.rounds,
+        settings.seconds,
+        settings.work.display(),
+        minutes(planned)
+    ));
+    let mut progress = Progress::new(planned);
+    for round in 1..=settings.rounds {
+        campaign.round(round, &mut progress);
+        // After each round, so that a run that is cut short leaves what it has.
+        write(&settings, &environment, &campaign.found, round)?;
+    }
+    progress.clear();
+    summary(&bars::all(&campaign.found));
+    campaign.found.problems.iter().for_each(|what| say(format!("problem: {what}")));
+    say(format!(
+        "{} and report.json, after {:.0} s",
+        settings.out.join("index.html").display(),
+        started.elapsed().as_secs_f64()
+    ));
+    Ok(())
+}
+
+/// `report.json`. Fields stay, new ones may come.
+#[derive(Serialize)]
+struct Document<'a> {
+    environment: &'a Environment,
+    quick: bool,
+    rounds: u32,
+    seconds_per_run: u32,
+    large_set_objects: Option<u64>,
+    bars: &'a [Bar],
+    #[serde(flatten)]
+    found: &'a Measurements,
+}
+
+fn write(settings: &Settings, environment: &Environment, found: &Measurements, rounds: u32) -> Result<()> {
+    let bars = bars::all(found);
+    let html = page::html(&Content { settings, environment, found, bars: &bars, rounds });
+    let document = Document {
+        environment,
+        quick: settings.quick,
+        rounds,
+        seconds_per_run: settings.seconds,
+        large_set_objects: settings.large_set(),
+        bars: &bars,
+        found,
+    };
+    fs::write(settings.out.join("report.json"), serde_json::to_vec_pretty(&document)?)?;
+    fs::write(settings.out.join("index.html"), html)?;
+    Ok(())
+}
+
+/// The bars, on the terminal.
+fn summary(bars: &[Bar]) {
+    let mut table = Table::new(&["bar", "median", "interval", "threshold", "verdict", "paper"]);
+    for (bar, row) in bars.iter().flat_map(|b| b.rows.iter().map(move |r| (b, r))) {
+        let unit = if row.unit == Unit::Percent { " %" } else { "" };
+        let number = |v: f64| format!("{v:.2}{unit}");
+        table.row(&[
+            format!("{} {}: {}", bar.number, bar.title, row.case),
+            row.value.map_or_else(|| "-".to_owned(), |v| number(v.median)),
+            row.value
+                .filter(|v| v.n > 1)
+                .map_or_else(String::new, |v| format!("{:.2}..{:.2}", v.low, v.high)),
+            match row.bound {
+                Some(Bound::AtLeast(v)) => format!(">= {v}{unit}"),
+                Some(Bound::AtMost(v)) => format!("<= {v}{unit}"),
+                None => String::new(),
+            },
+            match row.verdict {
+                Verdict::Pass => "pass",
+                Verdict::Fail => "FAIL",
+                Verdict::NotMeasured => "not measured",
+                Verdict::Information => "",
+            }
+            .to_owned(),
+            row.paper.clone().unwrap_or_default(),
+        ]);
+    }
+    table.print();
+    let (passed, failed, absent) = bars::score(bars);
+    say(format!("  {passed} passed, {failed} failed, {absent} not measured"));
+}

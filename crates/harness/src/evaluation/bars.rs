@@ -1,0 +1,362 @@
+//! What a run is held against: thresholds, each with what the paper reports.
+
+use serde::Serialize;
+
+use super::paper;
+use super::sample::{CeilingKind, Measurements, Sample};
+use super::stats::{Estimate, Rounds, estimate, paired, ratio};
+use super::workload::{Case, Config, MIB, Mode, PAPER_SIZES, size_label};
+use crate::node::Breakdown;
+
+/// A claim and how it is checked, case by case.
+#[derive(Debug, Clone, Serialize)]
+pub struct Bar {
+    /// What it is called in this report.
+    pub number: &'static str,
+    /// The claim.
+    pub title: &'static str,
+    /// How the figure is computed.
+    pub definition: &'static str,
+    /// One row per case.
+    pub rows: Vec<Row>,
+}
+
+/// A case of a claim.
+#[derive(Debug, Clone, Serialize)]
+pub struct Row {
+    /// Which.
+    pub case: String,
+    /// Median over rounds of the pairs' ratio; none if it was not measured.
+    pub value: Option<Estimate>,
+    /// How to print it.
+    pub unit: Unit,
+    /// The threshold; none where the figure is there for comparison only.
+    pub bound: Option<Bound>,
+    /// Whether the median keeps it.
+    pub verdict: Verdict,
+    /// What the paper has in its place.
+    pub paper: Option<String>,
+}
+
+/// How a figure is printed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Unit {
+    /// Of a hundred.
+    Percent,
+    /// One to something.
+    Ratio,
+}
+
+/// A threshold.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Bound {
+    /// The least that passes.
+    AtLeast(f64),
+    /// The most that passes.
+    AtMost(f64),
+}
+
+/// What came out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Verdict {
+    /// The median keeps the threshold.
+    Pass,
+    /// It does not.
+    Fail,
+    /// The run did not measure it.
+    NotMeasured,
+    /// There is no threshold.
+    Information,
+}
+
+impl Row {
+    fn new(case: impl Into<String>, rounds: Rounds, unit: Unit, bound: Option<Bound>) -> Row {
+        let value = estimate(rounds.into_values());
+        let verdict = match (value, bound) {
+            (None, _) => Verdict::NotMeasured,
+            (_, None) => Verdict::Information,
+            (Some(v), Some(Bound::AtLeast(least))) if v.median >= least => Verdict::Pass,
+            (Some(v), Some(Bound::AtMost(most))) if v.median <= most => Verdict::Pass,
+            _ => Verdict::Fail,
+        };
+        Row { case: case.into(), value, unit, bound, verdict, paper: None }
+    }
+
+    fn beside(self, paper: impl Into<String>) -> Row {
+        Row { paper: Some(paper.into()), ..self }
+    }
+}
+
+/// All bars, in order.
+#[must_use]
+pub fn all(m: &Measurements) -> Vec<Bar> {
+    vec![
+        host_cpu_against_ceph(m),
+        host_cpu_against_host(m),
+        node_cpu_against_ceph(m),
+        write_throughput(m),
+        latency_alone(m),
+        dma_wait(m),
+        serial_engine(m),
+        read_throughput(m),
+        against_ceph(m),
+        against_drive(m),
+        idle(m),
+    ]
+}
+
+fn writes(config: Config, size: u64) -> Case {
+    Case::new(config, Mode::Write, size)
+}
+
+/// A row per size of the paper.
+fn by_size(
+    rounds: impl Fn(u64) -> Rounds,
+    unit: Unit,
+    bounds: [Bound; 4],
+    paper: Option<[String; 4]>,
+) -> Vec<Row> {
+    let row = |i: usize| {
+        let row = Row::new(size_label(PAPER_SIZES[i]), rounds(PAPER_SIZES[i]), unit, Some(bounds[i]));
+        match &paper {
+            Some(figures) => row.beside(figures[i].clone()),
+            None => row,
+        }
+    };
+    (0..PAPER_SIZES.len()).map(row).collect()
+}
+
+fn saved_percent(m: &Measurements, of: Config, against: Config, size: u64) -> Rounds {
+    let cpu = |config| m.rounds(&writes(config, size), |s| s.host_cpu_us_per_op);
+    ratio(&cpu(of), &cpu(against)).into_iter().map(|(round, r)| (round, 100.0 * (1.0 - r))).collect()
+}
+
+fn host_cpu_against_ceph(m: &Measurements) -> Bar {
+    let rounds = |size| saved_percent(m, Config::DpuMemcpy, Config::Ceph, size);
+    let paper = paper::SAVED.map(|saved| format!("{saved} %"));
+    Bar {
+        number: "1",
+        title: "Host CPU saved against Ceph, writes",
+        definition: "1 − CPU per write of the store's process (dpu) / CPU per write of the ceph-osd. Ceph's mon and mgr are not counted.",
+        rows: by_size(rounds, Unit::Percent, [Bound::AtLeast(95.0); 4], Some(paper)),
+    }
+}
+
+fn host_cpu_against_host(m: &Measurements) -> Bar {
+    let rounds = |size| saved_percent(m, Config::DpuMemcpy, Config::Host, size);
+    Bar {
+        number: "2",
+        title: "Host CPU saved against the same code on the host, writes",
+        definition: "1 − CPU per write of the store's process (dpu) / CPU per write of the node's one process (host).",
+        rows: by_size(rounds, Unit::Percent, [Bound::AtLeast(60.0); 4], None),
+    }
+}
+
+fn node_cpu_against_ceph(m: &Measurements) -> Bar {
+    let cpu = |config, size| m.rounds(&writes(config, size), |s| s.node_cpu_us_per_op);
+    let rounds = |size| ratio(&cpu(Config::DpuMemcpy, size), &cpu(Config::Ceph, size));
+    Bar {
+        number: "3",
+        title: "All CPU against Ceph's, writes",
+        definition: "CPU per write of every process of the node and its client, emulated DMA included / CPU per write of the ceph-osd and its client.",
+        rows: by_size(rounds, Unit::Ratio, [Bound::AtMost(1.0); 4], None),
+    }
+}
+
+fn write_throughput(m: &Measurements) -> Bar {
+    let rate = |config, size| m.rounds(&writes(config, size), |s| s.iops);
+    let rounds = |size| ratio(&rate(Config::DpuMemcpy, size), &rate(Config::Host, size));
+    let paper = std::array::from_fn(|i| format!("{:.2}", paper::FIG10_DOCEPH[i] / paper::FIG10_BASELINE[i]));
+    let bounds = [0.85, 0.92, 0.95, 0.95].map(Bound::AtLeast);
+    Bar {
+        number: "4",
+        title: "Write throughput, dpu / host",
+        definition: "Writes per second, 16 in flight.",
+        rows: by_size(rounds, Unit::Ratio, bounds, Some(paper)),
+    }
+}
+
+fn latency_alone(m: &Measurements) -> Bar {
+    let latency = |config| m.rounds(&writes(config, MIB).one_at_a_time(), |s| s.latency_us_mean);
+    let more = paired(&latency(Config::DpuMemcpy), &latency(Config::Host), |d, h| 100.0 * (d / h - 1.0));
+    let row = Row::new("1 MiB, one at a time", more, Unit::Percent, Some(Bound::AtMost(25.0)));
+    Bar {
+        number: "5",
+        title: "Latency added by the DPU",
+        definition: "Mean latency of writes, dpu / host − 1. The paper's figure is with 16 in flight.",
+        rows: vec![row.beside("67 %")],
+    }
+}
+
+fn dma_wait(m: &Measurements) -> Bar {
+    let share = |s: &Sample| s.breakdown_us.map(|b| 100.0 * b.dma_wait / b.total);
+    let row = |size: u64, bound| {
+        let rounds = m.rounds_if(&writes(Config::DpuMemcpy, size), share);
+        let column = paper::TABLE3[PAPER_SIZES.iter().position(|s| *s == size).unwrap_or(0)];
+        let paper = format!("{:.1} %", 100.0 * column.dma_wait / column.total());
+        Row::new(size_label(size), rounds, Unit::Percent, bound).beside(paper)
+    };
+    let rows = PAPER_SIZES.map(|size| row(size, (size == MIB).then_some(Bound::AtMost(10.0))));
+    Bar {
+        number: "6a",
+        title: "DMA wait's share of a write's latency, profile memcpy",
+        definition: "Mean time that a write waits for the DMA engine / mean latency, 16 in flight.",
+        rows: rows.to_vec(),
+    }
+}
+
+fn serial_engine(m: &Measurements) -> Bar {
+    let excess = |s: &Sample| {
+        let b = s.breakdown_us?;
+        let service_us = paper::dma_service_us(s.case.size);
+        Some((b.dma + b.dma_wait) / serial_engine_bound_us(&b, service_us, s.case.in_flight))
+    };
+    let rounds = |size| m.rounds_if(&writes(Config::DpuBf3, size), excess);
+    Bar {
+        number: "6b",
+        title: "DMA and DMA wait against a serial engine's lower bound, profile bf3-paper",
+        definition: "(DMA + DMA wait) / max(S, N·S − Z). S is what the engine takes for one write: 2.4 ms and 0.38 ms per MB, a line through the paper's table 3. \
+                     N is 16 in flight. Z is the time that a write spends elsewhere: mean latency − DMA − DMA wait. A serial engine finishes at most one write per S, \
+                     so by Little's law each of N writes in flight takes N·S or longer in all; what of that is not spent elsewhere is spent at the engine, however \
+                     well everything is pipelined. 1 means that the engine never rests while a write is there for it; more is pipeline that is missing; less, that \
+                     writes share what the engine takes once per piece.",
+        rows: by_size(rounds, Unit::Ratio, [Bound::AtMost(1.15); 4], None),
+    }
+}
+
+/// The least mean time, in µs, that a request can spend at a serial engine and in its queue: its own service, or what a closed loop of
+/// `in_flight` requests leaves over when the engine is what limits throughput.
+#[must_use]
+pub fn serial_engine_bound_us(b: &Breakdown, service_us: f64, in_flight: u32) -> f64 {
+    let elsewhere = b.total - b.dma - b.dma_wait;
+    (f64::from(in_flight) * service_us - elsewhere).max(service_us)
+}
+
+fn read_throughput(m: &Measurements) -> Bar {
+    let rate = |config, size| m.rounds(&Case::new(config, Mode::Read, size), |s| s.iops);
+    let rounds = |size| ratio(&rate(Config::DpuMemcpy, size), &rate(Config::Host, size));
+    Bar {
+        number: "7",
+        title: "Read throughput, dpu / host",
+        definition: "Reads per second, 16 in flight. The paper implements writes only.",
+        rows: by_size(rounds, Unit::Ratio, [Bound::AtLeast(0.90); 4], None),
+    }
+}
+
+fn against_ceph(m: &Measurements) -> Bar {
+    let row = |mode: Mode, size: u64, least: Option<f64>| {
+        let rate = |config| m.rounds(&Case::new(config, mode, size), |s| s.iops);
+        let rounds = ratio(&rate(Config::DpuMemcpy), &rate(Config::Ceph));
+        Row::new(
+            format!("{} {}", size_label(size), mode.name()),
+            rounds,
+            Unit::Ratio,
+            least.map(Bound::AtLeast),
+        )
+    };
+    let large = |config| m.rounds(&Case::large_set(config), |s| s.iops);
+    let of_large_set = ratio(&large(Config::DpuMemcpy), &large(Config::Ceph));
+    Bar {
+        number: "8",
+        title: "Throughput against Ceph",
+        definition: "Operations per second, dpu / Ceph, 16 in flight.",
+        rows: vec![
+            row(Mode::Write, 4096, Some(5.0)),
+            row(Mode::Randread, 4096, Some(2.5)),
+            row(Mode::Write, MIB, Some(2.0)),
+            row(Mode::Write, 4 * MIB, Some(2.0)),
+            row(Mode::Randread, 4 * MIB, None),
+            Row::new("4 KiB randread, large set", of_large_set, Unit::Ratio, None),
+        ],
+    }
+}
+
+fn against_drive(m: &Measurements) -> Bar {
+    let drive = m.ceiling(CeilingKind::DriveWrite, 4 * MIB);
+    let row = |config: Config, bound| {
+        let rounds = ratio(&m.rounds(&writes(config, 4 * MIB), |s| s.mb_per_s), &drive);
+        Row::new(format!("4 MiB, {}", config.label()), rounds, Unit::Ratio, bound)
+    };
+    let bound = Some(Bound::AtLeast(0.80));
+    Bar {
+        number: "9",
+        title: "Write throughput against the drive",
+        definition: "Bytes per second / those of fio with O_DIRECT on the same drive, the better of depth 1 and 16.",
+        rows: vec![row(Config::DpuMemcpy, bound), row(Config::Host, None), row(Config::Ceph, None)],
+    }
+}
+
+fn idle(m: &Measurements) -> Bar {
+    let on_host = |process: &str| ["store", "node", "supervisor"].contains(&process);
+    let row = |case: &str, rounds, bound| Row::new(case, rounds, Unit::Percent, bound);
+    Bar {
+        number: "10",
+        title: "Host CPU of an idle node",
+        definition: "CPU in % of one core over 10 s without requests; on the host are the store (or the node's one process) and the supervisor.",
+        rows: vec![
+            row("dpu: store and supervisor", m.idle(Config::DpuMemcpy, on_host), Some(Bound::AtMost(0.3))),
+            row("dpu: osd, on the emulated DPU", m.idle(Config::DpuMemcpy, |p| p == "osd"), None),
+            row("host: node and supervisor", m.idle(Config::Host, on_host), None),
+            row("Ceph: OSD", m.idle(Config::Ceph, |p| p == "ceph-osd"), None),
+            row("Ceph: mon and mgr", m.idle(Config::Ceph, |p| p != "ceph-osd"), None),
+        ],
+    }
+}
+
+/// How many rows passed, failed and were not measured, of those that have a threshold.
+#[must_use]
+pub fn score(bars: &[Bar]) -> (usize, usize, usize) {
+    let rows = || bars.iter().flat_map(|b| &b.rows).filter(|r| r.bound.is_some());
+    let count = |verdict| rows().filter(|r| r.verdict == verdict).count();
+    (count(Verdict::Pass), count(Verdict::Fail), count(Verdict::NotMeasured))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn breakdown(dma: f64, dma_wait: f64, elsewhere: f64) -> Breakdown {
+        Breakdown { total: dma + dma_wait + elsewhere, host_write: elsewhere, dma, dma_wait, others: 0.0 }
+    }
+
+    #[test]
+    fn a_saturated_engine_that_never_rests_is_at_its_bound() {
+        // 16 requests, 100 µs of service, 400 µs elsewhere: each takes 1600 µs, 1200 of them at the engine.
+        let b = breakdown(100.0, 1100.0, 400.0);
+        assert_eq!(serial_engine_bound_us(&b, 100.0, 16), 1200.0);
+    }
+
+    #[test]
+    fn an_engine_that_rests_is_above_its_bound() {
+        // Only one write per 110 µs although one takes 100: 16 in flight take 1760 µs, 1360 of them at the engine.
+        let b = breakdown(100.0, 1260.0, 400.0);
+        assert!((b.dma + b.dma_wait) / serial_engine_bound_us(&b, 100.0, 16) > 1.1);
+    }
+
+    #[test]
+    fn an_engine_that_is_not_the_bottleneck_is_held_against_its_service_time() {
+        let b = breakdown(100.0, 5.0, 4000.0);
+        assert_eq!(serial_engine_bound_us(&b, 100.0, 16), 100.0);
+    }
+
+    #[test]
+    fn what_was_not_measured_neither_passes_nor_fails() {
+        let bars = all(&Measurements::default());
+        let (passed, failed, absent) = score(&bars);
+        assert_eq!((passed, failed), (0, 0));
+        assert!(absent > 20, "{absent}");
+    }
+
+    #[test]
+    fn verdicts_follow_the_median() {
+        let row = |values: [f64; 3], bound| {
+            Row::new("", (1..).zip(values).collect(), Unit::Ratio, Some(bound)).verdict
+        };
+        assert_eq!(row([0.1, 0.9, 0.95], Bound::AtLeast(0.9)), Verdict::Pass);
+        assert_eq!(row([0.1, 0.89, 0.95], Bound::AtLeast(0.9)), Verdict::Fail);
+        assert_eq!(row([0.1, 1.0, 9.0], Bound::AtMost(1.0)), Verdict::Pass);
+    }
+}

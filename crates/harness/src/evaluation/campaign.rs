@@ -1,0 +1,152 @@
+//! Runs the plan and keeps what comes out.
+
+use std::time::Duration;
+
+use super::plan::{self, IDLE_SECONDS, SHRINK_SECONDS, Step, Subjects};
+use super::processes::Threads;
+use super::progress::Progress;
+use super::rig::Rig;
+use super::sample::{Ceiling, CeilingKind, Idle, Measurements, Sample};
+use super::settings::Settings;
+use super::workload::{Case, Config, IN_FLIGHT, Mode};
+use crate::{Result, ceiling};
+
+/// After so many failed steps a system is left alone.
+const FAILURES_MOST: u32 = 3;
+
+/// Every round of a run.
+pub struct Campaign<'a> {
+    settings: &'a Settings,
+    rig: &'a Rig,
+    subjects: Subjects,
+    /// What was found so far.
+    pub found: Measurements,
+    failures: Vec<Config>,
+}
+
+impl<'a> Campaign<'a> {
+    /// Of what is up.
+    #[must_use]
+    pub fn new(settings: &'a Settings, rig: &'a Rig, problems: Vec<String>) -> Campaign<'a> {
+        let found = Measurements { problems, ..Measurements::default() };
+        Campaign { settings, rig, subjects: rig.subjects(), found, failures: Vec::new() }
+    }
+
+    /// How long all rounds should take, in s.
+    #[must_use]
+    pub fn seconds(&self) -> f64 {
+        let steps = (1..=self.settings.rounds).flat_map(|r| plan::round(self.settings, &self.subjects, r));
+        steps.map(|s| s.seconds(self.settings)).sum()
+    }
+
+    /// Runs one round. A step that fails is a problem to report, no reason to lose the rest.
+    pub fn round(&mut self, round: u32, progress: &mut Progress) {
+        for step in plan::round(self.settings, &self.subjects, round) {
+            progress.show(&format!("round {round} of {}: {}", self.settings.rounds, step.label()));
+            if let Err(why) = self.step(round, &step) {
+                self.found.problems.push(format!("round {round}, {}: {why}", step.label()));
+                self.count_failure(&step);
+            }
+            progress.add(step.seconds(self.settings));
+        }
+    }
+
+    fn count_failure(&mut self, step: &Step) {
+        let config = match step {
+            Step::Modes { config, .. } => *config,
+            Step::CephLargeSet => Config::Ceph,
+            Step::Drive { .. } | Step::Run(_) | Step::Machine | Step::Idle => return,
+        };
+        self.failures.push(config);
+        let count = self.failures.iter().filter(|c| **c == config).count();
+        if count as u32 == FAILURES_MOST {
+            self.subjects.configs.retain(|c| *c != config);
+            self.found.problems.push(format!("{} was given up after {count} failures", config.label()));
+        }
+    }
+
+    fn step(&mut self, round: u32, step: &Step) -> Result<()> {
+        match step {
+            Step::Drive { size } => self.drive(round, *size),
+            Step::Modes { config: Config::Ceph, size } => self.ceph_modes(round, *size),
+            Step::Modes { config, size } => {
+                Mode::ALL.into_iter().try_for_each(|mode| self.run(round, Case::new(*config, mode, *size)))
+            }
+            Step::Run(case) => self.run(round, case.clone()),
+            Step::CephLargeSet => self.ceph_large_set(round),
+            Step::Machine => self.machine(round),
+            Step::Idle => self.idle(round),
+        }
+    }
+
+    fn run(&mut self, round: u32, case: Case) -> Result<()> {
+        let result = self.rig.bench(self.settings, &case, self.settings.seconds)?;
+        self.found.samples.push(Sample::of_bench(round, case, &result));
+        Ok(())
+    }
+
+    /// Reads find what was just written; then it is removed, whether they worked or not.
+    fn ceph_modes(&mut self, round: u32, size: u64) -> Result<()> {
+        let rig = self.rig;
+        let ceph = rig.ceph.as_ref().ok_or("there is no Ceph")?;
+        let outcome = Mode::ALL.into_iter().try_for_each(|mode| -> Result<()> {
+            let case = Case::new(Config::Ceph, mode, size);
+            self.found.samples.push(ceph.bench(round, &case, self.settings.seconds)?);
+            Ok(())
+        });
+        ceph.clean()?;
+        outcome
+    }
+
+    fn ceph_large_set(&mut self, round: u32) -> Result<()> {
+        let rig = self.rig;
+        let ceph = rig.ceph.as_ref().ok_or("there is no Ceph")?;
+        ceph.limit_memory(true)?;
+        pause(SHRINK_SECONDS);
+        let outcome = ceph.bench(round, &Case::large_set(Config::Ceph), self.settings.seconds);
+        ceph.limit_memory(false)?;
+        self.found.samples.push(outcome?);
+        Ok(())
+    }
+
+    fn drive(&mut self, round: u32, size: u64) -> Result<()> {
+        let (fio, bs, seconds) = (&self.rig.fio, size.to_string(), self.settings.fio_seconds());
+        let writes = fio.write_mb_per_s(&bs, 1, seconds)?.max(fio.write_mb_per_s(&bs, IN_FLIGHT, seconds)?);
+        let reads = fio.read_mb_per_s(&bs, 1, seconds)?.max(fio.read_mb_per_s(&bs, IN_FLIGHT, seconds)?);
+        self.ceiling(round, CeilingKind::DriveWrite, size, writes);
+        self.ceiling(round, CeilingKind::DriveRead, size, reads);
+        if size == 4096 {
+            let random = fio.randread_iops(IN_FLIGHT, seconds)? * size as f64 / 1e6;
+            self.ceiling(round, CeilingKind::DriveRandread, size, random);
+        }
+        Ok(())
+    }
+
+    fn machine(&mut self, round: u32) -> Result<()> {
+        self.ceiling(round, CeilingKind::Loopback, 0, ceiling::loopback_mb_per_s(1)?);
+        self.ceiling(round, CeilingKind::Memcpy, 0, ceiling::memcpy_mb_per_s());
+        Ok(())
+    }
+
+    fn ceiling(&mut self, round: u32, kind: CeilingKind, size: u64, mb_per_s: f64) {
+        self.found.ceilings.push(Ceiling { round, kind, size, mb_per_s });
+    }
+
+    fn idle(&mut self, round: u32) -> Result<()> {
+        pause(IDLE_SECONDS.0);
+        let processes = self.rig.processes()?;
+        let before: Vec<Threads> = processes.iter().map(|(.., pid)| Threads::of(*pid)).collect();
+        let started = std::time::Instant::now();
+        pause(IDLE_SECONDS.1);
+        for ((config, process, pid), before) in processes.into_iter().zip(before) {
+            let used = Threads::of(pid).cpu_seconds_since(&before);
+            let cpu_percent = 100.0 * used / started.elapsed().as_secs_f64();
+            self.found.idle.push(Idle { round, config, process, cpu_percent });
+        }
+        Ok(())
+    }
+}
+
+fn pause(seconds: u32) {
+    std::thread::sleep(Duration::from_secs(u64::from(seconds)));
+}

@@ -1,0 +1,199 @@
+//! A real Ceph to compare with: one OSD with BlueStore on a file beside the nodes' targets, no copies. `bench/ceph` starts and stops
+//! it; `rados bench` drives it; the OSD's CPU is booked here, thread by thread (bench/ceph/README.md).
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use serde::Deserialize;
+
+use super::processes::{Threads, children_cpu_seconds};
+use super::sample::{Part, Sample, sum_parts};
+use super::workload::{Case, Set};
+use crate::Result;
+
+/// Most that the OSD may use, as `bench/ceph/up` sets it.
+const MEMORY_TARGET: u64 = 2 << 30;
+
+/// The least that it can be told to: caches of 128 MiB remain (`osd_memory_cache_min`).
+const MEMORY_TARGET_LEAST: u64 = 896 << 20;
+
+/// A cluster in a directory of its own. It is stopped by whoever cleans that up.
+#[derive(Debug)]
+pub struct Cluster {
+    dir: PathBuf,
+}
+
+/// The end of what `rados bench --format json` prints.
+#[derive(Debug, Deserialize)]
+struct RadosBench {
+    total_time_run: String,
+    total_writes_made: Option<String>,
+    total_reads_made: Option<String>,
+    average_latency: String,
+}
+
+/// The folder that has `up` and `down`.
+#[must_use]
+pub fn scripts() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../bench/ceph")
+}
+
+impl Cluster {
+    /// Starts a cluster whose OSD has a file of `gib` GiB.
+    ///
+    /// # Errors
+    /// If Ceph is not installed or does not come up; the message says which.
+    pub fn up(dir: &Path, gib: u64) -> Result<Cluster> {
+        let mut command = Command::new("timeout");
+        command.arg("300").arg(scripts().join("up")).arg(dir).arg(format!("{gib}G"));
+        let output = command.stdin(Stdio::null()).output()?;
+        if output.status.success() {
+            return Ok(Cluster { dir: dir.to_owned() });
+        }
+        let said = String::from_utf8_lossy(&output.stderr);
+        Err(said.lines().last().unwrap_or("it did not come up within 300 s").to_owned().into())
+    }
+
+    /// Names and pids of its daemons.
+    #[must_use]
+    pub fn daemons(&self) -> Vec<(&'static str, u32)> {
+        let pid = |name: &str| {
+            let text = std::fs::read_to_string(self.dir.join(format!("pid/{name}.pid"))).ok()?;
+            text.trim().parse().ok()
+        };
+        let names = [("ceph-osd", "osd.0"), ("ceph-mon", "mon.a"), ("ceph-mgr", "mgr.x")];
+        names.into_iter().filter_map(|(program, name)| Some((program, pid(name)?))).collect()
+    }
+
+    /// Fills the pool of the large set with objects of 4 KiB.
+    ///
+    /// # Errors
+    /// If that fails or takes ten minutes.
+    pub fn fill_large_set(&self, objects: u64) -> Result<()> {
+        let objects = objects.to_string();
+        let more = ["-b", "4096", "-t", "64", "--max-objects", &objects, "--no-cleanup"];
+        self.rados("cold", 600, &[&["bench", "600", "write"][..], &more].concat())?;
+        Ok(())
+    }
+
+    /// Has the OSD make do with the least memory, or gives it back what it had. Its caches follow within some seconds.
+    ///
+    /// # Errors
+    /// If the OSD cannot be told.
+    pub fn limit_memory(&self, least: bool) -> Result<()> {
+        let target = if least { MEMORY_TARGET_LEAST } else { MEMORY_TARGET }.to_string();
+        let mut command = Command::new("timeout");
+        command.args(["30", "ceph", "-c"]).arg(self.dir.join("ceph.conf"));
+        command.args(["tell", "osd.0", "config", "set", "osd_memory_target", &target]);
+        let output = command.output()?;
+        if output.status.success() { Ok(()) } else { Err("the OSD's memory target cannot be set".into()) }
+    }
+
+    /// Runs `rados bench` and books what the OSD and the client use meanwhile. Objects stay until `clean`.
+    ///
+    /// # Errors
+    /// If `rados` fails.
+    pub fn bench(&self, round: u32, case: &Case, seconds: u32) -> Result<Sample> {
+        let pool = if case.set == Set::Large { "cold" } else { "bench" };
+        let osd =
+            self.daemons().into_iter().find(|(name, _)| *name == "ceph-osd").ok_or("there is no ceph-osd")?.1;
+        let (size, in_flight, seconds_text) =
+            (case.size.to_string(), case.in_flight.to_string(), seconds.to_string());
+        let mut args = vec!["bench", &seconds_text, case.mode.rados_name(), "-t", &in_flight];
+        if case.mode == super::workload::Mode::Write {
+            args.extend(["-b", &size, "--no-cleanup"]);
+        }
+        let (threads, client) = (Threads::of(osd), children_cpu_seconds());
+        let output = self.rados(pool, seconds + 60, &args)?;
+        let (client, now) = (children_cpu_seconds() - client, Threads::of(osd));
+        let found = RadosBench::parse(&output)?;
+        let ops = found.ops()?;
+        let per_op = |seconds: f64| seconds * 1e6 / ops.max(1) as f64;
+        let osd = now.cpu_seconds_since(&threads);
+        let iops = ops as f64 / found.total_time_run.parse::<f64>()?;
+        Ok(Sample {
+            round,
+            case: case.clone(),
+            ops,
+            // What `rados bench` calls MB/s is 2^20 bytes per second; this is 10^6.
+            mb_per_s: iops * case.size as f64 / 1e6,
+            iops,
+            latency_us_mean: found.average_latency.parse::<f64>()? * 1e6,
+            latency_us_p99: None,
+            host_cpu_us_per_op: per_op(osd),
+            node_cpu_us_per_op: per_op(osd + client),
+            client_cpu_us_per_op: per_op(client),
+            parts: sum_parts(now.since(&threads).map(|(name, used)| (Part::of_ceph_thread(name), used)), ops),
+            breakdown_us: None,
+        })
+    }
+
+    /// Removes the objects of the usual set, so that the file does not fill up.
+    ///
+    /// # Errors
+    /// If `rados` fails.
+    pub fn clean(&self) -> Result<()> {
+        self.rados("bench", 120, &["cleanup"])?;
+        Ok(())
+    }
+
+    /// Runs `rados` on a pool with a deadline: without its OSD it would wait for ever.
+    fn rados(&self, pool: &str, seconds: u32, args: &[&str]) -> Result<String> {
+        let mut command = Command::new("timeout");
+        command.args([
+            "--foreground",
+            "-k",
+            "5",
+            &seconds.to_string(),
+            "rados",
+            "-p",
+            pool,
+            "--format",
+            "json",
+            "-c",
+        ]);
+        command.arg(self.dir.join("ceph.conf")).args(args);
+        let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+        // For bench/ceph/down, should this process be killed.
+        let mark = self.dir.join("pid/client.pid");
+        std::fs::write(&mark, child.id().to_string())?;
+        let output = child.wait_with_output()?;
+        std::fs::remove_file(&mark)?;
+        if output.status.success() {
+            return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
+        }
+        let said = String::from_utf8_lossy(&output.stderr);
+        let why = said.lines().last().unwrap_or("no message");
+        Err(format!("rados {} failed ({}): {why}", args.join(" "), output.status).into())
+    }
+}
+
+impl RadosBench {
+    /// Finds the JSON object among what else is printed.
+    fn parse(output: &str) -> Result<RadosBench> {
+        let start = output.find('{').ok_or("rados bench printed no JSON")?;
+        Ok(serde_json::from_str(&output[start..])?)
+    }
+
+    fn ops(&self) -> Result<u64> {
+        let made = self.total_writes_made.as_ref().or(self.total_reads_made.as_ref());
+        Ok(made.ok_or("rados bench does not say how many operations it did")?.parse()?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_output_of_rados_bench_is_understood() {
+        let printed = concat!(
+            "hints = 1\n",
+            r#"{"datas":[{"sec":"0","avg_lat":"0"}],"total_time_run":"2.5","total_reads_made":"395","#,
+            r#""read_size":"4194304","bandwidth":"759.7","average_iops":"189","average_latency":"0.082665"}"#
+        );
+        let found = RadosBench::parse(printed).unwrap();
+        assert_eq!((found.ops().unwrap(), found.average_latency.as_str()), (395, "0.082665"));
+        assert!(RadosBench::parse("error").is_err());
+    }
+}

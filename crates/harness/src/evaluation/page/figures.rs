@@ -1,0 +1,348 @@
+//! The paper's figures 5 to 10 and tables 2 and 3, with what was measured here beside them.
+
+use super::svg::{self, Grouped, Series, Share, Stack, Stacked};
+use super::text::{cell, number, table};
+use crate::evaluation::paper;
+use crate::evaluation::sample::{Measurements, Part, Sample};
+use crate::evaluation::stats::{Estimate, estimate, ratio};
+use crate::evaluation::workload::{Case, Config, MIB, Mode, PAPER_SIZES, size_label};
+use crate::node::Breakdown;
+
+/// Every system, with its class in the style sheet.
+pub const SYSTEMS: [(Config, &str); 4] =
+    [(Config::Ceph, "ceph"), (Config::Host, "host"), (Config::DpuMemcpy, "memcpy"), (Config::DpuBf3, "bf3")];
+
+/// A figure that is drawn by size: what the paper has, and what is read from a run here.
+struct BySize<'a> {
+    title: &'a str,
+    axis: &'a str,
+    baseline: [Option<f64>; 4],
+    doceph: [f64; 4],
+    here: &'a dyn Fn(&Sample) -> f64,
+}
+
+/// All figures.
+pub fn section(m: &Measurements) -> String {
+    let mut html = String::from("<section><h2>The paper's figures</h2>");
+    html.push_str(&figure_5(m));
+    html.push_str(&figure_6(m));
+    html.push_str(&figure_7(m));
+    html.push_str(&figure_8(m));
+    html.push_str(&figure_9(m));
+    html.push_str(&figure_10(m));
+    html.push_str("</section>");
+    html
+}
+
+fn writes(config: Config, size: u64) -> Case {
+    Case::new(config, Mode::Write, size)
+}
+
+fn of(m: &Measurements, case: &Case, figure: &dyn Fn(&Sample) -> f64) -> Option<Estimate> {
+    estimate(m.rounds(case, figure).into_values())
+}
+
+/// Class of a part in the style sheet.
+fn part_class(part: Part) -> &'static str {
+    match part {
+        Part::Messenger => "p1",
+        Part::ObjectStore => "p2",
+        Part::Osd => "p3",
+        Part::OsdAndMessenger | Part::Rocksdb => "p4",
+        Part::Channel | Part::Dma => "p5",
+        Part::Other => "p6",
+    }
+}
+
+fn figure_5(m: &Measurements) -> String {
+    let mut published = Vec::new();
+    for (network, messenger, cpu) in paper::FIG5 {
+        let parts = vec![
+            Share { name: Part::Messenger.label(), class: part_class(Part::Messenger), amount: messenger },
+            Share { name: "ObjectStore and OSD, undivided", class: "p6", amount: 100.0 - messenger },
+        ];
+        published.push(Stack { label: [network.to_owned(), percent_of_core(cpu)], parts });
+    }
+    let mut here = Vec::new();
+    for (config, _) in SYSTEMS {
+        let case = writes(config, 4 * MIB);
+        let Some(cpu) = of(m, &case, &|s| (s.node_cpu_us_per_op - s.client_cpu_us_per_op) * s.iops / 1e4)
+        else {
+            continue;
+        };
+        let share = |part: Part| of(m, &case, &|s| s.parts.get(&part).map_or(0.0, |u| u.cpu_us));
+        let parts = parts_of(m, &case).into_iter().filter_map(|part| {
+            Some(Share { name: part.label(), class: part_class(part), amount: share(part)?.median })
+        });
+        let label = [config.label().to_owned(), percent_of_core(cpu.median)];
+        here.push(Stack { label, parts: parts.collect() });
+    }
+    let charts = [
+        Stacked { title: "Paper, Ceph, 4 MB writes".to_owned(), bars: published },
+        Stacked { title: "Here, 4 MiB writes, client left out".to_owned(), bars: here },
+    ];
+    format!(
+        "<h3>Figure 5. Where the CPU of storage goes</h3>{}<p class=\"soft\">By thread class. A node's OSD thread is its own messenger; its CPU is divided by the time \
+         that it spends in the tasks of each, where the node says so. The DMA engine is a thread here and hardware otherwise. The paper's bars for ObjectStore and OSD are in its drawing only, so \
+         they are one here.</p>{}",
+        svg::stacked(&charts),
+        table_2(m)
+    )
+}
+
+fn percent_of_core(percent: f64) -> String {
+    format!("{} % core", number(percent))
+}
+
+/// Parts that a case has, in order.
+fn parts_of(m: &Measurements, case: &Case) -> Vec<Part> {
+    let mut parts: Vec<Part> =
+        m.samples.iter().filter(|s| s.case == *case).flat_map(|s| s.parts.keys().copied()).collect();
+    parts.sort_unstable();
+    parts.dedup();
+    parts
+}
+
+fn table_2(m: &Measurements) -> String {
+    let (messenger, store) = paper::TABLE2;
+    let mut rows = vec![vec![
+        "paper, Ceph (per run)".to_owned(),
+        number(messenger),
+        number(store),
+        number(messenger / store),
+        "–".to_owned(),
+    ]];
+    for (config, _) in SYSTEMS.into_iter().filter(|(c, _)| m.has(*c)) {
+        let case = writes(config, 4 * MIB);
+        let of_part = |part: Part| m.rounds_if(&case, |s| Some(s.parts.get(&part)?.switches));
+        let (messenger, store) = (of_part(Part::Messenger), of_part(Part::ObjectStore));
+        let all = of(m, &case, &|s| s.parts.values().map(|u| u.switches).sum());
+        rows.push(vec![
+            format!("{} (per write)", config.label()),
+            cell(estimate(messenger.values().copied())),
+            cell(estimate(store.values().copied())),
+            cell(estimate(ratio(&messenger, &store).into_values())),
+            cell(all),
+        ]);
+    }
+    let head = ["4 MiB writes", "messenger", "ObjectStore", "messenger / ObjectStore", "all of storage"];
+    format!(
+        "<h3>Table 2. Context switches</h3>{}<p class=\"soft\">A node's messenger has no thread of its own, so its switches are in the last column only.</p>",
+        table(&head, &rows)
+    )
+}
+
+fn figure_6(m: &Measurements) -> String {
+    let paper_mb_per_s = paper::FIG10_BASELINE[1] * 4.0;
+    let mut rows = vec![vec![
+        "paper, Ceph over 100 Gbit/s".to_owned(),
+        format!("{} <small>MB/s, 119 writes/s of figure 10</small>", number(paper_mb_per_s)),
+    ]];
+    for (config, _) in SYSTEMS.into_iter().filter(|(c, _)| m.has(*c)) {
+        let rate = of(m, &writes(config, 4 * MIB), &|s| s.mb_per_s);
+        rows.push(vec![format!("{}, loopback", config.label()), cell(rate)]);
+    }
+    format!(
+        "<h3>Figure 6. Throughput by network</h3>{}<p class=\"soft\">The paper's figure compares 1 and 100 Gbit/s; its values are in the drawing only. There is no \
+         network here but loopback TCP, whose ceiling is below.</p>",
+        table(&["4 MiB writes, 16 in flight", "MB/s"], &rows)
+    )
+}
+
+fn figure_7(m: &Measurements) -> String {
+    let figure = BySize {
+        title: "Host CPU",
+        axis: "host CPU, % of a core",
+        baseline: paper::FIG7_BASELINE.map(Some),
+        doceph: paper::FIG7_DOCEPH,
+        here: &Sample::host_cpu_percent,
+    };
+    let mut rows = Vec::new();
+    for size in PAPER_SIZES {
+        let mut row = vec![size_label(size)];
+        row.extend(SYSTEMS.map(|(config, _)| {
+            cell(of(m, &writes(config, size), &|s| s.host_cpu_us_per_op * MIB as f64 / s.case.size as f64))
+        }));
+        rows.push(row);
+    }
+    format!(
+        "<h3>Figure 7. Host CPU under writes</h3>{}<p class=\"soft\">The percentages are at the rate that each system reached, and faster systems do more with them: so \
+         here is what a MiB costs. Host CPU per MiB written, in µs:</p>{}",
+        figure.draw(m),
+        table(&["", "Ceph", "host", "dpu, memcpy", "dpu, bf3-paper"], &rows)
+    )
+}
+
+fn figure_8(m: &Measurements) -> String {
+    let figure = BySize {
+        title: "Mean latency of writes",
+        axis: "latency, ms",
+        baseline: paper::FIG8_BASELINE.map(|s| s.map(|s| s * 1e3)),
+        doceph: paper::FIG8_DOCEPH.map(|s| s * 1e3),
+        here: &|s| s.latency_us_mean / 1e3,
+    };
+    let alone = |config: Config| of(m, &writes(config, MIB).one_at_a_time(), &|s| s.latency_us_mean);
+    let (host, dpu) = (alone(Config::Host), alone(Config::DpuMemcpy));
+    let note = match (host, dpu) {
+        (None, None) => String::new(),
+        _ => format!(
+            "<p>One 1 MiB write at a time: host {} µs, dpu (memcpy) {} µs.</p>",
+            cell(host),
+            cell(dpu)
+        ),
+    };
+    format!(
+        "<h3>Figure 8. Latency of writes</h3>{}{note}<p class=\"soft\">16 in flight, so latency is 16 / throughput. The paper's baseline is stated for 1 and 16 MB only.</p>",
+        figure.draw(m)
+    )
+}
+
+fn figure_10(m: &Measurements) -> String {
+    let mb_per_s = |iops: [f64; 4]| std::array::from_fn(|i| iops[i] * PAPER_SIZES[i] as f64 / MIB as f64);
+    let figure = BySize {
+        title: "Throughput of writes",
+        axis: "MB/s",
+        baseline: mb_per_s(paper::FIG10_BASELINE).map(Some),
+        doceph: mb_per_s(paper::FIG10_DOCEPH),
+        here: &|s| s.mb_per_s,
+    };
+    let mut rows = Vec::new();
+    for (i, size) in PAPER_SIZES.into_iter().enumerate() {
+        let rate = |config| m.rounds(&writes(config, size), |s| s.iops);
+        let mut row =
+            vec![size_label(size), number(paper::FIG10_BASELINE[i]), number(paper::FIG10_DOCEPH[i])];
+        row.push(number(paper::FIG10_DOCEPH[i] / paper::FIG10_BASELINE[i]));
+        row.extend(SYSTEMS.map(|(config, _)| cell(estimate(rate(config).into_values()))));
+        row.push(cell(estimate(ratio(&rate(Config::DpuMemcpy), &rate(Config::Host)).into_values())));
+        row.push(cell(estimate(ratio(&rate(Config::DpuMemcpy), &rate(Config::Ceph)).into_values())));
+        rows.push(row);
+    }
+    let head = [
+        "writes/s",
+        "paper, baseline",
+        "paper, DoCeph",
+        "ratio",
+        "Ceph",
+        "host",
+        "dpu, memcpy",
+        "dpu, bf3-paper",
+        "dpu / host",
+        "dpu / Ceph",
+    ];
+    format!(
+        "<h3>Figure 10. Throughput of writes</h3>{}<p class=\"soft\">Drawn in MB/s (the paper draws writes per second, which the table has), 16 in flight.</p>{}",
+        figure.draw(m),
+        table(&head, &rows)
+    )
+}
+
+impl BySize<'_> {
+    /// The paper's on the left, what was found here on the right.
+    fn draw(&self, m: &Measurements) -> String {
+        let exact = |values: [Option<f64>; 4]| values.map(|v| v.map(Estimate::exact)).to_vec();
+        let published = Grouped {
+            title: format!("Paper: {}", self.title.to_lowercase()),
+            axis: self.axis.to_owned(),
+            groups: ["1 MB", "4 MB", "8 MB", "16 MB"].map(str::to_owned).to_vec(),
+            series: vec![
+                Series { name: "paper, baseline".to_owned(), class: "paper-a", values: exact(self.baseline) },
+                Series {
+                    name: "paper, DoCeph".to_owned(),
+                    class: "paper-b",
+                    values: exact(self.doceph.map(Some)),
+                },
+            ],
+        };
+        let measured: Vec<u64> =
+            PAPER_SIZES.into_iter().filter(|size| m.samples.iter().any(|s| s.case.size == *size)).collect();
+        let here = Grouped {
+            title: format!("Here: {}", self.title.to_lowercase()),
+            axis: self.axis.to_owned(),
+            groups: measured.iter().map(|s| size_label(*s)).collect(),
+            series: systems(m, &measured, Mode::Write, self.here),
+        };
+        if measured.is_empty() { svg::grouped(&[published]) } else { svg::grouped(&[published, here]) }
+    }
+}
+
+/// A series per system that was measured, with a value per size.
+pub fn systems(m: &Measurements, sizes: &[u64], mode: Mode, figure: &dyn Fn(&Sample) -> f64) -> Vec<Series> {
+    let series = |(config, class): (Config, &'static str)| Series {
+        name: config.label().to_owned(),
+        class,
+        values: sizes.iter().map(|size| of(m, &Case::new(config, mode, *size), figure)).collect(),
+    };
+    SYSTEMS.into_iter().filter(|(config, _)| m.has(*config)).map(series).collect()
+}
+
+/// The parts of a breakdown, in the order of the paper's table 3.
+fn breakdown_parts(b: &Breakdown) -> [Share; 4] {
+    [
+        Share { name: "Host write", class: "p2", amount: b.host_write },
+        Share { name: "DMA", class: "p1", amount: b.dma },
+        Share { name: "DMA wait", class: "p4", amount: b.dma_wait },
+        Share { name: "Others", class: "p6", amount: b.others },
+    ]
+}
+
+/// The median of each part over the rounds.
+fn breakdown(m: &Measurements, config: Config, size: u64) -> Option<Breakdown> {
+    let part = |figure: fn(&Breakdown) -> f64| {
+        let rounds = m.rounds_if(&writes(config, size), |s| s.breakdown_us.as_ref().map(figure));
+        Some(estimate(rounds.into_values())?.median)
+    };
+    Some(Breakdown {
+        total: part(|b| b.total)?,
+        host_write: part(|b| b.host_write)?,
+        dma: part(|b| b.dma)?,
+        dma_wait: part(|b| b.dma_wait)?,
+        others: part(|b| b.others)?,
+    })
+}
+
+fn figure_9(m: &Measurements) -> String {
+    let mut published = Vec::new();
+    let mut rows = Vec::new();
+    let mut row = |who: &str, size: u64, b: &Breakdown| {
+        let mut cells = vec![format!("{who}, {}", size_label(size))];
+        cells.extend(breakdown_parts(b).map(|part| number(part.amount / 1e3)));
+        cells.extend([number(b.total / 1e3), format!("{} %", number(100.0 * b.dma_wait / b.total))]);
+        rows.push(cells);
+    };
+    let bar = |size: u64, b: &Breakdown| {
+        let label = [size_label(size), format!("{} ms", number(b.total / 1e3))];
+        Stack { label, parts: breakdown_parts(b).into() }
+    };
+    for (column, size) in paper::TABLE3.iter().zip(PAPER_SIZES) {
+        let us = |s: f64| s * 1e6;
+        let b = Breakdown {
+            total: us(column.total()),
+            host_write: us(column.host_write),
+            dma: us(column.dma),
+            dma_wait: us(column.dma_wait),
+            others: us(column.others),
+        };
+        published.push(bar(size, &b));
+        row("paper, DoCeph", size, &b);
+    }
+    let mut charts = vec![Stacked { title: "Paper, DoCeph".to_owned(), bars: published }];
+    for config in [Config::DpuMemcpy, Config::DpuBf3] {
+        let known: Vec<(u64, Breakdown)> =
+            PAPER_SIZES.into_iter().filter_map(|size| Some((size, breakdown(m, config, size)?))).collect();
+        known.iter().for_each(|(size, b)| row(config.label(), *size, b));
+        let bars = known.iter().map(|(size, b)| bar(*size, b)).collect();
+        charts.push(Stacked { title: format!("Here, {}", config.label()), bars });
+    }
+    let note = if charts.iter().skip(1).all(|c| c.bars.is_empty()) {
+        "<p>This build does not say where the time of a write goes.</p>"
+    } else {
+        ""
+    };
+    format!(
+        "<h3>Figure 9 and table 3. Where the time of a write goes</h3>{}{note}{}<p class=\"soft\">16 in flight; the parts are means per write and add up to its latency. DMA is the \
+         engine at work for this write; Host write is the store at work while nothing is transferred; DMA wait is a wait for the engine while neither happens; Others is the \
+         rest, network and client included.</p>",
+        svg::stacked(&charts),
+        table(&["ms", "host write", "DMA", "DMA wait", "others", "total", "DMA wait's share"], &rows)
+    )
+}

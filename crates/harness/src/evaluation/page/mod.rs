@@ -1,0 +1,170 @@
+//! The page: one HTML file with everything in it, which needs nothing from elsewhere.
+
+mod details;
+mod figures;
+mod svg;
+mod text;
+mod verdict;
+
+use text::escape;
+
+use super::bars::Bar;
+use super::environment::Environment;
+use super::paper;
+use super::sample::Measurements;
+use super::settings::Settings;
+
+/// What the page is about.
+pub struct Content<'a> {
+    /// How much was measured.
+    pub settings: &'a Settings,
+    /// On what.
+    pub environment: &'a Environment,
+    /// What was found.
+    pub found: &'a Measurements,
+    /// What to make of it.
+    pub bars: &'a [Bar],
+    /// Rounds that are done.
+    pub rounds: u32,
+}
+
+const STYLE: &str = include_str!("style.css");
+
+/// The whole page. It is well-formed XML too.
+#[must_use]
+pub fn html(content: &Content<'_>) -> String {
+    let sections = [
+        verdict::section(content),
+        setting(content),
+        figures::section(content.found),
+        details::section(content),
+    ];
+    format!(
+        "<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"/>\
+         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"/>\
+         <title>Outboard: the evaluation</title><style>{STYLE}</style></head>\n<body><main>{}</main></body></html>\n",
+        sections.join("\n")
+    )
+}
+
+/// What the systems are, and what keeps them from being compared too literally.
+fn setting(content: &Content<'_>) -> String {
+    let (s, e) = (content.settings, content.environment);
+    let large = s.large_set().map_or(String::new(), |objects| {
+        format!(
+            " <b>The large set</b> is {objects} objects of 4 KiB ({} MiB); a node's caches hold 128 MiB in all, and Ceph's are cut down to as \
+             much while it reads it (osd_memory_target 896 MiB; RocksDB also has the kernel's page cache).",
+            (objects * 4096) >> 20
+        )
+    });
+    format!(
+        "<section><h2>What is compared</h2>\
+         <dl><dt><i class=\"host\"></i>host</dt><dd>Outboard with everything in one process: the baseline in the paper's sense.</dd>\
+         <dt><i class=\"memcpy\"></i>dpu, memcpy</dt><dd>Outboard with its OSD on an <b>emulated</b> DPU: a process of its own, with a CPU of its own where there \
+         are several. The DMA engine is a thread that copies memory, as fast as it can.</dd>\
+         <dt><i class=\"bf3\"></i>dpu, bf3-paper</dt><dd>The same, but the emulated engine is serial and takes the time per transfer that the paper measured on a \
+         BlueField-3.</dd>\
+         <dt><i class=\"ceph\"></i>Ceph</dt><dd>A real one ({}): one OSD, one copy, BlueStore on a file that was written in full beforehand, no authentication, \
+         2 GiB of memory; driven by rados bench.</dd>\
+         <dt><i class=\"paper-a\"></i>paper</dt><dd><cite>{}</cite> (SC Workshops '25, \
+         <a href=\"https://doi.org/{doi}\">doi:{doi}</a>), section 5: two storage nodes and a client, AMD EPYC 9474F, BlueField-3, 100 Gbit/s, SATA SSD. \
+         <b>Its absolute figures are of other hardware; compare ratios and shapes.</b></dd></dl>\
+         <p>All systems are up at the same time, on the same drive, and idle while another is measured. {} round{} of {} s per run, 16 requests in flight unless stated; in \
+         each round the systems take turns at each size, in an order that rotates. A figure is the median of the rounds; a ratio is the median of the rounds' ratios. \
+         Small print gives the interval that holds the true median with 95 % (order statistics; with fewer than six rounds it is the range and proves little).{large}</p>\
+         <h3>To bear in mind</h3><ul>\
+         <li>Client, OSD, store, emulated DMA and the kernel's loopback share this machine's {} CPUs. On real hardware the OSD and the DMA engine have their own, and \
+         the client is elsewhere. Here every copy that the emulated engine makes costs CPU, booked under “all CPU” but not under “host CPU”.</li>\
+         <li>Host CPU is that of the store's process (dpu), of the node's one process (host), of the ceph-osd (Ceph). Ceph's mon and mgr are counted nowhere but under \
+         idle CPU.</li>\
+         <li>rados bench writes each object once and removes them afterwards, unmeasured. outboard bench goes round a set of half a GiB and overwrites, so it also pays \
+         for freeing what was there. Reads of the usual sets may come from BlueStore's cache (up to 2 GiB); Outboard caches no data.</li>\
+         <li>The paper replicates to a second node; nothing here does.</li>\
+         <li>The drive is what this machine has, often a virtual disk with a cache of its own. The ceilings were measured in the same rounds.</li></ul></section>",
+        escape(&e.ceph),
+        paper::TITLE,
+        content.rounds,
+        if content.rounds == 1 { "" } else { "s" },
+        s.seconds,
+        e.cpus,
+        doi = paper::DOI,
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::evaluation::bars;
+    use crate::evaluation::sample::{Ceiling, CeilingKind, Part, PartUse, Sample};
+    use crate::evaluation::workload::{Case, Config, MIB, Mode, PAPER_SIZES};
+    use crate::node::Breakdown;
+
+    fn some_measurements() -> Measurements {
+        let mut found = Measurements { problems: vec!["a < b & c".to_owned()], ..Measurements::default() };
+        for round in 1..=7 {
+            for config in [Config::Host, Config::DpuMemcpy, Config::DpuBf3, Config::Ceph] {
+                let value = f64::from(round) + config as u32 as f64 * 10.0;
+                found.samples.extend(PAPER_SIZES.map(|size| Sample {
+                    round,
+                    case: Case::new(config, Mode::Write, size),
+                    ops: 100,
+                    mb_per_s: value,
+                    iops: value,
+                    latency_us_mean: value,
+                    latency_us_p99: None,
+                    host_cpu_us_per_op: value,
+                    node_cpu_us_per_op: value,
+                    client_cpu_us_per_op: value,
+                    parts: [(Part::Messenger, PartUse { cpu_us: 1.0, switches: 2.0 })].into(),
+                    breakdown_us: Some(Breakdown {
+                        total: 10.0,
+                        host_write: 2.0,
+                        dma: 3.0,
+                        dma_wait: 4.0,
+                        others: 1.0,
+                    }),
+                }));
+            }
+            found.ceilings.push(Ceiling { round, kind: CeilingKind::DriveWrite, size: MIB, mb_per_s: 1.0 });
+        }
+        found
+    }
+
+    fn page_of(found: &Measurements) -> String {
+        let settings = Settings { quick: false, ..Settings::from_env() };
+        let environment = Environment::here(std::path::Path::new("."));
+        let bars = bars::all(found);
+        html(&Content { settings: &settings, environment: &environment, found, bars: &bars, rounds: 7 })
+    }
+
+    /// Fails where a tag is closed that is not open, or left open.
+    fn check_tags(html: &str) {
+        let mut open: Vec<&str> = Vec::new();
+        let body = html.split_once("<html").unwrap().1;
+        for piece in format!("<html{body}").split('<').skip(1) {
+            let (tag, _) = piece.split_once('>').expect("a tag ends");
+            let name = tag.split([' ', '/']).find(|s| !s.is_empty()).unwrap().to_owned();
+            if tag.starts_with('/') {
+                assert_eq!(open.pop(), Some(name.as_str()), "before {piece}");
+            } else if !tag.ends_with('/') {
+                let name: &'static str = name.leak();
+                open.push(name);
+            }
+        }
+        assert!(open.is_empty(), "{open:?}");
+    }
+
+    #[test]
+    fn the_page_is_well_formed_whatever_was_measured() {
+        check_tags(&page_of(&some_measurements()));
+        check_tags(&page_of(&Measurements::default()));
+    }
+
+    #[test]
+    fn the_page_needs_nothing_from_elsewhere() {
+        let page = page_of(&some_measurements());
+        for what in ["src=", "@import", "url(", "<script", "<link"] {
+            assert!(!page.contains(what), "{what}");
+        }
+    }
+}

@@ -1,0 +1,282 @@
+//! Bar charts as inline SVG. Colours are classes that the page's style sheet fills, light or dark.
+
+use std::fmt::Write;
+
+use super::text::{escape, number};
+use crate::evaluation::stats::Estimate;
+
+/// Bars side by side, in groups.
+#[derive(Debug)]
+pub struct Grouped {
+    /// Above the chart.
+    pub title: String,
+    /// The axis, with its unit.
+    pub axis: String,
+    /// Below each group.
+    pub groups: Vec<String>,
+    /// One bar in each group per series.
+    pub series: Vec<Series>,
+}
+
+/// Bars of one colour.
+#[derive(Debug)]
+pub struct Series {
+    /// What it is; for the legend.
+    pub name: String,
+    /// Class of the style sheet.
+    pub class: &'static str,
+    /// One value per group, where there is one.
+    pub values: Vec<Option<Estimate>>,
+}
+
+/// Bars that show how a whole divides.
+#[derive(Debug)]
+pub struct Stacked {
+    /// Above the chart.
+    pub title: String,
+    /// From left to right.
+    pub bars: Vec<Stack>,
+}
+
+/// A bar of a stacked chart.
+#[derive(Debug)]
+pub struct Stack {
+    /// Two lines below it.
+    pub label: [String; 2],
+    /// From the bottom up.
+    pub parts: Vec<Share>,
+}
+
+/// A part of a stack.
+#[derive(Debug)]
+pub struct Share {
+    /// What it is; for the legend.
+    pub name: &'static str,
+    /// Class of the style sheet.
+    pub class: &'static str,
+    /// How much, in whatever unit the whole stack is in.
+    pub amount: f64,
+}
+
+const HEIGHT: f64 = 250.0;
+const TOP: f64 = 30.0;
+const BOTTOM: f64 = 44.0;
+const LEFT: f64 = 56.0;
+const PLOT: f64 = HEIGHT - TOP - BOTTOM;
+
+/// Charts beside one another, each as wide as its bars need, with one legend.
+#[must_use]
+pub fn grouped(charts: &[Grouped]) -> String {
+    let widths: Vec<f64> = charts.iter().map(Grouped::width).collect();
+    let mut body = String::new();
+    let mut x = 0.0;
+    for (chart, width) in charts.iter().zip(&widths) {
+        let _ = write!(body, r#"<g transform="translate({x:.0},0)">{}</g>"#, chart.draw(*width));
+        x += width;
+    }
+    let mut keys: Vec<(&str, &str)> = Vec::new();
+    for series in charts.iter().flat_map(|c| &c.series).filter(|s| s.values.iter().any(Option::is_some)) {
+        if !keys.contains(&(series.name.as_str(), series.class)) {
+            keys.push((&series.name, series.class));
+        }
+    }
+    figure(x, &body, &keys)
+}
+
+fn figure(width: f64, body: &str, keys: &[(&str, &str)]) -> String {
+    let mut html = String::from("<div class=\"legend\">");
+    for (name, class) in keys {
+        let _ = write!(html, "<span><i class=\"{class}\"></i>{}</span>", escape(name));
+    }
+    let _ = write!(
+        html,
+        "</div><div class=\"plot\"><svg viewBox=\"0 0 {width:.0} {HEIGHT:.0}\" style=\"max-width:{width:.0}px\" role=\"img\">{body}</svg></div>"
+    );
+    html
+}
+
+impl Grouped {
+    fn bar_width(&self) -> f64 {
+        if self.series.len() <= 2 { 30.0 } else { 28.0 }
+    }
+
+    fn group_width(&self) -> f64 {
+        self.bar_width() * self.series.len() as f64 + 18.0
+    }
+
+    fn width(&self) -> f64 {
+        LEFT + self.group_width() * self.groups.len() as f64 + 12.0
+    }
+
+    fn draw(&self, width: f64) -> String {
+        let values = self.series.iter().flat_map(|s| s.values.iter().flatten());
+        let most = values.map(|v| v.high).fold(0.0, f64::max);
+        let (step, top) = ticks(most * 1.06);
+        let y = |value: f64| TOP + PLOT * (1.0 - value / top);
+        let mut out = heading(&self.title, LEFT);
+        let _ = write!(
+            out,
+            r#"<text class="axis" transform="translate(12,{:.0}) rotate(-90)" text-anchor="middle">{}</text>"#,
+            TOP + PLOT / 2.0,
+            escape(&self.axis)
+        );
+        let mut tick = 0.0;
+        while tick <= top * 1.001 {
+            let _ = write!(
+                out,
+                r#"<line class="grid" x1="{LEFT}" x2="{:.0}" y1="{y:.1}" y2="{y:.1}"/><text class="tick" x="{:.0}" y="{:.1}" text-anchor="end">{}</text>"#,
+                width - 12.0,
+                LEFT - 5.0,
+                y(tick) + 3.5,
+                number(tick),
+                y = y(tick)
+            );
+            tick += step;
+        }
+        for (g, group) in self.groups.iter().enumerate() {
+            let left = LEFT + self.group_width() * g as f64 + 9.0;
+            let middle = left + self.bar_width() * self.series.len() as f64 / 2.0;
+            let _ = write!(
+                out,
+                r#"<text class="tick" x="{middle:.1}" y="{:.1}" text-anchor="middle">{}</text>"#,
+                TOP + PLOT + 16.0,
+                escape(group)
+            );
+            for (s, series) in self.series.iter().enumerate() {
+                let x = left + self.bar_width() * s as f64;
+                if let Some(value) = series.values.get(g).copied().flatten() {
+                    out.push_str(&bar(x, self.bar_width() - 3.0, value, series, &y));
+                }
+            }
+        }
+        out
+    }
+}
+
+/// A bar, its interval, and its value above it; the rest is in its tooltip.
+fn bar(x: f64, width: f64, value: Estimate, series: &Series, y: &impl Fn(f64) -> f64) -> String {
+    let (middle, floor) = (x + width / 2.0, y(0.0));
+    let mut out = format!(
+        r#"<g><title>{}: {}, {} to {}</title><rect class="{}" x="{x:.1}" y="{:.1}" width="{width:.1}" height="{:.1}"/>"#,
+        escape(&series.name),
+        number(value.median),
+        number(value.low),
+        number(value.high),
+        series.class,
+        y(value.median),
+        (floor - y(value.median)).max(0.5)
+    );
+    if value.high > value.low {
+        let _ = write!(
+            out,
+            r#"<line class="whisker" x1="{middle:.1}" x2="{middle:.1}" y1="{:.1}" y2="{:.1}"/>"#,
+            y(value.low),
+            y(value.high)
+        );
+    }
+    let _ = write!(
+        out,
+        r#"<text class="value" x="{middle:.1}" y="{:.1}" text-anchor="middle">{}</text></g>"#,
+        y(value.high) - 3.0,
+        number(value.median)
+    );
+    out
+}
+
+fn heading(text: &str, x: f64) -> String {
+    format!(r#"<text class="title" x="{x}" y="14">{}</text>"#, escape(text))
+}
+
+/// Charts of shares beside one another, with one legend.
+#[must_use]
+pub fn stacked(charts: &[Stacked]) -> String {
+    const BAR: f64 = 62.0;
+    let (mut body, mut x, mut keys) = (String::new(), 0.0, Vec::new());
+    for chart in charts.iter().filter(|c| !c.bars.is_empty()) {
+        let _ = write!(body, r#"<g transform="translate({x:.0},0)">{}"#, heading(&chart.title, 8.0));
+        for (i, bar) in chart.bars.iter().enumerate() {
+            body.push_str(&stack(8.0 + (BAR + 14.0) * i as f64, BAR, bar));
+            for part in bar.parts.iter().filter(|p| p.amount > 0.0) {
+                if !keys.contains(&(part.name, part.class)) {
+                    keys.push((part.name, part.class));
+                }
+            }
+        }
+        body.push_str("</g>");
+        x += (8.0 + (BAR + 14.0) * chart.bars.len() as f64 + 10.0).max(chart.title.len() as f64 * 6.6 + 16.0);
+    }
+    figure(x, &body, &keys)
+}
+
+fn stack(x: f64, width: f64, bar: &Stack) -> String {
+    let whole: f64 = bar.parts.iter().map(|p| p.amount.max(0.0)).sum();
+    let (mut out, mut floor, middle) = (String::new(), TOP + PLOT, x + width / 2.0);
+    for Share { name, class, amount } in &bar.parts {
+        let share = if whole > 0.0 { amount.max(0.0) / whole } else { 0.0 };
+        let height = share * PLOT;
+        floor -= height;
+        let _ = write!(
+            out,
+            r#"<g><title>{}: {:.1} %</title><rect class="{class}" x="{x:.1}" y="{floor:.1}" width="{width}" height="{height:.1}"/>"#,
+            escape(name),
+            100.0 * share
+        );
+        if height > 12.0 {
+            let _ = write!(
+                out,
+                r#"<text class="inside" x="{middle:.1}" y="{:.1}" text-anchor="middle">{:.0} %</text>"#,
+                floor + height / 2.0 + 3.5,
+                100.0 * share
+            );
+        }
+        out.push_str("</g>");
+    }
+    for (i, line) in bar.label.iter().enumerate() {
+        let _ = write!(
+            out,
+            r#"<text class="tick" x="{middle:.1}" y="{:.1}" text-anchor="middle">{}</text>"#,
+            TOP + PLOT + 15.0 + 13.0 * i as f64,
+            escape(line)
+        );
+    }
+    out
+}
+
+/// Distance of an axis's ticks and its upper end: about four steps of 1, 2, 2.5 or 5 times a power of ten.
+fn ticks(most: f64) -> (f64, f64) {
+    if most <= 0.0 {
+        return (1.0, 1.0);
+    }
+    let rough = most / 4.0;
+    let power = 10_f64.powf(rough.log10().floor());
+    let step =
+        [1.0, 2.0, 2.5, 5.0, 10.0].map(|f| f * power).into_iter().find(|s| *s >= rough).unwrap_or(rough);
+    (step, step * (most / step).ceil())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_axis_ends_above_what_it_shows_in_few_round_steps() {
+        for most in [0.003, 0.9, 1.0, 7.3, 94.2, 101.0, 48_213.0] {
+            let (step, top) = ticks(most);
+            assert!(top >= most && top / step <= 5.001 && top / step >= 2.0, "{most}: {step} {top}");
+        }
+    }
+
+    #[test]
+    fn a_value_that_is_missing_leaves_a_gap() {
+        let chart = |values| Grouped {
+            title: "a < b".to_owned(),
+            axis: "MB/s".to_owned(),
+            groups: vec!["1".to_owned(), "2".to_owned()],
+            series: vec![Series { name: "x".to_owned(), class: "host", values }],
+        };
+        let both = grouped(&[chart(vec![Some(Estimate::exact(1.0)), Some(Estimate::exact(2.0))])]);
+        let one = grouped(&[chart(vec![None, Some(Estimate::exact(2.0))])]);
+        assert_eq!((both.matches("<rect").count(), one.matches("<rect").count()), (2, 1));
+        assert!(both.contains("a &lt; b"));
+    }
+}

@@ -1,0 +1,93 @@
+//! Numbers, tables and text for the page.
+
+use std::fmt::Write;
+
+use crate::evaluation::stats::Estimate;
+
+/// Text for HTML and SVG.
+#[must_use]
+pub fn escape(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
+}
+
+/// Three significant digits, with a thin space between thousands.
+#[must_use]
+pub fn number(value: f64) -> String {
+    let size = value.abs();
+    let decimals = match () {
+        () if size >= 99.95 || size == 0.0 => 0,
+        () if size >= 9.995 => 1,
+        () if size >= 0.9995 => 2,
+        () => 3,
+    };
+    let text = format!("{size:.decimals$}");
+    let (whole, fraction) = text.split_once('.').map_or((text.as_str(), ""), |(w, f)| (w, f));
+    let mut grouped = String::new();
+    for (i, digit) in whole.chars().enumerate() {
+        if i > 0 && (whole.len() - i).is_multiple_of(3) && whole.len() > 4 {
+            grouped.push('\u{2009}');
+        }
+        grouped.push(digit);
+    }
+    let fraction = fraction.trim_end_matches('0');
+    let point = if fraction.is_empty() { "" } else { "." };
+    let sign = if value < 0.0 { "−" } else { "" };
+    format!("{sign}{grouped}{point}{fraction}")
+}
+
+/// A median with its interval, for a cell; a dash for none.
+#[must_use]
+pub fn cell(estimate: Option<Estimate>) -> String {
+    match estimate {
+        None => "–".to_owned(),
+        Some(e) if e.n < 2 => number(e.median),
+        Some(e) => {
+            let to = if e.low < 0.0 { " to " } else { "–" };
+            format!("{} <small>{}{to}{}</small>", number(e.median), number(e.low), number(e.high))
+        }
+    }
+}
+
+/// A table; cells are HTML, the first of each row is its head.
+#[must_use]
+pub fn table(head: &[&str], rows: &[Vec<String>]) -> String {
+    let mut html = String::from("<div class=\"wide\"><table><thead><tr>");
+    for cell in head {
+        let _ = write!(html, "<th>{}</th>", escape(cell));
+    }
+    html.push_str("</tr></thead><tbody>");
+    for row in rows {
+        html.push_str("<tr>");
+        for (i, cell) in row.iter().enumerate() {
+            let tag = if i == 0 { "th" } else { "td" };
+            let _ = write!(html, "<{tag}>{cell}</{tag}>");
+        }
+        html.push_str("</tr>");
+    }
+    html.push_str("</tbody></table></div>");
+    html
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_have_three_digits_that_matter() {
+        let cases = [
+            (0.0, "0"),
+            (0.01234, "0.012"),
+            (0.85, "0.85"),
+            (1.0, "1"),
+            (94.2, "94.2"),
+            (435.4, "435"),
+            (9999.0, "9999"),
+            (48_213.7, "48\u{2009}214"),
+            (-3.5, "−3.5"),
+            (99.97, "100"),
+        ];
+        for (value, text) in cases {
+            assert_eq!(number(value), text);
+        }
+    }
+}

@@ -1,0 +1,88 @@
+//! The top of the page: the thresholds and what came out.
+
+use std::fmt::Write;
+
+use super::Content;
+use super::text::{cell, escape, number};
+use crate::evaluation::bars::{self, Bar, Bound, Row, Unit, Verdict};
+
+/// Title, score and table of bars.
+pub fn section(content: &Content<'_>) -> String {
+    let (e, s) = (content.environment, content.settings);
+    let (passed, failed, absent) = bars::score(content.bars);
+    let mut html = format!(
+        "<header><h1>Outboard, the paper it follows, and Ceph</h1><p class=\"soft\">{}; commit {}; {} CPUs, {}</p></header>",
+        escape(&e.date),
+        escape(&e.commit),
+        e.cpus,
+        escape(&e.cpu)
+    );
+    let _ = write!(
+        html,
+        "<div class=\"score\"><span class=\"pass\">{passed} passed</span>, <span class=\"fail\">{failed} failed</span>, {absent} not measured"
+    );
+    if content.rounds < s.rounds {
+        let _ = write!(html, " — the run is not complete: {} of {} rounds", content.rounds, s.rounds);
+    }
+    html.push_str("</div>");
+    if s.quick {
+        html.push_str("<p><b>A quick run</b>: two sizes, one run each. It shows that everything works; its figures prove nothing.</p>");
+    }
+    html.push_str(
+        "<section><h2>What it is held against</h2><div class=\"wide\"><table><thead><tr><th>claim</th><th>here, median</th><th>threshold</th>\
+         <th>verdict</th><th>paper</th></tr></thead><tbody>",
+    );
+    content.bars.iter().for_each(|b| html.push_str(&bar(b)));
+    html.push_str("</tbody></table></div></section>");
+    if !content.found.problems.is_empty() {
+        html.push_str("<section><h3>Not measured, or gone wrong</h3><ul>");
+        for problem in &content.found.problems {
+            let _ = write!(html, "<li>{}</li>", escape(problem));
+        }
+        html.push_str("</ul></section>");
+    }
+    html
+}
+
+fn bar(bar: &Bar) -> String {
+    let mut html = format!(
+        "<tr class=\"bar\"><th colspan=\"5\">{} · {}<br/><small>{}</small></th></tr>",
+        bar.number,
+        escape(bar.title),
+        escape(bar.definition)
+    );
+    for row in &bar.rows {
+        let (class, verdict) = match row.verdict {
+            Verdict::Pass => ("pass", "pass"),
+            Verdict::Fail => ("fail", "fail"),
+            Verdict::NotMeasured => ("soft", "not measured"),
+            Verdict::Information => ("soft", ""),
+        };
+        let _ = write!(
+            html,
+            "<tr class=\"case\"><th>{}</th><td>{}</td><td>{}</td><td class=\"{class}\">{verdict}</td><td>{}</td></tr>",
+            escape(&row.case),
+            value(row),
+            bound(row),
+            escape(row.paper.as_deref().unwrap_or("–"))
+        );
+    }
+    html
+}
+
+fn value(row: &Row) -> String {
+    match row.unit {
+        Unit::Percent if row.value.is_some() => cell(row.value) + " %",
+        Unit::Percent | Unit::Ratio => cell(row.value),
+    }
+}
+
+/// `≥ 0.85`.
+pub fn bound(row: &Row) -> String {
+    let unit = if row.unit == Unit::Percent { " %" } else { "" };
+    match row.bound {
+        Some(Bound::AtLeast(v)) => format!("≥ {}{unit}", number(v)),
+        Some(Bound::AtMost(v)) => format!("≤ {}{unit}", number(v)),
+        None => String::new(),
+    }
+}

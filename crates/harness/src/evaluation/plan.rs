@@ -1,0 +1,148 @@
+//! What is done in a round, in which order, and how long that takes.
+
+use super::settings::Settings;
+use super::workload::{Case, Config, MIB, Mode};
+
+/// A part of a round.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Step {
+    /// fio at a size.
+    Drive {
+        /// Bytes per operation.
+        size: u64,
+    },
+    /// All modes of a system at a size.
+    Modes {
+        /// The system.
+        config: Config,
+        /// Bytes per object.
+        size: u64,
+    },
+    /// One run of a node.
+    Run(Case),
+    /// One run of Ceph on the large set, its caches cut down.
+    CephLargeSet,
+    /// Loopback TCP and memory.
+    Machine,
+    /// Everything idle.
+    Idle,
+}
+
+/// Seconds that all is idle before and while it is booked.
+pub const IDLE_SECONDS: (u32, u32) = (3, 10);
+
+/// Seconds that Ceph's caches get to shrink.
+pub const SHRINK_SECONDS: u32 = 6;
+
+/// What there is to measure.
+#[derive(Debug, Clone)]
+pub struct Subjects {
+    /// The systems that are up.
+    pub configs: Vec<Config>,
+    /// Options of `outboard bench` that switch parts of the design off.
+    pub ablations: Vec<String>,
+}
+
+impl Subjects {
+    /// The node that ablations are run on: the one whose DMA costs what it does on a DPU, if there is one.
+    #[must_use]
+    pub fn ablated(&self) -> Config {
+        if self.configs.contains(&Config::DpuBf3) { Config::DpuBf3 } else { Config::DpuMemcpy }
+    }
+}
+
+/// The steps of a round, from 1. Systems take turns in going first, so that none always has the drive that another has just left.
+#[must_use]
+pub fn round(settings: &Settings, subjects: &Subjects, round: u32) -> Vec<Step> {
+    let configs = &subjects.configs;
+    let mut steps = Vec::new();
+    for (i, size) in settings.sizes().into_iter().enumerate() {
+        steps.push(Step::Drive { size });
+        let first = (round as usize + i) % configs.len().max(1);
+        let turns = configs.iter().cycle().skip(first).take(configs.len());
+        steps.extend(turns.map(|config| Step::Modes { config: *config, size }));
+    }
+    let nodes = || configs.iter().copied().filter(|c| [Config::Host, Config::DpuMemcpy].contains(c));
+    if !settings.quick {
+        steps.extend(nodes().map(|c| Step::Run(Case::new(c, Mode::Write, MIB).one_at_a_time())));
+        steps.extend(nodes().map(|c| Step::Run(Case::large_set(c))));
+        steps.extend(configs.contains(&Config::Ceph).then_some(Step::CephLargeSet));
+        for option in &subjects.ablations {
+            let ablated = |size| Case::new(subjects.ablated(), Mode::Write, size).without(option);
+            steps.extend([MIB, 4 * MIB].map(|size| Step::Run(ablated(size))));
+        }
+    }
+    steps.extend([Step::Machine, Step::Idle]);
+    steps
+}
+
+impl Step {
+    /// About how long it takes, in s.
+    #[must_use]
+    pub fn seconds(&self, settings: &Settings) -> f64 {
+        let run = f64::from(settings.seconds) + 0.6;
+        match self {
+            Step::Drive { size } => {
+                f64::from(if *size == 4096 { 5 } else { 4 }) * (f64::from(settings.fio_seconds()) + 0.6)
+            }
+            // Reading ends early when all has been read, removing comes on top.
+            Step::Modes { config: Config::Ceph, .. } => 3.0 * run + 2.0,
+            Step::Modes { .. } => 3.0 * run,
+            Step::Run(_) => run,
+            Step::CephLargeSet => run + f64::from(SHRINK_SECONDS) + 2.0,
+            Step::Machine => 2.0,
+            Step::Idle => f64::from(IDLE_SECONDS.0 + IDLE_SECONDS.1),
+        }
+    }
+
+    /// As the progress line has it.
+    #[must_use]
+    pub fn label(&self) -> String {
+        let label = super::workload::size_label;
+        match self {
+            Step::Drive { size } => format!("fio, {}", label(*size)),
+            Step::Modes { config, size } => format!("{}, {}", config.label(), label(*size)),
+            Step::Run(case) => {
+                let options = case.ablation.as_deref().unwrap_or("");
+                format!("{}, {} {} {options}", case.config.label(), label(case.size), case.mode.name())
+            }
+            Step::CephLargeSet => "Ceph, large set".to_owned(),
+            Step::Machine => "loopback and memory".to_owned(),
+            Step::Idle => "all idle".to_owned(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn every_system_goes_first_at_every_size_in_some_round() {
+        let configs = vec![Config::Host, Config::DpuMemcpy, Config::DpuBf3, Config::Ceph];
+        let subjects = Subjects { configs, ablations: Vec::new() };
+        let settings = Settings { quick: false, ..Settings::from_env() };
+        let first = |round_number: u32, size: u64| {
+            let steps = round(&settings, &subjects, round_number);
+            let at_size = steps.into_iter().find_map(|s| match s {
+                Step::Modes { config, size: found } if found == size => Some(config),
+                _ => None,
+            });
+            at_size.unwrap()
+        };
+        for size in settings.sizes() {
+            assert_eq!((1..=4).map(|r| first(r, size)).collect::<BTreeSet<_>>().len(), 4, "{size}");
+        }
+    }
+
+    #[test]
+    fn nothing_is_left_out_of_a_round_because_of_its_order() {
+        let subjects =
+            Subjects { configs: vec![Config::Host, Config::Ceph], ablations: vec!["--poll".to_owned()] };
+        let settings = Settings { quick: false, ..Settings::from_env() };
+        let lengths: BTreeSet<usize> = (1..=7).map(|r| round(&settings, &subjects, r).len()).collect();
+        assert_eq!(lengths.len(), 1);
+    }
+}

@@ -1,0 +1,228 @@
+//! All that is up during a run: a node per configuration and a Ceph, each in a directory of its own on the same drive, idle while
+//! another is measured.
+
+use std::fs;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+
+use super::ceph::{self, Cluster};
+use super::plan::Subjects;
+use super::settings::Settings;
+use super::workload::{Case, Config, Mode, Set};
+use crate::Result;
+use crate::ceiling::FioFile;
+use crate::node::{BenchResult, Node, Placement, Workload};
+
+/// What bench could switch off: the option, and the value that it takes.
+const ABLATIONS: [(&str, Option<&str>); 5] = [
+    ("--no-pipeline", None),
+    ("--no-region-cache", None),
+    ("--max-transfer", Some("256KiB")),
+    ("--dma-queues", Some("4")),
+    ("--poll", None),
+];
+
+/// GiB of fio's file, and what is to stay free.
+const FIO_GIB: u64 = 1;
+const SPARE_GIB: u64 = 3;
+
+/// Everything that is up.
+pub struct Rig {
+    nodes: Vec<(Config, Node)>,
+    /// The Ceph, if there is one.
+    pub ceph: Option<Cluster>,
+    /// The drive's own file.
+    pub fio: FioFile,
+    ablations: Vec<String>,
+    _cleaner: Cleaner,
+}
+
+impl Rig {
+    /// Makes the work directory and starts everything. What cannot be had but is not essential is left out; why goes to `missing`.
+    ///
+    /// # Errors
+    /// If there is too little space or a node does not come up.
+    pub fn up(settings: &Settings, missing: &mut Vec<String>, say: &dyn Fn(&str)) -> Result<Rig> {
+        fs::create_dir_all(&settings.work).map_err(|e| {
+            format!("cannot make {} ({e}); set OUTBOARD_REPORT_WORK", settings.work.display())
+        })?;
+        let cleaner = Cleaner::watch(&settings.work)?;
+        let ceph_gib = space_for_ceph(settings, missing)?;
+        say("starting nodes (their targets are written in full)");
+        let mut nodes = vec![node(settings, Config::Host)?, node(settings, Config::DpuMemcpy)?];
+        if has_profiles(&nodes[1].1)? {
+            nodes.push(node(settings, Config::DpuBf3)?);
+        } else {
+            missing.push("dpu with the profile bf3-paper: this build has no key channel.profile".to_owned());
+        }
+        say("starting Ceph");
+        let cluster = ceph_gib.map(|gib| Cluster::up(&settings.work.join("ceph"), gib));
+        let ceph = match cluster.transpose() {
+            Ok(cluster) => cluster,
+            Err(why) => {
+                missing.push(format!("Ceph: {why}"));
+                None
+            }
+        };
+        let fio = FioFile::create(&settings.work, u32::try_from(FIO_GIB << 10)?)?;
+        let ablations = if settings.quick { Vec::new() } else { ablations(&nodes[1].1, missing)? };
+        let rig = Rig { nodes, ceph, fio, ablations, _cleaner: cleaner };
+        if let Some(objects) = settings.large_set() {
+            say("writing the large set");
+            rig.fill_large_set(settings, objects)?;
+        }
+        Ok(rig)
+    }
+
+    /// What there is to measure.
+    #[must_use]
+    pub fn subjects(&self) -> Subjects {
+        let nodes = self.nodes.iter().map(|(config, _)| *config);
+        let configs = nodes.chain(self.ceph.as_ref().map(|_| Config::Ceph)).collect();
+        Subjects { configs, ablations: self.ablations.clone() }
+    }
+
+    /// Processes of all systems: system, role and pid.
+    ///
+    /// # Errors
+    /// If a node does not answer.
+    pub fn processes(&self) -> Result<Vec<(Config, String, u32)>> {
+        let mut found = Vec::new();
+        for (config, node) in &self.nodes {
+            let up = node.status()?.processes.into_iter();
+            found.extend(up.filter_map(|p| Some((*config, p.role, p.pid?))));
+        }
+        let daemons = self.ceph.iter().flat_map(Cluster::daemons);
+        found.extend(daemons.map(|(name, pid)| (Config::Ceph, name.to_owned(), pid)));
+        Ok(found)
+    }
+
+    /// Runs `outboard bench` on the node of a case.
+    ///
+    /// # Errors
+    /// If it fails, or an operation did.
+    pub fn bench(&self, settings: &Settings, case: &Case, seconds: u32) -> Result<BenchResult> {
+        let (_, node) = self.nodes.iter().find(|(c, _)| *c == case.config).ok_or("there is no such node")?;
+        let (pool, objects) = match case.set {
+            Set::Usual => ("bench", case.objects()),
+            Set::Large => ("large", settings.large_set().ok_or("there is no large set")?),
+        };
+        let size = case.size.to_string();
+        let workload =
+            Workload { mode: case.mode.name(), object_size: &size, in_flight: case.in_flight, seconds };
+        let objects = objects.to_string();
+        let mut more = vec!["--objects", &objects];
+        more.extend(case.ablation.iter().flat_map(|options| options.split(' ')));
+        let result = node.bench_with(pool, workload, &more)?;
+        if result.errors > 0 {
+            return Err(
+                format!("{} of {} operations failed", result.errors, result.ops + result.errors).into()
+            );
+        }
+        Ok(result)
+    }
+
+    fn fill_large_set(&self, settings: &Settings, objects: u64) -> Result<()> {
+        for config in [Config::Host, Config::DpuMemcpy] {
+            let case = Case { mode: Mode::Randread, in_flight: 64, ..Case::large_set(config) };
+            self.bench(settings, &case, 1)?;
+        }
+        self.ceph.as_ref().map_or(Ok(()), |ceph| ceph.fill_large_set(objects))
+    }
+}
+
+/// GiB for Ceph's file, none if it is not wanted or does not fit.
+fn space_for_ceph(settings: &Settings, missing: &mut Vec<String>) -> Result<Option<u64>> {
+    let free = rustix::fs::statvfs(&settings.work)?;
+    let free_gib = free.f_bavail * free.f_frsize / (1 << 30);
+    let others = 3 * settings.target_gib() + FIO_GIB + SPARE_GIB;
+    let (wanted, least) = settings.ceph_gib();
+    if free_gib < others {
+        let work = settings.work.display();
+        return Err(format!(
+            "{others} GiB are needed at {work}, {free_gib} are free; set OUTBOARD_REPORT_WORK"
+        )
+        .into());
+    }
+    if !settings.ceph {
+        missing.push("Ceph: not wanted (CEPH=0)".to_owned());
+        return Ok(None);
+    }
+    let gib = wanted.min(free_gib - others);
+    if gib < least {
+        missing.push(format!("Ceph: it needs {least} GiB more than the {free_gib} that are free"));
+        return Ok(None);
+    }
+    Ok(Some(gib))
+}
+
+/// Makes and starts the node of a configuration.
+fn node(settings: &Settings, config: Config) -> Result<(Config, Node)> {
+    let (name, placement, profile) = match config {
+        Config::Host => ("node-host", Placement::Host, "memcpy"),
+        Config::DpuBf3 => ("node-bf3", Placement::Dpu, "bf3-paper"),
+        Config::DpuMemcpy | Config::Ceph => ("node-memcpy", Placement::Dpu, "memcpy"),
+    };
+    let node = Node::new(&settings.work.join(name))?.with_env("OUTBOARD_CHANNEL_PROFILE", profile);
+    // Its endpoint is of no interest here.
+    node.up_quietly(placement, 1, &format!("{}GiB", settings.target_gib()))?;
+    for pool in ["bench", "large"] {
+        node.run_quietly(&["pool", "create", pool])?;
+    }
+    Ok((config, node))
+}
+
+/// Whether this build knows `channel.profile`: a node's first start writes a configuration with every key.
+fn has_profiles(node: &Node) -> Result<bool> {
+    let keys = fs::read_to_string(node.dir().join("outboard.toml"))?;
+    Ok(keys
+        .lines()
+        .any(|l| l.trim_start_matches(['#', ' ']).split('=').next().is_some_and(|k| k.trim() == "profile")))
+}
+
+/// Which parts of the design this build can switch off.
+fn ablations(node: &Node, missing: &mut Vec<String>) -> Result<Vec<String>> {
+    let help = node.command(&["bench", "--help"]).output()?;
+    let help = String::from_utf8_lossy(&help.stdout).into_owned();
+    let (has, has_not): (Vec<_>, Vec<_>) = ABLATIONS.iter().partition(|(option, _)| help.contains(option));
+    if !has_not.is_empty() {
+        let names: Vec<&str> = has_not.iter().map(|(option, _)| *option).collect();
+        missing.push(format!("ablations: `outboard bench` has no {}", names.join(", ")));
+    }
+    Ok(has
+        .iter()
+        .map(|(option, value)| value.map_or((*option).to_owned(), |v| format!("{option} {v}")))
+        .collect())
+}
+
+/// Stops everything and removes the work directory when this process ends, however it ends: a shell of its own process group waits
+/// for the end of its input, which only this process holds open.
+struct Cleaner(Child);
+
+const CLEAN: &str = r#"cat
+for node in "$1"/node-*; do [ -d "$node" ] && OUTBOARD_DIR=$node "$2" down; done
+"$3" "$1/ceph"
+rm -rf "$1""#;
+
+impl Cleaner {
+    fn watch(work: &Path) -> Result<Cleaner> {
+        let program = std::env::current_exe()?.with_file_name("outboard");
+        let mut shell = Command::new("sh");
+        shell.args(["-c", CLEAN, "cleaner"]).arg(fs::canonicalize(work)?).arg(program);
+        shell
+            .arg(ceph::scripts().join("down"))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null());
+        Ok(Cleaner(shell.process_group(0).spawn()?))
+    }
+}
+
+impl Drop for Cleaner {
+    fn drop(&mut self) {
+        drop(self.0.stdin.take());
+        // Left over at worst.
+        let _ = self.0.wait();
+    }
+}

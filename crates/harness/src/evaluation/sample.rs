@@ -1,0 +1,298 @@
+//! What was measured, run by run.
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+
+use super::stats::Rounds;
+use super::workload::{Case, Config, Mode};
+use crate::node::{BenchResult, Breakdown, ClassUse};
+
+/// One run.
+#[derive(Debug, Clone, Serialize)]
+pub struct Sample {
+    /// Which round it belongs to, from 1.
+    pub round: u32,
+    /// What was run.
+    #[serde(flatten)]
+    pub case: Case,
+    /// Operations done.
+    pub ops: u64,
+    /// 10^6 bytes per second.
+    pub mb_per_s: f64,
+    /// Operations per second.
+    pub iops: f64,
+    /// Mean latency.
+    pub latency_us_mean: f64,
+    /// 99th percentile of latency; `rados bench` has none.
+    pub latency_us_p99: Option<f64>,
+    /// CPU of the storage host: of the store (dpu), the node's process (host), or the OSD (Ceph).
+    pub host_cpu_us_per_op: f64,
+    /// CPU of everything that serves, emulated hardware and client included.
+    pub node_cpu_us_per_op: f64,
+    /// CPU of the client, out of `node_cpu_us_per_op`.
+    pub client_cpu_us_per_op: f64,
+    /// CPU and context switches per operation by part, the client's left out.
+    pub parts: BTreeMap<Part, PartUse>,
+    /// Where the time of a write goes, if known: parts of the mean latency that the client sees.
+    pub breakdown_us: Option<Breakdown>,
+}
+
+/// What a thread works for, in the terms of the paper's figure 5.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Part {
+    /// Connections and frames; Ceph's `msgr-worker` threads.
+    Messenger,
+    /// The store and its drive; Ceph's `bstore` threads.
+    ObjectStore,
+    /// Requests; Ceph's `tp_osd_tp` threads.
+    Osd,
+    /// An OSD thread that is its own messenger and whose time is not divided.
+    OsdAndMessenger,
+    /// Between DPU and host, in software.
+    Channel,
+    /// The emulated DMA engine; hardware otherwise.
+    Dma,
+    /// RocksDB's background threads (Ceph).
+    Rocksdb,
+    /// All else.
+    Other,
+}
+
+/// What a part uses per operation.
+#[derive(Debug, Clone, Copy, Default, Serialize)]
+pub struct PartUse {
+    /// CPU time.
+    pub cpu_us: f64,
+    /// Context switches.
+    pub switches: f64,
+}
+
+impl Part {
+    /// As readers see it.
+    #[must_use]
+    pub fn label(self) -> &'static str {
+        match self {
+            Part::Messenger => "Messenger",
+            Part::ObjectStore => "ObjectStore",
+            Part::Osd => "OSD",
+            Part::OsdAndMessenger => "OSD + messenger",
+            Part::Channel => "host–DPU channel",
+            Part::Dma => "DMA (emulated)",
+            Part::Rocksdb => "RocksDB",
+            Part::Other => "other",
+        }
+    }
+
+    /// The part that a class of a node's threads works for; `split` says whether the OSD's threads are divided.
+    #[must_use]
+    pub fn of_class(class: &str, split: bool) -> Part {
+        match class {
+            "msgr" => Part::Messenger,
+            "store" => Part::ObjectStore,
+            "osd" if split => Part::Osd,
+            "osd" => Part::OsdAndMessenger,
+            "chan" => Part::Channel,
+            "dma" => Part::Dma,
+            _ => Part::Other,
+        }
+    }
+
+    /// The part that a thread of a ceph-osd works for (section 5.2 of the paper has the first three names).
+    #[must_use]
+    pub fn of_ceph_thread(name: &str) -> Part {
+        let begins = |prefix: &str| name.starts_with(prefix);
+        match () {
+            () if begins("msgr-worker") => Part::Messenger,
+            () if begins("bstore") => Part::ObjectStore,
+            () if begins("tp_osd_tp") => Part::Osd,
+            () if begins("rocksdb") => Part::Rocksdb,
+            () => Part::Other,
+        }
+    }
+}
+
+impl Sample {
+    /// What a run of `outboard bench` found.
+    #[must_use]
+    pub fn of_bench(round: u32, case: Case, result: &BenchResult) -> Sample {
+        let per_op = |seconds: f64| seconds * 1e6 / result.ops.max(1) as f64;
+        let is_write = case.mode == Mode::Write;
+        let client = result.processes.iter().filter(|p| p.role == "client").map(|p| p.cpu_seconds).sum();
+        Sample {
+            round,
+            case,
+            ops: result.ops,
+            mb_per_s: result.mb_per_s,
+            iops: result.iops,
+            latency_us_mean: result.latency_us.mean,
+            latency_us_p99: Some(result.latency_us.p99),
+            host_cpu_us_per_op: result.host_cpu_us_per_op,
+            node_cpu_us_per_op: result.node_cpu_us_per_op,
+            client_cpu_us_per_op: per_op(client),
+            parts: parts_of_bench(result),
+            breakdown_us: result
+                .breakdown_us
+                .filter(|_| is_write)
+                .map(|b| of_client(b, result.latency_us.mean)),
+        }
+    }
+
+    /// CPU of the storage host in % of a core, at the rate of this run.
+    #[must_use]
+    pub fn host_cpu_percent(&self) -> f64 {
+        self.host_cpu_us_per_op * self.iops / 1e4
+    }
+}
+
+/// The osd's breakdown, as part of the latency that the client sees: what is outside of the osd is under *others*.
+fn of_client(osd: Breakdown, latency_us: f64) -> Breakdown {
+    Breakdown { total: latency_us, others: osd.others + (latency_us - osd.total).max(0.0), ..osd }
+}
+
+fn parts_of_bench(result: &BenchResult) -> BTreeMap<Part, PartUse> {
+    let servers = || result.processes.iter().filter(|p| p.role != "client");
+    let classes = || servers().flat_map(|p| &p.by_class);
+    let split = classes().any(|(class, _)| class == "msgr");
+    sum_parts(classes().map(|(class, used)| (Part::of_class(class, split), *used)), result.ops)
+}
+
+/// Sums up by part, per operation.
+pub fn sum_parts(used: impl Iterator<Item = (Part, ClassUse)>, ops: u64) -> BTreeMap<Part, PartUse> {
+    let ops = ops.max(1) as f64;
+    let mut parts: BTreeMap<Part, PartUse> = BTreeMap::new();
+    for (part, class) in used {
+        let sum = parts.entry(part).or_default();
+        sum.cpu_us += class.cpu_seconds * 1e6 / ops;
+        sum.switches += class.context_switches / ops;
+    }
+    parts
+}
+
+/// What the machine can do at most, measured in every round.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum CeilingKind {
+    /// O_DIRECT writes of a size, the better of depth 1 and 16.
+    DriveWrite,
+    /// O_DIRECT reads of a size, the better of depth 1 and 16.
+    DriveRead,
+    /// O_DIRECT random reads of 4 KiB at depth 16.
+    DriveRandread,
+    /// One TCP connection over loopback.
+    Loopback,
+    /// Copying memory with one thread.
+    Memcpy,
+}
+
+/// One measurement of a ceiling.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub struct Ceiling {
+    /// Which round it belongs to.
+    pub round: u32,
+    /// Of what.
+    pub kind: CeilingKind,
+    /// Bytes per operation; 0 where there are none.
+    pub size: u64,
+    /// 10^6 bytes per second.
+    pub mb_per_s: f64,
+}
+
+/// CPU of a process while nothing happens.
+#[derive(Debug, Clone, Serialize)]
+pub struct Idle {
+    /// Which round it belongs to.
+    pub round: u32,
+    /// Of which system.
+    pub config: Config,
+    /// The process: its role or its daemon's name.
+    pub process: String,
+    /// CPU in % of a core.
+    pub cpu_percent: f64,
+}
+
+/// All of it.
+#[derive(Debug, Default, Serialize)]
+pub struct Measurements {
+    /// Runs.
+    pub samples: Vec<Sample>,
+    /// Ceilings.
+    pub ceilings: Vec<Ceiling>,
+    /// Idle processes.
+    pub idle: Vec<Idle>,
+    /// What could not be measured, and why.
+    pub problems: Vec<String>,
+}
+
+impl Measurements {
+    /// A figure of every round of a case, as far as it is known.
+    pub fn rounds_if(&self, case: &Case, figure: impl Fn(&Sample) -> Option<f64>) -> Rounds {
+        let of_case = self.samples.iter().filter(|s| s.case == *case);
+        of_case.filter_map(|s| Some((s.round, figure(s)?))).collect()
+    }
+
+    /// A figure of every round of a case.
+    pub fn rounds(&self, case: &Case, figure: impl Fn(&Sample) -> f64) -> Rounds {
+        self.rounds_if(case, |s| Some(figure(s)))
+    }
+
+    /// A ceiling in every round, in 10^6 bytes per second.
+    #[must_use]
+    pub fn ceiling(&self, kind: CeilingKind, size: u64) -> Rounds {
+        let of_kind = self.ceilings.iter().filter(|c| c.kind == kind && c.size == size);
+        of_kind.map(|c| (c.round, c.mb_per_s)).collect()
+    }
+
+    /// Idle CPU in every round, in % of a core, of those processes of a system that `which` accepts.
+    pub fn idle(&self, config: Config, which: impl Fn(&str) -> bool) -> Rounds {
+        let mut rounds = Rounds::new();
+        for idle in self.idle.iter().filter(|i| i.config == config && which(&i.process)) {
+            *rounds.entry(idle.round).or_default() += idle.cpu_percent;
+        }
+        rounds
+    }
+
+    /// Whether a system was measured at all.
+    #[must_use]
+    pub fn has(&self, config: Config) -> bool {
+        self.samples.iter().any(|s| s.case.config == config)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn threads_are_booked_by_the_names_that_the_paper_gives() {
+        assert_eq!(Part::of_ceph_thread("msgr-worker-2"), Part::Messenger);
+        assert_eq!(Part::of_ceph_thread("bstore_kv_sync"), Part::ObjectStore);
+        assert_eq!(Part::of_ceph_thread("tp_osd_tp"), Part::Osd);
+        assert_eq!(Part::of_ceph_thread("rocksdb:low0"), Part::Rocksdb);
+        assert_eq!(Part::of_ceph_thread("safe_timer"), Part::Other);
+    }
+
+    #[test]
+    fn an_osd_thread_counts_as_both_until_it_is_divided() {
+        let bench = |classes: &str| -> BenchResult {
+            serde_json::from_str(&format!(
+                r#"{{"ops":1000,"errors":0,"mb_per_s":1,"iops":1,"latency_us":{{"mean":1,"p50":1,"p99":1}},
+                "host_cpu_us_per_op":0,"node_cpu_us_per_op":0,"processes":[
+                {{"role":"client","cpu_seconds":9,"by_class":{{"main":{{"cpu_seconds":9,"context_switches":9}}}}}},
+                {{"role":"osd","cpu_seconds":1,"by_class":{{{classes}}}}}]}}"#
+            ))
+            .unwrap()
+        };
+        let use_of =
+            |name: &str, s: f64| format!(r#""{name}":{{"cpu_seconds":{s},"context_switches":2000}}"#);
+        let whole = parts_of_bench(&bench(&use_of("osd", 1.0)));
+        assert_eq!(whole.keys().copied().collect::<Vec<_>>(), [Part::OsdAndMessenger]);
+        assert_eq!(whole[&Part::OsdAndMessenger].cpu_us, 1000.0);
+        assert_eq!(whole[&Part::OsdAndMessenger].switches, 2.0);
+        let split = parts_of_bench(&bench(
+            &[use_of("osd", 0.4), r#""msgr":{"cpu_seconds":0.6,"estimated":true}"#.to_owned()].join(","),
+        ));
+        assert_eq!(split.keys().copied().collect::<Vec<_>>(), [Part::Messenger, Part::Osd]);
+    }
+}

@@ -1,0 +1,143 @@
+//! Medians of rounds, with intervals.
+//!
+//! Machines drift while they are measured, so two systems are compared round by round, by runs that lie a minute apart, and what
+//! is reported is the median of these ratios. The interval is the one of order statistics: of `n` sorted values, the k-th from
+//! either end enclose the true median with a probability that follows from coin tosses alone, whatever the distribution.
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+
+/// A value per round.
+pub type Rounds = BTreeMap<u32, f64>;
+
+/// The median of some rounds.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Estimate {
+    /// The median.
+    pub median: f64,
+    /// Lower end of the interval.
+    pub low: f64,
+    /// Upper end of the interval.
+    pub high: f64,
+    /// Rounds.
+    pub n: usize,
+    /// Probability that the interval holds the true median; below 0.95 for fewer than six rounds, where it is the whole range.
+    pub confidence: f64,
+}
+
+impl Estimate {
+    /// A figure that has no interval: one that somebody else has published.
+    #[must_use]
+    pub fn exact(value: f64) -> Estimate {
+        Estimate { median: value, low: value, high: value, n: 1, confidence: 0.0 }
+    }
+
+    /// The same in another unit.
+    #[must_use]
+    pub fn scaled(self, factor: f64) -> Estimate {
+        Estimate { median: self.median * factor, low: self.low * factor, high: self.high * factor, ..self }
+    }
+}
+
+/// Median and interval of some values; none of none. What is not a number does not count.
+#[must_use]
+pub fn estimate(values: impl IntoIterator<Item = f64>) -> Option<Estimate> {
+    let mut sorted: Vec<f64> = values.into_iter().filter(|v| v.is_finite()).collect();
+    sorted.sort_by(f64::total_cmp);
+    let n = sorted.len();
+    if n == 0 {
+        return None;
+    }
+    let mut k = 0;
+    while 2 * (k + 1) < n && coverage(n, k + 1) >= 0.95 {
+        k += 1;
+    }
+    let median = f64::midpoint(sorted[(n - 1) / 2], sorted[n / 2]);
+    Some(Estimate { median, low: sorted[k], high: sorted[n - 1 - k], n, confidence: coverage(n, k) })
+}
+
+/// Probability that of `n` values fewer than all but `k` lie on one side of the median: 1 - 2 P(Binomial(n, 1/2) <= k).
+fn coverage(n: usize, k: usize) -> f64 {
+    let (mut term, mut below) = (0.5_f64.powi(i32::try_from(n).unwrap_or(i32::MAX)), 0.0);
+    for i in 0..=k.min(n) {
+        below += term;
+        term *= (n - i) as f64 / (i + 1) as f64;
+    }
+    (1.0 - 2.0 * below).max(0.0)
+}
+
+/// Combines the rounds that both have.
+#[must_use]
+pub fn paired(a: &Rounds, b: &Rounds, combine: impl Fn(f64, f64) -> f64) -> Rounds {
+    a.iter().filter_map(|(round, x)| Some((*round, combine(*x, *b.get(round)?)))).collect()
+}
+
+/// `a / b`, round by round; rounds in which `b` is zero are left out.
+#[must_use]
+pub fn ratio(a: &Rounds, b: &Rounds) -> Rounds {
+    paired(a, b, |x, y| x / y).into_iter().filter(|(_, r)| r.is_finite()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rounds(values: &[f64]) -> Rounds {
+        (1..).zip(values.iter().copied()).collect()
+    }
+
+    #[test]
+    fn the_median_of_an_even_number_lies_between_the_middle_two() {
+        let e = estimate([4.0, 1.0, 3.0, 2.0]).unwrap();
+        assert_eq!((e.median, e.low, e.high, e.n), (2.5, 1.0, 4.0, 4));
+    }
+
+    #[test]
+    fn no_rounds_no_estimate() {
+        assert_eq!(estimate([]), None);
+        assert_eq!(estimate([f64::NAN, f64::INFINITY]), None);
+    }
+
+    #[test]
+    fn coverage_is_that_of_the_sign_test() {
+        // Published tables of the order-statistic interval of a median.
+        for (n, k, expected) in
+            [(6, 0, 0.96875), (7, 0, 0.984_375), (9, 1, 0.960_937_5), (15, 3, 0.964_843_75), (1, 0, 0.0)]
+        {
+            assert!((coverage(n, k) - expected).abs() < 1e-9, "{n} {k}: {}", coverage(n, k));
+        }
+    }
+
+    #[test]
+    fn seven_rounds_give_the_range_and_nine_leave_one_out_at_each_end() {
+        let seven = estimate((1..=7).map(f64::from)).unwrap();
+        assert_eq!((seven.median, seven.low, seven.high), (4.0, 1.0, 7.0));
+        assert!(seven.confidence >= 0.95);
+        let nine = estimate((1..=9).map(f64::from)).unwrap();
+        assert_eq!((nine.median, nine.low, nine.high), (5.0, 2.0, 8.0));
+        assert!(nine.confidence >= 0.95);
+    }
+
+    #[test]
+    fn few_rounds_say_that_they_prove_little() {
+        assert!(estimate([1.0, 2.0, 3.0]).unwrap().confidence < 0.95);
+        assert_eq!(estimate([5.0]).unwrap().confidence, 0.0);
+    }
+
+    #[test]
+    fn ratios_pair_rounds_not_positions() {
+        let (mut a, b) = (rounds(&[10.0, 20.0, 30.0]), rounds(&[5.0, 0.0, 3.0]));
+        a.remove(&1);
+        // Round 1 is missing on one side, round 2 has nothing to divide by.
+        assert_eq!(ratio(&a, &b), BTreeMap::from([(3, 10.0)]));
+    }
+
+    #[test]
+    fn a_drift_that_both_share_cancels() {
+        let slow_later: Vec<f64> = (1..=7).map(|i| 100.0 / f64::from(i)).collect();
+        let half: Vec<f64> = slow_later.iter().map(|v| v / 2.0).collect();
+        let e = estimate(ratio(&rounds(&half), &rounds(&slow_later)).into_values()).unwrap();
+        assert!((e.low - 0.5).abs() < 1e-12 && (e.high - 0.5).abs() < 1e-12);
+    }
+}

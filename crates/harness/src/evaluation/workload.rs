@@ -1,0 +1,155 @@
+//! What is measured: configurations, sizes and modes.
+
+use serde::Serialize;
+
+/// One MiB.
+pub const MIB: u64 = 1 << 20;
+
+/// The sizes of the paper's evaluation (section 5.1).
+pub const PAPER_SIZES: [u64; 4] = [MIB, 4 * MIB, 8 * MIB, 16 * MIB];
+
+/// Requests in flight (section 5.1: "16 concurrent clients").
+pub const IN_FLIGHT: u32 = 16;
+
+/// A system under test.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Config {
+    /// Everything in one process on the host.
+    Host,
+    /// OSD on the emulated DPU; its DMA engine copies as fast as memory allows.
+    DpuMemcpy,
+    /// OSD on the emulated DPU; its DMA engine takes the time that the paper measured on a BlueField-3.
+    DpuBf3,
+    /// A real Ceph with one OSD.
+    Ceph,
+}
+
+impl Config {
+    /// As readers see it.
+    #[must_use]
+    pub fn label(self) -> &'static str {
+        match self {
+            Config::Host => "host",
+            Config::DpuMemcpy => "dpu, memcpy",
+            Config::DpuBf3 => "dpu, bf3-paper",
+            Config::Ceph => "Ceph",
+        }
+    }
+}
+
+/// What is done with the objects.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Mode {
+    /// Write whole objects.
+    Write,
+    /// Read whole objects, one after the other.
+    Read,
+    /// Read whole objects in random order.
+    Randread,
+}
+
+impl Mode {
+    /// Every mode, in the order in which they are run: reads find what was written.
+    pub const ALL: [Mode; 3] = [Mode::Write, Mode::Read, Mode::Randread];
+
+    /// As `outboard bench` has it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Mode::Write => "write",
+            Mode::Read => "read",
+            Mode::Randread => "randread",
+        }
+    }
+
+    /// As `rados bench` has it.
+    #[must_use]
+    pub fn rados_name(self) -> &'static str {
+        match self {
+            Mode::Write => "write",
+            Mode::Read => "seq",
+            Mode::Randread => "rand",
+        }
+    }
+}
+
+/// Which objects are read or written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Set {
+    /// As many as make half a GiB.
+    Usual,
+    /// Several times as much as all caches hold.
+    Large,
+}
+
+/// One kind of run; all rounds of it make one figure.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+pub struct Case {
+    /// The system.
+    pub config: Config,
+    /// What is done.
+    pub mode: Mode,
+    /// Bytes per object.
+    pub size: u64,
+    /// Requests in flight.
+    pub in_flight: u32,
+    /// Which objects.
+    pub set: Set,
+    /// Options of `outboard bench` that switch a part of the design off; none in the main series.
+    pub ablation: Option<String>,
+}
+
+impl Case {
+    /// A case of the main series.
+    #[must_use]
+    pub fn new(config: Config, mode: Mode, size: u64) -> Case {
+        Case { config, mode, size, in_flight: IN_FLIGHT, set: Set::Usual, ablation: None }
+    }
+
+    /// One request at a time.
+    #[must_use]
+    pub fn one_at_a_time(self) -> Case {
+        Case { in_flight: 1, ..self }
+    }
+
+    /// 4 KiB random reads from the large set.
+    #[must_use]
+    pub fn large_set(config: Config) -> Case {
+        Case { set: Set::Large, ..Case::new(config, Mode::Randread, 4096) }
+    }
+
+    /// With a part of the design switched off.
+    #[must_use]
+    pub fn without(self, option: &str) -> Case {
+        Case { ablation: Some(option.to_owned()), ..self }
+    }
+
+    /// How many objects of the usual set `outboard bench` goes round: half a GiB, at most 16384, and at least twice as many as are
+    /// in flight, lest requests meet on one object.
+    #[must_use]
+    pub fn objects(&self) -> u64 {
+        (512 * MIB / self.size).clamp(2 * u64::from(IN_FLIGHT), 16_384)
+    }
+}
+
+/// `4 KiB`, `16 MiB`.
+#[must_use]
+pub fn size_label(bytes: u64) -> String {
+    if bytes >= MIB { format!("{} MiB", bytes / MIB) } else { format!("{} KiB", bytes >> 10) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_in_flight_never_meet_on_an_object() {
+        for size in [4096, 64 << 10, MIB, 16 * MIB, 64 * MIB] {
+            let case = Case::new(Config::Host, Mode::Write, size);
+            assert!(case.objects() >= 2 * u64::from(case.in_flight), "{size}");
+        }
+    }
+}
