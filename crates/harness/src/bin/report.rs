@@ -10,9 +10,11 @@ use outboard_harness::evaluation::bars::{self, Bar, Bound, Unit, Verdict};
 use outboard_harness::evaluation::campaign::Campaign;
 use outboard_harness::evaluation::environment::Environment;
 use outboard_harness::evaluation::page::{self, Content};
+use outboard_harness::evaluation::paper;
+use outboard_harness::evaluation::plan::{self, Subjects};
 use outboard_harness::evaluation::progress::{Progress, minutes};
 use outboard_harness::evaluation::rig::Rig;
-use outboard_harness::evaluation::sample::Measurements;
+use outboard_harness::evaluation::sample::{Measurements, Medians};
 use outboard_harness::evaluation::settings::Settings;
 use outboard_harness::report::{Table, say};
 use serde::Serialize;
@@ -23,21 +25,21 @@ fn main() -> Result<()> {
     let started = std::time::Instant::now();
     let environment = Environment::here(&settings.out);
     let mut missing = Vec::new();
+    let planned = plan::setup_seconds(&settings) + plan::seconds(&settings, &Subjects::all());
+    say(format!(
+        "{} round(s) of {} s per run, in {}: {}",
+        settings.rounds,
+        settings.seconds,
+        settings.work.display(),
+        minutes(planned)
+    ));
     let setup = Progress::new(0.0);
     let rig = Rig::up(&settings, &mut missing, &|what| setup.show(what));
     setup.clear();
     let rig = rig?;
     missing.iter().for_each(|what| say(format!("left out: {what}")));
     let mut campaign = Campaign::new(&settings, &rig, missing);
-    let planned = campaign.seconds();
-    say(format!(
-        "{} round(s) of {} s per run in {}: {}",
-        settings.rounds,
-        settings.seconds,
-        settings.work.display(),
-        minutes(planned)
-    ));
-    let mut progress = Progress::new(planned);
+    let mut progress = Progress::new(campaign.seconds());
     for round in 1..=settings.rounds {
         campaign.round(round, &mut progress);
         // After each round, so that a run that is cut short leaves what it has.
@@ -63,6 +65,8 @@ struct Document<'a> {
     seconds_per_run: u32,
     large_set_objects: Option<u64>,
     bars: &'a [Bar],
+    medians: Vec<Medians>,
+    paper: serde_json::Value,
     #[serde(flatten)]
     found: &'a Measurements,
 }
@@ -77,6 +81,8 @@ fn write(settings: &Settings, environment: &Environment, found: &Measurements, r
         seconds_per_run: settings.seconds,
         large_set_objects: settings.large_set(),
         bars: &bars,
+        medians: found.medians(),
+        paper: paper::json(),
         found,
     };
     fs::write(settings.out.join("report.json"), serde_json::to_vec_pretty(&document)?)?;
@@ -84,10 +90,11 @@ fn write(settings: &Settings, environment: &Environment, found: &Measurements, r
     Ok(())
 }
 
-/// The bars, on the terminal.
+/// The bars, on the terminal, as far as they were measured.
 fn summary(bars: &[Bar]) {
     let mut table = Table::new(&["bar", "median", "interval", "threshold", "verdict", "paper"]);
-    for (bar, row) in bars.iter().flat_map(|b| b.rows.iter().map(move |r| (b, r))) {
+    let rows = bars.iter().flat_map(|b| b.rows.iter().map(move |r| (b, r)));
+    for (bar, row) in rows.filter(|(_, r)| r.verdict != Verdict::NotMeasured) {
         let unit = if row.unit == Unit::Percent { " %" } else { "" };
         let number = |v: f64| format!("{v:.2}{unit}");
         table.row(&[

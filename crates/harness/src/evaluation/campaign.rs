@@ -12,7 +12,7 @@ use super::workload::{Case, Config, IN_FLIGHT, Mode};
 use crate::{Result, ceiling};
 
 /// After so many failed steps a system is left alone.
-const FAILURES_MOST: u32 = 3;
+const FAILURES_MOST: usize = 3;
 
 /// Every round of a run.
 pub struct Campaign<'a> {
@@ -35,8 +35,7 @@ impl<'a> Campaign<'a> {
     /// How long all rounds should take, in s.
     #[must_use]
     pub fn seconds(&self) -> f64 {
-        let steps = (1..=self.settings.rounds).flat_map(|r| plan::round(self.settings, &self.subjects, r));
-        steps.map(|s| s.seconds(self.settings)).sum()
+        plan::seconds(self.settings, &self.subjects)
     }
 
     /// Runs one round. A step that fails is a problem to report, no reason to lose the rest.
@@ -51,15 +50,19 @@ impl<'a> Campaign<'a> {
         }
     }
 
+    /// A system that fails again and again is left alone, and so is an option that does not work.
     fn count_failure(&mut self, step: &Step) {
         let config = match step {
             Step::Modes { config, .. } => *config,
             Step::CephLargeSet => Config::Ceph,
+            Step::Run(Case { ablation: Some(option), .. }) => {
+                return self.subjects.ablations.retain(|o| o != option);
+            }
             Step::Drive { .. } | Step::Run(_) | Step::Machine | Step::Idle => return,
         };
         self.failures.push(config);
         let count = self.failures.iter().filter(|c| **c == config).count();
-        if count as u32 == FAILURES_MOST {
+        if count == FAILURES_MOST {
             self.subjects.configs.retain(|c| *c != config);
             self.found.problems.push(format!("{} was given up after {count} failures", config.label()));
         }

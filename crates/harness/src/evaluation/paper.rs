@@ -48,8 +48,26 @@ pub const FIG10_BASELINE: [f64; 4] = [435.0, 119.0, 60.0, 28.0];
 /// Figure 10: writes per second, DoCeph.
 pub const FIG10_DOCEPH: [f64; 4] = [304.0, 112.0, 52.0, 27.0];
 
+/// All of it, for machines.
+#[must_use]
+pub fn json() -> serde_json::Value {
+    serde_json::json!({
+        "title": TITLE,
+        "doi": DOI,
+        "sizes_mb": [1, 4, 8, 16],
+        "figure_5": FIG5.map(|(network, share, cpu)| {
+            serde_json::json!({ "network": network, "messenger_percent": share, "cpu_percent_of_core": cpu })
+        }),
+        "table_2_context_switches": { "messenger": TABLE2.0, "object_store": TABLE2.1 },
+        "figure_7_host_cpu_percent": { "baseline": FIG7_BASELINE, "doceph": FIG7_DOCEPH, "saved": SAVED },
+        "figure_8_latency_s": { "baseline": FIG8_BASELINE, "doceph": FIG8_DOCEPH },
+        "table_3_latency_s": TABLE3,
+        "figure_10_iops": { "baseline": FIG10_BASELINE, "doceph": FIG10_DOCEPH },
+    })
+}
+
 /// A column of table 3, in s.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, serde::Serialize)]
 pub struct Breakdown {
     /// Writing to BlueStore.
     pub host_write: f64,

@@ -44,11 +44,32 @@ pub struct Subjects {
 }
 
 impl Subjects {
+    /// Everything that a report can have.
+    #[must_use]
+    pub fn all() -> Subjects {
+        let configs = vec![Config::Host, Config::DpuMemcpy, Config::DpuBf3, Config::Ceph];
+        Subjects { configs, ablations: Vec::new() }
+    }
+
     /// The node that ablations are run on: the one whose DMA costs what it does on a DPU, if there is one.
     #[must_use]
     pub fn ablated(&self) -> Config {
         if self.configs.contains(&Config::DpuBf3) { Config::DpuBf3 } else { Config::DpuMemcpy }
     }
+}
+
+/// About how long all rounds take, in s.
+#[must_use]
+pub fn seconds(settings: &Settings, subjects: &Subjects) -> f64 {
+    let steps = (1..=settings.rounds).flat_map(|r| round(settings, subjects, r));
+    steps.map(|s| s.seconds(settings)).sum()
+}
+
+/// About how long it takes until everything is up, in s: files are written in full, a Ceph is made, the large set is written.
+#[must_use]
+pub fn setup_seconds(settings: &Settings) -> f64 {
+    let files = 3 * settings.target_gib() + settings.ceph_gib().0;
+    files as f64 + 20.0 + settings.large_set().map_or(0.0, |objects| objects as f64 / 3000.0)
 }
 
 /// The steps of a round, from 1. Systems take turns in going first, so that none always has the drive that another has just left.
@@ -121,8 +142,7 @@ mod tests {
 
     #[test]
     fn every_system_goes_first_at_every_size_in_some_round() {
-        let configs = vec![Config::Host, Config::DpuMemcpy, Config::DpuBf3, Config::Ceph];
-        let subjects = Subjects { configs, ablations: Vec::new() };
+        let subjects = Subjects::all();
         let settings = Settings { quick: false, ..Settings::from_env() };
         let first = |round_number: u32, size: u64| {
             let steps = round(&settings, &subjects, round_number);

@@ -1,10 +1,10 @@
 //! What was measured, run by run.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Serialize;
 
-use super::stats::Rounds;
+use super::stats::{Estimate, Rounds, estimate};
 use super::workload::{Case, Config, Mode};
 use crate::node::{BenchResult, Breakdown, ClassUse};
 
@@ -36,6 +36,24 @@ pub struct Sample {
     pub parts: BTreeMap<Part, PartUse>,
     /// Where the time of a write goes, if known: parts of the mean latency that the client sees.
     pub breakdown_us: Option<Breakdown>,
+}
+
+/// The figures of a case, over all rounds.
+#[derive(Debug, Clone, Serialize)]
+pub struct Medians {
+    /// What was run.
+    #[serde(flatten)]
+    pub case: Case,
+    /// 10^6 bytes per second.
+    pub mb_per_s: Option<Estimate>,
+    /// Operations per second.
+    pub iops: Option<Estimate>,
+    /// Mean latency.
+    pub latency_us_mean: Option<Estimate>,
+    /// CPU of the storage host per operation.
+    pub host_cpu_us_per_op: Option<Estimate>,
+    /// All CPU per operation.
+    pub node_cpu_us_per_op: Option<Estimate>,
 }
 
 /// What a thread works for, in the terms of the paper's figure 5.
@@ -251,6 +269,28 @@ impl Measurements {
             *rounds.entry(idle.round).or_default() += idle.cpu_percent;
         }
         rounds
+    }
+
+    /// Every case that was run, in order.
+    #[must_use]
+    pub fn cases(&self) -> Vec<&Case> {
+        let cases: BTreeSet<&Case> = self.samples.iter().map(|s| &s.case).collect();
+        cases.into_iter().collect()
+    }
+
+    /// The figures of every case.
+    #[must_use]
+    pub fn medians(&self) -> Vec<Medians> {
+        let of = |case: &Case, figure: fn(&Sample) -> f64| estimate(self.rounds(case, figure).into_values());
+        let medians = |case: &Case| Medians {
+            case: case.clone(),
+            mb_per_s: of(case, |s| s.mb_per_s),
+            iops: of(case, |s| s.iops),
+            latency_us_mean: of(case, |s| s.latency_us_mean),
+            host_cpu_us_per_op: of(case, |s| s.host_cpu_us_per_op),
+            node_cpu_us_per_op: of(case, |s| s.node_cpu_us_per_op),
+        };
+        self.cases().into_iter().map(medians).collect()
     }
 
     /// Whether a system was measured at all.

@@ -169,9 +169,7 @@ fn ceiling_row(
 }
 
 fn ablations(m: &Measurements) -> String {
-    let mut cases: Vec<&Case> = m.samples.iter().map(|s| &s.case).filter(|c| c.ablation.is_some()).collect();
-    cases.sort_unstable();
-    cases.dedup();
+    let cases: Vec<&Case> = m.cases().into_iter().filter(|c| c.ablation.is_some()).collect();
     if cases.is_empty() {
         return String::new();
     }

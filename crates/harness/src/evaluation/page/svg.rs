@@ -90,7 +90,7 @@ fn figure(width: f64, body: &str, keys: &[(&str, &str)]) -> String {
     }
     let _ = write!(
         html,
-        "</div><div class=\"plot\"><svg viewBox=\"0 0 {width:.0} {HEIGHT:.0}\" style=\"max-width:{width:.0}px\" role=\"img\">{body}</svg></div>"
+        "</div><div class=\"plot\"><svg viewBox=\"0 0 {width:.0} {HEIGHT:.0}\" width=\"{width:.0}\" height=\"{HEIGHT:.0}\" role=\"img\">{body}</svg></div>"
     );
     html
 }
@@ -203,7 +203,8 @@ pub fn stacked(charts: &[Stacked]) -> String {
             }
         }
         body.push_str("</g>");
-        x += (8.0 + (BAR + 14.0) * chart.bars.len() as f64 + 10.0).max(chart.title.len() as f64 * 6.6 + 16.0);
+        let bars = 8.0 + (BAR + 14.0) * chart.bars.len() as f64;
+        x += bars.max(chart.title.len() as f64 * 7.0) + 28.0;
     }
     figure(x, &body, &keys)
 }

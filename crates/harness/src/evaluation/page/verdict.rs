@@ -32,7 +32,9 @@ pub fn section(content: &Content<'_>) -> String {
         "<section><h2>What it is held against</h2><div class=\"wide\"><table><thead><tr><th>claim</th><th>here, median</th><th>threshold</th>\
          <th>verdict</th><th>paper</th></tr></thead><tbody>",
     );
-    content.bars.iter().for_each(|b| html.push_str(&bar(b)));
+    // A quick run leaves most out; what it has should be easy to find.
+    let shown = |row: &&Row| !s.quick || row.verdict != Verdict::NotMeasured;
+    content.bars.iter().for_each(|b| html.push_str(&bar(b, shown)));
     html.push_str("</tbody></table></div></section>");
     if !content.found.problems.is_empty() {
         html.push_str("<section><h3>Not measured, or gone wrong</h3><ul>");
@@ -44,14 +46,17 @@ pub fn section(content: &Content<'_>) -> String {
     html
 }
 
-fn bar(bar: &Bar) -> String {
+fn bar(bar: &Bar, shown: impl Fn(&&Row) -> bool) -> String {
+    if !bar.rows.iter().any(|r| shown(&r)) {
+        return String::new();
+    }
     let mut html = format!(
         "<tr class=\"bar\"><th colspan=\"5\">{} · {}<br/><small>{}</small></th></tr>",
         bar.number,
         escape(bar.title),
         escape(bar.definition)
     );
-    for row in &bar.rows {
+    for row in bar.rows.iter().filter(shown) {
         let (class, verdict) = match row.verdict {
             Verdict::Pass => ("pass", "pass"),
             Verdict::Fail => ("fail", "fail"),
