@@ -38,6 +38,7 @@ fn main() -> Result<()> {
     setup.clear();
     let rig = rig?;
     missing.iter().for_each(|what| say(format!("left out: {what}")));
+    let left_out = missing.len();
     let mut campaign = Campaign::new(&settings, &rig, missing);
     let mut progress = Progress::new(campaign.seconds());
     for round in 1..=settings.rounds {
@@ -47,7 +48,7 @@ fn main() -> Result<()> {
     }
     progress.clear();
     summary(&bars::all(&campaign.found));
-    campaign.found.problems.iter().for_each(|what| say(format!("problem: {what}")));
+    campaign.found.problems.iter().skip(left_out).for_each(|what| say(format!("problem: {what}")));
     say(format!(
         "{} and report.json, after {:.0} s",
         settings.out.join("index.html").display(),

@@ -34,7 +34,7 @@ pub struct Sample {
     pub client_cpu_us_per_op: f64,
     /// CPU and context switches per operation by part, the client's left out.
     pub parts: BTreeMap<Part, PartUse>,
-    /// Where the time of a write goes, if known: parts of the mean latency that the client sees.
+    /// Where the time of a write goes, if known (nothing but zeros is no knowledge): parts of the mean latency that the client sees.
     pub breakdown_us: Option<Breakdown>,
 }
 
@@ -152,7 +152,7 @@ impl Sample {
             parts: parts_of_bench(result),
             breakdown_us: result
                 .breakdown_us
-                .filter(|_| is_write)
+                .filter(|b| is_write && b.host_write + b.dma > 0.0)
                 .map(|b| of_client(b, result.latency_us.mean)),
         }
     }

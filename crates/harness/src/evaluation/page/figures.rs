@@ -48,8 +48,10 @@ fn part_class(part: Part) -> &'static str {
         Part::Messenger => "p1",
         Part::ObjectStore => "p2",
         Part::Osd => "p3",
-        Part::OsdAndMessenger | Part::Rocksdb => "p4",
-        Part::Channel | Part::Dma => "p5",
+        Part::OsdAndMessenger => "p4",
+        Part::Channel => "p5",
+        Part::Dma => "p7",
+        Part::Rocksdb => "p8",
         Part::Other => "p6",
     }
 }
@@ -59,7 +61,7 @@ fn figure_5(m: &Measurements) -> String {
     for (network, messenger, cpu) in paper::FIG5 {
         let parts = vec![
             Share { name: Part::Messenger.label(), class: part_class(Part::Messenger), amount: messenger },
-            Share { name: "ObjectStore and OSD, undivided", class: "p6", amount: 100.0 - messenger },
+            Share { name: "ObjectStore and OSD, undivided", class: "paper-a", amount: 100.0 - messenger },
         ];
         published.push(Stack { label: [network.to_owned(), percent_of_core(cpu)], parts });
     }
@@ -114,7 +116,8 @@ fn table_2(m: &Measurements) -> String {
     ]];
     for (config, _) in SYSTEMS.into_iter().filter(|(c, _)| m.has(*c)) {
         let case = writes(config, 4 * MIB);
-        let of_part = |part: Part| m.rounds_if(&case, |s| Some(s.parts.get(&part)?.switches));
+        let of_part =
+            |part: Part| m.rounds_if(&case, |s| Some(s.parts.get(&part)?.switches).filter(|n| *n > 0.0));
         let (messenger, store) = (of_part(Part::Messenger), of_part(Part::ObjectStore));
         let all = of(m, &case, &|s| s.parts.values().map(|u| u.switches).sum());
         rows.push(vec![
@@ -135,8 +138,8 @@ fn table_2(m: &Measurements) -> String {
 fn figure_6(m: &Measurements) -> String {
     let paper_mb_per_s = paper::FIG10_BASELINE[1] * 4.0;
     let mut rows = vec![vec![
-        "paper, Ceph over 100 Gbit/s".to_owned(),
-        format!("{} <small>MB/s, 119 writes/s of figure 10</small>", number(paper_mb_per_s)),
+        "paper, Ceph over 100 Gbit/s (119 writes/s of figure 10)".to_owned(),
+        number(paper_mb_per_s),
     ]];
     for (config, _) in SYSTEMS.into_iter().filter(|(c, _)| m.has(*c)) {
         let rate = of(m, &writes(config, 4 * MIB), &|s| s.mb_per_s);
@@ -151,7 +154,7 @@ fn figure_6(m: &Measurements) -> String {
 
 fn figure_7(m: &Measurements) -> String {
     let figure = BySize {
-        title: "Host CPU",
+        title: "host CPU",
         axis: "host CPU, % of a core",
         baseline: paper::FIG7_BASELINE.map(Some),
         doceph: paper::FIG7_DOCEPH,
@@ -175,7 +178,7 @@ fn figure_7(m: &Measurements) -> String {
 
 fn figure_8(m: &Measurements) -> String {
     let figure = BySize {
-        title: "Mean latency of writes",
+        title: "mean latency of writes",
         axis: "latency, ms",
         baseline: paper::FIG8_BASELINE.map(|s| s.map(|s| s * 1e3)),
         doceph: paper::FIG8_DOCEPH.map(|s| s * 1e3),
@@ -200,7 +203,7 @@ fn figure_8(m: &Measurements) -> String {
 fn figure_10(m: &Measurements) -> String {
     let mb_per_s = |iops: [f64; 4]| std::array::from_fn(|i| iops[i] * PAPER_SIZES[i] as f64 / MIB as f64);
     let figure = BySize {
-        title: "Throughput of writes",
+        title: "throughput of writes",
         axis: "MB/s",
         baseline: mb_per_s(paper::FIG10_BASELINE).map(Some),
         doceph: mb_per_s(paper::FIG10_DOCEPH),
@@ -241,7 +244,7 @@ impl BySize<'_> {
     fn draw(&self, m: &Measurements) -> String {
         let exact = |values: [Option<f64>; 4]| values.map(|v| v.map(Estimate::exact)).to_vec();
         let published = Grouped {
-            title: format!("Paper: {}", self.title.to_lowercase()),
+            title: format!("Paper: {}", self.title),
             axis: self.axis.to_owned(),
             groups: ["1 MB", "4 MB", "8 MB", "16 MB"].map(str::to_owned).to_vec(),
             series: vec![
@@ -256,7 +259,7 @@ impl BySize<'_> {
         let measured: Vec<u64> =
             PAPER_SIZES.into_iter().filter(|size| m.samples.iter().any(|s| s.case.size == *size)).collect();
         let here = Grouped {
-            title: format!("Here: {}", self.title.to_lowercase()),
+            title: format!("Here: {}", self.title),
             axis: self.axis.to_owned(),
             groups: measured.iter().map(|s| size_label(*s)).collect(),
             series: systems(m, &measured, Mode::Write, self.here),
