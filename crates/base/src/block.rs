@@ -23,6 +23,14 @@ pub fn crc32c(data: &[u8]) -> u32 {
     crc_fast::crc32_iscsi(data)
 }
 
+/// CRC-32C of several pieces, one after the other.
+#[must_use]
+pub fn crc32c_of<'a>(pieces: impl IntoIterator<Item = &'a [u8]>) -> u32 {
+    let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
+    pieces.into_iter().for_each(|piece| digest.update(piece));
+    digest.finalize() as u32
+}
+
 /// The CRC-32C of `a` followed by `b`, from the checksum of each and the length of `b` in bytes.
 #[must_use]
 pub fn crc32c_concat(crc_a: u32, crc_b: u32, len_b: u64) -> u32 {

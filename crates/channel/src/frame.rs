@@ -1,9 +1,10 @@
 //! The header that starts every ring entry and every frame of the control socket.
 //!
 //! An entry is a header of 64 bytes, `control_len` bytes of control data and `data_len` bytes of payload. The CRC-32C
-//! covers header and control data; payload has its own checksums, one per block, which its reader verifies.
+//! covers header and control data, and the short payload of a ring's entry; other payload has its own checksums, one per
+//! block, which its reader verifies.
 
-use base::block::crc32c;
+use base::block::crc32c_of;
 use bytes::Bytes;
 
 use crate::{ChannelError, Result};
@@ -55,7 +56,16 @@ pub struct Header {
     pub consumed: u64,
     /// Bytes that were put into this ring before this entry; 0 on a socket. Tells a fresh entry from a stale one.
     pub position: u64,
+    /// In a request: whether the receiver is to compare the payload with its checksums ([`VERIFY`]).
+    pub flags: u32,
+    /// In a reply: how long the store had the request, in microseconds.
+    pub elapsed_us: u32,
 }
+
+/// A flag of a request: compare its payload with its checksums before it is used.
+pub const VERIFY: u32 = 1;
+/// A flag of an entry: its checksum covers its payload, too.
+const WHOLE: u32 = 2;
 
 impl Header {
     /// A header with zeros but for these.
@@ -71,6 +81,8 @@ impl Header {
             after: 0,
             consumed: 0,
             position: 0,
+            flags: 0,
+            elapsed_us: 0,
         }
     }
 
@@ -88,7 +100,19 @@ impl Header {
 
     /// Header and control data in one piece, sealed with their checksum. `control_len` is taken from `control`.
     #[must_use]
-    pub fn seal(mut self, control: &[u8]) -> Vec<u8> {
+    pub fn seal(self, control: &[u8]) -> Vec<u8> {
+        self.seal_with(control, None)
+    }
+
+    /// As [`seal`](Self::seal), with a checksum that covers the payload, too: for an entry of a ring, whose payload is
+    /// short.
+    #[must_use]
+    pub fn seal_whole(self, control: &[u8], data: &[&[u8]]) -> Vec<u8> {
+        self.seal_with(control, Some(data))
+    }
+
+    fn seal_with(mut self, control: &[u8], data: Option<&[&[u8]]>) -> Vec<u8> {
+        self.flags = self.flags & !WHOLE | if data.is_some() { WHOLE } else { 0 };
         self.control_len = control.len() as u32;
         let mut out = Vec::with_capacity(HEADER_LEN + control.len());
         out.extend_from_slice(&MAGIC);
@@ -102,9 +126,11 @@ impl Header {
         for v in [self.id, self.after, self.consumed, self.position] {
             out.extend_from_slice(&v.to_le_bytes());
         }
-        out.resize(HEADER_LEN, 0);
+        out.extend_from_slice(&self.flags.to_le_bytes());
+        out.extend_from_slice(&self.elapsed_us.to_le_bytes());
+        debug_assert_eq!(out.len(), HEADER_LEN);
         out.extend_from_slice(control);
-        let crc = crc32c(&out);
+        let crc = crc32c_of(std::iter::once(&out[..]).chain(data.into_iter().flatten().copied()));
         out[CRC_AT..CRC_AT + 4].copy_from_slice(&crc.to_le_bytes());
         out
     }
@@ -131,18 +157,21 @@ impl Header {
             after: u64_at(32),
             consumed: u64_at(40),
             position: u64_at(48),
+            flags: u32_at(56),
+            elapsed_us: u32_at(60),
         })
     }
 }
 
-/// Verifies the checksum over header and control data, given in one piece.
+/// Verifies the checksum over header and control data, given in one piece, and payload where it is covered.
 ///
 /// # Errors
 /// [`ChannelError::Protocol`] if it does not fit.
-pub(crate) fn verify(sealed: &mut [u8]) -> Result<()> {
+fn verify(header: Header, sealed: &mut [u8], data: &[u8]) -> Result<()> {
     let stored = u32::from_le_bytes(sealed[CRC_AT..CRC_AT + 4].try_into().expect("four bytes"));
     sealed[CRC_AT..CRC_AT + 4].fill(0);
-    let found = crc32c(sealed);
+    let covered = if header.flags & WHOLE != 0 { data } else { &[] };
+    let found = crc32c_of([&*sealed, covered]);
     if found == stored {
         Ok(())
     } else {
@@ -157,7 +186,7 @@ pub struct Frame {
     pub header: Header,
     /// Control data.
     pub control: Bytes,
-    /// Payload, not verified.
+    /// Payload. That of a ring's entry is verified.
     pub data: Bytes,
 }
 
@@ -168,7 +197,7 @@ impl Frame {
         if sealed.len() != header.sealed_len() || data.len() != header.data_len as usize {
             return Err(ChannelError::protocol("an entry has another length than its header says"));
         }
-        verify(&mut sealed)?;
+        verify(header, &mut sealed, &data)?;
         Ok(Frame { header, control: Bytes::from(sealed).slice(HEADER_LEN..), data })
     }
 }
@@ -180,9 +209,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_sealed_is_read_back(target: u16, id: u64, after: u64, consumed: u64, position: u64,
+        fn what_is_sealed_is_read_back(target: u16, id: u64, after: u64, consumed: u64, position: u64, flags: u32, elapsed_us: u32,
             control in proptest::collection::vec(any::<u8>(), 0..300), data in proptest::collection::vec(any::<u8>(), 0..300)) {
-            let header = Header { after, consumed, position, data_len: data.len() as u32, reply_max: 7,
+            let flags = flags & !WHOLE;
+            let header = Header { after, consumed, position, flags, elapsed_us, data_len: data.len() as u32, reply_max: 7,
                 control_len: control.len() as u32, ..Header::new(Kind::Request, target, id) };
             let bytes = header.seal(&control);
             let parsed = Header::parse(bytes[..HEADER_LEN].try_into().unwrap()).unwrap();
@@ -190,6 +220,14 @@ mod tests {
             let frame = Frame::from_parts(parsed, bytes, Bytes::from(data.clone())).unwrap();
             prop_assert_eq!(&frame.control[..], &control[..]);
             prop_assert_eq!(&frame.data[..], &data[..]);
+            let whole = header.seal_whole(&control, &[&data]);
+            let parsed = Header::parse(whole[..HEADER_LEN].try_into().unwrap()).unwrap();
+            prop_assert!(Frame::from_parts(parsed, whole.clone(), Bytes::from(data.clone())).is_ok());
+            if let Some(last) = data.len().checked_sub(1) {
+                let mut changed = data.clone();
+                changed[last] ^= 1;
+                prop_assert!(Frame::from_parts(parsed, whole, Bytes::from(changed)).is_err());
+            }
         }
 
         #[test]

@@ -23,7 +23,7 @@ use crate::frame::Frame;
 use crate::{ChannelError, HEADER_LEN, Header, Kind, Layout, Result};
 
 /// Version of the channel's protocol.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 /// Longest frame of the handshake, in bytes.
 const MAX_HANDSHAKE: usize = 64 << 10;
 /// A silent TCP peer is asked that often whether it is still there.

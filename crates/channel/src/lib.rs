@@ -25,7 +25,7 @@ pub use dma::{
 };
 pub use doorbell::Doorbell;
 pub use error::{ChannelError, Result};
-pub use frame::{Frame, HEADER_LEN, Header, Kind};
+pub use frame::{Frame, HEADER_LEN, Header, Kind, VERIFY};
 pub use handshake::{Attachment, Hello, Socket, TargetInfo, VERSION, Welcome, accept, join};
 pub use memory::{DpuMemory, HostMemory, Layout, MemoryOptions};
 pub use shm::{MAX_TRANSFER, Profile, ShmEngine, ShmOptions};

@@ -362,7 +362,7 @@ fn write_segments(
     offset: u64,
     payload: Payload,
 ) -> Result<Vec<Answers>> {
-    let most = link.max_segment;
+    let most = link.max_segment();
     let aligned = payload.phase() == 0 && offset.is_multiple_of(BLOCK);
     let mut segments = Vec::new();
     let mut send = |offset, payload| {

@@ -5,7 +5,11 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use base::fault::Faults;
+use base::health::{self, OffloadHealth};
 use base::pool::BufferPool;
+use base::thread::ThreadClass;
+use base::work;
 use channel::{
     ChannelError, DmaEngine, DpuMemory, Hello, MemoryOptions, Region, ShmEngine, ShmOptions, Socket,
     TargetInfo, VERSION, Welcome,
@@ -13,7 +17,7 @@ use channel::{
 use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::{Notify, watch};
 
-use crate::link::{CallError, Driver, Link, RingSide};
+use crate::link::{CallError, Driver, Link, LinkOptions, RingSide};
 use crate::proxy_store::ProxyStore;
 
 /// Most calls that wait for the store's return. The OSD has a lower limit of requests in flight.
@@ -45,6 +49,36 @@ pub struct SessionOptions {
     pub wait_for_store: Duration,
     /// Use the control socket alone even where DMA is possible.
     pub socket_only: bool,
+    /// After that long a transfer is overdue, and a reply is asked for.
+    pub overdue: Duration,
+    /// How long DMA is left alone after it has failed.
+    pub cool_down: Duration,
+    /// The host compares the payload of every so many requests with its checksums; 0 for none. After a failure it looks at
+    /// the next 256 in any case.
+    pub verify_every: u32,
+    /// What can be changed while the session lasts.
+    pub tuning: Tuning,
+    /// What is to go wrong in this process.
+    pub faults: Faults,
+}
+
+/// How DMA is used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Tuning {
+    /// Queues of the engine; 1 puts everything into one, so that short requests wait for long ones.
+    pub queues: usize,
+    /// Windows of host memory that stay open; 0 has each request negotiate its own.
+    pub region_cache: usize,
+    /// How long this side looks for completions after one has come, before it sleeps.
+    pub poll: Duration,
+    /// Longest transfer, in bytes; the engine may have a lower limit. `None` is the engine's.
+    pub max_transfer: Option<usize>,
+}
+
+impl Default for Tuning {
+    fn default() -> Self {
+        Tuning { queues: usize::MAX, region_cache: 64, poll: Duration::ZERO, max_transfer: None }
+    }
 }
 
 impl Default for SessionOptions {
@@ -56,6 +90,11 @@ impl Default for SessionOptions {
             largest_request: 16 << 20,
             wait_for_store: Duration::from_secs(30),
             socket_only: false,
+            overdue: Duration::from_secs(2),
+            cool_down: Duration::from_secs(5),
+            verify_every: 64,
+            tuning: Tuning::default(),
+            faults: Faults::default(),
         }
     }
 }
@@ -71,8 +110,23 @@ pub struct SessionStatus {
     pub last_failure: Option<String>,
     /// Stages of the present session.
     pub stages: usize,
-    /// Whether payload goes by DMA.
+    /// Whether the session has host memory, so that payload can go by DMA.
     pub by_dma: bool,
+    /// Whether it does at present, and what has happened.
+    pub offload: Offload,
+}
+
+/// How DMA stands.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Offload {
+    /// Whether it is used, and why not.
+    pub health: health::Report,
+    /// Bytes of host memory that transfers may still touch.
+    pub quarantined: usize,
+    /// Bytes that had come by DMA when it failed and were not sent again, in this session.
+    pub kept_bytes: u64,
+    /// Bytes that went by the socket in the place of DMA, in this session.
+    pub fallback_bytes: u64,
 }
 
 /// A lasting connection to one store process and its targets. Clones share it; when the last one and the last
@@ -102,6 +156,8 @@ pub(crate) struct Shared {
     pub(crate) options: SessionOptions,
     closing: Notify,
     generation: watch::Sender<u64>,
+    health: Arc<OffloadHealth>,
+    tuning: Mutex<Tuning>,
 }
 
 struct State {
@@ -135,8 +191,10 @@ impl Session {
         let memory = DpuMemory::new(options.memory)?;
         let engine: Arc<dyn DmaEngine> = match &options.engine {
             Some(engine) => Arc::clone(engine),
-            None => ShmEngine::start(ShmOptions::default())?,
+            None => ShmEngine::start(ShmOptions { faults: options.faults.clone(), ..ShmOptions::default() })?,
         };
+        let health = Arc::new(OffloadHealth::new("dma", options.cool_down));
+        let tuning = options.tuning;
         let local = engine.register_local(memory.arena())?;
         let state =
             State { phase: Phase::Away(VecDeque::new()), targets: None, sessions: 0, last_failure: None };
@@ -149,11 +207,14 @@ impl Session {
             options,
             closing: Notify::new(),
             generation: watch::Sender::new(0),
+            health,
+            tuning: Mutex::new(tuning),
         });
+        shared.tune_engine(tuning);
         let mut generation = shared.generation.subscribe();
         let wait = shared.options.wait_for_store;
         let session = Session { handle: Arc::new(Handle { shared: Arc::clone(&shared) }) };
-        tokio::spawn(supervise(shared));
+        tokio::spawn(work::booked(ThreadClass::Channel, supervise(shared)));
         match tokio::time::timeout(wait, generation.wait_for(|g| *g > 0)).await {
             Ok(Ok(_)) => Ok(session),
             _ => Err(session.no_store_error()),
@@ -208,13 +269,36 @@ impl Session {
             Phase::Up(link) => Some(link),
             _ => None,
         };
+        let status = link.map(|link| link.status());
         SessionStatus {
             connected: link.is_some(),
             sessions: state.sessions,
             last_failure: state.last_failure.clone(),
-            stages: link.map_or(0, |link| link.stages()),
+            stages: status.map_or(0, |s| s.stages),
             by_dma: link.is_some_and(|link| link.by_dma),
+            offload: Offload {
+                health: self.handle.shared.health.report(),
+                quarantined: status.map_or(0, |s| s.quarantined),
+                kept_bytes: status.map_or(0, |s| s.kept_bytes),
+                fallback_bytes: status.map_or(0, |s| s.put_bytes),
+            },
         }
+    }
+
+    /// Changes how DMA is used, from now on.
+    pub fn tune(&self, tuning: Tuning) {
+        let shared = &self.handle.shared;
+        *shared.tuning.lock().unwrap_or_else(PoisonError::into_inner) = tuning;
+        shared.tune_engine(tuning);
+        if let Phase::Up(link) = &shared.lock().phase {
+            link.tune(tuning.queues, tuning.region_cache, tuning.poll);
+        }
+    }
+
+    /// Faults that can be armed in this process.
+    #[must_use]
+    pub fn faults(&self) -> &Faults {
+        &self.handle.shared.options.faults
     }
 
     /// Ends the session; calls without an answer fail.
@@ -224,6 +308,15 @@ impl Session {
 }
 
 impl Shared {
+    fn tuning(&self) -> Tuning {
+        *self.tuning.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn tune_engine(&self, tuning: Tuning) {
+        let spin = (!tuning.poll.is_zero()).then_some(tuning.poll);
+        self.engine.tune(channel::Tuning { max_transfer: tuning.max_transfer, spin });
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -370,16 +463,34 @@ async fn open(
     let (ring, doorbell) = match attachment {
         Some(attachment) => {
             let (peer, bell) = shared.engine.attach(attachment, layout.len())?;
-            let host = shared.engine.register_peer(&peer, 0..layout.len())?;
+            let rings = shared.engine.register_peer(&peer, 0..layout.data_offset())?;
             let (memory, engine) = (shared.memory.clone(), Arc::clone(&shared.engine));
             let outstanding = shared.options.outstanding.min(engine.queue_depth());
-            let ring = RingSide::new(memory, engine, shared.local.id(), host, peer, outstanding);
+            let ring = RingSide::new(
+                memory,
+                engine,
+                shared.local.id(),
+                rings,
+                peer,
+                outstanding,
+                shared.tuning().queues,
+            );
             (Some(ring), Some(bell))
         }
         None => (None, None),
     };
     let targets = welcome.targets;
-    let link = Link::new(generation, targets.len(), layout, shared.options.largest_request, ring);
+    let options = LinkOptions {
+        largest_range: shared.options.largest_request,
+        overdue: shared.options.overdue,
+        verify_every: shared.options.verify_every,
+        region_cache: shared.tuning().region_cache,
+        poll: shared.tuning().poll,
+    };
+    // The host's memory is another: what was wrong with the last one need not be wrong with this one.
+    shared.health.renewed();
+    let health = Arc::clone(&shared.health);
+    let link = Link::new(generation, targets.len(), layout, ring, health, &options);
     let driver = Driver::new(Arc::clone(&link), control, doorbell);
     tracing::info!("session {generation} with {:?}: store's session {}", shared.endpoint, welcome.session);
     Ok((link, driver, targets))

@@ -40,6 +40,8 @@ pub(crate) enum Call {
     /// The encoded transaction follows the call, or is at the start of the range with its length `control_len`.
     Transaction {
         control_len: u32,
+        /// CRC-32C of the encoded transaction, where it is in a range; an entry's control data has its own.
+        control_crc: u32,
         place: Place,
     },
     Read {
@@ -85,6 +87,29 @@ pub(crate) enum Call {
     Collections,
     StatFs,
     Umount,
+    /// A call to the channel itself.
+    Channel(ChannelCall),
+}
+
+/// What the osd asks of the channel, always by the control socket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum ChannelCall {
+    /// Opens a range of the data region to DMA: what a device needs before it can be given the range.
+    Export { offset: u64, len: u64 },
+    /// Writes the payload of this frame to that place of the data region, in the place of DMA. Not answered.
+    Put { offset: u64 },
+    /// Asks for the bytes of a range of the data region.
+    Get { offset: u64, len: u64 },
+    /// How far the store has come with the rings.
+    Positions,
+    /// DMA has failed: the rings are closed. The osd has taken that many bytes out of the outbox; replies behind that
+    /// come by the socket.
+    Close { taken: u64 },
+    /// Copies that many bytes from the start of the inbound ring to the start of the outbox, and rings the osd. The rings
+    /// must be closed.
+    Probe { len: u32 },
+    /// Opens the rings again, both empty.
+    Open,
 }
 
 /// What a call returned.
@@ -106,6 +131,17 @@ pub(crate) enum Answer {
     Objects(Vec<ObjectId>, bool),
     Collections(Vec<CollectionId>),
     StatFs(StatFs),
+    /// The payload arrived damaged; nothing was done with it.
+    Damaged,
+    /// Bytes taken out of the inbound ring, and put into the outbox, since the rings were opened.
+    Positions {
+        taken: u64,
+        head: u64,
+    },
+    /// Bytes that the host's doorbell has announced since the rings were closed.
+    Probed {
+        rung: u64,
+    },
 }
 
 /// Control data of a reply.

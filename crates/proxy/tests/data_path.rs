@@ -406,39 +406,3 @@ async fn what_an_ended_session_left_queued_comes_before_everything_of_the_next()
     }
     assert!(cut_off > 0 && left_over > 0, "{cut_off} sessions cut off, {left_over} calls left over");
 }
-
-#[tokio::test]
-async fn a_failed_transfer_costs_the_session_and_nothing_else() {
-    let faults = Arc::new(AtomicUsize::new(0));
-    let fired = Arc::clone(&faults);
-    let mut chains = 0;
-    let engine = Meddling::start(move |chain| {
-        chains += 1;
-        if chains % 150 == 0
-            && let Some(transfer) = chain.transfers.first_mut()
-        {
-            transfer.dst.offset = usize::MAX;
-            fired.fetch_add(1, Ordering::Relaxed);
-        }
-    });
-    let options = SessionOptions { engine: Some(engine), ..options() };
-    let node = node_of(Path::Dma, Arc::new(MemStore::new()), options).await;
-    make_collection(&node.store).await;
-    let mut acknowledged = Vec::new();
-    for n in 0..120 {
-        let len = 1 + n * 5000;
-        let source = WriteSource::Inline(payload(n as u64, len));
-        match node.store.queue_transaction(transaction(Op::Write { oid: oid(n), offset: 0, source })).await {
-            Ok(()) => acknowledged.push((n, len)),
-            Err(e) => assert!(matches!(e, StoreError::Disconnected(_)), "{e}"),
-        }
-    }
-    for &(n, len) in &acknowledged {
-        assert_eq!(get(&node.store, n, len).await, pattern(n as u64, len));
-    }
-    assert!(faults.load(Ordering::Relaxed) >= 2, "the faults fired");
-    assert!(acknowledged.len() >= 100, "most went through");
-    assert_eq!(node.session.status().sessions as usize, 1 + faults.load(Ordering::Relaxed));
-    assert!(node.session.status().last_failure.unwrap().contains("DMA"));
-    assert_eq!(node.session.pool().free_bytes().0, 16 * MIB, "no buffer is lost");
-}

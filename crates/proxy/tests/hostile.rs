@@ -79,6 +79,12 @@ impl EvilOsd {
     }
 
     /// Until the store hangs up.
+    async fn is_told_of_damage(&mut self, what: &str) {
+        let frame = std::future::poll_fn(|cx| self.control.poll_frame(cx));
+        let told = tokio::time::timeout(Duration::from_secs(5), frame).await.expect(what).expect(what);
+        assert_eq!((told.header.kind, told.header.id), (Kind::Reply, 0), "{what}");
+    }
+
     async fn hung_up_on(mut self) {
         let frame = std::future::poll_fn(|cx| self.control.poll_frame(cx));
         let gone = tokio::time::timeout(Duration::from_secs(5), frame).await.expect("the session goes on");
@@ -169,22 +175,15 @@ async fn requests_that_make_no_sense_cost_that_request() {
     still_serves(&node).await;
 }
 
+type Lie = fn(&mut EvilOsd);
+
 #[tokio::test]
 async fn rings_that_make_no_sense_cost_the_session() {
-    type Lie = fn(&mut EvilOsd);
-    let lies: [(&str, Lie); 9] = [
-        ("a doorbell without an entry", |evil| evil.ring(CELL as u64)),
+    let lies: [(&str, Lie); 4] = [
         ("a doorbell of half a cell", |evil| evil.ring(7)),
         ("a doorbell beyond the ring", |evil| evil.ring(1 << 40)),
-        ("a wrong checksum", |evil| evil.send(request(1), b"x", |bytes| bytes[HEADER_LEN] ^= 1)),
-        ("an absurd length", |evil| evil.send(request(1), b"x", |bytes| bytes[12..16].fill(0xff))),
-        ("a length beyond what was announced", |evil| evil.send(request(1), b"x", |bytes| bytes[16] = 200)),
         ("a target that is not there", |evil| evil.send(Header { target: 7, ..request(1) }, b"x", |_| ())),
         ("a reply instead of a request", |evil| evil.send(Header::new(Kind::Reply, 0, 1), b"x", |_| ())),
-        ("an entry twice", |evil| {
-            evil.send(request(1), b"x", |_| ());
-            evil.ring(2 * CELL as u64);
-        }),
     ];
     let node = vacant().await;
     for (n, (what, lie)) in lies.into_iter().enumerate() {
@@ -193,6 +192,35 @@ async fn rings_that_make_no_sense_cost_the_session() {
         evil.hung_up_on().await;
         let violations = node.server.status().violations;
         assert_eq!(violations, n as u64 + 1, "{what}");
+    }
+    still_serves(&node).await;
+}
+
+#[tokio::test]
+async fn what_is_no_entry_ends_the_use_of_the_rings() {
+    let lies: [(&str, Lie); 5] = [
+        ("a doorbell without an entry", |evil| evil.ring(CELL as u64)),
+        ("a wrong checksum", |evil| evil.send(request(1), b"x", |bytes| bytes[HEADER_LEN] ^= 1)),
+        ("an absurd length", |evil| evil.send(request(1), b"x", |bytes| bytes[12..16].fill(0xff))),
+        ("a length beyond what was announced", |evil| evil.send(request(1), b"x", |bytes| bytes[16] = 200)),
+        ("an entry twice", |evil| {
+            evil.send(request(1), b"x", |_| ());
+            evil.ring(2 * CELL as u64);
+        }),
+    ];
+    let node = vacant().await;
+    for (what, lie) in lies {
+        let mut evil = EvilOsd::join(&node).await;
+        lie(&mut evil);
+        evil.is_told_of_damage(what).await;
+        // Nothing is taken any more, however right it is.
+        evil.send(request(2), b"x", |_| ());
+        let frame = std::future::poll_fn(|cx| evil.control.poll_frame(cx));
+        assert!(tokio::time::timeout(Duration::from_millis(50), frame).await.is_err(), "{what}");
+        drop(evil);
+        while node.server.status().connected {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
     }
     still_serves(&node).await;
 }

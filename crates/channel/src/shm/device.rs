@@ -262,8 +262,7 @@ impl Device {
         let Some(mut work) = self.heads[queue].take() else { return };
         let whole = queue == URGENT || self.pace.is_some();
         let started = *work.started.get_or_insert_with(Instant::now);
-        loop {
-            let Some(transfer) = work.chain.transfers.get(work.done).copied() else { break };
+        while let Some(transfer) = work.chain.transfers.get(work.done).copied() {
             if transfer.len > COALESCE_BYTES || self.held_chains >= COALESCE_CHAINS {
                 self.announce();
             }

@@ -1,55 +1,50 @@
 //! The task that takes what comes back from the host.
 
-use std::collections::HashMap;
 use std::future::poll_fn;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
 
 use channel::{Bell, Chain, ChannelError, Completion, Control};
+use tokio::time::Sleep;
 
 use super::jobs::Route;
-use super::replies::{Fetching, Leftover};
-use super::ring_side::{FENCE, FETCH};
-use super::{Landing, Link};
+use super::replies::Leftovers;
+use super::ring_side::FETCH;
+use super::{Link, State};
+use crate::wire::NO_REPLY;
 
 /// Most frames taken from the control socket in one turn, so that the doorbell is looked at, too.
 const FRAMES_PER_TURN: usize = 64;
+/// Tag of the last chain of a queue in a session.
+const LAST: u64 = u64::MAX - 2;
 
 /// Takes replies from doorbell, DMA completions and control socket until the session ends.
 pub(crate) struct Driver {
     link: Arc<Link>,
     control: Control,
-    doorbell: Option<Box<dyn Bell>>,
-    /// Bytes of replies announced and not asked for yet.
-    announced: usize,
-    /// Bytes of replies that are being fetched.
-    asked: usize,
-    fetching: HashMap<u64, Fetching>,
+    bell: Option<Box<dyn Bell>>,
     completions: Vec<Completion>,
+    /// When to look for what is overdue.
+    timer: Option<Pin<Box<Sleep>>>,
+    poller: Poller,
     /// What DMA may still use after the session's end.
-    kept: Kept,
+    kept: Leftovers,
     drained: bool,
 }
 
-/// Memory of calls that have failed, while transfers to or from it may be under way.
-#[derive(Default)]
-struct Kept {
-    requests: Vec<Leftover>,
-    landings: Vec<Landing>,
-}
-
 impl Driver {
-    /// For a link over `control`, whose store rings `doorbell`.
-    pub(crate) fn new(link: Arc<Link>, control: Control, doorbell: Option<Box<dyn Bell>>) -> Driver {
+    /// For a link over `control`, whose store rings `bell`.
+    pub(crate) fn new(link: Arc<Link>, control: Control, bell: Option<Box<dyn Bell>>) -> Driver {
         Driver {
             link,
             control,
-            doorbell,
-            announced: 0,
-            asked: 0,
-            fetching: HashMap::new(),
+            bell,
             completions: Vec::new(),
-            kept: Kept::default(),
+            timer: None,
+            poller: Poller::default(),
+            kept: Leftovers::default(),
             drained: false,
         }
     }
@@ -66,36 +61,45 @@ impl Driver {
         })
         .await;
         on_end(&why);
-        self.fail_all(&why);
+        self.kept = self.link.end(&why);
         self.drain().await;
         self.drained = true;
         self.link.lock().ring = None;
         why
     }
 
-    fn fail_all(&mut self, why: &str) {
-        self.kept.requests.extend(self.link.end(why));
-        let fetching = std::mem::take(&mut self.fetching);
-        self.kept.landings.extend(fetching.into_values().map(|read| read.fail(why)));
+    /// Waits until every transfer of the session is done; makes the engine give up those that take too long.
+    async fn drain(&mut self) {
+        let overdue = self.link.lock().overdue;
+        if tokio::time::timeout(overdue, self.fence()).await.is_err() {
+            tracing::warn!("transfers of the ended session take too long: the engine is reset");
+            let engine = self.link.lock().ring.as_ref().map(|ring| Arc::clone(ring.engine()));
+            if let Some(engine) = engine {
+                engine.reset();
+            }
+            self.fence().await;
+        }
     }
 
-    /// Waits until every transfer of the session is done.
-    async fn drain(&mut self) {
-        let engine = {
+    async fn fence(&mut self) {
+        let (engine, mut left) = {
             let mut state = self.link.lock();
             let Some(ring) = &mut state.ring else { return };
-            ring.post(Chain { tag: Some(FENCE), ..Chain::default() });
+            let queues = ring.engine().queues();
+            for queue in 0..queues {
+                ring.post(queue, Chain { tag: Some(LAST), ..Chain::default() });
+            }
             ring.post_waiting();
-            Arc::clone(ring.engine())
+            (Arc::clone(ring.engine()), queues)
         };
         poll_fn(|cx| {
             engine.poll_completions(cx, &mut self.completions);
             let mut state = self.link.lock();
             let Some(ring) = &mut state.ring else { return Poll::Ready(()) };
             ring.post_waiting();
+            left = left.saturating_sub(self.completions.drain(..).filter(|c| c.tag == LAST).count());
             // An engine that refuses work has stopped and moves nothing any more.
-            let done = self.completions.drain(..).any(|c| c.tag == FENCE) || ring.failure().is_some();
-            if done { Poll::Ready(()) } else { Poll::Pending }
+            if left == 0 || ring.failure().is_some() { Poll::Ready(()) } else { Poll::Pending }
         })
         .await;
     }
@@ -103,21 +107,29 @@ impl Driver {
     /// Ready when the session must end.
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<ChannelError> {
         match self.turns(cx) {
-            Ok(()) => Poll::Pending,
+            Ok(progress) => {
+                let poll = self.link.lock().poll;
+                self.poller.after_turn(progress, poll, cx);
+                Poll::Pending
+            }
             Err(e) => Poll::Ready(e),
         }
     }
 
-    fn turns(&mut self, cx: &mut Context<'_>) -> Result<(), ChannelError> {
+    fn turns(&mut self, cx: &mut Context<'_>) -> Result<bool, ChannelError> {
         self.link.driver.register(cx.waker());
+        let mut any = false;
         loop {
             let mut progress = self.take_completions(cx)?;
-            progress |= self.hear_doorbell(cx)?;
+            progress |= self.hear_bell(cx)?;
             progress |= self.take_frames(cx)?;
+            self.tick(cx);
             self.write_control(cx)?;
             if !progress {
-                return self.post();
+                self.post()?;
+                return Ok(any);
             }
+            any = true;
         }
     }
 
@@ -142,13 +154,8 @@ impl Driver {
             return Err(ChannelError::Transfer(why.to_owned()));
         }
         let progress = !self.completions.is_empty();
-        for completion in std::mem::take(&mut self.completions) {
-            completion.result.map_err(|failed| ChannelError::Transfer(failed.to_string()))?;
-            if completion.tag == FETCH {
-                self.take_replies(&mut state)?;
-            } else if let Some(read) = self.fetching.remove(&completion.tag) {
-                state.fetched(read);
-            }
+        for completion in self.completions.drain(..) {
+            state.completed(&completion)?;
         }
         if progress {
             state.pump();
@@ -156,41 +163,10 @@ impl Driver {
         Ok(progress)
     }
 
-    fn take_replies(&mut self, state: &mut super::State) -> Result<(), ChannelError> {
-        let mut available = std::mem::take(&mut self.asked);
-        while available > 0 {
-            let Some(ring) = &mut state.ring else { break };
-            let (frame, footprint) = ring.take(available)?;
-            available -= footprint;
-            state.reply(frame, Route::Ring, &mut self.fetching)?;
-        }
-        if self.announced > 0 {
-            self.fetch(state);
-        }
-        Ok(())
-    }
-
-    fn fetch(&mut self, state: &mut super::State) {
-        if let Some(ring) = &mut state.ring {
-            self.asked = std::mem::take(&mut self.announced);
-            ring.fetch(self.asked);
-        }
-    }
-
-    fn hear_doorbell(&mut self, cx: &mut Context<'_>) -> Result<bool, ChannelError> {
-        let Some(doorbell) = &self.doorbell else { return Ok(false) };
-        let Poll::Ready(count) = doorbell.poll_wait(cx) else { return Ok(false) };
-        let link = Arc::clone(&self.link);
-        let mut state = link.lock();
-        let limit = state.ring.as_ref().map_or(0, |ring| ring.layout().outbox().len);
-        let count = usize::try_from(count?).unwrap_or(usize::MAX);
-        let fits = self.announced.checked_add(count).filter(|sum| sum + self.asked <= limit);
-        self.announced = fits.filter(|sum| sum.is_multiple_of(channel::ring::CELL)).ok_or_else(|| {
-            ChannelError::Protocol(format!("the doorbell announced {count} bytes, the outbox has {limit}"))
-        })?;
-        if self.asked == 0 {
-            self.fetch(&mut state);
-        }
+    fn hear_bell(&mut self, cx: &mut Context<'_>) -> Result<bool, ChannelError> {
+        let Some(bell) = &self.bell else { return Ok(false) };
+        let Poll::Ready(count) = bell.poll_wait(cx) else { return Ok(false) };
+        self.link.lock().heard_bell(count?)?;
         Ok(true)
     }
 
@@ -203,11 +179,37 @@ impl Driver {
             if frame.header.kind != channel::Kind::Reply {
                 return Err(ChannelError::Protocol("the store sent something else than replies".into()));
             }
-            state.reply(frame, Route::Socket, &mut self.fetching)?;
+            if frame.header.id == NO_REPLY {
+                state.dma_failed("the host found something else than an entry");
+            } else {
+                state.reply(frame, Route::Socket)?;
+            }
             state.pump();
             progress = true;
         }
         Ok(progress)
+    }
+
+    /// Looks after what is overdue, when it is time to.
+    fn tick(&mut self, cx: &mut Context<'_>) {
+        let expired = match &mut self.timer {
+            Some(timer) => timer.as_mut().poll(cx).is_ready(),
+            None => self.link.lock().has_work(),
+        };
+        if !expired {
+            return;
+        }
+        let mut state = self.link.lock();
+        let next = state.tick(Instant::now());
+        state.pump();
+        drop(state);
+        self.timer = next.map(|at| Box::pin(tokio::time::sleep_until(at.into())));
+        if let Some(timer) = &mut self.timer {
+            // Registers the waker; it has not expired yet, or the next turn sees it.
+            if timer.as_mut().poll(cx).is_ready() {
+                cx.waker().wake_by_ref();
+            }
+        }
     }
 
     fn write_control(&mut self, cx: &mut Context<'_>) -> Result<(), ChannelError> {
@@ -222,13 +224,136 @@ impl Driver {
     }
 }
 
+impl State {
+    fn completed(&mut self, completion: &Completion) -> Result<(), ChannelError> {
+        if completion.tag == FETCH {
+            return self.fetched_replies(completion);
+        }
+        if self.payload_completed(completion) || self.recovery_completed(completion) {
+            return Ok(());
+        }
+        // Chains without a tag are heard of only if they fail.
+        if let Err(failed) = &completion.result {
+            self.dma_failed(&failed.to_string());
+        }
+        Ok(())
+    }
+
+    fn fetched_replies(&mut self, completion: &Completion) -> Result<(), ChannelError> {
+        if !self.is_open() {
+            // What was fetched comes by the socket as well.
+            return Ok(());
+        }
+        if let Err(failed) = &completion.result {
+            self.dma_failed(&failed.to_string());
+            return Ok(());
+        }
+        self.fetch_since = None;
+        let mut available = std::mem::take(&mut self.asked);
+        // If DMA fails on the way, the rest comes by the socket.
+        while available > 0 && self.is_open() {
+            let Some(ring) = &mut self.ring else { break };
+            let (frame, footprint) = match ring.take(available) {
+                Ok(taken) => taken,
+                Err(e) => {
+                    // The host has written it right, or the socket will show.
+                    self.dma_failed(&format!("replies were damaged on their way: {e}"));
+                    return Ok(());
+                }
+            };
+            available -= footprint;
+            self.reply(frame, Route::Ring)?;
+        }
+        if self.announced > 0 && self.is_open() {
+            self.fetch();
+        }
+        Ok(())
+    }
+
+    fn fetch(&mut self) {
+        if let Some(ring) = &mut self.ring {
+            self.asked = std::mem::take(&mut self.announced);
+            self.fetch_since = Some(Instant::now());
+            ring.fetch(self.asked);
+        }
+    }
+
+    fn heard_bell(&mut self, count: u64) -> Result<(), ChannelError> {
+        if !self.is_open() {
+            // Of before the rings were closed, or the answer to a probe.
+            self.announced = self.announced.saturating_add(usize::try_from(count).unwrap_or(usize::MAX));
+            self.bell_during_probe();
+            return Ok(());
+        }
+        let limit = self.ring.as_ref().map_or(0, |ring| ring.layout().outbox().len);
+        let count = usize::try_from(count).unwrap_or(usize::MAX);
+        let fits = self.announced.checked_add(count).filter(|sum| sum + self.asked <= limit);
+        self.announced = fits.filter(|sum| sum.is_multiple_of(channel::ring::CELL)).ok_or_else(|| {
+            ChannelError::Protocol(format!("the doorbell announced {count} bytes, the outbox has {limit}"))
+        })?;
+        if self.asked == 0 {
+            self.fetch();
+        }
+        Ok(())
+    }
+
+    /// Whether anything is under way that could become overdue.
+    fn has_work(&self) -> bool {
+        self.ring.is_some() && (!self.is_open() || !self.pending.is_empty() || !self.dma.is_idle())
+    }
+}
+
+/// Adaptive polling: after something has come, the task asks to be run again at once for a while, as long as that pays;
+/// other tasks run in between. Then it waits to be woken.
+struct Poller {
+    until: Option<Instant>,
+    /// How often it paid lately: at 0 it is only tried now and then.
+    credit: u32,
+    skipped: u32,
+}
+
+/// So many failures in a row end polling; then every so many chances it is tried again.
+const CREDIT_MAX: u32 = 8;
+const RETRY: u32 = 32;
+
+impl Default for Poller {
+    fn default() -> Poller {
+        Poller { until: None, credit: CREDIT_MAX, skipped: 0 }
+    }
+}
+
+impl Poller {
+    fn after_turn(&mut self, progress: bool, poll: Duration, cx: &mut Context<'_>) {
+        if poll.is_zero() {
+            return;
+        }
+        let now = Instant::now();
+        if progress {
+            if self.until.is_some() {
+                self.credit = CREDIT_MAX.min(self.credit + 2);
+            }
+            self.skipped = self.skipped.wrapping_add(1);
+            let tries = self.credit > 0 || self.skipped.is_multiple_of(RETRY);
+            self.until = tries.then(|| now + poll);
+        }
+        match self.until {
+            Some(until) if now < until => cx.waker().wake_by_ref(),
+            Some(_) => {
+                self.credit = self.credit.saturating_sub(1);
+                self.until = None;
+            }
+            None => {}
+        }
+    }
+}
+
 impl Drop for Driver {
     /// If the runtime was dropped under the session, its calls fail, and memory that DMA may still be using is given up
     /// rather than given back.
     fn drop(&mut self) {
         if !self.drained {
-            self.fail_all("the runtime of the session has ended");
             std::mem::forget(std::mem::take(&mut self.kept));
+            std::mem::forget(self.link.end("the runtime of the session has ended"));
         }
     }
 }

@@ -1,15 +1,21 @@
 //! Jobs: calls on their way to the host, and what they wait for.
 
-use base::block::Payload;
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use base::block::{Payload, crc32c, verify_pieces};
 use base::mem::ArenaBuf;
+use base::phases::{self, Clock};
 use base::pool::MIN_BUFFER;
 use bytes::Bytes;
-use channel::{Header, Kind as FrameKind};
+use channel::{Header, Kind as FrameKind, VERIFY};
 use store::{CollectionId, ObjectId, StageId, StoreError};
 
+use super::dma::Opened;
+use super::recover::Mode;
 use super::{AnswerTo, CallError, HeldRange, MAX_JOBS, MAX_ON_SOCKET, Pending, State};
 use crate::transaction_codec::Encoded;
-use crate::wire::{Call, NO_REPLY, Place, encode, pack_checksums};
+use crate::wire::{Call, ChannelCall, NO_REPLY, Place, encode, pack_checksums, unpack_checksums};
 
 /// Longest control data and payload together that ride in an entry of the ring, in bytes.
 const MAX_INLINE: usize = 12 << 10;
@@ -17,6 +23,8 @@ const MAX_INLINE: usize = 12 << 10;
 const MAX_INLINE_READ: usize = 8 << 10;
 /// Room for a reply without data, in bytes: an error with its text, a stat.
 const SMALL_REPLY: usize = 1024;
+/// Payload up to that length goes with its entry, in bytes: one chain, and nobody need be woken in between.
+const SHORT: usize = 64 << 10;
 
 /// Which way a request goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,6 +42,25 @@ pub(crate) enum Kind {
     Stage,
     /// It tells of data that has to be fetched, if possible to there.
     Read(Option<ArenaBuf>),
+    /// It concerns the channel itself.
+    Channel(ChannelKind),
+}
+
+/// What is done with the answer to a call to the channel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ChannelKind {
+    /// This window is open to DMA.
+    Export(usize),
+    /// Data of this read.
+    Get(u64),
+    /// How far the host has come.
+    Positions,
+    /// The rings are closed.
+    Close,
+    /// The probe was copied.
+    Probe,
+    /// The rings are open.
+    Open,
 }
 
 /// Whether a job needs a range of host memory.
@@ -57,24 +84,33 @@ pub(crate) struct Read {
 
 /// A call that has not been sent.
 pub(crate) struct Job {
-    target: u16,
+    pub(super) target: u16,
     after: u64,
     call: Call,
     /// Follows the call in the control data.
     tail: Vec<u8>,
     /// Payload, and where it goes: from the start of the range, or of the data section.
-    upload: Vec<(usize, Bytes)>,
-    range: RangeUse,
+    pub(super) upload: Vec<(usize, Bytes)>,
+    /// Bytes of the payload that are in the range already.
+    pub(super) arrived: usize,
+    pub(super) range: RangeUse,
+    /// The part of host memory that the range is in, while DMA may use it.
+    pub(super) region: Option<Opened>,
     reply_max: usize,
-    route: Route,
+    pub(super) route: Route,
+    /// The payload is where it belongs, or goes with the request.
+    payload_ready: bool,
     /// Takes its place in the target's lane.
     in_lane: bool,
     /// Counted as unposted write of this stage.
-    writes_stage: Option<u64>,
+    pub(super) writes_stage: Option<u64>,
     /// Stages whose writes must have been posted before.
     names_stages: Vec<StageId>,
-    kind: Kind,
-    answer_to: Option<AnswerTo>,
+    pub(super) kind: Kind,
+    pub(super) answer_to: Option<AnswerTo>,
+    /// When it was called, and for which of the OSD's requests.
+    pub(super) since: Instant,
+    pub(super) clock: Option<Clock>,
 }
 
 /// Whether a transaction rides in one entry, so that one transfer carries it all.
@@ -95,15 +131,25 @@ impl Job {
             call,
             tail: Vec::new(),
             upload: Vec::new(),
+            arrived: 0,
             range: RangeUse::None,
+            region: None,
             reply_max: SMALL_REPLY,
             route,
+            payload_ready: false,
             in_lane: false,
             writes_stage: None,
             names_stages: Vec::new(),
             kind: Kind::Plain,
             answer_to,
+            since: Instant::now(),
+            clock: phases::current(),
         }
+    }
+
+    /// A call to the channel itself.
+    pub(super) fn of_channel(call: ChannelCall, kind: ChannelKind) -> Job {
+        Job { kind: Kind::Channel(kind), ..Job::new(0, 0, Call::Channel(call), Route::Socket, None) }
     }
 
     pub(super) fn on_socket(target: u16, after: u64, call: Call, kind: Kind, answer_to: AnswerTo) -> Job {
@@ -143,6 +189,7 @@ impl Job {
         let inline = !by_dma || fits_inline(&encoded);
         let range = if inline && by_dma { RangeUse::None } else { want(range_len(&encoded)) };
         let control_len = encoded.control.len() as u32;
+        let control_crc = if inline { 0 } else { crc32c(&encoded.control) };
         let (tail, upload) = if inline {
             (encoded.control, encoded.data)
         } else {
@@ -151,7 +198,7 @@ impl Job {
             let data = encoded.data.into_iter().map(|(at, bytes)| (data_at + at, bytes));
             (Vec::new(), std::iter::once(control).chain(data).collect())
         };
-        let call = Call::Transaction { control_len, place: Place::Inline };
+        let call = Call::Transaction { control_len, control_crc, place: Place::Inline };
         Job {
             tail,
             upload,
@@ -178,22 +225,55 @@ impl Job {
         }
     }
 
-    pub(super) fn take_answer_to(&mut self) -> Option<AnswerTo> {
-        self.answer_to.take()
+    /// Length of the payload, in bytes.
+    pub(super) fn upload_len(&self) -> usize {
+        self.upload.iter().map(|(_, piece)| piece.len()).sum()
     }
 
-    /// The call, with the place of its payload filled in; `base` is where the data region starts.
-    fn placed_call(&self, base: usize) -> Call {
+    /// Whether staged data did not fit its checksums before it was sent.
+    pub(super) fn was_wrong_before(&self) -> bool {
+        let (Call::StageWrite { phase, checksums, .. }, [(_, data)]) = (&self.call, &self.upload[..]) else {
+            return false;
+        };
+        let checksums = unpack_checksums(checksums).unwrap_or_default();
+        verify_pieces(u64::from(*phase), data, &checksums).is_err()
+    }
+
+    /// Whether it must not overtake requests that were lost with the rings.
+    pub(super) fn carries_data(&self) -> bool {
+        self.in_lane || self.writes_stage.is_some()
+    }
+
+    /// Whether its payload goes with its entry, in one chain.
+    fn is_short(&self) -> bool {
+        self.upload_len() <= SHORT
+    }
+
+    pub(super) fn reply_max(&self) -> usize {
+        self.reply_max
+    }
+
+    fn wants_reply(&self) -> bool {
+        self.answer_to.is_some() || matches!(self.kind, Kind::Channel(_))
+    }
+
+    /// The call, with the place of its payload filled in: the range, if it goes by DMA or the socket fills the range in its
+    /// place. `base` is where the data region starts, `None` without one.
+    fn placed_call(&self, base: Option<usize>) -> Call {
         let mut call = self.call.clone();
-        if let (
-            Call::StageWrite { place, .. } | Call::Transaction { place, .. } | Call::Read { place, .. },
-            RangeUse::Held(range),
-            Route::Ring,
-        ) = (&mut call, self.range, self.route)
-        {
-            *place = Place::Range { offset: (base + range.offset) as u64, len: range.len as u64 };
+        let (Some(base), RangeUse::Held(range)) = (base, self.range) else { return call };
+        match &mut call {
+            Call::StageWrite { place, .. } | Call::Transaction { place, .. } => place.put(base, range),
+            Call::Read { place, .. } if self.route == Route::Ring => place.put(base, range),
+            _ => {}
         }
         call
+    }
+}
+
+impl Place {
+    fn put(&mut self, base: usize, range: HeldRange) {
+        *self = Place::Range { offset: (base + range.offset) as u64, len: range.len as u64 };
     }
 }
 
@@ -226,26 +306,38 @@ impl State {
         }
         self.last_id += 1;
         let id = self.last_id;
+        if job.route == Route::Ring && !self.is_open() {
+            job.route = Route::Socket;
+        }
         if job.in_lane {
             self.lanes[usize::from(job.target)].queue.push_back(id);
         }
-        match job.range {
-            RangeUse::Wanted(_) => self.range_queue.push_back(id),
-            _ if !job.in_lane => {
-                self.queue_of(job.route).push_back(id);
-                self.write_posted(job.writes_stage);
-            }
-            _ => {}
-        }
+        let wants_range = matches!(job.range, RangeUse::Wanted(_));
         self.jobs.insert(id, job);
+        if wants_range {
+            self.range_queue.push_back(id);
+        } else {
+            self.payload_ready(id);
+        }
         self.pump();
+    }
+
+    /// The payload of a job is where it belongs, or goes with the request.
+    pub(super) fn payload_ready(&mut self, id: u64) {
+        let Some(job) = self.jobs.get_mut(&id) else { return };
+        job.payload_ready = true;
+        if !job.in_lane {
+            let stage = job.writes_stage;
+            self.queue_of(id).push_back(id);
+            self.write_posted(stage);
+        }
     }
 
     /// Moves every job as far as it can go.
     pub(super) fn pump(&mut self) {
         self.grant_ranges();
         self.advance_lanes();
-        while self.ring.as_ref().is_some_and(super::RingSide::has_credit) {
+        while self.is_open() && self.ring.as_ref().is_some_and(super::RingSide::has_credit) {
             let Some(id) = self.ring_ready.front().copied() else { break };
             let needed = self.jobs.get(&id).map_or(0, |job| job.reply_max);
             if !self.ring.as_ref().is_some_and(|ring| ring.has_room_for_reply(needed)) {
@@ -260,9 +352,12 @@ impl State {
         }
     }
 
-    fn queue_of(&mut self, route: Route) -> &mut std::collections::VecDeque<u64> {
-        match route {
+    /// Where a job waits that can be sent.
+    fn queue_of(&mut self, id: u64) -> &mut VecDeque<u64> {
+        let Some(job) = self.jobs.get(&id) else { return &mut self.socket_ready };
+        match job.route {
             Route::Ring => &mut self.ring_ready,
+            Route::Socket if self.mode == Mode::Closing && job.carries_data() => &mut self.held,
             Route::Socket => &mut self.socket_ready,
         }
     }
@@ -277,13 +372,46 @@ impl State {
                     self.ranges.order_of(len).expect("callers ask for no more than the largest range");
                 let Some(offset) = self.ranges.take(order) else { return };
                 job.range = RangeUse::Held(HeldRange { offset, order, len });
-                if !job.in_lane {
-                    let (route, stage) = (job.route, job.writes_stage);
-                    self.queue_of(route).push_back(id);
-                    self.write_posted(stage);
-                }
+                self.range_queue.pop_front();
+                self.granted(id, offset);
+            } else {
+                self.range_queue.pop_front();
             }
-            self.range_queue.pop_front();
+        }
+    }
+
+    /// A job has its range. What goes by DMA needs the window that the range is in.
+    fn granted(&mut self, id: u64, offset: usize) {
+        if self.jobs.get(&id).is_none_or(|job| job.route == Route::Socket) {
+            return self.payload_ready(id);
+        }
+        let window = self.regions.window_of(offset);
+        if let Some(region) = self.regions.get(window) {
+            let origin =
+                self.ring.as_ref().map_or(0, |ring| ring.window_origin(&self.regions.range_of(window)));
+            return self.use_region(id, Opened { region, origin });
+        }
+        if self.regions.wait(window, id) {
+            let range = self.regions.range_of(window);
+            let base = self.ring.as_ref().map_or(0, |ring| ring.layout().data_offset());
+            let (offset, len) = ((base + range.start) as u64, range.len() as u64);
+            let job = Job::of_channel(ChannelCall::Export { offset, len }, ChannelKind::Export(window));
+            self.submit(job);
+        }
+    }
+
+    /// A job may use DMA on its range.
+    pub(super) fn use_region(&mut self, id: u64, opened: Opened) {
+        let Some(job) = self.jobs.get_mut(&id) else { return };
+        if job.route == Route::Socket {
+            return self.payload_ready(id);
+        }
+        job.region = Some(opened);
+        // A short payload goes with the entry.
+        if job.is_short() {
+            self.payload_ready(id);
+        } else {
+            self.start_upload(id);
         }
     }
 
@@ -304,56 +432,72 @@ impl State {
     }
 
     fn advance_lanes(&mut self) {
-        for lane in &mut self.lanes {
-            while let Some(job) = lane.queue.front().and_then(|id| self.jobs.get(id)) {
-                let stages_posted = || {
-                    job.names_stages
-                        .iter()
-                        .all(|stage| self.stages.get(&stage.0).is_none_or(|staged| staged.unposted == 0))
-                };
-                if matches!(job.range, RangeUse::Wanted(_)) || !stages_posted() {
+        for lane in 0..self.lanes.len() {
+            while let Some(&id) = self.lanes[lane].queue.front() {
+                let Some(job) = self.jobs.get(&id) else { break };
+                if !job.payload_ready || !self.stages_posted(job) {
                     break;
                 }
-                let ready = match job.route {
-                    Route::Ring => &mut self.ring_ready,
-                    Route::Socket => &mut self.socket_ready,
-                };
-                ready.extend(lane.queue.pop_front());
+                self.lanes[lane].queue.pop_front();
+                self.queue_of(id).push_back(id);
             }
         }
+    }
+
+    /// Whether the writes of the stages that a transaction names are ahead of it. Those that went by the other way must be
+    /// answered.
+    fn stages_posted(&self, job: &Job) -> bool {
+        job.names_stages.iter().all(|stage| {
+            self.stages.get(&stage.0).is_none_or(|staged| {
+                staged.unposted == 0 && (job.route == Route::Socket || staged.by_socket == 0)
+            })
+        })
     }
 
     /// Sends a job that has everything it needs.
     fn send(&mut self, id: u64) {
         let Some(mut job) = self.jobs.remove(&id) else { return };
-        let base = self.ring.as_ref().map_or(0, |ring| ring.layout().data_offset());
+        let base = self.ring.as_ref().map(|ring| ring.layout().data_offset());
         let mut control = encode(&job.placed_call(base));
-        control.append(&mut job.tail);
+        control.extend_from_slice(&job.tail);
+        let wants_reply = job.wants_reply();
+        let suspect = job.route == Route::Ring && !job.upload.is_empty() && self.verify.next();
         let header = Header {
             after: job.after,
             reply_max: job.reply_max as u32,
-            ..Header::new(FrameKind::Request, job.target, if job.answer_to.is_some() { id } else { NO_REPLY })
+            flags: if suspect { VERIFY } else { 0 },
+            ..Header::new(FrameKind::Request, job.target, if wants_reply { id } else { NO_REPLY })
         };
-        let range = match job.range {
-            RangeUse::Held(range) => Some(range),
-            _ => None,
-        };
-        let holds = match (job.route, &mut self.ring) {
-            (Route::Ring, Some(ring)) => {
-                ring.send(header, &control, &job.upload, range);
-                job.upload
+        let mut ring_end = 0;
+        match (job.route, &mut self.ring, job.range) {
+            (Route::Ring, Some(ring), range) => ring_end = ring.send(header, &control, &job, range),
+            (_, Some(_), RangeUse::Held(range)) if !matches!(job.kind, Kind::Read(_)) => {
+                self.put_rest(&job, range);
+                self.control_out.push((header, control, Vec::new()));
             }
             _ => {
-                let pieces = job.upload.into_iter().map(|(_, piece)| piece).collect();
+                let pieces = job.upload.iter().map(|(_, piece)| piece.clone()).collect();
                 self.control_out.push((header, control, pieces));
-                Vec::new()
             }
-        };
-        let Job { target, kind, answer_to, reply_max, route, .. } = job;
-        if answer_to.is_some() {
-            self.on_socket += usize::from(route == Route::Socket);
-            self.pending.insert(id, Pending { target, kind, answer_to, range, holds, reply_max, route });
         }
+        if let (Route::Socket, Some(staged)) =
+            (job.route, job.writes_stage.and_then(|stage| self.stages.get_mut(&stage)))
+        {
+            staged.by_socket += 1;
+        }
+        if wants_reply {
+            self.on_socket += usize::from(job.route == Route::Socket);
+            if job.route == Route::Socket {
+                job.upload.clear();
+            }
+            self.pending.insert(id, Pending { job, ring_end, sent: Instant::now() });
+        }
+    }
+
+    /// A frame for the channel that is not answered.
+    pub(super) fn put_on_socket(&mut self, call: ChannelCall, data: Bytes) {
+        let header = Header::new(FrameKind::Request, 0, NO_REPLY);
+        self.control_out.push((header, encode(&Call::Channel(call)), vec![data]));
     }
 
     /// Tells the host to free a stage.

@@ -9,19 +9,24 @@
 //! called. Everything else may overtake, and says in its header which transaction it must follow. Whatever waits,
 //! waits only for what was called earlier or has been posted already, so nothing waits in a circle.
 
+mod dma;
 mod driver;
 mod jobs;
+mod recover;
+mod regions;
 mod replies;
 mod ring_side;
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use base::buddy::Buddy;
+use base::health::OffloadHealth;
 use base::mem::ArenaBuf;
 use base::pool::MIN_BUFFER;
 use bytes::Bytes;
-use channel::{Header, Layout};
+use channel::{DmaEngine, Header, Layout};
 use futures::task::AtomicWaker;
 use store::{StageId, StoreError};
 use tokio::sync::oneshot;
@@ -29,9 +34,13 @@ use tokio::sync::oneshot;
 use crate::transaction_codec::{self, Encoded};
 use crate::wire::{Answer, Call};
 
+use dma::Dma;
 pub(crate) use driver::Driver;
-use jobs::{Job, Route};
+use jobs::Job;
 pub(crate) use jobs::{Kind, Read};
+use recover::{Mode, Quarantine, Verify};
+use regions::Regions;
+use replies::Fetching;
 pub(crate) use ring_side::RingSide;
 
 /// Most jobs that wait in a link. The OSD has its own, lower limit of requests in flight; this one only bounds memory.
@@ -74,8 +83,7 @@ pub(crate) type AnswerTo = oneshot::Sender<Answered>;
 pub(crate) struct Link {
     state: Mutex<State>,
     driver: AtomicWaker,
-    /// Longest payload that one request carries, in bytes: one transfer, one range.
-    pub(crate) max_segment: usize,
+    engine: Option<Arc<dyn DmaEngine>>,
     /// Longest range of host memory, in bytes.
     pub(crate) max_range: usize,
     /// Whether payload goes by DMA.
@@ -103,6 +111,32 @@ struct State {
     ranges: Buddy,
     ring: Option<RingSide>,
     control_out: Vec<(Header, Vec<u8>, Vec<Bytes>)>,
+    /// Payload on its way by DMA.
+    dma: Dma,
+    fetching: HashMap<u64, Fetching>,
+    regions: Regions,
+    mode: Mode,
+    /// Jobs that carry data, while the host has not said yet which of those before them were lost.
+    held: VecDeque<u64>,
+    quarantine: Quarantine,
+    health: Arc<OffloadHealth>,
+    verify: Verify,
+    /// After that long a transfer is overdue.
+    overdue: Duration,
+    probe_pattern: Vec<u8>,
+    /// How long the driver looks for more after something has come.
+    poll: Duration,
+    /// Bytes of replies announced and not asked for yet; during a probe, what the doorbell has said.
+    announced: usize,
+    /// Bytes of replies that are being fetched, and since when.
+    asked: usize,
+    fetch_since: Option<Instant>,
+    /// When the host was last asked how far it has come, and what it had put into the outbox that was not heard of.
+    asked_positions: Option<Instant>,
+    unheard: Option<(u64, Instant)>,
+    /// Payload that had come by DMA when DMA failed, and payload that went by the socket in its place, in bytes.
+    kept_bytes: u64,
+    put_bytes: u64,
 }
 
 /// Transactions and reads of one target, in order.
@@ -117,20 +151,18 @@ struct Staged {
     host_id: u64,
     /// Writes that were called and not posted yet. A transaction that names the stage is posted after them.
     unposted: u32,
+    /// Writes on the socket that are not answered: a transaction on the ring would overtake them.
+    by_socket: u32,
     /// Given back; forgotten once its writes are posted.
     released: bool,
 }
 
 /// A request that was sent.
 struct Pending {
-    target: u16,
-    kind: Kind,
-    answer_to: Option<AnswerTo>,
-    range: Option<HeldRange>,
-    /// Payload that DMA may still be reading.
-    holds: Vec<(usize, Bytes)>,
-    reply_max: usize,
-    route: Route,
+    job: Job,
+    /// Where its entry ends in the inbound ring, in bytes; 0 if it went by the socket.
+    ring_end: u64,
+    sent: Instant,
 }
 
 /// A range of the host's data region.
@@ -148,6 +180,31 @@ enum Landing {
     Buffers(Vec<ArenaBuf>),
     /// In the mirror of its range, to be copied from there: there was no other memory.
     Mirror(Option<ArenaBuf>),
+    /// In the frame that brings it.
+    Socket(Option<ArenaBuf>),
+}
+
+/// How a link uses DMA.
+pub(crate) struct LinkOptions {
+    /// Longest range, in bytes.
+    pub(crate) largest_range: usize,
+    /// After that long a transfer is overdue.
+    pub(crate) overdue: Duration,
+    /// Every so many requests' payload is compared with its checksums by the host; 0 for none, but after a failure.
+    pub(crate) verify_every: u32,
+    /// Windows of host memory that stay open.
+    pub(crate) region_cache: usize,
+    /// How long the driver looks for more after something has come.
+    pub(crate) poll: Duration,
+}
+
+/// What an operator may want to know of a link.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct LinkStatus {
+    pub(crate) stages: usize,
+    pub(crate) quarantined: usize,
+    pub(crate) kept_bytes: u64,
+    pub(crate) put_bytes: u64,
 }
 
 impl Link {
@@ -156,14 +213,13 @@ impl Link {
         generation: u64,
         targets: usize,
         layout: Layout,
-        largest_range: usize,
         ring: Option<RingSide>,
+        health: Arc<OffloadHealth>,
+        options: &LinkOptions,
     ) -> Arc<Link> {
-        let largest = largest_range.min(MAX_RANGE).min(layout.data_len as usize).max(MIN_BUFFER);
+        let data_len = layout.data_len as usize;
+        let largest = options.largest_range.min(MAX_RANGE).min(data_len).max(MIN_BUFFER);
         let largest = 1 << largest.ilog2();
-        let by_dma = ring.is_some();
-        let max_transfer = ring.as_ref().map_or(2 << 20, RingSide::max_transfer);
-        let max_segment = (max_transfer.min(largest) / MIN_BUFFER * MIN_BUFFER).max(MIN_BUFFER);
         let state = State {
             dead: None,
             generation,
@@ -177,13 +233,49 @@ impl Link {
             ring_ready: VecDeque::new(),
             socket_ready: VecDeque::new(),
             on_socket: 0,
-            ranges: Buddy::new(layout.data_len as usize, MIN_BUFFER, largest),
-            ring,
+            ranges: Buddy::new(data_len, MIN_BUFFER, largest),
             control_out: Vec::new(),
+            dma: Dma::default(),
+            fetching: HashMap::new(),
+            regions: Regions::new(largest, data_len, options.region_cache),
+            mode: if ring.is_some() { Mode::Open } else { Mode::Closed },
+            held: VecDeque::new(),
+            quarantine: Quarantine::default(),
+            health,
+            verify: Verify::new(options.verify_every),
+            overdue: options.overdue,
+            probe_pattern: Vec::new(),
+            poll: options.poll,
+            announced: 0,
+            asked: 0,
+            fetch_since: None,
+            asked_positions: None,
+            unheard: None,
+            kept_bytes: 0,
+            put_bytes: 0,
+            ring,
         };
+        let by_dma = state.ring.is_some();
+        let engine = state.ring.as_ref().map(|ring| Arc::clone(ring.engine()));
         let state = Mutex::new(state);
         let driver = AtomicWaker::new();
-        Arc::new(Link { state, driver, max_segment, max_range: largest, by_dma, generation })
+        Arc::new(Link { state, driver, engine, max_range: largest, by_dma, generation })
+    }
+
+    /// Longest payload that one request carries, in bytes: one transfer, one range.
+    pub(crate) fn max_segment(&self) -> usize {
+        let max_transfer = self.engine.as_ref().map_or(2 << 20, |engine| engine.max_transfer());
+        (max_transfer.min(self.max_range) / MIN_BUFFER * MIN_BUFFER).max(MIN_BUFFER)
+    }
+
+    /// Changes how DMA is used.
+    pub(crate) fn tune(&self, queues: usize, region_cache: usize, poll: Duration) {
+        let mut state = self.lock();
+        if let Some(ring) = &mut state.ring {
+            ring.set_queues(queues);
+        }
+        state.regions.set_capacity(region_cache);
+        state.poll = poll;
     }
 
     /// Not contended: held for about a microsecond, by callers and by the driver. Nothing panics while it is held with
@@ -270,9 +362,15 @@ impl Link {
         self.unlock(state);
     }
 
-    /// Number of stages of this session.
-    pub(crate) fn stages(&self) -> usize {
-        self.lock().stages.values().filter(|staged| !staged.released).count()
+    /// How it stands.
+    pub(crate) fn status(&self) -> LinkStatus {
+        let state = self.lock();
+        LinkStatus {
+            stages: state.stages.values().filter(|staged| !staged.released).count(),
+            quarantined: state.quarantined(),
+            kept_bytes: state.kept_bytes,
+            put_bytes: state.put_bytes,
+        }
     }
 }
 

@@ -1,15 +1,18 @@
 //! What is done with replies, and with the data of reads.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use base::mem::ArenaBuf;
+use base::phases::{Clock, Phase};
 use bytes::Bytes;
-use channel::{Chain, ChannelError, Frame};
-use store::StoreError;
+use channel::{ChannelError, Frame};
+use store::{ReadData, StoreError};
 
-use super::jobs::{Kind, Route};
+use super::dma::Opened;
+use super::jobs::{ChannelKind, Job, Kind, RangeUse, Route};
 use super::{AnswerTo, Answered, CallError, HeldRange, Landing, Link, Pending, RingSide, Staged, State};
-use crate::wire::{Answer, Outcome, decode};
+use crate::wire::{Answer, ChannelCall, Outcome, decode, unpack_checksums};
 
 /// A read whose data is on its way.
 pub(super) struct Fetching {
@@ -17,27 +20,45 @@ pub(super) struct Fetching {
     landing: Landing,
     len: usize,
     range: HeldRange,
+    /// Bytes that came by DMA before it failed.
+    fetched: usize,
+    /// In what the data that came by DMA differed from its checksums.
+    doubt: Option<String>,
     answer_to: AnswerTo,
 }
 
 impl State {
-    /// Takes a reply. What has to be fetched first goes to `fetching`, by the request's number.
-    pub(super) fn reply(
-        &mut self,
-        frame: Frame,
-        route: Route,
-        fetching: &mut std::collections::HashMap<u64, Fetching>,
-    ) -> Result<(), ChannelError> {
+    /// Takes a reply.
+    pub(super) fn reply(&mut self, frame: Frame, route: Route) -> Result<(), ChannelError> {
         let id = frame.header.id;
-        let pending = self.pending.remove(&id).filter(|p| p.route == route);
-        let Some(Pending { target, kind, answer_to: Some(answer_to), range, reply_max, .. }) = pending else {
+        let pending = self.pending.remove(&id).filter(|p| p.job.route == route);
+        let Some(Pending { job, ring_end, .. }) = pending else {
             return Err(ChannelError::Protocol(format!("a reply to request {id}, which nobody waits for")));
         };
         match (route, &mut self.ring) {
-            (Route::Ring, Some(ring)) => ring.answered(reply_max),
+            (Route::Ring, Some(ring)) => ring.answered(job.reply_max()),
             _ => self.on_socket -= 1,
         }
+        if let Kind::Channel(kind) = job.kind {
+            return self.channel_answered(kind, frame);
+        }
+        self.written_by_socket(&job, ring_end);
+        book_host_time(job.clock.as_ref(), frame.header.elapsed_us);
+        let range = match job.range {
+            RangeUse::Held(range) => Some(range),
+            _ => None,
+        };
         let outcome = decode::<Outcome>(&frame.control).and_then(|(outcome, _)| outcome);
+        let in_range = ring_end > 0;
+        let Job { target, kind, answer_to: Some(answer_to), region, clock, .. } = (match outcome {
+            Ok(Answer::Damaged) if route == Route::Ring || in_range => {
+                self.damaged(id, job);
+                return Ok(());
+            }
+            _ => job,
+        }) else {
+            return Err(ChannelError::Protocol(format!("request {id} wants no answer")));
+        };
         let answered: Answered = match outcome {
             Ok(answer) => match (kind, answer) {
                 (Kind::Stage, Answer::Stage(host_id)) => {
@@ -54,9 +75,9 @@ impl State {
                     let what = format!("{} bytes came where {len} were announced", frame.data.len());
                     return Err(ChannelError::Protocol(what));
                 }
-                (Kind::Read(dest), answer @ Answer::Read { len, .. }) => match (range, &self.ring) {
-                    (Some(range), Some(_)) if len > 0 => {
-                        return self.fetch_data(id, answer, dest, range, answer_to, fetching);
+                (Kind::Read(dest), answer @ Answer::Read { len, .. }) => match (range, in_range) {
+                    (Some(range), true) if len > 0 => {
+                        return self.fetch_data(id, answer, dest, range, answer_to, region, clock);
                     }
                     _ => Ok((answer, vec![landed(frame.data, dest)])),
                 },
@@ -70,9 +91,13 @@ impl State {
         Ok(())
     }
 
-    pub(super) fn free_range(&mut self, range: Option<HeldRange>) {
-        if let Some(range) = range {
-            self.ranges.release(range.offset, range.order);
+    /// A write of a stage that went by the socket is answered: transactions that go by the ring may follow.
+    fn written_by_socket(&mut self, job: &Job, ring_end: u64) {
+        if job.route == Route::Socket
+            && ring_end == 0
+            && let Some(staged) = job.writes_stage.and_then(|stage| self.stages.get_mut(&stage))
+        {
+            staged.by_socket = staged.by_socket.saturating_sub(1);
         }
     }
 
@@ -81,13 +106,14 @@ impl State {
         self.last_stage += 1;
         // Unlike those of other sessions, so that a stage that was lost with its session is never taken for another.
         let id = (self.generation << 40) | self.last_stage;
-        self.stages.insert(id, Staged { host_id, unposted: 0, released: false });
+        self.stages.insert(id, Staged { host_id, unposted: 0, by_socket: 0, released: false });
         if answer_to.send(Ok((Answer::Stage(id), Vec::new()))).is_err() {
             self.stages.remove(&id);
             self.release_stage(target, host_id);
         }
     }
 
+    #[expect(clippy::too_many_arguments, reason = "what is known of a read")]
     fn fetch_data(
         &mut self,
         id: u64,
@@ -95,9 +121,10 @@ impl State {
         dest: Option<ArenaBuf>,
         range: HeldRange,
         answer_to: AnswerTo,
-        fetching: &mut std::collections::HashMap<u64, Fetching>,
+        region: Option<Opened>,
+        clock: Option<Clock>,
     ) -> Result<(), ChannelError> {
-        let (Some(ring), Answer::Read { len, .. }) = (&mut self.ring, &answer) else { return Ok(()) };
+        let (Some(ring), Answer::Read { len, .. }) = (&self.ring, &answer) else { return Ok(()) };
         let len = usize::try_from(*len).unwrap_or(usize::MAX);
         if len > range.len {
             return Err(ChannelError::Protocol(format!(
@@ -105,34 +132,113 @@ impl State {
                 range.len
             )));
         }
-        let landing = choose_landing(ring, dest, len);
-        let mut chain = Chain { tag: Some(id), ..Chain::default() };
-        let from = ring.range_offset(range);
-        match &landing {
-            Landing::Mirror(_) => ring.fetch_range(&mut chain, from, from, len),
-            Landing::Buffers(buffers) => {
-                let mut at = from;
-                for buffer in buffers {
-                    ring.fetch_range(&mut chain, at, buffer.offset(), buffer.len());
-                    at += buffer.len();
+        let opened = region.filter(|_| self.is_open());
+        let landing = match &opened {
+            Some(_) => choose_landing(ring, dest, len),
+            None => Landing::Socket(dest),
+        };
+        let mut transfers = Vec::new();
+        if let Some(opened) = &opened {
+            let from = ring.range_offset(range);
+            match &landing {
+                Landing::Buffers(buffers) => {
+                    let mut at = from;
+                    for buffer in buffers {
+                        ring.fetch_range(&mut transfers, at, buffer.offset(), buffer.len(), opened);
+                        at += buffer.len();
+                    }
                 }
+                _ => ring.fetch_range(&mut transfers, from, from, len, opened),
             }
         }
-        ring.post(chain);
-        fetching.insert(id, Fetching { answer, landing, len, range, answer_to });
+        self.fetching
+            .insert(id, Fetching { answer, landing, len, range, fetched: 0, doubt: None, answer_to });
+        match opened {
+            Some(opened) => self.start_fetch(id, transfers, clock, Some(opened.region)),
+            None => self.get_rest(id),
+        }
         Ok(())
     }
 
-    /// The data of a read has arrived.
-    pub(super) fn fetched(&mut self, done: Fetching) {
-        let Fetching { answer, landing, len, range, answer_to } = done;
-        let data = match landing {
+    /// The DMA of a read's data has ended.
+    pub(super) fn fetched(&mut self, id: u64, bytes: usize, whole: bool) {
+        let Some(done) = self.fetching.get_mut(&id) else { return };
+        if !whole {
+            done.fetched = bytes;
+            return self.get_rest(id);
+        }
+        let Some(mut done) = self.fetching.remove(&id) else { return };
+        let landing = std::mem::replace(&mut done.landing, Landing::Socket(None));
+        let data: Vec<Bytes> = match landing {
             Landing::Buffers(buffers) => buffers.into_iter().map(ArenaBuf::freeze).collect(),
-            Landing::Mirror(dest) => vec![self.copy_from_mirror(range, len, dest)],
+            Landing::Mirror(dest) | Landing::Socket(dest) => {
+                vec![self.copy_from_mirror(done.range, done.len, dest)]
+            }
         };
-        self.free_range(Some(range));
+        match verified(&done.answer, data) {
+            Ok(data) => self.deliver(done, data),
+            // Either DMA has damaged it, or it is damaged where it was read from: the socket will tell.
+            Err(why) => {
+                done.doubt = Some(why);
+                self.fetching.insert(id, done);
+                self.get_rest(id);
+            }
+        }
+    }
+
+    /// The DMA of a read's data takes too long: the data comes by the socket, to other memory.
+    pub(super) fn fetch_given_up(&mut self, id: u64) {
+        let Some(late) = self.fetching.get_mut(&id) else { return };
+        let landing = std::mem::replace(&mut late.landing, Landing::Socket(None));
+        self.keep(landing);
+        self.get_rest(id);
+    }
+
+    /// Asks for the data of a read that has not come by DMA.
+    fn get_rest(&mut self, id: u64) {
+        let (Some(rest), Some(ring)) = (self.fetching.get(&id), &self.ring) else { return };
+        let offset = (ring.range_offset(rest.range) + rest.fetched) as u64;
+        let len = (rest.len - rest.fetched) as u64;
+        let fetched = rest.fetched as u64;
+        self.kept_bytes += fetched;
+        self.put_bytes += len;
+        metrics::counter!("outboard_proxy_kept_bytes").increment(fetched);
+        metrics::counter!("outboard_proxy_fallback_bytes").increment(len);
+        self.submit(Job::of_channel(ChannelCall::Get { offset, len }, ChannelKind::Get(id)));
+    }
+
+    /// Data of a read has come by the socket.
+    pub(super) fn got(&mut self, id: u64, rest: Bytes) -> Result<(), ChannelError> {
+        let Some(done) = self.fetching.remove(&id) else { return Ok(()) };
+        if rest.len() != done.len - done.fetched {
+            let what = format!("{} bytes came where {} were asked for", rest.len(), done.len - done.fetched);
+            return Err(ChannelError::Protocol(what));
+        }
+        let mut done = done;
+        let landing = std::mem::replace(&mut done.landing, Landing::Socket(None));
+        let data = match landing {
+            Landing::Buffers(mut buffers) if done.fetched > 0 => {
+                fill(&mut buffers, done.fetched, &rest);
+                buffers.into_iter().map(ArenaBuf::freeze).collect()
+            }
+            Landing::Mirror(_) if done.fetched > 0 => {
+                vec![self.copy_from_mirror(done.range, done.fetched, None), rest]
+            }
+            _ => vec![rest],
+        };
+        if let Some(why) = &done.doubt
+            && verified(&done.answer, data.clone()).is_ok()
+        {
+            self.dma_failed(&format!("data of a read was damaged on its way: {why}"));
+        }
+        self.deliver(done, data);
+        Ok(())
+    }
+
+    fn deliver(&mut self, done: Fetching, data: Vec<Bytes>) {
+        self.free_range(Some(done.range));
         // Whoever asked may have gone; then nobody needs to know.
-        let _ = answer_to.send(Ok((answer, data)));
+        let _ = done.answer_to.send(Ok((done.answer, data)));
     }
 
     fn copy_from_mirror(&self, range: HeldRange, len: usize, dest: Option<ArenaBuf>) -> Bytes {
@@ -153,6 +259,36 @@ impl State {
                 Bytes::from(copy)
             }
         }
+    }
+}
+
+/// Books the time that the host had a request, which has just been answered.
+fn book_host_time(clock: Option<&Clock>, elapsed_us: u32) {
+    let Some(clock) = clock else { return };
+    let now = Instant::now();
+    if let Some(from) = now.checked_sub(Duration::from_micros(elapsed_us.into())) {
+        clock.record(Phase::Host, from, now);
+    }
+}
+
+/// Compares data that came by DMA with its checksums.
+fn verified(answer: &Answer, data: Vec<Bytes>) -> Result<Vec<Bytes>, String> {
+    let Answer::Read { offset, checksums, object_size, .. } = answer else { return Ok(data) };
+    let checksums = unpack_checksums(checksums).map_err(|e| e.to_string())?;
+    let read = ReadData { offset: *offset, data, checksums, object_size: *object_size };
+    read.verify().map_err(|e| e.to_string())?;
+    Ok(read.data)
+}
+
+/// Copies `rest` to byte `at` of the buffers, one after the other.
+fn fill(buffers: &mut [ArenaBuf], at: usize, rest: &[u8]) {
+    let (mut skip, mut rest) = (at, rest);
+    for buffer in buffers {
+        let from = skip.min(buffer.len());
+        skip -= from;
+        let part = (buffer.len() - from).min(rest.len());
+        buffer[from..from + part].copy_from_slice(&rest[..part]);
+        rest = &rest[part..];
     }
 }
 
@@ -191,24 +327,30 @@ fn choose_landing(ring: &RingSide, dest: Option<ArenaBuf>, len: usize) -> Landin
 
 impl Link {
     /// Ends the session for its callers: every call that has no answer fails. Returns what DMA may still use.
-    pub(super) fn end(&self, why: &str) -> Vec<Leftover> {
+    pub(super) fn end(&self, why: &str) -> Leftovers {
         let mut state = self.lock();
         state.dead = Some(why.to_owned());
         state.stages.clear();
         state.range_queue.clear();
         state.ring_ready.clear();
         state.socket_ready.clear();
+        state.held.clear();
         state.control_out.clear();
         state.lanes.iter_mut().for_each(|lane| lane.queue.clear());
         let jobs = std::mem::take(&mut state.jobs);
         let pending = std::mem::take(&mut state.pending);
+        let fetching = std::mem::take(&mut state.fetching);
         drop(state);
         let mut waiting: Vec<AnswerTo> =
-            jobs.into_values().filter_map(|mut job| job.take_answer_to()).collect();
-        let mut leftovers = Vec::new();
+            jobs.into_values().filter_map(|mut job| job.answer_to.take()).collect();
+        let mut leftovers = Leftovers::default();
         for mut request in pending.into_values() {
-            waiting.extend(request.answer_to.take());
-            leftovers.push(Leftover { _holds: request.holds, _kind: request.kind });
+            waiting.extend(request.job.answer_to.take());
+            leftovers.requests.push(request.job);
+        }
+        for read in fetching.into_values() {
+            waiting.push(read.answer_to);
+            leftovers.landings.push(read.landing);
         }
         for answer_to in waiting {
             // Whoever asked may have gone; then nobody needs to know.
@@ -218,17 +360,9 @@ impl Link {
     }
 }
 
-impl Fetching {
-    /// Fails the read; its buffers stay until DMA is done.
-    pub(super) fn fail(self, why: &str) -> Landing {
-        // Whoever asked may have gone; then nobody needs to know.
-        let _ = self.answer_to.send(Err(CallError::Store(StoreError::Disconnected(why.to_owned()))));
-        self.landing
-    }
-}
-
-/// Memory of a request of a dead session, kept until the engine is done with it.
-pub(super) struct Leftover {
-    _holds: Vec<(usize, Bytes)>,
-    _kind: Kind,
+/// Memory of calls of a dead session, kept until the engine is done with it.
+#[derive(Default)]
+pub(super) struct Leftovers {
+    requests: Vec<Job>,
+    landings: Vec<Landing>,
 }

@@ -1,32 +1,35 @@
 //! The osd's side of the rings and the data region: writes into the mirror, and has the engine move it.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 
 use base::mem::Arena;
 use bytes::Bytes;
 use channel::ring::{self, MAX_ENTRY};
 use channel::{
-    Chain, ChannelError, DmaEngine, DpuMemory, Frame, Header, Layout, Peer, Place, Region, RegionId,
-    Transfer, URGENT, Unposted,
+    Chain, ChannelError, DmaEngine, DpuMemory, Frame, Header, Layout, Peer, PeerId, Place, QueueId, Region,
+    RegionId, Transfer, URGENT, Unposted,
 };
 
 use super::HeldRange;
+use super::dma::Opened;
+use super::jobs::{Job, RangeUse};
 
 /// Chains that are longer are posted at once, in bytes.
 const GATHERED: usize = 64 << 10;
 /// Tag of the chain that fetches replies. Requests have numbers from 1 on.
 pub(super) const FETCH: u64 = u64::MAX;
-/// Tag of the last chain of a session.
-pub(super) const FENCE: u64 = u64::MAX - 1;
 
 /// Memory, engine and positions of one session.
 pub(crate) struct RingSide {
     memory: DpuMemory,
     engine: Arc<dyn DmaEngine>,
     local: RegionId,
-    host: Region,
+    /// The rings of host memory.
+    rings: Region,
     peer: Peer,
+    queues: usize,
     max_outstanding: usize,
     outstanding: usize,
     /// Bytes put into the inbound ring, and how far the host has come.
@@ -37,28 +40,30 @@ pub(crate) struct RingSide {
     /// Bytes taken out of the outbox.
     taken: u64,
     /// Chains that the engine was not given yet.
-    unposted: VecDeque<Chain>,
+    unposted: VecDeque<(QueueId, Chain)>,
     engine_full: bool,
     failed: Option<String>,
     copied: metrics::Counter,
 }
 
 impl RingSide {
-    /// Starts with empty rings. `local` is the registered DPU memory.
+    /// Starts with empty rings. `local` is the registered DPU memory, `rings` the part of host memory that they are in.
     pub(crate) fn new(
         memory: DpuMemory,
         engine: Arc<dyn DmaEngine>,
         local: RegionId,
-        host: Region,
+        rings: Region,
         peer: Peer,
         max_outstanding: usize,
+        queues: usize,
     ) -> RingSide {
         RingSide {
             memory,
             engine,
             local,
-            host,
+            rings,
             peer,
+            queues: queues.max(1),
             max_outstanding,
             outstanding: 0,
             head: 0,
@@ -104,85 +109,138 @@ impl RingSide {
         self.reserved + ring::footprint(len) <= self.layout().outbox().len
     }
 
-    /// Sends a request with its payload: to its range if it has one, else in the entry.
-    pub(super) fn send(
-        &mut self,
-        header: Header,
-        control: &[u8],
-        upload: &[(usize, Bytes)],
-        range: Option<HeldRange>,
-    ) {
+    /// Sends a request: with its payload, if that is short, else with what is in its range already. Returns where its
+    /// entry ends in the ring.
+    pub(super) fn send(&mut self, header: Header, control: &[u8], job: &Job, range: RangeUse) -> u64 {
         let mut chain = Chain::default();
-        let inline: &[(usize, Bytes)] = match range {
-            Some(range) => {
-                for (at, piece) in upload {
-                    self.upload(&mut chain, self.layout().data_offset() + range.offset + at, piece);
-                }
+        let inline: &[(usize, Bytes)] = match (range, &job.region) {
+            (RangeUse::Held(range), Some(opened)) if job.arrived == 0 => {
+                chain.transfers = self.upload_transfers(&job.upload, range, opened);
                 &[]
             }
-            None => upload,
+            (RangeUse::Held(_), _) => &[],
+            _ => &job.upload,
         };
         let data_len: usize = inline.iter().map(|(_, piece)| piece.len()).sum();
         let header =
             Header { data_len: data_len as u32, position: self.head, consumed: self.taken, ..header };
-        let sealed = header.seal(control);
+        let data: Vec<&[u8]> = inline.iter().map(|(_, piece)| &piece[..]).collect();
+        let sealed = header.seal_whole(control, &data);
         let total = sealed.len() + data_len;
         debug_assert!(total <= MAX_ENTRY, "an entry of {total} bytes");
-        let parts: Vec<&[u8]> =
-            std::iter::once(&sealed[..]).chain(inline.iter().map(|(_, p)| &p[..])).collect();
+        let parts: Vec<&[u8]> = std::iter::once(&sealed[..]).chain(data).collect();
         let inbound = self.layout().inbound();
         inbound.write(self.memory.arena(), self.head, &parts);
         for span in inbound.spans(self.head, total).into_iter().filter(|span| !span.is_empty()) {
-            self.send_range(&mut chain, span.start, span.start, span.len());
+            chain.transfers.extend(self.rings_transfers(span, true));
         }
         let cells = ring::footprint(total);
         self.head += cells as u64;
         self.outstanding += 1;
         self.reserved += ring::footprint(header.reply_max as usize);
         chain.ring = Some((self.peer.id, cells as u64));
-        self.post(chain);
+        self.post(URGENT, chain);
+        self.head
     }
 
-    /// Adds the transfers that bring `piece` to `host_offset`: from where it lies, if that is DPU memory, else from the
-    /// mirror.
-    fn upload(&self, chain: &mut Chain, host_offset: usize, piece: &Bytes) {
-        if piece.is_empty() {
-            return;
-        }
-        let from = self.memory.offset_of(piece).unwrap_or_else(|| {
+    /// Where DMA takes a piece of payload from: where it lies, if that is DPU memory, else from the mirror of where it goes.
+    pub(super) fn source_of(&self, host_offset: usize, piece: &Bytes) -> usize {
+        self.memory.offset_of(piece).unwrap_or_else(|| {
             let inside = self.memory.arena().copy_in(host_offset, piece);
             debug_assert!(inside, "a range outside the mirror");
             self.copied.increment(piece.len() as u64);
             host_offset
-        });
-        self.send_range(chain, from, host_offset, piece.len());
+        })
     }
 
-    fn send_range(&self, chain: &mut Chain, from: usize, to: usize, len: usize) {
-        let (src, dst) = (self.here(from), self.there(to));
-        chain.transfers.extend(segments(src, dst, len, self.max_transfer()));
+    /// Adds the transfers that bring `len` bytes of DPU memory to host memory that is open.
+    pub(super) fn send_range(
+        &self,
+        transfers: &mut Vec<Transfer>,
+        from: usize,
+        to: usize,
+        len: usize,
+        opened: &Opened,
+    ) {
+        let dst = Place { region: opened.region.id(), offset: to - opened.origin };
+        transfers.extend(segments(self.here(from), dst, len, self.max_transfer()));
     }
 
-    /// Adds the transfers that bring `len` bytes at `from` of host memory to `to` of DPU memory.
-    pub(super) fn fetch_range(&self, chain: &mut Chain, from: usize, to: usize, len: usize) {
-        let (src, dst) = (self.there(from), self.here(to));
-        chain.transfers.extend(segments(src, dst, len, self.max_transfer()));
+    /// Adds the transfers that bring `len` bytes at `from` of host memory that is open to `to` of DPU memory.
+    pub(super) fn fetch_range(
+        &self,
+        transfers: &mut Vec<Transfer>,
+        from: usize,
+        to: usize,
+        len: usize,
+        opened: &Opened,
+    ) {
+        let src = Place { region: opened.region.id(), offset: from - opened.origin };
+        transfers.extend(segments(src, self.here(to), len, self.max_transfer()));
+    }
+
+    /// The transfers between the rings and their mirror of one span.
+    fn rings_transfers(&self, span: Range<usize>, to_host: bool) -> impl Iterator<Item = Transfer> + use<> {
+        let there = Place { region: self.rings.id(), offset: span.start };
+        let here = self.here(span.start);
+        let (src, dst) = if to_host { (here, there) } else { (there, here) };
+        segments(src, dst, span.len(), self.max_transfer())
+    }
+
+    /// One transfer between the rings and their mirror.
+    pub(super) fn rings_transfer(&self, at: usize, len: usize, to_host: bool) -> Transfer {
+        let (here, there) = (self.here(at), Place { region: self.rings.id(), offset: at });
+        let (src, dst) = if to_host { (here, there) } else { (there, here) };
+        Transfer { src, dst, len }
     }
 
     fn here(&self, offset: usize) -> Place {
         Place { region: self.local, offset }
     }
 
-    fn there(&self, offset: usize) -> Place {
-        Place { region: self.host.id(), offset }
+    /// Where a window of the data region starts, in bytes from the start of host memory.
+    pub(super) fn window_origin(&self, window: &Range<usize>) -> usize {
+        self.layout().data_offset() + window.start
     }
 
-    /// Hands a chain to the engine, in order. Short ones wait for the driver's next turn, so that the engine and the host
-    /// are woken once for all that come together.
-    pub(super) fn post(&mut self, chain: Chain) {
-        let len: usize = chain.transfers.iter().map(|t| t.len).sum();
-        self.unposted.push_back(chain);
-        if len > GATHERED {
+    /// Registers a window of the data region that the host has opened.
+    pub(super) fn open_window(&self, window: Range<usize>) -> channel::Result<Opened> {
+        let origin = self.window_origin(&window);
+        let region = self.engine.register_peer(&self.peer, origin..origin + window.len())?;
+        Ok(Opened { region: Arc::new(region), origin })
+    }
+
+    pub(super) fn peer(&self) -> PeerId {
+        self.peer.id
+    }
+
+    /// Bytes taken out of the outbox.
+    pub(super) fn taken(&self) -> u64 {
+        self.taken
+    }
+
+    /// Queues of the engine that are used.
+    pub(super) fn queues(&self) -> usize {
+        self.queues.min(self.engine.queues())
+    }
+
+    /// Uses at most that many queues from now on; one for everything makes short chains wait for long ones.
+    pub(super) fn set_queues(&mut self, queues: usize) {
+        self.queues = queues.max(1);
+    }
+
+    /// Begins with empty rings once more.
+    pub(super) fn start_over(&mut self) {
+        (self.head, self.consumed, self.taken) = (0, 0, 0);
+        (self.outstanding, self.reserved) = (0, 0);
+    }
+
+    /// Hands a chain to the engine, in order within its queue. Short ones wait for the driver's next turn, so that the
+    /// engine and the host are woken once for all that come together.
+    pub(super) fn post(&mut self, queue: QueueId, chain: Chain) {
+        let gathers = queue == URGENT && chain.len() <= GATHERED;
+        self.unposted.push_back((queue, chain));
+        if !gathers {
             self.post_waiting();
         }
     }
@@ -195,11 +253,11 @@ impl RingSide {
     /// Hands over what waits.
     pub(super) fn post_waiting(&mut self) {
         self.engine_full = false;
-        while let Some(chain) = self.unposted.pop_front() {
-            match self.engine.post(URGENT, chain) {
+        while let Some((queue, chain)) = self.unposted.pop_front() {
+            match self.engine.post(queue, chain) {
                 Ok(()) => {}
                 Err(Unposted::Full(chain)) => {
-                    self.unposted.push_front(chain);
+                    self.unposted.push_front((queue, chain));
                     self.engine_full = true;
                     return;
                 }
@@ -218,9 +276,9 @@ impl RingSide {
         let mut chain = Chain { tag: Some(FETCH), ..Chain::default() };
         for span in self.layout().outbox().spans(self.taken, len).into_iter().filter(|span| !span.is_empty())
         {
-            self.fetch_range(&mut chain, span.start, span.start, span.len());
+            chain.transfers.extend(self.rings_transfers(span, false));
         }
-        self.post(chain);
+        self.post(URGENT, chain);
     }
 
     /// Takes the next reply out of the `available` bytes that were fetched, and says how many it took.

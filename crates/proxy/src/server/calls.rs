@@ -3,14 +3,15 @@
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::time::Instant;
 
 use base::BoxFuture;
-use base::block::Payload;
+use base::block::{Payload, crc32c};
 use base::mem::ArenaBuf;
 use base::pool::{Lease, Released};
 use bytes::Bytes;
 use channel::Header;
-use store::{ObjectStore, ReadData, Result, StageId, StoreError};
+use store::{ObjectStore, Op, ReadData, Result, StageId, StoreError, WriteSource};
 
 use crate::transaction_codec;
 use crate::wire::{Answer, Call, Outcome, Place, decode, pack_checksums, unpack_checksums};
@@ -25,6 +26,7 @@ pub(super) enum Via {
 /// A request whose turn has come or will come.
 pub(super) struct Request {
     pub(super) header: Header,
+    pub(super) came: Instant,
     pub(super) via: Via,
     /// The call, what follows it in the control data, and its payload; or why they cannot be read.
     pub(super) call: Result<(Call, Bytes, Bytes)>,
@@ -33,6 +35,7 @@ pub(super) struct Request {
 /// A call that is done.
 pub(super) struct Done {
     pub(super) header: Header,
+    pub(super) came: Instant,
     pub(super) via: Via,
     pub(super) outcome: Outcome,
     pub(super) data: Vec<Bytes>,
@@ -44,15 +47,45 @@ pub(super) type Running = Pin<Box<dyn Future<Output = Done>>>;
 impl Request {
     pub(super) fn decode(header: Header, via: Via, control: &Bytes, data: Bytes) -> Request {
         let call = decode::<Call>(control).map(|(call, rest)| (call, control.slice_ref(rest), data));
-        Request { header, via, call }
+        Request { header, came: Instant::now(), via, call }
     }
 
     pub(super) fn is_transaction(&self) -> bool {
         matches!(self.call, Ok((Call::Transaction { .. }, ..)))
     }
+
+    /// Whether what is in its range arrived damaged: the encoded transaction, and with `payload` also the payload, are compared
+    /// with their checksums. What is in the entry was compared already. What cannot be looked at is not damaged but wrong: the call will say so.
+    pub(super) fn is_damaged(&self, lease: Option<&Lease>, payload: bool) -> bool {
+        let Ok((call, _, data)) = &self.call else { return false };
+        match call {
+            Call::StageWrite { phase, checksums, place: place @ Place::Range { .. }, .. } if payload => {
+                let Ok((bytes, _)) = payload_of(lease, *place, data.clone()) else { return false };
+                let Ok(checksums) = unpack_checksums(checksums) else { return false };
+                let payload = Payload::from_parts(u64::from(*phase), bytes, checksums);
+                payload.is_ok_and(|payload| payload.verify().is_err())
+            }
+            Call::Transaction { control_len, control_crc, place: place @ Place::Range { .. } } => {
+                let Ok((bytes, _)) = payload_of(lease, *place, data.clone()) else { return false };
+                let Ok((control, data)) = split_transaction(bytes, *control_len as usize) else {
+                    return false;
+                };
+                crc32c(&control) != *control_crc || payload && holds_damage(control, &data)
+            }
+            _ => false,
+        }
+    }
 }
 
-fn claim(lease: Option<&Lease>, offset: u64, len: u64) -> Result<(ArenaBuf, Released)> {
+fn holds_damage(control: Bytes, data: &Bytes) -> bool {
+    let Ok(transaction) = transaction_codec::decode(control, data) else { return false };
+    transaction.ops.iter().any(|op| match op {
+        Op::Write { source: WriteSource::Inline(payload), .. } => payload.verify().is_err(),
+        _ => false,
+    })
+}
+
+pub(super) fn claim(lease: Option<&Lease>, offset: u64, len: u64) -> Result<(ArenaBuf, Released)> {
     let lease = lease.ok_or_else(|| StoreError::InvalidArgument("this session has no host memory".into()))?;
     lease.claim(offset, len).map_err(|e| StoreError::InvalidArgument(e.to_string()))
 }
@@ -75,7 +108,7 @@ type Calling = Pin<Box<dyn Future<Output = Returned>>>;
 /// The call is done when the store has also let go of the host memory that came with it: only then the osd may use
 /// that memory for something else.
 pub(super) fn make(store: &Arc<dyn ObjectStore>, lease: Option<&Lease>, request: Request) -> Running {
-    let Request { header, via, call } = request;
+    let Request { header, came, via, call } = request;
     let calling: Result<(Calling, Option<Released>)> =
         call.and_then(|(call, rest, data)| start(store, lease, call, rest, data));
     Box::pin(async move {
@@ -93,7 +126,7 @@ pub(super) fn make(store: &Arc<dyn ObjectStore>, lease: Option<&Lease>, request:
             Ok((answer, data)) => (Ok(answer), data),
             Err(e) => (Err(e), Vec::new()),
         };
-        Done { header, via, outcome, data }
+        Done { header, came, via, outcome, data }
     })
 }
 
@@ -113,7 +146,7 @@ fn start(
             let writing = store.stage_write(StageId(stage), offset, payload);
             Ok((Box::pin(async move { writing.await.map(|()| (Answer::Done, Vec::new())) }), released))
         }
-        Call::Transaction { control_len, place } => {
+        Call::Transaction { control_len, place, .. } => {
             let (control, data, released) = match place {
                 Place::Inline => (rest, data, None),
                 Place::Range { .. } => {
@@ -230,8 +263,10 @@ fn metadata(store: &Arc<dyn ObjectStore>, call: Call) -> Calling {
         Call::Collections => answer!(store.collections(), Answer::Collections),
         Call::StatFs => answer!(store.statfs(), Answer::StatFs),
         Call::Umount => answer!(store.umount(), |()| Answer::Done),
-        Call::StageWrite { .. } | Call::Transaction { .. } | Call::Read { .. } => Box::pin(
-            std::future::ready(Err(StoreError::InvalidArgument("no call of the control plane".into()))),
-        ),
+        Call::StageWrite { .. } | Call::Transaction { .. } | Call::Read { .. } | Call::Channel(_) => {
+            Box::pin(std::future::ready(Err(StoreError::InvalidArgument(
+                "no call of the control plane".into(),
+            ))))
+        }
     }
 }

@@ -7,10 +7,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::{Context, Poll};
 
+use base::fault::{Action, Faults, Site};
 use bytes::Bytes;
 use channel::ring::{self, MAX_ENTRY};
 use channel::{
-    Bell, ChannelError, Control, Doorbell, Frame, HEADER_LEN, Header, HostMemory, Kind, MAX_FRAME,
+    Bell, ChannelError, Control, Doorbell, Frame, HEADER_LEN, Header, HostMemory, Kind, MAX_FRAME, VERIFY,
 };
 use futures::stream::{FuturesUnordered, StreamExt};
 use store::{StageId, StoreError};
@@ -18,7 +19,7 @@ use store::{StageId, StoreError};
 use super::calls::{Done, Request, Running, Via, make};
 use super::{Counts, Target};
 use crate::admission::Admission;
-use crate::wire::{Answer, Call, NO_REPLY, encode, shorten};
+use crate::wire::{Answer, Call, NO_REPLY, Outcome, encode, shorten};
 
 /// Most frames taken from the control socket in one turn.
 const FRAMES_PER_TURN: usize = 64;
@@ -27,7 +28,7 @@ const MAX_CALLS: usize = 8192;
 
 /// Rings and doorbells of a session with host memory.
 pub(super) struct Rings {
-    memory: HostMemory,
+    pub(super) memory: HostMemory,
     doorbell: Doorbell,
     osd_doorbell: OwnedFd,
     max_outstanding: usize,
@@ -40,6 +41,11 @@ pub(super) struct Rings {
     head: u64,
     /// Bytes put there since the doorbell was last rung.
     unannounced: u64,
+    /// DMA has failed: nothing is taken from the rings or put into them, but the doorbell's count.
+    closed: Option<u64>,
+    /// Something that is no entry was found; nothing more is taken until the rings have been closed.
+    broken: bool,
+    faults: Faults,
 }
 
 impl Rings {
@@ -48,6 +54,7 @@ impl Rings {
         doorbell: Doorbell,
         osd_doorbell: OwnedFd,
         max_outstanding: usize,
+        faults: Faults,
     ) -> Rings {
         Rings {
             memory,
@@ -59,12 +66,19 @@ impl Rings {
             taken: 0,
             head: 0,
             unannounced: 0,
+            closed: None,
+            broken: false,
+            faults,
         }
     }
 
     /// Hears the doorbell; `true` if it rang.
     fn hear(&mut self, cx: &mut Context<'_>) -> channel::Result<bool> {
         let Poll::Ready(count) = self.doorbell.poll_wait(cx) else { return Ok(false) };
+        if let Some(rung) = &mut self.closed {
+            *rung = rung.saturating_add(count?);
+            return Ok(true);
+        }
         let limit = self.memory.layout.inbound().len;
         let count = usize::try_from(count?).unwrap_or(usize::MAX);
         let sum = self.announced.checked_add(count);
@@ -75,11 +89,18 @@ impl Rings {
     }
 
     /// Takes the next entry.
-    fn take(&mut self) -> channel::Result<Option<Frame>> {
-        if self.announced == 0 {
-            return Ok(None);
+    fn take(&mut self) -> channel::Result<Taken> {
+        if self.announced == 0 || self.is_closed() || self.broken {
+            return Ok(Taken::Nothing);
         }
-        let frame = self.memory.layout.inbound().read(&self.memory.arena, self.taken, self.announced)?;
+        let read = self.memory.layout.inbound().read(&self.memory.arena, self.taken, self.announced);
+        let frame = match read {
+            Ok(frame) => frame,
+            Err(e) => {
+                self.broken = true;
+                return Ok(Taken::Damage(e));
+            }
+        };
         let footprint = ring::footprint(frame.header.total_len());
         self.announced -= footprint;
         self.taken += footprint as u64;
@@ -90,16 +111,17 @@ impl Rings {
             return Err(ChannelError::Protocol("a request wants a longer reply than there can be".into()));
         }
         self.outstanding += 1;
-        Ok(Some(frame))
+        Ok(Taken::Entry(frame))
     }
 
     fn put(&mut self, header: Header, control: &[u8], data: &[Bytes]) {
         let data_len: usize = data.iter().map(Bytes::len).sum();
         let header =
             Header { data_len: data_len as u32, position: self.head, consumed: self.taken, ..header };
-        let sealed = header.seal(control);
+        let data: Vec<&[u8]> = data.iter().map(|piece| &piece[..]).collect();
+        let sealed = header.seal_whole(control, &data);
         let footprint = ring::footprint(sealed.len() + data_len) as u64;
-        let parts: Vec<&[u8]> = std::iter::once(&sealed[..]).chain(data.iter().map(|d| &d[..])).collect();
+        let parts: Vec<&[u8]> = std::iter::once(&sealed[..]).chain(data).collect();
         self.memory.layout.outbox().write(&self.memory.arena, self.head, &parts);
         self.head += footprint;
         self.unannounced += footprint;
@@ -108,22 +130,88 @@ impl Rings {
 
     fn announce(&mut self) -> channel::Result<()> {
         let count = std::mem::take(&mut self.unannounced);
-        if count > 0 {
-            Doorbell::ring(self.osd_doorbell.as_fd(), count)?;
+        if count > 0 { self.ring_osd(count) } else { Ok(()) }
+    }
+
+    pub(super) fn ring_osd(&self, count: u64) -> channel::Result<()> {
+        if self.faults.hit(Site::StoreDoorbell) == Some(Action::Drop) {
+            return Ok(());
         }
+        Ok(Doorbell::ring(self.osd_doorbell.as_fd(), count)?)
+    }
+
+    pub(super) fn is_closed(&self) -> bool {
+        self.closed.is_some()
+    }
+
+    /// Bytes taken out of the inbound ring, and put into the outbox.
+    pub(super) fn positions(&self) -> (u64, u64) {
+        (self.taken, self.head)
+    }
+
+    /// Closes the rings, and says how far they have come.
+    pub(super) fn close(&mut self) -> (u64, u64) {
+        self.closed = Some(0);
+        self.announced = 0;
+        self.unannounced = 0;
+        self.positions()
+    }
+
+    /// What the doorbell has announced since the rings were closed, in bytes.
+    pub(super) fn rung_while_closed(&mut self, cx: &mut Context<'_>) -> Result<u64, StoreError> {
+        self.hear(cx).map_err(|e| StoreError::Io(e.to_string()))?;
+        Ok(self.closed.unwrap_or(0))
+    }
+
+    /// The replies in the outbox from `from` on.
+    pub(super) fn unfetched(&mut self, from: u64) -> channel::Result<Vec<Frame>> {
+        let outbox = self.memory.layout.outbox();
+        let left = self.head.checked_sub(from).filter(|left| *left <= outbox.len as u64);
+        let mut left = left.ok_or_else(|| {
+            ChannelError::Protocol(format!("the osd took {from} bytes of {} in the outbox", self.head))
+        })? as usize;
+        let (mut at, mut frames) = (from, Vec::new());
+        while left > 0 {
+            let frame = outbox.read(&self.memory.arena, at, left)?;
+            let footprint = ring::footprint(frame.header.total_len());
+            at += footprint as u64;
+            left -= footprint;
+            frames.push(frame);
+        }
+        Ok(frames)
+    }
+
+    /// Opens the rings again, both empty. What the doorbell still says is of before.
+    pub(super) fn open(&mut self, cx: &mut Context<'_>) -> Result<(), StoreError> {
+        if !self.is_closed() || self.outstanding > 0 {
+            let what = format!("{} requests of the rings are unanswered", self.outstanding);
+            return Err(StoreError::InvalidArgument(what));
+        }
+        self.rung_while_closed(cx)?;
+        (self.closed, self.broken) = (None, false);
+        (self.taken, self.head) = (0, 0);
         Ok(())
     }
+}
+
+/// What was found in the inbound ring.
+enum Taken {
+    Entry(Frame),
+    Nothing,
+    /// Something else than an entry: DMA or the osd has done something wrong.
+    Damage(ChannelError),
 }
 
 /// One session: what the osd asks, in the order it must be asked.
 pub(super) struct HostSession {
     targets: Arc<[Target]>,
-    rings: Option<Rings>,
-    control: Control,
+    pub(super) rings: Option<Rings>,
+    pub(super) control: Control,
     admissions: Vec<Admission<Request>>,
     running: FuturesUnordered<Running>,
     stages: HashSet<(u16, StageId)>,
     counts: Arc<Counts>,
+    faults: Faults,
 }
 
 impl HostSession {
@@ -132,10 +220,11 @@ impl HostSession {
         rings: Option<Rings>,
         control: Control,
         counts: Arc<Counts>,
+        faults: Faults,
     ) -> HostSession {
         let admissions = targets.iter().map(|_| Admission::default()).collect();
         let (running, stages) = (FuturesUnordered::new(), HashSet::new());
-        HostSession { targets, rings, control, admissions, running, stages, counts }
+        HostSession { targets, rings, control, admissions, running, stages, counts, faults }
     }
 
     /// Serves until the osd goes, breaks the protocol, or `stop` is ready. Then frees its stages, calls `on_end` (the
@@ -202,23 +291,30 @@ impl HostSession {
     fn take_entries(&mut self, cx: &mut Context<'_>) -> channel::Result<bool> {
         let Some(rings) = &mut self.rings else { return Ok(false) };
         let progress = rings.hear(cx)?;
-        while let Some(frame) = self.rings.as_mut().map_or(Ok(None), Rings::take)? {
-            self.admit(frame, Via::Ring)?;
+        loop {
+            match self.rings.as_mut().map_or(Ok(Taken::Nothing), Rings::take)? {
+                Taken::Entry(frame) => self.admit(cx, frame, Via::Ring)?,
+                Taken::Nothing => return Ok(progress),
+                Taken::Damage(e) => {
+                    tracing::warn!("the osd is told that DMA has brought something wrong: {e}");
+                    let notice = encode(&Outcome::Ok(Answer::Damaged));
+                    self.control.push(Header::new(Kind::Reply, 0, NO_REPLY), &notice, []);
+                }
+            }
         }
-        Ok(progress)
     }
 
     fn take_frames(&mut self, cx: &mut Context<'_>) -> channel::Result<bool> {
         let mut progress = false;
         for _ in 0..FRAMES_PER_TURN {
             let Poll::Ready(frame) = self.control.poll_frame(cx) else { break };
-            self.admit(frame?, Via::Socket)?;
+            self.admit(cx, frame?, Via::Socket)?;
             progress = true;
         }
         Ok(progress)
     }
 
-    fn admit(&mut self, frame: Frame, via: Via) -> channel::Result<()> {
+    fn admit(&mut self, cx: &mut Context<'_>, frame: Frame, via: Via) -> channel::Result<()> {
         let Frame { header, control, data } = frame;
         let target = usize::from(header.target);
         if header.kind != Kind::Request || target >= self.targets.len() {
@@ -231,7 +327,19 @@ impl HostSession {
         if self.running.len() + held >= MAX_CALLS {
             return Err(ChannelError::Protocol(format!("more than {MAX_CALLS} calls at a time")));
         }
+        // A kill does not return, and nothing else can happen here.
+        let _ = self.faults.hit(Site::StoreCall);
         let request = Request::decode(header, via, &control, data);
+        if let Ok((Call::Channel(call), _, payload)) = &request.call {
+            return self.channel_call(cx, header, *call, payload);
+        }
+        let lease = self.rings.as_ref().map(|rings| &rings.memory.data);
+        if request.is_damaged(lease, header.flags & VERIFY != 0) {
+            let outcome = Ok(Answer::Damaged);
+            let done = Done { header, came: request.came, via, outcome, data: Vec::new() };
+            self.reply(done);
+            return Ok(());
+        }
         let is_transaction = request.is_transaction();
         match self.admissions[target].offer(header.after, is_transaction, request) {
             Ok(turn) => turn.into_iter().for_each(|request| self.make(request)),
@@ -253,7 +361,7 @@ impl HostSession {
     }
 
     fn reply(&mut self, done: Done) {
-        let Done { header: request, via, outcome, mut data } = done;
+        let Done { header: request, came, via, outcome, mut data } = done;
         if request.id == NO_REPLY {
             return;
         }
@@ -261,7 +369,8 @@ impl HostSession {
             self.stages.insert((request.target, StageId(*id)));
             self.counts.stages.store(self.stages.len(), Ordering::Relaxed);
         }
-        let header = Header::new(Kind::Reply, request.target, request.id);
+        let elapsed_us = u32::try_from(came.elapsed().as_micros()).unwrap_or(u32::MAX);
+        let header = Header { elapsed_us, ..Header::new(Kind::Reply, request.target, request.id) };
         let most = match via {
             Via::Ring => request.reply_max as usize,
             Via::Socket => MAX_FRAME,
@@ -274,6 +383,10 @@ impl HostSession {
             data.clear();
         }
         match (via, &mut self.rings) {
+            (Via::Ring, Some(rings)) if rings.is_closed() => {
+                rings.outstanding -= 1;
+                self.control.push(header, &control, data);
+            }
             (Via::Ring, Some(rings)) => rings.put(header, &control, &data),
             _ => self.control.push(header, &control, data),
         }

@@ -4,6 +4,7 @@
 //! rings the osd once for all replies of a turn. It never blocks: stores answer by message.
 
 mod calls;
+mod channel_calls;
 mod host_session;
 
 use std::cell::Cell;
@@ -14,6 +15,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use base::fault::Faults;
 use base::thread::{ThreadClass, spawn};
 use channel::{Attachment, ChannelError, Doorbell, Hello, HostMemory, Socket, TargetInfo, VERSION, Welcome};
 use store::ObjectStore;
@@ -59,17 +61,19 @@ impl Listener {
 }
 
 /// Limits of a server.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct ServerOptions {
     /// Most host memory that a session may ask for, in bytes.
     pub max_memory: usize,
     /// Most requests that an osd may have unanswered on the ring.
     pub max_outstanding: usize,
+    /// What is to go wrong.
+    pub faults: Faults,
 }
 
 impl Default for ServerOptions {
     fn default() -> Self {
-        ServerOptions { max_memory: 256 << 20, max_outstanding: 1024 }
+        ServerOptions { max_memory: 256 << 20, max_outstanding: 1024, faults: Faults::default() }
     }
 }
 
@@ -220,7 +224,9 @@ impl Serving {
 
     /// Shakes hands and serves, in a task of its own, so that a peer that says nothing holds nobody up.
     fn open(&self, socket: Socket, taken: &Rc<Cell<bool>>, mut stopped: watch::Receiver<bool>) {
-        let (targets, options, counts) = (Arc::clone(&self.targets), self.options, Arc::clone(&self.counts));
+        let (targets, options, counts) =
+            (Arc::clone(&self.targets), self.options.clone(), Arc::clone(&self.counts));
+        let faults = options.faults.clone();
         let taken = Rc::clone(taken);
         tokio::task::spawn_local(async move {
             let mut seat = None;
@@ -230,7 +236,7 @@ impl Serving {
                     return Err(ChannelError::Refused(why.into()));
                 }
                 seat = Some(Seat(Rc::clone(&taken), Arc::clone(&counts)));
-                decide(hello, can_attach, &targets, options, counts.sessions.load(Ordering::Relaxed) + 1)
+                decide(hello, can_attach, &targets, &options, counts.sessions.load(Ordering::Relaxed) + 1)
             };
             let opened = tokio::time::timeout(HELLO_TIMEOUT, channel::accept(socket, decide)).await;
             let (rings, control) = match opened {
@@ -240,7 +246,7 @@ impl Serving {
             };
             counts.sessions.fetch_add(1, Ordering::Relaxed);
             counts.connected.store(1, Ordering::Relaxed);
-            let session = HostSession::new(targets, rings, control, Arc::clone(&counts));
+            let session = HostSession::new(targets, rings, control, Arc::clone(&counts), faults);
             let stop = async move { drop(stopped.wait_for(|stop| *stop).await) };
             session.run(stop, || drop(seat)).await;
         });
@@ -251,7 +257,7 @@ fn decide(
     hello: &Hello,
     can_attach: bool,
     targets: &[Target],
-    options: ServerOptions,
+    options: &ServerOptions,
     session: u64,
 ) -> channel::Result<(Welcome, Option<Attachment>, Option<Rings>)> {
     let targets_info = targets.iter().map(|target| TargetInfo { uuid: target.uuid }).collect();
@@ -279,6 +285,7 @@ fn decide(
         host_doorbell: host_doorbell.try_clone()?,
         osd_doorbell: osd_doorbell.try_clone()?,
     };
-    let rings = Rings::new(memory, Doorbell::new(host_doorbell)?, osd_doorbell, outstanding);
+    let rings =
+        Rings::new(memory, Doorbell::new(host_doorbell)?, osd_doorbell, outstanding, options.faults.clone());
     Ok((Welcome { memory: true, ..welcome }, Some(attachment), Some(rings)))
 }

@@ -1,0 +1,465 @@
+//! What happens when DMA fails: the socket takes over, and DMA comes back after a probe.
+//!
+//! ```text
+//!  Open ──failure──▶ Closing ──the host has answered──▶ Closed ──cool-down over──▶ Probing ──it worked──▶ Open
+//!                                                         ▲                           │
+//!                                                         └──────── it failed ────────┘
+//! ```
+//!
+//! *Closing*: the host is told to leave the rings alone, and says how far it has come. Requests that it has taken are
+//! answered by the socket; those that it has not are sent again, by the socket, without the payload that had arrived.
+//! Requests that carry data wait for that answer, so that none overtakes those that were lost; the others do not.
+//! *Closed*: everything goes by the socket. Memory that transfers may still write is in quarantine until a fence behind
+//! them has come out of every queue of the engine; if it does not in the cool-down, the engine is reset. *Probing*: a small
+//! transfer there and back, with a doorbell each way, decides.
+
+use std::time::{Duration, Instant};
+
+use base::health::State as Health;
+use bytes::Bytes;
+use channel::ring::CELL;
+use channel::{Chain, ChannelError, Completion, Frame, Transfer, URGENT};
+
+use super::jobs::{ChannelKind, Job, Route};
+use super::{HeldRange, RingSide, State};
+use crate::wire::{Answer, ChannelCall, Outcome, decode};
+
+/// Length of a probe, in bytes.
+const PROBE: usize = 4096;
+/// Tags of fences: this less the number of the queue.
+const FENCE: u64 = u64::MAX - 8;
+/// Tag of the probe's transfers.
+const PROBE_TAG: u64 = u64::MAX - 1;
+
+/// Whether the rings and DMA are used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Mode {
+    Open,
+    Closing,
+    Closed,
+    Probing { since: Instant, step: Step },
+}
+
+/// How far a probe has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Step {
+    /// The transfer to the host.
+    There,
+    /// The host copies and rings.
+    Echo,
+    /// The transfer back.
+    Back,
+    /// The bytes are right; the doorbell is waited for.
+    Bell,
+    /// The host opens its rings.
+    Opening,
+}
+
+/// Memory that transfers may still touch.
+#[derive(Default)]
+pub(super) struct Quarantine {
+    /// Fences that have not come out yet.
+    fences: usize,
+    ranges: Vec<HeldRange>,
+    kept: Vec<Box<dyn Send>>,
+    /// The engine was told to give up what it has.
+    reset: bool,
+}
+
+impl State {
+    pub(super) fn is_open(&self) -> bool {
+        self.mode == Mode::Open
+    }
+
+    /// A transfer failed, or is overdue, or has brought something wrong: from here on the socket serves.
+    pub(super) fn dma_failed(&mut self, why: &str) {
+        if !self.is_open() {
+            return;
+        }
+        let Some(ring) = &self.ring else { return };
+        let taken = ring.taken();
+        self.health.failed(why, Instant::now());
+        self.mode = Mode::Closing;
+        // More may be wrong than what was noticed.
+        self.verify.suspect();
+        self.quarantine_everything();
+        self.reroute();
+        self.submit(Job::of_channel(ChannelCall::Close { taken }, ChannelKind::Close));
+    }
+
+    /// Fences off what the engine may still be using.
+    fn quarantine_everything(&mut self) {
+        for pending in self.pending.values().filter(|p| p.job.route == Route::Ring) {
+            let payload = pending.job.upload.clone();
+            self.quarantine.kept.push(Box::new((payload, pending.job.region.clone())));
+        }
+        self.post_fences();
+    }
+
+    fn post_fences(&mut self) {
+        let Some(ring) = &mut self.ring else { return };
+        self.quarantine.reset = false;
+        for queue in 0..ring.engine().queues() {
+            self.quarantine.fences += 1;
+            ring.post(queue, Chain { tag: Some(FENCE - queue as u64), ..Chain::default() });
+        }
+    }
+
+    /// Everything that was to go by the ring goes by the socket.
+    fn reroute(&mut self) {
+        for job in self.jobs.values_mut() {
+            job.route = Route::Socket;
+        }
+        let (ring, socket) = (std::mem::take(&mut self.ring_ready), std::mem::take(&mut self.socket_ready));
+        for id in ring.into_iter().chain(socket) {
+            let carries_data = self.jobs.get(&id).is_some_and(Job::carries_data);
+            let queue = if carries_data { &mut self.held } else { &mut self.socket_ready };
+            queue.push_back(id);
+        }
+        for id in self.regions.give_up() {
+            self.payload_ready(id);
+        }
+        self.give_up_waiting();
+    }
+
+    /// The host has left the rings alone, having taken `taken` bytes of requests.
+    fn closed(&mut self, taken: u64) {
+        self.mode = Mode::Closed;
+        let mut lost: Vec<u64> = Vec::new();
+        for (id, pending) in &mut self.pending {
+            if pending.job.route != Route::Ring {
+                continue;
+            }
+            pending.job.route = Route::Socket;
+            if pending.ring_end <= taken {
+                self.on_socket += 1;
+            } else {
+                lost.push(*id);
+            }
+        }
+        lost.sort_unstable();
+        metrics::counter!("outboard_proxy_lost_entries").increment(lost.len() as u64);
+        for id in &lost {
+            if let Some(pending) = self.pending.remove(id) {
+                self.jobs.insert(*id, pending.job);
+            }
+        }
+        self.socket_ready.extend(lost);
+        self.socket_ready.append(&mut self.held);
+    }
+
+    /// A request's payload does not fit its checksums on the host: it is sent once more, by the socket.
+    pub(super) fn damaged(&mut self, id: u64, mut job: Job) {
+        if !job.was_wrong_before() {
+            self.dma_failed("payload was damaged on its way");
+        }
+        (job.route, job.arrived, job.region) = (Route::Socket, 0, None);
+        self.jobs.insert(id, job);
+        match self.mode {
+            Mode::Closing => self.held.push_front(id),
+            _ => self.socket_ready.push_front(id),
+        }
+    }
+
+    /// Gives a range back; later, if a transfer may still touch it.
+    pub(super) fn free_range(&mut self, range: Option<HeldRange>) {
+        let Some(range) = range else { return };
+        if self.quarantine.fences > 0 {
+            self.quarantine.ranges.push(range);
+        } else {
+            self.ranges.release(range.offset, range.order);
+        }
+    }
+
+    /// Keeps memory that a transfer may still touch.
+    pub(super) fn keep(&mut self, memory: impl Send + 'static) {
+        if self.quarantine.fences > 0 {
+            self.quarantine.kept.push(Box::new(memory));
+        }
+    }
+
+    /// Bytes of host memory in quarantine.
+    pub(super) fn quarantined(&self) -> usize {
+        self.quarantine.ranges.iter().map(|range| range.len).sum()
+    }
+
+    /// Takes a completion that concerns the recovery; `false` if it is of something else.
+    pub(super) fn recovery_completed(&mut self, completion: &Completion) -> bool {
+        if completion.tag == PROBE_TAG {
+            self.probe_moved(completion);
+            return true;
+        }
+        let queues = self.ring.as_ref().map_or(0, |ring| ring.engine().queues()) as u64;
+        if !(FENCE - queues < completion.tag && completion.tag <= FENCE) {
+            return false;
+        }
+        // A fence that a reset gave up says the same: nothing before it moves any more.
+        self.quarantine.fences = self.quarantine.fences.saturating_sub(1);
+        if self.quarantine.fences == 0 {
+            for range in std::mem::take(&mut self.quarantine.ranges) {
+                self.ranges.release(range.offset, range.order);
+            }
+            self.quarantine.kept.clear();
+        }
+        true
+    }
+
+    /// Looks after what takes too long. Returns when to look again, if there is something to look after.
+    pub(super) fn tick(&mut self, now: Instant) -> Option<Instant> {
+        let step = self.overdue / 4;
+        if let Some(then) = now.checked_sub(self.overdue) {
+            self.give_up_overdue(then);
+            self.look_at_rings(then, now);
+        }
+        match self.mode {
+            Mode::Open => {
+                let busy = self.dma.in_engine() > 0 || self.pending.values().any(|p| p.ring_end > 0);
+                (busy || !self.is_open()).then_some(now + step)
+            }
+            Mode::Closing => Some(now + step),
+            Mode::Closed => {
+                if matches!(self.health.report().state, Health::CoolingDown(until) if until <= now) {
+                    self.try_probe(now);
+                }
+                Some(now + step.min(Duration::from_millis(50)))
+            }
+            Mode::Probing { since, .. } => {
+                if now.duration_since(since) > self.overdue {
+                    self.probe_failed("the probe is overdue");
+                }
+                Some(now + step)
+            }
+        }
+    }
+
+    /// Replies that are long in coming: either the store is slow, or a doorbell or an entry has got lost.
+    fn look_at_rings(&mut self, then: Instant, now: Instant) {
+        if !self.is_open() {
+            return;
+        }
+        if self.fetch_since.is_some_and(|since| since < then) {
+            return self.dma_failed("the fetch of replies is overdue");
+        }
+        if let Some((head, at)) = self.unheard
+            && now.duration_since(at) >= self.overdue / 4
+        {
+            self.unheard = None;
+            if self.heard() < head {
+                return self.dma_failed("a doorbell did not reach this side");
+            }
+        }
+        let late = self.pending.values().any(|p| p.ring_end > 0 && p.sent < then);
+        if late && self.asked_positions.is_none_or(|asked| asked < then) {
+            self.asked_positions = Some(now);
+            self.submit(Job::of_channel(ChannelCall::Positions, ChannelKind::Positions));
+        }
+    }
+
+    /// Bytes of the outbox that are known of.
+    fn heard(&self) -> u64 {
+        self.ring.as_ref().map_or(0, RingSide::taken) + (self.announced + self.asked) as u64
+    }
+
+    /// The host says how far it has come with the rings.
+    fn positions(&mut self, taken: u64, head: u64) {
+        let Some(asked) = self.asked_positions else { return };
+        let late = |p: &super::Pending| p.ring_end > taken && p.sent + self.overdue < asked;
+        if self.pending.values().any(late) {
+            self.dma_failed("an entry or a doorbell did not reach the host");
+        } else if head > self.heard() {
+            // Its doorbell may be on the way.
+            self.unheard = Some((head, Instant::now()));
+        }
+    }
+
+    fn try_probe(&mut self, now: Instant) {
+        if self.quarantine.fences > 0 {
+            if !std::mem::replace(&mut self.quarantine.reset, true)
+                && let Some(ring) = &self.ring
+            {
+                tracing::warn!("transfers are still under way after the cool-down: the engine is reset");
+                metrics::counter!("outboard_channel_engine_resets").increment(1);
+                ring.engine().reset();
+            }
+            return;
+        }
+        // The host still works on requests of the rings.
+        if self.pending.values().any(|p| p.ring_end > 0) || !self.health.begin_probe(now) {
+            return;
+        }
+        self.mode = Mode::Probing { since: now, step: Step::There };
+        self.announced = 0;
+        let Some(ring) = &mut self.ring else { return };
+        let (inbound, pattern) = (ring.layout().inbound(), rand::random::<[u8; 32]>().repeat(PROBE / 32));
+        let inside = ring.arena().copy_in(inbound.offset, &pattern);
+        debug_assert!(inside, "the ring is inside its memory");
+        self.probe_pattern = pattern;
+        let transfer = ring.rings_transfer(inbound.offset, PROBE, true);
+        self.post_probe(transfer, true);
+    }
+
+    fn post_probe(&mut self, transfer: Transfer, rings: bool) {
+        let Some(ring) = &mut self.ring else { return };
+        let bell = rings.then(|| (ring.peer(), CELL as u64));
+        ring.post(URGENT, Chain { transfers: vec![transfer], ring: bell, tag: Some(PROBE_TAG) });
+    }
+
+    fn step(&mut self, to: Step) {
+        if let Mode::Probing { step, .. } = &mut self.mode {
+            *step = to;
+        }
+    }
+
+    fn probe_moved(&mut self, completion: &Completion) {
+        let Mode::Probing { step, .. } = self.mode else { return };
+        match (&completion.result, step) {
+            (Err(failed), _) => self.probe_failed(&failed.to_string()),
+            (Ok(()), Step::There) => {
+                self.step(Step::Echo);
+                let call = ChannelCall::Probe { len: PROBE as u32 };
+                self.submit(Job::of_channel(call, ChannelKind::Probe));
+            }
+            (Ok(()), Step::Back) => {
+                let Some(ring) = &self.ring else { return };
+                let mut bytes = vec![0; PROBE];
+                let inside = ring.arena().copy_out(ring.layout().outbox().offset, &mut bytes);
+                if !inside || bytes != self.probe_pattern {
+                    return self.probe_failed("the probe came back damaged");
+                }
+                self.step(Step::Bell);
+                self.bell_during_probe();
+            }
+            _ => {}
+        }
+    }
+
+    /// The host has copied the probe.
+    fn echoed(&mut self, rung: u64) {
+        if !matches!(self.mode, Mode::Probing { step: Step::Echo, .. }) {
+            return;
+        }
+        if rung == 0 {
+            return self.probe_failed("the probe's doorbell did not reach the host");
+        }
+        self.step(Step::Back);
+        let Some(ring) = &self.ring else { return };
+        let transfer = ring.rings_transfer(ring.layout().outbox().offset, PROBE, false);
+        self.post_probe(transfer, false);
+    }
+
+    /// If the host's doorbell was heard, the probe has succeeded and the rings can be opened.
+    pub(super) fn bell_during_probe(&mut self) {
+        if matches!(self.mode, Mode::Probing { step: Step::Bell, .. }) && self.announced > 0 {
+            self.step(Step::Opening);
+            self.submit(Job::of_channel(ChannelCall::Open, ChannelKind::Open));
+        }
+    }
+
+    fn probe_failed(&mut self, why: &str) {
+        self.mode = Mode::Closed;
+        self.health.probed(Err(why), Instant::now());
+        self.post_fences();
+    }
+
+    fn opened(&mut self) {
+        if !matches!(self.mode, Mode::Probing { step: Step::Opening, .. }) {
+            return;
+        }
+        if let Some(ring) = &mut self.ring {
+            ring.start_over();
+        }
+        (self.announced, self.asked, self.fetch_since) = (0, 0, None);
+        (self.asked_positions, self.unheard) = (None, None);
+        self.mode = Mode::Open;
+        self.health.probed(Ok(()), Instant::now());
+    }
+
+    /// Takes the answer to a call to the channel.
+    pub(super) fn channel_answered(&mut self, kind: ChannelKind, frame: Frame) -> Result<(), ChannelError> {
+        let outcome = decode::<Outcome>(&frame.control).and_then(|(outcome, _)| outcome);
+        match (kind, outcome) {
+            (ChannelKind::Export(window), Ok(Answer::Done)) => self.exported(window),
+            (ChannelKind::Get(id), Ok(Answer::Done)) => return self.got(id, frame.data),
+            (ChannelKind::Positions, Ok(Answer::Positions { taken, head })) => self.positions(taken, head),
+            (ChannelKind::Close, Ok(Answer::Positions { taken, .. })) => self.closed(taken),
+            (ChannelKind::Probe, Ok(Answer::Probed { rung })) => self.echoed(rung),
+            (ChannelKind::Probe | ChannelKind::Open, Err(e)) => self.probe_failed(&e.to_string()),
+            (ChannelKind::Open, Ok(Answer::Done)) => self.opened(),
+            (kind, outcome) => {
+                let what = format!("{outcome:?} is no answer to {kind:?}");
+                return Err(ChannelError::Protocol(what));
+            }
+        }
+        Ok(())
+    }
+
+    /// A window of host memory was opened to DMA: what waited for it goes on.
+    fn exported(&mut self, window: usize) {
+        let Some(ring) = &self.ring else { return };
+        match ring.open_window(self.regions.range_of(window)) {
+            Ok(opened) => {
+                for id in self.regions.opened(window, &opened.region) {
+                    self.use_region(id, opened.clone());
+                }
+            }
+            Err(e) => self.dma_failed(&e.to_string()),
+        }
+    }
+}
+
+/// Decides which requests the host is to compare with their checksums.
+#[derive(Debug)]
+pub(super) struct Verify {
+    every: u32,
+    count: u32,
+    suspects: u32,
+}
+
+impl Verify {
+    /// So many requests are suspect after a failure.
+    const SUSPECTS: u32 = 256;
+
+    pub(super) fn new(every: u32) -> Verify {
+        Verify { every, count: 0, suspects: 0 }
+    }
+
+    fn suspect(&mut self) {
+        self.suspects = Self::SUSPECTS;
+    }
+
+    /// Whether the next one is to be looked at.
+    pub(super) fn next(&mut self) -> bool {
+        self.count = self.count.wrapping_add(1);
+        let suspect = self.suspects > 0;
+        self.suspects = self.suspects.saturating_sub(1);
+        suspect || self.every > 0 && self.count.is_multiple_of(self.every)
+    }
+}
+
+/// Frames of at most that much payload go by the socket in the place of DMA, in bytes.
+const PUT: usize = 1 << 20;
+
+impl State {
+    /// Sends the part of a job's payload that has not arrived by DMA into its range by the socket.
+    pub(super) fn put_rest(&mut self, job: &Job, range: HeldRange) {
+        let Some(ring) = &self.ring else { return };
+        let at = ring.range_offset(range);
+        let mut arrived = job.arrived;
+        for (offset, piece) in &job.upload {
+            let skip = arrived.min(piece.len());
+            arrived -= skip;
+            metrics::counter!("outboard_proxy_kept_bytes").increment(skip as u64);
+            let mut rest: Bytes = piece.slice(skip..);
+            let mut to = at + offset + skip;
+            while !rest.is_empty() {
+                let part = rest.split_to(PUT.min(rest.len()));
+                let len = part.len();
+                metrics::counter!("outboard_proxy_fallback_bytes").increment(len as u64);
+                self.put_bytes += len as u64;
+                self.put_on_socket(ChannelCall::Put { offset: to as u64 }, part);
+                to += len;
+            }
+            self.kept_bytes += skip as u64;
+        }
+    }
+}

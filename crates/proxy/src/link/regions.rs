@@ -1,0 +1,159 @@
+//! The memory-region cache: parts of host memory that are open to DMA.
+//!
+//! Before a device may touch a part of the host's memory, the host must open it, and the device must register it; that
+//! takes a round trip and a mapping. So it is done once for a *window* of the data region and kept, least recently used
+//! ones going first (DoCeph, section 3.3: "reusing pre-established memory regions instead of performing CommChannel
+//! negotiation for each transfer"). No range crosses a window's end, as both are aligned to the longest range.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use channel::Region;
+
+/// A window that is kept.
+struct Kept {
+    region: Arc<Region>,
+    used: u64,
+}
+
+/// The windows of one session.
+pub(super) struct Regions {
+    /// Length of a window, in bytes.
+    window: usize,
+    /// Length of the data region, in bytes.
+    total: usize,
+    /// Most windows kept; 0 keeps none, so that every use costs a negotiation.
+    capacity: usize,
+    kept: HashMap<usize, Kept>,
+    clock: u64,
+    /// Windows that are being opened, and the jobs that wait for them.
+    asked: HashMap<usize, Vec<u64>>,
+    hits: metrics::Counter,
+    misses: metrics::Counter,
+    evictions: metrics::Counter,
+}
+
+impl Regions {
+    pub(super) fn new(window: usize, total: usize, capacity: usize) -> Regions {
+        Regions {
+            window,
+            total,
+            capacity,
+            kept: HashMap::new(),
+            clock: 0,
+            asked: HashMap::new(),
+            hits: metrics::counter!("outboard_channel_region_cache", "result" => "hit"),
+            misses: metrics::counter!("outboard_channel_region_cache", "result" => "miss"),
+            evictions: metrics::counter!("outboard_channel_region_cache", "result" => "eviction"),
+        }
+    }
+
+    /// Keeps at most that many windows from now on.
+    pub(super) fn set_capacity(&mut self, capacity: usize) {
+        self.capacity = capacity;
+        self.evict();
+    }
+
+    /// The window that a place of the data region is in.
+    pub(super) fn window_of(&self, offset: usize) -> usize {
+        offset / self.window
+    }
+
+    /// The range of the data region that a window covers, in bytes from the region's start.
+    pub(super) fn range_of(&self, window: usize) -> Range<usize> {
+        let start = window * self.window;
+        start..(start + self.window).min(self.total)
+    }
+
+    /// The region of a window, if it is open.
+    pub(super) fn get(&mut self, window: usize) -> Option<Arc<Region>> {
+        self.clock += 1;
+        let Some(kept) = self.kept.get_mut(&window) else {
+            self.misses.increment(1);
+            return None;
+        };
+        self.hits.increment(1);
+        kept.used = self.clock;
+        Some(Arc::clone(&kept.region))
+    }
+
+    /// A job waits for a window; whether it is the first one, so that the host has to be asked.
+    pub(super) fn wait(&mut self, window: usize, job: u64) -> bool {
+        let waiting = self.asked.entry(window).or_default();
+        waiting.push(job);
+        // Without a cache every job has its own negotiation.
+        waiting.len() == 1 || self.capacity == 0
+    }
+
+    /// A window was opened: keeps it, and returns the jobs that waited and may go on.
+    pub(super) fn opened(&mut self, window: usize, region: &Arc<Region>) -> Vec<u64> {
+        if self.capacity == 0 {
+            let Some(waiting) = self.asked.get_mut(&window) else { return Vec::new() };
+            let first = waiting.remove(0);
+            if waiting.is_empty() {
+                self.asked.remove(&window);
+            }
+            return vec![first];
+        }
+        self.clock += 1;
+        self.kept.insert(window, Kept { region: Arc::clone(region), used: self.clock });
+        self.evict();
+        self.asked.remove(&window).unwrap_or_default()
+    }
+
+    fn evict(&mut self) {
+        while self.kept.len() > self.capacity {
+            let Some(oldest) = self.kept.iter().min_by_key(|(_, kept)| kept.used).map(|(window, _)| *window)
+            else {
+                return;
+            };
+            self.kept.remove(&oldest);
+            self.evictions.increment(1);
+        }
+    }
+
+    /// Nobody waits any more: returns those who did.
+    pub(super) fn give_up(&mut self) -> Vec<u64> {
+        let mut waiting: Vec<u64> = std::mem::take(&mut self.asked).into_values().flatten().collect();
+        waiting.sort_unstable();
+        waiting
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use channel::{OnDrop, RegionId};
+    use std::sync::Mutex;
+
+    #[test]
+    fn the_least_recently_used_window_goes_first_and_what_is_in_use_stays_registered() {
+        let gone = Arc::new(Mutex::new(Vec::new()));
+        let region = |id: u32| {
+            let gone = Arc::clone(&gone);
+            let unregister = OnDrop::new(move || gone.lock().unwrap().push(id));
+            Arc::new(Region::new(RegionId(id), 4096, unregister))
+        };
+        let mut regions = Regions::new(4096, 10_000, 2);
+        assert_eq!((regions.window_of(8191), regions.range_of(2)), (1, 8192..10_000));
+        assert!(regions.get(0).is_none());
+        assert!(regions.wait(0, 7) && !regions.wait(0, 8), "asked for once");
+        assert_eq!(regions.opened(0, &region(0)), [7, 8]);
+        regions.opened(1, &region(1));
+        let in_use = regions.get(0).unwrap();
+        regions.opened(2, &region(2));
+        assert_eq!(*gone.lock().unwrap(), [1]);
+        regions.get(2).unwrap();
+        regions.opened(3, &region(3));
+        assert!(regions.get(0).is_none());
+        assert_eq!(*gone.lock().unwrap(), [1], "somebody is using it");
+        drop(in_use);
+        assert_eq!(*gone.lock().unwrap(), [1, 0]);
+        regions.set_capacity(0);
+        assert_eq!(gone.lock().unwrap().len(), 4);
+        assert!(regions.wait(1, 4) && regions.wait(1, 5), "each asks for itself");
+        assert_eq!(regions.opened(1, &region(9)), [4]);
+        assert_eq!(regions.give_up(), [5]);
+    }
+}

@@ -1,0 +1,116 @@
+//! What the osd asks of the channel itself, and what it takes for the rings to be closed and opened again.
+
+use std::task::Context;
+
+use base::pool::Lease;
+use bytes::Bytes;
+use channel::{ChannelError, HEADER_LEN, Header, Kind};
+use store::{Result, StoreError};
+
+use super::calls::claim;
+use super::host_session::{HostSession, Rings};
+use crate::wire::{Answer, ChannelCall, Outcome, encode, shorten};
+
+/// Longest probe, in bytes.
+const MAX_PROBE: u32 = 64 << 10;
+
+impl HostSession {
+    /// Makes a call to the channel, at once, and answers it unless it wants no answer.
+    pub(super) fn channel_call(
+        &mut self,
+        cx: &mut Context<'_>,
+        header: Header,
+        call: ChannelCall,
+        payload: &Bytes,
+    ) -> channel::Result<()> {
+        let Some(rings) = &mut self.rings else {
+            return Err(ChannelError::Protocol("this session has no host memory".into()));
+        };
+        let mut data = Bytes::new();
+        let outcome: Outcome = match call {
+            ChannelCall::Export { offset, len } => rings.export(offset, len).map(|()| Answer::Done),
+            ChannelCall::Put { offset } => {
+                // What comes next builds upon it, so it must have worked.
+                return rings.put_bytes(offset, payload).map_err(|e| ChannelError::Protocol(e.to_string()));
+            }
+            ChannelCall::Get { offset, len } => rings.get_bytes(offset, len).map(|bytes| {
+                data = bytes;
+                Answer::Done
+            }),
+            ChannelCall::Positions => {
+                let (taken, head) = rings.positions();
+                Ok(Answer::Positions { taken, head })
+            }
+            ChannelCall::Close { taken } => {
+                let (position, head) = rings.close();
+                // The answer goes ahead of the replies that follow it.
+                self.answer(header, &Ok(Answer::Positions { taken: position, head }), Bytes::new());
+                return self.replies_by_socket(taken);
+            }
+            ChannelCall::Probe { len } => rings.probe(cx, len).map(|rung| Answer::Probed { rung }),
+            ChannelCall::Open => rings.open(cx).map(|()| Answer::Done),
+        };
+        self.answer(header, &outcome.map_err(shorten), data);
+        Ok(())
+    }
+
+    fn answer(&mut self, request: Header, outcome: &Outcome, data: Bytes) {
+        let header = Header::new(Kind::Reply, request.target, request.id);
+        self.control.push(header, &encode(outcome), [data]);
+    }
+
+    /// Sends what is in the outbox from `taken` on by the socket.
+    fn replies_by_socket(&mut self, taken: u64) -> channel::Result<()> {
+        let Some(rings) = &mut self.rings else { return Ok(()) };
+        for frame in rings.unfetched(taken)? {
+            let header = Header { position: 0, consumed: 0, ..frame.header };
+            self.control.push(header, &frame.control, [frame.data]);
+        }
+        Ok(())
+    }
+}
+
+impl Rings {
+    fn export(&self, offset: u64, len: u64) -> Result<()> {
+        let region = self.memory.layout.data_offset() as u64..self.memory.layout.len() as u64;
+        let inside = offset >= region.start && offset.checked_add(len).is_some_and(|end| end <= region.end);
+        if inside && len > 0 {
+            return Ok(());
+        }
+        let what = format!("{len} bytes at {offset} are not in the data region {region:?}");
+        Err(StoreError::InvalidArgument(what))
+    }
+
+    fn lease(&self) -> &Lease {
+        &self.memory.data
+    }
+
+    fn put_bytes(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        let (mut buffer, _) = claim(Some(self.lease()), offset, bytes.len() as u64)?;
+        buffer.copy_from_slice(bytes);
+        Ok(())
+    }
+
+    fn get_bytes(&self, offset: u64, len: u64) -> Result<Bytes> {
+        if len > (channel::MAX_FRAME - 2 * HEADER_LEN) as u64 {
+            let what = "bytes asked for at once".to_owned();
+            return Err(StoreError::TooLarge { what, size: len, limit: channel::MAX_FRAME as u64 });
+        }
+        let (buffer, _) = claim(Some(self.lease()), offset, len)?;
+        Ok(Bytes::copy_from_slice(&buffer))
+    }
+
+    fn probe(&mut self, cx: &mut Context<'_>, len: u32) -> Result<u64> {
+        if !self.is_closed() || len > MAX_PROBE || len as usize > self.memory.layout.inbound().len {
+            return Err(StoreError::InvalidArgument(format!("no probe of {len} bytes is possible now")));
+        }
+        let rung = self.rung_while_closed(cx)?;
+        let (inbound, outbox) = (self.memory.layout.inbound(), self.memory.layout.outbox());
+        let mut bytes = vec![0; len as usize];
+        let arena = &self.memory.arena;
+        let echoed = arena.copy_out(inbound.offset, &mut bytes) && arena.copy_in(outbox.offset, &bytes);
+        debug_assert!(echoed, "rings are inside their memory");
+        self.ring_osd(u64::from(len)).map_err(|e| StoreError::Io(e.to_string()))?;
+        Ok(rung)
+    }
+}

@@ -1,0 +1,347 @@
+//! DMA that fails, stalls, corrupts and loses doorbells, under load: the socket takes over at once, keeping what had
+//! arrived; nothing acknowledged is lost; memory that a late transfer may touch is in quarantine; a probe brings DMA back.
+
+mod common;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use base::fault::{Fault, Faults, Site};
+use base::health::State;
+use common::{Node, Path, cid, make_collection, node_of, oid, options, pattern, payload, transaction};
+use outboard_proxy::{Server, SessionOptions, SessionStatus};
+use store::{MemStore, ObjectStore, Op, StoreError, WriteSource};
+
+const MIB: usize = 1 << 20;
+
+/// A session whose DMA is watched closely, and whose engine has `faults`.
+fn watched(faults: &Faults) -> SessionOptions {
+    SessionOptions {
+        overdue: Duration::from_millis(100),
+        cool_down: Duration::from_millis(100),
+        verify_every: 1,
+        faults: faults.clone(),
+        ..options()
+    }
+}
+
+async fn faulty_node(faults: &Faults) -> Node {
+    let node = node_of(Path::Dma, Arc::new(MemStore::new()), watched(faults)).await;
+    make_collection(&node.store).await;
+    node
+}
+
+fn fault(text: &str) -> Fault {
+    text.parse().unwrap()
+}
+
+async fn put(store: &Arc<dyn ObjectStore>, n: usize, seed: u64, len: usize) {
+    let payload = payload(seed, len);
+    let size = len as u64;
+    let op = |source| {
+        transaction(Op::Truncate { oid: oid(n), size }).with(Op::Write { oid: oid(n), offset: 0, source })
+    };
+    if len < 100_000 {
+        return store.queue_transaction(op(WriteSource::Inline(payload))).await.unwrap();
+    }
+    let stage = store.stage(len as u64).await.unwrap();
+    store.stage_write(stage, 0, payload).await.unwrap();
+    let source = WriteSource::Staged { stage, offset: 0, len: len as u64 };
+    let queued = store.queue_transaction(op(source));
+    store.stage_release(stage);
+    queued.await.unwrap();
+}
+
+async fn check(store: &Arc<dyn ObjectStore>, n: usize, seed: u64, len: usize) {
+    let read = loop {
+        match store.read(&cid(), &oid(n), 0, len as u64, None).await {
+            // A reply that came damaged is to be asked for again by whoever knows what has changed since.
+            Err(StoreError::Disconnected(_)) => {}
+            read => break read.unwrap(),
+        }
+    };
+    read.verify().unwrap();
+    assert!(read.contiguous() == pattern(seed, len), "object {n} of {len} bytes");
+}
+
+/// Several tasks write and read objects of many sizes and compare; returns how many operations were done.
+async fn load(
+    node: &Node,
+    tasks: usize,
+    until: impl Fn(&SessionStatus) -> bool + Send + Sync + 'static,
+) -> u64 {
+    let (until, session) = (Arc::new(until), node.session.clone());
+    let tasks: Vec<_> = (0..tasks)
+        .map(|task| {
+            let (store, until, session) = (Arc::clone(&node.store), Arc::clone(&until), session.clone());
+            tokio::spawn(async move {
+                let (mut round, mut operations) = (0u64, 0);
+                let deadline = Instant::now() + Duration::from_secs(30);
+                while round < 3 || !until(&session.status()) {
+                    assert!(Instant::now() < deadline, "it never came to that: {:?}", session.status());
+                    let sizes = [3, 5000, 40_000, 70_000, MIB, 3 * MIB + 17];
+                    let len = sizes[(round as usize + task) % sizes.len()];
+                    let seed = round * 10 + task as u64;
+                    put(&store, task, seed, len).await;
+                    check(&store, task, seed, len).await;
+                    round += 1;
+                    operations += 2;
+                }
+                operations
+            })
+        })
+        .collect();
+    let mut operations = 0;
+    for task in tasks {
+        operations += task.await.unwrap();
+    }
+    operations
+}
+
+fn recovered(times: u64) -> impl Fn(&SessionStatus) -> bool {
+    move |status| status.offload.health.recoveries >= times
+}
+
+/// After the faults: one session all along, DMA in use, and nothing left behind.
+async fn is_whole(node: &Node) {
+    let status = node.session.status();
+    assert_eq!((status.sessions, status.last_failure), (1, None), "the session lived through it");
+    assert_eq!(status.offload.health.state, State::Active);
+    let before = node.session.engine().counters().bytes;
+    put(&node.store, 99, 1, MIB).await;
+    check(&node.store, 99, 1, MIB).await;
+    assert!(node.session.engine().counters().bytes >= before + 2 * MIB as u64, "DMA is used again");
+    for _ in 0..200 {
+        let status = node.session.status();
+        if node.session.pool().free_bytes().0 == 16 * MIB
+            && node.server.status().stages == 0
+            && status.offload.quarantined == 0
+        {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    panic!("left behind: {:?} {:?}", node.session.status(), node.session.pool().free_bytes());
+}
+
+/// Arms a fault under load, once and again, and waits for the recovery.
+async fn survives(text: &str, site: Site) -> Node {
+    let faults = Faults::default();
+    let node = faulty_node(&faults).await;
+    for times in 1..=2 {
+        faults.clear();
+        faults.arm(fault(text)).unwrap();
+        let operations = load(&node, 6, recovered(times)).await;
+        assert!(faults.fired(site) > 0, "the fault fired");
+        assert!(operations > 6, "work went on");
+    }
+    assert!(node.session.status().offload.health.failures >= 2);
+    is_whole(&node).await;
+    node
+}
+
+#[tokio::test]
+async fn a_transfer_that_fails() {
+    let node = survives("dma.transfer=fail,after=20,count=1", Site::DmaTransfer).await;
+    assert!(node.session.status().offload.fallback_bytes > 0);
+}
+
+#[tokio::test]
+async fn a_transfer_that_stalls_and_completes_late() {
+    survives("dma.transfer=stall,late=400ms,after=20,count=1", Site::DmaTransfer).await;
+}
+
+#[tokio::test]
+async fn a_transfer_that_never_completes_is_ended_by_a_reset() {
+    survives("dma.transfer=stall,late=3600000ms,after=20,count=1", Site::DmaTransfer).await;
+}
+
+#[tokio::test]
+async fn a_transfer_that_corrupts() {
+    survives("dma.transfer=corrupt,after=20,count=1", Site::DmaTransfer).await;
+}
+
+#[tokio::test]
+async fn a_doorbell_that_does_not_reach_the_host() {
+    survives("dma.doorbell=drop,after=10,count=1", Site::DmaDoorbell).await;
+}
+
+#[tokio::test]
+async fn a_doorbell_that_does_not_reach_the_osd() {
+    let (here, there) = (Faults::default(), Faults::default());
+    let mut node = faulty_node(&here).await;
+    let dir = tempfile::tempdir().unwrap();
+    let at = dir.path().join("s");
+    let listener = outboard_proxy::Listener::unix(&at).unwrap();
+    let targets = vec![common::target(Arc::new(MemStore::new()))];
+    let options = outboard_proxy::ServerOptions { faults: there.clone(), ..Default::default() };
+    node.server = Server::serve(listener, targets, options).unwrap();
+    node.session =
+        outboard_proxy::Session::connect(outboard_proxy::Endpoint::Unix(at), watched(&here)).await.unwrap();
+    node.store = node.session.store(0);
+    make_collection(&node.store).await;
+    for times in 1..=2 {
+        there.clear();
+        there.arm(fault("store.doorbell=drop,after=10,count=1")).unwrap();
+        load(&node, 6, recovered(times)).await;
+        assert_eq!(there.fired(Site::StoreDoorbell), 1);
+    }
+    is_whole(&node).await;
+}
+
+#[tokio::test]
+async fn segments_that_had_arrived_are_not_sent_again() {
+    let faults = Faults::default();
+    let node = faulty_node(&faults).await;
+    // One transaction of four segments, of which the third fails; nothing else moves payload.
+    put(&node.store, 0, 1, 10).await;
+    let before = node.session.status().offload;
+    assert_eq!((before.kept_bytes, before.fallback_bytes), (0, 0));
+    faults.arm(fault("dma.transfer=fail,after=3,count=1")).unwrap();
+    let len = 8 * MIB;
+    let source = WriteSource::Inline(payload(7, len));
+    node.store.queue_transaction(transaction(Op::Write { oid: oid(1), offset: 0, source })).await.unwrap();
+    assert_eq!(faults.fired(Site::DmaTransfer), 1);
+    let after = node.session.status().offload;
+    // The encoded transaction, a transfer of its own, and two segments of 2 MiB had arrived.
+    assert!(after.kept_bytes > 4 * MIB as u64 && after.kept_bytes < 5 * MIB as u64, "{after:?}");
+    assert_eq!(after.fallback_bytes, 4 * MIB as u64, "the rest, once");
+    check(&node.store, 1, 7, len).await;
+
+    // The same the other way round.
+    load(&node, 1, recovered(1)).await;
+    let before = node.session.status().offload;
+    faults.clear();
+    // The entry of the request, the fetch of the reply, then the data in segments.
+    faults.arm(fault("dma.transfer=fail,after=4,count=1")).unwrap();
+    check(&node.store, 1, 7, len).await;
+    assert_eq!(faults.fired(Site::DmaTransfer), 1);
+    let after = node.session.status().offload;
+    assert_eq!(after.kept_bytes - before.kept_bytes, 4 * MIB as u64);
+    assert_eq!(after.fallback_bytes - before.fallback_bytes, 4 * MIB as u64);
+}
+
+#[tokio::test]
+async fn a_late_transfer_never_lands_in_memory_that_has_a_new_owner() {
+    let faults = Faults::default();
+    let node = faulty_node(&faults).await;
+    // All payload queues get one stalled transfer each; the requests are answered long before those complete.
+    faults.arm(fault("dma.transfer=stall,late=700ms,count=3")).unwrap();
+    let writes: Vec<_> = (0..3).map(|n| put(&node.store, n, n as u64, MIB)).collect();
+    futures::future::join_all(writes).await;
+    assert!(faults.fired(Site::DmaTransfer) >= 1);
+    let status = node.session.status();
+    assert!(status.offload.quarantined >= MIB, "{status:?}");
+    assert!(node.session.engine().counters().bytes < MIB as u64, "they have not completed");
+    // The rest of the memory is used all the while, by the socket.
+    let operations = load(&node, 4, recovered(1)).await;
+    assert!(operations > 10);
+    is_whole(&node).await;
+    for n in 0..3 {
+        let seed = n as u64;
+        put(&node.store, n + 50, seed, MIB).await;
+        check(&node.store, n + 50, seed, MIB).await;
+    }
+}
+
+#[tokio::test]
+async fn a_probe_that_fails_leaves_dma_off_for_another_cool_down() {
+    let faults = Faults::default();
+    let node = faulty_node(&faults).await;
+    // Whatever is tried fails, three times.
+    faults.arm(fault("dma.transfer=fail,count=3")).unwrap();
+    load(&node, 2, recovered(1)).await;
+    let health = node.session.status().offload.health;
+    assert_eq!(faults.fired(Site::DmaTransfer), 3);
+    assert!(health.failed_probes >= 1 && health.failures >= 1, "{health:?}");
+    is_whole(&node).await;
+}
+
+#[tokio::test]
+async fn faults_of_every_kind_at_random() {
+    let faults = Faults::default();
+    let node = faulty_node(&faults).await;
+    for (seed, text) in [
+        "dma.transfer=fail,probability=0.02",
+        "dma.transfer=stall,late=30ms,probability=0.02",
+        "dma.transfer=corrupt,probability=0.02",
+        "dma.doorbell=drop,probability=0.02",
+        "dma.transfer=stall,late=150ms,probability=0.01",
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        faults.arm(fault(&format!("{text},seed={seed}"))).unwrap();
+    }
+    let operations = load(&node, 8, recovered(4)).await;
+    assert!(faults.fired(Site::DmaTransfer) > 3, "the faults fired");
+    assert!(operations > 50);
+    faults.clear();
+    let times = node.session.status().offload.health.failures;
+    load(&node, 2, move |s| s.offload.health.state == State::Active && s.offload.health.failures >= times)
+        .await;
+    is_whole(&node).await;
+}
+
+/// Descriptors and mappings of this process.
+fn held() -> (usize, usize) {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    (
+        std::fs::read_dir("/proc/self/fd").unwrap().count(),
+        maps.lines().filter(|l| l.contains("memfd")).count(),
+    )
+}
+
+#[test]
+fn sessions_cut_off_in_mid_transfer_leak_nothing() {
+    // A process of its own, so that other tests' descriptors do not count.
+    if std::env::var_os("OUTBOARD_TEST_ALONE").is_none() {
+        let status = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["sessions_cut_off_in_mid_transfer_leak_nothing", "--exact", "--test-threads=1"])
+            .env("OUTBOARD_TEST_ALONE", "1")
+            .status()
+            .unwrap();
+        assert!(status.success());
+        return;
+    }
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let faults = Faults::default();
+        let mut node = faulty_node(&faults).await;
+        let mut before = None;
+        for round in 0..6 {
+            faults.clear();
+            faults.arm(fault("dma.transfer=stall,late=60ms,after=1,count=8")).unwrap();
+            let writes: Vec<_> = (0..8)
+                .map(|n| {
+                    let store = Arc::clone(&node.store);
+                    let source = WriteSource::Inline(payload(n, MIB));
+                    let op = Op::Write { oid: oid(n as usize), offset: 0, source };
+                    store.queue_transaction(transaction(op))
+                })
+                .collect();
+            let deadline = Instant::now() + Duration::from_secs(5);
+            while faults.fired(Site::DmaTransfer) == 0 && Instant::now() < deadline {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+            node.session.close();
+            futures::future::join_all(writes).await;
+            assert!(faults.fired(Site::DmaTransfer) > 0, "the fault fired");
+            while node.server.status().connected || node.server.status().leftover_calls > 0 {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+            node.session =
+                outboard_proxy::Session::connect(node.endpoint.clone(), watched(&faults)).await.unwrap();
+            node.store = node.session.store(0);
+            faults.clear();
+            put(&node.store, 1, 1, MIB).await;
+            check(&node.store, 1, 1, MIB).await;
+            // The first rounds make what stays: the runtime's own descriptors.
+            if round == 2 {
+                before = Some(held());
+            }
+        }
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        assert_eq!(Some(held()), before, "descriptors, mappings");
+    });
+}
