@@ -5,19 +5,35 @@
 //! three: `mmap` itself, slices of mapped memory, and the promise that two `ArenaBuf`s never overlap, which whoever
 //! calls [`Arena::carve`] keeps (in this crate: [`crate::pool`]).
 //!
+//! **Huge pages.** Direct I/O costs by the page. Shared memory takes pages of 2 MiB from those that the administrator
+//! has set aside, if enough are free, and ordinary memory otherwise; [`Arena::gather`] has ordinary memory brought
+//! together in huge pages, which takes time but no setting of the system.
+//!
 //! **Memory another process can write.** A peer that holds the same memfd can change bytes under a slice at any time.
 //! Control structures (ring entries, headers) are therefore never looked at in place: [`Arena::copy_out`] copies them
 //! once, and the copy is validated and used. Payload is looked at in place, but only as uninterpreted bytes: nothing
 //! that memory safety depends on is read from it, and checksums catch what changed.
 
+mod mapping;
+
 use std::fs::File;
+use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
-use rustix::fs::{MemfdFlags, SealFlags};
-use rustix::mm::{Advice, MapFlags, ProtFlags};
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 
+pub use mapping::HUGE_PAGE;
+use mapping::Mapping;
+
+/// `f_type` of the file system of huge pages, statfs(2).
+const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
+
+/// How often, and after what pause, huge pages are made of memory that was in use before.
+const GATHER_ATTEMPTS: u32 = 5;
+const GATHER_PAUSE: Duration = Duration::from_millis(10);
 /// Copies of at least that many bytes go past the caches.
 #[cfg(target_arch = "x86_64")]
 const PAST_CACHES: usize = 64 << 10;
@@ -49,8 +65,12 @@ pub enum MemError {
 #[derive(Debug)]
 pub struct Arena {
     base: *mut u8,
+    /// Bytes that can be used; the mapping may be longer, to whole huge pages.
     len: usize,
     fd: Option<OwnedFd>,
+    /// Bytes of the huge pages that it is made of, if such were set aside for it.
+    page: Option<usize>,
+    mapping: Mapping,
 }
 
 // SAFETY: the mapping is plain memory without thread affinity. Access goes through `ArenaBuf`s, which do not overlap,
@@ -66,39 +86,52 @@ impl Arena {
     /// If the system has not that much memory to give.
     pub fn anonymous(len: usize) -> Result<Arc<Arena>, MemError> {
         let len = round_to_pages(len);
-        // SAFETY: a fresh private mapping; it aliases nothing.
-        let base = unsafe {
-            rustix::mm::mmap_anonymous(
-                std::ptr::null_mut(),
-                len,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::PRIVATE,
-            )
-        }
-        .map_err(|e| os("map", len, e))?;
-        let arena = Arena { base: base.cast(), len, fd: None };
-        arena.advise_huge();
-        Ok(Arc::new(arena))
+        let mapping = Mapping::new(None, len).map_err(|e| os("map", len, e))?;
+        Ok(Arena::of(mapping, len, None, None))
     }
 
-    /// Memory of `len` bytes behind a memfd called `name`, sealed so that nobody can change its size.
+    /// Memory of `len` bytes behind a memfd called `name`, sealed so that nobody can change its size. It comes from the
+    /// huge pages that are set aside, if enough of them are free.
     ///
     /// # Errors
     /// If the system has not that much memory to give.
     pub fn shared(name: &str, len: usize) -> Result<Arc<Arena>, MemError> {
         let len = round_to_pages(len);
+        match Arena::set_aside(name, len) {
+            Some(arena) => Ok(arena),
+            None => Arena::ordinary(name, len),
+        }
+    }
+
+    /// Shared memory in huge pages that were set aside; `None` if there are too few, or it would fill less than one.
+    fn set_aside(name: &str, len: usize) -> Option<Arc<Arena>> {
+        if len < HUGE_PAGE {
+            return None;
+        }
+        let flags =
+            MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
+        let fd = rustix::fs::memfd_create(name, flags).ok()?;
+        let size = len.checked_next_multiple_of(HUGE_PAGE)? as u64;
+        rustix::fs::ftruncate(&fd, size).ok()?;
+        // Taken now: if one were missing later, touching it would end the process.
+        rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, size).ok()?;
+        seal(&fd).ok()?;
+        Arena::map(fd, len).ok()
+    }
+
+    fn ordinary(name: &str, len: usize) -> Result<Arc<Arena>, MemError> {
         let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
             .map_err(|e| os("create", len, e))?;
         rustix::fs::ftruncate(&fd, len as u64).map_err(|e| os("size", len, e))?;
-        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
-            .map_err(|e| os("seal", len, e))?;
+        seal(&fd).map_err(|e| os("seal", len, e))?;
         Arena::map(fd, len)
     }
 
     /// Maps a memfd that a peer made and announced as `len` bytes long.
     ///
     /// # Errors
-    /// [`MemError::Refused`] unless it is sealed against shrinking and growing and has exactly that size.
+    /// [`MemError::Refused`] unless it is sealed against shrinking and growing and has exactly that size; in huge pages,
+    /// that size in whole pages.
     pub fn from_peer(fd: OwnedFd, len: usize) -> Result<Arc<Arena>, MemError> {
         let seals = rustix::fs::fcntl_get_seals(&fd)
             .map_err(|e| MemError::Refused(format!("its seals cannot be read ({e})")))?;
@@ -106,22 +139,20 @@ impl Arena {
             return Err(MemError::Refused(format!("its seals are {seals:?}")));
         }
         let size = rustix::fs::fstat(&fd).map_err(|e| os("inspect", len, e))?.st_size;
-        if u64::try_from(size) != Ok(len as u64) || len == 0 || len != round_to_pages(len) {
+        let page = huge_page_of(&fd).map_err(|e| os("inspect", len, e))?;
+        let due = len.checked_next_multiple_of(page.unwrap_or(1)).filter(|_| len > 0 && is_in_pages(len));
+        if due.is_none_or(|due| u64::try_from(size) != Ok(due as u64)) {
             return Err(MemError::Refused(format!("it is {size} bytes long, announced as {len}")));
         }
         Arena::map(fd, len)
     }
 
+    /// Maps all of a memfd that has `len` bytes, or as many more as its last huge page has.
     fn map(fd: OwnedFd, len: usize) -> Result<Arc<Arena>, MemError> {
-        // SAFETY: a fresh shared mapping of a memfd whose size is sealed, so no access can fault past its end.
-        let base = unsafe {
-            let prot = ProtFlags::READ | ProtFlags::WRITE;
-            rustix::mm::mmap(std::ptr::null_mut(), len, prot, MapFlags::SHARED, &fd, 0)
-        }
-        .map_err(|e| os("map", len, e))?;
-        let arena = Arena { base: base.cast(), len, fd: Some(fd) };
-        arena.advise_huge();
-        Ok(Arc::new(arena))
+        let page = huge_page_of(&fd).map_err(|e| os("inspect", len, e))?;
+        let size = len.next_multiple_of(page.unwrap_or(1));
+        let mapping = Mapping::new(Some(&fd), size).map_err(|e| os("map", size, e))?;
+        Ok(Arena::of(mapping, len, Some(fd), page))
     }
 
     /// A mapping of its own of a part of this memory, as a device's registration of it would be: the pages are there
@@ -129,25 +160,50 @@ impl Arena {
     ///
     /// # Errors
     /// If the range is not made of whole pages inside the arena, the arena is private memory, or the system has no room.
-    pub fn window(&self, range: std::ops::Range<usize>) -> Result<Arc<Arena>, MemError> {
-        let pages = range.start.is_multiple_of(4096) && range.len().is_multiple_of(4096);
+    pub fn window(&self, range: Range<usize>) -> Result<Arc<Arena>, MemError> {
+        let pages = is_in_pages(range.start) && is_in_pages(range.len());
         let Some(fd) = self.fd.as_ref().filter(|_| pages && !range.is_empty() && range.end <= self.len)
         else {
             return Err(MemError::Refused(format!("{range:?} is no part of {} shared bytes", self.len)));
         };
-        // SAFETY: a fresh shared mapping of a range that lies inside a memfd whose size is sealed.
-        let base = unsafe {
-            let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::POPULATE);
-            rustix::mm::mmap(std::ptr::null_mut(), range.len(), prot, flags, fd, range.start as u64)
-        }
-        .map_err(|e| os("map", range.len(), e))?;
-        Ok(Arc::new(Arena { base: base.cast(), len: range.len(), fd: None }))
+        // Of huge pages that were set aside only whole ones can be mapped.
+        let page = self.page.unwrap_or(1);
+        let whole = range.start - range.start % page..range.end.next_multiple_of(page);
+        let before = range.start - whole.start;
+        let mapping = Mapping::part(fd, whole).map_err(|e| os("map", range.len(), e))?;
+        let base = mapping.base().wrapping_add(before);
+        Ok(Arc::new(Arena { base, len: range.len(), fd: None, page: self.page, mapping }))
     }
 
-    fn advise_huge(&self) {
-        // Best effort: without huge pages everything works, with more CPU per direct write.
-        // SAFETY: advice about our own mapping; it does not change its content.
-        let _ = unsafe { rustix::mm::madvise(self.base.cast(), self.len, Advice::LinuxHugepage) };
+    fn of(mapping: Mapping, len: usize, fd: Option<OwnedFd>, page: Option<usize>) -> Arc<Arena> {
+        if page.is_none() {
+            mapping.prefer_huge();
+        }
+        Arc::new(Arena { base: mapping.base(), len, fd, page, mapping })
+    }
+
+    /// Whether the memory is in huge pages that were set aside for this.
+    #[must_use]
+    pub fn is_set_aside(&self) -> bool {
+        self.page.is_some()
+    }
+
+    /// Brings the memory together in huge pages, as far as that is possible; returns how many bytes then are in such.
+    ///
+    /// All of the memory is taken from the system by this. It takes milliseconds per page, in which others can use the
+    /// memory; a page that is in use just then is tried again, a few times.
+    pub fn gather(&self) -> usize {
+        if self.is_set_aside() {
+            return self.len;
+        }
+        let mut scattered: Vec<usize> = (0..self.len / HUGE_PAGE).collect();
+        for attempt in 0..GATHER_ATTEMPTS {
+            if attempt > 0 && !scattered.is_empty() {
+                std::thread::sleep(GATHER_PAUSE);
+            }
+            scattered.retain(|&index| !self.mapping.gather(index));
+        }
+        (self.len / HUGE_PAGE - scattered.len()) * HUGE_PAGE
     }
 
     /// Size in bytes, a multiple of the page size.
@@ -281,13 +337,6 @@ unsafe fn copy_past_caches(src: *const u8, dst: *mut u8, len: usize) {
     unsafe { std::ptr::copy(src, dst, len) };
 }
 
-impl Drop for Arena {
-    fn drop(&mut self) {
-        // SAFETY: every `ArenaBuf` holds an `Arc` of the arena, so nothing refers to the mapping any more.
-        let _ = unsafe { rustix::mm::munmap(self.base.cast(), self.len) };
-    }
-}
-
 /// What returns a range to its allocator.
 pub(crate) type Release = Box<dyn FnOnce() + Send + Sync>;
 
@@ -379,6 +428,23 @@ fn round_to_pages(len: usize) -> usize {
     len.max(1).next_multiple_of(4096)
 }
 
+fn is_in_pages(len: usize) -> bool {
+    len.is_multiple_of(4096)
+}
+
+/// Has the kernel refuse every change of the memfd's size from now on.
+fn seal(fd: &OwnedFd) -> rustix::io::Result<()> {
+    rustix::fs::fcntl_add_seals(fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
+}
+
+/// Bytes of a memfd's pages if it is made of huge pages that were set aside.
+fn huge_page_of(fd: &OwnedFd) -> rustix::io::Result<Option<usize>> {
+    let fs = rustix::fs::fstatfs(fd)?;
+    // The width and the sign of both fields depend on the architecture.
+    let is_huge = fs.f_type as u64 & 0xffff_ffff == HUGETLBFS_MAGIC;
+    Ok(is_huge.then_some(fs.f_bsize as usize))
+}
+
 fn os(action: &'static str, len: usize, e: rustix::io::Errno) -> MemError {
     MemError::Os { action, len, source: e.into() }
 }
@@ -435,5 +501,85 @@ mod tests {
         rustix::fs::ftruncate(&loose, 8192).unwrap();
         assert!(matches!(Arena::from_peer(loose, 8192), Err(MemError::Refused(_))));
         assert!(matches!(Arena::from_peer(fd, 12288), Err(MemError::Refused(_))), "wrong size");
+    }
+
+    #[test]
+    fn lengths_that_no_memfd_can_have_are_refused() {
+        for len in [0, 1, 8191, usize::MAX, usize::MAX - 4095] {
+            let fd = Arena::shared("test", 8192).unwrap().share_fd().unwrap().unwrap();
+            assert!(matches!(Arena::from_peer(fd, len), Err(MemError::Refused(_))), "{len}");
+        }
+    }
+
+    /// Memory that is large enough for huge pages, and does not fill the last of them.
+    const LARGE: usize = 2 * HUGE_PAGE + 8192;
+
+    fn is_one_memory(ours: &Arc<Arena>, theirs: &Arc<Arena>) {
+        assert_eq!((ours.len(), theirs.len()), (LARGE, LARGE));
+        for at in [0, HUGE_PAGE - 3, LARGE - 6] {
+            assert!(ours.copy_in(at, b"abcdef"));
+            let mut seen = [0; 6];
+            assert!(theirs.copy_out(at, &mut seen));
+            assert_eq!(&seen, b"abcdef");
+        }
+        assert!(!ours.copy_in(LARGE - 5, b"abcdef"), "what the last huge page has beyond it is not used");
+        for range in [0..LARGE, 4096..8192, HUGE_PAGE - 4096..2 * HUGE_PAGE + 4096, LARGE - 4096..LARGE] {
+            let part = ours.window(range.clone()).unwrap();
+            assert!(ours.copy_in(range.start, b"first") && ours.copy_in(range.end - 4, b"last"));
+            let (mut first, mut last) = ([0; 5], [0; 4]);
+            assert!(part.copy_out(0, &mut first) && part.copy_out(range.len() - 4, &mut last));
+            assert_eq!((&first, &last), (b"first", b"last"), "{range:?}");
+            assert!(!part.copy_out(range.len() - 3, &mut last));
+        }
+        assert!(ours.window(LARGE - 4096..LARGE + 4096).is_err());
+    }
+
+    #[test]
+    #[expect(clippy::print_stderr, reason = "whoever runs the tests should know what was not tested")]
+    fn huge_pages_that_are_set_aside_are_used_and_a_peer_maps_them() {
+        let Some(ours) = Arena::set_aside("test", LARGE) else {
+            eprintln!("NOT TESTED: no huge pages are free; echo 8 > /proc/sys/vm/nr_hugepages");
+            return;
+        };
+        assert!(ours.is_set_aside());
+        assert_eq!(ours.gather(), LARGE);
+        let fd = || ours.share_fd().unwrap().unwrap();
+        is_one_memory(&ours, &Arena::from_peer(fd(), LARGE).unwrap());
+        for wrong in [LARGE - HUGE_PAGE, LARGE + HUGE_PAGE, HUGE_PAGE, 4096] {
+            assert!(matches!(Arena::from_peer(fd(), wrong), Err(MemError::Refused(_))), "{wrong}");
+        }
+        assert!(rustix::fs::ftruncate(fd(), HUGE_PAGE as u64).is_err(), "the seal holds");
+    }
+
+    #[test]
+    fn more_huge_pages_than_there_are_cannot_be_had() {
+        assert!(Arena::set_aside("test", 1 << 46).is_none());
+        assert!(Arena::set_aside("test", HUGE_PAGE - 4096).is_none(), "most of it would be wasted");
+    }
+
+    #[test]
+    #[expect(clippy::print_stderr, reason = "whoever runs the tests should know what was not tested")]
+    fn ordinary_memory_is_gathered_in_huge_pages_with_its_content() {
+        let shared = Arena::ordinary("test", LARGE).unwrap();
+        let theirs = Arena::from_peer(shared.share_fd().unwrap().unwrap(), LARGE).unwrap();
+        for arena in [Arena::anonymous(LARGE).unwrap(), shared] {
+            assert!(!arena.is_set_aside());
+            assert!(arena.as_raw().0.addr().is_multiple_of(HUGE_PAGE));
+            for at in (0..LARGE).step_by(4096) {
+                assert!(arena.copy_in(at, &at.to_le_bytes()));
+            }
+            let huge = arena.gather();
+            if huge < 2 * HUGE_PAGE {
+                eprintln!("NOT TESTED: the system made {huge} of {LARGE} bytes huge pages");
+            }
+            for at in (0..LARGE).step_by(4096) {
+                let mut seen = [0; 8];
+                assert!(arena.copy_out(at, &mut seen));
+                assert_eq!(usize::from_le_bytes(seen), at);
+            }
+            if arena.share_fd().unwrap().is_some() {
+                is_one_memory(&arena, &theirs);
+            }
+        }
     }
 }

@@ -1,0 +1,117 @@
+//! Where memory is mapped, and in pages of what size.
+//!
+//! A drive's driver, a page table walk and a registration with the kernel handle memory page by page, so 2 MiB in one
+//! page cost them a fraction of 2 MiB in 512. Ordinary memory lies in huge pages only if it is mapped at a multiple of
+//! their size, or as far from one as its place in the memfd is, so that is where every mapping of that size is.
+
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+
+use rustix::io::Result;
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+
+/// Bytes of a huge page: what one entry of the second level of page tables maps, on x86-64 and on ARM with 4 KiB pages.
+pub const HUGE_PAGE: usize = 2 << 20;
+
+/// One mapping, readable and writable, unmapped when dropped.
+#[derive(Debug)]
+pub(super) struct Mapping {
+    base: *mut u8,
+    len: usize,
+}
+
+impl Mapping {
+    /// Maps `len` bytes: of the memfd, shared, or private memory if there is none.
+    pub(super) fn new(fd: Option<&OwnedFd>, len: usize) -> Result<Mapping> {
+        Mapping::of(fd, 0..len, MapFlags::empty())
+    }
+
+    /// Maps a part of a memfd, shared, with its pages there from the start.
+    pub(super) fn part(fd: &OwnedFd, range: Range<usize>) -> Result<Mapping> {
+        Mapping::of(Some(fd), range, MapFlags::POPULATE)
+    }
+
+    fn of(fd: Option<&OwnedFd>, range: Range<usize>, flags: MapFlags) -> Result<Mapping> {
+        let (start, len) = (range.start as u64, range.len());
+        if len < HUGE_PAGE {
+            // SAFETY: a fresh mapping at an address that the kernel chooses; it aliases nothing.
+            let base = unsafe { map(std::ptr::null_mut(), len, fd.map(|fd| (fd, start)), flags) }?;
+            return Ok(Mapping { base, len });
+        }
+        let room = Mapping::reserve(len, range.start % HUGE_PAGE)?;
+        // SAFETY: it replaces the reservation, which is ours and which nothing refers to.
+        unsafe { map(room.base, len, fd.map(|fd| (fd, start)), flags | MapFlags::FIXED) }?;
+        Ok(room)
+    }
+
+    /// Addresses for `len` bytes, `phase` bytes after a multiple of [`HUGE_PAGE`], without memory behind them.
+    fn reserve(len: usize, phase: usize) -> Result<Mapping> {
+        let all = len.checked_add(2 * HUGE_PAGE).ok_or(rustix::io::Errno::NOMEM)?;
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        // SAFETY: a fresh mapping that cannot be accessed.
+        let start =
+            unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), all, ProtFlags::empty(), flags) }?
+                .cast::<u8>();
+        let before = start.align_offset(HUGE_PAGE) + phase;
+        let base = start.wrapping_add(before);
+        let outside = [(start, before), (base.wrapping_add(len), 2 * HUGE_PAGE - before)];
+        for (part, len) in outside.into_iter().filter(|(_, len)| *len > 0) {
+            // SAFETY: a part of the fresh mapping, outside of what is kept. If it stays, it costs addresses only.
+            let _ = unsafe { rustix::mm::munmap(part.cast(), len) };
+        }
+        Ok(Mapping { base, len })
+    }
+
+    /// Start of the mapping.
+    pub(super) fn base(&self) -> *mut u8 {
+        self.base
+    }
+
+    /// Asks for huge pages where memory will be touched for the first time. Best effort.
+    pub(super) fn prefer_huge(&self) {
+        // SAFETY: advice about our own mapping; it does not change its content.
+        let _ = unsafe { rustix::mm::madvise(self.base.cast(), self.len, Advice::LinuxHugepage) };
+    }
+
+    /// Has the bytes of huge page `index` of the mapping put into one page; whether they now are.
+    pub(super) fn gather(&self, index: usize) -> bool {
+        /// `MADV_COLLAPSE`, since Linux 6.1. It does not depend on the system's settings for transparent huge pages,
+        /// short of "deny".
+        const COLLAPSE: libc::c_int = 25;
+        if index >= self.len / HUGE_PAGE || !self.base.addr().is_multiple_of(HUGE_PAGE) {
+            return false;
+        }
+        let at = self.base.wrapping_add(index * HUGE_PAGE);
+        // SAFETY: advice about our own mapping, which keeps its content. The first call touches the memory, because what
+        // has none yet is not gathered.
+        unsafe {
+            rustix::mm::madvise(at.cast(), 4096, Advice::LinuxPopulateWrite).is_ok()
+                && libc::madvise(at.cast(), HUGE_PAGE, COLLAPSE) == 0
+        }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: whoever has the mapping holds everything that refers to it.
+        let _ = unsafe { rustix::mm::munmap(self.base.cast(), self.len) };
+    }
+}
+
+/// Maps `len` bytes at `at`: of the memfd from an offset on, or private ones.
+///
+/// # Safety
+/// With [`MapFlags::FIXED`], nothing may refer to what is at `at`.
+unsafe fn map(at: *mut u8, len: usize, of: Option<(&OwnedFd, u64)>, flags: MapFlags) -> Result<*mut u8> {
+    let access = ProtFlags::READ | ProtFlags::WRITE;
+    // SAFETY: the caller's promise; a memfd's size is sealed, so no access can fault past its end.
+    let base = unsafe {
+        match of {
+            Some((fd, start)) => {
+                rustix::mm::mmap(at.cast(), len, access, flags | MapFlags::SHARED, fd, start)
+            }
+            None => rustix::mm::mmap_anonymous(at.cast(), len, access, flags | MapFlags::PRIVATE),
+        }
+    }?;
+    Ok(base.cast())
+}
