@@ -23,7 +23,7 @@ use super::messages::{Reply, Work};
 use crate::{Result, StoreError};
 
 /// Most bytes that one write request carries.
-const MAX_WRITE: usize = 1 << 20;
+const MAX_WRITE: usize = 4 << 20;
 /// Data that waits for its group, so that the drive gets neighbours in one request; more goes at once, in bytes.
 const GATHERED: usize = 256 << 10;
 /// Most pieces that one write request carries.

@@ -114,6 +114,11 @@ impl Mailbox {
         }
     }
 
+    fn memory(&self, arena: Arc<Arena>) {
+        self.shared.arenas.push(arena);
+        self.waker.wake();
+    }
+
     fn event(&self, event: Event) {
         self.shared.events.push(event);
         self.waker.wake();
@@ -158,9 +163,9 @@ impl BlockStore {
         let limits = Limits { cache_bytes: options.metadata_cache_bytes, buffer_bytes: options.buffer_bytes };
         let (core, index) = mount(&drive, options.expected_uuid, options.index_cache_bytes, &limits)?;
         let uuid = core.superblock.uuid;
-        let mut ring = Ring::new(file)?;
-        ring.register(core.pool.arena());
+        let ring = Ring::new(file)?;
         let mailbox = Mailbox { shared: Arc::default(), waker: ring.waker() };
+        prepare(core.pool.arena(), &mailbox);
         let (load_queue, jobs) = mpsc::channel();
         let jobs = Arc::new(Mutex::new(jobs));
         let mut workers = Vec::new();
@@ -228,6 +233,21 @@ impl Drop for BlockStore {
         {
             tracing::error!("the target's thread has panicked");
         }
+    }
+}
+
+/// Brings memory together in huge pages and then has it registered with the ring. In the background: it takes
+/// milliseconds per page, and until then requests have their memory pinned one by one.
+fn prepare(arena: &Arc<Arena>, mailbox: &Mailbox) {
+    let (memory, to_store) = (Arc::clone(arena), mailbox.clone());
+    let register = move || {
+        let (huge, len) = (memory.gather(), memory.len());
+        tracing::info!(len, huge, set_aside = memory.is_set_aside(), "memory for direct I/O is ready");
+        to_store.memory(memory);
+    };
+    if let Err(error) = base::thread::spawn(ThreadClass::Store, "mem", register) {
+        tracing::warn!(%error, "memory is registered as it is");
+        mailbox.memory(Arc::clone(arena));
     }
 }
 
@@ -430,8 +450,7 @@ impl ObjectStore for BlockStore {
     }
 
     fn register_memory(&self, arena: &Arc<Arena>) {
-        self.mailbox.shared.arenas.push(Arc::clone(arena));
-        self.mailbox.waker.wake();
+        prepare(arena, &self.mailbox);
     }
 
     fn umount(&self) -> BoxFuture<'static, Result<()>> {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use base::mem::Arena;
+use base::mem::{Arena, HUGE_PAGE};
 use bytes::Bytes;
 use io_uring::types::{Fixed, FsyncFlags, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode};
@@ -17,7 +17,7 @@ use super::io::{IoDone, IoOp, IoRequest, Segment};
 
 /// Entries of the submission queue; more requests wait in memory.
 const ENTRIES: u32 = 256;
-/// Arenas that can be registered with one ring.
+/// Ranges of memory that can be registered with one ring.
 const BUFFERS: u32 = 16;
 /// Largest buffer that the kernel registers, in bytes.
 const MAX_BUFFER: usize = 1 << 30;
@@ -64,6 +64,30 @@ impl InFlight {
     }
 }
 
+/// A registered range of memory.
+#[derive(Debug)]
+struct Registered {
+    arena: Arc<Arena>,
+    /// Bytes from the arena's start.
+    start: usize,
+    len: usize,
+}
+
+impl Registered {
+    fn holds(&self, memory: &[u8]) -> bool {
+        let offset = self.arena.offset_of(memory);
+        offset.is_some_and(|at| at >= self.start && at + memory.len() <= self.start + self.len)
+    }
+}
+
+/// Cuts an arena of `len` bytes into what is registered apart: start and length of each, in bytes. The kernel takes only so
+/// much at once, and it handles huge pages as such only in a range that has no others.
+fn ranges(len: usize) -> Vec<(usize, usize)> {
+    let huge = len - len % HUGE_PAGE;
+    let pieces = (0..huge).step_by(MAX_BUFFER).map(|start| (start, MAX_BUFFER.min(huge - start)));
+    pieces.chain((len > huge).then_some((huge, len - huge))).collect()
+}
+
 /// The ring of one target. It belongs to one thread.
 pub(crate) struct Ring {
     ring: IoUring,
@@ -72,7 +96,10 @@ pub(crate) struct Ring {
     event_armed: bool,
     in_flight: HashMap<u64, InFlight>,
     /// Registered memory, by index of the kernel's table; `None` if the kernel has no such table.
-    buffers: Option<Vec<Arc<Arena>>>,
+    buffers: Option<Vec<Registered>>,
+    /// Reads and writes by way of registered memory, and others.
+    registered_io: metrics::Counter,
+    unregistered_io: metrics::Counter,
     // Dropped last: the kernel may use it until the ring is gone.
     _drive: Arc<FileDrive>,
 }
@@ -102,37 +129,56 @@ impl Ring {
             event_armed: false,
             in_flight: HashMap::new(),
             buffers,
+            registered_io: metrics::counter!("outboard_store_registered_io_total"),
+            unregistered_io: metrics::counter!("outboard_store_unregistered_io_total"),
             _drive: drive,
         })
     }
 
     /// Has the kernel pin the memory of `arena` once, instead of with every request. Best effort: it may refuse, by the
     /// limit on locked memory or for want of room.
-    #[allow(unsafe_code)]
     pub(crate) fn register(&mut self, arena: &Arc<Arena>) {
-        let Some(buffers) = &mut self.buffers else { return };
-        let (base, len) = arena.as_raw();
-        if len > MAX_BUFFER || buffers.iter().any(|b| Arc::ptr_eq(b, arena)) {
+        let Some(buffers) = &self.buffers else { return };
+        if buffers.iter().any(|b| Arc::ptr_eq(&b.arena, arena)) {
             return;
         }
-        // Memory that nobody else has any more gives up its place, and is unmapped. Requests under way hold theirs.
-        let index = buffers.iter().position(|b| Arc::strong_count(b) == 1).unwrap_or(buffers.len());
+        for (start, len) in ranges(arena.len()) {
+            if let Err(error) = self.register_range(Registered { arena: Arc::clone(arena), start, len }) {
+                tracing::warn!(%error, len, "memory is not registered with the drive's queue, which costs CPU time");
+                return;
+            }
+        }
+    }
+
+    #[allow(unsafe_code)]
+    fn register_range(&mut self, range: Registered) -> io::Result<()> {
+        let Some(buffers) = &mut self.buffers else { return Ok(()) };
+        // Memory that nobody else has any more gives up its places, and is unmapped. Requests under way hold theirs.
+        let entries = |arena: &Arc<Arena>| buffers.iter().filter(|b| Arc::ptr_eq(&b.arena, arena)).count();
+        let unused = |b: &Registered| Arc::strong_count(&b.arena) == entries(&b.arena);
+        let index = buffers.iter().position(unused).unwrap_or(buffers.len());
         if index >= BUFFERS as usize {
-            return;
+            return Err(io::Error::other("the table of registered memory is full"));
         }
-        let vector = libc::iovec { iov_base: base.cast(), iov_len: len };
-        // SAFETY: the arena is a valid mapping, and `buffers` keeps it until the ring is gone.
-        match unsafe { self.ring.submitter().register_buffers_update(index as u32, &[vector], None) } {
-            Ok(()) if index < buffers.len() => buffers[index] = Arc::clone(arena),
-            Ok(()) => buffers.push(Arc::clone(arena)),
-            Err(error) => tracing::info!(%error, len, "memory is not registered with the drive's queue"),
+        let (base, _) = range.arena.as_raw();
+        let vector = libc::iovec { iov_base: base.wrapping_add(range.start).cast(), iov_len: range.len };
+        // SAFETY: the range is part of a valid mapping, and `buffers` keeps it until the ring is gone.
+        unsafe { self.ring.submitter().register_buffers_update(index as u32, &[vector], None) }?;
+        match buffers.get_mut(index) {
+            Some(place) => *place = range,
+            None => buffers.push(range),
         }
+        Ok(())
     }
 
     /// Index of the registered buffer that `memory` lies in.
     fn registered(&self, memory: &[u8]) -> Option<u16> {
-        let index = self.buffers.as_ref()?.iter().position(|arena| arena.offset_of(memory).is_some())?;
-        u16::try_from(index).ok()
+        let index = self.buffers.as_ref().and_then(|all| all.iter().position(|b| b.holds(memory)));
+        match index {
+            Some(_) => self.registered_io.increment(1),
+            None => self.unregistered_io.increment(1),
+        }
+        index.and_then(|index| u16::try_from(index).ok())
     }
 
     pub(crate) fn waker(&self) -> Waker {
@@ -177,6 +223,7 @@ impl Ring {
                 }
             }
             InFlight::Write { vectors, .. } => {
+                self.unregistered_io.increment(1);
                 opcode::Writev::new(file, vectors.as_ptr(), vectors.len() as u32).offset(offset).build()
             }
             InFlight::Flush => opcode::Fsync::new(file).flags(FsyncFlags::DATASYNC).build(),
@@ -287,5 +334,16 @@ mod tests {
         }
         let kept = earlier.iter().filter(|arena| arena.upgrade().is_some()).count();
         assert!(kept <= 1, "{kept} arenas of earlier sessions are kept");
+    }
+
+    #[test]
+    fn all_of_an_arena_is_registered_and_whole_huge_pages_are_apart_from_the_rest() {
+        assert_eq!(ranges(4096), [(0, 4096)]);
+        assert_eq!(ranges(2 * HUGE_PAGE), [(0, 2 * HUGE_PAGE)]);
+        assert_eq!(ranges(HUGE_PAGE + 4096), [(0, HUGE_PAGE), (HUGE_PAGE, 4096)]);
+        let large = ranges(2 * MAX_BUFFER + HUGE_PAGE + 4096);
+        assert_eq!(large.iter().map(|(_, len)| len).sum::<usize>(), 2 * MAX_BUFFER + HUGE_PAGE + 4096);
+        assert!(large.windows(2).all(|w| w[0].0 + w[0].1 == w[1].0));
+        assert_eq!(large.len(), 4);
     }
 }
