@@ -3,8 +3,40 @@
 //! A page of the bitmap (128 MiB) is the unit of search; per page it remembers the longest run that a failed search
 //! found, so that full or fragmented pages are not searched again until something in them is freed.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
 use super::bitmap::{Bitmap, PAGE_BLOCKS};
 use super::extent::Extent;
+
+/// Free blocks that nobody was promised. The target's handle promises blocks from it to new stages, so that these need
+/// not wait for the target's thread; the allocator takes what it hands out from it. Any thread.
+#[derive(Debug)]
+pub(crate) struct Room {
+    blocks: AtomicU64,
+    closed: AtomicBool,
+}
+
+impl Room {
+    /// Takes `blocks` blocks, if that many are left and the target takes writes.
+    pub(crate) fn promise(&self, blocks: u64) -> bool {
+        !self.closed.load(Ordering::SeqCst) && self.take(blocks)
+    }
+
+    /// Makes no more promises.
+    pub(crate) fn close(&self) {
+        self.closed.store(true, Ordering::SeqCst);
+    }
+
+    fn take(&self, blocks: u64) -> bool {
+        let left = |free: u64| free.checked_sub(blocks);
+        self.blocks.fetch_update(Ordering::SeqCst, Ordering::SeqCst, left).is_ok()
+    }
+
+    fn give_back(&self, blocks: u64) {
+        self.blocks.fetch_add(blocks, Ordering::SeqCst);
+    }
+}
 
 /// Free space of a target.
 #[derive(Debug)]
@@ -13,18 +45,27 @@ pub(crate) struct Allocator {
     /// No run in the page is longer than this.
     longest: Vec<u64>,
     cursor: usize,
+    /// Free blocks less those that were promised and not handed out yet.
+    room: Arc<Room>,
 }
 
 impl Allocator {
     /// An allocator for the blocks that `taken` does not have.
     pub(crate) fn new(taken: Bitmap) -> Allocator {
         let pages = taken.pages();
-        Allocator { taken, longest: vec![PAGE_BLOCKS; pages], cursor: 0 }
+        let free = AtomicU64::new(taken.blocks() - taken.used());
+        let room = Arc::new(Room { blocks: free, closed: AtomicBool::new(false) });
+        Allocator { taken, longest: vec![PAGE_BLOCKS; pages], cursor: 0, room }
     }
 
-    /// Free blocks.
+    /// Free blocks that nobody was promised.
     pub(crate) fn free_blocks(&self) -> u64 {
-        self.taken.blocks() - self.taken.used()
+        self.room.blocks.load(Ordering::SeqCst)
+    }
+
+    /// What promises are made from.
+    pub(crate) fn room(&self) -> &Arc<Room> {
+        &self.room
     }
 
     /// Number of free runs, and the length of the longest, in blocks.
@@ -34,13 +75,18 @@ impl Allocator {
 
     /// Takes `want` blocks; `None`, with nothing taken, if there are not that many.
     pub(crate) fn alloc(&mut self, want: u64) -> Option<Vec<Extent>> {
-        if want > self.free_blocks() {
-            return None;
-        }
+        self.room.take(want).then(|| self.alloc_promised(want))
+    }
+
+    /// Takes `want` blocks that were promised.
+    ///
+    /// # Panics
+    /// If they were not.
+    pub(crate) fn alloc_promised(&mut self, want: u64) -> Vec<Extent> {
         let mut extents: Vec<Extent> = Vec::new();
         let mut left = want;
         while left > 0 {
-            let extent = self.find(left.min(PAGE_BLOCKS))?;
+            let extent = self.find(left.min(PAGE_BLOCKS)).expect("what was promised is free");
             self.taken.set(extent, true);
             left -= extent.len;
             match extents.last_mut() {
@@ -48,7 +94,7 @@ impl Allocator {
                 _ => extents.push(extent),
             }
         }
-        Some(extents)
+        extents
     }
 
     /// Gives blocks back.
@@ -58,6 +104,7 @@ impl Allocator {
         for page in extent.start / PAGE_BLOCKS..=(extent.end() - 1) / PAGE_BLOCKS {
             self.longest[page as usize] = PAGE_BLOCKS;
         }
+        self.room.give_back(extent.len);
     }
 
     /// A run of `want` blocks, or the longest there is.
@@ -110,6 +157,7 @@ mod tests {
                     continue;
                 }
                 let free = alloc.free_blocks();
+                prop_assert_eq!(free, blocks - total(&held));
                 match alloc.alloc(want) {
                     Some(extents) => {
                         prop_assert_eq!(total(&extents), want);
@@ -122,5 +170,20 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn what_was_promised_is_not_handed_out_to_others() {
+        let mut alloc = Allocator::new(Bitmap::new(100));
+        let room = Arc::clone(alloc.room());
+        assert!(room.promise(60));
+        assert!(!room.promise(41));
+        assert_eq!((alloc.free_blocks(), alloc.alloc(41)), (40, None));
+        let others = alloc.alloc(40).unwrap();
+        assert_eq!(total(&alloc.alloc_promised(60)), 60);
+        others.into_iter().for_each(|e| alloc.free(e));
+        room.close();
+        assert!(!room.promise(1), "a target that takes no writes promises nothing");
+        assert_eq!(alloc.alloc(40).map(|e| total(&e)), Some(40));
     }
 }

@@ -81,7 +81,7 @@ pub(crate) struct Apply<'a> {
     puts: Changes,
     put_bytes: usize,
     onodes: BTreeMap<Bytes, Option<Onode>>,
-    shards: BTreeMap<(u64, u64), (Shard, bool)>,
+    shards: BTreeMap<(u64, u64), (Box<Shard>, bool)>,
     refs: BTreeMap<u64, (RefPage, bool)>,
     pub(crate) allocated: Vec<Extent>,
     staged: Vec<Extent>,

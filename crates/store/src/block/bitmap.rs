@@ -54,17 +54,21 @@ impl Bitmap {
     /// Adds (`taken`) or removes the blocks of a run; returns how many of them were not in the other state before.
     pub(crate) fn set(&mut self, extent: Extent, taken: bool) -> u64 {
         debug_assert!(self.covers(extent));
-        let mut unexpected = 0;
-        for block in extent.blocks() {
-            if self.contains(block) == taken {
-                unexpected += 1;
-                continue;
-            }
-            self.words[(block / 64) as usize] ^= 1 << (block % 64);
-            self.used = if taken { self.used + 1 } else { self.used - 1 };
-            self.dirty[(block / PAGE_BLOCKS) as usize] = true;
+        let mut changed = 0;
+        let mut at = extent.start;
+        while at < extent.end() {
+            let count = (64 - at % 64).min(extent.end() - at);
+            let bits = (u64::MAX >> (64 - count)) << (at % 64);
+            let word = &mut self.words[(at / 64) as usize];
+            let before = *word;
+            *word = if taken { before | bits } else { before & !bits };
+            let flipped = u64::from((before ^ *word).count_ones());
+            self.dirty[(at / PAGE_BLOCKS) as usize] |= flipped > 0;
+            changed += flipped;
+            at += count;
         }
-        unexpected
+        self.used = if taken { self.used + changed } else { self.used - changed };
+        extent.len - changed
     }
 
     /// The pages changed since this was last called, with their numbers.

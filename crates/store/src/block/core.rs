@@ -7,6 +7,10 @@
 mod stages;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+pub(crate) use stages::next_stage;
 
 use base::block::BLOCK;
 use base::mem::Arena;
@@ -90,7 +94,8 @@ pub(crate) struct Core {
     collections: BTreeMap<CollectionId, u64>,
     pub(crate) next_nid: u64,
     pub(crate) stages: HashMap<u64, Stage>,
-    last_stage: u64,
+    /// The last stage's name; the target's handle gives out names, too.
+    pub(crate) last_stage: Arc<AtomicU64>,
     stage_writes: HashMap<u64, stages::StageWrite>,
     waiting_stages: VecDeque<(u64, Reply<StageId>)>,
     queues: HashMap<CollectionId, VecDeque<u64>>,
@@ -134,7 +139,7 @@ impl Core {
             collections,
             next_nid: meta.next_nid,
             stages: HashMap::new(),
-            last_stage: 0,
+            last_stage: Arc::default(),
             stage_writes: HashMap::new(),
             waiting_stages: VecDeque::new(),
             queues: HashMap::new(),
@@ -192,6 +197,7 @@ impl Core {
         }
         match command {
             Command::Stage(len, reply) => self.stage(len, reply),
+            Command::StagePromised(id, len) => self.stage_promised(id, len),
             Command::StageWrite(id, offset, payload, reply) => self.stage_write(id, offset, payload, reply),
             Command::StageRelease(id) => self.stage_release(id.0),
             Command::Transaction(transaction, reply) => {
@@ -217,6 +223,7 @@ impl Core {
                 let _ = reply.send(Ok(self.statfs()));
             }
             Command::Umount(reply) => {
+                self.alloc.room().close();
                 self.closing = Some(reply);
                 let stages: Vec<u64> = self.stages.keys().copied().collect();
                 stages.into_iter().for_each(|id| self.stage_release(id));
@@ -615,6 +622,7 @@ impl Core {
             tracing::error!(reason, "the target refuses writes");
             metrics::counter!("outboard_store_poisoned_total").increment(1);
             self.poisoned = Some(reason.to_owned());
+            self.alloc.room().close();
         }
         self.commits.fail(&StoreError::Poisoned(reason.to_owned()));
         self.runnable.extend(std::mem::take(&mut self.starved));

@@ -17,6 +17,8 @@ pub(crate) type Reply<T> = oneshot::Sender<Result<T>>;
 #[derive(Debug)]
 pub(crate) enum Command {
     Stage(u64, Reply<StageId>),
+    /// A stage that has its name and was promised its blocks already.
+    StagePromised(StageId, u64),
     StageWrite(StageId, u64, Payload, Reply<()>),
     StageRelease(StageId),
     Transaction(Transaction, Reply<()>),
@@ -78,7 +80,7 @@ pub(crate) fn refuse(command: Command, error: &StoreError) {
         Command::StageWrite(.., reply) | Command::Transaction(_, reply) => {
             drop(reply.send(Err(error.clone())))
         }
-        Command::StageRelease(_) => {}
+        Command::StageRelease(_) | Command::StagePromised(..) => {}
         Command::Query(_, query) => query.fail(error.clone()),
         Command::Collections(reply) => drop(reply.send(Err(error.clone()))),
         Command::StatFs(reply) => drop(reply.send(Err(error.clone()))),

@@ -1,13 +1,13 @@
 //! [`BlockStore`]: the handle of a mounted target, and the threads behind it.
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use base::BoxFuture;
-use base::block::Payload;
+use base::block::{BLOCK, Payload};
 use base::mem::{Arena, ArenaBuf};
 use base::thread::ThreadClass;
 use bytes::Bytes;
@@ -15,7 +15,8 @@ use crossbeam_queue::SegQueue;
 use futures::channel::oneshot;
 use uuid::Uuid;
 
-use super::core::{Core, Limits};
+use super::alloc::Room;
+use super::core::{Core, Limits, next_stage};
 use super::drive::{Drive, FileDrive};
 use super::index::Index;
 use super::messages::{Command, Event, Reply, Work, load, refuse};
@@ -31,6 +32,8 @@ use crate::{
 const IDLE: Duration = Duration::from_millis(5);
 /// Commands taken at once.
 const BATCH: usize = 256;
+/// Commands left for a thread that sleeps.
+const MOST_LEFT: usize = 64;
 /// Threads that read the index for calls.
 const LOADERS: usize = 2;
 /// Loads that one of them is given at once.
@@ -83,6 +86,8 @@ impl Default for MountOptions {
 #[derive(Debug)]
 pub struct BlockStore {
     mailbox: Mailbox,
+    room: Arc<Room>,
+    last_stage: Arc<AtomicU64>,
     uuid: Uuid,
     path: PathBuf,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -103,12 +108,30 @@ struct MailboxState {
     arenas: SegQueue<Arc<Arena>>,
     gone: AtomicBool,
     abandoned: AtomicBool,
+    /// Calls wait for space.
+    starved: AtomicBool,
 }
 
 impl Mailbox {
     fn command(&self, command: Command) {
         self.shared.commands.push(command);
         self.waker.wake();
+        if self.shared.gone.load(Ordering::SeqCst) {
+            self.shared.refuse_all();
+        }
+    }
+
+    /// Leaves a command for which the target's thread need not be woken: it comes before the next one, and nobody waits
+    /// for it.
+    fn leave(&self, command: Command) {
+        if self.shared.starved.load(Ordering::SeqCst) || self.shared.commands.len() >= MOST_LEFT {
+            return self.command(command);
+        }
+        self.shared.commands.push(command);
+        // The thread says that calls starve, and then looks whether a command was left, before it sleeps.
+        if self.shared.starved.load(Ordering::SeqCst) {
+            self.waker.wake();
+        }
         if self.shared.gone.load(Ordering::SeqCst) {
             self.shared.refuse_all();
         }
@@ -182,11 +205,13 @@ impl BlockStore {
         workers.push(base::thread::spawn(ThreadClass::Store, &name, move || {
             checkpointer(&jobs, drive.as_ref(), &index, &to_store);
         })?);
+        let (room, last_stage) = (Arc::clone(core.alloc.room()), Arc::clone(&core.last_stage));
         let target = Target { core, ring, mailbox: mailbox.clone(), load_queue, checkpoint_queue, workers };
         let thread =
             base::thread::spawn(ThreadClass::Store, &options.index.to_string(), move || target.run())?;
         let path = path.to_owned();
-        Ok(Arc::new(BlockStore { mailbox, uuid, path, thread: Mutex::new(Some(thread)) }))
+        let thread = Mutex::new(Some(thread));
+        Ok(Arc::new(BlockStore { mailbox, room, last_stage, uuid, path, thread }))
     }
 
     /// The target's uuid.
@@ -292,6 +317,7 @@ impl Target {
                 break;
             }
         }
+        self.core.alloc.room().close();
         shared.gone.store(true, Ordering::SeqCst);
         shared.refuse_all();
         let Target { core, ring, load_queue, checkpoint_queue, workers, .. } = self;
@@ -327,6 +353,7 @@ impl Target {
         if busy {
             self.core.advance();
         }
+        shared.starved.store(self.core.is_starved(), Ordering::SeqCst);
         self.hand_out()?;
         if self.core.closed {
             return Ok(());
@@ -362,6 +389,11 @@ impl Target {
 
 impl ObjectStore for BlockStore {
     fn stage(&self, len: u64) -> BoxFuture<'static, Result<StageId>> {
+        if len > 0 && self.room.promise(len.div_ceil(BLOCK)) {
+            let id = next_stage(&self.last_stage);
+            self.mailbox.leave(Command::StagePromised(id, len));
+            return Box::pin(std::future::ready(Ok(id)));
+        }
         self.call(|reply| Command::Stage(len, reply))
     }
 
@@ -370,7 +402,7 @@ impl ObjectStore for BlockStore {
     }
 
     fn stage_release(&self, stage: StageId) {
-        self.mailbox.command(Command::StageRelease(stage));
+        self.mailbox.leave(Command::StageRelease(stage));
     }
 
     fn queue_transaction(&self, transaction: Transaction) -> BoxFuture<'static, Result<()>> {

@@ -25,10 +25,10 @@ impl Apply<'_> {
             match stored {
                 Ok(Some(bytes)) => {
                     let shard = Shard::decode(&bytes, self.context.data_blocks)?;
-                    self.shards.insert((nid, number), (shard, false));
+                    self.shards.insert((nid, number), (Box::new(shard), false));
                 }
                 Ok(None) => {
-                    self.shards.insert((nid, number), (Shard::default(), false));
+                    self.shards.insert((nid, number), (Box::default(), false));
                 }
                 Err(Stop::Need(needs)) => missing.extend(needs),
                 Err(stop) => return Err(stop),

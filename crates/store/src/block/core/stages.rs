@@ -1,5 +1,7 @@
 //! Stages: allocated, written, and given back.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use base::block::{BLOCK, Payload};
 
 use super::{Core, Purpose};
@@ -16,7 +18,18 @@ pub(super) struct StageWrite {
     reply: Reply<()>,
 }
 
+/// A name for a stage that no other has.
+pub(crate) fn next_stage(last: &AtomicU64) -> StageId {
+    StageId(last.fetch_add(1, Ordering::Relaxed) + 1)
+}
+
 impl Core {
+    /// Takes the blocks that a stage was promised.
+    pub(super) fn stage_promised(&mut self, id: StageId, len: u64) {
+        let extents = self.alloc.alloc_promised(len.div_ceil(BLOCK));
+        self.stages.insert(id.0, Stage::new(len, extents));
+    }
+
     pub(super) fn stage(&mut self, len: u64, reply: Reply<StageId>) {
         if let Some(reason) = &self.poisoned {
             return drop(reply.send(Err(StoreError::Poisoned(reason.clone()))));
@@ -27,9 +40,9 @@ impl Core {
         let blocks = len.div_ceil(BLOCK);
         match self.alloc.alloc(blocks) {
             Some(extents) => {
-                self.last_stage += 1;
-                self.stages.insert(self.last_stage, Stage::new(len, extents));
-                let _ = reply.send(Ok(StageId(self.last_stage)));
+                let id = next_stage(&self.last_stage);
+                self.stages.insert(id.0, Stage::new(len, extents));
+                let _ = reply.send(Ok(id));
             }
             None if self.alloc.free_blocks() + self.reclaimable() >= blocks => {
                 self.waiting_stages.push_back((len, reply))
