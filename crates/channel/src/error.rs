@@ -19,6 +19,9 @@ pub enum ChannelError {
     /// Memory could not be had, or what the peer offered is not acceptable.
     #[error(transparent)]
     Memory(#[from] base::mem::MemError),
+    /// libfabric, or the connection that it made, failed.
+    #[error(transparent)]
+    Fabric(#[from] fabric::FabricError),
     /// A transfer that the engine cannot do: too long, an unknown region, a range outside one.
     #[error("DMA transfer refused: {0}")]
     Transfer(String),

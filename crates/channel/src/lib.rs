@@ -8,6 +8,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod conformance;
 mod control;
 mod dma;
 mod doorbell;
@@ -15,6 +16,7 @@ mod error;
 mod frame;
 mod handshake;
 mod memory;
+pub mod ofi;
 pub mod ring;
 mod shm;
 

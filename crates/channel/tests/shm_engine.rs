@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use base::fault::{Faults, Site};
 use base::mem::Arena;
+use outboard_channel::conformance::{self, Attached};
 use outboard_channel::{
     Attachment, Bell, Chain, Completion, DmaEngine, Doorbell, Peer, Place, Profile, Region, ShmEngine,
     ShmOptions, Transfer, URGENT, Unposted,
@@ -287,4 +288,21 @@ async fn the_paced_profile_takes_payload_one_at_a_time() {
     }
     assert!(done[1].started >= done[0].finished, "not at the same time");
     assert!(rig.engine.setup_cost() > Duration::ZERO);
+}
+
+#[tokio::test]
+async fn it_does_what_engines_do() {
+    conformance::run(|| {
+        let engine = ShmEngine::start(ShmOptions::default()).unwrap();
+        let there = Arena::shared("there", conformance::LEN).unwrap();
+        let (host_doorbell, osd_doorbell) = (Doorbell::create().unwrap(), Doorbell::create().unwrap());
+        let attachment = Attachment {
+            memory: there.share_fd().unwrap().unwrap(),
+            host_doorbell: host_doorbell.try_clone().unwrap(),
+            osd_doorbell: osd_doorbell.try_clone().unwrap(),
+        };
+        let (peer, bell) = engine.attach(attachment, conformance::LEN).unwrap();
+        Attached { engine, peer, bell, there, host_doorbell, osd_doorbell, keep: Box::new(()) }
+    })
+    .await;
 }

@@ -1,0 +1,349 @@
+//! What every [`DmaEngine`] must do, as a suite that each one runs.
+//!
+//! [`run`] calls one check after the other, each with an engine that has just been attached. Checks panic when the
+//! engine does something else than the contract says.
+
+use std::any::Any;
+use std::future::poll_fn;
+use std::os::fd::{AsFd, OwnedFd};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::Duration;
+
+use base::mem::Arena;
+
+use crate::{
+    Bell, Chain, Completion, DmaEngine, Doorbell, Peer, Place, QueueId, Region, Transfer, URGENT, Unposted,
+};
+
+/// Length of the memory on either side, in bytes.
+pub const LEN: usize = 8 << 20;
+
+/// Nothing here takes that long.
+const PATIENCE: Duration = Duration::from_secs(20);
+/// A queue for payload.
+const BULK: QueueId = 1;
+
+/// An engine that is attached to a peer, and the peer's end.
+pub struct Attached {
+    /// The engine.
+    pub engine: Arc<dyn DmaEngine>,
+    /// What it is attached to.
+    pub peer: Peer,
+    /// What the peer rings.
+    pub bell: Box<dyn Bell>,
+    /// The peer's memory, [`LEN`] bytes.
+    pub there: Arc<Arena>,
+    /// The eventfd in which the peer finds what the engine has rung.
+    pub host_doorbell: OwnedFd,
+    /// The eventfd that the peer rings.
+    pub osd_doorbell: OwnedFd,
+    /// Whatever must live as long.
+    pub keep: Box<dyn Any>,
+}
+
+/// Runs all checks, with a fresh engine for each.
+///
+/// # Panics
+/// If the engine breaks the contract. The check's name is in the message of a timeout, and in the backtrace.
+pub async fn run(attach: impl Fn() -> Attached) {
+    type Check = fn(Rig) -> Pin<Box<dyn Future<Output = ()>>>;
+    let checks: [(&str, Check); 12] = [
+        ("bytes_go_both_ways", |rig| Box::pin(bytes_go_both_ways(rig))),
+        ("bytes_arrive_before_the_doorbell", |rig| Box::pin(bytes_arrive_before_the_doorbell(rig))),
+        ("doorbells_add_up", |rig| Box::pin(doorbells_add_up(rig))),
+        ("the_impossible_is_refused", |rig| Box::pin(the_impossible_is_refused(rig))),
+        ("a_failure_ends_its_chain", |rig| Box::pin(a_failure_ends_its_chain(rig))),
+        ("a_failure_leaves_what_was_done", |rig| Box::pin(a_failure_leaves_what_was_done(rig))),
+        ("a_queue_is_in_order", |rig| Box::pin(a_queue_is_in_order(rig))),
+        ("an_empty_chain_is_a_fence", |rig| Box::pin(an_empty_chain_is_a_fence(rig))),
+        ("regions_end_after_their_chains", |rig| Box::pin(regions_end_after_their_chains(rig))),
+        ("a_full_queue_tells_when_there_is_room", |rig| Box::pin(a_full_queue_tells_when_there_is_room(rig))),
+        ("parts_of_the_peer_count_from_their_start", |rig| {
+            Box::pin(parts_of_the_peer_count_from_their_start(rig))
+        }),
+        ("a_reset_gives_up_what_is_posted", |rig| Box::pin(a_reset_gives_up_what_is_posted(rig))),
+    ];
+    for (name, check) in checks {
+        let rig = Rig::new(attach());
+        let done = tokio::time::timeout(2 * PATIENCE, check(rig)).await;
+        assert!(done.is_ok(), "{name} takes too long");
+    }
+}
+
+struct Rig {
+    engine: Arc<dyn DmaEngine>,
+    peer: Peer,
+    bell: Box<dyn Bell>,
+    host_doorbell: Doorbell,
+    osd_doorbell: OwnedFd,
+    here: Arc<Arena>,
+    there: Arc<Arena>,
+    local: Region,
+    host: Region,
+    _keep: Box<dyn Any>,
+}
+
+impl Rig {
+    fn new(attached: Attached) -> Rig {
+        let Attached { engine, peer, bell, there, host_doorbell, osd_doorbell, keep } = attached;
+        let here = Arena::shared("conformance", LEN).unwrap();
+        let local = engine.register_local(&here).unwrap();
+        let host = engine.register_peer(&peer, 0..LEN).unwrap();
+        let host_doorbell = Doorbell::new(host_doorbell).unwrap();
+        Rig { engine, peer, bell, host_doorbell, osd_doorbell, here, there, local, host, _keep: keep }
+    }
+
+    fn send(&self, offset: usize, len: usize) -> Transfer {
+        self.transfer(&self.local, offset, &self.host, offset, len)
+    }
+
+    fn fetch(&self, from: usize, to: usize, len: usize) -> Transfer {
+        self.transfer(&self.host, from, &self.local, to, len)
+    }
+
+    fn transfer(&self, from: &Region, src: usize, to: &Region, dst: usize, len: usize) -> Transfer {
+        let place = |region: &Region, offset| Place { region: region.id(), offset };
+        Transfer { src: place(from, src), dst: place(to, dst), len }
+    }
+
+    fn post(&self, queue: QueueId, transfers: Vec<Transfer>, tag: u64) {
+        self.engine.post(queue, tagged(transfers, tag)).unwrap();
+    }
+
+    async fn completions(&self, count: usize) -> Vec<Completion> {
+        let mut done = Vec::new();
+        let all = poll_fn(|cx| {
+            self.engine.poll_completions(cx, &mut done);
+            if done.len() >= count { Poll::Ready(()) } else { Poll::Pending }
+        });
+        let all = tokio::time::timeout(PATIENCE, all).await;
+        assert!(all.is_ok(), "{count} completions are due, there are {done:?}");
+        done
+    }
+
+    async fn rung(&self) -> u64 {
+        let rung = poll_fn(|cx| self.host_doorbell.poll_wait(cx));
+        tokio::time::timeout(PATIENCE, rung).await.expect("the doorbell").unwrap()
+    }
+
+    /// Takes `count` from the host's doorbell, in as many portions as it comes.
+    async fn rung_in_all(&self, count: u64) {
+        let mut sum = 0;
+        while sum < count {
+            sum += self.rung().await;
+        }
+        assert_eq!(sum, count);
+    }
+}
+
+fn tagged(transfers: Vec<Transfer>, tag: u64) -> Chain {
+    Chain { transfers, tag: Some(tag), ring: None }
+}
+
+fn fill(arena: &Arena, seed: usize) -> Vec<u8> {
+    let bytes: Vec<u8> = (0..LEN).map(|i| (i ^ (i >> 8) ^ (i >> 16) ^ seed.wrapping_mul(37)) as u8).collect();
+    assert!(arena.copy_in(0, &bytes));
+    bytes
+}
+
+fn look(arena: &Arena, offset: usize, len: usize) -> Vec<u8> {
+    let mut out = vec![0; len];
+    assert!(arena.copy_out(offset, &mut out));
+    out
+}
+
+async fn bytes_go_both_ways(rig: Rig) {
+    let most = rig.engine.max_transfer();
+    let bytes = fill(&rig.here, 1);
+    let pieces = |at: fn(&Rig, usize, usize) -> Transfer| -> Vec<Transfer> {
+        (0..LEN).step_by(most).map(|offset| at(&rig, offset, most.min(LEN - offset))).collect()
+    };
+    rig.post(BULK, pieces(Rig::send), 3);
+    let done = rig.completions(1).await;
+    assert_eq!((done[0].tag, &done[0].result), (3, &Ok(())));
+    assert!(done[0].started <= done[0].finished);
+    assert!(look(&rig.there, 0, LEN) == bytes, "complete means in place");
+    let bytes = fill(&rig.there, 2);
+    rig.post(URGENT, pieces(|rig, offset, len| rig.fetch(offset, offset, len)), 4);
+    assert_eq!(rig.completions(1).await[0].result, Ok(()));
+    assert!(look(&rig.here, 0, LEN) == bytes);
+    let counters = rig.engine.counters();
+    assert_eq!((counters.bytes, counters.failed), (2 * LEN as u64, 0));
+    assert_eq!(counters.transfers, 2 * LEN.div_ceil(most) as u64);
+}
+
+async fn bytes_arrive_before_the_doorbell(rig: Rig) {
+    for round in 0..100 {
+        let bytes = fill(&rig.here, round);
+        let transfers = vec![rig.send(4096, 1 << 20), rig.send(0, 64)];
+        let chain = Chain { transfers, ring: Some((rig.peer.id, 64)), tag: None };
+        rig.engine.post(round % rig.engine.queues(), chain).unwrap();
+        assert_eq!(rig.rung().await, 64);
+        assert!(look(&rig.there, 4096, 1 << 20) == bytes[4096..][..1 << 20], "round {round}");
+        assert!(look(&rig.there, 0, 64) == bytes[..64], "round {round}");
+    }
+}
+
+async fn doorbells_add_up(rig: Rig) {
+    // Nobody listens meanwhile, on either side.
+    for i in 0..500 {
+        let chain = Chain { transfers: vec![rig.send(i * 64, 64)], ring: Some((rig.peer.id, 3)), tag: None };
+        rig.engine.post(URGENT, chain).unwrap();
+        Doorbell::ring(rig.osd_doorbell.as_fd(), 2).unwrap();
+    }
+    rig.rung_in_all(1500).await;
+    let mut sum = 0;
+    while sum < 1000 {
+        let rung = poll_fn(|cx| rig.bell.poll_wait(cx));
+        sum += tokio::time::timeout(PATIENCE, rung).await.expect("the bell").unwrap();
+    }
+    assert_eq!(sum, 1000);
+    // One at a time, back and forth.
+    for _ in 0..100 {
+        let ring = Chain { ring: Some((rig.peer.id, 1)), ..Chain::default() };
+        rig.engine.post(URGENT, ring).unwrap();
+        assert_eq!(rig.rung().await, 1);
+        Doorbell::ring(rig.osd_doorbell.as_fd(), 5).unwrap();
+        let rung = poll_fn(|cx| rig.bell.poll_wait(cx));
+        assert_eq!(tokio::time::timeout(PATIENCE, rung).await.expect("the bell").unwrap(), 5);
+    }
+}
+
+async fn the_impossible_is_refused(rig: Rig) {
+    let most = rig.engine.max_transfer();
+    rig.post(BULK, vec![rig.send(0, most)], 1);
+    let long = rig.engine.post(BULK, tagged(vec![rig.send(0, most + 1)], 2));
+    assert!(matches!(long, Err(Unposted::Refused(_))));
+    let nowhere = rig.engine.post(rig.engine.queues(), tagged(Vec::new(), 3));
+    assert!(matches!(nowhere, Err(Unposted::Refused(_))));
+    assert!(rig.engine.register_peer(&rig.peer, 0..LEN + 1).is_err());
+    assert!(rig.engine.register_peer(&rig.peer, 5..5).is_err());
+    let done = rig.completions(1).await;
+    assert_eq!((done.len(), done[0].tag), (1, 1));
+}
+
+async fn a_failure_ends_its_chain(rig: Rig) {
+    fill(&rig.here, 9);
+    let transfers = vec![rig.send(LEN - 5, 10), rig.send(0, 10)];
+    // Without a tag it is heard of all the same.
+    rig.engine.post(BULK, Chain { transfers, ring: Some((rig.peer.id, 64)), tag: None }).unwrap();
+    let done = rig.completions(1).await;
+    let failed = done[0].result.as_ref().unwrap_err();
+    assert!(failed.why.contains("outside") && failed.done == 0 && done[0].tag == 0, "{done:?}");
+    assert_eq!(look(&rig.there, 0, 10), [0; 10], "what followed was not carried out");
+    let counters = rig.engine.counters();
+    assert_eq!((counters.doorbells, counters.failed), (0, 1));
+    rig.post(BULK, vec![rig.send(0, 10)], 5);
+    assert_eq!(rig.completions(1).await[0].result, Ok(()), "other chains are not concerned");
+}
+
+async fn a_failure_leaves_what_was_done(rig: Rig) {
+    let bytes = fill(&rig.here, 9);
+    let transfers = vec![rig.send(0, 4096), rig.send(8192, 4096), rig.send(LEN, 1)];
+    rig.post(BULK, transfers, 6);
+    let done = rig.completions(1).await;
+    assert_eq!(done[0].result.as_ref().unwrap_err().done, 2, "{done:?}");
+    assert!(look(&rig.there, 8192, 4096) == bytes[8192..][..4096]);
+}
+
+async fn a_queue_is_in_order(rig: Rig) {
+    for round in 0..50 {
+        let bytes = fill(&rig.here, round);
+        assert!(rig.there.copy_in(0, &[0xee; 4096]));
+        let half = LEN / 2;
+        // What was there, what is written over it, what is there then.
+        rig.post(BULK, vec![rig.fetch(0, half, 4096)], 1);
+        rig.post(BULK, vec![rig.send(0, 4096), rig.fetch(0, half + 4096, 4096)], 2);
+        // Reads into what was sent before, and sends what was read before.
+        let back = rig.transfer(&rig.local, half, &rig.host, 8192, 4096);
+        rig.post(BULK, vec![rig.fetch(half, 0, 4096), back], 3);
+        let done = rig.completions(3).await;
+        assert_eq!(
+            done.iter().map(|c| (c.tag, c.result.is_ok())).collect::<Vec<_>>(),
+            [(1, true), (2, true), (3, true)]
+        );
+        assert!(look(&rig.here, half, 4096) == [0xee; 4096], "round {round}: a read sees what was there");
+        assert!(look(&rig.here, half + 4096, 4096) == bytes[..4096], "round {round}: and what was written");
+        assert!(look(&rig.there, 8192, 4096) == [0xee; 4096], "round {round}: what was read is sent");
+    }
+}
+
+async fn an_empty_chain_is_a_fence(rig: Rig) {
+    let len = rig.engine.max_transfer().min(1 << 20);
+    for tag in 1..=20 {
+        rig.post(BULK, vec![rig.send(0, len)], tag);
+    }
+    let bytes = fill(&rig.here, 5);
+    rig.engine.post(BULK, Chain { transfers: vec![rig.send(0, len)], ..Chain::default() }).unwrap();
+    rig.post(BULK, Vec::new(), 99);
+    let done = rig.completions(21).await;
+    assert_eq!(done.iter().map(|c| c.tag).collect::<Vec<_>>(), (1..=20).chain([99]).collect::<Vec<_>>());
+    assert!(look(&rig.there, 0, len) == bytes[..len], "what had no tag is in place, too");
+}
+
+async fn regions_end_after_their_chains(mut rig: Rig) {
+    for tag in 1..=10 {
+        rig.post(BULK, vec![rig.send(0, 1 << 18)], tag);
+    }
+    let late = tagged(vec![rig.send(0, 8)], 11);
+    let other = rig.engine.register_peer(&rig.peer, 0..LEN).unwrap();
+    drop(std::mem::replace(&mut rig.host, other));
+    rig.engine.post(BULK, late).unwrap();
+    rig.post(BULK, vec![rig.send(0, 8)], 12);
+    let done = rig.completions(12).await;
+    assert!(done[..10].iter().all(|c| c.result.is_ok()), "posted before: {done:?}");
+    assert!(done[10].result.as_ref().unwrap_err().why.contains("not registered"), "{done:?}");
+    assert!(done[11].result.is_ok());
+}
+
+async fn a_full_queue_tells_when_there_is_room(rig: Rig) {
+    let (mut full, mut posted) = (0, 0);
+    // Each takes a while, so that they pile up.
+    while posted < 2 * rig.engine.queue_depth() {
+        let chain = Chain { transfers: vec![rig.send(0, 256 << 10)], ..Chain::default() };
+        match rig.engine.post(BULK, chain) {
+            Ok(()) => posted += 1,
+            Err(Unposted::Full(chain)) => {
+                full += 1;
+                assert_eq!(chain.transfers.len(), 1);
+                let mut polled = false;
+                let room = poll_fn(|cx| {
+                    rig.engine.poll_completions(cx, &mut Vec::new());
+                    if std::mem::replace(&mut polled, true) { Poll::Ready(()) } else { Poll::Pending }
+                });
+                tokio::time::timeout(PATIENCE, room).await.expect("nobody was woken");
+            }
+            Err(Unposted::Refused(e)) => panic!("{e}"),
+        }
+    }
+    assert!(full > 0, "the queue was never full");
+}
+
+async fn parts_of_the_peer_count_from_their_start(rig: Rig) {
+    let part = rig.engine.register_peer(&rig.peer, 4096..12288).unwrap();
+    assert!(rig.here.copy_in(0, b"part"));
+    rig.post(BULK, vec![rig.transfer(&rig.local, 0, &part, 4096, 4)], 1);
+    rig.post(BULK, vec![rig.transfer(&rig.local, 0, &part, 8190, 4)], 2);
+    let done = rig.completions(2).await;
+    assert!(done[0].result.is_ok() && done[1].result.is_err(), "{done:?}");
+    assert_eq!(look(&rig.there, 8192, 4), b"part");
+    assert_eq!(look(&rig.there, 12286, 4), [0; 4]);
+}
+
+async fn a_reset_gives_up_what_is_posted(rig: Rig) {
+    fill(&rig.there, 3);
+    let len = rig.engine.max_transfer();
+    for tag in 1..=50 {
+        rig.post(BULK + tag as usize % 2, vec![rig.fetch(0, 0, len)], tag);
+    }
+    rig.engine.reset();
+    let done = rig.completions(50).await;
+    assert_eq!(done.len(), 50, "each completes once, one way or the other");
+    assert!(rig.here.copy_in(0, &vec![0x55; LEN]));
+    rig.post(BULK, Vec::new(), 51);
+    rig.completions(1).await;
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    assert!(look(&rig.here, 0, LEN).iter().all(|b| *b == 0x55), "nothing is written after that");
+}

@@ -1,0 +1,61 @@
+//! Waking a thread that sleeps on descriptors.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering, fence};
+
+use rustix::event::{PollFd, PollFlags, poll};
+
+use crate::{Doorbell, Result};
+
+/// An eventfd that costs a system call only if the thread sleeps.
+pub(super) struct Alarm {
+    sleeping: AtomicBool,
+    fd: OwnedFd,
+}
+
+impl Alarm {
+    pub(super) fn new() -> Result<Alarm> {
+        Ok(Alarm { sleeping: AtomicBool::new(false), fd: Doorbell::create()? })
+    }
+
+    /// Called after something was put where the thread will look. Pairs with the fence in [`sleep`](Self::sleep): either
+    /// the thread sees it, or we see that it sleeps.
+    pub(super) fn wake(&self) {
+        fence(Ordering::SeqCst);
+        if self.sleeping.load(Ordering::Relaxed) && self.sleeping.swap(false, Ordering::AcqRel) {
+            self.ring();
+        }
+    }
+
+    fn ring(&self) {
+        if let Err(e) = Doorbell::ring(self.fd.as_fd(), 1) {
+            tracing::error!("a thread cannot be woken: {e}");
+        }
+    }
+
+    /// Runs `wait` with the descriptor that wakes it, unless `has_work` is true already.
+    pub(super) fn sleep(&self, has_work: impl FnOnce() -> bool, wait: impl FnOnce(BorrowedFd<'_>)) {
+        self.sleeping.store(true, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+        if !has_work() {
+            wait(self.fd.as_fd());
+        }
+        self.sleeping.store(false, Ordering::Relaxed);
+        take_count(self.fd.as_fd());
+    }
+}
+
+/// Sleeps until `fd` can be read.
+pub(super) fn wait_for(fd: BorrowedFd<'_>) {
+    // Whatever the outcome, the caller looks again.
+    let _ = poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], None);
+}
+
+/// The count of an eventfd, which it sets to zero.
+pub(super) fn take_count(fd: BorrowedFd<'_>) -> u64 {
+    let mut count = [0; 8];
+    match rustix::io::read(fd, &mut count) {
+        Ok(8) => u64::from_ne_bytes(count),
+        _ => 0,
+    }
+}

@@ -1,0 +1,148 @@
+//! Doorbells as messages, never more than the peer has receives for.
+//!
+//! A message is 16 bytes: `"OBBL"`, credits that are given back (u32), and the doorbell's count (u64), little endian. A count of 0 is
+//! no doorbell and only gives credits back. A side may have [`WINDOW`] doorbells under way. What is rung beyond
+//! that is added up and goes in one message when credits come back: nothing is lost or late by more than one round trip.
+//! Messages without a doorbell need no credit: one goes out for each half window that was used up, so that there are at
+//! most two, for which [`RECEIVES`] has room.
+
+use crate::{ChannelError, Result};
+
+/// Doorbells under way at most.
+const WINDOW: u32 = 8;
+/// Receives that a side keeps posted.
+pub(super) const RECEIVES: usize = WINDOW as usize + 4;
+/// Length of a message, in bytes.
+pub(super) const MESSAGE: usize = 16;
+const MAGIC: [u8; 4] = *b"OBBL";
+
+/// One direction's doorbells and the other's credits.
+pub(super) struct Credits {
+    /// Doorbells that may be sent now.
+    left: u32,
+    /// Doorbells received for which no credit was given back.
+    owed: u32,
+    /// Rung and not sent.
+    pending: u64,
+}
+
+impl Default for Credits {
+    fn default() -> Self {
+        Credits { left: WINDOW, owed: 0, pending: 0 }
+    }
+}
+
+impl Credits {
+    /// Rings.
+    pub(super) fn ring(&mut self, count: u64) {
+        self.pending = self.pending.saturating_add(count);
+    }
+
+    /// What is to be sent now, if anything is.
+    pub(super) fn message(&self) -> Option<[u8; MESSAGE]> {
+        let rings = self.pending > 0 && self.left > 0;
+        if !rings && self.owed < WINDOW / 2 {
+            return None;
+        }
+        let count = if rings { self.pending } else { 0 };
+        let mut bytes = [0; MESSAGE];
+        bytes[..4].copy_from_slice(&MAGIC);
+        bytes[4..8].copy_from_slice(&self.owed.to_le_bytes());
+        bytes[8..].copy_from_slice(&count.to_le_bytes());
+        Some(bytes)
+    }
+
+    /// [`message`](Self::message) was sent.
+    pub(super) fn sent(&mut self) {
+        if self.pending > 0 && self.left > 0 {
+            self.left -= 1;
+            self.pending = 0;
+        }
+        self.owed = 0;
+    }
+
+    /// A message has come, and its receive is posted again. Gives the doorbell's count, or 0.
+    ///
+    /// # Errors
+    /// If the message makes no sense.
+    pub(super) fn received(&mut self, message: &[u8]) -> Result<u64> {
+        let Ok(bytes) = <[u8; MESSAGE]>::try_from(message) else {
+            return Err(ChannelError::protocol(format!("a doorbell of {} bytes", message.len())));
+        };
+        let credits = u32::from_le_bytes(bytes[4..8].try_into().expect("four bytes"));
+        let count = u64::from_le_bytes(bytes[8..].try_into().expect("eight bytes"));
+        if bytes[..4] != MAGIC || credits > WINDOW - self.left {
+            return Err(ChannelError::protocol("a doorbell with credits that were not used"));
+        }
+        self.left += credits;
+        if count > 0 {
+            self.owed += 1;
+            if self.owed > WINDOW {
+                return Err(ChannelError::protocol("more doorbells than there were credits for"));
+            }
+        }
+        Ok(count)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[derive(Debug, Clone, Copy)]
+    enum Step {
+        Ring(u64),
+        Send,
+        Receive,
+    }
+
+    fn step() -> impl Strategy<Value = (usize, Step)> {
+        let what = prop_oneof![(1..100_u64).prop_map(Step::Ring), Just(Step::Send), Just(Step::Receive)];
+        (0..2_usize, what)
+    }
+
+    proptest! {
+        /// Whatever the two sides do when: counts arrive in full, no side has more under way than there are receives,
+        /// and nobody waits for ever.
+        #[test]
+        fn nothing_is_lost_and_receives_suffice(steps in proptest::collection::vec(step(), 0..400)) {
+            let mut sides = [Credits::default(), Credits::default()];
+            let mut wires: [VecDeque<[u8; MESSAGE]>; 2] = Default::default();
+            let (mut rung, mut heard) = ([0; 2], [0; 2]);
+            let drain = (0..40).flat_map(|_| [(0, Step::Send), (1, Step::Send), (0, Step::Receive), (1, Step::Receive)]);
+            for (side, step) in steps.into_iter().chain(drain) {
+                match step {
+                    Step::Ring(count) => {
+                        rung[side] += count;
+                        sides[side].ring(count);
+                    }
+                    Step::Send => {
+                        if let Some(message) = sides[side].message() {
+                            sides[side].sent();
+                            wires[1 - side].push_back(message);
+                            prop_assert!(wires[1 - side].len() <= RECEIVES);
+                        }
+                    }
+                    Step::Receive => {
+                        if let Some(message) = wires[side].pop_front() {
+                            heard[1 - side] += sides[side].received(&message).unwrap();
+                        }
+                    }
+                }
+            }
+            prop_assert_eq!(rung, heard);
+        }
+
+        #[test]
+        fn arbitrary_messages_never_panic(messages in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..20), 0..30)) {
+            let mut credits = Credits::default();
+            for message in messages {
+                let _ = credits.received(&message);
+            }
+        }
+    }
+}

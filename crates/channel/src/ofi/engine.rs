@@ -1,0 +1,359 @@
+//! The engine, from its callers' side.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::task::{Context, Poll};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use base::mem::Arena;
+use base::thread::{ThreadClass, spawn};
+use crossbeam_queue::SegQueue;
+use fabric::Library;
+use futures::task::AtomicWaker;
+
+use super::alarm::Alarm;
+use super::worker::Worker;
+use super::{OfiOffer, QUEUES};
+use crate::dma::{OnDrop, PeerId, QueueId};
+use crate::{
+    Attachment, Bell, Chain, ChannelError, Completion, Counters, DmaEngine, Peer, Region, RegionId, Result,
+    Tuning, Unposted,
+};
+
+const QUEUE_DEPTH: usize = 1024;
+/// Transfers are never shorter than that at most, in bytes.
+const LEAST_MAX_TRANSFER: usize = 4096;
+
+/// Settings of an [`OfiEngine`].
+#[derive(Debug, Clone)]
+pub struct OfiOptions {
+    /// The only provider of libfabric that offers may name, e.g. `verbs` or `tcp`.
+    pub provider: String,
+    /// Longest transfer, in bytes; the provider's own limit holds in any case.
+    pub max_transfer: usize,
+    /// How long the thread looks for more work before it sleeps.
+    pub spin: Duration,
+    /// How long attaching may take.
+    pub attach_timeout: Duration,
+}
+
+impl Default for OfiOptions {
+    fn default() -> Self {
+        OfiOptions {
+            provider: "verbs".to_owned(),
+            max_transfer: crate::MAX_TRANSFER,
+            spin: Duration::from_micros(10),
+            attach_timeout: Duration::from_secs(5),
+        }
+    }
+}
+
+/// The engine that moves bytes by one-sided operations of libfabric. Dropping the last handle ends its thread and all
+/// connections.
+pub struct OfiEngine {
+    shared: Arc<Shared>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+    provider: String,
+    configured_max: usize,
+    attach_timeout: Duration,
+}
+
+/// What callers and the thread have in common.
+pub(super) struct Shared {
+    pub(super) commands: SegQueue<Command>,
+    pub(super) queues: [Queue; QUEUES],
+    pub(super) completions: SegQueue<Completion>,
+    pub(super) waker: AtomicWaker,
+    pub(super) alarm: Alarm,
+    pub(super) stopped: AtomicBool,
+    next_id: AtomicU32,
+    /// The smallest of what is configured, what was tuned, and what the provider can do.
+    max_transfer: AtomicUsize,
+    /// What the provider can do.
+    provider_max: AtomicUsize,
+    pub(super) spin_ns: AtomicU64,
+    pub(super) bytes: AtomicU64,
+    pub(super) transfers: AtomicU64,
+    pub(super) doorbells: AtomicU64,
+    pub(super) failed: AtomicU64,
+}
+
+/// One queue, from the callers' side.
+#[derive(Default)]
+pub(super) struct Queue {
+    pub(super) items: SegQueue<Item>,
+    /// Chains posted and not completed.
+    posted: AtomicUsize,
+    /// Whether somebody waits for room.
+    was_full: AtomicBool,
+}
+
+pub(super) enum Item {
+    Chain(Chain),
+    /// The region ends when this has come out of every queue.
+    Unregister(Arc<RegionId>),
+    /// The peer is forgotten when this has come out of every queue.
+    Detach(Arc<PeerId>),
+}
+
+pub(super) enum Command {
+    Local(RegionId, Arc<Arena>),
+    Attach { id: PeerId, offer: OfiOffer, rung: Arc<Rung>, reply: mpsc::SyncSender<Result<usize>> },
+    Window(RegionId, PeerId, Range<usize>),
+    Reset,
+    Stop,
+}
+
+/// What the peer has rung.
+#[derive(Default)]
+pub(super) struct Rung {
+    count: AtomicU64,
+    closed: AtomicBool,
+    waker: AtomicWaker,
+}
+
+impl Rung {
+    pub(super) fn ring(&self, count: u64) {
+        self.count.fetch_add(count, Ordering::AcqRel);
+        self.waker.wake();
+    }
+
+    pub(super) fn close(&self) {
+        self.closed.store(true, Ordering::Release);
+        self.waker.wake();
+    }
+}
+
+struct OfiBell(Arc<Rung>);
+
+impl Bell for OfiBell {
+    fn poll_wait(&self, cx: &mut Context<'_>) -> Poll<std::io::Result<u64>> {
+        self.0.waker.register(cx.waker());
+        let closed = self.0.closed.load(Ordering::Acquire);
+        match self.0.count.swap(0, Ordering::AcqRel) {
+            0 if closed => Poll::Ready(Err(std::io::ErrorKind::ConnectionReset.into())),
+            0 => Poll::Pending,
+            count => Poll::Ready(Ok(count)),
+        }
+    }
+}
+
+impl OfiEngine {
+    /// Loads libfabric and starts the engine's thread.
+    ///
+    /// # Errors
+    /// If there is no libfabric, or the system has no room for another thread.
+    pub fn start(options: OfiOptions) -> Result<Arc<OfiEngine>> {
+        let library = Library::load()?;
+        let configured_max = options.max_transfer.max(LEAST_MAX_TRANSFER);
+        let shared = Arc::new(Shared {
+            commands: SegQueue::new(),
+            queues: Default::default(),
+            completions: SegQueue::new(),
+            waker: AtomicWaker::new(),
+            alarm: Alarm::new()?,
+            stopped: AtomicBool::new(false),
+            next_id: AtomicU32::new(0),
+            max_transfer: AtomicUsize::new(configured_max),
+            provider_max: AtomicUsize::new(usize::MAX),
+            spin_ns: AtomicU64::new(options.spin.as_nanos() as u64),
+            bytes: AtomicU64::new(0),
+            transfers: AtomicU64::new(0),
+            doorbells: AtomicU64::new(0),
+            failed: AtomicU64::new(0),
+        });
+        let worker = Worker::new(Arc::clone(&shared), library);
+        let thread = spawn(ThreadClass::Channel, "ofi", move || worker.run())?;
+        let OfiOptions { provider, attach_timeout, .. } = options;
+        let thread = Mutex::new(Some(thread));
+        Ok(Arc::new(OfiEngine { shared, thread, provider, configured_max, attach_timeout }))
+    }
+
+    /// Joins a store's process by what it [granted](super::OfiGrant). Also returns the bell that the peer rings. Blocks until
+    /// the connections stand.
+    ///
+    /// # Errors
+    /// If the offer names another provider than the one configured, or the connections do not come about in time.
+    pub fn attach_offer(&self, offer: OfiOffer) -> Result<(Peer, Box<dyn Bell>)> {
+        if offer.provider != self.provider {
+            let what = format!("it offers provider {}, this osd uses {}", offer.provider, self.provider);
+            return Err(ChannelError::Refused(what));
+        }
+        let len = usize::try_from(offer.memory.len).unwrap_or(0);
+        if len < 4096 {
+            return Err(ChannelError::protocol(format!("host memory of {len} bytes")));
+        }
+        let (id, rung) = (PeerId(self.fresh_id()), Arc::new(Rung::default()));
+        let shared = Arc::clone(&self.shared);
+        let detach = OnDrop::new(move || shared.to_every_queue(Arc::new(id), Item::Detach));
+        let (reply, answer) = mpsc::sync_channel(1);
+        self.shared.send(Command::Attach { id, offer, rung: Arc::clone(&rung), reply });
+        // On failure, dropping `detach` makes the thread forget what there is of the peer.
+        let provider_max = match answer.recv_timeout(self.attach_timeout) {
+            Ok(result) => result?,
+            Err(mpsc::RecvTimeoutError::Timeout) => {
+                let what = format!("no connection within {:?}", self.attach_timeout);
+                return Err(ChannelError::Refused(what));
+            }
+            Err(mpsc::RecvTimeoutError::Disconnected) => return Err(self.stopped()),
+        };
+        self.shared.provider_max.store(provider_max, Ordering::Relaxed);
+        Ok((Peer { id, len, detach }, Box::new(OfiBell(rung))))
+    }
+
+    fn region(&self, id: RegionId, len: usize) -> Region {
+        let shared = Arc::clone(&self.shared);
+        Region::new(id, len, OnDrop::new(move || shared.to_every_queue(Arc::new(id), Item::Unregister)))
+    }
+
+    fn fresh_id(&self) -> u32 {
+        self.shared.next_id.fetch_add(1, Ordering::Relaxed)
+    }
+
+    fn stopped(&self) -> ChannelError {
+        ChannelError::EngineStopped(self.name().to_owned())
+    }
+}
+
+impl Shared {
+    fn send(&self, command: Command) {
+        self.commands.push(command);
+        self.alarm.wake();
+    }
+
+    fn to_every_queue<T>(&self, what: Arc<T>, item: fn(Arc<T>) -> Item) {
+        for queue in &self.queues {
+            queue.items.push(item(Arc::clone(&what)));
+        }
+        drop(what);
+        self.alarm.wake();
+    }
+
+    /// A chain of that queue has completed; `true` if somebody waits for the room.
+    pub(super) fn chain_ended(&self, queue: QueueId) -> bool {
+        let queue = &self.queues[queue];
+        queue.posted.fetch_sub(1, Ordering::SeqCst) <= QUEUE_DEPTH / 2
+            && queue.was_full.swap(false, Ordering::SeqCst)
+    }
+}
+
+impl Drop for OfiEngine {
+    fn drop(&mut self) {
+        self.shared.send(Command::Stop);
+        if let Some(thread) = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            // A panic in it was reported when it happened.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl DmaEngine for OfiEngine {
+    fn name(&self) -> &str {
+        "ofi"
+    }
+
+    /// Over `tcp` it is slow, but it is what it says.
+    fn is_emulated(&self) -> bool {
+        false
+    }
+
+    fn max_transfer(&self) -> usize {
+        let get = |v: &AtomicUsize| v.load(Ordering::Relaxed);
+        get(&self.shared.max_transfer).min(get(&self.shared.provider_max))
+    }
+
+    fn queues(&self) -> usize {
+        QUEUES
+    }
+
+    fn queue_depth(&self) -> usize {
+        QUEUE_DEPTH
+    }
+
+    fn setup_cost(&self) -> Duration {
+        Duration::ZERO
+    }
+
+    fn register_local(&self, arena: &Arc<Arena>) -> Result<Region> {
+        let id = RegionId(self.fresh_id());
+        self.shared.send(Command::Local(id, Arc::clone(arena)));
+        Ok(self.region(id, arena.len()))
+    }
+
+    /// Always refused: descriptors are of no use to another machine. See [`attach_offer`](OfiEngine::attach_offer).
+    fn attach(&self, _: Attachment, _: usize) -> Result<(Peer, Box<dyn Bell>)> {
+        Err(ChannelError::Refused("the engine ofi needs an offer, and the peer sent descriptors".into()))
+    }
+
+    fn register_peer(&self, peer: &Peer, range: Range<usize>) -> Result<Region> {
+        if range.is_empty() || range.end > peer.len {
+            let what = format!("{range:?} is not inside {} bytes of peer memory", peer.len);
+            return Err(ChannelError::Transfer(what));
+        }
+        let (id, len) = (RegionId(self.fresh_id()), range.len());
+        self.shared.send(Command::Window(id, peer.id, range));
+        Ok(self.region(id, len))
+    }
+
+    fn post(&self, queue: QueueId, chain: Chain) -> Result<(), Unposted> {
+        // What was asked for before the engine was tuned is still possible.
+        let most = self.configured_max.min(self.shared.provider_max.load(Ordering::Relaxed));
+        if let Some(long) = chain.transfers.iter().find(|t| t.len > most) {
+            let what = format!("{} bytes in one transfer, at most {most} are possible", long.len);
+            return Err(Unposted::Refused(ChannelError::Transfer(what)));
+        }
+        let Some(queue) = self.shared.queues.get(queue) else {
+            let what = format!("there is no queue {queue}, only {QUEUES}");
+            return Err(Unposted::Refused(ChannelError::Transfer(what)));
+        };
+        if self.shared.stopped.load(Ordering::Relaxed) {
+            return Err(Unposted::Refused(self.stopped()));
+        }
+        while queue.posted.fetch_add(1, Ordering::SeqCst) >= QUEUE_DEPTH {
+            queue.posted.fetch_sub(1, Ordering::SeqCst);
+            queue.was_full.store(true, Ordering::SeqCst);
+            // If it has emptied meanwhile, nobody might wake us any more; then there is room.
+            if queue.posted.load(Ordering::SeqCst) > QUEUE_DEPTH / 2 {
+                return Err(Unposted::Full(chain));
+            }
+        }
+        queue.items.push(Item::Chain(chain));
+        self.shared.alarm.wake();
+        Ok(())
+    }
+
+    fn poll_completions(&self, cx: &mut Context<'_>, out: &mut Vec<Completion>) {
+        self.shared.waker.register(cx.waker());
+        while let Some(completion) = self.shared.completions.pop() {
+            out.push(completion);
+        }
+    }
+
+    fn tune(&self, tuning: Tuning) {
+        if let Some(most) = tuning.max_transfer {
+            let most = most.clamp(LEAST_MAX_TRANSFER, self.configured_max);
+            self.shared.max_transfer.store(most, Ordering::Relaxed);
+        }
+        if let Some(spin) = tuning.spin {
+            self.shared.spin_ns.store(spin.as_nanos() as u64, Ordering::Relaxed);
+        }
+    }
+
+    /// Closes the connections to all peers: that is what makes sure that nothing touches memory any more. Peers must be
+    /// attached anew.
+    fn reset(&self) {
+        self.shared.send(Command::Reset);
+    }
+
+    fn counters(&self) -> Counters {
+        let get = |v: &AtomicU64| v.load(Ordering::Relaxed);
+        Counters {
+            bytes: get(&self.shared.bytes),
+            transfers: get(&self.shared.transfers),
+            doorbells: get(&self.shared.doorbells),
+            failed: get(&self.shared.failed),
+        }
+    }
+}

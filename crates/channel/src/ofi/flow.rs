@@ -1,0 +1,163 @@
+//! The chains of one queue that have been taken up and are not finished, in the order posted.
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use crate::dma::{Failed, PeerId};
+use crate::{Chain, Completion};
+
+/// A chain that is being carried out.
+pub(super) struct Work {
+    pub(super) chain: Chain,
+    /// The peer that its transfers and its doorbell are for.
+    pub(super) peer: Option<PeerId>,
+    posted: Vec<Posted>,
+    /// Its doorbell, if it has one, is on its way.
+    pub(super) rung: bool,
+    started: Option<Instant>,
+    /// What must be confirmed before it is complete: writes of a peer's lane up to a number.
+    pub(super) awaits: Vec<(PeerId, u64)>,
+    failure: Option<String>,
+    /// Its peer has gone: nothing is awaited any more, and so many transfers were done.
+    abandoned: Option<usize>,
+}
+
+/// A transfer that was posted, with its number on the lane.
+struct Posted {
+    number: u64,
+    read: bool,
+    complete: bool,
+}
+
+impl Work {
+    pub(super) fn new(chain: Chain) -> Work {
+        Work {
+            chain,
+            peer: None,
+            posted: Vec::new(),
+            rung: false,
+            started: None,
+            awaits: Vec::new(),
+            failure: None,
+            abandoned: None,
+        }
+    }
+
+    /// The transfer to post next.
+    pub(super) fn next(&self) -> Option<crate::Transfer> {
+        self.chain.transfers.get(self.posted.len()).copied()
+    }
+
+    /// Whether everything that is to be posted was.
+    pub(super) fn is_posted(&self) -> bool {
+        self.failure.is_some() || self.next().is_none() && (self.rung || self.chain.ring.is_none())
+    }
+
+    pub(super) fn has_posted(&mut self, number: u64, read: bool) {
+        self.started.get_or_insert_with(Instant::now);
+        self.posted.push(Posted { number, read, complete: false });
+    }
+
+    /// A transfer has completed; gives its length, in bytes.
+    pub(super) fn complete(&mut self, number: u64) -> usize {
+        match self.posted.iter_mut().position(|op| op.number == number) {
+            Some(at) => {
+                self.posted[at].complete = true;
+                self.chain.transfers[at].len
+            }
+            None => 0,
+        }
+    }
+
+    /// Whether all reads among its transfers have completed.
+    pub(super) fn has_read(&self) -> bool {
+        self.posted.iter().all(|op| op.complete || !op.read)
+    }
+
+    /// Whether all its transfers have completed on this side.
+    pub(super) fn is_complete(&self) -> bool {
+        self.abandoned.is_some() || self.posted.iter().all(|op| op.complete)
+    }
+
+    /// Nothing more of it will be posted.
+    pub(super) fn fail(&mut self, why: &str) {
+        self.failure.get_or_insert_with(|| why.to_owned());
+    }
+
+    /// Its peer has gone, having confirmed writes up to `confirmed`.
+    pub(super) fn abandon(&mut self, why: &str, confirmed: u64) {
+        self.fail(why);
+        if self.abandoned.is_none() {
+            self.abandoned = Some(self.done(confirmed));
+        }
+        self.awaits.clear();
+    }
+
+    /// Transfers from the start that are done on both sides.
+    fn done(&self, confirmed: u64) -> usize {
+        let done = |op: &&Posted| if op.read { op.complete } else { op.number <= confirmed };
+        self.posted.iter().take_while(done).count()
+    }
+
+    /// Its completion, if one is due. All its transfers have been confirmed, or it was abandoned.
+    pub(super) fn finish(self) -> Option<Completion> {
+        let finished = Instant::now();
+        let done = self.abandoned.unwrap_or(self.posted.len());
+        let result = self.failure.map_or(Ok(()), |why| Err(Failed { done, why }));
+        if self.chain.tag.is_none() && result.is_ok() {
+            return None;
+        }
+        let (tag, started) = (self.chain.tag.unwrap_or(0), self.started.unwrap_or(finished));
+        Some(Completion { tag, result, started, finished })
+    }
+
+    pub(super) fn has_failed(&self) -> bool {
+        self.failure.is_some()
+    }
+}
+
+/// Chains in order, with consecutive numbers.
+#[derive(Default)]
+pub(super) struct Flow {
+    works: VecDeque<Work>,
+    first: u64,
+    /// The last one cannot go on before something completes.
+    pub(super) blocked: bool,
+}
+
+impl Flow {
+    pub(super) fn push(&mut self, work: Work) {
+        self.works.push_back(work);
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.works.is_empty()
+    }
+
+    /// The only one that may not be posted in full, and its number.
+    pub(super) fn last(&mut self) -> Option<(u64, &mut Work)> {
+        let number = self.first + (self.works.len() as u64).checked_sub(1)?;
+        self.works.back_mut().map(|work| (number, work))
+    }
+
+    pub(super) fn get(&mut self, number: u64) -> Option<&mut Work> {
+        let index = usize::try_from(number.checked_sub(self.first)?).ok()?;
+        self.works.get_mut(index)
+    }
+
+    /// Takes the first one if it is posted, complete, and all it awaits is `confirmed`.
+    pub(super) fn pop_finished(&mut self, confirmed: impl Fn(PeerId, u64) -> bool) -> Option<Work> {
+        let work = self.works.front()?;
+        let finished =
+            work.is_posted() && work.is_complete() && work.awaits.iter().all(|(p, n)| confirmed(*p, *n));
+        if !finished {
+            return None;
+        }
+        self.first += 1;
+        self.works.pop_front()
+    }
+
+    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Work> {
+        self.works.iter_mut()
+    }
+}

@@ -1,0 +1,59 @@
+//! What a connection request says: 24 bytes of private data, which every provider has room for.
+//!
+//! ```text
+//!   0      4        6       7       8        24
+//!   +------+--------+-------+-------+--------+
+//!   | OBFI | version| queue | queues| secret |      little endian
+//!   +------+--------+-------+-------+--------+
+//! ```
+
+use super::QUEUES;
+
+/// Version of what is said over the connections.
+const VERSION: u16 = 1;
+const LEN: usize = 24;
+
+/// Which connection of which session is asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Greeting {
+    pub(super) queue: usize,
+    pub(super) secret: u128,
+}
+
+impl Greeting {
+    pub(super) fn encode(self) -> [u8; LEN] {
+        let mut bytes = [0; LEN];
+        bytes[..4].copy_from_slice(b"OBFI");
+        bytes[4..6].copy_from_slice(&VERSION.to_le_bytes());
+        bytes[6] = self.queue as u8;
+        bytes[7] = QUEUES as u8;
+        bytes[8..].copy_from_slice(&self.secret.to_le_bytes());
+        bytes
+    }
+
+    /// `None` if it is not one of this version. Providers may append zeros.
+    pub(super) fn decode(data: &[u8]) -> Option<Greeting> {
+        let bytes: &[u8; LEN] = data.first_chunk()?;
+        let secret = u128::from_le_bytes(*bytes[8..].first_chunk()?);
+        let greeting = Greeting { queue: usize::from(bytes[6]), secret };
+        (greeting.queue < QUEUES && greeting.encode() == *bytes).then_some(greeting)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_greetings_are_greetings() {
+        let greeting = Greeting { queue: 3, secret: 1 << 100 | 5 };
+        let bytes = greeting.encode();
+        assert_eq!(Greeting::decode(&[&bytes[..], &[0; 30]].concat()), Some(greeting));
+        assert_eq!(Greeting::decode(&bytes[..LEN - 1]), None);
+        for (at, wrong) in [(0, b'X'), (4, 9), (6, QUEUES as u8), (7, 1)] {
+            let mut other = bytes;
+            other[at] = wrong;
+            assert_eq!(Greeting::decode(&other), None, "{at}");
+        }
+    }
+}

@@ -1,0 +1,56 @@
+//! Which operations of one endpoint must wait for earlier ones.
+//!
+//! Providers order writes among themselves, and reads after writes. They do not order a write after a read (InfiniBand's
+//! responder may carry the read out later), and they know nothing of local bytes that two operations use.
+
+use std::ops::Range;
+
+use crate::RegionId;
+
+/// What an operation touches.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Footprint {
+    /// Whether it reads remote memory into local memory, rather than the other way.
+    pub(super) read: bool,
+    /// Local bytes, and in which region.
+    pub(super) local: (RegionId, Range<usize>),
+    /// Remote bytes, from the start of the peer's memory.
+    pub(super) remote: Range<usize>,
+}
+
+impl Footprint {
+    /// Whether this operation must wait until `earlier` has completed.
+    pub(super) fn must_follow(&self, earlier: &Footprint) -> bool {
+        let same_region = self.local.0 == earlier.local.0;
+        let local = same_region && overlap(&self.local.1, &earlier.local.1) && (self.read || earlier.read);
+        let remote = earlier.read && !self.read && overlap(&self.remote, &earlier.remote);
+        local || remote
+    }
+}
+
+fn overlap(a: &Range<usize>, b: &Range<usize>) -> bool {
+    a.start < b.end && b.start < a.end
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn footprint(read: bool, region: u32, local: Range<usize>, remote: Range<usize>) -> Footprint {
+        Footprint { read, local: (RegionId(region), local), remote }
+    }
+
+    #[test]
+    fn only_what_providers_do_not_order_waits() {
+        let write = footprint(false, 1, 0..10, 100..110);
+        let read = footprint(true, 1, 50..60, 100..110);
+        assert!(!write.must_follow(&write), "writes are in order");
+        assert!(!read.must_follow(&write), "a read sees the writes before it");
+        assert!(write.must_follow(&read), "a write must not overtake a read of the same bytes");
+        assert!(!footprint(false, 1, 0..10, 110..120).must_follow(&read), "of others it may");
+        assert!(footprint(false, 1, 59..61, 0..2).must_follow(&read), "what was read is written on");
+        assert!(!footprint(false, 2, 59..61, 0..2).must_follow(&read), "other memory");
+        assert!(footprint(true, 1, 9..12, 0..3).must_follow(&write), "the write's source is still needed");
+        assert!(footprint(true, 1, 50..51, 7..8).must_follow(&read), "both write the same bytes");
+    }
+}

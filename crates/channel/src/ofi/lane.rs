@@ -1,0 +1,103 @@
+//! One queue's connection to one peer, as the engine has it: what is under way, and how far writes are known to be in place.
+
+use fabric::{PostError, RemoteRegion, Slice};
+
+use super::hazards::Footprint;
+use super::line::Line;
+
+/// Operations of one lane under way at most.
+pub(super) const WINDOW: usize = 32;
+/// Bytes that are read to learn that writes are in place.
+const PROBE: usize = 8;
+
+/// Numbers of operations count up from 1 in the order posted.
+pub(super) struct Lane {
+    pub(super) line: Line,
+    /// The last operation, write and read that were posted.
+    last: u64,
+    pub(super) last_write: u64,
+    last_read: u64,
+    /// Writes up to here are in place.
+    pub(super) confirmed: u64,
+    under_way: Vec<UnderWay>,
+}
+
+struct UnderWay {
+    number: u64,
+    /// The chain it belongs to and what it touches; `None` for a probe.
+    of: Option<(u64, Footprint)>,
+}
+
+/// An operation that has completed.
+pub(super) struct Done {
+    pub(super) number: u64,
+    /// Its chain; `None` for a probe.
+    pub(super) chain: Option<u64>,
+}
+
+impl Lane {
+    pub(super) fn new(line: Line) -> Lane {
+        Lane { line, last: 0, last_write: 0, last_read: 0, confirmed: 0, under_way: Vec::new() }
+    }
+
+    /// Whether an operation that touches this can be posted now.
+    pub(super) fn has_room_for(&self, footprint: &Footprint) -> bool {
+        let mut earlier = self.under_way.iter().filter_map(|op| op.of.as_ref());
+        self.under_way.len() < WINDOW && !earlier.any(|(_, earlier)| footprint.must_follow(earlier))
+    }
+
+    /// Posts one transfer of the chain `chain` and gives its number.
+    pub(super) fn post(
+        &mut self,
+        chain: u64,
+        footprint: Footprint,
+        local: Slice<'_>,
+        memory: &RemoteRegion,
+    ) -> Result<u64, PostError> {
+        let number = self.last + 1;
+        let remote = memory.slice(footprint.remote.start, footprint.remote.len())?;
+        if footprint.read {
+            self.line.endpoint.read(local, remote, number)?;
+            self.last_read = number;
+        } else {
+            self.line.endpoint.write(local, remote, number)?;
+            self.last_write = number;
+        }
+        self.last = number;
+        self.under_way.push(UnderWay { number, of: Some((chain, footprint)) });
+        Ok(number)
+    }
+
+    /// Sees to it that the writes up to `number` are confirmed. One probe at a time.
+    pub(super) fn confirm(
+        &mut self,
+        number: u64,
+        scratch: Slice<'_>,
+        memory: &RemoteRegion,
+    ) -> Result<(), PostError> {
+        let probing = self.under_way.iter().any(|op| op.of.is_none());
+        if self.confirmed >= number || self.last_read > number || probing {
+            return Ok(());
+        }
+        let probe = self.last + 1;
+        self.line.endpoint.read(scratch, memory.slice(0, PROBE)?, probe)?;
+        (self.last, self.last_read) = (probe, probe);
+        self.under_way.push(UnderWay { number: probe, of: None });
+        Ok(())
+    }
+
+    /// A read or a write has completed well.
+    pub(super) fn complete(&mut self, number: u64, read: bool) -> Option<Done> {
+        let at = self.under_way.iter().position(|op| op.number == number)?;
+        let UnderWay { of, .. } = self.under_way.swap_remove(at);
+        if read {
+            self.confirmed = self.confirmed.max(number);
+        }
+        Some(Done { number, chain: of.map(|(chain, _)| chain) })
+    }
+}
+
+/// Where probes are read to.
+pub(super) fn scratch(port: &super::port::Port) -> fabric::Result<Slice<'_>> {
+    port.scratch.slice(0, PROBE)
+}

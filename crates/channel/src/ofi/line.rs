@@ -1,0 +1,73 @@
+//! One connection of a session, as both sides have it: an endpoint and doorbells both ways.
+
+use base::mem::Arena;
+use fabric::{Access, Completion, Domain, Endpoint, MemoryRegion, PostError};
+
+use super::credits::{Credits, MESSAGE, RECEIVES};
+use crate::Result;
+
+/// Bytes between the buffers of two receives.
+const SLOT: usize = 64;
+
+/// An endpoint with receives posted.
+pub(super) struct Line {
+    pub(super) endpoint: Endpoint,
+    pub(super) established: bool,
+    credits: Credits,
+    slots: MemoryRegion,
+}
+
+impl Line {
+    /// Posts the receives; the endpoint is to be established after that.
+    pub(super) fn new(endpoint: Endpoint, domain: &Domain) -> Result<Line> {
+        let slots = MemoryRegion::register(domain, &Arena::anonymous(RECEIVES * SLOT)?, Access::Local)?;
+        let line = Line { endpoint, established: false, credits: Credits::default(), slots };
+        for slot in 0..RECEIVES {
+            line.receive(slot).map_err(fail)?;
+        }
+        Ok(line)
+    }
+
+    fn receive(&self, slot: usize) -> Result<(), PostError> {
+        self.endpoint.receive(self.slots.slice(slot * SLOT, SLOT)?, slot as u64)
+    }
+
+    /// Rings the peer's doorbell, when [`flush`](Self::flush) is called next.
+    pub(super) fn ring(&mut self, count: u64) {
+        self.credits.ring(count);
+    }
+
+    /// Sends what is to be sent; `false` if there is something that could not be.
+    pub(super) fn flush(&mut self) -> Result<bool> {
+        if !self.established {
+            return Ok(true);
+        }
+        while let Some(message) = self.credits.message() {
+            match self.endpoint.inject(&message) {
+                Ok(()) => self.credits.sent(),
+                Err(PostError::Full) => return Ok(false),
+                Err(e) => return Err(fail(e)),
+            }
+        }
+        Ok(true)
+    }
+
+    /// A receive has completed well: gives the doorbell's count, or 0.
+    pub(super) fn received(&mut self, completion: &Completion) -> Result<u64> {
+        let slot = completion.token as usize % RECEIVES;
+        let mut message = [0; MESSAGE + 1];
+        let len = completion.len.min(message.len());
+        let inside = self.slots.arena().copy_out(slot * SLOT, &mut message[..len]);
+        debug_assert!(inside, "slots are inside");
+        self.receive(slot).map_err(fail)?;
+        self.credits.received(&message[..len])
+    }
+}
+
+/// A post that must not fail has failed.
+fn fail(error: PostError) -> crate::ChannelError {
+    match error {
+        PostError::Failed(e) => e.into(),
+        full => crate::ChannelError::Transfer(full.to_string()),
+    }
+}

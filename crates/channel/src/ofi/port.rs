@@ -1,0 +1,68 @@
+//! A network device, opened: what endpoints are made from.
+
+use std::time::Duration;
+
+use base::mem::Arena;
+use fabric::{
+    Access, Completion, CompletionQueue, Domain, Event, EventQueue, Fabric, Info, Library, MemoryRegion,
+    Query, Target, Waitable,
+};
+
+use super::credits::MESSAGE;
+use crate::{ChannelError, Result};
+
+/// Fabric, domain and queues, and memory for what is read only to see that it can be.
+pub(super) struct Port {
+    pub(super) completions: CompletionQueue,
+    pub(super) events: EventQueue,
+    pub(super) scratch: MemoryRegion,
+    pub(super) domain: Domain,
+}
+
+impl Port {
+    /// Opens the device that `info` names, for `depth` operations at a time.
+    pub(super) fn open(info: Info, depth: usize) -> Result<Port> {
+        if info.inject_size() < MESSAGE {
+            let what =
+                format!("{} injects {} bytes, {MESSAGE} are needed", info.provider(), info.inject_size());
+            return Err(ChannelError::Refused(what));
+        }
+        let fabric = Fabric::open(&info)?;
+        let domain = Domain::open(&fabric, info)?;
+        let completions = CompletionQueue::open(&domain, depth)?;
+        let scratch = MemoryRegion::register(&domain, &Arena::anonymous(4096)?, Access::Local)?;
+        Ok(Port { events: EventQueue::open(&fabric)?, completions, scratch, domain })
+    }
+
+    /// Whether endpoints for `info` can be made from it.
+    pub(super) fn suits(&self, info: &Info) -> bool {
+        let own = self.domain.info();
+        own.provider() == info.provider()
+            && own.fabric_name() == info.fabric_name()
+            && own.domain_name() == info.domain_name()
+    }
+
+    /// Takes all that has happened; also what makes bytes move.
+    pub(super) fn poll(&self, events: &mut Vec<Event>, completions: &mut Vec<Completion>) -> Result<()> {
+        self.completions.poll(completions)?;
+        while let Some(event) = self.events.read()? {
+            events.push(event);
+        }
+        Ok(())
+    }
+
+    /// Sleeps until there may be something, or one of `others` can be read.
+    pub(super) fn wait(&self, others: &[std::os::fd::BorrowedFd<'_>], timeout: Option<Duration>) {
+        let queues: [&dyn Waitable; 2] = [&self.events, &self.completions];
+        if let Err(e) = fabric::wait(self.domain.fabric(), &queues, others, timeout) {
+            tracing::error!("cannot wait for the network: {e}");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+/// The provider's best offer for `target`.
+pub(super) fn query(library: Library, provider: &str, target: Target) -> Result<Info> {
+    let query = Query { provider: Some(provider.to_owned()), target };
+    Ok(library.query(&query)?.swap_remove(0))
+}

@@ -1,0 +1,66 @@
+//! Whether to look once more before sleeping.
+
+use std::time::{Duration, Instant};
+
+/// So many failures in a row end spinning; then every so many sleeps it is tried again.
+const CREDIT_MAX: u32 = 8;
+const RETRY: u32 = 32;
+
+/// Spins for a while as long as that finds work.
+pub(super) struct Spinner {
+    credit: u32,
+    sleeps: u32,
+    since: Option<Instant>,
+}
+
+impl Default for Spinner {
+    fn default() -> Self {
+        Spinner { credit: CREDIT_MAX, sleeps: 0, since: None }
+    }
+}
+
+impl Spinner {
+    /// There was work.
+    pub(super) fn worked(&mut self) {
+        if self.since.take().is_some() {
+            self.credit = CREDIT_MAX.min(self.credit + 2);
+        }
+    }
+
+    /// There was none: whether to look again rather than to sleep.
+    pub(super) fn look_again(&mut self, spin: Duration) -> bool {
+        let Some(since) = self.since else {
+            self.sleeps = self.sleeps.wrapping_add(1);
+            let tried = !spin.is_zero() && (self.credit > 0 || self.sleeps.is_multiple_of(RETRY));
+            self.since = tried.then(Instant::now);
+            return tried;
+        };
+        if since.elapsed() < spin {
+            std::hint::spin_loop();
+            return true;
+        }
+        self.since = None;
+        self.credit = self.credit.saturating_sub(1);
+        false
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn spinning_that_never_pays_becomes_rare() {
+        let mut spinner = Spinner::default();
+        let spin = Duration::from_nanos(1);
+        let mut tried = 0;
+        for _ in 0..1000 {
+            if spinner.look_again(spin) {
+                tried += 1;
+                while spinner.look_again(spin) {}
+            }
+        }
+        assert!((CREDIT_MAX..60).contains(&tried), "{tried}");
+        assert!(!Spinner::default().look_again(Duration::ZERO));
+    }
+}

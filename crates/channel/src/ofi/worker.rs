@@ -1,0 +1,557 @@
+//! The engine's thread.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+
+use base::mem::Arena;
+use fabric::{
+    Access, Completion, Endpoint, Event, Info, Library, MemoryRegion, Operation, PostError, RemoteRegion,
+    Target,
+};
+
+use super::alarm::wait_for;
+use super::credits::RECEIVES;
+use super::engine::{Command, Item, Rung, Shared};
+use super::flow::{Flow, Work};
+use super::greeting::Greeting;
+use super::hazards::Footprint;
+use super::lane::{Lane, WINDOW, scratch};
+use super::line::Line;
+use super::port::{Port, query};
+use super::spinner::Spinner;
+use super::{OfiOffer, QUEUES};
+use crate::dma::{PeerId, QueueId};
+use crate::{ChannelError, RegionId, Result, Transfer};
+
+/// Room in the completion queue: for the peer in use and one that has not been forgotten yet.
+const DEPTH: usize = 2 * QUEUES * (WINDOW + RECEIVES + 4);
+/// When the provider is full without anything of ours being under way, it is asked again after that.
+const RETRY: Duration = Duration::from_millis(1);
+
+/// Memory of this process.
+struct Local {
+    /// `None` while there is no port, or if it could not be registered.
+    registered: Option<MemoryRegion>,
+    arena: Arc<Arena>,
+}
+
+/// A store's process.
+struct Remote {
+    memory: RemoteRegion,
+    rung: Arc<Rung>,
+    /// By queue. None if the connections are closed.
+    lanes: Vec<Lane>,
+    /// Who waits for the connections to stand.
+    attaching: Option<mpsc::SyncSender<Result<usize>>>,
+}
+
+/// Where a transfer goes.
+struct Plan {
+    peer: PeerId,
+    local: MemoryRegion,
+    footprint: Footprint,
+}
+
+pub(super) struct Worker {
+    shared: Arc<Shared>,
+    library: Library,
+    flows: [Flow; QUEUES],
+    /// What must wait until its queue has no chain under way.
+    held: [Option<Item>; QUEUES],
+    peers: HashMap<PeerId, Remote>,
+    locals: HashMap<RegionId, Local>,
+    windows: HashMap<RegionId, (PeerId, Range<usize>)>,
+    port: Option<Port>,
+    /// There are completions to tell of.
+    completed: bool,
+    /// The provider was full.
+    retry: bool,
+    running: bool,
+    bytes_metric: metrics::Counter,
+    transfers_metric: metrics::Counter,
+}
+
+impl Worker {
+    pub(super) fn new(shared: Arc<Shared>, library: Library) -> Worker {
+        Worker {
+            shared,
+            library,
+            flows: Default::default(),
+            held: Default::default(),
+            peers: HashMap::new(),
+            locals: HashMap::new(),
+            windows: HashMap::new(),
+            port: None,
+            completed: false,
+            retry: false,
+            running: true,
+            bytes_metric: metrics::counter!("outboard_channel_dma_bytes"),
+            transfers_metric: metrics::counter!("outboard_channel_dma_transfers"),
+        }
+    }
+
+    pub(super) fn run(mut self) {
+        let mut spinner = Spinner::default();
+        while self.running {
+            let worked = self.turn();
+            if std::mem::take(&mut self.completed) {
+                self.shared.waker.wake();
+            }
+            let spin = Duration::from_nanos(self.shared.spin_ns.load(Ordering::Relaxed));
+            if worked {
+                spinner.worked();
+            } else if self.running && !spinner.look_again(spin) {
+                self.sleep();
+            }
+        }
+        self.shared.stopped.store(true, Ordering::Relaxed);
+        self.reset("the engine has stopped");
+        self.shared.waker.wake();
+    }
+
+    /// Does what there is to do; `false` if that was nothing.
+    fn turn(&mut self) -> bool {
+        self.retry = false;
+        let mut worked = self.take_commands();
+        worked |= self.poll();
+        for queue in 0..QUEUES {
+            worked |= self.advance(queue);
+        }
+        self.flush();
+        worked
+    }
+
+    fn has_input(&self) -> bool {
+        let mut queues = self.shared.queues.iter().zip(&self.flows);
+        !self.shared.commands.is_empty() || queues.any(|(q, flow)| !flow.blocked && !q.items.is_empty())
+    }
+
+    fn sleep(&self) {
+        let timeout = self.retry.then_some(RETRY);
+        let wait = |alarm: std::os::fd::BorrowedFd<'_>| match &self.port {
+            Some(port) => port.wait(&[alarm], timeout),
+            None => wait_for(alarm),
+        };
+        self.shared.alarm.sleep(|| self.has_input(), wait);
+    }
+
+    fn take_commands(&mut self) -> bool {
+        let mut worked = false;
+        while let Some(command) = self.shared.commands.pop() {
+            worked = true;
+            match command {
+                Command::Local(id, arena) => {
+                    let registered = self.port.as_ref().and_then(|port| register(port, &arena));
+                    self.locals.insert(id, Local { registered, arena });
+                }
+                Command::Attach { id, offer, rung, reply } => {
+                    if let Err(e) = self.attach(id, &offer, rung, &reply) {
+                        self.peers.remove(&id);
+                        // Whoever asked may have given up.
+                        let _ = reply.try_send(Err(e));
+                    }
+                }
+                Command::Window(id, peer, range) => drop(self.windows.insert(id, (peer, range))),
+                Command::Reset => self.reset("the engine was reset"),
+                Command::Stop => self.running = false,
+            }
+        }
+        worked
+    }
+
+    /// Starts connecting; the reply follows when all connections stand.
+    fn attach(
+        &mut self,
+        id: PeerId,
+        offer: &OfiOffer,
+        rung: Arc<Rung>,
+        reply: &mpsc::SyncSender<Result<usize>>,
+    ) -> Result<()> {
+        let info = query(self.library, &offer.provider, Target::Connect(offer.address))?;
+        self.open_port(&info, offer)?;
+        let port = self.port.as_ref().ok_or_else(|| ChannelError::protocol("no port"))?;
+        let mut lanes = Vec::with_capacity(QUEUES);
+        for queue in 0..QUEUES {
+            let token = token_of(id, queue);
+            let endpoint = Endpoint::connecting(&info, &port.events, &port.completions, token)?;
+            let line = Line::new(endpoint, &port.domain)?;
+            line.endpoint.establish(&Greeting { queue, secret: offer.secret }.encode())?;
+            lanes.push(Lane::new(line));
+        }
+        let attaching = Some(reply.clone());
+        self.peers.insert(id, Remote { memory: offer.memory, rung, lanes, attaching });
+        Ok(())
+    }
+
+    /// Sees to it that the port suits `info`, with all local memory registered.
+    fn open_port(&mut self, info: &Info, offer: &OfiOffer) -> Result<()> {
+        if self.port.as_ref().is_some_and(|port| port.suits(info)) {
+            return Ok(());
+        }
+        if self.peers.values().any(|peer| !peer.lanes.is_empty()) {
+            let what = format!("{} is reached by another device than the peer in use", offer.address);
+            return Err(ChannelError::Refused(what));
+        }
+        for local in self.locals.values_mut() {
+            local.registered = None;
+        }
+        self.port = None;
+        let target = Target::Connect(offer.address);
+        let port = Port::open(query(self.library, &offer.provider, target)?, DEPTH)?;
+        for local in self.locals.values_mut() {
+            local.registered = Some(MemoryRegion::register(&port.domain, &local.arena, Access::Local)?);
+        }
+        self.port = Some(port);
+        Ok(())
+    }
+
+    /// Takes what the port has; `false` if that is nothing.
+    fn poll(&mut self) -> bool {
+        let Some(port) = &self.port else { return false };
+        let (mut events, mut completions) = (Vec::new(), Vec::new());
+        if let Err(e) = port.poll(&mut events, &mut completions) {
+            self.reset(&format!("the device failed: {e}"));
+            self.port = None;
+            return true;
+        }
+        let worked = !events.is_empty() || !completions.is_empty();
+        for completion in completions {
+            self.completed(&completion);
+        }
+        for event in events {
+            self.happened(event);
+        }
+        worked
+    }
+
+    fn happened(&mut self, event: Event) {
+        match event {
+            Event::Connected { endpoint, .. } => self.connected(endpoint),
+            Event::Closed { endpoint } => self.lose(peer_of(endpoint), "the peer closed the connection"),
+            Event::Failed { endpoint, error, data } => {
+                let reason = String::from_utf8_lossy(&data);
+                let reason = reason.trim_end_matches('\0');
+                self.lose(peer_of(endpoint), &format!("{error}: {reason}"));
+            }
+            _ => {}
+        }
+    }
+
+    fn connected(&mut self, endpoint: u64) {
+        let max = self.port.as_ref().map_or(0, |port| port.domain.info().max_msg_size());
+        let Some(peer) = self.peers.get_mut(&peer_of(endpoint)) else { return };
+        let Some(lane) = peer.lanes.get_mut(queue_of(endpoint)) else { return };
+        lane.line.established = true;
+        if peer.lanes.iter().all(|lane| lane.line.established)
+            && let Some(reply) = peer.attaching.take()
+        {
+            // Whoever asked may have given up; then the peer is being detached.
+            let _ = reply.try_send(Ok(max));
+        }
+    }
+
+    fn completed(&mut self, completion: &Completion) {
+        let (id, queue) = (peer_of(completion.endpoint), queue_of(completion.endpoint));
+        if let Err(e) = &completion.result {
+            return self.lose(id, &format!("{:?} failed: {e}", completion.operation));
+        }
+        let Some(peer) = self.peers.get_mut(&id) else { return };
+        let Some(lane) = peer.lanes.get_mut(queue) else { return };
+        match completion.operation {
+            Operation::Receive => match lane.line.received(completion) {
+                Ok(0) => {}
+                Ok(count) => peer.rung.ring(count),
+                Err(e) => self.lose(id, &e.to_string()),
+            },
+            Operation::Send => {}
+            operation => {
+                let done = lane.complete(completion.token, operation == Operation::Read);
+                let Some(done) = done else { return };
+                let work = done.chain.and_then(|chain| self.flows[queue].get(chain));
+                if let Some(work) = work {
+                    let len = work.complete(done.number) as u64;
+                    self.shared.bytes.fetch_add(len, Ordering::Relaxed);
+                    self.shared.transfers.fetch_add(1, Ordering::Relaxed);
+                    self.bytes_metric.increment(len);
+                    self.transfers_metric.increment(1);
+                }
+            }
+        }
+    }
+
+    /// Closes the connections to a peer, after which nothing of it touches memory, and fails its chains.
+    fn lose(&mut self, id: PeerId, why: &str) {
+        let Some(peer) = self.peers.get_mut(&id) else { return };
+        let lanes = std::mem::take(&mut peer.lanes);
+        if lanes.is_empty() {
+            return;
+        }
+        let confirmed: Vec<u64> = lanes.iter().map(|lane| lane.confirmed).collect();
+        drop(lanes);
+        tracing::debug!("peer {}: {why}", id.0);
+        peer.rung.close();
+        if let Some(reply) = peer.attaching.take() {
+            // Whoever asked may have given up.
+            let _ = reply.try_send(Err(ChannelError::Refused(why.to_owned())));
+        }
+        for (flow, confirmed) in self.flows.iter_mut().zip(confirmed) {
+            let concerned = |work: &&mut Work| {
+                work.peer == Some(id) || work.awaits.iter().any(|(p, number)| *p == id && *number > confirmed)
+            };
+            flow.iter_mut().filter(concerned).for_each(|work| work.abandon(why, confirmed));
+        }
+    }
+
+    /// Gives up every chain, and every peer with it.
+    fn reset(&mut self, why: &str) {
+        let peers: Vec<PeerId> = self.peers.keys().copied().collect();
+        for peer in peers {
+            self.lose(peer, why);
+        }
+        for queue in 0..QUEUES {
+            // With the peers gone, each chain that is taken up fails; those without a peer are no use either.
+            self.flows[queue].iter_mut().for_each(|work| work.abandon(why, 0));
+            self.finish(queue);
+            while let Some(item) = self.held[queue].take().or_else(|| self.shared.queues[queue].items.pop()) {
+                match item {
+                    Item::Chain(chain) => {
+                        let mut work = Work::new(chain);
+                        work.abandon(why, 0);
+                        self.flows[queue].push(work);
+                        self.finish(queue);
+                    }
+                    item => self.forget(item),
+                }
+            }
+        }
+    }
+
+    /// Carries on with a queue as far as it goes; `false` if nothing could be done.
+    fn advance(&mut self, queue: QueueId) -> bool {
+        let mut worked = self.finish(queue);
+        loop {
+            self.flows[queue].blocked = false;
+            let unposted = self.flows[queue].last().filter(|(_, work)| !work.is_posted()).map(|(n, _)| n);
+            if let Some(number) = unposted {
+                if !self.push_on(queue, number) {
+                    self.flows[queue].blocked = true;
+                    break;
+                }
+                worked = true;
+                continue;
+            }
+            worked |= self.finish(queue);
+            if self.held[queue].is_some() && !self.flows[queue].is_empty() {
+                self.flows[queue].blocked = true;
+                break;
+            }
+            match self.held[queue].take().or_else(|| self.shared.queues[queue].items.pop()) {
+                None => break,
+                Some(Item::Chain(chain)) => {
+                    // What it uses was registered before it was posted.
+                    self.take_commands();
+                    self.flows[queue].push(Work::new(chain));
+                    self.settle(queue);
+                }
+                Some(item) if self.flows[queue].is_empty() => self.forget(item),
+                Some(item) => self.held[queue] = Some(item),
+            }
+            worked = true;
+        }
+        worked
+    }
+
+    /// Ends a region or a peer once this has come out of every queue.
+    fn forget(&mut self, item: Item) {
+        match item {
+            Item::Chain(_) => {}
+            Item::Unregister(id) => {
+                if let Some(id) = Arc::into_inner(id) {
+                    self.locals.remove(&id);
+                    self.windows.remove(&id);
+                }
+            }
+            Item::Detach(id) => {
+                if let Some(id) = Arc::into_inner(id) {
+                    self.lose(id, "the peer was detached");
+                    self.peers.remove(&id);
+                }
+            }
+        }
+    }
+
+    /// Posts the next transfer or rings the doorbell of the queue's last chain; `false` if that has to wait.
+    fn push_on(&mut self, queue: QueueId, number: u64) -> bool {
+        let Some((_, work)) = self.flows[queue].last() else { return false };
+        let Some(transfer) = work.next() else { return self.ring(queue) };
+        let result = self.plan(&transfer).and_then(|plan| self.post(queue, number, plan));
+        let Some(work) = self.flows[queue].get(number) else { return true };
+        match result {
+            Ok(true) => {}
+            Ok(false) => return false,
+            Err(why) => work.fail(&why),
+        }
+        self.settle(queue);
+        true
+    }
+
+    /// What a transfer means.
+    fn plan(&self, transfer: &Transfer) -> Result<Plan, String> {
+        let Transfer { src, dst, len } = *transfer;
+        let window = |id: RegionId| self.windows.get(&id);
+        let (read, here, there) = match (window(src.region), window(dst.region)) {
+            (Some(window), None) => (true, dst, (src.offset, window)),
+            (None, Some(window)) => (false, src, (dst.offset, window)),
+            (None, None) if !self.locals.contains_key(&src.region) => {
+                return Err(format!("{:?} is not registered", src.region));
+            }
+            (None, None) => return Err(format!("{:?} is not registered with a peer", dst.region)),
+            (Some(_), Some(_)) => return Err("both ends are peer memory".to_owned()),
+        };
+        let local = self.locals.get(&here.region).and_then(|local| local.registered.clone());
+        let local = local.ok_or_else(|| format!("{:?} is not registered", here.region))?;
+        let (at, (peer, window)) = there;
+        let end = |offset: usize, limit: usize| offset.checked_add(len).filter(|end| *end <= limit);
+        let (Some(here_end), Some(_)) = (end(here.offset, local.len()), end(at, window.len())) else {
+            return Err(format!("{transfer:?} is outside its regions"));
+        };
+        let start = window.start + at;
+        let footprint =
+            Footprint { read, local: (here.region, here.offset..here_end), remote: start..start + len };
+        Ok(Plan { peer: *peer, local, footprint })
+    }
+
+    /// Posts a transfer; `false` if there is no room yet.
+    fn post(&mut self, queue: QueueId, number: u64, plan: Plan) -> Result<bool, String> {
+        let Plan { peer: id, local, footprint } = plan;
+        let Some(work) = self.flows[queue].get(number) else { return Ok(true) };
+        if *work.peer.get_or_insert(id) != id {
+            return Err("one chain for several peers".to_owned());
+        }
+        let peer = self.peers.get_mut(&id).filter(|peer| peer.attaching.is_none());
+        let peer = peer.ok_or("the peer is not attached")?;
+        let lane = peer.lanes.get_mut(queue).ok_or("the connection to the peer is closed")?;
+        if !lane.has_room_for(&footprint) {
+            return Ok(false);
+        }
+        let read = footprint.read;
+        let slice = local.slice(footprint.local.1.start, footprint.local.1.len());
+        let posted = slice
+            .map_err(PostError::from)
+            .and_then(|slice| lane.post(number, footprint, slice, &peer.memory));
+        match posted {
+            Ok(posted) => {
+                work.has_posted(posted, read);
+                Ok(true)
+            }
+            Err(PostError::Full) => {
+                self.retry = true;
+                Ok(false)
+            }
+            Err(e) => {
+                self.lose(id, &e.to_string());
+                Err(e.to_string())
+            }
+        }
+    }
+
+    /// Rings the doorbell of the queue's last chain, once its reads are done.
+    fn ring(&mut self, queue: QueueId) -> bool {
+        let Some((_, work)) = self.flows[queue].last() else { return false };
+        let Some((id, count)) = work.chain.ring else { return false };
+        if !work.has_read() {
+            return false;
+        }
+        let lane = self.peers.get_mut(&id).and_then(|peer| peer.lanes.get_mut(queue));
+        match (lane, work.peer.get_or_insert(id)) {
+            (None, _) => work.fail("the connection to the peer is closed"),
+            (Some(_), peer) if *peer != id => work.fail("one chain for several peers"),
+            (Some(lane), _) => {
+                lane.line.ring(count);
+                work.rung = true;
+                self.shared.doorbells.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+        self.settle(queue);
+        true
+    }
+
+    /// If all of the queue's last chain is posted, and it will have a completion: notes what this awaits.
+    fn settle(&mut self, queue: QueueId) {
+        let Some((_, work)) = self.flows[queue].last() else { return };
+        if !work.is_posted() || work.chain.tag.is_none() && !work.has_failed() {
+            return;
+        }
+        let lanes = self.peers.iter().filter_map(|(id, peer)| Some((*id, peer.lanes.get(queue)?)));
+        let unconfirmed = lanes.filter(|(_, lane)| lane.confirmed < lane.last_write);
+        work.awaits = unconfirmed.map(|(id, lane)| (id, lane.last_write)).collect();
+    }
+
+    /// Takes out the chains that are complete; `true` if there were some.
+    fn finish(&mut self, queue: QueueId) -> bool {
+        let mut worked = false;
+        let peers = &self.peers;
+        let confirmed = |id: PeerId, number: u64| {
+            let lane = peers.get(&id).and_then(|peer| peer.lanes.get(queue));
+            lane.is_none_or(|lane| lane.confirmed >= number)
+        };
+        while let Some(work) = self.flows[queue].pop_finished(confirmed) {
+            worked = true;
+            if work.has_failed() {
+                self.shared.failed.fetch_add(1, Ordering::Relaxed);
+            }
+            if let Some(completion) = work.finish() {
+                self.shared.completions.push(completion);
+                self.completed = true;
+            }
+            self.completed |= self.shared.chain_ended(queue);
+        }
+        worked
+    }
+
+    /// Sends doorbells, and asks for the confirmations that chains await.
+    fn flush(&mut self) {
+        let Some(port) = &self.port else { return };
+        let mut lost = Vec::new();
+        for (id, peer) in &mut self.peers {
+            for (lane, flow) in peer.lanes.iter_mut().zip(&mut self.flows) {
+                let awaited = flow.iter_mut().flat_map(|work| &work.awaits).filter(|(p, _)| p == id);
+                let awaited = awaited.map(|(_, number)| *number).find(|number| *number > lane.confirmed);
+                let sent = lane.line.flush();
+                let asked = awaited.map_or(Ok(()), |number| {
+                    scratch(port).map_err(PostError::from).and_then(|s| lane.confirm(number, s, &peer.memory))
+                });
+                self.retry |= matches!(sent, Ok(false)) || matches!(asked, Err(PostError::Full));
+                match (sent, asked) {
+                    (Err(e), _) => lost.push((*id, e.to_string())),
+                    (_, Err(PostError::Failed(e))) => lost.push((*id, e.to_string())),
+                    _ => {}
+                }
+            }
+        }
+        for (id, why) in lost {
+            self.lose(id, &why);
+        }
+    }
+}
+
+fn register(port: &Port, arena: &Arc<Arena>) -> Option<MemoryRegion> {
+    let registered = MemoryRegion::register(&port.domain, arena, Access::Local);
+    registered.inspect_err(|e| tracing::error!("DPU memory cannot be registered: {e}")).ok()
+}
+
+/// Endpoints are named by peer and queue.
+fn token_of(peer: PeerId, queue: QueueId) -> u64 {
+    u64::from(peer.0) << 8 | queue as u64
+}
+
+fn peer_of(token: u64) -> PeerId {
+    PeerId((token >> 8) as u32)
+}
+
+fn queue_of(token: u64) -> QueueId {
+    (token & 0xff) as usize
+}

@@ -1,0 +1,199 @@
+//! The engine `ofi` over the provider `tcp` on this machine's loopback.
+#![allow(clippy::print_stderr, reason = "a skipped test says so")]
+
+use std::future::poll_fn;
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::Duration;
+
+use base::mem::Arena;
+use outboard_channel::conformance::{self, Attached, LEN};
+use outboard_channel::ofi::{OfiEngine, OfiGrant, OfiHost, OfiHostOptions, OfiOffer, OfiOptions};
+use outboard_channel::{
+    Bell, Chain, ChannelError, Completion, DmaEngine, Peer, Place, Region, Transfer, URGENT,
+};
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// A host; `None`, said loudly, where there is no libfabric. In CI that is a failure.
+fn host() -> Option<OfiHost> {
+    match OfiHost::start(OfiHostOptions::new("tcp", "127.0.0.1:0".parse().unwrap())) {
+        Ok(host) => Some(host),
+        Err(e @ ChannelError::Fabric(_)) if std::env::var("CI").is_ok_and(|ci| ci == "true") => panic!("{e}"),
+        Err(ChannelError::Fabric(e)) => {
+            eprintln!("SKIPPED: {e}");
+            None
+        }
+        Err(e) => panic!("{e}"),
+    }
+}
+
+fn engine() -> Arc<OfiEngine> {
+    let attach_timeout = PATIENCE;
+    OfiEngine::start(OfiOptions { provider: "tcp".to_owned(), attach_timeout, ..OfiOptions::default() })
+        .unwrap()
+}
+
+struct Rig {
+    engine: Arc<OfiEngine>,
+    here: Arc<Arena>,
+    there: Arc<Arena>,
+    local: Region,
+    grant: OfiGrant,
+}
+
+impl Rig {
+    fn new(host: &OfiHost) -> Rig {
+        let (engine, there) = (engine(), Arena::shared("there", LEN).unwrap());
+        let here = Arena::shared("here", LEN).unwrap();
+        let local = engine.register_local(&here).unwrap();
+        let grant = host.grant(&there).unwrap();
+        Rig { engine, here, there, local, grant }
+    }
+
+    fn attach(&self) -> (Peer, Box<dyn Bell>, Region) {
+        let (peer, bell) = self.engine.attach_offer(self.grant.offer.clone()).unwrap();
+        let host = self.engine.register_peer(&peer, 0..LEN).unwrap();
+        (peer, bell, host)
+    }
+
+    fn to_peer(&self, host: &Region, len: usize) -> Transfer {
+        let (src, dst) =
+            (Place { region: self.local.id(), offset: 0 }, Place { region: host.id(), offset: 0 });
+        Transfer { src, dst, len }
+    }
+
+    async fn copy(&self, host: &Region, len: usize) -> Completion {
+        self.engine
+            .post(URGENT, Chain { transfers: vec![self.to_peer(host, len)], tag: Some(1), ring: None })
+            .unwrap();
+        let mut done = Vec::new();
+        let one = poll_fn(|cx| {
+            self.engine.poll_completions(cx, &mut done);
+            if done.is_empty() { Poll::Pending } else { Poll::Ready(()) }
+        });
+        tokio::time::timeout(PATIENCE, one).await.expect("a completion");
+        done.remove(0)
+    }
+
+    fn content(&self) -> Vec<u8> {
+        let mut out = vec![0; LEN];
+        assert!(self.there.copy_out(0, &mut out));
+        out
+    }
+}
+
+async fn closed(bell: &dyn Bell) {
+    let end = poll_fn(|cx| bell.poll_wait(cx));
+    assert!(tokio::time::timeout(PATIENCE, end).await.expect("an end").is_err());
+}
+
+#[tokio::test]
+async fn it_does_what_engines_do() {
+    let Some(host) = host() else { return };
+    let host = Arc::new(host);
+    conformance::run(|| {
+        let (engine, there) = (engine(), Arena::shared("there", LEN).unwrap());
+        let grant = host.grant(&there).unwrap();
+        let (peer, bell) = engine.attach_offer(grant.offer.clone()).unwrap();
+        Attached {
+            engine,
+            peer,
+            bell,
+            there,
+            host_doorbell: grant.host_doorbell.try_clone().unwrap(),
+            osd_doorbell: grant.osd_doorbell.try_clone().unwrap(),
+            keep: Box::new((grant, Arc::clone(&host))),
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn only_who_has_the_secret_gets_in_and_only_once() {
+    let Some(host) = host() else { return };
+    let rig = Rig::new(&host);
+    let wrong = OfiOffer { secret: rig.grant.offer.secret ^ 1, ..rig.grant.offer.clone() };
+    let refused = rig.engine.attach_offer(wrong).err().expect("refused").to_string();
+    assert!(refused.contains("no such session"), "{refused}");
+    let (_peer, _bell, region) = rig.attach();
+    let second = engine().attach_offer(rig.grant.offer.clone()).err().expect("refused").to_string();
+    assert!(second.contains("taken"), "{second}");
+    assert_eq!(rig.copy(&region, 4096).await.result, Ok(()), "the first one goes on");
+    let other = OfiOffer { provider: "verbs".to_owned(), ..rig.grant.offer.clone() };
+    assert!(matches!(engine().attach_offer(other), Err(ChannelError::Refused(_))));
+}
+
+#[tokio::test]
+async fn what_was_granted_is_revoked() {
+    let Some(host) = host() else { return };
+    let mut rig = Rig::new(&host);
+    let (_peer, bell, region) = rig.attach();
+    assert!(rig.here.copy_in(0, &[1; 4096]));
+    assert_eq!(rig.copy(&region, 4096).await.result, Ok(()));
+    // Another session, whose secret and memory are other ones.
+    rig.grant = host.grant(&Arena::shared("other", LEN).unwrap()).unwrap();
+    closed(&*bell).await;
+    assert!(rig.here.copy_in(0, &[2; 4096]));
+    assert!(rig.copy(&region, 4096).await.result.is_err());
+    assert_eq!(rig.content()[..4096], [1; 4096]);
+    let (_peer, _bell, region) = rig.attach();
+    assert_eq!(rig.copy(&region, 4096).await.result, Ok(()));
+    assert_eq!(rig.content()[..4096], [1; 4096], "the other memory was written");
+}
+
+#[tokio::test]
+async fn a_key_of_another_memory_ends_the_session_that_tries_it() {
+    let Some(host) = host() else { return };
+    let (victim, rig) = (Rig::new(&host), Rig::new(&host));
+    let (_victims_peer, _victims_bell, victims_region) = victim.attach();
+    let mut offer = rig.grant.offer.clone();
+    offer.memory.key ^= 1;
+    let (peer, bell) = rig.engine.attach_offer(offer).unwrap();
+    let region = rig.engine.register_peer(&peer, 0..LEN).unwrap();
+    assert!(rig.here.copy_in(0, &[7; 4096]));
+    let failed = rig.copy(&region, 4096).await;
+    assert_eq!(failed.result.unwrap_err().done, 0);
+    closed(&*bell).await;
+    assert!(victim.content().iter().chain(&rig.content()).all(|byte| *byte == 0));
+    assert_eq!(victim.copy(&victims_region, 4096).await.result, Ok(()), "the others go on");
+}
+
+#[tokio::test]
+async fn an_engine_that_goes_and_a_host_that_goes_are_noticed() {
+    let Some(first) = host() else { return };
+    let rig = Rig::new(&first);
+    let (peer, bell, region) = rig.attach();
+    drop(first);
+    closed(&*bell).await;
+    assert!(rig.copy(&region, 4096).await.result.is_err());
+    drop((peer, bell, region));
+    let Some(second) = host() else { return };
+    let rig = Rig { grant: second.grant(&rig.there).unwrap(), ..rig };
+    let (_peer, _bell, region) = rig.attach();
+    assert_eq!(rig.copy(&region, 4096).await.result, Ok(()), "the engine joins the next one");
+}
+
+#[tokio::test]
+async fn nobody_there_is_an_error() {
+    let Some(host) = host() else { return };
+    let rig = Rig::new(&host);
+    drop(host);
+    assert!(rig.engine.attach_offer(rig.grant.offer.clone()).is_err());
+}
+
+#[tokio::test]
+async fn sessions_leave_no_descriptors_behind() {
+    let Some(host) = host() else { return };
+    let rig = Rig::new(&host);
+    let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+    let before = open();
+    for _ in 0..50 {
+        let grant = host.grant(&rig.there).unwrap();
+        let (peer, _bell) = rig.engine.attach_offer(grant.offer.clone()).unwrap();
+        let region = rig.engine.register_peer(&peer, 0..LEN).unwrap();
+        assert_eq!(rig.copy(&region, 4096).await.result, Ok(()));
+    }
+    // Each had ten connections' ends; other tests of this process have some, too.
+    assert!(open() < before + 250, "{before} before, {} after", open());
+}
