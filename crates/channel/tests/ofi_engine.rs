@@ -1,7 +1,9 @@
-//! The engine `ofi` over the provider `tcp` on this machine's loopback.
+//! The engine `ofi`, both ends on one machine: over `tcp` on the loopback unless the environment says otherwise, e.g.
+//! `OUTBOARD_TEST_FABRIC=verbs@192.0.2.1` with an address of a network device that has RDMA.
 #![allow(clippy::print_stderr, reason = "a skipped test says so")]
 
 use std::future::poll_fn;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
@@ -15,9 +17,17 @@ use outboard_channel::{
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
+/// The provider, and an address of this machine at which it is found.
+fn provider() -> (String, IpAddr) {
+    let chosen = std::env::var("OUTBOARD_TEST_FABRIC").unwrap_or_else(|_| "tcp@127.0.0.1".to_owned());
+    let (provider, address) = chosen.split_once('@').expect("PROVIDER@ADDRESS");
+    (provider.to_owned(), address.parse().expect("an address"))
+}
+
 /// A host; `None`, said loudly, where there is no libfabric. In CI that is a failure.
 fn host() -> Option<OfiHost> {
-    match OfiHost::start(OfiHostOptions::new("tcp", "127.0.0.1:0".parse().unwrap())) {
+    let (provider, address) = provider();
+    match OfiHost::start(OfiHostOptions::new(&provider, SocketAddr::new(address, 0))) {
         Ok(host) => Some(host),
         Err(e @ ChannelError::Fabric(_)) if std::env::var("CI").is_ok_and(|ci| ci == "true") => panic!("{e}"),
         Err(ChannelError::Fabric(e)) => {
@@ -30,8 +40,7 @@ fn host() -> Option<OfiHost> {
 
 fn engine() -> Arc<OfiEngine> {
     let attach_timeout = PATIENCE;
-    OfiEngine::start(OfiOptions { provider: "tcp".to_owned(), attach_timeout, ..OfiOptions::default() })
-        .unwrap()
+    OfiEngine::start(OfiOptions { provider: provider().0, attach_timeout, ..OfiOptions::default() }).unwrap()
 }
 
 struct Rig {
@@ -120,7 +129,7 @@ async fn only_who_has_the_secret_gets_in_and_only_once() {
     let second = engine().attach_offer(rig.grant.offer.clone()).err().expect("refused").to_string();
     assert!(second.contains("taken"), "{second}");
     assert_eq!(rig.copy(&region, 4096).await.result, Ok(()), "the first one goes on");
-    let other = OfiOffer { provider: "verbs".to_owned(), ..rig.grant.offer.clone() };
+    let other = OfiOffer { provider: "another".to_owned(), ..rig.grant.offer.clone() };
     assert!(matches!(engine().attach_offer(other), Err(ChannelError::Refused(_))));
 }
 

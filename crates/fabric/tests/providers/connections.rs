@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use fabric::{Access, Endpoint, Event, FabricError, Operation, PostError, Query, Target, Waitable, wait};
 
-use crate::pair::{Pair, Side, Who, info, library};
+use crate::pair::{Pair, Side, Who, anywhere, info, library, provider};
 
 /// The environment variable that makes a test process the peer of another.
 const SERVER: &str = "OUTBOARD_TEST_FABRIC_SERVER";
@@ -18,7 +18,7 @@ fn providers_are_listed_with_their_limits() {
     let tcp = all.iter().find(|info| info.provider() == "tcp").expect("tcp is always there");
     assert!(tcp.max_msg_size() > 1 << 20 && tcp.inject_size() > 0 && tcp.transmit_depth() > 0, "{tcp:?}");
     assert!(tcp.needs_polling() && tcp.receive_depth() > 0);
-    eprintln!("{:?}", info(library, Target::Listen("127.0.0.1:0".parse().unwrap())).unwrap());
+    eprintln!("{:?}", info(library, anywhere()).unwrap());
     let query = Query { provider: Some("no-such".to_owned()), target: Target::Any };
     let error = library.query(&query).unwrap_err();
     assert!(matches!(error, FabricError::NoProvider { .. }), "{error}");
@@ -88,7 +88,7 @@ fn a_refused_peer_is_told_why() {
 #[test]
 fn nobody_listening_is_an_error() {
     let Some(library) = library() else { return };
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let port = std::net::TcpListener::bind((provider().1, 0)).unwrap().local_addr().unwrap();
     let to = info(library, Target::Connect(port)).unwrap();
     let side = Side::open(info(library, Target::Connect(port)).unwrap());
     let endpoint = Endpoint::connecting(&to, &side.events, &side.completions, 3).unwrap();

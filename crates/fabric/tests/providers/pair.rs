@@ -1,5 +1,6 @@
 //! Two sides of a connection, driven by one thread.
 
+use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use base::mem::Arena;
@@ -58,8 +59,20 @@ pub enum Who {
     Client,
 }
 
+/// The provider, and an address of this machine at which it is found.
+pub fn provider() -> (String, IpAddr) {
+    let chosen = std::env::var("OUTBOARD_TEST_FABRIC").unwrap_or_else(|_| "tcp@127.0.0.1".to_owned());
+    let (provider, address) = chosen.split_once('@').expect("PROVIDER@ADDRESS");
+    (provider.to_owned(), address.parse().expect("an address"))
+}
+
+/// Where to listen, at a free port.
+pub fn anywhere() -> Target {
+    Target::Listen(SocketAddr::new(provider().1, 0))
+}
+
 pub fn info(library: Library, target: Target) -> Result<Info, FabricError> {
-    let query = Query { provider: Some("tcp".to_owned()), target };
+    let query = Query { provider: Some(provider().0), target };
     Ok(library.query(&query)?.swap_remove(0))
 }
 
@@ -67,7 +80,7 @@ impl Pair {
     /// A server that listens, and a client.
     pub fn new() -> Option<Pair> {
         let library = library()?;
-        let listen = info(library, Target::Listen("127.0.0.1:0".parse().unwrap())).unwrap();
+        let listen = info(library, anywhere()).unwrap();
         let server = Side::open(listen);
         let listener = Listener::open(server.domain.info(), &server.events).unwrap();
         let connect = || info(library, Target::Connect(listener.address())).unwrap();
