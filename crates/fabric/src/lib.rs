@@ -19,8 +19,8 @@
 //! keeps its memory registered until its completion was taken or its endpoint has been closed, whichever is first.
 //!
 //! **Threads.** Providers are asked for `FI_THREAD_SAFE`; everything here may be used from any thread and no call blocks, but for
-//! [`wait`], which sleeps. Providers may make progress only while somebody polls ([`Info::needs_polling`], true of `tcp`):
-//! each side has one thread that polls its queues while there is something and sleeps in [`wait`] otherwise.
+//! [`wait`], which sleeps. Providers are asked for `FI_PROGRESS_MANUAL`, and `tcp` takes that literally: bytes move only while
+//! somebody polls. Each side has one thread that polls its queues while there is something and sleeps in [`wait`] otherwise.
 //!
 //! **Trust.** A peer can read and write what was registered with [`Access::Remote`] and whose key it has, and nothing else. A
 //! refused key or range costs the endpoint on which it was tried. Providers do not check that a peer is who it says.

@@ -33,7 +33,8 @@ pub enum Event {
         /// What the peer gave on accepting; some providers append zeros. Empty on the accepting side.
         data: Vec<u8>,
     },
-    /// The peer, or the provider after an error, has closed the connection.
+    /// The peer, or the provider after an error, has closed the connection. To be answered by dropping the endpoint: what is
+    /// under way may otherwise take long to fail.
     Closed {
         /// Token of the endpoint.
         endpoint: u64,

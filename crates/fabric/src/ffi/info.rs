@@ -120,12 +120,6 @@ impl Info {
             provider_key: mode & MR_PROV_KEY != 0,
         }
     }
-
-    /// Whether bytes move only while somebody polls the queues, on both sides.
-    #[must_use]
-    pub fn needs_polling(&self) -> bool {
-        self.domain().data_progress == PROGRESS_MANUAL
-    }
 }
 
 impl fmt::Debug for Info {
@@ -140,7 +134,6 @@ impl fmt::Debug for Info {
             .field("transmit_depth", &self.transmit_depth())
             .field("receive_depth", &self.receive_depth())
             .field("mr_mode", &self.mr_mode())
-            .field("needs_polling", &self.needs_polling())
             .finish()
     }
 }
