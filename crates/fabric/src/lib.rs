@@ -22,8 +22,8 @@
 //! [`wait`], which sleeps. Providers are asked for `FI_PROGRESS_MANUAL`, and `tcp` takes that literally: bytes move only while
 //! somebody polls. Each side has one thread that polls its queues while there is something and sleeps in [`wait`] otherwise.
 //!
-//! **Trust.** A peer can read and write what was registered with [`Access::Remote`] and whose key it has, and nothing else. A
-//! refused key or range costs the endpoint on which it was tried. Providers do not check that a peer is who it says.
+//! **Trust.** A peer can read and write what was registered with [`Access::Remote`] and whose key it has, and nothing else, but over iWARP
+//! ([`Info::exposes_local_memory`]). A refused key or range costs the endpoint on which it was tried. Providers do not check that a peer is who it says.
 
 #![deny(unsafe_code)]
 

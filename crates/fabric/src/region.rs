@@ -7,7 +7,7 @@ use crate::{FabricError, Result};
 /// Who may use a registered region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// This process's own operations only.
+    /// This process's own operations only, unless the provider [exposes](crate::Info::exposes_local_memory) all of it.
     Local,
     /// Also peers that have the key: they may read and write all of it.
     Remote,

@@ -17,9 +17,8 @@ use fabric::{
 };
 
 use super::alarm::{Alarm, take_count};
-use super::credits::RECEIVES;
 use super::greeting::Greeting;
-use super::line::Line;
+use super::line::{self, Line};
 use super::port::{Port, query};
 use super::spinner::Spinner;
 use super::{OfiOffer, QUEUES};
@@ -99,7 +98,7 @@ impl OfiHost {
         let OfiHostOptions { provider, address, sessions, spin } = options;
         let info = query(Library::load()?, &provider, Target::Listen(address))?;
         // One session more, for the one that is just ending.
-        let port = Port::open(info, (sessions + 1) * QUEUES * (RECEIVES + 4))?;
+        let port = Port::open(info, (sessions + 1) * QUEUES * line::DEPTH)?;
         let listener = Listener::open(port.domain.info(), &port.events)?;
         let address = listener.address();
         let shared = Arc::new(Shared {
@@ -327,7 +326,13 @@ impl Worker {
         let Some(session) = self.sessions.get_mut(&id) else { return };
         let result = match &completion.result {
             Ok(()) if completion.operation == Operation::Receive => session.received(queue, completion),
-            Ok(()) => Ok(()),
+            Ok(()) => {
+                // The only other thing that a host does is to send.
+                if let Some(line) = session.line(queue) {
+                    line.sent(completion);
+                }
+                Ok(())
+            }
             Err(e) => Err(e.clone().into()),
         };
         if let Err(e) = result {

@@ -6,8 +6,12 @@ use fabric::{Access, Completion, Domain, Endpoint, MemoryRegion, PostError};
 use super::credits::{Credits, MESSAGE, RECEIVES};
 use crate::Result;
 
-/// Bytes between the buffers of two receives.
+/// Bytes between the buffers of two messages.
 const SLOT: usize = 64;
+/// Messages that are being sent at most; their buffers lie behind those of the receives.
+const SENDS: usize = RECEIVES;
+/// Operations of a line that have completions, at most.
+pub(super) const DEPTH: usize = RECEIVES + SENDS;
 
 /// An endpoint with receives posted.
 pub(super) struct Line {
@@ -15,13 +19,16 @@ pub(super) struct Line {
     pub(super) established: bool,
     credits: Credits,
     slots: MemoryRegion,
+    /// Slots of messages that may be sent.
+    free: Vec<usize>,
 }
 
 impl Line {
     /// Posts the receives; the endpoint is to be established after that.
     pub(super) fn new(endpoint: Endpoint, domain: &Domain) -> Result<Line> {
-        let slots = MemoryRegion::register(domain, &Arena::anonymous(RECEIVES * SLOT)?, Access::Local)?;
-        let line = Line { endpoint, established: false, credits: Credits::default(), slots };
+        let slots = MemoryRegion::register(domain, &Arena::anonymous(DEPTH * SLOT)?, Access::Local)?;
+        let free = (RECEIVES..DEPTH).collect();
+        let line = Line { endpoint, established: false, credits: Credits::default(), slots, free };
         for slot in 0..RECEIVES {
             line.receive(slot).map_err(fail)?;
         }
@@ -43,13 +50,25 @@ impl Line {
             return Ok(true);
         }
         while let Some(message) = self.credits.message() {
-            match self.endpoint.inject(&message) {
-                Ok(()) => self.credits.sent(),
+            // Without a slot, the completion that frees one brings us back here.
+            let Some(slot) = self.free.last().copied() else { break };
+            let inside = self.slots.arena().copy_in(slot * SLOT, &message);
+            debug_assert!(inside, "slots are inside");
+            match self.endpoint.send(self.slots.slice(slot * SLOT, MESSAGE)?, slot as u64) {
+                Ok(()) => {
+                    self.free.pop();
+                    self.credits.sent();
+                }
                 Err(PostError::Full) => return Ok(false),
                 Err(e) => return Err(fail(e)),
             }
         }
         Ok(true)
+    }
+
+    /// A send has completed.
+    pub(super) fn sent(&mut self, completion: &Completion) {
+        self.free.push(completion.token as usize);
     }
 
     /// A receive has completed well: gives the doorbell's count, or 0.

@@ -16,7 +16,8 @@
 //! secret. Dropping the grant closes the connections and then the registration.
 //!
 //! **Who may do what.** The osd's memory is registered for its own operations only: the store's process can send it messages of
-//! 16 bytes and nothing else. The osd can read and write the memory granted, and no other.
+//! 16 bytes and nothing else. Over iWARP that would not hold
+//! ([`fabric::Info::exposes_local_memory`]), so the engine refuses it. The osd can read and write the memory granted, and no other.
 //!
 //! **Order.** A doorbell is a message sent after the writes it tells of, on the same endpoint. Endpoints are asked for
 //! `FI_ORDER_SAW`: fi_cq(3) then guarantees that the message's arrival means that the writes are in place, whatever

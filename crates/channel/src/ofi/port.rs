@@ -8,8 +8,10 @@ use fabric::{
     Query, Target, Waitable,
 };
 
-use super::credits::MESSAGE;
-use crate::{ChannelError, Result};
+use crate::Result;
+
+/// Events taken at a time.
+const EVENTS: usize = 64;
 
 /// Fabric, domain and queues, and memory for what is read only to see that it can be.
 pub(super) struct Port {
@@ -22,11 +24,6 @@ pub(super) struct Port {
 impl Port {
     /// Opens the device that `info` names, for `depth` operations at a time.
     pub(super) fn open(info: Info, depth: usize) -> Result<Port> {
-        if info.inject_size() < MESSAGE {
-            let what =
-                format!("{} injects {} bytes, {MESSAGE} are needed", info.provider(), info.inject_size());
-            return Err(ChannelError::Refused(what));
-        }
         let fabric = Fabric::open(&info)?;
         let domain = Domain::open(&fabric, info)?;
         let completions = CompletionQueue::open(&domain, depth)?;
@@ -42,10 +39,11 @@ impl Port {
             && own.domain_name() == info.domain_name()
     }
 
-    /// Takes all that has happened; also what makes bytes move.
+    /// Takes what has happened, perhaps not all; also what makes bytes move.
     pub(super) fn poll(&self, events: &mut Vec<Event>, completions: &mut Vec<Completion>) -> Result<()> {
         self.completions.poll(completions)?;
-        while let Some(event) = self.events.read()? {
+        for _ in 0..EVENTS {
+            let Some(event) = self.events.read()? else { break };
             events.push(event);
         }
         Ok(())

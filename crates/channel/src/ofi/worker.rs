@@ -13,13 +13,12 @@ use fabric::{
 };
 
 use super::alarm::wait_for;
-use super::credits::RECEIVES;
 use super::engine::{Command, Item, Rung, Shared};
 use super::flow::{Flow, Work};
 use super::greeting::Greeting;
 use super::hazards::Footprint;
 use super::lane::{Lane, WINDOW, scratch};
-use super::line::Line;
+use super::line::{self, Line};
 use super::port::{Port, query};
 use super::spinner::Spinner;
 use super::{OfiOffer, QUEUES};
@@ -27,7 +26,7 @@ use crate::dma::{PeerId, QueueId};
 use crate::{ChannelError, RegionId, Result, Transfer};
 
 /// Room in the completion queue: for the peer in use and one that has not been forgotten yet.
-const DEPTH: usize = 2 * QUEUES * (WINDOW + RECEIVES + 4);
+const DEPTH: usize = 2 * QUEUES * (WINDOW + line::DEPTH);
 /// When the provider is full without anything of ours being under way, it is asked again after that.
 const RETRY: Duration = Duration::from_millis(1);
 
@@ -171,6 +170,11 @@ impl Worker {
         reply: &mpsc::SyncSender<Result<usize>>,
     ) -> Result<()> {
         let info = query(self.library, &offer.provider, Target::Connect(offer.address))?;
+        if info.exposes_local_memory() {
+            let what =
+                "over iWARP the store's process could write all DPU memory; use RoCE or InfiniBand, or tcp";
+            return Err(ChannelError::Refused(what.to_owned()));
+        }
         self.open_port(&info, offer)?;
         let port = self.port.as_ref().ok_or_else(|| ChannelError::protocol("no port"))?;
         let mut lanes = Vec::with_capacity(QUEUES);
@@ -236,6 +240,12 @@ impl Worker {
                 let reason = reason.trim_end_matches('\0');
                 self.lose(peer_of(endpoint), &format!("{error}: {reason}"));
             }
+            Event::SomeFailed { error } => {
+                let attaching = self.peers.iter().filter(|(_, peer)| peer.attaching.is_some());
+                for id in attaching.map(|(id, _)| *id).collect::<Vec<_>>() {
+                    self.lose(id, &error.to_string());
+                }
+            }
             _ => {}
         }
     }
@@ -266,7 +276,7 @@ impl Worker {
                 Ok(count) => peer.rung.ring(count),
                 Err(e) => self.lose(id, &e.to_string()),
             },
-            Operation::Send => {}
+            Operation::Send => lane.line.sent(completion),
             operation => {
                 let done = lane.complete(completion.token, operation == Operation::Read);
                 let Some(done) = done else { return };

@@ -15,6 +15,7 @@ pub(super) const API_VERSION: u32 = 1 << 16 | 14;
 type Unused = *const c_void;
 
 pub(super) const EP_MSG: c_int = 1;
+pub(super) const PROTO_IWARP: u32 = 2;
 pub(super) const THREAD_SAFE: c_int = 1;
 pub(super) const PROGRESS_MANUAL: c_int = 2;
 pub(super) const WAIT_FD: c_int = 3;

@@ -20,6 +20,17 @@ const MAX_DATA: usize = 1024;
 /// Events that a queue can hold, which providers may exceed.
 const QUEUE_LEN: usize = 64;
 
+/// Errors with which providers end the reading of a queue when it is but a connection that has failed.
+const OF_A_CONNECTION: [i32; 7] = [
+    libc::ECONNREFUSED,
+    libc::ECONNRESET,
+    libc::ECONNABORTED,
+    libc::ETIMEDOUT,
+    libc::EHOSTUNREACH,
+    libc::ENETUNREACH,
+    libc::ENOTCONN,
+];
+
 /// Something that happened to a connection. Endpoints are named by their tokens.
 #[derive(Debug)]
 #[non_exhaustive]
@@ -47,6 +58,12 @@ pub enum Event {
         error: FabricError,
         /// What the peer gave on refusing; some providers append zeros.
         data: Vec<u8>,
+    },
+    /// Some connection did not come about, and the provider does not say which (`verbs` over iWARP): it may be any that
+    /// is being established.
+    SomeFailed {
+        /// Why.
+        error: FabricError,
     },
 }
 
@@ -118,6 +135,9 @@ impl EventQueue {
             let event = match i32::try_from(read).unwrap_or(0) {
                 code if code == -libc::EAGAIN => return Ok(None),
                 code if code == -EAVAIL => self.take_error()?,
+                code if OF_A_CONNECTION.contains(&-code) => {
+                    Some(Event::SomeFailed { error: library::error("a connection", -code) })
+                }
                 code if code < 0 => return Err(library::error("fi_eq_read", -code)),
                 len => self.decode(kind, buffer, len as usize)?,
             };

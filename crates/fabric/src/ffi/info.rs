@@ -7,7 +7,8 @@ use std::ptr::NonNull;
 
 use super::abi::{
     DomainAttr, EP_MSG, FORMAT_UNSPEC, FiInfo, MR_ALLOCATED, MR_LOCAL, MR_PROV_KEY, MR_VIRT_ADDR, MSG,
-    NUMERICHOST, ORDER_RAW, ORDER_SAS, ORDER_SAW, PROGRESS_MANUAL, RMA, SOURCE, THREAD_SAFE, TxAttr,
+    NUMERICHOST, ORDER_RAW, ORDER_SAS, ORDER_SAW, PROGRESS_MANUAL, PROTO_IWARP, RMA, SOURCE, THREAD_SAFE,
+    TxAttr,
 };
 use super::library;
 use crate::{FabricError, MrMode, Query, Result, Target, address};
@@ -109,6 +110,15 @@ impl Info {
         unsafe { (*self.raw().rx_attr).size }
     }
 
+    /// Whether the peer of a connection can write whatever memory is registered, not only what is
+    /// [registered for it](crate::Access::Remote). So it is over iWARP: what remote memory is read into must be writable for
+    /// the peer, and the read request tells it the key.
+    #[must_use]
+    pub fn exposes_local_memory(&self) -> bool {
+        // SAFETY: as in `domain`.
+        unsafe { (*self.raw().ep_attr).protocol == PROTO_IWARP }
+    }
+
     /// What the provider demands of registered memory.
     #[must_use]
     pub fn mr_mode(&self) -> MrMode {
@@ -134,6 +144,7 @@ impl fmt::Debug for Info {
             .field("transmit_depth", &self.transmit_depth())
             .field("receive_depth", &self.receive_depth())
             .field("mr_mode", &self.mr_mode())
+            .field("exposes_local_memory", &self.exposes_local_memory())
             .finish()
     }
 }

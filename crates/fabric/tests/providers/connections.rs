@@ -46,9 +46,10 @@ fn messages_go_both_ways() {
         assert_eq!(pair.completion(sender).operation, Operation::Send);
     }
     server.receive(ours.slice(0, 64).unwrap(), 9).unwrap();
-    client.inject(b"small").unwrap();
+    let small = vec![5; pair.to_server.inject_size().min(64)];
+    client.inject(&small).unwrap();
     let received = pair.completion(Who::Server);
-    assert_eq!((received.token, received.len), (9, 5));
+    assert_eq!((received.token, received.len), (9, small.len()));
     let long = vec![0; pair.to_server.inject_size() + 1];
     assert!(matches!(client.inject(&long), Err(PostError::Failed(FabricError::TooLong { .. }))));
 }
@@ -97,7 +98,7 @@ fn nobody_listening_is_an_error() {
         return;
     }
     let event = await_event(&side);
-    assert!(matches!(event, Event::Failed { endpoint: 3, .. }), "{event:?}");
+    assert!(matches!(event, Event::Failed { endpoint: 3, .. } | Event::SomeFailed { .. }), "{event:?}");
 }
 
 /// Sleeps until the side has an event.
@@ -203,7 +204,7 @@ fn an_idle_side_sleeps_and_a_message_wakes_it() {
     assert!(asleep(limit) >= limit, "there is nothing to do, so it sleeps");
     let sender = std::thread::spawn(move || {
         std::thread::sleep(Duration::from_millis(50));
-        client.inject(b"wake up").unwrap();
+        client.inject(b"!").unwrap();
         client
     });
     let mut done = Vec::new();
