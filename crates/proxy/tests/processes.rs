@@ -149,6 +149,8 @@ fn a_killed_store_comes_back() {
             maps.contains("outboard-host") && !maps.contains("outboard-dpu"),
             "the store maps host memory only"
         );
+        // Opens the first window of host memory, as the last write will.
+        store.queue_transaction(transaction(write(1, 3 << 20))).await.unwrap();
         let before = held();
         let mut stage = StageId(0);
         for round in 1..=3u64 {

@@ -135,7 +135,11 @@ impl Driver {
 
     /// Has everything that is ready posted.
     fn post(&mut self) -> Result<(), ChannelError> {
-        match &mut self.link.lock().ring {
+        let mut state = self.link.lock();
+        if let Some(why) = &state.fatal {
+            return Err(ChannelError::Protocol(why.clone()));
+        }
+        match &mut state.ring {
             Some(ring) => {
                 ring.post_waiting();
                 ring.failure().map_or(Ok(()), |why| Err(ChannelError::Transfer(why.to_owned())))

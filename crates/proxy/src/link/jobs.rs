@@ -357,7 +357,9 @@ impl State {
         let Some(job) = self.jobs.get(&id) else { return &mut self.socket_ready };
         match job.route {
             Route::Ring => &mut self.ring_ready,
-            Route::Socket if self.mode == Mode::Closing && job.carries_data() => &mut self.held,
+            Route::Socket if matches!(self.mode, Mode::Closing { .. }) && job.carries_data() => {
+                &mut self.held
+            }
             Route::Socket => &mut self.socket_ready,
         }
     }
@@ -461,7 +463,8 @@ impl State {
         let mut control = encode(&job.placed_call(base));
         control.extend_from_slice(&job.tail);
         let wants_reply = job.wants_reply();
-        let suspect = job.route == Route::Ring && !job.upload.is_empty() && self.verify.next();
+        let by_dma = job.route == Route::Ring && !job.upload.is_empty() || job.arrived > 0;
+        let suspect = by_dma && self.verify.next();
         let header = Header {
             after: job.after,
             reply_max: job.reply_max as u32,
@@ -487,7 +490,8 @@ impl State {
         }
         if wants_reply {
             self.on_socket += usize::from(job.route == Route::Socket);
-            if job.route == Route::Socket {
+            // What came by DMA may turn out to be damaged; then it is needed once more.
+            if job.route == Route::Socket && job.arrived == 0 {
                 job.upload.clear();
             }
             self.pending.insert(id, Pending { job, ring_end, sent: Instant::now() });

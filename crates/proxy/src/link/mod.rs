@@ -137,6 +137,8 @@ struct State {
     /// Payload that had come by DMA when DMA failed, and payload that went by the socket in its place, in bytes.
     kept_bytes: u64,
     put_bytes: u64,
+    /// Why the session cannot go on.
+    fatal: Option<String>,
 }
 
 /// Transactions and reads of one target, in order.
@@ -253,6 +255,7 @@ impl Link {
             unheard: None,
             kept_bytes: 0,
             put_bytes: 0,
+            fatal: None,
             ring,
         };
         let by_dma = state.ring.is_some();

@@ -26,6 +26,8 @@ use crate::wire::{Answer, ChannelCall, Outcome, decode};
 
 /// Length of a probe, in bytes.
 const PROBE: usize = 4096;
+/// The host is given up if it takes so many times longer than a transfer may.
+const PATIENCE: u32 = 20;
 /// Tags of fences: this less the number of the queue.
 const FENCE: u64 = u64::MAX - 8;
 /// Tag of the probe's transfers.
@@ -35,7 +37,7 @@ const PROBE_TAG: u64 = u64::MAX - 1;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Mode {
     Open,
-    Closing,
+    Closing { since: Instant },
     Closed,
     Probing { since: Instant, step: Step },
 }
@@ -79,7 +81,7 @@ impl State {
         let Some(ring) = &self.ring else { return };
         let taken = ring.taken();
         self.health.failed(why, Instant::now());
-        self.mode = Mode::Closing;
+        self.mode = Mode::Closing { since: Instant::now() };
         // More may be wrong than what was noticed.
         self.verify.suspect();
         self.quarantine_everything();
@@ -156,7 +158,7 @@ impl State {
         (job.route, job.arrived, job.region) = (Route::Socket, 0, None);
         self.jobs.insert(id, job);
         match self.mode {
-            Mode::Closing => self.held.push_front(id),
+            Mode::Closing { .. } => self.held.push_front(id),
             _ => self.socket_ready.push_front(id),
         }
     }
@@ -216,7 +218,12 @@ impl State {
                 let busy = self.dma.in_engine() > 0 || self.pending.values().any(|p| p.ring_end > 0);
                 (busy || !self.is_open()).then_some(now + step)
             }
-            Mode::Closing => Some(now + step),
+            Mode::Closing { since } => {
+                if now.duration_since(since) > self.overdue * PATIENCE {
+                    self.fatal = Some("the store does not say how far it has come".to_owned());
+                }
+                Some(now + step)
+            }
             Mode::Closed => {
                 if matches!(self.health.report().state, Health::CoolingDown(until) if until <= now) {
                     self.try_probe(now);
@@ -356,9 +363,18 @@ impl State {
     }
 
     fn probe_failed(&mut self, why: &str) {
+        let opening = matches!(self.mode, Mode::Probing { step: Step::Opening, .. });
         self.mode = Mode::Closed;
         self.health.probed(Err(why), Instant::now());
         self.post_fences();
+        if opening {
+            // The host may have opened its rings, and has seen nothing in them.
+            if let Some(ring) = &mut self.ring {
+                ring.start_over();
+            }
+            self.mode = Mode::Closing { since: Instant::now() };
+            self.submit(Job::of_channel(ChannelCall::Close { taken: 0 }, ChannelKind::Close));
+        }
     }
 
     fn opened(&mut self) {

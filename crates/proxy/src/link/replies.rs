@@ -51,7 +51,7 @@ impl State {
         let outcome = decode::<Outcome>(&frame.control).and_then(|(outcome, _)| outcome);
         let in_range = ring_end > 0;
         let Job { target, kind, answer_to: Some(answer_to), region, clock, .. } = (match outcome {
-            Ok(Answer::Damaged) if route == Route::Ring || in_range => {
+            Ok(Answer::Damaged) if in_range || job.arrived > 0 => {
                 self.damaged(id, job);
                 return Ok(());
             }
@@ -226,10 +226,18 @@ impl State {
             }
             _ => vec![rest],
         };
-        if let Some(why) = &done.doubt
-            && verified(&done.answer, data.clone()).is_ok()
-        {
-            self.dma_failed(&format!("data of a read was damaged on its way: {why}"));
+        match (verified(&done.answer, data.clone()), &done.doubt) {
+            (Ok(_), Some(why)) => {
+                self.dma_failed(&format!("data of a read was damaged on its way: {why}"));
+            }
+            // What came by DMA before it failed may be what is wrong.
+            (Err(_), _) if done.fetched > 0 => {
+                done.fetched = 0;
+                self.fetching.insert(id, done);
+                self.get_rest(id);
+                return Ok(());
+            }
+            _ => {}
         }
         self.deliver(done, data);
         Ok(())

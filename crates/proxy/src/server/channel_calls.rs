@@ -42,6 +42,7 @@ impl HostSession {
                 Ok(Answer::Positions { taken, head })
             }
             ChannelCall::Close { taken } => {
+                let taken = if rings.is_closed() { rings.positions().1 } else { taken };
                 let (position, head) = rings.close();
                 // The answer goes ahead of the replies that follow it.
                 self.answer(header, &Ok(Answer::Positions { taken: position, head }), Bytes::new());
