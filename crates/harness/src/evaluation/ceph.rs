@@ -51,7 +51,8 @@ impl Cluster {
             return Ok(Cluster { dir: dir.to_owned() });
         }
         let said = String::from_utf8_lossy(&output.stderr);
-        Err(said.lines().last().unwrap_or("it did not come up within 300 s").to_owned().into())
+        let why = said.lines().last().unwrap_or("it did not come up within 300 s");
+        Err(why.trim_start_matches("ceph: ").into())
     }
 
     /// Names and pids of its daemons.

@@ -105,7 +105,8 @@ impl Grouped {
     }
 
     fn width(&self) -> f64 {
-        LEFT + self.group_width() * self.groups.len() as f64 + 12.0
+        let bars = self.group_width() * self.groups.len() as f64;
+        LEFT + bars.max(self.title.len() as f64 * 7.0) + 12.0
     }
 
     fn draw(&self, width: f64) -> String {
@@ -191,11 +192,12 @@ fn heading(text: &str, x: f64) -> String {
 #[must_use]
 pub fn stacked(charts: &[Stacked]) -> String {
     const BAR: f64 = 62.0;
+    const GAP: f64 = 24.0;
     let (mut body, mut x, mut keys) = (String::new(), 0.0, Vec::new());
     for chart in charts.iter().filter(|c| !c.bars.is_empty()) {
         let _ = write!(body, r#"<g transform="translate({x:.0},0)">{}"#, heading(&chart.title, 8.0));
         for (i, bar) in chart.bars.iter().enumerate() {
-            body.push_str(&stack(8.0 + (BAR + 14.0) * i as f64, BAR, bar));
+            body.push_str(&stack(GAP / 2.0 + (BAR + GAP) * i as f64, BAR, bar));
             for part in bar.parts.iter().filter(|p| p.amount > 0.0) {
                 if !keys.contains(&(part.name, part.class)) {
                     keys.push((part.name, part.class));
@@ -203,7 +205,7 @@ pub fn stacked(charts: &[Stacked]) -> String {
             }
         }
         body.push_str("</g>");
-        let bars = 8.0 + (BAR + 14.0) * chart.bars.len() as f64;
+        let bars = GAP / 2.0 + (BAR + GAP) * chart.bars.len() as f64;
         x += bars.max(chart.title.len() as f64 * 7.0) + 28.0;
     }
     figure(x, &body, &keys)

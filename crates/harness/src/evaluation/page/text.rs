@@ -38,14 +38,19 @@ pub fn number(value: f64) -> String {
 /// A median with its interval, for a cell; a dash for none.
 #[must_use]
 pub fn cell(estimate: Option<Estimate>) -> String {
-    match estimate {
-        None => "–".to_owned(),
-        Some(e) if e.n < 2 => number(e.median),
-        Some(e) => {
-            let to = if e.low < 0.0 { " to " } else { "–" };
-            format!("{} <small>{}{to}{}</small>", number(e.median), number(e.low), number(e.high))
-        }
+    cell_in(estimate, "")
+}
+
+/// The same in a unit.
+#[must_use]
+pub fn cell_in(estimate: Option<Estimate>, unit: &str) -> String {
+    let Some(e) = estimate else { return "–".to_owned() };
+    let median = number(e.median) + unit;
+    if e.n < 2 {
+        return median;
     }
+    let to = if e.low < 0.0 { " to " } else { "–" };
+    format!("{median} <small>{}{to}{}</small>", number(e.low), number(e.high))
 }
 
 /// A table; cells are HTML, the first of each row is its head.

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use super::Content;
-use super::text::{cell, escape, number};
+use super::text::{cell_in, escape, number};
 use crate::evaluation::bars::{self, Bar, Bound, Row, Unit, Verdict};
 
 /// Title, score and table of bars.
@@ -26,7 +26,7 @@ pub fn section(content: &Content<'_>) -> String {
     }
     html.push_str("</div>");
     if s.quick {
-        html.push_str("<p><b>A quick run</b>: two sizes, one run each. It shows that everything works; its figures prove nothing.</p>");
+        html.push_str("<p><b>A quick run</b>: two sizes only. It shows that everything works; its figures prove nothing.</p>");
     }
     html.push_str(
         "<section><h2>What it is held against</h2><div class=\"wide\"><table><thead><tr><th>claim</th><th>here, median</th><th>threshold</th>\
@@ -76,10 +76,7 @@ fn bar(bar: &Bar, shown: impl Fn(&&Row) -> bool) -> String {
 }
 
 fn value(row: &Row) -> String {
-    match row.unit {
-        Unit::Percent if row.value.is_some() => cell(row.value) + " %",
-        Unit::Percent | Unit::Ratio => cell(row.value),
-    }
+    cell_in(row.value, if row.unit == Unit::Percent { " %" } else { "" })
 }
 
 /// `≥ 0.85`.
