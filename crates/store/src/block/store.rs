@@ -311,6 +311,10 @@ struct Target {
 impl Target {
     fn run(mut self) {
         let shared = Arc::clone(&self.mailbox.shared);
+        if let Err(error) = self.ring.enable() {
+            self.core.poison(&format!("I/O ring ({error})"));
+            shared.abandoned.store(true, Ordering::SeqCst);
+        }
         while !self.core.closed && !shared.abandoned.load(Ordering::SeqCst) {
             if let Err(error) = self.turn(&shared) {
                 self.core.poison(&format!("I/O ring ({error})"));

@@ -21,7 +21,7 @@ const ENTRIES: u32 = 256;
 const BUFFERS: u32 = 16;
 /// Largest buffer that the kernel registers, in bytes.
 const MAX_BUFFER: usize = 1 << 30;
-/// Marks the completion of the read on the wake-up descriptor.
+/// Marks the completions that tell of writes to the wake-up descriptor.
 const WAKE: u64 = u64::MAX;
 
 /// Wakes the thread that waits in [`Ring::wait`]. Any thread.
@@ -92,8 +92,10 @@ fn ranges(len: usize) -> Vec<(usize, usize)> {
 pub(crate) struct Ring {
     ring: IoUring,
     waker: Waker,
-    event_value: Box<u64>,
+    /// Whether the kernel says when somebody wakes us.
     event_armed: bool,
+    /// Whether [`enable`](Self::enable) is due.
+    disabled: bool,
     in_flight: HashMap<u64, InFlight>,
     /// Registered memory, by index of the kernel's table; `None` if the kernel has no such table.
     buffers: Option<Vec<Registered>>,
@@ -115,24 +117,43 @@ impl Ring {
     /// # Errors
     /// If the kernel refuses one.
     pub(crate) fn new(drive: Arc<FileDrive>) -> io::Result<Ring> {
-        let ring =
-            IoUring::builder().setup_coop_taskrun().build(ENTRIES).or_else(|_| IoUring::new(ENTRIES))?;
+        // Completions wait for the thread that takes them, instead of interrupting it; needs Linux 6.1.
+        let deferred = IoUring::builder()
+            .setup_single_issuer()
+            .setup_defer_taskrun()
+            .setup_taskrun_flag()
+            .setup_r_disabled()
+            .build(ENTRIES);
+        let disabled = deferred.is_ok();
+        let ring = deferred
+            .or_else(|_| IoUring::builder().setup_coop_taskrun().build(ENTRIES))
+            .or_else(|_| IoUring::new(ENTRIES))?;
         ring.submitter().register_files(&[drive.fd().as_raw_fd()])?;
         let buffers = ring.submitter().register_buffers_sparse(BUFFERS).is_ok().then(Vec::new);
         let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC)?;
         let waker = Waker { shared: Arc::new(WakeState { event, asleep: AtomicBool::new(false) }) };
-        let event_value = Box::new(0);
         Ok(Ring {
             ring,
             waker,
-            event_value,
             event_armed: false,
+            disabled,
             in_flight: HashMap::new(),
             buffers,
             registered_io: metrics::counter!("outboard_store_registered_io_total"),
             unregistered_io: metrics::counter!("outboard_store_unregistered_io_total"),
             _drive: drive,
         })
+    }
+
+    /// Makes the calling thread the one that uses the ring, before anything is submitted.
+    ///
+    /// # Errors
+    /// If the kernel refuses.
+    pub(crate) fn enable(&mut self) -> io::Result<()> {
+        if std::mem::take(&mut self.disabled) {
+            self.ring.submitter().register_enable_rings()?;
+        }
+        Ok(())
     }
 
     /// Has the kernel pin the memory of `arena` once, instead of with every request. Best effort: it may refuse, by the
@@ -252,9 +273,9 @@ impl Ring {
         }
         if !self.event_armed {
             let fd = io_uring::types::Fd(self.waker.shared.event.as_raw_fd());
-            let value: *mut u64 = &mut *self.event_value;
-            let entry = opcode::Read::new(fd, value.cast(), 8).build().user_data(WAKE);
-            // SAFETY: the eight bytes live in a box of the ring; the ring's drop waits for this read's end.
+            // One request for all wake-ups to come. Nobody reads the descriptor: each write to it is a wake-up.
+            let entry = opcode::PollAdd::new(fd, libc::POLLIN as u32).multi(true).build().user_data(WAKE);
+            // SAFETY: the request refers to no memory, and the descriptor lives as long as the ring.
             while unsafe { self.ring.submission().push(&entry) }.is_err() {
                 self.ring.submit()?;
             }
@@ -284,7 +305,7 @@ impl Ring {
         let mut done = Vec::new();
         for entry in self.ring.completion() {
             if entry.user_data() == WAKE {
-                self.event_armed = false;
+                self.event_armed = io_uring::cqueue::more(entry.flags());
                 continue;
             }
             let id = entry.user_data();
@@ -302,13 +323,11 @@ impl Ring {
 
 impl Drop for Ring {
     fn drop(&mut self) {
-        // Wake the read on the event descriptor, and wait until the kernel uses no memory of ours any more.
-        let _ = rustix::io::write(&self.waker.shared.event, &1u64.to_ne_bytes());
-        while !self.in_flight.is_empty() || self.event_armed {
+        // Wait until the kernel uses no memory of ours any more.
+        while !self.in_flight.is_empty() {
             if self.ring.submit_and_wait(1).is_err() {
                 // Memory that the kernel may still write must not be reused.
                 std::mem::forget(std::mem::take(&mut self.in_flight));
-                Box::leak(std::mem::take(&mut self.event_value));
                 std::mem::forget(self.buffers.take());
                 return;
             }
