@@ -49,6 +49,6 @@ pub use object::{Description, Object, OmapPage, PutOptions};
 pub use options::Options;
 pub use pool::Pool;
 pub use proto::{
-    Error as NodeError, Manifest, Mutated, NameError, NodeStatus, ObjectName, PhaseTimes, PoolInfo, PoolName,
-    RequestTimes, Space, StatAnswer as Stat, TargetStatus,
+    Error as NodeError, Manifest, Mutated, NameError, NodeStatus, ObjectName, OffloadStatus, PhaseTimes,
+    PoolInfo, PoolName, RequestTimes, Space, StatAnswer as Stat, TargetStatus,
 };

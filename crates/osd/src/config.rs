@@ -1,6 +1,10 @@
 //! How an OSD behaves.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
+
+use proto::OffloadStatus;
 
 /// How an OSD behaves. The defaults suit a node; tests shorten times.
 #[derive(Debug, Clone)]
@@ -28,11 +32,27 @@ pub struct OsdConfig {
     pub sessions: usize,
     /// Objects whose state is kept in memory, per placement group.
     pub cached_objects_per_pg: usize,
-    /// Segments of one transfer in flight at a time.
-    pub segments_in_flight: usize,
+    /// Segments of one transfer in flight at a time; 1 has them one after the other. May be changed at any time.
+    pub segments_in_flight: Arc<AtomicUsize>,
+    /// How the offload between OSD and store stands, for the status.
+    pub offload: Option<OffloadSource>,
+}
+
+/// Tells how an offload stands.
+#[derive(Clone)]
+pub struct OffloadSource(pub Arc<dyn Fn() -> OffloadStatus + Send + Sync>);
+
+impl std::fmt::Debug for OffloadSource {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("OffloadSource")
+    }
 }
 
 impl OsdConfig {
+    pub(crate) fn segments_in_flight(&self) -> usize {
+        self.segments_in_flight.load(Ordering::Relaxed).max(1)
+    }
+
     /// Whether the store is called directly, rather than through the host–DPU channel.
     pub(crate) fn store_is_here(&self) -> bool {
         self.placement == "host"
@@ -53,7 +73,8 @@ impl Default for OsdConfig {
             requests_per_connection: 256,
             sessions: 4096,
             cached_objects_per_pg: 4096,
-            segments_in_flight: 3,
+            segments_in_flight: Arc::new(AtomicUsize::new(3)),
+            offload: None,
         }
     }
 }

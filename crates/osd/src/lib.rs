@@ -37,8 +37,9 @@ mod timed;
 mod times;
 mod turnstile;
 
-pub use config::OsdConfig;
+pub use config::{OffloadSource, OsdConfig};
 pub use node::{Osd, StartError};
+pub use proto::OffloadStatus;
 
 /// Starts a task of the OSD's. Connections share its thread, so what it costs is booked.
 fn spawn(task: impl Future<Output = ()> + 'static) -> tokio::task::JoinHandle<()> {

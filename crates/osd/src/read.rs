@@ -77,7 +77,7 @@ impl Reader<'_> {
         let mut rest = (start + first_len..end).step_by(step as usize);
         let mut segments = FuturesUnordered::new();
         loop {
-            if segments.len() < self.osd.config.segments_in_flight.max(1)
+            if segments.len() < self.osd.config.segments_in_flight()
                 && let Some(at) = rest.next()
             {
                 segments.push(self.move_segment(sink, start, at, step.min(end - at), info.version));

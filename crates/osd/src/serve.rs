@@ -249,7 +249,7 @@ impl Osd {
             connection: &*request.connection,
             pool: &self.pool,
             timeout: self.config.transfer_timeout,
-            segments_in_flight: self.config.segments_in_flight,
+            segments_in_flight: self.config.segments_in_flight(),
         };
         let gather = async || {
             self.check_parts(&name, &mutate.ops).await?;

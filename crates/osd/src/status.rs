@@ -27,6 +27,7 @@ pub(crate) async fn status(osd: &Osd) -> NodeStatus {
         requests: osd.requests.get(),
         times: osd.times.requests(),
         thread_ns: osd.times.thread(),
+        offload: osd.config.offload.as_ref().map(|source| (source.0)()),
         staging: [osd.pool.arena().len() as u64, free as u64, fewest as u64],
     }
 }

@@ -42,6 +42,8 @@ pub enum Command {
     Rm(commands::rm::RmArgs),
     Cp(commands::cp::CpArgs),
     Bench(commands::bench::BenchArgs),
+    #[command(subcommand, about = "Make things go wrong on purpose, to see what happens")]
+    Debug(commands::debug::DebugCommand),
     Store(commands::store::StoreArgs),
     Osd(commands::osd::OsdArgs),
     Fsck(commands::fsck::FsckArgs),

@@ -24,7 +24,7 @@ pub use request::{
     RequestHead, Source,
 };
 pub use session::{SessionId, UploadId};
-pub use status::{NodeStatus, PhaseTimes, PoolInfo, RequestTimes, Space, TargetStatus};
+pub use status::{NodeStatus, OffloadStatus, PhaseTimes, PoolInfo, RequestTimes, Space, TargetStatus};
 pub use wire::{
     DecodeError, VERSION, VERSION_OLDEST, decode_body, decode_head, decode_reply, encode_reply,
     encode_request,

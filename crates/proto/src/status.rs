@@ -73,6 +73,29 @@ pub struct RequestTimes {
     pub other: PhaseTimes,
 }
 
+/// How the offload of moving data between OSD and store stands.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OffloadStatus {
+    /// `active`, `cooling down` or `probing`.
+    pub state: String,
+    /// How often it failed.
+    pub failures: u64,
+    /// How often a probe found it still failing.
+    pub failed_probes: u64,
+    /// How often a probe found it working again.
+    pub recoveries: u64,
+    /// Why it failed last.
+    pub last_failure: Option<String>,
+    /// Bytes of memory that a late transfer may still touch.
+    pub quarantined_bytes: u64,
+    /// Bytes that had arrived when it failed and were not sent again, in this session with the store.
+    pub kept_bytes: u64,
+    /// Bytes that went by the socket in its place, in this session with the store.
+    pub fallback_bytes: u64,
+    /// Faults that are armed on purpose.
+    pub faults: Vec<String>,
+}
+
 /// State of a node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeStatus {
@@ -98,6 +121,8 @@ pub struct NodeStatus {
     pub sessions: u32,
     /// Number of requests being worked on.
     pub requests: u32,
+    /// How the offload between OSD and store stands, if there is one.
+    pub offload: Option<OffloadStatus>,
     /// Bytes of staging memory: all, now free, fewest that were ever free.
     pub staging: [u64; 3],
     /// Where the time of requests went.

@@ -12,6 +12,7 @@ mod admission;
 #[doc(hidden)]
 pub mod fuzz;
 mod link;
+mod poller;
 mod proxy_store;
 mod server;
 mod session;
@@ -20,4 +21,4 @@ mod wire;
 
 pub use proxy_store::ProxyStore;
 pub use server::{Listener, Server, ServerOptions, ServerStatus, Target};
-pub use session::{Endpoint, Session, SessionOptions, SessionStatus};
+pub use session::{Endpoint, Offload, Session, SessionOptions, SessionStatus, Tuning};

@@ -484,6 +484,7 @@ async fn open(
         largest_range: shared.options.largest_request,
         overdue: shared.options.overdue,
         verify_every: shared.options.verify_every,
+        faults: shared.options.faults.clone(),
         region_cache: shared.tuning().region_cache,
         poll: shared.tuning().poll,
     };

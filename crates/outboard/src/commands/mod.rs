@@ -2,6 +2,7 @@
 
 pub mod bench;
 pub mod cp;
+pub mod debug;
 pub mod doctor;
 pub mod down;
 pub mod fsck;
@@ -35,6 +36,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Command::Rm(args) => rm::run(args, node),
         Command::Cp(args) => cp::run(args, node),
         Command::Bench(args) => bench::run(args, node),
+        Command::Debug(command) => debug::run(command, node),
         Command::Store(args) => store::run(args, node),
         Command::Osd(args) => osd::run(args, node),
         Command::Fsck(args) => fsck::run(args, node),

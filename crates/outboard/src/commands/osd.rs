@@ -14,6 +14,7 @@ use crate::failure::{Doing, Failure, Result};
 use crate::node::announce::Ready;
 use crate::node::config::Config;
 use crate::node::cpus::Side;
+use crate::node::debug::Controls;
 use crate::node::request_side::{self, Stores};
 use crate::node::role::{self, RoleArgs, RoleProcess, StopSignals};
 use crate::node::state::Role;
@@ -64,7 +65,7 @@ async fn serve(process: RoleProcess, args: &OsdArgs) -> Result<()> {
         None => Stores::Here(mounted.iter().map(Mounted::offered).collect()),
     };
     let listen = args.listen.clone().unwrap_or_else(|| process.config.listen.clone());
-    let mut shard = Shard::start(stores, process.config, listen)?;
+    let mut shard = Shard::start(stores, process.config, listen, process.controls)?;
     let ready = tokio::select! {
         ready = &mut shard.ready => ready.unwrap_or_else(|_| Err(ended())),
         () = signals.next() => return Ok(()),
@@ -88,14 +89,14 @@ struct Shard {
 }
 
 impl Shard {
-    fn start(stores: Stores, config: Config, listen: String) -> Result<Shard> {
+    fn start(stores: Stores, config: Config, listen: String, controls: Controls) -> Result<Shard> {
         let (started, ready) = oneshot::channel();
         let (stop, stopped) = oneshot::channel();
         let runtime =
             tokio::runtime::Builder::new_current_thread().enable_all().build().doing("starting the osd")?;
         let stopped = async move { drop(stopped.await) };
         let body = move || {
-            let serving = request_side::serve(stores, Arc::new(config), listen, started, stopped);
+            let serving = request_side::serve(stores, Arc::new(config), listen, controls, started, stopped);
             LocalSet::new().block_on(&runtime, serving);
         };
         let thread = base::thread::spawn(ThreadClass::Osd, "0", body).doing("starting the osd")?;

@@ -1,6 +1,7 @@
 //! `outboard store`: the role that owns the targets.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::Args;
 use proxy::{Server, ServerOptions};
@@ -52,8 +53,12 @@ async fn serve(process: RoleProcess, args: &StoreArgs) -> Result<()> {
     })?;
     let offered =
         mounted.iter().map(|m| proxy::Target { uuid: m.uuid.as_u128(), store: m.store.clone() }).collect();
-    let server =
-        Server::serve(listener, offered, ServerOptions::default()).doing("starting to serve targets")?;
+    let options = ServerOptions {
+        faults: process.controls.faults().clone(),
+        poll: Duration::from_micros(process.config.channel.poll_us),
+        ..ServerOptions::default()
+    };
+    let server = Server::serve(listener, offered, options).doing("starting to serve targets")?;
     role::ready(Ready {
         metrics: Some(process.metrics),
         targets: targets::announced(&mounted),

@@ -5,6 +5,7 @@
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
+use base::fault::{Fault, FaultError};
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
@@ -50,6 +51,7 @@ pub struct Config {
     pub log: Log,
     pub metrics: Metrics,
     pub supervise: Supervise,
+    pub debug: Debug,
 }
 
 /// Section `store`.
@@ -68,6 +70,40 @@ pub struct Store {
 pub struct Channel {
     pub window: ByteSize,
     pub requests: usize,
+    pub engine: Engine,
+    pub profile: Profile,
+    pub max_transfer: ByteSize,
+    pub queues: usize,
+    pub region_cache: usize,
+    pub poll_us: u64,
+    pub overdue: Period,
+    pub cool_down: Period,
+    pub verify_every: u32,
+}
+
+/// What moves payload between osd and store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+pub enum Engine {
+    /// Emulated: a thread that copies between two memories of this machine.
+    #[serde(rename = "shm")]
+    Shm,
+}
+
+/// How fast the emulated engine is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Profile {
+    /// As fast as memory is copied.
+    Memcpy,
+    /// As DoCeph measured a BlueField-3.
+    Bf3Paper,
+}
+
+/// Section `debug`.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Debug {
+    pub faults: Vec<String>,
 }
 
 /// Section `osd`.
@@ -176,6 +212,14 @@ impl Config {
         Ok(config)
     }
 
+    /// What is to go wrong on purpose.
+    ///
+    /// # Errors
+    /// If one of them means nothing.
+    pub fn faults(&self) -> Result<Vec<Fault>, FaultError> {
+        self.debug.faults.iter().map(|text| text.parse()).collect()
+    }
+
     fn check(&self) -> Result<(), String> {
         const MIB: u64 = 1 << 20;
         let within = |key: &str, value: u64, least: u64, most: u64| {
@@ -196,6 +240,14 @@ impl Config {
         within("channel.window", self.channel.window.0, MIB, 4096 * MIB)?;
         multiple("channel.window", self.channel.window, ByteSize(4096))?;
         within("channel.requests", self.channel.requests as u64, 1, 1024)?;
+        within("channel.max_transfer", self.channel.max_transfer.0, 4096, 2 * MIB)?;
+        multiple("channel.max_transfer", self.channel.max_transfer, ByteSize(4096))?;
+        within("channel.queues", self.channel.queues as u64, 1, 64)?;
+        within("channel.region_cache", self.channel.region_cache as u64, 0, 1 << 20)?;
+        within("channel.poll_us", self.channel.poll_us, 0, 10_000)?;
+        within("channel.overdue in ms", self.channel.overdue.0.as_millis() as u64, 10, 600_000)?;
+        within("channel.cool_down in ms", self.channel.cool_down.0.as_millis() as u64, 10, 3_600_000)?;
+        self.faults().map_err(|e| format!("debug.faults: {e}"))?;
         within("osd.staging", self.osd.staging.0, 8 * MIB, 1 << 40)?;
         multiple("osd.staging", self.osd.staging, ByteSize(4 * MIB))?;
         within("osd.requests_per_connection", self.osd.requests_per_connection as u64, 1, 4096)?;
@@ -326,6 +378,9 @@ mod tests {
             "[osd]\nstaging = \"9MiB\"",
             "[osd]\ncpus = \"most\"",
             "[channel]\nwindow = \"1KiB\"",
+            "[channel]\nmax_transfer = \"4MiB\"",
+            "[channel]\nprofile = \"fast\"",
+            "[debug]\nfaults = [\"everything=breaks\"]",
         ] {
             assert!(load(text, &[]).is_err(), "{text}");
         }

@@ -117,6 +117,11 @@ impl NodeDir {
         self.root.join(format!("log/{role}.log"))
     }
 
+    /// Where a role can be debugged.
+    pub fn debug_socket(&self, role: &str) -> PathBuf {
+        self.root.join(format!("run/{role}.debug"))
+    }
+
     fn lock_path(&self) -> PathBuf {
         self.root.join("run/lock")
     }

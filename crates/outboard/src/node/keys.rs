@@ -70,6 +70,60 @@ pub const KEYS: &[Key] = &[
     ),
     key("channel", "requests", "256", "Most requests to the store that are unanswered at a time: 1 to 1024."),
     key(
+        "channel",
+        "engine",
+        "\"shm\"",
+        "What moves payload between osd and store: \"shm\" (emulated, on one machine).",
+    ),
+    key(
+        "channel",
+        "profile",
+        "\"memcpy\"",
+        "How fast the emulated engine is: \"memcpy\", or \"bf3-paper\" (as DoCeph measured a BlueField-3: payload takes 2.4 ms and 0.38 ms per MB, one chain at a time).",
+    ),
+    key(
+        "channel",
+        "max_transfer",
+        "\"2MiB\"",
+        "Longest DMA transfer: 4KiB to 2MiB, a multiple of 4KiB. The engine's own limit holds in any case.",
+    ),
+    key(
+        "channel",
+        "queues",
+        "5",
+        "Queues of the DMA engine that are used: 1 to 64, at most what it has. One is for short requests; with 1 they wait for long ones.",
+    ),
+    key(
+        "channel",
+        "region_cache",
+        "64",
+        "Parts of host memory (16MiB each) that stay open to DMA. 0 opens one anew for every request, as a DPU without such a cache would.",
+    ),
+    key(
+        "channel",
+        "poll_us",
+        "0",
+        "How long software looks for completions after one has come, in microseconds, before it sleeps: 0 to 10000. Worth it where its CPU has nothing else to do.",
+    ),
+    key(
+        "channel",
+        "overdue",
+        "\"2s\"",
+        "A DMA transfer that takes longer counts as failed: its request goes on by the socket.",
+    ),
+    key(
+        "channel",
+        "cool_down",
+        "\"5s\"",
+        "How long DMA is left alone after it has failed; then a small transfer decides whether it is used again.",
+    ),
+    key(
+        "channel",
+        "verify_every",
+        "64",
+        "The store compares the payload of one in so many requests with its checksums when it has come by DMA; 0 for none. After a failure it looks at the next 256 in any case.",
+    ),
+    key(
         "osd",
         "cpus",
         "\"auto\"",
@@ -146,6 +200,12 @@ pub const KEYS: &[Key] = &[
         "stop_timeout",
         "\"30s\"",
         "A role that has not stopped after this is killed; nothing acknowledged is lost.",
+    ),
+    key(
+        "debug",
+        "faults",
+        "[]",
+        "What goes wrong on purpose, e.g. [\"dma.transfer=fail,probability=0.001\"]; see `outboard debug fault --help`. In the environment separated by colons.",
     ),
 ];
 

@@ -6,6 +6,7 @@ pub mod announce;
 pub mod checkup;
 pub mod config;
 pub mod cpus;
+pub mod debug;
 pub mod dir;
 pub mod keeper;
 pub mod keys;

@@ -33,6 +33,8 @@ pub struct Report {
     pub pools: Vec<PoolReport>,
     /// The osd's load, while it answers.
     pub osd: Option<OsdReport>,
+    /// How the offload between osd and store stands, while the osd answers.
+    pub offload: Option<client::OffloadStatus>,
     /// What is not as it should be.
     pub problems: Vec<String>,
 }
@@ -171,6 +173,17 @@ impl Report {
         self.placement = Some(answer.placement);
         self.engine = Some(answer.engine);
         self.emulated = answer.emulated;
+        if let Some(offload) = &answer.offload {
+            if offload.state != "active" {
+                let why = offload.last_failure.as_deref().unwrap_or("unknown");
+                self.problems.push(format!("DMA is {} (payload goes by the socket): {why}", offload.state));
+            }
+            for fault in &offload.faults {
+                self.problems
+                    .push(format!("FAULT ARMED in the osd: {fault}; `outboard debug clear` disarms it"));
+            }
+        }
+        self.offload = answer.offload;
         let [staging_total, staging_free, staging_least_free] = answer.staging;
         self.osd = Some(OsdReport {
             uptime_seconds: answer.uptime_seconds,
@@ -256,6 +269,10 @@ impl Display for Report {
         writeln!(f, "endpoint   {}", or_dash(&self.endpoint))?;
         let emulated = if self.emulated { " (emulated)" } else { "" };
         writeln!(f, "placement  {}, engine {}{emulated}", or_dash(&self.placement), or_dash(&self.engine))?;
+        if let Some(o) = &self.offload {
+            let since = format!("{} failures, {} recoveries", o.failures, o.recoveries);
+            writeln!(f, "offload    DMA {}, {since}", o.state)?;
+        }
         if !self.processes.is_empty() {
             writeln!(
                 f,

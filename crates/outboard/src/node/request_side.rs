@@ -1,22 +1,30 @@
 //! The request-handling side of a node: an OSD over stores in this process, or over a session with a store's process.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
+use base::fault::Faults;
 use base::mem::Arena;
 use base::pool::BufferPool;
+use channel::{DmaEngine, Profile, ShmEngine, ShmOptions};
 use messenger::TcpStack;
-use osd::{Osd, OsdConfig};
+use osd::{OffloadSource, OffloadStatus, Osd, OsdConfig};
 use proxy::{Endpoint, Session, SessionOptions};
 use store::ObjectStore;
 use tokio::sync::oneshot;
 use uuid::Uuid;
 
 use super::announce::Ready;
-use super::config::{Config, Placement};
+use super::config::{self, Config, Placement};
+use super::debug::{Controls, Tuning};
 use crate::failure::{Doing, Failure, Result};
 
 /// Largest staging buffer, in bytes: two segments of a DMA transfer.
 const LARGEST_BUFFER: usize = 4 << 20;
+
+/// Segments of a request that are received, moved and written at the same time.
+const SEGMENTS: usize = 3;
 
 /// Targets with their ids.
 pub type Targets = Vec<(Uuid, Arc<dyn ObjectStore>)>;
@@ -37,11 +45,11 @@ struct Backend {
     engine: String,
     emulated: bool,
     /// Lives as long as the OSD.
-    _session: Option<Session>,
+    session: Option<Session>,
 }
 
 impl Backend {
-    async fn open(stores: Stores, config: &Config) -> Result<Backend> {
+    async fn open(stores: Stores, config: &Config, controls: &Controls) -> Result<Backend> {
         match stores {
             Stores::Here(targets) => {
                 let arena =
@@ -52,15 +60,23 @@ impl Backend {
                     placement: Placement::Host,
                     engine: "none".to_owned(),
                     emulated: false,
-                    _session: None,
+                    session: None,
                 })
             }
-            Stores::Behind(endpoint) => Backend::join(endpoint, config).await,
+            Stores::Behind(endpoint) => Backend::join(endpoint, config, controls).await,
         }
     }
 
-    async fn join(endpoint: Endpoint, config: &Config) -> Result<Backend> {
+    async fn join(endpoint: Endpoint, config: &Config, controls: &Controls) -> Result<Backend> {
+        let channel = &config.channel;
+        let faults = controls.faults().clone();
         let mut options = SessionOptions {
+            engine: Some(start_engine(channel, &faults).doing("starting the DMA engine")?),
+            overdue: channel.overdue.0,
+            cool_down: channel.cool_down.0,
+            verify_every: channel.verify_every,
+            tuning: session_tuning(tuning_of(channel)),
+            faults,
             outstanding: config.channel.requests,
             wait_for_store: config.osd.store_patience.0,
             ..SessionOptions::default()
@@ -78,8 +94,65 @@ impl Backend {
             placement: Placement::Dpu,
             engine: session.engine().name().to_owned(),
             emulated: session.engine().is_emulated(),
-            _session: Some(session),
+            session: Some(session),
         })
+    }
+}
+
+fn start_engine(channel: &config::Channel, faults: &Faults) -> channel::Result<Arc<dyn DmaEngine>> {
+    match channel.engine {
+        config::Engine::Shm => {
+            let profile = match channel.profile {
+                config::Profile::Memcpy => Profile::Memcpy,
+                config::Profile::Bf3Paper => Profile::Bf3Paper,
+            };
+            Ok(ShmEngine::start(ShmOptions { profile, faults: faults.clone(), ..ShmOptions::default() })?)
+        }
+    }
+}
+
+/// How the configuration has the channel used.
+fn tuning_of(channel: &config::Channel) -> Tuning {
+    Tuning {
+        pipeline: true,
+        region_cache: channel.region_cache,
+        max_transfer: channel.max_transfer,
+        dma_queues: channel.queues,
+        poll_us: channel.poll_us,
+    }
+}
+
+fn session_tuning(tuning: Tuning) -> proxy::Tuning {
+    proxy::Tuning {
+        queues: tuning.dma_queues,
+        region_cache: tuning.region_cache,
+        poll: Duration::from_micros(tuning.poll_us),
+        max_transfer: Some(tuning.max_transfer.0 as usize),
+    }
+}
+
+/// Segments of a request that are under way at a time, with and without a pipeline.
+fn segments(tuning: Tuning) -> usize {
+    if tuning.pipeline { SEGMENTS } else { 1 }
+}
+
+fn offload_status(session: &Session) -> OffloadStatus {
+    let offload = session.status().offload;
+    OffloadStatus {
+        state: offload.health.state.name().to_owned(),
+        failures: offload.health.failures,
+        failed_probes: offload.health.failed_probes,
+        recoveries: offload.health.recoveries,
+        last_failure: offload.health.last_failure,
+        quarantined_bytes: offload.quarantined as u64,
+        kept_bytes: offload.kept_bytes,
+        fallback_bytes: offload.fallback_bytes,
+        faults: session
+            .faults()
+            .armed()
+            .into_iter()
+            .map(|a| format!("{} (fired {})", a.fault, a.fired))
+            .collect(),
     }
 }
 
@@ -89,14 +162,29 @@ pub async fn serve(
     stores: Stores,
     config: Arc<Config>,
     listen: String,
+    controls: Controls,
     started: oneshot::Sender<Result<Ready>>,
     stop: impl Future<Output = ()>,
 ) {
-    let backend = match Backend::open(stores, &config).await {
+    let backend = match Backend::open(stores, &config, &controls).await {
         Ok(backend) => backend,
         Err(failure) => return drop(started.send(Err(failure))),
     };
+    let tuning = tuning_of(&config.channel);
+    let in_flight = Arc::new(AtomicUsize::new(segments(tuning)));
+    if let Some(session) = backend.session.clone() {
+        let in_flight = Arc::clone(&in_flight);
+        let tune = move |tuning| {
+            in_flight.store(segments(tuning), Ordering::Relaxed);
+            session.tune(session_tuning(tuning));
+        };
+        controls.tune_with(tuning, Box::new(tune));
+    }
+    let offload =
+        backend.session.clone().map(|session| OffloadSource(Arc::new(move || offload_status(&session))));
     let osd_config = OsdConfig {
+        segments_in_flight: in_flight,
+        offload,
         placement: backend.placement.as_str().to_owned(),
         engine: backend.engine.clone(),
         emulated: backend.emulated,

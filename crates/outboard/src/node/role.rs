@@ -8,6 +8,7 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use super::announce::{Announcement, Ready};
 use super::config::Config;
+use super::debug::Controls;
 use super::state::Role;
 use super::{logging, metrics};
 use crate::failure::{Doing, Failure, Result};
@@ -21,6 +22,9 @@ pub struct RoleArgs {
     /// Where to serve Prometheus metrics [default: metrics.listen of the configuration]
     #[arg(long, value_name = "ADDR")]
     pub metrics: Option<String>,
+    /// Where faults can be armed and the channel tuned while the role runs: a UNIX socket's path [default: nowhere]
+    #[arg(long, value_name = "PATH")]
+    pub debug_socket: Option<PathBuf>,
     /// End when this process ends
     #[arg(long, value_name = "PID", hide = true)]
     pub supervisor: Option<u32>,
@@ -33,6 +37,8 @@ pub struct RoleProcess {
     pub config: Config,
     /// Where its metrics are.
     pub metrics: String,
+    /// What can be changed while it runs.
+    pub controls: Controls,
 }
 
 /// Runs a role: sets the process up, and calls `body`, which does the role's work until it should stop. A failure is
@@ -80,7 +86,17 @@ fn set_up(role: Role, args: &RoleArgs) -> Result<RoleProcess> {
         Err(e) => return Err(Failure::new(format!("serving metrics at {listen}"), with_remedy(&e))),
     };
     tracing::info!(role = role.as_str(), pid = std::process::id(), metrics, "started");
-    Ok(RoleProcess { config, metrics })
+    let controls = Controls::default();
+    for fault in config.faults().doing("reading debug.faults")? {
+        controls.faults().arm(fault).doing("arming a fault of debug.faults")?;
+    }
+    if let Some(path) = &args.debug_socket {
+        controls.serve(path).map_err(|e| {
+            let why = format!("{e}; choose another path with --debug-socket, or none");
+            Failure::new(format!("serving the debug socket {}", path.display()), why)
+        })?;
+    }
+    Ok(RoleProcess { config, metrics, controls })
 }
 
 fn with_remedy(e: &std::io::Error) -> String {

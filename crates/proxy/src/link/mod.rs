@@ -22,6 +22,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use base::buddy::Buddy;
+use base::fault::Faults;
 use base::health::OffloadHealth;
 use base::mem::ArenaBuf;
 use base::pool::MIN_BUFFER;
@@ -120,6 +121,7 @@ struct State {
     held: VecDeque<u64>,
     quarantine: Quarantine,
     health: Arc<OffloadHealth>,
+    faults: Faults,
     verify: Verify,
     /// After that long a transfer is overdue.
     overdue: Duration,
@@ -194,6 +196,8 @@ pub(crate) struct LinkOptions {
     pub(crate) overdue: Duration,
     /// Every so many requests' payload is compared with its checksums by the host; 0 for none, but after a failure.
     pub(crate) verify_every: u32,
+    /// What is to go wrong.
+    pub(crate) faults: Faults,
     /// Windows of host memory that stay open.
     pub(crate) region_cache: usize,
     /// How long the driver looks for more after something has come.
@@ -245,6 +249,7 @@ impl Link {
             quarantine: Quarantine::default(),
             health,
             verify: Verify::new(options.verify_every),
+            faults: options.faults.clone(),
             overdue: options.overdue,
             probe_pattern: Vec::new(),
             poll: options.poll,

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use base::fault::Site;
 use base::mem::ArenaBuf;
 use base::phases::{Clock, Phase};
 use bytes::Bytes;
@@ -31,6 +32,8 @@ impl State {
     /// Takes a reply.
     pub(super) fn reply(&mut self, frame: Frame, route: Route) -> Result<(), ChannelError> {
         let id = frame.header.id;
+        // A kill does not return, and nothing else can happen here.
+        let _ = self.faults.hit(Site::OsdReply);
         let pending = self.pending.remove(&id).filter(|p| p.job.route == route);
         let Some(Pending { job, ring_end, .. }) = pending else {
             return Err(ChannelError::Protocol(format!("a reply to request {id}, which nobody waits for")));

@@ -6,6 +6,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use base::fault::{Action, Faults, Site};
 use bytes::Bytes;
@@ -19,6 +20,7 @@ use store::{StageId, StoreError};
 use super::calls::{Done, Request, Running, Via, make};
 use super::{Counts, Target};
 use crate::admission::Admission;
+use crate::poller::Poller;
 use crate::wire::{Answer, Call, NO_REPLY, Outcome, encode, shorten};
 
 /// Most frames taken from the control socket in one turn.
@@ -212,6 +214,8 @@ pub(super) struct HostSession {
     stages: HashSet<(u16, StageId)>,
     counts: Arc<Counts>,
     faults: Faults,
+    poll: Duration,
+    poller: Poller,
 }
 
 impl HostSession {
@@ -221,10 +225,22 @@ impl HostSession {
         control: Control,
         counts: Arc<Counts>,
         faults: Faults,
+        poll: Duration,
     ) -> HostSession {
         let admissions = targets.iter().map(|_| Admission::default()).collect();
         let (running, stages) = (FuturesUnordered::new(), HashSet::new());
-        HostSession { targets, rings, control, admissions, running, stages, counts, faults }
+        HostSession {
+            targets,
+            rings,
+            control,
+            admissions,
+            running,
+            stages,
+            counts,
+            faults,
+            poll,
+            poller: Poller::default(),
+        }
     }
 
     /// Serves until the osd goes, breaks the protocol, or `stop` is ready. Then frees its stages, calls `on_end` (the
@@ -236,7 +252,10 @@ impl HostSession {
                 return Poll::Ready(None);
             }
             match self.turns(cx) {
-                Ok(()) => Poll::Pending,
+                Ok(progress) => {
+                    self.poller.after_turn(progress, self.poll, cx);
+                    Poll::Pending
+                }
                 Err(e) => Poll::Ready(Some(e)),
             }
         })
@@ -267,7 +286,9 @@ impl HostSession {
         }
     }
 
-    fn turns(&mut self, cx: &mut Context<'_>) -> channel::Result<()> {
+    /// Whether anything was done.
+    fn turns(&mut self, cx: &mut Context<'_>) -> channel::Result<bool> {
+        let mut any = false;
         loop {
             let mut progress = self.take_entries(cx)?;
             progress |= self.take_frames(cx)?;
@@ -278,13 +299,14 @@ impl HostSession {
             if !progress {
                 break;
             }
+            any = true;
         }
         if let Some(rings) = &mut self.rings {
             rings.announce()?;
         }
         match self.control.poll_flush(cx) {
-            Poll::Ready(result) => result,
-            Poll::Pending => Ok(()),
+            Poll::Ready(result) => result.map(|()| any),
+            Poll::Pending => Ok(any),
         }
     }
 

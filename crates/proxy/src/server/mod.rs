@@ -69,11 +69,18 @@ pub struct ServerOptions {
     pub max_outstanding: usize,
     /// What is to go wrong.
     pub faults: Faults,
+    /// How long the host's side looks for more after something has come, before it sleeps.
+    pub poll: Duration,
 }
 
 impl Default for ServerOptions {
     fn default() -> Self {
-        ServerOptions { max_memory: 256 << 20, max_outstanding: 1024, faults: Faults::default() }
+        ServerOptions {
+            max_memory: 256 << 20,
+            max_outstanding: 1024,
+            faults: Faults::default(),
+            poll: Duration::ZERO,
+        }
     }
 }
 
@@ -226,7 +233,7 @@ impl Serving {
     fn open(&self, socket: Socket, taken: &Rc<Cell<bool>>, mut stopped: watch::Receiver<bool>) {
         let (targets, options, counts) =
             (Arc::clone(&self.targets), self.options.clone(), Arc::clone(&self.counts));
-        let faults = options.faults.clone();
+        let (faults, poll) = (options.faults.clone(), options.poll);
         let taken = Rc::clone(taken);
         tokio::task::spawn_local(async move {
             let mut seat = None;
@@ -246,7 +253,7 @@ impl Serving {
             };
             counts.sessions.fetch_add(1, Ordering::Relaxed);
             counts.connected.store(1, Ordering::Relaxed);
-            let session = HostSession::new(targets, rings, control, Arc::clone(&counts), faults);
+            let session = HostSession::new(targets, rings, control, Arc::clone(&counts), faults, poll);
             let stop = async move { drop(stopped.wait_for(|stop| *stop).await) };
             session.run(stop, || drop(seat)).await;
         });

@@ -112,6 +112,7 @@ mod tests {
             pools: Vec::new(),
             sessions: 1,
             requests: 0,
+            offload: None,
             staging: [0; 3],
             times: client::RequestTimes { read: times, ..Default::default() },
             thread_ns: vec![("msgr".into(), msgr), ("osd".into(), 5)],

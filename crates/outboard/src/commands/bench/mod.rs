@@ -1,5 +1,6 @@
 //! `outboard bench`: a closed loop of operations on one pool, with the CPU that they cost, by process and thread class.
 
+mod ablation;
 mod accounting;
 mod breakdown;
 mod load;
@@ -9,6 +10,9 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use serde::Serialize;
+
+use ablation::Ablations;
+use report::Report;
 
 use super::session;
 use crate::cli::NodeArgs;
@@ -47,7 +51,8 @@ pub enum Workload {
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:\n  \
     outboard bench write --pool p --object-size 4MiB --in-flight 16 --seconds 10\n  \
-    outboard bench randread --pool p --object-size 4KiB --in-flight 16 --seconds 10 --json")]
+    outboard bench randread --pool p --object-size 4KiB --in-flight 16 --seconds 10 --json\n  \
+    outboard bench write --pool p --object-size 4MiB --no-pipeline")]
 pub struct BenchArgs {
     /// What to do
     #[arg(value_enum)]
@@ -70,6 +75,8 @@ pub struct BenchArgs {
     /// Print one JSON object
     #[arg(long)]
     pub json: bool,
+    #[command(flatten)]
+    pub ablations: Ablations,
 }
 
 impl BenchArgs {
@@ -90,11 +97,15 @@ pub fn run(args: BenchArgs, node: &NodeArgs) -> Result<()> {
             "objects above 128 MiB are striped; choose a smaller --object-size",
         ));
     }
+    let ablated = args.ablations.apply(node)?;
+    let tuning = ablated.as_ref().map(|ablated| ablated.during);
     let processes = accounting::Processes::of(node);
     let options = client::Options { requests_in_flight: args.in_flight as usize, ..super::options() };
     let json = args.json;
-    let report =
-        session::run(node, options, async move |client| load::measure(&client, &args, &processes).await)?;
+    let measured =
+        session::run(node, options, async move |client| load::measure(&client, &args, &processes).await);
+    drop(ablated);
+    let report = Report { tuning, ..measured? };
     if json {
         output::json(&report);
     } else {

@@ -8,6 +8,7 @@ use serde::Serialize;
 use super::accounting::{self, ProcessReport};
 use super::breakdown::{Breakdown, Window};
 use super::{BenchArgs, Workload};
+use crate::node::debug::Tuning;
 use crate::node::units::ByteSize;
 
 /// The figures. The JSON form is a contract: fields stay, new ones may come.
@@ -34,6 +35,9 @@ pub struct Report {
     /// CPU of everything per operation, this process and emulated hardware included.
     pub node_cpu_us_per_op: f64,
     pub processes: Vec<ProcessReport>,
+    /// How the channel was tuned for the measurement, if it was.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tuning: Option<Tuning>,
 }
 
 /// Latency of the operations that succeeded.
@@ -92,6 +96,7 @@ impl Report {
             host_cpu_us_per_op: cpu(&accounting::is_host),
             node_cpu_us_per_op: cpu(&|_| true),
             processes,
+            tuning: None,
         }
     }
 }
@@ -108,6 +113,14 @@ impl fmt::Display for Report {
             self.placement,
             self.seconds
         )?;
+        if let Some(t) = &self.tuning {
+            let pipeline = if t.pipeline { "a pipeline" } else { "no pipeline" };
+            writeln!(
+                f,
+                "  channel tuned: {pipeline}, region cache {}, transfers up to {}, {} DMA queues, polling {} µs",
+                t.region_cache, t.max_transfer, t.dma_queues, t.poll_us
+            )?;
+        }
         writeln!(f, "  {} operations, {} errors", self.ops, self.errors)?;
         writeln!(f, "  {:.1} MB/s   {:.0} op/s", self.mb_per_s, self.iops)?;
         writeln!(

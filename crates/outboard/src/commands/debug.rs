@@ -1,0 +1,105 @@
+//! `outboard debug`: faults on purpose.
+
+use std::path::PathBuf;
+
+use base::fault::{Fault, Site};
+use clap::Subcommand;
+use serde::Serialize;
+
+use crate::cli::NodeArgs;
+use crate::failure::{Doing, Failure, Result};
+use crate::node::debug::{self, ArmedFault, Request};
+use crate::node::dir::NodeDir;
+use crate::node::locate;
+use crate::node::state::Role;
+use crate::output;
+
+/// What is done with faults.
+#[derive(Debug, Clone, Subcommand)]
+pub enum DebugCommand {
+    /// Arm a fault: something goes wrong on purpose in a running node
+    ///
+    /// FAULT is SITE=ACTION[,after=N][,count=N][,probability=P][,late=TIMEms][,seed=N]. Sites and what can happen there:
+    /// dma.transfer (fail, stall, corrupt), dma.doorbell (drop), store.doorbell (drop), store.call (kill), osd.reply (kill).
+    /// It passes N occasions (after), then fires at most N times (count; default: always) with a probability. A restart of
+    /// the role disarms it. Nothing acknowledged is lost whatever is armed.
+    #[command(after_help = "Examples:\n  \
+        outboard debug fault dma.transfer=fail,after=100,count=1\n  \
+        outboard debug fault dma.transfer=stall,late=500ms,probability=0.01\n  \
+        outboard debug fault store.call=kill,after=5000,count=1")]
+    Fault {
+        /// The fault
+        #[arg(value_name = "FAULT")]
+        fault: Fault,
+    },
+    /// List the faults that are armed, and how often each has fired
+    Faults {
+        /// Print one JSON array
+        #[arg(long)]
+        json: bool,
+    },
+    /// Disarm all faults
+    Clear,
+}
+
+/// A fault and where it is.
+#[derive(Debug, Serialize)]
+struct Row {
+    role: &'static str,
+    #[serde(flatten)]
+    armed: ArmedFault,
+}
+
+/// Runs the command.
+pub fn run(command: DebugCommand, node: &NodeArgs) -> Result<()> {
+    match command {
+        DebugCommand::Fault { fault } => {
+            let role = match fault.site {
+                Site::StoreDoorbell | Site::StoreCall => Role::Store,
+                Site::DmaTransfer | Site::DmaDoorbell | Site::OsdReply => Role::Osd,
+            };
+            ask(role, node, &Request::Arm(fault.to_string())).map(drop)
+        }
+        DebugCommand::Clear => {
+            for role in [Role::Store, Role::Osd] {
+                ask(role, node, &Request::Clear)?;
+            }
+            Ok(())
+        }
+        DebugCommand::Faults { json } => {
+            let mut rows = Vec::new();
+            for role in [Role::Store, Role::Osd] {
+                let armed = ask(role, node, &Request::Show)?.faults;
+                rows.extend(armed.into_iter().map(|armed| Row { role: role.as_str(), armed }));
+            }
+            if json {
+                output::json(&rows);
+            } else {
+                for Row { role, armed } in rows {
+                    output::raw(format!("{role:<6} {:<50} fired {}\n", armed.fault, armed.fired));
+                }
+            }
+            Ok(())
+        }
+    }
+}
+
+/// The debug socket of a role.
+pub fn socket(role: Role, node: &NodeArgs) -> Result<PathBuf> {
+    let dir = NodeDir::open(&locate::root(node)).doing("looking for the node")?;
+    Ok(dir.debug_socket(role.as_str()))
+}
+
+/// Asks a role of the node; that it refuses is a failure.
+pub fn ask(role: Role, node: &NodeArgs, request: &Request) -> Result<debug::Answer> {
+    let doing = format!("asking the {}", role.as_str());
+    let path = socket(role, node)?;
+    let answer = debug::ask(&path, request).map_err(|e| {
+        let why = format!("{e} ({}); is the node up, with placement dpu?", path.display());
+        Failure::new(doing.clone(), why)
+    })?;
+    match answer.error {
+        Some(why) => Err(Failure::new(doing, why)),
+        None => Ok(answer),
+    }
+}

@@ -1,0 +1,230 @@
+//! The debug socket of a role: faults and tuning, while it runs.
+//!
+//! A UNIX socket in the node's directory, which only its owner can reach. A request is one line of JSON, an answer is one
+//! line of JSON, one of each per connection.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use base::fault::{Fault, Faults};
+use base::thread::ThreadClass;
+use serde::{Deserialize, Serialize};
+
+use super::units::ByteSize;
+
+/// Longest request, in bytes.
+const MAX_REQUEST: u64 = 16 << 10;
+const PATIENCE: Duration = Duration::from_secs(3);
+
+/// What a role is asked.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Request {
+    /// What is armed, and how the role is tuned.
+    Show,
+    /// Arms a fault, as [`Fault`] is written.
+    Arm(String),
+    /// Disarms all faults.
+    Clear,
+    /// Changes how the osd uses the channel.
+    Tune(Tuning),
+}
+
+/// What a role answers.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct Answer {
+    /// Why the request was refused.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+    /// Faults that are armed.
+    #[serde(default)]
+    pub faults: Vec<ArmedFault>,
+    /// How the osd uses the channel.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tuning: Option<Tuning>,
+}
+
+/// A fault that is armed.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct ArmedFault {
+    /// As it was written.
+    pub fault: String,
+    /// How often it has fired.
+    pub fired: u64,
+}
+
+/// How the osd uses the channel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Tuning {
+    /// Whether the segments of a request are received, moved and written at the same time.
+    pub pipeline: bool,
+    /// Windows of host memory that stay open to DMA; 0 has every request negotiate its own.
+    pub region_cache: usize,
+    /// Longest DMA transfer; the engine's limit holds in any case.
+    pub max_transfer: ByteSize,
+    /// Queues of the engine that are used; with 1, short requests wait for long ones.
+    pub dma_queues: usize,
+    /// How long the osd's side looks for completions before it sleeps, in microseconds.
+    pub poll_us: u64,
+}
+
+/// Applies a tuning.
+pub type Tune = Box<dyn Fn(Tuning) + Send>;
+
+/// What can be changed in a role.
+#[derive(Clone, Default)]
+pub struct Controls {
+    faults: Faults,
+    tuned: Arc<Mutex<Option<(Tuning, Tune)>>>,
+}
+
+impl std::fmt::Debug for Controls {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Controls").field("faults", &self.faults).finish_non_exhaustive()
+    }
+}
+
+impl Controls {
+    /// The role's faults.
+    pub fn faults(&self) -> &Faults {
+        &self.faults
+    }
+
+    /// Lets the role be tuned from now on; it is as `tuning` says.
+    pub fn tune_with(&self, tuning: Tuning, tune: Tune) {
+        *self.tuned.lock().unwrap_or_else(PoisonError::into_inner) = Some((tuning, tune));
+    }
+
+    fn answer(&self, request: Request) -> Answer {
+        let error = match request {
+            Request::Show => None,
+            Request::Arm(text) => {
+                let armed = text.parse::<Fault>().and_then(|fault| self.faults.arm(fault));
+                armed.err().map(|e| e.to_string())
+            }
+            Request::Clear => {
+                self.faults.clear();
+                None
+            }
+            Request::Tune(tuning) => self.tune(tuning).err(),
+        };
+        let armed = self.faults.armed().into_iter();
+        let faults = armed.map(|a| ArmedFault { fault: a.fault, fired: a.fired }).collect();
+        let tuned = self.tuned.lock().unwrap_or_else(PoisonError::into_inner);
+        Answer { error, faults, tuning: tuned.as_ref().map(|(tuning, _)| *tuning) }
+    }
+
+    fn tune(&self, wanted: Tuning) -> Result<(), String> {
+        let mut tuned = self.tuned.lock().unwrap_or_else(PoisonError::into_inner);
+        let (tuning, tune) = tuned
+            .as_mut()
+            .ok_or("this role has nothing to tune; only an osd behind a channel has (placement dpu)")?;
+        tracing::warn!(?wanted, "the channel is tuned");
+        tune(wanted);
+        *tuning = wanted;
+        Ok(())
+    }
+
+    /// Serves the socket at `path` on a thread of its own.
+    ///
+    /// # Errors
+    /// If the path cannot be bound.
+    pub fn serve(&self, path: &Path) -> std::io::Result<()> {
+        match std::fs::remove_file(path) {
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(e),
+            _ => {}
+        }
+        let listener = UnixListener::bind(path)?;
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
+        let controls = self.clone();
+        base::thread::spawn(ThreadClass::Admin, "debug", move || {
+            for stream in listener.incoming().flatten() {
+                if let Err(e) = controls.respond(&stream) {
+                    tracing::debug!("debug request failed: {e}");
+                }
+            }
+        })?;
+        Ok(())
+    }
+
+    fn respond(&self, stream: &UnixStream) -> std::io::Result<()> {
+        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_write_timeout(Some(PATIENCE))?;
+        let mut line = String::new();
+        BufReader::new(stream.take(MAX_REQUEST)).read_line(&mut line)?;
+        let answer = match serde_json::from_str(&line) {
+            Ok(request) => self.answer(request),
+            Err(e) => Answer { error: Some(format!("the request means nothing: {e}")), ..Answer::default() },
+        };
+        let mut stream = stream;
+        stream.write_all((serde_json::to_string(&answer)? + "\n").as_bytes())
+    }
+}
+
+/// Asks the role that serves `path`.
+///
+/// # Errors
+/// If nobody answers, or the answer makes no sense. That the request was refused is in the answer.
+pub fn ask(path: &Path, request: &Request) -> std::io::Result<Answer> {
+    let mut stream = UnixStream::connect(path)?;
+    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.set_write_timeout(Some(PATIENCE))?;
+    stream.write_all((serde_json::to_string(request)? + "\n").as_bytes())?;
+    let mut line = String::new();
+    BufReader::new(stream).read_line(&mut line)?;
+    Ok(serde_json::from_str(&line)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn faults_are_armed_shown_and_cleared_and_nonsense_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("debug");
+        let controls = Controls::default();
+        controls.serve(&path).unwrap();
+        let armed = ask(&path, &Request::Arm("dma.transfer=fail,count=1".into())).unwrap();
+        assert_eq!((armed.error, armed.faults.len()), (None, 1));
+        assert!(controls.faults().any());
+        let refused = ask(&path, &Request::Arm("x".into())).unwrap();
+        assert!(refused.error.unwrap().contains("SITE=ACTION"));
+        let tuning = Tuning {
+            pipeline: true,
+            region_cache: 1,
+            max_transfer: ByteSize(4096),
+            dma_queues: 1,
+            poll_us: 0,
+        };
+        assert!(ask(&path, &Request::Tune(tuning)).unwrap().error.unwrap().contains("nothing to tune"));
+        assert!(ask(&path, &Request::Clear).unwrap().faults.is_empty());
+        let mut stream = UnixStream::connect(&path).unwrap();
+        stream.write_all(b"what?\n").unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        assert!(answer.contains("means nothing"), "{answer}");
+    }
+
+    #[test]
+    fn what_can_be_tuned_is_tuned() {
+        let controls = Controls::default();
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let saw = Arc::clone(&seen);
+        let tuning = Tuning {
+            pipeline: true,
+            region_cache: 64,
+            max_transfer: ByteSize(2 << 20),
+            dma_queues: 5,
+            poll_us: 0,
+        };
+        controls.tune_with(tuning, Box::new(move |t| saw.lock().unwrap().push(t)));
+        let wanted = Tuning { region_cache: 0, ..tuning };
+        assert_eq!(controls.answer(Request::Tune(wanted)).tuning, Some(wanted));
+        assert_eq!(*seen.lock().unwrap(), [wanted]);
+    }
+}
