@@ -346,4 +346,10 @@ async fn a_reset_gives_up_what_is_posted(rig: Rig) {
     rig.completions(1).await;
     tokio::time::sleep(Duration::from_millis(20)).await;
     assert!(look(&rig.here, 0, LEN).iter().all(|b| *b == 0x55), "nothing is written after that");
+    let bytes = fill(&rig.here, 4);
+    let ring = Some((rig.peer.id, 7));
+    rig.engine.post(URGENT, Chain { ring, ..tagged(vec![rig.send(0, 4096)], 52) }).unwrap();
+    assert_eq!(rig.completions(1).await[0].result, Ok(()), "then it works again");
+    assert_eq!(rig.rung().await, 7);
+    assert!(look(&rig.there, 0, 4096) == bytes[..4096]);
 }

@@ -4,6 +4,7 @@
 
 use std::future::poll_fn;
 use std::net::{IpAddr, SocketAddr};
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
@@ -12,7 +13,7 @@ use base::mem::Arena;
 use outboard_channel::conformance::{self, Attached, LEN};
 use outboard_channel::ofi::{OfiEngine, OfiGrant, OfiHost, OfiHostOptions, OfiOffer, OfiOptions};
 use outboard_channel::{
-    Bell, Chain, ChannelError, Completion, DmaEngine, Peer, Place, Region, Transfer, URGENT,
+    Bell, Chain, ChannelError, Completion, DmaEngine, Doorbell, Peer, Place, Region, Transfer, URGENT,
 };
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -76,6 +77,10 @@ impl Rig {
         self.engine
             .post(URGENT, Chain { transfers: vec![self.to_peer(host, len)], tag: Some(1), ring: None })
             .unwrap();
+        self.completion().await
+    }
+
+    async fn completion(&self) -> Completion {
         let mut done = Vec::new();
         let one = poll_fn(|cx| {
             self.engine.poll_completions(cx, &mut done);
@@ -85,16 +90,17 @@ impl Rig {
         done.remove(0)
     }
 
+    /// The engine tells that the connection is lost, though no chain was under way.
+    async fn lost(&self) {
+        let lost = self.completion().await;
+        assert!(lost.tag == 0 && lost.result.is_err(), "{lost:?}");
+    }
+
     fn content(&self) -> Vec<u8> {
         let mut out = vec![0; LEN];
         assert!(self.there.copy_out(0, &mut out));
         out
     }
-}
-
-async fn closed(bell: &dyn Bell) {
-    let end = poll_fn(|cx| bell.poll_wait(cx));
-    assert!(tokio::time::timeout(PATIENCE, end).await.expect("an end").is_err());
 }
 
 #[tokio::test]
@@ -137,14 +143,15 @@ async fn only_who_has_the_secret_gets_in_and_only_once() {
 async fn what_was_granted_is_revoked() {
     let Some(host) = host() else { return };
     let mut rig = Rig::new(&host);
-    let (_peer, bell, region) = rig.attach();
+    let (_peer, _bell, region) = rig.attach();
     assert!(rig.here.copy_in(0, &[1; 4096]));
     assert_eq!(rig.copy(&region, 4096).await.result, Ok(()));
     // Another session, whose secret and memory are other ones.
     rig.grant = host.grant(&Arena::shared("other", LEN).unwrap()).unwrap();
-    closed(&*bell).await;
+    rig.lost().await;
     assert!(rig.here.copy_in(0, &[2; 4096]));
-    assert!(rig.copy(&region, 4096).await.result.is_err());
+    let refused = rig.copy(&region, 4096).await.result.unwrap_err();
+    assert!(refused.why.contains("no such session"), "{refused}");
     assert_eq!(rig.content()[..4096], [1; 4096]);
     let (_peer, _bell, region) = rig.attach();
     assert_eq!(rig.copy(&region, 4096).await.result, Ok(()));
@@ -158,12 +165,13 @@ async fn a_key_of_another_memory_ends_the_session_that_tries_it() {
     let (_victims_peer, _victims_bell, victims_region) = victim.attach();
     let mut offer = rig.grant.offer.clone();
     offer.memory.key ^= 1;
-    let (peer, bell) = rig.engine.attach_offer(offer).unwrap();
+    let (peer, _bell) = rig.engine.attach_offer(offer).unwrap();
     let region = rig.engine.register_peer(&peer, 0..LEN).unwrap();
     assert!(rig.here.copy_in(0, &[7; 4096]));
     let failed = rig.copy(&region, 4096).await;
     assert_eq!(failed.result.unwrap_err().done, 0);
-    closed(&*bell).await;
+    // It may connect again, and fail again.
+    assert!(rig.copy(&region, 4096).await.result.is_err());
     assert!(victim.content().iter().chain(&rig.content()).all(|byte| *byte == 0));
     assert_eq!(victim.copy(&victims_region, 4096).await.result, Ok(()), "the others go on");
 }
@@ -174,13 +182,31 @@ async fn an_engine_that_goes_and_a_host_that_goes_are_noticed() {
     let rig = Rig::new(&first);
     let (peer, bell, region) = rig.attach();
     drop(first);
-    closed(&*bell).await;
+    rig.lost().await;
     assert!(rig.copy(&region, 4096).await.result.is_err());
-    drop((peer, bell, region));
+    drop((peer, region));
+    let end = poll_fn(|cx| bell.poll_wait(cx));
+    assert!(tokio::time::timeout(PATIENCE, end).await.expect("an end").is_err(), "nobody rings any more");
     let Some(second) = host() else { return };
     let rig = Rig { grant: second.grant(&rig.there).unwrap(), ..rig };
     let (_peer, _bell, region) = rig.attach();
     assert_eq!(rig.copy(&region, 4096).await.result, Ok(()), "the engine joins the next one");
+}
+
+#[tokio::test]
+async fn connections_that_are_lost_are_made_again() {
+    let Some(host) = host() else { return };
+    let rig = Rig::new(&host);
+    let (_peer, bell, region) = rig.attach();
+    for round in 0..20 {
+        assert!(rig.here.copy_in(0, &[round; 4096]));
+        assert_eq!(rig.copy(&region, 4096).await.result, Ok(()), "round {round}");
+        assert_eq!(rig.content()[..4096], [round; 4096]);
+        Doorbell::ring(rig.grant.osd_doorbell.as_fd(), 3).unwrap();
+        let rung = poll_fn(|cx| bell.poll_wait(cx));
+        assert_eq!(tokio::time::timeout(PATIENCE, rung).await.expect("the bell").unwrap(), 3);
+        rig.engine.reset();
+    }
 }
 
 #[tokio::test]

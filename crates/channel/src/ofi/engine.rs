@@ -35,7 +35,7 @@ pub struct OfiOptions {
     pub max_transfer: usize,
     /// How long the thread looks for more work before it sleeps.
     pub spin: Duration,
-    /// How long attaching may take.
+    /// How long connecting may take, when attaching or later.
     pub attach_timeout: Duration,
 }
 
@@ -96,6 +96,8 @@ pub(super) enum Item {
     Unregister(Arc<RegionId>),
     /// The peer is forgotten when this has come out of every queue.
     Detach(Arc<PeerId>),
+    /// What is behind it was posted after a reset, whose command follows.
+    Reset,
 }
 
 pub(super) enum Command {
@@ -111,6 +113,8 @@ pub(super) enum Command {
 pub(super) struct Rung {
     count: AtomicU64,
     closed: AtomicBool,
+    /// Nobody wants to hear of the peer any more.
+    detached: AtomicBool,
     waker: AtomicWaker,
 }
 
@@ -118,6 +122,10 @@ impl Rung {
     pub(super) fn ring(&self, count: u64) {
         self.count.fetch_add(count, Ordering::AcqRel);
         self.waker.wake();
+    }
+
+    pub(super) fn is_detached(&self) -> bool {
+        self.detached.load(Ordering::Acquire)
     }
 
     pub(super) fn close(&self) {
@@ -164,7 +172,7 @@ impl OfiEngine {
             doorbells: AtomicU64::new(0),
             failed: AtomicU64::new(0),
         });
-        let worker = Worker::new(Arc::clone(&shared), library);
+        let worker = Worker::new(Arc::clone(&shared), library, options.attach_timeout);
         let thread = spawn(ThreadClass::Channel, "ofi", move || worker.run())?;
         let OfiOptions { provider, attach_timeout, .. } = options;
         let thread = Mutex::new(Some(thread));
@@ -186,8 +194,11 @@ impl OfiEngine {
             return Err(ChannelError::protocol(format!("host memory of {len} bytes")));
         }
         let (id, rung) = (PeerId(self.fresh_id()), Arc::new(Rung::default()));
-        let shared = Arc::clone(&self.shared);
-        let detach = OnDrop::new(move || shared.to_every_queue(Arc::new(id), Item::Detach));
+        let (shared, detached) = (Arc::clone(&self.shared), Arc::clone(&rung));
+        let detach = OnDrop::new(move || {
+            detached.detached.store(true, Ordering::Release);
+            shared.to_every_queue(Arc::new(id), Item::Detach);
+        });
         let (reply, answer) = mpsc::sync_channel(1);
         self.shared.send(Command::Attach { id, offer, rung: Arc::clone(&rung), reply });
         // On failure, dropping `detach` makes the thread forget what there is of the peer.
@@ -341,9 +352,10 @@ impl DmaEngine for OfiEngine {
         }
     }
 
-    /// Closes the connections to all peers: that is what makes sure that nothing touches memory any more. Peers must be
-    /// attached anew.
+    /// Closes the connections to all peers: that is what makes sure that nothing touches memory any more. The next chain
+    /// for a peer opens them again.
     fn reset(&self) {
+        self.shared.queues.iter().for_each(|queue| queue.items.push(Item::Reset));
         self.shared.send(Command::Reset);
     }
 

@@ -1,22 +1,26 @@
-//! What a connection request says: 24 bytes of private data, which every provider has room for.
+//! What a connection request says: 28 bytes of private data, which every provider has room for.
 //!
 //! ```text
-//!   0      4        6       7       8        24
-//!   +------+--------+-------+-------+--------+
-//!   | OBFI | version| queue | queues| secret |      little endian
-//!   +------+--------+-------+-------+--------+
+//!   0      4        6       7       8         12       28
+//!   +------+--------+-------+-------+---------+--------+
+//!   | OBFI | version| queue | queues| attempt | secret |      little endian
+//!   +------+--------+-------+-------+---------+--------+
 //! ```
+//!
+//! The connections of one session count their attempts: those of a later one replace those of an earlier one, which the
+//! host may not have seen close yet.
 
 use super::QUEUES;
 
 /// Version of what is said over the connections.
 const VERSION: u16 = 1;
-const LEN: usize = 24;
+const LEN: usize = 28;
 
 /// Which connection of which session is asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Greeting {
     pub(super) queue: usize,
+    pub(super) attempt: u32,
     pub(super) secret: u128,
 }
 
@@ -27,15 +31,17 @@ impl Greeting {
         bytes[4..6].copy_from_slice(&VERSION.to_le_bytes());
         bytes[6] = self.queue as u8;
         bytes[7] = QUEUES as u8;
-        bytes[8..].copy_from_slice(&self.secret.to_le_bytes());
+        bytes[8..12].copy_from_slice(&self.attempt.to_le_bytes());
+        bytes[12..].copy_from_slice(&self.secret.to_le_bytes());
         bytes
     }
 
     /// `None` if it is not one of this version. Providers may append zeros.
     pub(super) fn decode(data: &[u8]) -> Option<Greeting> {
         let bytes: &[u8; LEN] = data.first_chunk()?;
-        let secret = u128::from_le_bytes(*bytes[8..].first_chunk()?);
-        let greeting = Greeting { queue: usize::from(bytes[6]), secret };
+        let attempt = u32::from_le_bytes(*bytes[8..].first_chunk()?);
+        let secret = u128::from_le_bytes(*bytes[12..].first_chunk()?);
+        let greeting = Greeting { queue: usize::from(bytes[6]), attempt, secret };
         (greeting.queue < QUEUES && greeting.encode() == *bytes).then_some(greeting)
     }
 }
@@ -46,7 +52,7 @@ mod tests {
 
     #[test]
     fn only_greetings_are_greetings() {
-        let greeting = Greeting { queue: 3, secret: 1 << 100 | 5 };
+        let greeting = Greeting { queue: 3, attempt: 7, secret: 1 << 100 | 5 };
         let bytes = greeting.encode();
         assert_eq!(Greeting::decode(&[&bytes[..], &[0; 30]].concat()), Some(greeting));
         assert_eq!(Greeting::decode(&bytes[..LEN - 1]), None);

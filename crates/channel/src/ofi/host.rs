@@ -71,7 +71,7 @@ struct Shared {
 }
 
 enum Command {
-    Grant(u32, Session),
+    Grant(u32, Box<Session>),
     Revoke(u32),
     Stop,
 }
@@ -140,13 +140,14 @@ impl OfiHost {
             secret: rand::random(),
             memory: region.remote(),
         };
-        let session = Session {
+        let session = Box::new(Session {
             secret: offer.secret,
-            lines: Lines::default(),
+            lines: Default::default(),
+            attempt: 0,
             host_doorbell: host_doorbell.try_clone()?,
             osd_doorbell: osd_doorbell.try_clone()?,
             _region: region,
-        };
+        });
         let id = self.shared.next_session.fetch_add(1, Ordering::Relaxed);
         self.shared.send(Command::Grant(id, session));
         let shared = Arc::clone(&self.shared);
@@ -172,23 +173,12 @@ impl Drop for OfiHost {
     }
 }
 
-/// The connections of a session.
-enum Lines {
-    /// Those that have been asked for so far, by queue.
-    Open(Box<[Option<Line>; QUEUES]>),
-    /// One was closed, and all the others with it. A session is not taken up again.
-    Closed,
-}
-
-impl Default for Lines {
-    fn default() -> Self {
-        Lines::Open(Box::default())
-    }
-}
-
 struct Session {
     secret: u128,
-    lines: Lines,
+    /// The connections that have been asked for so far, by queue.
+    lines: [Option<Line>; QUEUES],
+    /// They are of the engine's so-manieth attempt.
+    attempt: u32,
     host_doorbell: OwnedFd,
     osd_doorbell: OwnedFd,
     /// Closed after the connections.
@@ -196,32 +186,47 @@ struct Session {
 }
 
 impl Session {
-    fn line(&mut self, queue: usize) -> Option<&mut Line> {
-        match &mut self.lines {
-            Lines::Open(lines) => lines.get_mut(queue)?.as_mut(),
-            Lines::Closed => None,
+    /// The connection that a token names, if it has not been replaced.
+    fn line(&mut self, token: Token) -> Option<&mut Line> {
+        if !token.is_of(self.attempt) {
+            return None;
         }
+        self.lines.get_mut(token.queue)?.as_mut()
+    }
+
+    /// Whether the store's doorbell can be heard.
+    fn hears(&self) -> bool {
+        self.lines[URGENT].as_ref().is_some_and(|line| line.established)
     }
 
     /// Sends what the store has rung; `false` if the provider was full.
     fn flush(&mut self) -> Result<bool> {
-        let Lines::Open(lines) = &mut self.lines else { return Ok(true) };
         // What is rung before there is a connection stays in the eventfd.
-        if let Some(line) = lines[URGENT].as_mut().filter(|line| line.established) {
+        if self.hears()
+            && let Some(line) = &mut self.lines[URGENT]
+        {
             let rung = take_count(self.osd_doorbell.as_fd());
             if rung > 0 {
                 line.ring(rung);
             }
         }
         let mut sent = true;
-        for line in lines.iter_mut().flatten() {
+        for line in self.lines.iter_mut().flatten() {
             sent &= line.flush()?;
         }
         Ok(sent)
     }
 
-    fn received(&mut self, queue: usize, completion: &Completion) -> Result<()> {
-        let Some(line) = self.line(queue) else { return Ok(()) };
+    /// A receive or a send has completed.
+    fn completed(&mut self, token: Token, completion: &Completion) -> Result<()> {
+        let Some(line) = self.line(token) else { return Ok(()) };
+        if let Err(e) = &completion.result {
+            return Err(e.clone().into());
+        }
+        if completion.operation != Operation::Receive {
+            line.sent(completion);
+            return Ok(());
+        }
         let count = line.received(completion)?;
         if count > 0 {
             Doorbell::ring(self.host_doorbell.as_fd(), count)?;
@@ -232,7 +237,7 @@ impl Session {
 
 struct Worker {
     shared: Arc<Shared>,
-    sessions: HashMap<u32, Session>,
+    sessions: HashMap<u32, Box<Session>>,
     _listener: Listener,
     port: Port,
     /// The provider was full.
@@ -283,10 +288,8 @@ impl Worker {
             || !self.shared.commands.is_empty(),
             |alarm| {
                 // The doorbell of a session without a connection is not looked at, and must not keep us awake.
-                let connected = |s: &&Session| {
-                    matches!(&s.lines, Lines::Open(l) if l[URGENT].as_ref().is_some_and(|l| l.established))
-                };
-                let bells = self.sessions.values().filter(connected).map(|s| s.osd_doorbell.as_fd());
+                let hearing = self.sessions.values().filter(|session| session.hears());
+                let bells = hearing.map(|session| session.osd_doorbell.as_fd());
                 let others: Vec<_> = std::iter::once(alarm).chain(bells).collect();
                 self.port.wait(&others, timeout);
             },
@@ -306,15 +309,18 @@ impl Worker {
             match event {
                 Event::ConnectionRequest(request) => self.answer(request),
                 Event::Connected { endpoint, .. } => {
-                    let session = self.sessions.get_mut(&session_of(endpoint));
-                    if let Some(line) = session.and_then(|s| s.line(queue_of(endpoint))) {
+                    let token = Token::decode(endpoint);
+                    if let Some(line) = self.sessions.get_mut(&token.session).and_then(|s| s.line(token)) {
                         line.established = true;
                     }
                 }
                 Event::Closed { endpoint } => {
-                    self.lose(session_of(endpoint), "the osd closed the connection")
+                    self.lose(Token::decode(endpoint), "the osd closed the connection")
                 }
-                Event::Failed { endpoint, error, .. } => self.lose(session_of(endpoint), &error.to_string()),
+                Event::Failed { endpoint, error, .. } => {
+                    self.lose(Token::decode(endpoint), &error.to_string())
+                }
+                // A connection that was never established is of no consequence here.
                 _ => {}
             }
         }
@@ -322,21 +328,10 @@ impl Worker {
     }
 
     fn completed(&mut self, completion: &Completion) {
-        let (id, queue) = (session_of(completion.endpoint), queue_of(completion.endpoint));
-        let Some(session) = self.sessions.get_mut(&id) else { return };
-        let result = match &completion.result {
-            Ok(()) if completion.operation == Operation::Receive => session.received(queue, completion),
-            Ok(()) => {
-                // The only other thing that a host does is to send.
-                if let Some(line) = session.line(queue) {
-                    line.sent(completion);
-                }
-                Ok(())
-            }
-            Err(e) => Err(e.clone().into()),
-        };
-        if let Err(e) = result {
-            self.lose(id, &e.to_string());
+        let token = Token::decode(completion.endpoint);
+        let Some(session) = self.sessions.get_mut(&token.session) else { return };
+        if let Err(e) = session.completed(token, completion) {
+            self.lose(token, &e.to_string());
         }
     }
 
@@ -350,27 +345,30 @@ impl Worker {
                 tracing::debug!("it could not be told: {e}");
             }
         };
-        let Some(Greeting { queue, secret }) = Greeting::decode(request.data()) else {
+        let Some(Greeting { queue, attempt, secret }) = Greeting::decode(request.data()) else {
             return refuse(request, "not an engine of this version");
         };
         let session = self.sessions.iter_mut().find(|(_, session)| session.secret == secret);
         let Some((id, session)) = session else { return refuse(request, "no such session") };
-        let Lines::Open(lines) = &mut session.lines else { return refuse(request, "the session is over") };
-        if lines[queue].is_some() {
+        if attempt > session.attempt {
+            session.lines = Default::default();
+            session.attempt = attempt;
+        }
+        if attempt < session.attempt || session.lines[queue].is_some() {
             return refuse(request, "the session is taken");
         }
-        match accept(request, &self.port, token_of(*id, queue)) {
-            Ok(line) => lines[queue] = Some(line),
+        match accept(request, &self.port, Token::new(*id, attempt, queue)) {
+            Ok(line) => session.lines[queue] = Some(line),
             Err(e) => tracing::debug!("a connection could not be accepted: {e}"),
         }
     }
 
-    /// Closes a session's connections.
-    fn lose(&mut self, id: u32, why: &str) {
-        let Some(session) = self.sessions.get_mut(&id) else { return };
-        if matches!(session.lines, Lines::Open(_)) {
-            tracing::debug!("session {id}: {why}");
-            session.lines = Lines::Closed;
+    /// Closes a session's connections, unless there are newer ones. The engine may connect again.
+    fn lose(&mut self, token: Token, why: &str) {
+        let Some(session) = self.sessions.get_mut(&token.session) else { return };
+        if token.is_of(session.attempt) && session.lines.iter().any(Option::is_some) {
+            tracing::debug!("session {}: {why}", token.session);
+            session.lines = Default::default();
         }
     }
 
@@ -380,31 +378,46 @@ impl Worker {
         for (id, session) in &mut self.sessions {
             match session.flush() {
                 Ok(sent) => self.retry |= !sent,
-                Err(e) => lost.push((*id, e.to_string())),
+                Err(e) => lost.push((Token::new(*id, session.attempt, URGENT), e.to_string())),
             }
         }
-        for (id, why) in lost {
-            self.lose(id, &why);
+        for (token, why) in lost {
+            self.lose(token, &why);
         }
     }
 }
 
-fn accept(request: ConnectionRequest, port: &Port, token: u64) -> Result<Line> {
-    let endpoint = Endpoint::answer(request, &port.events, &port.completions, token)?;
+fn accept(request: ConnectionRequest, port: &Port, token: Token) -> Result<Line> {
+    let endpoint = Endpoint::answer(request, &port.events, &port.completions, token.encode())?;
     let line = Line::new(endpoint, &port.domain)?;
     line.endpoint.establish(&[])?;
     Ok(line)
 }
 
-/// Endpoints are named by session and queue.
-fn token_of(session: u32, queue: usize) -> u64 {
-    u64::from(session) << 8 | queue as u64
+/// Names an endpoint. Of the attempt, 24 bits are kept: enough to tell it from those shortly before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Token {
+    session: u32,
+    attempt: u32,
+    queue: usize,
 }
 
-fn session_of(token: u64) -> u32 {
-    (token >> 8) as u32
-}
+impl Token {
+    const ATTEMPTS: u32 = 0xff_ffff;
 
-fn queue_of(token: u64) -> usize {
-    (token & 0xff) as usize
+    fn new(session: u32, attempt: u32, queue: usize) -> Token {
+        Token { session, attempt: attempt & Self::ATTEMPTS, queue }
+    }
+
+    fn is_of(self, attempt: u32) -> bool {
+        self.attempt == attempt & Self::ATTEMPTS
+    }
+
+    fn encode(self) -> u64 {
+        u64::from(self.session) << 32 | u64::from(self.attempt) << 8 | self.queue as u64
+    }
+
+    fn decode(token: u64) -> Token {
+        Token::new((token >> 32) as u32, (token >> 8) as u32, (token & 0xff) as usize)
+    }
 }

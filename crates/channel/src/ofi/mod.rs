@@ -31,7 +31,9 @@
 //! a moment if that paid lately, and sleeps on the queues' descriptors otherwise.
 //!
 //! **End.** An error, a closed connection or [`reset`](crate::DmaEngine::reset) closes all endpoints of the peer, after which
-//! nothing touches memory any more, and fails its chains. The peer must be attached anew, with a new offer.
+//! nothing touches memory any more, and fails its chains; if there are none, a completion with tag 0 tells, for doorbells and
+//! untagged writes may have got lost. The next chain for the peer connects again. The store's process takes the newer
+//! connections for the older ones.
 
 mod alarm;
 mod credits;

@@ -4,12 +4,11 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use base::mem::Arena;
 use fabric::{
-    Access, Completion, Endpoint, Event, Info, Library, MemoryRegion, Operation, PostError, RemoteRegion,
-    Target,
+    Access, Completion, Endpoint, Event, Info, Library, MemoryRegion, Operation, PostError, Target,
 };
 
 use super::alarm::wait_for;
@@ -22,7 +21,7 @@ use super::line::{self, Line};
 use super::port::{Port, query};
 use super::spinner::Spinner;
 use super::{OfiOffer, QUEUES};
-use crate::dma::{PeerId, QueueId};
+use crate::dma::{Failed, PeerId, QueueId};
 use crate::{ChannelError, RegionId, Result, Transfer};
 
 /// Room in the completion queue: for the peer in use and one that has not been forgotten yet.
@@ -39,24 +38,42 @@ struct Local {
 
 /// A store's process.
 struct Remote {
-    memory: RemoteRegion,
+    offer: OfiOffer,
     rung: Arc<Rung>,
     /// By queue. None if the connections are closed.
     lanes: Vec<Lane>,
-    /// Who waits for the connections to stand.
-    attaching: Option<mpsc::SyncSender<Result<usize>>>,
+    state: State,
+    /// How often it was tried to connect.
+    attempt: u32,
+}
+
+enum State {
+    /// To be given up then; who attaches, waits for the connections to stand.
+    Connecting(Instant, Option<mpsc::SyncSender<Result<usize>>>),
+    Up,
+    /// Connects again when a chain wants to go there.
+    Down,
+}
+
+/// Who is told that a peer is lost.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Tell {
+    /// Its chains, if there are any.
+    Chains,
+    /// Its chains; if there are none, a completion with tag 0 says so.
+    Always,
 }
 
 /// Where a transfer goes.
 struct Plan {
     peer: PeerId,
-    local: MemoryRegion,
     footprint: Footprint,
 }
 
 pub(super) struct Worker {
     shared: Arc<Shared>,
     library: Library,
+    connect_timeout: Duration,
     flows: [Flow; QUEUES],
     /// What must wait until its queue has no chain under way.
     held: [Option<Item>; QUEUES],
@@ -74,10 +91,11 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    pub(super) fn new(shared: Arc<Shared>, library: Library) -> Worker {
+    pub(super) fn new(shared: Arc<Shared>, library: Library, connect_timeout: Duration) -> Worker {
         Worker {
             shared,
             library,
+            connect_timeout,
             flows: Default::default(),
             held: Default::default(),
             peers: HashMap::new(),
@@ -108,6 +126,7 @@ impl Worker {
         }
         self.shared.stopped.store(true, Ordering::Relaxed);
         self.reset("the engine has stopped");
+        self.peers.values().for_each(|peer| peer.rung.close());
         self.shared.waker.wake();
     }
 
@@ -116,6 +135,8 @@ impl Worker {
         self.retry = false;
         let mut worked = self.take_commands();
         worked |= self.poll();
+        self.give_up_overdue();
+        worked |= self.close_spoiled_port();
         for queue in 0..QUEUES {
             worked |= self.advance(queue);
         }
@@ -129,7 +150,11 @@ impl Worker {
     }
 
     fn sleep(&self) {
-        let timeout = self.retry.then_some(RETRY);
+        let deadlines = self.peers.values().filter_map(|peer| match peer.state {
+            State::Connecting(until, _) => Some(until.saturating_duration_since(Instant::now())),
+            State::Up | State::Down => None,
+        });
+        let timeout = deadlines.chain(self.retry.then_some(RETRY)).min();
         let wait = |alarm: std::os::fd::BorrowedFd<'_>| match &self.port {
             Some(port) => port.wait(&[alarm], timeout),
             None => wait_for(alarm),
@@ -147,7 +172,7 @@ impl Worker {
                     self.locals.insert(id, Local { registered, arena });
                 }
                 Command::Attach { id, offer, rung, reply } => {
-                    if let Err(e) = self.attach(id, &offer, rung, &reply) {
+                    if let Err(e) = self.attach(id, offer, rung, reply.clone()) {
                         self.peers.remove(&id);
                         // Whoever asked may have given up.
                         let _ = reply.try_send(Err(e));
@@ -165,33 +190,59 @@ impl Worker {
     fn attach(
         &mut self,
         id: PeerId,
-        offer: &OfiOffer,
+        offer: OfiOffer,
         rung: Arc<Rung>,
-        reply: &mpsc::SyncSender<Result<usize>>,
+        reply: mpsc::SyncSender<Result<usize>>,
     ) -> Result<()> {
+        self.peers.insert(id, Remote { offer, rung, lanes: Vec::new(), state: State::Down, attempt: 0 });
+        self.connect(id, Some(reply))
+    }
+
+    /// Starts connecting to a peer, anew if need be.
+    fn connect(&mut self, id: PeerId, reply: Option<mpsc::SyncSender<Result<usize>>>) -> Result<()> {
+        let Some(peer) = self.peers.get_mut(&id) else { return Ok(()) };
+        peer.attempt += 1;
+        let (offer, attempt) = (peer.offer.clone(), peer.attempt);
         let info = query(self.library, &offer.provider, Target::Connect(offer.address))?;
         if info.exposes_local_memory() {
             let what =
                 "over iWARP the store's process could write all DPU memory; use RoCE or InfiniBand, or tcp";
             return Err(ChannelError::Refused(what.to_owned()));
         }
-        self.open_port(&info, offer)?;
+        self.open_port(&info, &offer)?;
         let port = self.port.as_ref().ok_or_else(|| ChannelError::protocol("no port"))?;
         let mut lanes = Vec::with_capacity(QUEUES);
         for queue in 0..QUEUES {
             let token = token_of(id, queue);
             let endpoint = Endpoint::connecting(&info, &port.events, &port.completions, token)?;
             let line = Line::new(endpoint, &port.domain)?;
-            line.endpoint.establish(&Greeting { queue, secret: offer.secret }.encode())?;
+            let greeting = Greeting { queue, attempt, secret: offer.secret };
+            line.endpoint.establish(&greeting.encode())?;
             lanes.push(Lane::new(line));
         }
-        let attaching = Some(reply.clone());
-        self.peers.insert(id, Remote { memory: offer.memory, rung, lanes, attaching });
+        if let Some(peer) = self.peers.get_mut(&id) {
+            peer.lanes = lanes;
+            peer.state = State::Connecting(Instant::now() + self.connect_timeout, reply);
+        }
         Ok(())
+    }
+
+    /// Peers that do not answer.
+    fn give_up_overdue(&mut self) {
+        let overdue = |peer: &Remote| match peer.state {
+            State::Connecting(until, _) => until <= Instant::now(),
+            State::Up | State::Down => false,
+        };
+        let ids: Vec<PeerId> =
+            self.peers.iter().filter(|(_, peer)| overdue(peer)).map(|(id, _)| *id).collect();
+        for id in ids {
+            self.lose(id, "the peer does not answer", Tell::Always);
+        }
     }
 
     /// Sees to it that the port suits `info`, with all local memory registered.
     fn open_port(&mut self, info: &Info, offer: &OfiOffer) -> Result<()> {
+        self.close_spoiled_port();
         if self.port.as_ref().is_some_and(|port| port.suits(info)) {
             return Ok(());
         }
@@ -199,10 +250,7 @@ impl Worker {
             let what = format!("{} is reached by another device than the peer in use", offer.address);
             return Err(ChannelError::Refused(what));
         }
-        for local in self.locals.values_mut() {
-            local.registered = None;
-        }
-        self.port = None;
+        self.close_port();
         let target = Target::Connect(offer.address);
         let port = Port::open(query(self.library, &offer.provider, target)?, DEPTH)?;
         for local in self.locals.values_mut() {
@@ -212,38 +260,60 @@ impl Worker {
         Ok(())
     }
 
+    /// If the port's domain cannot be used any more: closes it and all connections. The next chain opens them again.
+    fn close_spoiled_port(&mut self) -> bool {
+        let spoiled = self.port.as_ref().is_some_and(|port| port.domain.is_spoiled());
+        if spoiled {
+            let peers: Vec<PeerId> = self.peers.keys().copied().collect();
+            for peer in peers {
+                self.lose(peer, "the device is opened anew after a failure", Tell::Always);
+            }
+            self.close_port();
+        }
+        spoiled
+    }
+
+    fn close_port(&mut self) {
+        for local in self.locals.values_mut() {
+            local.registered = None;
+        }
+        self.port = None;
+    }
+
     /// Takes what the port has; `false` if that is nothing.
     fn poll(&mut self) -> bool {
         let Some(port) = &self.port else { return false };
         let (mut events, mut completions) = (Vec::new(), Vec::new());
         if let Err(e) = port.poll(&mut events, &mut completions) {
             self.reset(&format!("the device failed: {e}"));
-            self.port = None;
+            self.close_port();
             return true;
         }
         let worked = !events.is_empty() || !completions.is_empty();
-        for completion in completions {
-            self.completed(&completion);
-        }
-        for event in events {
-            self.happened(event);
-        }
+        // A doorbell may have come together with the end of its connection, and events say better why that ended.
+        let (well, failed): (Vec<_>, Vec<_>) = completions.into_iter().partition(|c| c.result.is_ok());
+        well.iter().for_each(|completion| self.completed(completion));
+        events.into_iter().for_each(|event| self.happened(event));
+        failed.iter().for_each(|completion| self.completed(completion));
         worked
     }
 
     fn happened(&mut self, event: Event) {
         match event {
             Event::Connected { endpoint, .. } => self.connected(endpoint),
-            Event::Closed { endpoint } => self.lose(peer_of(endpoint), "the peer closed the connection"),
+            Event::Closed { endpoint } => {
+                self.lose(peer_of(endpoint), "the peer closed the connection", Tell::Always)
+            }
             Event::Failed { endpoint, error, data } => {
                 let reason = String::from_utf8_lossy(&data);
                 let reason = reason.trim_end_matches('\0');
-                self.lose(peer_of(endpoint), &format!("{error}: {reason}"));
+                self.lose(peer_of(endpoint), &format!("{error}: {reason}"), Tell::Always);
             }
             Event::SomeFailed { error } => {
-                let attaching = self.peers.iter().filter(|(_, peer)| peer.attaching.is_some());
-                for id in attaching.map(|(id, _)| *id).collect::<Vec<_>>() {
-                    self.lose(id, &error.to_string());
+                let connecting = |peer: &Remote| matches!(peer.state, State::Connecting(..));
+                let ids = self.peers.iter().filter(|(_, peer)| connecting(peer)).map(|(id, _)| *id);
+                for id in ids.collect::<Vec<_>>() {
+                    self.lose(id, &error.to_string(), Tell::Always);
                 }
             }
             _ => {}
@@ -256,7 +326,7 @@ impl Worker {
         let Some(lane) = peer.lanes.get_mut(queue_of(endpoint)) else { return };
         lane.line.established = true;
         if peer.lanes.iter().all(|lane| lane.line.established)
-            && let Some(reply) = peer.attaching.take()
+            && let State::Connecting(_, Some(reply)) = std::mem::replace(&mut peer.state, State::Up)
         {
             // Whoever asked may have given up; then the peer is being detached.
             let _ = reply.try_send(Ok(max));
@@ -266,7 +336,7 @@ impl Worker {
     fn completed(&mut self, completion: &Completion) {
         let (id, queue) = (peer_of(completion.endpoint), queue_of(completion.endpoint));
         if let Err(e) = &completion.result {
-            return self.lose(id, &format!("{:?} failed: {e}", completion.operation));
+            return self.lose(id, &format!("{:?} failed: {e}", completion.operation), Tell::Always);
         }
         let Some(peer) = self.peers.get_mut(&id) else { return };
         let Some(lane) = peer.lanes.get_mut(queue) else { return };
@@ -274,7 +344,7 @@ impl Worker {
             Operation::Receive => match lane.line.received(completion) {
                 Ok(0) => {}
                 Ok(count) => peer.rung.ring(count),
-                Err(e) => self.lose(id, &e.to_string()),
+                Err(e) => self.lose(id, &e.to_string(), Tell::Always),
             },
             Operation::Send => lane.line.sent(completion),
             operation => {
@@ -293,8 +363,10 @@ impl Worker {
     }
 
     /// Closes the connections to a peer, after which nothing of it touches memory, and fails its chains.
-    fn lose(&mut self, id: PeerId, why: &str) {
+    fn lose(&mut self, id: PeerId, why: &str, tell: Tell) {
         let Some(peer) = self.peers.get_mut(&id) else { return };
+        let detached = peer.rung.is_detached();
+        let state = std::mem::replace(&mut peer.state, State::Down);
         let lanes = std::mem::take(&mut peer.lanes);
         if lanes.is_empty() {
             return;
@@ -302,16 +374,29 @@ impl Worker {
         let confirmed: Vec<u64> = lanes.iter().map(|lane| lane.confirmed).collect();
         drop(lanes);
         tracing::debug!("peer {}: {why}", id.0);
-        peer.rung.close();
-        if let Some(reply) = peer.attaching.take() {
+        if let State::Connecting(_, Some(reply)) = state {
             // Whoever asked may have given up.
             let _ = reply.try_send(Err(ChannelError::Refused(why.to_owned())));
+            return;
         }
+        let mut told = false;
         for (flow, confirmed) in self.flows.iter_mut().zip(confirmed) {
             let concerned = |work: &&mut Work| {
                 work.peer == Some(id) || work.awaits.iter().any(|(p, number)| *p == id && *number > confirmed)
             };
-            flow.iter_mut().filter(concerned).for_each(|work| work.abandon(why, confirmed));
+            for work in flow.iter_mut().filter(concerned) {
+                work.abandon(why, confirmed);
+                told = true;
+            }
+            // What others await of this peer is confirmed already.
+            flow.iter_mut().for_each(|work| work.awaits.retain(|(p, _)| *p != id));
+        }
+        if !told && tell == Tell::Always && !detached {
+            // Chains without a tag that were thought to be done, and doorbells of either side, may have got lost.
+            let (now, why) = (Instant::now(), why.to_owned());
+            let result = Err(Failed { done: 0, why });
+            self.shared.completions.push(crate::Completion { tag: 0, result, started: now, finished: now });
+            self.completed = true;
         }
     }
 
@@ -319,7 +404,7 @@ impl Worker {
     fn reset(&mut self, why: &str) {
         let peers: Vec<PeerId> = self.peers.keys().copied().collect();
         for peer in peers {
-            self.lose(peer, why);
+            self.lose(peer, why, Tell::Chains);
         }
         for queue in 0..QUEUES {
             // With the peers gone, each chain that is taken up fails; those without a peer are no use either.
@@ -333,6 +418,8 @@ impl Worker {
                         self.flows[queue].push(work);
                         self.finish(queue);
                     }
+                    // What was posted after the reset is not concerned.
+                    Item::Reset => break,
                     item => self.forget(item),
                 }
             }
@@ -354,18 +441,20 @@ impl Worker {
                 continue;
             }
             worked |= self.finish(queue);
-            if self.held[queue].is_some() && !self.flows[queue].is_empty() {
+            let resetting = matches!(self.held[queue], Some(Item::Reset));
+            if resetting || self.held[queue].is_some() && !self.flows[queue].is_empty() {
                 self.flows[queue].blocked = true;
                 break;
             }
             match self.held[queue].take().or_else(|| self.shared.queues[queue].items.pop()) {
                 None => break,
                 Some(Item::Chain(chain)) => {
-                    // What it uses was registered before it was posted.
-                    self.take_commands();
                     self.flows[queue].push(Work::new(chain));
+                    // What it uses was registered before it was posted. A reset that comes with it concerns it, too.
+                    self.take_commands();
                     self.settle(queue);
                 }
+                Some(Item::Reset) => self.held[queue] = Some(Item::Reset),
                 Some(item) if self.flows[queue].is_empty() => self.forget(item),
                 Some(item) => self.held[queue] = Some(item),
             }
@@ -377,7 +466,7 @@ impl Worker {
     /// Ends a region or a peer once this has come out of every queue.
     fn forget(&mut self, item: Item) {
         match item {
-            Item::Chain(_) => {}
+            Item::Chain(_) | Item::Reset => {}
             Item::Unregister(id) => {
                 if let Some(id) = Arc::into_inner(id) {
                     self.locals.remove(&id);
@@ -386,8 +475,10 @@ impl Worker {
             }
             Item::Detach(id) => {
                 if let Some(id) = Arc::into_inner(id) {
-                    self.lose(id, "the peer was detached");
-                    self.peers.remove(&id);
+                    self.lose(id, "the peer was detached", Tell::Chains);
+                    if let Some(peer) = self.peers.remove(&id) {
+                        peer.rung.close();
+                    }
                 }
             }
         }
@@ -421,29 +512,44 @@ impl Worker {
             (None, None) => return Err(format!("{:?} is not registered with a peer", dst.region)),
             (Some(_), Some(_)) => return Err("both ends are peer memory".to_owned()),
         };
-        let local = self.locals.get(&here.region).and_then(|local| local.registered.clone());
-        let local = local.ok_or_else(|| format!("{:?} is not registered", here.region))?;
+        let local =
+            self.locals.get(&here.region).ok_or_else(|| format!("{:?} is not registered", here.region))?;
         let (at, (peer, window)) = there;
         let end = |offset: usize, limit: usize| offset.checked_add(len).filter(|end| *end <= limit);
-        let (Some(here_end), Some(_)) = (end(here.offset, local.len()), end(at, window.len())) else {
+        let (Some(here_end), Some(_)) = (end(here.offset, local.arena.len()), end(at, window.len())) else {
             return Err(format!("{transfer:?} is outside its regions"));
         };
         let start = window.start + at;
         let footprint =
             Footprint { read, local: (here.region, here.offset..here_end), remote: start..start + len };
-        Ok(Plan { peer: *peer, local, footprint })
+        Ok(Plan { peer: *peer, footprint })
+    }
+
+    /// Whether the connections to a peer stand; if they are closed, begins to open them.
+    fn reach(&mut self, id: PeerId) -> Result<bool, String> {
+        match self.peers.get(&id).map(|peer| &peer.state) {
+            None => Err("the peer is not attached".to_owned()),
+            Some(State::Up) => Ok(true),
+            Some(State::Connecting(..)) => Ok(false),
+            Some(State::Down) => self.connect(id, None).map(|()| false).map_err(|e| e.to_string()),
+        }
     }
 
     /// Posts a transfer; `false` if there is no room yet.
     fn post(&mut self, queue: QueueId, number: u64, plan: Plan) -> Result<bool, String> {
-        let Plan { peer: id, local, footprint } = plan;
+        let Plan { peer: id, footprint } = plan;
         let Some(work) = self.flows[queue].get(number) else { return Ok(true) };
         if *work.peer.get_or_insert(id) != id {
             return Err("one chain for several peers".to_owned());
         }
-        let peer = self.peers.get_mut(&id).filter(|peer| peer.attaching.is_none());
-        let peer = peer.ok_or("the peer is not attached")?;
-        let lane = peer.lanes.get_mut(queue).ok_or("the connection to the peer is closed")?;
+        if !self.reach(id)? {
+            return Ok(false);
+        }
+        let Some(work) = self.flows[queue].get(number) else { return Ok(true) };
+        let peer = self.peers.get_mut(&id).ok_or("the peer is not attached")?;
+        let lane = peer.lanes.get_mut(queue).ok_or("there is no connection to the peer")?;
+        let local = self.locals.get(&footprint.local.0).and_then(|local| local.registered.as_ref());
+        let local = local.ok_or("the memory could not be registered")?;
         if !lane.has_room_for(&footprint) {
             return Ok(false);
         }
@@ -451,7 +557,7 @@ impl Worker {
         let slice = local.slice(footprint.local.1.start, footprint.local.1.len());
         let posted = slice
             .map_err(PostError::from)
-            .and_then(|slice| lane.post(number, footprint, slice, &peer.memory));
+            .and_then(|slice| lane.post(number, footprint, slice, &peer.offer.memory));
         match posted {
             Ok(posted) => {
                 work.has_posted(posted, read);
@@ -462,7 +568,7 @@ impl Worker {
                 Ok(false)
             }
             Err(e) => {
-                self.lose(id, &e.to_string());
+                self.lose(id, &e.to_string(), Tell::Always);
                 Err(e.to_string())
             }
         }
@@ -475,15 +581,22 @@ impl Worker {
         if !work.has_read() {
             return false;
         }
+        if *work.peer.get_or_insert(id) != id {
+            work.fail("one chain for several peers");
+            self.settle(queue);
+            return true;
+        }
+        let reached = self.reach(id);
         let lane = self.peers.get_mut(&id).and_then(|peer| peer.lanes.get_mut(queue));
-        match (lane, work.peer.get_or_insert(id)) {
-            (None, _) => work.fail("the connection to the peer is closed"),
-            (Some(_), peer) if *peer != id => work.fail("one chain for several peers"),
-            (Some(lane), _) => {
+        let Some((_, work)) = self.flows[queue].last() else { return false };
+        match (reached, lane) {
+            (Ok(true), Some(lane)) => {
                 lane.line.ring(count);
                 work.rung = true;
                 self.shared.doorbells.fetch_add(1, Ordering::Relaxed);
             }
+            (Ok(_), _) => return false,
+            (Err(why), _) => work.fail(&why),
         }
         self.settle(queue);
         true
@@ -532,7 +645,9 @@ impl Worker {
                 let awaited = awaited.map(|(_, number)| *number).find(|number| *number > lane.confirmed);
                 let sent = lane.line.flush();
                 let asked = awaited.map_or(Ok(()), |number| {
-                    scratch(port).map_err(PostError::from).and_then(|s| lane.confirm(number, s, &peer.memory))
+                    scratch(port)
+                        .map_err(PostError::from)
+                        .and_then(|s| lane.confirm(number, s, &peer.offer.memory))
                 });
                 self.retry |= matches!(sent, Ok(false)) || matches!(asked, Err(PostError::Full));
                 match (sent, asked) {
@@ -543,7 +658,7 @@ impl Worker {
             }
         }
         for (id, why) in lost {
-            self.lose(id, &why);
+            self.lose(id, &why, Tell::Always);
         }
     }
 }

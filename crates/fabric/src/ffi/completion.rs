@@ -119,6 +119,9 @@ impl CompletionQueue {
     ) -> Option<Completion> {
         let pending = self.operations().remove(context as u64)?;
         let Pending { endpoint, token, operation, .. } = pending;
+        if operation == Operation::Read && result.is_err() {
+            self.0.domain.read_broken_off();
+        }
         let len = if operation == Operation::Receive { received.min(pending.len) } else { pending.len };
         Some(Completion { endpoint, token, operation, len, result })
     }

@@ -2,6 +2,7 @@
 
 use std::ffi::c_void;
 use std::os::fd::{BorrowedFd, RawFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use base::mem::Arena;
@@ -81,6 +82,9 @@ pub struct Domain(Arc<Inner>);
 struct Inner {
     handle: Handle<FidDomain>,
     quarantine: Mutex<Quarantine<Arc<Arena>>>,
+    /// The provider is damaged by reads that are broken off.
+    fragile: bool,
+    spoiled: AtomicBool,
     info: Info,
     fabric: Fabric,
 }
@@ -100,8 +104,9 @@ impl Domain {
         library::check("fi_domain", code)?;
         // SAFETY: just made, ours.
         let handle = unsafe { Handle::new(domain, "fi_domain") }?;
-        let fabric = fabric.clone();
-        Ok(Domain(Arc::new(Inner { handle, quarantine: Mutex::default(), info, fabric })))
+        let (fragile, spoiled) = (info.provider() == "tcp", AtomicBool::new(false));
+        let (fabric, quarantine) = (fabric.clone(), Mutex::default());
+        Ok(Domain(Arc::new(Inner { handle, quarantine, fragile, spoiled, info, fabric })))
     }
 
     /// The fabric it was opened in.
@@ -114,6 +119,23 @@ impl Domain {
     #[must_use]
     pub fn info(&self) -> &Info {
         &self.0.info
+    }
+
+    /// Whether the domain must be closed, with all endpoints in it, and opened anew.
+    ///
+    /// When a connection ends while the answer to a read is arriving, the provider `tcp` (libfabric 1.17) frees the
+    /// operation twice, and two later operations of the domain share its memory: they are mixed up or never end. So a
+    /// `tcp` domain counts as spoiled after any read that did not end well, or whose endpoint was closed.
+    #[must_use]
+    pub fn is_spoiled(&self) -> bool {
+        self.0.spoiled.load(Ordering::Relaxed)
+    }
+
+    /// A read was broken off.
+    pub(super) fn read_broken_off(&self) {
+        if self.0.fragile {
+            self.0.spoiled.store(true, Ordering::Relaxed);
+        }
     }
 
     pub(super) fn as_ptr(&self) -> *mut FidDomain {

@@ -21,7 +21,8 @@ const CONNECTED_PEER: u64 = u64::MAX;
 /// place.
 ///
 /// It is made, gets receives posted, and is then [established](Self::establish). Dropping it closes the connection; what
-/// was under way has then ended without a completion, and its memory is no longer used.
+/// was under way has then ended without a completion, and its memory is no longer used. See
+/// [`Domain::is_spoiled`](super::Domain::is_spoiled) for what that may do to other endpoints.
 pub struct Endpoint {
     handle: Handle<FidEp>,
     closing: Closing,
@@ -50,6 +51,9 @@ impl Drop for Closing {
         self.events.remove(self.object);
         // Dropping these may close regions, which takes locks: not inside these.
         let operations = self.completions.operations().remove_all(|p| p.serial == self.serial);
+        if operations.iter().any(|p| p.operation == Operation::Read) {
+            self.completions.domain().read_broken_off();
+        }
         drop(operations);
         let memories = self.completions.domain().quarantine().closed(self.serial);
         drop(memories);

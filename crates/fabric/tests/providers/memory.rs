@@ -135,6 +135,20 @@ fn a_region_that_was_closed_is_out_of_reach_on_a_connection_that_stands() {
 }
 
 #[test]
+fn a_read_that_is_broken_off_spoils_a_domain_of_tcp() {
+    let Some(mut pair) = Pair::new() else { return };
+    let (_server, client) = pair.connect();
+    let ours = pair.server.region(LEN, Access::Remote);
+    let theirs = pair.client.region(LEN, Access::Local);
+    client.read(theirs.slice(0, LEN).unwrap(), ours.remote().slice(0, LEN).unwrap(), 1).unwrap();
+    assert!(pair.completion(Who::Client).result.is_ok() && !pair.client.domain.is_spoiled());
+    client.read(theirs.slice(0, LEN).unwrap(), ours.remote().slice(0, LEN).unwrap(), 1).unwrap();
+    drop(client);
+    assert_eq!(pair.client.domain.is_spoiled(), pair.to_server.provider() == "tcp");
+    assert!(!pair.server.domain.is_spoiled());
+}
+
+#[test]
 fn mistakes_are_refused_before_they_are_posted() {
     let Some(mut pair) = Pair::new() else { return };
     let (_server, client) = pair.connect();
