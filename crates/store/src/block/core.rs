@@ -481,7 +481,7 @@ impl Core {
         }
         self.commits.push(&outcome, reply);
         self.view.apply(outcome.record.puts);
-        if self.view.presence.outgrown() {
+        if self.view.presence_outgrown() {
             self.scan(Presence::first_piece());
         }
     }
