@@ -21,8 +21,8 @@ use base::mem::Arena;
 use base::process::ProcessUsage;
 use outboard_channel::ofi::{OfiEngine, OfiHost, OfiHostOptions, OfiOptions};
 use outboard_channel::{
-    Attachment, Bell, Chain, DmaEngine, Doorbell, Peer, Place, Region, ShmEngine, ShmOptions, Transfer,
-    URGENT,
+    Attachment, Bell, Chain, Descriptors, DmaEngine, Doorbell, Peer, Place, Region, ShmEngine, ShmOptions,
+    Transfer, URGENT,
 };
 
 const LEN: usize = 32 << 20;
@@ -46,35 +46,35 @@ struct Rig {
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<(), Failure> {
     let named: Vec<String> = std::env::args().skip(1).collect();
-    measure(shm()?).await?;
+    measure(shm().await?).await?;
     let default = ["tcp@127.0.0.1".to_owned()];
     for fabric in if named.is_empty() { &default[..] } else { &named[..] } {
-        measure(ofi(fabric)?).await?;
+        measure(ofi(fabric).await?).await?;
     }
     Ok(())
 }
 
-fn shm() -> Result<Rig, Failure> {
+async fn shm() -> Result<Rig, Failure> {
     let engine = ShmEngine::start(ShmOptions::default())?;
     let there = Arena::shared("there", LEN)?;
     let (host_doorbell, osd_doorbell) = (Doorbell::create()?, Doorbell::create()?);
-    let attachment = Attachment {
+    let descriptors = Descriptors {
         memory: there.share_fd()?.ok_or("shared memory has a descriptor")?,
         host_doorbell: host_doorbell.try_clone()?,
         osd_doorbell: osd_doorbell.try_clone()?,
     };
-    let (peer, bell) = engine.attach(attachment, LEN)?;
+    let (peer, bell) = engine.attach(Attachment::Descriptors(descriptors), LEN).await?;
     rig("shm".to_owned(), engine, peer, bell, host_doorbell, osd_doorbell, Box::new(there))
 }
 
-fn ofi(fabric: &str) -> Result<Rig, Failure> {
+async fn ofi(fabric: &str) -> Result<Rig, Failure> {
     let (provider, address) = fabric.split_once('@').ok_or("PROVIDER@ADDRESS")?;
     let host =
         OfiHost::start(OfiHostOptions::new(provider, (address.parse::<std::net::IpAddr>()?, 0).into()))?;
     let there = Arena::shared("there", LEN)?;
     let grant = host.grant(&there)?;
     let engine = OfiEngine::start(OfiOptions { provider: provider.to_owned(), ..OfiOptions::default() })?;
-    let (peer, bell) = engine.attach_offer(grant.offer.clone())?;
+    let (peer, bell) = engine.attach(Attachment::Offer(grant.offer.clone()), LEN).await?;
     let (host_doorbell, osd_doorbell) = (grant.host_doorbell.try_clone()?, grant.osd_doorbell.try_clone()?);
     let keep = Box::new((grant, there, host));
     rig(format!("ofi:{provider}"), engine, peer, bell, host_doorbell, osd_doorbell, keep)

@@ -47,7 +47,7 @@ pub struct Attached {
 ///
 /// # Panics
 /// If the engine breaks the contract. The check's name is in the message of a timeout, and in the backtrace.
-pub async fn run(attach: impl Fn() -> Attached) {
+pub async fn run(attach: impl AsyncFn() -> Attached) {
     type Check = fn(Rig) -> Pin<Box<dyn Future<Output = ()>>>;
     let checks: [(&str, Check); 12] = [
         ("bytes_go_both_ways", |rig| Box::pin(bytes_go_both_ways(rig))),
@@ -66,7 +66,7 @@ pub async fn run(attach: impl Fn() -> Attached) {
         ("a_reset_gives_up_what_is_posted", |rig| Box::pin(a_reset_gives_up_what_is_posted(rig))),
     ];
     for (name, check) in checks {
-        let rig = Rig::new(attach());
+        let rig = Rig::new(attach().await);
         let done = tokio::time::timeout(2 * PATIENCE, check(rig)).await;
         assert!(done.is_ok(), "{name} takes too long");
     }

@@ -6,8 +6,9 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use base::mem::Arena;
+use futures::future::BoxFuture;
 
-use crate::{Attachment, ChannelError, Result};
+use crate::{Attachment, ChannelError, Reach, Result};
 
 /// Number of a registered region. Only the engine that gave it knows what memory it stands for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -190,6 +191,9 @@ pub struct Tuning {
     pub spin: Option<Duration>,
 }
 
+/// A peer, and the bell that it rings.
+pub type Joined = (Peer, Box<dyn Bell>);
+
 /// What an engine has done since its start.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counters {
@@ -206,7 +210,7 @@ pub struct Counters {
 /// Moves bytes between DPU memory and host memory. The osd's process owns it.
 ///
 /// Peer memory comes as a descriptor, and what is got for it is a number: no caller can reach the memory but by posting
-/// transfers. All methods may be called from any thread and do not block, except for attaching.
+/// transfers. All methods may be called from any thread and do not block.
 pub trait DmaEngine: Send + Sync {
     /// For people and metrics, e.g. `shm`.
     fn name(&self) -> &str;
@@ -233,12 +237,20 @@ pub trait DmaEngine: Send + Sync {
     /// If the engine has no room for it.
     fn register_local(&self, arena: &Arc<Arena>) -> Result<Region>;
 
-    /// Joins a store's process by what that process sent, `len` bytes of memory and two doorbells. Also returns the bell
-    /// that the peer rings. Called within a tokio runtime, which serves it.
+    /// How it reaches host memory: what a store's process is asked for.
+    fn reach(&self) -> Reach;
+
+    /// Whether a peer's memory must be offered and attached anew before it is used again after a failure: only the end of the
+    /// old offer makes sure that nothing arrives late from before.
+    fn attaches_anew(&self) -> bool;
+
+    /// Joins a store's process by what that process sent: `len` bytes of memory and two doorbells. Also gives the bell
+    /// that the peer rings. Awaited within a tokio runtime, which serves the bell; it ends in the time that the engine has
+    /// for it. Dropping the future gives up.
     ///
     /// # Errors
-    /// If the memory is not sealed or not of that length, or belongs to another kind of engine.
-    fn attach(&self, attachment: Attachment, len: usize) -> Result<(Peer, Box<dyn Bell>)>;
+    /// [`ChannelError::WrongAttachment`]; or if the memory is not sealed or not of that length, or the peer cannot be reached.
+    fn attach(&self, attachment: Attachment, len: usize) -> BoxFuture<'_, Result<Joined>>;
 
     /// Registers part of a peer's memory. What fails later on, fails the chains that use it.
     ///

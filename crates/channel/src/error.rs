@@ -22,6 +22,14 @@ pub enum ChannelError {
     /// libfabric, or the connection that it made, failed.
     #[error(transparent)]
     Fabric(#[from] fabric::FabricError),
+    /// An engine was given the attachment of another kind of engine.
+    #[error("engine {engine} cannot use {what}; have the osd and the store use the same kind of engine")]
+    WrongAttachment {
+        /// The engine.
+        engine: String,
+        /// What it was given.
+        what: &'static str,
+    },
     /// A transfer that the engine cannot do: too long, an unknown region, a range outside one.
     #[error("DMA transfer refused: {0}")]
     Transfer(String),

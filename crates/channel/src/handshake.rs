@@ -1,8 +1,9 @@
 //! How a session is opened over the control socket.
 //!
-//! The osd sends [`Hello`]: versions, a nonce, the sizes it wants. The store answers [`Welcome`], or why not. Over a UNIX
-//! socket, host memory and the two doorbells travel with it as descriptors; over TCP there is none, and all data goes
-//! through the socket.
+//! The osd sends [`Hello`]: versions, a nonce, the sizes it wants, and how its engine reaches host memory. The store answers
+//! [`Welcome`], or why not. For an engine on the same machine, host memory and the two doorbells travel with it as
+//! descriptors, over a UNIX socket; for one that reaches memory over a network, an offer is in it, over any socket. If the
+//! store has no memory to give, it says why, and all data goes through the socket.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -20,10 +21,11 @@ use tokio::net::{TcpStream, UnixStream};
 
 use crate::control::Control;
 use crate::frame::Frame;
+use crate::ofi::OfiOffer;
 use crate::{ChannelError, HEADER_LEN, Header, Kind, Layout, Result};
 
 /// Version of the channel's protocol.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 /// Longest frame of the handshake, in bytes.
 const MAX_HANDSHAKE: usize = 64 << 10;
 /// A silent TCP peer is asked that often whether it is still there.
@@ -40,10 +42,51 @@ pub struct Hello {
     pub version_max: u16,
     /// Random; comes back in [`Welcome`].
     pub nonce: u64,
-    /// Sizes of the host memory wanted; `None` for a session without any.
-    pub layout: Option<Layout>,
+    /// The host memory wanted; `None` for a session without any.
+    pub memory: Option<MemoryRequest>,
     /// Most requests that it will have unanswered at a time.
     pub outstanding: u32,
+}
+
+/// Host memory that the osd asks for.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MemoryRequest {
+    /// Its sizes.
+    pub layout: Layout,
+    /// How the osd's engine is to reach it.
+    pub reach: Reach,
+}
+
+/// How an engine reaches host memory.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Reach {
+    /// By descriptors: both processes are on one machine and have a UNIX socket between them.
+    Descriptors,
+    /// By one-sided operations of libfabric, over any socket.
+    Ofi {
+        /// Its provider, e.g. `verbs` or `tcp`.
+        provider: String,
+    },
+}
+
+impl std::fmt::Display for Reach {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Reach::Descriptors => f.write_str("descriptors"),
+            Reach::Ofi { provider } => write!(f, "libfabric's provider {provider}"),
+        }
+    }
+}
+
+/// What the osd gets of host memory.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum MemoryAnswer {
+    /// Nothing: none was asked for, or there is none, for this reason.
+    None(Option<String>),
+    /// Memory and doorbells come with the frame, as descriptors.
+    Descriptors,
+    /// Memory and doorbells are behind this offer.
+    Offer(OfiOffer),
 }
 
 /// What the osd is told of a target.
@@ -62,15 +105,24 @@ pub struct Welcome {
     pub nonce: u64,
     /// Number of the session, for people.
     pub session: u64,
-    /// Whether host memory and doorbells come with this frame.
-    pub memory: bool,
+    /// Host memory and doorbells, or why there are none.
+    pub memory: MemoryAnswer,
     /// The targets; requests name them by index.
     pub targets: Vec<TargetInfo>,
 }
 
-/// Descriptors that open host memory to an engine.
+/// What opens host memory to an engine.
 #[derive(Debug)]
-pub struct Attachment {
+pub enum Attachment {
+    /// For engines on the same machine.
+    Descriptors(Descriptors),
+    /// For engines that reach it over a network.
+    Offer(OfiOffer),
+}
+
+/// Host memory and its doorbells.
+#[derive(Debug)]
+pub struct Descriptors {
     /// The memfd of host memory. To be given to a DMA engine, not to be mapped.
     pub memory: OwnedFd,
     /// Rung by the engine when entries have arrived in the inbound ring.
@@ -82,9 +134,9 @@ pub struct Attachment {
 /// A connected stream that has not said anything yet.
 #[derive(Debug)]
 pub enum Socket {
-    /// Carries descriptors, so that the session can have host memory.
+    /// Carries descriptors.
     Unix(UnixStream),
-    /// Does not.
+    /// Does not: host memory can only be had over a network.
     Tcp(TcpStream),
 }
 
@@ -172,30 +224,34 @@ pub async fn join(mut socket: Socket, hello: &Hello) -> Result<(Welcome, Option<
     if welcome.nonce != hello.nonce || !(hello.version_min..=hello.version_max).contains(&welcome.version) {
         return Err(ChannelError::protocol("the welcome does not answer the hello"));
     }
-    let attachment = match (welcome.memory, <[OwnedFd; DESCRIPTORS]>::try_from(fds)) {
-        (true, Ok([memory, host_doorbell, osd_doorbell])) => {
-            Some(Attachment { memory, host_doorbell, osd_doorbell })
+    let attachment = match (&welcome.memory, <[OwnedFd; DESCRIPTORS]>::try_from(fds)) {
+        (MemoryAnswer::Descriptors, Ok([memory, host_doorbell, osd_doorbell])) => {
+            Some(Attachment::Descriptors(Descriptors { memory, host_doorbell, osd_doorbell }))
         }
-        (false, _) => None,
-        (true, Err(_)) => return Err(ChannelError::protocol("the welcome came without its descriptors")),
+        (MemoryAnswer::Descriptors, Err(_)) => {
+            return Err(ChannelError::protocol("the welcome came without its descriptors"));
+        }
+        (MemoryAnswer::Offer(offer), _) => Some(Attachment::Offer(offer.clone())),
+        (MemoryAnswer::None(_), _) => None,
     };
     Ok((welcome, attachment, socket.into_control()))
 }
 
-/// Opens a session from the store's side: `decide` sees what the osd wants and says what it gets.
+/// Opens a session from the store's side: `decide` sees what the osd wants, and whether the socket carries descriptors, and
+/// says what it gets. Descriptors go with a welcome that announces them.
 ///
 /// # Errors
 /// If the osd says something else than hello, or `decide` refused (the osd is told why), or the socket fails. The
 /// caller sets a deadline.
 pub async fn accept<S>(
     mut socket: Socket,
-    decide: impl FnOnce(&Hello, bool) -> Result<(Welcome, Option<Attachment>, S)>,
+    decide: impl FnOnce(&Hello, bool) -> Result<(Welcome, Option<Descriptors>, S)>,
 ) -> Result<(Hello, S, Control)> {
     let (frame, _) = socket.receive(Kind::Hello).await?;
     let hello: Hello = decode(&frame.control)?;
-    let can_attach = matches!(socket, Socket::Unix(_));
+    let carries_descriptors = matches!(socket, Socket::Unix(_));
     let decision = if (hello.version_min..=hello.version_max).contains(&VERSION) {
-        decide(&hello, can_attach)
+        decide(&hello, carries_descriptors)
     } else {
         let Hello { version_min, version_max, .. } = hello;
         let what = format!("this store speaks version {VERSION}, the osd {version_min} to {version_max}");
@@ -204,7 +260,7 @@ pub async fn accept<S>(
     let answer = decision.as_ref().map(|(welcome, ..)| welcome).map_err(ToString::to_string);
     let sealed = Header::new(Kind::Welcome, 0, 0).seal(&encode(&answer));
     let fds: Vec<BorrowedFd<'_>> = match &decision {
-        Ok((_, Some(a), _)) => vec![a.memory.as_fd(), a.host_doorbell.as_fd(), a.osd_doorbell.as_fd()],
+        Ok((_, Some(d), _)) => vec![d.memory.as_fd(), d.host_doorbell.as_fd(), d.osd_doorbell.as_fd()],
         _ => Vec::new(),
     };
     socket.send(&sealed, &fds).await?;
@@ -263,19 +319,20 @@ mod tests {
     async fn descriptors_travel_with_the_welcome() {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let layout = Layout { ring_len: 64 << 10, data_len: 1 << 20 };
-        let hello = Hello { version_min: 1, version_max: 9, nonce: 3, layout: Some(layout), outstanding: 1 };
-        let store = accept(Socket::Unix(theirs), |hello, can_attach| {
-            assert!(can_attach && hello.layout == Some(layout));
+        let memory = Some(MemoryRequest { layout, reach: Reach::Descriptors });
+        let hello = Hello { version_min: 1, version_max: 9, nonce: 3, memory, outstanding: 1 };
+        let store = accept(Socket::Unix(theirs), |hello, carries_descriptors| {
+            assert!(carries_descriptors && hello.memory.as_ref().is_some_and(|m| m.layout == layout));
             let fd = || crate::Doorbell::create().unwrap();
-            let attachment = Attachment { memory: fd(), host_doorbell: fd(), osd_doorbell: fd() };
-            let targets = vec![TargetInfo { uuid: 7 }];
-            let welcome = Welcome { version: VERSION, nonce: hello.nonce, session: 1, memory: true, targets };
-            Ok((welcome, Some(attachment), ()))
+            let descriptors = Descriptors { memory: fd(), host_doorbell: fd(), osd_doorbell: fd() };
+            let (nonce, memory, targets) =
+                (hello.nonce, MemoryAnswer::Descriptors, vec![TargetInfo { uuid: 7 }]);
+            Ok((Welcome { version: VERSION, nonce, session: 1, memory, targets }, Some(descriptors), ()))
         });
         let (joined, accepted) = tokio::join!(join(Socket::Unix(ours), &hello), store);
         accepted.unwrap();
         let (welcome, attachment, _control) = joined.unwrap();
         assert_eq!(welcome.targets, [TargetInfo { uuid: 7 }]);
-        assert!(attachment.is_some());
+        assert!(matches!(attachment, Some(Attachment::Descriptors(_))));
     }
 }

@@ -22,12 +22,15 @@ mod shm;
 
 pub use control::{Control, MAX_FRAME};
 pub use dma::{
-    Bell, Chain, Completion, Counters, DmaEngine, Failed, OnDrop, Peer, PeerId, Place, QueueId, Region,
-    RegionId, Transfer, Tuning, URGENT, Unposted,
+    Bell, Chain, Completion, Counters, DmaEngine, Failed, Joined, OnDrop, Peer, PeerId, Place, QueueId,
+    Region, RegionId, Transfer, Tuning, URGENT, Unposted,
 };
 pub use doorbell::Doorbell;
 pub use error::{ChannelError, Result};
 pub use frame::{Frame, HEADER_LEN, Header, Kind, VERIFY};
-pub use handshake::{Attachment, Hello, Socket, TargetInfo, VERSION, Welcome, accept, join};
+pub use handshake::{
+    Attachment, Descriptors, Hello, MemoryAnswer, MemoryRequest, Reach, Socket, TargetInfo, VERSION, Welcome,
+    accept, join,
+};
 pub use memory::{DpuMemory, HostMemory, Layout, MemoryOptions};
 pub use shm::{MAX_TRANSFER, Profile, ShmEngine, ShmOptions};

@@ -13,7 +13,8 @@ use base::mem::Arena;
 use outboard_channel::conformance::{self, Attached, LEN};
 use outboard_channel::ofi::{OfiEngine, OfiGrant, OfiHost, OfiHostOptions, OfiOffer, OfiOptions};
 use outboard_channel::{
-    Bell, Chain, ChannelError, Completion, DmaEngine, Doorbell, Peer, Place, Region, Transfer, URGENT,
+    Attachment, Bell, Chain, ChannelError, Completion, DmaEngine, Doorbell, Peer, Place, Region, Transfer,
+    URGENT,
 };
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -61,8 +62,9 @@ impl Rig {
         Rig { engine, here, there, local, grant }
     }
 
-    fn attach(&self) -> (Peer, Box<dyn Bell>, Region) {
-        let (peer, bell) = self.engine.attach_offer(self.grant.offer.clone()).unwrap();
+    async fn attach(&self) -> (Peer, Box<dyn Bell>, Region) {
+        let (peer, bell) =
+            self.engine.attach(Attachment::Offer(self.grant.offer.clone()), LEN).await.unwrap();
         let host = self.engine.register_peer(&peer, 0..LEN).unwrap();
         (peer, bell, host)
     }
@@ -107,10 +109,10 @@ impl Rig {
 async fn it_does_what_engines_do() {
     let Some(host) = host() else { return };
     let host = Arc::new(host);
-    conformance::run(|| {
+    conformance::run(async || {
         let (engine, there) = (engine(), Arena::shared("there", LEN).unwrap());
         let grant = host.grant(&there).unwrap();
-        let (peer, bell) = engine.attach_offer(grant.offer.clone()).unwrap();
+        let (peer, bell) = engine.attach(Attachment::Offer(grant.offer.clone()), LEN).await.unwrap();
         Attached {
             engine,
             peer,
@@ -129,21 +131,26 @@ async fn only_who_has_the_secret_gets_in_and_only_once() {
     let Some(host) = host() else { return };
     let rig = Rig::new(&host);
     let wrong = OfiOffer { secret: rig.grant.offer.secret ^ 1, ..rig.grant.offer.clone() };
-    let refused = rig.engine.attach_offer(wrong).err().expect("refused").to_string();
+    let refused = rig.engine.attach(Attachment::Offer(wrong), LEN).await.err().expect("refused").to_string();
     assert!(refused.contains("no such session"), "{refused}");
-    let (_peer, _bell, region) = rig.attach();
-    let second = engine().attach_offer(rig.grant.offer.clone()).err().expect("refused").to_string();
+    let (_peer, _bell, region) = rig.attach().await;
+    let second = engine()
+        .attach(Attachment::Offer(rig.grant.offer.clone()), LEN)
+        .await
+        .err()
+        .expect("refused")
+        .to_string();
     assert!(second.contains("taken"), "{second}");
     assert_eq!(rig.copy(&region, 4096).await.result, Ok(()), "the first one goes on");
     let other = OfiOffer { provider: "another".to_owned(), ..rig.grant.offer.clone() };
-    assert!(matches!(engine().attach_offer(other), Err(ChannelError::Refused(_))));
+    assert!(matches!(engine().attach(Attachment::Offer(other), LEN).await, Err(ChannelError::Refused(_))));
 }
 
 #[tokio::test]
 async fn what_was_granted_is_revoked() {
     let Some(host) = host() else { return };
     let mut rig = Rig::new(&host);
-    let (_peer, _bell, region) = rig.attach();
+    let (_peer, _bell, region) = rig.attach().await;
     assert!(rig.here.copy_in(0, &[1; 4096]));
     assert_eq!(rig.copy(&region, 4096).await.result, Ok(()));
     // Another session, whose secret and memory are other ones.
@@ -153,7 +160,7 @@ async fn what_was_granted_is_revoked() {
     let refused = rig.copy(&region, 4096).await.result.unwrap_err();
     assert!(refused.why.contains("no such session"), "{refused}");
     assert_eq!(rig.content()[..4096], [1; 4096]);
-    let (_peer, _bell, region) = rig.attach();
+    let (_peer, _bell, region) = rig.attach().await;
     assert_eq!(rig.copy(&region, 4096).await.result, Ok(()));
     assert_eq!(rig.content()[..4096], [1; 4096], "the other memory was written");
 }
@@ -162,10 +169,10 @@ async fn what_was_granted_is_revoked() {
 async fn a_key_of_another_memory_ends_the_session_that_tries_it() {
     let Some(host) = host() else { return };
     let (victim, rig) = (Rig::new(&host), Rig::new(&host));
-    let (_victims_peer, _victims_bell, victims_region) = victim.attach();
+    let (_victims_peer, _victims_bell, victims_region) = victim.attach().await;
     let mut offer = rig.grant.offer.clone();
     offer.memory.key ^= 1;
-    let (peer, _bell) = rig.engine.attach_offer(offer).unwrap();
+    let (peer, _bell) = rig.engine.attach(Attachment::Offer(offer), LEN).await.unwrap();
     let region = rig.engine.register_peer(&peer, 0..LEN).unwrap();
     assert!(rig.here.copy_in(0, &[7; 4096]));
     let failed = rig.copy(&region, 4096).await;
@@ -180,7 +187,7 @@ async fn a_key_of_another_memory_ends_the_session_that_tries_it() {
 async fn an_engine_that_goes_and_a_host_that_goes_are_noticed() {
     let Some(first) = host() else { return };
     let rig = Rig::new(&first);
-    let (peer, bell, region) = rig.attach();
+    let (peer, bell, region) = rig.attach().await;
     drop(first);
     rig.lost().await;
     assert!(rig.copy(&region, 4096).await.result.is_err());
@@ -189,7 +196,7 @@ async fn an_engine_that_goes_and_a_host_that_goes_are_noticed() {
     assert!(tokio::time::timeout(PATIENCE, end).await.expect("an end").is_err(), "nobody rings any more");
     let Some(second) = host() else { return };
     let rig = Rig { grant: second.grant(&rig.there).unwrap(), ..rig };
-    let (_peer, _bell, region) = rig.attach();
+    let (_peer, _bell, region) = rig.attach().await;
     assert_eq!(rig.copy(&region, 4096).await.result, Ok(()), "the engine joins the next one");
 }
 
@@ -197,7 +204,7 @@ async fn an_engine_that_goes_and_a_host_that_goes_are_noticed() {
 async fn connections_that_are_lost_are_made_again() {
     let Some(host) = host() else { return };
     let rig = Rig::new(&host);
-    let (_peer, bell, region) = rig.attach();
+    let (_peer, bell, region) = rig.attach().await;
     for round in 0..20 {
         assert!(rig.here.copy_in(0, &[round; 4096]));
         assert_eq!(rig.copy(&region, 4096).await.result, Ok(()), "round {round}");
@@ -214,7 +221,7 @@ async fn nobody_there_is_an_error() {
     let Some(host) = host() else { return };
     let rig = Rig::new(&host);
     drop(host);
-    assert!(rig.engine.attach_offer(rig.grant.offer.clone()).is_err());
+    assert!(rig.engine.attach(Attachment::Offer(rig.grant.offer.clone()), LEN).await.is_err());
 }
 
 #[tokio::test]
@@ -225,7 +232,7 @@ async fn sessions_leave_no_descriptors_behind() {
     let before = open();
     for _ in 0..50 {
         let grant = host.grant(&rig.there).unwrap();
-        let (peer, _bell) = rig.engine.attach_offer(grant.offer.clone()).unwrap();
+        let (peer, _bell) = rig.engine.attach(Attachment::Offer(grant.offer.clone()), LEN).await.unwrap();
         let region = rig.engine.register_peer(&peer, 0..LEN).unwrap();
         assert_eq!(rig.copy(&region, 4096).await.result, Ok(()));
     }

@@ -7,8 +7,8 @@ use base::fault::{Faults, Site};
 use base::mem::Arena;
 use outboard_channel::conformance::{self, Attached};
 use outboard_channel::{
-    Attachment, Bell, Chain, Completion, DmaEngine, Doorbell, Peer, Place, Profile, Region, ShmEngine,
-    ShmOptions, Transfer, URGENT, Unposted,
+    Attachment, Bell, Chain, Completion, Descriptors, DmaEngine, Doorbell, Peer, Place, Profile, Region,
+    ShmEngine, ShmOptions, Transfer, URGENT, Unposted,
 };
 
 /// A queue for payload.
@@ -26,22 +26,22 @@ struct Rig {
 
 const LEN: usize = 8 << 20;
 
-fn rig() -> Rig {
-    rig_with(ShmOptions::default())
+async fn rig() -> Rig {
+    rig_with(ShmOptions::default()).await
 }
 
-fn rig_with(options: ShmOptions) -> Rig {
+async fn rig_with(options: ShmOptions) -> Rig {
     let engine = ShmEngine::start(options).unwrap();
     let (here, there) = (Arena::shared("here", LEN).unwrap(), Arena::shared("there", LEN).unwrap());
     let local = engine.register_local(&here).unwrap();
     // The store's end of the doorbells is not looked at: the engine rings the very one that it hears.
     let bell = Doorbell::create().unwrap();
-    let attachment = Attachment {
+    let descriptors = Descriptors {
         memory: there.share_fd().unwrap().unwrap(),
         host_doorbell: bell.try_clone().unwrap(),
         osd_doorbell: bell,
     };
-    let (peer, bell) = engine.attach(attachment, LEN).unwrap();
+    let (peer, bell) = engine.attach(Attachment::Descriptors(descriptors), LEN).await.unwrap();
     let host = engine.register_peer(&peer, 0..LEN).unwrap();
     Rig { engine, here, there, local, host, peer, bell }
 }
@@ -78,7 +78,7 @@ fn tagged(transfers: Vec<Transfer>, tag: u64) -> Chain {
 
 #[tokio::test]
 async fn bytes_arrive_before_the_doorbell_and_the_completion() {
-    let rig = rig();
+    let rig = rig().await;
     assert!(rig.here.copy_in(5000, b"payload"));
     rig.engine
         .post(BULK, Chain { ring: Some((rig.peer.id, 64)), ..tagged(vec![rig.to_peer(5000, 7)], 3) })
@@ -98,7 +98,7 @@ async fn bytes_arrive_before_the_doorbell_and_the_completion() {
 
 #[tokio::test]
 async fn a_transfer_longer_than_the_device_can_is_refused() {
-    let rig = rig();
+    let rig = rig().await;
     let most = rig.engine.max_transfer();
     rig.engine.post(BULK, tagged(vec![rig.to_peer(0, most)], 1)).unwrap();
     let refused = rig.engine.post(BULK, tagged(vec![rig.to_peer(0, most + 1)], 2));
@@ -108,7 +108,7 @@ async fn a_transfer_longer_than_the_device_can_is_refused() {
 
 #[tokio::test]
 async fn a_failure_ends_its_chain_and_rings_nothing() {
-    let rig = rig();
+    let rig = rig().await;
     let transfers = vec![rig.to_peer(LEN - 5, 10), rig.to_peer(0, 10)];
     assert!(rig.here.copy_in(0, &[9; 10]));
     // Without a tag it is heard of all the same.
@@ -123,7 +123,7 @@ async fn a_failure_ends_its_chain_and_rings_nothing() {
 
 #[tokio::test]
 async fn an_empty_chain_is_a_fence_and_regions_end_after_their_transfers() {
-    let rig = rig();
+    let rig = rig().await;
     for tag in 1..=20 {
         rig.engine.post(BULK, tagged(vec![rig.to_peer(0, 1 << 20)], tag)).unwrap();
     }
@@ -141,7 +141,7 @@ async fn an_empty_chain_is_a_fence_and_regions_end_after_their_transfers() {
 
 #[tokio::test]
 async fn a_full_queue_gives_the_chain_back_and_wakes_when_there_is_room() {
-    let rig = rig();
+    let rig = rig().await;
     let mut full = 0;
     let mut posted = 0;
     // Each takes a while, so that they pile up.
@@ -175,14 +175,14 @@ async fn memory_that_could_shrink_is_not_attached() {
     let loose = rustix::fs::memfd_create("loose", rustix::fs::MemfdFlags::ALLOW_SEALING).unwrap();
     rustix::fs::ftruncate(&loose, 8192).unwrap();
     let bell = Doorbell::create().unwrap();
-    let attachment =
-        Attachment { memory: loose, host_doorbell: bell.try_clone().unwrap(), osd_doorbell: bell };
-    assert!(engine.attach(attachment, 8192).is_err());
+    let descriptors =
+        Descriptors { memory: loose, host_doorbell: bell.try_clone().unwrap(), osd_doorbell: bell };
+    assert!(engine.attach(Attachment::Descriptors(descriptors), 8192).await.is_err());
 }
 
 #[tokio::test]
 async fn ranges_outside_a_peer_are_not_registered() {
-    let rig = rig();
+    let rig = rig().await;
     assert!(rig.engine.register_peer(&rig.peer, 0..LEN + 1).is_err());
     assert!(rig.engine.register_peer(&rig.peer, 5..5).is_err());
     let part = rig.engine.register_peer(&rig.peer, 4096..12288).unwrap();
@@ -197,7 +197,7 @@ async fn ranges_outside_a_peer_are_not_registered() {
 
 #[tokio::test]
 async fn short_chains_do_not_wait_for_long_ones() {
-    let rig = rig();
+    let rig = rig().await;
     let long = vec![rig.to_peer(0, 2 << 20); 200];
     rig.engine.post(BULK, tagged(long.clone(), 1)).unwrap();
     rig.engine.post(BULK + 1, tagged(long, 2)).unwrap();
@@ -211,7 +211,7 @@ async fn short_chains_do_not_wait_for_long_ones() {
 #[tokio::test]
 async fn the_nth_transfer_fails_and_what_was_done_before_is_told() {
     let (faults, options) = faults("dma.transfer=fail,after=2,count=1");
-    let rig = rig_with(options);
+    let rig = rig_with(options).await;
     assert!(rig.here.copy_in(0, &[7; 4096]));
     let transfers = (0..4).map(|i| rig.to_peer(i * 1024, 1024)).collect();
     rig.engine.post(BULK, tagged(transfers, 1)).unwrap();
@@ -226,7 +226,7 @@ async fn the_nth_transfer_fails_and_what_was_done_before_is_told() {
 #[tokio::test]
 async fn a_corrupt_transfer_says_nothing() {
     let (faults, options) = faults("dma.transfer=corrupt,count=1");
-    let rig = rig_with(options);
+    let rig = rig_with(options).await;
     assert!(rig.here.copy_in(0, &[7; 4096]));
     rig.engine.post(BULK, tagged(vec![rig.to_peer(0, 4096)], 1)).unwrap();
     assert_eq!(rig.completions(1).await[0].result, Ok(()));
@@ -239,7 +239,7 @@ async fn a_corrupt_transfer_says_nothing() {
 #[tokio::test]
 async fn a_stalled_transfer_is_late_and_holds_up_its_queue_only_or_is_given_up() {
     let (faults, options) = faults("dma.transfer=stall,late=200ms,count=2");
-    let rig = rig_with(options);
+    let rig = rig_with(options).await;
     rig.engine.post(BULK, tagged(vec![rig.to_peer(0, 64)], 1)).unwrap();
     // The second one stalls, too; the third one passes.
     rig.engine.post(BULK + 1, tagged(vec![rig.to_peer(0, 64)], 2)).unwrap();
@@ -267,7 +267,7 @@ async fn a_stalled_transfer_is_late_and_holds_up_its_queue_only_or_is_given_up()
 #[tokio::test]
 async fn a_doorbell_can_get_lost() {
     let (faults, options) = faults("dma.doorbell=drop,count=1");
-    let rig = rig_with(options);
+    let rig = rig_with(options).await;
     let ring = Some((rig.peer.id, 64));
     rig.engine.post(URGENT, Chain { ring, ..tagged(vec![rig.to_peer(0, 64)], 1) }).unwrap();
     assert_eq!(rig.completions(1).await[0].result, Ok(()));
@@ -276,7 +276,7 @@ async fn a_doorbell_can_get_lost() {
 
 #[tokio::test]
 async fn the_paced_profile_takes_payload_one_at_a_time() {
-    let rig = rig_with(ShmOptions { profile: Profile::Bf3Paper, ..ShmOptions::default() });
+    let rig = rig_with(ShmOptions { profile: Profile::Bf3Paper, ..ShmOptions::default() }).await;
     let payload = || vec![rig.to_peer(0, 1_000_000)];
     for (queue, tag) in [(BULK, 1), (BULK + 1, 2)] {
         rig.engine.post(queue, tagged(payload(), tag)).unwrap();
@@ -292,16 +292,17 @@ async fn the_paced_profile_takes_payload_one_at_a_time() {
 
 #[tokio::test]
 async fn it_does_what_engines_do() {
-    conformance::run(|| {
+    conformance::run(async || {
         let engine = ShmEngine::start(ShmOptions::default()).unwrap();
         let there = Arena::shared("there", conformance::LEN).unwrap();
         let (host_doorbell, osd_doorbell) = (Doorbell::create().unwrap(), Doorbell::create().unwrap());
-        let attachment = Attachment {
+        let descriptors = Descriptors {
             memory: there.share_fd().unwrap().unwrap(),
             host_doorbell: host_doorbell.try_clone().unwrap(),
             osd_doorbell: osd_doorbell.try_clone().unwrap(),
         };
-        let (peer, bell) = engine.attach(attachment, conformance::LEN).unwrap();
+        let (peer, bell) =
+            engine.attach(Attachment::Descriptors(descriptors), conformance::LEN).await.unwrap();
         Attached { engine, peer, bell, there, host_doorbell, osd_doorbell, keep: Box::new(()) }
     })
     .await;

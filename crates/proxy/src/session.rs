@@ -11,8 +11,8 @@ use base::pool::BufferPool;
 use base::thread::ThreadClass;
 use base::work;
 use channel::{
-    ChannelError, DmaEngine, DpuMemory, Hello, MemoryOptions, Region, ShmEngine, ShmOptions, Socket,
-    TargetInfo, VERSION, Welcome,
+    Attachment, Bell, ChannelError, DmaEngine, DpuMemory, Hello, MemoryAnswer, MemoryOptions, MemoryRequest,
+    Reach, Region, ShmEngine, ShmOptions, Socket, TargetInfo, VERSION, Welcome,
 };
 use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::{Notify, watch};
@@ -28,9 +28,10 @@ const BACKOFF_MAX: Duration = Duration::from_millis(500);
 /// Where the store's process listens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Endpoint {
-    /// A UNIX socket: the session gets host memory, and payload goes by DMA.
+    /// A UNIX socket.
     Unix(PathBuf),
-    /// A TCP address, `host:port`: everything goes through the socket. Not authenticated: for trusted networks.
+    /// A TCP address, `host:port`. Payload goes by DMA only if the engine reaches host memory over a network, as `ofi` does.
+    /// Not authenticated: for trusted networks.
     Tcp(String),
 }
 
@@ -112,6 +113,8 @@ pub struct SessionStatus {
     pub stages: usize,
     /// Whether the session has host memory, so that payload can go by DMA.
     pub by_dma: bool,
+    /// Why not, if it was to have some.
+    pub why_no_dma: Option<String>,
     /// Whether it does at present, and what has happened.
     pub offload: Offload,
 }
@@ -165,6 +168,7 @@ struct State {
     targets: Option<Vec<TargetInfo>>,
     sessions: u64,
     last_failure: Option<String>,
+    why_no_dma: Option<String>,
 }
 
 enum Phase {
@@ -196,8 +200,13 @@ impl Session {
         let health = Arc::new(OffloadHealth::new("dma", options.cool_down));
         let tuning = options.tuning;
         let local = engine.register_local(memory.arena())?;
-        let state =
-            State { phase: Phase::Away(VecDeque::new()), targets: None, sessions: 0, last_failure: None };
+        let state = State {
+            phase: Phase::Away(VecDeque::new()),
+            targets: None,
+            sessions: 0,
+            last_failure: None,
+            why_no_dma: None,
+        };
         let shared = Arc::new(Shared {
             state: Mutex::new(state),
             memory,
@@ -276,6 +285,7 @@ impl Session {
             last_failure: state.last_failure.clone(),
             stages: status.map_or(0, |s| s.stages),
             by_dma: link.is_some_and(|link| link.by_dma),
+            why_no_dma: state.why_no_dma.clone(),
             offload: Offload {
                 health: self.handle.shared.health.report(),
                 quarantined: status.map_or(0, |s| s.quarantined),
@@ -449,36 +459,30 @@ async fn open(
         Endpoint::Unix(path) => Socket::Unix(UnixStream::connect(path).await?),
         Endpoint::Tcp(address) => Socket::tcp(TcpStream::connect(address).await?)?,
     };
-    let by_dma = matches!(socket, Socket::Unix(_)) && !shared.options.socket_only;
-    let layout = shared.memory.layout();
+    let memory = memory_request(shared, &socket);
+    let wanted = memory.is_some();
     let hello = Hello {
         version_min: VERSION,
         version_max: VERSION,
         nonce: rand::random(),
-        layout: by_dma.then_some(layout),
+        memory,
         outstanding: shared.options.outstanding as u32,
     };
     let (welcome, attachment, control) = channel::join(socket, &hello).await?;
     check_targets(shared, &welcome)?;
-    let (ring, doorbell) = match attachment {
-        Some(attachment) => {
-            let (peer, bell) = shared.engine.attach(attachment, layout.len())?;
-            let rings = shared.engine.register_peer(&peer, 0..layout.data_offset())?;
-            let (memory, engine) = (shared.memory.clone(), Arc::clone(&shared.engine));
-            let outstanding = shared.options.outstanding.min(engine.queue_depth());
-            let ring = RingSide::new(
-                memory,
-                engine,
-                shared.local.id(),
-                rings,
-                peer,
-                outstanding,
-                shared.tuning().queues,
-            );
-            (Some(ring), Some(bell))
+    let attached = match (attachment, &welcome.memory) {
+        (Some(attachment), _) if wanted => attach(shared, attachment).await?,
+        (None, MemoryAnswer::None(why)) if wanted => {
+            Err(why.clone().unwrap_or_else(|| "the store gave no host memory and no reason".to_owned()))
         }
-        None => (None, None),
+        _ => Err(String::new()),
     };
+    let why = attached.as_ref().err().filter(|_| wanted);
+    if let Some(why) = why {
+        tracing::warn!("payload goes through the socket in this session, which is slow: {why}");
+    }
+    shared.lock().why_no_dma = why.cloned();
+    let (ring, bell) = attached.ok().unzip();
     let targets = welcome.targets;
     let options = LinkOptions {
         largest_range: shared.options.largest_request,
@@ -491,10 +495,38 @@ async fn open(
     // The host's memory is another: what was wrong with the last one need not be wrong with this one.
     shared.health.renewed();
     let health = Arc::clone(&shared.health);
+    let layout = shared.memory.layout();
     let link = Link::new(generation, targets.len(), layout, ring, health, &options);
-    let driver = Driver::new(Arc::clone(&link), control, doorbell);
+    let driver = Driver::new(Arc::clone(&link), control, bell);
     tracing::info!("session {generation} with {:?}: store's session {}", shared.endpoint, welcome.session);
     Ok((link, driver, targets))
+}
+
+/// The host memory that is asked for: what the engine can reach from here, if anything.
+fn memory_request(shared: &Shared, socket: &Socket) -> Option<MemoryRequest> {
+    let reach = shared.engine.reach();
+    let reaches = matches!(socket, Socket::Unix(_)) || reach != Reach::Descriptors;
+    let layout = shared.memory.layout();
+    (reaches && !shared.options.socket_only).then_some(MemoryRequest { layout, reach })
+}
+
+/// Joins host memory; or why the session has to do without. A store that offers what it should not is an error.
+async fn attach(
+    shared: &Arc<Shared>,
+    attachment: Attachment,
+) -> Result<Result<(RingSide, Box<dyn Bell>), String>, ChannelError> {
+    let (engine, layout) = (Arc::clone(&shared.engine), shared.memory.layout());
+    let (peer, bell) = match engine.attach(attachment, layout.len()).await {
+        Ok(joined) => joined,
+        Err(e @ (ChannelError::Refused(_) | ChannelError::Fabric(_))) => {
+            return Ok(Err(format!("host memory cannot be reached: {e}")));
+        }
+        Err(e) => return Err(e),
+    };
+    let rings = engine.register_peer(&peer, 0..layout.data_offset())?;
+    let (memory, outstanding) = (shared.memory.clone(), shared.options.outstanding.min(engine.queue_depth()));
+    let (local, queues) = (shared.local.id(), shared.tuning().queues);
+    Ok(Ok((RingSide::new(memory, engine, local, rings, peer, outstanding, queues), bell)))
 }
 
 fn check_targets(shared: &Shared, welcome: &Welcome) -> Result<(), ChannelError> {

@@ -1,6 +1,7 @@
 //! What requests and replies say: the control data of the channel's entries, encoded with postcard.
 
 use bytes::{Buf, Bytes};
+use channel::ofi::OfiOffer;
 use serde::{Deserialize, Serialize};
 use store::{CollectionId, ObjectId, Stat, StatFs, StoreError};
 
@@ -105,8 +106,10 @@ pub(crate) enum ChannelCall {
     /// DMA has failed: the rings are closed. The osd has taken that many bytes out of the outbox; replies behind that
     /// come by the socket.
     Close { taken: u64 },
-    /// Copies that many bytes from the start of the inbound ring to the start of the outbox, and rings the osd. The rings
-    /// must be closed.
+    /// Asks for host memory to be offered anew, as the last offer is void. The rings must be closed.
+    Offer,
+    /// Copies that many bytes from the start of the inbound ring to the start of the outbox, and rings the osd, if the
+    /// host's doorbell was rung. The rings must be closed.
     Probe { len: u32 },
     /// Opens the rings again, both empty.
     Open,
@@ -138,6 +141,8 @@ pub(crate) enum Answer {
         taken: u64,
         head: u64,
     },
+    /// Host memory, to be attached to.
+    Offer(OfiOffer),
     /// Bytes that the host's doorbell has announced since the rings were closed.
     Probed {
         rung: u64,

@@ -14,10 +14,11 @@ use base::block::Payload;
 use base::mem::Arena;
 use bytes::Bytes;
 use channel::{
-    Attachment, Bell, Chain, Completion, Counters, DmaEngine, Peer, QueueId, Region, ShmEngine, ShmOptions,
-    Tuning, Unposted,
+    Attachment, Chain, Completion, Counters, DmaEngine, Joined, Peer, QueueId, Reach, Region, ShmEngine,
+    ShmOptions, Tuning, Unposted,
 };
 use common::{Path, cid, make_collection, node, node_of, oid, options, pattern, payload, transaction};
+use futures::future::BoxFuture;
 use outboard_proxy::{Session, SessionOptions};
 use store::{MemStore, ObjectStore, Op, StageId, StoreError, WriteSource};
 
@@ -227,7 +228,13 @@ impl DmaEngine for Meddling {
     fn register_local(&self, arena: &Arc<Arena>) -> channel::Result<Region> {
         self.engine.register_local(arena)
     }
-    fn attach(&self, attachment: Attachment, len: usize) -> channel::Result<(Peer, Box<dyn Bell>)> {
+    fn reach(&self) -> Reach {
+        self.engine.reach()
+    }
+    fn attaches_anew(&self) -> bool {
+        false
+    }
+    fn attach(&self, attachment: Attachment, len: usize) -> BoxFuture<'_, channel::Result<Joined>> {
         self.engine.attach(attachment, len)
     }
     fn register_peer(&self, peer: &Peer, range: Range<usize>) -> channel::Result<Region> {

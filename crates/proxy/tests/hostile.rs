@@ -12,8 +12,8 @@ use base::mem::Arena;
 use bytes::Bytes;
 use channel::ring::{CELL, footprint};
 use channel::{
-    Attachment, Bell, Control, Doorbell, Frame, HEADER_LEN, Header, Hello, HostMemory, Kind, Layout, Socket,
-    TargetInfo, VERSION, Welcome,
+    Attachment, Bell, Control, Descriptors, Doorbell, Frame, HEADER_LEN, Header, Hello, HostMemory, Kind,
+    Layout, MemoryAnswer, MemoryRequest, Reach, Socket, TargetInfo, VERSION, Welcome,
 };
 use common::{Node, Path, cid, make_collection, node, oid, options, pattern, transaction};
 use outboard_proxy::{Endpoint, Session, SessionOptions};
@@ -24,7 +24,8 @@ use tokio::net::{UnixListener, UnixStream};
 const LAYOUT: Layout = Layout { ring_len: 64 << 10, data_len: 1 << 20 };
 
 fn hello() -> Hello {
-    Hello { version_min: 1, version_max: VERSION, nonce: 5, layout: Some(LAYOUT), outstanding: 8 }
+    let memory = Some(MemoryRequest { layout: LAYOUT, reach: Reach::Descriptors });
+    Hello { version_min: 1, version_max: VERSION, nonce: 5, memory, outstanding: 8 }
 }
 
 /// An osd that can write what it likes into host memory.
@@ -44,9 +45,10 @@ impl EvilOsd {
         loop {
             let socket = Socket::Unix(UnixStream::connect(path).await.unwrap());
             // Refused as long as the session before has not ended.
-            if let Ok((_, Some(Attachment { memory, host_doorbell, osd_doorbell }), control)) =
+            if let Ok((_, Some(Attachment::Descriptors(descriptors)), control)) =
                 channel::join(socket, &hello()).await
             {
+                let Descriptors { memory, host_doorbell, osd_doorbell } = descriptors;
                 let memory = Arena::from_peer(memory, LAYOUT.len()).unwrap();
                 let osd_doorbell = Doorbell::new(osd_doorbell).unwrap();
                 return EvilOsd { control, memory, host_doorbell, osd_doorbell, head: 0, taken: 0 };
@@ -251,7 +253,9 @@ async fn garbage_on_the_socket_costs_the_connection() {
         assert!(rest.is_empty());
     }
     let old = Hello { version_min: 90, version_max: 99, ..hello() };
-    let huge = Hello { layout: Some(Layout { ring_len: 1 << 40, data_len: 4096 }), ..hello() };
+    let layout = Layout { ring_len: 1 << 40, data_len: 4096 };
+    let huge = MemoryRequest { layout, reach: Reach::Descriptors };
+    let huge = Hello { memory: Some(huge), ..hello() };
     for (hello, why) in [(old, "version"), (huge, "not possible")] {
         let refused = channel::join(Socket::Unix(UnixStream::connect(path).await.unwrap()), &hello).await;
         let refused = refused.err().unwrap().to_string();
@@ -268,8 +272,9 @@ async fn evil_store(at: &FsPath, memory: OwnedFd) -> (Control, OwnedFd) {
     let ours = osd_doorbell.try_clone().unwrap();
     let (_, (), control) = channel::accept(socket, |hello, _| {
         let targets = vec![TargetInfo { uuid: 1 }];
-        let welcome = Welcome { version: VERSION, nonce: hello.nonce, session: 1, memory: true, targets };
-        Ok((welcome, Some(Attachment { memory, host_doorbell, osd_doorbell }), ()))
+        let answer = MemoryAnswer::Descriptors;
+        let welcome = Welcome { version: VERSION, nonce: hello.nonce, session: 1, memory: answer, targets };
+        Ok((welcome, Some(Descriptors { memory, host_doorbell, osd_doorbell }), ()))
     })
     .await
     .unwrap();
@@ -348,7 +353,8 @@ async fn false_answers(at: &FsPath, offset: u64, len: u64, object_size: u64, dat
     let socket = Socket::Unix(listener.accept().await.unwrap().0);
     let (_, (), mut control) = channel::accept(socket, |hello, _| {
         let targets = vec![TargetInfo { uuid: 1 }];
-        let welcome = Welcome { version: VERSION, nonce: hello.nonce, session: 1, memory: false, targets };
+        let memory = MemoryAnswer::None(None);
+        let welcome = Welcome { version: VERSION, nonce: hello.nonce, session: 1, memory, targets };
         Ok((welcome, None, ()))
     })
     .await

@@ -2,27 +2,32 @@
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use base::fault::Faults;
 use base::mem::Arena;
 use base::thread::{ThreadClass, spawn};
 use crossbeam_queue::SegQueue;
 use fabric::Library;
+use futures::future::BoxFuture;
 use futures::task::AtomicWaker;
+use tokio::sync::oneshot;
 
 use super::alarm::Alarm;
 use super::worker::Worker;
 use super::{OfiOffer, QUEUES};
 use crate::dma::{OnDrop, PeerId, QueueId};
 use crate::{
-    Attachment, Bell, Chain, ChannelError, Completion, Counters, DmaEngine, Peer, Region, RegionId, Result,
-    Tuning, Unposted,
+    Attachment, Bell, Chain, ChannelError, Completion, Counters, DmaEngine, Joined, Peer, Reach, Region,
+    RegionId, Result, Tuning, Unposted,
 };
 
 const QUEUE_DEPTH: usize = 1024;
+/// Host memory has at least as many bytes.
+const LEAST_MEMORY: usize = 4096;
 /// Transfers are never shorter than that at most, in bytes.
 const LEAST_MAX_TRANSFER: usize = 4096;
 
@@ -37,6 +42,8 @@ pub struct OfiOptions {
     pub spin: Duration,
     /// How long connecting may take, when attaching or later.
     pub attach_timeout: Duration,
+    /// What is to go wrong.
+    pub faults: Faults,
 }
 
 impl Default for OfiOptions {
@@ -45,7 +52,8 @@ impl Default for OfiOptions {
             provider: "verbs".to_owned(),
             max_transfer: crate::MAX_TRANSFER,
             spin: Duration::from_micros(10),
-            attach_timeout: Duration::from_secs(5),
+            attach_timeout: Duration::from_secs(3),
+            faults: Faults::default(),
         }
     }
 }
@@ -102,7 +110,7 @@ pub(super) enum Item {
 
 pub(super) enum Command {
     Local(RegionId, Arc<Arena>),
-    Attach { id: PeerId, offer: OfiOffer, rung: Arc<Rung>, reply: mpsc::SyncSender<Result<usize>> },
+    Attach { id: PeerId, offer: OfiOffer, rung: Arc<Rung>, reply: oneshot::Sender<Result<usize>> },
     Window(RegionId, PeerId, Range<usize>),
     Reset,
     Stop,
@@ -172,26 +180,23 @@ impl OfiEngine {
             doorbells: AtomicU64::new(0),
             failed: AtomicU64::new(0),
         });
-        let worker = Worker::new(Arc::clone(&shared), library, options.attach_timeout);
+        let (faults, timeout) = (options.faults.clone(), options.attach_timeout);
+        let worker = Worker::new(Arc::clone(&shared), library, faults, timeout);
         let thread = spawn(ThreadClass::Channel, "ofi", move || worker.run())?;
         let OfiOptions { provider, attach_timeout, .. } = options;
         let thread = Mutex::new(Some(thread));
         Ok(Arc::new(OfiEngine { shared, thread, provider, configured_max, attach_timeout }))
     }
 
-    /// Joins a store's process by what it [granted](super::OfiGrant). Also returns the bell that the peer rings. Blocks until
-    /// the connections stand.
-    ///
-    /// # Errors
-    /// If the offer names another provider than the one configured, or the connections do not come about in time.
-    pub fn attach_offer(&self, offer: OfiOffer) -> Result<(Peer, Box<dyn Bell>)> {
+    /// Joins a store's process by what it [granted](super::OfiGrant). Done when the connections stand.
+    async fn attach_offer(&self, offer: OfiOffer, len: usize) -> Result<Joined> {
         if offer.provider != self.provider {
             let what = format!("it offers provider {}, this osd uses {}", offer.provider, self.provider);
             return Err(ChannelError::Refused(what));
         }
-        let len = usize::try_from(offer.memory.len).unwrap_or(0);
-        if len < 4096 {
-            return Err(ChannelError::protocol(format!("host memory of {len} bytes")));
+        if offer.memory.len != len as u64 || len < LEAST_MEMORY {
+            let what = format!("host memory of {} bytes, {len} were agreed", offer.memory.len);
+            return Err(ChannelError::protocol(what));
         }
         let (id, rung) = (PeerId(self.fresh_id()), Arc::new(Rung::default()));
         let (shared, detached) = (Arc::clone(&self.shared), Arc::clone(&rung));
@@ -199,19 +204,20 @@ impl OfiEngine {
             detached.detached.store(true, Ordering::Release);
             shared.to_every_queue(Arc::new(id), Item::Detach);
         });
-        let (reply, answer) = mpsc::sync_channel(1);
+        let (reply, answer) = oneshot::channel();
         self.shared.send(Command::Attach { id, offer, rung: Arc::clone(&rung), reply });
         // On failure, dropping `detach` makes the thread forget what there is of the peer.
-        let provider_max = match answer.recv_timeout(self.attach_timeout) {
-            Ok(result) => result?,
-            Err(mpsc::RecvTimeoutError::Timeout) => {
+        let provider_max = match tokio::time::timeout(self.attach_timeout, answer).await {
+            Ok(Ok(result)) => result?,
+            Ok(Err(_)) => return Err(self.stopped()),
+            Err(_) => {
                 let what = format!("no connection within {:?}", self.attach_timeout);
                 return Err(ChannelError::Refused(what));
             }
-            Err(mpsc::RecvTimeoutError::Disconnected) => return Err(self.stopped()),
         };
         self.shared.provider_max.store(provider_max, Ordering::Relaxed);
-        Ok((Peer { id, len, detach }, Box::new(OfiBell(rung))))
+        let bell: Box<dyn Bell> = Box::new(OfiBell(rung));
+        Ok((Peer { id, len, detach }, bell))
     }
 
     fn region(&self, id: RegionId, len: usize) -> Region {
@@ -293,9 +299,25 @@ impl DmaEngine for OfiEngine {
         Ok(self.region(id, arena.len()))
     }
 
-    /// Always refused: descriptors are of no use to another machine. See [`attach_offer`](OfiEngine::attach_offer).
-    fn attach(&self, _: Attachment, _: usize) -> Result<(Peer, Box<dyn Bell>)> {
-        Err(ChannelError::Refused("the engine ofi needs an offer, and the peer sent descriptors".into()))
+    fn reach(&self) -> Reach {
+        Reach::Ofi { provider: self.provider.clone() }
+    }
+
+    fn attaches_anew(&self) -> bool {
+        true
+    }
+
+    /// Descriptors are of no use to another machine, so only offers are taken.
+    fn attach(&self, attachment: Attachment, len: usize) -> BoxFuture<'_, Result<Joined>> {
+        Box::pin(async move {
+            match attachment {
+                Attachment::Offer(offer) => self.attach_offer(offer, len).await,
+                Attachment::Descriptors(_) => Err(ChannelError::WrongAttachment {
+                    engine: self.name().to_owned(),
+                    what: "descriptors of this machine",
+                }),
+            }
+        })
     }
 
     fn register_peer(&self, peer: &Peer, range: Range<usize>) -> Result<Region> {

@@ -3,8 +3,10 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
+use super::faults::Fate;
 use crate::dma::{Failed, PeerId};
-use crate::{Chain, Completion};
+use crate::{Chain, Completion, Transfer};
+use fabric::MemoryRegion;
 
 /// A chain that is being carried out.
 pub(super) struct Work {
@@ -18,6 +20,10 @@ pub(super) struct Work {
     /// What must be confirmed before it is complete: writes of a peer's lane up to a number.
     pub(super) awaits: Vec<(PeerId, u64)>,
     failure: Option<String>,
+    /// What a fault does to the transfer to be posted next; `None` if that was not asked yet.
+    pub(super) fate: Option<Fate>,
+    /// What corrupted writes are made from.
+    pub(super) copies: Vec<MemoryRegion>,
     /// Its peer has gone: nothing is awaited any more, and so many transfers were done.
     abandoned: Option<usize>,
 }
@@ -27,6 +33,8 @@ struct Posted {
     number: u64,
     read: bool,
     complete: bool,
+    /// What it brought is to be damaged.
+    corrupt: bool,
 }
 
 impl Work {
@@ -38,13 +46,15 @@ impl Work {
             rung: false,
             started: None,
             awaits: Vec::new(),
+            fate: None,
+            copies: Vec::new(),
             failure: None,
             abandoned: None,
         }
     }
 
     /// The transfer to post next.
-    pub(super) fn next(&self) -> Option<crate::Transfer> {
+    pub(super) fn next(&self) -> Option<Transfer> {
         self.chain.transfers.get(self.posted.len()).copied()
     }
 
@@ -55,17 +65,23 @@ impl Work {
 
     pub(super) fn has_posted(&mut self, number: u64, read: bool) {
         self.started.get_or_insert_with(Instant::now);
-        self.posted.push(Posted { number, read, complete: false });
+        let corrupt = self.fate.take() == Some(Fate::Corrupts);
+        self.posted.push(Posted { number, read, complete: false, corrupt });
     }
 
-    /// A transfer has completed; gives its length, in bytes.
-    pub(super) fn complete(&mut self, number: u64) -> usize {
-        match self.posted.iter_mut().position(|op| op.number == number) {
-            Some(at) => {
-                self.posted[at].complete = true;
-                self.chain.transfers[at].len
-            }
-            None => 0,
+    /// A transfer has completed; gives it, and whether what it read is to be damaged.
+    pub(super) fn complete(&mut self, number: u64) -> Option<(Transfer, bool)> {
+        let at = self.posted.iter().position(|op| op.number == number)?;
+        let op = &mut self.posted[at];
+        op.complete = true;
+        Some((self.chain.transfers[at], op.corrupt && op.read))
+    }
+
+    /// Until when a fault holds it up.
+    pub(super) fn stalled(&self) -> Option<Instant> {
+        match self.fate {
+            Some(Fate::Stalls(until)) if self.failure.is_none() => Some(until),
+            _ => None,
         }
     }
 
@@ -128,6 +144,11 @@ pub(super) struct Flow {
 impl Flow {
     pub(super) fn push(&mut self, work: Work) {
         self.works.push_back(work);
+    }
+
+    /// Until when a fault holds the last one up.
+    pub(super) fn stalled(&self) -> Option<Instant> {
+        self.works.back().and_then(Work::stalled)
     }
 
     pub(super) fn is_empty(&self) -> bool {

@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -23,10 +23,12 @@ use super::port::{Port, query};
 use super::spinner::Spinner;
 use super::{OfiOffer, QUEUES};
 use crate::dma::{OnDrop, URGENT};
-use crate::{Doorbell, Result};
+use crate::{ChannelError, Doorbell, Result};
 
 /// When the provider is full, it is asked again after that.
 const RETRY: Duration = Duration::from_millis(1);
+/// Closing the connections of a session does not take that long.
+const REVOKE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Settings of an [`OfiHost`].
 #[derive(Debug, Clone)]
@@ -68,17 +70,19 @@ struct Shared {
     alarm: Alarm,
     next_session: AtomicU32,
     spin_ns: AtomicU64,
+    /// The thread has ended.
+    stopped: AtomicBool,
 }
 
 enum Command {
     Grant(u32, Box<Session>),
-    Revoke(u32),
+    /// Tells when that is done.
+    Revoke(u32, Option<mpsc::SyncSender<()>>),
     Stop,
 }
 
 /// Host memory, granted to one session. Dropping it closes the session's connections, then ends the registration: after
 /// that the osd's process cannot reach the memory.
-#[derive(Debug)]
 pub struct OfiGrant {
     /// What the osd's process must be told.
     pub offer: OfiOffer,
@@ -86,6 +90,8 @@ pub struct OfiGrant {
     pub host_doorbell: OwnedFd,
     /// An eventfd; what it is rung with reaches the osd's process.
     pub osd_doorbell: OwnedFd,
+    id: u32,
+    host: Arc<Shared>,
     _revoke: OnDrop,
 }
 
@@ -106,6 +112,7 @@ impl OfiHost {
             alarm: Alarm::new()?,
             next_session: AtomicU32::new(0),
             spin_ns: AtomicU64::new(spin.as_nanos() as u64),
+            stopped: AtomicBool::new(false),
         });
         let domain = port.domain.clone();
         let behind = Arc::clone(&shared);
@@ -125,6 +132,12 @@ impl OfiHost {
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address
+    }
+
+    /// Whether it serves. It does not once the device has failed; then another one must be started.
+    #[must_use]
+    pub fn is_running(&self) -> bool {
+        !self.shared.stopped.load(Ordering::Acquire)
     }
 
     /// Grants `memory` to the one session that gets the offer.
@@ -150,9 +163,27 @@ impl OfiHost {
         });
         let id = self.shared.next_session.fetch_add(1, Ordering::Relaxed);
         self.shared.send(Command::Grant(id, session));
-        let shared = Arc::clone(&self.shared);
-        let revoke = OnDrop::new(move || shared.send(Command::Revoke(id)));
-        Ok(OfiGrant { offer, host_doorbell, osd_doorbell, _revoke: revoke })
+        let (shared, host) = (Arc::clone(&self.shared), Arc::clone(&self.shared));
+        let revoke = OnDrop::new(move || shared.send(Command::Revoke(id, None)));
+        Ok(OfiGrant { offer, host_doorbell, osd_doorbell, id, host, _revoke: revoke })
+    }
+}
+
+impl OfiGrant {
+    /// Ends the session and returns when its connections are closed: nothing arrives in the memory after that. Blocks the
+    /// thread for as long as the host's thread needs for it, as a rule far less than a millisecond.
+    ///
+    /// # Errors
+    /// If that takes more than a second.
+    pub fn revoke(self) -> Result<()> {
+        let (done, answer) = mpsc::sync_channel(1);
+        self.host.send(Command::Revoke(self.id, Some(done)));
+        match answer.recv_timeout(REVOKE_TIMEOUT) {
+            // A thread that has ended has closed its connections.
+            Ok(()) => Ok(()),
+            Err(_) if self.host.stopped.load(Ordering::Acquire) => Ok(()),
+            Err(_) => Err(ChannelError::EngineStopped("ofi, its host side".to_owned())),
+        }
     }
 }
 
@@ -247,15 +278,19 @@ struct Worker {
 
 impl Worker {
     fn run(mut self) {
+        self.serve();
+        self.sessions.clear();
+        self.shared.stopped.store(true, Ordering::Release);
+    }
+
+    fn serve(&mut self) {
         let mut spinner = Spinner::default();
         while self.running {
             let mut worked = self.take_commands();
             match self.poll() {
                 Ok(polled) => worked |= polled,
                 Err(e) => {
-                    // Sessions notice that their engines do not answer; new ones cannot join.
-                    tracing::error!("the device for engine ofi failed: {e}; restart the store");
-                    self.sessions.clear();
+                    tracing::error!("the device for engine ofi failed: {e}; the next session opens it again");
                     return;
                 }
             }
@@ -275,7 +310,11 @@ impl Worker {
             worked = true;
             match command {
                 Command::Grant(id, session) => drop(self.sessions.insert(id, session)),
-                Command::Revoke(id) => drop(self.sessions.remove(&id)),
+                Command::Revoke(id, done) => {
+                    drop(self.sessions.remove(&id));
+                    // Whoever asked may have given up.
+                    let _ = done.map(|done| done.try_send(()));
+                }
                 Command::Stop => self.running = false,
             }
         }

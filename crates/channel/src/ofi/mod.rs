@@ -11,7 +11,7 @@
 //! ```
 //!
 //! **Joining.** The store's process registers the memory of a session and [grants](OfiHost::grant) it; the resulting
-//! [`OfiOffer`] goes to the osd's process by the control socket, which [attaches](OfiEngine::attach_offer) to it: one connection
+//! [`OfiOffer`] goes to the osd's process by the control socket, which [attaches](crate::DmaEngine::attach) to it: one connection
 //! for each queue of the engine, so that queues do not wait for one another. Each connection request carries the offer's
 //! secret. Dropping the grant closes the connections and then the registration.
 //!
@@ -38,6 +38,7 @@
 mod alarm;
 mod credits;
 mod engine;
+mod faults;
 mod flow;
 mod greeting;
 mod hazards;

@@ -2,17 +2,20 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
+use base::fault::{Action, Faults, Site};
 use base::mem::Arena;
 use fabric::{
     Access, Completion, Endpoint, Event, Info, Library, MemoryRegion, Operation, PostError, Target,
 };
+use tokio::sync::oneshot;
 
 use super::alarm::wait_for;
 use super::engine::{Command, Item, Rung, Shared};
+use super::faults::{Fate, damage, damaged_copy};
 use super::flow::{Flow, Work};
 use super::greeting::Greeting;
 use super::hazards::Footprint;
@@ -22,7 +25,7 @@ use super::port::{Port, query};
 use super::spinner::Spinner;
 use super::{OfiOffer, QUEUES};
 use crate::dma::{Failed, PeerId, QueueId};
-use crate::{ChannelError, RegionId, Result, Transfer};
+use crate::{ChannelError, Place, RegionId, Result, Transfer};
 
 /// Room in the completion queue: for the peer in use and one that has not been forgotten yet.
 const DEPTH: usize = 2 * QUEUES * (WINDOW + line::DEPTH);
@@ -49,7 +52,7 @@ struct Remote {
 
 enum State {
     /// To be given up then; who attaches, waits for the connections to stand.
-    Connecting(Instant, Option<mpsc::SyncSender<Result<usize>>>),
+    Connecting(Instant, Option<oneshot::Sender<Result<usize>>>),
     Up,
     /// Connects again when a chain wants to go there.
     Down,
@@ -73,6 +76,7 @@ struct Plan {
 pub(super) struct Worker {
     shared: Arc<Shared>,
     library: Library,
+    faults: Faults,
     connect_timeout: Duration,
     flows: [Flow; QUEUES],
     /// What must wait until its queue has no chain under way.
@@ -91,10 +95,16 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    pub(super) fn new(shared: Arc<Shared>, library: Library, connect_timeout: Duration) -> Worker {
+    pub(super) fn new(
+        shared: Arc<Shared>,
+        library: Library,
+        faults: Faults,
+        connect_timeout: Duration,
+    ) -> Worker {
         Worker {
             shared,
             library,
+            faults,
             connect_timeout,
             flows: Default::default(),
             held: Default::default(),
@@ -151,10 +161,12 @@ impl Worker {
 
     fn sleep(&self) {
         let deadlines = self.peers.values().filter_map(|peer| match peer.state {
-            State::Connecting(until, _) => Some(until.saturating_duration_since(Instant::now())),
+            State::Connecting(until, _) => Some(until),
             State::Up | State::Down => None,
         });
-        let timeout = deadlines.chain(self.retry.then_some(RETRY)).min();
+        let deadlines = deadlines.chain(self.flows.iter().filter_map(Flow::stalled));
+        let waits = deadlines.map(|until| until.saturating_duration_since(Instant::now()).max(RETRY));
+        let timeout = waits.chain(self.retry.then_some(RETRY)).min();
         let wait = |alarm: std::os::fd::BorrowedFd<'_>| match &self.port {
             Some(port) => port.wait(&[alarm], timeout),
             None => wait_for(alarm),
@@ -172,10 +184,19 @@ impl Worker {
                     self.locals.insert(id, Local { registered, arena });
                 }
                 Command::Attach { id, offer, rung, reply } => {
-                    if let Err(e) = self.attach(id, offer, rung, reply.clone()) {
-                        self.peers.remove(&id);
-                        // Whoever asked may have given up.
-                        let _ = reply.try_send(Err(e));
+                    let state = State::Down;
+                    self.peers.insert(id, Remote { offer, rung, lanes: Vec::new(), state, attempt: 0 });
+                    match (self.connect(id), self.peers.get_mut(&id)) {
+                        (Ok(()), Some(Remote { state: State::Connecting(_, asks), .. })) => {
+                            *asks = Some(reply)
+                        }
+                        (Err(e), _) => {
+                            self.peers.remove(&id);
+                            // Whoever asked may have given up.
+                            let _ = reply.send(Err(e));
+                        }
+                        // Without a reply, whoever asked hears that the engine has stopped.
+                        (Ok(()), _) => {}
                     }
                 }
                 Command::Window(id, peer, range) => drop(self.windows.insert(id, (peer, range))),
@@ -185,21 +206,8 @@ impl Worker {
         }
         worked
     }
-
-    /// Starts connecting; the reply follows when all connections stand.
-    fn attach(
-        &mut self,
-        id: PeerId,
-        offer: OfiOffer,
-        rung: Arc<Rung>,
-        reply: mpsc::SyncSender<Result<usize>>,
-    ) -> Result<()> {
-        self.peers.insert(id, Remote { offer, rung, lanes: Vec::new(), state: State::Down, attempt: 0 });
-        self.connect(id, Some(reply))
-    }
-
     /// Starts connecting to a peer, anew if need be.
-    fn connect(&mut self, id: PeerId, reply: Option<mpsc::SyncSender<Result<usize>>>) -> Result<()> {
+    fn connect(&mut self, id: PeerId) -> Result<()> {
         let Some(peer) = self.peers.get_mut(&id) else { return Ok(()) };
         peer.attempt += 1;
         let (offer, attempt) = (peer.offer.clone(), peer.attempt);
@@ -222,7 +230,7 @@ impl Worker {
         }
         if let Some(peer) = self.peers.get_mut(&id) {
             peer.lanes = lanes;
-            peer.state = State::Connecting(Instant::now() + self.connect_timeout, reply);
+            peer.state = State::Connecting(Instant::now() + self.connect_timeout, None);
         }
         Ok(())
     }
@@ -329,7 +337,7 @@ impl Worker {
             && let State::Connecting(_, Some(reply)) = std::mem::replace(&mut peer.state, State::Up)
         {
             // Whoever asked may have given up; then the peer is being detached.
-            let _ = reply.try_send(Ok(max));
+            let _ = reply.send(Ok(max));
         }
     }
 
@@ -351,8 +359,12 @@ impl Worker {
                 let done = lane.complete(completion.token, operation == Operation::Read);
                 let Some(done) = done else { return };
                 let work = done.chain.and_then(|chain| self.flows[queue].get(chain));
-                if let Some(work) = work {
-                    let len = work.complete(done.number) as u64;
+                if let Some((transfer, corrupt)) = work.and_then(|work| work.complete(done.number)) {
+                    let Place { region, offset } = transfer.dst;
+                    if corrupt && let Some(local) = self.locals.get(&region) {
+                        damage(&local.arena, offset, transfer.len);
+                    }
+                    let len = transfer.len as u64;
                     self.shared.bytes.fetch_add(len, Ordering::Relaxed);
                     self.shared.transfers.fetch_add(1, Ordering::Relaxed);
                     self.bytes_metric.increment(len);
@@ -376,7 +388,7 @@ impl Worker {
         tracing::debug!("peer {}: {why}", id.0);
         if let State::Connecting(_, Some(reply)) = state {
             // Whoever asked may have given up.
-            let _ = reply.try_send(Err(ChannelError::Refused(why.to_owned())));
+            let _ = reply.send(Err(ChannelError::Refused(why.to_owned())));
             return;
         }
         let mut told = false;
@@ -488,7 +500,10 @@ impl Worker {
     fn push_on(&mut self, queue: QueueId, number: u64) -> bool {
         let Some((_, work)) = self.flows[queue].last() else { return false };
         let Some(transfer) = work.next() else { return self.ring(queue) };
-        let result = self.plan(&transfer).and_then(|plan| self.post(queue, number, plan));
+        let result = self.plan(&transfer).and_then(|plan| match self.may_go(queue, plan.peer)? {
+            true => self.post(queue, number, plan),
+            false => Ok(false),
+        });
         let Some(work) = self.flows[queue].get(number) else { return true };
         match result {
             Ok(true) => {}
@@ -531,7 +546,21 @@ impl Worker {
             None => Err("the peer is not attached".to_owned()),
             Some(State::Up) => Ok(true),
             Some(State::Connecting(..)) => Ok(false),
-            Some(State::Down) => self.connect(id, None).map(|()| false).map_err(|e| e.to_string()),
+            Some(State::Down) => self.connect(id).map(|()| false).map_err(|e| e.to_string()),
+        }
+    }
+
+    /// Whether no fault holds up the next transfer of the queue's last chain, which is for that peer.
+    fn may_go(&mut self, queue: QueueId, peer: PeerId) -> Result<bool, String> {
+        let Some((_, work)) = self.flows[queue].last() else { return Ok(false) };
+        match *work.fate.get_or_insert_with(|| Fate::of_transfer(&self.faults)) {
+            Fate::Fails => Err("a fault was injected".to_owned()),
+            Fate::Stalls(until) if until > Instant::now() => {
+                // What a device holds up ends with the connection.
+                work.peer.get_or_insert(peer);
+                Ok(false)
+            }
+            Fate::Goes | Fate::Corrupts | Fate::Stalls(_) => Ok(true),
         }
     }
 
@@ -554,13 +583,21 @@ impl Worker {
             return Ok(false);
         }
         let read = footprint.read;
-        let slice = local.slice(footprint.local.1.start, footprint.local.1.len());
+        let (from, len) = (footprint.local.1.start, footprint.local.1.len());
+        let copy = match (&self.port, self.locals.get(&footprint.local.0)) {
+            (Some(port), Some(local)) if !read && work.fate == Some(Fate::Corrupts) => {
+                Some(damaged_copy(port, &local.arena, from, len).map_err(|e| e.to_string())?)
+            }
+            _ => None,
+        };
+        let slice = copy.as_ref().map_or_else(|| local.slice(from, len), |copy| copy.slice(0, len));
         let posted = slice
             .map_err(PostError::from)
             .and_then(|slice| lane.post(number, footprint, slice, &peer.offer.memory));
         match posted {
             Ok(posted) => {
                 work.has_posted(posted, read);
+                work.copies.extend(copy);
                 Ok(true)
             }
             Err(PostError::Full) => {
@@ -591,9 +628,11 @@ impl Worker {
         let Some((_, work)) = self.flows[queue].last() else { return false };
         match (reached, lane) {
             (Ok(true), Some(lane)) => {
-                lane.line.ring(count);
+                if self.faults.hit(Site::DmaDoorbell) != Some(Action::Drop) {
+                    lane.line.ring(count);
+                    self.shared.doorbells.fetch_add(1, Ordering::Relaxed);
+                }
                 work.rung = true;
-                self.shared.doorbells.fetch_add(1, Ordering::Relaxed);
             }
             (Ok(_), _) => return false,
             (Err(why), _) => work.fail(&why),

@@ -22,12 +22,13 @@ use base::fault::Faults;
 use base::mem::Arena;
 use base::thread::{ThreadClass, spawn};
 use crossbeam_queue::SegQueue;
+use futures::future::BoxFuture;
 use futures::task::AtomicWaker;
 
 use crate::dma::{OnDrop, PeerId, QueueId};
 use crate::{
-    Attachment, Bell, Chain, ChannelError, Completion, Counters, DmaEngine, Doorbell, Peer, Region, RegionId,
-    Result, Unposted,
+    Attachment, Chain, ChannelError, Completion, Counters, Descriptors, DmaEngine, Doorbell, Joined, Peer,
+    Reach, Region, RegionId, Result, Unposted,
 };
 use device::Device;
 
@@ -177,6 +178,18 @@ impl ShmEngine {
         Ok(Arc::new(ShmEngine { shared, thread: Mutex::new(Some(thread)), name, profile: options.profile }))
     }
 
+    /// The device maps the memory; that takes microseconds.
+    fn attach_descriptors(&self, descriptors: Descriptors, len: usize) -> Result<Joined> {
+        let Descriptors { memory, host_doorbell, osd_doorbell } = descriptors;
+        let id = PeerId(self.fresh_id());
+        let (reply, answer) = mpsc::sync_channel(1);
+        self.shared.send(Command::Attach { id, memory, len, doorbell: host_doorbell, reply });
+        answer.recv().map_err(|_| self.stopped())??;
+        let shared = Arc::clone(&self.shared);
+        let detach = OnDrop::new(move || shared.to_every_queue(Arc::new(id), Item::Detach));
+        Ok((Peer { id, len, detach }, Box::new(Doorbell::new(osd_doorbell)?)))
+    }
+
     fn region(&self, id: RegionId, len: usize) -> Region {
         let shared = Arc::clone(&self.shared);
         Region::new(id, len, OnDrop::new(move || shared.to_every_queue(Arc::new(id), Item::Unregister)))
@@ -258,15 +271,24 @@ impl DmaEngine for ShmEngine {
         Ok(self.region(id, arena.len()))
     }
 
-    fn attach(&self, attachment: Attachment, len: usize) -> Result<(Peer, Box<dyn Bell>)> {
-        let Attachment { memory, host_doorbell, osd_doorbell } = attachment;
-        let id = PeerId(self.fresh_id());
-        let (reply, answer) = mpsc::sync_channel(1);
-        self.shared.send(Command::Attach { id, memory, len, doorbell: host_doorbell, reply });
-        answer.recv().map_err(|_| self.stopped())??;
-        let shared = Arc::clone(&self.shared);
-        let detach = OnDrop::new(move || shared.to_every_queue(Arc::new(id), Item::Detach));
-        Ok((Peer { id, len, detach }, Box::new(Doorbell::new(osd_doorbell)?)))
+    fn reach(&self) -> Reach {
+        Reach::Descriptors
+    }
+
+    fn attaches_anew(&self) -> bool {
+        false
+    }
+
+    fn attach(&self, attachment: Attachment, len: usize) -> BoxFuture<'_, Result<Joined>> {
+        Box::pin(async move {
+            match attachment {
+                Attachment::Descriptors(descriptors) => self.attach_descriptors(descriptors, len),
+                Attachment::Offer(_) => {
+                    let what = "an offer of libfabric";
+                    Err(ChannelError::WrongAttachment { engine: self.name.clone(), what })
+                }
+            }
+        })
     }
 
     fn register_peer(&self, peer: &Peer, range: Range<usize>) -> Result<Region> {

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
-use channel::{Bell, Chain, ChannelError, Completion, Control};
+use channel::{Attachment, Bell, Chain, ChannelError, Completion, Control, Joined};
+use futures::future::BoxFuture;
 use tokio::time::Sleep;
 
 use super::jobs::Route;
@@ -26,6 +27,8 @@ pub(crate) struct Driver {
     link: Arc<Link>,
     control: Control,
     bell: Option<Box<dyn Bell>>,
+    /// The engine being attached anew.
+    attaching: Option<BoxFuture<'static, Result<Joined, ChannelError>>>,
     completions: Vec<Completion>,
     /// When to look for what is overdue.
     timer: Option<Pin<Box<Sleep>>>,
@@ -42,6 +45,7 @@ impl Driver {
             link,
             control,
             bell,
+            attaching: None,
             completions: Vec::new(),
             timer: None,
             poller: Poller::default(),
@@ -62,6 +66,7 @@ impl Driver {
         })
         .await;
         on_end(&why);
+        self.attaching = None;
         self.kept = self.link.end(&why);
         self.drain().await;
         self.drained = true;
@@ -124,6 +129,7 @@ impl Driver {
             let mut progress = self.take_completions(cx)?;
             progress |= self.hear_bell(cx)?;
             progress |= self.take_frames(cx)?;
+            self.attach(cx);
             self.tick(cx);
             self.write_control(cx)?;
             if !progress {
@@ -173,6 +179,30 @@ impl Driver {
         let Poll::Ready(count) = bell.poll_wait(cx) else { return Ok(false) };
         self.link.lock().heard_bell(count?)?;
         Ok(true)
+    }
+
+    /// Attaches the engine anew when the host has made an offer.
+    fn attach(&mut self, cx: &mut Context<'_>) {
+        let link = Arc::clone(&self.link);
+        let mut state = link.lock();
+        if !state.is_attaching() {
+            self.attaching = None;
+            return;
+        }
+        if let (Some(offer), Some(ring)) = (state.take_offer(), &state.ring) {
+            let (engine, len) = (Arc::clone(ring.engine()), ring.layout().len());
+            self.attaching =
+                Some(Box::pin(async move { engine.attach(Attachment::Offer(offer), len).await }));
+        }
+        drop(state);
+        let Some(attaching) = &mut self.attaching else { return };
+        let Poll::Ready(joined) = attaching.as_mut().poll(cx) else { return };
+        self.attaching = None;
+        let mut state = link.lock();
+        if let Some(bell) = state.attached(joined) {
+            self.bell = Some(bell);
+        }
+        state.pump();
     }
 
     fn take_frames(&mut self, cx: &mut Context<'_>) -> Result<bool, ChannelError> {

@@ -57,6 +57,8 @@ pub(crate) enum ChannelKind {
     Positions,
     /// The rings are closed.
     Close,
+    /// Host memory was offered anew.
+    Offer,
     /// The probe was copied.
     Probe,
     /// The rings are open.

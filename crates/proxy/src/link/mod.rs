@@ -27,6 +27,7 @@ use base::health::OffloadHealth;
 use base::mem::ArenaBuf;
 use base::pool::MIN_BUFFER;
 use bytes::Bytes;
+use channel::ofi::OfiOffer;
 use channel::{DmaEngine, Header, Layout};
 use futures::task::AtomicWaker;
 use store::{StageId, StoreError};
@@ -126,6 +127,8 @@ struct State {
     /// After that long a transfer is overdue.
     overdue: Duration,
     probe_pattern: Vec<u8>,
+    /// Host memory that the driver is to attach to.
+    offer: Option<OfiOffer>,
     /// How long the driver looks for more after something has come.
     poll: Duration,
     /// Bytes of replies announced and not asked for yet; during a probe, what the doorbell has said.
@@ -252,6 +255,7 @@ impl Link {
             faults: options.faults.clone(),
             overdue: options.overdue,
             probe_pattern: Vec::new(),
+            offer: None,
             poll: options.poll,
             announced: 0,
             asked: 0,

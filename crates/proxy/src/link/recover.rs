@@ -11,14 +11,16 @@
 //! Requests that carry data wait for that answer, so that none overtakes those that were lost; the others do not.
 //! *Closed*: everything goes by the socket. Memory that transfers may still write is in quarantine until a fence behind
 //! them has come out of every queue of the engine; if it does not in the cool-down, the engine is reset. *Probing*: a small
-//! transfer there and back, with a doorbell each way, decides.
+//! transfer there and back, with a doorbell each way, decides. An engine that loses its peer when something fails is attached
+//! anew before that, by a new offer of the host.
 
 use std::time::{Duration, Instant};
 
 use base::health::State as Health;
 use bytes::Bytes;
+use channel::ofi::OfiOffer;
 use channel::ring::CELL;
-use channel::{Chain, ChannelError, Completion, Frame, Transfer, URGENT};
+use channel::{Bell, Chain, ChannelError, Completion, Frame, Joined, Transfer, URGENT};
 
 use super::jobs::{ChannelKind, Job, Route};
 use super::{HeldRange, RingSide, State};
@@ -28,6 +30,8 @@ use crate::wire::{Answer, ChannelCall, Outcome, decode};
 const PROBE: usize = 4096;
 /// The host is given up if it takes so many times longer than a transfer may.
 const PATIENCE: u32 = 20;
+/// What is waited for during the recovery is looked at that often.
+const SOON: Duration = Duration::from_millis(50);
 /// Tags of fences: this less the number of the queue.
 const FENCE: u64 = u64::MAX - 8;
 /// Tag of the probe's transfers.
@@ -45,10 +49,16 @@ pub(super) enum Mode {
 /// How far a probe has come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Step {
+    /// The host offers its memory anew, if that is needed.
+    Offering,
+    /// The engine connects. That takes no longer than the engine lets it.
+    Attaching,
     /// The transfer to the host.
     There,
     /// The host copies and rings.
     Echo,
+    /// The host has not heard the doorbell: it is to be asked again.
+    Unheard,
     /// The transfer back.
     Back,
     /// The bytes are right; the doorbell is waited for.
@@ -228,13 +238,15 @@ impl State {
                 if matches!(self.health.report().state, Health::CoolingDown(until) if until <= now) {
                     self.try_probe(now);
                 }
-                Some(now + step.min(Duration::from_millis(50)))
+                Some(now + step.min(SOON))
             }
-            Mode::Probing { since, .. } => {
-                if now.duration_since(since) > self.overdue {
+            Mode::Probing { since, step: how_far } => {
+                if how_far != Step::Attaching && now.duration_since(since) > self.overdue {
                     self.probe_failed("the probe is overdue");
+                } else if how_far == Step::Unheard {
+                    self.ask_for_echo();
                 }
-                Some(now + step)
+                Some(now + step.min(SOON))
             }
         }
     }
@@ -294,7 +306,51 @@ impl State {
         if self.pending.values().any(|p| p.ring_end > 0) || !self.health.begin_probe(now) {
             return;
         }
-        self.mode = Mode::Probing { since: now, step: Step::There };
+        self.mode = Mode::Probing { since: now, step: Step::Offering };
+        if self.ring.as_ref().is_some_and(|ring| ring.engine().attaches_anew()) {
+            self.submit(Job::of_channel(ChannelCall::Offer, ChannelKind::Offer));
+        } else {
+            self.probe();
+        }
+    }
+
+    /// The host offers its memory anew: the driver attaches to it.
+    fn offered(&mut self, offer: OfiOffer) {
+        if matches!(self.mode, Mode::Probing { step: Step::Offering, .. }) {
+            self.step(Step::Attaching);
+            self.offer = Some(offer);
+        }
+    }
+
+    /// What the driver is to attach to, once.
+    pub(super) fn take_offer(&mut self) -> Option<OfiOffer> {
+        self.offer.take()
+    }
+
+    /// Whether the driver should still be attaching.
+    pub(super) fn is_attaching(&self) -> bool {
+        matches!(self.mode, Mode::Probing { step: Step::Attaching, .. })
+    }
+
+    /// Attaching has ended, well or not. Gives the new bell.
+    pub(super) fn attached(&mut self, joined: Result<Joined, ChannelError>) -> Option<Box<dyn Bell>> {
+        let ring = self.ring.as_mut()?;
+        match joined.and_then(|(peer, bell)| ring.rejoin(peer).map(|()| bell)) {
+            Ok(bell) => {
+                self.regions.forget();
+                self.probe();
+                Some(bell)
+            }
+            Err(e) => {
+                self.probe_failed(&format!("host memory cannot be attached anew: {e}"));
+                None
+            }
+        }
+    }
+
+    /// Sends the probe.
+    fn probe(&mut self) {
+        self.mode = Mode::Probing { since: Instant::now(), step: Step::There };
         self.announced = 0;
         let Some(ring) = &mut self.ring else { return };
         let (inbound, pattern) = (ring.layout().inbound(), rand::random::<[u8; 32]>().repeat(PROBE / 32));
@@ -321,11 +377,7 @@ impl State {
         let Mode::Probing { step, .. } = self.mode else { return };
         match (&completion.result, step) {
             (Err(failed), _) => self.probe_failed(&failed.to_string()),
-            (Ok(()), Step::There) => {
-                self.step(Step::Echo);
-                let call = ChannelCall::Probe { len: PROBE as u32 };
-                self.submit(Job::of_channel(call, ChannelKind::Probe));
-            }
+            (Ok(()), Step::There) => self.ask_for_echo(),
             (Ok(()), Step::Back) => {
                 let Some(ring) = &self.ring else { return };
                 let mut bytes = vec![0; PROBE];
@@ -340,13 +392,18 @@ impl State {
         }
     }
 
-    /// The host has copied the probe.
+    fn ask_for_echo(&mut self) {
+        self.step(Step::Echo);
+        self.submit(Job::of_channel(ChannelCall::Probe { len: PROBE as u32 }, ChannelKind::Probe));
+    }
+
+    /// The host has copied the probe, if its doorbell was rung.
     fn echoed(&mut self, rung: u64) {
         if !matches!(self.mode, Mode::Probing { step: Step::Echo, .. }) {
             return;
         }
         if rung == 0 {
-            return self.probe_failed("the probe's doorbell did not reach the host");
+            return self.step(Step::Unheard);
         }
         self.step(Step::Back);
         let Some(ring) = &self.ring else { return };
@@ -399,7 +456,10 @@ impl State {
             (ChannelKind::Positions, Ok(Answer::Positions { taken, head })) => self.positions(taken, head),
             (ChannelKind::Close, Ok(Answer::Positions { taken, .. })) => self.closed(taken),
             (ChannelKind::Probe, Ok(Answer::Probed { rung })) => self.echoed(rung),
-            (ChannelKind::Probe | ChannelKind::Open, Err(e)) => self.probe_failed(&e.to_string()),
+            (ChannelKind::Offer, Ok(Answer::Offer(offer))) => self.offered(offer),
+            (ChannelKind::Offer | ChannelKind::Probe | ChannelKind::Open, Err(e)) => {
+                self.probe_failed(&e.to_string())
+            }
             (ChannelKind::Open, Ok(Answer::Done)) => self.opened(),
             (kind, outcome) => {
                 let what = format!("{outcome:?} is no answer to {kind:?}");

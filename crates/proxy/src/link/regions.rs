@@ -49,6 +49,11 @@ impl Regions {
         }
     }
 
+    /// No window is open any more: the host's memory was attached anew.
+    pub(super) fn forget(&mut self) {
+        self.kept.clear();
+    }
+
     /// Keeps at most that many windows from now on.
     pub(super) fn set_capacity(&mut self, capacity: usize) {
         self.capacity = capacity;

@@ -229,6 +229,13 @@ impl RingSide {
         self.queues = queues.max(1);
     }
 
+    /// Uses another peer from now on: what was registered of the last one is void.
+    pub(super) fn rejoin(&mut self, peer: Peer) -> channel::Result<()> {
+        self.rings = self.engine.register_peer(&peer, 0..self.layout().data_offset())?;
+        self.peer = peer;
+        Ok(())
+    }
+
     /// Begins with empty rings once more.
     pub(super) fn start_over(&mut self) {
         (self.head, self.consumed, self.taken) = (0, 0, 0);

@@ -43,11 +43,12 @@ impl HostSession {
             }
             ChannelCall::Close { taken } => {
                 let taken = if rings.is_closed() { rings.positions().1 } else { taken };
-                let (position, head) = rings.close();
+                let (position, head) = rings.close()?;
                 // The answer goes ahead of the replies that follow it.
                 self.answer(header, &Ok(Answer::Positions { taken: position, head }), Bytes::new());
                 return self.replies_by_socket(taken);
             }
+            ChannelCall::Offer => rings.offer().map(Answer::Offer),
             ChannelCall::Probe { len } => rings.probe(cx, len).map(|rung| Answer::Probed { rung }),
             ChannelCall::Open => rings.open(cx).map(|()| Answer::Done),
         };
@@ -106,6 +107,10 @@ impl Rings {
             return Err(StoreError::InvalidArgument(format!("no probe of {len} bytes is possible now")));
         }
         let rung = self.rung_while_closed(cx)?;
+        if rung == 0 {
+            // Over a network, the call may be faster than the doorbell: the osd asks again.
+            return Ok(rung);
+        }
         let (inbound, outbox) = (self.memory.layout.inbound(), self.memory.layout.outbox());
         let mut bytes = vec![0; len as usize];
         let arena = &self.memory.arena;

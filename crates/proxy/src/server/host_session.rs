@@ -2,7 +2,8 @@
 
 use std::collections::HashSet;
 use std::future::poll_fn;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::{Context, Poll};
@@ -10,9 +11,11 @@ use std::time::Duration;
 
 use base::fault::{Action, Faults, Site};
 use bytes::Bytes;
+use channel::ofi::{OfiGrant, OfiHost, OfiOffer};
 use channel::ring::{self, MAX_ENTRY};
 use channel::{
-    Bell, ChannelError, Control, Doorbell, Frame, HEADER_LEN, Header, HostMemory, Kind, MAX_FRAME, VERIFY,
+    Bell, ChannelError, Control, Descriptors, Doorbell, Frame, HEADER_LEN, Header, HostMemory, Kind,
+    MAX_FRAME, MemoryAnswer, VERIFY,
 };
 use futures::stream::{FuturesUnordered, StreamExt};
 use store::{StageId, StoreError};
@@ -28,11 +31,57 @@ const FRAMES_PER_TURN: usize = 64;
 /// Most calls of one session at a time, on whatever path. An osd keeps far below.
 const MAX_CALLS: usize = 8192;
 
+/// How the osd's engine reaches host memory and the doorbells.
+pub(super) enum Reached {
+    /// By descriptors of them, for as long as it likes.
+    Descriptors { osd_doorbell: OwnedFd },
+    /// By an offer. Without a grant it does not reach them at present.
+    Offer { host: Rc<OfiHost>, grant: Option<OfiGrant> },
+}
+
+/// How the osd is to reach memory; the host's doorbell; what it is told; what is sent with that.
+type Opened = ((Reached, OwnedFd), MemoryAnswer, Option<Descriptors>);
+
+impl Reached {
+    pub(super) fn by_descriptors(memory: &HostMemory) -> channel::Result<Opened> {
+        let no_fd = || std::io::Error::other("host memory has no descriptor");
+        let memory = memory.arena.share_fd()?.ok_or_else(no_fd)?;
+        let (host_doorbell, osd_doorbell) = (Doorbell::create()?, Doorbell::create()?);
+        let ours =
+            (Reached::Descriptors { osd_doorbell: osd_doorbell.try_clone()? }, host_doorbell.try_clone()?);
+        let theirs = Descriptors { memory, host_doorbell, osd_doorbell };
+        Ok((ours, MemoryAnswer::Descriptors, Some(theirs)))
+    }
+
+    pub(super) fn by_offer(host: Rc<OfiHost>, memory: &HostMemory) -> channel::Result<Opened> {
+        let grant = host.grant(&memory.arena)?;
+        let (host_doorbell, offer) = (grant.host_doorbell.try_clone()?, grant.offer.clone());
+        let ours = (Reached::Offer { host, grant: Some(grant) }, host_doorbell);
+        Ok((ours, MemoryAnswer::Offer(offer), None))
+    }
+
+    /// What the osd hears when it is rung.
+    fn osd_doorbell(&self) -> Option<BorrowedFd<'_>> {
+        match self {
+            Reached::Descriptors { osd_doorbell } => Some(osd_doorbell.as_fd()),
+            Reached::Offer { grant, .. } => grant.as_ref().map(|grant| grant.osd_doorbell.as_fd()),
+        }
+    }
+
+    /// Ends what was offered; nothing that the osd has sent arrives after that.
+    fn revoke(&mut self) -> channel::Result<()> {
+        match self {
+            Reached::Offer { grant, .. } => grant.take().map_or(Ok(()), OfiGrant::revoke),
+            Reached::Descriptors { .. } => Ok(()),
+        }
+    }
+}
+
 /// Rings and doorbells of a session with host memory.
 pub(super) struct Rings {
     pub(super) memory: HostMemory,
+    reached: Reached,
     doorbell: Doorbell,
-    osd_doorbell: OwnedFd,
     max_outstanding: usize,
     outstanding: usize,
     /// Bytes announced by the doorbell and not taken yet.
@@ -53,15 +102,14 @@ pub(super) struct Rings {
 impl Rings {
     pub(super) fn new(
         memory: HostMemory,
-        doorbell: Doorbell,
-        osd_doorbell: OwnedFd,
+        (reached, host_doorbell): (Reached, OwnedFd),
         max_outstanding: usize,
         faults: Faults,
-    ) -> Rings {
-        Rings {
+    ) -> channel::Result<Rings> {
+        Ok(Rings {
             memory,
-            doorbell,
-            osd_doorbell,
+            reached,
+            doorbell: Doorbell::new(host_doorbell)?,
             max_outstanding,
             outstanding: 0,
             announced: 0,
@@ -71,7 +119,7 @@ impl Rings {
             closed: None,
             broken: false,
             faults,
-        }
+        })
     }
 
     /// Hears the doorbell; `true` if it rang.
@@ -139,7 +187,10 @@ impl Rings {
         if self.faults.hit(Site::StoreDoorbell) == Some(Action::Drop) {
             return Ok(());
         }
-        Ok(Doorbell::ring(self.osd_doorbell.as_fd(), count)?)
+        match self.reached.osd_doorbell() {
+            Some(doorbell) => Ok(Doorbell::ring(doorbell, count)?),
+            None => Ok(()),
+        }
     }
 
     pub(super) fn is_closed(&self) -> bool {
@@ -151,12 +202,31 @@ impl Rings {
         (self.taken, self.head)
     }
 
-    /// Closes the rings, and says how far they have come.
-    pub(super) fn close(&mut self) -> (u64, u64) {
+    /// Closes the rings, and says how far they have come. What was sent to memory that was offered has arrived, or never
+    /// will.
+    pub(super) fn close(&mut self) -> channel::Result<(u64, u64)> {
+        self.reached.revoke()?;
         self.closed = Some(0);
         self.announced = 0;
         self.unannounced = 0;
-        self.positions()
+        Ok(self.positions())
+    }
+
+    /// Offers host memory anew, with doorbells that have not been rung. The rings must be closed.
+    pub(super) fn offer(&mut self) -> Result<OfiOffer, StoreError> {
+        if !self.is_closed() {
+            return Err(StoreError::InvalidArgument("no offer is possible while the rings are open".into()));
+        }
+        let io = |e: ChannelError| StoreError::Io(e.to_string());
+        self.reached.revoke().map_err(io)?;
+        let Reached::Offer { host, grant } = &mut self.reached else {
+            return Err(StoreError::InvalidArgument("this session's memory was not offered".into()));
+        };
+        let fresh = host.grant(&self.memory.arena).map_err(io)?;
+        let doorbell = fresh.host_doorbell.try_clone().and_then(Doorbell::new);
+        self.doorbell = doorbell.map_err(|e| StoreError::Io(e.to_string()))?;
+        self.closed = Some(0);
+        Ok(grant.insert(fresh).offer.clone())
     }
 
     /// What the doorbell has announced since the rings were closed, in bytes.
@@ -272,6 +342,11 @@ impl HostSession {
     }
 
     async fn wind_up(mut self, on_end: impl FnOnce()) {
+        if let Some(rings) = &mut self.rings
+            && let Err(e) = rings.reached.revoke()
+        {
+            tracing::error!("the osd's connections to host memory may still be open: {e}");
+        }
         for (target, stage) in self.stages.drain() {
             self.targets[usize::from(target)].store.stage_release(stage);
         }

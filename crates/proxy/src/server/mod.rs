@@ -6,6 +6,7 @@
 mod calls;
 mod channel_calls;
 mod host_session;
+mod offers;
 
 use std::cell::Cell;
 use std::path::Path;
@@ -17,13 +18,18 @@ use std::time::Duration;
 
 use base::fault::Faults;
 use base::thread::{ThreadClass, spawn};
-use channel::{Attachment, ChannelError, Doorbell, Hello, HostMemory, Socket, TargetInfo, VERSION, Welcome};
+use channel::ofi::OfiHostOptions;
+use channel::{
+    ChannelError, Descriptors, Hello, HostMemory, MemoryAnswer, MemoryRequest, Reach, Socket, TargetInfo,
+    VERSION, Welcome,
+};
 use store::ObjectStore;
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::watch;
 use tokio::task::LocalSet;
 
-use host_session::{HostSession, Rings};
+use host_session::{HostSession, Reached, Rings};
+use offers::Offers;
 
 /// How long a peer may take to say hello.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
@@ -40,9 +46,10 @@ pub struct Target {
 /// Where a server listens.
 #[derive(Debug)]
 pub enum Listener {
-    /// A UNIX socket; sessions can have host memory.
+    /// A UNIX socket; it carries descriptors of host memory.
     Unix(std::os::unix::net::UnixListener),
-    /// A TCP socket; everything goes through it. Not authenticated: bind it to a trusted network.
+    /// A TCP socket. Everything goes through it, unless the osd reaches host memory by libfabric. Not authenticated: bind
+    /// it to a trusted network.
     Tcp(std::net::TcpListener),
 }
 
@@ -67,6 +74,9 @@ pub struct ServerOptions {
     pub max_memory: usize,
     /// Most requests that an osd may have unanswered on the ring.
     pub max_outstanding: usize,
+    /// Offer host memory by libfabric as well, to osds on another machine or on a DPU; `None` does not. It is made ready
+    /// when the first osd asks for it.
+    pub ofi: Option<OfiHostOptions>,
     /// What is to go wrong.
     pub faults: Faults,
     /// How long the host's side looks for more after something has come, before it sleeps.
@@ -78,6 +88,7 @@ impl Default for ServerOptions {
         ServerOptions {
             max_memory: 256 << 20,
             max_outstanding: 1024,
+            ofi: None,
             faults: Faults::default(),
             poll: Duration::ZERO,
         }
@@ -214,13 +225,14 @@ impl Drop for Seat {
 impl Serving {
     async fn run(self, listener: Accepting, mut stopped: watch::Receiver<bool>) {
         let taken = Rc::new(Cell::new(false));
+        let offers = Rc::new(Offers::new(self.options.ofi.clone()));
         loop {
             let socket = tokio::select! {
                 socket = listener.accept() => socket,
                 _ = stopped.wait_for(|stop| *stop) => return,
             };
             match socket {
-                Ok(socket) => self.open(socket, &taken, stopped.clone()),
+                Ok(socket) => self.open(socket, &taken, &offers, stopped.clone()),
                 Err(e) => {
                     tracing::error!("cannot accept an osd: {e}");
                     tokio::time::sleep(Duration::from_millis(100)).await;
@@ -230,20 +242,27 @@ impl Serving {
     }
 
     /// Shakes hands and serves, in a task of its own, so that a peer that says nothing holds nobody up.
-    fn open(&self, socket: Socket, taken: &Rc<Cell<bool>>, mut stopped: watch::Receiver<bool>) {
+    fn open(
+        &self,
+        socket: Socket,
+        taken: &Rc<Cell<bool>>,
+        offers: &Rc<Offers>,
+        mut stopped: watch::Receiver<bool>,
+    ) {
         let (targets, options, counts) =
             (Arc::clone(&self.targets), self.options.clone(), Arc::clone(&self.counts));
         let (faults, poll) = (options.faults.clone(), options.poll);
-        let taken = Rc::clone(taken);
+        let (taken, offers) = (Rc::clone(taken), Rc::clone(offers));
         tokio::task::spawn_local(async move {
             let mut seat = None;
-            let decide = |hello: &Hello, can_attach: bool| {
+            let decide = |hello: &Hello, carries_descriptors: bool| {
                 if taken.replace(true) {
                     let why = "another osd is joined to this store; stop that one first";
                     return Err(ChannelError::Refused(why.into()));
                 }
                 seat = Some(Seat(Rc::clone(&taken), Arc::clone(&counts)));
-                decide(hello, can_attach, &targets, &options, counts.sessions.load(Ordering::Relaxed) + 1)
+                let session = counts.sessions.load(Ordering::Relaxed) + 1;
+                decide(hello, carries_descriptors, &targets, &options, &offers, session)
             };
             let opened = tokio::time::timeout(HELLO_TIMEOUT, channel::accept(socket, decide)).await;
             let (rings, control) = match opened {
@@ -260,39 +279,57 @@ impl Serving {
     }
 }
 
+/// What the osd gets: a session with host memory, or one without and the reason. The osd then works through the socket,
+/// which is slower but better than not at all. What it must not have, is refused.
 fn decide(
     hello: &Hello,
-    can_attach: bool,
+    carries_descriptors: bool,
     targets: &[Target],
     options: &ServerOptions,
+    offers: &Offers,
     session: u64,
-) -> channel::Result<(Welcome, Option<Attachment>, Option<Rings>)> {
+) -> channel::Result<(Welcome, Option<Descriptors>, Option<Rings>)> {
     let targets_info = targets.iter().map(|target| TargetInfo { uuid: target.uuid }).collect();
-    let welcome =
-        Welcome { version: VERSION, nonce: hello.nonce, session, memory: false, targets: targets_info };
-    let Some(layout) = hello.layout.filter(|_| can_attach) else { return Ok((welcome, None, None)) };
-    layout.check()?;
-    let outstanding = hello.outstanding as usize;
-    if layout.len() > options.max_memory || outstanding > options.max_outstanding {
-        let (len, most) = (layout.len(), options.max_memory);
+    let memory = MemoryAnswer::None(None);
+    let welcome = Welcome { version: VERSION, nonce: hello.nonce, session, memory, targets: targets_info };
+    let Some(request) = &hello.memory else { return Ok((welcome, None, None)) };
+    check(request, hello.outstanding as usize, options)?;
+    let memory = HostMemory::new(request.layout)?;
+    let opened = match &request.reach {
+        Reach::Descriptors if carries_descriptors => Reached::by_descriptors(&memory),
+        Reach::Descriptors => {
+            let why = "descriptors do not travel by TCP; use a UNIX socket, or the engine ofi";
+            return Ok((without_memory(welcome, why.to_owned()), None, None));
+        }
+        Reach::Ofi { provider } => match offers.host(provider) {
+            Ok(host) => Reached::by_offer(host, &memory),
+            Err(why) => return Ok((without_memory(welcome, why), None, None)),
+        },
+    };
+    let (reached, answer, descriptors) = match opened {
+        Ok(opened) => opened,
+        Err(e) => return Ok((without_memory(welcome, e.to_string()), None, None)),
+    };
+    for target in targets {
+        target.store.register_memory(&memory.arena);
+    }
+    let rings = Rings::new(memory, reached, hello.outstanding as usize, options.faults.clone())?;
+    Ok((Welcome { memory: answer, ..welcome }, descriptors, Some(rings)))
+}
+
+fn check(request: &MemoryRequest, outstanding: usize, options: &ServerOptions) -> channel::Result<()> {
+    request.layout.check()?;
+    if request.layout.len() > options.max_memory || outstanding > options.max_outstanding {
+        let (len, most) = (request.layout.len(), options.max_memory);
         return Err(ChannelError::Refused(format!(
             "{len} bytes of host memory and {outstanding} requests at a time; at most {most} and {} are possible",
             options.max_outstanding
         )));
     }
-    let memory = HostMemory::new(layout)?;
-    for target in targets {
-        target.store.register_memory(&memory.arena);
-    }
-    let memory_fd =
-        memory.arena.share_fd()?.ok_or_else(|| std::io::Error::other("host memory has no descriptor"))?;
-    let (host_doorbell, osd_doorbell) = (Doorbell::create()?, Doorbell::create()?);
-    let attachment = Attachment {
-        memory: memory_fd,
-        host_doorbell: host_doorbell.try_clone()?,
-        osd_doorbell: osd_doorbell.try_clone()?,
-    };
-    let rings =
-        Rings::new(memory, Doorbell::new(host_doorbell)?, osd_doorbell, outstanding, options.faults.clone());
-    Ok((Welcome { memory: true, ..welcome }, Some(attachment), Some(rings)))
+    Ok(())
+}
+
+fn without_memory(welcome: Welcome, why: String) -> Welcome {
+    tracing::warn!("session {} has no host memory: {why}", welcome.session);
+    Welcome { memory: MemoryAnswer::None(Some(why)), ..welcome }
 }
