@@ -21,6 +21,10 @@ use crate::fail::{Fail, Step};
 /// Segments are at most that long, in bytes, and at most the pool's largest buffer.
 pub(crate) const SEGMENT: usize = 2 << 20;
 
+/// Data up to that length is brought here in one piece and goes to the store with its transaction, in bytes: that is one
+/// message each way instead of four, while in a pipeline of segments there is nothing to gain before the second one.
+const WHOLE: u64 = 2 << 20;
+
 /// The data of a change, here or in the store.
 pub(crate) enum Gathered {
     None,
@@ -86,6 +90,9 @@ impl Puller<'_> {
                 let len = check_descriptor(from, offset)?;
                 if matches!(user, Mutation::Append(_)) {
                     return self.pull_whole(from, len).await.map(Gathered::Memory);
+                }
+                if len <= WHOLE && len <= self.pool.largest() as u64 {
+                    return self.pull(from, 0, len as usize, offset).await.map(Gathered::Memory);
                 }
                 self.stage(from, offset, len, store).await.map(Gathered::Staged)
             }

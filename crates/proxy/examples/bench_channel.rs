@@ -318,6 +318,7 @@ impl ObjectStore for NullStore {
             data,
             checksums: vec![0; len.div_ceil(4096) as usize],
             object_size: MIB4 as u64,
+            verified: false,
         })
     }
     fn stat(&self, _cid: &CollectionId, _oid: &ObjectId) -> BoxFuture<'static, Result<Stat>> {

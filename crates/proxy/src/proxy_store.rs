@@ -13,7 +13,7 @@ use store::{
 };
 use tokio::sync::oneshot;
 
-use crate::link::{AnswerTo, Answered, CallError, Kind, Link, Read};
+use crate::link::{AnswerTo, Answered, CallError, Delivered, Kind, Link, Read};
 use crate::session::Handle;
 use crate::wire::{Answer, Call, unpack_checksums};
 
@@ -50,7 +50,7 @@ impl ProxyStore {
         };
         let first = make();
         let handle = Arc::clone(&self.handle);
-        Box::pin(async move { Ok(retrying(&handle, first, make).await?.0) })
+        Box::pin(async move { Ok(retrying(&handle, first, make).await?.answer) })
     }
 
     fn ask<T: Send + 'static>(
@@ -86,7 +86,7 @@ async fn retrying(
     handle: &Handle,
     first: Answers,
     mut again: impl FnMut() -> Answers,
-) -> Result<(Answer, Vec<Bytes>), StoreError> {
+) -> Result<Delivered, StoreError> {
     let deadline = Instant::now() + handle.shared.options.wait_for_store;
     let mut answers = first;
     loop {
@@ -144,7 +144,7 @@ async fn read_on(handle: Arc<Handle>, target: u16, whole: Window, first: Answers
     let mut answers = first;
     loop {
         let again = || window.start(&handle, target, None);
-        let (answer, data) = retrying(&handle, answers, again).await?;
+        let Delivered { answer, data, verified } = retrying(&handle, answers, again).await?;
         let Answer::Read { offset, checksums, object_size, .. } = answer else { return Err(unexpected()) };
         if offset != align_down(window.offset) {
             // Going on from there might never end.
@@ -152,13 +152,14 @@ async fn read_on(handle: Arc<Handle>, target: u16, whole: Window, first: Answers
         }
         let checksums = unpack_checksums(&checksums)?;
         let data: Vec<Bytes> = data.into_iter().filter(|piece| !piece.is_empty()).collect();
-        let part = ReadData { offset, data, checksums, object_size };
+        let part = ReadData { offset, data, checksums, object_size, verified };
         let end = part.offset.saturating_add(part.len());
         let got = part.len();
         let all = match &mut read {
             Some(all) => {
                 all.data.extend(part.data);
                 all.checksums.extend(part.checksums);
+                all.verified &= part.verified;
                 all
             }
             None => read.insert(part),

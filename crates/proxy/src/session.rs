@@ -22,6 +22,8 @@ use crate::proxy_store::ProxyStore;
 
 /// Most calls that wait for the store's return. The OSD has a lower limit of requests in flight.
 const MAX_WAITING: usize = 1 << 14;
+/// An engine, which shares its CPU where it is emulated, looks for work no longer than this.
+const ENGINE_SPIN: Duration = Duration::from_micros(10);
 const BACKOFF_MIN: Duration = Duration::from_millis(10);
 const BACKOFF_MAX: Duration = Duration::from_millis(500);
 
@@ -323,8 +325,8 @@ impl Shared {
     }
 
     fn tune_engine(&self, tuning: Tuning) {
-        let spin = (!tuning.poll.is_zero()).then_some(tuning.poll);
-        self.engine.tune(channel::Tuning { max_transfer: tuning.max_transfer, spin });
+        let spin = tuning.poll.min(ENGINE_SPIN);
+        self.engine.tune(channel::Tuning { max_transfer: tuning.max_transfer, spin: Some(spin) });
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

@@ -3,12 +3,14 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use channel::ofi::OfiHostOptions;
 use clap::Args;
 use proxy::{Server, ServerOptions};
 
 use crate::cli::NodeArgs;
 use crate::failure::{Doing, Failure, Result};
 use crate::node::announce::Ready;
+use crate::node::config::Engine;
 use crate::node::cpus::Side;
 use crate::node::role::{self, RoleArgs, RoleProcess, StopSignals};
 use crate::node::state::Role;
@@ -53,9 +55,15 @@ async fn serve(process: RoleProcess, args: &StoreArgs) -> Result<()> {
     })?;
     let offered =
         mounted.iter().map(|m| proxy::Target { uuid: m.uuid.as_u128(), store: m.store.clone() }).collect();
+    let channel = &process.config.channel;
+    let ofi = match &channel.engine {
+        Engine::Shm => None,
+        Engine::Ofi(provider) => Some(OfiHostOptions::new(provider, channel.ofi_listen)),
+    };
     let options = ServerOptions {
+        ofi,
         faults: process.controls.faults().clone(),
-        poll: Duration::from_micros(process.config.channel.poll_us),
+        poll: Duration::from_micros(channel.host_poll_us),
         ..ServerOptions::default()
     };
     let server = Server::serve(listener, offered, options).doing("starting to serve targets")?;

@@ -3,6 +3,7 @@
 //! [`KEYS`] says what can be configured.
 
 use std::fmt::Write as _;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 use base::fault::{Fault, FaultError};
@@ -65,28 +66,44 @@ pub struct Store {
 }
 
 /// Section `channel`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Channel {
     pub window: ByteSize,
     pub requests: usize,
     pub engine: Engine,
+    pub ofi_listen: SocketAddr,
     pub profile: Profile,
     pub max_transfer: ByteSize,
     pub queues: usize,
     pub region_cache: usize,
     pub poll_us: u64,
+    pub host_poll_us: u64,
     pub overdue: Period,
     pub cool_down: Period,
     pub verify_every: u32,
 }
 
 /// What moves payload between osd and store.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "String")]
 pub enum Engine {
     /// Emulated: a thread that copies between two memories of this machine.
-    #[serde(rename = "shm")]
     Shm,
+    /// One-sided transfers by this provider of libfabric.
+    Ofi(String),
+}
+
+impl TryFrom<String> for Engine {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Engine, String> {
+        match text.split_once(':') {
+            None if text == "shm" => Ok(Engine::Shm),
+            Some(("ofi", provider)) if !provider.is_empty() => Ok(Engine::Ofi(provider.to_owned())),
+            _ => Err(format!("{text:?} is neither \"shm\" nor \"ofi:PROVIDER\", e.g. \"ofi:verbs\"")),
+        }
+    }
 }
 
 /// How fast the emulated engine is.
@@ -245,6 +262,7 @@ impl Config {
         within("channel.queues", self.channel.queues as u64, 1, 64)?;
         within("channel.region_cache", self.channel.region_cache as u64, 0, 1 << 20)?;
         within("channel.poll_us", self.channel.poll_us, 0, 10_000)?;
+        within("channel.host_poll_us", self.channel.host_poll_us, 0, 10_000)?;
         within("channel.overdue in ms", self.channel.overdue.0.as_millis() as u64, 10, 600_000)?;
         within("channel.cool_down in ms", self.channel.cool_down.0.as_millis() as u64, 10, 3_600_000)?;
         self.faults().map_err(|e| format!("debug.faults: {e}"))?;
@@ -380,6 +398,7 @@ mod tests {
             "[channel]\nwindow = \"1KiB\"",
             "[channel]\nmax_transfer = \"4MiB\"",
             "[channel]\nprofile = \"fast\"",
+            "[channel]\nengine = \"ofi\"",
             "[debug]\nfaults = [\"everything=breaks\"]",
         ] {
             assert!(load(text, &[]).is_err(), "{text}");

@@ -73,7 +73,13 @@ pub const KEYS: &[Key] = &[
         "channel",
         "engine",
         "\"shm\"",
-        "What moves payload between osd and store: \"shm\" (emulated, on one machine).",
+        "What moves payload between osd and store: \"shm\" (emulated, on one machine), or \"ofi:PROVIDER\", one-sided transfers by libfabric: \"ofi:verbs\" where there is RDMA, \"ofi:tcp\" anywhere.",
+    ),
+    key(
+        "channel",
+        "ofi_listen",
+        "\"127.0.0.1:0\"",
+        "Address at which the store can be reached by the engine ofi, in a trusted network. Its IP address chooses the device.",
     ),
     key(
         "channel",
@@ -102,8 +108,14 @@ pub const KEYS: &[Key] = &[
     key(
         "channel",
         "poll_us",
+        "50",
+        "How long the DPU's side looks for completions after one has come, in microseconds, before it sleeps: 0 to 10000. It stops by itself where that does not pay.",
+    ),
+    key(
+        "channel",
+        "host_poll_us",
         "0",
-        "How long software looks for completions after one has come, in microseconds, before it sleeps: 0 to 10000. Worth it where its CPU has nothing else to do.",
+        "The same for the store's side, whose CPU time is the host's: 0 to 10000.",
     ),
     key(
         "channel",

@@ -7,6 +7,7 @@ use std::time::Duration;
 use base::fault::Faults;
 use base::mem::Arena;
 use base::pool::BufferPool;
+use channel::ofi::{OfiEngine, OfiOptions};
 use channel::{DmaEngine, Profile, ShmEngine, ShmOptions};
 use messenger::TcpStack;
 use osd::{OffloadSource, OffloadStatus, Osd, OsdConfig};
@@ -100,7 +101,11 @@ impl Backend {
 }
 
 fn start_engine(channel: &config::Channel, faults: &Faults) -> channel::Result<Arc<dyn DmaEngine>> {
-    match channel.engine {
+    match &channel.engine {
+        config::Engine::Ofi(provider) => {
+            let (provider, faults) = (provider.clone(), faults.clone());
+            Ok(OfiEngine::start(OfiOptions { provider, faults, ..OfiOptions::default() })?)
+        }
         config::Engine::Shm => {
             let profile = match channel.profile {
                 config::Profile::Memcpy => Profile::Memcpy,

@@ -76,8 +76,22 @@ impl From<CallError> for StoreError {
     }
 }
 
+/// What comes back from a call.
+pub(crate) type Answered = Result<Delivered, CallError>;
+
 /// An answer, and the payload that came with it.
-pub(crate) type Answered = Result<(Answer, Vec<Bytes>), CallError>;
+pub(crate) struct Delivered {
+    pub(crate) answer: Answer,
+    pub(crate) data: Vec<Bytes>,
+    /// The data was compared with its checksums.
+    pub(crate) verified: bool,
+}
+
+impl Delivered {
+    fn new(answer: Answer, data: Vec<Bytes>) -> Delivered {
+        Delivered { answer, data, verified: false }
+    }
+}
 /// Where an answer goes.
 pub(crate) type AnswerTo = oneshot::Sender<Answered>;
 

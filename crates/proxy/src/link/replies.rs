@@ -12,7 +12,9 @@ use store::{ReadData, StoreError};
 
 use super::dma::Opened;
 use super::jobs::{ChannelKind, Job, Kind, RangeUse, Route};
-use super::{AnswerTo, Answered, CallError, HeldRange, Landing, Link, Pending, RingSide, Staged, State};
+use super::{
+    AnswerTo, Answered, CallError, Delivered, HeldRange, Landing, Link, Pending, RingSide, Staged, State,
+};
 use crate::wire::{Answer, ChannelCall, Outcome, decode, unpack_checksums};
 
 /// A read whose data is on its way.
@@ -82,9 +84,9 @@ impl State {
                     (Some(range), true) if len > 0 => {
                         return self.fetch_data(id, answer, dest, range, answer_to, region, clock);
                     }
-                    _ => Ok((answer, vec![landed(frame.data, dest)])),
+                    _ => Ok(Delivered::new(answer, vec![landed(frame.data, dest)])),
                 },
-                (_, answer) => Ok((answer, Vec::new())),
+                (_, answer) => Ok(Delivered::new(answer, Vec::new())),
             },
             Err(e) => Err(CallError::Store(e)),
         };
@@ -110,7 +112,7 @@ impl State {
         // Unlike those of other sessions, so that a stage that was lost with its session is never taken for another.
         let id = (self.generation << 40) | self.last_stage;
         self.stages.insert(id, Staged { host_id, unposted: 0, by_socket: 0, released: false });
-        if answer_to.send(Ok((Answer::Stage(id), Vec::new()))).is_err() {
+        if answer_to.send(Ok(Delivered::new(Answer::Stage(id), Vec::new()))).is_err() {
             self.stages.remove(&id);
             self.release_stage(target, host_id);
         }
@@ -179,7 +181,7 @@ impl State {
             }
         };
         match verified(&done.answer, data) {
-            Ok(data) => self.deliver(done, data),
+            Ok(data) => self.deliver(done, data, true),
             // Either DMA has damaged it, or it is damaged where it was read from: the socket will tell.
             Err(why) => {
                 done.doubt = Some(why);
@@ -229,7 +231,9 @@ impl State {
             }
             _ => vec![rest],
         };
-        match (verified(&done.answer, data.clone()), &done.doubt) {
+        let verified = verified(&done.answer, data.clone());
+        let is_right = verified.is_ok();
+        match (verified, &done.doubt) {
             (Ok(_), Some(why)) => {
                 self.dma_failed(&format!("data of a read was damaged on its way: {why}"));
             }
@@ -242,14 +246,14 @@ impl State {
             }
             _ => {}
         }
-        self.deliver(done, data);
+        self.deliver(done, data, is_right);
         Ok(())
     }
 
-    fn deliver(&mut self, done: Fetching, data: Vec<Bytes>) {
+    fn deliver(&mut self, done: Fetching, data: Vec<Bytes>, verified: bool) {
         self.free_range(Some(done.range));
         // Whoever asked may have gone; then nobody needs to know.
-        let _ = done.answer_to.send(Ok((done.answer, data)));
+        let _ = done.answer_to.send(Ok(Delivered { answer: done.answer, data, verified }));
     }
 
     fn copy_from_mirror(&self, range: HeldRange, len: usize, dest: Option<ArenaBuf>) -> Bytes {
@@ -286,7 +290,7 @@ fn book_host_time(clock: Option<&Clock>, elapsed_us: u32) {
 fn verified(answer: &Answer, data: Vec<Bytes>) -> Result<Vec<Bytes>, String> {
     let Answer::Read { offset, checksums, object_size, .. } = answer else { return Ok(data) };
     let checksums = unpack_checksums(checksums).map_err(|e| e.to_string())?;
-    let read = ReadData { offset: *offset, data, checksums, object_size: *object_size };
+    let read = ReadData { offset: *offset, data, checksums, object_size: *object_size, verified: false };
     read.verify().map_err(|e| e.to_string())?;
     Ok(read.data)
 }

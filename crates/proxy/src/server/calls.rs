@@ -184,7 +184,7 @@ fn split_transaction(bytes: Bytes, control_len: usize) -> Result<(Bytes, Bytes)>
 
 /// The answer to a read, and its data.
 fn read_answer(read: ReadData) -> (Answer, Vec<Bytes>) {
-    let ReadData { offset, data, checksums, object_size } = read;
+    let ReadData { offset, data, checksums, object_size, .. } = read;
     let len = data.iter().map(|piece| piece.len() as u64).sum();
     (Answer::Read { offset, len, checksums: pack_checksums(&checksums), object_size }, data)
 }

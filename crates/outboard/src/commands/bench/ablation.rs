@@ -30,7 +30,7 @@ pub struct Ablations {
     /// Queues of the DMA engine; 1 has short requests wait for long ones
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub dma_queues: Option<u16>,
-    /// How long to look for completions before sleeping, in microseconds
+    /// How long the DPU's side looks for completions before it sleeps, in microseconds
     #[arg(long, value_name = "US", value_parser = clap::value_parser!(u64).range(0..=10_000))]
     pub poll: Option<u64>,
 }
