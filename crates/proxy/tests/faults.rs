@@ -6,138 +6,19 @@ mod common;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use base::fault::{Fault, Faults, Site};
+use base::fault::{Faults, Site};
 use base::health::State;
-use common::{Node, Path, cid, make_collection, node_of, oid, options, pattern, payload, transaction};
-use outboard_proxy::{Server, SessionOptions, SessionStatus};
-use store::{MemStore, ObjectStore, Op, StoreError, WriteSource};
+use common::load::{self, MIB, check, fault, faulty_node, is_whole, load, put, recovered, watched};
+use common::{Node, Path, make_collection, oid, payload, transaction};
+use outboard_proxy::Server;
+use store::{MemStore, Op, WriteSource};
 
-const MIB: usize = 1 << 20;
-
-/// A session whose DMA is watched closely, and whose engine has `faults`.
-fn watched(faults: &Faults) -> SessionOptions {
-    SessionOptions {
-        overdue: Duration::from_millis(100),
-        cool_down: Duration::from_millis(100),
-        verify_every: 1,
-        faults: faults.clone(),
-        ..options()
-    }
+async fn faulty(faults: &Faults) -> Node {
+    faulty_node(Path::Dma, watched(faults)).await
 }
 
-async fn faulty_node(faults: &Faults) -> Node {
-    let node = node_of(Path::Dma, Arc::new(MemStore::new()), watched(faults)).await;
-    make_collection(&node.store).await;
-    node
-}
-
-fn fault(text: &str) -> Fault {
-    text.parse().unwrap()
-}
-
-async fn put(store: &Arc<dyn ObjectStore>, n: usize, seed: u64, len: usize) {
-    let payload = payload(seed, len);
-    let size = len as u64;
-    let op = |source| {
-        transaction(Op::Truncate { oid: oid(n), size }).with(Op::Write { oid: oid(n), offset: 0, source })
-    };
-    if len < 100_000 {
-        return store.queue_transaction(op(WriteSource::Inline(payload))).await.unwrap();
-    }
-    let stage = store.stage(len as u64).await.unwrap();
-    store.stage_write(stage, 0, payload).await.unwrap();
-    let source = WriteSource::Staged { stage, offset: 0, len: len as u64 };
-    let queued = store.queue_transaction(op(source));
-    store.stage_release(stage);
-    queued.await.unwrap();
-}
-
-async fn check(store: &Arc<dyn ObjectStore>, n: usize, seed: u64, len: usize) {
-    let read = loop {
-        match store.read(&cid(), &oid(n), 0, len as u64, None).await {
-            // A reply that came damaged is to be asked for again by whoever knows what has changed since.
-            Err(StoreError::Disconnected(_)) => {}
-            read => break read.unwrap(),
-        }
-    };
-    read.verify().unwrap();
-    assert!(read.contiguous() == pattern(seed, len), "object {n} of {len} bytes");
-}
-
-/// Several tasks write and read objects of many sizes and compare; returns how many operations were done.
-async fn load(
-    node: &Node,
-    tasks: usize,
-    until: impl Fn(&SessionStatus) -> bool + Send + Sync + 'static,
-) -> u64 {
-    let (until, session) = (Arc::new(until), node.session.clone());
-    let tasks: Vec<_> = (0..tasks)
-        .map(|task| {
-            let (store, until, session) = (Arc::clone(&node.store), Arc::clone(&until), session.clone());
-            tokio::spawn(async move {
-                let (mut round, mut operations) = (0u64, 0);
-                let deadline = Instant::now() + Duration::from_secs(30);
-                while round < 3 || !until(&session.status()) {
-                    assert!(Instant::now() < deadline, "it never came to that: {:?}", session.status());
-                    let sizes = [3, 5000, 40_000, 70_000, MIB, 3 * MIB + 17];
-                    let len = sizes[(round as usize + task) % sizes.len()];
-                    let seed = round * 10 + task as u64;
-                    put(&store, task, seed, len).await;
-                    check(&store, task, seed, len).await;
-                    round += 1;
-                    operations += 2;
-                }
-                operations
-            })
-        })
-        .collect();
-    let mut operations = 0;
-    for task in tasks {
-        operations += task.await.unwrap();
-    }
-    operations
-}
-
-fn recovered(times: u64) -> impl Fn(&SessionStatus) -> bool {
-    move |status| status.offload.health.recoveries >= times
-}
-
-/// After the faults: one session all along, DMA in use, and nothing left behind.
-async fn is_whole(node: &Node) {
-    let status = node.session.status();
-    assert_eq!((status.sessions, status.last_failure), (1, None), "the session lived through it");
-    assert_eq!(status.offload.health.state, State::Active);
-    let before = node.session.engine().counters().bytes;
-    put(&node.store, 99, 1, MIB).await;
-    check(&node.store, 99, 1, MIB).await;
-    assert!(node.session.engine().counters().bytes >= before + 2 * MIB as u64, "DMA is used again");
-    for _ in 0..200 {
-        let status = node.session.status();
-        if node.session.pool().free_bytes().0 == 16 * MIB
-            && node.server.status().stages == 0
-            && status.offload.quarantined == 0
-        {
-            return;
-        }
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
-    panic!("left behind: {:?} {:?}", node.session.status(), node.session.pool().free_bytes());
-}
-
-/// Arms a fault under load, once and again, and waits for the recovery.
 async fn survives(text: &str, site: Site) -> Node {
-    let faults = Faults::default();
-    let node = faulty_node(&faults).await;
-    for times in 1..=2 {
-        faults.clear();
-        faults.arm(fault(text)).unwrap();
-        let operations = load(&node, 6, recovered(times)).await;
-        assert!(faults.fired(site) > 0, "the fault fired");
-        assert!(operations > 6, "work went on");
-    }
-    assert!(node.session.status().offload.health.failures >= 2);
-    is_whole(&node).await;
-    node
+    load::survives(Path::Dma, watched(&Faults::default()), text, site).await
 }
 
 #[tokio::test]
@@ -169,7 +50,7 @@ async fn a_doorbell_that_does_not_reach_the_host() {
 #[tokio::test]
 async fn a_doorbell_that_does_not_reach_the_osd() {
     let (here, there) = (Faults::default(), Faults::default());
-    let mut node = faulty_node(&here).await;
+    let mut node = faulty(&here).await;
     let dir = tempfile::tempdir().unwrap();
     let at = dir.path().join("s");
     let listener = outboard_proxy::Listener::unix(&at).unwrap();
@@ -192,7 +73,7 @@ async fn a_doorbell_that_does_not_reach_the_osd() {
 #[tokio::test]
 async fn segments_that_had_arrived_are_not_sent_again() {
     let faults = Faults::default();
-    let node = faulty_node(&faults).await;
+    let node = faulty(&faults).await;
     // One transaction of four segments, of which the third fails; nothing else moves payload.
     put(&node.store, 0, 1, 10).await;
     let before = node.session.status().offload;
@@ -224,7 +105,7 @@ async fn segments_that_had_arrived_are_not_sent_again() {
 #[tokio::test]
 async fn a_late_transfer_never_lands_in_memory_that_has_a_new_owner() {
     let faults = Faults::default();
-    let node = faulty_node(&faults).await;
+    let node = faulty(&faults).await;
     // All payload queues get one stalled transfer each; the requests are answered long before those complete.
     faults.arm(fault("dma.transfer=stall,late=700ms,count=3")).unwrap();
     let writes: Vec<_> = (0..3).map(|n| put(&node.store, n, n as u64, MIB)).collect();
@@ -247,7 +128,7 @@ async fn a_late_transfer_never_lands_in_memory_that_has_a_new_owner() {
 #[tokio::test]
 async fn a_probe_that_fails_leaves_dma_off_for_another_cool_down() {
     let faults = Faults::default();
-    let node = faulty_node(&faults).await;
+    let node = faulty(&faults).await;
     // Whatever is tried fails, three times.
     faults.arm(fault("dma.transfer=fail,count=3")).unwrap();
     load(&node, 2, recovered(1)).await;
@@ -260,7 +141,7 @@ async fn a_probe_that_fails_leaves_dma_off_for_another_cool_down() {
 #[tokio::test]
 async fn faults_of_every_kind_at_random() {
     let faults = Faults::default();
-    let node = faulty_node(&faults).await;
+    let node = faulty(&faults).await;
     for (seed, text) in [
         "dma.transfer=fail,probability=0.02",
         "dma.transfer=stall,late=30ms,probability=0.02",
@@ -307,7 +188,7 @@ fn sessions_cut_off_in_mid_transfer_leak_nothing() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
         let faults = Faults::default();
-        let mut node = faulty_node(&faults).await;
+        let mut node = faulty(&faults).await;
         let mut before = None;
         for round in 0..6 {
             faults.clear();

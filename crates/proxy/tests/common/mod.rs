@@ -1,13 +1,18 @@
 //! A store's server and an osd's session with it, in one process.
 
 #![allow(dead_code, reason = "each test uses a part")]
+#![allow(clippy::print_stderr, reason = "a skipped test says so")]
 
+pub mod load;
+
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
 use base::block::Payload;
 use bytes::Bytes;
-use channel::{Layout, MemoryOptions};
+use channel::ofi::{OfiEngine, OfiHostOptions, OfiOptions};
+use channel::{ChannelError, Layout, MemoryOptions};
 use outboard_proxy::{Endpoint, Listener, Server, ServerOptions, Session, SessionOptions, Target};
 use store::{
     BlockStore, CollectionId, MemStore, MkfsOptions, MountOptions, ObjectId, ObjectStore, Op, Transaction,
@@ -19,6 +24,54 @@ pub enum Path {
     Dma,
     Unix,
     Tcp,
+    /// By libfabric, beside a UNIX socket.
+    Ofi,
+    /// By libfabric, beside a TCP socket: nothing but the network is between the two.
+    OfiTcp,
+}
+
+impl Path {
+    pub fn by_dma(self) -> bool {
+        !matches!(self, Path::Unix | Path::Tcp)
+    }
+
+    fn by_ofi(self) -> bool {
+        matches!(self, Path::Ofi | Path::OfiTcp)
+    }
+}
+
+/// libfabric's provider, and an address of this machine at which it is found.
+pub fn fabric() -> (String, IpAddr) {
+    let chosen = std::env::var("OUTBOARD_TEST_FABRIC").unwrap_or_else(|_| "tcp@127.0.0.1".to_owned());
+    let (provider, address) = chosen.split_once('@').expect("PROVIDER@ADDRESS");
+    (provider.to_owned(), address.parse().expect("an address"))
+}
+
+/// Whether there is libfabric. If not, the test is skipped, which is said loudly; in CI that is a failure.
+pub fn has_fabric() -> bool {
+    match OfiEngine::start(OfiOptions::default()) {
+        Ok(_) => true,
+        Err(ChannelError::Fabric(e)) if !std::env::var("CI").is_ok_and(|ci| ci == "true") => {
+            eprintln!("SKIPPED: {e}");
+            false
+        }
+        Err(e) => panic!("{e}"),
+    }
+}
+
+/// The engine of these options' session.
+pub fn by_ofi(options: SessionOptions) -> SessionOptions {
+    let (provider, attach_timeout) = (fabric().0, Duration::from_secs(10));
+    let faults = options.faults.clone();
+    let engine = OfiEngine::start(OfiOptions { provider, attach_timeout, faults, ..OfiOptions::default() });
+    SessionOptions { engine: Some(engine.unwrap()), ..options }
+}
+
+/// Memory is offered by libfabric as well.
+pub fn offering() -> ServerOptions {
+    let (provider, address) = fabric();
+    let ofi = Some(OfiHostOptions::new(&provider, SocketAddr::new(address, 0)));
+    ServerOptions { ofi, ..ServerOptions::default() }
 }
 
 pub struct Node {
@@ -52,20 +105,21 @@ pub async fn node(path: Path) -> Node {
 pub async fn node_of(path: Path, behind: Arc<dyn ObjectStore>, options: SessionOptions) -> Node {
     let dir = tempfile::tempdir().unwrap();
     let (listener, endpoint) = match path {
-        Path::Dma | Path::Unix => {
+        Path::Dma | Path::Unix | Path::Ofi => {
             let at = dir.path().join("store.sock");
             (Listener::unix(&at).unwrap(), Endpoint::Unix(at))
         }
-        Path::Tcp => {
+        Path::Tcp | Path::OfiTcp => {
             let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
             let address = listener.local_addr().unwrap().to_string();
             (Listener::Tcp(listener), Endpoint::Tcp(address))
         }
     };
-    let server = Server::serve(listener, vec![target(behind)], ServerOptions::default()).unwrap();
+    let server = Server::serve(listener, vec![target(behind)], offering()).unwrap();
     let options = SessionOptions { socket_only: path == Path::Unix, ..options };
+    let options = if path.by_ofi() { by_ofi(options) } else { options };
     let session = Session::connect(endpoint.clone(), options).await.unwrap();
-    assert_eq!(session.status().by_dma, path == Path::Dma);
+    assert_eq!(session.status().by_dma, path.by_dma(), "{:?}", session.status());
     let store = session.store(0);
     Node { session, server, store, endpoint, _dir: dir }
 }

@@ -1,0 +1,139 @@
+//! Work that goes on while something goes wrong, and what must be true afterwards.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use base::fault::{Fault, Faults, Site};
+use base::health::State;
+use outboard_proxy::{SessionOptions, SessionStatus};
+use store::{MemStore, ObjectStore, Op, StoreError, WriteSource};
+
+use super::{Node, Path, cid, make_collection, node_of, oid, options, pattern, payload, transaction};
+
+pub const MIB: usize = 1 << 20;
+
+/// A session whose DMA is watched closely, and whose engine has `faults`.
+pub fn watched(faults: &Faults) -> SessionOptions {
+    SessionOptions {
+        overdue: Duration::from_millis(100),
+        cool_down: Duration::from_millis(100),
+        verify_every: 1,
+        faults: faults.clone(),
+        ..options()
+    }
+}
+
+pub async fn faulty_node(path: Path, options: SessionOptions) -> Node {
+    let node = node_of(path, Arc::new(MemStore::new()), options).await;
+    make_collection(&node.store).await;
+    node
+}
+
+pub fn fault(text: &str) -> Fault {
+    text.parse().unwrap()
+}
+
+pub async fn put(store: &Arc<dyn ObjectStore>, n: usize, seed: u64, len: usize) {
+    let payload = payload(seed, len);
+    let size = len as u64;
+    let op = |source| {
+        transaction(Op::Truncate { oid: oid(n), size }).with(Op::Write { oid: oid(n), offset: 0, source })
+    };
+    if len < 100_000 {
+        return store.queue_transaction(op(WriteSource::Inline(payload))).await.unwrap();
+    }
+    let stage = store.stage(len as u64).await.unwrap();
+    store.stage_write(stage, 0, payload).await.unwrap();
+    let source = WriteSource::Staged { stage, offset: 0, len: len as u64 };
+    let queued = store.queue_transaction(op(source));
+    store.stage_release(stage);
+    queued.await.unwrap();
+}
+
+pub async fn check(store: &Arc<dyn ObjectStore>, n: usize, seed: u64, len: usize) {
+    let read = loop {
+        match store.read(&cid(), &oid(n), 0, len as u64, None).await {
+            // A reply that came damaged is to be asked for again by whoever knows what has changed since.
+            Err(StoreError::Disconnected(_)) => {}
+            read => break read.unwrap(),
+        }
+    };
+    read.verify().unwrap();
+    assert!(read.contiguous() == pattern(seed, len), "object {n} of {len} bytes");
+}
+
+/// Several tasks write and read objects of many sizes and compare; returns how many operations were done.
+pub async fn load(
+    node: &Node,
+    tasks: usize,
+    until: impl Fn(&SessionStatus) -> bool + Send + Sync + 'static,
+) -> u64 {
+    let (until, session) = (Arc::new(until), node.session.clone());
+    let tasks: Vec<_> = (0..tasks)
+        .map(|task| {
+            let (store, until, session) = (Arc::clone(&node.store), Arc::clone(&until), session.clone());
+            tokio::spawn(async move {
+                let (mut round, mut operations) = (0u64, 0);
+                let deadline = Instant::now() + Duration::from_secs(30);
+                while round < 3 || !until(&session.status()) {
+                    assert!(Instant::now() < deadline, "it never came to that: {:?}", session.status());
+                    let sizes = [3, 5000, 40_000, 70_000, MIB, 3 * MIB + 17];
+                    let len = sizes[(round as usize + task) % sizes.len()];
+                    let seed = round * 10 + task as u64;
+                    put(&store, task, seed, len).await;
+                    check(&store, task, seed, len).await;
+                    round += 1;
+                    operations += 2;
+                }
+                operations
+            })
+        })
+        .collect();
+    let mut operations = 0;
+    for task in tasks {
+        operations += task.await.unwrap();
+    }
+    operations
+}
+
+pub fn recovered(times: u64) -> impl Fn(&SessionStatus) -> bool {
+    move |status| status.offload.health.recoveries >= times
+}
+
+/// After the faults: one session all along, DMA in use, and nothing left behind.
+pub async fn is_whole(node: &Node) {
+    let status = node.session.status();
+    assert_eq!((status.sessions, status.last_failure), (1, None), "the session lived through it");
+    assert_eq!(status.offload.health.state, State::Active);
+    let before = node.session.engine().counters().bytes;
+    put(&node.store, 99, 1, MIB).await;
+    check(&node.store, 99, 1, MIB).await;
+    assert!(node.session.engine().counters().bytes >= before + 2 * MIB as u64, "DMA is used again");
+    for _ in 0..200 {
+        let status = node.session.status();
+        if node.session.pool().free_bytes().0 == 16 * MIB
+            && node.server.status().stages == 0
+            && status.offload.quarantined == 0
+        {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    panic!("left behind: {:?} {:?}", node.session.status(), node.session.pool().free_bytes());
+}
+
+/// Arms a fault under load, once and again, and waits for the recovery.
+pub async fn survives(path: Path, options: SessionOptions, text: &str, site: Site) -> Node {
+    let faults = options.faults.clone();
+    let node = faulty_node(path, options).await;
+    for times in 1..=2 {
+        faults.clear();
+        faults.arm(fault(text)).unwrap();
+        let operations = load(&node, 6, recovered(times)).await;
+        assert!(faults.fired(site) > 0, "the fault fired");
+        assert!(operations > 6, "work went on");
+    }
+    assert!(node.session.status().offload.health.failures >= 2);
+    is_whole(&node).await;
+    node
+}

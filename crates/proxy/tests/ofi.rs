@@ -1,0 +1,265 @@
+//! Sessions whose engine is `ofi`, over `tcp` on the loopback unless the environment says otherwise, e.g.
+//! `OUTBOARD_TEST_FABRIC=verbs@192.0.2.1`: they do what other sessions do, on one machine and with nothing but the network
+//! between osd and store; a failure costs an offer; who cannot have memory is told why.
+
+mod common;
+
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use base::fault::{Faults, Site};
+use channel::ofi::{OfiEngine, OfiHostOptions, OfiOptions};
+use common::load::{MIB, check, fault, faulty_node, is_whole, load, put, recovered, survives, watched};
+use common::{Node, Path, by_ofi, fabric, has_fabric, make_collection, node_of, offering, options, target};
+use outboard_proxy::{Endpoint, Listener, Server, ServerOptions, Session, SessionOptions, SessionStatus};
+use store::conformance::{random_operations, run, seed};
+use store::{MemStore, ObjectStore};
+
+const PATHS: [Path; 2] = [Path::Ofi, Path::OfiTcp];
+
+/// Over a network that the processors of this machine play, transfers take their time.
+fn patient(faults: &Faults) -> SessionOptions {
+    SessionOptions { overdue: Duration::from_millis(600), ..watched(faults) }
+}
+
+async fn every_case(path: Path) {
+    if !has_fabric() {
+        return;
+    }
+    let nodes: Mutex<Vec<Node>> = Mutex::default();
+    let make = || async {
+        let node = node_of(path, Arc::new(MemStore::new()), options()).await;
+        let store = Arc::clone(&node.store);
+        nodes.lock().unwrap().push(node);
+        store as Arc<dyn ObjectStore>
+    };
+    run(make).await;
+}
+
+#[tokio::test]
+async fn every_case_beside_a_unix_socket() {
+    every_case(Path::Ofi).await;
+}
+
+#[tokio::test]
+async fn every_case_beside_tcp() {
+    every_case(Path::OfiTcp).await;
+}
+
+#[tokio::test]
+async fn random_operations_beside_either_socket() {
+    if !has_fabric() {
+        return;
+    }
+    for path in PATHS {
+        let node = node_of(path, Arc::new(MemStore::new()), options()).await;
+        random_operations(Arc::clone(&node.store), seed(), 1000).await;
+        let offload = node.session.status().offload;
+        assert_eq!((offload.health.failures, offload.fallback_bytes), (0, 0), "{offload:?}");
+        assert!(node.session.engine().counters().bytes > 0);
+    }
+}
+
+/// Twice each, on both kinds of sockets.
+async fn goes_wrong(text: &str, site: Site) {
+    if !has_fabric() {
+        return;
+    }
+    for path in PATHS {
+        survives(path, patient(&Faults::default()), text, site).await;
+    }
+}
+
+#[tokio::test]
+async fn a_transfer_that_fails() {
+    goes_wrong("dma.transfer=fail,after=20,count=1", Site::DmaTransfer).await;
+}
+
+#[tokio::test]
+async fn a_transfer_that_stalls_and_completes_late() {
+    goes_wrong("dma.transfer=stall,late=1500ms,after=20,count=1", Site::DmaTransfer).await;
+}
+
+#[tokio::test]
+async fn a_transfer_that_never_completes() {
+    goes_wrong("dma.transfer=stall,late=3600000ms,after=20,count=1", Site::DmaTransfer).await;
+}
+
+#[tokio::test]
+async fn a_transfer_that_corrupts() {
+    goes_wrong("dma.transfer=corrupt,after=20,count=1", Site::DmaTransfer).await;
+}
+
+#[tokio::test]
+async fn a_doorbell_that_does_not_reach_the_host() {
+    goes_wrong("dma.doorbell=drop,after=10,count=1", Site::DmaDoorbell).await;
+}
+
+#[tokio::test]
+async fn an_engine_that_is_reset_under_load() {
+    if !has_fabric() {
+        return;
+    }
+    for path in PATHS {
+        let node = faulty_node(path, patient(&Faults::default())).await;
+        for times in 1..=2 {
+            let working = load(&node, 4, recovered(times));
+            let reset = async {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+                node.session.engine().reset();
+            };
+            tokio::join!(working, reset);
+        }
+        is_whole(&node).await;
+    }
+}
+
+#[tokio::test]
+async fn faults_of_every_kind_at_random() {
+    if !has_fabric() {
+        return;
+    }
+    let faults = Faults::default();
+    let node = faulty_node(Path::OfiTcp, patient(&faults)).await;
+    for (seed, text) in [
+        "dma.transfer=fail,probability=0.01",
+        "dma.transfer=stall,late=30ms,probability=0.02",
+        "dma.transfer=corrupt,probability=0.01",
+        "dma.doorbell=drop,probability=0.01",
+        "dma.transfer=stall,late=900ms,probability=0.005",
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        faults.arm(fault(&format!("{text},seed={seed}"))).unwrap();
+    }
+    let operations = load(&node, 8, recovered(4)).await;
+    assert!(faults.fired(Site::DmaTransfer) > 3 && operations > 50);
+    faults.clear();
+    let active = |status: &SessionStatus| status.offload.health.state == base::health::State::Active;
+    load(&node, 2, active).await;
+    is_whole(&node).await;
+}
+
+/// A session of an osd that wants `ofi`, with a store that has these options.
+async fn joined(options: ServerOptions, osd: SessionOptions) -> (Session, Server, tempfile::TempDir) {
+    let dir = tempfile::tempdir().unwrap();
+    let at = dir.path().join("s");
+    let targets = vec![target(Arc::new(MemStore::new()))];
+    let server = Server::serve(Listener::unix(&at).unwrap(), targets, options).unwrap();
+    let session = Session::connect(Endpoint::Unix(at), osd).await.unwrap();
+    (session, server, dir)
+}
+
+#[tokio::test]
+async fn without_an_offer_the_socket_serves_and_the_status_says_why() {
+    if !has_fabric() {
+        return;
+    }
+    let (provider, address) = fabric();
+    let ofi = |provider: &str, address| ServerOptions {
+        ofi: Some(OfiHostOptions::new(provider, address)),
+        ..ServerOptions::default()
+    };
+    let elsewhere: std::net::SocketAddr = ([192, 0, 2, 77], 0).into();
+    let anywhere: std::net::SocketAddr = ([0, 0, 0, 0], 0).into();
+    for (options, why) in [
+        (ServerOptions::default(), "offers no memory by libfabric"),
+        (ofi("another", (address, 0).into()), "have both use the same"),
+        (ofi(&provider, elsewhere), "cannot offer memory"),
+        (ofi(&provider, anywhere), "nobody can connect to"),
+    ] {
+        let (session, _server, _dir) = joined(options, by_ofi(common::options())).await;
+        let status = session.status();
+        assert!(!status.by_dma && status.connected);
+        assert!(status.why_no_dma.as_ref().is_some_and(|said| said.contains(why)), "{why}: {status:?}");
+        let store: Arc<dyn ObjectStore> = session.store(0);
+        make_collection(&store).await;
+        put(&store, 1, 1, MIB).await;
+        check(&store, 1, 1, MIB).await;
+    }
+}
+
+#[tokio::test]
+async fn a_store_that_offers_serves_engines_on_its_machine_as_well() {
+    let (session, server, dir) = joined(offering(), options()).await;
+    assert!(session.status().by_dma, "descriptors");
+    drop(session);
+    while server.status().connected {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    if has_fabric() {
+        let session =
+            Session::connect(Endpoint::Unix(dir.path().join("s")), by_ofi(options())).await.unwrap();
+        assert!(session.status().by_dma, "an offer");
+    }
+}
+
+/// Descriptors and mappings of this process, and its threads.
+fn held() -> (usize, usize, usize) {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    let count = |at: &str| std::fs::read_dir(at).unwrap().count();
+    (count("/proc/self/fd"), maps.lines().filter(|l| l.contains("memfd")).count(), count("/proc/self/task"))
+}
+
+#[test]
+fn sessions_leave_nothing_behind() {
+    // A process of its own, so that other tests' descriptors do not count.
+    if std::env::var_os("OUTBOARD_TEST_ALONE").is_none() {
+        let status = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["sessions_leave_nothing_behind", "--exact", "--test-threads=1", "--nocapture"])
+            .env("OUTBOARD_TEST_ALONE", "1")
+            .status()
+            .unwrap();
+        assert!(status.success());
+        return;
+    }
+    if !has_fabric() {
+        return;
+    }
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let faults = Faults::default();
+        let mut node = faulty_node(Path::Ofi, patient(&faults)).await;
+        let mut before = None;
+        for round in 0..6 {
+            faults.clear();
+            faults.arm(fault("dma.transfer=fail,after=5,count=1")).unwrap();
+            load(&node, 2, recovered(1)).await;
+            node.session.close();
+            while node.server.status().connected || node.server.status().leftover_calls > 0 {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+            let options = by_ofi(patient(&faults));
+            node.session = Session::connect(node.endpoint.clone(), options).await.unwrap();
+            node.store = node.session.store(0);
+            // The first rounds make what stays: the runtime's and libfabric's own.
+            if round == 2 {
+                tokio::time::sleep(Duration::from_millis(300)).await;
+                before = Some(held());
+            }
+        }
+        let deadline = Instant::now() + Duration::from_secs(5);
+        while Some(held()) != before {
+            assert!(Instant::now() < deadline, "descriptors, mappings, threads: {before:?}, {:?}", held());
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    });
+}
+
+#[tokio::test]
+async fn nobody_at_the_address_leaves_the_socket() {
+    if !has_fabric() {
+        return;
+    }
+    // The osd's engine gives up long before a connection can come about.
+    let hasty = OfiOptions { provider: fabric().0, attach_timeout: Duration::ZERO, ..OfiOptions::default() };
+    let osd = SessionOptions { engine: Some(OfiEngine::start(hasty).unwrap()), ..options() };
+    let (session, _server, _dir) = joined(offering(), osd).await;
+    let status = session.status();
+    assert!(status.why_no_dma.is_some_and(|why| why.contains("cannot be reached")));
+    let store: Arc<dyn ObjectStore> = session.store(0);
+    make_collection(&store).await;
+    put(&store, 1, 1, MIB).await;
+    check(&store, 1, 1, MIB).await;
+}
