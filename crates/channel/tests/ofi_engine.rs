@@ -9,12 +9,13 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
+use base::fault::{Faults, Site};
 use base::mem::Arena;
 use outboard_channel::conformance::{self, Attached, LEN};
 use outboard_channel::ofi::{OfiEngine, OfiGrant, OfiHost, OfiHostOptions, OfiOffer, OfiOptions};
 use outboard_channel::{
-    Attachment, Bell, Chain, ChannelError, Completion, DmaEngine, Doorbell, Peer, Place, Region, Transfer,
-    URGENT,
+    Attachment, Bell, Chain, ChannelError, Completion, Descriptors, DmaEngine, Doorbell, Peer, Place, Region,
+    Transfer, URGENT,
 };
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -41,8 +42,14 @@ fn host() -> Option<OfiHost> {
 }
 
 fn engine() -> Arc<OfiEngine> {
+    engine_with(&Faults::default())
+}
+
+fn engine_with(faults: &Faults) -> Arc<OfiEngine> {
+    let faults = faults.clone();
     let attach_timeout = PATIENCE;
-    OfiEngine::start(OfiOptions { provider: provider().0, attach_timeout, ..OfiOptions::default() }).unwrap()
+    OfiEngine::start(OfiOptions { provider: provider().0, attach_timeout, faults, ..OfiOptions::default() })
+        .unwrap()
 }
 
 struct Rig {
@@ -55,7 +62,11 @@ struct Rig {
 
 impl Rig {
     fn new(host: &OfiHost) -> Rig {
-        let (engine, there) = (engine(), Arena::shared("there", LEN).unwrap());
+        Rig::with(host, engine())
+    }
+
+    fn with(host: &OfiHost, engine: Arc<OfiEngine>) -> Rig {
+        let there = Arena::shared("there", LEN).unwrap();
         let here = Arena::shared("here", LEN).unwrap();
         let local = engine.register_local(&here).unwrap();
         let grant = host.grant(&there).unwrap();
@@ -76,9 +87,16 @@ impl Rig {
     }
 
     async fn copy(&self, host: &Region, len: usize) -> Completion {
-        self.engine
-            .post(URGENT, Chain { transfers: vec![self.to_peer(host, len)], tag: Some(1), ring: None })
-            .unwrap();
+        self.carry_out(self.to_peer(host, len)).await
+    }
+
+    async fn fetch(&self, host: &Region, len: usize) -> Completion {
+        let Transfer { src, dst, len } = self.to_peer(host, len);
+        self.carry_out(Transfer { src: dst, dst: src, len }).await
+    }
+
+    async fn carry_out(&self, transfer: Transfer) -> Completion {
+        self.engine.post(URGENT, Chain { transfers: vec![transfer], tag: Some(1), ring: None }).unwrap();
         self.completion().await
     }
 
@@ -238,4 +256,77 @@ async fn sessions_leave_no_descriptors_behind() {
     }
     // Each had ten connections' ends; other tests of this process have some, too.
     assert!(open() < before + 250, "{before} before, {} after", open());
+}
+
+#[tokio::test]
+async fn after_a_revocation_nothing_arrives() {
+    let Some(host) = host() else { return };
+    let mut rig = Rig::new(&host);
+    let (_peer, _bell, region) = rig.attach().await;
+    assert!(rig.here.copy_in(0, &[1; LEN]));
+    // Plenty on its way when the grant ends.
+    for _ in 0..8 {
+        let chain = Chain { transfers: vec![rig.to_peer(&region, 1 << 20)], tag: Some(1), ring: None };
+        rig.engine.post(1, chain).unwrap();
+    }
+    let other = host.grant(&Arena::shared("other", LEN).unwrap()).unwrap();
+    std::mem::replace(&mut rig.grant, other).revoke().unwrap();
+    assert!(rig.there.copy_in(0, &[9; LEN]));
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    assert!(rig.content().iter().all(|byte| *byte == 9), "late bytes have arrived");
+}
+
+#[tokio::test]
+async fn attachments_of_other_engines_are_refused() {
+    if host().is_none() {
+        return;
+    }
+    let fd = || Doorbell::create().unwrap();
+    let descriptors = Descriptors { memory: fd(), host_doorbell: fd(), osd_doorbell: fd() };
+    let refused = engine().attach(Attachment::Descriptors(descriptors), LEN).await.err();
+    assert!(matches!(refused, Some(ChannelError::WrongAttachment { .. })));
+}
+
+#[tokio::test]
+async fn injected_faults_do_what_they_say() {
+    let Some(host) = host() else { return };
+    let faults = Faults::default();
+    let rig = Rig::with(&host, engine_with(&faults));
+    let (peer, _bell, region) = rig.attach().await;
+    let arm = |text: &str| {
+        faults.clear();
+        faults.arm(text.parse().unwrap()).unwrap();
+    };
+    assert!(rig.here.copy_in(0, &[1; 4096]));
+
+    arm("dma.transfer=fail,count=1");
+    assert_eq!(rig.copy(&region, 4096).await.result.unwrap_err().done, 0);
+    assert_eq!(rig.copy(&region, 4096).await.result, Ok(()), "the next one is not concerned");
+
+    arm("dma.transfer=stall,late=200ms,count=1");
+    let posted = std::time::Instant::now();
+    assert_eq!(rig.copy(&region, 4096).await.result, Ok(()));
+    assert!(posted.elapsed() >= Duration::from_millis(200));
+
+    arm("dma.transfer=corrupt,count=1");
+    assert_eq!(rig.copy(&region, 4096).await.result, Ok(()));
+    let wrong = |bytes: &[u8]| bytes.iter().filter(|byte| **byte != 1).count();
+    assert_eq!(wrong(&rig.content()[..4096]), 1, "one byte over there");
+    let mut here = [0; 4096];
+    assert!(rig.here.copy_out(0, &mut here));
+    assert_eq!(wrong(&here), 0, "and none here");
+    assert_eq!(rig.copy(&region, 4096).await.result, Ok(()));
+    arm("dma.transfer=corrupt,count=1");
+    assert_eq!(rig.fetch(&region, 4096).await.result, Ok(()));
+    assert!(rig.here.copy_out(0, &mut here));
+    assert_eq!((wrong(&here), wrong(&rig.content()[..4096])), (1, 0), "one that was read");
+
+    arm("dma.doorbell=drop,count=1");
+    for count in [64, 128] {
+        let chain = Chain { ring: Some((peer.id, count)), tag: Some(2), transfers: Vec::new() };
+        rig.engine.post(URGENT, chain).unwrap();
+    }
+    let bell = Doorbell::new(rig.grant.host_doorbell.try_clone().unwrap()).unwrap();
+    let rung = tokio::time::timeout(PATIENCE, poll_fn(|cx| bell.poll_wait(cx))).await.unwrap();
+    assert_eq!((rung.unwrap(), faults.fired(Site::DmaDoorbell)), (128, 1), "only the second");
 }

@@ -6,9 +6,10 @@ use std::time::Duration;
 use base::fault::{Faults, Site};
 use base::mem::Arena;
 use outboard_channel::conformance::{self, Attached};
+use outboard_channel::ofi::OfiOffer;
 use outboard_channel::{
-    Attachment, Bell, Chain, Completion, Descriptors, DmaEngine, Doorbell, Peer, Place, Profile, Region,
-    ShmEngine, ShmOptions, Transfer, URGENT, Unposted,
+    Attachment, Bell, Chain, ChannelError, Completion, Descriptors, DmaEngine, Doorbell, Peer, Place,
+    Profile, Region, ShmEngine, ShmOptions, Transfer, URGENT, Unposted,
 };
 
 /// A queue for payload.
@@ -306,4 +307,14 @@ async fn it_does_what_engines_do() {
         Attached { engine, peer, bell, there, host_doorbell, osd_doorbell, keep: Box::new(()) }
     })
     .await;
+}
+
+#[tokio::test]
+async fn attachments_of_other_engines_are_refused() {
+    let engine = ShmEngine::start(ShmOptions::default()).unwrap();
+    let memory = fabric::RemoteRegion { key: 1, base: 0, len: LEN as u64 };
+    let address = ([127, 0, 0, 1], 1).into();
+    let offer = OfiOffer { provider: "tcp".to_owned(), address, secret: 1, memory };
+    let refused = engine.attach(Attachment::Offer(offer), LEN).await.err();
+    assert!(matches!(refused, Some(ChannelError::WrongAttachment { .. })));
 }

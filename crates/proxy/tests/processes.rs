@@ -9,7 +9,9 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use common::{cid, make_collection, oid, options, pattern, payload, target, transaction};
+use common::{
+    by_ofi, cid, has_fabric, make_collection, offering, oid, options, pattern, payload, target, transaction,
+};
 use outboard_proxy::{Endpoint, Listener, Server, ServerOptions, Session, SessionOptions, Target};
 use store::{MemStore, ObjectStore, Op, StageId, StoreError, WriteSource};
 
@@ -68,21 +70,13 @@ fn child_process() {
     match role.as_str() {
         "store" => {
             let store = Arc::new(MemStore::new());
-            let _server = Server::serve(
-                Listener::unix(&socket).unwrap(),
-                vec![target(store)],
-                ServerOptions::default(),
-            );
+            let _server = Server::serve(Listener::unix(&socket).unwrap(), vec![target(store)], offering());
             ready();
             std::thread::sleep(Duration::from_secs(60));
         }
         "drive" => {
             let store = common::on_drive(&socket.with_extension("target"));
-            let _server = Server::serve(
-                Listener::unix(&socket).unwrap(),
-                vec![target(store)],
-                ServerOptions::default(),
-            );
+            let _server = Server::serve(Listener::unix(&socket).unwrap(), vec![target(store)], offering());
             ready();
             std::thread::sleep(Duration::from_secs(60));
         }
@@ -137,62 +131,69 @@ fn write(n: usize, len: usize) -> Op {
 
 #[test]
 fn a_killed_store_comes_back() {
-    alone(async {
-        let dir = tempfile::tempdir().unwrap();
-        let socket = dir.path().join("store");
-        let mut process = Process::start("store", &socket);
-        let session = Session::connect(Endpoint::Unix(socket.clone()), options()).await.unwrap();
-        let store: Arc<dyn ObjectStore> = session.store(0);
-        make_collection(&store).await;
-        let maps = process.maps();
-        assert!(
-            maps.contains("outboard-host") && !maps.contains("outboard-dpu"),
-            "the store maps host memory only"
-        );
-        // Opens the first window of host memory, as the last write will.
-        store.queue_transaction(transaction(write(1, 3 << 20))).await.unwrap();
-        let before = held();
-        let mut stage = StageId(0);
-        for round in 1..=3u64 {
-            stage = store.stage(4 << 20).await.unwrap();
-            // Plenty under way when it dies.
-            let writes: Vec<_> =
-                (0..64).map(|n| store.queue_transaction(transaction(write(n, 300_000)))).collect();
-            let staged: Vec<_> =
-                (0..4).map(|n| store.stage_write(stage, n << 20, payload(n, 1 << 20))).collect();
-            process.kill();
-            let mut lost = 0;
-            for write in writes {
-                match write.await {
-                    Err(StoreError::Disconnected(_)) => lost += 1,
-                    other => other.unwrap(),
-                }
+    alone(comes_back(options()));
+}
+
+#[test]
+fn a_killed_store_comes_back_and_offers_its_memory_anew() {
+    if has_fabric() {
+        alone(async { comes_back(by_ofi(options())).await });
+    }
+}
+
+async fn comes_back(osd: SessionOptions) {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("store");
+    let mut process = Process::start("store", &socket);
+    let session = Session::connect(Endpoint::Unix(socket.clone()), osd).await.unwrap();
+    let store: Arc<dyn ObjectStore> = session.store(0);
+    make_collection(&store).await;
+    let maps = process.maps();
+    assert!(
+        maps.contains("outboard-host") && !maps.contains("outboard-dpu"),
+        "the store maps host memory only"
+    );
+    // Opens the first window of host memory, as the last write will.
+    store.queue_transaction(transaction(write(1, 3 << 20))).await.unwrap();
+    let before = held();
+    let mut stage = StageId(0);
+    for round in 1..=3u64 {
+        stage = store.stage(4 << 20).await.unwrap();
+        // Plenty under way when it dies.
+        let writes: Vec<_> =
+            (0..64).map(|n| store.queue_transaction(transaction(write(n, 300_000)))).collect();
+        let staged: Vec<_> = (0..4).map(|n| store.stage_write(stage, n << 20, payload(n, 1 << 20))).collect();
+        process.kill();
+        let mut lost = 0;
+        for write in writes {
+            match write.await {
+                Err(StoreError::Disconnected(_)) => lost += 1,
+                other => other.unwrap(),
             }
-            for write in staged {
-                let _ = write.await;
-            }
-            assert!(lost > 0, "the kill came too late to hit anything");
-            // Called while nobody is there; carried out by the next process.
-            until("the loss was not noticed", || !session.status().connected).await;
-            let collection = store.queue_transaction(transaction(Op::CreateCollection));
-            let listing = store.collections();
-            process = Process::start("store", &socket);
-            collection.await.unwrap();
-            assert_eq!(listing.await.unwrap(), [cid()]);
-            assert_eq!(session.status().sessions, round + 1);
-            let gone = store.stage_write(stage, 0, payload(1, 4096)).await;
-            assert!(matches!(gone, Err(StoreError::NoSuchStage(_))), "{gone:?}");
-            store.queue_transaction(transaction(write(1, 3 << 20))).await.unwrap();
-            let read = store.read(&cid(), &oid(1), 0, 3 << 20, None).await.unwrap();
-            assert_eq!(read.contiguous(), pattern(1, 3 << 20));
         }
-        store.stage_release(stage);
-        until(&format!("descriptors and mappings were {before:?}, are {:?}", held()), || held() == before)
-            .await;
-        assert_eq!(session.pool().free_bytes().0, options().memory.pool_len);
-        let rebuilt = session.generation();
-        assert_eq!(*rebuilt.borrow(), 4);
-    });
+        for write in staged {
+            let _ = write.await;
+        }
+        assert!(lost > 0, "the kill came too late to hit anything");
+        // Called while nobody is there; carried out by the next process.
+        until("the loss was not noticed", || !session.status().connected).await;
+        let collection = store.queue_transaction(transaction(Op::CreateCollection));
+        let listing = store.collections();
+        process = Process::start("store", &socket);
+        collection.await.unwrap();
+        assert_eq!(listing.await.unwrap(), [cid()]);
+        assert_eq!(session.status().sessions, round + 1);
+        let gone = store.stage_write(stage, 0, payload(1, 4096)).await;
+        assert!(matches!(gone, Err(StoreError::NoSuchStage(_))), "{gone:?}");
+        store.queue_transaction(transaction(write(1, 3 << 20))).await.unwrap();
+        let read = store.read(&cid(), &oid(1), 0, 3 << 20, None).await.unwrap();
+        assert_eq!(read.contiguous(), pattern(1, 3 << 20));
+    }
+    store.stage_release(stage);
+    until(&format!("descriptors and mappings were {before:?}, are {:?}", held()), || held() == before).await;
+    assert_eq!(session.pool().free_bytes().0, options().memory.pool_len);
+    let rebuilt = session.generation();
+    assert_eq!(*rebuilt.borrow(), 4);
 }
 
 #[test]
@@ -283,48 +284,57 @@ fn an_idle_session_wakes_nobody() {
 
 #[test]
 fn what_was_acknowledged_survives_a_killed_store() {
-    alone(async {
-        let dir = tempfile::tempdir().unwrap();
-        let socket = dir.path().join("store");
-        let mut process = Process::start("drive", &socket);
-        let session = Session::connect(Endpoint::Unix(socket.clone()), options()).await.unwrap();
-        let store: Arc<dyn ObjectStore> = session.store(0);
-        make_collection(&store).await;
-        let mut acknowledged = Vec::new();
-        let mut lost = 0;
-        for round in 0..3usize {
-            let writes = (0..24).map(|n| {
-                let n = round * 100 + n;
-                let large = n % 4 == 0;
-                let store = Arc::clone(&store);
-                tokio::spawn(async move {
-                    let len = if large { 200_000 } else { 4096 };
-                    store.queue_transaction(transaction(write(n, len))).await.map(|()| (n, len))
-                })
-            });
-            let writes: Vec<_> = writes.collect();
-            // Some are through, some are not.
-            let mut writes = writes.into_iter();
-            for write in writes.by_ref().take(8) {
-                acknowledged.extend(write.await.unwrap());
-            }
-            process.kill();
-            for write in writes {
-                match write.await.unwrap() {
-                    Ok(done) => acknowledged.push(done),
-                    Err(StoreError::Disconnected(_)) => lost += 1,
-                    Err(e) => panic!("{e}"),
-                }
-            }
-            process = Process::start("drive", &socket);
-            for &(n, len) in &acknowledged {
-                let read = store.read(&cid(), &oid(n), 0, len as u64, None).await.unwrap();
-                read.verify().unwrap();
-                assert_eq!(read.contiguous(), pattern(n as u64, len), "object {n}");
+    alone(survives_kills(options()));
+}
+
+#[test]
+fn what_was_acknowledged_by_ofi_survives_a_killed_store() {
+    if has_fabric() {
+        alone(async { survives_kills(by_ofi(options())).await });
+    }
+}
+
+async fn survives_kills(osd: SessionOptions) {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("store");
+    let mut process = Process::start("drive", &socket);
+    let session = Session::connect(Endpoint::Unix(socket.clone()), osd).await.unwrap();
+    let store: Arc<dyn ObjectStore> = session.store(0);
+    make_collection(&store).await;
+    let mut acknowledged = Vec::new();
+    let mut lost = 0;
+    for round in 0..3usize {
+        let writes = (0..24).map(|n| {
+            let n = round * 100 + n;
+            let large = n % 4 == 0;
+            let store = Arc::clone(&store);
+            tokio::spawn(async move {
+                let len = if large { 200_000 } else { 4096 };
+                store.queue_transaction(transaction(write(n, len))).await.map(|()| (n, len))
+            })
+        });
+        let writes: Vec<_> = writes.collect();
+        // Some are through, some are not.
+        let mut writes = writes.into_iter();
+        for write in writes.by_ref().take(8) {
+            acknowledged.extend(write.await.unwrap());
+        }
+        process.kill();
+        for write in writes {
+            match write.await.unwrap() {
+                Ok(done) => acknowledged.push(done),
+                Err(StoreError::Disconnected(_)) => lost += 1,
+                Err(e) => panic!("{e}"),
             }
         }
-        assert!(acknowledged.len() >= 24, "{lost} were lost, {} acknowledged", acknowledged.len());
-    });
+        process = Process::start("drive", &socket);
+        for &(n, len) in &acknowledged {
+            let read = store.read(&cid(), &oid(n), 0, len as u64, None).await.unwrap();
+            read.verify().unwrap();
+            assert_eq!(read.contiguous(), pattern(n as u64, len), "object {n}");
+        }
+    }
+    assert!(acknowledged.len() >= 24, "{lost} were lost, {} acknowledged", acknowledged.len());
 }
 
 #[test]
