@@ -183,6 +183,7 @@ async fn comes_back(osd: SessionOptions) {
         collection.await.unwrap();
         assert_eq!(listing.await.unwrap(), [cid()]);
         assert_eq!(session.status().sessions, round + 1);
+        assert!(session.status().by_dma);
         let gone = store.stage_write(stage, 0, payload(1, 4096)).await;
         assert!(matches!(gone, Err(StoreError::NoSuchStage(_))), "{gone:?}");
         store.queue_transaction(transaction(write(1, 3 << 20))).await.unwrap();
@@ -266,20 +267,29 @@ fn a_second_osd_is_refused_while_the_first_is_there() {
 
 #[test]
 fn an_idle_session_wakes_nobody() {
-    alone(async {
-        let node = common::node(common::Path::Dma).await;
-        make_collection(&node.store).await;
-        tokio::time::sleep(Duration::from_millis(50)).await;
-        let switches = || {
-            let usage = base::process::ProcessUsage::read(std::process::id()).unwrap();
-            ["chan", "dma"].map(|class| usage.by_class[class].context_switches)
-        };
-        let before = switches();
-        tokio::time::sleep(Duration::from_millis(300)).await;
-        assert_eq!(switches(), before, "wake-ups of chan and dma threads");
-        node.store.statfs().await.unwrap();
-        assert_ne!(switches(), before, "and they are counted");
-    });
+    alone(idles(common::Path::Dma));
+}
+
+#[test]
+fn an_idle_session_by_ofi_wakes_nobody() {
+    if has_fabric() {
+        alone(idles(common::Path::OfiTcp));
+    }
+}
+
+async fn idles(path: common::Path) {
+    let node = common::node(path).await;
+    make_collection(&node.store).await;
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    let switches = || {
+        let usage = base::process::ProcessUsage::read(std::process::id()).unwrap();
+        ["chan", "dma"].map(|class| usage.by_class.get(class).map(|used| used.context_switches))
+    };
+    let before = switches();
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert_eq!(switches(), before, "wake-ups of chan and dma threads");
+    node.store.statfs().await.unwrap();
+    assert_ne!(switches(), before, "and they are counted");
 }
 
 #[test]
@@ -328,6 +338,8 @@ async fn survives_kills(osd: SessionOptions) {
             }
         }
         process = Process::start("drive", &socket);
+        store.statfs().await.unwrap();
+        assert!(session.status().by_dma);
         for &(n, len) in &acknowledged {
             let read = store.read(&cid(), &oid(n), 0, len as u64, None).await.unwrap();
             read.verify().unwrap();
