@@ -206,6 +206,7 @@ impl Worker {
         }
         worked
     }
+
     /// Starts connecting to a peer, anew if need be.
     fn connect(&mut self, id: PeerId) -> Result<()> {
         let Some(peer) = self.peers.get_mut(&id) else { return Ok(()) };
