@@ -1,0 +1,177 @@
+//! A whole node with faults at every site in turn, under load: work goes on, nothing acknowledged is lost, DMA comes back.
+
+use std::path::Path;
+use std::process::{Command, Output};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+struct Node {
+    dir: tempfile::TempDir,
+}
+
+impl Node {
+    fn up() -> Node {
+        let node = Node { dir: tempfile::tempdir().unwrap() };
+        node.ok(&["up", "--detach", "--targets", "1", "--target-size", "192MiB", "--placement", "dpu"]);
+        node.ok(&["pool", "create", "p"]);
+        node
+    }
+
+    fn outboard(&self, args: &[&str]) -> Output {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_outboard"));
+        command.args(args).env("OUTBOARD_DIR", self.dir.path()).env_remove("OUTBOARD_ENDPOINT");
+        for (key, value) in [("OVERDUE", "200ms"), ("COOL_DOWN", "200ms"), ("VERIFY_EVERY", "1")] {
+            command.env(format!("OUTBOARD_CHANNEL_{key}"), value);
+        }
+        command.output().unwrap()
+    }
+
+    fn ok(&self, args: &[&str]) -> String {
+        let output = self.outboard(args);
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        assert!(output.status.success(), "{args:?}: {}{}", text(&output.stdout), text(&output.stderr));
+        text(&output.stdout)
+    }
+
+    fn json(&self, args: &[&str]) -> Value {
+        serde_json::from_str(&self.ok(args)).unwrap()
+    }
+
+    fn status(&self) -> Value {
+        self.json(&["status", "--json"])
+    }
+
+    fn eventually(&self, what: &str, holds: impl Fn(&Value) -> bool) -> Value {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let status = self.status();
+            if holds(&status) {
+                return status;
+            }
+            assert!(Instant::now() < deadline, "{what}: {status:#}");
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    /// Half a second of writes; returns how many there were.
+    fn load(&self, more: &[&str]) -> u64 {
+        let args =
+            ["bench", "write", "--pool", "p", "--object-size", "1MiB", "--objects", "24", "--seconds", "1"];
+        let report = self.json(&[&args[..], &["--in-flight", "8", "--json"], more].concat());
+        assert_eq!(report["errors"], 0, "{report:#}");
+        report["ops"].as_u64().unwrap()
+    }
+
+    fn put(&self, name: &str, bytes: &[u8]) {
+        let file = self.dir.path().join("in");
+        std::fs::write(&file, bytes).unwrap();
+        self.ok(&["put", name, file.to_str().unwrap()]);
+    }
+
+    fn is(&self, name: &str, bytes: &[u8]) {
+        let file = self.dir.path().join("out");
+        let _ = std::fs::remove_file(&file);
+        self.ok(&["get", name, file.to_str().unwrap()]);
+        assert!(std::fs::read(&file).unwrap() == bytes, "{name} is not what was put");
+    }
+
+    fn process(status: &Value, role: &str) -> (u64, u64) {
+        let all = status["processes"].as_array().unwrap();
+        let process = all.iter().find(|p| p["role"] == role).unwrap();
+        (process["pid"].as_u64().unwrap_or(0), process["restarts"].as_u64().unwrap())
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        let _ = self.outboard(&["down"]);
+    }
+}
+
+fn noise(seed: u64, len: usize) -> Vec<u8> {
+    (0..len as u64).map(|i| ((i + seed).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 41) as u8).collect()
+}
+
+fn descriptors(pid: u64) -> usize {
+    std::fs::read_dir(Path::new("/proc").join(pid.to_string()).join("fd")).unwrap().count()
+}
+
+#[test]
+fn faults_at_every_site_lose_nothing_and_dma_comes_back() {
+    let node = Node::up();
+    let mut kept = Vec::new();
+    node.load(&[]);
+    let before = node.status();
+    let held = |status: &Value| ["store", "osd"].map(|role| descriptors(Node::process(status, role).0));
+    for (n, fault) in [
+        "dma.transfer=fail,after=20,count=2",
+        "dma.transfer=stall,late=700ms,after=20,count=1",
+        "dma.transfer=corrupt,after=20,count=1",
+        "dma.doorbell=drop,after=20,count=1",
+        "store.doorbell=drop,after=20,count=1",
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        node.ok(&["debug", "fault", fault]);
+        let name = format!("p/{n}");
+        let bytes = noise(n as u64, 5_000_000 + n);
+        node.load(&[]);
+        node.put(&name, &bytes);
+        let faults = node.json(&["debug", "faults", "--json"]);
+        assert!(faults[0]["fired"].as_u64().unwrap() > 0, "{fault} did not fire: {faults}");
+        let loud = node.status()["problems"].to_string().contains("FAULT ARMED");
+        assert_eq!(loud, fault.starts_with("dma"), "those of the osd are in the status");
+        node.ok(&["debug", "clear"]);
+        let recovered = |s: &Value| {
+            s["offload"]["state"] == "active" && s["offload"]["recoveries"].as_u64() > Some(n as u64)
+        };
+        let status = node.eventually("DMA does not come back", recovered);
+        assert!(status["offload"]["failures"].as_u64().unwrap() > n as u64);
+        assert_eq!(Node::process(&status, "osd").1, 0, "no process was lost");
+        kept.push((name, bytes));
+        kept.iter().for_each(|(name, bytes)| node.is(name, bytes));
+    }
+    assert_eq!(held(&node.status()), held(&before), "descriptors of store and osd");
+}
+
+#[test]
+fn either_side_may_be_killed_in_the_middle_of_transfers() {
+    let node = Node::up();
+    let bytes = noise(1, 7_000_001);
+    for (role, fault) in
+        [("store", "store.call=kill,after=60,count=1"), ("osd", "osd.reply=kill,after=60,count=1")]
+    {
+        node.put("p/x", &bytes);
+        let (_, restarts) = Node::process(&node.status(), role);
+        node.ok(&["debug", "fault", fault]);
+        assert!(node.load(&[]) > 0);
+        let up_again = |s: &Value| {
+            Node::process(s, role).1 == restarts + 1 && s["problems"].as_array().unwrap().is_empty()
+        };
+        node.eventually("the fault did not fire", up_again);
+        node.is("p/x", &bytes);
+    }
+}
+
+#[test]
+fn mechanisms_can_be_measured_away_and_come_back() {
+    let node = Node::up();
+    for flags in [
+        &["--no-pipeline", "--no-region-cache"][..],
+        &["--max-transfer", "64KiB", "--dma-queues", "1", "--poll", "0"],
+    ] {
+        assert!(node.load(flags) > 0);
+    }
+    let refused = node.outboard(&["bench", "write", "--pool", "p", "--max-transfer", "5"]);
+    assert_eq!(refused.status.code(), Some(2));
+    let plain =
+        node.json(&["bench", "write", "--pool", "p", "--object-size", "64KiB", "--seconds", "1", "--json"]);
+    assert!(plain.get("tuning").is_none());
+    let log = std::fs::read_to_string(node.dir.path().join("log/osd.log")).unwrap();
+    let last = log.lines().filter(|l| l.contains("the channel is tuned")).next_back().unwrap();
+    assert!(last.contains("pipeline: true") && last.contains("region_cache: 64"), "{last}");
+}
