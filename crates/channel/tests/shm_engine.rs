@@ -1,4 +1,4 @@
-//! The engine `shm`: what it moves, what it refuses, and in which order it tells.
+//! The engine `shm`: what is its own beside the contract that all engines keep (`channel::conformance`).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use outboard_channel::conformance::{self, Attached};
 use outboard_channel::ofi::OfiOffer;
 use outboard_channel::{
     Attachment, Bell, Chain, ChannelError, Completion, Descriptors, DmaEngine, Doorbell, Peer, Place,
-    Profile, Region, ShmEngine, ShmOptions, Transfer, URGENT, Unposted,
+    Profile, Region, ShmEngine, ShmOptions, Transfer, URGENT,
 };
 
 /// A queue for payload.
@@ -22,7 +22,7 @@ struct Rig {
     local: Region,
     host: Region,
     peer: Peer,
-    bell: Box<dyn Bell>,
+    _bell: Box<dyn Bell>,
 }
 
 const LEN: usize = 8 << 20;
@@ -44,7 +44,7 @@ async fn rig_with(options: ShmOptions) -> Rig {
     };
     let (peer, bell) = engine.attach(Attachment::Descriptors(descriptors), LEN).await.unwrap();
     let host = engine.register_peer(&peer, 0..LEN).unwrap();
-    Rig { engine, here, there, local, host, peer, bell }
+    Rig { engine, here, there, local, host, peer, _bell: bell }
 }
 
 fn faults(text: &str) -> (Faults, ShmOptions) {
@@ -78,99 +78,6 @@ fn tagged(transfers: Vec<Transfer>, tag: u64) -> Chain {
 }
 
 #[tokio::test]
-async fn bytes_arrive_before_the_doorbell_and_the_completion() {
-    let rig = rig().await;
-    assert!(rig.here.copy_in(5000, b"payload"));
-    rig.engine
-        .post(BULK, Chain { ring: Some((rig.peer.id, 64)), ..tagged(vec![rig.to_peer(5000, 7)], 3) })
-        .unwrap();
-    let rung = std::future::poll_fn(|cx| rig.bell.poll_wait(cx));
-    assert_eq!(tokio::time::timeout(Duration::from_secs(5), rung).await.unwrap().unwrap(), 64);
-    let mut out = [0; 7];
-    assert!(rig.there.copy_out(5000, &mut out));
-    assert_eq!(&out, b"payload");
-    let done = rig.completions(1).await;
-    assert_eq!((done[0].tag, &done[0].result), (3, &Ok(())));
-    assert!(done[0].started <= done[0].finished);
-    let counters = rig.engine.counters();
-    assert_eq!((counters.bytes, counters.transfers, counters.doorbells), (7, 1, 1));
-    assert!(rig.engine.is_emulated());
-}
-
-#[tokio::test]
-async fn a_transfer_longer_than_the_device_can_is_refused() {
-    let rig = rig().await;
-    let most = rig.engine.max_transfer();
-    rig.engine.post(BULK, tagged(vec![rig.to_peer(0, most)], 1)).unwrap();
-    let refused = rig.engine.post(BULK, tagged(vec![rig.to_peer(0, most + 1)], 2));
-    assert!(matches!(refused, Err(Unposted::Refused(_))));
-    assert_eq!(rig.completions(1).await.len(), 1);
-}
-
-#[tokio::test]
-async fn a_failure_ends_its_chain_and_rings_nothing() {
-    let rig = rig().await;
-    let transfers = vec![rig.to_peer(LEN - 5, 10), rig.to_peer(0, 10)];
-    assert!(rig.here.copy_in(0, &[9; 10]));
-    // Without a tag it is heard of all the same.
-    rig.engine.post(BULK, Chain { transfers, ring: Some((rig.peer.id, 64)), tag: None }).unwrap();
-    let done = rig.completions(1).await;
-    assert!(done[0].result.as_ref().unwrap_err().why.contains("outside"), "{done:?}");
-    let mut out = [1; 10];
-    assert!(rig.there.copy_out(0, &mut out));
-    assert_eq!(out, [0; 10], "what followed was not carried out");
-    assert_eq!(rig.engine.counters().doorbells, 0);
-}
-
-#[tokio::test]
-async fn an_empty_chain_is_a_fence_and_regions_end_after_their_transfers() {
-    let rig = rig().await;
-    for tag in 1..=20 {
-        rig.engine.post(BULK, tagged(vec![rig.to_peer(0, 1 << 20)], tag)).unwrap();
-    }
-    rig.engine.post(BULK, tagged(Vec::new(), 99)).unwrap();
-    let done = rig.completions(21).await;
-    assert_eq!(done.iter().map(|c| c.tag).collect::<Vec<_>>(), (1..=20).chain([99]).collect::<Vec<_>>());
-    let late = tagged(vec![rig.to_peer(0, 8)], 7);
-    let Rig { engine, host, local, here, there, peer, bell } = rig;
-    drop(host);
-    engine.post(BULK, late).unwrap();
-    let rig = Rig { host: engine.register_local(&here).unwrap(), engine, local, here, there, peer, bell };
-    let done = rig.completions(1).await;
-    assert!(done[0].result.as_ref().unwrap_err().why.contains("not registered"), "{done:?}");
-}
-
-#[tokio::test]
-async fn a_full_queue_gives_the_chain_back_and_wakes_when_there_is_room() {
-    let rig = rig().await;
-    let mut full = 0;
-    let mut posted = 0;
-    // Each takes a while, so that they pile up.
-    while posted < 2000 {
-        match rig.engine.post(BULK, Chain { transfers: vec![rig.to_peer(0, 256 << 10)], ..Chain::default() })
-        {
-            Ok(()) => posted += 1,
-            Err(Unposted::Full(chain)) => {
-                full += 1;
-                assert_eq!(chain.transfers.len(), 1);
-                let engine = Arc::clone(&rig.engine);
-                let mut polled = false;
-                let room = std::future::poll_fn(|cx| {
-                    engine.poll_completions(cx, &mut Vec::new());
-                    if std::mem::replace(&mut polled, true) {
-                        return std::task::Poll::Ready(());
-                    }
-                    std::task::Poll::Pending
-                });
-                tokio::time::timeout(Duration::from_secs(5), room).await.expect("nobody was woken");
-            }
-            Err(Unposted::Refused(e)) => panic!("{e}"),
-        }
-    }
-    assert!(full > 0, "the queue was never full");
-}
-
-#[tokio::test]
 async fn memory_that_could_shrink_is_not_attached() {
     let engine = ShmEngine::start(ShmOptions::default()).unwrap();
     let loose = rustix::fs::memfd_create("loose", rustix::fs::MemfdFlags::ALLOW_SEALING).unwrap();
@@ -179,21 +86,6 @@ async fn memory_that_could_shrink_is_not_attached() {
     let descriptors =
         Descriptors { memory: loose, host_doorbell: bell.try_clone().unwrap(), osd_doorbell: bell };
     assert!(engine.attach(Attachment::Descriptors(descriptors), 8192).await.is_err());
-}
-
-#[tokio::test]
-async fn ranges_outside_a_peer_are_not_registered() {
-    let rig = rig().await;
-    assert!(rig.engine.register_peer(&rig.peer, 0..LEN + 1).is_err());
-    assert!(rig.engine.register_peer(&rig.peer, 5..5).is_err());
-    let part = rig.engine.register_peer(&rig.peer, 4096..12288).unwrap();
-    assert!(rig.here.copy_in(0, b"part"));
-    let (src, dst) = (Place { region: rig.local.id(), offset: 0 }, Place { region: part.id(), offset: 4096 });
-    rig.engine.post(BULK, tagged(vec![Transfer { src, dst, len: 4 }], 1)).unwrap();
-    rig.completions(1).await;
-    let mut out = [0; 4];
-    assert!(rig.there.copy_out(8192, &mut out));
-    assert_eq!(&out, b"part", "offsets count from the region's start");
 }
 
 #[tokio::test]

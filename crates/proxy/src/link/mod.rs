@@ -16,6 +16,7 @@ mod recover;
 mod regions;
 mod replies;
 mod ring_side;
+mod verify;
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -40,10 +41,11 @@ use dma::Dma;
 pub(crate) use driver::Driver;
 use jobs::Job;
 pub(crate) use jobs::{Kind, Read};
-use recover::{Mode, Quarantine, Verify};
+use recover::{Mode, Quarantine};
 use regions::Regions;
 use replies::Fetching;
 pub(crate) use ring_side::RingSide;
+use verify::Verify;
 
 /// Most jobs that wait in a link. The OSD has its own, lower limit of requests in flight; this one only bounds memory.
 const MAX_JOBS: usize = 1 << 15;

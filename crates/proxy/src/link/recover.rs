@@ -483,35 +483,6 @@ impl State {
     }
 }
 
-/// Decides which requests the host is to compare with their checksums.
-#[derive(Debug)]
-pub(super) struct Verify {
-    every: u32,
-    count: u32,
-    suspects: u32,
-}
-
-impl Verify {
-    /// So many requests are suspect after a failure.
-    const SUSPECTS: u32 = 256;
-
-    pub(super) fn new(every: u32) -> Verify {
-        Verify { every, count: 0, suspects: 0 }
-    }
-
-    fn suspect(&mut self) {
-        self.suspects = Self::SUSPECTS;
-    }
-
-    /// Whether the next one is to be looked at.
-    pub(super) fn next(&mut self) -> bool {
-        self.count = self.count.wrapping_add(1);
-        let suspect = self.suspects > 0;
-        self.suspects = self.suspects.saturating_sub(1);
-        suspect || self.every > 0 && self.count.is_multiple_of(self.every)
-    }
-}
-
 /// Frames of at most that much payload go by the socket in the place of DMA, in bytes.
 const PUT: usize = 1 << 20;
 

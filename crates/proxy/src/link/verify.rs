@@ -1,0 +1,47 @@
+//! Which payload the host looks at.
+
+/// Decides which requests the host is to compare with their checksums.
+#[derive(Debug)]
+pub(super) struct Verify {
+    every: u32,
+    count: u32,
+    suspects: u32,
+}
+
+impl Verify {
+    /// So many requests are suspect after a failure.
+    const SUSPECTS: u32 = 256;
+
+    pub(super) fn new(every: u32) -> Verify {
+        Verify { every, count: 0, suspects: 0 }
+    }
+
+    /// Something has gone wrong: the next ones are looked at.
+    pub(super) fn suspect(&mut self) {
+        self.suspects = Self::SUSPECTS;
+    }
+
+    /// Whether the next one is to be looked at.
+    pub(super) fn next(&mut self) -> bool {
+        self.count = self.count.wrapping_add(1);
+        let suspect = self.suspects > 0;
+        self.suspects = self.suspects.saturating_sub(1);
+        suspect || self.every > 0 && self.count.is_multiple_of(self.every)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sample_is_looked_at_and_everything_after_a_failure() {
+        let mut verify = Verify::new(4);
+        assert_eq!((0..8).filter(|_| verify.next()).count(), 2);
+        verify.suspect();
+        assert!((0..Verify::SUSPECTS).all(|_| verify.next()));
+        assert_eq!((0..8).filter(|_| verify.next()).count(), 2);
+        let mut none = Verify::new(0);
+        assert!((0..100).all(|_| !none.next()));
+    }
+}
