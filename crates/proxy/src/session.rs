@@ -472,19 +472,21 @@ async fn open(
     };
     let (welcome, attachment, control) = channel::join(socket, &hello).await?;
     check_targets(shared, &welcome)?;
-    let attached = match (attachment, &welcome.memory) {
-        (Some(attachment), _) if wanted => attach(shared, attachment).await?,
-        (None, MemoryAnswer::None(why)) if wanted => {
-            Err(why.clone().unwrap_or_else(|| "the store gave no host memory and no reason".to_owned()))
+    let why_no_dma = match &welcome.memory {
+        MemoryAnswer::None(why) if wanted => {
+            Some(why.clone().unwrap_or_else(|| "the store gave no host memory and no reason".to_owned()))
         }
-        _ => Err(String::new()),
+        _ => None,
     };
-    let why = attached.as_ref().err().filter(|_| wanted);
-    if let Some(why) = why {
+    if let Some(why) = &why_no_dma {
         tracing::warn!("payload goes through the socket in this session, which is slow: {why}");
     }
-    shared.lock().why_no_dma = why.cloned();
-    let (ring, bell) = attached.ok().unzip();
+    shared.lock().why_no_dma = why_no_dma;
+    let attached = match attachment.filter(|_| wanted) {
+        Some(attachment) => Some(attach(shared, attachment).await?),
+        None => None,
+    };
+    let (ring, bell, failure) = attached.map_or((None, None, None), |a| (Some(a.ring), a.bell, a.failure));
     let targets = welcome.targets;
     let options = LinkOptions {
         largest_range: shared.options.largest_request,
@@ -499,6 +501,9 @@ async fn open(
     let health = Arc::clone(&shared.health);
     let layout = shared.memory.layout();
     let link = Link::new(generation, targets.len(), layout, ring, health, &options);
+    if let Some(failure) = failure {
+        link.begin_without_dma(&failure);
+    }
     let driver = Driver::new(Arc::clone(&link), control, bell);
     tracing::info!("session {generation} with {:?}: store's session {}", shared.endpoint, welcome.session);
     Ok((link, driver, targets))
@@ -512,23 +517,32 @@ fn memory_request(shared: &Shared, socket: &Socket) -> Option<MemoryRequest> {
     (reaches && !shared.options.socket_only).then_some(MemoryRequest { layout, reach })
 }
 
-/// Joins host memory; or why the session has to do without. A store that offers what it should not is an error.
-async fn attach(
-    shared: &Arc<Shared>,
-    attachment: Attachment,
-) -> Result<Result<(RingSide, Box<dyn Bell>), String>, ChannelError> {
-    let (engine, layout) = (Arc::clone(&shared.engine), shared.memory.layout());
-    let (peer, bell) = match engine.attach(attachment, layout.len()).await {
-        Ok(joined) => joined,
-        Err(e @ (ChannelError::Refused(_) | ChannelError::Fabric(_))) => {
-            return Ok(Err(format!("host memory cannot be reached: {e}")));
-        }
-        Err(e) => return Err(e),
-    };
-    let rings = engine.register_peer(&peer, 0..layout.data_offset())?;
-    let (memory, outstanding) = (shared.memory.clone(), shared.options.outstanding.min(engine.queue_depth()));
+/// The rings of a session that has host memory.
+struct Attached {
+    ring: RingSide,
+    bell: Option<Box<dyn Bell>>,
+    /// Why the engine does not reach the memory at present.
+    failure: Option<String>,
+}
+
+/// Joins host memory. If the network does not let the engine, that is no reason to do without for good. A store that offers
+/// what it should not is an error.
+async fn attach(shared: &Arc<Shared>, attachment: Attachment) -> Result<Attached, ChannelError> {
+    let (memory, engine) = (shared.memory.clone(), Arc::clone(&shared.engine));
+    let outstanding = shared.options.outstanding.min(engine.queue_depth());
     let (local, queues) = (shared.local.id(), shared.tuning().queues);
-    Ok(Ok((RingSide::new(memory, engine, local, rings, peer, outstanding, queues), bell)))
+    let mut ring = RingSide::new(memory, Arc::clone(&engine), local, outstanding, queues);
+    match engine.attach(attachment, shared.memory.layout().len()).await {
+        Ok((peer, bell)) => {
+            ring.join(peer)?;
+            Ok(Attached { ring, bell: Some(bell), failure: None })
+        }
+        Err(e @ (ChannelError::Refused(_) | ChannelError::Fabric(_))) if engine.attaches_anew() => {
+            let failure = format!("host memory cannot be reached: {e}");
+            Ok(Attached { ring, bell: None, failure: Some(failure) })
+        }
+        Err(e) => Err(e),
+    }
 }
 
 fn check_targets(shared: &Shared, welcome: &Welcome) -> Result<(), ChannelError> {

@@ -4,13 +4,23 @@
 
 mod common;
 
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
+use std::task::Context;
 use std::time::{Duration, Instant};
 
 use base::fault::{Faults, Site};
+use base::health::State;
+use base::mem::Arena;
 use channel::ofi::{OfiEngine, OfiHostOptions, OfiOptions};
+use channel::{
+    Attachment, Chain, ChannelError, Completion, Counters, DmaEngine, Joined, Peer, QueueId, Reach, Region,
+    Tuning, Unposted,
+};
 use common::load::{MIB, check, fault, faulty_node, is_whole, load, put, recovered, survives, watched};
 use common::{Node, Path, by_ofi, fabric, has_fabric, make_collection, node_of, offering, options, target};
+use futures::future::BoxFuture;
 use outboard_proxy::{Endpoint, Listener, Server, ServerOptions, Session, SessionOptions, SessionStatus};
 use store::conformance::{random_operations, run, seed};
 use store::{MemStore, ObjectStore};
@@ -139,7 +149,7 @@ async fn faults_of_every_kind_at_random() {
     let operations = load(&node, 8, recovered(4)).await;
     assert!(faults.fired(Site::DmaTransfer) > 3 && operations > 50);
     faults.clear();
-    let active = |status: &SessionStatus| status.offload.health.state == base::health::State::Active;
+    let active = |status: &SessionStatus| status.offload.health.state == State::Active;
     load(&node, 2, active).await;
     is_whole(&node).await;
 }
@@ -250,19 +260,99 @@ fn sessions_leave_nothing_behind() {
     });
 }
 
+/// Cannot attach the first few times.
+struct Reluctant {
+    engine: Arc<OfiEngine>,
+    refusals: AtomicUsize,
+}
+
+impl DmaEngine for Reluctant {
+    fn name(&self) -> &str {
+        "reluctant"
+    }
+    fn is_emulated(&self) -> bool {
+        true
+    }
+    fn max_transfer(&self) -> usize {
+        self.engine.max_transfer()
+    }
+    fn queues(&self) -> usize {
+        self.engine.queues()
+    }
+    fn queue_depth(&self) -> usize {
+        self.engine.queue_depth()
+    }
+    fn setup_cost(&self) -> Duration {
+        self.engine.setup_cost()
+    }
+    fn register_local(&self, arena: &Arc<Arena>) -> channel::Result<Region> {
+        self.engine.register_local(arena)
+    }
+    fn reach(&self) -> Reach {
+        self.engine.reach()
+    }
+    fn attaches_anew(&self) -> bool {
+        self.engine.attaches_anew()
+    }
+    fn attach(&self, attachment: Attachment, len: usize) -> BoxFuture<'_, channel::Result<Joined>> {
+        let refuse =
+            self.refusals.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1));
+        if refuse.is_ok() {
+            return Box::pin(async { Err(ChannelError::Refused("no route".to_owned())) });
+        }
+        self.engine.attach(attachment, len)
+    }
+    fn register_peer(&self, peer: &Peer, range: Range<usize>) -> channel::Result<Region> {
+        self.engine.register_peer(peer, range)
+    }
+    fn post(&self, queue: QueueId, chain: Chain) -> Result<(), Unposted> {
+        self.engine.post(queue, chain)
+    }
+    fn poll_completions(&self, cx: &mut Context<'_>, out: &mut Vec<Completion>) {
+        self.engine.poll_completions(cx, out);
+    }
+    fn tune(&self, tuning: Tuning) {
+        self.engine.tune(tuning);
+    }
+    fn reset(&self) {
+        self.engine.reset();
+    }
+    fn counters(&self) -> Counters {
+        self.engine.counters()
+    }
+}
+
 #[tokio::test]
-async fn nobody_at_the_address_leaves_the_socket() {
+async fn a_network_that_comes_late_is_used_when_it_is_there() {
     if !has_fabric() {
         return;
     }
-    // The osd's engine gives up long before a connection can come about.
-    let hasty = OfiOptions { provider: fabric().0, attach_timeout: Duration::ZERO, ..OfiOptions::default() };
-    let osd = SessionOptions { engine: Some(OfiEngine::start(hasty).unwrap()), ..options() };
-    let (session, _server, _dir) = joined(offering(), osd).await;
-    let status = session.status();
-    assert!(status.why_no_dma.is_some_and(|why| why.contains("cannot be reached")));
+    let engine = OfiEngine::start(OfiOptions { provider: fabric().0, ..OfiOptions::default() }).unwrap();
+    let engine: Arc<dyn DmaEngine> = Arc::new(Reluctant { engine, refusals: AtomicUsize::new(2) });
+    let osd = SessionOptions { engine: Some(engine), ..patient(&Faults::default()) };
+    let (session, server, _dir) = joined(offering(), osd).await;
+    let health = session.status().offload.health;
+    assert!(health.last_failure.is_some_and(|why| why.contains("cannot be reached")));
     let store: Arc<dyn ObjectStore> = session.store(0);
     make_collection(&store).await;
-    put(&store, 1, 1, MIB).await;
-    check(&store, 1, 1, MIB).await;
+    let tasks = [1u64, 2, 3].map(|seed| {
+        let store = Arc::clone(&store);
+        async move {
+            put(&store, seed as usize, seed, MIB).await;
+            check(&store, seed as usize, seed, MIB).await;
+        }
+    });
+    futures::future::join_all(tasks).await;
+    assert_eq!(session.engine().counters().bytes, 0, "the socket serves");
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while session.status().offload.health.state != State::Active {
+        assert!(Instant::now() < deadline, "{:?}", session.status());
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    assert_eq!(session.status().offload.health.failed_probes, 1);
+    let before = session.engine().counters().bytes;
+    put(&store, 9, 9, MIB).await;
+    check(&store, 9, 9, MIB).await;
+    assert!(session.engine().counters().bytes >= before + 2 * MIB as u64, "by DMA");
+    assert_eq!((session.status().sessions, server.status().violations), (1, 0));
 }

@@ -390,6 +390,14 @@ impl Link {
         self.unlock(state);
     }
 
+    /// Host memory is there, but DMA does not work from the start: the socket serves until it does.
+    pub(crate) fn begin_without_dma(&self, why: &str) {
+        let mut state = self.lock();
+        state.dma_failed(why);
+        state.pump();
+        self.unlock(state);
+    }
+
     /// How it stands.
     pub(crate) fn status(&self) -> LinkStatus {
         let state = self.lock();

@@ -335,7 +335,7 @@ impl State {
     /// Attaching has ended, well or not. Gives the new bell.
     pub(super) fn attached(&mut self, joined: Result<Joined, ChannelError>) -> Option<Box<dyn Bell>> {
         let ring = self.ring.as_mut()?;
-        match joined.and_then(|(peer, bell)| ring.rejoin(peer).map(|()| bell)) {
+        match joined.and_then(|(peer, bell)| ring.join(peer).map(|()| bell)) {
             Ok(bell) => {
                 self.regions.forget();
                 self.probe();
@@ -363,7 +363,7 @@ impl State {
 
     fn post_probe(&mut self, transfer: Transfer, rings: bool) {
         let Some(ring) = &mut self.ring else { return };
-        let bell = rings.then(|| (ring.peer(), CELL as u64));
+        let bell = ring.peer().filter(|_| rings).map(|peer| (peer, CELL as u64));
         ring.post(URGENT, Chain { transfers: vec![transfer], ring: bell, tag: Some(PROBE_TAG) });
     }
 

@@ -21,14 +21,23 @@ const GATHERED: usize = 64 << 10;
 /// Tag of the chain that fetches replies. Requests have numbers from 1 on.
 pub(super) const FETCH: u64 = u64::MAX;
 
+/// What the engine is attached to.
+struct Host {
+    peer: Peer,
+    /// The rings of its memory.
+    rings: Region,
+}
+
+/// Stands for the rings of a host that is not there: chains that name it fail.
+const NOWHERE: RegionId = RegionId(u32::MAX);
+
 /// Memory, engine and positions of one session.
 pub(crate) struct RingSide {
     memory: DpuMemory,
     engine: Arc<dyn DmaEngine>,
     local: RegionId,
-    /// The rings of host memory.
-    rings: Region,
-    peer: Peer,
+    /// The host, if the engine is attached to it.
+    host: Option<Host>,
     queues: usize,
     max_outstanding: usize,
     outstanding: usize,
@@ -47,13 +56,11 @@ pub(crate) struct RingSide {
 }
 
 impl RingSide {
-    /// Starts with empty rings. `local` is the registered DPU memory, `rings` the part of host memory that they are in.
+    /// Starts with empty rings, and without a host. `local` is the registered DPU memory.
     pub(crate) fn new(
         memory: DpuMemory,
         engine: Arc<dyn DmaEngine>,
         local: RegionId,
-        rings: Region,
-        peer: Peer,
         max_outstanding: usize,
         queues: usize,
     ) -> RingSide {
@@ -61,8 +68,7 @@ impl RingSide {
             memory,
             engine,
             local,
-            rings,
-            peer,
+            host: None,
             queues: queues.max(1),
             max_outstanding,
             outstanding: 0,
@@ -138,7 +144,7 @@ impl RingSide {
         self.head += cells as u64;
         self.outstanding += 1;
         self.reserved += ring::footprint(header.reply_max as usize);
-        chain.ring = Some((self.peer.id, cells as u64));
+        chain.ring = self.peer().map(|peer| (peer, cells as u64));
         self.post(URGENT, chain);
         self.head
     }
@@ -181,7 +187,7 @@ impl RingSide {
 
     /// The transfers between the rings and their mirror of one span.
     fn rings_transfers(&self, span: Range<usize>, to_host: bool) -> impl Iterator<Item = Transfer> + use<> {
-        let there = Place { region: self.rings.id(), offset: span.start };
+        let there = Place { region: self.rings(), offset: span.start };
         let here = self.here(span.start);
         let (src, dst) = if to_host { (here, there) } else { (there, here) };
         segments(src, dst, span.len(), self.max_transfer())
@@ -189,7 +195,7 @@ impl RingSide {
 
     /// One transfer between the rings and their mirror.
     pub(super) fn rings_transfer(&self, at: usize, len: usize, to_host: bool) -> Transfer {
-        let (here, there) = (self.here(at), Place { region: self.rings.id(), offset: at });
+        let (here, there) = (self.here(at), Place { region: self.rings(), offset: at });
         let (src, dst) = if to_host { (here, there) } else { (there, here) };
         Transfer { src, dst, len }
     }
@@ -206,12 +212,18 @@ impl RingSide {
     /// Registers a window of the data region that the host has opened.
     pub(super) fn open_window(&self, window: Range<usize>) -> channel::Result<Opened> {
         let origin = self.window_origin(&window);
-        let region = self.engine.register_peer(&self.peer, origin..origin + window.len())?;
+        let host = self.host.as_ref();
+        let host = host.ok_or_else(|| ChannelError::Transfer("the engine is not attached".to_owned()))?;
+        let region = self.engine.register_peer(&host.peer, origin..origin + window.len())?;
         Ok(Opened { region: Arc::new(region), origin })
     }
 
-    pub(super) fn peer(&self) -> PeerId {
-        self.peer.id
+    pub(super) fn peer(&self) -> Option<PeerId> {
+        self.host.as_ref().map(|host| host.peer.id)
+    }
+
+    fn rings(&self) -> RegionId {
+        self.host.as_ref().map_or(NOWHERE, |host| host.rings.id())
     }
 
     /// Bytes taken out of the outbox.
@@ -229,10 +241,10 @@ impl RingSide {
         self.queues = queues.max(1);
     }
 
-    /// Uses another peer from now on: what was registered of the last one is void.
-    pub(super) fn rejoin(&mut self, peer: Peer) -> channel::Result<()> {
-        self.rings = self.engine.register_peer(&peer, 0..self.layout().data_offset())?;
-        self.peer = peer;
+    /// Uses this peer from now on: what was registered of the last one is void.
+    pub(crate) fn join(&mut self, peer: Peer) -> channel::Result<()> {
+        let rings = self.engine.register_peer(&peer, 0..self.layout().data_offset())?;
+        self.host = Some(Host { peer, rings });
         Ok(())
     }
 
