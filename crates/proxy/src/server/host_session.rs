@@ -253,16 +253,29 @@ impl Rings {
         Ok(frames)
     }
 
-    /// Opens the rings again, both empty. What the doorbell still says is of before.
+    /// Opens the rings again, both empty. What the doorbell still says is of before; as it may say more of that later on, and
+    /// positions count from 0 again, nothing may be left that looks like an entry.
     pub(super) fn open(&mut self, cx: &mut Context<'_>) -> Result<(), StoreError> {
         if !self.is_closed() || self.outstanding > 0 {
             let what = format!("{} requests of the rings are unanswered", self.outstanding);
             return Err(StoreError::InvalidArgument(what));
         }
         self.rung_while_closed(cx)?;
+        self.clear();
         (self.closed, self.broken) = (None, false);
         (self.taken, self.head) = (0, 0);
         Ok(())
+    }
+
+    fn clear(&self) {
+        let zeros = [0; 64 << 10];
+        for ring in [self.memory.layout.inbound(), self.memory.layout.outbox()] {
+            for at in (0..ring.len).step_by(zeros.len()) {
+                let len = zeros.len().min(ring.len - at);
+                let inside = self.memory.arena.copy_in(ring.offset + at, &zeros[..len]);
+                debug_assert!(inside, "rings are inside their memory");
+            }
+        }
     }
 }
 
@@ -487,5 +500,35 @@ impl HostSession {
             (Via::Ring, Some(rings)) => rings.put(header, &control, &data),
             _ => self.control.push(header, &control, data),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use channel::Layout;
+    use std::future::poll_fn;
+
+    /// A doorbell of before, heard late, once had the host carry out what an earlier run of the rings had left.
+    #[tokio::test]
+    async fn rings_that_are_opened_again_hold_nothing_of_before() {
+        let memory = HostMemory::new(Layout { ring_len: 64 << 10, data_len: 1 << 20 }).unwrap();
+        let ((reached, host_doorbell), _, _) = Reached::by_descriptors(&memory).unwrap();
+        let ring_host = host_doorbell.try_clone().unwrap();
+        let mut rings = Rings::new(memory, (reached, host_doorbell), 8, Faults::default()).unwrap();
+        let entry = Header::new(Kind::Request, 0, 7).seal(b"call");
+        let (inbound, outbox) = (rings.memory.layout.inbound(), rings.memory.layout.outbox());
+        inbound.write(&rings.memory.arena, 0, &[&entry]);
+        outbox.write(&rings.memory.arena, 0, &[&entry]);
+        rings.close().unwrap();
+        poll_fn(|cx| Poll::Ready(rings.open(cx))).await.unwrap();
+        Doorbell::ring(ring_host.as_fd(), ring::CELL as u64).unwrap();
+        poll_fn(|cx| match rings.hear(cx).unwrap() {
+            true => Poll::Ready(()),
+            false => Poll::Pending,
+        })
+        .await;
+        assert!(matches!(rings.take().unwrap(), Taken::Damage(_)));
+        assert!(outbox.read(&rings.memory.arena, 0, ring::CELL).is_err());
     }
 }

@@ -15,7 +15,7 @@ pub const MIB: usize = 1 << 20;
 /// A session whose DMA is watched closely, and whose engine has `faults`.
 pub fn watched(faults: &Faults) -> SessionOptions {
     SessionOptions {
-        overdue: Duration::from_millis(100),
+        overdue: Duration::from_millis(250),
         cool_down: Duration::from_millis(100),
         verify_every: 1,
         faults: faults.clone(),
@@ -100,15 +100,35 @@ pub fn recovered(times: u64) -> impl Fn(&SessionStatus) -> bool {
     move |status| status.offload.health.recoveries >= times
 }
 
+/// DMA has come back since a fault fired that is armed now, at that site.
+pub fn fired_and_recovered(
+    node: &Node,
+    faults: &Faults,
+    site: Site,
+) -> impl Fn(&SessionStatus) -> bool + use<> {
+    let (before, faults) = (node.session.status().offload.health.recoveries, faults.clone());
+    move |status| {
+        let health = &status.offload.health;
+        faults.fired(site) > 0 && health.recoveries > before && health.state == State::Active
+    }
+}
+
 /// After the faults: one session all along, DMA in use, and nothing left behind.
 pub async fn is_whole(node: &Node) {
     let status = node.session.status();
     assert_eq!((status.sessions, status.last_failure), (1, None), "the session lived through it");
-    assert_eq!(status.offload.health.state, State::Active);
-    let before = node.session.engine().counters().bytes;
-    put(&node.store, 99, 1, MIB).await;
-    check(&node.store, 99, 1, MIB).await;
-    assert!(node.session.engine().counters().bytes >= before + 2 * MIB as u64, "DMA is used again");
+    // On a busy machine a transfer may be overdue without any fault.
+    let deadline = Instant::now() + Duration::from_secs(20);
+    loop {
+        let before = node.session.engine().counters().bytes;
+        put(&node.store, 99, 1, MIB).await;
+        check(&node.store, 99, 1, MIB).await;
+        if node.session.engine().counters().bytes >= before + 2 * MIB as u64 {
+            break;
+        }
+        assert!(Instant::now() < deadline, "DMA is not used again: {:?}", node.session.status());
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
     for _ in 0..200 {
         let status = node.session.status();
         if node.session.pool().free_bytes().0 == 16 * MIB
@@ -126,11 +146,10 @@ pub async fn is_whole(node: &Node) {
 pub async fn survives(path: Path, options: SessionOptions, text: &str, site: Site) -> Node {
     let faults = options.faults.clone();
     let node = faulty_node(path, options).await;
-    for times in 1..=2 {
+    for _ in 0..2 {
         faults.clear();
         faults.arm(fault(text)).unwrap();
-        let operations = load(&node, 6, recovered(times)).await;
-        assert!(faults.fired(site) > 0, "the fault fired");
+        let operations = load(&node, 6, fired_and_recovered(&node, &faults, site)).await;
         assert!(operations > 6, "work went on");
     }
     assert!(node.session.status().offload.health.failures >= 2);
