@@ -509,6 +509,18 @@ mod tests {
     use channel::Layout;
     use std::future::poll_fn;
 
+    #[tokio::test]
+    async fn memory_is_offered_anew_only_where_it_was_offered_and_is_not_in_use() {
+        let memory = HostMemory::new(Layout { ring_len: 64 << 10, data_len: 1 << 20 }).unwrap();
+        let (ours, _, _) = Reached::by_descriptors(&memory).unwrap();
+        let mut rings = Rings::new(memory, ours, 8, Faults::default()).unwrap();
+        let open = rings.offer().unwrap_err().to_string();
+        assert!(open.contains("rings are open"), "{open}");
+        rings.close().unwrap();
+        let descriptors = rings.offer().unwrap_err().to_string();
+        assert!(descriptors.contains("was not offered"), "{descriptors}");
+    }
+
     /// A doorbell of before, heard late, once had the host carry out what an earlier run of the rings had left.
     #[tokio::test]
     async fn rings_that_are_opened_again_hold_nothing_of_before() {
