@@ -57,8 +57,9 @@ pub(super) struct Device {
     urgent_run: usize,
     /// A chain of a paced device whose time is not over: its queue and when it ends.
     paced: Option<(usize, Work, Instant)>,
-    /// Doorbells to be rung, and whether there are completions to tell of.
+    /// Doorbells to be rung, and completions to be told of.
     ringing: Vec<(PeerId, u64)>,
+    completions: Vec<Completion>,
     completed: bool,
     held_chains: usize,
     /// How often spinning paid lately: at 0 it is only tried now and then.
@@ -82,6 +83,7 @@ impl Device {
             urgent_run: 0,
             paced: None,
             ringing: Vec::new(),
+            completions: Vec::new(),
             completed: false,
             held_chains: 0,
             spin_credit: SPIN_CREDIT_MAX,
@@ -338,7 +340,7 @@ impl Device {
         }
         if chain.tag.is_some() || result.is_err() {
             let (tag, started) = (chain.tag.unwrap_or(0), started.unwrap_or(finished));
-            self.shared.completions.push(Completion { tag, result, started, finished });
+            self.completions.push(Completion { tag, result, started, finished });
             self.completed = true;
         }
         self.held_chains += 1;
@@ -387,6 +389,10 @@ impl Device {
                     tracing::error!("the doorbell of {peer:?} cannot be rung: {e}");
                 }
             }
+        }
+        // After the doorbells: whoever sees a chain completed may rely on its doorbell having been rung.
+        for completion in self.completions.drain(..) {
+            self.shared.completions.push(completion);
         }
         if std::mem::take(&mut self.completed) {
             self.shared.waker.wake();

@@ -420,6 +420,10 @@ impl State {
     }
 
     fn probe_failed(&mut self, why: &str) {
+        if !matches!(self.mode, Mode::Probing { .. }) {
+            // A late answer.
+            return;
+        }
         let opening = matches!(self.mode, Mode::Probing { step: Step::Opening, .. });
         self.mode = Mode::Closed;
         self.health.probed(Err(why), Instant::now());
