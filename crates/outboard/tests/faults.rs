@@ -172,6 +172,6 @@ fn mechanisms_can_be_measured_away_and_come_back() {
         node.json(&["bench", "write", "--pool", "p", "--object-size", "64KiB", "--seconds", "1", "--json"]);
     assert!(plain.get("tuning").is_none());
     let log = std::fs::read_to_string(node.dir.path().join("log/osd.log")).unwrap();
-    let last = log.lines().filter(|l| l.contains("the channel is tuned")).next_back().unwrap();
+    let last = log.lines().rfind(|l| l.contains("the channel is tuned")).unwrap();
     assert!(last.contains("pipeline: true") && last.contains("region_cache: 64"), "{last}");
 }

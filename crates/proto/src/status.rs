@@ -76,7 +76,7 @@ pub struct RequestTimes {
 /// How the offload of moving data between OSD and store stands.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OffloadStatus {
-    /// `active`, `cooling down` or `probing`.
+    /// `active`, `cooling down` or `probing`; `not in use` if the session with the store has no memory for it.
     pub state: String,
     /// How often it failed.
     pub failures: u64,
@@ -84,7 +84,7 @@ pub struct OffloadStatus {
     pub failed_probes: u64,
     /// How often a probe found it working again.
     pub recoveries: u64,
-    /// Why it failed last.
+    /// Why it failed last, or is not in use.
     pub last_failure: Option<String>,
     /// Bytes of memory that a late transfer may still touch.
     pub quarantined_bytes: u64,

@@ -175,7 +175,8 @@ impl Report {
         self.emulated = answer.emulated;
         if let Some(offload) = &answer.offload {
             if offload.state != "active" {
-                let why = offload.last_failure.as_deref().unwrap_or("unknown");
+                let why =
+                    offload.last_failure.as_deref().unwrap_or("the store is reached by TCP, or is away");
                 self.problems.push(format!("DMA is {} (payload goes by the socket): {why}", offload.state));
             }
             for fault in &offload.faults {

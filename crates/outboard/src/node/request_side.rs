@@ -142,13 +142,15 @@ fn segments(tuning: Tuning) -> usize {
 }
 
 fn offload_status(session: &Session) -> OffloadStatus {
-    let offload = session.status().offload;
+    let status = session.status();
+    let offload = status.offload;
+    let unused = status.why_no_dma.is_some() || !status.by_dma;
     OffloadStatus {
-        state: offload.health.state.name().to_owned(),
+        state: if unused { "not in use" } else { offload.health.state.name() }.to_owned(),
         failures: offload.health.failures,
         failed_probes: offload.health.failed_probes,
         recoveries: offload.health.recoveries,
-        last_failure: offload.health.last_failure,
+        last_failure: status.why_no_dma.or(offload.health.last_failure),
         quarantined_bytes: offload.quarantined as u64,
         kept_bytes: offload.kept_bytes,
         fallback_bytes: offload.fallback_bytes,
