@@ -213,10 +213,10 @@ async fn compound_changes_happen_together_or_not_at_all() {
 async fn large_and_small_data_in_one_change() {
     let node = Node::start();
     let object = node.object().await;
-    let large = data(1 << 20, 1);
-    object.compound().write(0, large.clone()).write(2 << 20, "end").commit().await.unwrap();
+    let large = data(3 << 20, 1);
+    object.compound().write(0, large.clone()).write(4 << 20, "end").commit().await.unwrap();
     let all = object.get().await.unwrap();
-    assert!(all[..1 << 20] == large[..] && &all[2 << 20..] == b"end" && all.len() == (2 << 20) + 3);
+    assert!(all[..3 << 20] == large[..] && &all[4 << 20..] == b"end" && all.len() == (4 << 20) + 3);
     let overlapping = object.compound().write(0, large).write(10, "x").commit().await;
     assert!(matches!(overlapping, Err(Error::Node(NodeError::BadRequest(_)))));
 }
