@@ -23,7 +23,7 @@ impl Node {
     fn outboard(&self, args: &[&str]) -> Output {
         let mut command = Command::new(env!("CARGO_BIN_EXE_outboard"));
         command.args(args).env("OUTBOARD_DIR", self.dir.path()).env_remove("OUTBOARD_ENDPOINT");
-        for (key, value) in [("OVERDUE", "200ms"), ("COOL_DOWN", "200ms"), ("VERIFY_EVERY", "1")] {
+        for (key, value) in [("OVERDUE", "200ms"), ("COOL_DOWN", "200ms")] {
             command.env(format!("OUTBOARD_CHANNEL_{key}"), value);
         }
         command.output().unwrap()

@@ -19,8 +19,8 @@ const ABLATIONS: [(&str, Option<&str>); 5] = [
     ("--no-pipeline", None),
     ("--no-region-cache", None),
     ("--max-transfer", Some("256KiB")),
-    ("--dma-queues", Some("4")),
-    ("--poll", None),
+    ("--dma-queues", Some("1")),
+    ("--poll", Some("0")),
 ];
 
 /// GiB of fio's file, and what is to stay free.

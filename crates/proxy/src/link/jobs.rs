@@ -466,7 +466,8 @@ impl State {
         control.extend_from_slice(&job.tail);
         let wants_reply = job.wants_reply();
         let by_dma = job.route == Route::Ring && !job.upload.is_empty() || job.arrived > 0;
-        let suspect = by_dma && self.verify.next();
+        // Where faults are armed everything is suspect: what is acknowledged must be right all the same.
+        let suspect = by_dma && (self.faults.any() || self.verify.next());
         let header = Header {
             after: job.after,
             reply_max: job.reply_max as u32,
