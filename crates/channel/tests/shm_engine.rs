@@ -171,10 +171,12 @@ async fn a_doorbell_can_get_lost() {
 async fn the_paced_profile_takes_payload_one_at_a_time() {
     let rig = rig_with(ShmOptions { profile: Profile::Bf3Paper, ..ShmOptions::default() }).await;
     let payload = || vec![rig.to_peer(0, 1_000_000)];
-    for (queue, tag) in [(BULK, 1), (BULK + 1, 2)] {
+    // Also on the urgent queue: what counts is what is moved.
+    for (queue, tag) in [(BULK, 1), (URGENT, 2)] {
         rig.engine.post(queue, tagged(payload(), tag)).unwrap();
     }
-    let done = rig.completions(2).await;
+    let mut done = rig.completions(2).await;
+    done.sort_by_key(|completion| completion.started);
     let cost = Duration::from_micros(2400 + 380);
     for completion in &done {
         assert!(completion.finished - completion.started >= cost, "{completion:?}");

@@ -118,7 +118,7 @@ impl Device {
 
     /// Whether there is something new that could be done: what is behind a head that waits is not.
     fn has_input(&self) -> bool {
-        let open = |queue: usize| self.heads[queue].is_none() && (queue == URGENT || self.paced.is_none());
+        let open = |queue: usize| self.heads[queue].is_none() && !self.is_paced(queue);
         let mut queues = self.shared.queues.iter().enumerate();
         !self.shared.commands.is_empty() || queues.any(|(i, queue)| open(i) && !queue.items.is_empty())
     }
@@ -233,7 +233,7 @@ impl Device {
             false => others.chain([URGENT]).collect(),
         };
         for queue in order {
-            if queue != URGENT && self.paced.is_some() || !self.fill(queue) {
+            if self.is_paced(queue) || !self.fill(queue) || self.paced.is_some() && self.has_payload(queue) {
                 continue;
             }
             if let Some(until) = self.heads[queue].as_ref().and_then(|work| work.stalled) {
@@ -252,6 +252,15 @@ impl Device {
         }
         self.urgent_run = 0;
         earliest.map_or(Turn::Idle, Turn::Wait)
+    }
+
+    /// Whether the chain whose time is not over is of this queue, so that nothing behind it may be done.
+    fn is_paced(&self, queue: usize) -> bool {
+        self.paced.as_ref().is_some_and(|(of, ..)| *of == queue)
+    }
+
+    fn has_payload(&self, queue: usize) -> bool {
+        self.heads[queue].as_ref().is_some_and(|work| is_payload(&work.chain))
     }
 
     fn waits_for_time(&self) -> bool {
@@ -285,7 +294,7 @@ impl Device {
             }
         }
         match self.pace {
-            Some((setup, per_byte)) if queue != URGENT && !work.chain.is_empty() => {
+            Some((setup, per_byte)) if is_payload(&work.chain) => {
                 let bytes = u32::try_from(work.chain.len()).unwrap_or(u32::MAX);
                 // Per 1000 bytes, as a nanosecond is too coarse for one.
                 let until = started + setup + per_byte * (bytes / 1000);
@@ -398,4 +407,9 @@ impl Device {
             self.shared.waker.wake();
         }
     }
+}
+
+/// Whether a chain moves more than entries of rings.
+fn is_payload(chain: &Chain) -> bool {
+    chain.len() > COALESCE_BYTES
 }
