@@ -21,6 +21,7 @@ demo: setup-demo ## Start a node, copy a real tree in and out while killing its 
 	@$(CARGO) run -q --release --locked --bin outboard-demo
 
 test: setup ## Run every test
+	@scripts/setup test
 	$(CARGO) test --locked --workspace
 
 lint: setup ## Formatting and clippy, warnings are errors
