@@ -227,11 +227,11 @@ impl Device {
             wait(*until);
         }
         let urgent_first = self.urgent_run < URGENT_RUN;
-        let others = (1..QUEUES).map(|i| 1 + (self.last + i - 1) % (QUEUES - 1));
-        let order: Vec<usize> = match urgent_first {
-            true => std::iter::once(URGENT).chain(others).collect(),
-            false => others.chain([URGENT]).collect(),
-        };
+        let mut order: [usize; QUEUES] =
+            std::array::from_fn(|i| if i == 0 { URGENT } else { 1 + (self.last + i - 1) % (QUEUES - 1) });
+        if !urgent_first {
+            order.rotate_left(1);
+        }
         for queue in order {
             if self.is_paced(queue) || !self.fill(queue) || self.paced.is_some() && self.has_payload(queue) {
                 continue;
