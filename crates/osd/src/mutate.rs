@@ -125,7 +125,7 @@ impl Change<'_> {
         if unseen && self.replaces_object() {
             turn.settled().await;
             pg.target.still(epoch)?;
-            return self.queue_and_leave(Basis::Unknown, turn, progress, epoch).await;
+            return self.queue_and_leave(Basis::Unknown, false, turn, progress, epoch).await;
         }
         if unseen && self.makes_object() && pg.expects_new.guess() {
             match self.make_unseen(turn, progress.object, data, epoch).await? {
@@ -133,20 +133,25 @@ impl Change<'_> {
                 Err(back) => turn = back,
             }
         }
+        // What is known of the object counts only if nothing that is pending can fail to make it so.
+        let certain = turn.follows_blind_ones();
         let mut info = self.look(progress.object, epoch).await?;
-        let blind = self.conditions.is_empty() && info.is_some_and(|i| draft::is_blind(self.ops, data, &i));
+        let blind = certain
+            && self.conditions.is_empty()
+            && info.is_some_and(|i| draft::is_blind(self.ops, data, &i));
         if !blind {
             turn.settled().await;
             pg.target.still(epoch)?;
             info = pg.info(&self.place.oid, progress.object, epoch).await?;
         }
-        self.queue_and_leave(Basis::Known(info), turn, progress, epoch).await
+        self.queue_and_leave(Basis::Known(info), blind, turn, progress, epoch).await
     }
 
     /// Queues the change and leaves the turn to others while it becomes durable.
     async fn queue_and_leave<'a>(
         &self,
         basis: Basis,
+        blind: bool,
         turn: Turn<'a>,
         progress: &mut Progress<'a>,
         epoch: u64,
@@ -154,7 +159,7 @@ impl Change<'_> {
         let data = progress.data.as_ref().unwrap_or(&Gathered::None);
         let (queued, committed) = self.queue(basis, data, epoch).await?;
         progress.object.learn(epoch, queued.new);
-        let pending = turn.pend(epoch);
+        let pending = turn.pend(epoch, blind);
         let outcome = committed.await;
         self.conclude((queued, pending, outcome), progress, epoch)
     }
@@ -211,7 +216,7 @@ impl Change<'_> {
             pg.expects_new.learn(true);
             object.learn(epoch, queued.new);
         }
-        Ok(Ok((queued, turn.pend(epoch), outcome)))
+        Ok(Ok((queued, turn.pend(epoch, false), outcome)))
     }
 
     /// Works the change out for an object as it is and queues its transaction.

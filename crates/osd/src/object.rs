@@ -54,8 +54,8 @@ pub(crate) fn user_xattr(name: &[u8]) -> Bytes {
 #[derive(Default)]
 pub(crate) struct ObjectState {
     pub(crate) turnstile: Turnstile,
-    /// What the object will be once everything queued is durable, and the epoch in which that was learnt. Inside:
-    /// `None` if there is no such object.
+    /// What the object will be once everything queued is durable, and the epoch in which that was learnt; forgotten
+    /// should something of it fail. Inside: `None` if there is no such object.
     info: RefCell<Option<(u64, Option<ObjectInfo>)>>,
 }
 

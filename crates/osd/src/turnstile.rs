@@ -2,8 +2,10 @@
 //!
 //! Every op draws a ticket. One op at a time is *in turn*, in the order of the tickets: it looks at the object, queues
 //! its transaction and leaves, its commit *pending*. An op that must know what came of those before it waits, in turn,
-//! until nothing before it is pending. When the store is lost the pending ops come back with the tickets they had, and
-//! nobody overtakes them: a ticket is not let in while an older one is pending from an earlier epoch.
+//! until nothing before it is pending. An op that changes nothing which others depend on is called *blind*; such ops are
+//! pending side by side, but wait for those that are not, since what these make of the object is open until their outcome
+//! is known. When the store is lost the pending ops come back with the tickets they had, and nobody overtakes them: a
+//! ticket is not let in while an older one is pending from an earlier epoch.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -21,9 +23,14 @@ struct Inner {
     next_ticket: u64,
     in_turn: Option<u64>,
     waiting: BTreeMap<u64, Waker>,
-    /// Epoch in which each pending op was queued.
-    pending: BTreeMap<u64, u64>,
+    pending: BTreeMap<u64, Queued>,
     settling: Option<Waker>,
+}
+
+/// What is to be known of a pending op.
+struct Queued {
+    epoch: u64,
+    blind: bool,
 }
 
 impl Turnstile {
@@ -56,7 +63,7 @@ impl<'a> Ticket<'a> {
             let first = inner.waiting.first_key_value().is_none_or(|(first, _)| *first >= self.number);
             if first && inner.in_turn.is_none() {
                 let now = epoch();
-                if inner.pending.range(..self.number).all(|(_, queued_in)| *queued_in == now) {
+                if inner.pending.range(..self.number).all(|(_, queued)| queued.epoch == now) {
                     inner.waiting.remove(&self.number);
                     inner.in_turn = Some(self.number);
                     return Poll::Ready(());
@@ -97,9 +104,17 @@ impl<'a> Turn<'a> {
         .await;
     }
 
-    /// Ends the turn with a transaction queued in `epoch`, whose outcome is pending until the result is dropped.
-    pub(crate) fn pend(self, epoch: u64) -> Pending<'a> {
-        self.turnstile.inner.borrow_mut().pending.insert(self.ticket, epoch);
+    /// Whether all that is pending with an older ticket is blind: whatever comes of it, the object's size and kind are
+    /// those that are known now.
+    pub(crate) fn follows_blind_ones(&self) -> bool {
+        let inner = self.turnstile.inner.borrow();
+        inner.pending.range(..self.ticket).all(|(_, queued)| queued.blind)
+    }
+
+    /// Ends the turn with a transaction queued in `epoch`, whose outcome is pending until the result is dropped. `blind`
+    /// says that it changes nothing which others depend on, whether it succeeds or not.
+    pub(crate) fn pend(self, epoch: u64, blind: bool) -> Pending<'a> {
+        self.turnstile.inner.borrow_mut().pending.insert(self.ticket, Queued { epoch, blind });
         Pending { turnstile: self.turnstile, ticket: self.ticket }
     }
 }
@@ -162,12 +177,12 @@ mod tests {
     async fn nobody_overtakes_an_op_whose_outcome_was_lost() {
         let turnstile = Turnstile::default();
         let (lost, later) = (turnstile.ticket(), turnstile.ticket());
-        let pending = lost.enter(|| 1).await.pend(1);
+        let pending = lost.enter(|| 1).await.pend(1, false);
         let mut waiting = Box::pin(later.enter(|| 2));
         assert!(poll_once(&mut waiting).is_none(), "pending from an older epoch");
         pending.back_in_line();
         assert!(poll_once(&mut waiting).is_none(), "the lost op has its place back");
-        drop(lost.enter(|| 2).await.pend(2));
+        drop(lost.enter(|| 2).await.pend(2, false));
         assert!(poll_once(&mut waiting).is_some());
     }
 
@@ -175,7 +190,7 @@ mod tests {
     async fn an_op_that_gives_up_blocks_nobody() {
         let turnstile = Turnstile::default();
         let (lost, later) = (turnstile.ticket(), turnstile.ticket());
-        lost.enter(|| 1).await.pend(1).back_in_line();
+        lost.enter(|| 1).await.pend(1, false).back_in_line();
         let mut waiting = Box::pin(later.enter(|| 2));
         assert!(poll_once(&mut waiting).is_none());
         drop(lost);
@@ -186,12 +201,27 @@ mod tests {
     async fn settling_waits_for_older_ops_only() {
         let turnstile = Turnstile::default();
         let (first, second) = (turnstile.ticket(), turnstile.ticket());
-        let pending = first.enter(|| 1).await.pend(1);
+        let pending = first.enter(|| 1).await.pend(1, false);
         let turn = second.enter(|| 1).await;
         let mut settled = Box::pin(turn.settled());
         assert!(poll_once(&mut settled).is_none());
         drop(pending);
         assert!(poll_once(&mut settled).is_some());
+    }
+
+    #[tokio::test]
+    async fn an_op_follows_blind_ones_if_no_older_one_is_anything_else() {
+        let turnstile = Turnstile::default();
+        let (first, second, third) = (turnstile.ticket(), turnstile.ticket(), turnstile.ticket());
+        let sighted = first.enter(|| 1).await.pend(1, false);
+        let turn = second.enter(|| 1).await;
+        assert!(!turn.follows_blind_ones());
+        drop(sighted);
+        assert!(turn.follows_blind_ones(), "nothing is pending");
+        let blind = turn.pend(1, true);
+        let turn = third.enter(|| 1).await;
+        assert!(turn.follows_blind_ones());
+        drop(blind);
     }
 
     fn poll_once<F: Future + Unpin>(f: &mut F) -> Option<F::Output> {

@@ -36,6 +36,7 @@ pub(crate) struct FaultStore {
     armed_after: AtomicBool,
     armed_read: AtomicBool,
     armed_late_read: AtomicBool,
+    armed_full: AtomicBool,
     /// While that is set, nothing becomes durable, and late reads wait.
     held: watch::Sender<bool>,
     /// Calls that found `held` set.
@@ -57,6 +58,7 @@ impl FaultStore {
             armed_after: AtomicBool::new(false),
             armed_read: AtomicBool::new(false),
             armed_late_read: AtomicBool::new(false),
+            armed_full: AtomicBool::new(false),
             held: watch::Sender::new(false),
             waited: AtomicU64::new(0),
             fired: AtomicU64::new(0),
@@ -71,7 +73,13 @@ impl FaultStore {
         armed.store(true, Ordering::SeqCst);
     }
 
+    /// Makes the next transaction with data be refused for want of space.
+    pub(crate) fn arm_full(&self) {
+        self.armed_full.store(true, Ordering::SeqCst);
+    }
+
     fn disarm(&self) {
+        self.armed_full.store(false, Ordering::SeqCst);
         self.armed_before.store(false, Ordering::SeqCst);
         self.armed_after.store(false, Ordering::SeqCst);
     }
@@ -133,6 +141,14 @@ impl ObjectStore for FaultStore {
         let has_data = transaction.ops.iter().any(|op| matches!(op, Op::Write { .. }));
         if has_data && self.armed_before.swap(false, Ordering::SeqCst) {
             return self.lose();
+        }
+        if has_data && self.armed_full.swap(false, Ordering::SeqCst) {
+            self.fired.fetch_add(1, Ordering::SeqCst);
+            let known = self.until_let_go();
+            return Box::pin(async move {
+                known.await;
+                Err(StoreError::NoSpace { needed: 1, free: 0 })
+            });
         }
         let mut transaction = transaction;
         for op in &mut transaction.ops {
@@ -304,8 +320,13 @@ impl Node {
 
     /// A client with a pool.
     pub(crate) async fn pool(&self) -> (Client, Pool) {
+        self.pool_of(0).await
+    }
+
+    /// A client with a pool of that many placement groups; 0 for the usual number.
+    pub(crate) async fn pool_of(&self, groups: u32) -> (Client, Pool) {
         let client = self.client().await;
-        client.create_pool("pool").await.unwrap();
+        client.create_pool_with("pool", groups).await.unwrap();
         let pool = client.pool("pool").unwrap();
         (client, pool)
     }
@@ -322,6 +343,11 @@ impl Node {
     /// Takes back what was armed and has not fired.
     pub(crate) fn disarm(&self) {
         self.stores.iter().for_each(|s| s.disarm());
+    }
+
+    /// Makes the next change of data be refused for want of space, once.
+    pub(crate) fn arm_full(&self) {
+        self.stores.iter().for_each(|s| s.arm_full());
     }
 
     pub(crate) fn hold(&self, held: bool) {

@@ -5,6 +5,7 @@ mod hostile;
 mod model;
 mod network;
 mod ops;
+mod pending;
 mod raw;
 mod retry;
 mod staging;

@@ -1,0 +1,124 @@
+//! Changes that come while the outcome of earlier ones is open.
+
+use base::block::Payload;
+use bytes::Bytes;
+use client::{Error, NodeError, Object};
+use proto::{Data, Mutation, ReplyBody, RequestBody, Source};
+
+use crate::common::{Node, data};
+use crate::raw::{Raw, head, mutate};
+
+const BLOCK: usize = 4096;
+
+fn overwrite(offset: usize, bytes: &Bytes) -> RequestBody {
+    let source = Source::Embedded(bytes.clone());
+    mutate("object", vec![Mutation::Write { offset: offset as u64, source }], Data::None)
+}
+
+/// An object that does not exist yet, in a placement group that is in use.
+async fn object(node: &Node) -> Object {
+    let (_client, pool) = node.pool_of(1).await;
+    pool.object("other").unwrap().put("x").await.unwrap();
+    pool.object("object").unwrap()
+}
+
+/// Has `first` wait for its outcome while `then` comes, then lets both go; what came of each.
+async fn while_pending<T>(
+    node: &Node,
+    first: impl Future<Output = T>,
+    then: RequestBody,
+) -> (T, proto::Result<ReplyBody>) {
+    let mut raw = Raw::connect(&node.endpoint, None).await;
+    node.hold(true);
+    let following = async {
+        node.waited(1).await;
+        raw.send(proto::encode_request(&head(1), &then), Payload::default()).await;
+        // Requests of one connection begin in order, so that once this is answered the one before has got as far as it can.
+        raw.send(proto::encode_request(&head(2), &RequestBody::PoolList), Payload::default()).await;
+        assert_eq!(raw.reply().await.unwrap().seq, 2);
+        node.hold(false);
+        raw.reply().await.unwrap().result
+    };
+    tokio::join!(first, following)
+}
+
+fn size(changed: proto::Result<ReplyBody>) -> u64 {
+    match changed.unwrap() {
+        ReplyBody::Mutated(mutated) => mutated.size,
+        other => panic!("{other:?}"),
+    }
+}
+
+async fn assert_is(object: &Object, expected: &[u8]) {
+    assert_eq!(object.stat().await.unwrap().size, expected.len() as u64);
+    assert!(object.get().await.unwrap() == expected);
+}
+
+/// A regression: the later write took over the size that the refused change would have left.
+#[tokio::test]
+async fn a_refused_truncation_does_not_show_in_what_a_later_write_leaves() {
+    let node = Node::start();
+    let object = object(&node).await;
+    let (old, new) = (data(4 * BLOCK, 1), data(BLOCK, 2));
+    object.put(old.clone()).await.unwrap();
+    object.set_xattr("a", data(40 << 10, 3)).await.unwrap();
+    let cut = object.compound().truncate(BLOCK as u64).set_xattr("b", data(40 << 10, 4)).commit();
+    let (cut, written) = while_pending(&node, cut, overwrite(0, &new)).await;
+    assert!(matches!(cut, Err(Error::Node(NodeError::TooLarge { .. }))), "{cut:?}");
+    assert_eq!(size(written), 4 * BLOCK as u64);
+    assert_is(&object, &[&new[..], &old[BLOCK..]].concat()).await;
+}
+
+/// A regression: the later write made an object whose recorded size was that of the refused one, and so could not be read.
+#[tokio::test]
+async fn a_write_after_a_refused_put_makes_an_object_of_its_own_size() {
+    let node = Node::start();
+    let object = object(&node).await;
+    let new = data(BLOCK, 2);
+    node.arm_full();
+    let fired = node.fired();
+    let (put, written) = while_pending(&node, object.put(data(2 * BLOCK, 1)), overwrite(0, &new)).await;
+    assert_eq!(node.fired(), fired + 1, "the fault fired");
+    assert!(matches!(put, Err(Error::Node(NodeError::NoSpace { .. }))), "{put:?}");
+    assert_eq!(size(written), BLOCK as u64);
+    assert_is(&object, &new).await;
+}
+
+#[tokio::test]
+async fn a_write_after_a_refused_growth_does_not_take_over_its_size() {
+    let node = Node::start();
+    let object = object(&node).await;
+    let (old, new) = (data(2 * BLOCK, 1), data(BLOCK, 2));
+    object.put(old.clone()).await.unwrap();
+    node.arm_full();
+    let fired = node.fired();
+    let grow = object.write(2 * BLOCK as u64, data(2 * BLOCK, 3));
+    let (grown, written) = while_pending(&node, grow, overwrite(2 * BLOCK, &new)).await;
+    assert_eq!(node.fired(), fired + 1, "the fault fired");
+    assert!(matches!(grown, Err(Error::Node(NodeError::NoSpace { .. }))), "{grown:?}");
+    assert_eq!(size(written), 3 * BLOCK as u64);
+    assert_is(&object, &[&old[..], &new[..]].concat()).await;
+}
+
+#[tokio::test]
+async fn overwrites_within_an_object_do_not_wait_for_each_other_and_stand_alone() {
+    let node = Node::start();
+    let object = object(&node).await;
+    let (old, new) = (data(4 * BLOCK, 1), data(BLOCK, 2));
+    object.put(old.clone()).await.unwrap();
+    node.arm_full();
+    node.hold(true);
+    let refused = object.write(0, data(BLOCK, 3));
+    let taken = async {
+        node.waited(1).await;
+        object.write(BLOCK as u64, new.clone()).await
+    };
+    let both_pending = async {
+        node.waited(2).await;
+        node.hold(false);
+    };
+    let (refused, taken, ()) = tokio::join!(refused, taken, both_pending);
+    assert!(matches!(refused, Err(Error::Node(NodeError::NoSpace { .. }))), "{refused:?}");
+    taken.unwrap();
+    assert_is(&object, &[&old[..BLOCK], &new[..], &old[2 * BLOCK..]].concat()).await;
+}
