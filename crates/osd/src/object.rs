@@ -50,6 +50,11 @@ pub(crate) fn user_xattr(name: &[u8]) -> Bytes {
     [b"u", name].concat().into()
 }
 
+/// The reverse of [`user_xattr`]: `None` for what the OSD itself notes with an object.
+pub(crate) fn user_xattr_name(stored: &Bytes) -> Option<Bytes> {
+    stored.starts_with(b"u").then(|| stored.slice(1..))
+}
+
 /// An object in use, or used lately.
 #[derive(Default)]
 pub(crate) struct ObjectState {

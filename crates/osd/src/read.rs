@@ -17,7 +17,7 @@ use tokio::time::Instant;
 use crate::fail::{Fail, Step, unavailable};
 use crate::gather::SEGMENT;
 use crate::mutate::check_conditions;
-use crate::object::{INFO_XATTR, ObjectInfo, ObjectState, user_xattr};
+use crate::object::{ObjectInfo, ObjectState, user_xattr, user_xattr_name};
 use crate::osd::{Osd, Place, Request};
 
 /// First pause before an op is tried again after the store was lost; doubles up to half a second.
@@ -242,8 +242,8 @@ async fn answer(place: &Place, info: &ObjectInfo, op: &QueryOp) -> Step<QueryAns
         },
         QueryOp::Xattrs => {
             let all = store.get_xattrs(&pg.cid, oid).await?;
-            let users = all.into_iter().filter(|(name, _)| *name != INFO_XATTR);
-            QueryAnswer::Xattrs(users.map(|(name, value)| (name.slice(1..), value)).collect())
+            let users = all.into_iter().filter_map(|(name, value)| Some((user_xattr_name(&name)?, value)));
+            QueryAnswer::Xattrs(users.collect())
         }
         QueryOp::OmapGet(keys) => {
             let entries = store.omap_get(&pg.cid, oid, keys.clone()).await?;

@@ -47,6 +47,8 @@ async fn a_striped_object_is_one_object() {
     assert!(out == bytes);
     assert_eq!(object.xattr("kept").await.unwrap().unwrap(), "yes");
     assert_eq!(object.parts().await, 13);
+    let names: Vec<_> = object.xattrs().await.unwrap().into_iter().map(|(name, _)| name).collect();
+    assert_eq!(names, ["kept"], "what the node itself notes is not among them");
 
     let striped = |r: Result<_, Error>| assert!(matches!(r, Err(Error::Node(NodeError::Striped { .. }))));
     striped(object.write(5, "x").await);
