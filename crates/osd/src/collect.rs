@@ -86,7 +86,13 @@ impl Osd {
 
     /// Whether a part's head does not name its upload and never will.
     async fn is_orphan(&self, pool: &Pool, name: &StoredName, part: PartId, grace: Duration) -> Step<bool> {
-        let head = self.head_of(&pool.place(&name.namespace, &name.object, None)).await?;
+        let head_place = pool.place(&name.namespace, &name.object, None);
+        let names = |manifest: Option<Manifest>| manifest.is_some_and(|m| m.upload == part.upload);
+        // What is known here spares asking the store anew for every part of an object that is in use.
+        if names(self.info_of(&head_place).await?.and_then(|info| info.manifest)) {
+            return Ok(false);
+        }
+        let head = self.head_of(&head_place).await?;
         if head.named == Some(part.upload) {
             return Ok(false);
         }

@@ -45,6 +45,8 @@ pub(crate) struct FaultStore {
     pub(crate) fired: AtomicU64,
     /// Whether to take staged data for transferred, as a store behind a channel does.
     pub(crate) transfers: AtomicBool,
+    /// Calls that asked for all xattrs of an object.
+    pub(crate) listed_xattrs: AtomicU64,
     /// Transactions that would have made an object that there is.
     pub(crate) not_new: Arc<AtomicU64>,
 }
@@ -63,6 +65,7 @@ impl FaultStore {
             waited: AtomicU64::new(0),
             fired: AtomicU64::new(0),
             transfers: AtomicBool::new(false),
+            listed_xattrs: AtomicU64::new(0),
             not_new: Arc::default(),
         })
     }
@@ -212,6 +215,7 @@ impl ObjectStore for FaultStore {
         cid: &CollectionId,
         oid: &ObjectId,
     ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>> {
+        self.listed_xattrs.fetch_add(1, Ordering::SeqCst);
         self.inner.get_xattrs(cid, oid)
     }
     fn omap_get_header(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Bytes>> {
@@ -363,6 +367,10 @@ impl Node {
 
     pub(crate) fn not_new(&self) -> u64 {
         self.stores.iter().map(|s| s.not_new.load(Ordering::SeqCst)).sum()
+    }
+
+    pub(crate) fn listed_xattrs(&self) -> u64 {
+        self.stores.iter().map(|s| s.listed_xattrs.load(Ordering::SeqCst)).sum()
     }
 
     pub(crate) fn fired(&self) -> u64 {

@@ -145,6 +145,18 @@ async fn parts_left_behind_by_an_osd_that_had_not_seen_them_are_collected_at_onc
 }
 
 #[tokio::test]
+async fn parts_of_a_head_that_is_known_are_kept_without_asking_the_store_for_each() {
+    let node = Node::start();
+    let (client, object) = object(&node).await;
+    let bytes = data(2 << 20, 1);
+    object.put(bytes.clone()).await.unwrap();
+    let asked = node.listed_xattrs();
+    assert_eq!(client.collect_orphans(Duration::ZERO).await.unwrap(), 0);
+    assert_eq!((node.parts(), node.listed_xattrs()), (8, asked));
+    assert!(object.get().await.unwrap() == bytes);
+}
+
+#[tokio::test]
 async fn a_head_whose_parts_were_collected_is_refused() {
     let node = Node::start();
     let (client, object) = object(&node).await;
