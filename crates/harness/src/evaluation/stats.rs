@@ -32,12 +32,6 @@ impl Estimate {
     pub fn exact(value: f64) -> Estimate {
         Estimate { median: value, low: value, high: value, n: 1, confidence: 0.0 }
     }
-
-    /// The same in another unit.
-    #[must_use]
-    pub fn scaled(self, factor: f64) -> Estimate {
-        Estimate { median: self.median * factor, low: self.low * factor, high: self.high * factor, ..self }
-    }
 }
 
 /// Median and interval of some values; none of none. What is not a number does not count.
