@@ -1,5 +1,6 @@
 //! What is done in a round, in which order, and how long that takes.
 
+use super::order::turns;
 use super::settings::Settings;
 use super::workload::{Case, Config, MIB, Mode};
 
@@ -72,22 +73,28 @@ pub fn setup_seconds(settings: &Settings) -> f64 {
     files as f64 + 20.0 + settings.large_set().map_or(0.0, |objects| objects as f64 / 3000.0)
 }
 
-/// The steps of a round, from 1. Systems take turns in going first, so that none always has the drive that another has just left.
+/// The steps of a round, from 1. Wherever systems are compared their order is balanced over the rounds (`order`), so that none always has
+/// the drive that the same other one has just left.
 #[must_use]
 pub fn round(settings: &Settings, subjects: &Subjects, round: u32) -> Vec<Step> {
     let configs = &subjects.configs;
+    let turn = round.saturating_sub(1) as usize;
     let mut steps = Vec::new();
     for (i, size) in settings.sizes().into_iter().enumerate() {
         steps.push(Step::Drive { size });
-        let first = (round as usize + i) % configs.len().max(1);
-        let turns = configs.iter().cycle().skip(first).take(configs.len());
-        steps.extend(turns.map(|config| Step::Modes { config: *config, size }));
+        steps.extend(turns(configs, turn + i).into_iter().map(|config| Step::Modes { config, size }));
     }
-    let nodes = || configs.iter().copied().filter(|c| [Config::Host, Config::DpuMemcpy].contains(c));
+    let among = |wanted: &[Config]| -> Vec<Config> {
+        let there: Vec<Config> = wanted.iter().copied().filter(|c| configs.contains(c)).collect();
+        turns(&there, turn)
+    };
     if !settings.quick {
-        steps.extend(nodes().map(|c| Step::Run(Case::new(c, Mode::Write, MIB).one_at_a_time())));
-        steps.extend(nodes().map(|c| Step::Run(Case::large_set(c))));
-        steps.extend(configs.contains(&Config::Ceph).then_some(Step::CephLargeSet));
+        let alone = among(&[Config::Host, Config::DpuMemcpy]).into_iter();
+        steps.extend(alone.map(|c| Step::Run(Case::new(c, Mode::Write, MIB).one_at_a_time())));
+        steps.extend(among(&[Config::Host, Config::DpuMemcpy, Config::Ceph]).into_iter().map(|c| match c {
+            Config::Ceph => Step::CephLargeSet,
+            node => Step::Run(Case::large_set(node)),
+        }));
         for option in &subjects.ablations {
             let ablated = |size| Case::new(subjects.ablated(), Mode::Write, size).without(option);
             steps.extend([MIB, 4 * MIB].map(|size| Step::Run(ablated(size))));
@@ -139,6 +146,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
+    use crate::evaluation::workload::Set;
 
     #[test]
     fn every_system_goes_first_at_every_size_in_some_round() {
@@ -155,6 +163,40 @@ mod tests {
         for size in settings.sizes() {
             assert_eq!((1..=4).map(|r| first(r, size)).collect::<BTreeSet<_>>().len(), 4, "{size}");
         }
+    }
+
+    #[test]
+    fn who_follows_whom_changes_wherever_systems_are_compared() {
+        let settings = Settings { quick: false, ..Settings::from_env() };
+        // The systems in the order in which a round has those of its steps that `of` knows.
+        let orders = |rounds: u32, of: &dyn Fn(Step) -> Option<Config>| -> Vec<Vec<Config>> {
+            let of_round = |r| round(&settings, &Subjects::all(), r).into_iter().filter_map(of).collect();
+            (1..=rounds).map(of_round).collect()
+        };
+        let check = |orders: Vec<Vec<Config>>, pairs: usize, times: usize| {
+            let mut found: Vec<_> = orders.iter().flat_map(|o| o.windows(2).map(|w| (w[0], w[1]))).collect();
+            found.sort_unstable();
+            assert!(found.chunk_by(|a, b| a == b).all(|same| same.len() == times), "{found:?}");
+            assert_eq!(found.len(), pairs * times);
+        };
+        for size in settings.sizes() {
+            let at_size = move |step| match step {
+                Step::Modes { config, size: found } if found == size => Some(config),
+                _ => None,
+            };
+            check(orders(4, &at_size), 12, 1);
+        }
+        let alone = |step| match step {
+            Step::Run(case) if case.in_flight == 1 => Some(case.config),
+            _ => None,
+        };
+        check(orders(4, &alone), 2, 2);
+        let large = |step| match step {
+            Step::Run(case) if case.set == Set::Large => Some(case.config),
+            Step::CephLargeSet => Some(Config::Ceph),
+            _ => None,
+        };
+        check(orders(6, &large), 6, 2);
     }
 
     #[test]

@@ -1,0 +1,72 @@
+//! Who follows whom. What runs first leaves something behind for what runs next: a warm drive, work that was put off. So over the
+//! rounds each follows each of the others equally often.
+
+/// Those of `members` in the order of a round: the rows of a Williams square, one after the other. Of an even number `n`, each directly
+/// follows each other once in any `n` rounds that follow each other, and each is at each place once. An odd number needs `2 n` rounds,
+/// the second half of which is the first one backwards, and they start at a multiple of `n`.
+#[must_use]
+pub fn turns<T: Clone>(members: &[T], round: usize) -> Vec<T> {
+    let n = members.len().max(1);
+    // 0, 1, n - 1, 2, n - 2, …: each step is of another length, so that all rows together make each step from everywhere.
+    let zigzag = |place: usize| if place % 2 == 1 { place.div_ceil(2) } else { n - place / 2 };
+    let mut order: Vec<T> =
+        (0..members.len()).map(|place| members[(zigzag(place) + round) % n].clone()).collect();
+    if n % 2 == 1 && (round / n) % 2 == 1 {
+        order.reverse();
+    }
+    order
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+
+    /// How often each directly follows each other, and how often each is at each place.
+    fn counts(n: usize, rounds: std::ops::Range<usize>) -> [BTreeMap<(usize, usize), u32>; 2] {
+        let (mut pairs, mut places) = (BTreeMap::new(), BTreeMap::new());
+        let members: Vec<usize> = (0..n).collect();
+        for round in rounds {
+            let order = turns(&members, round);
+            order.windows(2).for_each(|w| *pairs.entry((w[0], w[1])).or_default() += 1);
+            order.iter().enumerate().for_each(|at| *places.entry((at.0, *at.1)).or_default() += 1);
+        }
+        [pairs, places]
+    }
+
+    #[test]
+    fn each_follows_each_other_equally_often() {
+        for n in 1..=9 {
+            let (rounds, times) = if n % 2 == 0 { (n, 1) } else { (2 * n, 2) };
+            for start in [0, 3 * n] {
+                let [pairs, places] = counts(n, start..start + rounds);
+                assert_eq!(pairs.len(), n * (n - 1), "{n}");
+                assert!(pairs.values().all(|count| *count == times), "{n}: {pairs:?}");
+                assert_eq!(places.len(), n * n, "{n}");
+                assert!(places.values().all(|count| *count == times), "{n}: {places:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn an_even_number_is_in_balance_from_any_round_on() {
+        for start in 0..8 {
+            let [pairs, _] = counts(4, start..start + 4);
+            assert!(pairs.len() == 12 && pairs.values().all(|count| *count == 1), "{start}: {pairs:?}");
+        }
+    }
+
+    #[test]
+    fn seven_rounds_of_four_are_nearly_in_balance() {
+        let [pairs, _] = counts(4, 1..8);
+        assert_eq!(pairs.len(), 12);
+        assert!(pairs.values().all(|count| (1..=2).contains(count)), "{pairs:?}");
+    }
+
+    #[test]
+    fn nobody_is_left_out_and_nobody_is_needed() {
+        assert!(turns::<u8>(&[], 5).is_empty());
+        assert_eq!(turns(&['a'], 5), ['a']);
+    }
+}
