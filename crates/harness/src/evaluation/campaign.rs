@@ -108,6 +108,7 @@ impl<'a> Campaign<'a> {
         pause(SHRINK_SECONDS);
         let outcome = ceph.bench(round, &Case::large_set(Config::Ceph), self.settings.seconds);
         ceph.limit_memory(false)?;
+        ceph.settle()?;
         self.found.samples.push(outcome?);
         Ok(())
     }

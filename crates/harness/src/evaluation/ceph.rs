@@ -3,10 +3,11 @@
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 use serde::Deserialize;
 
-use super::processes::{Threads, children_cpu_seconds};
+use super::processes::{Threads, children_cpu_seconds, written_bytes};
 use super::sample::{Part, Sample, sum_parts};
 use super::workload::{Case, Set};
 use crate::Result;
@@ -16,6 +17,13 @@ const MEMORY_TARGET: u64 = 2 << 30;
 
 /// The least that it can be told to: caches of 128 MiB remain (`osd_memory_cache_min`).
 const MEMORY_TARGET_LEAST: u64 = 896 << 20;
+
+/// The OSD is quiet if it uses less CPU than this, of one core, and writes less than so many bytes per second. Idle it uses 0.3 %.
+const QUIET: (f64, f64) = (0.02, 1e6);
+
+/// How long the OSD is watched at a time, and how long it is waited for at most.
+const QUIET_WATCH: Duration = Duration::from_millis(500);
+const QUIET_WAIT: Duration = Duration::from_secs(5);
 
 /// A cluster in a directory of its own. It is stopped by whoever cleans that up.
 #[derive(Debug)]
@@ -66,7 +74,7 @@ impl Cluster {
         names.into_iter().filter_map(|(program, name)| Some((program, pid(name)?))).collect()
     }
 
-    /// Fills the pool of the large set with objects of 4 KiB.
+    /// Fills the pool of the large set with objects of 4 KiB, and waits until that has been digested.
     ///
     /// # Errors
     /// If that fails or takes ten minutes.
@@ -74,7 +82,7 @@ impl Cluster {
         let objects = objects.to_string();
         let more = ["-b", "4096", "-t", "64", "--max-objects", &objects, "--no-cleanup"];
         self.rados("cold", 600, &[&["bench", "600", "write"][..], &more].concat())?;
-        Ok(())
+        self.settle()
     }
 
     /// Has the OSD make do with the least memory, or gives it back what it had. Its caches follow within some seconds.
@@ -96,8 +104,7 @@ impl Cluster {
     /// If `rados` fails.
     pub fn bench(&self, round: u32, case: &Case, seconds: u32) -> Result<Sample> {
         let pool = if case.set == Set::Large { "cold" } else { "bench" };
-        let osd =
-            self.daemons().into_iter().find(|(name, _)| *name == "ceph-osd").ok_or("there is no ceph-osd")?.1;
+        let osd = self.osd()?;
         let (size, in_flight, seconds_text) =
             (case.size.to_string(), case.in_flight.to_string(), seconds.to_string());
         let mut args = vec!["bench", &seconds_text, case.mode.rados_name(), "-t", &in_flight];
@@ -129,13 +136,39 @@ impl Cluster {
         })
     }
 
-    /// Removes the objects of the usual set, so that the file does not fill up.
+    /// Removes the objects of the usual set, so that the file does not fill up, and waits until that has been digested.
     ///
     /// # Errors
-    /// If `rados` fails.
+    /// If `rados` fails or there is no OSD.
     pub fn clean(&self) -> Result<()> {
         self.rados("bench", 120, &["cleanup"])?;
+        self.settle()
+    }
+
+    /// Waits until the OSD is quiet, at most 5 s: freeing and compacting go on after what caused them is answered, and would be at the
+    /// expense of whoever comes next.
+    ///
+    /// # Errors
+    /// If there is no OSD.
+    pub fn settle(&self) -> Result<()> {
+        let osd = self.osd()?;
+        let started = Instant::now();
+        while started.elapsed() < QUIET_WAIT {
+            let (threads, written, at) = (Threads::of(osd), written_bytes(osd), Instant::now());
+            std::thread::sleep(QUIET_WATCH);
+            let per_second = |amount: f64| amount / at.elapsed().as_secs_f64();
+            let cpu = per_second(Threads::of(osd).cpu_seconds_since(&threads));
+            let writes = per_second(written_bytes(osd).saturating_sub(written) as f64);
+            if cpu < QUIET.0 && writes < QUIET.1 {
+                break;
+            }
+        }
         Ok(())
+    }
+
+    fn osd(&self) -> Result<u32> {
+        let osd = self.daemons().into_iter().find(|(name, _)| *name == "ceph-osd");
+        Ok(osd.ok_or("there is no ceph-osd")?.1)
     }
 
     /// Runs `rados` on a pool with a deadline: without its OSD it would wait for ever.

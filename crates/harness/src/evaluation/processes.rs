@@ -51,6 +51,13 @@ fn thread_use(task: &Path) -> Option<ClassUse> {
     Some(ClassUse { cpu_seconds: on_cpu_ns / 1e9, context_switches })
 }
 
+/// What a process has had written to drives since it started, in bytes; 0 where that cannot be read.
+#[must_use]
+pub fn written_bytes(pid: u32) -> u64 {
+    let io = fs::read_to_string(format!("/proc/{pid}/io")).unwrap_or_default();
+    io.lines().find_map(|l| l.strip_prefix("write_bytes:")?.trim().parse().ok()).unwrap_or(0)
+}
+
 /// CPU time of the children that this process has waited for, and of theirs, in s (proc(5), `cutime` and `cstime`).
 #[must_use]
 pub fn children_cpu_seconds() -> f64 {
@@ -88,6 +95,7 @@ mod tests {
 
     #[test]
     fn a_process_that_is_gone_used_nothing() {
+        assert_eq!(written_bytes(u32::MAX), 0);
         assert_eq!(Threads::of(u32::MAX).cpu_seconds_since(&Threads::default()), 0.0);
     }
 }
