@@ -161,7 +161,7 @@ fn node_cpu_against_ceph(m: &Measurements) -> Bar {
     Bar {
         number: "3",
         title: "All CPU against Ceph's, writes",
-        definition: "CPU per write of every process of the node and its client, emulated DMA included / CPU per write of the ceph-osd and its client.",
+        definition: "CPU per write of every process of the node and its client, emulated DMA included / CPU per write of the ceph-osd and its client, the starts of both clients left out.",
         rows: by_size(rounds, Unit::Ratio, [Bound::AtMost(1.0); 4], None),
     }
 }

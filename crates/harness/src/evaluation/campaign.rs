@@ -28,7 +28,8 @@ impl<'a> Campaign<'a> {
     /// Of what is up.
     #[must_use]
     pub fn new(settings: &'a Settings, rig: &'a Rig, problems: Vec<String>) -> Campaign<'a> {
-        let found = Measurements { problems, ..Measurements::default() };
+        let rados_start_cpu_seconds = rig.ceph.as_ref().map(|ceph| ceph.client_start_cpu_seconds);
+        let found = Measurements { problems, rados_start_cpu_seconds, ..Measurements::default() };
         Campaign { settings, rig, subjects: rig.subjects(), found, failures: Vec::new() }
     }
 

@@ -21,6 +21,9 @@ const MEMORY_TARGET_LEAST: u64 = 896 << 20;
 /// The OSD is quiet if it uses less CPU than this, of one core, and writes less than so many bytes per second. Idle it uses 0.3 %.
 const QUIET: (f64, f64) = (0.02, 1e6);
 
+/// How often a client is started to see what that costs: the kernel counts its CPU in steps of 10 ms.
+const CLIENT_STARTS: u32 = 3;
+
 /// How long the OSD is watched at a time, and how long it is waited for at most.
 const QUIET_WATCH: Duration = Duration::from_millis(500);
 const QUIET_WAIT: Duration = Duration::from_secs(5);
@@ -29,6 +32,8 @@ const QUIET_WAIT: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub struct Cluster {
     dir: PathBuf,
+    /// CPU of a `rados bench` that does next to nothing, in s: what a client costs that is only started and ended.
+    pub client_start_cpu_seconds: f64,
 }
 
 /// The end of what `rados bench --format json` prints.
@@ -56,11 +61,26 @@ impl Cluster {
         command.arg("300").arg(scripts().join("up")).arg(dir).arg(format!("{gib}G"));
         let output = command.stdin(Stdio::null()).output()?;
         if output.status.success() {
-            return Ok(Cluster { dir: dir.to_owned() });
+            let mut cluster = Cluster { dir: dir.to_owned(), client_start_cpu_seconds: 0.0 };
+            cluster.client_start_cpu_seconds = cluster.measure_client_start()?;
+            return Ok(cluster);
         }
         let said = String::from_utf8_lossy(&output.stderr);
         let why = said.lines().last().unwrap_or("it did not come up within 300 s");
         Err(why.trim_start_matches("ceph: ").into())
+    }
+
+    /// The first client of all is not counted: it finds nothing in the page cache.
+    fn measure_client_start(&self) -> Result<f64> {
+        let one = ["bench", "1", "write", "-b", "4096", "-t", "1", "--max-objects", "1", "--no-cleanup"];
+        self.rados("bench", 60, &one)?;
+        let before = children_cpu_seconds();
+        for _ in 0..CLIENT_STARTS {
+            self.rados("bench", 60, &one)?;
+        }
+        let used = children_cpu_seconds() - before;
+        self.clean()?;
+        Ok(used / f64::from(CLIENT_STARTS))
     }
 
     /// Names and pids of its daemons.
@@ -98,7 +118,8 @@ impl Cluster {
         if output.status.success() { Ok(()) } else { Err("the OSD's memory target cannot be set".into()) }
     }
 
-    /// Runs `rados bench` and books what the OSD and the client use meanwhile. Objects stay until `clean`.
+    /// Runs `rados bench` and books what the OSD and the client use meanwhile, the client less what its start costs, as `outboard bench`
+    /// does not count its own start. Objects stay until `clean`.
     ///
     /// # Errors
     /// If `rados` fails.
@@ -114,6 +135,7 @@ impl Cluster {
         let (threads, client) = (Threads::of(osd), children_cpu_seconds());
         let output = self.rados(pool, seconds + 60, &args)?;
         let (client, now) = (children_cpu_seconds() - client, Threads::of(osd));
+        let client = (client - self.client_start_cpu_seconds).max(0.0);
         let found = RadosBench::parse(&output)?;
         let ops = found.ops()?;
         let per_op = |seconds: f64| seconds * 1e6 / ops.max(1) as f64;

@@ -239,6 +239,8 @@ pub struct Measurements {
     pub ceilings: Vec<Ceiling>,
     /// Idle processes.
     pub idle: Vec<Idle>,
+    /// CPU of a start of `rados`, in s, which is taken off the client's CPU in every run of Ceph; none without a Ceph.
+    pub rados_start_cpu_seconds: Option<f64>,
     /// What could not be measured, and why.
     pub problems: Vec<String>,
 }
