@@ -57,7 +57,7 @@ impl<'a> Campaign<'a> {
             Step::Modes { config, .. } => *config,
             Step::CephLargeSet => Config::Ceph,
             Step::Run(Case { ablation: Some(option), .. }) => {
-                return self.subjects.ablations.retain(|o| o != option);
+                return self.subjects.ablations.retain(|a| a.option != *option);
             }
             Step::Drive { .. } | Step::Run(_) | Step::Machine | Step::Idle => return,
         };

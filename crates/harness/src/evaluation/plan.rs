@@ -2,7 +2,7 @@
 
 use super::order::turns;
 use super::settings::Settings;
-use super::workload::{Case, Config, MIB, Mode};
+use super::workload::{ABLATIONS, Ablation, Case, Config, MIB, Mode};
 
 /// A part of a round.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -40,8 +40,8 @@ pub const SHRINK_SECONDS: u32 = 6;
 pub struct Subjects {
     /// The systems that are up.
     pub configs: Vec<Config>,
-    /// Options of `outboard bench` that switch parts of the design off.
-    pub ablations: Vec<String>,
+    /// Parts of the design that can be switched off.
+    pub ablations: Vec<Ablation>,
 }
 
 impl Subjects {
@@ -49,7 +49,7 @@ impl Subjects {
     #[must_use]
     pub fn all() -> Subjects {
         let configs = vec![Config::Host, Config::DpuMemcpy, Config::DpuBf3, Config::Ceph];
-        Subjects { configs, ablations: Vec::new() }
+        Subjects { configs, ablations: ABLATIONS.to_vec() }
     }
 
     /// The node that ablations are run on: the one whose DMA costs what it does on a DPU, if there is one.
@@ -95,9 +95,9 @@ pub fn round(settings: &Settings, subjects: &Subjects, round: u32) -> Vec<Step> 
             Config::Ceph => Step::CephLargeSet,
             node => Step::Run(Case::large_set(node)),
         }));
-        for option in &subjects.ablations {
-            let ablated = |size| Case::new(subjects.ablated(), Mode::Write, size).without(option);
-            steps.extend([MIB, 4 * MIB].map(|size| Step::Run(ablated(size))));
+        for (i, ablation) in subjects.ablations.iter().enumerate() {
+            let ablated = Case::without(subjects.ablated(), ablation);
+            steps.extend(turns(&[ablated.control(), ablated], turn + i).into_iter().map(Step::Run));
         }
     }
     steps.extend([Step::Machine, Step::Idle]);
@@ -131,8 +131,12 @@ impl Step {
             Step::Drive { size } => format!("fio, {}", label(*size)),
             Step::Modes { config, size } => format!("{}, {}", config.label(), label(*size)),
             Step::Run(case) => {
-                let options = case.ablation.as_deref().unwrap_or("");
-                format!("{}, {} {} {options}", case.config.label(), label(case.size), case.mode.name())
+                let options = match (&case.ablation, &case.control_of) {
+                    (Some(options), _) => format!(" {options}"),
+                    (None, Some(options)) => format!(" beside {options}"),
+                    (None, None) => String::new(),
+                };
+                format!("{}, {} {}{options}", case.config.label(), label(case.size), case.mode.name())
             }
             Step::CephLargeSet => "Ceph, large set".to_owned(),
             Step::Machine => "loopback and memory".to_owned(),
@@ -200,9 +204,30 @@ mod tests {
     }
 
     #[test]
+    fn every_ablation_has_its_control_beside_it_and_they_take_turns() {
+        let settings = Settings { quick: false, ..Settings::from_env() };
+        let mut ablated_first = Vec::new();
+        for number in 1..=2 {
+            let steps = round(&settings, &Subjects::all(), number);
+            let runs: Vec<Case> = steps
+                .into_iter()
+                .filter_map(|s| if let Step::Run(case) = s { Some(case) } else { None })
+                .filter(|c| c.ablation.is_some() || c.control_of.is_some())
+                .collect();
+            assert_eq!(runs.len(), 2 * Subjects::all().ablations.len());
+            for pair in runs.chunks(2) {
+                let [first, second] = [&pair[0], &pair[1]];
+                assert!(first.control() == *second || second.control() == *first, "{pair:?}");
+                ablated_first.push(first.ablation.is_some());
+            }
+        }
+        let (one, two) = ablated_first.split_at(ablated_first.len() / 2);
+        assert!(one.iter().zip(two).all(|(a, b)| a != b), "{ablated_first:?}");
+    }
+
+    #[test]
     fn nothing_is_left_out_of_a_round_because_of_its_order() {
-        let subjects =
-            Subjects { configs: vec![Config::Host, Config::Ceph], ablations: vec!["--poll".to_owned()] };
+        let subjects = Subjects { configs: vec![Config::Host, Config::Ceph], ..Subjects::all() };
         let settings = Settings { quick: false, ..Settings::from_env() };
         let lengths: BTreeSet<usize> = (1..=7).map(|r| round(&settings, &subjects, r).len()).collect();
         assert_eq!(lengths.len(), 1);

@@ -9,19 +9,10 @@ use std::process::{Child, Command, Stdio};
 use super::ceph::{self, Cluster};
 use super::plan::Subjects;
 use super::settings::Settings;
-use super::workload::{Case, Config, Mode, Set};
+use super::workload::{ABLATIONS, Ablation, Case, Config, Mode, Set};
 use crate::Result;
 use crate::ceiling::FioFile;
 use crate::node::{BenchResult, Node, Placement, Workload};
-
-/// What bench could switch off: the option, and the value that it takes.
-const ABLATIONS: [(&str, Option<&str>); 5] = [
-    ("--no-pipeline", None),
-    ("--no-region-cache", None),
-    ("--max-transfer", Some("256KiB")),
-    ("--dma-queues", Some("1")),
-    ("--poll", Some("0")),
-];
 
 /// GiB of fio's file, and what is to stay free.
 const FIO_GIB: u64 = 1;
@@ -34,7 +25,7 @@ pub struct Rig {
     pub ceph: Option<Cluster>,
     /// The drive's own file.
     pub fio: FioFile,
-    ablations: Vec<String>,
+    ablations: Vec<Ablation>,
     _cleaner: Cleaner,
 }
 
@@ -184,18 +175,15 @@ fn has_profiles(node: &Node) -> Result<bool> {
 }
 
 /// Which parts of the design this build can switch off.
-fn ablations(node: &Node, missing: &mut Vec<String>) -> Result<Vec<String>> {
+fn ablations(node: &Node, missing: &mut Vec<String>) -> Result<Vec<Ablation>> {
     let help = node.command(&["bench", "--help"]).output()?;
     let help = String::from_utf8_lossy(&help.stdout).into_owned();
-    let (has, has_not): (Vec<_>, Vec<_>) = ABLATIONS.iter().partition(|(option, _)| help.contains(option));
+    let (has, has_not): (Vec<_>, Vec<_>) = ABLATIONS.into_iter().partition(|a| help.contains(a.name()));
     if !has_not.is_empty() {
-        let names: Vec<&str> = has_not.iter().map(|(option, _)| *option).collect();
+        let names: Vec<&str> = has_not.iter().map(Ablation::name).collect();
         missing.push(format!("ablations: `outboard bench` has no {}", names.join(", ")));
     }
-    Ok(has
-        .iter()
-        .map(|(option, value)| value.map_or((*option).to_owned(), |v| format!("{option} {v}")))
-        .collect())
+    Ok(has)
 }
 
 /// Stops everything and removes the work directory when this process ends, however it ends: a shell of its own process group waits

@@ -98,15 +98,44 @@ pub struct Case {
     pub in_flight: u32,
     /// Which objects.
     pub set: Set,
-    /// Options of `outboard bench` that switch a part of the design off; none in the main series.
+    /// The option of `outboard bench` that switches a part of the design off; none in the main series.
     pub ablation: Option<String>,
+    /// The ablation that this run of the whole design is the measure of; none in the main series.
+    pub control_of: Option<String>,
+}
+
+/// A part of the design that can be switched off.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Ablation {
+    /// The option of `outboard bench` that does so, and its value if it takes one.
+    pub option: &'static str,
+    /// Bytes per object at which that part has something to do.
+    pub size: u64,
+}
+
+/// Everything that could be switched off. Up to 2 MiB are moved in one piece: only above is there a pipeline, and something in the queues
+/// that a transaction could have to wait for. The smallest writes go by rings, where looking for what has come is much of the work.
+pub const ABLATIONS: [Ablation; 5] = [
+    Ablation { option: "--no-pipeline", size: 8 * MIB },
+    Ablation { option: "--no-region-cache", size: MIB },
+    Ablation { option: "--max-transfer 256KiB", size: 4 * MIB },
+    Ablation { option: "--dma-queues 1", size: 8 * MIB },
+    Ablation { option: "--poll 0", size: 4096 },
+];
+
+impl Ablation {
+    /// The option without its value.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        self.option.split(' ').next().unwrap_or_default()
+    }
 }
 
 impl Case {
     /// A case of the main series.
     #[must_use]
     pub fn new(config: Config, mode: Mode, size: u64) -> Case {
-        Case { config, mode, size, in_flight: IN_FLIGHT, set: Set::Usual, ablation: None }
+        Case { config, mode, size, in_flight: IN_FLIGHT, set: Set::Usual, ablation: None, control_of: None }
     }
 
     /// One request at a time.
@@ -121,10 +150,16 @@ impl Case {
         Case { set: Set::Large, ..Case::new(config, Mode::Randread, 4096) }
     }
 
-    /// With a part of the design switched off.
+    /// Writes with a part of the design switched off.
     #[must_use]
-    pub fn without(self, option: &str) -> Case {
-        Case { ablation: Some(option.to_owned()), ..self }
+    pub fn without(config: Config, ablation: &Ablation) -> Case {
+        Case { ablation: Some(ablation.option.to_owned()), ..Case::new(config, Mode::Write, ablation.size) }
+    }
+
+    /// The run of the whole design that an ablation is divided by: the same otherwise, right before or after it.
+    #[must_use]
+    pub fn control(&self) -> Case {
+        Case { ablation: None, control_of: self.ablation.clone(), ..self.clone() }
     }
 
     /// How many objects of the usual set `outboard bench` goes round: half a GiB, at most 16384, and at least twice as many as are

@@ -175,7 +175,7 @@ fn ablations(m: &Measurements) -> String {
     }
     let mut rows = Vec::new();
     for case in cases {
-        let whole = Case { ablation: None, ..case.clone() };
+        let whole = case.control();
         let against = |figure: fn(&Sample) -> f64| {
             cell(estimate(ratio(&m.rounds(case, figure), &m.rounds(&whole, figure)).into_values()))
         };
@@ -194,7 +194,7 @@ fn ablations(m: &Measurements) -> String {
     }
     let head = ["writes with …", "throughput", "latency", "host CPU per write", "all CPU per write"];
     format!(
-        "<h3>Ablations</h3><p class=\"soft\">Each is the whole design less one part; figures are ratios to the whole design in the same round.</p>{}",
+        "<h3>Ablations</h3><p class=\"soft\">Each is the whole design less one part, at a size at which that part has something to do; figures are ratios to a run of the whole design right before or after it, in turns.</p>{}",
         table(&head, &rows)
     )
 }
