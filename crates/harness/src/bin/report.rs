@@ -16,6 +16,7 @@ use outboard_harness::evaluation::progress::{Progress, minutes};
 use outboard_harness::evaluation::rig::Rig;
 use outboard_harness::evaluation::sample::{Measurements, Medians};
 use outboard_harness::evaluation::settings::Settings;
+use outboard_harness::evaluation::workload::Config;
 use outboard_harness::report::{Table, say};
 use serde::Serialize;
 
@@ -25,24 +26,31 @@ fn main() -> Result<()> {
     let started = std::time::Instant::now();
     let environment = Environment::here(&settings.out);
     let mut missing = Vec::new();
-    let planned = plan::setup_seconds(&settings) + plan::seconds(&settings, &Subjects::all());
+    let mut subjects = Subjects::all();
+    if !settings.ceph {
+        subjects.configs.retain(|c| *c != Config::Ceph);
+    }
+    let setup = plan::setup_seconds(&settings, &subjects);
+    let planned = setup + plan::seconds(&settings, &subjects, 1);
     say(format!(
-        "{} round(s) of {} s per run, in {}: {}",
+        "{} round(s), {} runs of {} s or less, in {}: {}",
         settings.rounds,
+        plan::runs(&settings, &subjects),
         settings.seconds,
         settings.work.display(),
         minutes(planned)
     ));
-    let setup = Progress::new(0.0);
-    let rig = Rig::up(&settings, &mut missing, &|what| setup.show(what));
-    setup.clear();
+    let mut progress = Progress::new(planned);
+    let rig = Rig::up(&settings, &mut missing, &|what| progress.show(what));
+    progress.clear();
     let rig = rig?;
+    progress.add(setup);
     missing.iter().for_each(|what| say(format!("left out: {what}")));
     let left_out = missing.len();
     let mut campaign = Campaign::new(&settings, &rig, missing);
-    let mut progress = Progress::new(campaign.seconds());
     for round in 1..=settings.rounds {
         campaign.round(round, &mut progress);
+        progress.landmark(&format!("round {round} of {} is done", settings.rounds));
         // After each round, so that a run that is cut short leaves what it has.
         write(&settings, &environment, &campaign.found, round)?;
     }
@@ -64,6 +72,7 @@ struct Document<'a> {
     quick: bool,
     rounds: u32,
     seconds_per_run: u32,
+    seconds_per_secondary_run: u32,
     large_set_objects: Option<u64>,
     bars: &'a [Bar],
     medians: Vec<Medians>,
@@ -80,6 +89,7 @@ fn write(settings: &Settings, environment: &Environment, found: &Measurements, r
         quick: settings.quick,
         rounds,
         seconds_per_run: settings.seconds,
+        seconds_per_secondary_run: settings.secondary_seconds(),
         large_set_objects: settings.large_set(),
         bars: &bars,
         medians: found.medians(),

@@ -317,6 +317,9 @@ pub fn score(bars: &[Bar]) -> (usize, usize, usize) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::evaluation::plan::{self, Step, Subjects};
+    use crate::evaluation::sample::Ceiling;
+    use crate::evaluation::settings::Settings;
 
     fn breakdown(dma: f64, dma_wait: f64, elsewhere: f64) -> Breakdown {
         Breakdown { total: dma + dma_wait + elsewhere, host_write: elsewhere, dma, dma_wait, others: 0.0 }
@@ -348,6 +351,47 @@ mod tests {
         let (passed, failed, absent) = score(&bars);
         assert_eq!((passed, failed), (0, 0));
         assert!(absent > 20, "{absent}");
+    }
+
+    #[test]
+    fn no_bar_looks_at_a_secondary_run() {
+        let settings = Settings { quick: false, ..Settings::from_env() };
+        let cases: Vec<Case> = plan::round(&settings, &Subjects::all(), 1)
+            .into_iter()
+            .flat_map(|step| match step {
+                Step::Modes { config, size } => Mode::ALL.map(|mode| Case::new(config, mode, size)).into(),
+                Step::Run(case) => vec![case],
+                Step::CephLargeSet => vec![Case::large_set(Config::Ceph)],
+                Step::Drive { .. } | Step::Machine | Step::Idle => Vec::new(),
+            })
+            .collect();
+        let of = |cases: &[&Case]| {
+            let samples = cases.iter().map(|case| Sample {
+                round: 1,
+                case: (*case).clone(),
+                ops: 1,
+                mb_per_s: 1.0,
+                iops: 1.0,
+                latency_us_mean: 1.0,
+                latency_us_p99: None,
+                host_cpu_us_per_op: 1.0,
+                node_cpu_us_per_op: 1.0,
+                client_cpu_us_per_op: 1.0,
+                parts: std::collections::BTreeMap::new(),
+                breakdown_us: Some(breakdown(1.0, 1.0, 1.0)),
+            });
+            let ceiling = Ceiling { round: 1, kind: CeilingKind::DriveWrite, size: 4 * MIB, mb_per_s: 1.0 };
+            let found = Measurements {
+                samples: samples.collect(),
+                ceilings: vec![ceiling],
+                ..Measurements::default()
+            };
+            let rows = all(&found).into_iter().flat_map(|bar| bar.rows);
+            rows.filter(|row| row.verdict != Verdict::NotMeasured).count()
+        };
+        let main: Vec<&Case> = cases.iter().filter(|c| !c.is_secondary()).collect();
+        assert!(main.len() < cases.len());
+        assert_eq!(of(&main), of(&cases.iter().collect::<Vec<_>>()));
     }
 
     #[test]

@@ -33,14 +33,10 @@ impl<'a> Campaign<'a> {
         Campaign { settings, rig, subjects: rig.subjects(), found, failures: Vec::new() }
     }
 
-    /// How long all rounds should take, in s.
-    #[must_use]
-    pub fn seconds(&self) -> f64 {
-        plan::seconds(self.settings, &self.subjects)
-    }
-
     /// Runs one round. A step that fails is a problem to report, no reason to lose the rest.
     pub fn round(&mut self, round: u32, progress: &mut Progress) {
+        // Fewer may be left than were planned for.
+        progress.plan_rest(plan::seconds(self.settings, &self.subjects, round));
         for step in plan::round(self.settings, &self.subjects, round) {
             progress.show(&format!("round {round} of {}: {}", self.settings.rounds, step.label()));
             if let Err(why) = self.step(round, &step) {
@@ -84,7 +80,7 @@ impl<'a> Campaign<'a> {
     }
 
     fn run(&mut self, round: u32, case: Case) -> Result<()> {
-        let result = self.rig.bench(self.settings, &case, self.settings.seconds)?;
+        let result = self.rig.bench(self.settings, &case, self.settings.seconds_of(&case))?;
         self.found.samples.push(Sample::of_bench(round, case, &result));
         Ok(())
     }
@@ -95,7 +91,7 @@ impl<'a> Campaign<'a> {
         let ceph = rig.ceph.as_ref().ok_or("there is no Ceph")?;
         let outcome = Mode::ALL.into_iter().try_for_each(|mode| -> Result<()> {
             let case = Case::new(Config::Ceph, mode, size);
-            self.found.samples.push(ceph.bench(round, &case, self.settings.seconds)?);
+            self.found.samples.push(ceph.bench(round, &case, self.settings.seconds_of(&case))?);
             Ok(())
         });
         ceph.clean()?;
@@ -107,7 +103,8 @@ impl<'a> Campaign<'a> {
         let ceph = rig.ceph.as_ref().ok_or("there is no Ceph")?;
         ceph.limit_memory(true)?;
         pause(SHRINK_SECONDS);
-        let outcome = ceph.bench(round, &Case::large_set(Config::Ceph), self.settings.seconds);
+        let case = Case::large_set(Config::Ceph);
+        let outcome = ceph.bench(round, &case, self.settings.seconds_of(&case));
         ceph.limit_memory(false)?;
         ceph.settle()?;
         self.found.samples.push(outcome?);

@@ -35,6 +35,9 @@ pub const IDLE_SECONDS: (u32, u32) = (3, 10);
 /// Seconds that Ceph's caches get to shrink.
 pub const SHRINK_SECONDS: u32 = 6;
 
+/// About how long it takes to remove what Ceph has and to wait until it is quiet, in s.
+const CLEAN_SECONDS: f64 = 2.5;
+
 /// What there is to measure.
 #[derive(Debug, Clone)]
 pub struct Subjects {
@@ -59,18 +62,36 @@ impl Subjects {
     }
 }
 
-/// About how long all rounds take, in s.
+/// About how long the rounds from `first` on take, in s.
 #[must_use]
-pub fn seconds(settings: &Settings, subjects: &Subjects) -> f64 {
-    let steps = (1..=settings.rounds).flat_map(|r| round(settings, subjects, r));
-    steps.map(|s| s.seconds(settings)).sum()
+pub fn seconds(settings: &Settings, subjects: &Subjects, first: u32) -> f64 {
+    steps(settings, subjects, first).map(|s| s.seconds(settings)).sum()
 }
 
-/// About how long it takes until everything is up, in s: files are written in full, a Ceph is made, the large set is written.
+/// How often something is started and measured, in all rounds.
 #[must_use]
-pub fn setup_seconds(settings: &Settings) -> f64 {
-    let files = 3 * settings.target_gib() + settings.ceph_gib().0;
-    files as f64 + 20.0 + settings.large_set().map_or(0.0, |objects| objects as f64 / 3000.0)
+pub fn runs(settings: &Settings, subjects: &Subjects) -> usize {
+    steps(settings, subjects, 1).map(|s| s.runs()).sum()
+}
+
+fn steps(settings: &Settings, subjects: &Subjects, first: u32) -> impl Iterator<Item = Step> {
+    (first..=settings.rounds).flat_map(|r| round(settings, subjects, r))
+}
+
+/// About how long it takes until everything is up, in s: files are written in full, a Ceph is made, the large set is written. And what is
+/// written in the first round because a run of reads finds less than it wants to read.
+#[must_use]
+pub fn setup_seconds(settings: &Settings, subjects: &Subjects) -> f64 {
+    let ceph = subjects.configs.contains(&Config::Ceph);
+    let nodes = subjects.configs.iter().filter(|c| **c != Config::Ceph).count() as f64;
+    let files = nodes * settings.target_gib() as f64 + if ceph { settings.ceph_gib().0 as f64 } else { 0.0 };
+    // Objects per second: two nodes, one after the other, and Ceph.
+    let large = settings.large_set().map_or(0.0, |objects| {
+        let objects = objects as f64;
+        2.0 * objects / 10_000.0 + if ceph { objects / 4000.0 } else { 0.0 }
+    });
+    let usual = nodes * settings.sizes().len() as f64 * 1.5;
+    files + if ceph { 25.0 } else { 0.0 } + large + usual
 }
 
 /// The steps of a round, from 1. Wherever systems are compared their order is balanced over the rounds (`order`), so that none always has
@@ -105,21 +126,38 @@ pub fn round(settings: &Settings, subjects: &Subjects, round: u32) -> Vec<Step> 
 }
 
 impl Step {
-    /// About how long it takes, in s.
+    /// About how long it takes, in s, as measured on two CPUs that had something else to do.
     #[must_use]
     pub fn seconds(&self, settings: &Settings) -> f64 {
-        let run = f64::from(settings.seconds) + 0.6;
+        let of = |case: &Case| f64::from(settings.seconds_of(case)) + 0.6;
+        let of_ceph = |case: &Case| f64::from(settings.seconds_of(case)) + 1.1;
         match self {
-            Step::Drive { size } => {
-                f64::from(if *size == 4096 { 5 } else { 4 }) * (f64::from(settings.fio_seconds()) + 0.6)
+            Step::Drive { .. } => self.runs() as f64 * (f64::from(settings.fio_seconds()) + 0.6),
+            Step::Modes { config: Config::Ceph, size } => {
+                // Reading one after the other ends early, when all has been read.
+                let early = |mode| if mode == Mode::Read { 1.0 } else { 0.0 };
+                let run = |mode| of_ceph(&Case::new(Config::Ceph, mode, *size)) - early(mode);
+                Mode::ALL.map(run).iter().sum::<f64>() + CLEAN_SECONDS
             }
-            // Reading ends early when all has been read, removing comes on top.
-            Step::Modes { config: Config::Ceph, .. } => 3.0 * run + 2.0,
-            Step::Modes { .. } => 3.0 * run,
-            Step::Run(_) => run,
-            Step::CephLargeSet => run + f64::from(SHRINK_SECONDS) + 2.0,
+            Step::Modes { config, size } => {
+                Mode::ALL.map(|mode| of(&Case::new(*config, mode, *size))).iter().sum()
+            }
+            Step::Run(case) => of(case),
+            Step::CephLargeSet => of_ceph(&Case::large_set(Config::Ceph)) + f64::from(SHRINK_SECONDS) + 1.5,
             Step::Machine => 2.0,
             Step::Idle => f64::from(IDLE_SECONDS.0 + IDLE_SECONDS.1),
+        }
+    }
+
+    /// How many runs it is made of.
+    #[must_use]
+    pub fn runs(&self) -> usize {
+        match self {
+            Step::Drive { size: 4096 } => 5,
+            Step::Drive { .. } => 4,
+            Step::Modes { .. } => Mode::ALL.len(),
+            Step::Run(_) | Step::CephLargeSet | Step::Idle => 1,
+            Step::Machine => 2,
         }
     }
 
@@ -223,6 +261,17 @@ mod tests {
         }
         let (one, two) = ablated_first.split_at(ablated_first.len() / 2);
         assert!(one.iter().zip(two).all(|(a, b)| a != b), "{ablated_first:?}");
+    }
+
+    #[test]
+    fn seven_rounds_are_planned_to_take_less_than_fifty_minutes_and_a_quick_run_less_than_five() {
+        let minutes = |quick, rounds, seconds| {
+            let settings = Settings { quick, rounds, seconds, ..Settings::from_env() };
+            let all = Subjects::all();
+            (setup_seconds(&settings, &all) + super::seconds(&settings, &all, 1)) / 60.0
+        };
+        assert!(minutes(false, 7, 3) < 50.0, "{}", minutes(false, 7, 3));
+        assert!(minutes(true, 1, 5) < 5.0, "{}", minutes(true, 1, 5));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! How far a run is, on one line of a terminal; nothing in a pipe.
+//! How far a run is: one line of a terminal that changes, or a line per round in a pipe.
 
 use std::io::{IsTerminal, Write};
 use std::time::Instant;
@@ -32,6 +32,19 @@ impl Progress {
         self.done += seconds;
     }
 
+    /// What is not done yet should take so many seconds.
+    pub fn plan_rest(&mut self, seconds: f64) {
+        self.planned = self.done + seconds;
+    }
+
+    /// Something larger is done: a line of its own where there is no line that changes.
+    pub fn landmark(&self, what: &str) {
+        if !self.shown {
+            let left = minutes(self.seconds_left());
+            let _ = writeln!(std::io::stderr(), "  {:>3.0} %, {left} left: {what}", self.percent());
+        }
+    }
+
     /// Removes the line.
     pub fn clear(&self) {
         if self.shown {
@@ -43,15 +56,41 @@ impl Progress {
         100.0 * (self.done / self.planned.max(1.0)).min(1.0)
     }
 
-    /// What was planned for the rest, corrected by how the plan has held so far.
     fn seconds_left(&self) -> f64 {
-        let pace = if self.done > 0.0 { self.started.elapsed().as_secs_f64() / self.done } else { 1.0 };
-        (self.planned - self.done).max(0.0) * pace
+        self.rest_at(self.started.elapsed().as_secs_f64())
+    }
+
+    /// What was planned for the rest, corrected by how the plan has held for `elapsed` seconds; as if it had held for a tenth of it all
+    /// before, lest the first step decide.
+    fn rest_at(&self, elapsed: f64) -> f64 {
+        let before = (self.planned / 10.0).max(1.0);
+        (self.planned - self.done).max(0.0) * (elapsed + before) / (self.done + before)
     }
 }
 
-/// `about 40 s`, `about 12 min`.
+/// `about 40 s`, `about 12 minutes`.
 #[must_use]
 pub fn minutes(seconds: f64) -> String {
-    if seconds < 90.0 { format!("about {seconds:.0} s") } else { format!("about {:.0} min", seconds / 60.0) }
+    if seconds < 90.0 {
+        format!("about {seconds:.0} s")
+    } else {
+        format!("about {:.0} minutes", seconds / 60.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_left_follows_the_plan_and_how_it_has_held() {
+        let mut progress = Progress::new(1000.0);
+        assert_eq!(progress.rest_at(0.0), 1000.0);
+        progress.add(400.0);
+        assert_eq!(progress.rest_at(400.0), 600.0);
+        // Half as fast again as planned, of 500 s that count.
+        assert_eq!(progress.rest_at(650.0), 900.0);
+        progress.plan_rest(100.0);
+        assert_eq!((progress.rest_at(400.0), progress.percent()), (100.0, 80.0));
+    }
 }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use super::workload::{MIB, PAPER_SIZES};
+use super::workload::{Case, MIB, PAPER_SIZES};
 
 /// How much is measured, and where.
 #[derive(Debug, Clone)]
@@ -11,7 +11,7 @@ pub struct Settings {
     pub quick: bool,
     /// `ROUNDS`: how often everything is repeated.
     pub rounds: u32,
-    /// `SECONDS`: how long each run takes.
+    /// `SECONDS`: how long each run takes, but for secondary ones (`seconds_of`).
     pub seconds: u32,
     /// `CEPH=0`: no Ceph.
     pub ceph: bool,
@@ -49,6 +49,18 @@ impl Settings {
             return vec![4096, 4 * MIB];
         }
         [4096, 65_536].into_iter().chain(PAPER_SIZES).collect()
+    }
+
+    /// Seconds of a run: two at most where no threshold hangs on it.
+    #[must_use]
+    pub fn seconds_of(&self, case: &Case) -> u32 {
+        if case.is_secondary() { self.secondary_seconds() } else { self.seconds }
+    }
+
+    /// Seconds of a run that no threshold hangs on.
+    #[must_use]
+    pub fn secondary_seconds(&self) -> u32 {
+        self.seconds.min(2)
     }
 
     /// Seconds of each run of fio; a drive's own figure settles sooner than a system's.

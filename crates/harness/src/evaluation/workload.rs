@@ -162,6 +162,17 @@ impl Case {
         Case { ablation: None, control_of: self.ablation.clone(), ..self.clone() }
     }
 
+    /// Whether no threshold and no figure of the paper hangs on this run: it is there to complete the picture.
+    #[must_use]
+    pub fn is_secondary(&self) -> bool {
+        let of_a_bar = match self.mode {
+            Mode::Write => self.size == 4096 || PAPER_SIZES.contains(&self.size),
+            Mode::Read => PAPER_SIZES.contains(&self.size),
+            Mode::Randread => [4096, 4 * MIB].contains(&self.size),
+        };
+        self.ablation.is_some() || self.control_of.is_some() || !of_a_bar
+    }
+
     /// How many objects of the usual set `outboard bench` goes round: half a GiB, at most 16384, and at least twice as many as are
     /// in flight, lest requests meet on one object.
     #[must_use]

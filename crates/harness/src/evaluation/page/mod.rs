@@ -76,8 +76,8 @@ fn setting(content: &Content<'_>) -> String {
          <dt><i class=\"paper-a\"></i>paper</dt><dd><cite>{}</cite> (SC Workshops '25, \
          <a href=\"https://doi.org/{doi}\">doi:{doi}</a>), section 5: two storage nodes and a client, AMD EPYC 9474F, BlueField-3, 100 Gbit/s, SATA SSD. \
          <b>Its absolute figures are of other hardware; compare ratios and shapes.</b></dd></dl>\
-         <p>All systems are up at the same time, on the same drive, and idle while another is measured. {} round{} of {} s per run, 16 requests in flight unless stated; in \
-         each round the systems take turns at each size, in an order that rotates. A figure is the median of the rounds; a ratio is the median of the rounds' ratios. \
+         <p>All systems are up at the same time, on the same drive, and idle while another is measured. {} round{} of {} s per run ({} s where no threshold hangs on it), 16 requests in flight unless stated; in \
+         each round the systems take turns at each size, in an order in which over the rounds each follows each other about equally often. A figure is the median of the rounds; a ratio is the median of the rounds' ratios. \
          Small print gives the interval that holds the true median with 95 % (order statistics; with fewer than six rounds it is the range and proves little).{large}</p>\
          <h3>To bear in mind</h3><ul>\
          <li>Client, OSD, store, emulated DMA and the kernel's loopback share this machine's {} CPUs. On real hardware the OSD and the DMA engine have their own, and \
@@ -93,6 +93,7 @@ fn setting(content: &Content<'_>) -> String {
         content.rounds,
         if content.rounds == 1 { "" } else { "s" },
         s.seconds,
+        s.secondary_seconds(),
         e.cpus,
         doi = paper::DOI,
     )
