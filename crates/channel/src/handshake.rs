@@ -30,6 +30,8 @@ pub const VERSION: u16 = 3;
 const MAX_HANDSHAKE: usize = 64 << 10;
 /// A silent TCP peer is asked that often whether it is still there.
 const KEEPALIVE: Duration = Duration::from_secs(5);
+/// A TCP peer is gone if it has not acknowledged for that long what was sent to it. While it owes that, it is not asked.
+const UNACKNOWLEDGED: Duration = KEEPALIVE.saturating_mul(4);
 /// Host memory, the host's doorbell, the osd's doorbell.
 const DESCRIPTORS: usize = 3;
 
@@ -141,7 +143,8 @@ pub enum Socket {
 }
 
 impl Socket {
-    /// A TCP stream that sends small frames at once, and that ends when the peer's machine has gone without a word.
+    /// A TCP stream that sends small frames at once, and that ends within 20 s when the peer's machine has gone without a
+    /// word, or takes nothing for so long.
     ///
     /// # Errors
     /// If the stream has gone already.
@@ -152,6 +155,7 @@ impl Socket {
         sockopt::set_tcp_keepidle(&stream, KEEPALIVE)?;
         sockopt::set_tcp_keepintvl(&stream, KEEPALIVE)?;
         sockopt::set_tcp_keepcnt(&stream, 3)?;
+        sockopt::set_tcp_user_timeout(&stream, UNACKNOWLEDGED.as_millis() as u32)?;
         Ok(Socket::Tcp(stream))
     }
 
@@ -313,6 +317,19 @@ mod tests {
             let _ = decode::<Hello>(&bytes);
             let _ = decode::<Result<Welcome, String>>(&bytes);
         }
+    }
+
+    #[tokio::test]
+    async fn a_tcp_peer_that_vanishes_is_noticed_also_while_it_owes_acknowledgements() {
+        use rustix::net::sockopt;
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let stream = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let Socket::Tcp(stream) = Socket::tcp(stream).unwrap() else { panic!("a TCP socket") };
+        assert!(sockopt::socket_keepalive(&stream).unwrap());
+        let asked = sockopt::tcp_keepidle(&stream).unwrap()
+            + sockopt::tcp_keepintvl(&stream).unwrap() * sockopt::tcp_keepcnt(&stream).unwrap();
+        let owed = Duration::from_millis(sockopt::tcp_user_timeout(&stream).unwrap().into());
+        assert_eq!((asked, owed), (Duration::from_secs(20), Duration::from_secs(20)));
     }
 
     #[tokio::test]
