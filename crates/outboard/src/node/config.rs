@@ -11,8 +11,9 @@ use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
 use super::cpus::Cpus;
+use super::debug::Tuning;
 use super::keys::{KEYS, Key};
-use super::units::{ByteSize, Period};
+use super::units::{ByteSize, OutOfRange, Period, multiple, within};
 
 /// Name of the file within a node's directory.
 pub const FILE: &str = "outboard.toml";
@@ -82,6 +83,19 @@ pub struct Channel {
     pub overdue: Period,
     pub cool_down: Period,
     pub verify_every: u32,
+}
+
+impl Channel {
+    /// How the osd uses the channel unless it is told otherwise.
+    pub fn tuning(&self) -> Tuning {
+        Tuning {
+            pipeline: true,
+            region_cache: self.region_cache,
+            max_transfer: self.max_transfer,
+            dma_queues: self.queues,
+            poll_us: self.poll_us,
+        }
+    }
 }
 
 /// What moves payload between osd and store.
@@ -192,6 +206,17 @@ pub enum ConfigError {
     Invalid { origin: String, reason: String },
 }
 
+/// Why values do not hold.
+#[derive(Debug, thiserror::Error)]
+enum NotPossible {
+    #[error(transparent)]
+    OutOfRange(#[from] OutOfRange),
+    #[error("debug.faults: {0}")]
+    Faults(#[from] FaultError),
+    #[error("supervise.backoff_min ({min}) exceeds supervise.backoff_max ({max})")]
+    Backoff { min: Period, max: Period },
+}
+
 /// Puts `value` at `key`.
 fn set(table: &mut Table, key: &Key, value: Value) {
     if key.section.is_empty() {
@@ -225,7 +250,7 @@ impl Config {
         let invalid = |reason: String| ConfigError::Invalid { origin: origin.clone(), reason };
         let config: Config =
             table.try_into().map_err(|e: toml::de::Error| invalid(e.to_string().trim().to_owned()))?;
-        config.check().map_err(invalid)?;
+        config.check().map_err(|e| invalid(e.to_string()))?;
         Ok(config)
     }
 
@@ -237,16 +262,8 @@ impl Config {
         self.debug.faults.iter().map(|text| text.parse()).collect()
     }
 
-    fn check(&self) -> Result<(), String> {
+    fn check(&self) -> Result<(), NotPossible> {
         const MIB: u64 = 1 << 20;
-        let within = |key: &str, value: u64, least: u64, most: u64| {
-            let ok = (least..=most).contains(&value);
-            if ok { Ok(()) } else { Err(format!("{key} is {value}, it must be {least} to {most}")) }
-        };
-        let multiple = |key: &str, value: ByteSize, of: ByteSize| {
-            let ok = value.0.is_multiple_of(of.0);
-            if ok { Ok(()) } else { Err(format!("{key} is {value}, it must be a multiple of {of}")) }
-        };
         for (key, size) in [
             ("store.index_cache", self.store.index_cache),
             ("store.metadata_cache", self.store.metadata_cache),
@@ -257,15 +274,10 @@ impl Config {
         within("channel.window", self.channel.window.0, MIB, 4096 * MIB)?;
         multiple("channel.window", self.channel.window, ByteSize(4096))?;
         within("channel.requests", self.channel.requests as u64, 1, 1024)?;
-        within("channel.max_transfer", self.channel.max_transfer.0, 4096, 2 * MIB)?;
-        multiple("channel.max_transfer", self.channel.max_transfer, ByteSize(4096))?;
-        within("channel.queues", self.channel.queues as u64, 1, 64)?;
-        within("channel.region_cache", self.channel.region_cache as u64, 0, 1 << 20)?;
-        within("channel.poll_us", self.channel.poll_us, 0, 10_000)?;
-        within("channel.host_poll_us", self.channel.host_poll_us, 0, 10_000)?;
+        self.channel.tuning().check()?;
         within("channel.overdue in ms", self.channel.overdue.0.as_millis() as u64, 10, 600_000)?;
         within("channel.cool_down in ms", self.channel.cool_down.0.as_millis() as u64, 10, 3_600_000)?;
-        self.faults().map_err(|e| format!("debug.faults: {e}"))?;
+        self.faults()?;
         within("osd.staging", self.osd.staging.0, 8 * MIB, 1 << 40)?;
         multiple("osd.staging", self.osd.staging, ByteSize(4 * MIB))?;
         within("osd.requests_per_connection", self.osd.requests_per_connection as u64, 1, 4096)?;
@@ -274,7 +286,7 @@ impl Config {
         within("supervise.backoff_min in ms", s.backoff_min.0.as_millis() as u64, 1, 3_600_000)?;
         if s.backoff_min > s.backoff_max {
             let (min, max) = (s.backoff_min, s.backoff_max);
-            return Err(format!("supervise.backoff_min ({min}) exceeds supervise.backoff_max ({max})"));
+            return Err(NotPossible::Backoff { min, max });
         }
         Ok(())
     }
@@ -396,6 +408,8 @@ mod tests {
             "[osd]\nstaging = \"9MiB\"",
             "[osd]\ncpus = \"most\"",
             "[channel]\nwindow = \"1KiB\"",
+            "[channel]\nqueues = 65",
+            "[channel]\npoll_us = 10001",
             "[channel]\nmax_transfer = \"4MiB\"",
             "[channel]\nprofile = \"fast\"",
             "[channel]\nengine = \"ofi\"",

@@ -4,7 +4,8 @@
 //! line of JSON, one of each per connection.
 
 use std::io::{BufRead, BufReader, Read, Write};
-use std::os::unix::fs::PermissionsExt;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -14,11 +15,13 @@ use base::fault::{Fault, Faults};
 use base::thread::ThreadClass;
 use serde::{Deserialize, Serialize};
 
-use super::units::ByteSize;
+use super::units::{ByteSize, OutOfRange, multiple, within};
 
 /// Longest request, in bytes.
 const MAX_REQUEST: u64 = 16 << 10;
 const PATIENCE: Duration = Duration::from_secs(3);
+/// Pause after somebody could not be accepted.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// What a role is asked.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -48,6 +51,12 @@ pub struct Answer {
     pub tuning: Option<Tuning>,
 }
 
+impl std::fmt::Display for ArmedFault {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} (fired {})", self.fault, self.fired)
+    }
+}
+
 /// A fault that is armed.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ArmedFault {
@@ -70,6 +79,31 @@ pub struct Tuning {
     pub dma_queues: usize,
     /// How long the osd's side looks for completions before it sleeps, in microseconds.
     pub poll_us: u64,
+}
+
+impl Tuning {
+    /// Refuses what the configuration would not take either.
+    ///
+    /// # Errors
+    /// The first value that is not possible.
+    pub fn check(&self) -> Result<(), OutOfRange> {
+        within("channel.region_cache", self.region_cache as u64, 0, 1 << 20)?;
+        within("channel.max_transfer", self.max_transfer.0, 4096, 2 << 20)?;
+        multiple("channel.max_transfer", self.max_transfer, ByteSize(4096))?;
+        within("channel.queues", self.dma_queues as u64, 1, 64)?;
+        within("channel.poll_us", self.poll_us, 0, 10_000)
+    }
+}
+
+/// Why a role is not tuned.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum TuneError {
+    /// The role does not use a channel.
+    #[error("this role has nothing to tune; only an osd behind a channel has (placement dpu)")]
+    NothingToTune,
+    /// A value is not possible.
+    #[error("{0}; `docs/configuration.md` says what is possible")]
+    OutOfRange(#[from] OutOfRange),
 }
 
 /// Applies a tuning.
@@ -110,7 +144,7 @@ impl Controls {
                 self.faults.clear();
                 None
             }
-            Request::Tune(tuning) => self.tune(tuning).err(),
+            Request::Tune(tuning) => self.tune(tuning).err().map(|e| e.to_string()),
         };
         let armed = self.faults.armed().into_iter();
         let faults = armed.map(|a| ArmedFault { fault: a.fault, fired: a.fired }).collect();
@@ -118,11 +152,10 @@ impl Controls {
         Answer { error, faults, tuning: tuned.as_ref().map(|(tuning, _)| *tuning) }
     }
 
-    fn tune(&self, wanted: Tuning) -> Result<(), String> {
+    fn tune(&self, wanted: Tuning) -> Result<(), TuneError> {
         let mut tuned = self.tuned.lock().unwrap_or_else(PoisonError::into_inner);
-        let (tuning, tune) = tuned
-            .as_mut()
-            .ok_or("this role has nothing to tune; only an osd behind a channel has (placement dpu)")?;
+        let (tuning, tune) = tuned.as_mut().ok_or(TuneError::NothingToTune)?;
+        wanted.check()?;
         tracing::warn!(?wanted, "the channel is tuned");
         tune(wanted);
         *tuning = wanted;
@@ -134,17 +167,21 @@ impl Controls {
     /// # Errors
     /// If the path cannot be bound.
     pub fn serve(&self, path: &Path) -> std::io::Result<()> {
-        match std::fs::remove_file(path) {
-            Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(e),
-            _ => {}
-        }
-        let listener = UnixListener::bind(path)?;
-        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
+        let listener = bind_private(path)?;
         let controls = self.clone();
         base::thread::spawn(ThreadClass::Admin, "debug", move || {
-            for stream in listener.incoming().flatten() {
-                if let Err(e) = controls.respond(&stream) {
-                    tracing::debug!("debug request failed: {e}");
+            for stream in listener.incoming() {
+                match stream {
+                    Ok(stream) => {
+                        if let Err(e) = controls.respond(&stream) {
+                            tracing::debug!("debug request failed: {e}");
+                        }
+                    }
+                    Err(e) => {
+                        // What keeps it from accepting, such as a want of descriptors, may well last.
+                        tracing::warn!("nobody can be accepted at the debug socket: {e}");
+                        std::thread::sleep(ACCEPT_PAUSE);
+                    }
                 }
             }
         })?;
@@ -165,12 +202,39 @@ impl Controls {
     }
 }
 
+/// Listens at `path`, replacing what is there. Only the owner can connect, from the first moment: the socket is made in a
+/// directory that nobody else can enter, and is moved when its mode is set.
+fn bind_private(path: &Path) -> std::io::Result<UnixListener> {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".new");
+    let private = Path::new(&name);
+    let socket = private.join("s");
+    // One who was killed in the middle of this has left them. If they cannot be removed, making the directory fails.
+    let _ = std::fs::remove_file(&socket);
+    let _ = std::fs::remove_dir(private);
+    std::fs::DirBuilder::new().mode(0o700).create(private)?;
+    let listen = || {
+        let listener = UnixListener::bind(&socket)?;
+        std::fs::set_permissions(&socket, std::fs::Permissions::from_mode(0o600))?;
+        std::fs::rename(&socket, path)?;
+        Ok(listener)
+    };
+    let listener = listen();
+    let _ = std::fs::remove_file(&socket);
+    let _ = std::fs::remove_dir(private);
+    listener
+}
+
 /// Asks the role that serves `path`.
 ///
 /// # Errors
 /// If nobody answers, or the answer makes no sense. That the request was refused is in the answer.
 pub fn ask(path: &Path, request: &Request) -> std::io::Result<Answer> {
-    let mut stream = UnixStream::connect(path)?;
+    // Its directory may lie deeper than a socket's address is long.
+    let (dir, name) = (path.parent().unwrap_or(Path::new("")), path.file_name().unwrap_or_default());
+    let dir = std::fs::File::open(if dir.as_os_str().is_empty() { Path::new(".") } else { dir })?;
+    let short = Path::new("/proc/self/fd").join(dir.as_raw_fd().to_string()).join(name);
+    let mut stream = UnixStream::connect(short)?;
     stream.set_read_timeout(Some(PATIENCE))?;
     stream.set_write_timeout(Some(PATIENCE))?;
     stream.write_all((serde_json::to_string(request)? + "\n").as_bytes())?;
@@ -211,6 +275,30 @@ mod tests {
     }
 
     #[test]
+    fn the_socket_replaces_a_left_over_one_and_is_its_owners_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("debug");
+        for _ in 0..2 {
+            let _left_over = UnixListener::bind(&path);
+            // As if somebody had been killed in between.
+            std::fs::create_dir(dir.path().join("debug.new")).unwrap();
+            let _left_over = UnixListener::bind(dir.path().join("debug.new/s"));
+            Controls::default().serve(&path).unwrap();
+            assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+            assert!(ask(&path, &Request::Show).unwrap().faults.is_empty());
+            assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1, "nothing else stays");
+        }
+        std::fs::create_dir(dir.path().join("debug.new")).unwrap();
+        std::fs::write(dir.path().join("debug.new/others"), "").unwrap();
+        let refused = Controls::default().serve(&path).unwrap_err();
+        assert_eq!(
+            refused.kind(),
+            std::io::ErrorKind::AlreadyExists,
+            "it could be somebody else's directory"
+        );
+    }
+
+    #[test]
     fn what_can_be_tuned_is_tuned() {
         let controls = Controls::default();
         let seen = Arc::new(Mutex::new(Vec::new()));
@@ -226,5 +314,18 @@ mod tests {
         let wanted = Tuning { region_cache: 0, ..tuning };
         assert_eq!(controls.answer(Request::Tune(wanted)).tuning, Some(wanted));
         assert_eq!(*seen.lock().unwrap(), [wanted]);
+        for impossible in [
+            Tuning { region_cache: usize::MAX, ..tuning },
+            Tuning { max_transfer: ByteSize(0), ..tuning },
+            Tuning { max_transfer: ByteSize(4 << 20), ..tuning },
+            Tuning { max_transfer: ByteSize(5000), ..tuning },
+            Tuning { dma_queues: 0, ..tuning },
+            Tuning { poll_us: u64::MAX, ..tuning },
+        ] {
+            assert!(matches!(controls.tune(impossible), Err(TuneError::OutOfRange(_))), "{impossible:?}");
+            let answer = controls.answer(Request::Tune(impossible));
+            assert!(answer.error.is_some() && answer.tuning == Some(wanted), "{answer:?}");
+        }
+        assert_eq!(seen.lock().unwrap().len(), 1, "what was refused is not applied");
     }
 }

@@ -7,6 +7,7 @@
 //! DIR/run/lock             held while the node runs; has the supervisor's pid
 //! DIR/run/state.json       what runs, for `status` and for commands that look for the endpoint
 //! DIR/run/store.sock       control socket between osd and store
+//! DIR/run/ROLE.debug       debug socket of a role
 //! DIR/log/ROLE.log         logs
 //! ```
 

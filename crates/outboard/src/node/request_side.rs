@@ -76,7 +76,7 @@ impl Backend {
             overdue: channel.overdue.0,
             cool_down: channel.cool_down.0,
             verify_every: channel.verify_every,
-            tuning: session_tuning(tuning_of(channel)),
+            tuning: session_tuning(channel.tuning()),
             faults,
             outstanding: config.channel.requests,
             wait_for_store: config.osd.store_patience.0,
@@ -113,17 +113,6 @@ fn start_engine(channel: &config::Channel, faults: &Faults) -> channel::Result<A
             };
             Ok(ShmEngine::start(ShmOptions { profile, faults: faults.clone(), ..ShmOptions::default() })?)
         }
-    }
-}
-
-/// How the configuration has the channel used.
-fn tuning_of(channel: &config::Channel) -> Tuning {
-    Tuning {
-        pipeline: true,
-        region_cache: channel.region_cache,
-        max_transfer: channel.max_transfer,
-        dma_queues: channel.queues,
-        poll_us: channel.poll_us,
     }
 }
 
@@ -177,7 +166,7 @@ pub async fn serve(
         Ok(backend) => backend,
         Err(failure) => return drop(started.send(Err(failure))),
     };
-    let tuning = tuning_of(&config.channel);
+    let tuning = config.channel.tuning();
     let in_flight = Arc::new(AtomicUsize::new(segments(tuning)));
     if let Some(session) = backend.session.clone() {
         let in_flight = Arc::clone(&in_flight);

@@ -25,6 +25,45 @@ pub struct UnitError {
     example: &'static str,
 }
 
+/// A number that is not possible where it stands.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum OutOfRange {
+    /// Too small or too large.
+    #[error("{key} is {value}, it must be {least} to {most}")]
+    Outside {
+        /// Where it stands.
+        key: &'static str,
+        /// The number.
+        value: u64,
+        /// What it must be at least.
+        least: u64,
+        /// What it may be at most.
+        most: u64,
+    },
+    /// Not in whole units.
+    #[error("{key} is {value}, it must be a multiple of {unit}")]
+    Uneven {
+        /// Where it stands.
+        key: &'static str,
+        /// The size.
+        value: ByteSize,
+        /// What it must be a multiple of.
+        unit: ByteSize,
+    },
+}
+
+/// Refuses a value of `key` outside of `least..=most`.
+pub fn within(key: &'static str, value: u64, least: u64, most: u64) -> Result<(), OutOfRange> {
+    let ok = (least..=most).contains(&value);
+    if ok { Ok(()) } else { Err(OutOfRange::Outside { key, value, least, most }) }
+}
+
+/// Refuses a value of `key` that is not made of whole `unit`s.
+pub fn multiple(key: &'static str, value: ByteSize, unit: ByteSize) -> Result<(), OutOfRange> {
+    let ok = value.0.is_multiple_of(unit.0);
+    if ok { Ok(()) } else { Err(OutOfRange::Uneven { key, value, unit }) }
+}
+
 const SIZES: [(&str, u64); 10] = [
     ("KiB", 1 << 10),
     ("MiB", 1 << 20),
