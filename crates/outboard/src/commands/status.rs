@@ -7,6 +7,7 @@ use clap::Args;
 
 use crate::cli::NodeArgs;
 use crate::failure::{Doing, Result};
+use crate::node::debug;
 use crate::node::dir::NodeDir;
 use crate::node::locate;
 use crate::node::report::Report;
@@ -33,19 +34,32 @@ pub struct StatusArgs {
 /// Prints the node's state.
 pub fn run(args: StatusArgs, node: &NodeArgs) -> Result<()> {
     let doing = "finding out the node's state";
-    let mut report = match &node.endpoint {
-        Some(endpoint) => Report::of_endpoint(endpoint),
-        None => {
-            let dir = NodeDir::open(&locate::root(node)).doing(doing)?;
+    let dir = match node.endpoint {
+        Some(_) => None,
+        None => Some(NodeDir::open(&locate::root(node)).doing(doing)?),
+    };
+    let mut report = match (&dir, &node.endpoint) {
+        (Some(dir), _) => {
             let up = dir.owner().doing(doing)?.is_some();
-            Report::of_state(dir.path(), up, NodeState::load(&dir))
+            Report::of_state(dir.path(), up, NodeState::load(dir))
         }
+        (None, endpoint) => Report::of_endpoint(endpoint.as_deref().unwrap_or_default()),
     };
     if let Some(endpoint) = report.endpoint.clone() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().doing(doing)?;
         match runtime.block_on(ask(&endpoint)) {
             Ok(answer) => report.add_answer(answer),
             Err(why) => report.problems.push(format!("the osd does not answer: {why}")),
+        }
+    }
+    if let Some(dir) = &dir {
+        for role in report.reticent_roles() {
+            match debug::ask(&dir.debug_socket(role.as_str()), &debug::Request::Show) {
+                Ok(answer) => answer.faults.into_iter().for_each(|fault| report.add_fault(role, fault)),
+                Err(e) => report
+                    .problems
+                    .push(format!("whether faults are armed in the {} is unknown: {e}", role.as_str())),
+            }
         }
     }
     let text = if args.json {

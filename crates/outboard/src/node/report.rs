@@ -167,6 +167,21 @@ impl Report {
         }
     }
 
+    /// The roles whose processes are there and of whose faults the osd does not tell.
+    pub fn reticent_roles(&self) -> Vec<Role> {
+        let there = self.processes.iter().filter(|p| p.pid.is_some()).map(|p| p.role);
+        there.filter(|role| matches!(role, Role::Store | Role::Node)).collect()
+    }
+
+    /// Adds a fault that is armed in a role.
+    pub fn add_fault(&mut self, role: Role, fault: impl Display) {
+        let remedy = match role {
+            Role::Node => "take it out of debug.faults and start the node again",
+            _ => "`outboard debug clear` disarms it",
+        };
+        self.problems.push(format!("FAULT ARMED in the {}: {fault}; {remedy}", role.as_str()));
+    }
+
     /// Adds what the osd says.
     pub fn add_answer(&mut self, answer: client::NodeStatus) {
         self.up = true;
@@ -175,14 +190,11 @@ impl Report {
         self.emulated = answer.emulated;
         if let Some(offload) = &answer.offload {
             if offload.state != "active" {
-                let why =
-                    offload.last_failure.as_deref().unwrap_or("the store is reached by TCP, or is away");
+                let unknown = "the store is away, or is reached by TCP without the engine ofi";
+                let why = offload.last_failure.as_deref().unwrap_or(unknown);
                 self.problems.push(format!("DMA is {} (payload goes by the socket): {why}", offload.state));
             }
-            for fault in &offload.faults {
-                self.problems
-                    .push(format!("FAULT ARMED in the osd: {fault}; `outboard debug clear` disarms it"));
-            }
+            offload.faults.iter().for_each(|fault| self.add_fault(Role::Osd, fault));
         }
         self.offload = answer.offload;
         let [staging_total, staging_free, staging_least_free] = answer.staging;
