@@ -4,6 +4,7 @@ use std::path::Path;
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -156,6 +157,37 @@ fn either_side_may_be_killed_in_the_middle_of_transfers() {
         node.eventually("the fault did not fire", up_again);
         node.is("p/x", &bytes);
     }
+}
+
+#[test]
+fn a_measurement_that_is_interrupted_leaves_the_channel_as_it_was() {
+    let node = Node::up();
+    let log = || std::fs::read_to_string(node.dir.path().join("log/osd.log")).unwrap();
+    let tuned = || log().lines().filter(|l| l.contains("the channel is tuned")).map(str::to_owned).collect();
+    let args = ["bench", "write", "--pool", "p", "--seconds", "600", "--no-pipeline", "--dma-queues", "1"];
+    let mut bench = Command::new(env!("CARGO_BIN_EXE_outboard"))
+        .args(args)
+        .args(["--object-size", "64KiB", "--objects", "16"])
+        .env("OUTBOARD_DIR", node.dir.path())
+        .env_remove("OUTBOARD_ENDPOINT")
+        .spawn()
+        .unwrap();
+    let deadline = Instant::now() + PATIENCE;
+    let during: Vec<String> = loop {
+        let lines: Vec<String> = tuned();
+        if !lines.is_empty() {
+            break lines;
+        }
+        assert!(Instant::now() < deadline, "it does not tune the channel: {}", log());
+        std::thread::sleep(Duration::from_millis(20));
+    };
+    assert!(during[0].contains("pipeline: false") && during[0].contains("dma_queues: 1,"), "{during:?}");
+    let pid = Pid::from_raw(bench.id() as i32).unwrap();
+    kill_process(pid, Signal::INT).unwrap();
+    assert_eq!(bench.wait().unwrap().code(), Some(130));
+    let after: Vec<String> = tuned();
+    assert_eq!(after.len(), 2, "{after:?}");
+    assert!(after[1].contains("pipeline: true") && after[1].contains("dma_queues: 5,"), "{after:?}");
 }
 
 #[test]

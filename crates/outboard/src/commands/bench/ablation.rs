@@ -2,15 +2,21 @@
 
 use std::path::{Path, PathBuf};
 
+use base::thread::{self, ThreadClass};
 use clap::Args;
+use tokio::sync::oneshot;
 
 use crate::cli::NodeArgs;
 use crate::commands::debug::socket;
-use crate::failure::{Failure, Result};
+use crate::failure::{Doing, Failure, Result};
 use crate::node::debug::{Request, Tuning, ask};
+use crate::node::role::StopSignals;
 use crate::node::state::Role;
 use crate::node::units::ByteSize;
 use crate::output;
+
+/// Exit status of a program that was interrupted.
+const INTERRUPTED: i32 = 130;
 
 /// Mechanisms of the channel that are changed while it is measured, and put back afterwards.
 #[derive(Debug, Clone, Copy, Args)]
@@ -24,7 +30,7 @@ pub struct Ablations {
     /// Negotiate and register host memory for every request
     #[arg(long)]
     pub no_region_cache: bool,
-    /// Longest DMA transfer, at most the engine's
+    /// Longest DMA transfer: 4KiB to 2MiB, at most the engine's
     #[arg(long, value_name = "S")]
     pub max_transfer: Option<ByteSize>,
     /// Queues of the DMA engine; 1 has short requests wait for long ones
@@ -64,8 +70,9 @@ impl Ablations {
         let path = socket(Role::Osd, node)?;
         let before = exchange(&path, &Request::Show)?;
         let during = self.of(before);
+        let watch = restore_when_interrupted(path.clone(), before)?;
         exchange(&path, &Request::Tune(during))?;
-        Ok(Some(Ablated { path, before, during }))
+        Ok(Some(Ablated { during, path, before, _watch: watch }))
     }
 }
 
@@ -80,19 +87,50 @@ fn exchange(path: &Path, request: &Request) -> Result<Tuning> {
     }
 }
 
-/// A channel that is tuned; put back when this is dropped.
+/// A channel that is tuned; put back when this is dropped, or when the program is told to end before.
 #[derive(Debug)]
 pub struct Ablated {
-    path: PathBuf,
-    before: Tuning,
     /// How it is now.
     pub during: Tuning,
+    path: PathBuf,
+    before: Tuning,
+    /// Ends the thread that waits for signals.
+    _watch: oneshot::Sender<()>,
 }
 
 impl Drop for Ablated {
     fn drop(&mut self) {
-        if let Err(failure) = exchange(&self.path, &Request::Tune(self.before)) {
-            output::note(format!("the channel stays as it was measured until the osd restarts: {failure}"));
-        }
+        restore(&self.path, self.before);
     }
+}
+
+fn restore(path: &Path, before: Tuning) {
+    if let Err(failure) = exchange(path, &Request::Tune(before)) {
+        output::note(format!("the channel stays as it was measured until the osd restarts: {failure}"));
+    }
+}
+
+/// From here on a signal that ends the program first has the channel put back, until the result is dropped.
+fn restore_when_interrupted(path: PathBuf, before: Tuning) -> Result<oneshot::Sender<()>> {
+    let doing = "preparing for signals";
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().doing(doing)?;
+    let mut signals = {
+        let _context = runtime.enter();
+        StopSignals::catch()?
+    };
+    let (watch, mut ended) = oneshot::channel();
+    let body = move || {
+        let interrupted = runtime.block_on(async {
+            tokio::select! {
+                _ = &mut ended => false,
+                () = signals.next() => true,
+            }
+        });
+        if interrupted {
+            restore(&path, before);
+            std::process::exit(INTERRUPTED);
+        }
+    };
+    thread::spawn(ThreadClass::Admin, "signals", body).doing(doing)?;
+    Ok(watch)
 }
