@@ -271,7 +271,8 @@ impl Config {
         ] {
             within(key, size.0, MIB, 1 << 40)?;
         }
-        within("channel.window", self.channel.window.0, MIB, 4096 * MIB)?;
+        // Data of up to 2 MiB goes in one piece with its transaction, and so do 2 MiB that are appended.
+        within("channel.window", self.channel.window.0, 4 * MIB, 4096 * MIB)?;
         multiple("channel.window", self.channel.window, ByteSize(4096))?;
         within("channel.requests", self.channel.requests as u64, 1, 1024)?;
         self.channel.tuning().check()?;
@@ -407,7 +408,7 @@ mod tests {
             "[osd]\nsessions = 0",
             "[osd]\nstaging = \"9MiB\"",
             "[osd]\ncpus = \"most\"",
-            "[channel]\nwindow = \"1KiB\"",
+            "[channel]\nwindow = \"3MiB\"",
             "[channel]\nqueues = 65",
             "[channel]\npoll_us = 10001",
             "[channel]\nmax_transfer = \"4MiB\"",
