@@ -9,8 +9,9 @@ use proxy::{Endpoint, Listener};
 
 use super::cpus::Cpus;
 
-/// A UNIX socket (`run/store.sock`), over which payload goes by DMA, or a TCP address (`tcp:10.0.0.7:7401`), over which
-/// everything goes through the socket. TCP is not authenticated: for trusted networks only.
+/// A UNIX socket (`run/store.sock`) or a TCP address (`tcp:10.0.0.7:7401`). Payload goes by DMA beside a UNIX socket with
+/// every engine, and beside TCP with the engine `ofi`; with `shm` everything goes through the TCP connection. TCP is not
+/// authenticated: for trusted networks only.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum StoreAddress {
     /// A path.
