@@ -11,11 +11,13 @@ pub(crate) struct Admission<T> {
     transactions: BTreeMap<u64, T>,
     /// Other calls that came early, by the number that they follow.
     others: BTreeMap<u64, Vec<T>>,
+    /// Number of calls held back.
+    held: usize,
 }
 
 impl<T> Default for Admission<T> {
     fn default() -> Self {
-        Admission { admitted: 0, transactions: BTreeMap::new(), others: BTreeMap::new() }
+        Admission { admitted: 0, transactions: BTreeMap::new(), others: BTreeMap::new(), held: 0 }
     }
 }
 
@@ -30,24 +32,27 @@ impl<T> Admission<T> {
                 return Ok(vec![call]);
             }
             self.others.entry(after).or_default().push(call);
+            self.held += 1;
             return Ok(Vec::new());
         }
         if after < self.admitted || self.transactions.contains_key(&after) {
             return Err(call);
         }
         self.transactions.insert(after, call);
+        self.held += 1;
         let mut turn = Vec::new();
         while let Some(transaction) = self.transactions.remove(&self.admitted) {
             turn.push(transaction);
             self.admitted += 1;
             turn.extend(self.others.remove(&self.admitted).unwrap_or_default());
         }
+        self.held -= turn.len();
         Ok(turn)
     }
 
     /// Number of calls held back.
     pub(crate) fn held(&self) -> usize {
-        self.transactions.len() + self.others.values().map(Vec::len).sum::<usize>()
+        self.held
     }
 }
 

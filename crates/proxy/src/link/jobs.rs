@@ -13,7 +13,7 @@ use store::{CollectionId, ObjectId, StageId, StoreError};
 
 use super::dma::Opened;
 use super::recover::Mode;
-use super::{AnswerTo, CallError, HeldRange, MAX_JOBS, MAX_ON_SOCKET, Pending, State};
+use super::{AnswerTo, CallError, HeldRange, MAX_JOBS, MAX_QUERIES, Pending, State};
 use crate::transaction_codec::Encoded;
 use crate::wire::{Call, ChannelCall, NO_REPLY, Place, encode, pack_checksums, unpack_checksums};
 
@@ -158,10 +158,9 @@ impl Job {
         Job { kind, ..Job::new(target, after, call, Route::Socket, Some(answer_to)) }
     }
 
-    #[expect(clippy::too_many_arguments, reason = "each is one field of the message")]
+    /// It follows no transaction, only the making of its stage: transactions that are called later wait for it.
     pub(super) fn stage_write(
         target: u16,
-        after: u64,
         stage: StageId,
         host_id: u64,
         offset: u64,
@@ -177,7 +176,7 @@ impl Job {
             range: want(data.len()),
             upload: vec![(0, data)],
             writes_stage: Some(stage.0),
-            ..Job::new(target, after, call, route(by_dma), Some(answer_to))
+            ..Job::new(target, 0, call, route(by_dma), Some(answer_to))
         }
     }
 
@@ -246,6 +245,11 @@ impl Job {
         self.in_lane || self.writes_stage.is_some()
     }
 
+    /// Whether no other call waits for it.
+    pub(super) fn is_query(&self) -> bool {
+        self.answer_to.is_some() && matches!(self.kind, Kind::Plain | Kind::Stage) && !self.carries_data()
+    }
+
     /// Whether its payload goes with its entry, in one chain.
     fn is_short(&self) -> bool {
         self.upload_len() <= SHORT
@@ -288,22 +292,24 @@ fn want(len: usize) -> RangeUse {
 }
 
 impl State {
-    /// Takes a job, and posts whatever can go.
-    pub(super) fn submit(&mut self, mut job: Job) {
-        let refusal = match &self.dead {
-            Some(why) => Some(CallError::Lost(why.clone())),
-            // A transaction that has its number must go.
-            None if self.jobs.len() >= MAX_JOBS && !job.in_lane => {
-                Some(CallError::Store(StoreError::Io("too many calls wait for the store".into())))
+    /// Whether one more call is possible, before it has a number: who waits for its answer, or `None` if that is told why
+    /// not.
+    pub(super) fn accept(&self, answer_to: AnswerTo) -> Option<AnswerTo> {
+        let why = match &self.dead {
+            Some(why) => CallError::Lost(why.clone()),
+            None if self.jobs.len() + self.pending.len() >= MAX_JOBS => {
+                CallError::Store(StoreError::Io("too many calls wait for the store".into()))
             }
-            None => None,
+            None => return Some(answer_to),
         };
-        if let Some(why) = refusal {
-            self.write_posted(job.writes_stage);
-            if let Some(answer_to) = job.answer_to.take() {
-                // Whoever asked may have gone; then nobody needs to know.
-                let _ = answer_to.send(Err(why));
-            }
+        // Whoever asked may have gone; then nobody needs to know.
+        let _ = answer_to.send(Err(why));
+        None
+    }
+
+    /// Takes a job, and posts whatever can go. What the link has to say on its own account is never refused.
+    pub(super) fn submit(&mut self, mut job: Job) {
+        if self.dead.is_some() {
             return;
         }
         self.last_id += 1;
@@ -348,8 +354,11 @@ impl State {
             self.ring_ready.pop_front();
             self.send(id);
         }
-        while self.on_socket < MAX_ON_SOCKET {
-            let Some(id) = self.socket_ready.pop_front() else { break };
+        while let Some(id) = self.socket_ready.pop_front() {
+            self.send(id);
+        }
+        while self.queries_out < MAX_QUERIES {
+            let Some(id) = self.queries.pop_front() else { break };
             self.send(id);
         }
     }
@@ -362,6 +371,7 @@ impl State {
             Route::Socket if matches!(self.mode, Mode::Closing { .. }) && job.carries_data() => {
                 &mut self.held
             }
+            Route::Socket if job.is_query() => &mut self.queries,
             Route::Socket => &mut self.socket_ready,
         }
     }
@@ -492,7 +502,7 @@ impl State {
             staged.by_socket += 1;
         }
         if wants_reply {
-            self.on_socket += usize::from(job.route == Route::Socket);
+            self.queries_out += usize::from(job.is_query());
             // What came by DMA may turn out to be damaged; then it is needed once more.
             if job.route == Route::Socket && job.arrived == 0 {
                 job.upload.clear();

@@ -47,12 +47,13 @@ use replies::Fetching;
 pub(crate) use ring_side::RingSide;
 use verify::Verify;
 
-/// Most jobs that wait in a link. The OSD has its own, lower limit of requests in flight; this one only bounds memory.
-const MAX_JOBS: usize = 1 << 15;
+/// Most calls without an answer. The OSD has its own, lower limit of requests in flight; this one only bounds memory.
+pub(crate) const MAX_JOBS: usize = 1 << 15;
 /// Longest range, in bytes: the checksums of a read of that length fit into a reply on the ring.
 const MAX_RANGE: usize = 16 << 20;
-/// Most calls unanswered on the control socket, in bulk or not.
-const MAX_ON_SOCKET: usize = 256;
+/// Most queries unanswered at a time. The host may hold them back until a transaction comes that has not been sent yet, so
+/// this limits nothing else: whatever a transaction may need gets through.
+const MAX_QUERIES: usize = 256;
 
 /// Why a call has no answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -121,10 +122,13 @@ struct State {
     stages: HashMap<u64, Staged>,
     /// Jobs that wait for a range of host memory, in the order they asked.
     range_queue: VecDeque<u64>,
-    /// Jobs that are ready but for credit, per route.
+    /// Jobs that are ready but for credit.
     ring_ready: VecDeque<u64>,
+    /// Jobs that go by the socket as soon as they are seen here.
     socket_ready: VecDeque<u64>,
-    on_socket: usize,
+    /// Calls that no other call waits for, and how many of them are with the host.
+    queries: VecDeque<u64>,
+    queries_out: usize,
     /// Free ranges of the host's data region. Without host memory: how many bytes may be in flight.
     ranges: Buddy,
     ring: Option<RingSide>,
@@ -257,7 +261,8 @@ impl Link {
             range_queue: VecDeque::new(),
             ring_ready: VecDeque::new(),
             socket_ready: VecDeque::new(),
-            on_socket: 0,
+            queries: VecDeque::new(),
+            queries_out: 0,
             ranges: Buddy::new(data_len, MIN_BUFFER, largest),
             control_out: Vec::new(),
             dma: Dma::default(),
@@ -324,6 +329,7 @@ impl Link {
     /// A call on the control socket.
     pub(crate) fn call(&self, target: u16, call: Call, kind: Kind, answer_to: AnswerTo) {
         let mut state = self.lock();
+        let Some(answer_to) = state.accept(answer_to) else { return };
         let after = state.lanes[usize::from(target)].last_transaction;
         state.submit(Job::on_socket(target, after, call, kind, answer_to));
         self.unlock(state);
@@ -339,7 +345,7 @@ impl Link {
         answer_to: AnswerTo,
     ) {
         let mut state = self.lock();
-        let after = state.lanes[usize::from(target)].last_transaction;
+        let Some(answer_to) = state.accept(answer_to) else { return };
         let Some(staged) = state.stages.get_mut(&stage.0).filter(|staged| !staged.released) else {
             drop(state);
             // Whoever asked may have gone; then nobody needs to know.
@@ -348,7 +354,7 @@ impl Link {
         };
         staged.unposted += 1;
         let host_id = staged.host_id;
-        let job = Job::stage_write(target, after, stage, host_id, offset, payload, self.by_dma, answer_to);
+        let job = Job::stage_write(target, stage, host_id, offset, payload, self.by_dma, answer_to);
         state.submit(job);
         self.unlock(state);
     }
@@ -368,6 +374,7 @@ impl Link {
     /// Queues a transaction: gives it its number and its place in the target's lane.
     pub(crate) fn transaction(&self, target: u16, transaction: &store::Transaction, answer_to: AnswerTo) {
         let mut state = self.lock();
+        let Some(answer_to) = state.accept(answer_to) else { return };
         match state.encode(transaction, self.by_dma, self.max_range) {
             Ok(encoded) => {
                 let lane = &mut state.lanes[usize::from(target)];
@@ -385,6 +392,7 @@ impl Link {
     /// A read of at most one range.
     pub(crate) fn read(&self, target: u16, read: jobs::Read, answer_to: AnswerTo) {
         let mut state = self.lock();
+        let Some(answer_to) = state.accept(answer_to) else { return };
         let after = state.lanes[usize::from(target)].last_transaction;
         state.submit(Job::read(target, after, read, self.by_dma, answer_to));
         self.unlock(state);

@@ -143,9 +143,7 @@ impl State {
                 continue;
             }
             pending.job.route = Route::Socket;
-            if pending.ring_end <= taken {
-                self.on_socket += 1;
-            } else {
+            if pending.ring_end > taken {
                 lost.push(*id);
             }
         }

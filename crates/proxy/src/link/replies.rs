@@ -42,7 +42,7 @@ impl State {
         };
         match (route, &mut self.ring) {
             (Route::Ring, Some(ring)) => ring.answered(job.reply_max()),
-            _ => self.on_socket -= 1,
+            _ => self.queries_out -= usize::from(job.is_query()),
         }
         if let Kind::Channel(kind) = job.kind {
             return self.channel_answered(kind, frame);
@@ -349,6 +349,7 @@ impl Link {
         state.range_queue.clear();
         state.ring_ready.clear();
         state.socket_ready.clear();
+        state.queries.clear();
         state.held.clear();
         state.control_out.clear();
         state.lanes.iter_mut().for_each(|lane| lane.queue.clear());

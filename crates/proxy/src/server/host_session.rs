@@ -23,13 +23,14 @@ use store::{StageId, StoreError};
 use super::calls::{Done, Request, Running, Via, make};
 use super::{Counts, Target};
 use crate::admission::Admission;
+use crate::link::MAX_JOBS;
 use crate::poller::Poller;
 use crate::wire::{Answer, Call, NO_REPLY, Outcome, encode, shorten};
 
 /// Most frames taken from the control socket in one turn.
 const FRAMES_PER_TURN: usize = 64;
-/// Most calls of one session at a time, on whatever path. An osd keeps far below.
-const MAX_CALLS: usize = 8192;
+/// Most calls of one session at a time, on whatever path. An osd keeps below.
+const MAX_CALLS: usize = 2 * MAX_JOBS;
 
 /// How the osd's engine reaches host memory and the doorbells.
 pub(super) enum Reached {

@@ -1,0 +1,98 @@
+//! Calls that wait, for credit, for a range, for one another, with little of everything: they wait in no circle.
+
+mod common;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use base::fault::{Faults, Site};
+use common::load::{MIB, fault, faulty_node, watched};
+use common::{Node, Path, cid, make_collection, node_of, oid, options, payload, transaction};
+use futures::future::join_all;
+use outboard_proxy::SessionOptions;
+use store::{MemStore, Op, StageId, StoreError, Transaction, WriteSource};
+
+/// A session with room for one request of 3 MiB at a time.
+async fn narrow(path: Path, mut options: SessionOptions) -> Node {
+    options.memory.layout.data_len = 4 * MIB as u64;
+    options.largest_request = 4 * MIB;
+    let node = node_of(path, Arc::new(MemStore::new()), options).await;
+    make_collection(&node.store).await;
+    node
+}
+
+fn write(n: usize, len: usize) -> Transaction {
+    let source = WriteSource::Inline(payload(n as u64, len));
+    transaction(Op::Write { oid: oid(n), offset: 0, source })
+}
+
+fn staged(n: usize, stage: StageId, len: usize) -> Transaction {
+    let source = WriteSource::Staged { stage, offset: 0, len: len as u64 };
+    transaction(Op::Write { oid: oid(n), offset: 0, source })
+}
+
+async fn soon<T>(what: &str, of: impl Future<Output = T>) -> T {
+    tokio::time::timeout(Duration::from_secs(20), of).await.unwrap_or_else(|_| panic!("{what} for ever"))
+}
+
+#[tokio::test]
+async fn queries_take_no_place_of_the_transaction_that_they_follow() {
+    let node = narrow(Path::Unix, options()).await;
+    // The second one has its number, and waits for the first one's place.
+    let writes: Vec<_> = (0..2).map(|n| node.store.queue_transaction(write(n, 3 * MIB))).collect();
+    let stats: Vec<_> = (0..300).map(|_| node.store.stat(&cid(), &oid(1))).collect();
+    for write in soon("transactions wait", join_all(writes)).await {
+        write.unwrap();
+    }
+    for stat in soon("queries wait", join_all(stats)).await {
+        assert_eq!(stat.unwrap().size, 3 * MIB as u64, "a query overtook its transaction");
+    }
+}
+
+#[tokio::test]
+async fn a_stage_write_takes_no_place_of_a_transaction_on_its_way() {
+    let node = narrow(Path::Dma, SessionOptions { outstanding: 1, ..options() }).await;
+    let stage = node.store.stage(4096).await.unwrap();
+    // Its payload goes first, so that the short write is posted before it.
+    let long = node.store.queue_transaction(write(0, MIB));
+    let short = node.store.stage_write(stage, 0, payload(1, 4096));
+    soon("the stage write waits", short).await.unwrap();
+    soon("the transaction waits", long).await.unwrap();
+    node.store.queue_transaction(staged(1, stage, 4096)).await.unwrap();
+    node.store.stage_release(stage);
+}
+
+#[tokio::test]
+async fn a_lost_doorbell_is_found_however_many_queries_follow_the_transaction() {
+    let faults = Faults::default();
+    let node = faulty_node(Path::Dma, watched(&faults)).await;
+    faults.arm(fault("dma.doorbell=drop,count=1")).unwrap();
+    let touch = node.store.queue_transaction(transaction(Op::Touch { oid: oid(1) }));
+    let stats: Vec<_> = (0..300).map(|_| node.store.stat(&cid(), &oid(1))).collect();
+    soon("the transaction waits", touch).await.unwrap();
+    for stat in soon("queries wait", join_all(stats)).await {
+        stat.unwrap();
+    }
+    assert_eq!(faults.fired(Site::DmaDoorbell), 1);
+    assert_eq!(node.session.status().sessions, 1);
+}
+
+#[tokio::test]
+async fn what_the_link_asks_for_itself_is_not_refused_for_being_too_much() {
+    let faults = Faults::default();
+    let node = faulty_node(Path::Dma, watched(&faults)).await;
+    faults.arm(fault("dma.transfer=stall,late=3600000ms,count=1")).unwrap();
+    let stalled = node.store.queue_transaction(write(0, MIB));
+    let stats: Vec<_> = (0..40_000).map(|_| node.store.stat(&cid(), &oid(0))).collect();
+    soon("the transaction waits", stalled).await.unwrap();
+    assert_eq!(faults.fired(Site::DmaTransfer), 1);
+    let mut refused = 0;
+    for stat in soon("queries wait", join_all(stats)).await {
+        match stat {
+            Err(StoreError::Io(why)) if why.contains("too many calls") => refused += 1,
+            stat => assert_eq!(stat.unwrap().size, MIB as u64),
+        }
+    }
+    assert!(refused > 5000, "{refused} of 40000 were more than there is room for");
+    assert_eq!(node.session.status().sessions, 1, "{:?}", node.session.status());
+}
