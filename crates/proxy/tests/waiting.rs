@@ -96,3 +96,36 @@ async fn what_the_link_asks_for_itself_is_not_refused_for_being_too_much() {
     assert!(refused > 5000, "{refused} of 40000 were more than there is room for");
     assert_eq!(node.session.status().sessions, 1, "{:?}", node.session.status());
 }
+
+/// Until nothing has been under way for so long that nobody looks at the clock.
+async fn idle() {
+    tokio::time::sleep(Duration::from_millis(600)).await;
+}
+
+#[tokio::test]
+async fn payload_that_stalls_in_an_idle_session_is_noticed() {
+    let faults = Faults::default();
+    let node = faulty_node(Path::Dma, watched(&faults)).await;
+    for (n, len) in [(0, MIB), (1, 70_000)] {
+        let stage = node.store.stage(len as u64).await.unwrap();
+        // Opens the window.
+        node.store.queue_transaction(write(n, len)).await.unwrap();
+        idle().await;
+        faults.clear();
+        faults.arm(fault("dma.transfer=stall,late=3600000ms,count=1")).unwrap();
+        let before = node.session.status().offload.health;
+        // Nothing but this is going on.
+        soon("the stage write waits", node.store.stage_write(stage, 0, payload(1, len))).await.unwrap();
+        assert_eq!(faults.fired(Site::DmaTransfer), 1);
+        let after = node.session.status().offload.health;
+        assert_eq!(after.failures, before.failures + 1, "{after:?}");
+        node.store.stage_release(stage);
+        faults.clear();
+        let recovered = async {
+            while node.session.status().offload.health.recoveries == before.recoveries {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        soon("the recovery takes", recovered).await;
+    }
+}

@@ -81,11 +81,6 @@ pub(super) struct Dma {
 }
 
 impl Dma {
-    /// Number of chains that the engine has.
-    pub(super) fn in_engine(&self) -> usize {
-        self.posted.len()
-    }
-
     /// Whether nothing is under way.
     pub(super) fn is_idle(&self) -> bool {
         self.posted.is_empty() && self.waiting.is_empty()

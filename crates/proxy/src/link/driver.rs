@@ -235,8 +235,11 @@ impl Driver {
             return;
         }
         let mut state = self.link.lock();
-        let next = state.tick(Instant::now());
+        let now = Instant::now();
+        state.tick(now);
         state.pump();
+        let next = state.next_tick(now);
+        state.watched = next.is_some();
         drop(state);
         self.timer = next.map(|at| Box::pin(tokio::time::sleep_until(at.into())));
         if let Some(timer) = &mut self.timer {
@@ -333,8 +336,9 @@ impl State {
     }
 
     /// Whether anything is under way that could become overdue.
-    fn has_work(&self) -> bool {
-        self.ring.is_some() && (!self.is_open() || !self.pending.is_empty() || !self.dma.is_idle())
+    pub(super) fn has_work(&self) -> bool {
+        let Some(ring) = &self.ring else { return false };
+        !self.is_open() || ring.outstanding() > 0 || !self.dma.is_idle()
     }
 }
 

@@ -151,6 +151,8 @@ struct State {
     offer: Option<OfiOffer>,
     /// How long the driver looks for more after something has come.
     poll: Duration,
+    /// The driver has a timer by which it looks for what is overdue.
+    watched: bool,
     /// Bytes of replies announced and not asked for yet; during a probe, what the doorbell has said.
     announced: usize,
     /// Bytes of replies that are being fetched, and since when.
@@ -278,6 +280,7 @@ impl Link {
             probe_pattern: Vec::new(),
             offer: None,
             poll: options.poll,
+            watched: false,
             announced: 0,
             asked: 0,
             fetch_since: None,
@@ -317,11 +320,13 @@ impl Link {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets the driver write what was put on the control socket, and post what is to be posted.
+    /// Lets the driver write what was put on the control socket, post what is to be posted, and watch over what the caller
+    /// has posted by itself.
     fn unlock(&self, state: MutexGuard<'_, State>) {
         let output = !state.control_out.is_empty() || state.ring.as_ref().is_some_and(RingSide::has_unposted);
+        let unwatched = !state.watched && state.has_work();
         drop(state);
-        if output {
+        if output || unwatched {
             self.driver.wake();
         }
     }

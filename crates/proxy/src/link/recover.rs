@@ -16,7 +16,6 @@
 
 use std::time::{Duration, Instant};
 
-use base::health::State as Health;
 use bytes::Bytes;
 use channel::ofi::OfiOffer;
 use channel::ring::CELL;
@@ -214,39 +213,41 @@ impl State {
         true
     }
 
-    /// Looks after what takes too long. Returns when to look again, if there is something to look after.
-    pub(super) fn tick(&mut self, now: Instant) -> Option<Instant> {
-        let step = self.overdue / 4;
+    /// Looks after what takes too long.
+    pub(super) fn tick(&mut self, now: Instant) {
         if let Some(then) = now.checked_sub(self.overdue) {
             self.give_up_overdue(then);
             self.look_at_rings(then, now);
         }
         match self.mode {
-            Mode::Open => {
-                let busy = self.dma.in_engine() > 0 || self.pending.values().any(|p| p.ring_end > 0);
-                (busy || !self.is_open()).then_some(now + step)
-            }
+            Mode::Open => {}
             Mode::Closing { since } => {
                 if now.duration_since(since) > self.overdue * PATIENCE {
                     self.fatal = Some("the store does not say how far it has come".to_owned());
                 }
-                Some(now + step)
             }
             Mode::Closed => {
-                if matches!(self.health.report().state, Health::CoolingDown(until) if until <= now) {
+                if self.health.probe_at().is_some_and(|at| at <= now) {
                     self.try_probe(now);
                 }
-                Some(now + step.min(SOON))
             }
-            Mode::Probing { since, step: how_far } => {
-                if how_far != Step::Attaching && now.duration_since(since) > self.overdue {
+            Mode::Probing { since, step } => {
+                if step != Step::Attaching && now.duration_since(since) > self.overdue {
                     self.probe_failed("the probe is overdue");
-                } else if how_far == Step::Unheard {
+                } else if step == Step::Unheard {
                     self.ask_for_echo();
                 }
-                Some(now + step.min(SOON))
             }
         }
+    }
+
+    /// When to look again, if there is something to look after.
+    pub(super) fn next_tick(&self, now: Instant) -> Option<Instant> {
+        let step = self.overdue / 4;
+        self.has_work().then(|| match self.mode {
+            Mode::Open | Mode::Closing { .. } => now + step,
+            Mode::Closed | Mode::Probing { .. } => now + step.min(SOON),
+        })
     }
 
     /// Replies that are long in coming: either the store is slow, or a doorbell or an entry has got lost.

@@ -103,6 +103,11 @@ impl RingSide {
         self.engine.max_transfer()
     }
 
+    /// Requests without an answer.
+    pub(super) fn outstanding(&self) -> usize {
+        self.outstanding
+    }
+
     /// Whether one more request may be sent: it finds room in the inbound ring and does not exceed what was agreed.
     pub(super) fn has_credit(&self) -> bool {
         let used = (self.head - self.consumed) as usize;
