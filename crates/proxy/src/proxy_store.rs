@@ -81,6 +81,14 @@ async fn answer_of(answers: Answers) -> Answered {
     answers.await.unwrap_or_else(|_| Err(CallError::Lost("the session was dropped".into())))
 }
 
+/// Waits for a call that returns nothing.
+async fn done(answers: Answers) -> Result<()> {
+    match answer_of(answers).await?.answer {
+        Answer::Done => Ok(()),
+        _ => Err(unexpected()),
+    }
+}
+
 /// Makes a call again as long as it fails with its session, but not for ever.
 async fn retrying(
     handle: &Handle,
@@ -202,7 +210,7 @@ impl ObjectStore for ProxyStore {
             let segments =
                 rx.await.unwrap_or_else(|_| Err(StoreError::Disconnected("session dropped".into())))?;
             for segment in segments {
-                answer_of(segment).await?;
+                done(segment).await?;
             }
             Ok(())
         })
@@ -224,7 +232,7 @@ impl ObjectStore for ProxyStore {
         }
         let answers =
             self.start(move |link, target, answer_to| link.transaction(target, &transaction, answer_to));
-        Box::pin(async move { Ok(answer_of(answers).await.map(|_| ())?) })
+        Box::pin(async move { done(answers).await })
     }
 
     fn session(&self) -> u64 {
@@ -242,7 +250,7 @@ impl ObjectStore for ProxyStore {
             // Whoever asked may have gone; then nobody needs to know.
             drop(answer_to.send(Err(CallError::Lost(format!("session {session} is over")))));
         });
-        Box::pin(async move { Ok(answer_of(answers).await.map(|_| ())?) })
+        Box::pin(async move { done(answers).await })
     }
 
     fn read(
@@ -337,7 +345,7 @@ impl ObjectStore for ProxyStore {
 
     fn umount(&self) -> BoxFuture<'static, Result<()>> {
         let answers = self.start(|link, target, to| link.call(target, Call::Umount, Kind::Plain, to));
-        Box::pin(async move { Ok(answer_of(answers).await.map(|_| ())?) })
+        Box::pin(async move { done(answers).await })
     }
 }
 

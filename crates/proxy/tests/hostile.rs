@@ -347,8 +347,8 @@ async fn a_store_that_lies_costs_its_session_and_calls_fail_typed() {
     }
 }
 
-/// A store that answers whatever it is asked with this, as what a read found.
-async fn false_answers(at: &FsPath, offset: u64, len: u64, object_size: u64, data: Bytes) {
+/// A store without memory that answers whatever it is asked with this.
+async fn false_answers(at: &FsPath, answer: &[u8], data: Bytes) {
     let listener = UnixListener::bind(at).unwrap();
     let socket = Socket::Unix(listener.accept().await.unwrap().0);
     let (_, (), mut control) = channel::accept(socket, |hello, _| {
@@ -359,16 +359,49 @@ async fn false_answers(at: &FsPath, offset: u64, len: u64, object_size: u64, dat
     })
     .await
     .unwrap();
-    // Ok, the third answer; and no checksums.
-    let mut answer = vec![0, 2];
-    [offset, len, 0, object_size].into_iter().for_each(|n| varint(&mut answer, n));
     loop {
         let taken = std::future::poll_fn(|cx| {
             drop(control.poll_flush(cx));
             control.poll_frame(cx)
         });
         let Ok(frame) = taken.await else { return };
-        control.push(Header::new(Kind::Reply, 0, frame.header.id), &answer, vec![data.clone()]);
+        control.push(Header::new(Kind::Reply, 0, frame.header.id), answer, vec![data.clone()]);
+    }
+}
+
+#[tokio::test]
+async fn an_answer_of_another_kind_is_never_taken_for_success() {
+    let options =
+        SessionOptions { wait_for_store: Duration::from_millis(400), socket_only: true, ..options() };
+    // A new stage, bytes, and damage where nothing can have been damaged.
+    for (answer, ends_session) in [(&[0u8, 1, 5][..], false), (&[0, 4, 0], false), (&[0, 10], true)] {
+        let dir = tempfile::tempdir().unwrap();
+        let at = dir.path().join("s");
+        let evil = false_answers(&at, answer, Bytes::new());
+        let osd = async {
+            let session = Session::connect(Endpoint::Unix(at.clone()), options.clone()).await.unwrap();
+            let store = session.store(0);
+            let mut calls = Vec::new();
+            if let Ok(stage) = store.stage(4096).await {
+                calls.push(store.stage_write(stage, 0, Payload::compute(0, pattern(1, 4096))));
+                store.stage_release(stage);
+            }
+            let touch = || transaction(Op::Touch { oid: oid(1) });
+            calls.push(store.queue_transaction(touch()));
+            calls.push(store.queue_transaction_in(1, touch()));
+            calls.push(store.umount());
+            for (n, call) in calls.into_iter().enumerate() {
+                let done = call.await;
+                assert!(matches!(done, Err(store::StoreError::Disconnected(_))), "{n} {answer:?}: {done:?}");
+            }
+            let failure = session.status().last_failure.unwrap_or_default();
+            assert_eq!(failure.contains("protocol") || failure.contains("socket"), ends_session, "{failure}");
+        };
+        tokio::select! {
+            () = osd => {}
+            () = async { evil.await; std::future::pending().await } => {}
+            () = tokio::time::sleep(Duration::from_secs(20)) => panic!("it did not end"),
+        }
     }
 }
 
@@ -380,7 +413,10 @@ async fn reads_that_a_store_answers_falsely_fail_typed_and_end() {
     for (len, sent, ends_session) in [(10, 8192, true), (4096, 4096, false)] {
         let dir = tempfile::tempdir().unwrap();
         let at = dir.path().join("s");
-        let evil = false_answers(&at, 0, len, 1 << 20, pattern(1, sent));
+        // Ok, the third answer; and no checksums.
+        let mut answer = vec![0, 2];
+        [0, len, 0, 1 << 20].into_iter().for_each(|n| varint(&mut answer, n));
+        let evil = false_answers(&at, &answer, pattern(1, sent));
         let osd = async {
             let session = Session::connect(Endpoint::Unix(at.clone()), options.clone()).await.unwrap();
             let store = session.store(0);

@@ -55,13 +55,16 @@ impl State {
         };
         let outcome = decode::<Outcome>(&frame.control).and_then(|(outcome, _)| outcome);
         let in_range = ring_end > 0;
-        let Job { target, kind, answer_to: Some(answer_to), region, clock, .. } = (match outcome {
-            Ok(Answer::Damaged) if in_range || job.arrived > 0 => {
-                self.damaged(id, job);
-                return Ok(());
+        if outcome == Ok(Answer::Damaged) {
+            let by_dma = in_range || job.arrived > 0;
+            if range.is_none() || job.upload.is_empty() || !by_dma {
+                let what = format!("the payload of request {id}, which did not come by DMA, was damaged");
+                return Err(ChannelError::Protocol(what));
             }
-            _ => job,
-        }) else {
+            self.damaged(id, job);
+            return Ok(());
+        }
+        let Job { target, kind, answer_to: Some(answer_to), region, clock, .. } = job else {
             return Err(ChannelError::Protocol(format!("request {id} wants no answer")));
         };
         let answered: Answered = match outcome {
