@@ -9,7 +9,7 @@ use base::fault::{Faults, Site};
 use common::load::{MIB, fault, faulty_node, watched};
 use common::{Node, Path, cid, make_collection, node_of, oid, options, payload, transaction};
 use futures::future::join_all;
-use outboard_proxy::SessionOptions;
+use outboard_proxy::{SessionOptions, Tuning};
 use store::{MemStore, Op, StageId, StoreError, Transaction, WriteSource};
 
 /// A session with room for one request of 3 MiB at a time.
@@ -127,5 +127,22 @@ async fn payload_that_stalls_in_an_idle_session_is_noticed() {
             }
         };
         soon("the recovery takes", recovered).await;
+    }
+}
+
+/// Without a cache each request asks for its window; those that had asked together before share the answer.
+#[tokio::test]
+async fn jobs_that_wait_for_a_window_go_on_when_the_cache_is_switched_off() {
+    let node = node_of(Path::Dma, Arc::new(MemStore::new()), options()).await;
+    make_collection(&node.store).await;
+    let writes: Vec<_> = (0..4).map(|n| node.store.queue_transaction(write(n, 100_000))).collect();
+    node.session.tune(Tuning { region_cache: 0, ..Tuning::default() });
+    for write in soon("transactions wait", join_all(writes)).await {
+        write.unwrap();
+    }
+    let writes: Vec<_> = (0..4).map(|n| node.store.queue_transaction(write(n, 100_000))).collect();
+    node.session.tune(Tuning::default());
+    for write in soon("transactions wait", join_all(writes)).await {
+        write.unwrap();
     }
 }

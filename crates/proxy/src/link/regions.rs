@@ -17,6 +17,14 @@ struct Kept {
     used: u64,
 }
 
+/// A window that is being opened.
+#[derive(Default)]
+struct Asked {
+    /// How often the host was asked and has not answered.
+    times: usize,
+    waiting: Vec<u64>,
+}
+
 /// The windows of one session.
 pub(super) struct Regions {
     /// Length of a window, in bytes.
@@ -28,7 +36,7 @@ pub(super) struct Regions {
     kept: HashMap<usize, Kept>,
     clock: u64,
     /// Windows that are being opened, and the jobs that wait for them.
-    asked: HashMap<usize, Vec<u64>>,
+    asked: HashMap<usize, Asked>,
     hits: metrics::Counter,
     misses: metrics::Counter,
     evictions: metrics::Counter,
@@ -85,26 +93,29 @@ impl Regions {
 
     /// A job waits for a window; whether it is the first one, so that the host has to be asked.
     pub(super) fn wait(&mut self, window: usize, job: u64) -> bool {
-        let waiting = self.asked.entry(window).or_default();
-        waiting.push(job);
+        let asked = self.asked.entry(window).or_default();
+        asked.waiting.push(job);
         // Without a cache every job has its own negotiation.
-        waiting.len() == 1 || self.capacity == 0
+        let asks = asked.times == 0 || self.capacity == 0;
+        asked.times += usize::from(asks);
+        asks
     }
 
     /// A window was opened: keeps it, and returns the jobs that waited and may go on.
     pub(super) fn opened(&mut self, window: usize, region: &Arc<Region>) -> Vec<u64> {
         if self.capacity == 0 {
-            let Some(waiting) = self.asked.get_mut(&window) else { return Vec::new() };
-            let first = waiting.remove(0);
-            if waiting.is_empty() {
-                self.asked.remove(&window);
+            let Some(asked) = self.asked.get_mut(&window) else { return Vec::new() };
+            asked.times = asked.times.saturating_sub(1);
+            // Jobs that had asked together, before there was no cache any more, have but one answer.
+            if asked.times > 0 && !asked.waiting.is_empty() {
+                return vec![asked.waiting.remove(0)];
             }
-            return vec![first];
+        } else {
+            self.clock += 1;
+            self.kept.insert(window, Kept { region: Arc::clone(region), used: self.clock });
+            self.evict();
         }
-        self.clock += 1;
-        self.kept.insert(window, Kept { region: Arc::clone(region), used: self.clock });
-        self.evict();
-        self.asked.remove(&window).unwrap_or_default()
+        self.asked.remove(&window).map(|asked| asked.waiting).unwrap_or_default()
     }
 
     fn evict(&mut self) {
@@ -120,7 +131,8 @@ impl Regions {
 
     /// Nobody waits any more: returns those who did.
     pub(super) fn give_up(&mut self) -> Vec<u64> {
-        let mut waiting: Vec<u64> = std::mem::take(&mut self.asked).into_values().flatten().collect();
+        let mut waiting: Vec<u64> =
+            std::mem::take(&mut self.asked).into_values().flat_map(|asked| asked.waiting).collect();
         waiting.sort_unstable();
         waiting
     }
@@ -160,5 +172,21 @@ mod tests {
         assert!(regions.wait(1, 4) && regions.wait(1, 5), "each asks for itself");
         assert_eq!(regions.opened(1, &region(9)), [4]);
         assert_eq!(regions.give_up(), [5]);
+    }
+
+    #[test]
+    fn nobody_is_left_behind_when_the_cache_goes_or_comes() {
+        let region = Arc::new(Region::new(RegionId(1), 4096, OnDrop::new(|| ())));
+        let mut regions = Regions::new(4096, 8192, 1);
+        assert!(regions.wait(0, 1) && !regions.wait(0, 2), "one question for both");
+        regions.set_capacity(0);
+        assert!(regions.wait(0, 3), "and one for itself");
+        assert_eq!(regions.opened(0, &region), [1]);
+        assert_eq!(regions.opened(0, &region), [2, 3], "no other answer comes");
+        assert!(regions.wait(0, 4) && regions.wait(0, 5));
+        regions.set_capacity(1);
+        assert_eq!(regions.opened(0, &region), [4, 5]);
+        assert_eq!(regions.opened(0, &region), [0; 0], "the second answer");
+        assert!(regions.get(0).is_some());
     }
 }
