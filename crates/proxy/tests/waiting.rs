@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use base::fault::{Faults, Site};
-use common::load::{MIB, fault, faulty_node, watched};
+use common::load::{self, MIB, fault, faulty_node, watched};
 use common::{Node, Path, cid, make_collection, node_of, oid, options, payload, transaction};
 use futures::future::join_all;
 use outboard_proxy::{SessionOptions, Tuning};
@@ -128,6 +128,40 @@ async fn payload_that_stalls_in_an_idle_session_is_noticed() {
         };
         soon("the recovery takes", recovered).await;
     }
+}
+
+/// The transaction is queued right behind the write of the stage that it names.
+#[tokio::test]
+async fn a_transaction_waits_for_a_stage_write_that_may_have_to_be_sent_again() {
+    let faults = Faults::default();
+    let node = faulty_node(Path::Dma, watched(&faults)).await;
+    for n in 0..6 {
+        // By itself, and with its entry.
+        let len = if n % 2 == 0 { MIB } else { 20_000 };
+        let stage = node.store.stage(len as u64).await.unwrap();
+        let recoveries = node.session.status().offload.health.recoveries;
+        faults.clear();
+        faults.arm(fault("dma.transfer=corrupt,count=1")).unwrap();
+        let written = node.store.stage_write(stage, 0, payload(n as u64, len));
+        let queued = node.store.queue_transaction(staged(n, stage, len));
+        if n < 3 {
+            node.store.stage_release(stage);
+        }
+        soon("the transaction waits", queued).await.unwrap();
+        soon("the stage write waits", written).await.unwrap();
+        if n >= 3 {
+            node.store.stage_release(stage);
+        }
+        assert_eq!(faults.fired(Site::DmaTransfer), 1);
+        load::check(&node.store, n, n as u64, len).await;
+        let recovered = async {
+            while node.session.status().offload.health.recoveries == recoveries {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        soon("the recovery takes", recovered).await;
+    }
+    assert_eq!(node.session.status().sessions, 1);
 }
 
 /// Without a cache each request asks for its window; those that had asked together before share the answer.

@@ -106,6 +106,10 @@ pub(crate) struct Job {
     in_lane: bool,
     /// Counted as unposted write of this stage.
     pub(super) writes_stage: Option<u64>,
+    /// The host is to compare the payload with its checksums.
+    suspect: bool,
+    /// Counted as write of that stage that could be overtaken.
+    unsure: bool,
     /// Stages whose writes must have been posted before.
     names_stages: Vec<StageId>,
     pub(super) kind: Kind,
@@ -141,6 +145,8 @@ impl Job {
             payload_ready: false,
             in_lane: false,
             writes_stage: None,
+            suspect: false,
+            unsure: false,
             names_stages: Vec::new(),
             kind: Kind::Plain,
             answer_to,
@@ -240,9 +246,19 @@ impl Job {
         verify_pieces(u64::from(*phase), data, &checksums).is_err()
     }
 
+    /// The target's lane, if it takes its place there.
+    pub(super) fn lane(&self) -> Option<usize> {
+        self.in_lane.then_some(usize::from(self.target))
+    }
+
     /// Whether it must not overtake requests that were lost with the rings.
     pub(super) fn carries_data(&self) -> bool {
         self.in_lane || self.writes_stage.is_some()
+    }
+
+    /// Whether any of its payload goes by DMA.
+    fn is_by_dma(&self) -> bool {
+        self.route == Route::Ring && !self.upload.is_empty() || self.arrived > 0
     }
 
     /// Whether no other call waits for it.
@@ -333,9 +349,12 @@ impl State {
     /// The payload of a job is where it belongs, or goes with the request.
     pub(super) fn payload_ready(&mut self, id: u64) {
         let Some(job) = self.jobs.get_mut(&id) else { return };
-        job.payload_ready = true;
+        if std::mem::replace(&mut job.payload_ready, true) {
+            return;
+        }
         if !job.in_lane {
             let stage = job.writes_stage;
+            self.doubt(id);
             self.queue_of(id).push_back(id);
             self.write_posted(stage);
         }
@@ -433,14 +452,37 @@ impl State {
     fn write_posted(&mut self, stage: Option<u64>) {
         let Some(stage) = stage else { return };
         if let Some(staged) = self.stages.get_mut(&stage) {
-            staged.unposted = staged.unposted.saturating_sub(1);
+            staged.unposted -= 1;
+        }
+    }
+
+    /// A job is about to be posted. If it writes a stage, and a transaction that names the stage could overtake it,
+    /// such transactions wait until it is answered. Without host memory all goes by the socket, in order, and nothing is
+    /// sent twice.
+    pub(super) fn doubt(&mut self, id: u64) {
+        let (Some(job), Some(_)) = (self.jobs.get_mut(&id), &self.ring) else { return };
+        let Some(stage) = job.writes_stage else { return };
+        job.suspect = job.is_by_dma() && self.verify.next(&self.faults);
+        if (job.suspect || job.route == Route::Socket)
+            && let Some(staged) = self.stages.get_mut(&stage)
+        {
+            staged.unsure += u32::from(!std::mem::replace(&mut job.unsure, true));
+        }
+    }
+
+    /// A write of a stage is answered.
+    pub(super) fn written(&mut self, job: &Job) {
+        let Some(stage) = job.writes_stage else { return };
+        if let Some(staged) = self.stages.get_mut(&stage) {
+            staged.unsure -= u32::from(job.unsure);
+            staged.unanswered -= 1;
             self.forget_if_done(stage);
         }
     }
 
-    /// Forgets a stage that was given back, once nothing of it is on the way to be posted.
+    /// Forgets a stage that was given back, once its writes are answered.
     pub(super) fn forget_if_done(&mut self, stage: u64) {
-        if self.stages.get(&stage).is_some_and(|staged| staged.released && staged.unposted == 0) {
+        if self.stages.get(&stage).is_some_and(|staged| staged.released && staged.unanswered == 0) {
             self.stages.remove(&stage);
         }
     }
@@ -458,14 +500,10 @@ impl State {
         }
     }
 
-    /// Whether the writes of the stages that a transaction names are ahead of it. Those that went by the other way must be
-    /// answered.
+    /// Whether the writes of the stages that a transaction names are ahead of it, and stay so.
     fn stages_posted(&self, job: &Job) -> bool {
-        job.names_stages.iter().all(|stage| {
-            self.stages.get(&stage.0).is_none_or(|staged| {
-                staged.unposted == 0 && (job.route == Route::Socket || staged.by_socket == 0)
-            })
-        })
+        let mut stages = job.names_stages.iter().filter_map(|stage| self.stages.get(&stage.0));
+        stages.all(|staged| staged.unposted == 0 && staged.unsure == 0)
     }
 
     /// Sends a job that has everything it needs.
@@ -475,13 +513,13 @@ impl State {
         let mut control = encode(&job.placed_call(base));
         control.extend_from_slice(&job.tail);
         let wants_reply = job.wants_reply();
-        let by_dma = job.route == Route::Ring && !job.upload.is_empty() || job.arrived > 0;
-        // Where faults are armed everything is suspect: what is acknowledged must be right all the same.
-        let suspect = by_dma && (self.faults.any() || self.verify.next());
+        if job.writes_stage.is_none() {
+            job.suspect = job.is_by_dma() && self.verify.next(&self.faults);
+        }
         let header = Header {
             after: job.after,
             reply_max: job.reply_max as u32,
-            flags: if suspect { VERIFY } else { 0 },
+            flags: if job.suspect { VERIFY } else { 0 },
             ..Header::new(FrameKind::Request, job.target, if wants_reply { id } else { NO_REPLY })
         };
         let mut ring_end = 0;
@@ -495,11 +533,6 @@ impl State {
                 let pieces = job.upload.iter().map(|(_, piece)| piece.clone()).collect();
                 self.control_out.push((header, control, pieces));
             }
-        }
-        if let (Route::Socket, Some(staged)) =
-            (job.route, job.writes_stage.and_then(|stage| self.stages.get_mut(&stage)))
-        {
-            staged.by_socket += 1;
         }
         if wants_reply {
             self.queries_out += usize::from(job.is_query());

@@ -180,9 +180,12 @@ struct Staged {
     host_id: u64,
     /// Writes that were called and not posted yet. A transaction that names the stage is posted after them.
     unposted: u32,
-    /// Writes on the socket that are not answered: a transaction on the ring would overtake them.
-    by_socket: u32,
-    /// Given back; forgotten once its writes are posted.
+    /// Writes without an answer that a transaction could overtake: those that go by the socket, and those that the host
+    /// compares with their checksums, as they may have to be sent again.
+    unsure: u32,
+    /// Writes that were called and are not answered.
+    unanswered: u32,
+    /// Given back; forgotten once its writes are answered.
     released: bool,
 }
 
@@ -358,6 +361,7 @@ impl Link {
             return;
         };
         staged.unposted += 1;
+        staged.unanswered += 1;
         let host_id = staged.host_id;
         let job = Job::stage_write(target, stage, host_id, offset, payload, self.by_dma, answer_to);
         state.submit(job);
@@ -431,8 +435,10 @@ impl State {
         max_range: usize,
     ) -> Result<Encoded, StoreError> {
         let stages = &self.stages;
-        let translate =
-            |stage: StageId| stages.get(&stage.0).map(|s| s.host_id).ok_or(StoreError::NoSuchStage(stage.0));
+        let translate = |stage: StageId| {
+            let staged = stages.get(&stage.0).filter(|staged| !staged.released);
+            staged.map(|staged| staged.host_id).ok_or(StoreError::NoSuchStage(stage.0))
+        };
         let mut encoded = transaction_codec::encode(transaction, 1, translate)?;
         if by_dma && !jobs::fits_inline(&encoded) {
             encoded = transaction_codec::encode(transaction, MIN_BUFFER, translate)?;

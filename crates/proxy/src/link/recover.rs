@@ -153,8 +153,18 @@ impl State {
                 self.jobs.insert(*id, pending.job);
             }
         }
-        self.socket_ready.extend(lost);
-        self.socket_ready.append(&mut self.held);
+        // What is in no lane goes at once. The rest goes back to its lane: what has to be sent again of the stages that it
+        // names may turn out to be damaged, and go once more.
+        lost.extend(std::mem::take(&mut self.held));
+        for id in lost.into_iter().rev() {
+            let Some(job) = self.jobs.get(&id) else { continue };
+            if let Some(lane) = job.lane() {
+                self.lanes[lane].queue.push_front(id);
+            } else {
+                self.doubt(id);
+                self.socket_ready.push_front(id);
+            }
+        }
     }
 
     /// A request's payload does not fit its checksums on the host: it is sent once more, by the socket.
@@ -164,6 +174,7 @@ impl State {
         }
         (job.route, job.arrived, job.region) = (Route::Socket, 0, None);
         self.jobs.insert(id, job);
+        self.doubt(id);
         match self.mode {
             Mode::Closing { .. } => self.held.push_front(id),
             _ => self.socket_ready.push_front(id),

@@ -47,7 +47,6 @@ impl State {
         if let Kind::Channel(kind) = job.kind {
             return self.channel_answered(kind, frame);
         }
-        self.written_by_socket(&job, ring_end);
         book_host_time(job.clock.as_ref(), frame.header.elapsed_us);
         let range = match job.range {
             RangeUse::Held(range) => Some(range),
@@ -64,6 +63,7 @@ impl State {
             self.damaged(id, job);
             return Ok(());
         }
+        self.written(&job);
         let Job { target, kind, answer_to: Some(answer_to), region, clock, .. } = job else {
             return Err(ChannelError::Protocol(format!("request {id} wants no answer")));
         };
@@ -99,22 +99,12 @@ impl State {
         Ok(())
     }
 
-    /// A write of a stage that went by the socket is answered: transactions that go by the ring may follow.
-    fn written_by_socket(&mut self, job: &Job, ring_end: u64) {
-        if job.route == Route::Socket
-            && ring_end == 0
-            && let Some(staged) = job.writes_stage.and_then(|stage| self.stages.get_mut(&stage))
-        {
-            staged.by_socket = staged.by_socket.saturating_sub(1);
-        }
-    }
-
     /// A stage that nobody waits for any more is given back.
     fn new_stage(&mut self, target: u16, host_id: u64, answer_to: AnswerTo) {
         self.last_stage += 1;
         // Unlike those of other sessions, so that a stage that was lost with its session is never taken for another.
         let id = (self.generation << 40) | self.last_stage;
-        self.stages.insert(id, Staged { host_id, unposted: 0, by_socket: 0, released: false });
+        self.stages.insert(id, Staged { host_id, unposted: 0, unsure: 0, unanswered: 0, released: false });
         if answer_to.send(Ok(Delivered::new(Answer::Stage(id), Vec::new()))).is_err() {
             self.stages.remove(&id);
             self.release_stage(target, host_id);

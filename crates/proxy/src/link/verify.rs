@@ -1,5 +1,7 @@
 //! Which payload the host looks at.
 
+use base::fault::Faults;
+
 /// Decides which requests the host is to compare with their checksums.
 #[derive(Debug)]
 pub(super) struct Verify {
@@ -21,12 +23,13 @@ impl Verify {
         self.suspects = Self::SUSPECTS;
     }
 
-    /// Whether the next one is to be looked at.
-    pub(super) fn next(&mut self) -> bool {
+    /// Whether the next one is to be looked at. Where faults are armed everything is suspect: what is acknowledged must be
+    /// right all the same.
+    pub(super) fn next(&mut self, faults: &Faults) -> bool {
         self.count = self.count.wrapping_add(1);
         let suspect = self.suspects > 0;
         self.suspects = self.suspects.saturating_sub(1);
-        suspect || self.every > 0 && self.count.is_multiple_of(self.every)
+        faults.any() || suspect || self.every > 0 && self.count.is_multiple_of(self.every)
     }
 }
 
@@ -36,12 +39,14 @@ mod tests {
 
     #[test]
     fn a_sample_is_looked_at_and_everything_after_a_failure() {
-        let mut verify = Verify::new(4);
-        assert_eq!((0..8).filter(|_| verify.next()).count(), 2);
+        let (mut verify, faults) = (Verify::new(4), Faults::default());
+        assert_eq!((0..8).filter(|_| verify.next(&faults)).count(), 2);
         verify.suspect();
-        assert!((0..Verify::SUSPECTS).all(|_| verify.next()));
-        assert_eq!((0..8).filter(|_| verify.next()).count(), 2);
+        assert!((0..Verify::SUSPECTS).all(|_| verify.next(&faults)));
+        assert_eq!((0..8).filter(|_| verify.next(&faults)).count(), 2);
         let mut none = Verify::new(0);
-        assert!((0..100).all(|_| !none.next()));
+        assert!((0..100).all(|_| !none.next(&faults)));
+        faults.arm("dma.transfer=corrupt".parse().unwrap()).unwrap();
+        assert!((0..100).all(|_| none.next(&faults)));
     }
 }
