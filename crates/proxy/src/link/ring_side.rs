@@ -305,17 +305,18 @@ impl RingSide {
         self.post(URGENT, chain);
     }
 
-    /// Takes the next reply out of the `available` bytes that were fetched, and says how many it took.
+    /// Takes the next reply out of the `available` bytes that were fetched, and says how many it took. What is not as it
+    /// should be is not taken: the host sends it once more.
     pub(super) fn take(&mut self, available: usize) -> channel::Result<(Frame, usize)> {
         let frame = self.layout().outbox().read(self.memory.arena(), self.taken, available)?;
-        let footprint = ring::footprint(frame.header.total_len());
-        self.taken += footprint as u64;
         let consumed = frame.header.consumed;
         if consumed < self.consumed || consumed > self.head {
             let what = format!("the host says it took {consumed} bytes of {}", self.head);
             return Err(ChannelError::Protocol(what));
         }
         self.consumed = consumed;
+        let footprint = ring::footprint(frame.header.total_len());
+        self.taken += footprint as u64;
         Ok((frame, footprint))
     }
 
@@ -338,4 +339,28 @@ fn segments(src: Place, dst: Place, len: usize, most: usize) -> impl Iterator<It
         dst: Place { offset: dst.offset + at, ..dst },
         len: most.min(len - at),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use channel::{Kind, MemoryOptions, ShmEngine, ShmOptions};
+
+    #[test]
+    fn a_reply_that_lies_about_what_was_taken_is_not_taken() {
+        let layout = Layout { ring_len: 64 << 10, data_len: 1 << 20 };
+        let memory = DpuMemory::new(MemoryOptions { layout, pool_len: 64 << 10, largest_buffer: 64 << 10 });
+        let memory = memory.unwrap();
+        let engine: Arc<dyn DmaEngine> = ShmEngine::start(ShmOptions::default()).unwrap();
+        let local = engine.register_local(memory.arena()).unwrap();
+        let mut ring = RingSide::new(memory, engine, local.id(), 8, 1);
+        let reply = |consumed| Header { consumed, ..Header::new(Kind::Reply, 0, 1) }.seal(b"answer");
+        let put = |ring: &RingSide, bytes: &[u8]| ring.layout().outbox().write(ring.arena(), 0, &[bytes]);
+        put(&ring, &reply(64));
+        assert!(ring.take(ring::footprint(reply(64).len())).is_err(), "nothing was sent that could be taken");
+        assert_eq!((ring.taken(), ring.consumed), (0, 0));
+        put(&ring, &reply(0));
+        let (frame, footprint) = ring.take(ring::footprint(reply(0).len())).unwrap();
+        assert_eq!((&frame.control[..], ring.taken()), (&b"answer"[..], footprint as u64));
+    }
 }
