@@ -21,6 +21,9 @@ pub(crate) struct Encoded {
     pub(crate) stages: Vec<StageId>,
 }
 
+/// Most ops of a transaction.
+const MAX_OPS: usize = 1 << 16;
+
 const TOUCH: u8 = 1;
 const CREATE_EXCLUSIVE: u8 = 2;
 const WRITE_INLINE: u8 = 3;
@@ -46,12 +49,13 @@ const SPLIT_COLLECTION: u8 = 21;
 /// Encodes a transaction. Payloads start at multiples of `align` in the data section; `stage_id` translates the stages.
 ///
 /// # Errors
-/// What `stage_id` says, or an op or a string that this version cannot express.
+/// What `stage_id` says, an op that this version cannot express, or more ops than it takes.
 pub(crate) fn encode(
     transaction: &Transaction,
     align: usize,
     mut stage_id: impl FnMut(StageId) -> Result<u64>,
 ) -> Result<Encoded> {
+    check_ops(transaction.ops.len())?;
     let mut out = Writer { encoded: Encoded::default(), align };
     out.bytes(transaction.collection.as_bytes());
     out.u32(transaction.ops.len() as u32);
@@ -59,6 +63,14 @@ pub(crate) fn encode(
         out.op(op, &mut stage_id)?;
     }
     Ok(out.encoded)
+}
+
+fn check_ops(count: usize) -> Result<()> {
+    if count <= MAX_OPS {
+        return Ok(());
+    }
+    let what = format!("a transaction of {count} ops, at most {MAX_OPS} are possible; split it");
+    Err(StoreError::InvalidArgument(what))
 }
 
 struct Writer {
@@ -209,6 +221,7 @@ pub(crate) fn decode(control: Bytes, data: &Bytes) -> Result<Transaction> {
     let mut input = Reader { control, data };
     let collection = CollectionId::new(input.bytes()?)?;
     let count = input.count(1)?;
+    check_ops(count)?;
     let mut ops = Vec::with_capacity(count);
     for _ in 0..count {
         ops.push(input.op()?);
@@ -400,6 +413,21 @@ mod tests {
             let data = data_section(&encoded);
             assert_eq!(decode(Bytes::from(encoded.control), &data).unwrap(), every_op());
         }
+    }
+
+    #[test]
+    fn more_ops_than_there_may_be_are_refused_on_both_sides() {
+        let touch = Op::Touch { oid: ObjectId::new("a").unwrap() };
+        let of = |count| Transaction { ops: vec![touch.clone(); count], ..every_op() };
+        let most = encode(&of(MAX_OPS), 1, |s| Ok(s.0)).unwrap();
+        assert_eq!(decode(Bytes::from(most.control.clone()), &Bytes::new()).unwrap().ops.len(), MAX_OPS);
+        let refused = encode(&of(MAX_OPS + 1), 1, |s| Ok(s.0)).unwrap_err();
+        assert!(refused.to_string().contains("split it"), "{refused}");
+        let mut more = most.control;
+        // Behind the collection's name, one byte with its length.
+        more[5..9].copy_from_slice(&(MAX_OPS as u32 + 1).to_le_bytes());
+        let refused = decode(Bytes::from(more), &Bytes::new()).unwrap_err();
+        assert!(refused.to_string().contains("split it"), "{refused}");
     }
 
     proptest! {
