@@ -5,9 +5,10 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
+use base::block::Payload;
 use base::fault::{Faults, Site};
 use common::load::{self, MIB, fault, faulty_node, watched};
-use common::{Node, Path, cid, make_collection, node_of, oid, options, payload, transaction};
+use common::{Node, Path, cid, make_collection, node_of, oid, options, pattern, payload, transaction};
 use futures::future::join_all;
 use outboard_proxy::{SessionOptions, Tuning};
 use store::{MemStore, Op, StageId, StoreError, Transaction, WriteSource};
@@ -179,4 +180,29 @@ async fn jobs_that_wait_for_a_window_go_on_when_the_cache_is_switched_off() {
     for write in soon("transactions wait", join_all(writes)).await {
         write.unwrap();
     }
+}
+
+/// The runtime of a session goes while the engine may still be reading a staging buffer.
+#[test]
+fn a_buffer_that_dma_may_still_use_gets_no_new_owner_when_the_runtime_goes() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let faults = Faults::default();
+    let node = runtime.block_on(async {
+        // The engine is not reset meanwhile.
+        let options = SessionOptions { cool_down: Duration::from_secs(600), ..watched(&faults) };
+        let node = faulty_node(Path::Dma, options).await;
+        let stage = node.store.stage(MIB as u64).await.unwrap();
+        let mut buffer = node.session.pool().alloc(MIB).await.unwrap();
+        buffer.copy_from_slice(&pattern(1, MIB));
+        let staged = Payload::compute(0, buffer.freeze());
+        faults.arm(fault("dma.transfer=stall,late=3600000ms,count=1")).unwrap();
+        soon("the stage write waits", node.store.stage_write(stage, 0, staged)).await.unwrap();
+        assert_eq!(faults.fired(Site::DmaTransfer), 1);
+        node
+    });
+    let pool = node.session.pool().clone();
+    assert_eq!(pool.free_bytes().0, 15 * MIB, "it went by the socket; the engine has it all the same");
+    drop(runtime);
+    drop((node.store, node.session));
+    assert_eq!(pool.free_bytes().0, 15 * MIB, "somebody else may get it now");
 }

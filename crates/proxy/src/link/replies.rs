@@ -10,8 +10,9 @@ use bytes::Bytes;
 use channel::{ChannelError, Frame};
 use store::{ReadData, StoreError};
 
-use super::dma::Opened;
+use super::dma::{Dma, Opened};
 use super::jobs::{ChannelKind, Job, Kind, RangeUse, Route};
+use super::recover::Quarantine;
 use super::{
     AnswerTo, Answered, CallError, Delivered, HeldRange, Landing, Link, Pending, RingSide, Staged, State,
 };
@@ -349,10 +350,14 @@ impl Link {
         let jobs = std::mem::take(&mut state.jobs);
         let pending = std::mem::take(&mut state.pending);
         let fetching = std::mem::take(&mut state.fetching);
+        let mut leftovers = Leftovers {
+            _dma: std::mem::take(&mut state.dma),
+            _quarantine: std::mem::take(&mut state.quarantine),
+            ..Leftovers::default()
+        };
         drop(state);
         let mut waiting: Vec<AnswerTo> =
             jobs.into_values().filter_map(|mut job| job.answer_to.take()).collect();
-        let mut leftovers = Leftovers::default();
         for mut request in pending.into_values() {
             waiting.extend(request.job.answer_to.take());
             leftovers.requests.push(request.job);
@@ -374,4 +379,6 @@ impl Link {
 pub(super) struct Leftovers {
     requests: Vec<Job>,
     landings: Vec<Landing>,
+    _dma: Dma,
+    _quarantine: Quarantine,
 }
