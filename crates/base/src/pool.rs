@@ -83,6 +83,32 @@ impl Drop for Grant {
     }
 }
 
+/// A place among those who wait. Whoever leaves it early lets those behind go on.
+struct Turn<'a> {
+    shared: &'a Arc<Shared>,
+    grant: oneshot::Receiver<Grant>,
+    has_come: bool,
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        if !self.has_come {
+            self.grant.close();
+            Shared::serve(self.shared, self.shared.lock());
+        }
+    }
+}
+
+impl State {
+    /// Whether somebody waits who is still there.
+    fn has_waiters(&mut self) -> bool {
+        while self.waiters.front().is_some_and(|(_, waiter)| waiter.is_closed()) {
+            self.waiters.pop_front();
+        }
+        !self.waiters.is_empty()
+    }
+}
+
 impl BufferPool {
     /// A pool over bytes `origin..` of `arena`, with buffers up to `largest` bytes.
     ///
@@ -126,7 +152,7 @@ impl BufferPool {
     pub fn try_alloc(&self, len: usize) -> Result<Option<ArenaBuf>, PoolError> {
         let order = self.order_of(len)?;
         let mut state = self.shared.lock();
-        if !state.waiters.is_empty() {
+        if state.has_waiters() {
             return Ok(None);
         }
         let grant = Shared::take(&self.shared, &mut state, order);
@@ -140,10 +166,9 @@ impl BufferPool {
     /// [`PoolError::TooLarge`] if it can never be had.
     pub async fn alloc(&self, len: usize) -> Result<ArenaBuf, PoolError> {
         let order = self.order_of(len)?;
-        let waiter = {
+        let mut turn = {
             let mut state = self.shared.lock();
-            let now =
-                if state.waiters.is_empty() { Shared::take(&self.shared, &mut state, order) } else { None };
+            let now = if state.has_waiters() { None } else { Shared::take(&self.shared, &mut state, order) };
             match now {
                 Some(grant) => {
                     drop(state);
@@ -152,11 +177,13 @@ impl BufferPool {
                 None => {
                     let (tx, rx) = oneshot::channel();
                     state.waiters.push_back((order, tx));
-                    rx
+                    Turn { shared: &self.shared, grant: rx, has_come: false }
                 }
             }
         };
-        let grant = waiter.await.expect("a waiter is dropped only after its grant is sent");
+        let grant =
+            (&mut turn.grant).await.expect("a waiter that is there is dropped only after its grant is sent");
+        turn.has_come = true;
         Ok(grant.into_buf(len))
     }
 
@@ -184,8 +211,15 @@ impl Shared {
     fn release(this: &Arc<Self>, offset: usize, order: usize) {
         let mut state = this.lock();
         state.free.release(offset, order);
+        Self::serve(this, state);
+    }
+
+    /// Gives those who wait what there is for them, in turn.
+    fn serve(this: &Arc<Self>, mut state: MutexGuard<'_, State>) {
         let mut granted = Vec::new();
-        while let Some(&(wanted, _)) = state.waiters.front() {
+        while state.has_waiters()
+            && let Some(&(wanted, _)) = state.waiters.front()
+        {
             let Some(grant) = Self::take(this, &mut state, wanted) else { break };
             let (_, waiter) = state.waiters.pop_front().expect("the front was just seen");
             granted.push((waiter, grant));
@@ -334,6 +368,24 @@ mod tests {
         drop(held);
         drop(first);
         assert_eq!(second.await.unwrap().len(), 4096);
+        assert_eq!(pool.free_bytes().0, 1 << 16);
+    }
+
+    #[tokio::test]
+    async fn a_waiter_that_has_gone_holds_nobody_up() {
+        let pool = pool(1);
+        let held = pool.try_alloc(1 << 15).unwrap().unwrap();
+        let mut first = Box::pin(pool.alloc(1 << 16));
+        let mut second = Box::pin(pool.alloc(4096));
+        assert!(futures_poll(&mut first).is_none() && futures_poll(&mut second).is_none());
+        drop(first);
+        assert!(futures_poll(&mut second).is_some(), "there is room for it");
+        let mut third = Box::pin(pool.alloc(1 << 16));
+        assert!(futures_poll(&mut third).is_none());
+        assert!(pool.try_alloc(4096).unwrap().is_none(), "it does not overtake");
+        drop(third);
+        assert!(pool.try_alloc(4096).unwrap().is_some(), "nobody waits");
+        drop(held);
         assert_eq!(pool.free_bytes().0, 1 << 16);
     }
 
