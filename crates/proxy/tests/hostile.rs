@@ -241,6 +241,46 @@ async fn more_requests_than_agreed_cost_the_session() {
 }
 
 #[tokio::test]
+async fn a_transaction_that_comes_twice_costs_the_session_whatever_its_number() {
+    let node = vacant().await;
+    for (n, after) in [5, u64::MAX].into_iter().enumerate() {
+        let mut evil = EvilOsd::join(&node).await;
+        for id in 1..=2 {
+            // A transaction without control data, in the entry.
+            evil.send(Header { after, ..request(id) }, &[3, 0, 0, 0], |_| ());
+        }
+        evil.hung_up_on().await;
+        assert_eq!(node.server.status().violations, n as u64 + 1);
+    }
+    still_serves(&node).await;
+}
+
+#[tokio::test]
+async fn a_store_holds_no_more_for_an_osd_than_its_share() {
+    let node = vacant().await;
+    let mut evil = EvilOsd::join(&node).await;
+    // Bytes to be staged after a transaction that never comes.
+    let long = Bytes::from(vec![0; 16 << 20]);
+    let mut sent = 0;
+    let why = loop {
+        let mut header = Header { after: 5, ..request(sent + 1) };
+        header.data_len = long.len() as u32;
+        evil.control.push(header, &[1, 1, 0, 0, 0, 0], [long.clone()]);
+        sent += 1;
+        assert!(sent < 64, "a GiB is held");
+        let flushed = std::future::poll_fn(|cx| evil.control.poll_flush(cx));
+        match tokio::time::timeout(Duration::from_secs(10), flushed).await.expect("it takes nothing more") {
+            Ok(()) => {}
+            Err(e) => break e,
+        }
+    };
+    assert!(sent >= 16, "{sent} came through before: {why}");
+    assert_eq!(node.server.status().violations, 1);
+    drop(evil);
+    still_serves(&node).await;
+}
+
+#[tokio::test]
 async fn garbage_on_the_socket_costs_the_connection() {
     let node = vacant().await;
     let Endpoint::Unix(path) = &node.endpoint else { panic!("a UNIX socket") };

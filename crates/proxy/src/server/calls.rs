@@ -28,6 +28,8 @@ pub(super) struct Request {
     pub(super) header: Header,
     pub(super) came: Instant,
     pub(super) via: Via,
+    /// Length of its frame, in bytes.
+    pub(super) size: usize,
     /// The call, what follows it in the control data, and its payload; or why they cannot be read.
     pub(super) call: Result<(Call, Bytes, Bytes)>,
 }
@@ -46,8 +48,9 @@ pub(super) type Running = Pin<Box<dyn Future<Output = Done>>>;
 
 impl Request {
     pub(super) fn decode(header: Header, via: Via, control: &Bytes, data: Bytes) -> Request {
+        let size = header.total_len();
         let call = decode::<Call>(control).map(|(call, rest)| (call, control.slice_ref(rest), data));
-        Request { header, came: Instant::now(), via, call }
+        Request { header, came: Instant::now(), via, size, call }
     }
 
     pub(super) fn is_transaction(&self) -> bool {
@@ -108,7 +111,7 @@ type Calling = Pin<Box<dyn Future<Output = Returned>>>;
 /// The call is done when the store has also let go of the host memory that came with it: only then the osd may use
 /// that memory for something else.
 pub(super) fn make(store: &Arc<dyn ObjectStore>, lease: Option<&Lease>, request: Request) -> Running {
-    let Request { header, came, via, call } = request;
+    let Request { header, came, via, call, .. } = request;
     let calling: Result<(Calling, Option<Released>)> =
         call.and_then(|(call, rest, data)| start(store, lease, call, rest, data));
     Box::pin(async move {

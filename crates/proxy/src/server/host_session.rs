@@ -31,6 +31,8 @@ use crate::wire::{Answer, Call, NO_REPLY, Outcome, encode, shorten};
 const FRAMES_PER_TURN: usize = 64;
 /// Most calls of one session at a time, on whatever path. An osd keeps below.
 const MAX_CALLS: usize = 2 * MAX_JOBS;
+/// Most bytes of calls that came before the transaction that they follow. An osd sends payload only when its turn has come.
+const MAX_HELD: usize = 256 << 20;
 
 /// How the osd's engine reaches host memory and the doorbells.
 pub(super) enum Reached {
@@ -294,6 +296,8 @@ pub(super) struct HostSession {
     pub(super) rings: Option<Rings>,
     pub(super) control: Control,
     admissions: Vec<Admission<Request>>,
+    /// Bytes of the calls that are held back there.
+    held_bytes: usize,
     running: FuturesUnordered<Running>,
     stages: HashSet<(u16, StageId)>,
     counts: Arc<Counts>,
@@ -318,6 +322,7 @@ impl HostSession {
             rings,
             control,
             admissions,
+            held_bytes: 0,
             running,
             stages,
             counts,
@@ -452,11 +457,20 @@ impl HostSession {
             return Ok(());
         }
         let is_transaction = request.is_transaction();
+        self.held_bytes += request.size;
         match self.admissions[target].offer(header.after, is_transaction, request) {
-            Ok(turn) => turn.into_iter().for_each(|request| self.make(request)),
+            Ok(turn) => turn.into_iter().for_each(|request| {
+                self.held_bytes -= request.size;
+                self.make(request);
+            }),
             Err(_) => {
-                return Err(ChannelError::Protocol(format!("transaction {} came twice", header.after + 1)));
+                let what = format!("the transaction behind {} came twice", header.after);
+                return Err(ChannelError::Protocol(what));
             }
+        }
+        if self.held_bytes > MAX_HELD {
+            let what = "more than 256 MiB of calls wait for transactions that have not come";
+            return Err(ChannelError::Protocol(what.to_owned()));
         }
         Ok(())
     }
