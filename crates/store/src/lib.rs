@@ -21,7 +21,7 @@ mod stage;
 mod transaction;
 
 pub use api::{ObjectStore, Page, ReadData, StageId, Stat, StatFs};
-pub use block::{BlockStore, FsckReport, MkfsOptions, MountOptions, Problem, fsck};
+pub use block::{BlockStore, Driver, FsckReport, MkfsOptions, MountOptions, Problem, fsck};
 pub use error::{Result, StoreError};
 pub use mem_store::MemStore;
 pub use transaction::{

@@ -11,6 +11,7 @@ use outboard_store::{
     Transaction, WriteSource, fsck,
 };
 use tempfile::TempDir;
+use tokio::task::{JoinHandle, LocalSet};
 
 const SIZE: u64 = 48 << 20;
 
@@ -40,8 +41,18 @@ impl Target {
     }
 }
 
+fn options() -> MountOptions {
+    MountOptions { buffer_bytes: 4 << 20, ..MountOptions::default() }
+}
+
 fn mount(path: &Path) -> Result<Arc<BlockStore>, StoreError> {
-    BlockStore::mount(path, &MountOptions { buffer_bytes: 4 << 20, ..MountOptions::default() })
+    BlockStore::mount(path, &options())
+}
+
+/// Mounts a target as a task of this thread's event loop.
+fn mount_here(path: &Path) -> (Arc<BlockStore>, JoinHandle<()>) {
+    let (store, driver) = BlockStore::mount_driven(path, &options()).unwrap();
+    (store, tokio::task::spawn_local(driver.run()))
 }
 
 #[tokio::test]
@@ -60,6 +71,51 @@ async fn conforms() {
 async fn equals_the_model() {
     let target = Target::new();
     random_operations(target.mount(), seed(), 1500).await;
+}
+
+#[tokio::test]
+async fn conforms_as_a_task_of_the_callers_thread() {
+    let mounted = std::cell::RefCell::new(Vec::new());
+    let run = conformance::run(|| async {
+        let target = Target::new();
+        let (store, task) = mount_here(&target.path());
+        mounted.borrow_mut().push((target, task));
+        store as Arc<dyn ObjectStore>
+    });
+    LocalSet::new().run_until(run).await;
+}
+
+#[tokio::test]
+async fn equals_the_model_as_a_task_of_the_callers_thread() {
+    let run = async {
+        let (target, model, seed) = (Target::new(), MemStore::new(), seed());
+        for round in 0..4 {
+            let (store, task) = mount_here(&target.path());
+            compare(&*store, &model).await;
+            random_operations_beside(store.clone(), &model, seed.wrapping_add(round), 300).await;
+            if round % 2 == 0 {
+                store.umount().await.unwrap();
+            } else {
+                drop(store);
+            }
+            // Both end the task, and what it leaves behind can be mounted.
+            task.await.unwrap();
+        }
+    };
+    LocalSet::new().run_until(run).await;
+}
+
+/// Calls from other threads wake the thread that runs the target.
+#[tokio::test]
+async fn equals_the_model_as_a_task_of_another_thread() {
+    let target = Target::new();
+    let (store, driver) = BlockStore::mount_driven(&target.path(), &options()).unwrap();
+    let other = std::thread::spawn(move || {
+        tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(driver.run());
+    });
+    random_operations(store.clone(), seed(), 1500).await;
+    store.umount().await.unwrap();
+    other.join().unwrap();
 }
 
 #[tokio::test]

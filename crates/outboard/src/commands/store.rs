@@ -48,7 +48,8 @@ async fn serve(process: RoleProcess, args: &StoreArgs) -> Result<()> {
         .cpus(process.config.store.cpus)
         .apply(Side::Host)
         .doing("keeping to the CPUs of store.cpus")?;
-    let mounted = targets::mount(&args.targets, &process.config).doing("mounting targets")?;
+    let (mounted, drivers) =
+        targets::mount_driven(&args.targets, &process.config).doing("mounting targets")?;
     let listener = args.socket.listen().map_err(|e| {
         let why = format!("{e}; choose another address with --socket");
         Failure::new(format!("waiting for the osd at {}", args.socket), why)
@@ -66,7 +67,8 @@ async fn serve(process: RoleProcess, args: &StoreArgs) -> Result<()> {
         poll: Duration::from_micros(channel.host_poll_us),
         ..ServerOptions::default()
     };
-    let server = Server::serve(listener, offered, options).doing("starting to serve targets")?;
+    let server =
+        Server::serve_and_drive(listener, offered, drivers, options).doing("starting to serve targets")?;
     role::ready(Ready {
         metrics: Some(process.metrics),
         targets: targets::announced(&mounted),

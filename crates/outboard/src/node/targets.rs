@@ -5,7 +5,7 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use store::{BlockStore, MkfsOptions, MountOptions, ObjectStore, StoreError};
+use store::{BlockStore, Driver, MkfsOptions, MountOptions, ObjectStore, StoreError};
 use uuid::Uuid;
 
 use super::config::Config;
@@ -133,11 +133,28 @@ fn mkfs(path: &Path, size: Option<u64>, label: &str) -> Result<(), TargetError> 
     made.map(drop).map_err(in_store(path))
 }
 
-/// Mounts targets. Blocks while their logs are replayed.
+/// Mounts targets, each with a thread of its own. Blocks while their logs are replayed.
 ///
 /// # Errors
 /// One cannot be mounted; then none is.
 pub fn mount(paths: &[PathBuf], config: &Config) -> Result<Vec<Mounted>, TargetError> {
+    mount_each(paths, config, BlockStore::mount, |store| (store, ())).map(|mounted| mounted.0)
+}
+
+/// Mounts targets, to be run by whoever gets their drivers. Blocks while their logs are replayed.
+///
+/// # Errors
+/// One cannot be mounted; then none is.
+pub fn mount_driven(paths: &[PathBuf], config: &Config) -> Result<(Vec<Mounted>, Vec<Driver>), TargetError> {
+    mount_each(paths, config, BlockStore::mount_driven, |mounted| mounted)
+}
+
+fn mount_each<T, D>(
+    paths: &[PathBuf],
+    config: &Config,
+    mount: impl Fn(&Path, &MountOptions) -> store::Result<T>,
+    parts: impl Fn(T) -> (Arc<BlockStore>, D),
+) -> Result<(Vec<Mounted>, Vec<D>), TargetError> {
     let mount = |(index, path): (usize, &PathBuf)| {
         let options = MountOptions {
             expected_uuid: None,
@@ -146,10 +163,10 @@ pub fn mount(paths: &[PathBuf], config: &Config) -> Result<Vec<Mounted>, TargetE
             metadata_cache_bytes: config.store.metadata_cache.0 as usize,
             buffer_bytes: config.store.buffers.0 as usize,
         };
-        let store = BlockStore::mount(path, &options).map_err(in_store(path))?;
+        let (store, driver) = parts(mount(path, &options).map_err(in_store(path))?);
         let uuid = store.uuid();
         tracing::info!(target_uuid = %uuid, path = %path.display(), "mounted");
-        Ok(Mounted { path: path.clone(), uuid, store })
+        Ok((Mounted { path: path.clone(), uuid, store }, driver))
     };
     paths.iter().enumerate().map(mount).collect()
 }

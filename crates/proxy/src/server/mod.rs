@@ -1,7 +1,8 @@
 //! The store's side: takes calls from the osd's session and makes them on the real stores.
 //!
 //! One thread, `chan-0`, serves the doorbell, the control socket and the stores' answers of a session in one loop, and
-//! rings the osd once for all replies of a turn. It never blocks: stores answer by message.
+//! rings the osd once for all replies of a turn. Stores answer by message; they may have their work done by this thread,
+//! too, between two turns.
 
 mod calls;
 mod channel_calls;
@@ -9,21 +10,22 @@ mod host_session;
 mod offers;
 
 use std::cell::Cell;
+use std::convert::Infallible;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::Duration;
 
 use base::fault::Faults;
 use base::thread::{ThreadClass, spawn};
+use base::work::booked;
 use channel::ofi::OfiHostOptions;
 use channel::{
     ChannelError, Descriptors, Hello, HostMemory, MemoryAnswer, MemoryRequest, Reach, Socket, TargetInfo,
     VERSION, Welcome,
 };
-use store::ObjectStore;
+use store::{Driver, ObjectStore};
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::watch;
 use tokio::task::LocalSet;
@@ -119,11 +121,12 @@ struct Counts {
     violations: AtomicU64,
 }
 
-/// Serves stores to one osd at a time. Dropping it ends its session and its thread.
+/// Serves stores to one osd at a time. Dropping it ends its session.
 pub struct Server {
     counts: Arc<Counts>,
     stop: watch::Sender<bool>,
-    thread: Mutex<Option<JoinHandle<()>>>,
+    /// Closed by the last one that serves.
+    ended: Mutex<mpsc::Receiver<Infallible>>,
 }
 
 impl Server {
@@ -136,6 +139,21 @@ impl Server {
         targets: Vec<Target>,
         options: ServerOptions,
     ) -> std::io::Result<Server> {
+        Server::serve_and_drive(listener, targets, Vec::new(), options)
+    }
+
+    /// Starts to serve `targets`, and has their `drivers` run by the same thread: a call and its answer then go from one to
+    /// the other without a wake-up. They are run until their stores are unmounted or dropped, also when the server has
+    /// stopped.
+    ///
+    /// # Errors
+    /// If the listener cannot be polled or the thread cannot be started.
+    pub fn serve_and_drive(
+        listener: Listener,
+        targets: Vec<Target>,
+        drivers: Vec<Driver>,
+        options: ServerOptions,
+    ) -> std::io::Result<Server> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let listener = {
             let _entered = runtime.enter();
@@ -143,12 +161,18 @@ impl Server {
         };
         let counts = Arc::new(Counts::default());
         let (stop, stopped) = watch::channel(false);
-        let serving = Serving { targets: targets.into(), options, counts: Arc::clone(&counts) };
-        let thread = spawn(ThreadClass::Channel, "0", move || {
+        let (serves, ended) = mpsc::channel();
+        let serving = Serving { targets: targets.into(), options, counts: Arc::clone(&counts), serves };
+        // It ends by itself when nothing is left to do.
+        spawn(ThreadClass::Channel, "0", move || {
             let local = LocalSet::new();
-            local.block_on(&runtime, serving.run(listener, stopped));
+            for driver in drivers {
+                local.spawn_local(booked(ThreadClass::Store, driver.run()));
+            }
+            local.spawn_local(serving.run(listener, stopped));
+            runtime.block_on(local);
         })?;
-        Ok(Server { counts, stop, thread: Mutex::new(Some(thread)) })
+        Ok(Server { counts, stop, ended: Mutex::new(ended) })
     }
 
     /// How it stands.
@@ -166,10 +190,8 @@ impl Server {
     /// Ends the session and stops serving. The stores stay mounted.
     pub fn stop(&self) {
         self.stop.send_replace(true);
-        if let Some(thread) = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take() {
-            // A panic of the thread was reported when it happened.
-            let _ = thread.join();
-        }
+        // Nothing is ever sent: this returns when nobody serves any more.
+        let _ = self.ended.lock().unwrap_or_else(PoisonError::into_inner).recv();
     }
 }
 
@@ -210,15 +232,20 @@ struct Serving {
     targets: Arc<[Target]>,
     options: ServerOptions,
     counts: Arc<Counts>,
+    serves: mpsc::Sender<Infallible>,
 }
 
 /// Takes the place of the one session; leaves it when dropped.
-struct Seat(Rc<Cell<bool>>, Arc<Counts>);
+struct Seat {
+    taken: Rc<Cell<bool>>,
+    counts: Arc<Counts>,
+    _serves: mpsc::Sender<Infallible>,
+}
 
 impl Drop for Seat {
     fn drop(&mut self) {
-        self.0.set(false);
-        self.1.connected.store(0, Ordering::Relaxed);
+        self.taken.set(false);
+        self.counts.connected.store(0, Ordering::Relaxed);
     }
 }
 
@@ -252,7 +279,7 @@ impl Serving {
         let (targets, options, counts) =
             (Arc::clone(&self.targets), self.options.clone(), Arc::clone(&self.counts));
         let (faults, poll) = (options.faults.clone(), options.poll);
-        let (taken, offers) = (Rc::clone(taken), Rc::clone(offers));
+        let (taken, offers, serves) = (Rc::clone(taken), Rc::clone(offers), self.serves.clone());
         tokio::task::spawn_local(async move {
             let mut seat = None;
             let decide = |hello: &Hello, carries_descriptors: bool| {
@@ -260,11 +287,15 @@ impl Serving {
                     let why = "another osd is joined to this store; stop that one first";
                     return Err(ChannelError::Refused(why.into()));
                 }
-                seat = Some(Seat(Rc::clone(&taken), Arc::clone(&counts)));
                 let session = counts.sessions.load(Ordering::Relaxed) + 1;
+                let (taken, counts) = (Rc::clone(&taken), Arc::clone(&counts));
+                seat = Some(Seat { taken, counts, _serves: serves });
                 decide(hello, carries_descriptors, &targets, &options, &offers, session)
             };
-            let opened = tokio::time::timeout(HELLO_TIMEOUT, channel::accept(socket, decide)).await;
+            let opened = tokio::select! {
+                opened = tokio::time::timeout(HELLO_TIMEOUT, channel::accept(socket, decide)) => opened,
+                _ = stopped.wait_for(|stop| *stop) => return,
+            };
             let (rings, control) = match opened {
                 Ok(Ok((_, rings, control))) => (rings, control),
                 Ok(Err(e)) => return tracing::warn!("no session: {e}"),
@@ -274,7 +305,7 @@ impl Serving {
             counts.connected.store(1, Ordering::Relaxed);
             let session = HostSession::new(targets, rings, control, Arc::clone(&counts), faults, poll);
             let stop = async move { drop(stopped.wait_for(|stop| *stop).await) };
-            session.run(stop, || drop(seat)).await;
+            booked(ThreadClass::Channel, session.run(stop, || drop(seat))).await;
         });
     }
 }

@@ -13,11 +13,13 @@ mod core;
 #[cfg(test)]
 mod crash_test;
 mod drive;
+mod driver;
 mod extent;
 mod fsck;
 mod index;
 mod io;
 mod log;
+mod mailbox;
 mod messages;
 mod presence;
 mod query;
@@ -32,6 +34,7 @@ mod superblock;
 mod uring;
 mod view;
 
+pub use driver::Driver;
 pub use fsck::{FsckReport, Problem, fsck};
 pub use store::{BlockStore, MkfsOptions, MountOptions};
 

@@ -4,11 +4,12 @@ use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::time::Duration;
 
 use base::mem::{Arena, HUGE_PAGE};
 use bytes::Bytes;
+use futures::task::AtomicWaker;
 use io_uring::types::{Fixed, FsyncFlags, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode};
 
@@ -24,7 +25,8 @@ const MAX_BUFFER: usize = 1 << 30;
 /// Marks the completions that tell of writes to the wake-up descriptor.
 const WAKE: u64 = u64::MAX;
 
-/// Wakes the thread that waits in [`Ring::wait`]. Any thread.
+/// Wakes whoever runs the target: the thread that waits in [`Ring::wait`], or the task that [listens](Self::listen). Any
+/// thread.
 #[derive(Debug, Clone)]
 pub(crate) struct Waker {
     shared: Arc<WakeState>,
@@ -33,6 +35,7 @@ pub(crate) struct Waker {
 #[derive(Debug)]
 struct WakeState {
     event: OwnedFd,
+    task: AtomicWaker,
     asleep: AtomicBool,
 }
 
@@ -40,9 +43,18 @@ impl Waker {
     /// Ends the current or the next wait.
     pub(crate) fn wake(&self) {
         if self.shared.asleep.swap(false, Ordering::SeqCst) {
-            // Only an overflowing counter can fail, and then the sleeper is awake.
-            let _ = rustix::io::write(&self.shared.event, &1u64.to_ne_bytes());
+            match self.shared.task.take() {
+                Some(task) => task.wake(),
+                // Only an overflowing counter can fail, and then the sleeper is awake.
+                None => drop(rustix::io::write(&self.shared.event, &1u64.to_ne_bytes())),
+            }
         }
+    }
+
+    /// Has a task run by the next [`wake`](Self::wake), once.
+    pub(crate) fn listen(&self, task: &std::task::Waker) {
+        self.shared.task.register(task);
+        self.shared.asleep.store(true, Ordering::SeqCst);
     }
 }
 
@@ -131,7 +143,9 @@ impl Ring {
         ring.submitter().register_files(&[drive.fd().as_raw_fd()])?;
         let buffers = ring.submitter().register_buffers_sparse(BUFFERS).is_ok().then(Vec::new);
         let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC)?;
-        let waker = Waker { shared: Arc::new(WakeState { event, asleep: AtomicBool::new(false) }) };
+        let waker = Waker {
+            shared: Arc::new(WakeState { event, task: AtomicWaker::new(), asleep: AtomicBool::new(false) }),
+        };
         Ok(Ring {
             ring,
             waker,
@@ -293,6 +307,36 @@ impl Ring {
             Err(e) if matches!(e.raw_os_error(), Some(libc::ETIME | libc::EINTR | libc::EBUSY)) => Ok(()),
             other => other.map(drop),
         }
+    }
+
+    /// Has the kernel write to a descriptor, whose other end this is, whenever a request has completed while nobody was in
+    /// [`start`](Self::start). Nobody needs to read it. For a thread that does not [`wait`](Self::wait).
+    ///
+    /// # Errors
+    /// If the kernel refuses.
+    pub(crate) fn notify(&self) -> io::Result<OwnedFd> {
+        self.ring.submitter().register_eventfd(self.waker.shared.event.as_raw_fd())?;
+        Ok(self.waker.shared.event.try_clone()?)
+    }
+
+    /// Starts what was handed over, and takes in what has completed, without waiting; whether there is more to do already.
+    ///
+    /// # Errors
+    /// If the kernel refuses.
+    pub(crate) fn start(&mut self) -> io::Result<bool> {
+        self.ring.completion().disable_eventfd();
+        let result = self.ring.submit();
+        self.ring.completion().enable_eventfd();
+        // What completes from here on is told by the descriptor; what has completed before is seen below.
+        fence(Ordering::SeqCst);
+        match result {
+            Err(e) if !matches!(e.raw_os_error(), Some(libc::EINTR | libc::EBUSY)) => return Err(e),
+            _ => {}
+        }
+        let submission = self.ring.submission();
+        let waiting = !submission.is_empty() || submission.taskrun();
+        drop(submission);
+        Ok(waiting || self.has_completions())
     }
 
     /// Whether [`completions`](Self::completions) has something.

@@ -1,0 +1,276 @@
+//! [`Driver`]: carries out what a mounted target is asked, on a thread of its own or as a task of somebody's event loop.
+
+use std::future::poll_fn;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::pin::Pin;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::task::{Context, Poll};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use base::thread::ThreadClass;
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+use tokio::time::{Instant, Sleep};
+
+use super::core::Core;
+use super::drive::Drive;
+use super::index::Index;
+use super::mailbox::{Mailbox, MailboxState};
+use super::messages::{Event, Work, load};
+use super::uring::Ring;
+use crate::Result;
+
+/// After this long without activity the log is told that everything in it was flushed.
+const IDLE: Duration = Duration::from_millis(5);
+/// Commands taken at once.
+const BATCH: usize = 256;
+/// Threads that read the index for calls.
+const LOADERS: usize = 2;
+/// Loads that one of them is given at once.
+const LOADS_AT_ONCE: usize = 8;
+
+/// A mounted target's state and its I/O ring, owned by whoever runs it.
+///
+/// It never blocks on the drive, so a thread that does other work besides can run it ([`run`](Self::run)): calls that this
+/// thread makes, and their answers, then cost no wake-up. Nothing of the target is answered while nobody does.
+#[must_use = "a target answers only while its driver is run"]
+pub struct Driver {
+    core: Core,
+    ring: Ring,
+    mailbox: Mailbox,
+    load_queue: mpsc::Sender<Vec<Work>>,
+    checkpoint_queue: mpsc::Sender<Work>,
+    workers: Vec<JoinHandle<()>>,
+}
+
+/// How long nothing has happened.
+struct Idle {
+    counting: bool,
+    timer: Pin<Box<Sleep>>,
+}
+
+impl std::fmt::Debug for Driver {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Driver").field("target", &self.core.superblock.uuid).finish_non_exhaustive()
+    }
+}
+
+impl Driver {
+    /// A driver for target number `number`, with its worker threads.
+    pub(super) fn new(
+        core: Core,
+        ring: Ring,
+        mailbox: Mailbox,
+        drive: Arc<dyn Drive>,
+        index: Arc<Index>,
+        number: usize,
+    ) -> Result<Driver> {
+        let (load_queue, jobs) = mpsc::channel();
+        let jobs = Arc::new(Mutex::new(jobs));
+        let mut workers = Vec::new();
+        for i in 0..LOADERS {
+            let (jobs, index, mailbox) = (Arc::clone(&jobs), Arc::clone(&index), mailbox.clone());
+            let work = move || loader(&jobs, &index, &mailbox);
+            workers.push(base::thread::spawn(ThreadClass::Store, &format!("idx{number}.{i}"), work)?);
+        }
+        let (checkpoint_queue, jobs) = mpsc::channel();
+        let to_store = mailbox.clone();
+        let work = move || checkpointer(&jobs, drive.as_ref(), &index, &to_store);
+        workers.push(base::thread::spawn(ThreadClass::Store, &format!("ckpt{number}"), work)?);
+        Ok(Driver { core, ring, mailbox, load_queue, checkpoint_queue, workers })
+    }
+
+    /// Runs the target on this thread, which does nothing else, until it is unmounted or its handle is gone.
+    pub(super) fn run_alone(mut self) {
+        let shared = Arc::clone(&self.mailbox.shared);
+        self.begin();
+        while !self.is_over() {
+            if let Err(error) = self.turn_alone(&shared) {
+                self.fail(&error);
+            }
+        }
+        self.end();
+    }
+
+    /// Takes what has come, moves everything on, and sleeps if there is nothing to do.
+    fn turn_alone(&mut self, shared: &MailboxState) -> io::Result<()> {
+        self.work()?;
+        if self.core.closed {
+            return Ok(());
+        }
+        let timeout = self.is_quiet().then_some(IDLE);
+        self.ring.wait(timeout, || shared.is_ready())?;
+        if timeout.is_some() && !shared.is_ready() && !self.ring.has_completions() {
+            self.core.idle();
+            self.hand_out()?;
+        }
+        Ok(())
+    }
+
+    /// Runs the target as a task of a Tokio runtime with I/O and time, until it is unmounted or its handle is gone. Once
+    /// begun, it must stay on its thread. The end waits for requests that the drive has and for a checkpoint under way.
+    pub async fn run(mut self) {
+        self.begin();
+        #[expect(
+            deprecated,
+            reason = "its replacement is unsafe; an OwnedFd always gives the same descriptor"
+        )]
+        let event = self.ring.notify().and_then(|fd| AsyncFd::with_interest(fd, Interest::READABLE));
+        match event {
+            Ok(event) => {
+                let mut idle = Idle { counting: false, timer: Box::pin(tokio::time::sleep(IDLE)) };
+                poll_fn(|cx| self.poll(cx, &event, &mut idle)).await;
+            }
+            Err(error) => self.fail(&error),
+        }
+        self.end();
+    }
+
+    fn poll(&mut self, cx: &mut Context<'_>, event: &AsyncFd<OwnedFd>, idle: &mut Idle) -> Poll<()> {
+        // From here on a command, an event or a completion has this called again.
+        self.mailbox.waker.listen(cx.waker());
+        while let Poll::Ready(Ok(mut ready)) = event.poll_read_ready(cx) {
+            ready.clear_ready();
+        }
+        match self.turn() {
+            Err(error) => self.fail(&error),
+            // The other tasks of the thread first: they may have more for the next turn.
+            Ok(true) => {
+                idle.counting = false;
+                cx.waker().wake_by_ref();
+            }
+            Ok(false) => self.rest(cx, idle),
+        }
+        if self.is_over() { Poll::Ready(()) } else { Poll::Pending }
+    }
+
+    /// Takes what has come and moves everything on; whether there was or is something to do.
+    fn turn(&mut self) -> io::Result<bool> {
+        let busy = self.work()?;
+        let more = self.ring.start()?;
+        Ok(busy || more || self.mailbox.shared.is_ready())
+    }
+
+    /// There is nothing to do: if that lasts, [`Core::idle`] is called.
+    fn rest(&mut self, cx: &mut Context<'_>, idle: &mut Idle) {
+        if !self.is_quiet() {
+            return;
+        }
+        if !std::mem::replace(&mut idle.counting, true) {
+            idle.timer.as_mut().reset(Instant::now() + IDLE);
+        }
+        if idle.timer.as_mut().poll(cx).is_ready() {
+            idle.counting = false;
+            self.core.idle();
+            cx.waker().wake_by_ref();
+        }
+    }
+
+    fn begin(&mut self) {
+        if let Err(error) = self.ring.enable() {
+            self.fail(&error);
+        }
+    }
+
+    /// The drive cannot be used any more.
+    fn fail(&mut self, error: &io::Error) {
+        self.core.poison(&format!("I/O ring ({error})"));
+        self.mailbox.shared.abandoned.store(true, Ordering::SeqCst);
+    }
+
+    fn is_over(&self) -> bool {
+        self.core.closed || self.mailbox.shared.abandoned.load(Ordering::SeqCst)
+    }
+
+    /// Nothing is under way, but the log does not say yet that everything was flushed.
+    fn is_quiet(&self) -> bool {
+        self.core.wants_idle() && self.ring.in_flight() == 0
+    }
+
+    fn end(self) {
+        self.core.alloc.room().close();
+        self.mailbox.shared.gone.store(true, Ordering::SeqCst);
+        self.mailbox.shared.refuse_all();
+        let Driver { core, ring, load_queue, checkpoint_queue, workers, .. } = self;
+        drop((load_queue, checkpoint_queue));
+        // The ring waits for the requests under way; the workers finish what they have.
+        drop(ring);
+        drop(core);
+        for worker in workers {
+            if worker.join().is_err() {
+                tracing::error!("a worker of the target has panicked");
+            }
+        }
+    }
+
+    /// Takes what has come, and hands out what follows from it; whether anything had come.
+    fn work(&mut self) -> io::Result<bool> {
+        let shared = Arc::clone(&self.mailbox.shared);
+        let mut busy = false;
+        while let Some(arena) = shared.arenas.pop() {
+            self.ring.register(&arena);
+        }
+        for done in self.ring.completions() {
+            self.core.complete(Event::Io(done));
+            busy = true;
+        }
+        while let Some(event) = shared.events.pop() {
+            self.core.complete(event);
+            busy = true;
+        }
+        for command in std::iter::from_fn(|| shared.commands.pop()).take(BATCH) {
+            self.core.handle(command);
+            busy = true;
+        }
+        if busy {
+            self.core.advance();
+        }
+        shared.starved.store(self.core.is_starved(), Ordering::SeqCst);
+        self.hand_out()?;
+        Ok(busy)
+    }
+
+    fn hand_out(&mut self) -> io::Result<()> {
+        for request in std::mem::take(&mut self.core.output.io) {
+            self.ring.submit(request)?;
+        }
+        let is_load = |work: &Work| matches!(work, Work::Load { .. });
+        let (mut loads, rest): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut self.core.output.work).into_iter().partition(is_load);
+        let ended = || io::Error::other("a worker thread has ended");
+        while !loads.is_empty() {
+            // Several at once, so that a worker is woken once for them, but not all for one worker.
+            let later = loads.split_off(loads.len().min(LOADS_AT_ONCE));
+            self.load_queue.send(std::mem::replace(&mut loads, later)).map_err(|_| ended())?;
+        }
+        for work in rest {
+            self.checkpoint_queue.send(work).map_err(|_| ended())?;
+        }
+        Ok(())
+    }
+}
+
+/// Reads the index for calls, so that the target's thread need not wait.
+fn loader(jobs: &Mutex<mpsc::Receiver<Vec<Work>>>, index: &Index, mailbox: &Mailbox) {
+    loop {
+        let batch = jobs.lock().unwrap_or_else(PoisonError::into_inner).recv();
+        let Ok(batch) = batch else { return };
+        for job in batch {
+            if let Work::Load { op, generation, needs } = job {
+                let found = load(index, &needs);
+                mailbox.event(Event::Loaded { op, generation, needs, found });
+            }
+        }
+    }
+}
+
+fn checkpointer(jobs: &mpsc::Receiver<Work>, drive: &dyn Drive, index: &Index, mailbox: &Mailbox) {
+    while let Ok(job) = jobs.recv() {
+        if let Work::Checkpoint(checkpoint) = job {
+            mailbox.event(Event::Checkpointed(checkpoint.run(drive, index)));
+        }
+    }
+}

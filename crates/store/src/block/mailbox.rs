@@ -1,0 +1,86 @@
+//! The way to the thread that runs a target.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use base::mem::Arena;
+use crossbeam_queue::SegQueue;
+
+use super::messages::{Command, Event, refuse};
+use super::uring::Waker;
+use crate::StoreError;
+
+/// Commands left for a thread that sleeps.
+const MOST_LEFT: usize = 64;
+
+/// The way to the thread that runs a target.
+#[derive(Debug, Clone)]
+pub(super) struct Mailbox {
+    pub(super) shared: Arc<MailboxState>,
+    pub(super) waker: Waker,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct MailboxState {
+    pub(super) commands: SegQueue<Command>,
+    pub(super) events: SegQueue<Event>,
+    /// Memory to be registered with the ring.
+    pub(super) arenas: SegQueue<Arc<Arena>>,
+    /// Nobody runs the target any more.
+    pub(super) gone: AtomicBool,
+    /// Nobody asks it any more, or its drive has failed.
+    pub(super) abandoned: AtomicBool,
+    /// Calls wait for space.
+    pub(super) starved: AtomicBool,
+}
+
+impl Mailbox {
+    pub(super) fn command(&self, command: Command) {
+        self.shared.commands.push(command);
+        self.waker.wake();
+        if self.shared.gone.load(Ordering::SeqCst) {
+            self.shared.refuse_all();
+        }
+    }
+
+    /// Leaves a command for which that thread need not be woken: it comes before the next one, and nobody waits
+    /// for it.
+    pub(super) fn leave(&self, command: Command) {
+        if self.shared.starved.load(Ordering::SeqCst) || self.shared.commands.len() >= MOST_LEFT {
+            return self.command(command);
+        }
+        self.shared.commands.push(command);
+        // The thread says that calls starve, and then looks whether a command was left, before it sleeps.
+        if self.shared.starved.load(Ordering::SeqCst) {
+            self.waker.wake();
+        }
+        if self.shared.gone.load(Ordering::SeqCst) {
+            self.shared.refuse_all();
+        }
+    }
+
+    pub(super) fn memory(&self, arena: Arc<Arena>) {
+        self.shared.arenas.push(arena);
+        self.waker.wake();
+    }
+
+    pub(super) fn event(&self, event: Event) {
+        self.shared.events.push(event);
+        self.waker.wake();
+    }
+}
+
+impl MailboxState {
+    pub(super) fn refuse_all(&self) {
+        while let Some(command) = self.commands.pop() {
+            refuse(command, &StoreError::Disconnected("the target is unmounted".into()));
+        }
+    }
+
+    pub(super) fn is_ready(&self) -> bool {
+        !self.commands.is_empty()
+            || !self.events.is_empty()
+            || !self.arenas.is_empty()
+            || self.abandoned.load(Ordering::SeqCst)
+    }
+}
