@@ -175,6 +175,33 @@ fn a_node_in_host_placement_is_one_process_and_finds_its_data_again() {
     assert_eq!(node.status()["targets"][0]["uuid"], uuid, "the placement is no property of the targets");
 }
 
+/// As large as what a server grants of itself, with its rings; and the least that can be configured, through which a
+/// change goes whose data is one transaction.
+#[test]
+fn nodes_work_with_windows_of_every_size_that_can_be_configured() {
+    for window in ["4MiB", "256MiB"] {
+        let node = Node::new();
+        let with = |args: &[&str]| {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_outboard"));
+            command.args(args).env("OUTBOARD_DIR", node.dir.path()).env_remove("OUTBOARD_ENDPOINT");
+            let output = command.env("OUTBOARD_CHANNEL_WINDOW", window).output().unwrap();
+            assert!(output.status.success(), "{window}: {args:?}: {}\n{}", said(&output), node.logs());
+        };
+        with(&["up", "--detach", "--target-size", "64MiB", "--placement", "dpu", "--targets", "1"]);
+        assert_eq!(node.status()["offload"]["state"], "active", "{window}");
+        with(&["pool", "create", "p"]);
+        for (name, len) in [("whole", 2 << 20), ("staged", 5 << 20)] {
+            let (given, got) = (node.dir.path().join("given"), node.dir.path().join(name));
+            let bytes: Vec<u8> = (0..len).map(|i: u32| (i.wrapping_mul(0x9e37_79b9) >> 13) as u8).collect();
+            std::fs::write(&given, &bytes).unwrap();
+            let object = format!("p/{name}");
+            with(&["put", &object, given.to_str().unwrap()]);
+            with(&["get", &object, got.to_str().unwrap()]);
+            assert!(std::fs::read(&got).unwrap() == bytes, "{window}: {object}");
+        }
+    }
+}
+
 #[test]
 fn a_directory_has_one_node_and_a_target_too() {
     let node = Node::new();

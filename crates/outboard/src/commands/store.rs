@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use channel::ofi::OfiHostOptions;
+use channel::{Layout, MemoryOptions};
 use clap::Args;
 use proxy::{Server, ServerOptions};
 
@@ -31,8 +32,8 @@ pub struct StoreArgs {
     /// A target: file or raw block device; may be given several times
     #[arg(long = "target", value_name = "PATH", required = true)]
     pub targets: Vec<PathBuf>,
-    /// Where to wait for the osd: a UNIX socket's path, or tcp:HOST:PORT (everything goes through the socket then, and
-    /// nothing is authenticated)
+    /// Where to wait for the osd: a UNIX socket's path, or tcp:HOST:PORT (nothing is authenticated then, and payload goes
+    /// by DMA only with the engine ofi)
     #[arg(long, value_name = "ADDRESS")]
     pub socket: StoreAddress,
 }
@@ -61,11 +62,14 @@ async fn serve(process: RoleProcess, args: &StoreArgs) -> Result<()> {
         Engine::Shm => None,
         Engine::Ofi(provider) => Some(OfiHostOptions::new(provider, channel.ofi_listen)),
     };
+    let defaults = ServerOptions::default();
+    let layout = Layout { data_len: channel.window.0, ..MemoryOptions::default().layout };
     let options = ServerOptions {
+        max_memory: defaults.max_memory.max(layout.len()),
         ofi,
         faults: process.controls.faults().clone(),
         poll: Duration::from_micros(channel.host_poll_us),
-        ..ServerOptions::default()
+        ..defaults
     };
     let server =
         Server::serve_and_drive(listener, offered, drivers, options).doing("starting to serve targets")?;
