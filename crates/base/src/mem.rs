@@ -20,6 +20,7 @@ use std::fs::File;
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -70,7 +71,48 @@ pub struct Arena {
     fd: Option<OwnedFd>,
     /// Bytes of the huge pages that it is made of, if such were set aside for it.
     page: Option<usize>,
+    /// How many [`Registration`]s there are.
+    registrations: AtomicUsize,
     mapping: Mapping,
+}
+
+/// A handle of an arena that somebody keeps because a kernel or a device knows the memory, and not in order to use it.
+#[derive(Debug)]
+pub struct Registration {
+    arena: Arc<Arena>,
+}
+
+impl Registration {
+    /// One more for `arena`.
+    #[must_use]
+    pub fn new(arena: &Arc<Arena>) -> Registration {
+        let arena = Arc::clone(arena);
+        arena.registrations.fetch_add(1, Ordering::SeqCst);
+        Registration { arena }
+    }
+
+    /// The memory.
+    #[must_use]
+    pub fn arena(&self) -> &Arc<Arena> {
+        &self.arena
+    }
+
+    /// Whether all who have the memory, here and elsewhere, have it registered only. While others register it or let it
+    /// go, the answer may be `false` though it is so; the other way round it is not.
+    #[must_use]
+    pub fn is_all_there_is(&self) -> bool {
+        // A registration is counted after its handle, and before that is gone; so there are never more than handles, and if
+        // their number has not changed in between there is no other handle.
+        let registrations = self.arena.registrations.load(Ordering::SeqCst);
+        Arc::strong_count(&self.arena) == registrations
+            && self.arena.registrations.load(Ordering::SeqCst) == registrations
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        self.arena.registrations.fetch_sub(1, Ordering::SeqCst);
+    }
 }
 
 // SAFETY: the mapping is plain memory without thread affinity. Access goes through `ArenaBuf`s, which do not overlap,
@@ -172,14 +214,16 @@ impl Arena {
         let before = range.start - whole.start;
         let mapping = Mapping::part(fd, whole).map_err(|e| os("map", range.len(), e))?;
         let base = mapping.base().wrapping_add(before);
-        Ok(Arc::new(Arena { base, len: range.len(), fd: None, page: self.page, mapping }))
+        let registrations = AtomicUsize::new(0);
+        Ok(Arc::new(Arena { base, len: range.len(), fd: None, page: self.page, registrations, mapping }))
     }
 
     fn of(mapping: Mapping, len: usize, fd: Option<OwnedFd>, page: Option<usize>) -> Arc<Arena> {
         if page.is_none() {
             mapping.prefer_huge();
         }
-        Arc::new(Arena { base: mapping.base(), len, fd, page, mapping })
+        let registrations = AtomicUsize::new(0);
+        Arc::new(Arena { base: mapping.base(), len, fd, page, registrations, mapping })
     }
 
     /// Whether the memory is in huge pages that were set aside for this.
@@ -463,6 +507,19 @@ mod tests {
         assert_eq!(&out, b"hello");
         assert!(!theirs.copy_out(8190, &mut out), "a range past the end is refused");
         assert!(!theirs.copy_in(usize::MAX, b"x"), "an overflowing range is refused");
+    }
+
+    #[test]
+    fn memory_that_is_registered_only_is_told_from_memory_in_use() {
+        let arena = Arena::anonymous(4096).unwrap();
+        let (one, other) = (Registration::new(&arena), Registration::new(&arena));
+        assert!(!one.is_all_there_is() && !other.is_all_there_is());
+        drop(arena);
+        assert!(one.is_all_there_is() && other.is_all_there_is());
+        let used = Arc::clone(one.arena());
+        assert!(!other.is_all_there_is());
+        drop((used, one));
+        assert!(other.is_all_there_is());
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::time::Duration;
 
-use base::mem::{Arena, HUGE_PAGE};
+use base::mem::{Arena, HUGE_PAGE, Registration};
 use bytes::Bytes;
 use futures::task::AtomicWaker;
 use io_uring::types::{Fixed, FsyncFlags, SubmitArgs, Timespec};
@@ -79,7 +79,7 @@ impl InFlight {
 /// A registered range of memory.
 #[derive(Debug)]
 struct Registered {
-    arena: Arc<Arena>,
+    memory: Registration,
     /// Bytes from the arena's start.
     start: usize,
     len: usize,
@@ -87,7 +87,7 @@ struct Registered {
 
 impl Registered {
     fn holds(&self, memory: &[u8]) -> bool {
-        let offset = self.arena.offset_of(memory);
+        let offset = self.memory.arena().offset_of(memory);
         offset.is_some_and(|at| at >= self.start && at + memory.len() <= self.start + self.len)
     }
 }
@@ -174,11 +174,13 @@ impl Ring {
     /// limit on locked memory or for want of room.
     pub(crate) fn register(&mut self, arena: &Arc<Arena>) {
         let Some(buffers) = &self.buffers else { return };
-        if buffers.iter().any(|b| Arc::ptr_eq(&b.arena, arena)) {
+        if buffers.iter().any(|b| Arc::ptr_eq(b.memory.arena(), arena)) {
             return;
         }
         for (start, len) in ranges(arena.len()) {
-            if let Err(error) = self.register_range(Registered { arena: Arc::clone(arena), start, len }) {
+            if let Err(error) =
+                self.register_range(Registered { memory: Registration::new(arena), start, len })
+            {
                 tracing::warn!(%error, len, "memory is not registered with the drive's queue, which costs CPU time");
                 return;
             }
@@ -188,14 +190,12 @@ impl Ring {
     #[allow(unsafe_code)]
     fn register_range(&mut self, range: Registered) -> io::Result<()> {
         let Some(buffers) = &mut self.buffers else { return Ok(()) };
-        // Memory that nobody else has any more gives up its places, and is unmapped. Requests under way hold theirs.
-        let entries = |arena: &Arc<Arena>| buffers.iter().filter(|b| Arc::ptr_eq(&b.arena, arena)).count();
-        let unused = |b: &Registered| Arc::strong_count(&b.arena) == entries(&b.arena);
-        let index = buffers.iter().position(unused).unwrap_or(buffers.len());
+        // Memory that only rings still have gives up its places, and is unmapped. Requests under way hold theirs.
+        let index = buffers.iter().position(|b| b.memory.is_all_there_is()).unwrap_or(buffers.len());
         if index >= BUFFERS as usize {
             return Err(io::Error::other("the table of registered memory is full"));
         }
-        let (base, _) = range.arena.as_raw();
+        let (base, _) = range.memory.arena().as_raw();
         let vector = libc::iovec { iov_base: base.wrapping_add(range.start).cast(), iov_len: range.len };
         // SAFETY: the range is part of a valid mapping, and `buffers` keeps it until the ring is gone.
         unsafe { self.ring.submitter().register_buffers_update(index as u32, &[vector], None) }?;
@@ -384,15 +384,19 @@ impl Drop for Ring {
 mod tests {
     use super::*;
 
+    fn ring(dir: &std::path::Path, name: &str) -> Ring {
+        Ring::new(Arc::new(FileDrive::open(&dir.join(name), Some(1 << 20)).unwrap())).unwrap()
+    }
+
+    /// Two targets have a ring each, and both know the memory of every session.
     #[test]
-    fn memory_that_was_registered_is_let_go_when_nobody_else_has_it() {
+    fn memory_that_was_registered_is_let_go_when_only_rings_still_have_it() {
         let dir = tempfile::tempdir().unwrap();
-        let drive = FileDrive::open(&dir.path().join("drive"), Some(1 << 20)).unwrap();
-        let mut ring = Ring::new(Arc::new(drive)).unwrap();
+        let mut rings = [ring(dir.path(), "a"), ring(dir.path(), "b")];
         let mut earlier = Vec::new();
         for _ in 0..3 * BUFFERS {
             let arena = Arena::anonymous(1 << 16).unwrap();
-            ring.register(&arena);
+            rings.iter_mut().for_each(|ring| ring.register(&arena));
             earlier.push(Arc::downgrade(&arena));
         }
         let kept = earlier.iter().filter(|arena| arena.upgrade().is_some()).count();
