@@ -316,7 +316,7 @@ impl Ring {
     /// If the kernel refuses.
     pub(crate) fn notify(&self) -> io::Result<OwnedFd> {
         self.ring.submitter().register_eventfd(self.waker.shared.event.as_raw_fd())?;
-        Ok(self.waker.shared.event.try_clone()?)
+        self.waker.shared.event.try_clone()
     }
 
     /// Starts what was handed over, and takes in what has completed, without waiting; whether there is more to do already.
