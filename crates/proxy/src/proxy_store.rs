@@ -48,9 +48,9 @@ impl ProxyStore {
             let call = call.clone();
             start(&handle, target, move |link, target, answer_to| link.call(target, call, kind(), answer_to))
         };
-        let first = make();
+        let (deadline, first) = (deadline(&self.handle), make());
         let handle = Arc::clone(&self.handle);
-        Box::pin(async move { Ok(retrying(&handle, first, make).await?.answer) })
+        Box::pin(async move { Ok(retrying(&handle, deadline, first, make).await?.answer) })
     }
 
     fn ask<T: Send + 'static>(
@@ -89,13 +89,18 @@ async fn done(answers: Answers) -> Result<()> {
     }
 }
 
-/// Makes a call again as long as it fails with its session, but not for ever.
+/// Until when a call that was made now is made again.
+fn deadline(handle: &Handle) -> Instant {
+    Instant::now() + handle.shared.options.wait_for_store
+}
+
+/// Makes a call again as long as it fails with its session, until `deadline`.
 async fn retrying(
     handle: &Handle,
+    deadline: Instant,
     first: Answers,
     mut again: impl FnMut() -> Answers,
 ) -> Result<Delivered, StoreError> {
-    let deadline = Instant::now() + handle.shared.options.wait_for_store;
     let mut answers = first;
     loop {
         match answer_of(answers).await {
@@ -146,13 +151,19 @@ impl Window {
 }
 
 /// Reads window after window until the end of the range or of the object.
-async fn read_on(handle: Arc<Handle>, target: u16, whole: Window, first: Answers) -> Result<ReadData> {
+async fn read_on(
+    handle: Arc<Handle>,
+    target: u16,
+    whole: Window,
+    mut until: Instant,
+    first: Answers,
+) -> Result<ReadData> {
     let mut read: Option<ReadData> = None;
     let mut window = whole.clone();
     let mut answers = first;
     loop {
         let again = || window.start(&handle, target, None);
-        let Delivered { answer, data, verified } = retrying(&handle, answers, again).await?;
+        let Delivered { answer, data, verified } = retrying(&handle, until, answers, again).await?;
         let Answer::Read { offset, checksums, object_size, .. } = answer else { return Err(unexpected()) };
         if offset != align_down(window.offset) {
             // Going on from there might never end.
@@ -181,6 +192,7 @@ async fn read_on(handle: Arc<Handle>, target: u16, whole: Window, first: Answers
             return Ok(read.unwrap_or_default());
         }
         window = Window { offset: end, len: wanted - end, ..window };
+        until = deadline(&handle);
         answers = window.start(&handle, target, None);
     }
 }
@@ -262,8 +274,9 @@ impl ObjectStore for ProxyStore {
         dest: Option<ArenaBuf>,
     ) -> BoxFuture<'static, Result<ReadData>> {
         let whole = Window { cid: cid.clone(), oid: oid.clone(), offset, len };
+        let until = deadline(&self.handle);
         let first = whole.start(&self.handle, self.target, dest);
-        Box::pin(read_on(Arc::clone(&self.handle), self.target, whole, first))
+        Box::pin(read_on(Arc::clone(&self.handle), self.target, whole, until, first))
     }
 
     fn stat(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Stat>> {

@@ -14,6 +14,7 @@ use channel::{
     Attachment, Bell, ChannelError, DmaEngine, DpuMemory, Hello, MemoryAnswer, MemoryOptions, MemoryRequest,
     Reach, Region, ShmEngine, ShmOptions, Socket, TargetInfo, VERSION, Welcome,
 };
+use store::StoreError;
 use tokio::net::{TcpStream, UnixStream};
 use tokio::sync::{Notify, watch};
 
@@ -346,7 +347,11 @@ impl Shared {
                 let deadline = Instant::now() + self.options.wait_for_store;
                 waiting.push_back(Waiting { deadline, call: Box::new(call) });
             }
-            Phase::Away(_) => call(Err(CallError::Lost("too many calls wait for the store".into()))),
+            // Not one that is made again by itself: it would only be refused once more.
+            Phase::Away(_) => {
+                let why = "too many calls wait for the store".to_owned();
+                call(Err(StoreError::Disconnected(why).into()));
+            }
             Phase::Closed => call(Err(CallError::Lost("the session was closed".into()))),
         }
     }

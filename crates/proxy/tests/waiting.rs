@@ -206,3 +206,21 @@ fn a_buffer_that_dma_may_still_use_gets_no_new_owner_when_the_runtime_goes() {
     drop((node.store, node.session));
     assert_eq!(pool.free_bytes().0, 15 * MIB, "somebody else may get it now");
 }
+
+#[tokio::test]
+async fn calls_that_find_no_place_to_wait_for_the_store_fail_at_once() {
+    let options = SessionOptions { wait_for_store: Duration::from_secs(600), ..options() };
+    let node = node_of(Path::Dma, Arc::new(MemStore::new()), options).await;
+    make_collection(&node.store).await;
+    drop(node.server);
+    let gone = async {
+        while node.session.status().connected {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    soon("the session goes on", gone).await;
+    let mut stats: Vec<_> = (0..(1 << 14) + 5).map(|_| node.store.stat(&cid(), &oid(0))).collect();
+    for stat in soon("calls wait", join_all(stats.split_off(1 << 14))).await {
+        assert!(matches!(&stat, Err(StoreError::Disconnected(why)) if why.contains("too many")), "{stat:?}");
+    }
+}
