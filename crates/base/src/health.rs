@@ -15,7 +15,6 @@
 //! While it is not active, work takes the path that always works. DoCeph, section 4, has the flag and the expiry; the
 //! probe is a single small piece of work whose result decides. Time comes from the caller, so that tests need not wait.
 
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -66,12 +65,11 @@ pub struct Report {
     pub last_failure: Option<String>,
 }
 
-/// The state machine. Shared between threads; asking whether it is active takes no lock.
+/// The state machine. Shared between threads.
 #[derive(Debug)]
 pub struct OffloadHealth {
     name: &'static str,
     cool_down: Duration,
-    active: AtomicBool,
     report: Mutex<Report>,
 }
 
@@ -82,7 +80,7 @@ impl OffloadHealth {
         let report =
             Report { state: State::Active, failures: 0, failed_probes: 0, recoveries: 0, last_failure: None };
         metrics::gauge!("outboard_offload_state", "offload" => name).set(0.0);
-        OffloadHealth { name, cool_down, active: AtomicBool::new(true), report: Mutex::new(report) }
+        OffloadHealth { name, cool_down, report: Mutex::new(report) }
     }
 
     fn lock(&self) -> MutexGuard<'_, Report> {
@@ -91,16 +89,9 @@ impl OffloadHealth {
 
     fn enter(&self, report: &mut Report, state: State) {
         report.state = state;
-        self.active.store(state == State::Active, Ordering::Release);
         metrics::gauge!("outboard_offload_state", "offload" => self.name).set(state.level());
         metrics::counter!("outboard_offload_transitions", "offload" => self.name, "to" => state.name())
             .increment(1);
-    }
-
-    /// Whether work is to be offloaded.
-    #[must_use]
-    pub fn is_active(&self) -> bool {
-        self.active.load(Ordering::Acquire)
     }
 
     /// What is known of it.
@@ -180,10 +171,11 @@ mod tests {
     fn it_cools_down_is_probed_and_used_again() {
         let health = OffloadHealth::new("test", Duration::from_secs(2));
         let start = Instant::now();
-        assert!(health.is_active() && health.probe_at().is_none());
+        let is_active = || health.report().state == State::Active;
+        assert!(is_active() && health.probe_at().is_none());
         assert!(health.failed("a transfer failed", start));
         assert!(!health.failed("another one", start), "it has failed already");
-        assert!(!health.is_active());
+        assert!(!is_active());
         assert_eq!(health.probe_at(), Some(start + Duration::from_secs(2)));
         assert!(!health.begin_probe(start + Duration::from_secs(1)), "too early");
         let later = start + Duration::from_secs(2);
@@ -193,10 +185,10 @@ mod tests {
         assert_eq!(health.probe_at(), Some(later + Duration::from_secs(2)));
         assert!(health.begin_probe(later + Duration::from_secs(2)));
         health.probed(Ok(()), later);
-        assert!(health.is_active());
+        assert!(is_active());
         let report = health.report();
         assert_eq!((report.failures, report.failed_probes, report.recoveries), (1, 1, 1));
         health.probed(Err("a late answer"), later);
-        assert!(health.is_active(), "nobody was probing");
+        assert!(is_active(), "nobody was probing");
     }
 }
