@@ -47,3 +47,61 @@ impl Poller {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::task::{Wake, Waker};
+
+    #[derive(Default)]
+    struct Wakes(AtomicUsize);
+
+    impl Wake for Wakes {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    const LONG: Duration = Duration::from_secs(3600);
+
+    /// One turn; whether the task asked to be run again at once.
+    fn turn(poller: &mut Poller, progress: bool, poll: Duration) -> bool {
+        let wakes = Arc::new(Wakes::default());
+        let waker = Waker::from(Arc::clone(&wakes));
+        poller.after_turn(progress, poll, &mut Context::from_waker(&waker));
+        wakes.0.load(Ordering::Relaxed) > 0
+    }
+
+    /// Something has come, and nothing more does for as long as it is looked for.
+    fn in_vain(poller: &mut Poller) -> bool {
+        let tried = turn(poller, true, LONG);
+        if tried {
+            // As if the time were over.
+            poller.until = Some(Instant::now());
+        }
+        assert!(!turn(poller, false, LONG), "it sleeps");
+        tried
+    }
+
+    #[test]
+    fn it_looks_on_for_a_while_after_something_has_come() {
+        let mut poller = Poller::default();
+        assert!(!turn(&mut poller, false, LONG), "nothing has come");
+        assert!(turn(&mut poller, true, LONG) && turn(&mut poller, false, LONG), "it looks for more");
+        poller.until = Some(Instant::now());
+        assert!(!turn(&mut poller, false, LONG) && !turn(&mut poller, false, LONG), "then it sleeps");
+        assert!(!turn(&mut poller, true, Duration::ZERO), "it is switched off");
+    }
+
+    #[test]
+    fn what_does_not_pay_is_tried_only_now_and_then_until_it_pays() {
+        let mut poller = Poller::default();
+        let tried = (0..CREDIT_MAX + 4 * RETRY).filter(|_| in_vain(&mut poller)).count() as u32;
+        assert!((CREDIT_MAX + 3..=CREDIT_MAX + 5).contains(&tried), "{tried} times");
+        while !turn(&mut poller, true, LONG) {}
+        // More comes while it looks, so it pays again.
+        assert!(turn(&mut poller, true, LONG) && in_vain(&mut poller));
+    }
+}
