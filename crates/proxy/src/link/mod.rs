@@ -6,8 +6,9 @@
 //! (into that thread and back), while this way a reply wakes the very thread that runs the waiting task.
 //!
 //! **Order.** Transactions and reads of a target go through its *lane* and are posted strictly in the order they were
-//! called. Everything else may overtake, and says in its header which transaction it must follow. Whatever waits,
-//! waits only for what was called earlier or has been posted already, so nothing waits in a circle.
+//! called. Queries go by the socket at once, and say in their header which transaction they follow; the host holds them back.
+//! Writes of a stage follow nothing, and transactions that name the stage wait for them. Nothing that a transaction needs
+//! waits for the transaction or for a query, so nothing waits in a circle.
 
 mod dma;
 mod driver;
@@ -212,7 +213,7 @@ enum Landing {
     Buffers(Vec<ArenaBuf>),
     /// In the mirror of its range, to be copied from there: there was no other memory.
     Mirror(Option<ArenaBuf>),
-    /// In the frame that brings it.
+    /// In a buffer, or in the frame that brings it.
     Socket(Option<ArenaBuf>),
 }
 

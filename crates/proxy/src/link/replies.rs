@@ -31,6 +31,15 @@ pub(super) struct Fetching {
     answer_to: AnswerTo,
 }
 
+/// A read that the host has answered.
+struct DoneRead {
+    id: u64,
+    dest: Option<ArenaBuf>,
+    answer_to: AnswerTo,
+    region: Option<Opened>,
+    clock: Option<Clock>,
+}
+
 impl State {
     /// Takes a reply.
     pub(super) fn reply(&mut self, frame: Frame, route: Route) -> Result<(), ChannelError> {
@@ -68,36 +77,53 @@ impl State {
         let Job { target, kind, answer_to: Some(answer_to), region, clock, .. } = job else {
             return Err(ChannelError::Protocol(format!("request {id} wants no answer")));
         };
-        let answered: Answered = match outcome {
-            Ok(answer) => match (kind, answer) {
-                (Kind::Stage, Answer::Stage(host_id)) => {
-                    self.new_stage(target, host_id, answer_to);
-                    return Ok(());
-                }
-                (Kind::Read(Some(dest)), Answer::Read { len, .. }) if len > dest.len() as u64 => {
-                    let what = format!("{len} bytes were read for a buffer of {}", dest.len());
-                    Err(StoreError::InvalidArgument(what).into())
-                }
-                (Kind::Read(_), Answer::Read { len, .. })
-                    if !frame.data.is_empty() && frame.data.len() as u64 != len =>
-                {
-                    let what = format!("{} bytes came where {len} were announced", frame.data.len());
-                    return Err(ChannelError::Protocol(what));
-                }
-                (Kind::Read(dest), answer @ Answer::Read { len, .. }) => match (range, in_range) {
-                    (Some(range), true) if len > 0 => {
-                        return self.fetch_data(id, answer, dest, range, answer_to, region, clock);
-                    }
-                    _ => Ok(Delivered::new(answer, vec![landed(frame.data, dest)])),
-                },
-                (_, answer) => Ok(Delivered::new(answer, Vec::new())),
-            },
-            Err(e) => Err(CallError::Store(e)),
+        let answered = match (kind, outcome) {
+            (Kind::Stage, Ok(Answer::Stage(host_id))) => {
+                self.new_stage(target, host_id, answer_to);
+                return Ok(());
+            }
+            (Kind::Read(dest), Ok(answer @ Answer::Read { .. })) => {
+                let read = DoneRead { id, dest, answer_to, region, clock };
+                return self.read_answered(read, answer, frame.data, range, in_range);
+            }
+            (_, Ok(answer)) => Ok(Delivered::new(answer, Vec::new())),
+            (_, Err(e)) => Err(CallError::Store(e)),
         };
+        self.finish(range, answer_to, answered);
+        Ok(())
+    }
+
+    /// The host has read: the data came with the answer, or is in the range and has to be fetched.
+    fn read_answered(
+        &mut self,
+        read: DoneRead,
+        answer: Answer,
+        data: Bytes,
+        range: Option<HeldRange>,
+        in_range: bool,
+    ) -> Result<(), ChannelError> {
+        let Answer::Read { len, .. } = answer else { return Ok(()) };
+        let answered = match (&read.dest, range) {
+            (Some(dest), _) if len > dest.len() as u64 => {
+                let what = format!("{len} bytes were read for a buffer of {}", dest.len());
+                Err(StoreError::InvalidArgument(what).into())
+            }
+            _ if !data.is_empty() && data.len() as u64 != len => {
+                let what = format!("{} bytes came where {len} were announced", data.len());
+                return Err(ChannelError::Protocol(what));
+            }
+            (_, Some(range)) if in_range && len > 0 => return self.fetch_data(read, answer, range),
+            _ => Ok(Delivered::new(answer, vec![landed(data, read.dest)])),
+        };
+        self.finish(range, read.answer_to, answered);
+        Ok(())
+    }
+
+    /// A call has its answer and needs its range no longer.
+    fn finish(&mut self, range: Option<HeldRange>, answer_to: AnswerTo, answered: Answered) {
         self.free_range(range);
         // Whoever asked may have gone; then nobody needs to know.
         let _ = answer_to.send(answered);
-        Ok(())
     }
 
     /// A stage that nobody waits for any more is given back.
@@ -112,18 +138,9 @@ impl State {
         }
     }
 
-    #[expect(clippy::too_many_arguments, reason = "what is known of a read")]
-    fn fetch_data(
-        &mut self,
-        id: u64,
-        answer: Answer,
-        dest: Option<ArenaBuf>,
-        range: HeldRange,
-        answer_to: AnswerTo,
-        region: Option<Opened>,
-        clock: Option<Clock>,
-    ) -> Result<(), ChannelError> {
+    fn fetch_data(&mut self, read: DoneRead, answer: Answer, range: HeldRange) -> Result<(), ChannelError> {
         let (Some(ring), Answer::Read { len, .. }) = (&self.ring, &answer) else { return Ok(()) };
+        let DoneRead { id, dest, answer_to, region, clock } = read;
         let len = usize::try_from(*len).unwrap_or(usize::MAX);
         if len > range.len {
             return Err(ChannelError::Protocol(format!(
@@ -223,6 +240,7 @@ impl State {
             Landing::Mirror(_) if done.fetched > 0 => {
                 vec![self.copy_from_mirror(done.range, done.fetched, None), rest]
             }
+            Landing::Socket(dest) if done.fetched == 0 => vec![landed(rest, dest)],
             _ => vec![rest],
         };
         let verified = verified(&done.answer, data.clone());
@@ -245,9 +263,7 @@ impl State {
     }
 
     fn deliver(&mut self, done: Fetching, data: Vec<Bytes>, verified: bool) {
-        self.free_range(Some(done.range));
-        // Whoever asked may have gone; then nobody needs to know.
-        let _ = done.answer_to.send(Ok(Delivered { answer: done.answer, data, verified }));
+        self.finish(Some(done.range), done.answer_to, Ok(Delivered { answer: done.answer, data, verified }));
     }
 
     fn copy_from_mirror(&self, range: HeldRange, len: usize, dest: Option<ArenaBuf>) -> Bytes {

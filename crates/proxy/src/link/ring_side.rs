@@ -326,7 +326,7 @@ impl RingSide {
         self.reserved -= ring::footprint(reply_max);
     }
 
-    /// Length of the data region's mirror that starts at `range`, from the start of the memory.
+    /// Where a range, and its mirror, begins: in bytes from the start of the memory.
     pub(super) fn range_offset(&self, range: HeldRange) -> usize {
         self.layout().data_offset() + range.offset
     }
