@@ -4,9 +4,11 @@ mod common;
 
 use std::sync::{Arc, Mutex};
 
+use base::fault::{Faults, Site};
+use common::load::{fault, watched};
 use common::{Node, Path, node, node_of, on_drive, options};
-use store::ObjectStore;
 use store::conformance::{random_operations, run, seed};
+use store::{MemStore, ObjectStore};
 
 async fn every_case(path: Path) {
     let nodes: Mutex<Vec<Node>> = Mutex::default();
@@ -68,4 +70,26 @@ async fn random_operations_on_a_drive() {
     let node = node_of(Path::Dma, on_drive(&dir.path().join("target")), options()).await;
     random_operations(Arc::clone(&node.store), seed(), 800).await;
     node.store.umount().await.unwrap();
+}
+
+/// Whatever goes wrong on the way of the DMA changes nothing that is seen from outside.
+#[tokio::test]
+async fn random_operations_while_dma_fails() {
+    let faults = Faults::default();
+    let node = node_of(Path::Dma, Arc::new(MemStore::new()), watched(&faults)).await;
+    for (n, text) in [
+        "dma.transfer=fail,probability=0.005",
+        "dma.transfer=stall,late=30ms,probability=0.005",
+        "dma.transfer=corrupt,probability=0.005",
+        "dma.doorbell=drop,probability=0.002",
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        faults.arm(fault(&format!("{text},seed={}", seed().wrapping_add(n as u64)))).unwrap();
+    }
+    random_operations(Arc::clone(&node.store), seed(), 800).await;
+    assert!(faults.fired(Site::DmaTransfer) > 0, "the faults fired");
+    let status = node.session.status();
+    assert!(status.offload.health.failures > 0 && status.sessions == 1, "{status:?}");
 }

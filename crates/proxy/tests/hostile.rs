@@ -304,9 +304,8 @@ async fn garbage_on_the_socket_costs_the_connection() {
     still_serves(&node).await;
 }
 
-/// A store that welcomes an osd with this memory; gives what it needs to lie on.
-async fn evil_store(at: &FsPath, memory: OwnedFd) -> (Control, OwnedFd) {
-    let listener = UnixListener::bind(at).unwrap();
+/// A store that welcomes one osd with this memory; gives what it needs to lie on.
+async fn evil_store(listener: &UnixListener, memory: OwnedFd) -> (Control, OwnedFd) {
     let socket = Socket::Unix(listener.accept().await.unwrap().0);
     let (host_doorbell, osd_doorbell) = (Doorbell::create().unwrap(), Doorbell::create().unwrap());
     let ours = osd_doorbell.try_clone().unwrap();
@@ -333,21 +332,26 @@ async fn memory_that_is_not_what_was_agreed_is_refused() {
     };
     let sealed = SealFlags::SHRINK | SealFlags::GROW;
     let lies = [
-        ("seals", memfd(len, SealFlags::empty())),
-        ("seals", memfd(len, SealFlags::GROW)),
-        ("announced", memfd(len - 4096, sealed)),
-        ("announced", memfd(len + 4096, sealed)),
+        ("seals", len, SealFlags::empty()),
+        ("seals", len, SealFlags::GROW),
+        ("announced", len - 4096, sealed),
+        ("announced", len + 4096, sealed),
     ];
-    for (why, memory) in lies {
+    for (why, len, seals) in lies {
         let dir = tempfile::tempdir().unwrap();
         let at = dir.path().join("s");
-        let (refused, _store) = tokio::join!(
-            Session::connect(Endpoint::Unix(at.clone()), options.clone()),
-            evil_store(&at, memory)
-        );
-        let refused = refused.err().unwrap().to_string();
-        // A later attempt finds nobody; what matters is that there is no session.
-        assert!(refused.contains(why) || refused.contains("socket"), "{refused}");
+        let listener = UnixListener::bind(&at).unwrap();
+        // The same lie at every attempt.
+        let store = async {
+            loop {
+                drop(evil_store(&listener, memfd(len, seals)).await);
+            }
+        };
+        let refused = tokio::select! {
+            refused = Session::connect(Endpoint::Unix(at), options.clone()) => refused.err().unwrap().to_string(),
+            () = store => unreachable!("it never ends"),
+        };
+        assert!(refused.contains(why), "{refused}");
     }
 }
 
@@ -375,8 +379,10 @@ async fn a_store_that_lies_costs_its_session_and_calls_fail_typed() {
         let at = dir.path().join("s");
         let memory = HostMemory::new(options.memory.layout).unwrap();
         let fd = memory.arena.share_fd().unwrap().unwrap();
+        let listener = UnixListener::bind(&at).unwrap();
         let (session, (_control, bell)) =
-            tokio::join!(Session::connect(Endpoint::Unix(at.clone()), options.clone()), evil_store(&at, fd));
+            tokio::join!(Session::connect(Endpoint::Unix(at), options.clone()), evil_store(&listener, fd));
+        drop(listener);
         let session = session.unwrap();
         let call = session.store(0).queue_transaction(transaction(Op::Touch { oid: oid(1) }));
         lie(&memory.arena, &bell, options.memory.layout);

@@ -314,7 +314,7 @@ async fn survives_kills(osd: SessionOptions) {
     let mut acknowledged = Vec::new();
     let mut lost = 0;
     for round in 0..3usize {
-        let writes = (0..24).map(|n| {
+        let writes = (0..64).map(|n| {
             let n = round * 100 + n;
             let large = n % 4 == 0;
             let store = Arc::clone(&store);
@@ -326,7 +326,7 @@ async fn survives_kills(osd: SessionOptions) {
         let writes: Vec<_> = writes.collect();
         // Some are through, some are not.
         let mut writes = writes.into_iter();
-        for write in writes.by_ref().take(8) {
+        for write in writes.by_ref().take(4) {
             acknowledged.extend(write.await.unwrap());
         }
         process.kill();
@@ -346,7 +346,7 @@ async fn survives_kills(osd: SessionOptions) {
             assert_eq!(read.contiguous(), pattern(n as u64, len), "object {n}");
         }
     }
-    assert!(acknowledged.len() >= 24, "{lost} were lost, {} acknowledged", acknowledged.len());
+    assert!(acknowledged.len() >= 12 && lost > 0, "{lost} were lost, {} acknowledged", acknowledged.len());
 }
 
 #[test]
