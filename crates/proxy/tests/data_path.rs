@@ -371,6 +371,16 @@ async fn a_closed_session_fails_its_calls() {
     assert!(!node.session.status().connected);
 }
 
+#[tokio::test]
+async fn a_server_that_stops_frees_what_its_session_had_staged() {
+    let behind: Arc<dyn ObjectStore> = Arc::new(MemStore::new());
+    let node = node_of(Path::Dma, Arc::clone(&behind), options()).await;
+    node.store.stage(1 << 20).await.unwrap();
+    assert!(behind.statfs().await.unwrap().staged > 0);
+    node.server.stop();
+    assert_eq!((behind.statfs().await.unwrap().staged, node.server.status().stages), (0, 0));
+}
+
 /// Numbers of the objects there are.
 async fn objects(store: &Arc<dyn ObjectStore>) -> BTreeSet<usize> {
     let (ids, more) = store.list(&cid(), None, usize::MAX).await.unwrap();
