@@ -30,8 +30,12 @@ pub enum Site {
     DmaTransfer,
     /// The doorbell that the engine rings on the host.
     DmaDoorbell,
+    /// The device of an engine that reaches its peer over a network, looked at once a turn of the engine's thread.
+    DmaDevice,
     /// The doorbell that the store rings on the DPU.
     StoreDoorbell,
+    /// The device by which the store's process offers memory over a network, looked at once a turn of its thread.
+    StoreDevice,
     /// A call that the store's process takes.
     StoreCall,
     /// A reply that the osd's process takes.
@@ -54,10 +58,12 @@ pub enum Action {
 }
 
 /// Sites, their names, and what can happen there.
-const SITES: [(Site, &str, &[&str]); 5] = [
+const SITES: [(Site, &str, &[&str]); 7] = [
     (Site::DmaTransfer, "dma.transfer", &["fail", "stall", "corrupt"]),
     (Site::DmaDoorbell, "dma.doorbell", &["drop"]),
+    (Site::DmaDevice, "dma.device", &["fail"]),
     (Site::StoreDoorbell, "store.doorbell", &["drop"]),
+    (Site::StoreDevice, "store.device", &["fail"]),
     (Site::StoreCall, "store.call", &["kill"]),
     (Site::OsdReply, "osd.reply", &["kill"]),
 ];
@@ -104,7 +110,7 @@ pub struct Fault {
 /// Why a fault cannot be armed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{what}; a fault is SITE=ACTION[,after=N][,count=N][,probability=P][,late=TIMEms][,seed=N], with dma.transfer=fail|stall|corrupt, dma.doorbell=drop, store.doorbell=drop, store.call=kill, osd.reply=kill"
+    "{what}; a fault is SITE=ACTION[,after=N][,count=N][,probability=P][,late=TIMEms][,seed=N], with dma.transfer=fail|stall|corrupt, dma.doorbell=drop, dma.device=fail, store.doorbell=drop, store.device=fail, store.call=kill, osd.reply=kill"
 )]
 pub struct FaultError {
     what: String,

@@ -235,6 +235,32 @@ async fn connections_that_are_lost_are_made_again() {
 }
 
 #[tokio::test]
+async fn a_host_whose_device_has_failed_keeps_nothing_and_nobody_waiting() {
+    if host().is_none() {
+        return;
+    }
+    let (provider, address) = provider();
+    let faults = Faults::default();
+    let options = OfiHostOptions::new(&provider, SocketAddr::new(address, 0));
+    let host = OfiHost::start(OfiHostOptions { faults: faults.clone(), ..options }).unwrap();
+    let memory = Arena::shared("there", LEN).unwrap();
+    let grants: Vec<OfiGrant> = (0..100).map(|_| host.grant(&memory).unwrap()).collect();
+    faults.arm("store.device=fail,count=1".parse().unwrap()).unwrap();
+    // Wakes its thread, which then fails, before or after it has taken this in.
+    drop(host.grant(&memory));
+    let ended = async {
+        while host.is_running() {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, ended).await.expect("the device has failed");
+    assert!(matches!(host.grant(&memory), Err(ChannelError::EngineStopped(_))));
+    assert_eq!(Arc::strong_count(&memory), 1, "no registration is left, of whatever was granted when");
+    let revoked = tokio::task::spawn_blocking(|| grants.into_iter().for_each(|g| g.revoke().unwrap()));
+    tokio::time::timeout(PATIENCE, revoked).await.expect("nobody waits for what has ended").unwrap();
+}
+
+#[tokio::test]
 async fn nobody_there_is_an_error() {
     let Some(host) = host() else { return };
     let rig = Rig::new(&host);

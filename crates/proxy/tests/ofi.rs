@@ -18,8 +18,12 @@ use channel::{
     Attachment, Chain, ChannelError, Completion, Counters, DmaEngine, Joined, Peer, QueueId, Reach, Region,
     Tuning, Unposted,
 };
-use common::load::{MIB, check, fault, faulty_node, is_whole, load, put, recovered, survives, watched};
-use common::{Node, Path, by_ofi, fabric, has_fabric, make_collection, node_of, offering, options, target};
+use common::load::{
+    MIB, check, fault, faulty_node, fired_and_recovered, is_whole, load, put, recovered, survives, watched,
+};
+use common::{
+    Node, Path, by_ofi, fabric, has_fabric, make_collection, node_of, node_with, offering, options, target,
+};
 use futures::future::BoxFuture;
 use outboard_proxy::{Endpoint, Listener, Server, ServerOptions, Session, SessionOptions, SessionStatus};
 use store::conformance::{random_operations, run, seed};
@@ -103,6 +107,24 @@ async fn a_transfer_that_corrupts() {
 #[tokio::test]
 async fn a_doorbell_that_does_not_reach_the_host() {
     goes_wrong("dma.doorbell=drop,after=10,count=1", Site::DmaDoorbell).await;
+}
+
+#[tokio::test]
+async fn a_device_of_the_stores_that_fails_is_opened_anew_in_the_same_session() {
+    if !has_fabric() {
+        return;
+    }
+    let faults = Faults::default();
+    let store = ServerOptions { faults: faults.clone(), ..offering() };
+    let osd = patient(&Faults::default());
+    let node = node_with(Path::OfiTcp, Arc::new(MemStore::new()), osd, store).await;
+    make_collection(&node.store).await;
+    for _ in 0..2 {
+        faults.clear();
+        faults.arm(fault("store.device=fail,after=20,count=1")).unwrap();
+        load(&node, 4, fired_and_recovered(&node, &faults, Site::StoreDevice)).await;
+    }
+    is_whole(&node).await;
 }
 
 #[tokio::test]

@@ -3,11 +3,12 @@
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use base::fault::{Action, Faults, Site};
 use base::mem::Arena;
 use base::thread::{ThreadClass, spawn};
 use crossbeam_queue::SegQueue;
@@ -41,6 +42,8 @@ pub struct OfiHostOptions {
     pub sessions: usize,
     /// How long the thread looks for more work before it sleeps.
     pub spin: Duration,
+    /// What is to go wrong.
+    pub faults: Faults,
 }
 
 impl OfiHostOptions {
@@ -52,6 +55,7 @@ impl OfiHostOptions {
             address,
             sessions: 4,
             spin: Duration::from_micros(10),
+            faults: Faults::default(),
         }
     }
 }
@@ -70,7 +74,7 @@ struct Shared {
     alarm: Alarm,
     next_session: AtomicU32,
     spin_ns: AtomicU64,
-    /// The thread has ended.
+    /// The thread has ended, and has closed all connections.
     stopped: AtomicBool,
 }
 
@@ -101,7 +105,7 @@ impl OfiHost {
     /// # Errors
     /// If there is no libfabric or no such provider, or the address is not one of this machine or in use.
     pub fn start(options: OfiHostOptions) -> Result<OfiHost> {
-        let OfiHostOptions { provider, address, sessions, spin } = options;
+        let OfiHostOptions { provider, address, sessions, spin, faults } = options;
         let info = query(Library::load()?, &provider, Target::Listen(address))?;
         // One session more, for the one that is just ending.
         let port = Port::open(info, (sessions + 1) * QUEUES * line::DEPTH)?;
@@ -121,6 +125,7 @@ impl OfiHost {
             sessions: HashMap::new(),
             _listener: listener,
             port,
+            faults,
             retry: false,
             running: true,
         };
@@ -143,7 +148,7 @@ impl OfiHost {
     /// Grants `memory` to the one session that gets the offer.
     ///
     /// # Errors
-    /// If the memory cannot be registered, or the process is out of file descriptors.
+    /// If it [does not serve](Self::is_running), the memory cannot be registered, or the process is out of file descriptors.
     pub fn grant(&self, memory: &Arc<Arena>) -> Result<OfiGrant> {
         let region = MemoryRegion::register(&self.domain, memory, Access::Remote)?;
         let (host_doorbell, osd_doorbell) = (Doorbell::create()?, Doorbell::create()?);
@@ -163,6 +168,9 @@ impl OfiHost {
         });
         let id = self.shared.next_session.fetch_add(1, Ordering::Relaxed);
         self.shared.send(Command::Grant(id, session));
+        if !self.is_running() {
+            return Err(stopped());
+        }
         let (shared, host) = (Arc::clone(&self.shared), Arc::clone(&self.shared));
         let revoke = OnDrop::new(move || shared.send(Command::Revoke(id, None)));
         Ok(OfiGrant { offer, host_doorbell, osd_doorbell, id, host, _revoke: revoke })
@@ -171,7 +179,8 @@ impl OfiHost {
 
 impl OfiGrant {
     /// Ends the session and returns when its connections are closed: nothing arrives in the memory after that. Blocks the
-    /// thread for as long as the host's thread needs for it, as a rule far less than a millisecond.
+    /// thread for as long as the host's thread needs for it, as a rule far less than a millisecond; not at all if the
+    /// host's device has failed.
     ///
     /// # Errors
     /// If that takes more than a second.
@@ -182,15 +191,36 @@ impl OfiGrant {
             // A thread that has ended has closed its connections.
             Ok(()) => Ok(()),
             Err(_) if self.host.stopped.load(Ordering::Acquire) => Ok(()),
-            Err(_) => Err(ChannelError::EngineStopped("ofi, its host side".to_owned())),
+            Err(_) => Err(stopped()),
         }
     }
+}
+
+fn stopped() -> ChannelError {
+    ChannelError::EngineStopped("ofi, its host side".to_owned())
 }
 
 impl Shared {
     fn send(&self, command: Command) {
         self.commands.push(command);
         self.alarm.wake();
+        fence(Ordering::SeqCst);
+        if self.stopped.load(Ordering::Acquire) {
+            self.discard();
+        }
+    }
+
+    /// The thread has ended. Pairs with the fence in [`send`](Self::send): either this sees a command, or whoever sends it
+    /// sees that nobody takes it any more.
+    fn stop(&self) {
+        self.stopped.store(true, Ordering::Release);
+        fence(Ordering::SeqCst);
+        self.discard();
+    }
+
+    /// Drops the commands that nobody takes: who waits for one hears of it, and descriptors and registrations end.
+    fn discard(&self) {
+        while self.commands.pop().is_some() {}
     }
 }
 
@@ -271,26 +301,29 @@ struct Worker {
     sessions: HashMap<u32, Box<Session>>,
     _listener: Listener,
     port: Port,
+    faults: Faults,
     /// The provider was full.
     retry: bool,
     running: bool,
 }
 
+/// Also after a panic.
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.sessions.clear();
+        self.shared.stop();
+    }
+}
+
 impl Worker {
     fn run(mut self) {
-        self.serve();
-        self.sessions.clear();
-        self.shared.stopped.store(true, Ordering::Release);
-    }
-
-    fn serve(&mut self) {
         let mut spinner = Spinner::default();
         while self.running {
             let mut worked = self.take_commands();
             match self.poll() {
                 Ok(polled) => worked |= polled,
                 Err(e) => {
-                    tracing::error!("the device for engine ofi failed: {e}; the next session opens it again");
+                    tracing::error!("the device for engine ofi failed: {e}; it is opened again when memory is next offered");
                     return;
                 }
             }
@@ -337,6 +370,9 @@ impl Worker {
 
     /// Takes what the port has; `false` if that is nothing.
     fn poll(&mut self) -> Result<bool> {
+        if self.faults.hit(Site::StoreDevice) == Some(Action::Fail) {
+            return Err(ChannelError::Transfer("a fault was injected".to_owned()));
+        }
         let (mut events, mut completions) = (Vec::new(), Vec::new());
         self.port.poll(&mut events, &mut completions)?;
         let worked = !events.is_empty() || !completions.is_empty();

@@ -20,7 +20,8 @@ pub enum DebugCommand {
     /// Arm a fault: something goes wrong on purpose in a running node
     ///
     /// FAULT is SITE=ACTION[,after=N][,count=N][,probability=P][,late=TIMEms][,seed=N]. Sites and what can happen there:
-    /// dma.transfer (fail, stall, corrupt), dma.doorbell (drop), store.doorbell (drop), store.call (kill), osd.reply (kill).
+    /// dma.transfer (fail, stall, corrupt), dma.doorbell (drop), dma.device (fail, engine ofi), store.doorbell (drop),
+    /// store.device (fail, engine ofi), store.call (kill), osd.reply (kill).
     /// It passes N occasions (after), then fires at most N times (count; default: always) with a probability. A restart of
     /// the role disarms it. Nothing acknowledged is lost whatever is armed.
     #[command(after_help = "Examples:\n  \
@@ -55,8 +56,8 @@ pub fn run(command: DebugCommand, node: &NodeArgs) -> Result<()> {
     match command {
         DebugCommand::Fault { fault } => {
             let role = match fault.site {
-                Site::StoreDoorbell | Site::StoreCall => Role::Store,
-                Site::DmaTransfer | Site::DmaDoorbell | Site::OsdReply => Role::Osd,
+                Site::StoreDoorbell | Site::StoreDevice | Site::StoreCall => Role::Store,
+                Site::DmaTransfer | Site::DmaDoorbell | Site::DmaDevice | Site::OsdReply => Role::Osd,
             };
             ask(role, node, &Request::Arm(fault.to_string())).map(drop)
         }

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use base::fault::{Action, Faults, Site};
 use bytes::Bytes;
-use channel::ofi::{OfiGrant, OfiHost, OfiOffer};
+use channel::ofi::{OfiGrant, OfiOffer};
 use channel::ring::{self, MAX_ENTRY};
 use channel::{
     Bell, ChannelError, Control, Descriptors, Doorbell, Frame, HEADER_LEN, Header, HostMemory, Kind,
@@ -21,6 +21,7 @@ use futures::stream::{FuturesUnordered, StreamExt};
 use store::{StageId, StoreError};
 
 use super::calls::{Done, Request, Running, Via, make};
+use super::offers::Offers;
 use super::{Counts, Target};
 use crate::admission::Admission;
 use crate::link::MAX_JOBS;
@@ -38,8 +39,8 @@ const MAX_HELD: usize = 256 << 20;
 pub(super) enum Reached {
     /// By descriptors of them, for as long as it likes.
     Descriptors { osd_doorbell: OwnedFd },
-    /// By an offer. Without a grant it does not reach them at present.
-    Offer { host: Rc<OfiHost>, grant: Option<OfiGrant> },
+    /// By an offer, with this provider of libfabric. Without a grant it does not reach them at present.
+    Offer { offers: Rc<Offers>, provider: String, grant: Option<OfiGrant> },
 }
 
 /// How the osd is to reach memory; the host's doorbell; what it is told; what is sent with that.
@@ -56,10 +57,16 @@ impl Reached {
         Ok((ours, MemoryAnswer::Descriptors, Some(theirs)))
     }
 
-    pub(super) fn by_offer(host: Rc<OfiHost>, memory: &HostMemory) -> channel::Result<Opened> {
-        let grant = host.grant(&memory.arena)?;
+    /// For engines that use `provider`.
+    pub(super) fn by_offer(
+        offers: &Rc<Offers>,
+        provider: &str,
+        memory: &HostMemory,
+    ) -> channel::Result<Opened> {
+        let grant = offers.host(provider).map_err(ChannelError::Refused)?.grant(&memory.arena)?;
         let (host_doorbell, offer) = (grant.host_doorbell.try_clone()?, grant.offer.clone());
-        let ours = (Reached::Offer { host, grant: Some(grant) }, host_doorbell);
+        let (offers, provider) = (Rc::clone(offers), provider.to_owned());
+        let ours = (Reached::Offer { offers, provider, grant: Some(grant) }, host_doorbell);
         Ok((ours, MemoryAnswer::Offer(offer), None))
     }
 
@@ -215,16 +222,17 @@ impl Rings {
         Ok(self.positions())
     }
 
-    /// Offers host memory anew, with doorbells that have not been rung. The rings must be closed.
+    /// Offers host memory anew, with doorbells that have not been rung, and by a device that works. The rings must be closed.
     pub(super) fn offer(&mut self) -> Result<OfiOffer, StoreError> {
         if !self.is_closed() {
             return Err(StoreError::InvalidArgument("no offer is possible while the rings are open".into()));
         }
         let io = |e: ChannelError| StoreError::Io(e.to_string());
         self.reached.revoke().map_err(io)?;
-        let Reached::Offer { host, grant } = &mut self.reached else {
+        let Reached::Offer { offers, provider, grant } = &mut self.reached else {
             return Err(StoreError::InvalidArgument("this session's memory was not offered".into()));
         };
+        let host = offers.host(provider).map_err(StoreError::Io)?;
         let fresh = host.grant(&self.memory.arena).map_err(io)?;
         let doorbell = fresh.host_doorbell.try_clone().and_then(Doorbell::new);
         self.doorbell = doorbell.map_err(|e| StoreError::Io(e.to_string()))?;

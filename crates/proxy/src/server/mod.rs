@@ -252,7 +252,7 @@ impl Drop for Seat {
 impl Serving {
     async fn run(self, listener: Accepting, mut stopped: watch::Receiver<bool>) {
         let taken = Rc::new(Cell::new(false));
-        let offers = Rc::new(Offers::new(self.options.ofi.clone()));
+        let offers = Rc::new(Offers::new(self.options.ofi.clone(), &self.options.faults));
         loop {
             let socket = tokio::select! {
                 socket = listener.accept() => socket,
@@ -317,7 +317,7 @@ fn decide(
     carries_descriptors: bool,
     targets: &[Target],
     options: &ServerOptions,
-    offers: &Offers,
+    offers: &Rc<Offers>,
     session: u64,
 ) -> channel::Result<(Welcome, Option<Descriptors>, Option<Rings>)> {
     let targets_info = targets.iter().map(|target| TargetInfo { uuid: target.uuid }).collect();
@@ -332,13 +332,11 @@ fn decide(
             let why = "descriptors do not travel by TCP; use a UNIX socket, or the engine ofi";
             return Ok((without_memory(welcome, why.to_owned()), None, None));
         }
-        Reach::Ofi { provider } => match offers.host(provider) {
-            Ok(host) => Reached::by_offer(host, &memory),
-            Err(why) => return Ok((without_memory(welcome, why), None, None)),
-        },
+        Reach::Ofi { provider } => Reached::by_offer(offers, provider, &memory),
     };
     let (reached, answer, descriptors) = match opened {
         Ok(opened) => opened,
+        Err(ChannelError::Refused(why)) => return Ok((without_memory(welcome, why), None, None)),
         Err(e) => return Ok((without_memory(welcome, e.to_string()), None, None)),
     };
     for target in targets {

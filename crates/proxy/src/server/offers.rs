@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 
+use base::fault::Faults;
 use channel::ofi::{OfiHost, OfiHostOptions};
 
 /// What there is to offer. Lives on the server's thread.
@@ -12,13 +13,14 @@ pub(super) struct Offers {
 }
 
 impl Offers {
-    /// Offers what `options` say; `None` offers nothing.
-    pub(super) fn new(options: Option<OfiHostOptions>) -> Offers {
+    /// Offers what `options` say, with these faults; `None` offers nothing.
+    pub(super) fn new(options: Option<OfiHostOptions>, faults: &Faults) -> Offers {
+        let options = options.map(|options| OfiHostOptions { faults: faults.clone(), ..options });
         Offers { options, host: RefCell::default() }
     }
 
-    /// The host for engines that use `provider`. The first call loads libfabric and opens the device, which may take a
-    /// moment; so does the first one after the device has failed.
+    /// The host for engines that use `provider`, to be asked for each time that memory is offered. The first call loads libfabric
+    /// and opens the device, which may take a moment; so does the first one after the device has failed.
     ///
     /// # Errors
     /// Why there is none, and what to do: for whoever reads the osd's status.

@@ -103,6 +103,15 @@ pub async fn node(path: Path) -> Node {
 }
 
 pub async fn node_of(path: Path, behind: Arc<dyn ObjectStore>, options: SessionOptions) -> Node {
+    node_with(path, behind, options, offering()).await
+}
+
+pub async fn node_with(
+    path: Path,
+    behind: Arc<dyn ObjectStore>,
+    options: SessionOptions,
+    server: ServerOptions,
+) -> Node {
     let dir = tempfile::tempdir().unwrap();
     let (listener, endpoint) = match path {
         Path::Dma | Path::Unix | Path::Ofi => {
@@ -115,7 +124,7 @@ pub async fn node_of(path: Path, behind: Arc<dyn ObjectStore>, options: SessionO
             (Listener::Tcp(listener), Endpoint::Tcp(address))
         }
     };
-    let server = Server::serve(listener, vec![target(behind)], offering()).unwrap();
+    let server = Server::serve(listener, vec![target(behind)], server).unwrap();
     let options = SessionOptions { socket_only: path == Path::Unix, ..options };
     let options = if path.by_ofi() { by_ofi(options) } else { options };
     let session = Session::connect(endpoint.clone(), options).await.unwrap();
