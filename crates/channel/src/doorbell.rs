@@ -1,13 +1,16 @@
 //! Doorbells: eventfds that count bytes of ring entries.
+//!
+//! A doorbell that a peer made is checked when it comes ([`Doorbell::of_peer`]): writing to anything else than an eventfd that
+//! does not block might block the thread of the engine for as long as the peer likes.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::task::{Context, Poll, ready};
 
 use rustix::event::EventfdFlags;
 use tokio::io::unix::AsyncFd;
 
-use crate::Bell;
+use crate::{Bell, ChannelError, Result};
 
 /// An eventfd. Ringing adds to its count, waiting takes the count and sets it to zero.
 #[derive(Debug)]
@@ -24,13 +27,28 @@ impl Doorbell {
         Ok(rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)
     }
 
+    /// A doorbell that came from a peer, made not to block. That keeps out what blocks by mistake or by what it is. The flag
+    /// belongs to both sides, though: a peer that takes it back later and fills the count up to its end still holds up whoever
+    /// rings, and Linux has no write to an eventfd that could not be held up so.
+    ///
+    /// # Errors
+    /// [`ChannelError::Protocol`] if it is no eventfd.
+    pub(crate) fn of_peer(fd: OwnedFd) -> Result<OwnedFd> {
+        let what = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()))?;
+        if what.as_os_str() != "anon_inode:[eventfd]" {
+            let why = format!("a doorbell must be an eventfd, the peer sent {}", what.display());
+            return Err(ChannelError::protocol(why));
+        }
+        do_not_block(&fd)?;
+        Ok(fd)
+    }
+
     /// Waits on `fd` in the current tokio runtime.
     ///
     /// # Errors
     /// If `fd` cannot be polled.
     pub fn new(fd: OwnedFd) -> io::Result<Doorbell> {
-        let flags = rustix::fs::fcntl_getfl(&fd)?;
-        rustix::fs::fcntl_setfl(&fd, flags | rustix::fs::OFlags::NONBLOCK)?;
+        do_not_block(&fd)?;
         #[expect(
             deprecated,
             reason = "its replacement is unsafe; an OwnedFd always gives the same descriptor"
@@ -39,7 +57,7 @@ impl Doorbell {
         Ok(Doorbell { fd })
     }
 
-    /// Adds `count` to the doorbell `fd`. A doorbell that is full already need not be rung again.
+    /// Adds `count` to the doorbell `fd`, which must not block. A doorbell that is full already need not be rung again.
     ///
     /// # Errors
     /// If `fd` is no eventfd.
@@ -50,6 +68,11 @@ impl Doorbell {
             Err(e) => Err(e.into()),
         }
     }
+}
+
+fn do_not_block(fd: &OwnedFd) -> io::Result<()> {
+    let flags = rustix::fs::fcntl_getfl(fd)?;
+    Ok(rustix::fs::fcntl_setfl(fd, flags | rustix::fs::OFlags::NONBLOCK)?)
 }
 
 impl Bell for Doorbell {

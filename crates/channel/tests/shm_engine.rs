@@ -1,5 +1,6 @@
 //! The engine `shm`: what is its own beside the contract that all engines keep (`channel::conformance`).
 
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -86,6 +87,35 @@ async fn memory_that_could_shrink_is_not_attached() {
     let descriptors =
         Descriptors { memory: loose, host_doorbell: bell.try_clone().unwrap(), osd_doorbell: bell };
     assert!(engine.attach(Attachment::Descriptors(descriptors), 8192).await.is_err());
+}
+
+#[tokio::test]
+async fn what_is_rung_is_an_eventfd_that_does_not_block() {
+    let engine = ShmEngine::start(ShmOptions::default()).unwrap();
+    let there = Arena::shared("there", LEN).unwrap();
+    let attach = async |host_doorbell: OwnedFd, osd_doorbell: OwnedFd| {
+        let memory = there.share_fd().unwrap().unwrap();
+        let descriptors = Descriptors { memory, host_doorbell, osd_doorbell };
+        engine.attach(Attachment::Descriptors(descriptors), LEN).await
+    };
+    let bell = || Doorbell::create().unwrap();
+    let (_out, pipe) = rustix::pipe::pipe().unwrap();
+    for (host, osd) in [(pipe.try_clone().unwrap(), bell()), (bell(), pipe)] {
+        let refused = attach(host, osd).await.err().expect("a pipe is no doorbell").to_string();
+        assert!(refused.contains("must be an eventfd"), "{refused}");
+    }
+    // One that blocks, and is full.
+    let full = rustix::event::eventfd(0, rustix::event::EventfdFlags::empty()).unwrap();
+    Doorbell::ring(full.as_fd(), u64::MAX - 1).unwrap();
+    let (peer, _bell) = attach(full, bell()).await.unwrap();
+    engine.post(URGENT, Chain { ring: Some((peer.id, 64)), ..tagged(Vec::new(), 1) }).unwrap();
+    engine.post(URGENT, tagged(Vec::new(), 2)).unwrap();
+    let mut done = Vec::new();
+    let both = std::future::poll_fn(|cx| {
+        engine.poll_completions(cx, &mut done);
+        if done.len() >= 2 { std::task::Poll::Ready(()) } else { std::task::Poll::Pending }
+    });
+    tokio::time::timeout(Duration::from_secs(5), both).await.expect("the engine goes on");
 }
 
 #[tokio::test]

@@ -306,8 +306,17 @@ async fn garbage_on_the_socket_costs_the_connection() {
 
 /// A store that welcomes one osd with this memory; gives what it needs to lie on.
 async fn evil_store(listener: &UnixListener, memory: OwnedFd) -> (Control, OwnedFd) {
+    evil_store_with(listener, memory, Doorbell::create().unwrap()).await
+}
+
+/// Also with this as the host's doorbell.
+async fn evil_store_with(
+    listener: &UnixListener,
+    memory: OwnedFd,
+    host_doorbell: OwnedFd,
+) -> (Control, OwnedFd) {
     let socket = Socket::Unix(listener.accept().await.unwrap().0);
-    let (host_doorbell, osd_doorbell) = (Doorbell::create().unwrap(), Doorbell::create().unwrap());
+    let osd_doorbell = Doorbell::create().unwrap();
     let ours = osd_doorbell.try_clone().unwrap();
     let (_, (), control) = channel::accept(socket, |hello, _| {
         let targets = vec![TargetInfo { uuid: 1 }];
@@ -353,6 +362,32 @@ async fn memory_that_is_not_what_was_agreed_is_refused() {
         };
         assert!(refused.contains(why), "{refused}");
     }
+}
+
+/// Whoever rings it would be held up for good.
+#[tokio::test]
+async fn a_doorbell_that_is_a_full_pipe_is_refused() {
+    let options = SessionOptions { wait_for_store: Duration::from_millis(400), ..options() };
+    let dir = tempfile::tempdir().unwrap();
+    let at = dir.path().join("s");
+    let memory = HostMemory::new(options.memory.layout).unwrap();
+    let fd = memory.arena.share_fd().unwrap().unwrap();
+    let (_out, pipe) = rustix::pipe::pipe().unwrap();
+    rustix::fs::fcntl_setfl(&pipe, rustix::fs::OFlags::NONBLOCK).unwrap();
+    while rustix::io::write(&pipe, &[0; 4096]).is_ok() {}
+    rustix::fs::fcntl_setfl(&pipe, rustix::fs::OFlags::empty()).unwrap();
+    let listener = UnixListener::bind(&at).unwrap();
+    // The same lie at every attempt.
+    let store = async {
+        loop {
+            drop(evil_store_with(&listener, fd.try_clone().unwrap(), pipe.try_clone().unwrap()).await);
+        }
+    };
+    let refused = tokio::select! {
+        refused = Session::connect(Endpoint::Unix(at), options) => refused.err().unwrap().to_string(),
+        () = store => unreachable!("it never ends"),
+    };
+    assert!(refused.contains("must be an eventfd"), "{refused}");
 }
 
 #[tokio::test]

@@ -323,7 +323,9 @@ impl Worker {
             match self.poll() {
                 Ok(polled) => worked |= polled,
                 Err(e) => {
-                    tracing::error!("the device for engine ofi failed: {e}; it is opened again when memory is next offered");
+                    tracing::error!(
+                        "the device for engine ofi failed: {e}; it is opened again when memory is next offered"
+                    );
                     return;
                 }
             }

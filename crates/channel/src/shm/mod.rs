@@ -181,6 +181,8 @@ impl ShmEngine {
     /// The device maps the memory; that takes microseconds.
     fn attach_descriptors(&self, descriptors: Descriptors, len: usize) -> Result<Joined> {
         let Descriptors { memory, host_doorbell, osd_doorbell } = descriptors;
+        let (host_doorbell, osd_doorbell) =
+            (Doorbell::of_peer(host_doorbell)?, Doorbell::of_peer(osd_doorbell)?);
         let id = PeerId(self.fresh_id());
         let (reply, answer) = mpsc::sync_channel(1);
         self.shared.send(Command::Attach { id, memory, len, doorbell: host_doorbell, reply });
