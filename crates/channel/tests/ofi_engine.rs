@@ -261,6 +261,24 @@ async fn a_host_whose_device_has_failed_keeps_nothing_and_nobody_waiting() {
 }
 
 #[tokio::test]
+async fn a_device_that_fails_is_told_of_and_opened_anew() {
+    let Some(host) = host() else { return };
+    let faults = Faults::default();
+    let rig = Rig::with(&host, engine_with(&faults));
+    let (_peer, _bell, region) = rig.attach().await;
+    assert_eq!(rig.copy(&region, 4096).await.result, Ok(()));
+    for _ in 0..2 {
+        faults.clear();
+        faults.arm("dma.device=fail,count=1".parse().unwrap()).unwrap();
+        // Wakes the thread; no chain is under way that could tell.
+        drop(rig.engine.register_local(&rig.here).unwrap());
+        rig.lost().await;
+        assert_eq!(faults.fired(Site::DmaDevice), 1);
+        assert_eq!(rig.copy(&region, 4096).await.result, Ok(()));
+    }
+}
+
+#[tokio::test]
 async fn nobody_there_is_an_error() {
     let Some(host) = host() else { return };
     let rig = Rig::new(&host);

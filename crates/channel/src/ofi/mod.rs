@@ -30,9 +30,9 @@
 //! **Progress.** Over `tcp` bytes move only while both sides poll: each side's thread polls while there is something, spins for
 //! a moment if that paid lately, and sleeps on the queues' descriptors otherwise.
 //!
-//! **End.** An error, a closed connection or [`reset`](crate::DmaEngine::reset) closes all endpoints of the peer, after which
-//! nothing touches memory any more, and fails its chains; if there are none, a completion with tag 0 tells, for doorbells and
-//! untagged writes may have got lost. The next chain for the peer connects again. The store's process takes the newer
+//! **End.** An error, a closed connection, a device that fails or [`reset`](crate::DmaEngine::reset) closes all endpoints of the
+//! peer, after which nothing touches memory any more, and fails its chains; if there are none, a completion with tag 0 tells,
+//! for doorbells and untagged writes may have got lost. Only of a reset it does not: whoever asked for that knows. The next chain for the peer connects again. The store's process takes the newer
 //! connections for the older ones.
 
 mod alarm;

@@ -135,7 +135,7 @@ impl Worker {
             }
         }
         self.shared.stopped.store(true, Ordering::Relaxed);
-        self.reset("the engine has stopped");
+        self.reset("the engine has stopped", Tell::Chains);
         self.peers.values().for_each(|peer| peer.rung.close());
         self.shared.waker.wake();
     }
@@ -200,7 +200,8 @@ impl Worker {
                     }
                 }
                 Command::Window(id, peer, range) => drop(self.windows.insert(id, (peer, range))),
-                Command::Reset => self.reset("the engine was reset"),
+                // Whoever asked for it knows.
+                Command::Reset => self.reset("the engine was reset", Tell::Chains),
                 Command::Stop => self.running = false,
             }
         }
@@ -293,8 +294,12 @@ impl Worker {
     fn poll(&mut self) -> bool {
         let Some(port) = &self.port else { return false };
         let (mut events, mut completions) = (Vec::new(), Vec::new());
-        if let Err(e) = port.poll(&mut events, &mut completions) {
-            self.reset(&format!("the device failed: {e}"));
+        let polled = match self.faults.hit(Site::DmaDevice) {
+            Some(Action::Fail) => Err(ChannelError::Transfer("a fault was injected".to_owned())),
+            _ => port.poll(&mut events, &mut completions),
+        };
+        if let Err(e) = polled {
+            self.reset(&format!("the device failed: {e}"), Tell::Always);
             self.close_port();
             return true;
         }
@@ -414,10 +419,10 @@ impl Worker {
     }
 
     /// Gives up every chain, and every peer with it.
-    fn reset(&mut self, why: &str) {
+    fn reset(&mut self, why: &str, tell: Tell) {
         let peers: Vec<PeerId> = self.peers.keys().copied().collect();
         for peer in peers {
-            self.lose(peer, why, Tell::Chains);
+            self.lose(peer, why, tell);
         }
         for queue in 0..QUEUES {
             // With the peers gone, each chain that is taken up fails; those without a peer are no use either.
