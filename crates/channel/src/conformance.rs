@@ -49,7 +49,7 @@ pub struct Attached {
 /// If the engine breaks the contract. The check's name is in the message of a timeout, and in the backtrace.
 pub async fn run(attach: impl AsyncFn() -> Attached) {
     type Check = fn(Rig) -> Pin<Box<dyn Future<Output = ()>>>;
-    let checks: [(&str, Check); 12] = [
+    let checks: [(&str, Check); 13] = [
         ("bytes_go_both_ways", |rig| Box::pin(bytes_go_both_ways(rig))),
         ("bytes_arrive_before_the_doorbell", |rig| Box::pin(bytes_arrive_before_the_doorbell(rig))),
         ("doorbells_add_up", |rig| Box::pin(doorbells_add_up(rig))),
@@ -59,6 +59,9 @@ pub async fn run(attach: impl AsyncFn() -> Attached) {
         ("a_queue_is_in_order", |rig| Box::pin(a_queue_is_in_order(rig))),
         ("an_empty_chain_is_a_fence", |rig| Box::pin(an_empty_chain_is_a_fence(rig))),
         ("regions_end_after_their_chains", |rig| Box::pin(regions_end_after_their_chains(rig))),
+        ("regions_that_end_at_once_leave_nothing", |rig| {
+            Box::pin(regions_that_end_at_once_leave_nothing(rig))
+        }),
         ("a_full_queue_tells_when_there_is_room", |rig| Box::pin(a_full_queue_tells_when_there_is_room(rig))),
         ("parts_of_the_peer_count_from_their_start", |rig| {
             Box::pin(parts_of_the_peer_count_from_their_start(rig))
@@ -296,6 +299,22 @@ async fn regions_end_after_their_chains(mut rig: Rig) {
     assert!(done[..10].iter().all(|c| c.result.is_ok()), "posted before: {done:?}");
     assert!(done[10].result.as_ref().unwrap_err().why.contains("not registered"), "{done:?}");
     assert!(done[11].result.is_ok());
+}
+
+async fn regions_that_end_at_once_leave_nothing(rig: Rig) {
+    let arena = Arena::shared("short", 4096).unwrap();
+    for tag in 1..=500 {
+        rig.post(BULK, vec![rig.send(0, 64)], tag);
+        for _ in 0..4 {
+            drop(rig.engine.register_local(&arena).unwrap());
+        }
+    }
+    rig.completions(500).await;
+    for queue in 0..rig.engine.queues() {
+        rig.post(queue, Vec::new(), 501);
+    }
+    rig.completions(rig.engine.queues()).await;
+    assert_eq!(Arc::strong_count(&arena), 1, "the end of a region was carried out before its beginning");
 }
 
 async fn a_full_queue_tells_when_there_is_room(rig: Rig) {

@@ -424,6 +424,7 @@ impl Worker {
         for peer in peers {
             self.lose(peer, why, tell);
         }
+        let mut forgotten = Vec::new();
         for queue in 0..QUEUES {
             // With the peers gone, each chain that is taken up fails; those without a peer are no use either.
             self.flows[queue].iter_mut().for_each(|work| work.abandon(why, 0));
@@ -438,10 +439,12 @@ impl Worker {
                     }
                     // What was posted after the reset is not concerned.
                     Item::Reset => break,
-                    item => self.forget(item),
+                    item => forgotten.push(item),
                 }
             }
         }
+        // Commands may come with these, another reset among them.
+        forgotten.into_iter().for_each(|item| self.forget(item));
     }
 
     /// Carries on with a queue as far as it goes; `false` if nothing could be done.
@@ -481,18 +484,21 @@ impl Worker {
         worked
     }
 
-    /// Ends a region or a peer once this has come out of every queue.
+    /// Ends a region or a peer once this has come out of every queue. What made it was asked for before, but perhaps not seen
+    /// yet.
     fn forget(&mut self, item: Item) {
         match item {
             Item::Chain(_) | Item::Reset => {}
             Item::Unregister(id) => {
                 if let Some(id) = Arc::into_inner(id) {
+                    self.take_commands();
                     self.locals.remove(&id);
                     self.windows.remove(&id);
                 }
             }
             Item::Detach(id) => {
                 if let Some(id) = Arc::into_inner(id) {
+                    self.take_commands();
                     self.lose(id, "the peer was detached", Tell::Chains);
                     if let Some(peer) = self.peers.remove(&id) {
                         peer.rung.close();

@@ -193,14 +193,17 @@ impl Device {
                     // What it uses was registered before it was posted.
                     self.take_commands();
                 }
+                // What made the region or the peer was asked for before, but perhaps not seen yet.
                 Some(Item::Unregister(id)) => {
                     if let Some(id) = Arc::into_inner(id) {
+                        self.take_commands();
                         self.announce();
                         self.regions.remove(&id);
                     }
                 }
                 Some(Item::Detach(id)) => {
                     if let Some(id) = Arc::into_inner(id) {
+                        self.take_commands();
                         self.announce();
                         self.peers.remove(&id);
                     }
