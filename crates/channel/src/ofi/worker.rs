@@ -150,7 +150,8 @@ impl Worker {
         for queue in 0..QUEUES {
             worked |= self.advance(queue);
         }
-        self.flush();
+        // What is lost here fails chains, which are finished in the next turn.
+        worked |= self.flush();
         worked
     }
 
@@ -686,9 +687,9 @@ impl Worker {
         worked
     }
 
-    /// Sends doorbells, and asks for the confirmations that chains await.
-    fn flush(&mut self) {
-        let Some(port) = &self.port else { return };
+    /// Sends doorbells, and asks for the confirmations that chains await; `true` if that has cost a peer.
+    fn flush(&mut self) -> bool {
+        let Some(port) = &self.port else { return false };
         let mut lost = Vec::new();
         for (id, peer) in &mut self.peers {
             for (lane, flow) in peer.lanes.iter_mut().zip(&mut self.flows) {
@@ -708,9 +709,11 @@ impl Worker {
                 }
             }
         }
+        let any = !lost.is_empty();
         for (id, why) in lost {
             self.lose(id, &why, Tell::Always);
         }
+        any
     }
 }
 
