@@ -2,8 +2,9 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{Doorbell, Result};
 
@@ -45,10 +46,11 @@ impl Alarm {
     }
 }
 
-/// Sleeps until `fd` can be read.
-pub(super) fn wait_for(fd: BorrowedFd<'_>) {
+/// Sleeps until `fd` can be read, or `timeout` has passed.
+pub(super) fn wait_for(fd: BorrowedFd<'_>, timeout: Option<Duration>) {
+    let timeout = timeout.and_then(|t| Timespec::try_from(t).ok());
     // Whatever the outcome, the caller looks again.
-    let _ = poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], None);
+    let _ = poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], timeout.as_ref());
 }
 
 /// The count of an eventfd, which it sets to zero.

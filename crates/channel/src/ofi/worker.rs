@@ -170,7 +170,7 @@ impl Worker {
         let timeout = waits.chain(self.retry.then_some(RETRY)).min();
         let wait = |alarm: std::os::fd::BorrowedFd<'_>| match &self.port {
             Some(port) => port.wait(&[alarm], timeout),
-            None => wait_for(alarm),
+            None => wait_for(alarm, timeout),
         };
         self.shared.alarm.sleep(|| self.has_input(), wait);
     }
