@@ -4,10 +4,13 @@
 mod common;
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use base::fault::{Faults, Site};
 use base::health::State;
+use channel::{ShmEngine, ShmOptions};
+use common::engine::Unlucky;
 use common::load::{
     self, MIB, check, fault, faulty_node, fired_and_recovered, is_whole, load, put, recovered, watched,
 };
@@ -42,6 +45,23 @@ async fn a_transfer_that_never_completes_is_ended_by_a_reset() {
 #[tokio::test]
 async fn a_transfer_that_corrupts() {
     survives("dma.transfer=corrupt,after=20,count=1", Site::DmaTransfer).await;
+}
+
+#[tokio::test]
+async fn a_window_that_could_not_be_mapped_is_opened_again() {
+    let engine = Arc::new(Unlucky {
+        bad_windows: 1.into(),
+        ..Unlucky::new(ShmEngine::start(ShmOptions::default()).unwrap())
+    });
+    let options = SessionOptions { engine: Some(engine.clone()), ..watched(&Faults::default()) };
+    let node = faulty_node(Path::Dma, options).await;
+    load(&node, 4, recovered(1)).await;
+    assert_eq!(engine.bad_windows.load(Ordering::Relaxed), 0);
+    // More than the one failure only if the window was used once more.
+    is_whole(&node).await;
+    let last = node.session.status().offload.health.last_failure.unwrap();
+    assert!(last.contains("not registered"), "{last}");
+    assert_eq!(node.session.status().offload.health.failures, 1);
 }
 
 #[tokio::test]

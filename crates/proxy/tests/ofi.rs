@@ -4,27 +4,20 @@
 
 mod common;
 
-use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use std::task::Context;
 use std::time::{Duration, Instant};
 
 use base::fault::{Faults, Site};
 use base::health::State;
-use base::mem::Arena;
+use channel::DmaEngine;
 use channel::ofi::{OfiEngine, OfiHostOptions, OfiOptions};
-use channel::{
-    Attachment, Chain, ChannelError, Completion, Counters, DmaEngine, Joined, Peer, QueueId, Reach, Region,
-    Tuning, Unposted,
-};
+use common::engine::Unlucky;
 use common::load::{
     MIB, check, fault, faulty_node, fired_and_recovered, is_whole, load, put, recovered, survives, watched,
 };
 use common::{
     Node, Path, by_ofi, fabric, has_fabric, make_collection, node_of, node_with, offering, options, target,
 };
-use futures::future::BoxFuture;
 use outboard_proxy::{Endpoint, Listener, Server, ServerOptions, Session, SessionOptions, SessionStatus};
 use store::conformance::{random_operations, run, seed};
 use store::{MemStore, ObjectStore};
@@ -282,75 +275,13 @@ fn sessions_leave_nothing_behind() {
     });
 }
 
-/// Cannot attach the first few times.
-struct Reluctant {
-    engine: Arc<OfiEngine>,
-    refusals: AtomicUsize,
-}
-
-impl DmaEngine for Reluctant {
-    fn name(&self) -> &str {
-        "reluctant"
-    }
-    fn is_emulated(&self) -> bool {
-        true
-    }
-    fn max_transfer(&self) -> usize {
-        self.engine.max_transfer()
-    }
-    fn queues(&self) -> usize {
-        self.engine.queues()
-    }
-    fn queue_depth(&self) -> usize {
-        self.engine.queue_depth()
-    }
-    fn setup_cost(&self) -> Duration {
-        self.engine.setup_cost()
-    }
-    fn register_local(&self, arena: &Arc<Arena>) -> channel::Result<Region> {
-        self.engine.register_local(arena)
-    }
-    fn reach(&self) -> Reach {
-        self.engine.reach()
-    }
-    fn attaches_anew(&self) -> bool {
-        self.engine.attaches_anew()
-    }
-    fn attach(&self, attachment: Attachment, len: usize) -> BoxFuture<'_, channel::Result<Joined>> {
-        let refuse =
-            self.refusals.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1));
-        if refuse.is_ok() {
-            return Box::pin(async { Err(ChannelError::Refused("no route".to_owned())) });
-        }
-        self.engine.attach(attachment, len)
-    }
-    fn register_peer(&self, peer: &Peer, range: Range<usize>) -> channel::Result<Region> {
-        self.engine.register_peer(peer, range)
-    }
-    fn post(&self, queue: QueueId, chain: Chain) -> Result<(), Unposted> {
-        self.engine.post(queue, chain)
-    }
-    fn poll_completions(&self, cx: &mut Context<'_>, out: &mut Vec<Completion>) {
-        self.engine.poll_completions(cx, out);
-    }
-    fn tune(&self, tuning: Tuning) {
-        self.engine.tune(tuning);
-    }
-    fn reset(&self) {
-        self.engine.reset();
-    }
-    fn counters(&self) -> Counters {
-        self.engine.counters()
-    }
-}
-
 #[tokio::test]
 async fn a_network_that_comes_late_is_used_when_it_is_there() {
     if !has_fabric() {
         return;
     }
     let engine = OfiEngine::start(OfiOptions { provider: fabric().0, ..OfiOptions::default() }).unwrap();
-    let engine: Arc<dyn DmaEngine> = Arc::new(Reluctant { engine, refusals: AtomicUsize::new(2) });
+    let engine: Arc<dyn DmaEngine> = Arc::new(Unlucky { refusals: 2.into(), ..Unlucky::new(engine) });
     let osd = SessionOptions { engine: Some(engine), ..patient(&Faults::default()) };
     let (session, server, _dir) = joined(offering(), osd).await;
     let health = session.status().offload.health;

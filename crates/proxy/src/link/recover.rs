@@ -94,6 +94,8 @@ impl State {
         // More may be wrong than what was noticed.
         self.verify.suspect();
         self.quarantine_everything();
+        // One that could not be mapped would fail whatever uses it, again and again.
+        self.regions.forget();
         self.reroute();
         self.submit(Job::of_channel(ChannelCall::Close { taken }, ChannelKind::Close));
     }

@@ -57,7 +57,7 @@ impl Regions {
         }
     }
 
-    /// No window is open any more: the host's memory was attached anew.
+    /// No window is open any more: the host's memory was attached anew, or what is wrong may be a window.
     pub(super) fn forget(&mut self) {
         self.kept.clear();
     }

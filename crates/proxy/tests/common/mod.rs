@@ -3,6 +3,7 @@
 #![allow(dead_code, reason = "each test uses a part")]
 #![allow(clippy::print_stderr, reason = "a skipped test says so")]
 
+pub mod engine;
 pub mod load;
 
 use std::net::{IpAddr, SocketAddr};

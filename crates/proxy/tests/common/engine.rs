@@ -1,0 +1,90 @@
+//! An engine that is not always lucky.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::Context;
+use std::time::Duration;
+
+use base::mem::Arena;
+use channel::{
+    Attachment, Chain, ChannelError, Completion, Counters, DmaEngine, Joined, OnDrop, Peer, QueueId, Reach,
+    Region, RegionId, Tuning, Unposted,
+};
+use futures::future::BoxFuture;
+
+/// Another engine, of which some calls go wrong first.
+pub struct Unlucky {
+    pub engine: Arc<dyn DmaEngine>,
+    /// So many times it cannot attach.
+    pub refusals: AtomicUsize,
+    /// So many parts of peer memory that do not begin at its start, it does not manage to map, which shows when they are used.
+    pub bad_windows: AtomicUsize,
+}
+
+impl Unlucky {
+    pub fn new(engine: Arc<dyn DmaEngine>) -> Unlucky {
+        Unlucky { engine, refusals: 0.into(), bad_windows: 0.into() }
+    }
+}
+
+fn goes_wrong(left: &AtomicUsize) -> bool {
+    left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok()
+}
+
+impl DmaEngine for Unlucky {
+    fn name(&self) -> &str {
+        "unlucky"
+    }
+    fn is_emulated(&self) -> bool {
+        self.engine.is_emulated()
+    }
+    fn max_transfer(&self) -> usize {
+        self.engine.max_transfer()
+    }
+    fn queues(&self) -> usize {
+        self.engine.queues()
+    }
+    fn queue_depth(&self) -> usize {
+        self.engine.queue_depth()
+    }
+    fn setup_cost(&self) -> Duration {
+        self.engine.setup_cost()
+    }
+    fn register_local(&self, arena: &Arc<Arena>) -> channel::Result<Region> {
+        self.engine.register_local(arena)
+    }
+    fn reach(&self) -> Reach {
+        self.engine.reach()
+    }
+    fn attaches_anew(&self) -> bool {
+        self.engine.attaches_anew()
+    }
+    fn attach(&self, attachment: Attachment, len: usize) -> BoxFuture<'_, channel::Result<Joined>> {
+        if goes_wrong(&self.refusals) {
+            return Box::pin(async { Err(ChannelError::Refused("no route".to_owned())) });
+        }
+        self.engine.attach(attachment, len)
+    }
+    fn register_peer(&self, peer: &Peer, range: Range<usize>) -> channel::Result<Region> {
+        if range.start > 0 && goes_wrong(&self.bad_windows) {
+            return Ok(Region::new(RegionId(u32::MAX), range.len(), OnDrop::new(|| ())));
+        }
+        self.engine.register_peer(peer, range)
+    }
+    fn post(&self, queue: QueueId, chain: Chain) -> Result<(), Unposted> {
+        self.engine.post(queue, chain)
+    }
+    fn poll_completions(&self, cx: &mut Context<'_>, out: &mut Vec<Completion>) {
+        self.engine.poll_completions(cx, out);
+    }
+    fn tune(&self, tuning: Tuning) {
+        self.engine.tune(tuning);
+    }
+    fn reset(&self) {
+        self.engine.reset();
+    }
+    fn counters(&self) -> Counters {
+        self.engine.counters()
+    }
+}
