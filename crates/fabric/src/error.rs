@@ -48,6 +48,12 @@ pub enum FabricError {
         /// Most bytes possible.
         max: usize,
     },
+    /// What an endpoint is made from was not queried for an address to connect to.
+    #[error("there is no address to connect to; query for Target::Connect")]
+    NoDestination,
+    /// Memory that is registered with another domain than the endpoint's.
+    #[error("the memory is registered with another domain than the endpoint's; register it there as well")]
+    OtherDomain,
     /// A range that is not inside its region.
     #[error("{len} bytes at {offset} are outside a region of {region_len} bytes")]
     OutOfRange {

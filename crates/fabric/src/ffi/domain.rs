@@ -138,6 +138,11 @@ impl Domain {
         }
     }
 
+    /// Whether both are the same one.
+    pub(super) fn is(&self, other: &Domain) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
     pub(super) fn as_ptr(&self) -> *mut FidDomain {
         self.0.handle.as_ptr()
     }

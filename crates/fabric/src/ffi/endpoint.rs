@@ -65,7 +65,7 @@ impl Endpoint {
     /// and completions bear `token`.
     ///
     /// # Errors
-    /// If the provider refuses.
+    /// [`FabricError::NoDestination`] if it was queried for something else; or if the provider refuses.
     pub fn connecting(
         info: &Info,
         events: &EventQueue,
@@ -73,12 +73,11 @@ impl Endpoint {
         token: u64,
     ) -> Result<Endpoint> {
         let raw = info.raw();
-        let peer = if raw.dest_addr.is_null() {
-            Vec::new()
-        } else {
-            // SAFETY: libfabric says how many bytes there are.
-            unsafe { std::slice::from_raw_parts(raw.dest_addr.cast::<u8>(), raw.dest_addrlen) }.to_vec()
-        };
+        if raw.dest_addr.is_null() {
+            return Err(FabricError::NoDestination);
+        }
+        // SAFETY: libfabric says how many bytes there are.
+        let peer = unsafe { std::slice::from_raw_parts(raw.dest_addr.cast::<u8>(), raw.dest_addrlen) }.to_vec();
         let endpoint = Endpoint::create(info, events, completions, token, Role::Connects(peer))?;
         endpoint.enable()?;
         Ok(endpoint)
@@ -261,6 +260,10 @@ impl Endpoint {
             return Err(FabricError::TooLong { len: slice.len(), max: self.max_msg_size }.into());
         }
         let region: MemoryRegion = slice.region().clone();
+        // Its descriptor would mean something else to this endpoint, or nothing.
+        if !region.domain().is(self.closing.completions.domain()) {
+            return Err(FabricError::OtherDomain.into());
+        }
         let (serial, endpoint) = (self.closing.serial, self.token);
         let pending = Pending { serial, endpoint, token, operation, len: slice.len(), _region: region };
         let queue = &self.closing.completions;

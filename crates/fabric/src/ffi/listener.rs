@@ -98,11 +98,8 @@ impl ListenerInner {
         unsafe { private_data_room(object.cast(), (*object).ops) }
     }
 
+    /// `data` must have room ([`max_private_data`](Self::max_private_data)).
     fn reject(&self, request: *mut super::abi::Fid, data: &[u8]) -> Result<()> {
-        let max = self.max_private_data()?;
-        if data.len() > max {
-            return Err(FabricError::PrivateData { len: data.len(), max });
-        }
         let object = self.handle.as_ptr();
         // SAFETY: an open endpoint, a request of its that was not answered, and data of the length said.
         let code = unsafe { ((*(*object).cm).reject)(object, request, data.as_ptr().cast(), data.len()) };
@@ -156,8 +153,12 @@ impl ConnectionRequest {
     /// Refuses it; `data` tells the peer why.
     ///
     /// # Errors
-    /// If `data` is too long, or the peer has gone.
+    /// If `data` is too long: the peer is then refused without it. Or if the peer has gone.
     pub fn refuse(mut self, data: &[u8]) -> Result<()> {
+        let max = self.listener.max_private_data()?;
+        if data.len() > max {
+            return Err(FabricError::PrivateData { len: data.len(), max });
+        }
         self.answered = true;
         self.listener.reject(self.info.raw().handle, data)
     }

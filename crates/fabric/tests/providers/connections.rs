@@ -84,6 +84,33 @@ fn a_refused_peer_is_told_why() {
     let too_long = vec![0; endpoint.max_private_data().unwrap() + 1];
     let another = pair.client_endpoint(7);
     assert!(matches!(another.establish(&too_long), Err(FabricError::PrivateData { .. })));
+    another.establish(b"").unwrap();
+    assert!(matches!(pair.request().refuse(&too_long), Err(FabricError::PrivateData { .. })));
+    match pair.event(Who::Client) {
+        Event::Failed { endpoint: 7, .. } => {}
+        other => panic!("{other:?} instead of a refusal without words"),
+    }
+}
+
+#[test]
+fn who_has_no_address_does_not_connect() {
+    let Some(library) = library() else { return };
+    let listen = info(library, anywhere()).unwrap();
+    let side = Side::open(info(library, anywhere()).unwrap());
+    let endpoint = Endpoint::connecting(&listen, &side.events, &side.completions, 3);
+    assert!(matches!(endpoint.err(), Some(FabricError::NoDestination)));
+}
+
+#[test]
+fn memory_of_another_domain_is_refused() {
+    let Some(mut pair) = Pair::new() else { return };
+    let (server, _client) = pair.connect();
+    let theirs = pair.client.region(4096, Access::Local);
+    let posted = server.receive(theirs.slice(0, 16).unwrap(), 1);
+    assert!(matches!(posted, Err(PostError::Failed(FabricError::OtherDomain))), "{posted:?}");
+    // The queue has kept no room for it: as many as ever fit.
+    let ours = pair.server.region(4096, Access::Local);
+    assert!((0..64).all(|i| server.receive(ours.slice(0, 16).unwrap(), i).is_ok()));
 }
 
 #[test]
