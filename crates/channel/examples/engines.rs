@@ -45,6 +45,7 @@ struct Rig {
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<(), Failure> {
+    outboard_channel::ofi::prepare_process();
     let named: Vec<String> = std::env::args().skip(1).collect();
     measure(shm().await?).await?;
     let default = ["tcp@127.0.0.1".to_owned()];

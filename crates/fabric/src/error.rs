@@ -12,6 +12,11 @@ pub enum FabricError {
         "libfabric.so.1 cannot be loaded ({0}); install libfabric 1.14 or newer (Debian: libfabric1), or do without RDMA"
     )]
     NotLoaded(String),
+    /// libfabric would keep a cache of registrations, which it is too late to switch off.
+    #[error(
+        "libfabric would leave memory open to peers after its use; start this process with FI_MR_CACHE_MAX_COUNT=0 in its environment"
+    )]
+    CachesRegistrations,
     /// No provider can do what was asked for.
     #[error(
         "no provider of libfabric offers connected endpoints with remote memory access {wanted}; `fi_info -t FI_EP_MSG` lists what this machine has"

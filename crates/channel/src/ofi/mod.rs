@@ -60,6 +60,11 @@ pub use host::{OfiGrant, OfiHost, OfiHostOptions};
 /// The urgent queue and those for payload; each has a connection of its own.
 const QUEUES: usize = 5;
 
+/// To be called first in `main` by a program that may use this engine or its host: see [`fabric::Library::prepare`].
+pub fn prepare_process() {
+    fabric::Library::prepare();
+}
+
 /// What the osd's process needs to reach a session's host memory. Whoever has it can: it is a secret.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OfiOffer {

@@ -77,7 +77,8 @@ impl Endpoint {
             return Err(FabricError::NoDestination);
         }
         // SAFETY: libfabric says how many bytes there are.
-        let peer = unsafe { std::slice::from_raw_parts(raw.dest_addr.cast::<u8>(), raw.dest_addrlen) }.to_vec();
+        let peer =
+            unsafe { std::slice::from_raw_parts(raw.dest_addr.cast::<u8>(), raw.dest_addrlen) }.to_vec();
         let endpoint = Endpoint::create(info, events, completions, token, Role::Connects(peer))?;
         endpoint.enable()?;
         Ok(endpoint)

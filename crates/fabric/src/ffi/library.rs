@@ -8,6 +8,8 @@ use super::abi::{API_VERSION, FabricAttr, FiInfo, FidFabric};
 use crate::{FabricError, Query, Result};
 
 const SONAME: &CStr = c"libfabric.so.1";
+/// Most registrations in libfabric's cache. With a cache, memory stays accessible to peers after its region was closed.
+const CACHE: &str = "FI_MR_CACHE_MAX_COUNT";
 
 /// What is called by name; everything else is reached through objects.
 struct Symbols {
@@ -33,14 +35,21 @@ static SYMBOLS: OnceLock<Result<Symbols>> = OnceLock::new();
 pub struct Library(());
 
 impl Library {
+    /// To be called first in `main` by a program that may load the library later on. Switches libfabric's cache of
+    /// registrations off, by `FI_MR_CACHE_MAX_COUNT=0` in the environment, from which libfabric reads it. The environment can
+    /// be changed only while this process has no other thread: with one, this does nothing.
+    pub fn prepare() {
+        if !cache_is_off() && is_only_thread() {
+            // SAFETY: no other thread reads the environment, or could begin to: there is none.
+            unsafe { std::env::set_var(CACHE, "0") };
+        }
+    }
+
     /// Opens the library; only the first call does anything.
     ///
-    /// Switches libfabric's cache of registrations off (`FI_MR_CACHE_MAX_COUNT=0` in the environment): with it, memory
-    /// stays accessible to peers after its region was closed. Call it early in `main`: changing the environment while
-    /// another thread's C code reads it is not safe.
-    ///
     /// # Errors
-    /// [`FabricError::NotLoaded`].
+    /// [`FabricError::NotLoaded`]; [`FabricError::CachesRegistrations`] if the process was not [prepared](Self::prepare), nor
+    /// the environment given to it.
     pub fn load() -> Result<Library> {
         SYMBOLS.get_or_init(open).as_ref().map(|_| Library(())).map_err(Clone::clone)
     }
@@ -62,10 +71,20 @@ impl Library {
     }
 }
 
+fn cache_is_off() -> bool {
+    std::env::var_os(CACHE).is_some_and(|most| most == "0")
+}
+
+/// Whether this process has no thread but the one that asks. Also no if that cannot be found out.
+fn is_only_thread() -> bool {
+    std::fs::read_dir("/proc/self/task").is_ok_and(|threads| threads.count() == 1)
+}
+
 fn open() -> Result<Symbols> {
-    // SAFETY: std's lock keeps other Rust code out of the environment meanwhile; `Library::load` says what callers
-    // must see to with regard to C code.
-    unsafe { std::env::set_var("FI_MR_CACHE_MAX_COUNT", "0") };
+    Library::prepare();
+    if !cache_is_off() {
+        return Err(FabricError::CachesRegistrations);
+    }
     // SAFETY: a constant name; the library's constructors do nothing but set up its own state.
     let library = unsafe { libc::dlopen(SONAME.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
     if library.is_null() {
