@@ -101,13 +101,18 @@ impl Rig {
     }
 
     async fn completion(&self) -> Completion {
+        self.completions(1).await.remove(0)
+    }
+
+    /// At least `count`.
+    async fn completions(&self, count: usize) -> Vec<Completion> {
         let mut done = Vec::new();
-        let one = poll_fn(|cx| {
+        let all = poll_fn(|cx| {
             self.engine.poll_completions(cx, &mut done);
-            if done.is_empty() { Poll::Pending } else { Poll::Ready(()) }
+            if done.len() < count { Poll::Pending } else { Poll::Ready(()) }
         });
-        tokio::time::timeout(PATIENCE, one).await.expect("a completion");
-        done.remove(0)
+        tokio::time::timeout(PATIENCE, all).await.expect("the completions");
+        done
     }
 
     /// The engine tells that the connection is lost, though no chain was under way.
@@ -223,6 +228,7 @@ async fn connections_that_are_lost_are_made_again() {
     let Some(host) = host() else { return };
     let rig = Rig::new(&host);
     let (_peer, bell, region) = rig.attach().await;
+    let mut given_up = 0;
     for round in 0..20 {
         assert!(rig.here.copy_in(0, &[round; 4096]));
         assert_eq!(rig.copy(&region, 4096).await.result, Ok(()), "round {round}");
@@ -230,8 +236,14 @@ async fn connections_that_are_lost_are_made_again() {
         Doorbell::ring(rig.grant.osd_doorbell.as_fd(), 3).unwrap();
         let rung = poll_fn(|cx| bell.poll_wait(cx));
         assert_eq!(tokio::time::timeout(PATIENCE, rung).await.expect("the bell").unwrap(), 3);
+        for _ in 0..8 {
+            let chain = Chain { transfers: vec![rig.to_peer(&region, 1 << 20)], tag: Some(1), ring: None };
+            rig.engine.post(1, chain).unwrap();
+        }
         rig.engine.reset();
+        given_up += rig.completions(8).await.iter().filter(|c| c.result.is_err()).count();
     }
+    assert!(given_up > 0, "no connection was lost");
 }
 
 #[tokio::test]
@@ -310,16 +322,27 @@ async fn after_a_revocation_nothing_arrives() {
     let mut rig = Rig::new(&host);
     let (_peer, _bell, region) = rig.attach().await;
     assert!(rig.here.copy_in(0, &[1; LEN]));
-    // Plenty on its way when the grant ends.
-    for _ in 0..8 {
+    // Plenty on its way when the grant ends, and the first of it there.
+    const CHAINS: usize = 100;
+    for _ in 0..CHAINS {
         let chain = Chain { transfers: vec![rig.to_peer(&region, 1 << 20)], tag: Some(1), ring: None };
         rig.engine.post(1, chain).unwrap();
     }
     let other = host.grant(&Arena::shared("other", LEN).unwrap()).unwrap();
+    let mut first = [0];
+    let begun = async {
+        while first != [1] {
+            tokio::task::yield_now().await;
+            assert!(rig.there.copy_out(0, &mut first));
+        }
+    };
+    tokio::time::timeout(PATIENCE, begun).await.expect("the first byte");
     std::mem::replace(&mut rig.grant, other).revoke().unwrap();
     assert!(rig.there.copy_in(0, &[9; LEN]));
     tokio::time::sleep(Duration::from_millis(100)).await;
     assert!(rig.content().iter().all(|byte| *byte == 9), "late bytes have arrived");
+    let done = rig.completions(CHAINS).await;
+    assert!(done.iter().any(|c| c.result.is_err()), "nothing was on its way any more");
 }
 
 #[tokio::test]
