@@ -154,7 +154,7 @@ pub struct Failed {
 pub enum Unposted {
     /// The queue is full. The waker of [`DmaEngine::poll_completions`] is woken when there is room again.
     Full(Chain),
-    /// The chain asks for something impossible, or the engine has stopped.
+    /// The chain asks for something impossible.
     Refused(ChannelError),
 }
 

@@ -10,7 +10,7 @@ use outboard_channel::conformance::{self, Attached};
 use outboard_channel::ofi::OfiOffer;
 use outboard_channel::{
     Attachment, Bell, Chain, ChannelError, Completion, Descriptors, DmaEngine, Doorbell, Peer, Place,
-    Profile, Region, ShmEngine, ShmOptions, Transfer, URGENT,
+    Profile, Region, ShmEngine, ShmOptions, Transfer, Tuning, URGENT, Unposted,
 };
 
 /// A queue for payload.
@@ -116,6 +116,21 @@ async fn what_is_rung_is_an_eventfd_that_does_not_block() {
         if done.len() >= 2 { std::task::Poll::Ready(()) } else { std::task::Poll::Pending }
     });
     tokio::time::timeout(Duration::from_secs(5), both).await.expect("the engine goes on");
+}
+
+#[tokio::test]
+async fn the_configured_limit_holds_however_it_is_tuned() {
+    let rig = rig_with(ShmOptions { max_transfer: 64 << 10, ..ShmOptions::default() }).await;
+    let tune = |max_transfer| {
+        rig.engine.tune(Tuning { max_transfer: Some(max_transfer), spin: None });
+        rig.engine.max_transfer()
+    };
+    assert_eq!((tune(1 << 20), tune(8192), tune(0)), (64 << 10, 8192, 4096));
+    // What was cut before it was tuned goes through.
+    rig.engine.post(BULK, tagged(vec![rig.to_peer(0, 64 << 10)], 1)).unwrap();
+    assert_eq!(rig.completions(1).await[0].result, Ok(()));
+    let long = rig.engine.post(BULK, tagged(vec![rig.to_peer(0, (64 << 10) + 1)], 2));
+    assert!(matches!(long, Err(Unposted::Refused(_))));
 }
 
 #[tokio::test]

@@ -75,7 +75,6 @@ pub(super) struct Shared {
     pub(super) completions: SegQueue<Completion>,
     pub(super) waker: AtomicWaker,
     pub(super) alarm: Alarm,
-    pub(super) stopped: AtomicBool,
     next_id: AtomicU32,
     /// The smallest of what is configured, what was tuned, and what the provider can do.
     max_transfer: AtomicUsize,
@@ -170,7 +169,6 @@ impl OfiEngine {
             completions: SegQueue::new(),
             waker: AtomicWaker::new(),
             alarm: Alarm::new()?,
-            stopped: AtomicBool::new(false),
             next_id: AtomicU32::new(0),
             max_transfer: AtomicUsize::new(configured_max),
             provider_max: AtomicUsize::new(usize::MAX),
@@ -209,7 +207,7 @@ impl OfiEngine {
         // On failure, dropping `detach` makes the thread forget what there is of the peer.
         let provider_max = match tokio::time::timeout(self.attach_timeout, answer).await {
             Ok(Ok(result)) => result?,
-            Ok(Err(_)) => return Err(self.stopped()),
+            Ok(Err(_)) => return Err(ChannelError::EngineStopped(self.name().to_owned())),
             Err(_) => {
                 let what = format!("no connection within {:?}", self.attach_timeout);
                 return Err(ChannelError::Refused(what));
@@ -227,10 +225,6 @@ impl OfiEngine {
 
     fn fresh_id(&self) -> u32 {
         self.shared.next_id.fetch_add(1, Ordering::Relaxed)
-    }
-
-    fn stopped(&self) -> ChannelError {
-        ChannelError::EngineStopped(self.name().to_owned())
     }
 }
 
@@ -341,9 +335,6 @@ impl DmaEngine for OfiEngine {
             let what = format!("there is no queue {queue}, only {QUEUES}");
             return Err(Unposted::Refused(ChannelError::Transfer(what)));
         };
-        if self.shared.stopped.load(Ordering::Relaxed) {
-            return Err(Unposted::Refused(self.stopped()));
-        }
         while queue.posted.fetch_add(1, Ordering::SeqCst) >= QUEUE_DEPTH {
             queue.posted.fetch_sub(1, Ordering::SeqCst);
             queue.was_full.store(true, Ordering::SeqCst);

@@ -134,7 +134,6 @@ impl Worker {
                 self.sleep();
             }
         }
-        self.shared.stopped.store(true, Ordering::Relaxed);
         self.reset("the engine has stopped", Tell::Chains);
         self.peers.values().for_each(|peer| peer.rung.close());
         self.shared.waker.wake();

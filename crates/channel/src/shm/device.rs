@@ -113,7 +113,6 @@ impl Device {
                 }
             }
         }
-        self.shared.stopped.store(true, Ordering::Relaxed);
     }
 
     /// Whether there is something new that could be done: what is behind a head that waits is not.
@@ -163,7 +162,7 @@ impl Device {
                 Command::Attach { id, memory, len, doorbell, reply } => {
                     let mapped = Arena::from_peer(memory, len).map_err(ChannelError::from);
                     let result = mapped.map(|arena| drop(self.peers.insert(id, (arena, doorbell))));
-                    // The caller waits for this and cannot have gone.
+                    // Whoever asked may have given up; then the peer is being detached.
                     let _ = reply.send(result);
                 }
                 Command::Window(id, peer, range) => match self.window(peer, range) {
@@ -358,9 +357,8 @@ impl Device {
         self.held_chains += 1;
         let queue = &self.shared.queues[queue];
         if queue.posted.fetch_sub(1, Ordering::SeqCst) <= QUEUE_DEPTH / 2
-            && queue.was_full.load(Ordering::SeqCst)
+            && queue.was_full.swap(false, Ordering::SeqCst)
         {
-            queue.was_full.store(false, Ordering::SeqCst);
             self.completed = true;
         }
     }

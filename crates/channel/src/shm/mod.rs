@@ -13,7 +13,7 @@ mod device;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::task::Context;
 use std::thread::{JoinHandle, Thread};
 use std::time::Duration;
@@ -24,6 +24,7 @@ use base::thread::{ThreadClass, spawn};
 use crossbeam_queue::SegQueue;
 use futures::future::BoxFuture;
 use futures::task::AtomicWaker;
+use tokio::sync::oneshot;
 
 use crate::dma::{OnDrop, PeerId, QueueId};
 use crate::{
@@ -37,6 +38,8 @@ pub const MAX_TRANSFER: usize = 2 << 20;
 /// The urgent queue and those for payload.
 const QUEUES: usize = 5;
 const QUEUE_DEPTH: usize = 1024;
+/// Transfers are never shorter than that at most, in bytes.
+const LEAST_MAX_TRANSFER: usize = 4096;
 
 /// How fast the emulated device is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -76,7 +79,7 @@ pub struct ShmOptions {
     pub spin: Duration,
     /// How fast it is.
     pub profile: Profile,
-    /// Longest transfer, in bytes; at most [`MAX_TRANSFER`].
+    /// Longest transfer, in bytes, 4096 to [`MAX_TRANSFER`]. It can be tuned to be shorter.
     pub max_transfer: usize,
     /// What is to go wrong.
     pub faults: Faults,
@@ -99,6 +102,7 @@ pub struct ShmEngine {
     thread: Mutex<Option<JoinHandle<()>>>,
     name: String,
     profile: Profile,
+    configured_max: usize,
 }
 
 /// What callers and the device have in common.
@@ -108,7 +112,6 @@ struct Shared {
     completions: SegQueue<Completion>,
     waker: AtomicWaker,
     sleeping: AtomicBool,
-    stopped: AtomicBool,
     worker: OnceLock<Thread>,
     next_id: AtomicU32,
     max_transfer: AtomicUsize,
@@ -139,7 +142,7 @@ enum Item {
 
 enum Command {
     Local(RegionId, Arc<Arena>),
-    Attach { id: PeerId, memory: OwnedFd, len: usize, doorbell: OwnedFd, reply: mpsc::SyncSender<Result<()>> },
+    Attach { id: PeerId, memory: OwnedFd, len: usize, doorbell: OwnedFd, reply: oneshot::Sender<Result<()>> },
     Window(RegionId, PeerId, Range<usize>),
     Reset,
     Stop,
@@ -151,16 +154,16 @@ impl ShmEngine {
     /// # Errors
     /// If the system has no room for another thread.
     pub fn start(options: ShmOptions) -> Result<Arc<ShmEngine>> {
+        let configured_max = options.max_transfer.clamp(LEAST_MAX_TRANSFER, MAX_TRANSFER);
         let shared = Arc::new(Shared {
             commands: SegQueue::new(),
             queues: Default::default(),
             completions: SegQueue::new(),
             waker: AtomicWaker::new(),
             sleeping: AtomicBool::new(false),
-            stopped: AtomicBool::new(false),
             worker: OnceLock::new(),
             next_id: AtomicU32::new(0),
-            max_transfer: AtomicUsize::new(options.max_transfer.clamp(4096, MAX_TRANSFER)),
+            max_transfer: AtomicUsize::new(configured_max),
             spin_ns: AtomicU64::new(options.spin.as_nanos() as u64),
             bytes: AtomicU64::new(0),
             transfers: AtomicU64::new(0),
@@ -175,20 +178,22 @@ impl ShmEngine {
             Profile::Memcpy => "shm".to_owned(),
             other => format!("shm:{}", other.name()),
         };
-        Ok(Arc::new(ShmEngine { shared, thread: Mutex::new(Some(thread)), name, profile: options.profile }))
+        let (thread, profile) = (Mutex::new(Some(thread)), options.profile);
+        Ok(Arc::new(ShmEngine { shared, thread, name, profile, configured_max }))
     }
 
-    /// The device maps the memory; that takes microseconds.
-    fn attach_descriptors(&self, descriptors: Descriptors, len: usize) -> Result<Joined> {
+    /// The device maps the memory, between two transfers.
+    async fn attach_descriptors(&self, descriptors: Descriptors, len: usize) -> Result<Joined> {
         let Descriptors { memory, host_doorbell, osd_doorbell } = descriptors;
         let (host_doorbell, osd_doorbell) =
             (Doorbell::of_peer(host_doorbell)?, Doorbell::of_peer(osd_doorbell)?);
         let id = PeerId(self.fresh_id());
-        let (reply, answer) = mpsc::sync_channel(1);
-        self.shared.send(Command::Attach { id, memory, len, doorbell: host_doorbell, reply });
-        answer.recv().map_err(|_| self.stopped())??;
+        let (reply, answer) = oneshot::channel();
         let shared = Arc::clone(&self.shared);
+        // Also if the caller gives up waiting.
         let detach = OnDrop::new(move || shared.to_every_queue(Arc::new(id), Item::Detach));
+        self.shared.send(Command::Attach { id, memory, len, doorbell: host_doorbell, reply });
+        answer.await.map_err(|_| ChannelError::EngineStopped(self.name.clone()))??;
         Ok((Peer { id, len, detach }, Box::new(Doorbell::new(osd_doorbell)?)))
     }
 
@@ -199,10 +204,6 @@ impl ShmEngine {
 
     fn fresh_id(&self) -> u32 {
         self.shared.next_id.fetch_add(1, Ordering::Relaxed)
-    }
-
-    fn stopped(&self) -> ChannelError {
-        ChannelError::EngineStopped(self.name.clone())
     }
 }
 
@@ -284,7 +285,7 @@ impl DmaEngine for ShmEngine {
     fn attach(&self, attachment: Attachment, len: usize) -> BoxFuture<'_, Result<Joined>> {
         Box::pin(async move {
             match attachment {
-                Attachment::Descriptors(descriptors) => self.attach_descriptors(descriptors, len),
+                Attachment::Descriptors(descriptors) => self.attach_descriptors(descriptors, len).await,
                 Attachment::Offer(_) => {
                     let what = "an offer of libfabric";
                     Err(ChannelError::WrongAttachment { engine: self.name.clone(), what })
@@ -304,7 +305,8 @@ impl DmaEngine for ShmEngine {
     }
 
     fn post(&self, queue: QueueId, chain: Chain) -> Result<(), Unposted> {
-        let most = MAX_TRANSFER;
+        // What was asked for before the engine was tuned is still possible.
+        let most = self.configured_max;
         if let Some(long) = chain.transfers.iter().find(|t| t.len > most) {
             let what = format!("{} bytes in one transfer, at most {most} are possible", long.len);
             return Err(Unposted::Refused(ChannelError::Transfer(what)));
@@ -313,9 +315,6 @@ impl DmaEngine for ShmEngine {
             let what = format!("there is no queue {queue}, only {QUEUES}");
             return Err(Unposted::Refused(ChannelError::Transfer(what)));
         };
-        if self.shared.stopped.load(Ordering::Relaxed) {
-            return Err(Unposted::Refused(self.stopped()));
-        }
         while queue.posted.fetch_add(1, Ordering::SeqCst) >= QUEUE_DEPTH {
             queue.posted.fetch_sub(1, Ordering::SeqCst);
             queue.was_full.store(true, Ordering::SeqCst);
@@ -342,7 +341,9 @@ impl DmaEngine for ShmEngine {
 
     fn tune(&self, tuning: crate::Tuning) {
         if let Some(most) = tuning.max_transfer {
-            self.shared.max_transfer.store(most.clamp(4096, MAX_TRANSFER), Ordering::Relaxed);
+            self.shared
+                .max_transfer
+                .store(most.clamp(LEAST_MAX_TRANSFER, self.configured_max), Ordering::Relaxed);
         }
         if let Some(spin) = tuning.spin {
             self.shared.spin_ns.store(spin.as_nanos() as u64, Ordering::Relaxed);
