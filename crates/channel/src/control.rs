@@ -27,11 +27,13 @@ pub struct Control {
     stream: Box<dyn Stream>,
     input: BytesMut,
     output: VecDeque<Bytes>,
+    /// Bytes of `output`.
+    unsent: usize,
 }
 
 impl Control {
     pub(crate) fn new(stream: Box<dyn Stream>) -> Control {
-        Control { stream, input: BytesMut::new(), output: VecDeque::new() }
+        Control { stream, input: BytesMut::new(), output: VecDeque::new(), unsent: 0 }
     }
 
     /// Puts a frame behind those to be written; [`poll_flush`](Self::poll_flush) writes it. The payload is `data`, one
@@ -43,6 +45,14 @@ impl Control {
         let data_len: usize = self.output.iter().skip(at).map(Bytes::len).sum();
         let header = Header { data_len: data_len as u32, ..header };
         self.output[at] = Bytes::from(header.seal(control));
+        self.unsent += self.output[at].len() + data_len;
+    }
+
+    /// Bytes of frames that were pushed and that the socket has not taken yet. What a peer asks for that does not read grows
+    /// without bound, unless whoever answers stops to take its frames meanwhile.
+    #[must_use]
+    pub fn unsent(&self) -> usize {
+        self.unsent
     }
 
     /// Writes as much as the socket takes. Ready when all is written.
@@ -57,6 +67,7 @@ impl Control {
             if written == 0 {
                 return Poll::Ready(Err(io::Error::from(io::ErrorKind::WriteZero).into()));
             }
+            self.unsent -= written;
             while let Some(front) = self.output.front_mut() {
                 let part = written.min(front.len());
                 front.advance(part);

@@ -304,6 +304,37 @@ async fn garbage_on_the_socket_costs_the_connection() {
     still_serves(&node).await;
 }
 
+/// Replies that nobody reads must not pile up in the store: it takes no more questions then, and goes on when they are read.
+#[tokio::test]
+async fn who_asks_and_does_not_read_has_to_wait() {
+    const QUESTIONS: u64 = 10_000;
+    const LEN: u64 = 64 << 10;
+    let node = vacant().await;
+    let mut evil = EvilOsd::join(&node).await;
+    // `Get` of so many bytes of the data region.
+    let mut get = vec![15, 2];
+    varint(&mut get, LAYOUT.data_offset() as u64);
+    varint(&mut get, LEN);
+    for id in 1..=QUESTIONS {
+        evil.control.push(Header::new(Kind::Request, 0, id), &get, []);
+    }
+    // The sockets' own buffers have room for but a part of them.
+    let asked = std::future::poll_fn(|cx| evil.control.poll_flush(cx));
+    let taken = tokio::time::timeout(Duration::from_millis(500), asked).await;
+    assert!(taken.is_err(), "the store has taken all, with {} MiB of replies", (QUESTIONS * LEN) >> 20);
+    for id in 1..=QUESTIONS {
+        let reply = std::future::poll_fn(|cx| {
+            drop(evil.control.poll_flush(cx));
+            evil.control.poll_frame(cx)
+        });
+        let reply = tokio::time::timeout(Duration::from_secs(5), reply).await.expect("it goes on").unwrap();
+        assert_eq!((reply.header.id, reply.data.len() as u64), (id, LEN));
+    }
+    assert_eq!((evil.control.unsent(), node.server.status().violations), (0, 0));
+    drop(evil);
+    still_serves(&node).await;
+}
+
 /// A store that welcomes one osd with this memory; gives what it needs to lie on.
 async fn evil_store(listener: &UnixListener, memory: OwnedFd) -> (Control, OwnedFd) {
     evil_store_with(listener, memory, Doorbell::create().unwrap()).await

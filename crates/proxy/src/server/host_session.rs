@@ -35,6 +35,9 @@ const MAX_CALLS: usize = 2 * MAX_JOBS;
 /// Most bytes of calls that came before the transaction that they follow. An osd sends payload only when its turn has come.
 const MAX_HELD: usize = 256 << 20;
 
+/// Nothing is taken from the control socket while more bytes of replies than these wait for the osd to read them.
+const MAX_UNSENT: usize = 64 << 20;
+
 /// How the osd's engine reaches host memory and the doorbells.
 pub(super) enum Reached {
     /// By descriptors of them, for as long as it likes.
@@ -392,24 +395,37 @@ impl HostSession {
     fn turns(&mut self, cx: &mut Context<'_>) -> channel::Result<bool> {
         let mut any = false;
         loop {
-            let mut progress = self.take_entries(cx)?;
-            progress |= self.take_frames(cx)?;
-            while let Poll::Ready(Some(done)) = self.running.poll_next_unpin(cx) {
-                self.reply(done);
-                progress = true;
+            while self.turn(cx)? {
+                any = true;
             }
-            if !progress {
-                break;
+            if let Some(rings) = &mut self.rings {
+                rings.announce()?;
             }
-            any = true;
+            let was_behind = self.is_behind();
+            if let Poll::Ready(result) = self.control.poll_flush(cx) {
+                result?;
+            }
+            // Frames that were left in the socket wake nobody.
+            if !was_behind || self.is_behind() {
+                return Ok(any);
+            }
         }
-        if let Some(rings) = &mut self.rings {
-            rings.announce()?;
+    }
+
+    /// Takes what there is to take, once.
+    fn turn(&mut self, cx: &mut Context<'_>) -> channel::Result<bool> {
+        let mut progress = self.take_entries(cx)?;
+        progress |= self.take_frames(cx)?;
+        while let Poll::Ready(Some(done)) = self.running.poll_next_unpin(cx) {
+            self.reply(done);
+            progress = true;
         }
-        match self.control.poll_flush(cx) {
-            Poll::Ready(result) => result.map(|()| any),
-            Poll::Pending => Ok(any),
-        }
+        Ok(progress)
+    }
+
+    /// Whether the osd has so many replies to read that it should do that before it asks for more.
+    fn is_behind(&self) -> bool {
+        self.control.unsent() > MAX_UNSENT
     }
 
     fn take_entries(&mut self, cx: &mut Context<'_>) -> channel::Result<bool> {
@@ -431,6 +447,9 @@ impl HostSession {
     fn take_frames(&mut self, cx: &mut Context<'_>) -> channel::Result<bool> {
         let mut progress = false;
         for _ in 0..FRAMES_PER_TURN {
+            if self.is_behind() {
+                break;
+            }
             let Poll::Ready(frame) = self.control.poll_frame(cx) else { break };
             self.admit(cx, frame?, Via::Socket)?;
             progress = true;
