@@ -93,10 +93,11 @@ pub struct Transfer {
     pub len: usize,
 }
 
-/// Number of a queue of an engine. Queue [`URGENT`] is for short chains and goes before the others.
+/// Number of a queue of an engine. Queue [`URGENT`] is for short chains.
 pub type QueueId = usize;
 
-/// The queue of short chains: entries of rings and what fetches them.
+/// The queue of short chains: entries of rings and what fetches them. An engine whose queues share one device of its own
+/// (`shm`) takes it before the others; where each has a connection of its own (`ofi`), it is one like the others.
 pub const URGENT: QueueId = 0;
 
 /// Transfers that are carried out one after the other, then a doorbell, then a completion. The first failure ends the

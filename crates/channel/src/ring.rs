@@ -38,9 +38,12 @@ pub fn footprint(len: usize) -> usize {
 
 impl Ring {
     /// The one or two ranges of memory that hold `len` bytes at `position`. The second is empty unless they wrap.
+    ///
+    /// # Panics
+    /// If the ring has fewer bytes: what lies behind it is somebody else's.
     #[must_use]
     pub fn spans(&self, position: u64, len: usize) -> [Range<usize>; 2] {
-        debug_assert!(len <= self.len);
+        assert!(len <= self.len, "{len} bytes in a ring of {}", self.len);
         let start = (position % self.len as u64) as usize;
         let first = len.min(self.len - start);
         [self.offset + start..self.offset + start + first, self.offset..self.offset + len - first]
@@ -49,8 +52,10 @@ impl Ring {
     /// Writes `parts`, one after the other, at `position`.
     ///
     /// # Panics
-    /// If the ring is not inside the memory or the parts are longer than the ring: a mistake of this side.
+    /// If the ring is not inside the memory or the parts are together longer than the ring: a mistake of this side.
     pub fn write(&self, memory: &Arena, position: u64, parts: &[&[u8]]) {
+        let whole: usize = parts.iter().map(|part| part.len()).sum();
+        assert!(whole <= self.len, "an entry of {whole} bytes in a ring of {}", self.len);
         let mut at = position;
         for part in parts {
             let [first, second] = self.spans(at, part.len());
@@ -148,6 +153,13 @@ mod tests {
             RING.write(&memory, position + 12, &[&bytes[..20]]);
             let _ = RING.read(&memory, position, available);
         }
+    }
+
+    #[test]
+    #[should_panic(expected = "in a ring of 8192")]
+    fn what_is_longer_than_the_ring_is_not_written() {
+        let memory = Arena::anonymous(16384).unwrap();
+        RING.write(&memory, 64, &[&[1; 8000], &[1; 193]]);
     }
 
     #[test]

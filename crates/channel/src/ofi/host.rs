@@ -38,7 +38,7 @@ pub struct OfiHostOptions {
     pub provider: String,
     /// Where to listen; port 0 for a free one. The osd's process must be able to reach it.
     pub address: SocketAddr,
-    /// Most sessions at a time.
+    /// Sessions at a time for whose operations there is room. Granting more is no error, but their connections may fail.
     pub sessions: usize,
     /// How long the thread looks for more work before it sleeps.
     pub spin: Duration,

@@ -27,8 +27,9 @@ use super::{OfiOffer, QUEUES};
 use crate::dma::{Failed, PeerId, QueueId};
 use crate::{ChannelError, Place, RegionId, Result, Transfer};
 
-/// Room in the completion queue: for the peer in use and one that has not been forgotten yet.
-const DEPTH: usize = 2 * QUEUES * (WINDOW + line::DEPTH);
+/// Room in the completion queue: for the peer in use and one that has not been forgotten yet. Each lane has a window of
+/// transfers, one probe beside it, and the messages of its line.
+const DEPTH: usize = 2 * QUEUES * (WINDOW + 1 + line::DEPTH);
 /// When the provider is full without anything of ours being under way, it is asked again after that.
 const RETRY: Duration = Duration::from_millis(1);
 
