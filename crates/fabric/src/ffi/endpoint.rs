@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::abi::{CONTROL_ENABLE, FidEp, RECV, TRANSMIT};
-use super::events::Source;
+use super::events::{Registration, Source};
 use super::handle::Handle;
 use super::listener::private_data_room;
 use super::{CompletionQueue, ConnectionRequest, EventQueue, Info, MemoryRegion, Slice, library};
@@ -40,15 +40,13 @@ enum Role {
 
 /// What is to be done once the endpoint is closed.
 struct Closing {
-    object: usize,
+    registration: Registration,
     serial: u64,
-    events: EventQueue,
     completions: CompletionQueue,
 }
 
 impl Drop for Closing {
     fn drop(&mut self) {
-        self.events.remove(self.object);
         // Dropping these may close regions, which takes locks: not inside these.
         let operations = self.completions.operations().remove_all(|p| p.serial == self.serial);
         if operations.iter().any(|p| p.operation == Operation::Read) {
@@ -118,19 +116,19 @@ impl Endpoint {
         // SAFETY: just made, ours.
         let handle = unsafe { Handle::new(object, "fi_endpoint") }?;
         let serial = SERIAL.fetch_add(1, Ordering::Relaxed);
-        let (object, events, completions) = (handle.fid() as usize, events.clone(), completions.clone());
-        let closing = Closing { object, serial, events, completions };
+        let (registration, completions) = (Registration::new(events, handle.fid()), completions.clone());
+        let closing = Closing { registration, serial, completions };
         closing.completions.domain().quarantine().opened(serial);
-        closing.events.add(handle.fid(), Source::Endpoint(token));
+        closing.registration.is_for(Source::Endpoint(token));
         let (max_msg_size, inject_size) = (info.max_msg_size(), info.inject_size());
         Ok(Endpoint { handle, closing, token, max_msg_size, inject_size, role })
     }
 
     fn enable(&self) -> Result<()> {
-        let Closing { events, completions, .. } = &self.closing;
+        let Closing { registration, completions, .. } = &self.closing;
         // SAFETY: both queues are open, and kept so until after the endpoint is closed; enabling takes nothing.
         unsafe {
-            self.handle.bind(events.fid(), 0)?;
+            self.handle.bind(registration.events().fid(), 0)?;
             self.handle.bind(completions.handle().fid(), TRANSMIT | RECV)?;
             self.handle.control("fi_enable", CONTROL_ENABLE, std::ptr::null_mut())
         }

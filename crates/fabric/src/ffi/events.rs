@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::os::fd::{BorrowedFd, RawFd};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use super::abi::{
@@ -74,11 +75,12 @@ pub struct EventQueue(Arc<Inner>);
 struct Inner {
     handle: Handle<FidEq>,
     fd: RawFd,
-    /// Who is bound to it, by address of the object. Never followed: only compared.
-    sources: Mutex<HashMap<usize, Source>>,
+    /// Who is bound to it, by address of the object, with the number of the registration. Never followed: only compared.
+    sources: Mutex<HashMap<usize, (u64, Source)>>,
     fabric: Fabric,
 }
 
+#[derive(Clone)]
 pub(super) enum Source {
     Listener(Weak<ListenerInner>),
     Endpoint(u64),
@@ -152,7 +154,7 @@ impl EventQueue {
         let CmBuffer { entry, data } = buffer;
         let data = data[..len.saturating_sub(size_of::<EqCmEntry>()).min(MAX_DATA)].to_vec();
         let sources = self.sources();
-        let event = match (kind, sources.get(&(entry.fid as usize))) {
+        let event = match (kind, sources.get(&(entry.fid as usize)).map(|(_, source)| source)) {
             (EVENT_CONNREQ, source) => {
                 // SAFETY: an info that this event hands over to us.
                 let info = unsafe { Info::from_raw(entry.info) }?;
@@ -188,24 +190,15 @@ impl EventQueue {
             code if code < 0 => return Err(library::error("fi_eq_readerr", -code)),
             _ => {}
         }
-        let Some(Source::Endpoint(endpoint)) = self.sources().get(&(entry.fid as usize)).map(Source::copy)
-        else {
+        let Some((_, Source::Endpoint(endpoint))) = self.sources().get(&(entry.fid as usize)).cloned() else {
             return Ok(None);
         };
         let data = data[..entry.err_data_size.min(MAX_DATA)].to_vec();
         Ok(Some(Event::Failed { endpoint, error: library::error("the connection", entry.err), data }))
     }
 
-    fn sources(&self) -> MutexGuard<'_, HashMap<usize, Source>> {
+    fn sources(&self) -> MutexGuard<'_, HashMap<usize, (u64, Source)>> {
         self.0.sources.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(super) fn add(&self, object: *mut Fid, source: Source) {
-        self.sources().insert(object as usize, source);
-    }
-
-    pub(super) fn remove(&self, object: usize) {
-        self.sources().remove(&object);
     }
 
     pub(super) fn fid(&self) -> *mut Fid {
@@ -219,11 +212,36 @@ impl EventQueue {
     }
 }
 
-impl Source {
-    fn copy(&self) -> Source {
-        match self {
-            Source::Listener(listener) => Source::Listener(Weak::clone(listener)),
-            Source::Endpoint(token) => Source::Endpoint(*token),
+/// What a queue knows of an object that is bound to it. To be dropped once the object is closed; by then another one may
+/// have got its address, and a registration of its own.
+pub(super) struct Registration {
+    object: usize,
+    serial: u64,
+    events: EventQueue,
+}
+
+impl Registration {
+    pub(super) fn new(events: &EventQueue, object: *mut Fid) -> Registration {
+        static SERIAL: AtomicU64 = AtomicU64::new(0);
+        let serial = SERIAL.fetch_add(1, Ordering::Relaxed);
+        Registration { object: object as usize, serial, events: events.clone() }
+    }
+
+    /// From here on there are events of the object.
+    pub(super) fn is_for(&self, source: Source) {
+        self.events.sources().insert(self.object, (self.serial, source));
+    }
+
+    pub(super) fn events(&self) -> &EventQueue {
+        &self.events
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        let mut sources = self.events.sources();
+        if sources.get(&self.object).is_some_and(|(serial, _)| *serial == self.serial) {
+            sources.remove(&self.object);
         }
     }
 }

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use super::abi::{FidPep, OPT_CM_DATA_SIZE, OPT_ENDPOINT};
-use super::events::Source;
+use super::events::{Registration, Source};
 use super::handle::Handle;
 use super::{EventQueue, Fabric, Info, library};
 use crate::{FabricError, Result, address};
@@ -22,19 +22,7 @@ pub struct Listener {
 
 pub(super) struct ListenerInner {
     handle: Handle<FidPep>,
-    _registration: Registration,
-}
-
-/// Ends the queue's knowledge of the listener, once that is closed.
-struct Registration {
-    object: usize,
-    events: EventQueue,
-}
-
-impl Drop for Registration {
-    fn drop(&mut self) {
-        self.events.remove(self.object);
-    }
+    registration: Registration,
 }
 
 impl Listener {
@@ -53,11 +41,11 @@ impl Listener {
         library::check("fi_passive_ep", code)?;
         // SAFETY: just made, ours.
         let handle = unsafe { Handle::new(object, "fi_passive_ep") }?;
-        let registration = Registration { object: handle.fid() as usize, events: events.clone() };
+        let registration = Registration::new(events, handle.fid());
         // SAFETY: the queue is open, and kept so by the registration until after the listener is closed.
         unsafe { handle.bind(events.fid(), 0) }?;
-        let inner = Arc::new(ListenerInner { handle, _registration: registration });
-        events.add(inner.handle.fid(), Source::Listener(Arc::downgrade(&inner)));
+        let inner = Arc::new(ListenerInner { handle, registration });
+        inner.registration.is_for(Source::Listener(Arc::downgrade(&inner)));
         // SAFETY: an open endpoint that is bound to its queue.
         library::check("fi_listen", unsafe { ((*(*object).cm).listen)(object) })?;
         let address = inner.name(info)?;
