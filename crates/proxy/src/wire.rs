@@ -38,7 +38,8 @@ pub(crate) enum Call {
     StageRelease {
         stage: u64,
     },
-    /// The encoded transaction follows the call, or is at the start of the range with its length `control_len`.
+    /// The encoded transaction follows the call, and the place is that of its data; or, if nothing follows, it is at the start of
+    /// the range with its length `control_len`, and its data on the next page.
     Transaction {
         control_len: u32,
         /// CRC-32C of the encoded transaction, where it is in a range; an entry's control data has its own.

@@ -94,6 +94,39 @@ async fn payload_inside_a_transaction_of_every_size() {
 }
 
 #[tokio::test]
+async fn a_transaction_takes_no_more_of_host_memory_than_its_payload() {
+    let mut small = options();
+    small.memory.layout.data_len = 2 * MIB as u64;
+    small.largest_request = 2 * MIB;
+    let node = node_of(Path::Dma, Arc::new(MemStore::new()), small).await;
+    make_collection(&node.store).await;
+    let source = WriteSource::Inline(payload(1, 2 * MIB));
+    let write = Op::Write { oid: oid(0), offset: 0, source };
+    node.store.queue_transaction(transaction(write)).await.unwrap();
+    assert_eq!(get(&node.store, 0, 2 * MIB).await, pattern(1, 2 * MIB));
+}
+
+#[tokio::test]
+async fn ops_that_are_too_long_for_an_entry_go_with_the_payload() {
+    let node = node(Path::Dma).await;
+    make_collection(&node.store).await;
+    for len in [5000, MIB] {
+        // 100 bytes each, beside some payload.
+        let entries: Vec<_> =
+            (0..1000).map(|n| (Bytes::from(format!("key {n:092}")), Bytes::from("v"))).collect();
+        let source = WriteSource::Inline(payload(2, len));
+        let write = transaction(Op::Write { oid: oid(len), offset: 0, source })
+            .with(Op::OmapSet { oid: oid(len), entries: entries.clone() });
+        let before = node.session.engine().counters().bytes;
+        node.store.queue_transaction(write).await.unwrap();
+        assert!(node.session.engine().counters().bytes - before >= (100_000 + len) as u64);
+        assert_eq!(get(&node.store, len, len).await, pattern(2, len));
+        let (found, _) = node.store.omap_iterate(&cid(), &oid(len), Bytes::new(), 2000).await.unwrap();
+        assert_eq!(found, entries);
+    }
+}
+
+#[tokio::test]
 async fn payload_in_staging_buffers_crosses_by_dma_without_a_copy() {
     let node = node(Path::Dma).await;
     make_collection(&node.store).await;

@@ -124,9 +124,16 @@ pub(super) fn fits_inline(encoded: &Encoded) -> bool {
     encoded.control.len() + encoded.data_len <= MAX_INLINE
 }
 
-/// Length of the range that holds a transaction: control data, then the data section on a page of its own.
+/// Where the data section of a transaction begins in its range: at the start, as the control data rides in the entry, or, if
+/// that is too long, behind the control data, on a page of its own.
+fn data_at(encoded: &Encoded) -> usize {
+    let control_len = encoded.control.len();
+    if control_len <= MAX_INLINE { 0 } else { control_len.next_multiple_of(MIN_BUFFER) }
+}
+
+/// Length of the range that holds a transaction.
 pub(super) fn range_len(encoded: &Encoded) -> usize {
-    encoded.control.len().next_multiple_of(MIN_BUFFER) + encoded.data_len
+    data_at(encoded) + encoded.data_len
 }
 
 impl Job {
@@ -193,14 +200,15 @@ impl Job {
         by_dma: bool,
         answer_to: AnswerTo,
     ) -> Job {
-        let inline = !by_dma || fits_inline(&encoded);
-        let range = if inline && by_dma { RangeUse::None } else { want(range_len(&encoded)) };
+        let in_entry = by_dma && fits_inline(&encoded);
+        let range = if in_entry { RangeUse::None } else { want(range_len(&encoded)) };
+        let data_at = data_at(&encoded);
+        let rides = !by_dma || data_at == 0;
         let control_len = encoded.control.len() as u32;
-        let control_crc = if inline { 0 } else { crc32c(&encoded.control) };
-        let (tail, upload) = if inline {
+        let control_crc = if rides { 0 } else { crc32c(&encoded.control) };
+        let (tail, upload) = if rides {
             (encoded.control, encoded.data)
         } else {
-            let data_at = encoded.control.len().next_multiple_of(MIN_BUFFER);
             let control = (0, Bytes::from(encoded.control));
             let data = encoded.data.into_iter().map(|(at, bytes)| (data_at + at, bytes));
             (Vec::new(), std::iter::once(control).chain(data).collect())

@@ -57,10 +57,10 @@ impl Request {
         matches!(self.call, Ok((Call::Transaction { .. }, ..)))
     }
 
-    /// Whether what is in its range arrived damaged: the encoded transaction, and with `payload` also the payload, are compared
+    /// Whether what is in its range arrived damaged: an encoded transaction, and with `payload` also the payload, are compared
     /// with their checksums. What is in the entry was compared already. What cannot be looked at is not damaged but wrong: the call will say so.
     pub(super) fn is_damaged(&self, lease: Option<&Lease>, payload: bool) -> bool {
-        let Ok((call, _, data)) = &self.call else { return false };
+        let Ok((call, rest, data)) = &self.call else { return false };
         match call {
             Call::StageWrite { phase, checksums, place: place @ Place::Range { .. }, .. } if payload => {
                 let Ok((bytes, _)) = payload_of(lease, *place, data.clone()) else { return false };
@@ -70,6 +70,9 @@ impl Request {
             }
             Call::Transaction { control_len, control_crc, place: place @ Place::Range { .. } } => {
                 let Ok((bytes, _)) = payload_of(lease, *place, data.clone()) else { return false };
+                if !rest.is_empty() {
+                    return payload && holds_damage(rest.clone(), &bytes);
+                }
                 let Ok((control, data)) = split_transaction(bytes, *control_len as usize) else {
                     return false;
                 };
@@ -150,13 +153,10 @@ fn start(
             Ok((Box::pin(async move { writing.await.map(|()| (Answer::Done, Vec::new())) }), released))
         }
         Call::Transaction { control_len, place, .. } => {
-            let (control, data, released) = match place {
-                Place::Inline => (rest, data, None),
-                Place::Range { .. } => {
-                    let (bytes, released) = payload_of(lease, place, data)?;
-                    let (control, data) = split_transaction(bytes, control_len as usize)?;
-                    (control, data, released)
-                }
+            let (bytes, released) = payload_of(lease, place, data)?;
+            let (control, data) = match place {
+                Place::Range { .. } if rest.is_empty() => split_transaction(bytes, control_len as usize)?,
+                _ => (rest, bytes),
             };
             let queued = store.queue_transaction(transaction_codec::decode(control, &data)?);
             drop(data);
