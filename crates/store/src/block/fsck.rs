@@ -285,7 +285,7 @@ impl Check<'_> {
     fn damaged(&self, shard: &Shard) -> Result<Vec<usize>> {
         let mut damaged = Vec::new();
         let mut at = 0;
-        let mut content = vec![0; SHARD_BLOCKS as usize * BLOCK_SIZE];
+        let mut content = vec![0; shard.blocks.len() * BLOCK_SIZE];
         while at < shard.blocks.len() {
             let Some(first) = shard.blocks[at] else {
                 at += 1;

@@ -253,8 +253,7 @@ impl Core {
                 },
             };
             let start = number * SHARD_BLOCKS;
-            let range = first.max(start) - start..end.min(start + SHARD_BLOCKS) - start;
-            map.extend_from_slice(&shard.blocks[range.start as usize..range.end as usize]);
+            map.extend(shard.places(first.max(start) - start, end.min(start + SHARD_BLOCKS) - start));
         }
         if needs.is_empty() { Ok(Ok(map)) } else { Err(needs) }
     }

@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::{CollectionId, ObjectId, Result, StoreError};
 
-/// Blocks per shard of an object's map: 256 KiB.
-pub(crate) const SHARD_BLOCKS: u64 = 64;
+/// Blocks per shard of an object's map: 1 MiB.
+pub(crate) const SHARD_BLOCKS: u64 = 256;
 /// Blocks per page of reference counts.
 pub(crate) const REF_BLOCKS: u64 = 1024;
 
@@ -154,27 +154,54 @@ pub(crate) struct BlockRef {
     pub(crate) shared: bool,
 }
 
-/// The map of 256 KiB of an object; `None` is a hole.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// The map of 1 MiB of an object; `None`, and what is missing at the end, is a hole.
+#[derive(Debug, Clone, Default)]
 pub(crate) struct Shard {
-    pub(crate) blocks: [Option<BlockRef>; SHARD_BLOCKS as usize],
+    /// At most [`SHARD_BLOCKS`].
+    pub(crate) blocks: Vec<Option<BlockRef>>,
 }
 
-impl Default for Shard {
-    fn default() -> Shard {
-        Shard { blocks: [None; SHARD_BLOCKS as usize] }
-    }
-}
+/// In the first block of an encoded run: its blocks may have other references.
+const SHARED: u64 = 1 << 47;
 
 impl Shard {
+    /// What is at a place.
+    pub(crate) fn get(&self, place: u64) -> Option<BlockRef> {
+        self.blocks.get(place as usize).copied().flatten()
+    }
+
+    /// Maps `new.len()` places from `first` on, and has `released` take each block that was there.
+    pub(crate) fn replace<E>(
+        &mut self,
+        first: u64,
+        new: &[Option<BlockRef>],
+        mut released: impl FnMut(BlockRef) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let end = first as usize + new.len();
+        if self.blocks.len() < end {
+            self.blocks.resize(end, None);
+        }
+        for (slot, new) in self.blocks[first as usize..end].iter_mut().zip(new) {
+            if let Some(old) = std::mem::replace(slot, *new) {
+                released(old)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What is at places `first..end`.
+    pub(crate) fn places(&self, first: u64, end: u64) -> impl Iterator<Item = Option<BlockRef>> {
+        (first..end).map(|place| self.get(place))
+    }
+
     /// Number of blocks that are not holes.
     pub(crate) fn mapped(&self) -> u64 {
         self.blocks.iter().flatten().count() as u64
     }
 
-    /// Runs of blocks: {place in the shard u8, length u8 with the top bit for *shared*, first block u48, checksums}.
+    /// Runs of blocks: {place in the shard u8, length - 1 u8, first block u48 with the top bit for *shared*, checksums}.
     pub(crate) fn encode(&self) -> Bytes {
-        let mut out = BytesMut::with_capacity(16 + 4 * SHARD_BLOCKS as usize);
+        let mut out = BytesMut::with_capacity(16 + 4 * self.blocks.len());
         let mut at = 0;
         while at < self.blocks.len() {
             let Some(first) = self.blocks[at] else {
@@ -187,8 +214,8 @@ impl Shard {
             };
             let len = 1 + (at + 1..self.blocks.len()).take_while(|&i| follows(i)).count();
             out.put_u8(at as u8);
-            out.put_u8(len as u8 | u8::from(first.shared) << 7);
-            out.put_uint_le(first.block, 6);
+            out.put_u8((len - 1) as u8);
+            out.put_uint_le(first.block | if first.shared { SHARED } else { 0 }, 6);
             self.blocks[at..at + len].iter().flatten().for_each(|b| out.put_u32_le(b.crc));
             at += len;
         }
@@ -201,21 +228,26 @@ impl Shard {
         let mut shard = Shard::default();
         let mut next = 0;
         while let Some((head, rest)) = bytes.split_first_chunk::<8>() {
-            let (at, shared, len) = (usize::from(head[0]), head[1] & 0x80 != 0, usize::from(head[1] & 0x7f));
+            let (at, len) = (usize::from(head[0]), usize::from(head[1]) + 1);
             let mut start = [0; 8];
             start[..6].copy_from_slice(&head[2..]);
             let start = u64::from_le_bytes(start);
-            if at < next || len == 0 || at + len > shard.blocks.len() || rest.len() < len * 4 {
+            let (start, shared) = (start & !SHARED, start & SHARED != 0);
+            if at < next || at + len > SHARD_BLOCKS as usize || rest.len() < len * 4 {
                 return Err(wrong("run outside the shard"));
             }
             if start + len as u64 > limit {
                 return Err(wrong("block outside the data region"));
             }
             let (crcs, rest) = rest.split_at(len * 4);
-            for (i, crc) in crcs.chunks_exact(4).enumerate() {
-                let crc = u32::from_le_bytes(crc.try_into().expect("four bytes"));
-                shard.blocks[at + i] = Some(BlockRef { block: start + i as u64, crc, shared });
-            }
+            shard.blocks.resize(at, None);
+            shard.blocks.extend(
+                crcs.as_chunks::<4>()
+                    .0
+                    .iter()
+                    .zip(start..)
+                    .map(|(crc, block)| Some(BlockRef { block, crc: u32::from_le_bytes(*crc), shared })),
+            );
             next = at + len;
             bytes = rest;
         }
@@ -276,8 +308,8 @@ mod tests {
 
     fn shards() -> impl Strategy<Value = Shard> {
         let block = proptest::option::of((0u64..1000, any::<u32>(), any::<bool>()));
-        proptest::collection::vec((block, any::<bool>()), SHARD_BLOCKS as usize).prop_map(|items| {
-            let mut shard = Shard::default();
+        proptest::collection::vec((block, any::<bool>()), 0..=SHARD_BLOCKS as usize).prop_map(|items| {
+            let mut shard = Shard { blocks: vec![None; items.len()] };
             let mut last: Option<BlockRef> = None;
             for (slot, (item, follow)) in shard.blocks.iter_mut().zip(items) {
                 *slot = match (last, item) {
@@ -295,7 +327,9 @@ mod tests {
     proptest! {
         #[test]
         fn shards_survive_encoding(shard in shards()) {
-            prop_assert_eq!(Shard::decode(&shard.encode(), 2000).unwrap(), shard);
+            let found = Shard::decode(&shard.encode(), 2000).unwrap();
+            prop_assert!(found.places(0, SHARD_BLOCKS).eq(shard.places(0, SHARD_BLOCKS)));
+            prop_assert_eq!(found.mapped(), shard.mapped());
         }
 
         #[test]

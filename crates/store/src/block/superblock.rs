@@ -11,7 +11,7 @@ use crate::{Result, StoreError};
 
 const MAGIC: &[u8; 8] = b"OUTBOARD";
 /// Version of the format that this program reads and writes.
-pub(crate) const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 2;
 /// Bytes at the start of the target for both copies.
 pub(crate) const SUPERBLOCKS: u64 = 2 * BLOCK;
 

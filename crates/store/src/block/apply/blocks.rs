@@ -40,7 +40,7 @@ impl Apply<'_> {
     pub(super) fn lookup(&mut self, nid: u64, number: u64) -> Step<Option<BlockRef>> {
         let shard = number / SHARD_BLOCKS;
         self.load_shards(nid, shard, shard)?;
-        Ok(self.shards[&(nid, shard)].0.blocks[(number % SHARD_BLOCKS) as usize])
+        Ok(self.shards[&(nid, shard)].0.get(number % SHARD_BLOCKS))
     }
 
     /// Moves the changed shards into the changes, so that scans see them.
@@ -66,15 +66,12 @@ impl Apply<'_> {
             let number = at / SHARD_BLOCKS;
             let stop = end.min((number + 1) * SHARD_BLOCKS);
             let (mut shard, _) = self.shards.remove(&(onode.nid, number)).expect("shards were loaded");
-            for block in at..stop {
-                let slot = &mut shard.blocks[(block % SHARD_BLOCKS) as usize];
-                let old = std::mem::replace(slot, new[(block - first) as usize]);
-                onode.blocks += u64::from(slot.is_some());
-                if let Some(old) = old {
-                    onode.blocks -= 1;
-                    self.release(old)?;
-                }
-            }
+            let new = &new[(at - first) as usize..(stop - first) as usize];
+            onode.blocks += new.iter().flatten().count() as u64;
+            shard.replace(at % SHARD_BLOCKS, new, |old| {
+                onode.blocks -= 1;
+                self.release(old)
+            })?;
             self.shards.insert((onode.nid, number), (shard, true));
             at = stop;
         }

@@ -89,15 +89,13 @@ impl Apply<'_> {
         }
         let (shard, dirty) =
             self.shards.get_mut(&(onode.nid, number / SHARD_BLOCKS)).expect("it was just looked up");
-        let slot = &mut shard.blocks[(number % SHARD_BLOCKS) as usize];
-        *dirty |= slot.is_some_and(|b| !b.shared);
-        if let Some(block) = slot {
-            block.shared = true;
-        }
+        let Some(Some(slot)) = shard.blocks.get_mut((number % SHARD_BLOCKS) as usize) else {
+            return Ok(None);
+        };
+        *dirty |= !slot.shared;
+        slot.shared = true;
         let block = *slot;
-        if let Some(block) = block {
-            self.add_reference(block.block)?;
-        }
-        Ok(block)
+        self.add_reference(block.block)?;
+        Ok(Some(block))
     }
 }
