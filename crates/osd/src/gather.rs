@@ -24,6 +24,11 @@ pub(crate) const SEGMENT: usize = 2 << 20;
 /// Data up to that length is brought here in one piece and goes to the store with its transaction, in bytes: that is one
 /// message each way instead of four, while in a pipeline of segments there is nothing to gain before the second one.
 const WHOLE: u64 = 2 << 20;
+/// The same when other requests are under way: they keep network, DMA and drive busy meanwhile, so that a pipeline within
+/// each of them would only cost the host's CPU.
+const WHOLE_IN_COMPANY: u64 = 4 << 20;
+/// That many requests keep them busy, the one in question included.
+pub(crate) const COMPANY: u32 = 4;
 
 /// The data of a change, here or in the store.
 pub(crate) enum Gathered {
@@ -63,6 +68,8 @@ pub(crate) struct Puller<'a> {
     pub(crate) pool: &'a BufferPool,
     pub(crate) timeout: Duration,
     pub(crate) segments_in_flight: usize,
+    /// Whether [`COMPANY`] requests are under way.
+    pub(crate) in_company: bool,
 }
 
 impl Puller<'_> {
@@ -91,7 +98,8 @@ impl Puller<'_> {
                 if matches!(user, Mutation::Append(_)) {
                     return self.pull_whole(from, len).await.map(Gathered::Memory);
                 }
-                if len <= WHOLE && len <= self.pool.largest() as u64 {
+                let whole = if self.in_company { WHOLE_IN_COMPANY } else { WHOLE };
+                if len <= whole.min(self.pool.largest() as u64) {
                     return self.pull(from, 0, len as usize, offset).await.map(Gathered::Memory);
                 }
                 self.stage(from, offset, len, store).await.map(Gathered::Staged)

@@ -9,7 +9,7 @@ use messenger::{Connection, Event, Incoming, Listener, Message};
 use proto::{Error, Mutate, Mutated, Reply, ReplyBody, RequestBody, RequestHead, SessionId};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use crate::gather::Puller;
+use crate::gather::{COMPANY, Puller};
 use crate::inflight::{Claim, joined};
 use crate::mutate::Change;
 use crate::osd::{Osd, Request};
@@ -250,6 +250,7 @@ impl Osd {
             pool: &self.pool,
             timeout: self.config.transfer_timeout,
             segments_in_flight: self.config.segments_in_flight(),
+            in_company: self.requests.get() >= COMPANY,
         };
         let gather = async || {
             self.check_parts(&name, &mutate.ops).await?;

@@ -179,7 +179,7 @@ fn a_node_in_host_placement_is_one_process_and_finds_its_data_again() {
 /// change goes whose data is one transaction.
 #[test]
 fn nodes_work_with_windows_of_every_size_that_can_be_configured() {
-    for window in ["4MiB", "256MiB"] {
+    for window in ["8MiB", "256MiB"] {
         let node = Node::new();
         let with = |args: &[&str]| {
             let mut command = Command::new(env!("CARGO_BIN_EXE_outboard"));
@@ -190,7 +190,7 @@ fn nodes_work_with_windows_of_every_size_that_can_be_configured() {
         with(&["up", "--detach", "--target-size", "64MiB", "--placement", "dpu", "--targets", "1"]);
         assert_eq!(node.status()["offload"]["state"], "active", "{window}");
         with(&["pool", "create", "p"]);
-        for (name, len) in [("whole", 2 << 20), ("staged", 5 << 20)] {
+        for (name, len) in [("whole", 2 << 20), ("large", 4 << 20), ("staged", 5 << 20)] {
             let (given, got) = (node.dir.path().join("given"), node.dir.path().join(name));
             let bytes: Vec<u8> = (0..len).map(|i: u32| (i.wrapping_mul(0x9e37_79b9) >> 13) as u8).collect();
             std::fs::write(&given, &bytes).unwrap();

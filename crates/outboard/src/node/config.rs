@@ -271,8 +271,8 @@ impl Config {
         ] {
             within(key, size.0, MIB, 1 << 40)?;
         }
-        // Data of up to 2 MiB goes in one piece with its transaction, and so do 2 MiB that are appended.
-        within("channel.window", self.channel.window.0, 4 * MIB, 4096 * MIB)?;
+        // Data of up to 4 MiB goes in one piece with its transaction.
+        within("channel.window", self.channel.window.0, 8 * MIB, 4096 * MIB)?;
         multiple("channel.window", self.channel.window, ByteSize(4096))?;
         within("channel.requests", self.channel.requests as u64, 1, 1024)?;
         self.channel.tuning().check()?;

@@ -66,7 +66,7 @@ pub const KEYS: &[Key] = &[
         "channel",
         "window",
         "\"64MiB\"",
-        "Host memory that a session's payload passes through: 4MiB to 4GiB, a multiple of 4KiB.",
+        "Host memory that a session's payload passes through: 8MiB to 4GiB, a multiple of 4KiB.",
     ),
     key("channel", "requests", "256", "Most requests to the store that are unanswered at a time: 1 to 1024."),
     key(
