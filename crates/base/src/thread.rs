@@ -74,6 +74,13 @@ impl ThreadClass {
             ThreadClass::Admin => "admin",
         }
     }
+
+    /// The class of a thread's name.
+    #[must_use]
+    pub fn of_name(name: &str) -> Option<ThreadClass> {
+        let (prefix, _) = name.split_once('-')?;
+        ThreadClass::ALL.into_iter().find(|class| class.prefix() == prefix)
+    }
 }
 
 /// Starts a thread called `<class>-<suffix>`. Linux keeps the first 15 bytes of a thread's name.

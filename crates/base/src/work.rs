@@ -10,6 +10,8 @@
 use std::cell::Cell;
 use std::marker::PhantomData;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::task::{Context, Poll};
 use std::time::Instant;
 
@@ -20,14 +22,23 @@ use crate::thread::ThreadClass;
 const CLASSES: usize = ThreadClass::ALL.len();
 
 thread_local! {
-    static BOOK: Book = const { Book { open: Cell::new(None), ns: [const { Cell::new(0) }; CLASSES] } };
+    static BOOK: Book = Book::open();
 }
+
+/// The pages of all threads that have booked something and still run.
+static PAGES: Mutex<Vec<Weak<Page>>> = Mutex::new(Vec::new());
 
 /// The times of one thread.
 struct Book {
     /// What is being worked on, and since when.
     open: Cell<Option<(ThreadClass, Instant)>>,
-    ns: [Cell<u64>; CLASSES],
+    page: Arc<Page>,
+}
+
+/// What others may see of a book: only its thread writes.
+struct Page {
+    thread: Option<ThreadClass>,
+    ns: [AtomicU64; CLASSES],
 }
 
 /// Time spent by a thread since it was started, by class of work.
@@ -70,17 +81,43 @@ pub fn enter(class: ThreadClass) -> Entered {
 pub fn of_this_thread() -> Work {
     BOOK.with(|book| {
         book.turn_to(book.open.get().map(|(class, _)| class));
-        Work(std::array::from_fn(|at| book.ns[at].get()))
+        book.page.work()
     })
 }
 
+/// What all threads of a class have spent their time on so far. What one is at this moment counts when it is done.
+#[must_use]
+pub fn of_threads(class: ThreadClass) -> Work {
+    let pages = PAGES.lock().unwrap_or_else(PoisonError::into_inner);
+    let of_class = pages.iter().filter_map(Weak::upgrade).filter(|page| page.thread == Some(class));
+    of_class.map(|page| page.work()).fold(Work::default(), |sum, work| {
+        Work(std::array::from_fn(|at| sum.0[at].saturating_add(work.0[at])))
+    })
+}
+
+impl Page {
+    fn work(&self) -> Work {
+        Work(std::array::from_fn(|at| self.ns[at].load(Ordering::Relaxed)))
+    }
+}
+
 impl Book {
+    fn open() -> Book {
+        let thread = std::thread::current().name().and_then(ThreadClass::of_name);
+        let page = Arc::new(Page { thread, ns: Default::default() });
+        let mut pages = PAGES.lock().unwrap_or_else(PoisonError::into_inner);
+        pages.retain(|page| page.strong_count() > 0);
+        pages.push(Arc::downgrade(&page));
+        Book { open: Cell::new(None), page }
+    }
+
     /// Adds up what was being worked on, and goes on with `next`.
     fn turn_to(&self, next: Option<ThreadClass>) -> Option<ThreadClass> {
         let now = Instant::now();
         let (class, since) = self.open.replace(next.map(|class| (class, now)))?;
-        let ns = &self.ns[class as usize];
-        ns.set(ns.get().saturating_add(u64::try_from((now - since).as_nanos()).unwrap_or(u64::MAX)));
+        let ns = &self.page.ns[class as usize];
+        let spent = u64::try_from((now - since).as_nanos()).unwrap_or(u64::MAX);
+        ns.store(ns.load(Ordering::Relaxed).saturating_add(spent), Ordering::Relaxed);
         Some(class)
     }
 }
@@ -165,6 +202,31 @@ mod tests {
         assert!(at_least_one_spin(work.ns(MSGR)));
         assert_eq!(work.total_ns(), work.ns(MSGR));
         assert!(Duration::from_nanos(work.total_ns()) + PAUSE <= started.elapsed(), "{work:?}");
+    }
+
+    #[test]
+    fn others_see_what_threads_of_a_class_have_done() {
+        let before = of_threads(ThreadClass::Dma);
+        let (done, wait) = std::sync::mpsc::channel();
+        let (end, ended) = std::sync::mpsc::channel::<()>();
+        let thread = crate::thread::spawn(ThreadClass::Dma, "9", move || {
+            {
+                let _inside = enter(OSD);
+                spin();
+            }
+            done.send(()).unwrap();
+            let _ = ended.recv();
+        });
+        wait.recv().unwrap();
+        let work = of_threads(ThreadClass::Dma);
+        assert!(at_least_one_spin(work.ns(OSD) - before.ns(OSD)));
+        drop(end);
+        thread.unwrap().join().unwrap();
+        assert_eq!(
+            of_threads(ThreadClass::Dma).ns(OSD),
+            before.ns(OSD),
+            "a thread that has ended does not count"
+        );
     }
 
     #[test]

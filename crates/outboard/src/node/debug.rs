@@ -49,6 +49,9 @@ pub struct Answer {
     /// How the osd uses the channel.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tuning: Option<Tuning>,
+    /// Time that threads of class `chan` have spent inside tasks so far, in ns, by the class of the tasks.
+    #[serde(default)]
+    pub chan_ns: Vec<(String, u64)>,
 }
 
 impl std::fmt::Display for ArmedFault {
@@ -149,7 +152,9 @@ impl Controls {
         let armed = self.faults.armed().into_iter();
         let faults = armed.map(|a| ArmedFault { fault: a.fault, fired: a.fired }).collect();
         let tuned = self.tuned.lock().unwrap_or_else(PoisonError::into_inner);
-        Answer { error, faults, tuning: tuned.as_ref().map(|(tuning, _)| *tuning) }
+        let work = base::work::of_threads(ThreadClass::Channel);
+        let chan_ns = ThreadClass::ALL.map(|class| (class.prefix().to_owned(), work.ns(class))).into();
+        Answer { error, faults, tuning: tuned.as_ref().map(|(tuning, _)| *tuning), chan_ns }
     }
 
     fn tune(&self, wanted: Tuning) -> Result<(), TuneError> {

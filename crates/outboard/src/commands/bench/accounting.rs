@@ -1,11 +1,13 @@
 //! CPU, context switches and memory of a node's processes while it is measured.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 
 use base::process::{ProcessUsage, Usage};
 use serde::Serialize;
 
 use crate::cli::NodeArgs;
+use crate::node::debug;
 use crate::node::dir::NodeDir;
 use crate::node::locate;
 use crate::node::state::{NodeState, Role};
@@ -15,6 +17,8 @@ use crate::node::state::{NodeState, Role};
 pub struct Processes {
     placement: Option<String>,
     known: Vec<(String, u32)>,
+    /// Where the store process says what its channel's thread spends its time on.
+    store: Option<PathBuf>,
 }
 
 /// What one process used.
@@ -39,7 +43,7 @@ pub struct ProcessReport {
 pub struct ClassUse {
     /// User and system time.
     pub cpu_seconds: f64,
-    /// Voluntary and involuntary. None of a class that has no thread of its own: they are `osd`'s.
+    /// Voluntary and involuntary. None of a class that has no thread of its own: they are `osd`'s, or `chan`'s on the host.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub context_switches: Option<u64>,
     /// The CPU time is a share of a thread's, by the time inside its tasks.
@@ -48,19 +52,24 @@ pub struct ClassUse {
 }
 
 /// Readings of all processes at one moment.
-pub struct Reading(Vec<(String, u32, ProcessUsage)>);
+pub struct Reading {
+    processes: Vec<(String, u32, ProcessUsage)>,
+    /// What the store process's channel's thread has spent its time on, in ns by class.
+    chan_ns: Vec<(String, u64)>,
+}
 
 impl Processes {
     /// The processes of the node that the arguments name. A node that is known by its address only has none: it may be elsewhere.
     pub fn of(node: &NodeArgs) -> Processes {
         let local = if node.endpoint.is_some() { None } else { NodeDir::open(&locate::root(node)).ok() };
-        let state = local.and_then(|dir| NodeState::load(&dir));
+        let state = local.as_ref().and_then(NodeState::load);
+        let store = local.map(|dir| dir.debug_socket(Role::Store.as_str())).filter(|path| path.exists());
         let mut known = vec![("client".to_owned(), std::process::id())];
         let placement = state.as_ref().map(|s| s.placement.as_str().to_owned());
         for process in state.iter().flat_map(|s| &s.processes).filter(|p| p.is_alive()) {
             known.push((process.role.as_str().to_owned(), process.pid));
         }
-        Processes { placement, known }
+        Processes { placement, known, store }
     }
 
     /// `dpu` or `host`, if known.
@@ -71,7 +80,9 @@ impl Processes {
     /// Reads them all. One that has gone is left out.
     pub fn read(&self) -> Reading {
         let read = |(role, pid): &(String, u32)| Some((role.clone(), *pid, ProcessUsage::read(*pid).ok()?));
-        Reading(self.known.iter().filter_map(read).collect())
+        let asked = self.store.as_ref().and_then(|path| debug::ask(path, &debug::Request::Show).ok());
+        let chan_ns = asked.map(|answer| answer.chan_ns).unwrap_or_default();
+        Reading { processes: self.known.iter().filter_map(read).collect(), chan_ns }
     }
 }
 
@@ -79,18 +90,31 @@ impl Reading {
     /// What each process used since an earlier reading.
     pub fn since(&self, earlier: &Reading) -> Vec<ProcessReport> {
         let report = |(role, pid, now): &(String, u32, ProcessUsage)| {
-            let before = earlier.0.iter().find(|(_, p, _)| p == pid)?;
+            let before = earlier.processes.iter().find(|(_, p, _)| p == pid)?;
             let used = now.since(&before.2);
-            Some(ProcessReport {
+            let mut report = ProcessReport {
                 role: role.clone(),
                 pid: *pid,
                 cpu_seconds: used.total.cpu_seconds,
                 context_switches: used.total.context_switches,
                 by_class: used.by_class.into_iter().map(|(class, used)| (class, used.into())).collect(),
                 peak_resident_bytes: used.peak_resident_bytes,
-            })
+            };
+            if role == Role::Store.as_str() {
+                report.divide("chan", &self.chan_ns_since(earlier));
+            }
+            Some(report)
         };
-        self.0.iter().filter_map(report).collect()
+        self.processes.iter().filter_map(report).collect()
+    }
+
+    /// Empty if that is not known of both.
+    fn chan_ns_since(&self, earlier: &Reading) -> Vec<(String, u64)> {
+        let spent = |(class, ns): &(String, u64)| {
+            let (_, before) = earlier.chan_ns.iter().find(|(c, _)| c == class)?;
+            Some((class.clone(), ns.checked_sub(*before)?))
+        };
+        self.chan_ns.iter().map(spent).collect::<Option<_>>().unwrap_or_default()
     }
 }
 
@@ -102,10 +126,10 @@ impl From<Usage> for ClassUse {
 }
 
 impl ProcessReport {
-    /// Divides the CPU time of the osd's thread among the classes of its tasks, by the time (ns) spent inside them.
-    pub fn divide_osd(&mut self, thread_ns: &[(String, u64)]) {
+    /// Divides the CPU time of the threads of a class among the classes of their tasks, by the time (ns) spent inside them.
+    pub fn divide(&mut self, threads: &str, thread_ns: &[(String, u64)]) {
         let sum: u64 = thread_ns.iter().map(|(_, ns)| ns).sum();
-        let Some(whole) = self.by_class.get_mut("osd").filter(|_| sum > 0) else { return };
+        let Some(whole) = self.by_class.get_mut(threads).filter(|_| sum > 0) else { return };
         let cpu_seconds = std::mem::take(&mut whole.cpu_seconds);
         for (class, ns) in thread_ns.iter().filter(|(_, ns)| *ns > 0) {
             let part = self.by_class.entry(class.clone()).or_default();
@@ -139,7 +163,7 @@ mod tests {
     #[test]
     fn a_shared_thread_is_divided_by_the_time_in_its_tasks() {
         let mut process = osd();
-        process.divide_osd(&[("msgr".to_owned(), 300), ("osd".to_owned(), 100), ("chan".to_owned(), 0)]);
+        process.divide("osd", &[("msgr".to_owned(), 300), ("osd".to_owned(), 100), ("chan".to_owned(), 0)]);
         let msgr = ClassUse { cpu_seconds: 6.0, context_switches: None, estimated: true };
         let osd = ClassUse { cpu_seconds: 2.0, context_switches: Some(7), estimated: true };
         let dma = ClassUse { cpu_seconds: 2.0, context_switches: Some(7), estimated: false };
@@ -150,8 +174,8 @@ mod tests {
     #[test]
     fn without_times_nothing_is_divided() {
         let mut process = osd();
-        process.divide_osd(&[("msgr".to_owned(), 0)]);
-        process.divide_osd(&[]);
+        process.divide("osd", &[("msgr".to_owned(), 0)]);
+        process.divide("osd", &[]);
         assert_eq!(process.by_class, osd().by_class);
     }
 }

@@ -46,8 +46,8 @@ pub enum Workload {
 /// processes, this one and emulated hardware included.
 ///
 /// CPU and context switches are by process and thread class. Connections (msgr) and, on a DPU, the channel's software (chan) share the
-/// osd's thread: its CPU is divided among them and osd by the time inside their tasks, which is an estimate and marked as such. Its
-/// context switches cannot be divided and are all osd's.
+/// osd's thread, and on the host the channel's software and the store share one: its CPU is divided by the time inside their tasks,
+/// which is an estimate and marked as such. Its context switches cannot be divided and are all osd's, and chan's on the host.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:\n  \
     outboard bench write --pool p --object-size 4MiB --in-flight 16 --seconds 10\n  \

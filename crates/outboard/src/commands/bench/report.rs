@@ -67,7 +67,7 @@ impl Report {
         let Outcome { seconds, latency_ns, errors, used: mut processes, window } = outcome;
         if let Some(window) = &window {
             let osd = processes.iter_mut().filter(|p| p.pid == window.pid);
-            osd.for_each(|p| p.divide_osd(&window.thread_ns));
+            osd.for_each(|p| p.divide("osd", &window.thread_ns));
         }
         let ops = latency_ns.len();
         let us = |ns: u64| ns as f64 / 1e3;
