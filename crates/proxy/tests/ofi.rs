@@ -94,7 +94,7 @@ async fn a_transfer_that_never_completes() {
 
 #[tokio::test]
 async fn a_transfer_that_corrupts() {
-    goes_wrong("dma.transfer=corrupt,after=20,count=1", Site::DmaTransfer).await;
+    goes_wrong("dma.transfer=corrupt,after=20,count=3", Site::DmaTransfer).await;
 }
 
 #[tokio::test]
