@@ -1,6 +1,6 @@
 //! The store on a drive. `docs/format.md` draws what lies there.
 //!
-//! [`store`] is the handle and its threads; [`core`] the state of a target, without any I/O of its own, [`messages`] what it takes and gives; [`apply`] turns
+//! [`store`] is the handle, [`driver`] what runs a target, [`mailbox`] the way from one to the other; [`core`] is the state of a target, without any I/O of its own, [`messages`] what it takes and gives; [`apply`] turns
 //! transactions into changes, [`commit`] makes them durable, [`query`] reads; [`checkpoint`] brings the index forward and
 //! [`recovery`] brings a target to order. [`records`], [`log`], [`superblock`] and [`region`] are the formats.
 
