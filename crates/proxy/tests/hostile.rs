@@ -509,11 +509,16 @@ async fn an_answer_of_another_kind_is_never_taken_for_success() {
             let failure = session.status().last_failure.unwrap_or_default();
             assert_eq!(failure.contains("protocol") || failure.contains("socket"), ends_session, "{failure}");
         };
-        tokio::select! {
-            () = osd => {}
-            () = async { evil.await; std::future::pending().await } => {}
-            () = tokio::time::sleep(Duration::from_secs(20)) => panic!("it did not end"),
-        }
+        ends_beside(evil, osd).await;
+    }
+}
+
+/// `osd` comes to its end, whether the hostile store goes on or not.
+async fn ends_beside(store: impl Future<Output = ()>, osd: impl Future<Output = ()>) {
+    tokio::select! {
+        () = osd => {}
+        () = async { store.await; std::future::pending().await } => {}
+        () = tokio::time::sleep(Duration::from_secs(20)) => panic!("it did not end"),
     }
 }
 
@@ -540,11 +545,7 @@ async fn reads_that_a_store_answers_falsely_fail_typed_and_end() {
             let failure = session.status().last_failure.unwrap_or_default();
             assert_eq!(failure.contains("protocol") || failure.contains("socket"), ends_session, "{failure}");
         };
-        tokio::select! {
-            () = osd => {}
-            () = async { evil.await; std::future::pending().await } => {}
-            () = tokio::time::sleep(Duration::from_secs(20)) => panic!("it did not end"),
-        }
+        ends_beside(evil, osd).await;
     }
 }
 
