@@ -12,6 +12,7 @@ mod pulls;
 mod read_buffer;
 mod reader;
 mod task;
+mod turns;
 mod writer;
 
 use std::sync::atomic::AtomicBool;
@@ -28,6 +29,7 @@ use inbound::Inbound;
 use offers::Offers;
 use outbound::Outbound;
 use pulls::Pulls;
+use turns::Turns;
 
 /// What the handshake settled.
 pub(crate) struct Settled {
@@ -71,8 +73,9 @@ pub(crate) struct Shared {
     message_credit: Semaphore,
     /// Room for pushed data that the peer has not acknowledged, in bytes.
     push_room: Semaphore,
-    /// Room in the bulk lane, in chunks. Fair, which makes transfers take turns.
+    /// Room in the bulk lane, in chunks. Fair: transfers whose turn it is alternate.
     bulk_slots: Semaphore,
+    turns: Turns,
     pull_slots: Semaphore,
     /// A pull was given up: the reader may be writing to its buffer.
     pull_dropped: Notify,
@@ -111,6 +114,7 @@ impl Shared {
             message_credit: Semaphore::new(credit),
             push_room: Semaphore::new(config.push_window_bytes as usize),
             bulk_slots: Semaphore::new(BULK_SLOTS),
+            turns: Turns::new(),
             pull_slots: Semaphore::new(MAX_PULLS),
             pull_dropped: Notify::new(),
             close_wanted: watch::Sender::new(false),
@@ -181,6 +185,7 @@ impl Shared {
         for limit in [&self.message_credit, &self.push_room, &self.bulk_slots, &self.pull_slots] {
             limit.close();
         }
+        self.turns.close();
         self.metrics.queue_depth.decrement(outbound.queued_messages() as f64);
         drop((outbound, offers));
         pulls.fail_all(&why);

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use base::block::{self, BLOCK, BLOCK_SIZE, Payload};
 use bytes::Bytes;
+use futures::future::Either;
 use futures::stream::{FuturesUnordered, StreamExt};
 use messenger::{BulkDescriptor, BulkDirection};
 use proto::{Error, ObjectName, Query, QueryAnswer, QueryOp, Read, ReplyBody, StatAnswer};
@@ -72,15 +73,15 @@ impl Reader<'_> {
         let end = end.min(info.size).max(start);
         let body = ReplyBody::Read { version: info.version, object_size: info.size, sent: end - start };
         let Some(sink) = &self.read.sink else { return Ok((body, payload)) };
-        let first_len = payload.len() as u64;
-        self.push(sink, 0, payload).await?;
-        let mut rest = (start + first_len..end).step_by(step as usize);
+        let mut rest = (start + payload.len() as u64..end).step_by(step as usize);
         let mut segments = FuturesUnordered::new();
+        segments.push(Either::Left(self.push(sink, 0, payload)));
         loop {
             if segments.len() < self.osd.config.segments_in_flight()
                 && let Some(at) = rest.next()
             {
-                segments.push(self.move_segment(sink, start, at, step.min(end - at), info.version));
+                let segment = self.move_segment(sink, start, at, step.min(end - at), info.version);
+                segments.push(Either::Right(segment));
                 continue;
             }
             match segments.next().await {

@@ -15,6 +15,7 @@ use super::inbound::charge;
 use super::offers::{Offered, check_range, chunk_len};
 use super::outbound::Chunk;
 use super::pulls::Done;
+use super::turns::Turn;
 use super::{Shared, Status};
 use crate::frame::{Body, Push};
 use crate::{
@@ -95,7 +96,9 @@ impl Shared {
         let (data, checksums) = payload.into_parts();
         let (mut data, mut checksums) = (data, checksums.as_slice());
         let mut placed = None;
+        let mut turn = Turn::default();
         while !data.is_empty() {
+            turn.take(&self.turns, data.len() as u64).await.map_err(|_| self.loss())?;
             let chunk = data.split_to(chunk_len(at.phase, data.len() as u64));
             let pieces = base::block::piece_count(at.phase, chunk.len() as u64) as usize;
             let (sums, rest) = checksums.split_at(pieces);

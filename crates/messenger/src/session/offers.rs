@@ -2,12 +2,14 @@
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Arc, Weak};
+use std::task::Poll;
 
 use base::block::{BLOCK, Payload};
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
 use super::outbound::Chunk;
+use super::turns::Turn;
 use super::{Shared, Status};
 use crate::config::{MAX_CHUNK, MAX_PULLS};
 use crate::frame::{Body, PullData, PullRefused, PullRequest, Push, PushRefused, Refusal};
@@ -223,7 +225,7 @@ fn withdraw(session: &Weak<Shared>, key: u64) {
     drop(offer);
 }
 
-/// Reads the source chunk by chunk. Transfers of one connection take turns: each waits in line for a bulk slot per chunk.
+/// Reads the source chunk by chunk, and sends them when it is the transfer's turn.
 async fn serve(session: Arc<Shared>, request: PullRequest, source: Arc<dyn BulkSource>) {
     let failed = send_all(&session, &request, &*source).await;
     session.lock().offers.serving.remove(&request.pull);
@@ -241,13 +243,24 @@ async fn send_all(
 ) -> Result<(), (Refusal, String)> {
     let end = request.offset + request.len;
     let mut at = request.offset;
+    let mut turn = Turn::default();
     while at < end {
         let phase = (source.phase() + at) % BLOCK;
         let len = chunk_len(phase, end - at);
-        let payload = source.read(at, len).await.map_err(|reason| (Refusal::Source, reason))?;
+        let mut reading = source.read(at, len);
+        let read = match futures::poll!(&mut reading) {
+            Poll::Ready(read) => read,
+            Poll::Pending => {
+                // Others need not wait for a slow source.
+                turn.leave();
+                reading.await
+            }
+        };
+        let payload = read.map_err(|reason| (Refusal::Source, reason))?;
         if payload.len() != len || payload.phase() != phase {
             return Err((Refusal::Source, "it gave another range than asked for".into()));
         }
+        let Ok(()) = turn.take(&session.turns, end - at).await else { return Ok(()) };
         let Ok(slot) = session.bulk_slots.acquire().await else { return Ok(()) };
         let data = PullData { pull: request.pull, offset: at };
         let wanted = session.queue_data(request.offer, data, payload).map_err(|r| (Refusal::Offer, r))?;
