@@ -98,7 +98,7 @@ impl Shared {
         let mut placed = None;
         let mut turn = Turn::default();
         while !data.is_empty() {
-            turn.take(&self.turns, data.len() as u64).await.map_err(|_| self.loss())?;
+            turn.take(&self.turns, at.key, data.len() as u64).await.map_err(|_| self.loss())?;
             let chunk = data.split_to(chunk_len(at.phase, data.len() as u64));
             let pieces = base::block::piece_count(at.phase, chunk.len() as u64) as usize;
             let (sums, rest) = checksums.split_at(pieces);

@@ -260,7 +260,7 @@ async fn send_all(
         if payload.len() != len || payload.phase() != phase {
             return Err((Refusal::Source, "it gave another range than asked for".into()));
         }
-        let Ok(()) = turn.take(&session.turns, end - at).await else { return Ok(()) };
+        let Ok(()) = turn.take(&session.turns, request.offer, end - at).await else { return Ok(()) };
         let Ok(slot) = session.bulk_slots.acquire().await else { return Ok(()) };
         let data = PullData { pull: request.pull, offset: at };
         let wanted = session.queue_data(request.offer, data, payload).map_err(|r| (Refusal::Offer, r))?;
