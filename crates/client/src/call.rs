@@ -94,10 +94,13 @@ impl Pending {
     /// Takes the data that came with an answer.
     pub(crate) fn collect(&mut self, body: ReplyBody, payload: Payload) -> Outcome {
         self.region = None;
+        // Little data comes with the answer although there is a sink.
         let data = match (self.sink.take(), &body) {
-            (Some(sink), ReplyBody::Read { sent, .. }) => sink.take(*sent).ok_or_else(|| {
-                Error::Protocol(format!("{sent} bytes announced, but not all of them arrived"))
-            })?,
+            (Some(sink), ReplyBody::Read { sent, .. }) if payload.is_empty() => {
+                sink.take(*sent).ok_or_else(|| {
+                    Error::Protocol(format!("{sent} bytes announced, but not all of them arrived"))
+                })?
+            }
             _ => vec![payload.into_parts().0],
         };
         Ok(Answer { body, data })

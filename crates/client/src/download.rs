@@ -1,4 +1,5 @@
-//! Reading: the first request finds out what the object is, the rest of it is fetched several requests at a time.
+//! Reading: the first request brings what memory there is for, and finds out what the object is; the rest of it is fetched
+//! several requests at a time.
 
 use bytes::{Bytes, BytesMut};
 use futures::stream::{FuturesOrdered, StreamExt};
@@ -108,7 +109,7 @@ impl Download<'_> {
     async fn run(object: &Object, offset: u64, len: u64, out: &mut impl Output) -> Result<u64> {
         let this = Download { object };
         let options = &object.parts().0.link.shared.options;
-        let first = len.min(if len <= options.read_size { len } else { object.parts().0.link.inline_max() });
+        let first = len.min(options.read_size.saturating_mul(options.reads_in_flight as u64));
         let piece = Piece { part: None, if_version: None, offset, len: first };
         match this.read(&piece).await? {
             Found::Plain { version, size, data } => {

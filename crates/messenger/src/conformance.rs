@@ -8,8 +8,8 @@ mod resume;
 mod rig;
 
 pub use bulk::{
-    bulk_both_ways, given_up_pulls_never_write_late, many_transfers_at_once, offers_are_guarded,
-    slow_source_times_out,
+    bulk_both_ways, given_up_pulls_never_write_late, large_transfers_go_one_after_the_other,
+    many_transfers_at_once, offers_are_guarded, slow_source_times_out,
 };
 pub use order::{messages_keep_their_order, sizes_over_the_limits, unread_messages_hold_the_sender_back};
 pub use resume::{
@@ -28,6 +28,7 @@ macro_rules! for_each_conformance_check {
         $run!(unread_messages_hold_the_sender_back);
         $run!(bulk_both_ways);
         $run!(many_transfers_at_once);
+        $run!(large_transfers_go_one_after_the_other);
         $run!(offers_are_guarded);
         $run!(slow_source_times_out);
         $run!(given_up_pulls_never_write_late);

@@ -2,10 +2,12 @@
 //!
 //! A read takes its place in the object's order, waits there until every earlier change is durable, hands its call to
 //! the store, which fixes what it will see, and leaves. So neither the store's time nor the client's holds up the object.
-//! Long reads do this segment by segment and notice by the version if the object was changed in between.
+//! Long reads do this segment by segment and notice by the version if the object was changed in between. The first one
+//! tells, before its data is there, what the object is; so the others start at once.
 
 use std::time::Duration;
 
+use base::BoxFuture;
 use base::block::{self, BLOCK, BLOCK_SIZE, Payload};
 use bytes::Bytes;
 use futures::future::Either;
@@ -24,10 +26,17 @@ use crate::osd::{Osd, Place, Request};
 /// First pause before an op is tried again after the store was lost; doubles up to half a second.
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// What a segment of a read found.
-enum Segment {
-    Data { info: ObjectInfo, payload: Payload },
-    Striped(ObjectInfo),
+/// Answers up to that size, in bytes, travel inside messages, whether the client offers a sink or not.
+const INLINE: u64 = 64 << 10;
+
+/// A segment that the store has been asked for.
+struct Begun {
+    info: ObjectInfo,
+    epoch: u64,
+    at: u64,
+    len: u64,
+    /// `None` if there is nothing to be read: nothing is left at `at`, or the object is striped.
+    reading: Option<BoxFuture<'static, store::Result<ReadData>>>,
 }
 
 /// A read under way.
@@ -64,30 +73,72 @@ impl Reader<'_> {
             return Err(Error::TooLarge { what, size: wanted_end - start, limit: room }.into());
         }
         let end = wanted_end.min(start.saturating_add(room));
-        let step = SEGMENT.min(self.osd.pool.largest()) as u64;
-        let (info, payload) = match self.segment(start, (end - start).min(step), self.read.if_version).await?
-        {
-            Segment::Data { info, payload } => (info, payload),
-            Segment::Striped(info) => return Ok((striped(&info), Payload::default())),
-        };
+        let first = self.begin_first(start, end).await?;
+        let info = first.info;
+        if info.manifest.is_some() {
+            return Ok((striped(&info), Payload::default()));
+        }
         let end = end.min(info.size).max(start);
         let body = ReplyBody::Read { version: info.version, object_size: info.size, sent: end - start };
-        let Some(sink) = &self.read.sink else { return Ok((body, payload)) };
-        let mut rest = (start + payload.len() as u64..end).step_by(step as usize);
+        let inline = INLINE.min(self.request.connection.limits().max_inline as u64);
+        let sink = self.read.sink.as_ref().filter(|_| first.len < end - start || first.len > inline);
+        let Some(sink) = sink else {
+            return Ok((body, self.finish_first(first).await?));
+        };
+        self.push_all(sink, first, end).await?;
+        Ok((body, Payload::default()))
+    }
+
+    /// Pushes the first segment, and those after it up to `end`, several at a time.
+    async fn push_all(&self, sink: &BulkDescriptor, first: Begun, end: u64) -> Step<()> {
+        let (start, version) = (first.at, first.info.version);
+        let step = self.step();
+        let mut at = start + first.len;
         let mut segments = FuturesUnordered::new();
-        segments.push(Either::Left(self.push(sink, 0, payload)));
+        segments.push(Either::Left(async { self.push(sink, 0, self.finish_first(first).await?).await }));
         loop {
-            if segments.len() < self.osd.config.segments_in_flight()
-                && let Some(at) = rest.next()
-            {
-                let segment = self.move_segment(sink, start, at, step.min(end - at), info.version);
-                segments.push(Either::Right(segment));
+            if segments.len() < self.osd.config.segments_in_flight() && at < end {
+                let len = step.min(end - at);
+                segments.push(Either::Right(self.move_segment(sink, start, at, len, version)));
+                at += len;
                 continue;
             }
             match segments.next().await {
                 Some(moved) => moved?,
-                None => return Ok((body, Payload::default())),
+                None => return Ok(()),
             }
+        }
+    }
+
+    /// Most bytes of a segment.
+    fn step(&self) -> u64 {
+        SEGMENT.min(self.osd.pool.largest()) as u64
+    }
+
+    /// Starts to read at `start`, of an object that may be anything.
+    async fn begin_first(&self, start: u64, end: u64) -> Step<Begun> {
+        let object = self.place.pg.object(&self.place.oid);
+        // Of an object that is not known little is read at first: most are small, and memory is taken before one knows.
+        let likely = match object.known(self.place.pg.target.epoch()) {
+            Some(Some(info)) => {
+                block::align_up(info.size).unwrap_or(u64::MAX).saturating_sub(start).max(BLOCK)
+            }
+            _ => INLINE,
+        };
+        let most = if self.read.sink.is_some() { likely } else { u64::MAX };
+        let len = (end - start).min(most).min(self.step());
+        let attempt = async || self.begin(&object, start, len, self.read.if_version).await;
+        patiently(&self.place, self.request.patience(&self.osd.config), attempt).await
+    }
+
+    async fn finish_first(&self, first: Begun) -> Step<Payload> {
+        let (at, len, info, epoch) = (first.at, first.len, first.info, first.epoch);
+        match self.finish(first).await {
+            Err(Fail::Lost(_)) => {
+                self.place.pg.target.lost(epoch);
+                self.segment(at, len, info.version).await
+            }
+            outcome => outcome,
         }
     }
 
@@ -100,10 +151,7 @@ impl Reader<'_> {
         len: u64,
         version: u64,
     ) -> Step<()> {
-        match self.segment(at, len, Some(version)).await? {
-            Segment::Data { payload, .. } => self.push(sink, at - start, payload).await,
-            Segment::Striped(info) => Err(Error::Changed { wanted: version, found: info.version }.into()),
-        }
+        self.push(sink, at - start, self.segment(at, len, version).await?).await
     }
 
     async fn push(&self, sink: &BulkDescriptor, at: u64, payload: Payload) -> Step<()> {
@@ -115,19 +163,14 @@ impl Reader<'_> {
         Ok(self.request.connection.bulk_write(sink, at, payload, timeout).await?)
     }
 
-    async fn segment(&self, at: u64, len: u64, if_version: Option<u64>) -> Step<Segment> {
+    async fn segment(&self, at: u64, len: u64, version: u64) -> Step<Payload> {
         let object = self.place.pg.object(&self.place.oid);
-        let attempt = async || self.try_segment(&object, at, len, if_version).await;
+        let attempt = async || self.finish(self.begin(&object, at, len, Some(version)).await?).await;
         patiently(&self.place, self.request.patience(&self.osd.config), attempt).await
     }
 
-    async fn try_segment(
-        &self,
-        object: &ObjectState,
-        at: u64,
-        len: u64,
-        if_version: Option<u64>,
-    ) -> Step<Segment> {
+    /// Asks the store for a segment, when it is this request's turn.
+    async fn begin(&self, object: &ObjectState, at: u64, len: u64, if_version: Option<u64>) -> Step<Begun> {
         let pg = &self.place.pg;
         // Memory first: whoever waits for it must not hold up the object. The store fills whole blocks.
         let dest = match len {
@@ -144,18 +187,19 @@ impl Reader<'_> {
         if let Some(wanted) = if_version.filter(|v| *v != info.version) {
             return Err(Error::Changed { wanted, found: info.version }.into());
         }
-        if info.manifest.is_some() {
-            return Ok(Segment::Striped(info));
-        }
         let len = len.min(info.size.saturating_sub(at));
-        if len == 0 {
-            return Ok(Segment::Data { info, payload: Payload::default() });
-        }
-        let reading = pg.target.store.read(&pg.cid, &self.place.oid, at, len, dest);
+        let has_data = len > 0 && info.manifest.is_none();
+        let reading = has_data.then(|| pg.target.store.read(&pg.cid, &self.place.oid, at, len, dest));
         drop(turn);
+        Ok(Begun { info, epoch, at, len, reading })
+    }
+
+    /// Waits for what the store was asked for.
+    async fn finish(&self, begun: Begun) -> Step<Payload> {
+        let Some(reading) = begun.reading else { return Ok(Payload::default()) };
         let data = reading.await?;
-        pg.target.still(epoch)?;
-        Ok(Segment::Data { info, payload: self.check(at, len, &data)? })
+        self.place.pg.target.still(begun.epoch)?;
+        self.check(begun.at, begun.len, &data)
     }
 
     /// Verifies what the store gave, and makes it a payload: the last piece's checksum is no longer that of its block.

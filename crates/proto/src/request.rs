@@ -261,7 +261,8 @@ pub struct Read {
     pub len: u64,
     /// Refuse with [`Error::Changed`] unless the object has this version.
     pub if_version: Option<u64>,
-    /// Where to put the blocks that cover the range, from the start of the first one; `None`: into the answer.
+    /// Where to put the blocks that cover the range, from the start of the first one; `None`: into the answer. Little
+    /// data comes in the answer in any case.
     pub sink: Option<BulkDescriptor>,
 }
 

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use base::block::{Payload, verify_pieces};
+use futures::stream::{FuturesUnordered, StreamExt};
 use rand::Rng;
 
 use super::rig::{Buffer, Rig, message, next_message, pool, random_bytes};
@@ -96,6 +97,71 @@ pub async fn many_transfers_at_once(rig: &Rig) {
         let (_sink, room) = done.expect("the transfer went well");
         assert!(room.content() == data[..]);
     }
+}
+
+/// Large transfers that begin together go one after the other: when the first has ended the last has hardly begun. Small
+/// ones pass them, and a source that has nothing to give holds up nobody.
+pub async fn large_transfers_go_one_after_the_other(rig: &Rig) {
+    const LARGE: usize = 8;
+    let mut listener = rig.listen().await;
+    let ((client, mut from_server), (server, _in)) = rig.pair(&mut *listener).await;
+    let pool = pool();
+    let data = vec![3; 4 << 20];
+    let stuck = Buffer::slow(0, &data, LONG * 2);
+    let stuck = client.offer_source(Arc::new(stuck)).expect("offered");
+    let waits = |_| async {
+        let dest = pool.alloc(data.len()).await.expect("a buffer");
+        server.bulk_read(&stuck.descriptor, 0, dest, LONG * 3).await.map(drop)
+    };
+    let stuck_ones = futures::future::join_all((0..4).map(waits));
+    let (ends, mut ended) = tokio::sync::mpsc::unbounded_channel();
+    let buffers: Vec<_> = (0..LARGE).map(|_| Buffer::new(0, &data)).collect();
+    let source = |buffer: &Arc<Buffer>| client.offer_source(Arc::clone(buffer) as _).expect("offered");
+    let sources: Vec<_> = buffers.iter().map(source).collect();
+    let small = source(&Buffer::new(0, &data[..5000]));
+    let (ends, server_, pool_, last) = (&ends, &server, &pool, &buffers[LARGE - 1]);
+    let pull = |i: usize, from: &BulkDescriptor, len: usize| {
+        let from = from.clone();
+        async move {
+            let dest = pool_.alloc(len).await.expect("a buffer");
+            let pulled = server_.bulk_read(&from, 0, dest, LONG).await.expect("pulled");
+            assert!(pulled.buf.iter().all(|b| *b == 3));
+            ends.send((i, last.taken())).expect("somebody listens");
+        }
+    };
+    let mut pulls: Vec<_> =
+        sources.iter().enumerate().map(|(i, s)| pull(i, &s.descriptor, data.len())).collect();
+    pulls.push(pull(LARGE, &small.descriptor, 5000));
+    tokio::select! {
+        _ = stuck_ones => panic!("a source without data was read"),
+        _ = futures::future::join_all(pulls) => {}
+    }
+    let order: Vec<(usize, u64)> = std::iter::from_fn(|| ended.try_recv().ok()).collect();
+    let small_at = order.iter().position(|(i, _)| *i == LARGE).expect("it ended");
+    assert!(small_at < LARGE / 2, "the small one waited for most: {order:?}");
+    let (_, last_taken) = order.iter().find(|(i, _)| *i < LARGE).expect("they ended");
+    assert!(*last_taken <= 256 << 10, "pulls, and what the last one had sent: {order:?}");
+
+    let rooms: Vec<_> = (0..LARGE).map(|_| Buffer::new(0, &vec![0; data.len()])).collect();
+    let sink = |room: &Arc<Buffer>| client.offer_sink(Arc::clone(room) as _, 0).expect("offered");
+    let sinks: Vec<_> = rooms.iter().map(sink).collect();
+    let payload = Payload::compute(0, data.clone().into());
+    let pushes = sinks.iter().enumerate().map(|(i, sink)| {
+        let (payload, server, last) = (payload.clone(), &server, &rooms[LARGE - 1]);
+        async move {
+            server.bulk_write(&sink.descriptor, 0, payload, LONG).await.expect("pushed");
+            server.send(message(b"pushed")).await.expect("sent");
+            (i, last.filled())
+        }
+    });
+    let mut pushes: FuturesUnordered<_> = pushes.collect();
+    let (first, last_filled) = pushes.next().await.expect("there are some");
+    assert_eq!(last_filled, 0, "the last push had begun when number {first} was sent");
+    while pushes.next().await.is_some() {}
+    for _ in 0..LARGE {
+        assert_eq!(next_message(&mut *from_server).await.header.as_ref(), b"pushed");
+    }
+    assert!(rooms.iter().all(|room| room.content() == data), "all is there");
 }
 
 /// Offers that were withdrawn, never made, exceeded or meant for something else are refused, and only that.

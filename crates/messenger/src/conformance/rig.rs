@@ -1,5 +1,6 @@
 //! What the checks of the suite stand on.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -109,6 +110,7 @@ pub struct Buffer {
     phase: u64,
     data: Mutex<Vec<u8>>,
     filled: Mutex<Vec<(u64, u64)>>,
+    taken: AtomicU64,
     len: u64,
     /// How long reading takes.
     pub delay: Duration,
@@ -125,13 +127,26 @@ impl Buffer {
     #[must_use]
     pub fn slow(phase: u64, data: &[u8], delay: Duration) -> Buffer {
         let len = data.len() as u64;
-        Buffer { phase, data: Mutex::new(data.to_vec()), filled: Mutex::default(), len, delay }
+        Buffer {
+            phase,
+            data: Mutex::new(data.to_vec()),
+            filled: Mutex::default(),
+            taken: AtomicU64::new(0),
+            len,
+            delay,
+        }
     }
 
     /// What is in it.
     #[must_use]
     pub fn content(&self) -> Vec<u8> {
         self.data.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// How many bytes were read from it.
+    #[must_use]
+    pub fn taken(&self) -> u64 {
+        self.taken.load(Ordering::Relaxed)
     }
 
     /// How many bytes were written into it.
@@ -155,6 +170,7 @@ impl BulkSource for Buffer {
             if !self.delay.is_zero() {
                 tokio::time::sleep(self.delay).await;
             }
+            self.taken.fetch_add(len as u64, Ordering::Relaxed);
             let start = offset as usize;
             let data = self.content().get(start..start + len).map(Bytes::copy_from_slice);
             let data = data.ok_or_else(|| "asked for a range outside the source".to_owned())?;

@@ -209,8 +209,10 @@ async fn requests_need_a_session_of_a_version_that_both_speak() {
         }
     };
     assert!(matches!(unopened(append("object", "x")).await, Error::NoSession(_)));
-    assert!(matches!(unopened(open(7, 9, None)).await, Error::WrongVersion { oldest: 1, newest: 1 }));
+    let (oldest, newest) = (proto::VERSION_OLDEST, proto::VERSION);
+    let too_new = unopened(open(newest + 1, newest + 3, None)).await;
+    assert_eq!(too_new, Error::WrongVersion { oldest, newest });
     let future = SessionId::new(u64::MAX >> 16, 5);
-    assert!(matches!(unopened(open(1, 1, Some(future))).await, Error::BadRequest(_)));
+    assert!(matches!(unopened(open(oldest, newest, Some(future))).await, Error::BadRequest(_)));
     still_works(&node).await;
 }

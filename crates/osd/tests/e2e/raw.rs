@@ -42,7 +42,7 @@ impl Raw {
         let stack = TcpStack::default();
         let (connection, incoming) = stack.connect(endpoint, ConnectOptions::default()).await.unwrap();
         let mut raw = Raw { connection, incoming, session: SessionId(0) };
-        let open = RequestBody::Open { oldest: 1, newest: 1, session };
+        let open = RequestBody::Open { oldest: proto::VERSION_OLDEST, newest: proto::VERSION, session };
         match raw.call(head(0), open).await.unwrap() {
             ReplyBody::Opened { session, .. } => raw.session = session,
             other => panic!("{other:?}"),
