@@ -18,6 +18,8 @@ pub struct Environment {
     pub memory: String,
     /// Kernel release.
     pub kernel: String,
+    /// How the system controls TCP connections that do not choose.
+    pub tcp_congestion_control: String,
     /// Operating system.
     pub system: String,
     /// File system and device that the targets are on.
@@ -52,6 +54,7 @@ impl Environment {
             cpus: std::thread::available_parallelism().map_or(0, usize::from),
             memory: field(&file("/proc/meminfo"), "MemTotal", ':').unwrap_or_else(unknown),
             kernel: file("/proc/sys/kernel/osrelease").trim().to_owned(),
+            tcp_congestion_control: file("/proc/sys/net/ipv4/tcp_congestion_control").trim().to_owned(),
             system: field(&file("/etc/os-release"), "PRETTY_NAME", '=').unwrap_or_else(unknown),
             drive: said("findmnt", &["-n", "-o", "SOURCE,FSTYPE", "-T", &work]),
             commit: commit(),

@@ -56,6 +56,7 @@ impl Rig {
                 None
             }
         };
+        missing.extend(ceph.as_ref().and_then(|c| c.handicap.clone()));
         let fio = FioFile::create(&settings.work, u32::try_from(FIO_GIB << 10)?)?;
         let ablations = if settings.quick { Vec::new() } else { ablations(&nodes[1].1, missing)? };
         let rig = Rig { nodes, ceph, fio, ablations, _cleaner: cleaner };

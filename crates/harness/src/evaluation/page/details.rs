@@ -207,6 +207,7 @@ fn environment(content: &Content<'_>) -> String {
         ("CPUs", &e.cpus.to_string()),
         ("memory", &e.memory),
         ("kernel", &e.kernel),
+        ("TCP congestion control", &e.tcp_congestion_control),
         ("system", &e.system),
         ("drive of the targets", &e.drive),
         ("commit", &e.commit),
