@@ -97,14 +97,19 @@ impl Pending {
         // Little data comes with the answer although there is a sink.
         let data = match (self.sink.take(), &body) {
             (Some(sink), ReplyBody::Read { sent, .. }) if payload.is_empty() => {
-                sink.take(*sent).ok_or_else(|| {
-                    Error::Protocol(format!("{sent} bytes announced, but not all of them arrived"))
-                })?
+                sink.take(*sent).ok_or_else(|| incomplete(*sent))?
+            }
+            (_, ReplyBody::Read { sent, .. }) if payload.len() as u64 != *sent => {
+                return Err(incomplete(*sent));
             }
             _ => vec![payload.into_parts().0],
         };
         Ok(Answer { body, data })
     }
+}
+
+fn incomplete(sent: u64) -> Error {
+    Error::Protocol(format!("{sent} bytes announced, but not all of them arrived"))
 }
 
 /// Removes the request from the table when its caller is done with it or gives up.
@@ -147,6 +152,44 @@ impl Link {
                 }
                 outcome => return outcome,
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use messenger::BulkSink;
+
+    fn collected(sink: Option<&[u8]>, payload: &[u8], sent: u64) -> Result<usize> {
+        let sink = sink.map(|pushed| {
+            let sink = Arc::new(ChunkSink::new(1 << 20));
+            assert!(sink.write(0, Payload::compute(0, pushed.to_vec().into())));
+            sink
+        });
+        let body = RequestBody::PoolList;
+        let (bulk, deadline) = (Bulk::None, Instant::now());
+        let mut pending = Pending { body, bulk, deadline, sent_on: 1, done: None, region: None, sink };
+        let body = ReplyBody::Read { version: 1, object_size: 1 << 30, sent };
+        let answer = pending.collect(body, Payload::compute(0, payload.to_vec().into()))?;
+        Ok(answer.data.iter().map(Bytes::len).sum())
+    }
+
+    #[test]
+    fn as_much_must_come_as_the_answer_says_wherever_it_comes() {
+        assert_eq!(collected(None, b"abc", 3).ok(), Some(3));
+        assert_eq!(collected(Some(b""), b"abc", 3).ok(), Some(3));
+        assert_eq!(collected(Some(b"abcd"), b"", 4).ok(), Some(4));
+        assert_eq!(collected(Some(b""), b"", 0).ok(), Some(0));
+        for (sink, payload, sent) in [
+            (None, &b"abc"[..], 4),
+            (None, b"", 4),
+            (Some(&b""[..]), b"abc", 1 << 20),
+            (Some(b"abcd"), b"", 3),
+            (Some(b"abcd"), b"", 5),
+        ] {
+            let outcome = collected(sink, payload, sent);
+            assert!(matches!(outcome, Err(Error::Protocol(_))), "{sink:?} {payload:?} {sent}: {outcome:?}");
         }
     }
 }

@@ -1,5 +1,5 @@
-//! Reading: the first request brings what memory there is for, and finds out what the object is; the rest of it is fetched
-//! several requests at a time.
+//! Reading: the first request brings as much as the others together have in flight, and finds out what the object is; the
+//! rest of it is fetched several requests at a time.
 
 use bytes::{Bytes, BytesMut};
 use futures::stream::{FuturesOrdered, StreamExt};
@@ -12,6 +12,9 @@ use crate::{Error, Object, Result};
 
 /// How often a read starts again because the object was changed meanwhile.
 const TRIES: usize = 8;
+
+/// Most that the first request brings, in bytes: it may have to be repeated as a whole.
+const FIRST_MAX: u64 = 16 << 20;
 
 /// Up to `len` bytes at `offset` in one piece.
 pub(crate) async fn get_range(object: &Object, offset: u64, len: u64) -> Result<Bytes> {
@@ -109,10 +112,16 @@ impl Download<'_> {
     async fn run(object: &Object, offset: u64, len: u64, out: &mut impl Output) -> Result<u64> {
         let this = Download { object };
         let options = &object.parts().0.link.shared.options;
-        let first = len.min(options.read_size.saturating_mul(options.reads_in_flight as u64));
+        let first = len.min(options.read_size.saturating_mul(options.reads_in_flight as u64)).min(FIRST_MAX);
         let piece = Piece { part: None, if_version: None, offset, len: first };
         match this.read(&piece).await? {
             Found::Plain { version, size, data } => {
+                let expected = offset.saturating_add(first).min(size).saturating_sub(offset);
+                let came = data.iter().map(Bytes::len).sum::<usize>() as u64;
+                if came != expected {
+                    let what = format!("{came} bytes came of an object of {size}, not {expected}");
+                    return Err(Error::Protocol(what));
+                }
                 for piece in data {
                     out.take(piece).await?;
                 }

@@ -20,11 +20,12 @@ pub struct Options {
     pub part_size: u64,
     /// How many parts of one object are sent at a time. A stream takes that many parts of memory, and one more.
     pub parts_in_flight: usize,
-    /// How much of an object one read request brings, in bytes: a multiple of 4096.
+    /// How much of an object one read request brings, in bytes: a multiple of 4096. The first one brings as much as all
+    /// in flight together, up to 16 MiB.
     pub read_size: u64,
     /// How many read requests of one object are in flight at a time.
     pub reads_in_flight: usize,
-    /// Data up to that size, in bytes, travels inside messages.
+    /// Data up to that size, in bytes, is sent inside messages. What is read comes so up to 64 KiB, as the node decides.
     pub inline_max: usize,
 }
 

@@ -7,7 +7,10 @@ use base::block::Payload;
 use bytes::Bytes;
 use messenger::BulkSink;
 
-/// Keeps what arrives, in order, without copying it.
+/// Up to that many bytes are copied, larger chunks kept as they came.
+const COPY_MAX_BYTES: usize = 16 << 10;
+
+/// Keeps what arrives, in order.
 #[derive(Debug)]
 pub(crate) struct ChunkSink {
     len: u64,
@@ -39,7 +42,11 @@ impl BulkSink for ChunkSink {
     }
 
     fn write(&self, offset: u64, payload: Payload) -> bool {
-        let data = payload.into_parts().0;
+        let data = match payload.len() {
+            // What is kept of a message would keep all of it.
+            few if few <= COPY_MAX_BYTES => Bytes::copy_from_slice(payload.data()),
+            _ => payload.into_parts().0,
+        };
         let Some(end) = offset.checked_add(data.len() as u64).filter(|end| *end <= self.len) else {
             return false;
         };

@@ -73,20 +73,44 @@ impl Reader<'_> {
             return Err(Error::TooLarge { what, size: wanted_end - start, limit: room }.into());
         }
         let end = wanted_end.min(start.saturating_add(room));
-        let first = self.begin_first(start, end).await?;
-        let info = first.info;
-        if info.manifest.is_some() {
-            return Ok((striped(&info), Payload::default()));
+        let until = Instant::now() + self.patience();
+        loop {
+            let first = self.begin_first(start, end).await?;
+            let (info, epoch) = (first.info, first.epoch);
+            if info.manifest.is_some() {
+                return Ok((striped(&info), Payload::default()));
+            }
+            let sent = end.min(info.size).saturating_sub(start);
+            let body = ReplyBody::Read { version: info.version, object_size: info.size, sent };
+            if let (Some(sink), true) = (&self.read.sink, first.len < sent) {
+                self.push_all(sink, first, start + sent).await?;
+                return Ok((body, Payload::default()));
+            }
+            debug_assert_eq!(first.len, sent, "without a sink everything is in one segment");
+            match (self.finish(first).await, &self.read.sink) {
+                // Nothing has been sent yet: the object may be another one by now.
+                (Err(Fail::Lost(why)), _) if Instant::now() < until => {
+                    tracing::debug!(why, "the store was lost, reading again");
+                    self.place.pg.target.lost(epoch);
+                    tokio::time::sleep(PAUSE).await;
+                }
+                (Ok(data), Some(sink)) if data.len() as u64 > self.inline_max() => {
+                    self.push(sink, 0, data).await?;
+                    return Ok((body, Payload::default()));
+                }
+                (read, _) => return Ok((body, read?)),
+            }
         }
-        let end = end.min(info.size).max(start);
-        let body = ReplyBody::Read { version: info.version, object_size: info.size, sent: end - start };
-        let inline = INLINE.min(self.request.connection.limits().max_inline as u64);
-        let sink = self.read.sink.as_ref().filter(|_| first.len < end - start || first.len > inline);
-        let Some(sink) = sink else {
-            return Ok((body, self.finish_first(first).await?));
-        };
-        self.push_all(sink, first, end).await?;
-        Ok((body, Payload::default()))
+    }
+
+    /// How long the store may be waited for.
+    fn patience(&self) -> Duration {
+        self.request.patience(&self.osd.config)
+    }
+
+    /// Most bytes that are sent in the answer where the client offers a sink.
+    fn inline_max(&self) -> u64 {
+        INLINE.min(self.request.connection.limits().max_inline as u64)
     }
 
     /// Pushes the first segment, and those after it up to `end`, several at a time.
@@ -115,20 +139,19 @@ impl Reader<'_> {
         SEGMENT.min(self.osd.pool.largest()) as u64
     }
 
-    /// Starts to read at `start`, of an object that may be anything.
+    /// Starts to read at `start`: all up to `end`, or else a whole segment. The object may be anything.
     async fn begin_first(&self, start: u64, end: u64) -> Step<Begun> {
         let object = self.place.pg.object(&self.place.oid);
-        // Of an object that is not known little is read at first: most are small, and memory is taken before one knows.
+        let whole = (end - start).min(self.step());
+        // Memory is taken before one knows how much is needed. Most objects are small.
         let likely = match object.known(self.place.pg.target.epoch()) {
             Some(Some(info)) => {
                 block::align_up(info.size).unwrap_or(u64::MAX).saturating_sub(start).max(BLOCK)
             }
             _ => INLINE,
         };
-        let most = if self.read.sink.is_some() { likely } else { u64::MAX };
-        let len = (end - start).min(most).min(self.step());
-        let attempt = async || self.begin(&object, start, len, self.read.if_version).await;
-        patiently(&self.place, self.request.patience(&self.osd.config), attempt).await
+        let attempt = async || self.begin(&object, start, whole, likely, self.read.if_version).await;
+        patiently(&self.place, self.patience(), attempt).await
     }
 
     async fn finish_first(&self, first: Begun) -> Step<Payload> {
@@ -165,33 +188,48 @@ impl Reader<'_> {
 
     async fn segment(&self, at: u64, len: u64, version: u64) -> Step<Payload> {
         let object = self.place.pg.object(&self.place.oid);
-        let attempt = async || self.finish(self.begin(&object, at, len, Some(version)).await?).await;
-        patiently(&self.place, self.request.patience(&self.osd.config), attempt).await
+        let attempt = async || self.finish(self.begin(&object, at, len, len, Some(version)).await?).await;
+        patiently(&self.place, self.patience(), attempt).await
     }
 
-    /// Asks the store for a segment, when it is this request's turn.
-    async fn begin(&self, object: &ObjectState, at: u64, len: u64, if_version: Option<u64>) -> Step<Begun> {
+    /// Asks the store for a segment of `segment` bytes, when it is this request's turn; there are likely to be `likely` of them.
+    async fn begin(
+        &self,
+        object: &ObjectState,
+        at: u64,
+        segment: u64,
+        likely: u64,
+        if_version: Option<u64>,
+    ) -> Step<Begun> {
         let pg = &self.place.pg;
-        // Memory first: whoever waits for it must not hold up the object. The store fills whole blocks.
-        let dest = match len {
-            0 => None,
-            _ => Some(self.osd.pool.alloc((len as usize).next_multiple_of(BLOCK_SIZE)).await?),
-        };
-        let ticket = object.turnstile.ticket();
-        let turn = ticket.enter(|| pg.target.epoch()).await;
-        let epoch = pg.load().await?;
-        turn.settled().await;
-        let info = pg.info(&self.place.oid, object, epoch).await?;
-        pg.target.still(epoch)?;
-        let info = info.ok_or_else(|| Error::NoSuchObject(self.name.clone()))?;
-        if let Some(wanted) = if_version.filter(|v| *v != info.version) {
-            return Err(Error::Changed { wanted, found: info.version }.into());
+        let mut room = segment.min(likely);
+        loop {
+            // Memory first: whoever waits for it must not hold up the object. The store fills whole blocks.
+            let dest = match room {
+                0 => None,
+                _ => Some(self.osd.pool.alloc((room as usize).next_multiple_of(BLOCK_SIZE)).await?),
+            };
+            let ticket = object.turnstile.ticket();
+            let turn = ticket.enter(|| pg.target.epoch()).await;
+            let epoch = pg.load().await?;
+            turn.settled().await;
+            let info = pg.info(&self.place.oid, object, epoch).await?;
+            pg.target.still(epoch)?;
+            let info = info.ok_or_else(|| Error::NoSuchObject(self.name.clone()))?;
+            if let Some(wanted) = if_version.filter(|v| *v != info.version) {
+                return Err(Error::Changed { wanted, found: info.version }.into());
+            }
+            let len = segment.min(info.size.saturating_sub(at));
+            let has_data = len > 0 && info.manifest.is_none();
+            if has_data && len > room {
+                // At most once more: then there is room for the whole segment.
+                room = segment;
+                continue;
+            }
+            let reading = has_data.then(|| pg.target.store.read(&pg.cid, &self.place.oid, at, len, dest));
+            drop(turn);
+            return Ok(Begun { info, epoch, at, len, reading });
         }
-        let len = len.min(info.size.saturating_sub(at));
-        let has_data = len > 0 && info.manifest.is_none();
-        let reading = has_data.then(|| pg.target.store.read(&pg.cid, &self.place.oid, at, len, dest));
-        drop(turn);
-        Ok(Begun { info, epoch, at, len, reading })
     }
 
     /// Waits for what the store was asked for.

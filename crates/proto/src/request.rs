@@ -257,7 +257,8 @@ pub struct Read {
     pub part: Option<PartId>,
     /// First byte.
     pub offset: u64,
-    /// Most bytes wanted; the read ends at the object's end.
+    /// Most bytes wanted; the read ends at the object's end. More than 2 MiB are read in several steps, and refused with
+    /// [`Error::Changed`] if the object is changed in between.
     pub len: u64,
     /// Refuse with [`Error::Changed`] unless the object has this version.
     pub if_version: Option<u64>,

@@ -63,8 +63,8 @@ impl Cluster {
         command.arg("300").arg(scripts().join("up")).arg(dir).arg(format!("{gib}G"));
         let output = command.stdin(Stdio::null()).output()?;
         if output.status.success() {
-            let said = String::from_utf8_lossy(&output.stdout).trim().to_owned();
-            let handicap = (!said.is_empty()).then_some(said);
+            let said = String::from_utf8_lossy(&output.stdout);
+            let handicap = said.lines().find_map(|l| l.strip_prefix("handicap: ")).map(str::to_owned);
             let mut cluster = Cluster { dir: dir.to_owned(), handicap, client_start_cpu_seconds: 0.0 };
             cluster.client_start_cpu_seconds = cluster.measure_client_start()?;
             return Ok(cluster);

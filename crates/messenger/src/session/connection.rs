@@ -15,7 +15,6 @@ use super::inbound::charge;
 use super::offers::{Offered, check_range, chunk_len};
 use super::outbound::Chunk;
 use super::pulls::Done;
-use super::turns::Turn;
 use super::{Shared, Status};
 use crate::frame::{Body, Push};
 use crate::{
@@ -96,10 +95,10 @@ impl Shared {
         let (data, checksums) = payload.into_parts();
         let (mut data, mut checksums) = (data, checksums.as_slice());
         let mut placed = None;
-        let mut turn = Turn::default();
+        let mut turn = self.turns.turn(at.key, data.len() as u64);
         while !data.is_empty() {
-            turn.take(&self.turns, at.key, data.len() as u64).await.map_err(|_| self.loss())?;
             let chunk = data.split_to(chunk_len(at.phase, data.len() as u64));
+            turn.take(chunk.len()).await.map_err(|_| self.loss())?;
             let pieces = base::block::piece_count(at.phase, chunk.len() as u64) as usize;
             let (sums, rest) = checksums.split_at(pieces);
             checksums = rest;

@@ -2,14 +2,13 @@
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Arc, Weak};
-use std::task::Poll;
+use std::time::Duration;
 
 use base::block::{BLOCK, Payload};
 use tokio::task::AbortHandle;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 
 use super::outbound::Chunk;
-use super::turns::Turn;
 use super::{Shared, Status};
 use crate::config::{MAX_CHUNK, MAX_PULLS};
 use crate::frame::{Body, PullData, PullRefused, PullRequest, Push, PushRefused, Refusal};
@@ -23,6 +22,9 @@ const MAX_REFUSED: usize = 64;
 
 /// Most offers of one session at a time.
 const MAX_OFFERS: usize = 65_536;
+
+/// A transfer whose source takes longer than that for a chunk lets others go first.
+const SOURCE_PATIENCE: Duration = Duration::from_millis(10);
 
 /// What is offered.
 pub(super) enum Offered {
@@ -243,15 +245,14 @@ async fn send_all(
 ) -> Result<(), (Refusal, String)> {
     let end = request.offset + request.len;
     let mut at = request.offset;
-    let mut turn = Turn::default();
+    let mut turn = session.turns.turn(request.offer, request.len);
     while at < end {
         let phase = (source.phase() + at) % BLOCK;
         let len = chunk_len(phase, end - at);
         let mut reading = source.read(at, len);
-        let read = match futures::poll!(&mut reading) {
-            Poll::Ready(read) => read,
-            Poll::Pending => {
-                // Others need not wait for a slow source.
+        let read = match timeout(SOURCE_PATIENCE, &mut reading).await {
+            Ok(read) => read,
+            Err(_) => {
                 turn.leave();
                 reading.await
             }
@@ -260,7 +261,7 @@ async fn send_all(
         if payload.len() != len || payload.phase() != phase {
             return Err((Refusal::Source, "it gave another range than asked for".into()));
         }
-        let Ok(()) = turn.take(&session.turns, request.offer, end - at).await else { return Ok(()) };
+        let Ok(()) = turn.take(len).await else { return Ok(()) };
         let Ok(slot) = session.bulk_slots.acquire().await else { return Ok(()) };
         let data = PullData { pull: request.pull, offset: at };
         let wanted = session.queue_data(request.offer, data, payload).map_err(|r| (Refusal::Offer, r))?;

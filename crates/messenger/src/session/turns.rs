@@ -1,9 +1,10 @@
 //! Whose turn it is to send bulk data.
 //!
 //! Chunks of all transfers share one connection. If large transfers took turns chunk by chunk, those that begin together
-//! would end together: then the drive has nothing to do while the network is busy, and the other way round. So of large
-//! transfers a few go at a time, those of the oldest offer first, and requests leave one by one. Small ones do not wait
-//! for large ones: what fits in a chunk waits for a bulk slot only, and transfers of middle size have turns of their own.
+//! would end together: then the drive has nothing to do while the network is busy, and the other way round. So transfers
+//! stand in line, those of the oldest offer first, and two go at a time: requests leave one by one. There is a line each for
+//! small, middle and large transfers, which share the connection chunk by chunk, so that small ones do not wait for large
+//! ones, nor large ones for many small ones.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -12,19 +13,19 @@ use tokio::sync::oneshot;
 
 use crate::config::MAX_CHUNK;
 
-/// The largest transfer of middle size, in bytes.
+/// The largest transfer of middle size, in bytes. Small ones fit in a chunk.
 const MIDDLE_MAX_BYTES: u64 = 1 << 20;
 
-/// Transfers of a class that go at a time: one, and the next, so that the line never runs dry between them.
+/// Transfers of a line that go at a time: one, and the next, so that the connection never runs dry between them.
 const AT_A_TIME: usize = 2;
 
-/// A transfer that has sent that many bytes gives others a turn.
+/// A transfer that has sent that many bytes joins its line again.
 const TURN_BYTES: u64 = 4 << 20;
 
-/// An offer of which that much was sent counts as new: the largest does not keep all others waiting.
+/// An offer of which a line has sent that much counts as new: the largest does not keep all others waiting.
 const YOUTH_BYTES: u64 = 16 << 20;
 
-/// Offers whose age is known. One that is forgotten counts as new.
+/// Offers whose age is known to a line. One that is forgotten counts as new.
 const KNOWN_OFFERS: usize = 512;
 
 /// The session is over.
@@ -33,70 +34,76 @@ pub(super) struct Over;
 
 /// The lines of one session.
 pub(super) struct Turns {
+    small: Line,
     middle: Line,
     large: Line,
 }
 
 impl Turns {
     pub(super) fn new() -> Turns {
-        Turns { middle: Line::new(), large: Line::new() }
+        Turns { small: Line::new(), middle: Line::new(), large: Line::new() }
     }
 
     /// Whoever waits is told that the session is over.
     pub(super) fn close(&self) {
-        self.middle.close();
-        self.large.close();
+        [&self.small, &self.middle, &self.large].into_iter().for_each(Line::close);
     }
 
-    fn line(&self, bytes: u64) -> Option<&Line> {
-        match bytes {
-            _ if bytes <= MAX_CHUNK as u64 => None,
-            _ if bytes <= MIDDLE_MAX_BYTES => Some(&self.middle),
-            _ => Some(&self.large),
-        }
+    /// Of a transfer of `offer` of `len` bytes.
+    pub(super) fn turn(&self, offer: u64, len: u64) -> Turn<'_> {
+        let line = match len {
+            _ if len <= MAX_CHUNK as u64 => &self.small,
+            _ if len <= MIDDLE_MAX_BYTES => &self.middle,
+            _ => &self.large,
+        };
+        Turn { line, offer, place: None, sent: 0 }
     }
 }
 
 /// The turn of one transfer: taken, or not yet.
-#[derive(Default)]
 pub(super) struct Turn<'a> {
-    taken: Option<(Place<'a>, u64)>,
+    line: &'a Line,
+    offer: u64,
+    place: Option<Place<'a>>,
+    /// Bytes sent since the place was taken.
+    sent: u64,
 }
 
-impl<'a> Turn<'a> {
-    /// Waits for the turn of a transfer of `offer` that has `left` bytes to send, unless it has one that is not used up. To
-    /// be called before every chunk.
+impl Turn<'_> {
+    /// Waits until a chunk of `len` bytes may be sent.
     ///
     /// # Errors
     /// If the session is over.
-    pub(super) async fn take(&mut self, turns: &'a Turns, offer: u64, left: u64) -> Result<(), Over> {
-        if self.taken.as_ref().is_some_and(|(_, until)| left > *until) {
-            return Ok(());
+    pub(super) async fn take(&mut self, len: usize) -> Result<(), Over> {
+        if self.place.is_none() || self.sent >= TURN_BYTES {
+            // In line again before the place is free: the oldest offer keeps it.
+            let candidate = self.line.join(self.offer)?;
+            self.leave();
+            self.place = Some(candidate.enter().await?);
+            self.sent = 0;
         }
-        let bytes = left.min(TURN_BYTES);
-        // In line again before the place is free: the oldest offer keeps it.
-        let candidate = turns.line(left).map(|line| line.join(offer, bytes)).transpose()?;
-        self.leave();
-        if let Some(candidate) = candidate {
-            self.taken = Some((candidate.enter().await?, left - bytes));
-        }
+        self.sent += len as u64;
+        self.line.lock().count(self.offer, len as u64);
         Ok(())
     }
 
     /// Lets others go first.
     pub(super) fn leave(&mut self) {
-        self.taken = None;
+        self.place = None;
     }
 }
 
 /// Transfers of one class.
 struct Line(Mutex<Waiting>);
 
+/// Where somebody stands in line: the age of the offer, and the order in which they came.
+type Rank = (u64, u64);
+
 struct Waiting {
     closed: bool,
     free: usize,
-    /// By the age of their offers, and the order in which they came.
-    waiting: BTreeMap<(u64, u64), oneshot::Sender<()>>,
+    waiting: BTreeMap<Rank, oneshot::Sender<()>>,
+    /// The latest first.
     offers: VecDeque<Offer>,
     /// Counts offers and whoever waits.
     last: u64,
@@ -114,18 +121,22 @@ impl Waiting {
         self.last
     }
 
-    /// The age of an offer of which `bytes` more are to be sent.
-    fn age(&mut self, key: u64, bytes: u64) -> u64 {
-        let known = self.offers.iter().position(|o| o.key == key && o.sent < YOUTH_BYTES);
-        if let Some(at) = known {
-            self.offers[at].sent += bytes;
-            return self.offers[at].age;
+    /// The age of an offer.
+    fn age(&mut self, key: u64) -> u64 {
+        if let Some(known) = self.offers.iter().find(|o| o.key == key && o.sent < YOUTH_BYTES) {
+            return known.age;
         }
         let age = self.next();
         self.offers.retain(|o| o.key != key);
         self.offers.truncate(KNOWN_OFFERS - 1);
-        self.offers.push_front(Offer { key, age, sent: bytes });
+        self.offers.push_front(Offer { key, age, sent: 0 });
         age
+    }
+
+    fn count(&mut self, key: u64, bytes: u64) {
+        if let Some(offer) = self.offers.iter_mut().find(|o| o.key == key) {
+            offer.sent += bytes;
+        }
     }
 
     /// Gives a free place to the next in line.
@@ -133,7 +144,7 @@ impl Waiting {
         while self.free > 0
             && let Some((_, waiter)) = self.waiting.pop_first()
         {
-            // One that has gone away is passed over.
+            // One that is going away is passed over.
             if waiter.send(()).is_ok() {
                 self.free -= 1;
             }
@@ -143,8 +154,7 @@ impl Waiting {
 
 impl Line {
     fn new() -> Line {
-        let offers = VecDeque::new();
-        let waiting = BTreeMap::new();
+        let (waiting, offers) = (BTreeMap::new(), VecDeque::new());
         Line(Mutex::new(Waiting { closed: false, free: AT_A_TIME, waiting, offers, last: 0 }))
     }
 
@@ -159,22 +169,23 @@ impl Line {
         line.waiting.clear();
     }
 
-    fn join(&self, offer: u64, bytes: u64) -> Result<Candidate<'_>, Over> {
+    fn join(&self, offer: u64) -> Result<Candidate<'_>, Over> {
         let mut line = self.lock();
         if line.closed {
             return Err(Over);
         }
-        let place = (line.age(offer, bytes), line.next());
+        let rank = (line.age(offer), line.next());
         let (admit, admitted) = oneshot::channel();
-        line.waiting.insert(place, admit);
+        line.waiting.insert(rank, admit);
         line.admit();
-        Ok(Candidate { line: self, admitted, has_entered: false })
+        Ok(Candidate { line: self, rank, admitted, has_entered: false })
     }
 }
 
 /// One who waits. Whoever is admitted and has gone away by then leaves the place to the next.
 struct Candidate<'a> {
     line: &'a Line,
+    rank: Rank,
     admitted: oneshot::Receiver<()>,
     has_entered: bool,
 }
@@ -191,6 +202,7 @@ impl Drop for Candidate<'_> {
     fn drop(&mut self) {
         if !self.has_entered {
             self.admitted.close();
+            self.line.lock().waiting.remove(&self.rank);
             if self.admitted.try_recv().is_ok() {
                 drop(Place(self.line));
             }
@@ -217,36 +229,41 @@ mod tests {
     use super::*;
 
     const MIB: u64 = 1 << 20;
+    const CHUNK: usize = MAX_CHUNK;
 
-    /// Whether something gets its turn at once; given up if not.
-    async fn goes(turns: &Turns, offer: u64, left: u64) -> bool {
-        matches!(futures::poll!(pin!(Turn::default().take(turns, offer, left))), Poll::Ready(Ok(())))
+    /// Whether a transfer goes at once; given up again in any case.
+    async fn goes(turns: &Turns, offer: u64, len: u64) -> bool {
+        matches!(futures::poll!(pin!(turns.turn(offer, len).take(CHUNK))), Poll::Ready(Ok(())))
     }
 
     #[tokio::test]
-    async fn large_transfers_go_two_at_a_time_and_others_pass_them() {
+    async fn two_transfers_of_a_size_go_at_a_time_and_sizes_do_not_wait_for_each_other() {
         let turns = Turns::new();
-        let (mut first, mut second) = (Turn::default(), Turn::default());
-        first.take(&turns, 1, 4 * MIB).await.expect("open");
-        second.take(&turns, 2, 2 * MIB).await.expect("open");
-        assert!(!goes(&turns, 3, 2 * MIB).await, "two go already");
-        assert!(goes(&turns, 4, MAX_CHUNK as u64).await && goes(&turns, 5, MIB).await, "others pass");
-        first.take(&turns, 1, MIB / 2).await.expect("open");
-        assert!(!goes(&turns, 3, 2 * MIB).await, "a turn lasts to the transfer's end");
-        drop(first);
-        assert!(goes(&turns, 3, 2 * MIB).await, "one has left");
+        for len in [4096, CHUNK as u64, MIB, 4 * MIB] {
+            let (mut first, mut second) = (turns.turn(1, len), turns.turn(2, len));
+            first.take(CHUNK).await.expect("open");
+            second.take(CHUNK).await.expect("open");
+            assert!(!goes(&turns, 3, len).await, "two go already");
+            for other in [4096, MIB, 4 * MIB].into_iter().filter(|other| other.abs_diff(len) > MIB / 3) {
+                assert!(goes(&turns, 4, other).await, "{other} bytes beside {len}");
+            }
+            first.take(CHUNK).await.expect("open");
+            assert!(!goes(&turns, 3, len).await, "a turn lasts to the transfer's end");
+            drop(first);
+            assert!(goes(&turns, 3, len).await, "one has left");
+        }
     }
 
     #[tokio::test]
     async fn the_oldest_offer_goes_first_whichever_transfer_asked_first() {
         let turns = Turns::new();
-        let (mut old, mut other) = (Turn::default(), Turn::default());
-        old.take(&turns, 1, 2 * MIB).await.expect("open");
-        other.take(&turns, 2, 2 * MIB).await.expect("open");
-        let (mut young, mut same) = (Turn::default(), Turn::default());
-        let mut young = pin!(young.take(&turns, 3, 2 * MIB));
+        let (mut old, mut other) = (turns.turn(1, 2 * MIB), turns.turn(2, 2 * MIB));
+        old.take(CHUNK).await.expect("open");
+        other.take(CHUNK).await.expect("open");
+        let (mut young, mut same) = (turns.turn(3, 2 * MIB), turns.turn(1, 2 * MIB));
+        let mut young = pin!(young.take(CHUNK));
         assert!(futures::poll!(&mut young).is_pending());
-        let mut same = pin!(same.take(&turns, 1, 2 * MIB));
+        let mut same = pin!(same.take(CHUNK));
         assert!(futures::poll!(&mut same).is_pending());
         drop(other);
         assert!(futures::poll!(&mut young).is_pending() && futures::poll!(&mut same).is_ready());
@@ -255,41 +272,48 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_turn_is_used_up_and_so_is_age() {
+    async fn an_offer_keeps_its_age_for_what_it_really_sends() {
         let turns = Turns::new();
-        let (mut long, mut other, mut next) = (Turn::default(), Turn::default(), Turn::default());
-        other.take(&turns, 9, 2 * MIB).await.expect("open");
-        let mut left = 32 * MIB;
-        long.take(&turns, 1, left).await.expect("open");
-        let mut next = pin!(next.take(&turns, 2, 2 * MIB));
+        let (mut long, mut other, mut next) =
+            (turns.turn(1, 64 * MIB), turns.turn(9, 2 * MIB), turns.turn(2, 2 * MIB));
+        other.take(CHUNK).await.expect("open");
+        long.take(CHUNK).await.expect("open");
+        let mut next = pin!(next.take(CHUNK));
         assert!(futures::poll!(&mut next).is_pending());
-        while left > 16 * MIB {
-            let again = futures::poll!(pin!(long.take(&turns, 1, left)));
-            assert!(again.is_ready(), "the oldest offer, with {left} bytes left");
+        for sent in 1..YOUTH_BYTES / CHUNK as u64 {
+            // Also if it joins for each chunk, as one does whose source is slow, it stays the first.
+            if sent % 7 == 0 {
+                long.sent = TURN_BYTES;
+            }
+            assert!(futures::poll!(pin!(long.take(CHUNK))).is_ready(), "after {sent} chunks");
             assert!(futures::poll!(&mut next).is_pending());
-            left -= MIB;
         }
-        let mut again = pin!(long.take(&turns, 1, left));
+        long.sent = TURN_BYTES;
+        let mut again = pin!(long.take(CHUNK));
         assert!(futures::poll!(&mut again).is_pending() && futures::poll!(&mut next).is_ready());
         turns.close();
         assert!(matches!(futures::poll!(&mut again), Poll::Ready(Err(Over))));
     }
 
     #[tokio::test]
-    async fn whoever_goes_away_leaves_no_gap() {
+    async fn whoever_goes_away_leaves_neither_a_gap_nor_a_trace() {
         let turns = Turns::new();
-        let (mut first, mut second) = (Turn::default(), Turn::default());
-        first.take(&turns, 1, 2 * MIB).await.expect("open");
-        second.take(&turns, 2, 2 * MIB).await.expect("open");
+        let (mut first, mut second) = (turns.turn(1, 2 * MIB), turns.turn(2, 2 * MIB));
+        first.take(CHUNK).await.expect("open");
+        second.take(CHUNK).await.expect("open");
+        for offer in 10..20 {
+            assert!(!goes(&turns, offer, 2 * MIB).await);
+        }
+        assert!(turns.large.lock().waiting.is_empty(), "they are forgotten");
         {
-            let mut gone = Turn::default();
-            let mut gone = pin!(gone.take(&turns, 3, 2 * MIB));
+            let mut gone = turns.turn(3, 2 * MIB);
+            let mut gone = pin!(gone.take(CHUNK));
             assert!(futures::poll!(&mut gone).is_pending());
             drop((first, second));
             // It is admitted, and goes away without having noticed.
         }
-        let (mut third, mut fourth) = (Turn::default(), Turn::default());
-        assert!(futures::poll!(pin!(third.take(&turns, 4, 2 * MIB))).is_ready());
-        assert!(futures::poll!(pin!(fourth.take(&turns, 5, 2 * MIB))).is_ready());
+        let (mut third, mut fourth) = (turns.turn(4, 2 * MIB), turns.turn(5, 2 * MIB));
+        assert!(futures::poll!(pin!(third.take(CHUNK))).is_ready());
+        assert!(futures::poll!(pin!(fourth.take(CHUNK))).is_ready());
     }
 }

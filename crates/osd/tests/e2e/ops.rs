@@ -1,8 +1,15 @@
 //! Every op, from a client through TCP to the store and back.
 
+use std::sync::Arc;
+use std::time::Duration;
+
 use crate::common::{Node, data};
+use crate::raw::{Raw, head, name};
+use base::block::Payload;
 use bytes::Bytes;
 use client::{Error, NodeError, PutOptions};
+use messenger::BulkSink;
+use proto::{Read, ReplyBody, RequestBody};
 
 #[tokio::test]
 async fn data_of_every_size_comes_back() {
@@ -19,6 +26,52 @@ async fn data_of_every_size_comes_back() {
         let middle = object.get_range(len as u64 / 3, 1000).await.unwrap();
         assert_eq!(middle, bytes.slice(len / 3..(len / 3 + 1000).min(len)));
     }
+}
+
+/// Takes whatever is pushed.
+struct Sink;
+
+impl BulkSink for Sink {
+    fn len(&self) -> u64 {
+        16 << 20
+    }
+
+    fn write(&self, _: u64, _: Payload) -> bool {
+        true
+    }
+}
+
+/// A read of up to 2 MiB sees one version, whatever is changed while it waits for its turn and right after it.
+#[tokio::test]
+async fn a_short_read_needs_one_look_at_an_object_that_grows() {
+    let node = Node::start();
+    let object = node.object().await;
+    object.put(data(300_000, 1)).await.unwrap();
+    let mut raw = Raw::connect(&node.endpoint, None).await;
+    let sink = raw.connection.offer_sink(Arc::new(Sink), 0).unwrap();
+    let append = async || object.append(vec![9; 5000]).await.unwrap().size;
+    let pause = || tokio::time::sleep(Duration::from_millis(20));
+    node.hold(true);
+    let mut behind = async || {
+        pause().await;
+        let (name, len, sink) = (name("object"), 2 << 20, Some(sink.descriptor.clone()));
+        let read = Read { name, part: None, offset: 0, len, if_version: None, sink };
+        raw.call(head(1), RequestBody::Read(read)).await
+    };
+    let last = async || {
+        pause().await;
+        pause().await;
+        let last = async {
+            pause().await;
+            node.hold(false);
+        };
+        tokio::join!(append(), last).0
+    };
+    let (first, second, read, last) = tokio::join!(append(), append(), behind(), last());
+    let Ok(ReplyBody::Read { sent, object_size, .. }) = read else { panic!("{read:?}") };
+    assert_eq!((first, second, last), (305_000, 310_000, 315_000), "all in their turn");
+    // It was asked when the object had 305 000 bytes, and may look once more.
+    assert!(object_size >= 310_000 && sent == object_size, "{sent} of {object_size} bytes");
 }
 
 #[tokio::test]
