@@ -3,12 +3,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use base::BoxFuture;
 use base::block::{Payload, verify_pieces};
 use futures::stream::{FuturesUnordered, StreamExt};
 use rand::Rng;
 
 use super::rig::{Buffer, Rig, message, next_message, pool, random_bytes};
-use crate::{BulkDescriptor, BulkDirection, BulkOwner, Ends, MessengerError};
+use crate::{BulkDescriptor, BulkDirection, BulkOwner, BulkSource, Ends, MessengerError};
 
 const LONG: Duration = Duration::from_secs(20);
 
@@ -99,16 +100,35 @@ pub async fn many_transfers_at_once(rig: &Rig) {
     }
 }
 
+/// A source that gives its first chunk, and then nothing.
+struct Stuck(usize);
+
+impl BulkSource for Stuck {
+    fn len(&self) -> u64 {
+        self.0 as u64
+    }
+
+    fn phase(&self) -> u64 {
+        0
+    }
+
+    fn read(&self, offset: u64, len: usize) -> BoxFuture<'_, Result<Payload, String>> {
+        match offset {
+            0 => Box::pin(async move { Ok(Payload::compute(0, vec![1; len].into())) }),
+            _ => Box::pin(std::future::pending()),
+        }
+    }
+}
+
 /// Large transfers that begin together go one after the other: when the first has ended the last has hardly begun. Small
-/// ones pass them, and a source that has nothing to give holds up nobody.
+/// ones pass them, and sources that get stuck while it is their turn hold up nobody.
 pub async fn large_transfers_go_one_after_the_other(rig: &Rig) {
     const LARGE: usize = 8;
     let mut listener = rig.listen().await;
     let ((client, mut from_server), (server, _in)) = rig.pair(&mut *listener).await;
     let pool = pool();
     let data = vec![3; 4 << 20];
-    let stuck = Buffer::slow(0, &data, LONG * 2);
-    let stuck = client.offer_source(Arc::new(stuck)).expect("offered");
+    let stuck = client.offer_source(Arc::new(Stuck(data.len()))).expect("offered");
     let waits = |_| async {
         let dest = pool.alloc(data.len()).await.expect("a buffer");
         server.bulk_read(&stuck.descriptor, 0, dest, LONG * 3).await.map(drop)

@@ -123,11 +123,14 @@ impl Waiting {
 
     /// The age of an offer.
     fn age(&mut self, key: u64) -> u64 {
-        if let Some(known) = self.offers.iter().find(|o| o.key == key && o.sent < YOUTH_BYTES) {
-            return known.age;
+        let known = self.offers.iter().position(|o| o.key == key);
+        if let Some(at) = known {
+            if self.offers[at].sent < YOUTH_BYTES {
+                return self.offers[at].age;
+            }
+            self.offers.remove(at);
         }
         let age = self.next();
-        self.offers.retain(|o| o.key != key);
         self.offers.truncate(KNOWN_OFFERS - 1);
         self.offers.push_front(Offer { key, age, sent: 0 });
         age
@@ -236,6 +239,14 @@ mod tests {
         matches!(futures::poll!(pin!(turns.turn(offer, len).take(CHUNK))), Poll::Ready(Ok(())))
     }
 
+    /// Two transfers of 2 MiB, of the offers 1 and 2, whose turn it is.
+    async fn two_that_go(turns: &Turns) -> (Turn<'_>, Turn<'_>) {
+        let (mut first, mut second) = (turns.turn(1, 2 * MIB), turns.turn(2, 2 * MIB));
+        first.take(CHUNK).await.expect("open");
+        second.take(CHUNK).await.expect("open");
+        (first, second)
+    }
+
     #[tokio::test]
     async fn two_transfers_of_a_size_go_at_a_time_and_sizes_do_not_wait_for_each_other() {
         let turns = Turns::new();
@@ -257,9 +268,7 @@ mod tests {
     #[tokio::test]
     async fn the_oldest_offer_goes_first_whichever_transfer_asked_first() {
         let turns = Turns::new();
-        let (mut old, mut other) = (turns.turn(1, 2 * MIB), turns.turn(2, 2 * MIB));
-        old.take(CHUNK).await.expect("open");
-        other.take(CHUNK).await.expect("open");
+        let (old, other) = two_that_go(&turns).await;
         let (mut young, mut same) = (turns.turn(3, 2 * MIB), turns.turn(1, 2 * MIB));
         let mut young = pin!(young.take(CHUNK));
         assert!(futures::poll!(&mut young).is_pending());
@@ -298,9 +307,7 @@ mod tests {
     #[tokio::test]
     async fn whoever_goes_away_leaves_neither_a_gap_nor_a_trace() {
         let turns = Turns::new();
-        let (mut first, mut second) = (turns.turn(1, 2 * MIB), turns.turn(2, 2 * MIB));
-        first.take(CHUNK).await.expect("open");
-        second.take(CHUNK).await.expect("open");
+        let (first, second) = two_that_go(&turns).await;
         for offer in 10..20 {
             assert!(!goes(&turns, offer, 2 * MIB).await);
         }
