@@ -11,7 +11,7 @@ use super::{Acceptor, Transport, Wire};
 const UNSENT_MAX_BYTES: u32 = 256 << 10;
 
 /// How a connection within one machine is controlled: it has no network that could be congested, so it needs no timer that
-/// paces it (as BBR's does, for a fifth of a bulk transfer's CPU). Every Linux has it, and every user may choose it.
+/// paces it (as BBR's does, for a fifth of a bulk transfer's CPU: docs/evaluation.md). Every Linux has it, and every user may choose it.
 const LOOPBACK_CONGESTION_CONTROL: &[u8] = b"reno";
 
 /// The TCP transport. Addresses are `host:port`.
