@@ -59,6 +59,25 @@ pub enum FabricError {
     /// Memory that is registered with another domain than the endpoint's.
     #[error("the memory is registered with another domain than the endpoint's; register it there as well")]
     OtherDomain,
+    /// Memory without a region, where the provider demands one.
+    #[error(
+        "the provider sends from registered memory only; register {len} bytes, or copy them to where it is"
+    )]
+    Unregistered {
+        /// Length of the part, in bytes.
+        len: usize,
+    },
+    /// Peers would be able to write memory that does not change.
+    #[error("memory that is shared for reading cannot be registered for writing")]
+    Immutable,
+    /// More parts than a message can be sent from.
+    #[error("a message of {parts} parts, at most {max} are possible; copy some together")]
+    TooManyParts {
+        /// Parts given.
+        parts: usize,
+        /// Most parts possible.
+        max: usize,
+    },
     /// A range that is not inside its region.
     #[error("{len} bytes at {offset} are outside a region of {region_len} bytes")]
     OutOfRange {

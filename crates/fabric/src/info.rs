@@ -23,6 +23,8 @@ pub struct Query {
     pub provider: Option<String>,
     /// Where.
     pub target: Target,
+    /// Whether endpoints take received messages from a [shared queue](crate::ReceiveQueue).
+    pub shared_receive: bool,
 }
 
 impl fmt::Display for Query {

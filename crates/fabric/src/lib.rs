@@ -39,10 +39,10 @@ mod wait;
 
 pub use error::{FabricError, PostError, Result};
 pub use ffi::{
-    CompletionQueue, ConnectionRequest, Domain, Endpoint, Event, EventQueue, Fabric, Info, Library, Listener,
-    MemoryRegion, Slice, Waitable,
+    CompletionQueue, ConnectionRequest, Domain, Endpoint, EndpointQueues, Event, EventQueue, Exposed, Fabric,
+    Info, Library, Listener, MemoryRegion, ReceiveQueue, Slice, Waitable,
 };
 pub use info::{MrMode, Query, Target};
-pub use operations::{Completion, Operation};
+pub use operations::{Completion, Operation, Part};
 pub use region::{Access, RemoteRegion, RemoteSlice};
 pub use wait::wait;

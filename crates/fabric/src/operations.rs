@@ -4,6 +4,8 @@
 //! address: a completion that comes late or twice finds nothing and does no harm. The entry keeps the operation's memory
 //! registered.
 
+use bytes::Bytes;
+
 use crate::{FabricError, MemoryRegion};
 
 /// What an operation does.
@@ -42,8 +44,26 @@ pub(crate) struct Pending {
     pub(crate) token: u64,
     pub(crate) operation: Operation,
     pub(crate) len: usize,
-    /// Registered as long as the entry is there.
-    pub(crate) _region: MemoryRegion,
+    /// Operations of the same endpoint that were posted before this one without asking for a completion: they have ended
+    /// when this one has.
+    pub(crate) earlier: Vec<u64>,
+    /// Registered, and kept, as long as the entry is there.
+    pub(crate) _memory: Held,
+}
+
+/// The memory of an operation.
+pub(crate) enum Held {
+    Region { _region: MemoryRegion },
+    Parts { _parts: Vec<Part> },
+}
+
+/// Bytes to be sent or written to remote memory.
+#[derive(Debug, Clone)]
+pub struct Part {
+    /// The bytes.
+    pub bytes: Bytes,
+    /// A region that they lie in. Providers that demand [`local`](crate::MrMode::local) registration need one, others do not.
+    pub region: Option<MemoryRegion>,
 }
 
 /// The operations of one completion queue, at most as many as it has room for.

@@ -30,6 +30,11 @@ impl<M> Quarantine<M> {
         self.held.extract_if(.., |(writers, _)| writers.is_empty()).map(|(_, memory)| memory).collect()
     }
 
+    /// How many memories are held.
+    pub(crate) fn len(&self) -> usize {
+        self.held.len()
+    }
+
     /// A region was closed. Gives its memory back if nobody can be writing to it.
     pub(crate) fn hold(&mut self, memory: M) -> Option<M> {
         if self.endpoints.is_empty() {

@@ -4,13 +4,28 @@ use serde::{Deserialize, Serialize};
 
 use crate::{FabricError, Result};
 
-/// Who may use a registered region.
+/// What a registered region may be used for, and by whom. The less, the less a peer can do with it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
     /// This process's own operations only, unless the provider [exposes](crate::Info::exposes_local_memory) all of it.
     Local,
-    /// Also peers that have the key: they may read and write all of it.
+    /// This process's messages, in and out. No provider exposes it.
+    Messages,
+    /// What this process sends, or writes to remote memory. No provider exposes it.
+    Outgoing,
+    /// Peers that have the key may read it.
+    RemoteRead,
+    /// Peers that have the key may write it.
+    RemoteWrite,
+    /// Peers that have the key may read and write it; this process's own operations, too.
     Remote,
+}
+
+impl Access {
+    /// Whether peers can reach the region.
+    pub(crate) fn is_remote(self) -> bool {
+        matches!(self, Access::RemoteRead | Access::RemoteWrite | Access::Remote)
+    }
 }
 
 /// A region of a peer, as it described it. Nothing in it is proven: the peer's provider checks each access.

@@ -13,8 +13,8 @@ use base::mem::Arena;
 use base::thread::{ThreadClass, spawn};
 use crossbeam_queue::SegQueue;
 use fabric::{
-    Access, Completion, ConnectionRequest, Domain, Endpoint, Event, Library, Listener, MemoryRegion,
-    Operation, Target,
+    Access, Completion, ConnectionRequest, Domain, Endpoint, EndpointQueues, Event, Library, Listener,
+    MemoryRegion, Operation, Target,
 };
 
 use super::alarm::{Alarm, take_count};
@@ -465,7 +465,8 @@ impl Worker {
 }
 
 fn accept(request: ConnectionRequest, port: &Port, token: Token) -> Result<Line> {
-    let endpoint = Endpoint::answer(request, &port.events, &port.completions, token.encode())?;
+    let endpoint =
+        Endpoint::answer(request, EndpointQueues::new(&port.events, &port.completions), token.encode())?;
     let line = Line::new(endpoint, &port.domain)?;
     line.endpoint.establish(&[])?;
     Ok(line)

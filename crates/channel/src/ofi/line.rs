@@ -1,5 +1,7 @@
 //! One connection of a session, as both sides have it: an endpoint and doorbells both ways.
 
+use std::sync::Arc;
+
 use base::mem::Arena;
 use fabric::{Access, Completion, Domain, Endpoint, MemoryRegion, PostError};
 
@@ -19,6 +21,7 @@ pub(super) struct Line {
     pub(super) established: bool,
     credits: Credits,
     slots: MemoryRegion,
+    memory: Arc<Arena>,
     /// Slots of messages that may be sent.
     free: Vec<usize>,
 }
@@ -26,9 +29,10 @@ pub(super) struct Line {
 impl Line {
     /// Posts the receives; the endpoint is to be established after that.
     pub(super) fn new(endpoint: Endpoint, domain: &Domain) -> Result<Line> {
-        let slots = MemoryRegion::register(domain, &Arena::anonymous(DEPTH * SLOT)?, Access::Local)?;
+        let memory = Arena::anonymous(DEPTH * SLOT)?;
+        let slots = MemoryRegion::register(domain, &memory, Access::Messages)?;
         let free = (RECEIVES..DEPTH).collect();
-        let line = Line { endpoint, established: false, credits: Credits::default(), slots, free };
+        let line = Line { endpoint, established: false, credits: Credits::default(), slots, memory, free };
         for slot in 0..RECEIVES {
             line.receive(slot).map_err(fail)?;
         }
@@ -52,7 +56,7 @@ impl Line {
         while let Some(message) = self.credits.message() {
             // Without a slot, the completion that frees one brings us back here.
             let Some(slot) = self.free.last().copied() else { break };
-            let inside = self.slots.arena().copy_in(slot * SLOT, &message);
+            let inside = self.memory.copy_in(slot * SLOT, &message);
             debug_assert!(inside, "slots are inside");
             match self.endpoint.send(self.slots.slice(slot * SLOT, MESSAGE)?, slot as u64) {
                 Ok(()) => {
@@ -76,7 +80,7 @@ impl Line {
         let slot = completion.token as usize % RECEIVES;
         let mut message = [0; MESSAGE + 1];
         let len = completion.len.min(message.len());
-        let inside = self.slots.arena().copy_out(slot * SLOT, &mut message[..len]);
+        let inside = self.memory.copy_out(slot * SLOT, &mut message[..len]);
         debug_assert!(inside, "slots are inside");
         self.receive(slot).map_err(fail)?;
         self.credits.received(&message[..len])

@@ -61,6 +61,6 @@ impl Port {
 
 /// The provider's best offer for `target`.
 pub(super) fn query(library: Library, provider: &str, target: Target) -> Result<Info> {
-    let query = Query { provider: Some(provider.to_owned()), target };
+    let query = Query { provider: Some(provider.to_owned()), target, shared_receive: false };
     Ok(library.query(&query)?.swap_remove(0))
 }

@@ -31,6 +31,10 @@ pub(super) const SEND: u64 = 1 << 11;
 pub(super) const TRANSMIT: u64 = SEND;
 pub(super) const REMOTE_READ: u64 = 1 << 12;
 pub(super) const REMOTE_WRITE: u64 = 1 << 13;
+pub(super) const COMPLETION: u64 = 1 << 24;
+pub(super) const SELECTIVE_COMPLETION: u64 = 1 << 59;
+/// Instead of a number of receive contexts: a shared one.
+pub(super) const SHARED_CONTEXT: usize = usize::MAX;
 pub(super) const NUMERICHOST: u64 = 1 << 55;
 pub(super) const SOURCE: u64 = 1 << 57;
 
@@ -110,6 +114,12 @@ pub(super) struct DomainOps {
         unsafe extern "C" fn(*mut FidDomain, *mut CqAttr, *mut *mut FidCq, *mut c_void) -> c_int,
     pub(super) endpoint:
         unsafe extern "C" fn(*mut FidDomain, *mut FiInfo, *mut *mut FidEp, *mut c_void) -> c_int,
+    pub(super) scalable_ep: Unused,
+    pub(super) cntr_open: Unused,
+    pub(super) poll_open: Unused,
+    pub(super) stx_ctx: Unused,
+    pub(super) srx_ctx:
+        unsafe extern "C" fn(*mut FidDomain, *mut RxAttr, *mut *mut FidEp, *mut c_void) -> c_int,
 }
 
 #[repr(C)]
@@ -180,7 +190,7 @@ pub(super) struct MsgOps {
     pub(super) send:
         unsafe extern "C" fn(*mut FidEp, *const c_void, usize, *mut c_void, u64, *mut c_void) -> isize,
     pub(super) sendv: Unused,
-    pub(super) sendmsg: Unused,
+    pub(super) sendmsg: unsafe extern "C" fn(*mut FidEp, *const FiMsg, u64) -> isize,
     pub(super) inject: unsafe extern "C" fn(*mut FidEp, *const c_void, usize, u64) -> isize,
 }
 
@@ -194,8 +204,39 @@ pub(super) struct RmaOps {
     pub(super) size: usize,
     pub(super) read: ReadFn,
     pub(super) readv: Unused,
-    pub(super) readmsg: Unused,
+    pub(super) readmsg: unsafe extern "C" fn(*mut FidEp, *const FiMsgRma, u64) -> isize,
     pub(super) write: WriteFn,
+    pub(super) writev: Unused,
+    pub(super) writemsg: unsafe extern "C" fn(*mut FidEp, *const FiMsgRma, u64) -> isize,
+}
+
+#[repr(C)]
+pub(super) struct FiMsg {
+    pub(super) msg_iov: *const libc::iovec,
+    pub(super) desc: *mut *mut c_void,
+    pub(super) iov_count: usize,
+    pub(super) addr: u64,
+    pub(super) context: *mut c_void,
+    pub(super) data: u64,
+}
+
+#[repr(C)]
+pub(super) struct FiRmaIov {
+    pub(super) addr: u64,
+    pub(super) len: usize,
+    pub(super) key: u64,
+}
+
+#[repr(C)]
+pub(super) struct FiMsgRma {
+    pub(super) msg_iov: *const libc::iovec,
+    pub(super) desc: *mut *mut c_void,
+    pub(super) iov_count: usize,
+    pub(super) addr: u64,
+    pub(super) rma_iov: *const FiRmaIov,
+    pub(super) rma_iov_count: usize,
+    pub(super) context: *mut c_void,
+    pub(super) data: u64,
 }
 
 #[repr(C)]
@@ -314,6 +355,7 @@ pub(super) struct TxAttr {
     pub(super) comp_order: u64,
     pub(super) inject_size: usize,
     pub(super) size: usize,
+    pub(super) iov_limit: usize,
 }
 
 #[repr(C)]
@@ -333,6 +375,13 @@ pub(super) struct EpAttr {
     pub(super) protocol: u32,
     pub(super) protocol_version: u32,
     pub(super) max_msg_size: usize,
+    pub(super) msg_prefix_size: usize,
+    pub(super) max_order_raw_size: usize,
+    pub(super) max_order_war_size: usize,
+    pub(super) max_order_waw_size: usize,
+    pub(super) mem_tag_format: u64,
+    pub(super) tx_ctx_cnt: usize,
+    pub(super) rx_ctx_cnt: usize,
 }
 
 #[repr(C)]
@@ -372,7 +421,12 @@ mod tests {
         assert_eq!(offset_of!(TxAttr, inject_size), 40);
         assert_eq!(offset_of!(TxAttr, size), 48);
         assert_eq!(offset_of!(RxAttr, size), 48);
+        assert_eq!(offset_of!(TxAttr, iov_limit), 56);
         assert_eq!(offset_of!(EpAttr, max_msg_size), 16);
+        assert_eq!(offset_of!(EpAttr, rx_ctx_cnt), 72);
+        assert_eq!((size_of::<FiMsg>(), offset_of!(FiMsg, context)), (48, 32));
+        assert_eq!((size_of::<FiMsgRma>(), offset_of!(FiMsgRma, context)), (64, 48));
+        assert_eq!(size_of::<FiRmaIov>(), 24);
         assert_eq!(offset_of!(DomainAttr, mr_mode), 36);
         assert_eq!(offset_of!(DomainAttr, mr_key_size), 40);
         assert_eq!(size_of::<FabricAttr>(), 32);
@@ -397,13 +451,17 @@ mod tests {
         assert_eq!(offset_of!(FidOps, control), 3 * word);
         assert_eq!(offset_of!(FabricOps, trywait), 5 * word);
         assert_eq!(offset_of!(DomainOps, endpoint), 3 * word);
+        assert_eq!(offset_of!(DomainOps, srx_ctx), 8 * word);
         assert_eq!(offset_of!(MrOps, reg), word);
         assert_eq!(offset_of!(EpOps, getopt), 2 * word);
         assert_eq!(offset_of!(CmOps, getname), 2 * word);
         assert_eq!(offset_of!(CmOps, reject), 7 * word);
         assert_eq!(offset_of!(MsgOps, send), 4 * word);
+        assert_eq!(offset_of!(MsgOps, sendmsg), 6 * word);
         assert_eq!(offset_of!(MsgOps, inject), 7 * word);
+        assert_eq!(offset_of!(RmaOps, readmsg), 3 * word);
         assert_eq!(offset_of!(RmaOps, write), 4 * word);
+        assert_eq!(offset_of!(RmaOps, writemsg), 6 * word);
         assert_eq!(offset_of!(EqOps, readerr), 2 * word);
         assert_eq!(offset_of!(CqOps, readerr), 3 * word);
     }

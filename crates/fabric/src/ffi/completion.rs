@@ -119,6 +119,12 @@ impl CompletionQueue {
     ) -> Option<Completion> {
         let pending = self.operations().remove(context as u64)?;
         let Pending { endpoint, token, operation, .. } = pending;
+        if result.is_ok() && !pending.earlier.is_empty() {
+            let mut operations = self.operations();
+            let ended: Vec<_> = pending.earlier.iter().map(|number| operations.remove(*number)).collect();
+            drop(operations);
+            drop(ended);
+        }
         if operation == Operation::Read && result.is_err() {
             self.0.domain.read_broken_off();
         }

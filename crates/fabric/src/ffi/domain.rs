@@ -5,10 +5,9 @@ use std::os::fd::{BorrowedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use base::mem::Arena;
-
 use super::abi::{CONTROL_GETWAIT, Fid, FidDomain, FidFabric};
 use super::handle::Handle;
+use super::memory::Memory;
 use super::{Info, library};
 use crate::quarantine::Quarantine;
 use crate::{FabricError, Result};
@@ -81,7 +80,7 @@ pub struct Domain(Arc<Inner>);
 
 struct Inner {
     handle: Handle<FidDomain>,
-    quarantine: Mutex<Quarantine<Arc<Arena>>>,
+    quarantine: Mutex<Quarantine<Memory>>,
     /// The provider is damaged by reads that are broken off.
     fragile: bool,
     spoiled: AtomicBool,
@@ -131,6 +130,13 @@ impl Domain {
         self.0.spoiled.load(Ordering::Relaxed)
     }
 
+    /// How many regions were closed whose memory is still kept, because peers may be using it. Only closing endpoints
+    /// makes them fewer.
+    #[must_use]
+    pub fn quarantined(&self) -> usize {
+        self.quarantine().len()
+    }
+
     /// A read was broken off.
     pub(super) fn read_broken_off(&self) {
         if self.0.fragile {
@@ -147,7 +153,7 @@ impl Domain {
         self.0.handle.as_ptr()
     }
 
-    pub(super) fn quarantine(&self) -> MutexGuard<'_, Quarantine<Arc<Arena>>> {
+    pub(super) fn quarantine(&self) -> MutexGuard<'_, Quarantine<Memory>> {
         self.0.quarantine.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -3,17 +3,51 @@
 use std::ffi::c_void;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 
-use super::abi::{CONTROL_ENABLE, FidEp, RECV, TRANSMIT};
+use super::abi::{
+    COMPLETION, CONTROL_ENABLE, FiMsg, FiMsgRma, FiRmaIov, FidEp, RECV, SELECTIVE_COMPLETION, TRANSMIT,
+};
 use super::events::{Registration, Source};
 use super::handle::Handle;
 use super::listener::private_data_room;
-use super::{CompletionQueue, ConnectionRequest, EventQueue, Info, MemoryRegion, Slice, library};
-use crate::operations::Pending;
-use crate::{FabricError, Operation, PostError, RemoteSlice, Result};
+use super::{
+    CompletionQueue, ConnectionRequest, EventQueue, Info, MemoryRegion, ReceiveQueue, Slice, library,
+};
+use crate::operations::{Held, Pending};
+use crate::{FabricError, Operation, Part, PostError, RemoteSlice, Result};
 
 /// libfabric's "no address": the endpoint is connected.
 const CONNECTED_PEER: u64 = u64::MAX;
+/// The same number, where it means that a message may come from anybody.
+pub(super) const ANY_PEER: u64 = u64::MAX;
+
+/// Process-wide numbers of whatever posts operations.
+pub(super) fn next_serial() -> u64 {
+    static SERIAL: AtomicU64 = AtomicU64::new(0);
+    SERIAL.fetch_add(1, Ordering::Relaxed)
+}
+
+/// What an endpoint reports to, and takes from.
+#[derive(Clone, Copy)]
+pub struct EndpointQueues<'a> {
+    /// Connected, closed.
+    pub events: &'a EventQueue,
+    /// Operations that have ended.
+    pub completions: &'a CompletionQueue,
+    /// Where received messages go; `None` for buffers of its own ([`Endpoint::receive`]).
+    pub receives: Option<&'a ReceiveQueue>,
+    /// Whether [`Endpoint::send_parts`] and [`Endpoint::write_parts`] may leave out completions.
+    pub sparse: bool,
+}
+
+impl<'a> EndpointQueues<'a> {
+    /// With receive buffers of its own, and a completion for every operation.
+    #[must_use]
+    pub fn new(events: &'a EventQueue, completions: &'a CompletionQueue) -> EndpointQueues<'a> {
+        EndpointQueues { events, completions, receives: None, sparse: false }
+    }
+}
 
 /// One connection: reliable, ordered. A message arrives after the messages and the writes that were posted before it:
 /// when it has been received, these are in place (`FI_ORDER_SAS`, `FI_ORDER_SAW`; fi_cq(3) says that this holds whatever
@@ -29,6 +63,11 @@ pub struct Endpoint {
     token: u64,
     max_msg_size: usize,
     inject_size: usize,
+    parts_max: usize,
+    needs_regions: bool,
+    sparse: bool,
+    /// Operations posted without asking for a completion, since the last one that did.
+    quiet: Mutex<Vec<u64>>,
     role: Role,
 }
 
@@ -43,6 +82,7 @@ struct Closing {
     registration: Registration,
     serial: u64,
     completions: CompletionQueue,
+    _receives: Option<ReceiveQueue>,
 }
 
 impl Drop for Closing {
@@ -64,12 +104,7 @@ impl Endpoint {
     ///
     /// # Errors
     /// [`FabricError::NoDestination`] if it was queried for something else; or if the provider refuses.
-    pub fn connecting(
-        info: &Info,
-        events: &EventQueue,
-        completions: &CompletionQueue,
-        token: u64,
-    ) -> Result<Endpoint> {
+    pub fn connecting(info: &Info, queues: EndpointQueues<'_>, token: u64) -> Result<Endpoint> {
         let raw = info.raw();
         if raw.dest_addr.is_null() {
             return Err(FabricError::NoDestination);
@@ -77,7 +112,7 @@ impl Endpoint {
         // SAFETY: libfabric says how many bytes there are.
         let peer =
             unsafe { std::slice::from_raw_parts(raw.dest_addr.cast::<u8>(), raw.dest_addrlen) }.to_vec();
-        let endpoint = Endpoint::create(info, events, completions, token, Role::Connects(peer))?;
+        let endpoint = Endpoint::create(info, queues, token, Role::Connects(peer))?;
         endpoint.enable()?;
         Ok(endpoint)
     }
@@ -86,26 +121,15 @@ impl Endpoint {
     ///
     /// # Errors
     /// If the provider refuses; the request is then refused, too.
-    pub fn answer(
-        request: ConnectionRequest,
-        events: &EventQueue,
-        completions: &CompletionQueue,
-        token: u64,
-    ) -> Result<Endpoint> {
-        let endpoint = Endpoint::create(request.info(), events, completions, token, Role::Accepts)?;
+    pub fn answer(request: ConnectionRequest, queues: EndpointQueues<'_>, token: u64) -> Result<Endpoint> {
+        let endpoint = Endpoint::create(request.info(), queues, token, Role::Accepts)?;
         request.into_answered();
         endpoint.enable()?;
         Ok(endpoint)
     }
 
-    fn create(
-        info: &Info,
-        events: &EventQueue,
-        completions: &CompletionQueue,
-        token: u64,
-        role: Role,
-    ) -> Result<Endpoint> {
-        static SERIAL: AtomicU64 = AtomicU64::new(0);
+    fn create(info: &Info, queues: EndpointQueues<'_>, token: u64, role: Role) -> Result<Endpoint> {
+        let EndpointQueues { events, completions, receives, sparse } = queues;
         let mut object = std::ptr::null_mut();
         let parent = completions.domain().as_ptr();
         // SAFETY: an open domain, an info of libfabric's, and a place for the result.
@@ -115,21 +139,36 @@ impl Endpoint {
         library::check("fi_endpoint", code)?;
         // SAFETY: just made, ours.
         let handle = unsafe { Handle::new(object, "fi_endpoint") }?;
-        let serial = SERIAL.fetch_add(1, Ordering::Relaxed);
+        let serial = next_serial();
         let (registration, completions) = (Registration::new(events, handle.fid()), completions.clone());
-        let closing = Closing { registration, serial, completions };
+        let closing = Closing { registration, serial, completions, _receives: receives.cloned() };
         closing.completions.domain().quarantine().opened(serial);
         closing.registration.is_for(Source::Endpoint(token));
-        let (max_msg_size, inject_size) = (info.max_msg_size(), info.inject_size());
-        Ok(Endpoint { handle, closing, token, max_msg_size, inject_size, role })
+        Ok(Endpoint {
+            handle,
+            closing,
+            token,
+            max_msg_size: info.max_msg_size(),
+            inject_size: info.inject_size(),
+            parts_max: info.send_parts_max(),
+            needs_regions: info.mr_mode().local,
+            sparse,
+            quiet: Mutex::default(),
+            role,
+        })
     }
 
     fn enable(&self) -> Result<()> {
-        let Closing { registration, completions, .. } = &self.closing;
-        // SAFETY: both queues are open, and kept so until after the endpoint is closed; enabling takes nothing.
+        let Closing { registration, completions, _receives: receives, .. } = &self.closing;
+        let sparse = if self.sparse { SELECTIVE_COMPLETION } else { 0 };
+        // SAFETY: all queues are open, and kept so until after the endpoint is closed; enabling takes nothing.
         unsafe {
             self.handle.bind(registration.events().fid(), 0)?;
-            self.handle.bind(completions.handle().fid(), TRANSMIT | RECV)?;
+            self.handle.bind(completions.handle().fid(), TRANSMIT | sparse)?;
+            self.handle.bind(completions.handle().fid(), RECV)?;
+            if let Some(receives) = receives {
+                self.handle.bind(receives.fid(), 0)?;
+            }
             self.handle.control("fi_enable", CONTROL_ENABLE, std::ptr::null_mut())
         }
     }
@@ -248,6 +287,136 @@ impl Endpoint {
         })
     }
 
+    /// Sends a message that is made of `parts`. Without `notify`, on an endpoint that is [sparse](EndpointQueues::sparse),
+    /// there is no completion, and the parts are kept until one comes that was asked for later.
+    ///
+    /// # Errors
+    /// See [`PostError`].
+    pub fn send_parts(&self, parts: Vec<Part>, token: u64, notify: bool) -> Result<(), PostError> {
+        self.post_parts(parts, Operation::Send, token, notify, |ep, iov, descriptors, context, flags| {
+            let message = FiMsg {
+                msg_iov: iov.as_ptr(),
+                desc: descriptors.as_mut_ptr(),
+                iov_count: iov.len(),
+                addr: CONNECTED_PEER,
+                context,
+                data: 0,
+            };
+            // SAFETY: an open endpoint and a whole message; its parts stay mapped until it has ended.
+            unsafe { ((*(*ep).msg).sendmsg)(ep, &raw const message, flags) }
+        })
+    }
+
+    /// Writes `parts`, one after the other, to remote memory. See [`write`](Self::write) and
+    /// [`send_parts`](Self::send_parts).
+    ///
+    /// # Errors
+    /// See [`PostError`].
+    pub fn write_parts(
+        &self,
+        parts: Vec<Part>,
+        remote: RemoteSlice,
+        token: u64,
+        notify: bool,
+    ) -> Result<(), PostError> {
+        let len = parts.iter().map(|part| part.bytes.len()).sum();
+        if len != remote.len {
+            return Err(FabricError::OutOfRange { offset: 0, len: remote.len, region_len: len }.into());
+        }
+        let target = FiRmaIov { addr: remote.address, len, key: remote.key };
+        self.post_parts(parts, Operation::Write, token, notify, |ep, iov, descriptors, context, flags| {
+            let message = FiMsgRma {
+                msg_iov: iov.as_ptr(),
+                desc: descriptors.as_mut_ptr(),
+                iov_count: iov.len(),
+                addr: CONNECTED_PEER,
+                rma_iov: &raw const target,
+                rma_iov_count: 1,
+                context,
+                data: 0,
+            };
+            // SAFETY: as in `send_parts`.
+            unsafe { ((*(*ep).rma).writemsg)(ep, &raw const message, flags) }
+        })
+    }
+
+    fn post_parts(
+        &self,
+        parts: Vec<Part>,
+        operation: Operation,
+        token: u64,
+        notify: bool,
+        call: impl FnOnce(*mut FidEp, &[libc::iovec], &mut [*mut c_void], *mut c_void, u64) -> isize,
+    ) -> Result<(), PostError> {
+        let len = self.check_parts(&parts)?;
+        let notify = notify || !self.sparse;
+        let iov: Vec<libc::iovec> = parts
+            .iter()
+            .map(|part| libc::iovec {
+                iov_base: part.bytes.as_ptr().cast_mut().cast(),
+                iov_len: part.bytes.len(),
+            })
+            .collect();
+        let mut descriptors: Vec<*mut c_void> = parts
+            .iter()
+            .map(|part| part.region.as_ref().map_or(std::ptr::null_mut(), MemoryRegion::descriptor))
+            .collect();
+        // Held while posting, so that whoever asks for a completion is behind those that it stands for.
+        let mut quiet = self.quiet.lock().unwrap_or_else(PoisonError::into_inner);
+        let earlier = if notify { std::mem::take(&mut *quiet) } else { Vec::new() };
+        let (serial, endpoint) = (self.closing.serial, self.token);
+        let memory = Held::Parts { _parts: parts };
+        let pending = Pending { serial, endpoint, token, operation, len, earlier, _memory: memory };
+        let queue = &self.closing.completions;
+        let number = match queue.operations().insert(pending) {
+            Ok(number) => number,
+            Err(pending) => {
+                *quiet = pending.earlier;
+                return Err(PostError::Full);
+            }
+        };
+        let flags = if notify { COMPLETION } else { 0 };
+        let code = call(self.handle.as_ptr(), &iov, &mut descriptors, number as *mut c_void, flags);
+        let result = posted(call_name(operation), code);
+        match &result {
+            Ok(()) if !notify => quiet.push(number),
+            Ok(()) => {}
+            Err(_) => {
+                let pending = queue.operations().remove(number);
+                if let (Some(pending), true) = (pending, notify) {
+                    *quiet = pending.earlier;
+                }
+            }
+        }
+        result
+    }
+
+    fn check_parts(&self, parts: &[Part]) -> Result<usize> {
+        if parts.is_empty() || parts.len() > self.parts_max {
+            return Err(FabricError::TooManyParts { parts: parts.len(), max: self.parts_max });
+        }
+        for part in parts {
+            match &part.region {
+                None if self.needs_regions => {
+                    return Err(FabricError::Unregistered { len: part.bytes.len() });
+                }
+                Some(region) if !region.domain().is(self.closing.completions.domain()) => {
+                    return Err(FabricError::OtherDomain);
+                }
+                Some(region) if !region.contains(&part.bytes) => {
+                    let (len, region_len) = (part.bytes.len(), region.len());
+                    return Err(FabricError::OutOfRange { offset: 0, len, region_len });
+                }
+                _ => {}
+            }
+        }
+        let len = parts.iter().map(|part| part.bytes.len()).sum();
+        if len > self.max_msg_size {
+            return Err(FabricError::TooLong { len, max: self.max_msg_size });
+        }
+        Ok(len)
+    }
+
     fn post(
         &self,
         slice: Slice<'_>,
@@ -264,7 +433,9 @@ impl Endpoint {
             return Err(FabricError::OtherDomain.into());
         }
         let (serial, endpoint) = (self.closing.serial, self.token);
-        let pending = Pending { serial, endpoint, token, operation, len: slice.len(), _region: region };
+        let (earlier, memory) = (Vec::new(), Held::Region { _region: region });
+        let pending =
+            Pending { serial, endpoint, token, operation, len: slice.len(), earlier, _memory: memory };
         let queue = &self.closing.completions;
         let Ok(number) = queue.operations().insert(pending) else { return Err(PostError::Full) };
         let result = posted(call_name(operation), call(self.handle.as_ptr(), number as *mut c_void));
@@ -304,7 +475,7 @@ fn call_name(operation: Operation) -> &'static str {
     }
 }
 
-fn posted(call: &'static str, code: isize) -> Result<(), PostError> {
+pub(super) fn posted(call: &'static str, code: isize) -> Result<(), PostError> {
     match i32::try_from(code).unwrap_or(-libc::EIO) {
         0 => Ok(()),
         code if code == -libc::EAGAIN => Err(PostError::Full),

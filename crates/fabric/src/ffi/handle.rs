@@ -10,6 +10,7 @@ use super::library;
 pub(super) struct Handle<T> {
     object: NonNull<T>,
     what: &'static str,
+    closed: bool,
 }
 
 // SAFETY: objects are opened in domains with FI_THREAD_SAFE, whose calls may be made from any thread.
@@ -24,7 +25,7 @@ impl<T> Handle<T> {
     /// `object` is null or points to an object of libfabric that starts with a [`Fid`] and that nobody else closes.
     pub(super) unsafe fn new(object: *mut T, call: &'static str) -> crate::Result<Handle<T>> {
         let object = NonNull::new(object).ok_or_else(|| library::error(call, libc::ENOMEM))?;
-        Ok(Handle { object, what: call })
+        Ok(Handle { object, what: call, closed: false })
     }
 
     pub(super) fn as_ptr(&self) -> *mut T {
@@ -61,13 +62,23 @@ impl<T> Handle<T> {
     }
 }
 
-impl<T> Drop for Handle<T> {
-    fn drop(&mut self) {
+impl<T> Handle<T> {
+    /// Closes the object before its handle is dropped, for owners that have something to do after that.
+    pub(super) fn close(&mut self) {
+        if std::mem::replace(&mut self.closed, true) {
+            return;
+        }
         let fid = self.fid();
         // SAFETY: the object is open and ours alone to close.
         let code = unsafe { ((*(*fid).ops).close)(fid) };
         if code != 0 {
             tracing::error!("{}: cannot be closed: {}", self.what, library::error("fi_close", -code));
         }
+    }
+}
+
+impl<T> Drop for Handle<T> {
+    fn drop(&mut self) {
+        self.close();
     }
 }

@@ -7,8 +7,8 @@ use std::ptr::NonNull;
 
 use super::abi::{
     DomainAttr, EP_MSG, FORMAT_UNSPEC, FiInfo, MR_ALLOCATED, MR_LOCAL, MR_PROV_KEY, MR_VIRT_ADDR, MSG,
-    NUMERICHOST, ORDER_RAW, ORDER_SAS, ORDER_SAW, PROGRESS_MANUAL, PROTO_IWARP, RMA, SOURCE, THREAD_SAFE,
-    TxAttr,
+    NUMERICHOST, ORDER_RAW, ORDER_SAS, ORDER_SAW, PROGRESS_MANUAL, PROTO_IWARP, RMA, SHARED_CONTEXT, SOURCE,
+    THREAD_SAFE, TxAttr,
 };
 use super::library;
 use crate::{FabricError, MrMode, Query, Result, Target, address};
@@ -40,6 +40,10 @@ impl Info {
     pub(super) fn raw(&self) -> &FiInfo {
         // SAFETY: it is ours, alive, and not changed.
         unsafe { self.info.as_ref() }
+    }
+
+    pub(super) fn rx_attr(&self) -> *mut super::abi::RxAttr {
+        self.raw().rx_attr
     }
 
     pub(super) fn domain(&self) -> &DomainAttr {
@@ -82,6 +86,21 @@ impl Info {
         }
         // SAFETY: libfabric says how many bytes there are.
         address::decode(unsafe { std::slice::from_raw_parts(raw.src_addr.cast(), raw.src_addrlen) })
+    }
+
+    /// Another one with the same content.
+    ///
+    /// # Errors
+    /// If there is no memory.
+    pub fn duplicate(&self) -> Result<Info> {
+        // SAFETY: ours, from libfabric; the copy is nobody else's.
+        unsafe { Info::from_raw(library::dupinfo(self.info.as_ptr())) }
+    }
+
+    /// Most parts of memory that a message can be sent from.
+    #[must_use]
+    pub fn send_parts_max(&self) -> usize {
+        self.tx().iov_limit.max(1)
     }
 
     /// Longest message or transfer, in bytes.
@@ -168,7 +187,7 @@ unsafe fn text(s: *const c_char) -> String {
 
 /// Asks all providers.
 pub(super) fn query(query: &Query) -> Result<Vec<Info>> {
-    let hints = hints(query.provider.as_deref())?;
+    let hints = hints(query)?;
     let (node, service, flags) = endpoint_name(query.target)?;
     // SAFETY: hints that libfabric allocated.
     match unsafe { library::getinfo(node.as_deref(), service.as_deref(), flags, hints.as_ptr()) } {
@@ -192,7 +211,7 @@ fn endpoint_name(target: Target) -> Result<(Option<CString>, Option<CString>, u6
 }
 
 /// What every endpoint must be able to do.
-fn hints(provider: Option<&str>) -> Result<Info> {
+fn hints(query: &Query) -> Result<Info> {
     // SAFETY: null asks for an empty one, with all attributes.
     let raw = unsafe { library::dupinfo(std::ptr::null()) };
     // SAFETY: just made, ours.
@@ -210,7 +229,10 @@ fn hints(provider: Option<&str>) -> Result<Info> {
         // Otherwise `tcp` starts a thread of its own, nameless and in nobody's account.
         (*domain).control_progress = PROGRESS_MANUAL;
         (*domain).data_progress = PROGRESS_MANUAL;
-        if let Some(provider) = provider {
+        if query.shared_receive {
+            (*(*raw).ep_attr).rx_ctx_cnt = SHARED_CONTEXT;
+        }
+        if let Some(provider) = &query.provider {
             (*(*raw).fabric_attr).prov_name = libc::strdup(library::c_string(provider)?.as_ptr());
         }
     }

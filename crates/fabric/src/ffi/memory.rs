@@ -1,8 +1,10 @@
 //! Registered memory.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use base::mem::Arena;
+use base::mem::{Arena, ArenaBuf};
+use bytes::Bytes;
 
 use super::abi::{ENOKEY, FidMr, READ, RECV, REMOTE_READ, REMOTE_WRITE, SEND, WRITE};
 use super::handle::Handle;
@@ -12,9 +14,9 @@ use crate::{Access, FabricError, RemoteRegion, Result};
 /// How often another key is tried if one is in use.
 const KEY_TRIES: usize = 8;
 
-/// An arena, registered with a domain. Clones are the same region; it is closed when the last one is dropped and no
-/// operation uses it any more. The arena stays mapped for longer if a peer may be writing to it: until the endpoints of
-/// that time are closed.
+/// Registered memory. Clones are the same region; it is closed when the last one is dropped and no operation uses it any
+/// more. Memory that a peer may be using stays for longer: until the endpoints of that time are closed, or the peer was
+/// said to be [done](Self::settle) with it.
 #[derive(Clone)]
 pub struct MemoryRegion(Arc<Inner>);
 
@@ -25,7 +27,9 @@ struct Inner {
     descriptor: *mut std::ffi::c_void,
     key: u64,
     access: Access,
-    arena: Arc<Arena>,
+    /// Whoever was given the key says that it is done.
+    settled: AtomicBool,
+    memory: Memory,
     domain: Domain,
 }
 
@@ -34,49 +38,103 @@ unsafe impl Send for Inner {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Inner {}
 
+/// What a region keeps mapped, and where it is.
+#[derive(Clone)]
+pub(crate) enum Memory {
+    Arena(Arc<Arena>),
+    Exposed(Exposed),
+}
+
+/// Memory that is registered by itself, for one peer and one purpose.
+#[derive(Debug, Clone)]
+pub enum Exposed {
+    /// For peers to read. It does not change as long as it exists.
+    Bytes(Bytes),
+    /// For peers to read or write. Nobody else may look at it before the region has been closed.
+    Buffer(Arc<ArenaBuf>),
+}
+
+impl Memory {
+    fn span(&self) -> (*mut u8, usize) {
+        match self {
+            Memory::Arena(arena) => arena.as_raw(),
+            Memory::Exposed(Exposed::Bytes(bytes)) => (bytes.as_ptr().cast_mut(), bytes.len()),
+            Memory::Exposed(Exposed::Buffer(buf)) => {
+                let (start, _) = buf.arena().as_raw();
+                // SAFETY: a buffer is inside its arena.
+                (unsafe { start.add(buf.offset()) }, buf.len())
+            }
+        }
+    }
+}
+
 impl MemoryRegion {
     /// Registers all of `arena`. Where the provider lets us choose, the key is random; otherwise it is the provider's.
     ///
     /// # Errors
     /// If the provider refuses: usually because too little memory may be locked.
     pub fn register(domain: &Domain, arena: &Arc<Arena>, access: Access) -> Result<MemoryRegion> {
-        let local = SEND | RECV | READ | WRITE;
+        MemoryRegion::open(domain, Memory::Arena(Arc::clone(arena)), access)
+    }
+
+    /// Registers `memory`, and no byte around it. See [`register`](Self::register).
+    ///
+    /// # Errors
+    /// If the provider refuses; or `access` lets peers write [`Exposed::Bytes`].
+    pub fn expose(domain: &Domain, memory: Exposed, access: Access) -> Result<MemoryRegion> {
+        let writable = !matches!(access, Access::RemoteRead | Access::Messages | Access::Outgoing);
+        if writable && matches!(memory, Exposed::Bytes(_)) {
+            return Err(FabricError::Immutable);
+        }
+        MemoryRegion::open(domain, Memory::Exposed(memory), access)
+    }
+
+    fn open(domain: &Domain, memory: Memory, access: Access) -> Result<MemoryRegion> {
         let rights = match access {
-            Access::Local => local,
-            Access::Remote => local | REMOTE_READ | REMOTE_WRITE,
+            Access::Local => SEND | RECV | READ | WRITE,
+            Access::Messages => SEND | RECV,
+            Access::Outgoing => SEND | WRITE,
+            Access::RemoteRead => REMOTE_READ,
+            Access::RemoteWrite => REMOTE_WRITE,
+            Access::Remote => SEND | RECV | READ | WRITE | REMOTE_READ | REMOTE_WRITE,
         };
-        let mut result = register(domain, arena, rights);
+        let mut result = register(domain, &memory, rights);
         for _ in 1..KEY_TRIES {
             if matches!(result, Err(FabricError::Call { code: ENOKEY, .. })) {
-                result = register(domain, arena, rights);
+                result = register(domain, &memory, rights);
             }
         }
         let handle = result?;
         // SAFETY: an open region.
         let (descriptor, key) = unsafe { ((*handle.as_ptr()).mem_desc, (*handle.as_ptr()).key) };
-        let (handle, arena, domain) = (Some(handle), Arc::clone(arena), domain.clone());
-        Ok(MemoryRegion(Arc::new(Inner { handle, descriptor, key, access, arena, domain })))
+        let (handle, settled, domain) = (Some(handle), AtomicBool::new(false), domain.clone());
+        Ok(MemoryRegion(Arc::new(Inner { handle, descriptor, key, access, settled, memory, domain })))
     }
 
     /// Length, in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.0.arena.len()
+        self.0.memory.span().1
     }
 
-    /// Never true: an arena has at least one page.
+    /// Whether it has no bytes.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// What a peer must know to use it. Of no use to a peer if it was registered with [`Access::Local`].
+    /// What a peer must know to use it. Of no use to a peer unless it was registered for remote access.
     #[must_use]
     pub fn remote(&self) -> RemoteRegion {
-        let (start, len) = self.0.arena.as_raw();
+        let (start, len) = self.0.memory.span();
         let virtual_address = self.0.domain.info().mr_mode().virtual_address;
         let base = if virtual_address { start as u64 } else { 0 };
         RemoteRegion { key: self.0.key, base, len: len as u64 }
+    }
+
+    /// Whoever has the key has ended all accesses, and said so: the memory is free as soon as the region is closed.
+    pub fn settle(&self) {
+        self.0.settled.store(true, Ordering::Relaxed);
     }
 
     /// The `len` bytes at `offset`.
@@ -91,21 +149,46 @@ impl MemoryRegion {
         Ok(Slice { region: self, offset, len })
     }
 
+    /// Whether `bytes` lie in it.
+    #[must_use]
+    pub fn contains(&self, bytes: &[u8]) -> bool {
+        let (start, len) = self.0.memory.span();
+        let at = (bytes.as_ptr() as usize).checked_sub(start as usize);
+        at.and_then(|at| at.checked_add(bytes.len())).is_some_and(|end| end <= len)
+    }
+
     /// The domain it is registered with.
     #[must_use]
     pub fn domain(&self) -> &Domain {
         &self.0.domain
     }
 
-    /// The memory.
+    /// The arena, if all of one was registered.
     #[must_use]
-    pub fn arena(&self) -> &Arc<Arena> {
-        &self.0.arena
+    pub fn arena(&self) -> Option<&Arc<Arena>> {
+        match &self.0.memory {
+            Memory::Arena(arena) => Some(arena),
+            Memory::Exposed(_) => None,
+        }
+    }
+
+    pub(super) fn descriptor(&self) -> *mut std::ffi::c_void {
+        self.0.descriptor
     }
 }
 
-fn register(domain: &Domain, arena: &Arena, rights: u64) -> Result<Handle<FidMr>> {
-    let (start, len) = arena.as_raw();
+impl std::fmt::Debug for MemoryRegion {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        // Not the key: it is a secret.
+        f.debug_struct("MemoryRegion")
+            .field("len", &self.len())
+            .field("access", &self.0.access)
+            .finish_non_exhaustive()
+    }
+}
+
+fn register(domain: &Domain, memory: &Memory, rights: u64) -> Result<Handle<FidMr>> {
+    let (start, len) = memory.span();
     let parent = domain.as_ptr();
     let key = random_key(domain);
     let mut region = std::ptr::null_mut();
@@ -134,8 +217,8 @@ fn random_key(domain: &Domain) -> u64 {
 impl Drop for Inner {
     fn drop(&mut self) {
         drop(self.handle.take());
-        if self.access == Access::Remote {
-            let released = self.domain.quarantine().hold(Arc::clone(&self.arena));
+        if self.access.is_remote() && !self.settled.load(Ordering::Relaxed) {
+            let released = self.domain.quarantine().hold(self.memory.clone());
             drop(released);
         }
     }
@@ -155,12 +238,12 @@ impl Slice<'_> {
     }
 
     pub(super) fn descriptor(&self) -> *mut std::ffi::c_void {
-        self.region.0.descriptor
+        self.region.descriptor()
     }
 
     /// Address of the first byte.
     pub(super) fn start(&self) -> *mut u8 {
-        let (start, _) = self.region.0.arena.as_raw();
+        let (start, _) = self.region.0.memory.span();
         // SAFETY: the offset was checked to be inside.
         unsafe { start.add(self.offset) }
     }

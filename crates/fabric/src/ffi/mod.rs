@@ -15,12 +15,14 @@ mod info;
 mod library;
 mod listener;
 mod memory;
+mod receive_queue;
 
 pub use completion::CompletionQueue;
 pub use domain::{Domain, Fabric, Waitable};
-pub use endpoint::Endpoint;
+pub use endpoint::{Endpoint, EndpointQueues};
 pub use events::{Event, EventQueue};
 pub use info::Info;
 pub use library::Library;
 pub use listener::{ConnectionRequest, Listener};
-pub use memory::{MemoryRegion, Slice};
+pub use memory::{Exposed, MemoryRegion, Slice};
+pub use receive_queue::ReceiveQueue;

@@ -19,7 +19,7 @@ fn providers_are_listed_with_their_limits() {
     assert!(tcp.max_msg_size() > 1 << 20 && tcp.inject_size() > 0 && tcp.transmit_depth() > 0, "{tcp:?}");
     assert!(tcp.receive_depth() > 0);
     eprintln!("{:?}", info(library, anywhere()).unwrap());
-    let query = Query { provider: Some("no-such".to_owned()), target: Target::Any };
+    let query = Query { provider: Some("no-such".to_owned()), target: Target::Any, shared_receive: false };
     let error = library.query(&query).unwrap_err();
     assert!(matches!(error, FabricError::NoProvider { .. }), "{error}");
 }
@@ -33,14 +33,14 @@ fn messages_go_both_ways() {
     for (from, from_region, to, to_region, to_who) in
         [(&client, &theirs, &server, &ours, Who::Server), (&server, &ours, &client, &theirs, Who::Client)]
     {
-        assert!(from_region.arena().copy_in(0, b"over the fabric"));
+        assert!(from_region.arena().unwrap().copy_in(0, b"over the fabric"));
         to.receive(to_region.slice(4096, 4096).unwrap(), 7).unwrap();
         from.send(from_region.slice(0, 15).unwrap(), 8).unwrap();
         let received = pair.completion(to_who);
         assert_eq!((received.operation, received.token, received.len), (Operation::Receive, 7, 15));
         assert!(received.result.is_ok());
         let mut text = [0; 15];
-        assert!(to_region.arena().copy_out(4096, &mut text));
+        assert!(to_region.arena().unwrap().copy_out(4096, &mut text));
         assert_eq!(&text, b"over the fabric");
         let sender = if to_who == Who::Server { Who::Client } else { Who::Server };
         assert_eq!(pair.completion(sender).operation, Operation::Send);
@@ -97,7 +97,7 @@ fn who_has_no_address_does_not_connect() {
     let Some(library) = library() else { return };
     let listen = info(library, anywhere()).unwrap();
     let side = Side::open(info(library, anywhere()).unwrap());
-    let endpoint = Endpoint::connecting(&listen, &side.events, &side.completions, 3);
+    let endpoint = Endpoint::connecting(&listen, side.queues(), 3);
     assert!(matches!(endpoint.err(), Some(FabricError::NoDestination)));
 }
 
@@ -119,7 +119,7 @@ fn nobody_listening_is_an_error() {
     let port = std::net::TcpListener::bind((provider().1, 0)).unwrap().local_addr().unwrap();
     let to = info(library, Target::Connect(port)).unwrap();
     let side = Side::open(info(library, Target::Connect(port)).unwrap());
-    let endpoint = Endpoint::connecting(&to, &side.events, &side.completions, 3).unwrap();
+    let endpoint = Endpoint::connecting(&to, side.queues(), 3).unwrap();
     if let Err(e) = endpoint.establish(b"") {
         assert!(matches!(e, FabricError::Call { .. }));
         return;
@@ -169,8 +169,7 @@ fn a_killed_peer_ends_its_connection_only() {
         .spawn()
         .unwrap();
     let request = pair.request();
-    let Side { events, completions, .. } = &pair.server;
-    let endpoint = Endpoint::answer(request, events, completions, 9).unwrap();
+    let endpoint = Endpoint::answer(request, pair.server.queues(), 9).unwrap();
     endpoint.establish(b"").unwrap();
     assert!(matches!(pair.event(Who::Server), Event::Connected { endpoint: 9, .. }));
     child.kill().unwrap();
@@ -187,7 +186,7 @@ fn peer_that_is_killed() {
     let library = library().unwrap();
     let to = info(library, target).unwrap();
     let side = Side::open(info(library, target).unwrap());
-    let endpoint = Endpoint::connecting(&to, &side.events, &side.completions, 0).unwrap();
+    let endpoint = Endpoint::connecting(&to, side.queues(), 0).unwrap();
     endpoint.establish(b"").unwrap();
     assert!(matches!(await_event(&side), Event::Connected { .. }));
     std::thread::sleep(2 * crate::pair::PATIENCE);

@@ -5,3 +5,4 @@
 mod connections;
 mod memory;
 mod pair;
+mod parts;

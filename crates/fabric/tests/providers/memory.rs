@@ -10,7 +10,7 @@ const LEN: usize = 4 << 20;
 fn fill(region: &MemoryRegion, seed: u8) -> Vec<u8> {
     let bytes: Vec<u8> =
         (0..region.len()).map(|i| (i as u8).wrapping_mul(31) ^ seed ^ (i >> 12) as u8).collect();
-    assert!(region.arena().copy_in(0, &bytes));
+    assert!(region.arena().unwrap().copy_in(0, &bytes));
     bytes
 }
 
@@ -35,11 +35,11 @@ fn each_side_reads_and_writes_the_other() {
         endpoint.write(local.slice(0, LEN).unwrap(), remote.slice(0, LEN).unwrap(), 1).unwrap();
         // A read after the write finds it in place.
         assert_eq!(pair.completion(who).operation, Operation::Write);
-        assert!(local.arena().copy_in(0, &vec![0; LEN]));
+        assert!(local.arena().unwrap().copy_in(0, &vec![0; LEN]));
         endpoint.read(local.slice(0, LEN).unwrap(), remote.slice(0, LEN).unwrap(), 2).unwrap();
         let read = pair.completion(who);
         assert!(read.result.is_ok() && read.operation == Operation::Read && read.len == LEN);
-        assert!(content(local.arena()) == written && content(peer.arena()) == written);
+        assert!(content(local.arena().unwrap()) == written && content(peer.arena().unwrap()) == written);
     }
 }
 
@@ -59,7 +59,7 @@ fn a_message_arrives_after_the_writes_before_it() {
         }
         client.inject(b"!").unwrap();
         assert_eq!(pair.completion(Who::Server).token, 100);
-        assert!(content(ours.arena()) == written, "round {round}");
+        assert!(content(ours.arena().unwrap()) == written, "round {round}");
         for _ in 0..4 {
             assert!(pair.completion(Who::Client).result.is_ok());
         }
@@ -71,7 +71,7 @@ fn must_be_refused(remote: RemoteRegion, read: bool, pair: &mut Pair, good: &Mem
     let (server, client) = pair.connect();
     let (other_server, other_client) = pair.connect();
     let local = pair.client.region(4096, Access::Local);
-    let before = content(good.arena());
+    let before = content(good.arena().unwrap());
     let (slice, to) = (local.slice(0, 4096).unwrap(), remote.slice(0, 4096).unwrap());
     let post = if read { Endpoint::read } else { Endpoint::write };
     post(&client, slice, to, 66).unwrap();
@@ -87,7 +87,7 @@ fn must_be_refused(remote: RemoteRegion, read: bool, pair: &mut Pair, good: &Mem
     drop((client, server));
     pair.completed.clear();
     pair.happened.clear();
-    assert!(content(good.arena()) == before);
+    assert!(content(good.arena().unwrap()) == before);
     other_client.write(slice, good.remote().slice(0, 4096).unwrap(), 67).unwrap();
     let done = pair.completion(Who::Client);
     assert!(done.result.is_ok() && done.token == 67, "{done:?}");
@@ -120,7 +120,7 @@ fn a_region_that_was_closed_is_out_of_reach_on_a_connection_that_stands() {
     let Some(mut pair) = Pair::new() else { return };
     let (_server, client) = pair.connect();
     let region = pair.server.region(4096, Access::Remote);
-    let arena = std::sync::Arc::clone(region.arena());
+    let arena = std::sync::Arc::clone(region.arena().unwrap());
     let local = pair.client.region(4096, Access::Local);
     fill(&local, 1);
     let remote = region.remote();

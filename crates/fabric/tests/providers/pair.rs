@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use base::mem::Arena;
 use fabric::{
-    Access, Completion, CompletionQueue, ConnectionRequest, Domain, Endpoint, Event, EventQueue, Fabric,
-    FabricError, Info, Library, Listener, MemoryRegion, Query, Target, Waitable, wait,
+    Access, Completion, CompletionQueue, ConnectionRequest, Domain, Endpoint, EndpointQueues, Event,
+    EventQueue, Fabric, FabricError, Info, Library, Listener, MemoryRegion, Query, Target, Waitable, wait,
 };
 
 pub const PATIENCE: Duration = Duration::from_secs(20);
@@ -36,6 +36,10 @@ impl Side {
         let domain = Domain::open(&fabric, info).unwrap();
         let completions = CompletionQueue::open(&domain, 64).unwrap();
         Side { events: EventQueue::open(&fabric).unwrap(), domain, completions }
+    }
+
+    pub fn queues(&self) -> EndpointQueues<'_> {
+        EndpointQueues::new(&self.events, &self.completions)
     }
 
     pub fn region(&self, len: usize, access: Access) -> MemoryRegion {
@@ -72,15 +76,24 @@ pub fn anywhere() -> Target {
 }
 
 pub fn info(library: Library, target: Target) -> Result<Info, FabricError> {
-    let query = Query { provider: Some(provider().0), target };
+    info_with(library, target, false)
+}
+
+pub fn info_with(library: Library, target: Target, shared_receive: bool) -> Result<Info, FabricError> {
+    let query = Query { provider: Some(provider().0), target, shared_receive };
     Ok(library.query(&query)?.swap_remove(0))
 }
 
 impl Pair {
     /// A server that listens, and a client.
     pub fn new() -> Option<Pair> {
+        Pair::with_shared_receives(false)
+    }
+
+    /// The server's endpoints take messages from a queue that they share, if that is wanted.
+    pub fn with_shared_receives(shared: bool) -> Option<Pair> {
         let library = library()?;
-        let listen = info(library, anywhere()).unwrap();
+        let listen = info_with(library, anywhere(), shared).unwrap();
         let server = Side::open(listen);
         let listener = Listener::open(server.domain.info(), &server.events).unwrap();
         let connect = || info(library, Target::Connect(listener.address())).unwrap();
@@ -160,8 +173,7 @@ impl Pair {
     }
 
     pub fn client_endpoint(&self, token: u64) -> Endpoint {
-        let Side { events, completions, .. } = &self.client;
-        Endpoint::connecting(&self.to_server, events, completions, token).unwrap()
+        Endpoint::connecting(&self.to_server, self.client.queues(), token).unwrap()
     }
 
     /// A connection: the server's endpoint has token 1, the client's 2.
@@ -170,8 +182,7 @@ impl Pair {
         client.establish(b"hello").unwrap();
         let request = self.request();
         assert!(request.data().starts_with(b"hello"));
-        let Side { events, completions, .. } = &self.server;
-        let server = Endpoint::answer(request, events, completions, 1).unwrap();
+        let server = Endpoint::answer(request, self.server.queues(), 1).unwrap();
         server.establish(b"welcome").unwrap();
         for (who, token, said) in [(Who::Server, 1, &b""[..]), (Who::Client, 2, b"welcome")] {
             match self.event(who) {

@@ -10,7 +10,9 @@ use std::time::{Duration, Instant};
 
 use base::fault::{Action, Faults, Site};
 use base::mem::Arena;
-use fabric::{Access, Completion, Endpoint, Event, Info, Library, MemoryRegion, Operation, Target};
+use fabric::{
+    Access, Completion, Endpoint, EndpointQueues, Event, Info, Library, MemoryRegion, Operation, Target,
+};
 use tokio::sync::oneshot;
 
 use super::alarm::wait_for;
@@ -218,7 +220,8 @@ impl Worker {
         let mut lanes = Vec::with_capacity(QUEUES);
         for queue in 0..QUEUES {
             let token = token_of(id, queue);
-            let endpoint = Endpoint::connecting(&info, &port.events, &port.completions, token)?;
+            let endpoint =
+                Endpoint::connecting(&info, EndpointQueues::new(&port.events, &port.completions), token)?;
             let line = Line::new(endpoint, &port.domain)?;
             let greeting = Greeting { queue, attempt, secret: offer.secret };
             line.endpoint.establish(&greeting.encode())?;

@@ -1,0 +1,92 @@
+//! Receive buffers that endpoints share.
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use super::abi::{Fid, FidEp};
+use super::endpoint::{ANY_PEER, posted};
+use super::handle::Handle;
+use super::{CompletionQueue, Info, MemoryRegion, Slice, library};
+use crate::operations::{Held, Pending};
+use crate::{FabricError, Operation, PostError, Result};
+
+/// Buffers for whatever message comes next on any of the endpoints that were made with the queue (`fi_srx_context`). A
+/// completion bears the queue's token and not the endpoint's: who sent the message, the message must tell.
+#[derive(Clone)]
+pub struct ReceiveQueue(Arc<Inner>);
+
+struct Inner {
+    handle: Handle<FidEp>,
+    completions: CompletionQueue,
+    serial: u64,
+    token: u64,
+}
+
+impl ReceiveQueue {
+    /// Opens a queue for endpoints that use `completions`, in the domain of that. `info` must have been queried with
+    /// [`shared_receive`](crate::Query::shared_receive).
+    ///
+    /// # Errors
+    /// If the provider or the device has none.
+    pub fn open(info: &Info, completions: &CompletionQueue, token: u64) -> Result<ReceiveQueue> {
+        let parent = completions.domain().as_ptr();
+        let mut queue = std::ptr::null_mut();
+        // SAFETY: an open domain, attributes of libfabric's, and a place for the result.
+        let code = unsafe {
+            ((*(*parent).ops).srx_ctx)(parent, info.rx_attr(), &raw mut queue, std::ptr::null_mut())
+        };
+        library::check("fi_srx_context", code)?;
+        // SAFETY: just made, ours.
+        let handle = unsafe { Handle::new(queue, "fi_srx_context") }?;
+        let serial = super::endpoint::next_serial();
+        Ok(ReceiveQueue(Arc::new(Inner { handle, completions: completions.clone(), serial, token })))
+    }
+
+    /// Posts a buffer for one message.
+    ///
+    /// # Errors
+    /// See [`PostError`].
+    pub fn receive(&self, into: Slice<'_>, token: u64) -> Result<(), PostError> {
+        let region: MemoryRegion = into.region().clone();
+        let queue = &self.0.completions;
+        if !region.domain().is(queue.domain()) {
+            return Err(FabricError::OtherDomain.into());
+        }
+        let pending = Pending {
+            serial: self.0.serial,
+            endpoint: self.0.token,
+            token,
+            operation: Operation::Receive,
+            len: into.len(),
+            earlier: Vec::new(),
+            _memory: Held::Region { _region: region },
+        };
+        let Ok(number) = queue.operations().insert(pending) else { return Err(PostError::Full) };
+        let context = number as *mut c_void;
+        let queue_object = self.0.handle.as_ptr();
+        // SAFETY: an open queue; the buffer stays mapped until the completion or the queue's end.
+        let code = unsafe {
+            let recv = (*(*queue_object).msg).recv;
+            recv(queue_object, into.start().cast(), into.len(), into.descriptor(), ANY_PEER, context)
+        };
+        let result = posted("fi_recv", code);
+        if result.is_err() {
+            drop(queue.operations().remove(number));
+        }
+        result
+    }
+
+    pub(super) fn fid(&self) -> *mut Fid {
+        self.0.handle.fid()
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // Dropping these may close regions, which takes locks: not inside this one.
+        let serial = self.serial;
+        self.handle.close();
+        let operations = self.completions.operations().remove_all(|p| p.serial == serial);
+        drop(operations);
+    }
+}

@@ -1,0 +1,163 @@
+//! Messages made of parts, buffers that endpoints share, completions that are left out, memory exposed by itself.
+
+use std::sync::Arc;
+
+use base::mem::Arena;
+use base::pool::BufferPool;
+use bytes::Bytes;
+use fabric::{
+    Access, Endpoint, EndpointQueues, Event, Exposed, FabricError, MemoryRegion, Operation, Part, PostError,
+    ReceiveQueue, Target,
+};
+
+use crate::pair::{Pair, Side, Who, info_with};
+
+const SLOT: usize = 8192;
+
+/// A server that takes messages of all connections from one queue, and clients that leave out completions.
+struct Shared {
+    pair: Pair,
+    queue: ReceiveQueue,
+    buffers: MemoryRegion,
+}
+
+impl Shared {
+    fn new() -> Option<Shared> {
+        let pair = Pair::with_shared_receives(true)?;
+        let queue = ReceiveQueue::open(pair.server.domain.info(), &pair.server.completions, 77).unwrap();
+        let buffers = pair.server.region(8 * SLOT, Access::Messages);
+        Some(Shared { pair, queue, buffers })
+    }
+
+    fn connect(&mut self, token: u64) -> (Endpoint, Endpoint) {
+        let pair = &mut self.pair;
+        let client = Endpoint::connecting(&pair.to_server, sparse(&pair.client), token).unwrap();
+        client.establish(b"").unwrap();
+        let request = pair.request();
+        let queues = EndpointQueues { receives: Some(&self.queue), ..sparse(&pair.server) };
+        let server = Endpoint::answer(request, queues, token + 100).unwrap();
+        server.establish(b"").unwrap();
+        for who in [Who::Server, Who::Client] {
+            assert!(matches!(pair.event(who), Event::Connected { .. }));
+        }
+        (server, client)
+    }
+
+    fn text(&self, slot: u64, len: usize) -> Vec<u8> {
+        let mut out = vec![0; len];
+        assert!(self.buffers.arena().unwrap().copy_out(slot as usize * SLOT, &mut out));
+        out
+    }
+}
+
+fn sparse(side: &Side) -> EndpointQueues<'_> {
+    EndpointQueues { sparse: true, ..side.queues() }
+}
+
+/// Bytes that the provider can send from: of registered memory if it wants that.
+fn part(pair: &Pair, region: &MemoryRegion, pool: &BufferPool, text: &[u8]) -> Part {
+    let mut buf = pool.try_alloc(text.len()).unwrap().unwrap();
+    buf.copy_from_slice(text);
+    let region = pair.to_server.mr_mode().local.then(|| region.clone());
+    Part { bytes: buf.freeze(), region }
+}
+
+#[test]
+fn endpoints_share_buffers_and_leave_out_completions() {
+    let Some(mut shared) = Shared::new() else { return };
+    let (_first_server, first) = shared.connect(1);
+    let (_second_server, second) = shared.connect(2);
+    let arena = Arena::anonymous(256 << 10).unwrap();
+    let pool = BufferPool::new(Arc::clone(&arena), 0, 64 << 10);
+    let region = MemoryRegion::register(&shared.pair.client.domain, &arena, Access::Outgoing).unwrap();
+    for slot in 0..6 {
+        shared.queue.receive(shared.buffers.slice(slot * SLOT, SLOT).unwrap(), slot as u64).unwrap();
+    }
+    let send = |pair: &Pair, endpoint: &Endpoint, texts: [&str; 2], notify| {
+        let parts = texts.map(|text| part(pair, &region, &pool, text.as_bytes())).to_vec();
+        endpoint.send_parts(parts, 5, notify).unwrap();
+    };
+    let free = pool.free_bytes().0;
+    for (from, name) in [(&first, "one "), (&second, "two "), (&first, "three ")] {
+        send(&shared.pair, from, [name, "message"], false);
+        let received = shared.pair.completion(Who::Server);
+        assert_eq!((received.operation, received.endpoint), (Operation::Receive, 77));
+        let expected = format!("{name}message");
+        assert_eq!(shared.text(received.token, received.len), expected.as_bytes());
+    }
+    shared.pair.drive_until_idle();
+    assert!(shared.pair.completed.is_empty(), "none was asked for");
+    assert!(pool.free_bytes().0 < free, "the parts are kept");
+    for endpoint in [&first, &second] {
+        send(&shared.pair, endpoint, ["the", "last"], true);
+        let sent = shared.pair.until("a completion", |pair| {
+            let at = pair.completed.iter().position(|(who, _)| *who == Who::Client)?;
+            Some(pair.completed.remove(at).1)
+        });
+        assert_eq!((sent.operation, sent.token, sent.len), (Operation::Send, 5, 7));
+    }
+    assert_eq!(pool.free_bytes().0, free, "what was sent before is given back with it");
+}
+
+#[test]
+fn what_cannot_be_sent_is_refused_before_it_is_posted() {
+    let Some(mut shared) = Shared::new() else { return };
+    let (server, client) = shared.connect(1);
+    let plain = |text: &'static [u8]| Part { bytes: Bytes::from_static(text), region: None };
+    let refused = |result: Result<(), PostError>| match result {
+        Err(PostError::Failed(e)) => e,
+        other => panic!("{other:?}"),
+    };
+    let many = vec![plain(b"x"); shared.pair.to_server.send_parts_max() + 1];
+    assert!(matches!(refused(client.send_parts(many, 0, true)), FabricError::TooManyParts { .. }));
+    assert!(matches!(refused(client.send_parts(Vec::new(), 0, true)), FabricError::TooManyParts { .. }));
+    let elsewhere = Part { region: Some(shared.buffers.clone()), ..plain(b"x") };
+    assert!(matches!(refused(client.send_parts(vec![elsewhere.clone()], 0, true)), FabricError::OtherDomain));
+    assert!(matches!(refused(server.send_parts(vec![elsewhere], 0, true)), FabricError::OutOfRange { .. }));
+    if shared.pair.to_server.mr_mode().local {
+        let unregistered = refused(client.send_parts(vec![plain(b"x")], 0, true));
+        assert!(matches!(unregistered, FabricError::Unregistered { len: 1 }));
+    }
+    let bytes = Exposed::Bytes(Bytes::from_static(b"constant"));
+    let writable = MemoryRegion::expose(&shared.pair.client.domain, bytes, Access::RemoteWrite);
+    assert!(matches!(writable, Err(FabricError::Immutable)));
+    assert_eq!(info_with(fabric::Library::load().unwrap(), Target::Any, true).unwrap().provider(), {
+        shared.pair.to_server.provider()
+    });
+}
+
+/// A client exposes one buffer to be read and one to be written; the server moves them, and memory outlives a region
+/// that was withdrawn until the connection ends, unless the server is known to be done.
+#[test]
+fn exposed_memory_is_read_and_written_and_stays_until_nobody_can_be_using_it() {
+    let Some(mut pair) = Pair::new() else { return };
+    let (server, client) = pair.connect();
+    let pool = BufferPool::new(Arena::anonymous(256 << 10).unwrap(), 0, 64 << 10);
+    let free = pool.free_bytes().0;
+    let mut source = pool.try_alloc(5000).unwrap().unwrap();
+    source.fill(7);
+    let sink = Arc::new(pool.try_alloc(5000).unwrap().unwrap());
+    let source = Exposed::Bytes(source.freeze());
+    let source = MemoryRegion::expose(&pair.client.domain, source, Access::RemoteRead).unwrap();
+    let room = Exposed::Buffer(Arc::clone(&sink));
+    let room = MemoryRegion::expose(&pair.client.domain, room, Access::RemoteWrite).unwrap();
+    let local = pair.server.region(8192, Access::Local);
+    server.read(local.slice(0, 5000).unwrap(), source.remote().slice(0, 5000).unwrap(), 1).unwrap();
+    assert!(pair.completion(Who::Server).result.is_ok());
+    server.write(local.slice(0, 5000).unwrap(), room.remote().slice(0, 5000).unwrap(), 2).unwrap();
+    assert!(pair.completion(Who::Server).result.is_ok());
+    // A read after the write finds it in place: here, of the other region.
+    server.read(local.slice(0, 5000).unwrap(), source.remote().slice(0, 5000).unwrap(), 3).unwrap();
+    assert!(pair.completion(Who::Server).result.is_ok());
+    room.settle();
+    drop(room);
+    let sink = Arc::into_inner(sink).expect("a region that is settled keeps nothing");
+    assert!(sink.iter().all(|byte| *byte == 7));
+    drop(sink);
+    assert_eq!(pair.client.domain.quarantined(), 0);
+    drop(source);
+    assert_eq!(pair.client.domain.quarantined(), 1, "the server might be reading");
+    assert!(pool.free_bytes().0 < free);
+    drop(client);
+    assert_eq!((pair.client.domain.quarantined(), pool.free_bytes().0), (0, free));
+}
