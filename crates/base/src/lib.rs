@@ -1,10 +1,11 @@
 //! What every other crate stands on: aligned shared memory and the buffer pool over it, block
-//! checksums, the naming and accounting of threads, where the time of requests goes, the health of offloads, and
-//! injected faults.
+//! checksums, the naming and accounting of threads, where the time of requests goes, the health of offloads,
+//! injected faults, and adaptive polling.
 //!
 //! Nothing here knows of objects, networks or drives. `unsafe` is in [`mem`], which maps memory, and
 //! in [`pool`], which hands out ranges of it.
 
+pub mod arenas;
 pub mod block;
 pub mod buddy;
 pub mod fault;
@@ -13,6 +14,7 @@ pub mod mem;
 pub mod phases;
 pub mod pool;
 pub mod process;
+pub mod spinner;
 pub mod thread;
 pub mod work;
 

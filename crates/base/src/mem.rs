@@ -223,7 +223,9 @@ impl Arena {
             mapping.prefer_huge();
         }
         let registrations = AtomicUsize::new(0);
-        Arc::new(Arena { base: mapping.base(), len, fd, page, registrations, mapping })
+        let arena = Arc::new(Arena { base: mapping.base(), len, fd, page, registrations, mapping });
+        crate::arenas::enter(&arena);
+        arena
     }
 
     /// Whether the memory is in huge pages that were set aside for this.

@@ -30,9 +30,9 @@ impl<M> Quarantine<M> {
         self.held.extract_if(.., |(writers, _)| writers.is_empty()).map(|(_, memory)| memory).collect()
     }
 
-    /// How many memories are held.
-    pub(crate) fn len(&self) -> usize {
-        self.held.len()
+    /// The memories that are held.
+    pub(crate) fn held(&self) -> impl Iterator<Item = &M> {
+        self.held.iter().map(|(_, memory)| memory)
     }
 
     /// A region was closed. Gives its memory back if nobody can be writing to it.

@@ -13,6 +13,9 @@ pub enum Access {
     Messages,
     /// What this process sends, or writes to remote memory. No provider exposes it.
     Outgoing,
+    /// What this process reads remote memory into, and nothing else; providers that
+    /// [expose](crate::Info::exposes_local_memory) it let peers write it.
+    ReadSink,
     /// Peers that have the key may read it.
     RemoteRead,
     /// Peers that have the key may write it.
@@ -22,9 +25,9 @@ pub enum Access {
 }
 
 impl Access {
-    /// Whether peers can reach the region.
+    /// Whether peers may be able to reach the region.
     pub(crate) fn is_remote(self) -> bool {
-        matches!(self, Access::RemoteRead | Access::RemoteWrite | Access::Remote)
+        matches!(self, Access::ReadSink | Access::RemoteRead | Access::RemoteWrite | Access::Remote)
     }
 }
 

@@ -75,6 +75,10 @@ pub struct Limits {
     pub max_inline: usize,
     /// Largest single bulk read or write, in bytes.
     pub max_bulk: usize,
+    /// Payloads of up to that length, in bytes, are cheaper inline; longer ones are cheaper as bulk.
+    pub eager: usize,
+    /// Bulk data moves by itself between memories: sources are better held in memory ([`BulkSource::memory`]).
+    pub one_sided: bool,
 }
 
 /// Who is at the other end.
@@ -162,6 +166,41 @@ pub struct BulkDescriptor {
     pub phase: u16,
     /// Milliseconds after which the offer is void.
     pub expires_ms: u32,
+    /// Where the memory is, for one-sided transfers; without it, data goes by frames.
+    pub remote: Option<RemoteMemory>,
+}
+
+/// Memory that a peer may read or write by itself.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RemoteMemory {
+    /// Which transport of the session it was registered for.
+    pub transport: u64,
+    /// Its ranges, in the order of the transfer.
+    pub segments: Vec<BulkSegment>,
+    /// Checksums of the pieces, 4 bytes each, little endian; none if it is to be written.
+    pub checksums: Vec<u8>,
+}
+
+impl RemoteMemory {
+    /// Where bytes `offset..offset + len` are; `None` if they are not in one range.
+    pub(crate) fn find(&self, offset: u64, len: u64) -> Option<(fabric::RemoteRegion, usize)> {
+        let mut start = 0u64;
+        for &BulkSegment { address, key, len: room } in &self.segments {
+            let end = start.checked_add(room)?;
+            if offset >= start && offset.checked_add(len)? <= end {
+                let region = fabric::RemoteRegion { key, base: address, len: room };
+                return Some((region, usize::try_from(offset - start).ok()?));
+            }
+            start = end;
+        }
+        None
+    }
+
+    /// Checksums of pieces `first..first + count`.
+    pub(crate) fn checksums(&self, first: usize, count: usize) -> Option<Vec<u32>> {
+        let bytes = self.checksums.get(first.checked_mul(4)?..first.checked_add(count)?.checked_mul(4)?)?;
+        Some(bytes.chunks_exact(4).map(|c| u32::from_le_bytes([c[0], c[1], c[2], c[3]])).collect())
+    }
 }
 
 impl BulkDescriptor {
@@ -194,9 +233,15 @@ pub trait BulkSource: Send + Sync {
     /// The bytes `offset..offset + len` with the checksums of their pieces. The range starts at a piece boundary and is
     /// inside the source. An error ends the transfer, with its text.
     fn read(&self, offset: u64, len: usize) -> BoxFuture<'_, Result<Payload, String>>;
+
+    /// All of it, if it is in memory anyway: then a peer can fetch it without this side.
+    fn memory(&self) -> Option<Payload> {
+        None
+    }
 }
 
-/// Memory that a peer may fill. Filled exactly once; the ranges come in any order and do not overlap.
+/// Memory that a peer may fill. Filled exactly once; the ranges come in any order and do not overlap, some of them perhaps only
+/// when the offer is [finished](BulkRegion::finish).
 pub trait BulkSink: Send + Sync {
     /// Room, in bytes.
     fn len(&self) -> u64;
@@ -215,14 +260,25 @@ pub trait BulkSink: Send + Sync {
 pub struct BulkRegion {
     /// To be sent to the peer.
     pub descriptor: BulkDescriptor,
-    withdraw: Option<Box<dyn FnOnce() + Send + Sync>>,
+    end: Option<EndOffer>,
 }
 
+/// Ends an offer; told whether the peer is known to be done with it.
+type EndOffer = Box<dyn FnOnce(bool) + Send + Sync>;
+
 impl BulkRegion {
-    /// An offer that runs `withdraw` when it is dropped. For network stacks.
+    /// An offer that runs `end` when it is finished (`true`) or dropped (`false`). For network stacks.
     #[must_use]
-    pub fn new(descriptor: BulkDescriptor, withdraw: Box<dyn FnOnce() + Send + Sync>) -> BulkRegion {
-        BulkRegion { descriptor, withdraw: Some(withdraw) }
+    pub fn new(descriptor: BulkDescriptor, end: EndOffer) -> BulkRegion {
+        BulkRegion { descriptor, end: Some(end) }
+    }
+
+    /// The peer has said that it is done: a sink has everything when this returns. What an offer that is dropped instead has
+    /// exposed stays unused until the peer can no longer be using it.
+    pub fn finish(mut self) {
+        if let Some(end) = self.end.take() {
+            end(true);
+        }
     }
 }
 
@@ -234,8 +290,8 @@ impl fmt::Debug for BulkRegion {
 
 impl Drop for BulkRegion {
     fn drop(&mut self) {
-        if let Some(withdraw) = self.withdraw.take() {
-            withdraw();
+        if let Some(end) = self.end.take() {
+            end(false);
         }
     }
 }

@@ -102,7 +102,7 @@ impl Default for SessionConfig {
             max_held: 256,
             window_bytes: 4 << 20,
             push_window_bytes: 4 << 20,
-            limits: Limits { max_header: 256 << 10, max_inline: 256 << 10, max_bulk: 1 << 30 },
+            limits: Limits { max_header: 256 << 10, max_inline: 256 << 10, max_bulk: 1 << 30, eager: 64 << 10, one_sided: false },
             offer_ttl: Duration::from_secs(600),
             max_damaged_transports: 4,
             entropy: Entropy::default(),

@@ -21,7 +21,7 @@
 mod body;
 
 pub use body::{Body, Close, Hello, PullCancel, PullData, PullRefused, PullRequest, Push, PushRefused};
-pub use body::{Refusal, Reject, RejectCode, Resume, Welcome, Window};
+pub use body::{Refusal, Reject, RejectCode, Resume, Welcome, Window, Wrote};
 
 use base::block::{BLOCK_SIZE, Payload, crc32c, piece_count, verify_pieces};
 use bytes::Bytes;
@@ -52,6 +52,8 @@ pub enum Kind {
     Message = 16,
     /// Bulk data for an offered sink. Sequenced.
     Push = 17,
+    /// Bulk data was written to an offered sink by a one-sided transfer. Sequenced.
+    Wrote = 18,
     /// Credits; also what is sent when there is nothing to send (acknowledgement, heartbeat).
     Window = 32,
     /// Asks for data of an offered source.
@@ -70,12 +72,13 @@ pub enum Kind {
 
 impl Kind {
     /// All kinds.
-    pub const ALL: [Kind; 12] = [
+    pub const ALL: [Kind; 13] = [
         Kind::Hello,
         Kind::Welcome,
         Kind::Reject,
         Kind::Message,
         Kind::Push,
+        Kind::Wrote,
         Kind::Window,
         Kind::PullRequest,
         Kind::PullCancel,
@@ -92,7 +95,7 @@ impl Kind {
     /// Whether frames of this kind are numbered, acknowledged, and sent again on a new transport.
     #[must_use]
     pub fn is_sequenced(self) -> bool {
-        matches!(self, Kind::Message | Kind::Push)
+        matches!(self, Kind::Message | Kind::Push | Kind::Wrote)
     }
 
     /// Longest header part and payload of this kind, in bytes.
@@ -349,7 +352,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const LIMITS: Limits = Limits { max_header: 4096, max_inline: 16384, max_bulk: 1 << 20 };
+    const LIMITS: Limits = Limits { max_header: 4096, max_inline: 16384, max_bulk: 1 << 20, eager: 16384, one_sided: false };
 
     fn message(header: &[u8], phase: u64, data: &[u8]) -> Vec<u8> {
         let payload = Payload::compute(phase, Bytes::copy_from_slice(data));
@@ -367,7 +370,7 @@ mod tests {
 
         #[test]
         fn arbitrary_headers_with_right_checksums_never_panic(
-            mut fixed: [u8; HEADER_LEN], rest in proptest::collection::vec(any::<u8>(), 0..6000), kind in 0usize..12,
+            mut fixed: [u8; HEADER_LEN], rest in proptest::collection::vec(any::<u8>(), 0..6000), kind in 0usize..13,
             header_len in 0u32..1200, payload_len in 0u32..6000,
         ) {
             fixed[..4].copy_from_slice(&MAGIC);

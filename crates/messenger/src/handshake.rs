@@ -13,14 +13,12 @@ use crate::frame::{
     self, Body, FrameHeader, HEADER_LEN, Hello, Kind, MAX_CONTROL, Reject, RejectCode, Resume, Welcome,
 };
 use crate::session::{Settled, Shared};
-use crate::transport::{Transport, Wire};
+use crate::transport::ofi::Piece;
+use crate::transport::{Claim, Road, Transport, Wire};
 use crate::{ConnectOptions, Limits, MessengerError, PeerInfo};
 
 /// Protocol versions that this side speaks, lowest and highest.
 const VERSIONS: (u16, u16) = (1, 1);
-
-/// Longest name of a tenant, in bytes.
-const MAX_TENANT: usize = 32;
 
 /// Why a handshake failed.
 #[derive(Debug)]
@@ -41,34 +39,50 @@ impl HandshakeError {
 
 /// Reads one frame of a handshake, and not a byte more.
 async fn read(wire: &mut Wire) -> Result<Body, HandshakeError> {
-    let transport = |address: &str, e: std::io::Error| HandshakeError::Transport {
-        endpoint: address.to_owned(),
-        reason: e.to_string(),
-    };
-    let address = wire.address.clone();
+    let transport = |reason: String| HandshakeError::Transport { endpoint: wire.address.clone(), reason };
     // What was damaged on its way may be whole the next time.
     let broken = |e: frame::FrameError| match e.is_damage() {
-        true => HandshakeError::Transport { endpoint: address.clone(), reason: e.to_string() },
+        true => transport(e.to_string()),
         false => HandshakeError::Protocol(e.to_string()),
     };
-    let mut fixed = [0; HEADER_LEN];
-    wire.reader.read_exact(&mut fixed).await.map_err(|e| transport(&wire.address, e))?;
-    let limits = Limits { max_header: MAX_CONTROL, max_inline: 0, max_bulk: 0 };
-    let header = FrameHeader::decode(&fixed, &limits).map_err(&broken)?;
-    if !matches!(header.kind, Kind::Hello | Kind::Welcome | Kind::Reject) {
-        return Err(HandshakeError::Protocol(format!("a {:?} frame before the handshake", header.kind)));
+    let limits = Limits { max_header: MAX_CONTROL, max_inline: 0, max_bulk: 0, eager: 0, one_sided: false };
+    let check = |header: &FrameHeader| match header.kind {
+        Kind::Hello | Kind::Welcome | Kind::Reject => Ok(()),
+        kind => Err(HandshakeError::Protocol(format!("a {kind:?} frame before the handshake"))),
+    };
+    match &mut wire.road {
+        Road::Stream(reader, _) => {
+            let mut fixed = [0; HEADER_LEN];
+            reader.read_exact(&mut fixed).await.map_err(|e| transport(e.to_string()))?;
+            let header = FrameHeader::decode(&fixed, &limits).map_err(&broken)?;
+            check(&header)?;
+            let mut body = vec![0; header.body_len()];
+            reader.read_exact(&mut body).await.map_err(|e| transport(e.to_string()))?;
+            Ok(header.decode_body(Bytes::from(body)).map_err(broken)?.0)
+        }
+        Road::Packets(link) => {
+            let packet = link.receive().await.map_err(|e| transport(e.0))?;
+            match frame::decode(&packet, &limits).map_err(broken)? {
+                Some((frame, len)) if len == packet.len() => check(&frame.header).map(|()| frame.body),
+                _ => Err(HandshakeError::Protocol("a packet that is not one frame".into())),
+            }
+        }
     }
-    let mut body = vec![0; header.body_len()];
-    wire.reader.read_exact(&mut body).await.map_err(|e| transport(&wire.address, e))?;
-    Ok(header.decode_body(Bytes::from(body)).map_err(broken)?.0)
 }
 
 /// Writes one frame of a handshake.
 pub(crate) async fn write(wire: &mut Wire, body: &Body) -> std::io::Result<()> {
     let mut out = Vec::new();
     frame::encode_head(&mut out, body.kind(), 0, 0, &Payload::default(), |o| body.encode(o));
-    wire.writer.write_all(&out).await?;
-    wire.writer.flush().await
+    match &mut wire.road {
+        Road::Stream(_, writer) => {
+            writer.write_all(&out).await?;
+            writer.flush().await
+        }
+        Road::Packets(link) => {
+            link.send(&[Piece::Copied(&out)]).await.map_err(|e| std::io::Error::other(e.0))
+        }
+    }
 }
 
 /// Reads and checks what a client says first.
@@ -79,17 +93,20 @@ pub(crate) async fn read_hello(wire: &mut Wire) -> Result<Hello, HandshakeError>
     }
 }
 
-/// Whether this side can make a session of that.
-pub(crate) fn check_hello(hello: &Hello) -> Result<(), Reject> {
+/// Whether this side can make a session of that, over a transport whose connect request made that `claim`.
+pub(crate) fn check_hello(hello: &Hello, claim: Option<&Claim>) -> Result<(), Reject> {
     let no = |reason: String| Err(Reject { code: RejectCode::Incompatible, reason });
+    if claim.is_some_and(|claim| claim.tenant != hello.tenant || claim.nonce != hello.nonce) {
+        return no("the handshake is not that of who asked to connect".to_owned());
+    }
     if hello.versions.0 > VERSIONS.1 || hello.versions.1 < VERSIONS.0 {
         return no(format!(
             "no common version: the client speaks {:?}, the server {VERSIONS:?}",
             hello.versions
         ));
     }
-    if hello.tenant.len() > MAX_TENANT {
-        return no(format!("the tenant's name is longer than {MAX_TENANT} bytes"));
+    if hello.tenant.len() > Claim::MAX_TENANT {
+        return no(format!("the tenant's name is longer than {} bytes", Claim::MAX_TENANT));
     }
     if hello.resume.is_none() && hello.granted > crate::config::MAX_CREDIT_BYTES {
         return no("more credit than any window has".to_owned());
@@ -104,7 +121,7 @@ pub(crate) fn settle(hello: Hello, address: &str, features: u64, config: &Sessio
     let limits = Limits {
         max_header: config.limits.max_header.min(hello.limits.0 as usize),
         max_inline: config.limits.max_inline.min(hello.limits.1 as usize),
-        max_bulk: config.limits.max_bulk,
+        ..config.limits
     };
     let peer = PeerInfo { address: address.to_owned(), tenant: hello.tenant, session, features };
     let welcome = welcome(config, features, hello.nonce, session, secret, (0, config.window_bytes));
@@ -147,8 +164,8 @@ impl Dialer {
         options: ConnectOptions,
         config: SessionConfig,
     ) -> Result<Dialer, MessengerError> {
-        if options.tenant.len() > MAX_TENANT {
-            let limit = MAX_TENANT;
+        if options.tenant.len() > Claim::MAX_TENANT {
+            let limit = Claim::MAX_TENANT;
             return Err(MessengerError::Refused(format!("the tenant's name is longer than {limit} bytes")));
         }
         let backoff = crate::session::BACKOFF.0;
@@ -163,6 +180,7 @@ impl Dialer {
             max_header: self.config.limits.max_header.min(welcome.limits.0 as usize),
             max_inline: self.config.limits.max_inline.min(welcome.limits.1 as usize),
             max_bulk: self.config.limits.max_bulk.min(welcome.limits.2 as usize),
+            ..self.config.limits
         };
         let peer = PeerInfo {
             address: wire.address.clone(),
@@ -225,12 +243,13 @@ impl Dialer {
             endpoint: self.endpoint.clone(),
             reason: e.to_string(),
         };
-        let mut wire = self.transport.dial(&self.endpoint).await.map_err(broken)?;
+        let claim = Claim { tenant: self.options.tenant.clone(), nonce: self.config.entropy.random() };
+        let mut wire = self.transport.dial(&self.endpoint, &claim).await.map_err(broken)?;
         let hello = Hello {
             versions: VERSIONS,
             features: self.options.features,
-            tenant: self.options.tenant.clone(),
-            nonce: self.config.entropy.random(),
+            tenant: claim.tenant,
+            nonce: claim.nonce,
             limits: (self.config.limits.max_header as u32, self.config.limits.max_inline as u32),
             granted,
             resume,

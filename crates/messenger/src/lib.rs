@@ -46,7 +46,7 @@ pub mod transport;
 pub use api::{
     BulkDescriptor, BulkDirection, BulkOwner, BulkRegion, BulkSegment, BulkSink, BulkSource, ConnectOptions,
     Connection, Ends, Event, Incoming, Limits, Listener, MemoryKind, Message, MessengerError, NetworkStack,
-    PeerInfo, Pulled, Result,
+    PeerInfo, Pulled, RemoteMemory, Result,
 };
 pub use config::{Entropy, SessionConfig};
 pub use stack::{SimStack, StreamStack, TcpStack};

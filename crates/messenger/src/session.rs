@@ -7,7 +7,9 @@
 mod connection;
 mod inbound;
 mod offers;
+mod one_sided;
 mod outbound;
+mod packets;
 mod pulls;
 mod read_buffer;
 mod reader;
@@ -30,6 +32,7 @@ use offers::Offers;
 use outbound::Outbound;
 use pulls::Pulls;
 use turns::Turns;
+use crate::transport::ofi::Link;
 
 /// What the handshake settled.
 pub(crate) struct Settled {
@@ -57,6 +60,15 @@ struct State {
     inbound: Inbound,
     pulls: Pulls,
     offers: Offers,
+    /// The transport now in use, if it is one that moves memory by itself.
+    link: Option<Arc<Link>>,
+}
+
+/// Which side of a session this is. Only clients let their peers reach their memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Side {
+    Client,
+    Server,
 }
 
 /// A session, as its handle, its users' tasks and its own task see it.
@@ -65,6 +77,7 @@ pub(crate) struct Shared {
     secret: [u8; 16],
     limits: Limits,
     config: SessionConfig,
+    side: Side,
     metrics: Metrics,
     state: Mutex<State>,
     /// There is something to write.
@@ -92,7 +105,7 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
-    pub(crate) fn new(settled: Settled, config: SessionConfig) -> Arc<Shared> {
+    pub(crate) fn new(settled: Settled, config: SessionConfig, side: Side) -> Arc<Shared> {
         let metrics = Metrics::new();
         metrics.sessions.increment(1);
         let mut outbound = Outbound::new(settled.granted, config.window_bytes);
@@ -103,8 +116,10 @@ impl Shared {
             inbound: Inbound::new(config.window_bytes),
             pulls: Pulls::default(),
             offers: Offers::default(),
+            link: None,
         };
         Arc::new(Shared {
+            side,
             peer: settled.peer,
             secret: settled.secret,
             limits: settled.limits,
@@ -173,6 +188,7 @@ impl Shared {
             return;
         }
         state.status = Status::Lost(why.clone());
+        state.link = None;
         // Dropped after the lock is: what drops here is the users', and may call back.
         let (outbound, pulls, offers) = (
             std::mem::replace(&mut state.outbound, Outbound::new(0, 0)),

@@ -1,24 +1,73 @@
-//! What a session stands on: a reliable stream of bytes both ways that may break at any byte.
+//! What a session stands on: a reliable way to bring bytes there and back that may break at any byte.
 //!
-//! [`tcp`] is the real one; [`memory`] stays within a process, and [`faulty`] breaks what is below it. A transport carries no meaning; a session outlives several.
+//! [`tcp`] is the real stream; [`memory`] stays within a process, and [`faulty`] breaks what is below it. [`ofi`] has no stream:
+//! it brings packets, and moves memory by itself. A transport carries no meaning; a session outlives several, also of
+//! different kinds.
 
 pub mod faulty;
 pub mod memory;
+pub mod ofi;
 pub mod tcp;
 
+use std::fmt;
 use std::io;
+use std::sync::Arc;
 
 use base::BoxFuture;
 use tokio::io::{AsyncRead, AsyncWrite};
 
-/// One connected stream of bytes, in its two directions.
+/// What goes in.
+pub type Reader = Box<dyn AsyncRead + Send + Unpin>;
+
+/// What goes out. Vectored writes should be real ones.
+pub type Writer = Box<dyn AsyncWrite + Send + Unpin>;
+
+/// One connection of a transport.
 pub struct Wire {
-    /// What comes in.
-    pub reader: Box<dyn AsyncRead + Send + Unpin>,
-    /// What goes out. Vectored writes should be real ones.
-    pub writer: Box<dyn AsyncWrite + Send + Unpin>,
+    /// How bytes move.
+    pub road: Road,
     /// The peer's address, for people.
     pub address: String,
+    /// What the peer said of itself before the connection stood, where the transport has room for that. To be proven by
+    /// its handshake.
+    pub claim: Option<Claim>,
+}
+
+/// How bytes move on a [`Wire`].
+pub enum Road {
+    /// A stream of bytes in each direction.
+    Stream(Reader, Writer),
+    /// Packets, and one-sided transfers.
+    Packets(Arc<ofi::Link>),
+}
+
+impl Wire {
+    /// A wire that is two streams.
+    #[must_use]
+    pub fn stream(reader: Reader, writer: Writer, address: String) -> Wire {
+        Wire { road: Road::Stream(reader, writer), address, claim: None }
+    }
+}
+
+impl fmt::Debug for Wire {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Wire").field("address", &self.address).finish_non_exhaustive()
+    }
+}
+
+/// Who wants to connect, in the connect request itself: so a server can choose a protection domain before there is an
+/// endpoint. It proves nothing.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Claim {
+    /// The tenant, at most [`Claim::MAX_TENANT`] bytes.
+    pub tenant: String,
+    /// Random: says that the handshake which comes later belongs to this request.
+    pub nonce: [u8; 16],
+}
+
+impl Claim {
+    /// Longest name of a tenant, in bytes.
+    pub const MAX_TENANT: usize = 32;
 }
 
 /// A way to make [`Wire`]s.
@@ -27,7 +76,7 @@ pub trait Transport: Send + Sync + 'static {
     fn bind<'a>(&'a self, address: &'a str) -> BoxFuture<'a, io::Result<Box<dyn Acceptor>>>;
 
     /// Connects to an endpoint as [`Acceptor::endpoint`] gives it.
-    fn dial<'a>(&'a self, endpoint: &'a str) -> BoxFuture<'a, io::Result<Wire>>;
+    fn dial<'a>(&'a self, endpoint: &'a str, claim: &'a Claim) -> BoxFuture<'a, io::Result<Wire>>;
 }
 
 /// Where connections arrive.

@@ -21,7 +21,7 @@ use super::alarm::{Alarm, take_count};
 use super::greeting::Greeting;
 use super::line::{self, Line};
 use super::port::{Port, query};
-use super::spinner::Spinner;
+use base::spinner::Spinner;
 use super::{OfiOffer, QUEUES};
 use crate::dma::{OnDrop, URGENT};
 use crate::{ChannelError, Doorbell, Result};

@@ -46,7 +46,6 @@ mod host;
 mod lane;
 mod line;
 mod port;
-mod spinner;
 mod worker;
 
 use std::net::SocketAddr;

@@ -130,11 +130,11 @@ impl Domain {
         self.0.spoiled.load(Ordering::Relaxed)
     }
 
-    /// How many regions were closed whose memory is still kept, because peers may be using it. Only closing endpoints
+    /// Bytes of regions that were closed whose memory is still kept, because peers may be using it. Only closing endpoints
     /// makes them fewer.
     #[must_use]
-    pub fn quarantined(&self) -> usize {
-        self.quarantine().len()
+    pub fn quarantined_bytes(&self) -> usize {
+        self.quarantine().held().map(|memory| memory.span().1).sum()
     }
 
     /// A read was broken off.

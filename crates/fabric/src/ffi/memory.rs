@@ -55,7 +55,8 @@ pub enum Exposed {
 }
 
 impl Memory {
-    fn span(&self) -> (*mut u8, usize) {
+    /// Address and length.
+    pub(super) fn span(&self) -> (*mut u8, usize) {
         match self {
             Memory::Arena(arena) => arena.as_raw(),
             Memory::Exposed(Exposed::Bytes(bytes)) => (bytes.as_ptr().cast_mut(), bytes.len()),
@@ -94,6 +95,7 @@ impl MemoryRegion {
             Access::Local => SEND | RECV | READ | WRITE,
             Access::Messages => SEND | RECV,
             Access::Outgoing => SEND | WRITE,
+            Access::ReadSink => READ,
             Access::RemoteRead => REMOTE_READ,
             Access::RemoteWrite => REMOTE_WRITE,
             Access::Remote => SEND | RECV | READ | WRITE | REMOTE_READ | REMOTE_WRITE,

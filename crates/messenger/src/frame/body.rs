@@ -141,6 +141,19 @@ pub struct Push {
     pub offset: u64,
 }
 
+/// Where data was written by a one-sided transfer.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Wrote {
+    /// The offer's key.
+    pub offer: u64,
+    /// First byte, within the offer.
+    pub offset: u64,
+    /// Number of bytes, at most that of a [`Kind::Push`] frame's payload.
+    pub len: u32,
+    /// Checksums of the pieces, 4 bytes each, little endian.
+    pub checksums: Vec<u8>,
+}
+
 /// Pushed data was not taken.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PushRefused {
@@ -167,6 +180,7 @@ pub enum Body {
     /// The header of the users' message.
     Message(Bytes),
     Push(Push),
+    Wrote(Wrote),
     Window(Window),
     PullRequest(PullRequest),
     PullCancel(PullCancel),
@@ -191,6 +205,7 @@ impl Body {
             Kind::Welcome => Body::Welcome(parse(kind, &bytes)?),
             Kind::Reject => Body::Reject(parse(kind, &bytes)?),
             Kind::Push => Body::Push(parse(kind, &bytes)?),
+            Kind::Wrote => Body::Wrote(parse(kind, &bytes)?),
             Kind::Window => Body::Window(parse(kind, &bytes)?),
             Kind::PullRequest => Body::PullRequest(parse(kind, &bytes)?),
             Kind::PullCancel => Body::PullCancel(parse(kind, &bytes)?),
@@ -210,6 +225,7 @@ impl Body {
             Body::Reject(_) => Kind::Reject,
             Body::Message(_) => Kind::Message,
             Body::Push(_) => Kind::Push,
+            Body::Wrote(_) => Kind::Wrote,
             Body::Window(_) => Kind::Window,
             Body::PullRequest(_) => Kind::PullRequest,
             Body::PullCancel(_) => Kind::PullCancel,
@@ -228,6 +244,7 @@ impl Body {
             Body::Welcome(b) => append(out, b),
             Body::Reject(b) => append(out, b),
             Body::Push(b) => append(out, b),
+            Body::Wrote(b) => append(out, b),
             Body::Window(b) => append(out, b),
             Body::PullRequest(b) => append(out, b),
             Body::PullCancel(b) => append(out, b),

@@ -13,10 +13,12 @@ use tokio::time::timeout;
 
 use super::inbound::charge;
 use super::offers::{Offered, check_range, chunk_len};
-use super::outbound::Chunk;
+use super::one_sided::NotPulled;
+use super::outbound::{Chunk, Target};
 use super::pulls::Done;
 use super::{Shared, Status};
 use crate::frame::{Body, Push};
+use crate::transport::ofi::packet::EAGER_BYTES;
 use crate::{
     BulkDescriptor, BulkDirection, BulkOwner, BulkRegion, BulkSink, BulkSource, Connection, Event, Incoming,
     Limits, Message, MessengerError, PeerInfo, Pulled, Result,
@@ -91,7 +93,22 @@ impl Shared {
         Ok(guard)
     }
 
-    async fn push(&self, mut at: Range, payload: Payload) -> Result<()> {
+    /// Reads from the peer's memory, or has it send the data.
+    async fn pull_any(
+        &self,
+        from: &BulkDescriptor,
+        at: Range,
+        dest: ArenaBuf,
+        limit: Duration,
+    ) -> Result<Pulled> {
+        match self.pull_one_sided(from, &at, dest, limit).await {
+            Ok(pulled) => Ok(pulled),
+            Err(NotPulled::Framed(dest)) => self.pull(at, dest).await,
+            Err(NotPulled::Lost(why)) => Err(why),
+        }
+    }
+
+    async fn push(&self, to: &BulkDescriptor, mut at: Range, payload: Payload) -> Result<()> {
         let (data, checksums) = payload.into_parts();
         let (mut data, mut checksums) = (data, checksums.as_slice());
         let mut placed = None;
@@ -106,12 +123,9 @@ impl Shared {
             let payload = Payload::from_parts(at.phase, chunk, sums.to_vec())
                 .map_err(|e| MessengerError::BulkRefused(e.to_string()))?;
             let (tell, told) = oneshot::channel();
-            self.push_chunk(
-                Push { offer: at.key, offset: at.offset },
-                payload,
-                data.is_empty().then_some(tell),
-            )
-            .await?;
+            let target = self.target(to, at.offset, len);
+            let push = Push { offer: at.key, offset: at.offset };
+            self.push_chunk(push, payload, target, data.is_empty().then_some(tell)).await?;
             placed = Some(told);
             at.offset += len;
             at.phase = (at.phase + len) % BLOCK;
@@ -126,6 +140,7 @@ impl Shared {
         &self,
         push: Push,
         payload: Payload,
+        target: Option<Target>,
         tell: Option<oneshot::Sender<()>>,
     ) -> Result<()> {
         let room = self.push_room.acquire_many(payload.len() as u32).await.map_err(|_| self.loss())?;
@@ -135,7 +150,7 @@ impl Shared {
         if let Some(reason) = state.offers.refusal(push.offer) {
             return Err(MessengerError::BulkRefused(reason.to_owned()));
         }
-        state.outbound.push_chunk(Chunk::Push(push, payload, tell));
+        state.outbound.push_chunk(Chunk::Push(push, payload, target, tell));
         drop(state);
         room.forget();
         slot.forget();
@@ -181,12 +196,12 @@ impl Drop for PullGuard<'_> {
 }
 
 /// A range of one offer of the peer.
-struct Range {
-    key: u64,
+pub(super) struct Range {
+    pub(super) key: u64,
     /// First byte within the offer.
-    offset: u64,
+    pub(super) offset: u64,
     /// Its object offset modulo 4096.
-    phase: u64,
+    pub(super) phase: u64,
 }
 
 /// Finds bytes `offset..offset + len` of a descriptor that the peer of the session made.
@@ -218,7 +233,11 @@ impl Connection for SessionConnection {
     }
 
     fn limits(&self) -> Limits {
-        self.shared.limits
+        let limits = self.shared.limits;
+        match self.shared.lock().link {
+            Some(_) => Limits { eager: limits.eager.min(EAGER_BYTES), one_sided: true, ..limits },
+            None => limits,
+        }
     }
 
     fn send(&self, message: Message) -> BoxFuture<'_, Result<()>> {
@@ -251,7 +270,7 @@ impl Connection for SessionConnection {
             if dest.is_empty() {
                 return Ok(Pulled { buf: dest, checksums: Vec::new() });
             }
-            timeout(limit, self.shared.pull(range, dest))
+            timeout(limit, self.shared.pull_any(from, range, dest, limit))
                 .await
                 .unwrap_or(Err(MessengerError::TimedOut(limit)))
         })
@@ -276,7 +295,7 @@ impl Connection for SessionConnection {
                 let why = "the payload is cut at other piece boundaries than the offer";
                 return Err(MessengerError::BulkRefused(why.into()));
             }
-            timeout(limit, self.shared.push(range, payload))
+            timeout(limit, self.shared.push(to, range, payload))
                 .await
                 .unwrap_or(Err(MessengerError::TimedOut(limit)))
         })

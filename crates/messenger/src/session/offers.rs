@@ -5,9 +5,11 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use base::block::{BLOCK, Payload};
+use fabric::MemoryRegion;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, timeout};
 
+use super::one_sided::Exposed;
 use super::outbound::Chunk;
 use super::{Shared, Status};
 use crate::config::{MAX_CHUNK, MAX_PULLS};
@@ -35,6 +37,8 @@ pub(super) enum Offered {
 struct Offer {
     what: Offered,
     expires: Instant,
+    /// What the peer can reach of it by itself.
+    exposed: Option<Exposed>,
 }
 
 /// The offers, and the pulls that are being served.
@@ -53,6 +57,29 @@ impl Drop for Offers {
 }
 
 impl Offers {
+    /// Takes the peer's access to what was exposed on a transport that is gone; what it wrote stays.
+    pub(super) fn hide(&mut self) -> Vec<MemoryRegion> {
+        self.active.values_mut().filter_map(|offer| offer.exposed.as_mut()?.hide()).collect()
+    }
+
+    /// Takes the peer's access to what has expired. Returns how much that was.
+    pub(super) fn hide_expired(&mut self) -> Vec<MemoryRegion> {
+        let now = Instant::now();
+        let expired = self.active.values_mut().filter(|offer| offer.expires <= now);
+        expired.filter_map(|offer| offer.exposed.as_mut()?.hide()).collect()
+    }
+
+    /// Where the peer has written, and what the checksums are about.
+    pub(super) fn exposed_sink(&mut self, offer: u64) -> Result<(&mut Exposed, u64), String> {
+        self.live(offer)?;
+        match self.active.get_mut(&offer) {
+            Some(Offer { what: Offered::Sink(_, phase), exposed: Some(exposed), .. }) => {
+                Ok((exposed, u64::from(*phase)))
+            }
+            _ => Err("it was not exposed for writing".into()),
+        }
+    }
+
     pub(super) fn stop_serving(&mut self) {
         for serving in std::mem::take(&mut self.serving).into_values() {
             serving.abort();
@@ -118,12 +145,22 @@ impl Shared {
         }
         let ttl = self.config.offer_ttl;
         let key = self.config.entropy.random();
-        let mut state = self.lock();
+        let state = self.lock();
         Self::check_open(&state)?;
         if state.offers.active.len() >= MAX_OFFERS {
             return Err(MessengerError::BulkRefused("too many offers at a time in this session".into()));
         }
-        state.offers.active.insert(key, Offer { what, expires: Instant::now() + ttl });
+        let link = state.link.clone();
+        drop(state);
+        // Registering memory takes its time.
+        let exposed = link.and_then(|link| self.expose(&link, &what));
+        let remote = exposed.as_ref().map(Exposed::remote);
+        let mut state = self.lock();
+        Self::check_open(&state)?;
+        let expires = Instant::now() + ttl;
+        // An offer that is too late for the transport it was made for is one without.
+        let exposed = exposed.filter(|e| state.link.as_ref().is_some_and(|l| l.epoch() == e.transport()));
+        state.offers.active.insert(key, Offer { what, expires, exposed });
         drop(state);
         let descriptor = BulkDescriptor {
             owner: BulkOwner::Session,
@@ -132,9 +169,10 @@ impl Shared {
             direction,
             phase: phase as u16,
             expires_ms: u32::try_from(ttl.as_millis()).unwrap_or(u32::MAX),
+            remote,
         };
         let session = Arc::downgrade(self);
-        Ok(BulkRegion::new(descriptor, Box::new(move || withdraw(&session, key))))
+        Ok(BulkRegion::new(descriptor, Box::new(move |is_done| end_offer(&session, key, is_done))))
     }
 
     /// Starts to serve a pull, or refuses it.
@@ -200,7 +238,7 @@ impl Shared {
         self.control(Body::PullRefused(PullRefused { pull, refusal, reason }))
     }
 
-    fn control(&self, body: Body) -> Result<(), MessengerError> {
+    pub(super) fn control(&self, body: Body) -> Result<(), MessengerError> {
         self.lock().outbound.push_control(body)?;
         self.wake_writer.notify_one();
         Ok(())
@@ -220,11 +258,15 @@ impl Shared {
     }
 }
 
-fn withdraw(session: &Weak<Shared>, key: u64) {
+fn end_offer(session: &Weak<Shared>, key: u64, is_done: bool) {
     let Some(session) = session.upgrade() else { return };
     let offer = session.lock().offers.active.remove(&key);
     // The users' memory is let go of when the lock is free: dropping it may call back.
-    drop(offer);
+    let Some(Offer { what, exposed: Some(exposed), .. }) = offer else { return };
+    match what {
+        Offered::Sink(sink, _) if is_done => exposed.deliver(&*sink),
+        _ => exposed.end(is_done),
+    }
 }
 
 /// Reads the source chunk by chunk, and sends them when it is the transfer's turn.

@@ -23,14 +23,23 @@ const BATCH_FRAMES: usize = 128;
 /// A frame that is numbered and kept until the peer has acknowledged it.
 pub(super) enum Sequenced {
     Message(Message),
-    Push(Push, Payload),
+    Push(Push, Payload, Option<Target>),
+}
+
+/// Where pushed data goes by a one-sided transfer, if it goes over that transport.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Target {
+    pub(super) transport: u64,
+    pub(super) region: fabric::RemoteRegion,
+    /// Offset within the region.
+    pub(super) offset: usize,
 }
 
 /// A chunk in the bulk lane. It holds one permit of `Shared::bulk_slots`, which the writer returns.
 pub(super) enum Chunk {
     Data(PullData, Payload),
     /// The sender is told when the chunk has its place in the order.
-    Push(Push, Payload, Option<oneshot::Sender<()>>),
+    Push(Push, Payload, Option<Target>, Option<oneshot::Sender<()>>),
 }
 
 /// Lanes in order of priority, and the frames sent and not acknowledged.
@@ -200,8 +209,8 @@ impl Outbound {
                     batch.push_bulk(Kind::PullData, 0, ack, &Body::PullData(data), &payload);
                     batch.bulk_slots += 1;
                 }
-                Some(Chunk::Push(push, payload, placed)) => {
-                    self.push_new(batch, Sequenced::Push(push, payload), ack);
+                Some(Chunk::Push(push, payload, target, placed)) => {
+                    self.push_new(batch, Sequenced::Push(push, payload, target), ack);
                     batch.bulk_slots += 1;
                     batch.placed.extend(placed);
                 }
@@ -232,7 +241,7 @@ mod tests {
     }
 
     fn push(len: usize) -> Chunk {
-        Chunk::Push(Push { offer: 1, offset: 0 }, Payload::compute(0, vec![1; len].into()), None)
+        Chunk::Push(Push { offer: 1, offset: 0 }, Payload::compute(0, vec![1; len].into()), None, None)
     }
 
     fn gathered(outbound: &mut Outbound) -> Vec<Frame> {

@@ -16,7 +16,7 @@ use super::inbound::Order;
 use super::outbound::Sequenced;
 use super::pulls::Destination;
 use super::read_buffer::ReadBuffer;
-use crate::frame::{Body, FrameError, FrameHeader, HEADER_LEN, PullData};
+use crate::frame::{Body, FrameError, FrameHeader, HEADER_LEN, PullData, Push, Wrote};
 use crate::{Message, MessengerError};
 
 /// Payloads longer than this, and not read yet, get memory of their own, in bytes.
@@ -112,31 +112,10 @@ impl<'a> Reader<'a> {
             }
             Body::Push(push) => {
                 let payload = self.payload(&header, checksums).await?;
-                match self.shared.on_sequenced(header.seq, payload.len())? {
-                    Order::Next => Ok(self.shared.on_push(push, payload)?),
-                    Order::Repeated => Ok(()),
-                }
+                self.shared.on_pushed(header.seq, push, payload)
             }
             Body::PullData(data) => self.pull_data(&header, &data, checksums).await,
-            Body::Window(window) => Ok(self.shared.on_granted(window.granted)?),
-            Body::PullRequest(request) => Ok(self.shared.on_pull_request(request)?),
-            Body::PullCancel(cancel) => {
-                self.shared.on_pull_cancel(cancel.pull);
-                Ok(())
-            }
-            Body::PullRefused(refused) => {
-                self.shared.on_pull_refused(refused);
-                Ok(())
-            }
-            Body::PushRefused(refused) => {
-                self.shared.lock().offers.on_push_refused(refused);
-                Ok(())
-            }
-            Body::Close(close) => Err(Fault::Closed(close.reason)),
-            Body::Hello(_) | Body::Welcome(_) | Body::Reject(_) => {
-                let wrong = format!("a {:?} frame in the middle of a session", header.kind);
-                Err(Fault::Fatal(MessengerError::Protocol(wrong)))
-            }
+            other => self.shared.on_control(other),
         }
     }
 
@@ -276,7 +255,7 @@ impl Shared {
         state.outbound.on_ack(ack, freed)?;
         let credit = state.outbound.issue();
         drop(state);
-        let pushed = freed.iter().map(|f| if let Sequenced::Push(_, p) = f { p.len() } else { 0 }).sum();
+        let pushed = freed.iter().map(|f| if let Sequenced::Push(_, p, _) = f { p.len() } else { 0 }).sum();
         self.push_room.add_permits(pushed);
         self.message_credit.add_permits(credit);
         Ok(())
@@ -290,6 +269,45 @@ impl Shared {
         drop(state);
         self.message_credit.add_permits(credit);
         Ok(())
+    }
+
+    /// Handles a frame that has nothing to do with the stream or packet that it came in.
+    pub(super) fn on_control(self: &Arc<Self>, body: Body) -> Result<(), Fault> {
+        match body {
+            Body::Window(window) => Ok(self.on_granted(window.granted)?),
+            Body::PullRequest(request) => Ok(self.on_pull_request(request)?),
+            Body::PullCancel(cancel) => {
+                self.on_pull_cancel(cancel.pull);
+                Ok(())
+            }
+            Body::PullRefused(refused) => {
+                self.on_pull_refused(refused);
+                Ok(())
+            }
+            Body::PushRefused(refused) => {
+                self.lock().offers.on_push_refused(refused);
+                Ok(())
+            }
+            Body::Close(close) => Err(Fault::Closed(close.reason)),
+            other => {
+                let wrong = format!("a {:?} frame where none belongs", other.kind());
+                Err(Fault::Fatal(MessengerError::Protocol(wrong)))
+            }
+        }
+    }
+
+    pub(super) fn on_pushed(&self, seq: u64, push: Push, payload: Payload) -> Result<(), Fault> {
+        match self.on_sequenced(seq, payload.len())? {
+            Order::Next => Ok(self.on_push(push, payload)?),
+            Order::Repeated => Ok(()),
+        }
+    }
+
+    pub(super) fn on_wrote(&self, seq: u64, wrote: &Wrote) -> Result<(), Fault> {
+        match self.on_sequenced(seq, wrote.len as usize)? {
+            Order::Next => self.on_landed(wrote),
+            Order::Repeated => Ok(()),
+        }
     }
 
     fn on_sequenced(&self, seq: u64, len: usize) -> Result<Order, MessengerError> {
@@ -308,7 +326,7 @@ impl Shared {
         }
     }
 
-    fn on_message(&self, seq: u64, message: Message) -> Result<(), Fault> {
+    pub(super) fn on_message(&self, seq: u64, message: Message) -> Result<(), Fault> {
         let mut state = self.lock();
         match state.inbound.on_sequenced(seq, message.payload.len())? {
             Order::Repeated => return Ok(()),

@@ -8,12 +8,14 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
+use super::packets::PacketReader;
 use super::reader::{Fault, Reader};
 use super::{Shared, Status};
 use crate::config::SessionConfig;
 use crate::handshake::{self, Dialer, HandshakeError};
 use crate::stack::Registration;
-use crate::transport::Wire;
+use crate::transport::ofi::Link;
+use crate::transport::{Road, Wire};
 use crate::{Event, MessengerError};
 
 /// How long a session that is being closed may take to send what is queued.
@@ -162,24 +164,23 @@ impl Role {
 
 impl Shared {
     /// Reads and writes one transport for as long as it lasts.
-    async fn use_transport(self: &Arc<Self>, role: &mut Role, mut wire: Wire) -> End {
+    async fn use_transport(self: &Arc<Self>, role: &mut Role, wire: Wire) -> End {
         self.heard.store(true, Ordering::Relaxed);
-        let reader = Reader::new(self, &mut *wire.reader);
-        let writing = async {
-            match self.write_loop(&mut *wire.writer).await {
-                // Everything was said; what is left is to see the peer go.
-                Ok(()) => std::future::pending().await,
-                Err(e) => e.to_string(),
+        let end = match wire.road {
+            Road::Stream(mut reader, mut writer) => {
+                let reading = Reader::new(self, &mut *reader).run();
+                let writing = async { self.write_loop(&mut *writer).await.map_err(|e| e.to_string()) };
+                self.until_end(role, reading, writing, None).await
             }
-        };
-        let end = tokio::select! {
-            biased;
-            fault = reader.run() => fault.into(),
-            reason = writing => End::Broken(reason),
-            reason = self.watch_peer() => End::Broken(reason),
-            never = self.acknowledge_in_time() => match never {},
-            resumption = role.replaced() => End::Replaced(resumption),
-            () = self.close_deadline() => End::Closed,
+            Road::Packets(link) => {
+                self.lock().link = Some(Arc::clone(&link));
+                let reading = PacketReader::new(self, &link).run();
+                let writing = async { self.send_packets(&link).await.map_err(|e| e.0) };
+                let end = self.until_end(role, reading, writing, Some(&link)).await;
+                // From here on nobody reaches memory of this side by it.
+                link.fail("the session has ended it");
+                end
+            }
         };
         let closing = self.lock().status == Status::Closing;
         match end {
@@ -188,17 +189,46 @@ impl Shared {
         }
     }
 
-    /// Sends a heartbeat when there was nothing else to send; ends when the peer was silent for too long.
-    async fn watch_peer(&self) -> String {
+    async fn until_end(
+        self: &Arc<Self>,
+        role: &mut Role,
+        reading: impl Future<Output = Fault>,
+        writing: impl Future<Output = Result<(), String>>,
+        link: Option<&Link>,
+    ) -> End {
+        let writing = async {
+            match writing.await {
+                // Everything was said; what is left is to see the peer go.
+                Ok(()) => std::future::pending().await,
+                Err(reason) => reason,
+            }
+        };
+        tokio::select! {
+            biased;
+            fault = reading => fault.into(),
+            reason = writing => End::Broken(reason),
+            reason = self.watch_peer(link) => End::Broken(reason),
+            never = self.acknowledge_in_time() => match never {},
+            resumption = role.replaced() => End::Replaced(resumption),
+            () = self.close_deadline() => End::Closed,
+        }
+    }
+
+    /// Sends a heartbeat when there was nothing else to send; ends when the peer was silent for too long, or keeps memory of
+    /// this side that only the transport's end gives back.
+    async fn watch_peer(&self, link: Option<&Link>) -> String {
         let SessionConfig { heartbeat, grace, .. } = self.config;
         let mut silent = Duration::ZERO;
         while silent < grace {
             sleep(heartbeat).await;
-            silent =
-                if self.heard.swap(false, Ordering::Relaxed) { Duration::ZERO } else { silent + heartbeat };
+            let heard = self.heard.swap(false, Ordering::Relaxed) | link.is_some_and(Link::take_heard);
+            silent = if heard { Duration::ZERO } else { silent + heartbeat };
             if !self.spoke.swap(false, Ordering::Relaxed) {
                 self.lock().outbound.want_window();
                 self.wake_writer.notify_one();
+            }
+            if let Some(reason) = link.and_then(|link| self.overstayed(link)) {
+                return reason;
             }
         }
         self.metrics.heartbeats_missed.increment(1);
@@ -237,13 +267,15 @@ impl Shared {
     /// The transport is gone: nothing that belonged to it may go on.
     fn interrupt(&self) {
         let mut state = self.lock();
+        state.link = None;
+        let exposed = state.offers.hide();
         state.offers.stop_serving();
         let dropped = state.outbound.rewind();
         state.inbound.push_info(Event::Interrupted);
         let waker = state.inbound.take_waker();
         drop(state);
         self.bulk_slots.add_permits(dropped.len());
-        drop(dropped);
+        drop((dropped, exposed));
         if let Some(waker) = waker {
             waker.wake();
         }

@@ -3,6 +3,7 @@
 use std::io::{self, IoSlice};
 use std::ops::Range;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use base::block::Payload;
@@ -10,10 +11,11 @@ use bytes::Bytes;
 use tokio::io::{AsyncWrite, AsyncWriteExt};
 use tokio::sync::oneshot;
 
-use super::outbound::{Piggyback, Sequenced};
+use super::outbound::{Piggyback, Sequenced, Target};
 use super::{Shared, Status};
 use crate::Message;
-use crate::frame::{self, Body, Close, Kind};
+use crate::frame::{self, Body, Close, Kind, Push, Wrote};
+use crate::transport::ofi::{Link, Piece};
 
 /// Payloads up to this many bytes are copied next to their headers: cheaper than a part of their own.
 const COPY_MAX_BYTES: usize = 512;
@@ -42,9 +44,27 @@ pub(super) struct Batch {
     pub(super) bulk_slots: usize,
     /// Who waits for a pushed chunk to have its place in the order.
     pub(super) placed: Vec<oneshot::Sender<()>>,
+    /// Offset of the end of each frame.
+    ends: Vec<usize>,
+    /// The link that the batch goes over, if it is one that moves memory by itself.
+    link: Option<Arc<Link>>,
+    /// What is written to the peer's memory before the frames are sent.
+    pub(super) writes: Vec<(Bytes, Target)>,
 }
 
 impl Batch {
+    /// A batch for a link that moves memory by itself.
+    pub(super) fn over(link: &Arc<Link>) -> Batch {
+        Batch { link: Some(Arc::clone(link)), ..Batch::default() }
+    }
+
+    /// Says that the session ends.
+    pub(super) fn closing(reason: &str) -> Batch {
+        let mut batch = Batch::default();
+        batch.push_control(&Body::Close(Close { reason: reason.chars().take(100).collect() }), 0);
+        batch
+    }
+
     pub(super) fn bytes(&self) -> usize {
         self.bytes
     }
@@ -66,10 +86,22 @@ impl Batch {
             Sequenced::Message(Message { header, payload }) => {
                 self.push(Kind::Message, seq, ack, payload, |out| out.extend_from_slice(header));
             }
-            Sequenced::Push(push, payload) => {
-                self.push_bulk(Kind::Push, seq, ack, &Body::Push(*push), payload);
-            }
+            Sequenced::Push(push, payload, target) => match target.filter(|t| self.can_write(t, payload)) {
+                Some(target) => {
+                    let checksums = payload.checksums().iter().flat_map(|sum| sum.to_le_bytes()).collect();
+                    let Push { offer, offset } = *push;
+                    let wrote = Wrote { offer, offset, len: payload.len() as u32, checksums };
+                    self.push_bulk(Kind::Wrote, seq, ack, &Body::Wrote(wrote), &Payload::default());
+                    self.writes.push((payload.data().clone(), target));
+                }
+                None => self.push_bulk(Kind::Push, seq, ack, &Body::Push(*push), payload),
+            },
         }
+    }
+
+    fn can_write(&self, target: &Target, payload: &Payload) -> bool {
+        let link = self.link.as_ref().filter(|link| link.epoch() == target.transport);
+        link.is_some_and(|link| link.can_write(payload.data()))
     }
 
     fn push(&mut self, kind: Kind, seq: u64, ack: u64, payload: &Payload, header: impl FnOnce(&mut Vec<u8>)) {
@@ -89,6 +121,56 @@ impl Batch {
         }
         self.frames += 1;
         self.bytes += end - start + if copied { 0 } else { payload.len() };
+        self.ends.push(self.bytes);
+    }
+
+    /// Cuts the frames into packets of at most `room` bytes: whole frames, and such as fill more than a packet alone.
+    pub(super) fn packets(&self, room: usize) -> Vec<Range<usize>> {
+        let mut packets = Vec::new();
+        let mut start = 0;
+        let mut last = 0;
+        for &end in &self.ends {
+            if end - start > room && last > start {
+                packets.push(start..last);
+                start = last;
+            }
+            while end - start > room {
+                packets.push(start..start + room);
+                start += room;
+            }
+            // What follows a frame that was cut begins a packet.
+            if start > last {
+                packets.push(start..end);
+                start = end;
+            }
+            last = end;
+        }
+        if last > start {
+            packets.push(start..last);
+        }
+        packets
+    }
+
+    /// The parts of bytes `range`.
+    pub(super) fn pieces(&self, range: Range<usize>) -> Vec<Piece<'_>> {
+        let mut pieces = Vec::new();
+        let mut at = 0;
+        for part in &self.parts {
+            let len = match part {
+                Part::Head(head) => head.len(),
+                Part::Data(data) => data.len(),
+            };
+            let (from, to) = (range.start.max(at), range.end.min(at + len));
+            if from < to {
+                let inside = from - at..to - at;
+                pieces.push(match part {
+                    Part::Head(head) => Piece::Copied(&self.heads[head.clone()][inside]),
+                    Part::Data(data) => Piece::Shared(data.slice(inside)),
+                });
+            }
+            at += len;
+        }
+        pieces
     }
 
     fn clear(&mut self) {
@@ -96,6 +178,8 @@ impl Batch {
         self.heads.shrink_to(SCRATCH_BYTES);
         self.parts.clear();
         self.placed.clear();
+        self.ends.clear();
+        self.writes.clear();
         (self.bytes, self.frames, self.messages, self.bulk_slots) = (0, 0, 0, 0);
     }
 
@@ -140,7 +224,7 @@ impl Batch {
 }
 
 /// Returns the bulk slots of a batch, also when its write is given up half way.
-struct SlotGuard<'a>(&'a Shared, usize);
+pub(super) struct SlotGuard<'a>(&'a Shared, usize);
 
 impl Drop for SlotGuard<'_> {
     fn drop(&mut self) {
@@ -150,7 +234,7 @@ impl Drop for SlotGuard<'_> {
 
 impl Shared {
     /// Fills `batch`; returns whether the session is being closed.
-    fn gather(&self, batch: &mut Batch) -> bool {
+    pub(super) fn gather(&self, batch: &mut Batch) -> bool {
         batch.clear();
         let mut state = self.lock();
         let state = &mut *state;
@@ -174,17 +258,22 @@ impl Shared {
                 self.wake_writer.notified().await;
                 continue;
             }
-            let slots = SlotGuard(self, batch.bulk_slots);
-            self.metrics.sent_messages.increment(batch.messages as u64);
-            self.metrics.queue_depth.decrement(batch.messages as f64);
-            for placed in batch.placed.drain(..) {
-                // Whoever pushed may have stopped waiting.
-                let _ = placed.send(());
-            }
+            let slots = self.on_gathered(&mut batch);
             batch.write(writer, self).await?;
             self.metrics.sent_bytes.increment(batch.bytes as u64);
             drop(slots);
         }
+    }
+
+    /// A batch is on its way: what is in it has its place in the order.
+    pub(super) fn on_gathered(&self, batch: &mut Batch) -> SlotGuard<'_> {
+        self.metrics.sent_messages.increment(batch.messages as u64);
+        self.metrics.queue_depth.decrement(batch.messages as f64);
+        for placed in batch.placed.drain(..) {
+            // Whoever pushed may have stopped waiting.
+            let _ = placed.send(());
+        }
+        SlotGuard(self, batch.bulk_slots)
     }
 
     /// Tells the peer that the session ends.
@@ -193,9 +282,45 @@ impl Shared {
         writer: &mut (dyn AsyncWrite + Send + Unpin),
         reason: &str,
     ) -> io::Result<()> {
-        let mut batch = Batch::default();
-        batch.push_control(&Body::Close(Close { reason: reason.chars().take(100).collect() }), 0);
+        let batch = Batch::closing(reason);
         batch.write(writer, self).await?;
         writer.shutdown().await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn packets_are_made_of_whole_frames_and_only_long_ones_are_cut() {
+        let mut batch = Batch::default();
+        let sizes = [100, 200, 5000, 300, 20_000, 50, 60];
+        for size in sizes {
+            let message = Message { header: vec![7; size].into(), payload: Payload::default() };
+            batch.push_sequenced(&Sequenced::Message(message), 1, 0);
+        }
+        let all = batch.to_bytes();
+        let packets = batch.packets(8000);
+        let lens: Vec<usize> = packets.iter().map(Range::len).collect();
+        let head = frame::HEADER_LEN;
+        assert_eq!(lens, [5600 + 4 * head, 8000, 8000, 4000 + head, 110 + 2 * head]);
+        let again: Vec<u8> =
+            packets.into_iter().flat_map(|range| batch.pieces(range)).flat_map(|p| p.to_vec()).collect();
+        assert_eq!(again, all);
+    }
+
+    #[test]
+    fn long_payloads_stay_where_they_are() {
+        let mut batch = Batch::default();
+        let payload = Payload::compute(0, vec![3; 4096].into());
+        let message = Message { header: "h".into(), payload: payload.clone() };
+        batch.push_sequenced(&Sequenced::Message(message), 1, 0);
+        let packets = batch.packets(8000);
+        assert_eq!(packets.len(), 1);
+        match batch.pieces(packets[0].clone()).as_slice() {
+            [Piece::Copied(_), Piece::Shared(data)] => assert_eq!(data.as_ptr(), payload.data().as_ptr()),
+            other => panic!("{other:?}"),
+        }
     }
 }

@@ -12,7 +12,7 @@ use tokio::time::timeout;
 use crate::config::SessionConfig;
 use crate::frame::{Body, Hello, Reject, RejectCode, Resume};
 use crate::handshake;
-use crate::session::{self, Resumption, Role, Shared};
+use crate::session::{self, Resumption, Role, Shared, Side};
 use crate::transport::{Acceptor, Wire};
 use crate::{Ends, Listener, MessengerError, Result};
 
@@ -200,7 +200,7 @@ impl Reception {
 
     async fn shake(&self, wire: &mut Wire) -> Result<Outcome> {
         let hello = handshake::read_hello(wire).await?;
-        if let Err(reject) = handshake::check_hello(&hello) {
+        if let Err(reject) = handshake::check_hello(&hello, wire.claim.as_ref()) {
             return self.reject(wire, reject).await;
         }
         if let Some(resume) = hello.resume.clone() {
@@ -213,7 +213,7 @@ impl Reception {
             };
         }
         let (settled, welcome) = handshake::settle(hello, &wire.address, self.features, &self.config);
-        let shared = Shared::new(settled, self.config.clone());
+        let shared = Shared::new(settled, self.config.clone(), Side::Server);
         let Some((resumptions, registration)) = self.registry.register(&shared) else {
             let reason = format!("the server has {} sessions already", self.registry.max);
             return self.reject(wire, Reject { code: RejectCode::Full, reason }).await;

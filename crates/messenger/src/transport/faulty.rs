@@ -17,7 +17,7 @@ use tokio::sync::watch;
 use tokio::time::sleep;
 
 use super::memory::wire;
-use super::{Acceptor, Transport, Wire};
+use super::{Acceptor, Claim, Reader, Road, Transport, Wire, Writer};
 
 /// What goes wrong, and how often.
 #[derive(Debug, Clone, Copy)]
@@ -141,7 +141,7 @@ impl<T: Transport> Transport for Faulty<T> {
         self.inner.bind(address)
     }
 
-    fn dial<'a>(&'a self, endpoint: &'a str) -> BoxFuture<'a, io::Result<Wire>> {
+    fn dial<'a>(&'a self, endpoint: &'a str, claim: &'a Claim) -> BoxFuture<'a, io::Result<Wire>> {
         Box::pin(async move {
             let control = &self.control;
             let mut random = {
@@ -151,12 +151,20 @@ impl<T: Transport> Transport for Faulty<T> {
             if control.one_in(&mut random, control.faults.refuse_one_in, &control.counts.refusals) {
                 return Err(io::ErrorKind::ConnectionRefused.into());
             }
-            let real = self.inner.dial(endpoint).await?;
+            let real = streams(self.inner.dial(endpoint, claim).await?)?;
             let (ours, theirs) = duplex(64 << 10);
             let cuts = control.cuts.subscribe();
-            tokio::spawn(stream(Arc::clone(control), random, wire(theirs, endpoint), real, cuts));
+            let near = streams(wire(theirs, endpoint))?;
+            tokio::spawn(stream(Arc::clone(control), random, near, real, cuts));
             Ok(wire(ours, endpoint))
         })
+    }
+}
+
+fn streams(wire: Wire) -> io::Result<(Reader, Writer)> {
+    match wire.road {
+        Road::Stream(reader, writer) => Ok((reader, writer)),
+        Road::Packets(_) => Err(io::ErrorKind::Unsupported.into()),
     }
 }
 
@@ -164,8 +172,8 @@ impl<T: Transport> Transport for Faulty<T> {
 async fn stream(
     control: Arc<FaultControl>,
     mut random: StdRng,
-    near: Wire,
-    far: Wire,
+    near: (Reader, Writer),
+    far: (Reader, Writer),
     mut cuts: watch::Receiver<u64>,
 ) {
     let there = Pump::new(&control, &mut random);
@@ -173,7 +181,7 @@ async fn stream(
     let both = async {
         // An error of one direction ends both; that is what a broken connection does.
         let _ =
-            tokio::try_join!(biased; there.run(near.reader, far.writer), back.run(far.reader, near.writer));
+            tokio::try_join!(biased; there.run(near.0, far.1), back.run(far.0, near.1));
     };
     tokio::select! {
         biased;

@@ -8,7 +8,7 @@ use base::BoxFuture;
 use tokio::io::{DuplexStream, duplex, split};
 use tokio::sync::mpsc;
 
-use super::{Acceptor, Transport, Wire};
+use super::{Acceptor, Claim, Transport, Wire};
 
 /// Bytes that one direction of a stream holds.
 const CAPACITY_BYTES: usize = 64 << 10;
@@ -44,7 +44,7 @@ impl Transport for Memory {
         })
     }
 
-    fn dial<'a>(&'a self, endpoint: &'a str) -> BoxFuture<'a, io::Result<Wire>> {
+    fn dial<'a>(&'a self, endpoint: &'a str, _: &'a Claim) -> BoxFuture<'a, io::Result<Wire>> {
         Box::pin(async move {
             let listener =
                 self.endpoints.lock().unwrap_or_else(PoisonError::into_inner).get(endpoint).cloned();
@@ -70,5 +70,5 @@ impl Acceptor for MemoryAcceptor {
 /// One end of a stream in memory.
 pub(super) fn wire(stream: DuplexStream, address: &str) -> Wire {
     let (reader, writer) = split(stream);
-    Wire { reader: Box::new(reader), writer: Box::new(writer), address: address.to_owned() }
+    Wire::stream(Box::new(reader), Box::new(writer), address.to_owned())
 }

@@ -5,7 +5,7 @@ use std::io;
 use base::BoxFuture;
 use tokio::net::{TcpListener, TcpStream};
 
-use super::{Acceptor, Transport, Wire};
+use super::{Acceptor, Claim, Transport, Wire};
 
 /// Bytes that the kernel may hold unsent: what a heartbeat waits behind, beside what the network has in flight.
 const UNSENT_MAX_BYTES: u32 = 256 << 10;
@@ -28,7 +28,7 @@ impl Transport for Tcp {
         })
     }
 
-    fn dial<'a>(&'a self, endpoint: &'a str) -> BoxFuture<'a, io::Result<Wire>> {
+    fn dial<'a>(&'a self, endpoint: &'a str, _: &'a Claim) -> BoxFuture<'a, io::Result<Wire>> {
         Box::pin(async move { wire(TcpStream::connect(endpoint).await?) })
     }
 }
@@ -54,5 +54,5 @@ fn wire(stream: TcpStream) -> io::Result<Wire> {
     }
     let address = peer.to_string();
     let (reader, writer) = stream.into_split();
-    Ok(Wire { reader: Box::new(reader), writer: Box::new(writer), address })
+    Ok(Wire::stream(Box::new(reader), Box::new(writer), address))
 }

@@ -23,7 +23,7 @@ use super::greeting::Greeting;
 use super::lane::{Lane, WINDOW};
 use super::line::{self, Line};
 use super::port::{Port, query};
-use super::spinner::Spinner;
+use base::spinner::Spinner;
 use super::{OfiOffer, QUEUES};
 use crate::dma::{Failed, PeerId, QueueId};
 use crate::{ChannelError, Place, RegionId, Result};

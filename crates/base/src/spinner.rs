@@ -1,4 +1,4 @@
-//! Whether to look once more before sleeping.
+//! Adaptive polling: whether to look once more before sleeping.
 
 use std::time::{Duration, Instant};
 
@@ -7,7 +7,8 @@ const CREDIT_MAX: u32 = 8;
 const RETRY: u32 = 32;
 
 /// Spins for a while as long as that finds work.
-pub(super) struct Spinner {
+#[derive(Debug)]
+pub struct Spinner {
     credit: u32,
     sleeps: u32,
     since: Option<Instant>,
@@ -21,14 +22,14 @@ impl Default for Spinner {
 
 impl Spinner {
     /// There was work.
-    pub(super) fn worked(&mut self) {
+    pub fn worked(&mut self) {
         if self.since.take().is_some() {
             self.credit = CREDIT_MAX.min(self.credit + 2);
         }
     }
 
     /// There was none: whether to look again rather than to sleep.
-    pub(super) fn look_again(&mut self, spin: Duration) -> bool {
+    pub fn look_again(&mut self, spin: Duration) -> bool {
         let Some(since) = self.since else {
             self.sleeps = self.sleeps.wrapping_add(1);
             let tried = !spin.is_zero() && (self.credit > 0 || self.sleeps.is_multiple_of(RETRY));

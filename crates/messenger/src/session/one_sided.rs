@@ -1,0 +1,295 @@
+//! One-sided transfers: what a client exposes, and how a server reads and writes it.
+//!
+//! The server decides what moves when. A transfer that cannot be done this way, or fails, goes by frames, which always work.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use base::block::{BLOCK, Payload, piece_count, verify_pieces};
+use base::mem::ArenaBuf;
+use fabric::MemoryRegion;
+use futures::stream::{FuturesUnordered, StreamExt};
+
+use super::connection::Range;
+use super::offers::{Offered, check_range};
+use super::outbound::Target;
+use super::reader::Fault;
+use super::{Shared, Side};
+use crate::config::MAX_CHUNK;
+use crate::frame::{Body, FrameError, PushRefused, Wrote};
+use crate::transport::ofi::{Landing, Link, LinkFailed};
+use crate::{BulkDescriptor, BulkOwner, BulkSegment, BulkSink, MessengerError, Pulled, RemoteMemory};
+
+/// Most bytes that one read brings: while it is verified, the next ones are on their way.
+const READ_BYTES: u64 = 512 << 10;
+
+/// Reads of one pull that are under way.
+const READS_AT_A_TIME: usize = 4;
+
+/// Most memory that may be kept because it was withdrawn too early, in bytes. The transport's end frees it.
+const QUARANTINE_MAX_BYTES: usize = 64 << 20;
+
+/// What the peer can reach of an offer.
+pub(super) struct Exposed {
+    /// Taken when the peer's access ends.
+    region: Option<MemoryRegion>,
+    remote: RemoteMemory,
+    /// Of a sink: what is written to, and what was.
+    room: Option<Arc<ArenaBuf>>,
+    written: Vec<Written>,
+}
+
+struct Written {
+    offset: u64,
+    payload_phase: u64,
+    len: usize,
+    checksums: Vec<u32>,
+}
+
+impl Exposed {
+    pub(super) fn remote(&self) -> RemoteMemory {
+        self.remote.clone()
+    }
+
+    pub(super) fn transport(&self) -> u64 {
+        self.remote.transport
+    }
+
+    /// Ends the peer's access.
+    pub(super) fn hide(&mut self) -> Option<MemoryRegion> {
+        self.region.take()
+    }
+
+    /// Ends the offer. Memory that the peer may be using is kept until the transport ends.
+    pub(super) fn end(mut self, is_done: bool) {
+        if let (Some(region), true) = (self.region.take(), is_done) {
+            region.settle();
+        }
+    }
+
+    /// Ends the peer's access, and hands what it wrote to the sink.
+    pub(super) fn deliver(mut self, sink: &dyn BulkSink) {
+        if let Some(region) = self.region.take() {
+            region.settle();
+        }
+        let Some(room) = self.room.take().and_then(Arc::into_inner) else { return };
+        let data = room.freeze();
+        for Written { offset, payload_phase, len, checksums } in self.written.drain(..) {
+            let part = data.slice(offset as usize..offset as usize + len);
+            let taken = Payload::from_parts(payload_phase, part, checksums)
+                .is_ok_and(|payload| sink.write(offset, payload));
+            if !taken {
+                tracing::debug!(offset, len, "a sink refused what was written for it");
+            }
+        }
+    }
+
+    /// Takes note that the peer has written. The bytes are what they are from now on: the peer has said so.
+    fn note(&mut self, wrote: &Wrote, phase: u64) -> Result<(), Landed> {
+        let refuse = |why: &str| Landed::Refused(why.to_owned());
+        let room = self.room.as_ref().ok_or_else(|| refuse("it is not for writing"))?;
+        let len = u64::from(wrote.len);
+        check_range(wrote.offset, len, room.len() as u64, phase).map_err(Landed::Refused)?;
+        let end = wrote.offset + len;
+        if self.written.iter().any(|w| wrote.offset < w.offset + w.len as u64 && w.offset < end) {
+            return Err(refuse("it was written there before"));
+        }
+        let payload_phase = (phase + wrote.offset % BLOCK) % BLOCK;
+        let checksums: Vec<u32> =
+            wrote.checksums.chunks(4).map(|c| c.iter().rev().fold(0, |n, b| n << 8 | u32::from(*b))).collect();
+        if checksums.len() as u64 != piece_count(payload_phase, len) || wrote.checksums.len() % 4 != 0 {
+            return Err(refuse("it has not a checksum for each piece"));
+        }
+        let bytes = &room[wrote.offset as usize..end as usize];
+        verify_pieces(payload_phase, bytes, &checksums).map_err(Landed::Damaged)?;
+        self.written.push(Written { offset: wrote.offset, payload_phase, len: len as usize, checksums });
+        Ok(())
+    }
+}
+
+enum Landed {
+    Refused(String),
+    Damaged(base::block::ChecksumMismatch),
+}
+
+impl Shared {
+    /// Lets the peer reach what is offered, if this side and the memory are such that it may.
+    pub(super) fn expose(&self, link: &Link, what: &Offered) -> Option<Exposed> {
+        if self.side != Side::Client {
+            return None;
+        }
+        let (memory, checksums, room) = match what {
+            Offered::Source(source) => {
+                let (data, checksums) = source.memory()?.into_parts();
+                let checksums = checksums.iter().flat_map(|sum| sum.to_le_bytes()).collect();
+                (fabric::Exposed::Bytes(data), checksums, None)
+            }
+            Offered::Sink(sink, _) => {
+                let room = Arc::new(link.room(usize::try_from(sink.len()).ok()?)?);
+                (fabric::Exposed::Buffer(Arc::clone(&room)), Vec::new(), Some(room))
+            }
+        };
+        let region = link.expose(memory).inspect_err(|e| {
+            metrics::counter!("outboard_messenger_not_exposed").increment(1);
+            tracing::debug!(error = %e, "memory cannot be exposed; it goes by frames");
+        });
+        let region = region.ok()?;
+        let fabric::RemoteRegion { key, base, len } = region.remote();
+        let segments = vec![BulkSegment { address: base, key, len }];
+        let remote = RemoteMemory { transport: link.epoch(), segments, checksums };
+        Some(Exposed { region: Some(region), remote, room, written: Vec::new() })
+    }
+
+    /// Why the transport has to be ended: something of this side's memory comes back only by that.
+    pub(super) fn overstayed(&self, link: &Link) -> Option<String> {
+        let expired = self.lock().offers.hide_expired();
+        drop(expired);
+        if link.is_overdue() {
+            return Some("a read of the peer's memory is overdue".into());
+        }
+        let kept = link.quarantined_bytes();
+        (kept > QUARANTINE_MAX_BYTES).then(|| format!("{kept} bytes were withdrawn while the peer could use them"))
+    }
+
+    /// The peer says that it has written to a sink.
+    pub(super) fn on_landed(&self, wrote: &Wrote) -> Result<(), Fault> {
+        let mut state = self.lock();
+        let noted = match state.offers.exposed_sink(wrote.offer) {
+            Ok((exposed, phase)) => exposed.note(wrote, phase),
+            Err(why) => Err(Landed::Refused(why)),
+        };
+        drop(state);
+        match noted {
+            Ok(()) => Ok(()),
+            // It comes again, by frames.
+            Err(Landed::Damaged(how)) => Err(FrameError::Payload(how).into()),
+            Err(Landed::Refused(reason)) => {
+                self.metrics.refusals.increment(1);
+                Ok(self.control(Body::PushRefused(PushRefused { offer: wrote.offer, reason }))?)
+            }
+        }
+    }
+
+    /// The transport by which the memory of `offer` can be reached.
+    fn reach<'a>(&self, offer: &'a BulkDescriptor) -> Option<(Arc<Link>, &'a RemoteMemory)> {
+        let remote = offer.remote.as_ref().filter(|_| offer.owner == BulkOwner::Session)?;
+        let link = self.lock().link.clone()?;
+        (link.epoch() == remote.transport).then_some((link, remote))
+    }
+
+    /// Where `len` bytes at `offset` of an offer are written to, if that can be done by a one-sided transfer.
+    pub(super) fn target(&self, offer: &BulkDescriptor, offset: u64, len: u64) -> Option<Target> {
+        let (_, remote) = self.reach(offer)?;
+        let (region, offset) = remote.find(offset, len)?;
+        Some(Target { transport: remote.transport, region, offset })
+    }
+
+    /// Reads what the peer has exposed. `Err` with the buffer if it has to go by frames.
+    pub(super) async fn pull_one_sided(
+        &self,
+        offer: &BulkDescriptor,
+        at: &Range,
+        dest: ArenaBuf,
+        limit: Duration,
+    ) -> Result<Pulled, NotPulled> {
+        let Some((link, remote)) = self.reach(offer) else { return Err(NotPulled::Framed(dest)) };
+        let Some(checksums) = checksums_of(remote, at, offer, dest.len()) else {
+            return Err(NotPulled::Framed(dest));
+        };
+        let lost = |_| NotPulled::Lost(self.loss());
+        let _slot = self.pull_slots.acquire().await.map_err(lost)?;
+        let len = dest.len();
+        let landing = match link.land(dest) {
+            Ok(landing) => landing,
+            Err((dest, why)) => {
+                tracing::debug!(why, "memory cannot be read into; it goes by frames");
+                return Err(NotPulled::Framed(dest));
+            }
+        };
+        self.metrics.pulls.increment(1);
+        let reads = Reading { shared: self, link: &link, remote, at, landing: &landing, checksums: &checksums };
+        match reads.all(len, Instant::now() + limit).await {
+            Ok(()) => match landing.into_buffer() {
+                Some(buf) => Ok(Pulled { buf, checksums }),
+                None => Err(NotPulled::Lost(MessengerError::SessionLost("its memory is still in use".into()))),
+            },
+            Err(why) => {
+                metrics::counter!("outboard_messenger_one_sided_failures").increment(1);
+                tracing::debug!(why, "a one-sided read failed; it goes by frames");
+                match landing.into_buffer() {
+                    Some(dest) => Err(NotPulled::Framed(dest)),
+                    None => Err(NotPulled::Lost(self.loss())),
+                }
+            }
+        }
+    }
+}
+
+/// Why a one-sided pull did not come about.
+pub(super) enum NotPulled {
+    /// It goes by frames, into this buffer.
+    Framed(ArenaBuf),
+    Lost(MessengerError),
+}
+
+/// The checksums of what is to be pulled; `None` if the descriptor has not those of its pieces.
+fn checksums_of(remote: &RemoteMemory, at: &Range, offer: &BulkDescriptor, len: usize) -> Option<Vec<u32>> {
+    let phase = u64::from(offer.phase);
+    let start = at.offset - offer.segments.first()?.address;
+    let first = if start == 0 { 0 } else { piece_count(phase, start) };
+    remote.checksums(first as usize, piece_count(at.phase, len as u64) as usize)
+}
+
+/// The reads of one pull.
+struct Reading<'a> {
+    shared: &'a Shared,
+    link: &'a Link,
+    remote: &'a RemoteMemory,
+    at: &'a Range,
+    landing: &'a Arc<Landing>,
+    checksums: &'a [u32],
+}
+
+impl Reading<'_> {
+    /// Reads everything, several reads at a time. When this returns, none is under way, unless the link has failed.
+    async fn all(&self, len: usize, deadline: Instant) -> Result<(), String> {
+        let mut turn = self.shared.turns.turn(self.at.key, len as u64);
+        let mut under_way = FuturesUnordered::new();
+        let mut at = 0;
+        let mut result = Ok(());
+        loop {
+            while at < len && under_way.len() < READS_AT_A_TIME && result.is_ok() {
+                let chunk = chunk_len((self.at.phase + at as u64) % BLOCK, (len - at) as u64);
+                if turn.take(chunk).await.is_err() {
+                    result = Err("the session is over".to_owned());
+                    break;
+                }
+                under_way.push(self.one(at, chunk, deadline));
+                at += chunk;
+            }
+            match under_way.next().await {
+                Some(read) => result = result.and(read),
+                None => return result,
+            }
+        }
+    }
+
+    async fn one(&self, at: usize, len: usize, deadline: Instant) -> Result<(), String> {
+        let (region, offset) =
+            self.remote.find(self.at.offset + at as u64, len as u64).ok_or("it is not in one range")?;
+        let read = self.link.read(self.landing, at, region, (offset, len), deadline).await;
+        read.map_err(|LinkFailed(why)| why)?;
+        self.shared.metrics.received_bytes.increment(len as u64);
+        let phase = (self.at.phase + at as u64) % BLOCK;
+        let first = if at == 0 { 0 } else { piece_count(self.at.phase, at as u64) as usize };
+        let count = piece_count(phase, len as u64) as usize;
+        let bytes = &self.landing.bytes()[at..at + len];
+        verify_pieces(phase, bytes, &self.checksums[first..first + count]).map_err(|e| e.to_string())
+    }
+}
+
+/// Length of the next read of `left` bytes at `phase`: it ends at a piece boundary unless it is the last.
+fn chunk_len(phase: u64, left: u64) -> usize {
+    const { assert!(READ_BYTES.is_multiple_of(BLOCK) && READ_BYTES >= MAX_CHUNK as u64) };
+    (READ_BYTES - phase).min(left) as usize
+}

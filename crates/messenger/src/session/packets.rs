@@ -1,0 +1,177 @@
+//! A session over a link: packets instead of a stream, and bulk data that moves by itself.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use bytes::{Buf, Bytes, BytesMut};
+
+use super::Shared;
+use super::outbound::Sequenced;
+use super::reader::Fault;
+use super::writer::Batch;
+use crate::Message;
+use crate::MessengerError;
+use crate::frame::{self, Body, Frame, FrameHeader, HEADER_LEN, PullData};
+use crate::transport::ofi::packet::ROOM_BYTES;
+use crate::transport::ofi::{Link, LinkFailed};
+
+/// Packets after which the reader lets others have a turn.
+const TURN: usize = 64;
+
+impl From<LinkFailed> for Fault {
+    fn from(e: LinkFailed) -> Fault {
+        Fault::Broken(e.0)
+    }
+}
+
+/// Reads one link.
+pub(super) struct PacketReader<'a> {
+    shared: &'a Arc<Shared>,
+    link: &'a Link,
+    /// A frame that fills more than a packet, as far as it came, and its length.
+    partial: BytesMut,
+    expected: usize,
+    last_ack: u64,
+    freed: Vec<Sequenced>,
+}
+
+impl<'a> PacketReader<'a> {
+    pub(super) fn new(shared: &'a Arc<Shared>, link: &'a Link) -> PacketReader<'a> {
+        let (partial, freed) = (BytesMut::new(), Vec::new());
+        PacketReader { shared, link, partial, expected: 0, last_ack: 0, freed }
+    }
+
+    /// Reads until that ends.
+    pub(super) async fn run(mut self) -> Fault {
+        let mut turn = 0;
+        loop {
+            let packet = match self.link.receive().await {
+                Ok(packet) => packet,
+                Err(e) => return e.into(),
+            };
+            if let Err(fault) = self.packet(packet) {
+                return fault;
+            }
+            turn += 1;
+            if turn % TURN == 0 {
+                tokio::task::yield_now().await;
+            }
+        }
+    }
+
+    fn packet(&mut self, mut packet: Bytes) -> Result<(), Fault> {
+        self.shared.metrics.received_bytes.increment(packet.len() as u64);
+        if self.expected > 0 {
+            packet = match self.more(packet)? {
+                Some(rest) => rest,
+                None => return Ok(()),
+            };
+        }
+        while !packet.is_empty() {
+            match frame::decode(&packet, &self.shared.config.limits)? {
+                Some((frame, len)) => {
+                    packet.advance(len);
+                    self.frame(frame)?;
+                }
+                None => return self.begin(&packet),
+            }
+        }
+        Ok(())
+    }
+
+    /// The first part of a frame that fills more than this packet.
+    fn begin(&mut self, packet: &Bytes) -> Result<(), Fault> {
+        let Some(fixed) = packet.first_chunk::<HEADER_LEN>() else {
+            let wrong = "a packet that ends inside a frame's header".to_owned();
+            return Err(Fault::Fatal(MessengerError::Protocol(wrong)));
+        };
+        let header = FrameHeader::decode(fixed, &self.shared.config.limits)?;
+        self.expected = HEADER_LEN + header.body_len() + header.payload_len as usize;
+        self.partial.reserve(self.expected);
+        self.partial.extend_from_slice(packet);
+        Ok(())
+    }
+
+    /// One more part of such a frame; returns what comes after it.
+    fn more(&mut self, mut packet: Bytes) -> Result<Option<Bytes>, Fault> {
+        let missing = self.expected - self.partial.len();
+        self.partial.extend_from_slice(&packet.split_to(missing.min(packet.len())));
+        if self.partial.len() < self.expected {
+            return Ok(None);
+        }
+        metrics::counter!("outboard_messenger_copied_bytes").increment(self.expected as u64);
+        self.expected = 0;
+        let whole = self.partial.split().freeze();
+        match frame::decode(&whole, &self.shared.config.limits)? {
+            Some((frame, _)) => self.frame(frame)?,
+            None => unreachable!("it has the length that its header says"),
+        }
+        Ok(Some(packet))
+    }
+
+    fn frame(&mut self, frame: Frame) -> Result<(), Fault> {
+        let Frame { header, body, payload } = frame;
+        if header.ack != self.last_ack {
+            self.shared.on_ack(header.ack, &mut self.freed)?;
+            self.freed.clear();
+            self.last_ack = header.ack;
+        }
+        match body {
+            Body::Message(text) => self.shared.on_message(header.seq, Message { header: text, payload }),
+            Body::Push(push) => self.shared.on_pushed(header.seq, push, payload),
+            Body::Wrote(wrote) => self.shared.on_wrote(header.seq, &wrote),
+            Body::PullData(data) => self.pull_data(&header, &data, &payload),
+            other => self.shared.on_control(other),
+        }
+    }
+
+    /// Data of a pull that goes by frames although there is a link: it is copied.
+    fn pull_data(
+        &mut self,
+        header: &FrameHeader,
+        data: &PullData,
+        payload: &base::block::Payload,
+    ) -> Result<(), Fault> {
+        if let Some(mut dest) = self.shared.take_dest(data, header.phase, payload.len())? {
+            dest.bytes().copy_from_slice(payload.data());
+            metrics::counter!("outboard_messenger_copied_bytes").increment(payload.len() as u64);
+            dest.finish(payload.checksums());
+        }
+        Ok(())
+    }
+}
+
+impl Shared {
+    /// Sends what is queued until the link fails, or the session is being closed and everything is sent.
+    pub(super) async fn send_packets(&self, link: &Arc<Link>) -> Result<(), LinkFailed> {
+        let mut batch = Batch::over(link);
+        loop {
+            let closing = self.gather(&mut batch);
+            if batch.frames() == 0 {
+                if closing {
+                    return self.send_batch(link, &Batch::closing("closed")).await;
+                }
+                self.wake_writer.notified().await;
+                continue;
+            }
+            let slots = self.on_gathered(&mut batch);
+            self.send_batch(link, &batch).await?;
+            drop(slots);
+        }
+    }
+
+    async fn send_batch(&self, link: &Arc<Link>, batch: &Batch) -> Result<(), LinkFailed> {
+        for (bytes, target) in &batch.writes {
+            link.write(bytes, target.region, target.offset).await?;
+            self.metrics.sent_bytes.increment(bytes.len() as u64);
+        }
+        let packets: Vec<Range<usize>> = batch.packets(ROOM_BYTES);
+        for packet in packets {
+            link.send(&batch.pieces(packet)).await?;
+            self.spoke.store(true, Ordering::Relaxed);
+        }
+        self.metrics.sent_bytes.increment(batch.bytes() as u64);
+        Ok(())
+    }
+}

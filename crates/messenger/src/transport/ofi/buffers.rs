@@ -1,0 +1,77 @@
+//! Memory for packets: one pool for all connections of a stack, grown as needed, registered by each domain that uses it.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use base::mem::{Arena, ArenaBuf};
+use base::pool::BufferPool;
+
+use super::packet::PACKET_BYTES;
+
+/// Bytes by which the pool grows.
+const CHUNK_BYTES: usize = 2 << 20;
+
+/// Buffers of [`PACKET_BYTES`].
+pub(super) struct Buffers {
+    chunks: Mutex<Vec<BufferPool>>,
+    max_chunks: usize,
+}
+
+impl Buffers {
+    /// A pool of at most `max_bytes`, rounded up.
+    pub(super) fn new(max_bytes: usize) -> Buffers {
+        Buffers { chunks: Mutex::default(), max_chunks: max_bytes.div_ceil(CHUNK_BYTES).max(1) }
+    }
+
+    /// A buffer; `None` if all are in use.
+    pub(super) fn take(&self) -> Option<ArenaBuf> {
+        let mut chunks = self.lock();
+        for chunk in chunks.iter() {
+            if let Ok(Some(buf)) = chunk.try_alloc(PACKET_BYTES) {
+                return Some(buf);
+            }
+        }
+        if chunks.len() == self.max_chunks {
+            return None;
+        }
+        let arena = Arena::anonymous(CHUNK_BYTES)
+            .inspect_err(|e| tracing::warn!("no memory for more packets: {e}"))
+            .ok()?;
+        let chunk = BufferPool::new(arena, 0, PACKET_BYTES);
+        let buf = chunk.try_alloc(PACKET_BYTES).ok()?;
+        chunks.push(chunk);
+        buf
+    }
+
+    /// Whether more than half of what there may ever be is free.
+    pub(super) fn are_plenty(&self) -> bool {
+        let chunks = self.lock();
+        let free: usize = chunks.iter().map(|chunk| chunk.free_bytes().0).sum();
+        free + (self.max_chunks - chunks.len()) * CHUNK_BYTES > self.max_chunks * CHUNK_BYTES / 2
+    }
+
+    /// Whether `arena` is part of it.
+    pub(super) fn own(&self, arena: &Arc<Arena>) -> bool {
+        self.lock().iter().any(|chunk| Arc::ptr_eq(chunk.arena(), arena))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<BufferPool>> {
+        // Nothing panics while it holds the lock with the list half changed.
+        self.chunks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_pool_grows_to_its_limit_and_buffers_come_back() {
+        let buffers = Buffers::new(2 * CHUNK_BYTES);
+        let most = 2 * CHUNK_BYTES / PACKET_BYTES;
+        let mut taken: Vec<ArenaBuf> = std::iter::from_fn(|| buffers.take()).collect();
+        assert_eq!(taken.len(), most);
+        assert!(!buffers.are_plenty());
+        taken.truncate(most / 4);
+        assert!(buffers.are_plenty() && buffers.take().is_some());
+    }
+}

@@ -1,0 +1,339 @@
+//! One network as seen from one address: who connects, and the protection domains of those who did.
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use fabric::{ConnectionRequest, Endpoint, Event, EventQueue, Fabric, Info, Waitable};
+use tokio::io::unix::AsyncFd;
+use tokio::sync::{Notify, mpsc, oneshot};
+
+use super::descriptor::{Descriptor, is_readable};
+use super::link::Link;
+use super::port::Port;
+use super::Common;
+use crate::transport::{Claim, Road, Wire};
+
+/// Connections that are being made, accepted ones only. Who is slower than [`SETTLING_TIME`] is dropped.
+const SETTLING_MAX: usize = 256;
+const SETTLING_TIME: Duration = Duration::from_secs(10);
+
+/// Events handled before others get a turn.
+const EVENTS: usize = 32;
+
+/// Fabric, queue of events, and the ports by tenant and network device.
+pub(super) struct Device {
+    state: Mutex<State>,
+    pub(super) events: EventQueue,
+    fabric: Fabric,
+    common: Arc<Common>,
+    over: Notify,
+}
+
+#[derive(Default)]
+struct State {
+    ports: HashMap<(String, String), Weak<Port>>,
+    settling: HashMap<u64, Settling>,
+    links: HashMap<u64, Weak<Link>>,
+    last_id: u64,
+    accepted: Option<mpsc::Sender<io::Result<Wire>>>,
+}
+
+/// A connection that does not stand yet.
+struct Settling {
+    link: Arc<Link>,
+    since: Instant,
+    role: Role,
+}
+
+enum Role {
+    /// Told what the peer gave on accepting.
+    Dialed(oneshot::Sender<Result<Vec<u8>, String>>),
+    Accepted(Claim),
+}
+
+impl Device {
+    /// Opens the network that `info` belongs to, and watches it in the background of this runtime.
+    pub(super) fn open(info: &Info, common: Arc<Common>) -> io::Result<Arc<Device>> {
+        let fabric = Fabric::open(info).map_err(io::Error::other)?;
+        let events = EventQueue::open(&fabric).map_err(io::Error::other)?;
+        let (state, over) = (Mutex::default(), Notify::new());
+        let device = Arc::new(Device { state, events, fabric, common, over });
+        let fd = Descriptor::register(device.events.clone())?;
+        crate::spawn(watch(Arc::downgrade(&device), fd));
+        Ok(device)
+    }
+
+    /// Whoever connects from now on goes there.
+    pub(super) fn accept_into(&self, accepted: mpsc::Sender<io::Result<Wire>>) {
+        self.lock().accepted = Some(accepted);
+    }
+
+    /// The device is not used any more.
+    pub(super) fn close(&self) {
+        self.lock().accepted = None;
+        self.is_less_used();
+    }
+
+    /// Whoever watches the device looks whether there is anybody left.
+    pub(super) fn is_less_used(&self) {
+        self.over.notify_one();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Nothing panics while it holds the lock with the state half changed.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Links that stand.
+    pub(super) fn links(&self) -> Vec<Arc<Link>> {
+        self.lock().links.values().filter_map(Weak::upgrade).collect()
+    }
+
+    /// The protection domain of a tenant on the network device that `info` names.
+    fn port(&self, tenant: &str, info: &Info) -> io::Result<Arc<Port>> {
+        let key = (tenant.to_owned(), info.domain_name());
+        let known = self.lock().ports.get(&key).and_then(Weak::upgrade).filter(|port| port.is_good());
+        if let Some(port) = known {
+            return Ok(port);
+        }
+        let info = info.duplicate().map_err(io::Error::other)?;
+        let port = Port::open(&self.fabric, info, Arc::clone(&self.common)).map_err(io::Error::other)?;
+        port.start()?;
+        let mut state = self.lock();
+        state.ports.retain(|_, port| port.strong_count() > 0);
+        state.ports.insert(key, Arc::downgrade(&port));
+        Ok(port)
+    }
+
+    fn next_id(&self) -> u64 {
+        let mut state = self.lock();
+        state.last_id += 1;
+        state.last_id
+    }
+
+    /// Connects to the address that `info` was queried for.
+    pub(super) async fn dial(self: &Arc<Self>, info: &Info, claim: &Claim) -> io::Result<Arc<Link>> {
+        let port = self.port(&claim.tenant, info)?;
+        let id = self.next_id();
+        let endpoint = Endpoint::connecting(info, port.queues(&self.events), id).map_err(io::Error::other)?;
+        let link = Link::new(self, &port, endpoint, parts_of(&claim.nonce));
+        link.post_first().map_err(io::Error::other)?;
+        let (done, connected) = oneshot::channel();
+        let guard = SettlingGuard { device: self, id };
+        self.lock().settling.insert(id, Settling { link: Arc::clone(&link), since: Instant::now(), role: Role::Dialed(done) });
+        link.establish(&encode_claim(claim)).map_err(io::Error::other)?;
+        let answer = connected.await.map_err(|_| io::Error::from(io::ErrorKind::ConnectionAborted))?;
+        let answer = answer.map_err(io::Error::other)?;
+        drop(guard);
+        let token = answer.first_chunk::<8>().map(|token| u64::from_le_bytes(*token));
+        let token = token.ok_or_else(|| io::Error::other("the peer does not speak this protocol"))?;
+        link.set_peer_token(token);
+        Ok(link)
+    }
+
+    /// Handles one event; `false` if there was none.
+    fn handle_event(self: &Arc<Self>) -> bool {
+        let event = match self.events.read() {
+            Ok(Some(event)) => event,
+            Ok(None) => return false,
+            Err(e) => {
+                tracing::warn!(error = %e, "a queue of connection events has failed");
+                self.fail_all("its queue of connection events has failed");
+                self.over.notify_one();
+                return false;
+            }
+        };
+        match event {
+            Event::ConnectionRequest(request) => {
+                if let Err(why) = self.answer(request) {
+                    tracing::debug!(%why, "a connection is refused");
+                }
+            }
+            Event::Connected { endpoint, data } => self.on_connected(endpoint, data),
+            Event::Closed { endpoint } => self.on_end(endpoint, "the peer closed the connection"),
+            Event::Failed { endpoint, error, .. } => self.on_end(endpoint, &error.to_string()),
+            Event::SomeFailed { error } => self.fail_dialed(&error.to_string()),
+            _ => {}
+        }
+        true
+    }
+
+    /// Accepts a peer: it gets an endpoint in the domain of the tenant that it claims to be.
+    fn answer(self: &Arc<Self>, request: ConnectionRequest) -> io::Result<()> {
+        let claim = decode_claim(request.data()).ok_or_else(|| io::Error::other("the request is malformed"))?;
+        {
+            let mut state = self.lock();
+            let late: Vec<u64> = state.settling.iter().filter(|(_, s)| s.is_late()).map(|(id, _)| *id).collect();
+            let late: Vec<Settling> = late.iter().filter_map(|id| state.settling.remove(id)).collect();
+            let is_full = state.settling.len() >= SETTLING_MAX || state.accepted.is_none();
+            drop(state);
+            late.iter().for_each(|s| s.link.fail("it took too long to connect"));
+            if is_full {
+                return Err(io::Error::other("too many connect at the same time"));
+            }
+        }
+        let port = self.port(&claim.tenant, request.info())?;
+        let id = self.next_id();
+        let endpoint = Endpoint::answer(request, port.queues(&self.events), id).map_err(io::Error::other)?;
+        let (peer_token, epoch) = parts_of(&claim.nonce);
+        let own_token: u64 = rand::random();
+        let link = Link::new(self, &port, endpoint, (own_token, epoch));
+        link.set_peer_token(peer_token);
+        link.post_first().map_err(io::Error::other)?;
+        let settling = Settling { link: Arc::clone(&link), since: Instant::now(), role: Role::Accepted(claim) };
+        self.lock().settling.insert(id, settling);
+        link.establish(&own_token.to_le_bytes()).map_err(|why| {
+            self.lock().settling.remove(&id);
+            io::Error::other(why)
+        })
+    }
+
+    fn on_connected(&self, id: u64, data: Vec<u8>) {
+        let mut state = self.lock();
+        let Some(settled) = state.settling.remove(&id) else { return };
+        state.links.retain(|_, link| link.strong_count() > 0);
+        state.links.insert(id, Arc::downgrade(&settled.link));
+        let accepted = state.accepted.clone();
+        drop(state);
+        match settled.role {
+            // Whoever dialed may have gone away, here and below; the link is closed when it is dropped.
+            Role::Dialed(done) => drop(done.send(Ok(data))),
+            Role::Accepted(claim) => {
+                let address = format!("{} over {}", claim.tenant, settled.link.provider());
+                let wire = Wire { road: Road::Packets(settled.link), address, claim: Some(claim) };
+                if let Some(accepted) = accepted
+                    && accepted.try_send(Ok(wire)).is_err()
+                {
+                    tracing::debug!("a connection is dropped: too many wait to be accepted");
+                }
+            }
+        }
+    }
+
+    fn on_end(&self, id: u64, why: &str) {
+        let mut state = self.lock();
+        let link = state.links.remove(&id).and_then(|link| link.upgrade());
+        let settling = state.settling.remove(&id);
+        drop(state);
+        if let Some(link) = link {
+            link.fail(why);
+        }
+        if let Some(settling) = settling {
+            settling.fail(why);
+        }
+    }
+
+    /// A connection of this side did not come about, and it is not known which.
+    fn fail_dialed(&self, why: &str) {
+        let mut state = self.lock();
+        let dialed = |s: &Settling| matches!(s.role, Role::Dialed(_));
+        let ids: Vec<u64> = state.settling.iter().filter(|(_, s)| dialed(s)).map(|(id, _)| *id).collect();
+        let failed: Vec<Settling> = ids.iter().filter_map(|id| state.settling.remove(id)).collect();
+        drop(state);
+        failed.into_iter().for_each(|s| s.fail(why));
+    }
+
+    fn fail_all(&self, why: &str) {
+        self.fail_dialed(why);
+        for link in self.links() {
+            link.fail(why);
+        }
+    }
+}
+
+impl Settling {
+    fn is_late(&self) -> bool {
+        matches!(self.role, Role::Accepted(_)) && self.since.elapsed() > SETTLING_TIME
+    }
+
+    fn fail(self, why: &str) {
+        self.link.fail(why);
+        if let Role::Dialed(done) = self.role {
+            // Whoever dialed may have gone away.
+            let _ = done.send(Err(why.to_owned()));
+        }
+    }
+}
+
+/// Forgets a connection that is being made when whoever dials gives it up.
+struct SettlingGuard<'a> {
+    device: &'a Device,
+    id: u64,
+}
+
+impl Drop for SettlingGuard<'_> {
+    fn drop(&mut self) {
+        let settling = self.device.lock().settling.remove(&self.id);
+        drop(settling);
+    }
+}
+
+/// Token of the dialing side, and number of the transport.
+fn parts_of(nonce: &[u8; 16]) -> (u64, u64) {
+    let (token, epoch) = nonce.split_at(8);
+    let number = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_le_bytes);
+    (number(token), number(epoch))
+}
+
+fn encode_claim(claim: &Claim) -> Vec<u8> {
+    [&claim.nonce[..], claim.tenant.as_bytes()].concat()
+}
+
+/// Reads a claim; providers may have appended zeros.
+fn decode_claim(data: &[u8]) -> Option<Claim> {
+    let (nonce, name) = data.split_first_chunk::<16>()?;
+    let len = name.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1);
+    if len > Claim::MAX_TENANT {
+        return None;
+    }
+    let tenant = std::str::from_utf8(&name[..len]).ok()?.to_owned();
+    Some(Claim { tenant, nonce: *nonce })
+}
+
+/// Handles what happens to connections, sleeping in between, until the device is gone.
+async fn watch(device: Weak<Device>, fd: AsyncFd<Descriptor<EventQueue>>) {
+    loop {
+        let Some(this) = device.upgrade() else { return };
+        let mut handled = 0;
+        while handled < EVENTS && this.handle_event() {
+            handled += 1;
+        }
+        let may_sleep = this.fabric.may_sleep(&[&this.events]);
+        if handled > 0 || !matches!(may_sleep, Ok(true)) || is_readable(this.events.wait_fd()) {
+            if let Err(e) = may_sleep {
+                return tracing::warn!(error = %e, "connection events cannot be waited for");
+            }
+            drop(this);
+            tokio::task::yield_now().await;
+            continue;
+        }
+        tokio::select! {
+            readable = fd.readable() => match readable {
+                Ok(mut guard) => guard.clear_ready(),
+                Err(e) => return tracing::warn!(error = %e, "connection events cannot be waited for"),
+            },
+            () = this.over.notified() => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn claims_survive_padding_and_nonsense_is_refused() {
+        for tenant in ["", "a", &"x".repeat(32)] {
+            let claim = Claim { tenant: tenant.to_owned(), nonce: [7; 16] };
+            let mut bytes = encode_claim(&claim);
+            assert!(bytes.len() <= 48, "rdma_cm has room for that everywhere");
+            bytes.extend_from_slice(&[0; 30]);
+            assert_eq!(decode_claim(&bytes), Some(claim));
+        }
+        assert_eq!(decode_claim(&[1; 15]), None);
+        assert_eq!(decode_claim(&[b'x'; 16 + 33]), None);
+        assert_eq!(decode_claim(&[0xff; 20]), None);
+    }
+}

@@ -1,0 +1,45 @@
+//! Memory that peers write to: one pool, so that pages are used again, and memory of its own for what does not fit.
+
+use std::sync::OnceLock;
+
+use base::mem::{Arena, ArenaBuf};
+use base::pool::BufferPool;
+
+/// Bytes of the pool, and of its largest buffer.
+const POOL_BYTES: usize = 64 << 20;
+const LARGEST_BYTES: usize = 16 << 20;
+
+#[derive(Default)]
+pub(super) struct Landings {
+    /// Made when it is first needed: servers expose no memory.
+    pool: OnceLock<Option<BufferPool>>,
+}
+
+impl Landings {
+    /// A buffer of `len` bytes; `None` if the system has not that much memory.
+    pub(super) fn take(&self, len: usize) -> Option<ArenaBuf> {
+        let pool = self.pool.get_or_init(|| {
+            let arena = Arena::anonymous(POOL_BYTES).ok()?;
+            Some(BufferPool::new(arena, 0, LARGEST_BYTES))
+        });
+        let pooled = pool.as_ref().and_then(|pool| pool.try_alloc(len).ok().flatten());
+        pooled.or_else(|| {
+            let whole = len.checked_next_power_of_two()?.max(base::pool::MIN_BUFFER);
+            let own = BufferPool::new(Arena::anonymous(whole).ok()?, 0, whole);
+            own.try_alloc(len).ok().flatten()
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn there_is_memory_beyond_the_pool() {
+        let landings = Landings::default();
+        let taken: Vec<ArenaBuf> = (0..6).filter_map(|_| landings.take(LARGEST_BYTES - 1)).collect();
+        assert_eq!(taken.len(), 6);
+        assert_eq!(landings.take(LARGEST_BYTES + 1).map(|buf| buf.len()), Some(LARGEST_BYTES + 1));
+    }
+}

@@ -1,0 +1,496 @@
+//! One connected endpoint: packets under credits, and one-sided transfers.
+
+use std::collections::{HashMap, VecDeque};
+use std::fmt;
+use std::future::poll_fn;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Poll, Waker};
+use std::time::Duration;
+
+use base::mem::ArenaBuf;
+use bytes::Bytes;
+use fabric::{Completion, Endpoint, MemoryRegion, Operation, Part, PostError};
+use tokio::sync::Notify;
+use tokio::time::timeout;
+
+use super::device::Device;
+use super::packet::{Credits, FIRST_GRANT, HEADER_BYTES, PACKET_BYTES, PacketHeader};
+use super::port::Port;
+use super::rma::Reads;
+
+/// Credits that only a packet without content may use: it brings the peer credits, so that the two never wait for each other.
+const RESERVE: u32 = 1;
+
+/// Most packets that a peer may send ahead. The window of a link grows to that while it is used up.
+const WINDOW_MAX: u32 = 64;
+
+/// A completion is asked for after that many operations, or for one that holds that many bytes with those before it.
+const QUIET_OPERATIONS: u32 = 8;
+const QUIET_BYTES: usize = 32 << 10;
+
+/// The provider's queue was full: completions make room, or time.
+const RETRY: Duration = Duration::from_millis(1);
+
+/// Shorter parts are copied next to what is before them, in bytes.
+const COPY_MAX_BYTES: usize = 512;
+
+/// A connection. Packets that wait to be read are at most as many as its window is long: more are the peer's fault, and found by
+/// its credits.
+pub struct Link {
+    id: u64,
+    /// What packets to this side must bear.
+    own_token: u64,
+    /// Tells the transports of a session apart; both sides know it.
+    epoch: u64,
+    pub(super) port: Arc<Port>,
+    /// Tells what happens to the connection.
+    device: Arc<Device>,
+    endpoint: Mutex<Option<Endpoint>>,
+    state: Mutex<State>,
+    /// Credits came, or an operation has ended.
+    room: Notify,
+    /// Something came in since this was last asked.
+    heard: AtomicBool,
+}
+
+struct State {
+    peer_token: u64,
+    why_failed: Option<String>,
+    inbox: VecDeque<Bytes>,
+    reader: Option<Waker>,
+    sending: Credits,
+    receiving: Credits,
+    /// Packets that the peer may be ahead.
+    window: u32,
+    /// What the peer has been told.
+    told: u32,
+    /// Receive buffers of this link alone, by token.
+    posted: HashMap<u64, ArenaBuf>,
+    next_token: u64,
+    quiet_operations: u32,
+    quiet_bytes: usize,
+    reads: Reads,
+}
+
+/// A part of a packet's content.
+#[derive(Debug, Clone)]
+pub(crate) enum Piece<'a> {
+    /// To be copied into the packet.
+    Copied(&'a [u8]),
+    /// To be sent from where it is, if it is long enough and the device can do that.
+    Shared(Bytes),
+}
+
+impl Piece<'_> {
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Piece::Copied(bytes) => bytes,
+            Piece::Shared(bytes) => bytes,
+        }
+    }
+}
+
+/// Why a link is of no more use.
+#[derive(Debug, Clone)]
+pub(crate) struct LinkFailed(pub(crate) String);
+
+impl Link {
+    pub(super) fn new(
+        device: &Arc<Device>,
+        port: &Arc<Port>,
+        endpoint: Endpoint,
+        (own_token, epoch): (u64, u64),
+    ) -> Arc<Link> {
+        let state = State {
+            peer_token: 0,
+            why_failed: None,
+            inbox: VecDeque::new(),
+            reader: None,
+            sending: Credits::new(),
+            receiving: Credits { used: 0, granted: 0 },
+            window: FIRST_GRANT,
+            told: FIRST_GRANT,
+            posted: HashMap::new(),
+            next_token: 0,
+            quiet_operations: 0,
+            quiet_bytes: 0,
+            reads: Reads::default(),
+        };
+        let link = Arc::new(Link {
+            id: endpoint.token(),
+            own_token,
+            epoch,
+            port: Arc::clone(port),
+            device: Arc::clone(device),
+            endpoint: Mutex::new(Some(endpoint)),
+            state: Mutex::new(state),
+            room: Notify::new(),
+            heard: AtomicBool::new(false),
+        });
+        port.enter(&link);
+        link
+    }
+
+    /// Posts the buffers that the peer may send to from the start.
+    pub(super) fn post_first(self: &Arc<Self>) -> Result<(), String> {
+        for _ in 0..FIRST_GRANT {
+            let buf = self.port.common.buffers.take().ok_or("no receive buffers are left")?;
+            self.port.post(self, buf)?;
+            self.on_posted();
+        }
+        Ok(())
+    }
+
+    pub(super) fn establish(&self, data: &[u8]) -> Result<(), String> {
+        match &*self.endpoint() {
+            Some(endpoint) => endpoint.establish(data).map_err(|e| e.to_string()),
+            None => Err("it was given up".into()),
+        }
+    }
+
+    /// What packets to the peer must bear, as it said when the connection was made.
+    pub(super) fn set_peer_token(&self, token: u64) {
+        self.state().peer_token = token;
+    }
+
+    pub(super) fn id(&self) -> u64 {
+        self.id
+    }
+
+    pub(super) fn own_token(&self) -> u64 {
+        self.own_token
+    }
+
+    /// Tells the transports of a session apart; both sides know it.
+    pub(crate) fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    pub(super) fn endpoint(&self) -> MutexGuard<'_, Option<Endpoint>> {
+        // Nothing panics while it holds the lock; here and below.
+        self.endpoint.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn reads(&self, with: impl FnOnce(&mut Reads)) {
+        with(&mut self.state().reads);
+    }
+
+    /// Name of the provider.
+    pub(super) fn provider(&self) -> &str {
+        &self.port.common.config.provider
+    }
+
+    /// Something came in since this was last asked.
+    pub(crate) fn take_heard(&self) -> bool {
+        self.heard.swap(false, Ordering::Relaxed)
+    }
+
+    /// Why the link is of no more use, if that is so.
+    pub(crate) fn failure(&self) -> Option<LinkFailed> {
+        self.state().why_failed.clone().map(LinkFailed)
+    }
+
+    fn broken(&self) -> LinkFailed {
+        self.failure().unwrap_or_else(|| LinkFailed("the connection is closed".into()))
+    }
+
+    /// Closes the endpoint: nothing touches memory of this side by it any more when this returns. What is under way has failed.
+    pub(crate) fn fail(&self, why: &str) {
+        let endpoint = self.endpoint().take();
+        let mut state = self.state();
+        state.why_failed.get_or_insert_with(|| why.to_owned());
+        drop(state);
+        let Some(endpoint) = endpoint else { return };
+        drop(endpoint);
+        // Only now is the memory free.
+        let mut state = self.state();
+        let posted = std::mem::take(&mut state.posted);
+        let reads = std::mem::take(&mut state.reads);
+        let inbox = std::mem::take(&mut state.inbox);
+        let waker = state.reader.take();
+        let outstanding = state.receiving.left();
+        drop(state);
+        drop((posted, reads, inbox));
+        self.port.leave(self.id, self.own_token, outstanding);
+        self.room.notify_waiters();
+        self.room.notify_one();
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+
+    /// The content of the next packet, in the buffer that it arrived in.
+    pub(crate) async fn receive(&self) -> Result<Bytes, LinkFailed> {
+        poll_fn(|cx| {
+            let mut state = self.state();
+            if let Some(why) = &state.why_failed {
+                return Poll::Ready(Err(LinkFailed(why.clone())));
+            }
+            match state.inbox.pop_front() {
+                Some(packet) => Poll::Ready(Ok(packet)),
+                None => {
+                    state.reader = Some(cx.waker().clone());
+                    Poll::Pending
+                }
+            }
+        })
+        .await
+    }
+
+    /// A packet came. Returns how many buffers are to be posted.
+    pub(super) fn on_packet(self: &Arc<Self>, header: PacketHeader, content: Bytes) -> u32 {
+        self.heard.store(true, Ordering::Relaxed);
+        let mut state = self.state();
+        let used_up = state.receiving.left() <= RESERVE + 1;
+        if !state.receiving.take() || !state.sending.on_granted(header.granted) {
+            drop(state);
+            self.fail("the peer does not keep to its credits");
+            return 0;
+        }
+        if used_up && state.window < WINDOW_MAX && self.port.common.buffers.are_plenty() {
+            state.window *= 2;
+        }
+        let wanted = state.window - state.receiving.left().min(state.window);
+        let waker = (!content.is_empty()).then(|| {
+            state.inbox.push_back(content);
+            state.reader.take()
+        });
+        drop(state);
+        self.room.notify_one();
+        if let Some(waker) = waker.flatten() {
+            waker.wake();
+        }
+        wanted
+    }
+
+    /// A buffer was posted for the peer's packets.
+    pub(super) fn on_posted(self: &Arc<Self>) {
+        let mut state = self.state();
+        state.receiving.granted = state.receiving.granted.wrapping_add(1);
+        let owed = state.receiving.granted.wrapping_sub(state.told);
+        let is_due = owed == state.window / 2;
+        drop(state);
+        if is_due {
+            self.port.is_due(self);
+        }
+    }
+
+    pub(super) fn post_own(&self, buf: ArenaBuf, region: &MemoryRegion) -> Result<(), String> {
+        let (offset, len) = (buf.offset(), buf.len());
+        let endpoint = self.endpoint();
+        let Some(endpoint) = &*endpoint else { return Ok(()) };
+        let mut state = self.state();
+        state.next_token += 1;
+        let token = state.next_token;
+        state.posted.insert(token, buf);
+        let into = region.slice(offset, len).map_err(|e| e.to_string())?;
+        endpoint.receive(into, token).map_err(|e| {
+            state.posted.remove(&token);
+            e.to_string()
+        })
+    }
+
+    pub(super) fn take_posted(&self, token: u64) -> Option<ArenaBuf> {
+        self.state().posted.remove(&token)
+    }
+
+    /// An operation of the endpoint has ended.
+    pub(super) fn on_completion(&self, completion: Completion) {
+        self.heard.store(true, Ordering::Relaxed);
+        if completion.operation == Operation::Read {
+            let read = self.state().reads.take(completion.token);
+            match (read, &completion.result) {
+                (Some(read), Ok(())) => read.finish(),
+                // It is told by the link's end, when nothing writes to its memory any more.
+                (Some(read), Err(_)) => self.state().reads.put_back(completion.token, read),
+                (None, _) => {}
+            }
+        }
+        match completion.result {
+            Ok(()) => self.room.notify_one(),
+            Err(e) => self.fail(&e.to_string()),
+        }
+    }
+
+    /// Tells the peer how many packets it may send, if it does not know and nothing else will tell it.
+    pub(super) fn grant(self: &Arc<Self>) {
+        let mut state = self.state();
+        let owed = state.receiving.granted.wrapping_sub(state.told);
+        if owed < state.window / 2 || !state.sending.take() {
+            return;
+        }
+        let header = Self::header(&mut state);
+        drop(state);
+        let endpoint = self.endpoint();
+        let Some(open) = &*endpoint else { return };
+        let result = open.inject(&header.encode());
+        drop(endpoint);
+        match result {
+            Ok(()) => {}
+            Err(PostError::Full) => {
+                // The peer hears of it by the next packet, or by the next attempt.
+                let mut state = self.state();
+                state.sending.used = state.sending.used.wrapping_sub(1);
+                state.told = header.granted.wrapping_sub(owed);
+                drop(state);
+                self.port.is_due(self);
+            }
+            Err(e) => self.fail(&e.to_string()),
+        }
+    }
+
+    fn header(state: &mut State) -> PacketHeader {
+        state.told = state.receiving.granted;
+        PacketHeader { token: state.peer_token, granted: state.receiving.granted }
+    }
+
+    /// Sends one packet of at most [`ROOM_BYTES`](super::packet::ROOM_BYTES), when the peer has a buffer for it.
+    pub(crate) async fn send(&self, pieces: &[Piece<'_>]) -> Result<(), LinkFailed> {
+        let header = self.credit().await?;
+        let len: usize = pieces.iter().map(|piece| piece.bytes().len()).sum();
+        debug_assert!(len + HEADER_BYTES <= PACKET_BYTES, "a packet fits into a buffer");
+        if len + HEADER_BYTES <= self.port.domain.info().inject_size().min(COPY_MAX_BYTES) {
+            let mut packet = Vec::with_capacity(len + HEADER_BYTES);
+            packet.extend_from_slice(&header.encode());
+            pieces.iter().for_each(|piece| packet.extend_from_slice(piece.bytes()));
+            return self.post(|endpoint| endpoint.inject(&packet)).await;
+        }
+        let parts = self.assemble(header, pieces).await?;
+        let notify = self.wants_completion(&parts);
+        self.post(|endpoint| endpoint.send_parts(parts.clone(), 0, notify)).await
+    }
+
+    /// Waits until a packet with content may be sent.
+    async fn credit(&self) -> Result<PacketHeader, LinkFailed> {
+        loop {
+            {
+                let mut state = self.state();
+                if state.why_failed.is_some() {
+                    drop(state);
+                    return Err(self.broken());
+                }
+                if state.sending.left() > RESERVE {
+                    state.sending.take();
+                    return Ok(Self::header(&mut state));
+                }
+            }
+            self.room.notified().await;
+        }
+    }
+
+    /// The memory that a packet is sent from: what is copied, in a buffer of ours, and the rest where it is.
+    async fn assemble(&self, header: PacketHeader, pieces: &[Piece<'_>]) -> Result<Vec<Part>, LinkFailed> {
+        let mut buf = self.send_buffer().await?;
+        buf[..HEADER_BYTES].copy_from_slice(&header.encode());
+        let most = self.port.domain.info().send_parts_max();
+        let mut filled = HEADER_BYTES;
+        let mut plan: Vec<Planned> = vec![Planned::Here(0, HEADER_BYTES)];
+        for piece in pieces {
+            if let Piece::Shared(bytes) = piece
+                && bytes.len() > COPY_MAX_BYTES
+                && plan.len() + 2 <= most
+                && let Ok(region) = self.port.region_of(bytes)
+            {
+                plan.push(Planned::There(Part { bytes: bytes.clone(), region }));
+                continue;
+            }
+            let bytes = piece.bytes();
+            if let Piece::Shared(_) = piece {
+                metrics::counter!("outboard_messenger_copied_bytes").increment(bytes.len() as u64);
+            }
+            buf[filled..filled + bytes.len()].copy_from_slice(bytes);
+            filled += bytes.len();
+            match plan.last_mut() {
+                Some(Planned::Here(_, end)) => *end = filled,
+                _ => plan.push(Planned::Here(filled - bytes.len(), filled)),
+            }
+        }
+        let region = match self.port.domain.info().mr_mode().local {
+            true => {
+                let access = self.port.access_of(buf.arena());
+                let region = self.port.region(buf.arena(), access);
+                Some(region.map_err(|e| LinkFailed(e.to_string()))?)
+            }
+            false => None,
+        };
+        let buf = buf.freeze();
+        let part = |planned| match planned {
+            Planned::Here(start, end) => Part { bytes: buf.slice(start..end), region: region.clone() },
+            Planned::There(part) => part,
+        };
+        Ok(plan.into_iter().map(part).collect())
+    }
+
+    async fn send_buffer(&self) -> Result<ArenaBuf, LinkFailed> {
+        loop {
+            if let Some(buf) = self.port.common.buffers.take() {
+                return Ok(buf);
+            }
+            // Whoever has them gives no sign.
+            tokio::time::sleep(RETRY).await;
+            if self.failure().is_some() {
+                return Err(self.broken());
+            }
+        }
+    }
+
+    /// Whether the next operation is to be told of: not all are, but none holds much memory for long.
+    pub(super) fn wants_completion(&self, parts: &[Part]) -> bool {
+        let mut state = self.state();
+        state.quiet_operations += 1;
+        state.quiet_bytes += parts.iter().map(|part| part.bytes.len()).sum::<usize>();
+        let wants = state.quiet_operations >= QUIET_OPERATIONS || state.quiet_bytes >= QUIET_BYTES;
+        if wants {
+            (state.quiet_operations, state.quiet_bytes) = (0, 0);
+        }
+        wants
+    }
+
+    /// Posts an operation, again and again while the provider's queue is full.
+    pub(super) async fn post(
+        &self,
+        operation: impl Fn(&Endpoint) -> Result<(), PostError>,
+    ) -> Result<(), LinkFailed> {
+        loop {
+            let posted = match &*self.endpoint() {
+                Some(endpoint) => operation(endpoint),
+                None => return Err(self.broken()),
+            };
+            match posted {
+                Ok(()) => return Ok(()),
+                Err(PostError::Full) => {
+                    // Woken or not: it is tried again.
+                    let _ = timeout(RETRY, self.room.notified()).await;
+                }
+                Err(e) => {
+                    self.fail(&e.to_string());
+                    return Err(self.broken());
+                }
+            }
+        }
+    }
+}
+
+enum Planned {
+    /// From where to where in the buffer.
+    Here(usize, usize),
+    There(Part),
+}
+
+impl fmt::Debug for Link {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Link").field("id", &self.id).finish_non_exhaustive()
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        self.fail("nobody uses it any more");
+        self.device.is_less_used();
+    }
+}

@@ -1,0 +1,254 @@
+//! libfabric as a transport: RDMA where the machine has hardware for it (RoCE, InfiniBand, iWARP), over TCP where not.
+//!
+//! ```text
+//!   Device ── queue of events, who connects         one network
+//!     └─ Port ── completions, receive buffers       one protection domain: a tenant's
+//!          └─ Link ── packets, reads, writes        one connection
+//! ```
+//!
+//! **One poller, one event, no copy.** A port's task polls its completion queue in the same loop that runs the sessions;
+//! with nothing to do it spins for a while if that pays, and then sleeps on the queue's descriptor in the loop's one epoll. A
+//! packet arrives in a buffer of the pool and is handed on in it; another buffer takes its place at once.
+//!
+//! **Credits.** A side sends no packet for which the peer has not posted a buffer. Every packet grants further ones. The last
+//! credit is for packets that do nothing but grant, so the two sides never wait for each other.
+//!
+//! **Trust.** The connect request names the tenant, so that its endpoint is made in the tenant's own domain. Packets bear a
+//! random token of the connection. A server's memory is registered for its own use only; what a client exposes is
+//! registered for one transfer, with a random key where the provider lets us choose it.
+//!
+//! **Threads.** All tasks run where [`Transport::bind`] and [`Transport::dial`] are called. Over `tcp` bytes move only while
+//! these run: whoever blocks their thread stalls his peers.
+
+mod buffers;
+mod descriptor;
+mod device;
+mod landings;
+mod link;
+pub(crate) mod packet;
+mod port;
+mod rma;
+
+use std::collections::HashMap;
+use std::io;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Duration;
+
+use base::BoxFuture;
+use fabric::{FabricError, Info, Library, Listener, Query, Target};
+use tokio::sync::{mpsc, watch};
+
+pub use link::Link;
+pub(crate) use link::{LinkFailed, Piece};
+pub(crate) use rma::Landing;
+
+use super::{Acceptor, Claim, Road, Transport, Wire};
+use buffers::Buffers;
+use device::Device;
+use landings::Landings;
+
+/// Connections that wait to be accepted.
+const BACKLOG: usize = 256;
+
+/// Whose receive buffers are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum ReceiveQueueKind {
+    /// All connections of a domain share theirs. Idle connections hold little memory, on devices that can do it.
+    #[default]
+    Shared,
+    /// Each connection has its own.
+    PerConnection,
+}
+
+/// How the transport behaves.
+#[derive(Debug, Clone)]
+pub struct OfiConfig {
+    /// The provider, e.g. `verbs` or `tcp`.
+    pub provider: String,
+    /// Whose receive buffers are. Where the provider has no shared ones, each connection gets its own.
+    pub receive_queue: ReceiveQueueKind,
+    /// How long to look again before sleeping, while that pays.
+    pub spin: Duration,
+    /// Most memory for packets, in bytes, over all connections.
+    pub packet_memory_bytes: usize,
+}
+
+impl OfiConfig {
+    /// The defaults, for a provider.
+    #[must_use]
+    pub fn new(provider: &str) -> OfiConfig {
+        OfiConfig {
+            provider: provider.to_owned(),
+            receive_queue: ReceiveQueueKind::default(),
+            spin: Duration::from_micros(20),
+            packet_memory_bytes: 256 << 20,
+        }
+    }
+}
+
+/// What all devices and ports of a transport have in common.
+struct Common {
+    config: OfiConfig,
+    buffers: Buffers,
+    landings: Landings,
+    control: Arc<Control>,
+}
+
+/// A hand on the transport, for tests and fault injection.
+pub struct Control {
+    devices: Mutex<Vec<Weak<Device>>>,
+    frozen: watch::Sender<bool>,
+}
+
+impl Control {
+    /// Closes every connection there is, whatever it is doing. Returns how many.
+    pub fn cut(&self) -> usize {
+        let devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let links: Vec<Arc<Link>> =
+            devices.iter().filter_map(Weak::upgrade).flat_map(|device| device.links()).collect();
+        links.iter().filter(|link| link.failure().is_none()).map(|link| link.fail("cut")).count()
+    }
+
+    /// While frozen, nothing moves.
+    pub fn freeze(&self, frozen: bool) {
+        self.frozen.send_replace(frozen);
+    }
+
+    /// Waits until nothing is frozen.
+    async fn thaw(&self) {
+        if *self.frozen.borrow() {
+            // The sender lives as long as `self`.
+            let _ = self.frozen.subscribe().wait_for(|frozen| !*frozen).await;
+        }
+    }
+
+    fn watch(&self, device: &Arc<Device>) {
+        let mut devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner);
+        devices.retain(|device| device.strong_count() > 0);
+        devices.push(Arc::downgrade(device));
+    }
+}
+
+/// The transport. Addresses are `host:port`.
+pub struct Ofi {
+    library: Library,
+    common: Arc<Common>,
+    /// What was dialed from, by network and network device.
+    dialing: Mutex<HashMap<(String, String), Arc<Device>>>,
+}
+
+impl Ofi {
+    /// Loads libfabric.
+    ///
+    /// # Errors
+    /// If there is none, or the provider is not there.
+    pub fn new(mut config: OfiConfig) -> Result<Ofi, FabricError> {
+        let library = Library::load()?;
+        let shared = config.receive_queue == ReceiveQueueKind::Shared;
+        let query = |shared_receive| Query {
+            provider: Some(config.provider.clone()),
+            target: Target::Any,
+            shared_receive,
+        };
+        if library.query(&query(shared)).is_err() {
+            library.query(&query(false))?;
+            tracing::info!(provider = config.provider, "it has no shared receive queues");
+            config.receive_queue = ReceiveQueueKind::PerConnection;
+        }
+        let control = Arc::new(Control { devices: Mutex::default(), frozen: watch::Sender::new(false) });
+        let buffers = Buffers::new(config.packet_memory_bytes);
+        let landings = Landings::default();
+        Ok(Ofi { library, common: Arc::new(Common { config, buffers, landings, control }), dialing: Mutex::default() })
+    }
+
+    /// To break connections by hand.
+    #[must_use]
+    pub fn control(&self) -> Arc<Control> {
+        Arc::clone(&self.common.control)
+    }
+
+    async fn query(&self, address: &str, target: impl Fn(SocketAddr) -> Target) -> io::Result<Info> {
+        let mut last = io::Error::from(io::ErrorKind::AddrNotAvailable);
+        let config = &self.common.config;
+        for address in tokio::net::lookup_host(address).await? {
+            let query = Query {
+                provider: Some(config.provider.clone()),
+                target: target(address),
+                shared_receive: config.receive_queue == ReceiveQueueKind::Shared,
+            };
+            match self.library.query(&query) {
+                Ok(mut infos) if !infos.is_empty() => return Ok(infos.swap_remove(0)),
+                Ok(_) => {}
+                Err(e) => last = io::Error::other(e),
+            }
+        }
+        Err(last)
+    }
+
+    fn dialing(&self, info: &Info) -> io::Result<Arc<Device>> {
+        let key = (info.fabric_name(), info.domain_name());
+        let mut dialing = self.dialing.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(device) = dialing.get(&key) {
+            return Ok(Arc::clone(device));
+        }
+        let device = Device::open(info, Arc::clone(&self.common))?;
+        self.common.control.watch(&device);
+        dialing.insert(key, Arc::clone(&device));
+        Ok(device)
+    }
+}
+
+impl Drop for Ofi {
+    fn drop(&mut self) {
+        let dialing = self.dialing.get_mut().unwrap_or_else(PoisonError::into_inner);
+        dialing.values().for_each(|device| device.close());
+    }
+}
+
+struct OfiAcceptor {
+    address: SocketAddr,
+    wires: mpsc::Receiver<io::Result<Wire>>,
+    /// Before its device: nobody new comes in.
+    _listener: Listener,
+    device: Arc<Device>,
+}
+
+impl Transport for Ofi {
+    fn bind<'a>(&'a self, address: &'a str) -> BoxFuture<'a, io::Result<Box<dyn Acceptor>>> {
+        Box::pin(async move {
+            let info = self.query(address, Target::Listen).await?;
+            let device = Device::open(&info, Arc::clone(&self.common))?;
+            self.common.control.watch(&device);
+            let (accepted, wires) = mpsc::channel(BACKLOG);
+            device.accept_into(accepted);
+            let listener = Listener::open(&info, &device.events).map_err(io::Error::other)?;
+            let address = listener.address();
+            Ok(Box::new(OfiAcceptor { address, wires, _listener: listener, device }) as Box<dyn Acceptor>)
+        })
+    }
+
+    fn dial<'a>(&'a self, endpoint: &'a str, claim: &'a Claim) -> BoxFuture<'a, io::Result<Wire>> {
+        Box::pin(async move {
+            let info = self.query(endpoint, Target::Connect).await?;
+            let link = self.dialing(&info)?.dial(&info, claim).await?;
+            Ok(Wire { road: Road::Packets(link), address: endpoint.to_owned(), claim: None })
+        })
+    }
+}
+
+impl Acceptor for OfiAcceptor {
+    fn endpoint(&self) -> String {
+        self.address.to_string()
+    }
+
+    fn accept(&mut self) -> BoxFuture<'_, io::Result<Wire>> {
+        Box::pin(async { self.wires.recv().await.unwrap_or_else(|| Err(io::ErrorKind::BrokenPipe.into())) })
+    }
+}
+
+impl Drop for OfiAcceptor {
+    fn drop(&mut self) {
+        self.device.close();
+    }
+}

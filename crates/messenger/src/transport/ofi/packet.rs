@@ -1,0 +1,114 @@
+//! What is in front of the content of every packet.
+//!
+//! ```text
+//!   0                8          12         16
+//!   +----------------+----------+----------+----------------------------------+
+//!   | token          | granted  | reserved | content: frames, or part of one  |
+//!   +----------------+----------+----------+----------------------------------+
+//! ```
+//!
+//! All integers are little endian. `token` was given to the sender when the connection was made: it says which connection a
+//! packet of a shared receive queue belongs to, and is random, so that nobody can speak for another peer. `granted` counts the
+//! packets that the receiver of this one may have sent since the connection began, modulo 2³².
+
+/// Longest packet, in bytes: what every receive buffer holds.
+pub const PACKET_BYTES: usize = 8192;
+
+/// Bytes in front of a packet's content.
+pub(super) const HEADER_BYTES: usize = 16;
+
+/// Longest content of a packet, in bytes.
+pub(crate) const ROOM_BYTES: usize = PACKET_BYTES - HEADER_BYTES;
+
+/// Payloads of up to that length, in bytes, travel in packets; for longer ones a one-sided transfer is cheaper. With its header,
+/// such a message fits into one packet.
+pub(crate) const EAGER_BYTES: usize = 4 << 10;
+
+/// Packets that each side may send before it was granted any.
+pub(super) const FIRST_GRANT: u32 = 4;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct PacketHeader {
+    pub(super) token: u64,
+    pub(super) granted: u32,
+}
+
+impl PacketHeader {
+    pub(super) fn encode(self) -> [u8; HEADER_BYTES] {
+        let mut out = [0; HEADER_BYTES];
+        out[..8].copy_from_slice(&self.token.to_le_bytes());
+        out[8..12].copy_from_slice(&self.granted.to_le_bytes());
+        out
+    }
+
+    /// `None` for what is too short to be a packet.
+    pub(super) fn decode(packet: &[u8]) -> Option<PacketHeader> {
+        let fixed = packet.first_chunk::<HEADER_BYTES>()?;
+        let token = u64::from_le_bytes(fixed[..8].try_into().ok()?);
+        let granted = u32::from_le_bytes(fixed[8..12].try_into().ok()?);
+        Some(PacketHeader { token, granted })
+    }
+}
+
+/// Credits of one direction, counted modulo 2³² since the connection began.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Credits {
+    pub(super) used: u32,
+    pub(super) granted: u32,
+}
+
+/// More credits than any window has: a peer that grants them makes no sense.
+const MOST: u32 = 1 << 16;
+
+impl Credits {
+    pub(super) fn new() -> Credits {
+        Credits { used: 0, granted: FIRST_GRANT }
+    }
+
+    pub(super) fn left(self) -> u32 {
+        self.granted.wrapping_sub(self.used)
+    }
+
+    /// Takes one; `false` if there was none.
+    pub(super) fn take(&mut self) -> bool {
+        let has = self.left() > 0;
+        if has {
+            self.used = self.used.wrapping_add(1);
+        }
+        has
+    }
+
+    /// Notes what the peer grants now; packets are ordered, so that never goes back. `false` if it makes no sense.
+    pub(super) fn on_granted(&mut self, granted: u32) -> bool {
+        let sane = granted.wrapping_sub(self.used) <= MOST;
+        if sane {
+            self.granted = granted;
+        }
+        sane
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn headers_survive_and_short_packets_do_not_panic() {
+        let header = PacketHeader { token: 0x0123_4567_89ab_cdef, granted: u32::MAX };
+        assert_eq!(PacketHeader::decode(&header.encode()), Some(header));
+        assert_eq!(PacketHeader::decode(&header.encode()[..15]), None);
+        assert_eq!(PacketHeader::decode(&[]), None);
+    }
+
+    #[test]
+    fn credits_wrap_and_nonsense_is_refused() {
+        let mut credits = Credits { used: u32::MAX - 1, granted: u32::MAX };
+        assert!(credits.take());
+        assert!(!credits.take());
+        assert!(credits.on_granted(2));
+        assert_eq!(credits.left(), 3);
+        assert!(!credits.on_granted(1 << 30));
+        assert!(!credits.on_granted(u32::MAX - 1), "never back below what was used");
+        assert_eq!(credits.left(), 3);
+    }
+}
