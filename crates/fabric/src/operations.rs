@@ -70,6 +70,7 @@ pub struct Part {
 pub(crate) struct Operations<P = Pending> {
     slots: Vec<Slot<P>>,
     free: Vec<u32>,
+    capacity: usize,
 }
 
 struct Slot<P> {
@@ -80,14 +81,19 @@ struct Slot<P> {
 
 impl<P> Operations<P> {
     pub(crate) fn new(capacity: usize) -> Operations<P> {
-        let capacity = u32::try_from(capacity).unwrap_or(u32::MAX);
-        let slots = (0..capacity).map(|_| Slot { generation: 1, pending: None }).collect();
-        Operations { slots, free: (0..capacity).rev().collect() }
+        Operations { slots: Vec::new(), free: Vec::new(), capacity: capacity.min(u32::MAX as usize) }
     }
 
     /// Enters an operation and gives its number, never 0; gives it back if there is no room.
     pub(crate) fn insert(&mut self, pending: P) -> Result<u64, P> {
-        let Some(index) = self.free.pop() else { return Err(pending) };
+        let index = match self.free.pop() {
+            Some(index) => index,
+            None if self.slots.len() < self.capacity => {
+                self.slots.push(Slot { generation: 1, pending: None });
+                self.slots.len() as u32 - 1
+            }
+            None => return Err(pending),
+        };
         let slot = &mut self.slots[index as usize];
         slot.pending = Some(pending);
         Ok(u64::from(slot.generation) << 32 | u64::from(index))

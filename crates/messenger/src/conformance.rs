@@ -9,13 +9,13 @@ mod rig;
 
 pub use bulk::{
     bulk_both_ways, given_up_pulls_never_write_late, large_transfers_go_one_after_the_other,
-    many_transfers_at_once, offers_are_guarded, slow_source_times_out,
+    lies_about_memory_are_harmless, many_transfers_at_once, offers_are_guarded, slow_source_times_out,
 };
 pub use order::{messages_keep_their_order, sizes_over_the_limits, unread_messages_hold_the_sender_back};
 pub use resume::{
     a_lost_session_fails_its_transfers, a_restarted_server_ends_the_session,
     a_thousand_sessions_leave_nothing, closing_sends_what_is_queued, exactly_once_across_broken_transports,
-    heartbeats_keep_the_transport, silence_is_noticed,
+    heartbeats_keep_the_transport, pushes_survive_broken_transports, silence_is_noticed,
 };
 pub use rig::{Buffer, Rig, pool, random_bytes, seed};
 
@@ -30,9 +30,11 @@ macro_rules! for_each_conformance_check {
         $run!(many_transfers_at_once);
         $run!(large_transfers_go_one_after_the_other);
         $run!(offers_are_guarded);
+        $run!(lies_about_memory_are_harmless);
         $run!(slow_source_times_out);
         $run!(given_up_pulls_never_write_late);
         $run!(exactly_once_across_broken_transports);
+        $run!(pushes_survive_broken_transports);
         $run!(silence_is_noticed);
         $run!(heartbeats_keep_the_transport);
         $run!(a_restarted_server_ends_the_session);

@@ -352,7 +352,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const LIMITS: Limits = Limits { max_header: 4096, max_inline: 16384, max_bulk: 1 << 20, eager: 16384, one_sided: false };
+    const LIMITS: Limits =
+        Limits { max_header: 4096, max_inline: 16384, max_bulk: 1 << 20, eager: 16384, one_sided: false };
 
     fn message(header: &[u8], phase: u64, data: &[u8]) -> Vec<u8> {
         let payload = Payload::compute(phase, Bytes::copy_from_slice(data));

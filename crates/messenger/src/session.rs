@@ -26,13 +26,14 @@ pub(crate) use task::{BACKOFF, Resumption, Role, run};
 
 use crate::config::{BULK_SLOTS, MAX_PULLS, SessionConfig};
 use crate::metrics::Metrics;
+use crate::transport::ofi::Link;
+use crate::transport::{Road, Wire};
 use crate::{Event, Limits, MessengerError, PeerInfo};
 use inbound::Inbound;
 use offers::Offers;
 use outbound::Outbound;
 use pulls::Pulls;
 use turns::Turns;
-use crate::transport::ofi::Link;
 
 /// What the handshake settled.
 pub(crate) struct Settled {
@@ -105,7 +106,8 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
-    pub(crate) fn new(settled: Settled, config: SessionConfig, side: Side) -> Arc<Shared> {
+    /// A session that goes over `wire` first.
+    pub(crate) fn new(settled: Settled, config: SessionConfig, side: Side, wire: &Wire) -> Arc<Shared> {
         let metrics = Metrics::new();
         metrics.sessions.increment(1);
         let mut outbound = Outbound::new(settled.granted, config.window_bytes);
@@ -116,7 +118,10 @@ impl Shared {
             inbound: Inbound::new(config.window_bytes),
             pulls: Pulls::default(),
             offers: Offers::default(),
-            link: None,
+            link: match &wire.road {
+                Road::Packets(link) => Some(Arc::clone(link)),
+                Road::Stream(..) => None,
+            },
         };
         Arc::new(Shared {
             side,

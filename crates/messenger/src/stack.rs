@@ -95,7 +95,7 @@ impl<T: Transport> NetworkStack for StreamStack<T> {
             let transport = Arc::clone(&self.transport) as Arc<dyn Transport>;
             let mut dialer = Dialer::new(transport, endpoint, options, self.config.clone())?;
             let (settled, wire) = dialer.dial().await?;
-            let shared = Shared::new(settled, self.config.clone(), Side::Client);
+            let shared = Shared::new(settled, self.config.clone(), Side::Client, &wire);
             let handles = shared.handles();
             crate::spawn(session::run(shared, Role::Client(Box::new(dialer)), wire));
             Ok(handles)

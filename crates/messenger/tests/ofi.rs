@@ -70,3 +70,37 @@ mod per_connection {
     }
     outboard_messenger::for_each_conformance_check!(check);
 }
+
+/// Data that is in memory moves by itself: its source is never asked for it, and a sink has it when the offer is finished.
+#[tokio::test]
+async fn bulk_data_moves_by_itself() {
+    use outboard_messenger::{ConnectOptions, Event, Message};
+    let Some(rig) = rig(ReceiveQueueKind::Shared) else { return };
+    let mut listener = rig.listen().await;
+    let endpoint = listener.endpoint();
+    let connecting = rig.stack.connect(&endpoint, ConnectOptions::default());
+    let (client, server) = tokio::join!(connecting, listener.accept());
+    let ((client, mut replies), (server, _requests)) = (client.expect("connects"), server.expect("accepts"));
+    assert!(client.limits().one_sided && server.limits().one_sided);
+    let (patience, pool) = (Duration::from_secs(30), conformance::pool());
+    let data: Vec<u8> = (0..3_000_000u32).map(|i| (i >> 3) as u8).collect();
+    let from = conformance::Buffer::in_memory(0, &data);
+    let source = client.offer_source(Arc::clone(&from) as _).expect("offered");
+    let dest = pool.alloc(data.len()).await.expect("a buffer");
+    let pulled = server.bulk_read(&source.descriptor, 0, dest, patience).await.expect("pulled");
+    assert!(pulled.buf[..] == data[..] && from.taken() == 0, "{} bytes were asked for", from.taken());
+    source.finish();
+
+    let room = conformance::Buffer::new(0, &vec![0; data.len()]);
+    let sink = client.offer_sink(Arc::clone(&room) as _, 0).expect("offered");
+    let payload = base::block::Payload::from_parts(0, pulled.buf.freeze(), pulled.checksums).expect("fits");
+    server.bulk_write(&sink.descriptor, 0, payload, patience).await.expect("pushed");
+    server.send(Message { header: "pushed".into(), ..Message::default() }).await.expect("sent");
+    assert!(matches!(replies.next().await, Event::Message(_)));
+    assert_eq!(room.filled(), 0, "it did not come by frames");
+    sink.finish();
+    assert!(room.content() == data);
+    // Whoever offers to its client is a server, whose memory nobody reaches.
+    let own = server.offer_source(conformance::Buffer::in_memory(0, &data)).expect("offered");
+    assert!(own.descriptor.remote.is_none());
+}

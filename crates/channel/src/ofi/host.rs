@@ -21,10 +21,10 @@ use super::alarm::{Alarm, take_count};
 use super::greeting::Greeting;
 use super::line::{self, Line};
 use super::port::{Port, query};
-use base::spinner::Spinner;
 use super::{OfiOffer, QUEUES};
 use crate::dma::{OnDrop, URGENT};
 use crate::{ChannelError, Doorbell, Result};
+use base::spinner::Spinner;
 
 /// When the provider is full, it is asked again after that.
 const RETRY: Duration = Duration::from_millis(1);

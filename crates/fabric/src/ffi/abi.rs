@@ -194,15 +194,13 @@ pub(super) struct MsgOps {
     pub(super) inject: unsafe extern "C" fn(*mut FidEp, *const c_void, usize, u64) -> isize,
 }
 
-pub(super) type ReadFn =
-    unsafe extern "C" fn(*mut FidEp, *mut c_void, usize, *mut c_void, u64, u64, u64, *mut c_void) -> isize;
 pub(super) type WriteFn =
     unsafe extern "C" fn(*mut FidEp, *const c_void, usize, *mut c_void, u64, u64, u64, *mut c_void) -> isize;
 
 #[repr(C)]
 pub(super) struct RmaOps {
     pub(super) size: usize,
-    pub(super) read: ReadFn,
+    pub(super) read: Unused,
     pub(super) readv: Unused,
     pub(super) readmsg: unsafe extern "C" fn(*mut FidEp, *const FiMsgRma, u64) -> isize,
     pub(super) write: WriteFn,

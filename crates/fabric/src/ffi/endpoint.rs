@@ -222,7 +222,7 @@ impl Endpoint {
         })
     }
 
-    /// Sends a message. The buffer must stay as it is until the completion, which does not say that the message has arrived.
+    /// Sends a message; not for endpoints that are [sparse](EndpointQueues::sparse). The buffer must stay as it is until the completion, which does not say that the message has arrived.
     ///
     /// # Errors
     /// See [`PostError`].
@@ -259,17 +259,26 @@ impl Endpoint {
     /// See [`PostError`].
     pub fn read(&self, into: Slice<'_>, remote: RemoteSlice, token: u64) -> Result<(), PostError> {
         let into = same_len(into, remote)?;
+        let source = FiRmaIov { addr: remote.address, len: remote.len, key: remote.key };
+        let iov = libc::iovec { iov_base: into.start().cast(), iov_len: into.len() };
+        let mut descriptor = into.descriptor();
         self.post(into, Operation::Read, token, |ep, context| {
-            let RemoteSlice { key, address, len } = remote;
-            // SAFETY: as in `receive`.
-            unsafe {
-                let read = (*(*ep).rma).read;
-                read(ep, into.start().cast(), len, into.descriptor(), CONNECTED_PEER, address, key, context)
-            }
+            let message = FiMsgRma {
+                msg_iov: &raw const iov,
+                desc: &raw mut descriptor,
+                iov_count: 1,
+                addr: CONNECTED_PEER,
+                rma_iov: &raw const source,
+                rma_iov_count: 1,
+                context,
+                data: 0,
+            };
+            // SAFETY: as in `receive`. A read is always told of, also where others are not.
+            unsafe { ((*(*ep).rma).readmsg)(ep, &raw const message, COMPLETION) }
         })
     }
 
-    /// Writes `from` to remote memory. It is in place there when a later message of this endpoint has been received or
+    /// Writes `from` to remote memory; not for endpoints that are [sparse](EndpointQueues::sparse). It is in place there when a later message of this endpoint has been received or
     /// a later read has completed. Its own completion says only that `from` is free again: over `tcp` the peer may not even
     /// have seen it, and may yet refuse it.
     ///

@@ -97,6 +97,11 @@ fn endpoints_share_buffers_and_leave_out_completions() {
         assert_eq!((sent.operation, sent.token, sent.len), (Operation::Send, 5, 7));
     }
     assert_eq!(pool.free_bytes().0, free, "what was sent before is given back with it");
+    let remote = shared.pair.server.region(4096, Access::Remote);
+    let local = shared.pair.client.region(4096, Access::Local);
+    first.read(local.slice(0, 100).unwrap(), remote.remote().slice(0, 100).unwrap(), 9).unwrap();
+    let read = shared.pair.completion(Who::Client);
+    assert_eq!((read.operation, read.token, read.result.is_ok()), (Operation::Read, 9, true));
 }
 
 #[test]

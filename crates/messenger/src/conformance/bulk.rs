@@ -9,7 +9,9 @@ use futures::stream::{FuturesUnordered, StreamExt};
 use rand::Rng;
 
 use super::rig::{Buffer, Rig, message, next_message, pool, random_bytes};
-use crate::{BulkDescriptor, BulkDirection, BulkOwner, BulkSource, Ends, MessengerError};
+use crate::{
+    BulkDescriptor, BulkDirection, BulkOwner, BulkRegion, BulkSource, Ends, MessengerError, RemoteMemory,
+};
 
 const LONG: Duration = Duration::from_secs(20);
 
@@ -26,11 +28,15 @@ pub async fn bulk_both_ways(rig: &Rig) {
     for size in SIZES {
         for phase in [0, 1, 4095, random.random_range(0..4096)] {
             let data = random_bytes(&mut random, size);
-            let source = client.offer_source(Buffer::new(phase, &data)).expect("offered");
-            let dest = pool.alloc(size).await.expect("a buffer");
-            let pulled = server.bulk_read(&source.descriptor, 0, dest, LONG).await.expect("pulled");
-            assert!(pulled.buf[..] == data[..], "{size} bytes at phase {phase}");
-            verify_pieces(phase, &data, &pulled.checksums).expect("right checksums");
+            for buffer in [Buffer::new(phase, &data), Buffer::in_memory(phase, &data)] {
+                let source = client.offer_source(buffer).expect("offered");
+                let dest = pool.alloc(size).await.expect("a buffer");
+                let pulled = server.bulk_read(&source.descriptor, 0, dest, LONG).await;
+                let pulled = pulled.unwrap_or_else(|e| panic!("{size} bytes at phase {phase}: {e}"));
+                assert!(pulled.buf[..] == data[..], "{size} bytes at phase {phase}");
+                verify_pieces(phase, &data, &pulled.checksums).expect("right checksums");
+                source.finish();
+            }
 
             let room = Buffer::new(phase, &vec![0; size]);
             let sink = client.offer_sink(Arc::clone(&room) as _, phase as u16).expect("offered");
@@ -38,6 +44,7 @@ pub async fn bulk_both_ways(rig: &Rig) {
             server.bulk_write(&sink.descriptor, 0, payload, LONG).await.expect("pushed");
             server.send(message(b"pushed")).await.expect("sent");
             assert_eq!(next_message(&mut *from_server).await.header.as_ref(), b"pushed");
+            sink.finish();
             assert!(room.content() == data[..], "{size} bytes at phase {phase}");
         }
     }
@@ -49,10 +56,22 @@ async fn ranges_of_one_offer(
     server: &Arc<dyn crate::Connection>,
     random: &mut rand::rngs::StdRng,
 ) {
-    let pool = pool();
     let (size, phase) = (1_000_000, 100);
     let data = random_bytes(random, size);
-    let source = client.0.offer_source(Buffer::new(phase, &data)).expect("offered");
+    for buffer in [Buffer::new(phase, &data), Buffer::in_memory(phase, &data)] {
+        ranges_of(client, server, buffer, &data, random).await;
+    }
+}
+
+async fn ranges_of(
+    client: &Ends,
+    server: &Arc<dyn crate::Connection>,
+    buffer: Arc<Buffer>,
+    data: &[u8],
+    random: &mut rand::rngs::StdRng,
+) {
+    let (pool, size, phase) = (pool(), data.len(), buffer.phase());
+    let source = client.0.offer_source(buffer).expect("offered");
     for _ in 0..20 {
         let start = 4096 * random.random_range(1..200) - phase as usize;
         let len = random.random_range(1..size - start);
@@ -73,7 +92,8 @@ pub async fn many_transfers_at_once(rig: &Rig) {
     let data = random_bytes(&mut random, 1_500_000);
     let mut tasks = tokio::task::JoinSet::new();
     for i in 0..24u64 {
-        let source = client.offer_source(Buffer::new(i * 17, &data)).expect("offered");
+        let buffer = if i % 2 == 0 { Buffer::new(i * 17, &data) } else { Buffer::in_memory(i * 17, &data) };
+        let source = client.offer_source(buffer).expect("offered");
         let room = Buffer::new(i, &vec![0; data.len()]);
         let sink = client.offer_sink(Arc::clone(&room) as _, i as u16).expect("offered");
         let (server, pool, data) = (Arc::clone(&server), pool.clone(), data.clone());
@@ -95,7 +115,8 @@ pub async fn many_transfers_at_once(rig: &Rig) {
         assert_eq!(next_message(&mut *from_server).await.header.as_ref(), b"done");
     }
     while let Some(done) = tasks.join_next().await {
-        let (_sink, room) = done.expect("the transfer went well");
+        let (sink, room) = done.expect("the transfer went well");
+        sink.finish();
         assert!(room.content() == data[..]);
     }
 }
@@ -181,6 +202,8 @@ pub async fn large_transfers_go_one_after_the_other(rig: &Rig) {
     for _ in 0..LARGE {
         assert_eq!(next_message(&mut *from_server).await.header.as_ref(), b"pushed");
     }
+    drop(pushes);
+    sinks.into_iter().for_each(BulkRegion::finish);
     assert!(rooms.iter().all(|room| room.content() == data), "all is there");
 }
 
@@ -228,6 +251,58 @@ pub async fn offers_are_guarded(rig: &Rig) {
     assert_eq!(pool.free_bytes().0, 64 << 20, "every buffer came back");
 }
 
+/// Descriptors that lie about where memory is cost their session at most its transport: what was offered is still there, no
+/// buffer is lost, and other sessions notice nothing.
+pub async fn lies_about_memory_are_harmless(rig: &Rig) {
+    let mut listener = rig.listen().await;
+    let ((client, mut from_server), (server, mut from_client)) = rig.pair(&mut *listener).await;
+    let ((other, _in), (other_server, mut from_other)) = rig.pair(&mut *listener).await;
+    let pool = pool();
+    let data = vec![6; 300_000];
+    let lies: [fn(&mut RemoteMemory); 7] = [
+        |r| r.segments[0].key ^= 1,
+        |r| r.segments[0].key = 0,
+        |r| r.segments[0].address = r.segments[0].address.wrapping_add(1 << 30),
+        |r| r.segments[0].address = r.segments[0].address.wrapping_sub(4096),
+        |r| r.segments[0].len = u64::MAX,
+        |r| r.segments.clear(),
+        |r| r.checksums.truncate(5),
+    ];
+    for (i, lie) in lies.into_iter().enumerate() {
+        let source = client.offer_source(Buffer::in_memory(0, &data)).expect("offered");
+        let room = Buffer::new(0, &vec![0; data.len()]);
+        let sink = client.offer_sink(Arc::clone(&room) as _, 0).expect("offered");
+        let [from, to] = [&source, &sink].map(|region| {
+            let mut descriptor = region.descriptor.clone();
+            if let Some(remote) = &mut descriptor.remote {
+                lie(remote);
+            }
+            descriptor
+        });
+        let dest = pool.alloc(data.len()).await.expect("a buffer");
+        let pulled = server.bulk_read(&from, 0, dest, LONG).await.expect("it goes another way");
+        assert!(pulled.buf[..] == data[..], "lie {i}");
+        drop(pulled);
+        let payload = Payload::compute(0, data.clone().into());
+        server.bulk_write(&to, 0, payload, LONG).await.expect("queued");
+        server.send(message(b"pushed")).await.expect("sent");
+        assert_eq!(next_message(&mut *from_server).await.header.as_ref(), b"pushed");
+        sink.finish();
+        assert!(room.content() == data, "lie {i}");
+        client.send(message(b"well")).await.expect("sent");
+        assert_eq!(next_message(&mut *from_client).await.header.as_ref(), b"well");
+        source.finish();
+    }
+    let source = other.offer_source(Buffer::in_memory(0, &data)).expect("offered");
+    let dest = pool.alloc(data.len()).await.expect("a buffer");
+    let pulled = other_server.bulk_read(&source.descriptor, 0, dest, LONG).await.expect("pulled");
+    assert!(pulled.buf[..] == data[..]);
+    drop(pulled);
+    other.send(message(b"well")).await.expect("sent");
+    next_message(&mut *from_other).await;
+    assert_eq!(pool.free_bytes().0, 64 << 20, "every buffer came back");
+}
+
 /// Pulls that are given up at any moment: their buffers go to others at once, and nothing late is ever written there.
 pub async fn given_up_pulls_never_write_late(rig: &Rig) {
     let mut listener = rig.listen().await;
@@ -238,7 +313,9 @@ pub async fn given_up_pulls_never_write_late(rig: &Rig) {
     let pool = base::pool::BufferPool::new(arena, 0, 1 << 20);
     let mut tasks = tokio::task::JoinSet::new();
     for task in 0..6u8 {
-        let source = client.offer_source(Buffer::new(0, &vec![task; 1 << 20])).expect("offered");
+        let data = vec![task; 1 << 20];
+        let buffer = if task % 2 == 0 { Buffer::new(0, &data) } else { Buffer::in_memory(0, &data) };
+        let source = client.offer_source(buffer).expect("offered");
         let (server, pool) = (Arc::clone(&server), pool.clone());
         let patience: Vec<u64> = (0..40).map(|_| random.random_range(0..6_000)).collect();
         tasks.spawn(async move {

@@ -8,7 +8,7 @@ use base::block::Payload;
 use rand::Rng;
 use tokio::time::sleep;
 
-use super::rig::{Buffer, Rig, message, pool, random_bytes};
+use super::rig::{Buffer, Rig, message, next_message, pool, random_bytes};
 use crate::{Connection, Ends, Event, Incoming, Message, MessengerError};
 
 const LONG: Duration = Duration::from_secs(120);
@@ -84,7 +84,9 @@ async fn transfers(rig: &Rig, client: &Arc<dyn Connection>, server: &Arc<dyn Con
             let len = random.random_range(1..1_500_000);
             random_bytes(&mut random, len)
         };
-        let source = client.offer_source(Buffer::new(9, &data)).expect("offered");
+        let in_memory = random.random_bool(0.5);
+        let buffer = if in_memory { Buffer::in_memory(9, &data) } else { Buffer::new(9, &data) };
+        let source = client.offer_source(buffer).expect("offered");
         let dest = pool.alloc(data.len()).await.expect("a buffer");
         let pulled = server.bulk_read(&source.descriptor, 0, dest, LONG).await.expect("pulled");
         assert!(pulled.buf[..] == data[..], "a pull of {} bytes", data.len());
@@ -99,6 +101,39 @@ async fn transfers(rig: &Rig, client: &Arc<dyn Connection>, server: &Arc<dyn Con
     }
 }
 
+/// What is pushed to a client is all there when the message after it comes, also while transports break.
+pub async fn pushes_survive_broken_transports(rig: &Rig) {
+    let mut listener = rig.listen().await;
+    let ((client, mut from_server), (server, _in)) = rig.pair(&mut *listener).await;
+    let mut random = rig.random();
+    let done = Cell::new(false);
+    let cut = async {
+        let (mut cuts, mut random) = (0, rig.random());
+        while !done.get() {
+            sleep(Duration::from_millis(random.random_range(1..40))).await;
+            cuts += (rig.cut)();
+        }
+        cuts
+    };
+    let work = async {
+        for _ in 0..40 {
+            let len = random.random_range(1..2_000_000);
+            let data = random_bytes(&mut random, len);
+            let room = Buffer::new(0, &vec![0; len]);
+            let sink = client.offer_sink(Arc::clone(&room) as _, 0).expect("offered");
+            let pushed = server.bulk_write(&sink.descriptor, 0, Payload::compute(0, data.clone()), LONG);
+            pushed.await.expect("pushed");
+            server.send(message(b"pushed")).await.expect("sent");
+            assert_eq!(next_message(&mut *from_server).await.header.as_ref(), b"pushed");
+            sink.finish();
+            assert!(room.content() == data[..], "a push of {len} bytes");
+        }
+        done.set(true);
+    };
+    let (cuts, ()) = tokio::join!(biased; cut, work);
+    assert!(cuts > 0, "no transport was cut");
+}
+
 /// A peer from which nothing comes is noticed, and the session goes on when it is back. `freeze` stops every byte.
 pub async fn silence_is_noticed(rig: &Rig) {
     let mut listener = rig.listen().await;
@@ -110,7 +145,7 @@ pub async fn silence_is_noticed(rig: &Rig) {
     (rig.freeze)(false);
     assert!(matches!(from_server.next().await, Event::Resumed), "the session does not go on");
     for expected in [b"before".as_slice(), b"during"] {
-        assert_eq!(super::rig::next_message(&mut *from_client).await.header.as_ref(), expected);
+        assert_eq!(next_message(&mut *from_client).await.header.as_ref(), expected);
     }
 }
 
@@ -162,7 +197,7 @@ pub async fn closing_sends_what_is_queued(rig: &Rig) {
     }
     client.close().await;
     for i in 0..50u8 {
-        assert_eq!(super::rig::next_message(&mut *from_client).await.header.as_ref(), [i]);
+        assert_eq!(next_message(&mut *from_client).await.header.as_ref(), [i]);
     }
     lost(&mut *from_client).await;
     lost(&mut *from_server).await;
@@ -171,7 +206,7 @@ pub async fn closing_sends_what_is_queued(rig: &Rig) {
     let ((client, from_server), (_server, mut from_client)) = rig.pair(&mut *listener).await;
     client.send(message(b"last")).await.expect("sent");
     drop((client, from_server));
-    assert_eq!(super::rig::next_message(&mut *from_client).await.header.as_ref(), b"last");
+    assert_eq!(next_message(&mut *from_client).await.header.as_ref(), b"last");
     lost(&mut *from_client).await;
 }
 

@@ -112,6 +112,7 @@ pub struct Buffer {
     filled: Mutex<Vec<(u64, u64)>>,
     taken: AtomicU64,
     len: u64,
+    in_memory: bool,
     /// How long reading takes.
     pub delay: Duration,
 }
@@ -121,6 +122,12 @@ impl Buffer {
     #[must_use]
     pub fn new(phase: u64, data: &[u8]) -> Arc<Buffer> {
         Arc::new(Buffer::slow(phase, data, Duration::ZERO))
+    }
+
+    /// One that peers may read by themselves, where the stack can do that.
+    #[must_use]
+    pub fn in_memory(phase: u64, data: &[u8]) -> Arc<Buffer> {
+        Arc::new(Buffer { in_memory: true, ..Buffer::slow(phase, data, Duration::ZERO) })
     }
 
     /// One that takes `delay` for every read.
@@ -133,6 +140,7 @@ impl Buffer {
             filled: Mutex::default(),
             taken: AtomicU64::new(0),
             len,
+            in_memory: false,
             delay,
         }
     }
@@ -183,6 +191,10 @@ impl BulkSource for Buffer {
                 Err("not at a piece".into())
             }
         })
+    }
+
+    fn memory(&self) -> Option<Payload> {
+        self.in_memory.then(|| Payload::compute(self.phase, self.content().into()))
     }
 }
 

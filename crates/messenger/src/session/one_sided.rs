@@ -95,9 +95,14 @@ impl Exposed {
             return Err(refuse("it was written there before"));
         }
         let payload_phase = (phase + wrote.offset % BLOCK) % BLOCK;
-        let checksums: Vec<u32> =
-            wrote.checksums.chunks(4).map(|c| c.iter().rev().fold(0, |n, b| n << 8 | u32::from(*b))).collect();
-        if checksums.len() as u64 != piece_count(payload_phase, len) || wrote.checksums.len() % 4 != 0 {
+        let checksums: Vec<u32> = wrote
+            .checksums
+            .chunks(4)
+            .map(|c| c.iter().rev().fold(0, |n, b| n << 8 | u32::from(*b)))
+            .collect();
+        if checksums.len() as u64 != piece_count(payload_phase, len)
+            || !wrote.checksums.len().is_multiple_of(4)
+        {
             return Err(refuse("it has not a checksum for each piece"));
         }
         let bytes = &room[wrote.offset as usize..end as usize];
@@ -148,7 +153,8 @@ impl Shared {
             return Some("a read of the peer's memory is overdue".into());
         }
         let kept = link.quarantined_bytes();
-        (kept > QUARANTINE_MAX_BYTES).then(|| format!("{kept} bytes were withdrawn while the peer could use them"))
+        (kept > QUARANTINE_MAX_BYTES)
+            .then(|| format!("{kept} bytes were withdrawn while the peer could use them"))
     }
 
     /// The peer says that it has written to a sink.
@@ -207,11 +213,14 @@ impl Shared {
             }
         };
         self.metrics.pulls.increment(1);
-        let reads = Reading { shared: self, link: &link, remote, at, landing: &landing, checksums: &checksums };
-        match reads.all(len, Instant::now() + limit).await {
+        let reads =
+            Reading { shared: self, link: &link, remote, at, landing: &landing, checksums: &checksums };
+        match reads.all(len, Instant::now() + limit + self.config.grace).await {
             Ok(()) => match landing.into_buffer() {
                 Some(buf) => Ok(Pulled { buf, checksums }),
-                None => Err(NotPulled::Lost(MessengerError::SessionLost("its memory is still in use".into()))),
+                None => {
+                    Err(NotPulled::Lost(MessengerError::SessionLost("its memory is still in use".into())))
+                }
             },
             Err(why) => {
                 metrics::counter!("outboard_messenger_one_sided_failures").increment(1);

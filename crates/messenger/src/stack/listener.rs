@@ -213,7 +213,7 @@ impl Reception {
             };
         }
         let (settled, welcome) = handshake::settle(hello, &wire.address, self.features, &self.config);
-        let shared = Shared::new(settled, self.config.clone(), Side::Server);
+        let shared = Shared::new(settled, self.config.clone(), Side::Server, wire);
         let Some((resumptions, registration)) = self.registry.register(&shared) else {
             let reason = format!("the server has {} sessions already", self.registry.max);
             return self.reject(wire, Reject { code: RejectCode::Full, reason }).await;

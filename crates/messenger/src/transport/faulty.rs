@@ -180,8 +180,7 @@ async fn stream(
     let back = Pump::new(&control, &mut random);
     let both = async {
         // An error of one direction ends both; that is what a broken connection does.
-        let _ =
-            tokio::try_join!(biased; there.run(near.0, far.1), back.run(far.0, near.1));
+        let _ = tokio::try_join!(biased; there.run(near.0, far.1), back.run(far.0, near.1));
     };
     tokio::select! {
         biased;

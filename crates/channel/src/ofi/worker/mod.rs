@@ -23,10 +23,10 @@ use super::greeting::Greeting;
 use super::lane::{Lane, WINDOW};
 use super::line::{self, Line};
 use super::port::{Port, query};
-use base::spinner::Spinner;
 use super::{OfiOffer, QUEUES};
 use crate::dma::{Failed, PeerId, QueueId};
 use crate::{ChannelError, Place, RegionId, Result};
+use base::spinner::Spinner;
 
 /// Room in the completion queue: for the peer in use and one that has not been forgotten yet. Each lane has a window of
 /// transfers, one probe beside it, and the messages of its line.

@@ -9,10 +9,10 @@ use fabric::{ConnectionRequest, Endpoint, Event, EventQueue, Fabric, Info, Waita
 use tokio::io::unix::AsyncFd;
 use tokio::sync::{Notify, mpsc, oneshot};
 
+use super::Common;
 use super::descriptor::{Descriptor, is_readable};
 use super::link::Link;
 use super::port::Port;
-use super::Common;
 use crate::transport::{Claim, Road, Wire};
 
 /// Connections that are being made, accepted ones only. Who is slower than [`SETTLING_TIME`] is dropped.
@@ -70,7 +70,7 @@ impl Device {
         self.lock().accepted = Some(accepted);
     }
 
-    /// The device is not used any more.
+    /// Nobody is accepted any more.
     pub(super) fn close(&self) {
         self.lock().accepted = None;
         self.is_less_used();
@@ -122,7 +122,10 @@ impl Device {
         link.post_first().map_err(io::Error::other)?;
         let (done, connected) = oneshot::channel();
         let guard = SettlingGuard { device: self, id };
-        self.lock().settling.insert(id, Settling { link: Arc::clone(&link), since: Instant::now(), role: Role::Dialed(done) });
+        self.lock().settling.insert(
+            id,
+            Settling { link: Arc::clone(&link), since: Instant::now(), role: Role::Dialed(done) },
+        );
         link.establish(&encode_claim(claim)).map_err(io::Error::other)?;
         let answer = connected.await.map_err(|_| io::Error::from(io::ErrorKind::ConnectionAborted))?;
         let answer = answer.map_err(io::Error::other)?;
@@ -162,10 +165,12 @@ impl Device {
 
     /// Accepts a peer: it gets an endpoint in the domain of the tenant that it claims to be.
     fn answer(self: &Arc<Self>, request: ConnectionRequest) -> io::Result<()> {
-        let claim = decode_claim(request.data()).ok_or_else(|| io::Error::other("the request is malformed"))?;
+        let claim =
+            decode_claim(request.data()).ok_or_else(|| io::Error::other("the request is malformed"))?;
         {
             let mut state = self.lock();
-            let late: Vec<u64> = state.settling.iter().filter(|(_, s)| s.is_late()).map(|(id, _)| *id).collect();
+            let late: Vec<u64> =
+                state.settling.iter().filter(|(_, s)| s.is_late()).map(|(id, _)| *id).collect();
             let late: Vec<Settling> = late.iter().filter_map(|id| state.settling.remove(id)).collect();
             let is_full = state.settling.len() >= SETTLING_MAX || state.accepted.is_none();
             drop(state);
@@ -182,7 +187,8 @@ impl Device {
         let link = Link::new(self, &port, endpoint, (own_token, epoch));
         link.set_peer_token(peer_token);
         link.post_first().map_err(io::Error::other)?;
-        let settling = Settling { link: Arc::clone(&link), since: Instant::now(), role: Role::Accepted(claim) };
+        let settling =
+            Settling { link: Arc::clone(&link), since: Instant::now(), role: Role::Accepted(claim) };
         self.lock().settling.insert(id, settling);
         link.establish(&own_token.to_le_bytes()).map_err(|why| {
             self.lock().settling.remove(&id);

@@ -134,8 +134,8 @@ impl Control {
 pub struct Ofi {
     library: Library,
     common: Arc<Common>,
-    /// What was dialed from, by network and network device.
-    dialing: Mutex<HashMap<(String, String), Arc<Device>>>,
+    /// What is dialed from, by network and network device, while there are connections.
+    dialing: Mutex<HashMap<(String, String), Weak<Device>>>,
 }
 
 impl Ofi {
@@ -159,7 +159,11 @@ impl Ofi {
         let control = Arc::new(Control { devices: Mutex::default(), frozen: watch::Sender::new(false) });
         let buffers = Buffers::new(config.packet_memory_bytes);
         let landings = Landings::default();
-        Ok(Ofi { library, common: Arc::new(Common { config, buffers, landings, control }), dialing: Mutex::default() })
+        Ok(Ofi {
+            library,
+            common: Arc::new(Common { config, buffers, landings, control }),
+            dialing: Mutex::default(),
+        })
     }
 
     /// To break connections by hand.
@@ -189,20 +193,13 @@ impl Ofi {
     fn dialing(&self, info: &Info) -> io::Result<Arc<Device>> {
         let key = (info.fabric_name(), info.domain_name());
         let mut dialing = self.dialing.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(device) = dialing.get(&key) {
-            return Ok(Arc::clone(device));
+        if let Some(device) = dialing.get(&key).and_then(Weak::upgrade) {
+            return Ok(device);
         }
         let device = Device::open(info, Arc::clone(&self.common))?;
         self.common.control.watch(&device);
-        dialing.insert(key, Arc::clone(&device));
+        dialing.insert(key, Arc::downgrade(&device));
         Ok(device)
-    }
-}
-
-impl Drop for Ofi {
-    fn drop(&mut self) {
-        let dialing = self.dialing.get_mut().unwrap_or_else(PoisonError::into_inner);
-        dialing.values().for_each(|device| device.close());
     }
 }
 

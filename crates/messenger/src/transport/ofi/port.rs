@@ -15,8 +15,8 @@ use tokio::io::unix::AsyncFd;
 use tokio::sync::Notify;
 
 use super::Common;
-use super::link::Link;
 use super::descriptor::{Descriptor, is_readable};
+use super::link::Link;
 use super::packet::{HEADER_BYTES, PacketHeader};
 
 /// Operations that may be under way; a device with smaller queues gets half as many, and so on.
@@ -157,7 +157,10 @@ impl Port {
     pub(super) fn region(&self, arena: &Arc<Arena>, access: Access) -> fabric::Result<MemoryRegion> {
         let key = arena.as_raw().0 as usize;
         let mut state = self.lock();
-        let at = state.regions.iter().position(|(k, r)| *k == key && r.arena().is_some_and(|a| Arc::ptr_eq(a, arena)));
+        let at = state
+            .regions
+            .iter()
+            .position(|(k, r)| *k == key && r.arena().is_some_and(|a| Arc::ptr_eq(a, arena)));
         if let Some(at) = at {
             return Ok(state.regions[at].1.clone());
         }

@@ -103,7 +103,12 @@ impl Link {
 
     /// Writes to `offset` of the peer's memory. It is in place when a packet that is sent later has arrived. `parts` are kept
     /// until they are sent.
-    pub(crate) async fn write(&self, bytes: &Bytes, to: RemoteRegion, offset: usize) -> Result<(), LinkFailed> {
+    pub(crate) async fn write(
+        &self,
+        bytes: &Bytes,
+        to: RemoteRegion,
+        offset: usize,
+    ) -> Result<(), LinkFailed> {
         let remote = to.slice(offset, bytes.len()).map_err(|e| LinkFailed(e.to_string()))?;
         let region = self.port.region_of(bytes).map_err(|_| LinkFailed("unregistered memory".into()))?;
         let parts = vec![Part { bytes: bytes.clone(), region }];
