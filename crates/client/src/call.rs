@@ -91,9 +91,15 @@ impl Pending {
         Ok(Message { header: proto::encode_request(&head, &self.body), payload })
     }
 
+    /// The node has answered: it is done with the memory that was offered.
+    pub(crate) fn settle(&mut self) {
+        if let Some(region) = self.region.take() {
+            region.finish();
+        }
+    }
+
     /// Takes the data that came with an answer.
     pub(crate) fn collect(&mut self, body: ReplyBody, payload: Payload) -> Outcome {
-        self.region = None;
         // Little data comes with the answer although there is a sink.
         let data = match (self.sink.take(), &body) {
             (Some(sink), ReplyBody::Read { sent, .. }) if payload.is_empty() => {

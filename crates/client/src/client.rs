@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use messenger::NetworkStack;
+use messenger::{NetworkStack, StackOptions, UseAs};
 use proto::{NodeStatus, PoolInfo, PoolName, ReplyBody, RequestBody};
 
 use crate::call::Bulk;
@@ -23,12 +23,13 @@ impl std::fmt::Debug for Client {
 }
 
 impl Client {
-    /// Connects over TCP to `host:port`. Must be called on a tokio runtime, which then serves the connection.
+    /// Connects to `host:port`, over the stack that the options [choose](Options::stack). Must be called on a tokio runtime.
     ///
     /// # Errors
     /// [`Error::Network`] if the node cannot be reached, [`Error::Node`] if it does not want this client.
     pub async fn connect(endpoint: &str, options: Options) -> Result<Client> {
-        Client::connect_over(Arc::new(messenger::TcpStack::default()), endpoint, options).await
+        let stack = messenger::open(&options.stack, &StackOptions::default(), UseAs::Client)?;
+        Client::connect_over(stack, endpoint, options).await
     }
 
     /// Connects over any network stack. Must be called on a tokio runtime, which then serves the connection.

@@ -214,6 +214,9 @@ impl Compound {
             let payload = Payload::compute(offset, content.load().await?);
             return Ok((Data::Inline, Bulk::Inline(payload)));
         }
+        // What is in memory the node may fetch by itself.
+        let content =
+            if client.link.is_one_sided() { Content::Memory(content.load().await?) } else { content };
         // The descriptor takes this place when the request is sent.
         Ok((Data::Inline, Bulk::Source(Arc::new(ContentSource { content, offset }))))
     }

@@ -96,10 +96,15 @@ impl Link {
         state.next_upload - 1
     }
 
-    /// Most data that may travel inside a message, in bytes.
+    /// Most data that should travel inside a message, in bytes.
     pub(crate) fn inline_max(&self) -> u64 {
-        let limit = self.shared.limits.get().map_or(0, |limits| limits.max_inline);
+        let limit = self.shared.limits().map_or(0, |limits| limits.eager);
         self.shared.options.inline_max.min(limit) as u64
+    }
+
+    /// Whether the node fetches data by itself, if that is in memory.
+    pub(crate) fn is_one_sided(&self) -> bool {
+        self.shared.limits().is_some_and(|limits| limits.one_sided)
     }
 
     /// Ends the session.
@@ -118,6 +123,12 @@ impl Link {
 }
 
 impl Shared {
+    /// What the connection takes, or the last one took if there is none now.
+    fn limits(&self) -> Option<Limits> {
+        let now = self.lock().connection.as_ref().map(|connection| connection.limits());
+        now.or_else(|| self.limits.get().copied())
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         // Nothing panics while it holds the lock with the table half changed.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -218,6 +229,7 @@ impl Shared {
         let mut state = self.lock();
         let Some(pending) = state.pending.get_mut(&reply.seq) else { return true };
         let Some(done) = pending.done.take() else { return true };
+        pending.settle();
         let outcome = match reply.result {
             Ok(body) => pending.collect(body, message.payload),
             Err(e) => Err(e.into()),

@@ -27,6 +27,8 @@ pub struct Options {
     pub reads_in_flight: usize,
     /// Data up to that size, in bytes, is sent inside messages. What is read comes so up to 64 KiB, as the node decides.
     pub inline_max: usize,
+    /// Which network stack to use.
+    pub stack: messenger::StackChoice,
 }
 
 impl Default for Options {
@@ -42,6 +44,7 @@ impl Default for Options {
             read_size: 4 << 20,
             reads_in_flight: 4,
             inline_max: 64 << 10,
+            stack: messenger::StackChoice::default(),
         }
     }
 }

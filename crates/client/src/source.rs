@@ -88,4 +88,11 @@ impl BulkSource for ContentSource {
             Ok(Payload::compute(self.offset + offset, data))
         })
     }
+
+    fn memory(&self) -> Option<Payload> {
+        match &self.content {
+            Content::Memory(data) => Some(Payload::compute(self.offset, data.clone())),
+            Content::File { .. } => None,
+        }
+    }
 }

@@ -20,7 +20,9 @@
 
 mod body;
 
-pub use body::{Body, Close, Hello, PullCancel, PullData, PullRefused, PullRequest, Push, PushRefused};
+pub use body::{
+    Body, Close, Hello, PathOffer, PullCancel, PullData, PullRefused, PullRequest, Push, PushRefused,
+};
 pub use body::{Refusal, Reject, RejectCode, Resume, Welcome, Window, Wrote};
 
 use base::block::{BLOCK_SIZE, Payload, crc32c, piece_count, verify_pieces};

@@ -10,15 +10,17 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use crate::config::SessionConfig;
 use crate::frame::{
-    self, Body, FrameHeader, HEADER_LEN, Hello, Kind, MAX_CONTROL, Reject, RejectCode, Resume, Welcome,
+    self, Body, FrameHeader, HEADER_LEN, Hello, Kind, MAX_CONTROL, PathOffer, Reject, RejectCode, Resume,
+    Welcome,
 };
+use crate::paths::{CommonPath, MAX_PATHS, PATH_TIMEOUT, Path};
 use crate::session::{Settled, Shared};
 use crate::transport::ofi::Piece;
 use crate::transport::{Claim, Road, Transport, Wire};
 use crate::{ConnectOptions, Limits, MessengerError, PeerInfo};
 
 /// Protocol versions that this side speaks, lowest and highest.
-const VERSIONS: (u16, u16) = (1, 1);
+const VERSIONS: (u16, u16) = (2, 2);
 
 /// Why a handshake failed.
 #[derive(Debug)]
@@ -115,7 +117,13 @@ pub(crate) fn check_hello(hello: &Hello, claim: Option<&Claim>) -> Result<(), Re
 }
 
 /// The server's side of a new session: what was settled, and what to tell the client.
-pub(crate) fn settle(hello: Hello, address: &str, features: u64, config: &SessionConfig) -> (Settled, Body) {
+pub(crate) fn settle(
+    hello: Hello,
+    address: &str,
+    features: u64,
+    config: &SessionConfig,
+    paths: &[PathOffer],
+) -> (Settled, Body) {
     let (session, secret): (u128, [u8; 16]) = config.entropy.random();
     let features = features & hello.features;
     let limits = Limits {
@@ -124,14 +132,16 @@ pub(crate) fn settle(hello: Hello, address: &str, features: u64, config: &Sessio
         ..config.limits
     };
     let peer = PeerInfo { address: address.to_owned(), tenant: hello.tenant, session, features };
-    let welcome = welcome(config, features, hello.nonce, session, secret, (0, config.window_bytes));
+    let progress = (0, config.window_bytes);
+    let welcome = welcome(config, features, hello.nonce, session, secret, progress, paths.to_vec());
     (Settled { peer, secret, limits, granted: hello.granted }, welcome)
 }
 
 /// What to tell a client that goes on with its session.
 pub(crate) fn welcome_back(shared: &Shared, nonce: [u8; 16]) -> Body {
     let features = shared.peer().features;
-    welcome(shared.config(), features, nonce, shared.session_id(), shared.secret(), shared.resume_point())
+    let (id, secret) = (shared.session_id(), shared.secret());
+    welcome(shared.config(), features, nonce, id, secret, shared.resume_point(), Vec::new())
 }
 
 fn welcome(
@@ -141,16 +151,20 @@ fn welcome(
     session: u128,
     secret: [u8; 16],
     (received, granted): (u64, u64),
+    paths: Vec<PathOffer>,
 ) -> Body {
     let limits =
         (config.limits.max_header as u32, config.limits.max_inline as u32, config.limits.max_bulk as u64);
     let version = VERSIONS.1;
-    Body::Welcome(Welcome { version, features, nonce, session, secret, limits, granted, received })
+    Body::Welcome(Welcome { version, features, nonce, session, secret, limits, granted, received, paths })
 }
 
 /// What a client needs to make transports for its session.
 pub(crate) struct Dialer {
     transport: Arc<dyn Transport>,
+    paths: Vec<Arc<Path>>,
+    /// The best path that the server has, too; known once there is a session.
+    path: Option<CommonPath>,
     endpoint: String,
     options: ConnectOptions,
     config: SessionConfig,
@@ -160,6 +174,7 @@ pub(crate) struct Dialer {
 impl Dialer {
     pub(crate) fn new(
         transport: Arc<dyn Transport>,
+        paths: Vec<Arc<Path>>,
         endpoint: &str,
         options: ConnectOptions,
         config: SessionConfig,
@@ -168,11 +183,11 @@ impl Dialer {
             let limit = Claim::MAX_TENANT;
             return Err(MessengerError::Refused(format!("the tenant's name is longer than {limit} bytes")));
         }
-        let backoff = crate::session::BACKOFF.0;
-        Ok(Dialer { transport, endpoint: endpoint.to_owned(), options, config, backoff })
+        let (backoff, endpoint) = (crate::session::BACKOFF.0, endpoint.to_owned());
+        Ok(Dialer { transport, paths, path: None, endpoint, options, config, backoff })
     }
 
-    /// Starts a new session, trying again until the time is over.
+    /// Starts a new session, trying again until the time is over; over the best transport that both sides have.
     pub(crate) async fn dial(&mut self) -> Result<(Settled, Wire), MessengerError> {
         let granted = self.config.window_bytes;
         let (welcome, wire) = self.retry(None, granted).await?;
@@ -188,7 +203,38 @@ impl Dialer {
             session: welcome.session,
             features: welcome.features & self.options.features,
         };
-        Ok((Settled { peer, secret: welcome.secret, limits, granted: welcome.granted }, wire))
+        let settled = Settled { peer, secret: welcome.secret, limits, granted: welcome.granted };
+        let wire = self.move_to_path(&welcome, wire).await?;
+        Ok((settled, wire))
+    }
+
+    /// Takes a session that has just begun to a better transport, if there is one.
+    async fn move_to_path(&mut self, welcome: &Welcome, wire: Wire) -> Result<Wire, MessengerError> {
+        self.path = CommonPath::choose(&self.paths, &welcome.paths, &self.endpoint);
+        let required = self.paths.iter().find(|path| path.is_required);
+        let Some(path) = self.path.clone() else {
+            return match required {
+                Some(path) => Err(self.no_path(&path.name, "the server does not offer it")),
+                None => Ok(wire),
+            };
+        };
+        if !path.is_active() {
+            return Ok(wire);
+        }
+        let resume = Resume { session: welcome.session, secret: welcome.secret, received: 0 };
+        match self.attempt_path(&path, Some(resume), self.config.window_bytes).await {
+            Ok((_, better)) => Ok(better),
+            Err(e) => {
+                let why = MessengerError::from(e).to_string();
+                path.failed(&why);
+                if path.path.is_required { Err(self.no_path(&path.path.name, &why)) } else { Ok(wire) }
+            }
+        }
+    }
+
+    fn no_path(&self, name: &str, why: &str) -> MessengerError {
+        let reason = format!("{name} cannot be used: {why}");
+        MessengerError::Unreachable { endpoint: self.endpoint.clone(), reason }
     }
 
     /// Goes on with a session whose transport broke; at once, if that `was_useful`.
@@ -201,11 +247,53 @@ impl Dialer {
         let (received, granted) = shared.resume_point();
         let resume = Resume { session: shared.session_id(), secret: shared.secret(), received };
         let (welcome, wire) = self.retry(Some(resume), granted).await.map_err(lost)?;
+        self.go_on(shared, &welcome)?;
+        Ok(wire)
+    }
+
+    fn go_on(&self, shared: &Shared, welcome: &Welcome) -> Result<(), MessengerError> {
         if welcome.session != shared.session_id() {
             return Err(MessengerError::Protocol("the server went on with another session".into()));
         }
-        shared.resume(welcome.received, welcome.granted)?;
-        Ok(wire)
+        shared.resume(welcome.received, welcome.granted)
+    }
+
+    /// Waits until there is a better transport than `road`, and gives a connection over it. Never, if there is none.
+    pub(crate) async fn upgrade(&self, is_base: bool) -> (Wire, Claim) {
+        match &self.path {
+            Some(path) if is_base => path.upgrade(|| self.claim()).await,
+            _ => std::future::pending().await,
+        }
+    }
+
+    /// Goes on with the session over a connection that [`upgrade`](Self::upgrade) gave.
+    pub(crate) async fn redial_over(
+        &mut self,
+        shared: &Shared,
+        (wire, claim): (Wire, Claim),
+    ) -> Result<Wire, MessengerError> {
+        let (received, granted) = shared.resume_point();
+        let resume = Resume { session: shared.session_id(), secret: shared.secret(), received };
+        let shaken = timeout(PATH_TIMEOUT, self.shake(wire, claim, Some(resume), granted)).await;
+        match shaken.unwrap_or_else(|_| Err(self.too_slow())) {
+            Ok((welcome, wire)) => {
+                self.go_on(shared, &welcome)?;
+                Ok(wire)
+            }
+            Err(e) => {
+                if let Some(path) = &self.path {
+                    path.failed(&MessengerError::from(e).to_string());
+                }
+                self.redial(shared, true).await
+            }
+        }
+    }
+
+    /// A transport of the path brought nothing: it is no better than none.
+    pub(crate) fn path_was_useless(&self, why: &str) {
+        if let Some(path) = &self.path {
+            path.failed(why);
+        }
     }
 
     async fn pause(&mut self) {
@@ -238,13 +326,48 @@ impl Dialer {
         HandshakeError::Transport { endpoint: self.endpoint.clone(), reason }
     }
 
+    fn claim(&self) -> Claim {
+        Claim { tenant: self.options.tenant.clone(), nonce: self.config.entropy.random() }
+    }
+
+    /// One attempt: over the path while that is well, and over the base.
     async fn attempt(&self, resume: Option<Resume>, granted: u64) -> Result<(Welcome, Wire), HandshakeError> {
-        let broken = |e: std::io::Error| HandshakeError::Transport {
-            endpoint: self.endpoint.clone(),
-            reason: e.to_string(),
+        if let Some(path) = self.path.as_ref().filter(|path| path.is_active()) {
+            match self.attempt_path(path, resume.clone(), granted).await {
+                Err(HandshakeError::Transport { reason, .. }) => path.failed(&reason),
+                decided => return decided,
+            }
+        }
+        let claim = self.claim();
+        let wire = self.transport.dial(&self.endpoint, &claim).await;
+        self.shake(wire.map_err(|e| self.broken(&e))?, claim, resume, granted).await
+    }
+
+    async fn attempt_path(
+        &self,
+        path: &CommonPath,
+        resume: Option<Resume>,
+        granted: u64,
+    ) -> Result<(Welcome, Wire), HandshakeError> {
+        let attempt = async {
+            let claim = self.claim();
+            let wire = path.path.transport.dial(&path.endpoint, &claim).await;
+            self.shake(wire.map_err(|e| self.broken(&e))?, claim, resume, granted).await
         };
-        let claim = Claim { tenant: self.options.tenant.clone(), nonce: self.config.entropy.random() };
-        let mut wire = self.transport.dial(&self.endpoint, &claim).await.map_err(broken)?;
+        timeout(PATH_TIMEOUT, attempt).await.unwrap_or_else(|_| Err(self.too_slow()))
+    }
+
+    fn broken(&self, e: &std::io::Error) -> HandshakeError {
+        HandshakeError::Transport { endpoint: self.endpoint.clone(), reason: e.to_string() }
+    }
+
+    async fn shake(
+        &self,
+        mut wire: Wire,
+        claim: Claim,
+        resume: Option<Resume>,
+        granted: u64,
+    ) -> Result<(Welcome, Wire), HandshakeError> {
         let hello = Hello {
             versions: VERSIONS,
             features: self.options.features,
@@ -255,11 +378,12 @@ impl Dialer {
             resume,
         };
         let (nonce, resumes) = (hello.nonce, hello.resume.is_some());
-        write(&mut wire, &Body::Hello(hello)).await.map_err(broken)?;
+        write(&mut wire, &Body::Hello(hello)).await.map_err(|e| self.broken(&e))?;
         let answer = timeout(self.config.handshake_timeout, read(&mut wire)).await;
         match answer.unwrap_or_else(|_| Err(self.too_slow()))? {
             Body::Welcome(welcome) => {
-                if welcome.nonce != nonce || welcome.version != VERSIONS.1 {
+                if welcome.nonce != nonce || welcome.version != VERSIONS.1 || welcome.paths.len() > MAX_PATHS
+                {
                     return Err(HandshakeError::Protocol("the answer is not to this request".into()));
                 }
                 if !resumes && welcome.granted > crate::config::MAX_CREDIT_BYTES {

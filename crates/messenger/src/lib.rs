@@ -34,11 +34,14 @@
 #![forbid(unsafe_code)]
 
 mod api;
+mod choice;
 mod config;
 pub mod conformance;
 pub mod frame;
 mod handshake;
+mod home;
 mod metrics;
+mod paths;
 mod session;
 mod stack;
 pub mod transport;
@@ -48,8 +51,11 @@ pub use api::{
     Connection, Ends, Event, Incoming, Limits, Listener, MemoryKind, Message, MessengerError, NetworkStack,
     PeerInfo, Pulled, RemoteMemory, Result,
 };
+pub use choice::{NoSuchStack, PathName, StackChoice, StackOptions, UseAs, open};
 pub use config::{Entropy, SessionConfig};
+pub use paths::Path;
 pub use stack::{SimStack, StreamStack, TcpStack};
+pub use transport::ofi::ReceiveQueueKind;
 
 /// Starts a task of the messenger's. Its thread may do other work, too, so what it costs is booked.
 fn spawn(task: impl Future<Output = ()> + Send + 'static) -> tokio::task::JoinHandle<()> {

@@ -8,6 +8,8 @@ use base::BoxFuture;
 
 use crate::config::SessionConfig;
 use crate::handshake::Dialer;
+use crate::home::Home;
+use crate::paths::Path;
 use crate::session::{self, Role, Shared, Side};
 use crate::transport::Transport;
 use crate::transport::faulty::{FaultControl, Faults, Faulty};
@@ -17,13 +19,16 @@ use crate::{ConnectOptions, Ends, Listener, MessengerError, NetworkStack, Result
 pub(crate) use listener::Registration;
 use listener::StreamListener;
 
-/// A network stack over a [`Transport`].
+/// A network stack over a [`Transport`] that always works, and perhaps faster [`Path`]s.
 ///
-/// A listener's sessions are served by the thread that called `listen`, a client's by the one that called `connect`;
-/// both must be in a tokio runtime with time and I/O. Handles may be used on other threads; transfers have deadlines, so
-/// those threads must be in a runtime with time too.
+/// A listener's sessions are served by the thread that called `listen`. A client's are served by the one that called
+/// `connect`, or, with [`on_own_thread`](StreamStack::on_own_thread), by a thread of the stack. All must be in a tokio runtime with
+/// time and I/O. Handles may be used on other threads; transfers have deadlines, so those threads must be in a runtime with time
+/// too.
 pub struct StreamStack<T> {
     transport: Arc<T>,
+    paths: Vec<Arc<Path>>,
+    home: Option<Home>,
     config: SessionConfig,
 }
 
@@ -74,7 +79,29 @@ impl<T: Transport> StreamStack<T> {
     #[must_use]
     pub fn over(transport: T, config: SessionConfig) -> StreamStack<T> {
         config.assert_sound();
-        StreamStack { transport: Arc::new(transport), config }
+        StreamStack { transport: Arc::new(transport), paths: Vec::new(), home: None, config }
+    }
+
+    /// With a path that is better than those before it are not, and than the base.
+    #[must_use]
+    pub fn with_path(mut self, path: Path) -> StreamStack<T> {
+        self.paths.push(Arc::new(path));
+        self
+    }
+
+    /// Serves the sessions of clients on a thread of its own: peers that move data by themselves need them to make progress
+    /// whatever the user's thread does.
+    ///
+    /// # Errors
+    /// If the system has no room for another thread.
+    pub fn on_own_thread(mut self) -> std::io::Result<StreamStack<T>> {
+        self.home = Some(Home::start()?);
+        Ok(self)
+    }
+
+    /// How the paths are, in the order in which they are preferred.
+    pub fn paths(&self) -> impl Iterator<Item = (&str, base::health::Report)> {
+        self.paths.iter().map(|path| (path.name.as_str(), path.health.report()))
     }
 }
 
@@ -85,7 +112,21 @@ impl<T: Transport> NetworkStack for StreamStack<T> {
                 endpoint: address.to_owned(),
                 reason: format!("cannot listen there: {e}"),
             })?;
-            let listener = StreamListener::start(acceptor, features, self.config.clone());
+            let base = acceptor.endpoint();
+            let mut others = Vec::new();
+            for path in &self.paths {
+                let (host, _) = base.rsplit_once(':').unwrap_or((&base, ""));
+                let address = path.address.clone().unwrap_or_else(|| format!("{host}:0"));
+                match path.transport.bind(&address).await {
+                    Ok(other) => others.push((path.name.clone(), other)),
+                    Err(e) if path.is_required => {
+                        let reason = format!("cannot listen there over {}: {e}", path.name);
+                        return Err(MessengerError::Unreachable { endpoint: address, reason });
+                    }
+                    Err(e) => tracing::info!(path = path.name, address, error = %e, "not listening there"),
+                }
+            }
+            let listener = StreamListener::start(acceptor, others, features, self.config.clone());
             Ok(Box::new(listener) as Box<dyn Listener>)
         })
     }
@@ -93,12 +134,24 @@ impl<T: Transport> NetworkStack for StreamStack<T> {
     fn connect<'a>(&'a self, endpoint: &'a str, options: ConnectOptions) -> BoxFuture<'a, Result<Ends>> {
         Box::pin(async move {
             let transport = Arc::clone(&self.transport) as Arc<dyn Transport>;
-            let mut dialer = Dialer::new(transport, endpoint, options, self.config.clone())?;
-            let (settled, wire) = dialer.dial().await?;
-            let shared = Shared::new(settled, self.config.clone(), Side::Client, &wire);
-            let handles = shared.handles();
-            crate::spawn(session::run(shared, Role::Client(Box::new(dialer)), wire));
-            Ok(handles)
+            let config = self.config.clone();
+            let dialer = Dialer::new(transport, self.paths.clone(), endpoint, options, config.clone())?;
+            match &self.home {
+                None => begin(dialer, config).await,
+                Some(home) => {
+                    let gone = || MessengerError::SessionLost("the messenger's thread has ended".into());
+                    home.run(begin(dialer, config)).await.unwrap_or_else(|| Err(gone()))
+                }
+            }
         })
     }
+}
+
+/// Begins a session, which is served by the thread that this runs on.
+async fn begin(mut dialer: Dialer, config: SessionConfig) -> Result<Ends> {
+    let (settled, wire) = dialer.dial().await?;
+    let shared = Shared::new(settled, config, Side::Client, &wire);
+    let handles = shared.handles();
+    crate::spawn(session::run(shared, Role::Client(Box::new(dialer)), wire));
+    Ok(handles)
 }

@@ -110,7 +110,7 @@ impl Reader<'_> {
 
     /// Most bytes that are sent in the answer where the client offers a sink.
     fn inline_max(&self) -> u64 {
-        INLINE.min(self.request.connection.limits().max_inline as u64)
+        INLINE.min(self.request.connection.limits().eager as u64)
     }
 
     /// Pushes the first segment, and those after it up to `end`, several at a time.

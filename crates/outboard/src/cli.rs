@@ -25,6 +25,9 @@ pub struct NodeArgs {
     /// Address of a node to talk to; goes before --dir
     #[arg(long, global = true, env = "OUTBOARD_ENDPOINT", value_name = "HOST:PORT")]
     pub endpoint: Option<String>,
+    /// How to talk to a node: auto (RDMA where both sides have it), tcp, or ofi:PROVIDER, e.g. ofi:verbs
+    #[arg(long, global = true, env = "OUTBOARD_NETWORK", value_name = "STACK", default_value = "auto")]
+    pub network: messenger::StackChoice,
 }
 
 /// Everything that `outboard` does.

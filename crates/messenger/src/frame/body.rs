@@ -54,6 +54,17 @@ pub struct Welcome {
     pub granted: u64,
     /// Number of the last sequenced frame received.
     pub received: u64,
+    /// Other transports over which the client may go on with the session, at most 8.
+    pub paths: Vec<PathOffer>,
+}
+
+/// A transport that a server has beside the one of the handshake.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PathOffer {
+    /// What kind, e.g. `ofi:verbs`; at most 32 bytes.
+    pub name: String,
+    /// Where it listens.
+    pub endpoint: String,
 }
 
 /// Why a server does not go on with a peer.

@@ -15,7 +15,7 @@ use crate::config::SessionConfig;
 use crate::handshake::{self, Dialer, HandshakeError};
 use crate::stack::Registration;
 use crate::transport::ofi::Link;
-use crate::transport::{Road, Wire};
+use crate::transport::{Claim, Road, Wire};
 use crate::{Event, MessengerError};
 
 /// How long a session that is being closed may take to send what is queued.
@@ -53,6 +53,8 @@ enum End {
     Broken(String),
     Damaged(String),
     Replaced(Resumption),
+    /// There is a better one.
+    Upgraded(Wire, Claim),
     Fatal(MessengerError),
     Closed,
 }
@@ -82,12 +84,18 @@ async fn live(shared: &Arc<Shared>, role: &mut Role, mut wire: Wire) -> Messenge
     loop {
         let before = shared.progress();
         let began = Instant::now();
+        let is_path = matches!(wire.road, Road::Packets(_));
         let end = shared.use_transport(role, wire).await;
         let useful = shared.progress() != before;
         if useful {
             damaged = 0;
         }
+        let mut better = None;
         let (reason, resumption) = match end {
+            End::Upgraded(wire, claim) => {
+                better = Some((wire, claim));
+                ("there is a better one".to_owned(), None)
+            }
             End::Closed => return MessengerError::SessionLost("closed".into()),
             End::Fatal(why) => return why,
             End::Replaced(resumption) => ("replaced by the peer".to_owned(), Some(resumption)),
@@ -103,9 +111,13 @@ async fn live(shared: &Arc<Shared>, role: &mut Role, mut wire: Wire) -> Messenge
         };
         tracing::debug!(session = %format_args!("{:032x}", shared.session_id()), reason, "transport ended");
         shared.interrupt();
+        let lived = useful || began.elapsed() > SHORT_LIFE;
+        if let (Role::Client(dialer), true) = (&*role, is_path && !lived) {
+            dialer.path_was_useless(&reason);
+        }
         let next = tokio::select! {
             biased;
-            next = role.next_wire(shared, resumption, useful || began.elapsed() > SHORT_LIFE) => next,
+            next = role.next_wire(shared, resumption, better, lived) => next,
             () = shared.close_requested() => {
                 return MessengerError::SessionLost("closed while the peer was not reachable".into());
             }
@@ -124,10 +136,14 @@ impl Role {
         &mut self,
         shared: &Arc<Shared>,
         resumption: Option<Resumption>,
+        better: Option<(Wire, Claim)>,
         was_useful: bool,
     ) -> Result<Wire, MessengerError> {
         match self {
-            Role::Client(dialer) => dialer.redial(shared, was_useful).await,
+            Role::Client(dialer) => match better {
+                Some(better) => dialer.redial_over(shared, better).await,
+                None => dialer.redial(shared, was_useful).await,
+            },
             Role::Server { resumptions, registration } => {
                 let deadline = Instant::now() + shared.config.hold;
                 registration.hold()?;
@@ -151,14 +167,19 @@ impl Role {
         }
     }
 
-    /// A client comes back before this side noticed that its transport broke. Never, on the client's side.
-    async fn replaced(&mut self) -> Resumption {
-        if let Role::Server { resumptions, .. } = self
-            && let Some(resumption) = resumptions.recv().await
-        {
-            return resumption;
+    /// A client comes back before this side noticed that its transport broke; or this side is a client and has found a better
+    /// transport than the base, if it uses that.
+    async fn replaced(&mut self, is_base: bool) -> End {
+        match self {
+            Role::Client(dialer) => {
+                let (wire, claim) = dialer.upgrade(is_base).await;
+                End::Upgraded(wire, claim)
+            }
+            Role::Server { resumptions, .. } => match resumptions.recv().await {
+                Some(resumption) => End::Replaced(resumption),
+                None => std::future::pending().await,
+            },
         }
-        std::future::pending().await
     }
 }
 
@@ -209,7 +230,7 @@ impl Shared {
             reason = writing => End::Broken(reason),
             reason = self.watch_peer(link) => End::Broken(reason),
             never = self.acknowledge_in_time() => match never {},
-            resumption = role.replaced() => End::Replaced(resumption),
+            end = role.replaced(link.is_none()) => end,
             () = self.close_deadline() => End::Closed,
         }
     }

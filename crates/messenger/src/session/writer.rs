@@ -305,8 +305,8 @@ mod tests {
         let lens: Vec<usize> = packets.iter().map(Range::len).collect();
         let head = frame::HEADER_LEN;
         assert_eq!(lens, [5600 + 4 * head, 8000, 8000, 4000 + head, 110 + 2 * head]);
-        let again: Vec<u8> =
-            packets.into_iter().flat_map(|range| batch.pieces(range)).flat_map(|p| p.to_vec()).collect();
+        let pieces = packets.into_iter().flat_map(|range| batch.pieces(range));
+        let again: Vec<u8> = pieces.flat_map(|piece| piece.bytes().to_vec()).collect();
         assert_eq!(again, all);
     }
 

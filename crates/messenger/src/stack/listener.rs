@@ -10,8 +10,9 @@ use tokio::task::AbortHandle;
 use tokio::time::timeout;
 
 use crate::config::SessionConfig;
-use crate::frame::{Body, Hello, Reject, RejectCode, Resume};
+use crate::frame::{Body, Hello, PathOffer, Reject, RejectCode, Resume};
 use crate::handshake;
+use crate::paths::MAX_PATHS;
 use crate::session::{self, Resumption, Role, Shared, Side};
 use crate::transport::{Acceptor, Wire};
 use crate::{Ends, Listener, MessengerError, Result};
@@ -29,7 +30,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 pub(super) struct StreamListener {
     endpoint: String,
     accepted: mpsc::Receiver<Result<Ends>>,
-    acceptor: AbortHandle,
+    acceptors: Vec<AbortHandle>,
 }
 
 /// What the handshakes of a listener share.
@@ -37,6 +38,8 @@ struct Reception {
     features: u64,
     config: SessionConfig,
     registry: Arc<Registry>,
+    /// The other transports of the listener.
+    paths: Vec<PathOffer>,
     accepted: mpsc::Sender<Result<Ends>>,
     handshakes: Arc<Semaphore>,
 }
@@ -127,15 +130,28 @@ impl Drop for Registration {
 }
 
 impl StreamListener {
-    pub(super) fn start(acceptor: Box<dyn Acceptor>, features: u64, config: SessionConfig) -> StreamListener {
+    /// Takes sessions that come over `acceptor`, and transports for them also over the others, which have names.
+    pub(super) fn start(
+        acceptor: Box<dyn Acceptor>,
+        others: Vec<(String, Box<dyn Acceptor>)>,
+        features: u64,
+        config: SessionConfig,
+    ) -> StreamListener {
         let endpoint = acceptor.endpoint();
+        let paths = others
+            .iter()
+            .map(|(name, other)| PathOffer { name: name.clone(), endpoint: other.endpoint() })
+            .take(MAX_PATHS)
+            .collect();
         let (sender, accepted) = mpsc::channel(BACKLOG);
         let (max, max_held) = (config.max_sessions, config.max_held);
         let registry = Arc::new(Registry { sessions: Mutex::default(), max, max_held });
         let handshakes = Arc::new(Semaphore::new(MAX_HANDSHAKES));
-        let reception = Arc::new(Reception { features, config, registry, accepted: sender, handshakes });
-        let acceptor = crate::spawn(accept_loop(acceptor, reception)).abort_handle();
-        StreamListener { endpoint, accepted, acceptor }
+        let reception =
+            Arc::new(Reception { features, config, registry, paths, accepted: sender, handshakes });
+        let all = std::iter::once(acceptor).chain(others.into_iter().map(|(_, other)| other));
+        let acceptors = all.map(|a| crate::spawn(accept_loop(a, Arc::clone(&reception))).abort_handle());
+        StreamListener { endpoint, accepted, acceptors: acceptors.collect() }
     }
 }
 
@@ -154,7 +170,7 @@ impl Listener for StreamListener {
 
 impl Drop for StreamListener {
     fn drop(&mut self) {
-        self.acceptor.abort();
+        self.acceptors.iter().for_each(AbortHandle::abort);
     }
 }
 
@@ -212,7 +228,8 @@ impl Reception {
                 }
             };
         }
-        let (settled, welcome) = handshake::settle(hello, &wire.address, self.features, &self.config);
+        let (settled, welcome) =
+            handshake::settle(hello, &wire.address, self.features, &self.config, &self.paths);
         let shared = Shared::new(settled, self.config.clone(), Side::Server, wire);
         let Some((resumptions, registration)) = self.registry.register(&shared) else {
             let reason = format!("the server has {} sessions already", self.registry.max);

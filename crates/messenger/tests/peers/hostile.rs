@@ -355,6 +355,7 @@ async fn servers_that_talk_nonsense_give_clients_typed_errors() {
         limits: (1, 1, 1),
         granted: 1,
         received: 0,
+        paths: Vec::new(),
     };
     let empty = Payload::default();
     let answers: [(&str, Vec<u8>); 6] = [

@@ -24,6 +24,7 @@ fn descriptor(direction: BulkDirection, phase: u16, lens: &[u64]) -> BulkDescrip
         direction,
         phase,
         expires_ms: 1000,
+        remote: None,
     }
 }
 

@@ -13,7 +13,7 @@ use crate::node::locate;
 /// The node cannot be found or reached, or whatever `body` fails with.
 pub fn run<T, F>(
     node: &NodeArgs,
-    options: Options,
+    mut options: Options,
     body: impl FnOnce(Client) -> F + Send + 'static,
 ) -> Result<T>
 where
@@ -21,6 +21,7 @@ where
     F: Future<Output = Result<T>>,
 {
     let endpoint = locate::endpoint(node)?;
+    options.stack = node.network.clone();
     let work = move || {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()

@@ -5,8 +5,10 @@
 use std::fmt::Write as _;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use base::fault::{Fault, FaultError};
+use messenger::{ReceiveQueueKind, StackChoice, StackOptions};
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
@@ -50,6 +52,7 @@ pub struct Config {
     pub store: Store,
     pub channel: Channel,
     pub osd: Osd,
+    pub network: Network,
     pub log: Log,
     pub metrics: Metrics,
     pub supervise: Supervise,
@@ -150,6 +153,42 @@ pub struct Osd {
     pub collect_interval: Period,
     pub requests_per_connection: usize,
     pub sessions: usize,
+}
+
+/// Section `network`.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Network {
+    #[serde(deserialize_with = "stacks")]
+    pub stacks: StackChoice,
+    pub receive_queue: ReceiveQueue,
+    pub poll_us: u32,
+}
+
+fn stacks<'de, D: serde::Deserializer<'de>>(text: D) -> Result<StackChoice, D::Error> {
+    String::deserialize(text)?.parse().map_err(serde::de::Error::custom)
+}
+
+/// Whose receive buffers are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ReceiveQueue {
+    /// Connections share them.
+    Shared,
+    /// Each connection has its own.
+    PerConnection,
+}
+
+impl Network {
+    /// How the messenger's stack is to behave.
+    pub fn options(&self) -> StackOptions {
+        let receive_queue = match self.receive_queue {
+            ReceiveQueue::Shared => ReceiveQueueKind::Shared,
+            ReceiveQueue::PerConnection => ReceiveQueueKind::PerConnection,
+        };
+        let spin = Duration::from_micros(self.poll_us.into());
+        StackOptions { receive_queue, spin, ..StackOptions::default() }
+    }
 }
 
 /// Section `log`.
@@ -283,6 +322,7 @@ impl Config {
         multiple("osd.staging", self.osd.staging, ByteSize(4 * MIB))?;
         within("osd.requests_per_connection", self.osd.requests_per_connection as u64, 1, 4096)?;
         within("osd.sessions", self.osd.sessions as u64, 1, 65_536)?;
+        within("network.poll_us", self.network.poll_us.into(), 0, 10_000)?;
         let s = &self.supervise;
         within("supervise.backoff_min in ms", s.backoff_min.0.as_millis() as u64, 1, 3_600_000)?;
         if s.backoff_min > s.backoff_max {

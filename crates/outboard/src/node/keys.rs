@@ -175,6 +175,24 @@ pub const KEYS: &[Key] = &[
     ),
     key("osd", "sessions", "4096", "Most clients known at a time: 1 to 65536."),
     key(
+        "network",
+        "stacks",
+        "\"auto\"",
+        "How clients can connect beside TCP, which always works: \"auto\" (RDMA, if the machine has it), \"tcp\" (not at all), or a list such as \"ofi:verbs\" or \"ofi:verbs@192.0.2.1:7701\", the best first; \"ofi:tcp\" is the same over TCP.",
+    ),
+    key(
+        "network",
+        "receive_queue",
+        "\"shared\"",
+        "Whose receive buffers are, over RDMA: \"shared\" by the connections of a tenant, or \"per-connection\" for devices that cannot share them.",
+    ),
+    key(
+        "network",
+        "poll_us",
+        "20",
+        "How long the osd looks for messages after one has come over RDMA, in microseconds, before it sleeps: 0 to 10000. It stops by itself where that does not pay.",
+    ),
+    key(
         "log",
         "level",
         "\"info\"",

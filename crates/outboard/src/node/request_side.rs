@@ -9,7 +9,7 @@ use base::mem::Arena;
 use base::pool::BufferPool;
 use channel::ofi::{OfiEngine, OfiOptions};
 use channel::{DmaEngine, Profile, ShmEngine, ShmOptions};
-use messenger::TcpStack;
+use messenger::UseAs;
 use osd::{OffloadSource, OffloadStatus, Osd, OsdConfig};
 use proxy::{Endpoint, Session, SessionOptions};
 use store::ObjectStore;
@@ -203,6 +203,9 @@ pub async fn serve(
         // Whoever waits for this may have been told to stop meanwhile.
         let _ = started.send(ready.map_err(|e| Failure::new(format!("starting the osd at {listen}"), e)));
     };
-    let stack = Arc::new(TcpStack::default());
+    let stack = match messenger::open(&config.network.stacks, &config.network.options(), UseAs::Server) {
+        Ok(stack) => stack,
+        Err(e) => return ready(Err(e.into())),
+    };
     Osd::serve(osd_config, backend.targets, backend.pool, stack, &listen, ready, stop).await;
 }

@@ -83,7 +83,7 @@ pub(crate) enum Piece<'a> {
 }
 
 impl Piece<'_> {
-    fn bytes(&self) -> &[u8] {
+    pub(crate) fn bytes(&self) -> &[u8] {
         match self {
             Piece::Copied(bytes) => bytes,
             Piece::Shared(bytes) => bytes,

@@ -1,0 +1,58 @@
+//! A thread of its own for the sessions of clients: their peers are served also while the thread of who uses them does
+//! something else.
+
+use std::future::Future;
+use std::sync::Mutex;
+
+use base::thread::ThreadClass;
+use tokio::runtime::Handle;
+use tokio::sync::oneshot;
+
+/// The thread. It ends when this is dropped, and with it what was started on it.
+pub(crate) struct Home {
+    handle: Handle,
+    /// Dropping it stops the thread. In a lock only so that this can be shared.
+    _stop: Mutex<oneshot::Sender<()>>,
+}
+
+impl Home {
+    /// Starts the thread, `msgr-client`.
+    pub(crate) fn start() -> std::io::Result<Home> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let handle = runtime.handle().clone();
+        let (stop, stopped) = oneshot::channel::<()>();
+        base::thread::spawn(ThreadClass::Messenger, "client", move || {
+            // An error says that the sender is gone: that is the sign.
+            let _ = runtime.block_on(stopped);
+        })?;
+        Ok(Home { handle, _stop: Mutex::new(stop) })
+    }
+
+    /// Runs `work` there. It is given up when the future is dropped.
+    pub(crate) async fn run<T: Send + 'static>(
+        &self,
+        work: impl Future<Output = T> + Send + 'static,
+    ) -> Option<T> {
+        let task = AbortOnDrop(self.handle.spawn(work));
+        task.await
+    }
+}
+
+struct AbortOnDrop<T>(tokio::task::JoinHandle<T>);
+
+impl<T> Future for AbortOnDrop<T> {
+    type Output = Option<T>;
+
+    fn poll(
+        mut self: std::pin::Pin<&mut Self>,
+        cx: &mut std::task::Context<'_>,
+    ) -> std::task::Poll<Option<T>> {
+        std::pin::Pin::new(&mut self.0).poll(cx).map(Result::ok)
+    }
+}
+
+impl<T> Drop for AbortOnDrop<T> {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}

@@ -1,0 +1,160 @@
+//! Faster ways to a peer than the one that always works.
+//!
+//! A session begins over the base transport, whose answer lists the server's other [paths](PathOffer). A client that has one
+//! of these too moves the session there, by the resumption that also mends broken transports; and moves it back when the path
+//! fails. Whether a path is used is the decision of the offload health of [`base::health`], shared by all sessions of a stack:
+//! it cools down after a failure, and one attempt to connect is the probe.
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use base::health::{OffloadHealth, State};
+
+use crate::frame::PathOffer;
+use crate::transport::{Claim, Transport, Wire};
+
+/// How long a path may take to connect, before the session goes on without it.
+pub(crate) const PATH_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// Most paths that a server lists.
+pub(crate) const MAX_PATHS: usize = 8;
+
+/// A transport that may be better than the base.
+pub struct Path {
+    /// Name by which server and client know that it is the same kind: `ofi:verbs`.
+    pub(crate) name: String,
+    pub(crate) transport: Arc<dyn Transport>,
+    /// Where a server listens; `None` for the base's address.
+    pub(crate) address: Option<String>,
+    /// A client that cannot use it at first is told so, instead of using the base.
+    pub(crate) is_required: bool,
+    pub(crate) health: OffloadHealth,
+}
+
+impl Path {
+    /// A path that is used while it works.
+    #[must_use]
+    pub fn new(name: &str, transport: Arc<dyn Transport>, cool_down: Duration) -> Path {
+        let health = OffloadHealth::new("network path", cool_down);
+        Path { name: name.to_owned(), transport, address: None, is_required: false, health }
+    }
+
+    /// Where a server listens, if not at the base's address with a free port.
+    #[must_use]
+    pub fn at(mut self, address: Option<String>) -> Path {
+        self.address = address;
+        self
+    }
+
+    /// A client that cannot use it at first is told so, instead of using the base.
+    #[must_use]
+    pub fn required(mut self, is_required: bool) -> Path {
+        self.is_required = is_required;
+        self
+    }
+}
+
+/// A path that the server of a session has, too.
+#[derive(Clone)]
+pub(crate) struct CommonPath {
+    pub(crate) path: Arc<Path>,
+    pub(crate) endpoint: String,
+}
+
+impl CommonPath {
+    /// The best of `paths` that the server offers; `dialed` is where it was found.
+    pub(crate) fn choose(paths: &[Arc<Path>], offers: &[PathOffer], dialed: &str) -> Option<CommonPath> {
+        paths.iter().find_map(|path| {
+            let offer = offers.iter().find(|offer| offer.name == path.name)?;
+            let endpoint = reachable(&offer.endpoint, dialed)?;
+            Some(CommonPath { path: Arc::clone(path), endpoint })
+        })
+    }
+
+    pub(crate) fn is_active(&self) -> bool {
+        self.path.health.report().state == State::Active
+    }
+
+    pub(crate) fn failed(&self, why: &str) {
+        self.path.health.failed(why, Instant::now());
+    }
+
+    /// Waits until the path can be used (again), and gives a connection over it that has not shaken hands.
+    pub(crate) async fn upgrade(&self, claim: impl Fn() -> Claim) -> (Wire, Claim) {
+        loop {
+            match self.path.health.probe_at() {
+                Some(at) => tokio::time::sleep_until(at.into()).await,
+                None if self.is_active() => {}
+                // Another session probes it.
+                None => tokio::time::sleep(PATH_TIMEOUT).await,
+            }
+            let probes = self.path.health.begin_probe(Instant::now());
+            if !probes && !self.is_active() {
+                continue;
+            }
+            // A probe must end, also if this session does.
+            let probe = Probe { path: &self.path, is_pending: probes };
+            let claim = claim();
+            let dialed = self.path.transport.dial(&self.endpoint, &claim);
+            match tokio::time::timeout(PATH_TIMEOUT, dialed).await {
+                Ok(Ok(wire)) => {
+                    probe.end(Ok(()));
+                    return (wire, claim);
+                }
+                Ok(Err(e)) => probe.end(Err(&e.to_string())),
+                Err(_) => probe.end(Err("no connection in time")),
+            }
+        }
+    }
+}
+
+struct Probe<'a> {
+    path: &'a Path,
+    is_pending: bool,
+}
+
+impl Probe<'_> {
+    fn end(mut self, result: Result<(), &str>) {
+        if std::mem::take(&mut self.is_pending) {
+            self.path.health.probed(result, Instant::now());
+        } else if let Err(why) = result {
+            self.path.health.failed(why, Instant::now());
+        }
+    }
+}
+
+impl Drop for Probe<'_> {
+    fn drop(&mut self) {
+        if self.is_pending {
+            self.path.health.probed(Err("given up"), Instant::now());
+        }
+    }
+}
+
+/// An endpoint as the client can reach it: a server that listens at every address is found at the one that was dialed.
+fn reachable(offered: &str, dialed: &str) -> Option<String> {
+    let address: SocketAddr = offered.parse().ok()?;
+    let is_any = match address.ip() {
+        IpAddr::V4(ip) => ip.is_unspecified(),
+        IpAddr::V6(ip) => ip.is_unspecified(),
+    };
+    if !is_any {
+        return Some(offered.to_owned());
+    }
+    let (host, _) = dialed.rsplit_once(':')?;
+    Some(format!("{host}:{}", address.port()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_server_at_every_address_is_found_where_it_was_dialed() {
+        assert_eq!(reachable("192.0.2.1:5", "node:7700").as_deref(), Some("192.0.2.1:5"));
+        assert_eq!(reachable("0.0.0.0:5", "node:7700").as_deref(), Some("node:5"));
+        assert_eq!(reachable("[::]:5", "[2001:db8::1]:7700").as_deref(), Some("[2001:db8::1]:5"));
+        assert_eq!(reachable("nonsense", "node:7700"), None);
+    }
+}
