@@ -1,6 +1,6 @@
 //! A process that has threads cannot change its environment any more, and libfabric is not loaded into it as it is.
 
-use fabric::{FabricError, Library};
+use fabric::{FabricError, Library, Query};
 
 const CACHE: &str = "FI_MR_CACHE_MAX_COUNT";
 
@@ -22,5 +22,20 @@ fn without_preparation_the_library_is_not_loaded() {
     match Library::load() {
         Ok(_) | Err(FabricError::NotLoaded(_)) => {}
         Err(e) => panic!("cargo gives the environment of its configuration to tests: {e}"),
+    }
+}
+
+/// What libfabric brings with it would exit the process on SIGTERM, with a backtrace.
+#[test]
+fn loading_the_library_leaves_signals_alone() {
+    let handled = || {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        status.lines().find(|line| line.starts_with("SigCgt:")).map(str::to_owned)
+    };
+    let before = handled();
+    if let Ok(library) = Library::load() {
+        let query = Query { provider: Some("tcp".to_owned()), ..Query::default() };
+        assert!(!library.query(&query).unwrap().is_empty());
+        assert_eq!(handled(), before);
     }
 }

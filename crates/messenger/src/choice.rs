@@ -119,6 +119,8 @@ pub fn open(choice: &StackChoice, options: &StackOptions, use_as: UseAs) -> Resu
     let mut stack = TcpStack::new(options.session.clone());
     let automatic = [PathName { provider: RDMA_PROVIDER.to_owned(), address: None }];
     let (names, is_required) = match choice {
+        // Loading the library takes its time; without a device it is for nothing.
+        StackChoice::Auto if !has_rdma_device() => ([].as_slice(), false),
         StackChoice::Auto => (automatic.as_slice(), false),
         StackChoice::Paths(paths) => (paths.as_slice(), true),
     };
@@ -147,6 +149,11 @@ pub fn open(choice: &StackChoice, options: &StackOptions, use_as: UseAs) -> Resu
         })?;
     }
     Ok(Arc::new(stack))
+}
+
+/// Whether the kernel knows a device that does RDMA.
+fn has_rdma_device() -> bool {
+    std::fs::read_dir("/sys/class/infiniband").is_ok_and(|mut devices| devices.next().is_some())
 }
 
 /// What a stack is opened for.

@@ -85,7 +85,9 @@ fn open() -> Result<Symbols> {
     if !cache_is_off() {
         return Err(FabricError::CachesRegistrations);
     }
-    // SAFETY: a constant name; the library's constructors do nothing but set up its own state.
+    let _handlers = SignalHandlers::keep();
+    // SAFETY: a constant name; constructors of the library and of what it needs set up their own state, and perhaps signal
+    // handlers, which are put back.
     let library = unsafe { libc::dlopen(SONAME.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
     if library.is_null() {
         // SAFETY: dlerror's text is valid until this thread's next call of its kind.
@@ -112,6 +114,32 @@ fn open() -> Result<Symbols> {
         return Err(FabricError::NotLoaded(what));
     }
     Ok(symbols)
+}
+
+/// How signals are handled: put back when dropped. Debian's libfabric brings libinfinipath, which at its start takes over
+/// SIGINT, SIGTERM and others, to print a backtrace and exit.
+struct SignalHandlers(Vec<(c_int, libc::sigaction)>);
+
+impl SignalHandlers {
+    fn keep() -> SignalHandlers {
+        let handlers = (1..32).filter_map(|signal| {
+            // SAFETY: all zeros are a valid sigaction; nothing is changed, and what is there is written to a place for it.
+            let mut handler: libc::sigaction = unsafe { std::mem::zeroed() };
+            // SAFETY: as above.
+            let code = unsafe { libc::sigaction(signal, std::ptr::null(), &raw mut handler) };
+            (code == 0).then_some((signal, handler))
+        });
+        SignalHandlers(handlers.collect())
+    }
+}
+
+impl Drop for SignalHandlers {
+    fn drop(&mut self) {
+        for (signal, handler) in &self.0 {
+            // SAFETY: a handler that was there before. An error says that the signal cannot be handled at all.
+            unsafe { libc::sigaction(*signal, handler, std::ptr::null_mut()) };
+        }
+    }
 }
 
 /// A function of the library.
@@ -168,6 +196,10 @@ pub(super) unsafe fn getinfo(
     hints: *const FiInfo,
 ) -> Result<*mut FiInfo, c_int> {
     let pointer = |s: Option<&CStr>| s.map_or(std::ptr::null(), CStr::as_ptr);
+    // The first call sets up all providers.
+    static FIRST: std::sync::Once = std::sync::Once::new();
+    let mut handlers = None;
+    FIRST.call_once(|| handlers = Some(SignalHandlers::keep()));
     let mut list = std::ptr::null_mut();
     // SAFETY: terminated strings or null, hints as promised, and a place for the result.
     let code = unsafe {

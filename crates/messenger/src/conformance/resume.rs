@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use base::block::Payload;
 use rand::Rng;
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 
 use super::rig::{Buffer, Rig, message, next_message, pool, random_bytes};
 use crate::{Connection, Ends, Event, Incoming, Message, MessengerError};
@@ -107,17 +107,19 @@ pub async fn pushes_survive_broken_transports(rig: &Rig) {
     let ((client, mut from_server), (server, _in)) = rig.pair(&mut *listener).await;
     let mut random = rig.random();
     let done = Cell::new(false);
+    let (mut round, until) = (0, Instant::now() + Duration::from_secs(1));
     let cut = async {
         let (mut cuts, mut random) = (0, rig.random());
         while !done.get() {
-            sleep(Duration::from_millis(random.random_range(1..40))).await;
+            sleep(Duration::from_millis(random.random_range(1..300))).await;
             cuts += (rig.cut)();
         }
         cuts
     };
     let work = async {
-        for _ in 0..40 {
-            let len = random.random_range(1..2_000_000);
+        while round < 20 || Instant::now() < until {
+            round += 1;
+            let len = random.random_range(1..1_500_000);
             let data = random_bytes(&mut random, len);
             let room = Buffer::new(0, &vec![0; len]);
             let sink = client.offer_sink(Arc::clone(&room) as _, 0).expect("offered");

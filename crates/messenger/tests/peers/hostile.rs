@@ -325,7 +325,7 @@ async fn a_session_is_resumed_only_with_its_secret() {
 async fn hellos_that_do_not_fit_are_rejected() {
     let mut victim = Victim::new().await;
     let bad = [
-        outboard_messenger::frame::Hello { versions: (2, 9), ..hello(None) },
+        outboard_messenger::frame::Hello { versions: (3, 9), ..hello(None) },
         outboard_messenger::frame::Hello { versions: (0, 0), ..hello(None) },
         outboard_messenger::frame::Hello { tenant: "x".repeat(33), ..hello(None) },
         outboard_messenger::frame::Hello { granted: u64::MAX, ..hello(None) },
@@ -347,7 +347,7 @@ async fn servers_that_talk_nonsense_give_clients_typed_errors() {
     let config = SessionConfig { handshake_timeout: Duration::from_millis(100), ..SessionConfig::default() };
     let stack = TcpStack::new(config);
     let welcome = |nonce| Welcome {
-        version: 1,
+        version: 2,
         features: 0,
         nonce,
         session: 1,

@@ -42,7 +42,7 @@ pub(crate) fn forge(mut frame: Vec<u8>, at: usize, with: &[u8]) -> Vec<u8> {
 
 pub(crate) fn hello(resume: Option<Resume>) -> Hello {
     Hello {
-        versions: (1, 1),
+        versions: (2, 2),
         features: 0,
         tenant: "raw".into(),
         nonce: [7; 16],
