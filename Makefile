@@ -2,7 +2,7 @@
 
 CARGO ?= cargo
 
-.PHONY: help demo test lint bench report build doc fuzz deny setup setup-demo setup-report clean
+.PHONY: help demo test test-rdma lint bench report build doc fuzz deny setup setup-demo setup-report clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,6 +23,9 @@ demo: setup-demo ## Start a node, copy a real tree in and out while killing its 
 test: setup ## Run every test
 	@scripts/setup test
 	$(CARGO) test --locked --workspace
+
+test-rdma: setup ## Run tests over RDMA verbs (soft-RoCE and soft-iWARP), in an emulated machine: 1 min, the first time 2 (tests/rdma)
+	@tests/rdma/run
 
 lint: setup ## Formatting and clippy, warnings are errors
 	@scripts/setup lint
