@@ -53,8 +53,14 @@ pub(crate) struct Pending {
 
 /// The memory of an operation.
 pub(crate) enum Held {
-    Region { _region: MemoryRegion },
-    Parts { _parts: Vec<Part> },
+    /// Copied by the provider. Nobody is told that the operation has ended.
+    Copied,
+    Region {
+        _region: MemoryRegion,
+    },
+    Parts {
+        _parts: Vec<Part>,
+    },
 }
 
 /// Bytes to be sent or written to remote memory.

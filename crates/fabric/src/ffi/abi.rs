@@ -32,6 +32,7 @@ pub(super) const TRANSMIT: u64 = SEND;
 pub(super) const REMOTE_READ: u64 = 1 << 12;
 pub(super) const REMOTE_WRITE: u64 = 1 << 13;
 pub(super) const COMPLETION: u64 = 1 << 24;
+pub(super) const INJECT: u64 = 1 << 25;
 pub(super) const SELECTIVE_COMPLETION: u64 = 1 << 59;
 /// Instead of a number of receive contexts: a shared one.
 pub(super) const SHARED_CONTEXT: usize = usize::MAX;
@@ -191,7 +192,6 @@ pub(super) struct MsgOps {
         unsafe extern "C" fn(*mut FidEp, *const c_void, usize, *mut c_void, u64, *mut c_void) -> isize,
     pub(super) sendv: Unused,
     pub(super) sendmsg: unsafe extern "C" fn(*mut FidEp, *const FiMsg, u64) -> isize,
-    pub(super) inject: unsafe extern "C" fn(*mut FidEp, *const c_void, usize, u64) -> isize,
 }
 
 pub(super) type WriteFn =
@@ -456,7 +456,6 @@ mod tests {
         assert_eq!(offset_of!(CmOps, reject), 7 * word);
         assert_eq!(offset_of!(MsgOps, send), 4 * word);
         assert_eq!(offset_of!(MsgOps, sendmsg), 6 * word);
-        assert_eq!(offset_of!(MsgOps, inject), 7 * word);
         assert_eq!(offset_of!(RmaOps, readmsg), 3 * word);
         assert_eq!(offset_of!(RmaOps, write), 4 * word);
         assert_eq!(offset_of!(RmaOps, writemsg), 6 * word);

@@ -8,7 +8,7 @@ use super::abi::{CQ_FORMAT_MSG, CqAttr, CqErrEntry, CqMsgEntry, EAVAIL, FidCq, W
 use super::domain::{Object, wait_fd};
 use super::handle::Handle;
 use super::{Domain, Waitable, library};
-use crate::operations::{Operations, Pending};
+use crate::operations::{Held, Operations, Pending};
 use crate::{Completion, FabricError, Operation, Result};
 
 /// Entries taken from the provider at a time.
@@ -110,7 +110,7 @@ impl CompletionQueue {
         }
     }
 
-    /// `None` for an operation whose endpoint was closed.
+    /// `None` for an operation whose endpoint was closed, and for one that nobody is told of.
     fn complete(
         &self,
         context: *mut c_void,
@@ -124,6 +124,9 @@ impl CompletionQueue {
             let ended: Vec<_> = pending.earlier.iter().map(|number| operations.remove(*number)).collect();
             drop(operations);
             drop(ended);
+        }
+        if matches!(pending._memory, Held::Copied) {
+            return None;
         }
         if operation == Operation::Read && result.is_err() {
             self.0.domain.read_broken_off();

@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use super::abi::{
-    COMPLETION, CONTROL_ENABLE, FiMsg, FiMsgRma, FiRmaIov, FidEp, RECV, SELECTIVE_COMPLETION, TRANSMIT,
+    COMPLETION, CONTROL_ENABLE, FiMsg, FiMsgRma, FiRmaIov, FidEp, INJECT, RECV, SELECTIVE_COMPLETION,
+    TRANSMIT,
 };
 use super::events::{Registration, Source};
 use super::handle::Handle;
@@ -236,7 +237,8 @@ impl Endpoint {
         })
     }
 
-    /// Sends a message of at most [`Info::inject_size`] bytes, which is copied at once; there is no completion.
+    /// Sends a message of at most [`Info::inject_size`] bytes, which is copied at once; there is no completion. It takes room
+    /// in the completion queue nevertheless, until it has been sent and the queue was polled.
     ///
     /// # Errors
     /// See [`PostError`].
@@ -244,13 +246,31 @@ impl Endpoint {
         if message.len() > self.inject_size {
             return Err(FabricError::TooLong { len: message.len(), max: self.inject_size }.into());
         }
-        let endpoint = self.handle.as_ptr();
-        // SAFETY: an open endpoint, and a message of the length said.
-        let code = unsafe {
-            let inject = (*(*endpoint).msg).inject;
-            inject(endpoint, message.as_ptr().cast(), message.len(), CONNECTED_PEER)
+        let (earlier, len) = (Vec::new(), message.len());
+        let (serial, endpoint, token, operation) = (self.closing.serial, self.token, 0, Operation::Send);
+        let pending = Pending { serial, endpoint, token, operation, len, earlier, _memory: Held::Copied };
+        let queue = &self.closing.completions;
+        let Ok(number) = queue.operations().insert(pending) else { return Err(PostError::Full) };
+        let iov = libc::iovec { iov_base: message.as_ptr().cast_mut().cast(), iov_len: len };
+        let message = FiMsg {
+            msg_iov: &raw const iov,
+            // None at all: `verbs` takes that to mean that the bytes are copied, and looks into any that is given.
+            desc: std::ptr::null_mut(),
+            iov_count: 1,
+            addr: CONNECTED_PEER,
+            context: number as *mut c_void,
+            data: 0,
         };
-        posted("fi_inject", code)
+        let object = self.handle.as_ptr();
+        // Not `fi_inject`: that takes up a place in the provider's queue, too, but one cannot tell when it is free again. A
+        // queue of `verbs` that is overrun is lost with all its endpoints.
+        // SAFETY: an open endpoint; the message is copied before the call returns.
+        let code = unsafe { ((*(*object).msg).sendmsg)(object, &raw const message, INJECT | COMPLETION) };
+        let result = posted("fi_sendmsg", code);
+        if result.is_err() {
+            drop(queue.operations().remove(number));
+        }
+        result
     }
 
     /// Reads remote memory into `into`, as many bytes as both have.

@@ -67,6 +67,37 @@ fn what_is_posted_is_bounded_by_the_queue() {
     assert_eq!(posted.count(), 64);
 }
 
+/// As many messages as there is room for are under way in both directions before anybody looks at a completion.
+#[test]
+fn a_queue_is_not_overrun() {
+    let Some(mut pair) = Pair::new() else { return };
+    let (server, client) = pair.connect();
+    let (ours, theirs) = (pair.server.region(4096, Access::Local), pair.client.region(4096, Access::Local));
+    for i in 0..40 {
+        server.receive(ours.slice(0, 16).unwrap(), i).unwrap();
+        client.receive(theirs.slice(0, 16).unwrap(), i).unwrap();
+    }
+    let injected = |from: &Endpoint| {
+        let posted = (0..40).take_while(|_| match from.inject(b"!") {
+            Ok(()) => true,
+            Err(PostError::Full) => false,
+            Err(e) => panic!("{e}"),
+        });
+        posted.count()
+    };
+    assert_eq!((injected(&server), injected(&client)), (24, 24), "the receives have taken 40 of 64");
+    std::thread::sleep(Duration::from_millis(100));
+    for (from, to) in [(&server, Who::Client), (&client, Who::Server)] {
+        for i in 0..40 {
+            if i >= 24 {
+                pair.until("room", |_| from.inject(b"!").is_ok().then_some(()));
+            }
+            let received = pair.completion(to);
+            assert!(received.result.is_ok() && received.token == i, "{received:?}");
+        }
+    }
+}
+
 #[test]
 fn a_refused_peer_is_told_why() {
     let Some(mut pair) = Pair::new() else { return };
