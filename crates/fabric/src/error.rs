@@ -56,6 +56,9 @@ pub enum FabricError {
     /// What an endpoint is made from was not queried for an address to connect to.
     #[error("there is no address to connect to; query for Target::Connect")]
     NoDestination,
+    /// Something was to be sent, read or written before there was a connection.
+    #[error("the endpoint is not connected yet; wait for Event::Connected")]
+    NotConnected,
     /// Memory that is registered with another domain than the endpoint's.
     #[error("the memory is registered with another domain than the endpoint's; register it there as well")]
     OtherDomain,

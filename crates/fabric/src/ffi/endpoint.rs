@@ -2,8 +2,8 @@
 
 use std::ffi::c_void;
 use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::abi::{
     COMPLETION, CONTROL_ENABLE, FiMsg, FiMsgRma, FiRmaIov, FidEp, INJECT, RECV, SELECTIVE_COMPLETION,
@@ -55,13 +55,15 @@ impl<'a> EndpointQueues<'a> {
 /// the completion of the write means). So does a read (`FI_ORDER_RAW`): when it has completed, the writes before it are in
 /// place.
 ///
-/// It is made, gets receives posted, and is then [established](Self::establish). Dropping it closes the connection; what
+/// It is made, gets receives posted, and is then [established](Self::establish). Once [`Event::Connected`](super::Event::Connected) was
+/// read it can be used. Dropping it closes the connection; what
 /// was under way has then ended without a completion, and its memory is no longer used. See
 /// [`Domain::is_spoiled`](super::Domain::is_spoiled) for what that may do to other endpoints.
 pub struct Endpoint {
     handle: Handle<FidEp>,
     closing: Closing,
     token: u64,
+    connected: Arc<AtomicBool>,
     max_msg_size: usize,
     inject_size: usize,
     parts_max: usize,
@@ -144,11 +146,13 @@ impl Endpoint {
         let (registration, completions) = (Registration::new(events, handle.fid()), completions.clone());
         let closing = Closing { registration, serial, completions, _receives: receives.cloned() };
         closing.completions.domain().quarantine().opened(serial);
-        closing.registration.is_for(Source::Endpoint(token));
+        let connected = Arc::default();
+        closing.registration.is_for(Source::Endpoint(token, Arc::clone(&connected)));
         Ok(Endpoint {
             handle,
             closing,
             token,
+            connected,
             max_msg_size: info.max_msg_size(),
             inject_size: info.inject_size(),
             parts_max: info.send_parts_max(),
@@ -246,6 +250,7 @@ impl Endpoint {
         if message.len() > self.inject_size {
             return Err(FabricError::TooLong { len: message.len(), max: self.inject_size }.into());
         }
+        self.check_connected()?;
         let (earlier, len) = (Vec::new(), message.len());
         let (serial, endpoint, token, operation) = (self.closing.serial, self.token, 0, Operation::Send);
         let pending = Pending { serial, endpoint, token, operation, len, earlier, _memory: Held::Copied };
@@ -377,6 +382,7 @@ impl Endpoint {
         notify: bool,
         call: impl FnOnce(*mut FidEp, &[libc::iovec], &mut [*mut c_void], *mut c_void, u64) -> isize,
     ) -> Result<(), PostError> {
+        self.check_connected()?;
         let len = self.check_parts(&parts)?;
         let notify = notify || !self.sparse;
         let iov: Vec<libc::iovec> = parts
@@ -420,6 +426,11 @@ impl Endpoint {
         result
     }
 
+    /// The tables of a `tcp` endpoint that is not connected yet have null for what it cannot do yet (libfabric 1.17).
+    fn check_connected(&self) -> Result<()> {
+        if self.connected.load(Ordering::Acquire) { Ok(()) } else { Err(FabricError::NotConnected) }
+    }
+
     fn check_parts(&self, parts: &[Part]) -> Result<usize> {
         if parts.is_empty() || parts.len() > self.parts_max {
             return Err(FabricError::TooManyParts { parts: parts.len(), max: self.parts_max });
@@ -455,6 +466,9 @@ impl Endpoint {
     ) -> Result<(), PostError> {
         if slice.len() > self.max_msg_size {
             return Err(FabricError::TooLong { len: slice.len(), max: self.max_msg_size }.into());
+        }
+        if operation != Operation::Receive {
+            self.check_connected()?;
         }
         let region: MemoryRegion = slice.region().clone();
         // Its descriptor would mean something else to this endpoint, or nothing.

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::os::fd::{BorrowedFd, RawFd};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use super::abi::{
@@ -83,7 +83,8 @@ struct Inner {
 #[derive(Clone)]
 pub(super) enum Source {
     Listener(Weak<ListenerInner>),
-    Endpoint(u64),
+    /// Its token, and whether it has been connected.
+    Endpoint(u64, Arc<AtomicBool>),
 }
 
 #[repr(C)]
@@ -162,10 +163,13 @@ impl EventQueue {
                 let listener = listener.upgrade();
                 listener.map(|l| Event::ConnectionRequest(ConnectionRequest::new(l, info, data)))
             }
-            (EVENT_CONNECTED, Some(Source::Endpoint(endpoint))) => {
+            (EVENT_CONNECTED, Some(Source::Endpoint(endpoint, connected))) => {
+                connected.store(true, Ordering::Release);
                 Some(Event::Connected { endpoint: *endpoint, data })
             }
-            (EVENT_SHUTDOWN, Some(Source::Endpoint(endpoint))) => Some(Event::Closed { endpoint: *endpoint }),
+            (EVENT_SHUTDOWN, Some(Source::Endpoint(endpoint, _))) => {
+                Some(Event::Closed { endpoint: *endpoint })
+            }
             _ => None,
         };
         Ok(event)
@@ -190,7 +194,8 @@ impl EventQueue {
             code if code < 0 => return Err(library::error("fi_eq_readerr", -code)),
             _ => {}
         }
-        let Some((_, Source::Endpoint(endpoint))) = self.sources().get(&(entry.fid as usize)).cloned() else {
+        let Some((_, Source::Endpoint(endpoint, _))) = self.sources().get(&(entry.fid as usize)).cloned()
+        else {
             return Ok(None);
         };
         let data = data[..entry.err_data_size.min(MAX_DATA)].to_vec();

@@ -3,7 +3,11 @@
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use fabric::{Access, Endpoint, Event, FabricError, Operation, PostError, Query, Target, Waitable, wait};
+use bytes::Bytes;
+use fabric::{
+    Access, Endpoint, Event, FabricError, MemoryRegion, Operation, Part, PostError, Query, Target, Waitable,
+    wait,
+};
 
 use crate::pair::{Pair, Side, Who, anywhere, info, library, provider};
 
@@ -130,6 +134,36 @@ fn who_has_no_address_does_not_connect() {
     let side = Side::open(info(library, anywhere()).unwrap());
     let endpoint = Endpoint::connecting(&listen, side.queues(), 3);
     assert!(matches!(endpoint.err(), Some(FabricError::NoDestination)));
+}
+
+#[test]
+fn nothing_but_receives_is_posted_before_the_connection_stands() {
+    let Some(mut pair) = Pair::new() else { return };
+    let (ours, theirs) = (pair.server.region(4096, Access::Remote), pair.client.region(4096, Access::Local));
+    let all_refused = |endpoint: &Endpoint, local: &MemoryRegion, remote: &MemoryRegion| {
+        let (slice, there) = (local.slice(0, 16).unwrap(), remote.remote().slice(0, 16).unwrap());
+        let parts = || vec![Part { bytes: Bytes::from_static(b"x"), region: None }];
+        let posts = [
+            endpoint.inject(b"x"),
+            endpoint.send(slice, 1),
+            endpoint.read(slice, there, 1),
+            endpoint.write(slice, there, 1),
+            endpoint.send_parts(parts(), 1, true),
+            endpoint.write_parts(parts(), remote.remote().slice(0, 1).unwrap(), 1, true),
+        ];
+        posts.iter().all(|post| matches!(post, Err(PostError::Failed(FabricError::NotConnected))))
+    };
+    let client = pair.client_endpoint(2);
+    assert!(all_refused(&client, &theirs, &ours));
+    client.receive(theirs.slice(0, 16).unwrap(), 1).unwrap();
+    client.establish(b"").unwrap();
+    assert!(all_refused(&client, &theirs, &ours));
+    let server = Endpoint::answer(pair.request(), pair.server.queues(), 1).unwrap();
+    assert!(all_refused(&server, &ours, &theirs));
+    server.establish(b"").unwrap();
+    assert!(matches!(pair.event(Who::Server), Event::Connected { endpoint: 1, .. }));
+    server.inject(b"!").unwrap();
+    assert_eq!(pair.completion(Who::Client).token, 1);
 }
 
 #[test]
