@@ -13,6 +13,9 @@ pub struct Usage {
     pub cpu_seconds: f64,
     /// Voluntary and involuntary context switches.
     pub context_switches: u64,
+    /// Voluntary ones among them: how often a thread slept and was woken.
+    #[serde(default)]
+    pub wake_ups: u64,
 }
 
 impl Usage {
@@ -22,12 +25,14 @@ impl Usage {
         Usage {
             cpu_seconds: (self.cpu_seconds - earlier.cpu_seconds).max(0.0),
             context_switches: self.context_switches.saturating_sub(earlier.context_switches),
+            wake_ups: self.wake_ups.saturating_sub(earlier.wake_ups),
         }
     }
 
     fn add(&mut self, other: Usage) {
         self.cpu_seconds += other.cpu_seconds;
         self.context_switches += other.context_switches;
+        self.wake_ups += other.wake_ups;
     }
 }
 
@@ -63,7 +68,7 @@ impl ProcessUsage {
         let cpu_seconds = threads.cpu_seconds.max(process_cpu);
         let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
         let peak_resident_bytes = status_field(&status, "VmHWM:").unwrap_or(0) * 1024;
-        let total = Usage { cpu_seconds, context_switches: threads.context_switches };
+        let total = Usage { cpu_seconds, ..threads };
         Ok(ProcessUsage { total, by_class, peak_resident_bytes })
     }
 
@@ -98,8 +103,9 @@ fn thread_usage(task: &std::path::Path) -> io::Result<Usage> {
     };
     let status = fs::read_to_string(task.join("status"))?;
     let switches = |key| status_field(&status, key).unwrap_or(0);
-    let context_switches = switches("voluntary_ctxt_switches:") + switches("nonvoluntary_ctxt_switches:");
-    Ok(Usage { cpu_seconds, context_switches })
+    let wake_ups = switches("voluntary_ctxt_switches:");
+    let context_switches = wake_ups + switches("nonvoluntary_ctxt_switches:");
+    Ok(Usage { cpu_seconds, context_switches, wake_ups })
 }
 
 /// `utime + stime` of a `/proc/…/stat` line, in seconds; proc(5), fields 14 and 15, in clock ticks of 10 ms.

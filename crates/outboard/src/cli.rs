@@ -44,7 +44,7 @@ pub enum Command {
     Stat(commands::stat::StatArgs),
     Rm(commands::rm::RmArgs),
     Cp(commands::cp::CpArgs),
-    Bench(commands::bench::BenchArgs),
+    Bench(commands::bench::BenchCommand),
     #[command(subcommand, about = "Make things go wrong on purpose, to see what happens")]
     Debug(commands::debug::DebugCommand),
     Store(commands::store::StoreArgs),

@@ -65,6 +65,8 @@ struct State {
     window: u32,
     /// What the peer has been told.
     told: u32,
+    /// The port will tell it more.
+    is_due: bool,
     /// Receive buffers of this link alone, by token.
     posted: HashMap<u64, ArenaBuf>,
     next_token: u64,
@@ -111,6 +113,7 @@ impl Link {
             receiving: Credits { used: 0, granted: 0 },
             window: FIRST_GRANT,
             told: FIRST_GRANT,
+            is_due: false,
             posted: HashMap::new(),
             next_token: 0,
             quiet_operations: 0,
@@ -273,9 +276,9 @@ impl Link {
         let mut state = self.state();
         state.receiving.granted = state.receiving.granted.wrapping_add(1);
         let owed = state.receiving.granted.wrapping_sub(state.told);
-        let is_due = owed == state.window / 2;
+        let becomes_due = owed >= state.window / 2 && !std::mem::replace(&mut state.is_due, true);
         drop(state);
-        if is_due {
+        if becomes_due {
             self.port.is_due(self);
         }
     }
@@ -320,6 +323,7 @@ impl Link {
     /// Tells the peer how many packets it may send, if it does not know and nothing else will tell it.
     pub(super) fn grant(self: &Arc<Self>) {
         let mut state = self.state();
+        state.is_due = false;
         let owed = state.receiving.granted.wrapping_sub(state.told);
         if owed < state.window / 2 || !state.sending.take() {
             return;
@@ -337,6 +341,7 @@ impl Link {
                 let mut state = self.state();
                 state.sending.used = state.sending.used.wrapping_sub(1);
                 state.told = header.granted.wrapping_sub(owed);
+                state.is_due = true;
                 drop(state);
                 self.port.is_due(self);
             }

@@ -20,7 +20,7 @@ use super::link::Link;
 use super::packet::{HEADER_BYTES, PacketHeader};
 
 /// Operations that may be under way; a device with smaller queues gets half as many, and so on.
-const DEPTH: usize = 16 << 10;
+const DEPTH: usize = 4 << 10;
 const DEPTH_MIN: usize = 256;
 
 /// Token of the shared receive queue, which no endpoint has.

@@ -120,7 +120,7 @@ impl Reading {
 
 impl From<Usage> for ClassUse {
     fn from(used: Usage) -> ClassUse {
-        let Usage { cpu_seconds, context_switches } = used;
+        let Usage { cpu_seconds, context_switches, .. } = used;
         ClassUse { cpu_seconds, context_switches: Some(context_switches), estimated: false }
     }
 }

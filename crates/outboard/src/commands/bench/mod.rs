@@ -5,10 +5,11 @@ mod accounting;
 mod breakdown;
 mod load;
 mod report;
+mod rpc;
 
 use std::time::Duration;
 
-use clap::{Args, ValueEnum};
+use clap::{Args, Subcommand, ValueEnum};
 use serde::Serialize;
 
 use ablation::Ablations;
@@ -52,7 +53,23 @@ pub enum Workload {
 #[command(after_help = "Examples:\n  \
     outboard bench write --pool p --object-size 4MiB --in-flight 16 --seconds 10\n  \
     outboard bench randread --pool p --object-size 4KiB --in-flight 16 --seconds 10 --json\n  \
-    outboard bench write --pool p --object-size 4MiB --no-pipeline")]
+    outboard bench write --pool p --object-size 4MiB --no-pipeline\n  \
+    outboard bench rpc --stack ofi:tcp --size 4KiB")]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
+pub struct BenchCommand {
+    #[command(subcommand)]
+    what: Option<What>,
+    #[command(flatten)]
+    load: Option<BenchArgs>,
+}
+
+#[derive(Debug, Clone, Subcommand)]
+enum What {
+    Rpc(rpc::RpcArgs),
+}
+
+/// A measurement of a node.
+#[derive(Debug, Clone, Args)]
 pub struct BenchArgs {
     /// What to do
     #[arg(value_enum)]
@@ -90,7 +107,15 @@ impl BenchArgs {
 }
 
 /// Runs the command.
-pub fn run(args: BenchArgs, node: &NodeArgs) -> Result<()> {
+pub fn run(command: BenchCommand, node: &NodeArgs) -> Result<()> {
+    match command {
+        BenchCommand { what: Some(What::Rpc(args)), .. } => rpc::run(args),
+        BenchCommand { load: Some(args), .. } => load(args, node),
+        BenchCommand { .. } => Err(Failure::usage("measuring", "say what: write, read, randread or rpc")),
+    }
+}
+
+fn load(args: BenchArgs, node: &NodeArgs) -> Result<()> {
     if args.object_size.0 > 128 << 20 {
         return Err(Failure::usage(
             "measuring",

@@ -1,0 +1,144 @@
+//! A loop of fi_read and nothing else, both sides polling all the time.
+
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use base::mem::Arena;
+use base::process::ProcessUsage;
+use fabric::{
+    Access, Completion, CompletionQueue, Domain, Endpoint, EndpointQueues, Event, EventQueue, Fabric, Info,
+    Library, Listener, MemoryRegion, Query, RemoteRegion, Target,
+};
+use hdrhistogram::Histogram;
+
+use super::RpcArgs;
+use super::figures::Sample;
+use super::peer::{Job, Peer, sum};
+use crate::failure::{Doing, Failure, Result};
+use crate::output;
+
+const DOING: &str = "measuring bare fi_reads";
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// A side of the connection.
+struct Side {
+    events: EventQueue,
+    completions: CompletionQueue,
+    domain: Domain,
+}
+
+impl Side {
+    fn open(info: Info) -> fabric::Result<Side> {
+        let fabric = Fabric::open(&info)?;
+        let domain = Domain::open(&fabric, info)?;
+        let completions = CompletionQueue::open(&domain, 256)?;
+        Ok(Side { events: EventQueue::open(&fabric)?, completions, domain })
+    }
+
+    fn queues(&self) -> EndpointQueues<'_> {
+        EndpointQueues::new(&self.events, &self.completions)
+    }
+
+    fn event(&self) -> Result<Event> {
+        let deadline = Instant::now() + PATIENCE;
+        while Instant::now() < deadline {
+            if let Some(event) = self.events.read().doing(DOING)? {
+                return Ok(event);
+            }
+            self.completions.poll(&mut Vec::new()).doing(DOING)?;
+        }
+        Err(Failure::new(DOING, "no connection in time"))
+    }
+}
+
+fn info(provider: &str, target: Target) -> Result<Info> {
+    let query = Query { provider: Some(provider.to_owned()), target, shared_receive: false };
+    let mut infos = Library::load().and_then(|library| library.query(&query)).doing(DOING)?;
+    Ok(infos.swap_remove(0))
+}
+
+/// The other side: exposes memory, and polls so that it is read.
+pub fn expose(provider: &str, address: &str, size: usize) -> Result<()> {
+    let address: SocketAddr = address.parse().doing(DOING)?;
+    let side = Side::open(info(provider, Target::Listen(address))?).doing(DOING)?;
+    let listener = Listener::open(side.domain.info(), &side.events).doing(DOING)?;
+    let arena = Arena::anonymous(size).doing(DOING)?;
+    // Pages that were never written are all the same one.
+    let filled = arena.copy_in(0, &vec![7; size]);
+    debug_assert!(filled, "it is that long");
+    let region = MemoryRegion::register(&side.domain, &arena, Access::Remote).doing(DOING)?;
+    let remote = serde_json::to_string(&region.remote()).doing(DOING)?;
+    output::line(format!("{} {remote}", listener.address()));
+    let Event::ConnectionRequest(request) = side.event()? else {
+        return Err(Failure::new(DOING, "something else than a connection came"));
+    };
+    let endpoint = Endpoint::answer(request, side.queues(), 1).doing(DOING)?;
+    endpoint.establish(&[]).doing(DOING)?;
+    let mut completions = Vec::new();
+    loop {
+        side.completions.poll(&mut completions).doing(DOING)?;
+        if let Some(Event::Closed { .. }) = side.events.read().doing(DOING)? {
+            return Ok(());
+        }
+    }
+}
+
+/// One run.
+pub fn reads(args: &RpcArgs) -> Result<Sample> {
+    let Some(provider) = args.provider() else { return Err(Failure::new(DOING, "it is not over libfabric")) };
+    let (size, depth) = (args.size.0 as usize, args.in_flight as usize);
+    let address = SocketAddr::new(args.address, 0).to_string();
+    let mut peer =
+        Peer::start(&Job::BareMemory { provider: provider.to_owned(), address, size: args.size.0 })?;
+    let line = peer.line()?;
+    let (address, remote) = line.split_once(' ').ok_or_else(|| Failure::new(DOING, "no address"))?;
+    let remote: RemoteRegion = serde_json::from_str(remote).doing(DOING)?;
+    let info = info(provider, Target::Connect(address.parse().doing(DOING)?))?;
+    let side = Side::open(info.duplicate().doing(DOING)?).doing(DOING)?;
+    let endpoint = Endpoint::connecting(&info, side.queues(), 1).doing(DOING)?;
+    endpoint.establish(&[]).doing(DOING)?;
+    let Event::Connected { .. } = side.event()? else {
+        return Err(Failure::new(DOING, "the connection did not come about"));
+    };
+    let arena = Arena::anonymous(size * depth).doing(DOING)?;
+    let local = MemoryRegion::register(&side.domain, &arena, Access::Local).doing(DOING)?;
+    let mut latency: Histogram<u64> = Histogram::new_with_bounds(1, 600_000_000_000, 3).doing(DOING)?;
+    let own = || ProcessUsage::read(std::process::id()).doing(DOING);
+    let (before, peer_before, began) = (own()?.total, peer.usage()?, Instant::now());
+    let end = began + args.duration();
+    let mut since = vec![began; depth];
+    let post = |slot: usize| {
+        let (into, from) = (local.slice(slot * size, size), remote.slice(0, size));
+        endpoint.read(into.doing(DOING)?, from.doing(DOING)?, slot as u64).doing(DOING)
+    };
+    for slot in 0..depth {
+        post(slot)?;
+    }
+    let mut under_way = depth;
+    let mut completions: Vec<Completion> = Vec::new();
+    while under_way > 0 {
+        side.completions.poll(&mut completions).doing(DOING)?;
+        for completion in completions.drain(..) {
+            completion.result.doing(DOING)?;
+            let (slot, now) = (completion.token as usize, Instant::now());
+            latency.saturating_record((now - since[slot]).as_nanos() as u64);
+            under_way -= 1;
+            if now < end {
+                since[slot] = now;
+                post(slot)?;
+                under_way += 1;
+            }
+        }
+    }
+    let elapsed = began.elapsed();
+    let usage = sum(own()?.total.since(&before), peer.usage()?.since(&peer_before));
+    Ok(Sample {
+        operations: latency.len(),
+        elapsed,
+        latency,
+        mean_ns: None,
+        usage: Some(usage),
+        copied_bytes: None,
+        idle_bytes: None,
+    })
+}

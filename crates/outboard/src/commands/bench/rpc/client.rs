@@ -1,0 +1,280 @@
+//! The measuring side of the messenger.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use base::block::Payload;
+use base::mem::Arena;
+use base::pool::BufferPool;
+use base::process::ProcessUsage;
+use futures::stream::{FuturesUnordered, StreamExt};
+use hdrhistogram::Histogram;
+use messenger::{
+    BulkDescriptor, ConnectOptions, Ends, Event, Incoming, Message, NetworkStack, StackOptions, UseAs,
+};
+
+use super::figures::Sample;
+use super::peer::{Job, Peer, resident_bytes, sum};
+use super::serve::{copied_bytes, record_metrics, runtime};
+use super::{Mode, RpcArgs, SPIN};
+use crate::failure::{Doing, Failure, Result};
+
+/// How long things may take that should not take long.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// One run of the messenger.
+pub fn measure(args: &RpcArgs, spin: bool) -> Result<Sample> {
+    record_metrics();
+    let args = args.clone();
+    // As a task: the future that a runtime blocks on costs a system call more whenever it is woken.
+    let doing = "measuring";
+    runtime()?.block_on(async move { tokio::spawn(run(args, spin)).await.doing(doing)? })
+}
+
+async fn run(args: RpcArgs, spin: bool) -> Result<Sample> {
+    let spin = if spin { SPIN } else { Duration::ZERO };
+    let options = StackOptions { spin, ..StackOptions::default() };
+    let stack = messenger::open(&args.stack, &options, UseAs::Server).doing("opening the stack")?;
+    let mut rig = match args.mode {
+        Mode::Echo | Mode::OneWay => Rig::to_server(&args, spin, stack).await?,
+        Mode::BulkRead | Mode::BulkWrite => Rig::to_offerer(&args, spin, stack).await?,
+    };
+    let idle_bytes = if args.idle > 0 { Some(rig.add_idle(&args).await?) } else { None };
+    // Warm caches, windows and credits.
+    rig.work(&args, Duration::from_millis(200)).await?;
+    let own = || ProcessUsage::read(std::process::id()).doing("looking at this process");
+    let (before, peer_before) = (own()?.total, rig.peer.usage()?);
+    let copied_before = copied_bytes() + rig.peer.copied_bytes()?;
+    let began = Instant::now();
+    let latency = rig.work(&args, args.duration()).await?;
+    let elapsed = began.elapsed();
+    let usage = sum(own()?.total.since(&before), rig.peer.usage()?.since(&peer_before));
+    let copied = copied_bytes() + rig.peer.copied_bytes()?;
+    Ok(Sample {
+        operations: latency.len(),
+        elapsed,
+        latency,
+        mean_ns: None,
+        usage: Some(usage),
+        copied_bytes: args.provider().map(|_| copied - copied_before),
+        idle_bytes,
+    })
+}
+
+struct Rig {
+    ends: Ends,
+    peer: Peer,
+    stack: Arc<dyn NetworkStack>,
+    endpoint: String,
+    idle: Vec<Ends>,
+    pool: BufferPool,
+}
+
+impl Rig {
+    /// Connects to a process that answers.
+    async fn to_server(args: &RpcArgs, spin: Duration, stack: Arc<dyn NetworkStack>) -> Result<Rig> {
+        let address = format!("{}:0", bracketed(args));
+        let (stack_name, spin_us) = (args.stack.to_string(), spin.as_micros() as u64);
+        let mut peer = Peer::start(&Job::Serve { stack: stack_name, spin_us, address, mode: args.mode })?;
+        let endpoint = peer.line()?;
+        let connecting = stack.connect(&endpoint, ConnectOptions::default()).await;
+        let ends = connecting.doing(format!("connecting to {endpoint}"))?;
+        Rig::new(args, ends, peer, stack, endpoint)
+    }
+
+    /// Listens for a process that offers memory.
+    async fn to_offerer(args: &RpcArgs, spin: Duration, stack: Arc<dyn NetworkStack>) -> Result<Rig> {
+        let address = format!("{}:0", bracketed(args));
+        let mut listener = stack.listen(&address, 0).await.doing(format!("listening at {address}"))?;
+        let endpoint = listener.endpoint();
+        let peer = Peer::start(&Job::Offer {
+            stack: args.stack.to_string(),
+            spin_us: spin.as_micros() as u64,
+            endpoint: endpoint.clone(),
+            mode: args.mode,
+            size: args.size.0,
+            in_flight: args.in_flight,
+        })?;
+        let accepted =
+            tokio::time::timeout(PATIENCE, listener.accept()).await.doing("waiting for the client")?;
+        let ends = accepted.doing("accepting the client")?;
+        let rig = Rig::new(args, ends, peer, stack, endpoint)?;
+        // It listens until the process ends.
+        std::mem::forget(listener);
+        Ok(rig)
+    }
+
+    fn new(
+        args: &RpcArgs,
+        ends: Ends,
+        peer: Peer,
+        stack: Arc<dyn NetworkStack>,
+        endpoint: String,
+    ) -> Result<Rig> {
+        let largest = (args.size.0 as usize).next_power_of_two().max(base::pool::MIN_BUFFER);
+        let arena = Arena::anonymous(largest * (args.in_flight as usize + 1)).doing("reserving memory")?;
+        let pool = BufferPool::new(arena, 0, largest);
+        Ok(Rig { ends, peer, stack, endpoint, idle: Vec::new(), pool })
+    }
+
+    /// Connects more sessions that do nothing; returns what they cost in memory, at both ends.
+    async fn add_idle(&mut self, args: &RpcArgs) -> Result<u64> {
+        let resident = |peer: &Peer| resident_bytes(std::process::id()) + peer.resident_bytes();
+        let before = resident(&self.peer);
+        for _ in 0..args.idle {
+            let ends = self.stack.connect(&self.endpoint, ConnectOptions::default()).await;
+            self.idle.push(ends.doing("connecting an idle session")?);
+        }
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        Ok(resident(&self.peer).saturating_sub(before))
+    }
+
+    async fn work(&mut self, args: &RpcArgs, duration: Duration) -> Result<Histogram<u64>> {
+        let end = Instant::now() + duration;
+        match args.mode {
+            Mode::Echo => self.echo(args, end).await,
+            Mode::OneWay => self.one_way(args, end).await,
+            Mode::BulkRead => self.bulk_read(args, end).await,
+            Mode::BulkWrite => self.bulk_write(args, end).await,
+        }
+    }
+
+    async fn echo(&mut self, args: &RpcArgs, end: Instant) -> Result<Histogram<u64>> {
+        let mut latency = histogram()?;
+        let payload = self.payload(args)?;
+        let (connection, incoming) = (&self.ends.0, &mut self.ends.1);
+        let message = || Message { header: "0123456789abcdef".into(), payload: payload.clone() };
+        let mut sent = VecDeque::with_capacity(args.in_flight as usize);
+        for _ in 0..args.in_flight {
+            sent.push_back(Instant::now());
+            connection.send(message()).await.doing("sending")?;
+        }
+        while let Some(since) = sent.pop_front() {
+            next(&mut **incoming).await?;
+            let now = Instant::now();
+            latency.saturating_record((now - since).as_nanos() as u64);
+            if now < end {
+                sent.push_back(now);
+                connection.send(message()).await.doing("sending")?;
+            }
+        }
+        Ok(latency)
+    }
+
+    /// Sends with a bounded number in flight: the server says how far it has come.
+    async fn one_way(&mut self, args: &RpcArgs, end: Instant) -> Result<Histogram<u64>> {
+        let mut latency = histogram()?;
+        let payload = self.payload(args)?;
+        let (connection, incoming) = (&self.ends.0, &mut self.ends.1);
+        let batch = args.in_flight.max(8);
+        let mut sent: VecDeque<Instant> = VecDeque::new();
+        loop {
+            while sent.len() < 4 && Instant::now() < end {
+                sent.push_back(Instant::now());
+                for i in 0..batch {
+                    // The last one of a batch asks for a sign.
+                    let header = if i + 1 == batch { "sign" } else { "none" };
+                    let message = Message { header: header.into(), payload: payload.clone() };
+                    connection.send(message).await.doing("sending")?;
+                }
+            }
+            let Some(since) = sent.pop_front() else { return Ok(latency) };
+            next(&mut **incoming).await?;
+            latency
+                .saturating_record_n(since.elapsed().as_nanos() as u64 / u64::from(batch), u64::from(batch));
+        }
+    }
+
+    /// In memory of the pool, which a device can send from as it is.
+    fn payload(&self, args: &RpcArgs) -> Result<Payload> {
+        let buf = self.pool.try_alloc(args.size.0 as usize).doing("reserving memory")?;
+        let mut buf = buf.ok_or_else(|| Failure::new("reserving memory", "the pool is empty"))?;
+        buf.fill(7);
+        Ok(Payload::compute(0, buf.freeze()))
+    }
+
+    /// Pulls what the peer has offered, several times at a time.
+    async fn bulk_read(&mut self, args: &RpcArgs, end: Instant) -> Result<Histogram<u64>> {
+        let mut latency = histogram()?;
+        let connection = Arc::clone(&self.ends.0);
+        connection.send(Message { header: "offer".into(), ..Message::default() }).await.doing("asking")?;
+        let offer = descriptor(&next(&mut *self.ends.1).await?)?;
+        let one = || async {
+            let since = Instant::now();
+            let dest = self.pool.alloc(args.size.0 as usize).await.doing("reserving memory")?;
+            connection.bulk_read(&offer, 0, dest, PATIENCE).await.doing("pulling")?;
+            Ok::<_, Failure>(since.elapsed())
+        };
+        let mut under_way: FuturesUnordered<_> = (0..args.in_flight).map(|_| one()).collect();
+        while let Some(done) = under_way.next().await {
+            latency.saturating_record(done?.as_nanos() as u64);
+            if Instant::now() < end {
+                under_way.push(one());
+            }
+        }
+        Ok(latency)
+    }
+
+    /// Pushes to what the peer offers; each push has an offer of its own, as a read has.
+    async fn bulk_write(&mut self, args: &RpcArgs, end: Instant) -> Result<Histogram<u64>> {
+        let mut latency = histogram()?;
+        let connection = Arc::clone(&self.ends.0);
+        let payload = self.payload(args)?;
+        for _ in 0..args.in_flight {
+            connection
+                .send(Message { header: "offer".into(), ..Message::default() })
+                .await
+                .doing("asking")?;
+        }
+        let mut pushed: VecDeque<Instant> = VecDeque::new();
+        let mut open = args.in_flight;
+        while open > 0 {
+            let message = next(&mut *self.ends.1).await?;
+            if let Some(since) =
+                pushed.pop_front_if(|_| message.payload.is_empty() && message.header == "done")
+            {
+                latency.saturating_record(since.elapsed().as_nanos() as u64);
+                open -= 1;
+                if Instant::now() < end {
+                    open += 1;
+                    connection
+                        .send(Message { header: "offer".into(), ..Message::default() })
+                        .await
+                        .doing("asking")?;
+                }
+                continue;
+            }
+            pushed.push_back(Instant::now());
+            let sink = descriptor(&message)?;
+            connection.bulk_write(&sink, 0, payload.clone(), PATIENCE).await.doing("pushing")?;
+            connection
+                .send(Message { header: "pushed".into(), ..Message::default() })
+                .await
+                .doing("telling")?;
+        }
+        Ok(latency)
+    }
+}
+
+fn bracketed(args: &RpcArgs) -> String {
+    if args.address.is_ipv6() { format!("[{}]", args.address) } else { args.address.to_string() }
+}
+
+fn histogram() -> Result<Histogram<u64>> {
+    Histogram::new_with_bounds(1, 600_000_000_000, 3).doing("making a histogram")
+}
+
+fn descriptor(message: &Message) -> Result<BulkDescriptor> {
+    serde_json::from_slice(&message.header).doing("reading an offer")
+}
+
+async fn next(incoming: &mut dyn Incoming) -> Result<Message> {
+    loop {
+        match tokio::time::timeout(PATIENCE, incoming.next()).await.doing("waiting for the peer")? {
+            Event::Message(message) => return Ok(message),
+            Event::Lost(why) => return Err(Failure::new("talking to the peer", why)),
+            Event::Interrupted | Event::Resumed => {}
+        }
+    }
+}

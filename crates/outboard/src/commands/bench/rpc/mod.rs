@@ -1,0 +1,165 @@
+//! `outboard bench rpc`: the messenger by itself, between two processes of this machine, beside what others do with the same network.
+
+mod bare;
+mod client;
+mod figures;
+mod peer;
+mod pingpong;
+mod reference;
+mod serve;
+
+use std::time::Duration;
+
+use base::thread::{self, ThreadClass};
+use clap::{Args, ValueEnum};
+use messenger::{PathName, StackChoice};
+use serde::{Deserialize, Serialize};
+
+use crate::failure::{Doing, Failure, Result};
+use crate::node::units::ByteSize;
+use crate::output;
+use figures::{Contender, Report, Sample};
+
+/// What is measured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Mode {
+    /// Messages go there and come back
+    Echo,
+    /// Messages go there
+    OneWay,
+    /// The server reads memory that the client offers
+    BulkRead,
+    /// The server writes memory that the client offers
+    BulkWrite,
+}
+
+/// Measure messages and bulk transfers between two processes, beside the same done without the messenger
+///
+/// Starts a second process of itself and needs no node. Each contender runs for the same time, in turns, and the medians of the
+/// rounds are shown. "spinning" is with adaptive polling, "sleeping" without.
+///
+/// For an echo the others are: a TCP echo by epoll and nothing else (stack tcp), and fi_pingpong, if it is installed (stacks ofi).
+/// For bulk reads: a loop of fi_read at the same depth. They verify no checksums; the messenger does.
+///
+/// CPU is of both processes together. A wake-up is a thread that slept and was woken; there are two messages in an echo. Copies
+/// are our own, per byte of payload; those of libfabric's provider and of the kernel are theirs.
+#[derive(Debug, Clone, Args)]
+#[command(after_help = "Examples:\n  \
+    outboard bench rpc --stack tcp --size 4KiB --in-flight 1 --seconds 2\n  \
+    outboard bench rpc --stack ofi:tcp --size 1MiB --in-flight 8 --mode bulk-read --json\n  \
+    outboard bench rpc --stack ofi:verbs --address 192.0.2.1")]
+pub struct RpcArgs {
+    /// The network stack: tcp, ofi:tcp, ofi:verbs, …
+    #[arg(long, default_value = "tcp", value_name = "STACK")]
+    pub stack: StackChoice,
+    /// What to do
+    #[arg(long, value_enum, default_value = "echo")]
+    pub mode: Mode,
+    /// Size of each payload
+    #[arg(long, default_value = "4KiB", value_name = "S")]
+    pub size: ByteSize,
+    /// Messages or transfers in flight
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=512))]
+    pub in_flight: u32,
+    /// How long each contender runs in each round
+    #[arg(long, default_value_t = 2, value_name = "T", value_parser = clap::value_parser!(u32).range(1..=3600))]
+    pub seconds: u32,
+    /// Rounds, of which the medians are shown
+    #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=99))]
+    pub rounds: u32,
+    /// Idle connections beside those that are measured
+    #[arg(long, default_value_t = 0, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=4000))]
+    pub idle: u32,
+    /// Address of this machine to listen at
+    #[arg(long, default_value = "127.0.0.1", value_name = "IP")]
+    pub address: std::net::IpAddr,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
+    /// Be the other process
+    #[arg(long, hide = true)]
+    pub peer: Option<String>,
+}
+
+impl RpcArgs {
+    /// The provider of libfabric, if it is over that.
+    fn provider(&self) -> Option<&str> {
+        match &self.stack {
+            StackChoice::Paths(paths) => paths.first().map(|PathName { provider, .. }| provider.as_str()),
+            StackChoice::Auto => None,
+        }
+    }
+
+    fn duration(&self) -> Duration {
+        Duration::from_secs(u64::from(self.seconds))
+    }
+}
+
+/// How long polling lasts where it is on.
+const SPIN: Duration = Duration::from_micros(50);
+
+/// Runs the command.
+pub fn run(args: RpcArgs) -> Result<()> {
+    if let Some(job) = &args.peer {
+        return serve::run(job);
+    }
+    if args.stack == StackChoice::Auto {
+        return Err(Failure::usage("measuring", "name a stack, e.g. --stack ofi:verbs"));
+    }
+    let is_message = matches!(args.mode, Mode::Echo | Mode::OneWay);
+    let most = if is_message { ByteSize(256 << 10) } else { ByteSize(64 << 20) };
+    if args.size.0 == 0 || args.size > most {
+        return Err(Failure::usage("measuring", format!("--size is 1 byte to {most} in this mode")));
+    }
+    let contenders = contenders(&args);
+    let mut samples: Vec<Vec<Sample>> = contenders.iter().map(|_| Vec::new()).collect();
+    for round in 0..args.rounds as usize {
+        for i in 0..contenders.len() {
+            // In turns that begin with another one each time.
+            let at = (round + i) % contenders.len();
+            match run_one(&contenders[at], &args)? {
+                Some(sample) => samples[at].push(sample),
+                None if round == 0 => output::note(format!("{}: not available here", contenders[at].name())),
+                None => {}
+            }
+        }
+    }
+    let report = Report::new(&args, &contenders, &samples);
+    if args.json {
+        output::json(&report);
+    } else {
+        output::raw(&report);
+    }
+    Ok(())
+}
+
+/// Who takes part.
+fn contenders(args: &RpcArgs) -> Vec<Contender> {
+    let mut contenders = Vec::new();
+    let is_ofi = args.provider().is_some();
+    if is_ofi {
+        contenders.push(Contender::Messenger { spin: true });
+    }
+    contenders.push(Contender::Messenger { spin: false });
+    match (args.mode, is_ofi) {
+        (Mode::Echo, true) => contenders.push(Contender::Pingpong),
+        (Mode::Echo, false) => contenders.push(Contender::BareEcho),
+        (Mode::BulkRead, true) => contenders.push(Contender::BareReads),
+        _ => {}
+    }
+    contenders
+}
+
+/// One run, on a thread whose name says what it is. `None` if there is no such contender here.
+fn run_one(contender: &Contender, args: &RpcArgs) -> Result<Option<Sample>> {
+    let (contender, args) = (*contender, args.clone());
+    let work = move || match contender {
+        Contender::Messenger { spin } => client::measure(&args, spin).map(Some),
+        Contender::Pingpong => pingpong::measure(&args),
+        Contender::BareEcho => reference::echo(&args).map(Some),
+        Contender::BareReads => bare::reads(&args).map(Some),
+    };
+    let thread = thread::spawn(ThreadClass::Messenger, "bench", work).doing("starting a measurement")?;
+    thread.join().unwrap_or_else(|_| Err(Failure::new("measuring", "it panicked; this is a bug")))
+}

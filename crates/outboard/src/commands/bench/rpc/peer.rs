@@ -1,0 +1,103 @@
+//! The other process of a measurement.
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+use base::process::{ProcessUsage, Usage};
+use serde::{Deserialize, Serialize};
+
+use super::Mode;
+use crate::failure::{Doing, Failure, Result};
+
+/// What the other process is to do.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub enum Job {
+    /// Listen, and answer as the mode has it.
+    Serve { stack: String, spin_us: u64, address: String, mode: Mode },
+    /// Connect to an endpoint, and offer memory as the mode has it.
+    Offer { stack: String, spin_us: u64, endpoint: String, mode: Mode, size: u64, in_flight: u32 },
+    /// Listen over TCP and echo.
+    BareEcho { address: String },
+    /// Expose memory to fi_read.
+    BareMemory { provider: String, address: String, size: u64 },
+}
+
+/// The process. It ends when this is dropped.
+pub struct Peer {
+    child: Child,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+}
+
+impl Peer {
+    pub fn start(job: &Job) -> Result<Peer> {
+        let doing = "starting the other process";
+        let program = std::env::current_exe().doing(doing)?;
+        let job = serde_json::to_string(job).doing(doing)?;
+        let mut child = Command::new(program)
+            .args(["bench", "rpc", "--peer", &job])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .doing(doing)?;
+        let (input, output) = (child.stdin.take(), child.stdout.take());
+        let (Some(input), Some(output)) = (input, output) else {
+            return Err(Failure::new(doing, "it has no standard input and output"));
+        };
+        Ok(Peer { child, input, output: BufReader::new(output) })
+    }
+
+    /// The next line that it prints.
+    pub fn line(&mut self) -> Result<String> {
+        let mut line = String::new();
+        self.output.read_line(&mut line).doing("hearing from the other process")?;
+        match line.trim_end() {
+            "" => Err(Failure::new("hearing from the other process", "it has ended; see its error above")),
+            line => Ok(line.to_owned()),
+        }
+    }
+
+    /// Asks it what it has copied.
+    pub fn copied_bytes(&mut self) -> Result<u64> {
+        writeln!(self.input, "copied").doing("asking the other process")?;
+        self.line()?.parse().doing("hearing from the other process")
+    }
+
+    /// What it has used so far.
+    pub fn usage(&self) -> Result<Usage> {
+        Ok(self.read()?.total)
+    }
+
+    pub fn read(&self) -> Result<ProcessUsage> {
+        ProcessUsage::read(self.child.id()).doing("looking at the other process")
+    }
+
+    /// Its resident memory, in bytes.
+    pub fn resident_bytes(&self) -> u64 {
+        resident_bytes(self.child.id())
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        // It is ours, and may have ended by itself.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Resident memory of a process, in bytes.
+pub fn resident_bytes(pid: u32) -> u64 {
+    let statm = std::fs::read_to_string(format!("/proc/{pid}/statm")).unwrap_or_default();
+    let pages = statm.split_ascii_whitespace().nth(1).and_then(|pages| pages.parse::<u64>().ok());
+    pages.unwrap_or(0) * 4096
+}
+
+/// Of both processes.
+pub fn sum(a: Usage, b: Usage) -> Usage {
+    Usage {
+        cpu_seconds: a.cpu_seconds + b.cpu_seconds,
+        context_switches: a.context_switches + b.context_switches,
+        wake_ups: a.wake_ups + b.wake_ups,
+    }
+}

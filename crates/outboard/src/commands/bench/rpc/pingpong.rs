@@ -1,0 +1,76 @@
+//! fi_pingpong of libfabric, as a program.
+
+use std::net::TcpListener;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use hdrhistogram::Histogram;
+
+use super::RpcArgs;
+use super::figures::Sample;
+use crate::failure::{Doing, Failure, Result};
+
+/// Messages of one run, at the least; it has no time limit of its own.
+const ITERATIONS_MIN: u64 = 1000;
+
+/// One run; `None` if there is no such program, or more is to be in flight than its one message.
+pub fn measure(args: &RpcArgs) -> Result<Option<Sample>> {
+    let Some(provider) = args.provider() else { return Ok(None) };
+    if Command::new("fi_pingpong").arg("-h").stdout(Stdio::null()).stderr(Stdio::null()).status().is_err() {
+        return Ok(None);
+    }
+    // As many as take about the time that the others have, by a short run.
+    let short = run(args, provider, ITERATIONS_MIN)?;
+    let count = (args.duration().as_secs_f64() * 1e9 / short) as u64;
+    let mean_ns = run(args, provider, count.max(ITERATIONS_MIN))?;
+    Ok(Some(Sample {
+        operations: args.duration().as_secs_f64().mul_add(1e9, 0.0) as u64 / (mean_ns as u64).max(1),
+        elapsed: args.duration(),
+        latency: Histogram::new(3).doing("making a histogram")?,
+        mean_ns: Some(mean_ns),
+        usage: None,
+        copied_bytes: None,
+        idle_bytes: None,
+    }))
+}
+
+/// Mean time of a message there and back, in ns.
+fn run(args: &RpcArgs, provider: &str, iterations: u64) -> Result<f64> {
+    let doing = "running fi_pingpong";
+    let port = free_port(args).doing(doing)?;
+    let command = |address: Option<String>| {
+        let mut command = Command::new("fi_pingpong");
+        command.args(["-p", provider, "-e", "msg", "-I", &iterations.to_string()]);
+        command.args(["-S", &args.size.0.to_string()]);
+        match address {
+            None => command.args(["-B", &port.to_string()]),
+            Some(address) => command.args(["-P", &port.to_string(), &address]),
+        };
+        command.stdin(Stdio::null()).stderr(Stdio::null());
+        command
+    };
+    let mut server = command(None).stdout(Stdio::null()).spawn().doing(doing)?;
+    let deadline = Instant::now() + Duration::from_secs(10);
+    let text = loop {
+        // The server needs a moment, and does not say when it is ready.
+        std::thread::sleep(Duration::from_millis(200));
+        let output = command(Some(args.address.to_string())).output().doing(doing)?;
+        if output.status.success() || Instant::now() > deadline {
+            break String::from_utf8_lossy(&output.stdout).into_owned();
+        }
+    };
+    // It ends by itself when it has served.
+    let _ = server.kill();
+    let _ = server.wait();
+    // bytes #sent #ack total time MB/sec usec/xfer Mxfers/sec; a message there and back are two transfers.
+    let fields = text.lines().last().map(|line| line.split_ascii_whitespace().collect::<Vec<_>>());
+    let per_transfer =
+        fields.and_then(|fields| fields.get(fields.len().checked_sub(2)?)?.parse::<f64>().ok());
+    per_transfer
+        .map(|us| us * 2e3)
+        .ok_or_else(|| Failure::new(doing, format!("its output is not understood: {text:?}")))
+}
+
+fn free_port(args: &RpcArgs) -> std::io::Result<u16> {
+    Ok(TcpListener::bind((args.address, 0))?.local_addr()?.port())
+}

@@ -1,0 +1,183 @@
+//! What the other process does.
+
+use std::io::BufRead;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use base::BoxFuture;
+use base::block::Payload;
+use base::thread::{self, ThreadClass};
+use messenger::{
+    BulkRegion, BulkSink, BulkSource, ConnectOptions, Connection, Event, Incoming, Message, StackOptions,
+    UseAs,
+};
+use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
+
+use super::peer::Job;
+use super::{Mode, bare, reference};
+use crate::failure::{Doing, Failure, Result};
+use crate::output;
+
+static METRICS: OnceLock<PrometheusHandle> = OnceLock::new();
+
+/// Counts what the messenger does from now on.
+pub fn record_metrics() {
+    METRICS.get_or_init(|| {
+        let recorder = PrometheusBuilder::new().build_recorder();
+        let handle = recorder.handle();
+        // Another one would count as well, but nobody would be asked.
+        let _ = metrics::set_global_recorder(recorder);
+        handle
+    });
+}
+
+/// Bytes that the messenger of this process has copied.
+pub fn copied_bytes() -> u64 {
+    let text = METRICS.get().map(PrometheusHandle::render).unwrap_or_default();
+    let line = text.lines().find(|line| line.starts_with("outboard_messenger_copied_bytes "));
+    line.and_then(|line| line.rsplit(' ').next()?.parse().ok()).unwrap_or(0)
+}
+
+pub fn runtime() -> Result<tokio::runtime::Runtime> {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().doing("starting")
+}
+
+/// Does the job until standard input ends.
+pub fn run(job: &str) -> Result<()> {
+    let job: Job = serde_json::from_str(job).doing("reading the job")?;
+    record_metrics();
+    let work = move || -> Result<()> {
+        match job {
+            Job::Serve { stack, spin_us, address, mode } => {
+                runtime()?.block_on(spawned(serve(stack, spin_us, address, mode)))
+            }
+            Job::Offer { stack, spin_us, endpoint, mode, size, .. } => {
+                runtime()?.block_on(spawned(offer(stack, spin_us, endpoint, mode, size as usize)))
+            }
+            Job::BareEcho { address } => reference::serve(&address),
+            Job::BareMemory { provider, address, size } => bare::expose(&provider, &address, size as usize),
+        }
+    };
+    let thread = thread::spawn(ThreadClass::Messenger, "peer", work).doing("starting")?;
+    let questions = std::thread::spawn(|| {
+        for line in std::io::stdin().lock().lines().map_while(std::io::Result::ok) {
+            if line == "copied" {
+                output::line(copied_bytes());
+            }
+        }
+        std::process::exit(0);
+    });
+    let result = thread.join().unwrap_or_else(|_| Err(Failure::new("serving", "it panicked; this is a bug")));
+    drop(questions);
+    result
+}
+
+async fn spawned(work: impl Future<Output = Result<()>> + Send + 'static) -> Result<()> {
+    tokio::spawn(work).await.doing("serving")?
+}
+
+fn open(stack: &str, spin_us: u64) -> Result<Arc<dyn messenger::NetworkStack>> {
+    let choice = stack.parse().doing("reading the job")?;
+    let options = StackOptions { spin: Duration::from_micros(spin_us), ..StackOptions::default() };
+    messenger::open(&choice, &options, UseAs::Server).doing("opening the stack")
+}
+
+async fn serve(stack: String, spin_us: u64, address: String, mode: Mode) -> Result<()> {
+    let stack = open(&stack, spin_us)?;
+    let mut listener = stack.listen(&address, 0).await.doing(format!("listening at {address}"))?;
+    output::line(listener.endpoint());
+    loop {
+        if let Ok((connection, incoming)) = listener.accept().await {
+            tokio::spawn(answer(connection, incoming, mode));
+        }
+    }
+}
+
+async fn answer(connection: Arc<dyn Connection>, mut incoming: Box<dyn Incoming>, mode: Mode) {
+    while let Some(message) = next(&mut *incoming).await {
+        let answer = match mode {
+            Mode::Echo => message,
+            _ if message.header == "sign" => Message { header: message.header, ..Message::default() },
+            _ => continue,
+        };
+        if connection.send(answer).await.is_err() {
+            return;
+        }
+    }
+}
+
+async fn next(incoming: &mut dyn Incoming) -> Option<Message> {
+    loop {
+        match incoming.next().await {
+            Event::Message(message) => return Some(message),
+            Event::Lost(_) => return None,
+            Event::Interrupted | Event::Resumed => {}
+        }
+    }
+}
+
+/// Data in memory whose checksums are known.
+struct Ready(Payload);
+
+impl BulkSource for Ready {
+    fn len(&self) -> u64 {
+        self.0.len() as u64
+    }
+
+    fn phase(&self) -> u64 {
+        self.0.phase()
+    }
+
+    fn read(&self, offset: u64, len: usize) -> BoxFuture<'_, std::result::Result<Payload, String>> {
+        let start = offset as usize;
+        let data = self.0.data().slice(start..start + len);
+        let pieces = start / 4096..(start + len).div_ceil(4096);
+        let payload = Payload::from_parts(offset, data, self.0.checksums()[pieces].to_vec());
+        Box::pin(std::future::ready(payload.map_err(|e| e.to_string())))
+    }
+
+    fn memory(&self) -> Option<Payload> {
+        Some(self.0.clone())
+    }
+}
+
+/// Takes and drops.
+struct Void(u64);
+
+impl BulkSink for Void {
+    fn len(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&self, _offset: u64, _payload: Payload) -> bool {
+        true
+    }
+}
+
+/// Offers memory when it is asked to.
+async fn offer(stack: String, spin_us: u64, endpoint: String, mode: Mode, size: usize) -> Result<()> {
+    let stack = open(&stack, spin_us)?;
+    let connecting = stack.connect(&endpoint, ConnectOptions::default()).await;
+    let (connection, mut incoming) = connecting.doing(format!("connecting to {endpoint}"))?;
+    let source: Arc<dyn BulkSource> = Arc::new(Ready(Payload::compute(0, vec![7; size].into())));
+    let mut regions: std::collections::VecDeque<BulkRegion> = std::collections::VecDeque::new();
+    while let Some(message) = next(&mut *incoming).await {
+        let header = if message.header == "pushed" {
+            if let Some(region) = regions.pop_front() {
+                region.finish();
+            }
+            "done".into()
+        } else {
+            let region = match mode {
+                Mode::BulkRead => connection.offer_source(Arc::clone(&source)),
+                _ => connection.offer_sink(Arc::new(Void(size as u64)), 0),
+            };
+            let region = region.doing("offering memory")?;
+            let header = serde_json::to_vec(&region.descriptor).doing("offering memory")?;
+            regions.push_back(region);
+            header.into()
+        };
+        connection.send(Message { header, ..Message::default() }).await.doing("answering")?;
+    }
+    Ok(())
+}
