@@ -231,9 +231,9 @@ impl Rig {
         let mut open = args.in_flight;
         while open > 0 {
             let message = next(&mut *self.ends.1).await?;
-            if let Some(since) =
-                pushed.pop_front_if(|_| message.payload.is_empty() && message.header == "done")
-            {
+            if message.header == "done" {
+                let since = pushed.pop_front();
+                let since = since.ok_or_else(|| Failure::new("measuring", "more came than was asked for"))?;
                 latency.saturating_record(since.elapsed().as_nanos() as u64);
                 open -= 1;
                 if Instant::now() < end {
