@@ -1,5 +1,7 @@
 //! What `outboard doctor` looks at.
 
+mod rdma;
+
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -9,7 +11,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::process::Resource;
 use serde::Serialize;
 
-use super::units::ByteSize;
+use crate::node::units::ByteSize;
 
 /// How much a finding matters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -51,6 +53,7 @@ const FILES_WANTED: u64 = 4096;
 pub fn all(dir: &Path) -> Vec<Finding> {
     let mut findings = vec![kernel(), io_uring(), memlock(), huge_pages(), open_files(), clock()];
     findings.extend(file_system(dir));
+    findings.extend(rdma::all());
     findings.push(emulation());
     findings
 }
