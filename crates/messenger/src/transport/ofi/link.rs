@@ -330,9 +330,16 @@ impl Link {
         }
         let header = Self::header(&mut state);
         drop(state);
+        let parts = if self.can_inject(HEADER_BYTES) { Ok(Vec::new()) } else { self.alone(header) };
+        let notify = parts.as_ref().is_ok_and(|parts| self.wants_completion(parts));
         let endpoint = self.endpoint();
         let Some(open) = &*endpoint else { return };
-        let result = open.inject(&header.encode());
+        let result = match parts {
+            Ok(parts) if parts.is_empty() => open.inject(&header.encode()),
+            Ok(parts) => open.send_parts(parts, 0, notify),
+            // As if the queue were full: there is no buffer now.
+            Err(()) => Err(PostError::Full),
+        };
         drop(endpoint);
         match result {
             Ok(()) => {}
@@ -349,6 +356,29 @@ impl Link {
         }
     }
 
+    /// Whether so many bytes can be sent without memory of ours. Some devices have no room for any.
+    fn can_inject(&self, len: usize) -> bool {
+        len <= self.port.domain.info().inject_size().min(COPY_MAX_BYTES)
+    }
+
+    /// A packet that has no content.
+    fn alone(&self, header: PacketHeader) -> Result<Vec<Part>, ()> {
+        let mut buf = self.port.common.buffers.take().ok_or(())?;
+        buf.truncate(HEADER_BYTES);
+        buf.copy_from_slice(&header.encode());
+        let region = self.own_region(&buf).map_err(|_| ())?;
+        Ok(vec![Part { bytes: buf.freeze(), region }])
+    }
+
+    /// The registration of a buffer of ours, where the provider wants one.
+    fn own_region(&self, buf: &ArenaBuf) -> Result<Option<MemoryRegion>, LinkFailed> {
+        if !self.port.domain.info().mr_mode().local {
+            return Ok(None);
+        }
+        let access = self.port.access_of(buf.arena());
+        self.port.region(buf.arena(), access).map(Some).map_err(|e| LinkFailed(e.to_string()))
+    }
+
     fn header(state: &mut State) -> PacketHeader {
         state.told = state.receiving.granted;
         PacketHeader { token: state.peer_token, granted: state.receiving.granted }
@@ -359,7 +389,7 @@ impl Link {
         let header = self.credit().await?;
         let len: usize = pieces.iter().map(|piece| piece.bytes().len()).sum();
         debug_assert!(len + HEADER_BYTES <= PACKET_BYTES, "a packet fits into a buffer");
-        if len + HEADER_BYTES <= self.port.domain.info().inject_size().min(COPY_MAX_BYTES) {
+        if self.can_inject(len + HEADER_BYTES) {
             let mut packet = Vec::with_capacity(len + HEADER_BYTES);
             packet.extend_from_slice(&header.encode());
             pieces.iter().for_each(|piece| packet.extend_from_slice(piece.bytes()));
@@ -415,14 +445,7 @@ impl Link {
                 _ => plan.push(Planned::Here(filled - bytes.len(), filled)),
             }
         }
-        let region = match self.port.domain.info().mr_mode().local {
-            true => {
-                let access = self.port.access_of(buf.arena());
-                let region = self.port.region(buf.arena(), access);
-                Some(region.map_err(|e| LinkFailed(e.to_string()))?)
-            }
-            false => None,
-        };
+        let region = self.own_region(&buf)?;
         let buf = buf.freeze();
         let part = |planned| match planned {
             Planned::Here(start, end) => Part { bytes: buf.slice(start..end), region: region.clone() },

@@ -32,6 +32,7 @@ mod rma;
 use std::collections::HashMap;
 use std::io;
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
@@ -99,6 +100,7 @@ struct Common {
 pub struct Control {
     devices: Mutex<Vec<Weak<Device>>>,
     frozen: watch::Sender<bool>,
+    refuses: AtomicBool,
 }
 
 impl Control {
@@ -108,6 +110,11 @@ impl Control {
         let links: Vec<Arc<Link>> =
             devices.iter().filter_map(Weak::upgrade).flat_map(|device| device.links()).collect();
         links.iter().filter(|link| link.failure().is_none()).map(|link| link.fail("cut")).count()
+    }
+
+    /// While it refuses, no connection can be made.
+    pub fn refuse(&self, refuses: bool) {
+        self.refuses.store(refuses, Ordering::Relaxed);
     }
 
     /// While frozen, nothing moves.
@@ -156,7 +163,11 @@ impl Ofi {
             tracing::info!(provider = config.provider, "it has no shared receive queues");
             config.receive_queue = ReceiveQueueKind::PerConnection;
         }
-        let control = Arc::new(Control { devices: Mutex::default(), frozen: watch::Sender::new(false) });
+        let control = Arc::new(Control {
+            devices: Mutex::default(),
+            frozen: watch::Sender::new(false),
+            refuses: AtomicBool::new(false),
+        });
         let buffers = Buffers::new(config.packet_memory_bytes);
         let landings = Landings::default();
         Ok(Ofi {
@@ -227,6 +238,9 @@ impl Transport for Ofi {
 
     fn dial<'a>(&'a self, endpoint: &'a str, claim: &'a Claim) -> BoxFuture<'a, io::Result<Wire>> {
         Box::pin(async move {
+            if self.common.control.refuses.load(Ordering::Relaxed) {
+                return Err(io::ErrorKind::ConnectionRefused.into());
+            }
             let info = self.query(endpoint, Target::Connect).await?;
             let link = self.dialing(&info)?.dial(&info, claim).await?;
             Ok(Wire { road: Road::Packets(link), address: endpoint.to_owned(), claim: None })

@@ -3,6 +3,8 @@
 //! share, and with such of their own.
 #![allow(clippy::print_stderr, reason = "a skipped test says so")]
 
+mod paths;
+
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -17,20 +19,29 @@ fn provider() -> (String, String) {
     (provider.to_owned(), format!("{address}:0"))
 }
 
+/// Heartbeat and grace: an emulated machine needs more.
+fn patience(provider: &str) -> (Duration, Duration) {
+    let grace = Duration::from_millis(if provider == "tcp" { 300 } else { 3000 });
+    (grace / 6, grace)
+}
+
 /// `None`, said loudly, where there is no libfabric. In CI that is a failure.
-fn rig(receive_queue: ReceiveQueueKind) -> Option<Rig> {
-    let (provider, address) = provider();
-    let slow = provider != "tcp";
-    let grace = Duration::from_millis(if slow { 3000 } else { 300 });
-    let config = SessionConfig { heartbeat: grace / 6, grace, ..SessionConfig::default() };
-    let ofi = match Ofi::new(OfiConfig { receive_queue, ..OfiConfig::new(&provider) }) {
-        Ok(ofi) => ofi,
+fn load(config: OfiConfig) -> Option<Ofi> {
+    match Ofi::new(config) {
+        Ok(ofi) => Some(ofi),
         Err(e) if std::env::var("CI").is_ok_and(|ci| ci == "true") => panic!("{e}"),
         Err(e) => {
             eprintln!("SKIPPED: {e}");
-            return None;
+            None
         }
-    };
+    }
+}
+
+fn rig(receive_queue: ReceiveQueueKind) -> Option<Rig> {
+    let (provider, address) = provider();
+    let (heartbeat, grace) = patience(&provider);
+    let config = SessionConfig { heartbeat, grace, ..SessionConfig::default() };
+    let ofi = load(OfiConfig { receive_queue, ..OfiConfig::new(&provider) })?;
     let (cut, freeze) = (ofi.control(), ofi.control());
     Some(Rig {
         stack: Arc::new(StreamStack::over(ofi, config)),

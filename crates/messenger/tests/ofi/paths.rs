@@ -1,0 +1,154 @@
+//! Sessions that begin over TCP, move to a link, and come back when it fails.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use base::health::State;
+use outboard_messenger::conformance::{self, Rig};
+use outboard_messenger::transport::ofi::{Control, OfiConfig};
+use outboard_messenger::transport::tcp::Tcp;
+use outboard_messenger::{
+    ConnectOptions, Connection, Ends, Event, Incoming, Listener, Message, NetworkStack, Path, SessionConfig,
+    StreamStack,
+};
+
+const COOL_DOWN: Duration = Duration::from_millis(400);
+const PATIENCE: Duration = Duration::from_secs(60);
+
+struct Network {
+    stack: Arc<StreamStack<Tcp>>,
+    control: Arc<Control>,
+    address: String,
+}
+
+/// TCP, and a link beside it. `None`, said loudly, where there is no libfabric.
+fn network(required: bool) -> Option<Network> {
+    let (provider, address) = super::provider();
+    let ofi = super::load(OfiConfig::new(&provider))?;
+    let control = ofi.control();
+    let path = Path::new(&format!("ofi:{provider}"), Arc::new(ofi), COOL_DOWN).required(required);
+    let (heartbeat, grace) = super::patience(&provider);
+    let config = SessionConfig { heartbeat, grace, ..SessionConfig::default() };
+    let stack = Arc::new(StreamStack::over(Tcp, config).with_path(path));
+    Some(Network { stack, control, address })
+}
+
+impl Network {
+    async fn pair(&self) -> (Box<dyn Listener>, Ends, Ends) {
+        let mut listener = self.stack.listen(&self.address, 0).await.expect("listens");
+        let endpoint = listener.endpoint();
+        let connecting = self.stack.connect(&endpoint, ConnectOptions::default());
+        let (client, server) = tokio::join!(connecting, listener.accept());
+        (listener, client.expect("connects"), server.expect("accepts"))
+    }
+
+    fn state(&self) -> State {
+        self.stack.paths().next().expect("there is a path").1.state
+    }
+}
+
+/// Waits until the session goes over a link, or does not.
+async fn until(connection: &Arc<dyn Connection>, one_sided: bool) {
+    let reached = async {
+        while connection.limits().one_sided != one_sided {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, reached).await.unwrap_or_else(|_| panic!("one-sided is not {one_sided}"));
+}
+
+async fn message(incoming: &mut dyn Incoming) -> Message {
+    loop {
+        match tokio::time::timeout(PATIENCE, incoming.next()).await.expect("a message") {
+            Event::Message(message) => return message,
+            Event::Lost(why) => panic!("session lost: {why}"),
+            Event::Interrupted | Event::Resumed => {}
+        }
+    }
+}
+
+/// A message there and a transfer back.
+async fn is_well(client: &mut Ends, server: &mut Ends) {
+    let data = vec![5; 600_000];
+    let source = client.0.offer_source(conformance::Buffer::in_memory(0, &data)).expect("offered");
+    client.0.send(Message { header: "hello".into(), ..Message::default() }).await.expect("sent");
+    assert_eq!(message(&mut *server.1).await.header, "hello");
+    let dest = conformance::pool().alloc(data.len()).await.expect("a buffer");
+    let pulled = server.0.bulk_read(&source.descriptor, 0, dest, PATIENCE).await.expect("pulled");
+    assert!(pulled.buf[..] == data[..]);
+    source.finish();
+}
+
+#[tokio::test]
+async fn a_session_moves_to_the_link_comes_back_when_it_fails_and_moves_there_again() {
+    let Some(network) = network(false) else { return };
+    let (_listener, mut client, mut server) = network.pair().await;
+    assert!(client.0.limits().one_sided, "the client has moved when it is connected");
+    until(&server.0, true).await;
+    is_well(&mut client, &mut server).await;
+
+    network.control.refuse(true);
+    assert!(network.control.cut() > 0);
+    until(&client.0, false).await;
+    is_well(&mut client, &mut server).await;
+    assert_ne!(network.state(), State::Active, "the path cools down");
+    assert!(!server.0.limits().one_sided);
+
+    network.control.refuse(false);
+    until(&client.0, true).await;
+    until(&server.0, true).await;
+    assert_eq!(network.state(), State::Active, "a probe brought it back");
+    is_well(&mut client, &mut server).await;
+    let report = network.stack.paths().next().expect("there is a path").1;
+    assert!(report.failures >= 1 && report.recoveries >= 1, "{report:?}");
+}
+
+#[tokio::test]
+async fn without_a_link_sessions_begin_over_tcp_unless_it_is_required() {
+    let Some(optional) = network(false) else { return };
+    optional.control.refuse(true);
+    let (_listener, mut client, mut server) = optional.pair().await;
+    assert!(!client.0.limits().one_sided);
+    is_well(&mut client, &mut server).await;
+
+    let Some(required) = network(true) else { return };
+    required.control.refuse(true);
+    let listener = required.stack.listen(&required.address, 0).await.expect("listens");
+    let refused = required.stack.connect(&listener.endpoint(), ConnectOptions::default()).await;
+    let why = refused.err().expect("it says so").to_string();
+    assert!(why.contains("ofi:"), "{why}");
+
+    // A server that has no such path is no server for a client that wants one.
+    let plain = StreamStack::over(Tcp, SessionConfig::default());
+    let listener = plain.listen(&required.address, 0).await.expect("listens");
+    required.control.refuse(false);
+    let refused = required.stack.connect(&listener.endpoint(), ConnectOptions::default()).await;
+    assert!(refused.is_err());
+}
+
+/// The checks that break transports, on sessions that change between TCP and a link all the time.
+#[tokio::test]
+async fn nothing_is_lost_while_sessions_change_between_transports() {
+    let Some(network) = network(false) else { return };
+    let (cut, freeze) = (Arc::clone(&network.control), Arc::clone(&network.control));
+    let turn = std::sync::atomic::AtomicU32::new(0);
+    let rig = Rig {
+        stack: network.stack.clone(),
+        address: network.address.clone(),
+        cut: Box::new(move || {
+            // Of four cuts one is followed by a time without the link.
+            cut.refuse(turn.fetch_add(1, std::sync::atomic::Ordering::Relaxed).is_multiple_of(4));
+            cut.cut()
+        }),
+        freeze: Box::new(move |frozen| freeze.freeze(frozen)),
+        grace: super::patience(&super::provider().0).1,
+        seed: conformance::seed(),
+    };
+    let checks = async {
+        conformance::exactly_once_across_broken_transports(&rig).await;
+        conformance::pushes_survive_broken_transports(&rig).await;
+    };
+    tokio::time::timeout(Duration::from_secs(200), checks).await.expect("the checks hang");
+    let report = network.stack.paths().next().expect("there is a path").1;
+    assert!(report.failures > 0, "the link was never without use: {report:?}");
+}
