@@ -23,6 +23,7 @@ demo: setup-demo ## Start a node, copy a real tree in and out while killing its 
 test: setup ## Run every test
 	@scripts/setup test
 	$(CARGO) test --locked --workspace
+	OUTBOARD_TEST_NETWORK=ofi:tcp $(CARGO) test --locked -p outboard-osd --test e2e
 
 test-rdma: setup ## Run tests over RDMA verbs (soft-RoCE and soft-iWARP), in an emulated machine: 1 min, the first time 2 (tests/rdma)
 	@tests/rdma/run

@@ -13,6 +13,7 @@ use crate::frame::{
     self, Body, FrameHeader, HEADER_LEN, Hello, Kind, MAX_CONTROL, PathOffer, Reject, RejectCode, Resume,
     Welcome,
 };
+use crate::home::Home;
 use crate::paths::{CommonPath, MAX_PATHS, PATH_TIMEOUT, Path};
 use crate::session::{Settled, Shared};
 use crate::transport::ofi::Piece;
@@ -169,9 +170,16 @@ pub(crate) struct Dialer {
     options: ConnectOptions,
     config: SessionConfig,
     backoff: Duration,
+    /// The thread that serves the session, which is there as long as the session.
+    _home: Option<Arc<Home>>,
 }
 
 impl Dialer {
+    /// Of a session that is served by that thread.
+    pub(crate) fn at(self, home: Arc<Home>) -> Dialer {
+        Dialer { _home: Some(home), ..self }
+    }
+
     pub(crate) fn new(
         transport: Arc<dyn Transport>,
         paths: Vec<Arc<Path>>,
@@ -184,7 +192,7 @@ impl Dialer {
             return Err(MessengerError::Refused(format!("the tenant's name is longer than {limit} bytes")));
         }
         let (backoff, endpoint) = (crate::session::BACKOFF.0, endpoint.to_owned());
-        Ok(Dialer { transport, paths, path: None, endpoint, options, config, backoff })
+        Ok(Dialer { transport, paths, path: None, endpoint, options, config, backoff, _home: None })
     }
 
     /// Starts a new session, trying again until the time is over; over the best transport that both sides have.

@@ -8,7 +8,7 @@ use base::thread::ThreadClass;
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
-/// The thread. It ends when this is dropped, and with it what was started on it.
+/// The thread. It ends when this is dropped: sessions that it serves hold it.
 pub(crate) struct Home {
     handle: Handle,
     /// Dropping it stops the thread. In a lock only so that this can be shared.

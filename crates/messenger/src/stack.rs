@@ -28,7 +28,7 @@ use listener::StreamListener;
 pub struct StreamStack<T> {
     transport: Arc<T>,
     paths: Vec<Arc<Path>>,
-    home: Option<Home>,
+    home: Option<Arc<Home>>,
     config: SessionConfig,
 }
 
@@ -95,7 +95,7 @@ impl<T: Transport> StreamStack<T> {
     /// # Errors
     /// If the system has no room for another thread.
     pub fn on_own_thread(mut self) -> std::io::Result<StreamStack<T>> {
-        self.home = Some(Home::start()?);
+        self.home = Some(Arc::new(Home::start()?));
         Ok(self)
     }
 
@@ -139,6 +139,7 @@ impl<T: Transport> NetworkStack for StreamStack<T> {
             match &self.home {
                 None => begin(dialer, config).await,
                 Some(home) => {
+                    let dialer = dialer.at(Arc::clone(home));
                     let gone = || MessengerError::SessionLost("the messenger's thread has ended".into());
                     home.run(begin(dialer, config)).await.unwrap_or_else(|| Err(gone()))
                 }

@@ -10,7 +10,7 @@ use base::phases::{self, Phase};
 use base::pool::BufferPool;
 use bytes::Bytes;
 use client::{Client, Object, Options, Pool};
-use messenger::TcpStack;
+use messenger::{NetworkStack, StackChoice, StackOptions, UseAs};
 use osd::{Osd, OsdConfig};
 use store::{
     CollectionId, MemStore, ObjectId, ObjectStore, Op, Page, ReadData, Result, StageId, Stat, StatFs,
@@ -268,6 +268,15 @@ pub(crate) struct Node {
 
 pub(crate) const STAGING: usize = 16 << 20;
 
+/// The network that everything runs over: TCP unless the environment says otherwise, e.g. `OUTBOARD_TEST_NETWORK=ofi:tcp`.
+pub(crate) fn network() -> StackChoice {
+    std::env::var("OUTBOARD_TEST_NETWORK").map_or(StackChoice::TCP, |name| name.parse().unwrap())
+}
+
+pub(crate) fn stack(use_as: UseAs) -> Arc<dyn NetworkStack> {
+    messenger::open(&network(), &StackOptions::default(), use_as).unwrap()
+}
+
 impl Node {
     pub(crate) fn start() -> Node {
         Node::start_with(OsdConfig::default())
@@ -296,7 +305,7 @@ impl Node {
         if let Some(osd) = self.osd.take() {
             osd.stop();
         }
-        let stack = Arc::new(TcpStack::default());
+        let stack = stack(UseAs::Server);
         let mut tries = 0;
         let osd = loop {
             let (config, targets, pool) = (self.config.clone(), self.targets(), self.staging.clone());
@@ -319,6 +328,7 @@ impl Node {
     }
 
     pub(crate) async fn client_with(&self, options: Options) -> Client {
+        let options = Options { stack: network(), ..options };
         Client::connect(&self.endpoint, options).await.unwrap()
     }
 

@@ -2,10 +2,7 @@
 
 use base::block::Payload;
 use bytes::Bytes;
-use messenger::{
-    BulkDescriptor, BulkDirection, BulkOwner, BulkSegment, ConnectOptions, MemoryKind, Message, NetworkStack,
-    TcpStack,
-};
+use messenger::{BulkDescriptor, BulkDirection, BulkOwner, BulkSegment, ConnectOptions, MemoryKind, Message};
 use proto::limits::{MAX_OBJECT_SIZE, MAX_OPS};
 use proto::{
     Condition, Data, Error, List, Manifest, Mutate, Mutation, NameError, Read, ReplyBody, RequestBody,
@@ -198,7 +195,7 @@ async fn requests_need_a_session_of_a_version_that_both_speak() {
     let _object = node.object().await;
     let open = |oldest, newest, session| RequestBody::Open { oldest, newest, session };
     let unopened = async |body: RequestBody| {
-        let stack = TcpStack::default();
+        let stack = crate::common::stack(messenger::UseAs::Client);
         let (connection, mut incoming) =
             stack.connect(&node.endpoint, ConnectOptions::default()).await.unwrap();
         let header = proto::encode_request(&head(1), &body);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use base::block::Payload;
 use bytes::Bytes;
-use messenger::{ConnectOptions, Connection, Event, Incoming, Message, NetworkStack, TcpStack};
+use messenger::{ConnectOptions, Connection, Event, Incoming, Message, UseAs};
 use proto::{
     Data, Mutate, Mutated, Mutation, Reply, ReplyBody, RequestBody, RequestHead, SessionId, Source, WireName,
 };
@@ -39,7 +39,7 @@ pub(crate) fn mutate(object: &str, ops: Vec<Mutation>, data: Data) -> RequestBod
 
 impl Raw {
     pub(crate) async fn connect(endpoint: &str, session: Option<SessionId>) -> Raw {
-        let stack = TcpStack::default();
+        let stack = crate::common::stack(UseAs::Client);
         let (connection, incoming) = stack.connect(endpoint, ConnectOptions::default()).await.unwrap();
         let mut raw = Raw { connection, incoming, session: SessionId(0) };
         let open = RequestBody::Open { oldest: proto::VERSION_OLDEST, newest: proto::VERSION, session };

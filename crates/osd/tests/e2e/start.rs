@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use messenger::TcpStack;
 use osd::{Osd, OsdConfig, StartError};
 use store::{MemStore, ObjectStore};
 use uuid::Uuid;
@@ -10,7 +9,7 @@ use uuid::Uuid;
 use crate::common::Node;
 
 fn start(node: &Node, targets: Vec<(Uuid, Arc<dyn ObjectStore>)>) -> StartError {
-    let stack = Arc::new(TcpStack::default());
+    let stack = crate::common::stack(messenger::UseAs::Server);
     Osd::start(OsdConfig::default(), targets, node.staging.clone(), stack, "127.0.0.1:0").unwrap_err()
 }
 
