@@ -23,7 +23,8 @@
 //! somebody polls. Each side has one thread that polls its queues while there is something and sleeps in [`wait`] otherwise.
 //!
 //! **Trust.** A peer can read and write what was registered with [`Access::Remote`] and whose key it has, and nothing else, but over iWARP
-//! ([`Info::exposes_local_memory`]). A refused key or range costs the endpoint on which it was tried. Providers do not check that a peer is who it says.
+//! ([`Info::exposes_local_memory`]), where the driver siw also sends whatever is registered to whoever has its key. A refused key or
+//! range costs the endpoint on which it was tried. Providers do not check that a peer is who it says.
 
 #![deny(unsafe_code)]
 

@@ -71,6 +71,7 @@ fn must_be_refused(remote: RemoteRegion, read: bool, pair: &mut Pair, good: &Mem
     let (server, client) = pair.connect();
     let (other_server, other_client) = pair.connect();
     let local = pair.client.region(4096, Access::Local);
+    fill(&local, 5);
     let before = content(good.arena().unwrap());
     let (slice, to) = (local.slice(0, 4096).unwrap(), remote.slice(0, 4096).unwrap());
     let post = if read { Endpoint::read } else { Endpoint::write };
@@ -112,6 +113,23 @@ fn wrong_keys_and_ranges_are_refused() {
             }
             must_be_refused(remote, read, &mut pair, &good);
         }
+    }
+}
+
+#[test]
+fn a_region_is_good_for_nothing_else_than_what_it_was_registered_for() {
+    let Some(mut pair) = Pair::new() else { return };
+    let good = pair.server.region(LEN, Access::Remote);
+    let [readable, writable, messages] = [Access::RemoteRead, Access::RemoteWrite, Access::Messages]
+        .map(|access| pair.server.region(4096, access));
+    let mut refused = vec![(&readable, false), (&messages, false)];
+    // The driver siw sends whatever is registered, and does not look whether it is for reading.
+    if !pair.to_server.exposes_local_memory() {
+        refused.extend([(&writable, true), (&messages, true)]);
+    }
+    for (region, read) in refused {
+        must_be_refused(region.remote(), read, &mut pair, &good);
+        assert!(content(region.arena().unwrap()).iter().all(|byte| *byte == 0));
     }
 }
 
