@@ -23,6 +23,7 @@ fn rig(faults: Faults, seed: u64) -> (Rig, Arc<FaultControl>) {
         cut: Box::new(move || cut.cut()),
         freeze: Box::new(move |frozen| freeze.freeze(frozen)),
         grace: GRACE,
+        slow: false,
         seed,
     };
     (rig, control)

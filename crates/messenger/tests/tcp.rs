@@ -19,6 +19,7 @@ fn rig() -> Rig {
         cut: Box::new(move || cut.cut()),
         freeze: Box::new(move |frozen| freeze.freeze(frozen)),
         grace,
+        slow: false,
         seed: conformance::seed(),
     }
 }

@@ -26,6 +26,8 @@ pub struct Rig {
     pub freeze: Box<dyn Fn(bool)>,
     /// The grace that the stack gives silent peers.
     pub grace: Duration,
+    /// Connections take long: fewer are made where many are.
+    pub slow: bool,
     /// Seed of the random choices.
     pub seed: u64,
 }

@@ -49,6 +49,7 @@ fn rig(receive_queue: ReceiveQueueKind) -> Option<Rig> {
         cut: Box::new(move || cut.cut()),
         freeze: Box::new(move |frozen| freeze.freeze(frozen)),
         grace,
+        slow: provider != "tcp",
         seed: conformance::seed(),
     })
 }

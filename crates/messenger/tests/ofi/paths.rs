@@ -142,6 +142,7 @@ async fn nothing_is_lost_while_sessions_change_between_transports() {
         }),
         freeze: Box::new(move |frozen| freeze.freeze(frozen)),
         grace: super::patience(&super::provider().0).1,
+        slow: super::provider().0 != "tcp",
         seed: conformance::seed(),
     };
     let checks = async {
