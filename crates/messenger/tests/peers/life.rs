@@ -252,6 +252,7 @@ fn a_thousand_sessions_leave_no_file_descriptor() {
             cut: Box::new(|| 0),
             freeze: Box::new(|_| {}),
             grace: Duration::from_secs(8),
+            slow: false,
             seed: 0,
         };
         conformance::a_thousand_sessions_leave_nothing(&rig).await;
