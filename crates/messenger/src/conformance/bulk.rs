@@ -214,6 +214,14 @@ pub async fn offers_are_guarded(rig: &Rig) {
     let pool = pool();
     let source = client.offer_source(Buffer::new(0, &[1; 10_000])).expect("offered");
     let good = source.descriptor.clone();
+    let in_memory = client.offer_source(Buffer::in_memory(0, &[1; 10_000])).expect("offered");
+    let stale = in_memory.descriptor.clone();
+    let dest = pool.alloc(10_000).await.expect("a buffer");
+    server.bulk_read(&stale, 0, dest, LONG).await.expect("it is not stale yet");
+    in_memory.finish();
+    let dest = pool.alloc(10_000).await.expect("a buffer");
+    let refused = server.bulk_read(&stale, 0, dest, LONG).await;
+    assert!(matches!(refused, Err(MessengerError::BulkRefused(_))), "stale: {refused:?}");
     let altered = |change: &dyn Fn(&mut BulkDescriptor)| {
         let mut descriptor = good.clone();
         change(&mut descriptor);

@@ -57,19 +57,21 @@ impl Drop for Offers {
 }
 
 impl Offers {
-    /// Takes the peer's access to what was exposed on a transport that is gone; what it wrote stays.
+    /// Takes the peer's access to what was exposed on a transport that is gone: nobody uses it, for nobody else had the keys.
+    /// What was written stays.
     pub(super) fn hide(&mut self) -> Vec<MemoryRegion> {
-        self.active.values_mut().filter_map(|offer| offer.exposed.as_mut()?.hide()).collect()
+        let hidden = self.active.values_mut().filter_map(|offer| offer.exposed.as_mut()?.hide());
+        hidden.inspect(MemoryRegion::settle).collect()
     }
 
-    /// Takes the peer's access to what has expired. Returns how much that was.
+    /// Takes the peer's access to what has expired.
     pub(super) fn hide_expired(&mut self) -> Vec<MemoryRegion> {
         let now = Instant::now();
         let expired = self.active.values_mut().filter(|offer| offer.expires <= now);
         expired.filter_map(|offer| offer.exposed.as_mut()?.hide()).collect()
     }
 
-    /// Where the peer has written, and what the checksums are about.
+    /// A sink that the peer has written to, with its phase.
     pub(super) fn exposed_sink(&mut self, offer: u64) -> Result<(&mut Exposed, u64), String> {
         self.live(offer)?;
         match self.active.get_mut(&offer) {

@@ -84,37 +84,28 @@ impl Exposed {
         }
     }
 
-    /// Takes note that the peer has written. The bytes are what they are from now on: the peer has said so.
-    fn note(&mut self, wrote: &Wrote, phase: u64) -> Result<(), Landed> {
-        let refuse = |why: &str| Landed::Refused(why.to_owned());
-        let room = self.room.as_ref().ok_or_else(|| refuse("it is not for writing"))?;
-        let len = u64::from(wrote.len);
-        check_range(wrote.offset, len, room.len() as u64, phase).map_err(Landed::Refused)?;
-        let end = wrote.offset + len;
+    /// The memory that the peer says it has written, if it may have.
+    fn written_room(&self, wrote: &Wrote, phase: u64) -> Result<Arc<ArenaBuf>, String> {
+        let room = self.room.as_ref().ok_or("it is not for writing")?;
+        check_range(wrote.offset, u64::from(wrote.len), room.len() as u64, phase)?;
+        let end = wrote.offset + u64::from(wrote.len);
         if self.written.iter().any(|w| wrote.offset < w.offset + w.len as u64 && w.offset < end) {
-            return Err(refuse("it was written there before"));
+            return Err("it was written there before".into());
         }
-        let payload_phase = (phase + wrote.offset % BLOCK) % BLOCK;
-        let checksums: Vec<u32> = wrote
-            .checksums
-            .chunks(4)
-            .map(|c| c.iter().rev().fold(0, |n, b| n << 8 | u32::from(*b)))
-            .collect();
-        if checksums.len() as u64 != piece_count(payload_phase, len)
-            || !wrote.checksums.len().is_multiple_of(4)
-        {
-            return Err(refuse("it has not a checksum for each piece"));
-        }
-        let bytes = &room[wrote.offset as usize..end as usize];
-        verify_pieces(payload_phase, bytes, &checksums).map_err(Landed::Damaged)?;
-        self.written.push(Written { offset: wrote.offset, payload_phase, len: len as usize, checksums });
-        Ok(())
+        Ok(Arc::clone(room))
     }
 }
 
-enum Landed {
-    Refused(String),
-    Damaged(base::block::ChecksumMismatch),
+impl Written {
+    fn new(wrote: &Wrote, phase: u64) -> Result<Written, String> {
+        let payload_phase = (phase + wrote.offset % BLOCK) % BLOCK;
+        let (sums, rest) = wrote.checksums.as_chunks::<4>();
+        let checksums: Vec<u32> = sums.iter().map(|sum| u32::from_le_bytes(*sum)).collect();
+        if checksums.len() as u64 != piece_count(payload_phase, u64::from(wrote.len)) || !rest.is_empty() {
+            return Err("it has not a checksum for each piece".into());
+        }
+        Ok(Written { offset: wrote.offset, payload_phase, len: wrote.len as usize, checksums })
+    }
 }
 
 impl Shared {
@@ -157,23 +148,28 @@ impl Shared {
             .then(|| format!("{kept} bytes were withdrawn while the peer could use them"))
     }
 
-    /// The peer says that it has written to a sink.
+    /// The peer says that it has written to a sink. The bytes are what they are from now on: it has said so.
     pub(super) fn on_landed(&self, wrote: &Wrote) -> Result<(), Fault> {
-        let mut state = self.lock();
-        let noted = match state.offers.exposed_sink(wrote.offer) {
-            Ok((exposed, phase)) => exposed.note(wrote, phase),
-            Err(why) => Err(Landed::Refused(why)),
-        };
-        drop(state);
-        match noted {
-            Ok(()) => Ok(()),
-            // It comes again, by frames.
-            Err(Landed::Damaged(how)) => Err(FrameError::Payload(how).into()),
-            Err(Landed::Refused(reason)) => {
+        let place = self.lock().offers.exposed_sink(wrote.offer).and_then(|(exposed, phase)| {
+            Ok((exposed.written_room(wrote, phase)?, Written::new(wrote, phase)?))
+        });
+        let (room, written) = match place {
+            Ok(place) => place,
+            Err(reason) => {
                 self.metrics.refusals.increment(1);
-                Ok(self.control(Body::PushRefused(PushRefused { offer: wrote.offer, reason }))?)
+                return Ok(self.control(Body::PushRefused(PushRefused { offer: wrote.offer, reason }))?);
             }
+        };
+        let bytes = &room[written.offset as usize..written.offset as usize + written.len];
+        let verified = verify_pieces(written.payload_phase, bytes, &written.checksums);
+        // Before whoever finishes the offer wants the memory for himself.
+        drop(room);
+        // What is damaged comes again, by frames.
+        verified.map_err(FrameError::Payload)?;
+        if let Ok((exposed, _)) = self.lock().offers.exposed_sink(wrote.offer) {
+            exposed.written.push(written);
         }
+        Ok(())
     }
 
     /// The transport by which the memory of `offer` can be reached.

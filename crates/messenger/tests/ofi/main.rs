@@ -3,6 +3,7 @@
 //! share, and with such of their own.
 #![allow(clippy::print_stderr, reason = "a skipped test says so")]
 
+mod hostile;
 mod paths;
 
 use std::sync::Arc;

@@ -117,7 +117,8 @@ impl Device {
     pub(super) async fn dial(self: &Arc<Self>, info: &Info, claim: &Claim) -> io::Result<Arc<Link>> {
         let port = self.port(&claim.tenant, info)?;
         let id = self.next_id();
-        let endpoint = Endpoint::connecting(info, port.queues(&self.events), id).map_err(io::Error::other)?;
+        let endpoint = Endpoint::connecting(info, port.queues(&self.events), id);
+        let endpoint = endpoint.inspect_err(|_| port.is_less_used()).map_err(io::Error::other)?;
         let link = Link::new(self, &port, endpoint, parts_of(&claim.nonce));
         link.post_first().map_err(io::Error::other)?;
         let (done, connected) = oneshot::channel();
@@ -181,7 +182,8 @@ impl Device {
         }
         let port = self.port(&claim.tenant, request.info())?;
         let id = self.next_id();
-        let endpoint = Endpoint::answer(request, port.queues(&self.events), id).map_err(io::Error::other)?;
+        let endpoint = Endpoint::answer(request, port.queues(&self.events), id);
+        let endpoint = endpoint.inspect_err(|_| port.is_less_used()).map_err(io::Error::other)?;
         let (peer_token, epoch) = parts_of(&claim.nonce);
         let own_token: u64 = rand::random();
         let link = Link::new(self, &port, endpoint, (own_token, epoch));

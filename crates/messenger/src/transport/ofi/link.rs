@@ -48,7 +48,9 @@ pub struct Link {
     device: Arc<Device>,
     endpoint: Mutex<Option<Endpoint>>,
     state: Mutex<State>,
-    /// Credits came, or an operation has ended.
+    /// Credits came. For the one that sends packets.
+    credits: Notify,
+    /// An operation has ended. Who waits for that looks again after a while in any case.
     room: Notify,
     /// Something came in since this was last asked.
     heard: AtomicBool,
@@ -128,6 +130,7 @@ impl Link {
             device: Arc::clone(device),
             endpoint: Mutex::new(Some(endpoint)),
             state: Mutex::new(state),
+            credits: Notify::new(),
             room: Notify::new(),
             heard: AtomicBool::new(false),
         });
@@ -221,7 +224,7 @@ impl Link {
         drop((posted, reads, inbox));
         self.port.leave(self.id, self.own_token, outstanding);
         self.room.notify_waiters();
-        self.room.notify_one();
+        self.credits.notify_one();
         if let Some(waker) = waker {
             waker.wake();
         }
@@ -264,7 +267,7 @@ impl Link {
             state.reader.take()
         });
         drop(state);
-        self.room.notify_one();
+        self.credits.notify_one();
         if let Some(waker) = waker.flatten() {
             waker.wake();
         }
@@ -414,7 +417,7 @@ impl Link {
                     return Ok(Self::header(&mut state));
                 }
             }
-            self.room.notified().await;
+            self.credits.notified().await;
         }
     }
 

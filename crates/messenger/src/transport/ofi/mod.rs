@@ -242,7 +242,8 @@ impl Transport for Ofi {
                 return Err(io::ErrorKind::ConnectionRefused.into());
             }
             let info = self.query(endpoint, Target::Connect).await?;
-            let link = self.dialing(&info)?.dial(&info, claim).await?;
+            let device = self.dialing(&info)?;
+            let link = device.dial(&info, claim).await.inspect_err(|_| device.is_less_used())?;
             Ok(Wire { road: Road::Packets(link), address: endpoint.to_owned(), claim: None })
         })
     }

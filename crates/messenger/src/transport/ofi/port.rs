@@ -112,6 +112,11 @@ impl Port {
         }
     }
 
+    /// Whoever drives the port looks whether there is a link left.
+    pub(super) fn is_less_used(&self) {
+        self.over.notify_one();
+    }
+
     /// Whether new links may be made in it.
     pub(super) fn is_good(&self) -> bool {
         !self.domain.is_spoiled() && !self.stopped.load(Ordering::Relaxed)

@@ -1,0 +1,429 @@
+//! A client that speaks to a server's endpoint by itself and means no good. Whatever it does costs its own connection.
+
+use std::net::SocketAddr;
+
+use std::time::{Duration, Instant};
+
+use base::block::Payload;
+use base::mem::Arena;
+use fabric::{
+    Access, CompletionQueue, Domain, Endpoint, EndpointQueues, Event as FabricEvent, EventQueue, Exposed,
+    Fabric, Info, Library, MemoryRegion, Operation, PostError, Query, RemoteRegion, Target,
+};
+use outboard_messenger::conformance::{Buffer, Rig, pool};
+use outboard_messenger::frame::{self, Body, Frame, Hello, Kind};
+use outboard_messenger::{
+    BulkDescriptor, BulkDirection, BulkOwner, BulkSegment, ConnectOptions, Ends, Event, Limits, MemoryKind,
+    Message, MessengerError, ReceiveQueueKind, RemoteMemory,
+};
+
+const PATIENCE: Duration = Duration::from_secs(40);
+const PACKET: usize = 8192;
+const RECEIVES: usize = 32;
+const LIMITS: Limits =
+    Limits { max_header: 65_536, max_inline: 65_536, max_bulk: 1 << 20, eager: 4096, one_sided: true };
+
+/// One side of a connection, driven by hand: nothing moves but in [`Attacker::poll`].
+struct Attacker {
+    endpoint: Endpoint,
+    events: EventQueue,
+    completions: CompletionQueue,
+    memory: MemoryRegion,
+    domain: Domain,
+    /// What packets to the server must bear.
+    token: u64,
+    nonce: [u8; 16],
+    frames: Vec<Frame>,
+    reads: Vec<bool>,
+    granted: u32,
+    received: u32,
+    is_closed: bool,
+}
+
+impl Attacker {
+    /// Connects, as `tenant`, and shakes hands.
+    fn connect(address: &str) -> Attacker {
+        let mut attacker = Attacker::dial(address, "victim");
+        let hello = Hello {
+            versions: (2, 2),
+            features: 0,
+            tenant: "victim".into(),
+            nonce: attacker.nonce,
+            limits: (65_536, 65_536),
+            granted: 1 << 20,
+            resume: None,
+        };
+        attacker.send(&Body::Hello(hello), 0, &Payload::default());
+        let welcome = attacker.frame();
+        assert!(matches!(welcome.body, Body::Welcome(_)), "{welcome:?}");
+        attacker
+    }
+
+    fn dial(address: &str, tenant: &str) -> Attacker {
+        let to: SocketAddr = address.parse().expect("an address");
+        let info = info(Target::Connect(to));
+        let fabric = Fabric::open(&info).expect("a fabric");
+        let domain = Domain::open(&fabric, info.duplicate().expect("memory")).expect("a domain");
+        let completions = CompletionQueue::open(&domain, 256).expect("a queue");
+        let events = EventQueue::open(&fabric).expect("a queue");
+        let endpoint =
+            Endpoint::connecting(&info, EndpointQueues::new(&events, &completions), 1).expect("an endpoint");
+        let arena = Arena::anonymous(2 * RECEIVES * PACKET).expect("memory");
+        let memory = MemoryRegion::register(&domain, &arena, Access::Messages).expect("registered");
+        for slot in 0..RECEIVES {
+            endpoint
+                .receive(memory.slice(slot * PACKET, PACKET).expect("inside"), slot as u64)
+                .expect("posted");
+        }
+        let nonce: [u8; 16] = std::array::from_fn(|_| rand::random());
+        endpoint.establish(&[&nonce[..], tenant.as_bytes()].concat()).expect("connecting");
+        let deadline = Instant::now() + PATIENCE;
+        let token = loop {
+            match events.read().expect("events") {
+                Some(FabricEvent::Connected { data, .. }) => {
+                    break u64::from_le_bytes(data[..8].try_into().expect("8 bytes"));
+                }
+                Some(other) => panic!("{other:?} instead of a connection"),
+                None => completions.poll(&mut Vec::new()).expect("completions"),
+            }
+            assert!(Instant::now() < deadline, "no connection");
+        };
+        let (frames, reads) = (Vec::new(), Vec::new());
+        let granted = RECEIVES as u32;
+        Attacker {
+            endpoint,
+            events,
+            completions,
+            memory,
+            domain,
+            token,
+            nonce,
+            frames,
+            reads,
+            granted,
+            received: 0,
+            is_closed: false,
+        }
+    }
+
+    /// Takes what has come.
+    fn poll(&mut self) {
+        if let Some(FabricEvent::Closed { .. } | FabricEvent::Failed { .. }) =
+            self.events.read().expect("events")
+        {
+            self.is_closed = true;
+        }
+        let mut completions = Vec::new();
+        self.completions.poll(&mut completions).expect("completions");
+        for completion in completions {
+            match (completion.operation, completion.result) {
+                (Operation::Read | Operation::Write, result) => self.reads.push(result.is_ok()),
+                (Operation::Receive, Ok(())) => self.packet(completion.token as usize, completion.len),
+                _ => {}
+            }
+        }
+    }
+
+    fn packet(&mut self, slot: usize, len: usize) {
+        let mut packet = vec![0; len];
+        assert!(self.memory.arena().expect("an arena").copy_out(slot * PACKET, &mut packet));
+        self.received += 1;
+        assert_eq!(packet[..8], self.nonce[..8], "packets to this side bear its token");
+        let mut content = bytes::Bytes::from(packet).slice(16..);
+        while let Ok(Some((frame, len))) = frame::decode(&content, &LIMITS) {
+            self.frames.push(frame);
+            content = content.slice(len..);
+        }
+        let again = self.memory.slice(slot * PACKET, PACKET).expect("inside");
+        if self.endpoint.receive(again, slot as u64).is_ok() {
+            self.granted += 1;
+        }
+    }
+
+    fn until(&mut self, what: &str, mut done: impl FnMut(&mut Attacker) -> bool) {
+        let deadline = Instant::now() + PATIENCE;
+        while !done(self) {
+            assert!(Instant::now() < deadline, "no {what}");
+            self.poll();
+        }
+    }
+
+    fn frame(&mut self) -> Frame {
+        self.until("frame", |a| !a.frames.is_empty() || a.is_closed);
+        self.frames.remove(0)
+    }
+
+    fn is_ended(&mut self) {
+        self.until("end", |a| a.is_closed || a.reads.contains(&false));
+    }
+
+    fn send(&mut self, body: &Body, seq: u64, payload: &Payload) {
+        let token = self.token;
+        self.send_as(token, body, seq, payload).expect("posted");
+    }
+
+    fn send_as(&mut self, token: u64, body: &Body, seq: u64, payload: &Payload) -> Result<(), PostError> {
+        let mut packet = [&token.to_le_bytes()[..], &self.granted.to_le_bytes(), &[0; 4]].concat();
+        frame::encode_head(&mut packet, body.kind(), seq, 0, payload, |out| body.encode(out));
+        packet.extend_from_slice(payload.data());
+        let at = RECEIVES * PACKET;
+        assert!(self.memory.arena().expect("an arena").copy_in(at, &packet));
+        self.endpoint.send(self.memory.slice(at, packet.len()).expect("inside"), 99)?;
+        let sent = Instant::now();
+        // The memory is used again for the next one.
+        while sent.elapsed() < Duration::from_millis(5) {
+            self.poll();
+        }
+        Ok(())
+    }
+
+    fn message(&mut self, seq: u64, header: &[u8]) {
+        let header = bytes::Bytes::copy_from_slice(header);
+        self.send(&Body::Message(header), seq, &Payload::default());
+    }
+}
+
+fn info(target: Target) -> Info {
+    let query = Query { provider: Some(super::provider().0), target, shared_receive: false };
+    Library::load().and_then(|library| library.query(&query)).expect("a provider").swap_remove(0)
+}
+
+/// A server with a session that is to notice nothing.
+struct Victim {
+    endpoint: String,
+    listener: Box<dyn outboard_messenger::Listener>,
+    client: Ends,
+    server: Ends,
+    _rig: Rig,
+}
+
+impl Victim {
+    async fn new(queue: ReceiveQueueKind) -> Option<Victim> {
+        let rig = super::rig(queue)?;
+        let mut listener = rig.listen().await;
+        let endpoint = listener.endpoint();
+        let options = ConnectOptions { tenant: "other".into(), ..ConnectOptions::default() };
+        let connecting = rig.stack.connect(&endpoint, options);
+        let (client, server) = tokio::join!(connecting, listener.accept());
+        let (client, server) = (client.expect("connects"), server.expect("accepts"));
+        Some(Victim { endpoint, listener, client, server, _rig: rig })
+    }
+
+    /// Lets an attacker work on a thread of its own, and gives the session that it made.
+    async fn attacked(
+        &mut self,
+        attack: impl FnOnce(Attacker) + Send + 'static,
+    ) -> (Ends, tokio::task::JoinHandle<()>) {
+        let endpoint = self.endpoint.clone();
+        let attack = tokio::task::spawn_blocking(move || attack(Attacker::connect(&endpoint)));
+        let session = tokio::time::timeout(PATIENCE, self.listener.accept()).await;
+        (session.expect("in time").expect("a session"), attack)
+    }
+
+    /// The other session goes on, over the transport that it had.
+    async fn is_well(&mut self) {
+        self.client.0.send(Message { header: "well".into(), ..Message::default() }).await.expect("sent");
+        match tokio::time::timeout(PATIENCE, self.server.1.next()).await.expect("in time") {
+            Event::Message(message) => assert_eq!(message.header, "well"),
+            other => panic!("the other session noticed: {other:?}"),
+        }
+        let data = vec![3; 100_000];
+        let source = self.client.0.offer_source(Buffer::in_memory(0, &data)).expect("offered");
+        let dest = pool().alloc(data.len()).await.expect("a buffer");
+        let pulled = self.server.0.bulk_read(&source.descriptor, 0, dest, PATIENCE).await.expect("pulled");
+        assert!(pulled.buf[..] == data[..]);
+        source.finish();
+    }
+}
+
+async fn interrupted(ends: &mut Ends) {
+    let ended = async {
+        loop {
+            match ends.1.next().await {
+                Event::Interrupted | Event::Lost(_) => return,
+                Event::Message(_) | Event::Resumed => {}
+            }
+        }
+    };
+    tokio::time::timeout(PATIENCE, ended).await.expect("the attacker's connection ends");
+}
+
+/// Keys are guessed, addresses too: nothing of the server's can be reached.
+#[tokio::test]
+async fn nothing_of_a_servers_memory_can_be_reached() {
+    let Some(mut victim) = Victim::new(ReceiveQueueKind::Shared).await else { return };
+    let arena = Arena::anonymous(1 << 20).expect("memory");
+    let (start, _) = arena.as_raw();
+    let start = start as u64;
+    for (i, key) in [0, 1, 2, 3, 0x100, 0x1000, u64::from(u32::MAX), rand::random()].into_iter().enumerate() {
+        let (mut session, attack) = victim
+            .attacked(move |mut attacker| {
+                let local = Arena::anonymous(4096).expect("memory");
+                let local =
+                    MemoryRegion::register(&attacker.domain, &local, Access::Local).expect("registered");
+                let target = RemoteRegion { key, base: start, len: 4096 }.slice(0, 4096).expect("inside");
+                let into = local.slice(0, 4096).expect("inside");
+                let posted = match i % 2 {
+                    0 => attacker.endpoint.read(into, target, 1),
+                    _ => attacker.endpoint.write(into, target, 1),
+                };
+                posted.expect("posted");
+                attacker.is_ended();
+                assert!(!attacker.reads.contains(&true) || i % 2 == 1, "key {key} opened something");
+            })
+            .await;
+        interrupted(&mut session).await;
+        attack.await.expect("the attack went as it should");
+        victim.is_well().await;
+    }
+    let mut content = vec![1; 4096];
+    assert!(arena.copy_out(0, &mut content));
+    assert!(content.iter().all(|byte| *byte == 0), "something was written");
+}
+
+#[tokio::test]
+async fn who_sends_without_credit_or_without_sense_loses_its_connection() {
+    for queue in [ReceiveQueueKind::Shared, ReceiveQueueKind::PerConnection] {
+        let Some(mut victim) = Victim::new(queue).await else { return };
+        let attacks: [fn(&mut Attacker); 4] = [
+            // More packets than were granted: the server takes no message, and its grants are not waited for.
+            |a| {
+                for seq in 1..400 {
+                    let header = bytes::Bytes::from_static(b"flood");
+                    let token = a.token;
+                    if a.is_closed
+                        || a.send_as(token, &Body::Message(header), seq, &Payload::default()).is_err()
+                    {
+                        return;
+                    }
+                    a.granted = a.granted.wrapping_add(1 << 20);
+                }
+            },
+            |a| {
+                a.granted = a.granted.wrapping_sub(1000);
+                a.message(1, b"grants go back");
+            },
+            |a| a.send(&Body::Message(bytes::Bytes::new()), 77, &Payload::default()),
+            |a| {
+                let at = RECEIVES * PACKET;
+                let packet = [&a.token.to_le_bytes()[..], &a.granted.to_le_bytes(), &[7; 4000]].concat();
+                assert!(a.memory.arena().expect("an arena").copy_in(at, &packet));
+                let slice = a.memory.slice(at, packet.len()).expect("inside");
+                a.endpoint.send(slice, 99).expect("posted");
+            },
+        ];
+        for attack in attacks {
+            let (mut session, attack) = victim
+                .attacked(move |mut attacker| {
+                    attack(&mut attacker);
+                    attacker.until("end", |a| a.is_closed);
+                })
+                .await;
+            interrupted(&mut session).await;
+            attack.await.expect("the attack went as it should");
+            victim.is_well().await;
+        }
+    }
+}
+
+/// Packets with a wrong token are nobody's.
+#[tokio::test]
+async fn packets_of_others_cannot_be_forged() {
+    let Some(mut victim) = Victim::new(ReceiveQueueKind::Shared).await else { return };
+    let (mut session, attack) = victim
+        .attacked(|mut attacker| {
+            for wrong in [0, 1, attacker.token ^ 1, u64::MAX] {
+                let forged = Body::Message("forged".into());
+                attacker.send_as(wrong, &forged, 1, &Payload::default()).expect("posted");
+            }
+            attacker.message(1, b"mine");
+            attacker.until("answer", |a| a.frames.iter().any(|f| f.header.kind == Kind::Message));
+        })
+        .await;
+    match tokio::time::timeout(PATIENCE, session.1.next()).await.expect("in time") {
+        Event::Message(message) => assert_eq!(message.header, "mine", "a forged packet got through"),
+        other => panic!("{other:?}"),
+    }
+    session.0.send(Message { header: "answer".into(), ..Message::default() }).await.expect("sent");
+    attack.await.expect("the attack went as it should");
+    victim.is_well().await;
+}
+
+/// A client that claims one thing to connect and another when it shakes hands.
+#[tokio::test]
+async fn a_claim_that_is_not_kept_is_refused() {
+    let Some(mut victim) = Victim::new(ReceiveQueueKind::Shared).await else { return };
+    let endpoint = victim.endpoint.clone();
+    let attack = tokio::task::spawn_blocking(move || {
+        let mut attacker = Attacker::dial(&endpoint, "somebody");
+        let hello = Hello {
+            versions: (2, 2),
+            features: 0,
+            tenant: "victim".into(),
+            nonce: attacker.nonce,
+            limits: (65_536, 65_536),
+            granted: 1 << 20,
+            resume: None,
+        };
+        attacker.send(&Body::Hello(hello), 0, &Payload::default());
+        let answer = attacker.frame();
+        assert!(matches!(answer.body, Body::Reject(_)), "{answer:?}");
+    });
+    attack.await.expect("the attack went as it should");
+    victim.is_well().await;
+}
+
+/// A client that exposes memory and then does nothing more: over providers that need it, a read of its memory never ends. The
+/// server's buffer comes back all the same, and nobody else waits.
+#[tokio::test]
+async fn a_stalled_pull_gives_its_buffer_back() {
+    let Some(mut victim) = Victim::new(ReceiveQueueKind::Shared).await else { return };
+    let (stop, stopped) = std::sync::mpsc::channel::<()>();
+    let (tell, told) = std::sync::mpsc::channel();
+    let (session, attack) = victim
+        .attacked(move |attacker| {
+            let source = Exposed::Bytes(vec![9; 1 << 20].into());
+            let source = MemoryRegion::expose(&attacker.domain, source, Access::RemoteRead).expect("exposed");
+            tell.send((source.remote(), attacker.nonce)).expect("somebody listens");
+            // It polls no more.
+            let _ = stopped.recv();
+        })
+        .await;
+    let (remote, nonce) = told.recv_timeout(PATIENCE).expect("it exposes something");
+    let RemoteRegion { key, base, len } = remote;
+    let checksums = Payload::compute(0, vec![9; 1 << 20].into());
+    let descriptor = BulkDescriptor {
+        owner: BulkOwner::Session,
+        memory: MemoryKind::Host,
+        segments: vec![BulkSegment { address: 0, key: 1, len }],
+        direction: BulkDirection::Read,
+        phase: 0,
+        expires_ms: 1000,
+        remote: Some(RemoteMemory {
+            transport: u64::from_le_bytes(nonce[8..].try_into().expect("8 bytes")),
+            segments: vec![BulkSegment { address: base, key, len }],
+            checksums: checksums.checksums().iter().flat_map(|sum| sum.to_le_bytes()).collect(),
+        }),
+    };
+    let pool = pool();
+    let all = pool.free_bytes().0;
+    let dest = pool.alloc(1 << 20).await.expect("a buffer");
+    let limit = Duration::from_millis(200);
+    let pulled = session.0.bulk_read(&descriptor, 0, dest, limit).await;
+    match super::provider().0.as_str() {
+        // Nothing moves unless both sides poll.
+        "tcp" => assert_eq!(pulled.err(), Some(MessengerError::TimedOut(limit))),
+        // A device needs nobody.
+        _ => drop(pulled),
+    }
+    let came_back = async {
+        while pool.free_bytes().0 < all {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, came_back).await.expect("the buffer comes back");
+    victim.is_well().await;
+    drop(stop);
+    drop(session);
+    attack.await.expect("the attack went as it should");
+}
