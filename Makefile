@@ -5,7 +5,7 @@ CARGO ?= cargo
 .PHONY: help demo test test-rdma lint bench report build doc fuzz deny setup setup-demo setup-report clean
 
 help: ## List the targets
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## Install what building and testing need (a C linker, Rust)
 	@scripts/setup build
