@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use super::abi::{CQ_FORMAT_MSG, CqAttr, CqErrEntry, CqMsgEntry, EAVAIL, FidCq, WAIT_FD};
 use super::domain::{Object, wait_fd};
 use super::handle::Handle;
-use super::{Domain, Waitable, library};
+use super::{Domain, Info, Waitable, library};
 use crate::operations::{Held, Operations, Pending};
 use crate::{Completion, FabricError, Operation, Result};
 
@@ -15,6 +15,17 @@ use crate::{Completion, FabricError, Operation, Result};
 const BATCH: usize = 16;
 /// Most batches in one call, so that a caller with other things to do gets to do them.
 const BATCHES: usize = 16;
+
+/// What to ask the provider for. `verbs` (libfabric 1.17) sets aside as many places as an endpoint could post receives, for
+/// each one as long as there are that many, and sends with what is left: with nothing left it says for ever that the queue is full.
+fn size_for(info: &Info, depth: usize) -> usize {
+    let set_aside = info.receive_depth();
+    if info.provider() != "verbs" || set_aside == 0 {
+        return depth;
+    }
+    // One less than a multiple: with many endpoints, most is left.
+    (depth + 1).next_multiple_of(set_aside) - 1
+}
 
 /// Tells which operations have ended. Serves any number of endpoints of one domain.
 #[derive(Clone)]
@@ -34,7 +45,7 @@ impl CompletionQueue {
     /// If the provider refuses, e.g. because the device has no queues of that size.
     pub fn open(domain: &Domain, depth: usize) -> Result<CompletionQueue> {
         let mut attributes = CqAttr {
-            size: depth,
+            size: size_for(domain.info(), depth),
             flags: 0,
             format: CQ_FORMAT_MSG,
             wait_obj: WAIT_FD,

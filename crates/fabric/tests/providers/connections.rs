@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use fabric::{
-    Access, Endpoint, Event, FabricError, MemoryRegion, Operation, Part, PostError, Query, Target, Waitable,
-    wait,
+    Access, CompletionQueue, Endpoint, EndpointQueues, Event, FabricError, MemoryRegion, Operation, Part,
+    PostError, Query, Target, Waitable, wait,
 };
 
 use crate::pair::{Pair, Side, Who, anywhere, info, library, provider};
@@ -69,6 +69,31 @@ fn what_is_posted_is_bounded_by_the_queue() {
         Err(e) => panic!("{e}"),
     });
     assert_eq!(posted.count(), 64);
+}
+
+/// A queue of this depth is what its endpoint could fill with receives alone.
+#[test]
+fn a_queue_has_room_for_sends_beside_all_receives() {
+    let Some(mut pair) = Pair::new() else { return };
+    let completions = CompletionQueue::open(&pair.client.domain, pair.to_server.receive_depth()).unwrap();
+    let queues = EndpointQueues::new(&pair.client.events, &completions);
+    let client = Endpoint::connecting(&pair.to_server, queues, 2).unwrap();
+    client.establish(b"").unwrap();
+    let server = Endpoint::answer(pair.request(), pair.server.queues(), 1).unwrap();
+    let (ours, theirs) = (pair.server.region(4096, Access::Local), pair.client.region(4096, Access::Local));
+    server.receive(ours.slice(0, 16).unwrap(), 7).unwrap();
+    server.establish(b"").unwrap();
+    for who in [Who::Server, Who::Client] {
+        assert!(matches!(pair.event(who), Event::Connected { .. }));
+    }
+    client.send(theirs.slice(0, 16).unwrap(), 8).unwrap();
+    assert_eq!(pair.completion(Who::Server).token, 7);
+    let sent = pair.until("completion of the send", |_| {
+        let mut out = Vec::new();
+        completions.poll(&mut out).unwrap();
+        out.pop()
+    });
+    assert!(sent.token == 8 && sent.result.is_ok(), "{sent:?}");
 }
 
 /// As many messages as there is room for are under way in both directions before anybody looks at a completion.
