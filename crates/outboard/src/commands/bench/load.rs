@@ -41,8 +41,8 @@ struct Load {
 
 /// Prepares, measures, and puts the figures together.
 pub async fn measure(client: &Client, args: &BenchArgs, processes: &Processes) -> Result<Report> {
-    let load = Rc::new(Load::new(session::pool(client, &args.pool)?, args)?);
-    if args.workload != Workload::Write {
+    let load = Rc::new(Load::new(session::pool(client, args.pool())?, args)?);
+    if args.workload() != Workload::Write {
         load.populate(args).await?;
     }
     // A node of another version, or one that is busy, may not say; the rest is measured all the same.
@@ -56,7 +56,7 @@ pub async fn measure(client: &Client, args: &BenchArgs, processes: &Processes) -
     let seconds = started.elapsed().as_secs_f64();
     let used = processes.read().since(&before);
     let osd_after = client.status().await.ok();
-    let window = osd_before.zip(osd_after).and_then(|(b, a)| Window::between(&b, &a, args.workload));
+    let window = osd_before.zip(osd_after).and_then(|(b, a)| Window::between(&b, &a, args.workload()));
     if let Some(why) = load.first_error.borrow().as_ref() {
         output::note(format!("{} operations failed; the first one: {why}", load.errors.get()));
     }
@@ -85,7 +85,7 @@ impl Load {
         rng.fill_bytes(&mut noise);
         Ok(Load {
             pool,
-            workload: args.workload,
+            workload: args.workload(),
             size,
             objects: args.object_count(),
             noise: noise.into(),

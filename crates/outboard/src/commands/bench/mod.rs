@@ -60,7 +60,7 @@ pub struct BenchCommand {
     #[command(subcommand)]
     what: Option<What>,
     #[command(flatten)]
-    load: Option<BenchArgs>,
+    load: BenchArgs,
 }
 
 #[derive(Debug, Clone, Subcommand)]
@@ -72,11 +72,11 @@ enum What {
 #[derive(Debug, Clone, Args)]
 pub struct BenchArgs {
     /// What to do
-    #[arg(value_enum)]
-    pub workload: Workload,
+    #[arg(value_enum, required = true)]
+    workload: Option<Workload>,
     /// The pool: POOL[:NAMESPACE]
-    #[arg(long, value_name = "P")]
-    pub pool: String,
+    #[arg(long, value_name = "P", required = true)]
+    pool: Option<String>,
     /// Size of each object
     #[arg(long, default_value = "4MiB", value_name = "S")]
     pub object_size: ByteSize,
@@ -97,6 +97,15 @@ pub struct BenchArgs {
 }
 
 impl BenchArgs {
+    /// What to do. It is there unless a subcommand is.
+    fn workload(&self) -> Workload {
+        self.workload.unwrap_or(Workload::Write)
+    }
+
+    fn pool(&self) -> &str {
+        self.pool.as_deref().unwrap_or_default()
+    }
+
     fn object_count(&self) -> u64 {
         self.objects.unwrap_or_else(|| ((1 << 30) / self.object_size.0.max(1)).clamp(64, 16_384)).max(1)
     }
@@ -110,12 +119,11 @@ impl BenchArgs {
 pub fn run(command: BenchCommand, node: &NodeArgs) -> Result<()> {
     match command {
         BenchCommand { what: Some(What::Rpc(args)), .. } => rpc::run(args),
-        BenchCommand { load: Some(args), .. } => load(args, node),
-        BenchCommand { .. } => Err(Failure::usage("measuring", "say what: write, read, randread or rpc")),
+        BenchCommand { what: None, load } => measure(load, node),
     }
 }
 
-fn load(args: BenchArgs, node: &NodeArgs) -> Result<()> {
+fn measure(args: BenchArgs, node: &NodeArgs) -> Result<()> {
     if args.object_size.0 > 128 << 20 {
         return Err(Failure::usage(
             "measuring",

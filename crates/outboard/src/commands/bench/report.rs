@@ -76,7 +76,7 @@ impl Report {
             seconds * 1e6 / ops.max(1) as f64
         };
         Report {
-            workload: args.workload,
+            workload: args.workload(),
             object_size: args.object_size.0,
             in_flight: args.in_flight,
             placement: placement.unwrap_or("unknown").to_owned(),
