@@ -27,7 +27,7 @@
 //! # }
 //! ```
 //!
-//! Inside, from the bottom up: [`transport`] brings bytes from here to there (TCP, or a simulation with faults),
+//! Inside, from the bottom up: [`transport`] brings bytes from here to there (TCP, libfabric, or a simulation with faults),
 //! [`frame`] is what the bytes mean (pure functions), `session` keeps order, credits, offers and what must be sent
 //! again, and `stack` makes sessions by handshake. `docs/protocol.md` draws the frames.
 

@@ -44,16 +44,7 @@ impl Attacker {
     /// Connects, as `tenant`, and shakes hands.
     fn connect(address: &str) -> Attacker {
         let mut attacker = Attacker::dial(address, "victim");
-        let hello = Hello {
-            versions: (2, 2),
-            features: 0,
-            tenant: "victim".into(),
-            nonce: attacker.nonce,
-            limits: (65_536, 65_536),
-            granted: 1 << 20,
-            resume: None,
-        };
-        attacker.send(&Body::Hello(hello), 0, &Payload::default());
+        attacker.send(&hello(attacker.nonce), 0, &Payload::default());
         let welcome = attacker.frame();
         assert!(matches!(welcome.body, Body::Welcome(_)), "{welcome:?}");
         attacker
@@ -181,6 +172,19 @@ impl Attacker {
         let header = bytes::Bytes::copy_from_slice(header);
         self.send(&Body::Message(header), seq, &Payload::default());
     }
+}
+
+/// What a client of the tenant "victim" says first.
+fn hello(nonce: [u8; 16]) -> Body {
+    Body::Hello(Hello {
+        versions: (2, 2),
+        features: 0,
+        tenant: "victim".into(),
+        nonce,
+        limits: (65_536, 65_536),
+        granted: 1 << 20,
+        resume: None,
+    })
 }
 
 fn info(target: Target) -> Info {
@@ -356,16 +360,7 @@ async fn a_claim_that_is_not_kept_is_refused() {
     let endpoint = victim.endpoint.clone();
     let attack = tokio::task::spawn_blocking(move || {
         let mut attacker = Attacker::dial(&endpoint, "somebody");
-        let hello = Hello {
-            versions: (2, 2),
-            features: 0,
-            tenant: "victim".into(),
-            nonce: attacker.nonce,
-            limits: (65_536, 65_536),
-            granted: 1 << 20,
-            resume: None,
-        };
-        attacker.send(&Body::Hello(hello), 0, &Payload::default());
+        attacker.send(&hello(attacker.nonce), 0, &Payload::default());
         let answer = attacker.frame();
         assert!(matches!(answer.body, Body::Reject(_)), "{answer:?}");
     });

@@ -24,7 +24,7 @@ pub fn measure(args: &RpcArgs) -> Result<Option<Sample>> {
     let count = (args.duration().as_secs_f64() * 1e9 / short) as u64;
     let mean_ns = run(args, provider, count.max(ITERATIONS_MIN))?;
     Ok(Some(Sample {
-        operations: args.duration().as_secs_f64().mul_add(1e9, 0.0) as u64 / (mean_ns as u64).max(1),
+        operations: (args.duration().as_secs_f64() * 1e9 / mean_ns.max(1.0)) as u64,
         elapsed: args.duration(),
         latency: Histogram::new(3).doing("making a histogram")?,
         mean_ns: Some(mean_ns),
