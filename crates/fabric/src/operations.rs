@@ -48,19 +48,25 @@ pub(crate) struct Pending {
     /// when this one has.
     pub(crate) earlier: Vec<u64>,
     /// Registered, and kept, as long as the entry is there.
-    pub(crate) _memory: Held,
+    pub(crate) memory: Held,
 }
 
 /// The memory of an operation.
 pub(crate) enum Held {
     /// Copied by the provider. Nobody is told that the operation has ended.
     Copied,
-    Region {
-        _region: MemoryRegion,
-    },
-    Parts {
-        _parts: Vec<Part>,
-    },
+    Region(#[expect(dead_code, reason = "held so that it stays registered")] MemoryRegion),
+    Parts(Vec<Part>),
+}
+
+impl Held {
+    /// The parts, if it was made of parts.
+    pub(crate) fn into_parts(self) -> Vec<Part> {
+        match self {
+            Held::Parts(parts) => parts,
+            Held::Copied | Held::Region(_) => Vec::new(),
+        }
+    }
 }
 
 /// Bytes to be sent or written to remote memory.

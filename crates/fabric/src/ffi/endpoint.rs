@@ -253,7 +253,7 @@ impl Endpoint {
         self.check_connected()?;
         let (earlier, len) = (Vec::new(), message.len());
         let (serial, endpoint, token, operation) = (self.closing.serial, self.token, 0, Operation::Send);
-        let pending = Pending { serial, endpoint, token, operation, len, earlier, _memory: Held::Copied };
+        let pending = Pending { serial, endpoint, token, operation, len, earlier, memory: Held::Copied };
         let queue = &self.closing.completions;
         let Ok(number) = queue.operations().insert(pending) else { return Err(PostError::Full) };
         let iov = libc::iovec { iov_base: message.as_ptr().cast_mut().cast(), iov_len: len };
@@ -322,11 +322,12 @@ impl Endpoint {
     }
 
     /// Sends a message that is made of `parts`. Without `notify`, on an endpoint that is [sparse](EndpointQueues::sparse),
-    /// there is no completion, and the parts are kept until one comes that was asked for later.
+    /// there is no completion, and the parts are kept until one comes that was asked for later. They are taken out of
+    /// `parts`, unless there is an error.
     ///
     /// # Errors
     /// See [`PostError`].
-    pub fn send_parts(&self, parts: Vec<Part>, token: u64, notify: bool) -> Result<(), PostError> {
+    pub fn send_parts(&self, parts: &mut Vec<Part>, token: u64, notify: bool) -> Result<(), PostError> {
         self.post_parts(parts, Operation::Send, token, notify, |ep, iov, descriptors, context, flags| {
             let message = FiMsg {
                 msg_iov: iov.as_ptr(),
@@ -348,7 +349,7 @@ impl Endpoint {
     /// See [`PostError`].
     pub fn write_parts(
         &self,
-        parts: Vec<Part>,
+        parts: &mut Vec<Part>,
         remote: RemoteSlice,
         token: u64,
         notify: bool,
@@ -376,14 +377,14 @@ impl Endpoint {
 
     fn post_parts(
         &self,
-        parts: Vec<Part>,
+        parts: &mut Vec<Part>,
         operation: Operation,
         token: u64,
         notify: bool,
         call: impl FnOnce(*mut FidEp, &[libc::iovec], &mut [*mut c_void], *mut c_void, u64) -> isize,
     ) -> Result<(), PostError> {
         self.check_connected()?;
-        let len = self.check_parts(&parts)?;
+        let len = self.check_parts(parts)?;
         let notify = notify || !self.sparse;
         let iov: Vec<libc::iovec> = parts
             .iter()
@@ -400,12 +401,13 @@ impl Endpoint {
         let mut quiet = self.quiet.lock().unwrap_or_else(PoisonError::into_inner);
         let earlier = if notify { std::mem::take(&mut *quiet) } else { Vec::new() };
         let (serial, endpoint) = (self.closing.serial, self.token);
-        let memory = Held::Parts { _parts: parts };
-        let pending = Pending { serial, endpoint, token, operation, len, earlier, _memory: memory };
+        let memory = Held::Parts(std::mem::take(parts));
+        let pending = Pending { serial, endpoint, token, operation, len, earlier, memory };
         let queue = &self.closing.completions;
         let number = match queue.operations().insert(pending) {
             Ok(number) => number,
             Err(pending) => {
+                *parts = pending.memory.into_parts();
                 *quiet = pending.earlier;
                 return Err(PostError::Full);
             }
@@ -418,8 +420,11 @@ impl Endpoint {
             Ok(()) => {}
             Err(_) => {
                 let pending = queue.operations().remove(number);
-                if let (Some(pending), true) = (pending, notify) {
-                    *quiet = pending.earlier;
+                if let Some(pending) = pending {
+                    *parts = pending.memory.into_parts();
+                    if notify {
+                        *quiet = pending.earlier;
+                    }
                 }
             }
         }
@@ -476,9 +481,9 @@ impl Endpoint {
             return Err(FabricError::OtherDomain.into());
         }
         let (serial, endpoint) = (self.closing.serial, self.token);
-        let (earlier, memory) = (Vec::new(), Held::Region { _region: region });
+        let (earlier, memory) = (Vec::new(), Held::Region(region));
         let pending =
-            Pending { serial, endpoint, token, operation, len: slice.len(), earlier, _memory: memory };
+            Pending { serial, endpoint, token, operation, len: slice.len(), earlier, memory };
         let queue = &self.closing.completions;
         let Ok(number) = queue.operations().insert(pending) else { return Err(PostError::Full) };
         let result = posted(call_name(operation), call(self.handle.as_ptr(), number as *mut c_void));

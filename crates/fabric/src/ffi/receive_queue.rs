@@ -59,7 +59,7 @@ impl ReceiveQueue {
             operation: Operation::Receive,
             len: into.len(),
             earlier: Vec::new(),
-            _memory: Held::Region { _region: region },
+            memory: Held::Region(region),
         };
         let Ok(number) = queue.operations().insert(pending) else { return Err(PostError::Full) };
         let context = number as *mut c_void;

@@ -173,8 +173,8 @@ fn nothing_but_receives_is_posted_before_the_connection_stands() {
             endpoint.send(slice, 1),
             endpoint.read(slice, there, 1),
             endpoint.write(slice, there, 1),
-            endpoint.send_parts(parts(), 1, true),
-            endpoint.write_parts(parts(), remote.remote().slice(0, 1).unwrap(), 1, true),
+            endpoint.send_parts(&mut parts(), 1, true),
+            endpoint.write_parts(&mut parts(), remote.remote().slice(0, 1).unwrap(), 1, true),
         ];
         posts.iter().all(|post| matches!(post, Err(PostError::Failed(FabricError::NotConnected))))
     };

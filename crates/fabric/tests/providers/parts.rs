@@ -74,8 +74,8 @@ fn endpoints_share_buffers_and_leave_out_completions() {
         shared.queue.receive(shared.buffers.slice(slot * SLOT, SLOT).unwrap(), slot as u64).unwrap();
     }
     let send = |pair: &Pair, endpoint: &Endpoint, texts: [&str; 2], notify| {
-        let parts = texts.map(|text| part(pair, &region, &pool, text.as_bytes())).to_vec();
-        endpoint.send_parts(parts, 5, notify).unwrap();
+        let mut parts = texts.map(|text| part(pair, &region, &pool, text.as_bytes())).to_vec();
+        endpoint.send_parts(&mut parts, 5, notify).unwrap();
     };
     let free = pool.free_bytes().0;
     for (from, name) in [(&first, "one "), (&second, "two "), (&first, "three ")] {
@@ -113,14 +113,14 @@ fn what_cannot_be_sent_is_refused_before_it_is_posted() {
         Err(PostError::Failed(e)) => e,
         other => panic!("{other:?}"),
     };
-    let many = vec![plain(b"x"); shared.pair.to_server.send_parts_max() + 1];
-    assert!(matches!(refused(client.send_parts(many, 0, true)), FabricError::TooManyParts { .. }));
-    assert!(matches!(refused(client.send_parts(Vec::new(), 0, true)), FabricError::TooManyParts { .. }));
+    let mut many = vec![plain(b"x"); shared.pair.to_server.send_parts_max() + 1];
+    assert!(matches!(refused(client.send_parts(&mut many, 0, true)), FabricError::TooManyParts { .. }));
+    assert!(matches!(refused(client.send_parts(&mut Vec::new(), 0, true)), FabricError::TooManyParts { .. }));
     let elsewhere = Part { region: Some(shared.buffers.clone()), ..plain(b"x") };
-    assert!(matches!(refused(client.send_parts(vec![elsewhere.clone()], 0, true)), FabricError::OtherDomain));
-    assert!(matches!(refused(server.send_parts(vec![elsewhere], 0, true)), FabricError::OutOfRange { .. }));
+    assert!(matches!(refused(client.send_parts(&mut vec![elsewhere.clone()], 0, true)), FabricError::OtherDomain));
+    assert!(matches!(refused(server.send_parts(&mut vec![elsewhere], 0, true)), FabricError::OutOfRange { .. }));
     if shared.pair.to_server.mr_mode().local {
-        let unregistered = refused(client.send_parts(vec![plain(b"x")], 0, true));
+        let unregistered = refused(client.send_parts(&mut vec![plain(b"x")], 0, true));
         assert!(matches!(unregistered, FabricError::Unregistered { len: 1 }));
     }
     let bytes = Exposed::Bytes(Bytes::from_static(b"constant"));

@@ -339,7 +339,7 @@ impl Link {
         let Some(open) = &*endpoint else { return };
         let result = match parts {
             Ok(parts) if parts.is_empty() => open.inject(&header.encode()),
-            Ok(parts) => open.send_parts(parts, 0, notify),
+            Ok(mut parts) => open.send_parts(&mut parts, 0, notify),
             // As if the queue were full: there is no buffer now.
             Err(()) => Err(PostError::Full),
         };
@@ -398,9 +398,9 @@ impl Link {
             pieces.iter().for_each(|piece| packet.extend_from_slice(piece.bytes()));
             return self.post(|endpoint| endpoint.inject(&packet)).await;
         }
-        let parts = self.assemble(header, pieces).await?;
+        let mut parts = self.assemble(header, pieces).await?;
         let notify = self.wants_completion(&parts);
-        self.post(|endpoint| endpoint.send_parts(parts.clone(), 0, notify)).await
+        self.post(|endpoint| endpoint.send_parts(&mut parts, 0, notify)).await
     }
 
     /// Waits until a packet with content may be sent.
@@ -485,7 +485,7 @@ impl Link {
     /// Posts an operation, again and again while the provider's queue is full.
     pub(super) async fn post(
         &self,
-        operation: impl Fn(&Endpoint) -> Result<(), PostError>,
+        mut operation: impl FnMut(&Endpoint) -> Result<(), PostError>,
     ) -> Result<(), LinkFailed> {
         loop {
             let posted = match &*self.endpoint() {

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::task::Poll;
 
 use base::mem::{Arena, ArenaBuf};
 use base::spinner::Spinner;
@@ -25,6 +26,9 @@ const DEPTH_MIN: usize = 256;
 
 /// Token of the shared receive queue, which no endpoint has.
 const SHARED_QUEUE: u64 = u64::MAX;
+
+/// Tasks that a message goes through, one after the other, until it is answered: the session's, its user's, the session's.
+const HOPS: usize = 4;
 
 /// Arenas whose registration is kept.
 const REGIONS: usize = 64;
@@ -322,6 +326,20 @@ fn open_queue(domain: &Domain) -> fabric::Result<CompletionQueue> {
     }
 }
 
+/// Lets the other tasks of this thread run, and goes on after them. Unlike `tokio::task::yield_now` this does not have the
+/// runtime ask the system for events each time: it does so now and then in any case.
+async fn let_others_run() {
+    let mut has_yielded = false;
+    std::future::poll_fn(|cx| {
+        if std::mem::replace(&mut has_yielded, true) {
+            return Poll::Ready(());
+        }
+        cx.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
+}
+
 /// The one poller: takes completions while there are any, looks again for a while if that pays, and sleeps on the queue's
 /// descriptor in the same loop as everything else of this thread.
 async fn drive(port: Weak<Port>, fd: AsyncFd<Descriptor<CompletionQueue>>) {
@@ -342,13 +360,15 @@ async fn drive_until_over(port: &Weak<Port>, fd: AsyncFd<Descriptor<CompletionQu
             spinner.worked();
             // What came is handled now, and answers take the credits along.
             drop(port);
-            tokio::task::yield_now().await;
+            for _ in 0..HOPS {
+                let_others_run().await;
+            }
             continue;
         }
         port.return_credits();
         if spinner.look_again(port.common.config.spin) {
             drop(port);
-            tokio::task::yield_now().await;
+            let_others_run().await;
             continue;
         }
         let may_sleep = port.domain.fabric().may_sleep(&[&port.completions]);
@@ -356,7 +376,7 @@ async fn drive_until_over(port: &Weak<Port>, fd: AsyncFd<Descriptor<CompletionQu
             Ok(true) if !is_readable(port.completions.wait_fd()) => {}
             Ok(_) => {
                 drop(port);
-                tokio::task::yield_now().await;
+                let_others_run().await;
                 continue;
             }
             Err(e) => return tracing::warn!(error = %e, "a completion queue cannot be waited for"),

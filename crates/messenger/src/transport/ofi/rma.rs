@@ -111,9 +111,9 @@ impl Link {
     ) -> Result<(), LinkFailed> {
         let remote = to.slice(offset, bytes.len()).map_err(|e| LinkFailed(e.to_string()))?;
         let region = self.port.region_of(bytes).map_err(|_| LinkFailed("unregistered memory".into()))?;
-        let parts = vec![Part { bytes: bytes.clone(), region }];
+        let mut parts = vec![Part { bytes: bytes.clone(), region }];
         let notify = self.wants_completion(&parts);
-        self.post(|endpoint| endpoint.write_parts(parts.clone(), remote, 0, notify)).await
+        self.post(|endpoint| endpoint.write_parts(&mut parts, remote, 0, notify)).await
     }
 
     /// Whether `bytes` can be written to a peer's memory from where they are.
