@@ -25,6 +25,9 @@ pub(crate) const BULK_SLOTS: usize = 4;
 /// Most credit that a peer may have granted and not seen used, in bytes.
 pub(crate) const MAX_CREDIT_BYTES: u64 = 2 << 30;
 
+/// Longest silence that a peer may announce.
+pub(crate) const REST_MAX: Duration = Duration::from_secs(300);
+
 /// How the sessions of a stack behave. The defaults are for daemons; tests shorten the times.
 ///
 /// **Memory of one session** is bounded by: received and not taken, `window_bytes`; sent and not acknowledged,
@@ -36,8 +39,11 @@ pub(crate) const MAX_CREDIT_BYTES: u64 = 2 << 30;
 pub struct SessionConfig {
     /// The longest silence: whoever has sent nothing for so long sends a heartbeat.
     pub heartbeat: Duration,
-    /// A peer that was silent for so long is taken for gone; its transport connection is closed. At least
-    /// three times `heartbeat`.
+    /// The longest silence of an idle session: while neither side wants anything of the other, the pauses between heartbeats
+    /// double up to that. From `heartbeat` to 5 min.
+    pub rest: Duration,
+    /// A peer that was silent for so long, or for so much longer than it had announced, is taken for gone; its transport
+    /// connection is closed. At least three times `heartbeat`.
     pub grace: Duration,
     /// How long connecting peers may take for the handshake.
     pub handshake_timeout: Duration,
@@ -95,6 +101,7 @@ impl Default for SessionConfig {
     fn default() -> Self {
         SessionConfig {
             heartbeat: Duration::from_secs(2),
+            rest: Duration::from_secs(60),
             grace: Duration::from_secs(8),
             handshake_timeout: Duration::from_secs(5),
             hold: Duration::from_secs(30),
@@ -127,6 +134,8 @@ impl SessionConfig {
         assert!(self.window_bytes <= 1 << 30, "window_bytes is at most 1 GiB");
         assert!(self.push_window_bytes as usize >= MAX_CHUNK, "push_window_bytes must hold a chunk");
         assert!(self.limits.max_header <= 1 << 20 && self.limits.max_inline <= 1 << 20, "at most 1 MiB each");
+        let rests = self.heartbeat..=REST_MAX;
+        assert!(rests.contains(&self.rest), "rest must be from the heartbeat to 5 min");
         assert!(self.grace >= self.heartbeat * 3, "grace must be at least three times the heartbeat");
     }
 }

@@ -5,6 +5,7 @@
 //! a transport lasts, so that one wake-up reads a batch, and writes what it and the users have queued in one system call.
 
 mod connection;
+mod heartbeats;
 mod inbound;
 mod offers;
 mod one_sided;
@@ -17,7 +18,7 @@ mod task;
 mod turns;
 mod writer;
 
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::{Notify, Semaphore, watch};
@@ -63,6 +64,8 @@ struct State {
     offers: Offers,
     /// The transport now in use, if it is one that moves memory by itself.
     link: Option<Arc<Link>>,
+    /// The next heartbeat is due later than usual.
+    is_resting: bool,
 }
 
 /// Which side of a session this is. Only clients let their peers reach their memory.
@@ -101,6 +104,10 @@ pub(crate) struct Shared {
     heard: AtomicBool,
     /// Bytes went out since the last heartbeat was due.
     spoke: AtomicBool,
+    /// For how long the peer may be silent, as it said, in milliseconds.
+    peer_quiet_ms: AtomicU32,
+    /// Something was begun while this side rested.
+    stirred: Notify,
     /// Something was received that has not been acknowledged, and the timer for that does not run yet.
     ack_wanted: Notify,
 }
@@ -122,6 +129,7 @@ impl Shared {
                 Road::Packets(link) => Some(Arc::clone(link)),
                 Road::Stream(..) => None,
             },
+            is_resting: false,
         };
         Arc::new(Shared {
             side,
@@ -141,6 +149,8 @@ impl Shared {
             ended: watch::Sender::new(false),
             heard: AtomicBool::new(false),
             spoke: AtomicBool::new(false),
+            peer_quiet_ms: AtomicU32::new(0),
+            stirred: Notify::new(),
             ack_wanted: Notify::new(),
             config,
         })

@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use outboard_messenger::conformance::{self, Rig};
 use outboard_messenger::transport::faulty::{FaultControl, Faults};
-use outboard_messenger::{Entropy, SessionConfig, SimStack};
+use outboard_messenger::{ConnectOptions, Entropy, Event, Message, SessionConfig, SimStack};
+use tokio::time::timeout;
 
 const GRACE: Duration = Duration::from_secs(8);
 
@@ -73,6 +74,42 @@ async fn exactly_once_on_a_hostile_network() {
         }
     }
     assert!(fired.iter().all(|n| *n > 0), "a fault never fired: {fired:?}");
+}
+
+/// Sides that want nothing of each other say ever less, and notice the other's end late; who wants something notices it as soon as ever.
+#[tokio::test(start_paused = true)]
+async fn idle_sessions_rest_until_something_is_wanted() {
+    let (rig, _) = rig(SLOW, conformance::seed());
+    let rest = SessionConfig::default().rest;
+    let mut listener = rig.listen().await;
+    let endpoint = listener.endpoint();
+    let (client, server) =
+        tokio::join!(rig.stack.connect(&endpoint, ConnectOptions::default()), listener.accept());
+    let ((client, mut from_server), (_server, mut from_client)) = (client.unwrap(), server.unwrap());
+    for wants in [true, false] {
+        let idle = timeout(20 * rest, from_server.next()).await;
+        assert!(idle.is_err(), "an idle session got {idle:?}");
+        (rig.freeze)(true);
+        let still = timeout(2 * GRACE, from_server.next()).await;
+        assert!(still.is_err(), "at rest it was noticed at once: {still:?}");
+        let most = if wants {
+            client.send(Message::default()).await.unwrap();
+            GRACE + 2 * SessionConfig::default().heartbeat
+        } else {
+            2 * rest + GRACE
+        };
+        let event = timeout(most, from_server.next()).await;
+        assert!(matches!(event, Ok(Event::Interrupted)), "{event:?}, wants: {wants}");
+        (rig.freeze)(false);
+        assert!(matches!(from_server.next().await, Event::Resumed));
+    }
+    loop {
+        match from_client.next().await {
+            Event::Message(message) => break assert_eq!(message, Message::default()),
+            Event::Interrupted | Event::Resumed => {}
+            Event::Lost(why) => panic!("{why}"),
+        }
+    }
 }
 
 /// The same seed is the same run, to the last byte.

@@ -482,8 +482,7 @@ impl Endpoint {
         }
         let (serial, endpoint) = (self.closing.serial, self.token);
         let (earlier, memory) = (Vec::new(), Held::Region(region));
-        let pending =
-            Pending { serial, endpoint, token, operation, len: slice.len(), earlier, memory };
+        let pending = Pending { serial, endpoint, token, operation, len: slice.len(), earlier, memory };
         let queue = &self.closing.completions;
         let Ok(number) = queue.operations().insert(pending) else { return Err(PostError::Full) };
         let result = posted(call_name(operation), call(self.handle.as_ptr(), number as *mut c_void));

@@ -117,8 +117,14 @@ fn what_cannot_be_sent_is_refused_before_it_is_posted() {
     assert!(matches!(refused(client.send_parts(&mut many, 0, true)), FabricError::TooManyParts { .. }));
     assert!(matches!(refused(client.send_parts(&mut Vec::new(), 0, true)), FabricError::TooManyParts { .. }));
     let elsewhere = Part { region: Some(shared.buffers.clone()), ..plain(b"x") };
-    assert!(matches!(refused(client.send_parts(&mut vec![elsewhere.clone()], 0, true)), FabricError::OtherDomain));
-    assert!(matches!(refused(server.send_parts(&mut vec![elsewhere], 0, true)), FabricError::OutOfRange { .. }));
+    assert!(matches!(
+        refused(client.send_parts(&mut vec![elsewhere.clone()], 0, true)),
+        FabricError::OtherDomain
+    ));
+    assert!(matches!(
+        refused(server.send_parts(&mut vec![elsewhere], 0, true)),
+        FabricError::OutOfRange { .. }
+    ));
     if shared.pair.to_server.mr_mode().local {
         let unregistered = refused(client.send_parts(&mut vec![plain(b"x")], 0, true));
         assert!(matches!(unregistered, FabricError::Unregistered { len: 1 }));

@@ -87,11 +87,13 @@ pub struct Reject {
     pub reason: String,
 }
 
-/// Credits. The acknowledgement is in the fixed header.
+/// Credits, and a sign of life. The acknowledgement is in the fixed header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Window {
     /// Credits granted to the receiver of the frame since the session began, in bytes.
     pub granted: u64,
+    /// How long the sender may be silent while neither side wants anything of the other, in milliseconds.
+    pub quiet_ms: u32,
 }
 
 /// Asks for data of an offered source.

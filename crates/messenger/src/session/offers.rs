@@ -57,6 +57,10 @@ impl Drop for Offers {
 }
 
 impl Offers {
+    pub(super) fn is_empty(&self) -> bool {
+        self.active.is_empty()
+    }
+
     /// Takes the peer's access to what was exposed on a transport that is gone: nobody uses it, for nobody else had the keys.
     /// What was written stays.
     pub(super) fn hide(&mut self) -> Vec<MemoryRegion> {
@@ -163,6 +167,7 @@ impl Shared {
         // An offer that is too late for the transport it was made for is one without.
         let exposed = exposed.filter(|e| state.link.as_ref().is_some_and(|l| l.epoch() == e.transport()));
         state.offers.active.insert(key, Offer { what, expires, exposed });
+        self.stir(&mut state);
         drop(state);
         let descriptor = BulkDescriptor {
             owner: BulkOwner::Session,

@@ -209,6 +209,7 @@ impl Shared {
             }
         };
         self.metrics.pulls.increment(1);
+        self.stir(&mut self.lock());
         let reads =
             Reading { shared: self, link: &link, remote, at, landing: &landing, checksums: &checksums };
         match reads.all(len, Instant::now() + limit + self.config.grace).await {

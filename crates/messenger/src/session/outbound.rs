@@ -1,6 +1,7 @@
 //! What waits to be sent, in its lanes, and what was sent and may have to be sent again.
 
 use std::collections::VecDeque;
+use std::time::Duration;
 
 use base::block::Payload;
 use tokio::sync::oneshot;
@@ -46,6 +47,8 @@ pub(super) enum Chunk {
 pub(super) struct Outbound {
     control: VecDeque<Body>,
     window_wanted: bool,
+    /// How long this side may be silent, in milliseconds.
+    quiet_ms: u32,
     messages: VecDeque<Message>,
     bulk: VecDeque<Chunk>,
     /// Numbers `acked + 1 ..`.
@@ -73,6 +76,7 @@ impl Outbound {
         Outbound {
             control: VecDeque::new(),
             window_wanted: false,
+            quiet_ms: 0,
             messages: VecDeque::new(),
             bulk: VecDeque::new(),
             unacked: VecDeque::new(),
@@ -100,6 +104,17 @@ impl Outbound {
     /// Sends credits and an acknowledgement soon.
     pub(super) fn want_window(&mut self) {
         self.window_wanted = true;
+    }
+
+    /// Sends credits and an acknowledgement soon, and says that the next ones may be so far away.
+    pub(super) fn want_heartbeat(&mut self, quiet: Duration) {
+        self.window_wanted = true;
+        self.quiet_ms = u32::try_from(quiet.as_millis()).unwrap_or(u32::MAX);
+    }
+
+    /// Whether everything that was sent has been acknowledged, and nothing waits.
+    pub(super) fn is_acked(&self) -> bool {
+        self.unacked.is_empty() && self.messages.is_empty() && self.bulk.is_empty()
     }
 
     /// Queues a message, for which the caller holds credit.
@@ -184,7 +199,10 @@ impl Outbound {
     pub(super) fn gather(&mut self, batch: &mut Batch, piggyback: &Piggyback) {
         let ack = piggyback.received;
         if std::mem::take(&mut self.window_wanted) {
-            batch.push_control(&Body::Window(Window { granted: piggyback.granted }), ack);
+            batch.push_control(
+                &Body::Window(Window { granted: piggyback.granted, quiet_ms: self.quiet_ms }),
+                ack,
+            );
         }
         while let Some(body) = self.control.pop_front() {
             batch.push_control(&body, ack);

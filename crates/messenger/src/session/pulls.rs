@@ -53,6 +53,10 @@ pub(super) struct Filling {
 }
 
 impl Pulls {
+    pub(super) fn is_empty(&self) -> bool {
+        self.active.is_empty()
+    }
+
     /// Registers a pull. Returns its number and what it asks for.
     pub(super) fn begin(
         &mut self,

@@ -274,7 +274,10 @@ impl Shared {
     /// Handles a frame that has nothing to do with the stream or packet that it came in.
     pub(super) fn on_control(self: &Arc<Self>, body: Body) -> Result<(), Fault> {
         match body {
-            Body::Window(window) => Ok(self.on_granted(window.granted)?),
+            Body::Window(window) => {
+                self.peer_quiet_ms.store(window.quiet_ms, Ordering::Relaxed);
+                Ok(self.on_granted(window.granted)?)
+            }
             Body::PullRequest(request) => Ok(self.on_pull_request(request)?),
             Body::PullCancel(cancel) => {
                 self.on_pull_cancel(cancel.pull);

@@ -11,7 +11,6 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 use super::packets::PacketReader;
 use super::reader::{Fault, Reader};
 use super::{Shared, Status};
-use crate::config::SessionConfig;
 use crate::handshake::{self, Dialer, HandshakeError};
 use crate::stack::Registration;
 use crate::transport::ofi::Link;
@@ -235,27 +234,6 @@ impl Shared {
         }
     }
 
-    /// Sends a heartbeat when there was nothing else to send; ends when the peer was silent for too long, or keeps memory of
-    /// this side that only the transport's end gives back.
-    async fn watch_peer(&self, link: Option<&Link>) -> String {
-        let SessionConfig { heartbeat, grace, .. } = self.config;
-        let mut silent = Duration::ZERO;
-        while silent < grace {
-            sleep(heartbeat).await;
-            let heard = self.heard.swap(false, Ordering::Relaxed) | link.is_some_and(Link::take_heard);
-            silent = if heard { Duration::ZERO } else { silent + heartbeat };
-            if !self.spoke.swap(false, Ordering::Relaxed) {
-                self.lock().outbound.want_window();
-                self.wake_writer.notify_one();
-            }
-            if let Some(reason) = link.and_then(|link| self.overstayed(link)) {
-                return reason;
-            }
-        }
-        self.metrics.heartbeats_missed.increment(1);
-        format!("the peer was silent for {silent:?}")
-    }
-
     /// Sends acknowledgements that found no frame to travel with.
     async fn acknowledge_in_time(&self) -> Infallible {
         loop {
@@ -280,7 +258,7 @@ impl Shared {
     }
 
     /// Numbers of the last sequenced frames that got through, in and out.
-    fn progress(&self) -> (u64, u64) {
+    pub(super) fn progress(&self) -> (u64, u64) {
         let state = self.lock();
         (state.inbound.received(), state.outbound.acked())
     }
@@ -314,7 +292,7 @@ impl Shared {
     }
 
     /// What the session was configured with.
-    pub(crate) fn config(&self) -> &SessionConfig {
+    pub(crate) fn config(&self) -> &crate::SessionConfig {
         &self.config
     }
 

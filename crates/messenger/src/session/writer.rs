@@ -242,6 +242,7 @@ impl Shared {
         state.outbound.gather(batch, &piggyback);
         if batch.frames > 0 {
             state.inbound.on_reported();
+            self.stir_if_busy(state);
         }
         state.status != Status::Open
     }

@@ -106,12 +106,13 @@ async fn violations_of_the_protocol_end_the_session() {
     let mut victim = Victim::new().await;
     let empty = Payload::default();
     let text = bytes(&message("text"), 1, 0, &empty);
-    let window = |granted| bytes(&Body::Window(Window { granted }), 0, 0, &empty);
+    let window = |granted| bytes(&Body::Window(Window { granted, quiet_ms: 0 }), 0, 0, &empty);
     let data = Payload::compute(0, vec![1; 100].into());
-    let mut trailing = bytes(&Body::Window(Window { granted: 1 }), 0, 0, &empty);
+    let mut trailing = bytes(&Body::Window(Window { granted: 1, quiet_ms: 0 }), 0, 0, &empty);
     trailing.push(0);
     let crc = base::block::crc32c(&trailing[40..]).to_le_bytes();
-    let trailing = forge(forge(trailing, 8, &2u32.to_le_bytes()), 32, &crc);
+    let len = trailing.len() as u32 - 40;
+    let trailing = forge(forge(trailing, 8, &len.to_le_bytes()), 32, &crc);
     let violations: [(&str, Vec<u8>); 14] = [
         ("header of 4 GiB", forge(text.clone(), 8, &u32::MAX.to_le_bytes())),
         ("payload of 4 GiB", forge(text.clone(), 12, &u32::MAX.to_le_bytes())),
@@ -399,7 +400,8 @@ async fn servers_that_talk_nonsense_give_clients_typed_errors() {
 async fn a_peer_that_grants_much_and_reads_nothing_costs_bounded_memory() {
     let mut victim = Victim::new().await;
     let (mut raw, _, mut ends) = victim.attack().await;
-    raw.write(&bytes(&Body::Window(Window { granted: 1 << 30 }), 0, 0, &Payload::default())).await;
+    raw.write(&bytes(&Body::Window(Window { granted: 1 << 30, quiet_ms: 0 }), 0, 0, &Payload::default()))
+        .await;
     let payload = Payload::compute(0, vec![1; 60_000].into());
     let mut sent = 0u64;
     loop {

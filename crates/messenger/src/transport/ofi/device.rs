@@ -22,7 +22,7 @@ const SETTLING_TIME: Duration = Duration::from_secs(10);
 /// Events handled before others get a turn.
 const EVENTS: usize = 32;
 
-/// Fabric, queue of events, and the ports by tenant and network device.
+/// Fabric, queue of events, and the ports by tenant and network device: more than one where many connect.
 pub(super) struct Device {
     state: Mutex<State>,
     pub(super) events: EventQueue,
@@ -33,7 +33,7 @@ pub(super) struct Device {
 
 #[derive(Default)]
 struct State {
-    ports: HashMap<(String, String), Weak<Port>>,
+    ports: HashMap<(String, String), Vec<Weak<Port>>>,
     settling: HashMap<u64, Settling>,
     links: HashMap<u64, Weak<Link>>,
     last_id: u64,
@@ -91,19 +91,23 @@ impl Device {
         self.lock().links.values().filter_map(Weak::upgrade).collect()
     }
 
-    /// The protection domain of a tenant on the network device that `info` names.
+    /// A protection domain of a tenant on the network device that `info` names: one that has room, or a new one.
     fn port(&self, tenant: &str, info: &Info) -> io::Result<Arc<Port>> {
         let key = (tenant.to_owned(), info.domain_name());
-        let known = self.lock().ports.get(&key).and_then(Weak::upgrade).filter(|port| port.is_good());
-        if let Some(port) = known {
+        let known: Vec<Arc<Port>> =
+            self.lock().ports.get(&key).into_iter().flatten().filter_map(Weak::upgrade).collect();
+        if let Some(port) = known.into_iter().find(|port| port.has_room()) {
             return Ok(port);
         }
         let info = info.duplicate().map_err(io::Error::other)?;
         let port = Port::open(&self.fabric, info, Arc::clone(&self.common)).map_err(io::Error::other)?;
         port.start()?;
         let mut state = self.lock();
-        state.ports.retain(|_, port| port.strong_count() > 0);
-        state.ports.insert(key, Arc::downgrade(&port));
+        state.ports.retain(|_, ports| {
+            ports.retain(|port| port.strong_count() > 0);
+            !ports.is_empty()
+        });
+        state.ports.entry(key).or_default().push(Arc::downgrade(&port));
         Ok(port)
     }
 

@@ -22,8 +22,11 @@ use super::rma::Reads;
 /// Credits that only a packet without content may use: it brings the peer credits, so that the two never wait for each other.
 const RESERVE: u32 = 1;
 
-/// Most packets that a peer may send ahead. The window of a link grows to that while it is used up.
+/// Most packets that a peer may send ahead. The window of a link grows to that while it is used up, and shrinks when little comes.
 const WINDOW_MAX: u32 = 64;
+
+/// So many packets between two [rests](Link::rest) are little: heartbeats.
+const LITTLE: u32 = 2;
 
 /// A completion is asked for after that many operations, or for one that holds that many bytes with those before it.
 const QUIET_OPERATIONS: u32 = 8;
@@ -65,6 +68,10 @@ struct State {
     receiving: Credits,
     /// Packets that the peer may be ahead.
     window: u32,
+    /// Packets with content since the last rest.
+    busy: u32,
+    /// The last packet had content.
+    was_content: bool,
     /// What the peer has been told.
     told: u32,
     /// The port will tell it more.
@@ -75,6 +82,17 @@ struct State {
     quiet_operations: u32,
     quiet_bytes: usize,
     reads: Reads,
+}
+
+impl State {
+    /// Whether the peer should be told of further credits although nothing else is sent. A packet that only grants is not
+    /// answered by another one as long as its sender can still send content; otherwise that would go on for ever.
+    fn owes_credits(&self) -> bool {
+        const { assert!(FIRST_GRANT >= RESERVE + 2, "a packet that only grants leaves the peer one with content") };
+        let left = self.told.wrapping_sub(self.receiving.used);
+        let few = if self.was_content { RESERVE.max(self.window / 2) } else { RESERVE };
+        self.receiving.granted != self.told && left <= few
+    }
 }
 
 /// A part of a packet's content.
@@ -114,6 +132,8 @@ impl Link {
             sending: Credits::new(),
             receiving: Credits { used: 0, granted: 0 },
             window: FIRST_GRANT,
+            busy: 0,
+            was_content: false,
             told: FIRST_GRANT,
             is_due: false,
             posted: HashMap::new(),
@@ -258,8 +278,14 @@ impl Link {
             self.fail("the peer does not keep to its credits");
             return 0;
         }
-        if used_up && state.window < WINDOW_MAX && self.port.common.buffers.are_plenty() {
-            state.window *= 2;
+        state.was_content = !content.is_empty();
+        state.busy = state.busy.saturating_add(u32::from(state.was_content));
+        if used_up
+            && state.busy > LITTLE
+            && state.window < WINDOW_MAX
+            && self.port.common.buffers.are_plenty()
+        {
+            state.window = (state.window * 2).min(WINDOW_MAX);
         }
         let wanted = state.window - state.receiving.left().min(state.window);
         let waker = (!content.is_empty()).then(|| {
@@ -274,12 +300,19 @@ impl Link {
         wanted
     }
 
+    /// To be called now and then: a link to which little comes lets buffers go. The peer may use what it was granted all the same.
+    pub(crate) fn rest(&self) {
+        let mut state = self.state();
+        if std::mem::take(&mut state.busy) <= LITTLE {
+            state.window = (state.window / 2).max(FIRST_GRANT);
+        }
+    }
+
     /// A buffer was posted for the peer's packets.
     pub(super) fn on_posted(self: &Arc<Self>) {
         let mut state = self.state();
         state.receiving.granted = state.receiving.granted.wrapping_add(1);
-        let owed = state.receiving.granted.wrapping_sub(state.told);
-        let becomes_due = owed >= state.window / 2 && !std::mem::replace(&mut state.is_due, true);
+        let becomes_due = state.owes_credits() && !std::mem::replace(&mut state.is_due, true);
         drop(state);
         if becomes_due {
             self.port.is_due(self);
@@ -327,8 +360,8 @@ impl Link {
     pub(super) fn grant(self: &Arc<Self>) {
         let mut state = self.state();
         state.is_due = false;
-        let owed = state.receiving.granted.wrapping_sub(state.told);
-        if owed < state.window / 2 || !state.sending.take() {
+        let told = state.told;
+        if !state.owes_credits() || !state.sending.take() {
             return;
         }
         let header = Self::header(&mut state);
@@ -350,7 +383,7 @@ impl Link {
                 // The peer hears of it by the next packet, or by the next attempt.
                 let mut state = self.state();
                 state.sending.used = state.sending.used.wrapping_sub(1);
-                state.told = header.granted.wrapping_sub(owed);
+                state.told = told;
                 state.is_due = true;
                 drop(state);
                 self.port.is_due(self);

@@ -24,8 +24,8 @@ pub(crate) const ROOM_BYTES: usize = PACKET_BYTES - HEADER_BYTES;
 /// such a message fits into one packet.
 pub(crate) const EAGER_BYTES: usize = 4 << 10;
 
-/// Packets that each side may send before it was granted any.
-pub(super) const FIRST_GRANT: u32 = 4;
+/// Packets that each side may send before it was granted any, and what it may send ahead when it is idle.
+pub(super) const FIRST_GRANT: u32 = 3;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct PacketHeader {

@@ -18,7 +18,11 @@ use tokio::sync::Notify;
 use super::Common;
 use super::descriptor::{Descriptor, is_readable};
 use super::link::Link;
-use super::packet::{HEADER_BYTES, PacketHeader};
+use super::packet::{FIRST_GRANT, HEADER_BYTES, PacketHeader};
+
+/// Of the receives that a shared queue has room for, so many parts of [`SHARES`] may go to links that want more than they began
+/// with. The rest is for new ones.
+const SHARES: (usize, usize) = (3, 4);
 
 /// Operations that may be under way; a device with smaller queues gets half as many, and so on.
 const DEPTH: usize = 4 << 10;
@@ -40,6 +44,10 @@ pub(super) struct Port {
     pub(super) domain: Domain,
     pub(super) completions: CompletionQueue,
     pub(super) common: Arc<Common>,
+    /// Most links.
+    links_max: usize,
+    /// Most receives of the shared queue.
+    receives_max: usize,
     state: Mutex<State>,
     /// The last link is gone, or the domain must not be used any more.
     over: Notify,
@@ -63,19 +71,38 @@ struct State {
     regions: Vec<(usize, MemoryRegion)>,
 }
 
+impl State {
+    /// Buffers of the shared queue that links of today were promised.
+    fn receives(&self) -> usize {
+        self.posted.len() - (self.surplus as usize).min(self.posted.len())
+    }
+}
+
 impl Port {
     /// Opens the domain that `info` names.
     pub(super) fn open(fabric: &Fabric, info: Info, common: Arc<Common>) -> fabric::Result<Arc<Port>> {
         let domain = Domain::open(fabric, info)?;
-        let completions = open_queue(&domain)?;
+        let (completions, depth) = open_queue(&domain)?;
         let receives = match common.config.receive_queue {
             super::ReceiveQueueKind::Shared => {
                 Some(ReceiveQueue::open(domain.info(), &completions, SHARED_QUEUE)?)
             }
             super::ReceiveQueueKind::PerConnection => None,
         };
+        let links_max = domain.info().endpoints_per_queue(depth, receives.is_some());
+        let receives_max = domain.info().shared_receive_depth().min(depth / 2);
         let (state, over, stopped) = (Mutex::default(), Notify::new(), AtomicBool::new(false));
-        Ok(Arc::new(Port { receives, domain, completions, common, state, over, stopped }))
+        Ok(Arc::new(Port {
+            receives,
+            domain,
+            completions,
+            common,
+            links_max,
+            receives_max,
+            state,
+            over,
+            stopped,
+        }))
     }
 
     /// Runs the port in the background of this runtime, until its last link is gone.
@@ -121,9 +148,22 @@ impl Port {
         self.over.notify_one();
     }
 
-    /// Whether new links may be made in it.
-    pub(super) fn is_good(&self) -> bool {
+    /// Whether links may be made in it.
+    fn is_good(&self) -> bool {
         !self.domain.is_spoiled() && !self.stopped.load(Ordering::Relaxed)
+    }
+
+    /// Whether one more link may be made in it.
+    pub(super) fn has_room(&self) -> bool {
+        let state = self.lock();
+        let has_receives = state.receives() + FIRST_GRANT as usize <= self.receives_max;
+        state.links.len() < self.links_max && has_receives && self.is_good()
+    }
+
+    /// Whether a link may have `more` receives posted at a time than it had.
+    fn may_grow(&self, more: u32) -> bool {
+        let most = self.receives_max / SHARES.1 * SHARES.0;
+        self.receives.is_none() || self.lock().receives() + more as usize <= most
     }
 
     /// `link` owes its peer credits; they are sent when nothing else was.
@@ -294,6 +334,8 @@ impl Port {
             }
         };
         let wanted = link.on_packet(header, content);
+        // One takes the place of the packet's own.
+        let wanted = if wanted > 1 && !self.may_grow(wanted) { 1 } else { wanted };
         let more = std::iter::from_fn(|| self.common.buffers.take());
         for buf in fresh.into_iter().chain(more).take(wanted as usize) {
             if let Err(why) = self.post(link, buf) {
@@ -316,12 +358,13 @@ impl Port {
 /// Bytes that are in no memory which could be registered.
 pub(super) struct NotRegistered;
 
-fn open_queue(domain: &Domain) -> fabric::Result<CompletionQueue> {
+/// Opens a queue; returns for how many operations, too.
+fn open_queue(domain: &Domain) -> fabric::Result<(CompletionQueue, usize)> {
     let mut depth = DEPTH;
     loop {
         match CompletionQueue::open(domain, depth) {
             Err(_) if depth > DEPTH_MIN => depth /= 2,
-            opened => return opened,
+            opened => return opened.map(|queue| (queue, depth)),
         }
     }
 }

@@ -129,6 +129,13 @@ impl Link {
         overdue
     }
 
+    /// Whether a read is under way.
+    pub(crate) fn is_reading(&self) -> bool {
+        let mut is_reading = false;
+        self.reads(|reads| is_reading = !reads.active.is_empty());
+        is_reading
+    }
+
     /// Exposes memory to the peer, for it to read or to write.
     pub(crate) fn expose(&self, memory: Exposed) -> Result<MemoryRegion, fabric::FabricError> {
         let access = match memory {

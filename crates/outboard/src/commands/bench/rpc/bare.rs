@@ -1,4 +1,4 @@
-//! A loop of fi_read and nothing else, both sides polling all the time.
+//! A loop of fi_read and nothing else, both sides polling all the time, or both sleeping while there is nothing.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -7,7 +7,7 @@ use base::mem::Arena;
 use base::process::ProcessUsage;
 use fabric::{
     Access, Completion, CompletionQueue, Domain, Endpoint, EndpointQueues, Event, EventQueue, Fabric, Info,
-    Library, Listener, MemoryRegion, Query, RemoteRegion, Target,
+    Library, Listener, MemoryRegion, Query, RemoteRegion, Target, Waitable,
 };
 use hdrhistogram::Histogram;
 
@@ -25,18 +25,29 @@ struct Side {
     events: EventQueue,
     completions: CompletionQueue,
     domain: Domain,
+    spins: bool,
 }
 
 impl Side {
-    fn open(info: Info) -> fabric::Result<Side> {
+    fn open(info: Info, spins: bool) -> fabric::Result<Side> {
         let fabric = Fabric::open(&info)?;
         let domain = Domain::open(&fabric, info)?;
         let completions = CompletionQueue::open(&domain, 256)?;
-        Ok(Side { events: EventQueue::open(&fabric)?, completions, domain })
+        Ok(Side { events: EventQueue::open(&fabric)?, completions, domain, spins })
     }
 
     fn queues(&self) -> EndpointQueues<'_> {
         EndpointQueues::new(&self.events, &self.completions)
+    }
+
+    /// Takes what has ended, after waiting for it, or for something else, unless it spins.
+    fn poll(&self, completions: &mut Vec<Completion>) -> Result<()> {
+        self.completions.poll(completions).doing(DOING)?;
+        if completions.is_empty() && !self.spins {
+            let queues: [&dyn Waitable; 2] = [&self.completions, &self.events];
+            fabric::wait(self.domain.fabric(), &queues, &[], Some(PATIENCE)).doing(DOING)?;
+        }
+        Ok(())
     }
 
     fn event(&self) -> Result<Event> {
@@ -58,9 +69,9 @@ fn info(provider: &str, target: Target) -> Result<Info> {
 }
 
 /// The other side: exposes memory, and polls so that it is read.
-pub fn expose(provider: &str, address: &str, size: usize) -> Result<()> {
+pub fn expose(provider: &str, address: &str, size: usize, spins: bool) -> Result<()> {
     let address: SocketAddr = address.parse().doing(DOING)?;
-    let side = Side::open(info(provider, Target::Listen(address))?).doing(DOING)?;
+    let side = Side::open(info(provider, Target::Listen(address))?, spins).doing(DOING)?;
     let listener = Listener::open(side.domain.info(), &side.events).doing(DOING)?;
     let arena = Arena::anonymous(size).doing(DOING)?;
     // Pages that were never written are all the same one.
@@ -76,7 +87,8 @@ pub fn expose(provider: &str, address: &str, size: usize) -> Result<()> {
     endpoint.establish(&[]).doing(DOING)?;
     let mut completions = Vec::new();
     loop {
-        side.completions.poll(&mut completions).doing(DOING)?;
+        side.poll(&mut completions)?;
+        completions.clear();
         if let Some(Event::Closed { .. }) = side.events.read().doing(DOING)? {
             return Ok(());
         }
@@ -84,17 +96,17 @@ pub fn expose(provider: &str, address: &str, size: usize) -> Result<()> {
 }
 
 /// One run.
-pub fn reads(args: &RpcArgs) -> Result<Sample> {
+pub fn reads(args: &RpcArgs, spins: bool) -> Result<Sample> {
     let Some(provider) = args.provider() else { return Err(Failure::new(DOING, "it is not over libfabric")) };
     let (size, depth) = (args.size.0 as usize, args.in_flight as usize);
     let address = SocketAddr::new(args.address, 0).to_string();
-    let mut peer =
-        Peer::start(&Job::BareMemory { provider: provider.to_owned(), address, size: args.size.0 })?;
+    let job = Job::BareMemory { provider: provider.to_owned(), address, size: args.size.0, spins };
+    let mut peer = Peer::start(&job)?;
     let line = peer.line()?;
     let (address, remote) = line.split_once(' ').ok_or_else(|| Failure::new(DOING, "no address"))?;
     let remote: RemoteRegion = serde_json::from_str(remote).doing(DOING)?;
     let info = info(provider, Target::Connect(address.parse().doing(DOING)?))?;
-    let side = Side::open(info.duplicate().doing(DOING)?).doing(DOING)?;
+    let side = Side::open(info.duplicate().doing(DOING)?, spins).doing(DOING)?;
     let endpoint = Endpoint::connecting(&info, side.queues(), 1).doing(DOING)?;
     endpoint.establish(&[]).doing(DOING)?;
     let Event::Connected { .. } = side.event()? else {
@@ -117,7 +129,7 @@ pub fn reads(args: &RpcArgs) -> Result<Sample> {
     let mut under_way = depth;
     let mut completions: Vec<Completion> = Vec::new();
     while under_way > 0 {
-        side.completions.poll(&mut completions).doing(DOING)?;
+        side.poll(&mut completions)?;
         for completion in completions.drain(..) {
             completion.result.doing(DOING)?;
             let (slot, now) = (completion.token as usize, Instant::now());
@@ -132,13 +144,5 @@ pub fn reads(args: &RpcArgs) -> Result<Sample> {
     }
     let elapsed = began.elapsed();
     let usage = sum(own()?.total.since(&before), peer.usage()?.since(&peer_before));
-    Ok(Sample {
-        operations: latency.len(),
-        elapsed,
-        latency,
-        mean_ns: None,
-        usage: Some(usage),
-        copied_bytes: None,
-        idle_bytes: None,
-    })
+    Ok(Sample::of_reference(latency, elapsed, usage))
 }

@@ -14,7 +14,7 @@ use messenger::{
     BulkDescriptor, ConnectOptions, Ends, Event, Incoming, Message, NetworkStack, StackOptions, UseAs,
 };
 
-use super::figures::Sample;
+use super::figures::{IdleCost, Sample};
 use super::peer::{Job, Peer, resident_bytes, sum};
 use super::serve::{copied_bytes, record_metrics, runtime};
 use super::{Mode, RpcArgs, SPIN};
@@ -22,6 +22,10 @@ use crate::failure::{Doing, Failure, Result};
 
 /// How long things may take that should not take long.
 const PATIENCE: Duration = Duration::from_secs(30);
+
+/// After connecting, before it is looked at what idle connections cost: sessions move to better paths then, and let go what they
+/// began on.
+const SETTLING: Duration = Duration::from_secs(1);
 
 /// One run of the messenger.
 pub fn measure(args: &RpcArgs, spin: bool) -> Result<Sample> {
@@ -40,9 +44,10 @@ async fn run(args: RpcArgs, spin: bool) -> Result<Sample> {
         Mode::Echo | Mode::OneWay => Rig::to_server(&args, spin, stack).await?,
         Mode::BulkRead | Mode::BulkWrite => Rig::to_offerer(&args, spin, stack).await?,
     };
-    let idle_bytes = if args.idle > 0 { Some(rig.add_idle(&args).await?) } else { None };
     // Warm caches, windows and credits.
     rig.work(&args, Duration::from_millis(200)).await?;
+    let resident_before = rig.resident();
+    let idle_core = if args.idle > 0 { Some(rig.add_idle(&args).await?) } else { None };
     let own = || ProcessUsage::read(std::process::id()).doing("looking at this process");
     let (before, peer_before) = (own()?.total, rig.peer.usage()?);
     let copied_before = copied_bytes() + rig.peer.copied_bytes()?;
@@ -58,7 +63,11 @@ async fn run(args: RpcArgs, spin: bool) -> Result<Sample> {
         mean_ns: None,
         usage: Some(usage),
         copied_bytes: args.provider().map(|_| copied - copied_before),
-        idle_bytes,
+        idle: idle_core.map(|core| {
+            let (client, server) = rig.resident();
+            let more = |now: u64, before: u64| now.saturating_sub(before);
+            IdleCost { bytes: (more(client, resident_before.0), more(server, resident_before.1)), core }
+        }),
     })
 }
 
@@ -118,16 +127,27 @@ impl Rig {
         Ok(Rig { ends, peer, stack, endpoint, idle: Vec::new(), pool })
     }
 
-    /// Connects more sessions that do nothing; returns what they cost in memory, at both ends.
-    async fn add_idle(&mut self, args: &RpcArgs) -> Result<u64> {
-        let resident = |peer: &Peer| resident_bytes(std::process::id()) + peer.resident_bytes();
-        let before = resident(&self.peer);
+    /// Resident memory of this process and of the peer's.
+    fn resident(&self) -> (u64, u64) {
+        (resident_bytes(std::process::id()), self.peer.resident_bytes())
+    }
+
+    /// CPU time of both processes, in seconds.
+    fn cpu_seconds(&self) -> Result<f64> {
+        let own = ProcessUsage::read(std::process::id()).doing("looking at this process")?;
+        Ok(own.total.cpu_seconds + self.peer.usage()?.cpu_seconds)
+    }
+
+    /// Connects more sessions that do nothing; returns which share of a core they take then.
+    async fn add_idle(&mut self, args: &RpcArgs) -> Result<f64> {
         for _ in 0..args.idle {
             let ends = self.stack.connect(&self.endpoint, ConnectOptions::default()).await;
             self.idle.push(ends.doing("connecting an idle session")?);
         }
-        tokio::time::sleep(Duration::from_millis(300)).await;
-        Ok(resident(&self.peer).saturating_sub(before))
+        tokio::time::sleep(SETTLING).await;
+        let before = self.cpu_seconds()?;
+        tokio::time::sleep(args.duration()).await;
+        Ok((self.cpu_seconds()? - before) / args.duration().as_secs_f64())
     }
 
     async fn work(&mut self, args: &RpcArgs, duration: Duration) -> Result<Histogram<u64>> {

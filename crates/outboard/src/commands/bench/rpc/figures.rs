@@ -12,25 +12,28 @@ use super::{Mode, RpcArgs};
 /// Who takes part in a measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Contender {
-    /// The messenger, polling adaptively or not at all.
-    Messenger { spin: bool },
+    /// The messenger, polling adaptively or not at all; with the idle connections, or alone.
+    Messenger { spin: bool, alone: bool },
     /// fi_pingpong of libfabric.
     Pingpong,
     /// A TCP echo by epoll.
     BareEcho,
     /// A loop of fi_read.
-    BareReads,
+    BareReads { spin: bool },
 }
 
 impl Contender {
     /// For people.
     pub fn name(self) -> &'static str {
         match self {
-            Contender::Messenger { spin: true } => "messenger, spinning",
-            Contender::Messenger { spin: false } => "messenger, sleeping",
+            Contender::Messenger { spin: true, alone: false } => "messenger, spinning",
+            Contender::Messenger { spin: false, alone: false } => "messenger, sleeping",
+            Contender::Messenger { spin: true, alone: true } => "spinning, alone",
+            Contender::Messenger { spin: false, alone: true } => "sleeping, alone",
             Contender::Pingpong => "fi_pingpong",
             Contender::BareEcho => "bare epoll echo",
-            Contender::BareReads => "bare fi_read loop",
+            Contender::BareReads { spin: true } => "bare fi_read, spin",
+            Contender::BareReads { spin: false } => "bare fi_read, sleep",
         }
     }
 
@@ -53,8 +56,17 @@ pub struct Sample {
     pub usage: Option<Usage>,
     /// Bytes that the messenger copied, in both processes.
     pub copied_bytes: Option<u64>,
-    /// What idle connections brought in resident memory, in bytes, over both processes.
-    pub idle_bytes: Option<u64>,
+    /// What the idle connections cost.
+    pub idle: Option<IdleCost>,
+}
+
+/// What idle connections cost.
+#[derive(Debug, Clone, Copy)]
+pub struct IdleCost {
+    /// Resident memory more than before, in bytes, at the end of the run: of the client's process, and of the server's.
+    pub bytes: (u64, u64),
+    /// Share of one core that both processes took together while nothing was done.
+    pub core: f64,
 }
 
 /// What is shown of a contender.
@@ -71,7 +83,9 @@ pub struct Figures {
     pub context_switches_per_message: Option<f64>,
     pub wake_ups_per_message: Option<f64>,
     pub copies_per_byte: Option<f64>,
-    pub idle_mib: Option<f64>,
+    pub idle_client_mib: Option<f64>,
+    pub idle_server_mib: Option<f64>,
+    pub idle_core_percent: Option<f64>,
 }
 
 /// The outcome of the command.
@@ -85,9 +99,17 @@ pub struct Report {
     pub rounds: u32,
     pub idle_connections: u32,
     pub contenders: Vec<Figures>,
-    /// The messenger's latency over the reference's, and its throughput over the reference's; medians of the rounds' ratios.
-    pub latency_ratio: Option<f64>,
-    pub throughput_ratio: Option<f64>,
+    /// The messenger beside the best of the others, and beside itself without idle connections.
+    pub ratios: Vec<Ratio>,
+}
+
+/// One contender beside another one: medians of the rounds' ratios.
+#[derive(Debug, Clone, Serialize)]
+pub struct Ratio {
+    pub of: &'static str,
+    pub to: &'static str,
+    pub latency: f64,
+    pub throughput: f64,
 }
 
 fn median(mut values: Vec<f64>) -> Option<f64> {
@@ -101,6 +123,20 @@ fn median(mut values: Vec<f64>) -> Option<f64> {
 }
 
 impl Sample {
+    /// A run of somebody else.
+    pub fn of_reference(latency: Histogram<u64>, elapsed: Duration, usage: Usage) -> Sample {
+        let usage = Some(usage);
+        Sample {
+            operations: latency.len(),
+            elapsed,
+            latency,
+            mean_ns: None,
+            usage,
+            copied_bytes: None,
+            idle: None,
+        }
+    }
+
     fn p50_us(&self) -> f64 {
         self.mean_ns.unwrap_or_else(|| self.latency.value_at_quantile(0.5) as f64) / 1e3
     }
@@ -138,7 +174,9 @@ impl Figures {
             context_switches_per_message: usage(|u| u.context_switches as f64),
             wake_ups_per_message: usage(|u| u.wake_ups as f64),
             copies_per_byte: of(&|s| Some(s.copied_bytes? as f64 / payload(s))),
-            idle_mib: of(&|s| Some(s.idle_bytes? as f64 / f64::from(1 << 20))),
+            idle_client_mib: of(&|s| Some(s.idle?.bytes.0 as f64 / f64::from(1 << 20))),
+            idle_server_mib: of(&|s| Some(s.idle?.bytes.1 as f64 / f64::from(1 << 20))),
+            idle_core_percent: of(&|s| Some(s.idle?.core * 100.0)),
         })
     }
 }
@@ -146,11 +184,25 @@ impl Figures {
 impl Report {
     pub fn new(args: &RpcArgs, contenders: &[Contender], samples: &[Vec<Sample>]) -> Report {
         let figures = contenders.iter().zip(samples).filter_map(|(c, s)| Figures::new(*c, s, args));
-        let reference = contenders.iter().position(|c| c.is_reference());
-        let ratio = |of: fn(&Sample) -> f64| {
-            let (ours, theirs) = (samples.first()?, &samples[reference?]);
-            median(ours.iter().zip(theirs).map(|(ours, theirs)| of(ours) / of(theirs)).collect())
+        let ratio = |of: usize, to: usize| {
+            let median_of = |figure: fn(&Sample) -> f64| {
+                let rounds = samples[of].iter().zip(&samples[to]);
+                median(rounds.map(|(ours, theirs)| figure(ours) / figure(theirs)).collect())
+            };
+            let (latency, throughput) = (median_of(Sample::p50_us)?, median_of(Sample::per_second)?);
+            Some(Ratio { of: contenders[of].name(), to: contenders[to].name(), latency, throughput })
         };
+        let speed = |at: usize| median(samples[at].iter().map(Sample::per_second).collect()).unwrap_or(0.0);
+        let references = (0..contenders.len()).filter(|at| contenders[*at].is_reference());
+        let best = references.max_by(|a, b| speed(*a).total_cmp(&speed(*b)));
+        let mut ratios: Vec<Ratio> = best.and_then(|best| ratio(0, best)).into_iter().collect();
+        for (at, contender) in contenders.iter().enumerate() {
+            if let Contender::Messenger { spin, alone: false } = *contender {
+                let alone = Contender::Messenger { spin, alone: true };
+                let alone = contenders.iter().position(|c| *c == alone);
+                ratios.extend(alone.and_then(|alone| ratio(at, alone)));
+            }
+        }
         Report {
             stack: args.stack.to_string(),
             mode: args.mode,
@@ -160,8 +212,7 @@ impl Report {
             rounds: args.rounds,
             idle_connections: args.idle,
             contenders: figures.collect(),
-            latency_ratio: ratio(Sample::p50_us),
-            throughput_ratio: ratio(Sample::per_second),
+            ratios,
         }
     }
 }
@@ -214,18 +265,19 @@ impl fmt::Display for Report {
                 opt(c.copies_per_byte, 3),
             )?;
         }
-        if let (Some(latency), Some(throughput)) = (self.latency_ratio, self.throughput_ratio) {
-            let (ours, theirs) = (self.contenders.first(), self.contenders.last());
-            if let (Some(ours), Some(theirs)) = (ours, theirs) {
+        for Ratio { of, to, latency, throughput } in &self.ratios {
+            writeln!(f, "{of} / {to}: latency {latency:.2}, throughput {throughput:.2}")?;
+        }
+        for c in &self.contenders {
+            if let (Some(client), Some(server), Some(core)) =
+                (c.idle_client_mib, c.idle_server_mib, c.idle_core_percent)
+            {
                 writeln!(
                     f,
-                    "{} / {}: latency {latency:.2}, throughput {throughput:.2}",
-                    ours.name, theirs.name
+                    "{}: {} idle connections cost {client:.1} MiB in the client, {server:.1} MiB in the server; {core:.2} % of a core in both",
+                    c.name, self.idle_connections
                 )?;
             }
-        }
-        if let Some(mib) = self.contenders.iter().find_map(|c| c.idle_mib) {
-            writeln!(f, "{} idle connections: {mib:.1} MiB, both ends", self.idle_connections)?;
         }
         Ok(())
     }

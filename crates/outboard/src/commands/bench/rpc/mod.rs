@@ -40,7 +40,8 @@ pub enum Mode {
 /// rounds are shown. "spinning" is with adaptive polling, "sleeping" without.
 ///
 /// For an echo the others are: a TCP echo by epoll and nothing else (stack tcp), and fi_pingpong, if it is installed (stacks ofi).
-/// For bulk reads: a loop of fi_read at the same depth. They verify no checksums; the messenger does.
+/// For bulk reads: a loop of fi_read at the same depth, polling all the time and sleeping. They verify no checksums; the messenger
+/// does.
 ///
 /// CPU is of both processes together. A wake-up is a thread that slept and was woken; there are two messages in an echo. Copies
 /// are our own, per byte of payload; those of libfabric's provider and of the kernel are theirs.
@@ -68,7 +69,7 @@ pub struct RpcArgs {
     /// Rounds, of which the medians are shown
     #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=99))]
     pub rounds: u32,
-    /// Idle connections beside those that are measured
+    /// Idle connections beside those that are measured; the messenger is then also measured alone
     #[arg(long, default_value_t = 0, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=4000))]
     pub idle: u32,
     /// Address of this machine to listen at
@@ -139,13 +140,23 @@ fn contenders(args: &RpcArgs) -> Vec<Contender> {
     let mut contenders = Vec::new();
     let is_ofi = args.provider().is_some();
     if is_ofi {
-        contenders.push(Contender::Messenger { spin: true });
+        contenders.push(Contender::Messenger { spin: true, alone: false });
     }
-    contenders.push(Contender::Messenger { spin: false });
+    contenders.push(Contender::Messenger { spin: false, alone: false });
+    if args.idle > 0 {
+        let others = contenders.iter().filter_map(|c| match *c {
+            Contender::Messenger { spin, .. } => Some(Contender::Messenger { spin, alone: true }),
+            _ => None,
+        });
+        let others: Vec<Contender> = others.collect();
+        contenders.extend(others);
+    }
     match (args.mode, is_ofi) {
         (Mode::Echo, true) => contenders.push(Contender::Pingpong),
         (Mode::Echo, false) => contenders.push(Contender::BareEcho),
-        (Mode::BulkRead, true) => contenders.push(Contender::BareReads),
+        (Mode::BulkRead, true) => {
+            contenders.extend([true, false].map(|spin| Contender::BareReads { spin }));
+        }
         _ => {}
     }
     contenders
@@ -155,10 +166,13 @@ fn contenders(args: &RpcArgs) -> Vec<Contender> {
 fn run_one(contender: &Contender, args: &RpcArgs) -> Result<Option<Sample>> {
     let (contender, args) = (*contender, args.clone());
     let work = move || match contender {
-        Contender::Messenger { spin } => client::measure(&args, spin).map(Some),
+        Contender::Messenger { spin, alone } => {
+            let idle = if alone { 0 } else { args.idle };
+            client::measure(&RpcArgs { idle, ..args }, spin).map(Some)
+        }
         Contender::Pingpong => pingpong::measure(&args),
         Contender::BareEcho => reference::echo(&args).map(Some),
-        Contender::BareReads => bare::reads(&args).map(Some),
+        Contender::BareReads { spin } => bare::reads(&args, spin).map(Some),
     };
     let thread = thread::spawn(ThreadClass::Messenger, "bench", work).doing("starting a measurement")?;
     thread.join().unwrap_or_else(|_| Err(Failure::new("measuring", "it panicked; this is a bug")))

@@ -19,7 +19,7 @@ pub enum Job {
     /// Listen over TCP and echo.
     BareEcho { address: String },
     /// Expose memory to fi_read.
-    BareMemory { provider: String, address: String, size: u64 },
+    BareMemory { provider: String, address: String, size: u64, spins: bool },
 }
 
 /// The process. It ends when this is dropped.

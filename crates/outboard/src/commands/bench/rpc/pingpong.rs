@@ -30,7 +30,7 @@ pub fn measure(args: &RpcArgs) -> Result<Option<Sample>> {
         mean_ns: Some(mean_ns),
         usage: None,
         copied_bytes: None,
-        idle_bytes: None,
+        idle: None,
     }))
 }
 

@@ -100,13 +100,5 @@ pub fn echo(args: &RpcArgs) -> Result<Sample> {
     }
     let elapsed = began.elapsed();
     let usage = sum(own()?.total.since(&before), peer.usage()?.since(&peer_before));
-    Ok(Sample {
-        operations: latency.len(),
-        elapsed,
-        latency,
-        mean_ns: None,
-        usage: Some(usage),
-        copied_bytes: None,
-        idle_bytes: None,
-    })
+    Ok(Sample::of_reference(latency, elapsed, usage))
 }

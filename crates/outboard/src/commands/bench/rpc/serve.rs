@@ -55,7 +55,9 @@ pub fn run(job: &str) -> Result<()> {
                 runtime()?.block_on(spawned(offer(stack, spin_us, endpoint, mode, size as usize)))
             }
             Job::BareEcho { address } => reference::serve(&address),
-            Job::BareMemory { provider, address, size } => bare::expose(&provider, &address, size as usize),
+            Job::BareMemory { provider, address, size, spins } => {
+                bare::expose(&provider, &address, size as usize, spins)
+            }
         }
     };
     let thread = thread::spawn(ThreadClass::Messenger, "peer", work).doing("starting")?;

@@ -1,0 +1,114 @@
+//! Whether the peer is still there.
+//!
+//! Whoever has something to say says it at least every [`heartbeat`](SessionConfig::heartbeat), and whoever waits for something takes
+//! a silence of [`grace`](SessionConfig::grace) for the peer's end. Between two sides that want nothing of each other the
+//! pauses double, up to [`rest`](SessionConfig::rest): an idle session costs next to nothing. Each heartbeat says for how
+//! long its sender may be silent now.
+
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep};
+
+use super::{Shared, State};
+use crate::config::{REST_MAX, SessionConfig};
+use crate::transport::ofi::Link;
+
+impl State {
+    /// Whether nothing is under way.
+    fn is_idle(&self) -> bool {
+        let link_reads = self.link.as_ref().is_some_and(|link| link.is_reading());
+        self.outbound.is_acked() && self.pulls.is_empty() && self.offers.is_empty() && !link_reads
+    }
+}
+
+impl Shared {
+    /// Sends a heartbeat when there was nothing else to send; ends when the peer was silent for too long, or keeps memory of
+    /// this side that only the transport's end gives back.
+    pub(super) async fn watch_peer(&self, link: Option<&Link>) -> String {
+        let SessionConfig { heartbeat, grace, rest, .. } = self.config;
+        // What was promised on another transport holds no longer.
+        self.peer_quiet_ms.store(0, Ordering::Relaxed);
+        let mut pause = heartbeat;
+        let mut heard_at = Instant::now();
+        let mut progress = self.progress();
+        loop {
+            let stirred = self.pause(pause, heartbeat).await;
+            let heard = self.heard.swap(false, Ordering::Relaxed) | link.is_some_and(Link::take_heard);
+            // While this side rested nothing was due from the peer.
+            if heard || stirred {
+                heard_at = Instant::now();
+            }
+            let silent = heard_at.elapsed();
+            if silent >= grace + self.peer_quiet(heartbeat) {
+                self.metrics.heartbeats_missed.increment(1);
+                return format!("the peer was silent for {silent:?}");
+            }
+            if let Some(link) = link {
+                link.rest();
+                if let Some(reason) = self.overstayed(link) {
+                    return reason;
+                }
+            }
+            let before = std::mem::replace(&mut progress, self.progress());
+            let is_idle = !stirred && progress == before && self.lock().is_idle();
+            pause = if is_idle { (pause * 2).min(rest) } else { heartbeat };
+            self.beat(pause > heartbeat, pause);
+        }
+    }
+
+    /// How much longer than usual the peer may be silent.
+    fn peer_quiet(&self, heartbeat: Duration) -> Duration {
+        if !self.lock().is_idle() {
+            return Duration::ZERO;
+        }
+        let quiet = Duration::from_millis(u64::from(self.peer_quiet_ms.load(Ordering::Relaxed)));
+        quiet.min(REST_MAX).saturating_sub(heartbeat)
+    }
+
+    /// Sends a heartbeat if nothing else was sent, or if the peer `must_know` how long the next pause is.
+    fn beat(&self, must_know: bool, pause: Duration) {
+        if self.spoke.swap(false, Ordering::Relaxed) && !must_know {
+            return;
+        }
+        let mut state = self.lock();
+        state.outbound.want_heartbeat(pause);
+        drop(state);
+        self.wake_writer.notify_one();
+    }
+
+    /// Waits. A pause longer than a heartbeat ends when something is begun: then this returns true.
+    async fn pause(&self, pause: Duration, heartbeat: Duration) -> bool {
+        if pause <= heartbeat {
+            sleep(pause).await;
+            return false;
+        }
+        {
+            let mut state = self.lock();
+            if !state.is_idle() {
+                return true;
+            }
+            state.is_resting = true;
+        }
+        let stirred = tokio::select! {
+            () = self.stirred.notified() => true,
+            () = sleep(pause) => false,
+        };
+        self.lock().is_resting = false;
+        stirred
+    }
+
+    /// To be called when something is sent.
+    pub(super) fn stir_if_busy(&self, state: &mut State) {
+        if state.is_resting && !state.is_idle() {
+            self.stir(state);
+        }
+    }
+
+    /// Something was begun: from now on the peer is expected to answer.
+    pub(super) fn stir(&self, state: &mut State) {
+        if std::mem::take(&mut state.is_resting) {
+            self.stirred.notify_one();
+        }
+    }
+}
