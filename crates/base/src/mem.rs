@@ -129,6 +129,18 @@ impl Arena {
     pub fn anonymous(len: usize) -> Result<Arc<Arena>, MemError> {
         let len = round_to_pages(len);
         let mapping = Mapping::new(None, len).map_err(|e| os("map", len, e))?;
+        mapping.prefer_huge();
+        Ok(Arena::of(mapping, len, None, None))
+    }
+
+    /// Private memory of `len` bytes that is taken from the system by single pages: what is never touched costs nothing.
+    ///
+    /// # Errors
+    /// If the system has not that much memory to give.
+    pub fn by_pages(len: usize) -> Result<Arc<Arena>, MemError> {
+        let len = round_to_pages(len);
+        let mapping = Mapping::new(None, len).map_err(|e| os("map", len, e))?;
+        mapping.avoid_huge();
         Ok(Arena::of(mapping, len, None, None))
     }
 
@@ -194,6 +206,9 @@ impl Arena {
         let page = huge_page_of(&fd).map_err(|e| os("inspect", len, e))?;
         let size = len.next_multiple_of(page.unwrap_or(1));
         let mapping = Mapping::new(Some(&fd), size).map_err(|e| os("map", size, e))?;
+        if page.is_none() {
+            mapping.prefer_huge();
+        }
         Ok(Arena::of(mapping, len, Some(fd), page))
     }
 
@@ -219,9 +234,6 @@ impl Arena {
     }
 
     fn of(mapping: Mapping, len: usize, fd: Option<OwnedFd>, page: Option<usize>) -> Arc<Arena> {
-        if page.is_none() {
-            mapping.prefer_huge();
-        }
         let registrations = AtomicUsize::new(0);
         let arena = Arc::new(Arena { base: mapping.base(), len, fd, page, registrations, mapping });
         crate::arenas::enter(&arena);

@@ -73,6 +73,12 @@ impl Mapping {
         let _ = unsafe { rustix::mm::madvise(self.base.cast(), self.len, Advice::LinuxHugepage) };
     }
 
+    /// Asks for small pages only. Best effort.
+    pub(super) fn avoid_huge(&self) {
+        // SAFETY: as in `prefer_huge`.
+        let _ = unsafe { rustix::mm::madvise(self.base.cast(), self.len, Advice::LinuxNoHugepage) };
+    }
+
     /// Has the bytes of huge page `index` of the mapping put into one page; whether they now are.
     pub(super) fn gather(&self, index: usize) -> bool {
         /// `MADV_COLLAPSE`, since Linux 6.1. It does not depend on the system's settings for transparent huge pages,

@@ -166,7 +166,7 @@ impl Shared {
             link.write(bytes, target.region, target.offset).await?;
             self.metrics.sent_bytes.increment(bytes.len() as u64);
         }
-        let packets: Vec<Range<usize>> = batch.packets(ROOM_BYTES);
+        let packets: Vec<Range<usize>> = batch.packets(ROOM_BYTES, link.parts_max());
         for packet in packets {
             link.send(&batch.pieces(packet)).await?;
             self.spoke.store(true, Ordering::Relaxed);

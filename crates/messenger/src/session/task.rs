@@ -1,6 +1,7 @@
 //! The life of a session: transports come and go, until the session is closed or lost.
 
 use std::convert::Infallible;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -44,14 +45,14 @@ pub(crate) enum Role {
     /// Makes new transports.
     Client(Box<Dialer>),
     /// Waits for them.
-    Server { resumptions: mpsc::Receiver<Resumption>, registration: Registration },
+    Server { resumptions: mpsc::Receiver<Box<Resumption>>, registration: Registration },
 }
 
 /// Why a transport is used no longer.
 enum End {
     Broken(String),
     Damaged(String),
-    Replaced(Resumption),
+    Replaced(Box<Resumption>),
     /// There is a better one.
     Upgraded(Wire, Claim),
     Fatal(MessengerError),
@@ -116,7 +117,7 @@ async fn live(shared: &Arc<Shared>, role: &mut Role, mut wire: Wire) -> Messenge
         }
         let next = tokio::select! {
             biased;
-            next = role.next_wire(shared, resumption, better, lived) => next,
+            next = Box::pin(role.next_wire(shared, resumption, better, lived)) => next,
             () = shared.close_requested() => {
                 return MessengerError::SessionLost("closed while the peer was not reachable".into());
             }
@@ -134,7 +135,7 @@ impl Role {
     async fn next_wire(
         &mut self,
         shared: &Arc<Shared>,
-        resumption: Option<Resumption>,
+        resumption: Option<Box<Resumption>>,
         better: Option<(Wire, Claim)>,
         was_useful: bool,
     ) -> Result<Wire, MessengerError> {
@@ -188,14 +189,15 @@ impl Shared {
         self.heard.store(true, Ordering::Relaxed);
         let end = match wire.road {
             Road::Stream(mut reader, mut writer) => {
-                let reading = Reader::new(self, &mut *reader).run();
-                let writing = async { self.write_loop(&mut *writer).await.map_err(|e| e.to_string()) };
+                let reading = Box::pin(Reader::new(self, &mut *reader).run());
+                let writing =
+                    Box::pin(async { self.write_loop(&mut *writer).await.map_err(|e| e.to_string()) });
                 self.until_end(role, reading, writing, None).await
             }
             Road::Packets(link) => {
                 self.lock().link = Some(Arc::clone(&link));
-                let reading = PacketReader::new(self, &link).run();
-                let writing = async { self.send_packets(&link).await.map_err(|e| e.0) };
+                let reading = Box::pin(PacketReader::new(self, &link).run());
+                let writing = Box::pin(async { self.send_packets(&link).await.map_err(|e| e.0) });
                 let end = self.until_end(role, reading, writing, Some(&link)).await;
                 // From here on nobody reaches memory of this side by it.
                 link.fail("the session has ended it");
@@ -209,11 +211,12 @@ impl Shared {
         }
     }
 
+    /// The futures are boxed because each `async` that they go through would hold them twice: thousands of sessions are idle.
     async fn until_end(
         self: &Arc<Self>,
         role: &mut Role,
-        reading: impl Future<Output = Fault>,
-        writing: impl Future<Output = Result<(), String>>,
+        reading: Pin<Box<impl Future<Output = Fault>>>,
+        writing: Pin<Box<impl Future<Output = Result<(), String>>>>,
         link: Option<&Link>,
     ) -> End {
         let writing = async {
@@ -316,8 +319,8 @@ impl Shared {
     }
 
     /// Answers a client that came back. `None` if its transport broke meanwhile.
-    async fn accept_resumption(&self, next: Resumption) -> Result<Option<Wire>, MessengerError> {
-        let Resumption { mut wire, nonce, received, granted } = next;
+    async fn accept_resumption(&self, next: Box<Resumption>) -> Result<Option<Wire>, MessengerError> {
+        let Resumption { mut wire, nonce, received, granted } = *next;
         let welcome = handshake::welcome_back(self, nonce);
         let answer = handshake::write(&mut wire, &welcome);
         match timeout(self.config.handshake_timeout, answer).await {

@@ -44,8 +44,8 @@ pub(super) struct Batch {
     pub(super) bulk_slots: usize,
     /// Who waits for a pushed chunk to have its place in the order.
     pub(super) placed: Vec<oneshot::Sender<()>>,
-    /// Offset of the end of each frame.
-    ends: Vec<usize>,
+    /// Offset of the end of each frame, and whether it ends with data that stays where it is.
+    ends: Vec<(usize, bool)>,
     /// The link that the batch goes over, if it is one that moves memory by itself.
     link: Option<Arc<Link>>,
     /// What is written to the peer's memory before the frames are sent.
@@ -121,18 +121,24 @@ impl Batch {
         }
         self.frames += 1;
         self.bytes += end - start + if copied { 0 } else { payload.len() };
-        self.ends.push(self.bytes);
+        self.ends.push((self.bytes, !copied));
     }
 
-    /// Cuts the frames into packets of at most `room` bytes: whole frames, and such as fill more than a packet alone.
-    pub(super) fn packets(&self, room: usize) -> Vec<Range<usize>> {
+    /// Cuts the frames into packets of at most `room` bytes, which are sent from at most `most` places: whole frames, and such as
+    /// fill more than a packet alone.
+    pub(super) fn packets(&self, room: usize, most: usize) -> Vec<Range<usize>> {
         let mut packets = Vec::new();
         let mut start = 0;
         let mut last = 0;
-        for &end in &self.ends {
-            if end - start > room && last > start {
+        // Heads that follow each other are in one place, and so is the packet's own.
+        let (mut parts, mut after_data) = (1, false);
+        for &(end, has_data) in &self.ends {
+            parts += usize::from(after_data) + usize::from(has_data);
+            after_data = has_data;
+            if (end - start > room || parts > most) && last > start {
                 packets.push(start..last);
                 start = last;
+                parts = 1 + usize::from(has_data);
             }
             while end - start > room {
                 packets.push(start..start + room);
@@ -142,6 +148,7 @@ impl Batch {
             if start > last {
                 packets.push(start..end);
                 start = end;
+                (parts, after_data) = (1, false);
             }
             last = end;
         }
@@ -302,7 +309,7 @@ mod tests {
             batch.push_sequenced(&Sequenced::Message(message), 1, 0);
         }
         let all = batch.to_bytes();
-        let packets = batch.packets(8000);
+        let packets = batch.packets(8000, 4);
         let lens: Vec<usize> = packets.iter().map(Range::len).collect();
         let head = frame::HEADER_LEN;
         assert_eq!(lens, [5600 + 4 * head, 8000, 8000, 4000 + head, 110 + 2 * head]);
@@ -317,11 +324,27 @@ mod tests {
         let payload = Payload::compute(0, vec![3; 4096].into());
         let message = Message { header: "h".into(), payload: payload.clone() };
         batch.push_sequenced(&Sequenced::Message(message), 1, 0);
-        let packets = batch.packets(8000);
+        let packets = batch.packets(8000, 4);
         assert_eq!(packets.len(), 1);
         match batch.pieces(packets[0].clone()).as_slice() {
             [Piece::Copied(_), Piece::Shared(data)] => assert_eq!(data.as_ptr(), payload.data().as_ptr()),
             other => panic!("{other:?}"),
         }
+    }
+
+    #[test]
+    fn a_packet_has_no_more_parts_than_can_be_sent() {
+        let mut batch = Batch::default();
+        for size in [1000, 1000, 0, 1000, 0, 0, 1000, 1000, 1000] {
+            let message = Message { header: "h".into(), payload: Payload::compute(0, vec![3; size].into()) };
+            batch.push_sequenced(&Sequenced::Message(message), 1, 0);
+        }
+        let cut = |most| -> Vec<usize> {
+            let packets = batch.packets(16_000, most);
+            packets.iter().map(|packet| batch.pieces(packet.clone()).len()).collect()
+        };
+        assert_eq!(cut(4), [4, 4, 4], "head, data, head, data");
+        assert_eq!(cut(100), [12]);
+        assert_eq!(cut(2), [2, 2, 2, 2, 2, 2]);
     }
 }

@@ -60,7 +60,7 @@ struct Sessions {
 
 struct Entry {
     secret: [u8; 16],
-    resume: mpsc::Sender<Resumption>,
+    resume: mpsc::Sender<Box<Resumption>>,
 }
 
 /// A session's place in its listener's registry; dropping it gives the place up.
@@ -76,7 +76,10 @@ impl Registry {
         self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn register(self: &Arc<Self>, shared: &Shared) -> Option<(mpsc::Receiver<Resumption>, Registration)> {
+    fn register(
+        self: &Arc<Self>,
+        shared: &Shared,
+    ) -> Option<(mpsc::Receiver<Box<Resumption>>, Registration)> {
         let (resume, resumptions) = mpsc::channel(1);
         let session = shared.session_id();
         let mut sessions = self.lock();
@@ -88,7 +91,7 @@ impl Registry {
     }
 
     /// Where to bring a transport for the session, if the secret is right. A wrong one is no different from no session.
-    fn find(&self, resume: &Resume) -> Option<mpsc::Sender<Resumption>> {
+    fn find(&self, resume: &Resume) -> Option<mpsc::Sender<Box<Resumption>>> {
         let sessions = self.lock();
         let entry = sessions.entries.get(&resume.session)?;
         let differs = entry.secret.iter().zip(resume.secret).fold(0, |acc, (a, b)| acc | (a ^ b));
@@ -202,7 +205,7 @@ impl Reception {
             Ok(Outcome::New(shared, role)) => self.open(shared, role, wire).await,
             Ok(Outcome::Resume(session, hello, resume)) => {
                 let Hello { nonce, granted, .. } = hello;
-                let resumption = Resumption { wire, nonce, received: resume.received, granted };
+                let resumption = Box::new(Resumption { wire, nonce, received: resume.received, granted });
                 // A second transport while one is being taken is dropped; its client will come again.
                 let _ = session.try_send(resumption);
             }
@@ -259,5 +262,5 @@ impl Reception {
 
 enum Outcome {
     New(Arc<Shared>, Role),
-    Resume(mpsc::Sender<Resumption>, Hello, Resume),
+    Resume(mpsc::Sender<Box<Resumption>>, Hello, Resume),
 }

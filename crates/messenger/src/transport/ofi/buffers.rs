@@ -33,9 +33,9 @@ impl Buffers {
         if chunks.len() == self.max_chunks {
             return None;
         }
-        let arena = Arena::anonymous(CHUNK_BYTES)
-            .inspect_err(|e| tracing::warn!("no memory for more packets: {e}"))
-            .ok()?;
+        // The packets of idle connections fill one page of two.
+        let arena = Arena::by_pages(CHUNK_BYTES);
+        let arena = arena.inspect_err(|e| tracing::warn!("no memory for more packets: {e}")).ok()?;
         let chunk = BufferPool::new(arena, 0, PACKET_BYTES);
         let buf = chunk.try_alloc(PACKET_BYTES).ok()?;
         chunks.push(chunk);

@@ -420,6 +420,11 @@ impl Link {
         PacketHeader { token: state.peer_token, granted: state.receiving.granted }
     }
 
+    /// From how many places a packet can be sent: a first one of its own, and others.
+    pub(crate) fn parts_max(&self) -> usize {
+        self.port.domain.info().send_parts_max()
+    }
+
     /// Sends one packet of at most [`ROOM_BYTES`](super::packet::ROOM_BYTES), when the peer has a buffer for it.
     pub(crate) async fn send(&self, pieces: &[Piece<'_>]) -> Result<(), LinkFailed> {
         let header = self.credit().await?;
@@ -458,13 +463,14 @@ impl Link {
     async fn assemble(&self, header: PacketHeader, pieces: &[Piece<'_>]) -> Result<Vec<Part>, LinkFailed> {
         let mut buf = self.send_buffer().await?;
         buf[..HEADER_BYTES].copy_from_slice(&header.encode());
-        let most = self.port.domain.info().send_parts_max();
+        let most = self.parts_max();
         let mut filled = HEADER_BYTES;
         let mut plan: Vec<Planned> = vec![Planned::Here(0, HEADER_BYTES)];
-        for piece in pieces {
+        for (at, piece) in pieces.iter().enumerate() {
+            let follow = usize::from(at + 1 < pieces.len());
             if let Piece::Shared(bytes) = piece
                 && bytes.len() > COPY_MAX_BYTES
-                && plan.len() + 2 <= most
+                && plan.len() + 1 + follow <= most
                 && let Ok(region) = self.port.region_of(bytes)
             {
                 plan.push(Planned::There(Part { bytes: bytes.clone(), region }));

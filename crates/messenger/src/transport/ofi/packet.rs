@@ -12,7 +12,7 @@
 //! packets that the receiver of this one may have sent since the connection began, modulo 2³².
 
 /// Longest packet, in bytes: what every receive buffer holds.
-pub const PACKET_BYTES: usize = 8192;
+pub const PACKET_BYTES: usize = 16 << 10;
 
 /// Bytes in front of a packet's content.
 pub(super) const HEADER_BYTES: usize = 16;

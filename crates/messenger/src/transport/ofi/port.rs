@@ -396,11 +396,13 @@ async fn drive(port: Weak<Port>, fd: AsyncFd<Descriptor<CompletionQueue>>) {
 async fn drive_until_over(port: &Weak<Port>, fd: AsyncFd<Descriptor<CompletionQueue>>) {
     let mut spinner = Spinner::default();
     let mut completions = Vec::new();
+    let mut all_have_run = false;
     loop {
         let Some(port) = port.upgrade() else { return };
         port.common.control.thaw().await;
         if port.poll(&mut completions) {
             spinner.worked();
+            all_have_run = false;
             // What came is handled now, and answers take the credits along.
             drop(port);
             for _ in 0..HOPS {
@@ -409,11 +411,18 @@ async fn drive_until_over(port: &Weak<Port>, fd: AsyncFd<Descriptor<CompletionQu
             continue;
         }
         port.return_credits();
-        if spinner.look_again(port.common.config.spin) {
+        if !all_have_run && spinner.look_again(port.common.config.spin) {
             drop(port);
             let_others_run().await;
             continue;
         }
+        // Sleeping and waking costs more than looking once more when nobody else has anything to do.
+        if !std::mem::replace(&mut all_have_run, true) {
+            drop(port);
+            tokio::task::yield_now().await;
+            continue;
+        }
+        all_have_run = false;
         let may_sleep = port.domain.fabric().may_sleep(&[&port.completions]);
         match may_sleep {
             Ok(true) if !is_readable(port.completions.wait_fd()) => {}
