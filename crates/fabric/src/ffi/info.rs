@@ -141,7 +141,7 @@ impl Info {
     /// whenever the queue is polled, which costs about 25 ns for one that is idle.
     #[must_use]
     pub fn endpoints_per_queue(&self, depth: usize, shared_receive: bool) -> usize {
-        const LOOKED_AT: usize = 64;
+        const LOOKED_AT: usize = 48;
         match self.provider().as_str() {
             "verbs" if shared_receive => usize::MAX,
             "verbs" => (depth / self.receive_depth().max(1)).max(1),
