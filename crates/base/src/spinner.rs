@@ -21,11 +21,13 @@ impl Default for Spinner {
 }
 
 impl Spinner {
-    /// There was work.
-    pub fn worked(&mut self) {
-        if self.since.take().is_some() {
+    /// There was work; whether spinning found it.
+    pub fn worked(&mut self) -> bool {
+        let found = self.since.take().is_some();
+        if found {
             self.credit = CREDIT_MAX.min(self.credit + 2);
         }
+        found
     }
 
     /// There was none: whether to look again rather than to sleep.

@@ -12,21 +12,30 @@ const CHUNK_BYTES: usize = 2 << 20;
 
 /// Buffers of [`PACKET_BYTES`].
 pub(super) struct Buffers {
-    chunks: Mutex<Vec<BufferPool>>,
+    state: Mutex<State>,
     max_chunks: usize,
+}
+
+#[derive(Default)]
+struct State {
+    chunks: Vec<BufferPool>,
+    /// The one that had a buffer last.
+    last: usize,
 }
 
 impl Buffers {
     /// A pool of at most `max_bytes`, rounded up.
     pub(super) fn new(max_bytes: usize) -> Buffers {
-        Buffers { chunks: Mutex::default(), max_chunks: max_bytes.div_ceil(CHUNK_BYTES).max(1) }
+        Buffers { state: Mutex::default(), max_chunks: max_bytes.div_ceil(CHUNK_BYTES).max(1) }
     }
 
     /// A buffer; `None` if all are in use.
     pub(super) fn take(&self) -> Option<ArenaBuf> {
-        let mut chunks = self.lock();
-        for chunk in chunks.iter() {
-            if let Ok(Some(buf)) = chunk.try_alloc(PACKET_BYTES) {
+        let mut state = self.lock();
+        let State { chunks, last } = &mut *state;
+        for at in (*last..chunks.len()).chain(0..*last) {
+            if let Ok(Some(buf)) = chunks[at].try_alloc(PACKET_BYTES) {
+                *last = at;
                 return Some(buf);
             }
         }
@@ -38,25 +47,26 @@ impl Buffers {
         let arena = arena.inspect_err(|e| tracing::warn!("no memory for more packets: {e}")).ok()?;
         let chunk = BufferPool::new(arena, 0, PACKET_BYTES);
         let buf = chunk.try_alloc(PACKET_BYTES).ok()?;
+        *last = chunks.len();
         chunks.push(chunk);
         buf
     }
 
     /// Whether more than half of what there may ever be is free.
     pub(super) fn are_plenty(&self) -> bool {
-        let chunks = self.lock();
+        let chunks = &self.lock().chunks;
         let free: usize = chunks.iter().map(|chunk| chunk.free_bytes().0).sum();
         free + (self.max_chunks - chunks.len()) * CHUNK_BYTES > self.max_chunks * CHUNK_BYTES / 2
     }
 
     /// Whether `arena` is part of it.
     pub(super) fn own(&self, arena: &Arc<Arena>) -> bool {
-        self.lock().iter().any(|chunk| Arc::ptr_eq(chunk.arena(), arena))
+        self.lock().chunks.iter().any(|chunk| Arc::ptr_eq(chunk.arena(), arena))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<BufferPool>> {
+    fn lock(&self) -> MutexGuard<'_, State> {
         // Nothing panics while it holds the lock with the list half changed.
-        self.chunks.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use base::mem::ArenaBuf;
 use bytes::Bytes;
-use fabric::{Completion, Endpoint, MemoryRegion, Operation, Part, PostError};
+use fabric::{Access, Completion, Endpoint, MemoryRegion, Operation, Part, PostError};
 use tokio::sync::Notify;
 use tokio::time::timeout;
 
@@ -411,8 +411,7 @@ impl Link {
         if !self.port.domain.info().mr_mode().local {
             return Ok(None);
         }
-        let access = self.port.access_of(buf.arena());
-        self.port.region(buf.arena(), access).map(Some).map_err(|e| LinkFailed(e.to_string()))
+        self.port.region(buf.arena(), Access::Messages).map(Some).map_err(|e| LinkFailed(e.to_string()))
     }
 
     fn header(state: &mut State) -> PacketHeader {

@@ -107,8 +107,8 @@ impl Port {
 
     /// Runs the port in the background of this runtime, until its last link is gone.
     pub(super) fn start(self: &Arc<Self>) -> std::io::Result<()> {
-        let fd = Descriptor::register(self.completions.clone())?;
-        crate::spawn(drive(Arc::downgrade(self), fd));
+        let asleep = Descriptor::register(self.completions.clone())?;
+        crate::spawn(drive(Arc::downgrade(self), asleep));
         Ok(())
     }
 
@@ -383,25 +383,33 @@ async fn let_others_run() {
     .await;
 }
 
+/// The queue's descriptor in the runtime's loop. While spinning pays it is not there: each packet would wake a loop that is awake.
+type Asleep = AsyncFd<Descriptor<CompletionQueue>>;
+
 /// The one poller: takes completions while there are any, looks again for a while if that pays, and sleeps on the queue's
 /// descriptor in the same loop as everything else of this thread.
-async fn drive(port: Weak<Port>, fd: AsyncFd<Descriptor<CompletionQueue>>) {
-    drive_until_over(&port, fd).await;
+async fn drive(port: Weak<Port>, asleep: Asleep) {
+    if let Err(e) = drive_until_over(&port, asleep).await {
+        tracing::warn!(error = %e, "a completion queue cannot be waited for");
+    }
     if let Some(port) = port.upgrade() {
         port.stopped.store(true, Ordering::Relaxed);
         port.fail_all("its port is closed");
     }
 }
 
-async fn drive_until_over(port: &Weak<Port>, fd: AsyncFd<Descriptor<CompletionQueue>>) {
+async fn drive_until_over(port: &Weak<Port>, asleep: Asleep) -> std::io::Result<()> {
     let mut spinner = Spinner::default();
     let mut completions = Vec::new();
     let mut all_have_run = false;
+    let mut asleep = Some(asleep);
     loop {
-        let Some(port) = port.upgrade() else { return };
+        let Some(port) = port.upgrade() else { return Ok(()) };
         port.common.control.thaw().await;
         if port.poll(&mut completions) {
-            spinner.worked();
+            if spinner.worked() {
+                asleep = None;
+            }
             all_have_run = false;
             // What came is handled now, and answers take the credits along.
             drop(port);
@@ -423,24 +431,21 @@ async fn drive_until_over(port: &Weak<Port>, fd: AsyncFd<Descriptor<CompletionQu
             continue;
         }
         all_have_run = false;
-        let may_sleep = port.domain.fabric().may_sleep(&[&port.completions]);
-        match may_sleep {
-            Ok(true) if !is_readable(port.completions.wait_fd()) => {}
-            Ok(_) => {
-                drop(port);
-                let_others_run().await;
-                continue;
-            }
-            Err(e) => return tracing::warn!(error = %e, "a completion queue cannot be waited for"),
+        let fd = match &asleep {
+            Some(fd) => fd,
+            None => asleep.insert(Descriptor::register(port.completions.clone())?),
+        };
+        let may_sleep = port.domain.fabric().may_sleep(&[&port.completions]).map_err(std::io::Error::other)?;
+        if !may_sleep || is_readable(port.completions.wait_fd()) {
+            drop(port);
+            let_others_run().await;
+            continue;
         }
         tokio::select! {
-            readable = fd.readable() => match readable {
-                Ok(mut guard) => guard.clear_ready(),
-                Err(e) => return tracing::warn!(error = %e, "a completion queue cannot be waited for"),
-            },
+            readable = fd.readable() => readable?.clear_ready(),
             () = port.over.notified() => {
                 if port.lock().links.is_empty() || !port.is_good() {
-                    return;
+                    return Ok(());
                 }
             }
         }
