@@ -8,6 +8,7 @@ use serde::Serialize;
 use crate::cli::NodeArgs;
 use crate::failure::{Doing, Failure, Result};
 use crate::node::checkup::{self, Finding, Grade};
+use crate::node::config::{self, Config};
 use crate::node::locate;
 
 /// Check this machine: kernel, io_uring, limits, huge pages, the targets' file system
@@ -32,7 +33,10 @@ struct Report<'a> {
 
 /// Checks the machine.
 pub fn run(args: DoctorArgs, node: &NodeArgs) -> Result<()> {
-    let findings = checkup::all(&locate::root(node));
+    let root = locate::root(node);
+    let file = root.join(config::FILE);
+    let config = Config::load(file.is_file().then_some(&*file), |name| std::env::var(name).ok());
+    let findings = checkup::all(&root, &config.doing("reading the configuration")?.targets);
     let fit = findings.iter().all(|f| f.grade != Grade::Prevents);
     let text = if args.json {
         serde_json::to_string_pretty(&Report { fit, findings: &findings }).doing("printing the findings")?

@@ -435,7 +435,8 @@ async fn drive_until_over(port: &Weak<Port>, asleep: Asleep) -> std::io::Result<
             Some(fd) => fd,
             None => asleep.insert(Descriptor::register(port.completions.clone())?),
         };
-        let may_sleep = port.domain.fabric().may_sleep(&[&port.completions]).map_err(std::io::Error::other)?;
+        let may_sleep =
+            port.domain.fabric().may_sleep(&[&port.completions]).map_err(std::io::Error::other)?;
         if !may_sleep || is_readable(port.completions.wait_fd()) {
             drop(port);
             let_others_run().await;

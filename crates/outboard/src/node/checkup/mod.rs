@@ -3,10 +3,10 @@
 mod rdma;
 
 use std::fs;
-use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
 
-use base::mem::{Arena, HUGE_PAGE};
+use base::mem::{Arena, ArenaBuf, HUGE_PAGE};
 use rustix::fs::{Mode, OFlags};
 use rustix::process::Resource;
 use serde::Serialize;
@@ -49,10 +49,11 @@ const HUGE_PAGES_WANTED: u64 = 130;
 /// Descriptors that a node with many clients needs.
 const FILES_WANTED: u64 = 4096;
 
-/// Looks at everything. `dir` is the node's directory, or where it is to be.
-pub fn all(dir: &Path) -> Vec<Finding> {
+/// Looks at everything. `dir` is the node's directory, or where it is to be; `targets` are those that are named, relative to it.
+pub fn all(dir: &Path, targets: &[PathBuf]) -> Vec<Finding> {
     let mut findings = vec![kernel(), io_uring(), memlock(), huge_pages(), open_files(), clock()];
     findings.extend(file_system(dir));
+    findings.extend(places(dir, targets).iter().map(|place| direct_io(place)));
     findings.extend(rdma::all());
     findings.push(emulation());
     findings
@@ -179,15 +180,39 @@ fn clock() -> Finding {
     }
 }
 
-/// Free space, and whether direct I/O works, where the targets are or will be.
-fn file_system(dir: &Path) -> Vec<Finding> {
+/// The directory itself, or the first one above it that exists.
+fn existing(dir: &Path) -> &Path {
     let there = dir.ancestors().find(|p| p.is_dir()).unwrap_or(Path::new("."));
-    let there = if there.as_os_str().is_empty() { Path::new(".") } else { there };
-    let mut findings = Vec::new();
+    if there.as_os_str().is_empty() { Path::new(".") } else { there }
+}
+
+/// Block devices that are targets, and the directories of those that are or will be files.
+fn places(dir: &Path, targets: &[PathBuf]) -> Vec<PathBuf> {
+    let mut places: Vec<PathBuf> = Vec::new();
+    for target in targets {
+        let target = dir.join(target);
+        let place = if is_block_device(&target) { target } else { existing(&target).to_owned() };
+        if !places.contains(&place) {
+            places.push(place);
+        }
+    }
+    if places.is_empty() {
+        places.push(existing(dir).to_owned());
+    }
+    places
+}
+
+fn is_block_device(path: &Path) -> bool {
+    fs::metadata(path).is_ok_and(|m| m.file_type().is_block_device())
+}
+
+/// Free space where the node is or will be.
+fn file_system(dir: &Path) -> Option<Finding> {
+    let there = existing(dir);
     if let Ok(fs) = rustix::fs::statvfs(there) {
         let free = fs.f_bavail.saturating_mul(fs.f_frsize);
         let tight = free < 1 << 30;
-        findings.push(Finding {
+        return Some(Finding {
             what: "free space",
             grade: if tight { Grade::Costs } else { Grade::Good },
             found: format!("{:.1} at {}", ByteSize(free), there.display()),
@@ -195,12 +220,11 @@ fn file_system(dir: &Path) -> Vec<Finding> {
             remedy: tight.then(|| "make room, or name another place with --dir".to_owned()),
         });
     }
-    findings.push(direct_io(there));
-    findings
+    None
 }
 
 fn direct_io(there: &Path) -> Finding {
-    let result = try_direct_io(there);
+    let result = if is_block_device(there) { try_direct_read(there) } else { try_direct_io(there) };
     let kind = fs::metadata(there).map_or(0, |m| m.dev());
     Finding {
         what: "direct I/O",
@@ -211,10 +235,26 @@ fn direct_io(there: &Path) -> Finding {
         },
         why: "targets are written past the page cache: O_DIRECT, in blocks of 4 KiB",
         remedy: result.is_err().then(|| {
-            "put the node's directory on a file system with direct I/O (ext4, xfs, btrfs), writable by this user"
+            "put the targets on block devices or on a file system with direct I/O (ext4, xfs, btrfs), writable by this user"
                 .to_owned()
         }),
     }
+}
+
+/// Reads the first block of a device.
+fn try_direct_read(device: &Path) -> Result<(), String> {
+    let flags = OFlags::RDWR | OFlags::DIRECT | OFlags::CLOEXEC;
+    let file = rustix::fs::open(device, flags, Mode::empty()).map_err(|e| e.to_string())?;
+    let mut buf = one_block()?;
+    let read = rustix::io::pread(&file, &mut *buf, 0).map_err(|e| e.to_string())?;
+    if read == buf.len() { Ok(()) } else { Err(format!("a read of {} bytes read {read}", buf.len())) }
+}
+
+fn one_block() -> Result<ArenaBuf, String> {
+    let arena = Arena::anonymous(base::block::BLOCK_SIZE).map_err(|e| e.to_string())?;
+    let pool = base::pool::BufferPool::new(arena, 0, base::block::BLOCK_SIZE);
+    let buf = pool.try_alloc(base::block::BLOCK_SIZE).map_err(|e| e.to_string())?;
+    buf.ok_or_else(|| "no buffer".to_owned())
 }
 
 fn try_direct_io(there: &Path) -> Result<(), String> {
@@ -222,10 +262,7 @@ fn try_direct_io(there: &Path) -> Result<(), String> {
     let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::DIRECT | OFlags::CLOEXEC;
     let result = (|| {
         let file = rustix::fs::open(&path, flags, Mode::RUSR | Mode::WUSR).map_err(|e| e.to_string())?;
-        let arena = Arena::anonymous(base::block::BLOCK_SIZE).map_err(|e| e.to_string())?;
-        let pool = base::pool::BufferPool::new(arena, 0, base::block::BLOCK_SIZE);
-        let buf = pool.try_alloc(base::block::BLOCK_SIZE).map_err(|e| e.to_string())?;
-        let buf = buf.ok_or("no buffer")?;
+        let buf = one_block()?;
         let written = rustix::io::pwrite(&file, &buf, 0).map_err(|e| e.to_string())?;
         if written == buf.len() {
             Ok(())
@@ -260,9 +297,18 @@ mod tests {
     }
 
     #[test]
+    fn direct_io_is_tried_where_the_targets_are() {
+        let dir = tempfile::tempdir().unwrap();
+        let here = dir.path().to_owned();
+        assert_eq!(places(&here.join("node"), &[]), vec![here.clone()]);
+        let targets = ["a/0.img", "a/1.img", "/proc/x"].map(PathBuf::from);
+        assert_eq!(places(&here, &targets), [here, PathBuf::from("/proc")]);
+    }
+
+    #[test]
     fn what_is_not_good_has_a_remedy_and_nothing_is_left_behind() {
         let dir = tempfile::tempdir().unwrap();
-        for finding in all(&dir.path().join("not/there/yet")) {
+        for finding in all(&dir.path().join("not/there/yet"), &[]) {
             assert!(finding.grade == Grade::Good || finding.remedy.is_some(), "{finding:?}");
         }
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
