@@ -18,7 +18,7 @@ use outboard_messenger::{
 };
 
 const PATIENCE: Duration = Duration::from_secs(40);
-const PACKET: usize = 8192;
+const PACKET: usize = 16 << 10;
 const RECEIVES: usize = 32;
 const LIMITS: Limits =
     Limits { max_header: 65_536, max_inline: 65_536, max_bulk: 1 << 20, eager: 4096, one_sided: true };

@@ -4,6 +4,7 @@
 #![allow(clippy::print_stderr, reason = "a skipped test says so")]
 
 mod hostile;
+mod killed;
 mod paths;
 
 use std::sync::Arc;

@@ -126,6 +126,47 @@ async fn without_a_link_sessions_begin_over_tcp_unless_it_is_required() {
     assert!(refused.is_err());
 }
 
+/// Queues that are overrun are opened anew, on both sides: sessions go on, and go over the link again.
+#[tokio::test]
+async fn queues_that_fail_are_opened_anew() {
+    let Some(network) = network(false) else { return };
+    let (mut listener, mut client, mut server) = network.pair().await;
+    until(&server.0, true).await;
+    for of_events in [true, false] {
+        assert!(network.control.fail_queues(of_events) >= 2, "the client's and the server's");
+        is_well(&mut client, &mut server).await;
+        until(&client.0, true).await;
+        until(&server.0, true).await;
+        is_well(&mut client, &mut server).await;
+        let endpoint = listener.endpoint();
+        let connecting = network.stack.connect(&endpoint, ConnectOptions::default());
+        let (new_client, new_server) = tokio::join!(connecting, listener.accept());
+        let (mut new_client, mut new_server) = (new_client.expect("connects"), new_server.expect("accepts"));
+        until(&new_client.0, true).await;
+        is_well(&mut new_client, &mut new_server).await;
+    }
+}
+
+/// Where no memory can be locked sessions go over TCP, and where it runs out on the way data goes by frames. With
+/// `OUTBOARD_TEST_MEMLOCK` in the environment this process has such a limit.
+#[tokio::test]
+async fn memory_that_cannot_be_registered_costs_the_link_and_nothing_else() {
+    let Some(network) = network(false) else { return };
+    if std::env::var_os("OUTBOARD_TEST_MEMLOCK").is_none() {
+        let (_listener, mut client, mut server) = network.pair().await;
+        until(&server.0, true).await;
+        network.control.refuse_memory(true);
+        is_well(&mut client, &mut server).await;
+        assert!(client.0.limits().one_sided && server.0.limits().one_sided, "its packets have their memory");
+    }
+    // Now not even packets get any.
+    network.control.cut();
+    let (_listener, mut client, mut server) = network.pair().await;
+    assert!(!client.0.limits().one_sided);
+    is_well(&mut client, &mut server).await;
+    assert_ne!(network.state(), State::Active);
+}
+
 /// The checks that break transports, on sessions that change between TCP and a link all the time.
 #[tokio::test]
 async fn nothing_is_lost_while_sessions_change_between_transports() {

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -29,6 +30,8 @@ pub(super) struct Device {
     fabric: Fabric,
     common: Arc<Common>,
     over: Notify,
+    /// Its queue of events has failed: it is of no more use.
+    failed: AtomicBool,
 }
 
 #[derive(Default)]
@@ -58,8 +61,8 @@ impl Device {
     pub(super) fn open(info: &Info, common: Arc<Common>) -> io::Result<Arc<Device>> {
         let fabric = Fabric::open(info).map_err(io::Error::other)?;
         let events = EventQueue::open(&fabric).map_err(io::Error::other)?;
-        let (state, over) = (Mutex::default(), Notify::new());
-        let device = Arc::new(Device { state, events, fabric, common, over });
+        let (state, over, failed) = (Mutex::default(), Notify::new(), AtomicBool::new(false));
+        let device = Arc::new(Device { state, events, fabric, common, over, failed });
         let fd = Descriptor::register(device.events.clone())?;
         crate::spawn(watch(Arc::downgrade(&device), fd));
         Ok(device)
@@ -79,6 +82,32 @@ impl Device {
     /// Whoever watches the device looks whether there is anybody left.
     pub(super) fn is_less_used(&self) {
         self.over.notify_one();
+    }
+
+    /// Whether it can be used for new connections.
+    pub(super) fn is_good(&self) -> bool {
+        !self.failed.load(Ordering::Relaxed)
+    }
+
+    /// Has its queue of events, or the queues of its ports, fail. Returns how many.
+    pub(super) fn fail_queues(&self, of_events: bool) -> usize {
+        if of_events {
+            self.fail("its queue of connection events was made to fail");
+            return 1;
+        }
+        let ports: Vec<Arc<Port>> = self.lock().ports.values().flatten().filter_map(Weak::upgrade).collect();
+        ports.iter().for_each(|port| port.fail("its completion queue was made to fail"));
+        ports.len()
+    }
+
+    /// The device is of no more use: its links end, and who accepts hears of it.
+    fn fail(&self, why: &str) {
+        self.failed.store(true, Ordering::Relaxed);
+        self.fail_dialed(why);
+        for link in self.links() {
+            link.fail(why);
+        }
+        self.close();
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -148,8 +177,7 @@ impl Device {
             Ok(None) => return false,
             Err(e) => {
                 tracing::warn!(error = %e, "a queue of connection events has failed");
-                self.fail_all("its queue of connection events has failed");
-                self.over.notify_one();
+                self.fail("its queue of connection events has failed");
                 return false;
             }
         };
@@ -246,13 +274,6 @@ impl Device {
         drop(state);
         failed.into_iter().for_each(|s| s.fail(why));
     }
-
-    fn fail_all(&self, why: &str) {
-        self.fail_dialed(why);
-        for link in self.links() {
-            link.fail(why);
-        }
-    }
 }
 
 impl Settling {
@@ -307,7 +328,7 @@ fn decode_claim(data: &[u8]) -> Option<Claim> {
 /// Handles what happens to connections, sleeping in between, until the device is gone.
 async fn watch(device: Weak<Device>, fd: AsyncFd<Descriptor<EventQueue>>) {
     loop {
-        let Some(this) = device.upgrade() else { return };
+        let Some(this) = device.upgrade().filter(|device| device.is_good()) else { return };
         let mut handled = 0;
         while handled < EVENTS && this.handle_event() {
             handled += 1;

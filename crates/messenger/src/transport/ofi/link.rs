@@ -411,7 +411,7 @@ impl Link {
         if !self.port.domain.info().mr_mode().local {
             return Ok(None);
         }
-        self.port.region(buf.arena(), Access::Messages).map(Some).map_err(|e| LinkFailed(e.to_string()))
+        self.port.region(buf.arena(), Access::Messages).map(Some).map_err(LinkFailed)
     }
 
     fn header(state: &mut State) -> PacketHeader {

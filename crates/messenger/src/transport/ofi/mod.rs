@@ -101,6 +101,7 @@ pub struct Control {
     devices: Mutex<Vec<Weak<Device>>>,
     frozen: watch::Sender<bool>,
     refuses: AtomicBool,
+    refuses_memory: AtomicBool,
 }
 
 impl Control {
@@ -115,6 +116,23 @@ impl Control {
     /// While it refuses, no connection can be made.
     pub fn refuse(&self, refuses: bool) {
         self.refuses.store(refuses, Ordering::Relaxed);
+    }
+
+    /// While it refuses memory, nothing more is registered, as with a limit on locked memory that is used up.
+    pub fn refuse_memory(&self, refuses: bool) {
+        self.refuses_memory.store(refuses, Ordering::Relaxed);
+    }
+
+    /// Has every queue of connection events, or of completions, fail as if it had been overrun. Returns how many.
+    pub fn fail_queues(&self, of_events: bool) -> usize {
+        let devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let devices: Vec<Arc<Device>> = devices.iter().filter_map(Weak::upgrade).collect();
+        devices.iter().map(|device| device.fail_queues(of_events)).sum()
+    }
+
+    /// An error while memory is refused.
+    fn check_memory(&self) -> Result<(), String> {
+        if self.refuses_memory.load(Ordering::Relaxed) { Err("refused by hand".into()) } else { Ok(()) }
     }
 
     /// While frozen, nothing moves.
@@ -167,6 +185,7 @@ impl Ofi {
             devices: Mutex::default(),
             frozen: watch::Sender::new(false),
             refuses: AtomicBool::new(false),
+            refuses_memory: AtomicBool::new(false),
         });
         let buffers = Buffers::new(config.packet_memory_bytes);
         let landings = Landings::default();
@@ -204,7 +223,7 @@ impl Ofi {
     fn dialing(&self, info: &Info) -> io::Result<Arc<Device>> {
         let key = (info.fabric_name(), info.domain_name());
         let mut dialing = self.dialing.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(device) = dialing.get(&key).and_then(Weak::upgrade) {
+        if let Some(device) = dialing.get(&key).and_then(Weak::upgrade).filter(|device| device.is_good()) {
             return Ok(device);
         }
         let device = Device::open(info, Arc::clone(&self.common))?;
@@ -214,25 +233,62 @@ impl Ofi {
     }
 }
 
+/// Where connections come in.
 struct OfiAcceptor {
+    library: Library,
+    common: Arc<Common>,
     address: SocketAddr,
+    /// `None` while its device could not be opened again.
+    open: Option<Accepting>,
+}
+
+struct Accepting {
     wires: mpsc::Receiver<io::Result<Wire>>,
     /// Before its device: nobody new comes in.
-    _listener: Listener,
+    listener: Listener,
     device: Arc<Device>,
+}
+
+impl Accepting {
+    fn new(info: &Info, common: &Arc<Common>) -> io::Result<Accepting> {
+        let device = Device::open(info, Arc::clone(common))?;
+        common.control.watch(&device);
+        let (accepted, wires) = mpsc::channel(BACKLOG);
+        device.accept_into(accepted);
+        let listener = Listener::open(info, &device.events).map_err(io::Error::other)?;
+        Ok(Accepting { wires, listener, device })
+    }
+}
+
+impl Drop for Accepting {
+    fn drop(&mut self) {
+        self.device.close();
+    }
+}
+
+impl OfiAcceptor {
+    /// Listens anew at the same address, after the device's queue of events has failed.
+    fn reopen(&mut self) -> io::Result<()> {
+        let query = Query {
+            provider: Some(self.common.config.provider.clone()),
+            target: Target::Listen(self.address),
+            shared_receive: self.common.config.receive_queue == ReceiveQueueKind::Shared,
+        };
+        let infos = self.library.query(&query).map_err(io::Error::other)?;
+        let info = infos.first().ok_or(io::ErrorKind::AddrNotAvailable)?;
+        self.open = Some(Accepting::new(info, &self.common)?);
+        Ok(())
+    }
 }
 
 impl Transport for Ofi {
     fn bind<'a>(&'a self, address: &'a str) -> BoxFuture<'a, io::Result<Box<dyn Acceptor>>> {
         Box::pin(async move {
             let info = self.query(address, Target::Listen).await?;
-            let device = Device::open(&info, Arc::clone(&self.common))?;
-            self.common.control.watch(&device);
-            let (accepted, wires) = mpsc::channel(BACKLOG);
-            device.accept_into(accepted);
-            let listener = Listener::open(&info, &device.events).map_err(io::Error::other)?;
-            let address = listener.address();
-            Ok(Box::new(OfiAcceptor { address, wires, _listener: listener, device }) as Box<dyn Acceptor>)
+            let open = Accepting::new(&info, &self.common)?;
+            let address = open.listener.address();
+            let (library, common) = (self.library, Arc::clone(&self.common));
+            Ok(Box::new(OfiAcceptor { library, common, address, open: Some(open) }) as Box<dyn Acceptor>)
         })
     }
 
@@ -255,12 +311,16 @@ impl Acceptor for OfiAcceptor {
     }
 
     fn accept(&mut self) -> BoxFuture<'_, io::Result<Wire>> {
-        Box::pin(async { self.wires.recv().await.unwrap_or_else(|| Err(io::ErrorKind::BrokenPipe.into())) })
-    }
-}
-
-impl Drop for OfiAcceptor {
-    fn drop(&mut self) {
-        self.device.close();
+        Box::pin(async {
+            if let Some(open) = &mut self.open
+                && let Some(wire) = open.wires.recv().await
+            {
+                return wire;
+            }
+            // Its address is free again when the old one is gone.
+            self.open = None;
+            self.reopen()?;
+            Err(io::Error::other("the network device was opened anew, since its queue of events had failed"))
+        })
     }
 }

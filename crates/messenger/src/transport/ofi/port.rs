@@ -172,16 +172,23 @@ impl Port {
     }
 
     /// Ends all links: the domain is of no more use.
-    pub(super) fn fail_all(&self, why: &str) {
+    fn fail_all(&self, why: &str) {
         let links: Vec<Arc<Link>> = self.lock().links.values().filter_map(Weak::upgrade).collect();
         for link in links {
             link.fail(why);
         }
     }
 
+    /// The port is of no more use.
+    pub(super) fn fail(&self, why: &str) {
+        self.stopped.store(true, Ordering::Relaxed);
+        self.fail_all(why);
+        self.over.notify_one();
+    }
+
     /// Posts one buffer for `link`'s packets.
     pub(super) fn post(&self, link: &Link, buf: ArenaBuf) -> Result<(), String> {
-        let region = self.region(buf.arena(), Access::Messages).map_err(|e| e.to_string())?;
+        let region = self.region(buf.arena(), Access::Messages)?;
         let Some(queue) = &self.receives else { return link.post_own(buf, &region) };
         let (offset, len) = (buf.offset(), buf.len());
         let mut state = self.lock();
@@ -203,7 +210,7 @@ impl Port {
     }
 
     /// The registration of an arena for this process's own use, made if there is none yet.
-    pub(super) fn region(&self, arena: &Arc<Arena>, access: Access) -> fabric::Result<MemoryRegion> {
+    pub(super) fn region(&self, arena: &Arc<Arena>, access: Access) -> Result<MemoryRegion, String> {
         let key = arena.as_raw().0 as usize;
         let mut state = self.lock();
         let at = state
@@ -213,7 +220,8 @@ impl Port {
         if let Some(at) = at {
             return Ok(state.regions[at].1.clone());
         }
-        let region = MemoryRegion::register(&self.domain, arena, access)?;
+        self.common.control.check_memory()?;
+        let region = MemoryRegion::register(&self.domain, arena, access).map_err(|e| e.to_string())?;
         if state.regions.len() == REGIONS {
             state.regions.remove(0);
         }
@@ -250,8 +258,7 @@ impl Port {
     fn poll(&self, completions: &mut Vec<Completion>) -> bool {
         if let Err(e) = self.completions.poll(completions) {
             tracing::warn!(error = %e, "a completion queue has failed");
-            self.fail_all("its completion queue has failed");
-            self.over.notify_one();
+            self.fail("its completion queue has failed");
             return false;
         }
         let worked = !completions.is_empty();

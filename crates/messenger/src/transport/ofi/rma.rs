@@ -60,14 +60,14 @@ impl Link {
         let exposes = self.port.domain.info().exposes_local_memory();
         let (region, base) = if exposes {
             let memory = Exposed::Buffer(Arc::clone(&buf));
-            (MemoryRegion::expose(&self.port.domain, memory, Access::ReadSink), 0)
+            (self.exposed(memory, Access::ReadSink), 0)
         } else {
             (self.port.region(buf.arena(), Access::Local), buf.offset())
         };
         match region {
             Ok(region) => Ok(Arc::new(Landing { buf: Some(buf), region: Some(region), base })),
             Err(e) => match Arc::into_inner(buf) {
-                Some(buf) => Err((buf, e.to_string())),
+                Some(buf) => Err((buf, e)),
                 None => unreachable!("a region that was not made keeps nothing"),
             },
         }
@@ -137,12 +137,17 @@ impl Link {
     }
 
     /// Exposes memory to the peer, for it to read or to write.
-    pub(crate) fn expose(&self, memory: Exposed) -> Result<MemoryRegion, fabric::FabricError> {
+    pub(crate) fn expose(&self, memory: Exposed) -> Result<MemoryRegion, String> {
         let access = match memory {
             Exposed::Bytes(_) => Access::RemoteRead,
             Exposed::Buffer(_) => Access::RemoteWrite,
         };
-        MemoryRegion::expose(&self.port.domain, memory, access)
+        self.exposed(memory, access)
+    }
+
+    fn exposed(&self, memory: Exposed, access: Access) -> Result<MemoryRegion, String> {
+        self.port.common.control.check_memory()?;
+        MemoryRegion::expose(&self.port.domain, memory, access).map_err(|e| e.to_string())
     }
 
     /// Bytes of memory that were withdrawn while the peer may have been using them: kept until the link is closed.

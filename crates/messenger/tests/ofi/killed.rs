@@ -1,0 +1,174 @@
+//! Processes that are killed in the middle of one-sided transfers.
+
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::Duration;
+
+use outboard_messenger::conformance::{self, Buffer};
+use outboard_messenger::transport::ofi::{Control, OfiConfig};
+use outboard_messenger::{
+    BulkDescriptor, ConnectOptions, Ends, Event, Incoming, Message, NetworkStack, SessionConfig, StreamStack,
+};
+use rand::Rng;
+use tokio::time::timeout;
+
+const PATIENCE: Duration = Duration::from_secs(60);
+const LEN: usize = 8 << 20;
+const ROUNDS: u32 = 6;
+
+/// What the other process is: `client ENDPOINT` or `server`.
+const ROLE: &str = "OUTBOARD_TEST_KILLED";
+
+fn data() -> Vec<u8> {
+    (0..LEN).map(|i| (i >> 5) as u8).collect()
+}
+
+/// Over links only. Sessions are given up soon after they lost their transport.
+fn stack() -> Option<(Arc<dyn NetworkStack>, Arc<Control>)> {
+    let (provider, _) = super::provider();
+    let ofi = super::load(OfiConfig::new(&provider))?;
+    let control = ofi.control();
+    let (heartbeat, grace) = super::patience(&provider);
+    let config =
+        SessionConfig { heartbeat, grace, hold: Duration::from_millis(100), ..SessionConfig::default() };
+    Some((Arc::new(StreamStack::over(ofi, config)), control))
+}
+
+struct Other(Child);
+
+impl Other {
+    fn start(role: &str) -> Other {
+        let child = Command::new(std::env::current_exe().expect("a program"))
+            .args(["--exact", "killed::is_the_other_process", "--nocapture"])
+            .env(ROLE, role)
+            .stdout(Stdio::piped())
+            .spawn();
+        Other(child.expect("started"))
+    }
+
+    fn kill(&mut self) {
+        self.0.kill().expect("it is ours");
+        self.0.wait().expect("it ends");
+    }
+}
+
+impl Drop for Other {
+    fn drop(&mut self) {
+        // It may be gone already.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+async fn offered(incoming: &mut dyn Incoming) -> BulkDescriptor {
+    match timeout(PATIENCE, incoming.next()).await.expect("an offer") {
+        Event::Message(offer) => postcard::from_bytes(&offer.header).expect("a descriptor"),
+        other => panic!("{other:?}"),
+    }
+}
+
+async fn offer(client: &Ends) -> outboard_messenger::BulkRegion {
+    let region = client.0.offer_source(Buffer::in_memory(0, &data())).expect("offered");
+    let header = postcard::to_allocvec(&region.descriptor).expect("encoded");
+    client.0.send(Message { header: header.into(), ..Message::default() }).await.expect("sent");
+    region
+}
+
+/// Not a test of its own: the process that is killed.
+#[tokio::test]
+async fn is_the_other_process() {
+    let Ok(role) = std::env::var(ROLE) else { return };
+    let (stack, _) = stack().expect("the other process has one");
+    if let Some(endpoint) = role.strip_prefix("client ") {
+        let client = stack.connect(endpoint, ConnectOptions::default()).await.expect("connects");
+        let region = offer(&client).await;
+        tokio::time::sleep(2 * PATIENCE).await;
+        drop(region);
+        return;
+    }
+    let mut listener = stack.listen(&super::provider().1, 0).await.expect("listens");
+    eprintln!("listening");
+    #[expect(clippy::print_stdout, reason = "it is read by the process that started this one")]
+    {
+        println!("ENDPOINT {}", listener.endpoint());
+    }
+    let mut server = listener.accept().await.expect("accepts");
+    let from = offered(&mut *server.1).await;
+    let pool = conformance::pool();
+    loop {
+        let dest = pool.alloc(LEN).await.expect("a buffer");
+        server.0.bulk_read(&from, 0, dest, PATIENCE).await.expect("pulled");
+    }
+}
+
+/// A client dies while its memory is read: the reads fail, their buffers come back, nothing is left, and the next client is served.
+#[tokio::test]
+async fn a_client_killed_while_its_memory_is_read_leaves_nothing() {
+    let Some((stack, control)) = stack() else { return };
+    let mut listener = stack.listen(&super::provider().1, 0).await.expect("listens");
+    let pool = conformance::pool();
+    let free = pool.free_bytes().0;
+    let (mut whole, expected) = (0, data());
+    for _ in 0..ROUNDS {
+        let mut other = Other::start(&format!("client {}", listener.endpoint()));
+        let mut server = timeout(PATIENCE, listener.accept()).await.expect("a client").expect("accepts");
+        let from = offered(&mut *server.1).await;
+        assert!(from.remote.is_some(), "it can be read by itself");
+        // At least one is whole; then it is killed while others are under way.
+        let (read, mut go) = tokio::sync::mpsc::channel(1);
+        let reading = async {
+            loop {
+                let dest = pool.alloc(LEN).await.expect("a buffer");
+                match server.0.bulk_read(&from, 0, dest, PATIENCE).await {
+                    Ok(pulled) => assert!(pulled.buf[..] == expected[..]),
+                    Err(why) => return why,
+                }
+                whole += 1;
+                let _ = read.try_send(());
+            }
+        };
+        let killing = async {
+            go.recv().await.expect("it reads");
+            tokio::time::sleep(Duration::from_micros(rand::rng().random_range(0..20_000))).await;
+            other.kill();
+        };
+        let (why, ()) = timeout(PATIENCE, async { tokio::join!(reading, killing) }).await.expect("it ends");
+        tracing::debug!(%why, "the read failed");
+        server.0.close().await;
+        drop(server);
+        assert_eq!(pool.free_bytes().0, free, "all buffers are back");
+    }
+    assert!(whole >= ROUNDS, "reads came through before");
+    assert_eq!(control.cut(), 0, "no link is left");
+}
+
+/// A server dies while it reads: the client's session ends, and its memory is its own again.
+#[tokio::test]
+async fn a_server_killed_while_it_reads_leaves_nothing() {
+    let Some((stack, control)) = stack() else { return };
+    for _ in 0..ROUNDS {
+        let mut other = Other::start("server");
+        let mut lines = BufReader::new(other.0.stdout.take().expect("piped")).lines();
+        let endpoint = lines.find_map(|line| Some(line.ok()?.split_once("ENDPOINT ")?.1.to_owned()));
+        let endpoint = endpoint.expect("it listens");
+        let mut client = stack.connect(&endpoint, ConnectOptions::default()).await.expect("connects");
+        let region = offer(&client).await;
+        assert!(region.descriptor.remote.is_some(), "it can be read by itself");
+        tokio::time::sleep(Duration::from_micros(rand::rng().random_range(5_000..60_000))).await;
+        other.kill();
+        let lost = async {
+            loop {
+                match client.1.next().await {
+                    Event::Interrupted => return,
+                    Event::Lost(why) => panic!("lost before it was interrupted: {why}"),
+                    Event::Message(_) | Event::Resumed => {}
+                }
+            }
+        };
+        timeout(PATIENCE, lost).await.expect("it is noticed");
+        region.finish();
+        client.0.close().await;
+    }
+    assert_eq!(control.cut(), 0, "no link is left");
+}
