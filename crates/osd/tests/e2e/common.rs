@@ -273,6 +273,12 @@ pub(crate) fn network() -> StackChoice {
     std::env::var("OUTBOARD_TEST_NETWORK").map_or(StackChoice::TCP, |name| name.parse().unwrap())
 }
 
+/// So long that a request which was sent has reached the osd; an emulated machine needs more.
+pub(crate) async fn moment() {
+    let millis = if network() == StackChoice::TCP { 20 } else { 300 };
+    tokio::time::sleep(std::time::Duration::from_millis(millis)).await;
+}
+
 pub(crate) fn stack(use_as: UseAs) -> Arc<dyn NetworkStack> {
     messenger::open(&network(), &StackOptions::default(), use_as).unwrap()
 }

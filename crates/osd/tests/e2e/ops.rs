@@ -1,9 +1,8 @@
 //! Every op, from a client through TCP to the store and back.
 
 use std::sync::Arc;
-use std::time::Duration;
 
-use crate::common::{Node, data};
+use crate::common::{Node, data, moment};
 use crate::raw::{Raw, head, name};
 use base::block::Payload;
 use bytes::Bytes;
@@ -50,19 +49,18 @@ async fn a_short_read_needs_one_look_at_an_object_that_grows() {
     let mut raw = Raw::connect(&node.endpoint, None).await;
     let sink = raw.connection.offer_sink(Arc::new(Sink), 0).unwrap();
     let append = async || object.append(vec![9; 5000]).await.unwrap().size;
-    let pause = || tokio::time::sleep(Duration::from_millis(20));
     node.hold(true);
     let mut behind = async || {
-        pause().await;
+        moment().await;
         let (name, len, sink) = (name("object"), 2 << 20, Some(sink.descriptor.clone()));
         let read = Read { name, part: None, offset: 0, len, if_version: None, sink };
         raw.call(head(1), RequestBody::Read(read)).await
     };
     let last = async || {
-        pause().await;
-        pause().await;
+        moment().await;
+        moment().await;
         let last = async {
-            pause().await;
+            moment().await;
             node.hold(false);
         };
         tokio::join!(append(), last).0

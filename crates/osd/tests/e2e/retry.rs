@@ -64,8 +64,8 @@ async fn a_read_that_outlives_its_session_does_not_mix_two_versions() {
     let (old, new) = (data(8192, 1), data(12_288, 2));
     object.put(old.clone()).await.unwrap();
     node.stores.iter().for_each(|s| s.arm_late_read());
+    node.hold(true);
     let overwritten = async {
-        node.hold(true);
         node.waited(1).await;
         // The read has its place; what comes after it goes through to the store.
         let put = async { object.put(new.clone()).await.unwrap() };
