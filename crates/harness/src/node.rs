@@ -189,14 +189,15 @@ impl Node {
         Ok(())
     }
 
-    /// Runs a command of `outboard`; what it prints on standard output is not shown.
+    /// Runs a command of `outboard`; what it prints is not shown.
     ///
     /// # Errors
-    /// If it fails.
+    /// If it fails: what it says about that.
     pub fn run_quietly(&self, args: &[&str]) -> Result<()> {
-        let status = self.command(args).stdout(Stdio::null()).status()?;
-        if !status.success() {
-            return Err(format!("outboard {} failed: {status}", args.join(" ")).into());
+        let output = self.command(args).stdout(Stdio::null()).output()?;
+        if !output.status.success() {
+            let why = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+            return Err(format!("outboard {} failed, {}: {why}", args.join(" "), output.status).into());
         }
         Ok(())
     }

@@ -376,6 +376,9 @@ pub trait Listener: Send {
     /// The address bound to, in the form that [`NetworkStack::connect`] takes.
     fn endpoint(&self) -> String;
 
+    /// Other paths that sessions can go over: what kind, e.g. `ofi:verbs`, and where they listen.
+    fn paths(&self) -> Vec<(String, String)>;
+
     /// The next new session. (Resumed ones go on where they are.) An error here is one failed attempt of one peer.
     fn accept(&mut self) -> BoxFuture<'_, Result<Ends>>;
 }

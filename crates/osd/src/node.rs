@@ -156,6 +156,7 @@ impl Osd {
             Ok(listener) => listener,
             Err(e) => return ready(Err(e.into())),
         };
+        osd.paths.replace(listener.paths());
         ready(Ok(listener.endpoint()));
         let removing: Vec<_> = osd.map.borrow().pools.iter().filter(|p| p.removing).cloned().collect();
         removing.iter().for_each(|record| osd.empty_in_background(osd.make_pool(record)));

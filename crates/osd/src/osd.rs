@@ -3,7 +3,7 @@
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::rc::Rc;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use base::pool::BufferPool;
@@ -19,7 +19,7 @@ use crate::inflight::InFlight;
 use crate::map::{NodeMap, PoolRecord};
 use crate::mutate::Change;
 use crate::pg::Pg;
-use crate::sessions::Sessions;
+use crate::sessions::{ConnectionId, Sessions};
 use crate::target::Target;
 use crate::timed::Timed;
 use crate::times::Times;
@@ -35,6 +35,10 @@ pub(crate) struct Osd {
     pub(crate) changing_map: Mutex<()>,
     pub(crate) pools: RefCell<BTreeMap<String, Rc<Pool>>>,
     pub(crate) sessions: RefCell<Sessions>,
+    /// Connections that are served.
+    pub(crate) connections: RefCell<BTreeMap<ConnectionId, Weak<dyn Connection>>>,
+    /// Other paths than TCP that clients can come by.
+    pub(crate) paths: RefCell<Vec<(String, String)>>,
     pub(crate) in_flight: InFlight,
     pub(crate) requests: Cell<u32>,
     pub(crate) times: Times,
@@ -73,6 +77,12 @@ pub(crate) struct Request {
 }
 
 impl Osd {
+    /// Connections over which bulk data moves by itself now.
+    pub(crate) fn one_sided_connections(&self) -> u32 {
+        let connections = self.connections.borrow();
+        connections.values().filter_map(Weak::upgrade).filter(|c| c.limits().one_sided).count() as u32
+    }
+
     /// Opens the node that is on the targets, or makes one.
     pub(crate) async fn open(
         config: OsdConfig,
@@ -95,6 +105,8 @@ impl Osd {
             changing_map: Mutex::default(),
             pools: RefCell::default(),
             sessions: RefCell::new(Sessions::new(config.sessions)),
+            connections: RefCell::default(),
+            paths: RefCell::default(),
             in_flight: InFlight::default(),
             requests: Cell::new(0),
             times: Times::new(),

@@ -25,6 +25,7 @@ pub(crate) async fn accept(osd: Rc<Osd>, mut listener: Box<dyn Listener>) {
         match listener.accept().await {
             Ok((connection, incoming)) => {
                 next += 1;
+                osd.connections.borrow_mut().insert(next, Arc::downgrade(&connection));
                 let served = Served { osd: Rc::clone(&osd), connection, id: next, session: None };
                 crate::spawn(served.run(incoming));
             }
@@ -61,6 +62,7 @@ impl Served {
                 }
             }
         }
+        self.osd.connections.borrow_mut().remove(&self.id);
         if let Some(session) = self.session {
             self.osd.sessions.borrow_mut().detach(session, self.id);
         }

@@ -117,8 +117,12 @@ pub struct NodeStatus {
     pub targets: Vec<TargetStatus>,
     /// The pools.
     pub pools: Vec<PoolInfo>,
+    /// Other paths than TCP that clients can come by: what kind, and where the OSD listens.
+    pub paths: Vec<(String, String)>,
     /// Number of sessions that are connected.
     pub sessions: u32,
+    /// How many of them go by such a path now, so that bulk data moves by itself (RDMA).
+    pub sessions_one_sided: u32,
     /// Number of requests being worked on.
     pub requests: u32,
     /// How the offload between OSD and store stands, if there is one.

@@ -47,13 +47,17 @@ impl<'a> Campaign<'a> {
         }
     }
 
-    /// A system that fails again and again is left alone, and so is an option that does not work.
+    /// A system that fails again and again is left alone, and so is an option, or a number in flight over one of the network stacks,
+    /// that does not work.
     fn count_failure(&mut self, step: &Step) {
         let config = match step {
             Step::Modes { config, .. } => *config,
             Step::CephLargeSet => Config::Ceph,
             Step::Run(Case { ablation: Some(option), .. }) => {
                 return self.subjects.ablations.retain(|a| a.option != *option);
+            }
+            Step::Run(Case { network: Some(_), in_flight, .. }) => {
+                return self.subjects.in_flight_sweep.retain(|n| n != in_flight);
             }
             Step::Drive { .. } | Step::Run(_) | Step::Machine | Step::Idle => return,
         };

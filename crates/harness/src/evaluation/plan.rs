@@ -2,7 +2,7 @@
 
 use super::order::turns;
 use super::settings::Settings;
-use super::workload::{ABLATIONS, Ablation, Case, Config, MIB, Mode};
+use super::workload::{ABLATIONS, Ablation, Case, Config, IN_FLIGHT_SWEEP, MIB, Mode, Network};
 
 /// A part of a round.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -45,6 +45,8 @@ pub struct Subjects {
     pub configs: Vec<Config>,
     /// Parts of the design that can be switched off.
     pub ablations: Vec<Ablation>,
+    /// Requests in flight at which network stacks are compared; none if there is only one stack.
+    pub in_flight_sweep: Vec<u32>,
 }
 
 impl Subjects {
@@ -52,7 +54,7 @@ impl Subjects {
     #[must_use]
     pub fn all() -> Subjects {
         let configs = vec![Config::Host, Config::DpuMemcpy, Config::DpuBf3, Config::Ceph];
-        Subjects { configs, ablations: ABLATIONS.to_vec() }
+        Subjects { configs, ablations: ABLATIONS.to_vec(), in_flight_sweep: IN_FLIGHT_SWEEP.to_vec() }
     }
 
     /// The node that ablations are run on: the one whose DMA costs what it does on a DPU, if there is one.
@@ -120,9 +122,22 @@ pub fn round(settings: &Settings, subjects: &Subjects, round: u32) -> Vec<Step> 
             let ablated = Case::without(subjects.ablated(), ablation);
             steps.extend(turns(&[ablated.control(), ablated], turn + i).into_iter().map(Step::Run));
         }
+        steps.extend(networks(subjects, turn).into_iter().map(Step::Run));
     }
     steps.extend([Step::Machine, Step::Idle]);
     steps
+}
+
+/// The runs that compare network stacks: in every other round, from the first on, for the sake of time. Both stacks run one right after
+/// the other, in turns.
+fn networks(subjects: &Subjects, turn: usize) -> Vec<Case> {
+    let has_node = subjects.configs.contains(&Config::DpuMemcpy);
+    if turn % 2 == 1 || !has_node {
+        return Vec::new();
+    }
+    let pair = |in_flight: u32| Network::ALL.map(|network| Case::over(network, in_flight));
+    let depths = subjects.in_flight_sweep.iter().enumerate();
+    depths.flat_map(|(i, in_flight)| turns(&pair(*in_flight), turn / 2 + i)).collect()
 }
 
 impl Step {
@@ -169,10 +184,11 @@ impl Step {
             Step::Drive { size } => format!("fio, {}", label(*size)),
             Step::Modes { config, size } => format!("{}, {}", config.label(), label(*size)),
             Step::Run(case) => {
-                let options = match (&case.ablation, &case.control_of) {
-                    (Some(options), _) => format!(" {options}"),
-                    (None, Some(options)) => format!(" beside {options}"),
-                    (None, None) => String::new(),
+                let options = match (&case.ablation, &case.control_of, case.network) {
+                    (Some(options), ..) => format!(" {options}"),
+                    (_, Some(options), _) => format!(" beside {options}"),
+                    (.., Some(network)) => format!(" over {}, {} in flight", network.name(), case.in_flight),
+                    (None, None, None) => String::new(),
                 };
                 format!("{}, {} {}{options}", case.config.label(), label(case.size), case.mode.name())
             }
@@ -229,7 +245,7 @@ mod tests {
             check(orders(4, &at_size), 12, 1);
         }
         let alone = |step| match step {
-            Step::Run(case) if case.in_flight == 1 => Some(case.config),
+            Step::Run(case) if case.in_flight == 1 && case.network.is_none() => Some(case.config),
             _ => None,
         };
         check(orders(4, &alone), 2, 2);
@@ -261,6 +277,42 @@ mod tests {
         }
         let (one, two) = ablated_first.split_at(ablated_first.len() / 2);
         assert!(one.iter().zip(two).all(|(a, b)| a != b), "{ablated_first:?}");
+    }
+
+    /// The runs of a round that compare network stacks.
+    fn sweep(subjects: &Subjects, number: u32, quick: bool) -> Vec<Case> {
+        let settings = Settings { quick, ..Settings::from_env() };
+        let runs = round(&settings, subjects, number).into_iter();
+        let cases = runs.filter_map(|s| if let Step::Run(case) = s { Some(case) } else { None });
+        cases.filter(|c| c.network.is_some()).collect()
+    }
+
+    #[test]
+    fn both_network_stacks_run_beside_each_other_at_every_depth_and_take_turns() {
+        let mut firsts = Vec::new();
+        for number in [1, 3, 5, 7] {
+            let runs = sweep(&Subjects::all(), number, false);
+            let depths: Vec<u32> = runs.chunks(2).map(|pair| pair[0].in_flight).collect();
+            assert_eq!(depths, IN_FLIGHT_SWEEP);
+            for pair in runs.chunks(2) {
+                assert_eq!(pair[0].in_flight, pair[1].in_flight);
+                assert_ne!(pair[0].network, pair[1].network);
+            }
+            firsts.push(runs.chunks(2).map(|pair| pair[0].network).collect::<Vec<_>>());
+        }
+        for two in firsts.windows(2) {
+            assert!(two[0].iter().zip(&two[1]).all(|(a, b)| a != b), "{firsts:?}");
+        }
+    }
+
+    #[test]
+    fn network_stacks_are_compared_in_every_other_round_of_a_full_run_where_there_are_two() {
+        let all = Subjects::all();
+        let lengths: Vec<usize> = (1..=4).map(|number| sweep(&all, number, false).len()).collect();
+        assert_eq!(lengths, [2 * IN_FLIGHT_SWEEP.len(), 0, 2 * IN_FLIGHT_SWEEP.len(), 0]);
+        assert!(sweep(&all, 1, true).is_empty());
+        assert!(sweep(&Subjects { in_flight_sweep: Vec::new(), ..all.clone() }, 1, false).is_empty());
+        assert!(sweep(&Subjects { configs: vec![Config::Host], ..all }, 1, false).is_empty());
     }
 
     #[test]

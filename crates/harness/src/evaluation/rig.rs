@@ -9,7 +9,7 @@ use std::process::{Child, Command, Stdio};
 use super::ceph::{self, Cluster};
 use super::plan::Subjects;
 use super::settings::Settings;
-use super::workload::{ABLATIONS, Ablation, Case, Config, Mode, Set};
+use super::workload::{ABLATIONS, Ablation, Case, Config, IN_FLIGHT_SWEEP, Mode, Network, Set};
 use crate::Result;
 use crate::ceiling::FioFile;
 use crate::node::{BenchResult, Node, Placement, Workload};
@@ -26,6 +26,7 @@ pub struct Rig {
     /// The drive's own file.
     pub fio: FioFile,
     ablations: Vec<Ablation>,
+    in_flight_sweep: Vec<u32>,
     _cleaner: Cleaner,
 }
 
@@ -41,9 +42,11 @@ impl Rig {
         let cleaner = Cleaner::watch(&settings.work)?;
         let ceph_gib = space_for_ceph(settings, missing)?;
         say("starting nodes (their targets are written in full)");
-        let mut nodes = vec![node(settings, Config::Host)?, node(settings, Config::DpuMemcpy)?];
+        let host = node(settings, Config::Host, Network::Tcp)?;
+        let (memcpy, in_flight_sweep) = node_of_networks(settings, missing)?;
+        let mut nodes = vec![host, memcpy];
         if has_profiles(&nodes[1].1)? {
-            nodes.push(node(settings, Config::DpuBf3)?);
+            nodes.push(node(settings, Config::DpuBf3, Network::Tcp)?);
         } else {
             missing.push("dpu with the profile bf3-paper: this build has no key channel.profile".to_owned());
         }
@@ -59,7 +62,7 @@ impl Rig {
         missing.extend(ceph.as_ref().and_then(|c| c.handicap.clone()));
         let fio = FioFile::create(&settings.work, u32::try_from(FIO_GIB << 10)?)?;
         let ablations = if settings.quick { Vec::new() } else { ablations(&nodes[1].1, missing)? };
-        let rig = Rig { nodes, ceph, fio, ablations, _cleaner: cleaner };
+        let rig = Rig { nodes, ceph, fio, ablations, in_flight_sweep, _cleaner: cleaner };
         if let Some(objects) = settings.large_set() {
             say("writing the large set");
             if let Err(why) = rig.fill_large_set(settings, objects) {
@@ -74,7 +77,7 @@ impl Rig {
     pub fn subjects(&self) -> Subjects {
         let nodes = self.nodes.iter().map(|(config, _)| *config);
         let configs = nodes.chain(self.ceph.as_ref().map(|_| Config::Ceph)).collect();
-        Subjects { configs, ablations: self.ablations.clone() }
+        Subjects { configs, ablations: self.ablations.clone(), in_flight_sweep: self.in_flight_sweep.clone() }
     }
 
     /// Processes of all systems: system, role and pid.
@@ -108,6 +111,7 @@ impl Rig {
         let objects = objects.to_string();
         let mut more = vec!["--objects", &objects];
         more.extend(case.ablation.iter().flat_map(|options| options.split(' ')));
+        more.extend(case.network.iter().flat_map(|network| ["--network", network.name()]));
         let result = node.bench_with(pool, workload, &more)?;
         if result.errors > 0 {
             return Err(
@@ -151,14 +155,30 @@ fn space_for_ceph(settings: &Settings, missing: &mut Vec<String>) -> Result<Opti
     Ok(Some(gib))
 }
 
-/// Makes and starts the node of a configuration.
-fn node(settings: &Settings, config: Config) -> Result<(Config, Node)> {
+/// The node that network stacks are compared on, and at how many requests in flight: none if it can be reached by TCP only, or if the
+/// run is a quick one.
+fn node_of_networks(settings: &Settings, missing: &mut Vec<String>) -> Result<((Config, Node), Vec<u32>)> {
+    if !settings.quick {
+        match node(settings, Config::DpuMemcpy, Network::OfiTcp) {
+            Ok(node) => return Ok((node, IN_FLIGHT_SWEEP.to_vec())),
+            Err(why) => missing.push(format!("4 KiB writes over ofi:tcp, beside tcp: {why}")),
+        }
+    }
+    Ok((node(settings, Config::DpuMemcpy, Network::Tcp)?, Vec::new()))
+}
+
+/// Makes and starts the node of a configuration, which serves `network` beside TCP. Its clients use TCP, RDMA or not, unless a case
+/// says otherwise.
+fn node(settings: &Settings, config: Config, network: Network) -> Result<(Config, Node)> {
     let (name, placement, profile) = match config {
         Config::Host => ("node-host", Placement::Host, "memcpy"),
         Config::DpuBf3 => ("node-bf3", Placement::Dpu, "bf3-paper"),
         Config::DpuMemcpy | Config::Ceph => ("node-memcpy", Placement::Dpu, "memcpy"),
     };
-    let node = Node::new(&settings.work.join(name))?.with_env("OUTBOARD_CHANNEL_PROFILE", profile);
+    let node = Node::new(&settings.work.join(name))?
+        .with_env("OUTBOARD_CHANNEL_PROFILE", profile)
+        .with_env("OUTBOARD_NETWORK_STACKS", network.name())
+        .with_env("OUTBOARD_NETWORK", Network::Tcp.name());
     // Its endpoint is of no interest here.
     node.up_quietly(placement, 1, &format!("{}GiB", settings.target_gib()))?;
     for pool in ["bench", "large"] {

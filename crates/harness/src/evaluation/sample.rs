@@ -54,6 +54,8 @@ pub struct Medians {
     pub host_cpu_us_per_op: Option<Estimate>,
     /// All CPU per operation.
     pub node_cpu_us_per_op: Option<Estimate>,
+    /// The client's, out of it.
+    pub client_cpu_us_per_op: Option<Estimate>,
 }
 
 /// What a thread works for, in the terms of the paper's figure 5.
@@ -291,6 +293,7 @@ impl Measurements {
             latency_us_mean: of(case, |s| s.latency_us_mean),
             host_cpu_us_per_op: of(case, |s| s.host_cpu_us_per_op),
             node_cpu_us_per_op: of(case, |s| s.node_cpu_us_per_op),
+            client_cpu_us_per_op: of(case, |s| s.client_cpu_us_per_op),
         };
         self.cases().into_iter().map(medians).collect()
     }

@@ -85,6 +85,34 @@ pub enum Set {
     Large,
 }
 
+/// A network stack that clients reach a node over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+pub enum Network {
+    /// TCP.
+    #[serde(rename = "tcp")]
+    Tcp,
+    /// libfabric's provider of the same name: what goes over RDMA, over TCP.
+    #[serde(rename = "ofi:tcp")]
+    OfiTcp,
+}
+
+impl Network {
+    /// Those that are compared.
+    pub const ALL: [Network; 2] = [Network::Tcp, Network::OfiTcp];
+
+    /// As `outboard --network` has it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Network::Tcp => "tcp",
+            Network::OfiTcp => "ofi:tcp",
+        }
+    }
+}
+
+/// Requests in flight at which network stacks are compared.
+pub const IN_FLIGHT_SWEEP: [u32; 6] = [1, 2, 4, 8, 16, 32];
+
 /// One kind of run; all rounds of it make one figure.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 pub struct Case {
@@ -102,6 +130,8 @@ pub struct Case {
     pub ablation: Option<String>,
     /// The ablation that this run of the whole design is the measure of; none in the main series.
     pub control_of: Option<String>,
+    /// The network stack that is compared with the other; none in the main series, which is over TCP.
+    pub network: Option<Network>,
 }
 
 /// A part of the design that can be switched off.
@@ -135,7 +165,8 @@ impl Case {
     /// A case of the main series.
     #[must_use]
     pub fn new(config: Config, mode: Mode, size: u64) -> Case {
-        Case { config, mode, size, in_flight: IN_FLIGHT, set: Set::Usual, ablation: None, control_of: None }
+        let (in_flight, set) = (IN_FLIGHT, Set::Usual);
+        Case { config, mode, size, in_flight, set, ablation: None, control_of: None, network: None }
     }
 
     /// One request at a time.
@@ -156,6 +187,12 @@ impl Case {
         Case { ablation: Some(ablation.option.to_owned()), ..Case::new(config, Mode::Write, ablation.size) }
     }
 
+    /// 4 KiB writes over a network stack.
+    #[must_use]
+    pub fn over(network: Network, in_flight: u32) -> Case {
+        Case { in_flight, network: Some(network), ..Case::new(Config::DpuMemcpy, Mode::Write, 4096) }
+    }
+
     /// The run of the whole design that an ablation is divided by: the same otherwise, right before or after it.
     #[must_use]
     pub fn control(&self) -> Case {
@@ -170,7 +207,7 @@ impl Case {
             Mode::Read => PAPER_SIZES.contains(&self.size),
             Mode::Randread => [4096, 4 * MIB].contains(&self.size),
         };
-        self.ablation.is_some() || self.control_of.is_some() || !of_a_bar
+        self.ablation.is_some() || self.control_of.is_some() || self.network.is_some() || !of_a_bar
     }
 
     /// How many objects of the usual set `outboard bench` goes round: half a GiB, at most 16384, and at least twice as many as are
@@ -196,6 +233,19 @@ mod tests {
         for size in [4096, 64 << 10, MIB, 16 * MIB, 64 * MIB] {
             let case = Case::new(Config::Host, Mode::Write, size);
             assert!(case.objects() >= 2 * u64::from(case.in_flight), "{size}");
+        }
+        for in_flight in IN_FLIGHT_SWEEP {
+            let case = Case::over(Network::Tcp, in_flight);
+            assert!(case.objects() >= 2 * u64::from(in_flight), "{in_flight}");
+        }
+    }
+
+    #[test]
+    fn a_run_that_compares_networks_is_none_of_the_main_series() {
+        let main = Case::new(Config::DpuMemcpy, Mode::Write, 4096);
+        for case in Network::ALL.map(|network| Case::over(network, IN_FLIGHT)) {
+            assert!(case.is_secondary() && !main.is_secondary());
+            assert_ne!(case, main);
         }
     }
 }

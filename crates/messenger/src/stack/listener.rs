@@ -29,6 +29,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// A listener over a byte stream transport.
 pub(super) struct StreamListener {
     endpoint: String,
+    paths: Vec<PathOffer>,
     accepted: mpsc::Receiver<Result<Ends>>,
     acceptors: Vec<AbortHandle>,
 }
@@ -141,7 +142,7 @@ impl StreamListener {
         config: SessionConfig,
     ) -> StreamListener {
         let endpoint = acceptor.endpoint();
-        let paths = others
+        let paths: Vec<PathOffer> = others
             .iter()
             .map(|(name, other)| PathOffer { name: name.clone(), endpoint: other.endpoint() })
             .take(MAX_PATHS)
@@ -150,17 +151,27 @@ impl StreamListener {
         let (max, max_held) = (config.max_sessions, config.max_held);
         let registry = Arc::new(Registry { sessions: Mutex::default(), max, max_held });
         let handshakes = Arc::new(Semaphore::new(MAX_HANDSHAKES));
-        let reception =
-            Arc::new(Reception { features, config, registry, paths, accepted: sender, handshakes });
+        let reception = Arc::new(Reception {
+            features,
+            config,
+            registry,
+            paths: paths.clone(),
+            accepted: sender,
+            handshakes,
+        });
         let all = std::iter::once(acceptor).chain(others.into_iter().map(|(_, other)| other));
         let acceptors = all.map(|a| crate::spawn(accept_loop(a, Arc::clone(&reception))).abort_handle());
-        StreamListener { endpoint, accepted, acceptors: acceptors.collect() }
+        StreamListener { endpoint, paths, accepted, acceptors: acceptors.collect() }
     }
 }
 
 impl Listener for StreamListener {
     fn endpoint(&self) -> String {
         self.endpoint.clone()
+    }
+
+    fn paths(&self) -> Vec<(String, String)> {
+        self.paths.iter().map(|path| (path.name.clone(), path.endpoint.clone())).collect()
     }
 
     fn accept(&mut self) -> BoxFuture<'_, Result<Ends>> {

@@ -100,13 +100,26 @@ pub struct PoolReport {
     pub placement_groups: u32,
 }
 
+/// A path that clients can come by.
+#[derive(Debug, Serialize)]
+pub struct PathReport {
+    /// What kind, e.g. `ofi:verbs`.
+    pub name: String,
+    /// Where the osd listens.
+    pub endpoint: String,
+}
+
 /// The osd's load.
 #[derive(Debug, Serialize)]
 pub struct OsdReport {
     /// How long it has been there.
     pub uptime_seconds: u64,
+    /// Other paths than TCP that clients can come by.
+    pub paths: Vec<PathReport>,
     /// Clients that are connected.
     pub sessions: u32,
+    /// How many of them go by such a path now.
+    pub sessions_by_path: u32,
     /// Requests being worked on.
     pub requests: u32,
     /// Staging memory, in bytes.
@@ -119,6 +132,18 @@ pub struct OsdReport {
     pub times: client::RequestTimes,
     /// What its thread spent its time on, in ns, by class.
     pub thread_ns: BTreeMap<String, u64>,
+}
+
+impl OsdReport {
+    fn network(&self) -> String {
+        let paths: Vec<String> =
+            self.paths.iter().map(|path| format!(", {} at {}", path.name, path.endpoint)).collect();
+        let others = match (self.paths.is_empty(), self.sessions_by_path) {
+            (true, _) => String::new(),
+            (false, count) => format!(", {count} of them not by tcp"),
+        };
+        format!("tcp{}; {} sessions{others}", paths.concat(), self.sessions)
+    }
 }
 
 impl Report {
@@ -200,7 +225,9 @@ impl Report {
         let [staging_total, staging_free, staging_least_free] = answer.staging;
         self.osd = Some(OsdReport {
             uptime_seconds: answer.uptime_seconds,
+            paths: answer.paths.into_iter().map(|(name, endpoint)| PathReport { name, endpoint }).collect(),
             sessions: answer.sessions,
+            sessions_by_path: answer.sessions_one_sided,
             requests: answer.requests,
             staging_total,
             staging_free,
@@ -282,6 +309,9 @@ impl Display for Report {
         writeln!(f, "endpoint   {}", or_dash(&self.endpoint))?;
         let emulated = if self.emulated { " (emulated)" } else { "" };
         writeln!(f, "placement  {}, engine {}{emulated}", or_dash(&self.placement), or_dash(&self.engine))?;
+        if let Some(osd) = &self.osd {
+            writeln!(f, "network    {}", osd.network())?;
+        }
         if let Some(o) = &self.offload {
             let since = format!("{} failures, {} recoveries", o.failures, o.recoveries);
             writeln!(f, "offload    DMA {}, {since}", o.state)?;

@@ -2,6 +2,7 @@
 
 mod details;
 mod figures;
+mod networks;
 mod svg;
 mod text;
 mod verdict;
@@ -37,6 +38,7 @@ pub fn html(content: &Content<'_>) -> String {
         verdict::section(content),
         setting(content),
         figures::section(content.found),
+        networks::section(content.found),
         details::section(content),
     ];
     format!(
@@ -104,8 +106,31 @@ mod tests {
     use super::*;
     use crate::evaluation::bars;
     use crate::evaluation::sample::{Ceiling, CeilingKind, Part, PartUse, Sample};
-    use crate::evaluation::workload::{Case, Config, MIB, Mode, PAPER_SIZES};
+    use crate::evaluation::workload::{Case, Config, IN_FLIGHT_SWEEP, MIB, Mode, Network, PAPER_SIZES};
     use crate::node::Breakdown;
+
+    fn sample(round: u32, case: Case, value: f64) -> Sample {
+        Sample {
+            round,
+            case,
+            ops: 100,
+            mb_per_s: value,
+            iops: value,
+            latency_us_mean: value,
+            latency_us_p99: None,
+            host_cpu_us_per_op: value,
+            node_cpu_us_per_op: value,
+            client_cpu_us_per_op: value,
+            parts: [(Part::Messenger, PartUse { cpu_us: 1.0, switches: 2.0 })].into(),
+            breakdown_us: Some(Breakdown {
+                total: 10.0,
+                host_write: 2.0,
+                dma: 3.0,
+                dma_wait: 4.0,
+                others: 1.0,
+            }),
+        }
+    }
 
     fn some_measurements() -> Measurements {
         let mut found = Measurements {
@@ -116,26 +141,14 @@ mod tests {
         for round in 1..=7 {
             for config in [Config::Host, Config::DpuMemcpy, Config::DpuBf3, Config::Ceph] {
                 let value = f64::from(round) + config as u32 as f64 * 10.0;
-                found.samples.extend(PAPER_SIZES.map(|size| Sample {
-                    round,
-                    case: Case::new(config, Mode::Write, size),
-                    ops: 100,
-                    mb_per_s: value,
-                    iops: value,
-                    latency_us_mean: value,
-                    latency_us_p99: None,
-                    host_cpu_us_per_op: value,
-                    node_cpu_us_per_op: value,
-                    client_cpu_us_per_op: value,
-                    parts: [(Part::Messenger, PartUse { cpu_us: 1.0, switches: 2.0 })].into(),
-                    breakdown_us: Some(Breakdown {
-                        total: 10.0,
-                        host_write: 2.0,
-                        dma: 3.0,
-                        dma_wait: 4.0,
-                        others: 1.0,
-                    }),
-                }));
+                found.samples.extend(
+                    PAPER_SIZES.map(|size| sample(round, Case::new(config, Mode::Write, size), value)),
+                );
+            }
+            for in_flight in IN_FLIGHT_SWEEP {
+                let value = |network| f64::from(round) * if network == Network::Tcp { 1.0 } else { 2.0 };
+                let over = |network| sample(round, Case::over(network, in_flight), value(network));
+                found.samples.extend(Network::ALL.map(over));
             }
             found.ceilings.push(Ceiling { round, kind: CeilingKind::DriveWrite, size: MIB, mb_per_s: 1.0 });
         }
@@ -170,6 +183,22 @@ mod tests {
     fn the_page_is_well_formed_whatever_was_measured() {
         check_tags(&page_of(&some_measurements()));
         check_tags(&page_of(&Measurements::default()));
+    }
+
+    #[test]
+    fn network_stacks_are_compared_by_the_ratios_of_rounds_at_every_depth() {
+        let mut found = some_measurements();
+        let section = networks::section(&found);
+        assert!(page_of(&found).contains(&section));
+        // Of operations, of all CPU and of the client's.
+        let ratios = section.matches("<td>2 <small>2–2</small></td>").count();
+        assert_eq!(ratios, 3 * IN_FLIGHT_SWEEP.len());
+        for in_flight in IN_FLIGHT_SWEEP {
+            assert_eq!(section.matches(&format!("<th>{in_flight}</th>")).count(), 2);
+        }
+        found.samples.retain(|s| s.case.network.is_none());
+        check_tags(&page_of(&found));
+        assert_eq!(networks::section(&found), "");
     }
 
     #[test]
