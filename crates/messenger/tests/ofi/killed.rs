@@ -35,6 +35,10 @@ fn stack() -> Option<(Arc<dyn NetworkStack>, Arc<Control>)> {
     Some((Arc::new(StreamStack::over(ofi, config)), control))
 }
 
+fn patient() -> ConnectOptions {
+    ConnectOptions { timeout: PATIENCE, ..ConnectOptions::default() }
+}
+
 struct Other(Child);
 
 impl Other {
@@ -62,9 +66,13 @@ impl Drop for Other {
 }
 
 async fn offered(incoming: &mut dyn Incoming) -> BulkDescriptor {
-    match timeout(PATIENCE, incoming.next()).await.expect("an offer") {
-        Event::Message(offer) => postcard::from_bytes(&offer.header).expect("a descriptor"),
-        other => panic!("{other:?}"),
+    loop {
+        match timeout(PATIENCE, incoming.next()).await.expect("an offer") {
+            Event::Message(offer) => return postcard::from_bytes(&offer.header).expect("a descriptor"),
+            // Where everything is slow a silence may have been too long.
+            Event::Interrupted | Event::Resumed => {}
+            Event::Lost(why) => panic!("session lost: {why}"),
+        }
     }
 }
 
@@ -81,7 +89,7 @@ async fn is_the_other_process() {
     let Ok(role) = std::env::var(ROLE) else { return };
     let (stack, _) = stack().expect("the other process has one");
     if let Some(endpoint) = role.strip_prefix("client ") {
-        let client = stack.connect(endpoint, ConnectOptions::default()).await.expect("connects");
+        let client = stack.connect(endpoint, patient()).await.expect("connects");
         let region = offer(&client).await;
         tokio::time::sleep(2 * PATIENCE).await;
         drop(region);
@@ -152,7 +160,7 @@ async fn a_server_killed_while_it_reads_leaves_nothing() {
         let mut lines = BufReader::new(other.0.stdout.take().expect("piped")).lines();
         let endpoint = lines.find_map(|line| Some(line.ok()?.split_once("ENDPOINT ")?.1.to_owned()));
         let endpoint = endpoint.expect("it listens");
-        let mut client = stack.connect(&endpoint, ConnectOptions::default()).await.expect("connects");
+        let mut client = stack.connect(&endpoint, patient()).await.expect("connects");
         let region = offer(&client).await;
         assert!(region.descriptor.remote.is_some(), "it can be read by itself");
         tokio::time::sleep(Duration::from_micros(rand::rng().random_range(5_000..60_000))).await;
