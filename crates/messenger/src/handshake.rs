@@ -14,7 +14,7 @@ use crate::frame::{
     Welcome,
 };
 use crate::home::Home;
-use crate::paths::{CommonPath, MAX_PATHS, PATH_TIMEOUT, Path};
+use crate::paths::{CommonPath, MAX_PATH_NAME, MAX_PATHS, PATH_TIMEOUT, Path};
 use crate::session::{Settled, Shared};
 use crate::transport::ofi::Piece;
 use crate::transport::{Claim, Road, Transport, Wire};
@@ -390,7 +390,10 @@ impl Dialer {
         let answer = timeout(self.config.handshake_timeout, read(&mut wire)).await;
         match answer.unwrap_or_else(|_| Err(self.too_slow()))? {
             Body::Welcome(welcome) => {
-                if welcome.nonce != nonce || welcome.version != VERSIONS.1 || welcome.paths.len() > MAX_PATHS
+                if welcome.nonce != nonce
+                    || welcome.version != VERSIONS.1
+                    || welcome.paths.len() > MAX_PATHS
+                    || welcome.paths.iter().any(|path| path.name.len() > MAX_PATH_NAME)
                 {
                     return Err(HandshakeError::Protocol("the answer is not to this request".into()));
                 }

@@ -20,6 +20,9 @@ pub(crate) const PATH_TIMEOUT: Duration = Duration::from_secs(3);
 /// Most paths that a server lists.
 pub(crate) const MAX_PATHS: usize = 8;
 
+/// Longest name of a path, in bytes.
+pub(crate) const MAX_PATH_NAME: usize = 32;
+
 /// A transport that may be better than the base.
 pub struct Path {
     /// Name by which server and client know that it is the same kind: `ofi:verbs`.

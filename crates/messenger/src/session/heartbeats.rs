@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 
+use super::task::End;
 use super::{Shared, State};
 use crate::config::{REST_MAX, SessionConfig};
 use crate::transport::ofi::Link;
@@ -25,7 +26,7 @@ impl State {
 impl Shared {
     /// Sends a heartbeat when there was nothing else to send; ends when the peer was silent for too long, or keeps memory of
     /// this side that only the transport's end gives back.
-    pub(super) async fn watch_peer(&self, link: Option<&Link>) -> String {
+    pub(super) async fn watch_peer(&self, link: Option<&Link>) -> End {
         let SessionConfig { heartbeat, grace, rest, .. } = self.config;
         // What was promised on another transport holds no longer.
         self.peer_quiet_ms.store(0, Ordering::Relaxed);
@@ -42,12 +43,12 @@ impl Shared {
             let silent = heard_at.elapsed();
             if silent >= grace + self.peer_quiet(heartbeat) {
                 self.metrics.heartbeats_missed.increment(1);
-                return format!("the peer was silent for {silent:?}");
+                return End::Silent(format!("the peer was silent for {silent:?}"));
             }
             if let Some(link) = link {
                 link.rest();
                 if let Some(reason) = self.overstayed(link) {
-                    return reason;
+                    return End::Broken(reason);
                 }
             }
             let before = std::mem::replace(&mut progress, self.progress());

@@ -49,8 +49,10 @@ pub(crate) enum Role {
 }
 
 /// Why a transport is used no longer.
-enum End {
+pub(super) enum End {
     Broken(String),
+    /// The peer was not heard of for too long.
+    Silent(String),
     Damaged(String),
     Replaced(Box<Resumption>),
     /// There is a better one.
@@ -90,7 +92,7 @@ async fn live(shared: &Arc<Shared>, role: &mut Role, mut wire: Wire) -> Messenge
         if useful {
             damaged = 0;
         }
-        let mut better = None;
+        let (mut better, mut is_silent) = (None, false);
         let (reason, resumption) = match end {
             End::Upgraded(wire, claim) => {
                 better = Some((wire, claim));
@@ -100,6 +102,10 @@ async fn live(shared: &Arc<Shared>, role: &mut Role, mut wire: Wire) -> Messenge
             End::Fatal(why) => return why,
             End::Replaced(resumption) => ("replaced by the peer".to_owned(), Some(resumption)),
             End::Broken(reason) => (reason, None),
+            End::Silent(reason) => {
+                is_silent = true;
+                (reason, None)
+            }
             End::Damaged(reason) => {
                 damaged += 1;
                 if damaged > shared.config.max_damaged_transports {
@@ -112,7 +118,7 @@ async fn live(shared: &Arc<Shared>, role: &mut Role, mut wire: Wire) -> Messenge
         tracing::debug!(session = %format_args!("{:032x}", shared.session_id()), reason, "transport ended");
         shared.interrupt();
         let lived = useful || began.elapsed() > SHORT_LIFE;
-        if let (Role::Client(dialer), true) = (&*role, is_path && !lived) {
+        if let (Role::Client(dialer), true) = (&*role, is_path && (is_silent || !lived)) {
             dialer.path_was_useless(&reason);
         }
         let next = tokio::select! {
@@ -206,7 +212,9 @@ impl Shared {
         };
         let closing = self.lock().status == Status::Closing;
         match end {
-            End::Broken(_) | End::Fatal(MessengerError::SessionLost(_)) if closing => End::Closed,
+            End::Broken(_) | End::Silent(_) | End::Fatal(MessengerError::SessionLost(_)) if closing => {
+                End::Closed
+            }
             other => other,
         }
     }
@@ -230,7 +238,7 @@ impl Shared {
             biased;
             fault = reading => fault.into(),
             reason = writing => End::Broken(reason),
-            reason = self.watch_peer(link) => End::Broken(reason),
+            end = self.watch_peer(link) => end,
             never = self.acknowledge_in_time() => match never {},
             end = role.replaced(link.is_none()) => end,
             () = self.close_deadline() => End::Closed,

@@ -126,6 +126,22 @@ async fn without_a_link_sessions_begin_over_tcp_unless_it_is_required() {
     assert!(refused.is_err());
 }
 
+/// A path on which nothing comes is as bad as one that breaks.
+#[tokio::test]
+async fn a_path_that_falls_silent_is_left_alone_for_a_while() {
+    let Some(network) = network(false) else { return };
+    let (_listener, mut client, mut server) = network.pair().await;
+    until(&server.0, true).await;
+    network.control.freeze(true);
+    client.0.send(Message { header: "lost?".into(), ..Message::default() }).await.expect("queued");
+    until(&client.0, false).await;
+    assert_ne!(network.state(), State::Active, "it cools down");
+    assert_eq!(message(&mut *server.1).await.header, "lost?");
+    network.control.freeze(false);
+    until(&client.0, true).await;
+    is_well(&mut client, &mut server).await;
+}
+
 /// Queues that are overrun are opened anew, on both sides: sessions go on, and go over the link again.
 #[tokio::test]
 async fn queues_that_fail_are_opened_anew() {
