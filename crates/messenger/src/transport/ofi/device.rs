@@ -200,17 +200,12 @@ impl Device {
     fn answer(self: &Arc<Self>, request: ConnectionRequest) -> io::Result<()> {
         let claim =
             decode_claim(request.data()).ok_or_else(|| io::Error::other("the request is malformed"))?;
-        {
-            let mut state = self.lock();
-            let late: Vec<u64> =
-                state.settling.iter().filter(|(_, s)| s.is_late()).map(|(id, _)| *id).collect();
-            let late: Vec<Settling> = late.iter().filter_map(|id| state.settling.remove(id)).collect();
-            let is_full = state.settling.len() >= SETTLING_MAX || state.accepted.is_none();
-            drop(state);
-            late.iter().for_each(|s| s.link.fail("it took too long to connect"));
-            if is_full {
-                return Err(io::Error::other("too many connect at the same time"));
-            }
+        self.drop_late();
+        let state = self.lock();
+        let is_full = state.settling.len() >= SETTLING_MAX || state.accepted.is_none();
+        drop(state);
+        if is_full {
+            return Err(io::Error::other("too many connect at the same time"));
         }
         let port = self.port(&claim.tenant, request.info())?;
         let id = self.next_id();
@@ -228,6 +223,17 @@ impl Device {
             self.lock().settling.remove(&id);
             io::Error::other(why)
         })
+    }
+
+    /// Drops accepted connections that do not come about; whether some may yet become late.
+    fn drop_late(&self) -> bool {
+        let mut state = self.lock();
+        let late: Vec<u64> = state.settling.iter().filter(|(_, s)| s.is_late()).map(|(id, _)| *id).collect();
+        let late: Vec<Settling> = late.iter().filter_map(|id| state.settling.remove(id)).collect();
+        let has_others = !state.settling.is_empty();
+        drop(state);
+        late.iter().for_each(|s| s.link.fail("it took too long to connect"));
+        has_others
     }
 
     fn on_connected(&self, id: u64, data: Vec<u8>) {
@@ -342,12 +348,14 @@ async fn watch(device: Weak<Device>, fd: AsyncFd<Descriptor<EventQueue>>) {
             tokio::task::yield_now().await;
             continue;
         }
+        let has_settling = this.drop_late();
         tokio::select! {
             readable = fd.readable() => match readable {
                 Ok(mut guard) => guard.clear_ready(),
                 Err(e) => return tracing::warn!(error = %e, "connection events cannot be waited for"),
             },
             () = this.over.notified() => {}
+            () = tokio::time::sleep(SETTLING_TIME), if has_settling => {}
         }
     }
 }
