@@ -49,7 +49,7 @@ pub(crate) struct Pending {
     pub(crate) sent_on: u64,
     /// Takes the answer; `None` while the caller pauses before the next attempt.
     pub(crate) done: Option<oneshot::Sender<Outcome>>,
-    region: Option<BulkRegion>,
+    pub(crate) region: Option<BulkRegion>,
     sink: Option<Arc<ChunkSink>>,
 }
 
@@ -89,13 +89,6 @@ impl Pending {
         }
         self.sent_on = number;
         Ok(Message { header: proto::encode_request(&head, &self.body), payload })
-    }
-
-    /// The node has answered: it is done with the memory that was offered.
-    pub(crate) fn settle(&mut self) {
-        if let Some(region) = self.region.take() {
-            region.finish();
-        }
     }
 
     /// Takes the data that came with an answer.

@@ -229,7 +229,14 @@ impl Shared {
         let mut state = self.lock();
         let Some(pending) = state.pending.get_mut(&reply.seq) else { return true };
         let Some(done) = pending.done.take() else { return true };
-        pending.settle();
+        let region = pending.region.take();
+        drop(state);
+        // The node is done with the memory that was offered; others need not wait while it is closed.
+        if let Some(region) = region {
+            region.finish();
+        }
+        let mut state = self.lock();
+        let Some(pending) = state.pending.get_mut(&reply.seq) else { return true };
         let outcome = match reply.result {
             Ok(body) => pending.collect(body, message.payload),
             Err(e) => Err(e.into()),
