@@ -66,6 +66,8 @@ struct State {
     link: Option<Arc<Link>>,
     /// The next heartbeat is due later than usual.
     is_resting: bool,
+    /// When the peer was last known to be there; looked at once per heartbeat.
+    heard_at: tokio::time::Instant,
 }
 
 /// Which side of a session this is. Only clients let their peers reach their memory.
@@ -130,6 +132,7 @@ impl Shared {
                 Road::Stream(..) => None,
             },
             is_resting: false,
+            heard_at: tokio::time::Instant::now(),
         };
         Arc::new(Shared {
             side,

@@ -31,16 +31,19 @@ impl Shared {
         // What was promised on another transport holds no longer.
         self.peer_quiet_ms.store(0, Ordering::Relaxed);
         let mut pause = heartbeat;
-        let mut heard_at = Instant::now();
+        self.lock().heard_at = Instant::now();
         let mut progress = self.progress();
         loop {
             let stirred = self.pause(pause, heartbeat).await;
             let heard = self.heard.swap(false, Ordering::Relaxed) | link.is_some_and(Link::take_heard);
             // While this side rested nothing was due from the peer.
-            if heard || stirred {
-                heard_at = Instant::now();
-            }
-            let silent = heard_at.elapsed();
+            let silent = {
+                let mut state = self.lock();
+                if heard || stirred {
+                    state.heard_at = Instant::now();
+                }
+                state.heard_at.elapsed()
+            };
             if silent >= grace + self.peer_quiet(heartbeat) {
                 self.metrics.heartbeats_missed.increment(1);
                 return End::Silent(format!("the peer was silent for {silent:?}"));
@@ -56,6 +59,13 @@ impl Shared {
             pause = if is_idle { (pause * 2).min(rest) } else { heartbeat };
             self.beat(pause > heartbeat, pause);
         }
+    }
+
+    /// Whether the peer was silent for half of the time that it has, while something was expected of it: the side that gives up first
+    /// breaks the transport for both.
+    pub(super) fn is_missing_peer(&self) -> bool {
+        let state = self.lock();
+        !state.is_idle() && state.heard_at.elapsed() >= self.config.grace / 2
     }
 
     /// How much longer than usual the peer may be silent.

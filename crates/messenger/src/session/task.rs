@@ -92,7 +92,7 @@ async fn live(shared: &Arc<Shared>, role: &mut Role, mut wire: Wire) -> Messenge
         if useful {
             damaged = 0;
         }
-        let (mut better, mut is_silent) = (None, false);
+        let (mut better, mut is_silent) = (None, shared.is_missing_peer());
         let (reason, resumption) = match end {
             End::Upgraded(wire, claim) => {
                 better = Some((wire, claim));
