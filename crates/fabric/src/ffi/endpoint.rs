@@ -174,6 +174,9 @@ impl Endpoint {
             if let Some(receives) = receives {
                 self.handle.bind(receives.fid(), 0)?;
             }
+            // `verbs` (libfabric 1.17) answers with errno when it could not make a queue pair, and librdmacm does not always set
+            // that: if it was zero before, the endpoint seems well, and the first receive that is posted ends the process.
+            *libc::__errno_location() = libc::ENOMEM;
             self.handle.control("fi_enable", CONTROL_ENABLE, std::ptr::null_mut())
         }
     }
