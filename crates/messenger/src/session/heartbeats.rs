@@ -31,7 +31,11 @@ impl Shared {
         // What was promised on another transport holds no longer.
         self.peer_quiet_ms.store(0, Ordering::Relaxed);
         let mut pause = heartbeat;
-        self.lock().heard_at = Instant::now();
+        {
+            let mut state = self.lock();
+            state.heard_at = Instant::now();
+            state.outbound.set_quiet(heartbeat);
+        }
         let mut progress = self.progress();
         loop {
             let stirred = self.pause(pause, heartbeat).await;
@@ -79,11 +83,13 @@ impl Shared {
 
     /// Sends a heartbeat if nothing else was sent, or if the peer `must_know` how long the next pause is.
     fn beat(&self, must_know: bool, pause: Duration) {
-        if self.spoke.swap(false, Ordering::Relaxed) && !must_know {
+        let spoke = self.spoke.swap(false, Ordering::Relaxed);
+        let mut state = self.lock();
+        state.outbound.set_quiet(pause);
+        if spoke && !must_know {
             return;
         }
-        let mut state = self.lock();
-        state.outbound.want_heartbeat(pause);
+        state.outbound.want_window();
         drop(state);
         self.wake_writer.notify_one();
     }

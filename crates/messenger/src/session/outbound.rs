@@ -106,9 +106,8 @@ impl Outbound {
         self.window_wanted = true;
     }
 
-    /// Sends credits and an acknowledgement soon, and says that the next ones may be so far away.
-    pub(super) fn want_heartbeat(&mut self, quiet: Duration) {
-        self.window_wanted = true;
+    /// From now on heartbeats say that the next one may be so far away.
+    pub(super) fn set_quiet(&mut self, quiet: Duration) {
         self.quiet_ms = u32::try_from(quiet.as_millis()).unwrap_or(u32::MAX);
     }
 

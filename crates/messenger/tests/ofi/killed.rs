@@ -96,18 +96,20 @@ async fn is_the_other_process() {
         return;
     }
     let mut listener = stack.listen(&super::provider().1, 0).await.expect("listens");
-    eprintln!("listening");
-    #[expect(clippy::print_stdout, reason = "it is read by the process that started this one")]
-    {
-        println!("ENDPOINT {}", listener.endpoint());
-    }
+    tell(&format!("ENDPOINT {}", listener.endpoint()));
     let mut server = listener.accept().await.expect("accepts");
     let from = offered(&mut *server.1).await;
     let pool = conformance::pool();
     loop {
         let dest = pool.alloc(LEN).await.expect("a buffer");
         server.0.bulk_read(&from, 0, dest, PATIENCE).await.expect("pulled");
+        tell("READ whole");
     }
+}
+
+#[expect(clippy::print_stdout, reason = "it is read by the process that started this one")]
+fn tell(line: &str) {
+    println!("{line}");
 }
 
 /// A client dies while its memory is read: the reads fail, their buffers come back, nothing is left, and the next client is served.
@@ -163,7 +165,13 @@ async fn a_server_killed_while_it_reads_leaves_nothing() {
         let mut client = stack.connect(&endpoint, patient()).await.expect("connects");
         let region = offer(&client).await;
         assert!(region.descriptor.remote.is_some(), "it can be read by itself");
-        tokio::time::sleep(Duration::from_micros(rand::rng().random_range(5_000..60_000))).await;
+        // At least one read is whole; then it is killed while others are under way. Over `tcp` this thread has to take part in them.
+        let reading = tokio::task::spawn_blocking(move || {
+            lines.any(|line| line.is_ok_and(|line| line.ends_with("READ whole"))).then_some(lines)
+        });
+        let lines = timeout(PATIENCE, reading).await.expect("it reads").expect("no panic");
+        assert!(lines.is_some(), "it has ended before it read anything");
+        tokio::time::sleep(Duration::from_micros(rand::rng().random_range(0..20_000))).await;
         other.kill();
         let lost = async {
             loop {

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   Device ── queue of events, who connects         one network
-//!     └─ Port ── completions, receive buffers       one protection domain: a tenant's
+//!     └─ Port ── completions, receive buffers       one protection domain: a tenant's; several where many connect
 //!          └─ Link ── packets, reads, writes        one connection
 //! ```
 //!
@@ -88,6 +88,14 @@ impl OfiConfig {
     }
 }
 
+impl OfiConfig {
+    /// What to ask libfabric for.
+    fn query(&self, target: Target) -> Query {
+        let shared_receive = self.receive_queue == ReceiveQueueKind::Shared;
+        Query { provider: Some(self.provider.clone()), target, shared_receive }
+    }
+}
+
 /// What all devices and ports of a transport have in common.
 struct Common {
     config: OfiConfig,
@@ -170,16 +178,10 @@ impl Ofi {
     /// If there is none, or the provider is not there.
     pub fn new(mut config: OfiConfig) -> Result<Ofi, FabricError> {
         let library = Library::load()?;
-        let shared = config.receive_queue == ReceiveQueueKind::Shared;
-        let query = |shared_receive| Query {
-            provider: Some(config.provider.clone()),
-            target: Target::Any,
-            shared_receive,
-        };
-        if library.query(&query(shared)).is_err() {
-            library.query(&query(false))?;
-            tracing::info!(provider = config.provider, "it has no shared receive queues");
+        if library.query(&config.query(Target::Any)).is_err() {
             config.receive_queue = ReceiveQueueKind::PerConnection;
+            library.query(&config.query(Target::Any))?;
+            tracing::info!(provider = config.provider, "it has no shared receive queues");
         }
         let control = Arc::new(Control {
             devices: Mutex::default(),
@@ -204,13 +206,8 @@ impl Ofi {
 
     async fn query(&self, address: &str, target: impl Fn(SocketAddr) -> Target) -> io::Result<Info> {
         let mut last = io::Error::from(io::ErrorKind::AddrNotAvailable);
-        let config = &self.common.config;
         for address in tokio::net::lookup_host(address).await? {
-            let query = Query {
-                provider: Some(config.provider.clone()),
-                target: target(address),
-                shared_receive: config.receive_queue == ReceiveQueueKind::Shared,
-            };
+            let query = self.common.config.query(target(address));
             match self.library.query(&query) {
                 Ok(mut infos) if !infos.is_empty() => return Ok(infos.swap_remove(0)),
                 Ok(_) => {}
@@ -269,11 +266,7 @@ impl Drop for Accepting {
 impl OfiAcceptor {
     /// Listens anew at the same address, after the device's queue of events has failed.
     fn reopen(&mut self) -> io::Result<()> {
-        let query = Query {
-            provider: Some(self.common.config.provider.clone()),
-            target: Target::Listen(self.address),
-            shared_receive: self.common.config.receive_queue == ReceiveQueueKind::Shared,
-        };
+        let query = self.common.config.query(Target::Listen(self.address));
         let infos = self.library.query(&query).map_err(io::Error::other)?;
         let info = infos.first().ok_or(io::ErrorKind::AddrNotAvailable)?;
         self.open = Some(Accepting::new(info, &self.common)?);
