@@ -16,7 +16,7 @@ use crate::node::state::NodeState;
 /// How long the osd may take to answer before it counts as down.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-/// Show a node: its processes, targets and pools
+/// Show a node: its network, processes, targets and pools
 ///
 /// Works as well while roles or the whole node are down, and says what is. The exit status tells only whether the state
 /// could be found out.

@@ -142,7 +142,8 @@ impl OsdReport {
             (true, _) => String::new(),
             (false, count) => format!(", {count} of them not by tcp"),
         };
-        format!("tcp{}; {} sessions{others}", paths.concat(), self.sessions)
+        let sessions = if self.sessions == 1 { "session" } else { "sessions" };
+        format!("tcp{}; {} {sessions}{others}", paths.concat(), self.sessions)
     }
 }
 
