@@ -45,7 +45,7 @@ pub struct SessionConfig {
     /// A peer that was silent for so long, or for so much longer than it had announced, is taken for gone; its transport
     /// connection is closed. At least three times `heartbeat`.
     pub grace: Duration,
-    /// How long connecting peers may take for the handshake.
+    /// How long a connection may take to come about, and again how long its handshake. Who connects tries anew then, as long as it wants to.
     pub handshake_timeout: Duration,
     /// How long a server keeps a session whose transport broke.
     pub hold: Duration,

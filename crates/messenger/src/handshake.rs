@@ -347,7 +347,9 @@ impl Dialer {
             }
         }
         let claim = self.claim();
-        let wire = self.transport.dial(&self.endpoint, &claim).await;
+        let dialed =
+            timeout(self.config.handshake_timeout, self.transport.dial(&self.endpoint, &claim)).await;
+        let wire = dialed.unwrap_or_else(|_| Err(std::io::ErrorKind::TimedOut.into()));
         self.shake(wire.map_err(|e| self.broken(&e))?, claim, resume, granted).await
     }
 

@@ -42,6 +42,7 @@ const HOSTILE: Faults = Faults {
     stall: Duration::from_secs(3),
     flip_one_in: 400,
     refuse_one_in: 4,
+    ignore_one_in: 10,
 };
 
 macro_rules! simulated {
@@ -61,14 +62,14 @@ outboard_messenger::for_each_conformance_check!(simulated);
 #[tokio::test(start_paused = true)]
 async fn exactly_once_on_a_hostile_network() {
     let first = conformance::seed();
-    let mut fired = [0; 6];
+    let mut fired = [0; 7];
     for seed in first..first + 4 {
         println!("seed {seed}");
         let (rig, control) = rig(HOSTILE, seed);
         let check = conformance::exactly_once_across_broken_transports(&rig);
         tokio::time::timeout(Duration::from_secs(36_000), check).await.expect("the check hangs");
         let c = &control.counts;
-        let counts = [&c.delays, &c.breaks, &c.cuts, &c.stalls, &c.flips, &c.refusals];
+        let counts = [&c.delays, &c.breaks, &c.cuts, &c.stalls, &c.flips, &c.refusals, &c.ignored];
         for (sum, count) in fired.iter_mut().zip(counts) {
             *sum += count.load(Ordering::Relaxed);
         }
@@ -126,7 +127,7 @@ fn a_seed_replays_a_run() {
             let began = tokio::time::Instant::now();
             conformance::exactly_once_across_broken_transports(&rig).await;
             let c = &control.counts;
-            let counts = [&c.delays, &c.breaks, &c.cuts, &c.stalls, &c.flips, &c.refusals];
+            let counts = [&c.delays, &c.breaks, &c.cuts, &c.stalls, &c.flips, &c.refusals, &c.ignored];
             (counts.map(|n| n.load(Ordering::Relaxed)), began.elapsed())
         })
     };

@@ -31,6 +31,7 @@ pub(super) const SEND: u64 = 1 << 11;
 pub(super) const TRANSMIT: u64 = SEND;
 pub(super) const REMOTE_READ: u64 = 1 << 12;
 pub(super) const REMOTE_WRITE: u64 = 1 << 13;
+pub(super) const FENCE: u64 = 1 << 21;
 pub(super) const COMPLETION: u64 = 1 << 24;
 pub(super) const INJECT: u64 = 1 << 25;
 pub(super) const SELECTIVE_COMPLETION: u64 = 1 << 59;
@@ -188,14 +189,10 @@ pub(super) struct MsgOps {
         unsafe extern "C" fn(*mut FidEp, *mut c_void, usize, *mut c_void, u64, *mut c_void) -> isize,
     pub(super) recvv: Unused,
     pub(super) recvmsg: Unused,
-    pub(super) send:
-        unsafe extern "C" fn(*mut FidEp, *const c_void, usize, *mut c_void, u64, *mut c_void) -> isize,
+    pub(super) send: Unused,
     pub(super) sendv: Unused,
     pub(super) sendmsg: unsafe extern "C" fn(*mut FidEp, *const FiMsg, u64) -> isize,
 }
-
-pub(super) type WriteFn =
-    unsafe extern "C" fn(*mut FidEp, *const c_void, usize, *mut c_void, u64, u64, u64, *mut c_void) -> isize;
 
 #[repr(C)]
 pub(super) struct RmaOps {
@@ -203,7 +200,7 @@ pub(super) struct RmaOps {
     pub(super) read: Unused,
     pub(super) readv: Unused,
     pub(super) readmsg: unsafe extern "C" fn(*mut FidEp, *const FiMsgRma, u64) -> isize,
-    pub(super) write: WriteFn,
+    pub(super) write: Unused,
     pub(super) writev: Unused,
     pub(super) writemsg: unsafe extern "C" fn(*mut FidEp, *const FiMsgRma, u64) -> isize,
 }

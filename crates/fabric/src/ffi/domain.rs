@@ -2,6 +2,7 @@
 
 use std::ffi::c_void;
 use std::os::fd::{BorrowedFd, RawFd};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -84,6 +85,7 @@ struct Inner {
     /// The provider is damaged by reads that are broken off.
     fragile: bool,
     spoiled: AtomicBool,
+    overtakes_reads: bool,
     info: Info,
     fabric: Fabric,
 }
@@ -104,8 +106,10 @@ impl Domain {
         // SAFETY: just made, ours.
         let handle = unsafe { Handle::new(domain, "fi_domain") }?;
         let (fragile, spoiled) = (info.provider() == "tcp", AtomicBool::new(false));
+        let overtakes_reads = overtakes_reads(&info);
         let (fabric, quarantine) = (fabric.clone(), Mutex::default());
-        Ok(Domain(Arc::new(Inner { handle, quarantine, fragile, spoiled, info, fabric })))
+        let inner = Inner { handle, quarantine, fragile, spoiled, overtakes_reads, info, fabric };
+        Ok(Domain(Arc::new(inner)))
     }
 
     /// The fabric it was opened in.
@@ -144,6 +148,11 @@ impl Domain {
         }
     }
 
+    /// Whether sends and writes that nothing holds back end before the reads that were posted before them, and must not.
+    pub(super) fn overtakes_reads(&self) -> bool {
+        self.0.overtakes_reads
+    }
+
     /// Whether both are the same one.
     pub(super) fn is(&self, other: &Domain) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
@@ -156,4 +165,13 @@ impl Domain {
     pub(super) fn quarantine(&self) -> MutexGuard<'_, Quarantine<Memory>> {
         self.0.quarantine.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// `verbs` (libfabric 1.17) takes what an endpoint has posted for ended in the order of posting, as verbs promise it, and where
+/// that is not so uses memory that it has given back. The kernel's `siw` (6.1, `siw_qp_sq_process`) tells the end of a send or
+/// write as soon as the socket has it, and of a read when the answer has come.
+fn overtakes_reads(info: &Info) -> bool {
+    let described = Path::new("/sys/class/infiniband").join(info.domain_name()).join("node_desc");
+    info.provider() == "verbs"
+        && std::fs::read_to_string(described).is_ok_and(|text| text.trim_end() == "Software iWARP stack")
 }

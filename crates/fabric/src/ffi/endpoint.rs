@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::abi::{
-    COMPLETION, CONTROL_ENABLE, FiMsg, FiMsgRma, FiRmaIov, FidEp, INJECT, RECV, SELECTIVE_COMPLETION,
+    COMPLETION, CONTROL_ENABLE, FENCE, FiMsg, FiMsgRma, FiRmaIov, FidEp, INJECT, RECV, SELECTIVE_COMPLETION,
     TRANSMIT,
 };
 use super::events::{Registration, Source};
@@ -69,6 +69,8 @@ pub struct Endpoint {
     parts_max: usize,
     needs_regions: bool,
     sparse: bool,
+    /// [`FENCE`] where sends and writes must wait for the reads before them, else 0.
+    fence: u64,
     /// Operations posted without asking for a completion, since the last one that did.
     quiet: Mutex<Vec<u64>>,
     role: Role,
@@ -148,6 +150,7 @@ impl Endpoint {
         closing.completions.domain().quarantine().opened(serial);
         let connected = Arc::default();
         closing.registration.is_for(Source::Endpoint(token, Arc::clone(&connected)));
+        let fence = if closing.completions.domain().overtakes_reads() { FENCE } else { 0 };
         Ok(Endpoint {
             handle,
             closing,
@@ -158,6 +161,7 @@ impl Endpoint {
             parts_max: info.send_parts_max(),
             needs_regions: info.mr_mode().local,
             sparse,
+            fence,
             quiet: Mutex::default(),
             role,
         })
@@ -235,12 +239,19 @@ impl Endpoint {
     /// # Errors
     /// See [`PostError`].
     pub fn send(&self, from: Slice<'_>, token: u64) -> Result<(), PostError> {
+        let iov = libc::iovec { iov_base: from.start().cast(), iov_len: from.len() };
+        let mut descriptor = from.descriptor();
         self.post(from, Operation::Send, token, |ep, context| {
-            // SAFETY: as in `receive`.
-            unsafe {
-                let send = (*(*ep).msg).send;
-                send(ep, from.start().cast(), from.len(), from.descriptor(), CONNECTED_PEER, context)
-            }
+            let message = FiMsg {
+                msg_iov: &raw const iov,
+                desc: &raw mut descriptor,
+                iov_count: 1,
+                addr: CONNECTED_PEER,
+                context,
+                data: 0,
+            };
+            // SAFETY: as in `receive`, and a whole message.
+            unsafe { ((*(*ep).msg).sendmsg)(ep, &raw const message, COMPLETION | self.fence) }
         })
     }
 
@@ -269,11 +280,11 @@ impl Endpoint {
             context: number as *mut c_void,
             data: 0,
         };
-        let object = self.handle.as_ptr();
+        let (object, flags) = (self.handle.as_ptr(), INJECT | COMPLETION | self.fence);
         // Not `fi_inject`: that takes up a place in the provider's queue, too, but one cannot tell when it is free again. A
         // queue of `verbs` that is overrun is lost with all its endpoints.
         // SAFETY: an open endpoint; the message is copied before the call returns.
-        let code = unsafe { ((*(*object).msg).sendmsg)(object, &raw const message, INJECT | COMPLETION) };
+        let code = unsafe { ((*(*object).msg).sendmsg)(object, &raw const message, flags) };
         let result = posted("fi_sendmsg", code);
         if result.is_err() {
             drop(queue.operations().remove(number));
@@ -286,23 +297,9 @@ impl Endpoint {
     /// # Errors
     /// See [`PostError`].
     pub fn read(&self, into: Slice<'_>, remote: RemoteSlice, token: u64) -> Result<(), PostError> {
-        let into = same_len(into, remote)?;
-        let source = FiRmaIov { addr: remote.address, len: remote.len, key: remote.key };
-        let iov = libc::iovec { iov_base: into.start().cast(), iov_len: into.len() };
-        let mut descriptor = into.descriptor();
-        self.post(into, Operation::Read, token, |ep, context| {
-            let message = FiMsgRma {
-                msg_iov: &raw const iov,
-                desc: &raw mut descriptor,
-                iov_count: 1,
-                addr: CONNECTED_PEER,
-                rma_iov: &raw const source,
-                rma_iov_count: 1,
-                context,
-                data: 0,
-            };
-            // SAFETY: as in `receive`. A read is always told of, also where others are not.
-            unsafe { ((*(*ep).rma).readmsg)(ep, &raw const message, COMPLETION) }
+        self.transfer(Operation::Read, into, remote, token, |ep, message| {
+            // SAFETY: as in `send`. A read is always told of, also where others are not.
+            unsafe { ((*(*ep).rma).readmsg)(ep, message, COMPLETION) }
         })
     }
 
@@ -313,14 +310,39 @@ impl Endpoint {
     /// # Errors
     /// See [`PostError`].
     pub fn write(&self, from: Slice<'_>, remote: RemoteSlice, token: u64) -> Result<(), PostError> {
-        let from = same_len(from, remote)?;
-        self.post(from, Operation::Write, token, |ep, context| {
-            let RemoteSlice { key, address, len } = remote;
-            // SAFETY: as in `receive`.
-            unsafe {
-                let write = (*(*ep).rma).write;
-                write(ep, from.start().cast(), len, from.descriptor(), CONNECTED_PEER, address, key, context)
-            }
+        self.transfer(Operation::Write, from, remote, token, |ep, message| {
+            // SAFETY: as in `send`.
+            unsafe { ((*(*ep).rma).writemsg)(ep, message, COMPLETION | self.fence) }
+        })
+    }
+
+    fn transfer(
+        &self,
+        operation: Operation,
+        local: Slice<'_>,
+        remote: RemoteSlice,
+        token: u64,
+        call: impl FnOnce(*mut FidEp, *const FiMsgRma) -> isize,
+    ) -> Result<(), PostError> {
+        if local.len() != remote.len {
+            let (len, region_len) = (remote.len, local.len());
+            return Err(FabricError::OutOfRange { offset: 0, len, region_len }.into());
+        }
+        let there = FiRmaIov { addr: remote.address, len: remote.len, key: remote.key };
+        let iov = libc::iovec { iov_base: local.start().cast(), iov_len: local.len() };
+        let mut descriptor = local.descriptor();
+        self.post(local, operation, token, |ep, context| {
+            let message = FiMsgRma {
+                msg_iov: &raw const iov,
+                desc: &raw mut descriptor,
+                iov_count: 1,
+                addr: CONNECTED_PEER,
+                rma_iov: &raw const there,
+                rma_iov_count: 1,
+                context,
+                data: 0,
+            };
+            call(ep, &raw const message)
         })
     }
 
@@ -415,7 +437,7 @@ impl Endpoint {
                 return Err(PostError::Full);
             }
         };
-        let flags = if notify { COMPLETION } else { 0 };
+        let flags = self.fence | if notify { COMPLETION } else { 0 };
         let code = call(self.handle.as_ptr(), &iov, &mut descriptors, number as *mut c_void, flags);
         let result = posted(call_name(operation), code);
         match &result {
@@ -509,19 +531,12 @@ impl fmt::Debug for Endpoint {
     }
 }
 
-fn same_len(local: Slice<'_>, remote: RemoteSlice) -> Result<Slice<'_>> {
-    if local.len() == remote.len {
-        return Ok(local);
-    }
-    Err(FabricError::OutOfRange { offset: 0, len: remote.len, region_len: local.len() })
-}
-
 fn call_name(operation: Operation) -> &'static str {
     match operation {
-        Operation::Send => "fi_send",
+        Operation::Send => "fi_sendmsg",
         Operation::Receive => "fi_recv",
-        Operation::Read => "fi_read",
-        Operation::Write => "fi_write",
+        Operation::Read => "fi_readmsg",
+        Operation::Write => "fi_writemsg",
     }
 }
 

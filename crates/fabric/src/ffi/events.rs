@@ -21,8 +21,15 @@ const MAX_DATA: usize = 1024;
 /// Events that a queue can hold, which providers may exceed.
 const QUEUE_LEN: usize = 64;
 
-/// Errors with which providers end the reading of a queue when it is but a connection that has failed.
-const OF_A_CONNECTION: [i32; 7] = [
+/// Errors with which providers end the reading of a queue when it is but a connection that has failed. Over iWARP its own port may
+/// be one of TCP's ([`Listener::open`](super::Listener::open)).
+const OF_A_CONNECTION: [i32; 13] = [
+    libc::EADDRINUSE,
+    libc::EADDRNOTAVAIL,
+    libc::EACCES,
+    libc::EPERM,
+    libc::ENOMEM,
+    libc::ENOBUFS,
     libc::ECONNREFUSED,
     libc::ECONNRESET,
     libc::ECONNABORTED,

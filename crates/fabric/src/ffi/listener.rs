@@ -13,6 +13,10 @@ use crate::{FabricError, Result, address};
 /// Room for any socket address.
 const MAX_ADDRESS: usize = 128;
 
+/// How often a free port is asked for. The kernel's rdma_cm keeps account of its own ports only: one that it gives may be in use
+/// by a TCP connection, and iWARP's are that, too.
+const FREE_PORT_TRIES: usize = 16;
+
 /// Listens at an address; who wants to connect appears as an [`Event`](super::Event) of its queue. Closed when it and the
 /// last unanswered request have been dropped.
 pub struct Listener {
@@ -31,6 +35,17 @@ impl Listener {
     /// # Errors
     /// If the address is in use or not one of this machine.
     pub fn open(info: &Info, events: &EventQueue) -> Result<Listener> {
+        let mut tries = if info.local_address().is_some_and(|a| a.port() == 0) { FREE_PORT_TRIES } else { 1 };
+        loop {
+            tries -= 1;
+            match Listener::try_open(info, events) {
+                Err(FabricError::Call { code: libc::EADDRINUSE, .. }) if tries > 0 => {}
+                result => return result,
+            }
+        }
+    }
+
+    fn try_open(info: &Info, events: &EventQueue) -> Result<Listener> {
         let fabric: &Fabric = events.fabric();
         let mut object = std::ptr::null_mut();
         let parent = fabric.as_ptr();

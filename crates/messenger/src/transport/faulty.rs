@@ -36,6 +36,8 @@ pub struct Faults {
     pub flip_one_in: u32,
     /// Of how many attempts to connect one is refused; 0 for none.
     pub refuse_one_in: u32,
+    /// Of how many attempts to connect one is never answered; 0 for none.
+    pub ignore_one_in: u32,
 }
 
 impl Faults {
@@ -48,6 +50,7 @@ impl Faults {
         stall: Duration::ZERO,
         flip_one_in: 0,
         refuse_one_in: 0,
+        ignore_one_in: 0,
     };
 }
 
@@ -66,6 +69,8 @@ pub struct FaultCounts {
     pub flips: AtomicU64,
     /// Connections refused.
     pub refusals: AtomicU64,
+    /// Connections never answered.
+    pub ignored: AtomicU64,
 }
 
 /// The hand on the switch.
@@ -150,6 +155,9 @@ impl<T: Transport> Transport for Faulty<T> {
             };
             if control.one_in(&mut random, control.faults.refuse_one_in, &control.counts.refusals) {
                 return Err(io::ErrorKind::ConnectionRefused.into());
+            }
+            if control.one_in(&mut random, control.faults.ignore_one_in, &control.counts.ignored) {
+                return std::future::pending().await;
             }
             let real = streams(self.inner.dial(endpoint, claim).await?)?;
             let (ours, theirs) = duplex(64 << 10);
