@@ -9,8 +9,8 @@ use outboard_messenger::transport::tcp::Tcp;
 use outboard_messenger::{SessionConfig, StreamStack};
 
 fn rig() -> Rig {
-    let grace = Duration::from_millis(300);
-    let config = SessionConfig { heartbeat: Duration::from_millis(50), grace, ..SessionConfig::default() };
+    let grace = Duration::from_millis(900);
+    let config = SessionConfig { heartbeat: Duration::from_millis(150), grace, ..SessionConfig::default() };
     let network = Faulty::new(Tcp, Faults::NONE, 0);
     let (cut, freeze) = (network.control(), network.control());
     Rig {

@@ -2,14 +2,13 @@
 
 use std::ffi::c_void;
 use std::os::fd::{BorrowedFd, RawFd};
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::abi::{CONTROL_GETWAIT, Fid, FidDomain, FidFabric};
 use super::handle::Handle;
 use super::memory::Memory;
-use super::{Info, library};
+use super::{Info, library, siw};
 use crate::quarantine::Quarantine;
 use crate::{FabricError, Result};
 
@@ -96,6 +95,11 @@ impl Domain {
     /// # Errors
     /// If the provider refuses.
     pub fn open(fabric: &Fabric, info: Info) -> Result<Domain> {
+        siw::prepare(fabric, &info);
+        Domain::open_unprepared(fabric, info)
+    }
+
+    pub(super) fn open_unprepared(fabric: &Fabric, info: Info) -> Result<Domain> {
         let mut domain = std::ptr::null_mut();
         let parent = fabric.as_ptr();
         // SAFETY: an open fabric, an info of libfabric's, and a place for the result.
@@ -106,7 +110,7 @@ impl Domain {
         // SAFETY: just made, ours.
         let handle = unsafe { Handle::new(domain, "fi_domain") }?;
         let (fragile, spoiled) = (info.provider() == "tcp", AtomicBool::new(false));
-        let overtakes_reads = overtakes_reads(&info);
+        let overtakes_reads = siw::overtakes_reads(&info);
         let (fabric, quarantine) = (fabric.clone(), Mutex::default());
         let inner = Inner { handle, quarantine, fragile, spoiled, overtakes_reads, info, fabric };
         Ok(Domain(Arc::new(inner)))
@@ -165,13 +169,4 @@ impl Domain {
     pub(super) fn quarantine(&self) -> MutexGuard<'_, Quarantine<Memory>> {
         self.0.quarantine.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// `verbs` (libfabric 1.17) takes what an endpoint has posted for ended in the order of posting, as verbs promise it, and where
-/// that is not so uses memory that it has given back. The kernel's `siw` (6.1, `siw_qp_sq_process`) tells the end of a send or
-/// write as soon as the socket has it, and of a read when the answer has come.
-fn overtakes_reads(info: &Info) -> bool {
-    let described = Path::new("/sys/class/infiniband").join(info.domain_name()).join("node_desc");
-    info.provider() == "verbs"
-        && std::fs::read_to_string(described).is_ok_and(|text| text.trim_end() == "Software iWARP stack")
 }

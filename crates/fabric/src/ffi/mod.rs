@@ -16,6 +16,7 @@ mod library;
 mod listener;
 mod memory;
 mod receive_queue;
+mod siw;
 
 pub use completion::CompletionQueue;
 pub use domain::{Domain, Fabric, Waitable};

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use fabric::{
     Access, CompletionQueue, Endpoint, EndpointQueues, Event, FabricError, MemoryRegion, Operation, Part,
-    PostError, Query, Target, Waitable, wait,
+    PostError, Query, ReceiveQueue, Target, Waitable, wait,
 };
 
 use crate::pair::{Pair, Side, Who, anywhere, info, library, provider};
@@ -97,6 +97,20 @@ fn a_queue_has_room_for_sends_beside_all_receives() {
 }
 
 /// As many messages as there is room for are under way in both directions before anybody looks at a completion.
+/// Among them the page of a process's map of the device that siw has trouble with: so queues of two sizes come to lie in all ways.
+#[test]
+fn no_place_is_a_bad_one_for_a_queue() {
+    let Some(pair) = Pair::with_shared_receives(true) else { return };
+    let (info, completions) = (pair.server.domain.info(), &pair.server.completions);
+    for others in 0..16 {
+        let open = |_| CompletionQueue::open(&pair.server.domain, 64);
+        let others: Result<Vec<_>, _> = (0..others).map(open).collect();
+        let queues: Result<Vec<_>, _> =
+            (0..40).map(|token| ReceiveQueue::open(info, completions, token)).collect();
+        assert!(others.is_ok() && queues.is_ok(), "{:?} {:?}", others.err(), queues.err());
+    }
+}
+
 #[test]
 fn a_queue_is_not_overrun() {
     let Some(mut pair) = Pair::new() else { return };

@@ -23,7 +23,7 @@ fn provider() -> (String, String) {
 
 /// Heartbeat and grace: an emulated machine needs more.
 fn patience(provider: &str) -> (Duration, Duration) {
-    let grace = Duration::from_millis(if provider == "tcp" { 300 } else { 3000 });
+    let grace = Duration::from_millis(if provider == "tcp" { 900 } else { 3000 });
     (grace / 6, grace)
 }
 
