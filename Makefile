@@ -25,7 +25,7 @@ test: setup ## Run every test
 	$(CARGO) test --locked --workspace
 	OUTBOARD_TEST_NETWORK=ofi:tcp $(CARGO) test --locked -p outboard-osd --test e2e
 
-test-rdma: setup ## Run tests over RDMA verbs (soft-RoCE and soft-iWARP), in an emulated machine: 10 to 20 min (tests/rdma)
+test-rdma: setup ## Run tests over RDMA verbs (soft-RoCE and soft-iWARP), in an emulated machine: about 10 min (tests/rdma)
 	@tests/rdma/run
 
 lint: setup ## Formatting and clippy, warnings are errors
