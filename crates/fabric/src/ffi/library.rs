@@ -176,7 +176,8 @@ fn advice(call: &str, code: i32) -> &'static str {
             "; raise the limit of locked memory (ulimit -l) or lower the configured buffer sizes"
         }
         (_, libc::ECONNREFUSED) => "; is the peer listening there, and does it want this peer?",
-        (_, libc::EADDRINUSE) => "; choose another port",
+        ("fi_listen", libc::EADDRINUSE) => "; choose another port",
+        (_, libc::EADDRINUSE) => "; connect again: it will be from another port",
         (_, libc::EADDRNOTAVAIL | libc::ENODEV) => "; choose an address that this machine has",
         _ => "",
     }

@@ -96,8 +96,8 @@ fn a_queue_has_room_for_sends_beside_all_receives() {
     assert!(sent.token == 8 && sent.result.is_ok(), "{sent:?}");
 }
 
-/// As many messages as there is room for are under way in both directions before anybody looks at a completion.
-/// Among them the page of a process's map of the device that siw has trouble with: so queues of two sizes come to lie in all ways.
+/// Wherever queues come to lie in a process's map of the device they can be made. siw has trouble with one page of it: so there are two sizes, in
+/// ever other places.
 #[test]
 fn no_place_is_a_bad_one_for_a_queue() {
     let Some(pair) = Pair::with_shared_receives(true) else { return };
@@ -111,6 +111,7 @@ fn no_place_is_a_bad_one_for_a_queue() {
     }
 }
 
+/// As many messages as there is room for are under way in both directions before anybody looks at a completion.
 #[test]
 fn a_queue_is_not_overrun() {
     let Some(mut pair) = Pair::new() else { return };

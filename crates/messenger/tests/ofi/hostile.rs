@@ -8,7 +8,7 @@ use base::block::Payload;
 use base::mem::Arena;
 use fabric::{
     Access, CompletionQueue, Domain, Endpoint, EndpointQueues, Event as FabricEvent, EventQueue, Exposed,
-    Fabric, Info, Library, MemoryRegion, Operation, PostError, Query, RemoteRegion, Target,
+    Fabric, FabricError, Info, Library, MemoryRegion, Operation, PostError, Query, RemoteRegion, Target,
 };
 use outboard_messenger::conformance::{Buffer, Rig, pool};
 use outboard_messenger::frame::{self, Body, Frame, Hello, Kind};
@@ -79,10 +79,12 @@ impl Attacker {
                 Some(FabricEvent::Connected { data, .. }) => {
                     break u64::from_le_bytes(data[..8].try_into().expect("8 bytes"));
                 }
-                Some(other) => {
-                    eprintln!("{other:?} instead of a connection");
+                Some(FabricEvent::SomeFailed { error: FabricError::Call { code, .. } })
+                    if code == rustix::io::Errno::ADDRINUSE.raw_os_error() =>
+                {
                     return None;
                 }
+                Some(other) => panic!("{other:?} instead of a connection"),
                 None => completions.poll(&mut Vec::new()).expect("completions"),
             }
             assert!(Instant::now() < deadline, "no connection");

@@ -86,9 +86,7 @@ impl OfiConfig {
             packet_memory_bytes: 256 << 20,
         }
     }
-}
 
-impl OfiConfig {
     /// What to ask libfabric for.
     fn query(&self, target: Target) -> Query {
         let shared_receive = self.receive_queue == ReceiveQueueKind::Shared;
