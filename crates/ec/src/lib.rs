@@ -1,7 +1,25 @@
 //! Erasure coding: the code, the engines that compute it, and the choice of where it is computed.
 //!
 //! `code` is the mathematics: a systematic Reed–Solomon code, its parity, its decoding, and the change of parity that a
-//! change of data makes. Kernels compute it (`kernel`). Where a piece of work is done, on the host's processor or on the
-//! DPU, is decided by `offload`. This knows nothing of objects, pools or stores.
+//! change of data makes. Kernels compute it (`kernel`); `shards` cuts files into shards and puts them together again. Where
+//! a piece of work is done, on the host's processor or on the DPU, is decided by `offload`. This knows nothing of objects,
+//! pools or stores.
 
 #![deny(unsafe_code)]
+
+mod code;
+mod error;
+mod geometry;
+mod gf;
+mod kernel;
+mod matrix;
+mod recovery;
+pub mod shards;
+mod stripes;
+
+pub use code::Code;
+pub use error::{EcError, Result};
+pub use geometry::{Geometry, MAX_SHARDS};
+pub use kernel::{Kernel, KernelChoice, Transform};
+pub use matrix::Matrix;
+pub use recovery::Recovery;

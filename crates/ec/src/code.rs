@@ -1,0 +1,125 @@
+//! A code: parity of data, and the change of parity that a change of data makes. Lost shards: see `recovery`.
+
+use std::sync::Arc;
+
+use crate::kernel::{Kernel, Transform};
+use crate::matrix::Matrix;
+use crate::{EcError, Geometry, Result};
+
+/// A systematic Reed–Solomon code over GF(2^8), ready to compute with. Clones share its tables.
+///
+/// Data shards are the data as it is. Parity shard `i` is the sum of all data shards, each multiplied with a coefficient of
+/// row `i` of [`Matrix::parity`]. Every square part of that matrix can be inverted, so any `k` shards give all others.
+#[derive(Debug, Clone)]
+pub struct Code {
+    geometry: Geometry,
+    kernel: &'static dyn Kernel,
+    matrix: Arc<Matrix>,
+    parity: Arc<dyn Transform>,
+}
+
+impl Code {
+    /// The code of a geometry, computed by `kernel`.
+    #[must_use]
+    pub fn new(geometry: Geometry, kernel: &'static dyn Kernel) -> Code {
+        let matrix = Matrix::parity(geometry);
+        let parity = kernel.prepare(&matrix).into();
+        Code { geometry, kernel, matrix: Arc::new(matrix), parity }
+    }
+
+    /// Its shape.
+    #[must_use]
+    pub fn geometry(&self) -> Geometry {
+        self.geometry
+    }
+
+    /// What computes it.
+    #[must_use]
+    pub fn kernel(&self) -> &'static dyn Kernel {
+        self.kernel
+    }
+
+    /// The coefficients of parity.
+    pub(crate) fn matrix(&self) -> &Matrix {
+        &self.matrix
+    }
+
+    /// Their product with data, unchecked.
+    pub(crate) fn parity(&self) -> &dyn Transform {
+        &*self.parity
+    }
+
+    /// Computes all parity shards of the data shards. What was in `parity` before does not matter.
+    ///
+    /// # Errors
+    /// [`EcError::Count`] and [`EcError::Length`]: there must be `k` and `m` slices, all of one length, which may be 0.
+    pub fn encode(&self, data: &[&[u8]], parity: &mut [&mut [u8]]) -> Result<()> {
+        check_count("data", data.len(), self.geometry.k())?;
+        check_count("parity", parity.len(), self.geometry.m())?;
+        let len = data[0].len();
+        check_lengths("data", data.iter().map(|d| d.len()), len)?;
+        check_lengths("parity", parity.iter().map(|p| p.len()), len)?;
+        self.parity.apply(data, parity);
+        Ok(())
+    }
+
+    /// Brings parity up to date after a change of data shard `column`, where `delta` is the old data XOR the new. `parity`
+    /// names some or all parity rows (0 to `m` - 1) in any order, each with its shard's bytes at the place of the change; a row
+    /// whose shard is lost is left out.
+    ///
+    /// # Errors
+    /// [`EcError::NoSuch`], [`EcError::Twice`] and [`EcError::Length`]; nothing has been changed then.
+    pub fn update(&self, column: usize, delta: &[u8], parity: &mut [(usize, &mut [u8])]) -> Result<()> {
+        let (k, m) = (self.geometry.k(), self.geometry.m());
+        if column >= k {
+            return Err(EcError::NoSuch { what: "data shard", index: column, geometry: self.geometry });
+        }
+        check_distinct(parity.iter().map(|(row, _)| *row), m, "parity row", self.geometry)?;
+        check_lengths("parity", parity.iter().map(|(_, p)| p.len()), delta.len())?;
+        let mut parity: Vec<(usize, &mut [u8])> =
+            parity.iter_mut().map(|(row, p)| (*row, &mut **p)).collect();
+        parity.sort_unstable_by_key(|(row, _)| *row);
+        let (rows, mut outputs): (Vec<usize>, Vec<&mut [u8]>) = parity.into_iter().unzip();
+        if rows.len() == m {
+            self.parity.accumulate(column, delta, &mut outputs);
+        } else {
+            // Tables of a column take less time to make than a block of parity to change.
+            let rest = Matrix::from_fn(rows.len(), 1, |row, _| self.matrix.row(rows[row])[column]);
+            self.kernel.prepare(&rest).accumulate(0, delta, &mut outputs);
+        }
+        Ok(())
+    }
+}
+
+pub(crate) fn check_count(what: &'static str, found: usize, expected: usize) -> Result<()> {
+    if found == expected { Ok(()) } else { Err(EcError::Count { what, expected, found }) }
+}
+
+pub(crate) fn check_lengths(
+    what: &'static str,
+    lengths: impl Iterator<Item = usize>,
+    expected: usize,
+) -> Result<()> {
+    match lengths.enumerate().find(|(_, len)| *len != expected) {
+        Some((index, found)) => Err(EcError::Length { what, index, expected, found }),
+        None => Ok(()),
+    }
+}
+
+/// Refuses numbers from `count` on, and those that come twice.
+pub(crate) fn check_distinct(
+    numbers: impl Iterator<Item = usize>,
+    count: usize,
+    what: &'static str,
+    geometry: Geometry,
+) -> Result<()> {
+    let mut seen = vec![false; count];
+    for index in numbers {
+        match seen.get_mut(index) {
+            None => return Err(EcError::NoSuch { what, index, geometry }),
+            Some(true) => return Err(EcError::Twice { what, index }),
+            Some(seen) => *seen = true,
+        }
+    }
+    Ok(())
+}

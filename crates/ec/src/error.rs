@@ -1,0 +1,112 @@
+//! What can go wrong with a code.
+
+use crate::Geometry;
+
+/// Result of this crate's operations on codes.
+pub type Result<T, E = EcError> = std::result::Result<T, E>;
+
+/// Why a code cannot be made or applied.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum EcError {
+    /// Text that is no geometry.
+    #[error("{text:?} is no geometry; write data shards + parity shards, such as 4+2")]
+    Syntax {
+        /// What was given.
+        text: String,
+    },
+    /// Numbers of shards that no code of this kind has.
+    #[error(
+        "there is no code of {k} data and {m} parity shards; choose at least one of each, and at most 255 together"
+    )]
+    Geometry {
+        /// Data shards asked for.
+        k: usize,
+        /// Parity shards asked for.
+        m: usize,
+    },
+    /// A call with more or fewer slices than the code has shards for.
+    #[error("{found} slices were given as {what}, where {expected} are needed; give one per shard")]
+    Count {
+        /// What the slices are.
+        what: &'static str,
+        /// How many are needed.
+        expected: usize,
+        /// How many there were.
+        found: usize,
+    },
+    /// Slices of one call that are not of one length.
+    #[error(
+        "slice {index} of {what} has {found} bytes, where {expected} are needed; shards are of one length"
+    )]
+    Length {
+        /// What the slices are.
+        what: &'static str,
+        /// Position of the slice that differs.
+        index: usize,
+        /// Length needed, in bytes.
+        expected: usize,
+        /// Length found, in bytes.
+        found: usize,
+    },
+    /// A shard, a column or a row beyond the last.
+    #[error("a {geometry} code has no {what} {index}; they are counted from 0")]
+    NoSuch {
+        /// What was asked for: `shard`, `data shard`, `parity row`.
+        what: &'static str,
+        /// Its number.
+        index: usize,
+        /// The code.
+        geometry: Geometry,
+    },
+    /// A shard or a row that is listed more than once.
+    #[error("{what} {index} is listed twice; list each once")]
+    Twice {
+        /// What is listed: `shard`, `parity row`.
+        what: &'static str,
+        /// Its number.
+        index: usize,
+    },
+    /// More is lost than the code can make up for.
+    #[error("{present} shards are there and {needed} are needed; bring back at least {}", needed.saturating_sub(*present))]
+    TooFew {
+        /// How many shards there are.
+        present: usize,
+        /// How many are needed.
+        needed: usize,
+    },
+    /// A stripe unit that cannot be.
+    #[error("a stripe unit of {unit} bytes cannot be used here; choose a multiple of {multiple} up to {max}")]
+    Unit {
+        /// What was asked for, in bytes.
+        unit: usize,
+        /// What it must be a multiple of.
+        multiple: usize,
+        /// The longest.
+        max: usize,
+    },
+    /// Data that does not end where a stripe ends.
+    #[error(
+        "{len} bytes are not a whole number of stripes of {stripe} bytes; pad the last stripe with zeros"
+    )]
+    PartialStripe {
+        /// Length of the data, in bytes.
+        len: usize,
+        /// Length of a stripe's data, in bytes.
+        stripe: usize,
+    },
+    /// A kernel that does not exist.
+    #[error("there is no kernel {name:?}; choose auto, isal or portable")]
+    NoSuchKernel {
+        /// What was asked for.
+        name: String,
+    },
+    /// ISA-L was asked for and is not there.
+    #[error(
+        "ISA-L cannot be loaded: {why}; install it (Debian and Ubuntu: libisal2) or use the kernel portable"
+    )]
+    NoIsal {
+        /// What the loader says.
+        why: String,
+    },
+}

@@ -1,0 +1,121 @@
+//! How many shards a code has.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{EcError, Result};
+
+/// Most shards of a code: the field has 256 elements, and the matrix needs one of its own for each shard but never 0.
+pub const MAX_SHARDS: usize = 255;
+
+/// The shape of a code: `k` data shards and `m` parity shards, of which any `k` give the data back. Written `4+2`.
+///
+/// Shards are numbered from 0: data shards first, then parity shards.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(try_from = "Unchecked", into = "Unchecked")]
+pub struct Geometry {
+    k: u8,
+    m: u8,
+}
+
+/// A geometry as it is transmitted.
+#[derive(Serialize, Deserialize)]
+#[serde(rename = "Geometry")]
+struct Unchecked {
+    k: u8,
+    m: u8,
+}
+
+impl Geometry {
+    /// A geometry of `k` data and `m` parity shards.
+    ///
+    /// # Errors
+    /// [`EcError::Geometry`] unless there is at least one of each and at most [`MAX_SHARDS`] together.
+    pub fn new(k: usize, m: usize) -> Result<Geometry> {
+        let refused = EcError::Geometry { k, m };
+        match (u8::try_from(k), u8::try_from(m)) {
+            (Ok(k8), Ok(m8)) if k >= 1 && m >= 1 && k + m <= MAX_SHARDS => Ok(Geometry { k: k8, m: m8 }),
+            _ => Err(refused),
+        }
+    }
+
+    /// Number of data shards.
+    #[must_use]
+    pub const fn k(self) -> usize {
+        self.k as usize
+    }
+
+    /// Number of parity shards: how many may be lost.
+    #[must_use]
+    pub const fn m(self) -> usize {
+        self.m as usize
+    }
+
+    /// Number of all shards.
+    #[must_use]
+    pub const fn shards(self) -> usize {
+        self.k() + self.m()
+    }
+}
+
+impl fmt::Display for Geometry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}+{}", self.k, self.m)
+    }
+}
+
+impl FromStr for Geometry {
+    type Err = EcError;
+
+    fn from_str(text: &str) -> Result<Geometry> {
+        let syntax = || EcError::Syntax { text: text.to_owned() };
+        let number = |digits: &str| {
+            let plain = !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit());
+            plain.then(|| digits.parse::<usize>().ok()).flatten().ok_or_else(syntax)
+        };
+        let (k, m) = text.split_once('+').ok_or_else(syntax)?;
+        Geometry::new(number(k)?, number(m)?)
+    }
+}
+
+impl TryFrom<Unchecked> for Geometry {
+    type Error = EcError;
+
+    fn try_from(Unchecked { k, m }: Unchecked) -> Result<Geometry> {
+        Geometry::new(usize::from(k), usize::from(m))
+    }
+}
+
+impl From<Geometry> for Unchecked {
+    fn from(Geometry { k, m }: Geometry) -> Unchecked {
+        Unchecked { k, m }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_goes_both_ways() {
+        for (text, k, m) in [("1+1", 1, 1), ("4+2", 4, 2), ("128+32", 128, 32), ("254+1", 254, 1)] {
+            let geometry: Geometry = text.parse().unwrap();
+            assert_eq!((geometry.k(), geometry.m(), geometry.shards()), (k, m, k + m));
+            assert_eq!(geometry.to_string(), text);
+        }
+        for text in ["", "4", "4+", "+2", "4+2+1", "4 + 2", "-4+2", "4++2", "k+m", "99999999999999999999+1"] {
+            assert_eq!(text.parse::<Geometry>(), Err(EcError::Syntax { text: text.into() }));
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused() {
+        for (k, m) in
+            [(0, 1), (1, 0), (0, 0), (255, 1), (1, 255), (128, 128), (usize::MAX, usize::MAX), (256, 0)]
+        {
+            assert_eq!(Geometry::new(k, m), Err(EcError::Geometry { k, m }));
+        }
+    }
+}

@@ -1,0 +1,167 @@
+//! The kernel of Intel's ISA-L, opened at run time. It is the only unsafe code of this crate.
+//!
+//! Signatures and sizes are those of `erasure_code.h`, the same in all libraries called `libisal.so.2`. What the tables
+//! hold differs between versions and processors, so nothing here looks into them.
+
+use std::ffi::{CStr, c_int, c_void};
+use std::sync::OnceLock;
+
+use super::{Kernel, Transform, assert_shape};
+use crate::geometry::MAX_SHARDS;
+use crate::matrix::Matrix;
+use crate::{EcError, Result};
+
+const SONAME: &CStr = c"libisal.so.2";
+/// Bytes of table per coefficient.
+const TABLE: usize = 32;
+/// Longest vectors of a call, in bytes: the library counts in `int`.
+const LONGEST: usize = 1 << 30;
+
+/// ISA-L's functions.
+#[derive(Debug, Clone, Copy)]
+struct Isal {
+    init_tables: unsafe extern "C" fn(k: c_int, rows: c_int, a: *const u8, tables: *mut u8),
+    encode_data: unsafe extern "C" fn(
+        len: c_int,
+        k: c_int,
+        rows: c_int,
+        tables: *const u8,
+        data: *const *const u8,
+        coding: *const *mut u8,
+    ),
+    encode_data_update: unsafe extern "C" fn(
+        len: c_int,
+        k: c_int,
+        rows: c_int,
+        column: c_int,
+        tables: *const u8,
+        data: *const u8,
+        coding: *const *mut u8,
+    ),
+}
+
+static LIBRARY: OnceLock<Result<Isal>> = OnceLock::new();
+
+/// Opens the library; only the first call does anything. It stays open until the process ends.
+pub(super) fn load() -> Result<&'static dyn Kernel> {
+    match LIBRARY.get_or_init(open) {
+        Ok(isal) => Ok(isal),
+        Err(e) => Err(e.clone()),
+    }
+}
+
+fn open() -> Result<Isal> {
+    // SAFETY: a constant name; the library's constructors do nothing but choose functions for the processor.
+    let library = unsafe { libc::dlopen(SONAME.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+    if library.is_null() {
+        // SAFETY: dlerror's text is valid until this thread's next call of its kind.
+        let text = unsafe { libc::dlerror() };
+        // SAFETY: dlopen has just failed, so there is a text.
+        let why = unsafe { CStr::from_ptr(text) };
+        return Err(EcError::NoIsal { why: why.to_string_lossy().into_owned() });
+    }
+    // SAFETY: each symbol is asked for by the name of the function that has the signature given above.
+    unsafe {
+        Ok(Isal {
+            init_tables: symbol(library, c"ec_init_tables")?,
+            encode_data: symbol(library, c"ec_encode_data")?,
+            encode_data_update: symbol(library, c"ec_encode_data_update")?,
+        })
+    }
+}
+
+/// A function of the library.
+///
+/// # Safety
+/// `library` must be open, and `F` the type of a pointer to the function of that name.
+unsafe fn symbol<F: Copy>(library: *mut c_void, name: &CStr) -> Result<F> {
+    const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
+    // SAFETY: an open library and a terminated string.
+    let address = unsafe { libc::dlsym(library, name.as_ptr()) };
+    if address.is_null() {
+        return Err(EcError::NoIsal { why: format!("it has no {name:?}") });
+    }
+    // SAFETY: not null, of the same size, and of the type that the caller promises.
+    Ok(unsafe { std::mem::transmute_copy(&address) })
+}
+
+impl Kernel for Isal {
+    fn name(&self) -> &'static str {
+        "isal"
+    }
+
+    fn prepare(&self, matrix: &Matrix) -> Box<dyn Transform> {
+        let (rows, columns) = (matrix.rows(), matrix.columns());
+        assert!(rows <= MAX_SHARDS && columns <= MAX_SHARDS, "no code has a matrix of {rows} x {columns}");
+        let mut tables = vec![0; TABLE * rows * columns].into_boxed_slice();
+        let coefficients = matrix.coefficients().as_ptr();
+        // SAFETY: rows * columns coefficients are read, and 32 bytes are written for each.
+        unsafe { (self.init_tables)(columns as c_int, rows as c_int, coefficients, tables.as_mut_ptr()) };
+        Box::new(Tables { isal: *self, rows, columns, tables })
+    }
+}
+
+/// A matrix as ISA-L wants it: `tables` has 32 bytes for each of at most [`MAX_SHARDS`] rows and columns.
+#[derive(Debug)]
+struct Tables {
+    isal: Isal,
+    rows: usize,
+    columns: usize,
+    tables: Box<[u8]>,
+}
+
+impl Transform for Tables {
+    fn apply(&self, sources: &[&[u8]], outputs: &mut [&mut [u8]]) {
+        let Some(len) = outputs.first().map(|out| out.len()) else { return };
+        assert_shape(sources.iter().map(|s| s.len()), self.columns, len, "source");
+        assert_shape(outputs.iter().map(|o| o.len()), self.rows, len, "output");
+        let (k, rows) = (self.columns as c_int, self.rows as c_int);
+        for at in (0..len).step_by(LONGEST) {
+            let size = LONGEST.min(len - at);
+            let mut data = [std::ptr::null(); MAX_SHARDS];
+            data.iter_mut().zip(sources).for_each(|(data, source)| *data = source[at..].as_ptr());
+            let coding = pointers(outputs, at);
+            // SAFETY: `columns` sources of `size` bytes each are read, `rows` outputs of as many are written, which nobody
+            // else can see; the tables are of that matrix. The library keeps nothing and checks what the processor can do.
+            unsafe {
+                (self.isal.encode_data)(
+                    size as c_int,
+                    k,
+                    rows,
+                    self.tables.as_ptr(),
+                    data.as_ptr(),
+                    coding.as_ptr(),
+                );
+            }
+        }
+    }
+
+    fn accumulate(&self, column: usize, source: &[u8], outputs: &mut [&mut [u8]]) {
+        assert!(column < self.columns, "no column {column}");
+        assert_shape(outputs.iter().map(|o| o.len()), self.rows, source.len(), "output");
+        let (k, rows) = (self.columns as c_int, self.rows as c_int);
+        for (index, part) in source.chunks(LONGEST).enumerate() {
+            let coding = pointers(outputs, index * LONGEST);
+            // SAFETY: one source is read and `rows` outputs of its length are read and written, which nobody else can see;
+            // the tables are of a matrix that has this column.
+            unsafe {
+                (self.isal.encode_data_update)(
+                    part.len() as c_int,
+                    k,
+                    rows,
+                    column as c_int,
+                    self.tables.as_ptr(),
+                    part.as_ptr(),
+                    coding.as_ptr(),
+                );
+            }
+        }
+    }
+}
+
+/// Where the outputs, of which there are at most [`MAX_SHARDS`], are written from `at` on.
+fn pointers(outputs: &mut [&mut [u8]], at: usize) -> [*mut u8; MAX_SHARDS] {
+    let mut pointers = [std::ptr::null_mut(); MAX_SHARDS];
+    pointers.iter_mut().zip(outputs).for_each(|(pointer, out)| *pointer = out[at..].as_mut_ptr());
+    pointers
+}

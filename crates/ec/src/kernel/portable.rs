@@ -1,0 +1,93 @@
+//! The kernel in plain Rust: the reference that others are compared with, and what is used where there is no library.
+//!
+//! It has no tables. A product is the sum of the source times 1, 2, 4 … 128, for those bits that the coefficient has; the
+//! doublings of a block of bytes are made once and serve all rows. All of it is shifts and XORs of whole blocks, of
+//! which compilers make vector instructions on any processor.
+
+use super::{Kernel, Transform, assert_shape};
+use crate::gf::double;
+use crate::matrix::Matrix;
+
+/// Bytes that are worked on at a time: four vector registers of the least processor.
+const BLOCK: usize = 64;
+
+type Block = [u8; BLOCK];
+
+/// See the [module](self).
+#[derive(Debug)]
+pub(super) struct Portable;
+
+impl Kernel for Portable {
+    fn name(&self) -> &'static str {
+        "portable"
+    }
+
+    fn prepare(&self, matrix: &Matrix) -> Box<dyn Transform> {
+        Box::new(Plain(matrix.clone()))
+    }
+}
+
+#[derive(Debug)]
+struct Plain(Matrix);
+
+impl Transform for Plain {
+    fn apply(&self, sources: &[&[u8]], outputs: &mut [&mut [u8]]) {
+        let Plain(matrix) = self;
+        let Some(len) = outputs.first().map(|out| out.len()) else { return };
+        assert_shape(sources.iter().map(|s| s.len()), matrix.columns(), len, "source");
+        assert_shape(outputs.iter().map(|o| o.len()), matrix.rows(), len, "output");
+        for at in (0..len).step_by(BLOCK) {
+            let size = BLOCK.min(len - at);
+            outputs.iter_mut().for_each(|out| out[at..at + size].fill(0));
+            for (column, source) in sources.iter().enumerate() {
+                add_products(matrix, column, &source[at..at + size], outputs, at);
+            }
+        }
+    }
+
+    fn accumulate(&self, column: usize, source: &[u8], outputs: &mut [&mut [u8]]) {
+        let Plain(matrix) = self;
+        assert!(column < matrix.columns(), "no column {column}");
+        assert_shape(outputs.iter().map(|o| o.len()), matrix.rows(), source.len(), "output");
+        for (index, block) in source.chunks(BLOCK).enumerate() {
+            add_products(matrix, column, block, outputs, index * BLOCK);
+        }
+    }
+}
+
+/// Adds the products of a block, of at most [`BLOCK`] bytes, and a column to what is at `at` in the outputs.
+fn add_products(matrix: &Matrix, column: usize, source: &[u8], outputs: &mut [&mut [u8]], at: usize) {
+    let mut block = [0; BLOCK];
+    block[..source.len()].copy_from_slice(source);
+    let multiples = doublings(block);
+    for (row, out) in outputs.iter_mut().enumerate() {
+        let out = &mut out[at..at + source.len()];
+        let coefficient = matrix.row(row)[column];
+        if let Ok(out) = <&mut Block>::try_from(&mut *out) {
+            add_product(&multiples, coefficient, out);
+            continue;
+        }
+        let mut last = [0; BLOCK];
+        add_product(&multiples, coefficient, &mut last);
+        out.iter_mut().zip(last).for_each(|(out, x)| *out ^= x);
+    }
+}
+
+/// The block times 1, 2, 4 … 128.
+fn doublings(block: Block) -> [Block; 8] {
+    let mut multiples = [block; 8];
+    for bit in 1..8 {
+        multiples[bit] = multiples[bit - 1].map(double);
+    }
+    multiples
+}
+
+fn add_product(multiples: &[Block; 8], coefficient: u8, out: &mut Block) {
+    let mut sum = *out;
+    for (bit, multiple) in multiples.iter().enumerate() {
+        if coefficient >> bit & 1 == 1 {
+            sum.iter_mut().zip(multiple).for_each(|(sum, x)| *sum ^= x);
+        }
+    }
+    *out = sum;
+}

@@ -1,0 +1,170 @@
+//! What a code promises: lost shards come back, changes reach the parity, and mistakes are told.
+
+mod common;
+
+use base::block::{BLOCK_SIZE, crc32c};
+use common::{codes, lose_and_recover, noise, shards, slices, slices_mut};
+use ec::{Code, EcError};
+use proptest::prelude::*;
+use rand::rngs::SmallRng;
+use rand::seq::index;
+use rand::{Rng, SeedableRng};
+
+/// Every way to lose up to `m` of the shards.
+fn every_loss(shards: usize, m: usize) -> Vec<Vec<usize>> {
+    let subset = |bits: u32| (0..shards).filter(|shard| bits >> shard & 1 == 1).collect::<Vec<_>>();
+    (0..1 << shards).map(subset).filter(|lost| lost.len() <= m).collect()
+}
+
+#[test]
+fn every_loss_of_a_small_code_is_made_good() {
+    for (k, m, patterns) in [(2, 1, 4), (4, 2, 22), (6, 3, 130)] {
+        let losses = every_loss(k + m, m);
+        assert_eq!(losses.len(), patterns);
+        for code in codes(k, m) {
+            let shards = shards(&code, 1, 97);
+            losses.iter().for_each(|lost| lose_and_recover(&code, &shards, lost));
+        }
+    }
+}
+
+#[test]
+fn random_losses_of_wide_codes_are_made_good() {
+    for (k, m, len, rounds) in [(10, 4, 130, 1000), (128, 32, 64, 12), (223, 32, 17, 2), (1, 254, 9, 3)] {
+        for code in codes(k, m) {
+            let shards = shards(&code, 2, len);
+            let mut random = SmallRng::seed_from_u64(3);
+            for round in 0..rounds {
+                // As many as can be at least once.
+                let count = if round == 0 { m } else { random.random_range(0..=m) };
+                lose_and_recover(&code, &shards, &index::sample(&mut random, k + m, count).into_vec());
+            }
+        }
+    }
+}
+
+#[test]
+fn one_loss_too_many_is_an_error() {
+    for (k, m) in [(2, 1), (4, 2), (10, 4), (128, 32)] {
+        for code in codes(k, m) {
+            let present: Vec<usize> = (m + 1..k + m).collect();
+            let error = code.recovery(&present, &[0]).unwrap_err();
+            assert_eq!(error, EcError::TooFew { present: k - 1, needed: k });
+            assert!(error.to_string().contains(&format!("{} shards are there and {k} are needed", k - 1)));
+        }
+    }
+}
+
+#[test]
+fn the_shards_named_first_are_read() {
+    let code = &codes(4, 2)[0];
+    assert_eq!(code.recovery(&[5, 3, 0, 4, 2], &[1]).unwrap().sources(), [5, 3, 0, 4]);
+}
+
+#[test]
+fn stripes_have_the_parity_of_their_units_and_its_checksums() {
+    for (k, m, unit, stripes) in
+        [(4, 2, 4096, 3), (10, 4, 65536, 2), (2, 1, 3 * 65536, 1), (128, 32, 8192, 1), (3, 2, 4096, 0)]
+    {
+        for code in codes(k, m) {
+            let data = noise(5, k * unit * stripes);
+            let mut parity = vec![vec![0xee; unit * stripes]; m];
+            let mut sums = vec![vec![]; m];
+            code.encode_stripes(unit, &data, &mut slices_mut(&mut parity), &mut sums).unwrap();
+            for (index, stripe) in data.chunks(k * unit).enumerate() {
+                let mut expected = vec![vec![0; unit]; m];
+                code.encode(&stripe.chunks(unit).collect::<Vec<_>>(), &mut slices_mut(&mut expected))
+                    .unwrap();
+                for (parity, expected) in parity.iter().zip(&expected) {
+                    assert!(parity[index * unit..][..unit] == expected[..], "stripe {index} of {k}+{m}");
+                }
+            }
+            for (parity, sums) in parity.iter().zip(sums) {
+                assert_eq!(sums, parity.chunks(BLOCK_SIZE).map(crc32c).collect::<Vec<_>>());
+            }
+        }
+    }
+}
+
+fn refused(code: &Code, unit: usize, data: usize, parity: &[usize], sums: usize) -> EcError {
+    let mut parity: Vec<Vec<u8>> = parity.iter().map(|len| vec![0; *len]).collect();
+    code.encode_stripes(unit, &vec![0; data], &mut slices_mut(&mut parity), &mut vec![vec![]; sums])
+        .unwrap_err()
+}
+
+#[test]
+fn calls_that_make_no_sense_are_refused() {
+    let code = &codes(2, 2)[0];
+    let geometry = code.geometry();
+    let (a, b) = (&[1_u8, 2, 3][..], &[4_u8, 5][..]);
+    let (mut x, mut y) = ([0; 3], [0; 2]);
+    let parity_length = EcError::Length { what: "parity", index: 1, expected: 3, found: 2 };
+    let count = |what, expected, found| EcError::Count { what, expected, found };
+    assert_eq!(code.encode(&[a], &mut [&mut x, &mut y]), Err(count("data", 2, 1)));
+    assert_eq!(code.encode(&[a, a], &mut [&mut x]), Err(count("parity", 2, 1)));
+    assert_eq!(code.encode(&[a, b], &mut []), Err(count("parity", 2, 0)));
+    assert_eq!(code.encode(&[a, a], &mut [&mut x, &mut y]), Err(parity_length.clone()));
+
+    assert_eq!(code.update(0, a, &mut [(0, &mut x), (1, &mut y)]), Err(parity_length));
+    assert_eq!(x, [0; 3], "nothing has been changed");
+    let no_such = |what, index| EcError::NoSuch { what, index, geometry };
+    assert_eq!(code.update(2, a, &mut []), Err(no_such("data shard", 2)));
+    assert_eq!(code.update(0, b, &mut [(2, &mut y)]), Err(no_such("parity row", 2)));
+    let twice = EcError::Twice { what: "parity row", index: 1 };
+    assert_eq!(code.update(0, b, &mut [(1, &mut y), (1, &mut [0; 2])]), Err(twice));
+
+    assert_eq!(code.recovery(&[0, 4], &[1]).unwrap_err(), no_such("shard", 4));
+    assert_eq!(code.recovery(&[0, 0], &[1]).unwrap_err(), EcError::Twice { what: "shard", index: 0 });
+    let recovery = code.recovery(&[0, 2], &[1]).unwrap();
+    assert_eq!(recovery.run(&[a], &mut [&mut x]), Err(count("sources", 2, 1)));
+    assert_eq!(recovery.run(&[a, a], &mut []), Err(count("shards to compute", 1, 0)));
+    assert!(matches!(recovery.run(&[a, b], &mut [&mut x]), Err(EcError::Length { index: 1, .. })));
+
+    assert!(matches!(refused(code, 0, 0, &[0, 0], 2), EcError::Unit { unit: 0, .. }));
+    assert!(matches!(refused(code, 100, 200, &[100, 100], 2), EcError::Unit { unit: 100, .. }));
+    assert!(matches!(refused(code, usize::MAX & !4095, 0, &[0, 0], 2), EcError::Unit { .. }));
+    assert_eq!(
+        refused(code, 4096, 4096, &[4096, 4096], 2),
+        EcError::PartialStripe { len: 4096, stripe: 8192 }
+    );
+    assert_eq!(refused(code, 4096, 8192, &[4096, 4096], 1), count("checksums", 2, 1));
+    assert!(matches!(refused(code, 4096, 8192, &[4096, 8192], 2), EcError::Length { index: 1, .. }));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn what_is_lost_comes_back(k in 1..20_usize, m in 1..8_usize, len in 0..300_usize, seed: u64) {
+        for code in codes(k, m) {
+            let shards = shards(&code, seed, len);
+            let mut random = SmallRng::seed_from_u64(seed);
+            let count = random.random_range(0..=m);
+            lose_and_recover(&code, &shards, &index::sample(&mut random, k + m, count).into_vec());
+        }
+    }
+
+    #[test]
+    fn an_update_equals_encoding_anew(k in 1..20_usize, m in 1..8_usize, len in 0..300_usize, seed: u64, rows: u8) {
+        for code in codes(k, m) {
+            let mut shards = shards(&code, seed, len);
+            let column = seed as usize % k;
+            let new = noise(!seed, len);
+            let delta: Vec<u8> = new.iter().zip(&shards[column]).map(|(a, b)| a ^ b).collect();
+            let (data, parity) = shards.split_at_mut(k);
+            let untouched = parity.to_vec();
+            // Some rows, the last ones first: the others' shards are lost.
+            let chosen = |row: &usize| rows >> row & 1 == 1;
+            let mut some: Vec<(usize, &mut [u8])> =
+                parity.iter_mut().map(Vec::as_mut_slice).enumerate().rev().filter(|(row, _)| chosen(row)).collect();
+            code.update(column, &delta, &mut some).unwrap();
+            data[column] = new;
+            let mut anew = vec![vec![0; len]; m];
+            code.encode(&slices(data), &mut slices_mut(&mut anew)).unwrap();
+            for row in 0..m {
+                let expected = if chosen(&row) { &anew[row] } else { &untouched[row] };
+                prop_assert_eq!(&parity[row], expected, "row {} by {}", row, code.kernel().name());
+            }
+        }
+    }
+}

@@ -1,0 +1,64 @@
+//! What the tests of the code share.
+
+#![allow(dead_code)]
+
+use ec::{Code, Geometry, Kernel, KernelChoice};
+
+/// All kernels that are here. Without ISA-L the tests that compare with it say that they did not; in CI they fail.
+pub fn kernels() -> Vec<&'static dyn Kernel> {
+    let mut kernels = vec![KernelChoice::Portable.load().unwrap()];
+    match KernelChoice::Isal.load() {
+        Ok(isal) => kernels.push(isal),
+        Err(e) if std::env::var_os("CI").is_some() => panic!("CI tests ISA-L, too: {e}"),
+        Err(e) => println!("SKIPPED for ISA-L: {e}"),
+    }
+    kernels
+}
+
+/// A code of each kernel.
+pub fn codes(k: usize, m: usize) -> Vec<Code> {
+    let geometry = Geometry::new(k, m).unwrap();
+    kernels().into_iter().map(|kernel| Code::new(geometry, kernel)).collect()
+}
+
+/// Bytes that look random, always the same for a seed.
+pub fn noise(seed: u64, len: usize) -> Vec<u8> {
+    let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        (x >> 24) as u8
+    };
+    (0..len).map(|_| next()).collect()
+}
+
+/// All shards of some data: `k` of noise, `m` of parity.
+pub fn shards(code: &Code, seed: u64, len: usize) -> Vec<Vec<u8>> {
+    let (k, m) = (code.geometry().k(), code.geometry().m());
+    let mut shards: Vec<Vec<u8>> = (0..k as u64).map(|n| noise(seed ^ n << 32, len)).collect();
+    let mut parity = vec![vec![0xee; len]; m];
+    code.encode(&slices(&shards), &mut slices_mut(&mut parity)).unwrap();
+    shards.extend(parity);
+    shards
+}
+
+pub fn slices(shards: &[Vec<u8>]) -> Vec<&[u8]> {
+    shards.iter().map(Vec::as_slice).collect()
+}
+
+pub fn slices_mut(shards: &mut [Vec<u8>]) -> Vec<&mut [u8]> {
+    shards.iter_mut().map(Vec::as_mut_slice).collect()
+}
+
+/// Loses some shards, computes them of the others and compares.
+pub fn lose_and_recover(code: &Code, shards: &[Vec<u8>], lost: &[usize]) {
+    let present: Vec<usize> = (0..shards.len()).filter(|shard| !lost.contains(shard)).collect();
+    let recovery = code.recovery(&present, lost).unwrap();
+    let sources: Vec<&[u8]> = recovery.sources().iter().map(|shard| shards[*shard].as_slice()).collect();
+    let mut out = vec![vec![0x55; shards[0].len()]; lost.len()];
+    recovery.run(&sources, &mut slices_mut(&mut out)).unwrap();
+    for (shard, out) in lost.iter().zip(&out) {
+        assert_eq!(out, &shards[*shard], "{} without {lost:?}: shard {shard}", code.geometry());
+    }
+}
