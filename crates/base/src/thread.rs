@@ -41,6 +41,10 @@ pub enum ThreadClass {
     Channel,
     /// Emulated DMA hardware. Its CPU time stands for work that a device would do.
     Dma,
+    /// Erasure coding by software on the DPU.
+    Coding,
+    /// Emulated erasure-coding hardware. Its CPU time stands for work that a device would do.
+    CodingDevice,
     /// A target: drive I/O, log, index.
     Store,
     /// The client library and what drives it.
@@ -51,11 +55,13 @@ pub enum ThreadClass {
 
 impl ThreadClass {
     /// Every class, in order.
-    pub const ALL: [ThreadClass; 7] = [
+    pub const ALL: [ThreadClass; 9] = [
         ThreadClass::Messenger,
         ThreadClass::Osd,
         ThreadClass::Channel,
         ThreadClass::Dma,
+        ThreadClass::Coding,
+        ThreadClass::CodingDevice,
         ThreadClass::Store,
         ThreadClass::Client,
         ThreadClass::Admin,
@@ -69,6 +75,8 @@ impl ThreadClass {
             ThreadClass::Osd => "osd",
             ThreadClass::Channel => "chan",
             ThreadClass::Dma => "dma",
+            ThreadClass::Coding => "ec",
+            ThreadClass::CodingDevice => "eca",
             ThreadClass::Store => "store",
             ThreadClass::Client => "client",
             ThreadClass::Admin => "admin",
@@ -98,6 +106,14 @@ pub fn spawn<T: Send + 'static>(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn every_class_is_found_by_the_name_of_its_threads() {
+        for class in ThreadClass::ALL {
+            assert_eq!(ThreadClass::of_name(&format!("{}-0", class.prefix())), Some(class));
+        }
+        assert_eq!(ThreadClass::of_name("eca"), None, "no dash, no class");
+    }
 
     #[test]
     fn a_caught_panic_is_an_error_and_the_thread_is_as_before() {
