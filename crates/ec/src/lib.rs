@@ -13,6 +13,7 @@ mod geometry;
 mod gf;
 mod kernel;
 mod matrix;
+pub mod offload;
 mod recovery;
 pub mod shards;
 mod stripes;

@@ -1,0 +1,212 @@
+//! The queue and the choice, without the waiting: time comes from the caller, and nothing here is asynchronous.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use super::auto::{Auto, Backlog};
+use super::mode::{Mode, Turns};
+use super::snapshot::Recent;
+use super::station::{Standing, Station};
+use super::{Config, Place, Reason, Refused};
+
+/// A task in the queue. `W` is what its caller is told through.
+#[derive(Debug)]
+struct Queued<W> {
+    id: u64,
+    bytes: u64,
+    waiter: W,
+}
+
+/// A task in service.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Ticket {
+    id: u64,
+    bytes: u64,
+    pub(super) place: Place,
+    /// Its end decides whether the place is used again.
+    is_probe: bool,
+}
+
+/// How a task in service ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Outcome<'a> {
+    Done,
+    Failed(&'a str),
+    /// Nobody says.
+    Abandoned,
+}
+
+/// The scheduler's state.
+#[derive(Debug)]
+pub(super) struct Admission<W> {
+    mode: Mode,
+    host_busy: bool,
+    turns: Turns,
+    auto: Auto,
+    queue: VecDeque<Queued<W>>,
+    queue_bytes: u64,
+    queue_limit: usize,
+    next_id: u64,
+    refused: u64,
+    recent: Recent,
+    /// By [`Place`].
+    stations: [Station; 2],
+}
+
+/// What the snapshot shows.
+pub(super) struct View<'a> {
+    pub(super) mode: Mode,
+    pub(super) host_busy: bool,
+    pub(super) queued: usize,
+    pub(super) queued_bytes: u64,
+    pub(super) refused: u64,
+    pub(super) recent: &'a Recent,
+    pub(super) stations: &'a [Station; 2],
+}
+
+impl<W> Admission<W> {
+    pub(super) fn new(config: Config) -> Admission<W> {
+        let station = |name, capacity| Station::new(name, capacity, config.cool_down);
+        Admission {
+            mode: config.mode,
+            host_busy: false,
+            turns: Turns::default(),
+            auto: Auto::new(),
+            queue: VecDeque::new(),
+            queue_bytes: 0,
+            queue_limit: config.queue,
+            next_id: 0,
+            refused: 0,
+            recent: Recent::default(),
+            stations: [station("ec-host", config.host), station("ec", config.offload)],
+        }
+    }
+
+    pub(super) fn set_mode(&mut self, mode: Mode) {
+        self.mode = mode;
+        self.turns = Turns::default();
+    }
+
+    pub(super) fn set_host_busy(&mut self, busy: bool) {
+        self.host_busy = busy;
+    }
+
+    pub(super) fn view(&self) -> View<'_> {
+        View {
+            mode: self.mode,
+            host_busy: self.host_busy,
+            queued: self.queue.len(),
+            queued_bytes: self.queue_bytes,
+            refused: self.refused,
+            recent: &self.recent,
+            stations: &self.stations,
+        }
+    }
+
+    /// Puts a task at the end of the queue and returns its number. It is sent off by [`Admission::next`].
+    pub(super) fn push(&mut self, bytes: u64, waiter: W) -> Result<u64, Refused> {
+        let waiting = self.queue.len();
+        // A task that need not wait passes through the queue all the same.
+        let room = self.queue_limit.max(1);
+        if waiting >= room {
+            self.refused += 1;
+            return Err(Refused::QueueFull { waiting });
+        }
+        let id = self.next_id;
+        self.next_id += 1;
+        self.queue.push_back(Queued { id, bytes, waiter });
+        self.queue_bytes += bytes;
+        Ok(id)
+    }
+
+    /// Takes a task out of the queue, if it is still there.
+    pub(super) fn cancel(&mut self, id: u64) {
+        if let Ok(at) = self.queue.binary_search_by_key(&id, |task| task.id)
+            && let Some(task) = self.queue.remove(at)
+        {
+            self.queue_bytes -= task.bytes;
+        }
+    }
+
+    /// Sends off the task at the head of the queue, if it need not wait. To be called until it returns `None` after any
+    /// change, a change of mode or load included.
+    pub(super) fn next(&mut self, now: Instant) -> Option<(W, Ticket, Reason)> {
+        let Some((place, reason)) = self.place_of_head(now) else {
+            self.auto.observe(self.queue.len(), &self.stations, now);
+            return None;
+        };
+        let Queued { id, bytes, waiter } = self.queue.pop_front()?;
+        self.queue_bytes -= bytes;
+        let station = &mut self.stations[place as usize];
+        let is_probe = reason == Reason::Probe;
+        if is_probe {
+            station.begin_probe(now);
+        }
+        station.begin(id, bytes, now);
+        station.sent[reason as usize] += 1;
+        self.auto.sent(reason);
+        self.recent.sent(place, now);
+        if let (Mode::Hybrid(ratio), false) = (self.mode, self.host_busy) {
+            self.turns.taken(ratio);
+        }
+        Some((waiter, Ticket { id, bytes, place, is_probe }, reason))
+    }
+
+    /// Where the head of the queue goes now, and why; `None` if there is none or it has to wait.
+    fn place_of_head(&self, now: Instant) -> Option<(Place, Reason)> {
+        let head_bytes = self.queue.front()?.bytes;
+        let [host, offload] = Place::BOTH.map(|place| self.stations[place as usize].standing(now));
+        let only = match (host, offload) {
+            // Somebody has to do it; the host is what remains when all else fails.
+            (_, Standing::Down) => Some(Place::Host),
+            (Standing::Down, _) => Some(Place::Offload),
+            _ => None,
+        };
+        let (place, reason) = match (only, self.asked_for()) {
+            (Some(place), asked) if asked != Some(place) => (place, Reason::CoolDown),
+            (_, Some(place)) => (place, if self.host_busy { Reason::Busy } else { Reason::Mode }),
+            (_, None) => {
+                let backlog = Backlog { tasks: self.queue.len(), bytes: self.queue_bytes, head_bytes };
+                self.auto.choose(backlog, &self.stations, now)?
+            }
+        };
+        let station = &self.stations[place as usize];
+        if station.is_full() {
+            return None;
+        }
+        let probe_due = [host, offload][place as usize] == Standing::ProbeDue;
+        Some((place, if probe_due { Reason::Probe } else { reason }))
+    }
+
+    /// Algorithm 1: the place that load or mode ask for; `None` if that is for `hybrid:auto` to say.
+    fn asked_for(&self) -> Option<Place> {
+        match self.mode {
+            _ if self.host_busy => Some(Place::Offload),
+            Mode::LatencySensitive => Some(Place::Host),
+            Mode::Async => Some(Place::Offload),
+            Mode::Hybrid(ratio) => Some(self.turns.next(ratio)),
+            Mode::Auto => None,
+        }
+    }
+
+    /// A task's service has ended.
+    pub(super) fn end(&mut self, ticket: Ticket, outcome: Outcome<'_>, now: Instant) {
+        let station = &mut self.stations[ticket.place as usize];
+        let took = station.end(ticket.id, now);
+        match outcome {
+            Outcome::Done => {
+                station.estimate.learn(ticket.bytes, took, now);
+                if ticket.is_probe {
+                    station.health.probed(Ok(()), now);
+                }
+            }
+            Outcome::Failed(why) if ticket.is_probe => station.health.probed(Err(why), now),
+            Outcome::Failed(why) => drop(station.health.failed(why, now)),
+            Outcome::Abandoned if ticket.is_probe => station.vacate_probe(),
+            Outcome::Abandoned => {}
+        }
+    }
+}
+
+/// How long a place that failed is left alone, unless the configuration says otherwise.
+pub(super) const COOL_DOWN: Duration = Duration::from_secs(2);

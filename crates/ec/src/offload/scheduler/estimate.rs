@@ -1,0 +1,179 @@
+//! What work costs at a place, learned from the work done there.
+
+use std::time::{Duration, Instant};
+
+/// What was learned longer ago than this counts for 1/e: several times the scatter of single measurements, and a fifth of
+/// the second within which a change of load has to be followed.
+pub(super) const MEMORY: Duration = Duration::from_millis(200);
+/// …but so many tasks never lose their weight to the next one, so that a slow place's estimate rests on a few of them, too.
+const TASKS_KEPT: f64 = 3.0;
+/// Work that ends this much sooner after its predecessor than that one took ended together with it: one batch.
+const TOGETHER: f64 = 0.02;
+/// Most tasks that are taken for one batch.
+const MAX_BATCH: f64 = 64.0;
+/// Sizes whose variance is below this part of the square of their mean do not tell cost per task from cost per byte.
+const LEAST_VARIANCE: f64 = 1e-3;
+
+/// A lane's time for a piece of work, in seconds: `per_task + per_byte · bytes`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Cost {
+    pub(super) per_task: f64,
+    pub(super) per_byte: f64,
+}
+
+impl Cost {
+    /// For so many tasks of so many bytes in all.
+    pub(super) fn of(self, tasks: usize, bytes: u64) -> f64 {
+        self.per_task * tasks as f64 + self.per_byte * bytes as f64
+    }
+}
+
+/// Least squares over what was measured, older measurements counting less and less. A measurement is a batch: `n` tasks of
+/// `x` bytes in all, done in time `y`; its weight is 1/`n`, as its variance grows with `n`.
+#[derive(Debug, Clone, Copy, Default)]
+struct Sums {
+    n: f64,
+    x: f64,
+    xx: f64,
+    y: f64,
+    xy: f64,
+}
+
+impl Sums {
+    fn of(n: f64, x: f64, y: f64) -> Sums {
+        Sums { n, x, xx: x * x / n, y, xy: x * y / n }
+    }
+
+    fn times(self, f: f64) -> Sums {
+        Sums { n: self.n * f, x: self.x * f, xx: self.xx * f, y: self.y * f, xy: self.xy * f }
+    }
+
+    fn plus(self, other: Sums) -> Sums {
+        Sums {
+            n: self.n + other.n,
+            x: self.x + other.x,
+            xx: self.xx + other.xx,
+            y: self.y + other.y,
+            xy: self.xy + other.xy,
+        }
+    }
+
+    /// The cost that fits best among those that are not negative. All of them explain the whole time measured.
+    fn fit(self) -> Cost {
+        let per_byte_only = Cost { per_task: 0.0, per_byte: self.y / self.x.max(1.0) };
+        let determinant = self.n * self.xx - self.x * self.x;
+        if determinant <= LEAST_VARIANCE * self.x * self.x {
+            return per_byte_only;
+        }
+        let per_byte = (self.n * self.xy - self.x * self.y) / determinant;
+        let per_task = (self.y - per_byte * self.x) / self.n;
+        match () {
+            () if per_task < 0.0 => per_byte_only,
+            () if per_byte < 0.0 => Cost { per_task: self.y / self.n, per_byte: 0.0 },
+            () => Cost { per_task, per_byte },
+        }
+    }
+}
+
+/// The estimate for one place.
+#[derive(Debug, Default)]
+pub(super) struct Estimate {
+    before: Sums,
+    /// The batch that ended last: tasks, bytes, seconds.
+    last: (f64, f64, f64),
+    at: Option<Instant>,
+}
+
+impl Estimate {
+    /// A task of so many bytes has ended, that much of a lane's time after its start or after its predecessor's end.
+    pub(super) fn learn(&mut self, bytes: u64, took: Duration, now: Instant) {
+        let (x, y) = (bytes as f64, took.as_secs_f64());
+        let (tasks, batch_x, batch_y) = self.last;
+        let since = self.at.replace(now).map(|at| now.saturating_duration_since(at));
+        if since.is_some() && tasks < MAX_BATCH && y <= TOGETHER * batch_y {
+            self.last = (tasks + 1.0, batch_x + x, batch_y + y);
+            return;
+        }
+        if let Some(since) = since {
+            let kept = (-since.as_secs_f64() / MEMORY.as_secs_f64()).exp();
+            let all = self.before.plus(Sums::of(tasks, batch_x, batch_y));
+            self.before = all.times(kept.max((TASKS_KEPT / all.n).min(1.0)));
+        }
+        self.last = (1.0, x, y);
+    }
+
+    /// What is known; `None` before the first measurement.
+    pub(super) fn cost(&self) -> Option<Cost> {
+        self.at?;
+        let (tasks, x, y) = self.last;
+        Some(self.before.plus(Sums::of(tasks, x, y)).fit())
+    }
+
+    /// Whether nothing was measured for that long.
+    pub(super) fn is_older_than(&self, age: Duration, now: Instant) -> bool {
+        self.at.is_none_or(|at| now.saturating_duration_since(at) > age)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Feeds tasks of these sizes, one after another, each taking `per_task + per_byte · size` microseconds.
+    fn feed(estimate: &mut Estimate, now: &mut Instant, sizes: &[u64], cost: impl Fn(u64) -> u64) {
+        for &bytes in sizes {
+            let took = Duration::from_micros(cost(bytes));
+            *now += took;
+            estimate.learn(bytes, took, *now);
+        }
+    }
+
+    fn is_near(actual: f64, expected: f64) -> bool {
+        (actual - expected).abs() <= 0.01 * expected
+    }
+
+    #[test]
+    fn the_cost_of_a_task_and_that_of_its_bytes_are_told_apart() {
+        let (mut estimate, mut now) = (Estimate::default(), Instant::now());
+        assert!(estimate.cost().is_none());
+        feed(&mut estimate, &mut now, &[1000, 64_000, 8000, 500].repeat(20), |bytes| 300 + bytes / 100);
+        let cost = estimate.cost().unwrap();
+        assert!(is_near(cost.per_task, 300e-6) && is_near(cost.per_byte, 1e-8), "{cost:?}");
+        assert!(is_near(cost.of(2, 100_000), 1600e-6));
+    }
+
+    #[test]
+    fn sizes_that_are_all_alike_still_give_the_cost_at_that_size() {
+        let (mut estimate, mut now) = (Estimate::default(), Instant::now());
+        feed(&mut estimate, &mut now, &[4096; 50], |_| 700);
+        assert!(is_near(estimate.cost().unwrap().of(3, 3 * 4096), 2100e-6));
+    }
+
+    #[test]
+    fn a_batch_counts_as_one() {
+        let (mut estimate, mut now) = (Estimate::default(), Instant::now());
+        for size in [1000, 2000, 4000, 500].repeat(10) {
+            let took = Duration::from_micros(80 + 4 * size / 100);
+            now += took;
+            for took in [took, Duration::ZERO, Duration::ZERO, Duration::ZERO] {
+                estimate.learn(size, took, now);
+            }
+        }
+        let cost = estimate.cost().unwrap();
+        assert!(is_near(cost.per_task, 20e-6) && is_near(cost.per_byte, 1e-8), "{cost:?}");
+    }
+
+    #[test]
+    fn a_change_is_learned_within_a_second_also_by_a_slow_place() {
+        for (before, after) in [(10_000, 1000), (1000, 10_000), (100_000, 10_000), (10_000, 100_000)] {
+            let (mut estimate, mut now) = (Estimate::default(), Instant::now());
+            feed(&mut estimate, &mut now, &[4096; 50], |_| before);
+            let tasks = 1_000_000 / after as usize;
+            feed(&mut estimate, &mut now, &vec![4096; tasks], |_| after);
+            let cost = estimate.cost().unwrap().of(1, 4096) * 1e6;
+            assert!((cost - after as f64).abs() < 0.1 * after as f64, "{before} to {after}: {cost}");
+            assert!(!estimate.is_older_than(MEMORY, now + MEMORY));
+            assert!(estimate.is_older_than(MEMORY, now + 2 * MEMORY));
+        }
+    }
+}

@@ -1,0 +1,59 @@
+//! The scheduler's metrics.
+
+use metrics::{Counter, Gauge, counter, gauge};
+
+use super::admission::View;
+use super::{Place, Reason};
+
+/// Handles, so that a decision costs no look-up.
+pub(super) struct Meters {
+    /// By place and reason.
+    sent: [[Counter; Reason::ALL.len()]; 2],
+    refused: Counter,
+    queued: Gauge,
+    /// By place.
+    in_service: [Gauge; 2],
+    host_busy: Gauge,
+}
+
+impl std::fmt::Debug for Meters {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Meters").finish_non_exhaustive()
+    }
+}
+
+impl Meters {
+    pub(super) fn new() -> Meters {
+        let sent = |place: Place| {
+            let of = |reason: Reason| counter!("outboard_ec_tasks_total", "place" => place.name(), "reason" => reason.name());
+            Reason::ALL.map(of)
+        };
+        Meters {
+            sent: Place::BOTH.map(sent),
+            refused: counter!("outboard_ec_refused_total"),
+            queued: gauge!("outboard_ec_queued_tasks"),
+            in_service: Place::BOTH
+                .map(|place| gauge!("outboard_ec_tasks_in_service", "place" => place.name())),
+            host_busy: gauge!("outboard_ec_host_busy"),
+        }
+    }
+
+    pub(super) fn sent(&self, place: Place, reason: Reason) {
+        self.sent[place as usize][reason as usize].increment(1);
+    }
+
+    pub(super) fn refused(&self) {
+        self.refused.increment(1);
+    }
+
+    pub(super) fn host_busy(&self, busy: bool) {
+        self.host_busy.set(f64::from(u8::from(busy)));
+    }
+
+    pub(super) fn show(&self, view: &View<'_>) {
+        self.queued.set(view.queued as f64);
+        for place in Place::BOTH {
+            self.in_service[place as usize].set(view.stations[place as usize].in_service() as f64);
+        }
+    }
+}

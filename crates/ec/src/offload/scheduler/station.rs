@@ -1,0 +1,192 @@
+//! One place: what it has in service, what that costs, and whether the place can be used.
+
+use std::time::{Duration, Instant};
+
+use base::health::{OffloadHealth, State};
+
+use super::estimate::{Cost, Estimate};
+use super::{Capacity, Reason};
+
+/// A task in service.
+#[derive(Debug)]
+struct Serving {
+    id: u64,
+    bytes: u64,
+    /// Since when a lane has been at it; `None` while it waits inside the place.
+    running: Option<Instant>,
+}
+
+/// Whether a place can be used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Standing {
+    /// It works.
+    Usable,
+    /// It failed; the next task may try it out.
+    ProbeDue,
+    /// It failed, and is left alone.
+    Down,
+}
+
+/// One place's state.
+#[derive(Debug)]
+pub(super) struct Station {
+    pub(super) capacity: Capacity,
+    pub(super) health: OffloadHealth,
+    pub(super) estimate: Estimate,
+    /// Tasks sent here, by reason.
+    pub(super) sent: [u64; Reason::ALL.len()],
+    /// In the order they came; no more than `capacity.slots`.
+    serving: Vec<Serving>,
+    /// The task that was to be the probe was given up: another one may be it.
+    probe_vacant: bool,
+}
+
+impl Station {
+    pub(super) fn new(name: &'static str, capacity: Capacity, cool_down: Duration) -> Station {
+        let lanes = capacity.lanes.max(1);
+        Station {
+            capacity: Capacity { lanes, slots: capacity.slots.max(lanes) },
+            health: OffloadHealth::new(name, cool_down),
+            estimate: Estimate::default(),
+            sent: Default::default(),
+            serving: Vec::new(),
+            probe_vacant: false,
+        }
+    }
+
+    pub(super) fn in_service(&self) -> usize {
+        self.serving.len()
+    }
+
+    pub(super) fn is_full(&self) -> bool {
+        self.serving.len() >= self.capacity.slots
+    }
+
+    pub(super) fn standing(&self, now: Instant) -> Standing {
+        match self.health.report().state {
+            State::Active => Standing::Usable,
+            State::CoolingDown(until) if until <= now => Standing::ProbeDue,
+            State::Probing if self.probe_vacant => Standing::ProbeDue,
+            State::CoolingDown(_) | State::Probing => Standing::Down,
+        }
+    }
+
+    /// The next task sent here is the probe.
+    pub(super) fn begin_probe(&mut self, now: Instant) {
+        let begun = self.health.begin_probe(now) || std::mem::take(&mut self.probe_vacant);
+        debug_assert!(begun, "a probe was due");
+    }
+
+    pub(super) fn vacate_probe(&mut self) {
+        self.probe_vacant = true;
+    }
+
+    pub(super) fn begin(&mut self, id: u64, bytes: u64, now: Instant) {
+        debug_assert!(!self.is_full(), "nothing is sent to a full place");
+        self.serving.push(Serving { id, bytes, running: None });
+        self.run_next(now);
+    }
+
+    /// A task leaves. Returns a lane's time for it: since it began, or since its predecessor on the lane ended.
+    pub(super) fn end(&mut self, id: u64, now: Instant) -> Duration {
+        let at = self.serving.iter().position(|task| task.id == id).expect("a task ends once");
+        let running = self.serving.remove(at).running;
+        self.run_next(now);
+        running.map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
+    }
+
+    /// Free lanes take up what waits inside the place, in order.
+    fn run_next(&mut self, now: Instant) {
+        let running = self.serving.iter().filter(|task| task.running.is_some()).count();
+        let free = self.capacity.lanes.saturating_sub(running);
+        for task in self.serving.iter_mut().filter(|task| task.running.is_none()).take(free) {
+            task.running = Some(now);
+        }
+    }
+
+    /// Lane time that what is in service still needs, in seconds.
+    fn remaining(&self, cost: Cost, now: Instant) -> f64 {
+        let left = |task: &Serving| {
+            let spent = task.running.map_or(Duration::ZERO, |since| now.saturating_duration_since(since));
+            (cost.of(1, task.bytes) - spent.as_secs_f64()).max(0.0)
+        };
+        self.serving.iter().map(left).sum()
+    }
+
+    /// In how many seconds a task that is sent here now would be done, if that is known.
+    pub(super) fn completion(&self, bytes: u64, now: Instant) -> Option<f64> {
+        let cost = self.estimate.cost()?;
+        let waits = match self.serving.len() < self.capacity.lanes {
+            true => 0.0,
+            false => self.remaining(cost, now) / self.capacity.lanes as f64,
+        };
+        Some(waits + cost.of(1, bytes))
+    }
+
+    /// In how many seconds this place would be through with all it has and so much more, if that is known.
+    pub(super) fn drained(&self, tasks: usize, bytes: u64, now: Instant) -> Option<f64> {
+        let cost = self.estimate.cost()?;
+        Some((self.remaining(cost, now) + cost.of(tasks, bytes)) / self.capacity.lanes as f64)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    fn station(lanes: usize, slots: usize) -> Station {
+        Station::new("ec-test", Capacity { slots, lanes }, 100 * MS)
+    }
+
+    #[test]
+    fn a_task_that_waits_inside_is_measured_from_its_predecessors_end() {
+        let (mut station, now) = (station(1, 3), Instant::now());
+        (0..3).for_each(|id| station.begin(id, 1000, now));
+        assert!(station.is_full());
+        assert_eq!(station.end(0, now + 4 * MS), 4 * MS);
+        assert_eq!(station.end(1, now + 10 * MS), 6 * MS);
+        assert_eq!(station.end(2, now + 11 * MS), MS);
+    }
+
+    #[test]
+    fn lanes_work_side_by_side() {
+        let (mut station, now) = (station(2, 4), Instant::now());
+        (0..3).for_each(|id| station.begin(id, 1000, now));
+        assert_eq!(station.end(1, now + 3 * MS), 3 * MS);
+        assert_eq!(station.end(2, now + 5 * MS), 2 * MS, "in the lane that 1 left");
+        assert_eq!(station.end(0, now + 9 * MS), 9 * MS);
+    }
+
+    #[test]
+    fn predictions_take_what_is_there_already_into_account() {
+        let (mut station, now) = (station(2, 4), Instant::now());
+        assert!(station.completion(1, now).is_none() && station.drained(1, 1, now).is_none());
+        station.estimate.learn(1000, 10 * MS, now);
+        let is = |actual: Option<f64>, ms: f64| (actual.unwrap() - ms / 1e3).abs() < 1e-9;
+        assert!(is(station.completion(1000, now), 10.0));
+        station.begin(0, 1000, now);
+        assert!(is(station.completion(1000, now), 10.0), "there is another lane");
+        station.begin(1, 3000, now);
+        assert!(is(station.completion(1000, now), 30.0));
+        assert!(is(station.completion(1000, now + 4 * MS), 26.0), "each lane has done 4 ms");
+        assert!(is(station.drained(2, 4000, now), 40.0));
+    }
+
+    #[test]
+    fn a_probe_that_was_given_up_can_be_taken_by_another_task() {
+        let (mut station, now) = (station(1, 1), Instant::now());
+        station.health.failed("broken", now);
+        assert_eq!(station.standing(now), Standing::Down);
+        let later = now + 100 * MS;
+        assert_eq!(station.standing(later), Standing::ProbeDue);
+        station.begin_probe(later);
+        assert_eq!(station.standing(later), Standing::Down, "one probe at a time");
+        station.vacate_probe();
+        assert_eq!(station.standing(later), Standing::ProbeDue);
+        station.begin_probe(later);
+        station.health.probed(Ok(()), later);
+        assert_eq!(station.standing(later), Standing::Usable);
+    }
+}

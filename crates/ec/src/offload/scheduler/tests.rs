@@ -1,0 +1,167 @@
+//! What callers see of the scheduler.
+
+use std::future::Future;
+use std::pin::pin;
+use std::task::Poll;
+
+use tokio::time::advance;
+
+use super::*;
+
+const MB: u64 = 1_000_000;
+const MS: Duration = Duration::from_millis(1);
+
+fn scheduler(mode: &str, slots: usize, queue: usize) -> Scheduler {
+    let capacity = Capacity { slots, lanes: 1 };
+    let (mode, cool_down) = (mode.parse().unwrap(), 100 * MS);
+    Scheduler::new(Config { mode, queue, host: capacity, offload: capacity, cool_down })
+}
+
+async fn place_of_next(scheduler: &Scheduler) -> Place {
+    let slot = scheduler.admit(MB).await.unwrap();
+    let place = slot.place();
+    slot.done();
+    place
+}
+
+async fn letters(scheduler: &Scheduler, count: usize) -> String {
+    let mut text = String::new();
+    for _ in 0..count {
+        text.push(if place_of_next(scheduler).await == Place::Host { 'h' } else { 'o' });
+    }
+    text
+}
+
+/// Whether a future is not ready yet.
+async fn waits<F: Future + Unpin>(future: &mut F) -> bool {
+    std::future::poll_fn(|cx| Poll::Ready(std::pin::Pin::new(&mut *future).poll(cx).is_pending())).await
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_mode_decides_and_a_busy_host_overrules_it() {
+    let scheduler = scheduler("latency-sensitive", 4, 8);
+    for (mode, calm) in [("latency-sensitive", "hhhh"), ("async", "oooo"), ("hybrid:3:1", "hhho")] {
+        scheduler.set_mode(mode.parse().unwrap());
+        assert_eq!(letters(&scheduler, 4).await, calm);
+        scheduler.set_host_busy(true);
+        assert_eq!(letters(&scheduler, 4).await, "oooo");
+        scheduler.set_host_busy(false);
+        assert_eq!(letters(&scheduler, 4).await, calm);
+    }
+    scheduler.set_mode(Mode::Auto);
+    scheduler.set_host_busy(true);
+    assert_eq!(letters(&scheduler, 4).await, "oooo");
+    let snapshot = scheduler.snapshot();
+    assert_eq!(snapshot.offload.sent, Sent { busy: 16, mode: 8 + 2, ..Sent::default() });
+    assert_eq!((snapshot.host.sent.total(), snapshot.alpha, snapshot.beta), (14, 14, 26));
+    assert!(snapshot.host_busy && snapshot.mode == Mode::Auto);
+}
+
+#[tokio::test(start_paused = true)]
+async fn tasks_wait_in_order_and_no_more_than_the_queue_holds() {
+    let scheduler = scheduler("latency-sensitive", 1, 2);
+    let slot = scheduler.admit(MB).await.unwrap();
+    let mut first = pin!(scheduler.admit(2 * MB));
+    let mut second = pin!(scheduler.admit(3 * MB));
+    assert!(waits(&mut first).await && waits(&mut second).await);
+    assert_eq!(scheduler.admit(MB).await.unwrap_err(), Refused::QueueFull { waiting: 2 });
+    let snapshot = scheduler.snapshot();
+    assert_eq!((snapshot.queued, snapshot.queued_bytes, snapshot.refused), (2, 5 * MB, 1));
+    assert_eq!((snapshot.host.in_service, snapshot.offload.in_service), (1, 0));
+    slot.done();
+    assert!(waits(&mut second).await);
+    let slot = first.await.unwrap();
+    assert!(waits(&mut second).await);
+    drop(slot);
+    assert_eq!(second.await.unwrap().place(), Place::Host);
+    assert_eq!(scheduler.snapshot().queued, 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_caller_that_goes_leaves_neither_a_task_nor_a_slot_behind() {
+    let scheduler = scheduler("latency-sensitive", 1, 8);
+    let slot = scheduler.admit(MB).await.unwrap();
+    {
+        let mut waiting = Box::pin(scheduler.admit(MB));
+        assert!(waits(&mut waiting).await);
+        let mut granted = Box::pin(scheduler.admit(MB));
+        assert!(waits(&mut granted).await);
+        drop(waiting);
+        assert_eq!(scheduler.snapshot().queued, 1);
+        // Its slot is ready, but it goes without looking.
+        slot.done();
+        assert_eq!(scheduler.snapshot().host.in_service, 1);
+    }
+    assert_eq!((scheduler.snapshot().host.in_service, scheduler.snapshot().queued), (0, 0));
+    assert_eq!(place_of_next(&scheduler).await, Place::Host);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_change_of_mode_or_load_sends_off_what_waits() {
+    let scheduler = scheduler("latency-sensitive", 1, 8);
+    let _host = scheduler.admit(MB).await.unwrap();
+    let mut waiting = pin!(scheduler.admit(MB));
+    assert!(waits(&mut waiting).await);
+    scheduler.set_mode(Mode::Async);
+    let offload = waiting.await.unwrap();
+    assert_eq!(offload.place(), Place::Offload);
+    drop(offload);
+    scheduler.set_mode(Mode::LatencySensitive);
+    let mut waiting = pin!(scheduler.admit(MB));
+    assert!(waits(&mut waiting).await);
+    scheduler.set_host_busy(true);
+    assert_eq!(waiting.await.unwrap().place(), Place::Offload);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_place_that_fails_is_left_alone_then_probed_by_one_task() {
+    let scheduler = scheduler("async", 4, 8);
+    let late = scheduler.admit(MB).await.unwrap();
+    scheduler.admit(MB).await.unwrap().failed("the device is gone");
+    late.failed("gone as well");
+    scheduler.set_host_busy(true);
+    assert_eq!(letters(&scheduler, 3).await, "hhh", "even though the host is busy");
+    scheduler.set_host_busy(false);
+    advance(101 * MS).await;
+    let probe = scheduler.admit(MB).await.unwrap();
+    assert_eq!(probe.place(), Place::Offload);
+    assert_eq!(letters(&scheduler, 2).await, "hh", "one probe at a time");
+    drop(probe);
+    let probe = scheduler.admit(MB).await.unwrap();
+    assert_eq!(probe.place(), Place::Offload, "the one before said nothing");
+    probe.failed("still gone");
+    assert_eq!(letters(&scheduler, 2).await, "hh");
+    advance(101 * MS).await;
+    assert_eq!(letters(&scheduler, 3).await, "ooo");
+    let snapshot = scheduler.snapshot();
+    let health = snapshot.offload.health;
+    assert_eq!((health.state.as_str(), health.failures), ("active", 1));
+    assert_eq!((health.failed_probes, health.recoveries), (1, 1));
+    assert_eq!(health.last_failure.as_deref(), Some("still gone"));
+    assert_eq!(snapshot.host.sent, Sent { cool_down: 7, ..Sent::default() });
+    assert_eq!(snapshot.offload.sent, Sent { mode: 4, probe: 3, ..Sent::default() });
+}
+
+#[tokio::test(start_paused = true)]
+async fn with_both_places_down_work_goes_to_the_host() {
+    let scheduler = scheduler("async", 4, 8);
+    scheduler.admit(MB).await.unwrap().failed("no device");
+    let slot = scheduler.admit(MB).await.unwrap();
+    assert_eq!(slot.place(), Place::Host);
+    slot.failed("no host either");
+    assert_eq!(place_of_next(&scheduler).await, Place::Host);
+    advance(101 * MS).await;
+    scheduler.set_mode(Mode::LatencySensitive);
+    assert_eq!(place_of_next(&scheduler).await, Place::Host);
+    assert_eq!(scheduler.snapshot().host.health.recoveries, 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_was_measured_shows() {
+    let scheduler = scheduler("async", 1, 8);
+    assert_eq!(scheduler.snapshot().offload.us_per_mb, None);
+    let slot = scheduler.admit(4 * MB).await.unwrap();
+    advance(20 * MS).await;
+    slot.done();
+    assert_eq!(scheduler.snapshot().offload.us_per_mb.map(f64::round), Some(5000.0));
+}
