@@ -96,11 +96,14 @@ pub enum EcError {
         stripe: usize,
     },
     /// A kernel that does not exist.
-    #[error("there is no kernel {name:?}; choose auto, isal or portable")]
+    #[error("there is no kernel {name:?}; choose auto, gfni, isal or portable")]
     NoSuchKernel {
         /// What was asked for.
         name: String,
     },
+    /// The processor's own instructions were asked for, and it has none.
+    #[error("this processor has no GFNI and AVX-512; use the kernel isal or portable")]
+    NoGfni,
     /// ISA-L was asked for and is not there.
     #[error(
         "ISA-L cannot be loaded: {why}; install it (Debian and Ubuntu: libisal2) or use the kernel portable"

@@ -14,6 +14,8 @@ mod gf;
 mod kernel;
 mod matrix;
 pub mod offload;
+#[allow(unsafe_code)]
+mod prefetch;
 mod recovery;
 pub mod shards;
 mod stripes;

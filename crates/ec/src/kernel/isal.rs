@@ -1,4 +1,4 @@
-//! The kernel of Intel's ISA-L, opened at run time. It is the only unsafe code of this crate.
+//! The kernel of Intel's ISA-L, opened at run time.
 //!
 //! Signatures and sizes are those of `erasure_code.h`, the same in all libraries called `libisal.so.2`. What the tables
 //! hold differs between versions and processors, so nothing here looks into them.

@@ -1,5 +1,8 @@
 //! Kernels: what multiplies matrices of coefficients with vectors of bytes. All coding is built of that.
 
+#[cfg(target_arch = "x86_64")]
+#[allow(unsafe_code)]
+mod gfni;
 #[allow(unsafe_code)]
 mod isal;
 mod portable;
@@ -12,7 +15,7 @@ use crate::{EcError, Result};
 
 /// A way to compute products over the field. All kernels give the same bytes.
 pub trait Kernel: fmt::Debug + Send + Sync {
-    /// What it is called: `isal`, `portable`.
+    /// What it is called: `gfni`, `isal`, `portable`.
     fn name(&self) -> &'static str;
 
     /// Makes ready to multiply with `matrix`: tables of its coefficients.
@@ -39,9 +42,11 @@ pub trait Transform: fmt::Debug + Send + Sync {
 /// Which kernel to use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum KernelChoice {
-    /// ISA-L if it can be loaded, else the portable kernel.
+    /// The first of the others that can be had.
     #[default]
     Auto,
+    /// The processor's instructions for this field; needs GFNI and AVX-512.
+    Gfni,
     /// Intel's ISA-L, `libisal.so.2`, on the processor's vector instructions.
     Isal,
     /// Plain Rust.
@@ -52,20 +57,30 @@ impl KernelChoice {
     /// The kernel. ISA-L is loaded by the first call that wants it.
     ///
     /// # Errors
-    /// [`EcError::NoIsal`] if ISA-L is asked for by name and cannot be loaded.
+    /// [`EcError::NoGfni`] and [`EcError::NoIsal`] if what is asked for by name cannot be had.
     pub fn load(self) -> Result<&'static dyn Kernel> {
         match self {
-            KernelChoice::Auto => Ok(isal::load().unwrap_or(&portable::Portable)),
+            KernelChoice::Auto => Ok(gfni().or_else(|| isal::load().ok()).unwrap_or(&portable::Portable)),
+            KernelChoice::Gfni => gfni().ok_or(EcError::NoGfni),
             KernelChoice::Isal => isal::load(),
             KernelChoice::Portable => Ok(&portable::Portable),
         }
     }
 }
 
+#[cfg(target_arch = "x86_64")]
+use gfni::load as gfni;
+
+#[cfg(not(target_arch = "x86_64"))]
+fn gfni() -> Option<&'static dyn Kernel> {
+    None
+}
+
 impl fmt::Display for KernelChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             KernelChoice::Auto => "auto",
+            KernelChoice::Gfni => "gfni",
             KernelChoice::Isal => "isal",
             KernelChoice::Portable => "portable",
         })
@@ -76,7 +91,7 @@ impl FromStr for KernelChoice {
     type Err = EcError;
 
     fn from_str(name: &str) -> Result<KernelChoice> {
-        let all = [KernelChoice::Auto, KernelChoice::Isal, KernelChoice::Portable];
+        let all = [KernelChoice::Auto, KernelChoice::Gfni, KernelChoice::Isal, KernelChoice::Portable];
         let found = all.into_iter().find(|choice| choice.to_string() == name);
         found.ok_or_else(|| EcError::NoSuchKernel { name: name.to_owned() })
     }

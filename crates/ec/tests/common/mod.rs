@@ -1,12 +1,16 @@
 //! What the tests of the code share.
 
-#![allow(dead_code)]
+#![allow(dead_code, clippy::print_stdout)]
 
 use ec::{Code, Geometry, Kernel, KernelChoice};
 
 /// All kernels that are here. Without ISA-L the tests that compare with it say that they did not; in CI they fail.
 pub fn kernels() -> Vec<&'static dyn Kernel> {
     let mut kernels = vec![KernelChoice::Portable.load().unwrap()];
+    match KernelChoice::Gfni.load() {
+        Ok(gfni) => kernels.push(gfni),
+        Err(e) => println!("SKIPPED for GFNI: {e}"),
+    }
     match KernelChoice::Isal.load() {
         Ok(isal) => kernels.push(isal),
         Err(e) if std::env::var_os("CI").is_some() => panic!("CI tests ISA-L, too: {e}"),

@@ -1,0 +1,164 @@
+//! The header of a shard file.
+
+use base::block::crc32c;
+
+use super::{Layout, UNIT_MAX, UNIT_MULTIPLE};
+use crate::Geometry;
+
+/// Length of a header, in bytes.
+pub(super) const LEN: usize = 64;
+const MAGIC: [u8; 8] = *b"obshard\0";
+const VERSION: u16 = 1;
+
+/// What a shard says about itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Header {
+    /// The same in all shards of an encoding.
+    pub layout: Layout,
+    /// Which shard it is.
+    pub index: usize,
+}
+
+/// Why bytes are no header.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub(super) enum BadHeader {
+    #[error("it does not begin like a shard, or was never finished")]
+    Magic,
+    #[error("its header is damaged")]
+    Checksum,
+    #[error("it is of version {0}, which this program does not know")]
+    Version(u16),
+    #[error("its header names what cannot be")]
+    Value,
+}
+
+impl Header {
+    pub(super) fn to_bytes(self) -> [u8; LEN] {
+        let Layout { geometry, unit, len, id } = self.layout;
+        let mut bytes = [0; LEN];
+        bytes[..8].copy_from_slice(&MAGIC);
+        bytes[8..10].copy_from_slice(&VERSION.to_le_bytes());
+        // A geometry has at most 255 shards, and a unit at most UNIT_MAX bytes.
+        bytes[10] = geometry.k() as u8;
+        bytes[11] = geometry.m() as u8;
+        bytes[12] = self.index as u8;
+        bytes[16..20].copy_from_slice(&(unit as u32).to_le_bytes());
+        bytes[24..32].copy_from_slice(&len.to_le_bytes());
+        bytes[32..48].copy_from_slice(&id);
+        let crc = crc32c(&bytes[..60]);
+        bytes[60..].copy_from_slice(&crc.to_le_bytes());
+        bytes
+    }
+
+    pub(super) fn from_bytes(bytes: &[u8; LEN]) -> Result<Header, BadHeader> {
+        if bytes[..8] != MAGIC {
+            return Err(BadHeader::Magic);
+        }
+        if crc32c(&bytes[..60]) != u32::from_le_bytes(part(bytes, 60)) {
+            return Err(BadHeader::Checksum);
+        }
+        let version = u16::from_le_bytes(part(bytes, 8));
+        if version != VERSION {
+            return Err(BadHeader::Version(version));
+        }
+        let geometry = Geometry::new(usize::from(bytes[10]), usize::from(bytes[11]));
+        let geometry = geometry.map_err(|_| BadHeader::Value)?;
+        let (index, unit) = (usize::from(bytes[12]), u32::from_le_bytes(part(bytes, 16)) as usize);
+        let reserved = [&bytes[13..16], &bytes[20..24], &bytes[48..60]].concat();
+        let len = u64::from_le_bytes(part(bytes, 24));
+        let layout = Layout { geometry, unit, len, id: part(bytes, 32) };
+        let possible = index < geometry.shards() && is_unit(unit) && layout.shard_len().is_some();
+        if possible && reserved.iter().all(|byte| *byte == 0) {
+            Ok(Header { layout, index })
+        } else {
+            Err(BadHeader::Value)
+        }
+    }
+}
+
+/// Whether shards may have units of so many bytes.
+pub(super) fn is_unit(unit: usize) -> bool {
+    unit > 0 && unit <= UNIT_MAX && unit.is_multiple_of(UNIT_MULTIPLE)
+}
+
+fn part<const N: usize>(bytes: &[u8; LEN], at: usize) -> [u8; N] {
+    std::array::from_fn(|n| bytes[at + n])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn header() -> Header {
+        let geometry = Geometry::new(4, 2).unwrap();
+        Header {
+            layout: Layout { geometry, unit: 65536, len: 1_000_000, id: *b"0123456789abcdef" },
+            index: 5,
+        }
+    }
+
+    /// With the checksum put right, so that what follows it is tested.
+    fn sealed(mut bytes: [u8; LEN]) -> [u8; LEN] {
+        let crc = crc32c(&bytes[..60]);
+        bytes[60..].copy_from_slice(&crc.to_le_bytes());
+        bytes
+    }
+
+    #[test]
+    fn bytes_stay_as_they_are_documented() {
+        let mut expected = [0; LEN];
+        expected[..13].copy_from_slice(b"obshard\0\x01\0\x04\x02\x05");
+        expected[16..20].copy_from_slice(&[0, 0, 1, 0]);
+        expected[24..27].copy_from_slice(&[0x40, 0x42, 0x0f]);
+        expected[32..48].copy_from_slice(b"0123456789abcdef");
+        assert_eq!(header().to_bytes(), sealed(expected));
+        assert_eq!(Header::from_bytes(&sealed(expected)), Ok(header()));
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused() {
+        let changed = |at: usize, value: &[u8]| {
+            let mut bytes = header().to_bytes();
+            bytes[at..at + value.len()].copy_from_slice(value);
+            Header::from_bytes(&sealed(bytes))
+        };
+        assert_eq!(changed(0, b"x"), Err(BadHeader::Magic));
+        assert_eq!(changed(8, &[2]), Err(BadHeader::Version(2)));
+        // No data shards; too many; a shard too far; reserved bytes; no unit; an odd one; a long one; a length that overflows.
+        let values: [(usize, &[u8]); 9] = [
+            (10, &[0]),
+            (10, &[254]),
+            (12, &[6]),
+            (13, &[1]),
+            (59, &[1]),
+            (16, &[0, 0, 0, 0]),
+            (16, &[1, 0, 1, 0]),
+            (16, &[0, 0, 0, 1]),
+            (24, &[0xff; 8]),
+        ];
+        for (at, value) in values {
+            assert_eq!(changed(at, value), Err(BadHeader::Value), "{value:?} at {at}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_a_header_or_an_error(bytes: [u8; LEN], begins: bool) {
+            let mut bytes = bytes;
+            if begins {
+                bytes[..10].copy_from_slice(b"obshard\0\x01\0");
+            }
+            if let Ok(header) = Header::from_bytes(&sealed(bytes)) {
+                prop_assert_eq!(header.to_bytes(), sealed(bytes));
+            }
+        }
+
+        #[test]
+        fn a_flipped_bit_is_noticed(bit in 0..LEN * 8) {
+            let mut bytes = header().to_bytes();
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            prop_assert!(Header::from_bytes(&bytes).is_err());
+        }
+    }
+}
