@@ -40,6 +40,8 @@ pub enum Site {
     StoreCall,
     /// A reply that the osd's process takes.
     OsdReply,
+    /// One piece of erasure coding on the DPU.
+    EcOffload,
 }
 
 /// What happens there.
@@ -58,7 +60,7 @@ pub enum Action {
 }
 
 /// Sites, their names, and what can happen there.
-const SITES: [(Site, &str, &[&str]); 7] = [
+const SITES: [(Site, &str, &[&str]); 8] = [
     (Site::DmaTransfer, "dma.transfer", &["fail", "stall", "corrupt"]),
     (Site::DmaDoorbell, "dma.doorbell", &["drop"]),
     (Site::DmaDevice, "dma.device", &["fail"]),
@@ -66,6 +68,7 @@ const SITES: [(Site, &str, &[&str]); 7] = [
     (Site::StoreDevice, "store.device", &["fail"]),
     (Site::StoreCall, "store.call", &["kill"]),
     (Site::OsdReply, "osd.reply", &["kill"]),
+    (Site::EcOffload, "ec.offload", &["fail", "stall"]),
 ];
 
 impl Site {
@@ -110,7 +113,7 @@ pub struct Fault {
 /// Why a fault cannot be armed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{what}; a fault is SITE=ACTION[,after=N][,count=N][,probability=P][,late=TIMEms][,seed=N], with dma.transfer=fail|stall|corrupt, dma.doorbell=drop, dma.device=fail, store.doorbell=drop, store.device=fail, store.call=kill, osd.reply=kill"
+    "{what}; a fault is SITE=ACTION[,after=N][,count=N][,probability=P][,late=TIMEms][,seed=N], with dma.transfer=fail|stall|corrupt, dma.doorbell=drop, dma.device=fail, store.doorbell=drop, store.device=fail, store.call=kill, osd.reply=kill, ec.offload=fail|stall"
 )]
 pub struct FaultError {
     what: String,
@@ -314,6 +317,7 @@ mod tests {
             "dma.transfer=stall,late=20ms,after=3",
             "dma.doorbell=drop,count=1",
             "store.call=kill,probability=0.5",
+            "ec.offload=stall,late=20ms",
         ] {
             assert_eq!(text.parse::<Fault>().unwrap().to_string(), text);
         }
