@@ -1,0 +1,154 @@
+//! What workers do, whatever the time is.
+
+use std::sync::mpsc;
+
+use super::*;
+use crate::offload::accelerator::{self, AcceleratorOptions};
+use crate::offload::software::{self, SoftwareOptions};
+
+const WORK: Work = Work { bytes: 1000, computed_shards: 32 };
+
+/// Devices that are faster than anything, or so slow that nobody sees them answer.
+const INSTANT: f64 = 1e30;
+const NEVER: f64 = 1.0;
+
+fn device(host_rate: f64, queue: usize, batch_bytes: u64) -> Worker {
+    let options = AcceleratorOptions::new(Pace::paper(host_rate));
+    accelerator::start(AcceleratorOptions { queue, batch_bytes, ..options }).unwrap()
+}
+
+fn threads(threads: usize) -> Worker {
+    software::start(SoftwareOptions { threads, ..SoftwareOptions::default() }).unwrap()
+}
+
+/// Keeps a thread of the worker at work until the result is dropped or sent to.
+async fn hold(worker: &Worker) -> mpsc::Sender<()> {
+    let (release, held) = mpsc::channel();
+    let (begun, begins) = oneshot::channel();
+    drop(tokio::spawn(worker.submit(WORK, move || {
+        begun.send(()).unwrap();
+        let _ = held.recv();
+    })));
+    begins.await.unwrap();
+    release
+}
+
+#[tokio::test]
+async fn work_is_done_in_turn_by_threads_of_its_class() {
+    let name = || std::thread::current().name().map(str::to_owned);
+    for (worker, thread) in [(threads(1), "ec-0"), (device(INSTANT, 8, 1), "eca-0")] {
+        let held = hold(&worker).await;
+        let (done, order) = mpsc::channel();
+        let results: Vec<_> = (0..5)
+            .map(|number| {
+                let done = done.clone();
+                worker.submit(WORK, move || {
+                    done.send(number).unwrap();
+                    (number, name())
+                })
+            })
+            .collect();
+        drop((held, done));
+        for (number, result) in (0..).zip(results) {
+            assert_eq!(result.await, Ok((number, Some(thread.to_owned()))));
+        }
+        assert_eq!(order.iter().collect::<Vec<_>>(), [0, 1, 2, 3, 4]);
+        let stats = worker.stats();
+        assert_eq!((stats.tasks, stats.bytes, stats.batches, stats.queued), (6, 6000, 6, 0));
+    }
+}
+
+#[tokio::test]
+async fn threads_work_side_by_side() {
+    let worker = threads(2);
+    let _held = hold(&worker).await;
+    assert_eq!(worker.submit(WORK, || 7).await, Ok(7));
+}
+
+#[tokio::test]
+async fn what_waits_is_one_batch_up_to_its_bound() {
+    let worker = device(INSTANT, 16, 3500);
+    let held = hold(&worker).await;
+    let results: Vec<_> = (0..7).map(|number| worker.submit(WORK, move || number)).collect();
+    let large = worker.submit(Work { bytes: 9000, ..WORK }, || 7);
+    drop(held);
+    for (number, result) in (0..).zip(results) {
+        assert_eq!(result.await, Ok(number));
+    }
+    assert_eq!(large.await, Ok(7), "what is larger than a batch is one by itself");
+    // The one that was held, three and three, one, and the large one.
+    let stats = worker.stats();
+    assert_eq!((stats.tasks, stats.batches), (9, 5));
+    assert_eq!(stats.overruns, 5, "nothing is as fast as this device");
+    assert!(stats.name.contains("emulated"));
+}
+
+#[tokio::test]
+async fn a_result_is_held_back_until_the_device_would_have_it() {
+    let worker = device(NEVER, 8, 1);
+    let (computed, is_computed) = oneshot::channel();
+    let mut result = Box::pin(worker.submit(WORK, move || computed.send(()).unwrap()));
+    is_computed.await.unwrap();
+    let poll = std::future::poll_fn(|cx| std::task::Poll::Ready(result.as_mut().poll(cx).is_pending()));
+    assert!(poll.await, "it is computed, but the device is at it for months");
+    assert_eq!(worker.stats().overruns, 0);
+    drop(worker);
+    assert_eq!(result.await, Err(WorkerError::Stopped("accelerator (emulated)")));
+}
+
+#[tokio::test]
+async fn a_panic_fails_its_own_task_only() {
+    for worker in [threads(1), device(INSTANT, 8, 1 << 20)] {
+        let held = hold(&worker).await;
+        let bad = worker.submit(WORK, || panic!("for a test"));
+        let good = worker.submit(WORK, || 7);
+        drop(held);
+        let bad: Result<(), _> = bad.await;
+        assert_eq!(bad, Err(WorkerError::Panicked("for a test".to_owned())));
+        assert_eq!(good.await, Ok(7));
+        assert_eq!((worker.stats().tasks, worker.stats().failed), (2, 1));
+    }
+}
+
+#[tokio::test]
+async fn the_queue_is_bounded_and_work_that_nobody_waits_for_is_not_begun() {
+    let worker = device(INSTANT, 2, 1);
+    let held = hold(&worker).await;
+    let (begun, begins) = mpsc::channel();
+    let unwanted = worker.submit(WORK, move || begun.send(()));
+    let last = worker.submit(WORK, || 7);
+    let refused = WorkerError::QueueFull { name: "accelerator (emulated)", waiting: 2 };
+    assert_eq!(worker.submit(WORK, || 8).await, Err(refused));
+    drop(unwanted);
+    drop(held);
+    assert_eq!(last.await, Ok(7));
+    assert!(begins.recv().is_err(), "its closure was dropped");
+    assert_eq!(worker.stats().tasks, 2);
+}
+
+#[tokio::test]
+async fn injected_faults_fail_the_work_they_hit() {
+    let faults = Faults::default();
+    let options = SoftwareOptions { faults: faults.clone(), ..SoftwareOptions::default() };
+    let worker = software::start(options).unwrap();
+    faults.arm("ec.offload=fail,after=1,count=1".parse().unwrap()).unwrap();
+    faults.arm("ec.offload=stall,late=1ms,after=2".parse().unwrap()).unwrap();
+    let mut results = Vec::new();
+    for number in 0..4 {
+        results.push(worker.submit(WORK, move || number).await);
+    }
+    assert_eq!(results, [Ok(0), Err(WorkerError::Injected), Ok(2), Ok(3)]);
+    assert_eq!(faults.fired(Site::EcOffload), 2);
+}
+
+#[tokio::test]
+async fn what_was_not_begun_is_given_up_at_the_end() {
+    let worker = threads(1);
+    let held = hold(&worker).await;
+    let waiting = worker.submit(WORK, || 7);
+    // Dropping waits for what was begun.
+    let dropped = std::thread::spawn(move || drop(worker));
+    assert_eq!(waiting.await, Err(WorkerError::Stopped("software")));
+    drop(held);
+    dropped.join().unwrap();
+}
