@@ -275,13 +275,12 @@ impl Shared {
         let first = state.queue.pop_front()?;
         let mut bytes = first.work.bytes;
         let mut batch = vec![first];
-        if let Some((_, limit)) = self.settings.device {
-            while let Some(item) =
-                state.queue.pop_front_if(|item| item.work.bytes <= limit.saturating_sub(bytes))
-            {
-                bytes += item.work.bytes;
-                batch.push(item);
-            }
+        let fits = |bytes: u64| self.settings.device.is_some_and(|(_, limit)| bytes <= limit);
+        while let Some(next) = state.queue.front().map(|item| item.work.bytes)
+            && fits(bytes.saturating_add(next))
+        {
+            bytes += next;
+            batch.extend(state.queue.pop_front());
         }
         Some(batch)
     }

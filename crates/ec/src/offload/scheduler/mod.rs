@@ -185,7 +185,7 @@ impl Scheduler {
         self.dispatch();
     }
 
-    /// Whether the host's processor is busy.
+    /// Whether the host's processor is busy ([`super::host_load`]).
     pub fn set_host_busy(&self, busy: bool) {
         self.0.admission.borrow_mut().set_host_busy(busy);
         self.0.meters.host_busy(busy);

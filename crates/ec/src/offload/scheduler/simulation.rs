@@ -131,10 +131,11 @@ impl Running {
             }
             Server::Batches(limit) if self.serving.is_empty() && !self.waiting.is_empty() => {
                 let (mut batch, mut bytes) = (Vec::new(), 0);
-                while let Some(task) = self.waiting.pop_front_if(|task| bytes == 0 || bytes + task.1 <= limit)
+                while let Some(task) = self.waiting.front()
+                    && (bytes == 0 || bytes + task.1 <= limit)
                 {
                     bytes += task.1;
-                    batch.push(task);
+                    batch.extend(self.waiting.pop_front());
                 }
                 let end = now + cost.task_ns + cost.kb_ns * bytes / 1000;
                 self.serving.push((end, batch));
