@@ -93,7 +93,13 @@ fn damage_counts_in_its_stripe_only() {
     for (shard, stripe) in [(0, 0), (1, 0), (2, 1), (3, 1), (0, 2), (5, 2)] {
         flip(&mut shards[shard], 64 + stripe * 132 + 17);
     }
-    assert_eq!(decoded(shards.clone()).unwrap(), data);
+    let (mut set, mut out) = (open(without(&shards, &[4])).unwrap(), vec![]);
+    assert_eq!(set.lost(), [4]);
+    assert!(matches!(set.decode(&mut out), Err(ShardError::TooFew { stripe: 0, .. })));
+    let (mut set, mut out) = (open(shards.clone()).unwrap(), vec![]);
+    set.decode(&mut out).unwrap();
+    assert!(out == data);
+    assert_eq!(set.lost(), [0, 1, 2, 3], "the last shard has not been read");
     let damaged = |stripes| ShardState::Damaged { stripes };
     let mut checked = 0;
     let states = open(shards.clone()).unwrap().check(|bytes| checked += bytes);

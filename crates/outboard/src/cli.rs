@@ -47,6 +47,8 @@ pub enum Command {
     Bench(commands::bench::BenchCommand),
     #[command(subcommand, about = "Make things go wrong on purpose, to see what happens")]
     Debug(commands::debug::DebugCommand),
+    #[command(subcommand, about = "Cut files into shards with parity, and put them together again")]
+    Ec(commands::ec::EcCommand),
     Store(commands::store::StoreArgs),
     Osd(commands::osd::OsdArgs),
     Fsck(commands::fsck::FsckArgs),

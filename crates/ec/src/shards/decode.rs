@@ -33,6 +33,8 @@ pub struct ShardSet<R> {
     shards: Vec<Option<R>>,
     /// Position of each among what was given.
     positions: Vec<Option<usize>>,
+    /// Those that could not be read somewhere, by shard.
+    failed: Vec<bool>,
     /// The last one made, for the shards that were present and wanted.
     recovery: Option<(Vec<usize>, Vec<usize>, Recovery)>,
     buffers: Vec<Vec<u8>>,
@@ -71,6 +73,7 @@ impl<R: Read + Seek> ShardSet<R> {
             code,
             shards: none(),
             positions: vec![None; count],
+            failed: vec![false; count],
             recovery: None,
             buffers: vec![vec![]; count],
         }
@@ -86,6 +89,13 @@ impl<R: Read + Seek> ShardSet<R> {
     #[must_use]
     pub fn position(&self, index: usize) -> Option<usize> {
         self.positions.get(index).copied().flatten()
+    }
+
+    /// Shards that are not there, and those that turned out to be damaged in what has been read so far.
+    #[must_use]
+    pub fn lost(&self) -> Vec<usize> {
+        let lost = |index: &usize| self.failed[*index] || self.shards[*index].is_none();
+        (0..self.shards.len()).filter(lost).collect()
     }
 
     /// Reads everything and tells how each shard is. `progress` gets the number of file bytes in each stripe that was checked.
@@ -204,7 +214,9 @@ impl<R: Read + Seek> ShardSet<R> {
         let at = self.layout.record_at(stripe);
         let read = shard.seek(SeekFrom::Start(at)).and_then(|_| shard.read_exact(buffer));
         let (data, crc) = buffer.split_at(unit);
-        read.is_ok() && crc32c(data).to_le_bytes() == *crc
+        let intact = read.is_ok() && crc32c(data).to_le_bytes() == *crc;
+        self.failed[index] |= !intact;
+        intact
     }
 }
 

@@ -5,6 +5,7 @@ pub mod cp;
 pub mod debug;
 pub mod doctor;
 pub mod down;
+pub mod ec;
 pub mod fsck;
 pub mod get;
 pub mod ls;
@@ -37,6 +38,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Command::Cp(args) => cp::run(args, node),
         Command::Bench(args) => bench::run(args, node),
         Command::Debug(command) => debug::run(command, node),
+        Command::Ec(command) => ec::run(command),
         Command::Store(args) => store::run(args, node),
         Command::Osd(args) => osd::run(args, node),
         Command::Fsck(args) => fsck::run(args, node),

@@ -1,0 +1,225 @@
+//! `outboard ec decode`: puts a file together from its shards.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use ec::KernelChoice;
+use ec::shards::{ShardError, ShardSet, ShardState};
+use serde::Serialize;
+
+use super::files;
+use crate::commands::cp::local::{self, NewFile};
+use crate::failure::{Doing, Failure, Result};
+use crate::output;
+use crate::progress::Progress;
+
+/// Put a file together from its shards, and make lost shards anew
+///
+/// Any K intact shards are enough. Every unit is verified against its checksum; a damaged one counts as lost. The file
+/// appears under its name when it is complete and on the drive.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  \
+    outboard ec decode backup.tar\n  \
+    outboard ec decode --out restored.tar /mnt/*/backup.tar.*.shard\n  \
+    outboard ec decode --repair --out /dev/null backup.tar")]
+pub struct DecodeArgs {
+    /// Where to put the file; '-' is standard output [default: the shards' name without .NNN.shard]
+    #[arg(long, value_name = "FILE")]
+    out: Option<PathBuf>,
+    /// Read all shards, and write those anew that are missing or damaged
+    #[arg(long)]
+    repair: bool,
+    /// What computes: auto, gfni, isal or portable
+    #[arg(long, default_value_t)]
+    kernel: KernelChoice,
+    /// Replace files that exist
+    #[arg(long)]
+    force: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+    /// The shards, or what they are called before .NNN.shard
+    #[arg(required = true, value_name = "SHARD|PREFIX")]
+    shards: Vec<PathBuf>,
+}
+
+/// What was done.
+#[derive(Serialize)]
+struct Decoded {
+    file: PathBuf,
+    bytes: u64,
+    k: usize,
+    m: usize,
+    /// Shards that are missing or damaged, as far as that was looked at.
+    lost: Vec<usize>,
+    /// Those that were written anew.
+    repaired: Vec<PathBuf>,
+}
+
+/// Runs the command.
+pub fn run(args: DecodeArgs) -> Result<()> {
+    let given = expand(&args.shards)?;
+    let prefix = given.iter().find_map(|shard| files::prefix(shard));
+    let Some(out) = args.out.as_ref().or(prefix.as_ref()).cloned() else {
+        let why = format!("{} is not named like a shard; say where to with --out", given[0].display());
+        return Err(Failure::usage("decoding", why));
+    };
+    if args.json && out == Path::new("-") {
+        return Err(Failure::usage("decoding", "standard output cannot take both the file and --json"));
+    }
+    let doing = format!("decoding {}", prefix.as_ref().unwrap_or(&out).display());
+    if out != Path::new("-") && !local::is_special(&out) {
+        files::refuse_existing(&doing, [out.as_path()], args.force)?;
+    }
+    let mut set = open(&given, args.kernel, &doing)?;
+    let layout = set.layout();
+    write_file(&mut set, &out, &doing)?;
+    let (mut lost, mut repaired) = (set.lost(), vec![]);
+    if args.repair {
+        (lost, repaired) = repair(&mut set, &given, prefix.as_deref(), args.force)?;
+    } else if !lost.is_empty() {
+        output::note(format!("shards {} are missing or damaged; make them anew with --repair", list(&lost)));
+    }
+    let (k, m) = (layout.geometry.k(), layout.geometry.m());
+    if args.json {
+        output::json(&Decoded { file: out, bytes: layout.len, k, m, lost, repaired });
+    } else if out != Path::new("-") {
+        output::line(format!("{}: {} bytes from shards of {k}+{m}", out.display(), layout.len));
+        repaired.iter().for_each(|path| output::line(format!("{}: made anew", path.display())));
+    }
+    Ok(())
+}
+
+/// The shards that arguments name.
+fn expand(arguments: &[PathBuf]) -> Result<Vec<PathBuf>> {
+    let mut all = vec![];
+    for argument in arguments {
+        if files::prefix(argument).is_some() {
+            all.push(argument.clone());
+            continue;
+        }
+        let doing = format!("looking for shards of {}", argument.display());
+        let found = files::shards_of(argument).doing(&doing)?;
+        if !found.is_empty() {
+            all.extend(found);
+        } else if argument.is_file() {
+            all.push(argument.clone());
+        } else {
+            let why = format!("there is no {}.NNN.shard; name the shards themselves", argument.display());
+            return Err(Failure::new(doing, why));
+        }
+    }
+    Ok(all)
+}
+
+fn open(paths: &[PathBuf], kernel: KernelChoice, doing: &str) -> Result<ShardSet<File>> {
+    let (mut opened, mut inputs) = (vec![], vec![]);
+    for path in paths {
+        match File::open(path) {
+            Ok(file) => {
+                opened.push(path);
+                inputs.push(file);
+            }
+            Err(e) => output::note(format!("{} counts as lost: {e}", path.display())),
+        }
+    }
+    let set = ShardSet::open(inputs, kernel.load().doing(doing)?).map_err(|e| match e {
+        ShardError::Mixed { first, second } => Failure::new(
+            doing,
+            format!(
+                "{} and {} are of different files, or of two encodings of one; name the shards of one only",
+                opened[first].display(),
+                opened[second].display()
+            ),
+        ),
+        ShardError::Twice { index, first, second } => Failure::new(
+            doing,
+            format!(
+                "{} and {} are both shard {index}; name one of them",
+                opened[first].display(),
+                opened[second].display()
+            ),
+        ),
+        e => Failure::new(doing, e),
+    })?;
+    let used: Vec<usize> = (0..set.layout().geometry.shards()).filter_map(|n| set.position(n)).collect();
+    for (position, path) in opened.iter().enumerate().filter(|(position, _)| !used.contains(position)) {
+        debug_assert!(!used.contains(&position));
+        output::note(format!("{} counts as lost: it has no valid header", path.display()));
+    }
+    Ok(set)
+}
+
+fn write_file(set: &mut ShardSet<File>, out: &Path, doing: &str) -> Result<()> {
+    let progress = Progress::bytes(&out.to_string_lossy(), set.layout().len);
+    if out == Path::new("-") {
+        return set.decode(&mut Counted { out: io::stdout().lock(), progress: &progress }).doing(doing);
+    }
+    if local::is_special(out) {
+        let file = OpenOptions::new().write(true).open(out).doing(doing)?;
+        return set.decode(&mut Counted { out: file, progress: &progress }).doing(doing);
+    }
+    let mut new = NewFile::create(out).doing(doing)?;
+    set.decode(&mut Counted { out: BufWriter::new(new.file()), progress: &progress }).doing(doing)?;
+    files::finish(vec![new], files::parent(out)).doing(doing)
+}
+
+/// Writes shards anew that are missing or damaged: which, and where.
+fn repair(
+    set: &mut ShardSet<File>,
+    given: &[PathBuf],
+    prefix: Option<&Path>,
+    force: bool,
+) -> Result<(Vec<usize>, Vec<PathBuf>)> {
+    let doing = "repairing shards";
+    let Some(prefix) = prefix else {
+        return Err(Failure::usage(doing, "no shard is named like one (FILE.NNN.shard); name them so"));
+    };
+    let progress = Progress::bytes("checking", set.layout().len);
+    let states = set.check(|bytes| progress.add(bytes));
+    drop(progress);
+    let lost: Vec<usize> = (0..states.len()).filter(|index| states[*index] != ShardState::Intact).collect();
+    let path = |index: &usize| {
+        let name = files::shard_path(prefix, *index);
+        // Where it was, if it was named; shards may be in different places.
+        given.iter().find(|shard| shard.file_name() == name.file_name()).cloned().unwrap_or(name)
+    };
+    let paths: Vec<PathBuf> = lost.iter().map(path).collect();
+    let unnamed = paths.iter().filter(|path| !given.contains(path)).map(PathBuf::as_path);
+    files::refuse_existing(doing, unnamed, force)?;
+    let mut new =
+        paths.iter().map(|path| NewFile::create(path)).collect::<io::Result<Vec<_>>>().doing(doing)?;
+    let mut writers: Vec<_> =
+        lost.iter().copied().zip(new.iter_mut().map(|file| BufWriter::new(file.file()))).collect();
+    let progress = Progress::bytes("repairing", set.layout().len);
+    set.rebuild(&mut writers, |bytes| progress.add(bytes)).doing(doing)?;
+    drop(writers);
+    for (file, path) in new.into_iter().zip(&paths) {
+        files::finish(vec![file], files::parent(path)).doing(doing)?;
+    }
+    Ok((lost, paths))
+}
+
+fn list(shards: &[usize]) -> String {
+    shards.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
+}
+
+/// A writer whose bytes are counted.
+struct Counted<'a, W> {
+    out: W,
+    progress: &'a Progress,
+}
+
+impl<W: Write> Write for Counted<'_, W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let count = self.out.write(bytes)?;
+        self.progress.add(count as u64);
+        Ok(count)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.out.flush()
+    }
+}

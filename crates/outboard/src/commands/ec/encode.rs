@@ -1,0 +1,138 @@
+//! `outboard ec encode`: cuts files into shards.
+
+use std::fs::{self, File};
+use std::io::{self, BufWriter, Read};
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use ec::{Code, Geometry, KernelChoice, shards};
+use serde::Serialize;
+
+use super::files;
+use crate::commands::cp::local::NewFile;
+use crate::failure::{Doing, Failure, Result};
+use crate::node::units::ByteSize;
+use crate::output;
+use crate::progress::Progress;
+
+/// Cut files into shards, of which any K give the file back
+///
+/// FILE becomes FILE.000.shard and so on: K shards with its data and M with parity. Shards appear under their names when all of
+/// them are complete and on the drive. Keep them on different drives.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  \
+    outboard ec encode --k 4 --m 2 backup.tar\n  \
+    outboard ec encode --k 10 --m 4 --unit 1MiB --out /mnt/shards *.tar")]
+pub struct EncodeArgs {
+    /// Data shards
+    #[arg(long)]
+    k: usize,
+    /// Parity shards: how many may be lost
+    #[arg(long)]
+    m: usize,
+    /// Bytes of a shard that belong to one stripe: a multiple of 64 up to 4MiB
+    #[arg(long, default_value = "64KiB", value_name = "S")]
+    unit: ByteSize,
+    /// What computes: auto, gfni, isal or portable
+    #[arg(long, default_value_t)]
+    kernel: KernelChoice,
+    /// Where to put the shards [default: beside each file]
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+    /// Replace shards that exist
+    #[arg(long)]
+    force: bool,
+    /// Print one JSON array
+    #[arg(long)]
+    json: bool,
+    /// The files
+    #[arg(required = true, value_name = "FILE")]
+    files: Vec<PathBuf>,
+}
+
+/// What became of a file.
+#[derive(Serialize)]
+struct Encoded {
+    file: PathBuf,
+    bytes: u64,
+    k: usize,
+    m: usize,
+    unit: usize,
+    id: uuid::Uuid,
+    kernel: &'static str,
+    shards: Vec<PathBuf>,
+}
+
+/// Runs the command.
+pub fn run(args: EncodeArgs) -> Result<()> {
+    let doing = "preparing the code";
+    let geometry = Geometry::new(args.k, args.m).map_err(|e| Failure::usage(doing, e))?;
+    let code = Code::new(geometry, args.kernel.load().doing(doing)?);
+    let encode = |path: &PathBuf| {
+        let encoded = encode(&code, &args, path)?;
+        if !args.json {
+            let (bytes, count) = (encoded.bytes, encoded.shards.len());
+            let (first, last) = (&encoded.shards[0], &encoded.shards[count - 1]);
+            let path = path.display();
+            output::line(format!(
+                "{path}: {bytes} bytes in {count} shards ({geometry}), {} to {}",
+                first.display(),
+                last.display()
+            ));
+        }
+        Ok(encoded)
+    };
+    let encoded = args.files.iter().map(encode).collect::<Result<Vec<_>>>()?;
+    if args.json {
+        output::json(&encoded);
+    }
+    Ok(())
+}
+
+fn encode(code: &Code, args: &EncodeArgs, path: &Path) -> Result<Encoded> {
+    let doing = format!("encoding {}", path.display());
+    let metadata = fs::metadata(path).doing(&doing)?;
+    let (false, Some(name)) = (metadata.is_dir(), path.file_name()) else {
+        return Err(Failure::usage(doing, "it is a directory; pack it into a file with `tar`"));
+    };
+    let prefix = args.out.as_deref().unwrap_or(files::parent(path)).join(name);
+    let geometry = code.geometry();
+    let paths: Vec<PathBuf> = (0..geometry.shards()).map(|index| files::shard_path(&prefix, index)).collect();
+    files::refuse_existing(&doing, paths.iter().map(PathBuf::as_path), args.force)?;
+    let label = name.to_string_lossy();
+    let known = metadata.is_file();
+    let progress = if known { Progress::bytes(&label, metadata.len()) } else { Progress::stream(&label) };
+    let mut input = Counted { file: File::open(path).doing(&doing)?, progress: &progress };
+    let mut new =
+        paths.iter().map(|path| NewFile::create(path)).collect::<io::Result<Vec<_>>>().doing(&doing)?;
+    let mut writers: Vec<_> = new.iter_mut().map(|file| BufWriter::new(file.file())).collect();
+    let id = uuid::Uuid::new_v4();
+    let unit = usize::try_from(args.unit.0).unwrap_or(usize::MAX);
+    let layout = shards::encode(code, unit, id.into_bytes(), &mut input, &mut writers).doing(&doing)?;
+    drop(writers);
+    files::finish(new, files::parent(&prefix)).doing(&doing)?;
+    Ok(Encoded {
+        file: path.to_owned(),
+        bytes: layout.len,
+        k: geometry.k(),
+        m: geometry.m(),
+        unit,
+        id,
+        kernel: code.kernel().name(),
+        shards: paths,
+    })
+}
+
+/// A file whose bytes are counted as they are read.
+struct Counted<'a> {
+    file: File,
+    progress: &'a Progress,
+}
+
+impl Read for Counted<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let count = self.file.read(buffer)?;
+        self.progress.add(count as u64);
+        Ok(count)
+    }
+}

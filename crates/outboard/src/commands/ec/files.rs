@@ -1,0 +1,93 @@
+//! Shard files: their names, and how they come into being.
+
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+
+use crate::commands::cp::local::NewFile;
+use crate::failure::{Failure, Result};
+
+const SUFFIX: &[u8] = b".shard";
+
+/// The name of shard `index` of what is called `prefix`: `PREFIX.007.shard`.
+pub fn shard_path(prefix: &Path, index: usize) -> PathBuf {
+    let mut name = prefix.as_os_str().to_owned();
+    name.push(format!(".{index:03}.shard"));
+    name.into()
+}
+
+/// What a shard is a shard of, if its file is named like one.
+pub fn prefix(shard: &Path) -> Option<PathBuf> {
+    let rest = shard.as_os_str().as_bytes().strip_suffix(SUFFIX)?;
+    let (prefix, number) = rest.split_at_checked(rest.len().checked_sub(4)?)?;
+    let numbered = number[0] == b'.' && number[1..].iter().all(u8::is_ascii_digit);
+    let named =
+        Path::new(std::ffi::OsStr::from_bytes(prefix)).file_name().is_some() && !prefix.ends_with(b"/");
+    (numbered && named).then(|| OsString::from_vec(prefix.to_vec()).into())
+}
+
+/// All shards of what is called `wanted` that there are, in order.
+pub fn shards_of(wanted: &Path) -> io::Result<Vec<PathBuf>> {
+    let dir = parent(wanted);
+    let mut found = vec![];
+    for entry in fs::read_dir(dir)? {
+        let name = PathBuf::from(entry?.file_name());
+        if prefix(&name).is_some_and(|prefix| prefix.file_name() == wanted.file_name()) {
+            found.push(wanted.with_file_name(name));
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+/// The directory that something is in.
+pub fn parent(path: &Path) -> &Path {
+    path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// Fails if one of the files is there, unless that was asked for.
+pub fn refuse_existing<'a>(
+    doing: &str,
+    paths: impl IntoIterator<Item = &'a Path>,
+    force: bool,
+) -> Result<()> {
+    match paths.into_iter().find(|path| !force && path.symlink_metadata().is_ok()) {
+        None => Ok(()),
+        Some(path) => Err(Failure::new(doing, format!("{} exists; replace it with --force", path.display()))),
+    }
+}
+
+/// Has all files on the drive and under their names.
+pub fn finish(files: Vec<NewFile>, dir: &Path) -> io::Result<()> {
+    let mut files = files;
+    files.iter_mut().try_for_each(|file| file.file().sync_all())?;
+    files.into_iter().try_for_each(|file| file.finish(None))?;
+    File::open(dir)?.sync_all()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_go_both_ways() {
+        for (path, index, name) in [("a", 0, "a.000.shard"), ("/x/b.tar", 254, "/x/b.tar.254.shard")] {
+            assert_eq!(shard_path(Path::new(path), index), Path::new(name));
+            assert_eq!(prefix(Path::new(name)), Some(path.into()));
+        }
+        for other in [
+            "a",
+            "a.shard",
+            "a.00.shard",
+            "a.x00.shard",
+            ".000.shard",
+            "x/.000.shard",
+            ".shard",
+            "a-000.shard",
+        ] {
+            assert_eq!(prefix(Path::new(other)), None, "{other}");
+        }
+    }
+}

@@ -1,0 +1,247 @@
+//! `outboard ec` as a script would use it: files, exit codes, damage, repair.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+/// A directory, and the program run in it.
+struct Dir(tempfile::TempDir);
+
+impl Dir {
+    fn new() -> Dir {
+        Dir(tempfile::tempdir().unwrap())
+    }
+
+    fn path(&self) -> &Path {
+        self.0.path()
+    }
+
+    fn run(&self, args: &[&str]) -> Output {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_outboard"));
+        command.arg("ec").args(args).current_dir(self.path()).stdin(Stdio::null()).output().unwrap()
+    }
+
+    /// Runs a command that must succeed; its standard output and standard error.
+    fn ok(&self, args: &[&str]) -> (Vec<u8>, String) {
+        let output = self.run(args);
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success(), "outboard ec {args:?}: {stderr}");
+        (output.stdout, stderr)
+    }
+
+    fn json(&self, args: &[&str]) -> serde_json::Value {
+        serde_json::from_slice(&self.ok(args).0).unwrap()
+    }
+
+    /// Runs a command that must fail with an exit status; its standard error.
+    fn fails(&self, status: i32, args: &[&str]) -> String {
+        let output = self.run(args);
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(status), "outboard ec {args:?}: {stderr}");
+        assert!(output.stdout.is_empty(), "errors go to standard error");
+        stderr
+    }
+
+    fn write(&self, name: &str, data: &[u8]) {
+        fs::write(self.path().join(name), data).unwrap();
+    }
+
+    fn read(&self, name: &str) -> Vec<u8> {
+        fs::read(self.path().join(name)).unwrap()
+    }
+
+    fn remove(&self, names: &[&str]) {
+        names.iter().for_each(|name| fs::remove_file(self.path().join(name)).unwrap());
+    }
+
+    /// All files, hidden ones, too.
+    fn names(&self) -> Vec<String> {
+        let entries = fs::read_dir(self.path()).unwrap();
+        let mut names: Vec<String> = entries.map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    fn flip(&self, name: &str, at: usize) {
+        let mut data = self.read(name);
+        data[at] ^= 0x10;
+        self.write(name, &data);
+    }
+}
+
+fn noise(len: usize) -> Vec<u8> {
+    let mut x = 88_172_645_463_325_252_u64;
+    let mut next = || {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        x as u8
+    };
+    (0..len).map(|_| next()).collect()
+}
+
+const CODE: [&str; 5] = ["encode", "--k", "4", "--m", "2"];
+
+fn encode<'a>(more: &[&'a str]) -> Vec<&'a str> {
+    [&CODE[..], more].concat()
+}
+
+#[test]
+fn a_file_comes_back_from_any_k_shards() {
+    for kernel in ["auto", "portable"] {
+        for len in [0, 1, 100_000, 3_000_001] {
+            let dir = Dir::new();
+            let data = noise(len);
+            dir.write("file", &data);
+            dir.ok(&encode(&["--kernel", kernel, "file"]));
+            let shards: Vec<String> = (0..6).map(|n| format!("file.{n:03}.shard")).collect();
+            assert_eq!(dir.names(), [&["file".to_owned()][..], &shards[..]].concat(), "and nothing else");
+
+            dir.remove(&["file", "file.001.shard", "file.005.shard"]);
+            let (_, notes) = dir.ok(&["decode", "--kernel", kernel, "file"]);
+            assert_eq!(dir.read("file"), data);
+            assert!(notes.contains("1, 5") && notes.contains("--repair"), "{notes}");
+            assert_eq!(dir.names().len(), 5, "nothing was repaired that was not asked for");
+        }
+    }
+}
+
+#[test]
+fn one_loss_too_many_is_told() {
+    let dir = Dir::new();
+    dir.write("file", &noise(500_000));
+    dir.ok(&encode(&["file"]));
+    dir.remove(&["file", "file.000.shard", "file.003.shard", "file.004.shard"]);
+    let error = dir.fails(1, &["decode", "file"]);
+    assert!(error.contains("of 6 shards 3 are intact") && error.contains("at least 1"), "{error}");
+    assert_eq!(dir.names().len(), 3, "no half a file is left");
+}
+
+#[test]
+fn damage_is_noticed_and_repaired() {
+    let dir = Dir::new();
+    let data = noise(1_000_000);
+    dir.write("file", &data);
+    let report = dir.json(&encode(&["--unit", "16KiB", "--json", "file"]));
+    assert_eq!((&report[0]["bytes"], &report[0]["unit"]), (&1_000_000.into(), &16_384.into()));
+    let before: Vec<Vec<u8>> = (0..6).map(|n| dir.read(&format!("file.{n:03}.shard"))).collect();
+
+    dir.flip("file.002.shard", 40_000);
+    let (_, notes) = dir.ok(&["decode", "--out", "back", "file"]);
+    assert_eq!(dir.read("back"), data);
+    assert!(notes.contains("shards 2 are missing or damaged"), "{notes}");
+
+    // A parity shard's damage is not seen by who needs no parity, but by a repair. A header's loses the whole shard.
+    dir.flip("file.002.shard", 40_000);
+    dir.flip("file.005.shard", 40_000);
+    assert_eq!(dir.ok(&["decode", "--force", "--out", "back", "file"]).1, "");
+    dir.flip("file.000.shard", 3);
+    let report = dir.json(&["decode", "--repair", "--json", "--out", "/dev/null", "file"]);
+    assert_eq!(report["lost"], serde_json::json!([0, 5]));
+    assert_eq!(report["repaired"], serde_json::json!(["file.000.shard", "file.005.shard"]));
+    for (n, before) in before.iter().enumerate() {
+        assert!(dir.read(&format!("file.{n:03}.shard")) == *before, "shard {n}");
+    }
+
+    dir.remove(&["file.001.shard", "file.004.shard"]);
+    dir.ok(&["decode", "--repair", "--force", "file"]);
+    assert!(dir.read("file.001.shard") == before[1] && dir.read("file.004.shard") == before[4]);
+    assert!(dir.read("file") == data);
+}
+
+#[test]
+fn nothing_is_overwritten_unasked() {
+    let dir = Dir::new();
+    dir.write("file", b"old");
+    dir.ok(&encode(&["file"]));
+    let (shard, id) = (dir.read("file.003.shard"), 32..48);
+    assert!(dir.fails(1, &encode(&["file"])).contains("--force"));
+    assert_eq!(dir.read("file.003.shard"), shard);
+    dir.ok(&encode(&["--force", "file"]));
+    assert_ne!(dir.read("file.003.shard")[id.clone()], shard[id], "every encoding has an id of its own");
+
+    dir.write("file", b"new");
+    assert!(dir.fails(1, &["decode", "file"]).contains("--force"));
+    assert_eq!(dir.read("file"), b"new");
+    dir.ok(&["decode", "--force", "file"]);
+    assert_eq!(dir.read("file"), b"old");
+
+    // A shard that is there but was not named is not replaced either.
+    let named = ["file.000.shard", "file.001.shard", "file.002.shard", "file.003.shard", "file.004.shard"];
+    dir.flip("file.005.shard", 0);
+    let damaged = dir.read("file.005.shard");
+    let repair = ["decode", "--repair", "--out", "/dev/null"];
+    assert!(dir.fails(1, &[&repair[..], &named].concat()).contains("file.005.shard exists"));
+    assert_eq!(dir.read("file.005.shard"), damaged);
+}
+
+#[test]
+fn shards_may_be_anywhere_and_files_may_be_pipes() {
+    let dir = Dir::new();
+    let data = noise(300_000);
+    dir.write("file", &data);
+    dir.write("other", b"x");
+    dir.ok(&encode(&["--out", "a/b", "file", "other"]));
+    fs::rename(dir.path().join("a/b/file.005.shard"), dir.path().join("moved")).unwrap();
+    dir.remove(&["a/b/file.000.shard", "a/b/file.001.shard"]);
+    assert!(dir.fails(1, &["decode", "--out", "-", "a/b/file"]).contains("too much is lost"));
+    let shards =
+        ["decode", "--out", "-", "moved", "a/b/file.002.shard", "a/b/file.003.shard", "a/b/file.004.shard"];
+    assert_eq!(dir.ok(&shards).0, data);
+
+    let mut command = Command::new(env!("CARGO_BIN_EXE_outboard"));
+    let encode = command.arg("ec").args(encode(&["--out", ".", "/dev/stdin"])).current_dir(dir.path());
+    let mut encode = encode.stdin(Stdio::piped()).spawn().unwrap();
+    std::io::Write::write_all(&mut encode.stdin.take().unwrap(), &data).unwrap();
+    assert!(encode.wait().unwrap().success());
+    assert_eq!(dir.ok(&["decode", "--out", "-", "stdin"]).0, data);
+}
+
+#[test]
+fn mistakes_say_what_to_do() {
+    let dir = Dir::new();
+    dir.write("file", b"x");
+    assert!(dir.fails(2, &["encode", "--k", "200", "--m", "100", "file"]).contains("255"));
+    assert!(dir.fails(2, &["encode", "--k", "0", "--m", "1", "file"]).contains("at least one"));
+    assert!(dir.fails(1, &encode(&["--unit", "100", "file"])).contains("multiple of 64"));
+    assert!(dir.fails(2, &encode(&["--kernel", "fast", "file"])).contains("portable"));
+    assert!(dir.fails(1, &encode(&["nowhere"])).contains("nowhere"));
+    assert!(dir.fails(2, &encode(&["."])).contains("tar"));
+    assert_eq!(dir.names(), ["file"], "nothing is left of what failed");
+    assert!(dir.fails(1, &["decode", "nowhere"]).contains("nowhere.NNN.shard"));
+    assert!(dir.fails(1, &["decode", "--out", "back", "file"]).contains("is a shard"));
+    assert!(dir.fails(2, &["decode", "file"]).contains("--out"));
+
+    dir.ok(&encode(&["file"]));
+    fs::create_dir(dir.path().join("again")).unwrap();
+    dir.ok(&encode(&["--out", "again", "file"]));
+    let mixed = dir.fails(1, &["decode", "--out", "back", "file.000.shard", "again/file.001.shard"]);
+    assert!(mixed.contains("file.000.shard and again/file.001.shard"), "{mixed}");
+    let twice = dir.fails(1, &["decode", "--out", "back", "file.000.shard", "file.000.shard"]);
+    assert!(twice.contains("both shard 0"), "{twice}");
+    assert!(dir.fails(2, &["bench", "--unit", "100"]).contains("4KiB"));
+}
+
+#[test]
+fn bench_prints_its_figures() {
+    let dir = Dir::new();
+    let report =
+        dir.json(&["bench", "--k", "4", "--m", "2", "--rounds", "1", "--sizes", "1MiB,3MB", "--json"]);
+    let places = report["coding"].as_array().unwrap();
+    assert_eq!(
+        places.iter().map(|p| p["data_in"].as_str().unwrap()).collect::<Vec<_>>(),
+        ["cache", "memory"]
+    );
+    for coding in places {
+        let path = &coding["write_path"];
+        assert!(path.as_array().unwrap().iter().any(|p| p["kernel"] == "portable"));
+        assert!(
+            path[0]["gb_per_s"].as_f64().unwrap() > 0.0 && coding["decode_gb_per_s"].as_f64().unwrap() > 0.0
+        );
+        assert_eq!(path[0]["ratio"].is_number(), report["isal"] == true);
+    }
+    let rows = report["experiment"]["rows"].as_array().unwrap();
+    let encoded: Vec<u64> = rows.iter().map(|row| row["encoded_bytes"].as_u64().unwrap()).collect();
+    assert_eq!(encoded, [1 << 20, 128 * 24_576], "whole blocks in 128 shards");
+    assert!(rows.iter().all(|row| row["place"] == "host" && row["host_cpu_seconds"].as_f64().unwrap() > 0.0));
+}
