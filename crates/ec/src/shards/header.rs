@@ -67,7 +67,7 @@ impl Header {
         let reserved = [&bytes[13..16], &bytes[20..24], &bytes[48..60]].concat();
         let len = u64::from_le_bytes(part(bytes, 24));
         let layout = Layout { geometry, unit, len, id: part(bytes, 32) };
-        let possible = index < geometry.shards() && is_unit(unit) && layout.shard_len().is_some();
+        let possible = index < geometry.shards() && is_unit(unit) && layout.is_possible();
         if possible && reserved.iter().all(|byte| *byte == 0) {
             Ok(Header { layout, index })
         } else {

@@ -78,10 +78,11 @@ impl Layout {
         header::LEN as u64 + stripe * (self.unit + CRC) as u64
     }
 
-    /// Length of a shard file in bytes; `None` if no file can be so long.
-    fn shard_len(&self) -> Option<u64> {
-        let records = self.stripes().checked_mul((self.unit + CRC) as u64)?;
-        records.checked_add(header::LEN as u64).filter(|len| i64::try_from(*len).is_ok())
+    /// Whether the file and its shards are no longer than files can be.
+    fn is_possible(&self) -> bool {
+        let records = self.stripes().checked_mul((self.unit + CRC) as u64);
+        let shard = records.and_then(|records| records.checked_add(header::LEN as u64));
+        [Some(self.len), shard].iter().all(|len| len.is_some_and(|len| i64::try_from(len).is_ok()))
     }
 }
 
