@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use messenger::{NetworkStack, StackOptions, UseAs};
-use proto::{NodeStatus, PoolInfo, PoolName, ReplyBody, RequestBody};
+use proto::{NodeStatus, PoolInfo, PoolName, Redundancy, ReplyBody, RequestBody, ScrubStatus};
+use uuid::Uuid;
 
 use crate::call::Bulk;
 use crate::link::Link;
@@ -58,16 +59,67 @@ impl Client {
     /// # Errors
     /// [`NodeError::PoolExists`](proto::Error::PoolExists) among others.
     pub async fn create_pool(&self, name: &str) -> Result<()> {
-        self.create_pool_with(name, 0).await
+        self.create_pool_with(name, 0, Redundancy::Single).await
     }
 
-    /// Creates a pool with a number of placement groups: a power of two, or 0 for the default.
+    /// Creates a pool with a number of placement groups (a power of two, or 0 for the default), whose objects are
+    /// kept from being lost with a target in that way.
     ///
     /// # Errors
     /// [`NodeError::PoolExists`](proto::Error::PoolExists) among others.
-    pub async fn create_pool_with(&self, name: &str, pg_count: u32) -> Result<()> {
+    pub async fn create_pool_with(&self, name: &str, pg_count: u32, redundancy: Redundancy) -> Result<()> {
         let name = PoolName::new(name)?.to_string().into();
-        self.done(RequestBody::PoolCreate { name, pg_count }).await
+        self.done(RequestBody::PoolCreate { name, pg_count, redundancy }).await
+    }
+
+    /// Takes a target out, so that placement groups with redundancy do without it and give its place to another one, if
+    /// there is one; or takes it in again. `index` is its number in [`NodeStatus::targets`].
+    ///
+    /// # Errors
+    /// If there is no such target, or too few are left to change the node's map.
+    pub async fn set_target_out(&self, index: u32, out: bool) -> Result<()> {
+        self.done(RequestBody::TargetSetOut { index, out }).await
+    }
+
+    /// Gives a target's number to another one, which the node is to be started with next.
+    ///
+    /// # Errors
+    /// If there is no such target, or a pool without redundancy may need it.
+    pub async fn replace_target(&self, index: u32, uuid: Uuid) -> Result<()> {
+        self.done(RequestBody::TargetReplace { index, uuid }).await
+    }
+
+    /// Compares what a pool's targets have with what they should have, and repairs what can be: begins that if it is
+    /// not under way, and says how it stands.
+    ///
+    /// # Errors
+    /// If there is no such pool.
+    pub async fn start_scrub(&self, pool: &str) -> Result<ScrubStatus> {
+        self.scrub(pool, true).await
+    }
+
+    /// How a pool's scrub stands.
+    ///
+    /// # Errors
+    /// If there is no such pool.
+    pub async fn scrub_status(&self, pool: &str) -> Result<ScrubStatus> {
+        self.scrub(pool, false).await
+    }
+
+    async fn scrub(&self, pool: &str, start: bool) -> Result<ScrubStatus> {
+        let pool = PoolName::new(pool)?.to_string().into();
+        match self.ask(RequestBody::Scrub { pool, start }).await? {
+            ReplyBody::Scrub(status) => Ok(status),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Sets how many bytes a second rebuilds and scrubs may move, until the node is started again; 0 for no limit.
+    ///
+    /// # Errors
+    /// If the node does not answer.
+    pub async fn set_rebuild_rate(&self, bytes_per_second: u64) -> Result<()> {
+        self.done(RequestBody::SetRebuildRate(bytes_per_second)).await
     }
 
     /// The pools, ordered by name.

@@ -50,5 +50,6 @@ pub use options::Options;
 pub use pool::Pool;
 pub use proto::{
     Error as NodeError, Manifest, Mutated, NameError, NodeStatus, ObjectName, OffloadStatus, PhaseTimes,
-    PoolInfo, PoolName, RequestTimes, Space, StatAnswer as Stat, TargetStatus,
+    PoolHealth, PoolInfo, PoolName, RebuildStatus, Redundancy, RequestTimes, ScrubStatus, Space,
+    StatAnswer as Stat, TargetStatus,
 };

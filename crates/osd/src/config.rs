@@ -19,6 +19,14 @@ pub struct OsdConfig {
     pub transfer_timeout: Duration,
     /// How long a request waits for a store that is not there before it is given back to the client as transient.
     pub store_patience: Duration,
+    /// After that long a target that has not committed counts as failed, where others have the object, too.
+    pub target_timeout: Duration,
+    /// Pause between two looks at what is to be rebuilt.
+    pub upkeep_interval: Duration,
+    /// Most bytes a second that rebuilds and scrubs move; 0 for no limit.
+    pub rebuild_rate: u64,
+    /// Part of the time that rebuilds and scrubs may take while clients are served, in percent.
+    pub rebuild_share: u32,
     /// Sessions that changed nothing for that long lose their results.
     pub session_expiry: Duration,
     /// Parts of striped objects that no head names are removed when they are that old and their uploader has been gone
@@ -67,6 +75,10 @@ impl Default for OsdConfig {
             emulated: false,
             transfer_timeout: Duration::from_secs(30),
             store_patience: Duration::from_secs(30),
+            target_timeout: Duration::from_secs(10),
+            upkeep_interval: Duration::from_millis(500),
+            rebuild_rate: 0,
+            rebuild_share: 25,
             session_expiry: Duration::from_secs(24 * 3600),
             orphan_grace: Duration::from_secs(3600),
             collect_interval: Duration::from_secs(1800),

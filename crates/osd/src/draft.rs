@@ -271,7 +271,7 @@ impl<'a> Draft<'a> {
             self.written.retain(|n, _| !(start / BLOCK..(start + named).div_ceil(BLOCK)).contains(n));
         }
         if head_len > 0 {
-            self.merge(offset, staged.head.data().clone()).await?;
+            self.write_bytes(offset, staged.head.clone()).await?;
         }
         if named < staged.len {
             self.merge(start + named, staged.tail.clone()).await?;

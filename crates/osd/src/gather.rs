@@ -40,7 +40,7 @@ pub(crate) enum Gathered {
 
 /// Data in the store that no object has yet.
 pub(crate) struct Staged {
-    /// Bytes before the first block boundary.
+    /// Bytes before the first place from which on the store takes staged ones.
     pub(crate) head: Payload,
     /// From there on.
     pub(crate) stage: Stage,
@@ -123,7 +123,8 @@ impl Puller<'_> {
         len: u64,
         store: &Arc<dyn ObjectStore>,
     ) -> Step<Staged> {
-        let head_len = (BLOCK - offset % BLOCK).min(len) % BLOCK;
+        let alignment = store.stage_alignment();
+        let head_len = (alignment - offset % alignment).min(len) % alignment;
         let head = match head_len {
             0 => Payload::default(),
             some => self.pull(from, 0, some as usize, offset).await?,
@@ -134,6 +135,7 @@ impl Puller<'_> {
         }
         let stage = Stage { store: Arc::clone(store), id: store.stage(staged_len).await? };
         let step = SEGMENT.min(self.pool.largest()) as u64;
+        let step = (step - step % alignment).max(alignment);
         let mut tail = Bytes::new();
         let mut segments = FuturesUnordered::new();
         let mut at = 0;

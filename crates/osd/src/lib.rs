@@ -12,6 +12,7 @@
 
 #![forbid(unsafe_code)]
 
+mod array;
 mod clock;
 mod collect;
 mod config;
@@ -26,6 +27,7 @@ mod mutate;
 mod node;
 mod object;
 mod osd;
+mod pace;
 mod pg;
 mod pools;
 mod read;
@@ -36,6 +38,7 @@ mod target;
 mod timed;
 mod times;
 mod turnstile;
+mod upkeep;
 
 pub use config::{OffloadSource, OsdConfig};
 pub use node::{Osd, StartError};

@@ -4,6 +4,7 @@ use std::rc::Rc;
 
 use base::block::Payload;
 use bytes::Bytes;
+use proto::Redundancy;
 use serde::{Deserialize, Serialize};
 use store::{Op, StoreError, Transaction, WriteSource};
 use uuid::Uuid;
@@ -14,17 +15,29 @@ use crate::target::Target;
 
 /// Largest map, in bytes: far more than the most pools and targets take.
 const MAP_BYTES_MAX: u64 = 1 << 20;
-const FORMAT: u8 = 1;
+const FORMAT: u8 = 2;
+/// Before there was redundancy.
+const FORMAT_SINGLE: u8 = 1;
 
 /// See the [module](self) documentation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct NodeMap {
     pub(crate) epoch: u64,
     pub(crate) node: Uuid,
-    /// In the order that placement does not depend on.
-    pub(crate) targets: Vec<Uuid>,
+    /// In the order of their numbers; placement does not depend on it.
+    pub(crate) targets: Vec<TargetRecord>,
     pub(crate) next_pool_id: u32,
     pub(crate) pools: Vec<PoolRecord>,
+}
+
+/// A target in the map.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct TargetRecord {
+    pub(crate) uuid: Uuid,
+    /// The operator has taken it out.
+    pub(crate) out: bool,
+    /// It has failed or was out, placement groups have gone on without it, and it has not caught up.
+    pub(crate) lost: bool,
 }
 
 /// A pool in the map.
@@ -36,10 +49,57 @@ pub(crate) struct PoolRecord {
     pub(crate) made_ms: u64,
     /// Its objects are being removed; it can no longer be used.
     pub(crate) removing: bool,
+    pub(crate) redundancy: Redundancy,
+}
+
+/// The map as it was in [`FORMAT_SINGLE`].
+#[derive(Deserialize)]
+struct SingleMap {
+    epoch: u64,
+    node: Uuid,
+    targets: Vec<Uuid>,
+    next_pool_id: u32,
+    pools: Vec<SinglePool>,
+}
+
+#[derive(Deserialize)]
+struct SinglePool {
+    id: u32,
+    name: String,
+    pg_count: u32,
+    made_ms: u64,
+    removing: bool,
+}
+
+impl From<SingleMap> for NodeMap {
+    fn from(old: SingleMap) -> NodeMap {
+        let pool = |p: SinglePool| PoolRecord {
+            id: p.id,
+            name: p.name,
+            pg_count: p.pg_count,
+            made_ms: p.made_ms,
+            removing: p.removing,
+            redundancy: Redundancy::Single,
+        };
+        NodeMap {
+            epoch: old.epoch,
+            node: old.node,
+            targets: old.targets.into_iter().map(TargetRecord::new).collect(),
+            next_pool_id: old.next_pool_id,
+            pools: old.pools.into_iter().map(pool).collect(),
+        }
+    }
+}
+
+impl TargetRecord {
+    fn new(uuid: Uuid) -> TargetRecord {
+        TargetRecord { uuid, out: false, lost: false }
+    }
 }
 
 impl NodeMap {
-    /// Finds the map on the targets, makes it if all of them are new, and brings those up to date that lag behind.
+    /// Finds the map on the targets, makes it if all of them are new, and brings those up to date that lag behind. Targets that
+    /// fail are marked so; without them the node starts if what is there is certain to have the newest map.
     pub(crate) async fn open(targets: &[Rc<Target>]) -> Result<NodeMap, StartError> {
         let uuids: Vec<Uuid> = targets.iter().map(|t| t.uuid).collect();
         if let Some(twice) = uuids.iter().enumerate().find(|(i, u)| uuids[..*i].contains(u)) {
@@ -49,19 +109,32 @@ impl NodeMap {
             return Err(StartError::NoTargets);
         }
         let mut copies = Vec::new();
+        let mut failure = None;
         for target in targets {
-            copies.push(read_copy(target).await?);
+            let copy = match read_copy(target).await {
+                Err(StartError::Target { source, .. }) if is_final(&source) => {
+                    target.fail(&source.to_string());
+                    failure = Some(StartError::Target { target: target.uuid, source });
+                    None
+                }
+                copy => copy?,
+            };
+            copies.push(copy);
         }
         let newest = copies.iter().flatten().max_by_key(|map| map.epoch).cloned();
-        let map = match newest {
-            Some(map) => map,
-            None => {
-                NodeMap { epoch: 1, node: Uuid::new_v4(), targets: uuids, next_pool_id: 1, pools: vec![] }
+        let map = match (newest, failure.take_if(|_| newest_is_missing(&copies))) {
+            (_, Some(failure)) => return Err(failure),
+            (Some(map), _) => map,
+            (None, _) => {
+                let targets = uuids.into_iter().map(TargetRecord::new).collect();
+                NodeMap { epoch: 1, node: Uuid::new_v4(), targets, next_pool_id: 1, pools: vec![] }
             }
         };
         map.check_targets(targets, &copies)?;
+        map.check_failed(targets, failure)?;
+        map.tell(targets);
         for (target, copy) in targets.iter().zip(&copies) {
-            if copy.as_ref() != Some(&map) {
+            if target.failure().is_none() && copy.as_ref() != Some(&map) {
                 tracing::info!(target_uuid = %target.uuid, epoch = map.epoch, "the target gets the node's map");
                 write_copy(target, &map).await.map_err(|e| start_error(target, e))?;
             }
@@ -73,24 +146,72 @@ impl NodeMap {
         for (target, copy) in targets.iter().zip(copies) {
             let foreign = match copy {
                 Some(copy) => copy.node != self.node,
-                // Only when a node is first made can a target of it be without a map.
-                None => self.epoch > 1,
+                // When a node is first made; later one that has failed, or that takes another's place.
+                None => false,
             };
-            if foreign || !self.targets.contains(&target.uuid) {
+            if foreign || self.record(&target.uuid).is_none() {
                 return Err(StartError::ForeignTarget { target: target.uuid, node: self.node });
             }
         }
-        let missing = self.targets.iter().find(|uuid| targets.iter().all(|t| t.uuid != **uuid));
+        let missing = self
+            .targets
+            .iter()
+            .find(|record| !record.out && !record.lost && targets.iter().all(|t| t.uuid != record.uuid));
         match missing {
-            Some(uuid) => Err(StartError::MissingTarget { target: *uuid, node: self.node }),
+            Some(record) => Err(StartError::MissingTarget { target: record.uuid, node: self.node }),
             None => Ok(()),
         }
     }
 
-    /// Puts the map on every target. On an error some have it and some do not, which the next start mends.
+    /// Whether targets that cannot be read may have a newer map: not if most can be read, since a map is on most of them
+    /// before it counts, and not if the newest one that was read says that the others are lost.
+    fn check_failed(&self, targets: &[Rc<Target>], failure: Option<StartError>) -> Result<(), StartError> {
+        let Some(failure) = failure else { return Ok(()) };
+        let failed = targets.iter().filter(|t| t.failure().is_some());
+        let surprising = failed.clone().filter(|t| self.record(&t.uuid).is_none_or(|r| !r.lost && !r.out));
+        if surprising.count() == 0 || failed.count() * 2 < self.targets.len() {
+            return Ok(());
+        }
+        Err(failure)
+    }
+
+    /// A target's record.
+    pub(crate) fn record(&self, uuid: &Uuid) -> Option<&TargetRecord> {
+        self.targets.iter().find(|record| record.uuid == *uuid)
+    }
+
+    /// Tells the targets what the map says of them.
+    pub(crate) fn tell(&self, targets: &[Rc<Target>]) {
+        for target in targets {
+            let Some(record) = self.record(&target.uuid) else { continue };
+            target.write_off(record.lost);
+            if target.is_out() != record.out {
+                target.set_out(record.out);
+            }
+        }
+    }
+
+    /// Puts the map on every target that has not failed: those are to be most of them, or else the map says which are lost. On
+    /// an error some have it and some do not, which the next start mends.
     pub(crate) async fn save(&self, targets: &[Rc<Target>]) -> Result<(), StoreError> {
-        let copies = targets.iter().map(|target| write_copy(target, self));
-        futures::future::try_join_all(copies).await.map(drop)
+        let there = targets.iter().filter(|target| target.failure().is_none());
+        let copies = there.map(|target| async move {
+            match write_copy(target, self).await {
+                Err(e) if is_final(&e) && targets.len() > 1 => {
+                    target.fail(&e.to_string());
+                    Ok(0)
+                }
+                written => written.map(|()| 1),
+            }
+        });
+        let written: usize = futures::future::try_join_all(copies).await?.into_iter().sum();
+        let says_so = |target: &Rc<Target>| self.record(&target.uuid).is_some_and(|r| r.lost || r.out);
+        let certain = targets.iter().all(|target| target.failure().is_none() || says_so(target));
+        if written > 0 && (certain || written * 2 > targets.len()) {
+            return Ok(());
+        }
+        let detail = "most targets are needed to change the node's map".into();
+        Err(StoreError::TooFewTargets { there: written, needed: targets.len() / 2 + 1, detail })
     }
 }
 
@@ -107,6 +228,10 @@ async fn read_copy(target: &Target) -> Result<Option<NodeMap>, StartError> {
     let bytes = read.contiguous();
     match bytes.split_first() {
         Some((&FORMAT, rest)) => postcard::from_bytes(rest).map(Some).map_err(|e| corrupt(e.to_string())),
+        Some((&FORMAT_SINGLE, rest)) => {
+            let old: SingleMap = postcard::from_bytes(rest).map_err(|e| corrupt(e.to_string()))?;
+            Ok(Some(old.into()))
+        }
         Some((format, _)) => Err(corrupt(format!("format {format} is not known"))),
         None => Err(corrupt("it is empty".into())),
     }
@@ -126,6 +251,16 @@ async fn write_copy(target: &Target, map: &NodeMap) -> Result<(), StoreError> {
     transaction.ops.push(Op::Write { oid, offset: 0, source });
     target.epoch();
     target.queue(transaction).await
+}
+
+/// Whether an error says that a target has failed, rather than that it is not there yet.
+fn is_final(e: &StoreError) -> bool {
+    matches!(e, StoreError::Io(_) | StoreError::Poisoned(_) | StoreError::Corrupt { .. })
+}
+
+/// Whether no target that can be read has a map.
+fn newest_is_missing(copies: &[Option<NodeMap>]) -> bool {
+    copies.iter().all(Option::is_none)
 }
 
 fn start_error(target: &Target, e: StoreError) -> StartError {

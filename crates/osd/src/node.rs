@@ -161,10 +161,12 @@ impl Osd {
         let removing: Vec<_> = osd.map.borrow().pools.iter().filter(|p| p.removing).cloned().collect();
         removing.iter().for_each(|record| osd.empty_in_background(osd.make_pool(record)));
         let collector = crate::spawn(Rc::clone(&osd).collect_for_ever());
+        let upkeep = crate::spawn(Rc::clone(&osd).look_after_redundancy());
         let accepting = crate::spawn(serve::accept(Rc::clone(&osd), listener));
         stop.await;
         accepting.abort();
         collector.abort();
+        upkeep.abort();
         let drained = async {
             while osd.requests.get() > 0 {
                 tokio::time::sleep(Duration::from_millis(5)).await;

@@ -8,28 +8,31 @@ use std::time::Duration;
 
 use base::pool::BufferPool;
 use messenger::Connection;
-use proto::{Error, Manifest, ObjectName, PartId, RequestHead, SessionId, placement};
+use proto::{Error, Manifest, ObjectName, PartId, Redundancy, RequestHead, SessionId, placement};
 use store::{ObjectId, ObjectStore};
 use tokio::sync::Mutex;
 use tokio::time::Instant;
 use uuid::Uuid;
 
+use crate::array::{Array, Group, GroupOptions};
 use crate::gather::Gathered;
 use crate::inflight::InFlight;
 use crate::map::{NodeMap, PoolRecord};
 use crate::mutate::Change;
+use crate::pace::Pace;
 use crate::pg::Pg;
 use crate::sessions::{ConnectionId, Sessions};
 use crate::target::Target;
 use crate::timed::Timed;
 use crate::times::Times;
+use crate::upkeep::Upkeep;
 use crate::{OsdConfig, StartError, ids};
 
 /// An object storage daemon. Lives on one thread.
 pub(crate) struct Osd {
     pub(crate) config: OsdConfig,
     pub(crate) pool: BufferPool,
-    pub(crate) targets: Vec<Rc<Target>>,
+    pub(crate) targets: Rc<Vec<Rc<Target>>>,
     pub(crate) map: RefCell<NodeMap>,
     /// Held while the map is changed.
     pub(crate) changing_map: Mutex<()>,
@@ -42,6 +45,9 @@ pub(crate) struct Osd {
     pub(crate) in_flight: InFlight,
     pub(crate) requests: Cell<u32>,
     pub(crate) times: Times,
+    /// Of rebuilds and scrubs.
+    pub(crate) pace: Pace,
+    pub(crate) upkeep: Upkeep,
     pub(crate) started: Instant,
 }
 
@@ -49,6 +55,8 @@ pub(crate) struct Osd {
 pub(crate) struct Pool {
     pub(crate) record: PoolRecord,
     pub(crate) pgs: Vec<Rc<Pg>>,
+    /// What is behind the placement groups of a pool with redundancy; of others, nothing.
+    pub(crate) groups: Vec<Rc<Group>>,
     /// No requests are taken: the pool is about to be removed.
     pub(crate) closed: Cell<bool>,
 }
@@ -100,7 +108,7 @@ impl Osd {
         let map = NodeMap::open(&targets).await?;
         let osd = Osd {
             pool,
-            targets,
+            targets: Rc::new(targets),
             map: RefCell::new(map.clone()),
             changing_map: Mutex::default(),
             pools: RefCell::default(),
@@ -110,30 +118,51 @@ impl Osd {
             in_flight: InFlight::default(),
             requests: Cell::new(0),
             times: Times::new(),
+            pace: Pace::new(config.rebuild_rate, config.rebuild_share),
+            upkeep: Upkeep::default(),
             started: Instant::now(),
             config,
         };
         for record in map.pools.iter().filter(|record| !record.removing) {
-            osd.add_pool(record);
+            osd.add_pool(osd.make_pool(record));
         }
         Ok(Rc::new(osd))
     }
 
     /// Takes a pool of the map into use.
-    pub(crate) fn add_pool(&self, record: &PoolRecord) {
-        self.pools.borrow_mut().insert(record.name.clone(), self.make_pool(record));
+    pub(crate) fn add_pool(&self, pool: Rc<Pool>) {
+        self.pools.borrow_mut().insert(pool.record.name.clone(), pool);
     }
 
     /// A pool of the map, which is not in use yet, or no longer.
     pub(crate) fn make_pool(&self, record: &PoolRecord) -> Rc<Pool> {
         let uuids: Vec<Uuid> = self.targets.iter().map(|t| t.uuid).collect();
-        let pg = |pg| {
-            let index = placement::target(record.id, pg, &uuids).expect("a node has at least one target");
-            let cached = self.config.cached_objects_per_pg;
-            Rc::new(Pg::new(Rc::clone(&self.targets[index]), record.id, pg, cached))
+        let mut groups = Vec::new();
+        let mut pg = |pg| {
+            let target = if record.redundancy == Redundancy::Single {
+                let index = placement::target(record.id, pg, &uuids).expect("a node has at least one target");
+                Rc::clone(&self.targets[index])
+            } else {
+                let started = Array::start(self.group_options(record, pg));
+                let (array, group) = started.expect("redundancy was checked when the pool was made");
+                groups.push(group);
+                Rc::new(Target::new(Uuid::nil(), array))
+            };
+            Rc::new(Pg::new(target, record.id, pg, self.config.cached_objects_per_pg))
         };
-        let pgs = (0..record.pg_count).map(pg).collect();
-        Rc::new(Pool { pgs, closed: Cell::new(false), record: record.clone() })
+        let pgs = (0..record.pg_count).map(&mut pg).collect();
+        Rc::new(Pool { pgs, groups, closed: Cell::new(false), record: record.clone() })
+    }
+
+    fn group_options(&self, record: &PoolRecord, number: u32) -> GroupOptions {
+        GroupOptions {
+            pool_id: record.id,
+            number,
+            redundancy: record.redundancy,
+            targets: Rc::clone(&self.targets),
+            pool: self.pool.clone(),
+            member_timeout: self.config.target_timeout,
+        }
     }
 
     /// A pool that takes requests.

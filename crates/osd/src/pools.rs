@@ -3,9 +3,11 @@
 use std::rc::Rc;
 
 use proto::limits::{DEFAULT_PG_COUNT, MAX_PG_COUNT, MAX_POOLS};
-use proto::{Error, PoolInfo, PoolName};
+use proto::{Error, PoolInfo, PoolName, Redundancy, placement};
 use store::{Op, StoreError, Transaction};
+use uuid::Uuid;
 
+use crate::array::Group;
 use crate::clock::now_ms;
 use crate::fail::{Fail, Step};
 use crate::ids;
@@ -26,14 +28,21 @@ impl Osd {
             id: pool.record.id,
             name: pool.record.name.clone(),
             pg_count: pool.record.pg_count,
+            redundancy: pool.record.redundancy,
             made_ms: pool.record.made_ms,
         })
         .collect()
     }
 
     /// Creates a pool; it exists once the map is durable on every target.
-    pub(crate) async fn create_pool(&self, name: &[u8], pg_count: u32) -> proto::Result<()> {
+    pub(crate) async fn create_pool(
+        &self,
+        name: &[u8],
+        pg_count: u32,
+        redundancy: Redundancy,
+    ) -> proto::Result<()> {
         let name = PoolName::from_wire(name)?.to_string();
+        redundancy.check()?;
         let pg_count = if pg_count == 0 { DEFAULT_PG_COUNT } else { pg_count };
         if !pg_count.is_power_of_two() || pg_count > MAX_PG_COUNT {
             let detail = format!("{pg_count}; possible are powers of two up to {MAX_PG_COUNT}");
@@ -48,12 +57,27 @@ impl Osd {
             let advice = "remove one, or use namespaces".into();
             return Err(Error::Busy { what: "pools".into(), limit: MAX_POOLS as u64, advice });
         }
-        let record = PoolRecord { id: map.next_pool_id, name, pg_count, made_ms: now_ms(), removing: false };
+        let (id, made_ms) = (map.next_pool_id, now_ms());
+        let record = PoolRecord { id, name, pg_count, made_ms, removing: false, redundancy };
         map.next_pool_id += 1;
         map.pools.push(record.clone());
+        let pool = self.make_pool(&record);
+        self.create_groups(&pool).await?;
         self.save_map(map).await?;
-        self.add_pool(&record);
+        self.add_pool(pool);
         Ok(())
+    }
+
+    /// Makes the groups of a pool with redundancy, before the map has it: from then on one of which nothing is found is lost.
+    async fn create_groups(&self, pool: &Pool) -> proto::Result<()> {
+        let uuids: Vec<Uuid> = self.targets.iter().map(|t| t.uuid).collect();
+        let create = |group: &Rc<Group>| {
+            let ranked = placement::ranked(group.place.0, group.place.1, &uuids);
+            let group = Rc::clone(group);
+            async move { group.create(&ranked).await }
+        };
+        let created = futures::future::try_join_all(pool.groups.iter().map(create)).await;
+        created.map(drop).map_err(|e| refusal(e.into()))
     }
 
     /// Closes a pool for good. Its objects go in the background.
@@ -101,7 +125,7 @@ impl Osd {
         }
     }
 
-    async fn save_map(&self, mut map: NodeMap) -> proto::Result<()> {
+    pub(crate) async fn save_map(&self, mut map: NodeMap) -> proto::Result<()> {
         // Also after a failure the epoch goes on: some target may have the map that failed.
         map.epoch += 1;
         self.map.borrow_mut().epoch = map.epoch;
@@ -158,7 +182,7 @@ impl Osd {
 }
 
 /// What the client is told.
-fn refusal(fail: Fail) -> Error {
+pub(crate) fn refusal(fail: Fail) -> Error {
     match fail {
         Fail::Refused(e) => e,
         Fail::Lost(why) => crate::fail::unavailable(why),

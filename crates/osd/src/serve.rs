@@ -6,7 +6,7 @@ use std::sync::Arc;
 use base::block::Payload;
 use base::phases::Clock;
 use messenger::{Connection, Event, Incoming, Listener, Message};
-use proto::{Error, Mutate, Mutated, Reply, ReplyBody, RequestBody, RequestHead, SessionId};
+use proto::{Error, Mutate, Mutated, Redundancy, Reply, ReplyBody, RequestBody, RequestHead, SessionId};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::gather::{COMPANY, Puller};
@@ -104,6 +104,9 @@ impl Served {
         crate::spawn(running.scope(async move {
             let kind = Kind::of(&body);
             osd.requests.set(osd.requests.get() + 1);
+            if matches!(kind, Kind::Write | Kind::Read) {
+                osd.pace.client_served();
+            }
             let (result, payload) = osd.carry_out(&request, body, message.payload).await;
             osd.requests.set(osd.requests.get() - 1);
             let carried_out = result.is_ok();
@@ -168,9 +171,22 @@ impl Osd {
             },
             RequestBody::Query(query) => read::query(self, request, &query).await,
             RequestBody::List(wanted) => list::list(self, request, &wanted).await,
-            RequestBody::PoolCreate { name, pg_count } => self.pool_created(request, &name, pg_count).await,
+            RequestBody::PoolCreate { name, pg_count, redundancy } => {
+                self.pool_created(request, &name, pg_count, redundancy).await
+            }
             RequestBody::PoolList => Ok(ReplyBody::Pools(self.list_pools())),
             RequestBody::PoolRemove { name, force } => self.pool_removed(request, &name, force).await,
+            RequestBody::TargetSetOut { index, out } => {
+                self.set_target_out(index, out).await.map(|()| ReplyBody::Done)
+            }
+            RequestBody::TargetReplace { index, uuid } => {
+                self.replace_target(index, uuid).await.map(|()| ReplyBody::Done)
+            }
+            RequestBody::Scrub { pool, start } => self.scrub(&pool, start).map(ReplyBody::Scrub),
+            RequestBody::SetRebuildRate(rate) => {
+                self.pace.set_rate(rate);
+                Ok(ReplyBody::Done)
+            }
             RequestBody::Status => Ok(ReplyBody::Status(Box::new(status::status(self).await))),
             RequestBody::CollectOrphans { older_than_ms } => {
                 let grace = std::time::Duration::from_millis(older_than_ms);
@@ -182,8 +198,14 @@ impl Osd {
     }
 
     /// A retry may find that its first attempt has done it.
-    async fn pool_created(&self, request: &Request, name: &[u8], pg_count: u32) -> proto::Result<ReplyBody> {
-        match self.create_pool(name, pg_count).await {
+    async fn pool_created(
+        &self,
+        request: &Request,
+        name: &[u8],
+        pg_count: u32,
+        redundancy: Redundancy,
+    ) -> proto::Result<ReplyBody> {
+        match self.create_pool(name, pg_count, redundancy).await {
             Err(Error::PoolExists(_)) if request.head.retry => Ok(ReplyBody::Done),
             done => done.map(|()| ReplyBody::Done),
         }

@@ -2,6 +2,7 @@
 
 use proto::{NodeStatus, Space, TargetStatus};
 
+use crate::map::TargetRecord;
 use crate::osd::Osd;
 use crate::target::Target;
 
@@ -10,7 +11,12 @@ const PATIENCE: std::time::Duration = std::time::Duration::from_secs(2);
 
 /// The state now; targets that do not answer say so.
 pub(crate) async fn status(osd: &Osd) -> NodeStatus {
-    let targets = futures::future::join_all(osd.targets.iter().map(|t| target_status(t))).await;
+    let records = osd.map.borrow().targets.clone();
+    let targets = records.iter().map(|record| async {
+        let target = osd.targets.iter().find(|t| t.uuid == record.uuid);
+        target_status(record, target.map(|t| &**t)).await
+    });
+    let targets = futures::future::join_all(targets).await;
     let (free, fewest) = osd.pool.free_bytes();
     let map = osd.map.borrow();
     NodeStatus {
@@ -21,6 +27,8 @@ pub(crate) async fn status(osd: &Osd) -> NodeStatus {
         osd_pid: std::process::id(),
         uptime_seconds: osd.started.elapsed().as_secs(),
         map_epoch: map.epoch,
+        health: osd.health(),
+        rebuild: osd.rebuild_status(),
         targets,
         pools: osd.list_pools(),
         paths: osd.paths.borrow().clone(),
@@ -34,8 +42,15 @@ pub(crate) async fn status(osd: &Osd) -> NodeStatus {
     }
 }
 
-async fn target_status(target: &Target) -> TargetStatus {
-    let space = match tokio::time::timeout(PATIENCE, target.store.statfs()).await {
+async fn target_status(record: &TargetRecord, target: Option<&Target>) -> TargetStatus {
+    let space = space(target).await;
+    let failure = target.map_or(Some("it is not there".into()), Target::failure);
+    TargetStatus { uuid: record.uuid, out: record.out, behind: record.lost, failure, space }
+}
+
+async fn space(target: Option<&Target>) -> Result<Space, String> {
+    let target = target.ok_or("it is not there; the node has it from its next start on")?;
+    match tokio::time::timeout(PATIENCE, target.store.statfs()).await {
         Ok(Ok(fs)) => Ok(Space {
             total: fs.total,
             free: fs.free,
@@ -47,6 +62,5 @@ async fn target_status(target: &Target) -> TargetStatus {
         }),
         Ok(Err(e)) => Err(e.to_string()),
         Err(_) => Err("the store does not answer; see its log".into()),
-    };
-    TargetStatus { uuid: target.uuid, space }
+    }
 }

@@ -1,7 +1,8 @@
 //! A target and the OSD's view of its session.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use base::BoxFuture;
 use store::{CollectionId, ObjectStore, StoreError, Transaction};
@@ -9,19 +10,87 @@ use uuid::Uuid;
 
 use crate::fail::{Fail, Step};
 
-/// One target. Everything the OSD remembers of it carries the *epoch* it was learnt in; when the store is lost a new
-/// epoch begins, and what was learnt before no longer counts.
+/// One target, or several that are used as one. Everything the OSD remembers of it carries the *epoch* it was learnt in; when
+/// the store is lost a new epoch begins, and what was learnt before no longer counts.
 pub(crate) struct Target {
     pub(crate) uuid: Uuid,
     pub(crate) store: Arc<dyn ObjectStore>,
     session: Cell<u64>,
     epoch: Cell<u64>,
+    /// Counts how often its usability has changed.
+    generation: Arc<AtomicU64>,
+    /// Why it failed, and in which session.
+    failed: RefCell<Option<(u64, String)>>,
+    /// The operator has taken it out.
+    out: Cell<bool>,
+    /// The node's map says that it is lost: others have gone on without it.
+    written_off: Cell<bool>,
 }
 
 impl Target {
     pub(crate) fn new(uuid: Uuid, store: Arc<dyn ObjectStore>) -> Target {
         let session = Cell::new(store.session());
-        Target { uuid, store, session, epoch: Cell::new(1) }
+        Target {
+            uuid,
+            store,
+            session,
+            epoch: Cell::new(1),
+            generation: Arc::default(),
+            failed: RefCell::default(),
+            out: Cell::new(false),
+            written_off: Cell::new(false),
+        }
+    }
+
+    /// Counts how often its usability has changed.
+    pub(crate) fn generation(&self) -> Arc<AtomicU64> {
+        Arc::clone(&self.generation)
+    }
+
+    /// Says that it has failed: redundant placement groups go on without it, until its store has a new session or an operator
+    /// says so.
+    pub(crate) fn fail(&self, why: &str) {
+        if self.failure().is_none() {
+            tracing::error!(target_uuid = %self.uuid, why, "the target has failed; its placement groups go on without it");
+            metrics::counter!("outboard_osd_target_failures_total").increment(1);
+            *self.failed.borrow_mut() = Some((self.store.session(), why.to_owned()));
+            self.generation.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+
+    /// Why it has failed, in its store's present session.
+    pub(crate) fn failure(&self) -> Option<String> {
+        let session = self.store.session();
+        self.failed.borrow().as_ref().filter(|(since, _)| *since == session).map(|(_, why)| why.clone())
+    }
+
+    /// Takes it out, or in again; then it is tried again, too, if it has failed.
+    pub(crate) fn set_out(&self, out: bool) {
+        if !out {
+            *self.failed.borrow_mut() = None;
+        }
+        self.out.set(out);
+        self.generation.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Whether the operator has taken it out.
+    pub(crate) fn is_out(&self) -> bool {
+        self.out.get()
+    }
+
+    /// Notes whether the node's map says that it is lost.
+    pub(crate) fn write_off(&self, lost: bool) {
+        self.written_off.set(lost);
+    }
+
+    /// Whether others may go on as if it had never come back.
+    pub(crate) fn is_written_off(&self) -> bool {
+        self.is_out() || self.written_off.get()
+    }
+
+    /// Whether redundant placement groups may use it.
+    pub(crate) fn is_usable(&self) -> bool {
+        !self.is_out() && self.failure().is_none()
     }
 
     /// The current epoch.

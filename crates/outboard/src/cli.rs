@@ -38,6 +38,9 @@ pub enum Command {
     Status(commands::status::StatusArgs),
     #[command(subcommand, about = "Create, list and remove pools")]
     Pool(commands::pool::PoolCommand),
+    #[command(subcommand, about = "List targets, take them out and in, replace them")]
+    Target(commands::target::TargetCommand),
+    Scrub(commands::scrub::ScrubArgs),
     Put(commands::put::PutArgs),
     Get(commands::get::GetArgs),
     Ls(commands::ls::LsArgs),

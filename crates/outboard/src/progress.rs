@@ -27,6 +27,12 @@ impl Progress {
         Progress::with(label, bar, "{prefix} {spinner} {bytes} {bytes_per_sec} {msg}")
     }
 
+    /// Progress over a known number of things.
+    pub fn count(what: &str, total: u64) -> Progress {
+        let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr_with_hz(5));
+        Progress::with(what, bar, "{prefix} {bar:32} {pos}/{len} {msg} eta {eta}")
+    }
+
     /// Progress over a known time, in seconds.
     pub fn seconds(label: &str, total: u64) -> Progress {
         let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr_with_hz(5));

@@ -10,6 +10,7 @@ mod error;
 pub mod limits;
 mod name;
 pub mod placement;
+mod redundancy;
 mod reply;
 mod request;
 mod session;
@@ -18,13 +19,17 @@ mod wire;
 
 pub use error::{Error, Result};
 pub use name::{NameError, ObjectName, PoolName, WireName};
+pub use redundancy::{DEFAULT_STRIPE_UNIT, MAX_COPIES, MAX_STRIPE, Redundancy};
 pub use reply::{Listed, Mutated, QueryAnswer, Reply, ReplyBody, StatAnswer};
 pub use request::{
     Condition, Data, List, Manifest, Mutate, Mutation, PartId, Query, QueryOp, Read, RequestBody,
     RequestHead, Source,
 };
 pub use session::{SessionId, UploadId};
-pub use status::{NodeStatus, OffloadStatus, PhaseTimes, PoolInfo, RequestTimes, Space, TargetStatus};
+pub use status::{
+    NodeStatus, OffloadStatus, PhaseTimes, PoolHealth, PoolInfo, RebuildStatus, RequestTimes, ScrubStatus,
+    Space, TargetStatus,
+};
 pub use wire::{
     DecodeError, VERSION, VERSION_OLDEST, decode_body, decode_head, decode_reply, encode_reply,
     encode_request,

@@ -39,6 +39,15 @@ pub fn target(pool_id: u32, pg: u32, targets: &[Uuid]) -> Option<usize> {
     (0..targets.len()).max_by_key(|&i| weight(&targets[i]))
 }
 
+/// Indices of the targets in the order in which a placement group prefers them, the one of [`target`] first.
+#[must_use]
+pub fn ranked(pool_id: u32, pg: u32, targets: &[Uuid]) -> Vec<usize> {
+    let seed = (u64::from(pool_id) << 32) | u64::from(pg);
+    let mut order: Vec<usize> = (0..targets.len()).collect();
+    order.sort_by_key(|&i| std::cmp::Reverse((xxh3_64_with_seed(targets[i].as_bytes(), seed), targets[i])));
+    order
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -51,6 +60,11 @@ mod tests {
         let mut groups = [0usize; 4];
         for pg in 0..1024 {
             groups[target(1, pg, &targets).unwrap()] += 1;
+        }
+        for pg in 0..64 {
+            let ranked = ranked(1, pg, &targets);
+            assert_eq!(Some(ranked[0]), target(1, pg, &targets));
+            assert_eq!(ranked.iter().collect::<std::collections::BTreeSet<_>>().len(), 4);
         }
         assert!(groups.iter().all(|&n| (200..320).contains(&n)), "{groups:?}");
     }

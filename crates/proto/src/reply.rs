@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
-use crate::{Manifest, NodeStatus, PoolInfo, Result, SessionId};
+use crate::{Manifest, NodeStatus, PoolInfo, Result, ScrubStatus, SessionId};
 
 /// Answer to one request.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -52,6 +52,8 @@ pub enum ReplyBody {
     Pools(Vec<PoolInfo>),
     /// The node's state.
     Status(Box<NodeStatus>),
+    /// How a scrub stands.
+    Scrub(ScrubStatus),
     /// That many orphaned parts were removed.
     Collected(u64),
     /// Done; there is nothing to say.

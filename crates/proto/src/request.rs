@@ -3,12 +3,13 @@
 use bytes::Bytes;
 use messenger::BulkDescriptor;
 use serde::{Deserialize, Serialize};
+use uuid::Uuid;
 
 use crate::limits::{
     MAX_OBJECT_SIZE, MAX_OMAP_KEY, MAX_OMAP_VALUE, MAX_OPS, MAX_PAGE, MAX_PARTS, MAX_XATTR_NAME,
     MAX_XATTR_VALUE,
 };
-use crate::{Error, Result, SessionId, UploadId, WireName};
+use crate::{Error, Redundancy, Result, SessionId, UploadId, WireName};
 
 /// What stands in front of every request, so that it can be answered even if the rest makes no sense.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -50,6 +51,8 @@ pub enum RequestBody {
         name: Bytes,
         /// Number of placement groups, a power of two; 0 for the default.
         pg_count: u32,
+        /// How its objects are kept from being lost with a target.
+        redundancy: Redundancy,
     },
     /// Lists the pools.
     PoolList,
@@ -60,6 +63,29 @@ pub enum RequestBody {
         /// Whether to remove the objects in it.
         force: bool,
     },
+    /// Takes a target out, so that placement groups with redundancy do without it; or in again.
+    TargetSetOut {
+        /// Its number.
+        index: u32,
+        /// Out or in.
+        out: bool,
+    },
+    /// Gives a target's number to another one, which the node has from its next start on.
+    TargetReplace {
+        /// The number.
+        index: u32,
+        /// The new target.
+        uuid: Uuid,
+    },
+    /// How a pool's scrub stands.
+    Scrub {
+        /// The pool.
+        pool: Bytes,
+        /// Begins one if none is under way.
+        start: bool,
+    },
+    /// Sets how many bytes a second rebuilds and scrubs may move; 0 for no limit.
+    SetRebuildRate(u64),
     /// The node's state.
     Status,
     /// Looks for orphaned parts now, and removes them.

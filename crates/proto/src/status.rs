@@ -3,6 +3,8 @@
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
+use crate::Redundancy;
+
 /// A pool.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PoolInfo {
@@ -12,6 +14,8 @@ pub struct PoolInfo {
     pub name: String,
     /// Number of placement groups.
     pub pg_count: u32,
+    /// How its objects are kept from being lost with a target.
+    pub redundancy: Redundancy,
     /// When it was made, in milliseconds since 1970.
     pub made_ms: u64,
 }
@@ -35,11 +39,70 @@ pub struct Space {
     pub index_total: u64,
 }
 
+/// How a pool with redundancy is.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PoolHealth {
+    /// Its name.
+    pub pool: String,
+    /// Number of its placement groups.
+    pub groups: u32,
+    /// Those that go on with fewer targets than they should have.
+    pub degraded: u32,
+    /// Those that have too few targets to go on, or have not been looked at yet.
+    pub unavailable: u32,
+}
+
+/// What is being rebuilt, and what has been since the OSD was started.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RebuildStatus {
+    /// The target that is being written, if any.
+    pub target: Option<Uuid>,
+    /// The pool whose objects those are.
+    pub pool: Option<String>,
+    /// Objects rebuilt.
+    pub objects: u64,
+    /// Bytes written.
+    pub bytes: u64,
+    /// Most bytes a second; 0 for no limit.
+    pub rate_limit: u64,
+    /// Why a rebuild had to start again last.
+    pub last_failure: Option<String>,
+}
+
+/// How a scrub stands.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ScrubStatus {
+    /// Whether it goes on.
+    pub running: bool,
+    /// Placement groups to be looked at; 0 if there never was a scrub.
+    pub groups: u32,
+    /// Placement groups that have been.
+    pub groups_done: u32,
+    /// Objects looked at.
+    pub objects: u64,
+    /// Bytes read, of all shards.
+    pub bytes: u64,
+    /// Shards that could not be read or were not what they should be.
+    pub damaged: u64,
+    /// Those of them that were made anew.
+    pub repaired: u64,
+    /// Objects whose shards can be read and contradict each other.
+    pub inconsistent: u64,
+    /// Why it ended early.
+    pub failure: Option<String>,
+}
+
 /// A target.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TargetStatus {
     /// Its id.
     pub uuid: Uuid,
+    /// The operator has taken it out.
+    pub out: bool,
+    /// Placement groups have gone on without it, and it has not caught up yet.
+    pub behind: bool,
+    /// Why placement groups with redundancy do not use it, if it has failed.
+    pub failure: Option<String>,
     /// Its space, or why it cannot be asked.
     pub space: Result<Space, String>,
 }
@@ -113,7 +176,11 @@ pub struct NodeStatus {
     pub uptime_seconds: u64,
     /// Number of the node's map.
     pub map_epoch: u64,
-    /// The targets.
+    /// How pools with redundancy are.
+    pub health: Vec<PoolHealth>,
+    /// What is being rebuilt.
+    pub rebuild: RebuildStatus,
+    /// The targets, in the order of their numbers.
     pub targets: Vec<TargetStatus>,
     /// The pools.
     pub pools: Vec<PoolInfo>,

@@ -136,8 +136,14 @@ pub trait ObjectStore: Send + Sync {
     /// [`NoSpace`](crate::StoreError::NoSpace) before anything is changed.
     fn stage(&self, len: u64) -> BoxFuture<'static, Result<StageId>>;
 
-    /// Writes staged bytes, in any order and in parallel. `offset` must be a multiple of the block size, and so must
-    /// the payload's length unless it ends the stage. Resolves when the drive has the data (not yet durable).
+    /// Staged bytes can only be written, and named by a transaction, at multiples of that of their stage and of their object, in
+    /// bytes; where a stage or an object ends, less will do. One block, or more where several targets share an object.
+    fn stage_alignment(&self) -> u64 {
+        BLOCK
+    }
+
+    /// Writes staged bytes, in any order and in parallel. `offset` must be a multiple of the
+    /// [alignment](Self::stage_alignment), and so must the payload's length unless it ends the stage. Resolves when the drive has the data (not yet durable).
     ///
     /// Here as in transactions: a store does not keep the payload's memory once the call is done. It may be a staging
     /// buffer, or a range of memory that a peer waits to use again.

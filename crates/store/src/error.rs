@@ -32,6 +32,16 @@ pub enum StoreError {
         /// Bytes free for data.
         free: u64,
     },
+    /// An object is spread over several targets, and too few of them are there.
+    #[error("{there} of the targets that have a piece of it can be used, {needed} are needed: {detail}")]
+    TooFewTargets {
+        /// Targets that can be used.
+        there: usize,
+        /// Targets needed.
+        needed: usize,
+        /// Which are missing, and what to do.
+        detail: String,
+    },
     /// An argument is out of its range, or the transaction contradicts itself.
     #[error("invalid argument: {0}")]
     InvalidArgument(String),

@@ -9,6 +9,7 @@
 
 #![deny(unsafe_code)]
 
+mod absent;
 mod api;
 mod block;
 #[cfg(any(test, feature = "conformance"))]
@@ -20,6 +21,7 @@ mod mem_store;
 mod stage;
 mod transaction;
 
+pub use absent::AbsentStore;
 pub use api::{ObjectStore, Page, ReadData, StageId, Stat, StatFs};
 pub use block::{BlockStore, Driver, FsckReport, MkfsOptions, MountOptions, Problem, fsck};
 pub use error::{Result, StoreError};

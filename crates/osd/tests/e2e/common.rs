@@ -9,7 +9,7 @@ use base::mem::{Arena, ArenaBuf};
 use base::phases::{self, Phase};
 use base::pool::BufferPool;
 use bytes::Bytes;
-use client::{Client, Object, Options, Pool};
+use client::{Client, Object, Options, Pool, Redundancy};
 use messenger::{NetworkStack, StackChoice, StackOptions, UseAs};
 use osd::{Osd, OsdConfig};
 use store::{
@@ -37,6 +37,8 @@ pub(crate) struct FaultStore {
     armed_read: AtomicBool,
     armed_late_read: AtomicBool,
     armed_full: AtomicBool,
+    /// While that is set, every call fails: the drive is gone.
+    down: AtomicBool,
     /// While that is set, nothing becomes durable, and late reads wait.
     held: watch::Sender<bool>,
     /// Calls that found `held` set.
@@ -61,6 +63,7 @@ impl FaultStore {
             armed_read: AtomicBool::new(false),
             armed_late_read: AtomicBool::new(false),
             armed_full: AtomicBool::new(false),
+            down: AtomicBool::new(false),
             held: watch::Sender::new(false),
             waited: AtomicU64::new(0),
             fired: AtomicU64::new(0),
@@ -79,6 +82,20 @@ impl FaultStore {
     /// Makes the next transaction with data be refused for want of space.
     pub(crate) fn arm_full(&self) {
         self.armed_full.store(true, Ordering::SeqCst);
+    }
+
+    /// Takes the drive away, or brings it back with what it had.
+    pub(crate) fn set_down(&self, down: bool) {
+        self.down.store(down, Ordering::SeqCst);
+    }
+
+    /// What calls come to while the drive is gone.
+    fn gone<T: Send + 'static>(&self) -> Option<BoxFuture<'static, Result<T>>> {
+        if !self.down.load(Ordering::SeqCst) {
+            return None;
+        }
+        self.fired.fetch_add(1, Ordering::SeqCst);
+        Some(Box::pin(std::future::ready(Err(StoreError::Io("injected: the drive is gone".into())))))
     }
 
     fn disarm(&self) {
@@ -128,9 +145,15 @@ fn copied(payload: Payload) -> Payload {
 
 impl ObjectStore for FaultStore {
     fn stage(&self, len: u64) -> BoxFuture<'static, Result<StageId>> {
+        if let Some(gone) = self.gone() {
+            return gone;
+        }
         self.inner.stage(len)
     }
     fn stage_write(&self, stage: StageId, offset: u64, payload: Payload) -> BoxFuture<'static, Result<()>> {
+        if let Some(gone) = self.gone() {
+            return gone;
+        }
         let clock = phases::current().filter(|_| self.transfers.load(Ordering::SeqCst));
         let transfer = clock.map(|clock| clock.begin(Phase::Dma));
         let payload = copied(payload);
@@ -141,6 +164,9 @@ impl ObjectStore for FaultStore {
         self.inner.stage_release(stage);
     }
     fn queue_transaction(&self, transaction: Transaction) -> BoxFuture<'static, Result<()>> {
+        if let Some(gone) = self.gone() {
+            return gone;
+        }
         let has_data = transaction.ops.iter().any(|op| matches!(op, Op::Write { .. }));
         if has_data && self.armed_before.swap(false, Ordering::SeqCst) {
             return self.lose();
@@ -183,6 +209,9 @@ impl ObjectStore for FaultStore {
         len: u64,
         dest: Option<ArenaBuf>,
     ) -> BoxFuture<'static, Result<ReadData>> {
+        if let Some(gone) = self.gone() {
+            return gone;
+        }
         if self.armed_late_read.swap(false, Ordering::SeqCst) {
             let (inner, cid, oid, late) =
                 (Arc::clone(&self.inner), cid.clone(), oid.clone(), self.until_let_go());
@@ -200,6 +229,9 @@ impl ObjectStore for FaultStore {
         reading
     }
     fn stat(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Stat>> {
+        if let Some(gone) = self.gone() {
+            return gone;
+        }
         self.inner.stat(cid, oid)
     }
     fn get_xattr(
@@ -208,6 +240,9 @@ impl ObjectStore for FaultStore {
         oid: &ObjectId,
         name: Bytes,
     ) -> BoxFuture<'static, Result<Bytes>> {
+        if let Some(gone) = self.gone() {
+            return gone;
+        }
         self.inner.get_xattr(cid, oid, name)
     }
     fn get_xattrs(
@@ -215,10 +250,16 @@ impl ObjectStore for FaultStore {
         cid: &CollectionId,
         oid: &ObjectId,
     ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>> {
+        if let Some(gone) = self.gone() {
+            return gone;
+        }
         self.listed_xattrs.fetch_add(1, Ordering::SeqCst);
         self.inner.get_xattrs(cid, oid)
     }
     fn omap_get_header(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Bytes>> {
+        if let Some(gone) = self.gone() {
+            return gone;
+        }
         self.inner.omap_get_header(cid, oid)
     }
     fn omap_get(
@@ -227,6 +268,9 @@ impl ObjectStore for FaultStore {
         oid: &ObjectId,
         keys: Vec<Bytes>,
     ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>> {
+        if let Some(gone) = self.gone() {
+            return gone;
+        }
         self.inner.omap_get(cid, oid, keys)
     }
     fn omap_iterate(
@@ -236,6 +280,9 @@ impl ObjectStore for FaultStore {
         from: Bytes,
         limit: usize,
     ) -> BoxFuture<'static, Result<Page<(Bytes, Bytes)>>> {
+        if let Some(gone) = self.gone() {
+            return gone;
+        }
         self.inner.omap_iterate(cid, oid, from, limit)
     }
     fn list(
@@ -244,15 +291,27 @@ impl ObjectStore for FaultStore {
         from: Option<ObjectId>,
         limit: usize,
     ) -> BoxFuture<'static, Result<Page<ObjectId>>> {
+        if let Some(gone) = self.gone() {
+            return gone;
+        }
         self.inner.list(cid, from, limit)
     }
     fn collections(&self) -> BoxFuture<'static, Result<Vec<CollectionId>>> {
+        if let Some(gone) = self.gone() {
+            return gone;
+        }
         self.inner.collections()
     }
     fn statfs(&self) -> BoxFuture<'static, Result<StatFs>> {
+        if let Some(gone) = self.gone() {
+            return gone;
+        }
         self.inner.statfs()
     }
     fn umount(&self) -> BoxFuture<'static, Result<()>> {
+        if let Some(gone) = self.gone() {
+            return gone;
+        }
         self.inner.umount()
     }
 }
@@ -296,8 +355,13 @@ impl Node {
 
     /// Stores and memory, and no OSD yet.
     pub(crate) fn new(config: OsdConfig) -> Node {
+        Node::of(2, config)
+    }
+
+    /// Stores of that many targets and memory, and no OSD yet.
+    pub(crate) fn of(targets: usize, config: OsdConfig) -> Node {
         let staging = BufferPool::new(Arena::anonymous(STAGING).unwrap(), 0, 2 << 20);
-        let stores = vec![FaultStore::new(), FaultStore::new()];
+        let stores = (0..targets).map(|_| FaultStore::new()).collect();
         Node { stores, staging, config, osd: None, endpoint: "127.0.0.1:0".into() }
     }
 
@@ -346,7 +410,7 @@ impl Node {
     /// A client with a pool of that many placement groups; 0 for the usual number.
     pub(crate) async fn pool_of(&self, groups: u32) -> (Client, Pool) {
         let client = self.client().await;
-        client.create_pool_with("pool", groups).await.unwrap();
+        client.create_pool_with("pool", groups, Redundancy::Single).await.unwrap();
         let pool = client.pool("pool").unwrap();
         (client, pool)
     }

@@ -116,12 +116,20 @@ async fn impossible_changes_are_refused_each_for_its_reason() {
         ("listing of no pool", RequestBody::List(list("nowhere", b"")), |e| {
             matches!(e, Error::NoSuchPool(_))
         }),
-        ("bad pool name", RequestBody::PoolCreate { name: "a/b".into(), pg_count: 0 }, |e| {
-            matches!(e, Error::BadName(_))
-        }),
-        ("odd groups", RequestBody::PoolCreate { name: "ab".into(), pg_count: 3 }, |e| {
-            matches!(e, Error::OutOfRange { .. })
-        }),
+        (
+            "bad pool name",
+            RequestBody::PoolCreate {
+                name: "a/b".into(),
+                pg_count: 0,
+                redundancy: proto::Redundancy::Single,
+            },
+            |e| matches!(e, Error::BadName(_)),
+        ),
+        (
+            "odd groups",
+            RequestBody::PoolCreate { name: "ab".into(), pg_count: 3, redundancy: proto::Redundancy::Single },
+            |e| matches!(e, Error::OutOfRange { .. }),
+        ),
         (
             "sink that is none",
             RequestBody::Read(read(Some(descriptor(BulkDirection::Read, 0, &[4096])))),

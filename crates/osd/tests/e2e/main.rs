@@ -7,6 +7,7 @@ mod network;
 mod ops;
 mod pending;
 mod raw;
+mod redundancy;
 mod retry;
 mod staging;
 mod start;

@@ -1,12 +1,13 @@
 //! Random ops on a few objects, compared with a model, while the store is lost now and then.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use client::{Client, Error, NodeError, Options};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use crate::common::{Loss, Node, data, seed};
+use crate::redundancy::{config, redundancy, wait_until_whole, wait_until_whole_but};
 
 #[derive(Default, Clone)]
 struct Model {
@@ -36,21 +37,78 @@ fn size(rng: &mut StdRng, most: usize) -> usize {
 
 #[tokio::test]
 async fn random_ops_agree_with_the_model() {
+    random_ops("single", 2, 1500).await;
+}
+
+#[tokio::test]
+async fn random_ops_on_a_mirror_agree_with_the_model() {
+    random_ops("mirror:2", 3, 1500).await;
+}
+
+#[tokio::test]
+async fn random_ops_on_an_erasure_code_agree_with_the_model() {
+    random_ops("ec:4+2", 7, 1500).await;
+}
+
+/// Targets of a pool with redundancy that are taken away and brought back, stale.
+struct Drives<'a> {
+    node: &'a Node,
+    client: &'a Client,
+    tolerates: usize,
+    down: BTreeSet<usize>,
+    losses: usize,
+}
+
+impl Drives<'_> {
+    async fn shuffle(&mut self, rng: &mut StdRng) {
+        if self.tolerates == 0 || !rng.random_bool(0.03) {
+            return;
+        }
+        let drive = rng.random_range(0..self.node.stores.len());
+        if self.down.remove(&drive) {
+            self.bring_back(drive).await;
+            if rng.random_bool(0.5) {
+                wait_until_whole_but(self.client, self.down.len()).await;
+            }
+        } else if self.down.len() < self.tolerates {
+            // One that is still catching up must not be missed by another one that goes.
+            wait_until_whole_but(self.client, self.down.len()).await;
+            self.node.stores[drive].set_down(true);
+            self.down.insert(drive);
+            self.losses += 1;
+        }
+    }
+
+    async fn bring_back(&self, drive: usize) {
+        self.node.stores[drive].set_down(false);
+        self.client.set_target_out(drive as u32, false).await.unwrap();
+    }
+}
+
+async fn random_ops(text: &str, targets: usize, steps: u64) {
     let mut rng = StdRng::seed_from_u64(seed());
-    let node = Node::start();
+    let redundancy = redundancy(text);
+    let mut node = Node::of(targets, config());
+    node.restart();
     let options = Options { read_size: 64 << 10, ..Options::default() };
     let client: Client = node.client_with(options).await;
-    client.create_pool_with("pool", 4).await.unwrap();
+    client.create_pool_with("pool", 4, redundancy).await.unwrap();
+    let (tolerates, down) = (redundancy.tolerates(), BTreeSet::new());
+    let mut drives = Drives { node: &node, client: &client, tolerates, down, losses: 0 };
     let pool = client.pool("pool").unwrap();
     let mut models: Vec<Option<Model>> = vec![None; 5];
     let mut last_versions = [0; 5];
-    for step in 0..1500u64 {
+    for step in 0..steps {
+        drives.shuffle(&mut rng).await;
         let index = rng.random_range(0..models.len());
         let object = pool.object(&format!("object-{index}")).unwrap();
         let old = models[index].clone();
         let mut new = old.clone().unwrap_or_default();
         if rng.random_bool(0.1) {
-            node.arm(if rng.random_bool(0.5) { Loss::Before } else { Loss::After });
+            // Each target may or may not have taken what is lost.
+            for store in &node.stores {
+                store.arm(if rng.random_bool(0.5) { Loss::Before } else { Loss::After });
+            }
         }
         let offset = size(&mut rng, 300_000);
         let bytes = data(size(&mut rng, 300_000), step);
@@ -133,6 +191,11 @@ async fn random_ops_agree_with_the_model() {
     }
     node.disarm();
     assert!(node.fired() > 20, "{} faults fired", node.fired());
+    assert!(drives.losses > 5 || drives.tolerates == 0, "{} targets were lost", drives.losses);
+    for drive in std::mem::take(&mut drives.down) {
+        drives.bring_back(drive).await;
+    }
+    wait_until_whole(&client).await;
     for (index, model) in models.iter().enumerate() {
         let object = pool.object(&format!("object-{index}")).unwrap();
         match model {

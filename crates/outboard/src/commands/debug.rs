@@ -57,7 +57,11 @@ pub fn run(command: DebugCommand, node: &NodeArgs) -> Result<()> {
         DebugCommand::Fault { fault } => {
             let role = match fault.site {
                 Site::StoreDoorbell | Site::StoreDevice | Site::StoreCall => Role::Store,
-                Site::DmaTransfer | Site::DmaDoorbell | Site::DmaDevice | Site::OsdReply => Role::Osd,
+                Site::DmaTransfer
+                | Site::DmaDoorbell
+                | Site::DmaDevice
+                | Site::OsdReply
+                | Site::EcOffload => Role::Osd,
             };
             ask(role, node, &Request::Arm(fault.to_string())).map(drop)
         }

@@ -13,10 +13,12 @@ pub mod osd;
 pub mod pool;
 pub mod put;
 pub mod rm;
+pub mod scrub;
 mod session;
 pub mod stat;
 pub mod status;
 pub mod store;
+pub mod target;
 pub mod up;
 
 use crate::cli::{Cli, Command};
@@ -30,6 +32,8 @@ pub fn run(cli: Cli) -> Result<()> {
         Command::Down(args) => down::run(args, node),
         Command::Status(args) => status::run(args, node),
         Command::Pool(command) => pool::run(command, node),
+        Command::Target(command) => target::run(command, node),
+        Command::Scrub(args) => scrub::run(args, node),
         Command::Put(args) => put::run(args, node),
         Command::Get(args) => get::run(args, node),
         Command::Ls(args) => ls::run(args, node),

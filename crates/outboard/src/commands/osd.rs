@@ -19,7 +19,7 @@ use crate::node::request_side::{self, Stores};
 use crate::node::role::{self, RoleArgs, RoleProcess, StopSignals};
 use crate::node::state::Role;
 use crate::node::store_address::StoreAddress;
-use crate::node::targets::{self, Mounted};
+use crate::node::targets::{self, KnownTarget, Mounted};
 
 /// Run the osd role: serve clients, with the store behind a channel or in the same process
 ///
@@ -43,6 +43,9 @@ pub struct OsdArgs {
     /// A target to mount in this process: file or raw block device; may be given several times
     #[arg(long = "target", value_name = "PATH")]
     pub targets: Vec<PathBuf>,
+    /// A target's identity, so that the others are served if it cannot be mounted
+    #[arg(long = "known-target", value_name = "PATH=UUID", hide = true)]
+    pub known_targets: Vec<KnownTarget>,
 }
 
 /// Runs the role.
@@ -53,7 +56,8 @@ pub fn run(args: OsdArgs, _node: &NodeArgs) -> Result<()> {
 
 async fn serve(process: RoleProcess, args: &OsdArgs) -> Result<()> {
     let mut signals = StopSignals::catch()?;
-    let mounted = targets::mount(&args.targets, &process.config).doing("mounting targets")?;
+    let mounted =
+        targets::mount(&args.targets, &args.known_targets, &process.config).doing("mounting targets")?;
     let stores = match &args.store_socket {
         Some(address) => {
             address

@@ -1,27 +1,40 @@
 //! `outboard pool`: creates, lists and removes pools.
 
 use clap::Subcommand;
+use client::Redundancy;
 
 use super::session;
 use crate::cli::NodeArgs;
 use crate::failure::{Doing, Failure, Result};
+use crate::node::units::ByteSize;
 use crate::output;
 
 /// What to do with pools.
 #[derive(Debug, Subcommand)]
 #[command(after_help = "Examples:\n  \
     outboard pool create photos\n  \
+    outboard pool create films --redundancy ec:4+2\n  \
     outboard pool ls\n  \
     outboard pool rm photos")]
 pub enum PoolCommand {
     /// Create a pool
-    #[command(after_help = "Example:\n  outboard pool create photos")]
+    #[command(after_help = "Examples:\n  \
+        outboard pool create photos\n  \
+        outboard pool create photos --redundancy mirror:2\n  \
+        outboard pool create films --redundancy ec:4+2 --stripe-unit 128KiB")]
     Create {
         /// Letters, digits, '.', '_' and '-'; starts with a letter or digit
         name: String,
         /// Number of placement groups, a power of two [default: the node's]
         #[arg(long, value_name = "N")]
         pg_count: Option<u32>,
+        /// How objects survive the loss of targets: single (not at all), mirror:N (N copies), or ec:K+M (K data and M parity
+        /// shards: any M targets may be lost)
+        #[arg(long, value_name = "KIND", default_value = "single")]
+        redundancy: Redundancy,
+        /// With ec:K+M: bytes that go to one target before the next has its turn, a multiple of 4KiB [default: 64KiB]
+        #[arg(long, value_name = "SIZE")]
+        stripe_unit: Option<ByteSize>,
     },
     /// List the pools
     #[command(after_help = "Examples:\n  outboard pool ls\n  outboard pool ls --json")]
@@ -44,9 +57,12 @@ pub enum PoolCommand {
 /// Runs the command.
 pub fn run(command: PoolCommand, node: &NodeArgs) -> Result<()> {
     session::run(node, super::options(), async |client| match command {
-        PoolCommand::Create { name, pg_count } => {
+        PoolCommand::Create { name, pg_count, redundancy, stripe_unit } => {
             let doing = format!("creating pool {name}");
-            client.create_pool_with(&name, pg_count.unwrap_or(0)).await.map_err(|e| match e {
+            let redundancy =
+                striped(redundancy, stripe_unit).map_err(|e| Failure::usage(doing.clone(), e))?;
+            let created = client.create_pool_with(&name, pg_count.unwrap_or(0), redundancy).await;
+            created.map_err(|e| match e {
                 client::Error::Name(e) => Failure::usage(doing, e),
                 e => Failure::new(doing, e),
             })
@@ -64,4 +80,9 @@ pub fn run(command: PoolCommand, node: &NodeArgs) -> Result<()> {
             Ok(())
         }
     })
+}
+
+fn striped(redundancy: Redundancy, unit: Option<ByteSize>) -> client::Result<Redundancy, client::NodeError> {
+    let Some(ByteSize(bytes)) = unit else { return Ok(redundancy) };
+    redundancy.with_stripe_unit(u32::try_from(bytes).unwrap_or(u32::MAX))
 }

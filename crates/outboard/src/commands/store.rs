@@ -16,7 +16,7 @@ use crate::node::cpus::Side;
 use crate::node::role::{self, RoleArgs, RoleProcess, StopSignals};
 use crate::node::state::Role;
 use crate::node::store_address::StoreAddress;
-use crate::node::targets;
+use crate::node::targets::{self, KnownTarget};
 
 /// Run the store role: mount targets and serve them to an osd
 ///
@@ -32,6 +32,9 @@ pub struct StoreArgs {
     /// A target: file or raw block device; may be given several times
     #[arg(long = "target", value_name = "PATH", required = true)]
     pub targets: Vec<PathBuf>,
+    /// A target's identity, so that the others are served if it cannot be mounted
+    #[arg(long = "known-target", value_name = "PATH=UUID", hide = true)]
+    pub known_targets: Vec<KnownTarget>,
     /// Where to wait for the osd: a UNIX socket's path, or tcp:HOST:PORT (nothing is authenticated then, and payload goes
     /// by DMA only with the engine ofi)
     #[arg(long, value_name = "ADDRESS")]
@@ -49,14 +52,14 @@ async fn serve(process: RoleProcess, args: &StoreArgs) -> Result<()> {
         .cpus(process.config.store.cpus)
         .apply(Side::Host)
         .doing("keeping to the CPUs of store.cpus")?;
-    let (mounted, drivers) =
-        targets::mount_driven(&args.targets, &process.config).doing("mounting targets")?;
+    let (mounted, drivers) = targets::mount_driven(&args.targets, &args.known_targets, &process.config)
+        .doing("mounting targets")?;
     let listener = args.socket.listen().map_err(|e| {
         let why = format!("{e}; choose another address with --socket");
         Failure::new(format!("waiting for the osd at {}", args.socket), why)
     })?;
     let offered =
-        mounted.iter().map(|m| proxy::Target { uuid: m.uuid.as_u128(), store: m.store.clone() }).collect();
+        mounted.iter().map(|m| proxy::Target { uuid: m.uuid.as_u128(), store: m.object_store() }).collect();
     let channel = &process.config.channel;
     let ofi = match &channel.engine {
         Engine::Shm => None,

@@ -19,6 +19,7 @@ use crate::node::keeper::RoleSpec;
 use crate::node::role::StopSignals;
 use crate::node::state::{NodeState, Phase, Process, Role};
 use crate::node::supervise::Supervisor;
+use crate::node::targets::KnownTarget;
 use crate::node::units::ByteSize;
 use crate::node::{locate, logging, metrics, targets};
 
@@ -243,6 +244,15 @@ fn roles(dir: &NodeDir, config: &Config) -> std::result::Result<Vec<RoleSpec>, S
     let targets = |args: &mut Vec<OsString>| {
         for target in &config.targets {
             args.extend(["--target".into(), target.clone().into_os_string()]);
+        }
+        let last = NodeState::load(dir).map(|state| state.targets).unwrap_or_default();
+        for target in last {
+            if let Ok(uuid) = target.uuid.parse() {
+                args.extend([
+                    "--known-target".into(),
+                    KnownTarget::new(target.path, uuid).to_string().into(),
+                ]);
+            }
         }
     };
     let spec = |role: Role, args: Vec<OsString>, port: u16| -> std::result::Result<RoleSpec, String> {

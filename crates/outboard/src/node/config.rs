@@ -148,6 +148,9 @@ pub struct Osd {
     pub staging: ByteSize,
     pub store_patience: Period,
     pub transfer_timeout: Period,
+    pub target_timeout: Period,
+    pub rebuild_rate: ByteSize,
+    pub rebuild_share: u32,
     pub session_expiry: Period,
     pub orphan_grace: Period,
     pub collect_interval: Period,
@@ -321,6 +324,8 @@ impl Config {
         within("osd.staging", self.osd.staging.0, 8 * MIB, 1 << 40)?;
         multiple("osd.staging", self.osd.staging, ByteSize(4 * MIB))?;
         within("osd.requests_per_connection", self.osd.requests_per_connection as u64, 1, 4096)?;
+        within("osd.target_timeout in ms", self.osd.target_timeout.0.as_millis() as u64, 100, 600_000)?;
+        within("osd.rebuild_share", self.osd.rebuild_share.into(), 1, 100)?;
         within("osd.sessions", self.osd.sessions as u64, 1, 65_536)?;
         within("network.poll_us", self.network.poll_us.into(), 0, 10_000)?;
         let s = &self.supervise;

@@ -156,6 +156,24 @@ pub const KEYS: &[Key] = &[
     key("osd", "transfer_timeout", "\"30s\"", "How long one transfer from or to a client may take."),
     key(
         "osd",
+        "target_timeout",
+        "\"10s\"",
+        "How long a target may take to commit where others have the object, too; after that they go on without it: 100ms to 10m.",
+    ),
+    key(
+        "osd",
+        "rebuild_rate",
+        "\"0B\"",
+        "Most bytes a second that rebuilds and scrubs move; 0 for no limit. `outboard target rate` changes it while the node runs.",
+    ),
+    key(
+        "osd",
+        "rebuild_share",
+        "25",
+        "Part of the time that rebuilds and scrubs take while clients are served, in percent: 1 to 100.",
+    ),
+    key(
+        "osd",
         "session_expiry",
         "\"24h\"",
         "Clients that changed nothing for that long lose the record of what they did; a retry that comes later is refused.",

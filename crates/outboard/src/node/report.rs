@@ -9,6 +9,7 @@ use serde::Serialize;
 
 use super::state::{NodeState, Phase, Process, Role};
 use super::units::ByteSize;
+use crate::commands::target::standing;
 
 /// A node. Its JSON form is a contract: fields stay, new ones may come.
 #[derive(Debug, Default, Serialize)]
@@ -35,6 +36,8 @@ pub struct Report {
     pub osd: Option<OsdReport>,
     /// How the offload between osd and store stands, while the osd answers.
     pub offload: Option<client::OffloadStatus>,
+    /// What is being rebuilt, if something is.
+    pub rebuild: Option<String>,
     /// What is not as it should be.
     pub problems: Vec<String>,
 }
@@ -69,6 +72,10 @@ pub struct TargetReport {
     pub path: Option<PathBuf>,
     /// Its identity.
     pub uuid: String,
+    /// Its number, while the osd answers.
+    pub id: Option<usize>,
+    /// `in`, `out`, `failed` or `catching up`, while the osd answers.
+    pub state: Option<&'static str>,
     /// Why it cannot be asked.
     pub error: Option<String>,
     /// Room for data.
@@ -98,6 +105,12 @@ pub struct PoolReport {
     pub id: u32,
     /// Number of placement groups.
     pub placement_groups: u32,
+    /// How its objects are kept from being lost with a target: `single`, `mirror:N`, `ec:K+M`.
+    pub redundancy: String,
+    /// Placement groups that have fewer targets than they should.
+    pub degraded: u32,
+    /// Placement groups that have too few to go on.
+    pub unavailable: u32,
 }
 
 /// A path that clients can come by.
@@ -236,18 +249,22 @@ impl Report {
             times: answer.times,
             thread_ns: answer.thread_ns.into_iter().collect(),
         });
-        self.pools = answer
-            .pools
-            .into_iter()
-            .map(|p| PoolReport { name: p.name, id: p.id, placement_groups: p.pg_count })
-            .collect();
-        for target in answer.targets {
+        self.pools = answer.pools.into_iter().map(|pool| PoolReport::of(pool, &answer.health)).collect();
+        self.problems.extend(self.pools.iter().filter_map(PoolReport::problem));
+        if let (Some(target), Some(pool)) = (answer.rebuild.target, &answer.rebuild.pool) {
+            let (objects, bytes) = (answer.rebuild.objects, ByteSize(answer.rebuild.bytes));
+            self.rebuild =
+                Some(format!("target {target}, pool {pool}; {objects} objects, {bytes:.1} since the start"));
+        }
+        for (id, target) in answer.targets.into_iter().enumerate() {
             let uuid = target.uuid.to_string();
             let known = self.targets.iter().position(|t| t.uuid == uuid);
             let at = known.unwrap_or_else(|| {
                 self.targets.push(TargetReport { uuid: uuid.clone(), ..TargetReport::default() });
                 self.targets.len() - 1
             });
+            self.targets[at].id = Some(id);
+            self.targets[at].state = Some(standing(&target));
             if let Err(why) = &target.space {
                 self.problems.push(format!("target {uuid}: {why}"));
             }
@@ -275,6 +292,39 @@ impl ProcessReport {
             cpu_seconds: usage.as_ref().map(|u| u.total.cpu_seconds),
             peak_resident_bytes: usage.map(|u| u.peak_resident_bytes),
         }
+    }
+}
+
+impl PoolReport {
+    fn of(pool: client::PoolInfo, health: &[client::PoolHealth]) -> PoolReport {
+        let health = health.iter().find(|health| health.pool == pool.name);
+        PoolReport {
+            id: pool.id,
+            placement_groups: pool.pg_count,
+            redundancy: pool.redundancy.to_string(),
+            degraded: health.map_or(0, |health| health.degraded),
+            unavailable: health.map_or(0, |health| health.unavailable),
+            name: pool.name,
+        }
+    }
+
+    fn problem(&self) -> Option<String> {
+        let (name, all) = (&self.name, self.placement_groups);
+        match (self.degraded, self.unavailable) {
+            (0, 0) => None,
+            (n, 0) => Some(format!(
+                "pool {name}: {n} of {all} placement groups have fewer targets than they should; `outboard target ls` shows which are missing"
+            )),
+            (_, n) => Some(format!(
+                "pool {name}: {n} of {all} placement groups have too few targets, or have not been looked at yet; bring targets back"
+            )),
+        }
+    }
+
+    fn line(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let degraded = self.degraded + self.unavailable;
+        let PoolReport { name, id, redundancy, placement_groups, .. } = self;
+        writeln!(f, "{name:<36} {id:>6} {redundancy:<10} {placement_groups:>16} {degraded:>8}")
     }
 }
 
@@ -317,6 +367,9 @@ impl Display for Report {
             let since = format!("{} failures, {} recoveries", o.failures, o.recoveries);
             writeln!(f, "offload    DMA {}, {since}", o.state)?;
         }
+        if let Some(rebuild) = &self.rebuild {
+            writeln!(f, "rebuilding {rebuild}")?;
+        }
         if !self.processes.is_empty() {
             writeln!(
                 f,
@@ -326,14 +379,20 @@ impl Display for Report {
         }
         self.processes.iter().try_for_each(|p| p.line(f))?;
         if !self.targets.is_empty() {
-            writeln!(f, "\n{:<36} {:>11} {:>11} {:>10}  PATH", "TARGET", "SIZE", "FREE", "FRAGMENTED")?;
+            writeln!(
+                f,
+                "\n{:>2} {:<36} {:<11} {:>11} {:>11} {:>10}  PATH",
+                "ID", "TARGET", "STATE", "SIZE", "FREE", "FRAGMENTED"
+            )?;
         }
         self.targets.iter().try_for_each(|t| t.line(f))?;
         if self.osd.is_some() {
-            writeln!(f, "\n{:<36} {:>6} {:>16}", "POOL", "ID", "PLACEMENT GROUPS")?;
-            self.pools
-                .iter()
-                .try_for_each(|p| writeln!(f, "{:<36} {:>6} {:>16}", p.name, p.id, p.placement_groups))?;
+            writeln!(
+                f,
+                "\n{:<36} {:>6} {:<10} {:>16} {:>8}",
+                "POOL", "ID", "REDUNDANCY", "PLACEMENT GROUPS", "DEGRADED"
+            )?;
+            self.pools.iter().try_for_each(|p| p.line(f))?;
         }
         if !self.problems.is_empty() {
             writeln!(f, "\nPROBLEMS")?;
@@ -368,8 +427,10 @@ impl TargetReport {
     fn line(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "{:<36} {:>11} {:>11} {:>10}  {}",
+            "{:>2} {:<36} {:<11} {:>11} {:>11} {:>10}  {}",
+            self.id.map_or_else(|| "-".to_owned(), |id| id.to_string()),
             self.uuid,
+            self.state.unwrap_or("-"),
             bytes(self.total),
             bytes(self.free),
             self.fragmentation.map_or_else(|| "-".to_owned(), |x| format!("{:.1} %", x * 100.0)),

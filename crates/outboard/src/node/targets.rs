@@ -1,11 +1,13 @@
 //! The targets of a node: made at its first start, mounted by the role that owns them.
 
+use std::fmt;
 use std::io;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 use std::sync::Arc;
 
-use store::{BlockStore, Driver, MkfsOptions, MountOptions, ObjectStore, StoreError};
+use store::{AbsentStore, BlockStore, Driver, MkfsOptions, MountOptions, ObjectStore, StoreError};
 use uuid::Uuid;
 
 use super::config::Config;
@@ -51,14 +53,22 @@ pub struct Mounted {
     pub path: PathBuf,
     /// Its identity.
     pub uuid: Uuid,
-    /// The store on it.
-    pub store: Arc<BlockStore>,
+    /// The store on it; what is wrong, if it cannot be mounted.
+    pub store: Result<Arc<BlockStore>, AbsentStore>,
 }
 
 impl Mounted {
     /// For an OSD.
     pub fn offered(&self) -> (Uuid, Arc<dyn ObjectStore>) {
-        (self.uuid, Arc::clone(&self.store) as Arc<dyn ObjectStore>)
+        (self.uuid, self.object_store())
+    }
+
+    /// As others see it.
+    pub fn object_store(&self) -> Arc<dyn ObjectStore> {
+        match &self.store {
+            Ok(store) => Arc::clone(store) as Arc<dyn ObjectStore>,
+            Err(absent) => Arc::new(absent.clone()),
+        }
     }
 }
 
@@ -87,14 +97,18 @@ pub fn make_missing(dir: &NodeDir, config: &Config, format: bool) -> Result<(), 
         match std::fs::metadata(&path) {
             Ok(there) if there.file_type().is_block_device() => {
                 if format && has_no_target(&path)? {
-                    mkfs(&path, None, &label)?;
+                    mkfs(&path, MkfsOptions::default(), &label)?;
                 }
             }
             Ok(_) => {}
+            // The others may have what it had.
+            Err(e) if e.kind() == io::ErrorKind::NotFound && has_run && count > 1 => {
+                tracing::error!(path = %path.display(), "target {n} is missing; the node starts without it");
+            }
             Err(e) if e.kind() == io::ErrorKind::NotFound && has_run => {
                 return Err(TargetError::Missing { path });
             }
-            Err(e) if e.kind() == io::ErrorKind::NotFound => make_file(&path, config, &label)?,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => make_file(&path, config, None, &label)?,
             Err(e) => return Err(in_system("look at it", &path)(e)),
         }
     }
@@ -110,13 +124,14 @@ fn has_no_target(device: &Path) -> Result<bool, TargetError> {
 }
 
 /// Makes a target's file under another name first: what an interrupted start leaves is not taken for a target.
-fn make_file(path: &Path, config: &Config, label: &str) -> Result<(), TargetError> {
+fn make_file(path: &Path, config: &Config, uuid: Option<Uuid>, label: &str) -> Result<(), TargetError> {
     let unfinished = path.with_extension("unfinished");
     let removed = std::fs::remove_file(&unfinished);
     if let Err(e) = removed.or_else(|e| if e.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(e) }) {
         return Err(in_system("remove what an interrupted start left", &unfinished)(e));
     }
-    let made = mkfs(&unfinished, Some(config.target_size.0), label);
+    let options = MkfsOptions { size: Some(config.target_size.0), uuid, ..MkfsOptions::default() };
+    let made = mkfs(&unfinished, options, label);
     if made.is_err() {
         // It takes space that may be what was missing.
         let _ = std::fs::remove_file(&unfinished);
@@ -125,32 +140,86 @@ fn make_file(path: &Path, config: &Config, label: &str) -> Result<(), TargetErro
     std::fs::rename(&unfinished, path).map_err(in_system("rename it into place", path))
 }
 
-fn mkfs(path: &Path, size: Option<u64>, label: &str) -> Result<(), TargetError> {
-    let progress = Progress::bytes(label, size.unwrap_or(0));
-    let options = MkfsOptions { size, ..MkfsOptions::default() };
+/// Makes a target with that uuid in the place of one that is lost. A file that is there is kept under another name.
+///
+/// # Errors
+/// It cannot be made.
+pub fn make_replacement(path: &Path, config: &Config, uuid: Uuid) -> Result<(), TargetError> {
+    let label = format!("making target {uuid}");
+    match std::fs::metadata(path) {
+        Ok(there) if there.file_type().is_block_device() => {
+            return mkfs(path, MkfsOptions { uuid: Some(uuid), ..MkfsOptions::default() }, &label);
+        }
+        Ok(_) => {
+            let kept = path.with_extension(format!("before-{uuid}"));
+            std::fs::rename(path, &kept).map_err(in_system("keep what is there", path))?;
+        }
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+        Err(e) => return Err(in_system("look at it", path)(e)),
+    }
+    make_file(path, config, Some(uuid), &label)
+}
+
+fn mkfs(path: &Path, options: MkfsOptions, label: &str) -> Result<(), TargetError> {
+    let progress = Progress::bytes(label, options.size.unwrap_or(0));
     let made = BlockStore::mkfs(path, &options, |done, total| progress.set(done, total));
     drop(progress);
     made.map(drop).map_err(in_store(path))
 }
 
+/// A target that the node has had, so that it is known by its uuid if it cannot be mounted: `PATH=UUID`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KnownTarget {
+    path: PathBuf,
+    uuid: Uuid,
+}
+
+impl KnownTarget {
+    /// The target at a path.
+    pub fn new(path: PathBuf, uuid: Uuid) -> KnownTarget {
+        KnownTarget { path, uuid }
+    }
+}
+
+impl FromStr for KnownTarget {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<KnownTarget, String> {
+        let parsed = text.rsplit_once('=').and_then(|(path, uuid)| Some((path.into(), uuid.parse().ok()?)));
+        let (path, uuid) = parsed.ok_or_else(|| format!("{text:?} is not PATH=UUID"))?;
+        Ok(KnownTarget { path, uuid })
+    }
+}
+
+impl fmt::Display for KnownTarget {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}={}", self.path.display(), self.uuid)
+    }
+}
+
 /// Mounts targets, each with a thread of its own. Blocks while their logs are replayed.
 ///
 /// # Errors
-/// One cannot be mounted; then none is.
-pub fn mount(paths: &[PathBuf], config: &Config) -> Result<Vec<Mounted>, TargetError> {
-    mount_each(paths, config, BlockStore::mount, |store| (store, ())).map(|mounted| mounted.0)
+/// None can be mounted, or one cannot that is not `known`; then none is.
+pub fn mount(paths: &[PathBuf], known: &[KnownTarget], config: &Config) -> Result<Vec<Mounted>, TargetError> {
+    mount_each(paths, known, config, BlockStore::mount, |store| (store, ())).map(|mounted| mounted.0)
 }
 
 /// Mounts targets, to be run by whoever gets their drivers. Blocks while their logs are replayed.
 ///
 /// # Errors
-/// One cannot be mounted; then none is.
-pub fn mount_driven(paths: &[PathBuf], config: &Config) -> Result<(Vec<Mounted>, Vec<Driver>), TargetError> {
-    mount_each(paths, config, BlockStore::mount_driven, |mounted| mounted)
+/// As [`mount`].
+pub fn mount_driven(
+    paths: &[PathBuf],
+    known: &[KnownTarget],
+    config: &Config,
+) -> Result<(Vec<Mounted>, Vec<Driver>), TargetError> {
+    mount_each(paths, known, config, BlockStore::mount_driven, |mounted| mounted)
 }
 
 fn mount_each<T, D>(
     paths: &[PathBuf],
+    known: &[KnownTarget],
     config: &Config,
     mount: impl Fn(&Path, &MountOptions) -> store::Result<T>,
     parts: impl Fn(T) -> (Arc<BlockStore>, D),
@@ -163,12 +232,38 @@ fn mount_each<T, D>(
             metadata_cache_bytes: config.store.metadata_cache.0 as usize,
             buffer_bytes: config.store.buffers.0 as usize,
         };
-        let (store, driver) = parts(mount(path, &options).map_err(in_store(path))?);
+        let (store, driver) = parts(mount(path, &options)?);
         let uuid = store.uuid();
         tracing::info!(target_uuid = %uuid, path = %path.display(), "mounted");
-        Ok((Mounted { path: path.clone(), uuid, store }, driver))
+        Ok((Mounted { path: path.clone(), uuid, store: Ok(store) }, driver))
     };
-    paths.iter().enumerate().map(mount).collect()
+    let (mut mounted, mut drivers) = (Vec::new(), Vec::new());
+    let mut failure = None;
+    for (index, path) in paths.iter().enumerate() {
+        let known = known.iter().find(|known| known.path == *path);
+        match (mount((index, path)), known) {
+            (Ok((target, driver)), _) => {
+                mounted.push(target);
+                drivers.push(driver);
+            }
+            (Err(e), Some(known)) if may_be_absent(&e) => {
+                tracing::error!(target_uuid = %known.uuid, path = %path.display(), "cannot be mounted: {e}");
+                let absent = AbsentStore::new(format!("{}: {e}", path.display()));
+                mounted.push(Mounted { path: path.clone(), uuid: known.uuid, store: Err(absent) });
+                failure = Some(in_store(path)(e));
+            }
+            (Err(e), _) => return Err(in_store(path)(e)),
+        }
+    }
+    match failure {
+        Some(failure) if drivers.is_empty() => Err(failure),
+        _ => Ok((mounted, drivers)),
+    }
+}
+
+/// Whether a target that cannot be mounted for that reason may be done without. Not if it is merely in use, or another one.
+fn may_be_absent(e: &StoreError) -> bool {
+    matches!(e, StoreError::Io(_) | StoreError::Corrupt { .. } | StoreError::NotATarget(_))
 }
 
 /// What a role announces of its targets.
@@ -183,6 +278,7 @@ pub fn announced(mounted: &[Mounted]) -> Vec<Target> {
 pub async fn unmount(mounted: Vec<Mounted>) -> Result<(), TargetError> {
     let mut result = Ok(());
     for Mounted { path, store, .. } in mounted {
+        let Ok(store) = store else { continue };
         if let Err(e) = store.umount().await {
             tracing::error!(path = %path.display(), "cannot be unmounted: {e}");
             result = result.and(Err(TargetError::Store { path, source: e }));

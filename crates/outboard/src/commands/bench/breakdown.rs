@@ -101,6 +101,8 @@ mod tests {
             others_ns: 4_000 * count,
         };
         NodeStatus {
+            health: Vec::new(),
+            rebuild: client::RebuildStatus::default(),
             node: uuid::Uuid::nil(),
             placement: "dpu".into(),
             engine: "shm".into(),

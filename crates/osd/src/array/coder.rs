@@ -1,0 +1,162 @@
+//! Computing parity, and shards from others.
+
+use std::ops::{Deref, DerefMut, Range};
+
+use base::mem::ArenaBuf;
+use base::pool::BufferPool;
+use bytes::{Bytes, BytesMut};
+use store::StoreError;
+
+use super::layout::Layout;
+
+/// Longest run of zeros that is kept ready, in bytes.
+const ZEROS: usize = 64 << 10;
+
+/// Memory that parity is computed into: of the staging pool, from which it can be moved as it is, if there is some.
+pub(crate) enum Buffer {
+    Pooled(ArenaBuf),
+    Heap(BytesMut),
+}
+
+impl Buffer {
+    pub(crate) fn freeze(self) -> Bytes {
+        match self {
+            Buffer::Pooled(buf) => buf.freeze(),
+            Buffer::Heap(buf) => buf.freeze(),
+        }
+    }
+}
+
+impl Deref for Buffer {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Buffer::Pooled(buf) => buf,
+            Buffer::Heap(buf) => buf,
+        }
+    }
+}
+
+impl DerefMut for Buffer {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        match self {
+            Buffer::Pooled(buf) => buf,
+            Buffer::Heap(buf) => buf,
+        }
+    }
+}
+
+/// See the [module](self) documentation.
+pub(crate) struct Coder {
+    layout: Layout,
+    /// `None` where shards are copies.
+    code: Option<ec::Code>,
+    pool: BufferPool,
+}
+
+impl Coder {
+    /// # Errors
+    /// [`StoreError::InvalidArgument`] if there is no such code.
+    pub(crate) fn new(layout: Layout, pool: BufferPool) -> store::Result<Coder> {
+        let code = match layout.is_mirror() {
+            true => None,
+            false => {
+                let geometry = ec::Geometry::new(layout.k, layout.m).map_err(refused)?;
+                Some(ec::Code::new(geometry, ec::KernelChoice::Auto.load().map_err(refused)?))
+            }
+        };
+        Ok(Coder { layout, code, pool })
+    }
+
+    /// A buffer. It does not wait for memory of the pool: whoever asks may hold some.
+    pub(crate) fn buffer(&self, len: usize) -> Buffer {
+        match self.pool.try_alloc(len) {
+            Ok(Some(buf)) => Buffer::Pooled(buf),
+            _ => Buffer::Heap(BytesMut::zeroed(len)),
+        }
+    }
+
+    /// One for each parity shard.
+    pub(crate) fn parity_buffers(&self, len: u64) -> Vec<Buffer> {
+        (0..self.layout.m).map(|_| self.buffer(len as usize)).collect()
+    }
+
+    /// Zeros.
+    pub(crate) fn zeros(&self, len: usize) -> Bytes {
+        static READY: [u8; ZEROS] = [0; ZEROS];
+        if len <= ZEROS { Bytes::from_static(&READY[..len]) } else { vec![0; len].into() }
+    }
+
+    /// Parity of one row of units, into the range `out` of the buffers.
+    pub(crate) fn encode(
+        &self,
+        units: &[Bytes],
+        parity: &mut [Buffer],
+        out: Range<usize>,
+    ) -> store::Result<()> {
+        let units: Vec<&[u8]> = units.iter().map(|unit| &unit[..]).collect();
+        let mut parity: Vec<&mut [u8]> = parity.iter_mut().map(|b| &mut b[out.clone()]).collect();
+        self.code()?.encode(&units, &mut parity).map_err(refused)
+    }
+
+    /// Parity of whole stripes, one after the other, and the checksums of its blocks.
+    pub(crate) fn encode_stripes(&self, data: &[u8], parity: &mut [Buffer]) -> store::Result<Vec<Vec<u32>>> {
+        let mut checksums = vec![Vec::new(); parity.len()];
+        let mut parity: Vec<&mut [u8]> = parity.iter_mut().map(|b| &mut b[..]).collect();
+        let unit = self.layout.unit as usize;
+        self.code()?.encode_stripes(unit, data, &mut parity, &mut checksums).map_err(refused)?;
+        Ok(checksums)
+    }
+
+    /// Changes parity by what the data of shard `column` changes by.
+    pub(crate) fn update(
+        &self,
+        column: usize,
+        delta: &[u8],
+        parity: &mut [Buffer],
+        out: Range<usize>,
+    ) -> store::Result<()> {
+        let mut parity: Vec<(usize, &mut [u8])> =
+            parity.iter_mut().enumerate().map(|(row, b)| (row, &mut b[out.clone()])).collect();
+        self.code()?.update(column, delta, &mut parity).map_err(refused)
+    }
+
+    /// Which shards `wanted` is computed from, of those present.
+    ///
+    /// # Errors
+    /// [`StoreError::Corrupt`] if there are too few.
+    pub(crate) fn sources(&self, present: &[usize], wanted: usize) -> store::Result<Vec<usize>> {
+        let Some(code) = &self.code else {
+            return present.first().map(|first| vec![*first]).ok_or_else(|| too_few(0, 1));
+        };
+        let recovery =
+            code.recovery(present, &[wanted]).map_err(|_| too_few(present.len(), self.layout.k))?;
+        Ok(recovery.sources().to_vec())
+    }
+
+    /// A shard's bytes from those of its [`Coder::sources`], all of one length.
+    pub(crate) fn recover(&self, sources: &[usize], wanted: usize, bytes: &[Bytes]) -> store::Result<Bytes> {
+        let Some(code) = &self.code else { return Ok(bytes[0].clone()) };
+        let recovery = code.recovery(sources, &[wanted]).map_err(refused)?;
+        let mut buffer = self.buffer(bytes[0].len());
+        let from: Vec<&[u8]> = bytes.iter().map(|b| &b[..]).collect();
+        recovery.run(&from, &mut [&mut buffer[..]]).map_err(refused)?;
+        Ok(buffer.freeze())
+    }
+
+    fn code(&self) -> store::Result<&ec::Code> {
+        self.code.as_ref().ok_or_else(|| StoreError::InvalidArgument("copies have no parity".into()))
+    }
+}
+
+fn too_few(found: usize, needed: usize) -> StoreError {
+    StoreError::Corrupt {
+        what: "object".into(),
+        detail: format!("{found} of its shards can be read, {needed} are needed"),
+    }
+}
+
+fn refused(e: ec::EcError) -> StoreError {
+    StoreError::InvalidArgument(e.to_string())
+}

@@ -1,0 +1,296 @@
+//! A group at work: its objects, its session, and what its members are told.
+
+use std::cell::{Cell, RefCell};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use base::pool::BufferPool;
+use proto::Redundancy;
+use store::{CollectionId, ObjectId, ObjectStore, StageId, StoreError};
+use tokio::sync::{Mutex, OwnedRwLockReadGuard, OwnedRwLockWriteGuard, RwLock};
+use uuid::Uuid;
+
+use super::coder::Coder;
+use super::layout::Layout;
+use super::rebuild::Rebuild;
+use super::record::{GroupRecord, Standing};
+use super::stage::Staged;
+use crate::target::Target;
+
+/// Objects whose size is kept in memory.
+const OBJECTS_MAX: usize = 4096;
+
+/// What a group is made of.
+pub(crate) struct GroupOptions {
+    pub(crate) pool_id: u32,
+    /// Of the placement group in its pool.
+    pub(crate) number: u32,
+    pub(crate) redundancy: Redundancy,
+    /// All targets of the node.
+    pub(crate) targets: Rc<Vec<Rc<Target>>>,
+    pub(crate) pool: BufferPool,
+    /// After that long a member that has not committed counts as failed.
+    pub(crate) member_timeout: Duration,
+}
+
+/// What is known of an object's size; inside: `None` if there is no such object.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Known {
+    session: u64,
+    size: Option<Option<u64>>,
+}
+
+impl Known {
+    /// The size, if it is known in this session.
+    pub(crate) fn get(&self, session: &Session) -> Option<Option<u64>> {
+        self.size.filter(|_| self.session == session.number)
+    }
+
+    pub(crate) fn set(&mut self, session: &Session, size: Option<u64>) {
+        *self = Known { session: session.number, size: Some(size) };
+    }
+
+    /// Something of it failed: to be read again.
+    pub(crate) fn forget(&mut self) {
+        self.size = None;
+    }
+}
+
+/// A member, as it takes part in a session.
+#[derive(Clone)]
+pub(crate) struct Link {
+    pub(crate) target: Rc<Target>,
+    /// Session with the target's store.
+    pub(crate) session: u64,
+}
+
+/// A time in which the same members take part.
+pub(crate) struct Session {
+    /// See [`Shared::number`].
+    pub(crate) number: u64,
+    /// In sync, by position.
+    pub(crate) links: Vec<Option<Link>>,
+    pub(crate) record: GroupRecord,
+}
+
+impl Session {
+    /// Whether a target is a member that is not in sync.
+    pub(crate) fn lacks_target(&self, uuid: Uuid) -> bool {
+        self.record.members.iter().any(|m| m.target == uuid && m.standing != Standing::InSync)
+    }
+
+    /// Whether all members are in sync.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.links.iter().all(Option::is_some)
+    }
+}
+
+/// What outlives sessions: seen from any thread.
+pub(crate) struct Shared {
+    ended: AtomicU64,
+    watched: Vec<(Arc<dyn ObjectStore>, Arc<AtomicU64>)>,
+}
+
+impl Shared {
+    /// Number of the session. It changes when a target's session does, when one fails or comes back, and when a
+    /// transaction is left on some members only.
+    pub(crate) fn number(&self) -> u64 {
+        let changes = |(store, generation): &(Arc<dyn ObjectStore>, Arc<AtomicU64>)| {
+            store.session() + generation.load(Ordering::SeqCst)
+        };
+        self.watched.iter().map(changes).sum::<u64>() + self.ended.load(Ordering::SeqCst)
+    }
+}
+
+/// Intents: which are under way, which are done and to be trimmed.
+#[derive(Default)]
+pub(crate) struct Log {
+    /// Number of the session that it is of.
+    pub(crate) session: u64,
+    pub(crate) next: u64,
+    pub(crate) under_way: BTreeSet<u64>,
+    /// Undo objects of those that are done, by position: the intent's object numbers.
+    pub(crate) done: BTreeMap<u64, Vec<Vec<usize>>>,
+    /// A transaction that trims is under way.
+    pub(crate) trimming: bool,
+    /// Objects changed while a member is away.
+    pub(crate) dirty: BTreeSet<ObjectId>,
+}
+
+impl Log {
+    /// All intents up to that one are done.
+    pub(crate) fn settled(&self) -> u64 {
+        self.under_way.first().copied().unwrap_or(self.next).saturating_sub(1)
+    }
+}
+
+/// See the [module](self) documentation.
+pub(crate) struct Group {
+    pub(crate) cid: CollectionId,
+    /// Pool and number, for placement.
+    pub(crate) place: (u32, u32),
+    pub(crate) redundancy: Redundancy,
+    pub(crate) layout: Layout,
+    pub(crate) coder: Coder,
+    pub(crate) targets: Rc<Vec<Rc<Target>>>,
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) member_timeout: Duration,
+    /// Held for reading by transactions, for writing while members come back.
+    pub(crate) gate: RwLock<()>,
+    pub(crate) log: RefCell<Log>,
+    pub(crate) stages: RefCell<HashMap<StageId, Rc<Staged>>>,
+    pub(crate) next_stage: Cell<u64>,
+    pub(crate) rebuild: RefCell<Option<Rebuild>>,
+    /// Transactions that were taken back when the session began.
+    pub(crate) undone: RefCell<BTreeSet<u64>>,
+    pub(crate) trim_scheduled: Cell<bool>,
+    /// Shards that could not be read, by object and position.
+    pub(crate) damaged: RefCell<BTreeSet<(ObjectId, usize)>>,
+    /// Epoch of the last session: until then nothing can have happened elsewhere.
+    pub(crate) lineage: Cell<u64>,
+    objects: RefCell<HashMap<ObjectId, Arc<RwLock<Known>>>>,
+    session: RefCell<Option<Rc<Session>>>,
+    opening: Mutex<()>,
+}
+
+impl Group {
+    /// # Errors
+    /// [`StoreError::InvalidArgument`] if the redundancy is not possible.
+    pub(crate) fn new(options: GroupOptions) -> store::Result<Group> {
+        let layout = Layout::new(&options.redundancy);
+        let watched = options.targets.iter().map(|t| (Arc::clone(&t.store), t.generation())).collect();
+        Ok(Group {
+            cid: crate::ids::collection(options.pool_id, options.number),
+            place: (options.pool_id, options.number),
+            redundancy: options.redundancy,
+            coder: Coder::new(layout, options.pool)?,
+            layout,
+            targets: options.targets,
+            shared: Arc::new(Shared { ended: AtomicU64::new(0), watched }),
+            member_timeout: options.member_timeout,
+            gate: RwLock::default(),
+            log: RefCell::default(),
+            stages: RefCell::default(),
+            next_stage: Cell::new(0),
+            rebuild: RefCell::default(),
+            undone: RefCell::default(),
+            trim_scheduled: Cell::new(false),
+            damaged: RefCell::default(),
+            lineage: Cell::new(0),
+            objects: RefCell::default(),
+            session: RefCell::default(),
+            opening: Mutex::default(),
+        })
+    }
+
+    /// The session with that number, opened if need be: then whatever earlier ones have left is settled.
+    ///
+    /// # Errors
+    /// [`StoreError::Disconnected`] if it is over; others if it cannot be opened.
+    pub(crate) async fn session(&self, number: u64) -> store::Result<Rc<Session>> {
+        if let Some(session) = self.current() {
+            return if session.number == number { Ok(session) } else { Err(over(number)) };
+        }
+        let _one_at_a_time = self.opening.lock().await;
+        if self.current().is_none() {
+            let session = self.open().await?;
+            *self.session.borrow_mut() = Some(Rc::new(session));
+        }
+        match self.current() {
+            Some(session) if session.number == number => Ok(session),
+            _ => Err(over(number)),
+        }
+    }
+
+    /// The session that there is.
+    pub(crate) fn current(&self) -> Option<Rc<Session>> {
+        let number = self.shared.number();
+        self.session.borrow().clone().filter(|session| session.number == number)
+    }
+
+    /// Any session, the one that there is or a new one. A few attempts: members may fail while one is opened.
+    pub(crate) async fn any_session(&self) -> store::Result<Rc<Session>> {
+        let mut last = over(0);
+        for _ in 0..self.layout.shards() + 2 {
+            match self.session(self.shared.number()).await {
+                Err(e @ StoreError::Disconnected(_)) => last = e,
+                outcome => return outcome,
+            }
+        }
+        Err(last)
+    }
+
+    /// Fails if the session is over.
+    pub(crate) fn still(&self, session: &Session) -> store::Result<()> {
+        match self.current() {
+            Some(current) if current.number == session.number => Ok(()),
+            _ => Err(over(session.number)),
+        }
+    }
+
+    /// Ends a session in which a transaction may be on some members only.
+    pub(crate) fn end_session(&self, session: &Session) {
+        if self.still(session).is_ok() {
+            self.shared.ended.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+
+    /// An object, to be looked at.
+    pub(crate) async fn shared_object(&self, oid: &ObjectId) -> OwnedRwLockReadGuard<Known> {
+        self.object(oid).read_owned().await
+    }
+
+    /// An object, to be changed.
+    pub(crate) async fn exclusive_object(&self, oid: &ObjectId) -> OwnedRwLockWriteGuard<Known> {
+        self.object(oid).write_owned().await
+    }
+
+    fn object(&self, oid: &ObjectId) -> Arc<RwLock<Known>> {
+        let mut objects = self.objects.borrow_mut();
+        if let Some(known) = objects.get(oid) {
+            return Arc::clone(known);
+        }
+        if objects.len() >= OBJECTS_MAX {
+            // Half of what nobody uses goes, whichever half.
+            let mut keep = false;
+            objects.retain(|_, entry| {
+                keep = !keep;
+                keep || Arc::strong_count(entry) > 1
+            });
+        }
+        Arc::clone(objects.entry(oid.clone()).or_default())
+    }
+
+    /// The member at a position if it is told of transactions: in sync, or being rebuilt.
+    pub(crate) fn takes_part(&self, session: &Session, position: usize) -> Option<Link> {
+        session.links[position].clone().or_else(|| self.rebuilding(session, position, |_| true))
+    }
+
+    /// The member at a position, if it has the object as it is: in sync, or already rebuilt as far as that.
+    pub(crate) fn live(&self, session: &Session, position: usize, oid: &ObjectId) -> Option<Link> {
+        session.links[position].clone().or_else(|| self.rebuilding(session, position, |r| !r.lacks(oid)))
+    }
+
+    fn rebuilding(
+        &self,
+        session: &Session,
+        position: usize,
+        which: impl FnOnce(&Rebuild) -> bool,
+    ) -> Option<Link> {
+        let rebuild = self.rebuild.borrow();
+        let rebuild = rebuild.as_ref().filter(|r| r.position == position && r.session == session.number)?;
+        which(rebuild).then(|| rebuild.link.clone())
+    }
+
+    /// By position, as [`Group::live`].
+    pub(crate) fn live_links(&self, session: &Session, oid: &ObjectId) -> Vec<Option<Link>> {
+        (0..self.layout.shards()).map(|position| self.live(session, position, oid)).collect()
+    }
+}
+
+pub(crate) fn over(number: u64) -> StoreError {
+    StoreError::Disconnected(format!("session {number} of the group is over"))
+}

@@ -1,0 +1,428 @@
+//! Opening a session: who has what, and what of it counts.
+//!
+//! The record that counts is the active one of the highest epoch: nothing can have been acknowledged without it. Its members
+//! that are there and in sync go on; if some are missing, those that go on first note, durably, that the others are stale. A
+//! transaction that every member in sync has stays; one that only some have was never acknowledged, and is taken back there.
+//! Which ones may be in question the intents say: no object is looked for.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
+
+use bytes::Bytes;
+use futures::future::{join_all, try_join_all};
+use store::{ObjectId, Op, StoreError, Transaction};
+use uuid::Uuid;
+
+use super::group::{Group, Link, Log, Session, over};
+use super::record::{
+    Entry, GroupRecord, Intent, Member, Standing, Touched, Undo, is_own, key_dirty, key_intent, key_record,
+    own_object, undo_object,
+};
+use super::transact::copy_ranges;
+use crate::target::Target;
+
+/// Entries read at a time.
+const PAGE: usize = 1024;
+
+/// What a target has of a group.
+#[derive(Clone)]
+struct View {
+    link: Link,
+    record: GroupRecord,
+    trimmed: u64,
+    intents: BTreeMap<u64, Intent>,
+    dirty: Vec<ObjectId>,
+}
+
+impl View {
+    /// Whether a transaction is there, or was and is settled.
+    fn has(&self, number: u64) -> bool {
+        number <= self.trimmed || self.intents.contains_key(&number)
+    }
+}
+
+impl Group {
+    /// Makes the group on the node's targets: its first members are those that come first of `ranked`.
+    ///
+    /// # Errors
+    /// [`StoreError::TooFewTargets`] if there are not enough.
+    pub(crate) async fn create(&self, ranked: &[usize]) -> store::Result<()> {
+        let usable = ranked.iter().map(|&i| &self.targets[i]).filter(|t| t.is_usable());
+        let needed = self.layout.shards();
+        let chosen: Vec<&Rc<Target>> = usable.take(needed).collect();
+        if chosen.len() < needed {
+            let detail = format!("{} takes as many; the node has no more that can be used", self.redundancy);
+            return Err(StoreError::TooFewTargets { there: chosen.len(), needed, detail });
+        }
+        let members = chosen.iter().map(|t| Member { target: t.uuid, standing: Standing::InSync }).collect();
+        let record = GroupRecord { epoch: 1, active: false, members };
+        try_join_all(chosen.iter().map(|target| self.create_on(target, &record))).await.map(drop)
+    }
+
+    /// Makes the collection and the record on one target.
+    pub(super) async fn create_on(&self, target: &Target, record: &GroupRecord) -> store::Result<()> {
+        let create = Transaction::new(self.cid.clone()).with(Op::CreateCollection);
+        match target.store.queue_transaction(create).await {
+            Ok(()) | Err(StoreError::Exists(_)) => {}
+            Err(e) => return Err(e),
+        }
+        let entries = vec![(key_record(), record.encode())];
+        let write = Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: own_object(), entries });
+        target.store.queue_transaction(write).await
+    }
+
+    /// Opens a session with whoever is there.
+    pub(super) async fn open(&self) -> store::Result<Session> {
+        let number = self.shared.number();
+        let usable = self.targets.iter().filter(|t| t.is_usable());
+        let mut views: Vec<View> = Vec::new();
+        for view in join_all(usable.map(|target| self.look(target))).await {
+            views.extend(view?);
+        }
+        let Some(record) = decisive(&views).cloned() else {
+            let detail = "no target that is there has a piece of it".into();
+            return Err(StoreError::TooFewTargets { there: 0, needed: self.layout.k, detail });
+        };
+        let members = self.members(&record, &views)?;
+        let undone = self.take_back(&members).await?;
+        let (record, dirty) = self.agree(record, &views, &members).await?;
+        if self.shared.number() != number {
+            return Err(over(number));
+        }
+        *self.log.borrow_mut() = Log { session: number, ..log_of(&members, &undone, dirty) };
+        *self.undone.borrow_mut() = undone;
+        *self.rebuild.borrow_mut() = None;
+        self.lineage.set(record.epoch);
+        tracing::debug!(cid = %self.cid, number, epoch = record.epoch, "the group has a session");
+        let links = members.into_iter().map(|view| view.map(|v| v.link)).collect();
+        Ok(Session { number, links, record })
+    }
+
+    /// What a target has of the group; nothing if it was never a member.
+    async fn look(&self, target: &Rc<Target>) -> store::Result<Option<View>> {
+        let link = Link { target: Rc::clone(target), session: target.store.session() };
+        match self.view(&link).await {
+            Ok(view) => Ok(Some(view)),
+            Err(StoreError::NoSuchCollection(_) | StoreError::NoSuchObject(_)) => Ok(None),
+            Err(e @ StoreError::Disconnected(_)) => Err(e),
+            Err(e) => {
+                target.fail(&e.to_string());
+                Err(StoreError::Disconnected(e.to_string()))
+            }
+        }
+    }
+
+    async fn view(&self, link: &Link) -> store::Result<View> {
+        let store = &link.target.store;
+        // Whatever earlier sessions have left queued has an outcome after this.
+        let settle = store.queue_transaction_in(link.session, Transaction::new(self.cid.clone()));
+        match tokio::time::timeout(self.member_timeout, settle).await {
+            Ok(settled) => settled?,
+            Err(_) => return Err(StoreError::Io(format!("no answer in {:?}", self.member_timeout))),
+        }
+        let (mut record, mut trimmed) = (None, 0);
+        let (mut intents, mut dirty) = (BTreeMap::new(), Vec::new());
+        for (key, value) in self.all_entries(link, &own_object(), &Bytes::new(), None).await? {
+            match Entry::decode(&key, &value)? {
+                Entry::Record(found) => record = Some(found),
+                Entry::Trimmed(through) => trimmed = through,
+                Entry::Intent(number, intent) => drop(intents.insert(number, intent)),
+                Entry::Dirty(oid) => dirty.push(oid),
+            }
+        }
+        let record = record.ok_or_else(|| StoreError::NoSuchObject(own_object().to_string()))?;
+        Ok(View { link: link.clone(), record, trimmed, intents, dirty })
+    }
+
+    /// All entries of an omap in a range.
+    pub(super) async fn all_entries(
+        &self,
+        link: &Link,
+        oid: &ObjectId,
+        from: &Bytes,
+        to: Option<&Bytes>,
+    ) -> store::Result<Vec<(Bytes, Bytes)>> {
+        let mut all = Vec::new();
+        let mut from = from.clone();
+        loop {
+            let (page, more) = link.target.store.omap_iterate(&self.cid, oid, from.clone(), PAGE).await?;
+            let next = page.last().map(|(last, _)| Bytes::from([last, &b"\0"[..]].concat()));
+            let (before, count) = (all.len(), page.len());
+            all.extend(page.into_iter().take_while(|(key, _)| to.is_none_or(|to| key < to)));
+            match next {
+                Some(next) if more && all.len() - before == count => from = next,
+                _ => return Ok(all),
+            }
+        }
+    }
+
+    /// The members in sync that are there, by position.
+    fn members(&self, record: &GroupRecord, views: &[View]) -> store::Result<Vec<Option<View>>> {
+        if record.members.len() != self.layout.shards() {
+            let detail = format!("it has {} members, not {}", record.members.len(), self.layout.shards());
+            return Err(StoreError::Corrupt { what: format!("group {}", self.cid), detail });
+        }
+        let mut members = vec![None; record.members.len()];
+        let mut missing = Vec::new();
+        for position in record.in_sync() {
+            let uuid = record.members[position].target;
+            members[position] = views.iter().find(|view| view.link.target.uuid == uuid).cloned();
+            if members[position].is_none() {
+                missing.push(uuid);
+            }
+        }
+        let (there, needed) = (members.iter().flatten().count(), self.layout.k);
+        let list = || missing.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+        if there < needed {
+            let detail = format!("bring back one of {}", list());
+            return Err(StoreError::TooFewTargets { there, needed, detail });
+        }
+        // As many as could have gone on without those that are here must not be merely away.
+        let away = missing.iter().filter(|uuid| !self.is_written_off(uuid)).count();
+        if away >= needed && self.lineage.get() < record.epoch {
+            let detail = format!(
+                "whether these have gone on alone cannot be told: {}; bring them back, or take them out if they are lost",
+                list()
+            );
+            return Err(StoreError::TooFewTargets { there, needed: there + 1, detail });
+        }
+        Ok(members)
+    }
+
+    fn is_written_off(&self, uuid: &Uuid) -> bool {
+        self.targets.iter().find(|t| t.uuid == *uuid).is_none_or(|t| t.is_written_off())
+    }
+
+    /// Takes back what only some members have; returns which transactions.
+    async fn take_back(&self, members: &[Option<View>]) -> store::Result<BTreeSet<u64>> {
+        let trimmed = members.iter().flatten().map(|v| v.trimmed).max().unwrap_or(0);
+        let intents = members.iter().flatten().flat_map(|v| v.intents.keys().copied());
+        let partial =
+            |number: &u64| *number > trimmed && !members.iter().flatten().all(|view| view.has(*number));
+        let undone: BTreeSet<u64> = intents.filter(partial).collect();
+        // One after the other: each learns from a member that has got rid of it, or never had it.
+        for &number in undone.iter().rev() {
+            let Some(peer) = members.iter().flatten().find(|view| !view.has(number)) else { continue };
+            for view in members.iter().flatten() {
+                let Some(intent) = view.intents.get(&number) else { continue };
+                let target = view.link.target.uuid;
+                tracing::info!(cid = %self.cid, number, target_uuid = %target, "a transaction is taken back");
+                let undo = self.undo(view, number, intent, &peer.link).await?;
+                self.apply_to(&view.link, undo).await?;
+            }
+            metrics::counter!("outboard_osd_group_undone_total").increment(1);
+        }
+        Ok(undone)
+    }
+
+    /// Carries out a transaction on one member; should that fail, so has the member.
+    pub(super) async fn apply_to(&self, link: &Link, transaction: Transaction) -> store::Result<()> {
+        match link.target.store.queue_transaction_in(link.session, transaction).await {
+            Ok(()) => Ok(()),
+            Err(e @ (StoreError::Disconnected(_) | StoreError::NoSpace { .. })) => Err(e),
+            Err(e) => {
+                link.target.fail(&e.to_string());
+                Err(StoreError::Disconnected(e.to_string()))
+            }
+        }
+    }
+
+    /// What takes a transaction back on one member. `peer` is one that does not have it.
+    async fn undo(
+        &self,
+        view: &View,
+        number: u64,
+        intent: &Intent,
+        peer: &Link,
+    ) -> store::Result<Transaction> {
+        let mut ops = Vec::new();
+        for (index, touched) in intent.objects.iter().enumerate() {
+            self.undo_object(view, undo_object(number, index), touched, peer, &mut ops).await?;
+        }
+        ops.push(Op::OmapRemove { oid: own_object(), keys: vec![key_intent(number)] });
+        Ok(Transaction { collection: self.cid.clone(), ops })
+    }
+
+    async fn undo_object(
+        &self,
+        view: &View,
+        keep: ObjectId,
+        touched: &Touched,
+        peer: &Link,
+        ops: &mut Vec<Op>,
+    ) -> store::Result<()> {
+        let oid = &touched.oid;
+        match &touched.undo {
+            Undo::Remove => {
+                ops.push(Op::Remove { oid: oid.clone() });
+                return Ok(());
+            }
+            Undo::Return => {
+                match view.link.target.store.stat(&self.cid, oid).await {
+                    Ok(_) => ops.push(Op::Remove { oid: oid.clone() }),
+                    Err(StoreError::NoSuchObject(_)) => {}
+                    Err(e) => return Err(e),
+                }
+                let (src, dst_collection) = (keep, self.cid.clone());
+                ops.push(Op::MoveRename { src, dst_collection, dst: oid.clone() });
+                return Ok(());
+            }
+            Undo::Restore { size, saved } => {
+                ops.push(Op::Truncate { oid: oid.clone(), size: *size });
+                ops.extend(copy_ranges(&keep, oid, saved));
+                if touched.undo.keeps_object() {
+                    ops.push(Op::Remove { oid: keep });
+                }
+            }
+            Undo::Unchanged => {}
+        }
+        self.undo_metadata(touched, peer, ops).await
+    }
+
+    /// Metadata is the same on all members, so that of another one is what it was.
+    async fn undo_metadata(&self, touched: &Touched, peer: &Link, ops: &mut Vec<Op>) -> store::Result<()> {
+        let (oid, store) = (&touched.oid, &peer.target.store);
+        let none_if_gone = |e| match e {
+            StoreError::NoSuchObject(_) => Ok(Vec::new()),
+            e => Err(e),
+        };
+        if touched.xattrs || matches!(touched.undo, Undo::Restore { .. }) {
+            let xattrs = store.get_xattrs(&self.cid, oid).await?;
+            ops.push(Op::RemoveXattrs { oid: oid.clone() });
+            ops.push(Op::SetXattrs { oid: oid.clone(), xattrs });
+        }
+        let mut entries = Vec::new();
+        if !touched.omap_keys.is_empty() {
+            let keys = touched.omap_keys.clone();
+            let found = store.omap_get(&self.cid, oid, keys.clone()).await.or_else(none_if_gone)?;
+            ops.push(Op::OmapRemove { oid: oid.clone(), keys });
+            entries.extend(found);
+        }
+        for (from, to) in &touched.omap_ranges {
+            let found = self.all_entries(peer, oid, from, to.as_ref()).await.or_else(none_if_gone)?;
+            ops.push(match to {
+                Some(to) => Op::OmapRemoveRange { oid: oid.clone(), from: from.clone(), to: to.clone() },
+                None => Op::OmapClear { oid: oid.clone() },
+            });
+            entries.extend(found);
+        }
+        if !entries.is_empty() {
+            ops.push(Op::OmapSet { oid: oid.clone(), entries });
+        }
+        Ok(())
+    }
+
+    /// Makes the members agree on a record that says who is in sync; returns it and the objects that are dirty.
+    async fn agree(
+        &self,
+        old: GroupRecord,
+        views: &[View],
+        members: &[Option<View>],
+    ) -> store::Result<(GroupRecord, BTreeSet<ObjectId>)> {
+        let mut dirty: BTreeSet<ObjectId> =
+            members.iter().flatten().flat_map(|view| view.dirty.iter().cloned()).collect();
+        let mut record = old;
+        for (position, member) in record.members.iter_mut().enumerate() {
+            if members[position].is_none() && member.standing == Standing::InSync {
+                member.standing = Standing::Stale;
+                // Whatever may not have reached it is among the intents.
+                let intents = members.iter().flatten().flat_map(|view| view.intents.values());
+                dirty.extend(intents.flat_map(|intent| &intent.objects).map(|t| t.oid.clone()));
+            }
+        }
+        self.find_replacements(&mut record);
+        if record.active && members.iter().flatten().all(|view| view.record == record) {
+            return Ok((record, dirty));
+        }
+        record.epoch = views.iter().map(|view| view.record.epoch).max().unwrap_or(0) + 1;
+        // A proposal first: only once all have it may one of them take it for what counts. Nobody is told anything before.
+        for active in [false, true] {
+            record.active = active;
+            let mut entries = vec![(key_record(), record.encode())];
+            entries.extend(dirty.iter().map(|oid| (key_dirty(oid), Bytes::new())));
+            let note = Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: own_object(), entries });
+            let noted = members.iter().flatten().map(|view| self.apply_to(&view.link, note.clone()));
+            try_join_all(noted).await?;
+        }
+        let (in_sync, of) = (record.in_sync().count(), record.members.len());
+        tracing::info!(cid = %self.cid, epoch = record.epoch, in_sync, of, "the group's members have changed");
+        Ok((record, dirty))
+    }
+
+    /// Gives the places of members that are out, or no longer the node's, to targets that are not members yet.
+    fn find_replacements(&self, record: &mut GroupRecord) {
+        for position in 0..record.members.len() {
+            let member = record.members[position];
+            let known = self.targets.iter().find(|t| t.uuid == member.target);
+            if member.standing == Standing::InSync || known.is_some_and(|t| !t.is_out()) {
+                continue;
+            }
+            let taken = |t: &Target| record.members.iter().any(|m| m.target == t.uuid);
+            let free = self.targets.iter().filter(|t| t.is_usable() && !taken(t));
+            let free: Vec<Uuid> = free.map(|t| t.uuid).collect();
+            if let Some(&best) = proto::placement::ranked(self.place.0, self.place.1, &free).first() {
+                record.members[position] = Member { target: free[best], standing: Standing::Blank };
+            }
+        }
+    }
+
+    /// Removes the collection with all that is the group's own, everywhere.
+    pub(super) async fn remove_collection(&self, session: &Session) -> store::Result<()> {
+        for link in session.links.iter().flatten() {
+            let (ids, _) = link.target.store.list(&self.cid, None, PAGE).await?;
+            if ids.iter().any(|oid| !is_own(oid)) {
+                return Err(StoreError::NotEmpty(self.cid.to_string()));
+            }
+        }
+        for target in self.targets.iter().filter(|t| t.is_usable()) {
+            self.wipe(target).await?;
+        }
+        Ok(())
+    }
+
+    /// Removes everything that a target has of the group.
+    pub(super) async fn wipe(&self, target: &Target) -> store::Result<()> {
+        loop {
+            let ids = match target.store.list(&self.cid, None, 64).await {
+                Ok((ids, _)) => ids,
+                Err(StoreError::NoSuchCollection(_)) => return Ok(()),
+                Err(e) => return Err(e),
+            };
+            let mut transaction = Transaction::new(self.cid.clone());
+            if ids.is_empty() {
+                transaction.ops.push(Op::RemoveCollection);
+            }
+            transaction.ops.extend(ids.into_iter().map(|oid| Op::Remove { oid }));
+            match target.store.queue_transaction(transaction).await {
+                Ok(()) | Err(StoreError::NotEmpty(_) | StoreError::NoSuchObject(_)) => {}
+                Err(StoreError::NoSuchCollection(_)) => return Ok(()),
+                Err(e) => return Err(e),
+            }
+        }
+    }
+}
+
+/// The record that counts.
+fn decisive(views: &[View]) -> Option<&GroupRecord> {
+    let records = || views.iter().map(|view| &view.record);
+    records().filter(|r| r.active).max_by_key(|r| r.epoch).or_else(|| records().max_by_key(|r| r.epoch))
+}
+
+/// The intents that stay, as the log of a new session.
+fn log_of(members: &[Option<View>], undone: &BTreeSet<u64>, dirty: BTreeSet<ObjectId>) -> Log {
+    let mut log = Log { dirty, ..Log::default() };
+    for (position, view) in members.iter().enumerate() {
+        let Some(view) = view else { continue };
+        log.next = log.next.max(view.trimmed + 1);
+        for (&number, intent) in &view.intents {
+            log.next = log.next.max(number + 1);
+            if undone.contains(&number) {
+                continue;
+            }
+            let kept = log.done.entry(number).or_insert_with(|| vec![Vec::new(); members.len()]);
+            let objects = intent.objects.iter().enumerate();
+            kept[position] = objects.filter(|(_, t)| t.undo.keeps_object()).map(|(i, _)| i).collect();
+        }
+    }
+    log
+}

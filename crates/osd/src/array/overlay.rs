@@ -1,0 +1,259 @@
+//! What a transaction makes of an object's data, before it is cut into shards.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::rc::Rc;
+
+use base::block::{self, BLOCK, Payload};
+use store::StoreError;
+
+use super::stage::Staged;
+
+/// Bytes that take the place of others.
+#[derive(Clone)]
+pub(crate) enum Content {
+    /// These, from the first on; whole blocks, or up to the object's end.
+    Bytes(Payload),
+    Zeros,
+    /// Whole stripes that are on the members already, from that offset of the stage on.
+    Staged(Rc<Staged>, u64),
+}
+
+/// A range with new content.
+#[derive(Clone)]
+pub(crate) struct Extent {
+    pub(crate) offset: u64,
+    pub(crate) len: u64,
+    pub(crate) content: Content,
+}
+
+impl Extent {
+    pub(crate) fn end(&self) -> u64 {
+        self.offset + self.len
+    }
+
+    /// The part of it in a range, which it must meet; cut at blocks.
+    pub(crate) fn part(&self, range: Range<u64>) -> Extent {
+        let (from, to) = (range.start.max(self.offset), range.end.min(self.end()));
+        let skip = from - self.offset;
+        let content = match &self.content {
+            Content::Bytes(payload) => Content::Bytes(slice(payload, skip, to - from)),
+            Content::Zeros => Content::Zeros,
+            Content::Staged(stage, at) => Content::Staged(Rc::clone(stage), at + skip),
+        };
+        Extent { offset: from, len: to - from, content }
+    }
+}
+
+/// Bytes `from..from + len` of a payload that starts at a block; `from` is a whole number of blocks.
+pub(crate) fn slice(payload: &Payload, from: u64, len: u64) -> Payload {
+    let data = payload.data().slice(from as usize..(from + len) as usize);
+    let first = (from / BLOCK) as usize;
+    let count = block::piece_count(0, len) as usize;
+    let mut checksums = payload.checksums()[first..first + count].to_vec();
+    // A piece that is cut short has another checksum.
+    let last = (len % BLOCK) as usize;
+    if last > 0 && from + len < payload.len() as u64 {
+        checksums[count - 1] = block::crc32c(&data[data.len() - last..]);
+    }
+    Payload::from_parts(0, data, checksums).expect("as many checksums as pieces")
+}
+
+/// See the [module](self) documentation.
+pub(crate) struct Overlay {
+    /// Size of the object before, in bytes.
+    pub(crate) before: u64,
+    /// Size of the object after it.
+    pub(crate) size: u64,
+    /// The shortest that it was in between: from there on nothing is left of what it had.
+    pub(crate) low: u64,
+    extents: BTreeMap<u64, Extent>,
+}
+
+impl Overlay {
+    pub(crate) fn new(before: u64) -> Overlay {
+        Overlay { before, size: before, low: before, extents: BTreeMap::new() }
+    }
+
+    /// New content, in order, without overlaps. What is cut off counts as zeros.
+    pub(crate) fn extents(&self) -> impl Iterator<Item = &Extent> {
+        self.extents.values()
+    }
+
+    /// Extents that meet a range.
+    pub(crate) fn in_range(&self, range: Range<u64>) -> impl Iterator<Item = &Extent> {
+        let first = self.extents.range(..=range.start).next_back().map_or(range.start, |(start, _)| *start);
+        let from = range.start;
+        self.extents.range(first..range.end.max(first)).map(|(_, e)| e).filter(move |e| e.end() > from)
+    }
+
+    /// Whether nothing changes.
+    pub(crate) fn is_unchanged(&self) -> bool {
+        self.extents.is_empty() && self.size == self.before && self.low == self.before
+    }
+
+    /// Puts bytes at an offset.
+    ///
+    /// # Errors
+    /// [`StoreError::InvalidArgument`] if they are not whole blocks, or the object's end.
+    pub(crate) fn write(&mut self, offset: u64, payload: Payload) -> store::Result<()> {
+        let len = payload.len() as u64;
+        self.check(offset, len)?;
+        self.put(Extent { offset, len, content: Content::Bytes(payload) })
+    }
+
+    /// Puts whole stripes that are on the members already at an offset.
+    ///
+    /// # Errors
+    /// [`StoreError::InvalidArgument`] if something of it is new already.
+    pub(crate) fn write_staged(
+        &mut self,
+        offset: u64,
+        len: u64,
+        stage: &Rc<Staged>,
+        at: u64,
+    ) -> store::Result<()> {
+        if self.in_range(offset..offset + len).any(|e| !matches!(e.content, Content::Zeros)) {
+            return Err(refused("staged data over other data of one change"));
+        }
+        self.put(Extent { offset, len, content: Content::Staged(Rc::clone(stage), at) })
+    }
+
+    /// Makes a range zero, extending the object.
+    ///
+    /// # Errors
+    /// As [`Overlay::write`].
+    pub(crate) fn zero(&mut self, offset: u64, len: u64) -> store::Result<()> {
+        self.check(offset, len)?;
+        self.put(Extent { offset, len, content: Content::Zeros })
+    }
+
+    /// Sets the size.
+    ///
+    /// # Errors
+    /// [`StoreError::InvalidArgument`] if staged data would be cut.
+    pub(crate) fn truncate(&mut self, size: u64) -> store::Result<()> {
+        if size < self.size {
+            self.cut(size..u64::MAX)?;
+            self.low = self.low.min(size);
+            if size < self.before {
+                let (offset, len) = (size, self.before - size);
+                self.extents.insert(offset, Extent { offset, len, content: Content::Zeros });
+            }
+        }
+        self.size = size;
+        Ok(())
+    }
+
+    fn check(&self, offset: u64, len: u64) -> store::Result<()> {
+        let end = offset + len;
+        if !offset.is_multiple_of(BLOCK) || (!end.is_multiple_of(BLOCK) && end < self.size) {
+            return Err(refused(&format!("bytes {offset}..{end} of an object of {} bytes", self.size)));
+        }
+        Ok(())
+    }
+
+    fn put(&mut self, extent: Extent) -> store::Result<()> {
+        if extent.len == 0 {
+            return Ok(());
+        }
+        let end = extent.end();
+        // A last block that is replaced is replaced whole.
+        self.cut(extent.offset..end.next_multiple_of(BLOCK))?;
+        self.extents.insert(extent.offset, extent);
+        if end < self.before && !end.is_multiple_of(BLOCK) {
+            let len = self.before.min(end.next_multiple_of(BLOCK)) - end;
+            self.extents.insert(end, Extent { offset: end, len, content: Content::Zeros });
+        }
+        self.size = self.size.max(end);
+        Ok(())
+    }
+
+    /// Takes a range out.
+    fn cut(&mut self, range: Range<u64>) -> store::Result<()> {
+        let met: Vec<u64> = self.in_range(range.clone()).map(|e| e.offset).collect();
+        for start in met {
+            let Some(old) = self.extents.remove(&start) else { continue };
+            let kept = [old.offset..range.start.min(old.end()), range.end.max(old.offset)..old.end()];
+            for part in kept.into_iter().filter(|part| part.start < part.end) {
+                if matches!(old.content, Content::Staged(..)) {
+                    return Err(refused("a change of a part of staged data"));
+                }
+                self.extents.insert(part.start, old.part(part));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn refused(what: &str) -> StoreError {
+    StoreError::InvalidArgument(format!("{what}: not possible on several targets"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use bytes::Bytes;
+    use proptest::prelude::*;
+
+    const SPACE: u64 = 12 * BLOCK;
+
+    #[derive(Debug, Clone)]
+    enum Step {
+        Write(u64, u64, u8),
+        Zero(u64, u64),
+        Truncate(u64),
+    }
+
+    fn steps() -> impl Strategy<Value = Vec<Step>> {
+        let range = || (0..6u64, 1..5u64).prop_map(|(at, len)| (at * BLOCK, len * BLOCK));
+        let write = (range(), 0..BLOCK, 1u8..255)
+            .prop_map(|((at, len), less, fill)| Step::Write(at, len - less.min(len - 1), fill));
+        let zero = range().prop_map(|(at, len)| Step::Zero(at, len));
+        proptest::collection::vec(prop_oneof![write, zero, (0..SPACE).prop_map(Step::Truncate)], 1..8)
+    }
+
+    proptest! {
+        /// The overlay over what was before is what the steps make of it.
+        #[test]
+        fn an_overlay_says_what_the_object_becomes(before in 0..SPACE, steps in steps()) {
+            let old: Vec<u8> = (0..before).map(|i| (i % 250) as u8 + 1).collect();
+            let (mut model, mut overlay) = (old.clone(), Overlay::new(before));
+            for step in steps {
+                match step {
+                    Step::Write(at, len, fill) => {
+                        // A write that ends within a block ends the object, as the OSD sees to.
+                        let len = if at + len < overlay.size { len.next_multiple_of(BLOCK) } else { len };
+                        overlay.write(at, Payload::compute(0, Bytes::from(vec![fill; len as usize]))).unwrap();
+                        model.resize(model.len().max((at + len) as usize), 0);
+                        model[at as usize..(at + len) as usize].fill(fill);
+                    }
+                    Step::Zero(at, len) => {
+                        overlay.zero(at, len).unwrap();
+                        model.resize(model.len().max((at + len) as usize), 0);
+                        model[at as usize..(at + len) as usize].fill(0);
+                    }
+                    Step::Truncate(size) => {
+                        overlay.truncate(size).unwrap();
+                        model.resize(size as usize, 0);
+                    }
+                }
+            }
+            prop_assert_eq!(overlay.size, model.len() as u64);
+            let mut found = old;
+            found.resize(found.len().max(model.len()), 0);
+            for extent in overlay.extents() {
+                let range = extent.offset as usize..(extent.end() as usize).min(found.len());
+                match &extent.content {
+                    Content::Bytes(payload) => {
+                        payload.verify().unwrap();
+                        found[range].copy_from_slice(payload.data());
+                    }
+                    _ => found[range].fill(0),
+                }
+            }
+            found.truncate(model.len());
+            prop_assert!(found == model);
+        }
+    }
+}

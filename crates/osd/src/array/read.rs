@@ -1,0 +1,325 @@
+//! Reading: from the shards that have the bytes, or from others if those cannot be read.
+
+use std::ops::Range;
+
+use base::block::{self, BLOCK, BLOCK_SIZE};
+use base::mem::ArenaBuf;
+use bytes::{Bytes, BytesMut};
+use futures::future::join_all;
+use store::{MAX_READ, ObjectId, ReadData, StoreError};
+
+use super::coder::Buffer;
+use super::group::{Group, Known, Link, Session};
+use super::record::SIZE_XATTR;
+
+/// Bytes of a shard.
+#[derive(Clone)]
+pub(super) struct ShardRead {
+    /// As many as the shard has of the range.
+    pub(super) bytes: Bytes,
+    /// One for each block, as stored.
+    pub(super) checksums: Vec<u32>,
+}
+
+impl Group {
+    /// Reads the blocks that cover a range of an object.
+    pub(crate) async fn read(
+        &self,
+        number: u64,
+        oid: &ObjectId,
+        offset: u64,
+        len: u64,
+        dest: Option<ArenaBuf>,
+    ) -> store::Result<ReadData> {
+        if len > MAX_READ {
+            return Err(StoreError::TooLarge { what: "read".into(), size: len, limit: MAX_READ });
+        }
+        let session = self.session(number).await?;
+        // Held until all is read: every shard shows the same version.
+        let (_held, size) = loop {
+            let held = self.shared_object(oid).await;
+            if let Some(size) = held.get(&session) {
+                break (held, size);
+            }
+            drop(held);
+            self.learn_size(&session, oid).await?;
+        };
+        let Some(size) = size else { return Err(StoreError::NoSuchObject(oid.to_string())) };
+        let start = block::align_down(offset);
+        let end = block::align_up(offset.saturating_add(len)).unwrap_or(u64::MAX).min(size);
+        let mut data = ReadData { offset: start, object_size: size, verified: true, ..ReadData::default() };
+        if start >= end || len == 0 {
+            return Ok(data);
+        }
+        let (bytes, checksums) = self.read_range(&session, oid, start..end, dest).await?;
+        if bytes.len() as u64 != end - start {
+            let detail = format!("{} bytes instead of {}", bytes.len(), end - start);
+            return Err(StoreError::Corrupt { what: format!("object {oid}"), detail });
+        }
+        (data.data, data.checksums) = (vec![bytes], checksums);
+        Ok(data)
+    }
+
+    async fn read_range(
+        &self,
+        session: &Session,
+        oid: &ObjectId,
+        range: Range<u64>,
+        dest: Option<ArenaBuf>,
+    ) -> store::Result<(Bytes, Vec<u32>)> {
+        let spans = self.layout.spans(range.start, range.end - range.start);
+        let wanted: Vec<(usize, Range<u64>)> =
+            (0..).zip(spans).filter_map(|(shard, span)| Some((shard, span?))).collect();
+        if let [(shard, span)] = &wanted[..] {
+            let read = self.read_shard_into(session, oid, *shard, span.clone(), dest).await?;
+            return Ok((read.bytes, read.checksums));
+        }
+        let reads = wanted.iter().map(|(shard, span)| self.read_shard(session, oid, *shard, span.clone()));
+        let mut shards: Vec<Option<(u64, ShardRead)>> = vec![None; self.layout.k];
+        for ((shard, span), read) in wanted.iter().zip(join_all(reads).await) {
+            shards[*shard] = Some((span.start, read?));
+        }
+        Ok(self.assemble(range, &shards, dest))
+    }
+
+    async fn learn_size(&self, session: &Session, oid: &ObjectId) -> store::Result<()> {
+        let mut locked = self.exclusive_object(oid).await;
+        self.still(session)?;
+        self.size(session, oid, &mut locked).await.map(drop)
+    }
+
+    /// An object's size, read if it is not known.
+    pub(super) async fn size(
+        &self,
+        session: &Session,
+        oid: &ObjectId,
+        known: &mut Known,
+    ) -> store::Result<Option<u64>> {
+        if let Some(size) = known.get(session) {
+            return Ok(size);
+        }
+        let asked = async |link: &Link| link.target.store.get_xattr(&self.cid, oid, SIZE_XATTR).await;
+        let size = size_of(oid, self.ask(session, oid, asked).await)?;
+        known.set(session, size);
+        Ok(size)
+    }
+
+    /// Puts the units of several shards in the order that they have in the object.
+    fn assemble(
+        &self,
+        range: Range<u64>,
+        shards: &[Option<(u64, ShardRead)>],
+        dest: Option<ArenaBuf>,
+    ) -> (Bytes, Vec<u32>) {
+        let len = (range.end - range.start) as usize;
+        let mut out = match dest {
+            Some(mut dest) if dest.len() >= len => {
+                dest.truncate(len);
+                Buffer::Pooled(dest)
+            }
+            _ => Buffer::Heap(BytesMut::zeroed(len)),
+        };
+        let mut checksums = Vec::with_capacity(len.div_ceil(BLOCK_SIZE));
+        for piece in self.layout.pieces(range.start, range.end - range.start) {
+            let Some((from, read)) = &shards[piece.shard] else { continue };
+            let at = (piece.at - from) as usize;
+            let to = (piece.offset - range.start) as usize;
+            let len = (piece.len as usize).min(read.bytes.len().saturating_sub(at));
+            out[to..to + len].copy_from_slice(&read.bytes[at..at + len]);
+            let count = block::piece_count(0, piece.len) as usize;
+            checksums.extend(read.checksums.iter().skip(at / BLOCK_SIZE).take(count));
+        }
+        (out.freeze(), checksums)
+    }
+
+    /// Reads a range of a shard, which starts at a block.
+    pub(super) async fn read_shard(
+        &self,
+        session: &Session,
+        oid: &ObjectId,
+        shard: usize,
+        range: Range<u64>,
+    ) -> store::Result<ShardRead> {
+        self.read_shard_into(session, oid, shard, range, None).await
+    }
+
+    async fn read_shard_into(
+        &self,
+        session: &Session,
+        oid: &ObjectId,
+        shard: usize,
+        range: Range<u64>,
+        dest: Option<ArenaBuf>,
+    ) -> store::Result<ShardRead> {
+        // Of a mirror any copy will do; the first that is there is asked.
+        let first = (0..self.layout.shards())
+            .find(|&position| self.layout.is_mirror() && self.live(session, position, oid).is_some());
+        let shard = first.unwrap_or(shard);
+        if let Some(link) = self.live(session, shard, oid) {
+            match self.read_from(&link, oid, range.clone(), dest).await {
+                Ok(read) => return Ok(read),
+                Err(e) => self.lost(shard, oid, &link, e)?,
+            }
+        } else {
+            metrics::counter!("outboard_osd_degraded_reads_total").increment(1);
+        }
+        self.reconstruct(session, oid, shard, range).await
+    }
+
+    /// Reads from one member, and verifies what it says.
+    pub(super) async fn read_from(
+        &self,
+        link: &Link,
+        oid: &ObjectId,
+        range: Range<u64>,
+        dest: Option<ArenaBuf>,
+    ) -> store::Result<ShardRead> {
+        let len = range.end - range.start;
+        let read = link.target.store.read(&self.cid, oid, range.start, len, dest).await?;
+        read.verify().map_err(|e| StoreError::Corrupt {
+            what: format!("object {oid} on target {}", link.target.uuid),
+            detail: e.to_string(),
+        })?;
+        link.still()?;
+        let bytes = read.contiguous();
+        let bytes = bytes.slice(..bytes.len().min(len as usize));
+        Ok(ShardRead { bytes, checksums: read.checksums })
+    }
+
+    /// Takes note that a shard could not be read.
+    ///
+    /// # Errors
+    /// If that says nothing of the shard.
+    fn lost(&self, position: usize, oid: &ObjectId, link: &Link, e: StoreError) -> store::Result<()> {
+        if !is_damage(&e) {
+            return Err(e);
+        }
+        metrics::counter!("outboard_osd_shards_lost_total").increment(1);
+        tracing::warn!(%oid, target_uuid = %link.target.uuid, error = %e, "a shard cannot be read; others make up for it");
+        self.damaged.borrow_mut().insert((oid.clone(), position));
+        Ok(())
+    }
+
+    /// Computes a range of a shard from others; as long as the range, filled up with zeros.
+    pub(super) async fn reconstruct(
+        &self,
+        session: &Session,
+        oid: &ObjectId,
+        shard: usize,
+        range: Range<u64>,
+    ) -> store::Result<ShardRead> {
+        let len = (range.end - range.start).next_multiple_of(BLOCK);
+        let aligned = range.start..range.start + len;
+        let mut links = self.live_links(session, oid);
+        links[shard] = None;
+        loop {
+            let present: Vec<usize> = (0..links.len()).filter(|&i| links[i].is_some()).collect();
+            let sources = self.coder.sources(&present, shard)?;
+            let from: Vec<Link> = sources.iter().filter_map(|&source| links[source].clone()).collect();
+            let reads = from.iter().map(|link| self.read_from(link, oid, aligned.clone(), None));
+            let mut bytes = Vec::with_capacity(sources.len());
+            for ((&source, link), read) in sources.iter().zip(&from).zip(join_all(reads).await) {
+                match read {
+                    Ok(read) => bytes.push(self.filled(read.bytes, len)),
+                    Err(e) => {
+                        self.lost(source, oid, link, e)?;
+                        links[source] = None;
+                    }
+                }
+            }
+            if bytes.len() == sources.len() {
+                let whole = self.coder.recover(&sources, shard, &bytes)?;
+                let checksums = block::piece_checksums(0, &whole);
+                let bytes = whole.slice(..(range.end - range.start) as usize);
+                return Ok(ShardRead { bytes, checksums });
+            }
+        }
+    }
+
+    /// Bytes, filled up with zeros.
+    pub(super) fn filled(&self, bytes: Bytes, len: u64) -> Bytes {
+        let len = len as usize;
+        if bytes.len() == len {
+            return bytes;
+        }
+        if bytes.is_empty() {
+            return self.coder.zeros(len);
+        }
+        let mut filled = BytesMut::with_capacity(len);
+        filled.extend_from_slice(&bytes);
+        filled.resize(len, 0);
+        filled.freeze()
+    }
+
+    /// Asks a member that has the object; the answer is the same whichever it is.
+    pub(super) async fn ask<T>(
+        &self,
+        session: &Session,
+        oid: &ObjectId,
+        question: impl AsyncFn(&Link) -> store::Result<T>,
+    ) -> store::Result<T> {
+        ask_one_of(&self.live_links(session, oid), oid, question).await
+    }
+
+    /// A question about an object's metadata, in the session of that number.
+    pub(crate) async fn ask_in<T>(
+        &self,
+        number: u64,
+        oid: &ObjectId,
+        question: impl AsyncFn(&Link) -> store::Result<T>,
+    ) -> store::Result<T> {
+        let session = self.session(number).await?;
+        self.ask(&session, oid, question).await
+    }
+}
+
+impl Link {
+    /// Fails if the target has another session: it may have repeated what was asked of it, and have seen what is not durable.
+    pub(super) fn still(&self) -> store::Result<()> {
+        if self.target.store.session() == self.session {
+            return Ok(());
+        }
+        Err(StoreError::Disconnected("the target's session has changed".into()))
+    }
+}
+
+/// Whether an error says that what is stored cannot be read, rather than that the store cannot be asked.
+pub(super) fn is_damage(e: &StoreError) -> bool {
+    matches!(e, StoreError::Corrupt { .. } | StoreError::Io(_) | StoreError::NoSuchObject(_))
+}
+
+/// An object's size, from what a member said of it.
+pub(super) fn size_of(oid: &ObjectId, found: store::Result<Bytes>) -> store::Result<Option<u64>> {
+    match found {
+        Ok(bytes) => match bytes[..].try_into() {
+            Ok(size) => Ok(Some(u64::from_be_bytes(size))),
+            Err(_) => {
+                let detail = "its size cannot be read".into();
+                Err(StoreError::Corrupt { what: format!("object {oid}"), detail })
+            }
+        },
+        Err(StoreError::NoSuchObject(_)) => Ok(None),
+        // Made by a change of its omap alone.
+        Err(StoreError::NoSuchXattr(_)) => Ok(Some(0)),
+        Err(e) => Err(e),
+    }
+}
+
+/// Asks one of several members, the next one if the first cannot read what it has.
+pub(super) async fn ask_one_of<T>(
+    links: &[Option<Link>],
+    oid: &ObjectId,
+    question: impl AsyncFn(&Link) -> store::Result<T>,
+) -> store::Result<T> {
+    let mut failures = Vec::new();
+    for link in links.iter().flatten() {
+        match question(link).await {
+            Err(e @ (StoreError::Io(_) | StoreError::Corrupt { .. })) => {
+                tracing::warn!(%oid, target_uuid = %link.target.uuid, error = %e, "another member is asked");
+                failures.push(e.to_string());
+            }
+            outcome => return link.still().and(outcome),
+        }
+    }
+    Err(StoreError::TooFewTargets { there: 0, needed: 1, detail: failures.join("; ") })
+}

@@ -1,0 +1,437 @@
+//! Bringing a member back: one that was away gets what has changed meanwhile, an empty one everything.
+//!
+//! While that goes on the member takes part in transactions, for the objects that it has already. It counts as in sync once
+//! it has all, and a record that says so is on every member.
+
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+use std::rc::Rc;
+use std::time::Duration;
+
+use base::block::{BLOCK_SIZE, Payload, crc32c};
+use bytes::Bytes;
+use futures::stream::{self, StreamExt, TryStreamExt};
+use store::{ObjectId, Op, StoreError, Transaction, WriteSource};
+use tokio::time::Instant;
+
+use super::group::{Group, Link, Session};
+use super::read::{ShardRead, ask_one_of, size_of};
+use super::record::{
+    Entry, GroupRecord, SIZE_XATTR, Standing, is_own, key_dirty, key_record, key_trimmed, own_object,
+};
+use crate::ids;
+use crate::pace::Pace;
+
+/// How long a group that could not be rebuilt is left alone.
+pub(crate) const RETRY: Duration = Duration::from_secs(1);
+/// Bytes of a shard that are made and moved at a time.
+const SEGMENT: u64 = 1 << 20;
+/// Segments of one shard under way at a time.
+const SEGMENTS: usize = 3;
+/// Objects worked on at a time.
+const OBJECTS: usize = 4;
+/// Ids listed at a time.
+const PAGE: usize = 256;
+
+/// A member on its way back.
+pub(crate) struct Rebuild {
+    pub(crate) position: usize,
+    /// Number of the session.
+    pub(crate) session: u64,
+    pub(crate) link: Link,
+    missing: Missing,
+}
+
+/// What a member does not have yet.
+enum Missing {
+    /// Those.
+    Only(BTreeSet<ObjectId>),
+    /// All after the first, but for the others.
+    After(Option<ObjectId>, BTreeSet<ObjectId>),
+}
+
+impl Rebuild {
+    /// Whether the member does not have the object yet.
+    pub(crate) fn lacks(&self, oid: &ObjectId) -> bool {
+        match &self.missing {
+            Missing::Only(some) => some.contains(oid),
+            Missing::After(last, ahead) => {
+                last.as_ref().is_none_or(|last| oid > last) && !ahead.contains(oid)
+            }
+        }
+    }
+
+    fn has_now(&mut self, oid: &ObjectId) {
+        match &mut self.missing {
+            Missing::Only(some) => drop(some.remove(oid)),
+            Missing::After(_, ahead) => drop(ahead.insert(oid.clone())),
+        }
+    }
+
+    /// All objects up to that one are there.
+    fn passed(&mut self, oid: &ObjectId) {
+        if let Missing::After(last, ahead) = &mut self.missing {
+            *ahead = ahead.split_off(oid);
+            ahead.remove(oid);
+            *last = Some(oid.clone());
+        }
+    }
+}
+
+/// What was rebuilt so far.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Rebuilt {
+    pub(crate) objects: u64,
+    pub(crate) bytes: u64,
+}
+
+/// A rebuild at work.
+struct Job<'a> {
+    group: &'a Group,
+    session: Rc<Session>,
+    position: usize,
+    link: Link,
+    pace: &'a Pace,
+    progress: &'a RefCell<Rebuilt>,
+}
+
+impl Group {
+    /// A position whose member is not in sync and can be rebuilt, as far as a session knows.
+    pub(crate) fn to_rebuild(&self, session: &Session) -> Option<usize> {
+        let record = &session.record;
+        let usable = |uuid| self.targets.iter().any(|t| t.uuid == uuid && t.is_usable());
+        record.members.iter().position(|m| m.standing != Standing::InSync && usable(m.target))
+    }
+
+    /// Rebuilds the member at a position. `progress` counts on.
+    ///
+    /// # Errors
+    /// If the session ends meanwhile, the member fails, or it has no room: to be tried again later.
+    pub(crate) async fn rebuild(
+        &self,
+        position: usize,
+        pace: &Pace,
+        progress: &RefCell<Rebuilt>,
+    ) -> store::Result<()> {
+        let session = self.any_session().await?;
+        let outcome = async {
+            let link = self.admit(&session, position).await?;
+            let job = Job { group: self, session: Rc::clone(&session), position, link, pace, progress };
+            job.run().await
+        };
+        let outcome = outcome.await;
+        if outcome.is_err() && self.rebuild.borrow().is_some() {
+            // What is under way on the member has to end before it is taken for absent.
+            self.end_session(&session);
+        }
+        outcome
+    }
+
+    /// Lets a member take part from now on.
+    async fn admit(&self, session: &Rc<Session>, position: usize) -> store::Result<Link> {
+        let _closed = self.gate.write().await;
+        self.still(session)?;
+        let record = session.record.clone();
+        let member = record.members[position];
+        let gone = || StoreError::Disconnected("the target is not there".into());
+        let target = self.targets.iter().find(|t| t.uuid == member.target).ok_or_else(gone)?;
+        let link = Link { target: Rc::clone(target), session: target.store.session() };
+        let own = match member.standing {
+            Standing::Stale => self.own_entries(&link).await?,
+            _ => None,
+        };
+        let missing = match own {
+            Some(own) => Missing::Only(self.clean(&link, own).await?),
+            None => {
+                self.wipe(target).await?;
+                self.create_on(target, &record).await?;
+                Missing::After(None, BTreeSet::new())
+            }
+        };
+        let settled = self.log.borrow().settled();
+        let entries = vec![
+            (key_record(), record.encode()),
+            (key_trimmed(), Bytes::copy_from_slice(&settled.to_be_bytes())),
+        ];
+        let note = Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: own_object(), entries });
+        self.apply_to(&link, note).await?;
+        // What transactions change without a lock is copied while there are none.
+        self.copy_object(session, &link, position, &ids::meta_object(), false).await?;
+        self.still(session)?;
+        let number = session.number;
+        let rebuild = Rebuild { position, session: number, link: link.clone(), missing };
+        *self.rebuild.borrow_mut() = Some(rebuild);
+        tracing::info!(cid = %self.cid, position, target_uuid = %link.target.uuid, "a member is on its way back");
+        Ok(link)
+    }
+
+    /// What a member that was away has of its own; `None` if it has nothing.
+    async fn own_entries(&self, link: &Link) -> store::Result<Option<Vec<(Bytes, Bytes)>>> {
+        match self.all_entries(link, &own_object(), &Bytes::new(), None).await {
+            Ok(entries) => Ok(Some(entries)),
+            Err(StoreError::NoSuchCollection(_) | StoreError::NoSuchObject(_)) => Ok(None),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Removes what a member has left from before; returns the objects that it may have otherwise than the others.
+    async fn clean(&self, link: &Link, own: Vec<(Bytes, Bytes)>) -> store::Result<BTreeSet<ObjectId>> {
+        let mut missing = self.log.borrow().dirty.clone();
+        for (key, value) in &own {
+            if let Entry::Intent(_, intent) = Entry::decode(key, value)? {
+                missing.extend(intent.objects.into_iter().map(|touched| touched.oid));
+            }
+        }
+        missing.retain(|oid| !is_internal(oid));
+        let keep = own_object();
+        loop {
+            // A group's own objects sort first.
+            let (ids, _) = link.target.store.list(&self.cid, None, PAGE).await?;
+            let left = ids.into_iter().take_while(is_own).filter(|oid| *oid != keep);
+            let removals: Vec<Op> = left.map(|oid| Op::Remove { oid }).collect();
+            let last = removals.is_empty();
+            let ops = if last { vec![Op::OmapClear { oid: keep.clone() }] } else { removals };
+            self.apply_to(link, Transaction { collection: self.cid.clone(), ops }).await?;
+            if last {
+                return Ok(missing);
+            }
+        }
+    }
+
+    /// Gives a member its shard of an object, whatever it had; returns the bytes. The object must be locked. Until it is done
+    /// a member that was empty may have a part of the omap only; one that is `in_sync` keeps the omap that it has.
+    async fn copy_object(
+        &self,
+        session: &Session,
+        link: &Link,
+        position: usize,
+        oid: &ObjectId,
+        in_sync: bool,
+    ) -> store::Result<u64> {
+        let mut peers = self.live_links(session, oid);
+        peers[position] = None;
+        let mut transaction = Transaction::new(self.cid.clone());
+        let there = match link.target.store.stat(&self.cid, oid).await {
+            Ok(_) => true,
+            Err(StoreError::NoSuchObject(_)) => false,
+            Err(e) => return Err(e),
+        };
+        if there && in_sync {
+            transaction.ops.push(Op::Truncate { oid: oid.clone(), size: 0 });
+            transaction.ops.push(Op::RemoveXattrs { oid: oid.clone() });
+        } else if there {
+            transaction.ops.push(Op::Remove { oid: oid.clone() });
+        }
+        let asked = async |peer: &Link| peer.target.store.get_xattr(&self.cid, oid, SIZE_XATTR).await;
+        let Some(size) = size_of(oid, ask_one_of(&peers, oid, asked).await)? else {
+            if there {
+                let remove = Transaction::new(self.cid.clone()).with(Op::Remove { oid: oid.clone() });
+                self.apply_to(link, remove).await?;
+            }
+            return Ok(0);
+        };
+        let len = self.layout.shard_size(position, size);
+        let (source, stage) = self.make_shard(session, link, position, oid, len).await?;
+        transaction.ops.push(Op::Touch { oid: oid.clone() });
+        transaction.ops.extend(source.map(|source| Op::Write { oid: oid.clone(), offset: 0, source }));
+        let asked = async |peer: &Link| peer.target.store.get_xattrs(&self.cid, oid).await;
+        let xattrs = ask_one_of(&peers, oid, asked).await?;
+        transaction.ops.push(Op::SetXattrs { oid: oid.clone(), xattrs });
+        let written = self.apply_to(link, transaction).await;
+        drop(stage);
+        written?;
+        if !(there && in_sync) {
+            self.copy_omap(link, &peers, oid).await?;
+        }
+        Ok(len)
+    }
+
+    /// Computes a shard; a long one is on its member already then.
+    async fn make_shard(
+        &self,
+        session: &Session,
+        link: &Link,
+        position: usize,
+        oid: &ObjectId,
+        len: u64,
+    ) -> store::Result<(Option<WriteSource>, Option<super::stage::ShardStage>)> {
+        if len == 0 {
+            return Ok((None, None));
+        }
+        if len <= SEGMENT {
+            let read = self.reconstruct(session, oid, position, 0..len).await?;
+            return Ok((Some(WriteSource::Inline(payload(read)?)), None));
+        }
+        let store = &link.target.store;
+        let id = store.stage(len).await?;
+        let stage = super::stage::ShardStage { store: std::sync::Arc::clone(store), id };
+        let write = |at: u64| async move {
+            let range = at..(at + SEGMENT).min(len);
+            let read = self.reconstruct(session, oid, position, range).await?;
+            store.stage_write(id, at, payload(read)?).await
+        };
+        let segments = stream::iter((0..len).step_by(SEGMENT as usize)).map(Ok);
+        segments.try_for_each_concurrent(SEGMENTS, write).await?;
+        Ok((Some(WriteSource::Staged { stage: id, offset: 0, len }), Some(stage)))
+    }
+
+    async fn copy_omap(&self, link: &Link, peers: &[Option<Link>], oid: &ObjectId) -> store::Result<()> {
+        let mut from = Bytes::new();
+        loop {
+            let asked =
+                async |peer: &Link| peer.target.store.omap_iterate(&self.cid, oid, from.clone(), 1024).await;
+            let (entries, more) = ask_one_of(peers, oid, asked).await?;
+            let Some((last, _)) = entries.last() else { return Ok(()) };
+            let next = Bytes::from([last, &b"\0"[..]].concat());
+            let set = Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: oid.clone(), entries });
+            self.apply_to(link, set).await?;
+            if !more {
+                return Ok(());
+            }
+            from = next;
+        }
+    }
+
+    /// Ids of objects, without the group's own.
+    pub(super) async fn list_in(
+        &self,
+        session: &Session,
+        from: Option<ObjectId>,
+        limit: usize,
+    ) -> store::Result<(Vec<ObjectId>, bool)> {
+        let mut from = from;
+        loop {
+            let question = async |link: &Link| link.target.store.list(&self.cid, from.clone(), limit).await;
+            let (mut ids, more) = ask_one_of(&session.links, &own_object(), question).await?;
+            let last = ids.last().cloned();
+            ids.retain(|oid| !is_own(oid));
+            match last {
+                Some(last) if ids.is_empty() && more => from = Some(after(&last)?),
+                _ => return Ok((ids, more)),
+            }
+        }
+    }
+
+    /// Makes a shard anew that could not be read.
+    pub(crate) async fn repair(&self, oid: &ObjectId, position: usize) -> store::Result<()> {
+        let session = self.any_session().await?;
+        let _open = self.gate.read().await;
+        let mut locked = self.exclusive_object(oid).await;
+        self.still(&session)?;
+        let Some(link) = self.live(&session, position, oid) else { return Ok(()) };
+        locked.forget();
+        self.copy_object(&session, &link, position, oid, true).await?;
+        metrics::counter!("outboard_osd_shards_repaired_total").increment(1);
+        tracing::info!(%oid, target_uuid = %link.target.uuid, "a shard was repaired");
+        Ok(())
+    }
+}
+
+impl Job<'_> {
+    async fn run(&self) -> store::Result<()> {
+        let some = match self.group.rebuild.borrow().as_ref().map(|rebuild| &rebuild.missing) {
+            Some(Missing::Only(some)) => Some(some.iter().cloned().collect()),
+            _ => None,
+        };
+        match some {
+            Some(some) => self.copy_objects(some).await?,
+            None => self.copy_all().await?,
+        }
+        self.finish().await
+    }
+
+    async fn copy_all(&self) -> store::Result<()> {
+        let mut from = None;
+        loop {
+            let (ids, more) = self.group.list_in(&self.session, from.take(), PAGE).await?;
+            let Some(last) = ids.last().cloned() else { return Ok(()) };
+            self.copy_objects(ids).await?;
+            self.with_rebuild(|rebuild| rebuild.passed(&last));
+            if !more {
+                return Ok(());
+            }
+            from = Some(after(&last)?);
+        }
+    }
+
+    async fn copy_objects(&self, oids: Vec<ObjectId>) -> store::Result<()> {
+        let wanted = oids.into_iter().filter(|oid| !is_internal(oid)).map(Ok);
+        stream::iter(wanted).try_for_each_concurrent(OBJECTS, |oid| self.copy(oid)).await
+    }
+
+    async fn copy(&self, oid: ObjectId) -> store::Result<()> {
+        let began = Instant::now();
+        let locked = self.group.exclusive_object(&oid).await;
+        self.group.still(&self.session)?;
+        let (session, link) = (&self.session, &self.link);
+        let bytes = self.group.copy_object(session, link, self.position, &oid, false).await?;
+        self.with_rebuild(|rebuild| rebuild.has_now(&oid));
+        drop(locked);
+        {
+            let mut progress = self.progress.borrow_mut();
+            progress.objects += 1;
+            progress.bytes += bytes;
+        }
+        self.pace.after(bytes, began.elapsed()).await;
+        Ok(())
+    }
+
+    fn with_rebuild(&self, change: impl FnOnce(&mut Rebuild)) {
+        if let Some(rebuild) = self.group.rebuild.borrow_mut().as_mut() {
+            change(rebuild);
+        }
+    }
+
+    /// Makes a member that has everything one that is in sync. The session ends; the next one has it.
+    async fn finish(&self) -> store::Result<()> {
+        let group = self.group;
+        let _closed = group.gate.write().await;
+        group.still(&self.session)?;
+        let old = self.session.record.clone();
+        let mut members = old.members;
+        members[self.position].standing = Standing::InSync;
+        let whole = members.iter().all(|m| m.standing == Standing::InSync);
+        let record = GroupRecord { epoch: old.epoch + 1, active: true, members };
+        let mut ops = Vec::new();
+        let mut entries = vec![(key_record(), record.encode())];
+        if whole {
+            let (from, to) = (Bytes::from_static(b"d"), Bytes::from_static(b"e"));
+            ops.push(Op::OmapRemoveRange { oid: own_object(), from, to });
+        } else {
+            let log = group.log.borrow();
+            entries.extend(log.dirty.iter().map(|oid| (key_dirty(oid), Bytes::new())));
+        }
+        ops.push(Op::OmapSet { oid: own_object(), entries });
+        let note = Transaction { collection: group.cid.clone(), ops };
+        for link in self.session.links.iter().flatten().chain([&self.link]) {
+            group.apply_to(link, note.clone()).await?;
+        }
+        let target = self.link.target.uuid;
+        tracing::info!(cid = %group.cid, position = self.position, epoch = record.epoch, target_uuid = %target, "a member is back");
+        metrics::counter!("outboard_osd_members_rebuilt_total").increment(1);
+        *group.rebuild.borrow_mut() = None;
+        group.end_session(&self.session);
+        Ok(())
+    }
+}
+
+/// Objects that transactions change without a lock.
+pub(super) fn is_internal(oid: &ObjectId) -> bool {
+    ids::parse(oid).is_none()
+}
+
+/// The lowest id that is greater.
+fn after(oid: &ObjectId) -> store::Result<ObjectId> {
+    ObjectId::new([oid.as_bytes(), &b"\0"[..]].concat())
+}
+
+/// A shard's bytes as they are written: the last checksum is that of the bytes alone.
+fn payload(read: ShardRead) -> store::Result<Payload> {
+    let ShardRead { bytes, mut checksums } = read;
+    checksums.truncate(bytes.len().div_ceil(BLOCK_SIZE));
+    let tail = bytes.len() % BLOCK_SIZE;
+    if let (Some(last), true) = (checksums.last_mut(), tail > 0) {
+        *last = crc32c(&bytes[bytes.len() - tail..]);
+    }
+    Payload::from_parts(0, bytes, checksums).map_err(|e| StoreError::InvalidArgument(e.to_string()))
+}

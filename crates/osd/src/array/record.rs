@@ -1,0 +1,238 @@
+//! What a group keeps beside the objects: the omap of one object in its collection, the same on every member that is in
+//! sync but for the undo notes of intents.
+//!
+//! ```text
+//! e            the group's record: its epoch, and how its members stand (format byte, then postcard)
+//! t            intents up to that number are settled (8 bytes)
+//! i number     intent of a transaction: what it touches, and how that is undone (postcard)
+//! d object     an object changed while a member was away
+//! ```
+//!
+//! What a transaction overwrites is kept in an object of its own until every member has committed it, so that it can be
+//! undone where only some have.
+
+use bytes::{BufMut, Bytes, BytesMut};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use store::{ObjectId, StoreError};
+use uuid::Uuid;
+
+const FORMAT: u8 = 1;
+/// First bytes of the ids of a group's own objects: they are internal, and sort before all others.
+const OWN: &[u8] = b"\0\0\0\0\0a";
+
+/// Name of the xattr that has an object's size, in bytes.
+pub(crate) const SIZE_XATTR: Bytes = Bytes::from_static(b"a");
+
+/// How a member stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Standing {
+    /// It has everything that was acknowledged.
+    InSync,
+    /// It was away; it lacks no more than changes of the objects that are noted as dirty.
+    Stale,
+    /// Nothing can be said of what it has: everything is to be copied.
+    Blank,
+}
+
+/// A member: the target that has the shard of that position.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Member {
+    pub(crate) target: Uuid,
+    pub(crate) standing: Standing,
+}
+
+/// A group's record.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct GroupRecord {
+    /// Grows whenever a member leaves or comes back.
+    pub(crate) epoch: u64,
+    /// Every member that it calls in sync has had it on its drive. Until then nothing was read or acknowledged in the epoch, and
+    /// the record is no more than a proposal.
+    pub(crate) active: bool,
+    /// By position.
+    pub(crate) members: Vec<Member>,
+}
+
+impl GroupRecord {
+    /// Positions that are in sync.
+    pub(crate) fn in_sync(&self) -> impl Iterator<Item = usize> {
+        (0..).zip(&self.members).filter(|(_, m)| m.standing == Standing::InSync).map(|(position, _)| position)
+    }
+
+    /// As stored.
+    pub(crate) fn encode(&self) -> Bytes {
+        // Growing a vector cannot fail, and the type is plain data.
+        postcard::to_extend(self, vec![FORMAT]).expect("plain data can be encoded").into()
+    }
+
+    fn decode(bytes: &[u8]) -> Option<GroupRecord> {
+        postcard::from_bytes(bytes.strip_prefix(&[FORMAT])?).ok()
+    }
+}
+
+/// What a transaction does to one object, and how a shard of it gets back to what it was.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Touched {
+    pub(crate) oid: ObjectId,
+    pub(crate) undo: Undo,
+    /// Whether xattrs change.
+    pub(crate) xattrs: bool,
+    /// Omap entries that change.
+    pub(crate) omap_keys: Vec<Bytes>,
+    /// Ranges of omap entries that change; without an end: all that follow.
+    pub(crate) omap_ranges: Vec<(Bytes, Option<Bytes>)>,
+}
+
+/// How a shard's data gets back to what it was.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Undo {
+    /// It is as it was.
+    Unchanged,
+    /// There was no such object.
+    Remove,
+    /// It was moved to the undo object; there may be a new one in its place.
+    Return,
+    /// Ranges (offset, length) of it are in the undo object at the same offsets; it was `size` long.
+    Restore { size: u64, saved: Vec<(u64, u64)> },
+}
+
+impl Undo {
+    /// Whether there is an undo object.
+    pub(crate) fn keeps_object(&self) -> bool {
+        match self {
+            Undo::Unchanged | Undo::Remove => false,
+            Undo::Return => true,
+            Undo::Restore { saved, .. } => !saved.is_empty(),
+        }
+    }
+}
+
+/// The intent of a transaction.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Intent {
+    /// Undo objects are numbered by the place in this list.
+    pub(crate) objects: Vec<Touched>,
+}
+
+/// The object that has what is described here.
+pub(crate) fn own_object() -> ObjectId {
+    fixed([OWN, b"rray"].concat())
+}
+
+/// Where a transaction keeps what it overwrites of its object number `index`.
+pub(crate) fn undo_object(intent: u64, index: usize) -> ObjectId {
+    let mut id = BytesMut::from(OWN);
+    id.put_slice(b"undo");
+    id.put_u64(intent);
+    id.put_u32(index as u32);
+    fixed(id.to_vec())
+}
+
+/// Whether an object is a group's own, rather than one of its user's.
+pub(crate) fn is_own(oid: &ObjectId) -> bool {
+    oid.as_bytes().starts_with(OWN)
+}
+
+pub(crate) fn key_record() -> Bytes {
+    Bytes::from_static(b"e")
+}
+
+pub(crate) fn key_trimmed() -> Bytes {
+    Bytes::from_static(b"t")
+}
+
+pub(crate) fn key_intent(number: u64) -> Bytes {
+    let mut key = BytesMut::with_capacity(9);
+    key.put_u8(b'i');
+    key.put_u64(number);
+    key.freeze()
+}
+
+pub(crate) fn key_dirty(oid: &ObjectId) -> Bytes {
+    [b"d", &oid.as_bytes()[..]].concat().into()
+}
+
+/// What an entry of the omap is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Entry {
+    Record(GroupRecord),
+    Trimmed(u64),
+    Intent(u64, Intent),
+    Dirty(ObjectId),
+}
+
+impl Entry {
+    /// Reads an entry.
+    ///
+    /// # Errors
+    /// [`StoreError::Corrupt`] if it is none.
+    pub(crate) fn decode(key: &[u8], value: &[u8]) -> store::Result<Entry> {
+        let number = |bytes: &[u8]| bytes.try_into().ok().map(u64::from_be_bytes);
+        let entry = match key.split_first() {
+            Some((b'e', [])) => GroupRecord::decode(value).map(Entry::Record),
+            Some((b't', [])) => number(value).map(Entry::Trimmed),
+            Some((b'i', rest)) => number(rest).zip(plain(value)).map(|(n, intent)| Entry::Intent(n, intent)),
+            Some((b'd', oid)) => ObjectId::new(Bytes::copy_from_slice(oid)).ok().map(Entry::Dirty),
+            _ => None,
+        };
+        entry.ok_or_else(|| StoreError::Corrupt {
+            what: "record of a group of targets".into(),
+            detail: format!("entry \"{}\" cannot be read", key.escape_ascii()),
+        })
+    }
+}
+
+/// As stored.
+pub(crate) fn encode<T: Serialize>(value: &T) -> Bytes {
+    // Growing a vector cannot fail, and the types are plain data.
+    postcard::to_allocvec(value).expect("plain data can be encoded").into()
+}
+
+fn plain<T: DeserializeOwned>(bytes: &[u8]) -> Option<T> {
+    postcard::from_bytes(bytes).ok()
+}
+
+fn fixed(id: Vec<u8>) -> ObjectId {
+    ObjectId::new(id).expect("an id of bounded, non-zero length")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn arbitrary_entries_never_panic(key in proptest::collection::vec(any::<u8>(), 0..20), value in proptest::collection::vec(any::<u8>(), 0..80)) {
+            let _ = Entry::decode(&key, &value);
+        }
+    }
+
+    #[test]
+    fn entries_survive_storage() {
+        let oid = ObjectId::new("object").unwrap();
+        let member = Member { target: Uuid::from_u128(7), standing: Standing::Stale };
+        let record = GroupRecord { epoch: 3, active: true, members: vec![member] };
+        let touched = Touched {
+            oid: oid.clone(),
+            undo: Undo::Restore { size: 9000, saved: vec![(4096, 4096)] },
+            xattrs: true,
+            omap_keys: vec!["k".into()],
+            omap_ranges: vec![("a".into(), None)],
+        };
+        let intent = Intent { objects: vec![touched] };
+        let round = |key: Bytes, value: Bytes| Entry::decode(&key, &value).unwrap();
+        assert_eq!(round(key_record(), record.encode()), Entry::Record(record));
+        assert_eq!(round(key_intent(5), encode(&intent)), Entry::Intent(5, intent));
+        assert_eq!(round(key_trimmed(), 4u64.to_be_bytes().to_vec().into()), Entry::Trimmed(4));
+        assert_eq!(round(key_dirty(&oid), Bytes::new()), Entry::Dirty(oid));
+    }
+
+    #[test]
+    fn a_groups_own_objects_are_told_apart() {
+        assert!(is_own(&own_object()) && is_own(&undo_object(1, 0)));
+        assert!(!is_own(&crate::ids::meta_object()));
+        assert!(!is_own(&crate::ids::object(0, "", "a", None)));
+    }
+}

@@ -1,0 +1,176 @@
+//! Comparing what the members have with what it should be.
+
+use base::block::BLOCK;
+use bytes::Bytes;
+use futures::future::join_all;
+use store::{ObjectId, StoreError};
+
+use super::group::{Group, Link, Session};
+use super::read::is_damage;
+use super::rebuild::is_internal;
+
+/// Bytes of each shard that are compared at a time.
+const SEGMENT: u64 = 512 << 10;
+
+/// What was found.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Findings {
+    /// Objects looked at.
+    pub(crate) objects: u64,
+    /// Bytes read.
+    pub(crate) bytes: u64,
+    /// Shards that could not be read, or were not what they should be.
+    pub(crate) damaged: u64,
+    /// Those of them that were made anew.
+    pub(crate) repaired: u64,
+    /// Objects whose shards can all be read and contradict each other: which of them is wrong cannot be told.
+    pub(crate) inconsistent: u64,
+}
+
+impl Findings {
+    pub(crate) fn add(&mut self, other: &Findings) {
+        self.objects += other.objects;
+        self.bytes += other.bytes;
+        self.damaged += other.damaged;
+        self.repaired += other.repaired;
+        self.inconsistent += other.inconsistent;
+    }
+}
+
+/// What is wrong with one object.
+#[derive(Default)]
+struct Verdict {
+    bytes: u64,
+    damaged: Vec<usize>,
+    contradicts: bool,
+}
+
+impl Group {
+    /// Objects from `from` on, in order, and whether there are more.
+    pub(crate) async fn scrub_page(
+        &self,
+        from: Option<ObjectId>,
+        limit: usize,
+    ) -> store::Result<(Vec<ObjectId>, bool)> {
+        let session = self.any_session().await?;
+        self.list_in(&session, from, limit).await
+    }
+
+    /// Looks at one object, and repairs what can be.
+    pub(crate) async fn scrub(&self, oid: &ObjectId) -> store::Result<Findings> {
+        if is_internal(oid) {
+            return Ok(Findings::default());
+        }
+        let Some(verdict) = self.look_at(oid).await? else { return Ok(Findings::default()) };
+        let mut findings = Findings {
+            objects: 1,
+            bytes: verdict.bytes,
+            damaged: verdict.damaged.len() as u64,
+            inconsistent: u64::from(verdict.contradicts),
+            repaired: 0,
+        };
+        for position in verdict.damaged {
+            match self.repair(oid, position).await {
+                Ok(()) => findings.repaired += 1,
+                Err(e) => tracing::warn!(%oid, position, error = %e, "a shard could not be repaired"),
+            }
+        }
+        Ok(findings)
+    }
+
+    async fn look_at(&self, oid: &ObjectId) -> store::Result<Option<Verdict>> {
+        let session = self.any_session().await?;
+        let _open = self.gate.read().await;
+        let mut locked = self.exclusive_object(oid).await;
+        self.still(&session)?;
+        match self.size(&session, oid, &mut locked).await? {
+            Some(size) => self.inspect(&session, oid, size).await.map(Some),
+            None => Ok(None),
+        }
+    }
+
+    async fn inspect(&self, session: &Session, oid: &ObjectId, size: u64) -> store::Result<Verdict> {
+        let links = self.live_links(session, oid);
+        let mut verdict = Verdict::default();
+        let mut xattrs: Option<Vec<(Bytes, Bytes)>> = None;
+        for (position, link) in links.iter().enumerate() {
+            let Some(link) = link else { continue };
+            let store = &link.target.store;
+            let found = async {
+                let stat = store.stat(&self.cid, oid).await?;
+                Ok((stat.size, store.get_xattrs(&self.cid, oid).await?))
+            };
+            match found.await {
+                Ok((len, _)) if len != self.layout.shard_size(position, size) => {
+                    verdict.damaged.push(position);
+                }
+                Ok((_, found)) => verdict.contradicts |= *xattrs.get_or_insert(found.clone()) != found,
+                Err(e) => verdict.damage(position, e)?,
+            }
+        }
+        let longest = self.layout.shard_size(0, size);
+        for at in (0..longest).step_by(SEGMENT as usize) {
+            self.inspect_rows(&links, oid, size, at, &mut verdict).await?;
+        }
+        Ok(verdict)
+    }
+
+    /// Looks at the rows from `at` on.
+    async fn inspect_rows(
+        &self,
+        links: &[Option<Link>],
+        oid: &ObjectId,
+        size: u64,
+        at: u64,
+        verdict: &mut Verdict,
+    ) -> store::Result<()> {
+        let end = (at + SEGMENT).min(self.layout.shard_size(0, size));
+        let reads = links.iter().enumerate().map(|(position, link)| {
+            let to = end.min(self.layout.shard_size(position, size));
+            async move {
+                match link {
+                    Some(link) if to > at => self.read_from(link, oid, at..to, None).await.map(|r| r.bytes),
+                    _ => Ok(Bytes::new()),
+                }
+            }
+        });
+        let rows = end.next_multiple_of(BLOCK) - at;
+        let mut shards: Vec<Option<Bytes>> = vec![None; links.len()];
+        for (position, read) in join_all(reads).await.into_iter().enumerate() {
+            match read {
+                Ok(bytes) => {
+                    verdict.bytes += bytes.len() as u64;
+                    let counts = links[position].is_some() && !verdict.damaged.contains(&position);
+                    shards[position] = counts.then(|| self.filled(bytes, rows));
+                }
+                Err(e) => verdict.damage(position, e)?,
+            }
+        }
+        // Each shard beyond the first k is to be what those make of it.
+        let present: Vec<usize> = (0..shards.len()).filter(|&i| shards[i].is_some()).collect();
+        let Some(&other) = present.get(self.layout.k) else { return Ok(()) };
+        let sources = self.coder.sources(&present, other)?;
+        let bytes: Vec<Bytes> = sources.iter().filter_map(|&i| shards[i].clone()).collect();
+        for other in present.iter().filter(|other| !sources.contains(other)) {
+            let expected = self.coder.recover(&sources, *other, &bytes)?;
+            verdict.contradicts |= shards[*other].as_ref() != Some(&expected);
+        }
+        Ok(())
+    }
+}
+
+impl Verdict {
+    /// Notes a shard that cannot be read.
+    ///
+    /// # Errors
+    /// If the error says nothing of the shard.
+    fn damage(&mut self, position: usize, e: StoreError) -> store::Result<()> {
+        if !is_damage(&e) {
+            return Err(e);
+        }
+        if !self.damaged.contains(&position) {
+            self.damaged.push(position);
+        }
+        Ok(())
+    }
+}

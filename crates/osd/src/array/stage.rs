@@ -1,0 +1,33 @@
+//! Data on its way to an object of which the members do not know yet.
+
+use std::cell::RefCell;
+use std::sync::Arc;
+
+use base::block::Payload;
+use store::{ObjectStore, StageId};
+
+/// Staged bytes: whole stripes on the members, with their parity, and what is left over here.
+pub(crate) struct Staged {
+    /// Bytes in whole stripes.
+    pub(crate) full: u64,
+    /// All bytes.
+    pub(crate) len: u64,
+    /// Session of the group in which it was made.
+    pub(crate) session: u64,
+    /// By position; `None` where a member is away, or there are no whole stripes.
+    pub(crate) shards: Vec<Option<ShardStage>>,
+    /// What follows the last whole stripe, once it has come.
+    pub(crate) tail: RefCell<Option<Payload>>,
+}
+
+/// A member's part of it; given back when dropped.
+pub(crate) struct ShardStage {
+    pub(crate) store: Arc<dyn ObjectStore>,
+    pub(crate) id: StageId,
+}
+
+impl Drop for ShardStage {
+    fn drop(&mut self) {
+        self.store.stage_release(self.id);
+    }
+}

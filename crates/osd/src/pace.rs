@@ -1,0 +1,94 @@
+//! How fast background work goes: slowly while clients are served, and never faster than it may.
+
+use std::cell::Cell;
+use std::rc::Rc;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+/// Clients count as served that long after their last request.
+const BUSY: Duration = Duration::from_millis(100);
+
+/// See the [module](self) documentation. Shared by all background work of an OSD.
+#[derive(Clone)]
+pub(crate) struct Pace(Rc<Inner>);
+
+struct Inner {
+    /// Most bytes a second; 0 for no limit.
+    rate: Cell<u64>,
+    /// Part of the time that background work takes while clients are served, in percent.
+    share: u32,
+    last_request: Cell<Option<Instant>>,
+    /// When the bytes so far are allowed for.
+    paid_until: Cell<Option<Instant>>,
+}
+
+impl Pace {
+    /// `rate` is in bytes a second, 0 for no limit; `share` in percent of the time, 1 to 100.
+    pub(crate) fn new(rate: u64, share: u32) -> Pace {
+        Pace(Rc::new(Inner {
+            rate: Cell::new(rate),
+            share: share.clamp(1, 100),
+            last_request: Cell::new(None),
+            paid_until: Cell::new(None),
+        }))
+    }
+
+    /// Sets the most bytes a second; 0 for no limit.
+    pub(crate) fn set_rate(&self, rate: u64) {
+        self.0.rate.set(rate);
+    }
+
+    /// Most bytes a second; 0 for no limit.
+    pub(crate) fn rate(&self) -> u64 {
+        self.0.rate.get()
+    }
+
+    /// Says that a client has asked for something.
+    pub(crate) fn client_served(&self) {
+        self.0.last_request.set(Some(Instant::now()));
+    }
+
+    /// Waits as long as is due after a step of `bytes` that took `took`.
+    pub(crate) async fn after(&self, bytes: u64, took: Duration) {
+        let pause = self.due(bytes, took, Instant::now());
+        if pause > Duration::ZERO {
+            tokio::time::sleep(pause).await;
+        }
+    }
+
+    fn due(&self, bytes: u64, took: Duration, now: Instant) -> Duration {
+        let inner = &self.0;
+        let served = inner.last_request.get().is_some_and(|at| now.duration_since(at) < BUSY);
+        let yielded = if served { took * (100 - inner.share) / inner.share } else { Duration::ZERO };
+        let rate = inner.rate.get();
+        if rate == 0 {
+            return yielded;
+        }
+        let cost = Duration::from_secs_f64(bytes as f64 / rate as f64);
+        let paid = inner.paid_until.get().filter(|paid| *paid > now).unwrap_or(now) + cost;
+        inner.paid_until.set(Some(paid));
+        yielded.max(paid.duration_since(now))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn work_goes_at_its_rate_and_yields_to_clients() {
+        let pace = Pace::new(1000, 25);
+        let began = Instant::now();
+        for _ in 0..4 {
+            pace.after(500, Duration::ZERO).await;
+        }
+        assert_eq!(began.elapsed().as_millis(), 2000);
+        pace.set_rate(0);
+        pace.after(1 << 30, Duration::from_millis(10)).await;
+        assert_eq!(began.elapsed().as_millis(), 2000, "nobody is served");
+        pace.client_served();
+        pace.after(1 << 30, Duration::from_millis(10)).await;
+        assert_eq!(began.elapsed().as_millis(), 2030, "three quarters of the time are the clients'");
+    }
+}

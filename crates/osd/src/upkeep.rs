@@ -1,0 +1,320 @@
+//! Looking after redundancy: taking targets out and in, rebuilding what is missing, scrubbing.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::rc::Rc;
+use std::time::Duration;
+
+use proto::{Error, PoolHealth, PoolName, RebuildStatus, ScrubStatus};
+use store::{ObjectId, StoreError};
+use tokio::time::Instant;
+use uuid::Uuid;
+
+use crate::array::{Findings, Group, RETRY, Rebuilt};
+use crate::list::{after, objects};
+use crate::map::{NodeMap, TargetRecord};
+use crate::osd::{Osd, Place, Pool};
+use crate::pools::refusal;
+use crate::read::patiently;
+use crate::target::Target;
+
+/// Objects scrubbed between two listings.
+const PAGE: usize = 128;
+/// Bytes of an object without redundancy that are verified at a time.
+const SEGMENT: u64 = 1 << 20;
+
+/// What is going on. See the [module](self) documentation.
+#[derive(Default)]
+pub(crate) struct Upkeep {
+    rebuilt: RefCell<Rebuilt>,
+    rebuilding: RefCell<Option<(String, Uuid)>>,
+    last_failure: RefCell<Option<String>>,
+    scrubs: RefCell<BTreeMap<String, Scrub>>,
+}
+
+/// A scrub of one pool, under way or done.
+#[derive(Debug, Clone, Default)]
+struct Scrub {
+    running: bool,
+    groups: u32,
+    groups_done: u32,
+    findings: Findings,
+    failure: Option<String>,
+}
+
+impl Osd {
+    /// Runs for ever: keeps the map's word on targets true, and rebuilds.
+    pub(crate) async fn look_after_redundancy(self: Rc<Osd>) {
+        loop {
+            tokio::time::sleep(self.config.upkeep_interval).await;
+            let groups = self.open_groups();
+            if groups.is_empty() {
+                continue;
+            }
+            if let Err(e) = self.note_lost_targets(&groups).await {
+                tracing::warn!(error = %e, "the map does not say yet which targets are lost");
+            }
+            for (pool, group) in groups {
+                self.rebuild_group(&pool, &group).await;
+            }
+        }
+    }
+
+    /// Groups of pools in use, with the pool's name.
+    fn open_groups(&self) -> Vec<(String, Rc<Group>)> {
+        let pools = self.pools.borrow();
+        let open = pools.values().filter(|pool| !pool.closed.get());
+        open.flat_map(|pool| pool.groups.iter().map(|g| (pool.record.name.clone(), Rc::clone(g)))).collect()
+    }
+
+    async fn rebuild_group(&self, pool: &str, group: &Rc<Group>) {
+        let Ok(session) = group.any_session().await else { return };
+        let Some(position) = group.to_rebuild(&session) else { return };
+        let target = session.record.members[position].target;
+        *self.upkeep.rebuilding.borrow_mut() = Some((pool.to_owned(), target));
+        let rebuilt = group.rebuild(position, &self.pace, &self.upkeep.rebuilt).await;
+        *self.upkeep.rebuilding.borrow_mut() = None;
+        if let Err(e) = rebuilt {
+            tracing::warn!(pool, position, error = %e, "a placement group's rebuild starts again");
+            *self.upkeep.last_failure.borrow_mut() = Some(e.to_string());
+            tokio::time::sleep(RETRY.min(self.config.upkeep_interval * 10)).await;
+        }
+    }
+
+    /// Notes in the map which targets are lost, and which no longer: after a restart that tells whether others may go on
+    /// without them.
+    async fn note_lost_targets(&self, groups: &[(String, Rc<Group>)]) -> proto::Result<()> {
+        let sessions: Vec<_> = groups.iter().map(|(_, group)| group.current()).collect();
+        let is_behind = |target: &Target| {
+            sessions.iter().any(|session| session.as_ref().is_none_or(|s| s.lacks_target(target.uuid)))
+        };
+        let lost = |record: &TargetRecord| {
+            let target = self.targets.iter().find(|t| t.uuid == record.uuid);
+            match target {
+                Some(t) if t.failure().is_some() => true,
+                // Only when it is in sync everywhere may it go on alone again.
+                Some(t) if record.lost => record.out || is_behind(t),
+                _ => record.lost,
+            }
+        };
+        let lost: Vec<bool> = self.map.borrow().targets.iter().map(lost).collect();
+        if self.map.borrow().targets.iter().zip(&lost).all(|(record, lost)| record.lost == *lost) {
+            return Ok(());
+        }
+        self.change_targets(|map| {
+            map.targets.iter_mut().zip(lost).for_each(|(record, lost)| record.lost = lost);
+        })
+        .await
+    }
+
+    async fn change_targets(&self, change: impl FnOnce(&mut NodeMap)) -> proto::Result<()> {
+        let _one_at_a_time = self.changing_map.lock().await;
+        let mut map = self.map.borrow().clone();
+        change(&mut map);
+        let saved = self.save_map(map).await;
+        self.map.borrow().tell(&self.targets);
+        saved
+    }
+
+    /// Takes a target out, or in again.
+    pub(crate) async fn set_target_out(&self, index: u32, out: bool) -> proto::Result<()> {
+        let target = self.target(index)?;
+        let failed = target.failure().is_some();
+        self.change_targets(|map| {
+            let record = &mut map.targets[index as usize];
+            record.out = out;
+            record.lost |= out || failed;
+        })
+        .await?;
+        if !out {
+            // It is tried again, too, if it has failed.
+            target.set_out(false);
+        }
+        Ok(())
+    }
+
+    /// Gives a target's number to another one, which the node has from its next start on.
+    pub(crate) async fn replace_target(&self, index: u32, uuid: Uuid) -> proto::Result<()> {
+        self.target(index)?;
+        if self.map.borrow().record(&uuid).is_some() {
+            return Err(Error::BadRequest(format!("target {uuid} is one of the node's already")));
+        }
+        if self.pools.borrow().values().any(|pool| pool.groups.is_empty()) {
+            let what =
+                "a pool without redundancy may have objects on it; remove the pool, or restore the target";
+            return Err(Error::BadRequest(what.into()));
+        }
+        self.change_targets(|map| {
+            map.targets[index as usize] = TargetRecord { uuid, out: false, lost: true };
+        })
+        .await
+    }
+
+    fn target(&self, index: u32) -> proto::Result<Rc<Target>> {
+        let map = self.map.borrow();
+        let uuid = map.targets.get(index as usize).map(|record| record.uuid);
+        let found = self.targets.iter().find(|t| Some(t.uuid) == uuid);
+        found.cloned().ok_or_else(|| {
+            let detail =
+                format!("{index}; the node has targets 0 to {}", map.targets.len().saturating_sub(1));
+            Error::OutOfRange { what: "target".into(), detail }
+        })
+    }
+
+    /// How the pools with redundancy are.
+    pub(crate) fn health(&self) -> Vec<PoolHealth> {
+        let health = |pool: &Rc<Pool>| {
+            let mut health = PoolHealth { pool: pool.record.name.clone(), ..PoolHealth::default() };
+            for group in &pool.groups {
+                health.groups += 1;
+                match group.current() {
+                    Some(session) => health.degraded += u32::from(!session.is_whole()),
+                    None => health.unavailable += 1,
+                }
+            }
+            health
+        };
+        let pools = self.pools.borrow();
+        pools.values().filter(|pool| !pool.groups.is_empty()).map(health).collect()
+    }
+
+    /// What is being rebuilt.
+    pub(crate) fn rebuild_status(&self) -> RebuildStatus {
+        let rebuilt = *self.upkeep.rebuilt.borrow();
+        let (pool, target) = self.upkeep.rebuilding.borrow().clone().unzip();
+        RebuildStatus {
+            target,
+            pool,
+            objects: rebuilt.objects,
+            bytes: rebuilt.bytes,
+            rate_limit: self.pace.rate(),
+            last_failure: self.upkeep.last_failure.borrow().clone(),
+        }
+    }
+
+    /// How a pool's scrub stands; with `start` one is begun if none is under way.
+    pub(crate) fn scrub(self: &Rc<Osd>, name: &[u8], start: bool) -> proto::Result<ScrubStatus> {
+        let name = PoolName::from_wire(name)?.to_string();
+        let pool = self.pool(&name)?;
+        let running = self.upkeep.scrubs.borrow().get(&name).is_some_and(|scrub| scrub.running);
+        if start && !running {
+            let scrub = Scrub { running: true, groups: pool.record.pg_count, ..Scrub::default() };
+            self.upkeep.scrubs.borrow_mut().insert(name.clone(), scrub);
+            let osd = Rc::clone(self);
+            crate::spawn(async move {
+                let failure = osd.scrub_pool(&pool).await.err();
+                osd.with_scrub(&pool, |scrub| {
+                    scrub.running = false;
+                    scrub.failure = failure.map(|e| e.to_string());
+                });
+            });
+        }
+        let scrub = self.upkeep.scrubs.borrow().get(&name).cloned().unwrap_or_default();
+        let Findings { objects, bytes, damaged, repaired, inconsistent } = scrub.findings;
+        let Scrub { running, groups, groups_done, failure, .. } = scrub;
+        Ok(ScrubStatus {
+            running,
+            groups,
+            groups_done,
+            objects,
+            bytes,
+            damaged,
+            repaired,
+            inconsistent,
+            failure,
+        })
+    }
+
+    fn with_scrub(&self, pool: &Pool, change: impl FnOnce(&mut Scrub)) {
+        if let Some(scrub) = self.upkeep.scrubs.borrow_mut().get_mut(&pool.record.name) {
+            change(scrub);
+        }
+    }
+
+    async fn scrub_pool(&self, pool: &Pool) -> proto::Result<()> {
+        for number in 0..pool.pgs.len() {
+            match pool.groups.get(number) {
+                Some(group) => self.scrub_group(pool, group).await.map_err(|e| refusal(e.into()))?,
+                None => self.verify_group(pool, number).await?,
+            }
+            self.with_scrub(pool, |scrub| scrub.groups_done += 1);
+        }
+        Ok(())
+    }
+
+    async fn scrub_group(&self, pool: &Pool, group: &Rc<Group>) -> store::Result<()> {
+        let mut from: Option<ObjectId> = None;
+        loop {
+            let (ids, more) = self.insist(async || group.scrub_page(from.clone(), PAGE).await).await?;
+            for oid in &ids {
+                let began = Instant::now();
+                let found = self.insist(async || group.scrub(oid).await).await?;
+                self.with_scrub(pool, |scrub| scrub.findings.add(&found));
+                self.pace.after(found.bytes, began.elapsed()).await;
+            }
+            match ids.last() {
+                Some(last) if more => from = Some(ObjectId::new([last.as_bytes(), &b"\0"[..]].concat())?),
+                _ => return Ok(()),
+            }
+        }
+    }
+
+    /// Repeats what fails with a group's session.
+    async fn insist<T>(&self, attempt: impl AsyncFn() -> store::Result<T>) -> store::Result<T> {
+        let until = Instant::now() + self.config.store_patience;
+        loop {
+            match attempt().await {
+                Err(StoreError::Disconnected(_)) if Instant::now() < until => {
+                    tokio::time::sleep(Duration::from_millis(20)).await;
+                }
+                outcome => return outcome,
+            }
+        }
+    }
+
+    /// Reads all of a placement group without redundancy: what is damaged can only be told.
+    async fn verify_group(&self, pool: &Pool, number: usize) -> proto::Result<()> {
+        let place = Place { pg: Rc::clone(&pool.pgs[number]), oid: crate::ids::meta_object() };
+        let patience = self.config.store_patience;
+        let mut from = None;
+        loop {
+            let page = patiently(&place, patience, async || objects(&place, from.clone(), PAGE).await).await;
+            let (ids, more) = page.map_err(refusal)?;
+            for oid in &ids {
+                let began = Instant::now();
+                let found = verify(&place, oid).await.map_err(|e| refusal(e.into()))?;
+                self.with_scrub(pool, |scrub| scrub.findings.add(&found));
+                self.pace.after(found.bytes, began.elapsed()).await;
+            }
+            match ids.last() {
+                Some(last) if more => from = Some(after(last).map_err(refusal)?),
+                _ => return Ok(()),
+            }
+        }
+    }
+}
+
+async fn verify(place: &Place, oid: &ObjectId) -> store::Result<Findings> {
+    let mut found = Findings { objects: 1, ..Findings::default() };
+    let (store, cid) = (&place.pg.target.store, &place.pg.cid);
+    let mut at = 0;
+    loop {
+        let read = match store.read(cid, oid, at, SEGMENT, None).await {
+            Ok(read) => read,
+            Err(StoreError::NoSuchObject(_)) => return Ok(found),
+            Err(StoreError::Corrupt { .. } | StoreError::Io(_)) => {
+                found.damaged = 1;
+                return Ok(found);
+            }
+            Err(e) => return Err(e),
+        };
+        found.bytes += read.len();
+        if read.verify().is_err() {
+            found.damaged = 1;
+        }
+        at += SEGMENT;
+        if at >= read.object_size {
+            return Ok(found);
+        }
+    }
+}

@@ -1,0 +1,177 @@
+//! Pools with redundancy: losing targets, getting them back.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use client::{Client, Pool, Redundancy};
+use osd::OsdConfig;
+use rand::rngs::StdRng;
+use rand::seq::IteratorRandom;
+use rand::{Rng, SeedableRng};
+
+use crate::common::{Node, data, seed};
+
+/// Small units, so that small objects have several stripes.
+const UNIT: u32 = 8 << 10;
+
+pub(crate) fn config() -> OsdConfig {
+    OsdConfig { upkeep_interval: Duration::from_millis(5), ..OsdConfig::default() }
+}
+
+/// What a pool is to have, with small units.
+pub(crate) fn redundancy(text: &str) -> Redundancy {
+    let redundancy: Redundancy = text.parse().unwrap();
+    redundancy.with_stripe_unit(UNIT).unwrap_or(redundancy)
+}
+
+/// A node with just the targets that a pool takes, and objects of all kinds of sizes in it.
+struct Rig {
+    node: Node,
+    client: Client,
+    pool: Pool,
+    objects: Vec<(String, Bytes)>,
+}
+
+impl Rig {
+    async fn new(text: &str, groups: u32) -> Rig {
+        let redundancy = redundancy(text);
+        let mut node = Node::of(redundancy.targets(), config());
+        node.restart();
+        let client = node.client().await;
+        client.create_pool_with("pool", groups, redundancy).await.unwrap();
+        let pool = client.pool("pool").unwrap();
+        Rig { node, client, pool, objects: Vec::new() }
+    }
+
+    async fn fill(&mut self, sizes: &[usize]) {
+        for &len in sizes {
+            let (name, bytes) = (format!("o{len}"), data(len, len as u64));
+            self.pool.object(&name).unwrap().put(bytes.clone()).await.unwrap();
+            self.objects.push((name, bytes));
+        }
+    }
+
+    async fn check(&self, what: &str) {
+        for (name, bytes) in &self.objects {
+            let read = self.pool.object(name).unwrap().get().await;
+            let read = read.unwrap_or_else(|e| panic!("{name}, {what}: {e}"));
+            assert!(read == *bytes, "{name} is another one, {what}");
+        }
+    }
+
+    fn set_down(&self, targets: &[usize], down: bool) {
+        targets.iter().for_each(|&target| self.node.stores[target].set_down(down));
+    }
+
+    /// Brings targets back that have failed, and waits until they have caught up.
+    async fn bring_back(&self, targets: &[usize]) {
+        self.set_down(targets, false);
+        for &target in targets {
+            self.client.set_target_out(target as u32, false).await.unwrap();
+        }
+        wait_until_whole(&self.client).await;
+    }
+}
+
+/// Waits until all placement groups have all their targets.
+pub(crate) async fn wait_until_whole(client: &Client) {
+    wait_until_whole_but(client, 0).await;
+}
+
+/// Waits until all placement groups have all their targets but `missing` ones that are gone.
+pub(crate) async fn wait_until_whole_but(client: &Client, missing: usize) {
+    let whole = async {
+        loop {
+            let status = client.status().await.unwrap();
+            let bad = status.health.iter().map(|h| h.degraded + h.unavailable).sum::<u32>();
+            let behind = status.targets.iter().filter(|t| t.behind).count();
+            if behind <= missing && (bad == 0 || missing > 0) {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    };
+    if tokio::time::timeout(Duration::from_secs(60), whole).await.is_err() {
+        panic!("not whole again: {:#?}", client.status().await);
+    }
+}
+
+const SIZES: [usize; 9] = [0, 1, 4096, 5000, 8192, 65_536, 70_001, 300_000, 5_000_001];
+
+/// All subsets of `0..n` with 1 to `most` elements.
+fn subsets(n: usize, most: usize) -> Vec<Vec<usize>> {
+    let members = |bits: u32| (0..n).filter(|i| bits & (1 << i) != 0).collect();
+    (1u32..1 << n).filter(|bits| bits.count_ones() as usize <= most).map(members).collect()
+}
+
+async fn every_pattern(redundancy: &str, k: usize, m: usize) {
+    let mut rig = Rig::new(redundancy, 1).await;
+    rig.fill(&SIZES).await;
+    rig.check("all targets are there").await;
+    let patterns = subsets(k + m, m);
+    for lost in &patterns {
+        rig.set_down(lost, true);
+        rig.check(&format!("without {lost:?}")).await;
+        rig.bring_back(lost).await;
+    }
+    rig.check("all targets are back").await;
+    assert!(rig.node.fired() as usize >= patterns.len(), "targets were lost");
+}
+
+#[tokio::test]
+async fn every_loss_that_2_1_bears() {
+    every_pattern("ec:2+1", 2, 1).await;
+}
+
+#[tokio::test]
+async fn every_loss_that_4_2_bears() {
+    every_pattern("ec:4+2", 4, 2).await;
+}
+
+#[tokio::test]
+async fn every_loss_that_6_3_bears() {
+    every_pattern("ec:6+3", 6, 3).await;
+}
+
+#[tokio::test]
+async fn every_loss_that_a_mirror_bears() {
+    every_pattern("mirror:3", 1, 2).await;
+}
+
+#[tokio::test]
+async fn a_thousand_losses_that_10_4_bears() {
+    let mut rng = StdRng::seed_from_u64(seed());
+    let mut rig = Rig::new("ec:10+4", 1).await;
+    rig.fill(&[5000, 300_000]).await;
+    for _ in 0..1000 {
+        let count = rng.random_range(1..=4);
+        let lost = (0..14).choose_multiple(&mut rng, count);
+        rig.set_down(&lost, true);
+        rig.check(&format!("without {lost:?}")).await;
+        rig.bring_back(&lost).await;
+    }
+}
+
+#[tokio::test]
+async fn one_loss_too_many_is_an_error() {
+    for (redundancy, lost) in [("ec:4+2", &[0usize, 2, 4][..]), ("mirror:2", &[0, 1])] {
+        let mut rig = Rig::new(redundancy, 2).await;
+        // Of an empty object the OSD knows all that there is.
+        rig.fill(&SIZES[1..]).await;
+        rig.set_down(lost, true);
+        for number in 0..8 {
+            // Small objects that are still there could be read until the loss is noticed.
+            let put = rig.pool.object(&format!("new{number}")).unwrap().put(Bytes::from_static(b"x")).await;
+            let e = put.unwrap_err().to_string();
+            assert!(e.contains("are needed"), "{redundancy}: {e}");
+        }
+        for (name, bytes) in &rig.objects {
+            match rig.pool.object(name).unwrap().get().await {
+                Ok(read) => panic!("{name}: {} bytes of {} without {lost:?}", read.len(), bytes.len()),
+                Err(e) => assert!(e.to_string().contains("are needed"), "{name}: {e}"),
+            }
+        }
+        rig.bring_back(lost).await;
+        rig.check("all targets are back").await;
+    }
+}

@@ -1,0 +1,143 @@
+//! `outboard target`: the targets of a node with redundancy: listing them, taking them out and in, replacing them.
+
+use clap::Subcommand;
+use client::{Client, NodeStatus, TargetStatus};
+
+use super::session;
+use crate::cli::NodeArgs;
+use crate::failure::{Doing, Failure, Result};
+use crate::node::config::Config;
+use crate::node::dir::NodeDir;
+use crate::node::locate;
+use crate::node::targets;
+use crate::node::units::ByteSize;
+use crate::output;
+
+/// What to do with targets.
+#[derive(Debug, Subcommand)]
+#[command(after_help = "Examples:\n  \
+    outboard target ls\n  \
+    outboard target out 3\n  \
+    outboard target replace 3")]
+pub enum TargetCommand {
+    /// List the targets with their numbers
+    #[command(after_help = "Examples:\n  outboard target ls\n  outboard target ls --json")]
+    Ls {
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Do without a target: pools with redundancy rebuild its shards on another one, if there is one left
+    ///
+    /// Until that is done they are as if the target had failed. Pools without redundancy go on using it.
+    #[command(after_help = "Example:\n  outboard target out 3")]
+    Out {
+        /// Its number
+        id: u32,
+    },
+    /// Use a target again that was out or has failed: it gets what it has missed
+    #[command(after_help = "Example:\n  outboard target in 3")]
+    In {
+        /// Its number
+        id: u32,
+    },
+    /// Make a new target in the place of one that is lost; the node rebuilds it after its next start
+    ///
+    /// The new one is made at the same path, of the size that targets of this node have, or on the device that is there now. A
+    /// file that is still there is kept beside it, under another name.
+    #[command(after_help = "Example:\n  \
+        outboard target replace 3 && outboard down && outboard up --detach")]
+    Replace {
+        /// Its number
+        id: u32,
+    },
+    /// Limit how fast targets are rebuilt and pools scrubbed, until the node is started again
+    #[command(after_help = "Examples:\n  outboard target rate 100MiB\n  outboard target rate 0")]
+    Rate {
+        /// Bytes a second; 0 for no limit
+        rate: ByteSize,
+    },
+}
+
+/// Runs the command.
+pub fn run(command: TargetCommand, node: &NodeArgs) -> Result<()> {
+    match command {
+        TargetCommand::Replace { id } => replace(id, node),
+        command => session::run(node, super::options(), async move |client| ask(&client, command).await),
+    }
+}
+
+async fn ask(client: &Client, command: TargetCommand) -> Result<()> {
+    match command {
+        TargetCommand::Ls { json } => {
+            let status = client.status().await.doing("listing the targets")?;
+            if json {
+                output::json(&status.targets);
+            } else {
+                lines(&status).into_iter().for_each(output::line);
+            }
+            Ok(())
+        }
+        TargetCommand::Out { id } => {
+            client.set_target_out(id, true).await.doing(format!("taking target {id} out"))
+        }
+        TargetCommand::In { id } => {
+            client.set_target_out(id, false).await.doing(format!("taking target {id} in"))
+        }
+        TargetCommand::Rate { rate } => {
+            client.set_rebuild_rate(rate.0).await.doing("limiting the rate of rebuilds")
+        }
+        TargetCommand::Replace { .. } => Ok(()),
+    }
+}
+
+/// How a target stands, in a word or two.
+pub fn standing(target: &TargetStatus) -> &'static str {
+    match target {
+        TargetStatus { out: true, .. } => "out",
+        TargetStatus { failure: Some(_), .. } => "failed",
+        TargetStatus { behind: true, .. } => "catching up",
+        _ => "in",
+    }
+}
+
+fn lines(status: &NodeStatus) -> Vec<String> {
+    let mut lines = vec![format!("{:>3}  {:<11}  {:>10}  {:>10}  TARGET", "ID", "STATE", "FREE", "SIZE")];
+    for (id, target) in status.targets.iter().enumerate() {
+        let size = |bytes: u64| ByteSize(bytes).to_string();
+        let (free, total) = match &target.space {
+            Ok(space) => (size(space.free), size(space.total)),
+            Err(_) => ("-".into(), "-".into()),
+        };
+        let why = target.failure.as_ref().map_or(String::new(), |why| format!("  {why}"));
+        lines.push(format!(
+            "{id:>3}  {:<11}  {free:>10}  {total:>10}  {}{why}",
+            standing(target),
+            target.uuid
+        ));
+    }
+    lines
+}
+
+fn replace(id: u32, node: &NodeArgs) -> Result<()> {
+    let doing = || format!("replacing target {id}");
+    let dir = NodeDir::open(&locate::root(node)).doing(doing())?;
+    let config = Config::load(Some(&dir.config()), |name| std::env::var(name).ok()).doing(doing())?;
+    let count = config.targets.len();
+    let Some(path) = config.targets.get(id as usize) else {
+        let why = format!("the node has targets 0 to {}", count.saturating_sub(1));
+        return Err(Failure::usage(doing(), why));
+    };
+    let path = dir.path().join(path);
+    // Known to the node before anything is moved: it may refuse.
+    let uuid = uuid::Uuid::new_v4();
+    session::run(node, super::options(), async move |client| {
+        client.replace_target(id, uuid).await.doing(format!("replacing target {id}"))
+    })?;
+    targets::make_replacement(&path, &config, uuid).doing(doing())?;
+    output::line(format!(
+        "target {id} is made anew as {}; start the node again for it to be rebuilt: outboard down && outboard up",
+        path.display()
+    ));
+    Ok(())
+}

@@ -1,0 +1,135 @@
+//! A node with redundant pools, as an operator sees it: a lost drive, a replaced one, a damaged one.
+
+use std::fs;
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// A node in a temporary directory, stopped when dropped.
+struct Node {
+    dir: tempfile::TempDir,
+}
+
+impl Node {
+    fn new(placement: &str) -> Node {
+        let node = Node { dir: tempfile::tempdir().unwrap() };
+        let up = ["up", "--detach", "--placement", placement, "--targets", "4", "--target-size", "128MiB"];
+        node.ok(&[&up[..], &["--listen", "127.0.0.1:0"]].concat());
+        node
+    }
+
+    fn run(&self, args: &[&str]) -> Output {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_outboard"));
+        command.args(args).env("OUTBOARD_DIR", self.dir.path().join("node")).env_remove("OUTBOARD_ENDPOINT");
+        command.stdin(Stdio::null()).output().unwrap()
+    }
+
+    /// Runs a command that must succeed; its standard output.
+    fn ok(&self, args: &[&str]) -> Vec<u8> {
+        let output = self.run(args);
+        assert!(output.status.success(), "outboard {args:?}: {}", String::from_utf8_lossy(&output.stderr));
+        output.stdout
+    }
+
+    fn text(&self, args: &[&str]) -> String {
+        String::from_utf8(self.ok(args)).unwrap()
+    }
+
+    fn fails(&self, args: &[&str]) -> String {
+        let output = self.run(args);
+        assert!(!output.status.success(), "outboard {args:?}: {}", String::from_utf8_lossy(&output.stdout));
+        String::from_utf8(output.stderr).unwrap()
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.dir.path().join(name).to_str().unwrap().to_owned()
+    }
+
+    fn status(&self) -> serde_json::Value {
+        serde_json::from_slice(&self.ok(&["status", "--json"])).unwrap()
+    }
+
+    fn wait_until_whole(&self) {
+        let until = Instant::now() + Duration::from_secs(60);
+        loop {
+            let status = self.status();
+            let pools = status["pools"].as_array().unwrap();
+            let missing =
+                pools.iter().map(|p| p["degraded"].as_u64().unwrap() + p["unavailable"].as_u64().unwrap());
+            if !pools.is_empty() && missing.sum::<u64>() == 0 {
+                return;
+            }
+            assert!(Instant::now() < until, "not whole: {status:#}");
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        self.run(&["down"]);
+    }
+}
+
+fn content(len: usize) -> Vec<u8> {
+    (0..len as u64).map(|i| (i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8).collect()
+}
+
+fn a_lost_drive(placement: &str) {
+    let node = Node::new(placement);
+    let bytes = content(5_000_000);
+    fs::write(node.path("file"), &bytes).unwrap();
+    let pools = [("e", "ec:2+1"), ("m", "mirror:2")];
+    for (pool, redundancy) in pools {
+        node.ok(&["pool", "create", pool, "--redundancy", redundancy, "--pg-count", "8"]);
+        node.ok(&["put", &format!("{pool}/before"), &node.path("file")]);
+    }
+    node.ok(&["down"]);
+    let drive = node.path("node/targets/1.img");
+    fs::rename(&drive, node.path("lost")).unwrap();
+    node.ok(&["up", "--detach"]);
+    assert!(node.text(&["target", "ls"]).contains("failed"));
+    // Nobody can tell whether the drive has gone on alone with its mirrors; an operator can.
+    node.ok(&["target", "out", "1"]);
+    for (pool, _) in pools {
+        assert!(node.ok(&["get", &format!("{pool}/before"), "-"]) == bytes, "{pool} without a drive");
+        node.ok(&["put", &format!("{pool}/after"), &node.path("file")]);
+    }
+    node.ok(&["target", "replace", "1"]);
+    node.ok(&["down"]);
+    node.ok(&["up", "--detach"]);
+    node.wait_until_whole();
+    for name in ["e/before", "e/after", "m/before", "m/after"] {
+        assert!(node.ok(&["get", name, "-"]) == bytes, "{name} with another drive");
+    }
+    for (pool, redundancy) in pools {
+        assert!(node.text(&["status"]).contains(redundancy));
+        let scrub: serde_json::Value = serde_json::from_slice(&node.ok(&["scrub", pool, "--json"])).unwrap();
+        assert_eq!(
+            (&scrub["objects"], &scrub["damaged"], &scrub["inconsistent"]),
+            (&2.into(), &0.into(), &0.into())
+        );
+    }
+}
+
+#[test]
+fn a_lost_drive_is_replaced() {
+    a_lost_drive("dpu");
+}
+
+#[test]
+fn a_lost_drive_is_replaced_in_one_process() {
+    a_lost_drive("host");
+}
+
+#[test]
+fn what_is_not_possible_is_said() {
+    let node = Node::new("dpu");
+    let create = |args: &[&str]| node.fails(&[&["pool", "create", "p"], args].concat());
+    assert!(create(&["--redundancy", "ec:6+3"]).contains("9 are needed"));
+    assert!(create(&["--redundancy", "raid5"]).contains("mirror:N"));
+    assert!(create(&["--redundancy", "ec:2+1", "--stripe-unit", "5000"]).contains("multiples of 4096"));
+    assert!(create(&["--stripe-unit", "8KiB"]).contains("no stripe unit"));
+    assert!(node.fails(&["target", "out", "4"]).contains("0 to 3"));
+    assert!(node.fails(&["scrub", "p"]).contains("does not exist"));
+    assert_eq!(node.text(&["target", "ls"]).lines().count(), 5);
+}

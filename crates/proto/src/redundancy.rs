@@ -1,0 +1,167 @@
+//! How a pool keeps its objects from being lost with a target.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{Error, Result};
+
+/// Stripe unit if nothing else is asked for, in bytes.
+pub const DEFAULT_STRIPE_UNIT: u32 = 64 << 10;
+/// Longest stripe of an erasure-coded pool, in bytes of data.
+pub const MAX_STRIPE: u64 = 2 << 20;
+/// Most copies of a mirrored pool.
+pub const MAX_COPIES: u8 = 8;
+
+/// How a pool keeps its objects from being lost with a target. No two shards of an object are on one target.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub enum Redundancy {
+    /// One copy.
+    #[default]
+    Single,
+    /// Several copies.
+    Mirror {
+        /// How many, from 2.
+        copies: u8,
+    },
+    /// A Reed–Solomon code: any `m` targets may be lost.
+    ErasureCode {
+        /// Shards with data.
+        k: u8,
+        /// Shards with parity.
+        m: u8,
+        /// Bytes that go to one shard before the next has its turn; a multiple of 4096.
+        stripe_unit: u32,
+    },
+}
+
+impl Redundancy {
+    /// Targets that it takes.
+    #[must_use]
+    pub fn targets(&self) -> usize {
+        match *self {
+            Redundancy::Single => 1,
+            Redundancy::Mirror { copies } => copies.into(),
+            Redundancy::ErasureCode { k, m, .. } => usize::from(k) + usize::from(m),
+        }
+    }
+
+    /// Targets that may be lost.
+    #[must_use]
+    pub fn tolerates(&self) -> usize {
+        match *self {
+            Redundancy::Single => 0,
+            Redundancy::Mirror { copies } => usize::from(copies) - 1,
+            Redundancy::ErasureCode { m, .. } => m.into(),
+        }
+    }
+
+    /// Bytes on drives for each byte of data, in large objects.
+    #[must_use]
+    pub fn overhead(&self) -> f64 {
+        self.targets() as f64 / (self.targets() - self.tolerates()) as f64
+    }
+
+    /// The same with another stripe unit, in bytes. Only an erasure code has one.
+    ///
+    /// # Errors
+    /// If there is none to be set.
+    pub fn with_stripe_unit(self, bytes: u32) -> Result<Redundancy> {
+        match self {
+            Redundancy::ErasureCode { k, m, .. } => Ok(Redundancy::ErasureCode { k, m, stripe_unit: bytes }),
+            other => Err(refused(format!("{other} has no stripe unit; only ec:K+M has"))),
+        }
+    }
+
+    /// Checks what came over the wire or from a user.
+    ///
+    /// # Errors
+    /// What is not possible, and what is.
+    pub fn check(&self) -> Result<()> {
+        match *self {
+            Redundancy::Single => Ok(()),
+            Redundancy::Mirror { copies } if (2..=MAX_COPIES).contains(&copies) => Ok(()),
+            Redundancy::Mirror { copies } => {
+                Err(refused(format!("{copies} copies; 2 to {MAX_COPIES} are possible")))
+            }
+            Redundancy::ErasureCode { k, m, .. } if k < 2 || m < 1 || u16::from(k) + u16::from(m) > 255 => {
+                Err(refused(format!(
+                    "ec:{k}+{m}; possible are K of at least 2, M of at least 1, K+M up to 255"
+                )))
+            }
+            Redundancy::ErasureCode { k, stripe_unit, .. } => {
+                let unit = u64::from(stripe_unit);
+                if unit > 0 && unit.is_multiple_of(4096) && unit * u64::from(k) <= MAX_STRIPE {
+                    return Ok(());
+                }
+                Err(refused(format!(
+                    "a stripe unit of {unit} bytes; possible are multiples of 4096 up to {} with {k} data shards",
+                    MAX_STRIPE / u64::from(k) / 4096 * 4096
+                )))
+            }
+        }
+    }
+}
+
+fn refused(detail: String) -> Error {
+    Error::OutOfRange { what: "redundancy".into(), detail }
+}
+
+impl fmt::Display for Redundancy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Redundancy::Single => f.pad("single"),
+            Redundancy::Mirror { copies } => f.pad(&format!("mirror:{copies}")),
+            Redundancy::ErasureCode { k, m, .. } => f.pad(&format!("ec:{k}+{m}")),
+        }
+    }
+}
+
+impl FromStr for Redundancy {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Redundancy, String> {
+        let parsed = match text.split_once(':') {
+            None if text == "single" => Some(Redundancy::Single),
+            Some(("mirror", copies)) => copies.parse().ok().map(|copies| Redundancy::Mirror { copies }),
+            Some(("ec", code)) => code.split_once('+').and_then(|(k, m)| {
+                let (k, m) = (k.parse().ok()?, m.parse().ok()?);
+                Some(Redundancy::ErasureCode { k, m, stripe_unit: DEFAULT_STRIPE_UNIT })
+            }),
+            _ => None,
+        };
+        let unknown = || format!("{text:?} is none of \"single\", \"mirror:N\", \"ec:K+M\", e.g. \"ec:4+2\"");
+        parsed.ok_or_else(unknown)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_written_is_what_is_read() {
+        for text in ["single", "mirror:2", "ec:4+2"] {
+            let redundancy: Redundancy = text.parse().unwrap();
+            assert_eq!(redundancy.to_string(), text);
+            redundancy.check().unwrap();
+        }
+        for text in ["", "mirror", "mirror:", "ec:4", "ec:4+", "ec:4-2", "raid5", "mirror:300", "single:1"] {
+            assert!(text.parse::<Redundancy>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_possible_is_refused() {
+        for text in ["mirror:1", "mirror:9", "ec:1+1", "ec:4+0", "ec:200+56", "ec:40+2"] {
+            let redundancy: Redundancy = text.parse().unwrap();
+            assert!(redundancy.check().is_err(), "{text}");
+        }
+        let ec: Redundancy = "ec:4+2".parse().unwrap();
+        assert!(ec.with_stripe_unit(4096).unwrap().check().is_ok());
+        assert!(ec.with_stripe_unit(5000).unwrap().check().is_err());
+        assert!(Redundancy::Single.with_stripe_unit(4096).is_err());
+        assert_eq!(ec.overhead(), 1.5);
+    }
+}
