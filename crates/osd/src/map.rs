@@ -146,8 +146,11 @@ impl NodeMap {
         for (target, copy) in targets.iter().zip(copies) {
             let foreign = match copy {
                 Some(copy) => copy.node != self.node,
-                // When a node is first made; later one that has failed, or that takes another's place.
-                None => false,
+                // A target without a map: when the node is first made, or one that has failed, or that takes another's place.
+                None => {
+                    let may_be_empty = self.record(&target.uuid).is_some_and(|r| r.lost);
+                    self.epoch > 1 && target.failure().is_none() && !may_be_empty
+                }
             };
             if foreign || self.record(&target.uuid).is_none() {
                 return Err(StartError::ForeignTarget { target: target.uuid, node: self.node });

@@ -15,6 +15,11 @@ mod block;
 #[cfg(any(test, feature = "conformance"))]
 pub mod conformance;
 mod error;
+/// A store on a simulated drive, for tests that cut its power.
+#[cfg(any(test, feature = "conformance"))]
+pub mod simulation {
+    pub use crate::block::sim::{Crashes, SimDrive, SimStore};
+}
 #[doc(hidden)]
 pub mod fuzz;
 mod mem_store;

@@ -28,9 +28,14 @@ pub(crate) enum Loss {
     After,
 }
 
+/// Is told of transactions.
+pub(crate) type Watch = Arc<dyn Fn() + Send + Sync>;
+
 /// A store whose session is lost on demand.
 pub(crate) struct FaultStore {
-    pub(crate) inner: Arc<MemStore>,
+    pub(crate) inner: Arc<dyn ObjectStore>,
+    /// Called before each transaction.
+    watch: Option<Watch>,
     session: AtomicU64,
     armed_before: AtomicBool,
     armed_after: AtomicBool,
@@ -55,8 +60,14 @@ pub(crate) struct FaultStore {
 
 impl FaultStore {
     pub(crate) fn new() -> Arc<FaultStore> {
+        FaultStore::over(Arc::new(MemStore::new()), None)
+    }
+
+    /// Over another store; `watch` is told of each transaction before it is queued.
+    pub(crate) fn over(inner: Arc<dyn ObjectStore>, watch: Option<Watch>) -> Arc<FaultStore> {
         Arc::new(FaultStore {
-            inner: Arc::new(MemStore::new()),
+            inner,
+            watch,
             session: AtomicU64::new(1),
             armed_before: AtomicBool::new(false),
             armed_after: AtomicBool::new(false),
@@ -167,6 +178,7 @@ impl ObjectStore for FaultStore {
         if let Some(gone) = self.gone() {
             return gone;
         }
+        self.watch.iter().for_each(|watch| watch());
         let has_data = transaction.ops.iter().any(|op| matches!(op, Op::Write { .. }));
         if has_data && self.armed_before.swap(false, Ordering::SeqCst) {
             return self.lose();
@@ -360,8 +372,12 @@ impl Node {
 
     /// Stores of that many targets and memory, and no OSD yet.
     pub(crate) fn of(targets: usize, config: OsdConfig) -> Node {
+        Node::over((0..targets).map(|_| FaultStore::new()).collect(), config)
+    }
+
+    /// These stores and memory, and no OSD yet.
+    pub(crate) fn over(stores: Vec<Arc<FaultStore>>, config: OsdConfig) -> Node {
         let staging = BufferPool::new(Arena::anonymous(STAGING).unwrap(), 0, 2 << 20);
-        let stores = (0..targets).map(|_| FaultStore::new()).collect();
         Node { stores, staging, config, osd: None, endpoint: "127.0.0.1:0".into() }
     }
 

@@ -1,6 +1,7 @@
 //! The OSD and its client as users see them: over TCP, on stores in memory that can be made to fail.
 
 mod common;
+mod crash;
 mod hostile;
 mod model;
 mod network;

@@ -270,7 +270,6 @@ impl Node {
     /// Store objects that are parts.
     fn parts(&self) -> usize {
         use futures::FutureExt;
-        use store::ObjectStore;
         let mut parts = 0;
         for store in &self.stores {
             let store = &store.inner;

@@ -26,8 +26,8 @@ mod query;
 mod records;
 mod recovery;
 mod region;
-#[cfg(test)]
-mod sim;
+#[cfg(any(test, feature = "conformance"))]
+pub mod sim;
 mod staged;
 mod store;
 mod superblock;

@@ -11,6 +11,7 @@ use bytes::Bytes;
 use futures::channel::oneshot;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
+use uuid::Uuid;
 
 use super::core::{Core, Limits};
 use super::drive::Drive;
@@ -18,7 +19,7 @@ use super::index::Index;
 use super::io::{IoDone, IoOp, IoRequest};
 use super::messages::{Command, Event, Reply, Work, load};
 use super::query::Query;
-use super::recovery::mount;
+use super::recovery::{Sizes, mkfs, mount};
 use crate::{
     CollectionId, ObjectId, ObjectStore, Page, ReadData, Result, StageId, Stat, StatFs, Transaction,
 };
@@ -40,7 +41,7 @@ enum Entry {
 
 /// A drive in memory that remembers everything that happened to it.
 #[derive(Debug)]
-pub(crate) struct SimDrive {
+pub struct SimDrive {
     state: Mutex<State>,
 }
 
@@ -57,7 +58,9 @@ struct State {
 }
 
 impl SimDrive {
-    pub(crate) fn new(image: Vec<u8>) -> Arc<SimDrive> {
+    /// A drive that holds that.
+    #[must_use]
+    pub fn new(image: Vec<u8>) -> Arc<SimDrive> {
         let state = State { image, history: Vec::new(), next: 0, fail_after: None, fail_count: 0, failed: 0 };
         Arc::new(SimDrive { state: Mutex::new(state) })
     }
@@ -71,32 +74,37 @@ impl SimDrive {
     }
 
     /// Number of things that happened.
-    pub(crate) fn position(&self) -> usize {
+    pub fn position(&self) -> usize {
         self.lock().history.len()
     }
 
     /// Makes every write and flush fail after `count` more.
+    #[cfg(test)]
     pub(crate) fn fail_after(&self, count: u64) {
         let mut state = self.lock();
         (state.fail_after, state.fail_count) = (Some(count), u64::MAX);
     }
 
     /// Makes one write or flush fail, after `count` more.
+    #[cfg(test)]
     pub(crate) fn fail_once_after(&self, count: u64) {
         let mut state = self.lock();
         (state.fail_after, state.fail_count) = (Some(count), 1);
     }
 
     /// Requests that were made to fail.
+    #[cfg(test)]
     pub(crate) fn failures(&self) -> u64 {
         self.lock().failed
     }
 
+    #[cfg(test)]
     pub(crate) fn flip_bit(&self, bit: usize) {
         self.lock().image[bit / 8] ^= 1 << (bit % 8);
     }
 
     /// Positions right before and after each flush.
+    #[cfg(test)]
     pub(crate) fn flush_boundaries(&self) -> Vec<usize> {
         let state = self.lock();
         let flushes = state.history.iter().enumerate().filter(|(_, e)| matches!(e, Entry::FlushDone(_)));
@@ -158,7 +166,7 @@ impl Drive for SimDrive {
 }
 
 /// Images that a loss of power can leave, made in order of position.
-pub(crate) struct Crashes {
+pub struct Crashes {
     history: Vec<Entry>,
     /// Writes that are certainly on the drive are in here.
     base: Vec<u8>,
@@ -170,14 +178,14 @@ pub(crate) struct Crashes {
 
 impl Crashes {
     /// Crashes of a drive that held `base` before its history.
-    pub(crate) fn new(drive: &SimDrive, base: Vec<u8>) -> Crashes {
+    pub fn new(drive: &SimDrive, base: Vec<u8>) -> Crashes {
         let history = drive.lock().history.clone();
         let (submitted, completed, covered) = (BTreeMap::new(), BTreeSet::new(), BTreeMap::new());
         Crashes { history, base, at: 0, submitted, completed, covered }
     }
 
     /// An image as of `position`: of the writes not yet flushed, any 512-byte sectors may be there.
-    pub(crate) fn image(&mut self, position: usize, rng: &mut StdRng) -> Vec<u8> {
+    pub fn image(&mut self, position: usize, rng: &mut StdRng) -> Vec<u8> {
         while self.at < position {
             match self.history[self.at].clone() {
                 Entry::Submit { id, offset, data } => drop(self.submitted.insert(id, (offset, data))),
@@ -287,12 +295,14 @@ impl SimTarget {
     }
 
     /// Has the index brought forward soon.
+    #[cfg(test)]
     pub(crate) fn request_checkpoint(&mut self) {
         self.core.commits.request_checkpoint();
         self.core.advance();
     }
 
     /// Lets one thing happen that is no checkpoint. `false` if there is nothing.
+    #[cfg(test)]
     pub(crate) fn step_without_checkpoints(&mut self) -> bool {
         self.collect();
         let checkpoint = |w: &Work| matches!(w, Work::Checkpoint(_));
@@ -307,6 +317,7 @@ impl SimTarget {
     }
 
     /// Number of checkpoints since the target was made.
+    #[cfg(test)]
     pub(crate) fn checkpoints(&self) -> u64 {
         self.core.superblock.checkpoint
     }
@@ -334,12 +345,28 @@ impl SimTarget {
 
 /// A [`SimTarget`] as a store. Waiting for an answer lets things happen.
 #[derive(Clone)]
-pub(crate) struct SimStore {
+pub struct SimStore {
     target: Arc<Mutex<SimTarget>>,
 }
 
 impl SimStore {
-    pub(crate) fn mount(drive: &Arc<SimDrive>, seed: u64) -> Result<SimStore> {
+    /// Formats an image of a drive: a small target with that uuid.
+    ///
+    /// # Errors
+    /// If the image is too small.
+    pub fn format(image: Vec<u8>, uuid: Uuid) -> Result<Vec<u8>> {
+        let drive = SimDrive::new(image);
+        let shared: Arc<dyn Drive> = drive.clone();
+        let sizes = Sizes { uuid: Some(uuid), log_bytes: Some(1 << 20), index_bytes: Some(4 << 20) };
+        mkfs(&shared, &sizes, &mut |_, _| {})?;
+        Ok(drive.image())
+    }
+
+    /// Mounts the target on a drive. What happens next is decided by `seed`.
+    ///
+    /// # Errors
+    /// As any mount.
+    pub fn mount(drive: &Arc<SimDrive>, seed: u64) -> Result<SimStore> {
         Ok(SimStore { target: Arc::new(Mutex::new(SimTarget::mount(drive, seed)?)) })
     }
 
@@ -348,6 +375,7 @@ impl SimStore {
     }
 
     /// Lets things happen until every queued transaction is applied (or has failed), durable or not.
+    #[cfg(test)]
     pub(crate) fn settle_queue(&self) {
         let mut target = self.lock();
         while target.core.has_queue() {
