@@ -36,7 +36,7 @@ pub(crate) struct TargetRecord {
     pub(crate) uuid: Uuid,
     /// The operator has taken it out.
     pub(crate) out: bool,
-    /// It has failed or was out, placement groups have gone on without it, and it has not caught up.
+    /// It has failed, and does not have this map.
     pub(crate) lost: bool,
 }
 
@@ -187,7 +187,6 @@ impl NodeMap {
     pub(crate) fn tell(&self, targets: &[Rc<Target>]) {
         for target in targets {
             let Some(record) = self.record(&target.uuid) else { continue };
-            target.write_off(record.lost);
             if target.is_out() != record.out {
                 target.set_out(record.out);
             }

@@ -318,8 +318,9 @@ impl Pg {
     /// Says that the transaction which [`Pg::record`] added to is durable.
     pub(crate) fn recorded(&self, note: MetaNote) {
         let mut state = self.state.borrow_mut();
-        if note.reserved == Some(state.reserved) {
-            state.reserved_durably = true;
+        if let Some(reserved) = note.reserved {
+            // An older one, whose transaction was overtaken, is written over.
+            state.reserved_durably = reserved == state.reserved;
         }
         if let Some((session, written)) = note.marked
             && let Some(mark) = state.marks.get_mut(&session)

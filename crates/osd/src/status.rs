@@ -14,7 +14,7 @@ pub(crate) async fn status(osd: &Osd) -> NodeStatus {
     let records = osd.map.borrow().targets.clone();
     let targets = records.iter().map(|record| async {
         let target = osd.targets.iter().find(|t| t.uuid == record.uuid);
-        target_status(record, target.map(|t| &**t)).await
+        target_status(osd, record, target.map(|t| &**t)).await
     });
     let targets = futures::future::join_all(targets).await;
     let (free, fewest) = osd.pool.free_bytes();
@@ -42,10 +42,10 @@ pub(crate) async fn status(osd: &Osd) -> NodeStatus {
     }
 }
 
-async fn target_status(record: &TargetRecord, target: Option<&Target>) -> TargetStatus {
+async fn target_status(osd: &Osd, record: &TargetRecord, target: Option<&Target>) -> TargetStatus {
     let space = space(target).await;
     let failure = target.map_or(Some("it is not there".into()), Target::failure);
-    TargetStatus { uuid: record.uuid, out: record.out, behind: record.lost, failure, space }
+    TargetStatus { uuid: record.uuid, out: record.out, behind: osd.is_behind(record.uuid), failure, space }
 }
 
 async fn space(target: Option<&Target>) -> Result<Space, String> {

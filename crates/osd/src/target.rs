@@ -23,8 +23,6 @@ pub(crate) struct Target {
     failed: RefCell<Option<(u64, String)>>,
     /// The operator has taken it out.
     out: Cell<bool>,
-    /// The node's map says that it is lost: others have gone on without it.
-    written_off: Cell<bool>,
 }
 
 impl Target {
@@ -38,7 +36,6 @@ impl Target {
             generation: Arc::default(),
             failed: RefCell::default(),
             out: Cell::new(false),
-            written_off: Cell::new(false),
         }
     }
 
@@ -76,16 +73,6 @@ impl Target {
     /// Whether the operator has taken it out.
     pub(crate) fn is_out(&self) -> bool {
         self.out.get()
-    }
-
-    /// Notes whether the node's map says that it is lost.
-    pub(crate) fn write_off(&self, lost: bool) {
-        self.written_off.set(lost);
-    }
-
-    /// Whether others may go on as if it had never come back.
-    pub(crate) fn is_written_off(&self) -> bool {
-        self.is_out() || self.written_off.get()
     }
 
     /// Whether redundant placement groups may use it.

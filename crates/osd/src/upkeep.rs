@@ -51,7 +51,7 @@ impl Osd {
             if groups.is_empty() {
                 continue;
             }
-            if let Err(e) = self.note_lost_targets(&groups).await {
+            if let Err(e) = self.note_lost_targets().await {
                 tracing::warn!(error = %e, "the map does not say yet which targets are lost");
             }
             for (pool, group) in groups {
@@ -81,21 +81,11 @@ impl Osd {
         }
     }
 
-    /// Notes in the map which targets are lost, and which no longer: after a restart that tells whether others may go on
-    /// without them.
-    async fn note_lost_targets(&self, groups: &[(String, Rc<Group>)]) -> proto::Result<()> {
-        let sessions: Vec<_> = groups.iter().map(|(_, group)| group.current()).collect();
-        let is_behind = |target: &Target| {
-            sessions.iter().any(|session| session.as_ref().is_none_or(|s| s.lacks_target(target.uuid)))
-        };
+    /// Notes in the map which targets do not have it: after a restart that tells whether the others have the newest one.
+    async fn note_lost_targets(&self) -> proto::Result<()> {
         let lost = |record: &TargetRecord| {
             let target = self.targets.iter().find(|t| t.uuid == record.uuid);
-            match target {
-                Some(t) if t.failure().is_some() => true,
-                // Only when it is in sync everywhere may it go on alone again.
-                Some(t) if record.lost => record.out || is_behind(t),
-                _ => record.lost,
-            }
+            target.map_or(record.lost, |t| t.failure().is_some())
         };
         let lost: Vec<bool> = self.map.borrow().targets.iter().map(lost).collect();
         if self.map.borrow().targets.iter().zip(&lost).all(|(record, lost)| record.lost == *lost) {
@@ -119,13 +109,11 @@ impl Osd {
     /// Takes a target out, or in again.
     pub(crate) async fn set_target_out(&self, index: u32, out: bool) -> proto::Result<()> {
         let target = self.target(index)?;
-        let failed = target.failure().is_some();
-        self.change_targets(|map| {
-            let record = &mut map.targets[index as usize];
-            record.out = out;
-            record.lost |= out || failed;
-        })
-        .await?;
+        // What goes on without it has to be known before it can come back.
+        for (_, group) in self.open_groups() {
+            drop(group.any_session().await);
+        }
+        self.change_targets(|map| map.targets[index as usize].out = out).await?;
         if !out {
             // It is tried again, too, if it has failed.
             target.set_out(false);
@@ -159,6 +147,12 @@ impl Osd {
                 format!("{index}; the node has targets 0 to {}", map.targets.len().saturating_sub(1));
             Error::OutOfRange { what: "target".into(), detail }
         })
+    }
+
+    /// Whether a target is a member of a placement group somewhere and has not caught up.
+    pub(crate) fn is_behind(&self, uuid: Uuid) -> bool {
+        let sessions = self.open_groups().into_iter().filter_map(|(_, group)| group.current());
+        sessions.into_iter().any(|session| session.lacks_target(uuid))
     }
 
     /// How the pools with redundancy are.

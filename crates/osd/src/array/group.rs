@@ -3,8 +3,8 @@
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::rc::Rc;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{self, Arc, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use base::pool::BufferPool;
@@ -37,25 +37,29 @@ pub(crate) struct GroupOptions {
 }
 
 /// What is known of an object's size; inside: `None` if there is no such object.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Default)]
 pub(crate) struct Known {
-    session: u64,
-    size: Option<Option<u64>>,
+    /// In which session it was learnt, and what. Whoever only looks at the object may learn it, too.
+    size: sync::Mutex<Option<(u64, Option<u64>)>>,
 }
 
 impl Known {
     /// The size, if it is known in this session.
     pub(crate) fn get(&self, session: &Session) -> Option<Option<u64>> {
-        self.size.filter(|_| self.session == session.number)
+        self.lock().filter(|(learnt, _)| *learnt == session.number).map(|(_, size)| size)
     }
 
-    pub(crate) fn set(&mut self, session: &Session, size: Option<u64>) {
-        *self = Known { session: session.number, size: Some(size) };
+    pub(crate) fn set(&self, session: &Session, size: Option<u64>) {
+        *self.lock() = Some((session.number, size));
     }
 
     /// Something of it failed: to be read again.
-    pub(crate) fn forget(&mut self) {
-        self.size = None;
+    pub(crate) fn forget(&self) {
+        *self.lock() = None;
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<(u64, Option<u64>)>> {
+        self.size.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -151,9 +155,12 @@ pub(crate) struct Group {
     pub(crate) damaged: RefCell<BTreeSet<(ObjectId, usize)>>,
     /// Epoch of the last session: until then nothing can have happened elsewhere.
     pub(crate) lineage: Cell<u64>,
+    /// Who was in sync in it.
+    pub(crate) last_members: RefCell<Vec<Uuid>>,
     objects: RefCell<HashMap<ObjectId, Arc<RwLock<Known>>>>,
     session: RefCell<Option<Rc<Session>>>,
-    opening: Mutex<()>,
+    /// Held while a session is opened, and while members are told of a new record.
+    pub(crate) opening: Mutex<()>,
 }
 
 impl Group {
@@ -180,6 +187,7 @@ impl Group {
             trim_scheduled: Cell::new(false),
             damaged: RefCell::default(),
             lineage: Cell::new(0),
+            last_members: RefCell::default(),
             objects: RefCell::default(),
             session: RefCell::default(),
             opening: Mutex::default(),

@@ -1,7 +1,8 @@
 //! Opening a session: who has what, and what of it counts.
 //!
-//! The record that counts is the active one of the highest epoch: nothing can have been acknowledged without it. Its members
-//! that are there and in sync go on; if some are missing, those that go on first note, durably, that the others are stale. A
+//! The record that counts is that of the highest epoch: nothing can have been acknowledged without it. Its members
+//! that are there and in sync go on; if some are missing, those that go on first note, durably, that the others are stale: as
+//! a proposal, and when all have that, as the record. A
 //! transaction that every member in sync has stays; one that only some have was never acknowledged, and is taken back there.
 //! Which ones may be in question the intents say: no object is looked for.
 
@@ -15,10 +16,10 @@ use uuid::Uuid;
 
 use super::group::{Group, Link, Log, Session, over};
 use super::record::{
-    Entry, GroupRecord, Intent, Member, Standing, Touched, Undo, is_own, key_dirty, key_intent, key_record,
-    own_object, undo_object,
+    Entry, GroupRecord, Intent, Member, Standing, Touched, Undo, is_own, key_dirty, key_intent, key_proposal,
+    key_record, own_object, undo_object,
 };
-use super::transact::copy_ranges;
+use super::transact::{copy_ranges, is_refusal};
 use crate::target::Target;
 
 /// Entries read at a time.
@@ -29,9 +30,11 @@ const PAGE: usize = 1024;
 struct View {
     link: Link,
     record: GroupRecord,
+    /// Highest epoch ever heard of.
+    heard: u64,
     trimmed: u64,
     intents: BTreeMap<u64, Intent>,
-    dirty: Vec<ObjectId>,
+    dirty: BTreeSet<ObjectId>,
 }
 
 impl View {
@@ -55,8 +58,16 @@ impl Group {
             return Err(StoreError::TooFewTargets { there: chosen.len(), needed, detail });
         }
         let members = chosen.iter().map(|t| Member { target: t.uuid, standing: Standing::InSync }).collect();
-        let record = GroupRecord { epoch: 1, active: false, members };
-        try_join_all(chosen.iter().map(|target| self.create_on(target, &record))).await.map(drop)
+        let record = GroupRecord { epoch: 1, members };
+        let create = |target: &&Rc<Target>| {
+            let (target, record) = (Rc::clone(target), &record);
+            async move {
+                // Of a pool that could not be made there may be something left.
+                self.wipe(&target).await?;
+                self.create_on(&target, record).await
+            }
+        };
+        try_join_all(chosen.iter().map(create)).await.map(drop)
     }
 
     /// Makes the collection and the record on one target.
@@ -79,7 +90,8 @@ impl Group {
         for view in join_all(usable.map(|target| self.look(target))).await {
             views.extend(view?);
         }
-        let Some(record) = decisive(&views).cloned() else {
+        self.remove_diverged(&mut views).await?;
+        let Some(record) = views.iter().map(|view| &view.record).max_by_key(|r| r.epoch).cloned() else {
             let detail = "no target that is there has a piece of it".into();
             return Err(StoreError::TooFewTargets { there: 0, needed: self.layout.k, detail });
         };
@@ -93,9 +105,48 @@ impl Group {
         *self.undone.borrow_mut() = undone;
         *self.rebuild.borrow_mut() = None;
         self.lineage.set(record.epoch);
+        *self.last_members.borrow_mut() =
+            members.iter().flatten().map(|view| view.link.target.uuid).collect();
         tracing::debug!(cid = %self.cid, number, epoch = record.epoch, "the group has a session");
+        self.remove_leftovers(&record, &views, &members).await?;
         let links = members.into_iter().map(|view| view.map(|v| v.link)).collect();
         Ok(Session { number, links, record })
+    }
+
+    /// Removes what targets have that were members once, when nobody needs it any more: so it can never count again.
+    async fn remove_leftovers(
+        &self,
+        record: &GroupRecord,
+        views: &[View],
+        members: &[Option<View>],
+    ) -> store::Result<()> {
+        if members.iter().any(Option::is_none) {
+            return Ok(());
+        }
+        let target = |view: &View| Rc::clone(&view.link.target);
+        let is_member = |t: &Rc<Target>| record.members.iter().any(|m| m.target == t.uuid);
+        for target in views.iter().map(target).filter(|t| !is_member(t)) {
+            tracing::info!(cid = %self.cid, target_uuid = %target.uuid, "what a former member has is removed");
+            self.wipe(&target).await?;
+        }
+        Ok(())
+    }
+
+    /// Leaves out, and removes, what a target has that went on by itself while the session before this one went on without it:
+    /// an operator had said that it was lost, and it has come back all the same.
+    async fn remove_diverged(&self, views: &mut Vec<View>) -> store::Result<()> {
+        let known = self.lineage.get();
+        let diverged = |view: &View| {
+            known > 0
+                && view.record.epoch > known
+                && !self.last_members.borrow().contains(&view.link.target.uuid)
+        };
+        for view in views.extract_if(.., |view| diverged(view)) {
+            let (target, epoch) = (&view.link.target, view.record.epoch);
+            tracing::warn!(cid = %self.cid, target_uuid = %target.uuid, epoch, "the target went on by itself; what it has is removed");
+            self.wipe(target).await?;
+        }
+        Ok(())
     }
 
     /// What a target has of the group; nothing if it was never a member.
@@ -116,22 +167,25 @@ impl Group {
         let store = &link.target.store;
         // Whatever earlier sessions have left queued has an outcome after this.
         let settle = store.queue_transaction_in(link.session, Transaction::new(self.cid.clone()));
-        match tokio::time::timeout(self.member_timeout, settle).await {
-            Ok(settled) => settled?,
-            Err(_) => return Err(StoreError::Io(format!("no answer in {:?}", self.member_timeout))),
-        }
-        let (mut record, mut trimmed) = (None, 0);
-        let (mut intents, mut dirty) = (BTreeMap::new(), Vec::new());
+        self.in_time(settle).await?;
+        let (mut record, mut trimmed, mut heard) = (None, 0, 0);
+        let (mut intents, mut dirty) = (BTreeMap::new(), BTreeSet::new());
         for (key, value) in self.all_entries(link, &own_object(), &Bytes::new(), None).await? {
             match Entry::decode(&key, &value)? {
-                Entry::Record(found) => record = Some(found),
+                Entry::Record(found) => {
+                    heard = heard.max(found.epoch);
+                    record = Some(found);
+                }
+                Entry::Proposal(found) => heard = heard.max(found.epoch),
                 Entry::Trimmed(through) => trimmed = through,
                 Entry::Intent(number, intent) => drop(intents.insert(number, intent)),
-                Entry::Dirty(oid) => dirty.push(oid),
+                Entry::Dirty(oid) => {
+                    dirty.insert(oid);
+                }
             }
         }
         let record = record.ok_or_else(|| StoreError::NoSuchObject(own_object().to_string()))?;
-        Ok(View { link: link.clone(), record, trimmed, intents, dirty })
+        Ok(View { link: link.clone(), record, heard, trimmed, intents, dirty })
     }
 
     /// All entries of an omap in a range.
@@ -189,8 +243,9 @@ impl Group {
         Ok(members)
     }
 
+    /// Whether an operator has said that a target is lost.
     fn is_written_off(&self, uuid: &Uuid) -> bool {
-        self.targets.iter().find(|t| t.uuid == *uuid).is_none_or(|t| t.is_written_off())
+        self.targets.iter().find(|t| t.uuid == *uuid).is_none_or(|t| t.is_out())
     }
 
     /// Takes back what only some members have; returns which transactions.
@@ -217,13 +272,25 @@ impl Group {
 
     /// Carries out a transaction on one member; should that fail, so has the member.
     pub(super) async fn apply_to(&self, link: &Link, transaction: Transaction) -> store::Result<()> {
-        match link.target.store.queue_transaction_in(link.session, transaction).await {
+        let queued = link.target.store.queue_transaction_in(link.session, transaction);
+        match self.in_time(queued).await {
             Ok(()) => Ok(()),
-            Err(e @ (StoreError::Disconnected(_) | StoreError::NoSpace { .. })) => Err(e),
+            Err(e) if is_refusal(&e) || matches!(e, StoreError::Disconnected(_)) => Err(e),
             Err(e) => {
                 link.target.fail(&e.to_string());
                 Err(StoreError::Disconnected(e.to_string()))
             }
+        }
+    }
+
+    /// What a member answers, if it does in time.
+    pub(super) async fn in_time<T>(
+        &self,
+        answer: impl Future<Output = store::Result<T>>,
+    ) -> store::Result<T> {
+        match tokio::time::timeout(self.member_timeout, answer).await {
+            Ok(answer) => answer,
+            Err(_) => Err(StoreError::Io(format!("no answer in {:?}", self.member_timeout))),
         }
     }
 
@@ -268,8 +335,9 @@ impl Group {
                 return Ok(());
             }
             Undo::Restore { size, saved } => {
-                ops.push(Op::Truncate { oid: oid.clone(), size: *size });
+                // Whole blocks were kept, also of the last one.
                 ops.extend(copy_ranges(&keep, oid, saved));
+                ops.push(Op::Truncate { oid: oid.clone(), size: *size });
                 if touched.undo.keeps_object() {
                     ops.push(Op::Remove { oid: keep });
                 }
@@ -331,22 +399,37 @@ impl Group {
             }
         }
         self.find_replacements(&mut record);
-        if record.active && members.iter().flatten().all(|view| view.record == record) {
+        if members.iter().flatten().all(|view| view.record == record && view.dirty == dirty) {
             return Ok((record, dirty));
         }
-        record.epoch = views.iter().map(|view| view.record.epoch).max().unwrap_or(0) + 1;
-        // A proposal first: only once all have it may one of them take it for what counts. Nobody is told anything before.
-        for active in [false, true] {
-            record.active = active;
-            let mut entries = vec![(key_record(), record.encode())];
-            entries.extend(dirty.iter().map(|oid| (key_dirty(oid), Bytes::new())));
-            let note = Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: own_object(), entries });
-            let noted = members.iter().flatten().map(|view| self.apply_to(&view.link, note.clone()));
-            try_join_all(noted).await?;
-        }
+        record.epoch = views.iter().map(|view| view.heard).max().unwrap_or(0) + 1;
+        let links: Vec<&Link> = members.iter().flatten().map(|view| &view.link).collect();
+        let dirty_entries = dirty.iter().map(|oid| (key_dirty(oid), Bytes::new())).collect();
+        self.put_in_force(&record, &links, Vec::new(), dirty_entries).await?;
         let (in_sync, of) = (record.in_sync().count(), record.members.len());
         tracing::info!(cid = %self.cid, epoch = record.epoch, in_sync, of, "the group's members have changed");
         Ok((record, dirty))
+    }
+
+    /// Puts a record in force: as a proposal first. Only once all have that may one of them take it for what counts, and nobody
+    /// is told anything before. `ops` and `entries` of the own object go with it.
+    pub(super) async fn put_in_force(
+        &self,
+        record: &GroupRecord,
+        links: &[&Link],
+        ops: Vec<Op>,
+        entries: Vec<(Bytes, Bytes)>,
+    ) -> store::Result<()> {
+        let oid = own_object();
+        let proposal = vec![(key_proposal(), record.encode())];
+        let propose =
+            Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: oid.clone(), entries: proposal });
+        try_join_all(links.iter().map(|link| self.apply_to(link, propose.clone()))).await?;
+        let mut note = Transaction { collection: self.cid.clone(), ops };
+        let entries = [entries, vec![(key_record(), record.encode())]].concat();
+        note.ops.push(Op::OmapSet { oid: oid.clone(), entries });
+        note.ops.push(Op::OmapRemove { oid, keys: vec![key_proposal()] });
+        try_join_all(links.iter().map(|link| self.apply_to(link, note.clone()))).await.map(drop)
     }
 
     /// Gives the places of members that are out, or no longer the node's, to targets that are not members yet.
@@ -368,6 +451,8 @@ impl Group {
 
     /// Removes the collection with all that is the group's own, everywhere.
     pub(super) async fn remove_collection(&self, session: &Session) -> store::Result<()> {
+        let _closed = self.gate.write().await;
+        self.still(session)?;
         for link in session.links.iter().flatten() {
             let (ids, _) = link.target.store.list(&self.cid, None, PAGE).await?;
             if ids.iter().any(|oid| !is_own(oid)) {
@@ -377,6 +462,8 @@ impl Group {
         for target in self.targets.iter().filter(|t| t.is_usable()) {
             self.wipe(target).await?;
         }
+        *self.log.borrow_mut() = Log::default();
+        self.end_session(session);
         Ok(())
     }
 
@@ -400,12 +487,6 @@ impl Group {
             }
         }
     }
-}
-
-/// The record that counts.
-fn decisive(views: &[View]) -> Option<&GroupRecord> {
-    let records = || views.iter().map(|view| &view.record);
-    records().filter(|r| r.active).max_by_key(|r| r.epoch).or_else(|| records().max_by_key(|r| r.epoch))
 }
 
 /// The intents that stay, as the log of a new session.

@@ -36,14 +36,8 @@ impl Group {
         }
         let session = self.session(number).await?;
         // Held until all is read: every shard shows the same version.
-        let (_held, size) = loop {
-            let held = self.shared_object(oid).await;
-            if let Some(size) = held.get(&session) {
-                break (held, size);
-            }
-            drop(held);
-            self.learn_size(&session, oid).await?;
-        };
+        let held = self.shared_object(oid).await;
+        let size = self.size(&session, oid, &held).await?;
         let Some(size) = size else { return Err(StoreError::NoSuchObject(oid.to_string())) };
         let start = block::align_down(offset);
         let end = block::align_up(offset.saturating_add(len)).unwrap_or(u64::MAX).min(size);
@@ -57,6 +51,7 @@ impl Group {
             return Err(StoreError::Corrupt { what: format!("object {oid}"), detail });
         }
         (data.data, data.checksums) = (vec![bytes], checksums);
+        drop(held);
         Ok(data)
     }
 
@@ -82,18 +77,12 @@ impl Group {
         Ok(self.assemble(range, &shards, dest))
     }
 
-    async fn learn_size(&self, session: &Session, oid: &ObjectId) -> store::Result<()> {
-        let mut locked = self.exclusive_object(oid).await;
-        self.still(session)?;
-        self.size(session, oid, &mut locked).await.map(drop)
-    }
-
     /// An object's size, read if it is not known.
     pub(super) async fn size(
         &self,
         session: &Session,
         oid: &ObjectId,
-        known: &mut Known,
+        known: &Known,
     ) -> store::Result<Option<u64>> {
         if let Some(size) = known.get(session) {
             return Ok(size);
@@ -175,7 +164,7 @@ impl Group {
         dest: Option<ArenaBuf>,
     ) -> store::Result<ShardRead> {
         let len = range.end - range.start;
-        let read = link.target.store.read(&self.cid, oid, range.start, len, dest).await?;
+        let read = self.in_time(link.target.store.read(&self.cid, oid, range.start, len, dest)).await?;
         read.verify().map_err(|e| StoreError::Corrupt {
             what: format!("object {oid} on target {}", link.target.uuid),
             detail: e.to_string(),
@@ -269,6 +258,8 @@ impl Group {
         question: impl AsyncFn(&Link) -> store::Result<T>,
     ) -> store::Result<T> {
         let session = self.session(number).await?;
+        // It takes its place behind transactions on the object that were queued before.
+        let _held = self.shared_object(oid).await;
         self.ask(&session, oid, question).await
     }
 }

@@ -46,8 +46,9 @@ pub(crate) struct Rebuild {
 enum Missing {
     /// Those.
     Only(BTreeSet<ObjectId>),
-    /// All after the first, but for the others.
-    After(Option<ObjectId>, BTreeSet<ObjectId>),
+    /// All after the first, but for the second ones. The third ones have changed without the member, and may not be known to
+    /// whoever lists what is to be copied.
+    After(Option<ObjectId>, BTreeSet<ObjectId>, BTreeSet<ObjectId>),
 }
 
 impl Rebuild {
@@ -55,7 +56,7 @@ impl Rebuild {
     pub(crate) fn lacks(&self, oid: &ObjectId) -> bool {
         match &self.missing {
             Missing::Only(some) => some.contains(oid),
-            Missing::After(last, ahead) => {
+            Missing::After(last, ahead, _) => {
                 last.as_ref().is_none_or(|last| oid > last) && !ahead.contains(oid)
             }
         }
@@ -64,17 +65,32 @@ impl Rebuild {
     fn has_now(&mut self, oid: &ObjectId) {
         match &mut self.missing {
             Missing::Only(some) => drop(some.remove(oid)),
-            Missing::After(_, ahead) => drop(ahead.insert(oid.clone())),
+            Missing::After(_, ahead, changed) => {
+                changed.remove(oid);
+                ahead.insert(oid.clone());
+            }
         }
     }
 
-    /// All objects up to that one are there.
-    fn passed(&mut self, oid: &ObjectId) {
-        if let Missing::After(last, ahead) = &mut self.missing {
+    /// Says that an object changes, without the member if that lacks it.
+    pub(super) fn changes(&mut self, oid: &ObjectId) {
+        let lacks = self.lacks(oid);
+        if let (Missing::After(_, _, changed), true) = (&mut self.missing, lacks) {
+            changed.insert(oid.clone());
+        }
+    }
+
+    /// All objects up to that one, as far as they were listed, are there: so they all are, unless this returns some that
+    /// were made since. Those are to be copied, and this asked again.
+    fn passed(&mut self, oid: &ObjectId) -> Vec<ObjectId> {
+        let Missing::After(last, ahead, changed) = &mut self.missing else { return Vec::new() };
+        let made: Vec<ObjectId> = changed.range(..=oid).cloned().collect();
+        if made.is_empty() {
             *ahead = ahead.split_off(oid);
             ahead.remove(oid);
             *last = Some(oid.clone());
         }
+        made
     }
 }
 
@@ -145,7 +161,7 @@ impl Group {
             None => {
                 self.wipe(target).await?;
                 self.create_on(target, &record).await?;
-                Missing::After(None, BTreeSet::new())
+                Missing::After(None, BTreeSet::new(), BTreeSet::new())
             }
         };
         let settled = self.log.borrow().settled();
@@ -178,8 +194,12 @@ impl Group {
     async fn clean(&self, link: &Link, own: Vec<(Bytes, Bytes)>) -> store::Result<BTreeSet<ObjectId>> {
         let mut missing = self.log.borrow().dirty.clone();
         for (key, value) in &own {
-            if let Entry::Intent(_, intent) = Entry::decode(key, value)? {
-                missing.extend(intent.objects.into_iter().map(|touched| touched.oid));
+            match Entry::decode(key, value)? {
+                Entry::Intent(_, intent) => {
+                    missing.extend(intent.objects.into_iter().map(|touched| touched.oid));
+                }
+                Entry::Dirty(oid) => drop(missing.insert(oid)),
+                Entry::Record(_) | Entry::Proposal(_) | Entry::Trimmed(_) => {}
             }
         }
         missing.retain(|oid| !is_internal(oid));
@@ -190,7 +210,7 @@ impl Group {
             let left = ids.into_iter().take_while(is_own).filter(|oid| *oid != keep);
             let removals: Vec<Op> = left.map(|oid| Op::Remove { oid }).collect();
             let last = removals.is_empty();
-            let ops = if last { vec![Op::OmapClear { oid: keep.clone() }] } else { removals };
+            let ops = if last { own_anew(&keep, &missing) } else { removals };
             self.apply_to(link, Transaction { collection: self.cid.clone(), ops }).await?;
             if last {
                 return Ok(missing);
@@ -264,7 +284,7 @@ impl Group {
         }
         let store = &link.target.store;
         let id = store.stage(len).await?;
-        let stage = super::stage::ShardStage { store: std::sync::Arc::clone(store), id };
+        let stage = super::stage::ShardStage { link: link.clone(), id };
         let write = |at: u64| async move {
             let range = at..(at + SEGMENT).min(len);
             let read = self.reconstruct(session, oid, position, range).await?;
@@ -316,7 +336,7 @@ impl Group {
     pub(crate) async fn repair(&self, oid: &ObjectId, position: usize) -> store::Result<()> {
         let session = self.any_session().await?;
         let _open = self.gate.read().await;
-        let mut locked = self.exclusive_object(oid).await;
+        let locked = self.exclusive_object(oid).await;
         self.still(&session)?;
         let Some(link) = self.live(&session, position, oid) else { return Ok(()) };
         locked.forget();
@@ -344,13 +364,20 @@ impl Job<'_> {
         let mut from = None;
         loop {
             let (ids, more) = self.group.list_in(&self.session, from.take(), PAGE).await?;
-            let Some(last) = ids.last().cloned() else { return Ok(()) };
+            let last = if more { ids.last().cloned() } else { None };
             self.copy_objects(ids).await?;
-            self.with_rebuild(|rebuild| rebuild.passed(&last));
-            if !more {
-                return Ok(());
+            let end = last.clone().unwrap_or_else(greatest);
+            loop {
+                let made = self.with_rebuild(|rebuild| rebuild.passed(&end)).unwrap_or_default();
+                if made.is_empty() {
+                    break;
+                }
+                self.copy_objects(made).await?;
             }
-            from = Some(after(&last)?);
+            match last {
+                Some(last) => from = Some(after(&last)?),
+                None => return Ok(()),
+            }
         }
     }
 
@@ -376,36 +403,31 @@ impl Job<'_> {
         Ok(())
     }
 
-    fn with_rebuild(&self, change: impl FnOnce(&mut Rebuild)) {
-        if let Some(rebuild) = self.group.rebuild.borrow_mut().as_mut() {
-            change(rebuild);
-        }
+    fn with_rebuild<T>(&self, change: impl FnOnce(&mut Rebuild) -> T) -> Option<T> {
+        self.group.rebuild.borrow_mut().as_mut().map(change)
     }
 
     /// Makes a member that has everything one that is in sync. The session ends; the next one has it.
     async fn finish(&self) -> store::Result<()> {
         let group = self.group;
         let _closed = group.gate.write().await;
+        let _alone = group.opening.lock().await;
         group.still(&self.session)?;
         let old = self.session.record.clone();
         let mut members = old.members;
         members[self.position].standing = Standing::InSync;
         let whole = members.iter().all(|m| m.standing == Standing::InSync);
-        let record = GroupRecord { epoch: old.epoch + 1, active: true, members };
-        let mut ops = Vec::new();
-        let mut entries = vec![(key_record(), record.encode())];
-        if whole {
-            let (from, to) = (Bytes::from_static(b"d"), Bytes::from_static(b"e"));
-            ops.push(Op::OmapRemoveRange { oid: own_object(), from, to });
-        } else {
-            let log = group.log.borrow();
-            entries.extend(log.dirty.iter().map(|oid| (key_dirty(oid), Bytes::new())));
-        }
-        ops.push(Op::OmapSet { oid: own_object(), entries });
-        let note = Transaction { collection: group.cid.clone(), ops };
-        for link in self.session.links.iter().flatten().chain([&self.link]) {
-            group.apply_to(link, note.clone()).await?;
-        }
+        let record = GroupRecord { epoch: old.epoch + 1, members };
+        let (from, to) = (Bytes::from_static(b"d"), Bytes::from_static(b"e"));
+        let ops = vec![Op::OmapRemoveRange { oid: own_object(), from, to }];
+        let dirty = match whole {
+            true => Vec::new(),
+            false => group.log.borrow().dirty.iter().map(|oid| (key_dirty(oid), Bytes::new())).collect(),
+        };
+        let links: Vec<&Link> = self.session.links.iter().flatten().chain([&self.link]).collect();
+        group.put_in_force(&record, &links, ops, dirty).await?;
+        group.lineage.set(record.epoch);
+        group.last_members.borrow_mut().push(self.link.target.uuid);
         let target = self.link.target.uuid;
         tracing::info!(cid = %group.cid, position = self.position, epoch = record.epoch, target_uuid = %target, "a member is back");
         metrics::counter!("outboard_osd_members_rebuilt_total").increment(1);
@@ -415,9 +437,20 @@ impl Job<'_> {
     }
 }
 
+/// Clears a group's own object, but for a note of what is missing: should the rebuild be broken off, nobody else may know.
+fn own_anew(own: &ObjectId, missing: &BTreeSet<ObjectId>) -> Vec<Op> {
+    let entries = missing.iter().map(|oid| (key_dirty(oid), Bytes::new())).collect();
+    vec![Op::OmapClear { oid: own.clone() }, Op::OmapSet { oid: own.clone(), entries }]
+}
+
 /// Objects that transactions change without a lock.
 pub(super) fn is_internal(oid: &ObjectId) -> bool {
     ids::parse(oid).is_none()
+}
+
+/// An id that no object's is greater than.
+fn greatest() -> ObjectId {
+    ObjectId::new(vec![0xff; store::MAX_OBJECT_ID]).expect("as long as may be")
 }
 
 /// The lowest id that is greater.

@@ -3,6 +3,7 @@
 //!
 //! ```text
 //! e            the group's record: its epoch, and how its members stand (format byte, then postcard)
+//! p            a proposal of the next one, not in force until every member that it calls in sync has it
 //! t            intents up to that number are settled (8 bytes)
 //! i number     intent of a transaction: what it touches, and how that is undone (postcard)
 //! d object     an object changed while a member was away
@@ -47,9 +48,6 @@ pub(crate) struct Member {
 pub(crate) struct GroupRecord {
     /// Grows whenever a member leaves or comes back.
     pub(crate) epoch: u64,
-    /// Every member that it calls in sync has had it on its drive. Until then nothing was read or acknowledged in the epoch, and
-    /// the record is no more than a proposal.
-    pub(crate) active: bool,
     /// By position.
     pub(crate) members: Vec<Member>,
 }
@@ -138,6 +136,10 @@ pub(crate) fn key_record() -> Bytes {
     Bytes::from_static(b"e")
 }
 
+pub(crate) fn key_proposal() -> Bytes {
+    Bytes::from_static(b"p")
+}
+
 pub(crate) fn key_trimmed() -> Bytes {
     Bytes::from_static(b"t")
 }
@@ -157,6 +159,7 @@ pub(crate) fn key_dirty(oid: &ObjectId) -> Bytes {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Entry {
     Record(GroupRecord),
+    Proposal(GroupRecord),
     Trimmed(u64),
     Intent(u64, Intent),
     Dirty(ObjectId),
@@ -171,6 +174,7 @@ impl Entry {
         let number = |bytes: &[u8]| bytes.try_into().ok().map(u64::from_be_bytes);
         let entry = match key.split_first() {
             Some((b'e', [])) => GroupRecord::decode(value).map(Entry::Record),
+            Some((b'p', [])) => GroupRecord::decode(value).map(Entry::Proposal),
             Some((b't', [])) => number(value).map(Entry::Trimmed),
             Some((b'i', rest)) => number(rest).zip(plain(value)).map(|(n, intent)| Entry::Intent(n, intent)),
             Some((b'd', oid)) => ObjectId::new(Bytes::copy_from_slice(oid)).ok().map(Entry::Dirty),
@@ -213,7 +217,7 @@ mod tests {
     fn entries_survive_storage() {
         let oid = ObjectId::new("object").unwrap();
         let member = Member { target: Uuid::from_u128(7), standing: Standing::Stale };
-        let record = GroupRecord { epoch: 3, active: true, members: vec![member] };
+        let record = GroupRecord { epoch: 3, members: vec![member] };
         let touched = Touched {
             oid: oid.clone(),
             undo: Undo::Restore { size: 9000, saved: vec![(4096, 4096)] },
@@ -223,6 +227,7 @@ mod tests {
         };
         let intent = Intent { objects: vec![touched] };
         let round = |key: Bytes, value: Bytes| Entry::decode(&key, &value).unwrap();
+        assert_eq!(round(key_proposal(), record.encode()), Entry::Proposal(record.clone()));
         assert_eq!(round(key_record(), record.encode()), Entry::Record(record));
         assert_eq!(round(key_intent(5), encode(&intent)), Entry::Intent(5, intent));
         assert_eq!(round(key_trimmed(), 4u64.to_be_bytes().to_vec().into()), Entry::Trimmed(4));

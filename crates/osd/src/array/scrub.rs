@@ -81,9 +81,9 @@ impl Group {
     async fn look_at(&self, oid: &ObjectId) -> store::Result<Option<Verdict>> {
         let session = self.any_session().await?;
         let _open = self.gate.read().await;
-        let mut locked = self.exclusive_object(oid).await;
+        let locked = self.exclusive_object(oid).await;
         self.still(&session)?;
-        match self.size(&session, oid, &mut locked).await? {
+        match self.size(&session, oid, &locked).await? {
             Some(size) => self.inspect(&session, oid, size).await.map(Some),
             None => Ok(None),
         }

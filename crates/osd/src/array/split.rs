@@ -384,8 +384,9 @@ impl Splitter<'_> {
     }
 }
 
-/// Ranges in order, as whole blocks, those that meet made one, without what is beyond `end`.
+/// Ranges in order, as whole blocks, those that meet made one, without blocks beyond `end`.
 fn merged(ranges: &[(u64, u64)], end: u64) -> Ranges {
+    let end = end.next_multiple_of(BLOCK);
     let whole = |(at, len): &(u64, u64)| at - at % BLOCK..(at + len).next_multiple_of(BLOCK).min(end);
     let mut sorted: Vec<Range<u64>> =
         ranges.iter().map(whole).filter(|range| range.start < range.end).collect();

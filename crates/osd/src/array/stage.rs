@@ -1,10 +1,11 @@
 //! Data on its way to an object of which the members do not know yet.
 
 use std::cell::RefCell;
-use std::sync::Arc;
 
 use base::block::Payload;
-use store::{ObjectStore, StageId};
+use store::StageId;
+
+use super::group::Link;
 
 /// Staged bytes: whole stripes on the members, with their parity, and what is left over here.
 pub(crate) struct Staged {
@@ -22,12 +23,12 @@ pub(crate) struct Staged {
 
 /// A member's part of it; given back when dropped.
 pub(crate) struct ShardStage {
-    pub(crate) store: Arc<dyn ObjectStore>,
+    pub(crate) link: Link,
     pub(crate) id: StageId,
 }
 
 impl Drop for ShardStage {
     fn drop(&mut self) {
-        self.store.stage_release(self.id);
+        self.link.target.store.stage_release(self.id);
     }
 }

@@ -2,7 +2,6 @@
 
 use std::cell::RefCell;
 use std::rc::Rc;
-use std::sync::Arc;
 
 use base::block::{BLOCK, Payload, PieceCountMismatch};
 use bytes::Bytes;
@@ -10,9 +9,10 @@ use futures::future::try_join_all;
 use store::{ObjectId, StageId, Stat, StoreError};
 
 use super::coder::Buffer;
-use super::group::{Group, Session, over};
+use super::group::{Group, Link, Session, over};
 use super::overlay::{Overlay, slice};
 use super::stage::{ShardStage, Staged};
+use super::transact::is_refusal;
 
 impl Group {
     /// Makes room for `len` bytes that will lie at a whole stripe of their object.
@@ -25,9 +25,9 @@ impl Group {
             let link = self.takes_part(&session, position).filter(|_| shard_len > 0);
             let shard = match link {
                 Some(link) => {
-                    let store = Arc::clone(&link.target.store);
-                    let id = store.stage(shard_len).await?;
-                    Some(ShardStage { store, id })
+                    let staged = self.in_time(link.target.store.stage(shard_len)).await;
+                    let id = staged.map_err(|e| gone(&link, e))?;
+                    Some(ShardStage { link, id })
                 }
                 None => None,
             };
@@ -64,9 +64,8 @@ impl Group {
         let staged = self.staged(stage)?;
         let len = payload.len() as u64;
         if self.layout.is_mirror() {
-            let writes = staged.shards.iter().flatten();
-            let writes = writes.map(|shard| shard.store.stage_write(shard.id, offset, payload.clone()));
-            return try_join_all(writes).await.map(drop);
+            let pieces = vec![payload; staged.shards.len()];
+            return self.write_shards(&staged, offset, pieces).await;
         }
         let stripe = self.layout.stripe();
         let ends = offset + len == staged.len;
@@ -99,10 +98,17 @@ impl Group {
         for (buffer, checksums) in shards.into_iter().chain(parity).zip(checksums) {
             pieces.push(Payload::from_parts(0, buffer.freeze(), checksums).map_err(invalid)?);
         }
-        let at = offset / k as u64;
+        self.write_shards(staged, offset / k as u64, pieces).await
+    }
+
+    /// Writes a piece of each shard.
+    async fn write_shards(&self, staged: &Staged, at: u64, pieces: Vec<Payload>) -> store::Result<()> {
         let writes = staged.shards.iter().zip(pieces);
         let writes = writes.filter_map(|(shard, piece)| Some((shard.as_ref()?, piece)));
-        let writes = writes.map(|(shard, piece)| shard.store.stage_write(shard.id, at, piece));
+        let writes = writes.map(|(shard, piece)| async move {
+            let written = shard.link.target.store.stage_write(shard.id, at, piece);
+            self.in_time(written).await.map_err(|e| gone(&shard.link, e))
+        });
         try_join_all(writes).await.map(drop)
     }
 
@@ -128,6 +134,7 @@ impl Group {
     pub(super) fn write_staged(
         &self,
         session: &Session,
+        live: &[Option<Link>],
         overlay: &mut Overlay,
         offset: u64,
         (id, at, len): (StageId, u64, u64),
@@ -135,6 +142,11 @@ impl Group {
         let staged = self.staged(id)?;
         if staged.session != session.number {
             return Err(over(staged.session));
+        }
+        // A member that has come back since has nothing of it.
+        if staged.full > 0 && live.iter().zip(&staged.shards).any(|(l, shard)| l.is_some() && shard.is_none())
+        {
+            return Err(StoreError::NoSuchStage(id.0));
         }
         let mirror = self.layout.is_mirror();
         let aligned = mirror || (offset.is_multiple_of(self.layout.stripe()) && at == 0);
@@ -161,15 +173,24 @@ impl Group {
     /// Size of an object, and the space that it takes on all members.
     pub(crate) async fn stat(&self, number: u64, oid: &ObjectId) -> store::Result<Stat> {
         let session = self.session(number).await?;
-        let mut locked = self.exclusive_object(oid).await;
+        let locked = self.exclusive_object(oid).await;
         self.still(&session)?;
-        let size = self.size(&session, oid, &mut locked).await?;
+        let size = self.size(&session, oid, &locked).await?;
         let size = size.ok_or_else(|| StoreError::NoSuchObject(oid.to_string()))?;
         let links = self.live_links(&session, oid);
         let stats = links.iter().flatten().map(|link| link.target.store.stat(&self.cid, oid));
         let stats = try_join_all(stats).await?;
         Ok(Stat { size, allocated: stats.iter().map(|stat| stat.allocated).sum() })
     }
+}
+
+/// An error of a member: if it has failed, the session is over, and whoever asked tries again without it.
+fn gone(link: &Link, e: StoreError) -> StoreError {
+    if is_refusal(&e) || matches!(e, StoreError::Disconnected(_)) {
+        return e;
+    }
+    link.target.fail(&e.to_string());
+    StoreError::Disconnected(e.to_string())
 }
 
 fn invalid(e: PieceCountMismatch) -> StoreError {

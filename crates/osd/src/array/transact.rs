@@ -104,12 +104,12 @@ impl Group {
             let exclusive = matches!(own.peek(), Some(Op::CreateExclusive { .. }));
             let (mut guard, mut was) = (None, None);
             if !own.all(is_omap_only) {
-                let mut locked = self.exclusive_object(oid).await;
+                let locked = self.exclusive_object(oid).await;
                 self.still(session)?;
                 // Whether there is such an object is found out by making it.
                 was = match locked.get(session) {
-                    None if exclusive => None,
-                    _ => self.size(session, oid, &mut locked).await?,
+                    None if exclusive && self.rebuild.borrow().is_none() => None,
+                    _ => self.size(session, oid, &locked).await?,
                 };
                 guard = Some(locked);
             }
@@ -170,6 +170,9 @@ impl Group {
             undo_objects.push(kept);
         }
         log.dirty.extend(dirty.iter().cloned());
+        if let Some(rebuild) = self.rebuild.borrow_mut().as_mut() {
+            work.iter().filter(|one| one.guard.is_some()).for_each(|one| rebuild.changes(&one.oid));
+        }
         Prepared { number, transactions, undo_objects, trims, dirty }
     }
 
@@ -249,11 +252,11 @@ impl Group {
         let Some(failed) = failed else {
             for one in work {
                 let size = one.exists.then_some(one.overlay.size);
-                one.guard.iter_mut().for_each(|guard| guard.set(session, size));
+                one.guard.iter().for_each(|guard| guard.set(session, size));
             }
             return Ok(());
         };
-        work.iter_mut().flat_map(|one| one.guard.as_mut()).for_each(|guard| guard.forget());
+        work.iter().flat_map(|one| one.guard.as_ref()).for_each(|guard| guard.forget());
         match failed {
             Failed::Nowhere(e) | Failed::Somewhere(e @ StoreError::Disconnected(_)) => Err(e),
             // The next session takes it back. Only then it has failed for certain.
@@ -273,10 +276,7 @@ impl Group {
         };
         let queued: Vec<_> = transactions.into_iter().flatten().map(queue).collect();
         let outcomes = queued.into_iter().map(|(link, queued)| async move {
-            let outcome = match tokio::time::timeout(self.member_timeout, queued).await {
-                Ok(outcome) => outcome,
-                Err(_) => Err(StoreError::Io(format!("no answer in {:?}", self.member_timeout))),
-            };
+            let outcome = self.in_time(queued).await;
             (link, outcome)
         });
         join_all(outcomes).await
@@ -310,13 +310,14 @@ impl Group {
     }
 }
 
-/// Whether a member has refused a transaction as such, rather than failed.
-fn is_refusal(e: &StoreError) -> bool {
+/// Whether a member has refused something as such, rather than failed.
+pub(super) fn is_refusal(e: &StoreError) -> bool {
     use StoreError as E;
     matches!(
         e,
         E::NoSuchObject(_)
             | E::NoSuchXattr(_)
+            | E::NoSuchCollection(_)
             | E::Exists(_)
             | E::NotEmpty(_)
             | E::NoSpace { .. }
@@ -389,7 +390,8 @@ impl Work {
                 self.overlay.write(*offset, payload.clone())?;
             }
             Op::Write { offset, source: WriteSource::Staged { stage, offset: at, len }, .. } => {
-                group.write_staged(session, &mut self.overlay, *offset, (*stage, *at, *len))?;
+                let what = (*stage, *at, *len);
+                group.write_staged(session, &self.live, &mut self.overlay, *offset, what)?;
             }
             Op::Zero { offset, len, .. } => self.overlay.zero(*offset, *len)?,
             Op::Truncate { size, .. } => self.overlay.truncate(*size)?,

@@ -6,7 +6,7 @@ use client::{Client, Error, NodeError, Options};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-use crate::common::{Loss, Node, data, seed};
+use crate::common::{Loss, Node, data, is_another_network, seed};
 use crate::redundancy::{config, redundancy, wait_until_whole, wait_until_whole_but};
 
 #[derive(Default, Clone)]
@@ -42,11 +42,17 @@ async fn random_ops_agree_with_the_model() {
 
 #[tokio::test]
 async fn random_ops_on_a_mirror_agree_with_the_model() {
+    if is_another_network() {
+        return;
+    }
     random_ops("mirror:2", 3, 1500).await;
 }
 
 #[tokio::test]
 async fn random_ops_on_an_erasure_code_agree_with_the_model() {
+    if is_another_network() {
+        return;
+    }
     random_ops("ec:4+2", 7, 1500).await;
 }
 
