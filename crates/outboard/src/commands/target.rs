@@ -104,7 +104,7 @@ pub fn standing(target: &TargetStatus) -> &'static str {
 fn lines(status: &NodeStatus) -> Vec<String> {
     let mut lines = vec![format!("{:>3}  {:<11}  {:>10}  {:>10}  TARGET", "ID", "STATE", "FREE", "SIZE")];
     for (id, target) in status.targets.iter().enumerate() {
-        let size = |bytes: u64| ByteSize(bytes).to_string();
+        let size = |bytes: u64| format!("{:.1}", ByteSize(bytes));
         let (free, total) = match &target.space {
             Ok(space) => (size(space.free), size(space.total)),
             Err(_) => ("-".into(), "-".into()),
