@@ -1,10 +1,11 @@
 //! What every [`ObjectStore`] must do, as tests that any implementation can run.
 //!
 //! [`CASES`] are small scenarios, each for an empty store; [`random_operations`] compares a store with [`MemStore`]
-//! over a random workload. A case panics if the store does not conform.
+//! over a random workload. [`Striped`] does the same for several stores that take stripes. A case panics if the store does not conform.
 
 mod cases;
 mod random;
+mod stripes;
 
 use std::sync::Arc;
 
@@ -18,6 +19,7 @@ pub use cases::CASES;
 #[cfg(test)]
 pub(crate) use random::Workload;
 pub use random::{compare, random_operations, random_operations_beside};
+pub use stripes::Striped;
 
 /// A scenario: its name, and what to do with an empty store.
 pub type Case = (&'static str, fn(Arc<dyn ObjectStore>) -> BoxFuture<'static, ()>);

@@ -169,7 +169,12 @@ impl ObjectStore for FaultStore {
         let transfer = clock.map(|clock| clock.begin(Phase::Dma));
         let payload = copied(payload);
         drop(transfer);
-        self.inner.stage_write(stage, offset, payload)
+        let written = self.inner.stage_write(stage, offset, payload);
+        let moved = self.until_let_go();
+        Box::pin(async move {
+            moved.await;
+            written.await
+        })
     }
     fn stage_release(&self, stage: StageId) {
         self.inner.stage_release(stage);

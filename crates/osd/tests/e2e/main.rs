@@ -1,5 +1,6 @@
 //! The OSD and its client as users see them: over TCP, on stores in memory that can be made to fail.
 
+mod coding;
 mod common;
 mod crash;
 mod hostile;

@@ -34,6 +34,7 @@ pub(super) fn make(
     request: Request,
 ) -> [Running; 2] {
     let (coded, is_coded) = oneshot::channel();
+    let (noticed, is_noticed) = oneshot::channel::<()>();
     let Request { header, came, via, call, .. } = request;
     let started = call.and_then(|(call, _, data)| match call {
         Call::StageStripes { stripes, place } => start(targets, engines, lease, stripes, place, data, coded),
@@ -48,10 +49,13 @@ pub(super) fn make(
             }
             Err(e) => Err(e),
         };
+        // The notice goes first, if there is one.
+        let _ = is_noticed.await;
         Done { header, came, via, outcome, data: Vec::new(), is_first: false }
     });
     let notice = Box::pin(async move {
         let took: Result<Option<Duration>, _> = is_coded.await;
+        drop(noticed);
         // Nothing is said if nothing was computed.
         let header = if took.is_ok() { header } else { channel::Header { id: NO_REPLY, ..header } };
         let took = took.ok().flatten().map(|took| u64::try_from(took.as_nanos()).unwrap_or(u64::MAX));

@@ -113,6 +113,15 @@ pub async fn node_with(
     options: SessionOptions,
     server: ServerOptions,
 ) -> Node {
+    node_over(path, vec![target(behind)], options, server).await
+}
+
+pub async fn node_over(
+    path: Path,
+    targets: Vec<Target>,
+    options: SessionOptions,
+    server: ServerOptions,
+) -> Node {
     let dir = tempfile::tempdir().unwrap();
     let (listener, endpoint) = match path {
         Path::Dma | Path::Unix | Path::Ofi => {
@@ -125,7 +134,7 @@ pub async fn node_with(
             (Listener::Tcp(listener), Endpoint::Tcp(address))
         }
     };
-    let server = Server::serve(listener, vec![target(behind)], server).unwrap();
+    let server = Server::serve(listener, targets, server).unwrap();
     let options = SessionOptions { socket_only: path == Path::Unix, ..options };
     let options = if path.by_ofi() { by_ofi(options) } else { options };
     let session = Session::connect(endpoint.clone(), options).await.unwrap();

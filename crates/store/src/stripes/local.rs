@@ -122,3 +122,25 @@ async fn write_all(parts: Vec<Option<Part>>, offset: u64, shards: Vec<Payload>) 
     });
     join_all(writes).await.into_iter().collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use ec::offload::accelerator::{self, AcceleratorOptions, Pace};
+
+    use super::super::EngineOptions;
+    use super::*;
+    use crate::MemStore;
+    use crate::conformance::{Striped, seed};
+
+    #[tokio::test]
+    async fn conforms() {
+        let accelerator = accelerator::start(AcceleratorOptions::new(Pace::paper(1e12))).unwrap();
+        let engines = Arc::new(Engines::start(EngineOptions::default(), Some(accelerator)).unwrap());
+        let stores: Vec<(u128, Arc<dyn ObjectStore>)> =
+            (1..=6).map(|uuid| (uuid, Arc::new(MemStore::new()) as Arc<dyn ObjectStore>)).collect();
+        let stripes = Arc::new(LocalStripes::new(stores.clone(), Arc::clone(&engines)));
+        Striped { stripes, stores }.run(seed()).await;
+        let stats = engines.stats();
+        assert!(stats.iter().all(|engine| engine.tasks > 0 && engine.failed == 0), "{stats:?}");
+    }
+}

@@ -117,6 +117,7 @@ mod tests {
             sessions_one_sided: 0,
             requests: 0,
             offload: None,
+            coding: client::CodingStatus::default(),
             staging: [0; 3],
             times: client::RequestTimes { read: times, ..Default::default() },
             thread_ns: vec![("msgr".into(), msgr), ("osd".into(), 5)],

@@ -1,0 +1,159 @@
+//! Large writes of pools with parity, whatever computes it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use client::{Client, CodingStatus, Pool};
+use ec::offload::accelerator::{self, AcceleratorOptions, Pace};
+use osd::{CodingConfig, CodingOffload, OsdConfig, StripesAt};
+use store::stripes::{EngineOptions, Engines};
+
+use crate::common::{Node, data, is_another_network};
+use crate::redundancy::{config, redundancy, wait_until_whole};
+
+const MIB: usize = 1 << 20;
+
+/// A node whose accelerator is as fast as this machine computes.
+async fn node(mode: &str, offload: CodingOffload, faults: &str) -> (Node, Client, Pool) {
+    let accelerator = accelerator::start(AcceleratorOptions::new(Pace::paper(1e12))).unwrap();
+    let engines = Arc::new(Engines::start(EngineOptions::default(), Some(accelerator)).unwrap());
+    let coding = CodingConfig {
+        mode: mode.parse().unwrap(),
+        offload: Some(offload),
+        stripes: StripesAt::Here(Some(engines)),
+        cool_down: Duration::from_millis(20),
+        ..CodingConfig::default()
+    };
+    if !faults.is_empty() {
+        coding.faults.arm(faults.parse().unwrap()).unwrap();
+    }
+    let redundancy = redundancy("ec:4+2");
+    let mut node = Node::of(redundancy.targets(), OsdConfig { coding, ..config() });
+    node.restart();
+    let client = node.client().await;
+    client.create_pool_with("pool", 2, redundancy).await.unwrap();
+    let pool = client.pool("pool").unwrap();
+    (node, client, pool)
+}
+
+/// Writes objects that are staged, as a whole and in part; returns what is in them.
+async fn write(pool: &Pool, seed: u64) -> Vec<(String, Bytes)> {
+    let mut objects = Vec::new();
+    for (number, len) in [3 * MIB, 5 * MIB + 17, 9 * MIB + 4096].into_iter().enumerate() {
+        let (name, bytes) = (format!("o{number}"), data(len, seed + number as u64));
+        let object = pool.object(&name).unwrap();
+        object.put(bytes.clone()).await.unwrap();
+        let (at, part) = (12_345, data(2 * MIB + 50_000, seed ^ 0xff));
+        object.write(at, part.clone()).await.unwrap();
+        let mut now = bytes.to_vec();
+        now[at as usize..at as usize + part.len()].copy_from_slice(&part);
+        objects.push((name, now.into()));
+    }
+    objects
+}
+
+async fn check(pool: &Pool, objects: &[(String, Bytes)], what: &str) {
+    for (name, bytes) in objects {
+        let read = pool.object(name).unwrap().get().await.unwrap_or_else(|e| panic!("{name}, {what}: {e}"));
+        assert!(read == *bytes, "{name} is another one, {what}");
+    }
+}
+
+async fn is_whole_without_any_two(node: &Node, client: &Client, pool: &Pool, objects: &[(String, Bytes)]) {
+    for (a, b) in [(0, 1), (2, 5), (3, 4)] {
+        [a, b].map(|target| node.stores[target].set_down(true));
+        check(pool, objects, &format!("without {a} and {b}")).await;
+        for target in [a, b] {
+            node.stores[target].set_down(false);
+            client.set_target_out(target as u32, false).await.unwrap();
+        }
+        wait_until_whole(client).await;
+    }
+}
+
+async fn coding(client: &Client) -> CodingStatus {
+    client.status().await.unwrap().coding
+}
+
+fn total(sent: client::CodingSent) -> u64 {
+    sent.mode + sent.busy + sent.cool_down + sent.probe + sent.explore
+}
+
+#[tokio::test]
+async fn every_engine_computes_what_is_read_back() {
+    if is_another_network() {
+        return;
+    }
+    for (mode, offload, host, other) in [
+        ("latency-sensitive", CodingOffload::Dpu, true, false),
+        ("async", CodingOffload::Dpu, false, true),
+        ("async", CodingOffload::Accelerator, false, true),
+        ("hybrid:1:1", CodingOffload::Accelerator, true, true),
+        ("hybrid:auto", CodingOffload::Dpu, true, false),
+    ] {
+        let (node, client, pool) = node(mode, offload, "").await;
+        let objects = write(&pool, 1).await;
+        check(&pool, &objects, mode).await;
+        let coding = coding(&client).await;
+        let sent = [coding.host.sent.mode, coding.offload.sent.mode];
+        assert!(!host || sent[0] > 0, "{mode}: {coding:?}");
+        assert!(!other || sent[1] > 0, "{mode}: {coding:?}");
+        // A busy host sends nothing to itself, and this machine may be busy.
+        assert!(mode != "async" || total(coding.host.sent) == 0, "{mode}: {coding:?}");
+        assert_eq!((coding.mode.as_str(), coding.engine.as_str()), (mode, offload.name()));
+        is_whole_without_any_two(&node, &client, &pool, &objects).await;
+    }
+}
+
+#[tokio::test]
+async fn an_engine_that_fails_costs_no_write() {
+    if is_another_network() {
+        return;
+    }
+    for faults in ["ec.offload=fail,probability=0.5,seed=7", "ec.offload=fail"] {
+        let (node, client, pool) = node("async", CodingOffload::Dpu, faults).await;
+        let objects = write(&pool, 2).await;
+        check(&pool, &objects, faults).await;
+        let coding = coding(&client).await;
+        assert!(coding.offload.health.failures > 0, "the fault fired: {coding:?}");
+        assert!(coding.host.sent.cool_down > 0, "the host took over: {coding:?}");
+        is_whole_without_any_two(&node, &client, &pool, &objects).await;
+    }
+}
+
+#[tokio::test]
+async fn the_mode_is_changed_while_it_runs() {
+    let (_node, client, pool) = node("async", CodingOffload::Dpu, "").await;
+    write(&pool, 3).await;
+    client.set_coding_mode("hybrid:2:1").await.unwrap();
+    write(&pool, 4).await;
+    let coding = coding(&client).await;
+    assert_eq!(coding.mode, "hybrid:2:1");
+    for wrong in ["", "hybrid:0:0", "faster"] {
+        let refused = client.set_coding_mode(wrong).await.unwrap_err().to_string();
+        assert!(refused.contains("hybrid") || refused.contains("ALPHA"), "{refused}");
+    }
+}
+
+#[tokio::test]
+async fn a_drive_that_stands_still_is_told_from_those_that_go() {
+    if is_another_network() {
+        return;
+    }
+    let redundancy = redundancy("ec:2+1");
+    let mut node = Node::of(3, OsdConfig { target_timeout: Duration::from_millis(500), ..config() });
+    node.restart();
+    let client = node.client().await;
+    client.create_pool_with("pool", 1, redundancy).await.unwrap();
+    let object = client.pool("pool").unwrap().object("o").unwrap();
+    object.put(data(3 * MIB, 1)).await.unwrap();
+    node.stores[1].hold(true);
+    let bytes = data(3 * MIB, 2);
+    object.put(bytes.clone()).await.unwrap();
+    let status = client.status().await.unwrap();
+    let failed: Vec<bool> = status.targets.iter().map(|target| target.failure.is_some()).collect();
+    assert_eq!(failed, [false, true, false]);
+    assert!(object.get().await.unwrap() == bytes);
+    node.stores[1].hold(false);
+}

@@ -1,0 +1,107 @@
+//! Stripes through the channel are what they are without it, on every path, whatever goes wrong on the way.
+
+mod common;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use base::fault::{Faults, Site};
+use common::load::{fault, watched};
+use common::{Node, Path, has_fabric, node_over, offering, options};
+use ec::offload::accelerator::{self, AcceleratorOptions, Pace};
+use outboard_proxy::{ServerOptions, SessionOptions, Target};
+use store::conformance::{Striped, seed};
+use store::stripes::{Coder, EngineOptions, Engines, Parity, ShardBytes, StripeError, StripeWrite};
+use store::{MemStore, ObjectStore};
+
+/// As fast as this machine computes.
+fn accelerator(faults: &Faults) -> ec::offload::worker::Worker {
+    let options = AcceleratorOptions::new(Pace::paper(1e12));
+    accelerator::start(AcceleratorOptions { faults: faults.clone(), ..options }).unwrap()
+}
+
+async fn striped(path: Path, options: SessionOptions, faults: &Faults) -> (Node, Striped) {
+    let target = |uuid| Target { uuid, store: Arc::new(MemStore::new()) };
+    let engines = Engines::start(EngineOptions::default(), Some(accelerator(faults))).unwrap();
+    let server = ServerOptions { engines: Some(Arc::new(engines)), ..offering() };
+    let node = node_over(path, (1..=6).map(target).collect(), options, server).await;
+    let store = |at: usize| node.session.store(at) as Arc<dyn ObjectStore>;
+    let stores = (1..).zip((0..6).map(store)).collect();
+    let striped = Striped { stripes: node.session.stripes(), stores };
+    (node, striped)
+}
+
+#[tokio::test]
+async fn by_dma_and_by_sockets() {
+    for path in [Path::Dma, Path::Unix, Path::Tcp] {
+        let (node, striped) = striped(path, options(), &Faults::default()).await;
+        striped.run(seed()).await;
+        assert_eq!(node.session.status().sessions, 1, "{path:?}");
+        assert_eq!(node.server.status().violations, 0, "{path:?}");
+    }
+}
+
+#[tokio::test]
+async fn by_libfabric() {
+    if has_fabric() {
+        let (node, striped) = striped(Path::Ofi, options(), &Faults::default()).await;
+        striped.run(seed()).await;
+        assert_eq!(node.session.status().sessions, 1);
+    }
+}
+
+#[tokio::test]
+async fn while_dma_fails() {
+    let mut fired = 0;
+    for kind in ["fail", "corrupt", "stall,late=30ms"] {
+        let faults = Faults::default();
+        let options =
+            SessionOptions { cool_down: Duration::from_millis(20), verify_every: 1, ..watched(&faults) };
+        let (node, striped) = striped(Path::Dma, options, &Faults::default()).await;
+        striped.run(seed()).await;
+        faults.arm(fault(&format!("dma.transfer={kind},probability=0.02,seed={}", seed()))).unwrap();
+        for round in 0..3 {
+            striped.run_again(seed().wrapping_add(round)).await;
+        }
+        fired += faults.fired(Site::DmaTransfer);
+        assert_eq!(node.session.status().sessions, 1, "{kind}");
+    }
+    assert!(fired > 0, "the faults fired");
+}
+
+#[tokio::test]
+async fn an_engine_that_fails_or_is_not_there_says_so_and_nothing_is_written() {
+    let faults = Faults::default();
+    let (_node, striped) = striped(Path::Dma, options(), &faults).await;
+    faults.arm(fault("ec.offload=fail,count=1")).unwrap();
+    let piece = bytes::Bytes::from(vec![7; 8192]);
+    let shard: ShardBytes = base::block::Payload::compute(0, piece).into();
+    let (uuid, store) = &striped.stores[0];
+    let stage = store.stage(8192).await.unwrap();
+    let write = |coder| StripeWrite {
+        parts: vec![Some((*uuid, stage)), None, None],
+        offset: 0,
+        data: vec![shard.clone(), shard.clone()],
+        parity: Parity::By(coder),
+    };
+    let failed = striped.stripes.stage_stripes(write(Coder::Accelerator), None).await;
+    assert!(matches!(failed, Err(StripeError::Coding(_))), "{failed:?}");
+    assert_eq!(faults.fired(Site::EcOffload), 1);
+    striped.stripes.stage_stripes(write(Coder::Accelerator), None).await.unwrap();
+    striped.stripes.stage_stripes(write(Coder::Host), None).await.unwrap();
+
+    let target = Target { uuid: 1, store: Arc::new(MemStore::new()) };
+    let node = node_over(Path::Dma, vec![target], options(), ServerOptions::default()).await;
+    let stage = node.store.stage(8192).await.unwrap();
+    let write = StripeWrite { parts: vec![Some((1, stage)), None, None], ..write(Coder::Accelerator) };
+    let none = node.session.stripes();
+    let none = store::stripes::StripeStores::stage_stripes(&*none, write, None).await;
+    assert!(matches!(none, Err(StripeError::Coding(_))), "{none:?}");
+}
+
+#[tokio::test]
+async fn the_host_says_how_busy_it_is() {
+    let (_node, striped) = striped(Path::Dma, options(), &Faults::default()).await;
+    let host = striped.stripes.host_reading().await.unwrap();
+    assert!(host.reading.all >= host.reading.busy && host.reading.busy > Duration::ZERO);
+}

@@ -1,0 +1,205 @@
+//! What every [`StripeStores`] does.
+
+use std::sync::Arc;
+
+use base::block::Payload;
+use bytes::Bytes;
+use ec::{Code, Geometry, KernelChoice};
+use rand::rngs::StdRng;
+use rand::{Rng, RngCore, SeedableRng};
+use tokio::sync::oneshot;
+
+use crate::stripes::{Coder, Parity, ShardBytes, StripeError, StripeStores, StripeWrite};
+use crate::{CollectionId, ObjectId, ObjectStore, Op, StageId, StoreError, Transaction, WriteSource};
+
+/// Bytes of a block.
+const BLOCK: usize = base::block::BLOCK as usize;
+
+/// Stores by UUID, and what takes stripes to them. At least six, with an accelerator beside them.
+pub struct Striped {
+    /// What is tested.
+    pub stripes: Arc<dyn StripeStores>,
+    /// Where it goes.
+    pub stores: Vec<(u128, Arc<dyn ObjectStore>)>,
+}
+
+fn cid() -> CollectionId {
+    CollectionId::new("stripes").expect("a name")
+}
+
+/// Bytes in pieces that are cut at the same places for each shard.
+fn shards(rng: &mut StdRng, count: usize, cuts: &[usize]) -> Vec<ShardBytes> {
+    let mut shard = |_| {
+        let mut shard = ShardBytes::default();
+        for &blocks in cuts {
+            let mut piece = vec![0; blocks * BLOCK];
+            rng.fill_bytes(&mut piece);
+            shard.checksums.extend(piece.chunks(BLOCK).map(base::block::crc32c));
+            shard.pieces.push(piece.into());
+        }
+        shard
+    };
+    (0..count).map(&mut shard).collect()
+}
+
+fn whole(shard: &ShardBytes) -> Bytes {
+    shard.pieces.concat().into()
+}
+
+fn parity_of(data: &[ShardBytes], m: usize) -> Vec<Bytes> {
+    let kernel = KernelChoice::Portable.load().expect("the portable kernel");
+    let code = Code::new(Geometry::new(data.len(), m).expect("a geometry"), kernel);
+    let data: Vec<Bytes> = data.iter().map(whole).collect();
+    let sources: Vec<&[u8]> = data.iter().map(|shard| &shard[..]).collect();
+    let mut parity = vec![vec![0; sources[0].len()]; m];
+    let mut outputs: Vec<&mut [u8]> = parity.iter_mut().map(Vec::as_mut_slice).collect();
+    code.encode(&sources, &mut outputs).expect("equal lengths");
+    parity.into_iter().map(Bytes::from).collect()
+}
+
+fn in_one_piece(bytes: &Bytes) -> ShardBytes {
+    Payload::compute(0, bytes.clone()).into()
+}
+
+impl Striped {
+    /// Runs every case.
+    ///
+    /// # Panics
+    /// If something is not as it should be.
+    pub async fn run(&self, seed: u64) {
+        for (_, store) in &self.stores {
+            let create = Transaction { ops: vec![Op::CreateCollection], ..Transaction::new(cid()) };
+            store.queue_transaction(create).await.expect("a collection");
+        }
+        self.run_again(seed).await;
+    }
+
+    /// The same, where it was run before.
+    ///
+    /// # Panics
+    /// If something is not as it should be.
+    pub async fn run_again(&self, seed: u64) {
+        let mut rng = StdRng::seed_from_u64(seed);
+        for (k, m) in [(2, 1), (4, 2), (1, 3), (3, 1)] {
+            self.every_way(&mut rng, k, m).await;
+        }
+        self.copies(&mut rng).await;
+        self.some_only(&mut rng).await;
+        self.nonsense(&mut rng).await;
+    }
+
+    async fn stages(&self, count: usize, len: u64) -> Vec<Option<(u128, StageId)>> {
+        let mut stages = Vec::new();
+        for (uuid, store) in &self.stores[..count] {
+            stages.push(Some((*uuid, store.stage(len).await.expect("a stage"))));
+        }
+        stages
+    }
+
+    /// Names the stages in objects, reads those, and compares.
+    async fn check(&self, parts: &[Option<(u128, StageId)>], expected: &[Bytes]) {
+        let oid = ObjectId::new("o").expect("a name");
+        for (part, expected) in parts.iter().zip(expected) {
+            let Some((uuid, stage)) = part else { continue };
+            let (_, store) = self.stores.iter().find(|(known, _)| known == uuid).expect("a known store");
+            let source = WriteSource::Staged { stage: *stage, offset: 0, len: expected.len() as u64 };
+            let mut transaction = Transaction::new(cid());
+            transaction.ops = vec![Op::Write { oid: oid.clone(), offset: 0, source }];
+            store.queue_transaction(transaction).await.expect("staged bytes are named");
+            store.stage_release(*stage);
+            let read = store.read(&cid(), &oid, 0, expected.len() as u64, None).await.expect("a read");
+            read.verify().expect("the right checksums");
+            assert!(read.contiguous() == *expected, "not what was staged");
+        }
+    }
+
+    async fn every_way(&self, rng: &mut StdRng, k: usize, m: usize) {
+        for way in [None, Some(Coder::Host), Some(Coder::Accelerator)] {
+            let cuts = [[1, 3, 2], [5, 1, 16]];
+            let [first, second] = cuts.map(|cuts| shards(rng, k, &cuts));
+            let len = first[0].len() + second[0].len();
+            let parts = self.stages(k + m, len as u64).await;
+            let mut expected = vec![Vec::new(); k + m];
+            let mut offset = 0;
+            for data in [first, second] {
+                let computed = parity_of(&data, m);
+                let all = data.iter().map(whole).chain(computed.iter().cloned());
+                expected.iter_mut().zip(all).for_each(|(sum, shard)| sum.extend_from_slice(&shard));
+                let here = || Parity::Here(computed.iter().map(in_one_piece).collect());
+                let next = offset + data[0].len() as u64;
+                let write = StripeWrite {
+                    parts: parts.clone(),
+                    offset,
+                    data,
+                    parity: way.map_or_else(here, Parity::By),
+                };
+                let (coded, is_coded) = oneshot::channel();
+                self.stripes.stage_stripes(write, Some(coded)).await.expect("stripes");
+                assert_eq!(is_coded.await.is_ok(), way.is_some(), "told when parity is computed");
+                offset = next;
+            }
+            let expected: Vec<Bytes> = expected.into_iter().map(Bytes::from).collect();
+            self.check(&parts, &expected).await;
+        }
+    }
+
+    async fn copies(&self, rng: &mut StdRng) {
+        let data = shards(rng, 1, &[7]);
+        let parts = self.stages(3, data[0].len() as u64).await;
+        let expected = vec![whole(&data[0]); 3];
+        let write = StripeWrite { parts: parts.clone(), offset: 0, data, parity: Parity::Copies };
+        self.stripes.stage_stripes(write, None).await.expect("copies");
+        self.check(&parts, &expected).await;
+    }
+
+    /// Shards that nobody wants are computed from, or not computed, all the same.
+    async fn some_only(&self, rng: &mut StdRng) {
+        let data = shards(rng, 3, &[2, 2]);
+        let mut parts = self.stages(5, data[0].len() as u64).await;
+        for lost in [1, 3] {
+            let (uuid, stage) = parts[lost].take().expect("a stage");
+            let (_, store) = self.stores.iter().find(|(known, _)| *known == uuid).expect("a known store");
+            store.stage_release(stage);
+        }
+        let expected: Vec<Bytes> = data.iter().map(whole).chain(parity_of(&data, 2)).collect();
+        let parity = Parity::By(Coder::Host);
+        let write = StripeWrite { parts: parts.clone(), offset: 0, data, parity };
+        self.stripes.stage_stripes(write, None).await.expect("stripes");
+        self.check(&parts, &expected).await;
+    }
+
+    async fn nonsense(&self, rng: &mut StdRng) {
+        let data = shards(rng, 2, &[2]);
+        let parts = self.stages(3, data[0].len() as u64).await;
+        let good = StripeWrite { parts, offset: 0, data, parity: Parity::By(Coder::Host) };
+        let stage = async |change: &dyn Fn(&mut StripeWrite)| {
+            let mut write = good.clone();
+            change(&mut write);
+            self.stripes.stage_stripes(write, None).await
+        };
+        let is_refused = |outcome: Result<(), StripeError>| {
+            matches!(outcome, Err(StripeError::Store(StoreError::InvalidArgument(_))))
+        };
+        assert!(is_refused(stage(&|w| w.offset = 1).await), "an offset in a block");
+        assert!(is_refused(stage(&|w| w.parity = Parity::Copies).await), "copies of two");
+        assert!(is_refused(stage(&|w| w.parity = Parity::Here(Vec::new())).await), "no parity");
+        assert!(is_refused(stage(&|w| w.data.clear()).await), "no data");
+        assert!(is_refused(stage(&|w| w.data[1].checksums.truncate(1)).await), "a checksum too few");
+        assert!(is_refused(stage(&|w| w.parts.truncate(1)).await), "more data than parts");
+        let beyond = stage(&|w| w.offset = 1 << 30).await;
+        assert!(matches!(beyond, Err(StripeError::Part(..))), "{beyond:?}");
+        let unknown = 1 << 40 | rng.random_range(0..1000);
+        let gone = stage(&|w| w.parts[2] = w.parts[2].map(|(uuid, _)| (uuid, StageId(unknown)))).await;
+        let is_gone = matches!(
+            gone,
+            Err(StripeError::Part(2, StoreError::NoSuchStage(_))
+                | StripeError::Store(StoreError::NoSuchStage(_)))
+        );
+        assert!(is_gone, "{gone:?}");
+        stage(&|_| ()).await.expect("it is still possible");
+        for (uuid, stage) in good.parts.iter().flatten() {
+            let (_, store) = self.stores.iter().find(|(known, _)| known == uuid).expect("a known store");
+            store.stage_release(*stage);
+        }
+    }
+}
