@@ -45,6 +45,8 @@ pub enum ThreadClass {
     Coding,
     /// Emulated erasure-coding hardware. Its CPU time stands for work that a device would do.
     CodingDevice,
+    /// Erasure coding by software on the host.
+    HostCoding,
     /// A target: drive I/O, log, index.
     Store,
     /// The client library and what drives it.
@@ -55,13 +57,14 @@ pub enum ThreadClass {
 
 impl ThreadClass {
     /// Every class, in order.
-    pub const ALL: [ThreadClass; 9] = [
+    pub const ALL: [ThreadClass; 10] = [
         ThreadClass::Messenger,
         ThreadClass::Osd,
         ThreadClass::Channel,
         ThreadClass::Dma,
         ThreadClass::Coding,
         ThreadClass::CodingDevice,
+        ThreadClass::HostCoding,
         ThreadClass::Store,
         ThreadClass::Client,
         ThreadClass::Admin,
@@ -77,6 +80,7 @@ impl ThreadClass {
             ThreadClass::Dma => "dma",
             ThreadClass::Coding => "ec",
             ThreadClass::CodingDevice => "eca",
+            ThreadClass::HostCoding => "ech",
             ThreadClass::Store => "store",
             ThreadClass::Client => "client",
             ThreadClass::Admin => "admin",

@@ -122,6 +122,15 @@ impl Client {
         self.done(RequestBody::SetRebuildRate(bytes_per_second)).await
     }
 
+    /// Says where the parity of staged data is computed, until the node is started again: `latency-sensitive`, `async`,
+    /// `hybrid:A:B` or `hybrid:auto`.
+    ///
+    /// # Errors
+    /// If the node does not answer, does not know the mode, or has no DPU to choose.
+    pub async fn set_coding_mode(&self, mode: &str) -> Result<()> {
+        self.done(RequestBody::SetCodingMode(mode.to_owned().into())).await
+    }
+
     /// The pools, ordered by name.
     ///
     /// # Errors

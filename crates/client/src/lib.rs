@@ -49,7 +49,7 @@ pub use object::{Description, Object, OmapPage, PutOptions};
 pub use options::Options;
 pub use pool::Pool;
 pub use proto::{
-    Error as NodeError, Manifest, Mutated, NameError, NodeStatus, ObjectName, OffloadStatus, PhaseTimes,
-    PoolHealth, PoolInfo, PoolName, RebuildStatus, Redundancy, RequestTimes, ScrubStatus, Space,
-    StatAnswer as Stat, TargetStatus,
+    CodingHealth, CodingPlace, CodingSent, CodingStatus, Error as NodeError, Manifest, Mutated, NameError,
+    NodeStatus, ObjectName, OffloadStatus, PhaseTimes, PoolHealth, PoolInfo, PoolName, RebuildStatus,
+    Redundancy, RequestTimes, ScrubStatus, Space, StatAnswer as Stat, TargetStatus,
 };

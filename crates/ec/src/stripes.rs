@@ -37,19 +37,60 @@ impl Code {
         check_count("parity", parity.len(), m)?;
         check_count("checksums", checksums.len(), m)?;
         check_lengths("parity", parity.iter().map(|p| p.len()), data.len() / k)?;
-        let chunk = chunk(self.geometry().shards(), unit);
-        // Where chunks begin: the stripe's first byte and the offset in its units.
-        let stripes = (0..data.len()).step_by(stripe);
-        let mut chunks = stripes.flat_map(|s| (0..unit).step_by(chunk).map(move |at| (s, at))).peekable();
-        while let Some((first, at)) = chunks.next() {
-            let size = chunk.min(unit - at);
-            let units = data[first..first + stripe].chunks_exact(unit);
-            let sources: Vec<&[u8]> = units.map(|u| &u[at..at + size]).collect();
-            let mut outputs: Vec<&mut [u8]> =
-                parity.iter_mut().map(|p| &mut p[first / k + at..][..size]).collect();
+        let units: Vec<&[u8]> = data.chunks_exact(unit).collect();
+        for (number, stripe) in units.chunks_exact(k).enumerate() {
+            let rows = number * unit..(number + 1) * unit;
+            let mut parity: Vec<&mut [u8]> = parity.iter_mut().map(|p| &mut p[rows.clone()]).collect();
+            let next = units.get((number + 1) * k..(number + 2) * k).unwrap_or_default();
+            self.encode_rows(stripe, &mut parity, checksums, next);
+        }
+        Ok(())
+    }
+
+    /// Computes the parity of shards that are each in one piece, and its checksums as [`Code::encode_stripes`] does.
+    ///
+    /// # Errors
+    /// [`EcError::Unit`] unless shards are whole blocks; [`EcError::Count`], [`EcError::Length`].
+    pub fn encode_shards(
+        &self,
+        data: &[&[u8]],
+        parity: &mut [&mut [u8]],
+        checksums: &mut [Vec<u32>],
+    ) -> Result<()> {
+        let (k, m) = (self.geometry().k(), self.geometry().m());
+        check_count("data", data.len(), k)?;
+        check_count("parity", parity.len(), m)?;
+        check_count("checksums", checksums.len(), m)?;
+        let len = data[0].len();
+        if !len.is_multiple_of(BLOCK_SIZE) {
+            return Err(EcError::Unit { unit: len, multiple: BLOCK_SIZE, max: usize::MAX / k });
+        }
+        check_lengths("data", data.iter().map(|d| d.len()), len)?;
+        check_lengths("parity", parity.iter().map(|p| p.len()), len)?;
+        self.encode_rows(data, parity, checksums, &[]);
+        Ok(())
+    }
+
+    /// Computes parity of slices of one length, whole blocks, in pieces that stay in the cache until they are checksummed.
+    /// `next` is the data that comes after them.
+    fn encode_rows(
+        &self,
+        data: &[&[u8]],
+        parity: &mut [&mut [u8]],
+        checksums: &mut [Vec<u32>],
+        next: &[&[u8]],
+    ) {
+        let len = data[0].len();
+        let chunk = chunk(self.geometry().shards(), len);
+        for at in (0..len).step_by(chunk.max(1)) {
+            let rows = at..(at + chunk).min(len);
+            let sources: Vec<&[u8]> = data.iter().map(|d| &d[rows.clone()]).collect();
+            let mut outputs: Vec<&mut [u8]> = parity.iter_mut().map(|p| &mut p[rows.clone()]).collect();
             self.parity().apply(&sources, &mut outputs);
-            let next = chunks.peek().map_or(&data[..0], |(first, at)| &data[first + at..]);
-            let mut ahead = Ahead { data: next, unit, k };
+            let mut ahead = match rows.end < len {
+                true => Ahead { data, at: rows.end },
+                false => Ahead { data: next, at: 0 },
+            };
             for (sums, out) in checksums.iter_mut().zip(outputs) {
                 for block in out.chunks_exact(BLOCK_SIZE) {
                     ahead.fetch();
@@ -57,7 +98,6 @@ impl Code {
                 }
             }
         }
-        Ok(())
     }
 }
 
@@ -67,19 +107,18 @@ fn chunk(shards: usize, unit: usize) -> usize {
     (blocks.max(1) * BLOCK_SIZE).min(unit)
 }
 
-/// The data that is encoded next: `k` runs, `unit` bytes from each other. Checksumming leaves memory idle, which can bring
-/// the first bytes of each meanwhile.
+/// The data that is encoded next: what follows `at` in each of these. Checksumming leaves memory idle, which can bring the
+/// first bytes of each meanwhile.
 #[derive(Debug)]
 struct Ahead<'a> {
-    data: &'a [u8],
-    unit: usize,
-    k: usize,
+    data: &'a [&'a [u8]],
+    at: usize,
 }
 
 impl Ahead<'_> {
-    /// Has memory bring one more cache line of each run.
+    /// Has memory bring one more cache line of each.
     fn fetch(&mut self) {
-        self.data.chunks(self.unit).take(self.k).for_each(prefetch);
-        self.data = self.data.get(CACHE_LINE..).unwrap_or_default();
+        self.data.iter().filter_map(|shard| shard.get(self.at..)).for_each(prefetch);
+        self.at += CACHE_LINE;
     }
 }

@@ -79,9 +79,16 @@ fn stripes_have_the_parity_of_their_units_and_its_checksums() {
                     assert!(parity[index * unit..][..unit] == expected[..], "stripe {index} of {k}+{m}");
                 }
             }
-            for (parity, sums) in parity.iter().zip(sums) {
-                assert_eq!(sums, parity.chunks(BLOCK_SIZE).map(crc32c).collect::<Vec<_>>());
+            for (parity, sums) in parity.iter().zip(&sums) {
+                assert_eq!(*sums, parity.chunks(BLOCK_SIZE).map(crc32c).collect::<Vec<_>>());
             }
+            // The same with all units of a shard in one piece.
+            let shard = |s| data.chunks(unit).skip(s).step_by(k).flatten().copied().collect();
+            let shards: Vec<Vec<u8>> = (0..k).map(shard).collect();
+            let shards: Vec<&[u8]> = shards.iter().map(Vec::as_slice).collect();
+            let (mut again, mut sums_again) = (vec![vec![0xdd; unit * stripes]; m], vec![vec![]; m]);
+            code.encode_shards(&shards, &mut slices_mut(&mut again), &mut sums_again).unwrap();
+            assert!(again == parity && sums_again == sums, "{k}+{m}");
         }
     }
 }

@@ -4,7 +4,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use base::fault::Faults;
+use ec::offload::scheduler::Mode;
 use proto::OffloadStatus;
+use store::stripes::{Engines, StripeStores};
 
 /// How an OSD behaves. The defaults suit a node; tests shorten times.
 #[derive(Debug, Clone)]
@@ -44,6 +47,76 @@ pub struct OsdConfig {
     pub segments_in_flight: Arc<AtomicUsize>,
     /// How the offload between OSD and store stands, for the status.
     pub offload: Option<OffloadSource>,
+    /// Where parity is computed.
+    pub coding: CodingConfig,
+}
+
+/// Where the parity of staged data is computed.
+#[derive(Debug, Clone)]
+pub struct CodingConfig {
+    /// The mode to begin with.
+    pub mode: Mode,
+    /// What of the DPU computes; `None` where there is no DPU, and all is done by the host's processor.
+    pub offload: Option<CodingOffload>,
+    /// Threads of the DPU's cores that compute.
+    pub threads: usize,
+    /// Most tasks that wait.
+    pub queue: usize,
+    /// How long a place that failed is left alone.
+    pub cool_down: Duration,
+    /// What takes stripes to the stores.
+    pub stripes: StripesAt,
+    /// What is to go wrong on the DPU's cores.
+    pub faults: Faults,
+}
+
+/// What of the DPU computes parity.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CodingOffload {
+    /// Its cores, in this process.
+    Dpu,
+    /// Its accelerator, beside the stores.
+    Accelerator,
+}
+
+impl CodingOffload {
+    /// As it is configured.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            CodingOffload::Dpu => "dpu",
+            CodingOffload::Accelerator => "accelerator",
+        }
+    }
+}
+
+/// What takes stripes to the stores.
+#[derive(Clone)]
+pub enum StripesAt {
+    /// The stores are in this process, with these engines; `None` has the least that there can be.
+    Here(Option<Arc<Engines>>),
+    /// They are behind this.
+    There(Arc<dyn StripeStores>),
+}
+
+impl std::fmt::Debug for StripesAt {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(if matches!(self, StripesAt::Here(_)) { "Here" } else { "There" })
+    }
+}
+
+impl Default for CodingConfig {
+    fn default() -> Self {
+        CodingConfig {
+            mode: Mode::Async,
+            offload: Some(CodingOffload::Dpu),
+            threads: 1,
+            queue: 1024,
+            cool_down: Duration::from_secs(2),
+            stripes: StripesAt::Here(None),
+            faults: Faults::default(),
+        }
+    }
 }
 
 /// Tells how an offload stands.
@@ -87,6 +160,7 @@ impl Default for OsdConfig {
             cached_objects_per_pg: 4096,
             segments_in_flight: Arc::new(AtomicUsize::new(3)),
             offload: None,
+            coding: CodingConfig::default(),
         }
     }
 }

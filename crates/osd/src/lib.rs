@@ -14,6 +14,7 @@
 
 mod array;
 mod clock;
+mod coding;
 mod collect;
 mod config;
 mod draft;
@@ -40,7 +41,8 @@ mod times;
 mod turnstile;
 mod upkeep;
 
-pub use config::{OffloadSource, OsdConfig};
+pub use config::{CodingConfig, CodingOffload, OffloadSource, OsdConfig, StripesAt};
+pub use ec::offload::scheduler::Mode as CodingMode;
 pub use node::{Osd, StartError};
 pub use proto::OffloadStatus;
 

@@ -9,12 +9,15 @@ use std::time::Duration;
 use base::pool::BufferPool;
 use messenger::Connection;
 use proto::{Error, Manifest, ObjectName, PartId, Redundancy, RequestHead, SessionId, placement};
+use store::stripes::{EngineOptions, Engines, LocalStripes, StripeStores};
 use store::{ObjectId, ObjectStore};
 use tokio::sync::Mutex;
 use tokio::time::Instant;
 use uuid::Uuid;
 
 use crate::array::{Array, Group, GroupOptions};
+use crate::coding::Coding;
+use crate::config::StripesAt;
 use crate::gather::Gathered;
 use crate::inflight::InFlight;
 use crate::map::{NodeMap, PoolRecord};
@@ -48,6 +51,7 @@ pub(crate) struct Osd {
     /// Of rebuilds and scrubs.
     pub(crate) pace: Pace,
     pub(crate) upkeep: Upkeep,
+    pub(crate) coding: Rc<Coding>,
     pub(crate) started: Instant,
 }
 
@@ -84,6 +88,17 @@ pub(crate) struct Request {
     pub(crate) connection: Arc<dyn Connection>,
 }
 
+/// What takes stripes to these targets.
+fn stripe_stores(config: &OsdConfig, targets: &[Rc<Target>]) -> Result<Arc<dyn StripeStores>, StartError> {
+    let engines = match &config.coding.stripes {
+        StripesAt::There(stores) => return Ok(Arc::clone(stores)),
+        StripesAt::Here(Some(engines)) => Arc::clone(engines),
+        StripesAt::Here(None) => Arc::new(Engines::start(EngineOptions::default(), None)?),
+    };
+    let stores = targets.iter().map(|target| (target.uuid.as_u128(), Arc::clone(&target.store)));
+    Ok(Arc::new(LocalStripes::new(stores.collect(), engines)))
+}
+
 impl Osd {
     /// Connections over which bulk data moves by itself now.
     pub(crate) fn one_sided_connections(&self) -> u32 {
@@ -106,7 +121,9 @@ impl Osd {
             target.store.register_memory(pool.arena());
         }
         let map = NodeMap::open(&targets).await?;
+        let coding = Coding::start(&config.coding, stripe_stores(&config, &targets)?, config.emulated)?;
         let osd = Osd {
+            coding,
             pool,
             targets: Rc::new(targets),
             map: RefCell::new(map.clone()),
@@ -162,6 +179,7 @@ impl Osd {
             targets: Rc::clone(&self.targets),
             pool: self.pool.clone(),
             member_timeout: self.config.target_timeout,
+            coding: Rc::clone(&self.coding),
         }
     }
 

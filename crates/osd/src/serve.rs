@@ -187,6 +187,9 @@ impl Osd {
                 self.pace.set_rate(rate);
                 Ok(ReplyBody::Done)
             }
+            RequestBody::SetCodingMode(mode) => {
+                self.coding.set_mode(&String::from_utf8_lossy(&mode)).map(|()| ReplyBody::Done)
+            }
             RequestBody::Status => Ok(ReplyBody::Status(Box::new(status::status(self).await))),
             RequestBody::CollectOrphans { older_than_ms } => {
                 let grace = std::time::Duration::from_millis(older_than_ms);

@@ -38,6 +38,7 @@ pub(crate) async fn status(osd: &Osd) -> NodeStatus {
         times: osd.times.requests(),
         thread_ns: osd.times.thread(),
         offload: osd.config.offload.as_ref().map(|source| (source.0)()),
+        coding: osd.coding.status(),
         staging: [osd.pool.arena().len() as u64, free as u64, fewest as u64],
     }
 }

@@ -50,7 +50,10 @@ pub enum Command {
     Bench(commands::bench::BenchCommand),
     #[command(subcommand, about = "Make things go wrong on purpose, to see what happens")]
     Debug(commands::debug::DebugCommand),
-    #[command(subcommand, about = "Cut files into shards with parity, and put them together again")]
+    #[command(
+        subcommand,
+        about = "Cut files into shards with parity, put them together again; say where a node computes parity"
+    )]
     Ec(commands::ec::EcCommand),
     Store(commands::store::StoreArgs),
     Osd(commands::osd::OsdArgs),

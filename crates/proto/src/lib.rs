@@ -27,8 +27,8 @@ pub use request::{
 };
 pub use session::{SessionId, UploadId};
 pub use status::{
-    NodeStatus, OffloadStatus, PhaseTimes, PoolHealth, PoolInfo, RebuildStatus, RequestTimes, ScrubStatus,
-    Space, TargetStatus,
+    CodingHealth, CodingPlace, CodingSent, CodingStatus, NodeStatus, OffloadStatus, PhaseTimes, PoolHealth,
+    PoolInfo, RebuildStatus, RequestTimes, ScrubStatus, Space, TargetStatus,
 };
 pub use wire::{
     DecodeError, VERSION, VERSION_OLDEST, decode_body, decode_head, decode_reply, encode_reply,

@@ -86,6 +86,8 @@ pub enum RequestBody {
     },
     /// Sets how many bytes a second rebuilds and scrubs may move; 0 for no limit.
     SetRebuildRate(u64),
+    /// Says where parity is to be computed: a mode as text.
+    SetCodingMode(Bytes),
     /// The node's state.
     Status,
     /// Looks for orphaned parts now, and removes them.

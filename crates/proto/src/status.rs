@@ -159,6 +159,84 @@ pub struct OffloadStatus {
     pub faults: Vec<String>,
 }
 
+/// Where the parity of staged data is computed.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CodingStatus {
+    /// The mode: `latency-sensitive`, `async`, `hybrid:A:B` or `hybrid:auto`.
+    pub mode: String,
+    /// What the offload is: `dpu` (its cores), `accelerator`, or `none` where there is no DPU.
+    pub engine: String,
+    /// Whether that stands for hardware that is not there.
+    pub emulated: bool,
+    /// The host's processor is busy: everything goes to the offload.
+    pub host_busy: bool,
+    /// How busy it was when it was last looked at, without coding and whatever stands for the DPU, in percent.
+    pub host_utilization_percent: u32,
+    /// Part of the time during which something waited for it, in percent, if the kernel tells.
+    pub host_pressure_percent: Option<u32>,
+    /// Tasks that wait for a place.
+    pub queued: u64,
+    /// Their data, in bytes.
+    pub queued_bytes: u64,
+    /// Tasks refused because too many waited.
+    pub refused: u64,
+    /// Tasks sent to the host during the last second.
+    pub alpha: u64,
+    /// Tasks sent to the offload during the last second.
+    pub beta: u64,
+    /// The host.
+    pub host: CodingPlace,
+    /// The offload.
+    pub offload: CodingPlace,
+}
+
+/// A place where parity is computed. Counts are since the OSD was started.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CodingPlace {
+    /// Tasks there.
+    pub in_service: u64,
+    /// Most of them at a time.
+    pub slots: u64,
+    /// Tasks sent there, by reason.
+    pub sent: CodingSent,
+    /// What a task is taken to cost whatever its size, in ns; absent if nothing was measured.
+    pub ns_per_task: Option<u64>,
+    /// What a megabyte (10^6 bytes) is taken to add, in ns.
+    pub ns_per_mb: Option<u64>,
+    /// Whether it works.
+    pub health: CodingHealth,
+}
+
+/// Tasks sent to a place, by reason.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CodingSent {
+    /// As the mode has it.
+    pub mode: u64,
+    /// The host was busy.
+    pub busy: u64,
+    /// The other place was cooling down.
+    pub cool_down: u64,
+    /// To find out whether the place works again.
+    pub probe: u64,
+    /// To find out what the place costs.
+    pub explore: u64,
+}
+
+/// Whether a place works.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CodingHealth {
+    /// `active`, `cooling down` or `probing`.
+    pub state: String,
+    /// How often it failed.
+    pub failures: u64,
+    /// How often a probe found it still failing.
+    pub failed_probes: u64,
+    /// How often a probe found it working again.
+    pub recoveries: u64,
+    /// Why it failed last.
+    pub last_failure: Option<String>,
+}
+
 /// State of a node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeStatus {
@@ -194,6 +272,8 @@ pub struct NodeStatus {
     pub requests: u32,
     /// How the offload between OSD and store stands, if there is one.
     pub offload: Option<OffloadStatus>,
+    /// Where parity is computed.
+    pub coding: CodingStatus,
     /// Bytes of staging memory: all, now free, fewest that were ever free.
     pub staging: [u64; 3],
     /// Where the time of requests went.

@@ -14,11 +14,13 @@ pub mod fuzz;
 mod link;
 mod poller;
 mod proxy_store;
+mod proxy_stripes;
 mod server;
 mod session;
 mod transaction_codec;
 mod wire;
 
 pub use proxy_store::ProxyStore;
+pub use proxy_stripes::ProxyStripes;
 pub use server::{Listener, Server, ServerOptions, ServerStatus, Target};
 pub use session::{Endpoint, Offload, Session, SessionOptions, SessionStatus, Tuning};

@@ -29,7 +29,7 @@ pub struct ProxyStore {
     target: u16,
 }
 
-type Answers = oneshot::Receiver<Answered>;
+pub(crate) type Answers = oneshot::Receiver<Answered>;
 
 impl ProxyStore {
     pub(crate) fn new(handle: Arc<Handle>, target: u16) -> ProxyStore {
@@ -63,7 +63,7 @@ impl ProxyStore {
     }
 }
 
-fn start(
+pub(crate) fn start(
     handle: &Handle,
     target: u16,
     call: impl FnOnce(&Arc<Link>, u16, AnswerTo) + Send + 'static,
@@ -77,7 +77,7 @@ fn start(
     answers
 }
 
-async fn answer_of(answers: Answers) -> Answered {
+pub(crate) async fn answer_of(answers: Answers) -> Answered {
     answers.await.unwrap_or_else(|_| Err(CallError::Lost("the session was dropped".into())))
 }
 
@@ -90,12 +90,12 @@ async fn done(answers: Answers) -> Result<()> {
 }
 
 /// Until when a call that was made now is made again.
-fn deadline(handle: &Handle) -> Instant {
+pub(crate) fn deadline(handle: &Handle) -> Instant {
     Instant::now() + handle.shared.options.wait_for_store
 }
 
 /// Makes a call again as long as it fails with its session, until `deadline`.
-async fn retrying(
+pub(crate) async fn retrying(
     handle: &Handle,
     deadline: Instant,
     first: Answers,
@@ -112,7 +112,7 @@ async fn retrying(
     }
 }
 
-fn unexpected() -> StoreError {
+pub(crate) fn unexpected() -> StoreError {
     StoreError::Disconnected("the store gave an answer of another kind than asked for".into())
 }
 

@@ -20,6 +20,7 @@ use tokio::sync::{Notify, watch};
 
 use crate::link::{CallError, Driver, Link, LinkOptions, RingSide};
 use crate::proxy_store::ProxyStore;
+use crate::proxy_stripes::ProxyStripes;
 
 /// Most calls that wait for the store's return. The OSD has a lower limit of requests in flight.
 const MAX_WAITING: usize = 1 << 14;
@@ -242,7 +243,7 @@ impl Session {
     /// The store's targets, as it named them at the first session. A store with others is refused later on.
     #[must_use]
     pub fn targets(&self) -> Vec<TargetInfo> {
-        self.handle.shared.lock().targets.clone().unwrap_or_default()
+        self.handle.shared.targets()
     }
 
     /// The store of target `index`.
@@ -253,6 +254,12 @@ impl Session {
     pub fn store(&self, index: usize) -> Arc<ProxyStore> {
         assert!(index < self.targets().len(), "there is no target {index}");
         Arc::new(ProxyStore::new(Arc::clone(&self.handle), index as u16))
+    }
+
+    /// All targets together, for data that goes to several of them.
+    #[must_use]
+    pub fn stripes(&self) -> Arc<ProxyStripes> {
+        Arc::new(ProxyStripes::new(Arc::clone(&self.handle)))
     }
 
     /// Staging buffers in DPU memory. Payload in them is not copied on its way to the host.
@@ -321,6 +328,10 @@ impl Session {
 }
 
 impl Shared {
+    pub(crate) fn targets(&self) -> Vec<TargetInfo> {
+        self.lock().targets.clone().unwrap_or_default()
+    }
+
     fn tuning(&self) -> Tuning {
         *self.tuning.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -3,6 +3,7 @@
 use bytes::{Buf, Bytes};
 use channel::ofi::OfiOffer;
 use serde::{Deserialize, Serialize};
+use store::stripes::{Coder, HostReading, Parity};
 use store::{CollectionId, ObjectId, Stat, StatFs, StoreError};
 
 /// Number of a request that is not answered.
@@ -20,6 +21,50 @@ pub(crate) enum Place {
         /// Length of the range, in bytes.
         len: u64,
     },
+}
+
+/// Where the shards that are not data come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum ParityFrom {
+    /// They are in the payload, behind the data.
+    Payload,
+    /// The first shard.
+    Copies,
+    /// They are computed, into the range behind the data if there is one.
+    By(Coder),
+}
+
+impl From<&Parity> for ParityFrom {
+    fn from(parity: &Parity) -> ParityFrom {
+        match parity {
+            Parity::Here(_) => ParityFrom::Payload,
+            Parity::Copies => ParityFrom::Copies,
+            Parity::By(coder) => ParityFrom::By(*coder),
+        }
+    }
+}
+
+/// A piece of each of several shards. The payload is one shard after the other, each in one piece.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Stripes {
+    /// By shard: the target, and its stage.
+    pub(crate) parts: Vec<Option<(u16, u64)>>,
+    /// Number of data shards.
+    pub(crate) data: u16,
+    /// Length of each, in bytes.
+    pub(crate) len: u64,
+    /// Where in each stage, in bytes.
+    pub(crate) offset: u64,
+    pub(crate) parity: ParityFrom,
+    /// Of the blocks of the payload.
+    pub(crate) checksums: Bytes,
+}
+
+impl Stripes {
+    /// Number of shards in the payload.
+    pub(crate) fn sent(&self) -> usize {
+        if self.parity == ParityFrom::Payload { self.parts.len() } else { self.data.into() }
+    }
 }
 
 /// One call of an `ObjectStore` method.
@@ -91,6 +136,13 @@ pub(crate) enum Call {
     Umount,
     /// A call to the channel itself.
     Channel(ChannelCall),
+    /// Of several targets, whatever target the header names. The answer [`Answer::Coded`] may come before the last one.
+    StageStripes {
+        stripes: Stripes,
+        place: Place,
+    },
+    /// How busy the host is, whatever target the header names.
+    HostReading,
 }
 
 /// What the osd asks of the channel, always by the control socket.
@@ -148,6 +200,13 @@ pub(crate) enum Answer {
     Probed {
         rung: u64,
     },
+    HostReading(HostReading),
+    /// Parity has been computed, in that many nanoseconds if that is known; the answer is still to come.
+    Coded(Option<u64>),
+    /// No parity was computed, and nothing written.
+    NotCoded(String),
+    /// The store of this shard failed.
+    PartFailed(u16, StoreError),
 }
 
 /// Control data of a reply.

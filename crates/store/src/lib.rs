@@ -4,7 +4,7 @@
 //! conformance suite. The store knows nothing of pools, names, clients or networks: ids are opaque bytes.
 //!
 //! [`BlockStore`] keeps a target on a file or block device (`docs/format.md` draws it); [`MemStore`] is the model that it
-//! is compared with. [`fsck`](fn@fsck) checks a target that is not mounted. All `unsafe` of this crate is in two modules: the
+//! is compared with. [`stripes`] are written to several stores at once. [`fsck`](fn@fsck) checks a target that is not mounted. All `unsafe` of this crate is in two modules: the
 //! I/O ring, and the segments of buffers that it fills.
 
 #![deny(unsafe_code)]
@@ -24,6 +24,7 @@ pub mod simulation {
 pub mod fuzz;
 mod mem_store;
 mod stage;
+pub mod stripes;
 mod transaction;
 
 pub use absent::AbsentStore;

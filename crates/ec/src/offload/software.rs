@@ -1,4 +1,5 @@
-//! The DPU's cores: threads `ec-0`, `ec-1` … that code in software, a piece of work each.
+//! Processors: threads that code in software, a piece of work each. Those of the DPU are `ec-0`, `ec-1` …, those of the host
+//! `ech-0` ….
 
 use std::io;
 
@@ -7,9 +8,20 @@ use base::thread::ThreadClass;
 
 use super::worker::{Settings, Worker};
 
-/// Settings of the DPU's coding threads.
+/// Whose processor it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Processor {
+    /// The DPU's cores.
+    Dpu,
+    /// The host's.
+    Host,
+}
+
+/// Settings of coding threads.
 #[derive(Debug, Clone)]
 pub struct SoftwareOptions {
+    /// Whose threads they are.
+    pub processor: Processor,
     /// How many threads, at least 1.
     pub threads: usize,
     /// Most pieces of work that wait, at least 1.
@@ -18,9 +30,11 @@ pub struct SoftwareOptions {
     pub faults: Faults,
 }
 
-impl Default for SoftwareOptions {
-    fn default() -> SoftwareOptions {
-        SoftwareOptions { threads: 1, queue: 1024, faults: Faults::default() }
+impl SoftwareOptions {
+    /// One thread of this processor, and defaults for the rest.
+    #[must_use]
+    pub fn new(processor: Processor) -> SoftwareOptions {
+        SoftwareOptions { processor, threads: 1, queue: 1024, faults: Faults::default() }
     }
 }
 
@@ -29,7 +43,10 @@ impl Default for SoftwareOptions {
 /// # Errors
 /// If the system has no room for them.
 pub fn start(options: SoftwareOptions) -> io::Result<Worker> {
-    let SoftwareOptions { threads, queue, faults } = options;
-    let (name, class) = ("software", ThreadClass::Coding);
+    let SoftwareOptions { processor, threads, queue, faults } = options;
+    let (name, class) = match processor {
+        Processor::Dpu => ("software", ThreadClass::Coding),
+        Processor::Host => ("host", ThreadClass::HostCoding),
+    };
     Worker::start(Settings { name, class, threads, queue, device: None, faults })
 }

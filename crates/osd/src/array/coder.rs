@@ -1,51 +1,16 @@
 //! Computing parity, and shards from others.
 
-use std::ops::{Deref, DerefMut, Range};
+use std::ops::Range;
 
-use base::mem::ArenaBuf;
 use base::pool::BufferPool;
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use store::StoreError;
+pub(crate) use store::stripes::ShardBuf as Buffer;
 
 use super::layout::Layout;
 
 /// Longest run of zeros that is kept ready, in bytes.
 const ZEROS: usize = 64 << 10;
-
-/// Memory that parity is computed into: of the staging pool, from which it can be moved as it is, if there is some.
-pub(crate) enum Buffer {
-    Pooled(ArenaBuf),
-    Heap(BytesMut),
-}
-
-impl Buffer {
-    pub(crate) fn freeze(self) -> Bytes {
-        match self {
-            Buffer::Pooled(buf) => buf.freeze(),
-            Buffer::Heap(buf) => buf.freeze(),
-        }
-    }
-}
-
-impl Deref for Buffer {
-    type Target = [u8];
-
-    fn deref(&self) -> &[u8] {
-        match self {
-            Buffer::Pooled(buf) => buf,
-            Buffer::Heap(buf) => buf,
-        }
-    }
-}
-
-impl DerefMut for Buffer {
-    fn deref_mut(&mut self) -> &mut [u8] {
-        match self {
-            Buffer::Pooled(buf) => buf,
-            Buffer::Heap(buf) => buf,
-        }
-    }
-}
 
 /// See the [module](self) documentation.
 pub(crate) struct Coder {
@@ -72,8 +37,8 @@ impl Coder {
     /// A buffer. It does not wait for memory of the pool: whoever asks may hold some.
     pub(crate) fn buffer(&self, len: usize) -> Buffer {
         match self.pool.try_alloc(len) {
-            Ok(Some(buf)) => Buffer::Pooled(buf),
-            _ => Buffer::Heap(BytesMut::zeroed(len)),
+            Ok(Some(buf)) => Buffer::Arena(buf),
+            _ => Buffer::heap(len),
         }
     }
 
@@ -98,15 +63,6 @@ impl Coder {
         let units: Vec<&[u8]> = units.iter().map(|unit| &unit[..]).collect();
         let mut parity: Vec<&mut [u8]> = parity.iter_mut().map(|b| &mut b[out.clone()]).collect();
         self.code()?.encode(&units, &mut parity).map_err(refused)
-    }
-
-    /// Parity of whole stripes, one after the other, and the checksums of its blocks.
-    pub(crate) fn encode_stripes(&self, data: &[u8], parity: &mut [Buffer]) -> store::Result<Vec<Vec<u32>>> {
-        let mut checksums = vec![Vec::new(); parity.len()];
-        let mut parity: Vec<&mut [u8]> = parity.iter_mut().map(|b| &mut b[..]).collect();
-        let unit = self.layout.unit as usize;
-        self.code()?.encode_stripes(unit, data, &mut parity, &mut checksums).map_err(refused)?;
-        Ok(checksums)
     }
 
     /// Changes parity by what the data of shard `column` changes by.
@@ -143,6 +99,11 @@ impl Coder {
         let from: Vec<&[u8]> = bytes.iter().map(|b| &b[..]).collect();
         recovery.run(&from, &mut [&mut buffer[..]]).map_err(refused)?;
         Ok(buffer.freeze())
+    }
+
+    /// The code; `None` where shards are copies.
+    pub(crate) fn parity_code(&self) -> Option<&ec::Code> {
+        self.code.as_ref()
     }
 
     fn code(&self) -> store::Result<&ec::Code> {

@@ -18,6 +18,7 @@ use super::layout::Layout;
 use super::rebuild::Rebuild;
 use super::record::{GroupRecord, Standing};
 use super::stage::Staged;
+use crate::coding::Coding;
 use crate::target::Target;
 
 /// Objects whose size is kept in memory.
@@ -34,6 +35,8 @@ pub(crate) struct GroupOptions {
     pub(crate) pool: BufferPool,
     /// After that long a member that has not committed counts as failed.
     pub(crate) member_timeout: Duration,
+    /// What takes stripes to the targets.
+    pub(crate) coding: Rc<Coding>,
 }
 
 /// What is known of an object's size; inside: `None` if there is no such object.
@@ -139,6 +142,7 @@ pub(crate) struct Group {
     pub(crate) redundancy: Redundancy,
     pub(crate) layout: Layout,
     pub(crate) coder: Coder,
+    pub(crate) coding: Rc<Coding>,
     pub(crate) targets: Rc<Vec<Rc<Target>>>,
     pub(crate) shared: Arc<Shared>,
     pub(crate) member_timeout: Duration,
@@ -174,6 +178,7 @@ impl Group {
             place: (options.pool_id, options.number),
             redundancy: options.redundancy,
             coder: Coder::new(layout, options.pool)?,
+            coding: options.coding,
             layout,
             targets: options.targets,
             shared: Arc::new(Shared { ended: AtomicU64::new(0), watched }),

@@ -37,6 +37,7 @@ use std::time::Duration;
 use base::BoxFuture;
 use base::block::{BLOCK, Payload};
 use base::mem::ArenaBuf;
+use base::phases::{self, Clock};
 use bytes::Bytes;
 use store::{
     CollectionId, ObjectId, ObjectStore, Page, ReadData, Result, StageId, Stat, StatFs, StoreError,
@@ -76,7 +77,7 @@ pub(crate) struct Array {
     cid: CollectionId,
     alignment: u64,
     shared: Arc<Shared>,
-    calls: mpsc::UnboundedSender<Call>,
+    calls: mpsc::UnboundedSender<(Call, Option<Clock>)>,
 }
 
 impl Array {
@@ -95,9 +96,13 @@ impl Array {
         };
         let served = Rc::clone(&group);
         crate::spawn(async move {
-            while let Some(call) = waiting.recv().await {
+            while let Some((call, clock)) = waiting.recv().await {
                 // Each goes on by itself; they take their places in the order in which they are first polled.
-                crate::spawn(carry_out(Rc::clone(&served), call));
+                let carried_out = carry_out(Rc::clone(&served), call);
+                match clock {
+                    Some(clock) => crate::spawn(clock.scope(carried_out)),
+                    None => crate::spawn(carried_out),
+                };
             }
         });
         Ok((Arc::new(array), group))
@@ -109,7 +114,7 @@ impl Array {
     ) -> BoxFuture<'static, Result<T>> {
         let (answer_to, answer) = oneshot::channel();
         // If the group has ended the answer says so.
-        let _ = self.calls.send(call(self.shared.number(), answer_to));
+        let _ = self.calls.send((call(self.shared.number(), answer_to), phases::current()));
         let gone = || StoreError::Disconnected("the group has ended".into());
         Box::pin(async move { answer.await.unwrap_or_else(|_| Err(gone())) })
     }
@@ -242,7 +247,7 @@ impl ObjectStore for Array {
 
     fn stage_release(&self, stage: StageId) {
         // If the group has ended, so has the stage.
-        let _ = self.calls.send(Call::StageRelease(stage));
+        let _ = self.calls.send((Call::StageRelease(stage), None));
     }
 
     fn queue_transaction(&self, transaction: Transaction) -> BoxFuture<'static, Result<()>> {

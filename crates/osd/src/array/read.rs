@@ -104,7 +104,7 @@ impl Group {
         let mut out = match dest {
             Some(mut dest) if dest.len() >= len => {
                 dest.truncate(len);
-                Buffer::Pooled(dest)
+                Buffer::Arena(dest)
             }
             _ => Buffer::Heap(BytesMut::zeroed(len)),
         };

@@ -1,18 +1,20 @@
 //! Staging: whole stripes go to the members as they come, with their parity.
 
 use std::cell::RefCell;
+use std::ops::Range;
 use std::rc::Rc;
 
 use base::block::{BLOCK, Payload, PieceCountMismatch};
 use bytes::Bytes;
-use futures::future::try_join_all;
-use store::{ObjectId, StageId, Stat, StoreError};
+use futures::future::{join_all, try_join_all};
+use store::stripes::{ShardBytes, StripeError};
+use store::{ObjectId, StageId, Stat, StoreError, Transaction};
 
-use super::coder::Buffer;
 use super::group::{Group, Link, Session, over};
 use super::overlay::{Overlay, slice};
 use super::stage::{ShardStage, Staged};
 use super::transact::is_refusal;
+use crate::coding::Stripes;
 
 impl Group {
     /// Makes room for `len` bytes that will lie at a whole stripe of their object.
@@ -64,8 +66,7 @@ impl Group {
         let staged = self.staged(stage)?;
         let len = payload.len() as u64;
         if self.layout.is_mirror() {
-            let pieces = vec![payload; staged.shards.len()];
-            return self.write_shards(&staged, offset, pieces).await;
+            return self.stage_copies(&staged, offset, payload).await;
         }
         let stripe = self.layout.stripe();
         let ends = offset + len == staged.len;
@@ -86,48 +87,109 @@ impl Group {
         self.stage_stripes(&staged, offset, &slice(&payload, 0, whole)).await
     }
 
-    /// Cuts whole stripes into shards, computes their parity, and writes all of it.
-    async fn stage_stripes(&self, staged: &Staged, offset: u64, payload: &Payload) -> store::Result<()> {
-        let (k, unit) = (self.layout.k, self.layout.unit as usize);
-        let stripes = payload.len() / (k * unit);
-        let mut parity = self.coder.parity_buffers((stripes * unit) as u64);
-        let parity_checksums = self.coder.encode_stripes(payload.data(), &mut parity)?;
-        let (shards, checksums) = self.cut(payload, stripes);
-        let checksums = checksums.into_iter().chain(parity_checksums);
-        let mut pieces = Vec::with_capacity(self.layout.shards());
-        for (buffer, checksums) in shards.into_iter().chain(parity).zip(checksums) {
-            pieces.push(Payload::from_parts(0, buffer.freeze(), checksums).map_err(invalid)?);
+    /// Writes the same to all members.
+    async fn stage_copies(&self, staged: &Staged, offset: u64, payload: Payload) -> store::Result<()> {
+        let (data, checksums) = payload.into_parts();
+        let end = data.len() - data.len() % BLOCK as usize;
+        let (whole, rest) = (data.slice(..end), data.slice(end..));
+        let (sums, last) = checksums.split_at(end / BLOCK as usize);
+        if !rest.is_empty() {
+            // What ends within a block goes to each by itself.
+            let tail = Payload::from_parts(0, rest, last.to_vec()).map_err(invalid)?;
+            self.write_tail(staged, offset + end as u64, tail).await?;
         }
-        self.write_shards(staged, offset / k as u64, pieces).await
+        if whole.is_empty() {
+            return Ok(());
+        }
+        let most = self.most_per_shard();
+        for at in (0..end).step_by(most) {
+            let to = (at + most).min(end);
+            let sums = sums[at / BLOCK as usize..to / BLOCK as usize].to_vec();
+            let data = vec![ShardBytes { pieces: vec![whole.slice(at..to)], checksums: sums }];
+            self.stage_shards(staged, offset + at as u64, data).await?;
+        }
+        Ok(())
     }
 
-    /// Writes a piece of each shard.
-    async fn write_shards(&self, staged: &Staged, at: u64, pieces: Vec<Payload>) -> store::Result<()> {
-        let writes = staged.shards.iter().zip(pieces);
-        let writes = writes.filter_map(|(shard, piece)| Some((shard.as_ref()?, piece)));
-        let writes = writes.map(|(shard, piece)| async move {
-            let written = shard.link.target.store.stage_write(shard.id, at, piece);
-            self.in_time(written).await.map_err(|e| gone(&shard.link, e))
+    /// Writes the end of a stage of copies.
+    async fn write_tail(&self, staged: &Staged, at: u64, tail: Payload) -> store::Result<()> {
+        let writes = staged.shards.iter().flatten().map(|shard| {
+            let written = shard.link.target.store.stage_write(shard.id, at, tail.clone());
+            async move { self.in_time(written).await.map_err(|e| gone(&shard.link, e)) }
         });
         try_join_all(writes).await.map(drop)
     }
 
-    /// The data shards of whole stripes, each in one piece: fewer calls are worth the copy.
-    fn cut(&self, payload: &Payload, stripes: usize) -> (Vec<Buffer>, Vec<Vec<u32>>) {
+    /// Cuts whole stripes into shards and writes those, with their parity.
+    async fn stage_stripes(&self, staged: &Staged, offset: u64, payload: &Payload) -> store::Result<()> {
         let (k, unit) = (self.layout.k, self.layout.unit as usize);
-        let blocks = unit / BLOCK as usize;
-        let cut = |shard: usize| {
-            let mut buffer = self.coder.buffer(stripes * unit);
-            let mut checksums = Vec::with_capacity(stripes * blocks);
-            for stripe in 0..stripes {
-                let number = stripe * k + shard;
-                let data = &payload.data()[number * unit..(number + 1) * unit];
-                buffer[stripe * unit..(stripe + 1) * unit].copy_from_slice(data);
-                checksums.extend(&payload.checksums()[number * blocks..(number + 1) * blocks]);
-            }
-            (buffer, checksums)
+        let (most, shard_len) = (self.most_per_shard(), payload.len() / k);
+        // Whole units, or parts of one.
+        let step = if most >= unit { most - most % unit } else { most };
+        let mut at = 0;
+        while at < shard_len {
+            // What is less than a unit ends with it.
+            let end = (at + step).min(if step < unit { (at / unit + 1) * unit } else { shard_len });
+            let data = (0..k).map(|shard| self.cut(payload, shard, at..end)).collect();
+            self.stage_shards(staged, offset / k as u64 + at as u64, data).await?;
+            at = end;
+        }
+        Ok(())
+    }
+
+    /// Most bytes of a shard that go to the stores at a time: whole blocks.
+    fn most_per_shard(&self) -> usize {
+        let most = self.coding.max_bytes() / self.layout.shards();
+        (most - most % BLOCK as usize).max(BLOCK as usize)
+    }
+
+    /// Bytes of a data shard, out of whole stripes.
+    fn cut(&self, payload: &Payload, shard: usize, range: Range<usize>) -> ShardBytes {
+        let (k, unit, block) = (self.layout.k, self.layout.unit as usize, BLOCK as usize);
+        let mut cut = ShardBytes::default();
+        let mut at = range.start;
+        while at < range.end {
+            let end = ((at / unit + 1) * unit).min(range.end);
+            let start = (at / unit * k + shard) * unit + at % unit;
+            let len = end - at;
+            cut.pieces.push(payload.data().slice(start..start + len));
+            cut.checksums.extend(&payload.checksums()[start / block..(start + len) / block]);
+            at = end;
+        }
+        cut
+    }
+
+    /// Has a piece of each shard written.
+    async fn stage_shards(&self, staged: &Staged, at: u64, data: Vec<ShardBytes>) -> store::Result<()> {
+        let part = |shard: &Option<ShardStage>| {
+            shard.as_ref().map(|shard| (shard.link.target.uuid.as_u128(), shard.id))
         };
-        (0..k).map(cut).unzip()
+        let parts = staged.shards.iter().map(part).collect();
+        let stripes = Stripes { parts, offset: at, data, code: self.coder.parity_code().cloned() };
+        let buffers = |len| self.coder.parity_buffers(len as u64);
+        let staging = self.coding.stage(&stripes, buffers);
+        match tokio::time::timeout(self.member_timeout, staging).await {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(StripeError::Part(number, e))) => match staged.shards.get(number) {
+                Some(Some(shard)) => Err(gone(&shard.link, e)),
+                _ => Err(e),
+            },
+            Ok(Err(StripeError::Store(e))) => Err(e),
+            Ok(Err(StripeError::Coding(why))) => Err(StoreError::Io(why)),
+            Err(_) => Err(self.find_stalled(staged).await),
+        }
+    }
+
+    /// Stripes were not written in time: finds out which member it is that does not answer.
+    async fn find_stalled(&self, staged: &Staged) -> StoreError {
+        let asked = staged.shards.iter().flatten().map(|shard| async move {
+            // Nothing, durably: a drive that stands still does not get there.
+            let nothing = Transaction::new(self.cid.clone());
+            let answer = self.in_time(shard.link.target.store.queue_transaction(nothing)).await;
+            answer.map_err(|e| gone(&shard.link, e)).err()
+        });
+        let found = join_all(asked).await.into_iter().flatten().next();
+        found.unwrap_or_else(|| StoreError::Disconnected("stripes were not written in time".into()))
     }
 
     /// Names staged bytes in a transaction.

@@ -42,7 +42,7 @@ pub fn run(cli: Cli) -> Result<()> {
         Command::Cp(args) => cp::run(args, node),
         Command::Bench(args) => bench::run(args, node),
         Command::Debug(command) => debug::run(command, node),
-        Command::Ec(command) => ec::run(command),
+        Command::Ec(command) => ec::run(command, node),
         Command::Store(args) => store::run(args, node),
         Command::Osd(args) => osd::run(args, node),
         Command::Fsck(args) => fsck::run(args, node),

@@ -12,8 +12,9 @@ use tokio::task::LocalSet;
 use crate::cli::NodeArgs;
 use crate::failure::{Doing, Failure, Result};
 use crate::node::announce::Ready;
+use crate::node::coding;
 use crate::node::config::Config;
-use crate::node::cpus::Side;
+use crate::node::cpus::{Cpus, Side};
 use crate::node::debug::Controls;
 use crate::node::request_side::{self, Stores};
 use crate::node::role::{self, RoleArgs, RoleProcess, StopSignals};
@@ -66,7 +67,14 @@ async fn serve(process: RoleProcess, args: &OsdArgs) -> Result<()> {
                 .doing("keeping to the CPUs of osd.cpus")?;
             Stores::Behind(address.endpoint())
         }
-        None => Stores::Here(mounted.iter().map(Mounted::offered).collect()),
+        None => {
+            let faults = process.controls.faults();
+            let accelerator = coding::accelerator(&process.config, Cpus::Any, faults)
+                .doing("starting the emulated accelerator")?;
+            let engines =
+                coding::engines(&process.config, accelerator, faults).doing("starting the coding engines")?;
+            Stores::Here(mounted.iter().map(Mounted::offered).collect(), engines)
+        }
     };
     let listen = args.listen.clone().unwrap_or_else(|| process.config.listen.clone());
     let mut shard = Shard::start(stores, process.config, listen, process.controls)?;

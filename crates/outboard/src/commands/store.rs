@@ -11,6 +11,7 @@ use proxy::{Server, ServerOptions};
 use crate::cli::NodeArgs;
 use crate::failure::{Doing, Failure, Result};
 use crate::node::announce::Ready;
+use crate::node::coding;
 use crate::node::config::Engine;
 use crate::node::cpus::Side;
 use crate::node::role::{self, RoleArgs, RoleProcess, StopSignals};
@@ -48,10 +49,15 @@ pub fn run(args: StoreArgs, _node: &NodeArgs) -> Result<()> {
 
 async fn serve(process: RoleProcess, args: &StoreArgs) -> Result<()> {
     let mut signals = StopSignals::catch()?;
+    let faults = process.controls.faults();
+    let accelerator = coding::accelerator(&process.config, args.socket.cpus(process.config.osd.cpus), faults)
+        .doing("starting the emulated accelerator")?;
     args.socket
         .cpus(process.config.store.cpus)
         .apply(Side::Host)
         .doing("keeping to the CPUs of store.cpus")?;
+    let engines =
+        coding::engines(&process.config, accelerator, faults).doing("starting the coding engines")?;
     let (mounted, drivers) = targets::mount_driven(&args.targets, &args.known_targets, &process.config)
         .doing("mounting targets")?;
     let listener = args.socket.listen().map_err(|e| {
@@ -70,7 +76,8 @@ async fn serve(process: RoleProcess, args: &StoreArgs) -> Result<()> {
     let options = ServerOptions {
         max_memory: defaults.max_memory.max(layout.len()),
         ofi,
-        faults: process.controls.faults().clone(),
+        faults: faults.clone(),
+        engines: Some(engines),
         poll: Duration::from_micros(channel.host_poll_us),
         ..defaults
     };

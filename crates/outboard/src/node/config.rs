@@ -52,6 +52,7 @@ pub struct Config {
     pub store: Store,
     pub channel: Channel,
     pub osd: Osd,
+    pub coding: Coding,
     pub network: Network,
     pub log: Log,
     pub metrics: Metrics,
@@ -156,6 +157,28 @@ pub struct Osd {
     pub collect_interval: Period,
     pub requests_per_connection: usize,
     pub sessions: usize,
+}
+
+/// Section `coding`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Coding {
+    pub mode: osd::CodingMode,
+    pub offload: CodingOffload,
+    pub dpu_threads: usize,
+    pub host_threads: usize,
+    pub queue: usize,
+    pub cool_down: Period,
+}
+
+/// What of the DPU computes parity.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum CodingOffload {
+    /// Its cores.
+    Dpu,
+    /// Its accelerator.
+    Accelerator,
 }
 
 /// Section `network`.
@@ -327,6 +350,10 @@ impl Config {
         within("osd.target_timeout in ms", self.osd.target_timeout.0.as_millis() as u64, 100, 600_000)?;
         within("osd.rebuild_share", self.osd.rebuild_share.into(), 1, 100)?;
         within("osd.sessions", self.osd.sessions as u64, 1, 65_536)?;
+        within("coding.dpu_threads", self.coding.dpu_threads as u64, 1, 64)?;
+        within("coding.host_threads", self.coding.host_threads as u64, 1, 64)?;
+        within("coding.queue", self.coding.queue as u64, 1, 65_536)?;
+        within("coding.cool_down in ms", self.coding.cool_down.0.as_millis() as u64, 10, 3_600_000)?;
         within("network.poll_us", self.network.poll_us.into(), 0, 10_000)?;
         let s = &self.supervise;
         within("supervise.backoff_min in ms", s.backoff_min.0.as_millis() as u64, 1, 3_600_000)?;
@@ -459,6 +486,9 @@ mod tests {
             "[channel]\nmax_transfer = \"4MiB\"",
             "[channel]\nprofile = \"fast\"",
             "[channel]\nengine = \"ofi\"",
+            "[coding]\nmode = \"hybrid:0:0\"",
+            "[coding]\noffload = \"gpu\"",
+            "[coding]\ndpu_threads = 0",
             "[debug]\nfaults = [\"everything=breaks\"]",
         ] {
             assert!(load(text, &[]).is_err(), "{text}");

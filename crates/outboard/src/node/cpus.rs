@@ -75,6 +75,32 @@ impl Cpus {
     }
 }
 
+impl Cpus {
+    /// Calls `body`, which may start threads that are to keep to these CPUs; the calling thread is free again then.
+    ///
+    /// # Errors
+    /// If none of them may be used, or `body` fails.
+    pub fn during<T>(self, side: Side, body: impl FnOnce() -> std::io::Result<T>) -> std::io::Result<T> {
+        let before = sched_getaffinity(None)?;
+        self.apply(side)?;
+        let result = body();
+        sched_setaffinity(None, &before)?;
+        result
+    }
+}
+
+/// The CPUs that the calling thread keeps to; none if it may use all of the machine's.
+///
+/// # Errors
+/// If the system does not say.
+pub fn kept_to() -> std::io::Result<Vec<usize>> {
+    let set = sched_getaffinity(None)?;
+    let listed: Vec<usize> = (0..MAX_CPUS).filter(|cpu| set.is_set(*cpu)).collect();
+    let online = std::fs::read_to_string("/sys/devices/system/cpu/online").ok();
+    let online = online.and_then(|text| parse(text.trim())).map_or(0, |set| set.count() as usize);
+    Ok(if listed.len() < online { listed } else { Vec::new() })
+}
+
 /// Divides the CPUs in a set; a single one is for both sides.
 fn of_side(side: Side, all: &CpuSet) -> CpuSet {
     let total = all.count() as usize;

@@ -193,6 +193,22 @@ pub const KEYS: &[Key] = &[
     ),
     key("osd", "sessions", "4096", "Most clients known at a time: 1 to 65536."),
     key(
+        "coding",
+        "mode",
+        "\"async\"",
+        "Where the parity of large writes is computed: \"latency-sensitive\" (the host's processor), \"async\" (the DPU), \"hybrid:A:B\" (of A + B pieces A by the host), \"hybrid:auto\" (both, by what they turn out to cost). While the host is busy, the DPU in any case. `outboard ec mode` changes it while the node runs.",
+    ),
+    key(
+        "coding",
+        "offload",
+        "\"dpu\"",
+        "What of the DPU computes: its cores (\"dpu\"), or \"accelerator\": as a BlueField-3's, which works on host memory; emulated, and as slow as that was found to be.",
+    ),
+    key("coding", "dpu_threads", "1", "Threads of the DPU's cores that compute parity: 1 to 64."),
+    key("coding", "host_threads", "1", "Threads of the host's processor that do: 1 to 64."),
+    key("coding", "queue", "1024", "Most pieces of work that wait: 1 to 65536."),
+    key("coding", "cool_down", "\"2s\"", "How long a place that failed is left alone: 10ms to 1h."),
+    key(
         "network",
         "stacks",
         "\"auto\"",

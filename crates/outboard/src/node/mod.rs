@@ -4,6 +4,7 @@
 
 pub mod announce;
 pub mod checkup;
+pub mod coding;
 pub mod config;
 pub mod cpus;
 pub mod debug;

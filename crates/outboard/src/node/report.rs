@@ -36,6 +36,8 @@ pub struct Report {
     pub osd: Option<OsdReport>,
     /// How the offload between osd and store stands, while the osd answers.
     pub offload: Option<client::OffloadStatus>,
+    /// Where the parity of large writes is computed.
+    pub coding: Option<client::CodingStatus>,
     /// What is being rebuilt, if something is.
     pub rebuild: Option<String>,
     /// What is not as it should be.
@@ -236,6 +238,14 @@ impl Report {
             offload.faults.iter().for_each(|fault| self.add_fault(Role::Osd, fault));
         }
         self.offload = answer.offload;
+        for (place, health) in [("host", &answer.coding.host.health), ("DPU", &answer.coding.offload.health)]
+        {
+            if !matches!(health.state.as_str(), "active" | "") {
+                let why = health.last_failure.as_deref().unwrap_or("it is not known why");
+                self.problems.push(format!("coding by the {place} is {}: {why}", health.state));
+            }
+        }
+        self.coding = Some(answer.coding);
         let [staging_total, staging_free, staging_least_free] = answer.staging;
         self.osd = Some(OsdReport {
             uptime_seconds: answer.uptime_seconds,
@@ -367,6 +377,9 @@ impl Display for Report {
             let since = format!("{} failures, {} recoveries", o.failures, o.recoveries);
             writeln!(f, "offload    DMA {}, {since}", o.state)?;
         }
+        if let Some(coding) = self.coding.as_ref().filter(|_| self.has_parity()) {
+            writeln!(f, "coding     {}", coding_line(coding))?;
+        }
         if let Some(rebuild) = &self.rebuild {
             writeln!(f, "rebuilding {rebuild}")?;
         }
@@ -399,6 +412,22 @@ impl Display for Report {
         }
         self.problems.iter().try_for_each(|problem| writeln!(f, "  {problem}"))
     }
+}
+
+impl Report {
+    fn has_parity(&self) -> bool {
+        self.pools.iter().any(|pool| pool.redundancy.starts_with("ec:"))
+    }
+}
+
+/// Where parity is computed, in a line.
+pub fn coding_line(coding: &client::CodingStatus) -> String {
+    let emulated = if coding.emulated { " (emulated)" } else { "" };
+    let busy = if coding.host_busy { "busy" } else { "not busy" };
+    format!(
+        "{}, offload {}{emulated}; host {busy} ({} %); in the last second {} to the host, {} to the offload; {} wait",
+        coding.mode, coding.engine, coding.host_utilization_percent, coding.alpha, coding.beta, coding.queued
+    )
 }
 
 fn bytes(size: Option<u64>) -> String {

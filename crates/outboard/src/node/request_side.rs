@@ -10,13 +10,15 @@ use base::pool::BufferPool;
 use channel::ofi::{OfiEngine, OfiOptions};
 use channel::{DmaEngine, Profile, ShmEngine, ShmOptions};
 use messenger::UseAs;
-use osd::{OffloadSource, OffloadStatus, Osd, OsdConfig};
+use osd::{OffloadSource, OffloadStatus, Osd, OsdConfig, StripesAt};
 use proxy::{Endpoint, Session, SessionOptions};
 use store::ObjectStore;
+use store::stripes::Engines;
 use tokio::sync::oneshot;
 use uuid::Uuid;
 
 use super::announce::Ready;
+use super::coding;
 use super::config::{self, Config, Placement};
 use super::debug::{Controls, Tuning};
 use crate::failure::{Doing, Failure, Result};
@@ -32,8 +34,8 @@ pub type Targets = Vec<(Uuid, Arc<dyn ObjectStore>)>;
 
 /// Where the stores are.
 pub enum Stores {
-    /// In this process.
-    Here(Targets),
+    /// In this process, with what codes there.
+    Here(Targets, Arc<Engines>),
     /// In another one.
     Behind(Endpoint),
 }
@@ -45,6 +47,7 @@ struct Backend {
     placement: Placement,
     engine: String,
     emulated: bool,
+    stripes: StripesAt,
     /// Lives as long as the OSD.
     session: Option<Session>,
 }
@@ -52,7 +55,7 @@ struct Backend {
 impl Backend {
     async fn open(stores: Stores, config: &Config, controls: &Controls) -> Result<Backend> {
         match stores {
-            Stores::Here(targets) => {
+            Stores::Here(targets, engines) => {
                 let arena =
                     Arena::anonymous(config.osd.staging.0 as usize).doing("reserving staging memory")?;
                 Ok(Backend {
@@ -61,6 +64,7 @@ impl Backend {
                     placement: Placement::Host,
                     engine: "none".to_owned(),
                     emulated: false,
+                    stripes: StripesAt::Here(Some(engines)),
                     session: None,
                 })
             }
@@ -95,6 +99,7 @@ impl Backend {
             placement: Placement::Dpu,
             engine: session.engine().name().to_owned(),
             emulated: session.engine().is_emulated(),
+            stripes: StripesAt::There(session.stripes()),
             session: Some(session),
         })
     }
@@ -178,7 +183,9 @@ pub async fn serve(
     }
     let offload =
         backend.session.clone().map(|session| OffloadSource(Arc::new(move || offload_status(&session))));
+    let faults = controls.faults().clone();
     let osd_config = OsdConfig {
+        coding: coding::osd_config(&config, backend.placement, backend.stripes.clone(), faults),
         segments_in_flight: in_flight,
         offload,
         placement: backend.placement.as_str().to_owned(),

@@ -3,19 +3,22 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
-use base::block::{Payload, crc32c, verify_pieces};
+use base::block::{BLOCK, Payload, crc32c, verify_pieces};
 use base::mem::ArenaBuf;
 use base::phases::{self, Clock};
 use base::pool::MIN_BUFFER;
 use bytes::Bytes;
 use channel::{Header, Kind as FrameKind, VERIFY};
+use store::stripes::{Coded, ShardBytes};
 use store::{CollectionId, ObjectId, StageId, StoreError};
 
 use super::dma::Opened;
 use super::recover::Mode;
 use super::{AnswerTo, CallError, HeldRange, MAX_JOBS, MAX_QUERIES, Pending, State};
 use crate::transaction_codec::Encoded;
-use crate::wire::{Call, ChannelCall, NO_REPLY, Place, encode, pack_checksums, unpack_checksums};
+use crate::wire::{
+    Call, ChannelCall, NO_REPLY, ParityFrom, Place, Stripes, encode, pack_checksums, unpack_checksums,
+};
 
 /// Longest control data and payload together that ride in an entry of the ring, in bytes.
 const MAX_INLINE: usize = 12 << 10;
@@ -114,6 +117,8 @@ pub(crate) struct Job {
     names_stages: Vec<StageId>,
     pub(super) kind: Kind,
     pub(super) answer_to: Option<AnswerTo>,
+    /// Is told when parity was computed.
+    pub(super) coded: Option<Coded>,
     /// When it was called, and for which of the OSD's requests.
     pub(super) since: Instant,
     pub(super) clock: Option<Clock>,
@@ -157,6 +162,7 @@ impl Job {
             names_stages: Vec::new(),
             kind: Kind::Plain,
             answer_to,
+            coded: None,
             since: Instant::now(),
             clock: phases::current(),
         }
@@ -190,6 +196,34 @@ impl Job {
             upload: vec![(0, data)],
             writes_stage: Some(stage.0),
             ..Job::new(target, 0, call, route(by_dma), Some(answer_to))
+        }
+    }
+
+    /// It follows nothing but the making of its stages, and nothing is called that names them before it is answered.
+    pub(super) fn stripes(
+        stripes: Stripes,
+        data: Vec<ShardBytes>,
+        by_dma: bool,
+        answer_to: AnswerTo,
+        coded: Option<Coded>,
+    ) -> Job {
+        let len = stripes.len as usize;
+        let shards =
+            if matches!(stripes.parity, ParityFrom::By(_)) { stripes.parts.len() } else { data.len() };
+        // Shard by shard: DMA puts the pieces together.
+        let mut upload = Vec::new();
+        let mut at = 0;
+        for piece in data.into_iter().flat_map(|shard| shard.pieces) {
+            upload.push((at, piece.clone()));
+            at += piece.len();
+        }
+        let call = Call::StageStripes { stripes, place: Place::Inline };
+        Job {
+            range: want(shards * len),
+            upload,
+            reply_max: 2 * SMALL_REPLY,
+            coded,
+            ..Job::new(0, 0, call, route(by_dma), Some(answer_to))
         }
     }
 
@@ -247,11 +281,23 @@ impl Job {
 
     /// Whether staged data did not fit its checksums before it was sent.
     pub(super) fn was_wrong_before(&self) -> bool {
-        let (Call::StageWrite { phase, checksums, .. }, [(_, data)]) = (&self.call, &self.upload[..]) else {
-            return false;
-        };
-        let checksums = unpack_checksums(checksums).unwrap_or_default();
-        verify_pieces(u64::from(*phase), data, &checksums).is_err()
+        match (&self.call, &self.upload[..]) {
+            (Call::StageWrite { phase, checksums, .. }, [(_, data)]) => {
+                let checksums = unpack_checksums(checksums).unwrap_or_default();
+                verify_pieces(u64::from(*phase), data, &checksums).is_err()
+            }
+            (Call::StageStripes { stripes, .. }, pieces) => {
+                let checksums = unpack_checksums(&stripes.checksums).unwrap_or_default();
+                let mut checksums = &checksums[..];
+                pieces.iter().any(|(_, piece)| {
+                    let count = (piece.len() / BLOCK as usize).min(checksums.len());
+                    let (of_piece, rest) = checksums.split_at(count);
+                    checksums = rest;
+                    verify_pieces(0, piece, of_piece).is_err()
+                })
+            }
+            _ => false,
+        }
     }
 
     /// The target's lane, if it takes its place there.
@@ -261,7 +307,7 @@ impl Job {
 
     /// Whether it must not overtake requests that were lost with the rings.
     pub(super) fn carries_data(&self) -> bool {
-        self.in_lane || self.writes_stage.is_some()
+        self.in_lane || self.writes_stage.is_some() || matches!(self.call, Call::StageStripes { .. })
     }
 
     /// Whether any of its payload goes by DMA.
@@ -293,7 +339,9 @@ impl Job {
         let mut call = self.call.clone();
         let (Some(base), RangeUse::Held(range)) = (base, self.range) else { return call };
         match &mut call {
-            Call::StageWrite { place, .. } | Call::Transaction { place, .. } => place.put(base, range),
+            Call::StageWrite { place, .. }
+            | Call::StageStripes { place, .. }
+            | Call::Transaction { place, .. } => place.put(base, range),
             Call::Read { place, .. } if self.route == Route::Ring => place.put(base, range),
             _ => {}
         }

@@ -30,13 +30,14 @@ use base::mem::ArenaBuf;
 use base::pool::MIN_BUFFER;
 use bytes::Bytes;
 use channel::ofi::OfiOffer;
-use channel::{DmaEngine, Header, Layout};
+use channel::{DmaEngine, Header, Layout, TargetInfo};
 use futures::task::AtomicWaker;
+use store::stripes::{Coded, Parity, ShardBytes, StripeWrite};
 use store::{StageId, StoreError};
 use tokio::sync::oneshot;
 
 use crate::transaction_codec::{self, Encoded};
-use crate::wire::{Answer, Call};
+use crate::wire::{Answer, Call, ParityFrom, Stripes, pack_checksums};
 
 use dma::Dma;
 pub(crate) use driver::Driver;
@@ -369,6 +370,26 @@ impl Link {
         self.unlock(state);
     }
 
+    /// Sends a piece of each of several shards. `targets` says which target has a UUID.
+    pub(crate) fn stage_stripes(
+        &self,
+        targets: &[TargetInfo],
+        write: StripeWrite,
+        answer_to: AnswerTo,
+        coded: Option<Coded>,
+    ) {
+        let mut state = self.lock();
+        let Some(answer_to) = state.accept(answer_to) else { return };
+        match state.stripes(targets, write, self.max_range) {
+            Ok((stripes, shards)) => {
+                state.submit(Job::stripes(stripes, shards, self.by_dma, answer_to, coded));
+            }
+            // Whoever asked may have gone; then nobody needs to know.
+            Err(e) => drop(answer_to.send(Err(e.into()))),
+        }
+        self.unlock(state);
+    }
+
     /// Gives a stage back. No answer comes.
     pub(crate) fn stage_release(&self, target: u16, stage: StageId) {
         let mut state = self.lock();
@@ -429,6 +450,38 @@ impl Link {
 }
 
 impl State {
+    /// What is said of stripes, and the shards that go with it.
+    fn stripes(
+        &self,
+        targets: &[TargetInfo],
+        write: StripeWrite,
+        max_range: usize,
+    ) -> Result<(Stripes, Vec<ShardBytes>), StoreError> {
+        write.check()?;
+        let size = write.shard_len().saturating_mul(write.parts.len());
+        if size > max_range {
+            let what = "stripes".to_owned();
+            return Err(StoreError::TooLarge { what, size: size as u64, limit: max_range as u64 });
+        }
+        let translate = |part: &Option<(u128, StageId)>| {
+            let Some((uuid, stage)) = part else { return Ok(None) };
+            let gone = StoreError::NoSuchStage(stage.0);
+            let target = targets.iter().position(|target| target.uuid == *uuid).ok_or(gone.clone())?;
+            let staged = self.stages.get(&stage.0).filter(|staged| !staged.released).ok_or(gone)?;
+            Ok(Some((target as u16, staged.host_id)))
+        };
+        let parts = write.parts.iter().map(translate).collect::<Result<Vec<_>, StoreError>>()?;
+        let (len, data) = (write.shard_len() as u64, write.data.len() as u16);
+        let parity = ParityFrom::from(&write.parity);
+        let mut shards = write.data;
+        if let Parity::Here(parity) = write.parity {
+            shards.extend(parity);
+        }
+        let checksums: Vec<u32> = shards.iter().flat_map(|shard| &shard.checksums).copied().collect();
+        let checksums = pack_checksums(&checksums);
+        Ok((Stripes { parts, data, len, offset: write.offset, parity, checksums }, shards))
+    }
+
     fn encode(
         &mut self,
         transaction: &store::Transaction,

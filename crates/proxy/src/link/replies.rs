@@ -44,6 +44,15 @@ impl State {
     /// Takes a reply.
     pub(super) fn reply(&mut self, frame: Frame, route: Route) -> Result<(), ChannelError> {
         let id = frame.header.id;
+        let outcome = decode::<Outcome>(&frame.control).and_then(|(outcome, _)| outcome);
+        if let Ok(Answer::Coded(took)) = outcome {
+            // After a failure of DMA it may come twice.
+            if let Some(coded) = self.pending.get_mut(&id).and_then(|pending| pending.job.coded.take()) {
+                // If nobody wants to know, all the better.
+                let _ = coded.send(took.map(Duration::from_nanos));
+            }
+            return Ok(());
+        }
         // A kill does not return, and nothing else can happen here.
         let _ = self.faults.hit(Site::OsdReply);
         let pending = self.pending.remove(&id).filter(|p| p.job.route == route);
@@ -62,7 +71,6 @@ impl State {
             RangeUse::Held(range) => Some(range),
             _ => None,
         };
-        let outcome = decode::<Outcome>(&frame.control).and_then(|(outcome, _)| outcome);
         let in_range = ring_end > 0;
         if outcome == Ok(Answer::Damaged) {
             let by_dma = in_range || job.arrived > 0;

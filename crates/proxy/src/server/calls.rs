@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use base::BoxFuture;
-use base::block::{Payload, crc32c};
+use base::block::{Payload, crc32c, verify_pieces};
 use base::mem::ArenaBuf;
 use base::pool::{Lease, Released};
 use bytes::Bytes;
@@ -41,6 +41,8 @@ pub(super) struct Done {
     pub(super) via: Via,
     pub(super) outcome: Outcome,
     pub(super) data: Vec<Bytes>,
+    /// Another reply follows.
+    pub(super) is_first: bool,
 }
 
 /// A call that the store is at.
@@ -51,6 +53,12 @@ impl Request {
         let size = header.total_len();
         let call = decode::<Call>(control).map(|(call, rest)| (call, control.slice_ref(rest), data));
         Request { header, came: Instant::now(), via, size, call }
+    }
+
+    /// Its end, without data.
+    pub(super) fn done(self, outcome: Outcome) -> Done {
+        let Request { header, came, via, .. } = self;
+        Done { header, came, via, outcome, data: Vec::new(), is_first: false }
     }
 
     pub(super) fn is_transaction(&self) -> bool {
@@ -77,6 +85,15 @@ impl Request {
                     return false;
                 };
                 crc32c(&control) != *control_crc || payload && holds_damage(control, &data)
+            }
+            Call::StageStripes { stripes, place: place @ Place::Range { .. } } if payload => {
+                let sent = (stripes.len as usize).saturating_mul(stripes.sent());
+                let Ok((bytes, _)) = payload_of(lease, *place, data.clone()) else { return false };
+                let (Some(bytes), Ok(checksums)) = (bytes.get(..sent), unpack_checksums(&stripes.checksums))
+                else {
+                    return false;
+                };
+                verify_pieces(0, bytes, &checksums).is_err()
             }
             _ => false,
         }
@@ -132,7 +149,7 @@ pub(super) fn make(store: &Arc<dyn ObjectStore>, lease: Option<&Lease>, request:
             Ok((answer, data)) => (Ok(answer), data),
             Err(e) => (Err(e), Vec::new()),
         };
-        Done { header, came, via, outcome, data }
+        Done { header, came, via, outcome, data, is_first: false }
     })
 }
 
@@ -266,10 +283,13 @@ fn metadata(store: &Arc<dyn ObjectStore>, call: Call) -> Calling {
         Call::Collections => answer!(store.collections(), Answer::Collections),
         Call::StatFs => answer!(store.statfs(), Answer::StatFs),
         Call::Umount => answer!(store.umount(), |()| Answer::Done),
-        Call::StageWrite { .. } | Call::Transaction { .. } | Call::Read { .. } | Call::Channel(_) => {
-            Box::pin(std::future::ready(Err(StoreError::InvalidArgument(
-                "no call of the control plane".into(),
-            ))))
-        }
+        Call::StageWrite { .. }
+        | Call::StageStripes { .. }
+        | Call::HostReading
+        | Call::Transaction { .. }
+        | Call::Read { .. }
+        | Call::Channel(_) => Box::pin(std::future::ready(Err(StoreError::InvalidArgument(
+            "no call of the control plane".into(),
+        )))),
     }
 }

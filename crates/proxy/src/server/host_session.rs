@@ -18,11 +18,12 @@ use channel::{
     MAX_FRAME, MemoryAnswer, VERIFY,
 };
 use futures::stream::{FuturesUnordered, StreamExt};
+use store::stripes::Engines;
 use store::{StageId, StoreError};
 
 use super::calls::{Done, Request, Running, Via, make};
 use super::offers::Offers;
-use super::{Counts, Target};
+use super::{Counts, Target, stripes};
 use crate::admission::Admission;
 use crate::link::MAX_JOBS;
 use crate::poller::Poller;
@@ -188,7 +189,6 @@ impl Rings {
         self.memory.layout.outbox().write(&self.memory.arena, self.head, &parts);
         self.head += footprint;
         self.unannounced += footprint;
-        self.outstanding -= 1;
     }
 
     fn announce(&mut self) -> channel::Result<()> {
@@ -304,6 +304,7 @@ enum Taken {
 /// One session: what the osd asks, in the order it must be asked.
 pub(super) struct HostSession {
     targets: Arc<[Target]>,
+    engines: Arc<Engines>,
     pub(super) rings: Option<Rings>,
     pub(super) control: Control,
     admissions: Vec<Admission<Request>>,
@@ -320,6 +321,7 @@ pub(super) struct HostSession {
 impl HostSession {
     pub(super) fn new(
         targets: Arc<[Target]>,
+        engines: Arc<Engines>,
         rings: Option<Rings>,
         control: Control,
         counts: Arc<Counts>,
@@ -330,6 +332,7 @@ impl HostSession {
         let (running, stages) = (FuturesUnordered::new(), HashSet::new());
         HostSession {
             targets,
+            engines,
             rings,
             control,
             admissions,
@@ -478,9 +481,7 @@ impl HostSession {
         }
         let lease = self.rings.as_ref().map(|rings| &rings.memory.data);
         if request.is_damaged(lease, header.flags & VERIFY != 0) {
-            let outcome = Ok(Answer::Damaged);
-            let done = Done { header, came: request.came, via, outcome, data: Vec::new() };
-            self.reply(done);
+            self.reply(request.done(Ok(Answer::Damaged)));
             return Ok(());
         }
         let is_transaction = request.is_transaction();
@@ -509,11 +510,20 @@ impl HostSession {
             self.counts.stages.store(self.stages.len(), Ordering::Relaxed);
         }
         let lease = self.rings.as_ref().map(|rings| &rings.memory.data);
-        self.running.push(make(&self.targets[usize::from(target)].store, lease, request));
+        match &request.call {
+            Ok((Call::StageStripes { .. }, ..)) => {
+                self.running.extend(stripes::make(&self.targets, &self.engines, lease, request));
+            }
+            Ok((Call::HostReading, ..)) => {
+                let outcome = self.engines.host_reading().map(Answer::HostReading);
+                self.running.push(Box::pin(std::future::ready(request.done(outcome))));
+            }
+            _ => self.running.push(make(&self.targets[usize::from(target)].store, lease, request)),
+        }
     }
 
     fn reply(&mut self, done: Done) {
-        let Done { header: request, came, via, outcome, mut data } = done;
+        let Done { header: request, came, via, outcome, mut data, is_first } = done;
         if request.id == NO_REPLY {
             return;
         }
@@ -536,10 +546,13 @@ impl HostSession {
         }
         match (via, &mut self.rings) {
             (Via::Ring, Some(rings)) if rings.is_closed() => {
-                rings.outstanding -= 1;
+                rings.outstanding -= usize::from(!is_first);
                 self.control.push(header, &control, data);
             }
-            (Via::Ring, Some(rings)) => rings.put(header, &control, &data),
+            (Via::Ring, Some(rings)) => {
+                rings.put(header, &control, &data);
+                rings.outstanding -= usize::from(!is_first);
+            }
             _ => self.control.push(header, &control, data),
         }
     }

@@ -8,6 +8,7 @@ mod calls;
 mod channel_calls;
 mod host_session;
 mod offers;
+mod stripes;
 
 use std::cell::Cell;
 use std::convert::Infallible;
@@ -25,6 +26,7 @@ use channel::{
     ChannelError, Descriptors, Hello, HostMemory, MemoryAnswer, MemoryRequest, Reach, Socket, TargetInfo,
     VERSION, Welcome,
 };
+use store::stripes::{EngineOptions, Engines};
 use store::{Driver, ObjectStore};
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::watch;
@@ -83,6 +85,8 @@ pub struct ServerOptions {
     pub faults: Faults,
     /// How long the host's side looks for more after something has come, before it sleeps.
     pub poll: Duration,
+    /// What computes parity here; `None` starts the least that there can be.
+    pub engines: Option<Arc<Engines>>,
 }
 
 impl Default for ServerOptions {
@@ -93,6 +97,7 @@ impl Default for ServerOptions {
             ofi: None,
             faults: Faults::default(),
             poll: Duration::ZERO,
+            engines: None,
         }
     }
 }
@@ -162,7 +167,12 @@ impl Server {
         let counts = Arc::new(Counts::default());
         let (stop, stopped) = watch::channel(false);
         let (serves, ended) = mpsc::channel();
-        let serving = Serving { targets: targets.into(), options, counts: Arc::clone(&counts), serves };
+        let engines = match &options.engines {
+            Some(engines) => Arc::clone(engines),
+            None => Arc::new(Engines::start(EngineOptions::default(), None)?),
+        };
+        let counts_of = Arc::clone(&counts);
+        let serving = Serving { targets: targets.into(), engines, options, counts: counts_of, serves };
         // It ends by itself when nothing is left to do.
         spawn(ThreadClass::Channel, "0", move || {
             let local = LocalSet::new();
@@ -230,6 +240,7 @@ impl Accepting {
 
 struct Serving {
     targets: Arc<[Target]>,
+    engines: Arc<Engines>,
     options: ServerOptions,
     counts: Arc<Counts>,
     serves: mpsc::Sender<Infallible>,
@@ -279,6 +290,7 @@ impl Serving {
         let (targets, options, counts) =
             (Arc::clone(&self.targets), self.options.clone(), Arc::clone(&self.counts));
         let (faults, poll) = (options.faults.clone(), options.poll);
+        let engines = Arc::clone(&self.engines);
         let (taken, offers, serves) = (Rc::clone(taken), Rc::clone(offers), self.serves.clone());
         tokio::task::spawn_local(async move {
             let mut seat = None;
@@ -303,7 +315,8 @@ impl Serving {
             };
             counts.sessions.fetch_add(1, Ordering::Relaxed);
             counts.connected.store(1, Ordering::Relaxed);
-            let session = HostSession::new(targets, rings, control, Arc::clone(&counts), faults, poll);
+            let session =
+                HostSession::new(targets, engines, rings, control, Arc::clone(&counts), faults, poll);
             let stop = async move { drop(stopped.wait_for(|stop| *stop).await) };
             booked(ThreadClass::Channel, session.run(stop, || drop(seat))).await;
         });

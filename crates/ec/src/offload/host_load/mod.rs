@@ -22,12 +22,13 @@ mod proc;
 use std::time::{Duration, Instant};
 
 pub use proc::{HostCpus, HostCpusError};
+use serde::{Deserialize, Serialize};
 
 /// Shorter intervals than that are not looked at: the kernel counts CPU time in ticks of up to 10 ms.
 const LEAST_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Counters of the host, all since some time before.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Reading {
     /// Time of the host's CPUs together, whatever they did.
     pub all: Duration,

@@ -31,6 +31,8 @@ pub(super) struct Ticket {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Outcome<'a> {
     Done,
+    /// Done, and so much of a lane's time was spent on it.
+    DoneIn(Duration),
     Failed(&'a str),
     /// Nobody says.
     Abandoned,
@@ -192,9 +194,10 @@ impl<W> Admission<W> {
     /// A task's service has ended.
     pub(super) fn end(&mut self, ticket: Ticket, outcome: Outcome<'_>, now: Instant) {
         let station = &mut self.stations[ticket.place as usize];
-        let took = station.end(ticket.id, now);
+        let seen = station.end(ticket.id, now);
         match outcome {
-            Outcome::Done => {
+            Outcome::Done | Outcome::DoneIn(_) => {
+                let took = if let Outcome::DoneIn(told) = outcome { told } else { seen };
                 station.estimate.learn(ticket.bytes, took, now);
                 if ticket.is_probe {
                     station.health.probed(Ok(()), now);

@@ -236,6 +236,11 @@ impl Slot {
         self.end(Outcome::Done);
     }
 
+    /// The work is done, and the place says that it took that long: without what it waited for there.
+    pub fn done_in(mut self, took: Duration) {
+        self.end(Outcome::DoneIn(took));
+    }
+
     /// The place failed. It is left alone for a while; the work can be admitted again.
     pub fn failed(mut self, why: &str) {
         self.end(Outcome::Failed(why));

@@ -4,7 +4,7 @@ use std::sync::mpsc;
 
 use super::*;
 use crate::offload::accelerator::{self, AcceleratorOptions};
-use crate::offload::software::{self, SoftwareOptions};
+use crate::offload::software::{self, Processor, SoftwareOptions};
 
 const WORK: Work = Work { bytes: 1000, computed_shards: 32 };
 
@@ -18,7 +18,7 @@ fn device(host_rate: f64, queue: usize, batch_bytes: u64) -> Worker {
 }
 
 fn threads(threads: usize) -> Worker {
-    software::start(SoftwareOptions { threads, ..SoftwareOptions::default() }).unwrap()
+    software::start(SoftwareOptions { threads, ..SoftwareOptions::new(Processor::Dpu) }).unwrap()
 }
 
 /// Keeps a thread of the worker at work until the result is dropped or sent to.
@@ -129,7 +129,7 @@ async fn the_queue_is_bounded_and_work_that_nobody_waits_for_is_not_begun() {
 #[tokio::test]
 async fn injected_faults_fail_the_work_they_hit() {
     let faults = Faults::default();
-    let options = SoftwareOptions { faults: faults.clone(), ..SoftwareOptions::default() };
+    let options = SoftwareOptions { faults: faults.clone(), ..SoftwareOptions::new(Processor::Dpu) };
     let worker = software::start(options).unwrap();
     faults.arm("ec.offload=fail,after=1,count=1".parse().unwrap()).unwrap();
     faults.arm("ec.offload=stall,late=1ms,after=2".parse().unwrap()).unwrap();

@@ -1,12 +1,14 @@
-//! `outboard ec`: files cut into shards with parity, and put together again; no node is needed.
+//! `outboard ec`: files cut into shards with parity, and put together again, which needs no node; and where a node codes.
 
 mod bench;
 mod decode;
 mod encode;
 mod files;
+mod mode;
 
 use clap::Subcommand;
 
+use crate::cli::NodeArgs;
 use crate::failure::Result;
 
 /// What to do with shards.
@@ -15,13 +17,15 @@ pub enum EcCommand {
     Encode(encode::EncodeArgs),
     Decode(decode::DecodeArgs),
     Bench(bench::BenchArgs),
+    Mode(mode::ModeArgs),
 }
 
 /// Runs the command.
-pub fn run(command: EcCommand) -> Result<()> {
+pub fn run(command: EcCommand, node: &NodeArgs) -> Result<()> {
     match command {
         EcCommand::Encode(args) => encode::run(args),
         EcCommand::Decode(args) => decode::run(args),
         EcCommand::Bench(args) => bench::run(args),
+        EcCommand::Mode(args) => mode::run(args, node),
     }
 }

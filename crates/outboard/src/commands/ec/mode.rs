@@ -1,0 +1,44 @@
+//! `outboard ec mode`: where a node computes the parity of large writes.
+
+use clap::Args;
+
+use crate::cli::NodeArgs;
+use crate::commands::session;
+use crate::failure::{Doing, Result};
+use crate::node::report::coding_line;
+use crate::output;
+
+/// Show where a node computes the parity of large writes, or change it until the node is started again
+///
+/// MODE is latency-sensitive (the host's processor), async (the DPU), hybrid:A:B (of A + B pieces A by the host), or
+/// hybrid:auto (both, by what they turn out to cost). While the host's processor is busy it is the DPU in any case.
+#[derive(Debug, Clone, Args)]
+#[command(after_help = "Examples:\n  \
+    outboard ec mode\n  \
+    outboard ec mode hybrid:auto\n  \
+    outboard ec mode hybrid:3:1 --json")]
+pub struct ModeArgs {
+    /// The new mode [default: it stays as it is]
+    #[arg(value_name = "MODE")]
+    pub mode: Option<String>,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Runs the command.
+pub fn run(args: ModeArgs, node: &NodeArgs) -> Result<()> {
+    let mode = args.mode.clone();
+    let coding = session::run(node, crate::commands::options(), async move |client| {
+        if let Some(mode) = &mode {
+            client.set_coding_mode(mode).await.doing("changing the coding mode")?;
+        }
+        Ok(client.status().await.doing("asking where parity is computed")?.coding)
+    })?;
+    if args.json {
+        output::json(&coding);
+    } else {
+        output::line(coding_line(&coding));
+    }
+    Ok(())
+}

@@ -1,0 +1,71 @@
+//! Erasure coding in a node's processes: what is configured, and the engines beside the stores.
+
+use std::io;
+use std::sync::Arc;
+
+use base::fault::Faults;
+use ec::offload::accelerator::{self, AcceleratorOptions, Pace};
+use ec::offload::worker::Worker;
+use ec::{Code, Geometry, KernelChoice};
+use osd::{CodingConfig, CodingOffload, StripesAt};
+use store::stripes::{EngineOptions, Engines};
+
+use super::config::{self, Config, Placement};
+use super::cpus::{Cpus, Side, kept_to};
+
+/// What the core's rate is measured with, in bytes: the middle of the paper's sizes would take longer and say the same.
+const SAMPLE: usize = 8 << 20;
+
+/// The emulated accelerator, if it is configured, on the CPUs of the DPU's side. To be called before this thread keeps to
+/// others.
+pub fn accelerator(config: &Config, dpu: Cpus, faults: &Faults) -> io::Result<Option<Worker>> {
+    if config.coding.offload != config::CodingOffload::Accelerator {
+        return Ok(None);
+    }
+    let faults = faults.clone();
+    dpu.during(Side::Dpu, || {
+        let options = AcceleratorOptions { faults, ..AcceleratorOptions::new(Pace::paper(host_rate()?)) };
+        accelerator::start(options).map(Some)
+    })
+}
+
+/// At how many bytes a second a core encodes as the paper did.
+fn host_rate() -> io::Result<f64> {
+    let code =
+        Geometry::new(128, 32).and_then(|geometry| Ok(Code::new(geometry, KernelChoice::Auto.load()?)));
+    let code = code.map_err(io::Error::other)?;
+    let unit = SAMPLE / 128;
+    let data = vec![0x5a; SAMPLE];
+    let mut parity = vec![vec![1; unit]; 32];
+    Ok(accelerator::host_rate(SAMPLE as u64, || {
+        let mut outputs: Vec<&mut [u8]> = parity.iter_mut().map(Vec::as_mut_slice).collect();
+        let encoded = code.encode_stripes(unit, &data, &mut outputs, &mut vec![Vec::new(); 32]);
+        debug_assert!(encoded.is_ok(), "the sample is one stripe");
+    }))
+}
+
+/// The engines beside the stores, on the CPUs that this thread keeps to.
+pub fn engines(config: &Config, accelerator: Option<Worker>, faults: &Faults) -> io::Result<Arc<Engines>> {
+    let options =
+        EngineOptions { threads: config.coding.host_threads, cpus: kept_to()?, faults: faults.clone() };
+    Engines::start(options, accelerator).map(Arc::new)
+}
+
+/// How an osd chooses.
+pub fn osd_config(config: &Config, placement: Placement, stripes: StripesAt, faults: Faults) -> CodingConfig {
+    let coding = &config.coding;
+    let offload = match (coding.offload, placement) {
+        (config::CodingOffload::Accelerator, _) => Some(CodingOffload::Accelerator),
+        (config::CodingOffload::Dpu, Placement::Dpu) => Some(CodingOffload::Dpu),
+        (config::CodingOffload::Dpu, Placement::Host) => None,
+    };
+    CodingConfig {
+        mode: coding.mode,
+        offload,
+        threads: coding.dpu_threads,
+        queue: coding.queue,
+        cool_down: coding.cool_down.0,
+        stripes,
+        faults,
+    }
+}

@@ -1,0 +1,69 @@
+//! [`ProxyStripes`]: all targets of a store process at once, for data that goes to several of them.
+
+use std::sync::Arc;
+
+use base::BoxFuture;
+use store::StoreError;
+use store::stripes::{Coded, HostReading, StripeError, StripeStores, StripeWrite};
+
+use crate::link::Kind;
+use crate::proxy_store::{answer_of, deadline, retrying, start, unexpected};
+use crate::session::Handle;
+use crate::wire::{Answer, Call};
+
+/// Most bytes of a call: their checksums fit into an entry of the ring.
+const MAX_BYTES: usize = 8 << 20;
+
+/// The targets of a store process together, seen from the DPU. If the store restarts, calls fail with
+/// [`StoreError::Disconnected`].
+pub struct ProxyStripes {
+    handle: Arc<Handle>,
+}
+
+impl ProxyStripes {
+    pub(crate) fn new(handle: Arc<Handle>) -> ProxyStripes {
+        ProxyStripes { handle }
+    }
+}
+
+impl StripeStores for ProxyStripes {
+    fn max_bytes(&self) -> usize {
+        let options = &self.handle.shared.options;
+        let window = options.memory.layout.data_len as usize;
+        let largest = MAX_BYTES.min(options.largest_request).min(window);
+        1 << largest.max(1).ilog2()
+    }
+
+    fn stage_stripes(
+        &self,
+        write: StripeWrite,
+        coded: Option<Coded>,
+    ) -> BoxFuture<'static, Result<(), StripeError>> {
+        let targets = self.handle.shared.targets();
+        let answers = start(&self.handle, 0, move |link, _, answer_to| {
+            link.stage_stripes(&targets, write, answer_to, coded);
+        });
+        Box::pin(async move {
+            match answer_of(answers).await.map_err(StoreError::from)?.answer {
+                Answer::Done => Ok(()),
+                Answer::NotCoded(why) => Err(StripeError::Coding(why)),
+                Answer::PartFailed(number, e) => Err(StripeError::Part(number.into(), e)),
+                _ => Err(unexpected().into()),
+            }
+        })
+    }
+
+    fn host_reading(&self) -> BoxFuture<'static, store::Result<HostReading>> {
+        let ask = |handle: &Handle| {
+            start(handle, 0, |link, target, to| link.call(target, Call::HostReading, Kind::Plain, to))
+        };
+        let (handle, first) = (Arc::clone(&self.handle), ask(&self.handle));
+        Box::pin(async move {
+            let again = || ask(&handle);
+            match retrying(&handle, deadline(&handle), first, again).await?.answer {
+                Answer::HostReading(reading) => Ok(reading),
+                _ => Err(unexpected()),
+            }
+        })
+    }
+}

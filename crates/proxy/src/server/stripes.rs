@@ -1,0 +1,144 @@
+//! Calls that concern several stores of the session: stripes.
+
+use std::time::Duration;
+
+use base::block::{BLOCK, Payload};
+use base::pool::{Lease, Released};
+use bytes::Bytes;
+use futures::future::join_all;
+use store::stripes::{
+    Coded, Engines, Parity, Part, ShardBuf, ShardBytes, StripeError, check_shape, write_parts,
+};
+use store::{StageId, StoreError};
+use tokio::sync::oneshot;
+
+use super::Target;
+use super::calls::{Done, Request, Running, claim};
+use crate::wire::{Answer, Call, NO_REPLY, Outcome, ParityFrom, Place, Stripes, unpack_checksums};
+
+/// Shards in host memory, or in a frame, ready to be written.
+struct Shards {
+    data: Vec<Payload>,
+    parity: Parity,
+    /// For parity that is computed.
+    buffers: Vec<ShardBuf>,
+    /// Resolve when the stores have let go of host memory.
+    released: Vec<Released>,
+}
+
+/// Makes the call. Returns what becomes of it, and before that the notice that parity was computed.
+pub(super) fn make(
+    targets: &[Target],
+    engines: &Engines,
+    lease: Option<&Lease>,
+    request: Request,
+) -> [Running; 2] {
+    let (coded, is_coded) = oneshot::channel();
+    let Request { header, came, via, call, .. } = request;
+    let started = call.and_then(|(call, _, data)| match call {
+        Call::StageStripes { stripes, place } => start(targets, engines, lease, stripes, place, data, coded),
+        _ => Err(StoreError::InvalidArgument("no stripes".into())),
+    });
+    let done = Box::pin(async move {
+        let outcome = match started {
+            Ok((writing, released)) => {
+                let written = writing.await;
+                join_all(released.into_iter().map(Released::wait)).await;
+                answer(written)
+            }
+            Err(e) => Err(e),
+        };
+        Done { header, came, via, outcome, data: Vec::new(), is_first: false }
+    });
+    let notice = Box::pin(async move {
+        let took: Result<Option<Duration>, _> = is_coded.await;
+        // Nothing is said if nothing was computed.
+        let header = if took.is_ok() { header } else { channel::Header { id: NO_REPLY, ..header } };
+        let took = took.ok().flatten().map(|took| u64::try_from(took.as_nanos()).unwrap_or(u64::MAX));
+        Done { header, came, via, outcome: Ok(Answer::Coded(took)), data: Vec::new(), is_first: true }
+    });
+    [notice, done]
+}
+
+fn answer(written: Result<(), StripeError>) -> Outcome {
+    match written {
+        Ok(()) => Ok(Answer::Done),
+        Err(StripeError::Coding(why)) => Ok(Answer::NotCoded(why)),
+        Err(StripeError::Part(number, e)) => Ok(Answer::PartFailed(number as u16, e)),
+        Err(StripeError::Store(e)) => Err(e),
+    }
+}
+
+type Writing = base::BoxFuture<'static, Result<(), StripeError>>;
+
+fn start(
+    targets: &[Target],
+    engines: &Engines,
+    lease: Option<&Lease>,
+    stripes: Stripes,
+    place: Place,
+    data: Bytes,
+    coded: Coded,
+) -> store::Result<(Writing, Vec<Released>)> {
+    let find = |part: &Option<(u16, u64)>| {
+        let Some((target, stage)) = *part else { return Ok(None) };
+        let gone = StoreError::NoSuchStage(stage);
+        let target = targets.get(usize::from(target)).ok_or(gone)?;
+        Ok(Some((std::sync::Arc::clone(&target.store), StageId(stage))))
+    };
+    check_shape(stripes.len, stripes.data.into(), stripes.parts.len(), stripes.offset)?;
+    let parts: Vec<Option<Part>> = stripes.parts.iter().map(find).collect::<store::Result<_>>()?;
+    let Shards { data, parity, buffers, released } = shards(&stripes, lease, place, data)?;
+    let coded = matches!(parity, Parity::By(_)).then_some(coded);
+    Ok((write_parts(engines, parts, stripes.offset, data, parity, buffers, coded), released))
+}
+
+fn shards(stripes: &Stripes, lease: Option<&Lease>, place: Place, inline: Bytes) -> store::Result<Shards> {
+    let len = stripes.len as usize;
+    let (k, m) = (usize::from(stripes.data), stripes.parts.len() - usize::from(stripes.data));
+    let sent = stripes.sent();
+    let computed = if matches!(stripes.parity, ParityFrom::By(_)) { m } else { 0 };
+    let mut released = Vec::new();
+    let wrong = |what: String| StoreError::InvalidArgument(format!("stripes of {k}+{m} shards: {what}"));
+    let too_long = || wrong(format!("{len} bytes each are more than any memory"));
+    let sent_len = len.checked_mul(sent).ok_or_else(too_long)?;
+    let (payload, buffers) = match place {
+        Place::Inline if inline.len() == sent_len => {
+            (inline, (0..computed).map(|_| ShardBuf::heap(len)).collect())
+        }
+        Place::Inline => return Err(wrong(format!("{} bytes came, not {sent_len}", inline.len()))),
+        Place::Range { offset, len: room } => {
+            let all = len.checked_mul(sent + computed).ok_or_else(too_long)?;
+            if room < all as u64 {
+                return Err(wrong(format!("{all} bytes in a range of {room}")));
+            }
+            let mut take = |at: usize, len: usize| {
+                let (buffer, free) = claim(lease, offset + at as u64, len as u64)?;
+                released.push(free);
+                Ok::<_, StoreError>(buffer)
+            };
+            let payload = take(0, sent_len)?.freeze();
+            let buffer = |row: usize| Ok(ShardBuf::Arena(take(sent_len + row * len, len)?));
+            (payload, (0..computed).map(buffer).collect::<store::Result<_>>()?)
+        }
+    };
+    let checksums = unpack_checksums(&stripes.checksums)?;
+    let blocks = len / BLOCK as usize;
+    if checksums.len() != blocks * sent {
+        return Err(wrong(format!("{} checksums for {} blocks", checksums.len(), blocks * sent)));
+    }
+    let shard = |number: usize| {
+        let bytes = payload.slice(number * len..(number + 1) * len);
+        let sums = checksums[number * blocks..(number + 1) * blocks].to_vec();
+        Payload::from_parts(0, bytes, sums).map_err(|e| wrong(e.to_string()))
+    };
+    let mut data = (0..sent).map(shard).collect::<store::Result<Vec<Payload>>>()?;
+    let rest = data.split_off(k);
+    let parity = match stripes.parity {
+        ParityFrom::Payload => Parity::Here(rest.into_iter().map(ShardBytes::from).collect()),
+        ParityFrom::Copies if k == 1 => Parity::Copies,
+        ParityFrom::Copies => return Err(wrong("copies of several shards".into())),
+        ParityFrom::By(coder) => Parity::By(coder),
+    };
+    Ok(Shards { data, parity, buffers, released })
+}

@@ -1,0 +1,151 @@
+//! What computes parity beside the stores.
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use base::block::Payload;
+use base::fault::Faults;
+use base::process::ProcessUsage;
+use base::thread::ThreadClass;
+use bytes::Bytes;
+use ec::offload::host_load::HostCpus;
+use ec::offload::software::{self, Processor, SoftwareOptions};
+use ec::offload::worker::{Work, Worker, WorkerStats};
+use ec::{Code, Geometry, KernelChoice};
+
+use super::{Coder, HostReading, ShardBuf, StripeError};
+use crate::StoreError;
+
+/// What engines there are to be.
+#[derive(Debug, Clone)]
+pub struct EngineOptions {
+    /// Threads of the host's processor, at least 1.
+    pub threads: usize,
+    /// CPUs that are the host's; none for all of them.
+    pub cpus: Vec<usize>,
+    /// What is to go wrong on the host's processor.
+    pub faults: Faults,
+}
+
+impl Default for EngineOptions {
+    /// One thread, of all CPUs.
+    fn default() -> EngineOptions {
+        EngineOptions { threads: 1, cpus: Vec::new(), faults: Faults::default() }
+    }
+}
+
+/// Engines, and what they know of codes. May be used from any thread.
+#[derive(Debug)]
+pub struct Engines {
+    host: Worker,
+    accelerator: Option<Worker>,
+    cpus: Vec<usize>,
+    codes: Mutex<HashMap<Geometry, Code>>,
+}
+
+/// Parity, and how long it took if that is known.
+pub(super) type Encoded = (Vec<Payload>, Option<Duration>);
+
+impl Engines {
+    /// Starts the host's threads, on the CPUs that the caller may use, beside an accelerator if there is one
+    /// ([`ec::offload::accelerator`]).
+    ///
+    /// # Errors
+    /// If the system has no room for another thread.
+    pub fn start(options: EngineOptions, accelerator: Option<Worker>) -> io::Result<Engines> {
+        let EngineOptions { threads, cpus, faults } = options;
+        let host = SoftwareOptions { threads, faults, ..SoftwareOptions::new(Processor::Host) };
+        Ok(Engines { host: software::start(host)?, accelerator, cpus, codes: Mutex::default() })
+    }
+
+    /// What they have done.
+    #[must_use]
+    pub fn stats(&self) -> Vec<WorkerStats> {
+        std::iter::once(&self.host).chain(&self.accelerator).map(Worker::stats).collect()
+    }
+
+    /// Computes the parity of shards into these buffers.
+    pub(super) fn encode(
+        &self,
+        coder: Coder,
+        data: Vec<Bytes>,
+        parity: Vec<ShardBuf>,
+    ) -> impl Future<Output = Result<Encoded, StripeError>> + Send + use<> {
+        let begun = self.begin(coder, data, parity);
+        async move {
+            let (encoded, took) = begun?.await.map_err(|e| StripeError::Coding(e.to_string()))?;
+            Ok((encoded?, took.filter(|_| coder == Coder::Host)))
+        }
+    }
+
+    fn begin(
+        &self,
+        coder: Coder,
+        data: Vec<Bytes>,
+        parity: Vec<ShardBuf>,
+    ) -> Result<
+        impl Future<Output = Result<Computed, ec::offload::worker::WorkerError>> + Send + use<>,
+        StripeError,
+    > {
+        let none = || StripeError::Coding("this store has no coding accelerator: configure one".into());
+        let worker = match coder {
+            Coder::Host => &self.host,
+            Coder::Accelerator => self.accelerator.as_ref().ok_or_else(none)?,
+        };
+        let code = self.code(data.len(), parity.len())?;
+        let bytes = data.iter().map(|shard| shard.len() as u64).sum();
+        let work = Work { bytes, computed_shards: parity.len() as u32 };
+        Ok(worker.submit(work, move || {
+            let started = Instant::now();
+            (encode(&code, &data, parity), Some(started.elapsed()))
+        }))
+    }
+
+    fn code(&self, k: usize, m: usize) -> Result<Code, StripeError> {
+        let invalid = |e: ec::EcError| StripeError::Store(StoreError::InvalidArgument(e.to_string()));
+        let geometry = Geometry::new(k, m).map_err(invalid)?;
+        let mut codes = self.codes.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(code) = codes.get(&geometry) {
+            return Ok(code.clone());
+        }
+        let code = Code::new(geometry, KernelChoice::Auto.load().map_err(invalid)?);
+        codes.insert(geometry, code.clone());
+        Ok(code)
+    }
+
+    /// How busy the host's processor is, apart from what these engines and emulated devices of this process do.
+    ///
+    /// # Errors
+    /// [`StoreError::Io`] if the kernel does not say.
+    pub fn host_reading(&self) -> crate::Result<HostReading> {
+        let io = |e: String| StoreError::Io(e);
+        let used = ProcessUsage::read(std::process::id()).map_err(|e| io(e.to_string()))?;
+        let of = |class: ThreadClass| {
+            let usage = used.by_class.get(class.prefix()).copied().unwrap_or_default();
+            Duration::from_secs_f64(usage.cpu_seconds)
+        };
+        // Emulated devices have CPUs of their own, unless all CPUs are everybody's.
+        let devices = if self.cpus.is_empty() { of(ThreadClass::CodingDevice) } else { Duration::ZERO };
+        let mut counters = HostCpus::new(self.cpus.clone(), || devices, || of(ThreadClass::HostCoding));
+        let reading = counters.read().map_err(|e| io(e.to_string()))?;
+        Ok(HostReading { reading, cpus: self.cpus.clone() })
+    }
+}
+
+type Computed = (Result<Vec<Payload>, StripeError>, Option<Duration>);
+
+fn encode(code: &Code, data: &[Bytes], mut parity: Vec<ShardBuf>) -> Result<Vec<Payload>, StripeError> {
+    let sources: Vec<&[u8]> = data.iter().map(|shard| &shard[..]).collect();
+    let mut outputs: Vec<&mut [u8]> = parity.iter_mut().map(|buffer| &mut buffer[..]).collect();
+    let mut checksums = vec![Vec::new(); outputs.len()];
+    let invalid = |e: String| StripeError::Store(StoreError::InvalidArgument(e));
+    code.encode_shards(&sources, &mut outputs, &mut checksums).map_err(|e| invalid(e.to_string()))?;
+    let shards = parity.into_iter().zip(checksums);
+    shards
+        .map(|(buffer, sums)| {
+            Payload::from_parts(0, buffer.freeze(), sums).map_err(|e| invalid(e.to_string()))
+        })
+        .collect()
+}

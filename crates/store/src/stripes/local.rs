@@ -1,0 +1,124 @@
+//! Stores in this process.
+
+use std::sync::Arc;
+
+use base::BoxFuture;
+use base::block::Payload;
+use bytes::Bytes;
+use futures::future::join_all;
+
+use super::{
+    Coded, Engines, HostReading, Parity, Part, ShardBuf, ShardBytes, StripeError, StripeStores, StripeWrite,
+};
+use crate::{ObjectStore, StoreError};
+
+/// Most bytes of a call; nothing here depends on it.
+const MAX_BYTES: usize = 64 << 20;
+
+/// Stores in this process that take stripes.
+pub struct LocalStripes {
+    stores: Vec<(u128, Arc<dyn ObjectStore>)>,
+    engines: Arc<Engines>,
+}
+
+impl LocalStripes {
+    /// These stores, by UUID.
+    #[must_use]
+    pub fn new(stores: Vec<(u128, Arc<dyn ObjectStore>)>, engines: Arc<Engines>) -> LocalStripes {
+        LocalStripes { stores, engines }
+    }
+
+    fn start(
+        &self,
+        write: StripeWrite,
+        coded: Option<Coded>,
+    ) -> Result<BoxFuture<'static, Result<(), StripeError>>, StripeError> {
+        write.check()?;
+        let parts = self.parts(&write)?;
+        let (len, m) = (write.shard_len(), write.parity_count());
+        let buffers = match write.parity {
+            Parity::By(_) => (0..m).map(|_| ShardBuf::heap(len)).collect(),
+            Parity::Here(_) | Parity::Copies => Vec::new(),
+        };
+        let data = write.data.into_iter().map(ShardBytes::into_payload).collect::<Result<_, _>>()?;
+        Ok(write_parts(&self.engines, parts, write.offset, data, write.parity, buffers, coded))
+    }
+
+    fn parts(&self, write: &StripeWrite) -> Result<Vec<Option<Part>>, StripeError> {
+        let find = |part: &Option<(u128, crate::StageId)>| {
+            let Some((uuid, stage)) = part else { return Ok(None) };
+            let found = self.stores.iter().find(|(known, _)| known == uuid);
+            let (_, store) = found.ok_or(StoreError::NoSuchStage(stage.0))?;
+            Ok(Some((Arc::clone(store), *stage)))
+        };
+        write.parts.iter().map(find).collect()
+    }
+}
+
+impl StripeStores for LocalStripes {
+    fn max_bytes(&self) -> usize {
+        MAX_BYTES
+    }
+
+    fn stage_stripes(
+        &self,
+        write: StripeWrite,
+        coded: Option<Coded>,
+    ) -> BoxFuture<'static, Result<(), StripeError>> {
+        self.start(write, coded).unwrap_or_else(|e| Box::pin(std::future::ready(Err(e))))
+    }
+
+    fn host_reading(&self) -> BoxFuture<'static, crate::Result<HostReading>> {
+        Box::pin(std::future::ready(self.engines.host_reading()))
+    }
+}
+
+/// Writes shards that are each in one piece. Parity that is to be computed is computed into `buffers`, which are otherwise
+/// not used.
+pub fn write_parts(
+    engines: &Engines,
+    parts: Vec<Option<Part>>,
+    offset: u64,
+    mut data: Vec<Payload>,
+    parity: Parity,
+    buffers: Vec<ShardBuf>,
+    coded: Option<Coded>,
+) -> BoxFuture<'static, Result<(), StripeError>> {
+    let coder = match parity {
+        Parity::By(coder) if !buffers.is_empty() => coder,
+        Parity::By(_) => return Box::pin(write_all(parts, offset, data)),
+        Parity::Copies => {
+            let shard = data[0].clone();
+            data.resize(parts.len(), shard);
+            return Box::pin(write_all(parts, offset, data));
+        }
+        Parity::Here(parity) => {
+            let parity = parity.into_iter().map(ShardBytes::into_payload).collect::<Result<Vec<_>, _>>();
+            return Box::pin(async move {
+                data.extend(parity?);
+                write_all(parts, offset, data).await
+            });
+        }
+    };
+    let shards: Vec<Bytes> = data.iter().map(|shard| shard.data().clone()).collect();
+    let encoding = engines.encode(coder, shards, buffers);
+    Box::pin(async move {
+        let (parity, took) = encoding.await?;
+        if let Some(coded) = coded {
+            // If nobody wants to know, all the better.
+            let _ = coded.send(took);
+        }
+        data.extend(parity);
+        write_all(parts, offset, data).await
+    })
+}
+
+/// Writes all of them, and says which one failed.
+async fn write_all(parts: Vec<Option<Part>>, offset: u64, shards: Vec<Payload>) -> Result<(), StripeError> {
+    let writes = parts.into_iter().zip(shards).enumerate().filter_map(|(number, (part, shard))| {
+        let (store, stage) = part?;
+        let writing = store.stage_write(stage, offset, shard);
+        Some(async move { writing.await.map_err(|e| StripeError::Part(number, e)) })
+    });
+    join_all(writes).await.into_iter().collect()
+}
