@@ -2,10 +2,10 @@
 
 CARGO ?= cargo
 
-.PHONY: help demo test test-rdma lint bench report build doc fuzz deny setup setup-demo setup-report clean
+.PHONY: help demo test test-rdma lint bench bench-redundancy report build doc fuzz deny setup setup-demo setup-report clean
 
 help: ## List the targets
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: ## Install what building and testing need (a C linker, Rust)
 	@scripts/setup build
@@ -36,6 +36,10 @@ lint: setup ## Formatting and clippy, warnings are errors
 bench: setup-demo ## Measure a node against fio on the same drive, with ratios
 	$(CARGO) build --release --locked --bin outboard --bin outboard-bench
 	@$(CARGO) run -q --release --locked --bin outboard-bench
+
+bench-redundancy: setup-demo ## Measure pools with redundancy, rebuilds and coding (PARTS="pools rebuild"): report/redundancy
+	$(CARGO) build --release --locked --bin outboard --bin outboard-redundancy
+	@$(CARGO) run -q --release --locked --bin outboard-redundancy -- $(PARTS)
 
 # A Ceph is good to have, not needed: without it the report leaves it out and says so. CEPH=0 does not even ask for it.
 setup-report: setup-demo

@@ -63,6 +63,16 @@ impl FioFile {
         Ok(job.read.bw_bytes / 1e6)
     }
 
+    /// Throughput of random O_DIRECT reads and writes of `bs` at a queue depth, both together, in 10^6 bytes per second.
+    ///
+    /// # Errors
+    /// If fio fails.
+    pub fn mixed_mb_per_s(&self, bs: &str, depth: u32, read_percent: u32, seconds: u32) -> Result<f64> {
+        let mix = format!("--rwmixread={read_percent}");
+        let job = self.timed("randrw", bs, depth, seconds, &[&mix])?;
+        Ok((job.read.bw_bytes + job.write.bw_bytes) / 1e6)
+    }
+
     /// Rate of 4 KiB random O_DIRECT writes, each followed by fdatasync, one at a time.
     ///
     /// # Errors

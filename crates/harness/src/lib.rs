@@ -1,6 +1,6 @@
 //! What the demo, the benchmark and the report share: a node driven through the `outboard` program, as a user would, the ceilings of the
 //! machine (drive, loopback TCP, memory) to compare it with, and the tables they print. `evaluation` is the
-//! report itself.
+//! report itself, `redundancy` the measurements of pools that survive the loss of targets.
 //!
 //! Nothing of the project is linked here: what these programs show is what the command line does.
 
@@ -9,6 +9,7 @@
 pub mod ceiling;
 pub mod evaluation;
 pub mod node;
+pub mod redundancy;
 pub mod report;
 pub mod tree;
 

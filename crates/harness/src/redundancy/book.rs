@@ -1,0 +1,176 @@
+//! Figures by what was measured and round, what to hold them against, and how they are shown and kept.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde::Serialize;
+
+use super::settings::Settings;
+use crate::Result;
+use crate::evaluation::environment::Environment;
+use crate::evaluation::stats::{Estimate, Rounds, estimate, ratio};
+use crate::report::{Table, say};
+
+/// All figures of a part.
+#[derive(Debug, Default, Serialize)]
+pub struct Book {
+    /// By what was measured, and which of its figures.
+    series: BTreeMap<String, BTreeMap<String, Rounds>>,
+    /// What the part is judged by.
+    bars: Vec<Bar>,
+    /// What did not go as it should, and which samples are missing for it.
+    problems: Vec<String>,
+}
+
+/// A figure that is held against a threshold.
+#[derive(Debug, Serialize)]
+pub struct Bar {
+    name: String,
+    value: Option<Estimate>,
+    bound: Bound,
+    met: Option<bool>,
+}
+
+/// A threshold.
+#[derive(Debug, Clone, Copy, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Bound {
+    /// No less.
+    AtLeast(f64),
+    /// No more.
+    AtMost(f64),
+}
+
+/// What is written to a part's file. Fields stay, new ones may come.
+#[derive(Serialize)]
+struct Document<'a> {
+    part: &'a str,
+    environment: Environment,
+    rounds: u32,
+    seconds_per_run: u32,
+    #[serde(flatten)]
+    book: &'a Book,
+}
+
+impl Book {
+    /// Takes a figure down.
+    pub fn note(&mut self, what: &str, figure: &str, round: u32, value: f64) {
+        let figures = self.series.entry(what.to_owned()).or_default();
+        figures.entry(figure.to_owned()).or_default().insert(round, value);
+    }
+
+    /// Takes down what did not go as it should.
+    pub fn problem(&mut self, what: String) {
+        say(format!("  problem: {what}"));
+        self.problems.push(what);
+    }
+
+    /// A figure in every round that has it.
+    #[must_use]
+    pub fn rounds(&self, what: &str, figure: &str) -> Rounds {
+        self.series.get(what).and_then(|figures| figures.get(figure)).cloned().unwrap_or_default()
+    }
+
+    /// A figure of one thing over that of another, round by round.
+    #[must_use]
+    pub fn ratio(&self, figure: &str, of: &str, to: &str) -> Rounds {
+        ratio(&self.rounds(of, figure), &self.rounds(to, figure))
+    }
+
+    /// Holds a figure against a threshold.
+    pub fn judge(&mut self, name: &str, value: &Rounds, bound: Bound) {
+        let value = estimate(value.values().copied());
+        let met = value.map(|v| match bound {
+            Bound::AtLeast(least) => v.median >= least,
+            Bound::AtMost(most) => v.median <= most,
+        });
+        self.bars.push(Bar { name: name.to_owned(), value, bound, met });
+    }
+
+    /// Prints what was judged, and the problems.
+    pub fn print_bars(&self) {
+        if !self.bars.is_empty() {
+            let mut table = Table::new(&["bar", "median", "spread", "threshold", "verdict"]);
+            self.bars.iter().for_each(|bar| table.row(&bar.cells()));
+            say("");
+            table.print();
+        }
+        self.problems.iter().for_each(|what| say(format!("problem: {what}")));
+    }
+
+    /// Writes everything to `PART.json`.
+    ///
+    /// # Errors
+    /// If that cannot be written.
+    pub fn write(&self, part: &str, settings: &Settings) -> Result<()> {
+        std::fs::create_dir_all(&settings.out)?;
+        let environment = Environment::here(Path::new(settings.work.parent().unwrap_or(Path::new("."))));
+        let (rounds, seconds_per_run) = (settings.rounds, settings.seconds);
+        let document = Document { part, environment, rounds, seconds_per_run, book: self };
+        let path = settings.out.join(format!("{part}.json"));
+        std::fs::write(&path, serde_json::to_vec_pretty(&document)?)?;
+        say(format!("  {}", path.display()));
+        Ok(())
+    }
+}
+
+impl Bar {
+    fn cells(&self) -> [String; 5] {
+        let threshold = match self.bound {
+            Bound::AtLeast(least) => format!(">= {least}"),
+            Bound::AtMost(most) => format!("<= {most}"),
+        };
+        let verdict = match self.met {
+            Some(true) => "pass",
+            Some(false) => "FAIL",
+            None => "not measured",
+        };
+        let median = self.value.map_or_else(|| "-".to_owned(), |v| short(v.median));
+        let spread = self.value.map_or_else(String::new, |v| format!("{}..{}", short(v.low), short(v.high)));
+        [self.name.clone(), median, spread, threshold, verdict.to_owned()]
+    }
+}
+
+/// The median of some rounds and how far they spread; a dash for none.
+#[must_use]
+pub fn cell(rounds: &Rounds) -> String {
+    match estimate(rounds.values().copied()) {
+        None => "-".to_owned(),
+        Some(e) if e.n == 1 => short(e.median),
+        Some(e) => format!("{} ({}..{})", short(e.median), short(e.low), short(e.high)),
+    }
+}
+
+/// Three digits or so.
+#[must_use]
+pub fn short(value: f64) -> String {
+    match value.abs() {
+        size if size >= 99.5 => format!("{value:.0}"),
+        size if size >= 9.95 => format!("{value:.1}"),
+        _ => format!("{value:.2}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cell_has_the_median_and_what_it_lies_between() {
+        let rounds = |values: &[f64]| (1..).zip(values.iter().copied()).collect();
+        assert_eq!(cell(&Rounds::new()), "-");
+        assert_eq!(cell(&rounds(&[12.34])), "12.3");
+        assert_eq!(cell(&rounds(&[1.0, 234.0, 0.5])), "1.00 (0.50..234)");
+    }
+
+    #[test]
+    fn what_was_not_measured_is_not_judged() {
+        let mut book = Book::default();
+        book.note("a", "mb_per_s", 1, 4.0);
+        book.note("b", "mb_per_s", 1, 2.0);
+        book.judge("twice", &book.ratio("mb_per_s", "a", "b"), Bound::AtLeast(2.0));
+        book.judge("less", &book.ratio("mb_per_s", "a", "b"), Bound::AtMost(1.0));
+        book.judge("nothing", &book.ratio("mb_per_s", "a", "c"), Bound::AtLeast(0.0));
+        assert_eq!(book.bars.iter().map(|b| b.met).collect::<Vec<_>>(), [Some(true), Some(false), None]);
+    }
+}

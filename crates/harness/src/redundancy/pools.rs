@@ -1,0 +1,236 @@
+//! Part `pools`: what redundancy costs. The same writes and reads on pools without it, with two copies, and with 4+2 shards, in both
+//! placements; and reads of 4+2 while one target is out and nothing is left to rebuild its shards on.
+
+use std::path::Path;
+
+use super::book::{Book, cell};
+use super::settings::Settings;
+use super::watch::{State, wait_until, wait_until_whole};
+use crate::Result;
+use crate::ceiling::FioFile;
+use crate::evaluation::order::turns;
+use crate::evaluation::stats::Rounds;
+use crate::node::{Node, Placement, Workload};
+use crate::report::{Table, say};
+
+/// Targets of the node: one more than 4+2 has shards.
+pub const TARGETS: u32 = 7;
+/// Where requests are handled.
+const PLACEMENTS: [Placement; 2] = [Placement::Dpu, Placement::Host];
+/// Pools: how they are made, and bytes on the drive for each byte of an object.
+const POOLS: [(&str, f64); 3] = [("single", 1.0), ("mirror:2", 2.0), ("ec:4+2", 1.5)];
+/// Object sizes, as the command line, bytes, and fio have them.
+const SIZES: [(&str, u64, &str); 2] = [("4MiB", 4 << 20, "4m"), ("1MiB", 1 << 20, "1m")];
+const MODES: [&str; 2] = ["write", "read"];
+
+/// One kind of run.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Case {
+    placement: Placement,
+    pool: (&'static str, f64),
+    size: (&'static str, u64, &'static str),
+    mode: &'static str,
+    degraded: bool,
+}
+
+impl Case {
+    fn name(&self) -> String {
+        let degraded = if self.degraded { ", one target out" } else { "" };
+        format!("{}{degraded}, {}", self.name_without_placement(), self.placement.name())
+    }
+
+    fn name_without_placement(&self) -> String {
+        format!("{} {} {}", self.pool.0, self.size.0, self.mode)
+    }
+
+    fn drive_name(&self) -> String {
+        format!("fio {} {}", self.size.0, self.mode)
+    }
+}
+
+/// All cases of a placement, without or with one target out.
+fn cases(placement: Placement, degraded: bool) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (pool, size, mode) in
+        POOLS.iter().flat_map(|p| SIZES.iter().flat_map(move |s| MODES.iter().map(move |m| (*p, *s, *m))))
+    {
+        if !degraded || (pool.0.starts_with("ec") && mode == "read") {
+            cases.push(Case { placement, pool, size, mode, degraded });
+        }
+    }
+    cases
+}
+
+/// Name of a pool on the node.
+fn pool_name(pool: &str) -> &str {
+    pool.split(':').next().unwrap_or(pool)
+}
+
+/// Measures, and prints what was found.
+///
+/// # Errors
+/// If the node or fio fails.
+pub fn measure(settings: &Settings, dir: &Path) -> Result<Book> {
+    say(format!(
+        "\npools: {TARGETS} targets, 16 in flight, {} round(s) of {} s a run",
+        settings.rounds, settings.seconds
+    ));
+    let fio = FioFile::create(dir, settings.fio_mib())?;
+    let node = Node::new(&dir.join("pools"))?;
+    node.up_quietly(Placement::Dpu, TARGETS, settings.target_size())?;
+    for (redundancy, _) in POOLS {
+        node.run_quietly(&["pool", "create", pool_name(redundancy), "--redundancy", redundancy])?;
+        for (name, bytes, _) in SIZES {
+            populate(&node, pool_name(redundancy), name, settings.set_bytes() / bytes)?;
+        }
+    }
+    let mut book = Book::default();
+    for round in 1..=settings.rounds {
+        say(format!("  round {round} of {}", settings.rounds));
+        ceilings(&fio, settings, round, &mut book)?;
+        for placement in turns(&PLACEMENTS, round as usize) {
+            node.down()?;
+            node.up_quietly(placement, TARGETS, settings.target_size())?;
+            wait_until_whole(&node)?;
+            one_placement(&node, placement, settings, round, &mut book)?;
+        }
+    }
+    PLACEMENTS.into_iter().for_each(|placement| print(&book, placement));
+    Ok(book)
+}
+
+/// Writes the objects that a run reads or overwrites.
+///
+/// # Errors
+/// If the node fails.
+pub fn populate(node: &Node, pool: &str, size: &str, objects: u64) -> Result<()> {
+    let workload = Workload { mode: "read", object_size: size, in_flight: 8, seconds: 1 };
+    node.bench_with(pool, workload, &["--objects", &objects.to_string()]).map(drop)
+}
+
+fn ceilings(fio: &FioFile, settings: &Settings, round: u32, book: &mut Book) -> Result<()> {
+    let seconds = settings.seconds.min(2);
+    for (name, _, bs) in SIZES {
+        let (mut write, mut read) = (0.0_f64, 0.0_f64);
+        for depth in [1, 16] {
+            write = write.max(fio.write_mb_per_s(bs, depth, seconds)?);
+            read = read.max(fio.read_mb_per_s(bs, depth, seconds)?);
+        }
+        book.note(&format!("fio {name} write"), "mb_per_s", round, write);
+        book.note(&format!("fio {name} read"), "mb_per_s", round, read);
+    }
+    Ok(())
+}
+
+fn one_placement(
+    node: &Node,
+    placement: Placement,
+    settings: &Settings,
+    round: u32,
+    book: &mut Book,
+) -> Result<()> {
+    for case in turns(&cases(placement, false), round as usize) {
+        run(node, case, settings, round, book)?;
+    }
+    // The shards of the first go to those that are left; so for those of the second there is no room.
+    let last = (TARGETS - 2..TARGETS).map(|id| id.to_string()).collect::<Vec<_>>();
+    node.run_quietly(&["target", "out", &last[0]])?;
+    wait_until_whole(node)?;
+    node.run_quietly(&["target", "out", &last[1]])?;
+    wait_until(node, std::time::Duration::from_secs(60), "degraded", State::is_degraded_and_idle)?;
+    for case in turns(&cases(placement, true), round as usize) {
+        run(node, case, settings, round, book)?;
+    }
+    for id in last.iter().rev() {
+        node.run_quietly(&["target", "in", id])?;
+        wait_until_whole(node)?;
+    }
+    Ok(())
+}
+
+fn run(node: &Node, case: Case, settings: &Settings, round: u32, book: &mut Book) -> Result<()> {
+    let workload =
+        Workload { mode: case.mode, object_size: case.size.0, in_flight: 16, seconds: settings.seconds };
+    let objects = (settings.set_bytes() / case.size.1).to_string();
+    let found = node.bench_with(pool_name(case.pool.0), workload, &["--objects", &objects])?;
+    let name = case.name();
+    let mb = case.size.1 as f64 / 1e6;
+    book.note(&name, "mb_per_s", round, found.mb_per_s);
+    book.note(&name, "drive_mb_per_s", round, found.mb_per_s * case.on_drive());
+    book.note(&name, "host_cpu_us_per_mb", round, found.host_cpu_us_per_op / mb);
+    book.note(&name, "all_cpu_us_per_mb", round, found.node_cpu_us_per_op / mb);
+    book.note(&name, "latency_us_p99", round, found.latency_us.p99);
+    if found.errors > 0 {
+        book.problem(format!("{name}: {} operations failed", found.errors));
+    }
+    Ok(())
+}
+
+impl Case {
+    /// Bytes that go to the drive or come from it for each byte of an object.
+    fn on_drive(&self) -> f64 {
+        if self.mode == "write" { self.pool.1 } else { 1.0 }
+    }
+}
+
+fn print(book: &Book, placement: Placement) {
+    let head = [
+        &format!("{}, 16 in flight", placement.name()),
+        "MB/s of objects",
+        "/ single",
+        "MB/s of the drive / fio",
+        "host CPU, µs/MB",
+        "all CPU, µs/MB",
+    ];
+    let mut table = Table::new(&head);
+    for case in [cases(placement, false), cases(placement, true)].concat() {
+        let name = case.name();
+        let single = Case { pool: POOLS[0], degraded: false, ..case }.name();
+        let degraded = if case.degraded { ", one target out" } else { "" };
+        let drive = crate::evaluation::stats::ratio(
+            &book.rounds(&name, "drive_mb_per_s"),
+            &book.rounds(&case.drive_name(), "mb_per_s"),
+        );
+        let figure = |figure: &str| -> Rounds { book.rounds(&name, figure) };
+        table.row(&[
+            format!("{}{degraded}", case.name_without_placement()),
+            cell(&figure("mb_per_s")),
+            cell(&book.ratio("mb_per_s", &name, &single)),
+            cell(&drive),
+            cell(&figure("host_cpu_us_per_mb")),
+            cell(&figure("all_cpu_us_per_mb")),
+        ]);
+    }
+    for (size, _, _) in SIZES {
+        for mode in MODES {
+            let name = format!("fio {size} {mode}");
+            table.row(&[format!("{name}, O_DIRECT"), cell(&book.rounds(&name, "mb_per_s"))]);
+        }
+    }
+    say("");
+    table.print();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_case_has_a_name_of_its_own() {
+        let all = PLACEMENTS.map(|p| [cases(p, false), cases(p, true)].concat()).concat();
+        let names: std::collections::BTreeSet<String> = all.iter().map(Case::name).collect();
+        assert_eq!((names.len(), all.len()), (28, 28));
+        assert!(names.contains("ec:4+2 4MiB read, one target out, dpu"));
+    }
+
+    #[test]
+    fn fio_is_held_against_the_bytes_that_go_to_the_drive() {
+        let all = cases(Placement::Dpu, false);
+        let of = |pool: &str, mode: &str| {
+            all.iter().find(|c| c.pool.0 == pool && c.mode == mode).map(Case::on_drive)
+        };
+        assert_eq!(of("ec:4+2", "write"), Some(1.5));
+        assert_eq!(of("mirror:2", "write"), Some(2.0));
+        assert_eq!(of("mirror:2", "read"), Some(1.0));
+    }
+}

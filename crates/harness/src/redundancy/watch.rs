@@ -1,0 +1,170 @@
+//! What a node's redundancy is doing, as `outboard status` has it.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use serde::Deserialize;
+
+use crate::Result;
+use crate::evaluation::processes::Threads;
+use crate::node::Node;
+
+/// The parts of `outboard status --json` that speak of redundancy.
+#[derive(Debug, Deserialize)]
+pub struct State {
+    targets: Vec<Target>,
+    pools: Vec<Pool>,
+    rebuild: Option<String>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Target {
+    state: Option<String>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Pool {
+    degraded: u32,
+    unavailable: u32,
+}
+
+impl State {
+    /// Asks the node.
+    ///
+    /// # Errors
+    /// If it does not answer.
+    pub fn of(node: &Node) -> Result<State> {
+        node.json(&["status", "--json"])
+    }
+
+    /// Whether all objects are where they should be, and nothing is on its way.
+    #[must_use]
+    pub fn is_whole(&self) -> bool {
+        let settled = |t: &Target| matches!(t.state.as_deref(), Some("in" | "out"));
+        self.rebuild.is_none()
+            && self.pools.iter().all(|p| p.degraded == 0 && p.unavailable == 0)
+            && self.targets.iter().all(settled)
+    }
+
+    /// Whether objects are missing a shard, and nobody makes it anew.
+    #[must_use]
+    pub fn is_degraded_and_idle(&self) -> bool {
+        self.rebuild.is_none() && self.pools.iter().any(|p| p.degraded > 0)
+    }
+
+    /// Shards rebuilt since the osd was started, while a rebuild goes on: *target T, pool P; 12 objects, 12.0 MiB since the start*.
+    /// The bytes are rounded there, the objects are not.
+    #[must_use]
+    pub fn rebuilt_shards(&self) -> Option<u64> {
+        let (before, _) = self.rebuild.as_deref()?.split_once(" objects")?;
+        before.rsplit(' ').next()?.parse().ok()
+    }
+}
+
+/// Waits until the node is in some state.
+///
+/// # Errors
+/// If it is not by then.
+pub fn wait_until(node: &Node, patience: Duration, what: &str, is: impl Fn(&State) -> bool) -> Result<State> {
+    let deadline = Instant::now() + patience;
+    loop {
+        let state = State::of(node)?;
+        if is(&state) {
+            return Ok(state);
+        }
+        if Instant::now() > deadline {
+            return Err(format!("the node was not {what} within {} s: {state:?}", patience.as_secs()).into());
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+/// Waits until all objects have all their shards.
+///
+/// # Errors
+/// If they do not have them in five minutes.
+pub fn wait_until_whole(node: &Node) -> Result<()> {
+    wait_until(node, Duration::from_secs(300), "whole", State::is_whole).map(drop)
+}
+
+/// What the node's processes have used until now.
+#[derive(Debug)]
+pub struct Usage {
+    at: Instant,
+    roles: BTreeMap<String, (u32, Threads)>,
+    drive: [u64; 2],
+}
+
+impl Usage {
+    /// Reads it.
+    ///
+    /// # Errors
+    /// If the node does not say which processes it has.
+    pub fn of(node: &Node) -> Result<Usage> {
+        let mut usage = Usage { at: Instant::now(), roles: BTreeMap::new(), drive: [0; 2] };
+        for process in node.status()?.processes {
+            let Some(pid) = process.pid else { continue };
+            let moved = drive_bytes(pid);
+            usage.drive = [usage.drive[0] + moved[0], usage.drive[1] + moved[1]];
+            usage.roles.insert(process.role, (pid, Threads::of(pid)));
+        }
+        usage.at = Instant::now();
+        Ok(usage)
+    }
+
+    /// Seconds between the two.
+    #[must_use]
+    pub fn seconds_since(&self, earlier: &Usage) -> f64 {
+        self.at.duration_since(earlier.at).as_secs_f64()
+    }
+
+    /// Cores that a role had in use, on average.
+    #[must_use]
+    pub fn cores_since(&self, earlier: &Usage, role: &str) -> f64 {
+        let both = self.roles.get(role).zip(earlier.roles.get(role));
+        both.map_or(0.0, |(now, then)| now.1.cpu_seconds_since(&then.1)) / self.seconds_since(earlier)
+    }
+
+    /// Bytes read from and written to the drive meanwhile, as the kernel counts them for the node's processes.
+    #[must_use]
+    pub fn drive_bytes_since(&self, earlier: &Usage) -> [u64; 2] {
+        [0, 1].map(|i| self.drive[i].saturating_sub(earlier.drive[i]))
+    }
+}
+
+/// Bytes that a process has had read from drives and written to them since it started; zero where that cannot be read.
+fn drive_bytes(pid: u32) -> [u64; 2] {
+    let io = std::fs::read_to_string(format!("/proc/{pid}/io")).unwrap_or_default();
+    let of = |key| io.lines().find_map(|l| l.strip_prefix(key)?.trim().parse().ok()).unwrap_or(0);
+    [of("read_bytes:"), of("write_bytes:")]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn state(rebuild: Option<&str>, degraded: u32, standing: &str) -> State {
+        State {
+            targets: vec![Target { state: Some(standing.to_owned()) }],
+            pools: vec![Pool { degraded, unavailable: 0 }],
+            rebuild: rebuild.map(str::to_owned),
+        }
+    }
+
+    #[test]
+    fn progress_is_read_from_what_status_says() {
+        let said =
+            "target 5f1df28b-aa3c-4a13-906b-feba84174cff, pool ec; 116 objects, 116.0 MiB since the start";
+        assert_eq!(state(Some(said), 1, "in").rebuilt_shards(), Some(116));
+        assert_eq!(state(Some("something else"), 1, "in").rebuilt_shards(), None);
+        assert_eq!(state(None, 0, "in").rebuilt_shards(), None);
+    }
+
+    #[test]
+    fn a_node_is_whole_when_nothing_is_missing_and_nothing_comes_back() {
+        assert!(state(None, 0, "out").is_whole());
+        assert!(!state(None, 1, "in").is_whole() && state(None, 1, "in").is_degraded_and_idle());
+        assert!(!state(None, 0, "catching up").is_whole());
+        assert!(!state(Some("x"), 1, "in").is_degraded_and_idle());
+    }
+}
