@@ -62,7 +62,7 @@ async fn check(pool: &Pool, objects: &[(String, Bytes)], what: &str) {
 
 async fn is_whole_without_any_two(node: &Node, client: &Client, pool: &Pool, objects: &[(String, Bytes)]) {
     for (a, b) in [(0, 1), (2, 5), (3, 4)] {
-        [a, b].map(|target| node.stores[target].set_down(true));
+        [a, b].into_iter().for_each(|target| node.stores[target].set_down(true));
         check(pool, objects, &format!("without {a} and {b}")).await;
         for target in [a, b] {
             node.stores[target].set_down(false);
