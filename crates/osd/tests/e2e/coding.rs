@@ -223,9 +223,12 @@ async fn a_drive_that_stands_still_is_told_from_those_that_go() {
     client.create_pool_with("pool", 1, redundancy).await.unwrap();
     let object = client.pool("pool").unwrap().object("o").unwrap();
     object.put(data(3 * MIB, 1)).await.unwrap();
+    // Until nothing else is under way that could find out.
+    tokio::time::sleep(Duration::from_millis(2500)).await;
     node.stores[1].hold(true);
     let bytes = data(3 * MIB, 2);
-    object.put(bytes.clone()).await.unwrap();
+    let put = object.put(bytes.clone());
+    tokio::time::timeout(Duration::from_secs(15), put).await.unwrap().unwrap();
     let status = client.status().await.unwrap();
     let failed: Vec<bool> = status.targets.iter().map(|target| target.failure.is_some()).collect();
     assert_eq!(failed, [false, true, false]);
