@@ -13,7 +13,8 @@
 //! - **Pressure** (PSI, `some`): the part of the time during which some task waited for a CPU. It shows a crowded host before
 //!   utilization does, such as many tasks on few CPUs. But it is of the whole machine and has no owner: coding waits, and so do
 //!   threads that stand for the DPU. So it only counts while utilization, with those taken out, is above a floor: then there is
-//!   somebody else to wait. Without PSI (older kernels, `psi=0`) utilization alone decides.
+//!   somebody else to wait. Without PSI (older kernels, `psi=0`), or where the host has only some of the machine's CPUs,
+//!   utilization alone decides.
 //!
 //! Busy begins at once and ends only after a while below lower thresholds, so that work does not go back and forth.
 

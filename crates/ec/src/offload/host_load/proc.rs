@@ -62,8 +62,17 @@ impl<D: FnMut() -> Duration, C: FnMut() -> Duration> HostCpus<D, C> {
             busy: time(ticks.busy),
             dpu: (self.dpu)(),
             coding: (self.coding)(),
-            pressure: fs::read_to_string(PRESSURE).ok().and_then(|text| some_pressure(&text)),
+            pressure: self.pressure(),
         })
+    }
+}
+
+impl<D, C> HostCpus<D, C> {
+    /// Pressure is known of the whole machine only. Where the host has but some of its CPUs, as beside an emulated DPU, it says
+    /// nothing of those: it would be what waits for the DPU's.
+    fn pressure(&self) -> Option<Duration> {
+        let text = self.cpus.is_empty().then(|| fs::read_to_string(PRESSURE).ok())??;
+        some_pressure(&text)
     }
 }
 
@@ -146,6 +155,8 @@ mod tests {
         let reading = cpus.read().unwrap();
         assert!(reading.all >= reading.busy && reading.busy > Duration::ZERO);
         assert_eq!((reading.dpu, reading.coding), (Duration::from_secs(2), Duration::from_secs(1)));
+        let mut first = HostCpus::new(vec![0], Duration::default, Duration::default);
+        assert!(first.read().is_ok_and(|reading| reading.pressure.is_none()), "not of one CPU");
         let mut none = HostCpus::new(vec![1 << 20], Duration::default, Duration::default);
         assert!(matches!(none.read(), Err(HostCpusError::NoCpus(_))));
     }
