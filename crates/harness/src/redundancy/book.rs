@@ -103,14 +103,10 @@ impl Book {
     /// # Errors
     /// If that cannot be written.
     pub fn write(&self, part: &str, settings: &Settings) -> Result<()> {
-        std::fs::create_dir_all(&settings.out)?;
         let environment = Environment::here(Path::new(settings.work.parent().unwrap_or(Path::new("."))));
         let (rounds, seconds_per_run) = (settings.rounds, settings.seconds);
         let document = Document { part, environment, rounds, seconds_per_run, book: self };
-        let path = settings.out.join(format!("{part}.json"));
-        std::fs::write(&path, serde_json::to_vec_pretty(&document)?)?;
-        say(format!("  {}", path.display()));
-        Ok(())
+        settings.save(&format!("{part}.json"), &serde_json::to_string_pretty(&document)?)
     }
 }
 

@@ -2,9 +2,11 @@
 //! the coding of a write is done. `outboard-redundancy` is its only caller.
 //!
 //! Each part interleaves what it compares, in several rounds; ceilings are measured in the same rounds. Figures are medians of the
-//! rounds, ratios are medians of the rounds' ratios (`evaluation::stats`). `book` keeps them, `watch` says what the node is doing.
+//! rounds, ratios are medians of the rounds' ratios (`evaluation::stats`). `book` keeps them, `watch` says what the node is doing, `plot` draws.
 
 pub mod book;
+pub mod coding;
+pub mod plot;
 pub mod pools;
 pub mod rebuild;
 pub mod settings;
