@@ -20,6 +20,8 @@ pub struct Book {
     bars: Vec<Bar>,
     /// What did not go as it should, and which samples are missing for it.
     problems: Vec<String>,
+    /// Runs that do not count, by why.
+    void: BTreeMap<String, u32>,
 }
 
 /// A figure that is held against a threshold.
@@ -65,6 +67,11 @@ impl Book {
         self.problems.push(what);
     }
 
+    /// Counts a run that does not count.
+    pub fn void(&mut self, why: &str) {
+        *self.void.entry(why.to_owned()).or_default() += 1;
+    }
+
     /// A figure in every round that has it.
     #[must_use]
     pub fn rounds(&self, what: &str, figure: &str) -> Rounds {
@@ -96,6 +103,7 @@ impl Book {
             table.print();
         }
         self.problems.iter().for_each(|what| say(format!("problem: {what}")));
+        self.void.iter().for_each(|(why, runs)| say(format!("{runs} run(s) do not count: {why}")));
     }
 
     /// Writes everything to `PART.json`.

@@ -61,7 +61,7 @@ impl Settings {
     /// Size of each target, as the command line has it.
     #[must_use]
     pub fn target_size(&self) -> &'static str {
-        if self.quick { "640MiB" } else { "1536MiB" }
+        if self.quick { "768MiB" } else { "1536MiB" }
     }
 
     /// Bytes of the objects of one size in one pool.

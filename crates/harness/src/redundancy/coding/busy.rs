@@ -13,6 +13,7 @@ use crate::Result;
 use crate::evaluation::order::turns;
 use crate::evaluation::stats::{Rounds, paired};
 use crate::redundancy::book::{Book, Bound, cell};
+use crate::redundancy::quiet;
 use crate::redundancy::settings::Settings;
 use crate::report::{Table, say};
 
@@ -39,6 +40,7 @@ pub fn measure(settings: &Settings, rig: &mut Rig, book: &mut Book) -> Result<()
     let all = [&[REFERENCE, WITHOUT_PARITY][..], &JUDGED].concat();
     for round in 1..=settings.rounds {
         say(format!("  beside a hog, round {round} of {}", settings.rounds));
+        quiet::look(book, round)?;
         let hog = Hog::start(rig.cpus.host)?;
         std::thread::sleep(Duration::from_secs(1));
         let from = hog::now();

@@ -5,6 +5,7 @@ use super::{note_idle, write_in};
 use crate::Result;
 use crate::evaluation::order::turns;
 use crate::redundancy::book::{Book, Bound, cell};
+use crate::redundancy::quiet;
 use crate::redundancy::settings::Settings;
 use crate::report::{Table, say};
 
@@ -23,10 +24,11 @@ const PATTERNS: [Pattern; 3] = [
 pub fn measure(settings: &Settings, rig: &mut Rig, book: &mut Book) -> Result<()> {
     for round in 1..=2 * settings.rounds {
         say(format!("  latency, round {round} of {}", 2 * settings.rounds));
+        quiet::look(book, round)?;
         for pattern in &PATTERNS {
             for mode in turns(&MODES, round as usize) {
                 let run = write_in(rig, mode, pattern, settings.seconds)?;
-                note_idle(book, &name(pattern, mode), round, &run);
+                note_idle(book, &name(pattern, mode), mode, round, &run);
             }
         }
     }

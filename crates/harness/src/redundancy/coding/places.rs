@@ -9,6 +9,7 @@ use crate::Result;
 use crate::evaluation::page::svg::{Grouped, Series, grouped_file};
 use crate::evaluation::stats::{Estimate, estimate};
 use crate::redundancy::book::{Book, cell};
+use crate::redundancy::quiet;
 use crate::redundancy::settings::Settings;
 use crate::report::{Table, say};
 
@@ -55,12 +56,13 @@ struct Row {
 pub fn measure(settings: &Settings, rig: &mut Rig, book: &mut Book) -> Result<()> {
     for round in 1..=settings.rounds {
         say(format!("  figure 2, round {round} of {}", settings.rounds));
+        quiet::look(book, round)?;
         for (place, offload, mode, _) in PLACES {
             rig.restart(offload)?;
             for pattern in &PATTERNS {
                 // Its own first write is the first that touches the memory.
                 let run = write_in(rig, mode, pattern, settings.seconds.min(2))?;
-                note_idle(book, &name(pattern, place), round, &run);
+                note_idle(book, &name(pattern, place), mode, round, &run);
             }
         }
     }

@@ -22,6 +22,7 @@ pub struct Rig {
     node: Node,
     dir: PathBuf,
     target_size: &'static str,
+    set_bytes: u64,
     /// Which CPUs are whose.
     pub cpus: Division,
 }
@@ -117,7 +118,8 @@ impl Rig {
         let cpus = Division::here()?;
         let dir = dir.join("coding");
         let node = handle(&dir, offload, &cpus)?;
-        let rig = Rig { node, dir, target_size: settings.target_size(), cpus };
+        let (target_size, set_bytes) = (settings.target_size(), settings.set_bytes());
+        let rig = Rig { node, dir, target_size, set_bytes, cpus };
         rig.node.up_quietly(Placement::Dpu, TARGETS, rig.target_size)?;
         for (pool, redundancy) in [(POOL, "ec:4+2"), (SINGLE, "single")] {
             rig.node.run_quietly(&["pool", "create", pool, "--redundancy", redundancy])?;
@@ -184,7 +186,7 @@ impl Rig {
     fn all_loads(&self, pool: &str, pattern: &Pattern, seconds: u32) -> Result<Vec<BenchResult>> {
         let one = |(size, bytes, in_flight): &(&str, u64, u32)| {
             // More than are in flight, so that none is written twice at a time.
-            let objects = ((512 << 20) / bytes).max(2).to_string();
+            let objects = (self.set_bytes / bytes).max(u64::from(*in_flight) + 2).to_string();
             let workload = Workload { mode: "write", object_size: size, in_flight: *in_flight, seconds };
             let run = || self.node.bench_with(pool, workload, &["--objects", &objects]);
             // A thread's failure is handed on as what it says.

@@ -10,6 +10,7 @@ use crate::evaluation::order::turns;
 use crate::evaluation::page::svg::{Grouped, Series, grouped_file};
 use crate::evaluation::stats::estimate;
 use crate::redundancy::book::{Book, Bound, cell};
+use crate::redundancy::quiet;
 use crate::redundancy::settings::Settings;
 use crate::report::{Table, say};
 
@@ -48,10 +49,11 @@ pub fn measure(settings: &Settings, rig: &mut Rig, book: &mut Book) -> Result<()
     }
     for round in 1..=settings.rounds {
         say(format!("  sweep, round {round} of {}", settings.rounds));
+        quiet::look(book, round)?;
         for pattern in turns(&PATTERNS, round as usize) {
             for (mode, _) in turns(&MODES, round as usize) {
                 let run = write_in(rig, mode, &pattern, settings.seconds)?;
-                note_idle(book, &swept(&pattern, mode), round, &run);
+                note_idle(book, &swept(&pattern, mode), mode, round, &run);
             }
         }
     }
@@ -61,7 +63,7 @@ pub fn measure(settings: &Settings, rig: &mut Rig, book: &mut Book) -> Result<()
         for (pattern, best) in PATTERNS.iter().zip(best) {
             for mode in turns(&[AUTO, best], round as usize) {
                 let run = write_in(rig, mode, pattern, settings.seconds)?;
-                note_idle(book, &paired(pattern, mode), round, &run);
+                note_idle(book, &paired(pattern, mode), mode, round, &run);
             }
         }
     }
@@ -111,7 +113,6 @@ fn print(book: &Book, best: &[&str]) {
         "hybrid:auto",
         "hybrid:auto / best",
         "coded by the host, %",
-        "sent away as busy, %",
     ]);
     for (pattern, best) in PATTERNS.iter().zip(best) {
         let (auto, fixed) = (paired(pattern, AUTO), paired(pattern, best));
@@ -122,7 +123,6 @@ fn print(book: &Book, best: &[&str]) {
             cell(&book.rounds(&auto, "mb_per_s")),
             cell(&book.ratio("mb_per_s", &auto, &fixed)),
             cell(&book.rounds(&auto, "coded_by_host_percent")),
-            cell(&book.rounds(&auto, "sent_away_as_busy_percent")),
         ]);
     }
     say("");
