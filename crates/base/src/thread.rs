@@ -3,6 +3,7 @@
 use std::cell::Cell;
 use std::panic::{UnwindSafe, catch_unwind};
 use std::thread::{Builder, JoinHandle};
+use std::time::Duration;
 
 thread_local! {
     static CATCHING: Cell<bool> = const { Cell::new(false) };
@@ -107,6 +108,13 @@ pub fn spawn<T: Send + 'static>(
     Builder::new().name(format!("{}-{suffix}", class.prefix())).spawn(body)
 }
 
+/// CPU time that the calling thread has used so far.
+#[must_use]
+pub fn cpu_time() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -117,6 +125,15 @@ mod tests {
             assert_eq!(ThreadClass::of_name(&format!("{}-0", class.prefix())), Some(class));
         }
         assert_eq!(ThreadClass::of_name("eca"), None, "no dash, no class");
+    }
+
+    #[test]
+    fn a_thread_that_works_uses_cpu_time() {
+        let before = cpu_time();
+        while cpu_time() - before < Duration::from_millis(2) {
+            std::hint::spin_loop();
+        }
+        assert!(std::thread::spawn(cpu_time).join().unwrap() < cpu_time(), "each has its own");
     }
 
     #[test]

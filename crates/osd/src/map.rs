@@ -112,9 +112,9 @@ impl NodeMap {
         let mut failure = None;
         for target in targets {
             let copy = match read_copy(target).await {
-                Err(StartError::Target { source, .. }) if is_final(&source) => {
-                    target.fail(&source.to_string());
-                    failure = Some(StartError::Target { target: target.uuid, source });
+                Err(e) if is_final_for(&e) => {
+                    target.fail(&e.to_string());
+                    failure = Some(e);
                     None
                 }
                 copy => copy?,
@@ -258,6 +258,15 @@ async fn write_copy(target: &Target, map: &NodeMap) -> Result<(), StoreError> {
 /// Whether an error says that a target has failed, rather than that it is not there yet.
 fn is_final(e: &StoreError) -> bool {
     matches!(e, StoreError::Io(_) | StoreError::Poisoned(_) | StoreError::Corrupt { .. })
+}
+
+/// The same of what a target's copy of the map was read with.
+fn is_final_for(e: &StartError) -> bool {
+    match e {
+        StartError::Target { source, .. } => is_final(source),
+        StartError::CorruptMap { .. } => true,
+        _ => false,
+    }
 }
 
 /// Whether no target that can be read has a map.

@@ -240,8 +240,39 @@ fn bench_prints_its_figures() {
         );
         assert_eq!(path[0]["ratio"].is_number(), report["isal"] == true);
     }
-    let rows = report["experiment"]["rows"].as_array().unwrap();
-    let encoded: Vec<u64> = rows.iter().map(|row| row["encoded_bytes"].as_u64().unwrap()).collect();
-    assert_eq!(encoded, [1 << 20, 128 * 24_576], "whole blocks in 128 shards");
-    assert!(rows.iter().all(|row| row["place"] == "host" && row["host_cpu_seconds"].as_f64().unwrap() > 0.0));
+    let experiment = &report["experiment"];
+    let rows = experiment["rows"].as_array().unwrap();
+    let of = |row: &serde_json::Value| {
+        (row["place"].as_str().unwrap().to_owned(), row["encoded_bytes"].as_u64().unwrap())
+    };
+    let places = ["host", "dpu (emulated)", "accelerator (emulated)"];
+    // Whole blocks in 128 shards.
+    let expected = [1 << 20, 128 * 24_576].map(|bytes| places.map(|place| (place.to_owned(), bytes)));
+    assert_eq!(rows.iter().map(of).collect::<Vec<_>>(), expected.concat());
+    for (row, place) in rows.iter().zip(places.iter().cycle()) {
+        let number = |field: &str| row[field].as_f64().unwrap();
+        assert_eq!(row["emulated"], *place != "host");
+        assert!(number("seconds") > 0.0 && number("ratio_to_host") > 0.0, "{row}");
+        let cpu = ["host", "dpu", "emulated_device"].map(|of| number(&format!("{of}_cpu_seconds")));
+        let works = places.iter().position(|p| p == place).unwrap();
+        assert!(cpu[works] > 0.0, "{row}");
+        // A thread that waits uses hardly anything; the first time it is started.
+        let is_first = row["file_bytes"] == 1 << 20;
+        assert!(is_first || (1..3).all(|other| other == works || cpu[other] < cpu[works]), "{row}");
+    }
+    let batching = &experiment["batching"];
+    assert_eq!((&batching["files"], &batching["file_bytes"]), (&16.into(), &(1 << 20).into()));
+    let [one, together] =
+        ["one_by_one", "together"].map(|how| batching[format!("seconds_{how}")].as_f64().unwrap());
+    assert!(together < one, "a batch pays once: {batching}");
+}
+
+#[test]
+fn bench_compares_with_the_paper() {
+    let dir = Dir::new();
+    let bench = ["bench", "--k", "2", "--m", "1", "--rounds", "1", "--sizes", "8MiB"];
+    let text = String::from_utf8(dir.ok(&bench).0).unwrap();
+    let row = text.lines().find(|line| line.starts_with("accelerator (emulated)  ")).unwrap();
+    assert!(row.split_whitespace().any(|field| field == "13.3"), "{row}");
+    assert!(text.contains("16 files of 8388608 bytes handed over together"), "{text}");
 }

@@ -14,7 +14,7 @@ use base::BoxFuture;
 use base::block::Payload;
 use base::mem::{Arena, ArenaBuf};
 use base::pool::BufferPool;
-use base::process::ProcessUsage;
+use base::process::{ProcessUsage, Usage};
 use base::thread::{ThreadClass, spawn};
 use bytes::Bytes;
 use futures::stream::{FuturesUnordered, StreamExt};
@@ -147,7 +147,15 @@ async fn run_all(
         let here = usage(us).since(&before);
         let host = node.map(|(_, pid)| usage(pid)).zip(host_before).map(|(now, then)| now.since(&then));
         let dma = node.map(|(session, _)| session.engine().counters()).zip(dma_before);
-        let class = |class: &str| here.by_class.get(class).copied().unwrap_or_default();
+        let class = |class: ThreadClass| here.by_class.get(class.prefix()).copied().unwrap_or_default();
+        let sum = |classes: [ThreadClass; 2], of: &dyn Fn(Usage) -> f64| {
+            classes.map(|each| of(class(each))).iter().sum::<f64>()
+        };
+        // The DPU's software, and what stands for its hardware.
+        let [software, hardware] =
+            [[ThreadClass::Osd, ThreadClass::Coding], [ThreadClass::Dma, ThreadClass::CodingDevice]];
+        let (cpu, switches) =
+            (|used: Usage| used.cpu_seconds * 1e6, |used: Usage| used.context_switches as f64);
         let host = host.map(|host| host.total).unwrap_or_default();
         let per = |value: f64| value / ops as f64;
         let bytes = match work {
@@ -160,11 +168,11 @@ async fn run_all(
             ops as f64 / seconds,
             ops as f64 * bytes / seconds / 1e6,
             per(host.cpu_seconds * 1e6),
-            per(class("osd").cpu_seconds * 1e6),
-            per(class("dma").cpu_seconds * 1e6),
+            per(sum(software, &cpu)),
+            per(sum(hardware, &cpu)),
             per(host.context_switches as f64),
-            per(class("osd").context_switches as f64),
-            per(class("dma").context_switches as f64),
+            per(sum(software, &switches)),
+            per(sum(hardware, &switches)),
             dma.map_or(0.0, |(now, then)| per((now.transfers - then.transfers) as f64)),
         ));
     }

@@ -13,7 +13,7 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use base::fault::{Action, Faults, Site};
-use base::thread::{ThreadClass, catch_panic, spawn};
+use base::thread::{ThreadClass, catch_panic, cpu_time, spawn};
 use metrics::{Counter, counter};
 use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
@@ -66,6 +66,8 @@ pub struct WorkerStats {
     pub batches: u64,
     /// Pieces of work that gave no result: a fault was injected, or they panicked.
     pub failed: u64,
+    /// CPU time that it has used for them, in nanoseconds.
+    pub cpu_ns: u64,
     /// Batches for which this machine took longer than the emulated device would have: the emulation was too slow.
     pub overruns: u64,
 }
@@ -122,6 +124,7 @@ struct Meters {
     bytes: AtomicU64,
     batches: AtomicU64,
     failed: AtomicU64,
+    cpu_ns: AtomicU64,
     overruns: AtomicU64,
     tasks_metric: Counter,
     bytes_metric: Counter,
@@ -195,6 +198,7 @@ impl Worker {
             bytes: count(&meters.bytes),
             batches: count(&meters.batches),
             failed: count(&meters.failed),
+            cpu_ns: count(&meters.cpu_ns),
             overruns: count(&meters.overruns),
         }
     }
@@ -290,7 +294,11 @@ impl Shared {
         if let Some(Action::Stall(late)) = fault {
             self.sleep_until(Instant::now() + late);
         }
-        let computed = (item.job)(fault == Some(Action::Fail))?;
+        let before = cpu_time();
+        let computed = (item.job)(fault == Some(Action::Fail));
+        let used = (cpu_time() - before).as_nanos() as u64;
+        self.meters.cpu_ns.fetch_add(used, Ordering::Relaxed);
+        let computed = computed?;
         self.meters.count(item.work, computed.is_done);
         Some((item.work, computed))
     }
@@ -317,6 +325,7 @@ impl Meters {
             bytes: AtomicU64::new(0),
             batches: AtomicU64::new(0),
             failed: AtomicU64::new(0),
+            cpu_ns: AtomicU64::new(0),
             overruns: AtomicU64::new(0),
             tasks_metric: counter!("outboard_ec_worker_tasks_total", "worker" => name),
             bytes_metric: counter!("outboard_ec_worker_bytes", "worker" => name),

@@ -74,6 +74,10 @@ pub enum Part {
     Channel,
     /// The emulated DMA engine; hardware otherwise.
     Dma,
+    /// Erasure coding by software on the DPU, by threads of its own.
+    Coding,
+    /// The emulated coding engine; hardware otherwise.
+    CodingDevice,
     /// RocksDB's background threads (Ceph).
     Rocksdb,
     /// All else.
@@ -100,6 +104,8 @@ impl Part {
             Part::OsdAndMessenger => "OSD + messenger",
             Part::Channel => "host–DPU channel",
             Part::Dma => "DMA (emulated)",
+            Part::Coding => "erasure coding",
+            Part::CodingDevice => "coding engine (emulated)",
             Part::Rocksdb => "RocksDB",
             Part::Other => "other",
         }
@@ -115,6 +121,8 @@ impl Part {
             "osd" => Part::OsdAndMessenger,
             "chan" => Part::Channel,
             "dma" => Part::Dma,
+            "ec" => Part::Coding,
+            "eca" => Part::CodingDevice,
             _ => Part::Other,
         }
     }

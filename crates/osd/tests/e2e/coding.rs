@@ -1,13 +1,18 @@
 //! Large writes of pools with parity, whatever computes it.
 
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use base::BoxFuture;
 use bytes::Bytes;
 use client::{Client, CodingStatus, Pool};
 use ec::offload::accelerator::{self, AcceleratorOptions, Pace};
+use ec::offload::host_load::Reading;
 use osd::{CodingConfig, CodingOffload, OsdConfig, StripesAt};
-use store::stripes::{EngineOptions, Engines};
+use store::stripes::{
+    Coded, EngineOptions, Engines, HostReading, LocalStripes, StripeError, StripeStores, StripeWrite,
+};
 
 use crate::common::{Node, data, is_another_network};
 use crate::redundancy::{config, redundancy, wait_until_whole};
@@ -136,6 +141,76 @@ async fn the_mode_is_changed_while_it_runs() {
     }
 }
 
+/// Stores whose host is busy when it is told so.
+struct Moody {
+    inner: LocalStripes,
+    is_busy: AtomicBool,
+    reading: Mutex<Reading>,
+}
+
+impl StripeStores for Moody {
+    fn max_bytes(&self) -> usize {
+        self.inner.max_bytes()
+    }
+
+    fn stage_stripes(
+        &self,
+        write: StripeWrite,
+        coded: Option<Coded>,
+    ) -> BoxFuture<'static, Result<(), StripeError>> {
+        self.inner.stage_stripes(write, coded)
+    }
+
+    fn host_reading(&self) -> BoxFuture<'static, store::Result<HostReading>> {
+        let mut reading = self.reading.lock().unwrap();
+        let step = Duration::from_millis(100);
+        reading.all += step;
+        reading.busy += if self.is_busy.load(Ordering::SeqCst) { step } else { step / 10 };
+        Box::pin(std::future::ready(Ok(HostReading { reading: *reading, cpus: vec![0] })))
+    }
+}
+
+#[tokio::test]
+async fn a_busy_host_is_left_alone_until_it_is_calm_again() {
+    let redundancy = redundancy("ec:4+2");
+    let mut node = Node::of(redundancy.targets(), config());
+    let stores = node.targets().into_iter().map(|(uuid, store)| (uuid.as_u128(), store)).collect();
+    let engines = Arc::new(Engines::start(EngineOptions::default(), None).unwrap());
+    let host = Arc::new(Moody {
+        inner: LocalStripes::new(stores, engines),
+        is_busy: AtomicBool::new(true),
+        reading: Mutex::default(),
+    });
+    node.config.coding.mode = "latency-sensitive".parse().unwrap();
+    node.config.coding.stripes = StripesAt::There(Arc::clone(&host) as Arc<dyn StripeStores>);
+    node.restart();
+    let client = node.client().await;
+    client.create_pool_with("pool", 2, redundancy).await.unwrap();
+    let object = client.pool("pool").unwrap().object("o").unwrap();
+    // Writes until all of a write goes to one place; how much went to the other one meanwhile does not matter.
+    let settles = async |busy: bool| {
+        host.is_busy.store(busy, Ordering::SeqCst);
+        let settled = async {
+            loop {
+                let before = coding(&client).await;
+                object.put(data(3 * MIB, 5)).await.unwrap();
+                let after = coding(&client).await;
+                let sent = |coding: &CodingStatus| (total(coding.host.sent), coding.offload.sent.busy);
+                let (host, offload) = (sent(&after).0 - sent(&before).0, sent(&after).1 - sent(&before).1);
+                if if busy { host == 0 && offload > 0 } else { host > 0 && offload == 0 } {
+                    return after;
+                }
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(20), settled).await.unwrap()
+    };
+    for busy in [true, false, true] {
+        let coding = settles(busy).await;
+        assert_eq!(coding.host_busy, busy, "{coding:?}");
+        assert_eq!(coding.host_utilization_percent, if busy { 100 } else { 10 });
+    }
+}
+
 #[tokio::test]
 async fn a_drive_that_stands_still_is_told_from_those_that_go() {
     if is_another_network() {
@@ -148,9 +223,12 @@ async fn a_drive_that_stands_still_is_told_from_those_that_go() {
     client.create_pool_with("pool", 1, redundancy).await.unwrap();
     let object = client.pool("pool").unwrap().object("o").unwrap();
     object.put(data(3 * MIB, 1)).await.unwrap();
+    // Until nothing else is under way that could find out.
+    tokio::time::sleep(Duration::from_millis(2500)).await;
     node.stores[1].hold(true);
     let bytes = data(3 * MIB, 2);
-    object.put(bytes.clone()).await.unwrap();
+    let put = object.put(bytes.clone());
+    tokio::time::timeout(Duration::from_secs(15), put).await.unwrap().unwrap();
     let status = client.status().await.unwrap();
     let failed: Vec<bool> = status.targets.iter().map(|target| target.failure.is_some()).collect();
     assert_eq!(failed, [false, true, false]);

@@ -7,8 +7,6 @@ use std::time::{Duration, Instant};
 
 use base::block::Payload;
 use base::fault::Faults;
-use base::process::ProcessUsage;
-use base::thread::ThreadClass;
 use bytes::Bytes;
 use ec::offload::host_load::HostCpus;
 use ec::offload::software::{self, Processor, SoftwareOptions};
@@ -120,16 +118,12 @@ impl Engines {
     /// # Errors
     /// [`StoreError::Io`] if the kernel does not say.
     pub fn host_reading(&self) -> crate::Result<HostReading> {
-        let io = |e: String| StoreError::Io(e);
-        let used = ProcessUsage::read(std::process::id()).map_err(|e| io(e.to_string()))?;
-        let of = |class: ThreadClass| {
-            let usage = used.by_class.get(class.prefix()).copied().unwrap_or_default();
-            Duration::from_secs_f64(usage.cpu_seconds)
-        };
+        let used = |worker: &Worker| Duration::from_nanos(worker.stats().cpu_ns);
         // Emulated devices have CPUs of their own, unless all CPUs are everybody's.
-        let devices = if self.cpus.is_empty() { of(ThreadClass::CodingDevice) } else { Duration::ZERO };
-        let mut counters = HostCpus::new(self.cpus.clone(), || devices, || of(ThreadClass::HostCoding));
-        let reading = counters.read().map_err(|e| io(e.to_string()))?;
+        let device = self.accelerator.as_ref().filter(|_| self.cpus.is_empty());
+        let devices = device.map_or(Duration::ZERO, used);
+        let mut counters = HostCpus::new(self.cpus.clone(), || devices, || used(&self.host));
+        let reading = counters.read().map_err(|e| StoreError::Io(e.to_string()))?;
         Ok(HostReading { reading, cpus: self.cpus.clone() })
     }
 }

@@ -51,6 +51,8 @@ fn part_class(part: Part) -> &'static str {
         Part::OsdAndMessenger => "p4",
         Part::Channel => "p5",
         Part::Dma => "p7",
+        Part::Coding => "p9",
+        Part::CodingDevice => "p10",
         Part::Rocksdb => "p8",
         Part::Other => "p6",
     }

@@ -1,35 +1,65 @@
-//! What encoding a file takes in each place where it can be done.
+//! Where a file can be encoded: on this processor, and in the two places of the DPU, both emulated by threads of this machine.
 
-use std::fmt;
+use std::sync::Arc;
 use std::time::Instant;
 
-use base::block::BLOCK_SIZE;
-use base::process::ProcessUsage;
+use ec::offload::accelerator::{self, AcceleratorOptions, Pace};
+use ec::offload::software::{self, SoftwareOptions};
+use ec::offload::worker::{Work, Worker, WorkerStats};
 use ec::{Code, EcError};
-use serde::Serialize;
+use futures::executor::block_on;
+use futures::future::try_join_all;
 
-use super::{median, noise};
-use crate::progress::Progress;
+use crate::failure::{Doing, Result};
 
 /// Where data can be encoded.
 pub trait Place {
     /// What it is called in the table.
     fn name(&self) -> &'static str;
 
-    /// Encodes data, one stripe of whole blocks for each shard; the seconds from when the data is there until the parity is.
-    fn encode(&mut self, code: &Code, data: &[u8]) -> Result<f64, EcError>;
+    /// Encodes as many `files` at a time, all of this data: one stripe of whole blocks for each shard. The seconds from when the
+    /// data is there until all parity is.
+    fn encode(&mut self, code: &Code, data: &Arc<Vec<u8>>, files: usize) -> Result<f64>;
 }
 
-/// The places of this machine.
-pub fn all() -> Vec<Box<dyn Place>> {
-    vec![Box::new(Host::default())]
-}
-
-/// This processor, on the caller's thread, as the write path does it.
+/// Room for what comes of a file.
 #[derive(Default)]
-struct Host {
+struct Room {
     parity: Vec<Vec<u8>>,
     checksums: Vec<Vec<u32>>,
+}
+
+impl Room {
+    /// Makes it as large as it has to be; memory is touched the first time only.
+    fn fit(&mut self, code: &Code, data: &[u8]) {
+        let unit = data.len() / code.geometry().k();
+        self.parity.resize(code.geometry().m(), vec![]);
+        self.parity.iter_mut().for_each(|parity| parity.resize(unit, 1));
+        self.checksums.resize(code.geometry().m(), vec![]);
+    }
+
+    /// As the write path does it.
+    fn encode(&mut self, code: &Code, data: &[u8]) -> Result<(), EcError> {
+        self.checksums.iter_mut().for_each(Vec::clear);
+        let mut parity: Vec<&mut [u8]> = self.parity.iter_mut().map(Vec::as_mut_slice).collect();
+        code.encode_stripes(data.len() / code.geometry().k(), data, &mut parity, &mut self.checksums)
+    }
+}
+
+/// This processor, on the caller's thread.
+#[derive(Default)]
+pub struct Host(Room);
+
+impl Host {
+    /// At how many bytes of data per second it encodes.
+    pub fn rate(&mut self, code: &Code, data: &[u8]) -> Result<f64> {
+        self.0.fit(code, data);
+        let mut result = self.0.encode(code, data);
+        let rate = accelerator::host_rate(data.len() as u64, || {
+            result = result.clone().and_then(|()| self.0.encode(code, data));
+        });
+        result.doing("measuring").map(|()| rate)
+    }
 }
 
 impl Place for Host {
@@ -37,89 +67,90 @@ impl Place for Host {
         "host"
     }
 
-    fn encode(&mut self, code: &Code, data: &[u8]) -> Result<f64, EcError> {
-        let unit = data.len() / code.geometry().k();
-        self.parity.resize(code.geometry().m(), vec![]);
-        self.parity.iter_mut().for_each(|parity| parity.resize(unit, 1));
-        self.checksums = vec![vec![]; code.geometry().m()];
-        let mut parity: Vec<&mut [u8]> = self.parity.iter_mut().map(Vec::as_mut_slice).collect();
+    fn encode(&mut self, code: &Code, data: &Arc<Vec<u8>>, files: usize) -> Result<f64> {
+        self.0.fit(code, data);
         let start = Instant::now();
-        code.encode_stripes(unit, data, &mut parity, &mut self.checksums)?;
+        for _ in 0..files {
+            self.0.encode(code, data).doing("encoding on the host")?;
+        }
         Ok(start.elapsed().as_secs_f64())
     }
 }
 
-/// The paper's experiment.
-#[derive(Debug, Serialize)]
-pub struct Experiment {
-    pub geometry: String,
-    pub rows: Vec<Row>,
+/// A place of the DPU: each file is a piece of work, which is handed over and waited for.
+pub struct Offloaded {
+    name: &'static str,
+    worker: Worker,
+    rooms: Vec<Room>,
 }
 
-/// A file in a place.
-#[derive(Debug, Serialize)]
-pub struct Row {
-    pub place: &'static str,
-    /// What was asked for.
-    pub file_bytes: u64,
-    /// With the zeros that fill the last block of each shard.
-    pub encoded_bytes: usize,
-    /// Median of the time until the parity is there.
-    pub seconds: f64,
-    /// CPU time of this process per file.
-    pub host_cpu_seconds: f64,
-}
-
-/// Encodes files of these sizes in each place.
-pub fn measure(
-    places: &mut [Box<dyn Place>],
-    code: &Code,
-    sizes: &[u64],
-    rounds: u32,
-    progress: &Progress,
-) -> Result<Experiment, EcError> {
-    let k = code.geometry().k();
-    let mut rows = vec![];
-    for &file_bytes in sizes {
-        let unit = (file_bytes as usize).div_ceil(k).next_multiple_of(BLOCK_SIZE);
-        let data = noise(unit * k);
-        for place in &mut *places {
-            progress.message(format!("{}, {file_bytes} bytes at {}", code.geometry(), place.name()));
-            // The first time memory is touched that the others find in place.
-            place.encode(code, &data)?;
-            let before = cpu_seconds();
-            let mut seconds = vec![];
-            for _ in 0..rounds {
-                seconds.push(place.encode(code, &data)?);
-                progress.add(file_bytes);
-            }
-            rows.push(Row {
-                place: place.name(),
-                file_bytes,
-                encoded_bytes: data.len(),
-                seconds: median(seconds),
-                host_cpu_seconds: (cpu_seconds() - before) / f64::from(rounds),
-            });
-        }
+impl Offloaded {
+    /// The DPU's cores: one thread, as fast as a core of this machine.
+    pub fn cores() -> Result<Offloaded> {
+        let worker = software::start(SoftwareOptions::default()).doing("starting a coding thread")?;
+        Ok(Offloaded { name: "dpu (emulated)", worker, rooms: vec![] })
     }
-    Ok(Experiment { geometry: code.geometry().to_string(), rows })
+
+    /// The DPU's coding engine, as slow as the paper found it beside a core that encodes at `host_rate`.
+    pub fn accelerator(host_rate: f64) -> Result<Offloaded> {
+        let options = AcceleratorOptions::new(Pace::paper(host_rate));
+        let worker = accelerator::start(options).doing("starting the emulated accelerator")?;
+        Ok(Offloaded { name: worker.name(), worker, rooms: vec![] })
+    }
+
+    /// What it has done.
+    pub fn stats(&self) -> WorkerStats {
+        self.worker.stats()
+    }
 }
 
-/// Of this process so far; not a number if the system does not say.
-fn cpu_seconds() -> f64 {
-    ProcessUsage::read(std::process::id()).map_or(f64::NAN, |usage| usage.total.cpu_seconds)
+impl Place for Offloaded {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn encode(&mut self, code: &Code, data: &Arc<Vec<u8>>, files: usize) -> Result<f64> {
+        let doing = "encoding on the DPU";
+        let mut rooms = std::mem::take(&mut self.rooms);
+        rooms.resize_with(files, Room::default);
+        rooms.iter_mut().for_each(|room| room.fit(code, data));
+        let work = Work { bytes: data.len() as u64, computed_shards: code.geometry().m() as u32 };
+        let start = Instant::now();
+        let done = rooms.into_iter().map(|mut room| {
+            let (code, data) = (code.clone(), Arc::clone(data));
+            self.worker.submit(work, move || room.encode(&code, &data).map(|()| room))
+        });
+        // All have been handed over when the first is waited for.
+        let done = block_on(try_join_all(done.collect::<Vec<_>>())).doing(doing)?;
+        let seconds = start.elapsed().as_secs_f64();
+        self.rooms = done.into_iter().collect::<Result<_, _>>().doing(doing)?;
+        Ok(seconds)
+    }
 }
 
-impl fmt::Display for Experiment {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{}, whole files; host CPU is this process's", self.geometry)?;
-        writeln!(f, "{:<12} {:>12} {:>10} {:>12} {:>8}", "place", "file bytes", "ms", "host CPU ms", "GB/s")?;
-        for row in &self.rows {
-            let (ms, cpu, rate) =
-                (row.seconds * 1e3, row.host_cpu_seconds * 1e3, row.encoded_bytes as f64 / row.seconds / 1e9);
-            let (place, bytes) = (row.place, row.file_bytes);
-            writeln!(f, "{place:<12} {bytes:>12} {ms:>10.2} {cpu:>12.2} {rate:>8.2}")?;
+#[cfg(test)]
+mod tests {
+    use base::block::crc32c;
+    use ec::{Geometry, KernelChoice};
+
+    use super::*;
+
+    #[test]
+    fn all_places_compute_the_same() {
+        let code = Code::new(Geometry::new(4, 2).unwrap(), KernelChoice::Auto.load().unwrap());
+        let data = Arc::new(super::super::noise(64 << 10));
+        let mut host = Host::default();
+        assert!(host.rate(&code, &data).unwrap() > 0.0);
+        host.encode(&code, &data, 1).unwrap();
+        for mut place in [Offloaded::cores().unwrap(), Offloaded::accelerator(1e12).unwrap()] {
+            assert!(place.encode(&code, &data, 3).unwrap() > 0.0);
+            assert_eq!(place.stats().tasks, 3);
+            assert_eq!(place.rooms.len(), 3);
+            for room in &place.rooms {
+                assert!(room.parity == host.0.parity, "{}", place.name());
+                assert_eq!(room.checksums, host.0.checksums);
+            }
         }
-        Ok(())
+        assert_eq!(host.0.checksums[1][0], crc32c(&host.0.parity[1][..4096]));
     }
 }

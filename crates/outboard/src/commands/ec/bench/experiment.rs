@@ -1,0 +1,259 @@
+//! The experiment of the paper's figure 2, in each place: what encoding a file takes, and whose CPU.
+
+use std::fmt;
+use std::sync::Arc;
+
+use base::block::BLOCK_SIZE;
+use base::process::{ProcessUsage, Usage};
+use base::thread::ThreadClass;
+use ec::Code;
+use serde::Serialize;
+
+use super::places::{Host, Offloaded, Place};
+use super::{median, noise};
+use crate::failure::Result;
+use crate::progress::Progress;
+
+/// How many times as long as the host the paper found an accelerator to take, by the file's size in MB.
+const PAPER: [(u64, f64); 2] = [(8, 13.3), (128, 10.5)];
+/// Files that are handed over together.
+const TOGETHER: usize = 16;
+/// Most data to measure the host's rate with, in bytes.
+const RATE_BYTES: u64 = 32 << 20;
+
+/// The paper's experiment.
+#[derive(Debug, Serialize)]
+pub struct Experiment {
+    pub geometry: String,
+    /// What the emulated accelerator takes for the rate of a core, in bytes of data per second.
+    pub host_rate: f64,
+    pub rows: Vec<Row>,
+    pub batching: Batching,
+    /// Batches for which this machine took longer than the emulated accelerator would have: then it was too slow to stand for one.
+    pub overruns: u64,
+}
+
+/// A file in a place.
+#[derive(Debug, Serialize)]
+pub struct Row {
+    pub place: &'static str,
+    /// Whether threads of this machine stand for what it is.
+    pub emulated: bool,
+    /// What was asked for.
+    pub file_bytes: u64,
+    /// With the zeros that fill the last block of each shard.
+    pub encoded_bytes: usize,
+    /// Median of the time until the parity is there.
+    pub seconds: f64,
+    /// How many times as long as on the host.
+    pub ratio_to_host: f64,
+    /// What the paper says to that; it has the smallest and the largest of its files.
+    pub paper_ratio_to_host: Option<f64>,
+    /// CPU time per file, by whose it is. The emulated accelerator's thread computes on this machine, but stands for hardware.
+    #[serde(flatten)]
+    pub cpu: Cpu,
+}
+
+/// CPU seconds.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub struct Cpu {
+    /// Of this process, but for the threads that stand for the DPU's.
+    pub host_cpu_seconds: f64,
+    /// Of the threads that stand for the DPU's cores.
+    pub dpu_cpu_seconds: f64,
+    /// Of the thread that stands for hardware.
+    pub emulated_device_cpu_seconds: f64,
+}
+
+/// What it is worth to hand files over together.
+#[derive(Debug, Serialize)]
+pub struct Batching {
+    pub place: &'static str,
+    pub emulated: bool,
+    pub file_bytes: u64,
+    /// How many at a time.
+    pub files: usize,
+    /// Batches that the device made of them.
+    pub batches: u64,
+    /// Median, per file, when each is waited for before the next.
+    pub seconds_one_by_one: f64,
+    /// Median, per file, when all are handed over before the first is waited for.
+    pub seconds_together: f64,
+    /// The same as times of what the host takes.
+    pub ratio_to_host_together: f64,
+}
+
+/// A file of this size, with the zeros that it is filled up with.
+fn file(code: &Code, bytes: u64) -> Arc<Vec<u8>> {
+    let k = code.geometry().k();
+    let unit = (bytes as usize).div_ceil(k).next_multiple_of(BLOCK_SIZE);
+    Arc::new(noise(unit * k))
+}
+
+/// Encodes files of these sizes in each place.
+pub fn measure(code: &Code, sizes: &[u64], rounds: u32, progress: &Progress) -> Result<Experiment> {
+    let mut host = Host::default();
+    let largest = sizes.iter().copied().max().unwrap_or(RATE_BYTES);
+    let host_rate = host.rate(code, &file(code, largest.min(RATE_BYTES)))?;
+    let (mut cores, mut accelerator) = (Offloaded::cores()?, Offloaded::accelerator(host_rate)?);
+    let mut rows: Vec<Row> = vec![];
+    for &size in sizes {
+        let data = file(code, size);
+        let places: [(&mut dyn Place, bool, _); 3] =
+            [(&mut host, false, None), (&mut cores, true, None), (&mut accelerator, true, paper(size))];
+        let host_row = rows.len();
+        for (place, emulated, paper_ratio_to_host) in places {
+            progress.message(format!("{}, {size} bytes at {}", code.geometry(), place.name()));
+            let (seconds, cpu) = encode(place, code, &data, rounds, progress)?;
+            rows.push(Row {
+                place: place.name(),
+                emulated,
+                file_bytes: size,
+                encoded_bytes: data.len(),
+                seconds,
+                ratio_to_host: seconds / rows.get(host_row).map_or(seconds, |host| host.seconds),
+                paper_ratio_to_host,
+                cpu,
+            });
+        }
+    }
+    let batching = batching(&mut accelerator, code, &rows, rounds, progress)?;
+    let (geometry, overruns) = (code.geometry().to_string(), accelerator.stats().overruns);
+    Ok(Experiment { geometry, host_rate, rows, batching, overruns })
+}
+
+/// Encodes a file some times: the median of the seconds, and the CPU time per file.
+fn encode(
+    place: &mut dyn Place,
+    code: &Code,
+    data: &Arc<Vec<u8>>,
+    rounds: u32,
+    progress: &Progress,
+) -> Result<(f64, Cpu)> {
+    // The first time memory is touched that the others find in place.
+    place.encode(code, data, 1)?;
+    let before = Cpu::so_far();
+    let mut seconds = vec![];
+    for _ in 0..rounds {
+        seconds.push(place.encode(code, data, 1)?);
+        progress.add(data.len() as u64);
+    }
+    Ok((median(seconds), Cpu::so_far().per_file_since(before, rounds)))
+}
+
+/// Hands files of the smallest size over together; `rows` has what they take one by one.
+fn batching(
+    accelerator: &mut Offloaded,
+    code: &Code,
+    rows: &[Row],
+    rounds: u32,
+    progress: &Progress,
+) -> Result<Batching> {
+    let size = rows.iter().map(|row| row.file_bytes).min().unwrap_or(0);
+    let of = |place: &str| rows.iter().find(|row| row.file_bytes == size && row.place == place);
+    let seconds_of = |place| of(place).map_or(f64::NAN, |row| row.seconds);
+    let (one_by_one, host) = (seconds_of(accelerator.name()), seconds_of("host"));
+    progress.message(format!("{}, {TOGETHER} files at a time at {}", code.geometry(), accelerator.name()));
+    let data = file(code, size);
+    accelerator.encode(code, &data, TOGETHER)?;
+    let before = accelerator.stats().batches;
+    let mut seconds = vec![];
+    for _ in 0..rounds {
+        seconds.push(accelerator.encode(code, &data, TOGETHER)? / TOGETHER as f64);
+        progress.add((data.len() * TOGETHER) as u64);
+    }
+    let together = median(seconds);
+    Ok(Batching {
+        place: accelerator.name(),
+        emulated: true,
+        file_bytes: size,
+        files: TOGETHER,
+        batches: (accelerator.stats().batches - before).div_ceil(u64::from(rounds)),
+        seconds_one_by_one: one_by_one,
+        seconds_together: together,
+        ratio_to_host_together: together / host,
+    })
+}
+
+/// What the paper found for files of this size, whether MB are 10^6 bytes or 2^20.
+fn paper(size: u64) -> Option<f64> {
+    let is_it = |mb: u64| [mb * 1_000_000, mb << 20].contains(&size);
+    PAPER.into_iter().find(|(mb, _)| is_it(*mb)).map(|(_, ratio)| ratio)
+}
+
+impl Cpu {
+    /// Of this process so far; not a number if the system does not say.
+    fn so_far() -> Cpu {
+        let classes = ProcessUsage::read(std::process::id()).map(|usage| usage.by_class).unwrap_or_default();
+        let of = |class: ThreadClass| classes.get(class.prefix()).map_or(0.0, |usage| usage.cpu_seconds);
+        let (dpu, device) = (of(ThreadClass::Coding), of(ThreadClass::CodingDevice));
+        // Threads that have ended are not among them, but none that computes does.
+        let all: f64 = classes.values().map(|usage: &Usage| usage.cpu_seconds).sum();
+        let host = if classes.is_empty() { f64::NAN } else { all - dpu - device };
+        Cpu { host_cpu_seconds: host, dpu_cpu_seconds: dpu, emulated_device_cpu_seconds: device }
+    }
+
+    fn per_file_since(self, before: Cpu, files: u32) -> Cpu {
+        let per_file = |now: f64, before: f64| (now - before).max(0.0) / f64::from(files);
+        Cpu {
+            host_cpu_seconds: per_file(self.host_cpu_seconds, before.host_cpu_seconds),
+            dpu_cpu_seconds: per_file(self.dpu_cpu_seconds, before.dpu_cpu_seconds),
+            emulated_device_cpu_seconds: per_file(
+                self.emulated_device_cpu_seconds,
+                before.emulated_device_cpu_seconds,
+            ),
+        }
+    }
+}
+
+impl fmt::Display for Experiment {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let gb = self.host_rate / 1e9;
+        writeln!(f, "{}, whole files, one at a time; ratios are to the host's time", self.geometry)?;
+        writeln!(
+            f,
+            "emulated: dpu by a thread that is as fast as this host's; the accelerator as slow as the paper's,"
+        )?;
+        writeln!(
+            f,
+            "beside a core that encodes {gb:.2} GB/s; dev CPU is of the thread that stands for that hardware"
+        )?;
+        writeln!(
+            f,
+            "{:<22} {:>12} {:>9} {:>7} {:>6} {:>6} {:>12} {:>11} {:>11}",
+            "place", "file bytes", "ms", "GB/s", "ratio", "paper", "host CPU ms", "dpu CPU ms", "dev CPU ms"
+        )?;
+        for row in &self.rows {
+            let (place, bytes, ms, ratio) = (row.place, row.file_bytes, row.seconds * 1e3, row.ratio_to_host);
+            let rate = row.encoded_bytes as f64 / row.seconds / 1e9;
+            let paper = row.paper_ratio_to_host.map_or("-".to_owned(), |ratio| format!("{ratio:.1}"));
+            let Cpu { host_cpu_seconds: host, dpu_cpu_seconds: dpu, emulated_device_cpu_seconds: device } =
+                row.cpu;
+            let [host, dpu, device] = [host, dpu, device].map(|seconds| seconds * 1e3);
+            write!(f, "{place:<22} {bytes:>12} {ms:>9.2} {rate:>7.2} {ratio:>6.1} {paper:>6}")?;
+            writeln!(f, " {host:>12.2} {dpu:>11.2} {device:>11.2}")?;
+        }
+        self.batching.fmt(f)?;
+        if self.overruns > 0 {
+            writeln!(
+                f,
+                "{} batches were late: this machine is too slow to stand for the accelerator",
+                self.overruns
+            )?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for Batching {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Batching { place, file_bytes, files, batches, .. } = self;
+        let [one, together] = [self.seconds_one_by_one, self.seconds_together].map(|seconds| seconds * 1e3);
+        writeln!(
+            f,
+            "\n{place}, {files} files of {file_bytes} bytes handed over together: {together:.2} ms per file \
+             ({:.1} times the host's) in {batches} batches; one by one {one:.2} ms",
+            self.ratio_to_host_together
+        )
+    }
+}
