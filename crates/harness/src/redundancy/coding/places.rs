@@ -27,8 +27,6 @@ const PATTERNS: [Pattern; 5] = [
     Pattern { name: "64 MiB", loads: &[("64MiB", 64 * MIB, 1)] },
     Pattern { name: "128 MiB", loads: &[("128MiB", 128 * MIB, 1)] },
 ];
-/// How much longer than a core of the host the paper's accelerator took, for 8 and for 128 MB.
-const PAPER: [(u64, f64); 2] = [(8 * MIB, 13.3), (128 * MIB, 10.5)];
 
 /// The parts of `outboard ec bench --json` that are drawn.
 #[derive(Debug, Default, Deserialize)]
@@ -47,6 +45,9 @@ struct Row {
     place: String,
     file_bytes: u64,
     seconds: f64,
+    /// How many times as long as the host the paper found it to take.
+    #[serde(default)]
+    paper_ratio_to_host: Option<f64>,
 }
 
 /// Measures, and draws what was found.
@@ -77,11 +78,11 @@ pub fn measure(settings: &Settings, rig: &mut Rig, book: &mut Book) -> Result<()
 }
 
 impl Rig {
-    /// The paper's experiment, on one core.
+    /// The paper's experiment; no node takes part.
     fn files(&self, rounds: u32) -> Result<Vec<Row>> {
         let rounds = rounds.to_string();
         let bench: Bench =
-            self.json(&["ec", "bench", "--k", "128", "--m", "32", "--rounds", &rounds, "--json"])?;
+            self.node.json(&["ec", "bench", "--k", "128", "--m", "32", "--rounds", &rounds, "--json"])?;
         Ok(bench.experiment.rows)
     }
 }
@@ -90,9 +91,10 @@ fn name(pattern: &Pattern, place: &str) -> String {
     format!("write of {}, coded by {place}", pattern.name)
 }
 
-fn milliseconds(book: &Book, pattern: &Pattern, place: &str) -> Option<Estimate> {
+fn ms_per_mib(book: &Book, pattern: &Pattern, place: &str) -> Option<Estimate> {
+    let mib = (pattern.loads[0].1 / MIB) as f64;
     let rounds = book.rounds(&name(pattern, place), "latency_us_p50");
-    estimate(rounds.into_values().map(|us| us / 1e3))
+    estimate(rounds.into_values().map(|us| us / 1e3 / mib))
 }
 
 fn print(book: &Book) {
@@ -112,9 +114,9 @@ fn print(book: &Book) {
 fn draw(book: &Book, files: &[Row]) -> String {
     let groups: Vec<String> = PATTERNS.iter().map(|p| p.name.to_owned()).collect();
     let sizes: Vec<u64> = PATTERNS.iter().map(|p| p.loads[0].1).collect();
-    let ms = |place: &str, size: u64| {
+    let per_mib = |place: &str, size: u64| {
         let row = files.iter().find(|r| r.place == place && r.file_bytes == size)?;
-        Some(Estimate::exact(row.seconds * 1e3))
+        Some(Estimate::exact(row.seconds * 1e3 / (size / MIB) as f64))
     };
     let mut places: Vec<&str> = files.iter().map(|r| r.place.as_str()).collect();
     places.sort_unstable();
@@ -126,33 +128,33 @@ fn draw(book: &Book, files: &[Row]) -> String {
         .map(|(place, class)| Series {
             name: (*place).to_owned(),
             class,
-            values: sizes.iter().map(|size| ms(place, *size)).collect(),
+            values: sizes.iter().map(|size| per_mib(place, *size)).collect(),
         })
         .collect();
     let paper = |size: &u64| {
-        let (_, factor) = PAPER.iter().find(|(s, _)| s == size)?;
-        Some(Estimate::exact(ms("host", *size)?.median * factor))
+        let ratio = files.iter().filter(|r| r.file_bytes == *size).find_map(|r| r.paper_ratio_to_host)?;
+        Some(Estimate::exact(per_mib("host", *size)?.median * ratio))
     };
     encoding.push(Series {
-        name: "accelerator, by the paper's ratio to the host".to_owned(),
+        name: "accelerator, by the paper’s ratio to the host".to_owned(),
         class: "paper-a",
         values: sizes.iter().map(paper).collect(),
     });
     let writing = PLACES.iter().map(|(place, _, _, class)| Series {
         name: (*place).to_owned(),
         class,
-        values: PATTERNS.iter().map(|pattern| milliseconds(book, pattern, place)).collect(),
+        values: PATTERNS.iter().map(|pattern| ms_per_mib(book, pattern, place)).collect(),
     });
     grouped_file(&[
         Grouped {
             title: "Encoding a file, 128+32, one core".to_owned(),
-            axis: "ms".to_owned(),
+            axis: "ms per MiB".to_owned(),
             groups: groups.clone(),
             series: encoding,
         },
         Grouped {
             title: "Writing an object to ec:4+2, one at a time".to_owned(),
-            axis: "ms, median".to_owned(),
+            axis: "ms per MiB, median".to_owned(),
             groups,
             series: writing.collect(),
         },

@@ -19,7 +19,8 @@ pub const SINGLE: &str = "single";
 /// The node, and who is where.
 #[derive(Debug)]
 pub struct Rig {
-    node: Node,
+    /// The node, whose commands run on any CPU.
+    pub(super) node: Node,
     dir: PathBuf,
     target_size: &'static str,
     set_bytes: u64,

@@ -21,7 +21,7 @@ const MODES: [(&str, &str); 9] = [
     ("hybrid:7:1", "p8"),
     ("hybrid:3:1", "p2"),
     ("hybrid:2:1", "p4"),
-    ("hybrid:1:1", "p3"),
+    ("hybrid:1:1", "paper-a"),
     ("hybrid:1:2", "p5"),
     ("hybrid:1:3", "p7"),
     ("hybrid:0:1", "p6"),

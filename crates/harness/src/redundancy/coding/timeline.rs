@@ -132,8 +132,14 @@ impl Timeline {
 
     /// When the host counted as busy.
     fn busy_times(&self) -> Vec<(f64, f64)> {
-        let pairs = self.points.windows(2).filter(|pair| pair[0].host_busy);
-        pairs.map(|pair| (pair[0].seconds, pair[1].seconds)).collect()
+        let mut times: Vec<(f64, f64)> = Vec::new();
+        for pair in self.points.windows(2).filter(|pair| pair[0].host_busy) {
+            match times.last_mut() {
+                Some((_, to)) if *to == pair[0].seconds => *to = pair[1].seconds,
+                _ => times.push((pair[0].seconds, pair[1].seconds)),
+            }
+        }
+        times
     }
 
     fn draw(&self) -> String {
@@ -181,7 +187,7 @@ mod tests {
         let points = points.map(|(t, busy)| point(t, busy)).to_vec();
         let seen = Timeline { hog_from: 2.0, hog_to: 4.0, points, hog: vec![(2.5, 7.0)] };
         assert_eq!((seen.busy_after(), seen.calm_after()), (Some(0.5), Some(1.0)));
-        assert_eq!(seen.busy_times(), [(0.0, 1.0), (2.5, 4.0), (4.0, 5.0)]);
+        assert_eq!(seen.busy_times(), [(0.0, 1.0), (2.5, 5.0)]);
         assert_eq!(seen.draw().matches("<polyline").count(), 5);
     }
 
