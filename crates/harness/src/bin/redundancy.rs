@@ -1,6 +1,6 @@
-//! `make bench-redundancy`: what redundancy costs on a whole node. `outboard-redundancy [pools] [rebuild]` measures some parts, all
-//! by default. `OUTBOARD_BENCH_ROUNDS` (5) and `OUTBOARD_BENCH_SECONDS` (3) say how long, `OUTBOARD_BENCH_DIR` on which drive,
-//! `OUTBOARD_REPORT_DIR` (`report`) where the figures go.
+//! `make bench-redundancy`: redundancy, measured on a whole node. `outboard-redundancy [pools] [rebuild] [coding]` measures some parts,
+//! all by default; `coding:sweep` and the like one experiment of a part. `OUTBOARD_BENCH_ROUNDS` (5) and `OUTBOARD_BENCH_SECONDS` (3) say
+//! how long, `QUICK=1` with how little, `OUTBOARD_BENCH_DIR` on which drive, `OUTBOARD_REPORT_DIR` (`report`) where the figures go.
 
 #![forbid(unsafe_code)]
 
@@ -8,37 +8,50 @@ use std::path::Path;
 
 use outboard_harness::Result;
 use outboard_harness::redundancy::book::Book;
+use outboard_harness::redundancy::coding::{self, hog};
 use outboard_harness::redundancy::settings::Settings;
 use outboard_harness::redundancy::{pools, rebuild};
 
 type Measure = fn(&Settings, &Path) -> Result<Book>;
 
-const PARTS: [(&str, Measure); 2] = [("pools", pools::measure), ("rebuild", rebuild::measure)];
+const PARTS: [(&str, Measure); 3] =
+    [("pools", pools::measure), ("rebuild", rebuild::measure), ("coding", coding::measure)];
 
 fn main() -> Result<()> {
     let args: Vec<String> = std::env::args().skip(1).collect();
-    let parts = chosen(&args)?;
+    // What keeps the host busy in a part is this program once more.
+    if let [command, cpu] = &args[..]
+        && command == "hog"
+    {
+        return hog::run(cpu);
+    }
+    let asked: Vec<&str> = args.iter().map(String::as_str).collect();
+    let asked = if asked.is_empty() { PARTS.map(|(name, _)| name).to_vec() } else { asked };
+    asked.iter().try_for_each(|part| find(part).map(drop))?;
     let settings = Settings::from_env();
     std::fs::create_dir_all(&settings.work)?;
-    let outcome = parts.into_iter().try_for_each(|(name, measure)| one(name, measure, &settings));
+    let outcome = asked.into_iter().try_for_each(|part| one(part, &settings));
     std::fs::remove_dir_all(&settings.work)?;
     outcome
 }
 
-fn chosen(args: &[String]) -> Result<Vec<(&'static str, Measure)>> {
-    if let Some(unknown) = args.iter().find(|arg| PARTS.iter().all(|(name, _)| name != arg)) {
-        let names: Vec<&str> = PARTS.iter().map(|(name, _)| *name).collect();
-        return Err(format!("{unknown}: there is no such part; there are {}", names.join(", ")).into());
-    }
-    Ok(PARTS.into_iter().filter(|(name, _)| args.is_empty() || args.iter().any(|a| a == name)).collect())
+/// A part by its name, and which experiment of it is asked for.
+fn find(part: &str) -> Result<(&str, Measure, Option<String>)> {
+    let (name, only) =
+        part.split_once(':').map_or((part, None), |(name, only)| (name, Some(only.to_owned())));
+    let measure = PARTS.iter().find(|(known, _)| *known == name).map(|(_, measure)| *measure);
+    let known = PARTS.map(|(name, _)| name).join(", ");
+    Ok((name, measure.ok_or_else(|| format!("{part}: there is no such part; there are {known}"))?, only))
 }
 
 /// Measures a part in a directory of its own, which is removed with what is in it.
-fn one(name: &str, measure: Measure, settings: &Settings) -> Result<()> {
+fn one(part: &str, settings: &Settings) -> Result<()> {
+    let (name, measure, only) = find(part)?;
+    let settings = Settings { only, ..settings.clone() };
     let dir = settings.work.join(name);
     std::fs::create_dir_all(&dir)?;
-    let book = measure(settings, &dir)?;
+    let book = measure(&settings, &dir)?;
     std::fs::remove_dir_all(&dir)?;
     book.print_bars();
-    book.write(name, settings)
+    book.write(&part.replace(':', "-"), &settings)
 }

@@ -20,6 +20,8 @@ pub struct Book {
     bars: Vec<Bar>,
     /// What did not go as it should, and which samples are missing for it.
     problems: Vec<String>,
+    /// Runs that do not count, by why.
+    void: BTreeMap<String, u32>,
 }
 
 /// A figure that is held against a threshold.
@@ -65,6 +67,11 @@ impl Book {
         self.problems.push(what);
     }
 
+    /// Counts a run that does not count.
+    pub fn void(&mut self, why: &str) {
+        *self.void.entry(why.to_owned()).or_default() += 1;
+    }
+
     /// A figure in every round that has it.
     #[must_use]
     pub fn rounds(&self, what: &str, figure: &str) -> Rounds {
@@ -96,6 +103,7 @@ impl Book {
             table.print();
         }
         self.problems.iter().for_each(|what| say(format!("problem: {what}")));
+        self.void.iter().for_each(|(why, runs)| say(format!("{runs} run(s) do not count: {why}")));
     }
 
     /// Writes everything to `PART.json`.
@@ -103,14 +111,10 @@ impl Book {
     /// # Errors
     /// If that cannot be written.
     pub fn write(&self, part: &str, settings: &Settings) -> Result<()> {
-        std::fs::create_dir_all(&settings.out)?;
         let environment = Environment::here(Path::new(settings.work.parent().unwrap_or(Path::new("."))));
         let (rounds, seconds_per_run) = (settings.rounds, settings.seconds);
         let document = Document { part, environment, rounds, seconds_per_run, book: self };
-        let path = settings.out.join(format!("{part}.json"));
-        std::fs::write(&path, serde_json::to_vec_pretty(&document)?)?;
-        say(format!("  {}", path.display()));
-        Ok(())
+        settings.save(&format!("{part}.json"), &serde_json::to_string_pretty(&document)?)
     }
 }
 

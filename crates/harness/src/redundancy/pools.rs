@@ -4,6 +4,7 @@
 use std::path::Path;
 
 use super::book::{Book, cell};
+use super::quiet;
 use super::settings::Settings;
 use super::watch::{State, wait_until, wait_until_whole};
 use crate::Result;
@@ -87,6 +88,7 @@ pub fn measure(settings: &Settings, dir: &Path) -> Result<Book> {
     let mut book = Book::default();
     for round in 1..=settings.rounds {
         say(format!("  round {round} of {}", settings.rounds));
+        quiet::look(&mut book, round)?;
         ceilings(&fio, settings, round, &mut book)?;
         for placement in turns(&PLACEMENTS, round as usize) {
             node.down()?;

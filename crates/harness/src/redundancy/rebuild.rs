@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use super::book::{Book, Bound, cell};
 use super::pools::{TARGETS, populate};
+use super::quiet;
 use super::settings::Settings;
 use super::watch::{State, Usage, wait_until, wait_until_whole};
 use crate::Result;
@@ -55,6 +56,7 @@ pub fn measure(settings: &Settings, dir: &Path) -> Result<Book> {
     let mut book = Book::default();
     for round in 1..=rounds {
         say(format!("  round {round} of {rounds}"));
+        quiet::look(&mut book, round)?;
         rig.ceiling(seconds, round, &mut book)?;
         rig.idle(round, &mut book)?;
         for mode in MODES {

@@ -2,6 +2,9 @@
 
 use std::path::PathBuf;
 
+use crate::Result;
+use crate::report::say;
+
 /// What the environment says.
 #[derive(Debug, Clone)]
 pub struct Settings {
@@ -13,6 +16,10 @@ pub struct Settings {
     pub seconds: u32,
     /// Where targets are made, below `OUTBOARD_BENCH_DIR`: that drive is what is measured.
     pub work: PathBuf,
+    /// `OUTBOARD_REDUNDANCY_OFFLOAD`: what of the DPU codes, `dpu` (its cores) or `accelerator`.
+    pub offload: String,
+    /// The one experiment of the part that is asked for, if not all are.
+    pub only: Option<String>,
     /// Where tables and plots go: `redundancy` in `OUTBOARD_REPORT_DIR`.
     pub out: PathBuf,
 }
@@ -33,14 +40,28 @@ impl Settings {
             rounds: number("OUTBOARD_BENCH_ROUNDS", if quick { 1 } else { 5 }),
             seconds: number("OUTBOARD_BENCH_SECONDS", 3),
             work: work.join(format!("outboard-redundancy-{}", std::process::id())),
+            offload: std::env::var("OUTBOARD_REDUNDANCY_OFFLOAD").unwrap_or_else(|_| "dpu".to_owned()),
+            only: None,
             out: out.join("redundancy"),
         }
+    }
+
+    /// Writes a file to where figures go.
+    ///
+    /// # Errors
+    /// If that fails.
+    pub fn save(&self, name: &str, text: &str) -> Result<()> {
+        std::fs::create_dir_all(&self.out)?;
+        let path = self.out.join(name);
+        std::fs::write(&path, text)?;
+        say(format!("  {}", path.display()));
+        Ok(())
     }
 
     /// Size of each target, as the command line has it.
     #[must_use]
     pub fn target_size(&self) -> &'static str {
-        if self.quick { "640MiB" } else { "1536MiB" }
+        if self.quick { "768MiB" } else { "1536MiB" }
     }
 
     /// Bytes of the objects of one size in one pool.

@@ -3,8 +3,8 @@
 mod details;
 mod figures;
 mod networks;
-mod svg;
-mod text;
+pub mod svg;
+pub mod text;
 mod verdict;
 
 use text::{escape, number};

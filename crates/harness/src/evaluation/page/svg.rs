@@ -1,7 +1,8 @@
-//! Bar charts as inline SVG. Colours are classes that the page's style sheet fills, light or dark.
+//! Bar charts as SVG, inline or as files of their own. Colours are classes that the page's style sheet fills, light or dark.
 
 use std::fmt::Write;
 
+use super::STYLE;
 use super::text::{escape, number};
 use crate::evaluation::stats::Estimate;
 
@@ -67,20 +68,59 @@ const PLOT: f64 = HEIGHT - TOP - BOTTOM;
 /// Charts beside one another, each as wide as its bars need, with one legend.
 #[must_use]
 pub fn grouped(charts: &[Grouped]) -> String {
-    let widths: Vec<f64> = charts.iter().map(Grouped::width).collect();
+    let (width, body) = beside_one_another(charts);
+    figure(width, &body, &keys(charts))
+}
+
+/// The same as a file of its own.
+#[must_use]
+pub fn grouped_file(charts: &[Grouped]) -> String {
+    let (width, body) = beside_one_another(charts);
+    file(width, HEIGHT, &body, &keys(charts))
+}
+
+fn beside_one_another(charts: &[Grouped]) -> (f64, String) {
     let mut body = String::new();
     let mut x = 0.0;
-    for (chart, width) in charts.iter().zip(&widths) {
-        let _ = write!(body, r#"<g transform="translate({x:.0},0)">{}</g>"#, chart.draw(*width));
+    for chart in charts {
+        let width = chart.width();
+        let _ = write!(body, r#"<g transform="translate({x:.0},0)">{}</g>"#, chart.draw(width));
         x += width;
     }
-    let mut keys: Vec<(&str, &str)> = Vec::new();
+    (x, body)
+}
+
+/// What the colours mean.
+fn keys(charts: &[Grouped]) -> Vec<(&str, &'static str)> {
+    let mut keys: Vec<(&str, &'static str)> = Vec::new();
     for series in charts.iter().flat_map(|c| &c.series).filter(|s| s.values.iter().any(Option::is_some)) {
         if !keys.contains(&(series.name.as_str(), series.class)) {
             keys.push((&series.name, series.class));
         }
     }
-    figure(x, &body, &keys)
+    keys
+}
+
+/// An SVG file with a legend above what is drawn. It needs nothing from elsewhere.
+#[must_use]
+pub fn file(width: f64, height: f64, body: &str, keys: &[(&str, &str)]) -> String {
+    const LEGEND: f64 = 24.0;
+    let (mut legend, mut x) = (String::new(), 12.0);
+    for (name, class) in keys {
+        let _ = write!(
+            legend,
+            r#"<rect class="{class}" x="{x:.0}" y="8" width="10" height="10"/><text x="{:.0}" y="17">{}</text>"#,
+            x + 15.0,
+            escape(name)
+        );
+        x += 33.0 + 6.2 * name.chars().count() as f64;
+    }
+    let (width, height) = (width.max(x), height + LEGEND);
+    format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width:.0} {height:.0}\" width=\"{width:.0}\" height=\"{height:.0}\">\
+         <style><![CDATA[{STYLE}]]></style><rect width=\"100%\" height=\"100%\" style=\"fill:var(--bg)\"/>{legend}\
+         <g transform=\"translate(0,{LEGEND})\">{body}</g></svg>\n"
+    )
 }
 
 fn figure(width: f64, body: &str, keys: &[(&str, &str)]) -> String {
@@ -184,7 +224,8 @@ fn bar(x: f64, width: f64, value: Estimate, series: &Series, y: &impl Fn(f64) ->
     out
 }
 
-fn heading(text: &str, x: f64) -> String {
+/// What a chart is called.
+pub fn heading(text: &str, x: f64) -> String {
     format!(r#"<text class="title" x="{x}" y="14">{}</text>"#, escape(text))
 }
 
@@ -246,7 +287,7 @@ fn stack(x: f64, width: f64, bar: &Stack) -> String {
 }
 
 /// Distance of an axis's ticks and its upper end: about four steps of 1, 2, 2.5 or 5 times a power of ten.
-fn ticks(most: f64) -> (f64, f64) {
+pub fn ticks(most: f64) -> (f64, f64) {
     if most <= 0.0 {
         return (1.0, 1.0);
     }
@@ -281,5 +322,12 @@ mod tests {
         let one = grouped(&[chart(vec![None, Some(Estimate::exact(2.0))])]);
         assert_eq!((both.matches("<rect").count(), one.matches("<rect").count()), (2, 1));
         assert!(both.contains("a &lt; b"));
+    }
+
+    #[test]
+    fn a_file_has_its_colours_and_its_legend() {
+        let text = file(100.0, 50.0, "<g/>", &[("host & dpu", "host")]);
+        assert!(text.contains("host &amp; dpu") && text.contains("--host:") && text.contains("<g/>"));
+        assert!(!STYLE.contains("]]>"));
     }
 }

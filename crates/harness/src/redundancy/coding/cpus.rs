@@ -1,0 +1,71 @@
+//! Which CPUs are whose: one the host's, with its store and whatever else keeps it busy; one the DPU's; the others the clients'. Where
+//! there are no others, clients are on the DPU's, which is where their requests arrive.
+
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+
+use crate::Result;
+
+/// The division.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Division {
+    /// The host's.
+    pub host: usize,
+    /// The DPU's.
+    pub dpu: usize,
+    /// The clients'.
+    pub clients: Vec<usize>,
+}
+
+impl Division {
+    /// Of the CPUs that this process may use.
+    ///
+    /// # Errors
+    /// If there are fewer than two.
+    pub fn here() -> Result<Division> {
+        let set = sched_getaffinity(None)?;
+        let all: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|cpu| set.is_set(*cpu)).collect();
+        Division::of(&all)
+            .ok_or_else(|| "this part needs two CPUs, one for the host and one for the DPU".into())
+    }
+
+    fn of(all: &[usize]) -> Option<Division> {
+        let [host, dpu, rest @ ..] = all else { return None };
+        let clients = if rest.is_empty() { vec![*dpu] } else { rest.to_vec() };
+        Some(Division { host: *host, dpu: *dpu, clients })
+    }
+}
+
+/// Does something on some CPUs, as do the processes that it starts.
+///
+/// # Errors
+/// If it fails, or these CPUs may not be used.
+pub fn on<T>(cpus: &[usize], what: impl FnOnce() -> Result<T>) -> Result<T> {
+    let before = sched_getaffinity(None)?;
+    let mut set = CpuSet::new();
+    cpus.iter().for_each(|cpu| set.set(*cpu));
+    sched_setaffinity(None, &set)?;
+    let outcome = what();
+    sched_setaffinity(None, &before)?;
+    outcome
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clients_have_what_is_left_or_share_the_dpus() {
+        let division = |all: &[usize]| Division::of(all).map(|d| (d.host, d.dpu, d.clients));
+        assert_eq!(division(&[3]), None);
+        assert_eq!(division(&[0, 1]), Some((0, 1, vec![1])));
+        assert_eq!(division(&[0, 2, 4, 6]), Some((0, 2, vec![4, 6])));
+    }
+
+    #[test]
+    fn what_is_done_on_some_cpus_leaves_the_thread_where_it_was() {
+        let before = sched_getaffinity(None).unwrap();
+        let first = (0..CpuSet::MAX_CPU).find(|cpu| before.is_set(*cpu)).unwrap();
+        let count = on(&[first], || Ok(sched_getaffinity(None)?.count())).unwrap();
+        assert_eq!((count, sched_getaffinity(None).unwrap().count()), (1, before.count()));
+    }
+}

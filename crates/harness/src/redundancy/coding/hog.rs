@@ -1,0 +1,138 @@
+//! A program that wants all of a CPU and says how much of its work it gets done: what coding on the host would take from
+//! others. It is this program once more: `outboard-redundancy hog CPU`.
+
+use std::hint::black_box;
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use super::cpus;
+use crate::Result;
+
+/// How often it says how far it is.
+const TOLD_EVERY: Duration = Duration::from_millis(50);
+/// Steps of a piece of work: some 20 µs.
+const STEPS: u32 = 20_000;
+
+/// The hog at work; it ends when this is dropped.
+#[derive(Debug)]
+pub struct Hog {
+    child: Child,
+    told: Arc<Mutex<Vec<Told>>>,
+}
+
+/// What it has said: when, and pieces of work until then.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Told {
+    /// Seconds since 1970.
+    pub at: f64,
+    /// Since it was started.
+    pub pieces: f64,
+}
+
+/// Is the hog: spins on a CPU until nobody listens any more.
+///
+/// # Errors
+/// If the CPU may not be used.
+pub fn run(cpu: &str) -> Result<()> {
+    let cpu: usize = cpu.parse().map_err(|_| format!("{cpu}: not a CPU"))?;
+    cpus::on(&[cpu], || {
+        let (mut pieces, mut next) = (0_u64, now());
+        loop {
+            let at = now();
+            if at >= next {
+                next = at + TOLD_EVERY.as_secs_f64();
+                let mut out = std::io::stdout();
+                if writeln!(out, "{at:.6} {pieces}").and_then(|()| out.flush()).is_err() {
+                    return Ok(());
+                }
+            }
+            black_box((0..STEPS).fold(pieces | 1, |x, _| step(x)));
+            pieces += 1;
+        }
+    })
+}
+
+/// Each step needs the one before.
+fn step(x: u64) -> u64 {
+    let x = x ^ (x << 13);
+    let x = x ^ (x >> 7);
+    x ^ (x << 17)
+}
+
+/// Seconds since 1970: a clock that both processes have.
+#[must_use]
+pub fn now() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64())
+}
+
+impl Hog {
+    /// Starts it on a CPU.
+    ///
+    /// # Errors
+    /// If it cannot be started.
+    pub fn start(cpu: usize) -> Result<Hog> {
+        let mut command = Command::new(std::env::current_exe()?);
+        let mut child = command.args(["hog", &cpu.to_string()]).stdout(Stdio::piped()).spawn()?;
+        let out = child.stdout.take().ok_or("the hog says nothing")?;
+        let told = Arc::new(Mutex::new(Vec::new()));
+        let heard = Arc::clone(&told);
+        std::thread::spawn(move || {
+            for line in BufReader::new(out).lines().map_while(std::io::Result::ok) {
+                let mut words = line.split(' ').map(str::parse);
+                if let (Some(Ok(at)), Some(Ok(pieces)), Ok(mut told)) =
+                    (words.next(), words.next(), heard.lock())
+                {
+                    told.push(Told { at, pieces });
+                }
+            }
+        });
+        Ok(Hog { child, told })
+    }
+
+    /// All that it has said.
+    #[must_use]
+    pub fn told(&self) -> Vec<Told> {
+        self.told.lock().map(|told| told.clone()).unwrap_or_default()
+    }
+
+    /// Pieces of work per second between two moments; 0 if it has said too little.
+    #[must_use]
+    pub fn speed(&self, from: f64, to: f64) -> f64 {
+        speed(&self.told(), from, to)
+    }
+}
+
+/// Pieces of work per second between two moments.
+#[must_use]
+pub fn speed(told: &[Told], from: f64, to: f64) -> f64 {
+    let mut within = told.iter().filter(|t| (from..=to).contains(&t.at));
+    match (within.next(), within.next_back()) {
+        (Some(first), Some(last)) => (last.pieces - first.pieces) / (last.at - first.at),
+        _ => 0.0,
+    }
+}
+
+impl Drop for Hog {
+    fn drop(&mut self) {
+        // It has ended already, or does now.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn speed_is_that_of_the_time_asked_for() {
+        let told: Vec<Told> = [(1.0, 0.0), (2.0, 10.0), (3.0, 30.0), (4.0, 90.0)]
+            .map(|(at, pieces)| Told { at, pieces })
+            .to_vec();
+        assert_eq!(speed(&told, 1.5, 3.5), 20.0);
+        assert_eq!(speed(&told, 0.0, 9.0), 30.0);
+        assert_eq!(speed(&told, 3.5, 9.0), 0.0);
+    }
+}

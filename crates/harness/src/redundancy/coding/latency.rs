@@ -1,0 +1,61 @@
+//! Latencies of `latency-sensitive` on an idle host, against coding that only the host does.
+
+use super::rig::{Pattern, Rig};
+use super::{note_idle, write_in};
+use crate::Result;
+use crate::evaluation::order::turns;
+use crate::redundancy::book::{Book, Bound, cell};
+use crate::redundancy::quiet;
+use crate::redundancy::settings::Settings;
+use crate::report::{Table, say};
+
+const MODES: [&str; 2] = ["latency-sensitive", "hybrid:1:0"];
+const MIB: u64 = 1 << 20;
+const PATTERNS: [Pattern; 3] = [
+    Pattern { name: "8 MiB x 1", loads: &[("8MiB", 8 * MIB, 1)] },
+    Pattern { name: "16 MiB x 1", loads: &[("16MiB", 16 * MIB, 1)] },
+    Pattern { name: "16 MiB x 4", loads: &[("16MiB", 16 * MIB, 4)] },
+];
+
+/// Measures, and prints what was found.
+///
+/// # Errors
+/// If the node fails.
+pub fn measure(settings: &Settings, rig: &mut Rig, book: &mut Book) -> Result<()> {
+    for round in 1..=2 * settings.rounds {
+        say(format!("  latency, round {round} of {}", 2 * settings.rounds));
+        quiet::look(book, round)?;
+        for pattern in &PATTERNS {
+            for mode in turns(&MODES, round as usize) {
+                let run = write_in(rig, mode, pattern, settings.seconds)?;
+                note_idle(book, &name(pattern, mode), mode, round, &run);
+            }
+        }
+    }
+    let mut table =
+        Table::new(&["latency, ms", "p50", "p99", "p50, CPU only", "p99, CPU only", "p99 / CPU only"]);
+    for pattern in &PATTERNS {
+        let [sensitive, alone] = MODES.map(|mode| name(pattern, mode));
+        let ms = |what: &str, figure: &str| {
+            cell(&book.rounds(what, figure).into_iter().map(|(round, us)| (round, us / 1e3)).collect())
+        };
+        let ratio = book.ratio("latency_us_p99", &sensitive, &alone);
+        table.row(&[
+            pattern.name.to_owned(),
+            ms(&sensitive, "latency_us_p50"),
+            ms(&sensitive, "latency_us_p99"),
+            ms(&alone, "latency_us_p50"),
+            ms(&alone, "latency_us_p99"),
+            cell(&ratio),
+        ]);
+        let title = format!("{}: p99 of latency-sensitive / coding by the host only", pattern.name);
+        book.judge(&title, &ratio, Bound::AtMost(1.1));
+    }
+    say("");
+    table.print();
+    Ok(())
+}
+
+fn name(pattern: &Pattern, mode: &str) -> String {
+    format!("latency, {}, {mode}", pattern.name)
+}

@@ -1,0 +1,93 @@
+//! Part `coding`: where the parity of large writes is computed, and what that does to writes and to whatever else the host does.
+//!
+//! The host's roles are on one CPU, with a program that wants all of it where that is asked for (`hog`); the DPU's are on another, and so are
+//! the clients if there is no third one. `sweep` holds `hybrid:auto` against fixed ratios, `latency` holds `latency-sensitive` against
+//! coding on the host alone, `busy` asks what the hog loses, `timeline` shows the scheduler at work, `places` is the paper's figure 2.
+
+pub mod busy;
+pub mod cpus;
+pub mod hog;
+pub mod latency;
+pub mod places;
+pub mod rig;
+pub mod sweep;
+pub mod timeline;
+
+use std::path::Path;
+
+use rig::{Pattern, Rig, Run};
+
+use super::book::Book;
+use super::settings::Settings;
+use crate::Result;
+use crate::report::say;
+
+type Experiment = fn(&Settings, &mut Rig, &mut Book) -> Result<()>;
+
+/// All of them, by the names under which one alone can be asked for (`coding:sweep`).
+const EXPERIMENTS: [(&str, Experiment); 5] = [
+    ("sweep", sweep::measure),
+    ("latency", latency::measure),
+    ("busy", busy::measure),
+    ("timeline", timeline::measure),
+    ("places", places::measure),
+];
+
+/// Modes in which nothing else happens if the host is busy.
+const ALL_TO_DPU: [&str; 2] = ["async", "hybrid:0:1"];
+/// Pieces that a scheduler may send away because the host is busy, in a run in which nothing else is on it, in percent.
+const BUSY_ALLOWED: f64 = 5.0;
+
+/// Measures, and prints what was found.
+///
+/// # Errors
+/// If the node fails.
+pub fn measure(settings: &Settings, dir: &Path) -> Result<Book> {
+    let wanted = |name: &str| settings.only.as_deref().is_none_or(|only| only == name);
+    let chosen: Vec<Experiment> =
+        EXPERIMENTS.into_iter().filter(|(n, _)| wanted(n)).map(|(_, e)| e).collect();
+    if chosen.is_empty() {
+        let names: Vec<&str> = EXPERIMENTS.into_iter().map(|(name, _)| name).collect();
+        return Err(format!("of coding there are: {}", names.join(", ")).into());
+    }
+    let mut rig = Rig::up(dir, &settings.offload, settings)?;
+    say(format!(
+        "\ncoding: ec:4+2 on 6 targets, host on CPU {}, DPU on CPU {}, clients on {:?}; offload {}; {} round(s) of {} s a run",
+        rig.cpus.host, rig.cpus.dpu, rig.cpus.clients, settings.offload, settings.rounds, settings.seconds
+    ));
+    let mut book = Book::default();
+    for experiment in chosen {
+        experiment(settings, &mut rig, &mut book)?;
+    }
+    Ok(book)
+}
+
+/// Takes a run of writes down.
+fn note(book: &mut Book, what: &str, round: u32, run: &Run) {
+    book.note(what, "mb_per_s", round, run.mb_per_s);
+    book.note(what, "latency_us_p50", round, run.p50_us);
+    book.note(what, "latency_us_p99", round, run.p99_us);
+    book.note(what, "coded_by_host_percent", round, run.host_percent());
+    book.note(what, "sent_away_as_busy_percent", round, run.busy_percent());
+    book.note(what, "failed", round, run.errors as f64);
+    book.note(what, "refused_pieces", round, run.refused as f64);
+    if run.errors > 0 {
+        book.problem(format!("{what}, round {round}: {} writes failed", run.errors));
+    }
+}
+
+/// Takes a run of writes in a mode down, on a host that has nothing else to do. If it counted as busy all the same, the mode was not
+/// what decided, and the run does not count.
+fn note_idle(book: &mut Book, what: &str, mode: &str, round: u32, run: &Run) {
+    if run.busy_percent() <= BUSY_ALLOWED || ALL_TO_DPU.contains(&mode) {
+        return note(book, what, round, run);
+    }
+    note(book, &format!("{what}, void"), round, run);
+    book.void("the scheduler took the host for busy, though nothing was put on it but the node");
+}
+
+/// Writes in a mode.
+fn write_in(rig: &Rig, mode: &str, pattern: &Pattern, seconds: u32) -> Result<Run> {
+    rig.set_mode(mode)?;
+    rig.write(rig::POOL, pattern, seconds)
+}

@@ -1,0 +1,162 @@
+//! The paper's figure 2: what coding takes in each place, by the size of what is coded. Once as the paper did it, whole files in 128 data
+//! and 32 parity shards (`outboard ec bench`); once as a client sees it, writes to ec:4+2, one at a time.
+
+use serde::{Deserialize, Serialize};
+
+use super::rig::{Pattern, Rig};
+use super::{note_idle, write_in};
+use crate::Result;
+use crate::evaluation::page::svg::{Grouped, Series, grouped_file};
+use crate::evaluation::stats::{Estimate, estimate};
+use crate::redundancy::book::{Book, cell};
+use crate::redundancy::quiet;
+use crate::redundancy::settings::Settings;
+use crate::report::{Table, say};
+
+/// What codes, and how it is told to: what of the DPU is used, and the mode; and a colour.
+const PLACES: [(&str, &str, &str, &str); 3] = [
+    ("host", "dpu", "latency-sensitive", "host"),
+    ("DPU, cores", "dpu", "async", "memcpy"),
+    ("DPU, accelerator (emulated)", "accelerator", "async", "bf3"),
+];
+const MIB: u64 = 1 << 20;
+const PATTERNS: [Pattern; 5] = [
+    Pattern { name: "8 MiB", loads: &[("8MiB", 8 * MIB, 1)] },
+    Pattern { name: "16 MiB", loads: &[("16MiB", 16 * MIB, 1)] },
+    Pattern { name: "32 MiB", loads: &[("32MiB", 32 * MIB, 1)] },
+    Pattern { name: "64 MiB", loads: &[("64MiB", 64 * MIB, 1)] },
+    Pattern { name: "128 MiB", loads: &[("128MiB", 128 * MIB, 1)] },
+];
+
+/// The parts of `outboard ec bench --json` that are drawn.
+#[derive(Debug, Default, Deserialize)]
+struct Bench {
+    experiment: Experiment,
+}
+
+#[derive(Debug, Default, Deserialize)]
+struct Experiment {
+    rows: Vec<Row>,
+}
+
+/// A file in a place.
+#[derive(Debug, Clone, Deserialize, Serialize)]
+struct Row {
+    place: String,
+    file_bytes: u64,
+    seconds: f64,
+    /// How many times as long as the host the paper found it to take.
+    #[serde(default)]
+    paper_ratio_to_host: Option<f64>,
+}
+
+/// Measures, and draws what was found.
+///
+/// # Errors
+/// If the node fails.
+pub fn measure(settings: &Settings, rig: &mut Rig, book: &mut Book) -> Result<()> {
+    for round in 1..=settings.rounds {
+        say(format!("  figure 2, round {round} of {}", settings.rounds));
+        quiet::look(book, round)?;
+        for (place, offload, mode, _) in PLACES {
+            rig.restart(offload)?;
+            for pattern in &PATTERNS {
+                // Its own first write is the first that touches the memory.
+                let run = write_in(rig, mode, pattern, settings.seconds.min(2))?;
+                note_idle(book, &name(pattern, place), mode, round, &run);
+            }
+        }
+    }
+    rig.restart(&settings.offload)?;
+    let files = rig.files(settings.rounds)?;
+    for row in &files {
+        let what = format!("file of {} MiB, {}", row.file_bytes / MIB, row.place);
+        book.note(&what, "milliseconds", 1, row.seconds * 1e3);
+    }
+    print(book);
+    settings.save("figure2.svg", &draw(book, &files))
+}
+
+impl Rig {
+    /// The paper's experiment; no node takes part.
+    fn files(&self, rounds: u32) -> Result<Vec<Row>> {
+        let rounds = rounds.to_string();
+        let bench: Bench =
+            self.node.json(&["ec", "bench", "--k", "128", "--m", "32", "--rounds", &rounds, "--json"])?;
+        Ok(bench.experiment.rows)
+    }
+}
+
+fn name(pattern: &Pattern, place: &str) -> String {
+    format!("write of {}, coded by {place}", pattern.name)
+}
+
+fn ms_per_mib(book: &Book, pattern: &Pattern, place: &str) -> Option<Estimate> {
+    let mib = (pattern.loads[0].1 / MIB) as f64;
+    let rounds = book.rounds(&name(pattern, place), "latency_us_p50");
+    estimate(rounds.into_values().map(|us| us / 1e3 / mib))
+}
+
+fn print(book: &Book) {
+    let head = PLACES.map(|(place, ..)| place);
+    let mut table = Table::new(&[&["p50 of one write at a time, ms"][..], &head].concat());
+    for pattern in &PATTERNS {
+        let ms = PLACES.map(|(place, ..)| {
+            let rounds = book.rounds(&name(pattern, place), "latency_us_p50");
+            cell(&rounds.into_iter().map(|(round, us)| (round, us / 1e3)).collect())
+        });
+        table.row(&[&[pattern.name.to_owned()][..], &ms].concat());
+    }
+    say("");
+    table.print();
+}
+
+fn draw(book: &Book, files: &[Row]) -> String {
+    let groups: Vec<String> = PATTERNS.iter().map(|p| p.name.to_owned()).collect();
+    let sizes: Vec<u64> = PATTERNS.iter().map(|p| p.loads[0].1).collect();
+    let per_mib = |place: &str, size: u64| {
+        let row = files.iter().find(|r| r.place == place && r.file_bytes == size)?;
+        Some(Estimate::exact(row.seconds * 1e3 / (size / MIB) as f64))
+    };
+    let mut places: Vec<&str> = files.iter().map(|r| r.place.as_str()).collect();
+    places.sort_unstable();
+    places.dedup();
+    let classes = ["host", "memcpy", "bf3", "p4"];
+    let mut encoding: Vec<Series> = places
+        .iter()
+        .zip(classes.iter().cycle())
+        .map(|(place, class)| Series {
+            name: (*place).to_owned(),
+            class,
+            values: sizes.iter().map(|size| per_mib(place, *size)).collect(),
+        })
+        .collect();
+    let paper = |size: &u64| {
+        let ratio = files.iter().filter(|r| r.file_bytes == *size).find_map(|r| r.paper_ratio_to_host)?;
+        Some(Estimate::exact(per_mib("host", *size)?.median * ratio))
+    };
+    encoding.push(Series {
+        name: "accelerator, by the paper’s ratio to the host".to_owned(),
+        class: "paper-a",
+        values: sizes.iter().map(paper).collect(),
+    });
+    let writing = PLACES.iter().map(|(place, _, _, class)| Series {
+        name: (*place).to_owned(),
+        class,
+        values: PATTERNS.iter().map(|pattern| ms_per_mib(book, pattern, place)).collect(),
+    });
+    grouped_file(&[
+        Grouped {
+            title: "Encoding a file, 128+32, one core".to_owned(),
+            axis: "ms per MiB".to_owned(),
+            groups: groups.clone(),
+            series: encoding,
+        },
+        Grouped {
+            title: "Writing an object to ec:4+2, one at a time".to_owned(),
+            axis: "ms per MiB, median".to_owned(),
+            groups,
+            series: writing.collect(),
+        },
+    ])
+}

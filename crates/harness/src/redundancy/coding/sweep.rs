@@ -1,0 +1,147 @@
+//! `hybrid:auto` against every fixed ratio of pieces for the host and for the DPU, on an idle host, under several loads.
+//!
+//! First all ratios take turns. Then the best of them under each load and `hybrid:auto` run in pairs, anew: the best of many
+//! looks better than it is in the runs that it was chosen by.
+
+use super::rig::{Pattern, Rig};
+use super::{note_idle, write_in};
+use crate::Result;
+use crate::evaluation::order::turns;
+use crate::evaluation::page::svg::{Grouped, Series, grouped_file};
+use crate::evaluation::stats::estimate;
+use crate::redundancy::book::{Book, Bound, cell};
+use crate::redundancy::quiet;
+use crate::redundancy::settings::Settings;
+use crate::report::{Table, say};
+
+const AUTO: &str = "hybrid:auto";
+/// Fixed ratios, host to DPU, and the mode under test; each with its colour.
+const MODES: [(&str, &str); 9] = [
+    ("hybrid:1:0", "host"),
+    ("hybrid:7:1", "p8"),
+    ("hybrid:3:1", "p2"),
+    ("hybrid:2:1", "p4"),
+    ("hybrid:1:1", "paper-a"),
+    ("hybrid:1:2", "p5"),
+    ("hybrid:1:3", "p7"),
+    ("hybrid:0:1", "p6"),
+    (AUTO, "p1"),
+];
+const MIB: u64 = 1 << 20;
+/// Loads that the scheduler was not tuned on: writes of one size, few and many at a time, and of two sizes at once.
+const PATTERNS: [Pattern; 6] = [
+    Pattern { name: "16 MiB x 1", loads: &[("16MiB", 16 * MIB, 1)] },
+    Pattern { name: "16 MiB x 4", loads: &[("16MiB", 16 * MIB, 4)] },
+    Pattern { name: "16 MiB x 16", loads: &[("16MiB", 16 * MIB, 16)] },
+    Pattern { name: "8 MiB x 4", loads: &[("8MiB", 8 * MIB, 4)] },
+    Pattern { name: "8 MiB x 16", loads: &[("8MiB", 8 * MIB, 16)] },
+    Pattern { name: "8 and 16 MiB x 4", loads: &[("8MiB", 8 * MIB, 4), ("16MiB", 16 * MIB, 4)] },
+];
+
+/// Measures, and prints what was found.
+///
+/// # Errors
+/// If the node fails.
+pub fn measure(settings: &Settings, rig: &mut Rig, book: &mut Book) -> Result<()> {
+    // The first writes make the objects; the others find them.
+    for pattern in &PATTERNS {
+        write_in(rig, AUTO, pattern, 1)?;
+    }
+    for round in 1..=settings.rounds {
+        say(format!("  sweep, round {round} of {}", settings.rounds));
+        quiet::look(book, round)?;
+        for pattern in turns(&PATTERNS, round as usize) {
+            for (mode, _) in turns(&MODES, round as usize) {
+                let run = write_in(rig, mode, &pattern, settings.seconds)?;
+                note_idle(book, &swept(&pattern, mode), mode, round, &run);
+            }
+        }
+    }
+    let best = PATTERNS.map(|pattern| best_fixed(book, &pattern));
+    for round in 1..=2 * settings.rounds {
+        say(format!("  hybrid:auto and the best ratios, round {round} of {}", 2 * settings.rounds));
+        for (pattern, best) in PATTERNS.iter().zip(best) {
+            for mode in turns(&[AUTO, best], round as usize) {
+                let run = write_in(rig, mode, pattern, settings.seconds)?;
+                note_idle(book, &paired(pattern, mode), mode, round, &run);
+            }
+        }
+    }
+    print(book, &best);
+    for (pattern, best) in PATTERNS.iter().zip(best) {
+        let ratio = book.ratio("mb_per_s", &paired(pattern, AUTO), &paired(pattern, best));
+        book.judge(
+            &format!("{}: hybrid:auto / {best}, the best", pattern.name),
+            &ratio,
+            Bound::AtLeast(0.97),
+        );
+    }
+    settings.save("sweep.svg", &draw(book))
+}
+
+fn swept(pattern: &Pattern, mode: &str) -> String {
+    format!("sweep, {}, {mode}", pattern.name)
+}
+
+fn paired(pattern: &Pattern, mode: &str) -> String {
+    format!("pairs, {}, {mode}", pattern.name)
+}
+
+/// The fixed ratio with the highest median.
+fn best_fixed(book: &Book, pattern: &Pattern) -> &'static str {
+    let median = |mode: &str| {
+        let rounds = book.rounds(&swept(pattern, mode), "mb_per_s");
+        estimate(rounds.into_values()).map_or(0.0, |e| e.median)
+    };
+    let fixed = MODES.iter().map(|(mode, _)| *mode).filter(|mode| *mode != AUTO);
+    fixed.max_by(|a, b| median(a).total_cmp(&median(b))).unwrap_or(MODES[0].0)
+}
+
+fn print(book: &Book, best: &[&str]) {
+    let names = PATTERNS.map(|p| p.name);
+    let mut table = Table::new(&[&["host : DPU, MB/s of objects"][..], &names].concat());
+    for (mode, _) in MODES {
+        let rates = PATTERNS.map(|p| cell(&book.rounds(&swept(&p, mode), "mb_per_s")));
+        table.row(&[&[mode.to_owned()][..], &rates].concat());
+    }
+    say("");
+    table.print();
+    let mut table = Table::new(&[
+        "in pairs",
+        "best fixed",
+        "its MB/s",
+        "hybrid:auto",
+        "hybrid:auto / best",
+        "coded by the host, %",
+    ]);
+    for (pattern, best) in PATTERNS.iter().zip(best) {
+        let (auto, fixed) = (paired(pattern, AUTO), paired(pattern, best));
+        table.row(&[
+            pattern.name.to_owned(),
+            (*best).to_owned(),
+            cell(&book.rounds(&fixed, "mb_per_s")),
+            cell(&book.rounds(&auto, "mb_per_s")),
+            cell(&book.ratio("mb_per_s", &auto, &fixed)),
+            cell(&book.rounds(&auto, "coded_by_host_percent")),
+        ]);
+    }
+    say("");
+    table.print();
+}
+
+fn draw(book: &Book) -> String {
+    let of = |mode: &str, pattern: &Pattern| {
+        estimate(book.rounds(&swept(pattern, mode), "mb_per_s").into_values())
+    };
+    let series = MODES.iter().map(|(mode, class)| Series {
+        name: (*mode).to_owned(),
+        class,
+        values: PATTERNS.iter().map(|pattern| of(mode, pattern)).collect(),
+    });
+    grouped_file(&[Grouped {
+        title: "Writes to ec:4+2 by ratio of pieces coded by host and DPU, idle host".to_owned(),
+        axis: "MB/s of objects".to_owned(),
+        groups: PATTERNS.iter().map(|p| p.name.to_owned()).collect(),
+        series: series.collect(),
+    }])
+}

@@ -1,0 +1,65 @@
+//! Whether the machine has nothing else to do: figures of one that has are not to be trusted.
+
+use std::time::Duration;
+
+use super::book::Book;
+use crate::Result;
+
+/// So much of the machine may be in use while a node is idle, in percent.
+const ALLOWED: f64 = 10.0;
+/// How long is looked.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// Time of all CPUs until now, in ticks.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Ticks {
+    all: f64,
+    idle: f64,
+}
+
+/// Looks how much of the machine is in use while the node is idle, takes it down, and complains if it is much.
+///
+/// # Errors
+/// If the system does not say.
+pub fn look(book: &mut Book, round: u32) -> Result<()> {
+    let before = now()?;
+    std::thread::sleep(LOOK);
+    let used = used_percent(before, now()?);
+    book.note("the machine while the node is idle", "used_percent", round, used);
+    if used > ALLOWED {
+        book.problem(format!("round {round} began while others used {used:.0} % of the machine"));
+    }
+    Ok(())
+}
+
+fn now() -> Result<Ticks> {
+    let stat = std::fs::read_to_string("/proc/stat")?;
+    ticks(&stat).ok_or_else(|| "/proc/stat does not say how busy the machine is".into())
+}
+
+/// From the line of all CPUs: user, nice, system, idle, iowait, irq, softirq, steal; what follows is part of the first two.
+fn ticks(stat: &str) -> Option<Ticks> {
+    let line = stat.lines().find_map(|line| line.strip_prefix("cpu "))?;
+    let ticks: Vec<f64> = line.split_ascii_whitespace().map_while(|v| v.parse().ok()).take(8).collect();
+    Some(Ticks { all: ticks.iter().sum(), idle: ticks.get(3)? + ticks.get(4)? })
+}
+
+fn used_percent(before: Ticks, now: Ticks) -> f64 {
+    let (all, idle) = (now.all - before.all, now.idle - before.idle);
+    if all > 0.0 { 100.0 * (all - idle) / all } else { 0.0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn waiting_for_a_drive_is_no_use_and_stolen_time_is() {
+        let before = ticks("cpu  0 0 0 100 0 0 0 0 50 50\ncpu0 1 1 1 1").unwrap();
+        let now = ticks("cpu  10 0 5 150 30 0 0 5 60 60").unwrap();
+        assert_eq!(before, Ticks { all: 100.0, idle: 100.0 });
+        assert_eq!(used_percent(before, now), 20.0);
+        assert_eq!(used_percent(now, now), 0.0);
+        assert_eq!(ticks("nothing"), None);
+    }
+}
