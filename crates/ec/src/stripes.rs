@@ -26,30 +26,49 @@ impl Code {
         parity: &mut [&mut [u8]],
         checksums: &mut [Vec<u32>],
     ) -> Result<()> {
-        let (k, m) = (self.geometry().k(), self.geometry().m());
-        if unit == 0 || !unit.is_multiple_of(BLOCK_SIZE) || unit > usize::MAX / k {
-            return Err(EcError::Unit { unit, multiple: BLOCK_SIZE, max: usize::MAX / k });
-        }
+        let k = self.geometry().k();
+        check_unit(unit, k)?;
         let stripe = unit * k;
         if !data.len().is_multiple_of(stripe) {
             return Err(EcError::PartialStripe { len: data.len(), stripe });
         }
+        let units: Vec<&[u8]> = data.chunks_exact(unit).collect();
+        self.encode_units(&units, parity, checksums)
+    }
+
+    /// As [`Code::encode_stripes`], but units may be anywhere: `data` has those of stripe 0, one for each data shard, then those
+    /// of stripe 1, and so on. They are all of one length.
+    ///
+    /// # Errors
+    /// As [`Code::encode_stripes`].
+    pub fn encode_units(
+        &self,
+        data: &[&[u8]],
+        parity: &mut [&mut [u8]],
+        checksums: &mut [Vec<u32>],
+    ) -> Result<()> {
+        let (k, m) = (self.geometry().k(), self.geometry().m());
+        let unit = data.first().map_or(BLOCK_SIZE, |unit| unit.len());
+        check_unit(unit, k)?;
+        if !data.len().is_multiple_of(k) {
+            return Err(EcError::PartialStripe { len: data.len() * unit, stripe: unit * k });
+        }
+        check_lengths("data", data.iter().map(|d| d.len()), unit)?;
         check_count("parity", parity.len(), m)?;
         check_count("checksums", checksums.len(), m)?;
-        check_lengths("parity", parity.iter().map(|p| p.len()), data.len() / k)?;
+        check_lengths("parity", parity.iter().map(|p| p.len()), data.len() / k * unit)?;
         let chunk = chunk(self.geometry().shards(), unit);
-        // Where chunks begin: the stripe's first byte and the offset in its units.
-        let stripes = (0..data.len()).step_by(stripe);
+        // Where chunks are: their stripe and the offset in its units.
+        let stripes = data.chunks_exact(k).enumerate();
         let mut chunks = stripes.flat_map(|s| (0..unit).step_by(chunk).map(move |at| (s, at))).peekable();
-        while let Some((first, at)) = chunks.next() {
+        while let Some(((number, units), at)) = chunks.next() {
             let size = chunk.min(unit - at);
-            let units = data[first..first + stripe].chunks_exact(unit);
-            let sources: Vec<&[u8]> = units.map(|u| &u[at..at + size]).collect();
+            let sources: Vec<&[u8]> = units.iter().map(|u| &u[at..at + size]).collect();
             let mut outputs: Vec<&mut [u8]> =
-                parity.iter_mut().map(|p| &mut p[first / k + at..][..size]).collect();
+                parity.iter_mut().map(|p| &mut p[number * unit + at..][..size]).collect();
             self.parity().apply(&sources, &mut outputs);
-            let next = chunks.peek().map_or(&data[..0], |(first, at)| &data[first + at..]);
-            let mut ahead = Ahead { data: next, unit, k };
+            let (units, at) = chunks.peek().map_or((&data[..0], 0), |((_, units), at)| (*units, *at));
+            let mut ahead = Ahead { units, at };
             for (sums, out) in checksums.iter_mut().zip(outputs) {
                 for block in out.chunks_exact(BLOCK_SIZE) {
                     ahead.fetch();
@@ -61,25 +80,31 @@ impl Code {
     }
 }
 
+fn check_unit(unit: usize, k: usize) -> Result<()> {
+    if unit == 0 || !unit.is_multiple_of(BLOCK_SIZE) || unit > usize::MAX / k {
+        return Err(EcError::Unit { unit, multiple: BLOCK_SIZE, max: usize::MAX / k });
+    }
+    Ok(())
+}
+
 /// How many bytes of each unit are worked on at a time: whole blocks, at least one.
 fn chunk(shards: usize, unit: usize) -> usize {
     let blocks = CHUNK / shards / BLOCK_SIZE;
     (blocks.max(1) * BLOCK_SIZE).min(unit)
 }
 
-/// The data that is encoded next: `k` runs, `unit` bytes from each other. Checksumming leaves memory idle, which can bring
-/// the first bytes of each meanwhile.
+/// The data that is encoded next: these units, from an offset on. Checksumming leaves memory idle, which can bring the first
+/// bytes of each meanwhile.
 #[derive(Debug)]
 struct Ahead<'a> {
-    data: &'a [u8],
-    unit: usize,
-    k: usize,
+    units: &'a [&'a [u8]],
+    at: usize,
 }
 
 impl Ahead<'_> {
-    /// Has memory bring one more cache line of each run.
+    /// Has memory bring one more cache line of each unit.
     fn fetch(&mut self) {
-        self.data.chunks(self.unit).take(self.k).for_each(prefetch);
-        self.data = self.data.get(CACHE_LINE..).unwrap_or_default();
+        self.units.iter().filter_map(|unit| unit.get(self.at..)).for_each(prefetch);
+        self.at += CACHE_LINE;
     }
 }

@@ -40,6 +40,7 @@ mod times;
 mod turnstile;
 mod upkeep;
 
+pub use array::NewObjects;
 pub use config::{OffloadSource, OsdConfig};
 pub use node::{Osd, StartError};
 pub use proto::OffloadStatus;

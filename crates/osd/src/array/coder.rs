@@ -2,6 +2,7 @@
 
 use std::ops::{Deref, DerefMut, Range};
 
+use base::block::BLOCK_SIZE;
 use base::mem::ArenaBuf;
 use base::pool::BufferPool;
 use bytes::{Bytes, BytesMut};
@@ -106,6 +107,21 @@ impl Coder {
         let mut parity: Vec<&mut [u8]> = parity.iter_mut().map(|b| &mut b[..]).collect();
         let unit = self.layout.unit as usize;
         self.code()?.encode_stripes(unit, data, &mut parity, &mut checksums).map_err(refused)?;
+        Ok(checksums)
+    }
+
+    /// As [`Coder::encode_stripes`], of units that may be anywhere: those of a stripe, then those of the next one, all of one
+    /// length.
+    pub(crate) fn encode_units(
+        &self,
+        units: &[Bytes],
+        parity: &mut [Buffer],
+    ) -> store::Result<Vec<Vec<u32>>> {
+        let blocks = parity.first().map_or(0, |b| b.len() / BLOCK_SIZE);
+        let mut checksums = vec![Vec::with_capacity(blocks); parity.len()];
+        let units: Vec<&[u8]> = units.iter().map(|unit| &unit[..]).collect();
+        let mut parity: Vec<&mut [u8]> = parity.iter_mut().map(|b| &mut b[..]).collect();
+        self.code()?.encode_units(&units, &mut parity, &mut checksums).map_err(refused)?;
         Ok(checksums)
     }
 
