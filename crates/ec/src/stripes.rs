@@ -26,71 +26,49 @@ impl Code {
         parity: &mut [&mut [u8]],
         checksums: &mut [Vec<u32>],
     ) -> Result<()> {
-        let (k, m) = (self.geometry().k(), self.geometry().m());
-        if unit == 0 || !unit.is_multiple_of(BLOCK_SIZE) || unit > usize::MAX / k {
-            return Err(EcError::Unit { unit, multiple: BLOCK_SIZE, max: usize::MAX / k });
-        }
+        let k = self.geometry().k();
+        check_unit(unit, k)?;
         let stripe = unit * k;
         if !data.len().is_multiple_of(stripe) {
             return Err(EcError::PartialStripe { len: data.len(), stripe });
         }
-        check_count("parity", parity.len(), m)?;
-        check_count("checksums", checksums.len(), m)?;
-        check_lengths("parity", parity.iter().map(|p| p.len()), data.len() / k)?;
         let units: Vec<&[u8]> = data.chunks_exact(unit).collect();
-        for (number, stripe) in units.chunks_exact(k).enumerate() {
-            let rows = number * unit..(number + 1) * unit;
-            let mut parity: Vec<&mut [u8]> = parity.iter_mut().map(|p| &mut p[rows.clone()]).collect();
-            let next = units.get((number + 1) * k..(number + 2) * k).unwrap_or_default();
-            self.encode_rows(stripe, &mut parity, checksums, next);
-        }
-        Ok(())
+        self.encode_units(&units, parity, checksums)
     }
 
-    /// Computes the parity of shards that are each in one piece, and its checksums as [`Code::encode_stripes`] does.
+    /// As [`Code::encode_stripes`], but units may be anywhere: `data` has those of stripe 0, one for each data shard, then those
+    /// of stripe 1, and so on. They are all of one length.
     ///
     /// # Errors
-    /// [`EcError::Unit`] unless shards are whole blocks; [`EcError::Count`], [`EcError::Length`].
-    pub fn encode_shards(
+    /// As [`Code::encode_stripes`].
+    pub fn encode_units(
         &self,
         data: &[&[u8]],
         parity: &mut [&mut [u8]],
         checksums: &mut [Vec<u32>],
     ) -> Result<()> {
         let (k, m) = (self.geometry().k(), self.geometry().m());
-        check_count("data", data.len(), k)?;
+        let unit = data.first().map_or(BLOCK_SIZE, |unit| unit.len());
+        check_unit(unit, k)?;
+        if !data.len().is_multiple_of(k) {
+            return Err(EcError::PartialStripe { len: data.len() * unit, stripe: unit * k });
+        }
+        check_lengths("data", data.iter().map(|d| d.len()), unit)?;
         check_count("parity", parity.len(), m)?;
         check_count("checksums", checksums.len(), m)?;
-        let len = data[0].len();
-        if !len.is_multiple_of(BLOCK_SIZE) {
-            return Err(EcError::Unit { unit: len, multiple: BLOCK_SIZE, max: usize::MAX / k });
-        }
-        check_lengths("data", data.iter().map(|d| d.len()), len)?;
-        check_lengths("parity", parity.iter().map(|p| p.len()), len)?;
-        self.encode_rows(data, parity, checksums, &[]);
-        Ok(())
-    }
-
-    /// Computes parity of slices of one length, whole blocks, in pieces that stay in the cache until they are checksummed.
-    /// `next` is the data that comes after them.
-    fn encode_rows(
-        &self,
-        data: &[&[u8]],
-        parity: &mut [&mut [u8]],
-        checksums: &mut [Vec<u32>],
-        next: &[&[u8]],
-    ) {
-        let len = data[0].len();
-        let chunk = chunk(self.geometry().shards(), len);
-        for at in (0..len).step_by(chunk.max(1)) {
-            let rows = at..(at + chunk).min(len);
-            let sources: Vec<&[u8]> = data.iter().map(|d| &d[rows.clone()]).collect();
-            let mut outputs: Vec<&mut [u8]> = parity.iter_mut().map(|p| &mut p[rows.clone()]).collect();
+        check_lengths("parity", parity.iter().map(|p| p.len()), data.len() / k * unit)?;
+        let chunk = chunk(self.geometry().shards(), unit);
+        // Where chunks are: their stripe and the offset in its units.
+        let stripes = data.chunks_exact(k).enumerate();
+        let mut chunks = stripes.flat_map(|s| (0..unit).step_by(chunk).map(move |at| (s, at))).peekable();
+        while let Some(((number, units), at)) = chunks.next() {
+            let size = chunk.min(unit - at);
+            let sources: Vec<&[u8]> = units.iter().map(|u| &u[at..at + size]).collect();
+            let mut outputs: Vec<&mut [u8]> =
+                parity.iter_mut().map(|p| &mut p[number * unit + at..][..size]).collect();
             self.parity().apply(&sources, &mut outputs);
-            let mut ahead = match rows.end < len {
-                true => Ahead { data, at: rows.end },
-                false => Ahead { data: next, at: 0 },
-            };
+            let (units, at) = chunks.peek().map_or((&data[..0], 0), |((_, units), at)| (*units, *at));
+            let mut ahead = Ahead { units, at };
             for (sums, out) in checksums.iter_mut().zip(outputs) {
                 for block in out.chunks_exact(BLOCK_SIZE) {
                     ahead.fetch();
@@ -98,7 +76,15 @@ impl Code {
                 }
             }
         }
+        Ok(())
     }
+}
+
+fn check_unit(unit: usize, k: usize) -> Result<()> {
+    if unit == 0 || !unit.is_multiple_of(BLOCK_SIZE) || unit > usize::MAX / k {
+        return Err(EcError::Unit { unit, multiple: BLOCK_SIZE, max: usize::MAX / k });
+    }
+    Ok(())
 }
 
 /// How many bytes of each unit are worked on at a time: whole blocks, at least one.
@@ -107,18 +93,18 @@ fn chunk(shards: usize, unit: usize) -> usize {
     (blocks.max(1) * BLOCK_SIZE).min(unit)
 }
 
-/// The data that is encoded next: what follows `at` in each of these. Checksumming leaves memory idle, which can bring the
-/// first bytes of each meanwhile.
+/// The data that is encoded next: these units, from an offset on. Checksumming leaves memory idle, which can bring the first
+/// bytes of each meanwhile.
 #[derive(Debug)]
 struct Ahead<'a> {
-    data: &'a [&'a [u8]],
+    units: &'a [&'a [u8]],
     at: usize,
 }
 
 impl Ahead<'_> {
-    /// Has memory bring one more cache line of each.
+    /// Has memory bring one more cache line of each unit.
     fn fetch(&mut self) {
-        self.data.iter().filter_map(|shard| shard.get(self.at..)).for_each(prefetch);
+        self.units.iter().filter_map(|unit| unit.get(self.at..)).for_each(prefetch);
         self.at += CACHE_LINE;
     }
 }

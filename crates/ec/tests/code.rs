@@ -71,6 +71,12 @@ fn stripes_have_the_parity_of_their_units_and_its_checksums() {
             let mut parity = vec![vec![0xee; unit * stripes]; m];
             let mut sums = vec![vec![]; m];
             code.encode_stripes(unit, &data, &mut slices_mut(&mut parity), &mut sums).unwrap();
+            // Units of their own, wherever they are, give the same.
+            let units: Vec<Vec<u8>> = data.chunks(unit).map(<[u8]>::to_vec).collect();
+            let units: Vec<&[u8]> = units.iter().map(|unit| &unit[..]).collect();
+            let (mut apart, mut apart_sums) = (vec![vec![0xdd; unit * stripes]; m], vec![vec![]; m]);
+            code.encode_units(&units, &mut slices_mut(&mut apart), &mut apart_sums).unwrap();
+            assert!(apart == parity && apart_sums == sums, "{k}+{m}, units by themselves");
             for (index, stripe) in data.chunks(k * unit).enumerate() {
                 let mut expected = vec![vec![0; unit]; m];
                 code.encode(&stripe.chunks(unit).collect::<Vec<_>>(), &mut slices_mut(&mut expected))
@@ -82,13 +88,6 @@ fn stripes_have_the_parity_of_their_units_and_its_checksums() {
             for (parity, sums) in parity.iter().zip(&sums) {
                 assert_eq!(*sums, parity.chunks(BLOCK_SIZE).map(crc32c).collect::<Vec<_>>());
             }
-            // The same with all units of a shard in one piece.
-            let shard = |s| data.chunks(unit).skip(s).step_by(k).flatten().copied().collect();
-            let shards: Vec<Vec<u8>> = (0..k).map(shard).collect();
-            let shards: Vec<&[u8]> = shards.iter().map(Vec::as_slice).collect();
-            let (mut again, mut sums_again) = (vec![vec![0xdd; unit * stripes]; m], vec![vec![]; m]);
-            code.encode_shards(&shards, &mut slices_mut(&mut again), &mut sums_again).unwrap();
-            assert!(again == parity && sums_again == sums, "{k}+{m}");
         }
     }
 }
@@ -136,6 +135,16 @@ fn calls_that_make_no_sense_are_refused() {
     );
     assert_eq!(refused(code, 4096, 8192, &[4096, 4096], 1), count("checksums", 2, 1));
     assert!(matches!(refused(code, 4096, 8192, &[4096, 8192], 2), EcError::Length { index: 1, .. }));
+
+    let (one, two) = (&[1; 4096][..], &[2; 8192][..]);
+    let mut units_refused = |units: &[&[u8]]| {
+        let mut parity = vec![vec![0; 4096]; 2];
+        code.encode_units(units, &mut slices_mut(&mut parity), &mut vec![vec![]; 2]).unwrap_err()
+    };
+    assert_eq!(units_refused(&[one]), EcError::PartialStripe { len: 4096, stripe: 8192 });
+    assert!(matches!(units_refused(&[one, two]), EcError::Length { what: "data", index: 1, .. }));
+    assert!(matches!(units_refused(&[&one[1..], &one[1..]]), EcError::Unit { unit: 4095, .. }));
+    assert!(matches!(units_refused(&[one; 4]), EcError::Length { what: "parity", expected: 8192, .. }));
 }
 
 proptest! {

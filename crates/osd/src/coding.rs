@@ -41,7 +41,7 @@ pub(crate) struct Stripes {
     pub(crate) parts: Vec<Option<(u128, StageId)>>,
     /// Where in each stage, in bytes.
     pub(crate) offset: u64,
-    /// The data shards. The pieces of all of them are cut in the same places.
+    /// The data shards, cut in the same places into pieces of one length.
     pub(crate) data: Vec<ShardBytes>,
     /// What computes the others; `None` if they are copies.
     pub(crate) code: Option<Code>,
@@ -295,19 +295,14 @@ fn pieces(data: &[ShardBytes]) -> Vec<Vec<Bytes>> {
     data.iter().map(|shard| shard.pieces.clone()).collect()
 }
 
-/// Parity of shards whose pieces are cut in the same places.
+/// Parity of shards whose pieces are cut in the same places, all of them of one length.
 fn encode(code: &Code, data: &[Vec<Bytes>], mut parity: Vec<ShardBuf>) -> store::Result<Vec<ShardBytes>> {
-    let mut checksums = vec![Vec::new(); parity.len()];
     let count = data.first().map_or(0, Vec::len);
-    let mut at = 0;
-    for number in 0..count {
-        let sources: Vec<&[u8]> = data.iter().map(|pieces| &pieces[number][..]).collect();
-        let rows = at..at + sources[0].len();
-        let mut outputs: Vec<&mut [u8]> = parity.iter_mut().map(|buffer| &mut buffer[rows.clone()]).collect();
-        code.encode_shards(&sources, &mut outputs, &mut checksums)
-            .map_err(|e| StoreError::InvalidArgument(e.to_string()))?;
-        at = rows.end;
-    }
+    let units: Vec<&[u8]> = (0..count).flat_map(|n| data.iter().map(move |pieces| &pieces[n][..])).collect();
+    let mut checksums = vec![Vec::new(); parity.len()];
+    let mut outputs: Vec<&mut [u8]> = parity.iter_mut().map(|buffer| &mut buffer[..]).collect();
+    code.encode_units(&units, &mut outputs, &mut checksums)
+        .map_err(|e| StoreError::InvalidArgument(e.to_string()))?;
     let shards = parity.into_iter().zip(checksums);
     Ok(shards.map(|(buffer, checksums)| ShardBytes { pieces: vec![buffer.freeze()], checksums }).collect())
 }

@@ -41,6 +41,7 @@ mod times;
 mod turnstile;
 mod upkeep;
 
+pub use array::NewObjects;
 pub use config::{CodingConfig, CodingOffload, OffloadSource, OsdConfig, StripesAt};
 pub use ec::offload::scheduler::Mode as CodingMode;
 pub use node::{Osd, StartError};

@@ -240,6 +240,13 @@ fn bench_prints_its_figures() {
         );
         assert_eq!(path[0]["ratio"].is_number(), report["isal"] == true);
     }
+    // Two sizes of objects, from the cache and from memory.
+    let write = report["write"].as_array().unwrap();
+    assert_eq!(write.iter().filter(|w| w["gb_per_s"].as_f64().unwrap() > 0.0).count(), 4);
+    assert_eq!(
+        (&write[0]["object_bytes"], &write[3]["object_bytes"]),
+        (&(2 << 20).into(), &(4 << 20).into())
+    );
     let experiment = &report["experiment"];
     let rows = experiment["rows"].as_array().unwrap();
     let of = |row: &serde_json::Value| {

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use base::block::BLOCK_SIZE;
 use base::pool::BufferPool;
 use bytes::Bytes;
 use store::StoreError;
@@ -63,6 +64,21 @@ impl Coder {
         let units: Vec<&[u8]> = units.iter().map(|unit| &unit[..]).collect();
         let mut parity: Vec<&mut [u8]> = parity.iter_mut().map(|b| &mut b[out.clone()]).collect();
         self.code()?.encode(&units, &mut parity).map_err(refused)
+    }
+
+    /// Parity of whole stripes, and the checksums of its blocks. The units of a stripe, then those of the next one, wherever they
+    /// are, all of one length.
+    pub(crate) fn encode_units(
+        &self,
+        units: &[Bytes],
+        parity: &mut [Buffer],
+    ) -> store::Result<Vec<Vec<u32>>> {
+        let blocks = parity.first().map_or(0, |b| b.len() / BLOCK_SIZE);
+        let mut checksums = vec![Vec::with_capacity(blocks); parity.len()];
+        let units: Vec<&[u8]> = units.iter().map(|unit| &unit[..]).collect();
+        let mut parity: Vec<&mut [u8]> = parity.iter_mut().map(|b| &mut b[..]).collect();
+        self.code()?.encode_units(&units, &mut parity, &mut checksums).map_err(refused)?;
+        Ok(checksums)
     }
 
     /// Changes parity by what the data of shard `column` changes by.

@@ -3,8 +3,8 @@
 //! A placement group of a pool with redundancy has one [`Array`]: an [`ObjectStore`] of one collection over the stores of its
 //! members, one shard of each object on each. Whoever uses it sees a store like any other, whose session changes
 //! when a member fails or comes back. Behind it, `group` is what it remembers; `transact` makes of a transaction one for each
-//! member (`overlay`: what becomes of an object; `split`: of its shards; `layout`, `coder`: where its bytes are, and their
-//! parity; `staging`: large data before its transaction); `read` reads, from other shards where one is lost; `open` settles,
+//! member (`overlay`: what becomes of an object; `split`, `parity`: of its shards; `layout`, `coder`: where its bytes are, and
+//! their parity; `staging`: large data before its transaction); `read` reads, from other shards where one is lost; `open` settles,
 //! when a session begins, what the last one has left; `rebuild` brings members back, `scrub` compares them. `record` is what
 //! the members keep of all that.
 //!
@@ -21,6 +21,8 @@ mod group;
 mod layout;
 mod open;
 mod overlay;
+mod parity;
+mod probe;
 mod read;
 mod rebuild;
 mod record;
@@ -46,6 +48,7 @@ use store::{
 use tokio::sync::{mpsc, oneshot};
 
 pub(crate) use group::{Group, GroupOptions};
+pub use probe::NewObjects;
 pub(crate) use rebuild::{RETRY, Rebuilt};
 pub(crate) use scrub::Findings;
 

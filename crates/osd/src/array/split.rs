@@ -1,18 +1,13 @@
-//! Cutting what an object becomes into what its shards become, parity included.
-//!
-//! Parity of a stripe whose rows are all new is computed from what came. Otherwise something of the stripe must be read first,
-//! whichever is less: the bytes that are replaced and the old parity (which then changes by what the data changes by), or the
-//! units of those rows that stay.
+//! Cutting what an object becomes into what its shards become, parity included (see [`parity`](super::parity)).
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use base::block::{BLOCK, Payload};
+use base::block::BLOCK;
 use bytes::Bytes;
-use futures::future::{try_join, try_join_all};
 use store::{ObjectId, Op, WriteSource};
 
-use super::coder::{Buffer, Coder};
+use super::coder::Coder;
 use super::layout::Layout;
 use super::overlay::{Content, Extent, Overlay};
 
@@ -36,14 +31,16 @@ impl Split {
 }
 
 /// Stripes, one after the other, of which the same rows change.
-struct Run {
-    first: u64,
-    count: u64,
-    rows: Range<u64>,
+pub(super) struct Run {
+    pub(super) first: u64,
+    pub(super) count: u64,
+    pub(super) rows: Range<u64>,
+    /// Whether nothing of those rows stays, and each unit's come in one piece.
+    pub(super) new: bool,
 }
 
 /// The bytes of one unit's rows, as they will be.
-enum Unit {
+pub(super) enum Unit {
     /// As they came, in one piece.
     New(Bytes),
     /// There are none.
@@ -52,6 +49,18 @@ enum Unit {
     Mixed,
     /// They stay.
     Old,
+}
+
+/// What new content a unit's rows have.
+enum Cover<'a> {
+    /// None, and nothing old.
+    Nothing,
+    /// None over what there is.
+    Old,
+    /// This.
+    Whole(&'a Extent),
+    /// Some over what there is, or in several pieces.
+    Part,
 }
 
 /// See the [module](self) documentation.
@@ -167,7 +176,10 @@ impl Splitter<'_> {
                 Some(run) if run.first + run.count == stripe && self.joins(run, &rows, stripe) => {
                     run.count += 1;
                 }
-                _ => runs.push(Run { first: stripe, count: 1, rows }),
+                _ => {
+                    let new = self.is_new(stripe, &rows);
+                    runs.push(Run { first: stripe, count: 1, rows, new });
+                }
             }
         }
         runs
@@ -178,44 +190,56 @@ impl Splitter<'_> {
         let full = 0..self.layout.unit;
         run.rows == full
             && *rows == full
+            && run.new
+            && self.is_new(stripe, rows)
             && self.is_staged(run.first) == self.is_staged(stripe)
-            && self.is_new(run.first)
-            && self.is_new(stripe)
     }
 
-    fn is_staged(&self, stripe: u64) -> bool {
+    pub(super) fn is_staged(&self, stripe: u64) -> bool {
         let range = stripe * self.layout.stripe()..(stripe + 1) * self.layout.stripe();
         self.overlay.in_range(range).any(|e| matches!(e.content, Content::Staged(..)))
     }
 
-    fn is_new(&self, stripe: u64) -> bool {
-        let full = 0..self.layout.unit;
-        (0..self.layout.k).all(|unit| !matches!(self.unit(stripe, unit, &full), Unit::Old | Unit::Mixed))
+    fn is_new(&self, stripe: u64, rows: &Range<u64>) -> bool {
+        (0..self.layout.k)
+            .all(|unit| matches!(self.cover(stripe, unit, rows), Cover::Whole(_) | Cover::Nothing))
     }
 
     /// Where the rows of a unit are in the object.
-    fn unit_range(&self, stripe: u64, unit: usize, rows: &Range<u64>) -> Range<u64> {
+    pub(super) fn unit_range(&self, stripe: u64, unit: usize, rows: &Range<u64>) -> Range<u64> {
         let start = stripe * self.layout.stripe() + unit as u64 * self.layout.unit;
         start + rows.start..start + rows.end
     }
 
-    fn unit(&self, stripe: u64, unit: usize, rows: &Range<u64>) -> Unit {
+    fn cover(&self, stripe: u64, unit: usize, rows: &Range<u64>) -> Cover<'_> {
         let range = self.unit_range(stripe, unit, rows);
-        let mut new = self.overlay.in_range(range.clone());
-        let Some(first) = new.next() else {
-            return if range.start >= self.overlay.before { Unit::Zeros } else { Unit::Old };
+        let Some(first) = self.overlay.in_range(range.clone()).next() else {
+            return if range.start >= self.overlay.before { Cover::Nothing } else { Cover::Old };
         };
         if first.offset > range.start || first.end() < range.end {
-            return Unit::Mixed;
+            return Cover::Part;
         }
-        match first.part(range).content {
-            Content::Bytes(payload) => Unit::New(payload.data().clone()),
-            Content::Zeros | Content::Staged(..) => Unit::Zeros,
+        Cover::Whole(first)
+    }
+
+    pub(super) fn unit(&self, stripe: u64, unit: usize, rows: &Range<u64>) -> Unit {
+        match self.cover(stripe, unit, rows) {
+            Cover::Old => Unit::Old,
+            Cover::Part => Unit::Mixed,
+            Cover::Nothing => Unit::Zeros,
+            Cover::Whole(extent) => match &extent.content {
+                Content::Bytes(payload) => {
+                    let range = self.unit_range(stripe, unit, rows);
+                    let at = |offset: u64| (offset - extent.offset) as usize;
+                    Unit::New(payload.data().slice(at(range.start)..at(range.end)))
+                }
+                Content::Zeros | Content::Staged(..) => Unit::Zeros,
+            },
         }
     }
 
     /// Whether bytes of a unit's rows stay.
-    fn keeps_some(&self, stripe: u64, unit: usize, rows: &Range<u64>) -> bool {
+    pub(super) fn keeps_some(&self, stripe: u64, unit: usize, rows: &Range<u64>) -> bool {
         let range = self.unit_range(stripe, unit, rows);
         let end = range.end.min(self.overlay.before);
         let mut at = range.start;
@@ -226,161 +250,6 @@ impl Splitter<'_> {
             at = at.max(extent.end());
         }
         at < end
-    }
-
-    async fn parity(
-        &self,
-        run: &Run,
-        old: &impl AsyncFn(usize, Range<u64>) -> store::Result<Vec<u8>>,
-        split: &mut Split,
-    ) -> store::Result<()> {
-        if self.is_staged(run.first) {
-            self.staged_parity(run, split);
-            return Ok(());
-        }
-        let rows = run.rows.end - run.rows.start;
-        let mut parity = self.coder.parity_buffers(run.count * rows);
-        for index in 0..run.count {
-            let out = (index * rows) as usize..((index + 1) * rows) as usize;
-            self.stripe_parity(run.first + index, &run.rows, old, &mut parity, out).await?;
-        }
-        let first = run.first * self.layout.unit + run.rows.start;
-        for (row, buffer) in parity.into_iter().enumerate() {
-            self.put_parity(self.layout.k + row, first, buffer.freeze(), split);
-        }
-        Ok(())
-    }
-
-    fn staged_parity(&self, run: &Run, split: &mut Split) {
-        let start = run.first * self.layout.stripe();
-        let staged = self.overlay.in_range(start..start + self.layout.stripe());
-        for extent in staged {
-            let Content::Staged(stage, at) = &extent.content else { continue };
-            let offset = (at + start - extent.offset) / self.layout.k as u64;
-            let (at, len) = (run.first * self.layout.unit, run.count * self.layout.unit);
-            for shard in self.layout.k..self.layout.shards() {
-                split.overwritten[shard].push((at, len));
-                if let Some(staged) = &stage.shards[shard] {
-                    let source = WriteSource::Staged { stage: staged.id, offset, len };
-                    split.ops[shard].push(Op::Write { oid: self.oid.clone(), offset: at, source });
-                }
-            }
-        }
-    }
-
-    fn put_parity(&self, shard: usize, at: u64, bytes: Bytes, split: &mut Split) {
-        split.overwritten[shard].push((at, bytes.len() as u64));
-        let end = self.layout.shard_size(shard, self.overlay.size);
-        let len = end.saturating_sub(at).min(bytes.len() as u64);
-        if len > 0 {
-            let source = WriteSource::Inline(Payload::compute(0, bytes.slice(..len as usize)));
-            split.ops[shard].push(Op::Write { oid: self.oid.clone(), offset: at, source });
-        }
-    }
-
-    /// Parity of a stripe's rows, into the range `out` of the buffers.
-    async fn stripe_parity(
-        &self,
-        stripe: u64,
-        rows: &Range<u64>,
-        old: &impl AsyncFn(usize, Range<u64>) -> store::Result<Vec<u8>>,
-        parity: &mut [Buffer],
-        out: Range<usize>,
-    ) -> store::Result<()> {
-        let (k, m) = (self.layout.k, self.layout.m);
-        let units: Vec<Unit> = (0..k).map(|unit| self.unit(stripe, unit, rows)).collect();
-        let keeps: Vec<bool> = (0..k).map(|unit| self.keeps_some(stripe, unit, rows)).collect();
-        let is_replaced = |unit: usize| {
-            let had_bytes = self.unit_range(stripe, unit, rows).start < self.overlay.before;
-            !matches!(units[unit], Unit::Old) && had_bytes
-        };
-        let replaced: Vec<bool> = (0..k).map(is_replaced).collect();
-        let here = |shard: usize| self.live[shard];
-        let all_here = (0..k).filter(|&unit| replaced[unit]).all(here) && (k..k + m).all(here);
-        let to_read = |which: &[bool]| which.iter().filter(|which| **which).count();
-        if all_here && to_read(&replaced) + m < to_read(&keeps) {
-            return self.change_parity(stripe, rows, old, (&units, &replaced), parity, out).await;
-        }
-        let kept = self.read_units(stripe, rows, &keeps, old).await?;
-        let new: Vec<Bytes> = (0..k)
-            .map(|unit| self.unit_bytes(stripe, unit, rows, &units[unit], kept[unit].as_deref()))
-            .collect();
-        self.coder.encode(&new, parity, out)
-    }
-
-    /// Parity from what it was, and what changes.
-    async fn change_parity(
-        &self,
-        stripe: u64,
-        rows: &Range<u64>,
-        old: &impl AsyncFn(usize, Range<u64>) -> store::Result<Vec<u8>>,
-        (units, replaced): (&[Unit], &[bool]),
-        parity: &mut [Buffer],
-        out: Range<usize>,
-    ) -> store::Result<()> {
-        let (k, m) = (self.layout.k, self.layout.m);
-        let start = stripe * self.layout.unit;
-        let at = start + rows.start..start + rows.end;
-        let parity_before = try_join_all((k..k + m).map(|shard| old(shard, at.clone())));
-        let (before, parity_before) =
-            try_join(self.read_units(stripe, rows, replaced, old), parity_before).await?;
-        for (buffer, old) in parity.iter_mut().zip(&parity_before) {
-            buffer[out.clone()].copy_from_slice(old);
-        }
-        for (unit, before) in before.into_iter().enumerate() {
-            if matches!(units[unit], Unit::Old) {
-                continue;
-            }
-            let mut delta = before.unwrap_or_else(|| vec![0; out.len()]);
-            let new = self.unit_bytes(stripe, unit, rows, &units[unit], Some(&delta));
-            delta.iter_mut().zip(&new[..]).for_each(|(delta, new)| *delta ^= new);
-            self.coder.update(unit, &delta, parity, out.clone())?;
-        }
-        Ok(())
-    }
-
-    /// Reads rows of some of a stripe's units.
-    async fn read_units(
-        &self,
-        stripe: u64,
-        rows: &Range<u64>,
-        wanted: &[bool],
-        old: &impl AsyncFn(usize, Range<u64>) -> store::Result<Vec<u8>>,
-    ) -> store::Result<Vec<Option<Vec<u8>>>> {
-        let start = stripe * self.layout.unit;
-        let reads = wanted.iter().enumerate().map(|(unit, &wanted)| {
-            let at = start + rows.start..start + rows.end;
-            async move { if wanted { old(unit, at).await.map(Some) } else { Ok(None) } }
-        });
-        try_join_all(reads).await
-    }
-
-    /// A unit's rows as they will be, over `old`. What is beyond the end that the object had was read as zeros.
-    fn unit_bytes(
-        &self,
-        stripe: u64,
-        unit: usize,
-        rows: &Range<u64>,
-        kind: &Unit,
-        old: Option<&[u8]>,
-    ) -> Bytes {
-        let len = (rows.end - rows.start) as usize;
-        match (kind, old) {
-            (Unit::New(bytes), _) => return bytes.clone(),
-            (Unit::Zeros, _) | (Unit::Old, None) => return self.coder.zeros(len),
-            _ => {}
-        }
-        let mut bytes = old.map_or_else(|| vec![0; len], <[u8]>::to_vec);
-        let range = self.unit_range(stripe, unit, rows);
-        for extent in self.overlay.in_range(range.clone()) {
-            let part = extent.part(range.clone());
-            let at = (part.offset - range.start) as usize..(part.end() - range.start) as usize;
-            match part.content {
-                Content::Bytes(payload) => bytes[at].copy_from_slice(payload.data()),
-                Content::Zeros | Content::Staged(..) => bytes[at].fill(0),
-            }
-        }
-        bytes.into()
     }
 }
 

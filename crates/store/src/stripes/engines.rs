@@ -135,7 +135,7 @@ fn encode(code: &Code, data: &[Bytes], mut parity: Vec<ShardBuf>) -> Result<Vec<
     let mut outputs: Vec<&mut [u8]> = parity.iter_mut().map(|buffer| &mut buffer[..]).collect();
     let mut checksums = vec![Vec::new(); outputs.len()];
     let invalid = |e: String| StripeError::Store(StoreError::InvalidArgument(e));
-    code.encode_shards(&sources, &mut outputs, &mut checksums).map_err(|e| invalid(e.to_string()))?;
+    code.encode_units(&sources, &mut outputs, &mut checksums).map_err(|e| invalid(e.to_string()))?;
     let shards = parity.into_iter().zip(checksums);
     shards
         .map(|(buffer, sums)| {

@@ -3,6 +3,7 @@
 mod coding;
 mod experiment;
 mod places;
+mod write;
 
 use clap::Args;
 use ec::{Code, Geometry, KernelChoice};
@@ -10,6 +11,7 @@ use serde::Serialize;
 
 use coding::Coding;
 use experiment::Experiment;
+use write::Write;
 
 use crate::failure::{Doing, Failure, Result};
 use crate::node::units::ByteSize;
@@ -18,10 +20,14 @@ use crate::progress::Progress;
 
 /// Measure coding on one core of this machine
 ///
-/// First the write path's encoding: whole stripes in one buffer, parity into others, a CRC-32C of every 4 KiB of parity. Beside it,
+/// First encoding for storage: whole stripes in one buffer, parity into others, a CRC-32C of every 4 KiB of parity. Beside it,
 /// in the same run and in turns, the bare ec_encode_data of ISA-L on shards of the same size; "ratio" is the median of what the
 /// write path reaches of that in the same round. Once on data that fits the second cache and once on data that fits none. "decode" makes
 /// M lost data shards anew; "update" changes the parity after a change of one data shard.
+///
+/// Then what a node does to the data of a write: new objects of 2 and 4 MiB are cut into the ops of their shards, parity and
+/// checksums included, by the function that the node calls, with the kernel that "auto" stands for. Again beside ec_encode_data on
+/// the same shards.
 ///
 /// Then the experiment of "Evaluation of Erasure Coding and Opportunistic Offloading Algorithms using DPU in Distributed
 /// Storage Systems" (figure 2): files of some sizes in 128 data and 32 parity shards, and what that takes in each place: on this
@@ -65,6 +71,8 @@ struct Report {
     /// Whether there is ISA-L to compare with.
     isal: bool,
     coding: Vec<Coding>,
+    /// Cutting new objects into shards, as a node does.
+    write: Vec<Write>,
     experiment: Experiment,
 }
 
@@ -89,17 +97,20 @@ pub fn run(args: BenchArgs) -> Result<()> {
     }
     let progress = Progress::stream(doing);
     let coding = coding::measure(&geometries, kernel, unit, args.rounds, &progress).doing(doing)?;
+    let write = write::measure(&geometries, unit, args.rounds, &progress)?;
     let code = Code::new(Geometry::new(128, 32).doing(doing)?, kernel);
     let sizes: Vec<u64> = args.sizes.iter().map(|size| size.0).collect();
     let experiment = experiment::measure(&code, &sizes, args.rounds, &progress)?;
     drop(progress);
     let isal = KernelChoice::Isal.load().is_ok();
-    let report = Report { kernel: kernel.name(), rounds: args.rounds, isal, coding, experiment };
+    let report = Report { kernel: kernel.name(), rounds: args.rounds, isal, coding, write, experiment };
     if args.json {
         output::json(&report);
     } else {
         output::line(format!("GB/s of data on one core; medians of {} rounds\n", args.rounds));
         output::raw(coding::table(&report.coding));
+        output::line("\nwrites of new objects, cut into shards as a node does\n");
+        output::raw(write::table(&report.write));
         output::line("");
         output::raw(&report.experiment);
     }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use ec::offload::accelerator::{self, AcceleratorOptions, Pace};
-use ec::offload::software::{self, SoftwareOptions};
+use ec::offload::software::{self, Processor, SoftwareOptions};
 use ec::offload::worker::{Work, Worker, WorkerStats};
 use ec::{Code, EcError};
 use futures::executor::block_on;
@@ -87,7 +87,8 @@ pub struct Offloaded {
 impl Offloaded {
     /// The DPU's cores: one thread, as fast as a core of this machine.
     pub fn cores() -> Result<Offloaded> {
-        let worker = software::start(SoftwareOptions::default()).doing("starting a coding thread")?;
+        let worker =
+            software::start(SoftwareOptions::new(Processor::Dpu)).doing("starting a coding thread")?;
         Ok(Offloaded { name: "dpu (emulated)", worker, rooms: vec![] })
     }
 

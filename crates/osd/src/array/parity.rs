@@ -1,0 +1,195 @@
+//! Parity of what becomes of an object.
+//!
+//! That of stripes of which nothing stays is computed from what came, all of them in one pass, checksums included. Otherwise
+//! something of the stripe must be read first, whichever is less: the bytes that are replaced and the old parity (which then
+//! changes by what the data changes by), or the units of those rows that stay.
+
+use std::ops::Range;
+
+use base::block::{Payload, piece_checksums};
+use bytes::Bytes;
+use futures::future::{try_join, try_join_all};
+use store::{Op, StoreError, WriteSource};
+
+use super::coder::Buffer;
+use super::overlay::{Content, slice};
+use super::split::{Run, Split, Splitter, Unit};
+
+impl Splitter<'_> {
+    /// The ops of parity shards for a run of stripes.
+    pub(super) async fn parity(
+        &self,
+        run: &Run,
+        old: &impl AsyncFn(usize, Range<u64>) -> store::Result<Vec<u8>>,
+        split: &mut Split,
+    ) -> store::Result<()> {
+        if self.is_staged(run.first) {
+            self.staged_parity(run, split);
+            return Ok(());
+        }
+        let rows = run.rows.end - run.rows.start;
+        let mut parity = self.coder.parity_buffers(run.count * rows);
+        let checksums = if run.new {
+            self.new_parity(run, &mut parity)?
+        } else {
+            for index in 0..run.count {
+                let out = (index * rows) as usize..((index + 1) * rows) as usize;
+                self.stripe_parity(run.first + index, &run.rows, old, &mut parity, out).await?;
+            }
+            parity.iter().map(|buffer| piece_checksums(0, buffer)).collect()
+        };
+        let first = run.first * self.layout.unit + run.rows.start;
+        for (row, (buffer, checksums)) in parity.into_iter().zip(checksums).enumerate() {
+            let payload = Payload::from_parts(0, buffer.freeze(), checksums);
+            let payload = payload.map_err(|e| StoreError::InvalidArgument(e.to_string()))?;
+            self.put_parity(self.layout.k + row, first, payload, split);
+        }
+        Ok(())
+    }
+
+    /// Parity of stripes of which nothing stays, and its checksums, in one pass.
+    fn new_parity(&self, run: &Run, parity: &mut [Buffer]) -> store::Result<Vec<Vec<u32>>> {
+        let stripes = run.first..run.first + run.count;
+        let units = stripes.flat_map(|stripe| (0..self.layout.k).map(move |unit| (stripe, unit)));
+        let bytes = |(stripe, unit)| {
+            let kind = self.unit(stripe, unit, &run.rows);
+            self.unit_bytes(stripe, unit, &run.rows, &kind, None)
+        };
+        let units: Vec<Bytes> = units.map(bytes).collect();
+        self.coder.encode_units(&units, parity)
+    }
+
+    fn staged_parity(&self, run: &Run, split: &mut Split) {
+        let start = run.first * self.layout.stripe();
+        let staged = self.overlay.in_range(start..start + self.layout.stripe());
+        for extent in staged {
+            let Content::Staged(stage, at) = &extent.content else { continue };
+            let offset = (at + start - extent.offset) / self.layout.k as u64;
+            let (at, len) = (run.first * self.layout.unit, run.count * self.layout.unit);
+            for shard in self.layout.k..self.layout.shards() {
+                split.overwritten[shard].push((at, len));
+                if let Some(staged) = &stage.shards[shard] {
+                    let source = WriteSource::Staged { stage: staged.id, offset, len };
+                    split.ops[shard].push(Op::Write { oid: self.oid.clone(), offset: at, source });
+                }
+            }
+        }
+    }
+
+    fn put_parity(&self, shard: usize, at: u64, payload: Payload, split: &mut Split) {
+        let whole = payload.len() as u64;
+        split.overwritten[shard].push((at, whole));
+        let end = self.layout.shard_size(shard, self.overlay.size);
+        let len = end.saturating_sub(at).min(whole);
+        if len > 0 {
+            let payload = if len == whole { payload } else { slice(&payload, 0, len) };
+            let source = WriteSource::Inline(payload);
+            split.ops[shard].push(Op::Write { oid: self.oid.clone(), offset: at, source });
+        }
+    }
+
+    /// Parity of a stripe's rows, into the range `out` of the buffers.
+    async fn stripe_parity(
+        &self,
+        stripe: u64,
+        rows: &Range<u64>,
+        old: &impl AsyncFn(usize, Range<u64>) -> store::Result<Vec<u8>>,
+        parity: &mut [Buffer],
+        out: Range<usize>,
+    ) -> store::Result<()> {
+        let (k, m) = (self.layout.k, self.layout.m);
+        let units: Vec<Unit> = (0..k).map(|unit| self.unit(stripe, unit, rows)).collect();
+        let keeps: Vec<bool> = (0..k).map(|unit| self.keeps_some(stripe, unit, rows)).collect();
+        let is_replaced = |unit: usize| {
+            let had_bytes = self.unit_range(stripe, unit, rows).start < self.overlay.before;
+            !matches!(units[unit], Unit::Old) && had_bytes
+        };
+        let replaced: Vec<bool> = (0..k).map(is_replaced).collect();
+        let here = |shard: usize| self.live[shard];
+        let all_here = (0..k).filter(|&unit| replaced[unit]).all(here) && (k..k + m).all(here);
+        let to_read = |which: &[bool]| which.iter().filter(|which| **which).count();
+        if all_here && to_read(&replaced) + m < to_read(&keeps) {
+            return self.change_parity(stripe, rows, old, (&units, &replaced), parity, out).await;
+        }
+        let kept = self.read_units(stripe, rows, &keeps, old).await?;
+        let new: Vec<Bytes> = (0..k)
+            .map(|unit| self.unit_bytes(stripe, unit, rows, &units[unit], kept[unit].as_deref()))
+            .collect();
+        self.coder.encode(&new, parity, out)
+    }
+
+    /// Parity from what it was, and what changes.
+    async fn change_parity(
+        &self,
+        stripe: u64,
+        rows: &Range<u64>,
+        old: &impl AsyncFn(usize, Range<u64>) -> store::Result<Vec<u8>>,
+        (units, replaced): (&[Unit], &[bool]),
+        parity: &mut [Buffer],
+        out: Range<usize>,
+    ) -> store::Result<()> {
+        let (k, m) = (self.layout.k, self.layout.m);
+        let start = stripe * self.layout.unit;
+        let at = start + rows.start..start + rows.end;
+        let parity_before = try_join_all((k..k + m).map(|shard| old(shard, at.clone())));
+        let (before, parity_before) =
+            try_join(self.read_units(stripe, rows, replaced, old), parity_before).await?;
+        for (buffer, old) in parity.iter_mut().zip(&parity_before) {
+            buffer[out.clone()].copy_from_slice(old);
+        }
+        for (unit, before) in before.into_iter().enumerate() {
+            if matches!(units[unit], Unit::Old) {
+                continue;
+            }
+            let mut delta = before.unwrap_or_else(|| vec![0; out.len()]);
+            let new = self.unit_bytes(stripe, unit, rows, &units[unit], Some(&delta));
+            delta.iter_mut().zip(&new[..]).for_each(|(delta, new)| *delta ^= new);
+            self.coder.update(unit, &delta, parity, out.clone())?;
+        }
+        Ok(())
+    }
+
+    /// Reads rows of some of a stripe's units.
+    async fn read_units(
+        &self,
+        stripe: u64,
+        rows: &Range<u64>,
+        wanted: &[bool],
+        old: &impl AsyncFn(usize, Range<u64>) -> store::Result<Vec<u8>>,
+    ) -> store::Result<Vec<Option<Vec<u8>>>> {
+        let start = stripe * self.layout.unit;
+        let reads = wanted.iter().enumerate().map(|(unit, &wanted)| {
+            let at = start + rows.start..start + rows.end;
+            async move { if wanted { old(unit, at).await.map(Some) } else { Ok(None) } }
+        });
+        try_join_all(reads).await
+    }
+
+    /// A unit's rows as they will be, over `old`. What is beyond the end that the object had was read as zeros.
+    fn unit_bytes(
+        &self,
+        stripe: u64,
+        unit: usize,
+        rows: &Range<u64>,
+        kind: &Unit,
+        old: Option<&[u8]>,
+    ) -> Bytes {
+        let len = (rows.end - rows.start) as usize;
+        match (kind, old) {
+            (Unit::New(bytes), _) => return bytes.clone(),
+            (Unit::Zeros, _) | (Unit::Old, None) => return self.coder.zeros(len),
+            _ => {}
+        }
+        let mut bytes = old.map_or_else(|| vec![0; len], <[u8]>::to_vec);
+        let range = self.unit_range(stripe, unit, rows);
+        for extent in self.overlay.in_range(range.clone()) {
+            let part = extent.part(range.clone());
+            let at = (part.offset - range.start) as usize..(part.end() - range.start) as usize;
+            match part.content {
+                Content::Bytes(payload) => bytes[at].copy_from_slice(payload.data()),
+                Content::Zeros | Content::Staged(..) => bytes[at].fill(0),
+            }
+        }
+        bytes.into()
+    }
+}

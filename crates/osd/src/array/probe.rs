@@ -1,0 +1,108 @@
+//! What writes of new objects with redundancy are cut into, by itself: for those who measure it.
+
+use base::block::Payload;
+use base::pool::BufferPool;
+use futures::FutureExt;
+use proto::Redundancy;
+use store::{ObjectId, Op, StoreError};
+
+use super::coder::Coder;
+use super::layout::Layout;
+use super::overlay::Overlay;
+use super::split::Splitter;
+
+/// Cuts new objects as the OSD does when their data goes with its transaction: no store is needed.
+pub struct NewObjects {
+    layout: Layout,
+    coder: Coder,
+    oid: ObjectId,
+    live: Vec<bool>,
+}
+
+impl NewObjects {
+    /// In a pool of that redundancy; parity is computed into memory of `pool`, as long as there is some.
+    ///
+    /// # Errors
+    /// If there is no such redundancy.
+    pub fn new(redundancy: Redundancy, pool: BufferPool) -> store::Result<NewObjects> {
+        let layout = Layout::new(&redundancy);
+        let coder = Coder::new(layout, pool)?;
+        Ok(NewObjects { layout, coder, oid: ObjectId::new("new")?, live: vec![true; layout.shards()] })
+    }
+
+    /// The ops of each shard that make an object of these bytes.
+    ///
+    /// # Errors
+    /// If they cannot be encoded.
+    pub fn cut(&self, bytes: Payload) -> store::Result<Vec<Vec<Op>>> {
+        let mut overlay = Overlay::new(0);
+        overlay.write(0, bytes)?;
+        let NewObjects { layout, coder, oid, live } = self;
+        let splitter = Splitter { layout: *layout, coder, oid, overlay: &overlay, live };
+        let unread = || StoreError::InvalidArgument("of a new object there is nothing to read".into());
+        let split = splitter.split(async |_, _| Err(unread())).now_or_never();
+        Ok(split.ok_or_else(unread)??.ops)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use base::mem::Arena;
+    use bytes::Bytes;
+    use proptest::prelude::*;
+    use store::WriteSource;
+
+    use super::*;
+
+    /// What ops make of a shard.
+    fn shard(ops: &[Op]) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        for op in ops {
+            match op {
+                Op::Write { offset, source: WriteSource::Inline(payload), .. } => {
+                    payload.verify().unwrap();
+                    let end = *offset as usize + payload.len();
+                    bytes.resize(end.max(bytes.len()), 0);
+                    bytes[*offset as usize..end].copy_from_slice(payload.data());
+                }
+                Op::Truncate { size, .. } => bytes.resize(*size as usize, 0),
+                other => panic!("{other:?}"),
+            }
+        }
+        bytes
+    }
+
+    proptest! {
+        /// Parity is that of the code, whatever the object's last stripe is like, and has the right checksums.
+        #[test]
+        fn new_objects_have_the_parity_of_the_code(
+            (k, m, blocks) in (1u8..6, 1u8..4, 1u32..4),
+            len in 1usize..400_000,
+            salt: u8,
+        ) {
+            let unit = blocks * 4096;
+            let pool = BufferPool::new(Arena::anonymous(1 << 20).unwrap(), 0, 1 << 20);
+            let objects =
+                NewObjects::new(Redundancy::ErasureCode { k, m, stripe_unit: unit }, pool).unwrap();
+            let data: Vec<u8> = (0..len).map(|i| (i.wrapping_mul(i >> 7) >> 3) as u8 ^ salt).collect();
+            let ops = objects.cut(Payload::compute(0, Bytes::from(data.clone()))).unwrap();
+            let shards: Vec<Vec<u8>> = ops.iter().map(|ops| shard(ops)).collect();
+            let longest = shards[0].len();
+            let padded = |shard: &Vec<u8>| { let mut s = shard.clone(); s.resize(longest, 0); s };
+            let sources: Vec<Vec<u8>> = shards[..k as usize].iter().map(padded).collect();
+            let (k, unit) = (k as usize, unit as usize);
+            for (number, piece) in data.chunks(unit).enumerate() {
+                let at = number / k * unit;
+                prop_assert!(shards[number % k][at..at + piece.len()] == *piece);
+            }
+            let code = ec::Code::new(
+                ec::Geometry::new(k, m.into()).unwrap(),
+                ec::KernelChoice::Portable.load().unwrap(),
+            );
+            let mut parity = vec![vec![0; longest]; m.into()];
+            let sources: Vec<&[u8]> = sources.iter().map(|s| &s[..]).collect();
+            code.encode(&sources, &mut parity.iter_mut().map(|p| &mut p[..]).collect::<Vec<_>>()).unwrap();
+            prop_assert!(shards[k..] == parity[..]);
+        }
+    }
+}
