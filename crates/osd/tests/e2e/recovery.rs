@@ -62,8 +62,8 @@ impl Rig {
 const OBJECTS: usize = 120;
 
 /// Two shards of data, one of parity, a rebuild of more than a second.
-async fn slow_rig(targets: usize) -> Rig {
-    let config = OsdConfig { rebuild_rate: 1 << 20, ..config() };
+async fn slow_rig(targets: usize, config: OsdConfig) -> Rig {
+    let config = OsdConfig { rebuild_rate: 1 << 20, ..config };
     let mut rig = Rig::of("ec:2+1", 1, targets, config).await;
     for number in 0..OBJECTS {
         rig.put(number, 20_000 + 100 * number, number as u64).await;
@@ -93,7 +93,7 @@ async fn a_spare_is_rebuilt_on_after_a_restart() {
     if is_another_network() {
         return;
     }
-    let mut rig = slow_rig(4).await;
+    let mut rig = slow_rig(4, config()).await;
     let lost = rig.with_groups().await[0];
     rig.client.set_target_out(lost as u32, true).await.unwrap();
     restart_amid_rebuild(&mut rig).await;
@@ -110,7 +110,7 @@ async fn a_target_that_was_away_catches_up_after_a_restart() {
     if is_another_network() {
         return;
     }
-    let mut rig = slow_rig(3).await;
+    let mut rig = slow_rig(3, config()).await;
     rig.set_down(&[0], true);
     for number in 0..OBJECTS {
         rig.put(number, 25_000 + 100 * number, 500 + number as u64).await;
@@ -165,11 +165,15 @@ async fn a_target_comes_back_while_a_large_write_is_staged() {
     if is_another_network() {
         return;
     }
-    let mut rig = slow_rig(3).await;
+    // The target is known to be there, but it takes part only from the next look on.
+    let config = OsdConfig { upkeep_interval: Duration::from_secs(1), ..config() };
+    let mut rig = slow_rig(3, config).await;
     rig.set_down(&[0], true);
     for number in 0..OBJECTS {
         rig.put(number, 25_000, 500 + number as u64).await;
     }
+    rig.set_down(&[0], false);
+    rig.client.set_target_out(0, false).await.unwrap();
     // It is staged without the target, which is being rebuilt by the time of the transaction.
     rig.node.stores[1].hold_stages(true);
     let (object, bytes) = (rig.pool.object("large").unwrap(), data(STAGED, 7));
@@ -181,8 +185,6 @@ async fn a_target_comes_back_while_a_large_write_is_staged() {
     waited.await.expect("data is staged");
     let stages = |target: usize| rig.node.stores[target].stages.load(Ordering::SeqCst);
     assert_eq!((stages(0), stages(1)), (0, 1));
-    rig.set_down(&[0], false);
-    rig.client.set_target_out(0, false).await.unwrap();
     until("the target is on its way back", async || rig.rebuilt().await > 0).await;
     rig.node.stores[1].hold_stages(false);
     put.await.unwrap().unwrap();
