@@ -137,16 +137,30 @@ impl Osd {
     /// Removes what is in a closed pool, then the pool from the map.
     pub(crate) fn empty_in_background(self: &Rc<Osd>, pool: Rc<Pool>) {
         let osd = Rc::clone(self);
-        crate::spawn(async move {
-            if let Err(e) = osd.empty(&pool).await {
-                let pool = &pool.record.name;
-                tracing::warn!(pool, error = ?e, "a removed pool's space is given back after the next start");
-            }
-        });
+        crate::spawn(async move { osd.empty_or_wait(pool).await });
+    }
+
+    /// The same. A pool with redundancy, of which some target may still have something that is not there, waits for that.
+    pub(crate) async fn empty_or_wait(&self, pool: Rc<Pool>) {
+        let Err(e) = self.empty(&pool).await else { return };
+        let name = &pool.record.name;
+        if pool.groups.is_empty() {
+            tracing::warn!(name, error = ?e, "a removed pool's space is given back after the next start");
+        } else {
+            tracing::warn!(name, error = ?e, "a removed pool's space is given back when all targets are there");
+            self.upkeep.removed.borrow_mut().push(pool);
+        }
     }
 
     async fn empty(&self, pool: &Pool) -> Step<()> {
-        for pg in &pool.pgs {
+        for group in &pool.groups {
+            group.remove().await?;
+            tokio::task::yield_now().await;
+        }
+        if !pool.groups.is_empty() && !self.has_all_targets() {
+            return Err(Fail::Lost("a target is not there".into()));
+        }
+        for pg in pool.pgs.iter().filter(|_| pool.groups.is_empty()) {
             let place = Place { pg: Rc::clone(pg), oid: ids::meta_object() };
             patiently(&place, self.config.store_patience, async || self.empty_group(&place).await).await?;
         }

@@ -30,6 +30,8 @@ pub(crate) struct Upkeep {
     rebuilding: RefCell<Option<(String, Uuid)>>,
     last_failure: RefCell<Option<String>>,
     scrubs: RefCell<BTreeMap<String, Scrub>>,
+    /// Pools that were removed while a target was not there.
+    pub(crate) removed: RefCell<Vec<Rc<Pool>>>,
 }
 
 /// A scrub of one pool, under way or done.
@@ -47,6 +49,7 @@ impl Osd {
     pub(crate) async fn look_after_redundancy(self: Rc<Osd>) {
         loop {
             tokio::time::sleep(self.config.upkeep_interval).await;
+            self.finish_removals().await;
             let groups = self.open_groups();
             if groups.is_empty() {
                 continue;
@@ -58,6 +61,22 @@ impl Osd {
                 self.rebuild_group(&pool, &group).await;
             }
         }
+    }
+
+    /// Removes, once all targets are there, what pools have left that were removed before.
+    async fn finish_removals(&self) {
+        if self.upkeep.removed.borrow().is_empty() || !self.has_all_targets() {
+            return;
+        }
+        for pool in self.upkeep.removed.take() {
+            self.empty_or_wait(pool).await;
+        }
+    }
+
+    /// Whether all targets of the node are there and may be used.
+    pub(crate) fn has_all_targets(&self) -> bool {
+        let is_there = |uuid| self.targets.iter().any(|t| t.uuid == uuid && t.is_usable());
+        self.map.borrow().targets.iter().all(|record| is_there(record.uuid))
     }
 
     /// Groups of pools in use, with the pool's name.

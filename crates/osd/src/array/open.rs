@@ -16,7 +16,7 @@ use uuid::Uuid;
 
 use super::group::{Group, Link, Log, Session, over};
 use super::record::{
-    Entry, GroupRecord, Intent, Member, Standing, Touched, Undo, is_own, key_dirty, key_intent, key_proposal,
+    Entry, GroupRecord, Intent, Member, Standing, Touched, Undo, key_dirty, key_intent, key_proposal,
     key_record, own_object, undo_object,
 };
 use super::transact::{copy_ranges, is_refusal};
@@ -449,21 +449,24 @@ impl Group {
         }
     }
 
-    /// Removes the collection with all that is the group's own, everywhere.
-    pub(super) async fn remove_collection(&self, session: &Session) -> store::Result<()> {
+    /// Removes all that the targets which are there have of the group, objects included. Whatever is under way ends before.
+    ///
+    /// # Errors
+    /// If a target does not do it; one that fails is left out from then on.
+    pub(crate) async fn remove(&self) -> store::Result<()> {
         let _closed = self.gate.write().await;
-        self.still(session)?;
-        for link in session.links.iter().flatten() {
-            let (ids, _) = link.target.store.list(&self.cid, None, PAGE).await?;
-            if ids.iter().any(|oid| !is_own(oid)) {
-                return Err(StoreError::NotEmpty(self.cid.to_string()));
-            }
+        let _alone = self.opening.lock().await;
+        *self.log.borrow_mut() = Log::default();
+        *self.rebuild.borrow_mut() = None;
+        if let Some(session) = self.current() {
+            self.end_session(&session);
         }
         for target in self.targets.iter().filter(|t| t.is_usable()) {
-            self.wipe(target).await?;
+            match self.wipe(target).await {
+                Err(e @ (StoreError::Io(_) | StoreError::Poisoned(_))) => target.fail(&e.to_string()),
+                wiped => wiped?,
+            }
         }
-        *self.log.borrow_mut() = Log::default();
-        self.end_session(session);
         Ok(())
     }
 

@@ -63,9 +63,6 @@ impl Group {
         if transaction.ops.is_empty() {
             return Ok(());
         }
-        if let [Op::RemoveCollection] = transaction.ops[..] {
-            return self.remove_collection(&session).await;
-        }
         let _open = self.gate.read().await;
         let mut work = self.lock(&session, &transaction).await?;
         apply(self, &transaction, &session, &mut work)?;

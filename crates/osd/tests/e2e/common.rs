@@ -46,6 +46,13 @@ pub(crate) struct FaultStore {
     down: AtomicBool,
     /// While that is set, nothing becomes durable, and late reads wait.
     held: watch::Sender<bool>,
+    /// While that is set, staged data waits.
+    stages_held: watch::Sender<bool>,
+    /// While that is set, records of groups of targets that are to be put in force wait.
+    records_held: watch::Sender<bool>,
+    armed_gone_at_record: AtomicBool,
+    /// Stages that were made.
+    pub(crate) stages: AtomicU64,
     /// Calls that found `held` set.
     pub(crate) waited: AtomicU64,
     /// Faults that have fired.
@@ -76,6 +83,10 @@ impl FaultStore {
             armed_full: AtomicBool::new(false),
             down: AtomicBool::new(false),
             held: watch::Sender::new(false),
+            stages_held: watch::Sender::new(false),
+            records_held: watch::Sender::new(false),
+            armed_gone_at_record: AtomicBool::new(false),
+            stages: AtomicU64::new(0),
             waited: AtomicU64::new(0),
             fired: AtomicU64::new(0),
             transfers: AtomicBool::new(false),
@@ -100,9 +111,14 @@ impl FaultStore {
         self.down.store(down, Ordering::SeqCst);
     }
 
+    /// Whether the drive is gone.
+    pub(crate) fn is_down(&self) -> bool {
+        self.down.load(Ordering::SeqCst)
+    }
+
     /// What calls come to while the drive is gone.
     fn gone<T: Send + 'static>(&self) -> Option<BoxFuture<'static, Result<T>>> {
-        if !self.down.load(Ordering::SeqCst) {
+        if !self.is_down() {
             return None;
         }
         self.fired.fetch_add(1, Ordering::SeqCst);
@@ -130,6 +146,31 @@ impl FaultStore {
         self.held.send_replace(held);
     }
 
+    /// Holds up staged data from now on; or lets it go.
+    pub(crate) fn hold_stages(&self, held: bool) {
+        self.stages_held.send_replace(held);
+    }
+
+    /// Holds up, from now on, what puts records of groups of targets in force, which have been proposed; or lets it go.
+    pub(crate) fn hold_records(&self, held: bool) {
+        self.records_held.send_replace(held);
+    }
+
+    /// Takes the drive away when a record that has been proposed is to be put in force next.
+    pub(crate) fn arm_gone_at_record(&self) {
+        self.armed_gone_at_record.store(true, Ordering::SeqCst);
+    }
+
+    /// Waits while a record is held; `None` if none is, or nothing puts one in force.
+    fn until_record_let_go(&self, transaction: &Transaction) -> Option<BoxFuture<'static, ()>> {
+        let mut held = self.records_held.subscribe();
+        if !*held.borrow() || !puts_record_in_force(transaction) {
+            return None;
+        }
+        self.waited.fetch_add(1, Ordering::SeqCst);
+        Some(Box::pin(async move { drop(held.wait_for(|held| !held).await) }))
+    }
+
     fn until_let_go(&self) -> impl Future<Output = ()> + Send + 'static {
         let mut held = self.held.subscribe();
         self.waited.fetch_add(u64::from(*held.borrow()), Ordering::SeqCst);
@@ -147,6 +188,11 @@ impl FaultStore {
     }
 }
 
+/// Whether a transaction puts a record of a group of targets in force: then it removes the proposal.
+fn puts_record_in_force(transaction: &Transaction) -> bool {
+    transaction.ops.iter().any(|op| matches!(op, Op::OmapRemove { keys, .. } if keys == &["p"]))
+}
+
 /// The model store keeps what it is given; a real one gives buffers back once the data is on its drive.
 fn copied(payload: Payload) -> Payload {
     let phase = payload.phase();
@@ -159,6 +205,7 @@ impl ObjectStore for FaultStore {
         if let Some(gone) = self.gone() {
             return gone;
         }
+        self.stages.fetch_add(1, Ordering::SeqCst);
         self.inner.stage(len)
     }
     fn stage_write(&self, stage: StageId, offset: u64, payload: Payload) -> BoxFuture<'static, Result<()>> {
@@ -170,9 +217,12 @@ impl ObjectStore for FaultStore {
         let payload = copied(payload);
         drop(transfer);
         let written = self.inner.stage_write(stage, offset, payload);
-        let moved = self.until_let_go();
+        let let_go = self.until_let_go();
+        let mut held = self.stages_held.subscribe();
+        self.waited.fetch_add(u64::from(*held.borrow()), Ordering::SeqCst);
         Box::pin(async move {
-            moved.await;
+            drop(held.wait_for(|held| !held).await);
+            let_go.await;
             written.await
         })
     }
@@ -183,7 +233,18 @@ impl ObjectStore for FaultStore {
         if let Some(gone) = self.gone() {
             return gone;
         }
+        if puts_record_in_force(&transaction) && self.armed_gone_at_record.swap(false, Ordering::SeqCst) {
+            self.set_down(true);
+            return self.queue_transaction(transaction);
+        }
         self.watch.iter().for_each(|watch| watch());
+        if let Some(let_go) = self.until_record_let_go(&transaction) {
+            let inner = Arc::clone(&self.inner);
+            return Box::pin(async move {
+                let_go.await;
+                inner.queue_transaction(transaction).await
+            });
+        }
         let has_data = transaction.ops.iter().any(|op| matches!(op, Op::Write { .. }));
         if has_data && self.armed_before.swap(false, Ordering::SeqCst) {
             return self.lose();

@@ -9,6 +9,7 @@ mod network;
 mod ops;
 mod pending;
 mod raw;
+mod recovery;
 mod redundancy;
 mod retry;
 mod staging;

@@ -25,17 +25,22 @@ pub(crate) fn redundancy(text: &str) -> Redundancy {
 }
 
 /// A node with just the targets that a pool takes, and objects of all kinds of sizes in it.
-struct Rig {
-    node: Node,
-    client: Client,
-    pool: Pool,
-    objects: Vec<(String, Bytes)>,
+pub(crate) struct Rig {
+    pub(crate) node: Node,
+    pub(crate) client: Client,
+    pub(crate) pool: Pool,
+    pub(crate) objects: Vec<(String, Bytes)>,
 }
 
 impl Rig {
-    async fn new(text: &str, groups: u32) -> Rig {
+    pub(crate) async fn new(text: &str, groups: u32) -> Rig {
+        Rig::of(text, groups, redundancy(text).targets(), config()).await
+    }
+
+    /// With more targets than a pool takes, or another OSD.
+    pub(crate) async fn of(text: &str, groups: u32, targets: usize, config: OsdConfig) -> Rig {
         let redundancy = redundancy(text);
-        let mut node = Node::of(redundancy.targets(), config());
+        let mut node = Node::of(targets, config);
         node.restart();
         let client = node.client().await;
         client.create_pool_with("pool", groups, redundancy).await.unwrap();
@@ -43,7 +48,7 @@ impl Rig {
         Rig { node, client, pool, objects: Vec::new() }
     }
 
-    async fn fill(&mut self, sizes: &[usize]) {
+    pub(crate) async fn fill(&mut self, sizes: &[usize]) {
         for &len in sizes {
             let (name, bytes) = (format!("o{len}"), data(len, len as u64));
             self.pool.object(&name).unwrap().put(bytes.clone()).await.unwrap();
@@ -51,7 +56,7 @@ impl Rig {
         }
     }
 
-    async fn check(&self, what: &str) {
+    pub(crate) async fn check(&self, what: &str) {
         for (name, bytes) in &self.objects {
             let read = self.pool.object(name).unwrap().get().await;
             let read = read.unwrap_or_else(|e| panic!("{name}, {what}: {e}"));
@@ -59,12 +64,12 @@ impl Rig {
         }
     }
 
-    fn set_down(&self, targets: &[usize], down: bool) {
+    pub(crate) fn set_down(&self, targets: &[usize], down: bool) {
         targets.iter().for_each(|&target| self.node.stores[target].set_down(down));
     }
 
     /// Brings targets back that have failed, and waits until they have caught up.
-    async fn bring_back(&self, targets: &[usize]) {
+    pub(crate) async fn bring_back(&self, targets: &[usize]) {
         self.set_down(targets, false);
         for &target in targets {
             self.client.set_target_out(target as u32, false).await.unwrap();

@@ -1,0 +1,431 @@
+//! Pools with redundancy: what may happen while a target is away, or on its way back.
+
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use bytes::Bytes;
+use osd::OsdConfig;
+use store::ObjectId;
+
+use crate::common::{data, is_another_network};
+use crate::redundancy::{Rig, config, wait_until_whole};
+
+/// Waits until something is so.
+async fn until(what: &str, is_so: impl AsyncFn() -> bool) {
+    let wait = async {
+        while !is_so().await {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(60), wait)
+        .await
+        .unwrap_or_else(|_| panic!("not in time: {what}"));
+}
+
+impl Rig {
+    /// Changes an object, and remembers what it is then.
+    async fn put(&mut self, number: usize, len: usize, salt: u64) {
+        let (name, bytes) = (format!("o{number}"), data(len, salt));
+        self.pool.object(&name).unwrap().put(bytes.clone()).await.unwrap();
+        self.objects.retain(|(other, _)| *other != name);
+        self.objects.push((name, bytes));
+    }
+
+    async fn rebuilt(&self) -> u64 {
+        self.client.status().await.unwrap().rebuild.objects
+    }
+
+    async fn is_degraded(&self) -> bool {
+        self.client.status().await.unwrap().health.iter().any(|h| h.degraded + h.unavailable > 0)
+    }
+
+    /// Targets that have something of a pool, beside the node's map.
+    async fn with_groups(&self) -> Vec<usize> {
+        let mut some = vec![];
+        for (number, store) in self.node.stores.iter().enumerate() {
+            let collections = store.inner.collections().await.unwrap();
+            some.extend((collections.len() > 1).then_some(number));
+        }
+        some
+    }
+
+    /// Checks everything without each of these targets, one at a time.
+    async fn check_without_each(&self, targets: &[usize]) {
+        for &lost in targets {
+            self.set_down(&[lost], true);
+            self.check(&format!("without {lost}")).await;
+            self.bring_back(&[lost]).await;
+        }
+    }
+}
+
+const OBJECTS: usize = 120;
+
+/// Two shards of data, one of parity, a rebuild of more than a second.
+async fn slow_rig(targets: usize, config: OsdConfig) -> Rig {
+    let config = OsdConfig { rebuild_rate: 1 << 20, ..config };
+    let mut rig = Rig::of("ec:2+1", 1, targets, config).await;
+    for number in 0..OBJECTS {
+        rig.put(number, 20_000 + 100 * number, number as u64).await;
+    }
+    rig
+}
+
+/// Restarts the OSD when some of the objects are rebuilt, and changes others before and after.
+async fn restart_amid_rebuild(rig: &mut Rig) {
+    until("a few objects are rebuilt", async || rig.rebuilt().await >= 20).await;
+    for number in (0..OBJECTS).step_by(10) {
+        rig.put(number, 30_000, 1000 + number as u64).await;
+    }
+    let rebuilt = rig.rebuilt().await;
+    assert!(rebuilt < OBJECTS as u64 && rig.is_degraded().await, "{rebuilt} objects are rebuilt already");
+    rig.node.restart();
+    for number in (5..OBJECTS).step_by(10) {
+        rig.put(number, 30_000, 2000 + number as u64).await;
+    }
+    assert!(rig.is_degraded().await, "it does not go on");
+    wait_until_whole(&rig.client).await;
+    assert!(rig.rebuilt().await > 0);
+}
+
+#[tokio::test]
+async fn a_spare_is_rebuilt_on_after_a_restart() {
+    if is_another_network() {
+        return;
+    }
+    let mut rig = slow_rig(4, config()).await;
+    let lost = rig.with_groups().await[0];
+    rig.client.set_target_out(lost as u32, true).await.unwrap();
+    restart_amid_rebuild(&mut rig).await;
+    let members: Vec<usize> = (0..4).filter(|&target| target != lost).collect();
+    rig.client.set_rebuild_rate(0).await.unwrap();
+    rig.check_without_each(&members).await;
+    // It is not needed any more.
+    rig.client.set_target_out(lost as u32, false).await.unwrap();
+    until("the one that was lost is emptied", async || rig.with_groups().await == members).await;
+}
+
+#[tokio::test]
+async fn a_target_that_was_away_catches_up_after_a_restart() {
+    if is_another_network() {
+        return;
+    }
+    let mut rig = slow_rig(3, config()).await;
+    rig.set_down(&[0], true);
+    for number in 0..OBJECTS {
+        rig.put(number, 25_000 + 100 * number, 500 + number as u64).await;
+    }
+    rig.set_down(&[0], false);
+    rig.client.set_target_out(0, false).await.unwrap();
+    restart_amid_rebuild(&mut rig).await;
+    rig.client.set_rebuild_rate(0).await.unwrap();
+    rig.check_without_each(&[1, 2]).await;
+}
+
+/// So long that data is staged whatever else is under way.
+const STAGED: usize = (5 << 20) + 12_345;
+
+#[tokio::test]
+async fn large_writes_while_targets_are_down() {
+    if is_another_network() {
+        return;
+    }
+    for redundancy in ["ec:4+2", "mirror:3"] {
+        let mut rig = Rig::new(redundancy, 1).await;
+        rig.put(0, STAGED, 1).await;
+        let all = rig.node.stores.len();
+        let lost = [1, all - 1];
+        for (number, &target) in lost.iter().enumerate() {
+            rig.set_down(&[target], true);
+            let before = rig.node.stores[0].stages.load(Ordering::SeqCst);
+            rig.put(1 + number, STAGED, 2 + number as u64).await;
+            // Over what there is, and beyond its end.
+            let (mut old, new) = (data(STAGED, 1).to_vec(), data(STAGED, 10 + number as u64));
+            let at = 1 << 20;
+            old.resize(at + STAGED, 0);
+            old[at..].copy_from_slice(&new);
+            rig.put(0, STAGED, 1).await;
+            rig.pool.object("o0").unwrap().write(at as u64, new).await.unwrap();
+            rig.objects.retain(|(name, _)| name != "o0");
+            rig.objects.push(("o0".into(), old.into()));
+            rig.check(&format!("without {:?}", &lost[..=number])).await;
+            let stages = rig.node.stores[0].stages.load(Ordering::SeqCst) - before;
+            assert!(stages >= 3, "{redundancy}: {stages} writes were staged");
+        }
+        rig.bring_back(&lost).await;
+        // Those that were down have to have it, too.
+        let others: Vec<usize> = (0..all).filter(|target| !lost.contains(target)).take(2).collect();
+        rig.set_down(&others, true);
+        rig.check(&format!("without {others:?}")).await;
+    }
+}
+
+#[tokio::test]
+async fn a_target_comes_back_while_a_large_write_is_staged() {
+    if is_another_network() {
+        return;
+    }
+    // The target is known to be there, but it takes part only from the next look on.
+    let config = OsdConfig { upkeep_interval: Duration::from_secs(1), ..config() };
+    let mut rig = slow_rig(3, config).await;
+    rig.set_down(&[0], true);
+    for number in 0..OBJECTS {
+        rig.put(number, 25_000, 500 + number as u64).await;
+    }
+    rig.set_down(&[0], false);
+    rig.client.set_target_out(0, false).await.unwrap();
+    // It is staged without the target, which is being rebuilt by the time of the transaction.
+    rig.node.stores[1].hold_stages(true);
+    let (object, bytes) = (rig.pool.object("large").unwrap(), data(STAGED, 7));
+    let put = tokio::spawn({
+        let bytes = bytes.clone();
+        async move { object.put(bytes).await }
+    });
+    let waited = tokio::time::timeout(Duration::from_secs(60), rig.node.waited(1));
+    waited.await.expect("data is staged");
+    let stages = |target: usize| rig.node.stores[target].stages.load(Ordering::SeqCst);
+    assert_eq!((stages(0), stages(1)), (0, 1));
+    until("the target is on its way back", async || rig.rebuilt().await > 0).await;
+    rig.node.stores[1].hold_stages(false);
+    put.await.unwrap().unwrap();
+    assert!(stages(0) > 0, "it was staged anew, on all");
+    assert!(rig.is_degraded().await, "the target was back too early for the test");
+    rig.objects.push(("large".into(), bytes));
+    // Others are made while it goes on.
+    for number in 0..3 {
+        rig.put(1000 + number, STAGED, 8 + number as u64).await;
+    }
+    rig.client.set_rebuild_rate(0).await.unwrap();
+    wait_until_whole(&rig.client).await;
+    rig.check_without_each(&[1, 2]).await;
+}
+
+/// What a target has: collections, and bytes that are taken.
+async fn taken(rig: &Rig) -> Vec<(usize, u64)> {
+    let mut all = vec![];
+    for store in &rig.node.stores {
+        let (space, collections) =
+            (store.inner.statfs().await.unwrap(), store.inner.collections().await.unwrap());
+        all.push((collections.len(), space.total - space.free));
+    }
+    all
+}
+
+#[tokio::test]
+async fn all_space_of_a_removed_pool_comes_back() {
+    if is_another_network() {
+        return;
+    }
+    let mut rig = Rig::of("mirror:2", 1, 5, config()).await;
+    let before = taken(&rig).await;
+    for (name, redundancy) in [("wide", "ec:2+1"), ("copies", "mirror:3")] {
+        rig.client.create_pool_with(name, 64, crate::redundancy::redundancy(redundancy)).await.unwrap();
+        rig.pool = rig.client.pool(name).unwrap();
+        for number in 0..200 {
+            rig.put(number, 1 + 300 * number, number as u64).await;
+        }
+        rig.put(200, STAGED, 3).await;
+        // Of what is overwritten something is kept for a while.
+        for number in 0..50 {
+            rig.pool.object(&format!("o{number}")).unwrap().write(0, data(10, 4)).await.unwrap();
+        }
+        assert!(taken(&rig).await.iter().zip(&before).all(|(now, then)| now.0 > then.0 && now.1 > then.1));
+        assert!(rig.client.remove_pool(name, false).await.is_err(), "it is not empty");
+        rig.client.remove_pool(name, true).await.unwrap();
+        if name == "copies" {
+            rig.node.restart();
+        }
+        until(&format!("{name} is gone"), async || taken(&rig).await == before).await;
+    }
+}
+
+#[tokio::test]
+async fn a_removed_pools_space_comes_back_on_a_target_that_was_away() {
+    if is_another_network() {
+        return;
+    }
+    let mut rig = Rig::of("mirror:2", 1, 4, config()).await;
+    let before = taken(&rig).await;
+    rig.client.create_pool_with("wide", 16, crate::redundancy::redundancy("ec:2+1")).await.unwrap();
+    rig.pool = rig.client.pool("wide").unwrap();
+    for number in 0..50 {
+        rig.put(number, 20_000, number as u64).await;
+    }
+    rig.set_down(&[1], true);
+    rig.put(0, 20_000, 100).await;
+    rig.client.remove_pool("wide", true).await.unwrap();
+    let others = async || {
+        let now = taken(&rig).await;
+        [0, 2, 3].iter().all(|&target| now[target] == before[target])
+    };
+    until("it is gone where there are targets", others).await;
+    rig.set_down(&[1], false);
+    rig.client.set_target_out(1, false).await.unwrap();
+    until("it is gone everywhere", async || taken(&rig).await == before).await;
+}
+
+#[tokio::test]
+async fn a_restart_without_the_only_one_that_has_the_newest() {
+    if is_another_network() {
+        return;
+    }
+    let mut rig = Rig::of("mirror:2", 16, 3, config()).await;
+    for number in 0..60 {
+        rig.put(number, 9000, number as u64).await;
+    }
+    // Some groups go on with target 1 alone.
+    rig.set_down(&[0], true);
+    for number in 0..60 {
+        rig.put(number, 10_000, 100 + number as u64).await;
+    }
+    // The other one is back, without what has changed meanwhile, when the node starts.
+    rig.set_down(&[1], true);
+    rig.set_down(&[0], false);
+    rig.node.restart();
+    let uuid = rig.node.targets()[1].0.to_string();
+    let mut there = 0;
+    for (name, bytes) in &rig.objects {
+        let object = rig.pool.object(name).unwrap();
+        match object.get().await {
+            Ok(read) => {
+                assert!(read == *bytes, "{name} is an old one");
+                there += 1;
+            }
+            Err(e) => {
+                let e = e.to_string();
+                assert!(e.contains("bring") && e.contains(&uuid), "{name}: {e}");
+                let e = object.put("x").await.unwrap_err().to_string();
+                assert!(e.contains("bring"), "{name}: {e}");
+            }
+        }
+    }
+    assert!((1..60).contains(&there), "{there} objects were there");
+    rig.bring_back(&[1]).await;
+    rig.check("all are back").await;
+    rig.check_without_each(&[0, 1, 2]).await;
+}
+
+fn hold_records(rig: &Rig, held: bool) {
+    rig.node.stores.iter().for_each(|store| store.hold_records(held));
+}
+
+type Put = tokio::task::JoinHandle<client::Result<proto::Mutated>>;
+
+/// Two shards of data, one of parity. Target 0 is lost, and a change waits for the others, which have proposed a record without
+/// it that is not in force anywhere yet.
+async fn proposed() -> (Rig, Put) {
+    let mut rig = Rig::new("ec:2+1", 1).await;
+    for number in 0..10 {
+        rig.put(number, 50_000, number as u64).await;
+    }
+    rig.set_down(&[0], true);
+    hold_records(&rig, true);
+    let (object, bytes) = (rig.pool.object("o0").unwrap(), data(60_000, 100));
+    rig.objects[0].1 = bytes.clone();
+    let put = tokio::spawn(async move { object.put(bytes).await });
+    let waited = tokio::time::timeout(Duration::from_secs(60), rig.node.waited(2));
+    waited.await.expect("a record is proposed");
+    assert!(!put.is_finished(), "nothing is acknowledged before the record is in force");
+    (rig, put)
+}
+
+/// The target is there again, in a session of its own.
+fn comes_back(rig: &Rig, target: usize) {
+    rig.set_down(&[target], false);
+    rig.node.stores[target].end_session();
+}
+
+async fn all_is_well(mut rig: Rig) {
+    wait_until_whole(&rig.client).await;
+    rig.put(5, 70_000, 101).await;
+    rig.check("all are back").await;
+    rig.check_without_each(&[0, 1, 2]).await;
+    rig.client.start_scrub("pool").await.unwrap();
+    until("the scrub ends", async || !rig.client.scrub_status("pool").await.unwrap().running).await;
+    let scrub = rig.client.scrub_status("pool").await.unwrap();
+    assert_eq!((scrub.objects, scrub.damaged, scrub.inconsistent), (10, 0, 0));
+}
+
+#[tokio::test]
+async fn a_target_comes_back_before_the_record_without_it_is_in_force() {
+    if is_another_network() {
+        return;
+    }
+    let (rig, put) = proposed().await;
+    comes_back(&rig, 0);
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    hold_records(&rig, false);
+    put.await.unwrap().unwrap();
+    all_is_well(rig).await;
+}
+
+#[tokio::test]
+async fn a_restart_finds_a_proposal_and_the_target_that_it_leaves_out() {
+    if is_another_network() {
+        return;
+    }
+    let (mut rig, put) = proposed().await;
+    comes_back(&rig, 0);
+    rig.node.restart();
+    hold_records(&rig, false);
+    put.await.unwrap().unwrap();
+    all_is_well(rig).await;
+}
+
+/// The record that a target has of the only group of a pool.
+async fn record(rig: &Rig, target: usize) -> Bytes {
+    let (store, oid) = (&rig.node.stores[target].inner, ObjectId::new(&b"\0\0\0\0\0array"[..]).unwrap());
+    for cid in store.collections().await.unwrap() {
+        if let Ok(found) = store.omap_get(&cid, &oid, vec!["e".into()]).await {
+            return found[0].1.clone();
+        }
+    }
+    panic!("target {target} has none");
+}
+
+/// The record comes into force on one target alone, which is gone from then on; those that do not have it go on without it.
+#[tokio::test]
+async fn a_record_in_force_on_one_target_that_goes_away_does_not_count() {
+    if is_another_network() {
+        return;
+    }
+    for restart in [false, true] {
+        let mut rig = Rig::new("ec:2+1", 1).await;
+        for number in 0..10 {
+            rig.put(number, 50_000, number as u64).await;
+        }
+        // They are told in the order of the record.
+        let (found, targets) = (record(&rig, 0).await, rig.node.targets());
+        let place = |target: &usize| found.windows(16).position(|part| part == targets[*target].0.as_bytes());
+        let mut order = [0, 1, 2];
+        order.sort_by_key(place);
+        let [first, lost, last] = order;
+        rig.set_down(&[lost], true);
+        rig.node.stores[last].arm_gone_at_record();
+        let (object, bytes) = (rig.pool.object("o0").unwrap(), data(60_000, 100));
+        let put = tokio::spawn({
+            let bytes = bytes.clone();
+            async move { object.put(bytes).await }
+        });
+        until("the last one is gone", async || rig.node.stores[last].is_down()).await;
+        rig.set_down(&[first], true);
+        let records = (record(&rig, first).await, record(&rig, lost).await, record(&rig, last).await);
+        assert!(records.1 == records.2 && records.0 != records.1, "it is in force on one: {records:?}");
+        comes_back(&rig, lost);
+        comes_back(&rig, last);
+        if restart {
+            rig.node.restart();
+        }
+        // It may have been tried while only one of them was there.
+        match put.await.unwrap() {
+            Ok(_) => rig.objects[0].1 = bytes,
+            Err(e) => assert!(e.to_string().contains("bring back one of"), "{e}"),
+        }
+        for number in 1..10 {
+            rig.put(number, 40_000, 200 + number as u64).await;
+        }
+        rig.check("two of them go on").await;
+        comes_back(&rig, first);
+        all_is_well(rig).await;
+    }
+}
