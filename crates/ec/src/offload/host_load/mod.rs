@@ -72,10 +72,10 @@ pub struct Thresholds {
 impl Default for Thresholds {
     fn default() -> Thresholds {
         Thresholds {
-            busy_utilization: 0.75,
+            busy_utilization: 0.9,
             busy_pressure: 0.4,
             floor: 0.4,
-            calm_utilization: 0.6,
+            calm_utilization: 0.75,
             calm_pressure: 0.2,
             calm_after: Duration::from_millis(500),
         }

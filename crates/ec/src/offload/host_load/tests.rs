@@ -63,15 +63,15 @@ fn others(part: f64) -> Use {
 #[test]
 fn busy_begins_at_once_and_ends_after_a_while() {
     let mut host = Host::new();
-    assert_eq!(host.steps(3, others(0.7)), [Load::Calm; 3]);
-    assert_eq!(host.step(others(0.8)), Load::Busy);
-    assert!((host.load.utilization() - 0.8).abs() < 1e-6);
-    assert_eq!(host.steps(20, others(0.65)), [Load::Busy; 20], "between the thresholds it stays as it is");
+    assert_eq!(host.steps(3, others(0.85)), [Load::Calm; 3]);
+    assert_eq!(host.step(others(0.95)), Load::Busy);
+    assert!((host.load.utilization() - 0.95).abs() < 1e-6);
+    assert_eq!(host.steps(20, others(0.8)), [Load::Busy; 20], "between the thresholds it stays as it is");
     assert_eq!(host.steps(4, others(0.5)), [Load::Busy; 4]);
-    assert_eq!(host.step(others(0.65)), Load::Busy, "and it has to begin anew");
+    assert_eq!(host.step(others(0.8)), Load::Busy, "and it has to begin anew");
     assert_eq!(host.steps(4, others(0.5)), [Load::Busy; 4]);
     assert_eq!(host.step(others(0.5)), Load::Calm);
-    assert_eq!(host.steps(3, others(0.7)), [Load::Calm; 3]);
+    assert_eq!(host.steps(3, others(0.85)), [Load::Calm; 3]);
 }
 
 #[test]
@@ -91,7 +91,7 @@ fn what_stands_for_the_dpu_is_not_there() {
     assert!((host.load.utilization() - 0.5).abs() < 1e-6, "half of what is left");
     let mut host = Host::new();
     assert_eq!(host.step(Use { others: 0.1, dpu: 0.7, pressure: 0.9, ..Use::default() }), Load::Calm);
-    assert_eq!(host.step(Use { others: 0.25, dpu: 0.7, ..Use::default() }), Load::Busy);
+    assert_eq!(host.step(Use { others: 0.28, dpu: 0.7, ..Use::default() }), Load::Busy);
     assert_eq!(Host::new().step(Use { dpu: 1.0, pressure: 1.0, ..Use::default() }), Load::Calm);
 }
 
@@ -110,8 +110,8 @@ fn pressure_counts_above_the_floor() {
 #[test]
 fn without_pressure_utilization_decides() {
     let mut host = Host::without_pressure();
-    assert_eq!(host.step(others(0.7)), Load::Calm);
-    assert_eq!((host.step(others(0.8)), host.load.pressure()), (Load::Busy, None));
+    assert_eq!(host.step(others(0.85)), Load::Calm);
+    assert_eq!((host.step(others(0.95)), host.load.pressure()), (Load::Busy, None));
 }
 
 #[test]
