@@ -7,7 +7,7 @@ use bytes::Bytes;
 use osd::OsdConfig;
 use store::ObjectId;
 
-use crate::common::{data, is_another_network};
+use crate::common::{data, is_another_network, moment};
 use crate::redundancy::{Rig, config, wait_until_whole};
 
 /// Waits until something is so.
@@ -325,6 +325,7 @@ async fn proposed() -> (Rig, Put) {
     let put = tokio::spawn(async move { object.put(bytes).await });
     let waited = tokio::time::timeout(Duration::from_secs(60), rig.node.waited(2));
     waited.await.expect("a record is proposed");
+    moment().await;
     assert!(!put.is_finished(), "nothing is acknowledged before the record is in force");
     (rig, put)
 }

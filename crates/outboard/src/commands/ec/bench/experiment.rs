@@ -1,15 +1,15 @@
 //! The experiment of the paper's figure 2, in each place: what encoding a file takes, and whose CPU.
 
 use std::fmt;
-use std::sync::Arc;
 
 use base::block::BLOCK_SIZE;
 use base::process::{ProcessUsage, Usage};
 use base::thread::ThreadClass;
+use bytes::Bytes;
 use ec::Code;
 use serde::Serialize;
 
-use super::places::{Host, Offloaded, Place};
+use super::places::{Files, Host, Offloaded, Place};
 use super::{median, noise};
 use crate::failure::Result;
 use crate::progress::Progress;
@@ -18,6 +18,8 @@ use crate::progress::Progress;
 const PAPER: [(u64, f64); 2] = [(8, 13.3), (128, 10.5)];
 /// Files that are handed over together.
 const TOGETHER: usize = 16;
+/// Least data to take files from, in bytes: it fits no cache.
+const IN_MEMORY: usize = 128 << 20;
 /// Most data to measure the host's rate with, in bytes.
 const RATE_BYTES: u64 = 32 << 20;
 
@@ -83,33 +85,33 @@ pub struct Batching {
     pub ratio_to_host_together: f64,
 }
 
-/// A file of this size, with the zeros that it is filled up with.
-fn file(code: &Code, bytes: u64) -> Arc<Vec<u8>> {
+/// Length of a file of this size with the zeros that it is filled up with.
+fn encoded(code: &Code, bytes: u64) -> usize {
     let k = code.geometry().k();
-    let unit = (bytes as usize).div_ceil(k).next_multiple_of(BLOCK_SIZE);
-    Arc::new(noise(unit * k))
+    (bytes as usize).div_ceil(k).next_multiple_of(BLOCK_SIZE) * k
 }
 
 /// Encodes files of these sizes in each place.
 pub fn measure(code: &Code, sizes: &[u64], rounds: u32, progress: &Progress) -> Result<Experiment> {
-    let mut host = Host::default();
     let largest = sizes.iter().copied().max().unwrap_or(RATE_BYTES);
-    let host_rate = host.rate(code, &file(code, largest.min(RATE_BYTES)))?;
+    let data = Bytes::from(noise(encoded(code, largest).max(IN_MEMORY)));
+    let files = |bytes: u64| Files::new(code, &data, encoded(code, bytes));
+    let host_rate = Host::rate(code, &mut files(largest.min(RATE_BYTES)))?;
     let (mut cores, mut accelerator) = (Offloaded::cores()?, Offloaded::accelerator(host_rate)?);
     let mut rows: Vec<Row> = vec![];
     for &size in sizes {
-        let data = file(code, size);
+        let mut files = files(size);
         let places: [(&mut dyn Place, bool, _); 3] =
-            [(&mut host, false, None), (&mut cores, true, None), (&mut accelerator, true, paper(size))];
+            [(&mut Host, false, None), (&mut cores, true, None), (&mut accelerator, true, paper(size))];
         let host_row = rows.len();
         for (place, emulated, paper_ratio_to_host) in places {
             progress.message(format!("{}, {size} bytes at {}", code.geometry(), place.name()));
-            let (seconds, cpu) = encode(place, code, &data, rounds, progress)?;
+            let (seconds, cpu) = encode(place, code, &mut files, rounds, progress)?;
             rows.push(Row {
                 place: place.name(),
                 emulated,
                 file_bytes: size,
-                encoded_bytes: data.len(),
+                encoded_bytes: files.len(),
                 seconds,
                 ratio_to_host: seconds / rows.get(host_row).map_or(seconds, |host| host.seconds),
                 paper_ratio_to_host,
@@ -117,7 +119,8 @@ pub fn measure(code: &Code, sizes: &[u64], rounds: u32, progress: &Progress) -> 
             });
         }
     }
-    let batching = batching(&mut accelerator, code, &rows, rounds, progress)?;
+    let smallest = sizes.iter().copied().min().unwrap_or(RATE_BYTES);
+    let batching = batching(&mut accelerator, code, &mut files(smallest), &rows, (rounds, progress))?;
     let (geometry, overruns) = (code.geometry().to_string(), accelerator.stats().overruns);
     Ok(Experiment { geometry, host_rate, rows, batching, overruns })
 }
@@ -126,17 +129,17 @@ pub fn measure(code: &Code, sizes: &[u64], rounds: u32, progress: &Progress) -> 
 fn encode(
     place: &mut dyn Place,
     code: &Code,
-    data: &Arc<Vec<u8>>,
+    files: &mut Files,
     rounds: u32,
     progress: &Progress,
 ) -> Result<(f64, Cpu)> {
-    // The first time memory is touched that the others find in place.
-    place.encode(code, data, 1)?;
+    // A thread that has just been started may be slow.
+    place.encode(code, files, 1)?;
     let before = Cpu::so_far();
     let mut seconds = vec![];
     for _ in 0..rounds {
-        seconds.push(place.encode(code, data, 1)?);
-        progress.add(data.len() as u64);
+        seconds.push(place.encode(code, files, 1)?);
+        progress.add(files.len() as u64);
     }
     Ok((median(seconds), Cpu::so_far().per_file_since(before, rounds)))
 }
@@ -145,22 +148,21 @@ fn encode(
 fn batching(
     accelerator: &mut Offloaded,
     code: &Code,
+    files: &mut Files,
     rows: &[Row],
-    rounds: u32,
-    progress: &Progress,
+    (rounds, progress): (u32, &Progress),
 ) -> Result<Batching> {
     let size = rows.iter().map(|row| row.file_bytes).min().unwrap_or(0);
     let of = |place: &str| rows.iter().find(|row| row.file_bytes == size && row.place == place);
     let seconds_of = |place| of(place).map_or(f64::NAN, |row| row.seconds);
     let (one_by_one, host) = (seconds_of(accelerator.name()), seconds_of("host"));
     progress.message(format!("{}, {TOGETHER} files at a time at {}", code.geometry(), accelerator.name()));
-    let data = file(code, size);
-    accelerator.encode(code, &data, TOGETHER)?;
+    accelerator.encode(code, files, TOGETHER)?;
     let before = accelerator.stats().batches;
     let mut seconds = vec![];
     for _ in 0..rounds {
-        seconds.push(accelerator.encode(code, &data, TOGETHER)? / TOGETHER as f64);
-        progress.add((data.len() * TOGETHER) as u64);
+        seconds.push(accelerator.encode(code, files, TOGETHER)? / TOGETHER as f64);
+        progress.add((files.len() * TOGETHER) as u64);
     }
     let together = median(seconds);
     Ok(Batching {
@@ -209,7 +211,11 @@ impl Cpu {
 impl fmt::Display for Experiment {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let gb = self.host_rate / 1e9;
-        writeln!(f, "{}, whole files, one at a time; ratios are to the host's time", self.geometry)?;
+        writeln!(
+            f,
+            "{}, whole files that no cache has, one at a time; ratios are to the host's time",
+            self.geometry
+        )?;
         writeln!(
             f,
             "emulated: dpu by a thread that is as fast as this host's; the accelerator as slow as the paper's,"

@@ -1,8 +1,9 @@
 //! Where a file can be encoded: on this processor, and in the two places of the DPU, both emulated by threads of this machine.
 
-use std::sync::Arc;
+use std::collections::VecDeque;
 use std::time::Instant;
 
+use bytes::Bytes;
 use ec::offload::accelerator::{self, AcceleratorOptions, Pace};
 use ec::offload::software::{self, Processor, SoftwareOptions};
 use ec::offload::worker::{Work, Worker, WorkerStats};
@@ -12,30 +13,64 @@ use futures::future::try_join_all;
 
 use crate::failure::{Doing, Result};
 
+/// Most files whose parity is kept before memory is used again.
+const ROOMS_MAX: usize = 64;
+
 /// Where data can be encoded.
 pub trait Place {
     /// What it is called in the table.
     fn name(&self) -> &'static str;
 
-    /// Encodes as many `files` at a time, all of this data: one stripe of whole blocks for each shard. The seconds from when the
-    /// data is there until all parity is.
-    fn encode(&mut self, code: &Code, data: &Arc<Vec<u8>>, files: usize) -> Result<f64>;
+    /// Encodes so many files at a time, each of them one stripe of whole blocks. The seconds from when the data is there until all
+    /// parity is.
+    fn encode(&mut self, code: &Code, files: &mut Files, count: usize) -> Result<f64>;
+}
+
+/// Files of one size, and room for what comes of them: both are used in turn, so that no cache has them.
+pub struct Files {
+    data: Bytes,
+    len: usize,
+    next: usize,
+    rooms: VecDeque<Room>,
+}
+
+impl Files {
+    /// Files of `len` bytes out of `data`, which has at least one.
+    pub fn new(code: &Code, data: &Bytes, len: usize) -> Files {
+        let parity = len / code.geometry().k() * code.geometry().m();
+        let rooms = (data.len() / parity.max(1)).clamp(1, ROOMS_MAX);
+        let rooms = (0..rooms).map(|_| Room::new(code, len)).collect();
+        Files { data: data.clone(), len, next: 0, rooms }
+    }
+
+    /// Bytes of a file.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    fn take(&mut self, code: &Code) -> (Bytes, Room) {
+        let at = self.next * self.len;
+        self.next = (self.next + 1) % (self.data.len() / self.len).max(1);
+        let room = self.rooms.pop_front().unwrap_or_else(|| Room::new(code, self.len));
+        (self.data.slice(at..at + self.len), room)
+    }
+
+    fn give_back(&mut self, room: Room) {
+        self.rooms.push_back(room);
+    }
 }
 
 /// Room for what comes of a file.
-#[derive(Default)]
 struct Room {
     parity: Vec<Vec<u8>>,
     checksums: Vec<Vec<u32>>,
 }
 
 impl Room {
-    /// Makes it as large as it has to be; memory is touched the first time only.
-    fn fit(&mut self, code: &Code, data: &[u8]) {
-        let unit = data.len() / code.geometry().k();
-        self.parity.resize(code.geometry().m(), vec![]);
-        self.parity.iter_mut().for_each(|parity| parity.resize(unit, 1));
-        self.checksums.resize(code.geometry().m(), vec![]);
+    fn new(code: &Code, len: usize) -> Room {
+        let (unit, m) = (len / code.geometry().k(), code.geometry().m());
+        // Memory that has been touched.
+        Room { parity: vec![vec![1; unit]; m], checksums: vec![vec![]; m] }
     }
 
     /// As the write path does it.
@@ -47,16 +82,18 @@ impl Room {
 }
 
 /// This processor, on the caller's thread.
-#[derive(Default)]
-pub struct Host(Room);
+pub struct Host;
 
 impl Host {
     /// At how many bytes of data per second it encodes.
-    pub fn rate(&mut self, code: &Code, data: &[u8]) -> Result<f64> {
-        self.0.fit(code, data);
-        let mut result = self.0.encode(code, data);
-        let rate = accelerator::host_rate(data.len() as u64, || {
-            result = result.clone().and_then(|()| self.0.encode(code, data));
+    pub fn rate(code: &Code, files: &mut Files) -> Result<f64> {
+        let mut result = Ok(());
+        let rate = accelerator::host_rate(files.len() as u64, || {
+            let (data, mut room) = files.take(code);
+            if let Err(e) = room.encode(code, &data) {
+                result = Err(e);
+            }
+            files.give_back(room);
         });
         result.doing("measuring").map(|()| rate)
     }
@@ -67,13 +104,15 @@ impl Place for Host {
         "host"
     }
 
-    fn encode(&mut self, code: &Code, data: &Arc<Vec<u8>>, files: usize) -> Result<f64> {
-        self.0.fit(code, data);
+    fn encode(&mut self, code: &Code, files: &mut Files, count: usize) -> Result<f64> {
+        let mut taken: Vec<(Bytes, Room)> = (0..count).map(|_| files.take(code)).collect();
         let start = Instant::now();
-        for _ in 0..files {
-            self.0.encode(code, data).doing("encoding on the host")?;
+        for (data, room) in &mut taken {
+            room.encode(code, data).doing("encoding on the host")?;
         }
-        Ok(start.elapsed().as_secs_f64())
+        let seconds = start.elapsed().as_secs_f64();
+        taken.into_iter().for_each(|(_, room)| files.give_back(room));
+        Ok(seconds)
     }
 }
 
@@ -81,7 +120,6 @@ impl Place for Host {
 pub struct Offloaded {
     name: &'static str,
     worker: Worker,
-    rooms: Vec<Room>,
 }
 
 impl Offloaded {
@@ -89,14 +127,14 @@ impl Offloaded {
     pub fn cores() -> Result<Offloaded> {
         let worker =
             software::start(SoftwareOptions::new(Processor::Dpu)).doing("starting a coding thread")?;
-        Ok(Offloaded { name: "dpu (emulated)", worker, rooms: vec![] })
+        Ok(Offloaded { name: "dpu (emulated)", worker })
     }
 
     /// The DPU's coding engine, as slow as the paper found it beside a core that encodes at `host_rate`.
     pub fn accelerator(host_rate: f64) -> Result<Offloaded> {
         let options = AcceleratorOptions::new(Pace::paper(host_rate));
         let worker = accelerator::start(options).doing("starting the emulated accelerator")?;
-        Ok(Offloaded { name: worker.name(), worker, rooms: vec![] })
+        Ok(Offloaded { name: worker.name(), worker })
     }
 
     /// What it has done.
@@ -110,21 +148,21 @@ impl Place for Offloaded {
         self.name
     }
 
-    fn encode(&mut self, code: &Code, data: &Arc<Vec<u8>>, files: usize) -> Result<f64> {
+    fn encode(&mut self, code: &Code, files: &mut Files, count: usize) -> Result<f64> {
         let doing = "encoding on the DPU";
-        let mut rooms = std::mem::take(&mut self.rooms);
-        rooms.resize_with(files, Room::default);
-        rooms.iter_mut().for_each(|room| room.fit(code, data));
-        let work = Work { bytes: data.len() as u64, computed_shards: code.geometry().m() as u32 };
+        let work = Work { bytes: files.len() as u64, computed_shards: code.geometry().m() as u32 };
+        let taken: Vec<(Bytes, Room)> = (0..count).map(|_| files.take(code)).collect();
         let start = Instant::now();
-        let done = rooms.into_iter().map(|mut room| {
-            let (code, data) = (code.clone(), Arc::clone(data));
+        let done = taken.into_iter().map(|(data, mut room)| {
+            let code = code.clone();
             self.worker.submit(work, move || room.encode(&code, &data).map(|()| room))
         });
         // All have been handed over when the first is waited for.
         let done = block_on(try_join_all(done.collect::<Vec<_>>())).doing(doing)?;
         let seconds = start.elapsed().as_secs_f64();
-        self.rooms = done.into_iter().collect::<Result<_, _>>().doing(doing)?;
+        for room in done {
+            files.give_back(room.doing(doing)?);
+        }
         Ok(seconds)
     }
 }
@@ -139,19 +177,23 @@ mod tests {
     #[test]
     fn all_places_compute_the_same() {
         let code = Code::new(Geometry::new(4, 2).unwrap(), KernelChoice::Auto.load().unwrap());
-        let data = Arc::new(super::super::noise(64 << 10));
-        let mut host = Host::default();
-        assert!(host.rate(&code, &data).unwrap() > 0.0);
-        host.encode(&code, &data, 1).unwrap();
+        let data = Bytes::from(super::super::noise(192 << 10));
+        let encoded = |place: &mut dyn Place| {
+            // Three files, and as many that were encoded before.
+            let mut files = Files::new(&code, &data, 64 << 10);
+            assert!(place.encode(&code, &mut files, 3).unwrap() > 0.0);
+            files.rooms.drain(..files.rooms.len() - 3);
+            assert!(place.encode(&code, &mut files, 3).unwrap() > 0.0);
+            files.rooms.into_iter().map(|room| (room.parity, room.checksums)).collect::<Vec<_>>()
+        };
+        assert!(Host::rate(&code, &mut Files::new(&code, &data, 64 << 10)).unwrap() > 0.0);
+        let expected = encoded(&mut Host);
+        assert_eq!(expected.len(), 3);
+        assert!(expected[0].0 != expected[1].0, "they are not the same files");
+        assert_eq!(expected[0].1[1][0], crc32c(&expected[0].0[1][..4096]));
         for mut place in [Offloaded::cores().unwrap(), Offloaded::accelerator(1e12).unwrap()] {
-            assert!(place.encode(&code, &data, 3).unwrap() > 0.0);
-            assert_eq!(place.stats().tasks, 3);
-            assert_eq!(place.rooms.len(), 3);
-            for room in &place.rooms {
-                assert!(room.parity == host.0.parity, "{}", place.name());
-                assert_eq!(room.checksums, host.0.checksums);
-            }
+            assert!(encoded(&mut place) == expected, "{}", place.name());
+            assert_eq!(place.stats().tasks, 6);
         }
-        assert_eq!(host.0.checksums[1][0], crc32c(&host.0.parity[1][..4096]));
     }
 }
