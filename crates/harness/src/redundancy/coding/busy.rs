@@ -2,7 +2,8 @@
 //!
 //! Writes go on beside it in each mode, and in `async`, in which nothing is ever coded by the host: what it has less than
 //! there, coding took. What it has less than alone, the store took. Writes to a pool without parity say what writing as much would
-//! take without redundancy.
+//! take without redundancy. As what a drive does differs from run to run, and with it what the store takes, the CPU time of the host's
+//! coding threads is given, too: that is what coding has taken from whoever wanted all of the CPU.
 
 use std::time::Duration;
 
@@ -82,6 +83,7 @@ fn print(book: &Book, all: &[&str]) {
         "hog's loss, %",
         "per GB/s of the drive",
         "to coding, %",
+        "CPU of coding there, %",
         "coded by the host, %",
         "failed",
     ]);
@@ -97,6 +99,7 @@ fn print(book: &Book, all: &[&str]) {
             cell(&lost),
             cell(&paired(&lost, &drive, |lost, drive| 1000.0 * lost / drive)),
             cell(&to_coding),
+            cell(&book.rounds(&name, "coding_cpu_percent")),
             cell(&book.rounds(&name, "coded_by_host_percent")),
             cell(&book.rounds(&name, "failed")),
         ]);
@@ -114,6 +117,8 @@ fn judge(book: &mut Book) {
     for mode in JUDGED {
         let lost = to_coding(book, mode);
         book.judge(&format!("what a hog loses to coding in {mode}, %"), &lost, Bound::AtMost(3.0));
+        let cpu = book.rounds(&name(mode), "coding_cpu_percent");
+        book.judge(&format!("host CPU that coding took beside a hog in {mode}, %"), &cpu, Bound::AtMost(3.0));
         for (round, count) in book.rounds(&name(mode), "failed") {
             *failed.entry(round).or_default() += count;
         }

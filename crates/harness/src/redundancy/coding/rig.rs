@@ -1,11 +1,13 @@
 //! The node whose coding is measured: the host's roles on one CPU, the DPU's on another.
 
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
 use super::cpus::{Division, on};
 use crate::Result;
+use crate::evaluation::processes::Threads;
 use crate::node::{BenchResult, Node, Placement, Workload};
 use crate::redundancy::settings::Settings;
 
@@ -56,6 +58,8 @@ pub struct Run {
     pub busy_tasks: u64,
     /// Pieces refused.
     pub refused: u64,
+    /// What coding took of the host's CPU, in percent of the time.
+    pub coding_cpu_percent: f64,
 }
 
 /// The parts of `outboard status --json` that speak of coding.
@@ -169,7 +173,12 @@ impl Rig {
     /// If the node fails, or not one write succeeds.
     pub fn write(&self, pool: &str, pattern: &Pattern, seconds: u32) -> Result<Run> {
         let before = self.coding()?;
+        let store = self.node.process("store", Duration::ZERO)?.0;
+        let (threads, began) = (Threads::of(store), Instant::now());
         let found = self.all_loads(pool, pattern, seconds)?;
+        let (elapsed, now) = (began.elapsed().as_secs_f64(), Threads::of(store));
+        let coding = now.since(&threads).filter(|(name, _)| name.starts_with("ech-"));
+        let coding_cpu: f64 = coding.map(|(_, used)| used.cpu_seconds).sum();
         let after = self.coding()?;
         let [host, offload, busy] = [0, 1, 2].map(|i| after.sent()[i].saturating_sub(before.sent()[i]));
         Ok(Run {
@@ -181,6 +190,7 @@ impl Rig {
             offload_tasks: offload,
             busy_tasks: busy,
             refused: after.refused.saturating_sub(before.refused),
+            coding_cpu_percent: 100.0 * coding_cpu / elapsed,
         })
     }
 
