@@ -137,7 +137,7 @@ fn calls_that_make_no_sense_are_refused() {
     assert!(matches!(refused(code, 4096, 8192, &[4096, 8192], 2), EcError::Length { index: 1, .. }));
 
     let (one, two) = (&[1; 4096][..], &[2; 8192][..]);
-    let mut units_refused = |units: &[&[u8]]| {
+    let units_refused = |units: &[&[u8]]| {
         let mut parity = vec![vec![0; 4096]; 2];
         code.encode_units(units, &mut slices_mut(&mut parity), &mut vec![vec![]; 2]).unwrap_err()
     };
