@@ -41,7 +41,7 @@ fn put_together(shards: Vec<Vec<u8>>) {
     let mut made: Vec<(usize, Cursor<Vec<u8>>)> =
         set.lost().into_iter().map(|index| (index, Cursor::default())).collect();
     if set.rebuild(&mut made, |_| ()).is_ok() {
-        assert!(made.iter().all(|(_, shard)| shard.get().starts_with(b"obshard\0")));
+        assert!(made.iter().all(|(_, shard)| shard.get_ref().starts_with(b"obshard\0")));
     }
 }
 
