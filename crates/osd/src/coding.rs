@@ -32,8 +32,8 @@ const WATCH: Duration = Duration::from_millis(100);
 const WATCH_IDLE: Duration = Duration::from_secs(1);
 /// So often an engine may fail before this thread does the work.
 const ATTEMPTS: usize = 4;
-/// Most tasks on their way to the host's processor: one that it is at, and some whose data is on its way.
-const HOST_SLOTS: usize = 4;
+/// Most tasks whose data is on its way to the host's processor, beside those that it is at.
+const ON_THE_WAY: usize = 3;
 
 /// A piece of each shard of an object that is being staged.
 pub(crate) struct Stripes {
@@ -78,10 +78,11 @@ impl Coding {
             Some(CodingOffload::Accelerator) => Capacity { slots: 32, lanes: 1 },
             Some(CodingOffload::Dpu) | None => Capacity { slots: 2 * threads, lanes: threads },
         };
+        let lanes = config.host_threads.max(1);
         let scheduler = Scheduler::new(Config {
             mode,
             queue,
-            host: Capacity { slots: HOST_SLOTS, lanes: 1 },
+            host: Capacity { slots: lanes + ON_THE_WAY, lanes },
             offload,
             cool_down: config.cool_down,
         });

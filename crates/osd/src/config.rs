@@ -60,6 +60,8 @@ pub struct CodingConfig {
     pub offload: Option<CodingOffload>,
     /// Threads of the DPU's cores that compute.
     pub threads: usize,
+    /// Threads of the host's processor that do.
+    pub host_threads: usize,
     /// Most tasks that wait.
     pub queue: usize,
     /// How long a place that failed is left alone.
@@ -111,6 +113,7 @@ impl Default for CodingConfig {
             mode: Mode::Async,
             offload: Some(CodingOffload::Dpu),
             threads: 1,
+            host_threads: 1,
             queue: 1024,
             cool_down: Duration::from_secs(2),
             stripes: StripesAt::Here(None),

@@ -63,6 +63,7 @@ pub fn osd_config(config: &Config, placement: Placement, stripes: StripesAt, fau
         mode: coding.mode,
         offload,
         threads: coding.dpu_threads,
+        host_threads: coding.host_threads,
         queue: coding.queue,
         cool_down: coding.cool_down.0,
         stripes,
