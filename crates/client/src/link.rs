@@ -162,13 +162,17 @@ impl Shared {
             let Some(pending) = state.pending.get_mut(&seq) else { return Err(Error::Closed) };
             pending.done = Some(done);
             let Some(connection) = state.connection.clone() else { return Ok(()) };
-            let message = state.message(seq, &connection)?;
+            let message = state.message(seq, &connection);
             (connection, message)
         };
-        match connection.send(message).await {
+        let sent = match message {
+            Ok(message) => connection.send(message).await.map_err(Error::from),
+            Err(e) => Err(e),
+        };
+        match sent {
             // The background task learns of it too, and repeats the request on the next connection.
-            Err(MessengerError::SessionLost(_)) | Ok(()) => Ok(()),
-            Err(e) => Err(e.into()),
+            Err(Error::Network(MessengerError::SessionLost(_))) => Ok(()),
+            sent => sent,
         }
     }
 
@@ -260,6 +264,7 @@ impl Shared {
                 };
                 match state.message(seq, &connection) {
                     Ok(message) => message,
+                    Err(Error::Network(MessengerError::SessionLost(_))) => return,
                     Err(e) => {
                         let done = state.pending.get_mut(&seq).and_then(|p| p.done.take());
                         drop(done.map(|done| done.send(Err(e))));

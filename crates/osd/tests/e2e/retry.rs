@@ -1,6 +1,8 @@
 //! Nothing is applied twice and nothing acknowledged is lost, whatever goes away in between.
 
+use std::future::Future;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
 use osd::OsdConfig;
@@ -213,6 +215,28 @@ async fn idle_sessions_expire_for_good() {
     let mut raw = Raw::connect(&node.endpoint, Some(session)).await;
     assert_eq!(raw.changed(again, append("object", "x")).await, Err(Error::RequestExpired));
     assert_eq!(object.get().await.unwrap(), "x");
+}
+
+/// Memory cannot be offered on a session that is lost already, which is no reason for a request to fail.
+#[tokio::test]
+async fn requests_that_find_their_session_lost_are_sent_on_the_next() {
+    let mut node = Node::start();
+    let object = node.object().await;
+    object.put("x").await.unwrap();
+    let asking = object.clone();
+    // Woken again at once each time, so that it runs after the session is lost and before the client's own task does.
+    let begun = tokio::spawn(std::future::poll_fn(move |context| {
+        let begun = std::pin::pin!(asking.get()).poll(context);
+        context.waker().wake_by_ref();
+        match begun {
+            Poll::Ready(Err(e)) => Poll::<client::Error>::Ready(e),
+            Poll::Ready(Ok(_)) | Poll::Pending => Poll::Pending,
+        }
+    }));
+    node.restart();
+    assert_eq!(object.get().await.unwrap(), "x");
+    assert!(!begun.is_finished(), "{}", begun.await.unwrap());
+    begun.abort();
 }
 
 #[tokio::test]
