@@ -47,8 +47,9 @@ ifneq ($(CEPH),0)
 	@scripts/setup ceph || echo "make report: goes on without Ceph"
 endif
 
-report: setup-report ## The paper's evaluation beside a real Ceph: report/index.html (QUICK=1: 4 min; ROUNDS=7 SECONDS=3: 50 min)
-	$(CARGO) build --release --locked --bin outboard --bin outboard-report
+report: setup-report ## The papers' evaluations, the first beside a real Ceph: report/index.html (QUICK=1: 6 min; ROUNDS=7 SECONDS=3: 1 h)
+	$(CARGO) build --release --locked --bin outboard --bin outboard-redundancy --bin outboard-report
+	@QUICK=$(QUICK) $(CARGO) run -q --release --locked --bin outboard-redundancy -- coding:timeline coding:places
 	@QUICK=$(QUICK) ROUNDS=$(ROUNDS) SECONDS=$(SECONDS) CEPH=$(CEPH) $(CARGO) run -q --release --locked --bin outboard-report
 
 doc: setup ## The crates' documentation

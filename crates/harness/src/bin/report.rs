@@ -83,7 +83,9 @@ struct Document<'a> {
 
 fn write(settings: &Settings, environment: &Environment, found: &Measurements, rounds: u32) -> Result<()> {
     let bars = bars::all(found);
-    let html = page::html(&Content { settings, environment, found, bars: &bars, rounds });
+    let of_coding = settings.out.join("redundancy");
+    let coding = &page::coding::drawings(|file| fs::read_to_string(of_coding.join(file)).ok());
+    let html = page::html(&Content { settings, environment, found, bars: &bars, rounds, coding });
     let document = Document {
         environment,
         quick: settings.quick,

@@ -14,7 +14,12 @@ use crate::node::Node;
 pub struct State {
     targets: Vec<Target>,
     pools: Vec<Pool>,
-    rebuild: Option<String>,
+    rebuild: Option<Rebuild>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Rebuild {
+    objects: u64,
 }
 
 #[derive(Debug, Deserialize)]
@@ -52,12 +57,10 @@ impl State {
         self.rebuild.is_none() && self.pools.iter().any(|p| p.degraded > 0)
     }
 
-    /// Shards rebuilt since the osd was started, while a rebuild goes on: *target T, pool P; 12 objects, 12.0 MiB since the start*.
-    /// The bytes are rounded there, the objects are not.
+    /// Shards rebuilt since the osd was started, while a rebuild goes on.
     #[must_use]
     pub fn rebuilt_shards(&self) -> Option<u64> {
-        let (before, _) = self.rebuild.as_deref()?.split_once(" objects")?;
-        before.rsplit(' ').next()?.parse().ok()
+        self.rebuild.as_ref().map(|rebuild| rebuild.objects)
     }
 }
 
@@ -143,21 +146,22 @@ fn drive_bytes(pid: u32) -> [u64; 2] {
 mod tests {
     use super::*;
 
-    fn state(rebuild: Option<&str>, degraded: u32, standing: &str) -> State {
+    fn state(rebuilt: Option<u64>, degraded: u32, standing: &str) -> State {
         State {
             targets: vec![Target { state: Some(standing.to_owned()) }],
             pools: vec![Pool { degraded, unavailable: 0 }],
-            rebuild: rebuild.map(str::to_owned),
+            rebuild: rebuilt.map(|objects| Rebuild { objects }),
         }
     }
 
     #[test]
     fn progress_is_read_from_what_status_says() {
-        let said =
-            "target 5f1df28b-aa3c-4a13-906b-feba84174cff, pool ec; 116 objects, 116.0 MiB since the start";
-        assert_eq!(state(Some(said), 1, "in").rebuilt_shards(), Some(116));
-        assert_eq!(state(Some("something else"), 1, "in").rebuilt_shards(), None);
-        assert_eq!(state(None, 0, "in").rebuilt_shards(), None);
+        let said = r#"{"targets":[],"pools":[],"rebuild":{"target":"5f1df28b-aa3c-4a13-906b-feba84174cff","pool":"ec",
+            "groups_left":3,"objects":116,"bytes":121634816,"rate_limit":0,"last_failure":null}}"#;
+        let state: State = serde_json::from_str(said).unwrap();
+        assert_eq!(state.rebuilt_shards(), Some(116));
+        let state: State = serde_json::from_str(r#"{"targets":[],"pools":[],"rebuild":null}"#).unwrap();
+        assert_eq!(state.rebuilt_shards(), None);
     }
 
     #[test]
@@ -165,6 +169,6 @@ mod tests {
         assert!(state(None, 0, "out").is_whole());
         assert!(!state(None, 1, "in").is_whole() && state(None, 1, "in").is_degraded_and_idle());
         assert!(!state(None, 0, "catching up").is_whole());
-        assert!(!state(Some("x"), 1, "in").is_degraded_and_idle());
+        assert!(!state(Some(7), 1, "in").is_degraded_and_idle());
     }
 }

@@ -1,5 +1,6 @@
 //! The page: one HTML file with everything in it, which needs nothing from elsewhere.
 
+pub mod coding;
 mod details;
 mod figures;
 mod networks;
@@ -27,6 +28,8 @@ pub struct Content<'a> {
     pub bars: &'a [Bar],
     /// Rounds that are done.
     pub rounds: u32,
+    /// What is drawn of where parity is computed.
+    pub coding: &'a [coding::Drawing],
 }
 
 const STYLE: &str = include_str!("style.css");
@@ -39,6 +42,7 @@ pub fn html(content: &Content<'_>) -> String {
         setting(content),
         figures::section(content.found),
         networks::section(content.found),
+        coding::section(content.coding),
         details::section(content),
     ];
     format!(
@@ -159,7 +163,16 @@ mod tests {
         let settings = Settings { quick: false, ..Settings::from_env() };
         let environment = Environment::here(std::path::Path::new("."));
         let bars = bars::all(found);
-        html(&Content { settings: &settings, environment: &environment, found, bars: &bars, rounds: 7 })
+        let drawn = || svg::file(9.0, 9.0, "<g>a &amp; b</g>", &[("host", "host")]);
+        let coding = &coding::drawings(|_| Some(drawn()));
+        html(&Content {
+            settings: &settings,
+            environment: &environment,
+            found,
+            bars: &bars,
+            rounds: 7,
+            coding,
+        })
     }
 
     /// Fails where a tag is closed that is not open, or left open.

@@ -123,6 +123,15 @@ pub fn file(width: f64, height: f64, body: &str, keys: &[(&str, &str)]) -> Strin
     )
 }
 
+/// A file's drawing as a part of the page, whose style sheet it then shares.
+#[must_use]
+pub fn inline(file: &str) -> String {
+    match (file.split_once("<style>"), file.split_once("</style>")) {
+        (Some((before, _)), Some((_, after))) => format!("{before}{after}"),
+        _ => file.to_owned(),
+    }
+}
+
 fn figure(width: f64, body: &str, keys: &[(&str, &str)]) -> String {
     let mut html = String::from("<div class=\"legend\">");
     for (name, class) in keys {

@@ -1,14 +1,15 @@
 //! What a program that wants all of the host's CPU loses to coding.
 //!
-//! Writes go on beside it in each mode, and in `async`, in which nothing is ever coded by the host: what it has less than
-//! there, coding took. What it has less than alone, the store took. Writes to a pool without parity say what writing as much would
-//! take without redundancy. As what a drive does differs from run to run, and with it what the store takes, the CPU time of the host's
-//! coding threads is given, too: that is what coding has taken from whoever wanted all of the CPU.
+//! Writes go on beside it in each mode, each time right before or right after `async`, in which nothing is ever coded by the host: what
+//! it has less than there, coding took. What it has less than alone, the store took, and the more of it the more the drive took: so
+//! the two are compared at the same writes, by what `async` took for each byte. Writes to a pool without parity say what writing as much
+//! would take without redundancy. The CPU time of the host's coding threads is given, too: that is what coding has taken for itself
+//! from whoever wanted all of the CPU.
 
 use std::time::Duration;
 
 use super::hog::{self, Hog};
-use super::rig::{POOL, Pattern, Rig, SINGLE};
+use super::rig::{POOL, Pattern, Rig, Run, SINGLE};
 use super::{note, write_in};
 use crate::Result;
 use crate::evaluation::order::turns;
@@ -38,30 +39,40 @@ pub fn measure(settings: &Settings, rig: &mut Rig, book: &mut Book) -> Result<()
     for pool in [POOL, SINGLE] {
         rig.write(pool, &PATTERN, 1)?;
     }
-    let all = [&[REFERENCE, WITHOUT_PARITY][..], &JUDGED].concat();
-    for round in 1..=settings.rounds {
-        say(format!("  beside a hog, round {round} of {}", settings.rounds));
+    for round in 1..=2 * settings.rounds {
+        say(format!("  beside a hog, round {round} of {}", 2 * settings.rounds));
         quiet::look(book, round)?;
         let hog = Hog::start(rig.cpus.host)?;
         std::thread::sleep(Duration::from_secs(1));
         let from = hog::now();
         std::thread::sleep(Duration::from_secs(u64::from(seconds)));
         book.note(ALONE, "hog_speed", round, hog.speed(from, hog::now()));
-        for what in turns(&all, round as usize) {
-            let from = hog::now();
-            let run = match what {
-                WITHOUT_PARITY => rig.write(SINGLE, &PATTERN, seconds)?,
-                mode => write_in(rig, mode, &PATTERN, seconds)?,
-            };
-            let speed = hog.speed(from + LEAD, hog::now() - TAIL);
-            note(book, &name(what), round, &run);
-            book.note(&name(what), "hog_speed", round, speed);
-            let on_drive = if what == WITHOUT_PARITY { 1.0 } else { 1.5 };
-            book.note(&name(what), "drive_mb_per_s", round, run.mb_per_s * on_drive);
+        beside(&hog, book, &name(WITHOUT_PARITY), round, || rig.write(SINGLE, &PATTERN, seconds))?;
+        for mode in turns(&JUDGED, round as usize) {
+            for what in turns(&[mode, REFERENCE], round as usize) {
+                let name = if what == mode { name(mode) } else { reference(mode) };
+                beside(&hog, book, &name, round, || write_in(rig, what, &PATTERN, seconds))?;
+            }
         }
     }
-    print(book, &all);
+    print(book);
     judge(book);
+    Ok(())
+}
+
+/// Takes a run of writes down, and how fast the hog was meanwhile.
+fn beside(
+    hog: &Hog,
+    book: &mut Book,
+    name: &str,
+    round: u32,
+    write: impl FnOnce() -> Result<Run>,
+) -> Result<()> {
+    let from = hog::now();
+    let run = write()?;
+    let speed = hog.speed(from + LEAD, hog::now() - TAIL);
+    note(book, name, round, &run);
+    book.note(name, "hog_speed", round, speed);
     Ok(())
 }
 
@@ -69,36 +80,57 @@ fn name(what: &str) -> String {
     format!("beside a hog, {what}")
 }
 
-/// What the hog has less than beside something else, in percent.
-fn loss(book: &Book, what: &str, to: &str) -> Rounds {
-    let (with, without) = (book.rounds(what, "hog_speed"), book.rounds(to, "hog_speed"));
+/// The runs of `async` beside those of a mode.
+fn reference(mode: &str) -> String {
+    format!("beside a hog, {REFERENCE} next to {mode}")
+}
+
+/// What the hog has less than alone, in percent.
+fn loss(book: &Book, what: &str) -> Rounds {
+    paired(&book.rounds(what, "hog_speed"), &book.rounds(ALONE, "hog_speed"), |with, alone| {
+        100.0 * (1.0 - with / alone)
+    })
+}
+
+/// What it loses for 100 MB/s of objects, in percent.
+fn loss_per_write(book: &Book, what: &str) -> Rounds {
+    paired(&loss(book, what), &book.rounds(what, "mb_per_s"), |lost, rate| 100.0 * lost / rate)
+}
+
+/// What it has less than beside `async` at the same writes, in percent of what it has there.
+fn to_coding(book: &Book, mode: &str) -> Rounds {
+    let (with, rate) = (book.rounds(&name(mode), "hog_speed"), book.rounds(&name(mode), "mb_per_s"));
+    let per_write = paired(&loss_per_write(book, &reference(mode)), &rate, |lost, rate| lost * rate / 100.0);
+    let without =
+        paired(&book.rounds(ALONE, "hog_speed"), &per_write, |alone, lost| alone * (1.0 - lost / 100.0));
     paired(&with, &without, |with, without| 100.0 * (1.0 - with / without))
 }
 
-fn print(book: &Book, all: &[&str]) {
+fn print(book: &Book) {
     let mut table = Table::new(&[
         "writes beside a hog, 16 MiB x 4",
         "MB/s of objects",
-        "MB/s of the drive",
         "hog's loss, %",
-        "per GB/s of the drive",
+        "per 100 MB/s",
         "to coding, %",
+        "CPU of the store, %",
         "CPU of coding there, %",
         "coded by the host, %",
         "failed",
     ]);
-    for what in all {
-        let name = name(what);
-        let lost = loss(book, &name, ALONE);
-        let drive = book.rounds(&name, "drive_mb_per_s");
-        let to_coding = if *what == WITHOUT_PARITY { Rounds::new() } else { to_coding(book, what) };
+    let pairs = JUDGED.iter().flat_map(|mode| {
+        [(reference(mode), REFERENCE, Rounds::new()), (name(mode), *mode, to_coding(book, mode))]
+    });
+    for (name, what, to_coding) in
+        std::iter::once((name(WITHOUT_PARITY), WITHOUT_PARITY, Rounds::new())).chain(pairs)
+    {
         table.row(&[
-            (*what).to_owned(),
+            what.to_owned(),
             cell(&book.rounds(&name, "mb_per_s")),
-            cell(&drive),
-            cell(&lost),
-            cell(&paired(&lost, &drive, |lost, drive| 1000.0 * lost / drive)),
+            cell(&loss(book, &name)),
+            cell(&loss_per_write(book, &name)),
             cell(&to_coding),
+            cell(&book.rounds(&name, "store_cpu_percent")),
             cell(&book.rounds(&name, "coding_cpu_percent")),
             cell(&book.rounds(&name, "coded_by_host_percent")),
             cell(&book.rounds(&name, "failed")),
@@ -106,10 +138,6 @@ fn print(book: &Book, all: &[&str]) {
     }
     say("");
     table.print();
-}
-
-fn to_coding(book: &Book, mode: &str) -> Rounds {
-    loss(book, &name(mode), &name(REFERENCE))
 }
 
 fn judge(book: &mut Book) {

@@ -70,6 +70,7 @@ fn note(book: &mut Book, what: &str, round: u32, run: &Run) {
     book.note(what, "coded_by_host_percent", round, run.host_percent());
     book.note(what, "sent_away_as_busy_percent", round, run.busy_percent());
     book.note(what, "coding_cpu_percent", round, run.coding_cpu_percent);
+    book.note(what, "store_cpu_percent", round, run.store_cpu_percent);
     book.note(what, "failed", round, run.errors as f64);
     book.note(what, "refused_pieces", round, run.refused as f64);
     if run.errors > 0 {

@@ -60,6 +60,8 @@ pub struct Run {
     pub refused: u64,
     /// What coding took of the host's CPU, in percent of the time.
     pub coding_cpu_percent: f64,
+    /// What the store's process took of it, coding included, in percent of the time.
+    pub store_cpu_percent: f64,
 }
 
 /// The parts of `outboard status --json` that speak of coding.
@@ -177,8 +179,10 @@ impl Rig {
         let (threads, began) = (Threads::of(store), Instant::now());
         let found = self.all_loads(pool, pattern, seconds)?;
         let (elapsed, now) = (began.elapsed().as_secs_f64(), Threads::of(store));
-        let coding = now.since(&threads).filter(|(name, _)| name.starts_with("ech-"));
-        let coding_cpu: f64 = coding.map(|(_, used)| used.cpu_seconds).sum();
+        let cpu_percent = |counts: &dyn Fn(&str) -> bool| {
+            let used = now.since(&threads).filter(|(name, _)| counts(name)).map(|(_, used)| used.cpu_seconds);
+            100.0 * used.sum::<f64>() / elapsed
+        };
         let after = self.coding()?;
         let [host, offload, busy] = [0, 1, 2].map(|i| after.sent()[i].saturating_sub(before.sent()[i]));
         Ok(Run {
@@ -190,7 +194,9 @@ impl Rig {
             offload_tasks: offload,
             busy_tasks: busy,
             refused: after.refused.saturating_sub(before.refused),
-            coding_cpu_percent: 100.0 * coding_cpu / elapsed,
+            coding_cpu_percent: cpu_percent(&|name| name.starts_with("ech-")),
+            // The emulated accelerator is of the DPU, though its threads are in the store's process.
+            store_cpu_percent: cpu_percent(&|name| !name.starts_with("eca-")),
         })
     }
 

@@ -27,6 +27,8 @@ const MODES: [(&str, &str); 9] = [
     ("hybrid:0:1", "p6"),
     (AUTO, "p1"),
 ];
+/// Pairs for each round of the sweep: what is judged must lie closer together than single runs do.
+const PAIRS: u32 = 4;
 const MIB: u64 = 1 << 20;
 /// Loads that the scheduler was not tuned on: writes of one size, few and many at a time, and of two sizes at once.
 const PATTERNS: [Pattern; 6] = [
@@ -58,8 +60,9 @@ pub fn measure(settings: &Settings, rig: &mut Rig, book: &mut Book) -> Result<()
         }
     }
     let best = PATTERNS.map(|pattern| best_fixed(book, &pattern));
-    for round in 1..=2 * settings.rounds {
-        say(format!("  hybrid:auto and the best ratios, round {round} of {}", 2 * settings.rounds));
+    let pairs = PAIRS * settings.rounds;
+    for round in 1..=pairs {
+        say(format!("  hybrid:auto and the best ratios, round {round} of {pairs}"));
         for (pattern, best) in PATTERNS.iter().zip(best) {
             for mode in turns(&[AUTO, best], round as usize) {
                 let run = write_in(rig, mode, pattern, settings.seconds)?;
