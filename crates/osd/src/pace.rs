@@ -4,6 +4,7 @@ use std::cell::Cell;
 use std::rc::Rc;
 use std::time::Duration;
 
+use tokio::sync::Notify;
 use tokio::time::Instant;
 
 /// Clients count as served that long after their last request.
@@ -21,6 +22,7 @@ struct Inner {
     last_request: Cell<Option<Instant>>,
     /// When the bytes so far are allowed for.
     paid_until: Cell<Option<Instant>>,
+    rate_changed: Notify,
 }
 
 impl Pace {
@@ -31,12 +33,15 @@ impl Pace {
             share: share.clamp(1, 100),
             last_request: Cell::new(None),
             paid_until: Cell::new(None),
+            rate_changed: Notify::new(),
         }))
     }
 
-    /// Sets the most bytes a second; 0 for no limit.
+    /// Sets the most bytes a second; 0 for no limit. Whoever waits because of the old one goes on.
     pub(crate) fn set_rate(&self, rate: u64) {
         self.0.rate.set(rate);
+        self.0.paid_until.set(None);
+        self.0.rate_changed.notify_waiters();
     }
 
     /// Most bytes a second; 0 for no limit.
@@ -51,9 +56,11 @@ impl Pace {
 
     /// Waits as long as is due after a step of `bytes` that took `took`.
     pub(crate) async fn after(&self, bytes: u64, took: Duration) {
+        let rate_changed = self.0.rate_changed.notified();
         let pause = self.due(bytes, took, Instant::now());
         if pause > Duration::ZERO {
-            tokio::time::sleep(pause).await;
+            // Either way the wait is over.
+            let _ = tokio::time::timeout(pause, rate_changed).await;
         }
     }
 
@@ -90,5 +97,19 @@ mod tests {
         pace.client_served();
         pace.after(1 << 30, Duration::from_millis(10)).await;
         assert_eq!(began.elapsed().as_millis(), 2030, "three quarters of the time are the clients'");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_new_rate_holds_at_once() {
+        let pace = Pace::new(1, 100);
+        let began = Instant::now();
+        let faster = async {
+            tokio::time::sleep(Duration::from_secs(1)).await;
+            pace.set_rate(1000);
+        };
+        tokio::join!(pace.after(1 << 20, Duration::ZERO), faster);
+        assert_eq!(began.elapsed().as_secs(), 1, "not the twelve days that the old rate asked for");
+        pace.after(500, Duration::ZERO).await;
+        assert_eq!(began.elapsed().as_millis(), 1500);
     }
 }

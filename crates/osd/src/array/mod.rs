@@ -140,6 +140,7 @@ async fn carry_out(group: Rc<Group>, call: Call) {
     match call {
         Call::Transact(number, transaction, to) => {
             drop(to.send(group.transact(number, transaction).await));
+            repair_damaged(&group);
             trim_when_idle(&group);
         }
         Call::Stage(number, len, to) => drop(to.send(group.stage(number, len).await)),
@@ -199,7 +200,7 @@ async fn ask_metadata(group: &Group, call: Call) {
     }
 }
 
-/// Repairs what reads have found damaged, in the background.
+/// Repairs what was found damaged, in the background.
 fn repair_damaged(group: &Rc<Group>) {
     let damaged = std::mem::take(&mut *group.damaged.borrow_mut());
     for (oid, position) in damaged {

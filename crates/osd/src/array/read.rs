@@ -12,6 +12,14 @@ use super::coder::Buffer;
 use super::group::{Group, Known, Link, Session};
 use super::record::SIZE_XATTR;
 
+/// An object whose shards are read.
+#[derive(Clone, Copy)]
+pub(super) struct Whole<'a> {
+    pub(super) oid: &'a ObjectId,
+    /// Its bytes: each shard has a length that follows from that.
+    pub(super) size: u64,
+}
+
 /// Bytes of a shard.
 #[derive(Clone)]
 pub(super) struct ShardRead {
@@ -45,7 +53,7 @@ impl Group {
         if start >= end || len == 0 {
             return Ok(data);
         }
-        let (bytes, checksums) = self.read_range(&session, oid, start..end, dest).await?;
+        let (bytes, checksums) = self.read_range(&session, Whole { oid, size }, start..end, dest).await?;
         if bytes.len() as u64 != end - start {
             let detail = format!("{} bytes instead of {}", bytes.len(), end - start);
             return Err(StoreError::Corrupt { what: format!("object {oid}"), detail });
@@ -58,7 +66,7 @@ impl Group {
     async fn read_range(
         &self,
         session: &Session,
-        oid: &ObjectId,
+        whole: Whole<'_>,
         range: Range<u64>,
         dest: Option<ArenaBuf>,
     ) -> store::Result<(Bytes, Vec<u32>)> {
@@ -66,10 +74,10 @@ impl Group {
         let wanted: Vec<(usize, Range<u64>)> =
             (0..).zip(spans).filter_map(|(shard, span)| Some((shard, span?))).collect();
         if let [(shard, span)] = &wanted[..] {
-            let read = self.read_shard_into(session, oid, *shard, span.clone(), dest).await?;
+            let read = self.read_shard_into(session, whole, *shard, span.clone(), dest).await?;
             return Ok((read.bytes, read.checksums));
         }
-        let reads = wanted.iter().map(|(shard, span)| self.read_shard(session, oid, *shard, span.clone()));
+        let reads = wanted.iter().map(|(shard, span)| self.read_shard(session, whole, *shard, span.clone()));
         let mut shards: Vec<Option<(u64, ShardRead)>> = vec![None; self.layout.k];
         for ((shard, span), read) in wanted.iter().zip(join_all(reads).await) {
             shards[*shard] = Some((span.start, read?));
@@ -91,6 +99,29 @@ impl Group {
         let size = size_of(oid, self.ask(session, oid, asked).await)?;
         known.set(session, size);
         Ok(size)
+    }
+
+    /// An object's size, by the first of some members that has the object; those before it are left out from then on. One that has lost
+    /// an object does not speak for the others: what all of them lack was removed.
+    pub(super) async fn size_by_any(
+        &self,
+        members: &mut [Option<Link>],
+        oid: &ObjectId,
+    ) -> store::Result<Option<u64>> {
+        let mut asked =
+            Err(StoreError::TooFewTargets { there: 0, needed: 1, detail: "none is there".into() });
+        for member in members {
+            let Some(link) = member else { continue };
+            let found = size_of(oid, link.target.store.get_xattr(&self.cid, oid, SIZE_XATTR).await);
+            link.still()?;
+            match found {
+                Ok(None) => asked = Ok(None),
+                Err(e @ (StoreError::Io(_) | StoreError::Corrupt { .. })) => asked = asked.or(Err(e)),
+                outcome => return outcome,
+            }
+            *member = None;
+        }
+        asked
     }
 
     /// Puts the units of several shards in the order that they have in the object.
@@ -125,50 +156,57 @@ impl Group {
     pub(super) async fn read_shard(
         &self,
         session: &Session,
-        oid: &ObjectId,
+        whole: Whole<'_>,
         shard: usize,
         range: Range<u64>,
     ) -> store::Result<ShardRead> {
-        self.read_shard_into(session, oid, shard, range, None).await
+        self.read_shard_into(session, whole, shard, range, None).await
     }
 
     async fn read_shard_into(
         &self,
         session: &Session,
-        oid: &ObjectId,
+        whole: Whole<'_>,
         shard: usize,
         range: Range<u64>,
         dest: Option<ArenaBuf>,
     ) -> store::Result<ShardRead> {
+        let oid = whole.oid;
         // Of a mirror any copy will do; the first that is there is asked.
         let first = (0..self.layout.shards())
             .find(|&position| self.layout.is_mirror() && self.live(session, position, oid).is_some());
         let shard = first.unwrap_or(shard);
         if let Some(link) = self.live(session, shard, oid) {
-            match self.read_from(&link, oid, range.clone(), dest).await {
+            match self.read_from(&link, whole, shard, range.clone(), dest).await {
                 Ok(read) => return Ok(read),
                 Err(e) => self.lost(shard, oid, &link, e)?,
             }
         } else {
             metrics::counter!("outboard_osd_degraded_reads_total").increment(1);
         }
-        self.reconstruct(session, oid, shard, range).await
+        self.reconstruct(session, whole, shard, range).await
     }
 
-    /// Reads from one member, and verifies what it says.
+    /// Reads from the member at a position, and verifies what it says.
     pub(super) async fn read_from(
         &self,
         link: &Link,
-        oid: &ObjectId,
+        Whole { oid, size }: Whole<'_>,
+        position: usize,
         range: Range<u64>,
         dest: Option<ArenaBuf>,
     ) -> store::Result<ShardRead> {
         let len = range.end - range.start;
         let read = self.in_time(link.target.store.read(&self.cid, oid, range.start, len, dest)).await?;
-        read.verify().map_err(|e| StoreError::Corrupt {
-            what: format!("object {oid} on target {}", link.target.uuid),
-            detail: e.to_string(),
-        })?;
+        let corrupt = |detail: String| {
+            let what = format!("object {oid} on target {}", link.target.uuid);
+            StoreError::Corrupt { what, detail }
+        };
+        read.verify().map_err(|e| corrupt(e.to_string()))?;
+        let expected = self.layout.shard_size(position, size);
+        if read.object_size != expected {
+            return Err(corrupt(format!("its shard has {} bytes instead of {expected}", read.object_size)));
+        }
         link.still()?;
         let bytes = read.contiguous();
         let bytes = bytes.slice(..bytes.len().min(len as usize));
@@ -193,10 +231,11 @@ impl Group {
     pub(super) async fn reconstruct(
         &self,
         session: &Session,
-        oid: &ObjectId,
+        whole: Whole<'_>,
         shard: usize,
         range: Range<u64>,
     ) -> store::Result<ShardRead> {
+        let oid = whole.oid;
         let len = (range.end - range.start).next_multiple_of(BLOCK);
         let aligned = range.start..range.start + len;
         let mut links = self.live_links(session, oid);
@@ -205,7 +244,10 @@ impl Group {
             let present: Vec<usize> = (0..links.len()).filter(|&i| links[i].is_some()).collect();
             let sources = self.coder.sources(&present, shard)?;
             let from: Vec<Link> = sources.iter().filter_map(|&source| links[source].clone()).collect();
-            let reads = from.iter().map(|link| self.read_from(link, oid, aligned.clone(), None));
+            let reads = sources
+                .iter()
+                .zip(&from)
+                .map(|(&source, link)| self.read_from(link, whole, source, aligned.clone(), None));
             let mut bytes = Vec::with_capacity(sources.len());
             for ((&source, link), read) in sources.iter().zip(&from).zip(join_all(reads).await) {
                 match read {
@@ -217,9 +259,9 @@ impl Group {
                 }
             }
             if bytes.len() == sources.len() {
-                let whole = self.coder.recover(&sources, shard, &bytes)?;
-                let checksums = block::piece_checksums(0, &whole);
-                let bytes = whole.slice(..(range.end - range.start) as usize);
+                let recovered = self.coder.recover(&sources, shard, &bytes)?;
+                let checksums = block::piece_checksums(0, &recovered);
+                let bytes = recovered.slice(..(range.end - range.start) as usize);
                 return Ok(ShardRead { bytes, checksums });
             }
         }

@@ -15,10 +15,8 @@ use store::{ObjectId, Op, StoreError, Transaction, WriteSource};
 use tokio::time::Instant;
 
 use super::group::{Group, Link, Session};
-use super::read::{ShardRead, ask_one_of, size_of};
-use super::record::{
-    Entry, GroupRecord, SIZE_XATTR, Standing, is_own, key_dirty, key_record, key_trimmed, own_object,
-};
+use super::read::{ShardRead, Whole, ask_one_of};
+use super::record::{Entry, GroupRecord, Standing, is_own, key_dirty, key_record, key_trimmed, own_object};
 use crate::ids;
 use crate::pace::Pace;
 
@@ -242,8 +240,7 @@ impl Group {
         } else if there {
             transaction.ops.push(Op::Remove { oid: oid.clone() });
         }
-        let asked = async |peer: &Link| peer.target.store.get_xattr(&self.cid, oid, SIZE_XATTR).await;
-        let Some(size) = size_of(oid, ask_one_of(&peers, oid, asked).await)? else {
+        let Some(size) = self.size_by_any(&mut peers, oid).await? else {
             if there {
                 let remove = Transaction::new(self.cid.clone()).with(Op::Remove { oid: oid.clone() });
                 self.apply_to(link, remove).await?;
@@ -251,7 +248,7 @@ impl Group {
             return Ok(0);
         };
         let len = self.layout.shard_size(position, size);
-        let (source, stage) = self.make_shard(session, link, position, oid, len).await?;
+        let (source, stage) = self.make_shard(session, link, position, Whole { oid, size }).await?;
         transaction.ops.push(Op::Touch { oid: oid.clone() });
         transaction.ops.extend(source.map(|source| Op::Write { oid: oid.clone(), offset: 0, source }));
         let asked = async |peer: &Link| peer.target.store.get_xattrs(&self.cid, oid).await;
@@ -272,14 +269,14 @@ impl Group {
         session: &Session,
         link: &Link,
         position: usize,
-        oid: &ObjectId,
-        len: u64,
+        whole: Whole<'_>,
     ) -> store::Result<(Option<WriteSource>, Option<super::stage::ShardStage>)> {
+        let len = self.layout.shard_size(position, whole.size);
         if len == 0 {
             return Ok((None, None));
         }
         if len <= SEGMENT {
-            let read = self.reconstruct(session, oid, position, 0..len).await?;
+            let read = self.reconstruct(session, whole, position, 0..len).await?;
             return Ok((Some(WriteSource::Inline(payload(read)?)), None));
         }
         let store = &link.target.store;
@@ -287,7 +284,7 @@ impl Group {
         let stage = super::stage::ShardStage { link: link.clone(), id };
         let write = |at: u64| async move {
             let range = at..(at + SEGMENT).min(len);
-            let read = self.reconstruct(session, oid, position, range).await?;
+            let read = self.reconstruct(session, whole, position, range).await?;
             store.stage_write(id, at, payload(read)?).await
         };
         let segments = stream::iter((0..len).step_by(SEGMENT as usize)).map(Ok);
@@ -319,10 +316,20 @@ impl Group {
         from: Option<ObjectId>,
         limit: usize,
     ) -> store::Result<(Vec<ObjectId>, bool)> {
+        self.list_of(&session.links, from, limit).await
+    }
+
+    /// The same, of one of these members.
+    pub(super) async fn list_of(
+        &self,
+        links: &[Option<Link>],
+        from: Option<ObjectId>,
+        limit: usize,
+    ) -> store::Result<(Vec<ObjectId>, bool)> {
         let mut from = from;
         loop {
             let question = async |link: &Link| link.target.store.list(&self.cid, from.clone(), limit).await;
-            let (mut ids, more) = ask_one_of(&session.links, &own_object(), question).await?;
+            let (mut ids, more) = ask_one_of(links, &own_object(), question).await?;
             let last = ids.last().cloned();
             ids.retain(|oid| !is_own(oid));
             match last {

@@ -1,12 +1,15 @@
 //! Comparing what the members have with what it should be.
 
+use std::collections::BTreeSet;
+use std::slice;
+
 use base::block::BLOCK;
 use bytes::Bytes;
 use futures::future::join_all;
 use store::{ObjectId, StoreError};
 
 use super::group::{Group, Link, Session};
-use super::read::is_damage;
+use super::read::{Whole, is_damage};
 use super::rebuild::is_internal;
 
 /// Bytes of each shard that are compared at a time.
@@ -46,14 +49,25 @@ struct Verdict {
 }
 
 impl Group {
-    /// Objects from `from` on, in order, and whether there are more.
+    /// Objects from `from` on that any member has, in order, and whether there are more.
     pub(crate) async fn scrub_page(
         &self,
         from: Option<ObjectId>,
         limit: usize,
     ) -> store::Result<(Vec<ObjectId>, bool)> {
         let session = self.any_session().await?;
-        self.list_in(&session, from, limit).await
+        let there = session.links.iter().filter(|link| link.is_some());
+        let pages =
+            join_all(there.map(|link| self.list_of(slice::from_ref(link), from.clone(), limit))).await;
+        // A member that cannot say what it has lacks it all; it does so when each object is looked at.
+        let listed: Vec<_> = pages.iter().flatten().collect();
+        if listed.is_empty() {
+            return self.list_in(&session, from, limit).await;
+        }
+        let end = listed.iter().filter(|(_, more)| *more).filter_map(|(ids, _)| ids.last()).min();
+        let within = |oid: &&ObjectId| end.is_none_or(|end| *oid <= end);
+        let ids: BTreeSet<&ObjectId> = listed.iter().flat_map(|(ids, _)| ids).filter(within).collect();
+        Ok((ids.into_iter().cloned().collect(), end.is_some()))
     }
 
     /// Looks at one object, and repairs what can be.
@@ -81,9 +95,9 @@ impl Group {
     async fn look_at(&self, oid: &ObjectId) -> store::Result<Option<Verdict>> {
         let session = self.any_session().await?;
         let _open = self.gate.read().await;
-        let locked = self.exclusive_object(oid).await;
+        let _locked = self.exclusive_object(oid).await;
         self.still(&session)?;
-        match self.size(&session, oid, &locked).await? {
+        match self.size_by_any(&mut self.live_links(&session, oid), oid).await? {
             Some(size) => self.inspect(&session, oid, size).await.map(Some),
             None => Ok(None),
         }
@@ -110,7 +124,7 @@ impl Group {
         }
         let longest = self.layout.shard_size(0, size);
         for at in (0..longest).step_by(SEGMENT as usize) {
-            self.inspect_rows(&links, oid, size, at, &mut verdict).await?;
+            self.inspect_rows(&links, Whole { oid, size }, at, &mut verdict).await?;
         }
         Ok(verdict)
     }
@@ -119,17 +133,19 @@ impl Group {
     async fn inspect_rows(
         &self,
         links: &[Option<Link>],
-        oid: &ObjectId,
-        size: u64,
+        whole: Whole<'_>,
         at: u64,
         verdict: &mut Verdict,
     ) -> store::Result<()> {
+        let size = whole.size;
         let end = (at + SEGMENT).min(self.layout.shard_size(0, size));
         let reads = links.iter().enumerate().map(|(position, link)| {
             let to = end.min(self.layout.shard_size(position, size));
             async move {
                 match link {
-                    Some(link) if to > at => self.read_from(link, oid, at..to, None).await.map(|r| r.bytes),
+                    Some(link) if to > at => {
+                        self.read_from(link, whole, position, at..to, None).await.map(|r| r.bytes)
+                    }
                     _ => Ok(Bytes::new()),
                 }
             }

@@ -10,6 +10,7 @@ use tokio::sync::OwnedRwLockWriteGuard;
 
 use super::group::{Group, Known, Link, Log, Session, over};
 use super::overlay::Overlay;
+use super::read::Whole;
 use super::record::{
     Intent, SIZE_XATTR, Touched, Undo, encode, key_dirty, key_intent, key_trimmed, own_object, undo_object,
 };
@@ -121,11 +122,12 @@ impl Group {
         }
         let live: Vec<bool> = work.live.iter().map(Option::is_some).collect();
         let (layout, coder, oid, overlay) = (self.layout, &self.coder, &work.oid, &work.overlay);
+        let before = Whole { oid, size: work.was.unwrap_or(0) };
         let splitter = Splitter { layout, coder, oid, overlay, live: &live };
         splitter
             .split(async |shard, range| {
                 let len = (range.end - range.start) as usize;
-                let mut bytes = self.read_shard(session, &work.oid, shard, range).await?.bytes.to_vec();
+                let mut bytes = self.read_shard(session, before, shard, range).await?.bytes.to_vec();
                 bytes.resize(len, 0);
                 Ok(bytes)
             })

@@ -95,6 +95,11 @@ impl FaultStore {
         })
     }
 
+    /// What it has, for whoever damages that.
+    pub(crate) fn inner(&self) -> &dyn ObjectStore {
+        &*self.inner
+    }
+
     /// Makes the next transaction with data fail.
     pub(crate) fn arm(&self, loss: Loss) {
         let armed = if loss == Loss::Before { &self.armed_before } else { &self.armed_after };

@@ -3,6 +3,7 @@
 mod coding;
 mod common;
 mod crash;
+mod damage;
 mod hostile;
 mod model;
 mod network;

@@ -12,7 +12,7 @@ use rand::{Rng, SeedableRng};
 use crate::common::{Node, data, is_another_network, seed};
 
 /// Small units, so that small objects have several stripes.
-const UNIT: u32 = 8 << 10;
+pub(crate) const UNIT: u32 = 8 << 10;
 
 pub(crate) fn config() -> OsdConfig {
     OsdConfig { upkeep_interval: Duration::from_millis(5), ..OsdConfig::default() }

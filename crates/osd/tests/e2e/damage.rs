@@ -1,0 +1,179 @@
+//! Shards that a target still has, but not as they were written: a loss like any other, and one that is mended.
+
+use std::time::Duration;
+
+use base::block::Payload;
+use bytes::Bytes;
+use store::{CollectionId, ObjectId, ObjectStore, Op, Transaction, WriteSource};
+
+use crate::common::is_another_network;
+use crate::redundancy::{Rig, UNIT};
+
+const SIZES: [usize; 6] = [1, 4096, 5000, 70_001, 300_000, 5_000_001];
+
+/// What happens to a shard.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Damage {
+    /// A bit of it is another one.
+    Flipped,
+    /// Its end is missing, and the target does not know.
+    CutOff,
+    /// The target knows nothing of it any more.
+    Forgotten,
+}
+
+/// Objects of placement groups with data on a target.
+async fn shards(store: &dyn ObjectStore) -> Vec<(CollectionId, ObjectId, u64)> {
+    let mut found = Vec::new();
+    let mut collections = store.collections().await.unwrap();
+    collections.retain(|cid| cid.as_bytes().starts_with(b"P"));
+    for cid in collections {
+        let (ids, more) = store.list(&cid, None, 1000).await.unwrap();
+        assert!(!more);
+        for oid in ids {
+            let size = store.stat(&cid, &oid).await.unwrap().size;
+            if size > 0 {
+                found.push((cid.clone(), oid, size));
+            }
+        }
+    }
+    found
+}
+
+/// Damages every shard that a target has; how many those are.
+async fn damage_all(store: &dyn ObjectStore, damage: Damage) -> u64 {
+    let shards = shards(store).await;
+    for (collection, oid, size) in shards.iter().cloned() {
+        let op = match damage {
+            Damage::Forgotten => Op::Remove { oid },
+            Damage::CutOff => Op::Truncate { oid, size: size - 1 },
+            Damage::Flipped => {
+                let read = store.read(&collection, &oid, 0, 1, None).await.unwrap();
+                let mut bytes = read.contiguous().to_vec();
+                bytes[0] ^= 1;
+                let payload = Payload::from_parts(0, bytes.into(), read.checksums).unwrap();
+                Op::Write { oid, offset: 0, source: WriteSource::Inline(payload) }
+            }
+        };
+        store.queue_transaction(Transaction { collection, ops: vec![op] }).await.unwrap();
+    }
+    shards.len() as u64
+}
+
+/// All that a target has, if it can be read.
+async fn content(store: &dyn ObjectStore) -> Option<Vec<(ObjectId, Bytes)>> {
+    let mut all = Vec::new();
+    for (cid, oid, size) in shards(store).await {
+        let read = store.read(&cid, &oid, 0, size, None).await.unwrap();
+        read.verify().ok()?;
+        all.push((oid, read.contiguous()));
+    }
+    Some(all)
+}
+
+async fn scrub(rig: &Rig) -> client::ScrubStatus {
+    rig.client.start_scrub("pool").await.unwrap();
+    loop {
+        let status = rig.client.scrub_status("pool").await.unwrap();
+        if !status.running {
+            return status;
+        }
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+}
+
+/// Whether a target of an ec:4+2 pool has data of an object that was put, rather than parity.
+async fn has_data_of(store: &dyn ObjectStore, object: &Bytes) -> bool {
+    let content = content(store).await.unwrap();
+    let starts_like = |unit: &[u8]| content.iter().any(|(_, shard)| shard.starts_with(unit));
+    object.chunks(UNIT as usize).take(4).any(starts_like)
+}
+
+/// Reads give what was written whichever target has damaged shards, and mend those that they have met.
+#[tokio::test]
+async fn damaged_shards_count_as_lost_and_are_mended_by_reads() {
+    if is_another_network() {
+        return;
+    }
+    let mut rig = Rig::new("ec:4+2", 1).await;
+    rig.fill(&SIZES).await;
+    let object = rig.objects.last().unwrap().1.clone();
+    let mut mended = 0;
+    for damage in [Damage::Flipped, Damage::CutOff] {
+        for target in 0..6 {
+            let store = rig.node.stores[target].inner();
+            let before = content(store).await.unwrap();
+            let has_data = has_data_of(store, &object).await;
+            assert!(damage_all(store, damage).await > 0);
+            assert!(content(store).await.as_ref() != Some(&before), "the fault fired");
+            rig.check(&format!("{damage:?} on {target}")).await;
+            // Parity was not read.
+            if !has_data {
+                scrub(&rig).await;
+            }
+            let whole = async {
+                while content(store).await.as_ref() != Some(&before) {
+                    tokio::time::sleep(Duration::from_millis(2)).await;
+                }
+            };
+            let in_time = tokio::time::timeout(Duration::from_secs(30), whole).await;
+            assert!(in_time.is_ok(), "{damage:?} on {target}");
+            mended += u32::from(has_data);
+        }
+    }
+    assert_eq!(mended, 8, "four of six targets have data");
+}
+
+/// A scrub finds as many damaged shards as there are, of any kind, mends them, and finds none afterwards.
+#[tokio::test]
+async fn a_scrub_finds_and_mends_every_damaged_shard() {
+    if is_another_network() {
+        return;
+    }
+    for (redundancy, targets) in [("ec:4+2", &[0, 3][..]), ("ec:4+2", &[4, 5]), ("mirror:3", &[0, 1])] {
+        for damage in [Damage::Flipped, Damage::CutOff, Damage::Forgotten] {
+            let mut rig = Rig::new(redundancy, 2).await;
+            rig.fill(&SIZES).await;
+            let (mut before, mut damaged) = (Vec::new(), 0);
+            for &target in targets {
+                let store = rig.node.stores[target].inner();
+                before.push(content(store).await.unwrap());
+                damaged += damage_all(store, damage).await;
+            }
+            let found = scrub(&rig).await;
+            let what = format!("{redundancy}, {damage:?} on {targets:?}");
+            assert_eq!((found.damaged, found.repaired, found.inconsistent), (damaged, damaged, 0), "{what}");
+            assert_eq!((found.objects, found.failure), (SIZES.len() as u64, None), "{what}");
+            for (before, &target) in before.iter().zip(targets) {
+                let now = content(rig.node.stores[target].inner()).await;
+                assert!(now.as_ref() == Some(before), "{what}: {target} is not as it was");
+            }
+            let again = scrub(&rig).await;
+            assert_eq!((again.damaged, again.repaired, again.inconsistent), (0, 0, 0), "{what}");
+            rig.check(&what).await;
+        }
+    }
+}
+
+/// More damage than the redundancy bears is an error, never other data.
+#[tokio::test]
+async fn too_much_damage_is_an_error() {
+    if is_another_network() {
+        return;
+    }
+    for damage in [Damage::Flipped, Damage::CutOff] {
+        let mut rig = Rig::new("ec:4+2", 1).await;
+        rig.fill(&[70_001, 300_000]).await;
+        for target in 0..3 {
+            assert!(damage_all(rig.node.stores[target].inner(), damage).await > 0);
+        }
+        for (name, bytes) in &rig.objects {
+            match rig.pool.object(name).unwrap().get().await {
+                Ok(read) => panic!("{damage:?}: {name} has {} bytes of {}", read.len(), bytes.len()),
+                Err(e) => assert!(e.to_string().contains("are needed"), "{damage:?}: {e}"),
+            }
+        }
+        let found = scrub(&rig).await;
+        assert_eq!((found.damaged, found.repaired), (6, 0), "{damage:?}");
+    }
+}
