@@ -39,9 +39,47 @@ pub struct Report {
     /// Where the parity of large writes is computed.
     pub coding: Option<client::CodingStatus>,
     /// What is being rebuilt, if something is.
-    pub rebuild: Option<String>,
+    pub rebuild: Option<RebuildReport>,
     /// What is not as it should be.
     pub problems: Vec<String>,
+}
+
+/// A rebuild that goes on.
+#[derive(Debug, Serialize)]
+pub struct RebuildReport {
+    /// UUID of the target whose shards are made anew.
+    pub target: String,
+    /// Name of the pool that they are of.
+    pub pool: String,
+    /// Placement groups of all pools that lack a target, this one's included.
+    pub groups_left: u32,
+    /// Objects rebuilt since the osd was started.
+    pub objects: u64,
+    /// Bytes written for that.
+    pub bytes: u64,
+    /// Most bytes a second; 0 for no limit.
+    pub rate_limit: u64,
+    /// Why a rebuild had to start again, if one had to since the osd was started: the last time.
+    pub last_failure: Option<String>,
+}
+
+impl RebuildReport {
+    /// `None` if nothing is being rebuilt.
+    fn of(status: client::RebuildStatus, groups_left: u32) -> Option<RebuildReport> {
+        let client::RebuildStatus { target, pool, objects, bytes, rate_limit, last_failure } = status;
+        let (target, pool) = (target?.to_string(), pool?);
+        Some(RebuildReport { target, pool, groups_left, objects, bytes, rate_limit, last_failure })
+    }
+
+    fn line(&self) -> String {
+        let (bytes, rate) = (ByteSize(self.bytes), ByteSize(self.rate_limit));
+        let limit =
+            if self.rate_limit == 0 { String::new() } else { format!(", at most {rate:.1} a second") };
+        format!(
+            "target {}, pool {}; {} placement groups to go; {} objects, {bytes:.1} since the start{limit}",
+            self.target, self.pool, self.groups_left, self.objects
+        )
+    }
 }
 
 /// One process.
@@ -261,11 +299,8 @@ impl Report {
         });
         self.pools = answer.pools.into_iter().map(|pool| PoolReport::of(pool, &answer.health)).collect();
         self.problems.extend(self.pools.iter().filter_map(PoolReport::problem));
-        if let (Some(target), Some(pool)) = (answer.rebuild.target, &answer.rebuild.pool) {
-            let (objects, bytes) = (answer.rebuild.objects, ByteSize(answer.rebuild.bytes));
-            self.rebuild =
-                Some(format!("target {target}, pool {pool}; {objects} objects, {bytes:.1} since the start"));
-        }
+        let left = self.pools.iter().map(|pool| pool.degraded).sum();
+        self.rebuild = RebuildReport::of(answer.rebuild, left);
         for (id, target) in answer.targets.into_iter().enumerate() {
             let uuid = target.uuid.to_string();
             let known = self.targets.iter().position(|t| t.uuid == uuid);
@@ -381,7 +416,7 @@ impl Display for Report {
             writeln!(f, "coding     {}", coding_line(coding))?;
         }
         if let Some(rebuild) = &self.rebuild {
-            writeln!(f, "rebuilding {rebuild}")?;
+            writeln!(f, "rebuilding {}", rebuild.line())?;
         }
         if !self.processes.is_empty() {
             writeln!(
