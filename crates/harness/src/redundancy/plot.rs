@@ -68,7 +68,8 @@ pub fn timeline(panels: &[Panel], spans: &[Span]) -> String {
         );
         t += step;
     }
-    let lines = panels.iter().flat_map(|p| &p.lines).map(|l| (l.name, l.class));
+    let drawn = panels.iter().flat_map(|p| &p.lines).filter(|l| !l.points.is_empty());
+    let lines = drawn.map(|l| (l.name, l.class));
     let keys: Vec<(&str, &str)> = lines.chain(spans.iter().map(|s| (s.name, s.class))).collect();
     file(WIDTH, height, &body, &keys)
 }

@@ -23,7 +23,8 @@ const LEAD: Duration = Duration::from_millis(700);
 struct Point {
     seconds: f64,
     utilization_percent: f64,
-    pressure_percent: f64,
+    /// None where it is not counted.
+    pressure_percent: Option<f64>,
     host_busy: bool,
     alpha: u64,
     beta: u64,
@@ -96,7 +97,7 @@ fn watch(rig: &Rig, third: f64) -> Result<Timeline> {
         points.push(Point {
             seconds,
             utilization_percent: now.host_utilization_percent,
-            pressure_percent: now.host_pressure_percent.unwrap_or(0.0),
+            pressure_percent: now.host_pressure_percent,
             host_busy: now.host_busy,
             alpha: now.alpha,
             beta: now.beta,
@@ -143,17 +144,18 @@ impl Timeline {
     }
 
     fn draw(&self) -> String {
-        let line = |name, class, of: &dyn Fn(&Point) -> f64| Line {
+        let line_where = |name, class, of: &dyn Fn(&Point) -> Option<f64>| Line {
             name,
             class,
-            points: self.points.iter().map(|p| (p.seconds, of(p))).collect(),
+            points: self.points.iter().filter_map(|p| Some((p.seconds, of(p)?))).collect(),
         };
+        let line = |name, class, of: &dyn Fn(&Point) -> f64| line_where(name, class, &|p| Some(of(p)));
         let panels = [
             Panel {
                 title: "The host's CPU, without coding and what stands for the DPU, %".to_owned(),
                 lines: vec![
                     line("utilization", "p2", &|p| p.utilization_percent),
-                    line("pressure", "p6", &|p| p.pressure_percent),
+                    line_where("pressure", "p6", &|p| p.pressure_percent),
                 ],
             },
             Panel {
@@ -178,7 +180,7 @@ mod tests {
     use super::*;
 
     fn point(seconds: f64, host_busy: bool) -> Point {
-        Point { seconds, utilization_percent: 1.0, pressure_percent: 0.0, host_busy, alpha: 1, beta: 1 }
+        Point { seconds, utilization_percent: 1.0, pressure_percent: Some(0.0), host_busy, alpha: 1, beta: 1 }
     }
 
     #[test]
