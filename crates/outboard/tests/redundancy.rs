@@ -1,5 +1,6 @@
 //! A node with redundant pools, as an operator sees it: a lost drive, a replaced one, a damaged one.
 
+use std::collections::HashSet;
 use std::fs;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -119,6 +120,61 @@ fn a_lost_drive_is_replaced() {
 #[test]
 fn a_lost_drive_is_replaced_in_one_process() {
     a_lost_drive("host");
+}
+
+/// Flips a bit in every block of a file that has one of the content's; how many those are.
+fn damage(drive: &str, content: &[u8]) -> usize {
+    let blocks: HashSet<&[u8]> = content.chunks_exact(4096).collect();
+    let mut image = fs::read(drive).unwrap();
+    let found = image.chunks_exact_mut(4096).filter(|block| blocks.contains(&**block));
+    let found = found.map(|block| block[100] ^= 1).count();
+    fs::write(drive, image).unwrap();
+    found
+}
+
+#[test]
+fn a_damaged_drive_is_mended() {
+    let node = Node::new("dpu");
+    let bytes = content(5_000_000);
+    fs::write(node.path("file"), &bytes).unwrap();
+    for (pool, redundancy) in [("e", "ec:2+1"), ("m", "mirror:2"), ("s", "single")] {
+        node.ok(&["pool", "create", pool, "--redundancy", redundancy, "--pg-count", "1"]);
+        node.ok(&["put", &format!("{pool}/file"), &node.path("file")]);
+    }
+    let scrub =
+        |pool| -> serde_json::Value { serde_json::from_slice(&node.ok(&["scrub", pool, "--json"])).unwrap() };
+    let mut mended = [0, 0];
+    for drive in 0..4 {
+        node.ok(&["down"]);
+        let damaged = damage(&node.path(&format!("node/targets/{drive}.img")), &bytes);
+        node.ok(&["up", "--detach"]);
+        for (pool, mended) in ["e", "m"].into_iter().zip(&mut mended) {
+            let found = scrub(pool);
+            assert_eq!(found["damaged"], found["repaired"], "{pool}, drive {drive}: {found}");
+            assert_eq!(found["inconsistent"], 0, "{pool}, drive {drive}: {found}");
+            *mended += found["damaged"].as_u64().unwrap();
+            assert!(damaged > 0 || found["damaged"] == 0, "{pool}, drive {drive}: {found}");
+            assert!(node.ok(&["get", &format!("{pool}/file"), "-"]) == bytes, "{pool}, drive {drive}");
+            assert_eq!(scrub(pool)["damaged"], 0, "{pool}, drive {drive}");
+        }
+    }
+    // Two data shards, which have the file's own blocks, and two copies. Of what there is once only nothing can be mended.
+    assert_eq!(mended, [2, 2]);
+    assert!(node.fails(&["scrub", "s"]).contains("not repaired"));
+    let said = node.fails(&["get", "s/file", "-"]);
+    assert!(said.contains("checksum mismatch"), "{said}");
+}
+
+#[test]
+fn where_parity_is_computed_can_be_changed() {
+    let node = Node::new("dpu");
+    assert!(node.text(&["ec", "mode"]).starts_with("async, offload dpu; host "));
+    assert!(node.text(&["ec", "mode", "hybrid:3:1"]).starts_with("hybrid:3:1"));
+    let mode: serde_json::Value = serde_json::from_slice(&node.ok(&["ec", "mode", "--json"])).unwrap();
+    assert_eq!((&mode["mode"], &mode["engine"]), (&"hybrid:3:1".into(), &"dpu".into()));
+    assert_eq!(node.status()["coding"]["mode"], "hybrid:3:1");
+    let said = node.fails(&["ec", "mode", "hybrid:0:0"]);
+    assert!(said.contains("not both 0"), "{said}");
 }
 
 #[test]

@@ -213,7 +213,8 @@ struct Victim {
 
 impl Victim {
     async fn new(queue: ReceiveQueueKind) -> Option<Victim> {
-        let rig = super::rig(queue)?;
+        // A busy machine is not to look like an attack that works.
+        let rig = super::patient_rig(queue, 3)?;
         let mut listener = rig.listen().await;
         let endpoint = listener.endpoint();
         let options = ConnectOptions { tenant: "other".into(), ..ConnectOptions::default() };

@@ -40,8 +40,14 @@ fn load(config: OfiConfig) -> Option<Ofi> {
 }
 
 fn rig(receive_queue: ReceiveQueueKind) -> Option<Rig> {
+    patient_rig(receive_queue, 1)
+}
+
+/// A rig whose sessions bear so many times as long a silence.
+fn patient_rig(receive_queue: ReceiveQueueKind, times: u32) -> Option<Rig> {
     let (provider, address) = provider();
     let (heartbeat, grace) = patience(&provider);
+    let grace = grace * times;
     let config = SessionConfig { heartbeat, grace, ..SessionConfig::default() };
     let ofi = load(OfiConfig { receive_queue, ..OfiConfig::new(&provider) })?;
     let (cut, freeze) = (ofi.control(), ofi.control());

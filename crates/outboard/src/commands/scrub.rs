@@ -54,7 +54,9 @@ pub fn run(args: ScrubArgs, node: &NodeArgs) -> Result<()> {
     match status.failure {
         Some(why) => Err(Failure::new(doing, why)),
         None if left > 0 => {
-            let why = format!("{left} damages were found and not repaired; the node's log names the objects");
+            let why = format!(
+                "{left} shards or objects were found damaged and not repaired; the node's log names the objects"
+            );
             Err(Failure::new(doing, why))
         }
         None => Ok(()),

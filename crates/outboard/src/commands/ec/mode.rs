@@ -1,6 +1,7 @@
 //! `outboard ec mode`: where a node computes the parity of large writes.
 
 use clap::Args;
+use osd::CodingMode;
 
 use crate::cli::NodeArgs;
 use crate::commands::session;
@@ -20,7 +21,7 @@ use crate::output;
 pub struct ModeArgs {
     /// The new mode [default: it stays as it is]
     #[arg(value_name = "MODE")]
-    pub mode: Option<String>,
+    pub mode: Option<CodingMode>,
     /// Print JSON
     #[arg(long)]
     pub json: bool,
@@ -28,7 +29,7 @@ pub struct ModeArgs {
 
 /// Runs the command.
 pub fn run(args: ModeArgs, node: &NodeArgs) -> Result<()> {
-    let mode = args.mode.clone();
+    let mode = args.mode.map(|mode| mode.to_string());
     let coding = session::run(node, crate::commands::options(), async move |client| {
         if let Some(mode) = &mode {
             client.set_coding_mode(mode).await.doing("changing the coding mode")?;
