@@ -82,7 +82,8 @@ pub(crate) struct Apply<'a> {
     put_bytes: usize,
     onodes: BTreeMap<Bytes, Option<Onode>>,
     shards: BTreeMap<(u64, u64), (Box<Shard>, bool)>,
-    refs: BTreeMap<u64, (RefPage, bool)>,
+    /// Pages of reference counts, and as they are stored.
+    refs: BTreeMap<u64, (RefPage, Option<Bytes>)>,
     pub(crate) allocated: Vec<Extent>,
     staged: Vec<Extent>,
     frees: Vec<u64>,
@@ -134,9 +135,11 @@ impl<'a> Apply<'a> {
         for (key, onode) in std::mem::take(&mut self.onodes) {
             self.put(key, onode.map(|o| o.encode()))?;
         }
-        for (chunk, (page, dirty)) in std::mem::take(&mut self.refs) {
-            if dirty {
-                self.put(key::refs(chunk), page.encode())?;
+        for (chunk, (page, stored)) in std::mem::take(&mut self.refs) {
+            // What was taken and given back leaves nothing behind.
+            let page = page.encode();
+            if page != stored {
+                self.put(key::refs(chunk), page)?;
             }
         }
         let mut outcome = std::mem::take(&mut self.outcome);

@@ -1,5 +1,7 @@
 //! Maps of objects, blocks, and references to them.
 
+use std::collections::btree_map::Entry;
+
 use base::block::{self, BLOCK, BLOCK_SIZE};
 use bytes::{Bytes, BytesMut};
 
@@ -93,33 +95,38 @@ impl Apply<'_> {
         Ok(dropped)
     }
 
-    pub(super) fn ref_page(&mut self, chunk: u64) -> Step<&mut (RefPage, bool)> {
+    fn ref_page(&mut self, chunk: u64) -> Step<&mut RefPage> {
         if !self.refs.contains_key(&chunk) {
-            let page = self.get(&key::refs(chunk))?.map(|b| RefPage::decode(&b)).transpose()?;
-            self.refs.insert(chunk, (page.unwrap_or_default(), false));
+            let stored = self.get(&key::refs(chunk))?;
+            let page = stored.as_ref().map(|b| RefPage::decode(b)).transpose()?;
+            self.refs.insert(chunk, (page.unwrap_or_default(), stored));
         }
-        Ok(self.refs.get_mut(&chunk).expect("it was just inserted"))
+        Ok(&mut self.refs.get_mut(&chunk).expect("it was just inserted").0)
     }
 
-    pub(super) fn add_reference(&mut self, block: u64) -> Step {
-        let (page, dirty) = self.ref_page(block / REF_BLOCKS)?;
-        let extra = page.extra.entry((block % REF_BLOCKS) as u16).or_default();
-        *extra = extra.checked_add(1).ok_or_else(|| corrupt("reference count", "overflow"))?;
-        *dirty = true;
+    /// Takes one more reference to each block.
+    pub(super) fn add_references(&mut self, blocks: &[Option<BlockRef>]) -> Step {
+        let mut blocks =
+            blocks.iter().flatten().map(|b| (b.block / REF_BLOCKS, b.block % REF_BLOCKS)).peekable();
+        while let Some(&(chunk, _)) = blocks.peek() {
+            let page = self.ref_page(chunk)?;
+            while let Some((_, place)) = blocks.next_if(|(next, _)| *next == chunk) {
+                let extra = page.extra.entry(place as u16).or_default();
+                *extra = extra.checked_add(1).ok_or_else(|| corrupt("reference count", "overflow"))?;
+            }
+        }
         Ok(())
     }
 
     /// Takes one reference from a block, and frees it if that was the last.
     pub(super) fn release(&mut self, block: BlockRef) -> Step {
         if block.shared {
-            let (page, dirty) = self.ref_page(block.block / REF_BLOCKS)?;
-            let place = (block.block % REF_BLOCKS) as u16;
-            if let Some(extra) = page.extra.get_mut(&place) {
-                *extra -= 1;
-                if *extra == 0 {
-                    page.extra.remove(&place);
+            let page = self.ref_page(block.block / REF_BLOCKS)?;
+            if let Entry::Occupied(mut extra) = page.extra.entry((block.block % REF_BLOCKS) as u16) {
+                *extra.get_mut() -= 1;
+                if *extra.get() == 0 {
+                    extra.remove();
                 }
-                *dirty = true;
                 return Ok(());
             }
         }

@@ -9,8 +9,24 @@ use crate::{CollectionId, ObjectId};
 
 /// A piece of a range that is being cloned.
 enum Part {
-    Block(Option<BlockRef>),
+    Blocks(Vec<Option<BlockRef>>),
     Bytes(Bytes),
+}
+
+/// Cuts a range that goes from `from` to `to` into runs of whole blocks, which can be shared, and pieces of blocks: offset in the
+/// range, length, and whether it is a run.
+fn pieces(from: u64, to: u64, len: u64) -> Vec<(u64, u64, bool)> {
+    let mut pieces: Vec<(u64, u64, bool)> = Vec::new();
+    let mut done = 0;
+    for piece in block::piece_lengths(to, len) {
+        let whole = piece == BLOCK_SIZE && (from + done).is_multiple_of(BLOCK);
+        match pieces.last_mut() {
+            Some((_, len, true)) if whole => *len += BLOCK,
+            _ => pieces.push((done, piece as u64, whole)),
+        }
+        done += piece as u64;
+    }
+    pieces
 }
 
 impl Apply<'_> {
@@ -25,10 +41,8 @@ impl Apply<'_> {
         let (from, to) = key::range(key::SHARD, source.nid);
         for (key, value) in self.scan(&from, &to)? {
             let mut shard = Shard::decode(&value, self.context.data_blocks)?;
-            for block in shard.blocks.iter_mut().flatten() {
-                block.shared = true;
-                self.add_reference(block.block)?;
-            }
+            shard.blocks.iter_mut().flatten().for_each(|block| block.shared = true);
+            self.add_references(&shard.blocks)?;
             let value = shard.encode();
             let twin = [&key::range(key::SHARD, copy.nid).0[..], &key::rest(&key)].concat();
             self.put(key, Some(value.clone()))?;
@@ -55,25 +69,22 @@ impl Apply<'_> {
         len: u64,
         to: u64,
     ) -> Step {
-        let (_, mut source) = self.existing(cid, src)?;
+        let (_, source) = self.existing(cid, src)?;
         // Everything is read, and every shared block held, before anything is overwritten: the ranges may overlap.
         let mut parts = Vec::new();
-        let mut done = 0;
-        for len in block::piece_lengths(to, len) {
-            let (at, target) = (from + done, to + done);
-            if len == BLOCK_SIZE && at.is_multiple_of(BLOCK) {
-                parts.push((target, Part::Block(self.share(&mut source, at / BLOCK)?)));
-            } else {
-                parts.push((target, Part::Bytes(self.gather(&source, at, len)?)));
-            }
-            done += len as u64;
+        for (done, len, whole) in pieces(from, to, len) {
+            let part = match whole {
+                true => Part::Blocks(self.share(source.nid, (from + done) / BLOCK, len / BLOCK)?),
+                false => Part::Bytes(self.gather(&source, from + done, len as usize)?),
+            };
+            parts.push((to + done, part));
         }
         self.change(cid, dst, |this, onode| {
             for (target, part) in parts {
                 match part {
-                    Part::Block(block) => {
-                        this.map(onode, target / BLOCK, &[block])?;
-                        onode.size = onode.size.max(target + BLOCK);
+                    Part::Blocks(blocks) => {
+                        this.map(onode, target / BLOCK, &blocks)?;
+                        onode.size = onode.size.max(target + blocks.len() as u64 * BLOCK);
                     }
                     Part::Bytes(bytes) => this.write(onode, target, &Payload::compute(target, bytes))?,
                 }
@@ -82,20 +93,27 @@ impl Apply<'_> {
         })
     }
 
-    /// Takes one more reference to a block of an object.
-    pub(super) fn share(&mut self, onode: &mut Onode, number: u64) -> Step<Option<BlockRef>> {
-        if self.lookup(onode.nid, number)?.is_none() {
-            return Ok(None);
+    /// Takes one more reference to each of `count` blocks of an object.
+    fn share(&mut self, nid: u64, first: u64, count: u64) -> Step<Vec<Option<BlockRef>>> {
+        let end = first + count;
+        self.load_shards(nid, first / SHARD_BLOCKS, (end - 1) / SHARD_BLOCKS)?;
+        let mut blocks = Vec::with_capacity(count as usize);
+        let mut at = first;
+        while at < end {
+            let number = at / SHARD_BLOCKS;
+            let stop = end.min((number + 1) * SHARD_BLOCKS);
+            let (shard, dirty) = self.shards.get_mut(&(nid, number)).expect("shards were loaded");
+            for place in at..stop {
+                let slot = shard.blocks.get_mut((place % SHARD_BLOCKS) as usize).and_then(Option::as_mut);
+                blocks.push(slot.map(|slot| {
+                    *dirty |= !slot.shared;
+                    slot.shared = true;
+                    *slot
+                }));
+            }
+            at = stop;
         }
-        let (shard, dirty) =
-            self.shards.get_mut(&(onode.nid, number / SHARD_BLOCKS)).expect("it was just looked up");
-        let Some(Some(slot)) = shard.blocks.get_mut((number % SHARD_BLOCKS) as usize) else {
-            return Ok(None);
-        };
-        *dirty |= !slot.shared;
-        slot.shared = true;
-        let block = *slot;
-        self.add_reference(block.block)?;
-        Ok(Some(block))
+        self.add_references(&blocks)?;
+        Ok(blocks)
     }
 }
