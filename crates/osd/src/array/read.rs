@@ -282,14 +282,28 @@ impl Group {
         filled.freeze()
     }
 
-    /// Asks a member that has the object; the answer is the same whichever it is.
+    /// Asks a member that has the object; the answer is the same whichever it is. Where one says that there is no such object, a
+    /// second one has to say so, too: it may have lost what it had.
     pub(super) async fn ask<T>(
         &self,
         session: &Session,
         oid: &ObjectId,
         question: impl AsyncFn(&Link) -> store::Result<T>,
     ) -> store::Result<T> {
-        ask_one_of(&self.live_links(session, oid), oid, question).await
+        let mut links = self.live_links(session, oid);
+        let asked = ask_one_of(&links, oid, &question).await;
+        let first = links.iter().position(Option::is_some);
+        let (Err(StoreError::NoSuchObject(_)), Some(first)) = (&asked, first) else { return asked };
+        links[first] = None;
+        match ask_one_of(&links, oid, &question).await {
+            Err(StoreError::TooFewTargets { .. } | StoreError::NoSuchObject(_)) => asked,
+            Err(e) if !matches!(e, StoreError::NoSuchXattr(_)) => Err(e),
+            found => {
+                tracing::warn!(%oid, position = first, "a member has lost an object that another one has");
+                self.damaged.borrow_mut().insert((oid.clone(), first));
+                found
+            }
+        }
     }
 
     /// A question about an object's metadata, in the session of that number.

@@ -345,12 +345,28 @@ impl Group {
         let _open = self.gate.read().await;
         let locked = self.exclusive_object(oid).await;
         self.still(&session)?;
-        let Some(link) = self.live(&session, position, oid) else { return Ok(()) };
         locked.forget();
-        self.copy_object(&session, &link, position, oid, true).await?;
+        self.repair_locked(&session, oid, position).await
+    }
+
+    async fn repair_locked(&self, session: &Session, oid: &ObjectId, position: usize) -> store::Result<()> {
+        let Some(link) = self.live(session, position, oid) else { return Ok(()) };
+        self.copy_object(session, &link, position, oid, true).await?;
         metrics::counter!("outboard_osd_shards_repaired_total").increment(1);
         tracing::info!(%oid, target_uuid = %link.target.uuid, "a shard was repaired");
         Ok(())
+    }
+
+    /// Repairs what is known to be damaged of an object that is about to be changed: a change is of the shards that there are.
+    pub(super) async fn repair_before_change(&self, session: &Session, oid: &ObjectId) {
+        let damaged: Vec<(ObjectId, usize)> =
+            self.damaged.borrow().iter().filter(|(damaged, _)| damaged == oid).cloned().collect();
+        for (oid, position) in damaged {
+            if let Err(e) = self.repair_locked(session, &oid, position).await {
+                tracing::warn!(%oid, position, error = %e, "a damaged shard is not repaired before it changes");
+            }
+            self.damaged.borrow_mut().remove(&(oid, position));
+        }
     }
 }
 

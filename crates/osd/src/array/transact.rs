@@ -109,6 +109,7 @@ impl Group {
                     None if exclusive && self.rebuild.borrow().is_none() => None,
                     _ => self.size(session, oid, &locked).await?,
                 };
+                self.repair_before_change(session, oid).await;
                 guard = Some(locked);
             }
             work.push(Work::new(self, session, oid, guard, was));

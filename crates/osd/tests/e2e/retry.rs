@@ -101,14 +101,24 @@ async fn appends_of_many_happen_once_each_while_the_store_is_lost_again_and_agai
         let object = object.clone();
         async move { object.append(i.to_le_bytes().to_vec()).await.unwrap() }
     });
+    // Each is armed once the one before has fired, as long as there is something left to be appended.
     let faults = async {
         for i in 0..20 {
+            let fired = node.fired();
             node.arm(if i % 2 == 0 { Loss::Before } else { Loss::After });
-            tokio::time::sleep(Duration::from_millis(3)).await;
+            while node.fired() == fired {
+                tokio::time::sleep(Duration::from_micros(100)).await;
+            }
         }
-        node.disarm();
     };
-    let (appended, ()) = tokio::join!(futures::future::join_all(appends), faults);
+    let mut faults = std::pin::pin!(faults);
+    let mut appends = futures::future::join_all(appends);
+    let appended = tokio::select! {
+        biased;
+        () = &mut faults => appends.await,
+        appended = &mut appends => appended,
+    };
+    node.disarm();
     assert!(node.fired() > 2, "{} faults fired", node.fired());
     let all = object.get().await.unwrap();
     assert_eq!(all.len(), 200 * 8);
