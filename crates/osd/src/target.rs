@@ -61,13 +61,17 @@ impl Target {
         self.failed.borrow().as_ref().filter(|(since, _)| *since == session).map(|(_, why)| why.clone())
     }
 
-    /// Takes it out, or in again; then it is tried again, too, if it has failed.
+    /// Takes it out, or in again.
     pub(crate) fn set_out(&self, out: bool) {
-        if !out {
-            *self.failed.borrow_mut() = None;
-        }
         self.out.set(out);
         self.generation.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Says that it is to be tried again, if it has failed.
+    pub(crate) fn try_again(&self) {
+        if self.failed.take().is_some() {
+            self.generation.fetch_add(1, Ordering::SeqCst);
+        }
     }
 
     /// Whether the operator has taken it out.

@@ -107,19 +107,20 @@ impl Osd {
             target.map_or(record.lost, |t| t.failure().is_some())
         };
         let lost: Vec<bool> = self.map.borrow().targets.iter().map(lost).collect();
-        if self.map.borrow().targets.iter().zip(&lost).all(|(record, lost)| record.lost == *lost) {
-            return Ok(());
-        }
         self.change_targets(|map| {
             map.targets.iter_mut().zip(lost).for_each(|(record, lost)| record.lost = lost);
         })
         .await
     }
 
+    /// Changes what the map says of the targets, if that is something else.
     async fn change_targets(&self, change: impl FnOnce(&mut NodeMap)) -> proto::Result<()> {
         let _one_at_a_time = self.changing_map.lock().await;
         let mut map = self.map.borrow().clone();
         change(&mut map);
+        if map == *self.map.borrow() {
+            return Ok(());
+        }
         let saved = self.save_map(map).await;
         self.map.borrow().tell(&self.targets);
         saved
@@ -132,12 +133,10 @@ impl Osd {
         for (_, group) in self.open_groups() {
             drop(group.any_session().await);
         }
-        self.change_targets(|map| map.targets[index as usize].out = out).await?;
         if !out {
-            // It is tried again, too, if it has failed.
-            target.set_out(false);
+            target.try_again();
         }
-        Ok(())
+        self.change_targets(|map| map.targets[index as usize].out = out).await
     }
 
     /// Gives a target's number to another one, which the node has from its next start on.

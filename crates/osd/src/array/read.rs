@@ -198,19 +198,27 @@ impl Group {
     ) -> store::Result<ShardRead> {
         let len = range.end - range.start;
         let read = self.in_time(link.target.store.read(&self.cid, oid, range.start, len, dest)).await?;
-        let corrupt = |detail: String| {
-            let what = format!("object {oid} on target {}", link.target.uuid);
-            StoreError::Corrupt { what, detail }
-        };
-        read.verify().map_err(|e| corrupt(e.to_string()))?;
-        let expected = self.layout.shard_size(position, size);
-        if read.object_size != expected {
-            return Err(corrupt(format!("its shard has {} bytes instead of {expected}", read.object_size)));
-        }
+        read.verify().map_err(|e| link.corrupt(oid, e.to_string()))?;
+        self.expect_len(link, Whole { oid, size }, position, read.object_size)?;
         link.still()?;
         let bytes = read.contiguous();
         let bytes = bytes.slice(..bytes.len().min(len as usize));
         Ok(ShardRead { bytes, checksums: read.checksums })
+    }
+
+    /// Fails if a shard does not have the length that follows from its object's.
+    pub(super) fn expect_len(
+        &self,
+        link: &Link,
+        whole: Whole<'_>,
+        position: usize,
+        len: u64,
+    ) -> store::Result<()> {
+        let expected = self.layout.shard_size(position, whole.size);
+        if len == expected {
+            return Ok(());
+        }
+        Err(link.corrupt(whole.oid, format!("its shard has {len} bytes instead of {expected}")))
     }
 
     /// Takes note that a shard could not be read.
@@ -321,6 +329,11 @@ impl Group {
 }
 
 impl Link {
+    /// What is wrong with the shard that the target has of an object.
+    fn corrupt(&self, oid: &ObjectId, detail: String) -> StoreError {
+        StoreError::Corrupt { what: format!("object {oid} on target {}", self.target.uuid), detail }
+    }
+
     /// Fails if the target has another session: it may have repeated what was asked of it, and have seen what is not durable.
     pub(super) fn still(&self) -> store::Result<()> {
         if self.target.store.session() == self.session {

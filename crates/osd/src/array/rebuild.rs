@@ -232,7 +232,13 @@ impl Group {
         let there = match link.target.store.stat(&self.cid, oid).await {
             Ok(_) => true,
             Err(StoreError::NoSuchObject(_)) => false,
-            Err(e) => return Err(e),
+            Err(e) => {
+                // One that cannot even say what it has cannot be given anything: the others go on without it, if they can.
+                if matches!(e, StoreError::Io(_)) && peers.iter().flatten().count() >= self.layout.k {
+                    link.target.fail(&e.to_string());
+                }
+                return Err(e);
+            }
         };
         if there && in_sync {
             transaction.ops.push(Op::Truncate { oid: oid.clone(), size: 0 });

@@ -76,6 +76,9 @@ impl Group {
             return Ok(Findings::default());
         }
         let Some(verdict) = self.look_at(oid).await? else { return Ok(Findings::default()) };
+        if verdict.contradicts {
+            tracing::warn!(cid = %self.cid, %oid, "shards contradict each other; which of them is wrong cannot be told");
+        }
         let mut findings = Findings {
             objects: 1,
             bytes: verdict.bytes,
@@ -112,14 +115,12 @@ impl Group {
             let store = &link.target.store;
             let found = async {
                 let stat = store.stat(&self.cid, oid).await?;
-                Ok((stat.size, store.get_xattrs(&self.cid, oid).await?))
+                self.expect_len(link, Whole { oid, size }, position, stat.size)?;
+                store.get_xattrs(&self.cid, oid).await
             };
             match found.await {
-                Ok((len, _)) if len != self.layout.shard_size(position, size) => {
-                    verdict.damaged.push(position);
-                }
-                Ok((_, found)) => verdict.contradicts |= *xattrs.get_or_insert(found.clone()) != found,
-                Err(e) => verdict.damage(position, e)?,
+                Ok(found) => verdict.contradicts |= *xattrs.get_or_insert(found.clone()) != found,
+                Err(e) => verdict.damage(oid, position, e)?,
             }
         }
         let longest = self.layout.shard_size(0, size);
@@ -137,7 +138,7 @@ impl Group {
         at: u64,
         verdict: &mut Verdict,
     ) -> store::Result<()> {
-        let size = whole.size;
+        let Whole { oid, size } = whole;
         let end = (at + SEGMENT).min(self.layout.shard_size(0, size));
         let reads = links.iter().enumerate().map(|(position, link)| {
             let to = end.min(self.layout.shard_size(position, size));
@@ -159,7 +160,7 @@ impl Group {
                     let counts = links[position].is_some() && !verdict.damaged.contains(&position);
                     shards[position] = counts.then(|| self.filled(bytes, rows));
                 }
-                Err(e) => verdict.damage(position, e)?,
+                Err(e) => verdict.damage(oid, position, e)?,
             }
         }
         // Each shard beyond the first k is to be what those make of it.
@@ -180,11 +181,12 @@ impl Verdict {
     ///
     /// # Errors
     /// If the error says nothing of the shard.
-    fn damage(&mut self, position: usize, e: StoreError) -> store::Result<()> {
+    fn damage(&mut self, oid: &ObjectId, position: usize, e: StoreError) -> store::Result<()> {
         if !is_damage(&e) {
             return Err(e);
         }
         if !self.damaged.contains(&position) {
+            tracing::warn!(%oid, position, error = %e, "a scrub found a damaged shard");
             self.damaged.push(position);
         }
         Ok(())

@@ -209,3 +209,27 @@ async fn too_much_damage_is_an_error() {
         assert_eq!((found.damaged, found.repaired), (6, 0), "{damage:?}");
     }
 }
+
+/// Nothing is written: it is by reads alone that a drive is found to be gone.
+#[tokio::test]
+async fn a_drive_that_cannot_be_read_is_left_out_until_it_is_taken_in() {
+    if is_another_network() {
+        return;
+    }
+    for redundancy in ["ec:4+2", "mirror:2"] {
+        let mut rig = Rig::new(redundancy, 2).await;
+        rig.fill(&SIZES).await;
+        rig.set_down(&[1], true);
+        let found = scrub(&rig).await;
+        assert_eq!((found.inconsistent, found.failure), (0, None), "{redundancy}");
+        assert!(found.damaged > found.repaired, "{redundancy}: the fault fired");
+        let failed = |status: client::NodeStatus| status.targets[1].failure.clone();
+        assert!(failed(rig.client.status().await.unwrap()).is_some(), "{redundancy}");
+        rig.check("one drive is gone").await;
+        let again = scrub(&rig).await;
+        assert_eq!((again.damaged, again.inconsistent, again.failure), (0, 0, None), "{redundancy}");
+        rig.bring_back(&[1]).await;
+        assert_eq!(failed(rig.client.status().await.unwrap()), None, "{redundancy}");
+        rig.check("the drive is back").await;
+    }
+}
