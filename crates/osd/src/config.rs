@@ -30,6 +30,9 @@ pub struct OsdConfig {
     pub rebuild_rate: u64,
     /// Part of the time that rebuilds and scrubs may take while clients are served, in percent.
     pub rebuild_share: u32,
+    /// Objects of a placement group that are noted by name when they change while a target is away; should there be more, the
+    /// target gets everything anew when it comes back.
+    pub missed_objects_per_pg: usize,
     /// Sessions that changed nothing for that long lose their results.
     pub session_expiry: Duration,
     /// Parts of striped objects that no head names are removed when they are that old and their uploader has been gone
@@ -155,6 +158,7 @@ impl Default for OsdConfig {
             upkeep_interval: Duration::from_millis(500),
             rebuild_rate: 0,
             rebuild_share: 25,
+            missed_objects_per_pg: 65_536,
             session_expiry: Duration::from_secs(24 * 3600),
             orphan_grace: Duration::from_secs(3600),
             collect_interval: Duration::from_secs(1800),

@@ -179,6 +179,7 @@ impl Osd {
             targets: Rc::clone(&self.targets),
             pool: self.pool.clone(),
             member_timeout: self.config.target_timeout,
+            dirty_max: self.config.missed_objects_per_pg,
             coding: Rc::clone(&self.coding),
         }
     }

@@ -47,6 +47,19 @@ struct Scrub {
 impl Osd {
     /// Runs for ever: keeps the map's word on targets true, and rebuilds.
     pub(crate) async fn look_after_redundancy(self: Rc<Osd>) {
+        tokio::join!(self.rebuild_for_ever(), self.bound_notes_for_ever());
+    }
+
+    async fn bound_notes_for_ever(&self) {
+        loop {
+            tokio::time::sleep(self.config.upkeep_interval).await;
+            for (_, group) in self.open_groups() {
+                group.bound_notes().await;
+            }
+        }
+    }
+
+    async fn rebuild_for_ever(&self) {
         loop {
             tokio::time::sleep(self.config.upkeep_interval).await;
             self.finish_removals().await;
@@ -169,7 +182,8 @@ impl Osd {
 
     /// Whether a target is a member of a placement group somewhere and has not caught up.
     pub(crate) fn is_behind(&self, uuid: Uuid) -> bool {
-        let sessions = self.open_groups().into_iter().filter_map(|(_, group)| group.current());
+        // While members come and go, the last that was known of them.
+        let sessions = self.open_groups().into_iter().filter_map(|(_, group)| group.last_session());
         sessions.into_iter().any(|session| session.lacks_target(uuid))
     }
 

@@ -35,6 +35,8 @@ pub(crate) struct GroupOptions {
     pub(crate) pool: BufferPool,
     /// After that long a member that has not committed counts as failed.
     pub(crate) member_timeout: Duration,
+    /// Objects noted as dirty at most.
+    pub(crate) dirty_max: usize,
     /// What takes stripes to the targets.
     pub(crate) coding: Rc<Coding>,
 }
@@ -146,12 +148,15 @@ pub(crate) struct Group {
     pub(crate) targets: Rc<Vec<Rc<Target>>>,
     pub(crate) shared: Arc<Shared>,
     pub(crate) member_timeout: Duration,
+    pub(crate) dirty_max: usize,
     /// Held for reading by transactions, for writing while members come back.
     pub(crate) gate: RwLock<()>,
     pub(crate) log: RefCell<Log>,
     pub(crate) stages: RefCell<HashMap<StageId, Rc<Staged>>>,
     pub(crate) next_stage: Cell<u64>,
     pub(crate) rebuild: RefCell<Option<Rebuild>>,
+    /// The position from which on a member to be rebuilt is looked for.
+    pub(crate) rebuild_next: Cell<usize>,
     /// Transactions that were taken back when the session began.
     pub(crate) undone: RefCell<BTreeSet<u64>>,
     pub(crate) trim_scheduled: Cell<bool>,
@@ -183,11 +188,13 @@ impl Group {
             targets: options.targets,
             shared: Arc::new(Shared { ended: AtomicU64::new(0), watched }),
             member_timeout: options.member_timeout,
+            dirty_max: options.dirty_max,
             gate: RwLock::default(),
             log: RefCell::default(),
             stages: RefCell::default(),
             next_stage: Cell::new(0),
             rebuild: RefCell::default(),
+            rebuild_next: Cell::new(0),
             undone: RefCell::default(),
             trim_scheduled: Cell::new(false),
             damaged: RefCell::default(),
@@ -221,7 +228,12 @@ impl Group {
     /// The session that there is.
     pub(crate) fn current(&self) -> Option<Rc<Session>> {
         let number = self.shared.number();
-        self.session.borrow().clone().filter(|session| session.number == number)
+        self.last_session().filter(|session| session.number == number)
+    }
+
+    /// The session that there is, or was.
+    pub(crate) fn last_session(&self) -> Option<Rc<Session>> {
+        self.session.borrow().clone()
     }
 
     /// Any session, the one that there is or a new one. A few attempts: members may fail while one is opened.

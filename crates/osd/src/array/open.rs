@@ -16,8 +16,8 @@ use uuid::Uuid;
 
 use super::group::{Group, Link, Log, Session, over};
 use super::record::{
-    Entry, GroupRecord, Intent, Member, Standing, Touched, Undo, key_dirty, key_intent, key_proposal,
-    key_record, own_object, undo_object,
+    Entry, GroupRecord, Intent, Member, Standing, Touched, Undo, forget_dirty, key_dirty, key_intent,
+    key_proposal, key_record, own_object, undo_object,
 };
 use super::transact::{copy_ranges, is_refusal};
 use crate::target::Target;
@@ -399,26 +399,36 @@ impl Group {
             }
         }
         self.find_replacements(&mut record);
+        let mut ops = Vec::new();
+        if dirty.len() > self.dirty_max {
+            let stale = record.members.iter_mut().filter(|m| m.standing == Standing::Stale);
+            stale.for_each(|m| m.standing = Standing::Blank);
+        }
+        if !record.needs_notes() {
+            dirty.clear();
+            ops.push(forget_dirty());
+        }
         if members.iter().flatten().all(|view| view.record == record && view.dirty == dirty) {
             return Ok((record, dirty));
         }
         record.epoch = views.iter().map(|view| view.heard).max().unwrap_or(0) + 1;
         let links: Vec<&Link> = members.iter().flatten().map(|view| &view.link).collect();
-        let dirty_entries = dirty.iter().map(|oid| (key_dirty(oid), Bytes::new())).collect();
-        self.put_in_force(&record, &links, Vec::new(), dirty_entries).await?;
+        // Before the record: one note too many does no harm.
+        let lacking = members.iter().flatten().map(|view| (&view.link, dirty.difference(&view.dirty)));
+        try_join_all(lacking.map(|(link, lacking)| self.note_dirty(link, lacking))).await?;
+        self.put_in_force(&record, &links, ops).await?;
         let (in_sync, of) = (record.in_sync().count(), record.members.len());
         tracing::info!(cid = %self.cid, epoch = record.epoch, in_sync, of, "the group's members have changed");
         Ok((record, dirty))
     }
 
     /// Puts a record in force: as a proposal first. Only once all have that may one of them take it for what counts, and nobody
-    /// is told anything before. `ops` and `entries` of the own object go with it.
+    /// is told anything before. `ops` go with it.
     pub(super) async fn put_in_force(
         &self,
         record: &GroupRecord,
         links: &[&Link],
         ops: Vec<Op>,
-        entries: Vec<(Bytes, Bytes)>,
     ) -> store::Result<()> {
         let oid = own_object();
         let proposal = vec![(key_proposal(), record.encode())];
@@ -426,10 +436,25 @@ impl Group {
             Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: oid.clone(), entries: proposal });
         try_join_all(links.iter().map(|link| self.apply_to(link, propose.clone()))).await?;
         let mut note = Transaction { collection: self.cid.clone(), ops };
-        let entries = [entries, vec![(key_record(), record.encode())]].concat();
+        let entries = vec![(key_record(), record.encode())];
         note.ops.push(Op::OmapSet { oid: oid.clone(), entries });
         note.ops.push(Op::OmapRemove { oid, keys: vec![key_proposal()] });
         try_join_all(links.iter().map(|link| self.apply_to(link, note.clone()))).await.map(drop)
+    }
+
+    /// Notes objects as dirty on a member, however many those are.
+    pub(super) async fn note_dirty(
+        &self,
+        link: &Link,
+        oids: impl Iterator<Item = &ObjectId>,
+    ) -> store::Result<()> {
+        let mut entries = oids.map(|oid| (key_dirty(oid), Bytes::new())).peekable();
+        while entries.peek().is_some() {
+            let page = entries.by_ref().take(PAGE).collect();
+            let note = Op::OmapSet { oid: own_object(), entries: page };
+            self.apply_to(link, Transaction::new(self.cid.clone()).with(note)).await?;
+        }
+        Ok(())
     }
 
     /// Gives the places of members that are out, or no longer the node's, to targets that are not members yet.
@@ -472,22 +497,26 @@ impl Group {
 
     /// Removes everything that a target has of the group.
     pub(super) async fn wipe(&self, target: &Target) -> store::Result<()> {
-        loop {
-            let ids = match target.store.list(&self.cid, None, 64).await {
-                Ok((ids, _)) => ids,
-                Err(StoreError::NoSuchCollection(_)) => return Ok(()),
-                Err(e) => return Err(e),
-            };
-            let mut transaction = Transaction::new(self.cid.clone());
-            if ids.is_empty() {
-                transaction.ops.push(Op::RemoveCollection);
-            }
-            transaction.ops.extend(ids.into_iter().map(|oid| Op::Remove { oid }));
-            match target.store.queue_transaction(transaction).await {
-                Ok(()) | Err(StoreError::NotEmpty(_) | StoreError::NoSuchObject(_)) => {}
-                Err(StoreError::NoSuchCollection(_)) => return Ok(()),
-                Err(e) => return Err(e),
-            }
+        while self.wipe_some(target).await? {}
+        Ok(())
+    }
+
+    /// Removes a few of the objects that a target has of the group, at last their collection; returns whether there may be more.
+    pub(super) async fn wipe_some(&self, target: &Target) -> store::Result<bool> {
+        let ids = match target.store.list(&self.cid, None, 64).await {
+            Ok((ids, _)) => ids,
+            Err(StoreError::NoSuchCollection(_)) => return Ok(false),
+            Err(e) => return Err(e),
+        };
+        let mut transaction = Transaction::new(self.cid.clone());
+        if ids.is_empty() {
+            transaction.ops.push(Op::RemoveCollection);
+        }
+        transaction.ops.extend(ids.into_iter().map(|oid| Op::Remove { oid }));
+        match target.store.queue_transaction(transaction).await {
+            Ok(()) | Err(StoreError::NotEmpty(_) | StoreError::NoSuchObject(_)) => Ok(true),
+            Err(StoreError::NoSuchCollection(_)) => Ok(false),
+            Err(e) => Err(e),
         }
     }
 }

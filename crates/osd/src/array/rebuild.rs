@@ -16,9 +16,13 @@ use tokio::time::Instant;
 
 use super::group::{Group, Link, Session};
 use super::read::{ShardRead, Whole, ask_one_of};
-use super::record::{Entry, GroupRecord, Standing, is_own, key_dirty, key_record, key_trimmed, own_object};
+use super::record::{
+    Entry, GroupRecord, Member, Standing, forget_all_but_dirty, forget_dirty, is_own, key_record,
+    key_trimmed, own_object,
+};
 use crate::ids;
 use crate::pace::Pace;
+use crate::target::Target;
 
 /// How long a group that could not be rebuilt is left alone.
 pub(crate) const RETRY: Duration = Duration::from_secs(1);
@@ -112,9 +116,26 @@ struct Job<'a> {
 impl Group {
     /// A position whose member is not in sync and can be rebuilt, as far as a session knows.
     pub(crate) fn to_rebuild(&self, session: &Session) -> Option<usize> {
-        let record = &session.record;
+        let members = &session.record.members;
         let usable = |uuid| self.targets.iter().any(|t| t.uuid == uuid && t.is_usable());
-        record.members.iter().position(|m| m.standing != Standing::InSync && usable(m.target))
+        let can_be = |m: &Member| m.standing != Standing::InSync && usable(m.target);
+        // One that cannot be rebuilt now is not to keep another one waiting.
+        let next = self.rebuild_next.get();
+        (next..next + members.len()).map(|i| i % members.len()).find(|&i| can_be(&members[i]))
+    }
+
+    /// Has the placement group opened anew if more objects are noted as dirty than may be: then they are forgotten, and members
+    /// that are away get everything when they come back.
+    pub(crate) async fn bound_notes(&self) {
+        // A rebuild that is under way is the sooner done.
+        if self.log.borrow().dirty.len() <= self.dirty_max || self.rebuild.borrow().is_some() {
+            return;
+        }
+        let _closed = self.gate.write().await;
+        if let Some(session) = self.current() {
+            tracing::warn!(cid = %self.cid, limit = self.dirty_max, "too much has changed without a target; it will get everything anew");
+            self.end_session(&session);
+        }
     }
 
     /// Rebuilds the member at a position. `progress` counts on.
@@ -129,11 +150,21 @@ impl Group {
     ) -> store::Result<()> {
         let session = self.any_session().await?;
         let outcome = async {
+            if session.record.members[position].standing == Standing::Blank {
+                // What it has from before may be much: clients are not to wait for that.
+                let target = self.member(&session, position)?;
+                while self.wipe_some(&target).await? {
+                    self.still(&session)?;
+                }
+            }
             let link = self.admit(&session, position).await?;
             let job = Job { group: self, session: Rc::clone(&session), position, link, pace, progress };
             job.run().await
         };
         let outcome = outcome.await;
+        if outcome.is_err() {
+            self.rebuild_next.set(position + 1);
+        }
         if outcome.is_err() && self.rebuild.borrow().is_some() {
             // What is under way on the member has to end before it is taken for absent.
             self.end_session(&session);
@@ -146,19 +177,17 @@ impl Group {
         let _closed = self.gate.write().await;
         self.still(session)?;
         let record = session.record.clone();
-        let member = record.members[position];
-        let gone = || StoreError::Disconnected("the target is not there".into());
-        let target = self.targets.iter().find(|t| t.uuid == member.target).ok_or_else(gone)?;
-        let link = Link { target: Rc::clone(target), session: target.store.session() };
-        let own = match member.standing {
+        let target = self.member(session, position)?;
+        let link = Link { target: Rc::clone(&target), session: target.store.session() };
+        let own = match record.members[position].standing {
             Standing::Stale => self.own_entries(&link).await?,
             _ => None,
         };
         let missing = match own {
             Some(own) => Missing::Only(self.clean(&link, own).await?),
             None => {
-                self.wipe(target).await?;
-                self.create_on(target, &record).await?;
+                self.wipe(&target).await?;
+                self.create_on(&target, &record).await?;
                 Missing::After(None, BTreeSet::new(), BTreeSet::new())
             }
         };
@@ -177,6 +206,13 @@ impl Group {
         *self.rebuild.borrow_mut() = Some(rebuild);
         tracing::info!(cid = %self.cid, position, target_uuid = %link.target.uuid, "a member is on its way back");
         Ok(link)
+    }
+
+    /// The target that is the member at a position.
+    fn member(&self, session: &Session, position: usize) -> store::Result<Rc<Target>> {
+        let uuid = session.record.members[position].target;
+        let found = self.targets.iter().find(|t| t.uuid == uuid && t.is_usable()).cloned();
+        found.ok_or_else(|| StoreError::Disconnected("the target is not there".into()))
     }
 
     /// What a member that was away has of its own; `None` if it has nothing.
@@ -201,6 +237,8 @@ impl Group {
             }
         }
         missing.retain(|oid| !is_internal(oid));
+        // Should the rebuild be broken off, nobody else may know what its intents were about.
+        self.note_dirty(link, missing.iter()).await?;
         let keep = own_object();
         loop {
             // A group's own objects sort first.
@@ -208,7 +246,7 @@ impl Group {
             let left = ids.into_iter().take_while(is_own).filter(|oid| *oid != keep);
             let removals: Vec<Op> = left.map(|oid| Op::Remove { oid }).collect();
             let last = removals.is_empty();
-            let ops = if last { own_anew(&keep, &missing) } else { removals };
+            let ops = if last { vec![forget_all_but_dirty()] } else { removals };
             self.apply_to(link, Transaction { collection: self.cid.clone(), ops }).await?;
             if last {
                 return Ok(missing);
@@ -445,16 +483,16 @@ impl Job<'_> {
         let old = self.session.record.clone();
         let mut members = old.members;
         members[self.position].standing = Standing::InSync;
-        let whole = members.iter().all(|m| m.standing == Standing::InSync);
         let record = GroupRecord { epoch: old.epoch + 1, members };
-        let (from, to) = (Bytes::from_static(b"d"), Bytes::from_static(b"e"));
-        let ops = vec![Op::OmapRemoveRange { oid: own_object(), from, to }];
-        let dirty = match whole {
-            true => Vec::new(),
-            false => group.log.borrow().dirty.iter().map(|oid| (key_dirty(oid), Bytes::new())).collect(),
-        };
+        let mut ops = Vec::new();
+        if record.needs_notes() {
+            let dirty = group.log.borrow().dirty.clone();
+            group.note_dirty(&self.link, dirty.iter()).await?;
+        } else {
+            ops.push(forget_dirty());
+        }
         let links: Vec<&Link> = self.session.links.iter().flatten().chain([&self.link]).collect();
-        group.put_in_force(&record, &links, ops, dirty).await?;
+        group.put_in_force(&record, &links, ops).await?;
         group.lineage.set(record.epoch);
         group.last_members.borrow_mut().push(self.link.target.uuid);
         let target = self.link.target.uuid;
@@ -464,12 +502,6 @@ impl Job<'_> {
         group.end_session(&self.session);
         Ok(())
     }
-}
-
-/// Clears a group's own object, but for a note of what is missing: should the rebuild be broken off, nobody else may know.
-fn own_anew(own: &ObjectId, missing: &BTreeSet<ObjectId>) -> Vec<Op> {
-    let entries = missing.iter().map(|oid| (key_dirty(oid), Bytes::new())).collect();
-    vec![Op::OmapClear { oid: own.clone() }, Op::OmapSet { oid: own.clone(), entries }]
 }
 
 /// Objects that transactions change without a lock.

@@ -15,7 +15,7 @@
 use bytes::{BufMut, Bytes, BytesMut};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use store::{ObjectId, StoreError};
+use store::{ObjectId, Op, StoreError};
 use uuid::Uuid;
 
 const FORMAT: u8 = 1;
@@ -56,6 +56,11 @@ impl GroupRecord {
     /// Positions that are in sync.
     pub(crate) fn in_sync(&self) -> impl Iterator<Item = usize> {
         (0..).zip(&self.members).filter(|(_, m)| m.standing == Standing::InSync).map(|(position, _)| position)
+    }
+
+    /// Whether a member needs to be told which objects have changed without it.
+    pub(crate) fn needs_notes(&self) -> bool {
+        self.members.iter().any(|m| m.standing == Standing::Stale)
     }
 
     /// As stored.
@@ -153,6 +158,16 @@ pub(crate) fn key_intent(number: u64) -> Bytes {
 
 pub(crate) fn key_dirty(oid: &ObjectId) -> Bytes {
     [b"d", &oid.as_bytes()[..]].concat().into()
+}
+
+/// What removes the notes of all dirty objects.
+pub(crate) fn forget_dirty() -> Op {
+    Op::OmapRemoveRange { oid: own_object(), from: Bytes::from_static(b"d"), to: Bytes::from_static(b"e") }
+}
+
+/// What removes all entries but those.
+pub(crate) fn forget_all_but_dirty() -> Op {
+    Op::OmapRemoveRange { oid: own_object(), from: Bytes::from_static(b"e"), to: Bytes::from_static(b"\xff") }
 }
 
 /// What an entry of the omap is.

@@ -146,9 +146,9 @@ impl Group {
             .then_some(trims);
         log.trimming |= trims.is_some();
         let dirty = |one: &&Work| one.guard.is_some() && !log.dirty.contains(&one.oid);
-        let dirty: Vec<ObjectId> = match session.is_whole() {
-            true => Vec::new(),
-            false => work.iter().filter(dirty).map(|one| one.oid.clone()).collect(),
+        let dirty: Vec<ObjectId> = match session.record.needs_notes() {
+            false => Vec::new(),
+            true => work.iter().filter(dirty).map(|one| one.oid.clone()).collect(),
         };
         let mut common: Vec<(Bytes, Bytes)> =
             dirty.iter().map(|oid| (key_dirty(oid), Bytes::new())).collect();

@@ -41,7 +41,8 @@ pub(crate) struct FaultStore {
     armed_after: AtomicBool,
     armed_read: AtomicBool,
     armed_late_read: AtomicBool,
-    armed_full: AtomicBool,
+    /// Transactions with data that are still to be refused for want of space.
+    full: AtomicU64,
     /// While that is set, every call fails: the drive is gone.
     down: AtomicBool,
     /// While that is set, nothing becomes durable, and late reads wait.
@@ -80,7 +81,7 @@ impl FaultStore {
             armed_after: AtomicBool::new(false),
             armed_read: AtomicBool::new(false),
             armed_late_read: AtomicBool::new(false),
-            armed_full: AtomicBool::new(false),
+            full: AtomicU64::new(0),
             down: AtomicBool::new(false),
             held: watch::Sender::new(false),
             stages_held: watch::Sender::new(false),
@@ -106,9 +107,9 @@ impl FaultStore {
         armed.store(true, Ordering::SeqCst);
     }
 
-    /// Makes the next transaction with data be refused for want of space.
-    pub(crate) fn arm_full(&self) {
-        self.armed_full.store(true, Ordering::SeqCst);
+    /// Makes that many transactions with data be refused for want of space.
+    pub(crate) fn set_full(&self, count: u64) {
+        self.full.store(count, Ordering::SeqCst);
     }
 
     /// Takes the drive away, or brings it back with what it had.
@@ -131,7 +132,7 @@ impl FaultStore {
     }
 
     fn disarm(&self) {
-        self.armed_full.store(false, Ordering::SeqCst);
+        self.set_full(0);
         self.armed_before.store(false, Ordering::SeqCst);
         self.armed_after.store(false, Ordering::SeqCst);
     }
@@ -254,7 +255,8 @@ impl ObjectStore for FaultStore {
         if has_data && self.armed_before.swap(false, Ordering::SeqCst) {
             return self.lose();
         }
-        if has_data && self.armed_full.swap(false, Ordering::SeqCst) {
+        let one_less = |left: u64| left.checked_sub(1);
+        if has_data && self.full.fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_less).is_ok() {
             self.fired.fetch_add(1, Ordering::SeqCst);
             let known = self.until_let_go();
             return Box::pin(async move {
@@ -523,7 +525,7 @@ impl Node {
 
     /// Makes the next change of data be refused for want of space, once.
     pub(crate) fn arm_full(&self) {
-        self.stores.iter().for_each(|s| s.arm_full());
+        self.stores.iter().for_each(|s| s.set_full(1));
     }
 
     pub(crate) fn hold(&self, held: bool) {

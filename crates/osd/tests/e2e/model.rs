@@ -104,7 +104,12 @@ async fn random_ops(text: &str, targets: usize, steps: u64) {
     let pool = client.pool("pool").unwrap();
     let mut models: Vec<Option<Model>> = vec![None; 5];
     let mut last_versions = [0; 5];
-    for step in 0..steps {
+    for step in 0..10 * steps {
+        // Enough is to be lost in any case.
+        let lost = node.fired() > 20 && (drives.losses > 5 || drives.tolerates == 0);
+        if step >= steps && lost {
+            break;
+        }
         drives.shuffle(&mut rng).await;
         let index = rng.random_range(0..models.len());
         let object = pool.object(&format!("object-{index}")).unwrap();

@@ -49,6 +49,21 @@ impl Rig {
         some
     }
 
+    /// Objects that are noted as changed while a target was away, by the one that has most of them.
+    async fn notes(&self) -> usize {
+        let mut most = 0;
+        for store in &self.node.stores {
+            for cid in store.inner.collections().await.unwrap() {
+                let (ids, _) = store.inner.list(&cid, None, 1).await.unwrap();
+                let Some(own) = ids.first() else { continue };
+                let from = Bytes::from_static(b"d");
+                let (entries, _) = store.inner.omap_iterate(&cid, own, from, 1000).await.unwrap();
+                most = most.max(entries.iter().filter(|(key, _)| key.starts_with(b"d")).count());
+            }
+        }
+        most
+    }
+
     /// Checks everything without each of these targets, one at a time.
     async fn check_without_each(&self, targets: &[usize]) {
         for &lost in targets {
@@ -428,5 +443,63 @@ async fn a_record_in_force_on_one_target_that_goes_away_does_not_count() {
         rig.check("two of them go on").await;
         comes_back(&rig, first);
         all_is_well(rig).await;
+    }
+}
+
+#[tokio::test]
+async fn too_many_missed_changes_are_forgotten_and_everything_is_copied() {
+    if is_another_network() {
+        return;
+    }
+    for (limit, changed) in [(1000, 60), (20, 60)] {
+        let config = OsdConfig { missed_objects_per_pg: limit, ..config() };
+        let mut rig = Rig::of("ec:2+1", 1, 3, config).await;
+        for number in 0..OBJECTS {
+            rig.put(number, 20_000 + 100 * number, number as u64).await;
+        }
+        rig.set_down(&[0], true);
+        for number in 0..changed {
+            rig.put(number, 25_000, 500 + number as u64).await;
+            // The notes are to be counted in between.
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        let overflows = changed > limit;
+        if overflows {
+            until("the notes are forgotten", async || rig.notes().await == 0).await;
+        } else {
+            assert!(rig.notes().await >= changed);
+        }
+        let before = rig.rebuilt().await;
+        rig.bring_back(&[0]).await;
+        let rebuilt = rig.rebuilt().await - before;
+        assert_eq!(rebuilt >= OBJECTS as u64, overflows, "{rebuilt} objects were rebuilt");
+        assert_eq!(rig.notes().await, 0);
+        rig.check_without_each(&[1, 2]).await;
+    }
+}
+
+#[tokio::test]
+async fn a_member_that_cannot_be_rebuilt_keeps_no_other_one_waiting() {
+    if is_another_network() {
+        return;
+    }
+    for (full, other) in [(0, 1), (1, 0)] {
+        let mut rig = Rig::new("ec:4+2", 1).await;
+        rig.set_down(&[0, 1], true);
+        for number in 0..10 {
+            rig.put(number, 50_000, number as u64).await;
+        }
+        rig.set_down(&[0, 1], false);
+        rig.node.stores[full].set_full(u64::MAX);
+        for target in [0, 1] {
+            rig.client.set_target_out(target, false).await.unwrap();
+        }
+        let is_behind = async |target: usize| rig.client.status().await.unwrap().targets[target].behind;
+        until("the other one is rebuilt", async || !is_behind(other).await).await;
+        until("it was tried", async || rig.node.stores[full].fired.load(Ordering::SeqCst) > 0).await;
+        assert!(is_behind(full).await);
+        rig.node.stores[full].set_full(0);
+        wait_until_whole(&rig.client).await;
+        rig.check_without_each(&[0, 1, 2]).await;
     }
 }

@@ -152,6 +152,7 @@ pub struct Osd {
     pub target_timeout: Period,
     pub rebuild_rate: ByteSize,
     pub rebuild_share: u32,
+    pub missed_objects_per_pg: usize,
     pub session_expiry: Period,
     pub orphan_grace: Period,
     pub collect_interval: Period,
@@ -349,6 +350,7 @@ impl Config {
         within("osd.requests_per_connection", self.osd.requests_per_connection as u64, 1, 4096)?;
         within("osd.target_timeout in ms", self.osd.target_timeout.0.as_millis() as u64, 100, 600_000)?;
         within("osd.rebuild_share", self.osd.rebuild_share.into(), 1, 100)?;
+        within("osd.missed_objects_per_pg", self.osd.missed_objects_per_pg as u64, 1, 16_777_216)?;
         within("osd.sessions", self.osd.sessions as u64, 1, 65_536)?;
         within("coding.dpu_threads", self.coding.dpu_threads as u64, 1, 64)?;
         within("coding.host_threads", self.coding.host_threads as u64, 1, 64)?;

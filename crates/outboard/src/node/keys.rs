@@ -174,6 +174,12 @@ pub const KEYS: &[Key] = &[
     ),
     key(
         "osd",
+        "missed_objects_per_pg",
+        "65536",
+        "Objects of a placement group that are noted by name when they change while a target is away: 1 to 16777216. Beyond that the target gets everything anew when it comes back.",
+    ),
+    key(
+        "osd",
         "session_expiry",
         "\"24h\"",
         "Clients that changed nothing for that long lose the record of what they did; a retry that comes later is refused.",

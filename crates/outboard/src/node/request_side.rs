@@ -196,6 +196,7 @@ pub async fn serve(
         target_timeout: config.osd.target_timeout.0,
         rebuild_rate: config.osd.rebuild_rate.0,
         rebuild_share: config.osd.rebuild_share,
+        missed_objects_per_pg: config.osd.missed_objects_per_pg,
         session_expiry: config.osd.session_expiry.0,
         orphan_grace: config.osd.orphan_grace.0,
         collect_interval: config.osd.collect_interval.0,
