@@ -113,7 +113,10 @@ impl NodeMap {
         for target in targets {
             let copy = match read_copy(target).await {
                 Err(e) if is_final_for(&e) => {
-                    target.fail(&e.to_string());
+                    match &e {
+                        StartError::Target { source, .. } => target.fail(&source.to_string()),
+                        other => target.fail(&other.to_string()),
+                    }
                     failure = Some(e);
                     None
                 }

@@ -249,7 +249,9 @@ fn mount_each<T, D>(
             (Err(e), Some(known)) if may_be_absent(&e) => {
                 tracing::error!(target_uuid = %known.uuid, path = %path.display(), "cannot be mounted: {e}");
                 let why = if let StoreError::Io(why) = &e { why.clone() } else { e.to_string() };
-                let absent = AbsentStore::new(format!("{}: {why}", path.display()));
+                let shown = path.display().to_string();
+                let why = if why.contains(&shown) { why } else { format!("{shown}: {why}") };
+                let absent = AbsentStore::new(why);
                 mounted.push(Mounted { path: path.clone(), uuid: known.uuid, store: Err(absent) });
                 failure = Some(in_store(path)(e));
             }
