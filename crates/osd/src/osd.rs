@@ -39,6 +39,8 @@ pub(crate) struct Osd {
     pub(crate) map: RefCell<NodeMap>,
     /// Held while the map is changed.
     pub(crate) changing_map: Mutex<()>,
+    /// A change of the map has failed: some targets may have it.
+    pub(crate) map_is_uncertain: Cell<bool>,
     pub(crate) pools: RefCell<BTreeMap<String, Rc<Pool>>>,
     pub(crate) sessions: RefCell<Sessions>,
     /// Connections that are served.
@@ -128,6 +130,7 @@ impl Osd {
             targets: Rc::new(targets),
             map: RefCell::new(map.clone()),
             changing_map: Mutex::default(),
+            map_is_uncertain: Cell::new(false),
             pools: RefCell::default(),
             sessions: RefCell::new(Sessions::new(config.sessions)),
             connections: RefCell::default(),

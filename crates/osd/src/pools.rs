@@ -129,7 +129,12 @@ impl Osd {
         // Also after a failure the epoch goes on: some target may have the map that failed.
         map.epoch += 1;
         self.map.borrow_mut().epoch = map.epoch;
-        map.save(&self.targets).await.map_err(|e| refusal(e.into()))?;
+        let reaches_any = self.targets.iter().any(|t| t.failure().is_none());
+        if let Err(e) = map.save(&self.targets).await {
+            self.map_is_uncertain.set(self.map_is_uncertain.get() || reaches_any);
+            return Err(refusal(e.into()));
+        }
+        self.map_is_uncertain.set(false);
         *self.map.borrow_mut() = map;
         Ok(())
     }

@@ -1,7 +1,7 @@
 //! Looking after redundancy: taking targets out and in, rebuilding what is missing, scrubbing.
 
 use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -101,6 +101,9 @@ impl Osd {
 
     async fn rebuild_group(&self, pool: &str, group: &Rc<Group>) {
         let Ok(session) = group.any_session().await else { return };
+        if let Err(e) = group.remove_leftovers(&session).await {
+            tracing::warn!(pool, error = %e, "what a former member has is removed later");
+        }
         let Some(position) = group.to_rebuild(&session) else { return };
         let target = session.record.members[position].target;
         *self.upkeep.rebuilding.borrow_mut() = Some((pool.to_owned(), target));
@@ -131,7 +134,7 @@ impl Osd {
         let _one_at_a_time = self.changing_map.lock().await;
         let mut map = self.map.borrow().clone();
         change(&mut map);
-        if map == *self.map.borrow() {
+        if map == *self.map.borrow() && !self.map_is_uncertain.get() {
             return Ok(());
         }
         let saved = self.save_map(map).await;
@@ -146,6 +149,9 @@ impl Osd {
         for (_, group) in self.open_groups() {
             drop(group.any_session().await);
         }
+        if out {
+            self.can_spare(&target).await?;
+        }
         if !out {
             target.try_again();
         }
@@ -154,7 +160,7 @@ impl Osd {
 
     /// Gives a target's number to another one, which the node has from its next start on.
     pub(crate) async fn replace_target(&self, index: u32, uuid: Uuid) -> proto::Result<()> {
-        self.target(index)?;
+        self.can_spare(&*self.target(index)?).await?;
         if self.map.borrow().record(&uuid).is_some() {
             return Err(Error::BadRequest(format!("target {uuid} is one of the node's already")));
         }
@@ -167,6 +173,32 @@ impl Osd {
             map.targets[index as usize] = TargetRecord { uuid, out: false, lost: true };
         })
         .await
+    }
+
+    /// Fails if a target that is there has what no others have, or too few: to say that it is lost would lose data.
+    async fn can_spare(&self, target: &Target) -> proto::Result<()> {
+        let needs = |(pool, group): (String, Rc<Group>)| {
+            let session = group.current()?;
+            (!session.can_spare(target.uuid, group.layout.k)).then_some(pool)
+        };
+        let pools: BTreeSet<String> = self.open_groups().into_iter().filter_map(needs).collect();
+        if pools.is_empty() {
+            return Ok(());
+        }
+        // That it is gone may not have been noticed yet: something is written to it.
+        let written = {
+            let _one_at_a_time = self.changing_map.lock().await;
+            let map = self.map.borrow().clone();
+            self.save_map(map).await
+        };
+        if !target.is_usable() {
+            tracing::info!(target_uuid = %target.uuid, ?written, "the target is gone");
+            return Ok(());
+        }
+        let pools = pools.into_iter().collect::<Vec<_>>().join(", ");
+        Err(Error::BadRequest(format!(
+            "too few other targets are up to date for {pools}; bring those back and wait until they have caught up"
+        )))
     }
 
     fn target(&self, index: u32) -> proto::Result<Rc<Target>> {

@@ -83,9 +83,17 @@ pub(crate) struct Session {
     /// In sync, by position.
     pub(crate) links: Vec<Option<Link>>,
     pub(crate) record: GroupRecord,
+    /// Targets that have something which nobody needs any more.
+    pub(crate) leftovers: RefCell<Vec<Rc<Target>>>,
 }
 
 impl Session {
+    /// Whether the group could go on without a target.
+    pub(crate) fn can_spare(&self, uuid: Uuid, needed: usize) -> bool {
+        let others = self.links.iter().flatten().filter(|link| link.target.uuid != uuid).count();
+        others >= needed || self.links.iter().flatten().count() == others
+    }
+
     /// Whether a target is a member that is not in sync.
     pub(crate) fn lacks_target(&self, uuid: Uuid) -> bool {
         self.record.members.iter().any(|m| m.target == uuid && m.standing != Standing::InSync)
@@ -162,10 +170,8 @@ pub(crate) struct Group {
     pub(crate) trim_scheduled: Cell<bool>,
     /// Shards that could not be read, by object and position.
     pub(crate) damaged: RefCell<BTreeSet<(ObjectId, usize)>>,
-    /// Epoch of the last session: until then nothing can have happened elsewhere.
-    pub(crate) lineage: Cell<u64>,
-    /// Who was in sync in it.
-    pub(crate) last_members: RefCell<Vec<Uuid>>,
+    /// Record of the last session: up to that one nothing can have happened elsewhere.
+    pub(crate) lineage: RefCell<Option<GroupRecord>>,
     objects: RefCell<HashMap<ObjectId, Arc<RwLock<Known>>>>,
     session: RefCell<Option<Rc<Session>>>,
     /// Held while a session is opened, and while members are told of a new record.
@@ -198,8 +204,7 @@ impl Group {
             undone: RefCell::default(),
             trim_scheduled: Cell::new(false),
             damaged: RefCell::default(),
-            lineage: Cell::new(0),
-            last_members: RefCell::default(),
+            lineage: RefCell::default(),
             objects: RefCell::default(),
             session: RefCell::default(),
             opening: Mutex::default(),

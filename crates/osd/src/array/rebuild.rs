@@ -17,8 +17,7 @@ use tokio::time::Instant;
 use super::group::{Group, Link, Session};
 use super::read::{ShardRead, Whole, ask_one_of};
 use super::record::{
-    Entry, GroupRecord, Member, Standing, forget_all_but_dirty, forget_dirty, is_own, key_record,
-    key_trimmed, own_object,
+    Entry, GroupRecord, Member, Standing, forget_all_but_dirty, is_own, key_record, key_trimmed, own_object,
 };
 use crate::ids;
 use crate::pace::Pace;
@@ -128,10 +127,14 @@ impl Group {
     /// that are away get everything when they come back.
     pub(crate) async fn bound_notes(&self) {
         // A rebuild that is under way is the sooner done.
-        if self.log.borrow().dirty.len() <= self.dirty_max || self.rebuild.borrow().is_some() {
+        let is_due = || self.log.borrow().dirty.len() > self.dirty_max && self.rebuild.borrow().is_none();
+        if !is_due() {
             return;
         }
         let _closed = self.gate.write().await;
+        if !is_due() {
+            return;
+        }
         if let Some(session) = self.current() {
             tracing::warn!(cid = %self.cid, limit = self.dirty_max, "too much has changed without a target; it will get everything anew");
             self.end_session(&session);
@@ -153,9 +156,7 @@ impl Group {
             if session.record.members[position].standing == Standing::Blank {
                 // What it has from before may be much: clients are not to wait for that.
                 let target = self.member(&session, position)?;
-                while self.wipe_some(&target).await? {
-                    self.still(&session)?;
-                }
+                self.wipe_in(&session, &target).await?;
             }
             let link = self.admit(&session, position).await?;
             let job = Job { group: self, session: Rc::clone(&session), position, link, pace, progress };
@@ -267,7 +268,7 @@ impl Group {
         let mut peers = self.live_links(session, oid);
         peers[position] = None;
         let mut transaction = Transaction::new(self.cid.clone());
-        let there = match link.target.store.stat(&self.cid, oid).await {
+        let there = match self.in_time(link.target.store.stat(&self.cid, oid)).await {
             Ok(_) => true,
             Err(StoreError::NoSuchObject(_)) => false,
             Err(e) => {
@@ -484,17 +485,14 @@ impl Job<'_> {
         let mut members = old.members;
         members[self.position].standing = Standing::InSync;
         let record = GroupRecord { epoch: old.epoch + 1, members };
-        let mut ops = Vec::new();
+        // Notes that nobody needs any more are forgotten when the next session begins.
         if record.needs_notes() {
             let dirty = group.log.borrow().dirty.clone();
             group.note_dirty(&self.link, dirty.iter()).await?;
-        } else {
-            ops.push(forget_dirty());
         }
         let links: Vec<&Link> = self.session.links.iter().flatten().chain([&self.link]).collect();
-        group.put_in_force(&record, &links, ops).await?;
-        group.lineage.set(record.epoch);
-        group.last_members.borrow_mut().push(self.link.target.uuid);
+        group.put_in_force(&record, &links).await?;
+        *group.lineage.borrow_mut() = Some(record.clone());
         let target = self.link.target.uuid;
         tracing::info!(cid = %group.cid, position = self.position, epoch = record.epoch, target_uuid = %target, "a member is back");
         metrics::counter!("outboard_osd_members_rebuilt_total").increment(1);

@@ -160,12 +160,7 @@ pub(crate) fn key_dirty(oid: &ObjectId) -> Bytes {
     [b"d", &oid.as_bytes()[..]].concat().into()
 }
 
-/// What removes the notes of all dirty objects.
-pub(crate) fn forget_dirty() -> Op {
-    Op::OmapRemoveRange { oid: own_object(), from: Bytes::from_static(b"d"), to: Bytes::from_static(b"e") }
-}
-
-/// What removes all entries but those.
+/// What removes all entries but notes of dirty objects.
 pub(crate) fn forget_all_but_dirty() -> Op {
     Op::OmapRemoveRange { oid: own_object(), from: Bytes::from_static(b"e"), to: Bytes::from_static(b"\xff") }
 }

@@ -1,13 +1,16 @@
 //! Pools with redundancy: what may happen while a target is away, or on its way back.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
 use osd::OsdConfig;
 use store::ObjectId;
+use store::simulation::{SimDrive, SimStore};
+use uuid::Uuid;
 
-use crate::common::{data, is_another_network, moment};
+use crate::common::{FaultStore, Node, data, is_another_network, moment, seed};
 use crate::redundancy::{Rig, config, wait_until_whole};
 
 /// Waits until something is so.
@@ -501,5 +504,130 @@ async fn a_member_that_cannot_be_rebuilt_keeps_no_other_one_waiting() {
         rig.node.stores[full].set_full(0);
         wait_until_whole(&rig.client).await;
         rig.check_without_each(&[0, 1, 2]).await;
+    }
+}
+
+/// One copy is back, but has not caught up, when the one that has it all goes: what the first one has does not count.
+#[tokio::test]
+async fn the_only_one_that_has_the_newest_goes_before_the_other_has_it() {
+    if is_another_network() {
+        return;
+    }
+    // The target is known to be there, but it is rebuilt only from the next look on.
+    let config = OsdConfig { upkeep_interval: Duration::from_secs(2), ..config() };
+    let mut rig = Rig::of("mirror:2", 2, 2, config).await;
+    for number in 0..20 {
+        rig.put(number, 9000, number as u64).await;
+    }
+    rig.set_down(&[0], true);
+    for number in 0..20 {
+        rig.put(number, 10_000, 100 + number as u64).await;
+    }
+    rig.set_down(&[1], true);
+    rig.pool.object("other").unwrap().put("x").await.unwrap_err();
+    rig.set_down(&[0], false);
+    rig.client.set_target_out(0, false).await.unwrap();
+    for (name, bytes) in &rig.objects {
+        match rig.pool.object(name).unwrap().get().await {
+            Ok(read) => assert!(read == *bytes, "{name} is an old one"),
+            Err(e) => assert!(e.to_string().contains("bring back"), "{name}: {e}"),
+        }
+    }
+    let e = rig.pool.object("other").unwrap().put("x").await.unwrap_err().to_string();
+    assert!(e.contains("bring back") && e.contains(&rig.node.targets()[1].0.to_string()), "{e}");
+    rig.bring_back(&[1]).await;
+    rig.check("both are back").await;
+    rig.check_without_each(&[0, 1]).await;
+}
+
+/// The operator says that the copy with the newest changes is lost: the node goes on with what there is. Should that copy come
+/// back all the same, it gets everything anew.
+#[tokio::test]
+async fn a_copy_that_was_said_to_be_lost_comes_back() {
+    if is_another_network() {
+        return;
+    }
+    for (restarts, limit) in [(false, 1000), (true, 1000), (false, 5), (true, 5)] {
+        let config = OsdConfig { missed_objects_per_pg: limit, ..config() };
+        let mut rig = Rig::of("mirror:2", 2, 2, config).await;
+        for number in 0..20 {
+            rig.put(number, 9000, number as u64).await;
+        }
+        let old = rig.objects.clone();
+        rig.set_down(&[0], true);
+        for number in 0..20 {
+            rig.put(number, 10_000, 100 + number as u64).await;
+        }
+        if limit < 20 {
+            until("the notes are forgotten", async || rig.notes().await == 0).await;
+        }
+        let e = rig.client.set_target_out(1, true).await.unwrap_err().to_string();
+        assert!(e.contains("up to date"), "{e}");
+        rig.set_down(&[1], true);
+        rig.pool.object("other").unwrap().put("x").await.unwrap_err();
+        rig.set_down(&[0], false);
+        rig.client.set_target_out(0, false).await.unwrap();
+        let e = rig.pool.object("o0").unwrap().get().await.unwrap_err().to_string();
+        assert!(e.contains("bring"), "{e}");
+        rig.client.set_target_out(1, true).await.unwrap();
+        rig.objects = old;
+        rig.check("what is left").await;
+        for number in 15..30 {
+            rig.put(number, 11_000, 200 + number as u64).await;
+        }
+        if restarts {
+            rig.node.restart();
+        }
+        rig.bring_back(&[1]).await;
+        rig.check("it is back").await;
+        rig.check_without_each(&[0, 1]).await;
+    }
+}
+
+/// More notes than the real store has room for in one transaction.
+#[tokio::test]
+async fn many_notes_with_long_names() {
+    if is_another_network() {
+        return;
+    }
+    const MISSED: usize = 500;
+    for (limit, is_lost) in [(2 * MISSED, false), (2 * MISSED, true), (MISSED / 2, false)] {
+        let config = OsdConfig { missed_objects_per_pg: limit, ..config() };
+        let store = |number| {
+            let image = SimStore::format(vec![0; 64 << 20], Uuid::from_u128(number)).unwrap();
+            FaultStore::over(Arc::new(SimStore::mount(&SimDrive::new(image), seed()).unwrap()), None)
+        };
+        let mut node = Node::over(vec![store(1), store(2)], config);
+        node.restart();
+        let client = node.client().await;
+        client.create_pool_with("pool", 1, "mirror:2".parse().unwrap()).await.unwrap();
+        let pool = client.pool("pool").unwrap();
+        let mut rig = Rig { node, client, pool, objects: Vec::new() };
+        rig.put(0, 1000, 1).await;
+        rig.set_down(&[0], true);
+        let names: Vec<String> = (0..MISSED).map(|n| format!("{n:0>1000}")).collect();
+        for few in names.chunks(16) {
+            let put = async |name: &String| rig.pool.object(name).unwrap().put("x").await;
+            futures::future::try_join_all(few.iter().map(put)).await.unwrap();
+        }
+        if limit < MISSED {
+            until("the notes are forgotten", async || rig.notes().await == 0).await;
+        } else {
+            assert!(rig.notes().await >= MISSED);
+        }
+        if is_lost {
+            rig.set_down(&[1], true);
+            rig.pool.object("other").unwrap().put("x").await.unwrap_err();
+            rig.set_down(&[0], false);
+            rig.client.set_target_out(0, false).await.unwrap();
+            rig.client.set_target_out(1, true).await.unwrap();
+            rig.bring_back(&[1]).await;
+        } else {
+            rig.bring_back(&[0]).await;
+            let name = names.last().unwrap().clone();
+            rig.objects.push((name, Bytes::from_static(b"x")));
+        }
+        until("no notes are left", async || rig.notes().await == 0).await;
+        rig.check_without_each(&[0, 1]).await;
     }
 }

@@ -1,0 +1,201 @@
+//! Who counts: which members go on, and what they put down about the others.
+//!
+//! Epochs grow by one from record to record. Where the members that are there go on only because an operator has said that others
+//! are lost, which may know more, the epoch takes a step that those cannot have made: should they come back all the same, they do
+//! not count, and get everything anew.
+
+use std::collections::BTreeSet;
+
+use bytes::Bytes;
+use futures::future::try_join_all;
+use store::{ObjectId, Op, StoreError, Transaction};
+use uuid::Uuid;
+
+use super::group::{Group, Link};
+use super::open::View;
+use super::record::{GroupRecord, Member, Standing, key_dirty, key_proposal, key_record, own_object};
+use crate::target::Target;
+
+/// How far an epoch is beyond all that members may have that were said to be lost.
+const WORD: u64 = 1 << 32;
+/// Bytes of keys in one transaction: a store's transactions are bounded.
+const PAGE: usize = 64 << 10;
+
+/// As many keys as may be in one transaction.
+pub(super) fn page(keys: &mut impl Iterator<Item = Bytes>) -> Vec<Bytes> {
+    let (mut page, mut bytes) = (Vec::new(), 0);
+    while bytes < PAGE
+        && let Some(key) = keys.next()
+    {
+        bytes += key.len() + 16;
+        page.push(key);
+    }
+    page
+}
+
+impl Group {
+    /// The members in sync that are there, by position; and whether they count only by an operator's word that others are lost.
+    ///
+    /// # Errors
+    /// [`StoreError::TooFewTargets`] if they are too few, or others may know more.
+    pub(super) fn members(
+        &self,
+        record: &GroupRecord,
+        views: &[View],
+    ) -> store::Result<(Vec<Option<View>>, bool)> {
+        if record.members.len() != self.layout.shards() {
+            let detail = format!("it has {} members, not {}", record.members.len(), self.layout.shards());
+            return Err(StoreError::Corrupt { what: format!("group {}", self.cid), detail });
+        }
+        let mut members = vec![None; record.members.len()];
+        let mut missing = Vec::new();
+        for position in record.in_sync() {
+            let uuid = record.members[position].target;
+            members[position] = views.iter().find(|view| view.link.target.uuid == uuid).cloned();
+            if members[position].is_none() {
+                missing.push(uuid);
+            }
+        }
+        let (there, needed) = (members.iter().flatten().count(), self.layout.k);
+        let known = self.lineage.borrow();
+        let newer = known.as_ref().filter(|last| last.epoch > record.epoch);
+        // Those that may have gone on without the ones that are here: in the last session, or before there was one.
+        let ahead: Vec<Uuid> = match (newer, &*known) {
+            (Some(last), _) => last.in_sync().map(|position| last.members[position].target).collect(),
+            (None, Some(_)) => Vec::new(),
+            (None, None) => missing.clone(),
+        };
+        let list = |uuids: &[Uuid]| uuids.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+        let on_word = newer.is_some() || ahead.len() >= needed;
+        let away = ahead.iter().filter(|uuid| !self.is_written_off(uuid)).count();
+        if newer.is_some() && away >= needed {
+            let detail = format!(
+                "what is there is older than what was acknowledged; bring back {needed} of {}, or take them out if they are lost",
+                list(&ahead)
+            );
+            return Err(StoreError::TooFewTargets { there: 0, needed, detail });
+        }
+        if there < needed {
+            let detail = format!("bring back one of {}", list(&missing));
+            return Err(StoreError::TooFewTargets { there, needed, detail });
+        }
+        if away >= needed {
+            let detail = format!(
+                "whether these have gone on alone cannot be told: {}; bring them back, or take them out if they are lost",
+                list(&ahead)
+            );
+            return Err(StoreError::TooFewTargets { there, needed: there + 1, detail });
+        }
+        Ok((members, on_word))
+    }
+
+    /// Whether an operator has said that a target is lost.
+    fn is_written_off(&self, uuid: &Uuid) -> bool {
+        self.targets.iter().find(|t| t.uuid == *uuid).is_none_or(|t| t.is_out())
+    }
+
+    /// Makes the members agree on a record that says who is in sync; returns it and the objects that are dirty.
+    pub(super) async fn agree(
+        &self,
+        old: GroupRecord,
+        views: &[View],
+        members: &[Option<View>],
+        on_word: bool,
+    ) -> store::Result<(GroupRecord, BTreeSet<ObjectId>)> {
+        let there = || members.iter().flatten();
+        let mut dirty: BTreeSet<ObjectId> = there().flat_map(|view| view.dirty.iter().cloned()).collect();
+        let mut record = old;
+        for (member, view) in record.members.iter_mut().zip(members) {
+            if on_word && view.is_none() {
+                member.standing = Standing::Blank;
+            } else if view.is_none() && member.standing == Standing::InSync {
+                member.standing = Standing::Stale;
+                // Whatever may not have reached it is among the intents.
+                let intents = there().flat_map(|view| view.intents.values());
+                dirty.extend(intents.flat_map(|intent| &intent.objects).map(|t| t.oid.clone()));
+            }
+        }
+        if dirty.len() > self.dirty_max {
+            let stale = record.members.iter_mut().filter(|m| m.standing == Standing::Stale);
+            stale.for_each(|m| m.standing = Standing::Blank);
+        }
+        self.find_replacements(&mut record);
+        let needs_notes = record.needs_notes();
+        if !needs_notes {
+            dirty.clear();
+        }
+        let has_it = |view: &View| view.record == record && (view.dirty == dirty || !needs_notes);
+        if on_word || !there().all(has_it) {
+            let last = self.lineage.borrow().as_ref().map_or(0, |last| last.epoch);
+            let heard = views.iter().map(|view| view.heard).max().unwrap_or(0);
+            record.epoch = heard.max(last).saturating_add(if on_word { WORD } else { 1 });
+            // Before the record: one note too many does no harm.
+            let lacking = there().map(|view| (&view.link, dirty.difference(&view.dirty)));
+            try_join_all(lacking.map(|(link, lacking)| self.note_dirty(link, lacking))).await?;
+            self.put_in_force(&record, &there().map(|view| &view.link).collect::<Vec<_>>()).await?;
+            let (in_sync, of) = (record.in_sync().count(), record.members.len());
+            tracing::info!(cid = %self.cid, epoch = record.epoch, in_sync, of, on_word, "the group's members have changed");
+        }
+        if !needs_notes {
+            try_join_all(there().map(|view| self.forget_dirty(&view.link, &view.dirty))).await?;
+        }
+        Ok((record, dirty))
+    }
+
+    /// Puts a record in force: as a proposal first. Only once all have that may one of them take it for what counts, and nobody
+    /// is told anything before.
+    pub(super) async fn put_in_force(&self, record: &GroupRecord, links: &[&Link]) -> store::Result<()> {
+        let oid = own_object();
+        let proposal = vec![(key_proposal(), record.encode())];
+        let propose =
+            Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: oid.clone(), entries: proposal });
+        try_join_all(links.iter().map(|link| self.apply_to(link, propose.clone()))).await?;
+        let entries = vec![(key_record(), record.encode())];
+        let note = Transaction::new(self.cid.clone())
+            .with(Op::OmapSet { oid: oid.clone(), entries })
+            .with(Op::OmapRemove { oid, keys: vec![key_proposal()] });
+        try_join_all(links.iter().map(|link| self.apply_to(link, note.clone()))).await.map(drop)
+    }
+
+    /// Notes objects as dirty on a member, however many those are.
+    pub(super) async fn note_dirty(
+        &self,
+        link: &Link,
+        oids: impl Iterator<Item = &ObjectId>,
+    ) -> store::Result<()> {
+        let mut keys = oids.map(key_dirty).peekable();
+        while keys.peek().is_some() {
+            let entries = page(&mut keys).into_iter().map(|key| (key, Bytes::new())).collect();
+            let note = Op::OmapSet { oid: own_object(), entries };
+            self.apply_to(link, Transaction::new(self.cid.clone()).with(note)).await?;
+        }
+        Ok(())
+    }
+
+    /// Removes such notes again.
+    async fn forget_dirty(&self, link: &Link, oids: &BTreeSet<ObjectId>) -> store::Result<()> {
+        let mut keys = oids.iter().map(key_dirty).peekable();
+        while keys.peek().is_some() {
+            let forget = Op::OmapRemove { oid: own_object(), keys: page(&mut keys) };
+            self.apply_to(link, Transaction::new(self.cid.clone()).with(forget)).await?;
+        }
+        Ok(())
+    }
+
+    /// Gives the places of members that are out, or no longer the node's, to targets that are not members yet.
+    fn find_replacements(&self, record: &mut GroupRecord) {
+        for position in 0..record.members.len() {
+            let member = record.members[position];
+            let known = self.targets.iter().find(|t| t.uuid == member.target);
+            if member.standing == Standing::InSync || known.is_some_and(|t| !t.is_out()) {
+                continue;
+            }
+            let taken = |t: &Target| record.members.iter().any(|m| m.target == t.uuid);
+            let free = self.targets.iter().filter(|t| t.is_usable() && !taken(t));
+            let free: Vec<Uuid> = free.map(|t| t.uuid).collect();
+            if let Some(&best) = proto::placement::ranked(self.place.0, self.place.1, &free).first() {
+                record.members[position] = Member { target: free[best], standing: Standing::Blank };
+            }
+        }
+    }
+}

@@ -1,0 +1,106 @@
+//! Removing what targets have of a group: all of it, or what former members have left.
+
+use std::rc::Rc;
+
+use bytes::Bytes;
+use store::{ObjectId, Op, StoreError, Transaction};
+
+use super::group::{Group, Log, Session};
+use super::members::page;
+use super::open::View;
+use super::record::{GroupRecord, key_record, own_object};
+use crate::target::Target;
+
+/// Objects removed at a time.
+const OBJECTS: usize = 64;
+/// Entries of the group's own object looked at before.
+const NOTES: usize = 1024;
+
+/// Targets that were members once, and what they have nobody needs any more.
+pub(super) fn leftovers(record: &GroupRecord, views: &[View], members: &[Option<View>]) -> Vec<Rc<Target>> {
+    if members.iter().any(Option::is_none) {
+        return Vec::new();
+    }
+    let is_member = |t: &Rc<Target>| record.members.iter().any(|m| m.target == t.uuid);
+    views.iter().map(|view| Rc::clone(&view.link.target)).filter(|t| !is_member(t)).collect()
+}
+
+impl Group {
+    /// Removes what former members have left: so it can never count again.
+    ///
+    /// # Errors
+    /// If a target does not do it, or the session ends.
+    pub(crate) async fn remove_leftovers(&self, session: &Session) -> store::Result<()> {
+        loop {
+            let Some(target) = session.leftovers.borrow().last().cloned() else { return Ok(()) };
+            tracing::info!(cid = %self.cid, target_uuid = %target.uuid, "what a former member has is removed");
+            self.wipe_in(session, &target).await?;
+            session.leftovers.borrow_mut().pop();
+        }
+    }
+
+    /// Removes everything that a target has of the group, as long as the session lasts.
+    pub(super) async fn wipe_in(&self, session: &Session, target: &Target) -> store::Result<()> {
+        while self.wipe_some(target).await? {
+            self.still(session)?;
+        }
+        Ok(())
+    }
+
+    /// Removes all that the targets which are there have of the group, objects included. Whatever is under way ends before.
+    ///
+    /// # Errors
+    /// If a target does not do it; one that fails is left out from then on.
+    pub(crate) async fn remove(&self) -> store::Result<()> {
+        let _closed = self.gate.write().await;
+        let _alone = self.opening.lock().await;
+        *self.log.borrow_mut() = Log::default();
+        *self.rebuild.borrow_mut() = None;
+        if let Some(session) = self.current() {
+            self.end_session(&session);
+        }
+        for target in self.targets.iter().filter(|t| t.is_usable()) {
+            match self.wipe(target).await {
+                Err(e @ (StoreError::Io(_) | StoreError::Poisoned(_))) => target.fail(&e.to_string()),
+                wiped => wiped?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes everything that a target has of the group.
+    pub(super) async fn wipe(&self, target: &Target) -> store::Result<()> {
+        while self.wipe_some(target).await? {}
+        Ok(())
+    }
+
+    /// Removes a few of the objects that a target has of the group, at last their collection; returns whether there may be more.
+    async fn wipe_some(&self, target: &Target) -> store::Result<bool> {
+        match self.in_time(self.wipe_step(target)).await {
+            Ok(()) | Err(StoreError::NotEmpty(_) | StoreError::NoSuchObject(_)) => Ok(true),
+            Err(StoreError::NoSuchCollection(_)) => Ok(false),
+            Err(e) => Err(e),
+        }
+    }
+
+    async fn wipe_step(&self, target: &Target) -> store::Result<()> {
+        let (ids, _) = target.store.list(&self.cid, None, OBJECTS).await?;
+        let mut transaction = Transaction::new(self.cid.clone());
+        let own = own_object();
+        let notes = match ids.contains(&own) {
+            true => target.store.omap_iterate(&self.cid, &own, Bytes::new(), NOTES).await?.0,
+            false => Vec::new(),
+        };
+        if ids.is_empty() {
+            transaction.ops.push(Op::RemoveCollection);
+        } else if notes.is_empty() {
+            transaction.ops.extend(ids.into_iter().map(|oid: ObjectId| Op::Remove { oid }));
+        } else {
+            // There may be more than a transaction can remove. The record goes first: what is left says nothing.
+            let mut keys = [key_record()].into_iter().chain(notes.into_iter().map(|(key, _)| key));
+            let keys = page(&mut keys);
+            transaction.ops.push(Op::OmapRemove { oid: own, keys });
+        }
+        target.store.queue_transaction(transaction).await
+    }
+}
