@@ -67,6 +67,14 @@ impl Rig {
         most
     }
 
+    /// Has target 1 go, and target 0 come back.
+    async fn lose_the_newest(&self) {
+        self.set_down(&[1], true);
+        self.pool.object("other").unwrap().put("x").await.unwrap_err();
+        self.set_down(&[0], false);
+        self.client.set_target_out(0, false).await.unwrap();
+    }
+
     /// Checks everything without each of these targets, one at a time.
     async fn check_without_each(&self, targets: &[usize]) {
         for &lost in targets {
@@ -507,6 +515,20 @@ async fn a_member_that_cannot_be_rebuilt_keeps_no_other_one_waiting() {
     }
 }
 
+/// Two copies, of which target 1's alone has the newest changes; and what the other one has.
+async fn one_copy_ahead(config: OsdConfig) -> (Rig, Vec<(String, Bytes)>) {
+    let mut rig = Rig::of("mirror:2", 2, 2, config).await;
+    for number in 0..20 {
+        rig.put(number, 9000, number as u64).await;
+    }
+    let old = rig.objects.clone();
+    rig.set_down(&[0], true);
+    for number in 0..20 {
+        rig.put(number, 10_000, 100 + number as u64).await;
+    }
+    (rig, old)
+}
+
 /// One copy is back, but has not caught up, when the one that has it all goes: what the first one has does not count.
 #[tokio::test]
 async fn the_only_one_that_has_the_newest_goes_before_the_other_has_it() {
@@ -515,18 +537,8 @@ async fn the_only_one_that_has_the_newest_goes_before_the_other_has_it() {
     }
     // The target is known to be there, but it is rebuilt only from the next look on.
     let config = OsdConfig { upkeep_interval: Duration::from_secs(2), ..config() };
-    let mut rig = Rig::of("mirror:2", 2, 2, config).await;
-    for number in 0..20 {
-        rig.put(number, 9000, number as u64).await;
-    }
-    rig.set_down(&[0], true);
-    for number in 0..20 {
-        rig.put(number, 10_000, 100 + number as u64).await;
-    }
-    rig.set_down(&[1], true);
-    rig.pool.object("other").unwrap().put("x").await.unwrap_err();
-    rig.set_down(&[0], false);
-    rig.client.set_target_out(0, false).await.unwrap();
+    let (rig, _) = one_copy_ahead(config).await;
+    rig.lose_the_newest().await;
     for (name, bytes) in &rig.objects {
         match rig.pool.object(name).unwrap().get().await {
             Ok(read) => assert!(read == *bytes, "{name} is an old one"),
@@ -549,24 +561,13 @@ async fn a_copy_that_was_said_to_be_lost_comes_back() {
     }
     for (restarts, limit) in [(false, 1000), (true, 1000), (false, 5), (true, 5)] {
         let config = OsdConfig { missed_objects_per_pg: limit, ..config() };
-        let mut rig = Rig::of("mirror:2", 2, 2, config).await;
-        for number in 0..20 {
-            rig.put(number, 9000, number as u64).await;
-        }
-        let old = rig.objects.clone();
-        rig.set_down(&[0], true);
-        for number in 0..20 {
-            rig.put(number, 10_000, 100 + number as u64).await;
-        }
+        let (mut rig, old) = one_copy_ahead(config).await;
         if limit < 20 {
             until("the notes are forgotten", async || rig.notes().await == 0).await;
         }
         let e = rig.client.set_target_out(1, true).await.unwrap_err().to_string();
         assert!(e.contains("up to date"), "{e}");
-        rig.set_down(&[1], true);
-        rig.pool.object("other").unwrap().put("x").await.unwrap_err();
-        rig.set_down(&[0], false);
-        rig.client.set_target_out(0, false).await.unwrap();
+        rig.lose_the_newest().await;
         let e = rig.pool.object("o0").unwrap().get().await.unwrap_err().to_string();
         assert!(e.contains("bring"), "{e}");
         rig.client.set_target_out(1, true).await.unwrap();
@@ -616,10 +617,7 @@ async fn many_notes_with_long_names() {
             assert!(rig.notes().await >= MISSED);
         }
         if is_lost {
-            rig.set_down(&[1], true);
-            rig.pool.object("other").unwrap().put("x").await.unwrap_err();
-            rig.set_down(&[0], false);
-            rig.client.set_target_out(0, false).await.unwrap();
+            rig.lose_the_newest().await;
             rig.client.set_target_out(1, true).await.unwrap();
             rig.bring_back(&[1]).await;
         } else {
