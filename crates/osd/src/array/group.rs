@@ -170,6 +170,8 @@ pub(crate) struct Group {
     pub(crate) trim_scheduled: Cell<bool>,
     /// Shards that could not be read, by object and position.
     pub(crate) damaged: RefCell<BTreeSet<(ObjectId, usize)>>,
+    /// Highest epoch that was ever heard of, or proposed: each new one is beyond that.
+    pub(crate) highest: Cell<u64>,
     /// Record of the last session: up to that one nothing can have happened elsewhere.
     pub(crate) lineage: RefCell<Option<GroupRecord>>,
     objects: RefCell<HashMap<ObjectId, Arc<RwLock<Known>>>>,
@@ -204,6 +206,7 @@ impl Group {
             undone: RefCell::default(),
             trim_scheduled: Cell::new(false),
             damaged: RefCell::default(),
+            highest: Cell::new(0),
             lineage: RefCell::default(),
             objects: RefCell::default(),
             session: RefCell::default(),

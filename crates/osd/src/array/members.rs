@@ -1,10 +1,12 @@
 //! Who counts: which members go on, and what they put down about the others.
 //!
-//! Epochs grow by one from record to record. Where the members that are there go on only because an operator has said that others
-//! are lost, which may know more, the epoch takes a step that those cannot have made: should they come back all the same, they do
-//! not count, and get everything anew.
+//! Epochs grow from record to record, beyond all that were ever proposed: some member may have put down a record that the others
+//! have not, and must not come back with it as the newest. Where the members that are there go on only because an operator has said
+//! that others are lost, which may know more, the epoch takes a step that those cannot have made: should they come back all the
+//! same, they do not count, and get everything anew.
 
 use std::collections::BTreeSet;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
 use futures::future::try_join_all;
@@ -16,7 +18,8 @@ use super::open::View;
 use super::record::{GroupRecord, Member, Standing, key_dirty, key_proposal, key_record, own_object};
 use crate::target::Target;
 
-/// How far an epoch is beyond all that members may have that were said to be lost.
+/// How far an epoch is, at least, beyond all that members may have that were said to be lost. In such steps it has the seconds
+/// since 1970, so that the last word counts.
 const WORD: u64 = 1 << 32;
 /// Bytes of keys in one transaction: a store's transactions are bounded.
 const PAGE: usize = 64 << 10;
@@ -124,11 +127,11 @@ impl Group {
         if !needs_notes {
             dirty.clear();
         }
+        let heard = views.iter().map(|view| view.heard).max().unwrap_or(0);
+        self.highest.set(self.highest.get().max(heard));
         let has_it = |view: &View| view.record == record && (view.dirty == dirty || !needs_notes);
-        if on_word || !there().all(has_it) {
-            let last = self.lineage.borrow().as_ref().map_or(0, |last| last.epoch);
-            let heard = views.iter().map(|view| view.heard).max().unwrap_or(0);
-            record.epoch = heard.max(last).saturating_add(if on_word { WORD } else { 1 });
+        if on_word || self.highest.get() > record.epoch || !there().all(has_it) {
+            record.epoch = self.next_epoch(on_word);
             // Before the record: one note too many does no harm.
             let lacking = there().map(|view| (&view.link, dirty.difference(&view.dirty)));
             try_join_all(lacking.map(|(link, lacking)| self.note_dirty(link, lacking))).await?;
@@ -142,9 +145,20 @@ impl Group {
         Ok((record, dirty))
     }
 
+    /// An epoch that nobody has heard of.
+    pub(super) fn next_epoch(&self, on_word: bool) -> u64 {
+        let next = self.highest.get().saturating_add(1);
+        if !on_word {
+            return next;
+        }
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        next.saturating_add(WORD).max(now.as_secs().saturating_mul(WORD))
+    }
+
     /// Puts a record in force: as a proposal first. Only once all have that may one of them take it for what counts, and nobody
     /// is told anything before.
     pub(super) async fn put_in_force(&self, record: &GroupRecord, links: &[&Link]) -> store::Result<()> {
+        self.highest.set(self.highest.get().max(record.epoch));
         let oid = own_object();
         let proposal = vec![(key_proposal(), record.encode())];
         let propose =

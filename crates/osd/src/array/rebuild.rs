@@ -484,7 +484,7 @@ impl Job<'_> {
         let old = self.session.record.clone();
         let mut members = old.members;
         members[self.position].standing = Standing::InSync;
-        let record = GroupRecord { epoch: old.epoch + 1, members };
+        let record = GroupRecord { epoch: group.next_epoch(false), members };
         // Notes that nobody needs any more are forgotten when the next session begins.
         if record.needs_notes() {
             let dirty = group.log.borrow().dirty.clone();

@@ -41,10 +41,18 @@ impl Group {
 
     /// Removes everything that a target has of the group, as long as the session lasts.
     pub(super) async fn wipe_in(&self, session: &Session, target: &Target) -> store::Result<()> {
-        while self.wipe_some(target).await? {
-            self.still(session)?;
+        loop {
+            match self.wipe_some(target).await {
+                Ok(false) => return Ok(()),
+                Ok(true) => self.still(session)?,
+                Err(e) => {
+                    if matches!(e, StoreError::Io(_) | StoreError::Poisoned(_)) {
+                        target.fail(&e.to_string());
+                    }
+                    return Err(e);
+                }
+            }
         }
-        Ok(())
     }
 
     /// Removes all that the targets which are there have of the group, objects included. Whatever is under way ends before.

@@ -629,3 +629,41 @@ async fn many_notes_with_long_names() {
         rig.check_without_each(&[0, 1]).await;
     }
 }
+
+/// The record that calls a rebuilt target in sync is on that one alone when the OSD goes, and the target with it. The others go on
+/// with what they have: what they do then is to count.
+#[tokio::test]
+async fn a_record_that_only_the_rebuilt_target_has_does_not_count() {
+    if is_another_network() {
+        return;
+    }
+    let mut rig = Rig::new("ec:2+1", 1).await;
+    for number in 0..10 {
+        rig.put(number, 50_000, number as u64).await;
+    }
+    rig.set_down(&[0], true);
+    rig.put(0, 50_000, 100).await;
+    [1, 2].iter().for_each(|&target| rig.node.stores[target].hold_records(true));
+    rig.set_down(&[0], false);
+    rig.client.set_target_out(0, false).await.unwrap();
+    let waited = tokio::time::timeout(Duration::from_secs(60), rig.node.waited(2));
+    waited.await.expect("the rebuilt target is about to be called in sync");
+    until("it has the record", async || has_newest(&rig).await).await;
+    rig.set_down(&[0], true);
+    rig.node.restart();
+    [1, 2].iter().for_each(|&target| rig.node.stores[target].hold_records(false));
+    for number in 1..10 {
+        rig.put(number, 55_000, 200 + number as u64).await;
+    }
+    rig.set_down(&[0], false);
+    rig.client.set_target_out(0, false).await.unwrap();
+    wait_until_whole(&rig.client).await;
+    rig.check("it is back").await;
+    rig.check_without_each(&[0, 1, 2]).await;
+}
+
+/// Whether target 0 alone has the newest record.
+async fn has_newest(rig: &Rig) -> bool {
+    let [first, second, third] = [record(rig, 0).await, record(rig, 1).await, record(rig, 2).await];
+    second == third && first != second && first[1] > second[1]
+}
