@@ -124,7 +124,9 @@ impl NodeMap {
             };
             copies.push(copy);
         }
-        let newest = copies.iter().flatten().max_by_key(|map| map.epoch).cloned();
+        // Of two that are as new, the one that counts is on most targets: the other one could not be saved.
+        let count = |map: &NodeMap| copies.iter().flatten().filter(|copy| *copy == map).count();
+        let newest = copies.iter().flatten().max_by_key(|map| (map.epoch, count(map))).cloned();
         let map = match (newest, failure.take_if(|_| newest_is_missing(&copies))) {
             (_, Some(failure)) => return Err(failure),
             (Some(map), _) => map,

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use base::block::Payload;
+use bytes::Bytes;
 use osd::{Osd, OsdConfig, StartError};
-use store::{MemStore, ObjectStore, Op, Transaction, WriteSource};
+use store::{CollectionId, MemStore, ObjectId, ObjectStore, Op, Transaction, WriteSource};
 use uuid::Uuid;
 
 use crate::common::Node;
@@ -40,17 +41,29 @@ async fn missing_foreign_and_doubled_targets_are_refused() {
     assert_eq!(client.pool("pool").unwrap().object("x").unwrap().get().await.unwrap(), "x");
 }
 
-/// Writes nonsense over the map of a node without objects.
+/// Where a target has the node's map.
+async fn map_object(store: &dyn ObjectStore) -> (CollectionId, ObjectId) {
+    let mut collections = store.collections().await.unwrap();
+    collections.retain(|cid| !cid.as_bytes().starts_with(b"P"));
+    let cid = collections.remove(0);
+    let (mut ids, _) = store.list(&cid, None, 10).await.unwrap();
+    (cid, ids.remove(0))
+}
+
+/// Writes over the map.
+async fn write_map(store: &dyn ObjectStore, bytes: Bytes) {
+    let (cid, oid) = map_object(store).await;
+    let source = WriteSource::Inline(Payload::compute(0, bytes));
+    let write = Transaction::new(cid).with(Op::Truncate { oid: oid.clone(), size: 0 }).with(Op::Write {
+        oid,
+        offset: 0,
+        source,
+    });
+    store.queue_transaction(write).await.unwrap();
+}
+
 async fn garble(node: &Node, target: usize) {
-    let store = &node.stores[target];
-    for cid in store.collections().await.unwrap() {
-        let (ids, _) = store.list(&cid, None, 10).await.unwrap();
-        for oid in ids {
-            let source = WriteSource::Inline(Payload::compute(0, "\x02nonsense".into()));
-            let write = Op::Write { oid, offset: 0, source };
-            store.queue_transaction(Transaction::new(cid.clone()).with(write)).await.unwrap();
-        }
-    }
+    write_map(&*node.stores[target], "\x02nonsense".into()).await;
 }
 
 /// A copy of the map that cannot be read costs its target, as long as most others can be.
@@ -72,4 +85,36 @@ async fn a_damaged_map_costs_one_target() {
     garble(&node, 2).await;
     let refused = start(&node, node.targets());
     assert!(matches!(refused, StartError::CorruptMap { .. }), "{refused}");
+}
+
+/// A map that could be saved on one target only, and was not acknowledged, does not count beside one that is as new.
+#[tokio::test]
+async fn of_two_maps_that_are_as_new_the_one_on_most_targets_counts() {
+    for odd in 0..3 {
+        let mut node = Node::of(3, OsdConfig::default());
+        node.restart();
+        let maps = async |node: &Node| {
+            let mut maps = vec![];
+            for store in &node.stores {
+                let (cid, oid) = map_object(&**store).await;
+                maps.push(store.read(&cid, &oid, 0, 1 << 20, None).await.unwrap().contiguous());
+            }
+            maps
+        };
+        let before = maps(&node).await;
+        node.client().await.create_pool("not-saved").await.unwrap();
+        let not_saved = maps(&node).await;
+        node.osd.take().unwrap().stop();
+        for (store, map) in node.stores.iter().zip(before) {
+            write_map(&**store, map).await;
+        }
+        node.restart();
+        node.client().await.create_pool("saved").await.unwrap();
+        node.osd.take().unwrap().stop();
+        write_map(&*node.stores[odd], not_saved[odd].clone()).await;
+        node.restart();
+        let pools = node.client().await.pools().await.unwrap();
+        let names: Vec<String> = pools.iter().map(|pool| pool.name.to_string()).collect();
+        assert_eq!(names, ["saved"], "{odd}");
+    }
 }
