@@ -21,7 +21,7 @@ use crate::{
 pub const LEN: usize = 8 << 20;
 
 /// Nothing here takes that long.
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(60);
 /// A queue for payload.
 const BULK: QueueId = 1;
 
@@ -314,7 +314,7 @@ async fn regions_that_end_at_once_leave_nothing(rig: Rig) {
         rig.post(queue, Vec::new(), 501);
     }
     rig.completions(rig.engine.queues()).await;
-    assert_eq!(Arc::strong_count(&arena), 1, "the end of a region was carried out before its beginning");
+    assert_eq!(Arc::strong_count(&arena), 1, "regions that have ended are still registered");
 }
 
 async fn a_full_queue_tells_when_there_is_room(rig: Rig) {

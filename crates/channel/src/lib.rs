@@ -13,6 +13,7 @@ mod control;
 mod dma;
 mod doorbell;
 mod error;
+mod farewell;
 mod frame;
 mod handshake;
 mod memory;

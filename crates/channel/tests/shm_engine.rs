@@ -15,6 +15,8 @@ use outboard_channel::{
 
 /// A queue for payload.
 const BULK: usize = 1;
+/// Nothing here takes that long, on a busy machine either.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 struct Rig {
     engine: Arc<ShmEngine>,
@@ -69,7 +71,7 @@ impl Rig {
             self.engine.poll_completions(cx, &mut done);
             if done.len() >= count { std::task::Poll::Ready(()) } else { std::task::Poll::Pending }
         });
-        tokio::time::timeout(Duration::from_secs(5), all).await.expect("the completions");
+        tokio::time::timeout(PATIENCE, all).await.expect("the completions");
         done
     }
 }
@@ -115,7 +117,7 @@ async fn what_is_rung_is_an_eventfd_that_does_not_block() {
         engine.poll_completions(cx, &mut done);
         if done.len() >= 2 { std::task::Poll::Ready(()) } else { std::task::Poll::Pending }
     });
-    tokio::time::timeout(Duration::from_secs(5), both).await.expect("the engine goes on");
+    tokio::time::timeout(PATIENCE, both).await.expect("the engine goes on");
 }
 
 #[tokio::test]

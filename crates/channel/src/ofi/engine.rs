@@ -20,6 +20,7 @@ use super::alarm::Alarm;
 use super::worker::Worker;
 use super::{OfiOffer, QUEUES};
 use crate::dma::{OnDrop, PeerId, QueueId};
+use crate::farewell::share_among_queues;
 use crate::{
     Attachment, Bell, Chain, ChannelError, Completion, Counters, DmaEngine, Joined, Peer, Reach, Region,
     RegionId, Result, Tuning, Unposted,
@@ -200,7 +201,7 @@ impl OfiEngine {
         let (shared, detached) = (Arc::clone(&self.shared), Arc::clone(&rung));
         let detach = OnDrop::new(move || {
             detached.detached.store(true, Ordering::Release);
-            shared.to_every_queue(Arc::new(id), Item::Detach);
+            shared.to_every_queue(id, Item::Detach);
         });
         let (reply, answer) = oneshot::channel();
         self.shared.send(Command::Attach { id, offer, rung: Arc::clone(&rung), reply });
@@ -220,7 +221,7 @@ impl OfiEngine {
 
     fn region(&self, id: RegionId, len: usize) -> Region {
         let shared = Arc::clone(&self.shared);
-        Region::new(id, len, OnDrop::new(move || shared.to_every_queue(Arc::new(id), Item::Unregister)))
+        Region::new(id, len, OnDrop::new(move || shared.to_every_queue(id, Item::Unregister)))
     }
 
     fn fresh_id(&self) -> u32 {
@@ -234,11 +235,8 @@ impl Shared {
         self.alarm.wake();
     }
 
-    fn to_every_queue<T>(&self, what: Arc<T>, item: fn(Arc<T>) -> Item) {
-        for queue in &self.queues {
-            queue.items.push(item(Arc::clone(&what)));
-        }
-        drop(what);
+    fn to_every_queue<T>(&self, what: T, item: fn(Arc<T>) -> Item) {
+        share_among_queues(what, QUEUES, |queue, share| self.queues[queue].items.push(item(share)));
         self.alarm.wake();
     }
 

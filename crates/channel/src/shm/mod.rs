@@ -27,6 +27,7 @@ use futures::task::AtomicWaker;
 use tokio::sync::oneshot;
 
 use crate::dma::{OnDrop, PeerId, QueueId};
+use crate::farewell::share_among_queues;
 use crate::{
     Attachment, Chain, ChannelError, Completion, Counters, Descriptors, DmaEngine, Doorbell, Joined, Peer,
     Reach, Region, RegionId, Result, Unposted,
@@ -191,7 +192,7 @@ impl ShmEngine {
         let (reply, answer) = oneshot::channel();
         let shared = Arc::clone(&self.shared);
         // Also if the caller gives up waiting.
-        let detach = OnDrop::new(move || shared.to_every_queue(Arc::new(id), Item::Detach));
+        let detach = OnDrop::new(move || shared.to_every_queue(id, Item::Detach));
         self.shared.send(Command::Attach { id, memory, len, doorbell: host_doorbell, reply });
         answer.await.map_err(|_| ChannelError::EngineStopped(self.name.clone()))??;
         Ok((Peer { id, len, detach }, Box::new(Doorbell::new(osd_doorbell)?)))
@@ -199,7 +200,7 @@ impl ShmEngine {
 
     fn region(&self, id: RegionId, len: usize) -> Region {
         let shared = Arc::clone(&self.shared);
-        Region::new(id, len, OnDrop::new(move || shared.to_every_queue(Arc::new(id), Item::Unregister)))
+        Region::new(id, len, OnDrop::new(move || shared.to_every_queue(id, Item::Unregister)))
     }
 
     fn fresh_id(&self) -> u32 {
@@ -213,11 +214,8 @@ impl Shared {
         self.wake_worker();
     }
 
-    fn to_every_queue<T>(&self, what: Arc<T>, item: fn(Arc<T>) -> Item) {
-        for queue in &self.queues {
-            queue.items.push(item(Arc::clone(&what)));
-        }
-        drop(what);
+    fn to_every_queue<T>(&self, what: T, item: fn(Arc<T>) -> Item) {
+        share_among_queues(what, QUEUES, |queue, share| self.queues[queue].items.push(item(share)));
         self.wake_worker();
     }
 
