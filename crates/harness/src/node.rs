@@ -152,7 +152,13 @@ impl Node {
         if !program.exists() {
             return Err(format!("{} is not built; run this by make", program.display()).into());
         }
-        Ok(Node { program, dir: dir.to_owned(), environment: Vec::new() })
+        Ok(Node::of_program(&program, dir))
+    }
+
+    /// The node in `dir`, run by a given `outboard` program.
+    #[must_use]
+    pub fn of_program(program: &Path, dir: &Path) -> Node {
+        Node { program: program.to_owned(), dir: dir.to_owned(), environment: Vec::new() }
     }
 
     /// The same node, its commands run with an environment variable.

@@ -1,17 +1,44 @@
 //! `make bench`: a node against what its drive, its network and its memory can do, from one run. `OUTBOARD_BENCH_ROUNDS` (5) and
 //! `OUTBOARD_BENCH_SECONDS` (4) say how long; medians are printed, with the spread.
+//!
+//! `make bench COMPARE=OLD`: an old binary against the new one, in interleaved rounds (`compare`). The exit status is 1 if a figure
+//! of the new binary is worse, and 2 if the two could not be compared.
 
 #![forbid(unsafe_code)]
 
+use std::io::Write;
 use std::path::PathBuf;
+use std::process::ExitCode;
 use std::time::Duration;
 
-use outboard_harness::Result;
 use outboard_harness::ceiling::{self, FioFile};
 use outboard_harness::node::{Node, Placement, Workload};
 use outboard_harness::report::{Table, median, say};
+use outboard_harness::{Result, compare};
 
-fn main() -> Result<()> {
+fn main() -> ExitCode {
+    let outcome = match compare::Settings::from_args(std::env::args().skip(1)) {
+        Ok(Some(settings)) => compare(&settings),
+        Ok(None) => against_the_machine().map(|()| ExitCode::SUCCESS),
+        Err(why) => Err(why),
+    };
+    outcome.unwrap_or_else(|why| {
+        complain(&format!("outboard-bench: {why}"));
+        ExitCode::from(2)
+    })
+}
+
+/// To standard error; a reader that went away is not an error.
+fn complain(line: &str) {
+    let _ = writeln!(std::io::stderr(), "{line}");
+}
+
+fn compare(settings: &compare::Settings) -> Result<ExitCode> {
+    let failed = compare::run(settings, &complain)?.print(settings.json)?;
+    Ok(if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn against_the_machine() -> Result<()> {
     let rounds = setting("OUTBOARD_BENCH_ROUNDS", 5);
     let seconds = setting("OUTBOARD_BENCH_SECONDS", 4);
     let parent = std::env::var_os("OUTBOARD_BENCH_DIR").map_or_else(std::env::temp_dir, PathBuf::from);

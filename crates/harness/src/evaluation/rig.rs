@@ -2,9 +2,7 @@
 //! another is measured.
 
 use std::fs;
-use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
 
 use super::ceph::{self, Cluster};
 use super::plan::Subjects;
@@ -12,6 +10,7 @@ use super::settings::Settings;
 use super::workload::{ABLATIONS, Ablation, Case, Config, IN_FLIGHT_SWEEP, Mode, Network, Set};
 use crate::Result;
 use crate::ceiling::FioFile;
+use crate::cleaner::Cleaner;
 use crate::node::{BenchResult, Node, Placement, Workload};
 
 /// GiB of fio's file, and what is to stay free.
@@ -39,7 +38,7 @@ impl Rig {
         fs::create_dir_all(&settings.work).map_err(|e| {
             format!("cannot make {} ({e}); set OUTBOARD_REPORT_WORK", settings.work.display())
         })?;
-        let cleaner = Cleaner::watch(&settings.work)?;
+        let cleaner = cleaner(&settings.work)?;
         let ceph_gib = space_for_ceph(settings, missing)?;
         say("starting nodes (their targets are written in full)");
         let host = node(settings, Config::Host, Network::Tcp)?;
@@ -207,33 +206,12 @@ fn ablations(node: &Node, missing: &mut Vec<String>) -> Result<Vec<Ablation>> {
     Ok(has)
 }
 
-/// Stops everything and removes the work directory when this process ends, however it ends: a shell of its own process group waits
-/// for the end of its input, which only this process holds open.
-struct Cleaner(Child);
-
-const CLEAN: &str = r#"cat
-for node in "$1"/node-*; do [ -d "$node" ] && OUTBOARD_DIR=$node "$2" down; done
+/// Stops everything and removes the work directory: `$1`, with `outboard` as `$2` and the script that stops a Ceph as `$3`.
+const CLEAN: &str = r#"for node in "$1"/node-*; do [ -d "$node" ] && OUTBOARD_DIR=$node "$2" down; done
 "$3" "$1/ceph"
 rm -rf "$1""#;
 
-impl Cleaner {
-    fn watch(work: &Path) -> Result<Cleaner> {
-        let program = std::env::current_exe()?.with_file_name("outboard");
-        let mut shell = Command::new("sh");
-        shell.args(["-c", CLEAN, "cleaner"]).arg(fs::canonicalize(work)?).arg(program);
-        shell
-            .arg(ceph::scripts().join("down"))
-            .stdin(Stdio::piped())
-            .stdout(Stdio::null())
-            .stderr(Stdio::null());
-        Ok(Cleaner(shell.process_group(0).spawn()?))
-    }
-}
-
-impl Drop for Cleaner {
-    fn drop(&mut self) {
-        drop(self.0.stdin.take());
-        // Left over at worst.
-        let _ = self.0.wait();
-    }
+fn cleaner(work: &Path) -> Result<Cleaner> {
+    let program = std::env::current_exe()?.with_file_name("outboard");
+    Cleaner::watch(CLEAN, [fs::canonicalize(work)?, program, ceph::scripts().join("down")])
 }

@@ -1,0 +1,78 @@
+//! `outboard-bench --compare`: an old binary against a new one.
+//!
+//! Two builds of a program differ by less than a machine drifts in a minute. So both binaries run side by side: each has a
+//! node of either placement, all nodes are up, and one at a time is measured. In every round each case runs on both
+//! binaries, one right after the other, and the first to run alternates. Each binary drives its node with its own client,
+//! because the two may speak different versions of the protocols.
+//!
+//! A figure of a round is the ratio new/old of these two runs. `verdict` judges the median of the ratios.
+
+mod cases;
+mod outcome;
+mod rig;
+mod settings;
+mod verdict;
+
+pub use outcome::Outcome;
+pub use settings::Settings;
+
+use std::time::Duration;
+
+use crate::Result;
+use crate::evaluation::order::turns;
+use rig::Rig;
+
+/// Pause after each run, so that its last writes to the drive do not fall into the next run.
+const SETTLE: Duration = Duration::from_millis(200);
+
+/// One of the two binaries.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Side {
+    /// What the new binary is held against.
+    Old,
+    /// The binary that is judged.
+    New,
+}
+
+/// Measures both binaries. `say` is told about progress.
+///
+/// # Errors
+/// If a node does not come up, or an operation fails.
+pub fn run(settings: &Settings, say: &dyn Fn(&str)) -> Result<Outcome> {
+    let rig = Rig::up(settings, say)?;
+    let cases = rig.cases();
+    let mut outcome = Outcome::new(settings, &rig, &cases);
+    say("warming up: every case once, not counted");
+    for case in &cases {
+        for side in [Side::Old, Side::New] {
+            rig.measure(side, case, 1).map_err(|why| failed(side, case, why.as_ref()))?;
+        }
+    }
+    for round in 0..settings.rounds {
+        say(&format!("round {} of {}", round + 1, settings.rounds));
+        for (place, case) in cases.iter().enumerate() {
+            for side in turns(&[Side::Old, Side::New], round as usize + place) {
+                let sample = rig.measure(side, case, settings.seconds);
+                let sample = sample.map_err(|why| failed(side, case, why.as_ref()))?;
+                outcome.add(place, side, &sample);
+                std::thread::sleep(SETTLE);
+            }
+        }
+    }
+    Ok(outcome)
+}
+
+fn failed(side: Side, case: &cases::Case, why: &dyn std::error::Error) -> String {
+    format!("the {} binary failed in \"{}\": {why}", side.name(), case.name())
+}
+
+impl Side {
+    /// `old` or `new`.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Side::Old => "old",
+            Side::New => "new",
+        }
+    }
+}

@@ -1,0 +1,106 @@
+//! What the command line says about a comparison.
+
+use std::path::PathBuf;
+
+use crate::Result;
+
+/// Eleven rounds of three seconds take about 20 minutes.
+const ROUNDS: u32 = 11;
+const SECONDS: u32 = 3;
+
+/// More would take days; it is a slip of the hand.
+const MOST: u32 = 1000;
+
+/// What is compared, and how often.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Settings {
+    /// The `outboard` program that the new one is held against.
+    pub old: PathBuf,
+    /// The `outboard` program that is judged; if there is none, the one that was built beside this program.
+    pub new: Option<PathBuf>,
+    /// How often each case is measured on each side, 1 to 1000.
+    pub rounds: u32,
+    /// Duration of each run, in seconds, 1 to 1000.
+    pub seconds: u32,
+    /// Whether one JSON object is printed instead of tables.
+    pub json: bool,
+}
+
+impl Settings {
+    /// Reads `--compare OLD [--with NEW] [--rounds N] [--seconds N] [--json]`. None if nothing is to be compared.
+    ///
+    /// # Errors
+    /// If an option is unknown, lacks its value, or has one that is out of range.
+    pub fn from_args(args: impl IntoIterator<Item = String>) -> Result<Option<Settings>> {
+        let (mut old, mut new) = (None, None);
+        let (mut rounds, mut seconds, mut json) = (None, None, false);
+        let mut args = args.into_iter().peekable();
+        let any = args.peek().is_some();
+        while let Some(option) = args.next() {
+            let mut value = || args.next().ok_or_else(|| format!("{option} needs a value"));
+            match option.as_str() {
+                "--compare" => old = Some(PathBuf::from(value()?)),
+                "--with" => new = Some(PathBuf::from(value()?)),
+                "--rounds" => rounds = Some(number(&option, &value()?)?),
+                "--seconds" => seconds = Some(number(&option, &value()?)?),
+                "--json" => json = true,
+                _ => return Err(format!("{option} is unknown; {USAGE}").into()),
+            }
+        }
+        let Some(old) = old else {
+            return if any { Err(format!("--compare is missing; {USAGE}").into()) } else { Ok(None) };
+        };
+        let (rounds, seconds) = (rounds.unwrap_or(ROUNDS), seconds.unwrap_or(SECONDS));
+        Ok(Some(Settings { old, new, rounds, seconds, json }))
+    }
+}
+
+const USAGE: &str = "use --compare OLD [--with NEW] [--rounds N] [--seconds N] [--json]";
+
+fn number(option: &str, text: &str) -> Result<u32> {
+    let number = text.parse().ok().filter(|n| (1..=MOST).contains(n));
+    number.ok_or_else(|| format!("{option} {text}: it must be a number from 1 to {MOST}").into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(args: &str) -> Result<Option<Settings>> {
+        Settings::from_args(args.split_ascii_whitespace().map(str::to_owned))
+    }
+
+    #[test]
+    fn no_arguments_mean_no_comparison() {
+        assert_eq!(read("").unwrap(), None);
+    }
+
+    #[test]
+    fn defaults_give_a_95_percent_interval_in_20_minutes() {
+        let settings = read("--compare /old").unwrap().unwrap();
+        assert_eq!((settings.rounds, settings.seconds, settings.json), (11, 3, false));
+        assert_eq!((settings.old, settings.new), ("/old".into(), None));
+    }
+
+    #[test]
+    fn every_option_is_read() {
+        let settings = read("--json --rounds 3 --with /new --seconds 1 --compare /old").unwrap().unwrap();
+        let expected =
+            Settings { old: "/old".into(), new: Some("/new".into()), rounds: 3, seconds: 1, json: true };
+        assert_eq!(settings, expected);
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_refused_with_the_usage() {
+        for (args, why) in [
+            ("--rounds 3", "--compare is missing"),
+            ("--compare", "needs a value"),
+            ("--compare /old --rounds 0", "from 1 to 1000"),
+            ("--compare /old --seconds soon", "from 1 to 1000"),
+            ("--compare /old --fast", "--fast is unknown"),
+        ] {
+            let refused = read(args).unwrap_err().to_string();
+            assert!(refused.contains(why), "{args}: {refused}");
+        }
+    }
+}

@@ -1,0 +1,110 @@
+//! Whether a figure of the new binary is worse than that of the old one.
+
+use serde::Serialize;
+
+use super::cases::Figure;
+use crate::evaluation::stats::Estimate;
+
+/// A rate fails if the whole interval of new/old lies below this.
+pub const RATE_LEAST: f64 = 0.97;
+/// A cost fails if the whole interval of new/old lies above this.
+pub const COST_MOST: f64 = 1.03;
+/// An interval that covers the true median with less probability proves nothing.
+const CONFIDENCE_LEAST: f64 = 0.95;
+
+/// What the ratios of all rounds prove about a figure.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Verdict {
+    /// The new binary is worse, beyond the tolerance.
+    Failed,
+    /// The new binary is not proven to be worse beyond the tolerance.
+    Passed,
+    /// The new binary is better, by more than the tolerance.
+    Better,
+    /// There were too few rounds for an interval of 95 %.
+    Unproven,
+}
+
+impl Verdict {
+    /// Judges the median of the ratios new/old of a figure.
+    #[must_use]
+    pub fn of(figure: Figure, ratio: &Estimate) -> Verdict {
+        if ratio.confidence < CONFIDENCE_LEAST {
+            return Verdict::Unproven;
+        }
+        let (below, above) = (ratio.high < RATE_LEAST, ratio.low > COST_MOST);
+        match (below, above, figure.is_rate()) {
+            (true, _, true) | (_, true, false) => Verdict::Failed,
+            (true, _, false) | (_, true, true) => Verdict::Better,
+            (false, false, _) => Verdict::Passed,
+        }
+    }
+
+    /// As readers see it.
+    #[must_use]
+    pub fn label(self) -> &'static str {
+        match self {
+            Verdict::Failed => "FAILED",
+            Verdict::Passed => "ok",
+            Verdict::Better => "better",
+            Verdict::Unproven => "unproven",
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::evaluation::stats::estimate;
+
+    /// Eleven ratios around a centre, 1 % apart: the interval reaches 4 % to either side.
+    fn around(centre: f64) -> Estimate {
+        estimate((-5..=5).map(|i| centre + f64::from(i) / 100.0)).unwrap()
+    }
+
+    fn verdicts(ratio: &Estimate) -> [Verdict; 3] {
+        Figure::ALL.map(|figure| Verdict::of(figure, ratio))
+    }
+
+    #[test]
+    fn eleven_rounds_are_enough_for_95_percent() {
+        let ratio = around(1.0);
+        assert!(ratio.confidence >= 0.95 && ratio.n == 11);
+        assert!((ratio.low - 0.96).abs() < 1e-9 && (ratio.high - 1.04).abs() < 1e-9, "{ratio:?}");
+    }
+
+    #[test]
+    fn a_figure_fails_only_if_the_whole_interval_is_beyond_the_tolerance() {
+        use Verdict::{Better, Failed, Passed};
+        assert_eq!(verdicts(&around(1.0)), [Passed; 3]);
+        // The interval's upper end is 0.98, then 0.96: above the limit, then below it.
+        assert_eq!(verdicts(&around(0.94)), [Passed; 3]);
+        assert_eq!(verdicts(&around(0.92)), [Failed, Better, Better]);
+        // The interval's lower end is 1.02, then 1.04.
+        assert_eq!(verdicts(&around(1.06)), [Passed; 3]);
+        assert_eq!(verdicts(&around(1.08)), [Better, Failed, Failed]);
+    }
+
+    #[test]
+    fn the_limits_themselves_pass() {
+        let exactly = |ratio| estimate([ratio; 11]).unwrap();
+        assert_eq!(verdicts(&exactly(RATE_LEAST)), [Verdict::Passed; 3]);
+        assert_eq!(verdicts(&exactly(COST_MOST)), [Verdict::Passed; 3]);
+    }
+
+    #[test]
+    fn five_rounds_prove_nothing_however_bad_they_are() {
+        let five = estimate([0.5; 5]).unwrap();
+        assert_eq!(verdicts(&five), [Verdict::Unproven; 3]);
+        let six = estimate([0.5; 6]).unwrap();
+        assert_eq!(verdicts(&six)[0], Verdict::Failed);
+    }
+
+    #[test]
+    fn one_bad_round_of_eleven_does_not_fail_a_figure() {
+        let mut ratios = vec![1.0; 10];
+        ratios.push(0.1);
+        assert_eq!(verdicts(&estimate(ratios).unwrap()), [Verdict::Passed; 3]);
+    }
+}
