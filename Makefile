@@ -2,7 +2,7 @@
 
 CARGO ?= cargo
 
-.PHONY: help demo test test-rdma lint bench bench-redundancy report build doc fuzz deny setup setup-demo setup-report clean
+.PHONY: help demo test build-tests test-rdma lint bench bench-redundancy report build doc fuzz deny setup setup-demo setup-report clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,22 +20,32 @@ demo: setup-demo ## Start a node, copy a real tree in and out while killing its 
 	$(CARGO) build --release --locked --bin outboard --bin outboard-demo
 	@$(CARGO) run -q --release --locked --bin outboard-demo
 
+# Every build of tests is one of the whole workspace: of a single package cargo would enable fewer features of what it depends on, and
+# build everything again. All tests run, whichever fail: the end-to-end tests over TCP, then over libfabric.
 test: setup ## Run every test
 	@scripts/setup test
-	$(CARGO) test --locked --workspace
-	OUTBOARD_TEST_NETWORK=ofi:tcp $(CARGO) test --locked -p outboard-osd --test e2e
+	@failed=0; set -x; \
+	$(CARGO) test --locked --workspace --no-fail-fast || failed=1; \
+	OUTBOARD_TEST_NETWORK=ofi:tcp $(CARGO) test --locked --workspace --test e2e --no-fail-fast || failed=1; \
+	exit $$failed
 
-test-rdma: setup ## Run tests over RDMA verbs (soft-RoCE and soft-iWARP), in an emulated machine: about 10 min (tests/rdma)
-	@tests/rdma/run
+build-tests: setup ## Build every test, and run none
+	$(CARGO) test --locked --workspace --no-run
+
+test-rdma: setup ## Run tests over RDMA verbs in an emulated machine (tests/rdma), DEVICE=rxe0 (soft-RoCE), siw0 (soft-iWARP) or all
+	@DEVICE=$(DEVICE) tests/rdma/run
 
 lint: setup ## Formatting and clippy, warnings are errors
 	@scripts/setup lint
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
 
-bench: setup-demo ## Measure a node against fio on the same drive, with ratios
+# COMPARE=OLD: the binary OLD against the new one, in ROUNDS interleaved rounds of SECONDS each; JSON=1 prints one object.
+compared := $(if $(COMPARE),--compare $(COMPARE) $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(JSON),--json))
+
+bench: setup-demo ## Measure a node against fio on the same drive, with ratios; COMPARE=OLD: against an old binary (20 min)
 	$(CARGO) build --release --locked --bin outboard --bin outboard-bench
-	@$(CARGO) run -q --release --locked --bin outboard-bench
+	@$(CARGO) run -q --release --locked --bin outboard-bench -- $(compared)
 
 bench-redundancy: setup-demo ## Measure pools with redundancy, rebuilds and coding (PARTS="pools rebuild"): report/redundancy
 	$(CARGO) build --release --locked --bin outboard --bin outboard-redundancy
