@@ -89,13 +89,14 @@ impl Client {
         self.done(RequestBody::TargetReplace { index, uuid }).await
     }
 
-    /// Compares what a pool's targets have with what they should have, and repairs what can be: begins that if it is
-    /// not under way, and says how it stands.
+    /// Compares what a pool's targets have with what they should have, and makes damaged shards anew from others.
+    /// Begins a scrub if none is under way, and says how it stands. With `repair`, the scrub also gives objects whose
+    /// data ends early the size that is recorded of them, where the missing bytes are zeros for certain.
     ///
     /// # Errors
-    /// If there is no such pool.
-    pub async fn start_scrub(&self, pool: &str) -> Result<ScrubStatus> {
-        self.scrub(pool, true).await
+    /// If there is no such pool, or a scrub without `repair` is under way and this one is to repair.
+    pub async fn start_scrub(&self, pool: &str, repair: bool) -> Result<ScrubStatus> {
+        self.scrub(pool, true, repair).await
     }
 
     /// How a pool's scrub stands.
@@ -103,12 +104,12 @@ impl Client {
     /// # Errors
     /// If there is no such pool.
     pub async fn scrub_status(&self, pool: &str) -> Result<ScrubStatus> {
-        self.scrub(pool, false).await
+        self.scrub(pool, false, false).await
     }
 
-    async fn scrub(&self, pool: &str, start: bool) -> Result<ScrubStatus> {
+    async fn scrub(&self, pool: &str, start: bool, repair: bool) -> Result<ScrubStatus> {
         let pool = PoolName::new(pool)?.to_string().into();
-        match self.ask(RequestBody::Scrub { pool, start }).await? {
+        match self.ask(RequestBody::Scrub { pool, start, repair }).await? {
             ReplyBody::Scrub(status) => Ok(status),
             other => Err(unexpected(&other)),
         }

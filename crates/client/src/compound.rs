@@ -12,8 +12,10 @@ use std::sync::Arc;
 
 /// Changes of one object that are applied together, if all conditions hold. Made by [`Object::compound`].
 ///
-/// Conditions are about the object as it was before. The largest piece of data may be as large as an object; the
-/// others travel in the message and must together stay within some tens of kilobytes.
+/// Conditions are about the object as it was before; each op sees what the ops before it have made. The largest piece of
+/// data may be as large as an object; the others travel in the message and must together stay within some tens of
+/// kilobytes. If the largest piece has more than 2 MiB, other ops cannot change a part of it: the node refuses the
+/// compound as [`BadRequest`](proto::Error::BadRequest).
 ///
 /// ```no_run
 /// # async fn example(counter: client::Object) -> client::Result<()> {

@@ -151,7 +151,7 @@ impl Osd {
     }
 
     /// Looks at an object in turn, with nothing pending.
-    async fn in_turn<T>(&self, place: &Place, look: impl AsyncFn(u64) -> Step<T>) -> Step<T> {
+    pub(crate) async fn in_turn<T>(&self, place: &Place, look: impl AsyncFn(u64) -> Step<T>) -> Step<T> {
         let object = place.pg.object(&place.oid);
         let attempt = async || {
             let ticket = object.turnstile.ticket();

@@ -1,8 +1,13 @@
 //! Turning a change into a store transaction.
 //!
-//! The store is only given whole blocks with their checksums (and a last piece at the object's end, which needs no
-//! more): where a change covers part of a block, the block is read and verified here, merged, and written whole. So the
-//! host behind the store computes nothing.
+//! The store gets whole blocks with their checksums, and a shorter piece only where the object ends. Where a change
+//! covers part of a block, the draft reads and verifies the block, merges, and writes it whole. So the host behind the
+//! store computes nothing.
+//!
+//! A block may have three sources: an earlier op of the same change, a hole, or the store. The draft pads what it finds
+//! with zeros up to the object's end, so that every piece that it writes is as long as the object's size says. The store's
+//! size and the recorded size must agree after every change; [`Draft::apply`] refuses a change whose ops would make them
+//! differ.
 
 use std::collections::BTreeMap;
 
@@ -24,14 +29,18 @@ pub(crate) struct Draft<'a> {
     name: &'a str,
     exists: bool,
     manifest: Option<Manifest>,
+    /// Size of the object before the change, in bytes.
+    before: u64,
+    /// Size of the object after the ops drafted so far, in bytes.
     size: u64,
     ops: Vec<Op>,
-    /// Blocks written by this change that later ops of it may have to merge with, if there are such.
+    /// Blocks written by this change, for later ops to merge with.
     written: BTreeMap<u64, Bytes>,
+    /// More than one op changes data, so `written` is needed.
     keeps_written: bool,
-    /// The block from which on the store's data no longer counts.
+    /// The store has no data of the object from this block on: the object ended before it, or the change has cut it off.
     void_from: u64,
-    /// Blocks that this change stages, whose bytes are not here.
+    /// Blocks that this change stages. Their bytes are in the store, not here.
     staged: std::ops::Range<u64>,
     /// Parts that no head will name any more.
     dropped: Option<Manifest>,
@@ -79,6 +88,17 @@ pub(crate) fn is_blind(ops: &[Mutation], data: &Gathered, info: &ObjectInfo) -> 
     aligned && info.manifest.is_none() && offset.checked_add(len).is_some_and(|end| end <= info.size)
 }
 
+/// Size of an object's data in the store after ops on it, in bytes.
+fn size_after(before: u64, ops: &[Op]) -> u64 {
+    ops.iter().fold(before, |size, op| match op {
+        Op::Write { offset, source, .. } if !source.is_empty() => size.max(offset + source.len()),
+        Op::Zero { offset, len, .. } if *len > 0 => size.max(offset + len),
+        Op::Truncate { size, .. } => *size,
+        Op::Remove { .. } => 0,
+        _ => size,
+    })
+}
+
 /// Length of an op's data, in bytes.
 fn length(source: &Source, data: &Gathered) -> u64 {
     match (source, data) {
@@ -91,17 +111,19 @@ fn length(source: &Source, data: &Gathered) -> u64 {
 
 impl<'a> Draft<'a> {
     pub(crate) fn new(pg: &'a Pg, oid: &'a ObjectId, name: &'a str, info: Option<&ObjectInfo>) -> Draft<'a> {
+        let before = info.map_or(0, |i| i.size);
         Draft {
             pg,
             oid,
             name,
             exists: info.is_some(),
             manifest: info.and_then(|i| i.manifest),
-            size: info.map_or(0, |i| i.size),
+            before,
+            size: before,
             ops: Vec::with_capacity(4),
             written: BTreeMap::new(),
             keeps_written: false,
-            void_from: u64::MAX,
+            void_from: before.div_ceil(BLOCK),
             staged: 0..0,
             dropped: None,
             appended_at: 0,
@@ -116,6 +138,15 @@ impl<'a> Draft<'a> {
         self.keeps_written = ops.iter().filter(on_data).count() > 1;
         for op in ops {
             self.step(op, data).await?;
+        }
+        let made = size_after(self.before, &self.ops);
+        if made != self.size {
+            let detail = format!(
+                "{}: the change would record {} bytes and store {made}, which is a defect of the node; \
+                 nothing was changed, make the change in several requests",
+                self.name, self.size
+            );
+            return Err(Error::BadRequest(detail).into());
         }
         let object = self.exists.then_some((self.size, self.manifest));
         Ok(Drafted {
@@ -189,8 +220,14 @@ impl<'a> Draft<'a> {
         if self.size > covered {
             self.ops.push(Op::Truncate { oid: self.oid.clone(), size: 0 });
         }
+        self.forget_data();
+    }
+
+    /// Nothing is left of the object's data.
+    fn forget_data(&mut self) {
         self.size = 0;
         self.void_from = 0;
+        self.staged = 0..0;
         self.written.clear();
     }
 
@@ -201,9 +238,7 @@ impl<'a> Draft<'a> {
         self.dropped = self.manifest.take().or(self.dropped);
         self.ops.push(Op::Remove { oid: self.oid.clone() });
         self.exists = false;
-        self.size = 0;
-        self.void_from = 0;
-        self.written.clear();
+        self.forget_data();
         Ok(())
     }
 
@@ -283,13 +318,12 @@ impl<'a> Draft<'a> {
     async fn truncate(&mut self, size: u64) -> Step<()> {
         let cut = size % BLOCK;
         if size < self.size && cut != 0 {
-            // The last block's end is cut off here, so that its checksum is computed here.
-            let kept = self.block(size / BLOCK).await?;
+            // The last block is cut here, so that its checksum is computed here.
+            let kept = self.block(size / BLOCK).await?.slice(..cut as usize);
             let start = block::align_down(size);
             self.shorten(start);
-            let kept = kept.slice(..kept.len().min(cut as usize));
             self.put(start, Payload::compute(start, kept));
-            self.size = start + cut;
+            self.size = size;
         } else if size < self.size {
             self.shorten(size);
         }
@@ -300,10 +334,14 @@ impl<'a> Draft<'a> {
         Ok(())
     }
 
+    /// Cuts the object off at `size`, which ends a block.
     fn shorten(&mut self, size: u64) {
         self.ops.push(Op::Truncate { oid: self.oid.clone(), size });
-        self.void_from = self.void_from.min(size / BLOCK);
-        self.written.split_off(&(size / BLOCK));
+        let end = size / BLOCK;
+        self.void_from = self.void_from.min(end);
+        self.staged = self.staged.start.min(end)..self.staged.end.min(end);
+        self.written.split_off(&end);
+        self.size = size;
     }
 
     async fn zero(&mut self, offset: u64, len: u64) -> Step<()> {
@@ -367,27 +405,48 @@ impl<'a> Draft<'a> {
         // Up to the object's end or that of the new data, whichever is later; so the block is whole or the last one.
         let size = self.size.max(offset + data.len() as u64);
         let mut merged = BytesMut::zeroed((size - start).min(BLOCK) as usize);
-        let kept = old.len().min(merged.len());
-        merged[..kept].copy_from_slice(&old[..kept]);
+        merged[..old.len()].copy_from_slice(&old);
         merged[at..at + data.len()].copy_from_slice(&data);
         self.put(start, Payload::compute(start, merged.freeze()));
         Ok(())
     }
 
-    /// The content of a block as it is now, perhaps shorter than a block at the object's end.
+    /// The content of a block after the ops drafted so far: a whole block, or up to the object's end. Holes are zeros.
     async fn block(&self, number: u64) -> Step<Bytes> {
-        if let Some(bytes) = self.written.get(&number) {
-            return Ok(bytes.clone());
+        let len = self.size.saturating_sub(number * BLOCK).min(BLOCK) as usize;
+        let found = if len == 0 {
+            Bytes::new()
+        } else if let Some(bytes) = self.written.get(&number) {
+            bytes.clone()
+        } else if self.staged.contains(&number) {
+            let what = "an op changes a part of the bulk data of the same change; make two changes of it";
+            return Err(Error::BadRequest(what.into()).into());
+        } else if number >= self.void_from {
+            Bytes::new()
+        } else {
+            self.stored_block(number).await?
+        };
+        if found.len() >= len {
+            return Ok(found.slice(..len));
         }
-        if self.staged.contains(&number) {
-            return Err(Error::BadRequest("pieces of one change share a block with bulk data".into()).into());
-        }
-        if number >= self.void_from || number * BLOCK >= self.size {
-            return Ok(Bytes::new());
-        }
+        let mut filled = BytesMut::zeroed(len);
+        filled[..found.len()].copy_from_slice(&found);
+        Ok(filled.freeze())
+    }
+
+    /// A block that the object had before the change.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`] if the store has less of it than the object's record says.
+    async fn stored_block(&self, number: u64) -> Step<Bytes> {
+        let start = number * BLOCK;
         let store = &self.pg.target.store;
-        let read = store.read(&self.pg.cid, self.oid, number * BLOCK, BLOCK, None).await?;
+        let read = store.read(&self.pg.cid, self.oid, start, BLOCK, None).await?;
         read.verify().map_err(|e| Error::Corrupt(format!("{}: {e}", self.name)))?;
+        if read.len() < (self.before - start).min(BLOCK) {
+            let (stored, recorded) = (read.object_size, self.before);
+            return Err(Error::WrongSize { name: self.name.into(), stored, recorded }.into());
+        }
         Ok(read.contiguous())
     }
 

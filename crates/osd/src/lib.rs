@@ -4,7 +4,8 @@
 //! [`Osd::start`] runs one on a thread of its own. Inside, from a request's point of view: `serve` decodes it and finds
 //! its session; `gather` pulls a write's data into staging buffers and stages it in the store; `mutate` waits for the
 //! object's `turnstile`, checks conditions, has `draft` work out the transaction, lets the placement group (`pg`) add the
-//! request's result to it, and answers once it is durable; `read` and `list` answer with durable data only. The node's
+//! request's result to it, and answers once it is durable; `read` and `list` answer with durable data only; `audit` compares
+//! what is recorded of objects with what is stored. The node's
 //! `map` names targets and `pools`; `collect` tidies up.
 //!
 //! Everything of an OSD lives on one thread, without locks. The store is reached through
@@ -13,6 +14,7 @@
 #![forbid(unsafe_code)]
 
 mod array;
+mod audit;
 mod clock;
 mod coding;
 mod collect;
@@ -42,6 +44,7 @@ mod turnstile;
 mod upkeep;
 
 pub use array::NewObjects;
+pub use audit::inspect_object;
 pub use config::{CodingConfig, CodingOffload, OffloadSource, OsdConfig, StripesAt};
 pub use ec::offload::scheduler::Mode as CodingMode;
 pub use node::{Osd, StartError};

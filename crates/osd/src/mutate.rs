@@ -85,6 +85,10 @@ impl Change<'_> {
             let epoch = self.place.pg.target.epoch();
             match self.attempt(&mut progress, &gather).await {
                 Ok(done) => return Ok(done),
+                // The store names the object by its id in the store.
+                Err(Fail::Refused(Error::NoSuchObject(_))) => {
+                    return Err(Error::NoSuchObject(self.name.into()));
+                }
                 Err(Fail::Refused(e)) => return Err(e),
                 Err(Fail::Lost(why)) if Instant::now() >= until => return Err(unavailable(why)),
                 Err(Fail::Lost(why)) => {

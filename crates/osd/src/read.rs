@@ -237,13 +237,17 @@ impl Reader<'_> {
         let Some(reading) = begun.reading else { return Ok(Payload::default()) };
         let data = reading.await?;
         self.place.pg.target.still(begun.epoch)?;
-        self.check(begun.at, begun.len, &data)
+        self.check(&begun.info, begun.at, begun.len, &data)
     }
 
     /// Verifies what the store gave, and makes it a payload: the last piece's checksum is no longer that of its block.
-    fn check(&self, at: u64, len: u64, data: &ReadData) -> Step<Payload> {
+    fn check(&self, info: &ObjectInfo, at: u64, len: u64, data: &ReadData) -> Step<Payload> {
         let corrupt = |what: String| Fail::Refused(Error::Corrupt(format!("{}: {what}", self.name)));
         data.verify().map_err(|e| corrupt(e.to_string()))?;
+        if data.object_size < info.size {
+            let (name, stored, recorded) = (self.name.clone(), data.object_size, info.size);
+            return Err(Error::WrongSize { name, stored, recorded }.into());
+        }
         if data.offset != at || data.len() < len {
             return Err(corrupt(format!("{} bytes at {} instead of {len} at {at}", data.len(), data.offset)));
         }

@@ -182,7 +182,9 @@ impl Osd {
             RequestBody::TargetReplace { index, uuid } => {
                 self.replace_target(index, uuid).await.map(|()| ReplyBody::Done)
             }
-            RequestBody::Scrub { pool, start } => self.scrub(&pool, start).map(ReplyBody::Scrub),
+            RequestBody::Scrub { pool, start, repair } => {
+                self.scrub(&pool, start, repair).map(ReplyBody::Scrub)
+            }
             RequestBody::SetRebuildRate(rate) => {
                 self.pace.set_rate(rate);
                 Ok(ReplyBody::Done)

@@ -11,9 +11,11 @@ use tokio::time::Instant;
 use uuid::Uuid;
 
 use crate::array::{Findings, Group, RETRY, Rebuilt};
+use crate::ids;
 use crate::list::{after, objects};
 use crate::map::{NodeMap, TargetRecord};
 use crate::osd::{Osd, Place, Pool};
+use crate::pg::Pg;
 use crate::pools::refusal;
 use crate::read::patiently;
 use crate::target::Target;
@@ -38,6 +40,8 @@ pub(crate) struct Upkeep {
 #[derive(Debug, Clone, Default)]
 struct Scrub {
     running: bool,
+    /// Objects of the wrong size are repaired.
+    repair: bool,
     groups: u32,
     groups_done: u32,
     findings: Findings,
@@ -250,17 +254,29 @@ impl Osd {
         }
     }
 
-    /// How a pool's scrub stands; with `start` one is begun if none is under way.
-    pub(crate) fn scrub(self: &Rc<Osd>, name: &[u8], start: bool) -> proto::Result<ScrubStatus> {
+    /// How a pool's scrub stands; with `start` one is begun if none is under way, which is to `repair` or not.
+    ///
+    /// # Errors
+    /// If one is under way that does not repair, and the new one is to.
+    pub(crate) fn scrub(
+        self: &Rc<Osd>,
+        name: &[u8],
+        start: bool,
+        repair: bool,
+    ) -> proto::Result<ScrubStatus> {
         let name = PoolName::from_wire(name)?.to_string();
         let pool = self.pool(&name)?;
-        let running = self.upkeep.scrubs.borrow().get(&name).is_some_and(|scrub| scrub.running);
-        if start && !running {
-            let scrub = Scrub { running: true, groups: pool.record.pg_count, ..Scrub::default() };
+        let under_way = self.upkeep.scrubs.borrow().get(&name).filter(|scrub| scrub.running).cloned();
+        if start && repair && under_way.as_ref().is_some_and(|scrub| !scrub.repair) {
+            let advice = "one without --repair is under way, wait until it has ended".into();
+            return Err(Error::Busy { what: format!("scrubs of pool {name}"), limit: 1, advice });
+        }
+        if start && under_way.is_none() {
+            let scrub = Scrub { running: true, repair, groups: pool.record.pg_count, ..Scrub::default() };
             self.upkeep.scrubs.borrow_mut().insert(name.clone(), scrub);
             let osd = Rc::clone(self);
             crate::spawn(async move {
-                let failure = osd.scrub_pool(&pool).await.err();
+                let failure = osd.scrub_pool(&pool, repair).await.err();
                 osd.with_scrub(&pool, |scrub| {
                     scrub.running = false;
                     scrub.failure = failure.map(|e| e.to_string());
@@ -268,7 +284,8 @@ impl Osd {
             });
         }
         let scrub = self.upkeep.scrubs.borrow().get(&name).cloned().unwrap_or_default();
-        let Findings { objects, bytes, damaged, repaired, inconsistent } = scrub.findings;
+        let Findings { objects, bytes, damaged, repaired, inconsistent, wrong_size, resized } =
+            scrub.findings;
         let Scrub { running, groups, groups_done, failure, .. } = scrub;
         Ok(ScrubStatus {
             running,
@@ -279,6 +296,8 @@ impl Osd {
             damaged,
             repaired,
             inconsistent,
+            wrong_size,
+            resized,
             failure,
         })
     }
@@ -289,29 +308,39 @@ impl Osd {
         }
     }
 
-    async fn scrub_pool(&self, pool: &Pool) -> proto::Result<()> {
-        for number in 0..pool.pgs.len() {
+    async fn scrub_pool(&self, pool: &Pool, repair: bool) -> proto::Result<()> {
+        for (number, pg) in pool.pgs.iter().enumerate() {
             match pool.groups.get(number) {
-                Some(group) => self.scrub_group(pool, group).await.map_err(|e| refusal(e.into()))?,
-                None => self.verify_group(pool, number).await?,
+                Some(group) => self.scrub_group(pool, pg, group, repair).await?,
+                None => self.verify_group(pool, pg, repair).await?,
             }
             self.with_scrub(pool, |scrub| scrub.groups_done += 1);
         }
         Ok(())
     }
 
-    async fn scrub_group(&self, pool: &Pool, group: &Rc<Group>) -> store::Result<()> {
+    async fn scrub_group(
+        &self,
+        pool: &Pool,
+        pg: &Rc<Pg>,
+        group: &Rc<Group>,
+        repair: bool,
+    ) -> proto::Result<()> {
+        let refused = |e: StoreError| refusal(e.into());
         let mut from: Option<ObjectId> = None;
         loop {
-            let (ids, more) = self.insist(async || group.scrub_page(from.clone(), PAGE).await).await?;
-            for oid in &ids {
+            let page = self.insist(async || group.scrub_page(from.clone(), PAGE).await).await;
+            let (ids, more) = page.map_err(refused)?;
+            for oid in ids.iter().filter(|oid| ids::parse(oid).is_some()) {
                 let began = Instant::now();
-                let found = self.insist(async || group.scrub(oid).await).await?;
+                let mut found = self.insist(async || group.scrub(oid).await).await.map_err(refused)?;
+                let place = Place { pg: Rc::clone(pg), oid: oid.clone() };
+                found.add(&self.audit(&place, repair).await?);
                 self.with_scrub(pool, |scrub| scrub.findings.add(&found));
                 self.pace.after(found.bytes, began.elapsed()).await;
             }
             match ids.last() {
-                Some(last) if more => from = Some(ObjectId::new([last.as_bytes(), &b"\0"[..]].concat())?),
+                Some(last) if more => from = Some(after(last).map_err(refusal)?),
                 _ => return Ok(()),
             }
         }
@@ -330,17 +359,19 @@ impl Osd {
         }
     }
 
-    /// Reads all of a placement group without redundancy: what is damaged can only be told.
-    async fn verify_group(&self, pool: &Pool, number: usize) -> proto::Result<()> {
-        let place = Place { pg: Rc::clone(&pool.pgs[number]), oid: crate::ids::meta_object() };
+    /// Reads all of a placement group without redundancy. Damaged data can only be told.
+    async fn verify_group(&self, pool: &Pool, pg: &Rc<Pg>, repair: bool) -> proto::Result<()> {
+        let place = Place { pg: Rc::clone(pg), oid: ids::meta_object() };
         let patience = self.config.store_patience;
         let mut from = None;
         loop {
             let page = patiently(&place, patience, async || objects(&place, from.clone(), PAGE).await).await;
             let (ids, more) = page.map_err(refusal)?;
-            for oid in &ids {
+            for oid in ids.iter().filter(|oid| ids::parse(oid).is_some()) {
                 let began = Instant::now();
-                let found = verify(&place, oid).await.map_err(|e| refusal(e.into()))?;
+                let place = Place { pg: Rc::clone(pg), oid: oid.clone() };
+                let mut found = verify(&place).await.map_err(|e| refusal(e.into()))?;
+                found.add(&self.audit(&place, repair).await?);
                 self.with_scrub(pool, |scrub| scrub.findings.add(&found));
                 self.pace.after(found.bytes, began.elapsed()).await;
             }
@@ -352,9 +383,10 @@ impl Osd {
     }
 }
 
-async fn verify(place: &Place, oid: &ObjectId) -> store::Result<Findings> {
+/// Compares an object's data with its checksums.
+async fn verify(place: &Place) -> store::Result<Findings> {
     let mut found = Findings { objects: 1, ..Findings::default() };
-    let (store, cid) = (&place.pg.target.store, &place.pg.cid);
+    let (store, cid, oid) = (&place.pg.target.store, &place.pg.cid, &place.oid);
     let mut at = 0;
     loop {
         let read = match store.read(cid, oid, at, SEGMENT, None).await {

@@ -123,6 +123,19 @@ pub enum Error {
     /// The client offered data and then could not produce it.
     #[error("the data to be written could not be read: {0}; check where it comes from")]
     SourceFailed(String),
+    /// The store has another size of the object's data than the object's record says. Sizes are in bytes.
+    #[error(
+        "{name} is damaged: the store has {stored} bytes of it and its record says {recorded}; run \"outboard \
+         scrub --repair POOL\", or write the object whole with put"
+    )]
+    WrongSize {
+        /// The object.
+        name: String,
+        /// Size of the data in the store.
+        stored: u64,
+        /// Size that is recorded with the object.
+        recorded: u64,
+    },
 }
 
 impl Error {

@@ -83,6 +83,8 @@ pub enum RequestBody {
         pool: Bytes,
         /// Begins one if none is under way.
         start: bool,
+        /// The one that begins gives objects whose data ends early the size that is recorded of them.
+        repair: bool,
     },
     /// Sets how many bytes a second rebuilds and scrubs may move; 0 for no limit.
     SetRebuildRate(u64),

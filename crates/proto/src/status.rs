@@ -88,6 +88,10 @@ pub struct ScrubStatus {
     pub repaired: u64,
     /// Objects whose shards can be read and contradict each other.
     pub inconsistent: u64,
+    /// Objects whose data does not have the size that is recorded of them.
+    pub wrong_size: u64,
+    /// Those of them that were given that size.
+    pub resized: u64,
     /// Why it ended early.
     pub failure: Option<String>,
 }

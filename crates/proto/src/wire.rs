@@ -6,9 +6,9 @@ use serde::Serialize;
 use crate::{Reply, RequestBody, RequestHead};
 
 /// Newest version of the object protocol that this program speaks.
-pub const VERSION: u16 = 4;
+pub const VERSION: u16 = 5;
 /// Oldest version of the object protocol that this program speaks.
-pub const VERSION_OLDEST: u16 = 4;
+pub const VERSION_OLDEST: u16 = 5;
 
 /// Bytes that are not what they should be.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

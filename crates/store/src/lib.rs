@@ -29,7 +29,7 @@ mod transaction;
 
 pub use absent::AbsentStore;
 pub use api::{ObjectStore, Page, ReadData, StageId, Stat, StatFs};
-pub use block::{BlockStore, Driver, FsckReport, MkfsOptions, MountOptions, Problem, fsck};
+pub use block::{BlockStore, Driver, FsckReport, Inspect, MkfsOptions, MountOptions, Problem, fsck};
 pub use error::{Result, StoreError};
 pub use mem_store::MemStore;
 pub use transaction::{

@@ -174,7 +174,7 @@ async fn a_damaged_extent_is_seen_by_the_reader_and_by_fsck() {
     store.queue_transaction(write).await.unwrap();
     store.umount().await.unwrap();
     drop(store);
-    let report = fsck(&target.path(), false, |_, _| {}).unwrap();
+    let report = fsck(&target.path(), false, &|_, _, _| None, |_, _| {}).unwrap();
     assert!(report.is_clean() && report.was_clean, "{report:?}");
     assert_eq!((report.objects, report.blocks), (1, 25));
 
@@ -182,7 +182,7 @@ async fn a_damaged_extent_is_seen_by_the_reader_and_by_fsck() {
     let at = bytes.windows(64).position(|w| w == [0x5a; 64]).expect("the object's data");
     bytes[at + 5000] ^= 4;
     std::fs::write(target.path(), bytes).unwrap();
-    let report = fsck(&target.path(), true, |_, _| {}).unwrap();
+    let report = fsck(&target.path(), true, &|_, _, _| None, |_, _| {}).unwrap();
     assert_eq!((report.problem_count, report.is_clean()), (1, false), "{report:?}");
     assert!(report.problems[0].what.contains("at 4096"), "{report:?}");
 
@@ -260,7 +260,7 @@ async fn an_index_full_of_small_objects_costs_only_what_does_not_fit() {
     assert_eq!(removed.len(), made.len().div_ceil(2), "removing works when nothing else does");
     store.umount().await.unwrap();
     drop(store);
-    let report = fsck(&path, false, |_, _| {}).unwrap();
+    let report = fsck(&path, false, &|_, _, _| None, |_, _| {}).unwrap();
     assert!(report.is_clean(), "{report:?}");
     let store = mount(&path).unwrap();
     let again = apply_many(&store, removed.iter().copied().take(100), make).await;

@@ -52,6 +52,7 @@ use tokio::sync::{mpsc, oneshot};
 pub(crate) use group::{Group, GroupOptions};
 pub use probe::NewObjects;
 pub(crate) use rebuild::{RETRY, Rebuilt};
+pub(crate) use record::SIZE_XATTR;
 pub(crate) use scrub::Findings;
 
 use group::Shared;

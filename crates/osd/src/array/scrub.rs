@@ -28,6 +28,10 @@ pub(crate) struct Findings {
     pub(crate) repaired: u64,
     /// Objects whose shards can all be read and contradict each other: which of them is wrong cannot be told.
     pub(crate) inconsistent: u64,
+    /// Objects whose data does not have the size that is recorded of them.
+    pub(crate) wrong_size: u64,
+    /// Those of them that were given that size.
+    pub(crate) resized: u64,
 }
 
 impl Findings {
@@ -37,6 +41,8 @@ impl Findings {
         self.damaged += other.damaged;
         self.repaired += other.repaired;
         self.inconsistent += other.inconsistent;
+        self.wrong_size += other.wrong_size;
+        self.resized += other.resized;
     }
 }
 
@@ -84,7 +90,7 @@ impl Group {
             bytes: verdict.bytes,
             damaged: verdict.damaged.len() as u64,
             inconsistent: u64::from(verdict.contradicts),
-            repaired: 0,
+            ..Findings::default()
         };
         for position in verdict.damaged {
             match self.repair(oid, position).await {

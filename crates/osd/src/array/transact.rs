@@ -99,12 +99,14 @@ impl Group {
         let mut work = Vec::with_capacity(oids.len());
         for oid in oids {
             let mut own = transaction.ops.iter().filter(|op| object_of(op) == Some(oid)).peekable();
-            let exclusive = matches!(own.peek(), Some(Op::CreateExclusive { .. }));
+            // A transaction that makes a new object need not look for an old one: the members refuse to make it twice.
+            // That needs an op which they can refuse, and a removal would take it back.
+            let removes = own.clone().any(|op| matches!(op, Op::Remove { .. }));
+            let exclusive = matches!(own.peek(), Some(Op::CreateExclusive { .. })) && !removes;
             let (mut guard, mut was) = (None, None);
             if !own.all(is_omap_only) {
                 let locked = self.exclusive_object(oid).await;
                 self.still(session)?;
-                // Whether there is such an object is found out by making it.
                 was = match locked.get(session) {
                     None if exclusive && self.rebuild.borrow().is_none() => None,
                     _ => self.size(session, oid, &locked).await?,

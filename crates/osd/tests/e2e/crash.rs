@@ -146,7 +146,7 @@ async fn check(story: &Story, images: Vec<Vec<u8>>, cut: &Cut, lost: &[usize], s
         assert!(fits.is_some(), "object {number} is as after change {was:?}, not {least}; without {lost:?}");
         unfinished += usize::from(fits == Some(0) && least < CHANGES);
     }
-    client.start_scrub("pool").await.unwrap();
+    client.start_scrub("pool", false).await.unwrap();
     let scrub = loop {
         let scrub = client.scrub_status("pool").await.unwrap();
         if !scrub.running {

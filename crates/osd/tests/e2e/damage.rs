@@ -72,7 +72,7 @@ async fn content(store: &dyn ObjectStore) -> Option<Vec<(ObjectId, Bytes)>> {
 }
 
 async fn scrub(rig: &Rig) -> client::ScrubStatus {
-    rig.client.start_scrub("pool").await.unwrap();
+    rig.client.start_scrub("pool", false).await.unwrap();
     loop {
         let status = rig.client.scrub_status("pool").await.unwrap();
         if !status.running {

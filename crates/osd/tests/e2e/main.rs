@@ -2,6 +2,7 @@
 
 mod coding;
 mod common;
+mod compounds;
 mod crash;
 mod damage;
 mod hostile;

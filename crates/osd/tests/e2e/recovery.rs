@@ -367,7 +367,7 @@ async fn all_is_well(mut rig: Rig) {
     rig.put(5, 70_000, 101).await;
     rig.check("all are back").await;
     rig.check_without_each(&[0, 1, 2]).await;
-    rig.client.start_scrub("pool").await.unwrap();
+    rig.client.start_scrub("pool", false).await.unwrap();
     until("the scrub ends", async || !rig.client.scrub_status("pool").await.unwrap().running).await;
     let scrub = rig.client.scrub_status("pool").await.unwrap();
     assert_eq!((scrub.objects, scrub.damaged, scrub.inconsistent), (10, 0, 0));

@@ -236,7 +236,7 @@ async fn what_is_made_while_a_target_is_rebuilt_is_on_it_too() {
         };
         tokio::time::timeout(Duration::from_secs(60), caught_up).await.unwrap();
     }
-    client.start_scrub("pool").await.unwrap();
+    client.start_scrub("pool", false).await.unwrap();
     let mut scrub = client.scrub_status("pool").await.unwrap();
     while scrub.running {
         tokio::time::sleep(Duration::from_millis(5)).await;

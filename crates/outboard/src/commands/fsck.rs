@@ -19,7 +19,8 @@ use crate::progress::Progress;
 
 /// Check a stopped node's targets: every object, extent, reference count and checksum
 ///
-/// Fails (exit status 1) if problems remain. Without --repair, nothing is changed.
+/// Compares the size that is recorded with each object with the size of its data, too; "outboard scrub --repair" puts
+/// that right once the node runs. Fails (exit status 1) if problems remain. Without --repair, nothing is changed.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:\n  \
     outboard fsck\n  \
@@ -77,7 +78,7 @@ pub fn run(args: FsckArgs, node: &NodeArgs) -> Result<()> {
         ));
     }
     let advice = if args.repair {
-        "restore the objects named from copies, or remove them"
+        "do what the list says of each object; restore those with checksum mismatches from copies, or remove them"
     } else {
         "repair what can be with --repair"
     };
@@ -98,7 +99,7 @@ fn targets(path: &Path, doing: &str) -> Result<(Option<DirLock>, Vec<PathBuf>)> 
 
 fn check(path: PathBuf, repair: bool, label: &str) -> Checked {
     let progress = Progress::bytes(label, 0);
-    let result = store::fsck(&path, repair, |done, all| {
+    let result = store::fsck(&path, repair, &osd::inspect_object, |done, all| {
         progress.set(done.saturating_mul(BLOCK), all.saturating_mul(BLOCK));
     });
     match result {

@@ -14,17 +14,23 @@ use crate::progress::Progress;
 /// Pause between two questions how far it has come.
 const INTERVAL: Duration = Duration::from_millis(200);
 
-/// Read all of a pool, compare it with its checksums and its redundancy, and repair what can be
+/// Read all of a pool, compare it with its checksums, its redundancy and its recorded sizes, and repair what can be
 ///
-/// The node does it in the background and goes on if this command is interrupted; a second call watches the first scrub.
-/// Clients go first. Fails if something is damaged and could not be repaired.
+/// Damaged shards are made anew from others. The node works in the background and goes on if this command is
+/// interrupted; a second call watches the first scrub. Clients go first. Fails if something is damaged and was not
+/// repaired.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     outboard scrub photos\n  \
+    outboard scrub photos --repair\n  \
     outboard scrub photos --json")]
 pub struct ScrubArgs {
     /// The pool
     pub pool: String,
+    /// Give objects whose data ends early the size that is recorded of them, where the missing bytes are zeros for
+    /// certain: an older version left such objects after some compound changes
+    #[arg(long)]
+    pub repair: bool,
     /// Print one JSON object at the end
     #[arg(long)]
     pub json: bool,
@@ -33,10 +39,10 @@ pub struct ScrubArgs {
 /// Runs the command.
 pub fn run(args: ScrubArgs, node: &NodeArgs) -> Result<()> {
     let doing = format!("scrubbing pool {}", args.pool);
-    let pool = args.pool.clone();
+    let (pool, repair) = (args.pool.clone(), args.repair);
     let asking = doing.clone();
     let status = session::run(node, super::options(), async move |client| {
-        let mut status = client.start_scrub(&pool).await.doing(asking.clone())?;
+        let mut status = client.start_scrub(&pool, repair).await.doing(asking.clone())?;
         let progress = Progress::count("placement groups", u64::from(status.groups));
         while status.running {
             progress.set(u64::from(status.groups_done), u64::from(status.groups));
@@ -51,21 +57,36 @@ pub fn run(args: ScrubArgs, node: &NodeArgs) -> Result<()> {
         output::line(text(&status));
     }
     let left = status.damaged - status.repaired + status.inconsistent;
-    match status.failure {
-        Some(why) => Err(Failure::new(doing, why)),
+    let wrong_size = status.wrong_size - status.resized;
+    let advice = if args.repair {
+        "restore them from copies, or remove them"
+    } else {
+        "repair what can be with --repair"
+    };
+    let why = match status.failure {
+        Some(why) => why,
         None if left > 0 => {
-            let why = format!(
+            format!(
                 "{left} shards or objects were found damaged and not repaired; the node's log names the objects"
-            );
-            Err(Failure::new(doing, why))
+            )
         }
-        None => Ok(()),
-    }
+        None if wrong_size > 0 => {
+            format!(
+                "the data of {wrong_size} objects has not the recorded size; the node's log names them, {advice}"
+            )
+        }
+        None => return Ok(()),
+    };
+    Err(Failure::new(doing, why))
 }
 
 fn text(status: &ScrubStatus) -> String {
-    format!(
+    let found = format!(
         "{} objects, {} bytes read: {} shards damaged, {} of them repaired; {} objects inconsistent",
         status.objects, status.bytes, status.damaged, status.repaired, status.inconsistent
-    )
+    );
+    match status.wrong_size {
+        0 => found,
+        wrong => format!("{found}; {wrong} objects of the wrong size, {} of them repaired", status.resized),
+    }
 }

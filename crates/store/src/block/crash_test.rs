@@ -217,7 +217,7 @@ fn check_crash(story: &Story, position: usize, image: Vec<u8>) -> bool {
     let most = story.applied.iter().filter(|(at, _)| *at <= position).map(|(_, n)| *n).max().unwrap_or(0);
     let drive = SimDrive::new(image);
     let shared: Arc<dyn Drive> = drive.clone();
-    let report = check(&shared, false, &mut |_, _| {}).unwrap();
+    let report = check(&shared, false, &|_, _, _| None, &mut |_, _| {}).unwrap();
     assert!(report.is_clean(), "fsck after a crash at {position}: {report:#?}");
     let store =
         SimStore::mount(&drive, 1).unwrap_or_else(|e| panic!("mount after a crash at {position}: {e}"));
@@ -415,11 +415,11 @@ fn repair_puts_counts_right_and_names_what_it_cannot() {
     let drive = SimDrive::new(story.drive.image());
     let shared: Arc<dyn Drive> = drive.clone();
     super::recovery::spoil_for_test(&shared);
-    let found = check(&shared, false, &mut |_, _| {}).unwrap();
+    let found = check(&shared, false, &|_, _, _| None, &mut |_, _| {}).unwrap();
     assert!(found.leaked_blocks > 0 && !found.is_clean(), "{found:?}");
-    let repaired = check(&shared, true, &mut |_, _| {}).unwrap();
+    let repaired = check(&shared, true, &|_, _, _| None, &mut |_, _| {}).unwrap();
     assert!(repaired.is_clean() && repaired.repaired_count > 0, "{repaired:?}");
-    let after = check(&shared, false, &mut |_, _| {}).unwrap();
+    let after = check(&shared, false, &|_, _, _| None, &mut |_, _| {}).unwrap();
     assert_eq!((after.is_clean(), after.problem_count), (true, 0), "{after:?}");
     let store = SimStore::mount(&drive, 1).unwrap();
     assert_eq!(run(digest(&store)).unwrap(), *story.states.last().unwrap());

@@ -12,9 +12,9 @@ use super::bitmap::Bitmap;
 use super::drive::{Drive, FileDrive};
 use super::extent::Extent;
 use super::index::Changes;
-use super::records::{Onode, REF_BLOCKS, RefPage, SHARD_BLOCKS, Shard, decode_collection, key};
+use super::records::{Onode, REF_BLOCKS, RefPage, SHARD_BLOCKS, Shard, decode_collection, decode_oid, key};
 use super::recovery::{Mode, Recovered, recover};
-use crate::{Result, StoreError};
+use crate::{ObjectId, Result, StoreError};
 
 /// Memory for index pages, in bytes.
 const INDEX_CACHE: usize = 32 << 20;
@@ -73,21 +73,32 @@ impl FsckReport {
     }
 }
 
+/// Says what is wrong with an object, judging by its id, its size in bytes and its xattrs; `None` if nothing is. The
+/// store does not know what its users keep in xattrs, so they tell.
+pub type Inspect<'a> = &'a dyn Fn(&ObjectId, u64, &BTreeMap<Bytes, Bytes>) -> Option<String>;
+
 /// Checks the target at `path`, which must not be mounted. With `repair`, drops a damaged end of the log and puts right
 /// the bitmap, reference counts, counters and entries that belong to nothing. Blocks with wrong checksums are reported
-/// and left: their objects must be restored from copies. `progress` is told blocks checked and blocks taken.
+/// and left: their objects must be restored from copies. What `inspect` says of objects is reported, too. `progress` is
+/// told blocks checked and blocks taken.
 ///
 /// # Errors
 /// If this is no target of this version, it is in use, or the drive fails. Damage is no error but in the report.
-pub fn fsck(path: &Path, repair: bool, mut progress: impl FnMut(u64, u64)) -> Result<FsckReport> {
+pub fn fsck(
+    path: &Path,
+    repair: bool,
+    inspect: Inspect<'_>,
+    mut progress: impl FnMut(u64, u64),
+) -> Result<FsckReport> {
     let drive: Arc<dyn Drive> = Arc::new(FileDrive::open(path, None)?);
-    check(&drive, repair, &mut progress)
+    check(&drive, repair, inspect, &mut progress)
 }
 
 /// Checks a drive; see [`fsck`].
 pub(crate) fn check(
     drive: &Arc<dyn Drive>,
     repair: bool,
+    inspect: Inspect<'_>,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<FsckReport> {
     let mut report = FsckReport::default();
@@ -106,6 +117,7 @@ pub(crate) fn check(
     let mut check = Check {
         drive: drive.as_ref(),
         repair,
+        inspect,
         report,
         objects: HashMap::new(),
         seen: Bitmap::new(recovered.superblock.data_blocks()),
@@ -138,6 +150,7 @@ struct Object {
 struct Check<'a> {
     drive: &'a dyn Drive,
     repair: bool,
+    inspect: Inspect<'a>,
     report: FsckReport,
     objects: HashMap<u64, Object>,
     /// Blocks that objects refer to.
@@ -176,7 +189,7 @@ impl Check<'_> {
     }
 
     fn onodes(&mut self, collections: &HashSet<u64>) -> Result<()> {
-        let (report, objects) = (&mut self.report, &mut self.objects);
+        let (report, objects, inspect) = (&mut self.report, &mut self.objects, self.inspect);
         self.recovered.entries(key::ONODE, |name, value| {
             let place = format!("onode {}", name.escape_ascii());
             let onode = match Onode::decode(&value) {
@@ -190,6 +203,13 @@ impl Check<'_> {
                 report.problem(&place, "its collection does not exist", false);
             }
             report.objects += 1;
+            match decode_oid(&name) {
+                Ok(oid) => {
+                    let wrong = inspect(&oid, onode.size, &onode.xattrs);
+                    wrong.into_iter().for_each(|detail| report.problem(&place, detail, false));
+                }
+                Err(error) => report.problem(&place, error.to_string(), false),
+            }
             let Onode { nid, size, blocks, has_omap, .. } = onode;
             let object = Object { size, blocks, has_omap, key: name, mapped: 0 };
             if let Some(other) = objects.insert(nid, object) {

@@ -35,7 +35,7 @@ mod uring;
 mod view;
 
 pub use driver::Driver;
-pub use fsck::{FsckReport, Problem, fsck};
+pub use fsck::{FsckReport, Inspect, Problem, fsck};
 pub use store::{BlockStore, MkfsOptions, MountOptions};
 
 /// Feeds `bytes` to every decoder of the format: superblock, log group and record, onode, shard, reference counts, meta

@@ -1,0 +1,170 @@
+//! Comparing the size that is recorded with an object with the size that the store has of its data.
+//!
+//! One transaction changes an object's record and its data, so the two sizes agree. Nodes before object protocol
+//! version 5 broke that rule: a compound change that cut an object within a block that was a hole recorded the right
+//! size, and stored the data without the end of that block. The object could then not be read. The missing bytes are
+//! zeros, because an earlier op of the same change had made the hole. A scrub finds such objects, in every pool, and one
+//! that is asked to repair gives them the recorded size.
+
+use std::collections::BTreeMap;
+
+use base::block;
+use bytes::Bytes;
+use store::{ObjectId, Op, StoreError, Transaction};
+
+use crate::array::{Findings, SIZE_XATTR};
+use crate::fail::{Fail, Step};
+use crate::ids;
+use crate::object::{INFO_XATTR, ObjectInfo};
+use crate::osd::{Osd, Place};
+use crate::pools::refusal;
+
+/// The two sizes of an object, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Sizes {
+    /// `None` if the record cannot be read.
+    recorded: Option<u64>,
+    stored: u64,
+}
+
+impl Sizes {
+    /// Of an object as a store, or a group of them, has it.
+    fn new(record: Option<&Bytes>, stored: u64) -> Sizes {
+        Sizes { recorded: record.and_then(|bytes| ObjectInfo::decode(bytes)).map(|info| info.size), stored }
+    }
+
+    fn agree(self) -> bool {
+        self.recorded == Some(self.stored)
+    }
+
+    /// The recorded size, if the bytes that are missing are zeros for certain: the data ends within the last block, or
+    /// right before it. No other defect or damage is known to leave an object so.
+    fn repairable(self) -> Option<u64> {
+        self.recorded.filter(|&size| self.stored < size && self.stored >= block::align_down(size))
+    }
+
+    fn describe(self) -> String {
+        match self.recorded {
+            Some(recorded) => {
+                format!("its data ends at {} and its record says {recorded} bytes", self.stored)
+            }
+            None => "its record cannot be read".into(),
+        }
+    }
+}
+
+/// Says what is wrong with an object of a target, or with the shard of one, judging by its size in bytes and its xattrs.
+/// For `fsck`, which sees one target at a time. `None`: nothing that can be told from these.
+#[must_use]
+pub fn inspect_object(oid: &ObjectId, size: u64, xattrs: &BTreeMap<Bytes, Bytes>) -> Option<String> {
+    let name = ids::parse(oid)?;
+    // A shard has the size of its object with it.
+    let stored = match xattrs.get(&SIZE_XATTR) {
+        Some(bytes) => u64::from_be_bytes(bytes[..].try_into().ok()?),
+        None => size,
+    };
+    let sizes = Sizes::new(xattrs.get(&INFO_XATTR), stored);
+    if sizes.agree() {
+        return None;
+    }
+    let advice = match sizes.repairable() {
+        Some(_) => "start the node and run \"outboard scrub --repair POOL\"",
+        None => "restore it from a copy, or remove it",
+    };
+    Some(format!("object \"{}\": {}; {advice}", name.object.escape_default(), sizes.describe()))
+}
+
+impl Osd {
+    /// Compares the sizes of a user's object; with `repair`, gives its data the recorded size where that is certain to be
+    /// right.
+    ///
+    /// # Errors
+    /// If the store is away for longer than requests wait for it.
+    pub(crate) async fn audit(&self, place: &Place, repair: bool) -> proto::Result<Findings> {
+        let mut found = Findings::default();
+        // Most objects are as they should be. That is found out without holding up their clients.
+        if let Ok(sizes) = sizes(place).await
+            && sizes.is_none_or(Sizes::agree)
+        {
+            return Ok(found);
+        }
+        let resized = self.in_turn(place, async |_| resize(place, repair).await).await;
+        match resized {
+            Ok(Verdict::Right) => {}
+            Ok(Verdict::Wrong(sizes)) => {
+                found.wrong_size = 1;
+                tracing::warn!(oid = %place.oid, ?sizes, "a scrub found an object of the wrong size");
+            }
+            Ok(Verdict::Resized(sizes)) => {
+                (found.wrong_size, found.resized) = (1, 1);
+                metrics::counter!("outboard_osd_objects_resized_total").increment(1);
+                tracing::warn!(oid = %place.oid, ?sizes, "an object has its recorded size again");
+            }
+            Err(Fail::Refused(e)) => {
+                found.wrong_size = 1;
+                tracing::warn!(oid = %place.oid, error = %e, "an object's size cannot be compared");
+            }
+            Err(lost @ Fail::Lost(_)) => return Err(refusal(lost)),
+        }
+        Ok(found)
+    }
+}
+
+/// What has come of an audit.
+enum Verdict {
+    Right,
+    Wrong(Sizes),
+    Resized(Sizes),
+}
+
+/// Reads the sizes of an object; `None` if there is no such object.
+async fn sizes(place: &Place) -> Step<Option<Sizes>> {
+    let (store, cid, oid) = (&place.pg.target.store, &place.pg.cid, &place.oid);
+    let record = match store.get_xattr(cid, oid, INFO_XATTR).await {
+        Ok(bytes) => Some(bytes),
+        Err(StoreError::NoSuchXattr(_)) => None,
+        Err(StoreError::NoSuchObject(_)) => return Ok(None),
+        Err(e) => return Err(e.into()),
+    };
+    match store.stat(cid, oid).await {
+        Ok(stat) => Ok(Some(Sizes::new(record.as_ref(), stat.size))),
+        Err(StoreError::NoSuchObject(_)) => Ok(None),
+        Err(e) => Err(e.into()),
+    }
+}
+
+/// Compares the sizes of an object whose turn it is, and makes them agree if that is wanted and certain to be right.
+async fn resize(place: &Place, repair: bool) -> Step<Verdict> {
+    let Some(sizes) = sizes(place).await?.filter(|sizes| !sizes.agree()) else { return Ok(Verdict::Right) };
+    let Some(size) = sizes.repairable().filter(|_| repair) else { return Ok(Verdict::Wrong(sizes)) };
+    let truncate = Op::Truncate { oid: place.oid.clone(), size };
+    place.pg.target.queue(Transaction::new(place.pg.cid.clone()).with(truncate)).await?;
+    Ok(Verdict::Resized(sizes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn inspect(recorded: u64, stored: u64, shard: Option<u64>) -> Option<String> {
+        let info = ObjectInfo { version: 1, size: recorded, modified_ms: 0, manifest: None };
+        let mut xattrs = BTreeMap::from([(INFO_XATTR, info.encode())]);
+        xattrs.extend(shard.map(|size| (SIZE_XATTR, Bytes::copy_from_slice(&size.to_be_bytes()))));
+        inspect_object(&ids::object(7, "", "film", None), stored, &xattrs)
+    }
+
+    #[test]
+    fn sizes_that_differ_are_told_with_what_helps() {
+        assert_eq!(inspect(18_450, 18_450, None), None);
+        assert_eq!(inspect(18_450, 8192, Some(18_450)), None, "a shard is shorter than its object");
+        for short in [inspect(18_450, 16_384, None), inspect(18_450, 8192, Some(16_384))] {
+            let short = short.unwrap();
+            assert!(short.contains("\"film\"") && short.contains("scrub --repair"), "{short}");
+        }
+        let lost = inspect(18_450, 4096, None).unwrap();
+        assert!(lost.contains("restore it"), "more than the last block is missing: {lost}");
+        let long = inspect(100, 4096, None).unwrap();
+        assert!(long.contains("restore it"), "{long}");
+        assert_eq!(inspect_object(&ids::meta_object(), 5, &BTreeMap::new()), None);
+    }
+}
