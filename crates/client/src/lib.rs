@@ -51,5 +51,5 @@ pub use pool::Pool;
 pub use proto::{
     CodingHealth, CodingPlace, CodingSent, CodingStatus, Error as NodeError, Manifest, Mutated, NameError,
     NodeStatus, ObjectName, OffloadStatus, PhaseTimes, PoolHealth, PoolInfo, PoolName, RebuildStatus,
-    Redundancy, RequestTimes, ScrubStatus, Space, StatAnswer as Stat, TargetStatus,
+    Redundancy, RequestTimes, ScrubStatus, Space, StatAnswer as Stat, TargetState, TargetStatus,
 };

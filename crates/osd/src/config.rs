@@ -22,8 +22,10 @@ pub struct OsdConfig {
     pub transfer_timeout: Duration,
     /// How long a request waits for a store that is not there before it is given back to the client as transient.
     pub store_patience: Duration,
-    /// After that long a target that has not committed counts as failed, where others have the object, too.
+    /// After that long placement groups go on without a target that has not answered, if enough others answer.
     pub target_timeout: Duration,
+    /// When targets that are not used are tried again.
+    pub target_retry: TargetRetry,
     /// Pause between two looks at what is to be rebuilt.
     pub upkeep_interval: Duration,
     /// Most bytes a second that rebuilds and scrubs move; 0 for no limit.
@@ -52,6 +54,40 @@ pub struct OsdConfig {
     pub offload: Option<OffloadSource>,
     /// Where parity is computed.
     pub coding: CodingConfig,
+}
+
+/// When a target that placement groups do not use is tried again.
+#[derive(Debug, Clone, Copy)]
+pub struct TargetRetry {
+    /// Pause between probes of a target that did not answer in time.
+    pub slow_pause: Duration,
+    /// The longest pause before a slow target is used again that has been slow several times in a row.
+    pub slow_pause_max: Duration,
+    /// A probe that takes longer does not bring a target back.
+    pub probe_max: Duration,
+    /// Pause before the first probe of a target that has reported an I/O error; doubles with each probe that fails, and with
+    /// each relapse.
+    pub failing_pause: Duration,
+    /// The longest of those pauses.
+    pub failing_pause_max: Duration,
+    /// A target that reports I/O errors again, after so many returns in a row, is given up.
+    pub relapses_max: u32,
+    /// For that long after a target has reported an I/O error, requests that need it wait. After that they fail.
+    pub hopeful_for: Duration,
+}
+
+impl Default for TargetRetry {
+    fn default() -> Self {
+        TargetRetry {
+            slow_pause: Duration::from_millis(250),
+            slow_pause_max: Duration::from_secs(4),
+            probe_max: Duration::from_secs(1),
+            failing_pause: Duration::from_secs(1),
+            failing_pause_max: Duration::from_secs(10),
+            relapses_max: 5,
+            hopeful_for: Duration::from_secs(20),
+        }
+    }
 }
 
 /// Where the parity of staged data is computed.
@@ -155,6 +191,7 @@ impl Default for OsdConfig {
             transfer_timeout: Duration::from_secs(30),
             store_patience: Duration::from_secs(30),
             target_timeout: Duration::from_secs(10),
+            target_retry: TargetRetry::default(),
             upkeep_interval: Duration::from_millis(500),
             rebuild_rate: 0,
             rebuild_share: 25,

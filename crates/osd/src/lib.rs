@@ -22,6 +22,7 @@ mod config;
 mod draft;
 mod fail;
 mod gather;
+mod health;
 mod ids;
 mod inflight;
 mod list;
@@ -45,7 +46,7 @@ mod upkeep;
 
 pub use array::NewObjects;
 pub use audit::inspect_object;
-pub use config::{CodingConfig, CodingOffload, OffloadSource, OsdConfig, StripesAt};
+pub use config::{CodingConfig, CodingOffload, OffloadSource, OsdConfig, StripesAt, TargetRetry};
 pub use ec::offload::scheduler::Mode as CodingMode;
 pub use node::{Osd, StartError};
 pub use proto::OffloadStatus;

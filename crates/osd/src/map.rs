@@ -1,6 +1,7 @@
 //! The node's map: which targets it has, and its pools. A copy is on every target; the highest epoch counts.
 
 use std::rc::Rc;
+use std::time::Duration;
 
 use base::block::Payload;
 use bytes::Bytes;
@@ -114,8 +115,11 @@ impl NodeMap {
             let copy = match read_copy(target).await {
                 Err(e) if is_final_for(&e) => {
                     match &e {
-                        StartError::Target { source, .. } => target.fail(&source.to_string()),
-                        other => target.fail(&other.to_string()),
+                        StartError::Target { source, .. } => target.fail(source),
+                        other => {
+                            let (what, detail) = ("the node's map".into(), other.to_string());
+                            target.fail(&StoreError::Corrupt { what, detail });
+                        }
                     }
                     failure = Some(e);
                     None
@@ -200,12 +204,17 @@ impl NodeMap {
 
     /// Puts the map on every target that has not failed: those are to be most of them, or else the map says which are lost. On
     /// an error some have it and some do not, which the next start mends.
-    pub(crate) async fn save(&self, targets: &[Rc<Target>]) -> Result<(), StoreError> {
+    pub(crate) async fn save(&self, targets: &[Rc<Target>], timeout: Duration) -> Result<(), StoreError> {
         let there = targets.iter().filter(|target| target.failure().is_none());
         let copies = there.map(|target| async move {
-            match write_copy(target, self).await {
+            let Ok(written) = tokio::time::timeout(timeout, write_copy(target, self)).await else {
+                // Placement groups that cannot do without the target wait for it; the map need not.
+                target.overdue(timeout);
+                return Ok(0);
+            };
+            match written {
                 Err(e) if is_final(&e) && targets.len() > 1 => {
-                    target.fail(&e.to_string());
+                    target.fail(&e);
                     Ok(0)
                 }
                 written => written.map(|()| 1),
@@ -218,7 +227,11 @@ impl NodeMap {
             return Ok(());
         }
         let detail = "most targets are needed to change the node's map".into();
-        Err(StoreError::TooFewTargets { there: written, needed: targets.len() / 2 + 1, detail })
+        let e = StoreError::TooFewTargets { there: written, needed: targets.len() / 2 + 1, detail };
+        if targets.iter().any(|target| target.is_hopeful()) {
+            return Err(StoreError::Disconnected(format!("{e}; targets that have failed are tried again")));
+        }
+        Err(e)
     }
 }
 
@@ -262,7 +275,8 @@ async fn write_copy(target: &Target, map: &NodeMap) -> Result<(), StoreError> {
 
 /// Whether an error says that a target has failed, rather than that it is not there yet.
 fn is_final(e: &StoreError) -> bool {
-    matches!(e, StoreError::Io(_) | StoreError::Poisoned(_) | StoreError::Corrupt { .. })
+    use StoreError as E;
+    matches!(e, E::Io(_) | E::Absent(_) | E::Poisoned(_) | E::Corrupt { .. })
 }
 
 /// The same of what a target's copy of the map was read with.

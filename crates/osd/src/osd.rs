@@ -116,7 +116,7 @@ impl Osd {
     ) -> Result<Rc<Osd>, StartError> {
         let target = |(uuid, store): (Uuid, Arc<dyn ObjectStore>)| {
             let store = if config.store_is_here() { Arc::new(Timed(store)) } else { store };
-            Rc::new(Target::new(uuid, store))
+            Rc::new(Target::new(uuid, store, config.target_retry))
         };
         let targets: Vec<Rc<Target>> = targets.into_iter().map(target).collect();
         for target in &targets {
@@ -166,7 +166,7 @@ impl Osd {
                 let started = Array::start(self.group_options(record, pg));
                 let (array, group) = started.expect("redundancy was checked when the pool was made");
                 groups.push(group);
-                Rc::new(Target::new(Uuid::nil(), array))
+                Rc::new(Target::new(Uuid::nil(), array, self.config.target_retry))
             };
             Rc::new(Pg::new(target, record.id, pg, self.config.cached_objects_per_pg))
         };
@@ -182,6 +182,7 @@ impl Osd {
             targets: Rc::clone(&self.targets),
             pool: self.pool.clone(),
             member_timeout: self.config.target_timeout,
+            patience: self.config.store_patience.max(2 * self.config.target_timeout),
             dirty_max: self.config.missed_objects_per_pg,
             coding: Rc::clone(&self.coding),
         }

@@ -130,7 +130,7 @@ impl Osd {
         map.epoch += 1;
         self.map.borrow_mut().epoch = map.epoch;
         let reaches_any = self.targets.iter().any(|t| t.failure().is_none());
-        if let Err(e) = map.save(&self.targets).await {
+        if let Err(e) = map.save(&self.targets, self.config.target_timeout).await {
             self.map_is_uncertain.set(self.map_is_uncertain.get() || reaches_any);
             return Err(refusal(e.into()));
         }
@@ -145,16 +145,12 @@ impl Osd {
         crate::spawn(async move { osd.empty_or_wait(pool).await });
     }
 
-    /// The same. A pool with redundancy, of which some target may still have something that is not there, waits for that.
+    /// The same. A pool that cannot be emptied now is tried again when all targets are there.
     pub(crate) async fn empty_or_wait(&self, pool: Rc<Pool>) {
         let Err(e) = self.empty(&pool).await else { return };
         let name = &pool.record.name;
-        if pool.groups.is_empty() {
-            tracing::warn!(name, error = ?e, "a removed pool's space is given back after the next start");
-        } else {
-            tracing::warn!(name, error = ?e, "a removed pool's space is given back when all targets are there");
-            self.upkeep.removed.borrow_mut().push(pool);
-        }
+        tracing::warn!(name, error = ?e, "a removed pool's space is given back when all targets are there");
+        self.upkeep.removed.borrow_mut().push(pool);
     }
 
     async fn empty(&self, pool: &Pool) -> Step<()> {

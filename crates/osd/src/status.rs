@@ -1,6 +1,6 @@
 //! The node's state, for people.
 
-use proto::{NodeStatus, Space, TargetStatus};
+use proto::{NodeStatus, Space, TargetState, TargetStatus};
 
 use crate::map::TargetRecord;
 use crate::osd::Osd;
@@ -44,9 +44,12 @@ pub(crate) async fn status(osd: &Osd) -> NodeStatus {
 }
 
 async fn target_status(osd: &Osd, record: &TargetRecord, target: Option<&Target>) -> TargetStatus {
-    let space = space(target).await;
     let failure = target.map_or(Some("it is not there".into()), Target::failure);
-    TargetStatus { uuid: record.uuid, out: record.out, behind: osd.is_behind(record.uuid), failure, space }
+    let (state, next_try) = target.map_or((TargetState::Failed, None), Target::state);
+    let next_try_ms = next_try.map(|wait| u64::try_from(wait.as_millis()).unwrap_or(u64::MAX));
+    let space = space(target).await;
+    let (uuid, out, behind) = (record.uuid, record.out, osd.is_behind(record.uuid));
+    TargetStatus { uuid, out, behind, state, failure, next_try_ms, space }
 }
 
 async fn space(target: Option<&Target>) -> Result<Space, String> {

@@ -1,14 +1,22 @@
 //! A target and the OSD's view of its session.
 
 use std::cell::{Cell, RefCell};
+use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use base::BoxFuture;
+use proto::TargetState;
 use store::{CollectionId, ObjectStore, StoreError, Transaction};
+use tokio::sync::{Notify, watch};
+use tokio::time::Instant;
 use uuid::Uuid;
 
+use crate::config::TargetRetry;
 use crate::fail::{Fail, Step};
+use crate::health::{Change, Event, Health};
+use crate::ids;
 
 /// One target, or several that are used as one. Everything the OSD remembers of it carries the *epoch* it was learnt in; when
 /// the store is lost a new epoch begins, and what was learnt before no longer counts.
@@ -19,22 +27,33 @@ pub(crate) struct Target {
     epoch: Cell<u64>,
     /// Counts how often its usability has changed.
     generation: Arc<AtomicU64>,
-    /// Why it failed, and in which session.
-    failed: RefCell<Option<(u64, String)>>,
+    health: RefCell<Health>,
+    /// Session of the store that `health` is about.
+    health_session: Cell<u64>,
+    /// Told when the target is no longer used.
+    went_down: Notify,
+    /// When the last probe that was answered had been sent.
+    answered: watch::Sender<Option<Instant>>,
+    /// A probe is under way: one at a time, for a stalled store keeps all of them.
+    is_probed: Cell<bool>,
     /// The operator has taken it out.
     out: Cell<bool>,
 }
 
 impl Target {
-    pub(crate) fn new(uuid: Uuid, store: Arc<dyn ObjectStore>) -> Target {
-        let session = Cell::new(store.session());
+    pub(crate) fn new(uuid: Uuid, store: Arc<dyn ObjectStore>, retry: TargetRetry) -> Target {
+        let session = store.session();
         Target {
             uuid,
             store,
-            session,
+            session: Cell::new(session),
             epoch: Cell::new(1),
             generation: Arc::default(),
-            failed: RefCell::default(),
+            health: RefCell::new(Health::new(retry)),
+            health_session: Cell::new(session),
+            went_down: Notify::new(),
+            answered: watch::Sender::new(None),
+            is_probed: Cell::new(false),
             out: Cell::new(false),
         }
     }
@@ -44,21 +63,27 @@ impl Target {
         Arc::clone(&self.generation)
     }
 
-    /// Says that it has failed: redundant placement groups go on without it, until its store has a new session or an operator
-    /// says so.
-    pub(crate) fn fail(&self, why: &str) {
-        if self.failure().is_none() {
-            tracing::error!(target_uuid = %self.uuid, why, "the target has failed; its placement groups go on without it");
-            metrics::counter!("outboard_osd_target_failures_total").increment(1);
-            *self.failed.borrow_mut() = Some((self.store.session(), why.to_owned()));
-            self.generation.fetch_add(1, Ordering::SeqCst);
-        }
+    /// Takes note of an error that is one of the target: redundant placement groups go on without it.
+    pub(crate) fn fail(&self, e: &StoreError) {
+        self.step(Event::Failed(e.clone()));
     }
 
-    /// Why it has failed, in its store's present session.
+    /// Takes note that the target has not answered for `waited`: redundant placement groups that can go on without it do so.
+    pub(crate) fn overdue(&self, waited: Duration) {
+        self.step(Event::Overdue(format!("no answer in {waited:?}")));
+    }
+
+    /// Why placement groups go on without it.
     pub(crate) fn failure(&self) -> Option<String> {
-        let session = self.store.session();
-        self.failed.borrow().as_ref().filter(|(since, _)| *since == session).map(|(_, why)| why.clone())
+        self.with_health(|health| health.why().map(str::to_owned))
+    }
+
+    /// Whether it is used, and how long from now it is tried again.
+    pub(crate) fn state(&self) -> (TargetState, Option<Duration>) {
+        let now = Instant::now();
+        self.with_health(|health| {
+            (health.state(), health.next_probe().map(|due| due.saturating_duration_since(now)))
+        })
     }
 
     /// Takes it out, or in again.
@@ -67,11 +92,123 @@ impl Target {
         self.generation.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Says that it is to be tried again, if it has failed.
+    /// Uses it again at once, if it has failed: the operator wants that.
     pub(crate) fn try_again(&self) {
-        if self.failed.take().is_some() {
-            self.generation.fetch_add(1, Ordering::SeqCst);
+        self.step(Event::Renewed);
+    }
+
+    fn with_health<T>(&self, look: impl FnOnce(&Health) -> T) -> T {
+        let session = self.store.session();
+        if session != self.health_session.replace(session) {
+            // The session is part of what placement groups watch: they need not be told.
+            let _ = self.health.borrow_mut().step(Instant::now(), Event::Renewed);
         }
+        look(&self.health.borrow())
+    }
+
+    fn step(&self, event: Event) {
+        let before = self.with_health(Health::state);
+        let change = self.health.borrow_mut().step(Instant::now(), event);
+        let (state, why) = self.with_health(|h| (h.state(), h.why().unwrap_or_default().to_owned()));
+        match change {
+            Change::None => return,
+            Change::Down => {
+                tracing::error!(target_uuid = %self.uuid, ?state, why, "the target is not used where placement groups can go on without it");
+                if before == TargetState::Up {
+                    metrics::counter!("outboard_osd_target_failures_total").increment(1);
+                }
+            }
+            Change::Back => {
+                tracing::info!(target_uuid = %self.uuid, "the target is used again");
+                metrics::counter!("outboard_osd_target_returns_total").increment(1);
+            }
+        }
+        self.generation.fetch_add(1, Ordering::SeqCst);
+        self.went_down.notify_waiters();
+    }
+
+    /// Probes the target if it is not used and a probe is due.
+    pub(crate) fn probe_if_due(self: &Rc<Self>) {
+        if self.with_health(|health| health.is_probe_due(Instant::now())) {
+            self.step(Event::ProbeSent);
+            self.probe();
+        }
+    }
+
+    /// Sends a probe, unless one is under way.
+    fn probe(self: &Rc<Self>) {
+        if self.is_probed.replace(true) {
+            return;
+        }
+        let target = Rc::clone(self);
+        crate::spawn(async move {
+            let (sent, session) = (Instant::now(), target.store.session());
+            let probed = target.ask_something().await;
+            target.is_probed.set(false);
+            if target.store.session() != session {
+                return target.step(Event::ProbeLost);
+            }
+            match probed {
+                Ok(()) => {
+                    target.answered.send_replace(Some(sent));
+                    target.step(Event::ProbeAnswered(sent.elapsed()));
+                }
+                Err(StoreError::Disconnected(_)) => target.step(Event::ProbeLost),
+                Err(e) => target.step(Event::ProbeFailed(e)),
+            }
+        });
+    }
+
+    /// Asks what is little work: an empty transaction, which becomes durable all the same, and a look at the map.
+    async fn ask_something(&self) -> store::Result<()> {
+        let (cid, oid) = (ids::node_collection(), ids::map_object());
+        match self.store.queue_transaction(Transaction::new(cid.clone())).await {
+            Ok(()) | Err(StoreError::NoSuchCollection(_)) => {}
+            Err(e) => return Err(e),
+        }
+        match self.store.stat(&cid, &oid).await {
+            Ok(_) | Err(StoreError::NoSuchCollection(_) | StoreError::NoSuchObject(_)) => Ok(()),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Resolves once the target has answered a probe that is sent from now on. If a probe fails it never does.
+    pub(crate) async fn answers(self: &Rc<Self>) {
+        let asked = Instant::now();
+        let mut answered = self.answered.subscribe();
+        self.probe();
+        loop {
+            match *answered.borrow_and_update() {
+                Some(sent) if sent >= asked => return,
+                // That was an earlier one.
+                Some(_) => self.probe(),
+                None => {}
+            }
+            if answered.changed().await.is_err() {
+                return std::future::pending().await;
+            }
+        }
+    }
+
+    /// Resolves at once, or as soon as it is so, when the target is slow.
+    pub(crate) async fn until_slow(&self) {
+        loop {
+            let changed = self.went_down.notified();
+            if self.state().0 == TargetState::Slow {
+                return;
+            }
+            changed.await;
+        }
+    }
+
+    /// Whether the target may well be used again before clients give up.
+    pub(crate) fn is_hopeful(&self) -> bool {
+        !self.is_out() && self.with_health(|health| health.is_hopeful(Instant::now()))
+    }
+
+    /// Whether it is slow: placement groups that cannot do without it wait for it.
+    pub(crate) fn is_slow(&self) -> bool {
+        !self.is_out() && self.state().0 == TargetState::Slow
     }
 
     /// Whether the operator has taken it out.
@@ -81,7 +218,7 @@ impl Target {
 
     /// Whether redundant placement groups may use it.
     pub(crate) fn is_usable(&self) -> bool {
-        !self.is_out() && self.failure().is_none()
+        !self.is_out() && self.state().0 == TargetState::Up
     }
 
     /// The current epoch.

@@ -5,12 +5,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 use std::time::Duration;
 
+use futures::future::join_all;
 use proto::{Error, PoolHealth, PoolName, RebuildStatus, ScrubStatus};
 use store::{ObjectId, StoreError};
 use tokio::time::Instant;
 use uuid::Uuid;
 
-use crate::array::{Findings, Group, RETRY, Rebuilt};
+use crate::array::{Findings, Group, RETRY, Rebuilt, Session};
 use crate::ids;
 use crate::list::{after, objects};
 use crate::map::{NodeMap, TargetRecord};
@@ -49,9 +50,30 @@ struct Scrub {
 }
 
 impl Osd {
-    /// Runs for ever: keeps the map's word on targets true, and rebuilds.
+    /// Runs for ever: keeps the map's word on targets true, tries targets again that have failed, and rebuilds.
     pub(crate) async fn look_after_redundancy(self: Rc<Osd>) {
-        tokio::join!(self.rebuild_for_ever(), self.bound_notes_for_ever());
+        tokio::join!(
+            self.rebuild_for_ever(),
+            self.bound_notes_for_ever(),
+            self.try_targets_for_ever(),
+            self.finish_removals_for_ever()
+        );
+    }
+
+    async fn try_targets_for_ever(&self) {
+        loop {
+            tokio::time::sleep(self.config.upkeep_interval).await;
+            self.targets.iter().for_each(Target::probe_if_due);
+            let not_used = self.targets.iter().filter(|t| t.failure().is_some()).count();
+            metrics::gauge!("outboard_osd_targets_not_used").set(not_used as f64);
+        }
+    }
+
+    async fn finish_removals_for_ever(&self) {
+        loop {
+            tokio::time::sleep(self.config.upkeep_interval).await;
+            self.finish_removals().await;
+        }
     }
 
     async fn bound_notes_for_ever(&self) {
@@ -66,7 +88,6 @@ impl Osd {
     async fn rebuild_for_ever(&self) {
         loop {
             tokio::time::sleep(self.config.upkeep_interval).await;
-            self.finish_removals().await;
             let groups = self.open_groups();
             if groups.is_empty() {
                 continue;
@@ -104,7 +125,7 @@ impl Osd {
     }
 
     async fn rebuild_group(&self, pool: &str, group: &Rc<Group>) {
-        let Ok(session) = group.any_session().await else { return };
+        let Some(session) = self.opened(group).await else { return };
         if let Err(e) = group.remove_leftovers(&session).await {
             tracing::warn!(pool, error = %e, "what a former member has is removed later");
         }
@@ -118,6 +139,25 @@ impl Osd {
             *self.upkeep.last_failure.borrow_mut() = Some(e.to_string());
             tokio::time::sleep(RETRY.min(self.config.upkeep_interval * 10)).await;
         }
+    }
+
+    /// A group's session, opened if need be. A group that waits for a slow target is not to keep others waiting.
+    async fn opened(&self, group: &Rc<Group>) -> Option<Rc<Session>> {
+        if let Some(session) = group.current() {
+            return Some(session);
+        }
+        if group.is_opened_by_upkeep.replace(true) {
+            return None;
+        }
+        let opened = Rc::clone(group);
+        let opening = crate::spawn(async move {
+            // If it cannot be opened now, it is tried again with the next look.
+            drop(opened.any_session().await);
+            opened.is_opened_by_upkeep.set(false);
+        });
+        // It goes on by itself after that.
+        drop(tokio::time::timeout(self.config.target_timeout, opening).await);
+        group.current()
     }
 
     /// Notes in the map which targets do not have it: after a restart that tells whether the others have the newest one.
@@ -150,9 +190,8 @@ impl Osd {
     pub(crate) async fn set_target_out(&self, index: u32, out: bool) -> proto::Result<()> {
         let target = self.target(index)?;
         // What goes on without it has to be known before it can come back.
-        for (_, group) in self.open_groups() {
-            drop(group.any_session().await);
-        }
+        let groups = self.open_groups();
+        drop(join_all(groups.iter().map(|(_, group)| group.any_session())).await);
         if out {
             self.can_spare(&target).await?;
         }
@@ -392,7 +431,7 @@ async fn verify(place: &Place) -> store::Result<Findings> {
         let read = match store.read(cid, oid, at, SEGMENT, None).await {
             Ok(read) => read,
             Err(StoreError::NoSuchObject(_)) => return Ok(found),
-            Err(StoreError::Corrupt { .. } | StoreError::Io(_)) => {
+            Err(StoreError::Corrupt { .. } | StoreError::Io(_) | StoreError::Absent(_)) => {
                 found.damaged = 1;
                 return Ok(found);
             }

@@ -96,6 +96,20 @@ pub struct ScrubStatus {
     pub failure: Option<String>,
 }
 
+/// Whether placement groups with redundancy use a target.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum TargetState {
+    /// It is used.
+    Up,
+    /// It has not answered in time, and is tried again. Only placement groups that cannot do without it wait for it.
+    Slow,
+    /// It has reported an I/O error, and is tried again.
+    Failing,
+    /// It has failed, and is not tried again before its store has a new session or the operator says so.
+    Failed,
+}
+
 /// A target.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TargetStatus {
@@ -105,8 +119,12 @@ pub struct TargetStatus {
     pub out: bool,
     /// Placement groups have gone on without it, and it has not caught up yet.
     pub behind: bool,
-    /// Why placement groups with redundancy do not use it, if it has failed.
+    /// Whether it is used.
+    pub state: TargetState,
+    /// Why placement groups with redundancy do not use it.
     pub failure: Option<String>,
+    /// Time until it is tried again, in milliseconds; `None` if it is used, is being tried, or will not be tried.
+    pub next_try_ms: Option<u64>,
     /// Its space, or why it cannot be asked.
     pub space: Result<Space, String>,
 }

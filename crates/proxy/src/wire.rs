@@ -267,6 +267,7 @@ pub(crate) fn shorten(error: StoreError) -> StoreError {
         E::NotATarget(s) => E::NotATarget(cut(s)),
         E::Disconnected(s) => E::Disconnected(cut(s)),
         E::Io(s) => E::Io(cut(s)),
+        E::Absent(s) => E::Absent(cut(s)),
         other => other,
     }
 }

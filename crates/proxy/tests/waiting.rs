@@ -90,7 +90,7 @@ async fn what_the_link_asks_for_itself_is_not_refused_for_being_too_much() {
     let mut refused = 0;
     for stat in soon("queries wait", join_all(stats)).await {
         match stat {
-            Err(StoreError::Io(why)) if why.contains("too many calls") => refused += 1,
+            Err(StoreError::Disconnected(why)) if why.contains("too many calls") => refused += 1,
             stat => assert_eq!(stat.unwrap().size, MIB as u64),
         }
     }

@@ -25,7 +25,7 @@ impl AbsentStore {
     }
 
     fn fail<T: Send + 'static>(&self) -> BoxFuture<'static, Result<T>> {
-        Box::pin(std::future::ready(Err(StoreError::Io(self.why.clone()))))
+        Box::pin(std::future::ready(Err(StoreError::Absent(self.why.clone()))))
     }
 }
 

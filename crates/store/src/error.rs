@@ -104,6 +104,9 @@ pub enum StoreError {
     /// The drive or the operating system failed.
     #[error("I/O error: {0}")]
     Io(String),
+    /// The target could not be mounted when its store was started.
+    #[error("the target is not there: {0}")]
+    Absent(String),
 }
 
 impl From<std::io::Error> for StoreError {

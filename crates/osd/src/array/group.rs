@@ -11,6 +11,7 @@ use base::pool::BufferPool;
 use proto::Redundancy;
 use store::{CollectionId, ObjectId, ObjectStore, StageId, StoreError};
 use tokio::sync::{Mutex, OwnedRwLockReadGuard, OwnedRwLockWriteGuard, RwLock};
+use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::coder::Coder;
@@ -24,6 +25,9 @@ use crate::target::Target;
 /// Objects whose size is kept in memory.
 const OBJECTS_MAX: usize = 4096;
 
+/// So long a session that could not be opened is not tried again with the same targets.
+const REFUSED_FOR: Duration = Duration::from_millis(20);
+
 /// What a group is made of.
 pub(crate) struct GroupOptions {
     pub(crate) pool_id: u32,
@@ -33,8 +37,10 @@ pub(crate) struct GroupOptions {
     /// All targets of the node.
     pub(crate) targets: Rc<Vec<Rc<Target>>>,
     pub(crate) pool: BufferPool,
-    /// After that long a member that has not committed counts as failed.
+    /// After that long the group goes on without a member that has not answered, if it can.
     pub(crate) member_timeout: Duration,
+    /// So long a call waits for a member that the group cannot do without.
+    pub(crate) patience: Duration,
     /// Objects noted as dirty at most.
     pub(crate) dirty_max: usize,
     /// What takes stripes to the targets.
@@ -156,6 +162,9 @@ pub(crate) struct Group {
     pub(crate) targets: Rc<Vec<Rc<Target>>>,
     pub(crate) shared: Arc<Shared>,
     pub(crate) member_timeout: Duration,
+    pub(crate) patience: Duration,
+    /// The members in sync of the session, or of the one that is being opened.
+    pub(crate) in_sync: RefCell<Vec<Rc<Target>>>,
     pub(crate) dirty_max: usize,
     /// Held for reading by transactions, for writing while members come back.
     pub(crate) gate: RwLock<()>,
@@ -176,8 +185,12 @@ pub(crate) struct Group {
     pub(crate) lineage: RefCell<Option<GroupRecord>>,
     objects: RefCell<HashMap<ObjectId, Arc<RwLock<Known>>>>,
     session: RefCell<Option<Rc<Session>>>,
+    /// The last session could not be opened: its number, until when that is not tried again, and why.
+    refused: RefCell<Option<(u64, Instant, String)>>,
     /// Held while a session is opened, and while members are told of a new record.
     pub(crate) opening: Mutex<()>,
+    /// A task of the upkeep's opens a session.
+    pub(crate) is_opened_by_upkeep: Cell<bool>,
 }
 
 impl Group {
@@ -196,6 +209,8 @@ impl Group {
             targets: options.targets,
             shared: Arc::new(Shared { ended: AtomicU64::new(0), watched }),
             member_timeout: options.member_timeout,
+            patience: options.patience,
+            in_sync: RefCell::default(),
             dirty_max: options.dirty_max,
             gate: RwLock::default(),
             log: RefCell::default(),
@@ -210,7 +225,9 @@ impl Group {
             lineage: RefCell::default(),
             objects: RefCell::default(),
             session: RefCell::default(),
+            refused: RefCell::default(),
             opening: Mutex::default(),
+            is_opened_by_upkeep: Cell::new(false),
         })
     }
 
@@ -224,8 +241,19 @@ impl Group {
         }
         let _one_at_a_time = self.opening.lock().await;
         if self.current().is_none() {
-            let session = self.open().await?;
-            *self.session.borrow_mut() = Some(Rc::new(session));
+            // Many requests may wait for the same member.
+            if let Some((refused, until, why)) = &*self.refused.borrow()
+                && *refused == self.shared.number()
+                && Instant::now() < *until
+            {
+                return Err(StoreError::Disconnected(why.clone()));
+            }
+            let tried = self.shared.number();
+            let opened = self.open().await;
+            if let Err(StoreError::Disconnected(why)) = &opened {
+                *self.refused.borrow_mut() = Some((tried, Instant::now() + REFUSED_FOR, why.clone()));
+            }
+            *self.session.borrow_mut() = Some(Rc::new(opened?));
         }
         match self.current() {
             Some(session) if session.number == number => Ok(session),

@@ -23,6 +23,7 @@ mod members;
 mod open;
 mod overlay;
 mod parity;
+mod patience;
 mod probe;
 mod read;
 mod rebuild;
@@ -49,7 +50,7 @@ use store::{
 };
 use tokio::sync::{mpsc, oneshot};
 
-pub(crate) use group::{Group, GroupOptions};
+pub(crate) use group::{Group, GroupOptions, Session};
 pub use probe::NewObjects;
 pub(crate) use rebuild::{RETRY, Rebuilt};
 pub(crate) use record::SIZE_XATTR;
@@ -139,7 +140,7 @@ impl Array {
 }
 
 async fn carry_out(group: Rc<Group>, call: Call) {
-    // Whoever asked may have gone; then nobody needs to know.
+    // The caller may have been cancelled; ignore the error.
     match call {
         Call::Transact(number, transaction, to) => {
             drop(to.send(group.transact(number, transaction).await));

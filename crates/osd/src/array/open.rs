@@ -11,8 +11,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
 use bytes::Bytes;
-use futures::future::{join_all, try_join_all};
+use futures::future::try_join_all;
+use futures::stream::{FuturesUnordered, StreamExt};
 use store::{ObjectId, Op, StoreError, Transaction};
+use tokio::time::Instant;
 
 use super::group::{Group, Link, Log, Session, over};
 use super::record::{
@@ -56,10 +58,12 @@ impl Group {
         let chosen: Vec<&Rc<Target>> = usable.take(needed).collect();
         if chosen.len() < needed {
             let detail = format!("{} takes as many; the node has no more that can be used", self.redundancy);
-            return Err(StoreError::TooFewTargets { there: chosen.len(), needed, detail });
+            let e = StoreError::TooFewTargets { there: chosen.len(), needed, detail };
+            return Err(self.unless_hopeful(e));
         }
         let members = chosen.iter().map(|t| Member { target: t.uuid, standing: Standing::InSync }).collect();
         let record = GroupRecord { epoch: 1, members };
+        *self.in_sync.borrow_mut() = chosen.iter().map(|target| Rc::clone(target)).collect();
         let create = |target: &&Rc<Target>| {
             let (target, record) = (Rc::clone(target), &record);
             async move {
@@ -72,30 +76,28 @@ impl Group {
     }
 
     /// Makes the collection and the record on one target.
-    pub(super) async fn create_on(&self, target: &Target, record: &GroupRecord) -> store::Result<()> {
+    pub(super) async fn create_on(&self, target: &Rc<Target>, record: &GroupRecord) -> store::Result<()> {
+        let link = Link { target: Rc::clone(target), session: target.store.session() };
         let create = Transaction::new(self.cid.clone()).with(Op::CreateCollection);
-        match target.store.queue_transaction(create).await {
+        match self.answer(&link, target.store.queue_transaction(create)).await {
             Ok(()) | Err(StoreError::Exists(_)) => {}
             Err(e) => return Err(e),
         }
         let entries = vec![(key_record(), record.encode())];
         let write = Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: own_object(), entries });
-        target.store.queue_transaction(write).await
+        self.answer(&link, target.store.queue_transaction(write)).await
     }
 
-    /// Opens a session with whoever is there.
+    /// Opens a session with the targets that are there.
     pub(super) async fn open(&self) -> store::Result<Session> {
         let number = self.shared.number();
-        let usable = self.targets.iter().filter(|t| t.is_usable());
-        let mut views: Vec<View> = Vec::new();
-        for view in join_all(usable.map(|target| self.look(target))).await {
-            views.extend(view?);
+        let views = self.views().await?;
+        if self.shared.number() != number {
+            return Err(over(number));
         }
-        let Some(record) = views.iter().map(|view| &view.record).max_by_key(|r| r.epoch).cloned() else {
-            let detail = "no target that is there has a piece of it".into();
-            return Err(StoreError::TooFewTargets { there: 0, needed: self.layout.k, detail });
-        };
-        let (members, on_word) = self.members(&record, &views)?;
+        let (record, members, on_word) = self.judge_views(&views).map_err(|e| self.unless_hopeful(e))?;
+        let in_sync = members.iter().flatten().map(|view| Rc::clone(&view.link.target));
+        *self.in_sync.borrow_mut() = in_sync.collect();
         let undone = self.take_back(&members).await?;
         let (record, dirty) = self.agree(record, &views, &members, on_word).await?;
         if self.shared.number() != number {
@@ -111,25 +113,75 @@ impl Group {
         Ok(Session { number, links, record, leftovers })
     }
 
+    /// What the targets have of the group. Slow targets are asked only if the others do not suffice.
+    async fn views(&self) -> store::Result<Vec<View>> {
+        let began = Instant::now();
+        let there = self.targets.iter().filter(|t| t.is_usable());
+        let mut waiting: Vec<Rc<Target>> = there.cloned().collect();
+        let mut slow: Vec<Rc<Target>> = self.targets.iter().filter(|t| t.is_slow()).cloned().collect();
+        let mut looks: FuturesUnordered<_> =
+            waiting.iter().map(|target| self.look(Rc::clone(target))).collect();
+        let mut views: Vec<View> = Vec::new();
+        let mut wait_until = began + self.member_timeout;
+        while !(waiting.is_empty() && slow.is_empty()) {
+            let now = Instant::now();
+            if waiting.is_empty() || now >= wait_until {
+                if self.judge_views(&views).is_ok() {
+                    // The others go on; those that were slow before are known to be.
+                    waiting.iter().for_each(|target| target.overdue(now - began));
+                    break;
+                }
+                if slow.is_empty() && now >= began + self.patience {
+                    let silent = waiting.iter().map(|t| t.uuid.to_string()).collect::<Vec<_>>().join(", ");
+                    let why = format!("too few targets answer in {:?}; not these: {silent}", self.patience);
+                    return Err(StoreError::Disconnected(why));
+                }
+                looks.extend(slow.iter().map(|target| self.look(Rc::clone(target))));
+                waiting.append(&mut slow);
+                // Targets that stood still together come back together.
+                wait_until = now + self.member_timeout / 10;
+            }
+            tokio::select! {
+                Some((target, view)) = looks.next() => {
+                    views.extend(view?);
+                    waiting.retain(|t| t.uuid != target.uuid);
+                }
+                () = tokio::time::sleep_until(wait_until) => {}
+            }
+        }
+        Ok(views)
+    }
+
+    /// Which record counts, and the members in sync that are there.
+    fn judge_views(&self, views: &[View]) -> store::Result<(GroupRecord, Vec<Option<View>>, bool)> {
+        let Some(record) = views.iter().map(|view| &view.record).max_by_key(|r| r.epoch).cloned() else {
+            let detail = "no target that is there has a piece of it".into();
+            return Err(StoreError::TooFewTargets { there: 0, needed: self.layout.k, detail });
+        };
+        let (members, on_word) = self.members(&record, views)?;
+        Ok((record, members, on_word))
+    }
+
     /// What a target has of the group; nothing if it was never a member.
-    async fn look(&self, target: &Rc<Target>) -> store::Result<Option<View>> {
-        let link = Link { target: Rc::clone(target), session: target.store.session() };
-        match self.view(&link).await {
+    async fn look(&self, target: Rc<Target>) -> (Rc<Target>, store::Result<Option<View>>) {
+        let link = Link { target: Rc::clone(&target), session: target.store.session() };
+        let found = match self.view(&link).await {
             Ok(view) => Ok(Some(view)),
             Err(StoreError::NoSuchCollection(_) | StoreError::NoSuchObject(_)) => Ok(None),
             Err(e @ StoreError::Disconnected(_)) => Err(e),
             Err(e) => {
-                target.fail(&e.to_string());
+                target.fail(&e);
                 Err(StoreError::Disconnected(e.to_string()))
             }
-        }
+        };
+        (target, found)
     }
 
     async fn view(&self, link: &Link) -> store::Result<View> {
         let store = &link.target.store;
         // Whatever earlier sessions have left queued has an outcome after this.
         let settle = store.queue_transaction_in(link.session, Transaction::new(self.cid.clone()));
-        self.in_time(settle).await?;
+        self.answer(link, settle).await?;
         let (mut record, mut trimmed, mut heard) = (None, 0, 0);
         let (mut intents, mut dirty) = (BTreeMap::new(), BTreeSet::new());
         for (key, value) in self.all_entries(link, &own_object(), &Bytes::new(), None).await? {
@@ -162,7 +214,7 @@ impl Group {
         let mut from = from.clone();
         loop {
             let page = link.target.store.omap_iterate(&self.cid, oid, from.clone(), PAGE);
-            let (page, more) = self.in_time(page).await?;
+            let (page, more) = self.answer(link, page).await?;
             let next = page.last().map(|(last, _)| Bytes::from([last, &b"\0"[..]].concat()));
             let (before, count) = (all.len(), page.len());
             all.extend(page.into_iter().take_while(|(key, _)| to.is_none_or(|to| key < to)));
@@ -198,24 +250,13 @@ impl Group {
     /// Carries out a transaction on one member; should that fail, so has the member.
     pub(super) async fn apply_to(&self, link: &Link, transaction: Transaction) -> store::Result<()> {
         let queued = link.target.store.queue_transaction_in(link.session, transaction);
-        match self.in_time(queued).await {
+        match self.answer(link, queued).await {
             Ok(()) => Ok(()),
             Err(e) if is_refusal(&e) || matches!(e, StoreError::Disconnected(_)) => Err(e),
             Err(e) => {
-                link.target.fail(&e.to_string());
+                link.target.fail(&e);
                 Err(StoreError::Disconnected(e.to_string()))
             }
-        }
-    }
-
-    /// What a member answers, if it does in time.
-    pub(super) async fn in_time<T>(
-        &self,
-        answer: impl Future<Output = store::Result<T>>,
-    ) -> store::Result<T> {
-        match tokio::time::timeout(self.member_timeout, answer).await {
-            Ok(answer) => answer,
-            Err(_) => Err(StoreError::Io(format!("no answer in {:?}", self.member_timeout))),
         }
     }
 
@@ -250,7 +291,7 @@ impl Group {
                 return Ok(());
             }
             Undo::Return => {
-                match view.link.target.store.stat(&self.cid, oid).await {
+                match self.answer(&view.link, view.link.target.store.stat(&self.cid, oid)).await {
                     Ok(_) => ops.push(Op::Remove { oid: oid.clone() }),
                     Err(StoreError::NoSuchObject(_)) => {}
                     Err(e) => return Err(e),
@@ -280,14 +321,15 @@ impl Group {
             e => Err(e),
         };
         if touched.xattrs || matches!(touched.undo, Undo::Restore { .. }) {
-            let xattrs = store.get_xattrs(&self.cid, oid).await?;
+            let xattrs = self.answer(peer, store.get_xattrs(&self.cid, oid)).await?;
             ops.push(Op::RemoveXattrs { oid: oid.clone() });
             ops.push(Op::SetXattrs { oid: oid.clone(), xattrs });
         }
         let mut entries = Vec::new();
         if !touched.omap_keys.is_empty() {
             let keys = touched.omap_keys.clone();
-            let found = store.omap_get(&self.cid, oid, keys.clone()).await.or_else(none_if_gone)?;
+            let found = self.answer(peer, store.omap_get(&self.cid, oid, keys.clone())).await;
+            let found = found.or_else(none_if_gone)?;
             ops.push(Op::OmapRemove { oid: oid.clone(), keys });
             entries.extend(found);
         }

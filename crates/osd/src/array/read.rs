@@ -112,7 +112,8 @@ impl Group {
             Err(StoreError::TooFewTargets { there: 0, needed: 1, detail: "none is there".into() });
         for member in members {
             let Some(link) = member else { continue };
-            let found = size_of(oid, link.target.store.get_xattr(&self.cid, oid, SIZE_XATTR).await);
+            let asked_for = link.target.store.get_xattr(&self.cid, oid, SIZE_XATTR);
+            let found = size_of(oid, self.answer(link, asked_for).await);
             link.still()?;
             match found {
                 Ok(None) => asked = Ok(None),
@@ -197,7 +198,7 @@ impl Group {
         dest: Option<ArenaBuf>,
     ) -> store::Result<ShardRead> {
         let len = range.end - range.start;
-        let read = self.in_time(link.target.store.read(&self.cid, oid, range.start, len, dest)).await?;
+        let read = self.answer(link, link.target.store.read(&self.cid, oid, range.start, len, dest)).await?;
         read.verify().map_err(|e| link.corrupt(oid, e.to_string()))?;
         self.expect_len(link, Whole { oid, size }, position, read.object_size)?;
         link.still()?;
@@ -299,11 +300,11 @@ impl Group {
         question: impl AsyncFn(&Link) -> store::Result<T>,
     ) -> store::Result<T> {
         let mut links = self.live_links(session, oid);
-        let asked = ask_one_of(&links, oid, &question).await;
+        let asked = self.ask_one_of(&links, oid, &question).await;
         let first = links.iter().position(Option::is_some);
         let (Err(StoreError::NoSuchObject(_)), Some(first)) = (&asked, first) else { return asked };
         links[first] = None;
-        match ask_one_of(&links, oid, &question).await {
+        match self.ask_one_of(&links, oid, &question).await {
             Err(StoreError::TooFewTargets { .. } | StoreError::NoSuchObject(_)) => asked,
             Err(e) if !matches!(e, StoreError::NoSuchXattr(_)) => Err(e),
             found => {
@@ -312,6 +313,26 @@ impl Group {
                 found
             }
         }
+    }
+
+    /// Asks one of several members, the next one if the first cannot read what it has.
+    pub(super) async fn ask_one_of<T>(
+        &self,
+        links: &[Option<Link>],
+        oid: &ObjectId,
+        question: impl AsyncFn(&Link) -> store::Result<T>,
+    ) -> store::Result<T> {
+        let mut failures = Vec::new();
+        for link in links.iter().flatten() {
+            match self.answer(link, question(link)).await {
+                Err(e @ (StoreError::Io(_) | StoreError::Corrupt { .. })) => {
+                    tracing::warn!(%oid, target_uuid = %link.target.uuid, error = %e, "another member is asked");
+                    failures.push(e.to_string());
+                }
+                outcome => return link.still().and(outcome),
+            }
+        }
+        Err(StoreError::TooFewTargets { there: 0, needed: 1, detail: failures.join("; ") })
     }
 
     /// A question about an object's metadata, in the session of that number.
@@ -363,23 +384,4 @@ pub(super) fn size_of(oid: &ObjectId, found: store::Result<Bytes>) -> store::Res
         Err(StoreError::NoSuchXattr(_)) => Ok(Some(0)),
         Err(e) => Err(e),
     }
-}
-
-/// Asks one of several members, the next one if the first cannot read what it has.
-pub(super) async fn ask_one_of<T>(
-    links: &[Option<Link>],
-    oid: &ObjectId,
-    question: impl AsyncFn(&Link) -> store::Result<T>,
-) -> store::Result<T> {
-    let mut failures = Vec::new();
-    for link in links.iter().flatten() {
-        match question(link).await {
-            Err(e @ (StoreError::Io(_) | StoreError::Corrupt { .. })) => {
-                tracing::warn!(%oid, target_uuid = %link.target.uuid, error = %e, "another member is asked");
-                failures.push(e.to_string());
-            }
-            outcome => return link.still().and(outcome),
-        }
-    }
-    Err(StoreError::TooFewTargets { there: 0, needed: 1, detail: failures.join("; ") })
 }

@@ -15,7 +15,7 @@ use store::{ObjectId, Op, StoreError, Transaction, WriteSource};
 use tokio::time::Instant;
 
 use super::group::{Group, Link, Session};
-use super::read::{ShardRead, Whole, ask_one_of};
+use super::read::{ShardRead, Whole};
 use super::record::{
     Entry, GroupRecord, Member, Standing, forget_all_but_dirty, is_own, key_record, key_trimmed, own_object,
 };
@@ -243,7 +243,7 @@ impl Group {
         let keep = own_object();
         loop {
             // A group's own objects sort first.
-            let (ids, _) = link.target.store.list(&self.cid, None, PAGE).await?;
+            let (ids, _) = self.answer(link, link.target.store.list(&self.cid, None, PAGE)).await?;
             let left = ids.into_iter().take_while(is_own).filter(|oid| *oid != keep);
             let removals: Vec<Op> = left.map(|oid| Op::Remove { oid }).collect();
             let last = removals.is_empty();
@@ -268,13 +268,13 @@ impl Group {
         let mut peers = self.live_links(session, oid);
         peers[position] = None;
         let mut transaction = Transaction::new(self.cid.clone());
-        let there = match self.in_time(link.target.store.stat(&self.cid, oid)).await {
+        let there = match self.answer(link, link.target.store.stat(&self.cid, oid)).await {
             Ok(_) => true,
             Err(StoreError::NoSuchObject(_)) => false,
             Err(e) => {
                 // One that cannot even say what it has cannot be given anything: the others go on without it, if they can.
                 if matches!(e, StoreError::Io(_)) && peers.iter().flatten().count() >= self.layout.k {
-                    link.target.fail(&e.to_string());
+                    link.target.fail(&e);
                 }
                 return Err(e);
             }
@@ -297,7 +297,7 @@ impl Group {
         transaction.ops.push(Op::Touch { oid: oid.clone() });
         transaction.ops.extend(source.map(|source| Op::Write { oid: oid.clone(), offset: 0, source }));
         let asked = async |peer: &Link| peer.target.store.get_xattrs(&self.cid, oid).await;
-        let xattrs = ask_one_of(&peers, oid, asked).await?;
+        let xattrs = self.ask_one_of(&peers, oid, asked).await?;
         transaction.ops.push(Op::SetXattrs { oid: oid.clone(), xattrs });
         let written = self.apply_to(link, transaction).await;
         drop(stage);
@@ -325,12 +325,12 @@ impl Group {
             return Ok((Some(WriteSource::Inline(payload(read)?)), None));
         }
         let store = &link.target.store;
-        let id = store.stage(len).await?;
+        let id = self.answer(link, store.stage(len)).await?;
         let stage = super::stage::ShardStage { link: link.clone(), id };
         let write = |at: u64| async move {
             let range = at..(at + SEGMENT).min(len);
             let read = self.reconstruct(session, whole, position, range).await?;
-            store.stage_write(id, at, payload(read)?).await
+            self.answer(link, store.stage_write(id, at, payload(read)?)).await
         };
         let segments = stream::iter((0..len).step_by(SEGMENT as usize)).map(Ok);
         segments.try_for_each_concurrent(SEGMENTS, write).await?;
@@ -342,7 +342,7 @@ impl Group {
         loop {
             let asked =
                 async |peer: &Link| peer.target.store.omap_iterate(&self.cid, oid, from.clone(), 1024).await;
-            let (entries, more) = ask_one_of(peers, oid, asked).await?;
+            let (entries, more) = self.ask_one_of(peers, oid, asked).await?;
             let Some((last, _)) = entries.last() else { return Ok(()) };
             let next = Bytes::from([last, &b"\0"[..]].concat());
             let set = Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: oid.clone(), entries });
@@ -374,7 +374,7 @@ impl Group {
         let mut from = from;
         loop {
             let question = async |link: &Link| link.target.store.list(&self.cid, from.clone(), limit).await;
-            let (mut ids, more) = ask_one_of(links, &own_object(), question).await?;
+            let (mut ids, more) = self.ask_one_of(links, &own_object(), question).await?;
             let last = ids.last().cloned();
             ids.retain(|oid| !is_own(oid));
             match last {

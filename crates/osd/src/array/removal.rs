@@ -5,7 +5,7 @@ use std::rc::Rc;
 use bytes::Bytes;
 use store::{ObjectId, Op, StoreError, Transaction};
 
-use super::group::{Group, Log, Session};
+use super::group::{Group, Link, Log, Session};
 use super::members::page;
 use super::open::View;
 use super::record::{GroupRecord, key_record, own_object};
@@ -40,14 +40,14 @@ impl Group {
     }
 
     /// Removes everything that a target has of the group, as long as the session lasts.
-    pub(super) async fn wipe_in(&self, session: &Session, target: &Target) -> store::Result<()> {
+    pub(super) async fn wipe_in(&self, session: &Session, target: &Rc<Target>) -> store::Result<()> {
         loop {
             match self.wipe_some(target).await {
                 Ok(false) => return Ok(()),
                 Ok(true) => self.still(session)?,
                 Err(e) => {
-                    if matches!(e, StoreError::Io(_) | StoreError::Poisoned(_)) {
-                        target.fail(&e.to_string());
+                    if is_of_target(&e) {
+                        target.fail(&e);
                     }
                     return Err(e);
                 }
@@ -69,7 +69,7 @@ impl Group {
         }
         for target in self.targets.iter().filter(|t| t.is_usable()) {
             match self.wipe(target).await {
-                Err(e @ (StoreError::Io(_) | StoreError::Poisoned(_))) => target.fail(&e.to_string()),
+                Err(e) if is_of_target(&e) => target.fail(&e),
                 wiped => wiped?,
             }
         }
@@ -77,14 +77,15 @@ impl Group {
     }
 
     /// Removes everything that a target has of the group.
-    pub(super) async fn wipe(&self, target: &Target) -> store::Result<()> {
+    pub(super) async fn wipe(&self, target: &Rc<Target>) -> store::Result<()> {
         while self.wipe_some(target).await? {}
         Ok(())
     }
 
     /// Removes a few of the objects that a target has of the group, at last their collection; returns whether there may be more.
-    async fn wipe_some(&self, target: &Target) -> store::Result<bool> {
-        match self.in_time(self.wipe_step(target)).await {
+    async fn wipe_some(&self, target: &Rc<Target>) -> store::Result<bool> {
+        let link = Link { target: Rc::clone(target), session: target.store.session() };
+        match self.answer(&link, self.wipe_step(target)).await {
             Ok(()) | Err(StoreError::NotEmpty(_) | StoreError::NoSuchObject(_)) => Ok(true),
             Err(StoreError::NoSuchCollection(_)) => Ok(false),
             Err(e) => Err(e),
@@ -111,4 +112,9 @@ impl Group {
         }
         target.store.queue_transaction(transaction).await
     }
+}
+
+/// Whether an error is one of the target, which fails with it.
+fn is_of_target(e: &StoreError) -> bool {
+    matches!(e, StoreError::Io(_) | StoreError::Poisoned(_) | StoreError::Absent(_))
 }

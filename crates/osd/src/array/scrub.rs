@@ -120,9 +120,9 @@ impl Group {
             let Some(link) = link else { continue };
             let store = &link.target.store;
             let found = async {
-                let stat = store.stat(&self.cid, oid).await?;
+                let stat = self.answer(link, store.stat(&self.cid, oid)).await?;
                 self.expect_len(link, Whole { oid, size }, position, stat.size)?;
-                store.get_xattrs(&self.cid, oid).await
+                self.answer(link, store.get_xattrs(&self.cid, oid)).await
             };
             match found.await {
                 Ok(found) => verdict.contradicts |= *xattrs.get_or_insert(found.clone()) != found,

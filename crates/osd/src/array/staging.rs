@@ -9,6 +9,7 @@ use bytes::Bytes;
 use futures::future::{join_all, try_join_all};
 use store::stripes::{ShardBytes, StripeError};
 use store::{ObjectId, StageId, Stat, StoreError, Transaction};
+use tokio::time::Instant;
 
 use super::group::{Group, Link, Session, over};
 use super::overlay::{Overlay, slice};
@@ -27,7 +28,7 @@ impl Group {
             let link = self.takes_part(&session, position).filter(|_| shard_len > 0);
             let shard = match link {
                 Some(link) => {
-                    let staged = self.in_time(link.target.store.stage(shard_len)).await;
+                    let staged = self.answer(&link, link.target.store.stage(shard_len)).await;
                     let id = staged.map_err(|e| gone(&link, e))?;
                     Some(ShardStage { link, id })
                 }
@@ -115,7 +116,7 @@ impl Group {
     async fn write_tail(&self, staged: &Staged, at: u64, tail: Payload) -> store::Result<()> {
         let writes = staged.shards.iter().flatten().map(|shard| {
             let written = shard.link.target.store.stage_write(shard.id, at, tail.clone());
-            async move { self.in_time(written).await.map_err(|e| gone(&shard.link, e)) }
+            async move { self.answer(&shard.link, written).await.map_err(|e| gone(&shard.link, e)) }
         });
         try_join_all(writes).await.map(drop)
     }
@@ -168,28 +169,41 @@ impl Group {
         let stripes = Stripes { parts, offset: at, data, code: self.coder.parity_code().cloned() };
         let buffers = |len| self.coder.parity_buffers(len as u64);
         let staging = self.coding.stage(&stripes, buffers);
-        match tokio::time::timeout(self.member_timeout, staging).await {
-            Ok(Ok(())) => Ok(()),
-            Ok(Err(StripeError::Part(number, e))) => match staged.shards.get(number) {
+        let outcome = tokio::select! {
+            biased;
+            outcome = staging => outcome,
+            e = self.find_stalled(staged) => return Err(e),
+        };
+        match outcome {
+            Ok(()) => Ok(()),
+            Err(StripeError::Part(number, e)) => match staged.shards.get(number) {
                 Some(Some(shard)) => Err(gone(&shard.link, e)),
                 _ => Err(e),
             },
-            Ok(Err(StripeError::Store(e))) => Err(e),
-            Ok(Err(StripeError::Coding(why))) => Err(StoreError::Io(why)),
-            Err(_) => Err(self.find_stalled(staged).await),
+            Err(StripeError::Store(e)) => Err(e),
+            // No engine could compute parity now; that says nothing of any target.
+            Err(StripeError::Coding(why)) => Err(StoreError::Disconnected(why)),
         }
     }
 
-    /// Stripes were not written in time: finds out which member it is that does not answer.
+    /// Finds out, once stripes have not been written in time, which member does not answer. Resolves when the group goes on
+    /// without that member, or has run out of patience.
     async fn find_stalled(&self, staged: &Staged) -> StoreError {
+        let began = Instant::now();
+        tokio::time::sleep(self.member_timeout).await;
         let asked = staged.shards.iter().flatten().map(|shard| async move {
-            // Nothing, durably: a drive that stands still does not get there.
+            // An empty transaction becomes durable: a drive that stands still does not answer.
             let nothing = Transaction::new(self.cid.clone());
-            let answer = self.in_time(shard.link.target.store.queue_transaction(nothing)).await;
-            answer.map_err(|e| gone(&shard.link, e)).err()
+            let call = shard.link.target.store.queue_transaction(nothing);
+            self.answer(&shard.link, call).await.map_err(|e| gone(&shard.link, e)).err()
         });
         let found = join_all(asked).await.into_iter().flatten().next();
-        found.unwrap_or_else(|| StoreError::Disconnected("stripes were not written in time".into()))
+        if let Some(found) = found {
+            return found;
+        }
+        // All of them answer: the stripes may be done soon.
+        tokio::time::sleep_until(began + self.patience).await;
+        StoreError::Disconnected("stripes were not written in time".into())
     }
 
     /// Names staged bytes in a transaction.
@@ -240,7 +254,8 @@ impl Group {
         let size = self.size(&session, oid, &locked).await?;
         let size = size.ok_or_else(|| StoreError::NoSuchObject(oid.to_string()))?;
         let links = self.live_links(&session, oid);
-        let stats = links.iter().flatten().map(|link| link.target.store.stat(&self.cid, oid));
+        let ask = |link: &Link| link.target.store.stat(&self.cid, oid);
+        let stats = links.iter().flatten().map(|link| self.answer(link, ask(link)));
         let stats = try_join_all(stats).await?;
         Ok(Stat { size, allocated: stats.iter().map(|stat| stat.allocated).sum() })
     }
@@ -251,7 +266,7 @@ fn gone(link: &Link, e: StoreError) -> StoreError {
     if is_refusal(&e) || matches!(e, StoreError::Disconnected(_)) {
         return e;
     }
-    link.target.fail(&e.to_string());
+    link.target.fail(&e);
     StoreError::Disconnected(e.to_string())
 }
 

@@ -278,7 +278,7 @@ impl Group {
         };
         let queued: Vec<_> = transactions.into_iter().flatten().map(queue).collect();
         let outcomes = queued.into_iter().map(|(link, queued)| async move {
-            let outcome = self.in_time(queued).await;
+            let outcome = self.answer(&link, queued).await;
             (link, outcome)
         });
         join_all(outcomes).await
@@ -295,7 +295,7 @@ impl Group {
                 Err(e) if is_refusal(&e) => refused = refused.or(Some(e)),
                 Err(e @ StoreError::Disconnected(_)) => gone = Some(e),
                 Err(e) => {
-                    link.target.fail(&e.to_string());
+                    link.target.fail(&e);
                     gone = Some(StoreError::Disconnected(e.to_string()));
                 }
             }

@@ -15,6 +15,7 @@ mod recovery;
 mod redundancy;
 mod retry;
 mod staging;
+mod stalls;
 mod start;
 mod striping;
 mod times;

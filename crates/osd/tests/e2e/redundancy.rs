@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use client::{Client, Pool, Redundancy};
-use osd::OsdConfig;
+use osd::{OsdConfig, TargetRetry};
 use rand::rngs::StdRng;
 use rand::seq::IteratorRandom;
 use rand::{Rng, SeedableRng};
@@ -14,8 +14,16 @@ use crate::common::{Node, data, is_another_network, seed};
 /// Small units, so that small objects have several stripes.
 pub(crate) const UNIT: u32 = 8 << 10;
 
+/// Targets that have failed stay so until the operator says otherwise.
 pub(crate) fn config() -> OsdConfig {
-    OsdConfig { upkeep_interval: Duration::from_millis(5), ..OsdConfig::default() }
+    let (failing_pause, hopeful_for) = (Duration::from_secs(3600), Duration::ZERO);
+    let target_retry = TargetRetry {
+        failing_pause,
+        failing_pause_max: failing_pause,
+        hopeful_for,
+        ..TargetRetry::default()
+    };
+    OsdConfig { upkeep_interval: Duration::from_millis(5), target_retry, ..OsdConfig::default() }
 }
 
 /// What a pool is to have, with small units.

@@ -370,7 +370,8 @@ impl State {
         let why = match &self.dead {
             Some(why) => CallError::Lost(why.clone()),
             None if self.jobs.len() + self.pending.len() >= MAX_JOBS => {
-                CallError::Store(StoreError::Io("too many calls wait for the store".into()))
+                // The drive is not to blame: the call may be made again.
+                CallError::Store(StoreError::Disconnected("too many calls wait for the store".into()))
             }
             None => return Some(answer_to),
         };

@@ -1,0 +1,374 @@
+//! Whether a target is used, and when a target that is not used is tried again: a state machine without clock or I/O.
+//!
+//! Three kinds of failure differ in how they end. A *slow* target has not answered in time; it is probed at once, and again with
+//! short pauses. A *failing* target has reported an I/O error; it is probed with longer pauses, and each relapse
+//! makes the pauses longer still, until it is given up. A *lost* target is absent, corrupt or refuses writes until it is mounted
+//! anew; only a new session of its store, or the operator, brings it back.
+
+use std::time::Duration;
+
+use proto::TargetState;
+use store::StoreError;
+use tokio::time::Instant;
+
+use crate::config::TargetRetry;
+
+/// A failure within that time after the target came back is a relapse.
+const RELAPSE_WINDOW: Duration = Duration::from_secs(600);
+
+/// What has happened to a target.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Event {
+    /// A call was not answered in time.
+    Overdue(String),
+    /// A call failed with this error, which is one of the target and not of the call.
+    Failed(StoreError),
+    /// A probe was sent.
+    ProbeSent,
+    /// The last probe was answered, after that long.
+    ProbeAnswered(Duration),
+    /// The last probe failed with this error of the target.
+    ProbeFailed(StoreError),
+    /// The last probe came to nothing for a reason that says nothing of the target.
+    ProbeLost,
+    /// The store has a new session, or the operator wants the target to be used.
+    Renewed,
+}
+
+/// What an event has changed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[must_use]
+pub(crate) enum Change {
+    /// Nothing that placement groups have to know of.
+    None,
+    /// The target is no longer used, or for another kind of reason.
+    Down,
+    /// The target is used again.
+    Back,
+}
+
+/// Why a target is not used.
+#[derive(Debug, Clone)]
+struct Down {
+    state: TargetState,
+    why: String,
+    since: Instant,
+    /// When the next probe is due; `None` if no probe will be sent, or one is under way.
+    next_probe: Option<Instant>,
+    pause: Duration,
+}
+
+/// See the [module](self) documentation.
+pub(crate) struct Health {
+    retry: TargetRetry,
+    down: Option<Down>,
+    is_probing: bool,
+    back_at: Option<Instant>,
+    slow_relapses: u32,
+    failing_relapses: u32,
+}
+
+impl Health {
+    pub(crate) fn new(retry: TargetRetry) -> Health {
+        Health { retry, down: None, is_probing: false, back_at: None, slow_relapses: 0, failing_relapses: 0 }
+    }
+
+    pub(crate) fn state(&self) -> TargetState {
+        self.down.as_ref().map_or(TargetState::Up, |down| down.state)
+    }
+
+    /// Why the target is not used.
+    pub(crate) fn why(&self) -> Option<&str> {
+        self.down.as_ref().map(|down| &*down.why)
+    }
+
+    /// When the next probe is sent.
+    pub(crate) fn next_probe(&self) -> Option<Instant> {
+        self.down.as_ref().and_then(|down| down.next_probe)
+    }
+
+    /// Whether a probe is to be sent now.
+    pub(crate) fn is_probe_due(&self, now: Instant) -> bool {
+        self.next_probe().is_some_and(|due| due <= now)
+    }
+
+    /// Whether the target may well be back before a client gives up.
+    pub(crate) fn is_hopeful(&self, now: Instant) -> bool {
+        self.down.as_ref().is_some_and(|down| match down.state {
+            TargetState::Slow => true,
+            TargetState::Failing => now.saturating_duration_since(down.since) < self.retry.hopeful_for,
+            _ => false,
+        })
+    }
+
+    /// Takes an event.
+    pub(crate) fn step(&mut self, now: Instant, event: Event) -> Change {
+        let change = match event {
+            Event::Overdue(why) => self.slow(now, why),
+            Event::Failed(e) => self.failed(now, &e, false),
+            Event::ProbeFailed(e) => {
+                self.is_probing = false;
+                self.failed(now, &e, true)
+            }
+            Event::ProbeSent => {
+                self.is_probing = true;
+                self.down.iter_mut().for_each(|down| down.next_probe = None);
+                Change::None
+            }
+            Event::ProbeAnswered(took) => self.answered(now, took),
+            Event::ProbeLost => {
+                self.is_probing = false;
+                self.down.iter_mut().for_each(|down| down.wait(now, down.pause));
+                Change::None
+            }
+            Event::Renewed => {
+                (self.slow_relapses, self.failing_relapses, self.back_at) = (0, 0, None);
+                if self.down.take().is_some() { Change::Back } else { Change::None }
+            }
+        };
+        let probes = self.down.as_ref().is_some_and(|down| down.next_probe.is_some());
+        assert!(!(probes && self.is_probing), "one probe at a time");
+        change
+    }
+
+    fn slow(&mut self, now: Instant, why: String) -> Change {
+        if self.down.is_some() {
+            return Change::None;
+        }
+        let relapses = if self.is_relapse(now) { self.slow_relapses + 1 } else { 0 };
+        self.slow_relapses = relapses;
+        // The first probe goes at once: its answer says when the target is back.
+        let pause = self.retry.slow_pause;
+        let first = if relapses == 0 {
+            Duration::ZERO
+        } else {
+            doubled(pause, relapses - 1, self.retry.slow_pause_max)
+        };
+        self.set_down(now, TargetState::Slow, why, pause, Some(first));
+        Change::Down
+    }
+
+    fn failed(&mut self, now: Instant, e: &StoreError, is_probe: bool) -> Change {
+        let why = e.to_string();
+        if is_lasting(e) {
+            return self.lose(now, why);
+        }
+        let max = self.retry.failing_pause_max;
+        match &mut self.down {
+            Some(down) if down.state == TargetState::Failing => {
+                if is_probe {
+                    down.why = why;
+                    down.pause = (down.pause * 2).min(max);
+                    down.wait(now, down.pause);
+                }
+                return Change::None;
+            }
+            Some(down) if down.state == TargetState::Failed => return Change::None,
+            Some(_) => {}
+            None => {
+                self.failing_relapses = if self.is_relapse(now) { self.failing_relapses + 1 } else { 0 };
+                if self.failing_relapses > self.retry.relapses_max {
+                    let times = self.failing_relapses + 1;
+                    return self
+                        .lose(now, format!("{why}; it failed {times} times, each time soon after the last"));
+                }
+            }
+        }
+        let pause = doubled(self.retry.failing_pause, self.failing_relapses, max);
+        self.set_down(now, TargetState::Failing, why, pause, Some(pause));
+        Change::Down
+    }
+
+    fn lose(&mut self, now: Instant, why: String) -> Change {
+        if self.state() == TargetState::Failed {
+            return Change::None;
+        }
+        self.set_down(now, TargetState::Failed, why, Duration::ZERO, None);
+        Change::Down
+    }
+
+    fn answered(&mut self, now: Instant, took: Duration) -> Change {
+        self.is_probing = false;
+        let Some(down) = &mut self.down else { return Change::None };
+        if down.state == TargetState::Failed {
+            return Change::None;
+        }
+        if took > self.retry.probe_max {
+            // The target has just begun to answer again: whether it does so in time the next probe tells.
+            down.wait(now, Duration::ZERO);
+            return Change::None;
+        }
+        self.down = None;
+        self.back_at = Some(now);
+        Change::Back
+    }
+
+    fn set_down(
+        &mut self,
+        now: Instant,
+        state: TargetState,
+        why: String,
+        pause: Duration,
+        first: Option<Duration>,
+    ) {
+        let first = first.filter(|_| !self.is_probing);
+        self.down = Some(Down { state, why, since: now, next_probe: first.map(|first| now + first), pause });
+    }
+
+    fn is_relapse(&self, now: Instant) -> bool {
+        self.back_at.is_some_and(|back| now.saturating_duration_since(back) < RELAPSE_WINDOW)
+    }
+}
+
+impl Down {
+    fn wait(&mut self, now: Instant, pause: Duration) {
+        self.next_probe = (self.state != TargetState::Failed).then(|| now + pause);
+    }
+}
+
+/// A pause that has doubled so often, up to a limit.
+fn doubled(pause: Duration, times: u32, max: Duration) -> Duration {
+    pause.saturating_mul(1 << times.min(16)).min(max)
+}
+
+/// Whether an error does not pass while the store's session lasts.
+fn is_lasting(e: &StoreError) -> bool {
+    !matches!(e, StoreError::Io(_))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const RETRY: TargetRetry = TargetRetry {
+        slow_pause: Duration::from_millis(250),
+        slow_pause_max: Duration::from_secs(4),
+        probe_max: Duration::from_secs(1),
+        failing_pause: Duration::from_secs(1),
+        failing_pause_max: Duration::from_secs(10),
+        relapses_max: 3,
+        hopeful_for: Duration::from_secs(20),
+    };
+
+    fn secs(secs: u64) -> Duration {
+        Duration::from_secs(secs)
+    }
+
+    fn overdue() -> Event {
+        Event::Overdue("no answer".into())
+    }
+
+    fn failed() -> Event {
+        Event::Failed(StoreError::Io("EIO".into()))
+    }
+
+    #[test]
+    fn a_slow_target_is_probed_at_once_and_used_when_it_answers_in_time() {
+        let now = Instant::now();
+        let mut health = Health::new(RETRY);
+        assert_eq!(health.step(now, overdue()), Change::Down);
+        assert_eq!(health.state(), TargetState::Slow);
+        assert!(health.is_probe_due(now) && health.is_hopeful(now + secs(3600)));
+        assert_eq!(health.step(now, overdue()), Change::None);
+        assert_eq!(health.step(now, Event::ProbeSent), Change::None);
+        assert!(!health.is_probe_due(now + secs(3600)), "one probe at a time");
+        // The first probe has waited as long as the stall lasted.
+        let later = now + secs(13);
+        assert_eq!(health.step(later, Event::ProbeAnswered(secs(13))), Change::None);
+        assert!(health.is_probe_due(later));
+        assert_eq!(health.step(later, Event::ProbeSent), Change::None);
+        assert_eq!(health.step(later, Event::ProbeAnswered(Duration::ZERO)), Change::Back);
+        assert_eq!((health.state(), health.why(), health.next_probe()), (TargetState::Up, None, None));
+    }
+
+    #[test]
+    fn each_relapse_of_a_slow_target_lengthens_the_pause_up_to_the_limit() {
+        let mut now = Instant::now();
+        let mut health = Health::new(RETRY);
+        let mut pauses = Vec::new();
+        for _ in 0..8 {
+            assert_eq!(health.step(now, overdue()), Change::Down);
+            let due = health.next_probe().unwrap();
+            pauses.push((due - now).as_millis());
+            now = due;
+            assert_eq!(health.step(now, Event::ProbeSent), Change::None);
+            assert_eq!(health.step(now, Event::ProbeAnswered(Duration::ZERO)), Change::Back);
+        }
+        assert_eq!(pauses, [0, 250, 500, 1000, 2000, 4000, 4000, 4000]);
+        now += RELAPSE_WINDOW;
+        assert_eq!(health.step(now, overdue()), Change::Down);
+        assert!(health.is_probe_due(now), "a target that was well for long is probed at once");
+    }
+
+    #[test]
+    fn a_failing_target_is_probed_for_ever_with_a_bounded_pause() {
+        let began = Instant::now();
+        let mut now = began;
+        let mut health = Health::new(RETRY);
+        assert_eq!(health.step(now, failed()), Change::Down);
+        assert_eq!(health.state(), TargetState::Failing);
+        let mut pauses = Vec::new();
+        for _ in 0..100 {
+            let due = health.next_probe().unwrap();
+            pauses.push((due - now).as_secs());
+            now = due;
+            assert_eq!(health.step(now, Event::ProbeSent), Change::None);
+            let failed = Event::ProbeFailed(StoreError::Io("EIO".into()));
+            assert_eq!(health.step(now, failed), Change::None);
+        }
+        assert_eq!(pauses[..6], [1, 2, 4, 8, 10, 10]);
+        assert_eq!(pauses[99], 10);
+        assert!(health.is_hopeful(began + secs(19)) && !health.is_hopeful(began + secs(20)));
+        now = health.next_probe().unwrap();
+        assert_eq!(health.step(now, Event::ProbeSent), Change::None);
+        assert_eq!(health.step(now, Event::ProbeAnswered(Duration::ZERO)), Change::Back);
+    }
+
+    #[test]
+    fn a_failing_target_is_given_up_after_its_last_relapse() {
+        let mut now = Instant::now();
+        let mut health = Health::new(RETRY);
+        for relapse in 0..=RETRY.relapses_max {
+            assert_eq!(health.step(now, failed()), Change::Down, "{relapse}");
+            assert_eq!(health.state(), TargetState::Failing, "{relapse}");
+            now = health.next_probe().unwrap();
+            assert_eq!(health.step(now, Event::ProbeSent), Change::None);
+            assert_eq!(health.step(now, Event::ProbeAnswered(Duration::ZERO)), Change::Back);
+        }
+        assert_eq!(health.step(now, failed()), Change::Down);
+        assert_eq!((health.state(), health.next_probe()), (TargetState::Failed, None));
+        assert!(!health.is_hopeful(now));
+        assert_eq!(health.step(now, Event::Renewed), Change::Back);
+        assert_eq!(health.step(now, failed()), Change::Down);
+        assert_eq!(health.state(), TargetState::Failing, "the operator's word begins a new count");
+    }
+
+    #[test]
+    fn a_lost_target_is_never_probed_and_stays_lost_until_it_is_renewed() {
+        let now = Instant::now();
+        let mut health = Health::new(RETRY);
+        assert_eq!(health.step(now, overdue()), Change::Down);
+        assert_eq!(health.step(now, Event::ProbeSent), Change::None);
+        let lost = Event::Failed(StoreError::Poisoned("write".into()));
+        assert_eq!(health.step(now, lost.clone()), Change::Down);
+        for event in [lost, overdue(), failed(), Event::ProbeAnswered(Duration::ZERO), Event::ProbeLost] {
+            assert_eq!(health.step(now, event), Change::None);
+            assert_eq!((health.state(), health.next_probe()), (TargetState::Failed, None));
+        }
+        assert_eq!(health.step(now, Event::Renewed), Change::Back);
+        assert_eq!(health.step(now, Event::Renewed), Change::None);
+    }
+
+    #[test]
+    fn an_answer_to_a_probe_from_before_a_renewal_brings_no_later_failure_to_an_end_early() {
+        let now = Instant::now();
+        let mut health = Health::new(RETRY);
+        assert_eq!(health.step(now, overdue()), Change::Down);
+        assert_eq!(health.step(now, Event::ProbeSent), Change::None);
+        assert_eq!(health.step(now, Event::Renewed), Change::Back);
+        assert_eq!(health.step(now, overdue()), Change::Down);
+        assert_eq!(health.next_probe(), None, "the old probe is still under way");
+        assert_eq!(health.step(now + secs(9), Event::ProbeAnswered(secs(9))), Change::None);
+        assert!(health.is_probe_due(now + secs(9)));
+    }
+}

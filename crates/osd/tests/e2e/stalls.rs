@@ -1,0 +1,534 @@
+//! Targets that stand still for a while and go on: what the whole host does when it is overloaded, and single drives now and then.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use base::BoxFuture;
+use base::block::Payload;
+use base::mem::ArenaBuf;
+use bytes::Bytes;
+use client::{Client, Pool, TargetState};
+use osd::{OsdConfig, TargetRetry};
+use proto::{Data, Mutation, Source};
+use store::{
+    CollectionId, MemStore, ObjectId, ObjectStore, Page, ReadData, Result, StageId, Stat, StatFs, Transaction,
+};
+use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
+
+use crate::common::{FaultStore, Node, data, is_another_network};
+use crate::raw::{Raw, head, mutate};
+use crate::redundancy::{Rig, redundancy, wait_until_whole};
+
+type Waiting = Vec<Box<dyn FnOnce() + Send>>;
+
+/// A store that can be stopped: calls wait then, and are carried out in their order when it goes on, whether or not the caller
+/// is still there.
+struct StallStore {
+    inner: Arc<dyn ObjectStore>,
+    waiting: Mutex<Option<Waiting>>,
+    /// Calls that found it stopped.
+    stalled: AtomicU64,
+}
+
+impl StallStore {
+    fn new() -> Arc<StallStore> {
+        let inner = Arc::new(MemStore::new());
+        Arc::new(StallStore { inner, waiting: Mutex::default(), stalled: AtomicU64::new(0) })
+    }
+
+    fn stop(&self) {
+        self.waiting.lock().unwrap().get_or_insert_default();
+    }
+
+    fn go_on(&self) {
+        let mut waiting = self.waiting.lock().unwrap();
+        waiting.take().into_iter().flatten().for_each(|call| call());
+    }
+
+    fn call<T: Send + 'static>(
+        &self,
+        call: impl FnOnce(&dyn ObjectStore) -> BoxFuture<'static, Result<T>> + Send + 'static,
+    ) -> BoxFuture<'static, Result<T>> {
+        let mut waiting = self.waiting.lock().unwrap();
+        let Some(waiting) = &mut *waiting else { return call(&*self.inner) };
+        self.stalled.fetch_add(1, Ordering::SeqCst);
+        let ((answer_to, answer), inner) = (oneshot::channel(), Arc::clone(&self.inner));
+        waiting.push(Box::new(move || drop(answer_to.send(call(&*inner)))));
+        Box::pin(async move { answer.await.unwrap().await })
+    }
+}
+
+impl ObjectStore for StallStore {
+    fn stage(&self, len: u64) -> BoxFuture<'static, Result<StageId>> {
+        self.call(move |inner| inner.stage(len))
+    }
+    fn stage_write(&self, stage: StageId, offset: u64, payload: Payload) -> BoxFuture<'static, Result<()>> {
+        self.call(move |inner| inner.stage_write(stage, offset, payload))
+    }
+    fn stage_release(&self, stage: StageId) {
+        let released = self.call(move |inner| {
+            inner.stage_release(stage);
+            Box::pin(std::future::ready(Ok(())))
+        });
+        drop(released);
+    }
+    fn queue_transaction(&self, transaction: Transaction) -> BoxFuture<'static, Result<()>> {
+        self.call(move |inner| inner.queue_transaction(transaction))
+    }
+    fn read(
+        &self,
+        cid: &CollectionId,
+        oid: &ObjectId,
+        offset: u64,
+        len: u64,
+        dest: Option<ArenaBuf>,
+    ) -> BoxFuture<'static, Result<ReadData>> {
+        let (cid, oid) = (cid.clone(), oid.clone());
+        self.call(move |inner| inner.read(&cid, &oid, offset, len, dest))
+    }
+    fn stat(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Stat>> {
+        let (cid, oid) = (cid.clone(), oid.clone());
+        self.call(move |inner| inner.stat(&cid, &oid))
+    }
+    fn get_xattr(
+        &self,
+        cid: &CollectionId,
+        oid: &ObjectId,
+        name: Bytes,
+    ) -> BoxFuture<'static, Result<Bytes>> {
+        let (cid, oid) = (cid.clone(), oid.clone());
+        self.call(move |inner| inner.get_xattr(&cid, &oid, name))
+    }
+    fn get_xattrs(
+        &self,
+        cid: &CollectionId,
+        oid: &ObjectId,
+    ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>> {
+        let (cid, oid) = (cid.clone(), oid.clone());
+        self.call(move |inner| inner.get_xattrs(&cid, &oid))
+    }
+    fn omap_get_header(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Bytes>> {
+        let (cid, oid) = (cid.clone(), oid.clone());
+        self.call(move |inner| inner.omap_get_header(&cid, &oid))
+    }
+    fn omap_get(
+        &self,
+        cid: &CollectionId,
+        oid: &ObjectId,
+        keys: Vec<Bytes>,
+    ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>> {
+        let (cid, oid) = (cid.clone(), oid.clone());
+        self.call(move |inner| inner.omap_get(&cid, &oid, keys))
+    }
+    fn omap_iterate(
+        &self,
+        cid: &CollectionId,
+        oid: &ObjectId,
+        from: Bytes,
+        limit: usize,
+    ) -> BoxFuture<'static, Result<Page<(Bytes, Bytes)>>> {
+        let (cid, oid) = (cid.clone(), oid.clone());
+        self.call(move |inner| inner.omap_iterate(&cid, &oid, from, limit))
+    }
+    fn list(
+        &self,
+        cid: &CollectionId,
+        from: Option<ObjectId>,
+        limit: usize,
+    ) -> BoxFuture<'static, Result<Page<ObjectId>>> {
+        let cid = cid.clone();
+        self.call(move |inner| inner.list(&cid, from, limit))
+    }
+    fn collections(&self) -> BoxFuture<'static, Result<Vec<CollectionId>>> {
+        self.call(|inner| inner.collections())
+    }
+    fn statfs(&self) -> BoxFuture<'static, Result<StatFs>> {
+        self.call(|inner| inner.statfs())
+    }
+    fn umount(&self) -> BoxFuture<'static, Result<()>> {
+        self.call(|inner| inner.umount())
+    }
+}
+
+/// A stall is to a target's time as 13 s are to 10 s.
+const TIMEOUT: Duration = Duration::from_millis(400);
+const STALL: Duration = Duration::from_millis(1100);
+
+const RETRY: TargetRetry = TargetRetry {
+    slow_pause: Duration::from_millis(10),
+    slow_pause_max: Duration::from_millis(200),
+    probe_max: Duration::from_millis(200),
+    failing_pause: Duration::from_millis(50),
+    failing_pause_max: Duration::from_millis(200),
+    relapses_max: 5,
+    hopeful_for: Duration::from_secs(20),
+};
+
+fn config() -> OsdConfig {
+    OsdConfig {
+        target_timeout: TIMEOUT,
+        store_patience: 3 * TIMEOUT,
+        target_retry: RETRY,
+        ..crate::redundancy::config()
+    }
+}
+
+/// A node whose targets can be stopped, with a pool.
+struct Stalls {
+    rig: Rig,
+    stores: Vec<Arc<StallStore>>,
+}
+
+impl Stalls {
+    async fn new(text: &str, groups: u32, config: OsdConfig) -> Stalls {
+        let redundancy = redundancy(text);
+        let stores: Vec<_> = (0..redundancy.targets().max(2)).map(|_| StallStore::new()).collect();
+        let over =
+            |store: &Arc<StallStore>| FaultStore::over(Arc::clone(store) as Arc<dyn ObjectStore>, None);
+        let mut node = Node::over(stores.iter().map(over).collect(), config);
+        node.restart();
+        let client = node.client().await;
+        client.create_pool_with("pool", groups, redundancy).await.unwrap();
+        let pool = client.pool("pool").unwrap();
+        Stalls { rig: Rig { node, client, pool, objects: Vec::new() }, stores }
+    }
+
+    fn all(&self) -> Vec<usize> {
+        (0..self.stores.len()).collect()
+    }
+
+    fn stop(&self, targets: &[usize]) {
+        targets.iter().for_each(|&target| self.stores[target].stop());
+    }
+
+    fn go_on(&self, targets: &[usize]) {
+        targets.iter().for_each(|&target| self.stores[target].go_on());
+    }
+
+    /// Stops targets for so long; calls must have come meanwhile.
+    async fn stall(&self, targets: &[usize], long: Duration) {
+        let stalled = || targets.iter().map(|&t| self.stores[t].stalled.load(Ordering::SeqCst)).sum::<u64>();
+        let before = stalled();
+        self.stop(targets);
+        tokio::time::sleep(long).await;
+        self.go_on(targets);
+        assert!(stalled() > before, "no call came while {targets:?} stood still");
+    }
+
+    async fn state(&self, target: usize) -> TargetState {
+        self.rig.client.status().await.unwrap().targets[target].state
+    }
+
+    async fn all_is_well(&self) {
+        wait_until_whole(&self.rig.client).await;
+        let up = async {
+            while self.rig.client.status().await.unwrap().targets.iter().any(|t| t.state != TargetState::Up) {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(30), up).await.expect("targets are used again");
+        self.rig.check("all is well").await;
+    }
+
+    /// Checks that each target has what it should: nothing that contradicts the others, or is missing.
+    async fn scrub(&self) {
+        self.rig.client.start_scrub("pool").await.unwrap();
+        let mut scrub = self.rig.client.scrub_status("pool").await.unwrap();
+        while scrub.running {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+            scrub = self.rig.client.scrub_status("pool").await.unwrap();
+        }
+        assert_eq!((scrub.failure.clone(), scrub.damaged, scrub.inconsistent), (None, 0, 0), "{scrub:?}");
+        assert!(scrub.objects > 0);
+    }
+}
+
+/// Clients that put and read their objects until they are told to stop.
+struct Load {
+    stop: Arc<AtomicU64>,
+    done: Arc<AtomicU64>,
+    clients: Vec<JoinHandle<(String, Bytes)>>,
+}
+
+impl Load {
+    async fn start(client: &Client, pool: &Pool, count: usize) -> Load {
+        let (stop, done) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
+        let run = |number: usize| {
+            let (pool, stop, done) = (pool.clone(), Arc::clone(&stop), Arc::clone(&done));
+            tokio::spawn(async move {
+                let name = format!("load{number}");
+                let object = pool.object(&name).unwrap();
+                let mut version = 0;
+                loop {
+                    // Some are staged.
+                    let len = if number == 0 { 3 << 20 } else { 5000 * (number + 1) };
+                    let bytes = data(len, (number << 32) as u64 + version);
+                    object.put(bytes.clone()).await.unwrap_or_else(|e| panic!("put {name}: {e}"));
+                    let read = object.get().await.unwrap_or_else(|e| panic!("get {name}: {e}"));
+                    assert!(read == bytes, "{name} is not what was acknowledged");
+                    version += 1;
+                    done.fetch_add(1, Ordering::SeqCst);
+                    if stop.load(Ordering::SeqCst) > 0 {
+                        return (name, bytes);
+                    }
+                }
+            })
+        };
+        let clients = (0..count).map(run).collect();
+        let load = Load { stop, done, clients };
+        // Connected and at work.
+        assert!(client.status().await.is_ok());
+        load.has_done(1).await;
+        load
+    }
+
+    /// Waits until so many more puts have been acknowledged.
+    async fn has_done(&self, more: u64) {
+        let enough = self.done.load(Ordering::SeqCst) + more;
+        let done = async {
+            while self.done.load(Ordering::SeqCst) < enough {
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(30), done).await.expect("clients are served again");
+    }
+
+    /// What each object is.
+    async fn finish(self) -> Vec<(String, Bytes)> {
+        self.stop.store(1, Ordering::SeqCst);
+        let mut objects = Vec::new();
+        for client in self.clients {
+            objects.push(client.await.unwrap());
+        }
+        objects
+    }
+}
+
+async fn a_stall_of_all_targets(text: &str) {
+    if is_another_network() {
+        return;
+    }
+    let mut stalls = Stalls::new(text, 4, config()).await;
+    let load = Load::start(&stalls.rig.client, &stalls.rig.pool, 6).await;
+    // The last one is longer than requests wait for the store: clients are told to try again.
+    for long in [STALL, STALL, 6 * TIMEOUT] {
+        stalls.stall(&stalls.all(), long).await;
+        load.has_done(12).await;
+    }
+    stalls.rig.objects = load.finish().await;
+    stalls.all_is_well().await;
+    stalls.scrub().await;
+}
+
+#[tokio::test]
+async fn a_stall_of_all_targets_of_a_mirror_is_outlasted() {
+    a_stall_of_all_targets("mirror:2").await;
+}
+
+#[tokio::test]
+async fn a_stall_of_all_targets_of_an_erasure_code_is_outlasted() {
+    a_stall_of_all_targets("ec:2+1").await;
+}
+
+#[tokio::test]
+async fn a_stall_of_all_targets_without_redundancy_is_outlasted() {
+    a_stall_of_all_targets("single").await;
+}
+
+#[tokio::test]
+async fn one_target_that_stalls_again_and_again_catches_up_by_itself() {
+    if is_another_network() {
+        return;
+    }
+    let mut stalls = Stalls::new("ec:2+1", 2, config()).await;
+    let load = Load::start(&stalls.rig.client, &stalls.rig.pool, 6).await;
+    for round in 0..6 {
+        let target = [round % 3];
+        stalls.stop(&target);
+        // The others go on.
+        load.has_done(20).await;
+        assert_eq!(stalls.state(target[0]).await, TargetState::Slow, "round {round}");
+        stalls.go_on(&target);
+        wait_until_whole(&stalls.rig.client).await;
+        assert_eq!(stalls.state(target[0]).await, TargetState::Up, "round {round}");
+    }
+    stalls.rig.objects = load.finish().await;
+    stalls.all_is_well().await;
+    stalls.scrub().await;
+}
+
+#[tokio::test]
+async fn a_stall_while_groups_are_opened_is_outlasted() {
+    if is_another_network() {
+        return;
+    }
+    for (text, targets) in [
+        ("mirror:2", &[0][..]),
+        ("mirror:2", &[1]),
+        ("mirror:2", &[0, 1]),
+        ("ec:2+1", &[1]),
+        ("ec:2+1", &[0, 1, 2]),
+    ] {
+        let mut stalls = Stalls::new(text, 2, config()).await;
+        stalls.rig.fill(&[10_000, 70_001]).await;
+        // Once while the node is opened, once while its groups are.
+        for during_start in [true, false] {
+            let stores: Vec<_> = targets.iter().map(|&target| Arc::clone(&stalls.stores[target])).collect();
+            let stop = || stores.iter().for_each(|store| store.stop());
+            if during_start {
+                stop();
+            }
+            let resumed = {
+                let stores = stores.clone();
+                std::thread::spawn(move || {
+                    std::thread::sleep(STALL);
+                    stores.iter().for_each(|store| store.go_on());
+                })
+            };
+            stalls.rig.node.restart();
+            if !during_start {
+                stop();
+            }
+            stalls.rig.check(&format!("{text}: {targets:?} stood still")).await;
+            stalls.rig.pool.object("after").unwrap().put("x").await.unwrap();
+            resumed.join().unwrap();
+            // The reads may have needed no stalled target, and its group may have gone on without it.
+            stalls.all_is_well().await;
+        }
+        assert!(stores_stalled(&stalls) > 0);
+        stalls.scrub().await;
+    }
+}
+
+fn stores_stalled(stalls: &Stalls) -> u64 {
+    stalls.stores.iter().map(|store| store.stalled.load(Ordering::SeqCst)).sum()
+}
+
+#[tokio::test]
+async fn a_rebuild_goes_on_after_its_source_has_stalled() {
+    if is_another_network() {
+        return;
+    }
+    let mut stalls = Stalls::new("ec:2+1", 1, OsdConfig { rebuild_rate: 1 << 20, ..config() }).await;
+    stalls.rig.set_down(&[0], true);
+    let sizes: Vec<usize> = (0..100).map(|number| 20_000 + 100 * number).collect();
+    stalls.rig.fill(&sizes).await;
+    stalls.rig.set_down(&[0], false);
+    let rebuilt = async || stalls.rig.client.status().await.unwrap().rebuild.objects;
+    let under_way = async {
+        while rebuilt().await < 5 {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(30), under_way).await.expect("the rebuild begins by itself");
+    assert!(rebuilt().await < 100, "the rebuild was too fast for the test");
+    stalls.stall(&[1], STALL).await;
+    stalls.rig.client.set_rebuild_rate(0).await.unwrap();
+    stalls.all_is_well().await;
+    stalls.scrub().await;
+}
+
+#[tokio::test]
+async fn the_last_members_that_a_group_needs_are_waited_for() {
+    if is_another_network() {
+        return;
+    }
+    for (text, gone, slow) in [("mirror:2", 0, 1), ("ec:2+1", 1, 2)] {
+        // One is gone for good.
+        let retry = TargetRetry { failing_pause: Duration::from_secs(3600), ..RETRY };
+        let config = OsdConfig { target_retry: retry, store_patience: Duration::from_secs(20), ..config() };
+        let mut stalls = Stalls::new(text, 1, config).await;
+        stalls.rig.fill(&[10_000, 70_001]).await;
+        stalls.rig.set_down(&[gone], true);
+        stalls.rig.pool.object("before").unwrap().put("x").await.unwrap();
+        assert_eq!(stalls.state(gone).await, TargetState::Failing);
+        let load = Load::start(&stalls.rig.client, &stalls.rig.pool, 3).await;
+        let watched = async {
+            tokio::time::sleep(STALL).await;
+            stalls.state(slow).await
+        };
+        let stalled = [slow];
+        let (state, ()) = tokio::join!(watched, stalls.stall(&stalled, 2 * STALL));
+        assert_eq!(state, TargetState::Up, "{text}: a target that the group needs was failed");
+        load.has_done(6).await;
+        let objects = load.finish().await;
+        stalls.rig.objects.extend(objects);
+        stalls.rig.check("with the last members").await;
+    }
+}
+
+/// Both copies are slow in turn, so that neither may go on without the other: requests wait for the one that has it all.
+#[tokio::test]
+async fn a_copy_that_was_slow_does_not_count_before_it_has_caught_up() {
+    if is_another_network() {
+        return;
+    }
+    let mut stalls = Stalls::new("mirror:2", 1, config()).await;
+    stalls.rig.fill(&[10_000]).await;
+    let object = stalls.rig.pool.object("o10000").unwrap();
+    stalls.stop(&[0]);
+    let newer = data(12_000, 5);
+    object.put(newer.clone()).await.unwrap();
+    stalls.rig.objects[0].1 = newer;
+    assert_eq!(stalls.state(0).await, TargetState::Slow);
+    // The copy that has the change stands still before the other one has it.
+    stalls.stop(&[1]);
+    stalls.go_on(&[0]);
+    let read = tokio::spawn({
+        let object = stalls.rig.pool.object("o10000").unwrap();
+        async move { object.get().await }
+    });
+    tokio::time::sleep(2 * STALL).await;
+    assert!(
+        !read.is_finished(),
+        "a copy without the change was read: {:?}",
+        read.await.unwrap().map(|b| b.len())
+    );
+    stalls.go_on(&[1]);
+    assert!(read.await.unwrap().unwrap() == stalls.rig.objects[0].1);
+    stalls.all_is_well().await;
+    stalls.scrub().await;
+}
+
+#[tokio::test]
+async fn a_target_whose_io_errors_heal_comes_back_by_itself() {
+    if is_another_network() {
+        return;
+    }
+    // As many as the pool can spare, and all of them.
+    for (text, lost) in [("ec:2+1", &[0][..]), ("ec:2+1", &[0, 1, 2]), ("mirror:2", &[0, 1])] {
+        let mut stalls = Stalls::new(text, 2, config()).await;
+        let load = Load::start(&stalls.rig.client, &stalls.rig.pool, 4).await;
+        let fired = stalls.rig.node.fired();
+        stalls.rig.set_down(lost, true);
+        tokio::time::sleep(STALL).await;
+        let states = [stalls.state(lost[0]).await, TargetState::Failing];
+        stalls.rig.set_down(lost, false);
+        assert_eq!(states[0], states[1], "{text} {lost:?}");
+        assert!(stalls.rig.node.fired() > fired);
+        load.has_done(8).await;
+        stalls.rig.objects = load.finish().await;
+        stalls.all_is_well().await;
+        stalls.scrub().await;
+    }
+}
+
+#[tokio::test]
+async fn a_client_is_told_to_try_again_while_targets_are_tried_again() {
+    if is_another_network() {
+        return;
+    }
+    let stalls = Stalls::new("mirror:2", 1, config()).await;
+    stalls.rig.pool.object("o").unwrap().put("x").await.unwrap();
+    stalls.stop(&stalls.all());
+    let mut raw = Raw::connect(&stalls.rig.node.endpoint, None).await;
+    let source = Source::Embedded(Bytes::from_static(b"y"));
+    let put = mutate("o", vec![Mutation::WriteFull(source)], Data::None);
+    raw.send(proto::encode_request(&head(1), &put), Payload::default()).await;
+    let reply = tokio::time::timeout(Duration::from_secs(30), raw.reply()).await.unwrap().unwrap();
+    assert!(matches!(reply.result, Err(proto::Error::Unavailable(_))), "{:?}", reply.result);
+    stalls.go_on(&stalls.all());
+    stalls.all_is_well().await;
+}
