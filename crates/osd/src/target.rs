@@ -30,8 +30,8 @@ pub(crate) struct Target {
     health: RefCell<Health>,
     /// Session of the store that `health` is about.
     health_session: Cell<u64>,
-    /// Told when the target is no longer used.
-    went_down: Notify,
+    /// Told when `health` has changed.
+    changed: Notify,
     /// When the last probe that was answered had been sent.
     answered: watch::Sender<Option<Instant>>,
     /// A probe is under way: one at a time, for a stalled store keeps all of them.
@@ -51,7 +51,7 @@ impl Target {
             generation: Arc::default(),
             health: RefCell::new(Health::new(retry)),
             health_session: Cell::new(session),
-            went_down: Notify::new(),
+            changed: Notify::new(),
             answered: watch::Sender::new(None),
             is_probed: Cell::new(false),
             out: Cell::new(false),
@@ -124,7 +124,7 @@ impl Target {
             }
         }
         self.generation.fetch_add(1, Ordering::SeqCst);
-        self.went_down.notify_waiters();
+        self.changed.notify_waiters();
     }
 
     /// Probes the target if it is not used and a probe is due.
@@ -193,7 +193,7 @@ impl Target {
     /// Resolves at once, or as soon as it is so, when the target is slow.
     pub(crate) async fn until_slow(&self) {
         loop {
-            let changed = self.went_down.notified();
+            let changed = self.changed.notified();
             if self.state().0 == TargetState::Slow {
                 return;
             }

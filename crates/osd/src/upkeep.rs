@@ -26,6 +26,9 @@ const PAGE: usize = 128;
 /// Bytes of an object without redundancy that are verified at a time.
 const SEGMENT: u64 = 1 << 20;
 
+/// A pool that could not be emptied is tried again after so many intervals of the upkeep.
+const REMOVAL_INTERVALS: u32 = 4;
+
 /// What is going on. See the [module](self) documentation.
 #[derive(Default)]
 pub(crate) struct Upkeep {
@@ -64,14 +67,20 @@ impl Osd {
         loop {
             tokio::time::sleep(self.config.upkeep_interval).await;
             self.targets.iter().for_each(Target::probe_if_due);
-            let not_used = self.targets.iter().filter(|t| t.failure().is_some()).count();
-            metrics::gauge!("outboard_osd_targets_not_used").set(not_used as f64);
+            for target in self.targets.iter() {
+                let (state, next_try) = target.state();
+                let uuid = target.uuid.to_string();
+                metrics::gauge!("outboard_osd_target_state", "target" => uuid.clone()).set(state as u8);
+                let seconds = next_try.unwrap_or_default().as_secs_f64();
+                metrics::gauge!("outboard_osd_target_next_try_seconds", "target" => uuid).set(seconds);
+            }
         }
     }
 
     async fn finish_removals_for_ever(&self) {
         loop {
-            tokio::time::sleep(self.config.upkeep_interval).await;
+            // Each attempt may say in the log why it came to nothing.
+            tokio::time::sleep(self.config.upkeep_interval * REMOVAL_INTERVALS).await;
             self.finish_removals().await;
         }
     }

@@ -5,6 +5,8 @@ use std::fs;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use rustix::process::{Pid, Signal, kill_process};
+
 /// A node in a temporary directory, stopped when dropped.
 struct Node {
     dir: tempfile::TempDir,
@@ -163,6 +165,74 @@ fn a_damaged_drive_is_mended() {
     assert!(node.fails(&["scrub", "s"]).contains("not repaired"));
     let said = node.fails(&["get", "s/file", "-"]);
     assert!(said.contains("checksum mismatch"), "{said}");
+}
+
+/// A process that stands still, until this is dropped.
+struct Stopped(Pid);
+
+impl Stopped {
+    fn new(pid: Pid) -> Stopped {
+        kill_process(pid, Signal::STOP).unwrap();
+        Stopped(pid)
+    }
+}
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        kill_process(self.0, Signal::CONT).unwrap();
+    }
+}
+
+/// Longer than `osd.target_timeout`: every call on every target times out.
+#[test]
+fn redundant_pools_outlast_a_store_that_stands_still_for_13_seconds() {
+    let node = Node::new("dpu");
+    let bytes = content(5_000_000);
+    fs::write(node.path("file"), &bytes).unwrap();
+    let pools = [("e", "ec:2+1"), ("m", "mirror:2"), ("s", "single")];
+    for (pool, redundancy) in pools {
+        node.ok(&["pool", "create", pool, "--redundancy", redundancy, "--pg-count", "8"]);
+        node.ok(&["put", &format!("{pool}/before"), &node.path("file")]);
+    }
+    let processes = node.status()["processes"].clone();
+    let store = processes.as_array().unwrap().iter().find(|p| p["role"] == "store").unwrap();
+    let pid = Pid::from_raw(store["pid"].as_i64().unwrap() as i32).unwrap();
+    let stopped = Stopped::new(pid);
+    let began = Instant::now();
+    std::thread::scope(|scope| {
+        let put = |pool: &str| {
+            node.ok(&["put", &format!("{pool}/during"), &node.path("file")]);
+            began.elapsed()
+        };
+        let puts = pools.map(|(pool, _)| scope.spawn(move || put(pool)));
+        std::thread::sleep(Duration::from_secs(13));
+        drop(stopped);
+        for put in puts {
+            let took = put.join().unwrap();
+            assert!(took > Duration::from_secs(13), "a put did not need the store: {took:?}");
+        }
+    });
+    for (pool, _) in pools {
+        for name in ["before", "during"] {
+            assert!(node.ok(&["get", &format!("{pool}/{name}"), "-"]) == bytes, "{pool}/{name}");
+        }
+        node.ok(&["put", &format!("{pool}/after"), &node.path("file")]);
+        assert!(node.ok(&["get", &format!("{pool}/after"), "-"]) == bytes, "{pool}/after");
+    }
+    node.wait_until_whole();
+    let until = Instant::now() + Duration::from_secs(30);
+    while node.status()["problems"] != serde_json::json!([]) {
+        assert!(Instant::now() < until, "not as before: {:#}", node.status()["problems"]);
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    let listed: serde_json::Value = serde_json::from_slice(&node.ok(&["target", "ls", "--json"])).unwrap();
+    for target in listed.as_array().unwrap() {
+        assert_eq!((&target["state"], &target["failure"]), (&"up".into(), &serde_json::Value::Null));
+    }
+    for (pool, _) in pools {
+        let scrub: serde_json::Value = serde_json::from_slice(&node.ok(&["scrub", pool, "--json"])).unwrap();
+        assert_eq!((&scrub["damaged"], &scrub["inconsistent"]), (&0.into(), &0.into()), "{pool}: {scrub}");
+    }
 }
 
 #[test]

@@ -5,7 +5,7 @@
 //! when a member fails or comes back. Behind it, `group` is what it remembers; `transact` makes of a transaction one for each
 //! member (`overlay`: what becomes of an object; `split`, `parity`: of its shards; `layout`, `coder`: where its bytes are, and
 //! their parity; `staging`: large data before its transaction); `read` reads, from other shards where one is lost; `open` settles,
-//! when a session begins, what the last one has left (`members`: who counts then; `removal`: what nobody needs); `rebuild` brings members back, `scrub` compares them. `record` is what
+//! when a session begins, what the last one has left (`members`: who counts then; `removal`: what nobody needs); `rebuild` brings members back, `scrub` compares them; `patience`: how long members are waited for. `record` is what
 //! the members keep of all that.
 //!
 //! **What it rests on.** A transaction carries a number, and its intent, on every member. It is acknowledged once every member in

@@ -1,7 +1,7 @@
 //! `outboard target`: the targets of a node with redundancy: listing them, taking them out and in, replacing them.
 
 use clap::Subcommand;
-use client::{Client, NodeStatus, TargetStatus};
+use client::{Client, NodeStatus, TargetState, TargetStatus};
 
 use super::session;
 use crate::cli::NodeArgs;
@@ -95,10 +95,24 @@ async fn ask(client: &Client, command: TargetCommand) -> Result<()> {
 pub fn standing(target: &TargetStatus) -> &'static str {
     match target {
         TargetStatus { out: true, .. } => "out",
+        TargetStatus { state: TargetState::Slow, .. } => "slow",
+        TargetStatus { state: TargetState::Failing, .. } => "failing",
         TargetStatus { failure: Some(_), .. } => "failed",
         TargetStatus { behind: true, .. } => "catching up",
         _ => "in",
     }
+}
+
+/// Why a target is not used, and when it is tried again.
+pub fn trouble(target: &TargetStatus) -> Option<String> {
+    let why = target.failure.as_ref()?;
+    Some(match (target.state, target.next_try_ms) {
+        (TargetState::Slow | TargetState::Failing, None) => format!("{why}; it is being tried again"),
+        (TargetState::Slow | TargetState::Failing, Some(ms)) => {
+            format!("{why}; it is tried again in {:.1} s", ms as f64 / 1000.0)
+        }
+        _ => format!("{why}; it is not tried again before its store is restarted or `outboard target in`"),
+    })
 }
 
 fn lines(status: &NodeStatus) -> Vec<String> {
@@ -109,7 +123,7 @@ fn lines(status: &NodeStatus) -> Vec<String> {
             Ok(space) => (size(space.free), size(space.total)),
             Err(_) => ("-".into(), "-".into()),
         };
-        let why = target.failure.as_ref().map_or(String::new(), |why| format!("  {why}"));
+        let why = trouble(target).map_or(String::new(), |why| format!("  {why}"));
         lines.push(format!(
             "{id:>3}  {:<11}  {free:>10}  {total:>10}  {}{why}",
             standing(target),

@@ -151,14 +151,14 @@ pub const KEYS: &[Key] = &[
         "osd",
         "store_patience",
         "\"30s\"",
-        "How long requests wait for a store that is restarting before clients are told to retry.",
+        "How long requests wait for a store that is restarting, or for a target that they need and that does not answer, before clients are told to retry.",
     ),
     key("osd", "transfer_timeout", "\"30s\"", "How long one transfer from or to a client may take."),
     key(
         "osd",
         "target_timeout",
         "\"10s\"",
-        "How long a target may take to commit where others have the object, too; after that they go on without it: 100ms to 10m.",
+        "How long a target may take to answer where others have the object, too; after that they go on without it, if enough of them answer: 100ms to 10m.",
     ),
     key(
         "osd",

@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::state::{NodeState, Phase, Process, Role};
 use super::units::ByteSize;
-use crate::commands::target::standing;
+use crate::commands::target::{standing, trouble};
 
 /// A node. Its JSON form is a contract: fields stay, new ones may come.
 #[derive(Debug, Default, Serialize)]
@@ -310,7 +310,9 @@ impl Report {
             });
             self.targets[at].id = Some(id);
             self.targets[at].state = Some(standing(&target));
-            if let Err(why) = &target.space {
+            if let Some(why) = trouble(&target) {
+                self.problems.push(format!("target {uuid} is {}: {why}", standing(&target)));
+            } else if let Err(why) = &target.space {
                 self.problems.push(format!("target {uuid}: {why}"));
             }
             self.targets[at].set_space(target);
