@@ -3,7 +3,8 @@
 //! Nothing here waits. What is not in memory is reported as a [`Need`]; the caller has it loaded and tries again.
 
 use std::cell::RefCell;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
+use std::collections::btree_map::{BTreeMap, Entry};
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -27,15 +28,40 @@ pub(crate) enum Need {
 #[derive(Debug, Default)]
 pub(crate) struct Loaded {
     keys: HashMap<Bytes, Option<Bytes>>,
-    ranges: Vec<Range>,
+    /// Ranges by their first key. They neither overlap nor touch: those that would are one range.
+    ranges: BTreeMap<Bytes, Range>,
     pub(crate) blocks: HashMap<u64, Bytes>,
 }
 
+/// What the drive has from a first key to before `to`.
 #[derive(Debug)]
 struct Range {
-    from: Bytes,
     to: Bytes,
     entries: Changes,
+}
+
+impl Range {
+    /// Adds a range that overlaps or touches this one and was loaded `later` or earlier.
+    fn join(&mut self, other: Range, later: bool) {
+        if other.to > self.to {
+            self.to = other.to;
+        }
+        let (mut from, newest) = (other.entries, later);
+        // The smaller one is moved, so that a long range loaded in pieces is not copied for each piece.
+        let moved_is_newest = if from.len() > self.entries.len() {
+            std::mem::swap(&mut from, &mut self.entries);
+            !newest
+        } else {
+            newest
+        };
+        for (key, value) in from {
+            match self.entries.entry(key) {
+                Entry::Vacant(free) => drop(free.insert(value)),
+                Entry::Occupied(mut known) if moved_is_newest => drop(known.insert(value)),
+                Entry::Occupied(_) => {}
+            }
+        }
+    }
 }
 
 impl Loaded {
@@ -46,7 +72,32 @@ impl Loaded {
     /// Takes what a scan of `from..to` found; the range ends where the scan stopped.
     pub(crate) fn insert_range(&mut self, from: Bytes, to: Bytes, found: Found) {
         let entries = found.entries.into_iter().map(|(k, v)| (k, Some(v))).collect();
-        self.ranges.push(Range { from, to: found.resume.unwrap_or(to), entries });
+        let to = found.resume.unwrap_or(to);
+        if from >= to {
+            return;
+        }
+        let mut first = from;
+        let mut range = Range { to, entries };
+        if let Some((start, before)) = self.ranges.range(..=first.clone()).next_back()
+            && before.to >= first
+        {
+            let start = start.clone();
+            let mut before = self.ranges.remove(&start).expect("it was just found");
+            before.join(range, true);
+            (first, range) = (start, before);
+        }
+        while let Some((start, _)) = self.ranges.range(first.clone()..=range.to.clone()).next() {
+            let start = start.clone();
+            let after = self.ranges.remove(&start).expect("it was just found");
+            range.join(after, false);
+        }
+        self.ranges.insert(first, range);
+    }
+
+    /// The range that has `key`.
+    fn covering(&self, key: &Bytes) -> Option<&Range> {
+        let (_, range) = self.ranges.range(..=key.clone()).next_back()?;
+        (range.to > *key).then_some(range)
     }
 
     /// A checkpoint has brought these changes to the drive: what was loaded before is brought forward too.
@@ -56,8 +107,8 @@ impl Loaded {
                 value.clone_from(new);
             }
         }
-        for range in &mut self.ranges {
-            let new = changes.range(range.from.clone()..range.to.clone());
+        for (from, range) in &mut self.ranges {
+            let new = changes.range(from.clone()..range.to.clone());
             range.entries.extend(new.map(|(k, v)| (k.clone(), v.clone())));
         }
     }
@@ -230,10 +281,14 @@ impl View {
         if from >= to {
             return Ok((Vec::new(), false));
         }
-        let base_end =
-            if self.is_fresh(from) && self.is_fresh(to) { to.clone() } else { loaded_end(loaded, from, to) };
+        let base = loaded.covering(from);
+        let base_end = match base {
+            _ if self.is_fresh(from) && self.is_fresh(to) => to.clone(),
+            Some(range) => range.to.clone().min(to.clone()),
+            None => from.clone(),
+        };
         let bounds = || from.clone()..base_end.clone();
-        let base = loaded.ranges.iter().filter(|r| r.from < base_end && r.to > *from).map(|r| &r.entries);
+        let base = base.map(|range| &range.entries);
         let layers: Vec<&Changes> =
             top.into_iter().chain([&self.active]).chain(self.frozen.as_deref()).chain(base).collect();
         let mut cursors: Vec<_> = layers.iter().map(|l| l.range(bounds()).peekable()).collect();
@@ -261,26 +316,68 @@ impl View {
     }
 }
 
-/// How far from `from` the loaded ranges reach without a gap.
-fn loaded_end(loaded: &Loaded, from: &Bytes, to: &Bytes) -> Bytes {
-    let mut end = from.clone();
-    let mut by_start: BTreeMap<&Bytes, &Bytes> = BTreeMap::new();
-    for range in &loaded.ranges {
-        let reach = by_start.entry(&range.from).or_insert(&range.to);
-        *reach = (*reach).max(&range.to);
-    }
-    for (start, reach) in by_start {
-        if *start <= end && *reach > end {
-            end = reach.clone();
-        }
-    }
-    end.min(to.clone())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::block::index::Found;
+    use proptest::prelude::*;
+
+    fn byte_key(byte: u8) -> Bytes {
+        Bytes::copy_from_slice(&[byte])
+    }
+
+    /// What a drive that has these keys finds in `from..to`, at most `limit` entries.
+    fn found(drive: &Changes, from: u8, to: u8, limit: usize) -> Found {
+        let mut entries = drive.range(byte_key(from)..byte_key(to)).map(|(k, v)| (k.clone(), v.clone()));
+        let taken: Vec<_> = entries.by_ref().take(limit).map(|(k, v)| (k, v.unwrap())).collect();
+        Found { entries: taken, resume: entries.next().map(|(k, _)| k) }
+    }
+
+    proptest! {
+        #[test]
+        fn a_scan_finds_what_the_drive_has_however_the_ranges_were_loaded(
+            keys in proptest::collection::btree_set(0u8..200, 0..60),
+            removed in proptest::collection::btree_set(0u8..200, 0..20),
+            loads in proptest::collection::vec((0u8..200, 1u8..60, 1usize..9), 0..24),
+            thawed in 0usize..24,
+            scan in (0u8..200, 1u8..100),
+        ) {
+            let mut drive: Changes = keys.iter().map(|k| (byte_key(*k), Some(byte_key(*k)))).collect();
+            let mut loaded = Loaded::default();
+            for (number, (from, len, limit)) in loads.into_iter().enumerate() {
+                if number == thawed {
+                    loaded.update(&removed.iter().map(|k| (byte_key(*k), None)).collect());
+                    removed.iter().for_each(|k| drop(drive.remove(&byte_key(*k))));
+                }
+                let to = from.saturating_add(len);
+                loaded.insert_range(byte_key(from), byte_key(to), found(&drive, from, to, limit));
+            }
+            let apart = loaded.ranges.iter().zip(loaded.ranges.iter().skip(1));
+            prop_assert!(apart.into_iter().all(|((_, a), (start, _))| a.to < *start), "{:?}", loaded.ranges);
+            let view = View::new(0, 1 << 20, Presence::new(0));
+            let (from, to) = (byte_key(scan.0), byte_key(scan.0.saturating_add(scan.1)));
+            let (mut at, mut rounds) = (from.clone(), 0);
+            loop {
+                match view.scan(None, &loaded, &from, &to, 1000, 1 << 20) {
+                    Ok((entries, more)) => {
+                        let expected: Vec<_> =
+                            drive.range(from..to).map(|(k, v)| (k.clone(), v.clone().unwrap())).collect();
+                        prop_assert_eq!((entries, more), (expected, false));
+                        break;
+                    }
+                    Err(Need::Range { from: start, to: end, .. }) => {
+                        prop_assert!(start >= at, "each load brings the scan forward");
+                        let page = found(&drive, start[0], end[0], 2);
+                        loaded.insert_range(start.clone(), end, page);
+                        at = start;
+                    }
+                    Err(other) => prop_assert!(false, "{other:?}"),
+                }
+                rounds += 1;
+                prop_assert!(rounds < 300);
+            }
+        }
+    }
 
     /// Of 262144 new objects, those that were put last before the filter grew seemed not to be there: no checkpoint had written them
     /// yet, so the scan for the new filter did not find them.
