@@ -47,6 +47,8 @@ pub(crate) struct Pending {
     deadline: Instant,
     /// Number of the connection it was last sent on; 0 if never.
     pub(crate) sent_on: u64,
+    /// It was sent in a session that the node refuses to go on with, for this reason, and must not be sent in another one.
+    pub(crate) orphaned: Option<proto::Error>,
     /// Takes the answer; `None` while the caller pauses before the next attempt.
     pub(crate) done: Option<oneshot::Sender<Outcome>>,
     pub(crate) region: Option<BulkRegion>,
@@ -89,6 +91,11 @@ impl Pending {
         }
         self.sent_on = number;
         Ok(Message { header: proto::encode_request(&head, &self.body), payload })
+    }
+
+    /// Whether the request may have taken effect, and would do so again in another session.
+    pub(crate) fn is_bound_to_session(&self) -> bool {
+        self.sent_on != 0 && matches!(self.body, RequestBody::Mutate(_))
     }
 
     /// Takes the data that came with an answer.
@@ -136,7 +143,16 @@ impl Link {
     async fn call_until(&self, body: RequestBody, bulk: Bulk, deadline: Instant) -> Outcome {
         let shared = &*self.shared;
         let _permit = shared.permits.acquire().await.map_err(|_| Error::Closed)?;
-        let pending = Pending { body, bulk, deadline, sent_on: 0, done: None, region: None, sink: None };
+        let pending = Pending {
+            body,
+            bulk,
+            deadline,
+            sent_on: 0,
+            orphaned: None,
+            done: None,
+            region: None,
+            sink: None,
+        };
         let seq = shared.enter(pending).await?;
         let guard = Guard { shared, seq };
         let mut pause = RETRY_PAUSE;
@@ -168,7 +184,8 @@ mod tests {
         });
         let body = RequestBody::PoolList;
         let (bulk, deadline) = (Bulk::None, Instant::now());
-        let mut pending = Pending { body, bulk, deadline, sent_on: 1, done: None, region: None, sink };
+        let mut pending =
+            Pending { body, bulk, deadline, sent_on: 1, orphaned: None, done: None, region: None, sink };
         let body = ReplyBody::Read { version: 1, object_size: 1 << 30, sent };
         let answer = pending.collect(body, Payload::compute(0, payload.to_vec().into()))?;
         Ok(answer.data.iter().map(Bytes::len).sum())

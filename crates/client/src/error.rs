@@ -23,6 +23,10 @@ pub enum Error {
     /// No answer came in time. A change may have taken effect or not.
     #[error("no answer within {0:?}; check that the node is up, then look whether the request took effect")]
     TimedOut(Duration),
+    /// The node refuses to go on with the session that a change was sent in, so its result cannot be asked for. It may have
+    /// taken effect or not.
+    #[error("whether the change took effect is unknown: {0}; look at the object, then decide")]
+    OutcomeUnknown(proto::Error),
     /// The node answered with something that makes no sense here.
     #[error("the node's answer makes no sense: {0}; use a client of the node's version")]
     Protocol(String),
@@ -42,6 +46,18 @@ impl Error {
     #[must_use]
     pub fn is_not_found(&self) -> bool {
         matches!(self, Error::Node(proto::Error::NoSuchObject(_) | proto::Error::NoSuchPool(_)))
+    }
+
+    /// Whether a change that failed with this error may have taken effect. After every other error it has not.
+    #[must_use]
+    pub fn may_have_taken_effect(&self) -> bool {
+        matches!(
+            self,
+            Error::TimedOut(_)
+                | Error::OutcomeUnknown(_)
+                | Error::Closed
+                | Error::Node(proto::Error::RequestExpired)
+        )
     }
 
     /// Whether a condition did not hold: the object is not as the caller believed it to be.

@@ -3,22 +3,32 @@
 //! Callers put their requests into a table and send them on the current connection. One background task takes what
 //! arrives; when the connection is lost it connects again, presents the session's id and sends everything that is
 //! unanswered once more, in order and marked as a retry.
+//!
+//! A node may refuse to go on with a session. Then the task opens a new one: what changes nothing is asked again there,
+//! changes that were not sent yet are sent there, and changes that were sent are answered as unknown, since only the old
+//! session could have told their results. A node that has too many sessions is asked again until the callers give up.
+//! When the last handle goes, the task tells the node that the session is over, so that its results can be forgotten.
 
 use std::collections::BTreeMap;
+use std::convert::Infallible;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use messenger::{ConnectOptions, Connection, Event, Incoming, Limits, Message, MessengerError, NetworkStack};
 use proto::limits::REQUEST_WINDOW;
 use proto::{Reply, ReplyBody, RequestBody, RequestHead, SessionId};
-use tokio::sync::{Notify, Semaphore, oneshot};
-use tokio::task::JoinHandle;
+use tokio::sync::{Notify, Semaphore, oneshot, watch};
+use tokio::time::Instant;
 
 use crate::call::{Outcome, Pending};
 use crate::{Error, Options, Result};
 
 /// Longest pause between two attempts to reconnect.
 const RECONNECT_PAUSE_MAX: Duration = Duration::from_millis(500);
+/// First pause between two attempts to connect; doubles.
+const RECONNECT_PAUSE: Duration = Duration::from_millis(10);
+/// How long the end of a session may take to be sent. Without it the node forgets the session's results later.
+const CLOSE_TIME: Duration = Duration::from_secs(2);
 
 /// What callers and the background task share.
 pub(crate) struct Shared {
@@ -29,7 +39,18 @@ pub(crate) struct Shared {
     /// Told whenever a request leaves the table.
     room: Notify,
     limits: OnceLock<Limits>,
+    phase: watch::Sender<Phase>,
     state: Mutex<State>,
+}
+
+/// How far the session is from its end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    Open,
+    /// The background task is to end it.
+    Closing,
+    /// The background task has ended.
+    Closed,
 }
 
 struct State {
@@ -44,16 +65,24 @@ struct State {
     closed: bool,
 }
 
-/// The session and its background task, which ends with it.
+/// The session. Dropping it has the background task tell the node that the session is over, if the runtime lasts so long.
 pub(crate) struct Link {
     pub(crate) shared: Arc<Shared>,
-    task: JoinHandle<()>,
 }
 
 impl Drop for Link {
     fn drop(&mut self) {
-        self.task.abort();
+        self.shared.begin_close();
         self.shared.permits.close();
+    }
+}
+
+/// Says that the background task has ended, also if its runtime has dropped it.
+struct Ending(Arc<Shared>);
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        self.0.phase.send_replace(Phase::Closed);
     }
 }
 
@@ -76,12 +105,13 @@ impl Link {
             options,
             room: Notify::new(),
             limits: OnceLock::new(),
+            phase: watch::Sender::new(Phase::Open),
             state: Mutex::new(state),
         });
-        let (connection, incoming) = shared.connect().await?;
+        let (connection, incoming) = shared.connect_while_busy().await?;
         shared.lock().connection = Some(connection);
-        let task = tokio::spawn(run(Arc::clone(&shared), incoming));
-        Ok(Link { shared, task })
+        tokio::spawn(run(Ending(Arc::clone(&shared)), incoming));
+        Ok(Link { shared })
     }
 
     /// The session's id.
@@ -107,18 +137,12 @@ impl Link {
         self.shared.limits().is_some_and(|limits| limits.one_sided)
     }
 
-    /// Ends the session.
+    /// Ends the session; returns once that was sent, or could not be sent in time.
     pub(crate) async fn close(&self) {
-        let connection = {
-            let mut state = self.shared.lock();
-            state.closed = true;
-            state.pending.clear();
-            state.connection.take()
-        };
-        self.task.abort();
-        if let Some(connection) = connection {
-            connection.close().await;
-        }
+        self.shared.begin_close();
+        let mut phase = self.shared.phase.subscribe();
+        // The task may be on a runtime that does not run now.
+        let _ = tokio::time::timeout(CLOSE_TIME, phase.wait_for(|phase| *phase == Phase::Closed)).await;
     }
 }
 
@@ -132,6 +156,51 @@ impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
         // Nothing panics while it holds the lock with the table half changed.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes no more requests, fails those under way, and has the background task end the session.
+    fn begin_close(&self) {
+        let pending = {
+            let mut state = self.lock();
+            state.closed = true;
+            std::mem::take(&mut state.pending)
+        };
+        drop(pending);
+        self.room.notify_waiters();
+        self.phase.send_if_modified(|phase| {
+            let is_open = *phase == Phase::Open;
+            if is_open {
+                *phase = Phase::Closing;
+            }
+            is_open
+        });
+    }
+
+    async fn close_wanted(&self) {
+        // The sender lives as long as `self` does.
+        let _ = self.phase.subscribe().wait_for(|phase| *phase != Phase::Open).await;
+    }
+
+    /// Tells the node that nothing of the session will be repeated, and closes the connection. One message more, which
+    /// travels with the close.
+    async fn end_session(&self) {
+        let (connection, seq) = {
+            let mut state = self.lock();
+            (state.connection.take(), state.next_seq)
+        };
+        let Some(connection) = connection else { return };
+        let head = RequestHead { seq, acked_through: seq - 1, retry: false, deadline_ms: 0 };
+        let header = proto::encode_request(&head, &RequestBody::CloseSession);
+        let ended = async {
+            let message = Message { header, payload: Default::default() };
+            if let Err(e) = connection.send(message).await {
+                tracing::debug!(endpoint = self.endpoint, error = %e, "the session's end could not be sent");
+            }
+            connection.close().await;
+        };
+        if tokio::time::timeout(CLOSE_TIME, ended).await.is_err() {
+            tracing::debug!(endpoint = self.endpoint, "the session's end could not be sent in time");
+        }
     }
 
     /// Gives a request its number, waiting while the oldest unanswered one is too far behind.
@@ -160,6 +229,9 @@ impl Shared {
         let (connection, message) = {
             let mut state = self.lock();
             let Some(pending) = state.pending.get_mut(&seq) else { return Err(Error::Closed) };
+            if let Some(why) = &pending.orphaned {
+                return Err(Error::OutcomeUnknown(why.clone()));
+            }
             pending.done = Some(done);
             let Some(connection) = state.connection.clone() else { return Ok(()) };
             let message = state.message(seq, &connection);
@@ -181,6 +253,22 @@ impl Shared {
         let pending = self.lock().pending.remove(&seq);
         self.room.notify_waiters();
         drop(pending);
+    }
+
+    /// The first connection. A node that has too many sessions is asked again until the time to connect is over.
+    async fn connect_while_busy(&self) -> Result<(Arc<dyn Connection>, Box<dyn Incoming>)> {
+        let deadline = Instant::now() + self.options.connect_timeout;
+        let mut pause = RECONNECT_PAUSE;
+        loop {
+            match self.connect().await {
+                Err(Error::Node(e)) if is_passing(&e) && Instant::now() + pause < deadline => {
+                    tracing::debug!(endpoint = self.endpoint, error = %e, "the node takes no session yet");
+                }
+                outcome => return outcome,
+            }
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(RECONNECT_PAUSE_MAX);
+        }
     }
 
     /// One connection with the session opened on it.
@@ -279,11 +367,11 @@ impl Shared {
     }
 
     async fn reconnect(&self) -> (Arc<dyn Connection>, Box<dyn Incoming>) {
-        let mut pause = Duration::from_millis(10);
+        let mut pause = RECONNECT_PAUSE;
         loop {
             match self.connect().await {
                 Ok(connected) => return connected,
-                Err(Error::Node(e)) => self.fail_all(&e),
+                Err(Error::Node(e)) => self.refused(&e),
                 Err(e) => tracing::debug!(endpoint = self.endpoint, error = %e, "cannot reconnect yet"),
             }
             tokio::time::sleep(pause).await;
@@ -291,16 +379,45 @@ impl Shared {
         }
     }
 
-    /// Answers every request with the node's refusal to talk to this client.
-    fn fail_all(&self, e: &proto::Error) {
+    /// The node has refused to open the session.
+    fn refused(&self, e: &proto::Error) {
+        if is_passing(e) {
+            tracing::debug!(endpoint = self.endpoint, error = %e, "the node takes no session yet");
+            return;
+        }
         let mut state = self.lock();
-        for pending in state.pending.values_mut() {
-            drop(pending.done.take().map(|done| done.send(Err(Error::Node(e.clone())))));
+        if matches!(e, proto::Error::SessionRefused { .. }) && state.session.take().is_some() {
+            tracing::warn!(endpoint = self.endpoint, error = %e, "the session is given up for a new one");
+            state.give_up_session(e);
+        } else {
+            tracing::warn!(endpoint = self.endpoint, error = %e, "the node refuses this client");
+            state.fail_all(e);
         }
     }
 }
 
+/// Whether a refusal to open a session passes by itself.
+fn is_passing(e: &proto::Error) -> bool {
+    matches!(e, proto::Error::Busy { .. }) || e.is_transient()
+}
+
 impl State {
+    /// Answers changes that were sent in the session as unknown. Everything else can be sent in another one.
+    fn give_up_session(&mut self, e: &proto::Error) {
+        for pending in self.pending.values_mut().filter(|pending| pending.is_bound_to_session()) {
+            pending.orphaned = Some(e.clone());
+            drop(pending.done.take().map(|done| done.send(Err(Error::OutcomeUnknown(e.clone())))));
+        }
+    }
+
+    /// Answers every request, since the node refuses to talk to this client. The session stays: the node may take it again.
+    fn fail_all(&mut self, e: &proto::Error) {
+        for pending in self.pending.values_mut() {
+            let outcome = if pending.is_bound_to_session() { Error::OutcomeUnknown } else { Error::Node };
+            drop(pending.done.take().map(|done| done.send(Err(outcome(e.clone())))));
+        }
+    }
+
     fn message(&mut self, seq: u64, connection: &Arc<dyn Connection>) -> Result<Message> {
         let oldest = self.pending.first_key_value().map_or(self.next_seq, |(seq, _)| *seq);
         let number = self.number;
@@ -315,8 +432,18 @@ fn decode(message: &Message) -> Result<Reply> {
     proto::decode_reply(&message.header).map_err(|e| Error::Protocol(e.to_string()))
 }
 
-/// The background task.
-async fn run(shared: Arc<Shared>, mut incoming: Box<dyn Incoming>) {
+/// The background task: serves the session until it is closed, then ends it.
+async fn run(ending: Ending, incoming: Box<dyn Incoming>) {
+    let shared = &ending.0;
+    tokio::select! {
+        biased;
+        () = shared.close_wanted() => {}
+        never = serve(shared, incoming) => match never {},
+    }
+    shared.end_session().await;
+}
+
+async fn serve(shared: &Arc<Shared>, mut incoming: Box<dyn Incoming>) -> Infallible {
     let mut resend = None;
     loop {
         let event = match &mut resend {
@@ -345,11 +472,7 @@ async fn run(shared: Arc<Shared>, mut incoming: Box<dyn Incoming>) {
             let (connection, again) = shared.reconnect().await;
             shared.lock().number += 1;
             incoming = again;
-            resend = Some(Box::pin(resend_all(Arc::clone(&shared), connection)));
+            resend = Some(Box::pin(shared.resend(connection)));
         }
     }
-}
-
-async fn resend_all(shared: Arc<Shared>, connection: Arc<dyn Connection>) {
-    shared.resend(connection).await;
 }

@@ -8,12 +8,12 @@ use std::time::Duration;
 use proto::{Error, Manifest, Mutation, ObjectName, PartId, UploadId};
 use store::StoreError;
 
-use crate::clock::now_ms;
 use crate::fail::{Fail, Step};
 use crate::ids::{self, StoredName};
 use crate::list::{after, objects};
 use crate::object::{COMMITTED_XATTR, INFO_XATTR, ObjectInfo};
 use crate::osd::{Osd, Place, Pool};
+use crate::pg::{Expiry, Pg};
 use crate::read::patiently;
 
 /// Ids looked at between two pauses.
@@ -36,10 +36,11 @@ impl Osd {
             tokio::time::sleep(self.config.collect_interval).await;
             let grace = self.config.orphan_grace;
             // Clients of the OSD before this one are given time to come back.
-            if self.started.elapsed() >= grace {
+            if self.age.ran() >= grace {
                 self.collect_orphans(grace).await;
             }
             self.expire_sessions().await;
+            self.age.save(&self.targets, self.config.target_timeout).await;
         }
     }
 
@@ -108,7 +109,10 @@ impl Osd {
         let part_place = pool.place(&name.namespace, &name.object, Some(&part));
         let part_info = self.info_of(&part_place).await?;
         let grace_ms = u64::try_from(grace.as_millis()).unwrap_or(u64::MAX);
-        Ok(part_info.is_some_and(|info| info.modified_ms.saturating_add(grace_ms) <= now_ms()))
+        let now_ms = self.config.clock.now_ms();
+        // A part of the future was written before the clock stepped back: then only its uploader's absence counts.
+        let is_old = |stamp: u64| stamp > now_ms || stamp.saturating_add(grace_ms) <= now_ms;
+        Ok(part_info.is_some_and(|info| is_old(info.modified_ms)))
     }
 
     /// Which uploads an object's head names, durably.
@@ -164,19 +168,31 @@ impl Osd {
         patiently(place, self.config.store_patience, attempt).await
     }
 
+    /// Forgets sessions that are closed or have been idle for long, a few at a time so that requests go in between.
     async fn expire_sessions(&self) {
-        let expiry = self.config.session_expiry;
-        let before_ms = now_ms().saturating_sub(u64::try_from(expiry.as_millis()).unwrap_or(u64::MAX));
+        let grace = self.config.session_expiry;
+        let alive = |session| self.sessions.borrow().is_alive(session, grace);
+        let idle_ms = u64::try_from(grace.as_millis()).unwrap_or(u64::MAX);
+        let expiry = Expiry { idle_ms, alive: &alive };
         let pools: Vec<Rc<Pool>> = self.pools.borrow().values().cloned().collect();
         for pg in pools.iter().filter(|pool| !pool.closed.get()).flat_map(|pool| &pool.pgs) {
-            let alive = |session| self.sessions.borrow().is_alive(session, expiry);
-            match pg.expire_sessions(before_ms, alive).await {
-                Ok(0) => {}
-                Ok(count) => metrics::counter!("outboard_osd_sessions_expired_total").increment(count as u64),
+            match self.expire_sessions_of(pg, &expiry).await {
+                Ok(()) => {}
                 Err(Fail::Lost(why)) => tracing::debug!(why, "sessions are left for later"),
                 Err(Fail::Refused(e)) => tracing::warn!(error = %e, "sessions are left for later"),
             }
             tokio::time::sleep(PAUSE).await;
         }
+    }
+
+    async fn expire_sessions_of(&self, pg: &Pg, expiry: &Expiry<'_>) -> Step<()> {
+        let mut expired = pg.expired(expiry).await?;
+        while !expired.is_empty() {
+            let living = || self.sessions.borrow().living(self.config.session_expiry);
+            let count = pg.expire_some(&mut expired, expiry, living).await?;
+            metrics::counter!("outboard_osd_sessions_expired_total").increment(count as u64);
+            tokio::time::sleep(PAUSE).await;
+        }
+        Ok(())
     }
 }

@@ -9,6 +9,8 @@ use ec::offload::scheduler::Mode;
 use proto::OffloadStatus;
 use store::stripes::{Engines, StripeStores};
 
+use crate::clock::WallClock;
+
 /// How an OSD behaves. The defaults suit a node; tests shorten times.
 #[derive(Debug, Clone)]
 pub struct OsdConfig {
@@ -35,7 +37,7 @@ pub struct OsdConfig {
     /// Objects of a placement group that are noted by name when they change while a target is away; should there be more, the
     /// target gets everything anew when it comes back.
     pub missed_objects_per_pg: usize,
-    /// Sessions that changed nothing for that long lose their results.
+    /// Sessions that changed nothing for that long, while the node ran, lose their results.
     pub session_expiry: Duration,
     /// Parts of striped objects that no head names are removed when they are that old and their uploader has been gone
     /// that long. Must be longer than clients take to reconnect.
@@ -54,6 +56,8 @@ pub struct OsdConfig {
     pub offload: Option<OffloadSource>,
     /// Where parity is computed.
     pub coding: CodingConfig,
+    /// The time of day that objects and pools are stamped with.
+    pub clock: WallClock,
 }
 
 /// When a target that placement groups do not use is tried again.
@@ -205,6 +209,7 @@ impl Default for OsdConfig {
             segments_in_flight: Arc::new(AtomicUsize::new(3)),
             offload: None,
             coding: CodingConfig::default(),
+            clock: WallClock::default(),
         }
     }
 }

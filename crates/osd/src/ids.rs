@@ -37,6 +37,11 @@ pub(crate) fn map_object() -> ObjectId {
     fixed(ObjectId::new(Bytes::from_static(b"map")))
 }
 
+/// The object that has the node's age, beside the map.
+pub(crate) fn age_object() -> ObjectId {
+    fixed(ObjectId::new(Bytes::from_static(b"runs")))
+}
+
 /// The object of a placement group that has its results, sessions and versions.
 pub(crate) fn meta_object() -> ObjectId {
     fixed(ObjectId::new(Bytes::from_static(b"\0\0\0\0\0meta")))

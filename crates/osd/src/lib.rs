@@ -13,6 +13,7 @@
 
 #![forbid(unsafe_code)]
 
+mod age;
 mod array;
 mod audit;
 mod clock;
@@ -22,6 +23,7 @@ mod config;
 mod draft;
 mod fail;
 mod gather;
+mod gone;
 mod health;
 mod ids;
 mod inflight;
@@ -46,6 +48,7 @@ mod upkeep;
 
 pub use array::NewObjects;
 pub use audit::inspect_object;
+pub use clock::WallClock;
 pub use config::{CodingConfig, CodingOffload, OffloadSource, OsdConfig, StripesAt, TargetRetry};
 pub use ec::offload::scheduler::Mode as CodingMode;
 pub use node::{Osd, StartError};

@@ -6,7 +6,6 @@ use proto::{Condition, Error, Mutated, Mutation};
 use store::{StoreError, Transaction};
 use tokio::time::Instant;
 
-use crate::clock::now_ms;
 use crate::draft::{self, Draft};
 use crate::fail::{Fail, Step, unavailable};
 use crate::gather::Gathered;
@@ -251,7 +250,7 @@ impl Change<'_> {
         let new = drafted.object.map(|(size, manifest)| ObjectInfo {
             version,
             size,
-            modified_ms: now_ms(),
+            modified_ms: pg.clock.now_ms(),
             manifest,
         });
         drafted.ops.extend(new.as_ref().map(|info| draft::set_info(&self.place.oid, info)));

@@ -1,6 +1,6 @@
 //! The OSD: its targets, pools and sessions, and what all requests share.
 
-use std::cell::{Cell, RefCell};
+use std::cell::{Cell, LazyCell, RefCell};
 use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::sync::{Arc, Weak};
@@ -12,9 +12,9 @@ use proto::{Error, Manifest, ObjectName, PartId, Redundancy, RequestHead, Sessio
 use store::stripes::{EngineOptions, Engines, LocalStripes, StripeStores};
 use store::{ObjectId, ObjectStore};
 use tokio::sync::Mutex;
-use tokio::time::Instant;
 use uuid::Uuid;
 
+use crate::age::Age;
 use crate::array::{Array, Group, GroupOptions};
 use crate::coding::Coding;
 use crate::config::StripesAt;
@@ -54,7 +54,7 @@ pub(crate) struct Osd {
     pub(crate) pace: Pace,
     pub(crate) upkeep: Upkeep,
     pub(crate) coding: Rc<Coding>,
-    pub(crate) started: Instant,
+    pub(crate) age: Rc<Age>,
 }
 
 /// A pool in use.
@@ -123,6 +123,7 @@ impl Osd {
             target.store.register_memory(pool.arena());
         }
         let map = NodeMap::open(&targets).await?;
+        let age = Age::begin(&targets, config.target_timeout).await?;
         let coding = Coding::start(&config.coding, stripe_stores(&config, &targets)?, config.emulated)?;
         let osd = Osd {
             coding,
@@ -132,7 +133,7 @@ impl Osd {
             changing_map: Mutex::default(),
             map_is_uncertain: Cell::new(false),
             pools: RefCell::default(),
-            sessions: RefCell::new(Sessions::new(config.sessions)),
+            sessions: RefCell::new(Sessions::new(config.sessions, age.generation())),
             connections: RefCell::default(),
             paths: RefCell::default(),
             in_flight: InFlight::default(),
@@ -140,7 +141,7 @@ impl Osd {
             times: Times::new(),
             pace: Pace::new(config.rebuild_rate, config.rebuild_share),
             upkeep: Upkeep::default(),
-            started: Instant::now(),
+            age: Rc::new(age),
             config,
         };
         for record in map.pools.iter().filter(|record| !record.removing) {
@@ -168,7 +169,8 @@ impl Osd {
                 groups.push(group);
                 Rc::new(Target::new(Uuid::nil(), array, self.config.target_retry))
             };
-            Rc::new(Pg::new(target, record.id, pg, self.config.cached_objects_per_pg))
+            let times = (Rc::clone(&self.age), self.config.clock.clone());
+            Rc::new(Pg::new(target, (record.id, pg), self.config.cached_objects_per_pg, times))
         };
         let pgs = (0..record.pg_count).map(&mut pg).collect();
         Rc::new(Pool { pgs, groups, closed: Cell::new(false), record: record.clone() })
@@ -198,6 +200,16 @@ impl Osd {
     /// Where an object, or a part of it, lives.
     pub(crate) fn place(&self, name: &ObjectName, part: Option<&PartId>) -> proto::Result<Place> {
         Ok(self.pool(name.pool())?.place(name.namespace(), name.object(), part))
+    }
+
+    /// Ends a session for good, once none of its requests is under way: its client repeats none of them.
+    pub(crate) fn close_session(&self, session: SessionId) {
+        self.sessions.borrow_mut().close(session);
+        let living = LazyCell::new(|| self.sessions.borrow().living(self.config.session_expiry));
+        let pools = self.pools.borrow();
+        for pg in pools.values().flat_map(|pool| &pool.pgs).filter(|pg| pg.knows(session)) {
+            pg.close_session(session, &living);
+        }
     }
 
     /// Removes the parts of a striped object that no head names any more, in the background. What this misses, the

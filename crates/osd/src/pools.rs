@@ -8,7 +8,6 @@ use store::{Op, StoreError, Transaction};
 use uuid::Uuid;
 
 use crate::array::Group;
-use crate::clock::now_ms;
 use crate::fail::{Fail, Step};
 use crate::ids;
 use crate::list::{after, objects};
@@ -57,7 +56,7 @@ impl Osd {
             let advice = "remove one, or use namespaces".into();
             return Err(Error::Busy { what: "pools".into(), limit: MAX_POOLS as u64, advice });
         }
-        let (id, made_ms) = (map.next_pool_id, now_ms());
+        let (id, made_ms) = (map.next_pool_id, self.config.clock.now_ms());
         let record = PoolRecord { id, name, pg_count, made_ms, removing: false, redundancy };
         map.next_pool_id += 1;
         map.pools.push(record.clone());

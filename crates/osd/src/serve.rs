@@ -50,7 +50,7 @@ impl Served {
                 Event::Message(message) => {
                     let clock = Clock::start();
                     let Ok(permit) = Arc::clone(&room).acquire_owned().await else { break };
-                    if !self.take(message, permit, clock).await {
+                    if !self.take(message, permit, &room, clock).await {
                         self.connection.close().await;
                         break;
                     }
@@ -69,7 +69,13 @@ impl Served {
     }
 
     /// Takes a message; `false` if its sender makes no sense at all.
-    async fn take(&mut self, message: Message, permit: OwnedSemaphorePermit, clock: Clock) -> bool {
+    async fn take(
+        &mut self,
+        message: Message,
+        permit: OwnedSemaphorePermit,
+        room: &Arc<Semaphore>,
+        clock: Clock,
+    ) -> bool {
         let Ok((head, rest)) = proto::decode_head(&message.header) else {
             tracing::warn!(
                 peer = self.connection.peer().address,
@@ -89,6 +95,13 @@ impl Served {
             (RequestBody::Open { oldest, newest, session }, _) => {
                 let opened = self.open(*oldest, *newest, *session);
                 answer(&self.connection, head.seq, opened, Payload::default()).await;
+                return true;
+            }
+            (RequestBody::CloseSession, Some(session))
+                if self.osd.sessions.borrow().is_attached(session, self.id) =>
+            {
+                drop(permit);
+                self.close_session(session, head.seq, room);
                 return true;
             }
             (_, Some(session)) if self.osd.sessions.borrow().is_attached(session, self.id) => session,
@@ -119,13 +132,27 @@ impl Served {
         true
     }
 
+    /// Ends the session once its requests that came before are done. No more of its requests are taken.
+    fn close_session(&mut self, session: SessionId, seq: u64, room: &Arc<Semaphore>) {
+        self.session = None;
+        let (osd, connection, room) = (Rc::clone(&self.osd), Arc::clone(&self.connection), Arc::clone(room));
+        crate::spawn(async move {
+            let all = u32::try_from(osd.config.requests_per_connection).unwrap_or(u32::MAX);
+            let Ok(_all_done) = room.acquire_many(all).await else { return };
+            osd.close_session(session);
+            answer(&connection, seq, Ok(ReplyBody::Done), Payload::default()).await;
+        });
+    }
+
     fn open(&mut self, oldest: u16, newest: u16, presented: Option<SessionId>) -> proto::Result<ReplyBody> {
         let version = newest.min(proto::VERSION);
         if version < oldest.max(proto::VERSION_OLDEST) {
             return Err(Error::WrongVersion { oldest: proto::VERSION_OLDEST, newest: proto::VERSION });
         }
         let session = self.osd.sessions.borrow_mut().open(presented, self.id)?;
-        self.session = Some(session);
+        if let Some(before) = self.session.replace(session).filter(|before| *before != session) {
+            self.osd.sessions.borrow_mut().detach(before, self.id);
+        }
         Ok(ReplyBody::Opened { version, session })
     }
 }

@@ -5,15 +5,22 @@ use std::collections::HashMap;
 use proto::{Error, SessionId};
 use tokio::time::{Duration, Instant};
 
-use crate::clock::now_ms;
+use crate::gone::Living;
 
 /// Numbers the connections of an OSD.
 pub(crate) type ConnectionId = u64;
+
+/// How long sessions of the OSD before this one are given to come back.
+const RETURN: Duration = Duration::from_secs(3600);
 
 /// The sessions known now. Their durable part is in the placement groups.
 pub(crate) struct Sessions {
     known: HashMap<SessionId, Attachment>,
     limit: usize,
+    generation: u64,
+    /// Number of the session made last.
+    last: u32,
+    started: Instant,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -23,8 +30,9 @@ enum Attachment {
 }
 
 impl Sessions {
-    pub(crate) fn new(limit: usize) -> Sessions {
-        Sessions { known: HashMap::new(), limit }
+    /// No sessions yet; new ones are of this generation.
+    pub(crate) fn new(limit: usize, generation: u64) -> Sessions {
+        Sessions { known: HashMap::new(), limit, generation, last: 0, started: Instant::now() }
     }
 
     /// Attaches a session to a connection: the one that the client presents, or a new one. Another connection that the
@@ -34,16 +42,30 @@ impl Sessions {
         presented: Option<SessionId>,
         connection: ConnectionId,
     ) -> proto::Result<SessionId> {
-        if let Some(early) = presented.filter(|id| id.made_ms() > now_ms().saturating_add(CLOCK_SLACK_MS)) {
-            let advice = "connect again without a session".to_owned();
-            return Err(Error::BadRequest(format!("session {early} is of the future; {advice}")));
+        // A session that was never made would be noted as forgotten one day, and with it all that come before it.
+        if let Some(session) =
+            presented.filter(|id| (id.generation(), id.number()) > (self.generation, self.last))
+        {
+            let why = "this node has not made it, or has lost its last state".to_owned();
+            return Err(Error::SessionRefused { session, why });
         }
-        let id = presented.unwrap_or_else(|| SessionId::new(now_ms(), rand::random()));
-        if !self.known.contains_key(&id) && self.known.len() >= self.limit {
+        if presented.is_none_or(|id| !self.known.contains_key(&id)) && self.known.len() >= self.limit {
             self.forget_one()?;
         }
+        let id = presented.unwrap_or_else(|| self.make());
         self.known.insert(id, Attachment::Connected(connection));
         Ok(id)
+    }
+
+    fn make(&mut self) -> SessionId {
+        // After more sessions than there are numbers, the last number is used again: ids differ in their random bits.
+        self.last = self.last.saturating_add(1);
+        SessionId::new(self.generation, self.last, rand::random())
+    }
+
+    /// Forgets a session that its client has closed.
+    pub(crate) fn close(&mut self, session: SessionId) {
+        self.known.remove(&session);
     }
 
     /// Whether a session's requests come from this connection.
@@ -58,12 +80,21 @@ impl Sessions {
         }
     }
 
-    /// Whether the session is connected, or was less than `grace` ago.
+    /// Whether the session is connected, or was less than `grace` ago. Sessions of earlier generations count as
+    /// connected until this OSD started.
     pub(crate) fn is_alive(&self, session: SessionId, grace: Duration) -> bool {
         match self.known.get(&session) {
-            Some(Attachment::Connected(_)) => true,
-            Some(Attachment::GoneSince(when)) => when.elapsed() < grace,
-            None => false,
+            Some(attachment) => attachment.is_alive(grace),
+            None => session.generation() < self.generation && self.started.elapsed() < grace.min(RETURN),
+        }
+    }
+
+    /// All sessions that are connected or were less than `grace` ago.
+    pub(crate) fn living(&self, grace: Duration) -> Living {
+        let alive = self.known.iter().filter(|(_, attachment)| attachment.is_alive(grace));
+        Living {
+            known: alive.map(|(id, _)| *id).collect(),
+            unseen_below: (self.started.elapsed() < grace).then_some(self.generation),
         }
     }
 
@@ -86,5 +117,11 @@ impl Sessions {
     }
 }
 
-/// How far a clock may have gone back since a session was made.
-const CLOCK_SLACK_MS: u64 = 24 * 3600 * 1000;
+impl Attachment {
+    fn is_alive(&self, grace: Duration) -> bool {
+        match self {
+            Attachment::Connected(_) => true,
+            Attachment::GoneSince(when) => when.elapsed() < grace,
+        }
+    }
+}

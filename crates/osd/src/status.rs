@@ -25,7 +25,7 @@ pub(crate) async fn status(osd: &Osd) -> NodeStatus {
         engine: osd.config.engine.clone(),
         emulated: osd.config.emulated,
         osd_pid: std::process::id(),
-        uptime_seconds: osd.started.elapsed().as_secs(),
+        uptime_seconds: osd.age.ran().as_secs(),
         map_epoch: map.epoch,
         health: osd.health(),
         rebuild: osd.rebuild_status(),

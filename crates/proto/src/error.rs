@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::NameError;
+use crate::{NameError, SessionId};
 
 /// Result of a request.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -135,6 +135,14 @@ pub enum Error {
         stored: u64,
         /// Size that is recorded with the object.
         recorded: u64,
+    },
+    /// The session that the client presented cannot be gone on with. Nothing of it was sent on this connection.
+    #[error("session {session} is refused: {why}; open a new one")]
+    SessionRefused {
+        /// The session.
+        session: SessionId,
+        /// What is wrong with it.
+        why: String,
     },
 }
 

@@ -7,21 +7,34 @@ use serde::{Deserialize, Serialize};
 /// A client's session with a node: the space of its request numbers. Made by the OSD when a client first connects and
 /// presented again whenever the client reconnects, also after the OSD was restarted.
 ///
-/// The first 48 bits are the OSD's clock in milliseconds since 1970, the rest is random.
+/// From the highest bit down: 48 bits *generation* of the OSD, 32 bits *number* within the generation, 48 random bits.
+/// Ids are ordered by generation, then number. No part of an id depends on a clock.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct SessionId(pub u128);
 
 impl SessionId {
-    /// An id made at `now_ms`, in milliseconds since 1970, of random bits.
+    /// First generation. Ids of nodes that ran an older version start with a time in milliseconds since 1970, which is
+    /// below this value until the year 6429: all of them are older than any generation.
+    pub const FIRST_GENERATION: u64 = 1 << 47;
+
+    /// The `number`th id of a generation, with random bits. The upper bits of `generation` and `random` beyond 48 bits
+    /// are cut off.
     #[must_use]
-    pub fn new(now_ms: u64, random: u128) -> SessionId {
-        SessionId((u128::from(now_ms) << 80) | (random & ((1 << 80) - 1)))
+    pub fn new(generation: u64, number: u32, random: u64) -> SessionId {
+        let low = |bits: u64| u128::from(bits & ((1 << 48) - 1));
+        SessionId(low(generation) << 80 | u128::from(number) << 48 | low(random))
     }
 
-    /// When it was made, by the OSD's clock, in milliseconds since 1970.
+    /// Which start of the OSD made it: [`FIRST_GENERATION`](SessionId::FIRST_GENERATION) and the count of starts before.
     #[must_use]
-    pub fn made_ms(self) -> u64 {
+    pub fn generation(self) -> u64 {
         (self.0 >> 80) as u64
+    }
+
+    /// Which session of its generation it is, counted from 1.
+    #[must_use]
+    pub fn number(self) -> u32 {
+        (self.0 >> 48) as u32
     }
 }
 
@@ -65,5 +78,24 @@ impl UploadId {
             session: SessionId(u128::from_be_bytes(session.try_into().ok()?)),
             number: u64::from_be_bytes(number.try_into().ok()?),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn ids_say_what_they_were_made_of_and_are_ordered(
+            (a, b) in (0u64..1 << 48, 0u64..1 << 48), numbers: (u32, u32), random: (u64, u64),
+        ) {
+            let (first, second) = (SessionId::new(a, numbers.0, random.0), SessionId::new(b, numbers.1, random.1));
+            prop_assert_eq!((first.generation(), first.number()), (a, numbers.0));
+            if (a, numbers.0) != (b, numbers.1) {
+                prop_assert_eq!(first < second, (a, numbers.0) < (b, numbers.1));
+            }
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! A node in this process: an OSD over memory stores that can be made to fail, and clients of it over TCP.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 use base::BoxFuture;
 use base::block::Payload;
@@ -64,6 +64,8 @@ pub(crate) struct FaultStore {
     pub(crate) listed_xattrs: AtomicU64,
     /// Transactions that would have made an object that there is.
     pub(crate) not_new: Arc<AtomicU64>,
+    /// Transactions that removed omap entries, and the most entries that one removed; `None` while nobody counts.
+    removals: Mutex<Option<(usize, usize)>>,
 }
 
 impl FaultStore {
@@ -93,12 +95,36 @@ impl FaultStore {
             transfers: AtomicBool::new(false),
             listed_xattrs: AtomicU64::new(0),
             not_new: Arc::default(),
+            removals: Mutex::default(),
         })
     }
 
     /// What it has, for whoever damages that.
     pub(crate) fn inner(&self) -> &dyn ObjectStore {
         &*self.inner
+    }
+
+    /// Counts, from now on, the transactions that remove omap entries.
+    pub(crate) fn watch_transactions(&self) {
+        *self.removals.lock().unwrap() = Some((0, 0));
+    }
+
+    /// How many such transactions there were, and the most entries that one removed. A range counts as a thousand.
+    pub(crate) fn watched(&self) -> (usize, usize) {
+        self.removals.lock().unwrap().unwrap()
+    }
+
+    fn count_removals(&self, transaction: &Transaction) {
+        let removed = transaction.ops.iter().map(|op| match op {
+            Op::OmapRemove { keys, .. } => keys.len(),
+            Op::OmapRemoveRange { .. } => 1000,
+            _ => 0,
+        });
+        let removed = removed.sum::<usize>();
+        if let (Some((count, most)), 1..) = (&mut *self.removals.lock().unwrap(), removed) {
+            *count += 1;
+            *most = removed.max(*most);
+        }
     }
 
     /// Makes the next transaction with data fail.
@@ -244,6 +270,7 @@ impl ObjectStore for FaultStore {
             return self.queue_transaction(transaction);
         }
         self.watch.iter().for_each(|watch| watch());
+        self.count_removals(&transaction);
         if let Some(let_go) = self.until_record_let_go(&transaction) {
             let inner = Arc::clone(&self.inner);
             return Box::pin(async move {

@@ -218,7 +218,10 @@ async fn requests_need_a_session_of_a_version_that_both_speak() {
     let (oldest, newest) = (proto::VERSION_OLDEST, proto::VERSION);
     let too_new = unopened(open(newest + 1, newest + 3, None)).await;
     assert_eq!(too_new, Error::WrongVersion { oldest, newest });
-    let future = SessionId::new(u64::MAX >> 16, 5);
-    assert!(matches!(unopened(open(oldest, newest, Some(future))).await, Error::BadRequest(_)));
+    let never_made = [SessionId(u128::MAX), SessionId::new(SessionId::FIRST_GENERATION, 50_000, 5)];
+    for session in never_made {
+        let refused = unopened(open(oldest, newest, Some(session))).await;
+        assert!(matches!(refused, Error::SessionRefused { .. }), "{refused:?}");
+    }
     still_works(&node).await;
 }

@@ -14,6 +14,7 @@ mod raw;
 mod recovery;
 mod redundancy;
 mod retry;
+mod sessions;
 mod staging;
 mod stalls;
 mod start;

@@ -79,7 +79,9 @@ async fn ask(endpoint: &str) -> Result<client::NodeStatus, String> {
     };
     let answer = async {
         let client = client::Client::connect(endpoint, options).await?;
-        client.status().await
+        let status = client.status().await;
+        client.close().await;
+        status
     };
     match tokio::time::timeout(2 * PATIENCE, answer).await {
         Ok(result) => result.map_err(|e| e.to_string()),

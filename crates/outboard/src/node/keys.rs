@@ -182,7 +182,7 @@ pub const KEYS: &[Key] = &[
         "osd",
         "session_expiry",
         "\"24h\"",
-        "Clients that changed nothing for that long lose the record of what they did; a retry that comes later is refused.",
+        "Clients that changed nothing for that long, while the node ran, lose the record of what they did; a retry that comes later is refused.",
     ),
     key(
         "osd",

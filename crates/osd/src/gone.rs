@@ -1,0 +1,175 @@
+//! Which sessions' results a placement group has forgotten, so that it never takes a repeat for a new request.
+//!
+//! The set may hold more sessions than were forgotten, never fewer. Per generation it has a bound: sessions numbered up
+//! to it are in the set, unless they are *spared*. Spared are the sessions that were living when the bound passed them;
+//! a session that was forgotten is never spared again. Generations below the floor are in the set as a whole.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use bytes::Bytes;
+use proto::SessionId;
+use serde::{Deserialize, Serialize};
+
+const FORMAT: u8 = 1;
+/// Most generations that are kept apart; of more, the oldest ones go below the floor.
+const GENERATIONS: usize = 64;
+/// Most spared sessions that are stored; of more, the newest ones.
+const SPARED_STORED: usize = 256;
+
+/// See the [module](self) documentation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Gone {
+    floor: u64,
+    /// Highest number in the set, by generation.
+    bounds: BTreeMap<u64, u32>,
+    spared: BTreeSet<SessionId>,
+}
+
+/// As stored.
+#[derive(Serialize, Deserialize)]
+struct Stored {
+    floor: u64,
+    bounds: BTreeMap<u64, u32>,
+    spared: Vec<SessionId>,
+}
+
+/// Sessions that may still send repeats.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Living {
+    pub(crate) known: BTreeSet<SessionId>,
+    /// Sessions of generations below may come back that are not among `known`.
+    pub(crate) unseen_below: Option<u64>,
+}
+
+impl Living {
+    fn has(&self, session: SessionId) -> bool {
+        self.known.contains(&session) || self.unseen_below.is_some_and(|g| session.generation() < g)
+    }
+}
+
+impl Default for Gone {
+    /// The set of a placement group that has forgotten none of the sessions of this version of the node. Ids that older
+    /// versions made are in it: their clients do not speak today's protocol.
+    fn default() -> Gone {
+        let floor = SessionId::FIRST_GENERATION;
+        Gone { floor, bounds: BTreeMap::new(), spared: BTreeSet::new() }
+    }
+}
+
+impl Gone {
+    /// Whether results of the session may have been forgotten.
+    pub(crate) fn has(&self, session: SessionId) -> bool {
+        let bound = self.bounds.get(&session.generation());
+        session.generation() < self.floor
+            || bound.is_some_and(|bound| session.number() <= *bound && !self.spared.contains(&session))
+    }
+
+    /// Puts a session into the set whose results are about to be forgotten.
+    pub(crate) fn add(&mut self, session: SessionId, living: &Living) {
+        let generation = session.generation();
+        if generation < self.floor {
+            return;
+        }
+        let bound = self.bounds.entry(generation).or_insert(0);
+        if session.number() > *bound {
+            let first = SessionId::new(generation, bound.saturating_add(1), 0);
+            let last = SessionId::new(generation, session.number(), u64::MAX);
+            self.spared.extend(living.known.range(first..=last));
+            *bound = session.number();
+        }
+        self.spared.retain(|id| living.has(*id));
+        self.spared.remove(&session);
+        while self.bounds.len() > GENERATIONS {
+            let Some((oldest, _)) = self.bounds.pop_first() else { break };
+            self.floor = oldest + 1;
+        }
+        let floor = self.floor;
+        self.spared.retain(|id| id.generation() >= floor);
+        debug_assert!(self.has(session));
+    }
+
+    /// As stored: a format byte, then postcard.
+    pub(crate) fn encode(&self) -> Bytes {
+        let spared = self.spared.iter().rev().take(SPARED_STORED).copied().collect();
+        let stored = Stored { floor: self.floor, bounds: self.bounds.clone(), spared };
+        // Growing a vector cannot fail, and the type is plain data.
+        postcard::to_extend(&stored, vec![FORMAT]).expect("plain data can be encoded").into()
+    }
+
+    /// The reverse of [`Gone::encode`]; `None` if it is something else.
+    pub(crate) fn decode(bytes: &[u8]) -> Option<Gone> {
+        let (&FORMAT, rest) = bytes.split_first()? else { return None };
+        let Stored { floor, bounds, spared } = postcard::from_bytes(rest).ok()?;
+        Some(Gone { floor, bounds, spared: spared.into_iter().collect() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn id(generation: u64, number: u32) -> SessionId {
+        SessionId::new(SessionId::FIRST_GENERATION + generation, number, 7)
+    }
+
+    proptest! {
+        /// Whatever else is forgotten, lives or is stored in between.
+        #[test]
+        fn what_was_forgotten_stays_forgotten_and_the_living_are_spared(
+            steps in proptest::collection::vec((0u64..4, 1u32..40, any::<bool>(), any::<bool>()), 1..80),
+            living in proptest::collection::btree_set((0u64..4, 1u32..40), 0..60),
+        ) {
+            let mut living: BTreeSet<SessionId> = living.into_iter().map(|(g, n)| id(g, n)).collect();
+            let mut gone = Gone::default();
+            let mut forgotten = BTreeSet::new();
+            for (generation, number, lives, stored) in steps {
+                let session = id(generation, number);
+                let known = Living { known: living.clone(), unseen_below: None };
+                gone.add(session, &known);
+                forgotten.insert(session);
+                if !lives {
+                    living.remove(&session);
+                }
+                if stored {
+                    gone = Gone::decode(&gone.encode()).unwrap();
+                }
+                prop_assert!(forgotten.iter().all(|id| gone.has(*id)));
+                let mut untouched = living.difference(&forgotten);
+                prop_assert!(untouched.all(|id| !gone.has(*id)));
+            }
+        }
+
+        #[test]
+        fn arbitrary_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..80)) {
+            let _ = Gone::decode(&bytes);
+        }
+    }
+
+    #[test]
+    fn it_is_small_however_many_sessions_and_starts_there_were() {
+        let mut gone = Gone::default();
+        let known = (0..1000).map(|n| id(2000, n)).collect();
+        let living = Living { known, unseen_below: None };
+        for generation in 0..2000 {
+            gone.add(id(generation, 5), &living);
+        }
+        gone.add(id(2000, 5000), &living);
+        assert!(
+            gone.has(id(0, 9))
+                && gone.has(id(1999, 5))
+                && !gone.has(id(1999, 6))
+                && !gone.has(id(2000, 5001))
+        );
+        let stored = gone.encode();
+        assert!(stored.len() < 8192, "{} bytes", stored.len());
+        let back = Gone::decode(&stored).unwrap();
+        assert!(!back.has(id(2000, 999)) && back.has(id(2000, 1)), "the newest ones are spared");
+    }
+
+    #[test]
+    fn ids_of_older_versions_are_in_the_set() {
+        assert!(Gone::default().has(SessionId(1_700_000_000_000 << 80 | 5)));
+        assert!(!Gone::default().has(id(0, 1)));
+    }
+}

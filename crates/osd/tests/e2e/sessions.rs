@@ -1,0 +1,603 @@
+//! Sessions begin, end, expire and are replaced, whatever the clocks do; nothing is carried out twice.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use std::time::{Duration, SystemTime};
+
+use base::block::Payload;
+use bytes::{BufMut, Bytes, BytesMut};
+use client::{Client, Options};
+use messenger::{Connection, Event, Incoming, Listener, Message, UseAs};
+use osd::{OsdConfig, WallClock};
+use proto::{
+    Error, Mutated, Mutation, PartId, Reply, ReplyBody, RequestBody, RequestHead, SessionId, Source, UploadId,
+};
+use store::simulation::{SimDrive, SimStore};
+use store::{CollectionId, ObjectId, Op, StoreError, Transaction};
+use uuid::Uuid;
+
+use crate::common::{FaultStore, Node, Watch, network, stack};
+use crate::raw::{Raw, append, head, mutate};
+
+const TWO_DAYS_S: i64 = 48 * 3600;
+
+/// A clock that a test steps.
+#[derive(Clone, Default)]
+struct Steps(Arc<AtomicI64>);
+
+impl Steps {
+    fn step(&self, seconds: i64) {
+        self.0.fetch_add(seconds, Ordering::SeqCst);
+    }
+
+    fn clock(&self) -> WallClock {
+        let steps = Arc::clone(&self.0);
+        WallClock::new(move || {
+            let seconds = steps.load(Ordering::SeqCst);
+            let step = Duration::from_secs(seconds.unsigned_abs());
+            if seconds < 0 { SystemTime::now() - step } else { SystemTime::now() + step }
+        })
+    }
+}
+
+fn again(seq: u64) -> RequestHead {
+    RequestHead { retry: true, ..head(seq) }
+}
+
+/// A collection of a placement group and the object in it that has the group's own records.
+fn group(pool: u32, number: u32) -> (CollectionId, ObjectId) {
+    let mut id = BytesMut::new();
+    id.put_u8(b'P');
+    id.put_u32(pool);
+    id.put_u32(number);
+    (CollectionId::new(id).unwrap(), ObjectId::new(Bytes::from_static(b"\0\0\0\0\0meta")).unwrap())
+}
+
+/// What the first pool's placement groups have noted, of all targets. Only what is there: later groups than exist are
+/// not looked for.
+async fn records(stores: &[Arc<FaultStore>]) -> Vec<Bytes> {
+    let mut keys = Vec::new();
+    for store in stores {
+        for cid in store.inner().collections().await.unwrap() {
+            let (_, meta) = group(1, 0);
+            if cid.as_bytes().first() != Some(&b'P') {
+                continue;
+            }
+            let mut from = Bytes::new();
+            loop {
+                let (page, more) = match store.inner().omap_iterate(&cid, &meta, from.clone(), 1000).await {
+                    Err(StoreError::NoSuchObject(_)) => break,
+                    page => page.unwrap(),
+                };
+                keys.extend(page.iter().map(|(key, _)| key.clone()));
+                match page.last() {
+                    Some((last, _)) if more => from = [last, &b"\0"[..]].concat().into(),
+                    _ => break,
+                }
+            }
+        }
+    }
+    keys
+}
+
+fn of_session(keys: &[Bytes], session: SessionId) -> usize {
+    let id = session.0.to_be_bytes();
+    keys.iter().filter(|key| key.get(1..17) == Some(&id[..])).count()
+}
+
+impl Raw {
+    async fn close_session(&mut self) {
+        assert_eq!(self.call(head(1 << 40), RequestBody::CloseSession).await, Ok(ReplyBody::Done));
+    }
+
+    /// Opens another session on the same connection.
+    async fn open_another(&mut self) {
+        let open = RequestBody::Open { oldest: proto::VERSION_OLDEST, newest: proto::VERSION, session: None };
+        match self.call(head(0), open).await.unwrap() {
+            ReplyBody::Opened { session, .. } => self.session = session,
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_closed_session_leaves_nothing_behind_and_its_repeats_are_refused() {
+    let mut node = Node::start();
+    let (_client, pool) = node.pool_of(1).await;
+    let object = pool.object("object").unwrap();
+    let mut raw = Raw::connect(&node.endpoint, None).await;
+    raw.changed(head(1), append("object", "once")).await.unwrap();
+    let closed = raw.session;
+    raw.close_session().await;
+    assert!(matches!(raw.changed(head(2), append("object", "late")).await, Err(Error::NoSession(_))));
+    let mut late = Raw::connect(&node.endpoint, Some(closed)).await;
+    assert_eq!(late.changed(again(1), append("object", "once")).await, Err(Error::RequestExpired));
+    assert_eq!(of_session(&records(&node.stores).await, closed), 2, "mark and result wait for a change");
+
+    object.append("+").await.unwrap();
+    assert_eq!(of_session(&records(&node.stores).await, closed), 0);
+    assert_eq!(late.changed(again(1), append("object", "once")).await, Err(Error::RequestExpired));
+    node.restart();
+    let mut late = Raw::connect(&node.endpoint, Some(closed)).await;
+    assert_eq!(late.changed(again(1), append("object", "once")).await, Err(Error::RequestExpired));
+    // What is new is carried out even so, once.
+    late.changed(head(7), append("object", "new")).await.unwrap();
+    assert!(late.changed(again(7), append("object", "new")).await.is_ok());
+    assert_eq!(late.changed(again(8), append("object", "?")).await, Err(Error::RequestExpired));
+    assert_eq!(object.get().await.unwrap(), "once+new");
+}
+
+#[tokio::test]
+async fn a_crash_between_the_close_and_the_next_change_lets_nothing_happen_twice() {
+    let mut node = Node::start();
+    let (_client, pool) = node.pool_of(1).await;
+    let object = pool.object("object").unwrap();
+    let mut raw = Raw::connect(&node.endpoint, None).await;
+    let first = raw.changed(head(1), append("object", "once")).await.unwrap();
+    let closed = raw.session;
+    raw.close_session().await;
+    // The records were not removed yet: the OSD forgets that the session was closed, and still has its result.
+    node.restart();
+    let mut late = Raw::connect(&node.endpoint, Some(closed)).await;
+    assert_eq!(late.changed(again(1), append("object", "once")).await, Ok(first));
+    assert_eq!(object.get().await.unwrap(), "once");
+}
+
+#[tokio::test]
+async fn living_sessions_are_not_forgotten_with_those_that_close() {
+    let mut node = Node::start();
+    let (_client, pool) = node.pool_of(1).await;
+    let object = pool.object("object").unwrap();
+    let mut old = Raw::connect(&node.endpoint, None).await;
+    for _ in 0..3 {
+        let mut short = Raw::connect(&node.endpoint, None).await;
+        short.changed(head(1), append("object", "s")).await.unwrap();
+        short.close_session().await;
+    }
+    // The younger sessions' results are gone; the older session has not changed anything here yet.
+    let first = old.changed(again(1), append("object", "old")).await.unwrap();
+    assert_eq!(old.changed(again(1), append("object", "old")).await, Ok(first));
+    let mut unseen = Raw::connect(&node.endpoint, None).await;
+    let mut short = Raw::connect(&node.endpoint, None).await;
+    short.changed(head(1), append("object", "s")).await.unwrap();
+    short.close_session().await;
+    object.append("+").await.unwrap();
+    node.restart();
+    let mut unseen =
+        Raw::connect(&node.endpoint, Some(std::mem::replace(&mut unseen.session, SessionId(0)))).await;
+    unseen.changed(again(1), append("object", "unseen")).await.unwrap();
+    assert_eq!(object.get().await.unwrap(), "sssolds+unseen");
+}
+
+#[tokio::test]
+async fn clients_that_end_leave_no_records() {
+    let node = Node::start();
+    let (client, pool) = node.pool_of(1).await;
+    let object = pool.object("object").unwrap();
+    object.put("x").await.unwrap();
+    let few = records(&node.stores).await.len();
+    for round in 0..40 {
+        let other = node.client().await;
+        other.pool("pool").unwrap().object("object").unwrap().put("y").await.unwrap();
+        if round % 2 == 0 {
+            other.close().await;
+        } else {
+            drop(other);
+        }
+    }
+    // The drops are told in the background, and each change forgets four.
+    let mut left = usize::MAX;
+    for _ in 0..500 {
+        object.put("z").await.unwrap();
+        let keys = records(&node.stores).await;
+        left = keys.iter().filter(|key| key.first() == Some(&b's')).count();
+        if left <= 1 {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert_eq!(left, 1, "only the session that is still there; {few} records before");
+    client.close().await;
+}
+
+/// 16 MiB is the smallest target that is worth one; its index was full after 5,535 such clients.
+#[tokio::test]
+async fn thousands_of_short_sessions_do_not_fill_a_small_target() {
+    if crate::common::is_another_network() {
+        return;
+    }
+    let image = SimStore::format(vec![0; 16 << 20], Uuid::from_u128(1)).unwrap();
+    let store = SimStore::mount(&SimDrive::new(image), 1).unwrap();
+    let commits = Arc::new(AtomicU64::new(0));
+    let watch: Watch = {
+        let commits = Arc::clone(&commits);
+        Arc::new(move || {
+            commits.fetch_add(1, Ordering::SeqCst);
+        })
+    };
+    let mut node = Node::over(vec![FaultStore::over(Arc::new(store), Some(watch))], OsdConfig::default());
+    node.restart();
+    let (_client, pool) = node.pool_of(1).await;
+    pool.object("object").unwrap().put("x").await.unwrap();
+    let commits_before = commits.load(Ordering::SeqCst);
+    let mut raw = Raw::connect(&node.endpoint, None).await;
+    let put = || {
+        let ops = vec![Mutation::WriteFull(Source::Embedded(vec![7; 100].into()))];
+        mutate("object", ops, proto::Data::None)
+    };
+    let mut most = 0;
+    for round in 0..8000 {
+        raw.changed(head(1), put()).await.unwrap();
+        raw.close_session().await;
+        raw.open_another().await;
+        if round % 500 == 499 {
+            most = most.max(records(&node.stores).await.len());
+        }
+    }
+    assert!(most < 16, "{most} records of at most a few sessions");
+    let commits = commits.load(Ordering::SeqCst) - commits_before;
+    assert_eq!(commits, 8000, "a session costs the commit of its change, and no other");
+}
+
+/// A mark as it is stored: low water, and time of the last change.
+fn mark(active_ms: u64) -> Bytes {
+    #[derive(serde::Serialize)]
+    struct Mark {
+        low_water: u64,
+        active_ms: u64,
+    }
+    postcard::to_allocvec(&Mark { low_water: 0, active_ms }).unwrap().into()
+}
+
+/// Gives a session a result of request 1, as an OSD that ran before did.
+fn leave_records(entries: &mut Vec<(Bytes, Bytes)>, session: SessionId, active_ms: u64, results: u64) {
+    let id = session.0.to_be_bytes();
+    let result = postcard::to_allocvec(&Mutated { version: 1, size: 1, appended_at: 0 }).unwrap();
+    entries.push(([&b"s"[..], &id].concat().into(), mark(active_ms)));
+    for seq in 1..=results {
+        let key = [&b"r"[..], &id, &seq.to_be_bytes()].concat();
+        entries.push((key.into(), result.clone().into()));
+    }
+}
+
+#[tokio::test]
+async fn thousands_of_sessions_expire_in_steps_and_requests_go_between() {
+    let expiry = Duration::from_millis(300);
+    let config = OsdConfig {
+        session_expiry: expiry,
+        collect_interval: Duration::from_millis(50),
+        ..OsdConfig::default()
+    };
+    let mut node = Node::start_with(config);
+    let (client, pool) = node.pool_of(1).await;
+    let object = pool.object("object").unwrap();
+    object.append("x").await.unwrap();
+    node.osd.take().unwrap().stop();
+    // Sessions of this version and, with times in their ids, of the one before; one has many results.
+    let (now_ms, many) = (1_800_000_000_000u64, SessionId::new(SessionId::FIRST_GENERATION, 9999, 1));
+    let mut entries = vec![(Bytes::from_static(b"h"), Bytes::copy_from_slice(&now_ms.to_be_bytes()))];
+    let sessions: Vec<SessionId> = (0..2000)
+        .flat_map(|n| {
+            let legacy = SessionId((u128::from(now_ms) << 80) + u128::from(n));
+            [legacy, SessionId::new(SessionId::FIRST_GENERATION, n + 100, 3)]
+        })
+        .collect();
+    for session in &sessions {
+        leave_records(&mut entries, *session, if session.0 >> 127 == 0 { now_ms } else { 0 }, 1);
+    }
+    leave_records(&mut entries, many, 0, 3000);
+    let mut store = None;
+    for candidate in &node.stores {
+        if candidate.inner().collections().await.unwrap().contains(&group(1, 0).0) {
+            store = Some(Arc::clone(candidate));
+        }
+    }
+    let store = store.unwrap();
+    for page in entries.chunks(500) {
+        let set = Op::OmapSet { oid: group(1, 0).1, entries: page.to_vec() };
+        store.inner().queue_transaction(Transaction::new(group(1, 0).0).with(set)).await.unwrap();
+    }
+    store.watch_transactions();
+    node.restart();
+    let mut appended = 1u64;
+    loop {
+        object.append("x").await.unwrap();
+        appended += 1;
+        let keys = records(&node.stores).await;
+        let of_sessions = keys.iter().filter(|key| matches!(key.first(), Some(b's' | b'r')));
+        let left: BTreeSet<&[u8]> = of_sessions.map(|key| &key[1..17]).collect();
+        if left.len() == 1 {
+            assert!(keys.contains(&Bytes::from_static(b"g")) && !keys.contains(&Bytes::from_static(b"h")));
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let (transactions, largest) = store.watched();
+    assert!(transactions >= 4001 / 32, "{transactions} transactions removed what the sessions had left");
+    assert!(largest <= 1024 + 32 + 2, "a transaction removed {largest} entries");
+    for session in [sessions[0], sessions[1], many] {
+        let mut late = Raw::connect(&node.endpoint, Some(session)).await;
+        assert_eq!(late.changed(again(1), append("object", "?")).await, Err(Error::RequestExpired));
+    }
+    assert_eq!(object.stat().await.unwrap().size, appended);
+    client.close().await;
+}
+
+#[tokio::test]
+async fn clients_go_on_whatever_steps_the_clock_of_the_osd_takes() {
+    let steps = Steps::default();
+    let config = OsdConfig {
+        clock: steps.clock(),
+        collect_interval: Duration::from_millis(20),
+        ..OsdConfig::default()
+    };
+    let mut node = Node::start_with(config);
+    let (client, pool) = node.pool_of(1).await;
+    let object = pool.object("object").unwrap();
+    let session = format!("{client:?}");
+    let mut expected = String::new();
+    let mut raw = Raw::connect(&node.endpoint, None).await;
+    let mut results = Vec::new();
+    let steps_s = [-TWO_DAYS_S, TWO_DAYS_S, TWO_DAYS_S, -TWO_DAYS_S, -2 * TWO_DAYS_S];
+    for (number, (step, restarts)) in steps_s.iter().flat_map(|s| [(*s, false), (*s, true)]).enumerate() {
+        let seq = number as u64 + 1;
+        results.push(raw.changed(head(seq), append("object", "r")).await.unwrap());
+        steps.step(step);
+        if restarts {
+            node.restart();
+        }
+        // Several turns of the collector.
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        object.append("c").await.unwrap();
+        expected += "rc";
+        raw = Raw::connect(&node.endpoint, Some(raw.session)).await;
+        for (result, seq) in results.iter().zip(1..) {
+            assert_eq!(
+                raw.changed(again(seq), append("object", "r")).await.as_ref(),
+                Ok(result),
+                "after {step} s"
+            );
+        }
+        // A session made now, whose first request got lost, and then its end.
+        let mut fresh = Raw::connect(&node.endpoint, None).await;
+        let first = fresh.changed(again(1), append("object", "f")).await;
+        assert!(first.is_ok(), "after a step of {step} s: {first:?}");
+        fresh.close_session().await;
+        expected += "f";
+        assert_eq!(object.get().await.unwrap(), expected);
+    }
+    assert_eq!(format!("{client:?}"), session, "the client still has its session");
+    let stamp = object.stat().await.unwrap().modified_ms;
+    let now_ms = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_millis() as u64;
+    assert!(stamp < now_ms - 24 * 3600 * 1000, "the clock that was stepped is the OSD's");
+}
+
+#[tokio::test]
+async fn parts_are_collected_although_the_clock_stepped_back_after_they_were_written() {
+    let steps = Steps::default();
+    let node = Node::start_with(OsdConfig { clock: steps.clock(), ..OsdConfig::default() });
+    let (client, _pool) = node.pool_of(1).await;
+    let mut raw = Raw::connect(&node.endpoint, None).await;
+    let upload = UploadId { session: raw.session, number: 1 };
+    let ops = vec![Mutation::WriteFull(Source::Embedded("part".into()))];
+    let RequestBody::Mutate(mut part) = mutate("object", ops, proto::Data::None) else { unreachable!() };
+    part.part = Some(PartId { upload, index: 0 });
+    raw.changed(head(1), RequestBody::Mutate(part)).await.unwrap();
+    steps.step(-TWO_DAYS_S);
+    assert_eq!(client.collect_orphans(Duration::from_millis(1)).await.unwrap(), 0, "its client is there");
+    raw.close_session().await;
+    assert_eq!(client.collect_orphans(Duration::from_millis(1)).await.unwrap(), 1);
+}
+
+#[tokio::test]
+async fn many_sessions_opened_on_one_connection_do_not_keep_others_out() {
+    let node = Node::start_with(OsdConfig { sessions: 4, ..OsdConfig::default() });
+    let mut raw = Raw::connect(&node.endpoint, None).await;
+    for _ in 0..10 {
+        raw.open_another().await;
+    }
+    node.client().await;
+}
+
+#[tokio::test]
+async fn a_client_waits_for_a_session_while_the_node_has_too_many() {
+    let node = Node::start_with(OsdConfig { sessions: 1, ..OsdConfig::default() });
+    let first = Raw::connect(&node.endpoint, None).await;
+    let second = node.client();
+    let freed = async {
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        first.connection.close().await;
+    };
+    let (second, ()) = tokio::join!(second, freed);
+    assert!(second.pools().await.is_ok());
+    let hurried =
+        Options { stack: network(), connect_timeout: Duration::from_millis(100), ..Options::default() };
+    let third = Client::connect(&node.endpoint, hurried).await;
+    assert!(matches!(third, Err(client::Error::Node(Error::Busy { .. }))), "{third:?}");
+}
+
+#[tokio::test]
+async fn a_client_whose_session_the_node_does_not_know_opens_another_one() {
+    let mut node = Node::start();
+    node.restart();
+    let (client, pool) = node.pool_of(1).await;
+    let object = pool.object("object").unwrap();
+    object.append("before").await.unwrap();
+    let session = format!("{client:?}");
+    node.osd.take().unwrap().stop();
+    // The node comes back as it was before it first started.
+    for store in &node.stores {
+        let (cid, oid) = (CollectionId::new("N").unwrap(), ObjectId::new("runs").unwrap());
+        store.inner().queue_transaction(Transaction::new(cid).with(Op::Remove { oid })).await.unwrap();
+    }
+    node.restart();
+    // A question may be asked in both sessions; a change could be under way in the old one, and be unknown.
+    client.pools().await.unwrap();
+    object.append("after").await.unwrap();
+    assert_ne!(format!("{client:?}"), session, "it is another session");
+    assert_eq!(object.get().await.unwrap(), "beforeafter");
+}
+
+/// A node that says what the test wants.
+struct Script {
+    listener: Box<dyn Listener>,
+    connection: Option<(Arc<dyn Connection>, Box<dyn Incoming>)>,
+}
+
+impl Script {
+    async fn start() -> (Script, String) {
+        let listener = stack(UseAs::Server).listen("127.0.0.1:0", 0).await.unwrap();
+        let endpoint = listener.endpoint();
+        (Script { listener, connection: None }, endpoint)
+    }
+
+    /// The next request to open a session, on a new connection: the session that it presents.
+    async fn opening(&mut self) -> Option<SessionId> {
+        self.connection = Some(self.listener.accept().await.unwrap());
+        match self.request().await {
+            (_, RequestBody::Open { session, .. }) => session,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    async fn request(&mut self) -> (RequestHead, RequestBody) {
+        let (_, incoming) = self.connection.as_mut().unwrap();
+        loop {
+            match incoming.next().await {
+                Event::Message(message) => {
+                    let (head, rest) = proto::decode_head(&message.header).unwrap();
+                    return (head, proto::decode_body(rest).unwrap());
+                }
+                Event::Lost(e) => panic!("{e}"),
+                Event::Interrupted | Event::Resumed => {}
+            }
+        }
+    }
+
+    async fn answer(&self, seq: u64, result: proto::Result<ReplyBody>) {
+        let (connection, _) = self.connection.as_ref().unwrap();
+        let header = proto::encode_reply(&Reply { seq, result });
+        connection.send(Message { header, payload: Payload::default() }).await.unwrap();
+    }
+
+    async fn open(&self, session: SessionId) {
+        self.answer(0, Ok(ReplyBody::Opened { version: proto::VERSION, session })).await;
+    }
+
+    async fn cut(&mut self) {
+        self.connection.take().unwrap().0.close().await;
+    }
+}
+
+fn session(number: u32) -> SessionId {
+    SessionId::new(SessionId::FIRST_GENERATION, number, 1)
+}
+
+const MUTATED: Mutated = Mutated { version: 1, size: 1, appended_at: 0 };
+
+/// Connects to a node whose part the test plays, with a session; a change and a question are sent there.
+async fn two_under_way(
+    script: &mut Script,
+    endpoint: &str,
+) -> (
+    Client,
+    tokio::task::JoinHandle<client::Result<Mutated>>,
+    tokio::task::JoinHandle<client::Result<Vec<client::PoolInfo>>>,
+) {
+    let options = Options { stack: network(), ..Options::default() };
+    let connecting = Client::connect(endpoint, options);
+    let opening = async {
+        assert_eq!(script.opening().await, None);
+        script.open(session(1)).await;
+    };
+    let (client, ()) = tokio::join!(connecting, opening);
+    let client = client.unwrap();
+    let object = client.pool("pool").unwrap().object("object").unwrap();
+    let change = tokio::spawn(async move { object.append("x").await });
+    assert!(matches!(script.request().await, (_, RequestBody::Mutate(_))));
+    let asking = client.clone();
+    let question = tokio::spawn(async move { asking.pools().await });
+    assert!(matches!(script.request().await, (_, RequestBody::PoolList)));
+    (client, change, question)
+}
+
+#[tokio::test]
+async fn changes_sent_in_a_refused_session_are_unknown_and_the_rest_goes_on_in_another() {
+    let (mut script, endpoint) = Script::start().await;
+    let (client, change, question) = two_under_way(&mut script, &endpoint).await;
+    script.cut().await;
+    // A passing refusal first: the session stays.
+    assert_eq!(script.opening().await, Some(session(1)));
+    let (what, advice) = ("sessions".to_owned(), "wait".to_owned());
+    script.answer(0, Err(Error::Busy { what, limit: 1, advice })).await;
+    assert_eq!(script.opening().await, Some(session(1)));
+    assert!(!change.is_finished() && !question.is_finished());
+    let refused = Error::SessionRefused { session: session(1), why: "test".into() };
+    script.answer(0, Err(refused.clone())).await;
+    let unknown = change.await.unwrap().unwrap_err();
+    assert!(unknown.may_have_taken_effect(), "{unknown}");
+    assert!(matches!(unknown, client::Error::OutcomeUnknown(e) if e == refused));
+
+    assert_eq!(script.opening().await, None, "a new session");
+    script.open(session(2)).await;
+    let (asked, body) = script.request().await;
+    assert_eq!(
+        body,
+        RequestBody::PoolList,
+        "what changes nothing is asked again, what may have changed is not"
+    );
+    script.answer(asked.seq, Ok(ReplyBody::Pools(Vec::new()))).await;
+    assert_eq!(question.await.unwrap().unwrap(), []);
+    let object = client.pool("pool").unwrap().object("object").unwrap();
+    let next = tokio::spawn(async move { object.append("y").await });
+    let (sent, body) = script.request().await;
+    assert!(matches!(body, RequestBody::Mutate(_)) && !sent.retry);
+    script.answer(sent.seq, Ok(ReplyBody::Mutated(MUTATED))).await;
+    assert_eq!(next.await.unwrap().unwrap(), MUTATED);
+    drop(client);
+    assert!(matches!(script.request().await, (_, RequestBody::CloseSession)), "the last handle has gone");
+}
+
+#[tokio::test]
+async fn a_change_that_waits_to_be_repeated_is_not_sent_in_another_session() {
+    let (mut script, endpoint) = Script::start().await;
+    let (_client, change, question) = two_under_way(&mut script, &endpoint).await;
+    // The request takes effect or not, says this; the client pauses, then repeats it. A few of them make the pause long.
+    for round in 0..6 {
+        script.answer(1, Err(Error::Unavailable(format!("test {round}")))).await;
+        if round < 5 {
+            let (repeat, _) = script.request().await;
+            assert!(repeat.retry && repeat.seq == 1);
+        }
+    }
+    script.cut().await;
+    assert_eq!(script.opening().await, Some(session(1)));
+    let refused = Error::SessionRefused { session: session(1), why: "test".into() };
+    script.answer(0, Err(refused)).await;
+    assert_eq!(script.opening().await, None);
+    script.open(session(2)).await;
+    assert_eq!(script.request().await.1, RequestBody::PoolList);
+    assert!(matches!(change.await.unwrap(), Err(client::Error::OutcomeUnknown(_))));
+    question.abort();
+}
+
+#[tokio::test]
+async fn a_client_of_another_version_says_what_is_unknown_and_works_once_the_node_speaks_its_version() {
+    let (mut script, endpoint) = Script::start().await;
+    let (client, change, question) = two_under_way(&mut script, &endpoint).await;
+    script.cut().await;
+    assert_eq!(script.opening().await, Some(session(1)));
+    script.answer(0, Err(Error::WrongVersion { oldest: 90, newest: 91 })).await;
+    let unknown = change.await.unwrap().unwrap_err();
+    assert!(unknown.may_have_taken_effect(), "{unknown}");
+    let refused = question.await.unwrap().unwrap_err();
+    assert!(matches!(refused, client::Error::Node(Error::WrongVersion { .. })), "{refused}");
+    assert_eq!(script.opening().await, Some(session(1)), "results may still be asked for");
+    script.open(session(1)).await;
+    let asking = client.clone();
+    let question = tokio::spawn(async move { asking.pools().await });
+    let (asked, _) = script.request().await;
+    script.answer(asked.seq, Ok(ReplyBody::Pools(Vec::new()))).await;
+    assert_eq!(question.await.unwrap().unwrap(), []);
+}
