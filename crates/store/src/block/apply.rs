@@ -26,7 +26,7 @@ use crate::{CollectionId, MAX_XATTRS, ObjectId, Op, Result, StageId, StoreError,
 pub(crate) enum Stop {
     /// These must be loaded first.
     Need(Vec<Need>),
-    /// That many blocks must be free.
+    /// That many blocks must be free, for this piece of the transaction and all before it.
     Space(u64),
     /// The index must be brought forward first, to tell whether there is room in it.
     Checkpoint,

@@ -29,10 +29,13 @@ use super::recovery::Settled;
 use super::staged::Stage;
 use super::superblock::Superblock;
 use super::view::{Loaded, Need, View};
-use crate::{CollectionId, Op, Result, StageId, StatFs, StoreError, Transaction};
+use crate::{CollectionId, Op, Result, StatFs, StoreError, Transaction};
 
 /// Stands for the scan that fills [`Presence`] where calls have their numbers.
 const SCAN: u64 = 0;
+/// How often a call is parked for want of blocks before it fails: others may take what is freed before its turn comes, and the calls
+/// of its collection queue behind it.
+const PARKS_MAX: u32 = 64;
 /// Least room kept in the index for what gives space back, in bytes.
 const INDEX_RESERVE_MIN: u64 = 256 << 10;
 
@@ -46,6 +49,8 @@ struct Pending {
     loaded: Loaded,
     /// Loads that have not come back.
     loading: usize,
+    /// How often the call was parked because blocks were short.
+    parked: u32,
     failed: Option<StoreError>,
 }
 
@@ -97,7 +102,7 @@ pub(crate) struct Core {
     /// The last stage's name; the target's handle gives out names, too.
     pub(crate) last_stage: Arc<AtomicU64>,
     stage_writes: HashMap<u64, stages::StageWrite>,
-    waiting_stages: VecDeque<(u64, Reply<StageId>)>,
+    waiting_stages: VecDeque<stages::WaitingStage>,
     queues: HashMap<CollectionId, VecDeque<u64>>,
     pending: HashMap<u64, Pending>,
     runnable: VecDeque<u64>,
@@ -196,7 +201,7 @@ impl Core {
             return refuse(command, &StoreError::Disconnected("the target is being unmounted".into()));
         }
         match command {
-            Command::Stage(len, reply) => self.stage(len, reply),
+            Command::Stage(len, reply) => self.stage(len, 0, reply),
             Command::StagePromised(id, len) => self.stage_promised(id, len),
             Command::StageWrite(id, offset, payload, reply) => self.stage_write(id, offset, payload, reply),
             Command::StageRelease(id) => self.stage_release(id.0),
@@ -249,8 +254,8 @@ impl Core {
             self.commit_step();
             if self.reclaim() {
                 self.runnable.extend(std::mem::take(&mut self.starved));
-                for (len, reply) in std::mem::take(&mut self.waiting_stages) {
-                    self.stage(len, reply);
+                for waiting in std::mem::take(&mut self.waiting_stages) {
+                    self.stage(waiting.len, waiting.parked, waiting.reply);
                 }
             }
             if self.runnable.is_empty() {
@@ -298,8 +303,15 @@ impl Core {
                 }
             }
         }
-        let pending =
-            Pending { call, collections, stages, loaded: Loaded::default(), loading: 0, failed: None };
+        let pending = Pending {
+            call,
+            collections,
+            stages,
+            loaded: Loaded::default(),
+            loading: 0,
+            parked: 0,
+            failed: None,
+        };
         self.pending.insert(op, pending);
         self.runnable.push_back(op);
     }
@@ -381,7 +393,8 @@ impl Core {
         pending.call = Call::Transaction(transaction, reply);
         match result {
             Err(Stop::Need(needs)) => self.wait_for(op, pending, needs),
-            Err(Stop::Space(blocks)) if self.reclaimable() + self.alloc.free_blocks() >= blocks => {
+            Err(Stop::Space(need)) if self.will_have(need) && pending.parked < PARKS_MAX => {
+                pending.parked += 1;
                 self.starved.push(op);
                 self.pending.insert(op, pending);
             }
@@ -400,7 +413,7 @@ impl Core {
                         self.commit(outcome, reply);
                     }
                     Err(Stop::Fail(error)) => drop(reply.send(Err(error))),
-                    Err(Stop::Space(blocks)) => drop(reply.send(Err(self.no_space(blocks)))),
+                    Err(Stop::Space(need)) => drop(reply.send(Err(self.no_space(need)))),
                     Err(Stop::Need(_) | Stop::Checkpoint) => {}
                 }
                 for id in pending.stages {
@@ -626,8 +639,8 @@ impl Core {
         }
         self.commits.fail(&StoreError::Poisoned(reason.to_owned()));
         self.runnable.extend(std::mem::take(&mut self.starved));
-        for (_, reply) in std::mem::take(&mut self.waiting_stages) {
-            let _ = reply.send(Err(StoreError::Poisoned(reason.to_owned())));
+        for waiting in std::mem::take(&mut self.waiting_stages) {
+            let _ = waiting.reply.send(Err(StoreError::Poisoned(reason.to_owned())));
         }
     }
 }

@@ -14,7 +14,7 @@ use super::recovery::{Sizes, mkfs};
 use super::sim::{Crashes, SimDrive, SimStore};
 use super::superblock::Superblock;
 use crate::conformance::{self, Workload, random_operations, seed};
-use crate::{MemStore, ObjectStore, Op, StoreError, Transaction, WriteSource};
+use crate::{CollectionId, MemStore, ObjectStore, Op, StoreError, Transaction, WriteSource};
 
 const SIZE: usize = 12 << 20;
 
@@ -40,18 +40,26 @@ fn factor() -> usize {
 
 /// Everything a store holds, in one number. Fails if a block does not have its checksum.
 async fn digest(store: &dyn ObjectStore) -> Result<u64, StoreError> {
+    digest_of(store, &store.collections().await?).await
+}
+
+/// What these collections hold, in one number.
+pub(super) async fn digest_of(
+    store: &dyn ObjectStore,
+    collections: &[CollectionId],
+) -> Result<u64, StoreError> {
     use std::hash::{DefaultHasher, Hash, Hasher};
     let mut hash = DefaultHasher::new();
-    for c in store.collections().await? {
+    for c in collections {
         c.hash(&mut hash);
-        for o in store.list(&c, None, usize::MAX).await?.0 {
-            let read = store.read(&c, &o, 0, 1 << 30, None).await?;
+        for o in store.list(c, None, usize::MAX).await?.0 {
+            let read = store.read(c, &o, 0, 1 << 30, None).await?;
             read.verify().map_err(|e| StoreError::Corrupt { what: o.to_string(), detail: e.to_string() })?;
             (&o, read.object_size, &read.checksums).hash(&mut hash);
-            store.stat(&c, &o).await?.allocated.hash(&mut hash);
-            store.get_xattrs(&c, &o).await?.hash(&mut hash);
-            store.omap_get_header(&c, &o).await?.hash(&mut hash);
-            store.omap_iterate(&c, &o, Bytes::new(), usize::MAX).await?.0.hash(&mut hash);
+            store.stat(c, &o).await?.allocated.hash(&mut hash);
+            store.get_xattrs(c, &o).await?.hash(&mut hash);
+            store.omap_get_header(c, &o).await?.hash(&mut hash);
+            store.omap_iterate(c, &o, Bytes::new(), usize::MAX).await?.0.hash(&mut hash);
         }
     }
     Ok(hash.finish())

@@ -16,6 +16,8 @@ mod drive;
 mod driver;
 mod extent;
 mod fsck;
+#[cfg(test)]
+mod full_test;
 mod index;
 mod io;
 mod log;

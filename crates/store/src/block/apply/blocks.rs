@@ -6,7 +6,7 @@ use base::block::{self, BLOCK, BLOCK_SIZE};
 use bytes::{Bytes, BytesMut};
 
 use super::{Apply, Step, Stop, padded};
-use crate::block::extent::Extent;
+use crate::block::extent::{Extent, total};
 use crate::block::records::{BlockRef, Onode, REF_BLOCKS, RefPage, SHARD_BLOCKS, Shard, corrupt, key};
 use crate::block::view::Need;
 
@@ -135,8 +135,9 @@ impl Apply<'_> {
         Ok(())
     }
 
+    /// Takes blocks. If there are too few, the transaction needs those that it has taken so far, too: its caller gives them back.
     pub(super) fn alloc(&mut self, blocks: u64) -> Step<Vec<Extent>> {
-        let extents = self.alloc.alloc(blocks).ok_or(Stop::Space(blocks))?;
+        let extents = self.alloc.alloc(blocks).ok_or_else(|| Stop::Space(total(&self.allocated) + blocks))?;
         self.allocated.extend(&extents);
         Ok(extents)
     }

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use base::block::{BLOCK, Payload};
 
-use super::{Core, Purpose};
+use super::{Core, PARKS_MAX, Purpose};
 use crate::block::messages::Reply;
 use crate::block::staged::{Stage, StagedBlock};
 use crate::stage::check_stage_write;
@@ -16,6 +16,16 @@ pub(super) struct StageWrite {
     stage: u64,
     left: usize,
     reply: Reply<()>,
+}
+
+/// A call that waits for blocks for a stage.
+#[derive(Debug)]
+pub(super) struct WaitingStage {
+    /// Length asked for, in bytes.
+    pub(super) len: u64,
+    /// How often it has waited.
+    pub(super) parked: u32,
+    pub(super) reply: Reply<StageId>,
 }
 
 /// A name for a stage that no other has.
@@ -30,7 +40,8 @@ impl Core {
         self.stages.insert(id.0, Stage::new(len, extents));
     }
 
-    pub(super) fn stage(&mut self, len: u64, reply: Reply<StageId>) {
+    /// Allocates a stage. `parked` says how often the call has waited for blocks already.
+    pub(super) fn stage(&mut self, len: u64, parked: u32, reply: Reply<StageId>) {
         if let Some(reason) = &self.poisoned {
             return drop(reply.send(Err(StoreError::Poisoned(reason.clone()))));
         }
@@ -44,11 +55,18 @@ impl Core {
                 self.stages.insert(id.0, Stage::new(len, extents));
                 let _ = reply.send(Ok(id));
             }
-            None if self.alloc.free_blocks() + self.reclaimable() >= blocks => {
-                self.waiting_stages.push_back((len, reply))
+            None if self.will_have(blocks) && parked < PARKS_MAX => {
+                self.waiting_stages.push_back(WaitingStage { len, parked: parked + 1, reply });
             }
             None => drop(reply.send(Err(self.no_space(blocks)))),
         }
+    }
+
+    /// Whether `blocks` blocks, which are not free now, will be: freed blocks are on their way to the allocator, and they suffice.
+    /// The calls that wait for them are tried again whenever some have arrived.
+    pub(super) fn will_have(&self, blocks: u64) -> bool {
+        let on_their_way = self.reclaimable();
+        on_their_way > 0 && self.alloc.free_blocks() + on_their_way >= blocks
     }
 
     pub(super) fn no_space(&self, blocks: u64) -> StoreError {

@@ -1,0 +1,211 @@
+//! Targets that are full, or nearly so: nothing waits for ever, and what is refused has changed nothing.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use rand::Rng;
+
+use super::crash_test::digest_of;
+use super::drive::Drive;
+use super::fsck::check;
+use super::recovery::{Sizes, mkfs};
+use super::sim::{Crashes, SimDrive, SimStore};
+use crate::conformance::{Workload, cid, oid, pattern, seed, write};
+use crate::{CollectionId, MemStore, ObjectStore, Op, StoreError, Transaction};
+
+const BLOCK: usize = 4096;
+
+fn run<T>(future: impl Future<Output = T>) -> T {
+    futures::executor::block_on(future)
+}
+
+/// A new target of that size.
+fn fresh(size: usize) -> Vec<u8> {
+    let drive = SimDrive::new(vec![0; size]);
+    let shared: Arc<dyn Drive> = drive.clone();
+    let sizes = Sizes { uuid: None, log_bytes: Some(1 << 20), index_bytes: Some(4 << 20) };
+    mkfs(&shared, &sizes, &mut |_, _| {}).unwrap();
+    drive.image()
+}
+
+fn mount(image: Vec<u8>) -> (Arc<SimDrive>, SimStore) {
+    let drive = SimDrive::new(image);
+    let store = SimStore::mount(&drive, seed()).unwrap();
+    (drive, store)
+}
+
+fn create(store: &dyn ObjectStore, collections: &[&str]) {
+    for c in collections {
+        run(store.queue_transaction(Transaction::new(cid(c)).with(Op::CreateCollection))).unwrap();
+    }
+}
+
+fn put(c: &CollectionId, name: &str, blocks: usize) -> Transaction {
+    Transaction::new(c.clone()).with(write(&oid(name), 0, pattern(blocks as u64, blocks * BLOCK)))
+}
+
+fn remove(c: &CollectionId, name: &str) -> Transaction {
+    Transaction::new(c.clone()).with(Op::Remove { oid: oid(name) })
+}
+
+/// Fills the target with objects of collection `full` until `left` blocks are free.
+fn fill(store: &dyn ObjectStore, left: u64) {
+    create(store, &["full"]);
+    let c = cid("full");
+    let free = run(store.statfs()).unwrap().free / BLOCK as u64;
+    let mut todo = free - left;
+    let mut n = 0;
+    while todo > 0 {
+        let blocks = todo.min(64);
+        run(store.queue_transaction(put(&c, &format!("f{n:04}"), blocks as usize))).unwrap();
+        todo -= blocks;
+        n += 1;
+    }
+    assert_eq!(run(store.statfs()).unwrap().free, left * BLOCK as u64);
+}
+
+#[test]
+fn a_transaction_whose_pieces_fit_singly_but_not_together_is_refused_and_calls_behind_it_go_on() {
+    let (_, store) = mount(fresh(12 << 20));
+    create(&store, &["c"]);
+    let c = cid("c");
+    run(store.queue_transaction(put(&c, "old", 1))).unwrap();
+    fill(&store, 10);
+    let pieces = Transaction::new(c.clone()).with(write(&oid("a"), 0, pattern(1, 7 * BLOCK))).with(write(
+        &oid("b"),
+        0,
+        pattern(2, 7 * BLOCK),
+    ));
+    let refused = store.queue_transaction(pieces);
+    let read = store.read(&c, &oid("old"), 0, BLOCK as u64, None);
+    let removed = store.queue_transaction(remove(&c, "old"));
+    let listed = store.list(&c, None, 10);
+    let refused = run(refused);
+    assert!(
+        matches!(refused, Err(StoreError::NoSpace { needed, .. }) if needed == 14 * BLOCK as u64),
+        "the error names the whole need: {refused:?}"
+    );
+    assert_eq!(run(read).unwrap().contiguous(), pattern(1, BLOCK), "a read queued behind it is answered");
+    run(removed).unwrap();
+    assert_eq!(run(listed).unwrap(), (vec![], false), "calls are carried out in order");
+}
+
+#[test]
+fn a_transaction_waits_for_freed_blocks_that_suffice_for_all_its_pieces() {
+    let (_, store) = mount(fresh(12 << 20));
+    create(&store, &["c", "d"]);
+    let (c, d) = (cid("c"), cid("d"));
+    run(store.queue_transaction(put(&d, "large", 8))).unwrap();
+    fill(&store, 10);
+    let removed = store.queue_transaction(remove(&d, "large"));
+    let pieces = Transaction::new(c.clone()).with(write(&oid("a"), 0, pattern(1, 9 * BLOCK))).with(write(
+        &oid("b"),
+        0,
+        pattern(2, 9 * BLOCK),
+    ));
+    let written = store.queue_transaction(pieces);
+    run(removed).unwrap();
+    run(written).unwrap();
+    assert_eq!(run(store.statfs()).unwrap().free, 0);
+}
+
+#[test]
+fn stages_and_transactions_that_fit_singly_but_not_together_are_all_answered() {
+    let (_, store) = mount(fresh(12 << 20));
+    create(&store, &["c", "d", "e"]);
+    let (c, d, e) = (cid("c"), cid("d"), cid("e"));
+    run(store.queue_transaction(put(&e, "large", 8))).unwrap();
+    fill(&store, 10);
+    let removed = store.queue_transaction(remove(&e, "large"));
+    let one = store.queue_transaction(put(&c, "one", 15));
+    let staged = store.stage(15 * BLOCK as u64);
+    let two = store.queue_transaction(put(&d, "two", 15));
+    run(removed).unwrap();
+    let outcomes = [run(one), run(staged).map(|stage| store.stage_release(stage)), run(two)];
+    let fit = outcomes.iter().filter(|o| o.is_ok()).count();
+    assert!(fit == 1, "one of three fits: {outcomes:?}");
+    let refused = |o: &Result<(), StoreError>| matches!(o, Ok(()) | Err(StoreError::NoSpace { .. }));
+    assert!(outcomes.iter().all(refused), "{outcomes:?}");
+}
+
+/// Random transactions on a target that is nearly full all the time, several at once, against a model; then a loss of power.
+#[test]
+fn a_nearly_full_target_agrees_with_a_model_and_survives_crashes() {
+    let (mut refused, mut done) = (0, 0);
+    for round in 0..3 {
+        let seed = seed().wrapping_add(round);
+        let start = {
+            let (drive, store) = mount(fresh(8 << 20));
+            fill(&store, 150);
+            run(store.umount()).unwrap();
+            drive.image()
+        };
+        let (drive, store) = mount(start.clone());
+        let model = MemStore::new();
+        let mut workload = Workload::new(seed);
+        let mut durable = Vec::new();
+        for _ in 0..60 {
+            let many = workload.rng().random_range(1..6);
+            let queued: Vec<_> = (0..many)
+                .map(|_| {
+                    let transaction = workload.transaction();
+                    (transaction.clone(), store.queue_transaction(transaction))
+                })
+                .collect();
+            for (transaction, outcome) in queued {
+                match run(outcome) {
+                    Err(StoreError::NoSpace { needed, free }) => {
+                        assert!(needed > free, "{needed} bytes needed, {free} free");
+                        refused += 1;
+                    }
+                    ours => {
+                        let theirs = run(model.queue_transaction(transaction));
+                        assert_eq!(ours.is_ok(), theirs.is_ok(), "{ours:?}, the model: {theirs:?}");
+                        done += u32::from(ours.is_ok());
+                    }
+                }
+            }
+            durable.push((drive.position(), contents(&model)));
+        }
+        assert_eq!(contents(&store), contents(&model));
+        let mut crashes = Crashes::new(&drive, start);
+        for (position, expected) in durable.into_iter().skip(5).step_by(11) {
+            let (drive, store) = mount(crashes.image(position, workload.rng()));
+            assert_eq!(contents(&store), expected, "round {round}, after a crash at {position}");
+            let shared: Arc<dyn Drive> = SimDrive::new(drive.image());
+            let report = check(&shared, false, &mut |_, _| {}).unwrap();
+            assert!(report.is_clean(), "{report:#?}");
+        }
+    }
+    assert!(refused > 20 && done > 100, "{refused} refused, {done} done");
+}
+
+/// Everything but the objects that fill the target.
+fn contents(store: &dyn ObjectStore) -> u64 {
+    let all = run(store.collections()).unwrap();
+    let others: Vec<CollectionId> = all.into_iter().filter(|c| *c != cid("full")).collect();
+    run(digest_of(store, &others)).unwrap()
+}
+
+#[test]
+fn omap_values_and_objects_are_read_back_from_a_full_target() {
+    let image = {
+        let (drive, store) = mount(fresh(8 << 20));
+        fill(&store, 0);
+        run(store.umount()).unwrap();
+        drive.image()
+    };
+    let (_, store) = mount(image);
+    let c = cid("full");
+    let (objects, more) = run(store.list(&c, None, 10_000)).unwrap();
+    assert!(!more && objects.len() > 5);
+    for object in &objects {
+        run(store.read(&c, object, 0, 1 << 20, None)).unwrap().verify().unwrap();
+    }
+    let entries = vec![(Bytes::from_static(b"k"), Bytes::from_static(b"v"))];
+    let note = Transaction::new(c.clone()).with(Op::OmapSet { oid: objects[0].clone(), entries });
+    run(store.queue_transaction(note)).unwrap();
+    for object in objects {
+        run(store.queue_transaction(Transaction::new(c.clone()).with(Op::Remove { oid: object }))).unwrap();
+    }
+}
