@@ -138,7 +138,8 @@ async fn resize(place: &Place, repair: bool) -> Step<Verdict> {
     let Some(sizes) = sizes(place).await?.filter(|sizes| !sizes.agree()) else { return Ok(Verdict::Right) };
     let Some(size) = sizes.repairable().filter(|_| repair) else { return Ok(Verdict::Wrong(sizes)) };
     let truncate = Op::Truncate { oid: place.oid.clone(), size };
-    place.pg.target.queue(Transaction::new(place.pg.cid.clone()).with(truncate)).await?;
+    let transaction = Transaction::new(place.pg.cid.clone()).with(truncate).from_reserve();
+    place.pg.target.queue(transaction).await?;
     Ok(Verdict::Resized(sizes))
 }
 

@@ -160,7 +160,7 @@ impl Osd {
         let attempt = async || {
             let ticket = object.turnstile.ticket();
             let turn = ticket.enter(|| place.pg.target.epoch()).await;
-            let epoch = place.pg.load().await?;
+            let epoch = place.pg.settle().await?;
             turn.settled().await;
             let found = look(epoch).await?;
             place.pg.target.still(epoch).map(|()| found)

@@ -34,7 +34,9 @@ impl From<StoreError> for Fail {
             StoreError::Disconnected(why) => return Fail::Lost(why),
             // Stages live as long as the store's session.
             StoreError::NoSuchStage(id) => return Fail::Lost(format!("stage {id} is gone")),
-            StoreError::NoSpace { needed, free } => E::NoSpace { needed, free },
+            StoreError::NoSpace { target, area, needed, free } => {
+                E::NoSpace { target: target.to_string(), area: area.to_string(), needed, free }
+            }
             StoreError::TooLarge { what, size, limit } => E::TooLarge { what, size, limit },
             StoreError::Corrupt { what, detail } => E::Corrupt(format!("{what} ({detail})")),
             StoreError::BadPayload(detail) => E::TransferFailed(detail),

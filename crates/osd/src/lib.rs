@@ -39,6 +39,7 @@ mod pools;
 mod read;
 mod serve;
 mod sessions;
+mod space;
 mod status;
 mod target;
 mod timed;

@@ -1,13 +1,17 @@
 //! The node's map: which targets it has, and its pools. A copy is on every target; the highest epoch counts.
+//!
+//! A copy is the omap of one object, in pieces: it takes room of the index only, and so a target
+//! whose data is full takes it. Copies that older versions have written are the object's data; they
+//! are read, and replaced when the map changes.
 
 use std::rc::Rc;
 use std::time::Duration;
 
-use base::block::Payload;
 use bytes::Bytes;
+use futures::future::join_all;
 use proto::Redundancy;
 use serde::{Deserialize, Serialize};
-use store::{Op, StoreError, Transaction, WriteSource};
+use store::{Op, StoreError, Transaction};
 use uuid::Uuid;
 
 use crate::StartError;
@@ -16,6 +20,8 @@ use crate::target::Target;
 
 /// Largest map, in bytes: far more than the most pools and targets take.
 const MAP_BYTES_MAX: u64 = 1 << 20;
+/// Bytes of the map in one entry of the omap.
+const PIECE: usize = 32 << 10;
 const FORMAT: u8 = 2;
 /// Before there was redundancy.
 const FORMAT_SINGLE: u8 = 1;
@@ -99,9 +105,10 @@ impl TargetRecord {
 }
 
 impl NodeMap {
-    /// Finds the map on the targets, makes it if all of them are new, and brings those up to date that lag behind. Targets that
-    /// fail are marked so; without them the node starts if what is there is certain to have the newest map.
-    pub(crate) async fn open(targets: &[Rc<Target>]) -> Result<NodeMap, StartError> {
+    /// Finds the map on the targets, makes it if all of them are new, and brings those up to date
+    /// that lag behind. Targets that fail, or do not answer in `patience`, are marked so; without
+    /// them the node starts if what is there is certain to have the newest map.
+    pub(crate) async fn open(targets: &[Rc<Target>], patience: Duration) -> Result<NodeMap, StartError> {
         let uuids: Vec<Uuid> = targets.iter().map(|t| t.uuid).collect();
         if let Some(twice) = uuids.iter().enumerate().find(|(i, u)| uuids[..*i].contains(u)) {
             return Err(StartError::SameTarget(*twice.1));
@@ -111,8 +118,9 @@ impl NodeMap {
         }
         let mut copies = Vec::new();
         let mut failure = None;
-        for target in targets {
-            let copy = match read_copy(target).await {
+        let reading = targets.iter().map(|target| read_copy_in_time(target, patience));
+        for (target, copy) in targets.iter().zip(join_all(reading).await) {
+            let copy = match copy {
                 Err(e) if is_final_for(&e) => {
                     match &e {
                         StartError::Target { source, .. } => target.fail(source),
@@ -142,13 +150,41 @@ impl NodeMap {
         map.check_targets(targets, &copies)?;
         map.check_failed(targets, failure)?;
         map.tell(targets);
-        for (target, copy) in targets.iter().zip(&copies) {
-            if target.failure().is_none() && copy.as_ref() != Some(&map) {
-                tracing::info!(target_uuid = %target.uuid, epoch = map.epoch, "the target gets the node's map");
-                write_copy(target, &map).await.map_err(|e| start_error(target, e))?;
+        map.bring_up_to_date(targets, &copies, patience).await?;
+        Ok(map)
+    }
+
+    /// Gives the map to targets that lag behind. Those that do not take it count as failed, if
+    /// enough others have it.
+    async fn bring_up_to_date(
+        &self,
+        targets: &[Rc<Target>],
+        copies: &[Option<NodeMap>],
+        patience: Duration,
+    ) -> Result<(), StartError> {
+        let working = targets.iter().zip(copies).filter(|(target, _)| target.failure().is_none());
+        let (there, behind): (Vec<_>, Vec<_>) = working.partition(|(_, copy)| copy.as_ref() == Some(self));
+        let writes = behind.into_iter().map(|(target, _)| async move {
+            tracing::info!(target_uuid = %target.uuid, epoch = self.epoch, "the target gets the node's map");
+            (target, in_time(patience, write_copy(target, self)).await)
+        });
+        let written = join_all(writes).await;
+        let there = there.len() + written.iter().filter(|(_, outcome)| outcome.is_ok()).count();
+        for (target, outcome) in written {
+            match outcome {
+                Ok(()) => {}
+                Err(e) if is_final(&e) || matches!(e, StoreError::NoSpace { .. }) => {
+                    let expected = self.record(&target.uuid).is_some_and(|r| r.lost || r.out);
+                    if there == 0 || (there * 2 <= self.targets.len() && !expected) {
+                        return Err(start_error(target, e));
+                    }
+                    tracing::warn!(target_uuid = %target.uuid, "the target does not take the node's map");
+                    target.fail(&e);
+                }
+                Err(e) => return Err(start_error(target, e)),
             }
         }
-        Ok(map)
+        Ok(())
     }
 
     fn check_targets(&self, targets: &[Rc<Target>], copies: &[Option<NodeMap>]) -> Result<(), StartError> {
@@ -202,29 +238,39 @@ impl NodeMap {
         }
     }
 
-    /// Puts the map on every target that has not failed: those are to be most of them, or else the map says which are lost. On
-    /// an error some have it and some do not, which the next start mends.
-    pub(crate) async fn save(&self, targets: &[Rc<Target>], timeout: Duration) -> Result<(), StoreError> {
+    /// Puts the map on every target that has not failed: those are to be most of them, or else the
+    /// map says which are lost. The map does not wait longer than `patience` for a target. On an
+    /// error some have it and some do not, which the next start mends.
+    pub(crate) async fn save(&self, targets: &[Rc<Target>], patience: Duration) -> Result<(), StoreError> {
         let there = targets.iter().filter(|target| target.failure().is_none());
         let copies = there.map(|target| async move {
-            let Ok(written) = tokio::time::timeout(timeout, write_copy(target, self)).await else {
+            let Ok(written) = tokio::time::timeout(patience, write_copy(target, self)).await else {
                 // Placement groups that cannot do without the target wait for it; the map need not.
-                target.overdue(timeout);
-                return Ok(0);
+                target.overdue(patience);
+                return Ok(Some(late(patience)));
             };
             match written {
+                Ok(()) => Ok(None),
+                Err(e @ StoreError::NoSpace { .. }) => Ok(Some(e)),
                 Err(e) if is_final(&e) && targets.len() > 1 => {
                     target.fail(&e);
-                    Ok(0)
+                    Ok(Some(e))
                 }
-                written => written.map(|()| 1),
+                Err(e) => Err(e),
             }
         });
-        let written: usize = futures::future::try_join_all(copies).await?.into_iter().sum();
+        let refusals = futures::future::try_join_all(copies).await?;
+        let written = refusals.iter().filter(|refusal| refusal.is_none()).count();
+        // A target that has no room for it has not failed, and does not have it.
+        let full = refusals.into_iter().flatten().find(|e| matches!(e, StoreError::NoSpace { .. }));
         let says_so = |target: &Rc<Target>| self.record(&target.uuid).is_some_and(|r| r.lost || r.out);
-        let certain = targets.iter().all(|target| target.failure().is_none() || says_so(target));
+        let certain =
+            full.is_none() && targets.iter().all(|target| target.failure().is_none() || says_so(target));
         if written > 0 && (certain || written * 2 > targets.len()) {
             return Ok(());
+        }
+        if let Some(full) = full {
+            return Err(full);
         }
         let detail = "most targets are needed to change the node's map".into();
         let e = StoreError::TooFewTargets { there: written, needed: targets.len() / 2 + 1, detail };
@@ -233,19 +279,43 @@ impl NodeMap {
         }
         Err(e)
     }
+
+    /// What people call the target with that uuid: its number, if it is one of the node's.
+    pub(crate) fn name_of(&self, uuid: &str) -> String {
+        let number = self.targets.iter().position(|record| record.uuid.to_string() == uuid);
+        number.map_or_else(|| uuid.to_owned(), |number| number.to_string())
+    }
+}
+
+/// What a target answers, if it does in time.
+async fn in_time<T>(patience: Duration, answer: impl Future<Output = store::Result<T>>) -> store::Result<T> {
+    tokio::time::timeout(patience, answer).await.unwrap_or_else(|_| Err(late(patience)))
+}
+
+fn late(patience: Duration) -> StoreError {
+    StoreError::Io(format!("no answer in {patience:?}"))
+}
+
+async fn read_copy_in_time(target: &Target, patience: Duration) -> Result<Option<NodeMap>, StartError> {
+    let late = |_| Err(start_error(target, late(patience)));
+    tokio::time::timeout(patience, read_copy(target)).await.unwrap_or_else(late)
 }
 
 async fn read_copy(target: &Target) -> Result<Option<NodeMap>, StartError> {
     let (cid, oid) = (ids::node_collection(), ids::map_object());
     target.settle(&cid).await.map_err(|e| start_error(target, e))?;
-    let read = match target.store.read(&cid, &oid, 0, MAP_BYTES_MAX, None).await {
-        Ok(read) => read,
+    let corrupt = |detail: String| StartError::CorruptMap { target: target.uuid, detail };
+    let mut bytes = match read_pieces(target).await {
+        Ok(bytes) => bytes,
         Err(StoreError::NoSuchCollection(_) | StoreError::NoSuchObject(_)) => return Ok(None),
         Err(e) => return Err(start_error(target, e)),
     };
-    let corrupt = |detail: String| StartError::CorruptMap { target: target.uuid, detail };
-    read.verify().map_err(|e| corrupt(e.to_string()))?;
-    let bytes = read.contiguous();
+    if bytes.is_empty() {
+        let read = target.store.read(&cid, &oid, 0, MAP_BYTES_MAX, None).await;
+        let read = read.map_err(|e| start_error(target, e))?;
+        read.verify().map_err(|e| corrupt(e.to_string()))?;
+        bytes = read.contiguous().to_vec();
+    }
     match bytes.split_first() {
         Some((&FORMAT, rest)) => postcard::from_bytes(rest).map(Some).map_err(|e| corrupt(e.to_string())),
         Some((&FORMAT_SINGLE, rest)) => {
@@ -257,18 +327,39 @@ async fn read_copy(target: &Target) -> Result<Option<NodeMap>, StartError> {
     }
 }
 
+/// The bytes of a target's copy; none if it is not in the omap.
+async fn read_pieces(target: &Target) -> store::Result<Vec<u8>> {
+    let (cid, oid) = (ids::node_collection(), ids::map_object());
+    let mut bytes = Vec::new();
+    let mut from = Bytes::new();
+    loop {
+        let limit = MAP_BYTES_MAX as usize / PIECE;
+        let (page, more) = target.store.omap_iterate(&cid, &oid, from, limit).await?;
+        page.iter().for_each(|(_, piece)| bytes.extend_from_slice(piece));
+        let too_long = bytes.len() as u64 > MAP_BYTES_MAX;
+        match page.last() {
+            Some((last, _)) if more && !too_long => from = [last, &b"\0"[..]].concat().into(),
+            _ => return Ok(bytes),
+        }
+    }
+}
+
 async fn write_copy(target: &Target, map: &NodeMap) -> Result<(), StoreError> {
     let (cid, oid) = (ids::node_collection(), ids::map_object());
     let known = target.store.collections().await?.contains(&cid);
-    let mut transaction = Transaction::new(cid);
+    let mut transaction = Transaction::new(cid).from_reserve();
     if !known {
         transaction.ops.push(Op::CreateCollection);
     }
     // Growing a vector cannot fail, and the type is plain data.
     let bytes: Bytes = postcard::to_extend(map, vec![FORMAT]).expect("plain data can be encoded").into();
-    let source = WriteSource::Inline(Payload::compute(0, bytes));
+    let pieces = (0..bytes.len()).step_by(PIECE);
+    let piece = |at: usize| bytes.slice(at..bytes.len().min(at + PIECE));
+    let key = |at: usize| Bytes::copy_from_slice(&(at as u32).to_be_bytes());
+    let entries = pieces.map(|at| (key(at), piece(at))).collect();
     transaction.ops.push(Op::Truncate { oid: oid.clone(), size: 0 });
-    transaction.ops.push(Op::Write { oid, offset: 0, source });
+    transaction.ops.push(Op::OmapClear { oid: oid.clone() });
+    transaction.ops.push(Op::OmapSet { oid, entries });
     target.epoch();
     target.queue(transaction).await
 }

@@ -10,15 +10,19 @@ use crate::draft::{self, Draft};
 use crate::fail::{Fail, Step, unavailable};
 use crate::gather::Gathered;
 use crate::object::{ObjectInfo, ObjectState, user_xattr};
-use crate::osd::Place;
+use crate::osd::{Osd, Place};
 use crate::pg::{MetaNote, Origin};
 use crate::turnstile::{Pending, Ticket, Turn};
 
 /// First pause before an op is tried again after the store was lost; doubles up to half a second.
 const PAUSE: Duration = Duration::from_millis(5);
 
+/// How long a change waits for space that others give back.
+const SPACE_PATIENCE: Duration = Duration::from_secs(5);
+
 /// A change of one object.
 pub(crate) struct Change<'a> {
+    pub(crate) osd: &'a Osd,
     pub(crate) place: &'a Place,
     pub(crate) name: &'a str,
     pub(crate) conditions: &'a [Condition],
@@ -76,9 +80,11 @@ impl Change<'_> {
         unsure: bool,
         gather: impl AsyncFn() -> Step<Gathered>,
     ) -> proto::Result<Done> {
+        let mut running = self.osd.space.enter();
         let object = self.place.pg.object(&self.place.oid);
         let mut progress = Progress { object: &object, unsure, data: None, ticket: None };
-        let until = Instant::now() + self.patience;
+        let began = Instant::now();
+        let until = began + self.patience;
         let mut pause = PAUSE;
         loop {
             let epoch = self.place.pg.target.epoch();
@@ -87,6 +93,18 @@ impl Change<'_> {
                 // The store names the object by its id in the store.
                 Err(Fail::Refused(Error::NoSuchObject(_))) => {
                     return Err(Error::NoSuchObject(self.name.into()));
+                }
+                Err(Fail::Refused(e @ Error::NoSpace { .. })) => {
+                    // A change that waits for space holds none, and holds up no other change.
+                    progress.ticket = None;
+                    if matches!(progress.data, Some(Gathered::Staged(_))) {
+                        progress.data = None;
+                    }
+                    drop(running);
+                    if !self.osd.space_may_come(until.min(began + SPACE_PATIENCE)).await {
+                        return Err(e);
+                    }
+                    running = self.osd.space.enter();
                 }
                 Err(Fail::Refused(e)) => return Err(e),
                 Err(Fail::Lost(why)) if Instant::now() >= until => return Err(unavailable(why)),
@@ -184,6 +202,22 @@ impl Change<'_> {
         matches!(self.ops.first(), Some(Mutation::WriteFull(_))) && self.conditions.is_empty()
     }
 
+    /// Whether all that the change does is to give space back: on a full target it may use the
+    /// reserve.
+    fn gives_back(&self, info: Option<&ObjectInfo>) -> bool {
+        let Some(info) = info else { return false };
+        self.ops.iter().all(|op| match op {
+            Mutation::Truncate(size) => *size <= info.size,
+            Mutation::Zero { offset, len } => offset.checked_add(*len).is_some_and(|end| end <= info.size),
+            Mutation::Remove
+            | Mutation::RemoveXattr(_)
+            | Mutation::OmapRemove(_)
+            | Mutation::OmapRemoveRange(..)
+            | Mutation::OmapClear => true,
+            _ => false,
+        })
+    }
+
     /// Whether the change is one of objects that may well be new.
     fn makes_object(&self) -> bool {
         let whole = |op: &Mutation| {
@@ -257,7 +291,8 @@ impl Change<'_> {
         let size = new.map_or(0, |i| i.user_size());
         let mutated = Mutated { version, size, appended_at: drafted.appended_at };
         let note = pg.record(&mut drafted.ops, self.origin.as_ref(), &mutated);
-        let transaction = Transaction { collection: pg.cid.clone(), ops: drafted.ops };
+        let uses_reserve = self.gives_back(info.as_ref());
+        let transaction = Transaction { collection: pg.cid.clone(), ops: drafted.ops, uses_reserve };
         let queued = pg.target.queue(transaction);
         let committing = pg.committing();
         let committed = async move {

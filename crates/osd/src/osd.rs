@@ -25,6 +25,7 @@ use crate::mutate::Change;
 use crate::pace::Pace;
 use crate::pg::Pg;
 use crate::sessions::{ConnectionId, Sessions};
+use crate::space::Space;
 use crate::target::Target;
 use crate::timed::Timed;
 use crate::times::Times;
@@ -49,6 +50,7 @@ pub(crate) struct Osd {
     pub(crate) paths: RefCell<Vec<(String, String)>>,
     pub(crate) in_flight: InFlight,
     pub(crate) requests: Cell<u32>,
+    pub(crate) space: Space,
     pub(crate) times: Times,
     /// Of rebuilds and scrubs.
     pub(crate) pace: Pace,
@@ -122,7 +124,7 @@ impl Osd {
         for target in &targets {
             target.store.register_memory(pool.arena());
         }
-        let map = NodeMap::open(&targets).await?;
+        let map = NodeMap::open(&targets, config.target_timeout).await?;
         let age = Age::begin(&targets, config.target_timeout).await?;
         let coding = Coding::start(&config.coding, stripe_stores(&config, &targets)?, config.emulated)?;
         let osd = Osd {
@@ -138,6 +140,7 @@ impl Osd {
             paths: RefCell::default(),
             in_flight: InFlight::default(),
             requests: Cell::new(0),
+            space: Space::default(),
             times: Times::new(),
             pace: Pace::new(config.rebuild_rate, config.rebuild_share),
             upkeep: Upkeep::default(),
@@ -232,7 +235,7 @@ impl Osd {
     pub(crate) async fn remove_object(&self, place: &Place, name: &str) -> proto::Result<()> {
         let ops = [proto::Mutation::Remove];
         let patience = self.config.store_patience;
-        let change = Change { place, name, conditions: &[], ops: &ops, origin: None, patience };
+        let change = Change { osd: self, place, name, conditions: &[], ops: &ops, origin: None, patience };
         match change.run(false, async || Ok(Gathered::None)).await {
             Ok(_) | Err(Error::NoSuchObject(_)) => Ok(()),
             Err(e) => Err(e),

@@ -247,7 +247,8 @@ impl Pg {
                 if matches!(e, StoreError::NoSuchCollection(_)) {
                     create = create.with(Op::CreateCollection);
                 }
-                self.target.queue(create.with(Op::Touch { oid: self.meta.clone() })).await?;
+                let create = create.with(Op::Touch { oid: self.meta.clone() }).from_reserve();
+                self.target.queue(create).await?;
                 Vec::new()
             }
             Err(e) => return Err(e.into()),
@@ -476,7 +477,8 @@ impl Pg {
         let count = removed.len();
         let transaction = Transaction::new(self.cid.clone())
             .with(Op::OmapRemove { oid: self.meta.clone(), keys })
-            .with(Op::OmapSet { oid: self.meta.clone(), entries });
+            .with(Op::OmapSet { oid: self.meta.clone(), entries })
+            .from_reserve();
         match self.target.queue(transaction).await.map_err(Fail::from) {
             Ok(()) => Ok(count),
             Err(e) => {
@@ -521,7 +523,8 @@ impl Pg {
                 let corrupt = || Fail::Refused(proto::Error::Corrupt(format!("information on object {oid}")));
                 Some(ObjectInfo::decode(&bytes).ok_or_else(corrupt)?)
             }
-            Err(StoreError::NoSuchObject(_)) => None,
+            // Reading does not make the collection.
+            Err(StoreError::NoSuchObject(_) | StoreError::NoSuchCollection(_)) => None,
             Err(e) => return Err(e.into()),
         };
         object.learn(epoch, info);

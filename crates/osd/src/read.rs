@@ -211,7 +211,7 @@ impl Reader<'_> {
             };
             let ticket = object.turnstile.ticket();
             let turn = ticket.enter(|| pg.target.epoch()).await;
-            let epoch = pg.load().await?;
+            let epoch = pg.settle().await?;
             turn.settled().await;
             let info = pg.info(&self.place.oid, object, epoch).await?;
             pg.target.still(epoch)?;
@@ -296,7 +296,7 @@ async fn try_query(place: &Place, object: &ObjectState, name: &str, query: &Quer
     let pg = &place.pg;
     let ticket = object.turnstile.ticket();
     let turn = ticket.enter(|| pg.target.epoch()).await;
-    let epoch = pg.load().await?;
+    let epoch = pg.settle().await?;
     turn.settled().await;
     let info = pg.info(&place.oid, object, epoch).await?;
     let checked = check_conditions(place, name, &query.conditions, info.as_ref()).await;

@@ -188,7 +188,7 @@ impl Osd {
         payload: Payload,
     ) -> (proto::Result<ReplyBody>, Payload) {
         count(&body);
-        let result = match body {
+        let mut result = match body {
             RequestBody::Mutate(mutate) => {
                 self.mutate(request, &mutate, payload).await.map(ReplyBody::Mutated)
             }
@@ -226,6 +226,9 @@ impl Osd {
             }
             other => Err(Error::BadRequest(format!("{other:?} is not known here"))),
         };
+        if let Err(Error::NoSpace { target, .. }) = &mut result {
+            *target = self.map.borrow().name_of(target);
+        }
         (result, Payload::default())
     }
 
@@ -294,6 +297,7 @@ impl Osd {
         let place = self.place(&name, mutate.part.as_ref())?;
         let RequestHead { seq, acked_through, retry, .. } = request.head;
         let change = Change {
+            osd: self,
             place: &place,
             name: &name.to_string(),
             conditions: &mutate.conditions,

@@ -127,7 +127,7 @@ impl Osd {
     }
 
     /// Groups of pools in use, with the pool's name.
-    fn open_groups(&self) -> Vec<(String, Rc<Group>)> {
+    pub(crate) fn open_groups(&self) -> Vec<(String, Rc<Group>)> {
         let pools = self.pools.borrow();
         let open = pools.values().filter(|pool| !pool.closed.get());
         open.flat_map(|pool| pool.groups.iter().map(|g| (pool.record.name.clone(), Rc::clone(g)))).collect()

@@ -61,12 +61,18 @@ pub enum Error {
     /// Data did not arrive, or not as it was sent.
     #[error("transfer of the data failed: {0}; send it again")]
     TransferFailed(String),
-    /// The target is full. Removing objects works.
-    #[error("no space: {needed} bytes needed, {free} free; remove objects or add a target")]
+    /// A target is full. Removing objects works.
+    #[error(
+        "no space for {area} on target {target}: {needed} bytes needed, {free} free; remove objects, which works on a full target"
+    )]
     NoSpace {
+        /// Number of the target, as `target ls` has it.
+        target: String,
+        /// What of it is full: its data, or its index.
+        area: String,
         /// Bytes that the request would have taken.
         needed: u64,
-        /// Bytes free on its target.
+        /// Bytes free there, without the room that is kept back.
         free: u64,
     },
     /// Stored data is not what was written.

@@ -58,6 +58,7 @@ pub(crate) fn encode(
     check_ops(transaction.ops.len())?;
     let mut out = Writer { encoded: Encoded::default(), align };
     out.bytes(transaction.collection.as_bytes());
+    out.u8(transaction.uses_reserve.into());
     out.u32(transaction.ops.len() as u32);
     for op in &transaction.ops {
         out.op(op, &mut stage_id)?;
@@ -220,6 +221,13 @@ impl Writer {
 pub(crate) fn decode(control: Bytes, data: &Bytes) -> Result<Transaction> {
     let mut input = Reader { control, data };
     let collection = CollectionId::new(input.bytes()?)?;
+    let uses_reserve = match input.u8()? {
+        0 => false,
+        1 => true,
+        other => {
+            return Err(StoreError::InvalidArgument(format!("{other} says whether the reserve is used")));
+        }
+    };
     let count = input.count(1)?;
     check_ops(count)?;
     let mut ops = Vec::with_capacity(count);
@@ -229,7 +237,7 @@ pub(crate) fn decode(control: Bytes, data: &Bytes) -> Result<Transaction> {
     if input.control.has_remaining() {
         return Err(truncated());
     }
-    Ok(Transaction { collection, ops })
+    Ok(Transaction { collection, ops, uses_reserve })
 }
 
 fn truncated() -> StoreError {
@@ -394,6 +402,7 @@ mod tests {
             .with(Op::CreateCollection)
             .with(Op::RemoveCollection)
             .with(Op::SplitCollection { at: id("m"), dst: cid("d") })
+            .from_reserve()
     }
 
     fn data_section(encoded: &Encoded) -> Bytes {
@@ -416,6 +425,17 @@ mod tests {
     }
 
     #[test]
+    fn whether_the_reserve_is_used_is_a_zero_or_a_one() {
+        let ordinary = Transaction { uses_reserve: false, ..every_op() };
+        let encoded = encode(&ordinary, 1, |s| Ok(s.0)).unwrap();
+        let data = data_section(&encoded);
+        let mut control = encoded.control;
+        assert_eq!(decode(Bytes::from(control.clone()), &data).unwrap(), ordinary);
+        control[5] = 2;
+        decode(Bytes::from(control), &data).unwrap_err();
+    }
+
+    #[test]
     fn more_ops_than_there_may_be_are_refused_on_both_sides() {
         let touch = Op::Touch { oid: ObjectId::new("a").unwrap() };
         let of = |count| Transaction { ops: vec![touch.clone(); count], ..every_op() };
@@ -424,8 +444,8 @@ mod tests {
         let refused = encode(&of(MAX_OPS + 1), 1, |s| Ok(s.0)).unwrap_err();
         assert!(refused.to_string().contains("split it"), "{refused}");
         let mut more = most.control;
-        // Behind the collection's name, one byte with its length.
-        more[5..9].copy_from_slice(&(MAX_OPS as u32 + 1).to_le_bytes());
+        // Behind the collection's name, one byte with its length, and the byte about the reserve.
+        more[6..10].copy_from_slice(&(MAX_OPS as u32 + 1).to_le_bytes());
         let refused = decode(Bytes::from(more), &Bytes::new()).unwrap_err();
         assert!(refused.to_string().contains("split it"), "{refused}");
     }

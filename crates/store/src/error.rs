@@ -1,6 +1,9 @@
 //! Errors of a store. They cross the host–DPU channel, so they are plain data.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
+use uuid::Uuid;
 
 /// Result of a store's call.
 pub type Result<T, E = StoreError> = std::result::Result<T, E>;
@@ -25,11 +28,17 @@ pub enum StoreError {
     #[error("collection {0} is not empty; remove its objects first")]
     NotEmpty(String),
     /// Not enough free space. Nothing was changed; removing objects still works.
-    #[error("no space: {needed} bytes needed, {free} free; remove objects or add a target")]
+    #[error(
+        "no space for {area} on target {target}: {needed} bytes needed, {free} free; remove objects, which works on a full target"
+    )]
     NoSpace {
+        /// Uuid of the target.
+        target: Uuid,
+        /// What is full.
+        area: Area,
         /// Bytes that the call would have taken.
         needed: u64,
-        /// Bytes free for data.
+        /// Bytes free there, without the room that is kept back.
         free: u64,
     },
     /// An object is spread over several targets, and too few of them are there.
@@ -107,6 +116,24 @@ pub enum StoreError {
     /// The target could not be mounted when its store was started.
     #[error("the target is not there: {0}")]
     Absent(String),
+}
+
+/// A part of a target that can be full.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Area {
+    /// Blocks for the data of objects.
+    Data,
+    /// The index, which has names, attributes and maps of objects.
+    Index,
+}
+
+impl fmt::Display for Area {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Area::Data => "data",
+            Area::Index => "the index",
+        })
+    }
 }
 
 impl From<std::io::Error> for StoreError {

@@ -30,7 +30,7 @@ mod transaction;
 pub use absent::AbsentStore;
 pub use api::{ObjectStore, Page, ReadData, StageId, Stat, StatFs};
 pub use block::{BlockStore, Driver, FsckReport, Inspect, MkfsOptions, MountOptions, Problem, fsck};
-pub use error::{Result, StoreError};
+pub use error::{Area, Result, StoreError};
 pub use mem_store::MemStore;
 pub use transaction::{
     CollectionId, MAX_CLONE_RANGE, MAX_COLLECTION_ID, MAX_OBJECT_ID, MAX_OBJECT_SIZE, MAX_OMAP_KEY,

@@ -14,7 +14,7 @@ use object::{Block, Object};
 
 use crate::stage::{block_not_available, check_stage_write, check_staged_use};
 use crate::{
-    CollectionId, MAX_XATTRS, ObjectId, ObjectStore, Op, Page, ReadData, Result, StageId, Stat, StatFs,
+    Area, CollectionId, MAX_XATTRS, ObjectId, ObjectStore, Op, Page, ReadData, Result, StageId, Stat, StatFs,
     StoreError, Transaction, WriteSource,
 };
 
@@ -328,7 +328,12 @@ impl ObjectStore for MemStore {
                 return Err(StoreError::InvalidArgument("an empty stage".into()));
             }
             if len > CAPACITY {
-                return Err(StoreError::NoSpace { needed: len, free: CAPACITY });
+                return Err(StoreError::NoSpace {
+                    target: uuid::Uuid::nil(),
+                    area: Area::Data,
+                    needed: len,
+                    free: CAPACITY,
+                });
             }
             state.last_stage += 1;
             let id = StageId(state.last_stage);

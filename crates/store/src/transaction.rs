@@ -268,19 +268,30 @@ pub struct Transaction {
     pub collection: CollectionId,
     /// The steps; each sees the effect of those before it.
     pub ops: Vec<Op>,
+    /// Whether it may use the room that a store keeps back, so that a full store can be operated,
+    /// emptied and recovered: for a node's own records, for recovery, and for what gives space
+    /// back. Not for data of users.
+    pub uses_reserve: bool,
 }
 
 impl Transaction {
     /// An empty transaction on `collection`.
     #[must_use]
     pub fn new(collection: CollectionId) -> Transaction {
-        Transaction { collection, ops: Vec::new() }
+        Transaction { collection, ops: Vec::new(), uses_reserve: false }
     }
 
     /// Appends a step.
     #[must_use]
     pub fn with(mut self, op: Op) -> Transaction {
         self.ops.push(op);
+        self
+    }
+
+    /// Lets it use the room that a store keeps back (see [`Transaction::uses_reserve`]).
+    #[must_use]
+    pub fn from_reserve(mut self) -> Transaction {
+        self.uses_reserve = true;
         self
     }
 }

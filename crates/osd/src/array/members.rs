@@ -163,11 +163,13 @@ impl Group {
         let proposal = vec![(key_proposal(), record.encode())];
         let propose =
             Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: oid.clone(), entries: proposal });
+        let propose = propose.from_reserve();
         try_join_all(links.iter().map(|link| self.apply_to(link, propose.clone()))).await?;
         let entries = vec![(key_record(), record.encode())];
         let note = Transaction::new(self.cid.clone())
             .with(Op::OmapSet { oid: oid.clone(), entries })
-            .with(Op::OmapRemove { oid, keys: vec![key_proposal()] });
+            .with(Op::OmapRemove { oid, keys: vec![key_proposal()] })
+            .from_reserve();
         try_join_all(links.iter().map(|link| self.apply_to(link, note.clone()))).await.map(drop)
     }
 
@@ -181,7 +183,7 @@ impl Group {
         while keys.peek().is_some() {
             let entries = page(&mut keys).into_iter().map(|key| (key, Bytes::new())).collect();
             let note = Op::OmapSet { oid: own_object(), entries };
-            self.apply_to(link, Transaction::new(self.cid.clone()).with(note)).await?;
+            self.apply_to(link, Transaction::new(self.cid.clone()).with(note).from_reserve()).await?;
         }
         Ok(())
     }

@@ -85,7 +85,7 @@ impl Group {
         }
         let entries = vec![(key_record(), record.encode())];
         let write = Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: own_object(), entries });
-        self.answer(&link, target.store.queue_transaction(write)).await
+        self.answer(&link, target.store.queue_transaction(write.from_reserve())).await
     }
 
     /// Opens a session with the targets that are there.
@@ -168,7 +168,7 @@ impl Group {
         let found = match self.view(&link).await {
             Ok(view) => Ok(Some(view)),
             Err(StoreError::NoSuchCollection(_) | StoreError::NoSuchObject(_)) => Ok(None),
-            Err(e @ StoreError::Disconnected(_)) => Err(e),
+            Err(e) if is_refusal(&e) || matches!(e, StoreError::Disconnected(_)) => Err(e),
             Err(e) => {
                 target.fail(&e);
                 Err(StoreError::Disconnected(e.to_string()))
@@ -273,7 +273,7 @@ impl Group {
             self.undo_object(view, undo_object(number, index), touched, peer, &mut ops).await?;
         }
         ops.push(Op::OmapRemove { oid: own_object(), keys: vec![key_intent(number)] });
-        Ok(Transaction { collection: self.cid.clone(), ops })
+        Ok(Transaction { collection: self.cid.clone(), ops, uses_reserve: true })
     }
 
     async fn undo_object(

@@ -198,7 +198,7 @@ impl Group {
             (key_trimmed(), Bytes::copy_from_slice(&settled.to_be_bytes())),
         ];
         let note = Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: own_object(), entries });
-        self.apply_to(&link, note).await?;
+        self.apply_to(&link, note.from_reserve()).await?;
         // What transactions change without a lock is copied while there are none.
         self.copy_object(session, &link, position, &ids::meta_object(), false).await?;
         self.still(session)?;
@@ -248,7 +248,8 @@ impl Group {
             let removals: Vec<Op> = left.map(|oid| Op::Remove { oid }).collect();
             let last = removals.is_empty();
             let ops = if last { vec![forget_all_but_dirty()] } else { removals };
-            self.apply_to(link, Transaction { collection: self.cid.clone(), ops }).await?;
+            self.apply_to(link, Transaction { collection: self.cid.clone(), ops, uses_reserve: true })
+                .await?;
             if last {
                 return Ok(missing);
             }
@@ -267,7 +268,6 @@ impl Group {
     ) -> store::Result<u64> {
         let mut peers = self.live_links(session, oid);
         peers[position] = None;
-        let mut transaction = Transaction::new(self.cid.clone());
         let there = match self.answer(link, link.target.store.stat(&self.cid, oid)).await {
             Ok(_) => true,
             Err(StoreError::NoSuchObject(_)) => false,
@@ -279,33 +279,61 @@ impl Group {
                 return Err(e);
             }
         };
+        let Some(size) = self.size_by_any(&mut peers, oid).await? else {
+            if there {
+                self.apply_to(link, self.removal(oid)).await?;
+            }
+            return Ok(0);
+        };
+        let whole = Whole { oid, size };
+        let put = self.put_shard(session, link, position, whole, &peers, (there, in_sync)).await;
+        match put {
+            // On a full member the new shard takes the place of the old one, which does not count.
+            Err(StoreError::NoSpace { .. }) if there && !in_sync => {
+                self.apply_to(link, self.removal(oid)).await?;
+                self.put_shard(session, link, position, whole, &peers, (false, false)).await?;
+            }
+            put => put?,
+        }
+        if !(there && in_sync) {
+            self.copy_omap(link, &peers, oid).await?;
+        }
+        Ok(self.layout.shard_size(position, size))
+    }
+
+    fn removal(&self, oid: &ObjectId) -> Transaction {
+        Transaction::new(self.cid.clone()).with(Op::Remove { oid: oid.clone() }).from_reserve()
+    }
+
+    /// Puts a shard and the xattrs on a member. `there` says whether the member has a shard of the
+    /// object, `in_sync` whether that one counts: its repair may use the reserve.
+    async fn put_shard(
+        &self,
+        session: &Session,
+        link: &Link,
+        position: usize,
+        whole: Whole<'_>,
+        peers: &[Option<Link>],
+        (there, in_sync): (bool, bool),
+    ) -> store::Result<()> {
+        let oid = whole.oid;
+        let mut transaction = Transaction::new(self.cid.clone());
+        transaction.uses_reserve = in_sync;
         if there && in_sync {
             transaction.ops.push(Op::Truncate { oid: oid.clone(), size: 0 });
             transaction.ops.push(Op::RemoveXattrs { oid: oid.clone() });
         } else if there {
             transaction.ops.push(Op::Remove { oid: oid.clone() });
         }
-        let Some(size) = self.size_by_any(&mut peers, oid).await? else {
-            if there {
-                let remove = Transaction::new(self.cid.clone()).with(Op::Remove { oid: oid.clone() });
-                self.apply_to(link, remove).await?;
-            }
-            return Ok(0);
-        };
-        let len = self.layout.shard_size(position, size);
-        let (source, stage) = self.make_shard(session, link, position, Whole { oid, size }).await?;
+        let (source, stage) = self.make_shard(session, link, position, whole).await?;
         transaction.ops.push(Op::Touch { oid: oid.clone() });
         transaction.ops.extend(source.map(|source| Op::Write { oid: oid.clone(), offset: 0, source }));
         let asked = async |peer: &Link| peer.target.store.get_xattrs(&self.cid, oid).await;
-        let xattrs = self.ask_one_of(&peers, oid, asked).await?;
+        let xattrs = self.ask_one_of(peers, oid, asked).await?;
         transaction.ops.push(Op::SetXattrs { oid: oid.clone(), xattrs });
         let written = self.apply_to(link, transaction).await;
         drop(stage);
-        written?;
-        if !(there && in_sync) {
-            self.copy_omap(link, &peers, oid).await?;
-        }
-        Ok(len)
+        written
     }
 
     /// Computes a shard; a long one is on its member already then.

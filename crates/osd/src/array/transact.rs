@@ -71,7 +71,7 @@ impl Group {
             one.split = self.split(&session, one).await?;
         }
         self.still(&session)?;
-        let prepared = self.prepare(&session, &work);
+        let prepared = self.prepare(&session, &work, transaction.uses_reserve);
         self.commit(&session, prepared, &mut work).await
     }
 
@@ -83,8 +83,13 @@ impl Group {
         let session = self.any_session().await?;
         let _open = self.gate.read().await;
         self.still(&session)?;
-        let prepared = self.prepare(&session, &[]);
+        let prepared = self.prepare(&session, &[], true);
         self.commit(&session, prepared, &mut []).await
+    }
+
+    /// Number of undo objects on all members that no transaction has trimmed yet.
+    pub(crate) fn undo_objects(&self) -> usize {
+        self.log.borrow().done.values().flatten().map(Vec::len).sum()
     }
 
     /// Locks the objects that are changed, in an order that all keep to, and learns how they are.
@@ -138,7 +143,7 @@ impl Group {
     }
 
     /// Numbers the transaction and makes what goes to each member. Nothing may wait between this and the sending.
-    fn prepare(&self, session: &Session, work: &[Work]) -> Prepared {
+    fn prepare(&self, session: &Session, work: &[Work], uses_reserve: bool) -> Prepared {
         let mut log = self.log.borrow_mut();
         let number = log.next;
         log.next += 1;
@@ -168,7 +173,7 @@ impl Group {
             let mut entries = common.clone();
             entries.push((key_intent(number), encode(&intent)));
             ops.push(Op::OmapSet { oid: own_object(), entries });
-            transactions.push(Some((link, Transaction { collection: self.cid.clone(), ops })));
+            transactions.push(Some((link, Transaction { collection: self.cid.clone(), ops, uses_reserve })));
             undo_objects.push(kept);
         }
         log.dirty.extend(dirty.iter().cloned());

@@ -43,6 +43,8 @@ pub(crate) struct FaultStore {
     armed_late_read: AtomicBool,
     /// Transactions with data that are still to be refused for want of space.
     full: AtomicU64,
+    /// While that is set, changes of the node's map are refused for want of space.
+    full_for_map: AtomicBool,
     /// While that is set, every call fails: the drive is gone.
     down: AtomicBool,
     /// While that is set, nothing becomes durable, and late reads wait.
@@ -84,6 +86,7 @@ impl FaultStore {
             armed_read: AtomicBool::new(false),
             armed_late_read: AtomicBool::new(false),
             full: AtomicU64::new(0),
+            full_for_map: AtomicBool::new(false),
             down: AtomicBool::new(false),
             held: watch::Sender::new(false),
             stages_held: watch::Sender::new(false),
@@ -136,6 +139,11 @@ impl FaultStore {
     /// Makes that many transactions with data be refused for want of space.
     pub(crate) fn set_full(&self, count: u64) {
         self.full.store(count, Ordering::SeqCst);
+    }
+
+    /// Has changes of the node's map refused for want of space from now on, or no longer.
+    pub(crate) fn set_full_for_map(&self, full: bool) {
+        self.full_for_map.store(full, Ordering::SeqCst);
     }
 
     /// Takes the drive away, or brings it back with what it had.
@@ -288,8 +296,19 @@ impl ObjectStore for FaultStore {
             let known = self.until_let_go();
             return Box::pin(async move {
                 known.await;
-                Err(StoreError::NoSpace { needed: 1, free: 0 })
+                Err(StoreError::NoSpace { target: Uuid::nil(), area: store::Area::Data, needed: 1, free: 0 })
             });
+        }
+        let changes_map = transaction.collection.as_bytes() == "N" && !transaction.ops.is_empty();
+        if changes_map && self.full_for_map.load(Ordering::SeqCst) {
+            self.fired.fetch_add(1, Ordering::SeqCst);
+            let (target, area) = (Uuid::nil(), store::Area::Index);
+            return Box::pin(std::future::ready(Err(StoreError::NoSpace {
+                target,
+                area,
+                needed: 1,
+                free: 0,
+            })));
         }
         let mut transaction = transaction;
         for op in &mut transaction.ops {

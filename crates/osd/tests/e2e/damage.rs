@@ -55,7 +55,7 @@ async fn damage_all(store: &dyn ObjectStore, damage: Damage) -> u64 {
                 Op::Write { oid, offset: 0, source: WriteSource::Inline(payload) }
             }
         };
-        store.queue_transaction(Transaction { collection, ops: vec![op] }).await.unwrap();
+        store.queue_transaction(Transaction::new(collection).with(op)).await.unwrap();
     }
     shards.len() as u64
 }

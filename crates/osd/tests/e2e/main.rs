@@ -5,6 +5,7 @@ mod common;
 mod compounds;
 mod crash;
 mod damage;
+mod full;
 mod hostile;
 mod model;
 mod network;

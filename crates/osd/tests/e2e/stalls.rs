@@ -234,7 +234,7 @@ impl Stalls {
 
     /// Checks that each target has what it should: nothing that contradicts the others, or is missing.
     async fn scrub(&self) {
-        self.rig.client.start_scrub("pool").await.unwrap();
+        self.rig.client.start_scrub("pool", false).await.unwrap();
         let mut scrub = self.rig.client.scrub_status("pool").await.unwrap();
         while scrub.running {
             tokio::time::sleep(Duration::from_millis(5)).await;

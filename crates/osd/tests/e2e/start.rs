@@ -50,15 +50,31 @@ async fn map_object(store: &dyn ObjectStore) -> (CollectionId, ObjectId) {
     (cid, ids.remove(0))
 }
 
+/// The map as it is stored.
+async fn read_map(store: &dyn ObjectStore) -> Bytes {
+    let (cid, oid) = map_object(store).await;
+    let (pieces, more) = store.omap_iterate(&cid, &oid, Bytes::new(), 100).await.unwrap();
+    assert!(!more);
+    pieces.into_iter().flat_map(|(_, piece)| piece).collect()
+}
+
 /// Writes over the map.
 async fn write_map(store: &dyn ObjectStore, bytes: Bytes) {
     let (cid, oid) = map_object(store).await;
+    let write = Transaction::new(cid)
+        .with(Op::OmapClear { oid: oid.clone() })
+        .with(Op::OmapSet { oid, entries: vec![("map".into(), bytes)] });
+    store.queue_transaction(write).await.unwrap();
+}
+
+/// Puts the map where older versions had it: it becomes the object's data.
+async fn write_map_as_before(store: &dyn ObjectStore, bytes: Bytes) {
+    let (cid, oid) = map_object(store).await;
     let source = WriteSource::Inline(Payload::compute(0, bytes));
-    let write = Transaction::new(cid).with(Op::Truncate { oid: oid.clone(), size: 0 }).with(Op::Write {
-        oid,
-        offset: 0,
-        source,
-    });
+    let write = Transaction::new(cid)
+        .with(Op::OmapClear { oid: oid.clone() })
+        .with(Op::Truncate { oid: oid.clone(), size: 0 })
+        .with(Op::Write { oid, offset: 0, source });
     store.queue_transaction(write).await.unwrap();
 }
 
@@ -96,8 +112,7 @@ async fn of_two_maps_that_are_as_new_the_one_on_most_targets_counts() {
         let maps = async |node: &Node| {
             let mut maps = vec![];
             for store in &node.stores {
-                let (cid, oid) = map_object(&**store).await;
-                maps.push(store.read(&cid, &oid, 0, 1 << 20, None).await.unwrap().contiguous());
+                maps.push(read_map(&**store).await);
             }
             maps
         };
@@ -117,4 +132,90 @@ async fn of_two_maps_that_are_as_new_the_one_on_most_targets_counts() {
         let names: Vec<String> = pools.iter().map(|pool| pool.name.to_string()).collect();
         assert_eq!(names, ["saved"], "{odd}");
     }
+}
+
+fn failed(status: &client::NodeStatus) -> Vec<bool> {
+    status.targets.iter().map(|target| target.failure.is_some()).collect()
+}
+
+#[tokio::test]
+async fn a_map_that_is_the_data_of_its_object_is_read_and_moves_to_the_omap_with_the_next_change() {
+    let mut node = Node::start();
+    let (_client, pool) = node.pool().await;
+    pool.object("x").unwrap().put("x").await.unwrap();
+    node.osd.take().unwrap().stop();
+    for store in &node.stores {
+        write_map_as_before(&**store, read_map(&**store).await).await;
+    }
+    node.restart();
+    let client = node.client().await;
+    assert_eq!(client.pool("pool").unwrap().object("x").unwrap().get().await.unwrap(), "x");
+    client.create_pool("more").await.unwrap();
+    for store in &node.stores {
+        assert!(!read_map(&**store).await.is_empty());
+        let (cid, oid) = map_object(&**store).await;
+        assert_eq!(store.stat(&cid, &oid).await.unwrap().size, 0);
+    }
+    node.restart();
+    assert_eq!(node.client().await.pools().await.unwrap().len(), 2);
+}
+
+/// Starts three targets of which the first lacks the newest map and does not take it.
+async fn behind_and_full() -> Node {
+    let mut node = Node::of(3, OsdConfig::default());
+    node.restart();
+    node.stores[0].set_full_for_map(true);
+    let fired = node.fired();
+    node.client().await.create_pool("pool").await.unwrap();
+    assert!(node.fired() > fired, "the map was refused");
+    node.osd.take().unwrap().stop();
+    node
+}
+
+#[tokio::test]
+async fn a_target_without_room_for_the_map_does_not_fail_and_costs_only_itself_at_the_next_start() {
+    let mut node = behind_and_full().await;
+    let fired = node.fired();
+    node.restart();
+    assert!(node.fired() > fired, "the map was refused");
+    let client = node.client().await;
+    assert_eq!(failed(&client.status().await.unwrap()), [true, false, false]);
+    assert_eq!(client.pools().await.unwrap().len(), 1);
+    node.stores[0].set_full_for_map(false);
+    client.set_target_out(0, false).await.unwrap();
+    assert_eq!(failed(&client.status().await.unwrap()), [false, false, false]);
+    node.restart();
+    assert_eq!(failed(&node.client().await.status().await.unwrap()), [false, false, false]);
+}
+
+#[tokio::test]
+async fn too_many_targets_without_room_for_the_map_are_named() {
+    let mut node = behind_and_full().await;
+    let newest = read_map(&*node.stores[1]).await;
+    let old = read_map(&*node.stores[0]).await;
+    write_map(&*node.stores[1], old).await;
+    node.stores[1].set_full_for_map(true);
+    let refused = start(&node, node.targets());
+    let names_it = matches!(&refused, StartError::Target { source: store::StoreError::NoSpace { .. }, .. });
+    assert!(names_it, "{refused}");
+    node.stores[1].set_full_for_map(false);
+    node.restart();
+    assert_eq!(read_map(&*node.stores[1]).await, newest);
+}
+
+#[tokio::test]
+async fn a_target_that_does_not_answer_at_start_costs_only_itself() {
+    let config = OsdConfig { target_timeout: std::time::Duration::from_millis(300), ..OsdConfig::default() };
+    let mut node = Node::of(3, config);
+    node.restart();
+    node.client().await.create_pool("pool").await.unwrap();
+    node.osd.take().unwrap().stop();
+    node.stores[2].hold(true);
+    let waited = node.stores[2].waited.load(std::sync::atomic::Ordering::SeqCst);
+    node.restart();
+    assert!(node.stores[2].waited.load(std::sync::atomic::Ordering::SeqCst) > waited);
+    let client = node.client().await;
+    assert_eq!(failed(&client.status().await.unwrap()), [false, false, true]);
+    assert_eq!(client.pools().await.unwrap().len(), 1);
+    node.stores[2].hold(false);
 }

@@ -9,18 +9,36 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use super::bitmap::{Bitmap, PAGE_BLOCKS};
 use super::extent::Extent;
 
-/// Free blocks that nobody was promised. The target's handle promises blocks from it to new stages, so that these need
-/// not wait for the target's thread; the allocator takes what it hands out from it. Any thread.
+/// Part of a target's blocks that is kept back.
+const RESERVE_SHARE: u64 = 64;
+/// Fewest and most blocks kept back: 64 KiB to 4 MiB.
+const RESERVE: std::ops::RangeInclusive<u64> = 16..=1024;
+
+/// What blocks are asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Purse {
+    /// Data of users.
+    Ordinary,
+    /// What has to go on when users have filled the target.
+    Reserve,
+}
+
+/// Free blocks that are promised to no stage. The target's handle promises blocks from it to new
+/// stages, so that these need not wait for the target's thread; the allocator takes what it hands
+/// out from it. Any thread.
 #[derive(Debug)]
 pub(crate) struct Room {
     blocks: AtomicU64,
+    /// Blocks that only [`Purse::Reserve`] gets. Fewer may be free: the reserve is a limit for
+    /// others, not a place.
+    reserve: u64,
     closed: AtomicBool,
 }
 
 impl Room {
     /// Takes `blocks` blocks, if that many are left and the target takes writes.
     pub(crate) fn promise(&self, blocks: u64) -> bool {
-        !self.closed.load(Ordering::SeqCst) && self.take(blocks)
+        !self.closed.load(Ordering::SeqCst) && self.take(blocks, Purse::Ordinary)
     }
 
     /// Makes no more promises.
@@ -28,8 +46,17 @@ impl Room {
         self.closed.store(true, Ordering::SeqCst);
     }
 
-    fn take(&self, blocks: u64) -> bool {
-        let left = |free: u64| free.checked_sub(blocks);
+    /// Blocks that stay untouched by calls with that purse.
+    fn kept_from(&self, purse: Purse) -> u64 {
+        match purse {
+            Purse::Ordinary => self.reserve,
+            Purse::Reserve => 0,
+        }
+    }
+
+    fn take(&self, blocks: u64, purse: Purse) -> bool {
+        let kept = self.kept_from(purse);
+        let left = |free: u64| free.checked_sub(blocks).filter(|left| *left >= kept);
         self.blocks.fetch_update(Ordering::SeqCst, Ordering::SeqCst, left).is_ok()
     }
 
@@ -52,15 +79,20 @@ pub(crate) struct Allocator {
 impl Allocator {
     /// An allocator for the blocks that `taken` does not have.
     pub(crate) fn new(taken: Bitmap) -> Allocator {
+        let reserve = (taken.blocks() / RESERVE_SHARE).clamp(*RESERVE.start(), *RESERVE.end());
+        Allocator::with_reserve(taken, reserve)
+    }
+
+    fn with_reserve(taken: Bitmap, reserve: u64) -> Allocator {
         let pages = taken.pages();
         let free = AtomicU64::new(taken.blocks() - taken.used());
-        let room = Arc::new(Room { blocks: free, closed: AtomicBool::new(false) });
+        let room = Arc::new(Room { blocks: free, reserve, closed: AtomicBool::new(false) });
         Allocator { taken, longest: vec![PAGE_BLOCKS; pages], cursor: 0, room }
     }
 
-    /// Free blocks that nobody was promised.
-    pub(crate) fn free_blocks(&self) -> u64 {
-        self.room.blocks.load(Ordering::SeqCst)
+    /// Blocks that calls with that purse could have if `more` were free.
+    pub(crate) fn free_blocks(&self, purse: Purse, more: u64) -> u64 {
+        (self.room.blocks.load(Ordering::SeqCst) + more).saturating_sub(self.room.kept_from(purse))
     }
 
     /// What promises are made from.
@@ -74,8 +106,8 @@ impl Allocator {
     }
 
     /// Takes `want` blocks; `None`, with nothing taken, if there are not that many.
-    pub(crate) fn alloc(&mut self, want: u64) -> Option<Vec<Extent>> {
-        self.room.take(want).then(|| self.alloc_promised(want))
+    pub(crate) fn alloc(&mut self, want: u64, purse: Purse) -> Option<Vec<Extent>> {
+        self.room.take(want, purse).then(|| self.alloc_promised(want))
     }
 
     /// Takes `want` blocks that were promised.
@@ -146,7 +178,7 @@ mod tests {
         #[test]
         fn never_hands_out_a_block_twice_and_fails_only_when_full(steps in proptest::collection::vec((1u64..5000, any::<bool>()), 1..100)) {
             let blocks = 70_000;
-            let mut alloc = Allocator::new(Bitmap::new(blocks));
+            let mut alloc = Allocator::with_reserve(Bitmap::new(blocks), 0);
             let mut held: Vec<Extent> = Vec::new();
             let mut taken = vec![false; blocks as usize];
             for (want, release) in steps {
@@ -156,9 +188,9 @@ mod tests {
                     alloc.free(extent);
                     continue;
                 }
-                let free = alloc.free_blocks();
+                let free = alloc.free_blocks(Purse::Ordinary, 0);
                 prop_assert_eq!(free, blocks - total(&held));
-                match alloc.alloc(want) {
+                match alloc.alloc(want, Purse::Ordinary) {
                     Some(extents) => {
                         prop_assert_eq!(total(&extents), want);
                         for b in extents.iter().flat_map(|e| e.blocks()) {
@@ -174,16 +206,32 @@ mod tests {
 
     #[test]
     fn what_was_promised_is_not_handed_out_to_others() {
-        let mut alloc = Allocator::new(Bitmap::new(100));
+        let mut alloc = Allocator::with_reserve(Bitmap::new(100), 0);
         let room = Arc::clone(alloc.room());
         assert!(room.promise(60));
         assert!(!room.promise(41));
-        assert_eq!((alloc.free_blocks(), alloc.alloc(41)), (40, None));
-        let others = alloc.alloc(40).unwrap();
+        assert_eq!((alloc.free_blocks(Purse::Ordinary, 0), alloc.alloc(41, Purse::Reserve)), (40, None));
+        let others = alloc.alloc(40, Purse::Ordinary).unwrap();
         assert_eq!(total(&alloc.alloc_promised(60)), 60);
         others.into_iter().for_each(|e| alloc.free(e));
         room.close();
         assert!(!room.promise(1), "a target that takes no writes promises nothing");
-        assert_eq!(alloc.alloc(40).map(|e| total(&e)), Some(40));
+        assert_eq!(alloc.alloc(40, Purse::Ordinary).map(|e| total(&e)), Some(40));
+    }
+
+    #[test]
+    fn the_reserve_is_for_those_who_may_use_it() {
+        let mut alloc = Allocator::new(Bitmap::new(6400));
+        assert_eq!(alloc.free_blocks(Purse::Ordinary, 0), 6300);
+        assert!(!alloc.room().promise(6301));
+        assert_eq!(alloc.alloc(6301, Purse::Ordinary), None);
+        assert!(alloc.alloc(6300, Purse::Ordinary).is_some());
+        assert_eq!(alloc.alloc(1, Purse::Ordinary), None);
+        assert_eq!(alloc.free_blocks(Purse::Ordinary, 7), 7);
+        let kept = alloc.alloc(60, Purse::Reserve).unwrap();
+        // With less left than is kept back, as on a target that was filled when nothing was.
+        assert_eq!((alloc.free_blocks(Purse::Ordinary, 7), alloc.free_blocks(Purse::Reserve, 7)), (0, 47));
+        kept.into_iter().for_each(|e| alloc.free(e));
+        assert_eq!(alloc.alloc(1, Purse::Ordinary), None);
     }
 }

@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, HashMap};
 use base::block::BLOCK_SIZE;
 use bytes::{Bytes, BytesMut};
 
-use super::alloc::Allocator;
+use super::alloc::{Allocator, Purse};
 use super::extent::{Extent, push_block};
 use super::index::Changes;
 use super::log::Record;
@@ -78,6 +78,7 @@ pub(crate) struct Outcome {
 pub(crate) struct Apply<'a> {
     context: Context<'a>,
     alloc: &'a mut Allocator,
+    purse: Purse,
     puts: Changes,
     put_bytes: usize,
     onodes: BTreeMap<Bytes, Option<Onode>>,
@@ -95,10 +96,16 @@ pub(crate) struct Apply<'a> {
 }
 
 impl<'a> Apply<'a> {
-    pub(crate) fn new(context: Context<'a>, alloc: &'a mut Allocator, next_nid: u64) -> Apply<'a> {
+    pub(crate) fn new(
+        context: Context<'a>,
+        alloc: &'a mut Allocator,
+        purse: Purse,
+        next_nid: u64,
+    ) -> Apply<'a> {
         Apply {
             context,
             alloc,
+            purse,
             puts: Changes::new(),
             put_bytes: 0,
             onodes: BTreeMap::new(),

@@ -16,7 +16,7 @@ use base::block::BLOCK;
 use base::mem::Arena;
 use base::pool::BufferPool;
 
-use super::alloc::Allocator;
+use super::alloc::{Allocator, Purse};
 use super::apply::{Apply, Context, Outcome, Stop};
 use super::bitmap::Bitmap;
 use super::commit::Commits;
@@ -29,14 +29,14 @@ use super::recovery::Settled;
 use super::staged::Stage;
 use super::superblock::Superblock;
 use super::view::{Loaded, Need, View};
-use crate::{CollectionId, Op, Result, StatFs, StoreError, Transaction};
+use crate::{Area, CollectionId, Op, Result, StatFs, StoreError, Transaction};
 
 /// Stands for the scan that fills [`Presence`] where calls have their numbers.
 const SCAN: u64 = 0;
-/// How often a call is parked for want of blocks before it fails: others may take what is freed before its turn comes, and the calls
-/// of its collection queue behind it.
+/// How often a call is parked for want of blocks before it fails: others may take what is freed
+/// before its turn comes, and the calls of its collection queue behind it.
 const PARKS_MAX: u32 = 64;
-/// Least room kept in the index for what gives space back, in bytes.
+/// Least room kept in the index for what must go on when it is full, in bytes.
 const INDEX_RESERVE_MIN: u64 = 256 << 10;
 
 /// A call that waits for its turn or for something to be loaded.
@@ -386,6 +386,7 @@ impl Core {
         }
         let failed = pending.failed.take().or_else(|| self.poisoned.clone().map(StoreError::Poisoned));
         let Call::Transaction(transaction, reply) = pending.call else { return };
+        let purse = purse(&transaction);
         let result = match failed {
             Some(error) => Err(Stop::Fail(error)),
             None => self.apply(&transaction, &pending.loaded, &pending.stages),
@@ -393,7 +394,7 @@ impl Core {
         pending.call = Call::Transaction(transaction, reply);
         match result {
             Err(Stop::Need(needs)) => self.wait_for(op, pending, needs),
-            Err(Stop::Space(need)) if self.will_have(need) && pending.parked < PARKS_MAX => {
+            Err(Stop::Space(need)) if self.will_have(need, purse) && pending.parked < PARKS_MAX => {
                 pending.parked += 1;
                 self.starved.push(op);
                 self.pending.insert(op, pending);
@@ -413,7 +414,7 @@ impl Core {
                         self.commit(outcome, reply);
                     }
                     Err(Stop::Fail(error)) => drop(reply.send(Err(error))),
-                    Err(Stop::Space(need)) => drop(reply.send(Err(self.no_space(need)))),
+                    Err(Stop::Space(need)) => drop(reply.send(Err(self.no_space(need, purse)))),
                     Err(Stop::Need(_) | Stop::Checkpoint) => {}
                 }
                 for id in pending.stages {
@@ -444,7 +445,7 @@ impl Core {
             data_blocks: self.superblock.data_blocks(),
             max_record: self.commits.max_record(),
         };
-        let mut apply = Apply::new(context, &mut self.alloc, self.next_nid);
+        let mut apply = Apply::new(context, &mut self.alloc, purse(transaction), self.next_nid);
         let result = apply.run(transaction);
         let (allocated, changed) = (std::mem::take(&mut apply.allocated), apply.changed_bytes());
         let result = result.and_then(|outcome| self.admit(transaction, changed).map(|()| outcome));
@@ -454,7 +455,9 @@ impl Core {
         result
     }
 
-    /// Keeps room in the index for what gives space back, and half of that for removals that also note something.
+    /// Keeps room in the index: a sixteenth of it from what users add, half of that from removals
+    /// that also note something, and a quarter, which checkpoints need to write pages anew, from
+    /// all but what only removes.
     fn admit(&self, transaction: &Transaction, changed: usize) -> std::result::Result<(), Stop> {
         let shrinks = |op: &Op| {
             matches!(
@@ -465,13 +468,23 @@ impl Core {
         let (total, free) = self.index_space;
         let pending = self.view.changed_bytes();
         let removes = transaction.ops.iter().any(|op| matches!(op, Op::Remove { .. } | Op::RemoveCollection));
-        let reserve = (total / 16).max(INDEX_RESERVE_MIN) / if removes { 2 } else { 1 };
+        let part = match (purse(transaction), removes) {
+            (Purse::Reserve, _) => 4,
+            (Purse::Ordinary, true) => 2,
+            (Purse::Ordinary, false) => 1,
+        };
+        let reserve = (total / 16).max(INDEX_RESERVE_MIN) / part;
         let needed = 4 * (pending + changed) as u64 + reserve;
         if needed <= free || transaction.ops.iter().all(shrinks) {
             return Ok(());
         }
         // What is not on the drive yet is reckoned generously.
-        if pending > 0 { Err(Stop::Checkpoint) } else { Err(StoreError::NoSpace { needed, free }.into()) }
+        if pending > 0 {
+            return Err(Stop::Checkpoint);
+        }
+        let target = self.superblock.uuid;
+        let (needed, free) = (needed - reserve, free.saturating_sub(reserve));
+        Err(StoreError::NoSpace { target, area: Area::Index, needed, free }.into())
     }
 
     /// Makes a transaction's effects visible and has them written.
@@ -620,7 +633,7 @@ impl Core {
         let (index_total, index_free) = self.index_space;
         StatFs {
             total: self.superblock.data.len,
-            free: (self.alloc.free_blocks() + self.reclaimable()) * BLOCK,
+            free: self.alloc.free_blocks(Purse::Ordinary, self.reclaimable()) * BLOCK,
             staged: staged * BLOCK,
             free_extents,
             largest_free_extent: largest * BLOCK,
@@ -643,6 +656,11 @@ impl Core {
             let _ = waiting.reply.send(Err(StoreError::Poisoned(reason.to_owned())));
         }
     }
+}
+
+/// What a transaction may take blocks from.
+fn purse(transaction: &Transaction) -> Purse {
+    if transaction.uses_reserve { Purse::Reserve } else { Purse::Ordinary }
 }
 
 fn named_stage(op: &Op) -> Option<u64> {

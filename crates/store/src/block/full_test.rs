@@ -1,4 +1,5 @@
-//! Targets that are full, or nearly so: nothing waits for ever, and what is refused has changed nothing.
+//! Targets that are full, or nearly so: nothing waits for ever, and what is refused has changed
+//! nothing.
 
 use std::sync::Arc;
 
@@ -11,7 +12,7 @@ use super::fsck::check;
 use super::recovery::{Sizes, mkfs};
 use super::sim::{Crashes, SimDrive, SimStore};
 use crate::conformance::{Workload, cid, oid, pattern, seed, write};
-use crate::{CollectionId, MemStore, ObjectStore, Op, StoreError, Transaction};
+use crate::{Area, CollectionId, MemStore, ObjectStore, Op, StoreError, Transaction};
 
 const BLOCK: usize = 4096;
 
@@ -128,7 +129,8 @@ fn stages_and_transactions_that_fit_singly_but_not_together_are_all_answered() {
     assert!(outcomes.iter().all(refused), "{outcomes:?}");
 }
 
-/// Random transactions on a target that is nearly full all the time, several at once, against a model; then a loss of power.
+/// Random transactions on a target that is nearly full all the time, several at once, against a
+/// model; then a loss of power.
 #[test]
 fn a_nearly_full_target_agrees_with_a_model_and_survives_crashes() {
     let (mut refused, mut done) = (0, 0);
@@ -154,7 +156,7 @@ fn a_nearly_full_target_agrees_with_a_model_and_survives_crashes() {
                 .collect();
             for (transaction, outcome) in queued {
                 match run(outcome) {
-                    Err(StoreError::NoSpace { needed, free }) => {
+                    Err(StoreError::NoSpace { needed, free, .. }) => {
                         assert!(needed > free, "{needed} bytes needed, {free} free");
                         refused += 1;
                     }
@@ -208,4 +210,158 @@ fn omap_values_and_objects_are_read_back_from_a_full_target() {
     for object in objects {
         run(store.queue_transaction(Transaction::new(c.clone()).with(Op::Remove { oid: object }))).unwrap();
     }
+}
+
+/// Takes every block, the reserve's too, as targets were filled that kept none back.
+fn fill_without_reserve(store: &dyn ObjectStore) {
+    fill(store, 0);
+    let c = cid("full");
+    let mut n = 0;
+    while run(store.queue_transaction(put(&c, &format!("r{n:04}"), 1).from_reserve())).is_ok() {
+        n += 1;
+    }
+    assert!(n >= 16, "{n} blocks were kept back");
+}
+
+fn cut(c: &CollectionId, name: &str, size: u64) -> Transaction {
+    Transaction::new(c.clone()).with(Op::Truncate { oid: oid(name), size }).from_reserve()
+}
+
+fn is_full(result: &Result<(), StoreError>, full: Area) -> bool {
+    matches!(result, Err(StoreError::NoSpace { area, .. }) if *area == full)
+}
+
+#[test]
+fn the_reserve_serves_recovery_and_removals_at_zero_bytes_free_also_after_a_restart() {
+    let (drive, store) = mount(fresh(12 << 20));
+    create(&store, &["c"]);
+    let c = cid("c");
+    run(store.queue_transaction(put(&c, "old", 3))).unwrap();
+    fill(&store, 0);
+    let (mut drive, mut store) = (drive, store);
+    for round in 0..3u64 {
+        let refused = run(store.queue_transaction(put(&c, "new", 1)));
+        assert!(is_full(&refused, Area::Data), "round {round}: {refused:?}");
+        assert!(run(store.stage(1)).is_err(), "stages are for data of users");
+        for n in 0..50 {
+            let write = Transaction::new(c.clone())
+                .with(Op::Truncate { oid: oid("record"), size: 0 })
+                .with(write(&oid("record"), 0, pattern(n, 9000)))
+                .from_reserve();
+            run(store.queue_transaction(write)).unwrap();
+        }
+        let size = 3 * BLOCK as u64 - 1000 * (round + 1);
+        run(store.queue_transaction(cut(&c, "old", size))).unwrap();
+        let read = run(store.read(&c, &oid("old"), 0, 1 << 20, None)).unwrap();
+        read.verify().unwrap();
+        assert_eq!(read.contiguous(), pattern(3, 3 * BLOCK).slice(..size as usize));
+        if round == 0 {
+            run(store.umount()).unwrap();
+        }
+        let image = drive.image();
+        let shared: Arc<dyn Drive> = SimDrive::new(image.clone());
+        assert!(check(&shared, false, &mut |_, _| {}).unwrap().is_clean());
+        (drive, store) = mount(image);
+    }
+}
+
+#[test]
+fn a_target_without_one_free_block_is_mounted_read_and_emptied() {
+    let image = {
+        let (drive, store) = mount(fresh(12 << 20));
+        create(&store, &["c"]);
+        run(store.queue_transaction(put(&cid("c"), "o", 3))).unwrap();
+        fill_without_reserve(&store);
+        run(store.umount()).unwrap();
+        drive.image()
+    };
+    let (_, store) = mount(image);
+    let c = cid("c");
+    assert_eq!(run(store.statfs()).unwrap().free, 0);
+    // What a group does to take a change back: whole blocks are shared, and zeros written where
+    // there are zeros.
+    let keep = Transaction::new(c.clone())
+        .with(Op::CloneRange {
+            src: oid("o"),
+            dst: oid("kept"),
+            src_offset: 0,
+            len: 3 * BLOCK as u64,
+            dst_offset: 0,
+        })
+        .with(Op::Truncate { oid: oid("kept"), size: 2 * BLOCK as u64 });
+    run(store.queue_transaction(keep.from_reserve())).unwrap();
+    let refused = run(store.queue_transaction(cut(&c, "o", 5000)));
+    assert!(is_full(&refused, Area::Data), "there is no block for what is left of one: {refused:?}");
+    let entries = vec![(Bytes::from_static(b"map"), pattern(1, 5000))];
+    let note = Transaction::new(c.clone()).with(Op::OmapSet { oid: oid("map"), entries }).from_reserve();
+    run(store.queue_transaction(note)).unwrap();
+    let (objects, _) = run(store.list(&cid("full"), None, 10_000)).unwrap();
+    for object in objects {
+        run(store.read(&cid("full"), &object, 0, 1 << 20, None)).unwrap().verify().unwrap();
+        let gone = Transaction::new(cid("full")).with(Op::Remove { oid: object });
+        run(store.queue_transaction(gone)).unwrap();
+    }
+    run(store.queue_transaction(cut(&c, "o", 5000))).unwrap();
+    run(store.queue_transaction(put(&c, "new", 100))).unwrap();
+}
+
+#[test]
+fn a_write_that_changes_nothing_takes_no_block() {
+    let (_, store) = mount(fresh(12 << 20));
+    create(&store, &["c"]);
+    let c = cid("c");
+    run(store.queue_transaction(put(&c, "o", 2))).unwrap();
+    run(store.queue_transaction(cut(&c, "o", 5000))).unwrap();
+    fill_without_reserve(&store);
+    let longer = Op::Truncate { oid: oid("o"), size: 2 * BLOCK as u64 };
+    run(store.queue_transaction(Transaction::new(c.clone()).with(longer))).unwrap();
+    run(store.queue_transaction(cut(&c, "o", 5000))).unwrap();
+    let read = run(store.read(&c, &oid("o"), 0, 1 << 20, None)).unwrap();
+    read.verify().unwrap();
+    assert_eq!(read.contiguous(), pattern(2, 2 * BLOCK).slice(..5000));
+}
+
+#[test]
+fn a_full_index_takes_records_and_removals_and_is_never_poisoned() {
+    let (drive, store) = mount(fresh(12 << 20));
+    create(&store, &["c"]);
+    let c = cid("c");
+    let make = |n: u32| {
+        let oid = oid(&format!("{:08x}", n.wrapping_mul(0x9e37_79b1)));
+        Transaction::new(c.clone()).with(Op::SetXattrs { oid, xattrs: vec![("x".into(), pattern(1, 3000))] })
+    };
+    let mut made = 0;
+    let refused = loop {
+        match run(store.queue_transaction(make(made))) {
+            Ok(()) => made += 1,
+            refused => break refused,
+        }
+    };
+    assert!(is_full(&refused, Area::Index) && made > 100, "{made} objects, then {refused:?}");
+    let (mut drive, mut store) = (drive, store);
+    for round in 0..2u64 {
+        for n in 0..100 {
+            let entries = vec![(Bytes::from(format!("k{}", n % 3)), pattern(n + round, 2000))];
+            let note = Op::OmapSet { oid: oid("record"), entries };
+            run(store.queue_transaction(Transaction::new(c.clone()).with(note).from_reserve())).unwrap();
+        }
+        let refused = run(store.queue_transaction(make(made)));
+        assert!(is_full(&refused, Area::Index), "{refused:?}");
+        (drive, store) = mount(drive.image());
+    }
+    let mut removed = 0;
+    loop {
+        let (objects, more) = run(store.list(&c, None, 10_000)).unwrap();
+        for object in objects.into_iter().filter(|object| *object != oid("results")) {
+            let note = Op::OmapSet { oid: oid("results"), entries: vec![("k".into(), "v".into())] };
+            let gone = Transaction::new(c.clone()).with(Op::Remove { oid: object }).with(note);
+            run(store.queue_transaction(gone.from_reserve())).unwrap();
+            removed += 1;
+        }
+        if !more {
+            break;
+        }
+    }
+    assert_eq!(removed, made + 1);
+    run(store.queue_transaction(make(0))).unwrap();
 }

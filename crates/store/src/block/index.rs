@@ -13,7 +13,7 @@ use redb::{Builder, Database, ReadableDatabase, TableDefinition};
 
 use super::records::{Meta, corrupt, key};
 use super::region::{Damage, IndexRegion};
-use crate::{Result, StoreError};
+use crate::{Area, Result, StoreError};
 
 const TABLE: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("outboard");
 
@@ -236,7 +236,7 @@ fn guarded<T>(f: impl FnOnce() -> Result<T, redb::Error>) -> Result<T> {
 fn map_error(error: redb::Error) -> StoreError {
     match error {
         redb::Error::Io(e) if e.kind() == std::io::ErrorKind::StorageFull => {
-            StoreError::NoSpace { needed: 0, free: 0 }
+            StoreError::NoSpace { target: uuid::Uuid::nil(), area: Area::Index, needed: 0, free: 0 }
         }
         redb::Error::Io(e) => match e.get_ref().and_then(|inner| inner.downcast_ref::<Damage>()) {
             Some(damage) => corrupt("index", damage),

@@ -135,9 +135,13 @@ impl Apply<'_> {
         Ok(())
     }
 
-    /// Takes blocks. If there are too few, the transaction needs those that it has taken so far, too: its caller gives them back.
+    /// Takes blocks. If there are too few, the transaction needs those that it has taken so far,
+    /// too: its caller gives them back.
     pub(super) fn alloc(&mut self, blocks: u64) -> Step<Vec<Extent>> {
-        let extents = self.alloc.alloc(blocks).ok_or_else(|| Stop::Space(total(&self.allocated) + blocks))?;
+        let extents = self
+            .alloc
+            .alloc(blocks, self.purse)
+            .ok_or_else(|| Stop::Space(total(&self.allocated) + blocks))?;
         self.allocated.extend(&extents);
         Ok(extents)
     }

@@ -5,10 +5,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use base::block::{BLOCK, Payload};
 
 use super::{Core, PARKS_MAX, Purpose};
+use crate::block::alloc::Purse;
 use crate::block::messages::Reply;
 use crate::block::staged::{Stage, StagedBlock};
 use crate::stage::check_stage_write;
-use crate::{StageId, StoreError};
+use crate::{Area, StageId, StoreError};
 
 /// A `stage_write` that is on its way.
 #[derive(Debug)]
@@ -49,29 +50,31 @@ impl Core {
             return drop(reply.send(Err(StoreError::InvalidArgument("an empty stage".into()))));
         }
         let blocks = len.div_ceil(BLOCK);
-        match self.alloc.alloc(blocks) {
+        match self.alloc.alloc(blocks, Purse::Ordinary) {
             Some(extents) => {
                 let id = next_stage(&self.last_stage);
                 self.stages.insert(id.0, Stage::new(len, extents));
                 let _ = reply.send(Ok(id));
             }
-            None if self.will_have(blocks) && parked < PARKS_MAX => {
+            None if self.will_have(blocks, Purse::Ordinary) && parked < PARKS_MAX => {
                 self.waiting_stages.push_back(WaitingStage { len, parked: parked + 1, reply });
             }
-            None => drop(reply.send(Err(self.no_space(blocks)))),
+            None => drop(reply.send(Err(self.no_space(blocks, Purse::Ordinary)))),
         }
     }
 
-    /// Whether `blocks` blocks, which are not free now, will be: freed blocks are on their way to the allocator, and they suffice.
-    /// The calls that wait for them are tried again whenever some have arrived.
-    pub(super) fn will_have(&self, blocks: u64) -> bool {
+    /// Whether `blocks` blocks, which are not free now, will be: freed blocks are on their way to
+    /// the allocator, and they suffice. The calls that wait for them are tried again whenever some
+    /// have arrived.
+    pub(super) fn will_have(&self, blocks: u64, purse: Purse) -> bool {
         let on_their_way = self.reclaimable();
-        on_their_way > 0 && self.alloc.free_blocks() + on_their_way >= blocks
+        on_their_way > 0 && self.alloc.free_blocks(purse, on_their_way) >= blocks
     }
 
-    pub(super) fn no_space(&self, blocks: u64) -> StoreError {
-        let free = self.alloc.free_blocks() + self.reclaimable();
-        StoreError::NoSpace { needed: blocks * BLOCK, free: free * BLOCK }
+    pub(super) fn no_space(&self, blocks: u64, purse: Purse) -> StoreError {
+        let free = self.alloc.free_blocks(purse, self.reclaimable()) * BLOCK;
+        let target = self.superblock.uuid;
+        StoreError::NoSpace { target, area: Area::Data, needed: blocks * BLOCK, free }
     }
 
     pub(super) fn stage_write(&mut self, id: StageId, offset: u64, payload: Payload, reply: Reply<()>) {

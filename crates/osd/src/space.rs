@@ -1,0 +1,81 @@
+//! Waiting for space that is on its way.
+//!
+//! A change that replaces data needs room for the new data before the old is given back, and a
+//! redundant group keeps what a transaction has overwritten until a later one trims it. So a change
+//! that finds no space waits while other changes run, and has groups trimmed. Changes that wait do
+//! not count as running: when all do, they fail.
+
+use std::cell::Cell;
+
+use tokio::sync::{Mutex, Notify};
+use tokio::time::Instant;
+
+use crate::osd::Osd;
+
+/// Changes at work, which may give space back when they end.
+#[derive(Default)]
+pub(crate) struct Space {
+    running: Cell<u32>,
+    /// A change has ended.
+    ended: Notify,
+    /// Held while groups are trimmed.
+    trimming: Mutex<()>,
+    /// Counts how often that brought something.
+    trims: Cell<u64>,
+}
+
+/// A change at work, until dropped.
+pub(crate) struct Running<'a>(&'a Space);
+
+impl Space {
+    /// Says that a change begins, or goes on.
+    pub(crate) fn enter(&self) -> Running<'_> {
+        self.running.set(self.running.get() + 1);
+        Running(self)
+    }
+}
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        let left = self.0.running.get().checked_sub(1).expect("a change that ends was counted");
+        self.0.running.set(left);
+        self.0.ended.notify_waiters();
+    }
+}
+
+impl Osd {
+    /// Waits until there may be more space, at most until `until`. `false` if none is on its way,
+    /// or not in time.
+    pub(crate) async fn space_may_come(&self, until: Instant) -> bool {
+        if Instant::now() >= until {
+            return false;
+        }
+        let ended = self.space.ended.notified();
+        if self.trim_groups().await {
+            return true;
+        }
+        self.space.running.get() > 0 && tokio::time::timeout_at(until, ended).await.is_ok()
+    }
+
+    /// Has groups give back what they keep of overwritten data; whether any did.
+    async fn trim_groups(&self) -> bool {
+        let before = self.space.trims.get();
+        let _one_at_a_time = self.space.trimming.lock().await;
+        if self.space.trims.get() != before {
+            return true;
+        }
+        for (_, group) in self.open_groups() {
+            let kept = group.undo_objects();
+            if kept == 0 {
+                continue;
+            }
+            if let Err(e) = group.trim().await {
+                tracing::debug!(error = %e, "overwritten data is kept for the time being");
+            }
+            if group.undo_objects() < kept {
+                self.space.trims.set(before + 1);
+            }
+        }
+        self.space.trims.get() != before
+    }
+}

@@ -1,0 +1,191 @@
+//! Nodes whose targets are full: what they have is read and removed, and an operator can do
+//! everything.
+
+use std::sync::Arc;
+
+use client::{Error, NodeError, Pool, Redundancy};
+use futures::future::{join_all, try_join_all};
+use osd::OsdConfig;
+use store::simulation::{SimDrive, SimStore};
+use uuid::Uuid;
+
+use crate::common::{FaultStore, Node, data, is_another_network};
+
+/// A node with targets of that many MiB, on drives in memory.
+fn node(targets: usize, mib: usize) -> Node {
+    let store = |number: usize| {
+        let image = SimStore::format(vec![0; mib << 20], Uuid::from_u128(number as u128)).unwrap();
+        FaultStore::over(Arc::new(SimStore::mount(&SimDrive::new(image), 7).unwrap()), None)
+    };
+    let config = OsdConfig { upkeep_interval: std::time::Duration::from_millis(50), ..OsdConfig::default() };
+    let mut node = Node::over((1..=targets).map(store).collect(), config);
+    node.restart();
+    node
+}
+
+async fn pool(node: &Node, name: &str, groups: u32, redundancy: &str) -> Pool {
+    let client = node.client().await;
+    let redundancy: Redundancy = redundancy.parse().unwrap();
+    client.create_pool_with(name, groups, redundancy).await.unwrap();
+    client.pool(name).unwrap()
+}
+
+fn is_full<T: std::fmt::Debug>(result: &Result<T, Error>) -> bool {
+    match result {
+        Err(Error::Node(e @ NodeError::NoSpace { target, area, .. })) => {
+            assert!(["0", "1", "2"].contains(&target.as_str()), "{e}");
+            assert_eq!(area, "data", "{e}");
+            true
+        }
+        _ => false,
+    }
+}
+
+/// Puts objects of that length until one does not fit; how many did.
+async fn fill(pool: &Pool, prefix: &str, len: usize) -> usize {
+    for n in 0.. {
+        let put = pool.object(&format!("{prefix}{n}")).unwrap().put(data(len, n as u64)).await;
+        if put.is_err() {
+            assert!(is_full(&put), "{put:?}");
+            return n;
+        }
+    }
+    unreachable!("targets are finite")
+}
+
+async fn check(pool: &Pool, prefix: &str, len: usize, numbers: impl Iterator<Item = usize>) {
+    for n in numbers {
+        let got = pool.object(&format!("{prefix}{n}")).unwrap().get().await;
+        assert!(got.as_ref().is_ok_and(|got| *got == data(len, n as u64)), "{prefix}{n}: {:?}", got.err());
+    }
+}
+
+async fn assert_none_failed(node: &Node) {
+    let status = node.client().await.status().await.unwrap();
+    let failures: Vec<_> = status.targets.iter().filter_map(|t| t.failure.clone()).collect();
+    assert!(failures.is_empty(), "{failures:?}");
+}
+
+async fn free(node: &Node) -> Vec<u64> {
+    let status = node.client().await.status().await.unwrap();
+    status.targets.iter().map(|t| t.space.as_ref().unwrap().free).collect()
+}
+
+const LARGE: usize = 512 << 10;
+
+#[tokio::test]
+async fn a_full_erasure_coded_pool_is_read_and_emptied_also_after_a_restart() {
+    if is_another_network() {
+        return;
+    }
+    let mut node = node(3, 24);
+    let films = pool(&node, "films", 4, "ec:2+1").await;
+    let many = fill(&films, "f", LARGE).await;
+    assert!(many > 20, "{many} objects fit");
+    let few = fill(&films, "small", 4096).await;
+    let long = films.object("f0").unwrap();
+    assert!(is_full(&long.write(LARGE as u64 - 5000, data(200_000, 3)).await));
+    check(&films, "f", LARGE, 0..many).await;
+    check(&films, "small", 4096, 0..few).await;
+    assert_none_failed(&node).await;
+    node.restart();
+    let client = node.client().await;
+    let films = client.pool("films").unwrap();
+    check(&films, "f", LARGE, 0..many).await;
+    assert!(matches!(
+        films.object("none").unwrap().get().await,
+        Err(Error::Node(NodeError::NoSuchObject(_)))
+    ));
+    // Shorter, at any byte, is possible, too.
+    films.object("f1").unwrap().truncate(1234).await.unwrap();
+    assert_eq!(films.object("f1").unwrap().get().await.unwrap(), data(LARGE, 1).slice(..1234));
+    for n in 2..many {
+        films.object(&format!("f{n}")).unwrap().remove().await.unwrap();
+    }
+    assert_none_failed(&node).await;
+    // What was removed is kept for a moment in case it has to be taken back: the puts wait for it.
+    for n in 2..many {
+        films.object(&format!("f{n}")).unwrap().put(data(LARGE, n as u64)).await.unwrap();
+    }
+    check(&films, "f", LARGE, 2..many).await;
+}
+
+#[tokio::test]
+async fn pools_and_targets_are_managed_at_zero_bytes_free_also_after_restarts() {
+    if is_another_network() {
+        return;
+    }
+    let mut node = node(3, 16);
+    let copies = pool(&node, "copies", 4, "mirror:3").await;
+    fill(&copies, "c", LARGE).await;
+    fill(&copies, "small", 4096).await;
+    for round in 0..2 {
+        assert_eq!(free(&node).await, [0, 0, 0], "round {round}");
+        let client = node.client().await;
+        let name = format!("pool{round}");
+        client.create_pool(&name).await.unwrap();
+        let other = client.pool(&name).unwrap();
+        assert!(is_full(&other.object("x").unwrap().put("x").await));
+        other.object("empty").unwrap().put("").await.unwrap();
+        client.set_target_out(1, true).await.unwrap();
+        check(&client.pool("copies").unwrap(), "c", LARGE, 0..2).await;
+        client.pool("copies").unwrap().object(&format!("small{round}")).unwrap().remove().await.unwrap();
+        client.set_target_out(1, false).await.unwrap();
+        // It catches up with what was removed.
+        let health = async || client.status().await.unwrap().health.iter().map(|h| h.degraded).sum::<u32>();
+        while health().await > 0 {
+            tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+        }
+        client.pool("copies").unwrap().object(&format!("again{round}")).unwrap().put("x").await.unwrap();
+        client.remove_pool(&name, true).await.unwrap();
+        assert_none_failed(&node).await;
+        node.restart();
+    }
+    let client = node.client().await;
+    client.remove_pool("copies", true).await.unwrap();
+    while free(&node).await.iter().any(|free| *free < 8 << 20) {
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    }
+}
+
+/// Each object is overwritten by all: for the new data there is room only once other overwrites
+/// have given theirs back.
+#[tokio::test]
+async fn overwrites_that_fit_one_after_the_other_wait_for_each_other() {
+    if is_another_network() {
+        return;
+    }
+    for redundancy in ["single", "mirror:2", "ec:1+1"] {
+        let node = node(2, 40);
+        let pool = pool(&node, "pool", 1, redundancy).await;
+        let len = 3 << 20;
+        let put = async |n: usize, salt: usize| {
+            pool.object(&format!("o{n}")).unwrap().put(data(len, salt as u64)).await
+        };
+        for n in 0..4 {
+            put(n, n).await.unwrap();
+        }
+        for round in 0..3 {
+            let outcomes = try_join_all((0..12).map(|n| put(n % 4, round))).await;
+            outcomes.unwrap_or_else(|e| panic!("{redundancy}, round {round}: {e}"));
+        }
+        for n in 0..4 {
+            assert!(pool.object(&format!("o{n}")).unwrap().get().await.unwrap() == data(len, 2));
+        }
+    }
+}
+
+/// Puts that wait for space give up when nothing else is under way that could bring some.
+#[tokio::test]
+async fn puts_that_can_never_fit_are_all_refused() {
+    if is_another_network() {
+        return;
+    }
+    let node = node(2, 16);
+    let pool = pool(&node, "pool", 2, "mirror:2").await;
+    fill(&pool, "f", LARGE).await;
+    let put = async |n: usize| pool.object(&format!("new{n}")).unwrap().put(data(3 << 20, 1)).await;
+    let outcomes = join_all((0..16).map(put)).await;
+    assert!(outcomes.iter().all(is_full), "{outcomes:?}");
+    assert_none_failed(&node).await;
+}

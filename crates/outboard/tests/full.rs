@@ -1,0 +1,235 @@
+//! A node with 0 B free on every target: every command works, or gives an error whose remedy works,
+//! also after a restart.
+
+use std::fs;
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// A node in a temporary directory, stopped when dropped.
+struct Node {
+    dir: tempfile::TempDir,
+}
+
+impl Node {
+    fn new(targets: &str, size: &str) -> Node {
+        let node = Node { dir: tempfile::tempdir().unwrap() };
+        let up = ["up", "--detach", "--listen", "127.0.0.1:0", "--targets", targets, "--target-size", size];
+        node.ok(&up);
+        node
+    }
+
+    fn run(&self, args: &[&str]) -> Output {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_outboard"));
+        command.args(args).env("OUTBOARD_DIR", self.dir.path().join("node")).env_remove("OUTBOARD_ENDPOINT");
+        command.current_dir(self.dir.path()).stdin(Stdio::null()).output().unwrap()
+    }
+
+    /// Runs a command that must succeed; its standard output.
+    fn ok(&self, args: &[&str]) -> Vec<u8> {
+        let output = self.run(args);
+        assert!(output.status.success(), "outboard {args:?}: {}", String::from_utf8_lossy(&output.stderr));
+        output.stdout
+    }
+
+    fn text(&self, args: &[&str]) -> String {
+        String::from_utf8(self.ok(args)).unwrap()
+    }
+
+    fn fails(&self, args: &[&str]) -> String {
+        let output = self.run(args);
+        assert!(!output.status.success(), "outboard {args:?}: {}", String::from_utf8_lossy(&output.stdout));
+        String::from_utf8(output.stderr).unwrap()
+    }
+
+    /// Runs a command for which there is no space; the error must say so, and what to do.
+    fn no_space(&self, args: &[&str]) {
+        let said = self.fails(args);
+        assert!(said.contains("no space for data on target "), "outboard {args:?}: {said}");
+        assert!(said.contains("remove objects, which works on a full target"), "outboard {args:?}: {said}");
+    }
+
+    fn write(&self, name: &str, bytes: &[u8]) {
+        fs::write(self.dir.path().join(name), bytes).unwrap();
+    }
+
+    fn targets(&self) -> Vec<serde_json::Value> {
+        serde_json::from_slice(&self.ok(&["target", "ls", "--json"])).unwrap()
+    }
+
+    fn free(&self) -> Vec<u64> {
+        self.targets().iter().map(|t| t["space"]["Ok"]["free"].as_u64().unwrap()).collect()
+    }
+
+    fn wait(&self, what: &str, is_so: impl Fn() -> bool) {
+        let until = Instant::now() + Duration::from_secs(60);
+        while !is_so() {
+            assert!(Instant::now() < until, "{what}: {}", self.text(&["status", "--json"]));
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    fn is_whole(&self) -> bool {
+        let status: serde_json::Value = serde_json::from_slice(&self.ok(&["status", "--json"])).unwrap();
+        let pools = status["pools"].as_array().unwrap();
+        let number = |value: &serde_json::Value| value.as_u64().unwrap_or(0);
+        pools.iter().all(|p| number(&p["degraded"]) + number(&p["unavailable"]) == 0)
+    }
+
+    /// Puts objects called `name` and a number of that file until one does not fit; how many did.
+    fn put_all(&self, name: &str, file: &str) -> usize {
+        for n in 0.. {
+            let put = self.run(&["put", &format!("{name}{n}"), file]);
+            if !put.status.success() {
+                let said = String::from_utf8_lossy(&put.stderr);
+                assert!(said.contains("no space for data on target "), "{name}{n}: {said}");
+                return n;
+            }
+        }
+        unreachable!("targets are finite")
+    }
+
+    /// Fills what is left, on each target, by small objects in a pool without redundancy.
+    fn top_up(&self, round: usize) {
+        for n in 0..400 {
+            if self.free().iter().all(|free| *free == 0) {
+                return;
+            }
+            // Which target an object goes to depends on its name.
+            let names = (0..8).map(|k| format!("rest/{round}-{n}-{k}"));
+            for name in names {
+                let put = self.run(&["put", &name, "small"]);
+                let said = String::from_utf8_lossy(&put.stderr);
+                assert!(put.status.success() || said.contains("no space for data on target "), "{said}");
+            }
+        }
+        panic!("the targets are not full: {:?}", self.free());
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        self.run(&["down"]);
+    }
+}
+
+fn content(len: usize) -> Vec<u8> {
+    (0..len as u64).map(|i| (i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8).collect()
+}
+
+/// Every command that does not end with the targets being empty. `first` and `second` are objects
+/// of the large file.
+fn walk(node: &Node, pool: &str, first: &str, second: &str, round: usize) {
+    let large = content(LARGE);
+    node.text(&["status"]);
+    node.text(&["doctor"]);
+    assert!(node.text(&["pool", "ls"]).contains(pool));
+    assert!(node.text(&["target", "ls"]).contains("0.0"));
+    assert!(node.text(&["ls", pool]).lines().count() > 10);
+    assert!(node.text(&["stat", first]).contains("524288"));
+    assert!(node.ok(&["get", first, "-"]) == large, "a full node is read");
+    assert!(node.fails(&["get", &format!("{pool}/none"), "-"]).contains("does not exist"));
+    assert!(node.fails(&["rm", &format!("{pool}/none")]).contains("does not exist"));
+    node.ok(&["cp", &format!("outboard:{first}"), "copy"]);
+    assert!(fs::read(node.dir.path().join("copy")).unwrap() == large);
+    node.ok(&["scrub", pool]);
+    node.ok(&["ec", "mode"]);
+    node.ok(&["ec", "encode", "--k", "2", "--m", "1", "--out", &format!("shards{round}"), "large"]);
+    node.ok(&["debug", "fault", "dma.transfer=fail,count=1"]);
+    node.ok(&["debug", "faults"]);
+    node.ok(&["debug", "clear"]);
+    node.ok(&["target", "rate", "0"]);
+    // What takes space is refused.
+    node.no_space(&["put", &format!("{pool}/more"), "large"]);
+    node.no_space(&["put", second, "huge"]);
+    let said = node.fails(&["cp", "large", &format!("outboard:{pool}/more")]);
+    assert!(said.contains("no space for data on target "), "{said}");
+    let bench = ["bench", "write", "--pool", pool, "--object-size", "512KiB", "--seconds", "1"];
+    assert!(node.fails(&bench).contains("no space for data on target "));
+    // Pools are made and removed, targets taken out and in.
+    let made = format!("made{round}");
+    node.ok(&["pool", "create", &made, "--pg-count", "4"]);
+    node.no_space(&["put", &format!("{made}/x"), "small"]);
+    node.ok(&["pool", "rm", &made]);
+    let said = node.fails(&["pool", "rm", pool]);
+    assert!(said.contains("remove its objects first, or force the removal"), "{said}");
+    let failed: Vec<_> = node.targets().into_iter().filter(|t| !t["failure"].is_null()).collect();
+    assert!(failed.is_empty(), "{failed:?}");
+    // The remedy works, and what was removed makes room at once.
+    node.ok(&["rm", second]);
+    node.ok(&["put", second, "large"]);
+    assert!(node.ok(&["get", second, "-"]) == large);
+}
+
+const LARGE: usize = 512 << 10;
+
+fn files(node: &Node) {
+    node.write("large", &content(LARGE));
+    node.write("huge", &content(8 << 20));
+    node.write("small", &content(4096));
+}
+
+#[test]
+fn a_full_erasure_coded_node_does_everything_also_after_a_restart() {
+    let node = Node::new("3", "24MiB");
+    files(&node);
+    node.ok(&["pool", "create", "films", "--redundancy", "ec:2+1", "--pg-count", "4"]);
+    node.ok(&["pool", "create", "rest", "--pg-count", "8"]);
+    let many = node.put_all("films/f", "large");
+    assert!(many > 40, "{many} objects fit");
+    for round in 0..2 {
+        node.top_up(round);
+        walk(&node, "films", "films/f0", "films/f1", round);
+        node.top_up(10 + round);
+        // A target goes and comes back: it catches up with what was removed.
+        node.ok(&["target", "out", "1"]);
+        assert!(node.text(&["target", "ls"]).contains("out"));
+        node.ok(&["rm", &format!("films/f{}", 2 + round)]);
+        assert!(node.ok(&["get", "films/f0", "-"]) == content(LARGE));
+        node.ok(&["target", "in", "1"]);
+        node.wait("the target catches up", || node.is_whole());
+        node.ok(&["put", &format!("films/f{}", 2 + round), "large"]);
+        node.top_up(20 + round);
+        node.ok(&["down"]);
+        node.ok(&["fsck"]);
+        node.ok(&["up", "--detach"]);
+        assert_eq!(node.free(), [0, 0, 0], "the node starts with nothing free");
+    }
+    let said = node.fails(&["target", "replace", "2"]);
+    assert!(said.contains("remove the pool, or restore the target"), "{said}");
+    node.ok(&["pool", "rm", "--force", "rest"]);
+    node.ok(&["target", "replace", "2"]);
+    node.ok(&["down"]);
+    node.ok(&["up", "--detach"]);
+    node.wait("the replaced target is rebuilt", || node.is_whole());
+    for n in 0..many {
+        assert!(node.ok(&["get", &format!("films/f{n}"), "-"]) == content(LARGE), "films/f{n}");
+    }
+    node.ok(&["pool", "rm", "--force", "films"]);
+    node.wait("the space comes back", || node.free().iter().all(|free| *free > 16 << 20));
+}
+
+#[test]
+fn a_full_node_starts_again_and_is_emptied() {
+    let node = Node::new("2", "64MiB");
+    files(&node);
+    node.ok(&["pool", "create", "photos", "--pg-count", "8"]);
+    node.ok(&["pool", "create", "rest", "--pg-count", "8"]);
+    node.put_all("photos/h", "huge");
+    let many = node.put_all("photos/f", "large");
+    assert!(many > 1);
+    for round in 0..2 {
+        node.top_up(round);
+        walk(&node, "photos", "photos/f0", "photos/f1", round);
+        node.top_up(10 + round);
+        node.ok(&["target", "out", "0"]);
+        // As a node that was left with one target out: the other one is full.
+        node.ok(&["down"]);
+        node.ok(&["up", "--detach"]);
+        node.ok(&["target", "in", "0"]);
+        assert_eq!(node.free(), [0, 0], "the node starts with nothing free");
+    }
+    for pool in ["photos", "rest"] {
+        node.ok(&["pool", "rm", "--force", pool]);
+    }
+    node.wait("the space comes back", || node.free().iter().all(|free| *free > 48 << 20));
+}
