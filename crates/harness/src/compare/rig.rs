@@ -20,7 +20,7 @@ const SPARE_GIB: u64 = 2;
 
 const POOL: &str = "bench";
 /// Number of the objects of `put` and `get`, and their size in bytes.
-const SMALL_OBJECTS: u64 = 64;
+const SMALL_OBJECTS: u64 = 8;
 const SMALL_BYTES: usize = 1024;
 
 /// Stops the nodes and removes the directory: `$1`, with the binaries as `$2` and `$3`.
@@ -72,7 +72,25 @@ impl Rig {
         }
         let file = dir.join("small");
         fs::write(&file, (0..SMALL_BYTES).map(|i| (i * 31 % 251) as u8).collect::<Vec<u8>>())?;
-        Ok(Rig { old, new, file, loads, _cleaner: cleaner })
+        let rig = Rig { old, new, file, loads, _cleaner: cleaner };
+        if rig.loads.contains(&Load::Get) {
+            rig.put_small_objects()?;
+        }
+        Ok(rig)
+    }
+
+    /// Stores what `get` reads, however few objects a run of `put` gets to.
+    fn put_small_objects(&self) -> Result<()> {
+        for binary in [&self.old, &self.new] {
+            for node in [&binary.dpu, &binary.host] {
+                (0..SMALL_OBJECTS).try_for_each(|i| node.run_quietly(&["put", &small(i), self.file()?]))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn file(&self) -> Result<&str> {
+        Ok(self.file.to_str().ok_or("the path of the work directory is not text; set OUTBOARD_BENCH_DIR")?)
     }
 
     /// What both binaries can be measured with.
@@ -111,7 +129,7 @@ impl Rig {
                     host_cpu_us: found.host_cpu_us_per_op,
                 })
             }
-            Load::Put => commands(node, seconds, "put", self.file.to_str().ok_or("a path that is not text")?),
+            Load::Put => commands(node, seconds, "put", self.file()?),
             Load::Get => commands(node, seconds, "get", "-"),
         }
     }
@@ -183,7 +201,7 @@ fn commands(node: &Node, seconds: u32, command: &str, file: &str) -> Result<Samp
     let started = Instant::now();
     let mut ops = 0;
     while started.elapsed() < Duration::from_secs(u64::from(seconds)) {
-        let name = format!("{POOL}/small-{}", ops % SMALL_OBJECTS);
+        let name = small(ops % SMALL_OBJECTS);
         let output = node.command(&[command, &name, file]).stdin(Stdio::null()).output()?;
         if !output.status.success() {
             return Err(String::from_utf8_lossy(&output.stderr).trim().to_owned().into());
@@ -201,6 +219,11 @@ fn commands(node: &Node, seconds: u32, command: &str, file: &str) -> Result<Samp
         node_cpu_us: per_op(clients + used.iter().sum::<f64>()),
         host_cpu_us: per_op(host),
     })
+}
+
+/// Name of a small object.
+fn small(index: u64) -> String {
+    format!("{POOL}/small-{index}")
 }
 
 fn check_space(dir: &Path) -> Result<()> {
