@@ -114,7 +114,7 @@ impl Client {
     async fn scrub(&self, pool: &str, start: bool, repair: bool) -> Result<ScrubStatus> {
         let pool = PoolName::new(pool)?.to_string().into();
         match self.ask(RequestBody::Scrub { pool, start, repair }).await? {
-            ReplyBody::Scrub(status) => Ok(status),
+            ReplyBody::Scrub(status) => Ok(*status),
             other => Err(unexpected(&other)),
         }
     }

@@ -101,8 +101,8 @@ impl Osd {
                 tracing::warn!(oid = %place.oid, ?sizes, "an object has its recorded size again");
             }
             Err(Fail::Refused(e)) => {
-                found.wrong_size = 1;
-                tracing::warn!(oid = %place.oid, error = %e, "an object's size cannot be compared");
+                found.damaged = 1;
+                tracing::warn!(oid = %place.oid, error = %e, "a scrub cannot read an object's sizes");
             }
             Err(lost @ Fail::Lost(_)) => return Err(refusal(lost)),
         }

@@ -198,6 +198,7 @@ impl<'a> Draft<'a> {
             }
             Mutation::OmapClear => self.ops.push(Op::OmapClear { oid }),
             Mutation::SetManifest(manifest) => {
+                self.touch()?;
                 self.clear(0);
                 self.manifest = Some(*manifest);
             }

@@ -210,7 +210,7 @@ impl Osd {
                 self.replace_target(index, uuid).await.map(|()| ReplyBody::Done)
             }
             RequestBody::Scrub { pool, start, repair } => {
-                self.scrub(&pool, start, repair).map(ReplyBody::Scrub)
+                self.scrub(&pool, start, repair).map(|status| ReplyBody::Scrub(Box::new(status)))
             }
             RequestBody::SetRebuildRate(rate) => {
                 self.pace.set_rate(rate);

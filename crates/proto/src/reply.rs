@@ -53,7 +53,7 @@ pub enum ReplyBody {
     /// The node's state.
     Status(Box<NodeStatus>),
     /// How a scrub stands.
-    Scrub(ScrubStatus),
+    Scrub(Box<ScrubStatus>),
     /// That many orphaned parts were removed.
     Collected(u64),
     /// Done; there is nothing to say.

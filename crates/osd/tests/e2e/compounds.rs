@@ -40,7 +40,7 @@ const BATCH: usize = 2000;
 /// Requests under way at a time.
 const COMPANY: usize = 32;
 /// Cases of an ordinary run, for each redundancy scheme and placement.
-const SAMPLE: usize = 1200;
+const SAMPLE: usize = 2000;
 
 /// One op of a compound. Offsets and lengths are in bytes.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -772,6 +772,7 @@ async fn ops_on_an_absent_object_see_the_ops_before_them() {
         (Kind::Absent, &[Step::Write(1 << 20, 10), Step::Write(100, 10)]),
         (Kind::Absent, &[Step::Create, Step::Write(8192, 10), Step::Write(100, 10)]),
         (Kind::Absent, &[Step::Truncate(1 << 20), Step::Zero(100, 10)]),
+        (Kind::Absent, &[Step::SetManifest, Step::Remove]),
         (Kind::Absent, &[Step::Truncate(20_000), Step::Truncate(18_450)]),
     ])
     .await;
