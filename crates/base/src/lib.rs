@@ -1,6 +1,6 @@
 //! What every other crate stands on: aligned shared memory and the buffer pool over it, block
 //! checksums, the naming and accounting of threads, where the time of requests goes, the health of offloads,
-//! injected faults, and adaptive polling.
+//! injected faults, budgets of peer addresses, and adaptive polling.
 //!
 //! Nothing here knows of objects, networks or drives. `unsafe` is in [`mem`], which maps memory, and
 //! in [`pool`], which hands out ranges of it.
@@ -8,6 +8,7 @@
 pub mod arenas;
 pub mod block;
 pub mod buddy;
+pub mod budget;
 pub mod fault;
 pub mod health;
 pub mod mem;
