@@ -6,9 +6,12 @@ use std::time::Duration;
 
 use base::BoxFuture;
 use base::block::Payload;
+use base::budget::Peer;
 use base::mem::ArenaBuf;
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
+
+use crate::Admissions;
 
 /// Result of a messenger's call.
 pub type Result<T, E = MessengerError> = std::result::Result<T, E>;
@@ -86,6 +89,8 @@ pub struct Limits {
 pub struct PeerInfo {
     /// Transport address, for people.
     pub address: String,
+    /// Transport address at which the session began, for budgets.
+    pub peer: Peer,
     /// What the peer called itself in [`ConnectOptions::tenant`].
     pub tenant: String,
     /// Unique to this session; stays the same when the session is resumed on a new transport connection.
@@ -378,6 +383,9 @@ pub trait Listener: Send {
 
     /// Other paths that sessions can go over: what kind, e.g. `ofi:verbs`, and where they listen.
     fn paths(&self) -> Vec<(String, String)>;
+
+    /// What it had to refuse or reclaim, kept up to date.
+    fn admissions(&self) -> Arc<Admissions>;
 
     /// The next new session. (Resumed ones go on where they are.) An error here is one failed attempt of one peer.
     fn accept(&mut self) -> BoxFuture<'_, Result<Ends>>;

@@ -1,11 +1,13 @@
 //! Which network stack to use: the only place where stacks have names.
 
 use std::fmt;
+use std::net::IpAddr;
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::transport::ofi::{Ofi, OfiConfig, ReceiveQueueKind};
+use crate::transport::tcp::Tcp;
 use crate::{MessengerError, NetworkStack, Path, Result, SessionConfig, TcpStack};
 
 /// What RDMA hardware is reached by.
@@ -92,6 +94,8 @@ impl fmt::Display for StackChoice {
 pub struct StackOptions {
     /// Its sessions.
     pub session: SessionConfig,
+    /// Address of this machine that clients connect from over TCP; `None` leaves the choice to the system.
+    pub source: Option<IpAddr>,
     /// Whose receive buffers are, on stacks that post them.
     pub receive_queue: ReceiveQueueKind,
     /// How long to look again before sleeping, while that pays.
@@ -104,6 +108,7 @@ impl Default for StackOptions {
     fn default() -> Self {
         StackOptions {
             session: SessionConfig::default(),
+            source: None,
             receive_queue: ReceiveQueueKind::default(),
             spin: Duration::from_micros(20),
             cool_down: Duration::from_secs(30),
@@ -116,7 +121,8 @@ impl Default for StackOptions {
 /// # Errors
 /// If a path is asked for by name that this machine has not.
 pub fn open(choice: &StackChoice, options: &StackOptions, use_as: UseAs) -> Result<Arc<dyn NetworkStack>> {
-    let mut stack = TcpStack::new(options.session.clone());
+    let transport = Tcp { source: options.source };
+    let mut stack = TcpStack::over(transport, options.session.clone());
     let automatic = [PathName { provider: RDMA_PROVIDER.to_owned(), address: None }];
     let (names, is_required) = match choice {
         // Loading the library takes its time; without a device it is for nothing.

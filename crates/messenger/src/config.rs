@@ -47,12 +47,19 @@ pub struct SessionConfig {
     pub grace: Duration,
     /// How long a connection may take to come about, and again how long its handshake. Who connects tries anew then, as long as it wants to.
     pub handshake_timeout: Duration,
+    /// Most handshakes of one listener at a time. One more replaces the oldest, first of an address above its fair share.
+    pub max_handshakes: usize,
     /// How long a server keeps a session whose transport broke.
     pub hold: Duration,
-    /// Most sessions of one listener, those without a transport included.
+    /// Most sessions of one listener, those without a transport included. One more replaces the longest-silent session of an
+    /// address above its fair share ([`base::budget`]); it is refused if its own address holds that share and uses it.
     pub max_sessions: usize,
-    /// Most sessions of one listener that are kept without a transport; one more is lost at once.
+    /// Most sessions of one listener that are kept without a transport; one more replaces another, or is lost at once, by
+    /// the same rule.
     pub max_held: usize,
+    /// Most descriptors that a listener's connections take, handshakes and sessions; less than their limits lowers these.
+    /// `None` asks the system when the listener starts ([`base::budget::spare_descriptors`]).
+    pub max_descriptors: Option<usize>,
     /// Bytes of messages, each counted with 4 KiB on top, that a peer may send before the user takes them, and
     /// that wait here to be sent or acknowledged.
     pub window_bytes: u64,
@@ -104,9 +111,11 @@ impl Default for SessionConfig {
             rest: Duration::from_secs(60),
             grace: Duration::from_secs(8),
             handshake_timeout: Duration::from_secs(5),
+            max_handshakes: 256,
             hold: Duration::from_secs(30),
             max_sessions: 4096,
             max_held: 256,
+            max_descriptors: None,
             window_bytes: 4 << 20,
             push_window_bytes: 4 << 20,
             limits: Limits {

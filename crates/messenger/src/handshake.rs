@@ -117,10 +117,10 @@ pub(crate) fn check_hello(hello: &Hello, claim: Option<&Claim>) -> Result<(), Re
     Ok(())
 }
 
-/// The server's side of a new session: what was settled, and what to tell the client.
+/// The server's side of a new session over `wire`: what was settled, and what to tell the client.
 pub(crate) fn settle(
     hello: Hello,
-    address: &str,
+    wire: &Wire,
     features: u64,
     config: &SessionConfig,
     paths: &[PathOffer],
@@ -132,7 +132,8 @@ pub(crate) fn settle(
         max_inline: config.limits.max_inline.min(hello.limits.1 as usize),
         ..config.limits
     };
-    let peer = PeerInfo { address: address.to_owned(), tenant: hello.tenant, session, features };
+    let (address, peer) = (wire.address.clone(), wire.peer);
+    let peer = PeerInfo { address, peer, tenant: hello.tenant, session, features };
     let progress = (0, config.window_bytes);
     let welcome = welcome(config, features, hello.nonce, session, secret, progress, paths.to_vec());
     (Settled { peer, secret, limits, granted: hello.granted }, welcome)
@@ -207,6 +208,7 @@ impl Dialer {
         };
         let peer = PeerInfo {
             address: wire.address.clone(),
+            peer: wire.peer,
             tenant: self.options.tenant.clone(),
             session: welcome.session,
             features: welcome.features & self.options.features,

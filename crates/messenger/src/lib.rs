@@ -33,6 +33,7 @@
 
 #![forbid(unsafe_code)]
 
+mod admissions;
 mod api;
 mod choice;
 mod config;
@@ -46,6 +47,7 @@ mod session;
 mod stack;
 pub mod transport;
 
+pub use admissions::Admissions;
 pub use api::{
     BulkDescriptor, BulkDirection, BulkOwner, BulkRegion, BulkSegment, BulkSink, BulkSource, ConnectOptions,
     Connection, Ends, Event, Incoming, Limits, Listener, MemoryKind, Message, MessengerError, NetworkStack,

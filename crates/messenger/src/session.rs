@@ -18,7 +18,7 @@ mod task;
 mod turns;
 mod writer;
 
-use std::sync::atomic::{AtomicBool, AtomicU32};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::{Notify, Semaphore, watch};
@@ -100,6 +100,8 @@ pub(crate) struct Shared {
     pull_dropped: Notify,
     /// The user wants the session to end.
     close_wanted: watch::Sender<bool>,
+    /// It ends because its place is needed for another session.
+    reclaimed: AtomicBool,
     /// The session's task has ended.
     ended: watch::Sender<bool>,
     /// Bytes came in since the last heartbeat was due.
@@ -149,6 +151,7 @@ impl Shared {
             pull_slots: Semaphore::new(MAX_PULLS),
             pull_dropped: Notify::new(),
             close_wanted: watch::Sender::new(false),
+            reclaimed: AtomicBool::new(false),
             ended: watch::Sender::new(false),
             heard: AtomicBool::new(false),
             spoke: AtomicBool::new(false),
@@ -197,6 +200,21 @@ impl Shared {
         drop(state);
         self.close_wanted.send_replace(true);
         self.wake_writer.notify_one();
+    }
+
+    /// Ends the session soon, because its place is needed for another one. Its peer is told, and may begin a new session.
+    pub(crate) fn reclaim(&self) {
+        self.reclaimed.store(true, Ordering::Relaxed);
+        self.close_soon();
+    }
+
+    fn is_reclaimed(&self) -> bool {
+        self.reclaimed.load(Ordering::Relaxed)
+    }
+
+    /// Why this side closes the session.
+    fn close_reason(&self) -> &'static str {
+        if self.is_reclaimed() { "its place was needed for another client" } else { "closed" }
     }
 
     /// Ends the session: everything that waits fails, everything that is held is let go.

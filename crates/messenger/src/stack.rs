@@ -48,7 +48,7 @@ impl StreamStack<Tcp> {
     /// If `config` contradicts itself.
     #[must_use]
     pub fn new(config: SessionConfig) -> TcpStack {
-        StreamStack::over(Tcp, config)
+        StreamStack::over(Tcp::default(), config)
     }
 }
 

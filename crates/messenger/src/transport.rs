@@ -14,6 +14,7 @@ use std::io;
 use std::sync::Arc;
 
 use base::BoxFuture;
+use base::budget::Peer;
 use tokio::io::{AsyncRead, AsyncWrite};
 
 /// What goes in.
@@ -28,6 +29,8 @@ pub struct Wire {
     pub road: Road,
     /// The peer's address, for people.
     pub address: String,
+    /// The peer's address, for the budgets of the side that accepted the connection.
+    pub peer: Peer,
     /// What the peer said of itself before the connection stood, where the transport has room for that. To be proven by
     /// its handshake.
     pub claim: Option<Claim>,
@@ -42,10 +45,10 @@ pub enum Road {
 }
 
 impl Wire {
-    /// A wire that is two streams.
+    /// A wire that is two streams, to a peer without an address of its own.
     #[must_use]
     pub fn stream(reader: Reader, writer: Writer, address: String) -> Wire {
-        Wire { road: Road::Stream(reader, writer), address, claim: None }
+        Wire { road: Road::Stream(reader, writer), address, peer: Peer::Local, claim: None }
     }
 }
 
@@ -84,6 +87,7 @@ pub trait Acceptor: Send {
     /// The address bound to.
     fn endpoint(&self) -> String;
 
-    /// The next connection. Cancel safe.
+    /// The next connection. Cancel safe. Connections that end before they are accepted are passed over: an error is about
+    /// the acceptor or the process, such as a lack of descriptors.
     fn accept(&mut self) -> BoxFuture<'_, io::Result<Wire>>;
 }

@@ -11,7 +11,7 @@ use outboard_messenger::{SessionConfig, StreamStack};
 fn rig() -> Rig {
     let grace = Duration::from_millis(900);
     let config = SessionConfig { heartbeat: Duration::from_millis(150), grace, ..SessionConfig::default() };
-    let network = Faulty::new(Tcp, Faults::NONE, 0);
+    let network = Faulty::new(Tcp::default(), Faults::NONE, 0);
     let (cut, freeze) = (network.control(), network.control());
     Rig {
         stack: Arc::new(StreamStack::over(network, config)),

@@ -88,6 +88,17 @@ impl Info {
         address::decode(unsafe { std::slice::from_raw_parts(raw.src_addr.cast(), raw.src_addrlen) })
     }
 
+    /// The address of the peer: where to connect to, or who asks to connect; `None` if the provider does not say.
+    #[must_use]
+    pub fn peer_address(&self) -> Option<SocketAddr> {
+        let raw = self.raw();
+        if raw.dest_addr.is_null() {
+            return None;
+        }
+        // SAFETY: libfabric says how many bytes there are.
+        address::decode(unsafe { std::slice::from_raw_parts(raw.dest_addr.cast(), raw.dest_addrlen) })
+    }
+
     /// Another one with the same content.
     ///
     /// # Errors

@@ -13,6 +13,7 @@ use tokio::time::{Instant, sleep};
 use super::task::End;
 use super::{Shared, State};
 use crate::config::{REST_MAX, SessionConfig};
+use crate::stack::Registration;
 use crate::transport::ofi::Link;
 
 impl State {
@@ -25,8 +26,8 @@ impl State {
 
 impl Shared {
     /// Sends a heartbeat when there was nothing else to send; ends when the peer was silent for too long, or keeps memory of
-    /// this side that only the transport's end gives back.
-    pub(super) async fn watch_peer(&self, link: Option<&Link>) -> End {
+    /// this side that only the transport's end gives back. What the peer does beside heartbeats keeps the session's `place`.
+    pub(super) async fn watch_peer(&self, link: Option<&Link>, place: Option<&Registration>) -> End {
         let SessionConfig { heartbeat, grace, rest, .. } = self.config;
         // What was promised on another transport holds no longer.
         self.peer_quiet_ms.store(0, Ordering::Relaxed);
@@ -37,6 +38,9 @@ impl Shared {
             state.outbound.set_quiet(heartbeat);
         }
         let mut progress = self.progress();
+        if let Some(place) = place {
+            place.heard();
+        }
         loop {
             let stirred = self.pause(pause, heartbeat).await;
             let heard = self.heard.swap(false, Ordering::Relaxed) | link.is_some_and(Link::take_heard);
@@ -59,10 +63,18 @@ impl Shared {
                 }
             }
             let before = std::mem::replace(&mut progress, self.progress());
+            if let Some(place) = place.filter(|_| progress != before || (heard && self.is_fed(link))) {
+                place.heard();
+            }
             let is_idle = !stirred && progress == before && self.lock().is_idle();
             pause = if is_idle { (pause * 2).min(rest) } else { heartbeat };
             self.beat(pause > heartbeat, pause);
         }
+    }
+
+    /// Whether the peer is sending bulk data.
+    fn is_fed(&self, link: Option<&Link>) -> bool {
+        link.is_some_and(Link::is_reading) || !self.lock().pulls.is_empty()
     }
 
     /// Whether the peer was silent for half of the time that it has, while something was expected of it: the side that gives up first

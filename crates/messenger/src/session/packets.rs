@@ -150,7 +150,7 @@ impl Shared {
             let closing = self.gather(&mut batch);
             if batch.frames() == 0 {
                 if closing {
-                    return self.send_batch(link, &Batch::closing("closed")).await;
+                    return self.send_batch(link, &Batch::closing(self.close_reason())).await;
                 }
                 self.wake_writer.notified().await;
                 continue;

@@ -21,6 +21,9 @@ use crate::{Event, MessengerError};
 /// How long a session that is being closed may take to send what is queued.
 const CLOSE_TIME: Duration = Duration::from_secs(1);
 
+/// The same, for a session whose place is needed: long enough to say why.
+const RECLAIM_TIME: Duration = Duration::from_millis(100);
+
 /// How long an acknowledgement waits for a frame to travel with.
 const ACK_DELAY: Duration = Duration::from_millis(20);
 
@@ -45,7 +48,7 @@ pub(crate) enum Role {
     /// Makes new transports.
     Client(Box<Dialer>),
     /// Waits for them.
-    Server { resumptions: mpsc::Receiver<Box<Resumption>>, registration: Registration },
+    Server { resumptions: mpsc::Receiver<Box<Resumption>>, registration: Arc<Registration> },
 }
 
 /// Why a transport is used no longer.
@@ -98,7 +101,7 @@ async fn live(shared: &Arc<Shared>, role: &mut Role, mut wire: Wire) -> Messenge
                 better = Some((wire, claim));
                 ("there is a better one".to_owned(), None)
             }
-            End::Closed => return MessengerError::SessionLost("closed".into()),
+            End::Closed => return MessengerError::SessionLost(shared.close_reason().into()),
             End::Fatal(why) => return why,
             End::Replaced(resumption) => ("replaced by the peer".to_owned(), Some(resumption)),
             End::Broken(reason) => (reason, None),
@@ -125,7 +128,8 @@ async fn live(shared: &Arc<Shared>, role: &mut Role, mut wire: Wire) -> Messenge
             biased;
             next = Box::pin(role.next_wire(shared, resumption, better, lived)) => next,
             () = shared.close_requested() => {
-                return MessengerError::SessionLost("closed while the peer was not reachable".into());
+                let why = format!("{}, while the peer was not reachable", shared.close_reason());
+                return MessengerError::SessionLost(why);
             }
         };
         wire = match next {
@@ -170,6 +174,14 @@ impl Role {
                     }
                 }
             }
+        }
+    }
+
+    /// The session's place in its listener's registry.
+    fn registration(&self) -> Option<Arc<Registration>> {
+        match self {
+            Role::Client(_) => None,
+            Role::Server { registration, .. } => Some(Arc::clone(registration)),
         }
     }
 
@@ -227,6 +239,7 @@ impl Shared {
         writing: Pin<Box<impl Future<Output = Result<(), String>>>>,
         link: Option<&Link>,
     ) -> End {
+        let registration = role.registration();
         let writing = async {
             match writing.await {
                 // Everything was said; what is left is to see the peer go.
@@ -238,7 +251,7 @@ impl Shared {
             biased;
             fault = reading => fault.into(),
             reason = writing => End::Broken(reason),
-            end = self.watch_peer(link) => end,
+            end = self.watch_peer(link, registration.as_deref()) => end,
             never = self.acknowledge_in_time() => match never {},
             end = role.replaced(link.is_none()) => end,
             () = self.close_deadline() => End::Closed,
@@ -265,7 +278,7 @@ impl Shared {
 
     async fn close_deadline(&self) {
         self.close_requested().await;
-        sleep(CLOSE_TIME).await;
+        sleep(if self.is_reclaimed() { RECLAIM_TIME } else { CLOSE_TIME }).await;
     }
 
     /// Numbers of the last sequenced frames that got through, in and out.

@@ -261,7 +261,7 @@ impl Shared {
             let closing = self.gather(&mut batch);
             if batch.frames == 0 {
                 if closing {
-                    return self.write_close(writer, "closed").await;
+                    return self.write_close(writer, self.close_reason()).await;
                 }
                 self.wake_writer.notified().await;
                 continue;

@@ -1,24 +1,25 @@
 //! The serving side: transports come in, shake hands, and become new sessions or go to the session they belong to.
 
 use std::collections::HashMap;
+use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use base::BoxFuture;
-use tokio::sync::{Semaphore, mpsc};
+use base::budget::{Budget, spare_descriptors};
+use tokio::sync::mpsc;
 use tokio::task::AbortHandle;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 
+use crate::admissions::Shortage;
 use crate::config::SessionConfig;
 use crate::frame::{Body, Hello, PathOffer, Reject, RejectCode, Resume};
 use crate::handshake;
 use crate::paths::MAX_PATHS;
 use crate::session::{self, Resumption, Role, Shared, Side};
 use crate::transport::{Acceptor, Wire};
-use crate::{Ends, Listener, MessengerError, Result};
-
-/// Most handshakes at a time; further peers wait in the system's queue.
-const MAX_HANDSHAKES: usize = 256;
+use crate::{Admissions, Ends, Listener, MessengerError, Result};
 
 /// New sessions that wait to be accepted by the user.
 const BACKLOG: usize = 64;
@@ -26,11 +27,18 @@ const BACKLOG: usize = 64;
 /// Pause after the system refused to give a connection (out of file descriptors).
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
+/// Least time between two warnings that connections cannot be accepted.
+const WARNING_PAUSE: Duration = Duration::from_secs(10);
+
+/// A session that was silent for that long loses its place to a new one of its own address, if all places are taken.
+const SESSION_PATIENCE: Duration = Duration::from_secs(10);
+
 /// A listener over a byte stream transport.
 pub(super) struct StreamListener {
     endpoint: String,
     paths: Vec<PathOffer>,
     accepted: mpsc::Receiver<Result<Ends>>,
+    admissions: Arc<Admissions>,
     acceptors: Vec<AbortHandle>,
 }
 
@@ -42,33 +50,62 @@ struct Reception {
     /// The other transports of the listener.
     paths: Vec<PathOffer>,
     accepted: mpsc::Sender<Result<Ends>>,
-    handshakes: Arc<Semaphore>,
+    admissions: Arc<Admissions>,
+    handshakes: Mutex<Handshakes>,
+}
+
+/// The handshakes under way.
+struct Handshakes {
+    last: u64,
+    budget: Budget<u64>,
+    tasks: HashMap<u64, AbortHandle>,
+}
+
+/// A handshake's place; dropping it gives the place up.
+struct HandshakePlace<'a>(&'a Reception, u64);
+
+impl Drop for HandshakePlace<'_> {
+    fn drop(&mut self) {
+        let mut handshakes = self.0.handshakes();
+        handshakes.budget.remove(self.1);
+        handshakes.tasks.remove(&self.1);
+    }
 }
 
 /// The sessions of a listener.
 struct Registry {
     sessions: Mutex<Sessions>,
-    max: usize,
-    max_held: usize,
+    admissions: Arc<Admissions>,
 }
 
-#[derive(Default)]
 struct Sessions {
     entries: HashMap<u128, Entry>,
-    /// Those without a transport.
-    held: usize,
+    places: Budget<u128>,
+    /// Places of sessions without a transport, which they have beside their own.
+    detached: Budget<u128>,
 }
 
 struct Entry {
     secret: [u8; 16],
     resume: mpsc::Sender<Box<Resumption>>,
+    shared: Weak<Shared>,
 }
 
 /// A session's place in its listener's registry; dropping it gives the place up.
 pub(crate) struct Registration {
     registry: Weak<Registry>,
     session: u128,
-    held: bool,
+    peer: base::budget::Peer,
+    held: AtomicBool,
+}
+
+impl Sessions {
+    /// Forgets a session that has lost its place; it must be [reclaimed](Shared::reclaim) when the lock is not held.
+    fn forget(&mut self, session: u128) -> Option<Arc<Shared>> {
+        self.places.remove(session);
+        self.detached.remove(session);
+        self.entries.remove(&session).and_then(|entry| entry.shared.upgrade())
+    }
 }
 
 impl Registry {
@@ -77,18 +114,35 @@ impl Registry {
         self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Ends a session that has lost its place, if there is one.
+    fn reclaim(&self, victim: Option<Arc<Shared>>, shortage: Shortage) {
+        if let Some(victim) = victim {
+            self.admissions.add_reclaimed(shortage, 1);
+            let peer = victim.peer();
+            tracing::debug!(address = peer.address, ?shortage, "a session loses its place to another client");
+            victim.reclaim();
+        }
+    }
+
     fn register(
         self: &Arc<Self>,
-        shared: &Shared,
+        shared: &Arc<Shared>,
     ) -> Option<(mpsc::Receiver<Box<Resumption>>, Registration)> {
         let (resume, resumptions) = mpsc::channel(1);
-        let session = shared.session_id();
+        let (session, peer) = (shared.session_id(), shared.peer().peer);
         let mut sessions = self.lock();
-        if sessions.entries.len() >= self.max {
+        let Ok(victim) = sessions.places.admit(session, peer, Instant::now().into_std()) else {
+            drop(sessions);
+            self.admissions.add_refused(Shortage::Sessions, 1);
             return None;
-        }
-        sessions.entries.insert(session, Entry { secret: shared.secret(), resume });
-        Some((resumptions, Registration { registry: Arc::downgrade(self), session, held: false }))
+        };
+        let victim = victim.and_then(|victim| sessions.forget(victim));
+        let entry = Entry { secret: shared.secret(), resume, shared: Arc::downgrade(shared) };
+        sessions.entries.insert(session, entry);
+        drop(sessions);
+        self.reclaim(victim, Shortage::Sessions);
+        let (registry, held) = (Arc::downgrade(self), AtomicBool::new(false));
+        Some((resumptions, Registration { registry, session, peer, held }))
     }
 
     /// Where to bring a transport for the session, if the secret is right. A wrong one is no different from no session.
@@ -98,37 +152,60 @@ impl Registry {
         let differs = entry.secret.iter().zip(resume.secret).fold(0, |acc, (a, b)| acc | (a ^ b));
         (differs == 0).then(|| entry.resume.clone())
     }
+
+    /// Ends a session to get its descriptor. Returns whether there was one that can be ended.
+    fn shed(&self) -> bool {
+        let mut sessions = self.lock();
+        let victim = sessions.places.shed(Instant::now().into_std());
+        let victim = victim.and_then(|victim| sessions.forget(victim));
+        drop(sessions);
+        let has_victim = victim.is_some();
+        self.reclaim(victim, Shortage::Descriptors);
+        has_victim
+    }
 }
 
 impl Registration {
     /// The session has lost its transport and wants to be kept.
-    pub(crate) fn hold(&mut self) -> Result<()> {
+    pub(crate) fn hold(&self) -> Result<()> {
         let gone = || MessengerError::SessionLost("its listener is gone".into());
         let registry = self.registry.upgrade().ok_or_else(gone)?;
         let mut sessions = registry.lock();
-        if sessions.held >= registry.max_held {
+        let admitted = sessions.detached.admit(self.session, self.peer, Instant::now().into_std());
+        let Ok(victim) = admitted else {
+            drop(sessions);
+            registry.admissions.add_refused(Shortage::Detached, 1);
             return Err(MessengerError::SessionLost("too many sessions wait for their peers".into()));
-        }
-        sessions.held += 1;
-        self.held = true;
+        };
+        self.held.store(true, Ordering::Relaxed);
+        let victim = victim.and_then(|victim| sessions.forget(victim));
+        drop(sessions);
+        registry.reclaim(victim, Shortage::Detached);
         Ok(())
     }
 
     /// The session has a transport again.
-    pub(crate) fn release(&mut self) {
-        if std::mem::take(&mut self.held)
+    pub(crate) fn release(&self) {
+        if self.held.swap(false, Ordering::Relaxed)
             && let Some(registry) = self.registry.upgrade()
         {
-            registry.lock().held -= 1;
+            registry.lock().detached.remove(self.session);
+        }
+    }
+
+    /// The peer did more than say that it is there: it is not its turn to lose its place.
+    pub(crate) fn heard(&self) {
+        if let Some(registry) = self.registry.upgrade() {
+            registry.lock().places.heard(self.session, Instant::now().into_std());
         }
     }
 }
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        self.release();
         if let Some(registry) = self.registry.upgrade() {
-            registry.lock().entries.remove(&self.session);
+            let forgotten = registry.lock().forget(self.session);
+            drop(forgotten);
         }
     }
 }
@@ -148,20 +225,28 @@ impl StreamListener {
             .take(MAX_PATHS)
             .collect();
         let (sender, accepted) = mpsc::channel(BACKLOG);
-        let (max, max_held) = (config.max_sessions, config.max_held);
-        let registry = Arc::new(Registry { sessions: Mutex::default(), max, max_held });
-        let handshakes = Arc::new(Semaphore::new(MAX_HANDSHAKES));
+        let descriptors = config.max_descriptors.unwrap_or_else(spare_descriptors);
+        let admissions = Arc::new(Admissions::new(&config, descriptors));
+        let sessions = Mutex::new(Sessions {
+            entries: HashMap::new(),
+            places: Budget::new(admissions.max_sessions(), SESSION_PATIENCE),
+            detached: Budget::new(config.max_held, Duration::MAX),
+        });
+        let registry = Arc::new(Registry { sessions, admissions: Arc::clone(&admissions) });
+        let budget = Budget::new(admissions.max_handshakes(), Duration::ZERO);
+        let handshakes = Mutex::new(Handshakes { last: 0, budget, tasks: HashMap::new() });
         let reception = Arc::new(Reception {
             features,
             config,
             registry,
             paths: paths.clone(),
             accepted: sender,
+            admissions: Arc::clone(&admissions),
             handshakes,
         });
         let all = std::iter::once(acceptor).chain(others.into_iter().map(|(_, other)| other));
         let acceptors = all.map(|a| crate::spawn(accept_loop(a, Arc::clone(&reception))).abort_handle());
-        StreamListener { endpoint, paths, accepted, acceptors: acceptors.collect() }
+        StreamListener { endpoint, paths, accepted, admissions, acceptors: acceptors.collect() }
     }
 }
 
@@ -172,6 +257,10 @@ impl Listener for StreamListener {
 
     fn paths(&self) -> Vec<(String, String)> {
         self.paths.iter().map(|path| (path.name.clone(), path.endpoint.clone())).collect()
+    }
+
+    fn admissions(&self) -> Arc<Admissions> {
+        Arc::clone(&self.admissions)
     }
 
     fn accept(&mut self) -> BoxFuture<'_, Result<Ends>> {
@@ -189,25 +278,77 @@ impl Drop for StreamListener {
 }
 
 async fn accept_loop(mut acceptor: Box<dyn Acceptor>, reception: Arc<Reception>) {
+    let mut warned: Option<Instant> = None;
     loop {
-        let Ok(permit) = Arc::clone(&reception.handshakes).acquire_owned().await else { return };
         match acceptor.accept().await {
             Ok(wire) => {
-                let reception = Arc::clone(&reception);
-                crate::spawn(async move {
-                    reception.receive(wire).await;
-                    drop(permit);
-                });
+                reception.begin(wire);
+                // Handshakes that were given up free their descriptors before the next one takes another.
+                tokio::task::yield_now().await;
             }
             Err(e) => {
-                tracing::warn!(error = %e, "cannot accept a connection");
+                if warned.is_none_or(|at| at.elapsed() >= WARNING_PAUSE) {
+                    tracing::warn!(error = %e, "cannot accept connections");
+                    warned = Some(Instant::now());
+                }
+                if is_want_of_descriptors(&e) {
+                    reception.shed();
+                }
                 tokio::time::sleep(ACCEPT_PAUSE).await;
             }
         }
     }
 }
 
+/// Whether the process or the system can open no more files.
+fn is_want_of_descriptors(e: &io::Error) -> bool {
+    use rustix::io::Errno;
+    [Errno::MFILE, Errno::NFILE].iter().any(|errno| e.raw_os_error() == Some(errno.raw_os_error()))
+}
+
 impl Reception {
+    fn handshakes(&self) -> MutexGuard<'_, Handshakes> {
+        // Nothing panics while it holds the lock.
+        self.handshakes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Begins a handshake in a task of its own, perhaps instead of another one.
+    fn begin(self: &Arc<Self>, wire: Wire) {
+        let mut handshakes = self.handshakes();
+        handshakes.last += 1;
+        let id = handshakes.last;
+        let Ok(victim) = handshakes.budget.admit(id, wire.peer, Instant::now().into_std()) else {
+            drop(handshakes);
+            return self.admissions.add_refused(Shortage::Handshakes, 1);
+        };
+        if let Some(task) = victim.and_then(|victim| handshakes.tasks.remove(&victim)) {
+            task.abort();
+            self.admissions.add_reclaimed(Shortage::Handshakes, 1);
+        }
+        let reception = Arc::clone(self);
+        let task = crate::spawn(async move {
+            let place = HandshakePlace(&reception, id);
+            reception.receive(wire).await;
+            drop(place);
+        });
+        handshakes.tasks.insert(id, task.abort_handle());
+    }
+
+    /// Gives a handshake up, or else a session, to get its descriptor.
+    fn shed(&self) {
+        self.admissions.add_refused(Shortage::Descriptors, 1);
+        let mut handshakes = self.handshakes();
+        let victim = handshakes.budget.shed(Instant::now().into_std());
+        if let Some(task) = victim.and_then(|victim| handshakes.tasks.remove(&victim)) {
+            task.abort();
+            return self.admissions.add_reclaimed(Shortage::Descriptors, 1);
+        }
+        drop(handshakes);
+        if !self.registry.shed() {
+            tracing::debug!("there is no connection whose descriptor could be had");
+        }
+    }
+
     /// Shakes hands with one peer.
     async fn receive(&self, mut wire: Wire) {
         let shaken = timeout(self.config.handshake_timeout, self.shake(&mut wire)).await;
@@ -242,18 +383,18 @@ impl Reception {
                 }
             };
         }
-        let (settled, welcome) =
-            handshake::settle(hello, &wire.address, self.features, &self.config, &self.paths);
+        let (settled, welcome) = handshake::settle(hello, wire, self.features, &self.config, &self.paths);
         let shared = Shared::new(settled, self.config.clone(), Side::Server, wire);
         let Some((resumptions, registration)) = self.registry.register(&shared) else {
-            let reason = format!("the server has {} sessions already", self.registry.max);
+            let max = self.admissions.max_sessions();
+            let reason = format!("the server has {max} sessions, and this address its fair share of them");
             return self.reject(wire, Reject { code: RejectCode::Full, reason }).await;
         };
         handshake::write(wire, &welcome).await.map_err(|e| MessengerError::Unreachable {
             endpoint: wire.address.clone(),
             reason: e.to_string(),
         })?;
-        Ok(Outcome::New(shared, Role::Server { resumptions, registration }))
+        Ok(Outcome::New(shared, Role::Server { resumptions, registration: Arc::new(registration) }))
     }
 
     async fn reject(&self, wire: &mut Wire, reject: Reject) -> Result<Outcome> {

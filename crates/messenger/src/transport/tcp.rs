@@ -1,9 +1,10 @@
 //! TCP sockets as a transport.
 
 use std::io;
+use std::net::{IpAddr, SocketAddr};
 
 use base::BoxFuture;
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpSocket, TcpStream, lookup_host};
 
 use super::{Acceptor, Claim, Transport, Wire};
 
@@ -16,7 +17,10 @@ const LOOPBACK_CONGESTION_CONTROL: &[u8] = b"reno";
 
 /// The TCP transport. Addresses are `host:port`.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Tcp;
+pub struct Tcp {
+    /// Address of this machine that connections are made from; `None` leaves the choice to the system.
+    pub source: Option<IpAddr>,
+}
 
 struct TcpAcceptor(TcpListener);
 
@@ -29,8 +33,33 @@ impl Transport for Tcp {
     }
 
     fn dial<'a>(&'a self, endpoint: &'a str, _: &'a Claim) -> BoxFuture<'a, io::Result<Wire>> {
-        Box::pin(async move { wire(TcpStream::connect(endpoint).await?) })
+        Box::pin(async move {
+            let stream = match self.source {
+                None => TcpStream::connect(endpoint).await?,
+                Some(source) => connect_from(source, endpoint).await?,
+            };
+            let peer = stream.peer_addr()?;
+            wire(stream, peer)
+        })
     }
+}
+
+/// Connects from `source` to the first address of `endpoint` that is of its family and answers.
+async fn connect_from(source: IpAddr, endpoint: &str) -> io::Result<TcpStream> {
+    let mut last = io::Error::new(
+        io::ErrorKind::AddrNotAvailable,
+        format!("it has no address that can be reached from {source}"),
+    );
+    for address in lookup_host(endpoint).await?.filter(|a| a.is_ipv4() == source.is_ipv4()) {
+        let socket = if source.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
+        let bound = socket.bind(SocketAddr::new(source, 0));
+        bound.map_err(|e| io::Error::new(e.kind(), format!("cannot connect from {source}: {e}")))?;
+        match socket.connect(address).await {
+            Ok(stream) => return Ok(stream),
+            Err(e) => last = e,
+        }
+    }
+    Err(last)
 }
 
 impl Acceptor for TcpAcceptor {
@@ -39,20 +68,41 @@ impl Acceptor for TcpAcceptor {
     }
 
     fn accept(&mut self) -> BoxFuture<'_, io::Result<Wire>> {
-        Box::pin(async { wire(self.0.accept().await?.0) })
+        Box::pin(async {
+            loop {
+                let (stream, peer) = match self.0.accept().await {
+                    Ok(accepted) => accepted,
+                    Err(e) if ended_early(&e) => continue,
+                    Err(e) => return Err(e),
+                };
+                match wire(stream, peer) {
+                    Ok(wire) => return Ok(wire),
+                    Err(e) => tracing::debug!(%peer, error = %e, "a connection ended before it was accepted"),
+                }
+            }
+        })
     }
 }
 
-fn wire(stream: TcpStream) -> io::Result<Wire> {
+/// Whether the error of an `accept` is of that connection alone (accept(2): network errors of the new socket).
+fn ended_early(e: &io::Error) -> bool {
+    use io::ErrorKind::{
+        ConnectionAborted, ConnectionReset, HostUnreachable, NetworkDown, NetworkUnreachable,
+    };
+    let kinds = [ConnectionAborted, ConnectionReset, HostUnreachable, NetworkDown, NetworkUnreachable];
+    kinds.contains(&e.kind())
+}
+
+fn wire(stream: TcpStream, peer: SocketAddr) -> io::Result<Wire> {
     stream.set_nodelay(true)?;
     let socket = socket2::SockRef::from(&stream);
     socket.set_tcp_notsent_lowat(UNSENT_MAX_BYTES)?;
-    let peer = stream.peer_addr()?;
     if peer.ip() == stream.local_addr()?.ip() {
         // Refused, it is the system's choice as before, only slower.
         let _ = socket.set_tcp_congestion(LOOPBACK_CONGESTION_CONTROL);
     }
     let address = peer.to_string();
     let (reader, writer) = stream.into_split();
-    Ok(Wire::stream(Box::new(reader), Box::new(writer), address))
+    let wire = Wire::stream(Box::new(reader), Box::new(writer), address);
+    Ok(Wire { peer: peer.ip().into(), ..wire })
 }

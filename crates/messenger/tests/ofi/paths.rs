@@ -29,7 +29,7 @@ fn network(required: bool) -> Option<Network> {
     let path = Path::new(&format!("ofi:{provider}"), Arc::new(ofi), COOL_DOWN).required(required);
     let (heartbeat, grace) = super::patience(&provider);
     let config = SessionConfig { heartbeat, grace, ..SessionConfig::default() };
-    let stack = Arc::new(StreamStack::over(Tcp, config).with_path(path));
+    let stack = Arc::new(StreamStack::over(Tcp::default(), config).with_path(path));
     Some(Network { stack, control, address })
 }
 
@@ -119,7 +119,7 @@ async fn without_a_link_sessions_begin_over_tcp_unless_it_is_required() {
     assert!(why.contains("ofi:"), "{why}");
 
     // A server that has no such path is no server for a client that wants one.
-    let plain = StreamStack::over(Tcp, SessionConfig::default());
+    let plain = StreamStack::over(Tcp::default(), SessionConfig::default());
     let listener = plain.listen(&required.address, 0).await.expect("listens");
     required.control.refuse(false);
     let refused = required.stack.connect(&listener.endpoint(), ConnectOptions::default()).await;

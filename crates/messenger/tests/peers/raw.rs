@@ -11,7 +11,7 @@ use outboard_messenger::{
     SessionConfig, TcpStack,
 };
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
+use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::timeout;
 
 /// Longest wait for anything in these tests; none of them hangs.
@@ -57,6 +57,13 @@ impl Raw {
         Raw::over(TcpStream::connect(endpoint).await.unwrap())
     }
 
+    /// A connection from an address of this machine, such as 127.0.0.2.
+    pub(crate) async fn connect_from(source: &str, endpoint: &str) -> Raw {
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.bind(format!("{source}:0").parse().unwrap()).unwrap();
+        Raw::over(socket.connect(endpoint.parse().unwrap()).await.unwrap())
+    }
+
     pub(crate) fn over(stream: TcpStream) -> Raw {
         let limits = SessionConfig::default().limits;
         Raw { stream, read: BytesMut::new(), limits }
@@ -64,10 +71,14 @@ impl Raw {
 
     /// A connection with a session.
     pub(crate) async fn session(endpoint: &str) -> (Raw, Welcome) {
-        let mut raw = Raw::connect(endpoint).await;
-        raw.send(&Body::Hello(hello(None)), 0).await;
-        match raw.next().await.map(|f| f.body) {
-            Some(Body::Welcome(welcome)) => (raw, welcome),
+        Raw::connect(endpoint).await.begin(None).await
+    }
+
+    /// Begins a session, or resumes one.
+    pub(crate) async fn begin(mut self, resume: Option<Resume>) -> (Raw, Welcome) {
+        self.send(&Body::Hello(hello(resume)), 0).await;
+        match self.next().await.map(|f| f.body) {
+            Some(Body::Welcome(welcome)) => (self, welcome),
             other => panic!("{other:?} instead of a welcome"),
         }
     }

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use base::budget::{Budget, Peer};
 use fabric::{ConnectionRequest, Endpoint, Event, EventQueue, Fabric, Info, Waitable};
 use tokio::io::unix::AsyncFd;
 use tokio::sync::{Notify, mpsc, oneshot};
@@ -16,7 +17,8 @@ use super::link::Link;
 use super::port::Port;
 use crate::transport::{Claim, Road, Wire};
 
-/// Connections that are being made, accepted ones only. Who is slower than [`SETTLING_TIME`] is dropped.
+/// Connections that are being accepted. One more replaces the oldest, first of an address above its fair share. Who is slower
+/// than [`SETTLING_TIME`] is dropped.
 const SETTLING_MAX: usize = 256;
 const SETTLING_TIME: Duration = Duration::from_secs(10);
 
@@ -34,10 +36,11 @@ pub(super) struct Device {
     failed: AtomicBool,
 }
 
-#[derive(Default)]
 struct State {
     ports: HashMap<(String, String), Vec<Weak<Port>>>,
     settling: HashMap<u64, Settling>,
+    /// Places of the accepted ones among `settling`.
+    accepting: Budget<u64>,
     links: HashMap<u64, Weak<Link>>,
     last_id: u64,
     accepted: Option<mpsc::Sender<io::Result<Wire>>>,
@@ -53,7 +56,7 @@ struct Settling {
 enum Role {
     /// Told what the peer gave on accepting.
     Dialed(oneshot::Sender<Result<Vec<u8>, String>>),
-    Accepted(Claim),
+    Accepted(Claim, Peer),
 }
 
 impl Device {
@@ -61,7 +64,15 @@ impl Device {
     pub(super) fn open(info: &Info, common: Arc<Common>) -> io::Result<Arc<Device>> {
         let fabric = Fabric::open(info).map_err(io::Error::other)?;
         let events = EventQueue::open(&fabric).map_err(io::Error::other)?;
-        let (state, over, failed) = (Mutex::default(), Notify::new(), AtomicBool::new(false));
+        let state = Mutex::new(State {
+            ports: HashMap::new(),
+            settling: HashMap::new(),
+            accepting: Budget::new(SETTLING_MAX, Duration::ZERO),
+            links: HashMap::new(),
+            last_id: 0,
+            accepted: None,
+        });
+        let (over, failed) = (Notify::new(), AtomicBool::new(false));
         let device = Arc::new(Device { state, events, fabric, common, over, failed });
         let fd = Descriptor::register(device.events.clone())?;
         crate::spawn(watch(Arc::downgrade(&device), fd));
@@ -201,12 +212,10 @@ impl Device {
         let claim =
             decode_claim(request.data()).ok_or_else(|| io::Error::other("the request is malformed"))?;
         self.drop_late();
-        let state = self.lock();
-        let is_full = state.settling.len() >= SETTLING_MAX || state.accepted.is_none();
-        drop(state);
-        if is_full {
-            return Err(io::Error::other("too many connect at the same time"));
+        if self.lock().accepted.is_none() {
+            return Err(io::Error::other("nobody accepts connections any more"));
         }
+        let peer = request.info().peer_address().map_or(Peer::Local, |address| address.ip().into());
         let port = self.port(&claim.tenant, request.info())?;
         let id = self.next_id();
         let endpoint = Endpoint::answer(request, port.queues(&self.events), id);
@@ -216,20 +225,36 @@ impl Device {
         let link = Link::new(self, &port, endpoint, (own_token, epoch));
         link.set_peer_token(peer_token);
         link.post_first().map_err(io::Error::other)?;
-        let settling =
-            Settling { link: Arc::clone(&link), since: Instant::now(), role: Role::Accepted(claim) };
-        self.lock().settling.insert(id, settling);
+        let now = Instant::now();
+        let role = Role::Accepted(claim, peer);
+        let settling = Settling { link: Arc::clone(&link), since: now, role };
+        self.admit(id, peer, settling)?;
         link.establish(&own_token.to_le_bytes()).map_err(|why| {
-            self.lock().settling.remove(&id);
+            drop(self.lock().take_settling(id));
             io::Error::other(why)
         })
+    }
+
+    /// Counts a connection among those that are being accepted, perhaps instead of another one.
+    fn admit(&self, id: u64, peer: Peer, settling: Settling) -> io::Result<()> {
+        let mut state = self.lock();
+        let victim = state.accepting.admit(id, peer, settling.since).map_err(io::Error::other)?;
+        state.settling.insert(id, settling);
+        let victim = victim.and_then(|victim| state.settling.remove(&victim));
+        drop(state);
+        if let Some(victim) = victim {
+            metrics::counter!("outboard_messenger_connections_reclaimed_total", "reason" => "connecting")
+                .increment(1);
+            victim.fail("its place was needed for another client");
+        }
+        Ok(())
     }
 
     /// Drops accepted connections that do not come about; whether some may yet become late.
     fn drop_late(&self) -> bool {
         let mut state = self.lock();
         let late: Vec<u64> = state.settling.iter().filter(|(_, s)| s.is_late()).map(|(id, _)| *id).collect();
-        let late: Vec<Settling> = late.iter().filter_map(|id| state.settling.remove(id)).collect();
+        let late: Vec<Settling> = late.iter().filter_map(|id| state.take_settling(*id)).collect();
         let has_others = !state.settling.is_empty();
         drop(state);
         late.iter().for_each(|s| s.link.fail("it took too long to connect"));
@@ -238,7 +263,7 @@ impl Device {
 
     fn on_connected(&self, id: u64, data: Vec<u8>) {
         let mut state = self.lock();
-        let Some(settled) = state.settling.remove(&id) else { return };
+        let Some(settled) = state.take_settling(id) else { return };
         state.links.retain(|_, link| link.strong_count() > 0);
         state.links.insert(id, Arc::downgrade(&settled.link));
         let accepted = state.accepted.clone();
@@ -246,9 +271,9 @@ impl Device {
         match settled.role {
             // Whoever dialed may have gone away, here and below; the link is closed when it is dropped.
             Role::Dialed(done) => drop(done.send(Ok(data))),
-            Role::Accepted(claim) => {
+            Role::Accepted(claim, peer) => {
                 let address = format!("{} over {}", claim.tenant, settled.link.provider());
-                let wire = Wire { road: Road::Packets(settled.link), address, claim: Some(claim) };
+                let wire = Wire { road: Road::Packets(settled.link), address, peer, claim: Some(claim) };
                 if let Some(accepted) = accepted
                     && accepted.try_send(Ok(wire)).is_err()
                 {
@@ -261,7 +286,7 @@ impl Device {
     fn on_end(&self, id: u64, why: &str) {
         let mut state = self.lock();
         let link = state.links.remove(&id).and_then(|link| link.upgrade());
-        let settling = state.settling.remove(&id);
+        let settling = state.take_settling(id);
         drop(state);
         if let Some(link) = link {
             link.fail(why);
@@ -276,15 +301,22 @@ impl Device {
         let mut state = self.lock();
         let dialed = |s: &Settling| matches!(s.role, Role::Dialed(_));
         let ids: Vec<u64> = state.settling.iter().filter(|(_, s)| dialed(s)).map(|(id, _)| *id).collect();
-        let failed: Vec<Settling> = ids.iter().filter_map(|id| state.settling.remove(id)).collect();
+        let failed: Vec<Settling> = ids.iter().filter_map(|id| state.take_settling(*id)).collect();
         drop(state);
         failed.into_iter().for_each(|s| s.fail(why));
     }
 }
 
+impl State {
+    fn take_settling(&mut self, id: u64) -> Option<Settling> {
+        self.accepting.remove(id);
+        self.settling.remove(&id)
+    }
+}
+
 impl Settling {
     fn is_late(&self) -> bool {
-        matches!(self.role, Role::Accepted(_)) && self.since.elapsed() > SETTLING_TIME
+        matches!(self.role, Role::Accepted(..)) && self.since.elapsed() > SETTLING_TIME
     }
 
     fn fail(self, why: &str) {
@@ -304,7 +336,7 @@ struct SettlingGuard<'a> {
 
 impl Drop for SettlingGuard<'_> {
     fn drop(&mut self) {
-        let settling = self.device.lock().settling.remove(&self.id);
+        let settling = self.device.lock().take_settling(self.id);
         drop(settling);
     }
 }

@@ -37,6 +37,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use base::BoxFuture;
+use base::budget::Peer;
 use fabric::{FabricError, Info, Library, Listener, Query, Target};
 use tokio::sync::{mpsc, watch};
 
@@ -291,7 +292,8 @@ impl Transport for Ofi {
             let info = self.query(endpoint, Target::Connect).await?;
             let device = self.dialing(&info)?;
             let link = device.dial(&info, claim).await.inspect_err(|_| device.is_less_used())?;
-            Ok(Wire { road: Road::Packets(link), address: endpoint.to_owned(), claim: None })
+            let (road, address) = (Road::Packets(link), endpoint.to_owned());
+            Ok(Wire { road, address, peer: Peer::Local, claim: None })
         })
     }
 }

@@ -1,0 +1,165 @@
+//! One address takes what it can get; clients at other addresses are served all the same.
+
+use std::io::Write;
+use std::time::Duration;
+
+use crate::raw::{PATIENCE, Raw, lost};
+use outboard_messenger::frame::{Body, Resume};
+use outboard_messenger::{Ends, Event, Listener, NetworkStack, SessionConfig, TcpStack};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, BufReader};
+use tokio::time::timeout;
+
+const CROWD: &str = "127.0.0.1";
+const OTHER: &str = "127.0.0.2";
+
+/// Handshakes that time out later than the test does: nothing but a budget makes room.
+fn config() -> SessionConfig {
+    SessionConfig { handshake_timeout: 6 * PATIENCE, hold: 6 * PATIENCE, ..SessionConfig::default() }
+}
+
+async fn listen(config: SessionConfig) -> Box<dyn Listener> {
+    TcpStack::new(config).listen("127.0.0.1:0", 0).await.unwrap()
+}
+
+/// The next session; failed handshakes are passed over.
+async fn accepted(listener: &mut dyn Listener) -> Ends {
+    loop {
+        if let Ok(ends) = timeout(PATIENCE, listener.accept()).await.expect("a session") {
+            return ends;
+        }
+    }
+}
+
+/// A session from `source`, and the server's end of it.
+async fn session(source: &str, listener: &mut dyn Listener) -> (Raw, Resume, Ends) {
+    let endpoint = listener.endpoint();
+    let began = async { Raw::connect_from(source, &endpoint).await.begin(None).await };
+    let (began, ends) = tokio::join!(timeout(PATIENCE, began), accepted(listener));
+    let (raw, welcome) = began.expect("a session in time");
+    let resume = Resume { session: welcome.session, secret: welcome.secret, received: 0 };
+    (raw, resume, ends)
+}
+
+#[tokio::test]
+async fn silent_connections_of_one_address_do_not_keep_another_out() {
+    let mut listener = listen(config()).await;
+    let endpoint = listener.endpoint();
+    let mut silent = Vec::new();
+    for _ in 0..600 {
+        silent.push(Raw::connect_from(CROWD, &endpoint).await);
+    }
+    let (_raw, _, _ends) = session(OTHER, &mut *listener).await;
+    let (_raw, _, _ends) = session(CROWD, &mut *listener).await;
+    // The longest silent were given up for it.
+    timeout(PATIENCE, silent[0].closed()).await.expect("the first one is closed");
+}
+
+#[tokio::test]
+async fn idle_sessions_of_one_address_make_room_for_another_longest_silent_first() {
+    let mut listener = listen(SessionConfig { max_sessions: 4, ..config() }).await;
+    let mut crowd = Vec::new();
+    for _ in 0..4 {
+        crowd.push(session(CROWD, &mut *listener).await);
+    }
+    let (_first, _, mut first_ends) = session(OTHER, &mut *listener).await;
+    let (_second, _, mut second_ends) = session(OTHER, &mut *listener).await;
+    for (raw, _, ends) in &mut crowd[..2] {
+        let reason = loop {
+            match raw.next().await.expect("a reason").body {
+                Body::Close(close) => break close.reason,
+                _ => continue,
+            }
+        };
+        assert!(reason.contains("another client"), "{reason}");
+        lost(&mut *ends.1).await;
+    }
+    // Each has its fair share now: none loses a session to the other.
+    let mut refused = Raw::connect_from(OTHER, &listener.endpoint()).await;
+    refused.send(&Body::Hello(crate::raw::hello(None)), 0).await;
+    assert!(matches!(refused.next().await.map(|f| f.body), Some(Body::Reject(_))));
+    for ends in crowd[2..].iter_mut().map(|c| &mut c.2).chain([&mut first_ends, &mut second_ends]) {
+        let quiet = timeout(Duration::from_millis(50), ends.1.next()).await;
+        assert!(quiet.is_err(), "{quiet:?}");
+    }
+}
+
+#[tokio::test]
+async fn sessions_of_one_address_that_wait_for_their_peer_make_room_for_another() {
+    let mut listener = listen(SessionConfig { max_held: 2, ..config() }).await;
+    let mut crowd = Vec::new();
+    for _ in 0..2 {
+        let (raw, _, mut ends) = session(CROWD, &mut *listener).await;
+        drop(raw);
+        assert!(matches!(ends.1.next().await, Event::Interrupted));
+        crowd.push(ends);
+    }
+    let (raw, resume, mut ends) = session(OTHER, &mut *listener).await;
+    drop(raw);
+    assert!(matches!(ends.1.next().await, Event::Interrupted));
+    let again = Raw::connect_from(OTHER, &listener.endpoint()).await;
+    let (_raw, welcome) = again.begin(Some(resume.clone())).await;
+    assert_eq!(welcome.session, resume.session);
+    assert!(matches!(ends.1.next().await, Event::Resumed));
+    lost(&mut *crowd[0].1).await;
+}
+
+/// Runs itself again as the listener, in a process that can open few files and was told that it can open many.
+#[tokio::test]
+async fn a_listener_without_descriptors_gives_up_the_silent_and_goes_on() {
+    const STARVING: &str = "OUTBOARD_TEST_STARVING";
+    if std::env::var_os(STARVING).is_some() {
+        return starve().await;
+    }
+    let this = "crowd::a_listener_without_descriptors_gives_up_the_silent_and_goes_on";
+    let mut child = tokio::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", this, "--nocapture"])
+        .env(STARVING, "1")
+        .stdin(std::process::Stdio::piped())
+        .stdout(std::process::Stdio::piped())
+        .kill_on_drop(true)
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let mut said = async |what: &str| loop {
+        let line = timeout(PATIENCE, lines.next_line()).await.expect("the child says something").unwrap();
+        let line = line.expect("the child goes on");
+        if let Some((_, rest)) = line.split_once(what) {
+            break rest.to_owned();
+        }
+    };
+    let endpoint = said("endpoint=").await;
+    let mut silent = Vec::new();
+    for _ in 0..100 {
+        silent.push(Raw::connect_from(CROWD, &endpoint).await);
+    }
+    for _ in 0..3 {
+        let began = async { Raw::connect_from(OTHER, &endpoint).await.begin(None).await };
+        timeout(PATIENCE, began).await.expect("a session in time");
+    }
+    drop(child.stdin.take());
+    let refused: u64 = said("refused=").await.parse().unwrap();
+    assert!(refused > 0, "descriptors were never short");
+    assert!(child.wait().await.unwrap().success());
+}
+
+/// Listens until standard input ends.
+async fn starve() {
+    use rustix::process::{Resource, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    setrlimit(Resource::Nofile, rustix::process::Rlimit { current: Some(48), ..limit }).unwrap();
+    let many = SessionConfig { max_descriptors: Some(100_000), max_handshakes: 10_000, ..config() };
+    let mut listener = listen(many).await;
+    let admissions = listener.admissions();
+    let say = |what: String| writeln!(std::io::stdout(), "{what}").unwrap();
+    say(format!("endpoint={}", listener.endpoint()));
+    let mut kept = Vec::new();
+    let mut end = tokio::io::stdin();
+    loop {
+        tokio::select! {
+            accepted = listener.accept() => kept.extend(accepted),
+            _ = end.read_u8() => break,
+        }
+    }
+    let (_, refused) = admissions.refused().find(|(reason, _)| *reason == "descriptors").unwrap();
+    say(format!("refused={refused}"));
+}
