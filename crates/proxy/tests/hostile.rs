@@ -306,6 +306,23 @@ async fn garbage_on_the_socket_costs_the_connection() {
 
 /// Replies that nobody reads must not pile up in the store: it takes no more questions then, and goes on when they are read.
 #[tokio::test]
+async fn peers_that_say_no_hello_lose_their_places_to_others_oldest_first() {
+    let node = vacant().await;
+    let Endpoint::Unix(path) = &node.endpoint else { panic!("a UNIX socket") };
+    let mut silent = Vec::new();
+    for _ in 0..40 {
+        silent.push(UnixStream::connect(path).await.unwrap());
+    }
+    let mut byte = [0];
+    silent[0].readable().await.unwrap();
+    assert_eq!(silent[0].try_read(&mut byte).unwrap(), 0, "the first one is hung up on");
+    let last = silent[39].try_read(&mut byte).map_err(|e| e.kind());
+    assert_eq!(last, Err(std::io::ErrorKind::WouldBlock), "the last one has its place");
+    drop(EvilOsd::join(&node).await);
+    still_serves(&node).await;
+}
+
+#[tokio::test]
 async fn who_asks_and_does_not_read_has_to_wait() {
     const QUESTIONS: u64 = 10_000;
     const LEN: u64 = 64 << 10;

@@ -10,14 +10,16 @@ mod host_session;
 mod offers;
 mod stripes;
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
 use std::convert::Infallible;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use base::budget::{Budget, Peer};
 use base::fault::Faults;
 use base::thread::{ThreadClass, spawn};
 use base::work::booked;
@@ -29,11 +31,14 @@ use channel::{
 use store::stripes::{EngineOptions, Engines};
 use store::{Driver, ObjectStore};
 use tokio::net::{TcpListener, UnixListener};
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 use tokio::task::LocalSet;
 
 use host_session::{HostSession, Reached, Rings};
 use offers::Offers;
+
+/// Most peers that have not said hello.
+const HELLOS: usize = 32;
 
 /// How long a peer may take to say hello.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
@@ -230,10 +235,16 @@ impl Accepting {
         })
     }
 
-    async fn accept(&self) -> std::io::Result<Socket> {
+    async fn accept(&self) -> std::io::Result<(Socket, Peer)> {
         match self {
-            Accepting::Unix(listener) => Ok(Socket::Unix(listener.accept().await?.0)),
-            Accepting::Tcp(listener) => Socket::tcp(listener.accept().await?.0),
+            Accepting::Unix(listener) => Ok((Socket::Unix(listener.accept().await?.0), Peer::Local)),
+            Accepting::Tcp(listener) => loop {
+                let (stream, peer) = listener.accept().await?;
+                match Socket::tcp(stream) {
+                    Ok(socket) => return Ok((socket, peer.ip().into())),
+                    Err(e) => tracing::debug!(%peer, "a connection ended before it was accepted: {e}"),
+                }
+            },
         }
     }
 }
@@ -244,6 +255,68 @@ struct Serving {
     options: ServerOptions,
     counts: Arc<Counts>,
     serves: mpsc::Sender<Infallible>,
+}
+
+/// Peers that have not said hello yet: few, since one osd at a time is served. A silent one loses its place to the next,
+/// first one of an address above its fair share.
+struct Hellos {
+    budget: RefCell<Budget<u64>>,
+    /// Tells each that its place is lost.
+    peers: RefCell<HashMap<u64, Rc<Notify>>>,
+    last: Cell<u64>,
+}
+
+impl Default for Hellos {
+    fn default() -> Hellos {
+        let budget = RefCell::new(Budget::new(HELLOS, Duration::ZERO));
+        Hellos { budget, peers: RefCell::default(), last: Cell::new(0) }
+    }
+}
+
+impl Hellos {
+    fn admit(self: &Rc<Self>, peer: Peer) -> Option<HelloPlace> {
+        let id = self.last.get() + 1;
+        self.last.set(id);
+        let victim = self.budget.borrow_mut().admit(id, peer, Instant::now()).ok()?;
+        self.end(victim);
+        let lost = Rc::new(Notify::new());
+        self.peers.borrow_mut().insert(id, Rc::clone(&lost));
+        Some(HelloPlace { hellos: Rc::clone(self), id, lost })
+    }
+
+    /// Gives one up, for its descriptor.
+    fn shed(&self) {
+        let victim = self.budget.borrow_mut().shed(Instant::now());
+        self.end(victim);
+    }
+
+    fn end(&self, victim: Option<u64>) {
+        if let Some(lost) = victim.and_then(|victim| self.peers.borrow_mut().remove(&victim)) {
+            metrics::counter!("outboard_store_connections_reclaimed_total").increment(1);
+            lost.notify_one();
+        }
+    }
+}
+
+/// A place among those who have not said hello; given back when dropped.
+struct HelloPlace {
+    hellos: Rc<Hellos>,
+    id: u64,
+    lost: Rc<Notify>,
+}
+
+impl HelloPlace {
+    /// Resolves when another peer has got the place.
+    async fn lost(&self) {
+        self.lost.notified().await;
+    }
+}
+
+impl Drop for HelloPlace {
+    fn drop(&mut self) {
+        self.hellos.budget.borrow_mut().remove(self.id);
+        self.hellos.peers.borrow_mut().remove(&self.id);
+    }
 }
 
 /// Takes the place of the one session; leaves it when dropped.
@@ -264,15 +337,22 @@ impl Serving {
     async fn run(self, listener: Accepting, mut stopped: watch::Receiver<bool>) {
         let taken = Rc::new(Cell::new(false));
         let offers = Rc::new(Offers::new(self.options.ofi.clone(), &self.options.faults));
+        let hellos = Rc::new(Hellos::default());
         loop {
             let socket = tokio::select! {
                 socket = listener.accept() => socket,
                 _ = stopped.wait_for(|stop| *stop) => return,
             };
             match socket {
-                Ok(socket) => self.open(socket, &taken, &offers, stopped.clone()),
+                Ok((socket, peer)) => {
+                    let Some(place) = hellos.admit(peer) else { continue };
+                    self.open(socket, place, &taken, &offers, stopped.clone());
+                    // A peer that was given up frees its descriptor before the next one takes another.
+                    tokio::task::yield_now().await;
+                }
                 Err(e) => {
                     tracing::error!("cannot accept an osd: {e}");
+                    hellos.shed();
                     tokio::time::sleep(Duration::from_millis(100)).await;
                 }
             }
@@ -283,6 +363,7 @@ impl Serving {
     fn open(
         &self,
         socket: Socket,
+        place: HelloPlace,
         taken: &Rc<Cell<bool>>,
         offers: &Rc<Offers>,
         mut stopped: watch::Receiver<bool>,
@@ -306,6 +387,7 @@ impl Serving {
             };
             let opened = tokio::select! {
                 opened = tokio::time::timeout(HELLO_TIMEOUT, channel::accept(socket, decide)) => opened,
+                () = place.lost() => return tracing::debug!("no session: another peer has its place"),
                 _ = stopped.wait_for(|stop| *stop) => return,
             };
             let (rings, control) = match opened {
@@ -313,6 +395,7 @@ impl Serving {
                 Ok(Err(e)) => return tracing::warn!("no session: {e}"),
                 Err(_) => return tracing::warn!("no session: the peer did not say hello"),
             };
+            drop(place);
             counts.sessions.fetch_add(1, Ordering::Relaxed);
             counts.connected.store(1, Ordering::Relaxed);
             let session =
