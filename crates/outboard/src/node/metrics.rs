@@ -1,21 +1,31 @@
 //! The Prometheus page of a process: `GET /metrics` over HTTP/1.1.
 //!
-//! One `admin-metrics` thread answers one request at a time. A request is at most 8 KiB and has two seconds; that is
-//! enough for a scraper and bounds what anybody else can do.
+//! One `admin-metrics` thread serves up to [`CONNECTIONS`] connections at a time, none of which waits for another. A request
+//! is at most 8 KiB; request and answer have two seconds each. With all places taken, a new connection replaces the oldest,
+//! first of an address above its fair share: silent peers cannot keep a scraper out.
 
-use std::io::{self, Read, Write};
+use std::collections::BTreeMap;
+use std::io::{self, ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
+use base::budget::Budget;
 use base::process::ProcessUsage;
 use base::thread::ThreadClass;
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
 use rustix::event::{PollFd, PollFlags, Timespec};
 
+/// Most connections at a time.
+const CONNECTIONS: usize = 32;
+/// Connections accepted before those that are there get a turn.
+const ACCEPTED_AT_ONCE: usize = CONNECTIONS;
 const REQUEST_BYTES: usize = 8 << 10;
+/// How long a request may take to come, and again how long its answer to be taken.
 const REQUEST_TIME: Duration = Duration::from_secs(2);
+/// Pause after the system refused to give a connection (out of file descriptors).
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// How often samples of histograms are folded in when nobody scrapes; without it they would pile up.
-const UPKEEP: Timespec = Timespec { tv_sec: 5, tv_nsec: 0 };
+const UPKEEP: Duration = Duration::from_secs(5);
 
 /// Installs the recorder of this process and serves its page at `listen`; returns the address.
 ///
@@ -29,7 +39,7 @@ pub fn serve(listen: &str) -> io::Result<String> {
     let handle = recorder.handle();
     metrics::set_global_recorder(recorder).map_err(io::Error::other)?;
     describe();
-    base::thread::spawn(ThreadClass::Admin, "metrics", move || answer(&listener, &handle))?;
+    base::thread::spawn(ThreadClass::Admin, "metrics", move || Server::new(listener, handle).run())?;
     Ok(address)
 }
 
@@ -42,33 +52,216 @@ fn describe() {
     );
     describe_counter!("outboard_process_context_switches", Unit::Count, "Context switches by thread class");
     describe_gauge!("outboard_process_peak_resident_bytes", Unit::Bytes, "Most memory ever resident");
+    describe_counter!(
+        "outboard_metrics_connections_reclaimed_total",
+        Unit::Count,
+        "Connections to the metrics page that lost their place to a newer one"
+    );
+    describe_counter!(
+        "outboard_osd_sessions_reclaimed_total",
+        Unit::Count,
+        "Connected sessions that the osd gave up for another client"
+    );
+    describe_counter!(
+        "outboard_store_connections_reclaimed_total",
+        Unit::Count,
+        "Silent peers at the store's control socket that lost their place to another"
+    );
+    describe_counter!(
+        "outboard_messenger_connections_reclaimed_total",
+        Unit::Count,
+        "Handshakes and sessions that lost their place to another client, by what was short"
+    );
+    describe_counter!(
+        "outboard_messenger_connections_refused_total",
+        Unit::Count,
+        "Connections that got no place, by what was short"
+    );
 }
 
-fn answer(listener: &TcpListener, handle: &PrometheusHandle) {
-    loop {
-        let mut ready = [PollFd::new(listener, PollFlags::IN)];
-        // An interrupted or failed poll is taken up again: accept says what there is.
-        let _ = rustix::event::poll(&mut ready, Some(&UPKEEP));
-        match listener.accept() {
-            Ok((stream, peer)) => {
-                if let Err(e) = respond(stream, handle) {
-                    tracing::debug!(%peer, "metrics request failed: {e}");
-                }
+/// A connection: its request comes, then its answer goes.
+struct Exchange {
+    stream: TcpStream,
+    /// What came of the request.
+    request: Vec<u8>,
+    /// What is left of the answer; empty while the request comes.
+    answer: Vec<u8>,
+    /// When it is given up.
+    deadline: Instant,
+}
+
+/// What comes of a connection's turn.
+enum Turn {
+    /// It waits for its peer.
+    Waits,
+    /// It is over: answered, or given up.
+    Over,
+}
+
+struct Server {
+    listener: TcpListener,
+    handle: PrometheusHandle,
+    budget: Budget<u64>,
+    exchanges: BTreeMap<u64, Exchange>,
+    last_id: u64,
+    upkeep_at: Instant,
+    /// No connection is accepted before.
+    accept_at: Instant,
+}
+
+impl Server {
+    fn new(listener: TcpListener, handle: PrometheusHandle) -> Server {
+        let now = Instant::now();
+        Server {
+            listener,
+            handle,
+            budget: Budget::new(CONNECTIONS, Duration::ZERO),
+            exchanges: BTreeMap::new(),
+            last_id: 0,
+            upkeep_at: now + UPKEEP,
+            accept_at: now,
+        }
+    }
+
+    fn run(mut self) {
+        loop {
+            let ready = self.wait();
+            let now = Instant::now();
+            if now >= self.upkeep_at {
+                self.handle.run_upkeep();
+                self.upkeep_at = now + UPKEEP;
             }
-            Err(e) if e.kind() == io::ErrorKind::WouldBlock => handle.run_upkeep(),
-            Err(e) => {
-                tracing::warn!("cannot accept a metrics connection: {e}");
-                std::thread::sleep(Duration::from_secs(1));
+            for id in ready {
+                self.turn(id);
+            }
+            let late = self.exchanges.iter().filter(|(_, exchange)| exchange.deadline <= now);
+            for id in late.map(|(id, _)| *id).collect::<Vec<_>>() {
+                self.end(id);
+            }
+            if now >= self.accept_at {
+                self.accept(now);
             }
         }
     }
+
+    /// Sleeps until a connection can go on, another one comes or a time limit has passed. Returns whose turn it may be.
+    fn wait(&self) -> Vec<u64> {
+        let now = Instant::now();
+        let takes = now >= self.accept_at;
+        let limits = self.exchanges.values().map(|exchange| exchange.deadline);
+        let wake_at = limits.chain([self.upkeep_at]).chain((!takes).then_some(self.accept_at)).min();
+        let pause = wake_at.map_or(UPKEEP, |at| at.saturating_duration_since(now)).min(UPKEEP);
+        let pause = Timespec { tv_sec: pause.as_secs() as i64, tv_nsec: i64::from(pause.subsec_nanos()) };
+        let exchanges = self.exchanges.values().map(|exchange| {
+            let wanted = if exchange.answer.is_empty() { PollFlags::IN } else { PollFlags::OUT };
+            PollFd::new(&exchange.stream, wanted)
+        });
+        let listens = takes.then(|| PollFd::new(&self.listener, PollFlags::IN));
+        let mut polled: Vec<PollFd<'_>> = exchanges.chain(listens).collect();
+        // An interrupted or failed poll is taken up again: reading and accepting say what there is.
+        let _ = rustix::event::poll(&mut polled, Some(&pause));
+        let ready = self.exchanges.keys().zip(&polled).filter(|(_, fd)| !fd.revents().is_empty());
+        ready.map(|(id, _)| *id).collect()
+    }
+
+    fn accept(&mut self, now: Instant) {
+        for _ in 0..ACCEPTED_AT_ONCE {
+            match self.listener.accept() {
+                Ok((stream, peer)) => {
+                    if stream.set_nonblocking(true).is_err() {
+                        continue;
+                    }
+                    self.last_id += 1;
+                    let id = self.last_id;
+                    match self.budget.admit(id, peer.ip().into(), now) {
+                        Ok(Some(victim)) => {
+                            metrics::counter!("outboard_metrics_connections_reclaimed_total").increment(1);
+                            self.exchanges.remove(&victim);
+                        }
+                        Ok(None) => {}
+                        // Without patience an address may always replace a connection of its own.
+                        Err(full) => {
+                            tracing::debug!(%peer, "no place for a metrics connection: {full}");
+                            continue;
+                        }
+                    }
+                    self.exchanges.insert(id, Exchange::new(stream, now + REQUEST_TIME));
+                    self.turn(id);
+                }
+                Err(e) if e.kind() == ErrorKind::WouldBlock => return,
+                Err(e) if matches!(e.kind(), ErrorKind::ConnectionAborted | ErrorKind::Interrupted) => {}
+                Err(e) => {
+                    tracing::warn!("cannot accept a metrics connection: {e}");
+                    // Its descriptor may be what the next attempt needs.
+                    if let Some(victim) = self.budget.shed(now) {
+                        self.exchanges.remove(&victim);
+                    }
+                    self.accept_at = now + ACCEPT_PAUSE;
+                    return;
+                }
+            }
+        }
+    }
+
+    fn turn(&mut self, id: u64) {
+        let Some(exchange) = self.exchanges.get_mut(&id) else { return };
+        match exchange.go_on(&self.handle) {
+            Ok(Turn::Waits) => {}
+            Ok(Turn::Over) => self.end(id),
+            Err(e) => {
+                tracing::debug!("a metrics request failed: {e}");
+                self.end(id);
+            }
+        }
+    }
+
+    fn end(&mut self, id: u64) {
+        self.exchanges.remove(&id);
+        self.budget.remove(id);
+    }
 }
 
-fn respond(mut stream: TcpStream, handle: &PrometheusHandle) -> io::Result<()> {
-    stream.set_nonblocking(false)?;
-    stream.set_write_timeout(Some(REQUEST_TIME))?;
-    let request = read_request(&mut stream)?;
-    let (status, body) = match request.split_ascii_whitespace().collect::<Vec<_>>()[..] {
+impl Exchange {
+    fn new(stream: TcpStream, deadline: Instant) -> Exchange {
+        Exchange { stream, request: Vec::new(), answer: Vec::new(), deadline }
+    }
+
+    /// Reads what has come and writes what can go.
+    fn go_on(&mut self, handle: &PrometheusHandle) -> io::Result<Turn> {
+        while self.answer.is_empty() {
+            let mut chunk = [0; 1024];
+            let got = match self.stream.read(&mut chunk) {
+                Ok(0) => return Ok(Turn::Over),
+                Ok(got) => got,
+                Err(e) if e.kind() == ErrorKind::WouldBlock => return Ok(Turn::Waits),
+                Err(e) if e.kind() == ErrorKind::Interrupted => continue,
+                Err(e) => return Err(e),
+            };
+            self.request.extend_from_slice(&chunk[..got]);
+            if self.request.windows(4).any(|w| w == b"\r\n\r\n") {
+                self.answer = answer(&self.request, handle);
+                self.deadline = Instant::now() + REQUEST_TIME;
+            } else if self.request.len() >= REQUEST_BYTES {
+                return Err(io::Error::other("the request's head is too long"));
+            }
+        }
+        while !self.answer.is_empty() {
+            match self.stream.write(&self.answer) {
+                Ok(written) => drop(self.answer.drain(..written)),
+                Err(e) if e.kind() == ErrorKind::WouldBlock => return Ok(Turn::Waits),
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(Turn::Over)
+    }
+}
+
+/// The answer to a request whose head is complete.
+fn answer(request: &[u8], handle: &PrometheusHandle) -> Vec<u8> {
+    let request = String::from_utf8_lossy(request);
+    let line = request.lines().next().unwrap_or("");
+    let (status, body) = match line.split_ascii_whitespace().collect::<Vec<_>>()[..] {
         ["GET", "/metrics" | "/", ..] => {
             record_process();
             handle.run_upkeep();
@@ -77,33 +270,11 @@ fn respond(mut stream: TcpStream, handle: &PrometheusHandle) -> io::Result<()> {
         ["GET", ..] => ("404 Not Found", "the metrics are at /metrics\n".to_owned()),
         _ => ("405 Method Not Allowed", "only GET\n".to_owned()),
     };
-    let length = body.len();
-    write!(
-        stream,
-        "HTTP/1.1 {status}\r\nContent-Type: text/plain; version=0.0.4\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n"
-    )?;
-    stream.write_all(body.as_bytes())
-}
-
-/// The first line of a request, once all of its head has come.
-fn read_request(stream: &mut TcpStream) -> io::Result<String> {
-    let deadline = Instant::now() + REQUEST_TIME;
-    let mut head = vec![0; REQUEST_BYTES];
-    let mut have = 0;
-    while have < head.len() {
-        let left = deadline.checked_duration_since(Instant::now()).filter(|d| !d.is_zero());
-        stream.set_read_timeout(Some(left.ok_or(io::ErrorKind::TimedOut)?))?;
-        let got = stream.read(&mut head[have..])?;
-        if got == 0 {
-            return Err(io::ErrorKind::UnexpectedEof.into());
-        }
-        have += got;
-        if head[..have].windows(4).any(|w| w == b"\r\n\r\n") {
-            let text = String::from_utf8_lossy(&head[..have]);
-            return Ok(text.lines().next().unwrap_or("").to_owned());
-        }
-    }
-    Err(io::Error::other("the request's head is too long"))
+    let (kind, length) = ("text/plain; version=0.0.4", body.len());
+    let head = format!(
+        "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n"
+    );
+    [head, body].concat().into_bytes()
 }
 
 /// Brings the figures of the process itself up to date.
@@ -135,6 +306,7 @@ mod tests {
     #[test]
     fn the_page_has_process_figures_and_bad_requests_cost_only_themselves() {
         let address = serve("127.0.0.1:0").unwrap();
+        a_crowd_does_not_keep_a_scraper_out(&address);
         metrics::counter!("outboard_test_things").increment(3);
         assert!(ask(&address, "POST / HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 405"));
         assert!(ask(&address, "GET /secret HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 404"));
@@ -145,5 +317,25 @@ mod tests {
         assert!(page.contains("outboard_test_things 3"), "{page}");
         assert!(page.contains("outboard_process_cpu_seconds{class=\"admin\"}"), "{page}");
         assert!(page.contains("outboard_process_peak_resident_bytes"), "{page}");
+    }
+
+    /// The recorder of a process can be installed only once, so this is part of the one test.
+    fn a_crowd_does_not_keep_a_scraper_out(address: &str) {
+        let mut crowd: Vec<TcpStream> =
+            (0..2 * CONNECTIONS).map(|_| TcpStream::connect(address).unwrap()).collect();
+        // These trickle, those are silent.
+        for stream in &mut crowd[CONNECTIONS..] {
+            stream.write_all(b"GET /").unwrap();
+        }
+        let began = Instant::now();
+        let page = ask(address, "GET /metrics HTTP/1.1\r\n\r\n");
+        assert!(page.starts_with("HTTP/1.1 200 OK\r\n"), "{page}");
+        let waited = began.elapsed();
+        assert!(waited < CONNECTIONS as u32 * REQUEST_TIME / 2, "it waited for the others: {waited:?}");
+        assert!(page.contains("outboard_metrics_connections_reclaimed_total"), "{page}");
+        // The oldest were given up.
+        let mut rest = String::new();
+        crowd[0].set_read_timeout(Some(REQUEST_TIME)).unwrap();
+        assert!(!matches!(crowd[0].read_to_string(&mut rest), Err(e) if e.kind() == ErrorKind::WouldBlock));
     }
 }
