@@ -33,7 +33,8 @@ impl Client {
     /// # Errors
     /// [`Error::Network`] if the node cannot be reached, [`Error::Node`] if it does not want this client.
     pub async fn connect(endpoint: &str, options: Options) -> Result<Client> {
-        let stack = messenger::open(&options.stack, &StackOptions::default(), UseAs::Client)?;
+        let network = StackOptions { source: options.source, ..StackOptions::default() };
+        let stack = messenger::open(&options.stack, &network, UseAs::Client)?;
         Client::connect_over(stack, endpoint, options).await
     }
 

@@ -49,7 +49,8 @@ pub use object::{Description, Object, OmapPage, PutOptions};
 pub use options::Options;
 pub use pool::Pool;
 pub use proto::{
-    CodingHealth, CodingPlace, CodingSent, CodingStatus, Error as NodeError, Manifest, Mutated, NameError,
-    NodeStatus, ObjectName, OffloadStatus, PhaseTimes, PoolHealth, PoolInfo, PoolName, RebuildStatus,
-    Redundancy, RequestTimes, ScrubStatus, Space, StatAnswer as Stat, TargetState, TargetStatus,
+    CodingHealth, CodingPlace, CodingSent, CodingStatus, ConnectionStatus, Error as NodeError, Manifest,
+    Mutated, NameError, NodeStatus, ObjectName, OffloadStatus, PhaseTimes, PoolHealth, PoolInfo, PoolName,
+    RebuildStatus, Redundancy, RequestTimes, ScrubStatus, Space, StatAnswer as Stat, TargetState,
+    TargetStatus,
 };

@@ -30,6 +30,10 @@ const RECONNECT_PAUSE: Duration = Duration::from_millis(10);
 /// How long the end of a session may take to be sent. Without it the node forgets the session's results later.
 const CLOSE_TIME: Duration = Duration::from_secs(2);
 
+/// Without a request to send, a lost connection is made again only after that long: a node that gave up an idle session to
+/// serve another client would have to give up the next one. Shorter than nodes keep the uploads of clients that have gone.
+const IDLE_RECONNECT_PAUSE: Duration = Duration::from_secs(60);
+
 /// What callers and the background task share.
 pub(crate) struct Shared {
     stack: Arc<dyn NetworkStack>,
@@ -38,6 +42,8 @@ pub(crate) struct Shared {
     pub(crate) permits: Semaphore,
     /// Told whenever a request leaves the table.
     room: Notify,
+    /// Told when a request enters the table while there is no connection.
+    wanted: Notify,
     limits: OnceLock<Limits>,
     phase: watch::Sender<Phase>,
     state: Mutex<State>,
@@ -104,6 +110,7 @@ impl Link {
             permits: Semaphore::new(options.requests_in_flight),
             options,
             room: Notify::new(),
+            wanted: Notify::new(),
             limits: OnceLock::new(),
             phase: watch::Sender::new(Phase::Open),
             state: Mutex::new(state),
@@ -217,6 +224,9 @@ impl Shared {
                     let seq = state.next_seq;
                     state.next_seq += 1;
                     state.pending.insert(seq, pending);
+                    if state.connection.is_none() {
+                        self.wanted.notify_one();
+                    }
                     return Ok(seq);
                 }
             }
@@ -366,6 +376,14 @@ impl Shared {
         }
     }
 
+    /// Waits until there is a request that needs a connection, or for [`IDLE_RECONNECT_PAUSE`].
+    async fn wait_for_need(&self) {
+        if self.lock().pending.is_empty() {
+            // Either is a reason to connect.
+            let _ = tokio::time::timeout(IDLE_RECONNECT_PAUSE, self.wanted.notified()).await;
+        }
+    }
+
     async fn reconnect(&self) -> (Arc<dyn Connection>, Box<dyn Incoming>) {
         let mut pause = RECONNECT_PAUSE;
         loop {
@@ -462,13 +480,14 @@ async fn serve(shared: &Arc<Shared>, mut incoming: Box<dyn Incoming>) -> Infalli
             Event::Message(message) => !shared.take_answer(message),
             Event::Interrupted | Event::Resumed => false,
             Event::Lost(e) => {
-                tracing::info!(endpoint = shared.endpoint, error = %e, "session lost, reconnecting");
+                tracing::info!(endpoint = shared.endpoint, error = %e, "connection lost");
                 true
             }
         };
         if lost {
             shared.lock().connection = None;
             drop(resend.take());
+            shared.wait_for_need().await;
             let (connection, again) = shared.reconnect().await;
             shared.lock().number += 1;
             incoming = again;

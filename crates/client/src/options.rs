@@ -29,6 +29,8 @@ pub struct Options {
     pub inline_max: usize,
     /// Which network stack to use.
     pub stack: messenger::StackChoice,
+    /// Address of this machine to connect from over TCP; `None` leaves the choice to the system.
+    pub source: Option<std::net::IpAddr>,
 }
 
 impl Default for Options {
@@ -45,6 +47,7 @@ impl Default for Options {
             reads_in_flight: 4,
             inline_max: 64 << 10,
             stack: messenger::StackChoice::default(),
+            source: None,
         }
     }
 }

@@ -157,6 +157,7 @@ impl Osd {
             Err(e) => return ready(Err(e.into())),
         };
         osd.paths.replace(listener.paths());
+        osd.admissions.replace(Some(listener.admissions()));
         ready(Ok(listener.endpoint()));
         let removing: Vec<_> = osd.map.borrow().pools.iter().filter(|p| p.removing).cloned().collect();
         removing.iter().for_each(|record| osd.empty_in_background(osd.make_pool(record)));

@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use base::pool::BufferPool;
-use messenger::Connection;
+use messenger::{Admissions, Connection};
 use proto::{Error, Manifest, ObjectName, PartId, Redundancy, RequestHead, SessionId, placement};
 use store::stripes::{EngineOptions, Engines, LocalStripes, StripeStores};
 use store::{ObjectId, ObjectStore};
@@ -48,6 +48,8 @@ pub(crate) struct Osd {
     pub(crate) connections: RefCell<BTreeMap<ConnectionId, Weak<dyn Connection>>>,
     /// Other paths than TCP that clients can come by.
     pub(crate) paths: RefCell<Vec<(String, String)>>,
+    /// What the listener refused and reclaimed.
+    pub(crate) admissions: RefCell<Option<Arc<Admissions>>>,
     pub(crate) in_flight: InFlight,
     pub(crate) requests: Cell<u32>,
     pub(crate) space: Space,
@@ -138,6 +140,7 @@ impl Osd {
             sessions: RefCell::new(Sessions::new(config.sessions, age.generation())),
             connections: RefCell::default(),
             paths: RefCell::default(),
+            admissions: RefCell::default(),
             in_flight: InFlight::default(),
             requests: Cell::new(0),
             space: Space::default(),

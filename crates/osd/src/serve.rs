@@ -1,22 +1,26 @@
 //! Serving connections: requests in, answers out.
 
 use std::rc::Rc;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use base::block::Payload;
 use base::phases::Clock;
 use messenger::{Connection, Event, Incoming, Listener, Message};
 use proto::{Error, Mutate, Mutated, Redundancy, Reply, ReplyBody, RequestBody, RequestHead, SessionId};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::{Duration, Instant};
 
 use crate::gather::{COMPANY, Puller};
 use crate::inflight::{Claim, joined};
 use crate::mutate::Change;
 use crate::osd::{Osd, Request};
 use crate::pg::Origin;
-use crate::sessions::ConnectionId;
+use crate::sessions::{ConnectionId, Opened};
 use crate::times::Kind;
 use crate::{list, read, status};
+
+/// A session's place is said to be in use at most that often.
+const HEARD_PAUSE: Duration = Duration::from_secs(1);
 
 /// Accepts connections for ever.
 pub(crate) async fn accept(osd: Rc<Osd>, mut listener: Box<dyn Listener>) {
@@ -26,7 +30,8 @@ pub(crate) async fn accept(osd: Rc<Osd>, mut listener: Box<dyn Listener>) {
             Ok((connection, incoming)) => {
                 next += 1;
                 osd.connections.borrow_mut().insert(next, Arc::downgrade(&connection));
-                let served = Served { osd: Rc::clone(&osd), connection, id: next, session: None };
+                let heard = Instant::now();
+                let served = Served { osd: Rc::clone(&osd), connection, id: next, session: None, heard };
                 crate::spawn(served.run(incoming));
             }
             Err(e) => tracing::debug!(error = %e, "a peer could not connect"),
@@ -40,6 +45,8 @@ struct Served {
     connection: Arc<dyn Connection>,
     id: ConnectionId,
     session: Option<SessionId>,
+    /// When its session's place was last said to be in use.
+    heard: Instant,
 }
 
 impl Served {
@@ -111,6 +118,10 @@ impl Served {
                 return true;
             }
         };
+        if self.heard.elapsed() >= HEARD_PAUSE {
+            self.heard = Instant::now();
+            self.osd.sessions.borrow_mut().heard(session);
+        }
         let request = Request { head, session, connection: Arc::clone(&self.connection) };
         let osd = Rc::clone(&self.osd);
         let running = clock.clone();
@@ -149,9 +160,21 @@ impl Served {
         if version < oldest.max(proto::VERSION_OLDEST) {
             return Err(Error::WrongVersion { oldest: proto::VERSION_OLDEST, newest: proto::VERSION });
         }
-        let session = self.osd.sessions.borrow_mut().open(presented, self.id)?;
-        if let Some(before) = self.session.replace(session).filter(|before| *before != session) {
+        let peer = self.connection.peer().peer;
+        let Opened { id: session, reclaimed } =
+            self.osd.sessions.borrow_mut().open(presented, self.id, peer)?;
+        if let Some(before) = self.session.replace(session)
+            && before != session
+        {
+            // A connection has one session: it would keep the places of others for ever.
             self.osd.sessions.borrow_mut().detach(before, self.id);
+        }
+        if let Some(reclaimed) = reclaimed {
+            metrics::counter!("outboard_osd_sessions_reclaimed_total").increment(1);
+            let victim = self.osd.connections.borrow().get(&reclaimed).and_then(Weak::upgrade);
+            if let Some(victim) = victim {
+                crate::spawn(async move { victim.close().await });
+            }
         }
         Ok(ReplyBody::Opened { version, session })
     }

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 
+use base::budget::{Budget, Peer};
 use proto::{Error, SessionId};
 use tokio::time::{Duration, Instant};
 
@@ -16,12 +17,24 @@ const RETURN: Duration = Duration::from_secs(3600);
 /// The sessions known now. Their durable part is in the placement groups.
 pub(crate) struct Sessions {
     known: HashMap<SessionId, Attachment>,
-    limit: usize,
+    /// Their places. A session that has none is forgotten: the right to its unfinished uploads ends,
+    /// and repeats of its requests may be refused. Its client may present it again.
+    places: Budget<SessionId>,
     generation: u64,
     /// Number of the session made last.
     last: u32,
     started: Instant,
 }
+
+/// A session that was opened.
+pub(crate) struct Opened {
+    pub(crate) id: SessionId,
+    /// The connection of the session that lost its place to this one: to be closed.
+    pub(crate) reclaimed: Option<ConnectionId>,
+}
+
+/// A session that was silent for that long loses its place to a new one of its own address, if all places are taken.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Clone, Copy)]
 enum Attachment {
@@ -30,18 +43,21 @@ enum Attachment {
 }
 
 impl Sessions {
-    /// No sessions yet; new ones are of this generation.
+    /// No sessions yet, and room for `limit`; new ones are of this generation.
     pub(crate) fn new(limit: usize, generation: u64) -> Sessions {
-        Sessions { known: HashMap::new(), limit, generation, last: 0, started: Instant::now() }
+        let places = Budget::new(limit, PATIENCE);
+        Sessions { known: HashMap::new(), places, generation, last: 0, started: Instant::now() }
     }
 
     /// Attaches a session to a connection: the one that the client presents, or a new one. Another connection that the
-    /// session had is no longer listened to.
+    /// session had is no longer listened to. With all places taken, an address below its fair share takes that of the
+    /// longest-silent session at one above.
     pub(crate) fn open(
         &mut self,
         presented: Option<SessionId>,
         connection: ConnectionId,
-    ) -> proto::Result<SessionId> {
+        peer: Peer,
+    ) -> proto::Result<Opened> {
         // A session that was never made would be noted as forgotten one day, and with it all that come before it.
         if let Some(session) =
             presented.filter(|id| (id.generation(), id.number()) > (self.generation, self.last))
@@ -49,12 +65,24 @@ impl Sessions {
             let why = "this node has not made it, or has lost its last state".to_owned();
             return Err(Error::SessionRefused { session, why });
         }
-        if presented.is_none_or(|id| !self.known.contains_key(&id)) && self.known.len() >= self.limit {
-            self.forget_one()?;
-        }
         let id = presented.unwrap_or_else(|| self.make());
+        let victim = self.places.admit(id, peer, Instant::now().into_std()).map_err(|full| Error::Busy {
+            what: "sessions".into(),
+            limit: full.limit as u64,
+            advice: "close clients that are not needed".to_owned(),
+        })?;
+        let reclaimed = match victim.and_then(|victim| self.known.remove(&victim)) {
+            Some(Attachment::Connected(connection)) => Some(connection),
+            Some(Attachment::GoneSince(_)) | None => None,
+        };
         self.known.insert(id, Attachment::Connected(connection));
-        Ok(id)
+        assert_eq!(self.known.len(), self.places.taken(), "a session is known while it has a place");
+        Ok(Opened { id, reclaimed })
+    }
+
+    /// A request of the session came: it is not its turn to lose its place.
+    pub(crate) fn heard(&mut self, session: SessionId) {
+        self.places.heard(session, Instant::now().into_std());
     }
 
     fn make(&mut self) -> SessionId {
@@ -66,6 +94,7 @@ impl Sessions {
     /// Forgets a session that its client has closed.
     pub(crate) fn close(&mut self, session: SessionId) {
         self.known.remove(&session);
+        self.places.remove(session);
     }
 
     /// Whether a session's requests come from this connection.
@@ -77,6 +106,7 @@ impl Sessions {
     pub(crate) fn detach(&mut self, session: SessionId, connection: ConnectionId) {
         if self.is_attached(session, connection) {
             self.known.insert(session, Attachment::GoneSince(Instant::now()));
+            self.places.left(session, Instant::now().into_std());
         }
     }
 
@@ -102,19 +132,6 @@ impl Sessions {
     pub(crate) fn connected(&self) -> u32 {
         self.known.values().filter(|a| matches!(a, Attachment::Connected(_))).count() as u32
     }
-
-    /// Makes room by forgetting the session that has been away longest.
-    fn forget_one(&mut self) -> proto::Result<()> {
-        let gone = self.known.iter().filter_map(|(id, attachment)| match attachment {
-            Attachment::GoneSince(when) => Some((*when, *id)),
-            Attachment::Connected(_) => None,
-        });
-        let limit = self.limit as u64;
-        let advice = "close clients that are not needed".to_owned();
-        let (_, oldest) = gone.min().ok_or(Error::Busy { what: "sessions".into(), limit, advice })?;
-        self.known.remove(&oldest);
-        Ok(())
-    }
 }
 
 impl Attachment {
@@ -123,5 +140,34 @@ impl Attachment {
             Attachment::Connected(_) => true,
             Attachment::GoneSince(when) => when.elapsed() < grace,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const A: Peer = Peer::V4([192, 0, 2, 1]);
+    const B: Peer = Peer::V4([192, 0, 2, 2]);
+
+    #[tokio::test(start_paused = true)]
+    async fn connected_sessions_of_a_crowd_make_room_for_another_address() {
+        let mut sessions = Sessions::new(3, SessionId::FIRST_GENERATION);
+        let mut crowd = Vec::new();
+        for connection in 0..3 {
+            crowd.push(sessions.open(None, connection, A).unwrap().id);
+            tokio::time::advance(Duration::from_secs(1)).await;
+        }
+        assert!(matches!(sessions.open(None, 9, A), Err(Error::Busy { limit: 3, .. })));
+        sessions.heard(crowd[0]);
+        let other = sessions.open(None, 10, B).unwrap();
+        assert_eq!(other.reclaimed, Some(1), "the connection of the longest silent");
+        assert!(!sessions.is_attached(crowd[1], 1));
+        // One that has gone is forgotten first, and comes back like a new one.
+        sessions.detach(crowd[0], 0);
+        let back = sessions.open(Some(crowd[1]), 11, A).unwrap();
+        assert_eq!((back.id, back.reclaimed), (crowd[1], None));
+        assert!(!sessions.is_alive(crowd[0], Duration::from_secs(60)));
+        assert_eq!(sessions.connected(), 3);
     }
 }

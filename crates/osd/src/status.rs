@@ -1,6 +1,6 @@
 //! The node's state, for people.
 
-use proto::{NodeStatus, Space, TargetState, TargetStatus};
+use proto::{ConnectionStatus, NodeStatus, Space, TargetState, TargetStatus};
 
 use crate::map::TargetRecord;
 use crate::osd::Osd;
@@ -34,12 +34,25 @@ pub(crate) async fn status(osd: &Osd) -> NodeStatus {
         paths: osd.paths.borrow().clone(),
         sessions: osd.sessions.borrow().connected(),
         sessions_one_sided: osd.one_sided_connections(),
+        connections: connections(osd),
         requests: osd.requests.get(),
         times: osd.times.requests(),
         thread_ns: osd.times.thread(),
         offload: osd.config.offload.as_ref().map(|source| (source.0)()),
         coding: osd.coding.status(),
         staging: [osd.pool.arena().len() as u64, free as u64, fewest as u64],
+    }
+}
+
+fn connections(osd: &Osd) -> ConnectionStatus {
+    let admissions = osd.admissions.borrow();
+    let Some(admissions) = admissions.as_ref() else { return ConnectionStatus::default() };
+    let owned = |(reason, count): (&str, u64)| (reason.to_owned(), count);
+    ConnectionStatus {
+        max_sessions: admissions.max_sessions() as u64,
+        max_handshakes: admissions.max_handshakes() as u64,
+        reclaimed: admissions.reclaimed().map(owned).collect(),
+        refused: admissions.refused().map(owned).collect(),
     }
 }
 

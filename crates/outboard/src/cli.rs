@@ -28,6 +28,9 @@ pub struct NodeArgs {
     /// How to talk to a node: auto (RDMA where both sides have it), tcp, or ofi:PROVIDER, e.g. ofi:verbs
     #[arg(long, global = true, env = "OUTBOARD_NETWORK", value_name = "STACK", default_value = "auto")]
     pub network: messenger::StackChoice,
+    /// Address of this machine to connect from, where it has several [default: the system's choice]
+    #[arg(long, global = true, env = "OUTBOARD_BIND", value_name = "ADDR")]
+    pub bind: Option<std::net::IpAddr>,
 }
 
 /// Everything that `outboard` does.

@@ -27,8 +27,9 @@ pub use request::{
 };
 pub use session::{SessionId, UploadId};
 pub use status::{
-    CodingHealth, CodingPlace, CodingSent, CodingStatus, NodeStatus, OffloadStatus, PhaseTimes, PoolHealth,
-    PoolInfo, RebuildStatus, RequestTimes, ScrubStatus, Space, TargetState, TargetStatus,
+    CodingHealth, CodingPlace, CodingSent, CodingStatus, ConnectionStatus, NodeStatus, OffloadStatus,
+    PhaseTimes, PoolHealth, PoolInfo, RebuildStatus, RequestTimes, ScrubStatus, Space, TargetState,
+    TargetStatus,
 };
 pub use wire::{
     DecodeError, VERSION, VERSION_OLDEST, decode_body, decode_head, decode_reply, encode_reply,

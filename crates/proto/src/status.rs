@@ -259,6 +259,20 @@ pub struct CodingHealth {
     pub last_failure: Option<String>,
 }
 
+/// The limits of the listener, and what it refused and reclaimed since the OSD was started, by what was short: `handshakes`,
+/// `sessions`, `detached` (sessions that wait for their clients), `descriptors`.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct ConnectionStatus {
+    /// Most sessions at a time; fewer than configured if the limit on open files is low.
+    pub max_sessions: u64,
+    /// Most handshakes at a time.
+    pub max_handshakes: u64,
+    /// Handshakes and sessions that lost their place to another client.
+    pub reclaimed: Vec<(String, u64)>,
+    /// Connections that got no place; of `descriptors`, failed attempts to accept one.
+    pub refused: Vec<(String, u64)>,
+}
+
 /// State of a node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeStatus {
@@ -290,6 +304,8 @@ pub struct NodeStatus {
     pub sessions: u32,
     /// How many of them go by such a path now, so that bulk data moves by itself (RDMA).
     pub sessions_one_sided: u32,
+    /// How many connections there may be, and which had to be refused or given up.
+    pub connections: ConnectionStatus,
     /// Number of requests being worked on.
     pub requests: u32,
     /// How the offload between OSD and store stands, if there is one.

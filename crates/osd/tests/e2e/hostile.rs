@@ -225,3 +225,20 @@ async fn requests_need_a_session_of_a_version_that_both_speak() {
     }
     still_works(&node).await;
 }
+
+/// Opens sessions one after the other on one connection, more than the osd knows at a time.
+#[tokio::test]
+async fn a_connection_holds_the_place_of_one_session_however_many_it_opens() {
+    let node = Node::start_with(osd::OsdConfig { sessions: 4, ..Default::default() });
+    let _object = node.object().await;
+    let mut raw = Raw::connect(&node.endpoint, None).await;
+    for seq in 1..=20 {
+        let (oldest, newest) = (proto::VERSION_OLDEST, proto::VERSION);
+        raw.call(head(seq), RequestBody::Open { oldest, newest, session: None }).await.unwrap();
+    }
+    let mut others = Vec::new();
+    for _ in 0..3 {
+        others.push(Raw::connect(&node.endpoint, None).await);
+    }
+    others[0].changed(head(1), append("fine", "x")).await.unwrap();
+}

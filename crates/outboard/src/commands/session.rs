@@ -22,6 +22,7 @@ where
 {
     let endpoint = locate::endpoint(node)?;
     options.stack = node.network.clone();
+    options.source = node.bind;
     let work = move || {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()

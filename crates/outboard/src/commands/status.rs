@@ -1,6 +1,7 @@
 //! `outboard status`: what a node is doing, as its supervisor and its osd know it.
 
 use std::io::Write;
+use std::net::IpAddr;
 use std::time::Duration;
 
 use clap::Args;
@@ -47,7 +48,7 @@ pub fn run(args: StatusArgs, node: &NodeArgs) -> Result<()> {
     };
     if let Some(endpoint) = report.endpoint.clone() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().doing(doing)?;
-        match runtime.block_on(ask(&endpoint)) {
+        match runtime.block_on(ask(&endpoint, node.bind)) {
             Ok(answer) => report.add_answer(answer),
             Err(why) => report.problems.push(format!("the osd does not answer: {why}")),
         }
@@ -70,11 +71,12 @@ pub fn run(args: StatusArgs, node: &NodeArgs) -> Result<()> {
     std::io::stdout().write_all(text.as_bytes()).doing("printing the node's state")
 }
 
-async fn ask(endpoint: &str) -> Result<client::NodeStatus, String> {
+async fn ask(endpoint: &str, source: Option<IpAddr>) -> Result<client::NodeStatus, String> {
     let options = client::Options {
         name: "status".to_owned(),
         connect_timeout: PATIENCE,
         request_timeout: PATIENCE,
+        source,
         ..client::Options::default()
     };
     let answer = async {

@@ -197,7 +197,12 @@ pub const KEYS: &[Key] = &[
         "256",
         "Most requests of one client worked on at a time: 1 to 4096.",
     ),
-    key("osd", "sessions", "4096", "Most clients known at a time: 1 to 65536."),
+    key(
+        "osd",
+        "sessions",
+        "4096",
+        "Most clients known at a time: 1 to 65536; fewer if the limit on open files is low. One more takes the place of the longest-silent client at an address with more than its fair share.",
+    ),
     key(
         "coding",
         "mode",

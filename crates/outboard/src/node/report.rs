@@ -162,6 +162,37 @@ pub struct PathReport {
     pub endpoint: String,
 }
 
+/// How many connections there may be, and what was refused and reclaimed since the osd was started, by what was short.
+#[derive(Debug, Serialize)]
+pub struct ConnectionReport {
+    /// Most sessions at a time.
+    pub max_sessions: u64,
+    /// Most handshakes at a time.
+    pub max_handshakes: u64,
+    /// Handshakes and sessions that lost their place to another client.
+    pub reclaimed: BTreeMap<String, u64>,
+    /// Connections that got no place.
+    pub refused: BTreeMap<String, u64>,
+}
+
+impl ConnectionReport {
+    fn of(status: client::ConnectionStatus) -> ConnectionReport {
+        ConnectionReport {
+            max_sessions: status.max_sessions,
+            max_handshakes: status.max_handshakes,
+            reclaimed: status.reclaimed.into_iter().collect(),
+            refused: status.refused.into_iter().collect(),
+        }
+    }
+
+    /// What happened, if anything did.
+    fn text(&self) -> String {
+        let all = [("reclaimed", &self.reclaimed), ("refused", &self.refused)];
+        let counts = all.into_iter().map(|(what, by)| (by.values().sum::<u64>(), what));
+        counts.filter(|(count, _)| *count > 0).map(|(count, what)| format!(", {count} {what}")).collect()
+    }
+}
+
 /// The osd's load.
 #[derive(Debug, Serialize)]
 pub struct OsdReport {
@@ -173,6 +204,8 @@ pub struct OsdReport {
     pub sessions: u32,
     /// How many of them go by such a path now.
     pub sessions_by_path: u32,
+    /// How many connections there may be, and what was refused and reclaimed.
+    pub connections: ConnectionReport,
     /// Requests being worked on.
     pub requests: u32,
     /// Staging memory, in bytes.
@@ -196,7 +229,8 @@ impl OsdReport {
             (false, count) => format!(", {count} of them not by tcp"),
         };
         let sessions = if self.sessions == 1 { "session" } else { "sessions" };
-        format!("tcp{}; {} {sessions}{others}", paths.concat(), self.sessions)
+        let turned_away = self.connections.text();
+        format!("tcp{}; {} {sessions}{others}{turned_away}", paths.concat(), self.sessions)
     }
 }
 
@@ -290,6 +324,7 @@ impl Report {
             paths: answer.paths.into_iter().map(|(name, endpoint)| PathReport { name, endpoint }).collect(),
             sessions: answer.sessions,
             sessions_by_path: answer.sessions_one_sided,
+            connections: ConnectionReport::of(answer.connections),
             requests: answer.requests,
             staging_total,
             staging_free,

@@ -214,7 +214,9 @@ pub async fn serve(
         // Whoever waits for this may have been told to stop meanwhile.
         let _ = started.send(ready.map_err(|e| Failure::new(format!("starting the osd at {listen}"), e)));
     };
-    let stack = match messenger::open(&config.network.stacks, &config.network.options(), UseAs::Server) {
+    let mut options = config.network.options();
+    options.session.max_sessions = config.osd.sessions;
+    let stack = match messenger::open(&config.network.stacks, &options, UseAs::Server) {
         Ok(stack) => stack,
         Err(e) => return ready(Err(e.into())),
     };

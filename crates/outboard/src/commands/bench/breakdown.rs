@@ -115,6 +115,7 @@ mod tests {
             paths: Vec::new(),
             sessions: 1,
             sessions_one_sided: 0,
+            connections: client::ConnectionStatus::default(),
             requests: 0,
             offload: None,
             coding: client::CodingStatus::default(),
