@@ -1,9 +1,9 @@
 //! What a target lies on: a file or block device, or a simulated drive in tests.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{File, OpenOptions, Permissions};
 use std::io::{self, Seek, SeekFrom};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::Path;
 use std::time::Duration;
 
@@ -47,6 +47,7 @@ impl FileDrive {
                 .create(create.is_some())
                 .truncate(false)
                 .custom_flags(flags)
+                .mode(PRIVATE)
                 .open(path)
         };
         let direct = open(libc::O_DIRECT | libc::O_CLOEXEC);
@@ -56,6 +57,7 @@ impl FileDrive {
         }
         .map_err(|e| StoreError::Io(format!("cannot open {name}: {e}")))?;
         lock(&file, &name)?;
+        make_private(&file, &name)?;
         if let (Some(size), true) = (create, file.metadata()?.is_file()) {
             file.set_len(size)?;
         }
@@ -67,6 +69,24 @@ impl FileDrive {
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
     }
+}
+
+/// Mode of a target's file: whoever reads it reads all objects.
+const PRIVATE: u32 = 0o600;
+
+/// Takes the rights to a target's file from everybody but its owner. Access to devices is the operator's to arrange.
+fn make_private(file: &File, name: &str) -> Result<()> {
+    let metadata = file.metadata()?;
+    if !metadata.is_file() || metadata.mode() & 0o077 == 0 {
+        return Ok(());
+    }
+    match file.set_permissions(Permissions::from_mode(PRIVATE)) {
+        Ok(()) => tracing::warn!(path = name, "others could read the target; its mode is 0600 now"),
+        Err(e) => {
+            tracing::error!(path = name, "others can read the target, and its mode cannot be changed: {e}")
+        }
+    }
+    Ok(())
 }
 
 /// Takes the lock, waiting a moment for a process that was killed: the kernel still finishes its I/O.

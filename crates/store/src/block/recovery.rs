@@ -67,7 +67,11 @@ pub(crate) fn mkfs(
     Ok(superblock.uuid)
 }
 
-fn layout(size: u64, sizes: &Sizes) -> Result<Superblock> {
+/// Where the parts of a new target lie on a drive of `size` bytes.
+///
+/// # Errors
+/// [`StoreError::InvalidArgument`] if they do not fit.
+pub(crate) fn layout(size: u64, sizes: &Sizes) -> Result<Superblock> {
     if size < MIN_TARGET {
         return Err(StoreError::InvalidArgument(format!(
             "a target of {size} bytes; at least {MIN_TARGET} are needed"

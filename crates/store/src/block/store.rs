@@ -20,7 +20,8 @@ use super::driver::Driver;
 use super::mailbox::Mailbox;
 use super::messages::{Command, Reply};
 use super::query::Query;
-use super::recovery::{Sizes, mkfs, mount};
+use super::recovery::{Sizes, layout, mkfs, mount};
+use super::superblock::Superblock;
 use super::uring::Ring;
 use crate::{
     CollectionId, ObjectId, ObjectStore, Page, ReadData, Result, StageId, Stat, StatFs, StoreError,
@@ -38,6 +39,12 @@ pub struct MkfsOptions {
     pub log_bytes: Option<u64>,
     /// Size of the index, in bytes; a sixteenth of the target if `None`.
     pub index_bytes: Option<u64>,
+}
+
+impl MkfsOptions {
+    fn sizes(&self) -> Sizes {
+        Sizes { uuid: self.uuid, log_bytes: self.log_bytes, index_bytes: self.index_bytes }
+    }
 }
 
 /// How to mount a target.
@@ -89,9 +96,23 @@ impl BlockStore {
     /// [`StoreError::InUse`] if it is mounted, [`StoreError::InvalidArgument`] if it is too small.
     pub fn mkfs(path: &Path, options: &MkfsOptions, mut progress: impl FnMut(u64, u64)) -> Result<Uuid> {
         let drive: Arc<dyn Drive> = Arc::new(FileDrive::open(path, options.size)?);
-        let sizes =
-            Sizes { uuid: options.uuid, log_bytes: options.log_bytes, index_bytes: options.index_bytes };
-        mkfs(&drive, &sizes, &mut progress)
+        mkfs(&drive, &options.sizes(), &mut progress)
+    }
+
+    /// Checks whether a target can be made with these options, on a drive of `size` bytes. Touches nothing.
+    ///
+    /// # Errors
+    /// [`StoreError::InvalidArgument`] if it is too small.
+    pub fn check_size(size: u64, options: &MkfsOptions) -> Result<()> {
+        layout(size, &options.sizes()).map(drop)
+    }
+
+    /// The uuid of the target at `path`, which is not mounted and not recovered for that.
+    ///
+    /// # Errors
+    /// [`StoreError::InUse`], [`StoreError::WrongVersion`], [`StoreError::NotATarget`] or [`StoreError::Corrupt`].
+    pub fn uuid_at(path: &Path) -> Result<Uuid> {
+        Ok(Superblock::read(&FileDrive::open(path, None)?)?.uuid)
     }
 
     /// Mounts the target at `path`: recovers what the log has, and starts the target's threads.
