@@ -4,6 +4,8 @@ use std::fmt::Display;
 use std::io::Write;
 use std::process::ExitCode;
 
+use crate::output;
+
 /// Result of a command.
 pub type Result<T, E = Failure> = std::result::Result<T, E>;
 
@@ -29,7 +31,7 @@ impl Failure {
     /// Prints the failure to standard error and gives the exit status that fits it.
     pub fn report(&self) -> ExitCode {
         // Nothing can be done if standard error itself is gone.
-        let _ = writeln!(std::io::stderr(), "outboard: {self}");
+        let _ = writeln!(std::io::stderr(), "outboard: {}", output::shown_as_error(&self.to_string()));
         ExitCode::from(if self.usage { 2 } else { 1 })
     }
 }

@@ -1,22 +1,75 @@
 //! Standard output. A reader that goes away, as `head` does, ends the program quietly.
+//!
+//! Names and values come from whoever can write to the node. On a terminal their control characters are escaped: they could
+//! move the cursor, rewrite lines that were printed before, or have the terminal type something.
 
+use std::borrow::Cow;
 use std::fmt::Display;
-use std::io::{ErrorKind, Write};
+use std::io::{ErrorKind, IsTerminal, Write};
 
 /// Prints a line.
 pub fn line(text: impl Display) {
-    written(writeln!(std::io::stdout(), "{text}"));
+    written(writeln!(std::io::stdout(), "{}", shown(&text.to_string())));
 }
 
-/// Prints text as it is.
+/// Prints text without ending the line.
 pub fn raw(text: impl Display) {
-    written(write!(std::io::stdout(), "{text}"));
+    written(write!(std::io::stdout(), "{}", shown(&text.to_string())));
+}
+
+/// A name or a value within a line of output: on a terminal it cannot end the line either.
+pub fn name(text: &str) -> Cow<'_, str> {
+    if std::io::stdout().is_terminal() { escaped(text, "") } else { text.into() }
+}
+
+/// Text for standard output.
+fn shown(text: &str) -> Cow<'_, str> {
+    if std::io::stdout().is_terminal() { escaped(text, "\n\t") } else { text.into() }
+}
+
+/// Text for standard error.
+pub fn shown_as_error(text: &str) -> Cow<'_, str> {
+    if std::io::stderr().is_terminal() { escaped(text, "\n\t") } else { text.into() }
+}
+
+/// Whether a terminal may do something else than show the character: control characters, and those that change the
+/// direction of the text after them.
+fn acts(c: char) -> bool {
+    c.is_control() || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+}
+
+/// Text whose characters only show something, apart from the `allowed` ones.
+fn escaped<'a>(text: &'a str, allowed: &str) -> Cow<'a, str> {
+    let is_escaped = |c: char| acts(c) && !allowed.contains(c);
+    if !text.contains(is_escaped) {
+        return text.into();
+    }
+    let mut result = String::with_capacity(text.len() + 8);
+    for c in text.chars() {
+        if is_escaped(c) { result.extend(c.escape_default()) } else { result.push(c) }
+    }
+    result.into()
+}
+
+/// JSON in which no character acts on a terminal: outside of strings it has none but line feeds, and in strings every
+/// character may be written by its number.
+pub fn json_escaped(json: &str) -> String {
+    let mut result = String::with_capacity(json.len());
+    for c in json.chars() {
+        if acts(c) && c != '\n' {
+            // All of them lie in the basic plane.
+            result.push_str(&format!("\\u{:04x}", u32::from(c)));
+        } else {
+            result.push(c);
+        }
+    }
+    result
 }
 
 /// Prints a value as JSON, indented.
 pub fn json(value: &impl serde::Serialize) {
     match serde_json::to_string_pretty(value) {
-        Ok(text) => line(text),
+        Ok(text) => line(json_escaped(&text)),
         Err(e) => note(format!("cannot be shown as JSON: {e}")),
     }
 }
@@ -24,7 +77,7 @@ pub fn json(value: &impl serde::Serialize) {
 /// Says something to the user beside the output proper, on standard error.
 pub fn note(text: impl Display) {
     // Nothing can be done if standard error itself is gone.
-    let _ = writeln!(std::io::stderr(), "outboard: {text}");
+    let _ = writeln!(std::io::stderr(), "outboard: {}", shown_as_error(&text.to_string()));
 }
 
 fn written(result: std::io::Result<()>) {
@@ -33,5 +86,21 @@ fn written(result: std::io::Result<()>) {
             note(format!("cannot write to standard output: {e}"));
         }
         std::process::exit(i32::from(e.kind() != ErrorKind::BrokenPipe));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_acts_on_a_terminal_is_escaped() {
+        let hostile = "a\u{1b}[2J\u{9b}31m\r\n\u{7f}\u{202e}b";
+        assert_eq!(escaped(hostile, ""), r"a\u{1b}[2J\u{9b}31m\r\n\u{7f}\u{202e}b");
+        assert_eq!(escaped("one\ttwo\nthree", "\n\t"), "one\ttwo\nthree");
+        assert!(matches!(escaped("Grüße, 世界 \\", ""), Cow::Borrowed(_)));
+        let json = json_escaped(&serde_json::to_string_pretty(&[hostile]).unwrap());
+        assert!(!json.contains(|c: char| acts(c) && c != '\n'), "{json:?}");
+        assert_eq!(serde_json::from_str::<[String; 1]>(&json).unwrap(), [hostile]);
     }
 }

@@ -62,8 +62,9 @@ fn shown(name: &client::ObjectName, args: &LsArgs, first: &mut bool) -> String {
         (false, _) => name.object().to_owned(),
     };
     if !args.json {
-        return text + "\n";
+        return format!("{}\n", output::name(&text));
     }
     let separator = if std::mem::take(first) { "\n  " } else { ",\n  " };
-    format!("{separator}{}", serde_json::Value::String(text))
+    let text = serde_json::Value::String(text).to_string();
+    format!("{separator}{}", output::json_escaped(&text))
 }

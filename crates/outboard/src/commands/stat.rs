@@ -55,7 +55,7 @@ pub fn run(args: StatArgs, node: &NodeArgs) -> Result<()> {
             output::json(&shown);
             return Ok(());
         }
-        output::line(format!("object    {}", shown.object));
+        output::line(format!("object    {}", output::name(&shown.object)));
         output::line(format!("size      {} ({:.1})", shown.size, ByteSize(shown.size)));
         output::line(format!("version   {}", shown.version));
         output::line(format!("modified  {} ms since 1970", shown.modified_unix_ms));
@@ -63,7 +63,7 @@ pub fn run(args: StatArgs, node: &NodeArgs) -> Result<()> {
             output::line(format!("striped   {parts} parts"));
         }
         for (name, value) in &shown.xattrs {
-            output::line(format!("xattr     {name} = {value}"));
+            output::line(format!("xattr     {} = {}", output::name(name), output::name(value)));
         }
         Ok(())
     })
