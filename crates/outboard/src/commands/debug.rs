@@ -1,6 +1,8 @@
 //! `outboard debug`: faults on purpose.
 
-use std::path::PathBuf;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use base::fault::{Fault, Site};
 use clap::Subcommand;
@@ -13,6 +15,10 @@ use crate::node::dir::NodeDir;
 use crate::node::locate;
 use crate::node::state::Role;
 use crate::output;
+
+/// How long a role that restarts is waited for.
+const PATIENCE: Duration = Duration::from_secs(10);
+const PAUSE: Duration = Duration::from_millis(100);
 
 /// What is done with faults.
 #[derive(Debug, Clone, Subcommand)]
@@ -95,11 +101,31 @@ pub fn socket(role: Role, node: &NodeArgs) -> Result<PathBuf> {
     Ok(dir.debug_socket(role.as_str()))
 }
 
+/// Asks a role at its debug socket. A role that restarts does not answer: that is waited for, as long as the node is up.
+fn ask_patiently(path: &Path, node: &NodeArgs, request: &Request) -> std::io::Result<debug::Answer> {
+    let began = Instant::now();
+    loop {
+        let error = match debug::ask(path, request) {
+            Ok(answer) => return Ok(answer),
+            Err(error) => error,
+        };
+        // A socket that was never there belongs to a role that this node does not have.
+        let restarts = matches!(
+            error.kind(),
+            ErrorKind::ConnectionRefused | ErrorKind::ConnectionReset | ErrorKind::UnexpectedEof
+        );
+        if !restarts || locate::endpoint(node).is_err() || began.elapsed() > PATIENCE {
+            return Err(error);
+        }
+        std::thread::sleep(PAUSE);
+    }
+}
+
 /// Asks a role of the node; that it refuses is a failure.
 pub fn ask(role: Role, node: &NodeArgs, request: &Request) -> Result<debug::Answer> {
     let doing = format!("asking the {}", role.as_str());
     let path = socket(role, node)?;
-    let answer = debug::ask(&path, request).map_err(|e| {
+    let answer = ask_patiently(&path, node, request).map_err(|e| {
         let why = format!("{e} ({}); is the node up, with placement dpu?", path.display());
         Failure::new(doing.clone(), why)
     })?;

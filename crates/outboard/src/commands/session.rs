@@ -1,11 +1,23 @@
 //! A session with the node that a command was told of, and names as users write them.
 
+use std::time::{Duration, Instant};
+
 use base::thread::{self, ThreadClass};
 use client::{Client, Object, Options, Pool};
 
 use crate::cli::NodeArgs;
 use crate::failure::{Doing, Failure, Result};
 use crate::node::locate;
+use crate::output;
+
+/// How long a command tries to reach the node in a directory: longer than the supervisor takes to restart an osd.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// The same for an address that the caller has named, which may be wrong.
+const ENDPOINT_PATIENCE: Duration = Duration::from_secs(10);
+/// After this long a command says what it is waiting for.
+const SILENCE: Duration = Duration::from_secs(2);
+const PAUSE_MIN: Duration = Duration::from_millis(20);
+const PAUSE_MAX: Duration = Duration::from_millis(500);
 
 /// Connects to the node and runs `body`, on a thread of its own whose name shows the client's share of the CPU.
 ///
@@ -20,17 +32,18 @@ where
     T: Send + 'static,
     F: Future<Output = Result<T>>,
 {
-    let endpoint = locate::endpoint(node)?;
+    // A node that is down is no node to wait for.
+    locate::endpoint(node)?;
     options.stack = node.network.clone();
     options.source = node.bind;
+    let node = node.clone();
     let work = move || {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()
             .doing("starting the client")?;
         let result = runtime.block_on(async {
-            let client =
-                Client::connect(&endpoint, options).await.doing(format!("connecting to {endpoint}"))?;
+            let client = connect(&node, &options).await?;
             let result = body(client.clone()).await;
             client.close().await;
             result
@@ -41,6 +54,41 @@ where
     };
     let thread = thread::spawn(ThreadClass::Client, "0", work).doing("starting the client")?;
     thread.join().unwrap_or_else(|_| Err(Failure::new("running the client", "it panicked; this is a bug")))
+}
+
+/// Connects to the node. While its osd restarts nobody can: that is waited for, as long as the node itself is up.
+async fn connect(node: &NodeArgs, options: &Options) -> Result<Client> {
+    let began = Instant::now();
+    let patience = if node.endpoint.is_some() { ENDPOINT_PATIENCE } else { PATIENCE };
+    let mut pause = PAUSE_MIN;
+    let mut said = false;
+    loop {
+        let endpoint = locate::endpoint(node)?;
+        let error = match Client::connect(&endpoint, options.clone()).await {
+            Ok(client) => return Ok(client),
+            Err(error) => error,
+        };
+        if !may_pass(&error) || began.elapsed() + pause > patience {
+            return Err(Failure::new(format!("connecting to {endpoint}"), error));
+        }
+        if !said && began.elapsed() > SILENCE {
+            said = true;
+            output::note(format!("{error}; trying for {} s", patience.as_secs()));
+        }
+        tokio::time::sleep(pause).await;
+        pause = (pause * 2).min(PAUSE_MAX);
+    }
+}
+
+/// Whether an osd that restarts may be the reason why a client could not connect.
+fn may_pass(error: &client::Error) -> bool {
+    use client::Error;
+    use messenger::MessengerError;
+    matches!(
+        error,
+        Error::TimedOut(_)
+            | Error::Network(MessengerError::Unreachable { .. } | MessengerError::SessionLost(_))
+    )
 }
 
 /// A pool, or a namespace of it, written `POOL[:NAMESPACE]`.
