@@ -16,7 +16,8 @@ struct Node {
 impl Node {
     fn up() -> Node {
         let node = Node { dir: tempfile::tempdir().unwrap() };
-        node.ok(&["up", "--detach", "--targets", "1", "--target-size", "192MiB", "--placement", "dpu"]);
+        let up = ["up", "--detach", "--listen", "127.0.0.1:0", "--targets", "1", "--target-size", "192MiB"];
+        node.ok(&[&up[..], &["--placement", "dpu"]].concat());
         node.ok(&["pool", "create", "p"]);
         node
     }

@@ -17,10 +17,13 @@ struct Node {
 /// Long enough for a loaded machine; nothing waits that long if all is well.
 const PATIENCE: Duration = Duration::from_secs(60);
 
+/// Nodes of tests run side by side, and take another port at each start.
+const ANY_PORT: &str = "127.0.0.1:0";
+
 fn outboard(dir: &Path, args: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_outboard"));
     command.args(args).env("OUTBOARD_DIR", dir).env_remove("OUTBOARD_ENDPOINT");
-    command.env("OUTBOARD_SUPERVISE_STEADY_AFTER", "1s");
+    command.env("OUTBOARD_SUPERVISE_STEADY_AFTER", "1s").env("OUTBOARD_LISTEN", ANY_PORT);
     command.output().unwrap()
 }
 
@@ -143,8 +146,13 @@ fn a_node_in_dpu_placement_goes_up_survives_kills_and_goes_down() {
     assert_eq!(node.status()["endpoint"], endpoint.as_str(), "clients find the osd where it was");
     eventually("the targets answer again", || node.status()["targets"][0]["free"].as_u64() > Some(0));
     for role in ["supervisor", "store", "osd"] {
-        let page = metrics_of(&node.process(role, |p| p["phase"] == "running"));
+        let process = node.process(role, |p| p["phase"] == "running");
+        let page = metrics_of(&process);
         assert!(page.contains("outboard_process_cpu_seconds"), "{page}");
+        let hard = rustix::process::getrlimit(rustix::process::Resource::Nofile).maximum;
+        assert_eq!(process["max_fds"].as_u64(), hard.or(Some(u64::MAX)), "{process:#}");
+        assert!(process["open_fds"].as_u64() > Some(2), "{process:#}");
+        assert!(page.contains("outboard_process_open_fds") && page.contains("outboard_process_max_fds"));
     }
 
     let pids: Vec<u32> = node.status()["processes"].as_array().unwrap().iter().map(pid).collect();
@@ -184,6 +192,7 @@ fn nodes_work_with_windows_of_every_size_that_can_be_configured() {
         let with = |args: &[&str]| {
             let mut command = Command::new(env!("CARGO_BIN_EXE_outboard"));
             command.args(args).env("OUTBOARD_DIR", node.dir.path()).env_remove("OUTBOARD_ENDPOINT");
+            command.env("OUTBOARD_LISTEN", ANY_PORT);
             let output = command.env("OUTBOARD_CHANNEL_WINDOW", window).output().unwrap();
             assert!(output.status.success(), "{window}: {args:?}: {}\n{}", said(&output), node.logs());
         };
@@ -224,6 +233,76 @@ fn a_directory_has_one_node_and_a_target_too() {
     assert_eq!(other.status()["up"], false);
     let output = outboard(node.dir.path(), &["fsck"]);
     assert_eq!(output.status.code(), Some(1), "{}", said(&output));
+}
+
+/// A shell gives the node a soft limit of descriptors that is lower than the hard one.
+#[test]
+fn the_roles_raise_their_limit_of_descriptors() {
+    let node = Node::new();
+    let hard = rustix::process::getrlimit(rustix::process::Resource::Nofile).maximum;
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -Sn 256 && exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_outboard")]);
+    command.args(["up", "--detach", "--target-size", "32MiB"]).env("OUTBOARD_DIR", node.dir.path());
+    let output = command.env("OUTBOARD_LISTEN", ANY_PORT).output().unwrap();
+    assert!(output.status.success(), "{}", said(&output));
+    for role in ["supervisor", "store", "osd"] {
+        let process = node.process(role, |p| p["phase"] == "running");
+        assert_eq!(process["max_fds"].as_u64(), hard.or(Some(u64::MAX)), "{process:#}");
+    }
+    assert!(node.logs().contains("limit of open descriptors"), "{}", node.logs());
+}
+
+#[test]
+fn commands_wait_for_an_osd_that_restarts() {
+    let node = Node::new();
+    let run = |args: &[&str]| {
+        let output = outboard(node.dir.path(), args);
+        assert!(output.status.success(), "{args:?}: {}\n{}", said(&output), node.logs());
+    };
+    let mut up = Command::new(env!("CARGO_BIN_EXE_outboard"));
+    up.args(["up", "--detach", "--target-size", "32MiB", "--placement", "dpu"]);
+    up.env("OUTBOARD_DIR", node.dir.path()).env("OUTBOARD_LISTEN", ANY_PORT);
+    // The osd stays away for longer than a client tries to connect once.
+    for key in ["BACKOFF_MIN", "BACKOFF_MAX"] {
+        up.env(format!("OUTBOARD_SUPERVISE_{key}"), "7s");
+    }
+    assert!(up.output().unwrap().status.success(), "{}", node.logs());
+    run(&["pool", "create", "p"]);
+    for command in [&["ls", "p"][..], &["debug", "faults"]] {
+        let before = node.process("osd", |p| p["phase"] == "running");
+        signal(&before, Signal::KILL);
+        node.process("osd", |p| p["pid"].is_null());
+        run(command);
+        let after = node.process("osd", |p| p["phase"] == "running");
+        assert!(after["restarts"].as_u64() > before["restarts"].as_u64(), "{after:#}");
+    }
+    node.down();
+    let output = outboard(node.dir.path(), &["ls", "p"]);
+    assert!(said(&output).contains("is down"), "a node that is down is not waited for: {}", said(&output));
+}
+
+#[test]
+fn targets_are_their_owners_alone_wherever_they_are() {
+    use std::os::unix::fs::PermissionsExt;
+    let node = Node::new();
+    let elsewhere = tempfile::tempdir().unwrap();
+    let target = elsewhere.path().join("0.img");
+    let up = || {
+        let mut command = Command::new("sh");
+        command.args(["-c", "umask 0; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_outboard"), "up"]);
+        command.args(["--detach", "--target-size", "32MiB"]).env("OUTBOARD_TARGETS", &target);
+        command.env("OUTBOARD_DIR", node.dir.path()).env("OUTBOARD_LISTEN", ANY_PORT);
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{}", said(&output));
+        node.down();
+    };
+    let mode = || std::fs::metadata(&target).unwrap().permissions().mode() & 0o777;
+    up();
+    assert_eq!(mode(), 0o600);
+    // As earlier versions made them.
+    std::fs::set_permissions(&target, std::fs::Permissions::from_mode(0o644)).unwrap();
+    up();
+    assert_eq!(mode(), 0o600);
 }
 
 #[test]
@@ -319,6 +398,7 @@ fn fsck_finds_damage_and_says_where() {
 fn start(dir: &Path, args: &[&str]) -> (Child, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_outboard"));
     command.args(args).current_dir(dir).env("OUTBOARD_DIR", dir).env_remove("OUTBOARD_ENDPOINT");
+    command.env("OUTBOARD_LISTEN", ANY_PORT);
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
     let mut line = String::new();
     BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
@@ -397,7 +477,7 @@ fn a_raw_block_device_is_a_target_once_it_may_be_formatted() {
     let run = |args: &[&str]| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_outboard"));
         command.args(args).env("OUTBOARD_DIR", node.dir.path()).env_remove("OUTBOARD_ENDPOINT");
-        command.env("OUTBOARD_TARGETS", &device.path).output().unwrap()
+        command.env("OUTBOARD_TARGETS", &device.path).env("OUTBOARD_LISTEN", ANY_PORT).output().unwrap()
     };
     let refused = run(&["up", "--detach"]);
     assert!(!refused.status.success() && said(&refused).contains("--format"), "{}", said(&refused));

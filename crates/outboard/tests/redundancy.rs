@@ -2,6 +2,7 @@
 
 use std::collections::HashSet;
 use std::fs;
+use std::os::unix::fs::FileExt;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -234,6 +235,58 @@ fn redundant_pools_outlast_a_store_that_stands_still_for_13_seconds() {
         let scrub: serde_json::Value = serde_json::from_slice(&node.ok(&["scrub", pool, "--json"])).unwrap();
         assert_eq!((&scrub["damaged"], &scrub["inconsistent"]), (&0.into(), &0.into()), "{pool}: {scrub}");
     }
+}
+
+/// Kills the process of a role, and waits until its successor is ready.
+fn kill(node: &Node, role: &str) {
+    let process = |status: &serde_json::Value| {
+        let all = status["processes"].as_array().unwrap();
+        all.iter().find(|p| p["role"] == role).unwrap().clone()
+    };
+    let before = process(&node.status());
+    let pid = Pid::from_raw(before["pid"].as_i64().unwrap() as i32).unwrap();
+    kill_process(pid, Signal::KILL).unwrap();
+    let until = Instant::now() + Duration::from_secs(60);
+    loop {
+        let now = process(&node.status());
+        if now["phase"] == "running" && now["pid"] != before["pid"] {
+            assert!(now["restarts"].as_u64() > before["restarts"].as_u64(), "{now:#}");
+            return;
+        }
+        let log = fs::read_to_string(node.path(&format!("node/log/{role}.log"))).unwrap_or_default();
+        assert!(Instant::now() < until, "the {role} does not come back: {now:#}\n{log}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+#[test]
+fn a_drive_lost_in_the_first_run_leaves_the_store_running() {
+    let node = Node::new("dpu");
+    let bytes = content(1_000_000);
+    fs::write(node.path("file"), &bytes).unwrap();
+    node.ok(&["pool", "create", "m", "--redundancy", "mirror:2", "--pg-count", "8"]);
+    node.ok(&["put", "m/before", &node.path("file")]);
+    fs::remove_file(node.path("node/targets/1.img")).unwrap();
+    kill(&node, "store");
+    assert!(node.ok(&["get", "m/before", "-"]) == bytes);
+    node.ok(&["put", "m/after", &node.path("file")]);
+    assert!(node.ok(&["get", "m/after", "-"]) == bytes);
+    assert!(node.text(&["target", "ls"]).contains("failed"));
+}
+
+#[test]
+fn a_drive_damaged_in_the_first_run_leaves_one_process_running() {
+    let node = Node::new("host");
+    node.ok(&["pool", "create", "m", "--redundancy", "mirror:2", "--pg-count", "8"]);
+    fs::write(node.path("file"), content(100_000)).unwrap();
+    node.ok(&["put", "m/before", &node.path("file")]);
+    let drive = fs::OpenOptions::new().write(true).open(node.path("node/targets/1.img")).unwrap();
+    drive.write_all_at(&[0; 1 << 16], 0).unwrap();
+    kill(&node, "node");
+    assert!(node.text(&["target", "ls"]).contains("failed"));
+    node.ok(&["target", "out", "1"]);
+    assert!(node.ok(&["get", "m/before", "-"]) == content(100_000));
+    node.ok(&["put", "m/after", &node.path("file")]);
 }
 
 #[test]

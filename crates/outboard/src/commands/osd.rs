@@ -21,6 +21,10 @@ use crate::node::role::{self, RoleArgs, RoleProcess, StopSignals};
 use crate::node::state::Role;
 use crate::node::store_address::StoreAddress;
 use crate::node::targets::{self, KnownTarget, Mounted};
+use crate::node::watchdog::Heartbeat;
+
+/// The thread that handles requests.
+const EVENT_LOOP: &str = "osd-0";
 
 /// Run the osd role: serve clients, with the store behind a channel or in the same process
 ///
@@ -77,14 +81,19 @@ async fn serve(process: RoleProcess, args: &OsdArgs) -> Result<()> {
         }
     };
     let listen = args.listen.clone().unwrap_or_else(|| process.config.listen.clone());
-    let mut shard = Shard::start(stores, process.config, listen, process.controls)?;
+    let mut shard = Shard::start(stores, process.config, listen, process.controls, process.heartbeat)?;
     let ready = tokio::select! {
         ready = &mut shard.ready => ready.unwrap_or_else(|_| Err(ended())),
         () = signals.next() => return Ok(()),
     }?;
-    role::ready(Ready { metrics: Some(process.metrics), targets: targets::announced(&mounted), ..ready });
+    role::ready(Ready {
+        metrics: Some(process.metrics),
+        targets: targets::announced(&mounted),
+        loops: vec![EVENT_LOOP.to_owned()],
+        ..ready
+    });
     signals.next().await;
-    tracing::info!("stopping");
+    role::stopping();
     shard.stop();
     targets::unmount(mounted).await.doing("unmounting targets")
 }
@@ -101,7 +110,13 @@ struct Shard {
 }
 
 impl Shard {
-    fn start(stores: Stores, config: Config, listen: String, controls: Controls) -> Result<Shard> {
+    fn start(
+        stores: Stores,
+        config: Config,
+        listen: String,
+        controls: Controls,
+        heartbeat: Option<Heartbeat>,
+    ) -> Result<Shard> {
         let (started, ready) = oneshot::channel();
         let (stop, stopped) = oneshot::channel();
         let runtime =
@@ -109,7 +124,11 @@ impl Shard {
         let stopped = async move { drop(stopped.await) };
         let body = move || {
             let serving = request_side::serve(stores, Arc::new(config), listen, controls, started, stopped);
-            LocalSet::new().block_on(&runtime, serving);
+            let local = LocalSet::new();
+            if let Some(heartbeat) = heartbeat {
+                local.spawn_local(heartbeat.beat(EVENT_LOOP));
+            }
+            local.block_on(&runtime, serving);
         };
         let thread = base::thread::spawn(ThreadClass::Osd, "0", body).doing("starting the osd")?;
         Ok(Shard { ready, stop, thread })

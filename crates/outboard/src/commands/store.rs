@@ -19,6 +19,9 @@ use crate::node::state::Role;
 use crate::node::store_address::StoreAddress;
 use crate::node::targets::{self, KnownTarget};
 
+/// The thread that serves the osd and runs the targets.
+const EVENT_LOOP: &str = "chan-0";
+
 /// Run the store role: mount targets and serve them to an osd
 ///
 /// `outboard up` runs and supervises it; by hand it is for nodes put together in another way. Prints one line of JSON when
@@ -81,15 +84,22 @@ async fn serve(process: RoleProcess, args: &StoreArgs) -> Result<()> {
         poll: Duration::from_micros(channel.host_poll_us),
         ..defaults
     };
-    let server =
-        Server::serve_and_drive(listener, offered, drivers, options).doing("starting to serve targets")?;
+    let heartbeat = process.heartbeat;
+    let beside = move || async move {
+        if let Some(heartbeat) = heartbeat {
+            heartbeat.beat(EVENT_LOOP).await;
+        }
+    };
+    let server = Server::serve_and_drive(listener, offered, drivers, options, beside)
+        .doing("starting to serve targets")?;
     role::ready(Ready {
         metrics: Some(process.metrics),
         targets: targets::announced(&mounted),
+        loops: vec![EVENT_LOOP.to_owned()],
         ..Ready::default()
     });
     signals.next().await;
-    tracing::info!("stopping");
+    role::stopping();
     server.stop();
     targets::unmount(mounted).await.doing("unmounting targets")
 }

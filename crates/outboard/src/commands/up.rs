@@ -16,8 +16,8 @@ use crate::node::announce::{Announcement, MAX_ANNOUNCEMENT, Ready};
 use crate::node::config::{self, Config, Placement};
 use crate::node::dir::{DirLock, NodeDir, STORE_SOCKET, replace_file};
 use crate::node::keeper::RoleSpec;
-use crate::node::role::StopSignals;
-use crate::node::state::{NodeState, Phase, Process, Role};
+use crate::node::role::{self, StopSignals};
+use crate::node::state::{NodeState, Phase, Process, Role, Target};
 use crate::node::supervise::Supervisor;
 use crate::node::targets::KnownTarget;
 use crate::node::units::ByteSize;
@@ -176,7 +176,8 @@ fn detach(dir: &NodeDir, args: &UpArgs, doing: &str) -> Result<()> {
     match serde_json::from_str(&line) {
         Ok(Announcement::Ready(ready)) => print_endpoint(&ready.endpoint.unwrap_or_default()),
         Ok(Announcement::Failed(why)) => Err(Failure::new(doing, why)),
-        Err(_) => {
+        // The first line of a supervisor is one of the two.
+        Ok(Announcement::Heartbeat(_) | Announcement::Stopping) | Err(_) => {
             let why = format!(
                 "its supervisor ended at once; its log {} ends:\n{}",
                 log.display(),
@@ -195,6 +196,7 @@ fn print_endpoint(endpoint: &str) -> Result<()> {
 fn serve(dir: NodeDir, config: &Config, background: bool, lock: DirLock) -> std::result::Result<(), String> {
     logging::start(&config.log)?;
     rustix::thread::set_name(c"admin-up").map_err(|e| e.to_string())?;
+    role::raise_descriptor_limit();
     let metrics = metrics::serve(&config.metrics.listen).map_err(|e| {
         format!("cannot serve metrics at {}: {e}; change metrics.listen", config.metrics.listen)
     })?;
@@ -210,7 +212,7 @@ fn serve(dir: NodeDir, config: &Config, background: bool, lock: DirLock) -> std:
         targets: NodeState::load(&dir).map(|last| last.targets).unwrap_or_default(),
         processes: vec![supervisor],
     };
-    let roles = roles(&dir, config)?;
+    let roles = roles(&dir, config, &state.targets)?;
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(|e| e.to_string())?;
     let result = runtime.block_on(async {
@@ -239,29 +241,25 @@ fn say_ready(state: &NodeState, dir: &NodeDir, background: bool) {
     );
 }
 
-/// The roles of a node, in the order in which they start.
-fn roles(dir: &NodeDir, config: &Config) -> std::result::Result<Vec<RoleSpec>, String> {
+/// The roles of a node, in the order in which they start. `last_run` has the targets of the node's last run.
+fn roles(dir: &NodeDir, config: &Config, last_run: &[Target]) -> std::result::Result<Vec<RoleSpec>, String> {
     let targets = |args: &mut Vec<OsString>| {
         for target in &config.targets {
             args.extend(["--target".into(), target.clone().into_os_string()]);
         }
-        let last = NodeState::load(dir).map(|state| state.targets).unwrap_or_default();
-        for target in last {
-            if let Ok(uuid) = target.uuid.parse() {
-                args.extend([
-                    "--known-target".into(),
-                    KnownTarget::new(target.path, uuid).to_string().into(),
-                ]);
-            }
-        }
     };
     let spec = |role: Role, args: Vec<OsString>, port: u16| -> std::result::Result<RoleSpec, String> {
+        let known_targets = match role {
+            Role::Store | Role::Node => last_run.iter().filter_map(KnownTarget::of).collect(),
+            Role::Supervisor | Role::Osd => Vec::new(),
+        };
         Ok(RoleSpec {
             role,
             program: PathBuf::from(THIS_PROGRAM),
             args,
             listen: (role != Role::Store).then(|| config.listen.clone()),
             metrics: nth_port(&config.metrics.listen, port)?,
+            known_targets,
             dir: dir.path().to_owned(),
             log: dir.log(role.as_str()),
             log_max: config.log.max_size,

@@ -1,6 +1,8 @@
-//! What a role says when it is ready, or why it is not: one line of JSON on its standard output.
+//! What a role tells its supervisor: lines of JSON on its standard output. The first line says that the role is ready, or
+//! why it is not.
 
 use std::io::Write;
+use std::os::fd::AsFd;
 
 use serde::{Deserialize, Serialize};
 
@@ -9,7 +11,7 @@ use super::state::Target;
 /// Longest announcement that is read, in bytes.
 pub const MAX_ANNOUNCEMENT: u64 = 64 << 10;
 
-/// The line.
+/// One line.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Announcement {
@@ -17,6 +19,10 @@ pub enum Announcement {
     Ready(Ready),
     /// It cannot; the text says what, why and what to do. The process ends.
     Failed(String),
+    /// The event loop with that name goes round. Only a role that is ready says so, from time to time.
+    Heartbeat(String),
+    /// A signal has asked the role to stop. Its event loops give no more heartbeats.
+    Stopping,
 }
 
 /// What others need to know of a role that is ready.
@@ -34,6 +40,9 @@ pub struct Ready {
     /// The targets that it has mounted.
     #[serde(default)]
     pub targets: Vec<Target>,
+    /// The event loops that send heartbeats from now on.
+    #[serde(default)]
+    pub loops: Vec<String>,
 }
 
 impl Announcement {
@@ -43,4 +52,22 @@ impl Announcement {
         let mut out = std::io::stdout().lock();
         let _ = writeln!(out, "{line}").and_then(|()| out.flush());
     }
+
+    /// Writes the line in one call, or drops it where that would block ([`do_not_block`] was called).
+    pub fn send_or_drop(&self) {
+        let line = serde_json::to_string(self).expect("plain data has a JSON form") + "\n";
+        // A supervisor that does not read does not need it now.
+        let _ = rustix::io::write(std::io::stdout(), line.as_bytes());
+    }
+}
+
+/// Makes standard output, a pipe to the supervisor, refuse what does not fit: a supervisor that has stopped reading must not
+/// stop the role.
+///
+/// # Errors
+/// The system's.
+pub fn do_not_block() -> std::io::Result<()> {
+    let out = std::io::stdout();
+    let flags = rustix::fs::fcntl_getfl(out.as_fd())?;
+    Ok(rustix::fs::fcntl_setfl(out.as_fd(), flags | rustix::fs::OFlags::NONBLOCK)?)
 }

@@ -253,6 +253,7 @@ pub struct Supervise {
     pub steady_after: Period,
     pub ready_timeout: Period,
     pub stop_timeout: Period,
+    pub hung_after: Period,
 }
 
 /// Why a configuration does not hold.
@@ -359,6 +360,9 @@ impl Config {
         within("network.poll_us", self.network.poll_us.into(), 0, 10_000)?;
         let s = &self.supervise;
         within("supervise.backoff_min in ms", s.backoff_min.0.as_millis() as u64, 1, 3_600_000)?;
+        if !s.hung_after.0.is_zero() {
+            within("supervise.hung_after in ms", s.hung_after.0.as_millis() as u64, 600, 3_600_000)?;
+        }
         if s.backoff_min > s.backoff_max {
             let (min, max) = (s.backoff_min, s.backoff_max);
             return Err(NotPossible::Backoff { min, max });
@@ -479,6 +483,7 @@ mod tests {
             "log = 3",
             "[supervise]\nbackoff_min = \"10s\"",
             "[supervise]\nbackoff_min = \"0ms\"",
+            "[supervise]\nhung_after = \"1ms\"",
             "[osd]\nsessions = 0",
             "[osd]\nstaging = \"9MiB\"",
             "[osd]\ncpus = \"most\"",

@@ -1,6 +1,7 @@
 //! Keeps one role alive: starts its process, waits until it is ready or dead, pauses, starts it again.
 
 use std::ffi::OsString;
+use std::future::pending;
 use std::path::PathBuf;
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
@@ -9,18 +10,23 @@ use rustix::process::{Pid, Signal};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, BufReader};
 use tokio::process::{Child, ChildStdout, Command};
 use tokio::sync::{mpsc, watch};
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, MissedTickBehavior, interval_at, sleep};
 
 use super::announce::{Announcement, MAX_ANNOUNCEMENT, Ready};
 use super::config::Supervise;
 use super::logging;
 use super::state::Role;
+use super::targets::KnownTarget;
 use super::units::ByteSize;
+use super::watchdog::{self, Watchdog, awake_for};
 
+/// Most announcements of a role that wait to be looked at.
+const ANNOUNCEMENTS: usize = 16;
 /// Setting of the allocator: how long it keeps freed memory, in ms.
 const PURGE_DELAY: &str = "MIMALLOC_PURGE_DELAY";
 
-/// How to start a role.
+/// How to start a role. What the role says when it is ready goes into its next start: its address for clients, its
+/// address for metrics, and its targets.
 #[derive(Debug, Clone)]
 pub struct RoleSpec {
     /// Which one.
@@ -29,10 +35,13 @@ pub struct RoleSpec {
     pub program: PathBuf,
     /// Its arguments, without those below.
     pub args: Vec<OsString>,
-    /// Address for clients, if it serves any. A port of 0 is replaced by what the role took, for its restarts.
+    /// Address for clients, if the role serves any. A restarted role gets the port that the role took for port 0.
     pub listen: Option<String>,
-    /// Address for its metrics; likewise.
+    /// Address for its metrics.
     pub metrics: String,
+    /// Identities of the role's targets, as far as they are known, so that a restarted role serves the other targets
+    /// when it cannot mount one.
+    pub known_targets: Vec<KnownTarget>,
     /// Working directory.
     pub dir: PathBuf,
     /// Where its standard error goes.
@@ -51,6 +60,11 @@ pub enum RoleEvent {
     },
     /// It does its work.
     Ready(Ready),
+    /// An event loop of the process gives no heartbeat; the process is being killed.
+    Hung {
+        /// What is missing.
+        reason: String,
+    },
     /// It ended without being asked to, or could not be started. It will be started again after a pause.
     Died {
         /// How.
@@ -77,13 +91,15 @@ pub enum Goal {
 /// life to the thread that started it.
 pub struct Keeper {
     /// What to start.
-    pub spec: RoleSpec,
+    spec: RoleSpec,
     /// Pauses and timeouts.
-    pub policy: Supervise,
+    policy: Supervise,
     /// Where to tell what happened.
-    pub events: mpsc::Sender<(Role, RoleEvent)>,
+    events: mpsc::Sender<(Role, RoleEvent)>,
     /// What to do.
-    pub goal: watch::Receiver<Goal>,
+    goal: watch::Receiver<Goal>,
+    /// Where the metrics of the role's last process were, if that process was ready.
+    metrics: Option<String>,
 }
 
 /// How a process ended.
@@ -93,6 +109,16 @@ enum End {
 }
 
 impl Keeper {
+    /// A keeper that has started nothing yet. It tells `events` what happened, until `goal` says to stop.
+    pub fn new(
+        spec: RoleSpec,
+        policy: Supervise,
+        events: mpsc::Sender<(Role, RoleEvent)>,
+        goal: watch::Receiver<Goal>,
+    ) -> Keeper {
+        Keeper { spec, policy, events, goal, metrics: None }
+    }
+
     /// Does it.
     pub async fn run(mut self) {
         let mut pause = self.policy.backoff_min.0;
@@ -104,6 +130,10 @@ impl Keeper {
             let End::Died { reason, ready_for } = end else { break };
             if ready_for >= self.policy.steady_after.0 {
                 pause = self.policy.backoff_min.0;
+            }
+            if ready_for.is_zero() {
+                // Another process may have taken the port that the system chose for the metrics.
+                self.metrics = None;
             }
             self.tell(RoleEvent::Died { reason, pause }).await;
             tokio::select! {
@@ -126,9 +156,12 @@ impl Keeper {
         let mut command = Command::new(&spec.program);
         command.arg0("outboard").args(&spec.args).args(["--supervisor", &std::process::id().to_string()]);
         command.args(["--debug-socket", &format!("run/{}.debug", spec.role.as_str())]);
-        command.args(["--metrics", &spec.metrics]);
+        command.args(["--metrics", self.metrics.as_ref().unwrap_or(&spec.metrics)]);
         if let Some(listen) = &spec.listen {
             command.args(["--listen", listen]);
+        }
+        for known in &spec.known_targets {
+            command.args(["--known-target".into(), known.to_argument()]);
         }
         // The allocator keeps freed memory for two seconds: under load it is soon used again.
         if std::env::var_os(PURGE_DELAY).is_none() {
@@ -144,62 +177,83 @@ impl Keeper {
     async fn attend(&mut self, mut child: Child) -> End {
         let pid = child.id().unwrap_or(0);
         self.tell(RoleEvent::Started { pid }).await;
-        let mut out = child.stdout.take().map(BufReader::new);
-        let deadline = Instant::now() + self.policy.ready_timeout.0;
-        let mut said = None;
-        let announced = tokio::select! {
-            announced = announcement(&mut out) => announced,
-            () = tokio::time::sleep_until(deadline) => {
-                said = Some(format!("not ready after {}", self.policy.ready_timeout));
-                None
-            }
+        let mut said = listen(child.stdout.take());
+        let ready_timeout = self.policy.ready_timeout;
+        let first = tokio::select! {
+            first = first(&mut said) => first,
+            () = awake_for(ready_timeout.0) => First::Nothing,
             () = no_longer_run(&mut self.goal) => return self.stop(child, pid).await,
         };
+        let mut why = None;
         let mut ready_since = None;
-        match announced {
-            Some(Announcement::Ready(ready)) => {
-                self.remember_addresses(&ready);
+        let mut loops = Vec::new();
+        match first {
+            First::Ready(ready) => {
+                self.remember(&ready);
+                loops.clone_from(&ready.loops);
                 ready_since = Some(Instant::now());
                 self.tell(RoleEvent::Ready(ready)).await;
             }
-            Some(Announcement::Failed(why)) => said = Some(why),
-            None => {
-                // Silent for too long, or it closed its output: of no use either way.
-                if said.is_some() {
-                    let _ = child.start_kill();
-                }
+            First::Failed(reason) => why = Some(reason),
+            First::Nothing => {
+                why = Some(format!("not ready after {ready_timeout}"));
+                let _ = child.start_kill();
             }
+            // It ends, or is of no use.
+            First::Closed => {}
         }
+        let policy = self.policy;
         tokio::select! {
             status = child.wait() => {
-                let reason = said.unwrap_or_else(|| status.map_or_else(|e| e.to_string(), describe));
+                let reason = why.unwrap_or_else(|| status.map_or_else(|e| e.to_string(), describe));
                 let ready_for = ready_since.map_or(Duration::ZERO, |at| at.elapsed());
                 End::Died { reason, ready_for }
+            }
+            reason = hang(&mut said, &loops, &policy, pid), if ready_since.is_some() => {
+                self.kill_hung(child, reason).await
             }
             () = no_longer_run(&mut self.goal) => self.stop(child, pid).await,
         }
     }
 
-    /// A role keeps its addresses over restarts, so that clients and scrapers find it again.
-    fn remember_addresses(&mut self, ready: &Ready) {
+    /// Kills a process that hangs, and waits for its end.
+    async fn kill_hung(&mut self, mut child: Child, reason: String) -> End {
+        self.tell(RoleEvent::Hung { reason: reason.clone() }).await;
+        if let Err(e) = child.start_kill() {
+            tracing::error!(role = self.spec.role.as_str(), "cannot be killed: {e}");
+        }
+        tokio::select! {
+            _ = child.wait() => End::Died { reason, ready_for: Duration::ZERO },
+            () = no_longer_run(&mut self.goal) => {
+                // Nothing can be asked of it; the kernel ends it as soon as it can.
+                let _ = child.wait().await;
+                End::Asked
+            }
+        }
+    }
+
+    /// Keeps for the next start what a role has found out. Clients and scrapers find a restarted role at its old
+    /// addresses, and a target that fails later has an identity, also in the node's first run.
+    fn remember(&mut self, ready: &Ready) {
         if let (Some(listen), Some(endpoint)) = (&mut self.spec.listen, &ready.endpoint) {
             listen.clone_from(endpoint);
         }
-        if let Some(metrics) = &ready.metrics {
-            self.spec.metrics.clone_from(metrics);
+        self.metrics.clone_from(&ready.metrics);
+        let known: Vec<KnownTarget> = ready.targets.iter().filter_map(KnownTarget::of).collect();
+        if !known.is_empty() {
+            self.spec.known_targets = known;
         }
     }
 
     /// Asks the process to stop; kills it if it takes too long or the goal is to kill.
     async fn stop(&mut self, mut child: Child, pid: u32) -> End {
         let killed = async {
-            let orderly = timeout(self.policy.stop_timeout.0, self.goal.wait_for(|goal| *goal == Goal::Kill));
-            if orderly.await.is_err() {
-                tracing::warn!(
-                    role = self.spec.role.as_str(),
-                    "did not stop in {}",
-                    self.policy.stop_timeout
-                );
+            tokio::select! {
+                _ = self.goal.wait_for(|goal| *goal == Goal::Kill) => {}
+                () = awake_for(self.policy.stop_timeout.0) => {
+                    let (role, limit) = (self.spec.role.as_str(), self.policy.stop_timeout);
+                    tracing::warn!(role, "did not stop in {limit}");
+                }
             }
         };
         // Until it is waited for, a pid cannot become another process's.
@@ -222,11 +276,86 @@ async fn no_longer_run(goal: &mut watch::Receiver<Goal>) {
     let _ = goal.wait_for(|goal| *goal != Goal::Run).await;
 }
 
-/// The first line of a role's output; `None` if there is none that can be understood.
-async fn announcement(out: &mut Option<BufReader<ChildStdout>>) -> Option<Announcement> {
-    let mut line = String::new();
-    out.as_mut()?.take(MAX_ANNOUNCEMENT).read_line(&mut line).await.ok()?;
-    serde_json::from_str(&line).ok()
+/// What a role says first of importance.
+enum First {
+    Ready(Ready),
+    Failed(String),
+    /// It has closed its output.
+    Closed,
+    /// It has said nothing in time.
+    Nothing,
+}
+
+async fn first(said: &mut mpsc::Receiver<Announcement>) -> First {
+    loop {
+        match said.recv().await {
+            Some(Announcement::Ready(ready)) => return First::Ready(ready),
+            Some(Announcement::Failed(why)) => return First::Failed(why),
+            Some(Announcement::Heartbeat(_) | Announcement::Stopping) => {}
+            None => return First::Closed,
+        }
+    }
+}
+
+/// Takes what a role says on its output, until that is closed. Lines that mean nothing are passed over.
+fn listen(out: Option<ChildStdout>) -> mpsc::Receiver<Announcement> {
+    let (sender, said) = mpsc::channel(ANNOUNCEMENTS);
+    if let Some(out) = out {
+        tokio::spawn(async move {
+            let mut out = BufReader::new(out);
+            let mut line = Vec::new();
+            loop {
+                line.clear();
+                match (&mut out).take(MAX_ANNOUNCEMENT).read_until(b'\n', &mut line).await {
+                    Ok(0) | Err(_) => return,
+                    Ok(_) => {}
+                }
+                let Ok(announcement) = serde_json::from_slice(&line) else { continue };
+                if sender.send(announcement).await.is_err() {
+                    return;
+                }
+            }
+        });
+    }
+    said
+}
+
+/// Resolves when a role that was ready hangs, with what is missing.
+async fn hang(
+    said: &mut mpsc::Receiver<Announcement>,
+    loops: &[String],
+    policy: &Supervise,
+    pid: u32,
+) -> String {
+    let Some(tick) = watchdog::tick(policy.hung_after.0) else { return pending().await };
+    let mut watchdog = Watchdog::new(loops);
+    let mut ticks = interval_at(Instant::now() + tick, tick);
+    // After a pause of this process the missed ticks count as one.
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut open = true;
+    loop {
+        tokio::select! {
+            biased;
+            announcement = said.recv(), if open => match announcement {
+                Some(Announcement::Heartbeat(event_loop)) => watchdog.heard(&event_loop),
+                Some(Announcement::Stopping) => {
+                    awake_for(policy.stop_timeout.0).await;
+                    return format!("hung: it was told to stop, and has not ended after {}", policy.stop_timeout);
+                }
+                Some(Announcement::Ready(_) | Announcement::Failed(_)) => {}
+                None => open = false,
+            },
+            _ = ticks.tick() => {
+                let Some(event_loop) = watchdog.tick() else { continue };
+                if watchdog::waits_for_drive(pid, &event_loop) {
+                    tracing::warn!(pid, event_loop, "waits for a drive in the kernel; it is not killed for that");
+                    watchdog.heard(&event_loop);
+                    continue;
+                }
+                return format!("hung: no heartbeat of {event_loop} for {}", policy.hung_after);
+            }
+        }
+    }
 }
 
 fn describe(status: ExitStatus) -> String {

@@ -277,6 +277,12 @@ pub const KEYS: &[Key] = &[
         "A role that has not stopped after this is killed; nothing acknowledged is lost.",
     ),
     key(
+        "supervise",
+        "hung_after",
+        "\"30s\"",
+        "A role whose event loop gives no heartbeat for this long hangs: it is killed and started again. 600ms to 1h; 0s switches the watchdog off. Time in which the supervisor does not run either, as on a paused machine, does not count.",
+    ),
+    key(
         "debug",
         "faults",
         "[]",

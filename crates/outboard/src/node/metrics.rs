@@ -15,6 +15,8 @@ use base::thread::ThreadClass;
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
 use rustix::event::{PollFd, PollFlags, Timespec};
 
+use super::descriptors::Descriptors;
+
 /// Most connections at a time.
 const CONNECTIONS: usize = 32;
 /// Connections accepted before those that are there get a turn.
@@ -77,6 +79,8 @@ fn describe() {
         Unit::Count,
         "Connections that got no place, by what was short"
     );
+    describe_gauge!("outboard_process_open_fds", Unit::Count, "Descriptors that are open");
+    describe_gauge!("outboard_process_max_fds", Unit::Count, "Most descriptors that may be open");
 }
 
 /// A connection: its request comes, then its answer goes.
@@ -279,6 +283,10 @@ fn answer(request: &[u8], handle: &PrometheusHandle) -> Vec<u8> {
 
 /// Brings the figures of the process itself up to date.
 fn record_process() {
+    if let Ok(descriptors) = Descriptors::of(std::process::id()) {
+        metrics::gauge!("outboard_process_open_fds").set(descriptors.open as f64);
+        metrics::gauge!("outboard_process_max_fds").set(descriptors.most as f64);
+    }
     let Ok(usage) = ProcessUsage::read(std::process::id()) else { return };
     let mut ended = usage.total.cpu_seconds;
     for (class, used) in &usage.by_class {
@@ -316,7 +324,9 @@ mod tests {
         assert!(page.starts_with("HTTP/1.1 200 OK\r\n"), "{page}");
         assert!(page.contains("outboard_test_things 3"), "{page}");
         assert!(page.contains("outboard_process_cpu_seconds{class=\"admin\"}"), "{page}");
-        assert!(page.contains("outboard_process_peak_resident_bytes"), "{page}");
+        for gauge in ["peak_resident_bytes", "open_fds", "max_fds"] {
+            assert!(page.contains(&format!("outboard_process_{gauge}")), "{gauge}: {page}");
+        }
     }
 
     /// The recorder of a process can be installed only once, so this is part of the one test.

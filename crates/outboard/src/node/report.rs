@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use base::process::ProcessUsage;
 use serde::Serialize;
 
+use super::descriptors::Descriptors;
 use super::state::{NodeState, Phase, Process, Role};
 use super::units::ByteSize;
 use crate::commands::target::{standing, trouble};
@@ -95,6 +96,8 @@ pub struct ProcessReport {
     pub uptime_seconds: Option<f64>,
     /// How often the role was started again.
     pub restarts: u64,
+    /// How often its process was killed because it hung.
+    pub hangs: u64,
     /// How the one before ended.
     pub last_exit: Option<String>,
     /// Where its Prometheus metrics are.
@@ -103,6 +106,10 @@ pub struct ProcessReport {
     pub cpu_seconds: Option<f64>,
     /// Most memory ever resident.
     pub peak_resident_bytes: Option<u64>,
+    /// Descriptors that it has open.
+    pub open_fds: Option<u64>,
+    /// Most that it may have open.
+    pub max_fds: Option<u64>,
 }
 
 /// One target. Space is in bytes, and missing while it cannot be asked.
@@ -258,6 +265,10 @@ impl Report {
             format!("the {} is down{how}", p.role.as_str())
         });
         let mut problems: Vec<String> = down.collect();
+        problems.extend(processes.iter().filter(|p| p.phase == Phase::Hung).map(|p| {
+            let why = p.last_exit.as_deref().unwrap_or("hung");
+            format!("the {} is being killed and started again: {why}", p.role.as_str())
+        }));
         if !up {
             problems = vec!["the node is down; start it with `outboard up`".to_owned()];
         }
@@ -359,6 +370,7 @@ impl ProcessReport {
     fn of(process: &Process, up: bool) -> ProcessReport {
         let alive = up && process.is_alive();
         let usage = if alive { ProcessUsage::read(process.pid).ok() } else { None };
+        let descriptors = if alive { Descriptors::of(process.pid).ok() } else { None };
         ProcessReport {
             role: process.role,
             pid: alive.then_some(process.pid),
@@ -369,10 +381,13 @@ impl ProcessReport {
             },
             uptime_seconds: alive.then(|| process.uptime().as_secs_f64()),
             restarts: process.restarts,
+            hangs: process.hangs,
             last_exit: process.last_exit.clone(),
             metrics: process.metrics.clone().filter(|_| alive),
             cpu_seconds: usage.as_ref().map(|u| u.total.cpu_seconds),
             peak_resident_bytes: usage.map(|u| u.peak_resident_bytes),
+            open_fds: descriptors.map(|d| d.open),
+            max_fds: descriptors.map(|d| d.most),
         }
     }
 }
@@ -458,8 +473,8 @@ impl Display for Report {
         if !self.processes.is_empty() {
             writeln!(
                 f,
-                "\n{:<11} {:>8} {:<9} {:>9} {:>8} {:>9} {:>11}  METRICS",
-                "PROCESS", "PID", "STATE", "UPTIME", "RESTARTS", "CPU", "PEAK MEMORY"
+                "\n{:<11} {:>8} {:<9} {:>9} {:>8} {:>4} {:>9} {:>11} {:>13}  METRICS",
+                "PROCESS", "PID", "STATE", "UPTIME", "RESTARTS", "HUNG", "CPU", "PEAK MEMORY", "DESCRIPTORS"
             )?;
         }
         self.processes.iter().try_for_each(|p| p.line(f))?;
@@ -507,18 +522,27 @@ fn bytes(size: Option<u64>) -> String {
 }
 
 impl ProcessReport {
+    fn descriptors(&self) -> String {
+        match (self.open_fds, self.max_fds) {
+            (Some(open), Some(most)) => format!("{open}/{most}"),
+            _ => "-".to_owned(),
+        }
+    }
+
     fn line(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let seconds = |s: Option<f64>| s.map_or_else(|| "-".to_owned(), |s| format!("{s:.1} s"));
         writeln!(
             f,
-            "{:<11} {:>8} {:<9} {:>9} {:>8} {:>9} {:>11}  {}",
+            "{:<11} {:>8} {:<9} {:>9} {:>8} {:>4} {:>9} {:>11} {:>13}  {}",
             self.role.as_str(),
             self.pid.map_or_else(|| "-".to_owned(), |pid| pid.to_string()),
             self.phase.as_str(),
             seconds(self.uptime_seconds),
             self.restarts,
+            self.hangs,
             seconds(self.cpu_seconds),
             bytes(self.peak_resident_bytes),
+            self.descriptors(),
             self.metrics.as_deref().unwrap_or("-"),
         )
     }

@@ -6,11 +6,12 @@ use clap::Args;
 use rustix::process::{Pid, Signal};
 use tokio::signal::unix::{SignalKind, signal};
 
-use super::announce::{Announcement, Ready};
+use super::announce::{self, Announcement, Ready};
 use super::config::Config;
 use super::debug::Controls;
 use super::state::Role;
-use super::{logging, metrics};
+use super::watchdog::Heartbeat;
+use super::{descriptors, logging, metrics};
 use crate::failure::{Doing, Failure, Result};
 
 /// Flags that all roles have.
@@ -39,6 +40,8 @@ pub struct RoleProcess {
     pub metrics: String,
     /// What can be changed while it runs.
     pub controls: Controls,
+    /// For its event loops, if a supervisor watches them.
+    pub heartbeat: Option<Heartbeat>,
 }
 
 /// Runs a role: sets the process up, and calls `body`, which does the role's work until it should stop. A failure is
@@ -73,6 +76,7 @@ fn set_up(role: Role, args: &RoleArgs) -> Result<RoleProcess> {
         .doing("reading the configuration")?;
     logging::start(&config.log).doing("starting the log")?;
     abort_on_panic();
+    raise_descriptor_limit();
     // The main thread's name is what `ps` and `top` show of the process.
     let name = match role {
         Role::Store => c"store-main",
@@ -96,7 +100,14 @@ fn set_up(role: Role, args: &RoleArgs) -> Result<RoleProcess> {
             Failure::new(format!("serving the debug socket {}", path.display()), why)
         })?;
     }
-    Ok(RoleProcess { config, metrics, controls })
+    let heartbeat = match args.supervisor {
+        Some(_) => {
+            announce::do_not_block().doing("preparing the pipe to the supervisor")?;
+            Heartbeat::new(config.supervise.hung_after.0)
+        }
+        None => None,
+    };
+    Ok(RoleProcess { config, metrics, controls, heartbeat })
 }
 
 fn with_remedy(e: &std::io::Error) -> String {
@@ -130,10 +141,29 @@ fn abort_on_panic() {
     }));
 }
 
+/// Every connection takes a descriptor, and the usual soft limit of 1,024 is there for programs that use `select`.
+pub fn raise_descriptor_limit() {
+    let shown = |limit: Option<u64>| limit.map_or_else(|| "unlimited".to_owned(), |limit| limit.to_string());
+    match descriptors::raise_limit() {
+        Ok((before, now)) => {
+            tracing::info!(before = shown(before), now = shown(now), "limit of open descriptors");
+        }
+        Err(e) => {
+            tracing::warn!("the limit of open descriptors cannot be raised: {e}; raise it with `ulimit -n`")
+        }
+    }
+}
+
 /// Says that the role does its work.
 pub fn ready(ready: Ready) {
     tracing::info!(endpoint = ready.endpoint, engine = ready.engine, targets = ready.targets.len(), "ready");
     Announcement::Ready(ready).send();
+}
+
+/// Says that the role stops, because a signal has asked for it.
+pub fn stopping() {
+    tracing::info!("stopping");
+    Announcement::Stopping.send_or_drop();
 }
 
 /// A signal that asks the process to stop (SIGTERM, SIGINT; SIGHUP: its terminal has gone).

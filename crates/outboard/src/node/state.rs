@@ -42,6 +42,8 @@ pub enum Phase {
     Starting,
     /// Ready.
     Running,
+    /// Gives no heartbeat, and is being killed.
+    Hung,
     /// Dead, to be restarted after a pause.
     Waiting,
     /// Ended, and is not to be restarted.
@@ -54,6 +56,7 @@ impl Phase {
         match self {
             Phase::Starting => "starting",
             Phase::Running => "running",
+            Phase::Hung => "hung",
             Phase::Waiting => "waiting",
             Phase::Stopped => "stopped",
         }
@@ -84,6 +87,9 @@ pub struct Process {
     pub started_unix_ms: u64,
     /// How often the role was started again after it had died.
     pub restarts: u64,
+    /// How often a process of the role was killed because it hung.
+    #[serde(default)]
+    pub hangs: u64,
     /// How the last one ended, if one has.
     pub last_exit: Option<String>,
     /// Where its metrics are, as `host:port`.
@@ -139,6 +145,7 @@ impl Process {
             start_ticks: None,
             started_unix_ms: unix_ms(),
             restarts: 0,
+            hangs: 0,
             last_exit: None,
             metrics: None,
         }

@@ -76,7 +76,7 @@ impl Supervisor {
     async fn start_one(&mut self, spec: RoleSpec) -> Result<(), SuperviseError> {
         let (role, log) = (spec.role, spec.log.clone());
         let (goal, wanted) = watch::channel(Goal::Run);
-        let keeper = Keeper { spec, policy: self.policy, events: self.report.clone(), goal: wanted };
+        let keeper = Keeper::new(spec, self.policy, self.report.clone(), wanted);
         self.kept.push(Kept { role, goal });
         self.state.processes.push(Process::new(role));
         tokio::spawn(keeper.run());
@@ -165,6 +165,12 @@ impl Supervisor {
                 }
                 tracing::info!(role = role.as_str(), "ready");
             }
+            RoleEvent::Hung { reason } => {
+                process.phase = Phase::Hung;
+                process.hangs += 1;
+                process.last_exit = Some(reason.clone());
+                tracing::error!(role = role.as_str(), pid = process.pid, "{reason}; it is killed");
+            }
             RoleEvent::Died { reason, pause } => {
                 process.phase = Phase::Waiting;
                 process.last_exit = Some(reason.clone());
@@ -172,9 +178,10 @@ impl Supervisor {
             }
             RoleEvent::Stopped => process.phase = Phase::Stopped,
         }
-        let (up, restarts) = (process.phase == Phase::Running, process.restarts);
+        let (up, restarts, hangs) = (process.phase == Phase::Running, process.restarts, process.hangs);
         metrics::gauge!("outboard_supervisor_role_up", "role" => role.as_str()).set(f64::from(u8::from(up)));
         metrics::counter!("outboard_supervisor_restarts", "role" => role.as_str()).absolute(restarts);
+        metrics::counter!("outboard_supervisor_hangs", "role" => role.as_str()).absolute(hangs);
         self.state.save(&self.dir)
     }
 }
@@ -194,6 +201,7 @@ mod tests {
             args: ["-c", script, role.as_str()].map(Into::into).to_vec(),
             listen: Some("127.0.0.1:0".into()),
             metrics: "m:0".into(),
+            known_targets: vec![],
             dir: dir.path().to_owned(),
             log: dir.log(role.as_str()),
             log_max: super::super::units::ByteSize(1 << 20),
@@ -249,6 +257,56 @@ mod tests {
         assert!(args.lines().nth(1).unwrap().contains("--metrics m:1 --listen 127.0.0.1:77"), "{args}");
         s.stop().await.unwrap();
         assert!(!process.is_alive());
+    }
+
+    #[tokio::test]
+    async fn a_restarted_role_knows_the_targets_that_its_first_process_had() {
+        let root = tempfile::tempdir().unwrap();
+        let dir = NodeDir::create(root.path()).unwrap();
+        let mut s = supervisor(&dir, |p| p.backoff_min = "1ms".parse().unwrap());
+        let uuid = "0a2bdc3d-0f08-4b99-bf2c-5b493b452076";
+        let ready = format!(r#"{{"ready":{{"targets":[{{"path":"targets/0.img","uuid":"{uuid}"}}]}}}}"#);
+        // The first process is ready and dies, the second one dies before it is ready.
+        let script = format!(
+            r#"echo "$*" >> args; case $(wc -l < args) in 1) echo '{ready}'; exit 3;; 2) exit 4;; esac
+               echo '{ready}'; exec sleep 1000"#
+        );
+        s.start(vec![scripted(Role::Store, &dir, &script)]).await.unwrap();
+        until(&mut s, |state| {
+            let p = state.process(Role::Store).unwrap();
+            p.restarts == 2 && p.phase == Phase::Running
+        })
+        .await;
+        s.stop().await.unwrap();
+        let args = std::fs::read_to_string(dir.path().join("args")).unwrap();
+        let known = format!("--known-target targets/0.img={uuid}");
+        let known: Vec<bool> = args.lines().map(|line| line.contains(&known)).collect();
+        assert_eq!(known, [false, true, true], "{args}");
+    }
+
+    #[tokio::test]
+    async fn a_role_that_did_not_get_its_old_metrics_port_may_take_another() {
+        let root = tempfile::tempdir().unwrap();
+        let dir = NodeDir::create(root.path()).unwrap();
+        let mut s = supervisor(&dir, |p| p.backoff_min = "1ms".parse().unwrap());
+        let script = format!(
+            r#"echo "$*" >> starts; case $(wc -l < starts) in 1) {READY} exit 3;; 2) exit 4;; esac
+               {READY} exec sleep 1000"#
+        );
+        s.start(vec![scripted(Role::Osd, &dir, &script)]).await.unwrap();
+        until(&mut s, |state| {
+            let p = state.process(Role::Osd).unwrap();
+            p.restarts == 2 && p.phase == Phase::Running
+        })
+        .await;
+        s.stop().await.unwrap();
+        let log = std::fs::read_to_string(dir.path().join("starts")).unwrap();
+        let ports = log.lines().map(|l| l.contains("--metrics m:1")).collect::<Vec<_>>();
+        assert_eq!(ports, [false, true, false], "{log}");
+        assert!(
+            log.lines().nth(2).unwrap().contains("--listen 127.0.0.1:77"),
+            "clients know that one: {log}"
+        );
     }
 
     #[tokio::test]

@@ -1,6 +1,6 @@
 //! The targets of a node: made at its first start, mounted by the role that owns them.
 
-use std::fmt;
+use std::ffi::OsString;
 use std::io;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
@@ -175,9 +175,16 @@ pub struct KnownTarget {
 }
 
 impl KnownTarget {
-    /// The target at a path.
-    pub fn new(path: PathBuf, uuid: Uuid) -> KnownTarget {
-        KnownTarget { path, uuid }
+    /// A target that a role has announced; `None` if its identity is none.
+    pub fn of(target: &Target) -> Option<KnownTarget> {
+        Some(KnownTarget { path: target.path.clone(), uuid: target.uuid.parse().ok()? })
+    }
+
+    /// `PATH=UUID`, for a role's command line. Unlike the text form it keeps a path that is not UTF-8.
+    pub fn to_argument(&self) -> OsString {
+        let mut argument = self.path.clone().into_os_string();
+        argument.push(format!("={}", self.uuid));
+        argument
     }
 }
 
@@ -188,12 +195,6 @@ impl FromStr for KnownTarget {
         let parsed = text.rsplit_once('=').and_then(|(path, uuid)| Some((path.into(), uuid.parse().ok()?)));
         let (path, uuid) = parsed.ok_or_else(|| format!("{text:?} is not PATH=UUID"))?;
         Ok(KnownTarget { path, uuid })
-    }
-}
-
-impl fmt::Display for KnownTarget {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}={}", self.path.display(), self.uuid)
     }
 }
 

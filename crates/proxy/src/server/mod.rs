@@ -13,6 +13,7 @@ mod stripes;
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::convert::Infallible;
+use std::future::pending;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -149,21 +150,25 @@ impl Server {
         targets: Vec<Target>,
         options: ServerOptions,
     ) -> std::io::Result<Server> {
-        Server::serve_and_drive(listener, targets, Vec::new(), options)
+        Server::serve_and_drive(listener, targets, Vec::new(), options, pending)
     }
 
     /// Starts to serve `targets`, and has their `drivers` run by the same thread: a call and its answer then go from one to
     /// the other without a wake-up. They are run until their stores are unmounted or dropped, also when the server has
-    /// stopped.
+    /// stopped. The future of `beside` is a task of the same thread, too, until it is done or the server has stopped.
     ///
     /// # Errors
     /// If the listener cannot be polled or the thread cannot be started.
-    pub fn serve_and_drive(
+    pub fn serve_and_drive<F>(
         listener: Listener,
         targets: Vec<Target>,
         drivers: Vec<Driver>,
         options: ServerOptions,
-    ) -> std::io::Result<Server> {
+        beside: impl FnOnce() -> F + Send + 'static,
+    ) -> std::io::Result<Server>
+    where
+        F: Future<Output = ()> + 'static,
+    {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let listener = {
             let _entered = runtime.enter();
@@ -184,6 +189,13 @@ impl Server {
             for driver in drivers {
                 local.spawn_local(booked(ThreadClass::Store, driver.run()));
             }
+            let mut stop_beside = stopped.clone();
+            local.spawn_local(async move {
+                tokio::select! {
+                    () = beside() => {}
+                    _ = stop_beside.wait_for(|stop| *stop) => {}
+                }
+            });
             local.spawn_local(serving.run(listener, stopped));
             runtime.block_on(local);
         })?;

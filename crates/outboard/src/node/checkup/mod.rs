@@ -152,15 +152,23 @@ fn huge_pages() -> Finding {
     }
 }
 
+/// The hard limit counts: every role raises its soft limit to that when it starts.
 fn open_files() -> Finding {
-    let have = limit(Resource::Nofile);
+    let limit = rustix::process::getrlimit(Resource::Nofile);
+    let shown = |limit: Option<u64>| limit.map_or_else(|| "unlimited".to_owned(), |limit| limit.to_string());
+    let enough = limit.maximum.is_none_or(|most| most >= FILES_WANTED);
     Finding {
         what: "open files",
-        grade: if have >= FILES_WANTED { Grade::Good } else { Grade::Costs },
-        found: format!("{have} per process"),
+        grade: if enough { Grade::Good } else { Grade::Costs },
+        found: format!(
+            "{} per process; a node raises that to the hard limit, {}",
+            shown(limit.current),
+            shown(limit.maximum)
+        ),
         why: "every client's connection takes a descriptor of the osd",
-        remedy: (have < FILES_WANTED)
-            .then(|| format!("raise it to {FILES_WANTED}: `ulimit -n {FILES_WANTED}`")),
+        remedy: (!enough).then(|| {
+            format!("raise the hard limit to {FILES_WANTED}: `ulimit -Hn {FILES_WANTED}`, or LimitNOFILE= in a systemd unit")
+        }),
     }
 }
 

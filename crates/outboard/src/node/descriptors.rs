@@ -1,0 +1,59 @@
+//! Descriptors of a process: how many it has open, how many it may have, and raising that limit.
+
+use std::io;
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+/// The descriptors of a process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Descriptors {
+    /// Open now.
+    pub open: u64,
+    /// Most that may be open: the soft limit; `u64::MAX` for no limit.
+    pub most: u64,
+}
+
+impl Descriptors {
+    /// Of process `pid`.
+    ///
+    /// # Errors
+    /// There is no such process, or it may not be inspected.
+    pub fn of(pid: u32) -> io::Result<Descriptors> {
+        let open = std::fs::read_dir(format!("/proc/{pid}/fd"))?.count() as u64;
+        let limits = std::fs::read_to_string(format!("/proc/{pid}/limits"))?;
+        let soft = limits.lines().find_map(|line| {
+            line.strip_prefix("Max open files").and_then(|rest| rest.split_ascii_whitespace().next())
+        });
+        let most = soft.and_then(|soft| if soft == "unlimited" { Some(u64::MAX) } else { soft.parse().ok() });
+        let most = most.ok_or_else(|| io::Error::other("its limits do not name open files"))?;
+        Ok(Descriptors { open, most })
+    }
+}
+
+/// Raises this process's soft limit of descriptors to the hard limit. Returns the limit before and the limit now; `None`
+/// stands for no limit.
+///
+/// # Errors
+/// The system's.
+pub fn raise_limit() -> io::Result<(Option<u64>, Option<u64>)> {
+    let before = getrlimit(Resource::Nofile);
+    setrlimit(Resource::Nofile, Rlimit { current: before.maximum, maximum: before.maximum })?;
+    Ok((before.current, before.maximum))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_soft_limit_is_raised_to_the_hard_limit_and_open_descriptors_are_counted() {
+        let (_, now) = raise_limit().unwrap();
+        let before = Descriptors::of(std::process::id()).unwrap();
+        assert_eq!(before.most, now.unwrap_or(u64::MAX));
+        let files: Vec<_> = (0..50).map(|_| std::fs::File::open("/dev/null").unwrap()).collect();
+        let after = Descriptors::of(std::process::id()).unwrap();
+        // Other tests of this process open and close some, too.
+        assert!(after.open >= 50 && after.open + 25 > before.open, "{before:?} {after:?}");
+        drop(files);
+    }
+}
