@@ -1,7 +1,8 @@
 //! Standard output. A reader that goes away, as `head` does, ends the program quietly.
 //!
-//! Names and values come from whoever can write to the node. On a terminal their control characters are escaped: they could
-//! move the cursor, rewrite lines that were printed before, or have the terminal type something.
+//! Names and values come from whoever can write to the node. On a terminal their control characters
+//! are escaped: they could move the cursor, rewrite lines that were printed before, or have the
+//! terminal type something.
 
 use std::borrow::Cow;
 use std::fmt::Display;
@@ -32,8 +33,8 @@ pub fn shown_as_error(text: &str) -> Cow<'_, str> {
     if std::io::stderr().is_terminal() { escaped(text, "\n\t") } else { text.into() }
 }
 
-/// Whether a terminal may do something else than show the character: control characters, and those that change the
-/// direction of the text after them.
+/// Whether a terminal may do something else than show the character: control characters, and those
+/// that change the direction of the text after them.
 fn acts(c: char) -> bool {
     c.is_control() || matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
@@ -51,8 +52,8 @@ fn escaped<'a>(text: &'a str, allowed: &str) -> Cow<'a, str> {
     result.into()
 }
 
-/// JSON in which no character acts on a terminal: outside of strings it has none but line feeds, and in strings every
-/// character may be written by its number.
+/// JSON in which no character acts on a terminal: outside of strings it has none but line feeds,
+/// and in strings every character may be written by its number.
 pub fn json_escaped(json: &str) -> String {
     let mut result = String::with_capacity(json.len());
     for c in json.chars() {

@@ -1,4 +1,5 @@
-//! Roles that hang: the supervisor finds and restarts them, and a pause of the whole node is not taken for a hang.
+//! Roles that hang: the supervisor finds and restarts them, and a pause of the whole node is not
+//! taken for a hang.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;

@@ -2,7 +2,6 @@
 
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::net::SocketAddr;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -14,14 +13,18 @@ use crate::cli::NodeArgs;
 use crate::failure::{Doing, Failure, Result};
 use crate::node::announce::{Announcement, MAX_ANNOUNCEMENT, Ready};
 use crate::node::config::{self, Config, Placement};
-use crate::node::dir::{DirLock, NodeDir, STORE_SOCKET, replace_file};
+use crate::node::dir::{NodeDir, STORE_SOCKET, replace_file};
 use crate::node::keeper::RoleSpec;
+use crate::node::making::{self, Making};
+use crate::node::plan::{Chosen, Plan, nth_port};
+use crate::node::port::{self, PortClaim};
 use crate::node::role::{self, StopSignals};
 use crate::node::state::{NodeState, Phase, Process, Role, Target};
 use crate::node::supervise::Supervisor;
 use crate::node::targets::KnownTarget;
 use crate::node::units::ByteSize;
 use crate::node::{locate, logging, metrics, targets};
+use crate::output;
 
 /// How often a process that is not a child is looked at while it is waited for.
 const PREDECESSOR_POLL: Duration = Duration::from_millis(20);
@@ -49,7 +52,7 @@ pub struct UpArgs {
     /// Size of each target made [default: the configuration's; 8GiB at first]
     #[arg(long, value_name = "SIZE")]
     pub target_size: Option<ByteSize>,
-    /// Address that clients connect to [default: the configuration's; a free port of 127.0.0.1 at first]
+    /// Address that clients connect to [default: the configuration's; at first port 7400 of 127.0.0.1, or the next one that is free]
     #[arg(long, value_name = "HOST:PORT")]
     pub listen: Option<String>,
     /// Return once clients can connect; the node runs on
@@ -58,50 +61,98 @@ pub struct UpArgs {
     /// Make targets on configured devices that have none, destroying what is on them
     #[arg(long)]
     pub format: bool,
-    /// The node of a caller with --detach
-    #[arg(long, hide = true, conflicts_with = "detach")]
-    pub background: bool,
+    /// The node of this process, which was called with --detach
+    #[arg(long, value_name = "PID", hide = true, conflicts_with = "detach")]
+    pub background: Option<u32>,
 }
 
 /// Starts the node.
 pub fn run(args: UpArgs, node: &NodeArgs) -> Result<()> {
-    if args.background {
+    if let Some(caller) = args.background {
         // A session of its own: what happens to the caller's terminal is not the node's business.
         rustix::process::setsid().doing("leaving the terminal")?;
+        // Until clients can connect: a caller that is interrupted before has not started the node.
+        role::end_with(caller)?;
     }
     let root = locate::root(node);
     let doing = format!("starting the node in {}", root.display());
+    if !NodeDir::is_begun(&root) {
+        // A node that cannot be made leaves no directory behind.
+        Plan::new(&root, &chosen(&args), env).doing(&doing)?;
+    }
     let dir = NodeDir::create(&root).doing(&doing)?;
     let lock = dir.lock().doing(&doing)?;
-    let first = !dir.config().exists();
+    wait_for_predecessors(&dir, &doing)?;
+    let claim = match args.background {
+        None => prepare(&dir, &args, &doing)?,
+        Some(_) => None,
+    };
     let config = configure(&dir, &args, &doing)?;
-    wait_for_predecessors(&dir, &config, &doing)?;
-    if let Err(e) = targets::make_missing(&dir, &config, args.format) {
-        if first && !config.targets.iter().any(|target| dir.path().join(target).exists()) {
-            // Nothing was made: what was chosen for it (a size, say) must not bind the next attempt.
-            let _ = std::fs::remove_file(dir.config());
-        }
-        return Err(Failure::new(doing, e));
-    }
     if args.detach {
         drop(lock);
-        return detach(&dir, &args, &doing);
+        return detach(&dir, &args, claim.as_ref(), &doing);
     }
-    let result = serve(dir, &config, args.background, lock);
-    if let (Err(why), true) = (&result, args.background) {
+    // Of a node that has been there before: nobody takes its port while its osd restarts.
+    let claim = claim.or_else(|| PortClaim::of(&config.listen));
+    let result = serve(&dir, &config, args.background.is_some());
+    if result.is_err()
+        && let Err(e) = making::undo(&dir)
+    {
+        tracing::error!("what was made of the node cannot be removed: {e}");
+    }
+    drop((lock, claim));
+    if let (Err(why), Some(_)) = (&result, args.background) {
         Announcement::Failed(why.clone()).send();
     }
     result.map_err(|why| Failure::new(doing, why))
 }
 
-/// The configuration that holds, written at the first start.
+fn env(name: &str) -> Option<String> {
+    std::env::var(name).ok()
+}
+
+/// Makes the node, or what a made node lacks. Returns a claim on the port of the node, if the port was chosen here.
+fn prepare(dir: &NodeDir, args: &UpArgs, doing: &str) -> Result<Option<PortClaim>> {
+    if making::undo(dir).doing(doing)? {
+        output::note(
+            "the first start was interrupted; what it had made is removed, and the node is made anew",
+        );
+    }
+    if !dir.config().exists() {
+        let plan = Plan::new(dir.path(), &chosen(args), env).doing(doing)?;
+        if let Err(e) = Making::make(dir, &plan.config, &plan.text, args.format) {
+            let left = making::undo(dir).err().map_or(String::new(), |left| format!("; {left}"));
+            return Err(Failure::new(doing, format!("{e}{left}")));
+        }
+        return Ok(plan.claim);
+    }
+    let claim = settle_port(dir, args, doing)?;
+    targets::make_missing(dir, &configure(dir, args, doing)?, args.format).doing(doing)?;
+    Ok(claim)
+}
+
+/// Chooses a port for a node whose configuration names none. A port other than the default is remembered there.
+fn settle_port(dir: &NodeDir, args: &UpArgs, doing: &str) -> Result<Option<PortClaim>> {
+    let text = std::fs::read_to_string(dir.config()).doing(doing)?;
+    if args.listen.is_some() || config::is_set("listen", &text, env) {
+        return Ok(None);
+    }
+    let default = Config::of_text(&text, &dir.config(), env).doing(doing)?.listen;
+    let (address, claim) = port::choose()
+        .map_err(|e| Failure::new(doing, format!("no port is free: {e}; name one with --listen")))?;
+    let chosen = address.to_string();
+    if chosen != default {
+        let text = config::remember(&text, "listen", &toml::Value::String(chosen.clone()));
+        replace_file(&dir.config(), &text).doing(doing)?;
+        output::note(format!("{default} is taken; from now on the node listens at {chosen}"));
+    }
+    Ok(Some(claim))
+}
+
+/// The configuration that holds.
 fn configure(dir: &NodeDir, args: &UpArgs, doing: &str) -> Result<Config> {
     let path = dir.config();
-    if !path.exists() {
-        let named = Config::load(None, |name| std::env::var(name).ok()).doing(doing)?.targets;
-        replace_file(&path, &config::generate(&chosen(args, &named))).doing(doing)?;
-    }
-    let mut config = Config::load(Some(&path), |name| std::env::var(name).ok()).doing(doing)?;
+    let mut config = Config::load(Some(&path), env).doing(doing)?;
     let count = config.targets.len();
     if count == 0 {
         let why =
@@ -121,8 +172,9 @@ fn configure(dir: &NodeDir, args: &UpArgs, doing: &str) -> Result<Config> {
 }
 
 /// Waits for roles of a supervisor that was killed: they are stopping, and their targets are taken until then.
-fn wait_for_predecessors(dir: &NodeDir, config: &Config, doing: &str) -> Result<()> {
+fn wait_for_predecessors(dir: &NodeDir, doing: &str) -> Result<()> {
     let Some(state) = NodeState::load(dir) else { return Ok(()) };
+    let config = Config::load(dir.config().exists().then_some(&*dir.config()), env).doing(doing)?;
     let deadline = Instant::now() + config.supervise.stop_timeout.0;
     for process in state.processes.iter().filter(|p| p.role != Role::Supervisor) {
         while process.is_alive() {
@@ -137,29 +189,26 @@ fn wait_for_predecessors(dir: &NodeDir, config: &Config, doing: &str) -> Result<
     Ok(())
 }
 
-/// What the first start puts into the configuration file: the flags, and the targets if the environment has `named` them,
-/// so that later starts and `fsck` know them without it.
-fn chosen(args: &UpArgs, named: &[PathBuf]) -> Vec<(&'static str, toml::Value)> {
-    let made = (0..args.targets.unwrap_or(1)).map(|n| format!("targets/{n}.img"));
-    let names: Vec<String> = match named {
-        [] => made.collect(),
-        named => named.iter().map(|path| path.to_string_lossy().into_owned()).collect(),
-    };
-    let names = names.into_iter().map(toml::Value::String);
-    let mut chosen = vec![("targets", toml::Value::Array(names.collect()))];
-    let mut add = |key, value: Option<String>| chosen.extend(value.map(|v| (key, toml::Value::String(v))));
+/// What the flags say of a node that is to be made.
+fn chosen(args: &UpArgs) -> Chosen {
+    let mut values = Vec::new();
+    let mut add = |key, value: Option<String>| values.extend(value.map(|value| (key, value)));
     add("placement", args.placement.map(|p| p.as_str().to_owned()));
     add("target_size", args.target_size.map(|s| s.to_string()));
     add("listen", args.listen.clone());
-    chosen
+    Chosen { targets: args.targets, values, format: args.format }
 }
 
 /// Starts the node in a process of its own and waits until clients can connect.
-fn detach(dir: &NodeDir, args: &UpArgs, doing: &str) -> Result<()> {
+fn detach(dir: &NodeDir, args: &UpArgs, claim: Option<&PortClaim>, doing: &str) -> Result<()> {
+    if let Some(claim) = claim {
+        claim.hand_down().doing(doing)?;
+    }
     let log = dir.log(Role::Supervisor.as_str());
-    let config = Config::load(Some(&dir.config()), |name| std::env::var(name).ok()).doing(doing)?;
+    let config = Config::load(Some(&dir.config()), env).doing(doing)?;
     let mut command = Command::new(THIS_PROGRAM);
-    command.arg0("outboard").arg("up").arg("--dir").arg(dir.path()).arg("--background");
+    command.arg0("outboard").arg("up").arg("--dir").arg(dir.path());
+    command.args(["--background", &std::process::id().to_string()]);
     if let Some(placement) = args.placement {
         command.args(["--placement", placement.as_str()]);
     }
@@ -193,7 +242,7 @@ fn print_endpoint(endpoint: &str) -> Result<()> {
 }
 
 /// Runs the node until it is asked to stop.
-fn serve(dir: NodeDir, config: &Config, background: bool, lock: DirLock) -> std::result::Result<(), String> {
+fn serve(dir: &NodeDir, config: &Config, background: bool) -> std::result::Result<(), String> {
     logging::start(&config.log)?;
     rustix::thread::set_name(c"admin-up").map_err(|e| e.to_string())?;
     role::raise_descriptor_limit();
@@ -209,21 +258,26 @@ fn serve(dir: NodeDir, config: &Config, background: bool, lock: DirLock) -> std:
         engine: None,
         emulated: false,
         // Those of the last run, until the roles say which they have mounted.
-        targets: NodeState::load(&dir).map(|last| last.targets).unwrap_or_default(),
+        targets: NodeState::load(dir).map(|last| last.targets).unwrap_or_default(),
         processes: vec![supervisor],
     };
-    let roles = roles(&dir, config, &state.targets)?;
+    let mut roles = roles(dir, config, &state.targets)?;
+    let serving = roles.pop().ok_or("the node has no roles")?;
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(|e| e.to_string())?;
-    let result = runtime.block_on(async {
+    runtime.block_on(async {
         let signals = StopSignals::catch().map_err(|e| e.to_string())?;
         let mut supervisor = Supervisor::new(dir.clone(), state, config.supervise, signals);
         supervisor.start(roles).await.map_err(|e| e.to_string())?;
-        say_ready(supervisor.state(), &dir, background);
+        // Once the last role runs, clients may have stored something.
+        making::finish(dir).map_err(|e| e.to_string())?;
+        supervisor.start(vec![serving]).await.map_err(|e| e.to_string())?;
+        if background {
+            role::outlive_caller().map_err(|e| e.to_string())?;
+        }
+        say_ready(supervisor.state(), dir, background);
         supervisor.run().await.map_err(|e| e.to_string())
-    });
-    drop(lock);
-    result
+    })
 }
 
 fn say_ready(state: &NodeState, dir: &NodeDir, background: bool) {
@@ -258,7 +312,7 @@ fn roles(dir: &NodeDir, config: &Config, last_run: &[Target]) -> std::result::Re
             program: PathBuf::from(THIS_PROGRAM),
             args,
             listen: (role != Role::Store).then(|| config.listen.clone()),
-            metrics: nth_port(&config.metrics.listen, port)?,
+            metrics: nth_port(&config.metrics.listen, port).map_err(|e| format!("metrics.listen: {e}"))?,
             known_targets,
             dir: dir.path().to_owned(),
             log: dir.log(role.as_str()),
@@ -283,54 +337,68 @@ fn roles(dir: &NodeDir, config: &Config, last_run: &[Target]) -> std::result::Re
     }
 }
 
-/// The address `n` ports after `base`; port 0 stays.
-fn nth_port(base: &str, n: u16) -> std::result::Result<String, String> {
-    let mut address: SocketAddr = base
-        .parse()
-        .map_err(|e| format!("metrics.listen {base:?} is no address ({e}); write it like 127.0.0.1:9400"))?;
-    if address.port() != 0 {
-        let port = address
-            .port()
-            .checked_add(n)
-            .ok_or("metrics.listen: the port is too high for the roles' ports after it")?;
-        address.set_port(port);
-    }
-    Ok(address.to_string())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[test]
-    fn metrics_ports_follow_one_another() {
-        assert_eq!(nth_port("127.0.0.1:0", 2).unwrap(), "127.0.0.1:0");
-        assert_eq!(nth_port("[::1]:9400", 2).unwrap(), "[::1]:9402");
-        assert!(nth_port("localhost", 1).is_err());
-        assert!(nth_port("127.0.0.1:65535", 1).is_err());
-    }
-
-    #[test]
-    fn the_first_starts_flags_are_in_the_file() {
-        let args = UpArgs {
+    fn args() -> UpArgs {
+        UpArgs {
             placement: Some(Placement::Host),
             targets: Some(2),
             target_size: Some(ByteSize(64 << 20)),
             listen: None,
             detach: false,
             format: false,
-            background: false,
-        };
+            background: None,
+        }
+    }
+
+    #[test]
+    fn the_first_starts_flags_are_in_the_file() {
         let root = tempfile::tempdir().unwrap();
         let dir = NodeDir::create(root.path()).unwrap();
+        let args = UpArgs { target_size: Some(ByteSize(16 << 20)), ..args() };
+        let claim = prepare(&dir, &args, "testing").unwrap();
+        assert!(claim.is_some(), "the port was chosen");
         let config = configure(&dir, &args, "testing").unwrap();
-        assert_eq!((config.placement, config.target_size.0), (Placement::Host, 64 << 20));
+        assert_eq!((config.placement, config.target_size.0), (Placement::Host, 16 << 20));
         assert_eq!(config.targets, [PathBuf::from("targets/0.img"), PathBuf::from("targets/1.img")]);
+        assert!(!config.listen.ends_with(":0"), "{}", config.listen);
         let later =
             UpArgs { targets: None, placement: Some(Placement::Dpu), target_size: None, ..args.clone() };
         let config = configure(&dir, &later, "testing").unwrap();
-        assert_eq!((config.placement, config.target_size.0), (Placement::Dpu, 64 << 20));
+        assert_eq!((config.placement, config.target_size.0), (Placement::Dpu, 16 << 20));
         let error = configure(&dir, &UpArgs { targets: Some(3), ..args }, "testing").unwrap_err();
         assert!(error.to_string().contains("fixed"), "{error}");
+    }
+
+    #[test]
+    fn an_interrupted_making_is_undone_and_a_strangers_files_stay() {
+        let root = tempfile::tempdir().unwrap();
+        let dir = NodeDir::create(root.path()).unwrap();
+        let args = UpArgs { target_size: Some(ByteSize(16 << 20)), ..args() };
+        drop(prepare(&dir, &args, "testing").unwrap());
+        let [first, second] = [0, 1].map(|n| dir.path().join(format!("targets/{n}.img")));
+        // Somebody puts another target in the place of the second one.
+        std::fs::remove_file(&second).unwrap();
+        let size = Some(16 << 20);
+        let options = store::MkfsOptions { size, ..Default::default() };
+        store::BlockStore::mkfs(&second, &options, |_, _| {}).unwrap();
+        assert!(making::undo(&dir).unwrap());
+        assert!(!first.exists() && second.exists() && !dir.config().exists());
+        assert!(!making::undo(&dir).unwrap(), "once");
+        drop(prepare(&dir, &args, "testing").unwrap());
+        making::finish(&dir).unwrap();
+        assert!(!making::undo(&dir).unwrap() && first.exists() && dir.config().exists());
+    }
+
+    #[test]
+    fn a_node_that_has_lost_its_configuration_does_not_get_empty_targets() {
+        let root = tempfile::tempdir().unwrap();
+        let dir = NodeDir::create(root.path()).unwrap();
+        std::fs::write(dir.state(), "not understood").unwrap();
+        let error = prepare(&dir, &args(), "testing").unwrap_err().to_string();
+        assert!(error.contains("is missing"), "{error}");
+        assert!(!dir.config().exists() && !dir.path().join("targets/0.img").exists());
     }
 }

@@ -280,6 +280,8 @@ enum NotPossible {
     OutOfRange(#[from] OutOfRange),
     #[error("debug.faults: {0}")]
     Faults(#[from] FaultError),
+    #[error("log.level {level:?} is no filter ({why}); use error, warn, info, debug or trace")]
+    LogLevel { level: String, why: String },
     #[error("supervise.backoff_min ({min}) exceeds supervise.backoff_max ({max})")]
     Backoff { min: Period, max: Period },
 }
@@ -301,14 +303,35 @@ impl Config {
     /// # Errors
     /// The file is unreadable or no TOML, has an unknown key, or a value is out of its range.
     pub fn load(file: Option<&Path>, env: impl Fn(&str) -> Option<String>) -> Result<Config, ConfigError> {
+        let Some(path) = file else { return Config::over(Table::new(), "configuration", env) };
+        let text = std::fs::read_to_string(path)
+            .map_err(|source| ConfigError::Unreadable { path: path.to_owned(), source })?;
+        Config::of_text(&text, path, env)
+    }
+
+    /// Takes the text of a file at `path`, which need not be there yet, and lays what `env` says over it.
+    ///
+    /// # Errors
+    /// As for [`load`](Config::load).
+    pub fn of_text(
+        text: &str,
+        path: &Path,
+        env: impl Fn(&str) -> Option<String>,
+    ) -> Result<Config, ConfigError> {
         let mut table = Table::new();
-        KEYS.iter().for_each(|key| set(&mut table, key, key.default_value()));
-        let mut origin = "configuration".to_owned();
-        if let Some(path) = file {
-            origin = path.display().to_string();
-            overlay(&mut table, read(path)?, path)?;
-        }
+        overlay(&mut table, parse(text, path)?, path)?;
+        Config::over(table, &path.display().to_string(), env)
+    }
+
+    fn over(file: Table, origin: &str, env: impl Fn(&str) -> Option<String>) -> Result<Config, ConfigError> {
+        let mut table = Table::new();
+        let mut origin = origin.to_owned();
         for key in KEYS {
+            let in_file = match key.section {
+                "" => file.get(key.name),
+                section => file.get(section).and_then(|section| section.get(key.name)),
+            };
+            set(&mut table, key, in_file.cloned().unwrap_or_else(|| key.default_value()));
             if let Some(text) = env(&key.env()) {
                 set(&mut table, key, key.parse(&text));
                 let _ = write!(origin, ", {}", key.env());
@@ -346,6 +369,9 @@ impl Config {
         within("channel.overdue in ms", self.channel.overdue.0.as_millis() as u64, 10, 600_000)?;
         within("channel.cool_down in ms", self.channel.cool_down.0.as_millis() as u64, 10, 3_600_000)?;
         self.faults()?;
+        if let Err(e) = tracing_subscriber::EnvFilter::try_new(&self.log.level) {
+            return Err(NotPossible::LogLevel { level: self.log.level.clone(), why: e.to_string() });
+        }
         within("osd.staging", self.osd.staging.0, 8 * MIB, 1 << 40)?;
         multiple("osd.staging", self.osd.staging, ByteSize(4 * MIB))?;
         within("osd.requests_per_connection", self.osd.requests_per_connection as u64, 1, 4096)?;
@@ -371,13 +397,36 @@ impl Config {
     }
 }
 
-fn read(path: &Path) -> Result<Table, ConfigError> {
-    let text = std::fs::read_to_string(path)
-        .map_err(|source| ConfigError::Unreadable { path: path.to_owned(), source })?;
+fn parse(text: &str, path: &Path) -> Result<Table, ConfigError> {
     text.parse().map_err(|e: toml::de::Error| ConfigError::Syntax {
         path: path.to_owned(),
         reason: e.to_string().trim().to_owned(),
     })
+}
+
+/// Whether a key at the top of the file is set: by the environment, or by the text of a file.
+pub fn is_set(name: &str, text: &str, env: impl Fn(&str) -> Option<String>) -> bool {
+    let in_file = text.parse::<Table>().is_ok_and(|table| table.contains_key(name));
+    in_file || env_of(name).is_some_and(|variable| env(&variable).is_some())
+}
+
+/// The environment variable of a key, by the path of the key.
+pub fn env_of(path: &str) -> Option<String> {
+    KEYS.iter().find(|key| key.path() == path).map(Key::env)
+}
+
+/// The text of a configuration file with a key at the top set, which was not set before.
+pub fn remember(text: &str, name: &str, value: &Value) -> String {
+    let (line, default) = (format!("{name} = {value}\n"), format!("# {name} = "));
+    // The generated file has the key in its place, commented out.
+    match text.split_inclusive('\n').position(|l| l.starts_with(&default)) {
+        Some(at) => text
+            .split_inclusive('\n')
+            .enumerate()
+            .map(|(n, old)| if n == at { line.as_str() } else { old })
+            .collect(),
+        None => line + text,
+    }
 }
 
 fn overlay(table: &mut Table, file: Table, path: &Path) -> Result<(), ConfigError> {
@@ -484,6 +533,7 @@ mod tests {
             "[supervise]\nbackoff_min = \"10s\"",
             "[supervise]\nbackoff_min = \"0ms\"",
             "[supervise]\nhung_after = \"1ms\"",
+            "[log]\nlevel = \"=,=\"",
             "[osd]\nsessions = 0",
             "[osd]\nstaging = \"9MiB\"",
             "[osd]\ncpus = \"most\"",
@@ -517,6 +567,20 @@ mod tests {
             let line = format!("{} = ", key.name);
             assert!(text.lines().any(|l| l.trim_start_matches("# ").starts_with(&line)), "{}", key.path());
         }
+    }
+
+    #[test]
+    fn a_key_that_is_remembered_is_set_and_nothing_else_changes() {
+        let listen = Value::String("127.0.0.1:7401".to_owned());
+        for text in [generate(&[]), "targets = [\"a\"]\n[log]\nlevel = \"debug\"\n".to_owned(), String::new()]
+        {
+            assert!(!is_set("listen", &text, |_| None));
+            let remembered = remember(&text, "listen", &listen);
+            assert!(is_set("listen", &remembered, |_| None), "{remembered}");
+            let before = load(&text, &[]).unwrap();
+            assert_eq!(load(&remembered, &[]).unwrap(), Config { listen: "127.0.0.1:7401".into(), ..before });
+        }
+        assert!(is_set("listen", "", |name| (name == "OUTBOARD_LISTEN").then(String::new)));
     }
 
     /// `docs/configuration.md` has a row `| key | environment | default | meaning |` for each key, and no other rows.

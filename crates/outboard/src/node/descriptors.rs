@@ -30,8 +30,8 @@ impl Descriptors {
     }
 }
 
-/// Raises this process's soft limit of descriptors to the hard limit. Returns the limit before and the limit now; `None`
-/// stands for no limit.
+/// Raises this process's soft limit of descriptors to the hard limit. Returns the limit before and
+/// the limit now; `None` stands for no limit.
 ///
 /// # Errors
 /// The system's.

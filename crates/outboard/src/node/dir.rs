@@ -2,9 +2,10 @@
 //! supervisor its owner.
 //!
 //! ```text
-//! DIR/outboard.toml        configuration, written by the first `up`
+//! DIR/outboard.toml        configuration, which the first `up` writes last
 //! DIR/targets/N.img        targets, unless the configuration names others
 //! DIR/run/lock             held while the node runs; has the supervisor's pid
+//! DIR/run/making.json      what the first `up` makes, until it has made all
 //! DIR/run/state.json       what runs, for `status` and for commands that look for the endpoint
 //! DIR/run/store.sock       control socket between osd and store
 //! DIR/run/ROLE.debug       debug socket of a role
@@ -23,6 +24,9 @@ use super::config;
 /// Control socket, relative to the directory: roles run in it, so the path stays within the 107 bytes that a UNIX
 /// socket's address has, however deep the directory is.
 pub const STORE_SOCKET: &str = "run/store.sock";
+
+/// See [`NodeDir::making`].
+const MAKING: &str = "run/making.json";
 
 /// Why a node's directory cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -93,6 +97,11 @@ impl NodeDir {
         NodeDir::at(root)
     }
 
+    /// Whether a node is in `root`, or an interrupted first `up` has left something there.
+    pub fn is_begun(root: &Path) -> bool {
+        root.join(config::FILE).exists() || root.join(MAKING).exists()
+    }
+
     fn at(root: &Path) -> Result<NodeDir, DirError> {
         let root = root.canonicalize().map_err(io_error("find", root))?;
         Ok(NodeDir { root })
@@ -111,6 +120,11 @@ impl NodeDir {
     /// What runs.
     pub fn state(&self) -> PathBuf {
         self.root.join("run/state.json")
+    }
+
+    /// What the first `up` makes, until it has made all.
+    pub fn making(&self) -> PathBuf {
+        self.root.join(MAKING)
     }
 
     /// The log of `role`.
@@ -199,14 +213,41 @@ fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> DirE
     move |source| DirError::Io { action, path, source }
 }
 
-/// Replaces `path` by `text` in one step, so that no reader sees half of it.
+/// Replaces `path` by `text` in one step, so that no reader sees half of it. It is durable then.
 ///
 /// # Errors
 /// The system's.
 pub fn replace_file(path: &Path, text: &str) -> Result<(), DirError> {
     let new = path.with_extension("new");
-    std::fs::write(&new, text).map_err(io_error("write", &new))?;
-    std::fs::rename(&new, path).map_err(io_error("replace", path))
+    let write = || {
+        let mut file = File::create(&new)?;
+        file.write_all(text.as_bytes())?;
+        file.sync_all()
+    };
+    write().map_err(io_error("write", &new))?;
+    std::fs::rename(&new, path).map_err(io_error("replace", path))?;
+    sync_parent(path)
+}
+
+/// Removes a file, if it is there. It stays removed after a loss of power.
+///
+/// # Errors
+/// The system's.
+pub fn remove_file(path: &Path) -> Result<(), DirError> {
+    match std::fs::remove_file(path) {
+        Ok(()) => sync_parent(path),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(e) => Err(io_error("remove", path)(e)),
+    }
+}
+
+/// Makes the entry of a file in its directory durable.
+///
+/// # Errors
+/// The system's.
+pub fn sync_parent(path: &Path) -> Result<(), DirError> {
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    File::open(parent).and_then(|dir| dir.sync_all()).map_err(io_error("write", parent))
 }
 
 #[cfg(test)]

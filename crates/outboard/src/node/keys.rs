@@ -33,8 +33,8 @@ pub const KEYS: &[Key] = &[
     key(
         "",
         "listen",
-        "\"127.0.0.1:0\"",
-        "Address that clients connect to. Port 0 takes a free one; `outboard status` says which.",
+        "\"127.0.0.1:7400\"",
+        "Address that clients connect to. The first `up` writes it into the file: port 7400, or the next one that is free. Port 0 takes a free port at every start; `outboard status` says which.",
     ),
     key(
         "",

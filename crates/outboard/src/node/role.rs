@@ -114,8 +114,8 @@ fn with_remedy(e: &std::io::Error) -> String {
     format!("{e}; choose another address with --metrics or metrics.listen")
 }
 
-/// Makes the kernel ask this process to stop when its supervisor dies.
-fn end_with(supervisor: u32) -> Result<()> {
+/// Makes the kernel ask this process to stop when the process that started it dies: its supervisor.
+pub fn end_with(supervisor: u32) -> Result<()> {
     rustix::process::set_parent_process_death_signal(Some(Signal::TERM))
         .doing("binding the role to its supervisor")?;
     let parent = rustix::process::getppid().map(Pid::as_raw_nonzero).map(|p| p.get() as u32);
@@ -123,6 +123,11 @@ fn end_with(supervisor: u32) -> Result<()> {
         return Err(Failure::new("starting under a supervisor", "it has died; start the node again"));
     }
     Ok(())
+}
+
+/// Takes back [`end_with`].
+pub fn outlive_caller() -> Result<()> {
+    rustix::process::set_parent_process_death_signal(None).doing("leaving the caller")
 }
 
 /// A panic anywhere ends the process: a role with a thread missing would hang its clients, a new one serves them. Only

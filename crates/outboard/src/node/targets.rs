@@ -11,7 +11,8 @@ use store::{AbsentStore, BlockStore, Driver, MkfsOptions, MountOptions, ObjectSt
 use uuid::Uuid;
 
 use super::config::Config;
-use super::dir::NodeDir;
+use super::dir::{DirError, NodeDir, remove_file, sync_parent};
+use super::plan::{self, PlanError};
 use super::state::{NodeState, Target};
 use crate::progress::Progress;
 
@@ -35,6 +36,12 @@ pub enum TargetError {
         /// File.
         path: PathBuf,
     },
+    /// The targets do not fit.
+    #[error(transparent)]
+    Space(#[from] PlanError),
+    /// A file of the node cannot be written or removed.
+    #[error(transparent)]
+    Dir(#[from] DirError),
     /// The operating system refused.
     #[error("target {}: cannot {action}: {source}; check the path and its permissions", path.display())]
     Io {
@@ -82,7 +89,7 @@ fn in_system(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Tar
     move |source| TargetError::Io { path, action, source }
 }
 
-/// Makes the targets that a node's configuration names and that are not there: files that do not exist, and with
+/// Makes the targets that the configuration of a made node names and that are not there: files that do not exist, and with
 /// `format` devices that have no target on them. Files are made only for a node that has never run (its `run/state.json`
 /// knows no targets): later one that is not there is a drive that is not mounted, and must not be taken for an empty one.
 ///
@@ -90,46 +97,69 @@ fn in_system(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Tar
 /// One cannot be made, or is missing.
 pub fn make_missing(dir: &NodeDir, config: &Config, format: bool) -> Result<(), TargetError> {
     let count = config.targets.len();
-    let has_run = NodeState::load(dir).is_some_and(|state| !state.targets.is_empty());
-    for (n, target) in config.targets.iter().enumerate() {
-        let path = dir.path().join(target);
+    let has_run = has_run(dir);
+    let is_missing = |path: &PathBuf| !path.exists();
+    let paths: Vec<PathBuf> = config.targets.iter().map(|target| dir.path().join(target)).collect();
+    if !has_run {
+        let missing: Vec<PathBuf> = paths.iter().filter(|path| is_missing(path)).cloned().collect();
+        plan::check_space(&missing, config.target_size.0)?;
+    }
+    for (n, path) in paths.iter().enumerate() {
         let label = format!("making target {} of {count}", n + 1);
-        match std::fs::metadata(&path) {
-            Ok(there) if there.file_type().is_block_device() => {
-                if format && has_no_target(&path)? {
-                    mkfs(&path, MkfsOptions::default(), &label)?;
-                }
-            }
-            Ok(_) => {}
+        if !is_missing(path) {
+            make_on_device(path, format, &label)?;
+        } else if !has_run {
+            make_file(path, config, None, &label)?;
+        } else if count > 1 {
             // The others may have what it had.
-            Err(e) if e.kind() == io::ErrorKind::NotFound && has_run && count > 1 => {
-                tracing::error!(path = %path.display(), "target {n} is missing; the node starts without it");
-            }
-            Err(e) if e.kind() == io::ErrorKind::NotFound && has_run => {
-                return Err(TargetError::Missing { path });
-            }
-            Err(e) if e.kind() == io::ErrorKind::NotFound => make_file(&path, config, None, &label)?,
-            Err(e) => return Err(in_system("look at it", &path)(e)),
+            tracing::error!(path = %path.display(), "target {n} is missing; the node starts without it");
+        } else {
+            return Err(TargetError::Missing { path: path.clone() });
         }
     }
     Ok(())
 }
 
+/// Whether the node has had targets. A record that cannot be read counts: what is missing then is not made anew.
+pub fn has_run(dir: &NodeDir) -> bool {
+    dir.state().exists() && NodeState::load(dir).is_none_or(|state| !state.targets.is_empty())
+}
+
+/// Makes a target on a block device that has none, if it may be formatted; leaves files as they are.
+///
+/// # Errors
+/// The target cannot be made.
+pub fn make_on_device(path: &Path, format: bool, label: &str) -> Result<(), TargetError> {
+    let there = std::fs::metadata(path).map_err(in_system("look at it", path))?;
+    if format && there.file_type().is_block_device() && has_no_target(path)? {
+        mkfs(path, MkfsOptions::default(), label)?;
+    }
+    Ok(())
+}
+
 fn has_no_target(device: &Path) -> Result<bool, TargetError> {
-    match BlockStore::mount(device, &MountOptions::default()) {
-        Ok(store) => futures::executor::block_on(store.umount()).map(|()| false).map_err(in_store(device)),
+    match BlockStore::uuid_at(device) {
+        Ok(_) => Ok(false),
         Err(StoreError::NotATarget(_)) => Ok(true),
         Err(e) => Err(in_store(device)(e)),
     }
 }
 
-/// Makes a target's file under another name first: what an interrupted start leaves is not taken for a target.
-fn make_file(path: &Path, config: &Config, uuid: Option<Uuid>, label: &str) -> Result<(), TargetError> {
-    let unfinished = path.with_extension("unfinished");
-    let removed = std::fs::remove_file(&unfinished);
-    if let Err(e) = removed.or_else(|e| if e.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(e) }) {
-        return Err(in_system("remove what an interrupted start left", &unfinished)(e));
-    }
+/// Where the file of a target is until it is complete.
+pub fn unfinished(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".unfinished");
+    name.into()
+}
+
+/// Makes a target's file under another name first: what an interrupted start leaves is not taken for a target. The file is
+/// durable then.
+///
+/// # Errors
+/// It cannot be made; nothing is left of it.
+pub fn make_file(path: &Path, config: &Config, uuid: Option<Uuid>, label: &str) -> Result<(), TargetError> {
+    let unfinished = unfinished(path);
+    remove_file(&unfinished)?;
     let options = MkfsOptions { size: Some(config.target_size.0), uuid, ..MkfsOptions::default() };
     let made = mkfs(&unfinished, options, label);
     if made.is_err() {
@@ -137,7 +167,8 @@ fn make_file(path: &Path, config: &Config, uuid: Option<Uuid>, label: &str) -> R
         let _ = std::fs::remove_file(&unfinished);
     }
     made?;
-    std::fs::rename(&unfinished, path).map_err(in_system("rename it into place", path))
+    std::fs::rename(&unfinished, path).map_err(in_system("rename it into place", path))?;
+    Ok(sync_parent(path)?)
 }
 
 /// Makes a target with that uuid in the place of one that is lost. A file that is there is kept under another name.

@@ -1,10 +1,13 @@
-//! Finds roles that hang: the heartbeats of a role's event loops, and the watchdog in the supervisor that misses them.
+//! Finds roles that hang: the heartbeats of a role's event loops, and the watchdog in the
+//! supervisor that misses them.
 //!
-//! A heartbeat is sent by the event loop that serves (`osd-0`, `chan-0`), as one of its tasks, so it stops when that loop
-//! does. It says nothing about drives: a loop that waits for them without blocking goes on sending heartbeats.
+//! A heartbeat is sent by the event loop that serves (`osd-0`, `chan-0`), as one of its tasks, so
+//! it stops when that loop does. It says nothing about drives: a loop that waits for them without
+//! blocking goes on sending heartbeats.
 //!
-//! The watchdog counts its own ticks and reads no clock. While the supervisor does not run (a paused virtual machine, a
-//! suspended laptop, a stopped process group) it counts nothing, so a pause of the whole node restarts no role.
+//! The watchdog counts its own ticks and reads no clock. While the supervisor does not run (a
+//! paused virtual machine, a suspended laptop, a stopped process group) it counts nothing, so a
+//! pause of the whole node restarts no role.
 
 use std::time::Duration;
 
@@ -15,7 +18,8 @@ use super::announce::Announcement;
 /// Heartbeats, and ticks of the watchdog, in the time after which a silent loop counts as hung.
 const TICKS: u32 = 6;
 
-/// Time between two heartbeats, and between two ticks of the watchdog; `None` if the watchdog is switched off.
+/// Time between two heartbeats, and between two ticks of the watchdog; `None` if the watchdog is
+/// switched off.
 pub fn tick(hung_after: Duration) -> Option<Duration> {
     (!hung_after.is_zero()).then(|| hung_after / TICKS)
 }
@@ -79,7 +83,8 @@ impl Watchdog {
     }
 }
 
-/// Sleeps until this process has run for about `time`. A pause of the process counts for an eighth of it at most.
+/// Sleeps until this process has run for about `time`. A pause of the process counts for an eighth
+/// of it at most.
 pub async fn awake_for(time: Duration) {
     const SLICES: u32 = 8;
     for _ in 0..SLICES {
@@ -87,8 +92,9 @@ pub async fn awake_for(time: Duration) {
     }
 }
 
-/// Whether a thread of process `pid` waits in the kernel for a drive (state D of proc_pid_stat(5)). The kernel delivers
-/// SIGKILL to that thread only after the wait, so that killing the process helps nobody.
+/// Whether a thread of process `pid` waits in the kernel for a drive (state D of proc_pid_stat(5)).
+/// The kernel delivers SIGKILL to that thread only after the wait, so that killing the process
+/// helps nobody.
 pub fn waits_for_drive(pid: u32, thread: &str) -> bool {
     let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return false };
     tasks.flatten().any(|task| {

@@ -1,0 +1,144 @@
+//! The making of a node by its first `up`, all of it or nothing.
+//!
+//! Before the first `up` writes anything else it records in `run/making.json` what it is about to
+//! make. The configuration is written when the targets are complete, and the record is removed just
+//! before the role is started that serves clients. An `up` that finds the record therefore knows
+//! that no client has ever stored anything here: it removes what the record names, and nothing
+//! else, and starts from the beginning.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use store::{BlockStore, StoreError};
+use uuid::Uuid;
+
+use super::config::Config;
+use super::dir::{DirError, NodeDir, remove_file, replace_file};
+use super::targets::{self, TargetError};
+
+/// What a first `up` makes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Making {
+    /// Text of the configuration.
+    config: String,
+    /// The targets' files that were not there before.
+    files: Vec<NewFile>,
+}
+
+/// A target's file that is being made.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct NewFile {
+    /// Relative to the node's directory.
+    path: PathBuf,
+    /// Identity of the target in it: what tells the file from one that somebody else has put there.
+    uuid: Uuid,
+}
+
+/// Why a node was not made.
+#[derive(Debug, thiserror::Error)]
+pub enum MakingError {
+    /// A target cannot be made, or cannot be removed again.
+    #[error(transparent)]
+    Target(#[from] TargetError),
+    /// The node's directory cannot be written.
+    #[error(transparent)]
+    Dir(#[from] DirError),
+    /// The record cannot be understood.
+    #[error(
+        "{} does not say what an interrupted `outboard up` has made ({why}); if that node never ran, remove its directory",
+        path.display()
+    )]
+    Unknown {
+        /// The record.
+        path: PathBuf,
+        /// What is wrong with it.
+        why: String,
+    },
+}
+
+impl Making {
+    /// Makes a node that has been [checked](super::plan): its targets, then its configuration.
+    ///
+    /// # Errors
+    /// Something cannot be made. Then [`undo`] removes what was made.
+    pub fn make(dir: &NodeDir, config: &Config, text: &str, format: bool) -> Result<(), MakingError> {
+        let is_new = |path: &&PathBuf| !dir.path().join(path).exists();
+        if targets::has_run(dir)
+            && let Some(path) = config.targets.iter().find(is_new)
+        {
+            return Err(TargetError::Missing { path: dir.path().join(path) }.into());
+        }
+        let new_file = |path: &PathBuf| NewFile { path: path.clone(), uuid: Uuid::new_v4() };
+        let making = Making {
+            config: text.to_owned(),
+            files: config.targets.iter().filter(is_new).map(new_file).collect(),
+        };
+        let record = serde_json::to_string_pretty(&making).expect("plain data has a JSON form");
+        replace_file(&dir.making(), &record)?;
+        for (n, target) in config.targets.iter().enumerate() {
+            let label = format!("making target {} of {}", n + 1, config.targets.len());
+            let path = dir.path().join(target);
+            match making.files.iter().find(|file| file.path == *target) {
+                Some(file) => targets::make_file(&path, config, Some(file.uuid), &label)?,
+                None => targets::make_on_device(&path, format, &label)?,
+            }
+        }
+        Ok(replace_file(&dir.config(), text)?)
+    }
+
+    /// The record of the node in `dir`, if its making has not ended.
+    fn load(dir: &NodeDir) -> Result<Option<Making>, MakingError> {
+        let path = dir.making();
+        let unknown = |why: String| MakingError::Unknown { path: path.clone(), why };
+        match std::fs::read(&path) {
+            Ok(text) => serde_json::from_slice(&text).map(Some).map_err(|e| unknown(e.to_string())),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(unknown(e.to_string())),
+        }
+    }
+}
+
+/// Removes what a first `up` has made that did not come to its end; nothing if it did. Whether
+/// there was something. No process may use the targets.
+///
+/// # Errors
+/// Something cannot be removed.
+pub fn undo(dir: &NodeDir) -> Result<bool, MakingError> {
+    let Some(making) = Making::load(dir)? else { return Ok(false) };
+    for file in &making.files {
+        let path = dir.path().join(&file.path);
+        remove_file(&targets::unfinished(&path))?;
+        match BlockStore::uuid_at(&path) {
+            Ok(uuid) if uuid == file.uuid => remove_file(&path)?,
+            // Not there, or put there by somebody else.
+            Ok(_) | Err(StoreError::NotATarget(_)) => {}
+            Err(_) if !path.exists() => {}
+            Err(source) => return Err(TargetError::Store { path, source }.into()),
+        }
+    }
+    // Somebody may have written another configuration meanwhile.
+    if std::fs::read_to_string(dir.config()).is_ok_and(|text| text == making.config) {
+        remove_file(&dir.config())?;
+    }
+    remove_file(&dir.state())?;
+    remove_file(&dir.making())?;
+    Ok(true)
+}
+
+/// Ends the making of the node in `dir`: from here on clients may store something.
+///
+/// # Errors
+/// The system's.
+pub fn finish(dir: &NodeDir) -> Result<(), DirError> {
+    remove_file(&dir.making())
+}
+
+/// The directory in which a file is to be made, if that directory can be written.
+///
+/// # Errors
+/// The system's.
+pub fn writable_parent(path: &Path) -> io::Result<()> {
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    Ok(rustix::fs::access(parent, rustix::fs::Access::WRITE_OK | rustix::fs::Access::EXEC_OK)?)
+}

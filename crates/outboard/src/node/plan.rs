@@ -1,0 +1,294 @@
+//! What a first `up` is about to make, and all that can be known beforehand to go wrong with it.
+//! Nothing is written here.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use store::{BlockStore, MkfsOptions, StoreError};
+
+use super::config::{self, Config, ConfigError};
+use super::making::writable_parent;
+use super::port::{self, PortClaim};
+use super::units::ByteSize;
+
+/// Space that a node needs beside its targets: logs, state, and what the file system keeps about
+/// them.
+const BESIDE_TARGETS: u64 = 16 << 20;
+
+/// A node that can be made.
+#[derive(Debug)]
+pub struct Plan {
+    /// Its configuration.
+    pub config: Config,
+    /// The text of its configuration file.
+    pub text: String,
+    /// Keeps the port of the node for it, if the port was chosen here.
+    pub claim: Option<PortClaim>,
+}
+
+/// Why a node cannot be made like that.
+#[derive(Debug, thiserror::Error)]
+pub enum PlanError {
+    /// Not with that configuration.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// `--targets` contradicts `OUTBOARD_TARGETS`.
+    #[error("OUTBOARD_TARGETS names {named} targets, --targets asks for {asked}; leave --targets out")]
+    TargetCount {
+        /// By the environment.
+        named: usize,
+        /// By the flag.
+        asked: usize,
+    },
+    /// The node cannot listen there.
+    #[error("cannot listen at {listen} ({what}): {why}; choose another address with {remedy}")]
+    Listen {
+        /// The address.
+        listen: String,
+        /// Who connects there.
+        what: &'static str,
+        /// Why not.
+        why: String,
+        /// What changes the address.
+        remedy: &'static str,
+    },
+    /// A target cannot be made or used.
+    #[error("target {}: {why}", path.display())]
+    Target {
+        /// File or device.
+        path: PathBuf,
+        /// Why not, and what to do.
+        why: String,
+    },
+    /// The targets do not fit.
+    #[error(
+        "{} are needed at {}, where {} are free; choose a smaller --target-size, fewer --targets, or another --dir",
+        ByteSize(*needed), path.display(), ByteSize(*free)
+    )]
+    Space {
+        /// Somewhere on the file system.
+        path: PathBuf,
+        /// Bytes needed there.
+        needed: u64,
+        /// Bytes free there.
+        free: u64,
+    },
+}
+
+/// What the flags of `up` choose.
+#[derive(Debug, Clone, Default)]
+pub struct Chosen {
+    /// Number of targets, if it was given.
+    pub targets: Option<u16>,
+    /// Values of keys that were given.
+    pub values: Vec<(&'static str, String)>,
+    /// Whether devices may be made targets.
+    pub format: bool,
+}
+
+impl Plan {
+    /// Plans the node in `root`, which need not exist.
+    ///
+    /// # Errors
+    /// The node cannot be made, or could not start.
+    pub fn new(
+        root: &Path,
+        chosen: &Chosen,
+        env: impl Fn(&str) -> Option<String>,
+    ) -> Result<Plan, PlanError> {
+        let from_env = Config::load(None, &env)?;
+        let names: Vec<String> = match &from_env.targets[..] {
+            [] => (0..chosen.targets.unwrap_or(1)).map(|n| format!("targets/{n}.img")).collect(),
+            named => named.iter().map(|path| path.to_string_lossy().into_owned()).collect(),
+        };
+        if let Some(asked) = chosen.targets.map(usize::from).filter(|n| *n != names.len()) {
+            return Err(PlanError::TargetCount { named: names.len(), asked });
+        }
+        let text_of = |value: &String| toml::Value::String(value.clone());
+        let mut values = vec![("targets", toml::Value::Array(names.iter().map(text_of).collect()))];
+        values.extend(chosen.values.iter().map(|(key, value)| (*key, text_of(value))));
+        let mut claim = None;
+        if !values.iter().any(|(key, _)| *key == "listen") {
+            let listen = match config::is_set("listen", "", &env) {
+                true => from_env.listen,
+                false => {
+                    let (address, claimed) =
+                        port::choose().map_err(|e| not_listening("127.0.0.1", "clients", &e, "--listen"))?;
+                    claim = Some(claimed);
+                    address.to_string()
+                }
+            };
+            values.push(("listen", toml::Value::String(listen)));
+        }
+        let text = config::generate(&values);
+        // Flags go over the environment, which goes over the file.
+        let over = |name: &str| {
+            let flag = chosen.values.iter().find(|(key, _)| config::env_of(key).as_deref() == Some(name));
+            flag.map(|(_, value)| value.clone()).or_else(|| env(name))
+        };
+        let config = Config::of_text(&text, &root.join(config::FILE), over)?;
+        let plan = Plan { config, text, claim };
+        plan.check_addresses()?;
+        plan.check_targets(root, chosen.format)?;
+        Ok(plan)
+    }
+
+    fn check_addresses(&self) -> Result<(), PlanError> {
+        let listen = &self.config.listen;
+        port::check(listen).map_err(|e| not_listening(listen, "clients", &e, "--listen"))?;
+        let metrics = &self.config.metrics.listen;
+        for process in 0..=2 {
+            let address = nth_port(metrics, process).map_err(|why| PlanError::Listen {
+                listen: metrics.clone(),
+                what: "metrics",
+                why,
+                remedy: "metrics.listen",
+            })?;
+            port::check(&address).map_err(|e| not_listening(&address, "metrics", &e, "metrics.listen"))?;
+        }
+        Ok(())
+    }
+
+    fn check_targets(&self, root: &Path, format: bool) -> Result<(), PlanError> {
+        let mut to_make = Vec::new();
+        for target in &self.config.targets {
+            let path = root.join(target);
+            let refused = |why: String| PlanError::Target { path: path.clone(), why };
+            match std::fs::metadata(&path) {
+                Ok(there) => match BlockStore::uuid_at(&path) {
+                    Ok(_) => {}
+                    Err(StoreError::NotATarget(_)) if there.file_type().is_block_device() && format => {}
+                    Err(e) => return Err(refused(e.to_string())),
+                },
+                Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+                    BlockStore::check_size(self.config.target_size.0, &MkfsOptions::default())
+                        .map_err(|e| refused(format!("{e}; choose another --target-size")))?;
+                    // The node's own folders are made with it.
+                    if !path.starts_with(root) {
+                        let why =
+                            |e| format!("its directory cannot be written ({e}); make it, or name another");
+                        writable_parent(&path).map_err(|e| refused(why(e)))?;
+                    }
+                    to_make.push(path);
+                }
+                Err(e) => return Err(refused(format!("cannot look at it: {e}; check the path"))),
+            }
+        }
+        check_space(&to_make, self.config.target_size.0)
+    }
+}
+
+fn not_listening(listen: &str, what: &'static str, e: &std::io::Error, remedy: &'static str) -> PlanError {
+    PlanError::Listen { listen: listen.to_owned(), what, why: e.to_string(), remedy }
+}
+
+/// Checks that files of `size` bytes can be written at these paths.
+///
+/// # Errors
+/// [`PlanError::Space`].
+pub fn check_space(files: &[PathBuf], size: u64) -> Result<(), PlanError> {
+    let mut needed: BTreeMap<u64, (PathBuf, u64)> = BTreeMap::new();
+    for file in files {
+        let there = file.ancestors().find(|path| path.is_dir()).unwrap_or(Path::new("."));
+        let there = if there.as_os_str().is_empty() { Path::new(".") } else { there };
+        let Ok(metadata) = std::fs::metadata(there) else { continue };
+        let (_, bytes) = needed.entry(metadata.dev()).or_insert((there.to_owned(), BESIDE_TARGETS));
+        *bytes = bytes.saturating_add(size);
+    }
+    for (path, needed) in needed.into_values() {
+        // A file system that does not say is found out by writing.
+        let Ok(fs) = rustix::fs::statvfs(&path) else { continue };
+        let free = fs.f_bavail.saturating_mul(fs.f_frsize);
+        if needed > free {
+            return Err(PlanError::Space { path, needed, free });
+        }
+    }
+    Ok(())
+}
+
+/// The address `n` ports after `base`; port 0 stays.
+///
+/// # Errors
+/// `base` is no address, or there are not that many ports after it.
+pub fn nth_port(base: &str, n: u16) -> Result<String, String> {
+    let mut address: SocketAddr =
+        base.parse().map_err(|e| format!("{base:?} is no address ({e}); write it like 127.0.0.1:9400"))?;
+    if address.port() != 0 {
+        let port = address.port().checked_add(n);
+        address.set_port(port.ok_or("the port is too high for the roles' ports after it")?);
+    }
+    Ok(address.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn metrics_ports_follow_one_another() {
+        assert_eq!(nth_port("127.0.0.1:0", 2).unwrap(), "127.0.0.1:0");
+        assert_eq!(nth_port("[::1]:9400", 2).unwrap(), "[::1]:9402");
+        assert!(nth_port("localhost", 1).is_err());
+        assert!(nth_port("127.0.0.1:65535", 1).is_err());
+    }
+
+    fn plan(chosen: &Chosen, env: &[(&str, &str)]) -> Result<Plan, PlanError> {
+        let root = tempfile::tempdir().unwrap();
+        let env = |name: &str| env.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_owned());
+        let planned = Plan::new(&root.path().join("node"), chosen, env);
+        assert_eq!(std::fs::read_dir(root.path()).unwrap().count(), 0, "nothing is written");
+        planned
+    }
+
+    fn with(key: &'static str, value: &str) -> Chosen {
+        let size = ("target_size", "32MiB".to_owned());
+        let mut values = vec![size, (key, value.to_owned())];
+        values.dedup_by(|later, first| {
+            later.0 == first.0 && {
+                first.1.clone_from(&later.1);
+                true
+            }
+        });
+        Chosen { targets: Some(2), values, format: false }
+    }
+
+    #[test]
+    fn a_plan_has_the_flags_and_a_port_in_its_file() {
+        let made = plan(&with("placement", "host"), &[("OUTBOARD_PLACEMENT", "dpu")]).unwrap();
+        assert_eq!(made.config.placement, config::Placement::Host, "flags go over the environment");
+        assert_eq!(made.config.targets, ["targets/0.img", "targets/1.img"].map(PathBuf::from));
+        assert!(made.claim.is_some() && !made.config.listen.ends_with(":0"), "{}", made.config.listen);
+        assert!(made.text.contains(&format!("listen = \"{}\"", made.config.listen)), "{}", made.text);
+        let made = plan(&with("listen", "127.0.0.1:0"), &[]).unwrap();
+        assert!(made.claim.is_none() && made.config.listen == "127.0.0.1:0");
+        let made = plan(&with("placement", "host"), &[("OUTBOARD_LISTEN", "127.0.0.1:0")]).unwrap();
+        assert!(made.text.contains("\nlisten = \"127.0.0.1:0\""), "{}", made.text);
+    }
+
+    #[test]
+    fn what_cannot_work_is_refused() {
+        let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let taken = taken.local_addr().unwrap().to_string();
+        let elsewhere = [("OUTBOARD_TARGETS", "/nonexistent/0.img:/nonexistent/1.img")];
+        let metrics = [("OUTBOARD_METRICS_LISTEN", &*taken)];
+        let three = [("OUTBOARD_TARGETS", "a:b:c")];
+        type Env<'a> = &'a [(&'a str, &'a str)];
+        let cases: [(Chosen, Env<'_>, &str); 9] = [
+            (with("listen", &taken), &[], &taken),
+            (with("listen", "nonsense"), &[], "--listen"),
+            (with("target_size", "9999GiB"), &[], "are free"),
+            (with("target_size", "1MiB"), &[], "--target-size"),
+            (with("placement", "dpu"), &elsewhere, "its directory cannot be written"),
+            (with("placement", "dpu"), &metrics, "metrics.listen"),
+            (with("placement", "dpu"), &three, "leave --targets out"),
+            (with("placement", "dpu"), &[("OUTBOARD_LOG", "=,=")], "log.level"),
+            (with("placement", "dpu"), &[("OUTBOARD_TARGETS", "/dev/null:/dev/zero")], "/dev/null"),
+        ];
+        for (chosen, env, said) in cases {
+            let error = plan(&chosen, env).unwrap_err().to_string();
+            assert!(error.contains(said), "{chosen:?} {env:?}: {error}");
+        }
+    }
+}

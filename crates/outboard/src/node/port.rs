@@ -1,0 +1,105 @@
+//! The port that clients connect to, chosen at a node's first start and remembered in its
+//! configuration.
+
+use std::io;
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr as UnixAddr, UnixDatagram};
+
+/// The port of a node if nothing else is said.
+const DEFAULT_PORT: u16 = 7400;
+/// The last port that is tried after [`DEFAULT_PORT`]. These ports lie outside of the range from
+/// which the system takes ports for connections, so that a node finds its port free when it starts
+/// again.
+const LAST_PORT: u16 = 7499;
+
+/// A port that no other starting node takes, until this is dropped.
+///
+/// A free port is still free for others between its choice and the moment when the osd listens at
+/// it, and while the osd restarts. The claim is a socket in the abstract namespace, which belongs
+/// to the same network namespace as the port and goes with the processes that hold it.
+#[derive(Debug)]
+pub struct PortClaim {
+    socket: UnixDatagram,
+}
+
+impl PortClaim {
+    /// Claims a port; `None` if another node has claimed it.
+    fn take(port: u16) -> io::Result<Option<PortClaim>> {
+        let name = UnixAddr::from_abstract_name(format!("outboard/port/{port}"))?;
+        match UnixDatagram::bind_addr(&name) {
+            Ok(socket) => Ok(Some(PortClaim { socket })),
+            Err(e) if e.kind() == io::ErrorKind::AddrInUse => Ok(None),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Claims the port of an address, if it has one and no other node has claimed it.
+    pub fn of(listen: &str) -> Option<PortClaim> {
+        let port = listen.rsplit_once(':')?.1.parse().ok().filter(|port| *port != 0)?;
+        PortClaim::take(port).ok().flatten()
+    }
+
+    /// Has processes that are started from here on hold the claim, too.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn hand_down(&self) -> io::Result<()> {
+        Ok(rustix::io::fcntl_setfd(&self.socket, rustix::io::FdFlags::empty())?)
+    }
+}
+
+/// Whether somebody can listen at `listen` now.
+///
+/// # Errors
+/// The system's, if not.
+pub fn check(listen: &str) -> io::Result<()> {
+    TcpListener::bind(listen).map(drop)
+}
+
+/// Chooses a port of the loopback interface: [`DEFAULT_PORT`], or the next one that is free.
+///
+/// # Errors
+/// The system's, if no port is free.
+pub fn choose() -> io::Result<(SocketAddr, PortClaim)> {
+    let address = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+    for port in DEFAULT_PORT..=LAST_PORT {
+        if let Some(claim) = PortClaim::take(port)?
+            && TcpListener::bind(address(port)).is_ok()
+        {
+            return Ok((address(port), claim));
+        }
+    }
+    const TRIES: usize = 16;
+    for _ in 0..TRIES {
+        let free = TcpListener::bind(address(0))?.local_addr()?;
+        if let Some(claim) = PortClaim::take(free.port())? {
+            return Ok((free, claim));
+        }
+    }
+    Err(io::ErrorKind::AddrInUse.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_port_has_one_claim_at_a_time() {
+        let (first, claim) = choose().unwrap();
+        let (second, _) = choose().unwrap();
+        assert_ne!(first, second);
+        assert!(PortClaim::of(&first.to_string()).is_none());
+        drop(claim);
+        assert!(PortClaim::of("127.0.0.1:0").is_none() && PortClaim::of("nonsense").is_none());
+    }
+
+    #[test]
+    fn a_port_that_is_taken_is_not_chosen() {
+        let (first, claim) = choose().unwrap();
+        let _listener = TcpListener::bind(first).unwrap();
+        drop(claim);
+        assert!(check(&first.to_string()).is_err());
+        assert_ne!(choose().unwrap().0, first);
+    }
+}
