@@ -231,7 +231,10 @@ impl Model {
             Step::RemoveXattr => drop(model.xattrs.remove(&b"a"[..])),
             Step::OmapSet => model.omap.extend(entries(index)),
             Step::OmapRemove => drop(model.omap.remove(&b"k1"[..])),
-            Step::OmapRemoveRange => model.omap.retain(|key, _| key < "k2" || key >= "k3"),
+            Step::OmapRemoveRange => {
+                let removed = Bytes::from("k2")..Bytes::from("k3");
+                model.omap.retain(|key, _| !removed.contains(key));
+            }
             Step::OmapClear => model.omap.clear(),
             Step::SetManifest => {
                 model.data.clear();
