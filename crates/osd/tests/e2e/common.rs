@@ -43,6 +43,9 @@ pub(crate) struct FaultStore {
     armed_late_read: AtomicBool,
     /// Transactions with data that are still to be refused for want of space.
     full: AtomicU64,
+    /// Transactions with data that are still to be refused for what they are, so that no retry
+    /// helps.
+    refused: AtomicU64,
     /// While that is set, changes of the node's map are refused for want of space.
     full_for_map: AtomicBool,
     /// While that is set, every call fails: the drive is gone.
@@ -86,6 +89,7 @@ impl FaultStore {
             armed_read: AtomicBool::new(false),
             armed_late_read: AtomicBool::new(false),
             full: AtomicU64::new(0),
+            refused: AtomicU64::new(0),
             full_for_map: AtomicBool::new(false),
             down: AtomicBool::new(false),
             held: watch::Sender::new(false),
@@ -167,6 +171,7 @@ impl FaultStore {
 
     fn disarm(&self) {
         self.set_full(0);
+        self.refused.store(0, Ordering::SeqCst);
         self.armed_before.store(false, Ordering::SeqCst);
         self.armed_after.store(false, Ordering::SeqCst);
     }
@@ -291,6 +296,14 @@ impl ObjectStore for FaultStore {
             return self.lose();
         }
         let one_less = |left: u64| left.checked_sub(1);
+        if has_data && self.refused.fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_less).is_ok() {
+            self.fired.fetch_add(1, Ordering::SeqCst);
+            let known = self.until_let_go();
+            return Box::pin(async move {
+                known.await;
+                Err(StoreError::TooLarge { what: "injected".into(), size: 1, limit: 0 })
+            });
+        }
         if has_data && self.full.fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_less).is_ok() {
             self.fired.fetch_add(1, Ordering::SeqCst);
             let known = self.until_let_go();
@@ -569,9 +582,9 @@ impl Node {
         self.stores.iter().for_each(|s| s.disarm());
     }
 
-    /// Makes the next change of data be refused for want of space, once.
-    pub(crate) fn arm_full(&self) {
-        self.stores.iter().for_each(|s| s.set_full(1));
+    /// Makes the next change of data be refused, once.
+    pub(crate) fn arm_refusal(&self) {
+        self.stores.iter().for_each(|s| s.refused.store(1, Ordering::SeqCst));
     }
 
     pub(crate) fn hold(&self, held: bool) {

@@ -3,10 +3,12 @@
 
 use std::sync::Arc;
 
+use base::block::Payload;
 use client::{Error, NodeError, Pool, Redundancy};
 use futures::future::{join_all, try_join_all};
 use osd::OsdConfig;
 use store::simulation::{SimDrive, SimStore};
+use store::{CollectionId, ObjectId, ObjectStore, Op, StoreError, Transaction, WriteSource};
 use uuid::Uuid;
 
 use crate::common::{FaultStore, Node, data, is_another_network};
@@ -155,8 +157,8 @@ async fn overwrites_that_fit_one_after_the_other_wait_for_each_other() {
     if is_another_network() {
         return;
     }
-    for redundancy in ["single", "mirror:2", "ec:1+1"] {
-        let node = node(2, 40);
+    for (redundancy, targets, mib) in [("single", 2, 40), ("mirror:2", 2, 40), ("ec:2+1", 3, 24)] {
+        let node = node(targets, mib);
         let pool = pool(&node, "pool", 1, redundancy).await;
         let len = 3 << 20;
         let put = async |n: usize, salt: usize| {
@@ -188,4 +190,52 @@ async fn puts_that_can_never_fit_are_all_refused() {
     let outcomes = join_all((0..16).map(put)).await;
     assert!(outcomes.iter().all(is_full), "{outcomes:?}");
     assert_none_failed(&node).await;
+}
+
+/// Takes every block, the reserve's too.
+async fn take_every_block(store: &dyn ObjectStore) {
+    let filler = CollectionId::new("filler").unwrap();
+    let create = Transaction::new(filler.clone()).with(Op::CreateCollection);
+    store.queue_transaction(create).await.unwrap();
+    for n in 0..100_000 {
+        let oid = ObjectId::new(format!("{n}")).unwrap();
+        let source = WriteSource::Inline(Payload::compute(0, data(4096, n)));
+        let write = Transaction::new(filler.clone()).with(Op::Write { oid, offset: 0, source });
+        match store.queue_transaction(write.from_reserve()).await {
+            Ok(()) => {}
+            Err(StoreError::NoSpace { .. }) if n > 0 => return,
+            Err(e) => panic!("{e}"),
+        }
+    }
+    panic!("the target is not full");
+}
+
+/// As nodes were filled before there was a reserve. A change of the map has reached one of two
+/// targets only.
+#[tokio::test]
+async fn a_node_without_one_free_block_starts_is_read_and_emptied() {
+    if is_another_network() {
+        return;
+    }
+    let mut node = node(2, 16);
+    let copies = pool(&node, "copies", 4, "mirror:2").await;
+    let many = fill(&copies, "c", LARGE).await;
+    for store in &node.stores {
+        take_every_block(store.inner()).await;
+    }
+    node.stores[1].set_full_for_map(true);
+    let refused = node.client().await.create_pool("more").await;
+    assert!(matches!(refused, Err(Error::Node(NodeError::NoSpace { .. }))), "{refused:?}");
+    node.stores[1].set_full_for_map(false);
+    node.restart();
+    assert_none_failed(&node).await;
+    let client = node.client().await;
+    let copies = client.pool("copies").unwrap();
+    check(&copies, "c", LARGE, 0..many).await;
+    assert!(is_full(&copies.object("new").unwrap().put(data(4096, 1)).await));
+    for n in 0..many {
+        copies.object(&format!("c{n}")).unwrap().remove().await.unwrap();
+    }
+    copies.object("new").unwrap().put(data(LARGE, 1)).await.unwrap();
+    assert!(copies.object("new").unwrap().get().await.unwrap() == data(LARGE, 1));
 }

@@ -75,11 +75,11 @@ async fn a_write_after_a_refused_put_makes_an_object_of_its_own_size() {
     let node = Node::start();
     let object = object(&node).await;
     let new = data(BLOCK, 2);
-    node.arm_full();
+    node.arm_refusal();
     let fired = node.fired();
     let (put, written) = while_pending(&node, object.put(data(2 * BLOCK, 1)), overwrite(0, &new)).await;
     assert_eq!(node.fired(), fired + 1, "the fault fired");
-    assert!(matches!(put, Err(Error::Node(NodeError::NoSpace { .. }))), "{put:?}");
+    assert!(matches!(put, Err(Error::Node(NodeError::TooLarge { .. }))), "{put:?}");
     assert_eq!(size(written), BLOCK as u64);
     assert_is(&object, &new).await;
 }
@@ -90,12 +90,12 @@ async fn a_write_after_a_refused_growth_does_not_take_over_its_size() {
     let object = object(&node).await;
     let (old, new) = (data(2 * BLOCK, 1), data(BLOCK, 2));
     object.put(old.clone()).await.unwrap();
-    node.arm_full();
+    node.arm_refusal();
     let fired = node.fired();
     let grow = object.write(2 * BLOCK as u64, data(2 * BLOCK, 3));
     let (grown, written) = while_pending(&node, grow, overwrite(2 * BLOCK, &new)).await;
     assert_eq!(node.fired(), fired + 1, "the fault fired");
-    assert!(matches!(grown, Err(Error::Node(NodeError::NoSpace { .. }))), "{grown:?}");
+    assert!(matches!(grown, Err(Error::Node(NodeError::TooLarge { .. }))), "{grown:?}");
     assert_eq!(size(written), 3 * BLOCK as u64);
     assert_is(&object, &[&old[..], &new[..]].concat()).await;
 }
@@ -106,7 +106,7 @@ async fn overwrites_within_an_object_do_not_wait_for_each_other_and_stand_alone(
     let object = object(&node).await;
     let (old, new) = (data(4 * BLOCK, 1), data(BLOCK, 2));
     object.put(old.clone()).await.unwrap();
-    node.arm_full();
+    node.arm_refusal();
     node.hold(true);
     let refused = object.write(0, data(BLOCK, 3));
     let taken = async {
@@ -118,7 +118,7 @@ async fn overwrites_within_an_object_do_not_wait_for_each_other_and_stand_alone(
         node.hold(false);
     };
     let (refused, taken, ()) = tokio::join!(refused, taken, both_pending);
-    assert!(matches!(refused, Err(Error::Node(NodeError::NoSpace { .. }))), "{refused:?}");
+    assert!(matches!(refused, Err(Error::Node(NodeError::TooLarge { .. }))), "{refused:?}");
     taken.unwrap();
     assert_is(&object, &[&old[..BLOCK], &new[..], &old[2 * BLOCK..]].concat()).await;
 }

@@ -175,7 +175,7 @@ fn a_nearly_full_target_agrees_with_a_model_and_survives_crashes() {
             let (drive, store) = mount(crashes.image(position, workload.rng()));
             assert_eq!(contents(&store), expected, "round {round}, after a crash at {position}");
             let shared: Arc<dyn Drive> = SimDrive::new(drive.image());
-            let report = check(&shared, false, &mut |_, _| {}).unwrap();
+            let report = check(&shared, false, &|_, _, _| None, &mut |_, _| {}).unwrap();
             assert!(report.is_clean(), "{report:#?}");
         }
     }
@@ -260,7 +260,7 @@ fn the_reserve_serves_recovery_and_removals_at_zero_bytes_free_also_after_a_rest
         }
         let image = drive.image();
         let shared: Arc<dyn Drive> = SimDrive::new(image.clone());
-        assert!(check(&shared, false, &mut |_, _| {}).unwrap().is_clean());
+        assert!(check(&shared, false, &|_, _, _| None, &mut |_, _| {}).unwrap().is_clean());
         (drive, store) = mount(image);
     }
 }
