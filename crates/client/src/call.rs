@@ -47,7 +47,8 @@ pub(crate) struct Pending {
     deadline: Instant,
     /// Number of the connection it was last sent on; 0 if never.
     pub(crate) sent_on: u64,
-    /// It was sent in a session that the node refuses to go on with, for this reason, and must not be sent in another one.
+    /// It was sent in a session that the node refuses to go on with, for this reason, and must not
+    /// be sent in another one.
     pub(crate) orphaned: Option<proto::Error>,
     /// Takes the answer; `None` while the caller pauses before the next attempt.
     pub(crate) done: Option<oneshot::Sender<Outcome>>,

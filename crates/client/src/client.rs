@@ -13,9 +13,10 @@ use crate::{Error, Options, Pool, Result};
 
 /// A session with a node. Clones share it. Any thread may use it.
 ///
-/// [`Client::close`] ends the session, and so does dropping the last clone. Both tell the node, which then forgets the
-/// results of the session's requests. A drop leaves that to a task on the runtime that the client was connected on: if
-/// that runtime ends at once, close the client first. A node that was not told forgets the session when it expires.
+/// [`Client::close`] ends the session, and so does dropping the last clone. Both tell the node,
+/// which then forgets the results of the session's requests. A drop leaves that to a task on the
+/// runtime that the client was connected on: if that runtime ends at once, close the client first.
+/// A node that was not told forgets the session when it expires.
 #[derive(Clone)]
 pub struct Client {
     pub(crate) link: Arc<Link>,
@@ -181,8 +182,8 @@ impl Client {
         }
     }
 
-    /// Ends the session and tells the node; waits at most two seconds until that was sent. Requests under way fail with
-    /// [`Error::Closed`]; changes among them may have taken effect.
+    /// Ends the session and tells the node; waits at most two seconds until that was sent. Requests
+    /// under way fail with [`Error::Closed`]; changes among them may have taken effect.
     pub async fn close(&self) {
         self.link.close().await;
     }

@@ -152,8 +152,9 @@ impl Compound {
     /// Does it. Resolves when all of it is durable.
     ///
     /// # Errors
-    /// [`ConditionFailed`](proto::Error::ConditionFailed) if a condition does not hold; then, as with every error that is not
-    /// [one of those](Error::may_have_taken_effect) after which it may be, nothing was changed.
+    /// [`ConditionFailed`](proto::Error::ConditionFailed) if a condition does not hold; then, as
+    /// with every error that is not [one of those](Error::may_have_taken_effect) after which it may
+    /// be, nothing was changed.
     pub async fn commit(self) -> Result<Mutated> {
         self.commit_part(None).await
     }

@@ -23,8 +23,8 @@ pub enum Error {
     /// No answer came in time. A change may have taken effect or not.
     #[error("no answer within {0:?}; check that the node is up, then look whether the request took effect")]
     TimedOut(Duration),
-    /// The node refuses to go on with the session that a change was sent in, so its result cannot be asked for. It may have
-    /// taken effect or not.
+    /// The node refuses to go on with the session that a change was sent in, so its result cannot
+    /// be asked for. It may have taken effect or not.
     #[error("whether the change took effect is unknown: {0}; look at the object, then decide")]
     OutcomeUnknown(proto::Error),
     /// The node answered with something that makes no sense here.
@@ -48,7 +48,8 @@ impl Error {
         matches!(self, Error::Node(proto::Error::NoSuchObject(_) | proto::Error::NoSuchPool(_)))
     }
 
-    /// Whether a change that failed with this error may have taken effect. After every other error it has not.
+    /// Whether a change that failed with this error may have taken effect. After every other error
+    /// it has not.
     #[must_use]
     pub fn may_have_taken_effect(&self) -> bool {
         matches!(

@@ -4,10 +4,11 @@
 //! arrives; when the connection is lost it connects again, presents the session's id and sends everything that is
 //! unanswered once more, in order and marked as a retry.
 //!
-//! A node may refuse to go on with a session. Then the task opens a new one: what changes nothing is asked again there,
-//! changes that were not sent yet are sent there, and changes that were sent are answered as unknown, since only the old
-//! session could have told their results. A node that has too many sessions is asked again until the callers give up.
-//! When the last handle goes, the task tells the node that the session is over, so that its results can be forgotten.
+//! A node may refuse to go on with a session. Then the task opens a new one: what changes nothing
+//! is asked again there, changes that were not sent yet are sent there, and changes that were sent
+//! are answered as unknown, since only the old session could have told their results. A node that
+//! has too many sessions is asked again until the callers give up. When the last handle goes, the
+//! task tells the node that the session is over, so that its results can be forgotten.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -27,7 +28,8 @@ use crate::{Error, Options, Result};
 const RECONNECT_PAUSE_MAX: Duration = Duration::from_millis(500);
 /// First pause between two attempts to connect; doubles.
 const RECONNECT_PAUSE: Duration = Duration::from_millis(10);
-/// How long the end of a session may take to be sent. Without it the node forgets the session's results later.
+/// How long the end of a session may take to be sent. Without it the node forgets the session's
+/// results later.
 const CLOSE_TIME: Duration = Duration::from_secs(2);
 
 /// Without a request to send, a lost connection is made again only after that long: a node that gave up an idle session to
@@ -71,7 +73,8 @@ struct State {
     closed: bool,
 }
 
-/// The session. Dropping it has the background task tell the node that the session is over, if the runtime lasts so long.
+/// The session. Dropping it has the background task tell the node that the session is over, if the
+/// runtime lasts so long.
 pub(crate) struct Link {
     pub(crate) shared: Arc<Shared>,
 }
@@ -188,8 +191,8 @@ impl Shared {
         let _ = self.phase.subscribe().wait_for(|phase| *phase != Phase::Open).await;
     }
 
-    /// Tells the node that nothing of the session will be repeated, and closes the connection. One message more, which
-    /// travels with the close.
+    /// Tells the node that nothing of the session will be repeated, and closes the connection. One
+    /// message more, which travels with the close.
     async fn end_session(&self) {
         let (connection, seq) = {
             let mut state = self.lock();
@@ -265,7 +268,8 @@ impl Shared {
         drop(pending);
     }
 
-    /// The first connection. A node that has too many sessions is asked again until the time to connect is over.
+    /// The first connection. A node that has too many sessions is asked again until the time to
+    /// connect is over.
     async fn connect_while_busy(&self) -> Result<(Arc<dyn Connection>, Box<dyn Incoming>)> {
         let deadline = Instant::now() + self.options.connect_timeout;
         let mut pause = RECONNECT_PAUSE;
@@ -420,7 +424,8 @@ fn is_passing(e: &proto::Error) -> bool {
 }
 
 impl State {
-    /// Answers changes that were sent in the session as unknown. Everything else can be sent in another one.
+    /// Answers changes that were sent in the session as unknown. Everything else can be sent in
+    /// another one.
     fn give_up_session(&mut self, e: &proto::Error) {
         for pending in self.pending.values_mut().filter(|pending| pending.is_bound_to_session()) {
             pending.orphaned = Some(e.clone());
@@ -428,7 +433,8 @@ impl State {
         }
     }
 
-    /// Answers every request, since the node refuses to talk to this client. The session stays: the node may take it again.
+    /// Answers every request, since the node refuses to talk to this client. The session stays: the
+    /// node may take it again.
     fn fail_all(&mut self, e: &proto::Error) {
         for pending in self.pending.values_mut() {
             let outcome = if pending.is_bound_to_session() { Error::OutcomeUnknown } else { Error::Node };

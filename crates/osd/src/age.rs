@@ -1,12 +1,14 @@
 //! The node's age: how often its OSD has started, and for how long it has run in all.
 //!
-//! Both numbers only grow, whatever the time of day does, and lie on every target, in the omap of an object beside the
-//! node's map. The count of starts is the generation of session ids. The running time says for how long a session has
-//! changed nothing; time during which the OSD does not run does not count, since no client can reach it then.
+//! Both numbers only grow, whatever the time of day does, and lie on every target, in the omap of
+//! an object beside the node's map. The count of starts is the generation of session ids. The
+//! running time says for how long a session has changed nothing; time during which the OSD does not
+//! run does not count, since no client can reach it then.
 //!
-//! No request is ever carried out twice because a number was lost: what was forgotten is noted per placement group, by
-//! session ([`gone`](crate::gone)). A node that cannot write its age starts all the same. If a generation is used twice,
-//! repeats of new sessions' first requests may be refused although nothing was forgotten.
+//! No request is ever carried out twice because a number was lost: what was forgotten is noted per
+//! placement group, by session ([`gone`](crate::gone)). A node that cannot write its age starts all
+//! the same. If a generation is used twice, repeats of new sessions' first requests may be refused
+//! although nothing was forgotten.
 
 use std::rc::Rc;
 use std::time::Duration;
@@ -41,8 +43,8 @@ struct Stored {
 }
 
 impl Age {
-    /// Begins a generation: one more than any that the targets know of. Targets that do not take it within `patience`
-    /// are left out.
+    /// Begins a generation: one more than any that the targets know of. Targets that do not take it
+    /// within `patience` are left out.
     ///
     /// # Errors
     /// If no target can be asked.

@@ -1,7 +1,7 @@
 //! The time of day, for people: when an object was changed, when a pool was made.
 //!
-//! It may step in either direction at any time, so nothing that has to be right depends on it. What expires is measured
-//! by the node's [age](crate::age).
+//! It may step in either direction at any time, so nothing that has to be right depends on it. What
+//! expires is measured by the node's [age](crate::age).
 
 use std::fmt;
 use std::sync::Arc;

@@ -110,7 +110,8 @@ impl Osd {
         let part_info = self.info_of(&part_place).await?;
         let grace_ms = u64::try_from(grace.as_millis()).unwrap_or(u64::MAX);
         let now_ms = self.config.clock.now_ms();
-        // A part of the future was written before the clock stepped back: then only its uploader's absence counts.
+        // A part of the future was written before the clock stepped back: then only its uploader's
+        // absence counts.
         let is_old = |stamp: u64| stamp > now_ms || stamp.saturating_add(grace_ms) <= now_ms;
         Ok(part_info.is_some_and(|info| is_old(info.modified_ms)))
     }
@@ -168,7 +169,8 @@ impl Osd {
         patiently(place, self.config.store_patience, attempt).await
     }
 
-    /// Forgets sessions that are closed or have been idle for long, a few at a time so that requests go in between.
+    /// Forgets sessions that are closed or have been idle for long, a few at a time so that
+    /// requests go in between.
     async fn expire_sessions(&self) {
         let grace = self.config.session_expiry;
         let alive = |session| self.sessions.borrow().is_alive(session, grace);

@@ -1,8 +1,10 @@
-//! Which sessions' results a placement group has forgotten, so that it never takes a repeat for a new request.
+//! Which sessions' results a placement group has forgotten, so that it never takes a repeat for a
+//! new request.
 //!
-//! The set may hold more sessions than were forgotten, never fewer. Per generation it has a bound: sessions numbered up
-//! to it are in the set, unless they are *spared*. Spared are the sessions that were living when the bound passed them;
-//! a session that was forgotten is never spared again. Generations below the floor are in the set as a whole.
+//! The set may hold more sessions than were forgotten, never fewer. Per generation it has a bound:
+//! sessions numbered up to it are in the set, unless they are *spared*. Spared are the sessions
+//! that were living when the bound passed them; a session that was forgotten is never spared again.
+//! Generations below the floor are in the set as a whole.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -48,8 +50,8 @@ impl Living {
 }
 
 impl Default for Gone {
-    /// The set of a placement group that has forgotten none of the sessions of this version of the node. Ids that older
-    /// versions made are in it: their clients do not speak today's protocol.
+    /// The set of a placement group that has forgotten none of the sessions of this version of the
+    /// node. Ids that older versions made are in it: their clients do not speak today's protocol.
     fn default() -> Gone {
         let floor = SessionId::FIRST_GENERATION;
         Gone { floor, bounds: BTreeMap::new(), spared: BTreeSet::new() }

@@ -19,6 +19,8 @@ use crate::serve;
 
 /// How long requests under way are waited for when an OSD is stopped.
 const DRAIN: Duration = Duration::from_secs(5);
+/// How long the targets are given to take the node's age when an OSD is stopped.
+const LAST_WORD: Duration = Duration::from_millis(500);
 
 /// Why an OSD did not start.
 #[derive(Debug, thiserror::Error)]
@@ -176,5 +178,6 @@ impl Osd {
         if tokio::time::timeout(DRAIN, drained).await.is_err() {
             tracing::warn!(requests = osd.requests.get(), "stopped with requests under way");
         }
+        osd.age.save(&osd.targets, LAST_WORD).await;
     }
 }

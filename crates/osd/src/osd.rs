@@ -32,6 +32,10 @@ use crate::times::Times;
 use crate::upkeep::Upkeep;
 use crate::{OsdConfig, StartError, ids};
 
+/// Within this time of its start, an OSD does not forget sessions of earlier starts: their younger
+/// and older siblings may come back with repeats. As long as a client's requests take by default.
+const SETTLING: Duration = Duration::from_secs(60);
+
 /// An object storage daemon. Lives on one thread.
 pub(crate) struct Osd {
     pub(crate) config: OsdConfig,
@@ -208,9 +212,15 @@ impl Osd {
         Ok(self.pool(name.pool())?.place(name.namespace(), name.object(), part))
     }
 
-    /// Ends a session for good, once none of its requests is under way: its client repeats none of them.
+    /// Ends a session for good, once none of its requests is under way: its client repeats none of
+    /// them.
     pub(crate) fn close_session(&self, session: SessionId) {
         self.sessions.borrow_mut().close(session);
+        // Sessions that have not come back yet are not known by name, so they could not be spared
+        // when this one is forgotten. It expires instead.
+        if session.generation() < self.age.generation() && self.age.ran() < SETTLING {
+            return;
+        }
         let living = LazyCell::new(|| self.sessions.borrow().living(self.config.session_expiry));
         let pools = self.pools.borrow();
         for pg in pools.values().flat_map(|pool| &pool.pgs).filter(|pg| pg.knows(session)) {

@@ -10,9 +10,10 @@
 //! v                                  versions below that may have been given out (8 bytes)
 //! ```
 //!
-//! A repeat whose result is not there is carried out only if its session's mark, or the absence of the session from `g`,
-//! says that no result was forgotten. Results are removed in the same transaction that changes the mark or `g`. Older
-//! versions of the node had a time `h` instead of `g`; it is removed when `g` is first written.
+//! A repeat whose result is not there is carried out only if its session's mark, or the absence of
+//! the session from `g`, says that no result was forgotten. Results are removed in the same
+//! transaction that changes the mark or `g`. Older versions of the node had a time `h` instead of
+//! `g`; it is removed when `g` is first written.
 
 use std::cell::{Cell, RefCell};
 use std::collections::hash_map::Entry;
@@ -42,7 +43,8 @@ const TRIM_BATCH: u64 = 64;
 const MARK_REFRESH_MS: u64 = 3_600_000;
 /// Most closed sessions that one change forgets on its way.
 const CARRIED: usize = 4;
-/// Closed sessions with more results than that are left to the collector, so that changes stay small.
+/// Closed sessions with more results than that are left to the collector, so that changes stay
+/// small.
 const CARRIED_RESULTS: usize = 16;
 /// Most sessions that one transaction of the collector forgets.
 pub(crate) const EXPIRED_SESSIONS: usize = 32;
@@ -106,10 +108,11 @@ struct State {
 struct Mark {
     /// Results of requests below may be gone: a repeat of one that has none is refused.
     low_water: u64,
-    /// About when the session last changed something here, as the node's age in milliseconds. In marks of older versions
-    /// of the node, a time since 1970.
+    /// About when the session last changed something here, as the node's age in milliseconds. In
+    /// marks of older versions of the node, a time since 1970.
     active_ms: u64,
-    /// Numbers of the requests whose results are there, as long as those are few; `None`: not known.
+    /// Numbers of the requests whose results are there, as long as those are few; `None`: not
+    /// known.
     #[serde(skip)]
     results: Option<Vec<u64>>,
     /// The session's client has closed it.
@@ -286,8 +289,8 @@ impl Pg {
                 let session = key[1..].try_into().map_err(|_| self.corrupt("a session's key"))?;
                 let mark: Mark = postcard::from_bytes(value).map_err(|_| self.corrupt("a session's mark"))?;
                 let session = SessionId(u128::from_be_bytes(session));
-                // How many results there are is not known; the next trim finds out. A time that the node has not reached is
-                // an older version's, or the node has lost its age.
+                // How many results there are is not known; the next trim finds out. A time that the
+                // node has not reached is an older version's, or the node has lost its age.
                 let active_ms = mark.active_ms.min(self.age.ran_ms());
                 marks.insert(session, Mark { active_ms, durable: true, untrimmed: TRIM_BATCH, ..mark });
             }
@@ -335,7 +338,8 @@ impl Pg {
         version
     }
 
-    /// Adds to a transaction what the group has to remember of it, and the removal of what a few closed sessions have left.
+    /// Adds to a transaction what the group has to remember of it, and the removal of what a few
+    /// closed sessions have left.
     pub(crate) fn record(&self, ops: &mut Vec<Op>, origin: Option<&Origin>, result: &Mutated) -> MetaNote {
         let now_ms = self.age.ran_ms();
         let mut state = self.state.borrow_mut();
@@ -410,8 +414,9 @@ impl Pg {
         self.state.borrow().marks.contains_key(&session)
     }
 
-    /// Says that a session's client has closed it: its repeats are refused from now on, and its results go with the next
-    /// changes, or when the collector comes by. `living` are the sessions that may still send repeats.
+    /// Says that a session's client has closed it: its repeats are refused from now on, and its
+    /// results go with the next changes, or when the collector comes by. `living` are the sessions
+    /// that may still send repeats.
     pub(crate) fn close_session(&self, session: SessionId, living: &Living) {
         let mut state = self.state.borrow_mut();
         let state = &mut *state;
@@ -432,8 +437,9 @@ impl Pg {
         Ok(expired.map(|(id, _)| *id).collect())
     }
 
-    /// Forgets the last ones of `sessions` that are still to be forgotten, in one transaction of bounded size, and takes
-    /// them out of the list; returns how many. `living` are the sessions that may still send repeats.
+    /// Forgets the last ones of `sessions` that are still to be forgotten, in one transaction of
+    /// bounded size, and takes them out of the list; returns how many. `living` are the sessions
+    /// that may still send repeats.
     pub(crate) async fn expire_some(
         &self,
         sessions: &mut Vec<SessionId>,
@@ -489,7 +495,8 @@ impl Pg {
         }
     }
 
-    /// The results of the last ones of `sessions`, as many as one transaction may remove. Takes the sessions out.
+    /// The results of the last ones of `sessions`, as many as one transaction may remove. Takes the
+    /// sessions out.
     async fn list_results(&self, sessions: &mut Vec<SessionId>) -> Step<Vec<Results>> {
         let mut listed = Vec::new();
         let mut room = EXPIRED_RESULTS;
@@ -601,8 +608,9 @@ impl State {
         };
         let mark = self.marks.entry(origin.session).or_insert_with(|| fresh.clone());
         if is_forgotten {
-            // The session has come back. Whatever it sent before it was forgotten has a number below the end of the window
-            // that this request is in; of those, repeats without a result are refused.
+            // The session has come back. Whatever it sent before it was forgotten has a number
+            // below the end of the window that this request is in; of those, repeats without a
+            // result are refused.
             let low_water = origin.seq.saturating_add(REQUEST_WINDOW);
             *mark = Mark { low_water, results: None, untrimmed: TRIM_BATCH, ..fresh };
         }

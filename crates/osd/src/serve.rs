@@ -143,7 +143,8 @@ impl Served {
         true
     }
 
-    /// Ends the session once its requests that came before are done. No more of its requests are taken.
+    /// Ends the session once its requests that came before are done. No more of its requests are
+    /// taken.
     fn close_session(&mut self, session: SessionId, seq: u64, room: &Arc<Semaphore>) {
         self.session = None;
         let (osd, connection, room) = (Rc::clone(&self.osd), Arc::clone(&self.connection), Arc::clone(room));

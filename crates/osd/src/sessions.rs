@@ -86,7 +86,8 @@ impl Sessions {
     }
 
     fn make(&mut self) -> SessionId {
-        // After more sessions than there are numbers, the last number is used again: ids differ in their random bits.
+        // After more sessions than there are numbers, the last number is used again: ids differ in
+        // their random bits.
         self.last = self.last.saturating_add(1);
         SessionId::new(self.generation, self.last, rand::random())
     }
@@ -110,8 +111,8 @@ impl Sessions {
         }
     }
 
-    /// Whether the session is connected, or was less than `grace` ago. Sessions of earlier generations count as
-    /// connected until this OSD started.
+    /// Whether the session is connected, or was less than `grace` ago. Sessions of earlier
+    /// generations count as connected until this OSD started.
     pub(crate) fn is_alive(&self, session: SessionId, grace: Duration) -> bool {
         match self.known.get(&session) {
             Some(attachment) => attachment.is_alive(grace),

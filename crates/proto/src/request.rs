@@ -97,9 +97,10 @@ pub enum RequestBody {
         /// Only parts that are at least that old, in milliseconds.
         older_than_ms: u64,
     },
-    /// Ends the session: the client repeats none of its requests and wants no more results. The OSD forgets the
-    /// session's results with later changes of the same placement groups. A repeat that comes all the same is refused
-    /// with [`Error::RequestExpired`]. A client need not wait for the answer.
+    /// Ends the session: the client repeats none of its requests and wants no more results. The OSD
+    /// forgets the session's results with later changes of the same placement groups. A repeat that
+    /// comes all the same is refused with [`Error::RequestExpired`]. A client need not wait for the
+    /// answer.
     CloseSession,
 }
 

@@ -7,25 +7,28 @@ use serde::{Deserialize, Serialize};
 /// A client's session with a node: the space of its request numbers. Made by the OSD when a client first connects and
 /// presented again whenever the client reconnects, also after the OSD was restarted.
 ///
-/// From the highest bit down: 48 bits *generation* of the OSD, 32 bits *number* within the generation, 48 random bits.
-/// Ids are ordered by generation, then number. No part of an id depends on a clock.
+/// From the highest bit down: 48 bits *generation* of the OSD, 32 bits *number* within the
+/// generation, 48 random bits. Ids are ordered by generation, then number. No part of an id depends
+/// on a clock.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct SessionId(pub u128);
 
 impl SessionId {
-    /// First generation. Ids of nodes that ran an older version start with a time in milliseconds since 1970, which is
-    /// below this value until the year 6429: all of them are older than any generation.
+    /// First generation. Ids of nodes that ran an older version start with a time in milliseconds
+    /// since 1970, which is below this value until the year 6429: all of them are older than any
+    /// generation.
     pub const FIRST_GENERATION: u64 = 1 << 47;
 
-    /// The `number`th id of a generation, with random bits. The upper bits of `generation` and `random` beyond 48 bits
-    /// are cut off.
+    /// The `number`th id of a generation, with random bits. The upper bits of `generation` and
+    /// `random` beyond 48 bits are cut off.
     #[must_use]
     pub fn new(generation: u64, number: u32, random: u64) -> SessionId {
         let low = |bits: u64| u128::from(bits & ((1 << 48) - 1));
         SessionId(low(generation) << 80 | u128::from(number) << 48 | low(random))
     }
 
-    /// Which start of the OSD made it: [`FIRST_GENERATION`](SessionId::FIRST_GENERATION) and the count of starts before.
+    /// Which start of the OSD made it: [`FIRST_GENERATION`](SessionId::FIRST_GENERATION) and the
+    /// count of starts before.
     #[must_use]
     pub fn generation(self) -> u64 {
         (self.0 >> 80) as u64

@@ -69,7 +69,8 @@ pub(crate) struct FaultStore {
     pub(crate) listed_xattrs: AtomicU64,
     /// Transactions that would have made an object that there is.
     pub(crate) not_new: Arc<AtomicU64>,
-    /// Transactions that removed omap entries, and the most entries that one removed; `None` while nobody counts.
+    /// Transactions that removed omap entries, and the most entries that one removed; `None` while
+    /// nobody counts.
     removals: Mutex<Option<(usize, usize)>>,
 }
 
@@ -116,7 +117,8 @@ impl FaultStore {
         *self.removals.lock().unwrap() = Some((0, 0));
     }
 
-    /// How many such transactions there were, and the most entries that one removed. A range counts as a thousand.
+    /// How many such transactions there were, and the most entries that one removed. A range counts
+    /// as a thousand.
     pub(crate) fn watched(&self) -> (usize, usize) {
         self.removals.lock().unwrap().unwrap()
     }

@@ -1,4 +1,5 @@
-//! Sessions begin, end, expire and are replaced, whatever the clocks do; nothing is carried out twice.
+//! Sessions begin, end, expire and are replaced, whatever the clocks do; nothing is carried out
+//! twice.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -55,8 +56,8 @@ fn group(pool: u32, number: u32) -> (CollectionId, ObjectId) {
     (CollectionId::new(id).unwrap(), ObjectId::new(Bytes::from_static(b"\0\0\0\0\0meta")).unwrap())
 }
 
-/// What the first pool's placement groups have noted, of all targets. Only what is there: later groups than exist are
-/// not looked for.
+/// What the first pool's placement groups have noted, of all targets. Only what is there: later
+/// groups than exist are not looked for.
 async fn records(stores: &[Arc<FaultStore>]) -> Vec<Bytes> {
     let mut keys = Vec::new();
     for store in stores {
@@ -138,7 +139,8 @@ async fn a_crash_between_the_close_and_the_next_change_lets_nothing_happen_twice
     let first = raw.changed(head(1), append("object", "once")).await.unwrap();
     let closed = raw.session;
     raw.close_session().await;
-    // The records were not removed yet: the OSD forgets that the session was closed, and still has its result.
+    // The records were not removed yet: the OSD forgets that the session was closed, and still has
+    // its result.
     node.restart();
     let mut late = Raw::connect(&node.endpoint, Some(closed)).await;
     assert_eq!(late.changed(again(1), append("object", "once")).await, Ok(first));
@@ -283,7 +285,8 @@ async fn thousands_of_sessions_expire_in_steps_and_requests_go_between() {
     let object = pool.object("object").unwrap();
     object.append("x").await.unwrap();
     node.osd.take().unwrap().stop();
-    // Sessions of this version and, with times in their ids, of the one before; one has many results.
+    // Sessions of this version and, with times in their ids, of the one before; one has many
+    // results.
     let (now_ms, many) = (1_800_000_000_000u64, SessionId::new(SessionId::FIRST_GENERATION, 9999, 1));
     let mut entries = vec![(Bytes::from_static(b"h"), Bytes::copy_from_slice(&now_ms.to_be_bytes()))];
     let sessions: Vec<SessionId> = (0..2000)
@@ -441,7 +444,8 @@ async fn a_client_whose_session_the_node_does_not_know_opens_another_one() {
         store.inner().queue_transaction(Transaction::new(cid).with(Op::Remove { oid })).await.unwrap();
     }
     node.restart();
-    // A question may be asked in both sessions; a change could be under way in the old one, and be unknown.
+    // A question may be asked in both sessions; a change could be under way in the old one, and be
+    // unknown.
     client.pools().await.unwrap();
     object.append("after").await.unwrap();
     assert_ne!(format!("{client:?}"), session, "it is another session");
@@ -505,7 +509,8 @@ fn session(number: u32) -> SessionId {
 
 const MUTATED: Mutated = Mutated { version: 1, size: 1, appended_at: 0 };
 
-/// Connects to a node whose part the test plays, with a session; a change and a question are sent there.
+/// Connects to a node whose part the test plays, with a session; a change and a question are sent
+/// there.
 async fn two_under_way(
     script: &mut Script,
     endpoint: &str,
@@ -572,7 +577,8 @@ async fn changes_sent_in_a_refused_session_are_unknown_and_the_rest_goes_on_in_a
 async fn a_change_that_waits_to_be_repeated_is_not_sent_in_another_session() {
     let (mut script, endpoint) = Script::start().await;
     let (_client, change, question) = two_under_way(&mut script, &endpoint).await;
-    // The request takes effect or not, says this; the client pauses, then repeats it. A few of them make the pause long.
+    // The request takes effect or not, says this; the client pauses, then repeats it. A few of them
+    // make the pause long.
     for round in 0..6 {
         script.answer(1, Err(Error::Unavailable(format!("test {round}")))).await;
         if round < 5 {

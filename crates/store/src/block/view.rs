@@ -47,7 +47,8 @@ impl Range {
             self.to = other.to;
         }
         let (mut from, newest) = (other.entries, later);
-        // The smaller one is moved, so that a long range loaded in pieces is not copied for each piece.
+        // The smaller one is moved, so that a long range loaded in pieces is not copied for each
+        // piece.
         let moved_is_newest = if from.len() > self.entries.len() {
             std::mem::swap(&mut from, &mut self.entries);
             !newest
