@@ -56,8 +56,7 @@ fn group(pool: u32, number: u32) -> (CollectionId, ObjectId) {
     (CollectionId::new(id).unwrap(), ObjectId::new(Bytes::from_static(b"\0\0\0\0\0meta")).unwrap())
 }
 
-/// What the first pool's placement groups have noted, of all targets. Only what is there: later
-/// groups than exist are not looked for.
+/// Keys of the records of all placement groups, on all targets.
 async fn records(stores: &[Arc<FaultStore>]) -> Vec<Bytes> {
     let mut keys = Vec::new();
     for store in stores {
@@ -212,7 +211,7 @@ async fn clients_end_and_leave_no_records(kind: &str) {
     client.close().await;
 }
 
-/// 16 MiB is the smallest target that is worth one; its index was full after 5,535 such clients.
+/// Without `CloseSession`, 5,535 short sessions fill the index of a target of this size.
 #[tokio::test]
 async fn thousands_of_short_sessions_do_not_fill_a_small_target() {
     if crate::common::is_another_network() {
