@@ -11,13 +11,16 @@ use bytes::Bytes;
 use client::{Client, Pool, TargetState};
 use osd::{OsdConfig, TargetRetry};
 use proto::{Data, Mutation, Source};
+use rand::rngs::StdRng;
+use rand::seq::IteratorRandom;
+use rand::{Rng, SeedableRng};
 use store::{
     CollectionId, MemStore, ObjectId, ObjectStore, Page, ReadData, Result, StageId, Stat, StatFs, Transaction,
 };
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
-use crate::common::{FaultStore, Node, data, is_another_network};
+use crate::common::{FaultStore, Node, data, is_another_network, seed};
 use crate::raw::{Raw, head, mutate};
 use crate::redundancy::{Rig, redundancy, wait_until_whole};
 
@@ -531,4 +534,101 @@ async fn a_client_is_told_to_try_again_while_targets_are_tried_again() {
     assert!(matches!(reply.result, Err(proto::Error::Unavailable(_))), "{:?}", reply.result);
     stalls.go_on(&stalls.all());
     stalls.all_is_well().await;
+}
+
+/// Changes one object again and again, and compares it with a model, until told to stop; what it is then.
+async fn change_at_random(pool: Pool, number: u64, seed: u64, stop: Arc<AtomicU64>) -> (String, Bytes) {
+    let mut rng = StdRng::seed_from_u64(seed.wrapping_add(number));
+    let name = format!("random{number}");
+    let object = pool.object(&name).unwrap();
+    let mut model: Option<Vec<u8>> = None;
+    for step in 0.. {
+        let bytes = data(rng.random_range(1..70_000), seed ^ (number << 32) ^ step);
+        let old = model.clone().unwrap_or_default();
+        let changed = match rng.random_range(0..5) {
+            0 | 1 => {
+                model = Some(bytes.to_vec());
+                object.put(bytes).await
+            }
+            2 => {
+                let at = rng.random_range(0..=old.len());
+                let mut new = old;
+                new.resize(new.len().max(at + bytes.len()), 0);
+                new[at..at + bytes.len()].copy_from_slice(&bytes);
+                model = Some(new);
+                object.write(at as u64, bytes).await
+            }
+            3 if old.len() < 300_000 => {
+                model = Some([&old[..], &bytes[..]].concat());
+                object.append(bytes).await
+            }
+            _ if model.is_some() && stop.load(Ordering::SeqCst) == 0 => {
+                model = None;
+                object.remove().await
+            }
+            _ => {
+                model = Some(bytes.to_vec());
+                object.put(bytes).await
+            }
+        };
+        changed.unwrap_or_else(|e| panic!("{name}, step {step}: {e}"));
+        match &model {
+            Some(model) => assert!(object.get().await.unwrap() == *model, "{name}, step {step}"),
+            None => assert!(object.get().await.unwrap_err().is_not_found(), "{name}, step {step}"),
+        }
+        if stop.load(Ordering::SeqCst) > 0
+            && let Some(model) = &model
+        {
+            return (name, model.clone().into());
+        }
+    }
+    unreachable!("the steps are endless")
+}
+
+async fn stalls_at_random(text: &str) {
+    if is_another_network() {
+        return;
+    }
+    let seed = seed();
+    let mut rng = StdRng::seed_from_u64(seed);
+    let mut stalls = Stalls::new(text, 2, config()).await;
+    let stop = Arc::new(AtomicU64::new(0));
+    let change =
+        |number| tokio::spawn(change_at_random(stalls.rig.pool.clone(), number, seed, Arc::clone(&stop)));
+    let clients: Vec<_> = (0..5).map(change).collect();
+    for _ in 0..12 {
+        // Some at a time, now and then all; they go on at different times.
+        let count = rng.random_range(1..=stalls.stores.len());
+        let stopped = stalls.all().into_iter().choose_multiple(&mut rng, count);
+        for &target in &stopped {
+            stalls.stop(&[target]);
+            if rng.random_bool(0.3) {
+                stalls.rig.node.stores[target].end_session();
+            }
+            tokio::time::sleep(Duration::from_millis(rng.random_range(0..50))).await;
+        }
+        tokio::time::sleep(STALL.mul_f64(rng.random_range(0.2..1.5))).await;
+        for target in stopped {
+            stalls.go_on(&[target]);
+            tokio::time::sleep(Duration::from_millis(rng.random_range(0..200))).await;
+        }
+    }
+    assert!(stores_stalled(&stalls) > 0);
+    stop.store(1, Ordering::SeqCst);
+    for client in clients {
+        let (name, bytes) = client.await.unwrap();
+        stalls.rig.objects.push((name, bytes));
+    }
+    stalls.all_is_well().await;
+    stalls.scrub().await;
+}
+
+#[tokio::test]
+async fn stalls_at_random_lose_nothing_of_an_erasure_code() {
+    stalls_at_random("ec:4+2").await;
+}
+
+#[tokio::test]
+async fn stalls_at_random_lose_nothing_of_a_mirror() {
+    stalls_at_random("mirror:3").await;
 }
