@@ -22,6 +22,8 @@ use crate::target::Target;
 const MAP_BYTES_MAX: u64 = 1 << 20;
 /// Bytes of the map in one entry of the omap.
 const PIECE: usize = 32 << 10;
+/// How often slow targets are asked at start, if the node cannot start without them.
+const ROUNDS_MAX: usize = 6;
 const FORMAT: u8 = 2;
 /// Before there was redundancy.
 const FORMAT_SINGLE: u8 = 1;
@@ -107,8 +109,21 @@ impl TargetRecord {
 impl NodeMap {
     /// Finds the map on the targets, makes it if all of them are new, and brings those up to date
     /// that lag behind. Targets that fail, or do not answer in `patience`, are marked so; without
-    /// them the node starts if what is there is certain to have the newest map.
+    /// them the node starts if what is there is certain to have the newest map. If it is not, slow
+    /// targets are asked again, up to [`ROUNDS_MAX`] times.
     pub(crate) async fn open(targets: &[Rc<Target>], patience: Duration) -> Result<NodeMap, StartError> {
+        for _ in 1..ROUNDS_MAX {
+            let error = match NodeMap::open_once(targets, patience).await {
+                Err(e) if targets.iter().any(|target| target.is_slow()) => e,
+                opened => return opened,
+            };
+            tracing::warn!(%error, "the node cannot start without this target; it is asked again");
+            targets.iter().filter(|target| target.is_slow()).for_each(|target| target.try_again());
+        }
+        NodeMap::open_once(targets, patience).await
+    }
+
+    async fn open_once(targets: &[Rc<Target>], patience: Duration) -> Result<NodeMap, StartError> {
         let uuids: Vec<Uuid> = targets.iter().map(|t| t.uuid).collect();
         if let Some(twice) = uuids.iter().enumerate().find(|(i, u)| uuids[..*i].contains(u)) {
             return Err(StartError::SameTarget(*twice.1));
@@ -118,10 +133,15 @@ impl NodeMap {
         }
         let mut copies = Vec::new();
         let mut failure = None;
-        let reading = targets.iter().map(|target| read_copy_in_time(target, patience));
+        let reading = targets.iter().map(|target| tokio::time::timeout(patience, read_copy(target)));
         for (target, copy) in targets.iter().zip(join_all(reading).await) {
             let copy = match copy {
-                Err(e) if is_final_for(&e) => {
+                Err(_) => {
+                    target.overdue(patience);
+                    failure = Some(start_error(target, late(patience)));
+                    None
+                }
+                Ok(Err(e)) if is_final_for(&e) => {
                     match &e {
                         StartError::Target { source, .. } => target.fail(source),
                         other => {
@@ -132,7 +152,7 @@ impl NodeMap {
                     failure = Some(e);
                     None
                 }
-                copy => copy?,
+                Ok(copy) => copy?,
             };
             copies.push(copy);
         }
@@ -166,23 +186,28 @@ impl NodeMap {
         let (there, behind): (Vec<_>, Vec<_>) = working.partition(|(_, copy)| copy.as_ref() == Some(self));
         let writes = behind.into_iter().map(|(target, _)| async move {
             tracing::info!(target_uuid = %target.uuid, epoch = self.epoch, "the target gets the node's map");
-            (target, in_time(patience, write_copy(target, self)).await)
+            (target, tokio::time::timeout(patience, write_copy(target, self)).await)
         });
         let written = join_all(writes).await;
-        let there = there.len() + written.iter().filter(|(_, outcome)| outcome.is_ok()).count();
+        let there = there.len() + written.iter().filter(|(_, outcome)| matches!(outcome, Ok(Ok(())))).count();
         for (target, outcome) in written {
-            match outcome {
-                Ok(()) => {}
-                Err(e) if is_final(&e) || matches!(e, StoreError::NoSpace { .. }) => {
-                    let expected = self.record(&target.uuid).is_some_and(|r| r.lost || r.out);
-                    if there == 0 || (there * 2 <= self.targets.len() && !expected) {
-                        return Err(start_error(target, e));
-                    }
-                    tracing::warn!(target_uuid = %target.uuid, "the target does not take the node's map");
+            let error = match outcome {
+                Ok(Ok(())) => continue,
+                Ok(Err(e)) if is_final(&e) || matches!(e, StoreError::NoSpace { .. }) => {
                     target.fail(&e);
+                    e
                 }
-                Err(e) => return Err(start_error(target, e)),
+                Ok(Err(e)) => return Err(start_error(target, e)),
+                Err(_) => {
+                    target.overdue(patience);
+                    late(patience)
+                }
+            };
+            let expected = self.record(&target.uuid).is_some_and(|r| r.lost || r.out);
+            if there == 0 || (there * 2 <= self.targets.len() && !expected) {
+                return Err(start_error(target, error));
             }
+            tracing::warn!(target_uuid = %target.uuid, %error, "the target does not take the node's map");
         }
         Ok(())
     }
@@ -287,18 +312,8 @@ impl NodeMap {
     }
 }
 
-/// What a target answers, if it does in time.
-async fn in_time<T>(patience: Duration, answer: impl Future<Output = store::Result<T>>) -> store::Result<T> {
-    tokio::time::timeout(patience, answer).await.unwrap_or_else(|_| Err(late(patience)))
-}
-
 fn late(patience: Duration) -> StoreError {
     StoreError::Io(format!("no answer in {patience:?}"))
-}
-
-async fn read_copy_in_time(target: &Target, patience: Duration) -> Result<Option<NodeMap>, StartError> {
-    let late = |_| Err(start_error(target, late(patience)));
-    tokio::time::timeout(patience, read_copy(target)).await.unwrap_or_else(late)
 }
 
 async fn read_copy(target: &Target) -> Result<Option<NodeMap>, StartError> {

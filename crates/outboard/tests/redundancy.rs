@@ -313,3 +313,28 @@ fn what_is_not_possible_is_said() {
     assert!(node.fails(&["scrub", "p"]).contains("does not exist"));
     assert_eq!(node.text(&["target", "ls"]).lines().count(), 5);
 }
+
+/// The store mounts the new target, which the osd did not start with: the osd starts again by itself.
+#[test]
+fn a_store_that_dies_after_a_target_was_replaced_is_served_with_the_new_target() {
+    let node = Node::new("dpu");
+    let bytes = content(1_000_000);
+    fs::write(node.path("file"), &bytes).unwrap();
+    node.ok(&["pool", "create", "m", "--redundancy", "mirror:2", "--pg-count", "8"]);
+    node.ok(&["put", "m/before", &node.path("file")]);
+    fs::remove_file(node.path("node/targets/1.img")).unwrap();
+    kill(&node, "store");
+    let until = Instant::now() + Duration::from_secs(30);
+    while !node.text(&["target", "ls"]).contains("failed") {
+        assert!(Instant::now() < until, "the lost drive is not noticed");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    node.ok(&["target", "out", "1"]);
+    node.ok(&["target", "replace", "1"]);
+    kill(&node, "store");
+    assert!(node.ok(&["get", "m/before", "-"]) == bytes);
+    node.ok(&["put", "m/after", &node.path("file")]);
+    node.wait_until_whole();
+    assert!(!node.text(&["target", "ls"]).contains("failed"));
+    assert!(node.ok(&["get", "m/after", "-"]) == bytes);
+}

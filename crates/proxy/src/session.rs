@@ -163,6 +163,8 @@ pub(crate) struct Shared {
     pub(crate) options: SessionOptions,
     closing: Notify,
     generation: watch::Sender<u64>,
+    /// The store has come back with other targets.
+    superseded: watch::Sender<bool>,
     health: Arc<OffloadHealth>,
     tuning: Mutex<Tuning>,
 }
@@ -220,6 +222,7 @@ impl Session {
             options,
             closing: Notify::new(),
             generation: watch::Sender::new(0),
+            superseded: watch::Sender::new(false),
             health,
             tuning: Mutex::new(tuning),
         });
@@ -240,10 +243,19 @@ impl Session {
         ChannelError::Refused(format!("no session with {:?}: {why}", self.handle.shared.endpoint))
     }
 
-    /// The store's targets, as it named them at the first session. A store with others is refused later on.
+    /// The store's targets, as it named them at the first session. A store with others is refused
+    /// later on; see [`Session::superseded`].
     #[must_use]
     pub fn targets(&self) -> Vec<TargetInfo> {
         self.handle.shared.targets()
+    }
+
+    /// Resolves once a store with other targets has answered, as after a target was replaced. This
+    /// session does not use that store: drop the session, and connect anew.
+    pub async fn superseded(&self) {
+        let mut superseded = self.handle.shared.superseded.subscribe();
+        // The sender lives as long as `self`.
+        let _ = superseded.wait_for(|superseded| *superseded).await;
     }
 
     /// The store of target `index`.
@@ -564,6 +576,7 @@ async fn attach(shared: &Arc<Shared>, attachment: Attachment) -> Result<Attached
 fn check_targets(shared: &Shared, welcome: &Welcome) -> Result<(), ChannelError> {
     match &shared.lock().targets {
         Some(known) if *known != welcome.targets => {
+            shared.superseded.send_replace(true);
             Err(ChannelError::Refused("the store came back with other targets; restart the osd".into()))
         }
         _ if welcome.targets.is_empty() => Err(ChannelError::Refused("the store has no targets".into())),

@@ -92,7 +92,12 @@ async fn serve(process: RoleProcess, args: &OsdArgs) -> Result<()> {
         loops: vec![EVENT_LOOP.to_owned()],
         ..ready
     });
-    signals.next().await;
+    tokio::select! {
+        ended = &mut shard.ended => {
+            return ended.unwrap_or_else(|_| Err(ended_unasked())).and(Err(ended_unasked()));
+        }
+        () = signals.next() => {}
+    }
     role::stopping();
     shard.stop();
     targets::unmount(mounted).await.doing("unmounting targets")
@@ -102,9 +107,15 @@ fn ended() -> Failure {
     Failure::new("starting the osd", "its thread ended; see the log")
 }
 
+fn ended_unasked() -> Failure {
+    Failure::new("serving clients", "the osd's thread ended; see the log")
+}
+
 /// The thread that handles requests.
 struct Shard {
     ready: oneshot::Receiver<Result<Ready>>,
+    /// How serving has ended.
+    ended: oneshot::Receiver<Result<()>>,
     stop: oneshot::Sender<()>,
     thread: JoinHandle<()>,
 }
@@ -119,6 +130,7 @@ impl Shard {
     ) -> Result<Shard> {
         let (started, ready) = oneshot::channel();
         let (stop, stopped) = oneshot::channel();
+        let (tell, ended) = oneshot::channel();
         let runtime =
             tokio::runtime::Builder::new_current_thread().enable_all().build().doing("starting the osd")?;
         let stopped = async move { drop(stopped.await) };
@@ -128,10 +140,11 @@ impl Shard {
             if let Some(heartbeat) = heartbeat {
                 local.spawn_local(heartbeat.beat(EVENT_LOOP));
             }
-            local.block_on(&runtime, serving);
+            // The role's main thread may be gone.
+            let _ = tell.send(local.block_on(&runtime, serving));
         };
         let thread = base::thread::spawn(ThreadClass::Osd, "0", body).doing("starting the osd")?;
-        Ok(Shard { ready, stop, thread })
+        Ok(Shard { ready, ended, stop, thread })
     }
 
     fn stop(self) {

@@ -159,6 +159,9 @@ fn offload_status(session: &Session) -> OffloadStatus {
 
 /// Serves clients on this thread, which must be in a `LocalSet`, until `stop` resolves. `started` learns how clients
 /// connect, or why they cannot.
+///
+/// # Errors
+/// If the store has come back with other targets: a new process is to serve these.
 pub async fn serve(
     stores: Stores,
     config: Arc<Config>,
@@ -166,10 +169,13 @@ pub async fn serve(
     controls: Controls,
     started: oneshot::Sender<Result<Ready>>,
     stop: impl Future<Output = ()>,
-) {
+) -> Result<()> {
     let backend = match Backend::open(stores, &config, &controls).await {
         Ok(backend) => backend,
-        Err(failure) => return drop(started.send(Err(failure))),
+        Err(failure) => {
+            let _ = started.send(Err(failure));
+            return Ok(());
+        }
     };
     let tuning = config.channel.tuning();
     let in_flight = Arc::new(AtomicUsize::new(segments(tuning)));
@@ -218,7 +224,28 @@ pub async fn serve(
     options.session.max_sessions = config.osd.sessions;
     let stack = match messenger::open(&config.network.stacks, &options, UseAs::Server) {
         Ok(stack) => stack,
-        Err(e) => return ready(Err(e.into())),
+        Err(e) => {
+            ready(Err(e.into()));
+            return Ok(());
+        }
+    };
+    let mut is_superseded = false;
+    let stop = async {
+        let superseded = async {
+            match &backend.session {
+                Some(session) => session.superseded().await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            () = stop => {}
+            () = superseded => is_superseded = true,
+        }
     };
     Osd::serve(osd_config, backend.targets, backend.pool, stack, &listen, ready, stop).await;
+    if is_superseded {
+        let why = "the store has other targets than before; the osd starts again to use them";
+        return Err(Failure::new("serving clients", why));
+    }
+    Ok(())
 }
