@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use base::block::BLOCK;
 use proto::{Condition, Error, Mutated, Mutation};
 use store::{StoreError, Transaction};
 use tokio::time::Instant;
@@ -90,6 +91,10 @@ impl Change<'_> {
             let epoch = self.place.pg.target.epoch();
             match self.attempt(&mut progress, &gather).await {
                 Ok(done) => return Ok(done),
+                // An earlier attempt may have taken effect: only its result may say otherwise.
+                Err(Fail::Refused(e)) if progress.unsure && e != Error::RequestExpired => {
+                    return Err(unavailable(e.to_string()));
+                }
                 // The store names the object by its id in the store.
                 Err(Fail::Refused(Error::NoSuchObject(_))) => {
                     return Err(Error::NoSuchObject(self.name.into()));
@@ -100,8 +105,8 @@ impl Change<'_> {
                     if matches!(progress.data, Some(Gathered::Staged(_))) {
                         progress.data = None;
                     }
-                    drop(running);
-                    if !self.osd.space_may_come(until.min(began + SPACE_PATIENCE)).await {
+                    let seen = running.found_no_space();
+                    if !self.osd.space_may_come(seen, until.min(began + SPACE_PATIENCE)).await {
                         return Err(e);
                     }
                     running = self.osd.space.enter();
@@ -208,7 +213,12 @@ impl Change<'_> {
         let Some(info) = info else { return false };
         self.ops.iter().all(|op| match op {
             Mutation::Truncate(size) => *size <= info.size,
-            Mutation::Zero { offset, len } => offset.checked_add(*len).is_some_and(|end| end <= info.size),
+            // Zeros within a block take a block where there was a hole.
+            Mutation::Zero { offset, len } => offset.checked_add(*len).is_some_and(|end| {
+                let is_whole =
+                    offset.is_multiple_of(BLOCK) && (end.is_multiple_of(BLOCK) || end == info.size);
+                is_whole && end <= info.size
+            }),
             Mutation::Remove
             | Mutation::RemoveXattr(_)
             | Mutation::OmapRemove(_)

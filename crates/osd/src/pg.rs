@@ -489,7 +489,10 @@ impl Pg {
             Ok(()) => Ok(count),
             Err(e) => {
                 self.note_loss(&e, epoch);
-                self.state.borrow_mut().put_back(removed);
+                // A state that was read again since then says itself what is still there.
+                if self.loaded.get() == epoch {
+                    self.state.borrow_mut().put_back(removed);
+                }
                 Err(e)
             }
         }

@@ -16,8 +16,10 @@ use crate::osd::Osd;
 #[derive(Default)]
 pub(crate) struct Space {
     running: Cell<u32>,
-    /// A change has ended.
-    ended: Notify,
+    /// Counts changes that have ended otherwise than for want of space: they may have given space back.
+    progress: Cell<u64>,
+    /// There is progress, or no change runs any more.
+    changed: Notify,
     /// Held while groups are trimmed.
     trimming: Mutex<()>,
     /// Counts how often that brought something.
@@ -25,36 +27,63 @@ pub(crate) struct Space {
 }
 
 /// A change at work, until dropped.
-pub(crate) struct Running<'a>(&'a Space);
+pub(crate) struct Running<'a> {
+    space: &'a Space,
+    /// The progress when the change began.
+    seen: u64,
+    is_fruitless: bool,
+}
 
 impl Space {
     /// Says that a change begins, or goes on.
     pub(crate) fn enter(&self) -> Running<'_> {
         self.running.set(self.running.get() + 1);
-        Running(self)
+        Running { space: self, seen: self.progress.get(), is_fruitless: false }
+    }
+}
+
+impl Running<'_> {
+    /// The change has found no space. Returns the progress when it began: more space can only be
+    /// there if there is more progress by now.
+    pub(crate) fn found_no_space(mut self) -> u64 {
+        self.is_fruitless = true;
+        self.seen
     }
 }
 
 impl Drop for Running<'_> {
     fn drop(&mut self) {
-        let left = self.0.running.get().checked_sub(1).expect("a change that ends was counted");
-        self.0.running.set(left);
-        self.0.ended.notify_waiters();
+        let left = self.space.running.get().checked_sub(1).expect("a change that ends was counted");
+        self.space.running.set(left);
+        if !self.is_fruitless {
+            self.space.progress.set(self.space.progress.get() + 1);
+        }
+        // Changes that wait must not wake each other by failing again.
+        if !self.is_fruitless || left == 0 {
+            self.space.changed.notify_waiters();
+        }
     }
 }
 
 impl Osd {
-    /// Waits until there may be more space, at most until `until`. `false` if none is on its way,
-    /// or not in time.
-    pub(crate) async fn space_may_come(&self, until: Instant) -> bool {
+    /// Waits until there may be more space than a change found that began when the progress was
+    /// `seen`, at most until `until`. `false` if none is on its way, or not in time.
+    pub(crate) async fn space_may_come(&self, seen: u64, until: Instant) -> bool {
         if Instant::now() >= until {
             return false;
         }
-        let ended = self.space.ended.notified();
         if self.trim_groups().await {
             return true;
         }
-        self.space.running.get() > 0 && tokio::time::timeout_at(until, ended).await.is_ok()
+        loop {
+            let changed = self.space.changed.notified();
+            if self.space.progress.get() != seen {
+                return true;
+            }
+            if self.space.running.get() == 0 || tokio::time::timeout_at(until, changed).await.is_err() {
+                return false;
+            }
+        }
     }
 
     /// Has groups give back what they keep of overwritten data; whether any did.

@@ -229,11 +229,14 @@ impl Osd {
 
     /// Fails if a target that is there has what no others have, or too few: to say that it is lost would lose data.
     async fn can_spare(&self, target: &Target) -> proto::Result<()> {
-        let needs = |(pool, group): (String, Rc<Group>)| {
-            let session = group.current()?;
-            (!session.can_spare(target.uuid, group.layout.k)).then_some(pool)
+        // A group that cannot be opened may need the target.
+        let needs = async |(pool, group): (String, Rc<Group>)| {
+            let session = group.any_session().await;
+            let can_spare = session.is_ok_and(|session| session.can_spare(target.uuid, group.layout.k));
+            (!can_spare).then_some(pool)
         };
-        let pools: BTreeSet<String> = self.open_groups().into_iter().filter_map(needs).collect();
+        let groups = self.open_groups().into_iter().map(needs);
+        let pools: BTreeSet<String> = join_all(groups).await.into_iter().flatten().collect();
         if pools.is_empty() {
             return Ok(());
         }

@@ -26,12 +26,17 @@ const PAGE: usize = 64 << 10;
 
 /// As many keys as may be in one transaction.
 pub(super) fn page(keys: &mut impl Iterator<Item = Bytes>) -> Vec<Bytes> {
+    page_by(keys, Bytes::len)
+}
+
+/// As many items as may be in one transaction, each of so many bytes.
+pub(super) fn page_by<T>(items: &mut impl Iterator<Item = T>, len: impl Fn(&T) -> usize) -> Vec<T> {
     let (mut page, mut bytes) = (Vec::new(), 0);
     while bytes < PAGE
-        && let Some(key) = keys.next()
+        && let Some(item) = items.next()
     {
-        bytes += key.len() + 16;
-        page.push(key);
+        bytes += len(&item) + 16;
+        page.push(item);
     }
     page
 }

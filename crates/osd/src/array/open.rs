@@ -72,7 +72,10 @@ impl Group {
                 self.create_on(&target, record).await
             }
         };
-        try_join_all(chosen.iter().map(create)).await.map(drop)
+        try_join_all(chosen.iter().map(create)).await?;
+        // No member can have gone on without the others before the first session.
+        *self.lineage.borrow_mut() = Some(record);
+        Ok(())
     }
 
     /// Makes the collection and the record on one target.

@@ -15,6 +15,7 @@ use store::{ObjectId, Op, StoreError, Transaction, WriteSource};
 use tokio::time::Instant;
 
 use super::group::{Group, Link, Session};
+use super::members::page_by;
 use super::read::{ShardRead, Whole};
 use super::record::{
     Entry, GroupRecord, Member, Standing, forget_all_but_dirty, is_own, key_record, key_trimmed, own_object,
@@ -373,8 +374,15 @@ impl Group {
             let (entries, more) = self.ask_one_of(peers, oid, asked).await?;
             let Some((last, _)) = entries.last() else { return Ok(()) };
             let next = Bytes::from([last, &b"\0"[..]].concat());
-            let set = Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: oid.clone(), entries });
-            self.apply_to(link, set).await?;
+            let mut entries = entries.into_iter().peekable();
+            while entries.peek().is_some() {
+                let entries = page_by(&mut entries, |(key, value)| key.len() + value.len());
+                let mut set =
+                    Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: oid.clone(), entries });
+                // Without the group's own records a full member would never catch up.
+                set.uses_reserve = *oid == ids::meta_object();
+                self.apply_to(link, set).await?;
+            }
             if !more {
                 return Ok(());
             }

@@ -210,20 +210,21 @@ impl Keeper {
                 End::Died { reason, ready_for }
             }
             reason = hang(&mut said, &loops, &policy, pid), if ready_since.is_some() => {
-                self.kill_hung(child, reason).await
+                let ready_for = ready_since.map_or(Duration::ZERO, |at| at.elapsed());
+                self.kill_hung(child, reason, ready_for).await
             }
             () = no_longer_run(&mut self.goal) => self.stop(child, pid).await,
         }
     }
 
     /// Kills a process that hangs, and waits for its end.
-    async fn kill_hung(&mut self, mut child: Child, reason: String) -> End {
+    async fn kill_hung(&mut self, mut child: Child, reason: String, ready_for: Duration) -> End {
         self.tell(RoleEvent::Hung { reason: reason.clone() }).await;
         if let Err(e) = child.start_kill() {
             tracing::error!(role = self.spec.role.as_str(), "cannot be killed: {e}");
         }
         tokio::select! {
-            _ = child.wait() => End::Died { reason, ready_for: Duration::ZERO },
+            _ = child.wait() => End::Died { reason, ready_for },
             () = no_longer_run(&mut self.goal) => {
                 // Nothing can be asked of it; the kernel ends it as soon as it can.
                 let _ = child.wait().await;
@@ -347,8 +348,13 @@ async fn hang(
             },
             _ = ticks.tick() => {
                 let Some(event_loop) = watchdog.tick() else { continue };
-                if watchdog::waits_for_drive(pid, &event_loop) {
-                    tracing::warn!(pid, event_loop, "waits for a drive in the kernel; it is not killed for that");
+                let excuse = if watchdog::waits_for_drive(pid, &event_loop) {
+                    Some("waits for a drive in the kernel")
+                } else {
+                    watchdog::is_traced(pid).then_some("is traced by a debugger")
+                };
+                if let Some(excuse) = excuse {
+                    tracing::warn!(pid, event_loop, "{excuse}; the process is not killed for that");
                     watchdog.heard(&event_loop);
                     continue;
                 }

@@ -105,6 +105,14 @@ pub fn waits_for_drive(pid: u32, thread: &str) -> bool {
     })
 }
 
+/// Whether a debugger traces process `pid`, and may have stopped it (TracerPid of
+/// proc_pid_status(5)).
+pub fn is_traced(pid: u32) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let tracer = status.lines().find_map(|line| line.strip_prefix("TracerPid:"));
+    tracer.is_some_and(|tracer| tracer.trim() != "0")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

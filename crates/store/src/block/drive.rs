@@ -57,12 +57,30 @@ impl FileDrive {
         }
         .map_err(|e| StoreError::Io(format!("cannot open {name}: {e}")))?;
         lock(&file, &name)?;
-        make_private(&file, &name)?;
         if let (Some(size), true) = (create, file.metadata()?.is_file()) {
             file.set_len(size)?;
         }
         let size = file.seek(SeekFrom::End(0))?;
         Ok(FileDrive { file, size })
+    }
+
+    /// Takes the rights to a target's file from everybody but its owner. Access to devices is the
+    /// operator's to arrange. To be called only once the file is known to be a target.
+    pub(crate) fn make_private(&self, path: &Path) -> Result<()> {
+        let (name, metadata) = (path.display().to_string(), self.file.metadata()?);
+        if !metadata.is_file() || metadata.mode() & 0o077 == 0 {
+            return Ok(());
+        }
+        match self.file.set_permissions(Permissions::from_mode(PRIVATE)) {
+            Ok(()) => tracing::warn!(path = name, "others could read the target; its mode is 0600 now"),
+            Err(e) => {
+                tracing::error!(
+                    path = name,
+                    "others can read the target, and its mode cannot be changed: {e}"
+                )
+            }
+        }
+        Ok(())
     }
 
     /// The open file, for the I/O ring.
@@ -71,23 +89,8 @@ impl FileDrive {
     }
 }
 
-/// Mode of a target's file: whoever reads it reads all objects.
+/// Mode of a target's file. A reader of the file reads all objects.
 const PRIVATE: u32 = 0o600;
-
-/// Takes the rights to a target's file from everybody but its owner. Access to devices is the operator's to arrange.
-fn make_private(file: &File, name: &str) -> Result<()> {
-    let metadata = file.metadata()?;
-    if !metadata.is_file() || metadata.mode() & 0o077 == 0 {
-        return Ok(());
-    }
-    match file.set_permissions(Permissions::from_mode(PRIVATE)) {
-        Ok(()) => tracing::warn!(path = name, "others could read the target; its mode is 0600 now"),
-        Err(e) => {
-            tracing::error!(path = name, "others can read the target, and its mode cannot be changed: {e}")
-        }
-    }
-    Ok(())
-}
 
 /// Takes the lock, waiting a moment for a process that was killed: the kernel still finishes its I/O.
 fn lock(file: &File, name: &str) -> Result<()> {

@@ -142,6 +142,7 @@ impl BlockStore {
         let drive: Arc<dyn Drive> = Arc::clone(&file) as Arc<dyn Drive>;
         let limits = Limits { cache_bytes: options.metadata_cache_bytes, buffer_bytes: options.buffer_bytes };
         let (core, index) = mount(&drive, options.expected_uuid, options.index_cache_bytes, &limits)?;
+        file.make_private(path)?;
         let ring = Ring::new(file)?;
         let mailbox = Mailbox { shared: Arc::default(), waker: ring.waker() };
         register(core.pool.arena(), &mailbox);
