@@ -1,13 +1,19 @@
-//! Who may hold how much of what there is little of: places in a handshake, sessions, descriptors.
+//! Who may hold how many of the scarce places: in a handshake, of sessions, of descriptors.
 //!
-//! A [`Budget`] divides a fixed number of places between peer addresses. As long as there is room, an address may hold any
-//! number of places. When all are taken, an address that holds less than its fair share (the limit divided by the number of
-//! addresses) always gets a place: that of the longest-silent holder at an address above its fair share. So whoever opens
-//! many connections can lose them to others, and cannot keep others out. An address at or above its share gets only a
-//! place of its own that has been silent for a while.
+//! A [`Budget`] divides a fixed number of places between peer addresses. While places are free, an address may hold any
+//! number of them. When all places are taken, a newcomer gets the place of another holder:
 //!
-//! State without I/O or clock: the caller passes the time, closes the holder that [`admit`](Budget::admit) names, and
-//! serializes the calls.
+//! 1. If its address holds its fair share (the limit divided by the number of addresses): the place of a holder at its own
+//!    address that has gone; else of any holder that has been gone for the budget's patience; else of a holder at its own
+//!    address that has been silent for the patience. Otherwise it is refused.
+//! 2. If its address holds less: the place of any holder that has been gone for the patience; else of the longest-silent
+//!    holder at an address above its share, first of those that have gone. It is never refused.
+//!
+//! So an address that opens many connections loses them to other addresses, and cannot keep them out.
+//!
+//! A budget has no I/O and no clock: the caller passes the time, closes the holder that [`admit`](Budget::admit) names, and
+//! serializes the calls. A call takes time logarithmic in the number of places; one that reclaims a place also looks at each
+//! different number of places that addresses hold, of which there are at most `sqrt(2 * limit)`.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::Hash;
@@ -74,14 +80,25 @@ pub struct Budget<I> {
     holders: HashMap<I, (Peer, Standing, Instant)>,
     /// The same by address. No address is there without a place.
     peers: BTreeMap<Peer, BTreeSet<Turn<I>>>,
+    /// The first holder of every address, by the number of places of the address.
+    firsts: BTreeMap<usize, BTreeSet<(Turn<I>, Peer)>>,
+    /// The holders that have gone, by when they went.
+    gone: BTreeSet<(Instant, I)>,
 }
 
 impl<I: Copy + Ord + Hash> Budget<I> {
-    /// A budget of `limit` places, at least one. An address that holds its fair share gets another place only instead of one
-    /// of its own, and only of a holder that has gone or been silent for `patience`.
+    /// A budget of `limit` places, at least one. A holder may lose its place to one that has no right to it only after it
+    /// has been gone or silent for `patience`.
     #[must_use]
     pub fn new(limit: usize, patience: Duration) -> Budget<I> {
-        Budget { limit: limit.max(1), patience, holders: HashMap::new(), peers: BTreeMap::new() }
+        Budget {
+            limit: limit.max(1),
+            patience,
+            holders: HashMap::new(),
+            peers: BTreeMap::new(),
+            firsts: BTreeMap::new(),
+            gone: BTreeSet::new(),
+        }
     }
 
     /// Places there are.
@@ -116,10 +133,15 @@ impl<I: Copy + Ord + Hash> Budget<I> {
             None
         } else {
             let share = self.share(peer);
-            let victim = match self.peers.get(&peer) {
-                Some(own) if own.len() >= share => self.expendable(own, now),
+            let own = self.peers.get(&peer).filter(|own| own.len() >= share).and_then(BTreeSet::first);
+            let victim = match own {
+                Some((Standing::Absent, _, id)) => Some(*id),
+                Some(own) => self.long_gone(now).or_else(|| self.expendable(own, now)),
                 // If no address is above its share, there are more addresses than places.
-                _ => self.longest_silent(|places| places > share).or_else(|| self.longest_silent(|_| true)),
+                None => self
+                    .long_gone(now)
+                    .or_else(|| self.longest_silent(share + 1).map(|(.., id)| id))
+                    .or_else(|| self.longest_silent(1).map(|(.., id)| id)),
             };
             Some(victim.ok_or(Full { limit: self.limit, share })?)
         };
@@ -131,14 +153,14 @@ impl<I: Copy + Ord + Hash> Budget<I> {
         Ok(victim)
     }
 
-    /// Takes a place away because there is less than was thought: from the longest-silent holder at an address that holds
-    /// more than the average. If all addresses hold the same, only one that has gone or been silent for the budget's
-    /// patience loses its place.
+    /// Takes a place away because fewer connections are possible than was thought: from the longest-silent holder at an
+    /// address that holds more than the average. If all addresses hold the same number, only a holder that has gone, or has
+    /// been silent for the budget's patience, loses its place.
     pub fn shed(&mut self, now: Instant) -> Option<I> {
         let average = self.holders.len() / self.peers.len().max(1);
-        let victim = self
-            .longest_silent(|places| places > average)
-            .or_else(|| self.peers.values().find_map(|places| self.expendable(places, now)))?;
+        let above = self.longest_silent(average + 1).map(|(.., id)| id);
+        let victim =
+            above.or_else(|| self.longest_silent(1).and_then(|first| self.expendable(&first, now)))?;
         self.remove(victim);
         Some(victim)
     }
@@ -155,12 +177,16 @@ impl<I: Copy + Ord + Hash> Budget<I> {
 
     /// Gives a place back. Ids without one are passed over.
     pub fn remove(&mut self, id: I) {
-        let Some((peer, standing, heard)) = self.holders.remove(&id) else { return };
-        let places = self.peers.get_mut(&peer).expect("an address is known while it holds a place");
-        assert!(places.remove(&(standing, heard, id)), "a place is known by its holder and by its address");
-        if places.is_empty() {
-            self.peers.remove(&peer);
+        let Some((peer, standing, since)) = self.holders.remove(&id) else { return };
+        if standing == Standing::Absent {
+            self.gone.remove(&(since, id));
         }
+        self.change_places(peer, |places| {
+            assert!(
+                places.remove(&(standing, since, id)),
+                "a place is known by its holder and by its address"
+            );
+        });
     }
 
     fn change(&mut self, id: I, standing: Standing, now: Instant) {
@@ -171,19 +197,51 @@ impl<I: Copy + Ord + Hash> Budget<I> {
 
     fn insert(&mut self, id: I, peer: Peer, standing: Standing, now: Instant) {
         self.holders.insert(id, (peer, standing, now));
-        self.peers.entry(peer).or_default().insert((standing, now, id));
+        if standing == Standing::Absent {
+            self.gone.insert((now, id));
+        }
+        self.change_places(peer, |places| {
+            places.insert((standing, now, id));
+        });
     }
 
-    /// The holder whose turn it is among the addresses that hold so many places.
-    fn longest_silent(&self, holds: impl Fn(usize) -> bool) -> Option<I> {
-        let first = self.peers.values().filter(|places| holds(places.len())).filter_map(BTreeSet::first);
-        first.min().map(|(.., id)| *id)
+    /// Changes the places of an address, and its entry among the first holders.
+    fn change_places(&mut self, peer: Peer, change: impl FnOnce(&mut BTreeSet<Turn<I>>)) {
+        let places = self.peers.entry(peer).or_default();
+        if let Some(first) = places.first()
+            && let Some(firsts) = self.firsts.get_mut(&places.len())
+        {
+            firsts.remove(&(*first, peer));
+            if firsts.is_empty() {
+                self.firsts.remove(&places.len());
+            }
+        }
+        change(places);
+        match places.first() {
+            Some(first) => {
+                self.firsts.entry(places.len()).or_default().insert((*first, peer));
+            }
+            None => {
+                self.peers.remove(&peer);
+            }
+        }
     }
 
-    /// The first of these places, if it may be taken for another one at the same address.
-    fn expendable(&self, places: &BTreeSet<Turn<I>>, now: Instant) -> Option<I> {
-        let (standing, heard, id) = places.first()?;
-        let has_waited = now.saturating_duration_since(*heard) >= self.patience;
+    /// The holder whose turn it is among the addresses that hold at least so many places.
+    fn longest_silent(&self, least: usize) -> Option<Turn<I>> {
+        let firsts = self.firsts.range(least..).filter_map(|(_, firsts)| firsts.first());
+        firsts.map(|(turn, _)| *turn).min()
+    }
+
+    /// The holder that has been gone longest, if that is the patience or more.
+    fn long_gone(&self, now: Instant) -> Option<I> {
+        let (since, id) = self.gone.first()?;
+        (now.saturating_duration_since(*since) >= self.patience).then_some(*id)
+    }
+
+    /// The holder, if its place may be taken for another one at the same address.
+    fn expendable(&self, (standing, since, id): &Turn<I>, now: Instant) -> Option<I> {
+        let has_waited = now.saturating_duration_since(*since) >= self.patience;
         (*standing == Standing::Absent || has_waited).then_some(*id)
     }
 }
@@ -266,6 +324,26 @@ mod tests {
     }
 
     #[test]
+    fn a_holder_long_gone_loses_its_place_before_one_that_is_there() {
+        let patience = Duration::from_secs(10);
+        let (mut budget, clock) = full(3, patience);
+        budget.remove(2);
+        budget.admit(10, B, clock.at(3)).unwrap();
+        budget.left(10, clock.at(4));
+        // Gone for less than the patience, at an address below its share: it may yet come back.
+        assert_eq!(budget.admit(11, A, clock.at(9)), Err(Full { limit: 3, share: 1 }));
+        assert_eq!(
+            budget.admit(11, C, clock.at(9)),
+            Ok(Some(0)),
+            "connected, but of an address above its share"
+        );
+        assert_eq!(budget.admit(12, A, clock.at(14)), Ok(Some(10)), "gone for long, whatever its address");
+        budget.left(11, clock.at(15));
+        budget.heard(11, clock.at(16));
+        assert_eq!(budget.admit(13, B, clock.at(30)), Ok(Some(1)), "it came back, and is spared");
+    }
+
+    #[test]
     fn own_places_are_reclaimed_after_patience_only() {
         let (mut budget, clock) = full(3, Duration::from_secs(10));
         assert_eq!(budget.admit(10, A, clock.at(9)), Err(Full { limit: 3, share: 3 }));
@@ -290,8 +368,8 @@ mod tests {
         budget.admit(10, B, clock.at(0)).unwrap();
         assert_eq!(budget.shed(clock.at(5)), Some(0), "A holds more, though B has been silent longer");
         assert_eq!(budget.shed(clock.at(5)), None, "both hold one, and neither for long");
+        assert_eq!(budget.shed(clock.at(11)), Some(10), "the longest silent");
         assert_eq!(budget.shed(clock.at(11)), Some(1));
-        assert_eq!(budget.shed(clock.at(11)), Some(10));
         assert_eq!(budget.shed(clock.at(11)), None);
     }
 
@@ -311,34 +389,47 @@ mod tests {
         ) {
             let clock = Clock(Instant::now());
             let mut budget = Budget::new(limit, Duration::from_secs(3));
-            let mut model: BTreeMap<u64, Peer> = BTreeMap::new();
+            // By holder its address, and since when it is gone.
+            let mut model: BTreeMap<u64, (Peer, Option<u64>)> = BTreeMap::new();
             for (second, (step, address, id)) in (0..).zip(steps) {
                 let (peer, now) = (Peer::V4([address; 4]), clock.at(second));
                 match step {
                     0 => { budget.remove(id); model.remove(&id); }
-                    1 => budget.heard(id, now),
-                    2 => budget.left(id, now),
+                    1 => { budget.heard(id, now); model.entry(id).and_modify(|(_, gone)| *gone = None); }
+                    2 => { budget.left(id, now); model.entry(id).and_modify(|(_, gone)| *gone = Some(second)); }
                     _ => {
-                        let held = |p: Peer| model.values().filter(|q| **q == p).count();
-                        let addresses: BTreeSet<Peer> = model.values().copied().chain([peer]).collect();
+                        let held = |p: Peer| model.values().filter(|(q, _)| *q == p).count();
+                        let addresses: BTreeSet<Peer> = model.values().map(|(q, _)| *q).chain([peer]).collect();
                         let share = (limit / addresses.len()).max(1);
                         let is_known = model.contains_key(&id);
+                        let is_long_gone = |gone: Option<u64>| gone.is_some_and(|since| second - since >= 3);
+                        let has_long_gone = model.values().any(|(_, gone)| is_long_gone(*gone));
                         match budget.admit(id, peer, now) {
-                            Err(_) => prop_assert!(held(peer) >= share && model.len() == limit),
+                            Err(_) => {
+                                prop_assert!(held(peer) >= share && model.len() == limit && !has_long_gone);
+                            }
                             Ok(None) => prop_assert!(is_known || model.len() < limit),
                             Ok(Some(victim)) => {
-                                let loser = model[&victim];
-                                prop_assert!(loser == peer || held(loser) > share || addresses.len() > limit);
+                                let (loser, gone) = model[&victim];
+                                prop_assert!(
+                                    loser == peer
+                                        || held(loser) > share
+                                        || addresses.len() > limit
+                                        || is_long_gone(gone)
+                                );
+                                prop_assert!(gone.is_some() || !has_long_gone, "one that is there lost its place");
                                 model.remove(&victim);
                             }
                         }
                         if budget.holders.contains_key(&id) {
-                            model.entry(id).or_insert(peer);
+                            model.entry(id).or_insert((peer, None)).1 = None;
                         }
                     }
                 }
                 prop_assert_eq!(budget.taken(), model.len());
                 prop_assert_eq!(budget.peers.values().map(BTreeSet::len).sum::<usize>(), model.len());
+                prop_assert_eq!(budget.gone.len(), model.values().filter(|(_, gone)| gone.is_some()).count());
+                prop_assert_eq!(budget.firsts.values().map(BTreeSet::len).sum::<usize>(), budget.peers.len());
             }
         }
     }

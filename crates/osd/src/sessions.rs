@@ -24,6 +24,16 @@ pub(crate) struct Sessions {
     /// Number of the session made last.
     last: u32,
     started: Instant,
+    shortages: Shortages,
+}
+
+/// What became of sessions since the OSD started because all places were taken.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Shortages {
+    /// Connected sessions that lost their place to another one.
+    pub(crate) reclaimed: u64,
+    /// Sessions that could not be opened.
+    pub(crate) refused: u64,
 }
 
 /// A session that was opened.
@@ -46,7 +56,8 @@ impl Sessions {
     /// No sessions yet, and room for `limit`; new ones are of this generation.
     pub(crate) fn new(limit: usize, generation: u64) -> Sessions {
         let places = Budget::new(limit, PATIENCE);
-        Sessions { known: HashMap::new(), places, generation, last: 0, started: Instant::now() }
+        let (started, shortages) = (Instant::now(), Shortages::default());
+        Sessions { known: HashMap::new(), places, generation, last: 0, started, shortages }
     }
 
     /// Attaches a session to a connection: the one that the client presents, or a new one. Another connection that the
@@ -66,13 +77,19 @@ impl Sessions {
             return Err(Error::SessionRefused { session, why });
         }
         let id = presented.unwrap_or_else(|| self.make());
-        let victim = self.places.admit(id, peer, Instant::now().into_std()).map_err(|full| Error::Busy {
-            what: "sessions".into(),
-            limit: full.limit as u64,
-            advice: "close clients that are not needed".to_owned(),
+        let victim = self.places.admit(id, peer, Instant::now().into_std()).map_err(|full| {
+            self.shortages.refused += 1;
+            Error::Busy {
+                what: "sessions".into(),
+                limit: full.limit as u64,
+                advice: "close clients that are not needed".to_owned(),
+            }
         })?;
         let reclaimed = match victim.and_then(|victim| self.known.remove(&victim)) {
-            Some(Attachment::Connected(connection)) => Some(connection),
+            Some(Attachment::Connected(connection)) => {
+                self.shortages.reclaimed += 1;
+                Some(connection)
+            }
             Some(Attachment::GoneSince(_)) | None => None,
         };
         self.known.insert(id, Attachment::Connected(connection));
@@ -129,6 +146,11 @@ impl Sessions {
         }
     }
 
+    /// What became of sessions because all places were taken.
+    pub(crate) fn shortages(&self) -> Shortages {
+        self.shortages
+    }
+
     /// Number of sessions that are connected.
     pub(crate) fn connected(&self) -> u32 {
         self.known.values().filter(|a| matches!(a, Attachment::Connected(_))).count() as u32
@@ -170,5 +192,6 @@ mod tests {
         assert_eq!((back.id, back.reclaimed), (crowd[1], None));
         assert!(!sessions.is_alive(crowd[0], Duration::from_secs(60)));
         assert_eq!(sessions.connected(), 3);
+        assert_eq!(sessions.shortages(), Shortages { reclaimed: 1, refused: 1 });
     }
 }

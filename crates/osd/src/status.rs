@@ -47,12 +47,18 @@ pub(crate) async fn status(osd: &Osd) -> NodeStatus {
 fn connections(osd: &Osd) -> ConnectionStatus {
     let admissions = osd.admissions.borrow();
     let Some(admissions) = admissions.as_ref() else { return ConnectionStatus::default() };
-    let owned = |(reason, count): (&str, u64)| (reason.to_owned(), count);
+    let shortages = osd.sessions.borrow().shortages();
+    // The OSD divides its sessions like the messenger does: a client loses its session to either.
+    let with_own = |own: u64| {
+        move |(reason, count): (&str, u64)| {
+            (reason.to_owned(), if reason == "sessions" { count + own } else { count })
+        }
+    };
     ConnectionStatus {
         max_sessions: admissions.max_sessions() as u64,
         max_handshakes: admissions.max_handshakes() as u64,
-        reclaimed: admissions.reclaimed().map(owned).collect(),
-        refused: admissions.refused().map(owned).collect(),
+        reclaimed: admissions.reclaimed().map(with_own(shortages.reclaimed)).collect(),
+        refused: admissions.refused().map(with_own(shortages.refused)).collect(),
     }
 }
 

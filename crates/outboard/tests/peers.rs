@@ -1,15 +1,21 @@
 //! A node that one address floods with connections: clients at other addresses are served, and nothing is lost.
 
+use std::cell::Cell;
 use std::net::{IpAddr, Ipv4Addr, TcpStream};
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
 use client::{Client, Error, Options};
 use futures::StreamExt;
+use futures::future::{join, join_all};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::Value;
 
 const PATIENCE: Duration = Duration::from_secs(60);
+/// Within that a new client at the other address is served, however busy the machine is with other tests. On an idle one
+/// it takes less than a second; the test prints how long.
+const SERVED: Duration = Duration::from_secs(20);
+
 const SILENT: usize = 600;
 const SESSIONS: usize = 4096;
 
@@ -24,12 +30,18 @@ struct Node {
 impl Node {
     /// A node whose processes can open `files` files each.
     fn up(placement: &str, files: u64) -> Node {
+        Node::up_with(placement, files, &[])
+    }
+
+    /// The same, with variables in its environment.
+    fn up_with(placement: &str, files: u64, variables: &[(&str, &str)]) -> Node {
         let node = Node { dir: tempfile::tempdir().unwrap() };
         let up = ["up", "--detach", "--targets", "1", "--target-size", "64MiB", "--placement", placement];
         // The limit is inherited. Other processes that tests start meanwhile can do with it, too.
         let limit = format!("ulimit -n {files} && exec \"$0\" \"$@\"");
         let mut shell = Command::new("sh");
         shell.args(["-c", &limit, env!("CARGO_BIN_EXE_outboard")]).args(up);
+        shell.envs(variables.iter().copied());
         checked(&up, node.run(&mut shell));
         node.ok(&["pool", "create", "p"]);
         node
@@ -82,10 +94,21 @@ async fn connect(endpoint: &str, source: IpAddr) -> Client {
 /// A new client at `source`, and how long it waited for its first answer.
 async fn served(endpoint: &str, source: IpAddr) -> (Duration, Client) {
     let began = Instant::now();
-    let client = connect(endpoint, source).await;
-    let object = client.pool("p").unwrap().object("greeting").unwrap();
-    assert_eq!(object.get().await.unwrap(), "hello");
+    let serve = async {
+        let client = connect(endpoint, source).await;
+        let object = client.pool("p").unwrap().object("greeting").unwrap();
+        assert_eq!(object.get().await.unwrap(), "hello");
+        client
+    };
+    let client = tokio::time::timeout(SERVED, serve).await.expect("a client at the address is served");
     (began.elapsed(), client)
+}
+
+/// A client at the other address comes, appends to the log and ends its session.
+async fn visit(endpoint: &str) {
+    let (_, client) = served(endpoint, OTHER).await;
+    client.pool("p").unwrap().object("log").unwrap().append("visit ").await.unwrap();
+    client.close().await;
 }
 
 fn count(status: &Value, what: &str, reason: &str) -> u64 {
@@ -106,10 +129,8 @@ async fn silent_connections_and_idle_sessions_of_one_address_keep_no_other_out()
     pool.object("greeting").unwrap().put("hello").await.unwrap();
     let log = pool.object("log").unwrap();
     log.append("one,").await.unwrap();
-    // A command that has just ended may still hold a place.
-    let rest = futures::stream::iter(1..SESSIONS).map(|_| Client::connect(endpoint, options(CROWD)));
-    let crowd: Vec<Client> = rest.buffered(32).filter_map(async |made| made.ok()).collect().await;
-    assert!(crowd.len() + 4 >= SESSIONS, "one address may have what no other wants: {}", crowd.len());
+    let rest = futures::stream::iter(1..SESSIONS).map(|_| connect(endpoint, CROWD));
+    let crowd: Vec<Client> = rest.buffered(32).collect().await;
     let silent: Vec<TcpStream> = (0..SILENT).map(|_| TcpStream::connect(endpoint).unwrap()).collect();
 
     // They stay: each needs a place that one of the crowd has.
@@ -119,10 +140,10 @@ async fn silent_connections_and_idle_sessions_of_one_address_keep_no_other_out()
         waits.push(wait);
         others.push(client);
     }
-    // A machine that is busy with other tests may delay some; without budgets none is served at all.
-    assert!(waits.iter().min() < Some(&Duration::from_secs(1)), "{waits:?}");
+    println!("clients at the other address were served after {waits:?}");
     let status = node.status();
-    assert!(count(&status, "reclaimed", "sessions") > 0, "{:#}", status["osd"]["connections"]);
+    let reclaimed = count(&status, "reclaimed", "sessions");
+    assert!(reclaimed >= others.len() as u64, "{:#}", status["osd"]["connections"]);
     assert!(count(&status, "reclaimed", "handshakes") > 0, "{:#}", status["osd"]["connections"]);
 
     // The longest silent lost their places. All go on with their sessions.
@@ -130,9 +151,56 @@ async fn silent_connections_and_idle_sessions_of_one_address_keep_no_other_out()
     for client in &crowd[..8] {
         client.pool("p").unwrap().object("log").unwrap().append("x").await.unwrap();
     }
-    let after = connect(endpoint, OTHER).await;
+    let (_, after) = served(endpoint, OTHER).await;
     assert_eq!(after.pool("p").unwrap().object("log").unwrap().get().await.unwrap(), "one,two,xxxxxxxx");
     drop((crowd, others, silent));
+}
+
+#[tokio::test]
+async fn appends_under_way_in_reclaimed_sessions_take_effect_once() {
+    raise_limit();
+    let node = Node::up_with("host", 1024, &[("OUTBOARD_OSD_SESSIONS", "4")]);
+    let status = node.status();
+    let endpoint = status["endpoint"].as_str().unwrap();
+    assert_eq!(status["osd"]["connections"]["max_sessions"], 4);
+    let first = connect(endpoint, OTHER).await;
+    first.pool("p").unwrap().object("greeting").unwrap().put("hello").await.unwrap();
+    first.close().await;
+
+    // Every session of the crowd is busy, so that those that lose their places have requests under way.
+    let crowd = join_all((0..4).map(|_| connect(endpoint, CROWD))).await;
+    let is_over = Cell::new(false);
+    let writers = crowd.iter().enumerate().map(async |(writer, client)| {
+        let log = client.pool("p").unwrap().object("log").unwrap();
+        let mut appended = 0;
+        while !is_over.get() {
+            log.append(format!("{writer}.{appended} ")).await.unwrap();
+            appended += 1;
+        }
+        appended
+    });
+    let others = async {
+        for _ in 0..20 {
+            // These change something, too, so that there is something to forget when their sessions end.
+            join(visit(endpoint), visit(endpoint)).await;
+            // Those of the crowd return.
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        is_over.set(true);
+    };
+    let (appended, ()) = join(join_all(writers), others).await;
+
+    let status = node.status();
+    assert!(count(&status, "reclaimed", "sessions") >= 20, "{:#}", status["osd"]["connections"]);
+    let (_, after) = served(endpoint, OTHER).await;
+    let log = after.pool("p").unwrap().object("log").unwrap().get().await.unwrap();
+    let log = String::from_utf8(log.to_vec()).unwrap();
+    for (writer, appended) in appended.into_iter().enumerate() {
+        let prefix = format!("{writer}.");
+        let found: Vec<&str> = log.split(' ').filter_map(|entry| entry.strip_prefix(&*prefix)).collect();
+        let expected: Vec<String> = (0..appended).map(|number| number.to_string()).collect();
+        assert!(appended > 0 && found == expected, "writer {writer} appended {appended}: {found:?}");
+    }
 }
 
 #[tokio::test]

@@ -171,13 +171,15 @@ impl Registration {
         let gone = || MessengerError::SessionLost("its listener is gone".into());
         let registry = self.registry.upgrade().ok_or_else(gone)?;
         let mut sessions = registry.lock();
-        let admitted = sessions.detached.admit(self.session, self.peer, Instant::now().into_std());
+        let now = Instant::now().into_std();
+        let admitted = sessions.detached.admit(self.session, self.peer, now);
         let Ok(victim) = admitted else {
             drop(sessions);
             registry.admissions.add_refused(Shortage::Detached, 1);
             return Err(MessengerError::SessionLost("too many sessions wait for their peers".into()));
         };
         self.held.store(true, Ordering::Relaxed);
+        sessions.places.left(self.session, now);
         let victim = victim.and_then(|victim| sessions.forget(victim));
         drop(sessions);
         registry.reclaim(victim, Shortage::Detached);
@@ -189,7 +191,9 @@ impl Registration {
         if self.held.swap(false, Ordering::Relaxed)
             && let Some(registry) = self.registry.upgrade()
         {
-            registry.lock().detached.remove(self.session);
+            let mut sessions = registry.lock();
+            sessions.detached.remove(self.session);
+            sessions.places.heard(self.session, Instant::now().into_std());
         }
     }
 

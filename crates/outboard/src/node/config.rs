@@ -158,6 +158,7 @@ pub struct Osd {
     pub collect_interval: Period,
     pub requests_per_connection: usize,
     pub sessions: usize,
+    pub handshakes: usize,
 }
 
 /// Section `coding`.
@@ -379,6 +380,7 @@ impl Config {
         within("osd.rebuild_share", self.osd.rebuild_share.into(), 1, 100)?;
         within("osd.missed_objects_per_pg", self.osd.missed_objects_per_pg as u64, 1, 16_777_216)?;
         within("osd.sessions", self.osd.sessions as u64, 1, 65_536)?;
+        within("osd.handshakes", self.osd.handshakes as u64, 1, 65_536)?;
         within("coding.dpu_threads", self.coding.dpu_threads as u64, 1, 64)?;
         within("coding.host_threads", self.coding.host_threads as u64, 1, 64)?;
         within("coding.queue", self.coding.queue as u64, 1, 65_536)?;

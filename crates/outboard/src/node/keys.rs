@@ -204,6 +204,12 @@ pub const KEYS: &[Key] = &[
         "Most clients known at a time: 1 to 65536; fewer if the limit on open files is low. One more takes the place of the longest-silent client at an address with more than its fair share.",
     ),
     key(
+        "osd",
+        "handshakes",
+        "256",
+        "Most connections at a time whose clients have not introduced themselves yet, which they may take 5 s for: 1 to 65536; fewer if the limit on open files is low. One more takes the place of the oldest one at an address with more than its fair share.",
+    ),
+    key(
         "coding",
         "mode",
         "\"async\"",

@@ -305,6 +305,8 @@ mod tests {
 
     fn ask(address: &str, request: &str) -> String {
         let mut stream = TcpStream::connect(address).unwrap();
+        // Less than the crowd of the test takes if connections are served one after the other.
+        stream.set_read_timeout(Some(CONNECTIONS as u32 * REQUEST_TIME)).unwrap();
         stream.write_all(request.as_bytes()).unwrap();
         let mut answer = String::new();
         let _ = stream.read_to_string(&mut answer);
@@ -337,12 +339,11 @@ mod tests {
         for stream in &mut crowd[CONNECTIONS..] {
             stream.write_all(b"GET /").unwrap();
         }
-        let began = Instant::now();
         let page = ask(address, "GET /metrics HTTP/1.1\r\n\r\n");
         assert!(page.starts_with("HTTP/1.1 200 OK\r\n"), "{page}");
-        let waited = began.elapsed();
-        assert!(waited < CONNECTIONS as u32 * REQUEST_TIME / 2, "it waited for the others: {waited:?}");
-        assert!(page.contains("outboard_metrics_connections_reclaimed_total"), "{page}");
+        let name = "outboard_metrics_connections_reclaimed_total ";
+        let reclaimed = page.lines().find_map(|line| line.strip_prefix(name)).expect("a count");
+        assert!(reclaimed.parse::<u64>().unwrap() > 0, "{page}");
         // The oldest were given up.
         let mut rest = String::new();
         crowd[0].set_read_timeout(Some(REQUEST_TIME)).unwrap();

@@ -222,6 +222,7 @@ pub async fn serve(
     };
     let mut options = config.network.options();
     options.session.max_sessions = config.osd.sessions;
+    options.session.max_handshakes = config.osd.handshakes;
     let stack = match messenger::open(&config.network.stacks, &options, UseAs::Server) {
         Ok(stack) => stack,
         Err(e) => {
