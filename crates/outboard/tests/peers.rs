@@ -1,5 +1,7 @@
 //! A node that one address floods with connections: clients at other addresses are served, and nothing is lost.
 
+#![allow(clippy::print_stdout, reason = "a test says how long clients waited")]
+
 use std::cell::Cell;
 use std::net::{IpAddr, Ipv4Addr, TcpStream};
 use std::process::{Command, Output};

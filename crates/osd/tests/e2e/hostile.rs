@@ -229,7 +229,7 @@ async fn requests_need_a_session_of_a_version_that_both_speak() {
 /// Opens sessions one after the other on one connection, more than the osd knows at a time.
 #[tokio::test]
 async fn a_connection_holds_the_place_of_one_session_however_many_it_opens() {
-    let node = Node::start_with(osd::OsdConfig { sessions: 4, ..Default::default() });
+    let node = Node::start_with(osd::OsdConfig { sessions: 8, ..Default::default() });
     let _object = node.object().await;
     let mut raw = Raw::connect(&node.endpoint, None).await;
     for seq in 1..=20 {
