@@ -150,6 +150,7 @@ async fn starve() {
     let many = SessionConfig { max_descriptors: Some(100_000), max_handshakes: 10_000, ..config() };
     let mut listener = listen(many).await;
     let admissions = listener.admissions();
+    #[allow(clippy::explicit_write, reason = "the test harness keeps what println! prints")]
     let say = |what: String| writeln!(std::io::stdout(), "{what}").unwrap();
     say(format!("endpoint={}", listener.endpoint()));
     let mut kept = Vec::new();
