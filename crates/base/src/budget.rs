@@ -1,4 +1,4 @@
-//! Who may hold how many of the scarce places: in a handshake, of sessions, of descriptors.
+//! Divides scarce places (handshakes, sessions, descriptors) fairly between peer addresses.
 //!
 //! A [`Budget`] divides a fixed number of places between peer addresses. While places are free, an address may hold any
 //! number of them. When all places are taken, a newcomer gets the place of another holder:

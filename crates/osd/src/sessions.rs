@@ -97,7 +97,7 @@ impl Sessions {
         Ok(Opened { id, reclaimed })
     }
 
-    /// A request of the session came: it is not its turn to lose its place.
+    /// Marks the session as active, so that it is reclaimed last.
     pub(crate) fn heard(&mut self, session: SessionId) {
         self.places.heard(session, Instant::now().into_std());
     }

@@ -231,3 +231,39 @@ fn nodes_that_choose_a_port_at_the_same_time_have_one_each_and_keep_it() {
     }
     assert_eq!(text(&places[2].node()).contains("listen"), port(&endpoints[2]) != 7400);
 }
+
+/// The directory has an owner all the time, also while the node goes over to the background.
+#[test]
+fn two_first_ups_in_one_directory_make_one_node() {
+    let up = ["up", "--detach", "--targets", "2", "--target-size", "32MiB", "--placement", "host"];
+    let up = [&up[..], &["--listen", "127.0.0.1:0"]].concat();
+    for round in 0..4 {
+        let place = Place::new();
+        let start = || {
+            let mut command = place.command(&up);
+            command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+        };
+        let outputs = [start(), start()].map(|child| child.wait_with_output().unwrap());
+        let (won, lost): (Vec<_>, Vec<_>) = outputs.iter().partition(|output| output.status.success());
+        let all = || outputs.iter().map(said).collect::<String>();
+        assert_eq!((won.len(), lost.len()), (1, 1), "round {round}: {}", all());
+        assert!(said(lost[0]).contains("a node is running"), "round {round}: {}", all());
+        assert_eq!(place.status()["problems"], Value::Array(vec![]), "round {round}");
+        place.ok(&["pool", "create", "p"]);
+    }
+}
+
+/// The targets are complete by then, and no client has been served.
+#[test]
+fn a_first_up_whose_last_role_fails_makes_no_node() {
+    let place = Place::new();
+    for placement in ["dpu", "host"] {
+        let up = ["up", "--detach", "--targets", "2", "--target-size", "32MiB", "--listen", "127.0.0.1:0"];
+        let mut command = place.command(&[&up[..], &["--placement", placement]].concat());
+        let output = command.env("OUTBOARD_NETWORK_STACKS", "ofi:verbs@192.0.2.1:0").output().unwrap();
+        let said = said(&output);
+        assert!(!output.status.success() && said.contains("does not start"), "{placement}: {said}");
+        assert!(!place.has("outboard.toml") && !place.has("targets/0.img"), "{placement}: {said}");
+    }
+    place.makes_another("after a role that failed");
+}

@@ -78,7 +78,7 @@ pub fn run(args: FsckArgs, node: &NodeArgs) -> Result<()> {
         ));
     }
     let advice = if args.repair {
-        "do what the list says of each object; restore those with checksum mismatches from copies, or remove them"
+        "follow the advice beside each object; restore objects with checksum mismatches from copies, or remove them"
     } else {
         "repair what can be with --repair"
     };

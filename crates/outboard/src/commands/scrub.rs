@@ -72,7 +72,7 @@ pub fn run(args: ScrubArgs, node: &NodeArgs) -> Result<()> {
         }
         None if wrong_size > 0 => {
             format!(
-                "the data of {wrong_size} objects has not the recorded size; the node's log names them, {advice}"
+                "{wrong_size} objects have data of another size than recorded; the node's log names them, {advice}"
             )
         }
         None => return Ok(()),

@@ -13,14 +13,14 @@ use crate::cli::NodeArgs;
 use crate::failure::{Doing, Failure, Result};
 use crate::node::announce::{Announcement, MAX_ANNOUNCEMENT, Ready};
 use crate::node::config::{self, Config, Placement};
-use crate::node::dir::{NodeDir, STORE_SOCKET, replace_file};
+use crate::node::dir::{DirLock, NodeDir, STORE_SOCKET, replace_file};
 use crate::node::keeper::RoleSpec;
 use crate::node::making::{self, Making};
 use crate::node::plan::{Chosen, Plan, nth_port};
 use crate::node::port::{self, PortClaim};
 use crate::node::role::{self, StopSignals};
 use crate::node::state::{NodeState, Phase, Process, Role, Target};
-use crate::node::supervise::Supervisor;
+use crate::node::supervise::{SuperviseError, Supervisor};
 use crate::node::targets::KnownTarget;
 use crate::node::units::ByteSize;
 use crate::node::{locate, logging, metrics, targets};
@@ -81,7 +81,11 @@ pub fn run(args: UpArgs, node: &NodeArgs) -> Result<()> {
         Plan::new(&root, &chosen(&args), env).doing(&doing)?;
     }
     let dir = NodeDir::create(&root).doing(&doing)?;
-    let lock = dir.lock().doing(&doing)?;
+    let lock = match args.background {
+        None => dir.lock(),
+        Some(_) => dir.take_lock(),
+    }
+    .doing(&doing)?;
     wait_for_predecessors(&dir, &doing)?;
     let claim = match args.background {
         None => prepare(&dir, &args, &doing)?,
@@ -89,8 +93,7 @@ pub fn run(args: UpArgs, node: &NodeArgs) -> Result<()> {
     };
     let config = configure(&dir, &args, &doing)?;
     if args.detach {
-        drop(lock);
-        return detach(&dir, &args, claim.as_ref(), &doing);
+        return detach(&dir, &args, lock, claim.as_ref(), &doing);
     }
     // Of a node that has been there before: nobody takes its port while its osd restarts.
     let claim = claim.or_else(|| PortClaim::of(&config.listen));
@@ -200,7 +203,7 @@ fn chosen(args: &UpArgs) -> Chosen {
 }
 
 /// Starts the node in a process of its own and waits until clients can connect.
-fn detach(dir: &NodeDir, args: &UpArgs, claim: Option<&PortClaim>, doing: &str) -> Result<()> {
+fn detach(dir: &NodeDir, args: &UpArgs, lock: DirLock, claim: Option<&PortClaim>, doing: &str) -> Result<()> {
     if let Some(claim) = claim {
         claim.hand_down().doing(doing)?;
     }
@@ -215,9 +218,11 @@ fn detach(dir: &NodeDir, args: &UpArgs, claim: Option<&PortClaim>, doing: &str) 
     if let Some(listen) = &args.listen {
         command.args(["--listen", listen]);
     }
-    command.current_dir(dir.path()).stdin(Stdio::null()).stdout(Stdio::piped());
+    command.current_dir(dir.path()).stdin(lock.hand_down()).stdout(Stdio::piped());
     command.stderr(logging::open_file(&log, config.log.max_size).doing(doing)?);
     let mut child = command.spawn().doing(doing)?;
+    // The lock goes with its last holder: from here on that is the child.
+    drop(command);
     let mut line = String::new();
     if let Some(out) = child.stdout.take() {
         BufReader::new(out.take(MAX_ANNOUNCEMENT)).read_line(&mut line).doing(doing)?;
@@ -270,8 +275,13 @@ fn serve(dir: &NodeDir, config: &Config, background: bool) -> std::result::Resul
         let mut supervisor = Supervisor::new(dir.clone(), state, config.supervise, signals);
         supervisor.start(roles).await.map_err(|e| e.to_string())?;
         // Once the last role runs, clients may have stored something.
-        making::finish(dir).map_err(|e| e.to_string())?;
-        supervisor.start(vec![serving]).await.map_err(|e| e.to_string())?;
+        let making = making::finish(dir).map_err(|e| e.to_string())?;
+        if let Err(e) = supervisor.start(vec![serving]).await {
+            if let (Some(making), SuperviseError::RoleFailed { is_announced: true, .. }) = (making, &e) {
+                making.resume(dir).map_err(|e| e.to_string())?;
+            }
+            return Err(e.to_string());
+        }
         if background {
             role::outlive_caller().map_err(|e| e.to_string())?;
         }

@@ -13,9 +13,11 @@
 //! ```
 
 use std::fs::{File, OpenOptions};
-use std::io::{self, Read, Write};
-use std::os::unix::fs::DirBuilderExt;
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::os::fd::AsFd;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::process::Stdio;
 
 use rustix::fs::FlockOperation;
 
@@ -69,7 +71,25 @@ pub struct NodeDir {
 /// The exclusive ownership of a node's directory, until it is dropped or the process ends.
 #[derive(Debug)]
 pub struct DirLock {
-    _file: File,
+    file: File,
+}
+
+impl DirLock {
+    /// The lock as the standard input of a process that is about to be started: that process takes
+    /// it with [`NodeDir::take_lock`], and there is no moment in which the directory has no owner.
+    pub fn hand_down(self) -> Stdio {
+        self.file.into()
+    }
+
+    /// Writes down who the owner is.
+    fn sign(mut self, path: &Path) -> Result<DirLock, DirError> {
+        self.file
+            .set_len(0)
+            .and_then(|()| self.file.seek(SeekFrom::Start(0)))
+            .and_then(|_| self.file.write_all(std::process::id().to_string().as_bytes()))
+            .map_err(io_error("write", path))?;
+        Ok(self)
+    }
 }
 
 impl NodeDir {
@@ -162,10 +182,24 @@ impl NodeDir {
             }
             Err(e) => return Err(io_error("lock", &path)(e.into())),
         }
-        file.set_len(0)
-            .and_then(|()| file.write_all(std::process::id().to_string().as_bytes()))
-            .map_err(io_error("write", &path))?;
-        Ok(DirLock { _file: file })
+        DirLock { file }.sign(&path)
+    }
+
+    /// Becomes the owner of the directory by the lock that the caller [has handed
+    /// down](DirLock::hand_down); as [`lock`](NodeDir::lock) if it has not.
+    ///
+    /// # Errors
+    /// As [`lock`](NodeDir::lock).
+    pub fn take_lock(&self) -> Result<DirLock, DirError> {
+        let path = self.lock_path();
+        let given = std::io::stdin().as_fd().try_clone_to_owned().map(File::from);
+        let of = |file: &File| file.metadata().map(|m| (m.dev(), m.ino()));
+        match given {
+            Ok(file) if File::open(&path).and_then(|at| Ok(of(&at)? == of(&file)?)).unwrap_or(false) => {
+                DirLock { file }.sign(&path)
+            }
+            _ => self.lock(),
+        }
     }
 
     /// The supervisor that owns the directory, if one does.

@@ -69,6 +69,8 @@ pub enum RoleEvent {
     Died {
         /// How.
         reason: String,
+        /// It said itself that it cannot do its work. So it has served no client.
+        is_announced: bool,
         /// The pause.
         pause: Duration,
     },
@@ -105,7 +107,7 @@ pub struct Keeper {
 /// How a process ended.
 enum End {
     Asked,
-    Died { reason: String, ready_for: Duration },
+    Died { reason: String, ready_for: Duration, is_announced: bool },
 }
 
 impl Keeper {
@@ -125,9 +127,12 @@ impl Keeper {
         while *self.goal.borrow() == Goal::Run {
             let end = match self.start() {
                 Ok(child) => self.attend(child).await,
-                Err(e) => End::Died { reason: format!("cannot be started: {e}"), ready_for: Duration::ZERO },
+                Err(e) => {
+                    let reason = format!("cannot be started: {e}");
+                    End::Died { reason, ready_for: Duration::ZERO, is_announced: true }
+                }
             };
-            let End::Died { reason, ready_for } = end else { break };
+            let End::Died { reason, ready_for, is_announced } = end else { break };
             if ready_for >= self.policy.steady_after.0 {
                 pause = self.policy.backoff_min.0;
             }
@@ -135,7 +140,7 @@ impl Keeper {
                 // Another process may have taken the port that the system chose for the metrics.
                 self.metrics = None;
             }
-            self.tell(RoleEvent::Died { reason, pause }).await;
+            self.tell(RoleEvent::Died { reason, is_announced, pause }).await;
             tokio::select! {
                 () = sleep(pause) => {}
                 () = no_longer_run(&mut self.goal) => {}
@@ -184,7 +189,7 @@ impl Keeper {
             () = awake_for(ready_timeout.0) => First::Nothing,
             () = no_longer_run(&mut self.goal) => return self.stop(child, pid).await,
         };
-        let mut why = None;
+        let (mut why, mut is_announced) = (None, false);
         let mut ready_since = None;
         let mut loops = Vec::new();
         match first {
@@ -194,7 +199,7 @@ impl Keeper {
                 ready_since = Some(Instant::now());
                 self.tell(RoleEvent::Ready(ready)).await;
             }
-            First::Failed(reason) => why = Some(reason),
+            First::Failed(reason) => (why, is_announced) = (Some(reason), true),
             First::Nothing => {
                 why = Some(format!("not ready after {ready_timeout}"));
                 let _ = child.start_kill();
@@ -207,7 +212,7 @@ impl Keeper {
             status = child.wait() => {
                 let reason = why.unwrap_or_else(|| status.map_or_else(|e| e.to_string(), describe));
                 let ready_for = ready_since.map_or(Duration::ZERO, |at| at.elapsed());
-                End::Died { reason, ready_for }
+                End::Died { reason, ready_for, is_announced }
             }
             reason = hang(&mut said, &loops, &policy, pid), if ready_since.is_some() => {
                 let ready_for = ready_since.map_or(Duration::ZERO, |at| at.elapsed());
@@ -224,7 +229,7 @@ impl Keeper {
             tracing::error!(role = self.spec.role.as_str(), "cannot be killed: {e}");
         }
         tokio::select! {
-            _ = child.wait() => End::Died { reason, ready_for },
+            _ = child.wait() => End::Died { reason, ready_for, is_announced: false },
             () = no_longer_run(&mut self.goal) => {
                 // Nothing can be asked of it; the kernel ends it as soon as it can.
                 let _ = child.wait().await;

@@ -74,8 +74,7 @@ impl Making {
             config: text.to_owned(),
             files: config.targets.iter().filter(is_new).map(new_file).collect(),
         };
-        let record = serde_json::to_string_pretty(&making).expect("plain data has a JSON form");
-        replace_file(&dir.making(), &record)?;
+        replace_file(&dir.making(), &making.text())?;
         for (n, target) in config.targets.iter().enumerate() {
             let label = format!("making target {} of {}", n + 1, config.targets.len());
             let path = dir.path().join(target);
@@ -85,6 +84,18 @@ impl Making {
             }
         }
         Ok(replace_file(&dir.config(), text)?)
+    }
+
+    /// Takes back the [end](finish) of the making: no client has been served after all.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn resume(&self, dir: &NodeDir) -> Result<(), DirError> {
+        replace_file(&dir.making(), &self.text())
+    }
+
+    fn text(&self) -> String {
+        serde_json::to_string_pretty(self).expect("plain data has a JSON form")
     }
 
     /// The record of the node in `dir`, if its making has not ended.
@@ -126,12 +137,15 @@ pub fn undo(dir: &NodeDir) -> Result<bool, MakingError> {
     Ok(true)
 }
 
-/// Ends the making of the node in `dir`: from here on clients may store something.
+/// Ends the making of the node in `dir`: from here on clients may store something. Returns the
+/// record, if this was the node's first start.
 ///
 /// # Errors
 /// The system's.
-pub fn finish(dir: &NodeDir) -> Result<(), DirError> {
-    remove_file(&dir.making())
+pub fn finish(dir: &NodeDir) -> Result<Option<Making>, MakingError> {
+    let making = Making::load(dir)?;
+    remove_file(&dir.making())?;
+    Ok(making)
 }
 
 /// The directory in which a file is to be made, if that directory can be written.

@@ -1,5 +1,4 @@
-//! What a first `up` is about to make, and all that can be known beforehand to go wrong with it.
-//! Nothing is written here.
+//! Plans a first `up` and checks its preconditions. Nothing is written here.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;

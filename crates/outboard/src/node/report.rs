@@ -196,7 +196,10 @@ impl ConnectionReport {
     fn text(&self) -> String {
         let all = [("reclaimed", &self.reclaimed), ("refused", &self.refused)];
         let counts = all.into_iter().map(|(what, by)| (by.values().sum::<u64>(), what));
-        counts.filter(|(count, _)| *count > 0).map(|(count, what)| format!(", {count} {what}")).collect()
+        counts
+            .filter(|(count, _)| *count > 0)
+            .map(|(count, what)| format!("; {count} connections {what}"))
+            .collect()
     }
 }
 

@@ -20,6 +20,8 @@ pub enum SuperviseError {
         role: Role,
         /// Why.
         reason: String,
+        /// It said so itself, before it served any client.
+        is_announced: bool,
         /// Where it says more.
         log: std::path::PathBuf,
     },
@@ -89,8 +91,8 @@ impl Supervisor {
             self.note(from, &event)?;
             match event {
                 RoleEvent::Ready(_) if from == role => return Ok(()),
-                RoleEvent::Died { reason, .. } if from == role => {
-                    return Err(SuperviseError::RoleFailed { role, reason, log });
+                RoleEvent::Died { reason, is_announced, .. } if from == role => {
+                    return Err(SuperviseError::RoleFailed { role, reason, is_announced, log });
                 }
                 _ => {}
             }
@@ -171,7 +173,7 @@ impl Supervisor {
                 process.last_exit = Some(reason.clone());
                 tracing::error!(role = role.as_str(), pid = process.pid, "{reason}; it is killed");
             }
-            RoleEvent::Died { reason, pause } => {
+            RoleEvent::Died { reason, pause, .. } => {
                 process.phase = Phase::Waiting;
                 process.last_exit = Some(reason.clone());
                 tracing::error!(role = role.as_str(), pause_ms = pause.as_millis() as u64, "died: {reason}");
@@ -342,7 +344,7 @@ mod tests {
         while pauses.len() < 4 {
             let (role, event) = s.events.recv().await.unwrap();
             s.note(role, &event).unwrap();
-            if let RoleEvent::Died { pause, reason } = event {
+            if let RoleEvent::Died { pause, reason, .. } = event {
                 assert_eq!(reason, "ended with status 3");
                 pauses.push(pause.as_millis());
             }
