@@ -57,7 +57,7 @@ impl Error {
             Error::TimedOut(_)
                 | Error::OutcomeUnknown(_)
                 | Error::Closed
-                | Error::Node(proto::Error::RequestExpired)
+                | Error::Node(proto::Error::RequestExpired | proto::Error::OutcomeUnknown(_))
         )
     }
 

@@ -93,7 +93,7 @@ impl Change<'_> {
                 Ok(done) => return Ok(done),
                 // An earlier attempt may have taken effect: only its result may say otherwise.
                 Err(Fail::Refused(e)) if progress.unsure && e != Error::RequestExpired => {
-                    return Err(unavailable(e.to_string()));
+                    return Err(Error::OutcomeUnknown(e.to_string()));
                 }
                 // The store names the object by its id in the store.
                 Err(Fail::Refused(Error::NoSuchObject(_))) => {

@@ -150,6 +150,9 @@ pub enum Error {
         /// What is wrong with it.
         why: String,
     },
+    /// An attempt at the change may have taken effect, and its result cannot be read now.
+    #[error("whether the change took effect is unknown: {0}; look at the object, then decide")]
+    OutcomeUnknown(String),
 }
 
 impl Error {
