@@ -159,6 +159,18 @@ impl Target {
         });
     }
 
+    /// Asks the target something, and takes note if it fails; whether it does.
+    pub(crate) async fn fails(&self) -> bool {
+        match self.ask_something().await {
+            Ok(()) => false,
+            Err(StoreError::Disconnected(_)) => true,
+            Err(e) => {
+                self.fail(&e);
+                true
+            }
+        }
+    }
+
     /// Asks what is little work: an empty transaction, which becomes durable all the same, and a look at the map.
     async fn ask_something(&self) -> store::Result<()> {
         let (cid, oid) = (ids::node_collection(), ids::map_object());

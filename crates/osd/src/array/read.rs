@@ -249,9 +249,13 @@ impl Group {
         let aligned = range.start..range.start + len;
         let mut links = self.live_links(session, oid);
         links[shard] = None;
+        let mut unreadable = Vec::new();
         loop {
             let present: Vec<usize> = (0..links.len()).filter(|&i| links[i].is_some()).collect();
-            let sources = self.coder.sources(&present, shard)?;
+            let sources = match self.coder.sources(&present, shard) {
+                Ok(sources) => sources,
+                Err(e) => return Err(self.unless_failing(&unreadable, e).await),
+            };
             let from: Vec<Link> = sources.iter().filter_map(|&source| links[source].clone()).collect();
             let reads = sources
                 .iter()
@@ -262,6 +266,9 @@ impl Group {
                 match read {
                     Ok(read) => bytes.push(self.filled(read.bytes, len)),
                     Err(e) => {
+                        if matches!(e, StoreError::Io(_)) {
+                            unreadable.push(link.clone());
+                        }
                         self.lost(source, oid, link, e)?;
                         links[source] = None;
                     }
@@ -274,6 +281,18 @@ impl Group {
                 return Ok(ShardRead { bytes, checksums });
             }
         }
+    }
+
+    /// The error that too few shards of an object can be read, or one that passes if that is so
+    /// because a whole target fails, rather than blocks of it.
+    async fn unless_failing(&self, unreadable: &[Link], e: StoreError) -> StoreError {
+        for link in unreadable {
+            let fails = tokio::time::timeout(self.member_timeout, link.target.fails());
+            if fails.await.unwrap_or(true) {
+                return StoreError::Disconnected(format!("{e}; target {} fails", link.target.uuid));
+            }
+        }
+        e
     }
 
     /// Bytes, filled up with zeros.
