@@ -341,17 +341,21 @@ impl Group {
         oid: &ObjectId,
         question: impl AsyncFn(&Link) -> store::Result<T>,
     ) -> store::Result<T> {
-        let mut failures = Vec::new();
+        let (mut failures, mut unreadable) = (Vec::new(), Vec::new());
         for link in links.iter().flatten() {
             match self.answer(link, question(link)).await {
                 Err(e @ (StoreError::Io(_) | StoreError::Corrupt { .. })) => {
                     tracing::warn!(%oid, target_uuid = %link.target.uuid, error = %e, "another member is asked");
                     failures.push(e.to_string());
+                    if matches!(e, StoreError::Io(_)) {
+                        unreadable.push(link.clone());
+                    }
                 }
                 outcome => return link.still().and(outcome),
             }
         }
-        Err(StoreError::TooFewTargets { there: 0, needed: 1, detail: failures.join("; ") })
+        let e = StoreError::TooFewTargets { there: 0, needed: 1, detail: failures.join("; ") };
+        Err(self.unless_failing(&unreadable, e).await)
     }
 
     /// A question about an object's metadata, in the session of that number.
