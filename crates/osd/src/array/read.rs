@@ -284,11 +284,11 @@ impl Group {
     }
 
     /// The error that too few shards of an object can be read, or one that passes if that is so
-    /// because a whole target fails, rather than blocks of it.
+    /// because a whole target fails, rather than blocks of it, and is tried again.
     async fn unless_failing(&self, unreadable: &[Link], e: StoreError) -> StoreError {
         for link in unreadable {
             let fails = tokio::time::timeout(self.member_timeout, link.target.fails());
-            if fails.await.unwrap_or(true) {
+            if fails.await.unwrap_or(true) && link.target.is_hopeful() {
                 return StoreError::Disconnected(format!("{e}; target {} fails", link.target.uuid));
             }
         }
@@ -355,6 +355,10 @@ impl Group {
             }
         }
         let e = StoreError::TooFewTargets { there: 0, needed: 1, detail: failures.join("; ") };
+        // Of a single one another member is asked next.
+        if unreadable.len() < 2 {
+            return Err(e);
+        }
         Err(self.unless_failing(&unreadable, e).await)
     }
 
