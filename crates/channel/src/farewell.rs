@@ -1,12 +1,12 @@
-//! How a region or a peer ends: after everything that was posted before, in whichever queue.
+//! Ends a region or a peer after everything that was posted before, in every queue.
 //!
 //! Something that ends is shared among all queues of an engine. Each queue is in order, so by the time that a share comes
 //! out of its queue, the chains before it have been taken up. The thread that takes out the last share ends the thing.
 
 use std::sync::Arc;
 
-/// Shares `what` among `queues` queues; `send` puts a share into a queue. [`Arc::into_inner`] gives `what` to whoever takes
-/// the last share out of its queue.
+/// Shares `what` among `queues` queues; `send` puts a share into a queue. [`Arc::into_inner`] gives `what` to the
+/// thread that takes the last share out of its queue.
 ///
 /// The queues hold all references. With one more, kept by the sender until it has sent every share, a thread that empties
 /// the queues faster than the sender goes on would not find any share to be the last, and `what` would never end.

@@ -944,7 +944,7 @@ async fn objects_that_were_cut_short_are_found_and_repaired() {
 
         let rig = drives.rig(text, Placement::Host);
         cut_short(&rig, "short", 16_384).await;
-        // More is missing than the last block: nobody knows what that was.
+        // More is missing than the last block, so the missing bytes are not known.
         cut_short(&rig, "lost", 0).await;
         rig.close().await;
         let problems = drives.problems();

@@ -56,7 +56,7 @@ where
     thread.join().unwrap_or_else(|_| Err(Failure::new("running the client", "it panicked; this is a bug")))
 }
 
-/// Connects to the node. While its osd restarts nobody can: that is waited for, as long as the node itself is up.
+/// Connects to the node. Waits while the osd restarts, as long as the node itself is up.
 async fn connect(node: &NodeArgs, options: &Options) -> Result<Client> {
     let began = Instant::now();
     let patience = if node.endpoint.is_some() { ENDPOINT_PATIENCE } else { PATIENCE };
