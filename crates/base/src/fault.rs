@@ -42,6 +42,8 @@ pub enum Site {
     OsdReply,
     /// One piece of erasure coding on the DPU.
     EcOffload,
+    /// A write to a target's drive, or a flush.
+    DriveWrite,
 }
 
 /// What happens there.
@@ -60,7 +62,7 @@ pub enum Action {
 }
 
 /// Sites, their names, and what can happen there.
-const SITES: [(Site, &str, &[&str]); 8] = [
+const SITES: [(Site, &str, &[&str]); 9] = [
     (Site::DmaTransfer, "dma.transfer", &["fail", "stall", "corrupt"]),
     (Site::DmaDoorbell, "dma.doorbell", &["drop"]),
     (Site::DmaDevice, "dma.device", &["fail"]),
@@ -69,6 +71,7 @@ const SITES: [(Site, &str, &[&str]); 8] = [
     (Site::StoreCall, "store.call", &["kill"]),
     (Site::OsdReply, "osd.reply", &["kill"]),
     (Site::EcOffload, "ec.offload", &["fail", "stall"]),
+    (Site::DriveWrite, "drive.write", &["fail"]),
 ];
 
 impl Site {
@@ -113,7 +116,7 @@ pub struct Fault {
 /// Why a fault cannot be armed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{what}; a fault is SITE=ACTION[,after=N][,count=N][,probability=P][,late=TIMEms][,seed=N], with dma.transfer=fail|stall|corrupt, dma.doorbell=drop, dma.device=fail, store.doorbell=drop, store.device=fail, store.call=kill, osd.reply=kill, ec.offload=fail|stall"
+    "{what}; a fault is SITE=ACTION[,after=N][,count=N][,probability=P][,late=TIMEms][,seed=N], with dma.transfer=fail|stall|corrupt, dma.doorbell=drop, dma.device=fail, store.doorbell=drop, store.device=fail, store.call=kill, osd.reply=kill, ec.offload=fail|stall, drive.write=fail"
 )]
 pub struct FaultError {
     what: String,

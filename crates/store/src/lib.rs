@@ -23,6 +23,7 @@ pub mod simulation {
 #[doc(hidden)]
 pub mod fuzz;
 mod mem_store;
+mod remount;
 mod stage;
 pub mod stripes;
 mod transaction;
@@ -32,6 +33,7 @@ pub use api::{ObjectStore, Page, ReadData, StageId, Stat, StatFs};
 pub use block::{BlockStore, Driver, FsckReport, Inspect, MkfsOptions, MountOptions, Problem, fsck};
 pub use error::{Area, Result, StoreError};
 pub use mem_store::MemStore;
+pub use remount::RemountedStore;
 pub use transaction::{
     CollectionId, MAX_CLONE_RANGE, MAX_COLLECTION_ID, MAX_OBJECT_ID, MAX_OBJECT_SIZE, MAX_OMAP_KEY,
     MAX_OMAP_VALUE, MAX_READ, MAX_XATTRS, ObjectId, Op, Transaction, WriteSource,

@@ -63,6 +63,7 @@ pub fn run(command: DebugCommand, node: &NodeArgs) -> Result<()> {
         DebugCommand::Fault { fault } => {
             let role = match fault.site {
                 Site::StoreDoorbell | Site::StoreDevice | Site::StoreCall => Role::Store,
+                Site::DriveWrite => drives(node)?,
                 Site::DmaTransfer
                 | Site::DmaDoorbell
                 | Site::DmaDevice
@@ -93,6 +94,11 @@ pub fn run(command: DebugCommand, node: &NodeArgs) -> Result<()> {
             Ok(())
         }
     }
+}
+
+/// The role that has the drives: the osd in `host` placement.
+fn drives(node: &NodeArgs) -> Result<Role> {
+    Ok(if socket(Role::Store, node)?.exists() { Role::Store } else { Role::Osd })
 }
 
 /// The debug socket of a role.

@@ -1,13 +1,15 @@
 //! `outboard osd`: the role that handles requests.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use base::thread::ThreadClass;
 use clap::Args;
+use store::{BlockStore, MountOptions, RemountedStore};
 use tokio::sync::oneshot;
 use tokio::task::LocalSet;
+use uuid::Uuid;
 
 use crate::cli::NodeArgs;
 use crate::failure::{Doing, Failure, Result};
@@ -16,11 +18,12 @@ use crate::node::coding;
 use crate::node::config::Config;
 use crate::node::cpus::{Cpus, Side};
 use crate::node::debug::Controls;
+use crate::node::remount;
 use crate::node::request_side::{self, Stores};
 use crate::node::role::{self, RoleArgs, RoleProcess, StopSignals};
 use crate::node::state::Role;
 use crate::node::store_address::StoreAddress;
-use crate::node::targets::{self, KnownTarget, Mounted};
+use crate::node::targets::{self, KnownTarget};
 use crate::node::watchdog::Heartbeat;
 
 /// The thread that handles requests.
@@ -61,8 +64,12 @@ pub fn run(args: OsdArgs, _node: &NodeArgs) -> Result<()> {
 
 async fn serve(process: RoleProcess, args: &OsdArgs) -> Result<()> {
     let mut signals = StopSignals::catch()?;
-    let mounted =
-        targets::mount(&args.targets, &args.known_targets, &process.config).doing("mounting targets")?;
+    let faults = process.controls.faults().clone();
+    let config = process.config.clone();
+    let mut mounted =
+        targets::mount(&args.targets, &args.known_targets, &config, &faults).doing("mounting targets")?;
+    let offered: Vec<(Uuid, Arc<RemountedStore>)> =
+        mounted.iter().map(|m| (m.uuid, Arc::new(RemountedStore::new(m.object_store())))).collect();
     let stores = match &args.store_socket {
         Some(address) => {
             address
@@ -77,7 +84,8 @@ async fn serve(process: RoleProcess, args: &OsdArgs) -> Result<()> {
                 .doing("starting the emulated accelerator")?;
             let engines =
                 coding::engines(&process.config, accelerator, faults).doing("starting the coding engines")?;
-            Stores::Here(mounted.iter().map(Mounted::offered).collect(), engines)
+            let targets = offered.iter().map(|(uuid, store)| (*uuid, Arc::clone(store) as _)).collect();
+            Stores::Here(targets, engines)
         }
     };
     let listen = args.listen.clone().unwrap_or_else(|| process.config.listen.clone());
@@ -92,11 +100,19 @@ async fn serve(process: RoleProcess, args: &OsdArgs) -> Result<()> {
         loops: vec![EVENT_LOOP.to_owned()],
         ..ready
     });
+    let mount = |path: &Path, options: &MountOptions| Ok((BlockStore::mount(path, options)?, ()));
+    let replace = |uuid, store: Arc<BlockStore>, ()| {
+        let target = offered.iter().find(|(offered, _)| *offered == uuid);
+        if let Some((_, target)) = target {
+            target.replace(store);
+        }
+    };
     tokio::select! {
         ended = &mut shard.ended => {
             return ended.unwrap_or_else(|_| Err(ended_unasked())).and(Err(ended_unasked()));
         }
         () = signals.next() => {}
+        never = remount::keep_mounted(&mut mounted, &config, &faults, mount, replace) => match never {},
     }
     role::stopping();
     shard.stop();

@@ -1,12 +1,15 @@
 //! `outboard store`: the role that owns the targets.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use channel::ofi::OfiHostOptions;
 use channel::{Layout, MemoryOptions};
 use clap::Args;
 use proxy::{Server, ServerOptions};
+use store::BlockStore;
+use uuid::Uuid;
 
 use crate::cli::NodeArgs;
 use crate::failure::{Doing, Failure, Result};
@@ -14,6 +17,7 @@ use crate::node::announce::Ready;
 use crate::node::coding;
 use crate::node::config::Engine;
 use crate::node::cpus::Side;
+use crate::node::remount;
 use crate::node::role::{self, RoleArgs, RoleProcess, StopSignals};
 use crate::node::state::Role;
 use crate::node::store_address::StoreAddress;
@@ -61,8 +65,9 @@ async fn serve(process: RoleProcess, args: &StoreArgs) -> Result<()> {
         .doing("keeping to the CPUs of store.cpus")?;
     let engines =
         coding::engines(&process.config, accelerator, faults).doing("starting the coding engines")?;
-    let (mounted, drivers) = targets::mount_driven(&args.targets, &args.known_targets, &process.config)
-        .doing("mounting targets")?;
+    let (mut mounted, drivers) =
+        targets::mount_driven(&args.targets, &args.known_targets, &process.config, faults)
+            .doing("mounting targets")?;
     let listener = args.socket.listen().map_err(|e| {
         let why = format!("{e}; choose another address with --socket");
         Failure::new(format!("waiting for the osd at {}", args.socket), why)
@@ -98,7 +103,15 @@ async fn serve(process: RoleProcess, args: &StoreArgs) -> Result<()> {
         loops: vec![EVENT_LOOP.to_owned()],
         ..Ready::default()
     });
-    signals.next().await;
+    let replace = |uuid: Uuid, store: Arc<BlockStore>, driver| {
+        server.replace(uuid.as_u128(), store, Some(driver));
+    };
+    tokio::select! {
+        () = signals.next() => {}
+        never = remount::keep_mounted(&mut mounted, &process.config, faults, BlockStore::mount_driven, replace) => {
+            match never {}
+        }
+    }
     role::stopping();
     server.stop();
     targets::unmount(mounted).await.doing("unmounting targets")

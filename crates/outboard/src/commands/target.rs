@@ -111,7 +111,9 @@ pub fn trouble(target: &TargetStatus) -> Option<String> {
         (TargetState::Slow | TargetState::Failing, Some(ms)) => {
             format!("{why}; it is tried again in {:.1} s", ms as f64 / 1000.0)
         }
-        _ => format!("{why}; it is not tried again before its store is restarted or `outboard target in`"),
+        _ => format!(
+            "{why}; it is used again when its store has mounted it anew, or after `outboard target in`"
+        ),
     })
 }
 

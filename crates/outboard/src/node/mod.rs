@@ -18,6 +18,7 @@ pub mod making;
 pub mod metrics;
 pub mod plan;
 pub mod port;
+pub mod remount;
 pub mod report;
 pub mod request_side;
 pub mod role;

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 
+use base::fault::Faults;
 use store::{AbsentStore, BlockStore, Driver, MkfsOptions, MountOptions, ObjectStore, StoreError};
 use uuid::Uuid;
 
@@ -65,11 +66,6 @@ pub struct Mounted {
 }
 
 impl Mounted {
-    /// For an OSD.
-    pub fn offered(&self) -> (Uuid, Arc<dyn ObjectStore>) {
-        (self.uuid, self.object_store())
-    }
-
     /// As others see it.
     pub fn object_store(&self) -> Arc<dyn ObjectStore> {
         match &self.store {
@@ -233,8 +229,13 @@ impl FromStr for KnownTarget {
 ///
 /// # Errors
 /// None can be mounted, or one cannot that is not `known`; then none is.
-pub fn mount(paths: &[PathBuf], known: &[KnownTarget], config: &Config) -> Result<Vec<Mounted>, TargetError> {
-    mount_each(paths, known, config, BlockStore::mount, |store| (store, ())).map(|mounted| mounted.0)
+pub fn mount(
+    paths: &[PathBuf],
+    known: &[KnownTarget],
+    config: &Config,
+    faults: &Faults,
+) -> Result<Vec<Mounted>, TargetError> {
+    mount_each(paths, known, config, faults, BlockStore::mount, |store| (store, ())).map(|mounted| mounted.0)
 }
 
 /// Mounts targets, to be run by whoever gets their drivers. Blocks while their logs are replayed.
@@ -245,25 +246,34 @@ pub fn mount_driven(
     paths: &[PathBuf],
     known: &[KnownTarget],
     config: &Config,
+    faults: &Faults,
 ) -> Result<(Vec<Mounted>, Vec<Driver>), TargetError> {
-    mount_each(paths, known, config, BlockStore::mount_driven, |mounted| mounted)
+    mount_each(paths, known, config, faults, BlockStore::mount_driven, |mounted| mounted)
+}
+
+/// How target number `index` is mounted.
+pub fn mount_options(index: usize, config: &Config, faults: &Faults) -> MountOptions {
+    MountOptions {
+        expected_uuid: None,
+        index,
+        index_cache_bytes: config.store.index_cache.0 as usize,
+        metadata_cache_bytes: config.store.metadata_cache.0 as usize,
+        buffer_bytes: config.store.buffers.0 as usize,
+        faults: faults.clone(),
+        stages_after: 0,
+    }
 }
 
 fn mount_each<T, D>(
     paths: &[PathBuf],
     known: &[KnownTarget],
     config: &Config,
+    faults: &Faults,
     mount: impl Fn(&Path, &MountOptions) -> store::Result<T>,
     parts: impl Fn(T) -> (Arc<BlockStore>, D),
 ) -> Result<(Vec<Mounted>, Vec<D>), TargetError> {
     let mount = |(index, path): (usize, &PathBuf)| {
-        let options = MountOptions {
-            expected_uuid: None,
-            index,
-            index_cache_bytes: config.store.index_cache.0 as usize,
-            metadata_cache_bytes: config.store.metadata_cache.0 as usize,
-            buffer_bytes: config.store.buffers.0 as usize,
-        };
+        let options = mount_options(index, config, faults);
         let (store, driver) = parts(mount(path, &options)?);
         let uuid = store.uuid();
         tracing::info!(target_uuid = %uuid, path = %path.display(), "mounted");

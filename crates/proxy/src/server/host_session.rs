@@ -386,6 +386,8 @@ impl HostSession {
         self.counts.stages.store(0, Ordering::Relaxed);
         self.counts.leftover_calls.fetch_add(self.running.len(), Ordering::Relaxed);
         on_end();
+        // The osd need not wait for the stores to open the next session.
+        drop(self.control);
         while let Some(done) = self.running.next().await {
             self.counts.leftover_calls.fetch_sub(1, Ordering::Relaxed);
             if let Ok(Answer::Stage(id)) = done.outcome {

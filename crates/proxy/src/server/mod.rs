@@ -32,6 +32,7 @@ use channel::{
 use store::stripes::{EngineOptions, Engines};
 use store::{Driver, ObjectStore};
 use tokio::net::{TcpListener, UnixListener};
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::{Notify, watch};
 use tokio::task::LocalSet;
 
@@ -136,6 +137,9 @@ struct Counts {
 pub struct Server {
     counts: Arc<Counts>,
     stop: watch::Sender<bool>,
+    /// A session ends when they change, and the next one gets the new ones.
+    targets: watch::Sender<Arc<[Target]>>,
+    drivers: UnboundedSender<Driver>,
     /// Closed by the last one that serves.
     ended: Mutex<mpsc::Receiver<Infallible>>,
 }
@@ -182,7 +186,9 @@ impl Server {
             None => Arc::new(Engines::start(EngineOptions::default(), None)?),
         };
         let counts_of = Arc::clone(&counts);
-        let serving = Serving { targets: targets.into(), engines, options, counts: counts_of, serves };
+        let (targets, offered) = watch::channel(targets.into());
+        let (drive, more_drivers) = unbounded_channel();
+        let serving = Serving { targets: offered, engines, options, counts: counts_of, serves };
         // It ends by itself when nothing is left to do.
         spawn(ThreadClass::Channel, "0", move || {
             let local = LocalSet::new();
@@ -196,10 +202,28 @@ impl Server {
                     _ = stop_beside.wait_for(|stop| *stop) => {}
                 }
             });
+            local.spawn_local(drive_more(more_drivers));
             local.spawn_local(serving.run(listener, stopped));
             runtime.block_on(local);
         })?;
-        Ok(Server { counts, stop, ended: Mutex::new(ended) })
+        Ok(Server { counts, stop, targets, drivers: drive, ended: Mutex::new(ended) })
+    }
+
+    /// Serves another store under the UUID of a target, one that was mounted anew, and runs its driver as
+    /// [`serve_and_drive`](Self::serve_and_drive) does. Ends the session, so that the osd knows of it. Calls of that
+    /// session never reach the new store.
+    pub fn replace(&self, uuid: u128, store: Arc<dyn ObjectStore>, driver: Option<Driver>) {
+        if let Some(driver) = driver {
+            // The thread has ended only if it has panicked.
+            let _ = self.drivers.send(driver);
+        }
+        self.targets.send_modify(|targets| {
+            let renewed = |target: &Target| {
+                let store = if target.uuid == uuid { &store } else { &target.store };
+                Target { uuid: target.uuid, store: Arc::clone(store) }
+            };
+            *targets = targets.iter().map(renewed).collect();
+        });
     }
 
     /// How it stands.
@@ -225,6 +249,13 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         self.stop();
+    }
+}
+
+/// Runs drivers that come later, each in a task of its own.
+async fn drive_more(mut drivers: UnboundedReceiver<Driver>) {
+    while let Some(driver) = drivers.recv().await {
+        tokio::task::spawn_local(booked(ThreadClass::Store, driver.run()));
     }
 }
 
@@ -262,7 +293,7 @@ impl Accepting {
 }
 
 struct Serving {
-    targets: Arc<[Target]>,
+    targets: watch::Receiver<Arc<[Target]>>,
     engines: Arc<Engines>,
     options: ServerOptions,
     counts: Arc<Counts>,
@@ -380,8 +411,9 @@ impl Serving {
         offers: &Rc<Offers>,
         mut stopped: watch::Receiver<bool>,
     ) {
-        let (targets, options, counts) =
-            (Arc::clone(&self.targets), self.options.clone(), Arc::clone(&self.counts));
+        let mut offered = self.targets.clone();
+        let targets = Arc::clone(&offered.borrow_and_update());
+        let (options, counts) = (self.options.clone(), Arc::clone(&self.counts));
         let (faults, poll) = (options.faults.clone(), options.poll);
         let engines = Arc::clone(&self.engines);
         let (taken, offers, serves) = (Rc::clone(taken), Rc::clone(offers), self.serves.clone());
@@ -412,7 +444,12 @@ impl Serving {
             counts.connected.store(1, Ordering::Relaxed);
             let session =
                 HostSession::new(targets, engines, rings, control, Arc::clone(&counts), faults, poll);
-            let stop = async move { drop(stopped.wait_for(|stop| *stop).await) };
+            let stop = async move {
+                tokio::select! {
+                    _ = stopped.wait_for(|stop| *stop) => {}
+                    Ok(()) = offered.changed() => tracing::info!("session ends: a target was mounted anew"),
+                }
+            };
             booked(ThreadClass::Channel, session.run(stop, || drop(seat))).await;
         });
     }

@@ -508,6 +508,10 @@ impl Core {
 
     /// Ends the unmount when nothing is left to do.
     pub(crate) fn try_close(&mut self) {
+        if self.poisoned.is_some() {
+            // Its log is never flushed.
+            self.commits.frozen = None;
+        }
         if self.closing.is_none()
             || self.commits.checkpointing
             || self.commits.frozen.is_some()

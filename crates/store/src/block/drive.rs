@@ -8,6 +8,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use base::block::BLOCK_SIZE;
+use base::fault::{Action, Faults, Site};
 
 use rustix::fs::FlockOperation;
 
@@ -31,6 +32,7 @@ pub(crate) trait Drive: std::fmt::Debug + Send + Sync {
 pub(crate) struct FileDrive {
     file: File,
     size: u64,
+    faults: Faults,
 }
 
 impl FileDrive {
@@ -61,7 +63,21 @@ impl FileDrive {
             file.set_len(size)?;
         }
         let size = file.seek(SeekFrom::End(0))?;
-        Ok(FileDrive { file, size })
+        Ok(FileDrive { file, size, faults: Faults::default() })
+    }
+
+    /// The same drive, with what is to go wrong with it.
+    pub(crate) fn with_faults(mut self, faults: Faults) -> FileDrive {
+        self.faults = faults;
+        self
+    }
+
+    /// An occasion for a write, or a flush, to fail by an injected fault.
+    pub(crate) fn injected(&self) -> io::Result<()> {
+        match self.faults.hit(Site::DriveWrite) {
+            Some(Action::Fail) => Err(io::Error::from_raw_os_error(libc::EIO)),
+            _ => Ok(()),
+        }
     }
 
     /// Takes the rights to a target's file from everybody but its owner. Access to devices is the
@@ -143,6 +159,7 @@ impl Drive for FileDrive {
     }
 
     fn write_at(&self, offset: u64, data: &[u8]) -> io::Result<()> {
+        self.injected()?;
         if is_aligned(data) {
             return self.file.write_all_at(data, offset);
         }
@@ -153,6 +170,7 @@ impl Drive for FileDrive {
     }
 
     fn flush(&self) -> io::Result<()> {
+        self.injected()?;
         self.file.sync_data()
     }
 }

@@ -178,7 +178,17 @@ impl Driver {
     /// The drive cannot be used any more.
     fn fail(&mut self, error: &io::Error) {
         self.core.poison(&format!("I/O ring ({error})"));
+        self.tell_failure();
         self.mailbox.shared.abandoned.store(true, Ordering::SeqCst);
+    }
+
+    /// Says why the target refuses writes, if it does.
+    fn tell_failure(&self) {
+        if let Some(reason) = &self.core.poisoned {
+            let is_news =
+                |told: &mut Option<String>| told.is_none() && told.replace(reason.clone()).is_none();
+            self.mailbox.shared.failure.send_if_modified(is_news);
+        }
     }
 
     fn is_over(&self) -> bool {
@@ -229,6 +239,7 @@ impl Driver {
             self.core.advance();
         }
         shared.starved.store(self.core.is_starved(), Ordering::SeqCst);
+        self.tell_failure();
         self.hand_out()?;
         Ok(busy)
     }

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use base::mem::Arena;
 use crossbeam_queue::SegQueue;
+use tokio::sync::watch;
 
 use super::messages::{Command, Event, refuse};
 use super::uring::Waker;
@@ -32,6 +33,8 @@ pub(super) struct MailboxState {
     pub(super) abandoned: AtomicBool,
     /// Calls wait for space.
     pub(super) starved: AtomicBool,
+    /// Why the target refuses writes for good.
+    pub(super) failure: watch::Sender<Option<String>>,
 }
 
 impl Mailbox {

@@ -7,6 +7,7 @@ use std::thread::JoinHandle;
 
 use base::BoxFuture;
 use base::block::{BLOCK, Payload};
+use base::fault::Faults;
 use base::mem::{Arena, ArenaBuf};
 use base::thread::ThreadClass;
 use bytes::Bytes;
@@ -60,6 +61,10 @@ pub struct MountOptions {
     pub metadata_cache_bytes: usize,
     /// Memory for reads without a destination and for writes from unaligned memory, in bytes.
     pub buffer_bytes: usize,
+    /// What is to go wrong with the drive.
+    pub faults: Faults,
+    /// Stages have numbers above this one. A process that mounts the target again gives each mount numbers of its own.
+    pub stages_after: u64,
 }
 
 impl Default for MountOptions {
@@ -70,6 +75,8 @@ impl Default for MountOptions {
             index_cache_bytes: 32 << 20,
             metadata_cache_bytes: 16 << 20,
             buffer_bytes: 32 << 20,
+            faults: Faults::default(),
+            stages_after: 0,
         }
     }
 }
@@ -138,10 +145,11 @@ impl BlockStore {
     }
 
     fn prepare(path: &Path, options: &MountOptions) -> Result<(BlockStore, Driver)> {
-        let file = Arc::new(FileDrive::open(path, None)?);
+        let file = Arc::new(FileDrive::open(path, None)?.with_faults(options.faults.clone()));
         let drive: Arc<dyn Drive> = Arc::clone(&file) as Arc<dyn Drive>;
         let limits = Limits { cache_bytes: options.metadata_cache_bytes, buffer_bytes: options.buffer_bytes };
         let (core, index) = mount(&drive, options.expected_uuid, options.index_cache_bytes, &limits)?;
+        core.last_stage.store(options.stages_after, Ordering::Relaxed);
         file.make_private(path)?;
         let ring = Ring::new(file)?;
         let mailbox = Mailbox { shared: Arc::default(), waker: ring.waker() };
@@ -161,6 +169,18 @@ impl BlockStore {
     #[must_use]
     pub fn uuid(&self) -> Uuid {
         self.uuid
+    }
+
+    /// Resolves with the reason once a write or a flush has failed: the target refuses all writes until it is mounted
+    /// anew. Any thread.
+    pub fn failure(&self) -> impl Future<Output = String> + Send + 'static {
+        let mut failure = self.mailbox.shared.failure.subscribe();
+        async move {
+            match failure.wait_for(Option::is_some).await.as_deref() {
+                Ok(Some(reason)) => reason.clone(),
+                _ => "the target's thread has ended".to_owned(),
+            }
+        }
     }
 
     /// Where the target is.

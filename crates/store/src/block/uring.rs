@@ -109,13 +109,15 @@ pub(crate) struct Ring {
     /// Whether [`enable`](Self::enable) is due.
     disabled: bool,
     in_flight: HashMap<u64, InFlight>,
+    /// Requests that an injected fault has failed.
+    injected: Vec<IoDone>,
     /// Registered memory, by index of the kernel's table; `None` if the kernel has no such table.
     buffers: Option<Vec<Registered>>,
     /// Reads and writes by way of registered memory, and others.
     registered_io: metrics::Counter,
     unregistered_io: metrics::Counter,
     // Dropped last: the kernel may use it until the ring is gone.
-    _drive: Arc<FileDrive>,
+    drive: Arc<FileDrive>,
 }
 
 // SAFETY: the raw pointers in `in_flight` point into memory that its `Bytes` keep; the ring itself may move between
@@ -152,10 +154,11 @@ impl Ring {
             event_armed: false,
             disabled,
             in_flight: HashMap::new(),
+            injected: Vec::new(),
             buffers,
             registered_io: metrics::counter!("outboard_store_registered_io_total"),
             unregistered_io: metrics::counter!("outboard_store_unregistered_io_total"),
-            _drive: drive,
+            drive,
         })
     }
 
@@ -231,6 +234,12 @@ impl Ring {
     /// If the kernel takes no more requests.
     #[allow(unsafe_code)]
     pub(crate) fn submit(&mut self, request: IoRequest) -> io::Result<()> {
+        if !matches!(request.op, IoOp::Read(_))
+            && let Err(error) = self.drive.injected()
+        {
+            self.injected.push(IoDone { id: request.id, result: Err(error) });
+            return Ok(());
+        }
         let file = Fixed(0);
         let (mut state, offset, id) = match request.op {
             IoOp::Read(segment) => (InFlight::Read(segment), request.offset, request.id),
@@ -281,7 +290,7 @@ impl Ring {
     #[allow(unsafe_code)]
     pub(crate) fn wait(&mut self, timeout: Option<Duration>, ready: impl Fn() -> bool) -> io::Result<()> {
         self.waker.shared.asleep.store(true, Ordering::SeqCst);
-        if ready() || !self.ring.completion().is_empty() {
+        if ready() || self.has_completions() {
             self.waker.shared.asleep.store(false, Ordering::SeqCst);
             return self.ring.submit().map(drop);
         }
@@ -341,12 +350,12 @@ impl Ring {
 
     /// Whether [`completions`](Self::completions) has something.
     pub(crate) fn has_completions(&mut self) -> bool {
-        !self.ring.completion().is_empty()
+        !self.injected.is_empty() || !self.ring.completion().is_empty()
     }
 
     /// What has completed.
     pub(crate) fn completions(&mut self) -> Vec<IoDone> {
-        let mut done = Vec::new();
+        let mut done = std::mem::take(&mut self.injected);
         for entry in self.ring.completion() {
             if entry.user_data() == WAKE {
                 self.event_armed = io_uring::cqueue::more(entry.flags());

@@ -1,0 +1,90 @@
+//! Targets that have failed, or were absent at the start, are mounted anew by the role that owns them.
+//!
+//! A failed write or flush ends a mount: what memory has may not be on the drive. Mounting the target again replays its log,
+//! so that acknowledged changes are there. One target does not hold up another.
+
+use std::convert::Infallible;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use base::fault::Faults;
+use futures::future::join_all;
+use store::{AbsentStore, BlockStore, MountOptions, ObjectStore, RemountedStore};
+use tokio::time::Instant;
+use uuid::Uuid;
+
+use super::config::Config;
+use super::targets::{Mounted, mount_options};
+
+/// Pause before the first attempt. It doubles with each one.
+const PAUSE_MIN: Duration = Duration::from_secs(1);
+/// Longest pause: a drive that works again is used after that long, and the time that its log takes.
+const PAUSE_MAX: Duration = Duration::from_secs(8);
+/// A target that has worked for that long begins with the shortest pause again.
+const STEADY: Duration = Duration::from_secs(60);
+
+/// Mounts each of `targets` anew, by `mount`, whenever it is not mounted or its drive has failed, and tells `replace`.
+pub async fn keep_mounted<D: Send + 'static>(
+    targets: &mut [Mounted],
+    config: &Config,
+    faults: &Faults,
+    mount: impl Fn(&Path, &MountOptions) -> store::Result<(Arc<BlockStore>, D)> + Copy + Send + 'static,
+    replace: impl Fn(Uuid, Arc<BlockStore>, D),
+) -> Infallible {
+    let keeping = targets.iter_mut().enumerate().map(|(index, target)| {
+        let options =
+            MountOptions { expected_uuid: Some(target.uuid), ..mount_options(index, config, faults) };
+        keep(target, options, mount, &replace)
+    });
+    join_all(keeping).await;
+    std::future::pending().await
+}
+
+async fn keep<D: Send + 'static>(
+    target: &mut Mounted,
+    options: MountOptions,
+    mount: impl Fn(&Path, &MountOptions) -> store::Result<(Arc<BlockStore>, D)> + Copy + Send + 'static,
+    replace: &impl Fn(Uuid, Arc<BlockStore>, D),
+) -> Infallible {
+    let (mut pause, mut since, mut session) = (PAUSE_MIN, Instant::now(), 0);
+    loop {
+        let_go(target).await;
+        if since.elapsed() >= STEADY {
+            pause = PAUSE_MIN;
+        }
+        let mut last = String::new();
+        let (store, driver) = loop {
+            tokio::time::sleep(pause).await;
+            pause = (2 * pause).min(PAUSE_MAX);
+            let stages_after = RemountedStore::stages_after(session + 1);
+            let (path, options) = (target.path.clone(), MountOptions { stages_after, ..options.clone() });
+            let mounting = tokio::task::spawn_blocking(move || mount(&path, &options));
+            let why = match mounting.await {
+                Ok(Ok(mounted)) => break mounted,
+                Ok(Err(e)) => e.to_string(),
+                Err(e) => e.to_string(),
+            };
+            if why != last {
+                tracing::warn!(target_uuid = %target.uuid, path = %target.path.display(), "cannot be mounted anew: {why}");
+                last = why;
+            }
+        };
+        tracing::info!(target_uuid = %target.uuid, path = %target.path.display(), "mounted anew");
+        metrics::counter!("outboard_store_remounts_total").increment(1);
+        session += 1;
+        since = Instant::now();
+        replace(target.uuid, Arc::clone(&store), driver);
+        target.store = Ok(store);
+    }
+}
+
+/// Waits until a mounted target has failed and has let go of its drive.
+async fn let_go(target: &mut Mounted) {
+    let Ok(store) = &target.store else { return };
+    let why = store.failure().await;
+    tracing::error!(target_uuid = %target.uuid, path = %target.path.display(), "the target has failed and will be mounted anew: {why}");
+    // It waits for requests that the drive has. It cannot succeed: the log cannot be written.
+    drop(store.umount().await);
+    target.store = Err(AbsentStore::new(why));
+}
