@@ -47,6 +47,8 @@ pub(crate) struct Pending {
     deadline: Instant,
     /// Number of the connection it was last sent on; 0 if never.
     pub(crate) sent_on: u64,
+    /// It was sent more than once.
+    repeated: bool,
     /// It was sent in a session that the node refuses to go on with, for this reason, and must not
     /// be sent in another one.
     pub(crate) orphaned: Option<proto::Error>,
@@ -57,6 +59,21 @@ pub(crate) struct Pending {
 }
 
 impl Pending {
+    /// A request that was not sent yet and must be answered by `deadline`.
+    pub(crate) fn new(body: RequestBody, bulk: Bulk, deadline: Instant) -> Pending {
+        Pending {
+            body,
+            bulk,
+            deadline,
+            sent_on: 0,
+            repeated: false,
+            orphaned: None,
+            done: None,
+            region: None,
+            sink: None,
+        }
+    }
+
     /// The request as a message for `connection`, the `number`th of this client; offers its memory there.
     pub(crate) fn message(
         &mut self,
@@ -68,6 +85,7 @@ impl Pending {
         let left = self.deadline.saturating_duration_since(Instant::now());
         let deadline_ms = u32::try_from(left.as_millis()).unwrap_or(u32::MAX);
         let head = RequestHead { seq, acked_through, retry: self.sent_on != 0, deadline_ms };
+        self.repeated = head.retry;
         self.region = None;
         let mut payload = Payload::default();
         match &self.bulk {
@@ -96,7 +114,27 @@ impl Pending {
 
     /// Whether the request may have taken effect, and would do so again in another session.
     pub(crate) fn is_bound_to_session(&self) -> bool {
-        self.sent_on != 0 && matches!(self.body, RequestBody::Mutate(_))
+        self.sent_on != 0 && self.is_change()
+    }
+
+    /// Whether an attempt before the last one may have taken effect.
+    pub(crate) fn repeats_change(&self) -> bool {
+        self.repeated && self.is_change()
+    }
+
+    fn is_change(&self) -> bool {
+        matches!(self.body, RequestBody::Mutate(_))
+    }
+
+    /// The node's refusal, as the caller should see it. The node looks for the result of an earlier
+    /// attempt once it has found the place of the request: what it refuses before says nothing of
+    /// that attempt.
+    pub(crate) fn refused(&self, e: proto::Error) -> Error {
+        use proto::Error as E;
+        let is_before_results =
+            matches!(e, E::NoSuchPool(_) | E::BadName(_) | E::BadRequest(_) | E::Busy { .. });
+        let error = Error::from(e);
+        if is_before_results && self.repeats_change() { error.of_unknown_outcome() } else { error }
     }
 
     /// Takes the data that came with an answer.
@@ -144,16 +182,7 @@ impl Link {
     async fn call_until(&self, body: RequestBody, bulk: Bulk, deadline: Instant) -> Outcome {
         let shared = &*self.shared;
         let _permit = shared.permits.acquire().await.map_err(|_| Error::Closed)?;
-        let pending = Pending {
-            body,
-            bulk,
-            deadline,
-            sent_on: 0,
-            orphaned: None,
-            done: None,
-            region: None,
-            sink: None,
-        };
+        let pending = Pending::new(body, bulk, deadline);
         let seq = shared.enter(pending).await?;
         let guard = Guard { shared, seq };
         let mut pause = RETRY_PAUSE;
@@ -185,8 +214,8 @@ mod tests {
         });
         let body = RequestBody::PoolList;
         let (bulk, deadline) = (Bulk::None, Instant::now());
-        let mut pending =
-            Pending { body, bulk, deadline, sent_on: 1, orphaned: None, done: None, region: None, sink };
+        let mut pending = Pending::new(body, bulk, deadline);
+        pending.sink = sink;
         let body = ReplyBody::Read { version: 1, object_size: 1 << 30, sent };
         let answer = pending.collect(body, Payload::compute(0, payload.to_vec().into()))?;
         Ok(answer.data.iter().map(Bytes::len).sum())

@@ -23,10 +23,10 @@ pub enum Error {
     /// No answer came in time. A change may have taken effect or not.
     #[error("no answer within {0:?}; check that the node is up, then look whether the request took effect")]
     TimedOut(Duration),
-    /// The node refuses to go on with the session that a change was sent in, so its result cannot
-    /// be asked for. It may have taken effect or not.
+    /// A change was sent, and its result cannot be asked for: for this reason. It may have taken
+    /// effect or not.
     #[error("whether the change took effect is unknown: {0}; look at the object, then decide")]
-    OutcomeUnknown(proto::Error),
+    OutcomeUnknown(Box<Error>),
     /// The node answered with something that makes no sense here.
     #[error("the node's answer makes no sense: {0}; use a client of the node's version")]
     Protocol(String),
@@ -42,6 +42,11 @@ pub enum Error {
 }
 
 impl Error {
+    /// What becomes of an error that says nothing about a change that was sent before.
+    pub(crate) fn of_unknown_outcome(self) -> Error {
+        Error::OutcomeUnknown(Box::new(self))
+    }
+
     /// Whether the object, or what was asked for of it, does not exist.
     #[must_use]
     pub fn is_not_found(&self) -> bool {

@@ -98,15 +98,6 @@ impl Drop for Ending {
 impl Link {
     /// Connects and opens a session.
     pub(crate) async fn open(stack: Arc<dyn NetworkStack>, endpoint: &str, options: Options) -> Result<Link> {
-        let state = State {
-            connection: None,
-            number: 1,
-            session: None,
-            next_seq: 1,
-            next_upload: 1,
-            pending: BTreeMap::new(),
-            closed: false,
-        };
         let shared = Arc::new(Shared {
             stack,
             endpoint: endpoint.to_owned(),
@@ -116,7 +107,7 @@ impl Link {
             wanted: Notify::new(),
             limits: OnceLock::new(),
             phase: watch::Sender::new(Phase::Open),
-            state: Mutex::new(state),
+            state: Mutex::new(State::new()),
         });
         let (connection, incoming) = shared.connect_while_busy().await?;
         shared.lock().connection = Some(connection);
@@ -239,16 +230,17 @@ impl Shared {
 
     /// Sends a request of the table, or leaves that to the background task if there is no connection now.
     pub(crate) async fn send(&self, seq: u64, done: oneshot::Sender<Outcome>) -> Result<()> {
-        let (connection, message) = {
+        let (connection, message, repeats_change) = {
             let mut state = self.lock();
             let Some(pending) = state.pending.get_mut(&seq) else { return Err(Error::Closed) };
             if let Some(why) = &pending.orphaned {
-                return Err(Error::OutcomeUnknown(why.clone()));
+                return Err(Error::from(why.clone()).of_unknown_outcome());
             }
             pending.done = Some(done);
             let Some(connection) = state.connection.clone() else { return Ok(()) };
             let message = state.message(seq, &connection);
-            (connection, message)
+            let repeats_change = state.pending.get(&seq).is_some_and(Pending::repeats_change);
+            (connection, message, repeats_change)
         };
         let sent = match message {
             Ok(message) => connection.send(message).await.map_err(Error::from),
@@ -257,6 +249,7 @@ impl Shared {
         match sent {
             // The background task learns of it too, and repeats the request on the next connection.
             Err(Error::Network(MessengerError::SessionLost(_))) => Ok(()),
+            Err(e @ Error::Network(_)) if repeats_change => Err(e.of_unknown_outcome()),
             sent => sent,
         }
     }
@@ -345,7 +338,7 @@ impl Shared {
         let Some(pending) = state.pending.get_mut(&reply.seq) else { return true };
         let outcome = match reply.result {
             Ok(body) => pending.collect(body, message.payload),
-            Err(e) => Err(e.into()),
+            Err(e) => Err(pending.refused(e)),
         };
         drop(state);
         // Whoever no longer waits needs no answer.
@@ -424,12 +417,26 @@ fn is_passing(e: &proto::Error) -> bool {
 }
 
 impl State {
+    /// Before the first connection.
+    fn new() -> State {
+        State {
+            connection: None,
+            number: 1,
+            session: None,
+            next_seq: 1,
+            next_upload: 1,
+            pending: BTreeMap::new(),
+            closed: false,
+        }
+    }
+
     /// Answers changes that were sent in the session as unknown. Everything else can be sent in
     /// another one.
     fn give_up_session(&mut self, e: &proto::Error) {
         for pending in self.pending.values_mut().filter(|pending| pending.is_bound_to_session()) {
             pending.orphaned = Some(e.clone());
-            drop(pending.done.take().map(|done| done.send(Err(Error::OutcomeUnknown(e.clone())))));
+            let unknown = Error::from(e.clone()).of_unknown_outcome();
+            drop(pending.done.take().map(|done| done.send(Err(unknown))));
         }
     }
 
@@ -437,18 +444,25 @@ impl State {
     /// node may take it again.
     fn fail_all(&mut self, e: &proto::Error) {
         for pending in self.pending.values_mut() {
-            let outcome = if pending.is_bound_to_session() { Error::OutcomeUnknown } else { Error::Node };
-            drop(pending.done.take().map(|done| done.send(Err(outcome(e.clone())))));
+            let mut error = Error::from(e.clone());
+            if pending.is_bound_to_session() {
+                error = error.of_unknown_outcome();
+            }
+            drop(pending.done.take().map(|done| done.send(Err(error))));
         }
     }
 
+    /// The request as a message for `connection`. A change that was sent before and cannot be sent
+    /// again now may have taken effect.
     fn message(&mut self, seq: u64, connection: &Arc<dyn Connection>) -> Result<Message> {
         let oldest = self.pending.first_key_value().map_or(self.next_seq, |(seq, _)| *seq);
         let number = self.number;
-        match self.pending.get_mut(&seq) {
-            Some(pending) => pending.message(seq, oldest - 1, connection, number),
-            None => Err(Error::Closed),
-        }
+        let Some(pending) = self.pending.get_mut(&seq) else { return Err(Error::Closed) };
+        pending.message(seq, oldest - 1, connection, number).map_err(|e| match e {
+            Error::Network(MessengerError::SessionLost(_)) => e,
+            e if pending.is_bound_to_session() => e.of_unknown_outcome(),
+            e => e,
+        })
     }
 }
 
@@ -498,6 +512,84 @@ async fn serve(shared: &Arc<Shared>, mut incoming: Box<dyn Incoming>) -> Infalli
             shared.lock().number += 1;
             incoming = again;
             resend = Some(Box::pin(shared.resend(connection)));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use base::BoxFuture;
+    use base::block::Payload;
+    use base::mem::ArenaBuf;
+    use messenger::{BulkDescriptor, BulkRegion, BulkSink, BulkSource, PeerInfo, Pulled};
+    use proto::Data;
+
+    use super::*;
+    use crate::call::Bulk;
+
+    /// A connection on which nothing can be offered.
+    struct Refusing;
+
+    impl Connection for Refusing {
+        fn peer(&self) -> &PeerInfo {
+            unreachable!("not asked for")
+        }
+        fn limits(&self) -> Limits {
+            unreachable!("not asked for")
+        }
+        fn send(&self, _: Message) -> BoxFuture<'_, messenger::Result<()>> {
+            unreachable!("nothing is sent")
+        }
+        fn offer_source(&self, _: Arc<dyn BulkSource>) -> messenger::Result<BulkRegion> {
+            Err(MessengerError::BulkRefused("test".into()))
+        }
+        fn offer_sink(&self, _: Arc<dyn BulkSink>, _: u16) -> messenger::Result<BulkRegion> {
+            Err(MessengerError::BulkRefused("test".into()))
+        }
+        fn bulk_read<'a>(
+            &'a self,
+            _: &'a BulkDescriptor,
+            _: u64,
+            _: ArenaBuf,
+            _: Duration,
+        ) -> BoxFuture<'a, messenger::Result<Pulled>> {
+            unreachable!("a client does not pull")
+        }
+        fn bulk_write<'a>(
+            &'a self,
+            _: &'a BulkDescriptor,
+            _: u64,
+            _: Payload,
+            _: Duration,
+        ) -> BoxFuture<'a, messenger::Result<()>> {
+            unreachable!("a client does not push")
+        }
+        fn close(&self) -> BoxFuture<'_, ()> {
+            unreachable!("it stays open")
+        }
+    }
+
+    #[test]
+    fn a_change_that_cannot_be_offered_again_is_unknown_if_it_was_sent_before() {
+        let body = RequestBody::Mutate(proto::Mutate {
+            name: proto::WireName {
+                pool: "pool".into(),
+                namespace: bytes::Bytes::new(),
+                object: bytes::Bytes::from_static(b"object"),
+            },
+            part: None,
+            conditions: vec![],
+            ops: vec![],
+            data: Data::None,
+        });
+        let refusing: Arc<dyn Connection> = Arc::new(Refusing);
+        for (sent_on, unknown) in [(0, false), (1, true)] {
+            let mut pending = Pending::new(body.clone(), Bulk::Sink(1), Instant::now());
+            pending.sent_on = sent_on;
+            let mut state = State { number: 2, pending: [(1, pending)].into(), ..State::new() };
+            let Err(error) = state.message(1, &refusing) else { panic!("nothing can be offered") };
+            assert_eq!(error.may_have_taken_effect(), unknown, "{error}");
+            assert!(error.to_string().contains("bulk transfer refused"), "{error}");
         }
     }
 }

@@ -550,7 +550,8 @@ async fn changes_sent_in_a_refused_session_are_unknown_and_the_rest_goes_on_in_a
     script.answer(0, Err(refused.clone())).await;
     let unknown = change.await.unwrap().unwrap_err();
     assert!(unknown.may_have_taken_effect(), "{unknown}");
-    assert!(matches!(unknown, client::Error::OutcomeUnknown(e) if e == refused));
+    let client::Error::OutcomeUnknown(why) = unknown else { panic!("{unknown}") };
+    assert!(matches!(*why, client::Error::Node(e) if e == refused));
 
     assert_eq!(script.opening().await, None, "a new session");
     script.open(session(2)).await;
@@ -614,4 +615,31 @@ async fn a_client_of_another_version_says_what_is_unknown_and_works_once_the_nod
     let (asked, _) = script.request().await;
     script.answer(asked.seq, Ok(ReplyBody::Pools(Vec::new()))).await;
     assert_eq!(question.await.unwrap().unwrap(), []);
+}
+
+/// The result of the first attempt went with the pool.
+#[tokio::test]
+async fn a_repeated_change_in_a_pool_that_has_gone_is_unknown() {
+    let (mut script, endpoint) = Script::start().await;
+    let (_client, change, question) = two_under_way(&mut script, &endpoint).await;
+    script.cut().await;
+    assert_eq!(script.opening().await, Some(session(1)));
+    script.open(session(1)).await;
+    let (sent, body) = script.request().await;
+    assert!(matches!(body, RequestBody::Mutate(_)) && sent.retry);
+    script.answer(sent.seq, Err(Error::NoSuchPool("pool".into()))).await;
+    let unknown = change.await.unwrap().unwrap_err();
+    assert!(unknown.may_have_taken_effect(), "{unknown}");
+    assert!(unknown.to_string().contains("pool pool does not exist"), "{unknown}");
+    question.abort();
+}
+
+#[tokio::test]
+async fn a_change_that_was_sent_once_into_no_pool_has_not_taken_effect() {
+    let (mut script, endpoint) = Script::start().await;
+    let (_client, change, question) = two_under_way(&mut script, &endpoint).await;
+    script.answer(1, Err(Error::NoSuchPool("pool".into()))).await;
+    let refused = change.await.unwrap().unwrap_err();
+    assert!(refused.is_not_found() && !refused.may_have_taken_effect(), "{refused}");
+    question.abort();
 }
