@@ -81,8 +81,10 @@ pub enum StoreError {
     /// A write or flush failed before. What was acknowledged is safe; nothing more is accepted until a remount.
     #[error("the store refuses writes since a failed {0}; check the drive, then restart the store")]
     Poisoned(String),
-    /// Another process has the target mounted.
-    #[error("target {0} is in use by another process; stop that one first")]
+    /// Another process has the target mounted, or uses the device for something else.
+    #[error(
+        "target {0} is in use by another process, or has a file system that is mounted; stop or unmount that first"
+    )]
     InUse(String),
     /// The target was made by another version of the format.
     #[error(

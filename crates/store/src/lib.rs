@@ -30,7 +30,10 @@ mod transaction;
 
 pub use absent::AbsentStore;
 pub use api::{ObjectStore, Page, ReadData, StageId, Stat, StatFs};
-pub use block::{BlockStore, Driver, FsckReport, Inspect, MkfsOptions, MountOptions, Problem, fsck};
+pub use block::{
+    BlockStore, CheckpointWatch, DriveCalls, Driver, FsckReport, Inspect, MkfsOptions, MountOptions, Problem,
+    fsck,
+};
 pub use error::{Area, Result, StoreError};
 pub use mem_store::MemStore;
 pub use remount::RemountedStore;

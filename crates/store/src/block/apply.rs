@@ -28,8 +28,9 @@ pub(crate) enum Stop {
     Need(Vec<Need>),
     /// That many blocks must be free, for this piece of the transaction and all before it.
     Space(u64),
-    /// The index must be brought forward first, to tell whether there is room in it.
-    Checkpoint,
+    /// The index must be brought forward first, to tell whether there is room in it. Fails like this
+    /// if that does not help.
+    Checkpoint(StoreError),
     /// It fails.
     Fail(StoreError),
 }

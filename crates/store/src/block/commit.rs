@@ -451,6 +451,11 @@ impl Core {
         progress
     }
 
+    /// Whether calls wait for space or for room in the log while a checkpoint is carried out.
+    pub(crate) fn awaits_checkpoint(&self) -> bool {
+        self.commits.checkpointing && self.is_starved()
+    }
+
     /// Starts and continues checkpoints.
     fn checkpoint_step(&mut self) {
         let commits = &mut self.commits;

@@ -36,6 +36,9 @@ const SCAN: u64 = 0;
 /// How often a call is parked for want of blocks before it fails: others may take what is freed
 /// before its turn comes, and the calls of its collection queue behind it.
 const PARKS_MAX: u32 = 64;
+/// How many checkpoints a call waits for before it fails for want of room in the index: after each
+/// of them others may have changed the index again before its turn comes.
+const CHECKPOINTS_MAX: u32 = 8;
 /// Least room kept in the index for what must go on when it is full, in bytes.
 const INDEX_RESERVE_MIN: u64 = 256 << 10;
 
@@ -51,6 +54,10 @@ struct Pending {
     loading: usize,
     /// How often the call was parked because blocks were short.
     parked: u32,
+    /// Checkpoints that the call has waited for.
+    checkpoints: u32,
+    /// The generation of the index in which the call asked for the last of them.
+    asked_in: Option<u64>,
     failed: Option<StoreError>,
 }
 
@@ -310,6 +317,8 @@ impl Core {
             loaded: Loaded::default(),
             loading: 0,
             parked: 0,
+            checkpoints: 0,
+            asked_in: None,
             failed: None,
         };
         self.pending.insert(op, pending);
@@ -399,7 +408,7 @@ impl Core {
                 self.starved.push(op);
                 self.pending.insert(op, pending);
             }
-            Err(Stop::Checkpoint) => {
+            Err(Stop::Checkpoint(_)) if self.may_ask_for_checkpoint(&mut pending) => {
                 self.commits.request_checkpoint();
                 self.starved.push(op);
                 self.pending.insert(op, pending);
@@ -413,9 +422,9 @@ impl Core {
                         self.changed_in.extend(pending.collections.into_iter().map(|cid| (cid, group)));
                         self.commit(outcome, reply);
                     }
-                    Err(Stop::Fail(error)) => drop(reply.send(Err(error))),
+                    Err(Stop::Fail(error) | Stop::Checkpoint(error)) => drop(reply.send(Err(error))),
                     Err(Stop::Space(need)) => drop(reply.send(Err(self.no_space(need, purse)))),
-                    Err(Stop::Need(_) | Stop::Checkpoint) => {}
+                    Err(Stop::Need(_)) => {}
                 }
                 for id in pending.stages {
                     if let Some(stage) = self.stages.get_mut(&id) {
@@ -425,6 +434,15 @@ impl Core {
                 }
             }
         }
+    }
+
+    /// Whether a call may wait for another checkpoint. Tries before the end of the one that it waits
+    /// for do not count.
+    fn may_ask_for_checkpoint(&self, pending: &mut Pending) -> bool {
+        if pending.asked_in.replace(self.generation) != Some(self.generation) {
+            pending.checkpoints += 1;
+        }
+        pending.checkpoints <= CHECKPOINTS_MAX
     }
 
     fn apply(
@@ -478,13 +496,11 @@ impl Core {
         if needed <= free || transaction.ops.iter().all(shrinks) {
             return Ok(());
         }
-        // What is not on the drive yet is reckoned generously.
-        if pending > 0 {
-            return Err(Stop::Checkpoint);
-        }
         let target = self.superblock.uuid;
         let (needed, free) = (needed - reserve, free.saturating_sub(reserve));
-        Err(StoreError::NoSpace { target, area: Area::Index, needed, free }.into())
+        let error = StoreError::NoSpace { target, area: Area::Index, needed, free };
+        // What is not on the drive yet is reckoned generously.
+        Err(if pending > 0 { Stop::Checkpoint(error) } else { error.into() })
     }
 
     /// Makes a transaction's effects visible and has them written.

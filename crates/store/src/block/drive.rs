@@ -1,10 +1,13 @@
 //! What a target lies on: a file or block device, or a simulated drive in tests.
 
+use std::cell::RefCell;
 use std::fs::{File, OpenOptions, Permissions};
 use std::io::{self, Seek, SeekFrom};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use base::block::BLOCK_SIZE;
@@ -27,6 +30,37 @@ pub(crate) trait Drive: std::fmt::Debug + Send + Sync {
     fn flush(&self) -> io::Result<()>;
 }
 
+/// Counts the blocking calls on drives of files and devices that some threads make and that return:
+/// the progress of recoveries and checkpoints, however slow the drive is.
+#[derive(Debug, Clone, Default)]
+pub struct DriveCalls(Arc<AtomicU64>);
+
+thread_local! {
+    static COUNTED: RefCell<Option<DriveCalls>> = const { RefCell::new(None) };
+}
+
+impl DriveCalls {
+    /// From now on the calls of this thread are counted here, and nowhere else.
+    pub fn count_this_thread(&self) {
+        COUNTED.set(Some(self.clone()));
+    }
+
+    /// Calls so far.
+    #[must_use]
+    pub fn count(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    /// A call of this thread has returned.
+    fn returned() {
+        COUNTED.with_borrow(|calls| {
+            if let Some(calls) = calls {
+                calls.0.fetch_add(1, Ordering::Relaxed);
+            }
+        });
+    }
+}
+
 /// A file or block device, locked for this process and opened for direct I/O where the file system can.
 #[derive(Debug)]
 pub(crate) struct FileDrive {
@@ -41,14 +75,28 @@ impl FileDrive {
     /// # Errors
     /// [`StoreError::InUse`] if another process has it.
     pub(crate) fn open(path: &Path, create: Option<u64>) -> Result<FileDrive> {
+        FileDrive::open_with(path, create, 0)
+    }
+
+    /// Like [`open`](Self::open), for what may be no target: refuses a block device that is mounted,
+    /// or that something else keeps for itself.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub(crate) fn open_unused(path: &Path, create: Option<u64>) -> Result<FileDrive> {
+        let is_device = std::fs::metadata(path).is_ok_and(|there| there.file_type().is_block_device());
+        FileDrive::open_with(path, create.filter(|_| !is_device), if is_device { libc::O_EXCL } else { 0 })
+    }
+
+    fn open_with(path: &Path, create: Option<u64>, more_flags: i32) -> Result<FileDrive> {
         let name = path.display().to_string();
-        let open = |flags| {
+        let open = |flags: i32| {
             OpenOptions::new()
                 .read(true)
                 .write(true)
                 .create(create.is_some())
                 .truncate(false)
-                .custom_flags(flags)
+                .custom_flags(flags | more_flags)
                 .mode(PRIVATE)
                 .open(path)
         };
@@ -57,7 +105,10 @@ impl FileDrive {
             Err(e) if e.raw_os_error() == Some(libc::EINVAL) => open(libc::O_CLOEXEC),
             other => other,
         }
-        .map_err(|e| StoreError::Io(format!("cannot open {name}: {e}")))?;
+        .map_err(|e| match e.kind() {
+            io::ErrorKind::ResourceBusy => StoreError::InUse(name.clone()),
+            _ => StoreError::Io(format!("cannot open {name}: {e}")),
+        })?;
         lock(&file, &name)?;
         if let (Some(size), true) = (create, file.metadata()?.is_file()) {
             file.set_len(size)?;
@@ -124,6 +175,29 @@ fn lock(file: &File, name: &str) -> Result<()> {
     Ok(())
 }
 
+impl FileDrive {
+    fn read_aligned(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        if is_aligned(out) {
+            return self.file.read_exact_at(out, offset);
+        }
+        let (mut memory, start) = aligned(out.len());
+        let bounce = &mut memory[start..start + out.len()];
+        self.file.read_exact_at(bounce, offset)?;
+        out.copy_from_slice(bounce);
+        Ok(())
+    }
+
+    fn write_aligned(&self, offset: u64, data: &[u8]) -> io::Result<()> {
+        if is_aligned(data) {
+            return self.file.write_all_at(data, offset);
+        }
+        let (mut memory, start) = aligned(data.len());
+        let bounce = &mut memory[start..start + data.len()];
+        bounce.copy_from_slice(data);
+        self.file.write_all_at(bounce, offset)
+    }
+}
+
 impl Drop for FileDrive {
     fn drop(&mut self) {
         // A ring that is being torn down keeps the file open a little longer; all its requests have completed.
@@ -148,29 +222,20 @@ impl Drive for FileDrive {
     }
 
     fn read_at(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
-        if is_aligned(out) {
-            return self.file.read_exact_at(out, offset);
-        }
-        let (mut memory, start) = aligned(out.len());
-        let bounce = &mut memory[start..start + out.len()];
-        self.file.read_exact_at(bounce, offset)?;
-        out.copy_from_slice(bounce);
-        Ok(())
+        let result = self.read_aligned(offset, out);
+        DriveCalls::returned();
+        result
     }
 
     fn write_at(&self, offset: u64, data: &[u8]) -> io::Result<()> {
-        self.injected()?;
-        if is_aligned(data) {
-            return self.file.write_all_at(data, offset);
-        }
-        let (mut memory, start) = aligned(data.len());
-        let bounce = &mut memory[start..start + data.len()];
-        bounce.copy_from_slice(data);
-        self.file.write_all_at(bounce, offset)
+        let result = self.injected().and_then(|()| self.write_aligned(offset, data));
+        DriveCalls::returned();
+        result
     }
 
     fn flush(&self) -> io::Result<()> {
-        self.injected()?;
-        self.file.sync_data()
+        let result = self.injected().and_then(|()| self.file.sync_data());
+        DriveCalls::returned();
+        result
     }
 }

@@ -79,7 +79,7 @@ impl Driver {
         let (checkpoint_queue, jobs) = mpsc::channel();
         let to_store = mailbox.clone();
         let work = move || checkpointer(&jobs, drive.as_ref(), &index, &to_store);
-        workers.push(base::thread::spawn(ThreadClass::Store, &format!("ckpt{number}"), work)?);
+        workers.push(base::thread::spawn(ThreadClass::Store, &checkpoint_thread(number), work)?);
         Ok(Driver { core, ring, mailbox, load_queue, checkpoint_queue, workers })
     }
 
@@ -203,6 +203,7 @@ impl Driver {
     fn end(self) {
         self.core.alloc.room().close();
         self.mailbox.shared.gone.store(true, Ordering::SeqCst);
+        self.mailbox.shared.awaits_checkpoint.store(false, Ordering::Relaxed);
         self.mailbox.shared.refuse_all();
         let Driver { core, ring, load_queue, checkpoint_queue, workers, .. } = self;
         drop((load_queue, checkpoint_queue));
@@ -240,6 +241,7 @@ impl Driver {
         }
         shared.starved.store(self.core.is_starved(), Ordering::SeqCst);
         self.tell_failure();
+        shared.awaits_checkpoint.store(self.core.awaits_checkpoint(), Ordering::Relaxed);
         self.hand_out()?;
         Ok(busy)
     }
@@ -278,7 +280,13 @@ fn loader(jobs: &Mutex<mpsc::Receiver<Vec<Work>>>, index: &Index, mailbox: &Mail
     }
 }
 
+/// The thread that carries out the checkpoints of target number `number`, without its class.
+pub(super) fn checkpoint_thread(number: usize) -> String {
+    format!("ckpt{number}")
+}
+
 fn checkpointer(jobs: &mpsc::Receiver<Work>, drive: &dyn Drive, index: &Index, mailbox: &Mailbox) {
+    mailbox.shared.checkpoint_calls.count_this_thread();
     while let Ok(job) = jobs.recv() {
         if let Work::Checkpoint(checkpoint) = job {
             mailbox.event(Event::Checkpointed(checkpoint.run(drive, index)));

@@ -365,3 +365,56 @@ fn a_full_index_takes_records_and_removals_and_is_never_poisoned() {
     assert_eq!(removed, made + 1);
     run(store.queue_transaction(make(0))).unwrap();
 }
+
+#[test]
+fn a_call_that_no_checkpoint_makes_room_for_fails_while_others_go_on_changing_the_index() {
+    const KEYS: usize = 4000;
+    let (_, store) = mount(fresh(12 << 20));
+    create(&store, &["c", "d"]);
+    let (c, d) = (cid("c"), cid("d"));
+    let key = |n: usize| Bytes::from(format!("k{n:04}"));
+    let entries = (0..KEYS).map(|n| (key(n), Bytes::from_static(b"v"))).collect();
+    let many = Transaction::new(d.clone()).with(Op::OmapSet { oid: oid("many"), entries });
+    run(store.queue_transaction(many)).unwrap();
+    let notes = |n: usize, count: u64| {
+        let entries = (0..count).map(|i| (key(i as usize), pattern(i, 16_000))).collect();
+        Transaction::new(c.clone()).with(Op::OmapSet { oid: oid(&format!("{n:04}")), entries })
+    };
+    let mut made = 0;
+    while run(store.queue_transaction(notes(made, 1))).is_ok() {
+        made += 1;
+    }
+    let remove = |n: usize| {
+        let keys = vec![key(n)];
+        store.queue_transaction(Transaction::new(d.clone()).with(Op::OmapRemove { oid: oid("many"), keys }))
+    };
+    let (refused, before) = {
+        run(remove(0)).unwrap();
+        (store.queue_transaction(notes(made, 10)), store.lock().checkpoints())
+    };
+    let is_answered = (1..KEYS).any(|n| {
+        // Whenever a checkpoint ends, something has changed since it began.
+        drop(remove(n));
+        store.lock().step();
+        !store.has_queue() || store.lock().checkpoints() > before + 100
+    });
+    let waited = store.lock().checkpoints() - before;
+    assert!(is_answered && (2..=100).contains(&waited), "it has waited for {waited} checkpoints");
+    let refused = run(refused);
+    assert!(is_full(&refused, Area::Index), "{refused:?}");
+}
+
+#[test]
+fn a_stage_whose_caller_has_gone_gives_its_blocks_back() {
+    let (_, store) = mount(fresh(12 << 20));
+    create(&store, &["e"]);
+    let e = cid("e");
+    run(store.queue_transaction(put(&e, "large", 8))).unwrap();
+    fill(&store, 10);
+    let removed = store.queue_transaction(remove(&e, "large"));
+    drop(store.stage(15 * BLOCK as u64));
+    run(removed).unwrap();
+    while store.lock().step() {}
+    let space = run(store.statfs()).unwrap();
+    assert_eq!((space.free, space.staged), (18 * BLOCK as u64, 0));
+}

@@ -7,6 +7,7 @@ use base::mem::Arena;
 use crossbeam_queue::SegQueue;
 use tokio::sync::watch;
 
+use super::drive::DriveCalls;
 use super::messages::{Command, Event, refuse};
 use super::uring::Waker;
 use crate::StoreError;
@@ -35,6 +36,10 @@ pub(super) struct MailboxState {
     pub(super) starved: AtomicBool,
     /// Why the target refuses writes for good.
     pub(super) failure: watch::Sender<Option<String>>,
+    /// Calls wait for space while a checkpoint is carried out.
+    pub(super) awaits_checkpoint: AtomicBool,
+    /// Calls of the thread that carries checkpoints out.
+    pub(super) checkpoint_calls: DriveCalls,
 }
 
 impl Mailbox {

@@ -8,6 +8,8 @@ mod alloc;
 mod apply;
 mod bitmap;
 mod checkpoint;
+#[cfg(test)]
+mod checkpoint_test;
 mod commit;
 mod core;
 #[cfg(test)]
@@ -36,9 +38,10 @@ mod superblock;
 mod uring;
 mod view;
 
+pub use drive::DriveCalls;
 pub use driver::Driver;
 pub use fsck::{FsckReport, Inspect, Problem, fsck};
-pub use store::{BlockStore, MkfsOptions, MountOptions};
+pub use store::{BlockStore, CheckpointWatch, MkfsOptions, MountOptions};
 
 /// Feeds `bytes` to every decoder of the format: superblock, log group and record, onode, shard, reference counts, meta
 /// record, collection, header slot and checksum table of the index.

@@ -374,6 +374,12 @@ impl SimStore {
         self.target.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Whether calls wait for their turn or for something to be loaded or freed.
+    #[cfg(test)]
+    pub(crate) fn has_queue(&self) -> bool {
+        self.lock().core.has_queue()
+    }
+
     /// Lets things happen until every queued transaction is applied (or has failed), durable or not.
     #[cfg(test)]
     pub(crate) fn settle_queue(&self) {

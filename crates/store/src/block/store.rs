@@ -1,8 +1,10 @@
 //! [`BlockStore`]: the handle of a mounted target.
 
 use std::path::{Path, PathBuf};
+use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll};
 use std::thread::JoinHandle;
 
 use base::BoxFuture;
@@ -17,8 +19,8 @@ use uuid::Uuid;
 use super::alloc::Room;
 use super::core::{Limits, next_stage};
 use super::drive::{Drive, FileDrive};
-use super::driver::Driver;
-use super::mailbox::Mailbox;
+use super::driver::{Driver, checkpoint_thread};
+use super::mailbox::{Mailbox, MailboxState};
 use super::messages::{Command, Reply};
 use super::query::Query;
 use super::recovery::{Sizes, layout, mkfs, mount};
@@ -92,17 +94,43 @@ pub struct BlockStore {
     last_stage: Arc<AtomicU64>,
     uuid: Uuid,
     path: PathBuf,
+    /// See [`MountOptions::index`].
+    index: usize,
     /// What runs the target, if that is a thread of its own.
     thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+/// Says whether calls on a target wait for a checkpoint, and whether that gets on. Any thread; costs
+/// nothing.
+#[derive(Debug, Clone)]
+pub struct CheckpointWatch {
+    shared: Arc<MailboxState>,
+    index: usize,
+}
+
+impl CheckpointWatch {
+    /// How far the checkpoint is that calls wait for: a number that grows with each of its calls on
+    /// the drive that returns. `None` if no call waits for one.
+    #[must_use]
+    pub fn awaited(&self) -> Option<u64> {
+        let is_awaited = self.shared.awaits_checkpoint.load(Ordering::Relaxed);
+        is_awaited.then(|| self.shared.checkpoint_calls.count())
+    }
+
+    /// Name of the thread that carries checkpoints out.
+    #[must_use]
+    pub fn thread(&self) -> String {
+        format!("{}-{}", ThreadClass::Store.prefix(), checkpoint_thread(self.index))
+    }
 }
 
 impl BlockStore {
     /// Makes a target at `path`, writing all of it once; `progress` is told bytes done and bytes in all. Returns its uuid.
     ///
     /// # Errors
-    /// [`StoreError::InUse`] if it is mounted, [`StoreError::InvalidArgument`] if it is too small.
+    /// [`StoreError::InUse`] if something uses it, [`StoreError::InvalidArgument`] if it is too small.
     pub fn mkfs(path: &Path, options: &MkfsOptions, mut progress: impl FnMut(u64, u64)) -> Result<Uuid> {
-        let drive: Arc<dyn Drive> = Arc::new(FileDrive::open(path, options.size)?);
+        let drive: Arc<dyn Drive> = Arc::new(FileDrive::open_unused(path, options.size)?);
         mkfs(&drive, &options.sizes(), &mut progress)
     }
 
@@ -114,12 +142,20 @@ impl BlockStore {
         layout(size, &options.sizes()).map(drop)
     }
 
+    /// Checks whether a target can be made of the file or device at `path` as it is. Touches nothing.
+    ///
+    /// # Errors
+    /// Those of [`mkfs`](Self::mkfs).
+    pub fn check_device(path: &Path, options: &MkfsOptions) -> Result<()> {
+        BlockStore::check_size(FileDrive::open_unused(path, None)?.size(), options)
+    }
+
     /// The uuid of the target at `path`, which is not mounted and not recovered for that.
     ///
     /// # Errors
     /// [`StoreError::InUse`], [`StoreError::WrongVersion`], [`StoreError::NotATarget`] or [`StoreError::Corrupt`].
     pub fn uuid_at(path: &Path) -> Result<Uuid> {
-        Ok(Superblock::read(&FileDrive::open(path, None)?)?.uuid)
+        Ok(Superblock::read(&FileDrive::open_unused(path, None)?)?.uuid)
     }
 
     /// Mounts the target at `path`: recovers what the log has, and starts the target's threads.
@@ -146,7 +182,17 @@ impl BlockStore {
 
     fn prepare(path: &Path, options: &MountOptions) -> Result<(BlockStore, Driver)> {
         let file = Arc::new(FileDrive::open(path, None)?.with_faults(options.faults.clone()));
-        let drive: Arc<dyn Drive> = Arc::clone(&file) as Arc<dyn Drive>;
+        let drive = Arc::clone(&file);
+        BlockStore::prepare_on(file, drive, path, options)
+    }
+
+    /// Mounts the target at `path`, which is opened as `file`; whatever blocks goes by `drive`.
+    pub(super) fn prepare_on(
+        file: Arc<FileDrive>,
+        drive: Arc<dyn Drive>,
+        path: &Path,
+        options: &MountOptions,
+    ) -> Result<(BlockStore, Driver)> {
         let limits = Limits { cache_bytes: options.metadata_cache_bytes, buffer_bytes: options.buffer_bytes };
         let (core, index) = mount(&drive, options.expected_uuid, options.index_cache_bytes, &limits)?;
         core.last_stage.store(options.stages_after, Ordering::Relaxed);
@@ -160,9 +206,16 @@ impl BlockStore {
             last_stage: Arc::clone(&core.last_stage),
             uuid: core.superblock.uuid,
             path: path.to_owned(),
+            index: options.index,
             thread: Mutex::new(None),
         };
         Ok((store, Driver::new(core, ring, mailbox, drive, index, options.index)?))
+    }
+
+    /// Watches the target's checkpoints.
+    #[must_use]
+    pub fn checkpoint_watch(&self) -> CheckpointWatch {
+        CheckpointWatch { shared: Arc::clone(&self.mailbox.shared), index: self.index }
     }
 
     /// The target's uuid.
@@ -195,11 +248,7 @@ impl BlockStore {
     ) -> BoxFuture<'static, Result<T>> {
         let (reply, answer) = oneshot::channel();
         self.mailbox.command(make(reply));
-        Box::pin(async {
-            answer
-                .await
-                .unwrap_or_else(|_| Err(StoreError::Disconnected("the target's thread has ended".into())))
-        })
+        Box::pin(async { answer.await.unwrap_or_else(|_| Err(thread_ended())) })
     }
 
     fn query<T: Send + 'static>(
@@ -209,6 +258,34 @@ impl BlockStore {
     ) -> BoxFuture<'static, Result<T>> {
         self.call(|reply| Command::Query(cid.clone(), make(reply)))
     }
+}
+
+/// Waits for a stage. Gives the stage back if the caller stops waiting when it is made already.
+struct Staging {
+    answer: oneshot::Receiver<Result<StageId>>,
+    mailbox: Mailbox,
+}
+
+impl Future for Staging {
+    type Output = Result<StageId>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<StageId>> {
+        Pin::new(&mut self.answer).poll(cx).map(|answer| answer.unwrap_or_else(|_| Err(thread_ended())))
+    }
+}
+
+impl Drop for Staging {
+    fn drop(&mut self) {
+        // From here on the sender finds out.
+        self.answer.close();
+        if let Ok(Some(Ok(stage))) = self.answer.try_recv() {
+            self.mailbox.leave(Command::StageRelease(stage));
+        }
+    }
+}
+
+fn thread_ended() -> StoreError {
+    StoreError::Disconnected("the target's thread has ended".into())
 }
 
 impl Drop for BlockStore {
@@ -246,7 +323,9 @@ impl ObjectStore for BlockStore {
             self.mailbox.leave(Command::StagePromised(id, len));
             return Box::pin(std::future::ready(Ok(id)));
         }
-        self.call(|reply| Command::Stage(len, reply))
+        let (reply, answer) = oneshot::channel();
+        self.mailbox.command(Command::Stage(len, reply));
+        Box::pin(Staging { answer, mailbox: self.mailbox.clone() })
     }
 
     fn stage_write(&self, stage: StageId, offset: u64, payload: Payload) -> BoxFuture<'static, Result<()>> {

@@ -54,7 +54,10 @@ impl Core {
             Some(extents) => {
                 let id = next_stage(&self.last_stage);
                 self.stages.insert(id.0, Stage::new(len, extents));
-                let _ = reply.send(Ok(id));
+                if reply.send(Ok(id)).is_err() {
+                    // The caller no longer waits, and nothing else knows the stage.
+                    self.stage_release(id.0);
+                }
             }
             None if self.will_have(blocks, Purse::Ordinary) && parked < PARKS_MAX => {
                 self.waiting_stages.push_back(WaitingStage { len, parked: parked + 1, reply });
