@@ -1,55 +1,22 @@
 //! A node with 0 B free on every target: every command works, or gives an error whose remedy works,
 //! also after a restart.
 
-use std::fs;
-use std::process::{Command, Output, Stdio};
-use std::time::{Duration, Instant};
+mod common;
 
-/// A node in a temporary directory, stopped when dropped.
-struct Node {
-    dir: tempfile::TempDir,
+use std::fs;
+
+use common::Node;
+
+fn node(targets: &str, size: &str) -> Node {
+    Node::up(&["--targets", targets, "--target-size", size])
 }
 
 impl Node {
-    fn new(targets: &str, size: &str) -> Node {
-        let node = Node { dir: tempfile::tempdir().unwrap() };
-        let up = ["up", "--detach", "--listen", "127.0.0.1:0", "--targets", targets, "--target-size", size];
-        node.ok(&up);
-        node
-    }
-
-    fn run(&self, args: &[&str]) -> Output {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_outboard"));
-        command.args(args).env("OUTBOARD_DIR", self.dir.path().join("node")).env_remove("OUTBOARD_ENDPOINT");
-        command.current_dir(self.dir.path()).stdin(Stdio::null()).output().unwrap()
-    }
-
-    /// Runs a command that must succeed; its standard output.
-    fn ok(&self, args: &[&str]) -> Vec<u8> {
-        let output = self.run(args);
-        assert!(output.status.success(), "outboard {args:?}: {}", String::from_utf8_lossy(&output.stderr));
-        output.stdout
-    }
-
-    fn text(&self, args: &[&str]) -> String {
-        String::from_utf8(self.ok(args)).unwrap()
-    }
-
-    fn fails(&self, args: &[&str]) -> String {
-        let output = self.run(args);
-        assert!(!output.status.success(), "outboard {args:?}: {}", String::from_utf8_lossy(&output.stdout));
-        String::from_utf8(output.stderr).unwrap()
-    }
-
     /// Runs a command for which there is no space; the error must say so, and what to do.
     fn no_space(&self, args: &[&str]) {
         let said = self.fails(args);
         assert!(said.contains("no space for data on target "), "outboard {args:?}: {said}");
         assert!(said.contains("remove objects, which works on a full target"), "outboard {args:?}: {said}");
-    }
-
-    fn write(&self, name: &str, bytes: &[u8]) {
-        fs::write(self.dir.path().join(name), bytes).unwrap();
     }
 
     fn targets(&self) -> Vec<serde_json::Value> {
@@ -58,21 +25,6 @@ impl Node {
 
     fn free(&self) -> Vec<u64> {
         self.targets().iter().map(|t| t["space"]["Ok"]["free"].as_u64().unwrap()).collect()
-    }
-
-    fn wait(&self, what: &str, is_so: impl Fn() -> bool) {
-        let until = Instant::now() + Duration::from_secs(60);
-        while !is_so() {
-            assert!(Instant::now() < until, "{what}: {}", self.text(&["status", "--json"]));
-            std::thread::sleep(Duration::from_millis(50));
-        }
-    }
-
-    fn is_whole(&self) -> bool {
-        let status: serde_json::Value = serde_json::from_slice(&self.ok(&["status", "--json"])).unwrap();
-        let pools = status["pools"].as_array().unwrap();
-        let number = |value: &serde_json::Value| value.as_u64().unwrap_or(0);
-        pools.iter().all(|p| number(&p["degraded"]) + number(&p["unavailable"]) == 0)
     }
 
     /// Puts objects called `name` and a number of that file until one does not fit; how many did.
@@ -109,12 +61,6 @@ impl Node {
     }
 }
 
-impl Drop for Node {
-    fn drop(&mut self) {
-        self.run(&["down"]);
-    }
-}
-
 fn content(len: usize) -> Vec<u8> {
     (0..len as u64).map(|i| (i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8).collect()
 }
@@ -133,7 +79,7 @@ fn walk(node: &Node, pool: &str, first: &str, second: &str, round: usize) {
     assert!(node.fails(&["get", &format!("{pool}/none"), "-"]).contains("does not exist"));
     assert!(node.fails(&["rm", &format!("{pool}/none")]).contains("does not exist"));
     node.ok(&["cp", &format!("outboard:{first}"), "copy"]);
-    assert!(fs::read(node.dir.path().join("copy")).unwrap() == large);
+    assert!(fs::read(node.path("copy")).unwrap() == large);
     node.ok(&["scrub", pool]);
     node.ok(&["ec", "mode"]);
     node.ok(&["ec", "encode", "--k", "2", "--m", "1", "--out", &format!("shards{round}"), "large"]);
@@ -173,7 +119,7 @@ fn files(node: &Node) {
 
 #[test]
 fn a_full_erasure_coded_node_does_everything_also_after_a_restart() {
-    let node = Node::new("3", "24MiB");
+    let node = node("3", "24MiB");
     files(&node);
     node.ok(&["pool", "create", "films", "--redundancy", "ec:2+1", "--pg-count", "4"]);
     node.ok(&["pool", "create", "rest", "--pg-count", "8"]);
@@ -213,7 +159,7 @@ fn a_full_erasure_coded_node_does_everything_also_after_a_restart() {
 
 #[test]
 fn a_full_node_starts_again_and_is_emptied() {
-    let node = Node::new("2", "64MiB");
+    let node = node("2", "64MiB");
     files(&node);
     node.ok(&["pool", "create", "photos", "--pg-count", "8"]);
     node.ok(&["pool", "create", "rest", "--pg-count", "8"]);

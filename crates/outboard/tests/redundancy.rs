@@ -1,76 +1,22 @@
 //! A node with redundant pools, as an operator sees it: a lost drive, a replaced one, a damaged one.
 
+mod common;
+
 use std::collections::HashSet;
 use std::fs;
 use std::os::unix::fs::FileExt;
-use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use common::Node;
 use rustix::process::{Pid, Signal, kill_process};
 
-/// A node in a temporary directory, stopped when dropped.
-struct Node {
-    dir: tempfile::TempDir,
+fn node(placement: &str) -> Node {
+    Node::up(&["--placement", placement, "--targets", "4", "--target-size", "128MiB"])
 }
 
 impl Node {
-    fn new(placement: &str) -> Node {
-        let node = Node { dir: tempfile::tempdir().unwrap() };
-        let up = ["up", "--detach", "--placement", placement, "--targets", "4", "--target-size", "128MiB"];
-        node.ok(&[&up[..], &["--listen", "127.0.0.1:0"]].concat());
-        node
-    }
-
-    fn run(&self, args: &[&str]) -> Output {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_outboard"));
-        command.args(args).env("OUTBOARD_DIR", self.dir.path().join("node")).env_remove("OUTBOARD_ENDPOINT");
-        command.stdin(Stdio::null()).output().unwrap()
-    }
-
-    /// Runs a command that must succeed; its standard output.
-    fn ok(&self, args: &[&str]) -> Vec<u8> {
-        let output = self.run(args);
-        assert!(output.status.success(), "outboard {args:?}: {}", String::from_utf8_lossy(&output.stderr));
-        output.stdout
-    }
-
-    fn text(&self, args: &[&str]) -> String {
-        String::from_utf8(self.ok(args)).unwrap()
-    }
-
-    fn fails(&self, args: &[&str]) -> String {
-        let output = self.run(args);
-        assert!(!output.status.success(), "outboard {args:?}: {}", String::from_utf8_lossy(&output.stdout));
-        String::from_utf8(output.stderr).unwrap()
-    }
-
-    fn path(&self, name: &str) -> String {
-        self.dir.path().join(name).to_str().unwrap().to_owned()
-    }
-
-    fn status(&self) -> serde_json::Value {
-        serde_json::from_slice(&self.ok(&["status", "--json"])).unwrap()
-    }
-
     fn wait_until_whole(&self) {
-        let until = Instant::now() + Duration::from_secs(60);
-        loop {
-            let status = self.status();
-            let pools = status["pools"].as_array().unwrap();
-            let missing =
-                pools.iter().map(|p| p["degraded"].as_u64().unwrap() + p["unavailable"].as_u64().unwrap());
-            if !pools.is_empty() && missing.sum::<u64>() == 0 {
-                return;
-            }
-            assert!(Instant::now() < until, "not whole: {status:#}");
-            std::thread::sleep(Duration::from_millis(100));
-        }
-    }
-}
-
-impl Drop for Node {
-    fn drop(&mut self) {
-        self.run(&["down"]);
+        self.wait("the pools are whole", || self.is_whole());
     }
 }
 
@@ -79,7 +25,7 @@ fn content(len: usize) -> Vec<u8> {
 }
 
 fn a_lost_drive(placement: &str) {
-    let node = Node::new(placement);
+    let node = node(placement);
     let bytes = content(5_000_000);
     fs::write(node.path("file"), &bytes).unwrap();
     let pools = [("e", "ec:2+1"), ("m", "mirror:2")];
@@ -137,7 +83,7 @@ fn damage(drive: &str, content: &[u8]) -> usize {
 
 #[test]
 fn a_damaged_drive_is_mended() {
-    let node = Node::new("dpu");
+    let node = node("dpu");
     let bytes = content(5_000_000);
     fs::write(node.path("file"), &bytes).unwrap();
     for (pool, redundancy) in [("e", "ec:2+1"), ("m", "mirror:2"), ("s", "single")] {
@@ -188,7 +134,7 @@ impl Drop for Stopped {
 /// Longer than `osd.target_timeout`: every call on every target times out.
 #[test]
 fn redundant_pools_outlast_a_store_that_stands_still_for_13_seconds() {
-    let node = Node::new("dpu");
+    let node = node("dpu");
     let bytes = content(5_000_000);
     fs::write(node.path("file"), &bytes).unwrap();
     let pools = [("e", "ec:2+1"), ("m", "mirror:2"), ("s", "single")];
@@ -261,7 +207,7 @@ fn kill(node: &Node, role: &str) {
 
 #[test]
 fn a_drive_lost_in_the_first_run_leaves_the_store_running() {
-    let node = Node::new("dpu");
+    let node = node("dpu");
     let bytes = content(1_000_000);
     fs::write(node.path("file"), &bytes).unwrap();
     node.ok(&["pool", "create", "m", "--redundancy", "mirror:2", "--pg-count", "8"]);
@@ -276,7 +222,7 @@ fn a_drive_lost_in_the_first_run_leaves_the_store_running() {
 
 #[test]
 fn a_drive_damaged_in_the_first_run_leaves_one_process_running() {
-    let node = Node::new("host");
+    let node = node("host");
     node.ok(&["pool", "create", "m", "--redundancy", "mirror:2", "--pg-count", "8"]);
     fs::write(node.path("file"), content(100_000)).unwrap();
     node.ok(&["put", "m/before", &node.path("file")]);
@@ -291,7 +237,7 @@ fn a_drive_damaged_in_the_first_run_leaves_one_process_running() {
 
 #[test]
 fn where_parity_is_computed_can_be_changed() {
-    let node = Node::new("dpu");
+    let node = node("dpu");
     assert!(node.text(&["ec", "mode"]).starts_with("async, offload dpu; host "));
     assert!(node.text(&["ec", "mode", "hybrid:3:1"]).starts_with("hybrid:3:1"));
     let mode: serde_json::Value = serde_json::from_slice(&node.ok(&["ec", "mode", "--json"])).unwrap();
@@ -303,7 +249,7 @@ fn where_parity_is_computed_can_be_changed() {
 
 #[test]
 fn what_is_not_possible_is_said() {
-    let node = Node::new("dpu");
+    let node = node("dpu");
     let create = |args: &[&str]| node.fails(&[&["pool", "create", "p"], args].concat());
     assert!(create(&["--redundancy", "ec:6+3"]).contains("9 are needed"));
     assert!(create(&["--redundancy", "raid5"]).contains("mirror:N"));
@@ -317,7 +263,7 @@ fn what_is_not_possible_is_said() {
 /// The store mounts the new target, which the osd did not start with: the osd starts again by itself.
 #[test]
 fn a_store_that_dies_after_a_target_was_replaced_is_served_with_the_new_target() {
-    let node = Node::new("dpu");
+    let node = node("dpu");
     let bytes = content(1_000_000);
     fs::write(node.path("file"), &bytes).unwrap();
     node.ok(&["pool", "create", "m", "--redundancy", "mirror:2", "--pg-count", "8"]);
