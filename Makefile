@@ -21,11 +21,13 @@ demo: setup-demo ## Start a node, copy a real tree in and out while killing its 
 	@$(CARGO) run -q --release --locked --bin outboard-demo
 
 # Every build of tests is one of the whole workspace: of a single package cargo would enable fewer features of what it depends on, and
-# build everything again. All tests run, whichever fail: the end-to-end tests over TCP, then over libfabric.
+# build everything again. All tests run, whichever fail: those that need loop devices where there are some, and the end-to-end tests over
+# TCP, then over libfabric.
 test: setup ## Run every test
 	@scripts/setup test
 	@failed=0; set -x; \
 	$(CARGO) test --locked --workspace --no-fail-fast || failed=1; \
+	if losetup --find >/dev/null 2>&1; then $(CARGO) test --locked --workspace --test devices --no-fail-fast -- --ignored || failed=1; fi; \
 	OUTBOARD_TEST_NETWORK=ofi:tcp $(CARGO) test --locked --workspace --test e2e --no-fail-fast || failed=1; \
 	exit $$failed
 

@@ -445,59 +445,24 @@ fn the_roles_run_by_hand_over_unix_and_tcp_sockets() {
     }
 }
 
-/// A file as a block device, until dropped. `None` where the system makes none: not root, or no loop devices.
-struct LoopDevice {
-    path: PathBuf,
-    _file: tempfile::NamedTempFile,
-}
-
-impl LoopDevice {
-    fn new(size: u64) -> Option<LoopDevice> {
-        let file = tempfile::NamedTempFile::new().unwrap();
-        file.as_file().set_len(size).unwrap();
-        let made = Command::new("losetup").args(["--find", "--show"]).arg(file.path()).output().ok()?;
-        let path = PathBuf::from(String::from_utf8(made.stdout).ok()?.trim());
-        made.status.success().then_some(LoopDevice { path, _file: file })
-    }
-}
-
-impl Drop for LoopDevice {
-    fn drop(&mut self) {
-        let _ = Command::new("losetup").arg("--detach").arg(&self.path).output();
-    }
-}
-
+/// Logs on a file system that is full stop no role: what cannot be written is left out.
 #[test]
-#[expect(clippy::print_stderr, reason = "whoever runs the tests should know what was not tested")]
-fn a_raw_block_device_is_a_target_once_it_may_be_formatted() {
-    let Some(device) = LoopDevice::new(64 << 20) else {
-        return eprintln!("skipped: no loop device can be made here");
-    };
+fn a_node_serves_although_its_logs_cannot_be_written() {
     let node = Node::new();
-    let run = |args: &[&str]| {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_outboard"));
-        command.args(args).env("OUTBOARD_DIR", node.dir.path()).env_remove("OUTBOARD_ENDPOINT");
-        command.env("OUTBOARD_TARGETS", &device.path).env("OUTBOARD_LISTEN", ANY_PORT).output().unwrap()
-    };
-    let refused = run(&["up", "--detach"]);
-    assert!(!refused.status.success() && said(&refused).contains("--format"), "{}", said(&refused));
-    let made = run(&["up", "--detach", "--format"]);
-    assert!(made.status.success(), "{}\n{}", said(&made), node.logs());
-    let again = run(&["up", "--detach", "--dir", node.dir.path().join("second").to_str().unwrap()]);
-    assert!(!again.status.success() && said(&again).contains("in use"), "{}", said(&again));
-
+    std::fs::create_dir_all(node.dir.path().join("log")).unwrap();
+    for role in ["supervisor", "store", "osd"] {
+        let log = node.dir.path().join(format!("log/{role}.log"));
+        std::os::unix::fs::symlink("/dev/full", log).unwrap();
+    }
+    node.up("dpu", "1");
+    assert_eq!(node.kill("osd"), 1);
+    assert_eq!(node.kill("store"), 1);
     let file = node.dir.path().join("file");
-    std::fs::write(&file, vec![7; 5_000_000]).unwrap();
-    let file = file.to_str().unwrap();
-    assert!(outboard(node.dir.path(), &["pool", "create", "p"]).status.success());
-    assert!(outboard(node.dir.path(), &["put", "p/o", file]).status.success());
-    node.down();
-    // From here on the configuration knows the device.
-    let checked = outboard(node.dir.path(), &["fsck", node.dir.path().to_str().unwrap()]);
-    assert!(checked.status.success(), "{}", said(&checked));
-    let up = node.try_up(&[]);
-    assert!(up.status.success(), "{}", said(&up));
-    let read = outboard(node.dir.path(), &["get", "p/o", "-"]);
-    assert!(read.stdout == vec![7; 5_000_000], "{}", String::from_utf8_lossy(&read.stderr));
-    node.down();
+    std::fs::write(&file, "content").unwrap();
+    for args in [&["pool", "create", "p"][..], &["put", "p/o", file.to_str().unwrap()]] {
+        let output = outboard(node.dir.path(), args);
+        assert!(output.status.success(), "{args:?}: {}", said(&output));
+    }
+    assert_eq!(outboard(node.dir.path(), &["get", "p/o", "-"]).stdout, b"content");
+    assert!(node.down().status.success());
 }

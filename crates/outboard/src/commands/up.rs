@@ -134,7 +134,7 @@ fn prepare(dir: &NodeDir, args: &UpArgs, doing: &str) -> Result<Option<PortClaim
     Ok(claim)
 }
 
-/// Chooses a port for a node whose configuration names none. A port other than the default is remembered there.
+/// Chooses a port for a node whose configuration names none, once: it is remembered there.
 fn settle_port(dir: &NodeDir, args: &UpArgs, doing: &str) -> Result<Option<PortClaim>> {
     let text = std::fs::read_to_string(dir.config()).doing(doing)?;
     if args.listen.is_some() || config::is_set("listen", &text, env) {
@@ -144,9 +144,9 @@ fn settle_port(dir: &NodeDir, args: &UpArgs, doing: &str) -> Result<Option<PortC
     let (address, claim) = port::choose()
         .map_err(|e| Failure::new(doing, format!("no port is free: {e}; name one with --listen")))?;
     let chosen = address.to_string();
+    let text = config::remember(&text, "listen", &toml::Value::String(chosen.clone()));
+    replace_file(&dir.config(), &text).doing(doing)?;
     if chosen != default {
-        let text = config::remember(&text, "listen", &toml::Value::String(chosen.clone()));
-        replace_file(&dir.config(), &text).doing(doing)?;
         output::note(format!("{default} is taken; from now on the node listens at {chosen}"));
     }
     Ok(Some(claim))
@@ -231,7 +231,7 @@ fn detach(dir: &NodeDir, args: &UpArgs, lock: DirLock, claim: Option<&PortClaim>
         Ok(Announcement::Ready(ready)) => print_endpoint(&ready.endpoint.unwrap_or_default()),
         Ok(Announcement::Failed(why)) => Err(Failure::new(doing, why)),
         // The first line of a supervisor is one of the two.
-        Ok(Announcement::Heartbeat(_) | Announcement::Stopping) | Err(_) => {
+        Ok(_) | Err(_) => {
             let why = format!(
                 "its supervisor ended at once; its log {} ends:\n{}",
                 log.display(),

@@ -50,6 +50,14 @@ pub enum DirError {
         /// The directory.
         dir: PathBuf,
     },
+    /// There is no space.
+    #[error("cannot {action} {}: its file system is full; free some space there and try again", path.display())]
+    Full {
+        /// What was attempted.
+        action: &'static str,
+        /// On what.
+        path: PathBuf,
+    },
     /// The operating system refused.
     #[error("cannot {action} {}: {source}; check the path, its permissions and the free space", path.display())]
     Io {
@@ -244,7 +252,10 @@ fn read_pid(file: &mut File) -> Option<u32> {
 
 fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> DirError {
     let path = path.to_owned();
-    move |source| DirError::Io { action, path, source }
+    move |source| match source.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => DirError::Full { action, path },
+        _ => DirError::Io { action, path, source },
+    }
 }
 
 /// Replaces `path` by `text` in one step, so that no reader sees half of it. It is durable then.
@@ -258,7 +269,11 @@ pub fn replace_file(path: &Path, text: &str) -> Result<(), DirError> {
         file.write_all(text.as_bytes())?;
         file.sync_all()
     };
-    write().map_err(io_error("write", &new))?;
+    if let Err(e) = write() {
+        // It takes space that may be what was missing.
+        let _ = std::fs::remove_file(&new);
+        return Err(io_error("write", &new)(e));
+    }
     std::fs::rename(&new, path).map_err(io_error("replace", path))?;
     sync_parent(path)
 }
@@ -300,6 +315,18 @@ mod tests {
         drop(lock);
         assert_eq!(dir.owner().unwrap(), None);
         dir.lock().unwrap();
+    }
+
+    #[test]
+    fn a_file_that_does_not_fit_is_left_as_it_was() {
+        let root = tempfile::tempdir().unwrap();
+        let path = root.path().join("state.json");
+        replace_file(&path, "old").unwrap();
+        std::os::unix::fs::symlink("/dev/full", root.path().join("state.new")).unwrap();
+        let error = replace_file(&path, "new").unwrap_err().to_string();
+        assert!(error.contains("is full; free some space"), "{error}");
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "old");
+        replace_file(&path, "new").unwrap();
     }
 
     #[test]

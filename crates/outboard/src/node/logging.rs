@@ -22,6 +22,8 @@ pub fn start(log: &Log) -> Result<(), String> {
         .with_writer(io::stderr)
         .with_ansi(io::stderr().is_terminal())
         .with_thread_names(true)
+        // It would say so on standard error, and panic where that is full.
+        .log_internal_errors(false)
         .with_target(true);
     match log.format {
         LogFormat::Text => builder.init(),

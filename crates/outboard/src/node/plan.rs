@@ -134,9 +134,13 @@ impl Plan {
         Ok(plan)
     }
 
+    /// Listens at all addresses at once: none of them may take the place of another.
     fn check_addresses(&self) -> Result<(), PlanError> {
         let listen = &self.config.listen;
-        port::check(listen).map_err(|e| not_listening(listen, "clients", &e, "--listen"))?;
+        let check = |address: &str, what, remedy| {
+            port::check(address).map_err(|e| not_listening(address, what, &e, remedy))
+        };
+        let mut listening = vec![check(listen, "clients", "--listen")?];
         let metrics = &self.config.metrics.listen;
         for process in 0..=2 {
             let address = nth_port(metrics, process).map_err(|why| PlanError::Listen {
@@ -145,7 +149,7 @@ impl Plan {
                 why,
                 remedy: "metrics.listen",
             })?;
-            port::check(&address).map_err(|e| not_listening(&address, "metrics", &e, "metrics.listen"))?;
+            listening.push(check(&address, "metrics", "metrics.listen")?);
         }
         Ok(())
     }
@@ -158,7 +162,10 @@ impl Plan {
             match std::fs::metadata(&path) {
                 Ok(there) => match BlockStore::uuid_at(&path) {
                     Ok(_) => {}
-                    Err(StoreError::NotATarget(_)) if there.file_type().is_block_device() && format => {}
+                    Err(StoreError::NotATarget(_)) if there.file_type().is_block_device() && format => {
+                        BlockStore::check_device(&path, &MkfsOptions::default())
+                            .map_err(|e| refused(e.to_string()))?;
+                    }
                     Err(e) => return Err(refused(e.to_string())),
                 },
                 Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
@@ -231,6 +238,16 @@ mod tests {
         assert_eq!(nth_port("[::1]:9400", 2).unwrap(), "[::1]:9402");
         assert!(nth_port("localhost", 1).is_err());
         assert!(nth_port("127.0.0.1:65535", 1).is_err());
+    }
+
+    #[test]
+    fn metrics_cannot_be_served_where_clients_are() {
+        let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        // The port of the last of the roles' metrics.
+        let base = std::net::SocketAddr::new(free.ip(), free.port() - 2).to_string();
+        let metrics = [("OUTBOARD_METRICS_LISTEN", &*base)];
+        let error = plan(&with("listen", &free.to_string()), &metrics).unwrap_err().to_string();
+        assert!(error.contains("(metrics)") && error.contains("metrics.listen"), "{error}");
     }
 
     fn plan(chosen: &Chosen, env: &[(&str, &str)]) -> Result<Plan, PlanError> {

@@ -49,12 +49,12 @@ impl PortClaim {
     }
 }
 
-/// Whether somebody can listen at `listen` now.
+/// Listens at `listen`, to find out whether that is possible.
 ///
 /// # Errors
 /// The system's, if not.
-pub fn check(listen: &str) -> io::Result<()> {
-    TcpListener::bind(listen).map(drop)
+pub fn check(listen: &str) -> io::Result<TcpListener> {
+    TcpListener::bind(listen)
 }
 
 /// Chooses a port of the loopback interface: [`DEFAULT_PORT`], or the next one that is free.

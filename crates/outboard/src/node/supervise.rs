@@ -118,7 +118,8 @@ impl Supervisor {
         self.stop().await
     }
 
-    /// Stops the roles, the last started first. A second signal makes short work of it.
+    /// Stops the roles, the last started first. A second signal makes short work of it. All are stopped in order even if
+    /// the state cannot be recorded.
     async fn stop(&mut self) -> Result<(), SuperviseError> {
         tracing::info!("stopping");
         while let Some(kept) = self.kept.pop() {
@@ -127,7 +128,9 @@ impl Supervisor {
                 tokio::select! {
                     event = self.events.recv() => {
                         let Some((role, event)) = event else { break };
-                        self.note(role, &event)?;
+                        if let Err(e) = self.note(role, &event) {
+                            tracing::error!("{e}");
+                        }
                         if role == kept.role && event == RoleEvent::Stopped {
                             break;
                         }

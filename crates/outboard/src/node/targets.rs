@@ -100,6 +100,10 @@ pub fn make_missing(dir: &NodeDir, config: &Config, format: bool) -> Result<(), 
         let missing: Vec<PathBuf> = paths.iter().filter(|path| is_missing(path)).cloned().collect();
         plan::check_space(&missing, config.target_size.0)?;
     }
+    // All devices are checked before the first is formatted.
+    for path in paths.iter().filter(|path| !is_missing(path)) {
+        is_to_be_formatted(path, format)?;
+    }
     for (n, path) in paths.iter().enumerate() {
         let label = format!("making target {} of {count}", n + 1);
         if !is_missing(path) {
@@ -126,11 +130,21 @@ pub fn has_run(dir: &NodeDir) -> bool {
 /// # Errors
 /// The target cannot be made.
 pub fn make_on_device(path: &Path, format: bool, label: &str) -> Result<(), TargetError> {
-    let there = std::fs::metadata(path).map_err(in_system("look at it", path))?;
-    if format && there.file_type().is_block_device() && has_no_target(path)? {
+    if is_to_be_formatted(path, format)? {
         mkfs(path, MkfsOptions::default(), label)?;
     }
     Ok(())
+}
+
+/// Whether a target is to be made on what is there: on a block device that has none, may be
+/// formatted, and can take one.
+fn is_to_be_formatted(path: &Path, format: bool) -> Result<bool, TargetError> {
+    let there = std::fs::metadata(path).map_err(in_system("look at it", path))?;
+    let is_to_be = format && there.file_type().is_block_device() && has_no_target(path)?;
+    if is_to_be {
+        BlockStore::check_device(path, &MkfsOptions::default()).map_err(in_store(path))?;
+    }
+    Ok(is_to_be)
 }
 
 fn has_no_target(device: &Path) -> Result<bool, TargetError> {
