@@ -24,7 +24,6 @@ use crate::node::role::{self, RoleArgs, RoleProcess, StopSignals};
 use crate::node::state::Role;
 use crate::node::store_address::StoreAddress;
 use crate::node::targets::{self, KnownTarget};
-use crate::node::watchdog::Heartbeat;
 
 /// The thread that handles requests.
 const EVENT_LOOP: &str = "osd-0";
@@ -66,8 +65,10 @@ async fn serve(process: RoleProcess, args: &OsdArgs) -> Result<()> {
     let mut signals = StopSignals::catch()?;
     let faults = process.controls.faults().clone();
     let config = process.config.clone();
+    let progress = process.report_progress();
     let mut mounted =
         targets::mount(&args.targets, &args.known_targets, &config, &faults).doing("mounting targets")?;
+    drop(progress);
     let offered: Vec<(Uuid, Arc<RemountedStore>)> =
         mounted.iter().map(|m| (m.uuid, Arc::new(RemountedStore::new(m.object_store())))).collect();
     let stores = match &args.store_socket {
@@ -89,7 +90,9 @@ async fn serve(process: RoleProcess, args: &OsdArgs) -> Result<()> {
         }
     };
     let listen = args.listen.clone().unwrap_or_else(|| process.config.listen.clone());
-    let mut shard = Shard::start(stores, process.config, listen, process.controls, process.heartbeat)?;
+    let checkpoints = targets::checkpoints(&mounted);
+    let heartbeat = process.heartbeat.map(|heartbeat| heartbeat.beat(EVENT_LOOP, checkpoints.clone()));
+    let mut shard = Shard::start(stores, process.config, listen, process.controls, heartbeat)?;
     let ready = tokio::select! {
         ready = &mut shard.ready => ready.unwrap_or_else(|_| Err(ended())),
         () = signals.next() => return Ok(()),
@@ -112,7 +115,7 @@ async fn serve(process: RoleProcess, args: &OsdArgs) -> Result<()> {
             return ended.unwrap_or_else(|_| Err(ended_unasked())).and(Err(ended_unasked()));
         }
         () = signals.next() => {}
-        never = remount::keep_mounted(&mut mounted, &config, &faults, mount, replace) => match never {},
+        never = remount::keep_mounted(&mut mounted, &config, &checkpoints, &faults, mount, replace) => match never {},
     }
     role::stopping();
     shard.stop();
@@ -142,7 +145,7 @@ impl Shard {
         config: Config,
         listen: String,
         controls: Controls,
-        heartbeat: Option<Heartbeat>,
+        heartbeat: Option<impl Future<Output = ()> + Send + 'static>,
     ) -> Result<Shard> {
         let (started, ready) = oneshot::channel();
         let (stop, stopped) = oneshot::channel();
@@ -154,7 +157,7 @@ impl Shard {
             let serving = request_side::serve(stores, Arc::new(config), listen, controls, started, stopped);
             let local = LocalSet::new();
             if let Some(heartbeat) = heartbeat {
-                local.spawn_local(heartbeat.beat(EVENT_LOOP));
+                local.spawn_local(heartbeat);
             }
             // The role's main thread may be gone.
             let _ = tell.send(local.block_on(&runtime, serving));

@@ -65,9 +65,11 @@ async fn serve(process: RoleProcess, args: &StoreArgs) -> Result<()> {
         .doing("keeping to the CPUs of store.cpus")?;
     let engines =
         coding::engines(&process.config, accelerator, faults).doing("starting the coding engines")?;
+    let progress = process.report_progress();
     let (mut mounted, drivers) =
         targets::mount_driven(&args.targets, &args.known_targets, &process.config, faults)
             .doing("mounting targets")?;
+    drop(progress);
     let listener = args.socket.listen().map_err(|e| {
         let why = format!("{e}; choose another address with --socket");
         Failure::new(format!("waiting for the osd at {}", args.socket), why)
@@ -89,10 +91,11 @@ async fn serve(process: RoleProcess, args: &StoreArgs) -> Result<()> {
         poll: Duration::from_micros(channel.host_poll_us),
         ..defaults
     };
-    let heartbeat = process.heartbeat;
+    let checkpoints = targets::checkpoints(&mounted);
+    let (heartbeat, watched) = (process.heartbeat, checkpoints.clone());
     let beside = move || async move {
         if let Some(heartbeat) = heartbeat {
-            heartbeat.beat(EVENT_LOOP).await;
+            heartbeat.beat(EVENT_LOOP, watched).await;
         }
     };
     let server = Server::serve_and_drive(listener, offered, drivers, options, beside)
@@ -106,11 +109,11 @@ async fn serve(process: RoleProcess, args: &StoreArgs) -> Result<()> {
     let replace = |uuid: Uuid, store: Arc<BlockStore>, driver| {
         server.replace(uuid.as_u128(), store, Some(driver));
     };
+    let mount = BlockStore::mount_driven;
+    let config = &process.config;
     tokio::select! {
         () = signals.next() => {}
-        never = remount::keep_mounted(&mut mounted, &process.config, faults, BlockStore::mount_driven, replace) => {
-            match never {}
-        }
+        never = remount::keep_mounted(&mut mounted, config, &checkpoints, faults, mount, replace) => match never {},
     }
     role::stopping();
     server.stop();

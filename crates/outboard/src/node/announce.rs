@@ -21,6 +21,10 @@ pub enum Announcement {
     Failed(String),
     /// The event loop with that name goes round. Only a role that is ready says so, from time to time.
     Heartbeat(String),
+    /// The role has found that it hangs, for this reason, although its event loops go round.
+    Hung(String),
+    /// The role is not ready yet, and gets on.
+    Progress,
     /// A signal has asked the role to stop. Its event loops give no more heartbeats.
     Stopping,
 }

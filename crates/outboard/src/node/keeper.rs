@@ -185,8 +185,7 @@ impl Keeper {
         let mut said = listen(child.stdout.take());
         let ready_timeout = self.policy.ready_timeout;
         let first = tokio::select! {
-            first = first(&mut said) => first,
-            () = awake_for(ready_timeout.0) => First::Nothing,
+            first = first(&mut said, ready_timeout.0) => first,
             () = no_longer_run(&mut self.goal) => return self.stop(child, pid).await,
         };
         let (mut why, mut is_announced) = (None, false);
@@ -201,7 +200,7 @@ impl Keeper {
             }
             First::Failed(reason) => (why, is_announced) = (Some(reason), true),
             First::Nothing => {
-                why = Some(format!("not ready after {ready_timeout}"));
+                why = Some(format!("not ready after {ready_timeout} without progress"));
                 let _ = child.start_kill();
             }
             // It ends, or is of no use.
@@ -216,6 +215,8 @@ impl Keeper {
             }
             reason = hang(&mut said, &loops, &policy, pid), if ready_since.is_some() => {
                 let ready_for = ready_since.map_or(Duration::ZERO, |at| at.elapsed());
+                // It has done nothing since it hangs.
+                let ready_for = ready_for.saturating_sub(policy.hung_after.0);
                 self.kill_hung(child, reason, ready_for).await
             }
             () = no_longer_run(&mut self.goal) => self.stop(child, pid).await,
@@ -288,16 +289,23 @@ enum First {
     Failed(String),
     /// It has closed its output.
     Closed,
-    /// It has said nothing in time.
+    /// It has shown no progress for too long.
     Nothing,
 }
 
-async fn first(said: &mut mpsc::Receiver<Announcement>) -> First {
+/// Waits as long as the role gets on; heartbeats do not say so.
+async fn first(said: &mut mpsc::Receiver<Announcement>, timeout: Duration) -> First {
+    let mut patience = std::pin::pin!(awake_for(timeout));
     loop {
-        match said.recv().await {
+        let announcement = tokio::select! {
+            announcement = said.recv() => announcement,
+            () = &mut patience => return First::Nothing,
+        };
+        match announcement {
             Some(Announcement::Ready(ready)) => return First::Ready(ready),
             Some(Announcement::Failed(why)) => return First::Failed(why),
-            Some(Announcement::Heartbeat(_) | Announcement::Stopping) => {}
+            Some(Announcement::Progress) => patience.set(awake_for(timeout)),
+            Some(Announcement::Heartbeat(_) | Announcement::Hung(_) | Announcement::Stopping) => {}
             None => return First::Closed,
         }
     }
@@ -348,7 +356,8 @@ async fn hang(
                     awake_for(policy.stop_timeout.0).await;
                     return format!("hung: it was told to stop, and has not ended after {}", policy.stop_timeout);
                 }
-                Some(Announcement::Ready(_) | Announcement::Failed(_)) => {}
+                Some(Announcement::Hung(reason)) if !watchdog::is_traced(pid) => return format!("hung: {reason}"),
+                Some(_) => {}
                 None => open = false,
             },
             _ = ticks.tick() => {

@@ -274,7 +274,7 @@ pub const KEYS: &[Key] = &[
         "supervise",
         "ready_timeout",
         "\"120s\"",
-        "A role that is not ready after this is killed and counts as dead. Recovery of a large log takes its time.",
+        "A role that is not ready and has shown no progress for this long is killed and counts as dead. The recovery of a large log is progress while its drive answers.",
     ),
     key(
         "supervise",
@@ -286,7 +286,7 @@ pub const KEYS: &[Key] = &[
         "supervise",
         "hung_after",
         "\"30s\"",
-        "A role whose event loop gives no heartbeat for this long hangs: it is killed and started again. 600ms to 1h; 0s switches the watchdog off. Time in which the supervisor does not run either, as on a paused machine, does not count.",
+        "A role whose event loop gives no heartbeat for this long hangs, and so does one whose target has had calls wait this long for a checkpoint that makes no progress: it is killed and started again. 600ms to 1h; 0s switches the watchdog off. Time in which the supervisor does not run either, as on a paused machine, does not count.",
     ),
     key(
         "debug",

@@ -16,6 +16,7 @@ use uuid::Uuid;
 
 use super::config::Config;
 use super::targets::{Mounted, mount_options};
+use super::watchdog::Checkpoints;
 
 /// Pause before the first attempt. It doubles with each one.
 const PAUSE_MIN: Duration = Duration::from_secs(1);
@@ -24,10 +25,12 @@ const PAUSE_MAX: Duration = Duration::from_secs(8);
 /// A target that has worked for that long begins with the shortest pause again.
 const STEADY: Duration = Duration::from_secs(60);
 
-/// Mounts each of `targets` anew, by `mount`, whenever it is not mounted or its drive has failed, and tells `replace`.
+/// Mounts each of `targets` anew, by `mount`, whenever it is not mounted or its drive has failed, and tells `replace` and
+/// `checkpoints`.
 pub async fn keep_mounted<D: Send + 'static>(
     targets: &mut [Mounted],
     config: &Config,
+    checkpoints: &Checkpoints,
     faults: &Faults,
     mount: impl Fn(&Path, &MountOptions) -> store::Result<(Arc<BlockStore>, D)> + Copy + Send + 'static,
     replace: impl Fn(Uuid, Arc<BlockStore>, D),
@@ -35,7 +38,7 @@ pub async fn keep_mounted<D: Send + 'static>(
     let keeping = targets.iter_mut().enumerate().map(|(index, target)| {
         let options =
             MountOptions { expected_uuid: Some(target.uuid), ..mount_options(index, config, faults) };
-        keep(target, options, mount, &replace)
+        keep(target, options, checkpoints, mount, &replace)
     });
     join_all(keeping).await;
     std::future::pending().await
@@ -44,6 +47,7 @@ pub async fn keep_mounted<D: Send + 'static>(
 async fn keep<D: Send + 'static>(
     target: &mut Mounted,
     options: MountOptions,
+    checkpoints: &Checkpoints,
     mount: impl Fn(&Path, &MountOptions) -> store::Result<(Arc<BlockStore>, D)> + Copy + Send + 'static,
     replace: &impl Fn(Uuid, Arc<BlockStore>, D),
 ) -> Infallible {
@@ -74,6 +78,7 @@ async fn keep<D: Send + 'static>(
         metrics::counter!("outboard_store_remounts_total").increment(1);
         session += 1;
         since = Instant::now();
+        checkpoints.add(target.path.clone(), store.checkpoint_watch());
         replace(target.uuid, Arc::clone(&store), driver);
         target.store = Ok(store);
     }

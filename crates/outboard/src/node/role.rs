@@ -1,9 +1,13 @@
 //! What every role's process does first and last: configuration, logs, metrics, its bond to the supervisor, stopping.
 
 use std::path::PathBuf;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::Duration;
 
+use base::thread::ThreadClass;
 use clap::Args;
 use rustix::process::{Pid, Signal};
+use store::DriveCalls;
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::announce::{self, Announcement, Ready};
@@ -42,6 +46,45 @@ pub struct RoleProcess {
     pub controls: Controls,
     /// For its event loops, if a supervisor watches them.
     pub heartbeat: Option<Heartbeat>,
+    /// A supervisor waits until it is ready.
+    is_supervised: bool,
+}
+
+impl RoleProcess {
+    /// Tells the supervisor, until dropped, that the role gets on: as long as this thread's calls on drives return.
+    pub fn report_progress(&self) -> Option<ProgressReport> {
+        // Often enough for the supervisor's patience.
+        let tick = self.config.supervise.ready_timeout.0 / 8;
+        self.is_supervised.then(|| ProgressReport::start(tick, || Announcement::Progress.send_or_drop()))
+    }
+}
+
+/// A thread that reports progress until this is dropped.
+#[derive(Debug)]
+pub struct ProgressReport {
+    _end: mpsc::Sender<()>,
+}
+
+impl ProgressReport {
+    /// Calls `report` after each `tick` in which calls of this thread on drives have returned.
+    fn start(tick: Duration, report: impl Fn() + Send + 'static) -> ProgressReport {
+        let (end, ended) = mpsc::channel();
+        let calls = DriveCalls::default();
+        calls.count_this_thread();
+        let body = move || {
+            let mut seen = calls.count();
+            while ended.recv_timeout(tick) == Err(RecvTimeoutError::Timeout) {
+                let count = calls.count();
+                if std::mem::replace(&mut seen, count) != count {
+                    report();
+                }
+            }
+        };
+        if let Err(e) = base::thread::spawn(ThreadClass::Admin, "start", body) {
+            tracing::warn!("progress is not reported: {e}");
+        }
+        ProgressReport { _end: end }
+    }
 }
 
 /// Runs a role: sets the process up, and calls `body`, which does the role's work until it should stop. A failure is
@@ -107,7 +150,8 @@ fn set_up(role: Role, args: &RoleArgs) -> Result<RoleProcess> {
         }
         None => None,
     };
-    Ok(RoleProcess { config, metrics, controls, heartbeat })
+    let is_supervised = args.supervisor.is_some();
+    Ok(RoleProcess { config, metrics, controls, heartbeat, is_supervised })
 }
 
 fn with_remedy(e: &std::io::Error) -> String {
@@ -204,6 +248,22 @@ impl StopSignals {
 mod tests {
     use std::os::unix::process::ExitStatusExt;
     use std::process::Command;
+
+    #[test]
+    fn progress_is_reported_while_drives_answer_and_only_then() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("target");
+        let (said, heard) = std::sync::mpsc::channel();
+        let tick = std::time::Duration::from_millis(1);
+        let report = super::ProgressReport::start(tick, move || said.send(()).unwrap_or_default());
+        std::thread::sleep(20 * tick);
+        assert!(heard.try_recv().is_err(), "nothing has been done");
+        let options = store::MkfsOptions { size: Some(16 << 20), ..Default::default() };
+        store::BlockStore::mkfs(&path, &options, |_, _| {}).unwrap();
+        heard.recv_timeout(std::time::Duration::from_secs(60)).expect("progress is reported");
+        drop(report);
+        while heard.recv().is_ok() {}
+    }
 
     /// Runs itself again as the process that panics.
     #[test]

@@ -361,6 +361,64 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn a_role_that_gets_on_is_waited_for_and_killed_once_it_stands_still() {
+        let root = tempfile::tempdir().unwrap();
+        let dir = NodeDir::create(root.path()).unwrap();
+        let mut s = supervisor(&dir, |p| p.ready_timeout = "3s".parse().unwrap());
+        // Three times as long as the limit.
+        let recover = r#"for i in 1 2 3 4 5 6 7 8 9; do echo '"progress"'; sleep 1; done;"#;
+        s.start(vec![scripted(Role::Store, &dir, &format!("{recover} {READY} exec sleep 1000"))])
+            .await
+            .unwrap();
+        assert_eq!(s.state.process(Role::Store).unwrap().restarts, 0);
+        // Heartbeats are no progress.
+        let beat = r#"echo '"progress"'; while :; do echo '{"heartbeat":"osd-0"}'; sleep 0.2; done"#;
+        let error = s.start(vec![scripted(Role::Osd, &dir, beat)]).await.unwrap_err();
+        assert!(error.to_string().contains("not ready after 3s"), "{error}");
+    }
+
+    #[tokio::test]
+    async fn pauses_grow_while_a_role_hangs_each_time_soon_after_its_start() {
+        let root = tempfile::tempdir().unwrap();
+        let dir = NodeDir::create(root.path()).unwrap();
+        let mut s = supervisor(&dir, |p| {
+            p.backoff_min = "1ms".parse().unwrap();
+            p.steady_after = "1ms".parse().unwrap();
+            p.hung_after = "20s".parse().unwrap();
+        });
+        let script = format!(r#"{READY} sleep 0.1; echo '{{"hung":"a test"}}'; exec sleep 1000"#);
+        s.start(vec![scripted(Role::Store, &dir, &script)]).await.unwrap();
+        let mut pauses = Vec::new();
+        while pauses.len() < 4 {
+            let (role, event) = s.events.recv().await.unwrap();
+            s.note(role, &event).unwrap();
+            if let RoleEvent::Died { pause, reason, .. } = event {
+                assert_eq!(reason, "hung: a test");
+                pauses.push(pause.as_millis());
+            }
+        }
+        assert_eq!(pauses, [1, 2, 4, 8]);
+        assert_eq!(s.state.process(Role::Store).unwrap().hangs, 4);
+        s.stop().await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn roles_are_stopped_in_order_although_the_state_cannot_be_recorded() {
+        let root = tempfile::tempdir().unwrap();
+        let dir = NodeDir::create(root.path()).unwrap();
+        let mut s = supervisor(&dir, |_| {});
+        let script = |name: &str| {
+            format!("{READY} trap 'echo {name} >> ended; exit' TERM; while :; do sleep 0.05; done")
+        };
+        let roles = [(Role::Store, "store"), (Role::Osd, "osd")];
+        s.start(roles.map(|(role, name)| scripted(role, &dir, &script(name))).to_vec()).await.unwrap();
+        std::os::unix::fs::symlink("/dev/full", dir.path().join("run/state.new")).unwrap();
+        s.stop().await.unwrap();
+        assert!(!dir.path().join("run/state.new").exists(), "the state could not be recorded once");
+        assert_eq!(std::fs::read_to_string(dir.path().join("ended")).unwrap(), "osd\nstore\n");
+    }
+
+    #[tokio::test]
     async fn a_silent_role_is_killed_when_its_time_is_up() {
         let root = tempfile::tempdir().unwrap();
         let dir = NodeDir::create(root.path()).unwrap();

@@ -15,6 +15,7 @@ use super::config::Config;
 use super::dir::{DirError, NodeDir, remove_file, sync_parent};
 use super::plan::{self, PlanError};
 use super::state::{NodeState, Target};
+use super::watchdog::Checkpoints;
 use crate::progress::Progress;
 
 /// Why targets cannot be had.
@@ -323,6 +324,17 @@ fn mount_each<T, D>(
 /// Whether a target that cannot be mounted for that reason may be done without. Not if it is merely in use, or another one.
 fn may_be_absent(e: &StoreError) -> bool {
     matches!(e, StoreError::Io(_) | StoreError::Corrupt { .. } | StoreError::NotATarget(_))
+}
+
+/// The checkpoints of targets, for the watchdog.
+pub fn checkpoints(mounted: &[Mounted]) -> Checkpoints {
+    let checkpoints = Checkpoints::default();
+    for target in mounted {
+        if let Ok(store) = &target.store {
+            checkpoints.add(target.path.clone(), store.checkpoint_watch());
+        }
+    }
+    checkpoints
 }
 
 /// What a role announces of its targets.

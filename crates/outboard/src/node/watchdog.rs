@@ -5,12 +5,19 @@
 //! it stops when that loop does. It says nothing about drives: a loop that waits for them without
 //! blocking goes on sending heartbeats.
 //!
+//! A checkpoint of a target is no event loop, and a log that is full waits for it. Each heartbeat
+//! looks whether calls wait for one and whether it gets on ([`Checkpoints`]); a slow one is never
+//! taken for one that hangs.
+//!
 //! The watchdog counts its own ticks and reads no clock. While the supervisor does not run (a
 //! paused virtual machine, a suspended laptop, a stopped process group) it counts nothing, so a
 //! pause of the whole node restarts no role.
 
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use store::CheckpointWatch;
 use tokio::time::sleep;
 
 use super::announce::Announcement;
@@ -36,13 +43,66 @@ impl Heartbeat {
         tick(hung_after).map(|tick| Heartbeat { tick })
     }
 
-    /// Sends heartbeats of the loop with that name.
-    pub async fn beat(self, event_loop: &str) {
+    /// Sends heartbeats of the loop with that name, and says if one of the checkpoints hangs.
+    pub async fn beat(self, event_loop: &str, checkpoints: Checkpoints) {
         let heartbeat = Announcement::Heartbeat(event_loop.to_owned());
         loop {
             heartbeat.send_or_drop();
+            if let Some(reason) = checkpoints.tick() {
+                Announcement::Hung(reason).send_or_drop();
+            }
             sleep(self.tick).await;
         }
+    }
+}
+
+/// Watches the checkpoints of a role's targets. Clones watch the same.
+#[derive(Debug, Clone, Default)]
+pub struct Checkpoints {
+    watched: Arc<Mutex<Vec<(PathBuf, CheckpointWatch, Standstill)>>>,
+}
+
+impl Checkpoints {
+    /// Watches a target's checkpoints, instead of those of its earlier mount.
+    pub fn add(&self, target: PathBuf, watch: CheckpointWatch) {
+        let mut watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
+        watched.retain(|(earlier, ..)| *earlier != target);
+        watched.push((target, watch, Standstill::default()));
+    }
+
+    /// Another tick has passed. Returns what hangs, if a checkpoint does and a restart can help.
+    fn tick(&self) -> Option<String> {
+        let mut hung = None;
+        let mut watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
+        for (path, watch, standstill) in watched.iter_mut() {
+            if !standstill.tick(watch.awaited()) {
+                continue;
+            }
+            let target = path.display();
+            if waits_for_drive(std::process::id(), &watch.thread()) {
+                tracing::warn!(%target, "a checkpoint waits for its drive in the kernel");
+            } else {
+                hung = Some(format!("calls wait for a checkpoint of {target} that makes no progress"));
+            }
+        }
+        hung
+    }
+}
+
+/// Counts the ticks since something that is waited for has got on.
+#[derive(Debug, Default)]
+struct Standstill {
+    at: Option<u64>,
+    ticks: u32,
+}
+
+impl Standstill {
+    /// Whether it has stood still for all ticks. `now` is how far it is; `None` if nothing waits.
+    fn tick(&mut self, now: Option<u64>) -> bool {
+        let stands = now.is_some() && now == self.at;
+        self.at = now;
+        self.ticks = if stands { self.ticks.saturating_add(1) } else { 0 };
+        self.ticks >= TICKS
     }
 }
 
@@ -133,6 +193,16 @@ mod tests {
         assert_eq!(watchdog.tick().as_deref(), Some("osd-1"));
         watchdog.heard("osd-1");
         assert_eq!(watchdog.tick(), None);
+    }
+
+    #[test]
+    fn a_checkpoint_hangs_only_if_it_is_waited_for_and_gets_nowhere_for_all_ticks() {
+        let mut standstill = Standstill::default();
+        assert!((0..100).all(|n| !standstill.tick(Some(n))), "slow is not hung");
+        assert!((0..100).all(|_| !standstill.tick(None)), "nothing waits");
+        assert!((0..TICKS).all(|_| !standstill.tick(Some(100))));
+        assert!(standstill.tick(Some(100)));
+        assert!(!standstill.tick(Some(101)), "it has got on");
     }
 
     #[test]

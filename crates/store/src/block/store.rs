@@ -114,7 +114,8 @@ impl CheckpointWatch {
     #[must_use]
     pub fn awaited(&self) -> Option<u64> {
         let is_awaited = self.shared.awaits_checkpoint.load(Ordering::Relaxed);
-        is_awaited.then(|| self.shared.checkpoint_calls.count())
+        (is_awaited && !self.shared.gone.load(Ordering::Relaxed))
+            .then(|| self.shared.checkpoint_calls.count())
     }
 
     /// Name of the thread that carries checkpoints out.
