@@ -9,8 +9,6 @@
 //! size and the recorded size must agree after every change; [`Draft::apply`] refuses a change whose ops would make them
 //! differ.
 
-use std::collections::BTreeMap;
-
 use base::block::{self, BLOCK, BLOCK_SIZE, Payload};
 use bytes::{Bytes, BytesMut};
 use proto::limits::MAX_OBJECT_SIZE;
@@ -21,6 +19,7 @@ use crate::fail::Step;
 use crate::gather::{Gathered, Staged};
 use crate::object::{COMMITTED_XATTR, INFO_XATTR, ObjectInfo, user_xattr};
 use crate::pg::Pg;
+use crate::written::Written;
 
 /// A change being worked out.
 pub(crate) struct Draft<'a> {
@@ -35,7 +34,7 @@ pub(crate) struct Draft<'a> {
     size: u64,
     ops: Vec<Op>,
     /// Blocks written by this change, for later ops to merge with.
-    written: BTreeMap<u64, Bytes>,
+    written: Written,
     /// More than one op changes data, so `written` is needed.
     keeps_written: bool,
     /// The store has no data of the object from this block on: the object ended before it, or the change has cut it off.
@@ -121,7 +120,7 @@ impl<'a> Draft<'a> {
             before,
             size: before,
             ops: Vec::with_capacity(4),
-            written: BTreeMap::new(),
+            written: Written::default(),
             keeps_written: false,
             void_from: before.div_ceil(BLOCK),
             staged: 0..0,
@@ -304,7 +303,7 @@ impl<'a> Draft<'a> {
             let source = WriteSource::Staged { stage: staged.stage.id, offset: 0, len: named };
             self.ops.push(Op::Write { oid: self.oid.clone(), offset: start, source });
             self.staged = start / BLOCK..(start + named).div_ceil(BLOCK);
-            self.written.retain(|n, _| !(start / BLOCK..(start + named).div_ceil(BLOCK)).contains(n));
+            self.written.remove(self.staged.clone());
         }
         if head_len > 0 {
             self.write_bytes(offset, staged.head.clone()).await?;
@@ -341,7 +340,7 @@ impl<'a> Draft<'a> {
         let end = size / BLOCK;
         self.void_from = self.void_from.min(end);
         self.staged = self.staged.start.min(end)..self.staged.end.min(end);
-        self.written.split_off(&end);
+        self.written.remove(end..u64::MAX);
         self.size = size;
     }
 
@@ -364,8 +363,7 @@ impl<'a> Draft<'a> {
                     self.ops.push(Op::Truncate { oid: self.oid.clone(), size });
                 }
                 if self.keeps_written {
-                    let zeros = Bytes::from_static(&[0; BLOCK_SIZE]);
-                    self.written.extend((at / BLOCK..(at + zeroed) / BLOCK).map(|n| (n, zeros.clone())));
+                    self.written.zero(at / BLOCK..(at + zeroed) / BLOCK);
                 }
                 at = whole;
             } else {
@@ -417,8 +415,8 @@ impl<'a> Draft<'a> {
         let len = self.size.saturating_sub(number * BLOCK).min(BLOCK) as usize;
         let found = if len == 0 {
             Bytes::new()
-        } else if let Some(bytes) = self.written.get(&number) {
-            bytes.clone()
+        } else if let Some(bytes) = self.written.get(number) {
+            bytes
         } else if self.staged.contains(&number) {
             let what = "an op changes a part of the bulk data of the same change; make two changes of it";
             return Err(Error::BadRequest(what.into()).into());
@@ -454,9 +452,7 @@ impl<'a> Draft<'a> {
     /// Writes whole blocks, or a last one that ends the object.
     fn put(&mut self, offset: u64, payload: Payload) {
         if self.keeps_written {
-            let mut rest = payload.data().clone();
-            let lengths = block::piece_lengths(offset, rest.len() as u64);
-            self.written.extend((offset / BLOCK..).zip(lengths.map(|len| rest.split_to(len))));
+            self.written.put(offset / BLOCK, payload.data().clone());
         }
         let source = WriteSource::Inline(payload);
         self.ops.push(Op::Write { oid: self.oid.clone(), offset, source });

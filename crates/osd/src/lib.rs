@@ -46,6 +46,7 @@ mod timed;
 mod times;
 mod turnstile;
 mod upkeep;
+mod written;
 
 pub use array::NewObjects;
 pub use audit::inspect_object;

@@ -23,6 +23,12 @@ impl Splitter<'_> {
         old: &impl AsyncFn(usize, Range<u64>) -> store::Result<Vec<u8>>,
         split: &mut Split,
     ) -> store::Result<()> {
+        if run.zeros {
+            let range = run.first * self.layout.unit..(run.first + run.count) * self.layout.unit;
+            (self.layout.k..self.layout.shards())
+                .for_each(|shard| self.zero_shard(shard, range.clone(), split));
+            return Ok(());
+        }
         if self.is_staged(run.first) {
             self.staged_parity(run, split);
             return Ok(());

@@ -37,6 +37,8 @@ pub(super) struct Run {
     pub(super) rows: Range<u64>,
     /// Whether nothing of those rows stays, and each unit's come in one piece.
     pub(super) new: bool,
+    /// Whether all of it becomes zero: then so does the parity, and `new` does not count.
+    pub(super) zeros: bool,
 }
 
 /// The bytes of one unit's rows, as they will be.
@@ -104,6 +106,9 @@ impl Splitter<'_> {
 
     /// The ops of data shards; of a mirror, those of one `copy`.
     fn data(&self, extent: &Extent, copy: Option<usize>, split: &mut Split) {
+        if matches!(extent.content, Content::Zeros) {
+            return self.zeroed_data(extent, copy, split);
+        }
         for piece in self.layout.pieces(extent.offset, extent.len) {
             let shard = copy.unwrap_or(piece.shard);
             split.overwritten[shard].push((piece.at, piece.len));
@@ -115,17 +120,30 @@ impl Splitter<'_> {
                     let offset = self.layout.locate(at).1;
                     WriteSource::Staged { stage: staged.id, offset, len: piece.len }
                 }
-                Content::Zeros => {
-                    // Beyond what is left there is nothing to be made zero.
-                    let left = self.layout.shard_size(shard, self.overlay.low);
-                    if piece.at < left {
-                        let len = piece.len.min(left - piece.at);
-                        split.ops[shard].push(Op::Zero { oid: self.oid.clone(), offset: piece.at, len });
-                    }
-                    continue;
-                }
+                Content::Zeros => continue,
             };
             split.ops[shard].push(Op::Write { oid: self.oid.clone(), offset: piece.at, source });
+        }
+    }
+
+    /// The same of zeros, which may be many: one op for each shard.
+    fn zeroed_data(&self, extent: &Extent, copy: Option<usize>, split: &mut Split) {
+        if let Some(copy) = copy {
+            return self.zero_shard(copy, extent.offset..extent.end(), split);
+        }
+        for (shard, span) in self.layout.spans(extent.offset, extent.len).into_iter().enumerate() {
+            span.into_iter().for_each(|span| self.zero_shard(shard, span, split));
+        }
+    }
+
+    /// Makes a range of a shard zero.
+    pub(super) fn zero_shard(&self, shard: usize, range: Range<u64>, split: &mut Split) {
+        split.overwritten[shard].push((range.start, range.end - range.start));
+        // Beyond what is left there is nothing to be made zero.
+        let end = range.end.min(self.layout.shard_size(shard, self.overlay.low));
+        if range.start < end {
+            let (oid, offset) = (self.oid.clone(), range.start);
+            split.ops[shard].push(Op::Zero { oid, offset, len: end - offset });
         }
     }
 
@@ -157,8 +175,21 @@ impl Splitter<'_> {
         let layout = &self.layout;
         let mut rows: BTreeMap<u64, Range<u64>> = BTreeMap::new();
         let stripes = self.overlay.size.div_ceil(layout.stripe());
+        let mut runs: Vec<Run> = Vec::new();
+        let mut cut: Vec<(u64, u64)> = Vec::new();
         for extent in self.overlay.extents() {
-            for piece in layout.pieces(extent.offset, extent.len) {
+            let zeroed = self.zeroed_stripes(extent, stripes);
+            if zeroed.is_empty() {
+                cut.push((extent.offset, extent.len));
+                continue;
+            }
+            let (start, end) = (zeroed.start * layout.stripe(), zeroed.end * layout.stripe());
+            cut.extend([(extent.offset, start - extent.offset), (end, extent.end() - end)]);
+            let (first, count) = (zeroed.start, zeroed.end - zeroed.start);
+            runs.push(Run { first, count, rows: 0..layout.unit, new: false, zeros: true });
+        }
+        for (offset, len) in cut {
+            for piece in layout.pieces(offset, len) {
                 let stripe = layout.stripe_of(piece.offset);
                 if stripe >= stripes {
                     break;
@@ -170,7 +201,6 @@ impl Splitter<'_> {
                 *known = known.start.min(from)..known.end.max(to);
             }
         }
-        let mut runs: Vec<Run> = Vec::new();
         for (stripe, rows) in rows {
             match runs.last_mut() {
                 Some(run) if run.first + run.count == stripe && self.joins(run, &rows, stripe) => {
@@ -178,17 +208,27 @@ impl Splitter<'_> {
                 }
                 _ => {
                     let new = self.is_new(stripe, &rows);
-                    runs.push(Run { first: stripe, count: 1, rows, new });
+                    runs.push(Run { first: stripe, count: 1, rows, new, zeros: false });
                 }
             }
         }
         runs
     }
 
+    /// Stripes that become zero as a whole by an extent, of the first `stripes`.
+    fn zeroed_stripes(&self, extent: &Extent, stripes: u64) -> Range<u64> {
+        if !matches!(extent.content, Content::Zeros) {
+            return 0..0;
+        }
+        let stripe = self.layout.stripe();
+        extent.offset.div_ceil(stripe)..(extent.end() / stripe).min(stripes)
+    }
+
     /// Whether a stripe can be done with those before it: all of them are new as a whole, and in the same way.
     fn joins(&self, run: &Run, rows: &Range<u64>, stripe: u64) -> bool {
         let full = 0..self.layout.unit;
         run.rows == full
+            && !run.zeros
             && *rows == full
             && run.new
             && self.is_new(stripe, rows)
