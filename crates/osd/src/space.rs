@@ -6,6 +6,7 @@
 //! not count as running: when all do, they fail.
 
 use std::cell::Cell;
+use std::rc::Rc;
 
 use tokio::sync::{Mutex, Notify};
 use tokio::time::Instant;
@@ -72,8 +73,11 @@ impl Osd {
         if Instant::now() >= until {
             return false;
         }
-        if self.trim_groups().await {
-            return true;
+        // A group that waits for a member may trim for long.
+        match tokio::time::timeout_at(until, self.trim_groups()).await {
+            Ok(false) => {}
+            Ok(true) => return true,
+            Err(_) => return false,
         }
         loop {
             let changed = self.space.changed.notified();
@@ -98,9 +102,14 @@ impl Osd {
             if kept == 0 {
                 continue;
             }
-            if let Err(e) = group.trim().await {
-                tracing::debug!(error = %e, "overwritten data is kept for the time being");
-            }
+            // The group goes on trimming by itself if the change that waits gives up.
+            let trimmed = Rc::clone(&group);
+            let trim = crate::spawn(async move {
+                if let Err(e) = trimmed.trim().await {
+                    tracing::debug!(error = %e, "overwritten data is kept for the time being");
+                }
+            });
+            drop(trim.await);
             if group.undo_objects() < kept {
                 self.space.trims.set(before + 1);
             }

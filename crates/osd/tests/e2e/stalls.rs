@@ -632,3 +632,30 @@ async fn stalls_at_random_lose_nothing_of_an_erasure_code() {
 async fn stalls_at_random_lose_nothing_of_a_mirror() {
     stalls_at_random("mirror:3").await;
 }
+
+/// A change that waits for space has overwritten data trimmed, which comes to nothing while a target stands still.
+#[tokio::test]
+async fn a_change_without_space_is_refused_in_time_while_its_group_cannot_trim() {
+    if is_another_network() {
+        return;
+    }
+    let (target_timeout, store_patience) = (Duration::from_secs(45), Duration::from_secs(2));
+    let config = OsdConfig { target_timeout, store_patience, ..config() };
+    let stalls = Stalls::new("mirror:2", 1, config).await;
+    let object = stalls.rig.pool.object("o").unwrap();
+    for salt in 0..2 {
+        object.put(data(10_000, salt)).await.unwrap();
+    }
+    let fired = stalls.rig.node.fired();
+    stalls.rig.node.stores.iter().for_each(|store| store.set_full(u64::MAX));
+    stalls.stop(&stalls.all());
+    let put = object.put(data(10_000, 2));
+    let put = tokio::time::timeout(Duration::from_secs(40), put)
+        .await
+        .expect("an answer before the group gives up");
+    assert!(matches!(put, Err(client::Error::Node(client::NodeError::NoSpace { .. }))), "{put:?}");
+    assert!(stalls.rig.node.fired() > fired && stores_stalled(&stalls) > 0);
+    stalls.rig.node.stores.iter().for_each(|store| store.set_full(0));
+    stalls.go_on(&stalls.all());
+    assert!(object.get().await.unwrap() == data(10_000, 1));
+}
