@@ -137,7 +137,7 @@ impl NodeMap {
         for (target, copy) in targets.iter().zip(join_all(reading).await) {
             let copy = match copy {
                 Err(_) => {
-                    target.overdue(patience);
+                    target.overdue(&ids::node_collection(), patience);
                     failure = Some(start_error(target, late(patience)));
                     None
                 }
@@ -194,12 +194,13 @@ impl NodeMap {
             let error = match outcome {
                 Ok(Ok(())) => continue,
                 Ok(Err(e)) if is_final(&e) || matches!(e, StoreError::NoSpace { .. }) => {
+                    target.set_lacks_map(!is_final(&e));
                     target.fail(&e);
                     e
                 }
                 Ok(Err(e)) => return Err(start_error(target, e)),
                 Err(_) => {
-                    target.overdue(patience);
+                    target.overdue(&ids::node_collection(), patience);
                     late(patience)
                 }
             };
@@ -271,7 +272,7 @@ impl NodeMap {
         let copies = there.map(|target| async move {
             let Ok(written) = tokio::time::timeout(patience, write_copy(target, self)).await else {
                 // Placement groups that cannot do without the target wait for it; the map need not.
-                target.overdue(patience);
+                target.overdue(&ids::node_collection(), patience);
                 return Ok(Some(late(patience)));
             };
             match written {
@@ -303,6 +304,11 @@ impl NodeMap {
             return Err(StoreError::Disconnected(format!("{e}; targets that have failed are tried again")));
         }
         Err(e)
+    }
+
+    /// Gives the map to a target that had no room for it; whether the target has it now.
+    pub(crate) async fn give(&self, target: &Target, patience: Duration) -> bool {
+        matches!(tokio::time::timeout(patience, write_copy(target, self)).await, Ok(Ok(())))
     }
 
     /// What people call the target with that uuid: its number, if it is one of the node's.
@@ -376,7 +382,9 @@ async fn write_copy(target: &Target, map: &NodeMap) -> Result<(), StoreError> {
     transaction.ops.push(Op::OmapClear { oid: oid.clone() });
     transaction.ops.push(Op::OmapSet { oid, entries });
     target.epoch();
-    target.queue(transaction).await
+    target.queue(transaction).await?;
+    target.set_lacks_map(false);
+    Ok(())
 }
 
 /// Whether an error says that a target has failed, rather than that it is not there yet.

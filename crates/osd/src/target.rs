@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use base::BoxFuture;
+use futures::future::try_join_all;
 use proto::TargetState;
 use store::{CollectionId, ObjectStore, StoreError, Transaction};
 use tokio::sync::{Notify, watch};
@@ -38,7 +39,14 @@ pub(crate) struct Target {
     is_probed: Cell<bool>,
     /// The operator has taken it out.
     out: Cell<bool>,
+    /// It had no room for the node's map when the node started.
+    lacks_map: Cell<bool>,
+    /// Collections in which calls were not answered in time: a probe asks in them, too.
+    suspects: RefCell<Vec<CollectionId>>,
 }
+
+/// Most collections that a probe asks in. If calls hang in more of them, these stand for all.
+const SUSPECTS_MAX: usize = 64;
 
 impl Target {
     pub(crate) fn new(uuid: Uuid, store: Arc<dyn ObjectStore>, retry: TargetRetry) -> Target {
@@ -55,6 +63,8 @@ impl Target {
             answered: watch::Sender::new(None),
             is_probed: Cell::new(false),
             out: Cell::new(false),
+            lacks_map: Cell::new(false),
+            suspects: RefCell::default(),
         }
     }
 
@@ -68,9 +78,26 @@ impl Target {
         self.step(Event::Failed(e.clone()));
     }
 
-    /// Takes note that the target has not answered for `waited`: redundant placement groups that can go on without it do so.
-    pub(crate) fn overdue(&self, waited: Duration) {
+    /// Takes note that a call in a collection of the target was not answered for `waited`: redundant placement groups that can
+    /// go on without the target do so, until it answers in that collection.
+    pub(crate) fn overdue(&self, cid: &CollectionId, waited: Duration) {
+        {
+            let mut suspects = self.suspects.borrow_mut();
+            if suspects.len() < SUSPECTS_MAX && !suspects.contains(cid) {
+                suspects.push(cid.clone());
+            }
+        }
         self.step(Event::Overdue(format!("no answer in {waited:?}")));
+    }
+
+    /// Takes note whether the target lacks the node's map for want of space.
+    pub(crate) fn set_lacks_map(&self, lacks: bool) {
+        self.lacks_map.set(lacks);
+    }
+
+    /// Whether the target lacks the node's map for want of space.
+    pub(crate) fn lacks_map(&self) -> bool {
+        self.lacks_map.get()
     }
 
     /// Why placement groups go on without it.
@@ -101,6 +128,7 @@ impl Target {
         let session = self.store.session();
         if session != self.health_session.replace(session) {
             // The session is part of what placement groups watch: they need not be told.
+            self.suspects.borrow_mut().clear();
             let _ = self.health.borrow_mut().step(Instant::now(), Event::Renewed);
         }
         look(&self.health.borrow())
@@ -119,6 +147,7 @@ impl Target {
                 }
             }
             Change::Back => {
+                self.suspects.borrow_mut().clear();
                 tracing::info!(target_uuid = %self.uuid, "the target is used again");
                 metrics::counter!("outboard_osd_target_returns_total").increment(1);
             }
@@ -171,14 +200,20 @@ impl Target {
         }
     }
 
-    /// Asks what is little work: an empty transaction, which becomes durable all the same, and a look at the map.
+    /// Asks what is little work: an empty transaction, which becomes durable all the same, and a look at the map. The same
+    /// where calls were not answered in time.
     async fn ask_something(&self) -> store::Result<()> {
-        let (cid, oid) = (ids::node_collection(), ids::map_object());
+        let suspects = self.suspects.borrow().clone();
+        let all = suspects.into_iter().chain([ids::node_collection()]);
+        try_join_all(all.map(|cid| self.ask_in(cid))).await.map(drop)
+    }
+
+    async fn ask_in(&self, cid: CollectionId) -> store::Result<()> {
         match self.store.queue_transaction(Transaction::new(cid.clone())).await {
             Ok(()) | Err(StoreError::NoSuchCollection(_)) => {}
             Err(e) => return Err(e),
         }
-        match self.store.stat(&cid, &oid).await {
+        match self.store.stat(&cid, &ids::map_object()).await {
             Ok(_) | Err(StoreError::NoSuchCollection(_) | StoreError::NoSuchObject(_)) => Ok(()),
             Err(e) => Err(e),
         }

@@ -28,6 +28,8 @@ const SEGMENT: u64 = 1 << 20;
 
 /// A pool that could not be emptied is tried again after so many intervals of the upkeep.
 const REMOVAL_INTERVALS: u32 = 4;
+/// A target without room for the node's map is offered it again after so many intervals of the upkeep.
+const MAP_INTERVALS: u32 = 4;
 
 /// What is going on. See the [module](self) documentation.
 #[derive(Default)]
@@ -59,6 +61,7 @@ impl Osd {
             self.rebuild_for_ever(),
             self.bound_notes_for_ever(),
             self.try_targets_for_ever(),
+            self.give_map_for_ever(),
             self.finish_removals_for_ever()
         );
     }
@@ -73,6 +76,21 @@ impl Osd {
                 metrics::gauge!("outboard_osd_target_state", "target" => uuid.clone()).set(state as u8);
                 let seconds = next_try.unwrap_or_default().as_secs_f64();
                 metrics::gauge!("outboard_osd_target_next_try_seconds", "target" => uuid).set(seconds);
+            }
+        }
+    }
+
+    /// Gives the map to targets that had no room for it when the node started: they count as failed until they have it.
+    async fn give_map_for_ever(&self) {
+        loop {
+            tokio::time::sleep(self.config.upkeep_interval * MAP_INTERVALS).await;
+            for target in self.targets.iter().filter(|target| target.lacks_map()) {
+                let _one_at_a_time = self.changing_map.lock().await;
+                let map = self.map.borrow().clone();
+                if map.give(target, self.config.target_timeout).await {
+                    tracing::info!(target_uuid = %target.uuid, "the target has room for the node's map again");
+                    target.try_again();
+                }
             }
         }
     }
@@ -173,7 +191,7 @@ impl Osd {
     async fn note_lost_targets(&self) -> proto::Result<()> {
         let lost = |record: &TargetRecord| {
             let target = self.targets.iter().find(|t| t.uuid == record.uuid);
-            target.map_or(record.lost, |t| t.failure().is_some())
+            target.map_or(record.lost, |t| t.failure().is_some() || t.lacks_map())
         };
         let lost: Vec<bool> = self.map.borrow().targets.iter().map(lost).collect();
         self.change_targets(|map| {

@@ -131,7 +131,7 @@ impl Group {
             if waiting.is_empty() || now >= wait_until {
                 if self.judge_views(&views).is_ok() {
                     // The others go on; those that were slow before are known to be.
-                    waiting.iter().for_each(|target| target.overdue(now - began));
+                    waiting.iter().for_each(|target| target.overdue(&self.cid, now - began));
                     break;
                 }
                 if slow.is_empty() && now >= began + self.patience {

@@ -38,7 +38,7 @@ impl Group {
             biased;
             answer = &mut call => answer,
             () = self.can_go_on_without(&link.target) => {
-                link.target.overdue(self.member_timeout);
+                link.target.overdue(&self.cid, self.member_timeout);
                 Err(gone_slow(&link.target, began.elapsed()))
             }
             () = tokio::time::sleep_until(began + self.patience) => {

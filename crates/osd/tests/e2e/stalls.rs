@@ -31,6 +31,8 @@ type Waiting = Vec<Box<dyn FnOnce() + Send>>;
 struct StallStore {
     inner: Arc<dyn ObjectStore>,
     waiting: Mutex<Option<Waiting>>,
+    /// Only calls in this collection wait.
+    only: Mutex<Option<CollectionId>>,
     /// Calls that found it stopped.
     stalled: AtomicU64,
 }
@@ -38,24 +40,38 @@ struct StallStore {
 impl StallStore {
     fn new() -> Arc<StallStore> {
         let inner = Arc::new(MemStore::new());
-        Arc::new(StallStore { inner, waiting: Mutex::default(), stalled: AtomicU64::new(0) })
+        Arc::new(StallStore {
+            inner,
+            waiting: Mutex::default(),
+            only: Mutex::default(),
+            stalled: AtomicU64::new(0),
+        })
     }
 
     fn stop(&self) {
         self.waiting.lock().unwrap().get_or_insert_default();
     }
 
+    /// Stops in one collection.
+    fn stop_in(&self, cid: CollectionId) {
+        *self.only.lock().unwrap() = Some(cid);
+        self.stop();
+    }
+
     fn go_on(&self) {
         let mut waiting = self.waiting.lock().unwrap();
+        *self.only.lock().unwrap() = None;
         waiting.take().into_iter().flatten().for_each(|call| call());
     }
 
     fn call<T: Send + 'static>(
         &self,
+        cid: Option<&CollectionId>,
         call: impl FnOnce(&dyn ObjectStore) -> BoxFuture<'static, Result<T>> + Send + 'static,
     ) -> BoxFuture<'static, Result<T>> {
         let mut waiting = self.waiting.lock().unwrap();
-        let Some(waiting) = &mut *waiting else { return call(&*self.inner) };
+        let stands = self.only.lock().unwrap().as_ref().is_none_or(|only| Some(only) == cid);
+        let Some(waiting) = waiting.as_mut().filter(|_| stands) else { return call(&*self.inner) };
         self.stalled.fetch_add(1, Ordering::SeqCst);
         let ((answer_to, answer), inner) = (oneshot::channel(), Arc::clone(&self.inner));
         waiting.push(Box::new(move || drop(answer_to.send(call(&*inner)))));
@@ -65,20 +81,21 @@ impl StallStore {
 
 impl ObjectStore for StallStore {
     fn stage(&self, len: u64) -> BoxFuture<'static, Result<StageId>> {
-        self.call(move |inner| inner.stage(len))
+        self.call(None, move |inner| inner.stage(len))
     }
     fn stage_write(&self, stage: StageId, offset: u64, payload: Payload) -> BoxFuture<'static, Result<()>> {
-        self.call(move |inner| inner.stage_write(stage, offset, payload))
+        self.call(None, move |inner| inner.stage_write(stage, offset, payload))
     }
     fn stage_release(&self, stage: StageId) {
-        let released = self.call(move |inner| {
+        let released = self.call(None, move |inner| {
             inner.stage_release(stage);
             Box::pin(std::future::ready(Ok(())))
         });
         drop(released);
     }
     fn queue_transaction(&self, transaction: Transaction) -> BoxFuture<'static, Result<()>> {
-        self.call(move |inner| inner.queue_transaction(transaction))
+        let cid = transaction.collection.clone();
+        self.call(Some(&cid), move |inner| inner.queue_transaction(transaction))
     }
     fn read(
         &self,
@@ -89,11 +106,13 @@ impl ObjectStore for StallStore {
         dest: Option<ArenaBuf>,
     ) -> BoxFuture<'static, Result<ReadData>> {
         let (cid, oid) = (cid.clone(), oid.clone());
-        self.call(move |inner| inner.read(&cid, &oid, offset, len, dest))
+        let in_cid = cid.clone();
+        self.call(Some(&in_cid), move |inner| inner.read(&cid, &oid, offset, len, dest))
     }
     fn stat(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Stat>> {
         let (cid, oid) = (cid.clone(), oid.clone());
-        self.call(move |inner| inner.stat(&cid, &oid))
+        let in_cid = cid.clone();
+        self.call(Some(&in_cid), move |inner| inner.stat(&cid, &oid))
     }
     fn get_xattr(
         &self,
@@ -102,7 +121,8 @@ impl ObjectStore for StallStore {
         name: Bytes,
     ) -> BoxFuture<'static, Result<Bytes>> {
         let (cid, oid) = (cid.clone(), oid.clone());
-        self.call(move |inner| inner.get_xattr(&cid, &oid, name))
+        let in_cid = cid.clone();
+        self.call(Some(&in_cid), move |inner| inner.get_xattr(&cid, &oid, name))
     }
     fn get_xattrs(
         &self,
@@ -110,11 +130,13 @@ impl ObjectStore for StallStore {
         oid: &ObjectId,
     ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>> {
         let (cid, oid) = (cid.clone(), oid.clone());
-        self.call(move |inner| inner.get_xattrs(&cid, &oid))
+        let in_cid = cid.clone();
+        self.call(Some(&in_cid), move |inner| inner.get_xattrs(&cid, &oid))
     }
     fn omap_get_header(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Bytes>> {
         let (cid, oid) = (cid.clone(), oid.clone());
-        self.call(move |inner| inner.omap_get_header(&cid, &oid))
+        let in_cid = cid.clone();
+        self.call(Some(&in_cid), move |inner| inner.omap_get_header(&cid, &oid))
     }
     fn omap_get(
         &self,
@@ -123,7 +145,8 @@ impl ObjectStore for StallStore {
         keys: Vec<Bytes>,
     ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>> {
         let (cid, oid) = (cid.clone(), oid.clone());
-        self.call(move |inner| inner.omap_get(&cid, &oid, keys))
+        let in_cid = cid.clone();
+        self.call(Some(&in_cid), move |inner| inner.omap_get(&cid, &oid, keys))
     }
     fn omap_iterate(
         &self,
@@ -133,7 +156,8 @@ impl ObjectStore for StallStore {
         limit: usize,
     ) -> BoxFuture<'static, Result<Page<(Bytes, Bytes)>>> {
         let (cid, oid) = (cid.clone(), oid.clone());
-        self.call(move |inner| inner.omap_iterate(&cid, &oid, from, limit))
+        let in_cid = cid.clone();
+        self.call(Some(&in_cid), move |inner| inner.omap_iterate(&cid, &oid, from, limit))
     }
     fn list(
         &self,
@@ -142,16 +166,17 @@ impl ObjectStore for StallStore {
         limit: usize,
     ) -> BoxFuture<'static, Result<Page<ObjectId>>> {
         let cid = cid.clone();
-        self.call(move |inner| inner.list(&cid, from, limit))
+        let in_cid = cid.clone();
+        self.call(Some(&in_cid), move |inner| inner.list(&cid, from, limit))
     }
     fn collections(&self) -> BoxFuture<'static, Result<Vec<CollectionId>>> {
-        self.call(|inner| inner.collections())
+        self.call(None, |inner| inner.collections())
     }
     fn statfs(&self) -> BoxFuture<'static, Result<StatFs>> {
-        self.call(|inner| inner.statfs())
+        self.call(None, |inner| inner.statfs())
     }
     fn umount(&self) -> BoxFuture<'static, Result<()>> {
-        self.call(|inner| inner.umount())
+        self.call(None, |inner| inner.umount())
     }
 }
 
@@ -631,6 +656,40 @@ async fn stalls_at_random_lose_nothing_of_an_erasure_code() {
 #[tokio::test]
 async fn stalls_at_random_lose_nothing_of_a_mirror() {
     stalls_at_random("mirror:3").await;
+}
+
+/// Calls in one placement group hang on a target that answers otherwise: it is not used before they go on.
+#[tokio::test]
+async fn a_target_that_hangs_in_one_collection_does_not_come_back_before_that_answers() {
+    if is_another_network() {
+        return;
+    }
+    for text in ["mirror:2", "ec:2+1"] {
+        let mut stalls = Stalls::new(text, 2, config()).await;
+        let load = Load::start(&stalls.rig.client, &stalls.rig.pool, 6).await;
+        let collections = stalls.stores[0].inner.collections().await.unwrap();
+        let group = collections.into_iter().find(|cid| cid.as_bytes().starts_with(b"P")).unwrap();
+        stalls.stores[0].stop_in(group);
+        let slow = async {
+            while stalls.state(0).await != TargetState::Slow {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(30), slow).await.expect("the first calls stall");
+        // A relapse would make it come back after a pause of 200 ms at most.
+        for _ in 0..10 {
+            load.has_done(6).await;
+            for _ in 0..40 {
+                assert_eq!(stalls.state(0).await, TargetState::Slow, "{text}");
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        }
+        assert!(stores_stalled(&stalls) > 0);
+        stalls.go_on(&[0]);
+        stalls.rig.objects = load.finish().await;
+        stalls.all_is_well().await;
+        stalls.scrub().await;
+    }
 }
 
 /// A change that waits for space has overwritten data trimmed, which comes to nothing while a target stands still.

@@ -219,3 +219,30 @@ async fn a_target_that_does_not_answer_at_start_costs_only_itself() {
     assert_eq!(client.pools().await.unwrap().len(), 1);
     node.stores[2].hold(false);
 }
+
+#[tokio::test]
+async fn a_target_without_room_for_the_map_at_start_comes_back_by_itself() {
+    let mut node = behind_and_full().await;
+    let fired = node.fired();
+    node.restart();
+    let client = node.client().await;
+    assert_eq!(failed(&client.status().await.unwrap()), [true, false, false]);
+    assert!(node.fired() > fired, "the map was refused");
+    node.stores[0].set_full_for_map(false);
+    let back = async {
+        while failed(&client.status().await.unwrap())[0] {
+            tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+        }
+    };
+    tokio::time::timeout(std::time::Duration::from_secs(30), back).await.expect("the target is used again");
+    let same = async {
+        while read_map(&*node.stores[0]).await != read_map(&*node.stores[1]).await {
+            tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+        }
+    };
+    tokio::time::timeout(std::time::Duration::from_secs(30), same)
+        .await
+        .expect("the target has the newest map");
+    node.restart();
+    assert_eq!(failed(&node.client().await.status().await.unwrap()), [false, false, false]);
+}
