@@ -177,6 +177,8 @@ pub(crate) struct Group {
     /// Transactions that were taken back when the session began.
     pub(crate) undone: RefCell<BTreeSet<u64>>,
     pub(crate) trim_scheduled: Cell<bool>,
+    /// Targets on which there was no room for a blank member: others take their places, if there are some.
+    pub(crate) no_room: RefCell<BTreeSet<Uuid>>,
     /// Shards that could not be read, by object and position.
     pub(crate) damaged: RefCell<BTreeSet<(ObjectId, usize)>>,
     /// Highest epoch that was ever heard of, or proposed: each new one is beyond that.
@@ -220,6 +222,7 @@ impl Group {
             rebuild_next: Cell::new(0),
             undone: RefCell::default(),
             trim_scheduled: Cell::new(false),
+            no_room: RefCell::default(),
             damaged: RefCell::default(),
             highest: Cell::new(0),
             lineage: RefCell::default(),

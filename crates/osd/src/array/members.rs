@@ -203,20 +203,31 @@ impl Group {
         Ok(())
     }
 
-    /// Gives the places of members that are out, or no longer the node's, to targets that are not members yet.
+    /// Gives the places of members that are out, no longer the node's, or blank and full, to targets that are not members yet.
     fn find_replacements(&self, record: &mut GroupRecord) {
         for position in 0..record.members.len() {
             let member = record.members[position];
             let known = self.targets.iter().find(|t| t.uuid == member.target);
-            if member.standing == Standing::InSync || known.is_some_and(|t| !t.is_out()) {
+            let is_full =
+                member.standing == Standing::Blank && self.no_room.borrow().contains(&member.target);
+            let stays = known.is_some_and(|t| !t.is_out()) && !is_full;
+            if member.standing == Standing::InSync || stays {
                 continue;
             }
-            let taken = |t: &Target| record.members.iter().any(|m| m.target == t.uuid);
-            let free = self.targets.iter().filter(|t| t.is_usable() && !taken(t));
-            let free: Vec<Uuid> = free.map(|t| t.uuid).collect();
-            if let Some(&best) = proto::placement::ranked(self.place.0, self.place.1, &free).first() {
-                record.members[position] = Member { target: free[best], standing: Standing::Blank };
+            match self.spare(record) {
+                Some(target) => record.members[position] = Member { target, standing: Standing::Blank },
+                // All of them are tried again.
+                None => self.no_room.borrow_mut().clear(),
             }
         }
+    }
+
+    /// The best target that is not a member, and on which there may be room.
+    pub(super) fn spare(&self, record: &GroupRecord) -> Option<Uuid> {
+        let no_room = self.no_room.borrow();
+        let taken = |t: &Target| record.members.iter().any(|m| m.target == t.uuid);
+        let free = self.targets.iter().filter(|t| t.is_usable() && !taken(t) && !no_room.contains(&t.uuid));
+        let free: Vec<Uuid> = free.map(|t| t.uuid).collect();
+        proto::placement::ranked(self.place.0, self.place.1, &free).first().map(|&best| free[best])
     }
 }

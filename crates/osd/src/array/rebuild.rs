@@ -167,7 +167,14 @@ impl Group {
         if outcome.is_err() {
             self.rebuild_next.set(position + 1);
         }
-        if outcome.is_err() && self.rebuild.borrow().is_some() {
+        let member = session.record.members[position];
+        let is_full =
+            matches!(outcome, Err(StoreError::NoSpace { .. })) && member.standing == Standing::Blank;
+        if is_full {
+            self.no_room.borrow_mut().insert(member.target);
+        }
+        let moves = is_full && self.spare(&session.record).is_some();
+        if outcome.is_err() && (moves || self.rebuild.borrow().is_some()) {
             // What is under way on the member has to end before it is taken for absent.
             self.end_session(&session);
         }

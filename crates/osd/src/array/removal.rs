@@ -8,7 +8,7 @@ use store::{ObjectId, Op, StoreError, Transaction};
 use super::group::{Group, Link, Log, Session};
 use super::members::page;
 use super::open::View;
-use super::record::{GroupRecord, key_record, own_object};
+use super::record::{GroupRecord, Standing, key_record, own_object};
 use crate::target::Target;
 
 /// Objects removed at a time.
@@ -16,13 +16,19 @@ const OBJECTS: usize = 64;
 /// Entries of the group's own object looked at before.
 const NOTES: usize = 1024;
 
-/// Targets that were members once, and what they have nobody needs any more.
+/// Targets that are not members, and have something of the group that is not needed: anything if all members are in sync,
+/// otherwise a rebuild that has never ended.
 pub(super) fn leftovers(record: &GroupRecord, views: &[View], members: &[Option<View>]) -> Vec<Rc<Target>> {
-    if members.iter().any(Option::is_none) {
-        return Vec::new();
-    }
-    let is_member = |t: &Rc<Target>| record.members.iter().any(|m| m.target == t.uuid);
-    views.iter().map(|view| Rc::clone(&view.link.target)).filter(|t| !is_member(t)).collect()
+    let is_whole = members.iter().all(Option::is_some);
+    let standing = |record: &GroupRecord, target: &Target| {
+        record.members.iter().find(|m| m.target == target.uuid).map(|m| m.standing)
+    };
+    let is_left = |view: &&View| {
+        let target = &view.link.target;
+        let was_blank = standing(&view.record, target) == Some(Standing::Blank);
+        standing(record, target).is_none() && (is_whole || was_blank)
+    };
+    views.iter().filter(is_left).map(|view| Rc::clone(&view.link.target)).collect()
 }
 
 impl Group {

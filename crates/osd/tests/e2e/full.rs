@@ -35,7 +35,7 @@ async fn pool(node: &Node, name: &str, groups: u32, redundancy: &str) -> Pool {
 fn is_full<T: std::fmt::Debug>(result: &Result<T, Error>) -> bool {
     match result {
         Err(Error::Node(e @ NodeError::NoSpace { target, area, .. })) => {
-            assert!(["0", "1", "2"].contains(&target.as_str()), "{e}");
+            assert!(["0", "1", "2", "3"].contains(&target.as_str()), "{e}");
             assert_eq!(area, "data", "{e}");
             true
         }
@@ -238,4 +238,53 @@ async fn a_node_without_one_free_block_starts_is_read_and_emptied() {
     }
     copies.object("new").unwrap().put(data(LARGE, 1)).await.unwrap();
     assert!(copies.object("new").unwrap().get().await.unwrap() == data(LARGE, 1));
+}
+
+/// Collections of all targets.
+async fn collections(node: &Node) -> usize {
+    let listed = join_all(node.stores.iter().map(|store| store.inner().collections())).await;
+    listed.into_iter().map(|listed| listed.unwrap().len()).sum()
+}
+
+/// The others have no room for what a target had that is taken out. When it is in again it gets its places back.
+#[tokio::test]
+async fn a_target_that_is_taken_out_of_a_nearly_full_node_and_in_again_ends_the_rebuild() {
+    if is_another_network() {
+        return;
+    }
+    let node = node(4, 24);
+    let films = pool(&node, "films", 8, "mirror:2").await;
+    let many = fill(&films, "f", LARGE).await;
+    let left = free(&node).await;
+    let fullest = (0..4).min_by_key(|&target| left[target]).unwrap();
+    // Also where films are few.
+    let others = pool(&node, "others", 32, "single").await;
+    let put = async |n: usize| others.object(&format!("{n}")).unwrap().put(data(LARGE / 2, 1)).await;
+    assert!(join_all((0..400).map(put)).await.iter().filter(|put| is_full(put)).count() > 100);
+    // A little is free.
+    for n in 0..4 {
+        films.object(&format!("f{n}")).unwrap().remove().await.unwrap();
+    }
+    let before = collections(&node).await;
+    let client = node.client().await;
+    client.set_target_out(fullest as u32, true).await.unwrap();
+    let full = async {
+        let failure = async || client.status().await.unwrap().rebuild.last_failure;
+        while !failure().await.is_some_and(|why| why.contains("no space")) {
+            tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+        }
+    };
+    tokio::time::timeout(std::time::Duration::from_secs(60), full).await.expect("a target gets full");
+    client.set_target_out(fullest as u32, false).await.unwrap();
+    crate::redundancy::wait_until_whole(&client).await;
+    check(&films, "f", LARGE, 4..many).await;
+    // What the rebuilds that came to nothing had copied goes, and what the target had of groups that have moved.
+    let gone = async {
+        while collections(&node).await > before {
+            tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+        }
+    };
+    tokio::time::timeout(std::time::Duration::from_secs(30), gone).await.expect("no copies are left over");
+    films.object("new").unwrap().put(data(LARGE / 4, 1)).await.unwrap();
+    assert_none_failed(&node).await;
 }
