@@ -6,7 +6,7 @@ use client::{Error, NodeError, Object};
 use proto::{Data, Mutation, ReplyBody, RequestBody, Source};
 
 use crate::common::{Node, data};
-use crate::raw::{Raw, head, mutate};
+use crate::raw::{Raw, append, head, mutate};
 
 const BLOCK: usize = 4096;
 
@@ -121,4 +121,25 @@ async fn overwrites_within_an_object_do_not_wait_for_each_other_and_stand_alone(
     assert!(matches!(refused, Err(Error::Node(NodeError::TooLarge { .. }))), "{refused:?}");
     taken.unwrap();
     assert_is(&object, &[&old[..BLOCK], &new[..], &old[2 * BLOCK..]].concat()).await;
+}
+
+/// Whether the change was made only the store could say, and that fails.
+#[tokio::test]
+async fn a_retry_that_is_refused_leaves_the_outcome_unknown() {
+    let mut node = Node::start();
+    let object = object(&node).await;
+    let mut raw = Raw::connect(&node.endpoint, None).await;
+    raw.changed(head(1), append("object", "x")).await.unwrap();
+    // What the OSD knew of the change is gone.
+    node.restart();
+    let mut raw = Raw::connect(&node.endpoint, Some(raw.session)).await;
+    let retry = proto::RequestHead { retry: true, ..head(1) };
+    let fired = node.fired();
+    node.stores.iter().for_each(|store| store.set_down(true));
+    let refused = raw.changed(retry, append("object", "x")).await;
+    assert!(node.fired() > fired, "the store failed");
+    assert!(matches!(refused, Err(NodeError::OutcomeUnknown(_))), "{refused:?}");
+    node.stores.iter().for_each(|store| store.set_down(false));
+    raw.changed(retry, append("object", "x")).await.unwrap();
+    assert_eq!(object.get().await.unwrap(), "x", "the change was made once");
 }

@@ -529,6 +529,26 @@ async fn one_copy_ahead(config: OsdConfig) -> (Rig, Vec<(String, Bytes)>) {
     (rig, old)
 }
 
+/// Right after a start no group has a session yet that says who has what.
+#[tokio::test]
+async fn a_target_that_alone_has_the_newest_is_not_taken_out_right_after_a_start() {
+    if is_another_network() {
+        return;
+    }
+    let config = OsdConfig { upkeep_interval: Duration::from_secs(2), ..config() };
+    let (mut rig, _) = one_copy_ahead(config).await;
+    rig.set_down(&[0], false);
+    rig.node.restart();
+    rig.client = rig.node.client().await;
+    let e = rig.client.set_target_out(1, true).await.unwrap_err().to_string();
+    assert!(e.contains("up to date"), "{e}");
+    rig.bring_back(&[0]).await;
+    rig.node.restart();
+    rig.client = rig.node.client().await;
+    rig.client.set_target_out(1, true).await.unwrap();
+    rig.check("without target 1").await;
+}
+
 /// One copy is back, but has not caught up, when the one that has it all goes: what the first one has does not count.
 #[tokio::test]
 async fn the_only_one_that_has_the_newest_goes_before_the_other_has_it() {
