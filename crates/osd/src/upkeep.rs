@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use futures::future::join_all;
 use proto::{Error, PoolHealth, PoolName, RebuildStatus, ScrubStatus};
-use store::{ObjectId, StoreError};
+use store::{ObjectId, StatFs, StoreError};
 use tokio::time::Instant;
 use uuid::Uuid;
 
@@ -28,6 +28,10 @@ const SEGMENT: u64 = 1 << 20;
 
 /// A pool that could not be emptied is tried again after so many intervals of the upkeep.
 const REMOVAL_INTERVALS: u32 = 4;
+/// An index with less than that part free is nearly full: changes are refused from half of that on.
+const INDEX_LOW: u64 = 8;
+/// Notes that take more than that part of an index are given up when it is nearly full.
+const INDEX_NOTES: u64 = 16;
 /// A target without room for the node's map is offered it again after so many intervals of the upkeep.
 const MAP_INTERVALS: u32 = 4;
 
@@ -106,10 +110,28 @@ impl Osd {
     async fn bound_notes_for_ever(&self) {
         loop {
             tokio::time::sleep(self.config.upkeep_interval).await;
-            for (_, group) in self.open_groups() {
-                group.bound_notes().await;
+            let groups = self.open_groups();
+            let index_is_full = self.notes_fill_an_index(&groups).await;
+            for (_, group) in groups {
+                group.bound_notes(index_is_full).await;
             }
         }
+    }
+
+    /// Whether an index is nearly full, and notes of dirty objects have a good part in that.
+    async fn notes_fill_an_index(&self, groups: &[(String, Rc<Group>)]) -> bool {
+        if !groups.iter().any(|(_, group)| group.has_notes()) {
+            return false;
+        }
+        for target in self.targets.iter().filter(|target| target.is_usable()) {
+            let asked = tokio::time::timeout(self.config.target_timeout, target.store.statfs());
+            let Ok(Ok(StatFs { index_free, index_total, .. })) = asked.await else { continue };
+            let notes = || groups.iter().map(|(_, group)| group.notes_bytes()).sum::<u64>();
+            if index_free < index_total / INDEX_LOW && notes() > index_total / INDEX_NOTES {
+                return true;
+            }
+        }
+        false
     }
 
     async fn rebuild_for_ever(&self) {

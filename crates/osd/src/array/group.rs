@@ -179,6 +179,8 @@ pub(crate) struct Group {
     pub(crate) trim_scheduled: Cell<bool>,
     /// Targets on which there was no room for a blank member: others take their places, if there are some.
     pub(crate) no_room: RefCell<BTreeSet<Uuid>>,
+    /// The next session forgets the objects noted as dirty, and calls the members blank that need the notes.
+    pub(crate) drops_notes: Cell<bool>,
     /// Shards that could not be read, by object and position.
     pub(crate) damaged: RefCell<BTreeSet<(ObjectId, usize)>>,
     /// Highest epoch that was ever heard of, or proposed: each new one is beyond that.
@@ -223,6 +225,7 @@ impl Group {
             undone: RefCell::default(),
             trim_scheduled: Cell::new(false),
             no_room: RefCell::default(),
+            drops_notes: Cell::new(false),
             damaged: RefCell::default(),
             highest: Cell::new(0),
             lineage: RefCell::default(),
@@ -273,6 +276,16 @@ impl Group {
     /// The session that there is, or was.
     pub(crate) fn last_session(&self) -> Option<Rc<Session>> {
         self.session.borrow().clone()
+    }
+
+    /// Whether objects are noted as dirty.
+    pub(crate) fn has_notes(&self) -> bool {
+        !self.log.borrow().dirty.is_empty()
+    }
+
+    /// Bytes of the ids of all objects noted as dirty.
+    pub(crate) fn notes_bytes(&self) -> u64 {
+        self.log.borrow().dirty.iter().map(|oid| oid.as_bytes().len() as u64).sum()
     }
 
     /// Any session, the one that there is or a new one. A few attempts: members may fail while one is opened.

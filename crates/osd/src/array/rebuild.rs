@@ -124,11 +124,12 @@ impl Group {
         (next..next + members.len()).map(|i| i % members.len()).find(|&i| can_be(&members[i]))
     }
 
-    /// Has the placement group opened anew if more objects are noted as dirty than may be: then they are forgotten, and members
-    /// that are away get everything when they come back.
-    pub(crate) async fn bound_notes(&self) {
+    /// Has the placement group opened anew if more objects are noted as dirty than may be, or any while notes fill an index
+    /// (`index_is_full`): then they are forgotten, and members that are away get everything when they come back.
+    pub(crate) async fn bound_notes(&self, index_is_full: bool) {
+        let most = if index_is_full { 0 } else { self.dirty_max };
         // A rebuild that is under way is the sooner done.
-        let is_due = || self.log.borrow().dirty.len() > self.dirty_max && self.rebuild.borrow().is_none();
+        let is_due = || self.log.borrow().dirty.len() > most && self.rebuild.borrow().is_none();
         if !is_due() {
             return;
         }
@@ -137,7 +138,8 @@ impl Group {
             return;
         }
         if let Some(session) = self.current() {
-            tracing::warn!(cid = %self.cid, limit = self.dirty_max, "too much has changed without a target; it will get everything anew");
+            tracing::warn!(cid = %self.cid, limit = most, "too much has changed without a target; it will get everything anew");
+            self.drops_notes.set(true);
             self.end_session(&session);
         }
     }

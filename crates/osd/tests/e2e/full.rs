@@ -12,6 +12,7 @@ use store::{CollectionId, ObjectId, ObjectStore, Op, StoreError, Transaction, Wr
 use uuid::Uuid;
 
 use crate::common::{FaultStore, Node, data, is_another_network};
+use crate::raw::{Raw, append, head, mutate};
 
 /// A node with targets of that many MiB, on drives in memory.
 fn node(targets: usize, mib: usize) -> Node {
@@ -287,4 +288,137 @@ async fn a_target_that_is_taken_out_of_a_nearly_full_node_and_in_again_ends_the_
     tokio::time::timeout(std::time::Duration::from_secs(30), gone).await.expect("no copies are left over");
     films.object("new").unwrap().put(data(LARGE / 4, 1)).await.unwrap();
     assert_none_failed(&node).await;
+}
+
+/// Whether a change was refused for want of space in the index.
+fn has_full_index(put: &Result<client::Mutated, Error>) -> bool {
+    match put {
+        Ok(_) => false,
+        Err(Error::Node(NodeError::NoSpace { area, .. })) if area == "the index" => true,
+        Err(e) => panic!("{e}"),
+    }
+}
+
+/// While a target is away, the others note which objects it lacks, also of those that are removed.
+#[tokio::test]
+async fn notes_of_what_a_missing_target_lacks_do_not_fill_the_index_for_good() {
+    if is_another_network() {
+        return;
+    }
+    let node = node(2, 24);
+    let pool = pool(&node, "pool", 2, "mirror:2").await;
+    let kept = pool.object("kept").unwrap();
+    kept.put(data(5000, 1)).await.unwrap();
+    node.stores[0].set_down(true);
+    for round in 0..8 {
+        let name = |n: usize| format!("{round}-{n:0>1000}");
+        let mut names: Vec<String> = Vec::new();
+        loop {
+            let few: Vec<String> = (names.len()..names.len() + 16).map(name).collect();
+            let put = async |name: &String| pool.object(name).unwrap().put("x").await;
+            let puts = join_all(few.iter().map(put)).await;
+            names.extend(few);
+            if puts.iter().any(has_full_index) {
+                break;
+            }
+        }
+        assert!(names.len() > 100, "round {round}: {} objects fit", names.len());
+        for few in names.chunks(16) {
+            let remove = async |name: &String| pool.object(name).unwrap().remove().await;
+            for removed in join_all(few.iter().map(remove)).await {
+                assert!(removed.as_ref().map_or_else(Error::is_not_found, |_| true), "{removed:?}");
+            }
+        }
+    }
+    assert!(node.fired() > 0);
+    node.stores[0].set_down(false);
+    let client = node.client().await;
+    client.set_target_out(0, false).await.unwrap();
+    crate::redundancy::wait_until_whole(&client).await;
+    node.stores[1].set_down(true);
+    assert!(kept.get().await.unwrap() == data(5000, 1), "the target that was away has everything");
+}
+
+/// Takes the index's room but for the reserve.
+async fn fill_index(store: &dyn ObjectStore) {
+    let cid = CollectionId::new("filler").unwrap();
+    store.queue_transaction(Transaction::new(cid.clone()).with(Op::CreateCollection)).await.unwrap();
+    let mut refused = 0;
+    for (n, len) in (0u32..2000).zip(std::iter::repeat([16 << 10, 200]).flatten()) {
+        let entries = vec![(n.to_be_bytes().to_vec().into(), data(len, n.into()))];
+        let set = Op::OmapSet { oid: ObjectId::new("filler").unwrap(), entries };
+        match store.queue_transaction(Transaction::new(cid.clone()).with(set)).await {
+            Ok(()) => {}
+            Err(StoreError::NoSpace { area: store::Area::Index, .. }) => refused += 1,
+            Err(e) => panic!("{e}"),
+        }
+    }
+    assert!(refused > 1000, "the index is not full: {refused}");
+}
+
+/// It has lacked removals, and more results of requests than go into one transaction.
+#[tokio::test]
+async fn a_target_with_a_full_index_catches_up_with_what_was_removed() {
+    if is_another_network() {
+        return;
+    }
+    const APPENDS: u64 = 900;
+    let node = node(2, 24);
+    let pool = pool(&node, "pool", 1, "mirror:2").await;
+    for n in 0..20 {
+        pool.object(&format!("o{n}")).unwrap().put(data(5000, n)).await.unwrap();
+    }
+    node.stores[0].set_down(true);
+    // The client never says that it has the results, so all are kept.
+    let mut raw = Raw::connect(&node.endpoint, None).await;
+    for seq in 1..=APPENDS {
+        raw.changed(head(seq), append("log", "x")).await.unwrap();
+    }
+    let remove = mutate("log", vec![proto::Mutation::Remove], proto::Data::None);
+    raw.changed(head(APPENDS + 1), remove).await.unwrap();
+    for n in 0..10 {
+        pool.object(&format!("o{n}")).unwrap().remove().await.unwrap();
+    }
+    fill_index(node.stores[0].inner()).await;
+    assert!(node.fired() > 0);
+    node.stores[0].set_down(false);
+    let client = node.client().await;
+    client.set_target_out(0, false).await.unwrap();
+    crate::redundancy::wait_until_whole(&client).await;
+    node.stores[1].set_down(true);
+    for n in 0..10 {
+        assert!(pool.object(&format!("o{n}")).unwrap().get().await.unwrap_err().is_not_found());
+    }
+    for n in 10..20 {
+        assert!(pool.object(&format!("o{n}")).unwrap().get().await.unwrap() == data(5000, n));
+    }
+}
+
+/// A change that is refused, and gives its own space back, wakes no other one that waits.
+#[tokio::test]
+async fn changes_that_wait_for_space_do_not_wake_each_other() {
+    if is_another_network() {
+        return;
+    }
+    for (redundancy, targets) in [("single", 1), ("mirror:2", 2)] {
+        let config = OsdConfig { store_patience: std::time::Duration::from_secs(3), ..OsdConfig::default() };
+        let mut node = Node::of(targets, config);
+        node.restart();
+        let pool = pool(&node, "pool", 1, redundancy).await;
+        let put = async |n: usize, salt: u64| {
+            // Every other one is staged.
+            let len = if n % 2 == 0 { 3 << 20 } else { 10_000 };
+            pool.object(&format!("o{n}")).unwrap().put(data(len, salt)).await
+        };
+        try_join_all((0..8).map(|n| put(n, 0))).await.unwrap();
+        let fired = node.fired();
+        node.stores.iter().for_each(|store| store.set_full(u64::MAX));
+        let outcomes = join_all((0..8).map(|n| put(n, 1))).await;
+        assert!(
+            outcomes.iter().all(|put| matches!(put, Err(Error::Node(NodeError::NoSpace { .. })))),
+            "{outcomes:?}"
+        );
+        let refused = node.fired() - fired;
+        assert!((8..400).contains(&refused), "{redundancy}: {refused} refusals");
+    }
 }
