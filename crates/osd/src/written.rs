@@ -141,7 +141,8 @@ mod tests {
                     }
                 }
                 for block in 0..BLOCKS {
-                    prop_assert_eq!(written.get(block).as_deref(), model.get(&block).map(|b| &b[..]), "{}", block);
+                    let (found, expected) = (written.get(block), model.get(&block));
+                    prop_assert_eq!(found.as_deref(), expected.map(|bytes| &bytes[..]), "{}", block);
                 }
                 // Each step adds one run, and cuts one in two at most.
                 prop_assert!(written.runs.len() <= 2 * (number + 1));

@@ -407,7 +407,7 @@ async fn changes_that_wait_for_space_do_not_wake_each_other() {
         let pool = pool(&node, "pool", 1, redundancy).await;
         let put = async |n: usize, salt: u64| {
             // Every other one is staged.
-            let len = if n % 2 == 0 { 3 << 20 } else { 10_000 };
+            let len = if n.is_multiple_of(2) { 3 << 20 } else { 10_000 };
             pool.object(&format!("o{n}")).unwrap().put(data(len, salt)).await
         };
         try_join_all((0..8).map(|n| put(n, 0))).await.unwrap();
