@@ -71,6 +71,123 @@ fn a_lost_drive_is_replaced_in_one_process() {
     a_lost_drive("host");
 }
 
+/// Makes a pool of each kind, with eight objects each; their names.
+fn fill(node: &Node) -> Vec<String> {
+    let pools = [("e", "ec:2+1"), ("m", "mirror:2"), ("s", "single")];
+    // Placement groups of `s` are on all four targets.
+    for (pool, redundancy) in pools {
+        node.ok(&["pool", "create", pool, "--redundancy", redundancy, "--pg-count", "8"]);
+    }
+    let names: Vec<String> =
+        pools.iter().flat_map(|(p, _)| (0..8).map(move |n| format!("{p}/{n}"))).collect();
+    for name in &names {
+        node.ok(&["put", name, &node.path("file")]);
+    }
+    names
+}
+
+/// Numbers of the roles' processes, but for the supervisor's.
+fn processes(node: &Node) -> Vec<u64> {
+    let status = node.status();
+    let roles = status["processes"].as_array().unwrap().iter().filter(|p| p["role"] != "supervisor");
+    roles.map(|p| p["pid"].as_u64().unwrap()).collect()
+}
+
+/// Every object can be read and overwritten, by the processes that there were.
+fn assert_serves(node: &Node, names: &[String], bytes: &[u8], before: &[u64]) {
+    for name in names {
+        assert!(node.ok(&["get", name, "-"]) == bytes, "{name}");
+        node.ok(&["put", name, &node.path("file")]);
+    }
+    assert!(!node.text(&["target", "ls"]).contains("failed"));
+    assert_eq!(processes(node), before, "no role was restarted");
+}
+
+fn an_absent_drive_that_returns(placement: &str) {
+    let node = node(placement);
+    let bytes = content(300_000);
+    fs::write(node.path("file"), &bytes).unwrap();
+    let names = fill(&node);
+    node.ok(&["down"]);
+    let (drive, away) = (node.path("node/targets/1.img"), node.path("away"));
+    fs::rename(&drive, &away).unwrap();
+    node.ok(&["up", "--detach"]);
+    assert!(node.text(&["target", "ls"]).contains("failed"));
+    let before = processes(&node);
+
+    // Another target's drive, which has another uuid.
+    fs::copy(node.path("node/targets/2.img"), &drive).unwrap();
+    let log = node.path(if placement == "dpu" { "node/log/store.log" } else { "node/log/node.log" });
+    node.wait("another drive is refused", || {
+        fs::read_to_string(&log).unwrap().contains("check which drive is where")
+    });
+    assert!(node.text(&["target", "ls"]).contains("failed"));
+
+    fs::rename(&away, &drive).unwrap();
+    node.wait_until_whole();
+    assert_serves(&node, &names, &bytes, &before);
+}
+
+#[test]
+fn an_absent_drive_that_returns_is_used_again_without_an_operator() {
+    an_absent_drive_that_returns("dpu");
+}
+
+#[test]
+fn an_absent_drive_that_returns_is_used_again_in_one_process() {
+    an_absent_drive_that_returns("host");
+}
+
+/// How many targets are failed.
+fn failed(node: &Node) -> usize {
+    let targets: serde_json::Value = serde_json::from_slice(&node.ok(&["target", "ls", "--json"])).unwrap();
+    let targets = targets.as_array().or(targets["targets"].as_array()).unwrap();
+    targets.iter().filter(|target| target["state"] == "failed").count()
+}
+
+fn drives_whose_writes_fail(placement: &str) {
+    let node = node(placement);
+    let bytes = content(300_000);
+    fs::write(node.path("file"), &bytes).unwrap();
+    let names = fill(&node);
+    let before = processes(&node);
+
+    // One write: the other targets go on.
+    node.ok(&["debug", "fault", "drive.write=fail,count=1"]);
+    node.ok(&["put", "e/0", &node.path("file")]);
+    node.wait("a target refuses writes", || failed(&node) == 1);
+    assert!(node.ok(&["get", "e/1", "-"]) == bytes, "read without the target");
+    node.wait("the target is mounted anew", || failed(&node) == 0);
+    node.wait_until_whole();
+    assert_serves(&node, &names, &bytes, &before);
+
+    // All writes of all targets: none can be mounted anew before the fault has gone. Puts wait for them.
+    node.ok(&["debug", "fault", "drive.write=fail"]);
+    let mut puts: Vec<_> =
+        names.iter().map(|name| node.command(&["put", name, "file"]).spawn().unwrap()).collect();
+    node.wait("all targets refuse writes", || failed(&node) == 4);
+    let armed: serde_json::Value = serde_json::from_slice(&node.ok(&["debug", "faults", "--json"])).unwrap();
+    assert!(armed[1]["fired"].as_u64() > Some(3), "{armed}");
+    node.ok(&["debug", "clear"]);
+    for put in &mut puts {
+        let _ = put.kill();
+        put.wait().unwrap();
+    }
+    node.wait("no target refuses writes", || failed(&node) == 0);
+    node.wait_until_whole();
+    assert_serves(&node, &names, &bytes, &before);
+}
+
+#[test]
+fn drives_whose_writes_failed_are_used_again_without_an_operator() {
+    drives_whose_writes_fail("dpu");
+}
+
+#[test]
+fn drives_whose_writes_failed_are_used_again_in_one_process() {
+    drives_whose_writes_fail("host");
+}
+
 /// Flips a bit in every block of a file that has one of the content's; how many those are.
 fn damage(drive: &str, content: &[u8]) -> usize {
     let blocks: HashSet<&[u8]> = content.chunks_exact(4096).collect();

@@ -79,7 +79,9 @@ pub enum StoreError {
     #[error("stage {0} does not exist; stage the data again")]
     NoSuchStage(u64),
     /// A write or flush failed before. What was acknowledged is safe; nothing more is accepted until a remount.
-    #[error("the store refuses writes since a failed {0}; check the drive, then restart the store")]
+    #[error(
+        "the store refuses writes since a failed {0}; it is mounted anew by itself once the drive works; check the drive"
+    )]
     Poisoned(String),
     /// Another process has the target mounted, or uses the device for something else.
     #[error(

@@ -10,10 +10,11 @@ use serde::Serialize;
 
 use crate::cli::NodeArgs;
 use crate::failure::{Doing, Failure, Result};
+use crate::node::config::Placement;
 use crate::node::debug::{self, ArmedFault, Request};
 use crate::node::dir::NodeDir;
 use crate::node::locate;
-use crate::node::state::Role;
+use crate::node::state::{NodeState, Role};
 use crate::output;
 
 /// How long a role that restarts is waited for.
@@ -63,7 +64,7 @@ pub fn run(command: DebugCommand, node: &NodeArgs) -> Result<()> {
         DebugCommand::Fault { fault } => {
             let role = match fault.site {
                 Site::StoreDoorbell | Site::StoreDevice | Site::StoreCall => Role::Store,
-                Site::DriveWrite => drives(node)?,
+                Site::DriveWrite => roles(node)?[0],
                 Site::DmaTransfer
                 | Site::DmaDoorbell
                 | Site::DmaDevice
@@ -73,14 +74,14 @@ pub fn run(command: DebugCommand, node: &NodeArgs) -> Result<()> {
             ask(role, node, &Request::Arm(fault.to_string())).map(drop)
         }
         DebugCommand::Clear => {
-            for role in [Role::Store, Role::Osd] {
+            for &role in roles(node)? {
                 ask(role, node, &Request::Clear)?;
             }
             Ok(())
         }
         DebugCommand::Faults { json } => {
             let mut rows = Vec::new();
-            for role in [Role::Store, Role::Osd] {
+            for &role in roles(node)? {
                 let armed = ask(role, node, &Request::Show)?.faults;
                 rows.extend(armed.into_iter().map(|armed| Row { role: role.as_str(), armed }));
             }
@@ -96,9 +97,11 @@ pub fn run(command: DebugCommand, node: &NodeArgs) -> Result<()> {
     }
 }
 
-/// The role that has the drives: the osd in `host` placement.
-fn drives(node: &NodeArgs) -> Result<Role> {
-    Ok(if socket(Role::Store, node)?.exists() { Role::Store } else { Role::Osd })
+/// The roles of the node: the one with the drives first.
+fn roles(node: &NodeArgs) -> Result<&'static [Role]> {
+    let dir = NodeDir::open(&locate::root(node)).doing("looking for the node")?;
+    let is_host = NodeState::load(&dir).is_some_and(|state| state.placement == Placement::Host);
+    Ok(if is_host { &[Role::Node] } else { &[Role::Store, Role::Osd] })
 }
 
 /// The debug socket of a role.

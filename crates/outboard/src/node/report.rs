@@ -302,11 +302,8 @@ impl Report {
 
     /// Adds a fault that is armed in a role.
     pub fn add_fault(&mut self, role: Role, fault: impl Display) {
-        let remedy = match role {
-            Role::Node => "take it out of debug.faults and start the node again",
-            _ => "`outboard debug clear` disarms it",
-        };
-        self.problems.push(format!("FAULT ARMED in the {}: {fault}; {remedy}", role.as_str()));
+        let role = role.as_str();
+        self.problems.push(format!("FAULT ARMED in the {role}: {fault}; `outboard debug clear` disarms it"));
     }
 
     /// Adds what the osd says.
