@@ -57,7 +57,7 @@ async fn read(wire: &mut Wire) -> Result<Body, HandshakeError> {
         Road::Stream(reader, _) => {
             let mut fixed = [0; HEADER_LEN];
             reader.read_exact(&mut fixed).await.map_err(|e| transport(e.to_string()))?;
-            let header = FrameHeader::decode(&fixed, &limits).map_err(&broken)?;
+            let header = FrameHeader::decode(&fixed, &limits).map_err(broken)?;
             check(&header)?;
             let mut body = vec![0; header.body_len()];
             reader.read_exact(&mut body).await.map_err(|e| transport(e.to_string()))?;

@@ -45,8 +45,8 @@ pub(crate) struct Segment {
     len: usize,
 }
 
-// SAFETY: a segment is the only access to its part of the buffer, like a `&mut [u8]` that keeps its owner alive.
 #[allow(unsafe_code)]
+// SAFETY: a segment is the only access to its part of the buffer, like a `&mut [u8]` that keeps its owner alive.
 unsafe impl Send for Segment {}
 
 impl Whole {

@@ -120,9 +120,9 @@ pub(crate) struct Ring {
     drive: Arc<FileDrive>,
 }
 
+#[allow(unsafe_code)]
 // SAFETY: the raw pointers in `in_flight` point into memory that its `Bytes` keep; the ring itself may move between
 // threads as long as one at a time uses it, which `&mut self` ensures.
-#[allow(unsafe_code)]
 unsafe impl Send for Ring {}
 
 impl Ring {
