@@ -35,6 +35,7 @@ build-tests: setup ## Build every test, and run none
 	$(CARGO) test --locked --workspace --no-run
 
 test-rdma: setup ## Run tests over RDMA verbs in an emulated machine (tests/rdma), DEVICE=rxe0 (soft-RoCE), siw0 (soft-iWARP) or all
+	@scripts/setup test
 	@DEVICE=$(DEVICE) tests/rdma/run
 
 lint: setup ## Formatting and clippy, warnings are errors

@@ -27,7 +27,9 @@ impl Place {
     }
 
     fn command(&self, args: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_outboard"));
+        // A shell has what it starts in the background ignore these signals, and so would the command.
+        let mut command = Command::new("env");
+        command.args(["--default-signal=INT,QUIT,HUP", env!("CARGO_BIN_EXE_outboard")]);
         command.args(args).env("OUTBOARD_DIR", self.node());
         command.env_remove("OUTBOARD_ENDPOINT").env_remove("OUTBOARD_LISTEN").stdin(Stdio::null());
         command

@@ -83,6 +83,10 @@ fn walk(node: &Node, pool: &str, first: &str, second: &str, round: usize) {
     node.ok(&["scrub", pool]);
     node.ok(&["ec", "mode"]);
     node.ok(&["ec", "encode", "--k", "2", "--m", "1", "--out", &format!("shards{round}"), "large"]);
+    let [a, b] = [0, 2].map(|n| format!("shards{round}/large.{n:03}.shard"));
+    let decoded = format!("decoded{round}");
+    node.ok(&["ec", "decode", "--out", &decoded, &a, &b]);
+    assert!(fs::read(node.path(&decoded)).unwrap() == large);
     node.ok(&["debug", "fault", "dma.transfer=fail,count=1"]);
     node.ok(&["debug", "faults"]);
     node.ok(&["debug", "clear"]);
@@ -92,6 +96,7 @@ fn walk(node: &Node, pool: &str, first: &str, second: &str, round: usize) {
     node.no_space(&["put", second, "huge"]);
     let said = node.fails(&["cp", "large", &format!("outboard:{pool}/more")]);
     assert!(said.contains("no space for data on target "), "{said}");
+    node.ok(&["bench", "rpc", "--seconds", "1", "--rounds", "1"]);
     let bench = ["bench", "write", "--pool", pool, "--object-size", "512KiB", "--seconds", "1"];
     assert!(node.fails(&bench).contains("no space for data on target "));
     // Pools are made and removed, targets taken out and in.
