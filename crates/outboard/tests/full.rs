@@ -127,7 +127,7 @@ fn a_full_erasure_coded_node_does_everything_also_after_a_restart() {
     let node = node("3", "24MiB");
     files(&node);
     node.ok(&["pool", "create", "films", "--redundancy", "ec:2+1", "--pg-count", "4"]);
-    node.ok(&["pool", "create", "rest", "--pg-count", "8"]);
+    node.ok(&["pool", "create", "rest", "--pg-count", "32"]);
     let many = node.put_all("films/f", "large");
     assert!(many > 40, "{many} objects fit");
     for round in 0..2 {
@@ -167,7 +167,7 @@ fn a_full_node_starts_again_and_is_emptied() {
     let node = node("2", "64MiB");
     files(&node);
     node.ok(&["pool", "create", "photos", "--pg-count", "8"]);
-    node.ok(&["pool", "create", "rest", "--pg-count", "8"]);
+    node.ok(&["pool", "create", "rest", "--pg-count", "32"]);
     for n in 0..12 {
         node.ok(&["put", &format!("photos/f{n}"), "large"]);
     }
