@@ -12,8 +12,12 @@
 //! So an address that opens many connections loses them to other addresses, and cannot keep them out.
 //!
 //! A budget has no I/O and no clock: the caller passes the time, closes the holder that [`admit`](Budget::admit) names, and
-//! serializes the calls. A call takes time logarithmic in the number of places; one that reclaims a place also looks at each
-//! different number of places that addresses hold, of which there are at most `sqrt(2 * limit)`.
+//! serializes the calls.
+//!
+//! While places are free a call takes constant time: nobody is ordered. The first call that reclaims a place puts all holders
+//! in order, which lasts until half of them have left. Meanwhile a call takes time logarithmic in the number of places; one
+//! that reclaims a place also looks at each different number of places that addresses hold, of which there are at most
+//! `sqrt(2 * limit)`.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::Hash;
@@ -77,13 +81,24 @@ type Turn<I> = (Standing, Instant, I);
 pub struct Budget<I> {
     limit: usize,
     patience: Duration,
-    holders: HashMap<I, (Peer, Standing, Instant)>,
-    /// The same by address. No address is there without a place.
-    peers: BTreeMap<Peer, BTreeSet<Turn<I>>>,
-    /// The first holder of every address, by the number of places of the address.
-    firsts: BTreeMap<usize, BTreeSet<(Turn<I>, Peer)>>,
-    /// The holders that have gone, by when they went.
-    gone: BTreeSet<(Instant, I)>,
+    holders: HashMap<I, Holder>,
+    /// There as long as places are reclaimed.
+    order: Option<Order<I>>,
+}
+
+/// Who has a place.
+#[derive(Debug, Clone, Copy)]
+struct Holder {
+    peer: Peer,
+    standing: Standing,
+    /// When it was heard last, or went.
+    since: Instant,
+}
+
+impl Holder {
+    fn turn<I>(&self, id: I) -> Turn<I> {
+        (self.standing, self.since, id)
+    }
 }
 
 impl<I: Copy + Ord + Hash> Budget<I> {
@@ -91,14 +106,7 @@ impl<I: Copy + Ord + Hash> Budget<I> {
     /// has been gone or silent for `patience`.
     #[must_use]
     pub fn new(limit: usize, patience: Duration) -> Budget<I> {
-        Budget {
-            limit: limit.max(1),
-            patience,
-            holders: HashMap::new(),
-            peers: BTreeMap::new(),
-            firsts: BTreeMap::new(),
-            gone: BTreeSet::new(),
-        }
+        Budget { limit: limit.max(1), patience, holders: HashMap::new(), order: None }
     }
 
     /// Places there are.
@@ -113,12 +121,6 @@ impl<I: Copy + Ord + Hash> Budget<I> {
         self.holders.len()
     }
 
-    /// Places that an address has a right to, with `peer` among those that ask.
-    fn share(&self, peer: Peer) -> usize {
-        let peers = self.peers.len() + usize::from(!self.peers.contains_key(&peer));
-        (self.limit / peers).max(1)
-    }
-
     /// Gives `id` at `peer` a place. Returns the holder that has lost its place for that: the caller must close it, and need
     /// not [remove](Budget::remove) it. An id that has a place keeps it and counts as heard.
     ///
@@ -129,38 +131,42 @@ impl<I: Copy + Ord + Hash> Budget<I> {
             self.heard(id, now);
             return Ok(None);
         }
-        let victim = if self.holders.len() < self.limit {
-            None
-        } else {
-            let share = self.share(peer);
-            let own = self.peers.get(&peer).filter(|own| own.len() >= share).and_then(BTreeSet::first);
-            let victim = match own {
-                Some((Standing::Absent, _, id)) => Some(*id),
-                Some(own) => self.long_gone(now).or_else(|| self.expendable(own, now)),
-                // If no address is above its share, there are more addresses than places.
-                None => self
-                    .long_gone(now)
-                    .or_else(|| self.longest_silent(share + 1).map(|(.., id)| id))
-                    .or_else(|| self.longest_silent(1).map(|(.., id)| id)),
-            };
-            Some(victim.ok_or(Full { limit: self.limit, share })?)
-        };
+        let victim = if self.holders.len() < self.limit { None } else { Some(self.victim_of(peer, now)?) };
         if let Some(victim) = victim {
             self.remove(victim);
         }
-        self.insert(id, peer, Standing::Present, now);
+        self.put(id, Holder { peer, standing: Standing::Present, since: now });
         assert!(self.holders.len() <= self.limit, "a budget gives no place twice");
         Ok(victim)
+    }
+
+    /// The holder that loses its place to a newcomer.
+    fn victim_of(&mut self, peer: Peer, now: Instant) -> Result<I, Full> {
+        let (limit, patience) = (self.limit, self.patience);
+        let order = self.order();
+        let share = (limit / order.peers_with(peer)).max(1);
+        let victim = match order.first_at(peer, share) {
+            Some((Standing::Absent, _, id)) => Some(id),
+            Some(own) => order.long_gone(now, patience).or_else(|| expendable(&own, now, patience)),
+            // If no address is above its share, there are more addresses than places.
+            None => order
+                .long_gone(now, patience)
+                .or_else(|| order.longest_silent(share + 1).map(|(.., id)| id))
+                .or_else(|| order.longest_silent(1).map(|(.., id)| id)),
+        };
+        victim.ok_or(Full { limit, share })
     }
 
     /// Takes a place away because fewer connections are possible than was thought: from the longest-silent holder at an
     /// address that holds more than the average. If all addresses hold the same number, only a holder that has gone, or has
     /// been silent for the budget's patience, loses its place.
     pub fn shed(&mut self, now: Instant) -> Option<I> {
-        let average = self.holders.len() / self.peers.len().max(1);
-        let above = self.longest_silent(average + 1).map(|(.., id)| id);
+        let (taken, patience) = (self.holders.len(), self.patience);
+        let order = self.order();
+        let average = taken / order.peers.len().max(1);
+        let above = order.longest_silent(average + 1).map(|(.., id)| id);
         let victim =
-            above.or_else(|| self.longest_silent(1).and_then(|first| self.expendable(&first, now)))?;
+            above.or_else(|| order.longest_silent(1).and_then(|first| expendable(&first, now, patience)))?;
         self.remove(victim);
         Some(victim)
     }
@@ -177,31 +183,78 @@ impl<I: Copy + Ord + Hash> Budget<I> {
 
     /// Gives a place back. Ids without one are passed over.
     pub fn remove(&mut self, id: I) {
-        let Some((peer, standing, since)) = self.holders.remove(&id) else { return };
-        if standing == Standing::Absent {
-            self.gone.remove(&(since, id));
+        self.take(id);
+        if self.order.as_ref().is_some_and(|order| self.holders.len() < order.begun_with / 2) {
+            self.order = None;
         }
-        self.change_places(peer, |places| {
-            assert!(
-                places.remove(&(standing, since, id)),
-                "a place is known by its holder and by its address"
-            );
-        });
     }
 
     fn change(&mut self, id: I, standing: Standing, now: Instant) {
-        let Some(&(peer, ..)) = self.holders.get(&id) else { return };
-        self.remove(id);
-        self.insert(id, peer, standing, now);
+        if let Some(holder) = self.take(id) {
+            self.put(id, Holder { standing, since: now, ..holder });
+        }
     }
 
-    fn insert(&mut self, id: I, peer: Peer, standing: Standing, now: Instant) {
-        self.holders.insert(id, (peer, standing, now));
-        if standing == Standing::Absent {
-            self.gone.insert((now, id));
+    fn take(&mut self, id: I) -> Option<Holder> {
+        let holder = self.holders.remove(&id)?;
+        if let Some(order) = &mut self.order {
+            order.remove(id, &holder);
         }
-        self.change_places(peer, |places| {
-            places.insert((standing, now, id));
+        Some(holder)
+    }
+
+    fn put(&mut self, id: I, holder: Holder) {
+        if let Some(order) = &mut self.order {
+            order.insert(id, &holder);
+        }
+        self.holders.insert(id, holder);
+    }
+
+    fn order(&mut self) -> &Order<I> {
+        self.order.get_or_insert_with(|| Order::of(&self.holders))
+    }
+}
+
+/// Whose turn it is to lose a place.
+#[derive(Debug)]
+struct Order<I> {
+    /// Holders when the order was made.
+    begun_with: usize,
+    /// The holders by address. No address is there without a place.
+    peers: BTreeMap<Peer, BTreeSet<Turn<I>>>,
+    /// The first holder of every address, by the number of places of the address.
+    firsts: BTreeMap<usize, BTreeSet<(Turn<I>, Peer)>>,
+    /// The holders that have gone, by when they went.
+    gone: BTreeSet<(Instant, I)>,
+}
+
+impl<I: Copy + Ord> Order<I> {
+    fn of(holders: &HashMap<I, Holder>) -> Order<I> {
+        let mut order = Order {
+            begun_with: holders.len(),
+            peers: BTreeMap::new(),
+            firsts: BTreeMap::new(),
+            gone: BTreeSet::new(),
+        };
+        holders.iter().for_each(|(id, holder)| order.insert(*id, holder));
+        order
+    }
+
+    fn insert(&mut self, id: I, holder: &Holder) {
+        if holder.standing == Standing::Absent {
+            self.gone.insert((holder.since, id));
+        }
+        self.change_places(holder.peer, |places| {
+            places.insert(holder.turn(id));
+        });
+    }
+
+    fn remove(&mut self, id: I, holder: &Holder) {
+        if holder.standing == Standing::Absent {
+            self.gone.remove(&(holder.since, id));
+        }
+        self.change_places(holder.peer, |places| {
+            assert!(places.remove(&holder.turn(id)), "a place is known by its holder and by its address");
         });
     }
 
@@ -227,6 +280,16 @@ impl<I: Copy + Ord + Hash> Budget<I> {
         }
     }
 
+    /// Number of addresses, with `peer` among them.
+    fn peers_with(&self, peer: Peer) -> usize {
+        self.peers.len() + usize::from(!self.peers.contains_key(&peer))
+    }
+
+    /// The first holder at an address, if that holds at least so many places.
+    fn first_at(&self, peer: Peer, least: usize) -> Option<Turn<I>> {
+        self.peers.get(&peer).filter(|own| own.len() >= least).and_then(BTreeSet::first).copied()
+    }
+
     /// The holder whose turn it is among the addresses that hold at least so many places.
     fn longest_silent(&self, least: usize) -> Option<Turn<I>> {
         let firsts = self.firsts.range(least..).filter_map(|(_, firsts)| firsts.first());
@@ -234,16 +297,16 @@ impl<I: Copy + Ord + Hash> Budget<I> {
     }
 
     /// The holder that has been gone longest, if that is the patience or more.
-    fn long_gone(&self, now: Instant) -> Option<I> {
+    fn long_gone(&self, now: Instant, patience: Duration) -> Option<I> {
         let (since, id) = self.gone.first()?;
-        (now.saturating_duration_since(*since) >= self.patience).then_some(*id)
+        (now.saturating_duration_since(*since) >= patience).then_some(*id)
     }
+}
 
-    /// The holder, if its place may be taken for another one at the same address.
-    fn expendable(&self, (standing, since, id): &Turn<I>, now: Instant) -> Option<I> {
-        let has_waited = now.saturating_duration_since(*since) >= self.patience;
-        (*standing == Standing::Absent || has_waited).then_some(*id)
-    }
+/// The holder, if its place may be taken for another one at the same address.
+fn expendable<I: Copy>((standing, since, id): &Turn<I>, now: Instant, patience: Duration) -> Option<I> {
+    let has_waited = now.saturating_duration_since(*since) >= patience;
+    (*standing == Standing::Absent || has_waited).then_some(*id)
 }
 
 /// How many connections this process can have open at a time: its soft limit on descriptors, less those open now, less a
@@ -374,6 +437,20 @@ mod tests {
     }
 
     #[test]
+    fn holders_are_in_order_only_while_places_are_reclaimed() {
+        let (mut budget, clock) = full(8, NEVER);
+        assert!(budget.order.is_none(), "places were free");
+        budget.admit(10, B, clock.at(10)).unwrap();
+        for id in 1..4 {
+            budget.remove(id);
+        }
+        assert!(budget.order.is_some());
+        budget.remove(4);
+        budget.remove(5);
+        assert_eq!((budget.taken(), budget.order.is_none()), (3, true), "more than half have left");
+    }
+
+    #[test]
     fn spare_descriptors_leave_a_reserve() {
         let soft = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap();
         let spare = spare_descriptors();
@@ -427,9 +504,12 @@ mod tests {
                     }
                 }
                 prop_assert_eq!(budget.taken(), model.len());
-                prop_assert_eq!(budget.peers.values().map(BTreeSet::len).sum::<usize>(), model.len());
-                prop_assert_eq!(budget.gone.len(), model.values().filter(|(_, gone)| gone.is_some()).count());
-                prop_assert_eq!(budget.firsts.values().map(BTreeSet::len).sum::<usize>(), budget.peers.len());
+                if let Some(order) = &budget.order {
+                    let anew = Order::of(&budget.holders);
+                    prop_assert_eq!(&order.peers, &anew.peers);
+                    prop_assert_eq!(&order.firsts, &anew.firsts);
+                    prop_assert_eq!(&order.gone, &anew.gone);
+                }
             }
         }
     }
