@@ -6,6 +6,7 @@ use std::time::Instant;
 use base::BoxFuture;
 use base::block::{BLOCK, Payload, align_down, align_up};
 use base::mem::ArenaBuf;
+use base::reclaim::Reclaim;
 use bytes::Bytes;
 use store::{
     CollectionId, MAX_READ, ObjectId, ObjectStore, Page, ReadData, Result, StageId, Stat, StatFs, StoreError,
@@ -30,6 +31,7 @@ pub struct ProxyStore {
 }
 
 pub(crate) type Answers = oneshot::Receiver<Answered>;
+type Received = Result<Answered, oneshot::error::RecvError>;
 
 impl ProxyStore {
     pub(crate) fn new(handle: Arc<Handle>, target: u16) -> ProxyStore {
@@ -42,24 +44,29 @@ impl ProxyStore {
     }
 
     /// A call that may be made again, on the control socket.
-    fn query(&self, call: Call, kind: fn() -> Kind) -> BoxFuture<'static, Result<Answer>> {
-        let (handle, target) = (Arc::clone(&self.handle), self.target);
-        let make = move || {
-            let call = call.clone();
-            start(&handle, target, move |link, target, answer_to| link.call(target, call, kind(), answer_to))
-        };
-        let (deadline, first) = (deadline(&self.handle), make());
-        let handle = Arc::clone(&self.handle);
-        Box::pin(async move { Ok(retrying(&handle, deadline, first, make).await?.answer) })
-    }
-
     fn ask<T: Send + 'static>(
         &self,
         call: Call,
         take: impl FnOnce(Answer) -> Option<T> + Send + 'static,
     ) -> BoxFuture<'static, Result<T>> {
-        let answer = self.query(call, || Kind::Plain);
+        let (handle, target) = (Arc::clone(&self.handle), self.target);
+        let make = move || {
+            let call = call.clone();
+            start(&handle, target, move |link, target, answer_to| {
+                link.call(target, call, Kind::Plain, answer_to);
+            })
+        };
+        let answer = self.repeatable(make);
         Box::pin(async move { take(answer.await?).ok_or_else(unexpected) })
+    }
+
+    /// Makes a call now, and again if its session ends.
+    fn repeatable<A: Future<Output = Received>, M: FnMut() -> A>(
+        &self,
+        mut make: M,
+    ) -> impl Future<Output = Result<Answer>> + use<A, M> {
+        let (handle, deadline, first) = (Arc::clone(&self.handle), deadline(&self.handle), make());
+        async move { Ok(retrying(&handle, deadline, first, make).await?.answer) }
     }
 }
 
@@ -77,7 +84,16 @@ pub(crate) fn start(
     answers
 }
 
-pub(crate) async fn answer_of(answers: Answers) -> Answered {
+fn release(handle: &Handle, target: u16, stage: StageId) {
+    handle.shared.with_link(move |link| {
+        // With the session the stage is gone, too.
+        if let Ok(link) = link {
+            link.stage_release(target, stage);
+        }
+    });
+}
+
+pub(crate) async fn answer_of(answers: impl Future<Output = Received>) -> Answered {
     answers.await.unwrap_or_else(|_| Err(CallError::Lost("the session was dropped".into())))
 }
 
@@ -95,11 +111,11 @@ pub(crate) fn deadline(handle: &Handle) -> Instant {
 }
 
 /// Makes a call again as long as it fails with its session, until `deadline`.
-pub(crate) async fn retrying(
+pub(crate) async fn retrying<A: Future<Output = Received>>(
     handle: &Handle,
     deadline: Instant,
-    first: Answers,
-    mut again: impl FnMut() -> Answers,
+    first: A,
+    mut again: impl FnMut() -> A,
 ) -> Result<Delivered, StoreError> {
     let mut answers = first;
     loop {
@@ -199,7 +215,19 @@ async fn read_on(
 
 impl ObjectStore for ProxyStore {
     fn stage(&self, len: u64) -> BoxFuture<'static, Result<StageId>> {
-        let answer = self.query(Call::Stage { len }, || Kind::Stage);
+        let (handle, target) = (Arc::clone(&self.handle), self.target);
+        let make = move || {
+            let call = move |link: &Arc<Link>, target, answer_to| {
+                link.call(target, Call::Stage { len }, Kind::Stage, answer_to);
+            };
+            let made_on = Arc::clone(&handle);
+            Reclaim::new(start(&handle, target, call), move |made: Answered| {
+                if let Ok(Delivered { answer: Answer::Stage(id), .. }) = made {
+                    release(&made_on, target, StageId(id));
+                }
+            })
+        };
+        let answer = self.repeatable(make);
         Box::pin(async move {
             match answer.await? {
                 Answer::Stage(id) => Ok(StageId(id)),
@@ -229,13 +257,7 @@ impl ObjectStore for ProxyStore {
     }
 
     fn stage_release(&self, stage: StageId) {
-        let target = self.target;
-        self.handle.shared.with_link(move |link| {
-            // With the session the stage is gone, too.
-            if let Ok(link) = link {
-                link.stage_release(target, stage);
-            }
-        });
+        release(&self.handle, self.target, stage);
     }
 
     fn queue_transaction(&self, transaction: Transaction) -> BoxFuture<'static, Result<()>> {

@@ -405,6 +405,23 @@ async fn a_closed_session_fails_its_calls() {
 }
 
 #[tokio::test]
+async fn a_stage_that_nobody_takes_is_released() {
+    let behind: Arc<dyn ObjectStore> = Arc::new(MemStore::new());
+    let node = node_of(Path::Dma, Arc::clone(&behind), options()).await;
+    let untaken = node.store.stage(1 << 20);
+    // Answers to queries come in order: that of the stage is there, too.
+    node.store.statfs().await.unwrap();
+    assert!(behind.statfs().await.unwrap().staged > 0);
+    drop(untaken);
+    let released = async {
+        while behind.statfs().await.unwrap().staged > 0 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(20), released).await.unwrap();
+}
+
+#[tokio::test]
 async fn a_server_that_stops_frees_what_its_session_had_staged() {
     let behind: Arc<dyn ObjectStore> = Arc::new(MemStore::new());
     let node = node_of(Path::Dma, Arc::clone(&behind), options()).await;

@@ -43,6 +43,7 @@ use base::BoxFuture;
 use base::block::{BLOCK, Payload};
 use base::mem::ArenaBuf;
 use base::phases::{self, Clock};
+use base::reclaim::Reclaim;
 use bytes::Bytes;
 use store::{
     CollectionId, ObjectId, ObjectStore, Page, ReadData, Result, StageId, Stat, StatFs, StoreError,
@@ -119,11 +120,18 @@ impl Array {
         &self,
         call: impl FnOnce(u64, Answer<T>) -> Call,
     ) -> BoxFuture<'static, Result<T>> {
+        let answer = self.send(call);
+        Box::pin(async move { answer.await.unwrap_or_else(|_| Err(ended())) })
+    }
+
+    fn send<T: Send + 'static>(
+        &self,
+        call: impl FnOnce(u64, Answer<T>) -> Call,
+    ) -> oneshot::Receiver<Result<T>> {
         let (answer_to, answer) = oneshot::channel();
         // If the group has ended the answer says so.
         let _ = self.calls.send((call(self.shared.number(), answer_to), phases::current()));
-        let gone = || StoreError::Disconnected("the group has ended".into());
-        Box::pin(async move { answer.await.unwrap_or_else(|_| Err(gone())) })
+        answer
     }
 
     /// As [`Array::ask`], about something in a collection.
@@ -139,6 +147,10 @@ impl Array {
     }
 }
 
+fn ended() -> StoreError {
+    StoreError::Disconnected("the group has ended".into())
+}
+
 async fn carry_out(group: Rc<Group>, call: Call) {
     // The caller may have been cancelled; ignore the error.
     match call {
@@ -147,7 +159,11 @@ async fn carry_out(group: Rc<Group>, call: Call) {
             repair_damaged(&group);
             trim_when_idle(&group);
         }
-        Call::Stage(number, len, to) => drop(to.send(group.stage(number, len).await)),
+        Call::Stage(number, len, to) => {
+            if let Err(Ok(stage)) = to.send(group.stage(number, len).await) {
+                group.stage_release(stage);
+            }
+        }
         Call::StageWrite(stage, offset, payload, to) => {
             drop(to.send(group.stage_write(stage, offset, payload).await));
         }
@@ -242,7 +258,14 @@ fn trim_when_idle(group: &Rc<Group>) {
 
 impl ObjectStore for Array {
     fn stage(&self, len: u64) -> BoxFuture<'static, Result<StageId>> {
-        self.ask(|number, to| Call::Stage(number, len, to))
+        let calls = self.calls.clone();
+        let made = self.send(|number, to| Call::Stage(number, len, to));
+        let staging = Reclaim::new(made, move |made: Result<StageId>| {
+            if let Ok(stage) = made {
+                let _ = calls.send((Call::StageRelease(stage), None));
+            }
+        });
+        Box::pin(async move { staging.await.unwrap_or_else(|_| Err(ended())) })
     }
 
     fn stage_alignment(&self) -> u64 {

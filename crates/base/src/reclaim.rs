@@ -1,0 +1,79 @@
+//! Answers that are given back if nobody takes them.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use tokio::sync::oneshot;
+use tokio::sync::oneshot::error::RecvError;
+
+/// Waits for the answer to a call that leaves something behind, such as reserved space. If it is dropped after the answer has
+/// come, `give_back` is called with the answer. If the answer comes later, sending it fails and the sender has to give it back.
+#[derive(Debug)]
+pub struct Reclaim<T, F: FnOnce(T)> {
+    answer: oneshot::Receiver<T>,
+    give_back: Option<F>,
+}
+
+impl<T, F: FnOnce(T)> Reclaim<T, F> {
+    /// Waits for what the sender of `answer` sends.
+    pub fn new(answer: oneshot::Receiver<T>, give_back: F) -> Reclaim<T, F> {
+        Reclaim { answer, give_back: Some(give_back) }
+    }
+}
+
+impl<T, F: FnOnce(T) + Unpin> Future for Reclaim<T, F> {
+    type Output = Result<T, RecvError>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        Pin::new(&mut self.answer).poll(cx)
+    }
+}
+
+impl<T, F: FnOnce(T)> Drop for Reclaim<T, F> {
+    fn drop(&mut self) {
+        // From here on the sender finds out.
+        self.answer.close();
+        if let (Ok(answer), Some(give_back)) = (self.answer.try_recv(), self.give_back.take()) {
+            give_back(answer);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn reclaim(given_back: &mut Option<u32>) -> (oneshot::Sender<u32>, Reclaim<u32, impl FnOnce(u32)>) {
+        let (sender, answer) = oneshot::channel();
+        (sender, Reclaim::new(answer, |answer| *given_back = Some(answer)))
+    }
+
+    #[tokio::test]
+    async fn an_answer_that_is_taken_is_not_given_back() {
+        let mut given_back = None;
+        let (sender, mut waiting) = reclaim(&mut given_back);
+        sender.send(7).unwrap();
+        assert_eq!((&mut waiting).await, Ok(7));
+        drop(waiting);
+        assert_eq!(given_back, None);
+    }
+
+    #[test]
+    fn an_answer_that_nobody_takes_is_given_back() {
+        let mut given_back = None;
+        let (sender, waiting) = reclaim(&mut given_back);
+        sender.send(7).unwrap();
+        drop(waiting);
+        assert_eq!(given_back, Some(7));
+    }
+
+    #[test]
+    fn the_sender_of_a_late_answer_keeps_it() {
+        let mut given_back = None;
+        let (sender, waiting) = reclaim(&mut given_back);
+        drop(waiting);
+        assert_eq!(sender.send(7), Err(7));
+        assert_eq!(given_back, None);
+    }
+}
