@@ -76,7 +76,8 @@ pub struct TargetRetry {
     pub failing_pause_max: Duration,
     /// A target that reports I/O errors again, after so many returns in a row, is given up.
     pub relapses_max: u32,
-    /// For that long after a target has reported an I/O error, requests that need it wait. After that they fail.
+    /// For that long after a target has reported an I/O error or refused a write, requests that need it wait. After that they
+    /// fail.
     pub hopeful_for: Duration,
 }
 

@@ -3,7 +3,8 @@
 //! Three kinds of failure differ in how they end. A *slow* target has not answered in time; it is probed at once, and again with
 //! short pauses. A *failing* target has reported an I/O error; it is probed with longer pauses, and each relapse
 //! makes the pauses longer still, until it is given up. A *lost* target is absent, corrupt or refuses writes until it is mounted
-//! anew; only a new session of its store, or the operator, brings it back.
+//! anew; only a new session of its store, or the operator, brings it back. The store's role mounts targets that refuse writes
+//! anew by itself, so that they may be back within seconds.
 
 use std::time::Duration;
 
@@ -56,6 +57,8 @@ struct Down {
     /// When the next probe is due; `None` if no probe will be sent, or one is under way.
     next_probe: Option<Instant>,
     pause: Duration,
+    /// The store's role mounts the target anew.
+    awaits_mount: bool,
 }
 
 /// See the [module](self) documentation.
@@ -94,9 +97,11 @@ impl Health {
 
     /// Whether the target may well be back before a client gives up.
     pub(crate) fn is_hopeful(&self, now: Instant) -> bool {
+        let is_recent = |down: &Down| now.saturating_duration_since(down.since) < self.retry.hopeful_for;
         self.down.as_ref().is_some_and(|down| match down.state {
             TargetState::Slow => true,
-            TargetState::Failing => now.saturating_duration_since(down.since) < self.retry.hopeful_for,
+            TargetState::Failing => is_recent(down),
+            TargetState::Failed => down.awaits_mount && is_recent(down),
             _ => false,
         })
     }
@@ -151,7 +156,7 @@ impl Health {
     fn failed(&mut self, now: Instant, e: &StoreError, is_probe: bool) -> Change {
         let why = e.to_string();
         if is_lasting(e) {
-            return self.lose(now, why);
+            return self.lose(now, why, matches!(e, StoreError::Poisoned(_)));
         }
         let max = self.retry.failing_pause_max;
         match &mut self.down {
@@ -169,8 +174,8 @@ impl Health {
                 self.failing_relapses = if self.is_relapse(now) { self.failing_relapses + 1 } else { 0 };
                 if self.failing_relapses > self.retry.relapses_max {
                     let times = self.failing_relapses + 1;
-                    return self
-                        .lose(now, format!("{why}; it failed {times} times, each time soon after the last"));
+                    let why = format!("{why}; it failed {times} times, each time soon after the last");
+                    return self.lose(now, why, false);
                 }
             }
         }
@@ -179,11 +184,12 @@ impl Health {
         Change::Down
     }
 
-    fn lose(&mut self, now: Instant, why: String) -> Change {
+    fn lose(&mut self, now: Instant, why: String, awaits_mount: bool) -> Change {
         if self.state() == TargetState::Failed {
             return Change::None;
         }
         self.set_down(now, TargetState::Failed, why, Duration::ZERO, None);
+        self.down.iter_mut().for_each(|down| down.awaits_mount = awaits_mount);
         Change::Down
     }
 
@@ -212,7 +218,14 @@ impl Health {
         first: Option<Duration>,
     ) {
         let first = first.filter(|_| !self.is_probing);
-        self.down = Some(Down { state, why, since: now, next_probe: first.map(|first| now + first), pause });
+        self.down = Some(Down {
+            state,
+            why,
+            since: now,
+            next_probe: first.map(|first| now + first),
+            pause,
+            awaits_mount: false,
+        });
     }
 
     fn is_relapse(&self, now: Instant) -> bool {
@@ -351,12 +364,19 @@ mod tests {
         assert_eq!(health.step(now, Event::ProbeSent), Change::None);
         let lost = Event::Failed(StoreError::Poisoned("write".into()));
         assert_eq!(health.step(now, lost.clone()), Change::Down);
+        assert!(
+            health.is_hopeful(now + secs(19)) && !health.is_hopeful(now + secs(20)),
+            "it is mounted anew"
+        );
         for event in [lost, overdue(), failed(), Event::ProbeAnswered(Duration::ZERO), Event::ProbeLost] {
             assert_eq!(health.step(now, event), Change::None);
             assert_eq!((health.state(), health.next_probe()), (TargetState::Failed, None));
         }
         assert_eq!(health.step(now, Event::Renewed), Change::Back);
         assert_eq!(health.step(now, Event::Renewed), Change::None);
+        let absent = Event::Failed(StoreError::Absent("no drive".into()));
+        assert_eq!(health.step(now, absent), Change::Down);
+        assert!(!health.is_hopeful(now), "somebody has to bring the drive");
     }
 
     #[test]

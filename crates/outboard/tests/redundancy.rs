@@ -164,14 +164,13 @@ fn drives_whose_writes_fail(placement: &str) {
     // All writes of all targets: none can be mounted anew before the fault has gone. Puts wait for them.
     node.ok(&["debug", "fault", "drive.write=fail"]);
     let mut puts: Vec<_> =
-        names.iter().map(|name| node.command(&["put", name, "file"]).spawn().unwrap()).collect();
+        names.iter().map(|name| node.command(&["put", name, &node.path("file")]).spawn().unwrap()).collect();
     node.wait("all targets refuse writes", || failed(&node) == 4);
     let armed: serde_json::Value = serde_json::from_slice(&node.ok(&["debug", "faults", "--json"])).unwrap();
     assert!(armed[1]["fired"].as_u64() > Some(3), "{armed}");
     node.ok(&["debug", "clear"]);
-    for put in &mut puts {
-        let _ = put.kill();
-        put.wait().unwrap();
+    for (put, name) in puts.iter_mut().zip(&names) {
+        assert!(put.wait().unwrap().success(), "{name}");
     }
     node.wait("no target refuses writes", || failed(&node) == 0);
     node.wait_until_whole();
