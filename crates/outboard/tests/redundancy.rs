@@ -162,6 +162,8 @@ fn drives_whose_writes_fail(placement: &str) {
     assert_serves(&node, &names, &bytes, &before);
 
     // All writes of all targets: none can be mounted anew before the fault has gone. Puts wait for them.
+    let bytes = content(400_000);
+    fs::write(node.path("file"), &bytes).unwrap();
     node.ok(&["debug", "fault", "drive.write=fail"]);
     let mut puts: Vec<_> =
         names.iter().map(|name| node.command(&["put", name, &node.path("file")]).spawn().unwrap()).collect();

@@ -123,7 +123,8 @@ impl Group {
                 dirty.extend(intents.flat_map(|intent| &intent.objects).map(|t| t.oid.clone()));
             }
         }
-        if dirty.len() > self.dirty_max || self.drops_notes.replace(false) {
+        let drops_notes = self.drops_notes.replace(false);
+        if drops_notes || dirty.len() > self.dirty_max {
             let stale = record.members.iter_mut().filter(|m| m.standing == Standing::Stale);
             stale.for_each(|m| m.standing = Standing::Blank);
         }

@@ -40,6 +40,32 @@ pub(super) struct View {
     pub(super) dirty: BTreeSet<ObjectId>,
 }
 
+/// What a look at a target has found.
+enum Found {
+    Nothing,
+    /// Objects without a record: of a removal that has not ended.
+    Remains,
+    View(View),
+}
+
+/// What the targets have of a group.
+#[derive(Default)]
+struct Views {
+    views: Vec<View>,
+    /// Targets that have objects without a record.
+    remains: Vec<Rc<Target>>,
+}
+
+impl Views {
+    fn add(&mut self, target: Rc<Target>, found: Found) {
+        match found {
+            Found::Nothing => {}
+            Found::Remains => self.remains.push(target),
+            Found::View(view) => self.views.push(view),
+        }
+    }
+}
+
 impl View {
     /// Whether a transaction is there, or was and is settled.
     fn has(&self, number: u64) -> bool {
@@ -94,7 +120,7 @@ impl Group {
     /// Opens a session with the targets that are there.
     pub(super) async fn open(&self) -> store::Result<Session> {
         let number = self.shared.number();
-        let views = self.views().await?;
+        let Views { views, remains } = self.views().await?;
         if self.shared.number() != number {
             return Err(over(number));
         }
@@ -111,25 +137,25 @@ impl Group {
         *self.rebuild.borrow_mut() = None;
         *self.lineage.borrow_mut() = Some(record.clone());
         tracing::debug!(cid = %self.cid, number, epoch = record.epoch, "the group has a session");
-        let leftovers = RefCell::new(leftovers(&record, &views, &members));
+        let leftovers = RefCell::new(leftovers(&record, &views, &members, &remains));
         let links = members.into_iter().map(|view| view.map(|v| v.link)).collect();
         Ok(Session { number, links, record, leftovers })
     }
 
     /// What the targets have of the group. Slow targets are asked only if the others do not suffice.
-    async fn views(&self) -> store::Result<Vec<View>> {
+    async fn views(&self) -> store::Result<Views> {
         let began = Instant::now();
         let there = self.targets.iter().filter(|t| t.is_usable());
         let mut waiting: Vec<Rc<Target>> = there.cloned().collect();
         let mut slow: Vec<Rc<Target>> = self.targets.iter().filter(|t| t.is_slow()).cloned().collect();
         let mut looks: FuturesUnordered<_> =
             waiting.iter().map(|target| self.look(Rc::clone(target))).collect();
-        let mut views: Vec<View> = Vec::new();
+        let mut found = Views::default();
         let mut wait_until = began + self.member_timeout;
         while !(waiting.is_empty() && slow.is_empty()) {
             let now = Instant::now();
             if waiting.is_empty() || now >= wait_until {
-                if self.judge_views(&views).is_ok() {
+                if self.judge_views(&found.views).is_ok() {
                     // The others go on; those that were slow before are known to be.
                     waiting.iter().for_each(|target| target.overdue(&self.cid, now - began));
                     break;
@@ -145,14 +171,14 @@ impl Group {
                 wait_until = now + self.member_timeout / 10;
             }
             tokio::select! {
-                Some((target, view)) = looks.next() => {
-                    views.extend(view?);
+                Some((target, looked)) = looks.next() => {
                     waiting.retain(|t| t.uuid != target.uuid);
+                    found.add(target, looked?);
                 }
                 () = tokio::time::sleep_until(wait_until) => {}
             }
         }
-        Ok(views)
+        Ok(found)
     }
 
     /// Which record counts, and the members in sync that are there.
@@ -165,12 +191,13 @@ impl Group {
         Ok((record, members, on_word))
     }
 
-    /// What a target has of the group; nothing if it was never a member.
-    async fn look(&self, target: Rc<Target>) -> (Rc<Target>, store::Result<Option<View>>) {
+    /// What a target has of the group.
+    async fn look(&self, target: Rc<Target>) -> (Rc<Target>, store::Result<Found>) {
         let link = Link { target: Rc::clone(&target), session: target.store.session() };
         let found = match self.view(&link).await {
-            Ok(view) => Ok(Some(view)),
-            Err(StoreError::NoSuchCollection(_) | StoreError::NoSuchObject(_)) => Ok(None),
+            Ok(view) => Ok(Found::View(view)),
+            Err(StoreError::NoSuchCollection(_)) => Ok(Found::Nothing),
+            Err(StoreError::NoSuchObject(_)) => Ok(Found::Remains),
             Err(e) if is_refusal(&e) || matches!(e, StoreError::Disconnected(_)) => Err(e),
             Err(e) => {
                 target.fail(&e);

@@ -17,18 +17,21 @@ const OBJECTS: usize = 64;
 const NOTES: usize = 1024;
 
 /// Targets that are not members, and have something of the group that is not needed: anything if all members are in sync,
-/// otherwise a rebuild that has never ended.
-pub(super) fn leftovers(record: &GroupRecord, views: &[View], members: &[Option<View>]) -> Vec<Rc<Target>> {
+/// otherwise a rebuild that has never ended, or what `remains` of a removal.
+pub(super) fn leftovers(
+    record: &GroupRecord,
+    views: &[View],
+    members: &[Option<View>],
+    remains: &[Rc<Target>],
+) -> Vec<Rc<Target>> {
     let is_whole = members.iter().all(Option::is_some);
     let standing = |record: &GroupRecord, target: &Target| {
         record.members.iter().find(|m| m.target == target.uuid).map(|m| m.standing)
     };
-    let is_left = |view: &&View| {
-        let target = &view.link.target;
-        let was_blank = standing(&view.record, target) == Some(Standing::Blank);
-        standing(record, target).is_none() && (is_whole || was_blank)
-    };
-    views.iter().filter(is_left).map(|view| Rc::clone(&view.link.target)).collect()
+    let is_needless =
+        |view: &&View| is_whole || standing(&view.record, &view.link.target) == Some(Standing::Blank);
+    let needless = views.iter().filter(is_needless).map(|view| &view.link.target);
+    needless.chain(remains).filter(|target| standing(record, target).is_none()).cloned().collect()
 }
 
 impl Group {

@@ -26,6 +26,8 @@ pub(crate) enum Loss {
     Before,
     /// The store takes the transaction, but goes away before it says so.
     After,
+    /// The log has the transaction, but the drive fails to flush it. It is there when the drive is mounted anew, at once.
+    Flush,
 }
 
 /// Is told of transactions.
@@ -39,6 +41,7 @@ pub(crate) struct FaultStore {
     session: AtomicU64,
     armed_before: AtomicBool,
     armed_after: AtomicBool,
+    armed_flush: AtomicBool,
     armed_read: AtomicBool,
     armed_late_read: AtomicBool,
     /// Transactions with data that are still to be refused for want of space.
@@ -87,6 +90,7 @@ impl FaultStore {
             session: AtomicU64::new(1),
             armed_before: AtomicBool::new(false),
             armed_after: AtomicBool::new(false),
+            armed_flush: AtomicBool::new(false),
             armed_read: AtomicBool::new(false),
             armed_late_read: AtomicBool::new(false),
             full: AtomicU64::new(0),
@@ -138,7 +142,11 @@ impl FaultStore {
 
     /// Makes the next transaction with data fail.
     pub(crate) fn arm(&self, loss: Loss) {
-        let armed = if loss == Loss::Before { &self.armed_before } else { &self.armed_after };
+        let armed = match loss {
+            Loss::Before => &self.armed_before,
+            Loss::After => &self.armed_after,
+            Loss::Flush => &self.armed_flush,
+        };
         armed.store(true, Ordering::SeqCst);
     }
 
@@ -176,6 +184,7 @@ impl FaultStore {
         self.refused.store(0, Ordering::SeqCst);
         self.armed_before.store(false, Ordering::SeqCst);
         self.armed_after.store(false, Ordering::SeqCst);
+        self.armed_flush.store(false, Ordering::SeqCst);
     }
 
     /// Makes the next read fail.
@@ -334,6 +343,10 @@ impl ObjectStore for FaultStore {
         let done = self.inner.queue_transaction(transaction);
         if has_data && self.armed_after.swap(false, Ordering::SeqCst) {
             return self.lose();
+        }
+        if has_data && self.armed_flush.swap(false, Ordering::SeqCst) {
+            self.end_session();
+            return Box::pin(std::future::ready(Err(StoreError::Poisoned("flush".into()))));
         }
         let durable = self.until_let_go();
         let not_new = Arc::clone(&self.not_new);

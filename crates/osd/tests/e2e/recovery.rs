@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use osd::OsdConfig;
-use store::ObjectId;
 use store::simulation::{SimDrive, SimStore};
+use store::{ObjectId, Op, Transaction};
 use uuid::Uuid;
 
 use crate::common::{FaultStore, Node, data, is_another_network, moment, seed};
@@ -129,6 +129,27 @@ async fn a_spare_is_rebuilt_on_after_a_restart() {
     // It is not needed any more.
     rig.client.set_target_out(lost as u32, false).await.unwrap();
     until("the one that was lost is emptied", async || rig.with_groups().await == members).await;
+}
+
+#[tokio::test]
+async fn a_removal_that_was_broken_off_is_ended_although_the_group_is_not_whole() {
+    if is_another_network() {
+        return;
+    }
+    let mut rig = Rig::of("mirror:3", 1, 4, config()).await;
+    rig.put(0, 30_000, 0).await;
+    let members = rig.with_groups().await;
+    let other = (0..4).find(|target| !members.contains(target)).unwrap();
+    let collections = rig.node.stores[members[0]].inner.collections().await.unwrap();
+    let cid = collections.into_iter().find(|cid| *cid.as_bytes() != b"N"[..]).unwrap();
+    // The record has gone first.
+    let oid = ObjectId::new("left").unwrap();
+    let remains = Transaction::new(cid).with(Op::CreateCollection).with(Op::Touch { oid });
+    rig.node.stores[other].inner.queue_transaction(remains).await.unwrap();
+    rig.set_down(&[members[1]], true);
+    rig.put(0, 30_000, 1).await;
+    assert!(rig.is_degraded().await);
+    until("what is left is removed", async || rig.with_groups().await == members).await;
 }
 
 #[tokio::test]

@@ -18,7 +18,7 @@ async fn a_change_whose_store_is_lost_happens_once() {
     let object = node.object().await;
     let mut model = Vec::new();
     for (i, len) in [5, 100, 300_000, 4096].into_iter().enumerate() {
-        for loss in [Loss::Before, Loss::After] {
+        for loss in [Loss::Before, Loss::After, Loss::Flush] {
             let bytes = data(len, i as u64);
             let fired = node.fired();
             node.arm(loss);
@@ -30,7 +30,7 @@ async fn a_change_whose_store_is_lost_happens_once() {
             assert!(object.get().await.unwrap() == model, "{len} bytes, lost {loss:?} commit");
         }
     }
-    for loss in [Loss::Before, Loss::After] {
+    for loss in [Loss::Before, Loss::After, Loss::Flush] {
         let (bytes, fired) = (data(5 << 20, 9), node.fired());
         node.arm(loss);
         object.put(bytes.clone()).await.unwrap();

@@ -378,13 +378,18 @@ impl Drop for Ring {
     fn drop(&mut self) {
         // Wait until the kernel uses no memory of ours any more.
         while !self.in_flight.is_empty() {
-            if self.ring.submit_and_wait(1).is_err() {
-                // Memory that the kernel may still write must not be reused.
-                std::mem::forget(std::mem::take(&mut self.in_flight));
-                std::mem::forget(self.buffers.take());
-                return;
+            match self.ring.submit_and_wait(1) {
+                Ok(_) => drop(self.completions()),
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(_) => {
+                    // Memory that the kernel may still write must not be reused, and a drive that it may still write must
+                    // not be mounted again: its lock stays.
+                    std::mem::forget(std::mem::take(&mut self.in_flight));
+                    std::mem::forget(self.buffers.take());
+                    std::mem::forget(Arc::clone(&self.drive));
+                    return;
+                }
             }
-            self.completions();
         }
     }
 }
