@@ -111,27 +111,30 @@ impl Osd {
         loop {
             tokio::time::sleep(self.config.upkeep_interval).await;
             let groups = self.open_groups();
-            let index_is_full = self.notes_fill_an_index(&groups).await;
+            let full = self.targets_full_of_notes(&groups).await;
             for (_, group) in groups {
+                let index_is_full = full.iter().any(|target| group.is_in_sync_on(target));
                 group.bound_notes(index_is_full).await;
             }
         }
     }
 
-    /// Whether an index is nearly full, and notes of dirty objects have a good part in that.
-    async fn notes_fill_an_index(&self, groups: &[(String, Rc<Group>)]) -> bool {
-        if !groups.iter().any(|(_, group)| group.has_notes()) {
-            return false;
-        }
+    /// Targets whose index is nearly full, with notes of dirty objects as a good part of it.
+    async fn targets_full_of_notes(&self, groups: &[(String, Rc<Group>)]) -> Vec<Uuid> {
+        let mut full = Vec::new();
         for target in self.targets.iter().filter(|target| target.is_usable()) {
+            let noted = || groups.iter().filter(|(_, group)| group.is_in_sync_on(&target.uuid));
+            if !noted().any(|(_, group)| group.has_notes()) {
+                continue;
+            }
+            let notes = || noted().map(|(_, group)| group.notes_bytes()).sum::<u64>();
             let asked = tokio::time::timeout(self.config.target_timeout, target.store.statfs());
             let Ok(Ok(StatFs { index_free, index_total, .. })) = asked.await else { continue };
-            let notes = || groups.iter().map(|(_, group)| group.notes_bytes()).sum::<u64>();
             if index_free < index_total / INDEX_LOW && notes() > index_total / INDEX_NOTES {
-                return true;
+                full.push(target.uuid);
             }
         }
-        false
+        full
     }
 
     async fn rebuild_for_ever(&self) {

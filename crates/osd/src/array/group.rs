@@ -278,6 +278,11 @@ impl Group {
         self.session.borrow().clone()
     }
 
+    /// Whether the member on a target is in sync.
+    pub(crate) fn is_in_sync_on(&self, target: &Uuid) -> bool {
+        self.current().is_some_and(|s| s.links.iter().flatten().any(|link| link.target.uuid == *target))
+    }
+
     /// Whether objects are noted as dirty.
     pub(crate) fn has_notes(&self) -> bool {
         !self.log.borrow().dirty.is_empty()

@@ -215,10 +215,13 @@ impl Group {
             if member.standing == Standing::InSync || stays {
                 continue;
             }
-            match self.spare(record) {
-                Some(target) => record.members[position] = Member { target, standing: Standing::Blank },
-                // All of them are tried again.
-                None => self.no_room.borrow_mut().clear(),
+            let spare = self.spare(record).or_else(|| {
+                // There may be room again by now, but not at once where there was none.
+                self.no_room.borrow_mut().clear();
+                self.spare(record).filter(|_| !is_full)
+            });
+            if let Some(target) = spare {
+                record.members[position] = Member { target, standing: Standing::Blank };
             }
         }
     }

@@ -162,6 +162,7 @@ impl Group {
                 self.wipe_in(&session, &target).await?;
             }
             let link = self.admit(&session, position).await?;
+            self.no_room.borrow_mut().remove(&link.target.uuid);
             let job = Job { group: self, session: Rc::clone(&session), position, link, pace, progress };
             job.run().await
         };

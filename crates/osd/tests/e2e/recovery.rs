@@ -132,6 +132,28 @@ async fn a_spare_is_rebuilt_on_after_a_restart() {
 }
 
 #[tokio::test]
+async fn a_target_that_was_full_once_takes_the_place_of_one_that_is_lost() {
+    if is_another_network() {
+        return;
+    }
+    let mut rig = Rig::of("mirror:2", 1, 3, config()).await;
+    rig.put(0, 30_000, 0).await;
+    let members = rig.with_groups().await;
+    let spare = (0..3).find(|target| !members.contains(target)).unwrap();
+    let fired = rig.node.fired();
+    rig.node.stores[spare].set_full(u64::MAX);
+    rig.client.set_target_out(members[1] as u32, true).await.unwrap();
+    until("the spare is full", async || rig.node.fired() > fired).await;
+    rig.client.set_target_out(members[1] as u32, false).await.unwrap();
+    wait_until_whole(&rig.client).await;
+    until("the copy is where it was", async || rig.with_groups().await == members).await;
+    rig.node.stores[spare].set_full(0);
+    rig.client.set_target_out(members[1] as u32, true).await.unwrap();
+    wait_until_whole(&rig.client).await;
+    rig.check_without_each(&[members[0], spare]).await;
+}
+
+#[tokio::test]
 async fn a_removal_that_was_broken_off_is_ended_although_the_group_is_not_whole() {
     if is_another_network() {
         return;
