@@ -14,10 +14,9 @@
 //! A budget has no I/O and no clock: the caller passes the time, closes the holder that [`admit`](Budget::admit) names, and
 //! serializes the calls.
 //!
-//! While places are free a call takes constant time: nobody is ordered. The first call that reclaims a place puts all holders
-//! in order, which lasts until half of them have left. Meanwhile a call takes time logarithmic in the number of places; one
-//! that reclaims a place also looks at each different number of places that addresses hold, of which there are at most
-//! `sqrt(2 * limit)`.
+//! While places are free, a call takes constant time. The first call that reclaims a place sorts the holders, in linear time.
+//! The order is kept until half of those holders have left. Meanwhile a call takes time logarithmic in the number of places.
+//! A call that reclaims a place also visits each distinct number of places per address: at most `sqrt(2 * limit)` numbers.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::Hash;
@@ -82,16 +81,16 @@ pub struct Budget<I> {
     limit: usize,
     patience: Duration,
     holders: HashMap<I, Holder>,
-    /// There as long as places are reclaimed.
+    /// Reclaim order of the holders; `None` while no place needs to be reclaimed.
     order: Option<Order<I>>,
 }
 
-/// Who has a place.
+/// The holder of a place.
 #[derive(Debug, Clone, Copy)]
 struct Holder {
     peer: Peer,
     standing: Standing,
-    /// When it was heard last, or went.
+    /// When the holder was last heard, or left.
     since: Instant,
 }
 
@@ -215,10 +214,10 @@ impl<I: Copy + Ord + Hash> Budget<I> {
     }
 }
 
-/// Whose turn it is to lose a place.
+/// The holders in reclaim order.
 #[derive(Debug)]
 struct Order<I> {
-    /// Holders when the order was made.
+    /// Number of holders when the order was built.
     begun_with: usize,
     /// The holders by address. No address is there without a place.
     peers: BTreeMap<Peer, BTreeSet<Turn<I>>>,

@@ -1,6 +1,6 @@
 //! What every other crate stands on: aligned shared memory and the buffer pool over it, block
 //! checksums, the naming and accounting of threads, where the time of requests goes, the health of offloads,
-//! injected faults, budgets of peer addresses, answers that are given back, and adaptive polling.
+//! injected faults, budgets of peer addresses, answers that outlive their caller, and adaptive polling.
 //!
 //! Nothing here knows of objects, networks or drives. `unsafe` is in [`mem`], which maps memory, and
 //! in [`pool`], which hands out ranges of it.

@@ -1,4 +1,4 @@
-//! Answers that are given back if nobody takes them.
+//! A future whose answer is given back if the caller is cancelled.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -7,8 +7,9 @@ use std::task::{Context, Poll};
 use tokio::sync::oneshot;
 use tokio::sync::oneshot::error::RecvError;
 
-/// Waits for the answer to a call that leaves something behind, such as reserved space. If it is dropped after the answer has
-/// come, `give_back` is called with the answer. If the answer comes later, sending it fails and the sender has to give it back.
+/// Waits for the answer to a call that reserves something, such as space. If the future is dropped after the answer was sent
+/// and before it was polled to completion, `give_back` gets the answer. If the answer is sent later, sending fails and the
+/// sender releases the reservation.
 #[derive(Debug)]
 pub struct Reclaim<T, F: FnOnce(T)> {
     answer: oneshot::Receiver<T>,
@@ -16,7 +17,7 @@ pub struct Reclaim<T, F: FnOnce(T)> {
 }
 
 impl<T, F: FnOnce(T)> Reclaim<T, F> {
-    /// Waits for what the sender of `answer` sends.
+    /// Waits for `answer`. `give_back` runs in `drop`, so it must not block.
     pub fn new(answer: oneshot::Receiver<T>, give_back: F) -> Reclaim<T, F> {
         Reclaim { answer, give_back: Some(give_back) }
     }
@@ -32,7 +33,7 @@ impl<T, F: FnOnce(T) + Unpin> Future for Reclaim<T, F> {
 
 impl<T, F: FnOnce(T)> Drop for Reclaim<T, F> {
     fn drop(&mut self) {
-        // From here on the sender finds out.
+        // After this, sending fails.
         self.answer.close();
         if let (Ok(answer), Some(give_back)) = (self.answer.try_recv(), self.give_back.take()) {
             give_back(answer);

@@ -9,7 +9,7 @@ pub(crate) type Step<T> = Result<T, Fail>;
 /// Why a step did not succeed.
 #[derive(Debug, Clone)]
 pub(crate) enum Fail {
-    /// The store or its drive has failed: what had been queued may or may not be durable. To be found out, then tried again.
+    /// The store or its drive has failed: queued changes may or may not be durable. The caller looks up the outcome and retries.
     Lost(String),
     /// The request is refused.
     Refused(proto::Error),
@@ -32,7 +32,7 @@ impl From<StoreError> for Fail {
         use proto::Error as E;
         Fail::Refused(match e {
             StoreError::Disconnected(why) => return Fail::Lost(why),
-            // The log may have the change nevertheless. The target will be mounted anew, which tells.
+            // The log may contain the change. Replay at the next mount decides.
             e @ StoreError::Poisoned(_) => return Fail::Lost(e.to_string()),
             // Stages live as long as the store's session.
             StoreError::NoSuchStage(id) => return Fail::Lost(format!("stage {id} is gone")),

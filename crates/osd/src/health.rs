@@ -57,7 +57,7 @@ struct Down {
     /// When the next probe is due; `None` if no probe will be sent, or one is under way.
     next_probe: Option<Instant>,
     pause: Duration,
-    /// The store's role mounts the target anew.
+    /// The target refuses writes until the store's role mounts it anew.
     awaits_mount: bool,
 }
 

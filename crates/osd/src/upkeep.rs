@@ -119,7 +119,7 @@ impl Osd {
         }
     }
 
-    /// Targets whose index is nearly full, with notes of dirty objects as a good part of it.
+    /// Targets whose index is nearly full and largely filled by notes of dirty objects.
     async fn targets_full_of_notes(&self, groups: &[(String, Rc<Group>)]) -> Vec<Uuid> {
         let mut full = Vec::new();
         for target in self.targets.iter().filter(|target| target.is_usable()) {

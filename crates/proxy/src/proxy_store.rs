@@ -60,7 +60,7 @@ impl ProxyStore {
         Box::pin(async move { take(answer.await?).ok_or_else(unexpected) })
     }
 
-    /// Makes a call now, and again if its session ends.
+    /// Issues a call now, and again if its session ends.
     fn repeatable<A: Future<Output = Received>, M: FnMut() -> A>(
         &self,
         mut make: M,

@@ -409,7 +409,7 @@ async fn a_stage_that_nobody_takes_is_released() {
     let behind: Arc<dyn ObjectStore> = Arc::new(MemStore::new());
     let node = node_of(Path::Dma, Arc::clone(&behind), options()).await;
     let untaken = node.store.stage(1 << 20);
-    // Answers to queries come in order: that of the stage is there, too.
+    // Queries are answered in order, so the answer to `stage` has arrived.
     node.store.statfs().await.unwrap();
     assert!(behind.statfs().await.unwrap().staged > 0);
     drop(untaken);

@@ -239,8 +239,8 @@ fn small(index: u64) -> String {
     format!("{POOL}/small-{index}")
 }
 
-/// A copy of the binary in `dir`. How a file was written decides how it lies in the page cache: a program that the linker
-/// has just written takes 8 % more page faults to start than its copy. So both sides run a copy that was made the same way.
+/// Copies a binary to `dir`. A program takes 8 % more page faults to start from the file that the linker wrote than from a
+/// copy (`perf stat outboard --version`). So both sides run copies.
 fn copied(program: &Path, dir: &Path, side: Side) -> Result<PathBuf> {
     let copy = dir.join(format!("outboard-{}", side.name()));
     fs::copy(program, &copy).map_err(|e| format!("copy of {}: {e}", program.display()))?;

@@ -216,7 +216,7 @@ impl Group {
                 continue;
             }
             let spare = self.spare(record).or_else(|| {
-                // There may be room again by now, but not at once where there was none.
+                // Retry the targets that had no room, except this member itself.
                 self.no_room.borrow_mut().clear();
                 self.spare(record).filter(|_| !is_full)
             });

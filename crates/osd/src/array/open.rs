@@ -40,10 +40,10 @@ pub(super) struct View {
     pub(super) dirty: BTreeSet<ObjectId>,
 }
 
-/// What a look at a target has found.
+/// What a target has of a group.
 enum Found {
     Nothing,
-    /// Objects without a record: of a removal that has not ended.
+    /// Objects without a group record: an interrupted removal.
     Remains,
     View(View),
 }
@@ -52,7 +52,7 @@ enum Found {
 #[derive(Default)]
 struct Views {
     views: Vec<View>,
-    /// Targets that have objects without a record.
+    /// Targets with objects but without a group record.
     remains: Vec<Rc<Target>>,
 }
 

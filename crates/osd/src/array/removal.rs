@@ -17,7 +17,7 @@ const OBJECTS: usize = 64;
 const NOTES: usize = 1024;
 
 /// Targets that are not members, and have something of the group that is not needed: anything if all members are in sync,
-/// otherwise a rebuild that has never ended, or what `remains` of a removal.
+/// otherwise an unfinished rebuild or, in `remains`, an interrupted removal.
 pub(super) fn leftovers(
     record: &GroupRecord,
     views: &[View],

@@ -26,7 +26,7 @@ pub(crate) enum Loss {
     Before,
     /// The store takes the transaction, but goes away before it says so.
     After,
-    /// The log has the transaction, but the drive fails to flush it. It is there when the drive is mounted anew, at once.
+    /// The log contains the transaction, but the flush fails. The target is mounted anew at once, and replays it.
     Flush,
 }
 

@@ -164,7 +164,7 @@ async fn a_removal_that_was_broken_off_is_ended_although_the_group_is_not_whole(
     let other = (0..4).find(|target| !members.contains(target)).unwrap();
     let collections = rig.node.stores[members[0]].inner.collections().await.unwrap();
     let cid = collections.into_iter().find(|cid| *cid.as_bytes() != b"N"[..]).unwrap();
-    // The record has gone first.
+    // A removal deletes the group record first.
     let oid = ObjectId::new("left").unwrap();
     let remains = Transaction::new(cid).with(Op::CreateCollection).with(Op::Touch { oid });
     rig.node.stores[other].inner.queue_transaction(remains).await.unwrap();

@@ -20,8 +20,8 @@ use super::watchdog::Checkpoints;
 
 /// Pause before the first attempt. It doubles with each one.
 const PAUSE_MIN: Duration = Duration::from_secs(1);
-/// Longest pause. A drive that works again is used after that long and the time that its log takes, together less than 30 s. On
-/// the other hand each mount disturbs the other targets of the role, which a drive must not do often that fails soon after it.
+/// Longest pause. Pause and log replay together must stay below 30 s, the time limit for recovery after a fault. The pause must
+/// not be short, because each mount interrupts requests to the role's other targets, and a bad drive may fail after each mount.
 const PAUSE_MAX: Duration = Duration::from_secs(16);
 /// A target that has worked for that long begins with the shortest pause again.
 const STEADY: Duration = Duration::from_secs(60);

@@ -382,8 +382,8 @@ impl Drop for Ring {
                 Ok(_) => drop(self.completions()),
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(_) => {
-                    // Memory that the kernel may still write must not be reused, and a drive that it may still write must
-                    // not be mounted again: its lock stays.
+                    // The kernel may still write to this memory and this drive. Leak both, so that the memory is not
+                    // reused and the drive stays locked against another mount.
                     std::mem::forget(std::mem::take(&mut self.in_flight));
                     std::mem::forget(self.buffers.take());
                     std::mem::forget(Arc::clone(&self.drive));
