@@ -4,7 +4,8 @@
 //! short pauses. A *failing* target has reported an I/O error; it is probed with longer pauses, and each relapse
 //! makes the pauses longer still, until it is given up. A *lost* target is absent, corrupt or refuses writes until it is mounted
 //! anew; only a new session of its store, or the operator, brings it back. The store's role mounts targets that refuse writes
-//! anew by itself, so that they may be back within seconds.
+//! anew by itself, so that they may be back within seconds. Such a target is probed, too: an answer of the old mount may
+//! arrive after the new session has begun.
 
 use std::time::Duration;
 
@@ -156,7 +157,7 @@ impl Health {
     fn failed(&mut self, now: Instant, e: &StoreError, is_probe: bool) -> Change {
         let why = e.to_string();
         if is_lasting(e) {
-            return self.lose(now, why, matches!(e, StoreError::Poisoned(_)));
+            return self.lose(now, why, matches!(e, StoreError::Poisoned(_)), is_probe);
         }
         let max = self.retry.failing_pause_max;
         match &mut self.down {
@@ -175,7 +176,7 @@ impl Health {
                 if self.failing_relapses > self.retry.relapses_max {
                     let times = self.failing_relapses + 1;
                     let why = format!("{why}; it failed {times} times, each time soon after the last");
-                    return self.lose(now, why, false);
+                    return self.lose(now, why, false, is_probe);
                 }
             }
         }
@@ -184,11 +185,15 @@ impl Health {
         Change::Down
     }
 
-    fn lose(&mut self, now: Instant, why: String, awaits_mount: bool) -> Change {
-        if self.state() == TargetState::Failed {
+    fn lose(&mut self, now: Instant, why: String, awaits_mount: bool, is_probe: bool) -> Change {
+        if let Some(down) = self.down.as_mut().filter(|down| down.state == TargetState::Failed) {
+            if is_probe {
+                down.wait(now, down.pause);
+            }
             return Change::None;
         }
-        self.set_down(now, TargetState::Failed, why, Duration::ZERO, None);
+        let pause = self.retry.failing_pause_max;
+        self.set_down(now, TargetState::Failed, why, pause, awaits_mount.then_some(pause));
         self.down.iter_mut().for_each(|down| down.awaits_mount = awaits_mount);
         Change::Down
     }
@@ -196,7 +201,12 @@ impl Health {
     fn answered(&mut self, now: Instant, took: Duration) -> Change {
         self.is_probing = false;
         let Some(down) = &mut self.down else { return Change::None };
-        if down.state == TargetState::Failed {
+        if down.is_lost_for_good() {
+            return Change::None;
+        }
+        if down.state == TargetState::Failed && now - took < down.since {
+            // The target answered before it failed.
+            down.wait(now, down.pause);
             return Change::None;
         }
         if took > self.retry.probe_max {
@@ -235,7 +245,12 @@ impl Health {
 
 impl Down {
     fn wait(&mut self, now: Instant, pause: Duration) {
-        self.next_probe = (self.state != TargetState::Failed).then(|| now + pause);
+        self.next_probe = (!self.is_lost_for_good()).then(|| now + pause);
+    }
+
+    /// Whether no probe brings the target back.
+    fn is_lost_for_good(&self) -> bool {
+        self.state == TargetState::Failed && !self.awaits_mount
     }
 }
 
@@ -357,26 +372,61 @@ mod tests {
     }
 
     #[test]
-    fn a_lost_target_is_never_probed_and_stays_lost_until_it_is_renewed() {
+    fn an_absent_target_is_never_probed_and_stays_lost_until_it_is_renewed() {
         let now = Instant::now();
         let mut health = Health::new(RETRY);
         assert_eq!(health.step(now, overdue()), Change::Down);
         assert_eq!(health.step(now, Event::ProbeSent), Change::None);
-        let lost = Event::Failed(StoreError::Poisoned("write".into()));
+        let lost = Event::Failed(StoreError::Absent("no drive".into()));
         assert_eq!(health.step(now, lost.clone()), Change::Down);
-        assert!(
-            health.is_hopeful(now + secs(19)) && !health.is_hopeful(now + secs(20)),
-            "it is mounted anew"
-        );
+        assert!(!health.is_hopeful(now), "somebody has to bring the drive");
         for event in [lost, overdue(), failed(), Event::ProbeAnswered(Duration::ZERO), Event::ProbeLost] {
             assert_eq!(health.step(now, event), Change::None);
             assert_eq!((health.state(), health.next_probe()), (TargetState::Failed, None));
         }
         assert_eq!(health.step(now, Event::Renewed), Change::Back);
         assert_eq!(health.step(now, Event::Renewed), Change::None);
-        let absent = Event::Failed(StoreError::Absent("no drive".into()));
-        assert_eq!(health.step(now, absent), Change::Down);
-        assert!(!health.is_hopeful(now), "somebody has to bring the drive");
+    }
+
+    fn poisoned() -> StoreError {
+        StoreError::Poisoned("write".into())
+    }
+
+    #[test]
+    fn a_target_that_refuses_writes_is_hopeful_for_a_while_and_probed_with_long_pauses() {
+        let began = Instant::now();
+        let mut now = began;
+        let mut health = Health::new(RETRY);
+        assert_eq!(health.step(now, Event::Failed(poisoned())), Change::Down);
+        assert!(health.is_hopeful(began + secs(19)) && !health.is_hopeful(began + secs(20)));
+        for _ in 0..10 {
+            for event in [Event::Failed(poisoned()), overdue(), failed()] {
+                assert_eq!(health.step(now, event), Change::None);
+            }
+            assert_eq!(health.next_probe(), Some(now + RETRY.failing_pause_max));
+            now += RETRY.failing_pause_max;
+            assert_eq!(health.step(now, Event::ProbeSent), Change::None);
+            assert_eq!(health.next_probe(), None);
+            assert_eq!(health.step(now, Event::ProbeFailed(poisoned())), Change::None);
+            assert_eq!(health.state(), TargetState::Failed);
+        }
+        // Only a store that was mounted anew carries the probe's transaction out.
+        now += RETRY.failing_pause_max;
+        assert_eq!(health.step(now, Event::ProbeSent), Change::None);
+        assert_eq!(health.step(now, Event::ProbeAnswered(Duration::ZERO)), Change::Back);
+    }
+
+    #[test]
+    fn a_probe_answered_before_the_target_failed_does_not_bring_it_back() {
+        let now = Instant::now();
+        let mut health = Health::new(RETRY);
+        assert_eq!(health.step(now, overdue()), Change::Down);
+        assert_eq!(health.step(now, Event::ProbeSent), Change::None);
+        let later = now + secs(1);
+        assert_eq!(health.step(later, Event::Failed(poisoned())), Change::Down);
+        assert_eq!(health.step(later, Event::ProbeAnswered(secs(1))), Change::None);
+        assert_eq!(health.state(), TargetState::Failed);
+        assert_eq!(health.next_probe(), Some(later + RETRY.failing_pause_max));
     }
 
     #[test]

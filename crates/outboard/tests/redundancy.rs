@@ -189,6 +189,55 @@ fn drives_whose_writes_failed_are_used_again_in_one_process() {
     drives_whose_writes_fail("host");
 }
 
+/// Numbers of the failed targets.
+fn failed_targets(node: &Node) -> Vec<usize> {
+    let targets: serde_json::Value = serde_json::from_slice(&node.ok(&["target", "ls", "--json"])).unwrap();
+    let targets = targets.as_array().or(targets["targets"].as_array()).unwrap();
+    (0..targets.len()).filter(|n| targets[*n]["state"] == "failed").collect()
+}
+
+#[test]
+fn a_dead_drive_stays_failed_while_another_is_mounted_anew_and_the_osd_restarts() {
+    let node = node("dpu");
+    let bytes = content(300_000);
+    fs::write(node.path("file"), &bytes).unwrap();
+    let names = fill(&node);
+    let drive = |n: usize| node.path(&format!("node/targets/{n}.img"));
+    let away = |n: usize| node.path(&format!("away{n}"));
+    // The drive that fails next cannot be opened again; the others are in use and go on.
+    (0..4).for_each(|n| fs::rename(drive(n), away(n)).unwrap());
+    node.ok(&["debug", "fault", "drive.write=fail,count=1"]);
+    node.ok(&["put", "e/0", &node.path("file")]);
+    node.wait("a target refuses writes", || failed(&node) == 1);
+    let dead = failed_targets(&node)[0];
+    (0..4).filter(|n| *n != dead).for_each(|n| fs::rename(away(n), drive(n)).unwrap());
+    let assert_reads = |pools: &[&str], when: &str| {
+        for name in names.iter().filter(|name| pools.contains(&&name[..1])) {
+            assert!(node.ok(&["get", name, "-"]) == bytes, "{name} {when}");
+        }
+    };
+    assert_reads(&["e", "m"], "without the target");
+
+    node.ok(&["debug", "fault", "drive.write=fail,count=1"]);
+    node.ok(&["put", "e/1", &node.path("file")]);
+    let log = node.path("node/log/store.log");
+    node.wait("another target is mounted anew", || {
+        fs::read_to_string(&log).unwrap().contains("mounted anew target_uuid")
+            && failed_targets(&node) == [dead]
+    });
+    assert_reads(&["e", "m"], "after another target's remount");
+
+    let processes = node.status()["processes"].clone();
+    let osd = processes.as_array().unwrap().iter().find(|p| p["role"] == "osd").unwrap();
+    kill_process(Pid::from_raw(osd["pid"].as_i64().unwrap() as i32).unwrap(), Signal::KILL).unwrap();
+    assert_reads(&["e"], "after a restart of the osd");
+    assert_eq!(failed_targets(&node), [dead]);
+
+    fs::rename(away(dead), drive(dead)).unwrap();
+    node.wait_until_whole();
+    assert_reads(&["e", "m", "s"], "after the drive's return");
+}
+
 /// Flips a bit in every block of a file that has one of the content's; how many those are.
 fn damage(drive: &str, content: &[u8]) -> usize {
     let blocks: HashSet<&[u8]> = content.chunks_exact(4096).collect();

@@ -205,7 +205,11 @@ impl Core {
     /// Takes a call. Follow up with [`advance`](Self::advance) after the last of a batch.
     pub(crate) fn handle(&mut self, command: Command) {
         if self.closing.is_some() || self.closed {
-            return refuse(command, &StoreError::Disconnected("the target is being unmounted".into()));
+            let error = match &self.poisoned {
+                Some(reason) => StoreError::Poisoned(reason.clone()),
+                None => StoreError::Disconnected("the target is being unmounted".into()),
+            };
+            return refuse(command, &error);
         }
         match command {
             Command::Stage(len, reply) => self.stage(len, 0, reply),

@@ -400,6 +400,53 @@ fn one_failed_write_or_flush_of_a_checkpoint_poisons_the_target() {
     assert!(fired > 5, "{fired} faults fired");
 }
 
+/// Mounts the target of `image` on a drive that fails one write or flush, after `after` others. Returns the drive and
+/// whether the fault fired: a mount may make fewer requests, or the fault may hit the end of the index's use.
+fn mount_with_fault(image: Vec<u8>, after: u64) -> (Arc<SimDrive>, bool) {
+    let drive = SimDrive::new(image);
+    drive.fail_once_after(after);
+    let failed = SimStore::mount(&drive, 1).err();
+    let fired = drive.failures() > 0;
+    assert!(failed.is_none() || fired, "request {after}: {failed:?}");
+    (drive, fired)
+}
+
+#[test]
+fn a_target_mounts_after_any_two_failed_mounts() {
+    let story = tell(fresh(), seed(), 10, End::Cut);
+    let expected = *story.states.last().unwrap();
+    let start = story.drive.image();
+    let mut pairs = 0;
+    for first in 0.. {
+        let (drive, fired) = mount_with_fault(start.clone(), first);
+        if !fired {
+            break;
+        }
+        for second in 0.. {
+            let (drive, fired) = mount_with_fault(drive.image(), second);
+            let store = SimStore::mount(&SimDrive::new(drive.image()), 1)
+                .unwrap_or_else(|e| panic!("requests {first} and {second} failed: {e}"));
+            assert_eq!(run(digest(&store)).unwrap(), expected, "requests {first} and {second}");
+            pairs += 1;
+            if !fired {
+                break;
+            }
+        }
+    }
+    assert!(pairs > 25, "{pairs} pairs of faults");
+}
+
+#[test]
+fn a_failed_target_names_its_failure_during_and_after_its_unmount() {
+    let (drive, store) = small_target(fresh());
+    drive.fail_after(0);
+    let lost = run(store.queue_transaction(set_omap("k", 10)));
+    assert!(matches!(lost, Err(StoreError::Poisoned(_))) && drive.failures() > 0, "{lost:?}");
+    assert!(matches!(run(store.umount()), Err(StoreError::Poisoned(_))));
+    let read = run(store.omap_iterate(&conformance::cid("d"), &conformance::oid("o1"), Bytes::new(), 9));
+    assert!(matches!(read, Err(StoreError::Poisoned(_))), "{read:?}");
+}
+
 #[test]
 fn a_log_that_fills_up_during_a_checkpoint_goes_on_after_it() {
     let drive = SimDrive::new(vec![0; 32 << 20]);

@@ -11,6 +11,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use base::thread::ThreadClass;
+use futures::channel::oneshot;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::time::{Instant, Sleep};
@@ -92,7 +93,7 @@ impl Driver {
                 self.fail(&error);
             }
         }
-        self.end();
+        join(self.close());
     }
 
     /// Takes what has come, moves everything on, and sleeps if there is nothing to do.
@@ -111,7 +112,8 @@ impl Driver {
     }
 
     /// Runs the target as a task of a Tokio runtime with I/O and time, until it is unmounted or its handle is gone. Once
-    /// begun, it must stay on its thread. The end waits for requests that the drive has and for a checkpoint under way.
+    /// begun, it must stay on its thread. The end waits for requests that the drive has and for a checkpoint under way. It
+    /// does not block the thread meanwhile: closing the index of a failed drive may take as long as that drive's timeouts.
     pub async fn run(mut self) {
         self.begin();
         #[expect(
@@ -126,7 +128,18 @@ impl Driver {
             }
             Err(error) => self.fail(&error),
         }
-        self.end();
+        let (ended, end) = oneshot::channel();
+        let workers = self.close();
+        let join_all = move || {
+            join(workers);
+            // The caller may have been cancelled; ignore the error.
+            let _ = ended.send(());
+        };
+        if let Err(error) = base::thread::spawn(ThreadClass::Store, "end", join_all) {
+            tracing::warn!(%error, "the target's workers end by themselves");
+        }
+        // An error means that there is no thread to wait for.
+        let _ = end.await;
     }
 
     fn poll(&mut self, cx: &mut Context<'_>, event: &AsyncFd<OwnedFd>, idle: &mut Idle) -> Poll<()> {
@@ -200,21 +213,18 @@ impl Driver {
         self.core.wants_idle() && self.ring.in_flight() == 0
     }
 
-    fn end(self) {
+    /// Refuses all further calls and ends the I/O ring. Returns the worker threads, which finish what they have.
+    fn close(self) -> Vec<JoinHandle<()>> {
         self.core.alloc.room().close();
         self.mailbox.shared.gone.store(true, Ordering::SeqCst);
         self.mailbox.shared.awaits_checkpoint.store(false, Ordering::Relaxed);
         self.mailbox.shared.refuse_all();
         let Driver { core, ring, load_queue, checkpoint_queue, workers, .. } = self;
         drop((load_queue, checkpoint_queue));
-        // The ring waits for the requests under way; the workers finish what they have.
+        // The ring waits for the requests under way.
         drop(ring);
         drop(core);
-        for worker in workers {
-            if worker.join().is_err() {
-                tracing::error!("a worker of the target has panicked");
-            }
-        }
+        workers
     }
 
     /// Takes what has come, and hands out what follows from it; whether anything had come.
@@ -263,6 +273,14 @@ impl Driver {
             self.checkpoint_queue.send(work).map_err(|_| ended())?;
         }
         Ok(())
+    }
+}
+
+fn join(workers: Vec<JoinHandle<()>>) {
+    for worker in workers {
+        if worker.join().is_err() {
+            tracing::error!("a worker of the target has panicked");
+        }
     }
 }
 

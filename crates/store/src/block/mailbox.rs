@@ -81,7 +81,16 @@ impl Mailbox {
 impl MailboxState {
     pub(super) fn refuse_all(&self) {
         while let Some(command) = self.commands.pop() {
-            refuse(command, &StoreError::Disconnected("the target is unmounted".into()));
+            refuse(command, &self.end_reason("the target is unmounted"));
+        }
+    }
+
+    /// Returns the error of calls that the target's thread no longer carries out. The caller of a
+    /// failed target must learn that the target has failed, also after the unmount that follows.
+    pub(super) fn end_reason(&self, otherwise: &str) -> StoreError {
+        match &*self.failure.borrow() {
+            Some(reason) => StoreError::Poisoned(reason.clone()),
+            None => StoreError::Disconnected(otherwise.to_owned()),
         }
     }
 

@@ -161,7 +161,9 @@ pub(crate) fn recover(drive: &Arc<dyn Drive>, index_cache: usize, mode: Mode) ->
         index_cache,
     )?;
     let meta = index.meta()?;
-    if meta.checkpoint < superblock.checkpoint || meta.checkpoint > superblock.checkpoint + 1 {
+    // The index may be ahead by any number of checkpoints: the superblock is written after each of
+    // them, and that write may have failed each time.
+    if meta.checkpoint < superblock.checkpoint {
         return Err(corrupt(
             "index",
             format!("it is at checkpoint {}, the superblock at {}", meta.checkpoint, superblock.checkpoint),

@@ -249,7 +249,8 @@ impl BlockStore {
     ) -> BoxFuture<'static, Result<T>> {
         let (reply, answer) = oneshot::channel();
         self.mailbox.command(make(reply));
-        Box::pin(async { answer.await.unwrap_or_else(|_| Err(thread_ended())) })
+        let shared = Arc::clone(&self.mailbox.shared);
+        Box::pin(async move { answer.await.unwrap_or_else(|_| Err(thread_ended(&shared))) })
     }
 
     fn query<T: Send + 'static>(
@@ -271,7 +272,8 @@ impl Future for Staging {
     type Output = Result<StageId>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<StageId>> {
-        Pin::new(&mut self.answer).poll(cx).map(|answer| answer.unwrap_or_else(|_| Err(thread_ended())))
+        let answer = Pin::new(&mut self.answer).poll(cx);
+        answer.map(|answer| answer.unwrap_or_else(|_| Err(thread_ended(&self.mailbox.shared))))
     }
 }
 
@@ -285,8 +287,8 @@ impl Drop for Staging {
     }
 }
 
-fn thread_ended() -> StoreError {
-    StoreError::Disconnected("the target's thread has ended".into())
+fn thread_ended(shared: &MailboxState) -> StoreError {
+    shared.end_reason("the target's thread has ended")
 }
 
 impl Drop for BlockStore {
