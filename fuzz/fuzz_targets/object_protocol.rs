@@ -4,14 +4,14 @@
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|data: &[u8]| {
-    if let Ok((_, rest)) = proto::decode_head(data) {
-        let _ = proto::decode_body(rest);
+    if let Ok((_, rest)) = wire::decode_head(data) {
+        let _ = wire::decode_body(rest);
     }
-    let _ = proto::decode_body(data);
-    let _ = proto::decode_reply(data);
-    let _ = proto::PoolName::from_wire(data);
+    let _ = wire::decode_body(data);
+    let _ = wire::decode_reply(data);
+    let _ = wire::PoolName::from_wire(data);
     if let Ok(text) = std::str::from_utf8(data)
-        && let Ok(name) = text.parse::<proto::ObjectName>()
+        && let Ok(name) = text.parse::<wire::ObjectName>()
     {
         assert_eq!(name.to_string().parse(), Ok(name), "a name says itself");
     }

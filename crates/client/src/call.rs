@@ -6,9 +6,9 @@ use std::time::Duration;
 use base::block::Payload;
 use bytes::Bytes;
 use messenger::{BulkRegion, Connection, Message};
-use proto::{Data, ReplyBody, RequestBody, RequestHead};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
+use wire::{Data, ReplyBody, RequestBody, RequestHead};
 
 use crate::link::{Link, Shared};
 use crate::sink::ChunkSink;
@@ -51,7 +51,7 @@ pub(crate) struct Pending {
     repeated: bool,
     /// It was sent in a session that the node refuses to go on with, for this reason, and must not
     /// be sent in another one.
-    pub(crate) orphaned: Option<proto::Error>,
+    pub(crate) orphaned: Option<wire::Error>,
     /// Takes the answer; `None` while the caller pauses before the next attempt.
     pub(crate) done: Option<oneshot::Sender<Outcome>>,
     pub(crate) region: Option<BulkRegion>,
@@ -109,7 +109,7 @@ impl Pending {
             _ => {}
         }
         self.sent_on = number;
-        Ok(Message { header: proto::encode_request(&head, &self.body), payload })
+        Ok(Message { header: wire::encode_request(&head, &self.body), payload })
     }
 
     /// Whether the request may have taken effect, and would do so again in another session.
@@ -129,8 +129,8 @@ impl Pending {
     /// The node's refusal, as the caller should see it. The node looks for the result of an earlier
     /// attempt once it has found the place of the request: what it refuses before says nothing of
     /// that attempt.
-    pub(crate) fn refused(&self, e: proto::Error) -> Error {
-        use proto::Error as E;
+    pub(crate) fn refused(&self, e: wire::Error) -> Error {
+        use wire::Error as E;
         let is_before_results =
             matches!(e, E::NoSuchPool(_) | E::BadName(_) | E::BadRequest(_) | E::Busy { .. });
         let error = Error::from(e);

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use messenger::{NetworkStack, StackOptions, UseAs};
-use proto::{NodeStatus, PoolInfo, PoolName, Redundancy, ReplyBody, RequestBody, ScrubStatus};
 use uuid::Uuid;
+use wire::{NodeStatus, PoolInfo, PoolName, Redundancy, ReplyBody, RequestBody, ScrubStatus};
 
 use crate::call::Bulk;
 use crate::link::Link;
@@ -63,7 +63,7 @@ impl Client {
     /// Creates a pool.
     ///
     /// # Errors
-    /// [`NodeError::PoolExists`](proto::Error::PoolExists) among others.
+    /// [`NodeError::PoolExists`](wire::Error::PoolExists) among others.
     pub async fn create_pool(&self, name: &str) -> Result<()> {
         self.create_pool_with(name, 0, Redundancy::Single).await
     }
@@ -72,7 +72,7 @@ impl Client {
     /// kept from being lost with a target in that way.
     ///
     /// # Errors
-    /// [`NodeError::PoolExists`](proto::Error::PoolExists) among others.
+    /// [`NodeError::PoolExists`](wire::Error::PoolExists) among others.
     pub async fn create_pool_with(&self, name: &str, pg_count: u32, redundancy: Redundancy) -> Result<()> {
         let name = PoolName::new(name)?.to_string().into();
         self.done(RequestBody::PoolCreate { name, pg_count, redundancy }).await
@@ -152,7 +152,7 @@ impl Client {
     /// Removes a pool. Unless `force`d, it must be empty. Its space is given back in the background.
     ///
     /// # Errors
-    /// [`NodeError::PoolNotEmpty`](proto::Error::PoolNotEmpty) among others.
+    /// [`NodeError::PoolNotEmpty`](wire::Error::PoolNotEmpty) among others.
     pub async fn remove_pool(&self, name: &str, force: bool) -> Result<()> {
         let name = PoolName::new(name)?.to_string().into();
         self.done(RequestBody::PoolRemove { name, force }).await

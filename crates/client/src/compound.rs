@@ -1,7 +1,7 @@
 //! Several changes of one object, all or none.
 
 use bytes::Bytes;
-use proto::{Condition, Data, Mutate, Mutated, Mutation, PartId, ReplyBody, RequestBody, Source};
+use wire::{Condition, Data, Mutate, Mutated, Mutation, PartId, ReplyBody, RequestBody, Source};
 
 use crate::call::Bulk;
 use crate::client::unexpected;
@@ -15,7 +15,7 @@ use std::sync::Arc;
 /// Conditions are about the object as it was before; each op sees what the ops before it have made. The largest piece of
 /// data may be as large as an object; the others travel in the message and must together stay within some tens of
 /// kilobytes. If the largest piece has more than 2 MiB, other ops cannot change a part of it: the node refuses the
-/// compound as [`BadRequest`](proto::Error::BadRequest).
+/// compound as [`BadRequest`](wire::Error::BadRequest).
 ///
 /// ```no_run
 /// # async fn example(counter: client::Object) -> client::Result<()> {
@@ -152,7 +152,7 @@ impl Compound {
     /// Does it. Resolves when all of it is durable.
     ///
     /// # Errors
-    /// [`ConditionFailed`](proto::Error::ConditionFailed) if a condition does not hold; then, as
+    /// [`ConditionFailed`](wire::Error::ConditionFailed) if a condition does not hold; then, as
     /// with every error that is not [one of those](Error::may_have_taken_effect) after which it may
     /// be, nothing was changed.
     pub async fn commit(self) -> Result<Mutated> {

@@ -3,8 +3,8 @@
 
 use bytes::{Bytes, BytesMut};
 use futures::stream::{FuturesOrdered, StreamExt};
-use proto::{Manifest, PartId, Read, ReplyBody, RequestBody};
 use tokio::io::{AsyncWrite, AsyncWriteExt};
+use wire::{Manifest, PartId, Read, ReplyBody, RequestBody};
 
 use crate::call::Bulk;
 use crate::client::unexpected;
@@ -23,7 +23,7 @@ pub(crate) async fn get_range(object: &Object, offset: u64, len: u64) -> Result<
         let mut all = Collected::default();
         match Download::run(object, offset, len, &mut all).await {
             Ok(_) => return Ok(all.finish()),
-            Err(e @ Error::Node(proto::Error::Changed { .. })) => last = Some(e),
+            Err(e @ Error::Node(wire::Error::Changed { .. })) => last = Some(e),
             Err(e) => return Err(e),
         }
     }
@@ -39,7 +39,7 @@ pub(crate) async fn get_to_writer(
     loop {
         let mut out = Written { writer: &mut writer, started: false };
         match Download::run(object, 0, u64::MAX, &mut out).await {
-            Err(Error::Node(proto::Error::Changed { .. })) if !out.started && tries < TRIES => tries += 1,
+            Err(Error::Node(wire::Error::Changed { .. })) if !out.started && tries < TRIES => tries += 1,
             Err(e) => return Err(e),
             Ok(size) => {
                 writer.flush().await?;
@@ -146,9 +146,9 @@ impl Download<'_> {
     async fn part_missing(&self, version: u64) -> Error {
         match self.object.stat().await {
             Ok(stat) if stat.version == version => {
-                proto::Error::Corrupt(format!("{}: a part of it is missing", self.object.name())).into()
+                wire::Error::Corrupt(format!("{}: a part of it is missing", self.object.name())).into()
             }
-            Ok(stat) => proto::Error::Changed { wanted: version, found: stat.version }.into(),
+            Ok(stat) => wire::Error::Changed { wanted: version, found: stat.version }.into(),
             Err(e) => e,
         }
     }
@@ -166,9 +166,9 @@ impl Download<'_> {
                     let name = self.object.name();
                     match piece.part {
                         Some(_) => {
-                            Err(proto::Error::Corrupt(format!("{name}: a part of it is too short")).into())
+                            Err(wire::Error::Corrupt(format!("{name}: a part of it is too short")).into())
                         }
-                        None => Err(proto::Error::Changed {
+                        None => Err(wire::Error::Changed {
                             wanted: piece.if_version.unwrap_or(0),
                             found: version,
                         }
@@ -269,7 +269,7 @@ mod tests {
     fn ranges_are_cut_at_steps_and_parts() {
         assert_eq!(cut(5, 25, 10).collect::<Vec<_>>(), [(5, 5), (10, 10), (20, 5)]);
         assert_eq!(cut(25, 5, 10).count(), 0);
-        let upload = proto::UploadId { session: proto::SessionId(1), number: 1 };
+        let upload = wire::UploadId { session: wire::SessionId(1), number: 1 };
         let manifest = Manifest { upload, part_size: 8192, size: 20_000 };
         let pieces: Vec<_> = part_pieces(manifest, 8000, 17_000, 4096)
             .map(|p| (p.part.unwrap().index, p.offset, p.len))

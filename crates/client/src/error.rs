@@ -13,10 +13,10 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 pub enum Error {
     /// A name is not one. Nothing was sent.
     #[error("bad name: {0}")]
-    Name(#[from] proto::NameError),
+    Name(#[from] wire::NameError),
     /// The node refused the request.
     #[error(transparent)]
-    Node(#[from] proto::Error),
+    Node(#[from] wire::Error),
     /// The network failed in a way that reconnecting does not mend.
     #[error(transparent)]
     Network(#[from] MessengerError),
@@ -50,7 +50,7 @@ impl Error {
     /// Whether the object, or what was asked for of it, does not exist.
     #[must_use]
     pub fn is_not_found(&self) -> bool {
-        matches!(self, Error::Node(proto::Error::NoSuchObject(_) | proto::Error::NoSuchPool(_)))
+        matches!(self, Error::Node(wire::Error::NoSuchObject(_) | wire::Error::NoSuchPool(_)))
     }
 
     /// Whether a change that failed with this error may have taken effect. After every other error
@@ -62,14 +62,14 @@ impl Error {
             Error::TimedOut(_)
                 | Error::OutcomeUnknown(_)
                 | Error::Closed
-                | Error::Node(proto::Error::RequestExpired | proto::Error::OutcomeUnknown(_))
+                | Error::Node(wire::Error::RequestExpired | wire::Error::OutcomeUnknown(_))
         )
     }
 
     /// Whether a condition did not hold: the object is not as the caller believed it to be.
     #[must_use]
     pub fn is_conflict(&self) -> bool {
-        use proto::Error as E;
+        use wire::Error as E;
         matches!(self, Error::Node(E::ConditionFailed { .. } | E::Exists(_) | E::Changed { .. }))
     }
 }

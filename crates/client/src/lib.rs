@@ -48,7 +48,7 @@ pub use list::Listing;
 pub use object::{Description, Object, OmapPage, PutOptions};
 pub use options::Options;
 pub use pool::Pool;
-pub use proto::{
+pub use wire::{
     CodingHealth, CodingPlace, CodingSent, CodingStatus, ConnectionStatus, Error as NodeError, Manifest,
     Mutated, NameError, NodeStatus, ObjectName, OffloadStatus, PhaseTimes, PoolHealth, PoolInfo, PoolName,
     RebuildStatus, Redundancy, RequestTimes, ScrubStatus, Space, StatAnswer as Stat, TargetState,

@@ -16,10 +16,10 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use messenger::{ConnectOptions, Connection, Event, Incoming, Limits, Message, MessengerError, NetworkStack};
-use proto::limits::REQUEST_WINDOW;
-use proto::{Reply, ReplyBody, RequestBody, RequestHead, SessionId};
 use tokio::sync::{Notify, Semaphore, oneshot, watch};
 use tokio::time::Instant;
+use wire::limits::REQUEST_WINDOW;
+use wire::{Reply, ReplyBody, RequestBody, RequestHead, SessionId};
 
 use crate::call::{Outcome, Pending};
 use crate::{Error, Options, Result};
@@ -191,7 +191,7 @@ impl Shared {
         };
         let Some(connection) = connection else { return };
         let head = RequestHead { seq, acked_through: seq - 1, retry: false, deadline_ms: 0 };
-        let header = proto::encode_request(&head, &RequestBody::CloseSession);
+        let header = wire::encode_request(&head, &RequestBody::CloseSession);
         let ended = async {
             let message = Message { header, payload: Default::default() };
             if let Err(e) = connection.send(message).await {
@@ -292,8 +292,8 @@ impl Shared {
     async fn handshake(&self, connection: &dyn Connection, incoming: &mut dyn Incoming) -> Result<()> {
         let head = RequestHead { seq: 0, acked_through: 0, retry: false, deadline_ms: 0 };
         let session = self.lock().session;
-        let body = RequestBody::Open { oldest: proto::VERSION_OLDEST, newest: proto::VERSION, session };
-        let header = proto::encode_request(&head, &body);
+        let body = RequestBody::Open { oldest: wire::VERSION_OLDEST, newest: wire::VERSION, session };
+        let header = wire::encode_request(&head, &body);
         connection.send(Message { header, payload: Default::default() }).await?;
         loop {
             match incoming.next().await {
@@ -322,7 +322,7 @@ impl Shared {
                 return true;
             }
         };
-        if matches!(reply.result, Err(proto::Error::NoSession(_))) {
+        if matches!(reply.result, Err(wire::Error::NoSession(_))) {
             return false;
         }
         let mut state = self.lock();
@@ -395,13 +395,13 @@ impl Shared {
     }
 
     /// The node has refused to open the session.
-    fn refused(&self, e: &proto::Error) {
+    fn refused(&self, e: &wire::Error) {
         if is_passing(e) {
             tracing::debug!(endpoint = self.endpoint, error = %e, "the node takes no session yet");
             return;
         }
         let mut state = self.lock();
-        if matches!(e, proto::Error::SessionRefused { .. }) && state.session.take().is_some() {
+        if matches!(e, wire::Error::SessionRefused { .. }) && state.session.take().is_some() {
             tracing::warn!(endpoint = self.endpoint, error = %e, "the session is given up for a new one");
             state.give_up_session(e);
         } else {
@@ -412,8 +412,8 @@ impl Shared {
 }
 
 /// Whether a refusal to open a session passes by itself.
-fn is_passing(e: &proto::Error) -> bool {
-    matches!(e, proto::Error::Busy { .. }) || e.is_transient()
+fn is_passing(e: &wire::Error) -> bool {
+    matches!(e, wire::Error::Busy { .. }) || e.is_transient()
 }
 
 impl State {
@@ -432,7 +432,7 @@ impl State {
 
     /// Answers changes that were sent in the session as unknown. Everything else can be sent in
     /// another one.
-    fn give_up_session(&mut self, e: &proto::Error) {
+    fn give_up_session(&mut self, e: &wire::Error) {
         for pending in self.pending.values_mut().filter(|pending| pending.is_bound_to_session()) {
             pending.orphaned = Some(e.clone());
             let unknown = Error::from(e.clone()).of_unknown_outcome();
@@ -442,7 +442,7 @@ impl State {
 
     /// Answers every request, since the node refuses to talk to this client. The session stays: the
     /// node may take it again.
-    fn fail_all(&mut self, e: &proto::Error) {
+    fn fail_all(&mut self, e: &wire::Error) {
         for pending in self.pending.values_mut() {
             let mut error = Error::from(e.clone());
             if pending.is_bound_to_session() {
@@ -467,7 +467,7 @@ impl State {
 }
 
 fn decode(message: &Message) -> Result<Reply> {
-    proto::decode_reply(&message.header).map_err(|e| Error::Protocol(e.to_string()))
+    wire::decode_reply(&message.header).map_err(|e| Error::Protocol(e.to_string()))
 }
 
 /// The background task: serves the session until it is closed, then ends it.
@@ -521,8 +521,9 @@ mod tests {
     use base::BoxFuture;
     use base::block::Payload;
     use base::mem::ArenaBuf;
-    use messenger::{BulkDescriptor, BulkRegion, BulkSink, BulkSource, PeerInfo, Pulled};
-    use proto::Data;
+    use messenger::{BulkRegion, BulkSink, BulkSource, PeerInfo, Pulled};
+    use wire::BulkDescriptor;
+    use wire::Data;
 
     use super::*;
     use crate::call::Bulk;
@@ -571,8 +572,8 @@ mod tests {
 
     #[test]
     fn a_change_that_cannot_be_offered_again_is_unknown_if_it_was_sent_before() {
-        let body = RequestBody::Mutate(proto::Mutate {
-            name: proto::WireName {
+        let body = RequestBody::Mutate(wire::Mutate {
+            name: wire::WireName {
                 pool: "pool".into(),
                 namespace: bytes::Bytes::new(),
                 object: bytes::Bytes::from_static(b"object"),

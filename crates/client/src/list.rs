@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use bytes::Bytes;
-use proto::{List, ObjectName, PoolName, ReplyBody, RequestBody};
+use wire::{List, ObjectName, PoolName, ReplyBody, RequestBody};
 
 use crate::call::Bulk;
 use crate::client::unexpected;

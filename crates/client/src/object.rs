@@ -4,8 +4,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use proto::{Mutated, ObjectName, Query, QueryAnswer, QueryOp, ReplyBody, RequestBody, StatAnswer};
 use tokio::io::{AsyncRead, AsyncWrite};
+use wire::{Mutated, ObjectName, Query, QueryAnswer, QueryOp, ReplyBody, RequestBody, StatAnswer};
 
 use crate::call::Bulk;
 use crate::client::unexpected;
@@ -77,7 +77,7 @@ impl Object {
     /// As [`Object::put`], with conditions and xattrs.
     ///
     /// # Errors
-    /// [`Exists`](proto::Error::Exists) or [`ConditionFailed`](proto::Error::ConditionFailed) if it is not to be.
+    /// [`Exists`](wire::Error::Exists) or [`ConditionFailed`](wire::Error::ConditionFailed) if it is not to be.
     pub async fn put_with(&self, data: impl Into<Bytes>, options: PutOptions) -> Result<Mutated> {
         self.put_content(Content::Memory(data.into()), options).await
     }
@@ -132,7 +132,7 @@ impl Object {
     /// All data of the object, as one version of it.
     ///
     /// # Errors
-    /// [`NoSuchObject`](proto::Error::NoSuchObject) among others.
+    /// [`NoSuchObject`](wire::Error::NoSuchObject) among others.
     pub async fn get(&self) -> Result<Bytes> {
         self.get_range(0, u64::MAX).await
     }
@@ -140,7 +140,7 @@ impl Object {
     /// Up to `len` bytes at `offset`, as one version of the object; fewer if it ends before, none beyond its end.
     ///
     /// # Errors
-    /// [`NoSuchObject`](proto::Error::NoSuchObject) among others.
+    /// [`NoSuchObject`](wire::Error::NoSuchObject) among others.
     pub async fn get_range(&self, offset: u64, len: u64) -> Result<Bytes> {
         crate::download::get_range(self, offset, len).await
     }
@@ -148,7 +148,7 @@ impl Object {
     /// Writes all data of the object to `writer`, in constant memory, and returns its size, in bytes.
     ///
     /// # Errors
-    /// [`Changed`](proto::Error::Changed) if the object is changed while it is read: what was written is then of no use.
+    /// [`Changed`](wire::Error::Changed) if the object is changed while it is read: what was written is then of no use.
     pub async fn get_to_writer(&self, writer: impl AsyncWrite + Unpin + Send) -> Result<u64> {
         crate::download::get_to_writer(self, writer).await
     }
@@ -156,7 +156,7 @@ impl Object {
     /// Writes at an offset, in bytes, creating or extending the object if need be; holes read as zeros.
     ///
     /// # Errors
-    /// [`Striped`](proto::Error::Striped) on a striped object, [`TooLarge`](proto::Error::TooLarge) beyond 128 MiB.
+    /// [`Striped`](wire::Error::Striped) on a striped object, [`TooLarge`](wire::Error::TooLarge) beyond 128 MiB.
     pub async fn write(&self, offset: u64, data: impl Into<Bytes>) -> Result<Mutated> {
         self.compound().write(offset, data).commit().await
     }
@@ -164,11 +164,11 @@ impl Object {
     /// Writes at the end; the answer says where that was. Appends of several clients never overlap.
     ///
     /// # Errors
-    /// As [`Object::write`]. More than 2 MiB at a time can fail with [`Changed`](proto::Error::Changed), having done
+    /// As [`Object::write`]. More than 2 MiB at a time can fail with [`Changed`](wire::Error::Changed), having done
     /// nothing, if others change the object all the while.
     pub async fn append(&self, data: impl Into<Bytes>) -> Result<Mutated> {
         let data = data.into();
-        if data.len() as u64 <= proto::limits::MAX_APPEND {
+        if data.len() as u64 <= wire::limits::MAX_APPEND {
             return self.compound().append(data).commit().await;
         }
         let mut last = None;
@@ -206,7 +206,7 @@ impl Object {
     /// Creates the object, empty.
     ///
     /// # Errors
-    /// [`Exists`](proto::Error::Exists) if it exists.
+    /// [`Exists`](wire::Error::Exists) if it exists.
     pub async fn create(&self) -> Result<Mutated> {
         self.compound().create().commit().await
     }
@@ -214,7 +214,7 @@ impl Object {
     /// Removes the object.
     ///
     /// # Errors
-    /// [`NoSuchObject`](proto::Error::NoSuchObject) if there is none.
+    /// [`NoSuchObject`](wire::Error::NoSuchObject) if there is none.
     pub async fn remove(&self) -> Result<Mutated> {
         self.compound().remove().commit().await
     }
@@ -227,7 +227,7 @@ impl Object {
     /// Size, version, time of the last change.
     ///
     /// # Errors
-    /// [`NoSuchObject`](proto::Error::NoSuchObject) if there is none.
+    /// [`NoSuchObject`](wire::Error::NoSuchObject) if there is none.
     pub async fn stat(&self) -> Result<StatAnswer> {
         match self.query(vec![QueryOp::Stat]).await?.pop() {
             Some(QueryAnswer::Stat(stat)) => Ok(stat),
@@ -238,7 +238,7 @@ impl Object {
     /// Stat and all xattrs in one request.
     ///
     /// # Errors
-    /// [`NoSuchObject`](proto::Error::NoSuchObject) if there is none.
+    /// [`NoSuchObject`](wire::Error::NoSuchObject) if there is none.
     pub async fn describe(&self) -> Result<Description> {
         let mut answers = self.query(vec![QueryOp::Stat, QueryOp::Xattrs]).await?;
         match (answers.pop(), answers.pop()) {
@@ -252,7 +252,7 @@ impl Object {
     /// An xattr; `None` if the object does not have it.
     ///
     /// # Errors
-    /// [`NoSuchObject`](proto::Error::NoSuchObject) if there is no object.
+    /// [`NoSuchObject`](wire::Error::NoSuchObject) if there is no object.
     pub async fn xattr(&self, name: impl Into<Bytes>) -> Result<Option<Bytes>> {
         match self.query(vec![QueryOp::Xattr(name.into())]).await?.pop() {
             Some(QueryAnswer::Xattr(value)) => Ok(value),
@@ -263,7 +263,7 @@ impl Object {
     /// All xattrs, ordered by name.
     ///
     /// # Errors
-    /// [`NoSuchObject`](proto::Error::NoSuchObject) if there is no object.
+    /// [`NoSuchObject`](wire::Error::NoSuchObject) if there is no object.
     pub async fn xattrs(&self) -> Result<Vec<(Bytes, Bytes)>> {
         match self.query(vec![QueryOp::Xattrs]).await?.pop() {
             Some(QueryAnswer::Xattrs(xattrs)) => Ok(xattrs),
@@ -274,7 +274,7 @@ impl Object {
     /// Sets an xattr, creating the object if need be.
     ///
     /// # Errors
-    /// [`TooLarge`](proto::Error::TooLarge) among others.
+    /// [`TooLarge`](wire::Error::TooLarge) among others.
     pub async fn set_xattr(&self, name: impl Into<Bytes>, value: impl Into<Bytes>) -> Result<Mutated> {
         self.compound().set_xattr(name, value).commit().await
     }
@@ -282,7 +282,7 @@ impl Object {
     /// Removes an xattr of an existing object.
     ///
     /// # Errors
-    /// [`ConditionFailed`](proto::Error::ConditionFailed) if there is no object.
+    /// [`ConditionFailed`](wire::Error::ConditionFailed) if there is no object.
     pub async fn remove_xattr(&self, name: impl Into<Bytes>) -> Result<Mutated> {
         self.compound().if_exists().remove_xattr(name).commit().await
     }
@@ -290,7 +290,7 @@ impl Object {
     /// Those of some omap entries that exist, ordered by key.
     ///
     /// # Errors
-    /// [`NoSuchObject`](proto::Error::NoSuchObject) if there is no object.
+    /// [`NoSuchObject`](wire::Error::NoSuchObject) if there is no object.
     pub async fn omap_get(&self, keys: Vec<Bytes>) -> Result<Vec<(Bytes, Bytes)>> {
         Ok(self.omap(QueryOp::OmapGet(keys)).await?.entries)
     }
@@ -298,7 +298,7 @@ impl Object {
     /// Up to `limit` omap entries with `from <= key`, and `key < to` if given, ordered by key.
     ///
     /// # Errors
-    /// [`NoSuchObject`](proto::Error::NoSuchObject) if there is no object.
+    /// [`NoSuchObject`](wire::Error::NoSuchObject) if there is no object.
     pub async fn omap_range(
         &self,
         from: impl Into<Bytes>,
@@ -311,7 +311,7 @@ impl Object {
     /// Sets omap entries, creating the object if need be.
     ///
     /// # Errors
-    /// [`TooLarge`](proto::Error::TooLarge) among others.
+    /// [`TooLarge`](wire::Error::TooLarge) among others.
     pub async fn omap_set(&self, entries: Vec<(Bytes, Bytes)>) -> Result<Mutated> {
         self.compound().omap_set(entries).commit().await
     }
@@ -319,7 +319,7 @@ impl Object {
     /// Removes omap entries of an existing object, whether they exist or not.
     ///
     /// # Errors
-    /// [`ConditionFailed`](proto::Error::ConditionFailed) if there is no object.
+    /// [`ConditionFailed`](wire::Error::ConditionFailed) if there is no object.
     pub async fn omap_remove(&self, keys: Vec<Bytes>) -> Result<Mutated> {
         self.compound().if_exists().omap_remove(keys).commit().await
     }

@@ -55,7 +55,7 @@ impl Default for Options {
 impl Options {
     /// Brings every value into its range.
     pub(crate) fn clamped(mut self) -> Options {
-        let largest = proto::limits::MAX_OBJECT_SIZE;
+        let largest = wire::limits::MAX_OBJECT_SIZE;
         let aligned = |size: u64| (size / 4096 * 4096).clamp(4096, largest);
         self.requests_in_flight = self.requests_in_flight.clamp(1, 512);
         self.stripe_threshold = self.stripe_threshold.min(largest);

@@ -1,6 +1,6 @@
 //! A pool, or a namespace in it.
 
-use proto::{ObjectName, PoolName};
+use wire::{ObjectName, PoolName};
 
 use crate::{Client, Listing, Object, Result};
 

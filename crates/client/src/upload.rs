@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use futures::stream::{FuturesUnordered, StreamExt};
-use proto::{Manifest, Mutated, Mutation, PartId, UploadId};
 use tokio::io::{AsyncRead, AsyncReadExt};
+use wire::{Manifest, Mutated, Mutation, PartId, UploadId};
 
 use crate::source::Content;
 use crate::{Error, Object, PutOptions, Result};
@@ -100,10 +100,10 @@ impl<'a> Upload<'a> {
     }
 
     fn put_part(&self, index: u64, content: Content) -> Result<impl Future<Output = Result<Mutated>>> {
-        let index = u32::try_from(index).ok().filter(|i| *i < proto::limits::MAX_PARTS).ok_or_else(|| {
+        let index = u32::try_from(index).ok().filter(|i| *i < wire::limits::MAX_PARTS).ok_or_else(|| {
             Error::Argument(format!(
                 "the object has more than {} parts; set a larger part_size",
-                proto::limits::MAX_PARTS
+                wire::limits::MAX_PARTS
             ))
         })?;
         let part = PartId { upload: self.id, index };

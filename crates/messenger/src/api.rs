@@ -9,7 +9,7 @@ use base::block::Payload;
 use base::budget::Peer;
 use base::mem::ArenaBuf;
 use bytes::Bytes;
-use serde::{Deserialize, Serialize};
+use wire::BulkDescriptor;
 
 use crate::Admissions;
 
@@ -114,111 +114,6 @@ pub struct ConnectOptions {
 impl Default for ConnectOptions {
     fn default() -> Self {
         ConnectOptions { tenant: String::new(), features: 0, timeout: Duration::from_secs(5) }
-    }
-}
-
-/// Kind of memory that a bulk segment lies in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[non_exhaustive]
-pub enum MemoryKind {
-    /// Memory of a CPU.
-    Host,
-    /// Memory of an accelerator, by its index.
-    Device(u16),
-}
-
-/// Whose memory a descriptor names.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum BulkOwner {
-    /// The peer of this session.
-    Session,
-    /// A third party, by its fabric address: a gateway passes on the memory of an application.
-    Fabric(Vec<u8>),
-}
-
-/// What the receiver of a descriptor may do.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum BulkDirection {
-    /// The receiver of the descriptor reads the memory (a client's write).
-    Read,
-    /// The receiver of the descriptor writes the memory (a client's read).
-    Write,
-}
-
-/// A range of offered memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct BulkSegment {
-    /// Address within the registration: a virtual address or an offset, as the stack has it.
-    pub address: u64,
-    /// Remote key; on stacks without keys, the offer's random id.
-    pub key: u64,
-    /// Length, in bytes.
-    pub len: u64,
-}
-
-/// Memory offered to a peer for one transfer. It travels inside a message's header.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct BulkDescriptor {
-    /// Whose memory it is.
-    pub owner: BulkOwner,
-    /// What kind of memory.
-    pub memory: MemoryKind,
-    /// Its ranges; their lengths add up to the transfer's length. At most 64.
-    pub segments: Vec<BulkSegment>,
-    /// What the receiver may do with it.
-    pub direction: BulkDirection,
-    /// Offset of the first byte within its 4 KiB block of the object (0..4096): anchors the checksum pieces.
-    pub phase: u16,
-    /// Milliseconds after which the offer is void.
-    pub expires_ms: u32,
-    /// Where the memory is, for one-sided transfers; without it, data goes by frames.
-    pub remote: Option<RemoteMemory>,
-}
-
-/// Memory that a peer may read or write by itself.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RemoteMemory {
-    /// Which transport of the session it was registered for.
-    pub transport: u64,
-    /// Its ranges, in the order of the transfer.
-    pub segments: Vec<BulkSegment>,
-    /// Checksums of the pieces, 4 bytes each, little endian; none if it is to be written.
-    pub checksums: Vec<u8>,
-}
-
-impl RemoteMemory {
-    /// Where bytes `offset..offset + len` are; `None` if they are not in one range.
-    pub(crate) fn find(&self, offset: u64, len: u64) -> Option<(fabric::RemoteRegion, usize)> {
-        let mut start = 0u64;
-        for &BulkSegment { address, key, len: room } in &self.segments {
-            let end = start.checked_add(room)?;
-            if offset >= start && offset.checked_add(len)? <= end {
-                let region = fabric::RemoteRegion { key, base: address, len: room };
-                return Some((region, usize::try_from(offset - start).ok()?));
-            }
-            start = end;
-        }
-        None
-    }
-
-    /// Checksums of pieces `first..first + count`.
-    pub(crate) fn checksums(&self, first: usize, count: usize) -> Option<Vec<u32>> {
-        let bytes = self.checksums.get(first.checked_mul(4)?..first.checked_add(count)?.checked_mul(4)?)?;
-        Some(bytes.chunks_exact(4).map(|c| u32::from_le_bytes([c[0], c[1], c[2], c[3]])).collect())
-    }
-}
-
-impl BulkDescriptor {
-    /// Length of the transfer, in bytes; `None` if the segments' lengths overflow.
-    #[must_use]
-    pub fn len(&self) -> Option<u64> {
-        self.segments.iter().try_fold(0u64, |sum, s| sum.checked_add(s.len))
-    }
-
-    /// Whether there is nothing to transfer.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.len() == Some(0)
     }
 }
 

@@ -49,9 +49,8 @@ pub mod transport;
 
 pub use admissions::Admissions;
 pub use api::{
-    BulkDescriptor, BulkDirection, BulkOwner, BulkRegion, BulkSegment, BulkSink, BulkSource, ConnectOptions,
-    Connection, Ends, Event, Incoming, Limits, Listener, MemoryKind, Message, MessengerError, NetworkStack,
-    PeerInfo, Pulled, RemoteMemory, Result,
+    BulkRegion, BulkSink, BulkSource, ConnectOptions, Connection, Ends, Event, Incoming, Limits, Listener,
+    Message, MessengerError, NetworkStack, PeerInfo, Pulled, Result,
 };
 pub use choice::{NoSuchStack, PathName, StackChoice, StackOptions, UseAs, open};
 pub use config::{Entropy, SessionConfig};

@@ -15,9 +15,9 @@ use std::time::Duration;
 
 use bytes::{BufMut, Bytes, BytesMut};
 use futures::future::join_all;
-use proto::SessionId;
 use store::{Op, StoreError, Transaction};
 use tokio::time::Instant;
+use wire::SessionId;
 
 use crate::StartError;
 use crate::ids;

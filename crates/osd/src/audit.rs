@@ -80,7 +80,7 @@ impl Osd {
     ///
     /// # Errors
     /// If the store is away for longer than requests wait for it.
-    pub(crate) async fn audit(&self, place: &Place, repair: bool) -> proto::Result<Findings> {
+    pub(crate) async fn audit(&self, place: &Place, repair: bool) -> wire::Result<Findings> {
         let mut found = Findings::default();
         // Most objects are as they should be. That is found out without holding up their clients.
         if let Ok(sizes) = sizes(place).await

@@ -18,11 +18,11 @@ use ec::offload::scheduler::{Capacity, Config, Mode, Place, PlaceSnapshot, Refus
 use ec::offload::software::{self, Processor, SoftwareOptions};
 use ec::offload::worker::{Work, Worker};
 use futures::future::join;
-use proto::{CodingHealth, CodingPlace, CodingSent, CodingStatus, Error};
 use store::stripes::{Coder, Parity, ShardBuf, ShardBytes, StripeError, StripeStores, StripeWrite};
 use store::{StageId, StoreError};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
+use wire::{CodingHealth, CodingPlace, CodingSent, CodingStatus, Error};
 
 use crate::config::{CodingConfig, CodingOffload};
 
@@ -107,7 +107,7 @@ impl Coding {
     ///
     /// # Errors
     /// If it is none, or there is no DPU to choose.
-    pub(crate) fn set_mode(&self, text: &str) -> proto::Result<()> {
+    pub(crate) fn set_mode(&self, text: &str) -> wire::Result<()> {
         let mode: Mode = text.parse().map_err(|e| Error::BadRequest(format!("{e}")))?;
         if self.offload.is_none() && mode != Mode::LatencySensitive {
             let why = "this node has no DPU to code on: its placement is host; configure coding.offload = \"accelerator\"";

@@ -5,8 +5,8 @@
 use std::rc::Rc;
 use std::time::Duration;
 
-use proto::{Error, Manifest, Mutation, ObjectName, PartId, UploadId};
 use store::StoreError;
+use wire::{Error, Manifest, Mutation, ObjectName, PartId, UploadId};
 
 use crate::fail::{Fail, Step};
 use crate::ids::{self, StoredName};

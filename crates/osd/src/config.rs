@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use base::fault::Faults;
 use ec::offload::scheduler::Mode;
-use proto::OffloadStatus;
 use store::stripes::{Engines, StripeStores};
+use wire::OffloadStatus;
 
 use crate::clock::WallClock;
 

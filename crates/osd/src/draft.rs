@@ -11,9 +11,9 @@
 
 use base::block::{self, BLOCK, BLOCK_SIZE, Payload};
 use bytes::{Bytes, BytesMut};
-use proto::limits::MAX_OBJECT_SIZE;
-use proto::{Error, Manifest, Mutation, Source};
 use store::{ObjectId, Op, WriteSource};
+use wire::limits::MAX_OBJECT_SIZE;
+use wire::{Error, Manifest, Mutation, Source};
 
 use crate::fail::Step;
 use crate::gather::{Gathered, Staged};

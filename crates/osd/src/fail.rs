@@ -12,24 +12,24 @@ pub(crate) enum Fail {
     /// The store or its drive has failed: queued changes may or may not be durable. The caller looks up the outcome and retries.
     Lost(String),
     /// The request is refused.
-    Refused(proto::Error),
+    Refused(wire::Error),
 }
 
-impl From<proto::Error> for Fail {
-    fn from(e: proto::Error) -> Fail {
+impl From<wire::Error> for Fail {
+    fn from(e: wire::Error) -> Fail {
         Fail::Refused(e)
     }
 }
 
-impl From<proto::NameError> for Fail {
-    fn from(e: proto::NameError) -> Fail {
+impl From<wire::NameError> for Fail {
+    fn from(e: wire::NameError) -> Fail {
         Fail::Refused(e.into())
     }
 }
 
 impl From<StoreError> for Fail {
     fn from(e: StoreError) -> Fail {
-        use proto::Error as E;
+        use wire::Error as E;
         Fail::Refused(match e {
             StoreError::Disconnected(why) => return Fail::Lost(why),
             // The log may contain the change. Replay at the next mount decides.
@@ -53,8 +53,8 @@ impl From<MessengerError> for Fail {
     fn from(e: MessengerError) -> Fail {
         Fail::Refused(match e {
             // Pulling again would not help.
-            MessengerError::Source(why) => proto::Error::SourceFailed(why),
-            e => proto::Error::TransferFailed(e.to_string()),
+            MessengerError::Source(why) => wire::Error::SourceFailed(why),
+            e => wire::Error::TransferFailed(e.to_string()),
         })
     }
 }
@@ -62,14 +62,14 @@ impl From<MessengerError> for Fail {
 impl From<base::pool::PoolError> for Fail {
     fn from(e: base::pool::PoolError) -> Fail {
         let base::pool::PoolError::TooLarge { wanted, largest } = e else {
-            return Fail::Refused(proto::Error::BadRequest(e.to_string()));
+            return Fail::Refused(wire::Error::BadRequest(e.to_string()));
         };
         let what = "data of one step".into();
-        Fail::Refused(proto::Error::TooLarge { what, size: wanted as u64, limit: largest as u64 })
+        Fail::Refused(wire::Error::TooLarge { what, size: wanted as u64, limit: largest as u64 })
     }
 }
 
 /// What the client is told if the store did not come back in time.
-pub(crate) fn unavailable(why: String) -> proto::Error {
-    proto::Error::Unavailable(why)
+pub(crate) fn unavailable(why: String) -> wire::Error {
+    wire::Error::Unavailable(why)
 }

@@ -11,10 +11,11 @@ use base::block::{BLOCK, Payload};
 use base::pool::BufferPool;
 use bytes::Bytes;
 use futures::stream::{FuturesUnordered, StreamExt};
-use messenger::{BulkDescriptor, BulkDirection, Connection};
-use proto::limits::{MAX_APPEND, MAX_OBJECT_SIZE};
-use proto::{Data, Error, Mutate, Mutation, Source};
+use messenger::Connection;
 use store::{ObjectStore, StageId};
+use wire::limits::{MAX_APPEND, MAX_OBJECT_SIZE};
+use wire::{BulkDescriptor, BulkDirection};
+use wire::{Data, Error, Mutate, Mutation, Source};
 
 use crate::fail::{Fail, Step};
 

@@ -9,8 +9,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use bytes::Bytes;
-use proto::SessionId;
 use serde::{Deserialize, Serialize};
+use wire::SessionId;
 
 const FORMAT: u8 = 1;
 /// Most generations that are kept apart; of more, the oldest ones go below the floor.

@@ -9,9 +9,9 @@
 
 use std::time::Duration;
 
-use proto::TargetState;
 use store::StoreError;
 use tokio::time::Instant;
+use wire::TargetState;
 
 use crate::config::TargetRetry;
 

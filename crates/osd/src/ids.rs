@@ -11,8 +11,8 @@
 //! to the new half when a group is split are one range of ids.
 
 use bytes::{BufMut, Bytes, BytesMut};
-use proto::{PartId, UploadId};
 use store::{CollectionId, ObjectId};
+use wire::{PartId, UploadId};
 
 const KIND_INTERNAL: u8 = 0;
 const KIND_HEAD: u8 = 1;
@@ -98,7 +98,7 @@ fn fixed<T>(id: store::Result<T>) -> T {
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use proto::SessionId;
+    use wire::SessionId;
 
     proptest! {
         #[test]
@@ -117,8 +117,8 @@ mod tests {
         fn a_group_is_a_range_and_so_is_each_half_of_it(a: u32, b: u32, order in 0u32..12) {
             let groups = 1 << order;
             let id = |hash| object(hash, "", "x", None);
-            prop_assert!(proto::placement::group(a, groups) == proto::placement::group(b, groups)
-                || (id(a) < id(b)) == (proto::placement::group(a, groups).reverse_bits() < proto::placement::group(b, groups).reverse_bits()));
+            prop_assert!(wire::placement::group(a, groups) == wire::placement::group(b, groups)
+                || (id(a) < id(b)) == (wire::placement::group(a, groups).reverse_bits() < wire::placement::group(b, groups).reverse_bits()));
         }
     }
 

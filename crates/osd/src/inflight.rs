@@ -4,11 +4,11 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
-use proto::{Mutated, SessionId};
 use tokio::sync::watch;
+use wire::{Mutated, SessionId};
 
 /// What became of a change; `None` while it goes on.
-type Outcome = Option<proto::Result<Mutated>>;
+type Outcome = Option<wire::Result<Mutated>>;
 
 /// See the [module](self) documentation.
 #[derive(Default)]
@@ -47,7 +47,7 @@ impl InFlight {
 
 impl Running<'_> {
     /// Tells those who joined.
-    pub(crate) fn finish(self, result: &proto::Result<Mutated>) {
+    pub(crate) fn finish(self, result: &wire::Result<Mutated>) {
         self.outcome.send_replace(Some(result.clone()));
     }
 }

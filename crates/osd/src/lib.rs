@@ -54,7 +54,7 @@ pub use clock::WallClock;
 pub use config::{CodingConfig, CodingOffload, OffloadSource, OsdConfig, StripesAt, TargetRetry};
 pub use ec::offload::scheduler::Mode as CodingMode;
 pub use node::{Osd, StartError};
-pub use proto::OffloadStatus;
+pub use wire::OffloadStatus;
 
 /// Starts a task of the OSD's. Connections share its thread, so what it costs is booked.
 fn spawn(task: impl Future<Output = ()> + 'static) -> tokio::task::JoinHandle<()> {

@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use bytes::{BufMut, Bytes, BytesMut};
-use proto::limits::MAX_PAGE;
-use proto::{Error, List, Listed, PoolName, ReplyBody};
 use store::{ObjectId, StoreError};
+use wire::limits::MAX_PAGE;
+use wire::{Error, List, Listed, PoolName, ReplyBody};
 
 use crate::fail::{Fail, Step, unavailable};
 use crate::ids;
@@ -20,7 +20,7 @@ const SCAN_MAX: usize = 8192;
 const STEP: usize = 1024;
 
 /// Answers with a page of names.
-pub(crate) async fn list(osd: &Osd, request: &Request, list: &List) -> proto::Result<ReplyBody> {
+pub(crate) async fn list(osd: &Osd, request: &Request, list: &List) -> wire::Result<ReplyBody> {
     let pool = osd.pool(PoolName::from_wire(&list.pool)?.as_str())?;
     let patience = request.patience(&osd.config);
     let (mut pg, mut from) = parse_cursor(&list.cursor)?;
@@ -132,7 +132,7 @@ fn cursor(pg: u32, from: &ObjectId) -> Bytes {
     cursor.freeze()
 }
 
-fn parse_cursor(cursor: &Bytes) -> proto::Result<(u32, Option<ObjectId>)> {
+fn parse_cursor(cursor: &Bytes) -> wire::Result<(u32, Option<ObjectId>)> {
     if cursor.is_empty() {
         return Ok((0, None));
     }

@@ -9,10 +9,10 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures::future::join_all;
-use proto::Redundancy;
 use serde::{Deserialize, Serialize};
 use store::{Op, StoreError, Transaction};
 use uuid::Uuid;
+use wire::Redundancy;
 
 use crate::StartError;
 use crate::ids;

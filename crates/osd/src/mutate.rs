@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use base::block::BLOCK;
-use proto::{Condition, Error, Mutated, Mutation};
 use store::{StoreError, Transaction};
 use tokio::time::Instant;
+use wire::{Condition, Error, Mutated, Mutation};
 
 use crate::draft::{self, Draft};
 use crate::fail::{Fail, Step, unavailable};
@@ -60,7 +60,7 @@ struct Queued {
     /// What the object becomes; `None`: it goes.
     new: Option<ObjectInfo>,
     mutated: Mutated,
-    dropped: Option<proto::Manifest>,
+    dropped: Option<wire::Manifest>,
 }
 
 /// A change whose transaction has an outcome.
@@ -70,7 +70,7 @@ type Concluded<'a> = (Queued, Pending<'a>, store::Result<()>);
 pub(crate) struct Done {
     pub(crate) mutated: Mutated,
     /// Parts that no head names any more.
-    pub(crate) dropped: Option<proto::Manifest>,
+    pub(crate) dropped: Option<wire::Manifest>,
 }
 
 impl Change<'_> {
@@ -80,7 +80,7 @@ impl Change<'_> {
         &self,
         unsure: bool,
         gather: impl AsyncFn() -> Step<Gathered>,
-    ) -> proto::Result<Done> {
+    ) -> wire::Result<Done> {
         let mut running = self.osd.space.enter();
         let object = self.place.pg.object(&self.place.oid);
         let mut progress = Progress { object: &object, unsure, data: None, ticket: None };

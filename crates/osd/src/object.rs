@@ -3,8 +3,8 @@
 use std::cell::RefCell;
 
 use bytes::Bytes;
-use proto::Manifest;
 use serde::{Deserialize, Serialize};
+use wire::Manifest;
 
 use crate::turnstile::Turnstile;
 

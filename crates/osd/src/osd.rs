@@ -8,11 +8,11 @@ use std::time::Duration;
 
 use base::pool::BufferPool;
 use messenger::{Admissions, Connection};
-use proto::{Error, Manifest, ObjectName, PartId, Redundancy, RequestHead, SessionId, placement};
 use store::stripes::{EngineOptions, Engines, LocalStripes, StripeStores};
 use store::{ObjectId, ObjectStore};
 use tokio::sync::Mutex;
 use uuid::Uuid;
+use wire::{Error, Manifest, ObjectName, PartId, Redundancy, RequestHead, SessionId, placement};
 
 use crate::age::Age;
 use crate::array::{Array, Group, GroupOptions};
@@ -201,14 +201,14 @@ impl Osd {
     }
 
     /// A pool that takes requests.
-    pub(crate) fn pool(&self, name: &str) -> proto::Result<Rc<Pool>> {
+    pub(crate) fn pool(&self, name: &str) -> wire::Result<Rc<Pool>> {
         let pools = self.pools.borrow();
         let open = pools.get(name).filter(|pool| !pool.closed.get());
         open.cloned().ok_or_else(|| Error::NoSuchPool(name.to_owned()))
     }
 
     /// Where an object, or a part of it, lives.
-    pub(crate) fn place(&self, name: &ObjectName, part: Option<&PartId>) -> proto::Result<Place> {
+    pub(crate) fn place(&self, name: &ObjectName, part: Option<&PartId>) -> wire::Result<Place> {
         Ok(self.pool(name.pool())?.place(name.namespace(), name.object(), part))
     }
 
@@ -245,8 +245,8 @@ impl Osd {
     }
 
     /// Removes an object on the OSD's own account; that there is none is fine.
-    pub(crate) async fn remove_object(&self, place: &Place, name: &str) -> proto::Result<()> {
-        let ops = [proto::Mutation::Remove];
+    pub(crate) async fn remove_object(&self, place: &Place, name: &str) -> wire::Result<()> {
+        let ops = [wire::Mutation::Remove];
         let patience = self.config.store_patience;
         let change = Change { osd: self, place, name, conditions: &[], ops: &ops, origin: None, patience };
         match change.run(false, async || Ok(Gathered::None)).await {

@@ -21,11 +21,11 @@ use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::rc::Rc;
 
 use bytes::{BufMut, Bytes, BytesMut};
-use proto::limits::REQUEST_WINDOW;
-use proto::{Mutated, SessionId};
 use serde::{Deserialize, Serialize};
 use store::{CollectionId, ObjectId, Op, StoreError, Transaction};
 use tokio::sync::{Mutex, Notify};
+use wire::limits::REQUEST_WINDOW;
+use wire::{Mutated, SessionId};
 
 use crate::age::Age;
 use crate::clock::WallClock;
@@ -302,13 +302,13 @@ impl Pg {
     }
 
     fn corrupt(&self, what: &str) -> Fail {
-        Fail::Refused(proto::Error::Corrupt(format!("{what} of placement group {}", self.cid)))
+        Fail::Refused(wire::Error::Corrupt(format!("{what} of placement group {}", self.cid)))
     }
 
     /// The result of a request that may have been carried out before.
     ///
     /// # Errors
-    /// [`RequestExpired`](proto::Error::RequestExpired) if that can no longer be told.
+    /// [`RequestExpired`](wire::Error::RequestExpired) if that can no longer be told.
     pub(crate) async fn result(&self, origin: &Origin) -> Step<Option<Mutated>> {
         let key = key_result(origin.session, origin.seq);
         let found = self.target.store.omap_get(&self.cid, &self.meta, vec![key]).await?;
@@ -320,7 +320,7 @@ impl Pg {
             None => state.gone.has(origin.session),
         };
         if forgotten {
-            return Err(proto::Error::RequestExpired.into());
+            return Err(wire::Error::RequestExpired.into());
         }
         let Some((_, value)) = found.first() else { return Ok(None) };
         postcard::from_bytes(value).map(Some).map_err(|_| self.corrupt("a request's result"))
@@ -530,7 +530,7 @@ impl Pg {
         }
         let info = match self.target.store.get_xattr(&self.cid, oid, INFO_XATTR).await {
             Ok(bytes) => {
-                let corrupt = || Fail::Refused(proto::Error::Corrupt(format!("information on object {oid}")));
+                let corrupt = || Fail::Refused(wire::Error::Corrupt(format!("information on object {oid}")));
                 Some(ObjectInfo::decode(&bytes).ok_or_else(corrupt)?)
             }
             // Reading does not make the collection.

@@ -2,10 +2,10 @@
 
 use std::rc::Rc;
 
-use proto::limits::{DEFAULT_PG_COUNT, MAX_PG_COUNT, MAX_POOLS};
-use proto::{Error, PoolInfo, PoolName, Redundancy, placement};
 use store::{Op, StoreError, Transaction};
 use uuid::Uuid;
+use wire::limits::{DEFAULT_PG_COUNT, MAX_PG_COUNT, MAX_POOLS};
+use wire::{Error, PoolInfo, PoolName, Redundancy, placement};
 
 use crate::array::Group;
 use crate::fail::{Fail, Step};
@@ -39,7 +39,7 @@ impl Osd {
         name: &[u8],
         pg_count: u32,
         redundancy: Redundancy,
-    ) -> proto::Result<()> {
+    ) -> wire::Result<()> {
         let name = PoolName::from_wire(name)?.to_string();
         redundancy.check()?;
         let pg_count = if pg_count == 0 { DEFAULT_PG_COUNT } else { pg_count };
@@ -68,7 +68,7 @@ impl Osd {
     }
 
     /// Makes the groups of a pool with redundancy, before the map has it: from then on one of which nothing is found is lost.
-    async fn create_groups(&self, pool: &Pool) -> proto::Result<()> {
+    async fn create_groups(&self, pool: &Pool) -> wire::Result<()> {
         let uuids: Vec<Uuid> = self.targets.iter().map(|t| t.uuid).collect();
         let create = |group: &Rc<Group>| {
             let ranked = placement::ranked(group.place.0, group.place.1, &uuids);
@@ -80,7 +80,7 @@ impl Osd {
     }
 
     /// Closes a pool for good. Its objects go in the background.
-    pub(crate) async fn remove_pool(self: &Rc<Osd>, name: &[u8], force: bool) -> proto::Result<()> {
+    pub(crate) async fn remove_pool(self: &Rc<Osd>, name: &[u8], force: bool) -> wire::Result<()> {
         let name = PoolName::from_wire(name)?.to_string();
         let _one_at_a_time = self.changing_map.lock().await;
         let pool = self.pool(&name)?;
@@ -95,7 +95,7 @@ impl Osd {
         Ok(())
     }
 
-    async fn try_remove(&self, pool: &Pool, force: bool) -> proto::Result<()> {
+    async fn try_remove(&self, pool: &Pool, force: bool) -> wire::Result<()> {
         if !force {
             for pg in &pool.pgs {
                 let place = Place { pg: Rc::clone(pg), oid: ids::meta_object() };
@@ -109,7 +109,7 @@ impl Osd {
         self.save_map(map).await
     }
 
-    async fn has_objects(&self, place: &Place) -> proto::Result<bool> {
+    async fn has_objects(&self, place: &Place) -> wire::Result<bool> {
         let mut from = None;
         loop {
             let attempt = async || objects(place, from.clone(), REMOVE_BATCH).await;
@@ -124,7 +124,7 @@ impl Osd {
         }
     }
 
-    pub(crate) async fn save_map(&self, mut map: NodeMap) -> proto::Result<()> {
+    pub(crate) async fn save_map(&self, mut map: NodeMap) -> wire::Result<()> {
         // Also after a failure the epoch goes on: some target may have the map that failed.
         map.epoch += 1;
         self.map.borrow_mut().epoch = map.epoch;

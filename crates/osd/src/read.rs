@@ -12,10 +12,10 @@ use base::block::{self, BLOCK, BLOCK_SIZE, Payload};
 use bytes::Bytes;
 use futures::future::Either;
 use futures::stream::{FuturesUnordered, StreamExt};
-use messenger::{BulkDescriptor, BulkDirection};
-use proto::{Error, ObjectName, Query, QueryAnswer, QueryOp, Read, ReplyBody, StatAnswer};
 use store::{ReadData, StoreError};
 use tokio::time::Instant;
+use wire::{BulkDescriptor, BulkDirection};
+use wire::{Error, ObjectName, Query, QueryAnswer, QueryOp, Read, ReplyBody, StatAnswer};
 
 use crate::fail::{Fail, Step, unavailable};
 use crate::gather::SEGMENT;
@@ -49,7 +49,7 @@ struct Reader<'a> {
 }
 
 /// Reads data: into the answer's payload or into the client's sink.
-pub(crate) async fn read(osd: &Osd, request: &Request, read: &Read) -> proto::Result<(ReplyBody, Payload)> {
+pub(crate) async fn read(osd: &Osd, request: &Request, read: &Read) -> wire::Result<(ReplyBody, Payload)> {
     let name: ObjectName = read.name.check()?;
     let place = osd.place(&name, read.part.as_ref())?;
     let reader = Reader { osd, request, read, name: name.to_string(), place };
@@ -278,7 +278,7 @@ fn sink_room(sink: &BulkDescriptor) -> Step<u64> {
 }
 
 /// Answers questions about one object.
-pub(crate) async fn query(osd: &Osd, request: &Request, query: &Query) -> proto::Result<ReplyBody> {
+pub(crate) async fn query(osd: &Osd, request: &Request, query: &Query) -> wire::Result<ReplyBody> {
     query.check()?;
     let name: ObjectName = query.name.check()?;
     let place = osd.place(&name, None)?;

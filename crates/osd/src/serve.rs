@@ -6,9 +6,9 @@ use std::sync::{Arc, Weak};
 use base::block::Payload;
 use base::phases::Clock;
 use messenger::{Connection, Event, Incoming, Listener, Message};
-use proto::{Error, Mutate, Mutated, Redundancy, Reply, ReplyBody, RequestBody, RequestHead, SessionId};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Duration, Instant};
+use wire::{Error, Mutate, Mutated, Redundancy, Reply, ReplyBody, RequestBody, RequestHead, SessionId};
 
 use crate::gather::{COMPANY, Puller};
 use crate::inflight::{Claim, joined};
@@ -83,14 +83,14 @@ impl Served {
         room: &Arc<Semaphore>,
         clock: Clock,
     ) -> bool {
-        let Ok((head, rest)) = proto::decode_head(&message.header) else {
+        let Ok((head, rest)) = wire::decode_head(&message.header) else {
             tracing::warn!(
                 peer = self.connection.peer().address,
                 "a message that is no request ends its session"
             );
             return false;
         };
-        let body = match proto::decode_body(rest) {
+        let body = match wire::decode_body(rest) {
             Ok(body) => body,
             Err(e) => {
                 let refused = Err(Error::BadRequest(e.to_string()));
@@ -156,10 +156,10 @@ impl Served {
         });
     }
 
-    fn open(&mut self, oldest: u16, newest: u16, presented: Option<SessionId>) -> proto::Result<ReplyBody> {
-        let version = newest.min(proto::VERSION);
-        if version < oldest.max(proto::VERSION_OLDEST) {
-            return Err(Error::WrongVersion { oldest: proto::VERSION_OLDEST, newest: proto::VERSION });
+    fn open(&mut self, oldest: u16, newest: u16, presented: Option<SessionId>) -> wire::Result<ReplyBody> {
+        let version = newest.min(wire::VERSION);
+        if version < oldest.max(wire::VERSION_OLDEST) {
+            return Err(Error::WrongVersion { oldest: wire::VERSION_OLDEST, newest: wire::VERSION });
         }
         let peer = self.connection.peer().peer;
         let Opened { id: session, reclaimed } =
@@ -184,19 +184,19 @@ impl Served {
 async fn answer(
     connection: &Arc<dyn Connection>,
     seq: u64,
-    result: proto::Result<ReplyBody>,
+    result: wire::Result<ReplyBody>,
     payload: Payload,
 ) {
     if let Err(e) = &result {
         metrics::counter!("outboard_osd_refused_total").increment(1);
         tracing::debug!(seq, error = %e, "request refused");
     }
-    let mut header = proto::encode_reply(&Reply { seq, result });
+    let mut header = wire::encode_reply(&Reply { seq, result });
     let limit = connection.limits().max_header;
     if header.len() > limit {
         let (what, size) = ("the answer".into(), header.len() as u64);
         let result = Err(Error::TooLarge { what, size, limit: limit as u64 });
-        header = proto::encode_reply(&Reply { seq, result });
+        header = wire::encode_reply(&Reply { seq, result });
     }
     if let Err(e) = connection.send(Message { header, payload }).await {
         // The client comes back and asks again.
@@ -210,7 +210,7 @@ impl Osd {
         request: &Request,
         body: RequestBody,
         payload: Payload,
-    ) -> (proto::Result<ReplyBody>, Payload) {
+    ) -> (wire::Result<ReplyBody>, Payload) {
         count(&body);
         let mut result = match body {
             RequestBody::Mutate(mutate) => {
@@ -263,7 +263,7 @@ impl Osd {
         name: &[u8],
         pg_count: u32,
         redundancy: Redundancy,
-    ) -> proto::Result<ReplyBody> {
+    ) -> wire::Result<ReplyBody> {
         match self.create_pool(name, pg_count, redundancy).await {
             Err(Error::PoolExists(_)) if request.head.retry => Ok(ReplyBody::Done),
             done => done.map(|()| ReplyBody::Done),
@@ -276,7 +276,7 @@ impl Osd {
         request: &Request,
         name: &[u8],
         force: bool,
-    ) -> proto::Result<ReplyBody> {
+    ) -> wire::Result<ReplyBody> {
         match self.remove_pool(name, force).await {
             Err(Error::NoSuchPool(_)) if request.head.retry => Ok(ReplyBody::Done),
             done => done.map(|()| ReplyBody::Done),
@@ -288,7 +288,7 @@ impl Osd {
         request: &Request,
         mutate: &Mutate,
         inline: Payload,
-    ) -> proto::Result<Mutated> {
+    ) -> wire::Result<Mutated> {
         let RequestHead { seq, retry, .. } = request.head;
         loop {
             match self.in_flight.claim(request.session, seq) {
@@ -315,7 +315,7 @@ impl Osd {
         request: &Request,
         mutate: &Mutate,
         inline: Payload,
-    ) -> proto::Result<Mutated> {
+    ) -> wire::Result<Mutated> {
         mutate.check()?;
         let name = mutate.name.check()?;
         let place = self.place(&name, mutate.part.as_ref())?;

@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 
 use base::budget::{Budget, Peer};
-use proto::{Error, SessionId};
 use tokio::time::{Duration, Instant};
+use wire::{Error, SessionId};
 
 use crate::gone::Living;
 
@@ -68,7 +68,7 @@ impl Sessions {
         presented: Option<SessionId>,
         connection: ConnectionId,
         peer: Peer,
-    ) -> proto::Result<Opened> {
+    ) -> wire::Result<Opened> {
         // A session that was never made would be noted as forgotten one day, and with it all that come before it.
         if let Some(session) =
             presented.filter(|id| (id.generation(), id.number()) > (self.generation, self.last))

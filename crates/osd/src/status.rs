@@ -1,6 +1,6 @@
 //! The node's state, for people.
 
-use proto::{ConnectionStatus, NodeStatus, Space, TargetState, TargetStatus};
+use wire::{ConnectionStatus, NodeStatus, Space, TargetState, TargetStatus};
 
 use crate::map::TargetRecord;
 use crate::osd::Osd;

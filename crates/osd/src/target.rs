@@ -8,11 +8,11 @@ use std::time::Duration;
 
 use base::BoxFuture;
 use futures::future::try_join_all;
-use proto::TargetState;
 use store::{CollectionId, ObjectStore, StoreError, Transaction};
 use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 use uuid::Uuid;
+use wire::TargetState;
 
 use crate::config::TargetRetry;
 use crate::fail::{Fail, Step};

@@ -6,7 +6,7 @@ use base::phases::Breakdown;
 use base::thread::ThreadClass;
 use base::work;
 use metrics::{Counter, counter};
-use proto::{PhaseTimes, RequestBody, RequestTimes};
+use wire::{PhaseTimes, RequestBody, RequestTimes};
 
 /// What a shard's thread works on.
 const CLASSES: [ThreadClass; 3] = [ThreadClass::Messenger, ThreadClass::Osd, ThreadClass::Channel];

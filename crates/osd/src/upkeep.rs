@@ -6,10 +6,10 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use futures::future::join_all;
-use proto::{Error, PoolHealth, PoolName, RebuildStatus, ScrubStatus};
 use store::{ObjectId, StatFs, StoreError};
 use tokio::time::Instant;
 use uuid::Uuid;
+use wire::{Error, PoolHealth, PoolName, RebuildStatus, ScrubStatus};
 
 use crate::array::{Findings, Group, RETRY, Rebuilt, Session};
 use crate::ids;
@@ -213,7 +213,7 @@ impl Osd {
     }
 
     /// Notes in the map which targets do not have it: after a restart that tells whether the others have the newest one.
-    async fn note_lost_targets(&self) -> proto::Result<()> {
+    async fn note_lost_targets(&self) -> wire::Result<()> {
         let lost = |record: &TargetRecord| {
             let target = self.targets.iter().find(|t| t.uuid == record.uuid);
             target.map_or(record.lost, |t| t.failure().is_some() || t.lacks_map())
@@ -226,7 +226,7 @@ impl Osd {
     }
 
     /// Changes what the map says of the targets, if that is something else.
-    async fn change_targets(&self, change: impl FnOnce(&mut NodeMap)) -> proto::Result<()> {
+    async fn change_targets(&self, change: impl FnOnce(&mut NodeMap)) -> wire::Result<()> {
         let _one_at_a_time = self.changing_map.lock().await;
         let mut map = self.map.borrow().clone();
         change(&mut map);
@@ -239,7 +239,7 @@ impl Osd {
     }
 
     /// Takes a target out, or in again.
-    pub(crate) async fn set_target_out(&self, index: u32, out: bool) -> proto::Result<()> {
+    pub(crate) async fn set_target_out(&self, index: u32, out: bool) -> wire::Result<()> {
         let target = self.target(index)?;
         // What goes on without it has to be known before it can come back.
         let groups = self.open_groups();
@@ -254,7 +254,7 @@ impl Osd {
     }
 
     /// Gives a target's number to another one, which the node has from its next start on.
-    pub(crate) async fn replace_target(&self, index: u32, uuid: Uuid) -> proto::Result<()> {
+    pub(crate) async fn replace_target(&self, index: u32, uuid: Uuid) -> wire::Result<()> {
         self.can_spare(&*self.target(index)?).await?;
         if self.map.borrow().record(&uuid).is_some() {
             return Err(Error::BadRequest(format!("target {uuid} is one of the node's already")));
@@ -271,7 +271,7 @@ impl Osd {
     }
 
     /// Fails if a target that is there has what no others have, or too few: to say that it is lost would lose data.
-    async fn can_spare(&self, target: &Target) -> proto::Result<()> {
+    async fn can_spare(&self, target: &Target) -> wire::Result<()> {
         // A group that cannot be opened may need the target.
         let needs = async |(pool, group): (String, Rc<Group>)| {
             let session = group.any_session().await;
@@ -299,7 +299,7 @@ impl Osd {
         )))
     }
 
-    fn target(&self, index: u32) -> proto::Result<Rc<Target>> {
+    fn target(&self, index: u32) -> wire::Result<Rc<Target>> {
         let map = self.map.borrow();
         let uuid = map.targets.get(index as usize).map(|record| record.uuid);
         let found = self.targets.iter().find(|t| Some(t.uuid) == uuid);
@@ -352,12 +352,7 @@ impl Osd {
     ///
     /// # Errors
     /// If one is under way that does not repair, and the new one is to.
-    pub(crate) fn scrub(
-        self: &Rc<Osd>,
-        name: &[u8],
-        start: bool,
-        repair: bool,
-    ) -> proto::Result<ScrubStatus> {
+    pub(crate) fn scrub(self: &Rc<Osd>, name: &[u8], start: bool, repair: bool) -> wire::Result<ScrubStatus> {
         let name = PoolName::from_wire(name)?.to_string();
         let pool = self.pool(&name)?;
         let under_way = self.upkeep.scrubs.borrow().get(&name).filter(|scrub| scrub.running).cloned();
@@ -402,7 +397,7 @@ impl Osd {
         }
     }
 
-    async fn scrub_pool(&self, pool: &Pool, repair: bool) -> proto::Result<()> {
+    async fn scrub_pool(&self, pool: &Pool, repair: bool) -> wire::Result<()> {
         for (number, pg) in pool.pgs.iter().enumerate() {
             match pool.groups.get(number) {
                 Some(group) => self.scrub_group(pool, pg, group, repair).await?,
@@ -419,7 +414,7 @@ impl Osd {
         pg: &Rc<Pg>,
         group: &Rc<Group>,
         repair: bool,
-    ) -> proto::Result<()> {
+    ) -> wire::Result<()> {
         let refused = |e: StoreError| refusal(e.into());
         let mut from: Option<ObjectId> = None;
         loop {
@@ -454,7 +449,7 @@ impl Osd {
     }
 
     /// Reads all of a placement group without redundancy. Damaged data can only be told.
-    async fn verify_group(&self, pool: &Pool, pg: &Rc<Pg>, repair: bool) -> proto::Result<()> {
+    async fn verify_group(&self, pool: &Pool, pg: &Rc<Pg>, repair: bool) -> wire::Result<()> {
         let place = Place { pg: Rc::clone(pg), oid: ids::meta_object() };
         let patience = self.config.store_patience;
         let mut from = None;

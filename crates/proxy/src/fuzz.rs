@@ -2,8 +2,8 @@
 
 use bytes::Bytes;
 
+use crate::messages::{Call, Outcome, decode, unpack_checksums};
 use crate::transaction_codec;
-use crate::wire::{Call, Outcome, decode, unpack_checksums};
 
 /// Control data of requests and replies.
 pub fn control(bytes: &[u8]) {

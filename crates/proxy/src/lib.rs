@@ -12,13 +12,13 @@ mod admission;
 #[doc(hidden)]
 pub mod fuzz;
 mod link;
+mod messages;
 mod poller;
 mod proxy_store;
 mod proxy_stripes;
 mod server;
 mod session;
 mod transaction_codec;
-mod wire;
 
 pub use proxy_store::ProxyStore;
 pub use proxy_stripes::ProxyStripes;

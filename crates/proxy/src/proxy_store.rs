@@ -15,8 +15,8 @@ use store::{
 use tokio::sync::oneshot;
 
 use crate::link::{AnswerTo, Answered, CallError, Delivered, Kind, Link, Read};
+use crate::messages::{Answer, Call, unpack_checksums};
 use crate::session::Handle;
-use crate::wire::{Answer, Call, unpack_checksums};
 
 /// One target of a store process, seen from the DPU.
 ///

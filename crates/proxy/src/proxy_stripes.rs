@@ -7,9 +7,9 @@ use store::StoreError;
 use store::stripes::{Coded, HostReading, StripeError, StripeStores, StripeWrite};
 
 use crate::link::Kind;
+use crate::messages::{Answer, Call};
 use crate::proxy_store::{answer_of, deadline, retrying, start, unexpected};
 use crate::session::Handle;
-use crate::wire::{Answer, Call};
 
 /// Most bytes of a call: their checksums fit into an entry of the ring.
 const MAX_BYTES: usize = 8 << 20;

@@ -9,9 +9,8 @@ use futures::stream::{FuturesUnordered, StreamExt};
 use rand::Rng;
 
 use super::rig::{Buffer, Rig, message, next_message, pool, random_bytes};
-use crate::{
-    BulkDescriptor, BulkDirection, BulkOwner, BulkRegion, BulkSource, Ends, MessengerError, RemoteMemory,
-};
+use crate::{BulkRegion, BulkSource, Ends, MessengerError};
+use wire::{BulkDescriptor, BulkDirection, BulkOwner, RemoteMemory};
 
 const LONG: Duration = Duration::from_secs(60);
 

@@ -20,9 +20,10 @@ use super::{Shared, Status};
 use crate::frame::{Body, Push};
 use crate::transport::ofi::packet::EAGER_BYTES;
 use crate::{
-    BulkDescriptor, BulkDirection, BulkOwner, BulkRegion, BulkSink, BulkSource, Connection, Event, Incoming,
-    Limits, Message, MessengerError, PeerInfo, Pulled, Result,
+    BulkRegion, BulkSink, BulkSource, Connection, Event, Incoming, Limits, Message, MessengerError, PeerInfo,
+    Pulled, Result,
 };
+use wire::{BulkDescriptor, BulkDirection, BulkOwner};
 
 /// Ends the session when the last of its handles is gone.
 struct Lifetime(Arc<Shared>);

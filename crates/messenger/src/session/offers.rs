@@ -14,10 +14,8 @@ use super::outbound::Chunk;
 use super::{Shared, Status};
 use crate::config::{MAX_CHUNK, MAX_PULLS};
 use crate::frame::{Body, PullData, PullRefused, PullRequest, Push, PushRefused, Refusal};
-use crate::{
-    BulkDescriptor, BulkDirection, BulkOwner, BulkRegion, BulkSegment, BulkSink, BulkSource, MemoryKind,
-    MessengerError,
-};
+use crate::{BulkRegion, BulkSink, BulkSource, MessengerError};
+use wire::{BulkDescriptor, BulkDirection, BulkOwner, BulkSegment, MemoryKind};
 
 /// Most refused offers that are remembered.
 const MAX_REFUSED: usize = 64;

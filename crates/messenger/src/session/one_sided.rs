@@ -18,7 +18,8 @@ use super::{Shared, Side};
 use crate::config::MAX_CHUNK;
 use crate::frame::{Body, FrameError, PushRefused, Wrote};
 use crate::transport::ofi::{Landing, Link, LinkFailed};
-use crate::{BulkDescriptor, BulkOwner, BulkSegment, BulkSink, MessengerError, Pulled, RemoteMemory};
+use crate::{BulkSink, MessengerError, Pulled};
+use wire::{BulkDescriptor, BulkOwner, BulkSegment, RemoteMemory};
 
 /// Most bytes that one read brings: while it is verified, the next ones are on their way.
 const READ_BYTES: u64 = 512 << 10;
@@ -182,7 +183,7 @@ impl Shared {
     /// Where `len` bytes at `offset` of an offer are written to, if that can be done by a one-sided transfer.
     pub(super) fn target(&self, offer: &BulkDescriptor, offset: u64, len: u64) -> Option<Target> {
         let (_, remote) = self.reach(offer)?;
-        let (region, offset) = remote.find(offset, len)?;
+        let (region, offset) = region_of(remote, offset, len)?;
         Some(Target { transport: remote.transport, region, offset })
     }
 
@@ -238,6 +239,12 @@ pub(super) enum NotPulled {
     Lost(MessengerError),
 }
 
+/// Returns the registered region that holds `len` bytes at `offset` of a transfer, and where they begin in it.
+fn region_of(remote: &RemoteMemory, offset: u64, len: u64) -> Option<(fabric::RemoteRegion, usize)> {
+    let (BulkSegment { address, key, len }, start) = remote.find(offset, len)?;
+    Some((fabric::RemoteRegion { key, base: address, len }, usize::try_from(start).ok()?))
+}
+
 /// The checksums of what is to be pulled; `None` if the descriptor has not those of its pieces.
 fn checksums_of(remote: &RemoteMemory, at: &Range, offer: &BulkDescriptor, len: usize) -> Option<Vec<u32>> {
     let phase = u64::from(offer.phase);
@@ -282,7 +289,7 @@ impl Reading<'_> {
 
     async fn one(&self, at: usize, len: usize, deadline: Instant) -> Result<(), String> {
         let (region, offset) =
-            self.remote.find(self.at.offset + at as u64, len as u64).ok_or("it is not in one range")?;
+            region_of(self.remote, self.at.offset + at as u64, len as u64).ok_or("it is not in one range")?;
         let read = self.link.read(self.landing, at, region, (offset, len), deadline).await;
         read.map_err(|LinkFailed(why)| why)?;
         self.shared.metrics.received_bytes.increment(len as u64);

@@ -12,10 +12,8 @@ use fabric::{
 };
 use outboard_messenger::conformance::{Buffer, Rig, pool};
 use outboard_messenger::frame::{self, Body, Frame, Hello, Kind};
-use outboard_messenger::{
-    BulkDescriptor, BulkDirection, BulkOwner, BulkSegment, ConnectOptions, Ends, Event, Limits, MemoryKind,
-    Message, MessengerError, ReceiveQueueKind, RemoteMemory,
-};
+use outboard_messenger::{ConnectOptions, Ends, Event, Limits, Message, MessengerError, ReceiveQueueKind};
+use wire::{BulkDescriptor, BulkDirection, BulkOwner, BulkSegment, MemoryKind, RemoteMemory};
 
 const PATIENCE: Duration = Duration::from_secs(40);
 const PACKET: usize = 16 << 10;

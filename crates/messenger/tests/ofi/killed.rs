@@ -8,10 +8,11 @@ use std::time::Duration;
 use outboard_messenger::conformance::{self, Buffer};
 use outboard_messenger::transport::ofi::{Control, OfiConfig};
 use outboard_messenger::{
-    BulkDescriptor, ConnectOptions, Ends, Event, Incoming, Message, NetworkStack, SessionConfig, StreamStack,
+    ConnectOptions, Ends, Event, Incoming, Message, NetworkStack, SessionConfig, StreamStack,
 };
 use rand::Rng;
 use tokio::time::timeout;
+use wire::BulkDescriptor;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 const LEN: usize = 8 << 20;

@@ -9,10 +9,11 @@ use outboard_messenger::frame::{
     Body, Close, PullCancel, PullData, PullRequest, Push, Refusal, RejectCode, Resume, Welcome, Window,
 };
 use outboard_messenger::{
-    BulkDescriptor, ConnectOptions, Event, Message, MessengerError, NetworkStack, SessionConfig, TcpStack,
+    ConnectOptions, Event, Message, MessengerError, NetworkStack, SessionConfig, TcpStack,
 };
 use tokio::net::TcpListener;
 use tokio::time::{sleep, timeout};
+use wire::BulkDescriptor;
 
 fn message(text: &str) -> Body {
     Body::Message(Bytes::copy_from_slice(text.as_bytes()))

@@ -8,11 +8,11 @@ use std::sync::{self, Arc, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use base::pool::BufferPool;
-use proto::Redundancy;
 use store::{CollectionId, ObjectId, ObjectStore, StageId, StoreError};
 use tokio::sync::{Mutex, OwnedRwLockReadGuard, OwnedRwLockWriteGuard, RwLock};
 use tokio::time::Instant;
 use uuid::Uuid;
+use wire::Redundancy;
 
 use super::coder::Coder;
 use super::layout::Layout;

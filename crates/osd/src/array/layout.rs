@@ -13,8 +13,8 @@
 
 use std::ops::Range;
 
-use proto::Redundancy;
 use store::MAX_OBJECT_SIZE;
+use wire::Redundancy;
 
 /// See the [module](self) documentation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -232,6 +232,6 @@ impl Group {
         let taken = |t: &Target| record.members.iter().any(|m| m.target == t.uuid);
         let free = self.targets.iter().filter(|t| t.is_usable() && !taken(t) && !no_room.contains(&t.uuid));
         let free: Vec<Uuid> = free.map(|t| t.uuid).collect();
-        proto::placement::ranked(self.place.0, self.place.1, &free).first().map(|&best| free[best])
+        wire::placement::ranked(self.place.0, self.place.1, &free).first().map(|&best| free[best])
     }
 }

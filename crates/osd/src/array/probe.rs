@@ -3,8 +3,8 @@
 use base::block::Payload;
 use base::pool::BufferPool;
 use futures::FutureExt;
-use proto::Redundancy;
 use store::{ObjectId, Op, StoreError};
+use wire::Redundancy;
 
 use super::coder::Coder;
 use super::layout::Layout;

@@ -19,7 +19,6 @@ use client::{Client, Error, Mutated, NodeError, Object, Options, Pool};
 use futures::stream::{self, StreamExt};
 use messenger::UseAs;
 use osd::{Osd, StripesAt};
-use proto::{Data, Manifest, Mutation, SessionId, Source, UploadId};
 use proxy::{Endpoint, Listener, Server, ServerOptions, Session, SessionOptions};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
@@ -27,6 +26,7 @@ use rand::{Rng, SeedableRng};
 use store::{BlockStore, MemStore, MkfsOptions, MountOptions, ObjectId, ObjectStore, Op, Transaction, fsck};
 use tokio::sync::oneshot;
 use uuid::Uuid;
+use wire::{Data, Manifest, Mutation, SessionId, Source, UploadId};
 
 use crate::common::{data, is_another_network, network, seed, stack};
 use crate::raw::{Raw, head, mutate};
@@ -286,7 +286,7 @@ async fn commit(object: &Object, steps: &[Step]) -> client::Result<Mutated> {
 }
 
 /// Commits a compound whose data all lies in the request.
-async fn commit_by_hand(raw: &mut Raw, seq: u64, name: &str, steps: &[Step]) -> proto::Result<Mutated> {
+async fn commit_by_hand(raw: &mut Raw, seq: u64, name: &str, steps: &[Step]) -> wire::Result<Mutated> {
     let mutation = |(index, step): (usize, &Step)| {
         let source = |len| Source::Embedded(content(index, len));
         match *step {

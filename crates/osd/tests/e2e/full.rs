@@ -374,7 +374,7 @@ async fn a_target_with_a_full_index_catches_up_with_what_was_removed() {
     for seq in 1..=APPENDS {
         raw.changed(head(seq), append("log", "x")).await.unwrap();
     }
-    let remove = mutate("log", vec![proto::Mutation::Remove], proto::Data::None);
+    let remove = mutate("log", vec![wire::Mutation::Remove], wire::Data::None);
     raw.changed(head(APPENDS + 1), remove).await.unwrap();
     for n in 0..10 {
         pool.object(&format!("o{n}")).unwrap().remove().await.unwrap();

@@ -2,9 +2,10 @@
 
 use base::block::Payload;
 use bytes::Bytes;
-use messenger::{BulkDescriptor, BulkDirection, BulkOwner, BulkSegment, ConnectOptions, MemoryKind, Message};
-use proto::limits::{MAX_OBJECT_SIZE, MAX_OPS};
-use proto::{
+use messenger::{ConnectOptions, Message};
+use wire::limits::{MAX_OBJECT_SIZE, MAX_OPS};
+use wire::{BulkDescriptor, BulkDirection, BulkOwner, BulkSegment, MemoryKind};
+use wire::{
     Condition, Data, Error, List, Manifest, Mutate, Mutation, NameError, Read, ReplyBody, RequestBody,
     RequestHead, SessionId, Source, UploadId, WireName,
 };
@@ -118,16 +119,12 @@ async fn impossible_changes_are_refused_each_for_its_reason() {
         }),
         (
             "bad pool name",
-            RequestBody::PoolCreate {
-                name: "a/b".into(),
-                pg_count: 0,
-                redundancy: proto::Redundancy::Single,
-            },
+            RequestBody::PoolCreate { name: "a/b".into(), pg_count: 0, redundancy: wire::Redundancy::Single },
             |e| matches!(e, Error::BadName(_)),
         ),
         (
             "odd groups",
-            RequestBody::PoolCreate { name: "ab".into(), pg_count: 3, redundancy: proto::Redundancy::Single },
+            RequestBody::PoolCreate { name: "ab".into(), pg_count: 3, redundancy: wire::Redundancy::Single },
             |e| matches!(e, Error::OutOfRange { .. }),
         ),
         (
@@ -186,7 +183,7 @@ async fn garbage_is_answered_if_it_can_be_and_ends_its_session_if_not() {
     let node = Node::start();
     let _object = node.object().await;
     let mut raw = Raw::connect(&node.endpoint, None).await;
-    let good = proto::encode_request(&head(1), &append("object", "x"));
+    let good = wire::encode_request(&head(1), &append("object", "x"));
     raw.send(good.slice(..good.len() - 1), Payload::default()).await;
     let reply = raw.reply().await.unwrap();
     assert!(matches!((reply.seq, reply.result), (1, Err(Error::BadRequest(_)))), "truncated");
@@ -206,16 +203,16 @@ async fn requests_need_a_session_of_a_version_that_both_speak() {
         let stack = crate::common::stack(messenger::UseAs::Client);
         let (connection, mut incoming) =
             stack.connect(&node.endpoint, ConnectOptions::default()).await.unwrap();
-        let header = proto::encode_request(&head(1), &body);
+        let header = wire::encode_request(&head(1), &body);
         connection.send(Message { header, payload: Payload::default() }).await.unwrap();
         loop {
             if let messenger::Event::Message(message) = incoming.next().await {
-                return proto::decode_reply(&message.header).unwrap().result.unwrap_err();
+                return wire::decode_reply(&message.header).unwrap().result.unwrap_err();
             }
         }
     };
     assert!(matches!(unopened(append("object", "x")).await, Error::NoSession(_)));
-    let (oldest, newest) = (proto::VERSION_OLDEST, proto::VERSION);
+    let (oldest, newest) = (wire::VERSION_OLDEST, wire::VERSION);
     let too_new = unopened(open(newest + 1, newest + 3, None)).await;
     assert_eq!(too_new, Error::WrongVersion { oldest, newest });
     let never_made = [SessionId(u128::MAX), SessionId::new(SessionId::FIRST_GENERATION, 50_000, 5)];
@@ -233,7 +230,7 @@ async fn a_connection_holds_the_place_of_one_session_however_many_it_opens() {
     let _object = node.object().await;
     let mut raw = Raw::connect(&node.endpoint, None).await;
     for seq in 1..=20 {
-        let (oldest, newest) = (proto::VERSION_OLDEST, proto::VERSION);
+        let (oldest, newest) = (wire::VERSION_OLDEST, wire::VERSION);
         raw.call(head(seq), RequestBody::Open { oldest, newest, session: None }).await.unwrap();
     }
     let mut others = Vec::new();

@@ -11,9 +11,9 @@ use futures::future::{join_all, pending};
 use messenger::transport::faulty::Faults;
 use messenger::{BulkSource, SessionConfig, SimStack};
 use osd::{Osd, OsdConfig};
-use proto::{Data, Mutation, Source};
 use tokio::sync::oneshot;
 use tokio::task::LocalSet;
+use wire::{Data, Mutation, Source};
 
 use crate::common::{Node, data, seed};
 use crate::raw::{Raw, head, mutate};
@@ -96,7 +96,7 @@ async fn a_client_that_stalls_holds_up_nobody() {
     let offer = stalled.connection.offer_source(Arc::new(Stalled)).unwrap();
     let ops = vec![Mutation::WriteFull(Source::Payload)];
     let body = mutate("object", ops, Data::Bulk(offer.descriptor.clone()));
-    stalled.send(proto::encode_request(&head(1), &body), Payload::default()).await;
+    stalled.send(wire::encode_request(&head(1), &body), Payload::default()).await;
     while node.staging.free_bytes().1 == node.staging.arena().len() {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }

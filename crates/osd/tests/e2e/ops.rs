@@ -8,7 +8,7 @@ use base::block::Payload;
 use bytes::Bytes;
 use client::{Error, NodeError, PutOptions};
 use messenger::BulkSink;
-use proto::{Read, ReplyBody, RequestBody};
+use wire::{Read, ReplyBody, RequestBody};
 
 #[tokio::test]
 async fn data_of_every_size_comes_back() {

@@ -3,7 +3,7 @@
 use base::block::Payload;
 use bytes::Bytes;
 use client::{Error, NodeError, Object};
-use proto::{Data, Mutation, ReplyBody, RequestBody, Source};
+use wire::{Data, Mutation, ReplyBody, RequestBody, Source};
 
 use crate::common::{Node, data};
 use crate::raw::{Raw, append, head, mutate};
@@ -27,14 +27,14 @@ async fn while_pending<T>(
     node: &Node,
     first: impl Future<Output = T>,
     then: RequestBody,
-) -> (T, proto::Result<ReplyBody>) {
+) -> (T, wire::Result<ReplyBody>) {
     let mut raw = Raw::connect(&node.endpoint, None).await;
     node.hold(true);
     let following = async {
         node.waited(1).await;
-        raw.send(proto::encode_request(&head(1), &then), Payload::default()).await;
+        raw.send(wire::encode_request(&head(1), &then), Payload::default()).await;
         // Requests of one connection begin in order, so that once this is answered the one before has got as far as it can.
-        raw.send(proto::encode_request(&head(2), &RequestBody::PoolList), Payload::default()).await;
+        raw.send(wire::encode_request(&head(2), &RequestBody::PoolList), Payload::default()).await;
         assert_eq!(raw.reply().await.unwrap().seq, 2);
         node.hold(false);
         raw.reply().await.unwrap().result
@@ -42,7 +42,7 @@ async fn while_pending<T>(
     tokio::join!(first, following)
 }
 
-fn size(changed: proto::Result<ReplyBody>) -> u64 {
+fn size(changed: wire::Result<ReplyBody>) -> u64 {
     match changed.unwrap() {
         ReplyBody::Mutated(mutated) => mutated.size,
         other => panic!("{other:?}"),
@@ -133,7 +133,7 @@ async fn a_retry_that_is_refused_leaves_the_outcome_unknown() {
     // What the OSD knew of the change is gone.
     node.restart();
     let mut raw = Raw::connect(&node.endpoint, Some(raw.session)).await;
-    let retry = proto::RequestHead { retry: true, ..head(1) };
+    let retry = wire::RequestHead { retry: true, ..head(1) };
     let fired = node.fired();
     node.stores.iter().for_each(|store| store.set_down(true));
     let refused = raw.changed(retry, append("object", "x")).await;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use base::block::Payload;
 use bytes::Bytes;
 use messenger::{ConnectOptions, Connection, Event, Incoming, Message, UseAs};
-use proto::{
+use wire::{
     Data, Mutate, Mutated, Mutation, Reply, ReplyBody, RequestBody, RequestHead, SessionId, Source, WireName,
 };
 
@@ -42,7 +42,7 @@ impl Raw {
         let stack = crate::common::stack(UseAs::Client);
         let (connection, incoming) = stack.connect(endpoint, ConnectOptions::default()).await.unwrap();
         let mut raw = Raw { connection, incoming, session: SessionId(0) };
-        let open = RequestBody::Open { oldest: proto::VERSION_OLDEST, newest: proto::VERSION, session };
+        let open = RequestBody::Open { oldest: wire::VERSION_OLDEST, newest: wire::VERSION, session };
         match raw.call(head(0), open).await.unwrap() {
             ReplyBody::Opened { session, .. } => raw.session = session,
             other => panic!("{other:?}"),
@@ -50,14 +50,14 @@ impl Raw {
         raw
     }
 
-    pub(crate) async fn call(&mut self, head: RequestHead, body: RequestBody) -> proto::Result<ReplyBody> {
-        self.send(proto::encode_request(&head, &body), Payload::default()).await;
+    pub(crate) async fn call(&mut self, head: RequestHead, body: RequestBody) -> wire::Result<ReplyBody> {
+        self.send(wire::encode_request(&head, &body), Payload::default()).await;
         let reply = self.reply().await.unwrap();
         assert_eq!(reply.seq, head.seq);
         reply.result
     }
 
-    pub(crate) async fn changed(&mut self, head: RequestHead, body: RequestBody) -> proto::Result<Mutated> {
+    pub(crate) async fn changed(&mut self, head: RequestHead, body: RequestBody) -> wire::Result<Mutated> {
         match self.call(head, body).await? {
             ReplyBody::Mutated(mutated) => Ok(mutated),
             other => panic!("{other:?}"),
@@ -72,7 +72,7 @@ impl Raw {
     pub(crate) async fn reply(&mut self) -> Option<Reply> {
         loop {
             match self.incoming.next().await {
-                Event::Message(message) => return Some(proto::decode_reply(&message.header).unwrap()),
+                Event::Message(message) => return Some(wire::decode_reply(&message.header).unwrap()),
                 Event::Lost(_) => return None,
                 Event::Interrupted | Event::Resumed => {}
             }

@@ -378,7 +378,7 @@ fn hold_records(rig: &Rig, held: bool) {
     rig.node.stores.iter().for_each(|store| store.hold_records(held));
 }
 
-type Put = tokio::task::JoinHandle<client::Result<proto::Mutated>>;
+type Put = tokio::task::JoinHandle<client::Result<wire::Mutated>>;
 
 /// Two shards of data, one of parity. Target 0 is lost, and a change waits for the others, which have proposed a record without
 /// it that is not in force anywhere yet.

@@ -6,8 +6,8 @@ use std::task::Poll;
 use std::time::Duration;
 
 use osd::OsdConfig;
-use proto::limits::REQUEST_WINDOW;
-use proto::{Error, RequestHead};
+use wire::limits::REQUEST_WINDOW;
+use wire::{Error, RequestHead};
 
 use crate::common::{Loss, Node, data};
 use crate::raw::{Raw, append, head};

@@ -11,12 +11,12 @@ use bytes::{BufMut, Bytes, BytesMut};
 use client::{Client, Options};
 use messenger::{Connection, Event, Incoming, Listener, Message, UseAs};
 use osd::{OsdConfig, WallClock};
-use proto::{
-    Error, Mutated, Mutation, PartId, Reply, ReplyBody, RequestBody, RequestHead, SessionId, Source, UploadId,
-};
 use store::simulation::{SimDrive, SimStore};
 use store::{CollectionId, ObjectId, Op, StoreError, Transaction};
 use uuid::Uuid;
+use wire::{
+    Error, Mutated, Mutation, PartId, Reply, ReplyBody, RequestBody, RequestHead, SessionId, Source, UploadId,
+};
 
 use crate::common::{FaultStore, Node, Watch, network, stack};
 use crate::raw::{Raw, append, head, mutate};
@@ -94,7 +94,7 @@ impl Raw {
 
     /// Opens another session on the same connection.
     async fn open_another(&mut self) {
-        let open = RequestBody::Open { oldest: proto::VERSION_OLDEST, newest: proto::VERSION, session: None };
+        let open = RequestBody::Open { oldest: wire::VERSION_OLDEST, newest: wire::VERSION, session: None };
         match self.call(head(0), open).await.unwrap() {
             ReplyBody::Opened { session, .. } => self.session = session,
             other => panic!("{other:?}"),
@@ -234,7 +234,7 @@ async fn thousands_of_short_sessions_do_not_fill_a_small_target() {
     let mut raw = Raw::connect(&node.endpoint, None).await;
     let put = || {
         let ops = vec![Mutation::WriteFull(Source::Embedded(vec![7; 100].into()))];
-        mutate("object", ops, proto::Data::None)
+        mutate("object", ops, wire::Data::None)
     };
     let mut most = 0;
     for round in 0..8000 {
@@ -392,7 +392,7 @@ async fn parts_are_collected_although_the_clock_stepped_back_after_they_were_wri
     let mut raw = Raw::connect(&node.endpoint, None).await;
     let upload = UploadId { session: raw.session, number: 1 };
     let ops = vec![Mutation::WriteFull(Source::Embedded("part".into()))];
-    let RequestBody::Mutate(mut part) = mutate("object", ops, proto::Data::None) else { unreachable!() };
+    let RequestBody::Mutate(mut part) = mutate("object", ops, wire::Data::None) else { unreachable!() };
     part.part = Some(PartId { upload, index: 0 });
     raw.changed(head(1), RequestBody::Mutate(part)).await.unwrap();
     steps.step(-TWO_DAYS_S);
@@ -478,8 +478,8 @@ impl Script {
         loop {
             match incoming.next().await {
                 Event::Message(message) => {
-                    let (head, rest) = proto::decode_head(&message.header).unwrap();
-                    return (head, proto::decode_body(rest).unwrap());
+                    let (head, rest) = wire::decode_head(&message.header).unwrap();
+                    return (head, wire::decode_body(rest).unwrap());
                 }
                 Event::Lost(e) => panic!("{e}"),
                 Event::Interrupted | Event::Resumed => {}
@@ -487,14 +487,14 @@ impl Script {
         }
     }
 
-    async fn answer(&self, seq: u64, result: proto::Result<ReplyBody>) {
+    async fn answer(&self, seq: u64, result: wire::Result<ReplyBody>) {
         let (connection, _) = self.connection.as_ref().unwrap();
-        let header = proto::encode_reply(&Reply { seq, result });
+        let header = wire::encode_reply(&Reply { seq, result });
         connection.send(Message { header, payload: Payload::default() }).await.unwrap();
     }
 
     async fn open(&self, session: SessionId) {
-        self.answer(0, Ok(ReplyBody::Opened { version: proto::VERSION, session })).await;
+        self.answer(0, Ok(ReplyBody::Opened { version: wire::VERSION, session })).await;
     }
 
     async fn cut(&mut self) {

@@ -10,7 +10,6 @@ use base::mem::ArenaBuf;
 use bytes::Bytes;
 use client::{Client, Pool, TargetState};
 use osd::{OsdConfig, TargetRetry};
-use proto::{Data, Mutation, Source};
 use rand::rngs::StdRng;
 use rand::seq::IteratorRandom;
 use rand::{Rng, SeedableRng};
@@ -19,6 +18,7 @@ use store::{
 };
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
+use wire::{Data, Mutation, Source};
 
 use crate::common::{FaultStore, Node, data, is_another_network, seed};
 use crate::raw::{Raw, head, mutate};
@@ -554,9 +554,9 @@ async fn a_client_is_told_to_try_again_while_targets_are_tried_again() {
     let mut raw = Raw::connect(&stalls.rig.node.endpoint, None).await;
     let source = Source::Embedded(Bytes::from_static(b"y"));
     let put = mutate("o", vec![Mutation::WriteFull(source)], Data::None);
-    raw.send(proto::encode_request(&head(1), &put), Payload::default()).await;
+    raw.send(wire::encode_request(&head(1), &put), Payload::default()).await;
     let reply = tokio::time::timeout(Duration::from_secs(30), raw.reply()).await.unwrap().unwrap();
-    assert!(matches!(reply.result, Err(proto::Error::Unavailable(_))), "{:?}", reply.result);
+    assert!(matches!(reply.result, Err(wire::Error::Unavailable(_))), "{:?}", reply.result);
     stalls.go_on(&stalls.all());
     stalls.all_is_well().await;
 }

@@ -6,8 +6,8 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use client::{Client, Error, NodeError, Object, Options, PutOptions};
-use proto::{Data, Manifest, Mutate, Mutation, PartId, RequestBody, Source, UploadId};
 use tokio::io::{AsyncRead, ReadBuf};
+use wire::{Data, Manifest, Mutate, Mutation, PartId, RequestBody, Source, UploadId};
 
 use crate::common::{Node, data};
 use crate::raw::{Raw, head, mutate};

@@ -14,8 +14,8 @@ use super::jobs::Route;
 use super::replies::Leftovers;
 use super::ring_side::FETCH;
 use super::{Link, State};
+use crate::messages::NO_REPLY;
 use crate::poller::Poller;
-use crate::wire::NO_REPLY;
 
 /// Most frames taken from the control socket in one turn, so that the doorbell is looked at, too.
 const FRAMES_PER_TURN: usize = 64;

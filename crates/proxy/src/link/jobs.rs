@@ -15,10 +15,10 @@ use store::{CollectionId, ObjectId, StageId, StoreError};
 use super::dma::Opened;
 use super::recover::Mode;
 use super::{AnswerTo, CallError, HeldRange, MAX_JOBS, MAX_QUERIES, Pending, State};
-use crate::transaction_codec::Encoded;
-use crate::wire::{
+use crate::messages::{
     Call, ChannelCall, NO_REPLY, ParityFrom, Place, Stripes, encode, pack_checksums, unpack_checksums,
 };
+use crate::transaction_codec::Encoded;
 
 /// Longest control data and payload together that ride in an entry of the ring, in bytes.
 const MAX_INLINE: usize = 12 << 10;

@@ -36,8 +36,8 @@ use store::stripes::{Coded, Parity, ShardBytes, StripeWrite};
 use store::{StageId, StoreError};
 use tokio::sync::oneshot;
 
+use crate::messages::{Answer, Call, ParityFrom, Stripes, pack_checksums};
 use crate::transaction_codec::{self, Encoded};
-use crate::wire::{Answer, Call, ParityFrom, Stripes, pack_checksums};
 
 use dma::Dma;
 pub(crate) use driver::Driver;

@@ -23,7 +23,7 @@ use channel::{Bell, Chain, ChannelError, Completion, Frame, Joined, Transfer, UR
 
 use super::jobs::{ChannelKind, Job, Route};
 use super::{HeldRange, RingSide, State};
-use crate::wire::{Answer, ChannelCall, Outcome, decode};
+use crate::messages::{Answer, ChannelCall, Outcome, decode};
 
 /// Length of a probe, in bytes.
 const PROBE: usize = 4096;

@@ -16,7 +16,7 @@ use super::recover::Quarantine;
 use super::{
     AnswerTo, Answered, CallError, Delivered, HeldRange, Landing, Link, Pending, RingSide, Staged, State,
 };
-use crate::wire::{Answer, ChannelCall, Outcome, decode, unpack_checksums};
+use crate::messages::{Answer, ChannelCall, Outcome, decode, unpack_checksums};
 
 /// A read whose data is on its way.
 pub(super) struct Fetching {

@@ -13,8 +13,8 @@ use bytes::Bytes;
 use channel::Header;
 use store::{ObjectStore, Op, ReadData, Result, StageId, StoreError, WriteSource};
 
+use crate::messages::{Answer, Call, Outcome, Place, decode, pack_checksums, unpack_checksums};
 use crate::transaction_codec;
-use crate::wire::{Answer, Call, Outcome, Place, decode, pack_checksums, unpack_checksums};
 
 /// By which way a request came, and its reply goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -9,7 +9,7 @@ use store::{Result, StoreError};
 
 use super::calls::claim;
 use super::host_session::{HostSession, Rings};
-use crate::wire::{Answer, ChannelCall, Outcome, encode, shorten};
+use crate::messages::{Answer, ChannelCall, Outcome, encode, shorten};
 
 /// Longest probe, in bytes.
 const MAX_PROBE: u32 = 64 << 10;

@@ -26,8 +26,8 @@ use super::offers::Offers;
 use super::{Counts, Target, stripes};
 use crate::admission::Admission;
 use crate::link::MAX_JOBS;
+use crate::messages::{Answer, Call, NO_REPLY, Outcome, encode, shorten};
 use crate::poller::Poller;
-use crate::wire::{Answer, Call, NO_REPLY, Outcome, encode, shorten};
 
 /// Most frames taken from the control socket in one turn.
 const FRAMES_PER_TURN: usize = 64;

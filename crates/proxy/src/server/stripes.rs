@@ -14,7 +14,7 @@ use tokio::sync::oneshot;
 
 use super::Target;
 use super::calls::{Done, Request, Running, claim};
-use crate::wire::{Answer, Call, NO_REPLY, Outcome, ParityFrom, Place, Stripes, unpack_checksums};
+use crate::messages::{Answer, Call, NO_REPLY, Outcome, ParityFrom, Place, Stripes, unpack_checksums};
 
 /// Shards in host memory, or in a frame, ready to be written.
 struct Shards {

@@ -10,9 +10,8 @@ use base::pool::BufferPool;
 use base::process::ProcessUsage;
 use futures::stream::{FuturesUnordered, StreamExt};
 use hdrhistogram::Histogram;
-use messenger::{
-    BulkDescriptor, ConnectOptions, Ends, Event, Incoming, Message, NetworkStack, StackOptions, UseAs,
-};
+use messenger::{ConnectOptions, Ends, Event, Incoming, Message, NetworkStack, StackOptions, UseAs};
+use wire::BulkDescriptor;
 
 use super::figures::{IdleCost, Sample};
 use super::peer::{Job, Peer, resident_bytes, sum};

@@ -92,10 +92,10 @@ impl FromStr for PoolName {
 /// An object's full name, checked.
 ///
 /// ```
-/// let name: proto::ObjectName = "photos:2024/summer/beach.jpg".parse()?;
+/// let name: wire::ObjectName = "photos:2024/summer/beach.jpg".parse()?;
 /// assert_eq!((name.pool(), name.namespace(), name.object()), ("photos", "2024", "summer/beach.jpg"));
 /// assert_eq!(name.to_string(), "photos:2024/summer/beach.jpg");
-/// # Ok::<(), proto::NameError>(())
+/// # Ok::<(), wire::NameError>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ObjectName {

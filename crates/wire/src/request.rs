@@ -1,7 +1,6 @@
 //! What a client asks for.
 
 use bytes::Bytes;
-use messenger::BulkDescriptor;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
@@ -9,7 +8,7 @@ use crate::limits::{
     MAX_OBJECT_SIZE, MAX_OMAP_KEY, MAX_OMAP_VALUE, MAX_OPS, MAX_PAGE, MAX_PARTS, MAX_XATTR_NAME,
     MAX_XATTR_VALUE,
 };
-use crate::{Error, Redundancy, Result, SessionId, UploadId, WireName};
+use crate::{BulkDescriptor, Error, Redundancy, Result, SessionId, UploadId, WireName};
 
 /// What stands in front of every request, so that it can be answered even if the rest makes no sense.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

@@ -6,6 +6,8 @@
 
 #![forbid(unsafe_code)]
 
+mod bulk;
+mod codec;
 mod error;
 pub mod limits;
 mod name;
@@ -15,8 +17,12 @@ mod reply;
 mod request;
 mod session;
 mod status;
-mod wire;
 
+pub use bulk::{BulkDescriptor, BulkDirection, BulkOwner, BulkSegment, MemoryKind, RemoteMemory};
+pub use codec::{
+    DecodeError, VERSION, VERSION_OLDEST, decode_body, decode_head, decode_reply, encode_reply,
+    encode_request,
+};
 pub use error::{Error, Result};
 pub use name::{NameError, ObjectName, PoolName, WireName};
 pub use redundancy::{DEFAULT_STRIPE_UNIT, MAX_COPIES, MAX_STRIPE, Redundancy};
@@ -30,8 +36,4 @@ pub use status::{
     CodingHealth, CodingPlace, CodingSent, CodingStatus, ConnectionStatus, NodeStatus, OffloadStatus,
     PhaseTimes, PoolHealth, PoolInfo, RebuildStatus, RequestTimes, ScrubStatus, Space, TargetState,
     TargetStatus,
-};
-pub use wire::{
-    DecodeError, VERSION, VERSION_OLDEST, decode_body, decode_head, decode_reply, encode_reply,
-    encode_request,
 };
