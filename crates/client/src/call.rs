@@ -8,7 +8,7 @@ use bytes::Bytes;
 use messenger::{BulkRegion, Connection, Message};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
-use wire::{Data, ReplyBody, RequestBody, RequestHead};
+use wire::{Data, ObjectReply, ObjectRequest, ReplyBody, RequestBody, RequestHead};
 
 use crate::link::{Link, Shared};
 use crate::sink::ChunkSink;
@@ -100,12 +100,12 @@ impl Pending {
         }
         let descriptor = self.region.as_ref().map(|region| region.descriptor.clone());
         match &mut self.body {
-            RequestBody::Mutate(mutate) => {
+            RequestBody::Object(ObjectRequest::Mutate(mutate)) => {
                 if let Some(descriptor) = descriptor {
                     mutate.data = Data::Bulk(descriptor);
                 }
             }
-            RequestBody::Read(read) => read.sink = descriptor,
+            RequestBody::Object(ObjectRequest::Read(read)) => read.sink = descriptor,
             _ => {}
         }
         self.sent_on = number;
@@ -123,7 +123,7 @@ impl Pending {
     }
 
     fn is_change(&self) -> bool {
-        matches!(self.body, RequestBody::Mutate(_))
+        matches!(self.body, RequestBody::Object(ObjectRequest::Mutate(_)))
     }
 
     /// The node's refusal, as the caller should see it. The node looks for the result of an earlier
@@ -141,10 +141,10 @@ impl Pending {
     pub(crate) fn collect(&mut self, body: ReplyBody, payload: Payload) -> Outcome {
         // Little data comes with the answer although there is a sink.
         let data = match (self.sink.take(), &body) {
-            (Some(sink), ReplyBody::Read { sent, .. }) if payload.is_empty() => {
+            (Some(sink), ReplyBody::Object(ObjectReply::Read { sent, .. })) if payload.is_empty() => {
                 sink.take(*sent).ok_or_else(|| incomplete(*sent))?
             }
-            (_, ReplyBody::Read { sent, .. }) if payload.len() as u64 != *sent => {
+            (_, ReplyBody::Object(ObjectReply::Read { sent, .. })) if payload.len() as u64 != *sent => {
                 return Err(incomplete(*sent));
             }
             _ => vec![payload.into_parts().0],
@@ -205,6 +205,7 @@ impl Link {
 mod tests {
     use super::*;
     use messenger::BulkSink;
+    use wire::AdminRequest;
 
     fn collected(sink: Option<&[u8]>, payload: &[u8], sent: u64) -> Result<usize> {
         let sink = sink.map(|pushed| {
@@ -212,11 +213,11 @@ mod tests {
             assert!(sink.write(0, Payload::compute(0, pushed.to_vec().into())));
             sink
         });
-        let body = RequestBody::PoolList;
+        let body = RequestBody::Admin(AdminRequest::PoolList);
         let (bulk, deadline) = (Bulk::None, Instant::now());
         let mut pending = Pending::new(body, bulk, deadline);
         pending.sink = sink;
-        let body = ReplyBody::Read { version: 1, object_size: 1 << 30, sent };
+        let body = ReplyBody::Object(ObjectReply::Read { version: 1, object_size: 1 << 30, sent });
         let answer = pending.collect(body, Payload::compute(0, payload.to_vec().into()))?;
         Ok(answer.data.iter().map(Bytes::len).sum())
     }

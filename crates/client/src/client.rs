@@ -5,7 +5,10 @@ use std::time::Duration;
 
 use messenger::{NetworkStack, StackOptions, UseAs};
 use uuid::Uuid;
-use wire::{NodeStatus, PoolInfo, PoolName, Redundancy, ReplyBody, RequestBody, ScrubStatus};
+use wire::{
+    AdminReply, AdminRequest, CodingMode, NodeStatus, PoolInfo, PoolName, Redundancy, ReplyBody, RequestBody,
+    ScrubStatus,
+};
 
 use crate::call::Bulk;
 use crate::link::Link;
@@ -75,7 +78,7 @@ impl Client {
     /// [`NodeError::PoolExists`](wire::Error::PoolExists) among others.
     pub async fn create_pool_with(&self, name: &str, pg_count: u32, redundancy: Redundancy) -> Result<()> {
         let name = PoolName::new(name)?.to_string().into();
-        self.done(RequestBody::PoolCreate { name, pg_count, redundancy }).await
+        self.done(RequestBody::Admin(AdminRequest::PoolCreate { name, pg_count, redundancy })).await
     }
 
     /// Takes a target out, so that placement groups with redundancy do without it and give its place to another one, if
@@ -84,7 +87,7 @@ impl Client {
     /// # Errors
     /// If there is no such target, or too few are left to change the node's map.
     pub async fn set_target_out(&self, index: u32, out: bool) -> Result<()> {
-        self.done(RequestBody::TargetSetOut { index, out }).await
+        self.done(RequestBody::Admin(AdminRequest::TargetSetOut { index, out })).await
     }
 
     /// Gives a target's number to another one, which the node is to be started with next.
@@ -92,7 +95,7 @@ impl Client {
     /// # Errors
     /// If there is no such target, or a pool without redundancy may need it.
     pub async fn replace_target(&self, index: u32, uuid: Uuid) -> Result<()> {
-        self.done(RequestBody::TargetReplace { index, uuid }).await
+        self.done(RequestBody::Admin(AdminRequest::TargetReplace { index, uuid })).await
     }
 
     /// Compares what a pool's targets have with what they should have, and makes damaged shards anew from others.
@@ -115,8 +118,8 @@ impl Client {
 
     async fn scrub(&self, pool: &str, start: bool, repair: bool) -> Result<ScrubStatus> {
         let pool = PoolName::new(pool)?.to_string().into();
-        match self.ask(RequestBody::Scrub { pool, start, repair }).await? {
-            ReplyBody::Scrub(status) => Ok(*status),
+        match self.ask(RequestBody::Admin(AdminRequest::Scrub { pool, start, repair })).await? {
+            ReplyBody::Admin(AdminReply::Scrub(status)) => Ok(*status),
             other => Err(unexpected(&other)),
         }
     }
@@ -126,16 +129,15 @@ impl Client {
     /// # Errors
     /// If the node does not answer.
     pub async fn set_rebuild_rate(&self, bytes_per_second: u64) -> Result<()> {
-        self.done(RequestBody::SetRebuildRate(bytes_per_second)).await
+        self.done(RequestBody::Admin(AdminRequest::SetRebuildRate(bytes_per_second))).await
     }
 
-    /// Says where the parity of staged data is computed, until the node is started again: `latency-sensitive`, `async`,
-    /// `hybrid:A:B` or `hybrid:auto`.
+    /// Sets where the parity of staged data is computed, until the node restarts.
     ///
     /// # Errors
-    /// If the node does not answer, does not know the mode, or has no DPU to choose.
-    pub async fn set_coding_mode(&self, mode: &str) -> Result<()> {
-        self.done(RequestBody::SetCodingMode(mode.to_owned().into())).await
+    /// If the node does not answer, or has no DPU to compute on.
+    pub async fn set_coding_mode(&self, mode: CodingMode) -> Result<()> {
+        self.done(RequestBody::Admin(AdminRequest::SetCodingMode(mode))).await
     }
 
     /// The pools, ordered by name.
@@ -143,8 +145,8 @@ impl Client {
     /// # Errors
     /// If the node does not answer.
     pub async fn pools(&self) -> Result<Vec<PoolInfo>> {
-        match self.ask(RequestBody::PoolList).await? {
-            ReplyBody::Pools(pools) => Ok(pools),
+        match self.ask(RequestBody::Admin(AdminRequest::PoolList)).await? {
+            ReplyBody::Admin(AdminReply::Pools(pools)) => Ok(pools),
             other => Err(unexpected(&other)),
         }
     }
@@ -155,7 +157,7 @@ impl Client {
     /// [`NodeError::PoolNotEmpty`](wire::Error::PoolNotEmpty) among others.
     pub async fn remove_pool(&self, name: &str, force: bool) -> Result<()> {
         let name = PoolName::new(name)?.to_string().into();
-        self.done(RequestBody::PoolRemove { name, force }).await
+        self.done(RequestBody::Admin(AdminRequest::PoolRemove { name, force })).await
     }
 
     /// The node's state.
@@ -163,8 +165,8 @@ impl Client {
     /// # Errors
     /// If the node does not answer.
     pub async fn status(&self) -> Result<NodeStatus> {
-        match self.ask(RequestBody::Status).await? {
-            ReplyBody::Status(status) => Ok(*status),
+        match self.ask(RequestBody::Admin(AdminRequest::Status)).await? {
+            ReplyBody::Admin(AdminReply::Status(status)) => Ok(*status),
             other => Err(unexpected(&other)),
         }
     }
@@ -176,8 +178,8 @@ impl Client {
     /// If the node does not answer.
     pub async fn collect_orphans(&self, older_than: Duration) -> Result<u64> {
         let older_than_ms = u64::try_from(older_than.as_millis()).unwrap_or(u64::MAX);
-        match self.ask(RequestBody::CollectOrphans { older_than_ms }).await? {
-            ReplyBody::Collected(count) => Ok(count),
+        match self.ask(RequestBody::Admin(AdminRequest::CollectOrphans { older_than_ms })).await? {
+            ReplyBody::Admin(AdminReply::Collected(count)) => Ok(count),
             other => Err(unexpected(&other)),
         }
     }
@@ -194,7 +196,7 @@ impl Client {
 
     async fn done(&self, body: RequestBody) -> Result<()> {
         match self.ask(body).await? {
-            ReplyBody::Done => Ok(()),
+            ReplyBody::Admin(AdminReply::Done) => Ok(()),
             other => Err(unexpected(&other)),
         }
     }

@@ -1,7 +1,10 @@
 //! Several changes of one object, all or none.
 
 use bytes::Bytes;
-use wire::{Condition, Data, Mutate, Mutated, Mutation, PartId, ReplyBody, RequestBody, Source};
+use wire::{
+    Condition, Data, Mutate, Mutated, Mutation, ObjectReply, ObjectRequest, PartId, ReplyBody, RequestBody,
+    Source,
+};
 
 use crate::call::Bulk;
 use crate::client::unexpected;
@@ -179,8 +182,8 @@ impl Compound {
         let (client, name) = self.object.parts();
         let mutate = Mutate { name: name.to_wire(), part, conditions: self.conditions, ops: self.ops, data };
         mutate.check()?;
-        match client.link.call(RequestBody::Mutate(mutate), bulk).await?.body {
-            ReplyBody::Mutated(mutated) => Ok(mutated),
+        match client.link.call(RequestBody::Object(ObjectRequest::Mutate(mutate)), bulk).await?.body {
+            ReplyBody::Object(ObjectReply::Mutated(mutated)) => Ok(mutated),
             other => Err(unexpected(&other)),
         }
     }

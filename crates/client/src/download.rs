@@ -4,7 +4,7 @@
 use bytes::{Bytes, BytesMut};
 use futures::stream::{FuturesOrdered, StreamExt};
 use tokio::io::{AsyncWrite, AsyncWriteExt};
-use wire::{Manifest, PartId, Read, ReplyBody, RequestBody};
+use wire::{Manifest, ObjectReply, ObjectRequest, PartId, Read, ReplyBody, RequestBody};
 
 use crate::call::Bulk;
 use crate::client::unexpected;
@@ -197,21 +197,21 @@ impl Download<'_> {
         let end = base::block::align_up(piece.offset.saturating_add(piece.len)).unwrap_or(u64::MAX);
         let room = end - start;
         let bulk = if room <= client.link.inline_max() { Bulk::None } else { Bulk::Sink(room) };
-        let body = RequestBody::Read(Read {
+        let body = RequestBody::Object(ObjectRequest::Read(Read {
             name: name.to_wire(),
             part: piece.part,
             offset: piece.offset,
             len: piece.len,
             if_version: piece.if_version,
             sink: None,
-        });
+        }));
         let answer = client.link.call(body, bulk).await?;
         match answer.body {
-            ReplyBody::Read { version, object_size, .. } => {
+            ReplyBody::Object(ObjectReply::Read { version, object_size, .. }) => {
                 let data = trim(answer.data, piece.offset - start, piece.len);
                 Ok(Found::Plain { version, size: object_size, data })
             }
-            ReplyBody::Striped { version, manifest } => {
+            ReplyBody::Object(ObjectReply::Striped { version, manifest }) => {
                 manifest.check()?;
                 Ok(Found::Striped { version, manifest })
             }

@@ -523,7 +523,7 @@ mod tests {
     use base::mem::ArenaBuf;
     use messenger::{BulkRegion, BulkSink, BulkSource, PeerInfo, Pulled};
     use wire::BulkDescriptor;
-    use wire::Data;
+    use wire::{Data, ObjectRequest};
 
     use super::*;
     use crate::call::Bulk;
@@ -572,7 +572,7 @@ mod tests {
 
     #[test]
     fn a_change_that_cannot_be_offered_again_is_unknown_if_it_was_sent_before() {
-        let body = RequestBody::Mutate(wire::Mutate {
+        let body = RequestBody::Object(ObjectRequest::Mutate(wire::Mutate {
             name: wire::WireName {
                 pool: "pool".into(),
                 namespace: bytes::Bytes::new(),
@@ -582,7 +582,7 @@ mod tests {
             conditions: vec![],
             ops: vec![],
             data: Data::None,
-        });
+        }));
         let refusing: Arc<dyn Connection> = Arc::new(Refusing);
         for (sent_on, unknown) in [(0, false), (1, true)] {
             let mut pending = Pending::new(body.clone(), Bulk::Sink(1), Instant::now());

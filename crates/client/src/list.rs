@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use bytes::Bytes;
-use wire::{List, ObjectName, PoolName, ReplyBody, RequestBody};
+use wire::{List, ObjectName, ObjectReply, ObjectRequest, PoolName, ReplyBody, RequestBody};
 
 use crate::call::Bulk;
 use crate::client::unexpected;
@@ -68,15 +68,15 @@ impl Listing {
     }
 
     async fn fetch(&mut self) -> Result<()> {
-        let body = RequestBody::List(List {
+        let body = RequestBody::Object(ObjectRequest::List(List {
             pool: self.pool.to_string().into(),
             namespace: self.namespace.clone().map(Bytes::from),
             prefix: self.prefix.clone(),
             cursor: self.cursor.clone(),
             limit: PAGE,
-        });
+        }));
         match self.client.link.call(body, Bulk::None).await?.body {
-            ReplyBody::Listed(listed) => {
+            ReplyBody::Object(ObjectReply::Listed(listed)) => {
                 for (namespace, object) in listed.names {
                     self.page.push_back(ObjectName::new(self.pool.clone(), namespace, object)?);
                 }

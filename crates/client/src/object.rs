@@ -5,7 +5,10 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use tokio::io::{AsyncRead, AsyncWrite};
-use wire::{Mutated, ObjectName, Query, QueryAnswer, QueryOp, ReplyBody, RequestBody, StatAnswer};
+use wire::{
+    Mutated, ObjectName, ObjectReply, ObjectRequest, Query, QueryAnswer, QueryOp, ReplyBody, RequestBody,
+    StatAnswer,
+};
 
 use crate::call::Bulk;
 use crate::client::unexpected;
@@ -334,8 +337,9 @@ impl Object {
     async fn query(&self, ops: Vec<QueryOp>) -> Result<Vec<QueryAnswer>> {
         let query = Query { name: self.name.to_wire(), conditions: Vec::new(), ops };
         query.check()?;
-        match self.client.link.call(RequestBody::Query(query), Bulk::None).await?.body {
-            ReplyBody::Queried(answers) => Ok(answers),
+        match self.client.link.call(RequestBody::Object(ObjectRequest::Query(query)), Bulk::None).await?.body
+        {
+            ReplyBody::Object(ObjectReply::Queried(answers)) => Ok(answers),
             other => Err(unexpected(&other)),
         }
     }

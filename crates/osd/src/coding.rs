@@ -14,7 +14,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use ec::Code;
 use ec::offload::host_load::{HostLoad, Load, Thresholds};
-use ec::offload::scheduler::{Capacity, Config, Mode, Place, PlaceSnapshot, Refused, Scheduler, Slot};
+use ec::offload::scheduler::{Capacity, Config, Place, PlaceSnapshot, Refused, Scheduler, Slot};
 use ec::offload::software::{self, Processor, SoftwareOptions};
 use ec::offload::worker::{Work, Worker};
 use futures::future::join;
@@ -22,9 +22,9 @@ use store::stripes::{Coder, Parity, ShardBuf, ShardBytes, StripeError, StripeSto
 use store::{StageId, StoreError};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
-use wire::{CodingHealth, CodingPlace, CodingSent, CodingStatus, Error};
+use wire::{CodingHealth, CodingMode, CodingOffload, CodingPlace, CodingSent, CodingStatus, Error};
 
-use crate::config::{CodingConfig, CodingOffload};
+use crate::config::CodingConfig;
 
 /// Pause between two looks at the host's load.
 const WATCH: Duration = Duration::from_millis(100);
@@ -73,7 +73,7 @@ impl Coding {
         let options = SoftwareOptions { threads, queue, ..SoftwareOptions::new(Processor::Dpu) };
         let software = software::start(SoftwareOptions { faults: config.faults.clone(), ..options })?;
         // Where there is no DPU there is nothing to be chosen.
-        let mode = if config.offload.is_some() { config.mode } else { Mode::LatencySensitive };
+        let mode = if config.offload.is_some() { config.mode } else { CodingMode::LatencySensitive };
         let offload = match config.offload {
             Some(CodingOffload::Accelerator) => Capacity { slots: 32, lanes: 1 },
             Some(CodingOffload::Dpu) | None => Capacity { slots: 2 * threads, lanes: threads },
@@ -106,10 +106,9 @@ impl Coding {
     /// Changes the mode.
     ///
     /// # Errors
-    /// If it is none, or there is no DPU to choose.
-    pub(crate) fn set_mode(&self, text: &str) -> wire::Result<()> {
-        let mode: Mode = text.parse().map_err(|e| Error::BadRequest(format!("{e}")))?;
-        if self.offload.is_none() && mode != Mode::LatencySensitive {
+    /// If the mode needs a DPU and the node has none.
+    pub(crate) fn set_mode(&self, mode: CodingMode) -> wire::Result<()> {
+        if self.offload.is_none() && mode != CodingMode::LatencySensitive {
             let why = "this node has no DPU to code on: its placement is host; configure coding.offload = \"accelerator\"";
             return Err(Error::BadRequest(why.into()));
         }
@@ -239,8 +238,8 @@ impl Coding {
         let load = self.load.borrow();
         let percent = |part: f64| (part * 100.0).round() as u32;
         CodingStatus {
-            mode: snapshot.mode.to_string(),
-            engine: self.offload.map_or("none", CodingOffload::name).to_owned(),
+            mode: snapshot.mode,
+            engine: self.offload,
             emulated: self.offload == Some(CodingOffload::Accelerator),
             host_busy: snapshot.host_busy,
             host_utilization_percent: percent(load.utilization()),

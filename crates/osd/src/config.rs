@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use base::fault::Faults;
-use ec::offload::scheduler::Mode;
 use store::stripes::{Engines, StripeStores};
 use wire::OffloadStatus;
+use wire::{CodingMode, CodingOffload, Placement};
 
 use crate::clock::WallClock;
 
@@ -15,7 +15,7 @@ use crate::clock::WallClock;
 #[derive(Debug, Clone)]
 pub struct OsdConfig {
     /// `dpu` or `host`, for the status. With `host`, the time of the stores' calls is booked here; with `dpu`, by the proxy.
-    pub placement: String,
+    pub placement: Placement,
     /// Name of the engine that moves data between OSD and store, for the status.
     pub engine: String,
     /// Whether that engine is emulated, for the status.
@@ -99,7 +99,7 @@ impl Default for TargetRetry {
 #[derive(Debug, Clone)]
 pub struct CodingConfig {
     /// The mode to begin with.
-    pub mode: Mode,
+    pub mode: CodingMode,
     /// What of the DPU computes; `None` where there is no DPU, and all is done by the host's processor.
     pub offload: Option<CodingOffload>,
     /// Threads of the DPU's cores that compute.
@@ -114,26 +114,6 @@ pub struct CodingConfig {
     pub stripes: StripesAt,
     /// What is to go wrong on the DPU's cores.
     pub faults: Faults,
-}
-
-/// What of the DPU computes parity.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum CodingOffload {
-    /// Its cores, in this process.
-    Dpu,
-    /// Its accelerator, beside the stores.
-    Accelerator,
-}
-
-impl CodingOffload {
-    /// As it is configured.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            CodingOffload::Dpu => "dpu",
-            CodingOffload::Accelerator => "accelerator",
-        }
-    }
 }
 
 /// What takes stripes to the stores.
@@ -154,7 +134,7 @@ impl std::fmt::Debug for StripesAt {
 impl Default for CodingConfig {
     fn default() -> Self {
         CodingConfig {
-            mode: Mode::Async,
+            mode: CodingMode::Async,
             offload: Some(CodingOffload::Dpu),
             threads: 1,
             host_threads: 1,
@@ -183,14 +163,14 @@ impl OsdConfig {
 
     /// Whether the store is called directly, rather than through the host–DPU channel.
     pub(crate) fn store_is_here(&self) -> bool {
-        self.placement == "host"
+        self.placement == Placement::Host
     }
 }
 
 impl Default for OsdConfig {
     fn default() -> Self {
         OsdConfig {
-            placement: "host".into(),
+            placement: Placement::Host,
             engine: "none".into(),
             emulated: false,
             transfer_timeout: Duration::from_secs(30),

@@ -13,6 +13,7 @@
 
 #![forbid(unsafe_code)]
 
+mod admin;
 mod age;
 mod array;
 mod audit;
@@ -51,8 +52,7 @@ mod written;
 pub use array::NewObjects;
 pub use audit::inspect_object;
 pub use clock::WallClock;
-pub use config::{CodingConfig, CodingOffload, OffloadSource, OsdConfig, StripesAt, TargetRetry};
-pub use ec::offload::scheduler::Mode as CodingMode;
+pub use config::{CodingConfig, OffloadSource, OsdConfig, StripesAt, TargetRetry};
 pub use node::{Osd, StartError};
 pub use wire::OffloadStatus;
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 use bytes::{BufMut, Bytes, BytesMut};
 use store::{ObjectId, StoreError};
 use wire::limits::MAX_PAGE;
-use wire::{Error, List, Listed, PoolName, ReplyBody};
+use wire::{Error, List, Listed, ObjectReply, PoolName};
 
 use crate::fail::{Fail, Step, unavailable};
 use crate::ids;
@@ -20,7 +20,7 @@ const SCAN_MAX: usize = 8192;
 const STEP: usize = 1024;
 
 /// Answers with a page of names.
-pub(crate) async fn list(osd: &Osd, request: &Request, list: &List) -> wire::Result<ReplyBody> {
+pub(crate) async fn list(osd: &Osd, request: &Request, list: &List) -> wire::Result<ObjectReply> {
     let pool = osd.pool(PoolName::from_wire(&list.pool)?.as_str())?;
     let patience = request.patience(&osd.config);
     let (mut pg, mut from) = parse_cursor(&list.cursor)?;
@@ -44,8 +44,8 @@ struct Page<'a> {
 }
 
 impl Page<'_> {
-    fn end(self, cursor: Bytes) -> ReplyBody {
-        ReplyBody::Listed(Listed { names: self.names, cursor })
+    fn end(self, cursor: Bytes) -> ObjectReply {
+        ObjectReply::Listed(Listed { names: self.names, cursor })
     }
 
     fn is_full(&self) -> bool {

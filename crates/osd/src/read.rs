@@ -14,8 +14,10 @@ use futures::future::Either;
 use futures::stream::{FuturesUnordered, StreamExt};
 use store::{ReadData, StoreError};
 use tokio::time::Instant;
-use wire::{BulkDescriptor, BulkDirection};
-use wire::{Error, ObjectName, Query, QueryAnswer, QueryOp, Read, ReplyBody, StatAnswer};
+use wire::{
+    BulkDescriptor, BulkDirection, Error, ObjectName, ObjectReply, Query, QueryAnswer, QueryOp, Read,
+    StatAnswer,
+};
 
 use crate::fail::{Fail, Step, unavailable};
 use crate::gather::SEGMENT;
@@ -49,7 +51,7 @@ struct Reader<'a> {
 }
 
 /// Reads data: into the answer's payload or into the client's sink.
-pub(crate) async fn read(osd: &Osd, request: &Request, read: &Read) -> wire::Result<(ReplyBody, Payload)> {
+pub(crate) async fn read(osd: &Osd, request: &Request, read: &Read) -> wire::Result<(ObjectReply, Payload)> {
     let name: ObjectName = read.name.check()?;
     let place = osd.place(&name, read.part.as_ref())?;
     let reader = Reader { osd, request, read, name: name.to_string(), place };
@@ -61,7 +63,7 @@ pub(crate) async fn read(osd: &Osd, request: &Request, read: &Read) -> wire::Res
 }
 
 impl Reader<'_> {
-    async fn run(&self) -> Step<(ReplyBody, Payload)> {
+    async fn run(&self) -> Step<(ObjectReply, Payload)> {
         let start = block::align_down(self.read.offset);
         let wanted_end = block::align_up(self.read.offset.saturating_add(self.read.len)).unwrap_or(u64::MAX);
         let room = match &self.read.sink {
@@ -81,7 +83,7 @@ impl Reader<'_> {
                 return Ok((striped(&info), Payload::default()));
             }
             let sent = end.min(info.size).saturating_sub(start);
-            let body = ReplyBody::Read { version: info.version, object_size: info.size, sent };
+            let body = ObjectReply::Read { version: info.version, object_size: info.size, sent };
             if let (Some(sink), true) = (&self.read.sink, first.len < sent) {
                 self.push_all(sink, first, start + sent).await?;
                 return Ok((body, Payload::default()));
@@ -262,10 +264,10 @@ impl Reader<'_> {
     }
 }
 
-fn striped(info: &ObjectInfo) -> ReplyBody {
+fn striped(info: &ObjectInfo) -> ObjectReply {
     match info.manifest {
-        Some(manifest) => ReplyBody::Striped { version: info.version, manifest },
-        None => ReplyBody::Read { version: info.version, object_size: info.size, sent: 0 },
+        Some(manifest) => ObjectReply::Striped { version: info.version, manifest },
+        None => ObjectReply::Read { version: info.version, object_size: info.size, sent: 0 },
     }
 }
 
@@ -278,7 +280,7 @@ fn sink_room(sink: &BulkDescriptor) -> Step<u64> {
 }
 
 /// Answers questions about one object.
-pub(crate) async fn query(osd: &Osd, request: &Request, query: &Query) -> wire::Result<ReplyBody> {
+pub(crate) async fn query(osd: &Osd, request: &Request, query: &Query) -> wire::Result<ObjectReply> {
     query.check()?;
     let name: ObjectName = query.name.check()?;
     let place = osd.place(&name, None)?;
@@ -286,7 +288,7 @@ pub(crate) async fn query(osd: &Osd, request: &Request, query: &Query) -> wire::
     let object = place.pg.object(&place.oid);
     let attempt = async || try_query(&place, &object, &name, query).await;
     match patiently(&place, request.patience(&osd.config), attempt).await {
-        Ok(answers) => Ok(ReplyBody::Queried(answers)),
+        Ok(answers) => Ok(ObjectReply::Queried(answers)),
         Err(Fail::Refused(e)) => Err(e),
         Err(Fail::Lost(why)) => Err(unavailable(why)),
     }

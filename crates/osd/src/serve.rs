@@ -8,7 +8,9 @@ use base::phases::Clock;
 use messenger::{Connection, Event, Incoming, Listener, Message};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Duration, Instant};
-use wire::{Error, Mutate, Mutated, Redundancy, Reply, ReplyBody, RequestBody, RequestHead, SessionId};
+use wire::{
+    Error, Mutate, Mutated, ObjectReply, ObjectRequest, Reply, ReplyBody, RequestBody, RequestHead, SessionId,
+};
 
 use crate::gather::{COMPANY, Puller};
 use crate::inflight::{Claim, joined};
@@ -17,7 +19,7 @@ use crate::osd::{Osd, Request};
 use crate::pg::Origin;
 use crate::sessions::{ConnectionId, Opened};
 use crate::times::Kind;
-use crate::{list, read, status};
+use crate::{list, read};
 
 /// A session's place is said to be in use at most that often.
 const HEARD_PAUSE: Duration = Duration::from_secs(1);
@@ -152,7 +154,7 @@ impl Served {
             let all = u32::try_from(osd.config.requests_per_connection).unwrap_or(u32::MAX);
             let Ok(_all_done) = room.acquire_many(all).await else { return };
             osd.close_session(session);
-            answer(&connection, seq, Ok(ReplyBody::Done), Payload::default()).await;
+            answer(&connection, seq, Ok(ReplyBody::Closed), Payload::default()).await;
         });
     }
 
@@ -212,75 +214,39 @@ impl Osd {
         payload: Payload,
     ) -> (wire::Result<ReplyBody>, Payload) {
         count(&body);
-        let mut result = match body {
-            RequestBody::Mutate(mutate) => {
-                self.mutate(request, &mutate, payload).await.map(ReplyBody::Mutated)
-            }
-            RequestBody::Read(wanted) => match read::read(self, request, &wanted).await {
-                Ok((body, payload)) => return (Ok(body), payload),
-                Err(e) => Err(e),
+        let (mut result, payload) = match body {
+            RequestBody::Object(body) => match self.carry_out_object(request, body, payload).await {
+                Ok((reply, payload)) => (Ok(ReplyBody::Object(reply)), payload),
+                Err(e) => (Err(e), Payload::default()),
             },
-            RequestBody::Query(query) => read::query(self, request, &query).await,
-            RequestBody::List(wanted) => list::list(self, request, &wanted).await,
-            RequestBody::PoolCreate { name, pg_count, redundancy } => {
-                self.pool_created(request, &name, pg_count, redundancy).await
+            RequestBody::Admin(body) => {
+                (self.administer(request, body).await.map(ReplyBody::Admin), Payload::default())
             }
-            RequestBody::PoolList => Ok(ReplyBody::Pools(self.list_pools())),
-            RequestBody::PoolRemove { name, force } => self.pool_removed(request, &name, force).await,
-            RequestBody::TargetSetOut { index, out } => {
-                self.set_target_out(index, out).await.map(|()| ReplyBody::Done)
-            }
-            RequestBody::TargetReplace { index, uuid } => {
-                self.replace_target(index, uuid).await.map(|()| ReplyBody::Done)
-            }
-            RequestBody::Scrub { pool, start, repair } => {
-                self.scrub(&pool, start, repair).map(|status| ReplyBody::Scrub(Box::new(status)))
-            }
-            RequestBody::SetRebuildRate(rate) => {
-                self.pace.set_rate(rate);
-                Ok(ReplyBody::Done)
-            }
-            RequestBody::SetCodingMode(mode) => {
-                self.coding.set_mode(&String::from_utf8_lossy(&mode)).map(|()| ReplyBody::Done)
-            }
-            RequestBody::Status => Ok(ReplyBody::Status(Box::new(status::status(self).await))),
-            RequestBody::CollectOrphans { older_than_ms } => {
-                let grace = std::time::Duration::from_millis(older_than_ms);
-                Ok(ReplyBody::Collected(self.collect_orphans(grace).await))
-            }
-            other => Err(Error::BadRequest(format!("{other:?} is not known here"))),
+            other => (Err(Error::BadRequest(format!("{other:?} is not known here"))), Payload::default()),
         };
         if let Err(Error::NoSpace { target, .. }) = &mut result {
             *target = self.map.borrow().name_of(target);
         }
-        (result, Payload::default())
+        (result, payload)
     }
 
-    /// A retry may find that its first attempt has done it.
-    async fn pool_created(
-        &self,
-        request: &Request,
-        name: &[u8],
-        pg_count: u32,
-        redundancy: Redundancy,
-    ) -> wire::Result<ReplyBody> {
-        match self.create_pool(name, pg_count, redundancy).await {
-            Err(Error::PoolExists(_)) if request.head.retry => Ok(ReplyBody::Done),
-            done => done.map(|()| ReplyBody::Done),
-        }
-    }
-
-    /// A retry may find that its first attempt has done it.
-    async fn pool_removed(
+    /// Carries out a request for data. Returns the answer and the data that goes with it.
+    async fn carry_out_object(
         self: &Rc<Osd>,
         request: &Request,
-        name: &[u8],
-        force: bool,
-    ) -> wire::Result<ReplyBody> {
-        match self.remove_pool(name, force).await {
-            Err(Error::NoSuchPool(_)) if request.head.retry => Ok(ReplyBody::Done),
-            done => done.map(|()| ReplyBody::Done),
-        }
+        body: ObjectRequest,
+        payload: Payload,
+    ) -> wire::Result<(ObjectReply, Payload)> {
+        let reply = match body {
+            ObjectRequest::Mutate(mutate) => {
+                ObjectReply::Mutated(self.mutate(request, &mutate, payload).await?)
+            }
+            ObjectRequest::Read(wanted) => return read::read(self, request, &wanted).await,
+            ObjectRequest::Query(query) => read::query(self, request, &query).await?,
+            ObjectRequest::List(wanted) => list::list(self, request, &wanted).await?,
+            other => return Err(Error::BadRequest(format!("{other:?} is not known here"))),
+        };
+        Ok((reply, Payload::default()))
     }
 
     async fn mutate(
@@ -350,10 +316,10 @@ impl Osd {
 
 fn count(body: &RequestBody) {
     let kind = match body {
-        RequestBody::Mutate(_) => "mutate",
-        RequestBody::Read(_) => "read",
-        RequestBody::Query(_) => "query",
-        RequestBody::List(_) => "list",
+        RequestBody::Object(ObjectRequest::Mutate(_)) => "mutate",
+        RequestBody::Object(ObjectRequest::Read(_)) => "read",
+        RequestBody::Object(ObjectRequest::Query(_)) => "query",
+        RequestBody::Object(ObjectRequest::List(_)) => "list",
         _ => "admin",
     };
     metrics::counter!("outboard_osd_requests_total", "kind" => kind).increment(1);

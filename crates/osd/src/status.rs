@@ -21,7 +21,7 @@ pub(crate) async fn status(osd: &Osd) -> NodeStatus {
     let map = osd.map.borrow();
     NodeStatus {
         node: map.node,
-        placement: osd.config.placement.clone(),
+        placement: osd.config.placement,
         engine: osd.config.engine.clone(),
         emulated: osd.config.emulated,
         osd_pid: std::process::id(),

@@ -6,7 +6,7 @@ use base::phases::Breakdown;
 use base::thread::ThreadClass;
 use base::work;
 use metrics::{Counter, counter};
-use wire::{PhaseTimes, RequestBody, RequestTimes};
+use wire::{ObjectRequest, PhaseTimes, RequestBody, RequestTimes};
 
 /// What a shard's thread works on.
 const CLASSES: [ThreadClass; 3] = [ThreadClass::Messenger, ThreadClass::Osd, ThreadClass::Channel];
@@ -22,8 +22,8 @@ pub(crate) enum Kind {
 impl Kind {
     pub(crate) fn of(body: &RequestBody) -> Kind {
         match body {
-            RequestBody::Mutate(_) => Kind::Write,
-            RequestBody::Read(_) => Kind::Read,
+            RequestBody::Object(ObjectRequest::Mutate(_)) => Kind::Write,
+            RequestBody::Object(ObjectRequest::Read(_)) => Kind::Read,
             _ => Kind::Other,
         }
     }

@@ -63,3 +63,13 @@ pub enum Command {
     Fsck(commands::fsck::FsckArgs),
     Doctor(commands::doctor::DoctorArgs),
 }
+
+/// Parses a placement; its names appear in the help.
+pub fn placement() -> impl clap::builder::TypedValueParser<Value = wire::Placement> {
+    use clap::builder::{PossibleValuesParser, TypedValueParser};
+    let names = wire::Placement::ALL.map(wire::Placement::as_str);
+    PossibleValuesParser::new(names).map(|name| {
+        // The parser has checked the name.
+        wire::Placement::ALL.into_iter().find(|p| p.as_str() == name).unwrap_or(wire::Placement::Dpu)
+    })
+}

@@ -6,9 +6,9 @@ use serde::Serialize;
 use crate::{Reply, RequestBody, RequestHead};
 
 /// Newest version of the object protocol that this program speaks.
-pub const VERSION: u16 = 5;
+pub const VERSION: u16 = 6;
 /// Oldest version of the object protocol that this program speaks.
-pub const VERSION_OLDEST: u16 = 5;
+pub const VERSION_OLDEST: u16 = 6;
 
 /// Bytes that are not what they should be.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -75,19 +75,19 @@ fn error(what: &'static str, e: &postcard::Error) -> DecodeError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Condition, Data, Mutate, Mutation, ObjectName, Source};
+    use crate::{Condition, Data, Mutate, Mutation, ObjectName, ObjectRequest, Source};
     use proptest::prelude::*;
 
     fn sample() -> (RequestHead, RequestBody) {
         let head = RequestHead { seq: 7, acked_through: 3, retry: true, deadline_ms: 1000 };
         let name: ObjectName = "pool:ns/object".parse().unwrap();
-        let body = RequestBody::Mutate(Mutate {
+        let body = RequestBody::Object(ObjectRequest::Mutate(Mutate {
             name: name.to_wire(),
             part: None,
             conditions: vec![Condition::Version(3), Condition::Xattr("a".into(), None)],
             ops: vec![Mutation::Append(Source::Embedded("xyz".into())), Mutation::OmapClear],
             data: Data::None,
-        });
+        }));
         (head, body)
     }
 
@@ -105,7 +105,7 @@ mod tests {
         fn arbitrary_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
             let _ = decode_head(&bytes);
             let _ = decode_reply(&bytes);
-            if let Ok(RequestBody::Mutate(mutate)) = decode_body(&bytes) {
+            if let Ok(RequestBody::Object(ObjectRequest::Mutate(mutate))) = decode_body(&bytes) {
                 let _ = (mutate.check(), mutate.name.check());
             }
         }

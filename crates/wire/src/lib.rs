@@ -6,8 +6,10 @@
 
 #![forbid(unsafe_code)]
 
+mod admin;
 mod bulk;
 mod codec;
+mod coding;
 mod error;
 pub mod limits;
 mod name;
@@ -16,22 +18,26 @@ mod redundancy;
 mod reply;
 mod request;
 mod session;
+mod states;
 mod status;
 
+pub use admin::{AdminReply, AdminRequest};
 pub use bulk::{BulkDescriptor, BulkDirection, BulkOwner, BulkSegment, MemoryKind, RemoteMemory};
 pub use codec::{
     DecodeError, VERSION, VERSION_OLDEST, decode_body, decode_head, decode_reply, encode_reply,
     encode_request,
 };
+pub use coding::{CodingMode, CodingModeError, CodingRatio};
 pub use error::{Error, Result};
 pub use name::{NameError, ObjectName, PoolName, WireName};
 pub use redundancy::{DEFAULT_STRIPE_UNIT, MAX_COPIES, MAX_STRIPE, Redundancy};
-pub use reply::{Listed, Mutated, QueryAnswer, Reply, ReplyBody, StatAnswer};
+pub use reply::{Listed, Mutated, ObjectReply, QueryAnswer, Reply, ReplyBody, StatAnswer};
 pub use request::{
-    Condition, Data, List, Manifest, Mutate, Mutation, PartId, Query, QueryOp, Read, RequestBody,
-    RequestHead, Source,
+    Condition, Data, List, Manifest, Mutate, Mutation, ObjectRequest, PartId, Query, QueryOp, Read,
+    RequestBody, RequestHead, Source,
 };
 pub use session::{SessionId, UploadId};
+pub use states::{CodingOffload, OffloadState, Placement};
 pub use status::{
     CodingHealth, CodingPlace, CodingSent, CodingStatus, ConnectionStatus, NodeStatus, OffloadStatus,
     PhaseTimes, PoolHealth, PoolInfo, RebuildStatus, RequestTimes, ScrubStatus, Space, TargetState,

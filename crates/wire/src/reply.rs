@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
-use crate::{Manifest, NodeStatus, PoolInfo, Result, ScrubStatus, SessionId};
+use crate::{AdminReply, Manifest, Result, SessionId};
 
 /// Answer to one request.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -25,6 +25,30 @@ pub enum ReplyBody {
         /// The session: the one presented, or a new one.
         session: SessionId,
     },
+    /// The session is over.
+    Closed,
+    /// The answer to an [`ObjectRequest`](crate::ObjectRequest).
+    Object(ObjectReply),
+    /// The answer to an [`AdminRequest`](crate::AdminRequest).
+    Admin(AdminReply),
+}
+
+impl From<ObjectReply> for ReplyBody {
+    fn from(reply: ObjectReply) -> ReplyBody {
+        ReplyBody::Object(reply)
+    }
+}
+
+impl From<AdminReply> for ReplyBody {
+    fn from(reply: AdminReply) -> ReplyBody {
+        ReplyBody::Admin(reply)
+    }
+}
+
+/// The answer to an [`ObjectRequest`](crate::ObjectRequest).
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum ObjectReply {
     /// The change is durable.
     Mutated(Mutated),
     /// One answer per question.
@@ -48,16 +72,6 @@ pub enum ReplyBody {
     },
     /// A page of names.
     Listed(Listed),
-    /// The pools.
-    Pools(Vec<PoolInfo>),
-    /// The node's state.
-    Status(Box<NodeStatus>),
-    /// How a scrub stands.
-    Scrub(Box<ScrubStatus>),
-    /// That many orphaned parts were removed.
-    Collected(u64),
-    /// Done; there is nothing to say.
-    Done,
 }
 
 /// What a change did.

@@ -2,13 +2,12 @@
 
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
-use uuid::Uuid;
 
 use crate::limits::{
     MAX_OBJECT_SIZE, MAX_OMAP_KEY, MAX_OMAP_VALUE, MAX_OPS, MAX_PAGE, MAX_PARTS, MAX_XATTR_NAME,
     MAX_XATTR_VALUE,
 };
-use crate::{BulkDescriptor, Error, Redundancy, Result, SessionId, UploadId, WireName};
+use crate::{AdminRequest, BulkDescriptor, Error, Result, SessionId, UploadId, WireName};
 
 /// What stands in front of every request, so that it can be answered even if the rest makes no sense.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -26,6 +25,10 @@ pub struct RequestHead {
 /// What is asked for.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "nearly all requests are for data, and a box costs each an allocation"
+)]
 pub enum RequestBody {
     /// Opens a session, or goes on with one. The first request of every connection.
     Open {
@@ -36,6 +39,33 @@ pub enum RequestBody {
         /// The session to go on with.
         session: Option<SessionId>,
     },
+    /// Ends the session: the client repeats none of its requests and wants no more results. The OSD
+    /// forgets the session's results with later changes of the same placement groups. A repeat that
+    /// comes all the same is refused with [`Error::RequestExpired`]. A client need not wait for the
+    /// answer.
+    CloseSession,
+    /// Reads or changes objects.
+    Object(ObjectRequest),
+    /// Administers the node.
+    Admin(AdminRequest),
+}
+
+impl From<ObjectRequest> for RequestBody {
+    fn from(request: ObjectRequest) -> RequestBody {
+        RequestBody::Object(request)
+    }
+}
+
+impl From<AdminRequest> for RequestBody {
+    fn from(request: AdminRequest) -> RequestBody {
+        RequestBody::Admin(request)
+    }
+}
+
+/// A request for data: what an object front end sends.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum ObjectRequest {
     /// Changes one object.
     Mutate(Mutate),
     /// Asks for what is small about one object.
@@ -44,63 +74,6 @@ pub enum RequestBody {
     Read(Read),
     /// A page of object names.
     List(List),
-    /// Creates a pool.
-    PoolCreate {
-        /// Its name.
-        name: Bytes,
-        /// Number of placement groups, a power of two; 0 for the default.
-        pg_count: u32,
-        /// How its objects are kept from being lost with a target.
-        redundancy: Redundancy,
-    },
-    /// Lists the pools.
-    PoolList,
-    /// Removes a pool.
-    PoolRemove {
-        /// Its name.
-        name: Bytes,
-        /// Whether to remove the objects in it.
-        force: bool,
-    },
-    /// Takes a target out, so that placement groups with redundancy do without it; or in again.
-    TargetSetOut {
-        /// Its number.
-        index: u32,
-        /// Out or in.
-        out: bool,
-    },
-    /// Gives a target's number to another one, which the node has from its next start on.
-    TargetReplace {
-        /// The number.
-        index: u32,
-        /// The new target.
-        uuid: Uuid,
-    },
-    /// How a pool's scrub stands.
-    Scrub {
-        /// The pool.
-        pool: Bytes,
-        /// Begins one if none is under way.
-        start: bool,
-        /// The one that begins gives objects whose data ends early the size that is recorded of them.
-        repair: bool,
-    },
-    /// Sets how many bytes a second rebuilds and scrubs may move; 0 for no limit.
-    SetRebuildRate(u64),
-    /// Says where parity is to be computed: a mode as text.
-    SetCodingMode(Bytes),
-    /// The node's state.
-    Status,
-    /// Looks for orphaned parts now, and removes them.
-    CollectOrphans {
-        /// Only parts that are at least that old, in milliseconds.
-        older_than_ms: u64,
-    },
-    /// Ends the session: the client repeats none of its requests and wants no more results. The OSD
-    /// forgets the session's results with later changes of the same placement groups. A repeat that
-    /// comes all the same is refused with [`Error::RequestExpired`]. A client need not wait for the
-    /// answer.
-    CloseSession,
 }
 
 /// One part of a striped object.

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-use crate::Redundancy;
+use crate::{CodingMode, CodingOffload, OffloadState, Placement, Redundancy};
 
 /// A pool.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -161,8 +161,8 @@ pub struct RequestTimes {
 /// How the offload of moving data between OSD and store stands.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OffloadStatus {
-    /// `active`, `cooling down` or `probing`; `not in use` if the session with the store has no memory for it.
-    pub state: String,
+    /// State of its circuit breaker.
+    pub state: OffloadState,
     /// How often it failed.
     pub failures: u64,
     /// How often a probe found it still failing.
@@ -184,10 +184,10 @@ pub struct OffloadStatus {
 /// Where the parity of staged data is computed.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CodingStatus {
-    /// The mode: `latency-sensitive`, `async`, `hybrid:A:B` or `hybrid:auto`.
-    pub mode: String,
-    /// What the offload is: `dpu` (its cores), `accelerator`, or `none` where there is no DPU.
-    pub engine: String,
+    /// The coding mode.
+    pub mode: CodingMode,
+    /// The offload; `None` where there is no DPU.
+    pub engine: Option<CodingOffload>,
     /// Whether that stands for hardware that is not there.
     pub emulated: bool,
     /// The host's processor is busy: everything goes to the offload.
@@ -247,8 +247,8 @@ pub struct CodingSent {
 /// Whether a place works.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CodingHealth {
-    /// `active`, `cooling down` or `probing`.
-    pub state: String,
+    /// State of its circuit breaker.
+    pub state: OffloadState,
     /// How often it failed.
     pub failures: u64,
     /// How often a probe found it still failing.
@@ -278,8 +278,8 @@ pub struct ConnectionStatus {
 pub struct NodeStatus {
     /// The node's id.
     pub node: Uuid,
-    /// `dpu` or `host`.
-    pub placement: String,
+    /// Processes that handle requests and hold targets.
+    pub placement: Placement,
     /// Name of the engine that moves data between OSD and store.
     pub engine: String,
     /// Whether that engine stands for hardware that is not there.

@@ -26,7 +26,7 @@ use rand::{Rng, SeedableRng};
 use store::{BlockStore, MemStore, MkfsOptions, MountOptions, ObjectId, ObjectStore, Op, Transaction, fsck};
 use tokio::sync::oneshot;
 use uuid::Uuid;
-use wire::{Data, Manifest, Mutation, SessionId, Source, UploadId};
+use wire::{Data, Manifest, Mutation, Placement, SessionId, Source, UploadId};
 
 use crate::common::{data, is_another_network, network, seed, stack};
 use crate::raw::{Raw, head, mutate};
@@ -313,15 +313,6 @@ async fn commit_by_hand(raw: &mut Raw, seq: u64, name: &str, steps: &[Step]) -> 
     raw.changed(head, mutate(name, ops, Data::None)).await
 }
 
-/// Where the OSD and its stores run.
-#[derive(Debug, Clone, Copy, PartialEq)]
-enum Placement {
-    /// The OSD calls the stores.
-    Host,
-    /// The OSD reaches the stores by the host-DPU channel.
-    Dpu,
-}
-
 /// A node of just the targets that a pool takes, in one placement.
 pub(crate) struct Rig {
     redundancy: String,
@@ -414,7 +405,7 @@ impl Rig {
                     options.memory.largest_buffer = LARGEST_BUFFER;
                     let session = Session::connect(endpoint, options).await.unwrap();
                     assert!(session.status().by_dma, "{:?}", session.status());
-                    config.placement = "dpu".into();
+                    config.placement = Placement::Dpu;
                     config.coding.stripes = StripesAt::There(session.stripes());
                     let targets: Vec<_> =
                         (0..stores.len()).map(|index| session.store(index) as Arc<dyn ObjectStore>).collect();

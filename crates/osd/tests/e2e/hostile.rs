@@ -4,7 +4,10 @@ use base::block::Payload;
 use bytes::Bytes;
 use messenger::{ConnectOptions, Message};
 use wire::limits::{MAX_OBJECT_SIZE, MAX_OPS};
-use wire::{BulkDescriptor, BulkDirection, BulkOwner, BulkSegment, MemoryKind};
+use wire::{
+    AdminRequest, BulkDescriptor, BulkDirection, BulkOwner, BulkSegment, MemoryKind, ObjectReply,
+    ObjectRequest,
+};
 use wire::{
     Condition, Data, Error, List, Manifest, Mutate, Mutation, NameError, Read, ReplyBody, RequestBody,
     RequestHead, SessionId, Source, UploadId, WireName,
@@ -61,13 +64,17 @@ async fn impossible_changes_are_refused_each_for_its_reason() {
     };
     let bulk = |d: BulkDescriptor| mutate("x", vec![payload_op()], Data::Bulk(d));
     let requests: Vec<Refused> = vec![
-        ("no pool", RequestBody::Mutate(named(wire(b"nowhere", b"x".to_vec()))), |e| {
-            matches!(e, Error::NoSuchPool(_))
-        }),
-        ("long name", RequestBody::Mutate(named(wire(b"pool", vec![b'x'; 1025]))), |e| {
-            matches!(e, Error::BadName(NameError::TooLong { .. }))
-        }),
-        ("not UTF-8", RequestBody::Mutate(named(wire(b"pool", vec![0xff]))), |e| {
+        (
+            "no pool",
+            RequestBody::Object(ObjectRequest::Mutate(named(wire(b"nowhere", b"x".to_vec())))),
+            |e| matches!(e, Error::NoSuchPool(_)),
+        ),
+        (
+            "long name",
+            RequestBody::Object(ObjectRequest::Mutate(named(wire(b"pool", vec![b'x'; 1025])))),
+            |e| matches!(e, Error::BadName(NameError::TooLong { .. })),
+        ),
+        ("not UTF-8", RequestBody::Object(ObjectRequest::Mutate(named(wire(b"pool", vec![0xff])))), |e| {
             matches!(e, Error::BadName(NameError::NotUtf8(_)))
         }),
         ("overflow", mutate("x", vec![write(u64::MAX, 2)], Data::None), |e| {
@@ -113,26 +120,38 @@ async fn impossible_changes_are_refused_each_for_its_reason() {
         ("impossible phase", bulk(descriptor(BulkDirection::Read, 4096, &[8192])), |e| {
             matches!(e, Error::BadRequest(_) | Error::TransferFailed(_))
         }),
-        ("bad cursor", RequestBody::List(list("pool", b"x")), |e| matches!(e, Error::BadRequest(_))),
-        ("listing of no pool", RequestBody::List(list("nowhere", b"")), |e| {
+        ("bad cursor", RequestBody::Object(ObjectRequest::List(list("pool", b"x"))), |e| {
+            matches!(e, Error::BadRequest(_))
+        }),
+        ("listing of no pool", RequestBody::Object(ObjectRequest::List(list("nowhere", b""))), |e| {
             matches!(e, Error::NoSuchPool(_))
         }),
         (
             "bad pool name",
-            RequestBody::PoolCreate { name: "a/b".into(), pg_count: 0, redundancy: wire::Redundancy::Single },
+            RequestBody::Admin(AdminRequest::PoolCreate {
+                name: "a/b".into(),
+                pg_count: 0,
+                redundancy: wire::Redundancy::Single,
+            }),
             |e| matches!(e, Error::BadName(_)),
         ),
         (
             "odd groups",
-            RequestBody::PoolCreate { name: "ab".into(), pg_count: 3, redundancy: wire::Redundancy::Single },
+            RequestBody::Admin(AdminRequest::PoolCreate {
+                name: "ab".into(),
+                pg_count: 3,
+                redundancy: wire::Redundancy::Single,
+            }),
             |e| matches!(e, Error::OutOfRange { .. }),
         ),
         (
             "sink that is none",
-            RequestBody::Read(read(Some(descriptor(BulkDirection::Read, 0, &[4096])))),
+            RequestBody::Object(ObjectRequest::Read(read(Some(descriptor(BulkDirection::Read, 0, &[4096]))))),
             |e| matches!(e, Error::BadRequest(_)),
         ),
-        ("large answer", RequestBody::Read(read(None)), |e| matches!(e, Error::TooLarge { .. })),
+        ("large answer", RequestBody::Object(ObjectRequest::Read(read(None))), |e| {
+            matches!(e, Error::TooLarge { .. })
+        }),
     ];
     for (seq, (what, body, expected)) in (1..).zip(requests) {
         let refused = raw.call(head(seq), body).await.expect_err(what);
@@ -164,8 +183,8 @@ async fn numbers_at_their_limits_do_no_harm() {
     raw.changed(wild, append("object", "x")).await.unwrap();
     let far = Read { offset: u64::MAX, len: u64::MAX, ..read(None) };
     assert!(matches!(
-        raw.call(head(1), RequestBody::Read(far)).await,
-        Ok(ReplyBody::Read { sent: 0, .. }) | Err(Error::TooLarge { .. })
+        raw.call(head(1), RequestBody::Object(ObjectRequest::Read(far))).await,
+        Ok(ReplyBody::Object(ObjectReply::Read { sent: 0, .. })) | Err(Error::TooLarge { .. })
     ));
     let bytes = Mutate {
         name: name("object"),
@@ -174,7 +193,10 @@ async fn numbers_at_their_limits_do_no_harm() {
         ops: vec![Mutation::Touch],
         data: Data::None,
     };
-    assert!(matches!(raw.call(head(2), RequestBody::Mutate(bytes)).await, Err(Error::OutOfRange { .. })));
+    assert!(matches!(
+        raw.call(head(2), RequestBody::Object(ObjectRequest::Mutate(bytes))).await,
+        Err(Error::OutOfRange { .. })
+    ));
     still_works(&node).await;
 }
 

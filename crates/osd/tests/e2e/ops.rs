@@ -8,7 +8,7 @@ use base::block::Payload;
 use bytes::Bytes;
 use client::{Error, NodeError, PutOptions};
 use messenger::BulkSink;
-use wire::{Read, ReplyBody, RequestBody};
+use wire::{ObjectReply, ObjectRequest, Read, ReplyBody, RequestBody};
 
 #[tokio::test]
 async fn data_of_every_size_comes_back() {
@@ -54,7 +54,7 @@ async fn a_short_read_needs_one_look_at_an_object_that_grows() {
         moment().await;
         let (name, len, sink) = (name("object"), 2 << 20, Some(sink.descriptor.clone()));
         let read = Read { name, part: None, offset: 0, len, if_version: None, sink };
-        raw.call(head(1), RequestBody::Read(read)).await
+        raw.call(head(1), RequestBody::Object(ObjectRequest::Read(read))).await
     };
     let last = async || {
         moment().await;
@@ -66,7 +66,7 @@ async fn a_short_read_needs_one_look_at_an_object_that_grows() {
         tokio::join!(append(), last).0
     };
     let (first, second, read, last) = tokio::join!(append(), append(), behind(), last());
-    let Ok(ReplyBody::Read { sent, object_size, .. }) = read else { panic!("{read:?}") };
+    let Ok(ReplyBody::Object(ObjectReply::Read { sent, object_size, .. })) = read else { panic!("{read:?}") };
     assert_eq!((first, second, last), (305_000, 310_000, 315_000), "all in their turn");
     // It was asked when the object had 305 000 bytes, and may look once more.
     assert!(object_size >= 310_000 && sent == object_size, "{sent} of {object_size} bytes");

@@ -3,7 +3,7 @@
 use base::block::Payload;
 use bytes::Bytes;
 use client::{Error, NodeError, Object};
-use wire::{Data, Mutation, ReplyBody, RequestBody, Source};
+use wire::{AdminRequest, Data, Mutation, ObjectReply, ReplyBody, RequestBody, Source};
 
 use crate::common::{Node, data};
 use crate::raw::{Raw, append, head, mutate};
@@ -34,7 +34,11 @@ async fn while_pending<T>(
         node.waited(1).await;
         raw.send(wire::encode_request(&head(1), &then), Payload::default()).await;
         // Requests of one connection begin in order, so that once this is answered the one before has got as far as it can.
-        raw.send(wire::encode_request(&head(2), &RequestBody::PoolList), Payload::default()).await;
+        raw.send(
+            wire::encode_request(&head(2), &RequestBody::Admin(AdminRequest::PoolList)),
+            Payload::default(),
+        )
+        .await;
         assert_eq!(raw.reply().await.unwrap().seq, 2);
         node.hold(false);
         raw.reply().await.unwrap().result
@@ -44,7 +48,7 @@ async fn while_pending<T>(
 
 fn size(changed: wire::Result<ReplyBody>) -> u64 {
     match changed.unwrap() {
-        ReplyBody::Mutated(mutated) => mutated.size,
+        ReplyBody::Object(ObjectReply::Mutated(mutated)) => mutated.size,
         other => panic!("{other:?}"),
     }
 }

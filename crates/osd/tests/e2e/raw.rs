@@ -6,7 +6,8 @@ use base::block::Payload;
 use bytes::Bytes;
 use messenger::{ConnectOptions, Connection, Event, Incoming, Message, UseAs};
 use wire::{
-    Data, Mutate, Mutated, Mutation, Reply, ReplyBody, RequestBody, RequestHead, SessionId, Source, WireName,
+    Data, Mutate, Mutated, Mutation, ObjectReply, ObjectRequest, Reply, ReplyBody, RequestBody, RequestHead,
+    SessionId, Source, WireName,
 };
 
 pub(crate) struct Raw {
@@ -34,7 +35,13 @@ pub(crate) fn append(object: &str, bytes: &'static str) -> RequestBody {
 }
 
 pub(crate) fn mutate(object: &str, ops: Vec<Mutation>, data: Data) -> RequestBody {
-    RequestBody::Mutate(Mutate { name: name(object), part: None, conditions: vec![], ops, data })
+    RequestBody::Object(ObjectRequest::Mutate(Mutate {
+        name: name(object),
+        part: None,
+        conditions: vec![],
+        ops,
+        data,
+    }))
 }
 
 impl Raw {
@@ -59,7 +66,7 @@ impl Raw {
 
     pub(crate) async fn changed(&mut self, head: RequestHead, body: RequestBody) -> wire::Result<Mutated> {
         match self.call(head, body).await? {
-            ReplyBody::Mutated(mutated) => Ok(mutated),
+            ReplyBody::Object(ObjectReply::Mutated(mutated)) => Ok(mutated),
             other => panic!("{other:?}"),
         }
     }

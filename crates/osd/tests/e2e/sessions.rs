@@ -15,7 +15,8 @@ use store::simulation::{SimDrive, SimStore};
 use store::{CollectionId, ObjectId, Op, StoreError, Transaction};
 use uuid::Uuid;
 use wire::{
-    Error, Mutated, Mutation, PartId, Reply, ReplyBody, RequestBody, RequestHead, SessionId, Source, UploadId,
+    AdminReply, AdminRequest, Error, Mutated, Mutation, ObjectReply, ObjectRequest, PartId, Reply, ReplyBody,
+    RequestBody, RequestHead, SessionId, Source, UploadId,
 };
 
 use crate::common::{FaultStore, Node, Watch, network, stack};
@@ -89,7 +90,7 @@ fn of_session(keys: &[Bytes], session: SessionId) -> usize {
 
 impl Raw {
     async fn close_session(&mut self) {
-        assert_eq!(self.call(head(1 << 40), RequestBody::CloseSession).await, Ok(ReplyBody::Done));
+        assert_eq!(self.call(head(1 << 40), RequestBody::CloseSession).await, Ok(ReplyBody::Closed));
     }
 
     /// Opens another session on the same connection.
@@ -392,9 +393,11 @@ async fn parts_are_collected_although_the_clock_stepped_back_after_they_were_wri
     let mut raw = Raw::connect(&node.endpoint, None).await;
     let upload = UploadId { session: raw.session, number: 1 };
     let ops = vec![Mutation::WriteFull(Source::Embedded("part".into()))];
-    let RequestBody::Mutate(mut part) = mutate("object", ops, wire::Data::None) else { unreachable!() };
+    let RequestBody::Object(ObjectRequest::Mutate(mut part)) = mutate("object", ops, wire::Data::None) else {
+        unreachable!()
+    };
     part.part = Some(PartId { upload, index: 0 });
-    raw.changed(head(1), RequestBody::Mutate(part)).await.unwrap();
+    raw.changed(head(1), RequestBody::Object(ObjectRequest::Mutate(part))).await.unwrap();
     steps.step(-TWO_DAYS_S);
     assert_eq!(client.collect_orphans(Duration::from_millis(1)).await.unwrap(), 0, "its client is there");
     raw.close_session().await;
@@ -528,10 +531,10 @@ async fn two_under_way(
     let client = client.unwrap();
     let object = client.pool("pool").unwrap().object("object").unwrap();
     let change = tokio::spawn(async move { object.append("x").await });
-    assert!(matches!(script.request().await, (_, RequestBody::Mutate(_))));
+    assert!(matches!(script.request().await, (_, RequestBody::Object(ObjectRequest::Mutate(_)))));
     let asking = client.clone();
     let question = tokio::spawn(async move { asking.pools().await });
-    assert!(matches!(script.request().await, (_, RequestBody::PoolList)));
+    assert!(matches!(script.request().await, (_, RequestBody::Admin(AdminRequest::PoolList))));
     (client, change, question)
 }
 
@@ -558,16 +561,16 @@ async fn changes_sent_in_a_refused_session_are_unknown_and_the_rest_goes_on_in_a
     let (asked, body) = script.request().await;
     assert_eq!(
         body,
-        RequestBody::PoolList,
+        RequestBody::Admin(AdminRequest::PoolList),
         "what changes nothing is asked again, what may have changed is not"
     );
-    script.answer(asked.seq, Ok(ReplyBody::Pools(Vec::new()))).await;
+    script.answer(asked.seq, Ok(ReplyBody::Admin(AdminReply::Pools(Vec::new())))).await;
     assert_eq!(question.await.unwrap().unwrap(), []);
     let object = client.pool("pool").unwrap().object("object").unwrap();
     let next = tokio::spawn(async move { object.append("y").await });
     let (sent, body) = script.request().await;
-    assert!(matches!(body, RequestBody::Mutate(_)) && !sent.retry);
-    script.answer(sent.seq, Ok(ReplyBody::Mutated(MUTATED))).await;
+    assert!(matches!(body, RequestBody::Object(ObjectRequest::Mutate(_))) && !sent.retry);
+    script.answer(sent.seq, Ok(ReplyBody::Object(ObjectReply::Mutated(MUTATED)))).await;
     assert_eq!(next.await.unwrap().unwrap(), MUTATED);
     drop(client);
     assert!(matches!(script.request().await, (_, RequestBody::CloseSession)), "the last handle has gone");
@@ -592,7 +595,7 @@ async fn a_change_that_waits_to_be_repeated_is_not_sent_in_another_session() {
     script.answer(0, Err(refused)).await;
     assert_eq!(script.opening().await, None);
     script.open(session(2)).await;
-    assert_eq!(script.request().await.1, RequestBody::PoolList);
+    assert_eq!(script.request().await.1, RequestBody::Admin(AdminRequest::PoolList));
     assert!(matches!(change.await.unwrap(), Err(client::Error::OutcomeUnknown(_))));
     question.abort();
 }
@@ -613,7 +616,7 @@ async fn a_client_of_another_version_says_what_is_unknown_and_works_once_the_nod
     let asking = client.clone();
     let question = tokio::spawn(async move { asking.pools().await });
     let (asked, _) = script.request().await;
-    script.answer(asked.seq, Ok(ReplyBody::Pools(Vec::new()))).await;
+    script.answer(asked.seq, Ok(ReplyBody::Admin(AdminReply::Pools(Vec::new())))).await;
     assert_eq!(question.await.unwrap().unwrap(), []);
 }
 
@@ -626,7 +629,7 @@ async fn a_repeated_change_in_a_pool_that_has_gone_is_unknown() {
     assert_eq!(script.opening().await, Some(session(1)));
     script.open(session(1)).await;
     let (sent, body) = script.request().await;
-    assert!(matches!(body, RequestBody::Mutate(_)) && sent.retry);
+    assert!(matches!(body, RequestBody::Object(ObjectRequest::Mutate(_))) && sent.retry);
     script.answer(sent.seq, Err(Error::NoSuchPool("pool".into()))).await;
     let unknown = change.await.unwrap().unwrap_err();
     assert!(unknown.may_have_taken_effect(), "{unknown}");

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use client::{Client, Error, NodeError, Object, Options, PutOptions};
 use tokio::io::{AsyncRead, ReadBuf};
-use wire::{Data, Manifest, Mutate, Mutation, PartId, RequestBody, Source, UploadId};
+use wire::{Data, Manifest, Mutate, Mutation, ObjectRequest, PartId, RequestBody, Source, UploadId};
 
 use crate::common::{Node, data};
 use crate::raw::{Raw, head, mutate};
@@ -165,8 +165,11 @@ async fn a_head_whose_parts_were_collected_is_refused() {
     let upload = UploadId { session: away.session, number: 1 };
     let whole = Mutation::WriteFull(Source::Embedded(data(4096, 7)));
     let part = |index| match mutate("object", vec![whole.clone()], Data::None) {
-        RequestBody::Mutate(change) => {
-            RequestBody::Mutate(Mutate { part: Some(PartId { upload, index }), ..change })
+        RequestBody::Object(ObjectRequest::Mutate(change)) => {
+            RequestBody::Object(ObjectRequest::Mutate(Mutate {
+                part: Some(PartId { upload, index }),
+                ..change
+            }))
         }
         other => other,
     };

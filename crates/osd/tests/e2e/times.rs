@@ -60,7 +60,7 @@ async fn waiting_for_the_store_is_time_of_the_host() {
 
 #[tokio::test]
 async fn a_store_behind_a_channel_books_its_own_time() {
-    let config = OsdConfig { placement: "dpu".into(), ..OsdConfig::default() };
+    let config = OsdConfig { placement: wire::Placement::Dpu, ..OsdConfig::default() };
     let node = Node::start_with(config);
     node.stores.iter().for_each(|store| store.transfers.store(true, Ordering::SeqCst));
     let client = node.client().await;

@@ -10,12 +10,12 @@ use serde::Serialize;
 
 use crate::cli::NodeArgs;
 use crate::failure::{Doing, Failure, Result};
-use crate::node::config::Placement;
 use crate::node::debug::{self, ArmedFault, Request};
 use crate::node::dir::NodeDir;
 use crate::node::locate;
 use crate::node::state::{NodeState, Role};
 use crate::output;
+use wire::Placement;
 
 /// How long a role that restarts is waited for.
 const PATIENCE: Duration = Duration::from_secs(10);

@@ -8,11 +8,12 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use wire::Placement;
 
 use crate::cli::NodeArgs;
 use crate::failure::{Doing, Failure, Result};
 use crate::node::announce::{Announcement, MAX_ANNOUNCEMENT, Ready};
-use crate::node::config::{self, Config, Placement};
+use crate::node::config::{self, Config};
 use crate::node::dir::{DirLock, NodeDir, STORE_SOCKET, replace_file};
 use crate::node::keeper::RoleSpec;
 use crate::node::making::{self, Making};
@@ -44,7 +45,7 @@ const THIS_PROGRAM: &str = "/proc/self/exe";
 pub struct UpArgs {
     /// Where requests are handled: on the DPU (emulated by a process), or on the host, the baseline
     /// [default: the configuration's; dpu at first]
-    #[arg(long, value_name = "PLACEMENT")]
+    #[arg(long, value_name = "PLACEMENT", value_parser = crate::cli::placement())]
     pub placement: Option<Placement>,
     /// Number of targets to make at the first start; fixed from then on [default: 1]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]

@@ -7,10 +7,11 @@ use base::fault::Faults;
 use ec::offload::accelerator::{self, AcceleratorOptions, Pace};
 use ec::offload::worker::Worker;
 use ec::{Code, Geometry, KernelChoice};
-use osd::{CodingConfig, CodingOffload, StripesAt};
+use osd::{CodingConfig, StripesAt};
 use store::stripes::{EngineOptions, Engines};
+use wire::{CodingOffload, Placement};
 
-use super::config::{self, Config, Placement};
+use super::config::Config;
 use super::cpus::{Cpus, Side, kept_to};
 
 /// What the core's rate is measured with, in bytes: the middle of the paper's sizes would take longer and say the same.
@@ -19,7 +20,7 @@ const SAMPLE: usize = 8 << 20;
 /// The emulated accelerator, if it is configured, on the CPUs of the DPU's side. To be called before this thread keeps to
 /// others.
 pub fn accelerator(config: &Config, dpu: Cpus, faults: &Faults) -> io::Result<Option<Worker>> {
-    if config.coding.offload != config::CodingOffload::Accelerator {
+    if config.coding.offload != CodingOffload::Accelerator {
         return Ok(None);
     }
     let faults = faults.clone();
@@ -55,9 +56,9 @@ pub fn engines(config: &Config, accelerator: Option<Worker>, faults: &Faults) ->
 pub fn osd_config(config: &Config, placement: Placement, stripes: StripesAt, faults: Faults) -> CodingConfig {
     let coding = &config.coding;
     let offload = match (coding.offload, placement) {
-        (config::CodingOffload::Accelerator, _) => Some(CodingOffload::Accelerator),
-        (config::CodingOffload::Dpu, Placement::Dpu) => Some(CodingOffload::Dpu),
-        (config::CodingOffload::Dpu, Placement::Host) => None,
+        (CodingOffload::Accelerator, _) => Some(CodingOffload::Accelerator),
+        (CodingOffload::Dpu, Placement::Dpu) => Some(CodingOffload::Dpu),
+        (CodingOffload::Dpu, Placement::Host) => None,
     };
     CodingConfig {
         mode: coding.mode,

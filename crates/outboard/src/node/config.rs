@@ -9,8 +9,9 @@ use std::time::Duration;
 
 use base::fault::{Fault, FaultError};
 use messenger::{ReceiveQueueKind, StackChoice, StackOptions};
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use toml::{Table, Value};
+use wire::{CodingMode, CodingOffload, Placement};
 
 use super::cpus::Cpus;
 use super::debug::Tuning;
@@ -19,26 +20,6 @@ use super::units::{ByteSize, OutOfRange, Period, multiple, within};
 
 /// Name of the file within a node's directory.
 pub const FILE: &str = "outboard.toml";
-
-/// Where requests are handled.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "lowercase")]
-pub enum Placement {
-    /// The OSD and the store are two processes joined by the host–DPU channel.
-    Dpu,
-    /// One process, the store called directly: the baseline.
-    Host,
-}
-
-impl Placement {
-    /// As it is written.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Placement::Dpu => "dpu",
-            Placement::Host => "host",
-        }
-    }
-}
 
 /// The values that hold.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
@@ -165,22 +146,12 @@ pub struct Osd {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Coding {
-    pub mode: osd::CodingMode,
+    pub mode: CodingMode,
     pub offload: CodingOffload,
     pub dpu_threads: usize,
     pub host_threads: usize,
     pub queue: usize,
     pub cool_down: Period,
-}
-
-/// What of the DPU computes parity.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum CodingOffload {
-    /// Its cores.
-    Dpu,
-    /// Its accelerator.
-    Accelerator,
 }
 
 /// Section `network`.

@@ -273,7 +273,7 @@ mod tests {
     #[test]
     fn a_plan_has_the_flags_and_a_port_in_its_file() {
         let made = plan(&with("placement", "host"), &[("OUTBOARD_PLACEMENT", "dpu")]).unwrap();
-        assert_eq!(made.config.placement, config::Placement::Host, "flags go over the environment");
+        assert_eq!(made.config.placement, wire::Placement::Host, "flags go over the environment");
         assert_eq!(made.config.targets, ["targets/0.img", "targets/1.img"].map(PathBuf::from));
         assert!(made.claim.is_some() && !made.config.listen.ends_with(":0"), "{}", made.config.listen);
         assert!(made.text.contains(&format!("listen = \"{}\"", made.config.listen)), "{}", made.text);

@@ -5,7 +5,8 @@ use std::fmt::{self, Display};
 use std::path::{Path, PathBuf};
 
 use base::process::ProcessUsage;
-use serde::Serialize;
+use serde::{Serialize, Serializer};
+use wire::{CodingOffload, OffloadState, Placement, Redundancy};
 
 use super::descriptors::Descriptors;
 use super::state::{NodeState, Phase, Process, Role};
@@ -20,7 +21,7 @@ pub struct Report {
     /// Whether its supervisor runs; without a directory, whether the osd answers.
     pub up: bool,
     /// `dpu` or `host`.
-    pub placement: Option<String>,
+    pub placement: Option<Placement>,
     /// Where clients connect to.
     pub endpoint: Option<String>,
     /// Name of the engine that moves data between osd and store.
@@ -143,6 +144,11 @@ pub struct TargetReport {
     pub index_free: Option<u64>,
 }
 
+/// Serializes a value as the command line writes it.
+fn as_text<S: Serializer>(value: &impl Display, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(value)
+}
+
 /// One pool.
 #[derive(Debug, Serialize)]
 pub struct PoolReport {
@@ -152,8 +158,9 @@ pub struct PoolReport {
     pub id: u32,
     /// Number of placement groups.
     pub placement_groups: u32,
-    /// How its objects are kept from being lost with a target: `single`, `mirror:N`, `ec:K+M`.
-    pub redundancy: String,
+    /// Redundancy scheme: `single`, `mirror:N`, `ec:K+M`.
+    #[serde(serialize_with = "as_text")]
+    pub redundancy: Redundancy,
     /// Placement groups that have fewer targets than they should.
     pub degraded: u32,
     /// Placement groups that have too few to go on.
@@ -283,7 +290,7 @@ impl Report {
         Report {
             dir,
             up,
-            placement: Some(state.placement.as_str().to_owned()),
+            placement: Some(state.placement),
             endpoint: state.endpoint.filter(|_| up),
             engine: state.engine,
             emulated: state.emulated,
@@ -313,7 +320,7 @@ impl Report {
         self.engine = Some(answer.engine);
         self.emulated = answer.emulated;
         if let Some(offload) = &answer.offload {
-            if offload.state != "active" {
+            if offload.state != OffloadState::Active {
                 let unknown = "the store is away, or is reached by TCP without the engine ofi";
                 let why = offload.last_failure.as_deref().unwrap_or(unknown);
                 self.problems.push(format!("DMA is {} (payload goes by the socket): {why}", offload.state));
@@ -323,7 +330,7 @@ impl Report {
         self.offload = answer.offload;
         for (place, health) in [("host", &answer.coding.host.health), ("DPU", &answer.coding.offload.health)]
         {
-            if !matches!(health.state.as_str(), "active" | "") {
+            if !matches!(health.state, OffloadState::Active | OffloadState::NotInUse) {
                 let why = health.last_failure.as_deref().unwrap_or("it is not known why");
                 self.problems.push(format!("coding by the {place} is {}: {why}", health.state));
             }
@@ -398,7 +405,7 @@ impl PoolReport {
         PoolReport {
             id: pool.id,
             placement_groups: pool.pg_count,
-            redundancy: pool.redundancy.to_string(),
+            redundancy: pool.redundancy,
             degraded: health.map_or(0, |health| health.degraded),
             unavailable: health.map_or(0, |health| health.unavailable),
             name: pool.name,
@@ -456,7 +463,12 @@ impl Display for Report {
         }
         writeln!(f, "endpoint   {}", or_dash(&self.endpoint))?;
         let emulated = if self.emulated { " (emulated)" } else { "" };
-        writeln!(f, "placement  {}, engine {}{emulated}", or_dash(&self.placement), or_dash(&self.engine))?;
+        writeln!(
+            f,
+            "placement  {}, engine {}{emulated}",
+            self.placement.map_or("-", Placement::as_str),
+            or_dash(&self.engine)
+        )?;
         if let Some(osd) = &self.osd {
             writeln!(f, "network    {}", osd.network())?;
         }
@@ -503,7 +515,7 @@ impl Display for Report {
 
 impl Report {
     fn has_parity(&self) -> bool {
-        self.pools.iter().any(|pool| pool.redundancy.starts_with("ec:"))
+        self.pools.iter().any(|pool| matches!(pool.redundancy, Redundancy::ErasureCode { .. }))
     }
 }
 
@@ -513,7 +525,12 @@ pub fn coding_line(coding: &client::CodingStatus) -> String {
     let busy = if coding.host_busy { "busy" } else { "not busy" };
     format!(
         "{}, offload {}{emulated}; host {busy} ({} %); in the last second {} to the host, {} to the offload; {} wait",
-        coding.mode, coding.engine, coding.host_utilization_percent, coding.alpha, coding.beta, coding.queued
+        coding.mode,
+        coding.engine.map_or("none", CodingOffload::as_str),
+        coding.host_utilization_percent,
+        coding.alpha,
+        coding.beta,
+        coding.queued
     )
 }
 
@@ -566,7 +583,6 @@ impl TargetReport {
 
 #[cfg(test)]
 mod tests {
-    use super::super::config::Placement;
     use super::super::state::Target;
     use super::*;
 

@@ -9,6 +9,7 @@ use base::mem::Arena;
 use base::pool::BufferPool;
 use channel::ofi::{OfiEngine, OfiOptions};
 use channel::{DmaEngine, Profile, ShmEngine, ShmOptions};
+use ec::offload::scheduler::offload_state;
 use messenger::UseAs;
 use osd::{OffloadSource, OffloadStatus, Osd, OsdConfig, StripesAt};
 use proxy::{Endpoint, Session, SessionOptions};
@@ -16,10 +17,11 @@ use store::ObjectStore;
 use store::stripes::Engines;
 use tokio::sync::oneshot;
 use uuid::Uuid;
+use wire::{OffloadState, Placement};
 
 use super::announce::Ready;
 use super::coding;
-use super::config::{self, Config, Placement};
+use super::config::{self, Config};
 use super::debug::{Controls, Tuning};
 use crate::failure::{Doing, Failure, Result};
 
@@ -140,7 +142,7 @@ fn offload_status(session: &Session) -> OffloadStatus {
     let offload = status.offload;
     let unused = status.why_no_dma.is_some() || !status.by_dma;
     OffloadStatus {
-        state: if unused { "not in use" } else { offload.health.state.name() }.to_owned(),
+        state: if unused { OffloadState::NotInUse } else { offload_state(offload.health.state) },
         failures: offload.health.failures,
         failed_probes: offload.health.failed_probes,
         recoveries: offload.health.recoveries,
@@ -194,7 +196,7 @@ pub async fn serve(
         coding: coding::osd_config(&config, backend.placement, backend.stripes.clone(), faults),
         segments_in_flight: in_flight,
         offload,
-        placement: backend.placement.as_str().to_owned(),
+        placement: backend.placement,
         engine: backend.engine.clone(),
         emulated: backend.emulated,
         transfer_timeout: config.osd.transfer_timeout.0,

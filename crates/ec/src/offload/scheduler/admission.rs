@@ -4,10 +4,11 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use super::auto::{Auto, Backlog};
-use super::mode::{Mode, Turns};
+use super::mode::Turns;
 use super::snapshot::Recent;
 use super::station::{Standing, Station};
 use super::{Config, Place, Reason, Refused};
+use wire::CodingMode;
 
 /// A task in the queue. `W` is what its caller is told through.
 #[derive(Debug)]
@@ -41,7 +42,7 @@ pub(super) enum Outcome<'a> {
 /// The scheduler's state.
 #[derive(Debug)]
 pub(super) struct Admission<W> {
-    mode: Mode,
+    mode: CodingMode,
     host_busy: bool,
     turns: Turns,
     auto: Auto,
@@ -57,7 +58,7 @@ pub(super) struct Admission<W> {
 
 /// What the snapshot shows.
 pub(super) struct View<'a> {
-    pub(super) mode: Mode,
+    pub(super) mode: CodingMode,
     pub(super) host_busy: bool,
     pub(super) queued: usize,
     pub(super) queued_bytes: u64,
@@ -84,7 +85,7 @@ impl<W> Admission<W> {
         }
     }
 
-    pub(super) fn set_mode(&mut self, mode: Mode) {
+    pub(super) fn set_mode(&mut self, mode: CodingMode) {
         self.mode = mode;
         self.turns = Turns::default();
     }
@@ -148,7 +149,7 @@ impl<W> Admission<W> {
         station.sent[reason as usize] += 1;
         self.auto.sent(reason);
         self.recent.sent(place, now);
-        if let (Mode::Hybrid(ratio), false) = (self.mode, self.host_busy) {
+        if let (CodingMode::Hybrid(ratio), false) = (self.mode, self.host_busy) {
             self.turns.taken(ratio);
         }
         Some((waiter, Ticket { id, bytes, place, is_probe }, reason))
@@ -184,10 +185,10 @@ impl<W> Admission<W> {
     fn asked_for(&self) -> Option<Place> {
         match self.mode {
             _ if self.host_busy => Some(Place::Offload),
-            Mode::LatencySensitive => Some(Place::Host),
-            Mode::Async => Some(Place::Offload),
-            Mode::Hybrid(ratio) => Some(self.turns.next(ratio)),
-            Mode::Auto => None,
+            CodingMode::LatencySensitive => Some(Place::Host),
+            CodingMode::Async => Some(Place::Offload),
+            CodingMode::Hybrid(ratio) => Some(self.turns.next(ratio)),
+            CodingMode::Auto => None,
         }
     }
 

@@ -4,7 +4,7 @@
 //! Distributed Storage Systems", as admission: whoever has work asks for a place ([`Scheduler::admit`]), does the work there
 //! itself, and says how it went ([`Slot::done`], [`Slot::failed`]). Work waits in one bounded queue, first come first
 //! served; a place takes no more at a time than it needs to be at full speed. While the host's processor is busy all of it
-//! goes to the offload; otherwise the [`Mode`] decides. Beyond the paper: a place that fails is left alone and probed
+//! goes to the offload; otherwise the [`CodingMode`](wire::CodingMode) decides. Beyond the paper: a place that fails is left alone and probed
 //! (`base::health`), and `hybrid:auto` finds α:β by itself (`auto`).
 //!
 //! For one thread: it is neither `Send` nor `Sync`, and takes no locks but those of `base::health`. Its clock is tokio's.
@@ -25,14 +25,14 @@ mod tests;
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
+use wire::CodingMode;
 
 use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
 
 use self::admission::{Admission, COOL_DOWN, Outcome, Ticket};
 use self::meters::Meters;
-pub use self::mode::{Mode, ModeError, Ratio};
-pub use self::snapshot::{PlaceHealth, PlaceSnapshot, Sent, Snapshot};
+pub use self::snapshot::{PlaceHealth, PlaceSnapshot, Sent, Snapshot, offload_state};
 
 /// Where a piece of work is done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -68,7 +68,7 @@ pub struct Capacity {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Config {
     /// The mode to begin with.
-    pub mode: Mode,
+    pub mode: CodingMode,
     /// Most tasks that wait, at least 1.
     pub queue: usize,
     /// What the host takes.
@@ -82,7 +82,7 @@ pub struct Config {
 impl Default for Config {
     fn default() -> Config {
         Config {
-            mode: Mode::LatencySensitive,
+            mode: CodingMode::LatencySensitive,
             queue: 1024,
             host: Capacity { slots: 1, lanes: 1 },
             offload: Capacity { slots: 32, lanes: 1 },
@@ -180,7 +180,7 @@ impl Scheduler {
     }
 
     /// Changes the mode; what is in service goes on.
-    pub fn set_mode(&self, mode: Mode) {
+    pub fn set_mode(&self, mode: CodingMode) {
         self.0.admission.borrow_mut().set_mode(mode);
         self.dispatch();
     }

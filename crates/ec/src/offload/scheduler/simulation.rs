@@ -11,7 +11,8 @@ use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
 use super::admission::{Admission, Outcome, Ticket};
-use super::{Capacity, Config, Mode, Place, Reason};
+use super::{Capacity, Config, Place, Reason};
+use wire::CodingMode;
 
 const US: u64 = 1000;
 const MS: u64 = 1000 * US;
@@ -151,11 +152,11 @@ impl Running {
 }
 
 impl Simulation<'_> {
-    fn run(pattern: &Pattern, mode: Mode) -> Tally {
+    fn run(pattern: &Pattern, mode: CodingMode) -> Tally {
         let capacity = |site: Site| {
             let lanes = if let Server::Lanes(lanes) = site.server { lanes } else { 1 };
             // A fixed ratio is not to suffer from a slow task at the head of the queue: it is compared at its best.
-            let slots = if mode == Mode::Auto { site.slots } else { site.slots.max(64) };
+            let slots = if mode == CodingMode::Auto { site.slots } else { site.slots.max(64) };
             Capacity { slots, lanes }
         };
         let (host, offload) = (capacity(pattern.host), capacity(pattern.offload));

@@ -6,9 +6,9 @@ use base::health::Report;
 use serde::{Deserialize, Serialize};
 
 use super::admission::View;
-use super::mode::Mode;
 use super::station::Station;
 use super::{Place, Reason};
+use wire::{CodingMode, OffloadState};
 
 /// The recent tasks are counted by so many slices of time…
 const SLICES: usize = 10;
@@ -19,7 +19,7 @@ const SLICE: Duration = Duration::from_millis(100);
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Snapshot {
     /// The mode.
-    pub mode: Mode,
+    pub mode: CodingMode,
     /// Whether the host's processor is busy, so that all work goes to the offload.
     pub host_busy: bool,
     /// Tasks that wait for a place.
@@ -73,8 +73,8 @@ pub struct Sent {
 /// Whether a place works: [`base::health::Report`] as plain data.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PlaceHealth {
-    /// `active`, `cooling down` or `probing`.
-    pub state: String,
+    /// State of the place's circuit breaker.
+    pub state: OffloadState,
     /// How often it was found failing.
     pub failures: u64,
     /// How often a probe failed.
@@ -83,6 +83,16 @@ pub struct PlaceHealth {
     pub recoveries: u64,
     /// Why it failed last.
     pub last_failure: Option<String>,
+}
+
+/// Returns a state of the circuit breaker without its times.
+#[must_use]
+pub fn offload_state(state: base::health::State) -> OffloadState {
+    match state {
+        base::health::State::Active => OffloadState::Active,
+        base::health::State::CoolingDown(_) => OffloadState::CoolingDown,
+        base::health::State::Probing => OffloadState::Probing,
+    }
 }
 
 impl Sent {
@@ -135,7 +145,7 @@ impl PlaceSnapshot {
 impl PlaceHealth {
     fn of(report: Report) -> PlaceHealth {
         PlaceHealth {
-            state: report.state.name().to_owned(),
+            state: offload_state(report.state),
             failures: report.failures,
             failed_probes: report.failed_probes,
             recoveries: report.recoveries,

@@ -48,13 +48,13 @@ async fn the_mode_decides_and_a_busy_host_overrules_it() {
         scheduler.set_host_busy(false);
         assert_eq!(letters(&scheduler, 4).await, calm);
     }
-    scheduler.set_mode(Mode::Auto);
+    scheduler.set_mode(CodingMode::Auto);
     scheduler.set_host_busy(true);
     assert_eq!(letters(&scheduler, 4).await, "oooo");
     let snapshot = scheduler.snapshot();
     assert_eq!(snapshot.offload.sent, Sent { busy: 16, mode: 8 + 2, ..Sent::default() });
     assert_eq!((snapshot.host.sent.total(), snapshot.alpha, snapshot.beta), (14, 14, 26));
-    assert!(snapshot.host_busy && snapshot.mode == Mode::Auto);
+    assert!(snapshot.host_busy && snapshot.mode == CodingMode::Auto);
 }
 
 #[tokio::test(start_paused = true)]
@@ -102,11 +102,11 @@ async fn a_change_of_mode_or_load_sends_off_what_waits() {
     let _host = scheduler.admit(MB).await.unwrap();
     let mut waiting = pin!(scheduler.admit(MB));
     assert!(waits(&mut waiting).await);
-    scheduler.set_mode(Mode::Async);
+    scheduler.set_mode(CodingMode::Async);
     let offload = waiting.await.unwrap();
     assert_eq!(offload.place(), Place::Offload);
     drop(offload);
-    scheduler.set_mode(Mode::LatencySensitive);
+    scheduler.set_mode(CodingMode::LatencySensitive);
     let mut waiting = pin!(scheduler.admit(MB));
     assert!(waits(&mut waiting).await);
     scheduler.set_host_busy(true);
@@ -135,7 +135,7 @@ async fn a_place_that_fails_is_left_alone_then_probed_by_one_task() {
     assert_eq!(letters(&scheduler, 3).await, "ooo");
     let snapshot = scheduler.snapshot();
     let health = snapshot.offload.health;
-    assert_eq!((health.state.as_str(), health.failures), ("active", 1));
+    assert_eq!((health.state, health.failures), (wire::OffloadState::Active, 1));
     assert_eq!((health.failed_probes, health.recoveries), (1, 1));
     assert_eq!(health.last_failure.as_deref(), Some("still gone"));
     assert_eq!(snapshot.host.sent, Sent { cool_down: 7, ..Sent::default() });
@@ -151,7 +151,7 @@ async fn with_both_places_down_work_goes_to_the_host() {
     slot.failed("no host either");
     assert_eq!(place_of_next(&scheduler).await, Place::Host);
     advance(101 * MS).await;
-    scheduler.set_mode(Mode::LatencySensitive);
+    scheduler.set_mode(CodingMode::LatencySensitive);
     assert_eq!(place_of_next(&scheduler).await, Place::Host);
     assert_eq!(scheduler.snapshot().host.health.recoveries, 1);
 }

@@ -104,7 +104,7 @@ mod tests {
             health: Vec::new(),
             rebuild: client::RebuildStatus::default(),
             node: uuid::Uuid::nil(),
-            placement: "dpu".into(),
+            placement: wire::Placement::Dpu,
             engine: "shm".into(),
             emulated: true,
             osd_pid: pid,

@@ -1,7 +1,7 @@
 //! `outboard ec mode`: where a node computes the parity of large writes.
 
 use clap::Args;
-use osd::CodingMode;
+use wire::CodingMode;
 
 use crate::cli::NodeArgs;
 use crate::commands::session;
@@ -29,9 +29,8 @@ pub struct ModeArgs {
 
 /// Runs the command.
 pub fn run(args: ModeArgs, node: &NodeArgs) -> Result<()> {
-    let mode = args.mode.map(|mode| mode.to_string());
     let coding = session::run(node, crate::commands::options(), async move |client| {
-        if let Some(mode) = &mode {
+        if let Some(mode) = args.mode {
             client.set_coding_mode(mode).await.doing("changing the coding mode")?;
         }
         Ok(client.status().await.doing("asking where parity is computed")?.coding)

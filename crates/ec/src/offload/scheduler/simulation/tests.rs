@@ -1,19 +1,19 @@
 //! `hybrid:auto` against every fixed ratio.
 
-use super::super::Ratio;
 use super::*;
+use wire::{CodingMode, CodingRatio};
 
 /// Every fixed ratio from 16:1 to 1:16, and all to one place.
-fn ratios() -> impl Iterator<Item = Ratio> {
+fn ratios() -> impl Iterator<Item = CodingRatio> {
     let ends = [(1, 0), (0, 1)];
     let between = (1..=16).flat_map(|part| [(part, 1), (1, part)]);
-    ends.into_iter().chain(between).map(|(alpha, beta)| Ratio::new(alpha, beta).unwrap())
+    ends.into_iter().chain(between).map(|(alpha, beta)| CodingRatio::new(alpha, beta).unwrap())
 }
 
 /// Within 3 % of the best fixed ratio's throughput, and exploring no more than one task in a hundred.
 fn assert_auto_is_near_the_best(pattern: &Pattern) {
-    let auto = Simulation::run(pattern, Mode::Auto);
-    let fixed = ratios().map(|ratio| (ratio, Simulation::run(pattern, Mode::Hybrid(ratio))));
+    let auto = Simulation::run(pattern, CodingMode::Auto);
+    let fixed = ratios().map(|ratio| (ratio, Simulation::run(pattern, CodingMode::Hybrid(ratio))));
     let best = fixed.max_by_key(|(_, result)| result.bytes).unwrap();
     let part = auto.bytes as f64 / best.1.bytes as f64;
     assert!(part >= 0.97, "{}: {part:.4} of the best: {auto:?}, {best:?}, {pattern:?}", pattern.name);
@@ -108,7 +108,7 @@ fn a_slow_offload_is_left_alone_while_the_queue_is_short() {
         (lanes(1, 1, CORE), closed(2), true),
     ] {
         let pattern = pattern("short queue", host, slow, load, MEDIUM);
-        let result = Simulation::run(&pattern, Mode::Auto);
+        let result = Simulation::run(&pattern, CodingMode::Auto);
         // A stale estimate is brought up to date four times a second.
         let explored = if may_explore { 4 * pattern.until / S } else { 0 };
         assert!(

@@ -1,0 +1,48 @@
+//! Administrative requests: pools, targets, scrubs, rates and the state of the node.
+
+use std::rc::Rc;
+use std::time::Duration;
+
+use wire::{AdminReply, AdminRequest, Error, Result};
+
+use crate::osd::{Osd, Request};
+use crate::status;
+
+impl Osd {
+    /// Carries out an administrative request. A repeated request may find that its first attempt has
+    /// made or removed the pool; it succeeds.
+    pub(crate) async fn administer(
+        self: &Rc<Osd>,
+        request: &Request,
+        body: AdminRequest,
+    ) -> Result<AdminReply> {
+        let is_repeated = request.head.retry;
+        match body {
+            AdminRequest::PoolCreate { name, pg_count, redundancy } => {
+                match self.create_pool(&name, pg_count, redundancy).await {
+                    Err(Error::PoolExists(_)) if is_repeated => {}
+                    created => created?,
+                }
+            }
+            AdminRequest::PoolList => return Ok(AdminReply::Pools(self.list_pools())),
+            AdminRequest::PoolRemove { name, force } => match self.remove_pool(&name, force).await {
+                Err(Error::NoSuchPool(_)) if is_repeated => {}
+                removed => removed?,
+            },
+            AdminRequest::TargetSetOut { index, out } => self.set_target_out(index, out).await?,
+            AdminRequest::TargetReplace { index, uuid } => self.replace_target(index, uuid).await?,
+            AdminRequest::Scrub { pool, start, repair } => {
+                return Ok(AdminReply::Scrub(Box::new(self.scrub(&pool, start, repair)?)));
+            }
+            AdminRequest::SetRebuildRate(rate) => self.pace.set_rate(rate),
+            AdminRequest::SetCodingMode(mode) => self.coding.set_mode(mode)?,
+            AdminRequest::Status => return Ok(AdminReply::Status(Box::new(status::status(self).await))),
+            AdminRequest::CollectOrphans { older_than_ms } => {
+                let grace = Duration::from_millis(older_than_ms);
+                return Ok(AdminReply::Collected(self.collect_orphans(grace).await));
+            }
+            other => return Err(Error::BadRequest(format!("{other:?} is not known here"))),
+        }
+        Ok(AdminReply::Done)
+    }
+}

@@ -1,0 +1,132 @@
+//! The coding mode: where the parity of staged data is computed.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+/// Largest part of a ratio.
+const MAX_PART: u32 = 1000;
+
+/// Where work goes while the host's processor is not busy: the administrator's choice (Algorithm 1, `status`). Written
+/// `latency-sensitive`, `async`, `hybrid:α:β` or `hybrid:auto`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum CodingMode {
+    /// To the host: the shortest time for one piece of work.
+    #[default]
+    LatencySensitive,
+    /// To the offload: the host is left to its other work.
+    Async,
+    /// To both, in a fixed ratio.
+    Hybrid(CodingRatio),
+    /// To both, in a ratio that follows the load and what the places turn out to cost.
+    Auto,
+}
+
+/// α:β: of every α + β tasks, α go to the host and β to the offload.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CodingRatio {
+    alpha: u32,
+    beta: u32,
+}
+
+/// Why a mode cannot be understood.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum CodingModeError {
+    /// There is no such mode.
+    #[error("there is no coding mode {0:?}: say latency-sensitive, async, hybrid:ALPHA:BETA or hybrid:auto")]
+    Unknown(String),
+    /// A ratio of nothing to nothing, or beyond what can be interleaved.
+    #[error("{0}:{1} divides no work: ALPHA and BETA are 0 to {MAX_PART}, and not both 0")]
+    Ratio(u32, u32),
+}
+
+impl CodingRatio {
+    /// α tasks on the host to β on the offload, each 0 to 1000.
+    ///
+    /// # Errors
+    /// If both are 0, or one is too large.
+    pub fn new(alpha: u32, beta: u32) -> Result<CodingRatio, CodingModeError> {
+        let possible = (1..=MAX_PART).contains(&alpha.max(beta));
+        if possible { Ok(CodingRatio { alpha, beta }) } else { Err(CodingModeError::Ratio(alpha, beta)) }
+    }
+
+    /// The host's part.
+    #[must_use]
+    pub fn alpha(self) -> u32 {
+        self.alpha
+    }
+
+    /// The offload's part.
+    #[must_use]
+    pub fn beta(self) -> u32 {
+        self.beta
+    }
+}
+
+impl fmt::Display for CodingMode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            CodingMode::LatencySensitive => f.write_str("latency-sensitive"),
+            CodingMode::Async => f.write_str("async"),
+            CodingMode::Hybrid(CodingRatio { alpha, beta }) => write!(f, "hybrid:{alpha}:{beta}"),
+            CodingMode::Auto => f.write_str("hybrid:auto"),
+        }
+    }
+}
+
+impl FromStr for CodingMode {
+    type Err = CodingModeError;
+
+    fn from_str(text: &str) -> Result<CodingMode, CodingModeError> {
+        let unknown = || CodingModeError::Unknown(text.to_owned());
+        match text {
+            "latency-sensitive" => Ok(CodingMode::LatencySensitive),
+            "async" => Ok(CodingMode::Async),
+            "hybrid:auto" => Ok(CodingMode::Auto),
+            _ => {
+                let parts = text.strip_prefix("hybrid:").and_then(|parts| parts.split_once(':'));
+                let (alpha, beta) = parts.ok_or_else(unknown)?;
+                let part = |text: &str| text.parse::<u32>().map_err(|_| unknown());
+                Ok(CodingMode::Hybrid(CodingRatio::new(part(alpha)?, part(beta)?)?))
+            }
+        }
+    }
+}
+
+impl TryFrom<String> for CodingMode {
+    type Error = CodingModeError;
+
+    fn try_from(text: String) -> Result<CodingMode, CodingModeError> {
+        text.parse()
+    }
+}
+
+impl From<CodingMode> for String {
+    fn from(mode: CodingMode) -> String {
+        mode.to_string()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde::de::IntoDeserializer;
+    use serde::de::value::Error;
+
+    use super::*;
+
+    #[test]
+    fn modes_are_read_as_they_are_written_and_nonsense_is_refused() {
+        for text in ["latency-sensitive", "async", "hybrid:3:1", "hybrid:0:1", "hybrid:auto"] {
+            assert_eq!(text.parse::<CodingMode>().unwrap().to_string(), text);
+            let read = CodingMode::deserialize(IntoDeserializer::<Error>::into_deserializer(text.to_owned()));
+            assert_eq!(read.unwrap(), text.parse().unwrap());
+        }
+        for text in ["", "hybrid", "hybrid:3", "hybrid:a:b", "hybrid:1:2:3", "Async", "hybrid:-1:2"] {
+            assert_eq!(text.parse::<CodingMode>(), Err(CodingModeError::Unknown(text.to_owned())));
+        }
+        assert_eq!("hybrid:0:0".parse::<CodingMode>(), Err(CodingModeError::Ratio(0, 0)));
+        assert!("hybrid:4294967295:4294967295".parse::<CodingMode>().is_err());
+    }
+}
