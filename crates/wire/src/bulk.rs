@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 pub enum MemoryKind {
     /// Memory of a CPU.
     Host,
-    /// Memory of the accelerator with this index. Receivers refuse it today.
+    /// Memory of the accelerator with this index. The messenger refuses it today.
     Device(u16),
 }
 
@@ -18,7 +18,7 @@ pub enum BulkOwner {
     /// The peer of this session.
     Session,
     /// A third party, by its fabric address: a gateway passes on the memory of an application.
-    /// Receivers refuse it today.
+    /// The messenger refuses it today.
     Fabric(Vec<u8>),
 }
 

@@ -10,7 +10,7 @@ use rand::Rng;
 
 use super::rig::{Buffer, Rig, message, next_message, pool, random_bytes};
 use crate::{BulkRegion, BulkSource, Ends, MessengerError};
-use wire::{BulkDescriptor, BulkDirection, BulkOwner, RemoteMemory};
+use wire::{BulkDescriptor, BulkDirection, BulkOwner, MemoryKind, RemoteMemory};
 
 const LONG: Duration = Duration::from_secs(60);
 
@@ -233,10 +233,13 @@ pub async fn offers_are_guarded(rig: &Rig) {
         ("elsewhere", altered(&|d| d.segments[0].address = 1 << 20)),
         ("overflowing", altered(&|d| d.segments[0].address = u64::MAX)),
         ("third party's", altered(&|d| d.owner = BulkOwner::Fabric(vec![1]))),
+        ("an accelerator's", altered(&|d| d.memory = MemoryKind::Device(0))),
         ("no phase", altered(&|d| d.phase = 5000)),
     ];
     for (name, lie) in lies {
-        let dest = pool.alloc(20_000).await.expect("a buffer");
+        // Only the lie about the length asks for more than the offer has: the others must be found by themselves.
+        let len = if name == "longer" { 20_000 } else { 10_000 };
+        let dest = pool.alloc(len).await.expect("a buffer");
         let refused = server.bulk_read(&lie, 0, dest, LONG).await;
         assert!(matches!(refused, Err(MessengerError::BulkRefused(_))), "{name}: {refused:?}");
     }

@@ -23,7 +23,7 @@ use crate::{
     BulkRegion, BulkSink, BulkSource, Connection, Event, Incoming, Limits, Message, MessengerError, PeerInfo,
     Pulled, Result,
 };
-use wire::{BulkDescriptor, BulkDirection, BulkOwner};
+use wire::{BulkDescriptor, BulkDirection, BulkOwner, MemoryKind};
 
 /// Ends the session when the last of its handles is gone.
 struct Lifetime(Arc<Shared>);
@@ -210,6 +210,9 @@ fn locate(descriptor: &BulkDescriptor, wanted: BulkDirection, offset: u64, len: 
     let refused = |why: &str| Err(MessengerError::BulkRefused(why.to_owned()));
     if descriptor.owner != BulkOwner::Session {
         return refused("it names memory of a third party, which this stack cannot reach");
+    }
+    if descriptor.memory != MemoryKind::Host {
+        return refused("it names memory of an accelerator, which this stack cannot reach");
     }
     if descriptor.direction != wanted {
         return refused("it is offered for the other direction");
