@@ -2,7 +2,9 @@
 
 use std::path::PathBuf;
 
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand};
+use wire::Placement;
 
 use crate::commands;
 
@@ -64,12 +66,15 @@ pub enum Command {
     Doctor(commands::doctor::DoctorArgs),
 }
 
-/// Parses a placement; its names appear in the help.
-pub fn placement() -> impl clap::builder::TypedValueParser<Value = wire::Placement> {
-    use clap::builder::{PossibleValuesParser, TypedValueParser};
-    let names = wire::Placement::ALL.map(wire::Placement::as_str);
-    PossibleValuesParser::new(names).map(|name| {
-        // The parser has checked the name.
-        wire::Placement::ALL.into_iter().find(|p| p.as_str() == name).unwrap_or(wire::Placement::Dpu)
+/// Parses a placement; the help describes each.
+pub fn placement() -> impl clap::builder::TypedValueParser<Value = Placement> {
+    let value = |placement: Placement| {
+        PossibleValue::new(placement.as_str()).help(match placement {
+            Placement::Dpu => "The OSD and the store are two processes joined by the host–DPU channel",
+            Placement::Host => "One process, the store called directly: the baseline",
+        })
+    };
+    PossibleValuesParser::new(Placement::ALL.map(value)).try_map(|name| {
+        Placement::ALL.into_iter().find(|p| p.as_str() == name).ok_or("there is no such placement")
     })
 }
