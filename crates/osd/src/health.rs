@@ -3,9 +3,9 @@
 //! Three kinds of failure differ in how they end. A *slow* target has not answered in time; it is probed at once, and again with
 //! short pauses. A *failing* target has reported an I/O error; it is probed with longer pauses, and each relapse
 //! makes the pauses longer still, until it is given up. A *lost* target is absent, corrupt or refuses writes until it is mounted
-//! anew; only a new session of its store, or the operator, brings it back. The store's role mounts targets that refuse writes
-//! anew by itself, so that they may be back within seconds. Such a target is probed, too: an answer of the old mount may
-//! arrive after the new session has begun.
+//! anew; a new session of its store, or the operator, brings it back. The store's role mounts a target that refuses writes anew
+//! by itself, so that the target may be back within seconds. Such a target is also probed, with long pauses: an error from the
+//! old mount may arrive after the new session has begun, and only a new mount can answer the probe.
 
 use std::time::Duration;
 
