@@ -140,9 +140,7 @@ fn an_absent_drive_that_returns_is_used_again_in_one_process() {
 
 /// How many targets are failed.
 fn failed(node: &Node) -> usize {
-    let targets: serde_json::Value = serde_json::from_slice(&node.ok(&["target", "ls", "--json"])).unwrap();
-    let targets = targets.as_array().or(targets["targets"].as_array()).unwrap();
-    targets.iter().filter(|target| target["state"] == "failed").count()
+    failed_targets(node).len()
 }
 
 fn drives_whose_writes_fail(placement: &str) {

@@ -75,7 +75,7 @@ fn error(what: &'static str, e: &postcard::Error) -> DecodeError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Condition, Data, Mutate, Mutation, ObjectName, ObjectRequest, Source};
+    use crate::{AdminRequest, Condition, Data, Mutate, Mutation, ObjectName, ObjectRequest, Source};
     use proptest::prelude::*;
 
     fn sample() -> (RequestHead, RequestBody) {
@@ -98,6 +98,19 @@ mod tests {
         let (head_back, rest) = decode_head(&bytes).unwrap();
         assert_eq!(head_back, head);
         assert_eq!(decode_body(rest).unwrap(), body);
+    }
+
+    #[test]
+    fn a_coding_mode_that_does_not_exist_is_refused_by_name() {
+        let mode = "hybrid:9:9".parse().unwrap();
+        let (head, body) = (sample().0, AdminRequest::SetCodingMode(mode).into());
+        let mut bytes = encode_request(&head, &body).to_vec();
+        let at = bytes.len() - "9:9".len();
+        for (text, refused) in [("1:2", false), ("0:0", true), ("a:b", true)] {
+            bytes[at..].copy_from_slice(text.as_bytes());
+            let (_, rest) = decode_head(&bytes).unwrap();
+            assert_eq!(decode_body(rest).is_err(), refused, "{text}");
+        }
     }
 
     proptest! {

@@ -437,7 +437,7 @@ fn a_target_mounts_after_any_two_failed_mounts() {
 }
 
 #[test]
-fn a_failed_target_names_its_failure_during_and_after_its_unmount() {
+fn a_failed_target_names_its_failure_after_its_unmount() {
     let (drive, store) = small_target(fresh());
     drive.fail_after(0);
     let lost = run(store.queue_transaction(set_omap("k", 10)));
