@@ -172,10 +172,10 @@ impl Drop for Guard<'_> {
 impl Link {
     /// Sends a request and waits for its answer, through reconnections, until the request's time is over. Dropping the
     /// future gives the request up; it may still take effect.
-    pub(crate) async fn call(&self, body: RequestBody, bulk: Bulk) -> Outcome {
+    pub(crate) async fn call(&self, body: impl Into<RequestBody>, bulk: Bulk) -> Outcome {
         let timeout = self.shared.options.request_timeout;
         let deadline = Instant::now() + timeout;
-        let attempt = self.call_until(body, bulk, deadline);
+        let attempt = self.call_until(body.into(), bulk, deadline);
         tokio::time::timeout_at(deadline, attempt).await.unwrap_or(Err(Error::TimedOut(timeout)))
     }
 

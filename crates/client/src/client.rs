@@ -6,8 +6,7 @@ use std::time::Duration;
 use messenger::{NetworkStack, StackOptions, UseAs};
 use uuid::Uuid;
 use wire::{
-    AdminReply, AdminRequest, CodingMode, NodeStatus, PoolInfo, PoolName, Redundancy, ReplyBody, RequestBody,
-    ScrubStatus,
+    AdminReply, AdminRequest, CodingMode, NodeStatus, PoolInfo, PoolName, Redundancy, ReplyBody, ScrubStatus,
 };
 
 use crate::call::Bulk;
@@ -78,7 +77,7 @@ impl Client {
     /// [`NodeError::PoolExists`](wire::Error::PoolExists) among others.
     pub async fn create_pool_with(&self, name: &str, pg_count: u32, redundancy: Redundancy) -> Result<()> {
         let name = PoolName::new(name)?.to_string().into();
-        self.done(RequestBody::Admin(AdminRequest::PoolCreate { name, pg_count, redundancy })).await
+        self.done(AdminRequest::PoolCreate { name, pg_count, redundancy }).await
     }
 
     /// Takes a target out, so that placement groups with redundancy do without it and give its place to another one, if
@@ -87,7 +86,7 @@ impl Client {
     /// # Errors
     /// If there is no such target, or too few are left to change the node's map.
     pub async fn set_target_out(&self, index: u32, out: bool) -> Result<()> {
-        self.done(RequestBody::Admin(AdminRequest::TargetSetOut { index, out })).await
+        self.done(AdminRequest::TargetSetOut { index, out }).await
     }
 
     /// Gives a target's number to another one, which the node is to be started with next.
@@ -95,7 +94,7 @@ impl Client {
     /// # Errors
     /// If there is no such target, or a pool without redundancy may need it.
     pub async fn replace_target(&self, index: u32, uuid: Uuid) -> Result<()> {
-        self.done(RequestBody::Admin(AdminRequest::TargetReplace { index, uuid })).await
+        self.done(AdminRequest::TargetReplace { index, uuid }).await
     }
 
     /// Compares what a pool's targets have with what they should have, and makes damaged shards anew from others.
@@ -118,9 +117,9 @@ impl Client {
 
     async fn scrub(&self, pool: &str, start: bool, repair: bool) -> Result<ScrubStatus> {
         let pool = PoolName::new(pool)?.to_string().into();
-        match self.ask(RequestBody::Admin(AdminRequest::Scrub { pool, start, repair })).await? {
-            ReplyBody::Admin(AdminReply::Scrub(status)) => Ok(*status),
-            other => Err(unexpected(&other)),
+        match self.ask(AdminRequest::Scrub { pool, start, repair }).await? {
+            AdminReply::Scrub(status) => Ok(*status),
+            other => Err(unexpected(&other.into())),
         }
     }
 
@@ -129,7 +128,7 @@ impl Client {
     /// # Errors
     /// If the node does not answer.
     pub async fn set_rebuild_rate(&self, bytes_per_second: u64) -> Result<()> {
-        self.done(RequestBody::Admin(AdminRequest::SetRebuildRate(bytes_per_second))).await
+        self.done(AdminRequest::SetRebuildRate(bytes_per_second)).await
     }
 
     /// Sets where the parity of staged data is computed, until the node restarts.
@@ -137,7 +136,7 @@ impl Client {
     /// # Errors
     /// If the node does not answer, or has no DPU to compute on.
     pub async fn set_coding_mode(&self, mode: CodingMode) -> Result<()> {
-        self.done(RequestBody::Admin(AdminRequest::SetCodingMode(mode))).await
+        self.done(AdminRequest::SetCodingMode(mode)).await
     }
 
     /// The pools, ordered by name.
@@ -145,9 +144,9 @@ impl Client {
     /// # Errors
     /// If the node does not answer.
     pub async fn pools(&self) -> Result<Vec<PoolInfo>> {
-        match self.ask(RequestBody::Admin(AdminRequest::PoolList)).await? {
-            ReplyBody::Admin(AdminReply::Pools(pools)) => Ok(pools),
-            other => Err(unexpected(&other)),
+        match self.ask(AdminRequest::PoolList).await? {
+            AdminReply::Pools(pools) => Ok(pools),
+            other => Err(unexpected(&other.into())),
         }
     }
 
@@ -157,7 +156,7 @@ impl Client {
     /// [`NodeError::PoolNotEmpty`](wire::Error::PoolNotEmpty) among others.
     pub async fn remove_pool(&self, name: &str, force: bool) -> Result<()> {
         let name = PoolName::new(name)?.to_string().into();
-        self.done(RequestBody::Admin(AdminRequest::PoolRemove { name, force })).await
+        self.done(AdminRequest::PoolRemove { name, force }).await
     }
 
     /// The node's state.
@@ -165,9 +164,9 @@ impl Client {
     /// # Errors
     /// If the node does not answer.
     pub async fn status(&self) -> Result<NodeStatus> {
-        match self.ask(RequestBody::Admin(AdminRequest::Status)).await? {
-            ReplyBody::Admin(AdminReply::Status(status)) => Ok(*status),
-            other => Err(unexpected(&other)),
+        match self.ask(AdminRequest::Status).await? {
+            AdminReply::Status(status) => Ok(*status),
+            other => Err(unexpected(&other.into())),
         }
     }
 
@@ -178,9 +177,9 @@ impl Client {
     /// If the node does not answer.
     pub async fn collect_orphans(&self, older_than: Duration) -> Result<u64> {
         let older_than_ms = u64::try_from(older_than.as_millis()).unwrap_or(u64::MAX);
-        match self.ask(RequestBody::Admin(AdminRequest::CollectOrphans { older_than_ms })).await? {
-            ReplyBody::Admin(AdminReply::Collected(count)) => Ok(count),
-            other => Err(unexpected(&other)),
+        match self.ask(AdminRequest::CollectOrphans { older_than_ms }).await? {
+            AdminReply::Collected(count) => Ok(count),
+            other => Err(unexpected(&other.into())),
         }
     }
 
@@ -190,14 +189,17 @@ impl Client {
         self.link.close().await;
     }
 
-    async fn ask(&self, body: RequestBody) -> Result<ReplyBody> {
-        Ok(self.link.call(body, Bulk::None).await?.body)
+    async fn ask(&self, request: AdminRequest) -> Result<AdminReply> {
+        match self.link.call(request, Bulk::None).await?.body {
+            ReplyBody::Admin(reply) => Ok(reply),
+            other => Err(unexpected(&other)),
+        }
     }
 
-    async fn done(&self, body: RequestBody) -> Result<()> {
-        match self.ask(body).await? {
-            ReplyBody::Admin(AdminReply::Done) => Ok(()),
-            other => Err(unexpected(&other)),
+    async fn done(&self, request: AdminRequest) -> Result<()> {
+        match self.ask(request).await? {
+            AdminReply::Done => Ok(()),
+            other => Err(unexpected(&other.into())),
         }
     }
 }

@@ -2,8 +2,7 @@
 
 use bytes::Bytes;
 use wire::{
-    Condition, Data, Mutate, Mutated, Mutation, ObjectReply, ObjectRequest, PartId, ReplyBody, RequestBody,
-    Source,
+    Condition, Data, Mutate, Mutated, Mutation, ObjectReply, ObjectRequest, PartId, ReplyBody, Source,
 };
 
 use crate::call::Bulk;
@@ -182,7 +181,7 @@ impl Compound {
         let (client, name) = self.object.parts();
         let mutate = Mutate { name: name.to_wire(), part, conditions: self.conditions, ops: self.ops, data };
         mutate.check()?;
-        match client.link.call(RequestBody::Object(ObjectRequest::Mutate(mutate)), bulk).await?.body {
+        match client.link.call(ObjectRequest::Mutate(mutate), bulk).await?.body {
             ReplyBody::Object(ObjectReply::Mutated(mutated)) => Ok(mutated),
             other => Err(unexpected(&other)),
         }

@@ -4,7 +4,7 @@
 use bytes::{Bytes, BytesMut};
 use futures::stream::{FuturesOrdered, StreamExt};
 use tokio::io::{AsyncWrite, AsyncWriteExt};
-use wire::{Manifest, ObjectReply, ObjectRequest, PartId, Read, ReplyBody, RequestBody};
+use wire::{Manifest, ObjectReply, ObjectRequest, PartId, Read, ReplyBody};
 
 use crate::call::Bulk;
 use crate::client::unexpected;
@@ -197,14 +197,14 @@ impl Download<'_> {
         let end = base::block::align_up(piece.offset.saturating_add(piece.len)).unwrap_or(u64::MAX);
         let room = end - start;
         let bulk = if room <= client.link.inline_max() { Bulk::None } else { Bulk::Sink(room) };
-        let body = RequestBody::Object(ObjectRequest::Read(Read {
+        let body = ObjectRequest::Read(Read {
             name: name.to_wire(),
             part: piece.part,
             offset: piece.offset,
             len: piece.len,
             if_version: piece.if_version,
             sink: None,
-        }));
+        });
         let answer = client.link.call(body, bulk).await?;
         match answer.body {
             ReplyBody::Object(ObjectReply::Read { version, object_size, .. }) => {

@@ -49,8 +49,8 @@ pub use object::{Description, Object, OmapPage, PutOptions};
 pub use options::Options;
 pub use pool::Pool;
 pub use wire::{
-    CodingHealth, CodingPlace, CodingSent, CodingStatus, ConnectionStatus, Error as NodeError, Manifest,
-    Mutated, NameError, NodeStatus, ObjectName, OffloadStatus, PhaseTimes, PoolHealth, PoolInfo, PoolName,
-    RebuildStatus, Redundancy, RequestTimes, ScrubStatus, Space, StatAnswer as Stat, TargetState,
-    TargetStatus,
+    CodingHealth, CodingMode, CodingOffload, CodingPlace, CodingSent, CodingStatus, ConnectionStatus,
+    Error as NodeError, Manifest, Mutated, NameError, NodeStatus, ObjectName, OffloadState, OffloadStatus,
+    PhaseTimes, Placement, PoolHealth, PoolInfo, PoolName, RebuildStatus, Redundancy, RequestTimes,
+    ScrubStatus, Space, StatAnswer as Stat, TargetState, TargetStatus,
 };

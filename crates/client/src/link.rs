@@ -522,8 +522,7 @@ mod tests {
     use base::block::Payload;
     use base::mem::ArenaBuf;
     use messenger::{BulkRegion, BulkSink, BulkSource, PeerInfo, Pulled};
-    use wire::BulkDescriptor;
-    use wire::{Data, ObjectRequest};
+    use wire::{BulkDescriptor, Data, ObjectRequest};
 
     use super::*;
     use crate::call::Bulk;

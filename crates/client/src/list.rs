@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use bytes::Bytes;
-use wire::{List, ObjectName, ObjectReply, ObjectRequest, PoolName, ReplyBody, RequestBody};
+use wire::{List, ObjectName, ObjectReply, ObjectRequest, PoolName, ReplyBody};
 
 use crate::call::Bulk;
 use crate::client::unexpected;
@@ -68,13 +68,13 @@ impl Listing {
     }
 
     async fn fetch(&mut self) -> Result<()> {
-        let body = RequestBody::Object(ObjectRequest::List(List {
+        let body = ObjectRequest::List(List {
             pool: self.pool.to_string().into(),
             namespace: self.namespace.clone().map(Bytes::from),
             prefix: self.prefix.clone(),
             cursor: self.cursor.clone(),
             limit: PAGE,
-        }));
+        });
         match self.client.link.call(body, Bulk::None).await?.body {
             ReplyBody::Object(ObjectReply::Listed(listed)) => {
                 for (namespace, object) in listed.names {

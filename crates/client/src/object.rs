@@ -6,8 +6,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use tokio::io::{AsyncRead, AsyncWrite};
 use wire::{
-    Mutated, ObjectName, ObjectReply, ObjectRequest, Query, QueryAnswer, QueryOp, ReplyBody, RequestBody,
-    StatAnswer,
+    Mutated, ObjectName, ObjectReply, ObjectRequest, Query, QueryAnswer, QueryOp, ReplyBody, StatAnswer,
 };
 
 use crate::call::Bulk;
@@ -337,8 +336,7 @@ impl Object {
     async fn query(&self, ops: Vec<QueryOp>) -> Result<Vec<QueryAnswer>> {
         let query = Query { name: self.name.to_wire(), conditions: Vec::new(), ops };
         query.check()?;
-        match self.client.link.call(RequestBody::Object(ObjectRequest::Query(query)), Bulk::None).await?.body
-        {
+        match self.client.link.call(ObjectRequest::Query(query), Bulk::None).await?.body {
             ReplyBody::Object(ObjectReply::Queried(answers)) => Ok(answers),
             other => Err(unexpected(&other)),
         }

@@ -22,7 +22,7 @@ use store::stripes::{Coder, Parity, ShardBuf, ShardBytes, StripeError, StripeSto
 use store::{StageId, StoreError};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
-use wire::{CodingHealth, CodingMode, CodingOffload, CodingPlace, CodingSent, CodingStatus, Error};
+use wire::{CodingMode, CodingOffload, CodingPlace, CodingStatus, Error};
 
 use crate::config::CodingConfig;
 
@@ -256,27 +256,14 @@ impl Coding {
 }
 
 fn place_status(place: PlaceSnapshot) -> CodingPlace {
-    let (sent, health) = (place.sent, place.health);
     let ns = |us: f64| (us * 1000.0).round() as u64;
     CodingPlace {
         in_service: place.in_service as u64,
         slots: place.slots as u64,
-        sent: CodingSent {
-            mode: sent.mode,
-            busy: sent.busy,
-            cool_down: sent.cool_down,
-            probe: sent.probe,
-            explore: sent.explore,
-        },
+        sent: place.sent,
         ns_per_task: place.us_per_task.map(ns),
         ns_per_mb: place.us_per_mb.map(ns),
-        health: CodingHealth {
-            state: health.state,
-            failures: health.failures,
-            failed_probes: health.failed_probes,
-            recoveries: health.recoveries,
-            last_failure: health.last_failure,
-        },
+        health: place.health,
     }
 }
 

@@ -6,15 +6,14 @@ use std::time::Duration;
 
 use base::fault::Faults;
 use store::stripes::{Engines, StripeStores};
-use wire::OffloadStatus;
-use wire::{CodingMode, CodingOffload, Placement};
+use wire::{CodingMode, CodingOffload, OffloadStatus, Placement};
 
 use crate::clock::WallClock;
 
 /// How an OSD behaves. The defaults suit a node; tests shorten times.
 #[derive(Debug, Clone)]
 pub struct OsdConfig {
-    /// `dpu` or `host`, for the status. With `host`, the time of the stores' calls is booked here; with `dpu`, by the proxy.
+    /// Placement of the node. With `Host`, the OSD books the time of the stores' calls; with `Dpu`, the proxy does.
     pub placement: Placement,
     /// Name of the engine that moves data between OSD and store, for the status.
     pub engine: String,

@@ -14,8 +14,7 @@ use futures::stream::{FuturesUnordered, StreamExt};
 use messenger::Connection;
 use store::{ObjectStore, StageId};
 use wire::limits::{MAX_APPEND, MAX_OBJECT_SIZE};
-use wire::{BulkDescriptor, BulkDirection};
-use wire::{Data, Error, Mutate, Mutation, Source};
+use wire::{BulkDescriptor, BulkDirection, Data, Error, Mutate, Mutation, Source};
 
 use crate::fail::{Fail, Step};
 

@@ -54,7 +54,6 @@ pub use audit::inspect_object;
 pub use clock::WallClock;
 pub use config::{CodingConfig, OffloadSource, OsdConfig, StripesAt, TargetRetry};
 pub use node::{Osd, StartError};
-pub use wire::OffloadStatus;
 
 /// Starts a task of the OSD's. Connections share its thread, so what it costs is booked.
 fn spawn(task: impl Future<Output = ()> + 'static) -> tokio::task::JoinHandle<()> {

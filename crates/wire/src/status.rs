@@ -106,7 +106,7 @@ pub enum TargetState {
     Slow,
     /// It has reported an I/O error, and is tried again.
     Failing,
-    /// It has failed, and is not tried again before its store has a new session or the operator says so.
+    /// It has failed. It is used again when its store has mounted it anew, or when the operator says so.
     Failed,
 }
 
@@ -242,6 +242,14 @@ pub struct CodingSent {
     pub probe: u64,
     /// To find out what the place costs.
     pub explore: u64,
+}
+
+impl CodingSent {
+    /// All tasks.
+    #[must_use]
+    pub fn total(&self) -> u64 {
+        self.mode + self.busy + self.cool_down + self.probe + self.explore
+    }
 }
 
 /// Whether a place works.

@@ -7,10 +7,10 @@ use base::BoxFuture;
 use base::block::{Payload, verify_pieces};
 use futures::stream::{FuturesUnordered, StreamExt};
 use rand::Rng;
+use wire::{BulkDescriptor, BulkDirection, BulkOwner, MemoryKind, RemoteMemory};
 
 use super::rig::{Buffer, Rig, message, next_message, pool, random_bytes};
 use crate::{BulkRegion, BulkSource, Ends, MessengerError};
-use wire::{BulkDescriptor, BulkDirection, BulkOwner, MemoryKind, RemoteMemory};
 
 const LONG: Duration = Duration::from_secs(60);
 

@@ -10,6 +10,7 @@ use base::block::{BLOCK, Payload};
 use base::mem::ArenaBuf;
 use tokio::sync::{AcquireError, oneshot};
 use tokio::time::timeout;
+use wire::{BulkDescriptor, BulkDirection, BulkOwner, MemoryKind};
 
 use super::inbound::charge;
 use super::offers::{Offered, check_range, chunk_len};
@@ -23,7 +24,6 @@ use crate::{
     BulkRegion, BulkSink, BulkSource, Connection, Event, Incoming, Limits, Message, MessengerError, PeerInfo,
     Pulled, Result,
 };
-use wire::{BulkDescriptor, BulkDirection, BulkOwner, MemoryKind};
 
 /// Ends the session when the last of its handles is gone.
 struct Lifetime(Arc<Shared>);

@@ -8,6 +8,7 @@ use base::block::{BLOCK, Payload};
 use fabric::MemoryRegion;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, timeout};
+use wire::{BulkDescriptor, BulkDirection, BulkOwner, BulkSegment, MemoryKind};
 
 use super::one_sided::Exposed;
 use super::outbound::Chunk;
@@ -15,7 +16,6 @@ use super::{Shared, Status};
 use crate::config::{MAX_CHUNK, MAX_PULLS};
 use crate::frame::{Body, PullData, PullRefused, PullRequest, Push, PushRefused, Refusal};
 use crate::{BulkRegion, BulkSink, BulkSource, MessengerError};
-use wire::{BulkDescriptor, BulkDirection, BulkOwner, BulkSegment, MemoryKind};
 
 /// Most refused offers that are remembered.
 const MAX_REFUSED: usize = 64;

@@ -9,6 +9,7 @@ use base::block::{BLOCK, Payload, piece_count, verify_pieces};
 use base::mem::ArenaBuf;
 use fabric::MemoryRegion;
 use futures::stream::{FuturesUnordered, StreamExt};
+use wire::{BulkDescriptor, BulkOwner, BulkSegment, RemoteMemory};
 
 use super::connection::Range;
 use super::offers::{Offered, check_range};
@@ -19,7 +20,6 @@ use crate::config::MAX_CHUNK;
 use crate::frame::{Body, FrameError, PushRefused, Wrote};
 use crate::transport::ofi::{Landing, Link, LinkFailed};
 use crate::{BulkSink, MessengerError, Pulled};
-use wire::{BulkDescriptor, BulkOwner, BulkSegment, RemoteMemory};
 
 /// Most bytes that one read brings: while it is verified, the next ones are on their way.
 const READ_BYTES: u64 = 512 << 10;

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use base::fault::{Fault, Site};
 use clap::Subcommand;
 use serde::Serialize;
+use wire::Placement;
 
 use crate::cli::NodeArgs;
 use crate::failure::{Doing, Failure, Result};
@@ -15,7 +16,6 @@ use crate::node::dir::NodeDir;
 use crate::node::locate;
 use crate::node::state::{NodeState, Role};
 use crate::output;
-use wire::Placement;
 
 /// How long a role that restarts is waited for.
 const PATIENCE: Duration = Duration::from_secs(10);

@@ -11,13 +11,13 @@ use channel::ofi::{OfiEngine, OfiOptions};
 use channel::{DmaEngine, Profile, ShmEngine, ShmOptions};
 use ec::offload::scheduler::offload_state;
 use messenger::UseAs;
-use osd::{OffloadSource, OffloadStatus, Osd, OsdConfig, StripesAt};
+use osd::{OffloadSource, Osd, OsdConfig, StripesAt};
 use proxy::{Endpoint, Session, SessionOptions};
 use store::ObjectStore;
 use store::stripes::Engines;
 use tokio::sync::oneshot;
 use uuid::Uuid;
-use wire::{OffloadState, Placement};
+use wire::{OffloadState, OffloadStatus, Placement};
 
 use super::announce::Ready;
 use super::coding;

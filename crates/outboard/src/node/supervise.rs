@@ -194,10 +194,10 @@ impl Supervisor {
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
+    use wire::Placement;
 
     use super::super::config::Config;
     use super::*;
-    use wire::Placement;
 
     /// A role played by a shell script; its arguments are those of a role, from `$1`.
     fn scripted(role: Role, dir: &NodeDir, script: &str) -> RoleSpec {

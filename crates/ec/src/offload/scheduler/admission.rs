@@ -2,13 +2,13 @@
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
+use wire::CodingMode;
 
 use super::auto::{Auto, Backlog};
 use super::mode::Turns;
 use super::snapshot::Recent;
 use super::station::{Standing, Station};
 use super::{Config, Place, Reason, Refused};
-use wire::CodingMode;
 
 /// A task in the queue. `W` is what its caller is told through.
 #[derive(Debug)]

@@ -4,7 +4,7 @@
 //! Distributed Storage Systems", as admission: whoever has work asks for a place ([`Scheduler::admit`]), does the work there
 //! itself, and says how it went ([`Slot::done`], [`Slot::failed`]). Work waits in one bounded queue, first come first
 //! served; a place takes no more at a time than it needs to be at full speed. While the host's processor is busy all of it
-//! goes to the offload; otherwise the [`CodingMode`](wire::CodingMode) decides. Beyond the paper: a place that fails is left alone and probed
+//! goes to the offload; otherwise the [`CodingMode`] decides. Beyond the paper: a place that fails is left alone and probed
 //! (`base::health`), and `hybrid:auto` finds α:β by itself (`auto`).
 //!
 //! For one thread: it is neither `Send` nor `Sync`, and takes no locks but those of `base::health`. Its clock is tokio's.
@@ -25,14 +25,14 @@ mod tests;
 use std::cell::RefCell;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
-use wire::CodingMode;
 
 use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
+use wire::CodingMode;
 
 use self::admission::{Admission, COOL_DOWN, Outcome, Ticket};
 use self::meters::Meters;
-pub use self::snapshot::{PlaceHealth, PlaceSnapshot, Sent, Snapshot, offload_state};
+pub use self::snapshot::{PlaceSnapshot, Snapshot, offload_state};
 
 /// Where a piece of work is done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]

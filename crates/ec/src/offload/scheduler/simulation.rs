@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
+use wire::CodingMode;
 
 use super::admission::{Admission, Outcome, Ticket};
 use super::{Capacity, Config, Place, Reason};
-use wire::CodingMode;
 
 const US: u64 = 1000;
 const MS: u64 = 1000 * US;

@@ -4,11 +4,11 @@ use std::time::{Duration, Instant};
 
 use base::health::Report;
 use serde::{Deserialize, Serialize};
+use wire::{CodingHealth, CodingMode, CodingSent, OffloadState};
 
 use super::admission::View;
 use super::station::Station;
 use super::{Place, Reason};
-use wire::{CodingMode, OffloadState};
 
 /// The recent tasks are counted by so many slices of time…
 const SLICES: usize = 10;
@@ -46,43 +46,13 @@ pub struct PlaceSnapshot {
     /// Most tasks in service at a time.
     pub slots: usize,
     /// Tasks sent there, by reason.
-    pub sent: Sent,
+    pub sent: CodingSent,
     /// What a task is taken to cost whatever its size, in microseconds of a lane; absent if nothing was measured.
     pub us_per_task: Option<f64>,
     /// What a megabyte (10^6 bytes) is taken to add, in microseconds of a lane.
     pub us_per_mb: Option<f64>,
     /// Whether it works.
-    pub health: PlaceHealth,
-}
-
-/// Tasks sent to a place, by reason.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Sent {
-    /// As the mode has it.
-    pub mode: u64,
-    /// The host was busy.
-    pub busy: u64,
-    /// The other place was cooling down.
-    pub cool_down: u64,
-    /// To find out whether the place works again.
-    pub probe: u64,
-    /// To find out what the place costs.
-    pub explore: u64,
-}
-
-/// Whether a place works: [`base::health::Report`] as plain data.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PlaceHealth {
-    /// State of the place's circuit breaker.
-    pub state: OffloadState,
-    /// How often it was found failing.
-    pub failures: u64,
-    /// How often a probe failed.
-    pub failed_probes: u64,
-    /// How often a probe brought it back.
-    pub recoveries: u64,
-    /// Why it failed last.
-    pub last_failure: Option<String>,
+    pub health: CodingHealth,
 }
 
 /// Returns a state of the circuit breaker without its times.
@@ -92,14 +62,6 @@ pub fn offload_state(state: base::health::State) -> OffloadState {
         base::health::State::Active => OffloadState::Active,
         base::health::State::CoolingDown(_) => OffloadState::CoolingDown,
         base::health::State::Probing => OffloadState::Probing,
-    }
-}
-
-impl Sent {
-    /// All of them.
-    #[must_use]
-    pub fn total(&self) -> u64 {
-        self.mode + self.busy + self.cool_down + self.probe + self.explore
     }
 }
 
@@ -128,7 +90,7 @@ impl PlaceSnapshot {
         PlaceSnapshot {
             in_service: station.in_service(),
             slots: station.capacity.slots,
-            sent: Sent {
+            sent: CodingSent {
                 mode: sent(Reason::Mode),
                 busy: sent(Reason::Busy),
                 cool_down: sent(Reason::CoolDown),
@@ -137,20 +99,19 @@ impl PlaceSnapshot {
             },
             us_per_task: cost.map(|cost| cost.per_task * 1e6),
             us_per_mb: cost.map(|cost| cost.per_byte * 1e12),
-            health: PlaceHealth::of(station.health.report()),
+            health: health(station.health.report()),
         }
     }
 }
 
-impl PlaceHealth {
-    fn of(report: Report) -> PlaceHealth {
-        PlaceHealth {
-            state: offload_state(report.state),
-            failures: report.failures,
-            failed_probes: report.failed_probes,
-            recoveries: report.recoveries,
-            last_failure: report.last_failure,
-        }
+/// Returns a circuit breaker's report as plain data.
+fn health(report: Report) -> CodingHealth {
+    CodingHealth {
+        state: offload_state(report.state),
+        failures: report.failures,
+        failed_probes: report.failed_probes,
+        recoveries: report.recoveries,
+        last_failure: report.last_failure,
     }
 }
 

@@ -5,6 +5,7 @@ use std::pin::pin;
 use std::task::Poll;
 
 use tokio::time::advance;
+use wire::CodingSent;
 
 use super::*;
 
@@ -52,7 +53,7 @@ async fn the_mode_decides_and_a_busy_host_overrules_it() {
     scheduler.set_host_busy(true);
     assert_eq!(letters(&scheduler, 4).await, "oooo");
     let snapshot = scheduler.snapshot();
-    assert_eq!(snapshot.offload.sent, Sent { busy: 16, mode: 8 + 2, ..Sent::default() });
+    assert_eq!(snapshot.offload.sent, CodingSent { busy: 16, mode: 8 + 2, ..CodingSent::default() });
     assert_eq!((snapshot.host.sent.total(), snapshot.alpha, snapshot.beta), (14, 14, 26));
     assert!(snapshot.host_busy && snapshot.mode == CodingMode::Auto);
 }
@@ -138,8 +139,8 @@ async fn a_place_that_fails_is_left_alone_then_probed_by_one_task() {
     assert_eq!((health.state, health.failures), (wire::OffloadState::Active, 1));
     assert_eq!((health.failed_probes, health.recoveries), (1, 1));
     assert_eq!(health.last_failure.as_deref(), Some("still gone"));
-    assert_eq!(snapshot.host.sent, Sent { cool_down: 7, ..Sent::default() });
-    assert_eq!(snapshot.offload.sent, Sent { mode: 4, probe: 3, ..Sent::default() });
+    assert_eq!(snapshot.host.sent, CodingSent { cool_down: 7, ..CodingSent::default() });
+    assert_eq!(snapshot.offload.sent, CodingSent { mode: 4, probe: 3, ..CodingSent::default() });
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,7 +1,8 @@
 //! `hybrid:auto` against every fixed ratio.
 
-use super::*;
 use wire::{CodingMode, CodingRatio};
+
+use super::*;
 
 /// Every fixed ratio from 16:1 to 1:16, and all to one place.
 fn ratios() -> impl Iterator<Item = CodingRatio> {
