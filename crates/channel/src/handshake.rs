@@ -25,7 +25,7 @@ use crate::ofi::OfiOffer;
 use crate::{ChannelError, HEADER_LEN, Header, Kind, Layout, Result};
 
 /// Version of the channel's protocol.
-pub const VERSION: u16 = 6;
+pub const VERSION: u16 = 7;
 /// Longest frame of the handshake, in bytes.
 const MAX_HANDSHAKE: usize = 64 << 10;
 /// A silent TCP peer is asked that often whether it is still there.

@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use bytes::{BufMut, Bytes, BytesMut};
 use futures::future::join_all;
-use store::{Op, StoreError, Transaction};
+use store::{Op, StoreCalls, StoreError, Transaction};
 use tokio::time::Instant;
 use wire::SessionId;
 

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 
 use base::block;
 use bytes::Bytes;
-use store::{ObjectId, Op, StoreError, Transaction};
+use store::{ObjectId, Op, StoreCalls, StoreError, Transaction};
 
 use crate::array::{Findings, SIZE_XATTR};
 use crate::fail::{Fail, Step};

@@ -5,7 +5,7 @@
 use std::rc::Rc;
 use std::time::Duration;
 
-use store::StoreError;
+use store::{StoreCalls, StoreError};
 use wire::{Error, Manifest, Mutation, ObjectName, PartId, UploadId};
 
 use crate::fail::{Fail, Step};

@@ -11,7 +11,7 @@
 
 use base::block::{self, BLOCK, BLOCK_SIZE, Payload};
 use bytes::{Bytes, BytesMut};
-use store::{ObjectId, Op, WriteSource};
+use store::{ObjectId, Op, StoreCalls, WriteSource};
 use wire::limits::MAX_OBJECT_SIZE;
 use wire::{Error, Manifest, Mutation, Source};
 

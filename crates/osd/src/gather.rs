@@ -12,7 +12,7 @@ use base::pool::BufferPool;
 use bytes::Bytes;
 use futures::stream::{FuturesUnordered, StreamExt};
 use messenger::Connection;
-use store::{ObjectStore, StageId};
+use store::{ObjectStore, StageId, StoreCalls};
 use wire::limits::{MAX_APPEND, MAX_OBJECT_SIZE};
 use wire::{BulkDescriptor, BulkDirection, Data, Error, Mutate, Mutation, Source};
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use bytes::{BufMut, Bytes, BytesMut};
-use store::{ObjectId, StoreError};
+use store::{ObjectId, StoreCalls, StoreError};
 use wire::limits::MAX_PAGE;
 use wire::{Error, List, Listed, ObjectReply, PoolName};
 

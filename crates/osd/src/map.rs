@@ -10,7 +10,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures::future::join_all;
 use serde::{Deserialize, Serialize};
-use store::{Op, StoreError, Transaction};
+use store::{Op, StoreCalls, StoreError, Transaction};
 use uuid::Uuid;
 use wire::Redundancy;
 

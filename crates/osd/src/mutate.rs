@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use base::block::BLOCK;
-use store::{StoreError, Transaction};
+use store::{StoreCalls, StoreError, Transaction};
 use tokio::time::Instant;
 use wire::{Condition, Error, Mutated, Mutation};
 

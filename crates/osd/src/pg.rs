@@ -22,7 +22,7 @@ use std::rc::Rc;
 
 use bytes::{BufMut, Bytes, BytesMut};
 use serde::{Deserialize, Serialize};
-use store::{CollectionId, ObjectId, Op, StoreError, Transaction};
+use store::{CollectionId, ObjectId, Op, StoreCalls, StoreError, Transaction};
 use tokio::sync::{Mutex, Notify};
 use wire::limits::REQUEST_WINDOW;
 use wire::{Mutated, SessionId};

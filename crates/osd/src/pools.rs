@@ -2,7 +2,7 @@
 
 use std::rc::Rc;
 
-use store::{Op, StoreError, Transaction};
+use store::{Op, StoreCalls, StoreError, Transaction};
 use uuid::Uuid;
 use wire::limits::{DEFAULT_PG_COUNT, MAX_PG_COUNT, MAX_POOLS};
 use wire::{Error, PoolInfo, PoolName, Redundancy, placement};

@@ -7,12 +7,11 @@
 
 use std::time::Duration;
 
-use base::BoxFuture;
 use base::block::{self, BLOCK, BLOCK_SIZE, Payload};
 use bytes::Bytes;
 use futures::future::Either;
 use futures::stream::{FuturesUnordered, StreamExt};
-use store::{ReadData, StoreError};
+use store::{ReadData, ReplyOf, StoreCalls, StoreError, StoreFuture};
 use tokio::time::Instant;
 use wire::{
     BulkDescriptor, BulkDirection, Error, ObjectName, ObjectReply, Query, QueryAnswer, QueryOp, Read,
@@ -38,7 +37,7 @@ struct Begun {
     at: u64,
     len: u64,
     /// `None` if there is nothing to be read: nothing is left at `at`, or the object is striped.
-    reading: Option<BoxFuture<'static, store::Result<ReadData>>>,
+    reading: Option<ReplyOf<StoreFuture, ReadData>>,
 }
 
 /// A read under way.

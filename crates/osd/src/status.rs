@@ -1,5 +1,6 @@
 //! The node's state, for people.
 
+use store::StoreCalls;
 use wire::{ConnectionStatus, NodeStatus, Space, TargetState, TargetStatus};
 
 use crate::map::TargetRecord;
@@ -73,16 +74,8 @@ async fn target_status(osd: &Osd, record: &TargetRecord, target: Option<&Target>
 
 async fn space(target: Option<&Target>) -> Result<Space, String> {
     let target = target.ok_or("it is not there; the node has it from its next start on")?;
-    match tokio::time::timeout(PATIENCE, target.store.statfs()).await {
-        Ok(Ok(fs)) => Ok(Space {
-            total: fs.total,
-            free: fs.free,
-            staged: fs.staged,
-            free_extents: fs.free_extents,
-            largest_free_extent: fs.largest_free_extent,
-            index_free: fs.index_free,
-            index_total: fs.index_total,
-        }),
+    match tokio::time::timeout(PATIENCE, target.store.space()).await {
+        Ok(Ok(space)) => Ok(space),
         Ok(Err(e)) => Err(e.to_string()),
         Err(_) => Err("the store does not answer; see its log".into()),
     }

@@ -6,9 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use base::BoxFuture;
 use futures::future::try_join_all;
-use store::{CollectionId, ObjectStore, StoreError, Transaction};
+use store::{CollectionId, ObjectStore, ReplyOf, StoreCalls, StoreError, StoreFuture, Transaction};
 use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 use uuid::Uuid;
@@ -311,7 +310,7 @@ impl Target {
     }
 
     /// Queues a transaction that was computed in the current epoch.
-    pub(crate) fn queue(&self, transaction: Transaction) -> BoxFuture<'static, store::Result<()>> {
+    pub(crate) fn queue(&self, transaction: Transaction) -> ReplyOf<StoreFuture, ()> {
         self.store.queue_transaction_in(self.session.get(), transaction)
     }
 }

@@ -6,7 +6,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use futures::future::join_all;
-use store::{ObjectId, StatFs, StoreError};
+use store::{ObjectId, Space, StoreCalls, StoreError};
 use tokio::time::Instant;
 use uuid::Uuid;
 use wire::{Error, PoolHealth, PoolName, RebuildStatus, ScrubStatus};
@@ -128,8 +128,8 @@ impl Osd {
                 continue;
             }
             let notes = || noted().map(|(_, group)| group.notes_bytes()).sum::<u64>();
-            let asked = tokio::time::timeout(self.config.target_timeout, target.store.statfs());
-            let Ok(Ok(StatFs { index_free, index_total, .. })) = asked.await else { continue };
+            let asked = tokio::time::timeout(self.config.target_timeout, target.store.space());
+            let Ok(Ok(Space { index_free, index_total, .. })) = asked.await else { continue };
             if index_free < index_total / INDEX_LOW && notes() > index_total / INDEX_NOTES {
                 full.push(target.uuid);
             }

@@ -10,7 +10,6 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use base::BoxFuture;
 use base::block::Payload;
 use base::mem::{Arena, ArenaBuf};
 use base::pool::BufferPool;
@@ -20,8 +19,8 @@ use bytes::Bytes;
 use futures::stream::{FuturesUnordered, StreamExt};
 use outboard_proxy::{Endpoint, Listener, Server, ServerOptions, Session, SessionOptions, Target};
 use store::{
-    CollectionId, MemStore, ObjectId, ObjectStore, Op, Page, ReadData, Result, StageId, Stat, StatFs,
-    StoreError, Transaction, WriteSource,
+    CollectionId, MemStore, ObjectId, ObjectStore, Op, Query, QueryReply, ReadData, StageId, Stat,
+    StoreCalls, StoreError, StoreFuture, StoreReply, StoreRequest, Submit, Transaction, WriteSource, ready,
 };
 
 const OBJECTS: usize = 64;
@@ -287,101 +286,28 @@ fn memcpy(time: Duration) {
 /// Takes everything, keeps nothing, and reads whatever lies in the buffer.
 struct NullStore;
 
-fn done<T: Send + 'static>(value: T) -> BoxFuture<'static, Result<T>> {
-    Box::pin(std::future::ready(Ok(value)))
-}
+impl Submit for NullStore {
+    type Reply = StoreFuture;
 
-fn refused<T: Send + 'static>() -> BoxFuture<'static, Result<T>> {
-    Box::pin(std::future::ready(Err(StoreError::InvalidArgument("this store does nothing".into()))))
-}
-
-impl ObjectStore for NullStore {
-    fn stage(&self, _len: u64) -> BoxFuture<'static, Result<StageId>> {
-        done(StageId(1))
-    }
-    fn stage_write(
-        &self,
-        _stage: StageId,
-        _offset: u64,
-        _payload: Payload,
-    ) -> BoxFuture<'static, Result<()>> {
-        done(())
-    }
-    fn stage_release(&self, _stage: StageId) {}
-    fn queue_transaction(&self, _transaction: Transaction) -> BoxFuture<'static, Result<()>> {
-        done(())
-    }
-    fn read(
-        &self,
-        _cid: &CollectionId,
-        _oid: &ObjectId,
-        offset: u64,
-        len: u64,
-        dest: Option<ArenaBuf>,
-    ) -> BoxFuture<'static, Result<ReadData>> {
+    fn submit(&self, request: StoreRequest) -> StoreFuture {
         static ZEROS: [u8; MIB4] = [0; MIB4];
-        let data = vec![dest.map_or(Bytes::from_static(&ZEROS[..len as usize]), ArenaBuf::freeze)];
-        done(ReadData {
-            offset,
-            data,
-            checksums: vec![0; len.div_ceil(4096) as usize],
-            object_size: MIB4 as u64,
-            verified: false,
-        })
-    }
-    fn stat(&self, _cid: &CollectionId, _oid: &ObjectId) -> BoxFuture<'static, Result<Stat>> {
-        done(Stat { size: 0, allocated: 0 })
-    }
-    fn get_xattr(
-        &self,
-        _cid: &CollectionId,
-        _oid: &ObjectId,
-        _name: Bytes,
-    ) -> BoxFuture<'static, Result<Bytes>> {
-        refused()
-    }
-    fn get_xattrs(
-        &self,
-        _cid: &CollectionId,
-        _oid: &ObjectId,
-    ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>> {
-        refused()
-    }
-    fn omap_get_header(&self, _cid: &CollectionId, _oid: &ObjectId) -> BoxFuture<'static, Result<Bytes>> {
-        refused()
-    }
-    fn omap_get(
-        &self,
-        _cid: &CollectionId,
-        _oid: &ObjectId,
-        _keys: Vec<Bytes>,
-    ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>> {
-        refused()
-    }
-    fn omap_iterate(
-        &self,
-        _cid: &CollectionId,
-        _oid: &ObjectId,
-        _from: Bytes,
-        _limit: usize,
-    ) -> BoxFuture<'static, Result<Page<(Bytes, Bytes)>>> {
-        refused()
-    }
-    fn list(
-        &self,
-        _cid: &CollectionId,
-        _from: Option<ObjectId>,
-        _limit: usize,
-    ) -> BoxFuture<'static, Result<Page<ObjectId>>> {
-        refused()
-    }
-    fn collections(&self) -> BoxFuture<'static, Result<Vec<CollectionId>>> {
-        refused()
-    }
-    fn statfs(&self) -> BoxFuture<'static, Result<StatFs>> {
-        refused()
-    }
-    fn umount(&self) -> BoxFuture<'static, Result<()>> {
-        done(())
+        ready(Ok(match request {
+            StoreRequest::Stage { .. } => StageId(1).into(),
+            StoreRequest::Read { offset, len, dest, .. } => ReadData {
+                offset,
+                data: vec![dest.map_or(Bytes::from_static(&ZEROS[..len as usize]), ArenaBuf::freeze)],
+                checksums: vec![0; len.div_ceil(4096) as usize],
+                object_size: MIB4 as u64,
+                verified: false,
+            }
+            .into(),
+            StoreRequest::Query { query: Query::Stat { .. }, .. } => {
+                QueryReply::Stat(Stat { size: 0, allocated: 0 }).into()
+            }
+            StoreRequest::Query { .. } | StoreRequest::Collections | StoreRequest::Space => {
+                return ready(Err(StoreError::InvalidArgument("this store does nothing".into())));
+            }
+            _ => StoreReply::Done,
+        }))
     }
 }

@@ -4,7 +4,7 @@ use bytes::{Buf, Bytes};
 use channel::ofi::OfiOffer;
 use serde::{Deserialize, Serialize};
 use store::stripes::{Coder, HostReading, Parity};
-use store::{CollectionId, ObjectId, Stat, StatFs, StoreError};
+use store::{CollectionId, ObjectId, Query, QueryReply, Space, StoreError};
 
 /// Number of a request that is not answered.
 pub(crate) const NO_REPLY: u64 = 0;
@@ -67,7 +67,7 @@ impl Stripes {
     }
 }
 
-/// One call of an `ObjectStore` method.
+/// One request to a store, as it goes over the channel.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Call {
     Stage {
@@ -98,41 +98,12 @@ pub(crate) enum Call {
         len: u64,
         place: Place,
     },
-    Stat {
+    Query {
         cid: CollectionId,
-        oid: ObjectId,
-    },
-    GetXattr {
-        cid: CollectionId,
-        oid: ObjectId,
-        name: Bytes,
-    },
-    GetXattrs {
-        cid: CollectionId,
-        oid: ObjectId,
-    },
-    OmapGetHeader {
-        cid: CollectionId,
-        oid: ObjectId,
-    },
-    OmapGet {
-        cid: CollectionId,
-        oid: ObjectId,
-        keys: Vec<Bytes>,
-    },
-    OmapIterate {
-        cid: CollectionId,
-        oid: ObjectId,
-        from: Bytes,
-        limit: u64,
-    },
-    List {
-        cid: CollectionId,
-        from: Option<ObjectId>,
-        limit: u64,
+        query: Query,
     },
     Collections,
-    StatFs,
+    Space,
     Umount,
     /// A call to the channel itself.
     Channel(ChannelCall),
@@ -180,13 +151,9 @@ pub(crate) enum Answer {
         checksums: Bytes,
         object_size: u64,
     },
-    Stat(Stat),
-    Bytes(Bytes),
-    Pairs(Vec<(Bytes, Bytes)>),
-    PairsPage(Vec<(Bytes, Bytes)>, bool),
-    Objects(Vec<ObjectId>, bool),
+    Query(QueryReply),
     Collections(Vec<CollectionId>),
-    StatFs(StatFs),
+    Space(Space),
     /// The payload arrived damaged; nothing was done with it.
     Damaged,
     /// Bytes taken out of the inbound ring, and put into the outbox, since the rings were opened.

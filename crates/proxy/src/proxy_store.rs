@@ -3,14 +3,13 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use base::BoxFuture;
 use base::block::{BLOCK, Payload, align_down, align_up};
 use base::mem::ArenaBuf;
 use base::reclaim::Reclaim;
 use bytes::Bytes;
 use store::{
-    CollectionId, MAX_READ, ObjectId, ObjectStore, Page, ReadData, Result, StageId, Stat, StatFs, StoreError,
-    Transaction,
+    CollectionId, MAX_READ, ObjectId, ReadData, Result, StageId, StoreError, StoreFuture, StoreReply,
+    StoreRequest, Submit, Transaction, ready,
 };
 use tokio::sync::oneshot;
 
@@ -44,11 +43,7 @@ impl ProxyStore {
     }
 
     /// A call that may be made again, on the control socket.
-    fn ask<T: Send + 'static>(
-        &self,
-        call: Call,
-        take: impl FnOnce(Answer) -> Option<T> + Send + 'static,
-    ) -> BoxFuture<'static, Result<T>> {
+    fn ask(&self, call: Call) -> StoreFuture {
         let (handle, target) = (Arc::clone(&self.handle), self.target);
         let make = move || {
             let call = call.clone();
@@ -57,7 +52,7 @@ impl ProxyStore {
             })
         };
         let answer = self.repeatable(make);
-        Box::pin(async move { take(answer.await?).ok_or_else(unexpected) })
+        Box::pin(async move { reply(answer.await?) })
     }
 
     /// Issues a call now, and again if its session ends.
@@ -213,8 +208,44 @@ async fn read_on(
     }
 }
 
-impl ObjectStore for ProxyStore {
-    fn stage(&self, len: u64) -> BoxFuture<'static, Result<StageId>> {
+impl Submit for ProxyStore {
+    type Reply = StoreFuture;
+
+    fn submit(&self, request: StoreRequest) -> StoreFuture {
+        match request {
+            StoreRequest::Stage { len } => self.submit_stage(len),
+            StoreRequest::StageWrite { stage, offset, payload } => {
+                self.submit_stage_write(stage, offset, payload)
+            }
+            StoreRequest::StageRelease { stage } => {
+                release(&self.handle, self.target, stage);
+                ready(Ok(StoreReply::Done))
+            }
+            StoreRequest::Transact { transaction, session } => self.submit_transaction(transaction, session),
+            StoreRequest::Read { cid, oid, offset, len, dest } => {
+                let whole = Window { cid, oid, offset, len };
+                let until = deadline(&self.handle);
+                let first = whole.start(&self.handle, self.target, dest);
+                let reading = read_on(Arc::clone(&self.handle), self.target, whole, until, first);
+                Box::pin(async move { reading.await.map(StoreReply::Read) })
+            }
+            StoreRequest::Query { cid, query } => self.ask(Call::Query { cid, query }),
+            StoreRequest::Collections => self.ask(Call::Collections),
+            StoreRequest::Space => self.ask(Call::Space),
+            StoreRequest::Umount => {
+                let answers = self.start(|link, target, to| link.call(target, Call::Umount, Kind::Plain, to));
+                Box::pin(async move { done(answers).await.map(StoreReply::from) })
+            }
+        }
+    }
+
+    fn session(&self) -> u64 {
+        self.handle.shared.session_number()
+    }
+}
+
+impl ProxyStore {
+    fn submit_stage(&self, len: u64) -> StoreFuture {
         let (handle, target) = (Arc::clone(&self.handle), self.target);
         let make = move || {
             let call = move |link: &Arc<Link>, target, answer_to| {
@@ -228,19 +259,14 @@ impl ObjectStore for ProxyStore {
             })
         };
         let answer = self.repeatable(make);
-        Box::pin(async move {
-            match answer.await? {
-                Answer::Stage(id) => Ok(StageId(id)),
-                _ => Err(unexpected()),
-            }
-        })
+        Box::pin(async move { reply(answer.await?) })
     }
 
-    fn stage_write(&self, stage: StageId, offset: u64, payload: Payload) -> BoxFuture<'static, Result<()>> {
+    fn submit_stage_write(&self, stage: StageId, offset: u64, payload: Payload) -> StoreFuture {
         let (tx, rx) = oneshot::channel();
         let target = self.target;
         self.handle.shared.with_link(move |link| {
-            // Whoever asked may have gone; then nobody needs to know.
+            // The caller may no longer wait.
             drop(match link {
                 Ok(link) => tx.send(write_segments(link, target, stage, offset, payload)),
                 Err(e) => tx.send(Err(e.into())),
@@ -252,149 +278,35 @@ impl ObjectStore for ProxyStore {
             for segment in segments {
                 done(segment).await?;
             }
-            Ok(())
+            Ok(StoreReply::Done)
         })
     }
 
-    fn stage_release(&self, stage: StageId) {
-        release(&self.handle, self.target, stage);
-    }
-
-    fn queue_transaction(&self, transaction: Transaction) -> BoxFuture<'static, Result<()>> {
+    fn submit_transaction(&self, transaction: Transaction, session: Option<u64>) -> StoreFuture {
         if let Err(e) = transaction.validate() {
-            return Box::pin(std::future::ready(Err(e)));
+            return ready(Err(e));
         }
-        let answers =
-            self.start(move |link, target, answer_to| link.transaction(target, &transaction, answer_to));
-        Box::pin(async move { done(answers).await })
-    }
-
-    fn session(&self) -> u64 {
-        self.handle.shared.session_number()
-    }
-
-    fn queue_transaction_in(&self, session: u64, transaction: Transaction) -> BoxFuture<'static, Result<()>> {
-        if let Err(e) = transaction.validate() {
-            return Box::pin(std::future::ready(Err(e)));
-        }
-        let answers = self.start(move |link, target, answer_to| {
-            if link.generation == session {
-                return link.transaction(target, &transaction, answer_to);
+        let answers = self.start(move |link, target, answer_to| match session {
+            Some(session) if session != link.generation => {
+                let over = CallError::Lost(format!("session {session} is over"));
+                // The caller may no longer wait.
+                drop(answer_to.send(Err(over)));
             }
-            // Whoever asked may have gone; then nobody needs to know.
-            drop(answer_to.send(Err(CallError::Lost(format!("session {session} is over")))));
+            _ => link.transaction(target, &transaction, answer_to),
         });
-        Box::pin(async move { done(answers).await })
-    }
-
-    fn read(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-        offset: u64,
-        len: u64,
-        dest: Option<ArenaBuf>,
-    ) -> BoxFuture<'static, Result<ReadData>> {
-        let whole = Window { cid: cid.clone(), oid: oid.clone(), offset, len };
-        let until = deadline(&self.handle);
-        let first = whole.start(&self.handle, self.target, dest);
-        Box::pin(read_on(Arc::clone(&self.handle), self.target, whole, until, first))
-    }
-
-    fn stat(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Stat>> {
-        self.ask(Call::Stat { cid: cid.clone(), oid: oid.clone() }, |answer| match answer {
-            Answer::Stat(stat) => Some(stat),
-            _ => None,
-        })
-    }
-
-    fn get_xattr(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-        name: Bytes,
-    ) -> BoxFuture<'static, Result<Bytes>> {
-        self.ask(Call::GetXattr { cid: cid.clone(), oid: oid.clone(), name }, bytes)
-    }
-
-    fn get_xattrs(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-    ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>> {
-        self.ask(Call::GetXattrs { cid: cid.clone(), oid: oid.clone() }, pairs)
-    }
-
-    fn omap_get_header(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Bytes>> {
-        self.ask(Call::OmapGetHeader { cid: cid.clone(), oid: oid.clone() }, bytes)
-    }
-
-    fn omap_get(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-        keys: Vec<Bytes>,
-    ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>> {
-        self.ask(Call::OmapGet { cid: cid.clone(), oid: oid.clone(), keys }, pairs)
-    }
-
-    fn omap_iterate(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-        from: Bytes,
-        limit: usize,
-    ) -> BoxFuture<'static, Result<Page<(Bytes, Bytes)>>> {
-        let call = Call::OmapIterate { cid: cid.clone(), oid: oid.clone(), from, limit: limit as u64 };
-        self.ask(call, |answer| match answer {
-            Answer::PairsPage(pairs, more) => Some((pairs, more)),
-            _ => None,
-        })
-    }
-
-    fn list(
-        &self,
-        cid: &CollectionId,
-        from: Option<ObjectId>,
-        limit: usize,
-    ) -> BoxFuture<'static, Result<Page<ObjectId>>> {
-        self.ask(Call::List { cid: cid.clone(), from, limit: limit as u64 }, |answer| match answer {
-            Answer::Objects(ids, more) => Some((ids, more)),
-            _ => None,
-        })
-    }
-
-    fn collections(&self) -> BoxFuture<'static, Result<Vec<CollectionId>>> {
-        self.ask(Call::Collections, |answer| match answer {
-            Answer::Collections(ids) => Some(ids),
-            _ => None,
-        })
-    }
-
-    fn statfs(&self) -> BoxFuture<'static, Result<StatFs>> {
-        self.ask(Call::StatFs, |answer| match answer {
-            Answer::StatFs(statfs) => Some(statfs),
-            _ => None,
-        })
-    }
-
-    fn umount(&self) -> BoxFuture<'static, Result<()>> {
-        let answers = self.start(|link, target, to| link.call(target, Call::Umount, Kind::Plain, to));
-        Box::pin(async move { done(answers).await })
+        Box::pin(async move { done(answers).await.map(StoreReply::from) })
     }
 }
 
-fn bytes(answer: Answer) -> Option<Bytes> {
+/// What a call without data has returned, as the store's reply.
+fn reply(answer: Answer) -> Result<StoreReply> {
     match answer {
-        Answer::Bytes(bytes) => Some(bytes),
-        _ => None,
-    }
-}
-
-fn pairs(answer: Answer) -> Option<Vec<(Bytes, Bytes)>> {
-    match answer {
-        Answer::Pairs(pairs) => Some(pairs),
-        _ => None,
+        Answer::Done => Ok(StoreReply::Done),
+        Answer::Stage(id) => Ok(StoreReply::Stage(StageId(id))),
+        Answer::Query(found) => Ok(StoreReply::Query(found)),
+        Answer::Collections(collections) => Ok(StoreReply::Collections(collections)),
+        Answer::Space(space) => Ok(StoreReply::Space(space)),
+        _ => Err(unexpected()),
     }
 }
 

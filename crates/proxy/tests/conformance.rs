@@ -8,7 +8,7 @@ use base::fault::{Faults, Site};
 use common::load::{fault, watched};
 use common::{Node, Path, node, node_of, on_drive, options};
 use store::conformance::{random_operations, run, seed};
-use store::{MemStore, ObjectStore};
+use store::{MemStore, ObjectStore, StoreCalls};
 
 async fn every_case(path: Path) {
     let nodes: Mutex<Vec<Node>> = Mutex::default();

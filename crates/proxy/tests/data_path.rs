@@ -20,7 +20,7 @@ use channel::{
 use common::{Path, cid, make_collection, node, node_of, oid, options, pattern, payload, transaction};
 use futures::future::BoxFuture;
 use outboard_proxy::{Session, SessionOptions};
-use store::{MemStore, ObjectStore, Op, StageId, StoreError, WriteSource};
+use store::{MemStore, ObjectStore, Op, StageId, StoreCalls, StoreError, WriteSource};
 
 const MIB: usize = 1 << 20;
 const SIZES: [usize; 9] = [0, 1, 4095, 4096, 8193, 2 * MIB - 1, 2 * MIB, 2 * MIB + 1, 16 * MIB + 3];
@@ -388,7 +388,7 @@ fn calls_fail_when_the_runtime_of_their_session_goes() {
         for write in writes {
             assert!(matches!(write.await, Err(StoreError::Disconnected(_))));
         }
-        assert!(matches!(node.store.statfs().await, Err(StoreError::Disconnected(_))));
+        assert!(matches!(node.store.space().await, Err(StoreError::Disconnected(_))));
     });
 }
 
@@ -400,7 +400,7 @@ async fn a_closed_session_fails_its_calls() {
     node.session.close();
     // Whatever came first.
     assert!(matches!(stat.await, Err(StoreError::Disconnected(_) | StoreError::NoSuchObject(_))));
-    assert!(matches!(node.store.statfs().await, Err(StoreError::Disconnected(_))));
+    assert!(matches!(node.store.space().await, Err(StoreError::Disconnected(_))));
     assert!(!node.session.status().connected);
 }
 
@@ -410,11 +410,11 @@ async fn a_stage_that_nobody_takes_is_released() {
     let node = node_of(Path::Dma, Arc::clone(&behind), options()).await;
     let untaken = node.store.stage(1 << 20);
     // Queries are answered in order, so the answer to `stage` has arrived.
-    node.store.statfs().await.unwrap();
-    assert!(behind.statfs().await.unwrap().staged > 0);
+    node.store.space().await.unwrap();
+    assert!(behind.space().await.unwrap().staged > 0);
     drop(untaken);
     let released = async {
-        while behind.statfs().await.unwrap().staged > 0 {
+        while behind.space().await.unwrap().staged > 0 {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
     };
@@ -426,9 +426,9 @@ async fn a_server_that_stops_frees_what_its_session_had_staged() {
     let behind: Arc<dyn ObjectStore> = Arc::new(MemStore::new());
     let node = node_of(Path::Dma, Arc::clone(&behind), options()).await;
     node.store.stage(1 << 20).await.unwrap();
-    assert!(behind.statfs().await.unwrap().staged > 0);
+    assert!(behind.space().await.unwrap().staged > 0);
     node.server.stop();
-    assert_eq!((behind.statfs().await.unwrap().staged, node.server.status().stages), (0, 0));
+    assert_eq!((behind.space().await.unwrap().staged, node.server.status().stages), (0, 0));
 }
 
 /// Numbers of the objects there are.

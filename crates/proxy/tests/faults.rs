@@ -16,7 +16,7 @@ use common::load::{
 };
 use common::{Node, Path, make_collection, oid, payload, transaction};
 use outboard_proxy::{Server, SessionOptions};
-use store::{MemStore, Op, WriteSource};
+use store::{MemStore, Op, StoreCalls, WriteSource};
 
 async fn faulty(faults: &Faults) -> Node {
     faulty_node(Path::Dma, watched(faults)).await

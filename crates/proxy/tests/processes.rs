@@ -13,7 +13,7 @@ use common::{
     by_ofi, cid, has_fabric, make_collection, offering, oid, options, pattern, payload, target, transaction,
 };
 use outboard_proxy::{Endpoint, Listener, Server, ServerOptions, Session, SessionOptions, Target};
-use store::{MemStore, ObjectStore, Op, StageId, StoreError, WriteSource};
+use store::{MemStore, ObjectStore, Op, StageId, StoreCalls, StoreError, WriteSource};
 
 const ROLE: &str = "OUTBOARD_TEST_ROLE";
 const SOCKET: &str = "OUTBOARD_TEST_SOCKET";
@@ -235,13 +235,13 @@ fn a_killed_osd_leaves_nothing_behind() {
         for round in 1..=3 {
             let mut osd = Process::start("osd", &socket);
             assert_eq!(server.status().stages, 1);
-            assert!(store.statfs().await.unwrap().staged > 0);
+            assert!(store.space().await.unwrap().staged > 0);
             assert_ne!(held(), before, "host memory is there while the session lasts");
             std::thread::sleep(Duration::from_millis(20));
             osd.kill();
             until("the session did not end", || !server.status().connected).await;
             until("stages are left", || server.status().stages + server.status().leftover_calls == 0).await;
-            assert_eq!(store.statfs().await.unwrap().staged, 0, "the store has its space back");
+            assert_eq!(store.space().await.unwrap().staged, 0, "the store has its space back");
             until(&format!("descriptors and mappings were {before:?}, are {:?}", held()), || {
                 held() == before
             })
@@ -288,7 +288,7 @@ async fn idles(path: common::Path) {
     let before = switches();
     tokio::time::sleep(Duration::from_millis(300)).await;
     assert_eq!(switches(), before, "wake-ups of chan and dma threads");
-    node.store.statfs().await.unwrap();
+    node.store.space().await.unwrap();
     assert_ne!(switches(), before, "and they are counted");
 }
 
@@ -338,7 +338,7 @@ async fn survives_kills(osd: SessionOptions) {
             }
         }
         process = Process::start("drive", &socket);
-        store.statfs().await.unwrap();
+        store.space().await.unwrap();
         assert!(session.status().by_dma);
         for &(n, len) in &acknowledged {
             let read = store.read(&cid(), &oid(n), 0, len as u64, None).await.unwrap();

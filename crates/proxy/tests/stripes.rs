@@ -12,7 +12,7 @@ use ec::offload::accelerator::{self, AcceleratorOptions, Pace};
 use outboard_proxy::{ServerOptions, SessionOptions, Target};
 use store::conformance::{Striped, seed};
 use store::stripes::{Coder, EngineOptions, Engines, Parity, ShardBytes, StripeError, StripeWrite};
-use store::{MemStore, ObjectStore};
+use store::{MemStore, ObjectStore, StoreCalls};
 
 /// As fast as this machine computes.
 fn accelerator(faults: &Faults) -> ec::offload::worker::Worker {

@@ -11,7 +11,7 @@ use common::load::{self, MIB, fault, faulty_node, watched};
 use common::{Node, Path, cid, make_collection, node_of, oid, options, pattern, payload, transaction};
 use futures::future::join_all;
 use outboard_proxy::{SessionOptions, Tuning};
-use store::{MemStore, Op, StageId, StoreError, Transaction, WriteSource};
+use store::{MemStore, Op, StageId, StoreCalls, StoreError, Transaction, WriteSource};
 
 /// A session with room for one request of 3 MiB at a time.
 async fn narrow(path: Path, mut options: SessionOptions) -> Node {

@@ -17,8 +17,8 @@ use futures::StreamExt;
 use futures::future::BoxFuture;
 use futures::stream::FuturesUnordered;
 use outboard_store::{
-    BlockStore, CollectionId, MkfsOptions, MountOptions, ObjectId, ObjectStore, Op, StoreError, Transaction,
-    WriteSource,
+    BlockStore, CollectionId, MkfsOptions, MountOptions, ObjectId, Op, StoreCalls, StoreError, Submit,
+    Transaction, WriteSource,
 };
 
 /// How long each measurement runs.
@@ -65,7 +65,7 @@ async fn run(store: &Arc<BlockStore>) {
         Payload::compute(0, buffer.freeze())
     };
     let (large, small) = (data(LARGE as usize), data(BLOCK as usize));
-    let objects = store.statfs().await.expect("statfs").total / LARGE / 4;
+    let objects = store.space().await.expect("statfs").total / LARGE / 4;
 
     for in_flight in [1, 4] {
         measure(&format!("4 MiB writes, {in_flight} in flight"), LARGE, in_flight, |i| {
@@ -115,7 +115,7 @@ type Operation = BoxFuture<'static, Result<(), StoreError>>;
 
 fn write(store: &Arc<BlockStore>, oid: ObjectId, offset: u64, payload: Payload) -> Operation {
     let op = Op::Write { oid, offset, source: WriteSource::Inline(payload) };
-    store.queue_transaction(Transaction::new(cid()).with(op))
+    Box::pin(store.queue_transaction(Transaction::new(cid()).with(op)))
 }
 
 fn staged(store: &Arc<BlockStore>, oid: ObjectId, payload: Payload) -> Operation {

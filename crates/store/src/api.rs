@@ -1,15 +1,22 @@
-//! The [`ObjectStore`] trait and what its calls return.
+//! The interface of a store: [`Submit`], [`ObjectStore`] and [`StoreCalls`].
+
+use std::marker::PhantomData;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
 
 use base::BoxFuture;
 use base::block::{self, BLOCK, ChecksumMismatch, Payload};
 use base::mem::{Arena, ArenaBuf};
 use bytes::{Bytes, BytesMut};
 use serde::{Deserialize, Serialize};
-use std::sync::Arc;
 
-use crate::{CollectionId, ObjectId, Result, Transaction};
+use crate::request::{FromReply, take};
+use crate::{
+    CollectionId, ObjectId, Query, Result, Space, StoreError, StoreReply, StoreRequest, Transaction,
+};
 
-/// Names extents that were allocated by [`ObjectStore::stage`] and do not belong to an object yet.
+/// Names extents that were allocated by [`StoreCalls::stage`] and do not belong to an object yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct StageId(pub u64);
 
@@ -22,26 +29,7 @@ pub struct Stat {
     pub allocated: u64,
 }
 
-/// Space of a target, in bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct StatFs {
-    /// For data, in all.
-    pub total: u64,
-    /// For data, free.
-    pub free: u64,
-    /// Taken by staged extents that no transaction has named yet (part of what is not free).
-    pub staged: u64,
-    /// Free space is in that many pieces.
-    pub free_extents: u64,
-    /// Length of the longest free piece, in bytes.
-    pub largest_free_extent: u64,
-    /// Free bytes of the index, and its size: it limits the number of objects.
-    pub index_free: u64,
-    /// Size of the index region.
-    pub index_total: u64,
-}
-
-/// What [`ObjectStore::read`] found: whole blocks that cover the range asked for, clipped at the object's end.
+/// What [`StoreCalls::read`] found: whole blocks that cover the range asked for, clipped at the object's end.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ReadData {
     /// Object offset of the first byte: the range's start, rounded down to its block.
@@ -114,64 +102,125 @@ impl ReadData {
     }
 }
 
-/// A page of an ordered listing.
+/// A page of an ordered listing: the items, and whether there are more.
 pub type Page<T> = (Vec<T>, bool);
 
 /// Collections of objects with data, xattrs and an omap, changed by atomic transactions.
 ///
-/// **Order.** A call takes its place when the method is *called*, not when its future is first polled; dropping the
-/// future of a transaction does not undo it. Transactions of one collection commit in the order they were queued,
-/// those of different collections go in parallel. A read of any kind sees every transaction of its collection that
-/// was queued before it, durable or not.
+/// **Order.** A request takes its place in the order when [`submit`](Submit::submit) is *called*, not when its future
+/// is first polled. A transaction is applied even if its future is dropped. Transactions of one collection commit in
+/// the order in which they were queued; those of different collections commit in parallel. A request that reads sees
+/// every transaction of its collection that was queued before it, durable or not.
 ///
-/// **Durability.** The future of [`queue_transaction`](Self::queue_transaction) resolves once the transaction will
-/// survive a loss of power, or has failed and changed nothing.
-///
-/// **Threads.** Any thread may call any method. Futures run on any executor; they only wait for messages.
-pub trait ObjectStore: Send + Sync {
-    /// Allocates fresh extents for `len` bytes that a later transaction will name. Invisible until then, and freed if
-    /// the process ends first.
-    ///
-    /// # Errors
-    /// [`NoSpace`](crate::StoreError::NoSpace) before anything is changed.
-    fn stage(&self, len: u64) -> BoxFuture<'static, Result<StageId>>;
+/// **Durability.** The future of a transaction resolves once the transaction will survive a loss of power, or has
+/// failed and changed nothing.
+pub trait Submit {
+    /// The future of a reply. It may be dropped at any time.
+    type Reply: Future<Output = Result<StoreReply>> + Unpin + 'static;
 
-    /// Staged bytes can only be written, and named by a transaction, at multiples of that of their stage and of their object, in
-    /// bytes; where a stage or an object ends, less will do. One block, or more where several targets share an object.
+    /// Takes a request.
+    fn submit(&self, request: StoreRequest) -> Self::Reply;
+
+    /// Returns the number of the current session. It changes whenever transactions may have been lost, before
+    /// anything is queued in the new session. A store in this process has one session.
+    fn session(&self) -> u64 {
+        0
+    }
+
+    /// Returns the unit of staged bytes, in bytes. They can only be written, and named by a transaction, at multiples
+    /// of it in their stage and in their object; at the end of a stage or an object, less is allowed. One block, or
+    /// more where several targets share an object.
     fn stage_alignment(&self) -> u64 {
         BLOCK
     }
 
-    /// Writes staged bytes, in any order and in parallel. `offset` must be a multiple of the
-    /// [alignment](Self::stage_alignment), and so must the payload's length unless it ends the stage. Resolves when the drive has the data (not yet durable).
-    ///
-    /// Here as in transactions: a store does not keep the payload's memory once the call is done. It may be a staging
-    /// buffer, or a range of memory that a peer waits to use again.
-    fn stage_write(&self, stage: StageId, offset: u64, payload: Payload) -> BoxFuture<'static, Result<()>>;
+    /// Tells the store of memory that payloads and read destinations will often come from, so that it can register the
+    /// memory with the drive's queue. This only saves time. It is called for every session of an osd: a store must drop
+    /// the memory of earlier sessions, or that memory is never unmapped.
+    fn register_memory(&self, _arena: &Arc<Arena>) {}
+}
 
-    /// Gives staged extents back. Parts that transactions queued before have named stay with their objects.
+/// A store that any thread may call. Its futures run on any executor.
+pub trait ObjectStore: Submit<Reply = StoreFuture> + Send + Sync {}
+
+impl<S: Submit<Reply = StoreFuture> + Send + Sync + ?Sized> ObjectStore for S {}
+
+/// The future of an [`ObjectStore`]'s reply.
+pub type StoreFuture = BoxFuture<'static, Result<StoreReply>>;
+
+/// A reply that is there already.
+#[must_use]
+pub fn ready(reply: Result<StoreReply>) -> StoreFuture {
+    Box::pin(std::future::ready(reply))
+}
+
+/// The future of a method of [`StoreCalls`].
+#[derive(Debug)]
+#[must_use]
+pub struct ReplyOf<F, T> {
+    reply: F,
+    found: PhantomData<fn() -> T>,
+}
+
+impl<F: Future<Output = Result<StoreReply>> + Unpin, T: FromReply> Future for ReplyOf<F, T> {
+    type Output = Result<T>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<T>> {
+        Pin::new(&mut self.reply).poll(cx).map(take)
+    }
+}
+
+/// Fails unless a transaction belongs to the current session.
+///
+/// # Errors
+/// [`StoreError::Disconnected`].
+pub fn check_session(asked: Option<u64>, current: u64) -> Result<()> {
+    match asked {
+        Some(session) if session != current => {
+            Err(StoreError::Disconnected(format!("session {session} is over")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The requests to a store as methods.
+pub trait StoreCalls: Submit {
+    /// Allocates fresh extents for `len` bytes that a later transaction will name. They are invisible until then, and
+    /// are freed if the process ends first.
+    ///
+    /// # Errors
+    /// [`NoSpace`](crate::StoreError::NoSpace) before anything is changed.
+    fn stage(&self, len: u64) -> ReplyOf<Self::Reply, StageId> {
+        answer(self.submit(StoreRequest::Stage { len }))
+    }
+
+    /// Writes staged bytes, in any order and in parallel. `offset` must be a multiple of the
+    /// [alignment](Submit::stage_alignment), and so must the payload's length unless it ends the stage. Resolves when
+    /// the drive has the data (not yet durable).
+    ///
+    /// A store does not keep the payload's memory once the request is done, here as in transactions: it may be a staging
+    /// buffer, or a range of memory that a peer waits to use again.
+    fn stage_write(&self, stage: StageId, offset: u64, payload: Payload) -> ReplyOf<Self::Reply, ()> {
+        answer(self.submit(StoreRequest::StageWrite { stage, offset, payload }))
+    }
+
+    /// Releases staged extents. Parts that transactions queued before have named stay with their objects.
     /// To be called once for every stage, after its last transaction was queued, or to abandon it.
-    fn stage_release(&self, stage: StageId);
+    fn stage_release(&self, stage: StageId) {
+        drop(self.submit(StoreRequest::StageRelease { stage }));
+    }
 
     /// Applies a transaction. A transaction that names staged bytes must be queued after their `stage_write` was called;
     /// it waits for them by itself.
-    fn queue_transaction(&self, transaction: Transaction) -> BoxFuture<'static, Result<()>>;
-
-    /// Number of the current session with the store. It changes whenever transactions may have been lost, before
-    /// anything is queued in the new session; a store in this process has one session for ever.
-    fn session(&self) -> u64 {
-        0
+    fn queue_transaction(&self, transaction: Transaction) -> ReplyOf<Self::Reply, ()> {
+        answer(self.submit(StoreRequest::Transact { transaction, session: None }))
     }
 
     /// As [`queue_transaction`](Self::queue_transaction), but fails with
     /// [`Disconnected`](crate::StoreError::Disconnected), having done nothing, unless `session` is the current one:
     /// what a transaction was computed from must not outlive the session it was read in.
-    fn queue_transaction_in(&self, session: u64, transaction: Transaction) -> BoxFuture<'static, Result<()>> {
-        if session == self.session() {
-            return self.queue_transaction(transaction);
-        }
-        let gone = format!("session {session} is over");
-        Box::pin(std::future::ready(Err(crate::StoreError::Disconnected(gone))))
+    fn queue_transaction_in(&self, session: u64, transaction: Transaction) -> ReplyOf<Self::Reply, ()> {
+        answer(self.submit(StoreRequest::Transact { transaction, session: Some(session) }))
     }
 
     /// Reads the blocks that cover `len` bytes at `offset`. With `dest`, the data is put there (it must have room for
@@ -185,24 +234,34 @@ pub trait ObjectStore: Send + Sync {
         offset: u64,
         len: u64,
         dest: Option<ArenaBuf>,
-    ) -> BoxFuture<'static, Result<ReadData>>;
+    ) -> ReplyOf<Self::Reply, ReadData> {
+        answer(self.submit(StoreRequest::Read { cid: cid.clone(), oid: oid.clone(), offset, len, dest }))
+    }
+
+    /// Asks for metadata.
+    fn query(&self, cid: &CollectionId, query: Query) -> Self::Reply {
+        self.submit(StoreRequest::Query { cid: cid.clone(), query })
+    }
 
     /// Size of an object.
-    fn stat(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Stat>>;
+    fn stat(&self, cid: &CollectionId, oid: &ObjectId) -> ReplyOf<Self::Reply, Stat> {
+        answer(self.query(cid, Query::Stat { oid: oid.clone() }))
+    }
 
     /// One xattr.
-    fn get_xattr(&self, cid: &CollectionId, oid: &ObjectId, name: Bytes)
-    -> BoxFuture<'static, Result<Bytes>>;
+    fn get_xattr(&self, cid: &CollectionId, oid: &ObjectId, name: Bytes) -> ReplyOf<Self::Reply, Bytes> {
+        answer(self.query(cid, Query::Xattr { oid: oid.clone(), name }))
+    }
 
     /// All xattrs, ordered by name.
-    fn get_xattrs(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-    ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>>;
+    fn get_xattrs(&self, cid: &CollectionId, oid: &ObjectId) -> ReplyOf<Self::Reply, Vec<(Bytes, Bytes)>> {
+        answer(self.query(cid, Query::Xattrs { oid: oid.clone() }))
+    }
 
     /// The omap's header; empty if there is none.
-    fn omap_get_header(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Bytes>>;
+    fn omap_get_header(&self, cid: &CollectionId, oid: &ObjectId) -> ReplyOf<Self::Reply, Bytes> {
+        answer(self.query(cid, Query::OmapHeader { oid: oid.clone() }))
+    }
 
     /// The omap entries of those `keys` that exist, ordered by key.
     fn omap_get(
@@ -210,7 +269,9 @@ pub trait ObjectStore: Send + Sync {
         cid: &CollectionId,
         oid: &ObjectId,
         keys: Vec<Bytes>,
-    ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>>;
+    ) -> ReplyOf<Self::Reply, Vec<(Bytes, Bytes)>> {
+        answer(self.query(cid, Query::OmapGet { oid: oid.clone(), keys }))
+    }
 
     /// Up to `limit` omap entries with keys of at least `from`, ordered by key, and whether there are more. Stops early,
     /// with at least one entry, at about 1 MiB.
@@ -220,7 +281,9 @@ pub trait ObjectStore: Send + Sync {
         oid: &ObjectId,
         from: Bytes,
         limit: usize,
-    ) -> BoxFuture<'static, Result<Page<(Bytes, Bytes)>>>;
+    ) -> ReplyOf<Self::Reply, Page<(Bytes, Bytes)>> {
+        answer(self.query(cid, Query::OmapIterate { oid: oid.clone(), from, limit: limit as u64 }))
+    }
 
     /// Up to `limit` objects with ids of at least `from` (all if `None`), in order, and whether there are more. Stops
     /// early, with at least one id, at about 1 MiB.
@@ -229,20 +292,29 @@ pub trait ObjectStore: Send + Sync {
         cid: &CollectionId,
         from: Option<ObjectId>,
         limit: usize,
-    ) -> BoxFuture<'static, Result<Page<ObjectId>>>;
+    ) -> ReplyOf<Self::Reply, Page<ObjectId>> {
+        answer(self.query(cid, Query::List { from, limit: limit as u64 }))
+    }
 
     /// All collections, in order.
-    fn collections(&self) -> BoxFuture<'static, Result<Vec<CollectionId>>>;
+    fn collections(&self) -> ReplyOf<Self::Reply, Vec<CollectionId>> {
+        answer(self.submit(StoreRequest::Collections))
+    }
 
-    /// Space.
-    fn statfs(&self) -> BoxFuture<'static, Result<StatFs>>;
-
-    /// Tells the store of memory that payloads and read destinations will often come from, so that it can register it
-    /// with the drive's queue. Only makes things faster. Called anew for every session of an osd: memory of earlier
-    /// sessions must not be kept, or it is never unmapped.
-    fn register_memory(&self, _arena: &Arc<Arena>) {}
+    /// The target's space.
+    fn space(&self) -> ReplyOf<Self::Reply, Space> {
+        answer(self.submit(StoreRequest::Space))
+    }
 
     /// Finishes what was queued, makes a checkpoint and closes the target. Later calls fail with
     /// [`Disconnected`](crate::StoreError::Disconnected).
-    fn umount(&self) -> BoxFuture<'static, Result<()>>;
+    fn umount(&self) -> ReplyOf<Self::Reply, ()> {
+        answer(self.submit(StoreRequest::Umount))
+    }
+}
+
+impl<S: Submit + ?Sized> StoreCalls for S {}
+
+fn answer<F, T>(reply: F) -> ReplyOf<F, T> {
+    ReplyOf { reply, found: PhantomData }
 }

@@ -13,7 +13,7 @@ use base::BoxFuture;
 use base::block::Payload;
 use bytes::Bytes;
 
-use crate::{CollectionId, ObjectId, ObjectStore, Op, Transaction, WriteSource};
+use crate::{CollectionId, ObjectId, ObjectStore, Op, StoreCalls, Transaction, WriteSource};
 
 pub use cases::CASES;
 #[cfg(test)]

@@ -24,12 +24,16 @@ pub mod simulation {
 pub mod fuzz;
 mod mem_store;
 mod remount;
+mod request;
 mod stage;
 pub mod stripes;
 mod transaction;
 
 pub use absent::AbsentStore;
-pub use api::{ObjectStore, Page, ReadData, StageId, Stat, StatFs};
+pub use api::{
+    ObjectStore, Page, ReadData, ReplyOf, StageId, Stat, StoreCalls, StoreFuture, Submit, check_session,
+    ready,
+};
 pub use block::{
     BlockStore, CheckpointWatch, DriveCalls, Driver, FsckReport, Inspect, MkfsOptions, MountOptions, Problem,
     fsck,
@@ -37,7 +41,9 @@ pub use block::{
 pub use error::{Area, Result, StoreError};
 pub use mem_store::MemStore;
 pub use remount::RemountedStore;
+pub use request::{Query, QueryReply, StoreReply, StoreRequest};
 pub use transaction::{
     CollectionId, MAX_CLONE_RANGE, MAX_COLLECTION_ID, MAX_OBJECT_ID, MAX_OBJECT_SIZE, MAX_OMAP_KEY,
     MAX_OMAP_VALUE, MAX_READ, MAX_XATTRS, ObjectId, Op, Transaction, WriteSource,
 };
+pub use wire::Space;

@@ -5,17 +5,16 @@ mod object;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use base::BoxFuture;
 use base::block::{BLOCK, BLOCK_SIZE, Payload};
-use base::mem::ArenaBuf;
 use bytes::Bytes;
 
 use object::{Block, Object};
 
+use crate::api::check_session;
 use crate::stage::{block_not_available, check_stage_write, check_staged_use};
 use crate::{
-    Area, CollectionId, MAX_XATTRS, ObjectId, ObjectStore, Op, Page, ReadData, Result, StageId, Stat, StatFs,
-    StoreError, Transaction, WriteSource,
+    Area, CollectionId, MAX_XATTRS, ObjectId, Op, Page, Query, QueryReply, Result, Space, StageId, Stat,
+    StoreError, StoreFuture, StoreReply, StoreRequest, Submit, Transaction, WriteSource, ready,
 };
 
 /// What a listing returns at most, in bytes.
@@ -60,25 +59,6 @@ impl MemStore {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn run<T: Send + 'static>(
-        &self,
-        f: impl FnOnce(&mut State) -> Result<T>,
-    ) -> BoxFuture<'static, Result<T>> {
-        let mut state = self.lock();
-        let result =
-            if state.closed { Err(StoreError::Disconnected("unmounted".into())) } else { f(&mut state) };
-        Box::pin(std::future::ready(result))
-    }
-
-    fn with_object<T: Send + 'static>(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-        f: impl FnOnce(&Object) -> Result<T>,
-    ) -> BoxFuture<'static, Result<T>> {
-        self.run(|state| f(state.object(cid, oid)?))
     }
 }
 
@@ -308,11 +288,11 @@ impl State {
 }
 
 /// As many of `items` as fit on a page, and whether there are more.
-fn page<T>(items: impl Iterator<Item = T>, limit: usize, bytes: impl Fn(&T) -> usize) -> Page<T> {
+fn page<T>(items: impl Iterator<Item = T>, limit: u64, bytes: impl Fn(&T) -> usize) -> Page<T> {
     let mut page = Vec::new();
     let mut total = 0;
     for item in items {
-        if page.len() >= limit || (total > 0 && total + bytes(&item) > PAGE_BYTES) {
+        if page.len() as u64 >= limit || (total > 0 && total + bytes(&item) > PAGE_BYTES) {
             return (page, true);
         }
         total += bytes(&item);
@@ -321,155 +301,122 @@ fn page<T>(items: impl Iterator<Item = T>, limit: usize, bytes: impl Fn(&T) -> u
     (page, false)
 }
 
-impl ObjectStore for MemStore {
-    fn stage(&self, len: u64) -> BoxFuture<'static, Result<StageId>> {
-        self.run(|state| {
-            if len == 0 {
-                return Err(StoreError::InvalidArgument("an empty stage".into()));
+impl Submit for MemStore {
+    type Reply = StoreFuture;
+
+    fn submit(&self, request: StoreRequest) -> StoreFuture {
+        let mut state = self.lock();
+        if let StoreRequest::StageRelease { stage } = request {
+            state.stages.remove(&stage);
+            return ready(Ok(StoreReply::Done));
+        }
+        if state.closed {
+            return ready(Err(StoreError::Disconnected("unmounted".into())));
+        }
+        ready(state.carry_out(request))
+    }
+}
+
+impl State {
+    fn carry_out(&mut self, request: StoreRequest) -> Result<StoreReply> {
+        Ok(match request {
+            StoreRequest::Stage { len } => self.stage(len)?.into(),
+            StoreRequest::StageWrite { stage, offset, payload } => {
+                self.stage_write(stage, offset, payload)?.into()
             }
-            if len > CAPACITY {
-                return Err(StoreError::NoSpace {
-                    target: uuid::Uuid::nil(),
-                    area: Area::Data,
-                    needed: len,
-                    free: CAPACITY,
-                });
+            StoreRequest::StageRelease { stage } => {
+                self.stages.remove(&stage);
+                StoreReply::Done
             }
-            state.last_stage += 1;
-            let id = StageId(state.last_stage);
-            state.stages.insert(id, Stage { len, blocks: BTreeMap::new() });
-            Ok(id)
-        })
-    }
-
-    fn stage_write(&self, id: StageId, offset: u64, payload: Payload) -> BoxFuture<'static, Result<()>> {
-        self.run(|state| {
-            let stage = state.stages.get_mut(&id).ok_or(StoreError::NoSuchStage(id.0))?;
-            check_stage_write(stage.len, offset, &payload)?;
-            let (mut data, checksums) = payload.into_parts();
-            for (number, crc) in (offset / BLOCK..).zip(checksums) {
-                let piece = data.split_to(data.len().min(BLOCK_SIZE));
-                stage.blocks.insert(number, Block::padded(piece, crc));
+            StoreRequest::Transact { transaction, session } => {
+                check_session(session, 0)?;
+                self.apply(&transaction)?.into()
             }
-            Ok(())
+            StoreRequest::Read { cid, oid, offset, len, dest } => {
+                self.object(&cid, &oid)?.read(offset, len, dest)?.into()
+            }
+            StoreRequest::Query { cid, query } => self.query(&cid, query)?.into(),
+            StoreRequest::Collections => self.collections.keys().cloned().collect::<Vec<_>>().into(),
+            StoreRequest::Space => self.space().into(),
+            StoreRequest::Umount => {
+                self.closed = true;
+                StoreReply::Done
+            }
         })
     }
 
-    fn stage_release(&self, stage: StageId) {
-        self.lock().stages.remove(&stage);
+    fn stage(&mut self, len: u64) -> Result<StageId> {
+        if len == 0 {
+            return Err(StoreError::InvalidArgument("an empty stage".into()));
+        }
+        if len > CAPACITY {
+            let target = uuid::Uuid::nil();
+            return Err(StoreError::NoSpace { target, area: Area::Data, needed: len, free: CAPACITY });
+        }
+        self.last_stage += 1;
+        let id = StageId(self.last_stage);
+        self.stages.insert(id, Stage { len, blocks: BTreeMap::new() });
+        Ok(id)
     }
 
-    fn queue_transaction(&self, transaction: Transaction) -> BoxFuture<'static, Result<()>> {
-        self.run(|state| state.apply(&transaction))
+    fn stage_write(&mut self, id: StageId, offset: u64, payload: Payload) -> Result<()> {
+        let stage = self.stages.get_mut(&id).ok_or(StoreError::NoSuchStage(id.0))?;
+        check_stage_write(stage.len, offset, &payload)?;
+        let (mut data, checksums) = payload.into_parts();
+        for (number, crc) in (offset / BLOCK..).zip(checksums) {
+            let piece = data.split_to(data.len().min(BLOCK_SIZE));
+            stage.blocks.insert(number, Block::padded(piece, crc));
+        }
+        Ok(())
     }
 
-    fn read(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-        offset: u64,
-        len: u64,
-        dest: Option<ArenaBuf>,
-    ) -> BoxFuture<'static, Result<ReadData>> {
-        self.with_object(cid, oid, |o| o.read(offset, len, dest))
-    }
-
-    fn stat(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Stat>> {
-        self.with_object(cid, oid, |o| Ok(Stat { size: o.size, allocated: o.blocks.len() as u64 * BLOCK }))
-    }
-
-    fn get_xattr(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-        name: Bytes,
-    ) -> BoxFuture<'static, Result<Bytes>> {
-        self.with_object(cid, oid, |o| {
-            let missing = || StoreError::NoSuchXattr(format!("\"{}\"", name.escape_ascii()));
-            o.xattrs.get(&name).cloned().ok_or_else(missing)
+    fn query(&self, cid: &CollectionId, query: Query) -> Result<QueryReply> {
+        let object = match query.oid() {
+            Some(oid) => self.object(cid, oid)?,
+            None => &Object::default(),
+        };
+        Ok(match query {
+            Query::Stat { .. } => {
+                let allocated = object.blocks.len() as u64 * BLOCK;
+                QueryReply::Stat(Stat { size: object.size, allocated })
+            }
+            Query::Xattr { name, .. } => {
+                let missing = || StoreError::NoSuchXattr(format!("\"{}\"", name.escape_ascii()));
+                QueryReply::Bytes(object.xattrs.get(&name).cloned().ok_or_else(missing)?)
+            }
+            Query::Xattrs { .. } => QueryReply::Pairs(object.xattrs.clone().into_iter().collect()),
+            Query::OmapHeader { .. } => QueryReply::Bytes(object.header.clone()),
+            Query::OmapGet { mut keys, .. } => {
+                keys.sort();
+                keys.dedup();
+                let entry = |key: Bytes| object.omap.get(&key).cloned().map(|value| (key, value));
+                QueryReply::Pairs(keys.into_iter().filter_map(entry).collect())
+            }
+            Query::OmapIterate { from, limit, .. } => {
+                let entries = object.omap.range(from..).map(|(k, v)| (k.clone(), v.clone()));
+                QueryReply::PairsPage(page(entries, limit, |(k, v)| k.len() + v.len()))
+            }
+            Query::List { from, limit } => {
+                let ids = self.collection(cid)?.keys();
+                let ids = ids.filter(|oid| from.as_ref().is_none_or(|from| *oid >= from)).cloned();
+                QueryReply::Objects(page(ids, limit, |oid| oid.as_bytes().len()))
+            }
         })
     }
 
-    fn get_xattrs(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-    ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>> {
-        self.with_object(cid, oid, |o| Ok(o.xattrs.clone().into_iter().collect()))
-    }
-
-    fn omap_get_header(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Bytes>> {
-        self.with_object(cid, oid, |o| Ok(o.header.clone()))
-    }
-
-    fn omap_get(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-        mut keys: Vec<Bytes>,
-    ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>> {
-        keys.sort();
-        keys.dedup();
-        self.with_object(cid, oid, |o| {
-            Ok(keys
-                .into_iter()
-                .filter_map(|key| o.omap.get(&key).cloned().map(|value| (key, value)))
-                .collect())
-        })
-    }
-
-    fn omap_iterate(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-        from: Bytes,
-        limit: usize,
-    ) -> BoxFuture<'static, Result<Page<(Bytes, Bytes)>>> {
-        self.with_object(cid, oid, |o| {
-            let entries = o.omap.range(from..).map(|(k, v)| (k.clone(), v.clone()));
-            Ok(page(entries, limit, |(k, v)| k.len() + v.len()))
-        })
-    }
-
-    fn list(
-        &self,
-        cid: &CollectionId,
-        from: Option<ObjectId>,
-        limit: usize,
-    ) -> BoxFuture<'static, Result<Page<ObjectId>>> {
-        self.run(|state| {
-            let ids = state.collection(cid)?.keys();
-            let ids = ids.filter(|oid| from.as_ref().is_none_or(|from| *oid >= from)).cloned();
-            Ok(page(ids, limit, |oid| oid.as_bytes().len()))
-        })
-    }
-
-    fn collections(&self) -> BoxFuture<'static, Result<Vec<CollectionId>>> {
-        self.run(|state| Ok(state.collections.keys().cloned().collect()))
-    }
-
-    fn statfs(&self) -> BoxFuture<'static, Result<StatFs>> {
-        self.run(|state| {
-            let objects = state.collections.values().flat_map(BTreeMap::values);
-            let used = objects.map(|o| o.blocks.len() as u64 * BLOCK).sum::<u64>();
-            let staged = state.stages.values().map(|s| s.len.next_multiple_of(BLOCK)).sum::<u64>();
-            let free = CAPACITY.saturating_sub(used + staged);
-            Ok(StatFs {
-                total: CAPACITY,
-                free,
-                staged,
-                free_extents: 1,
-                largest_free_extent: free,
-                index_free: CAPACITY,
-                index_total: CAPACITY,
-            })
-        })
-    }
-
-    fn umount(&self) -> BoxFuture<'static, Result<()>> {
-        self.run(|state| {
-            state.closed = true;
-            Ok(())
-        })
+    fn space(&self) -> Space {
+        let objects = self.collections.values().flat_map(BTreeMap::values);
+        let used = objects.map(|o| o.blocks.len() as u64 * BLOCK).sum::<u64>();
+        let staged = self.stages.values().map(|s| s.len.next_multiple_of(BLOCK)).sum::<u64>();
+        let free = CAPACITY.saturating_sub(used + staged);
+        Space {
+            total: CAPACITY,
+            free,
+            staged,
+            free_extents: 1,
+            largest_free_extent: free,
+            index_free: CAPACITY,
+            index_total: CAPACITY,
+        }
     }
 }

@@ -2,14 +2,11 @@
 
 use std::sync::{Arc, PoisonError, RwLock};
 
-use base::BoxFuture;
-use base::block::Payload;
-use base::mem::{Arena, ArenaBuf};
-use bytes::Bytes;
+use base::mem::Arena;
 
 use crate::{
-    CollectionId, ObjectId, ObjectStore, Op, Page, ReadData, Result, StageId, Stat, StatFs, StoreError,
-    Transaction, WriteSource,
+    ObjectStore, Op, StageId, StoreError, StoreFuture, StoreReply, StoreRequest, Submit, Transaction,
+    WriteSource, ready,
 };
 
 /// Stands for a target whose store may be replaced: by the target mounted anew, after a failure of its drive.
@@ -63,24 +60,10 @@ impl RemountedStore {
         let current = self.current.read().unwrap_or_else(PoisonError::into_inner);
         (current.session, Arc::clone(&current.store))
     }
-
-    fn store(&self) -> Arc<dyn ObjectStore> {
-        self.current().1
-    }
-
-    /// The store that a stage belongs to.
-    fn store_of(&self, stage: StageId) -> Result<Arc<dyn ObjectStore>> {
-        let (session, store) = self.current();
-        if stage.0 >> STAGES_PER_SESSION == session { Ok(store) } else { Err(over()) }
-    }
 }
 
 fn over() -> StoreError {
     StoreError::Disconnected("the target was mounted anew".into())
-}
-
-fn fail<T: Send + 'static>(error: StoreError) -> BoxFuture<'static, Result<T>> {
-    Box::pin(std::future::ready(Err(error)))
 }
 
 fn stages(transaction: &Transaction) -> impl Iterator<Item = StageId> + '_ {
@@ -90,114 +73,48 @@ fn stages(transaction: &Transaction) -> impl Iterator<Item = StageId> + '_ {
     })
 }
 
-impl ObjectStore for RemountedStore {
-    fn stage(&self, len: u64) -> BoxFuture<'static, Result<StageId>> {
-        self.store().stage(len)
-    }
-    fn stage_alignment(&self) -> u64 {
-        self.store().stage_alignment()
-    }
-    fn stage_write(&self, stage: StageId, offset: u64, payload: Payload) -> BoxFuture<'static, Result<()>> {
-        match self.store_of(stage) {
-            Ok(store) => store.stage_write(stage, offset, payload),
-            Err(e) => fail(e),
+impl Submit for RemountedStore {
+    type Reply = StoreFuture;
+
+    fn submit(&self, request: StoreRequest) -> StoreFuture {
+        let (current, store) = self.current();
+        let is_current = |stage: &StageId| stage.0 >> STAGES_PER_SESSION == current;
+        match request {
+            StoreRequest::StageWrite { stage, .. } if !is_current(&stage) => ready(Err(over())),
+            StoreRequest::StageRelease { stage } if !is_current(&stage) => ready(Ok(StoreReply::Done)),
+            StoreRequest::Transact { transaction, session } => {
+                let session = session.unwrap_or(current);
+                if session != current || !stages(&transaction).all(|stage| is_current(&stage)) {
+                    return ready(Err(over()));
+                }
+                store.submit(StoreRequest::Transact { transaction, session: None })
+            }
+            request => store.submit(request),
         }
     }
-    fn stage_release(&self, stage: StageId) {
-        if let Ok(store) = self.store_of(stage) {
-            store.stage_release(stage);
-        }
-    }
-    fn queue_transaction(&self, transaction: Transaction) -> BoxFuture<'static, Result<()>> {
-        self.queue_transaction_in(self.session(), transaction)
-    }
+
     fn session(&self) -> u64 {
         self.current().0
     }
-    fn queue_transaction_in(&self, session: u64, transaction: Transaction) -> BoxFuture<'static, Result<()>> {
-        let (current, store) = self.current();
-        let is_of_now = |stage: StageId| stage.0 >> STAGES_PER_SESSION == current;
-        if session != current || !stages(&transaction).all(is_of_now) {
-            return fail(over());
-        }
-        store.queue_transaction(transaction)
+
+    fn stage_alignment(&self) -> u64 {
+        self.current().1.stage_alignment()
     }
-    fn read(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-        offset: u64,
-        len: u64,
-        dest: Option<ArenaBuf>,
-    ) -> BoxFuture<'static, Result<ReadData>> {
-        self.store().read(cid, oid, offset, len, dest)
-    }
-    fn stat(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Stat>> {
-        self.store().stat(cid, oid)
-    }
-    fn get_xattr(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-        name: Bytes,
-    ) -> BoxFuture<'static, Result<Bytes>> {
-        self.store().get_xattr(cid, oid, name)
-    }
-    fn get_xattrs(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-    ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>> {
-        self.store().get_xattrs(cid, oid)
-    }
-    fn omap_get_header(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Bytes>> {
-        self.store().omap_get_header(cid, oid)
-    }
-    fn omap_get(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-        keys: Vec<Bytes>,
-    ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>> {
-        self.store().omap_get(cid, oid, keys)
-    }
-    fn omap_iterate(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-        from: Bytes,
-        limit: usize,
-    ) -> BoxFuture<'static, Result<Page<(Bytes, Bytes)>>> {
-        self.store().omap_iterate(cid, oid, from, limit)
-    }
-    fn list(
-        &self,
-        cid: &CollectionId,
-        from: Option<ObjectId>,
-        limit: usize,
-    ) -> BoxFuture<'static, Result<Page<ObjectId>>> {
-        self.store().list(cid, from, limit)
-    }
-    fn collections(&self) -> BoxFuture<'static, Result<Vec<CollectionId>>> {
-        self.store().collections()
-    }
-    fn statfs(&self) -> BoxFuture<'static, Result<StatFs>> {
-        self.store().statfs()
-    }
+
     fn register_memory(&self, arena: &Arc<Arena>) {
         let mut current = self.current.write().unwrap_or_else(PoisonError::into_inner);
         current.memory = Some(Arc::clone(arena));
         current.store.register_memory(arena);
     }
-    fn umount(&self) -> BoxFuture<'static, Result<()>> {
-        self.store().umount()
-    }
 }
 
 #[cfg(test)]
 mod tests {
+    use base::block::Payload;
+    use bytes::Bytes;
+
     use super::*;
-    use crate::{BlockStore, MkfsOptions, MountOptions};
+    use crate::{BlockStore, CollectionId, MkfsOptions, MountOptions, ObjectId, StoreCalls};
 
     #[tokio::test]
     async fn a_stage_of_an_earlier_session_is_refused_after_a_remount() {

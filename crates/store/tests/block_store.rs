@@ -7,8 +7,8 @@ use base::block::Payload;
 use bytes::Bytes;
 use outboard_store::conformance::{self, compare, random_operations, random_operations_beside, seed};
 use outboard_store::{
-    BlockStore, CollectionId, MemStore, MkfsOptions, MountOptions, ObjectId, ObjectStore, Op, StoreError,
-    Transaction, WriteSource, fsck,
+    BlockStore, CollectionId, MemStore, MkfsOptions, MountOptions, ObjectId, ObjectStore, Op, StoreCalls,
+    StoreError, Transaction, WriteSource, fsck,
 };
 use tempfile::TempDir;
 use tokio::task::{JoinHandle, LocalSet};
@@ -127,7 +127,7 @@ async fn remounts_have_everything() {
         random_operations_beside(store.clone(), &model, seed.wrapping_add(round), 150).await;
         if round % 2 == 0 {
             store.umount().await.unwrap();
-            assert!(matches!(store.statfs().await, Err(StoreError::Disconnected(_))));
+            assert!(matches!(store.space().await, Err(StoreError::Disconnected(_))));
         }
     }
 }

@@ -39,15 +39,12 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use base::BoxFuture;
-use base::block::{BLOCK, Payload};
-use base::mem::ArenaBuf;
+use base::block::BLOCK;
 use base::phases::{self, Clock};
 use base::reclaim::Reclaim;
-use bytes::Bytes;
 use store::{
-    CollectionId, ObjectId, ObjectStore, Page, ReadData, Result, StageId, Stat, StatFs, StoreError,
-    Transaction,
+    CollectionId, Query, QueryReply, Result, Space, StoreCalls, StoreError, StoreFuture, StoreReply,
+    StoreRequest, Submit, check_session, ready,
 };
 use tokio::sync::{mpsc, oneshot};
 
@@ -57,27 +54,18 @@ pub(crate) use rebuild::{RETRY, Rebuilt};
 pub(crate) use record::SIZE_XATTR;
 pub(crate) use scrub::Findings;
 
-use group::Shared;
+use group::{Link, Shared};
 
 /// After the last transaction, intents are trimmed when nothing has happened for that long.
 const TRIM_IDLE: Duration = Duration::from_secs(1);
 
-type Answer<T> = oneshot::Sender<Result<T>>;
-
-/// What a group is asked to do, in the session of that number.
-enum Call {
-    Transact(u64, Transaction, Answer<()>),
-    Stage(u64, u64, Answer<StageId>),
-    StageWrite(StageId, u64, Payload, Answer<()>),
-    StageRelease(StageId),
-    Read(u64, ObjectId, (u64, u64), Option<ArenaBuf>, Answer<ReadData>),
-    Stat(u64, ObjectId, Answer<Stat>),
-    Xattr(u64, ObjectId, Bytes, Answer<Bytes>),
-    Xattrs(u64, ObjectId, Answer<Vec<(Bytes, Bytes)>>),
-    OmapHeader(u64, ObjectId, Answer<Bytes>),
-    OmapGet(u64, ObjectId, Vec<Bytes>, Answer<Vec<(Bytes, Bytes)>>),
-    OmapIterate(u64, ObjectId, Bytes, usize, Answer<Page<(Bytes, Bytes)>>),
-    List(u64, Option<ObjectId>, usize, Answer<Page<ObjectId>>),
+/// A request, in the session of that number.
+struct Call {
+    number: u64,
+    request: StoreRequest,
+    /// Of the request of a client that it is made for.
+    clock: Option<Clock>,
+    reply: oneshot::Sender<Result<StoreReply>>,
 }
 
 /// See the [module](self) documentation.
@@ -85,7 +73,7 @@ pub(crate) struct Array {
     cid: CollectionId,
     alignment: u64,
     shared: Arc<Shared>,
-    calls: mpsc::UnboundedSender<(Call, Option<Clock>)>,
+    calls: mpsc::UnboundedSender<Call>,
 }
 
 impl Array {
@@ -104,9 +92,9 @@ impl Array {
         };
         let served = Rc::clone(&group);
         crate::spawn(async move {
-            while let Some((call, clock)) = waiting.recv().await {
+            while let Some(Call { number, request, clock, reply }) = waiting.recv().await {
                 // Each goes on by itself; they take their places in the order in which they are first polled.
-                let carried_out = carry_out(Rc::clone(&served), call);
+                let carried_out = carry_out(Rc::clone(&served), number, request, reply);
                 match clock {
                     Some(clock) => crate::spawn(clock.scope(carried_out)),
                     None => crate::spawn(carried_out),
@@ -116,34 +104,11 @@ impl Array {
         Ok((Arc::new(array), group))
     }
 
-    fn ask<T: Send + 'static>(
-        &self,
-        call: impl FnOnce(u64, Answer<T>) -> Call,
-    ) -> BoxFuture<'static, Result<T>> {
-        let answer = self.send(call);
-        Box::pin(async move { answer.await.unwrap_or_else(|_| Err(ended())) })
-    }
-
-    fn send<T: Send + 'static>(
-        &self,
-        call: impl FnOnce(u64, Answer<T>) -> Call,
-    ) -> oneshot::Receiver<Result<T>> {
-        let (answer_to, answer) = oneshot::channel();
+    fn send(&self, number: u64, request: StoreRequest) -> oneshot::Receiver<Result<StoreReply>> {
+        let (reply, answer) = oneshot::channel();
         // If the group has ended the answer says so.
-        let _ = self.calls.send((call(self.shared.number(), answer_to), phases::current()));
+        let _ = self.calls.send(Call { number, request, clock: phases::current(), reply });
         answer
-    }
-
-    /// As [`Array::ask`], about something in a collection.
-    fn ask_in<T: Send + 'static>(
-        &self,
-        cid: &CollectionId,
-        call: impl FnOnce(u64, Answer<T>) -> Call,
-    ) -> BoxFuture<'static, Result<T>> {
-        if *cid == self.cid {
-            return self.ask(call);
-        }
-        Box::pin(std::future::ready(Err(StoreError::NoSuchCollection(cid.to_string()))))
     }
 }
 
@@ -151,73 +116,71 @@ fn ended() -> StoreError {
     StoreError::Disconnected("the group has ended".into())
 }
 
-async fn carry_out(group: Rc<Group>, call: Call) {
-    // The caller may have been cancelled; ignore the error.
-    match call {
-        Call::Transact(number, transaction, to) => {
-            drop(to.send(group.transact(number, transaction).await));
-            repair_damaged(&group);
-            trim_when_idle(&group);
-        }
-        Call::Stage(number, len, to) => {
-            if let Err(Ok(stage)) = to.send(group.stage(number, len).await) {
-                group.stage_release(stage);
-            }
-        }
-        Call::StageWrite(stage, offset, payload, to) => {
-            drop(to.send(group.stage_write(stage, offset, payload).await));
-        }
-        Call::StageRelease(stage) => group.stage_release(stage),
-        Call::Read(number, oid, (offset, len), dest, to) => {
-            drop(to.send(group.read(number, &oid, offset, len, dest).await));
-            repair_damaged(&group);
-        }
-        Call::Stat(number, oid, to) => drop(to.send(group.stat(number, &oid).await)),
-        Call::List(number, from, limit, to) => {
-            let list = async { group.list_in(&*group.session(number).await?, from, limit).await };
-            drop(to.send(list.await));
-        }
-        about_metadata => ask_metadata(&group, about_metadata).await,
+async fn carry_out(
+    group: Rc<Group>,
+    number: u64,
+    request: StoreRequest,
+    to: oneshot::Sender<Result<StoreReply>>,
+) {
+    let repairs = matches!(request, StoreRequest::Transact { .. } | StoreRequest::Read { .. });
+    let trims = matches!(request, StoreRequest::Transact { .. });
+    let reply = reply_to(&group, number, request).await;
+    // The caller may no longer wait.
+    if let Err(Ok(StoreReply::Stage(stage))) = to.send(reply) {
+        group.stage_release(stage);
+    }
+    if repairs {
+        repair_damaged(&group);
+    }
+    if trims {
+        trim_when_idle(&group);
     }
 }
 
-/// Questions that a member answers as it stands.
-async fn ask_metadata(group: &Group, call: Call) {
-    let cid = &group.cid;
-    match call {
-        Call::Xattr(number, oid, name, to) => {
-            let ask = group.ask_in(number, &oid, async |member| {
-                member.target.store.get_xattr(cid, &oid, name.clone()).await
-            });
-            drop(to.send(ask.await));
+async fn reply_to(group: &Rc<Group>, number: u64, request: StoreRequest) -> Result<StoreReply> {
+    Ok(match request {
+        StoreRequest::Transact { transaction, .. } => group.transact(number, transaction).await?.into(),
+        StoreRequest::Stage { len } => group.stage(number, len).await?.into(),
+        StoreRequest::StageWrite { stage, offset, payload } => {
+            group.stage_write(stage, offset, payload).await?.into()
         }
-        Call::Xattrs(number, oid, to) => {
-            let ask = group.ask_in(number, &oid, async |member| {
-                let mut xattrs = member.target.store.get_xattrs(cid, &oid).await?;
-                xattrs.retain(|(name, _)| *name != record::SIZE_XATTR);
-                Ok(xattrs)
-            });
-            drop(to.send(ask.await));
+        StoreRequest::StageRelease { stage } => {
+            group.stage_release(stage);
+            StoreReply::Done
         }
-        Call::OmapHeader(number, oid, to) => {
-            let ask = group
-                .ask_in(number, &oid, async |member| member.target.store.omap_get_header(cid, &oid).await);
-            drop(to.send(ask.await));
+        StoreRequest::Read { oid, offset, len, dest, .. } => {
+            group.read(number, &oid, offset, len, dest).await?.into()
         }
-        Call::OmapGet(number, oid, keys, to) => {
-            let ask = group.ask_in(number, &oid, async |member| {
-                member.target.store.omap_get(cid, &oid, keys.clone()).await
-            });
-            drop(to.send(ask.await));
+        StoreRequest::Query { query: Query::Stat { oid }, .. } => {
+            QueryReply::Stat(group.stat(number, &oid).await?).into()
         }
-        Call::OmapIterate(number, oid, from, limit, to) => {
-            let ask = group.ask_in(number, &oid, async |member| {
-                member.target.store.omap_iterate(cid, &oid, from.clone(), limit).await
-            });
-            drop(to.send(ask.await));
+        StoreRequest::Query { query: Query::List { from, limit }, .. } => {
+            let limit = usize::try_from(limit).unwrap_or(usize::MAX);
+            let session = group.session(number).await?;
+            QueryReply::Objects(group.list_in(&session, from, limit).await?).into()
         }
-        _ => {}
+        StoreRequest::Query { query, .. } => ask_metadata(group, number, query).await?,
+        StoreRequest::Collections => vec![group.cid.clone()].into(),
+        // Space is the targets', not a group's.
+        StoreRequest::Space => Space::default().into(),
+        // The targets are unmounted by their owner.
+        StoreRequest::Umount => StoreReply::Done,
+    })
+}
+
+/// Questions about an object that any member with the object can answer.
+async fn ask_metadata(group: &Group, number: u64, query: Query) -> Result<StoreReply> {
+    let Some(oid) = query.oid() else {
+        return Err(StoreError::InvalidArgument("the question is about no object".into()));
+    };
+    let ask = async |member: &Link| member.target.store.query(&group.cid, query.clone()).await;
+    let mut reply = group.ask_in(number, oid, ask).await?;
+    if let StoreReply::Query(QueryReply::Pairs(xattrs)) = &mut reply
+        && matches!(query, Query::Xattrs { .. })
+    {
+        xattrs.retain(|(name, _)| *name != record::SIZE_XATTR);
     }
+    Ok(reply)
 }
 
 /// Repairs what was found damaged, in the background.
@@ -256,118 +219,44 @@ fn trim_when_idle(group: &Rc<Group>) {
     });
 }
 
-impl ObjectStore for Array {
-    fn stage(&self, len: u64) -> BoxFuture<'static, Result<StageId>> {
+impl Submit for Array {
+    type Reply = StoreFuture;
+
+    fn submit(&self, request: StoreRequest) -> StoreFuture {
+        if let Some(cid) = request.collection().filter(|cid| **cid != self.cid) {
+            return ready(Err(StoreError::NoSuchCollection(cid.to_string())));
+        }
+        let number = match &request {
+            StoreRequest::Transact { transaction, session } => {
+                if let Err(e) = transaction.validate().and_then(|()| check_session(*session, self.session()))
+                {
+                    return ready(Err(e));
+                }
+                session.unwrap_or_else(|| self.session())
+            }
+            _ => self.session(),
+        };
+        let is_stage = matches!(request, StoreRequest::Stage { .. });
+        let sent = self.send(number, request);
+        if !is_stage {
+            return Box::pin(async move { sent.await.unwrap_or_else(|_| Err(ended())) });
+        }
         let calls = self.calls.clone();
-        let made = self.send(|number, to| Call::Stage(number, len, to));
-        let staging = Reclaim::new(made, move |made: Result<StageId>| {
-            if let Ok(stage) = made {
-                let _ = calls.send((Call::StageRelease(stage), None));
+        let staging = Reclaim::new(sent, move |made: Result<StoreReply>| {
+            if let Ok(StoreReply::Stage(stage)) = made {
+                let (reply, _) = oneshot::channel();
+                let request = StoreRequest::StageRelease { stage };
+                let _ = calls.send(Call { number, request, clock: None, reply });
             }
         });
         Box::pin(async move { staging.await.unwrap_or_else(|_| Err(ended())) })
-    }
-
-    fn stage_alignment(&self) -> u64 {
-        self.alignment
-    }
-
-    fn stage_write(&self, stage: StageId, offset: u64, payload: Payload) -> BoxFuture<'static, Result<()>> {
-        self.ask(|_, to| Call::StageWrite(stage, offset, payload, to))
-    }
-
-    fn stage_release(&self, stage: StageId) {
-        // If the group has ended, so has the stage.
-        let _ = self.calls.send((Call::StageRelease(stage), None));
-    }
-
-    fn queue_transaction(&self, transaction: Transaction) -> BoxFuture<'static, Result<()>> {
-        if let Err(e) = transaction.validate() {
-            return Box::pin(std::future::ready(Err(e)));
-        }
-        let cid = transaction.collection.clone();
-        self.ask_in(&cid, |number, to| Call::Transact(number, transaction, to))
     }
 
     fn session(&self) -> u64 {
         self.shared.number()
     }
 
-    fn read(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-        offset: u64,
-        len: u64,
-        dest: Option<ArenaBuf>,
-    ) -> BoxFuture<'static, Result<ReadData>> {
-        self.ask_in(cid, |number, to| Call::Read(number, oid.clone(), (offset, len), dest, to))
-    }
-
-    fn stat(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Stat>> {
-        self.ask_in(cid, |number, to| Call::Stat(number, oid.clone(), to))
-    }
-
-    fn get_xattr(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-        name: Bytes,
-    ) -> BoxFuture<'static, Result<Bytes>> {
-        self.ask_in(cid, |number, to| Call::Xattr(number, oid.clone(), name, to))
-    }
-
-    fn get_xattrs(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-    ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>> {
-        self.ask_in(cid, |number, to| Call::Xattrs(number, oid.clone(), to))
-    }
-
-    fn omap_get_header(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Bytes>> {
-        self.ask_in(cid, |number, to| Call::OmapHeader(number, oid.clone(), to))
-    }
-
-    fn omap_get(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-        keys: Vec<Bytes>,
-    ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>> {
-        self.ask_in(cid, |number, to| Call::OmapGet(number, oid.clone(), keys, to))
-    }
-
-    fn omap_iterate(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-        from: Bytes,
-        limit: usize,
-    ) -> BoxFuture<'static, Result<Page<(Bytes, Bytes)>>> {
-        self.ask_in(cid, |number, to| Call::OmapIterate(number, oid.clone(), from, limit, to))
-    }
-
-    fn list(
-        &self,
-        cid: &CollectionId,
-        from: Option<ObjectId>,
-        limit: usize,
-    ) -> BoxFuture<'static, Result<Page<ObjectId>>> {
-        self.ask_in(cid, |number, to| Call::List(number, from, limit, to))
-    }
-
-    fn collections(&self) -> BoxFuture<'static, Result<Vec<CollectionId>>> {
-        Box::pin(std::future::ready(Ok(vec![self.cid.clone()])))
-    }
-
-    /// Space is the targets', not a group's.
-    fn statfs(&self) -> BoxFuture<'static, Result<StatFs>> {
-        Box::pin(std::future::ready(Ok(StatFs::default())))
-    }
-
-    /// The targets are unmounted by whoever has them.
-    fn umount(&self) -> BoxFuture<'static, Result<()>> {
-        Box::pin(std::future::ready(Ok(())))
+    fn stage_alignment(&self) -> u64 {
+        self.alignment
     }
 }

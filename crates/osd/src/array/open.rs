@@ -13,7 +13,7 @@ use std::rc::Rc;
 use bytes::Bytes;
 use futures::future::try_join_all;
 use futures::stream::{FuturesUnordered, StreamExt};
-use store::{ObjectId, Op, StoreError, Transaction};
+use store::{ObjectId, Op, StoreCalls, StoreError, Transaction};
 use tokio::time::Instant;
 
 use super::group::{Group, Link, Log, Session, over};

@@ -6,7 +6,7 @@ use base::block::{self, BLOCK, BLOCK_SIZE};
 use base::mem::ArenaBuf;
 use bytes::{Bytes, BytesMut};
 use futures::future::join_all;
-use store::{MAX_READ, ObjectId, ReadData, StoreError};
+use store::{MAX_READ, ObjectId, ReadData, StoreCalls, StoreError};
 
 use super::coder::Buffer;
 use super::group::{Group, Known, Link, Session};

@@ -11,7 +11,7 @@ use std::time::Duration;
 use base::block::{BLOCK_SIZE, Payload, crc32c};
 use bytes::Bytes;
 use futures::stream::{self, StreamExt, TryStreamExt};
-use store::{ObjectId, Op, StoreError, Transaction, WriteSource};
+use store::{ObjectId, Op, StoreCalls, StoreError, Transaction, WriteSource};
 use tokio::time::Instant;
 
 use super::group::{Group, Link, Session};

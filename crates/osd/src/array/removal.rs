@@ -3,7 +3,7 @@
 use std::rc::Rc;
 
 use bytes::Bytes;
-use store::{ObjectId, Op, StoreError, Transaction};
+use store::{ObjectId, Op, StoreCalls, StoreError, Transaction};
 
 use super::group::{Group, Link, Log, Session};
 use super::members::page;

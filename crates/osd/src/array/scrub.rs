@@ -6,7 +6,7 @@ use std::slice;
 use base::block::BLOCK;
 use bytes::Bytes;
 use futures::future::join_all;
-use store::{ObjectId, StoreError};
+use store::{ObjectId, StoreCalls, StoreError};
 
 use super::group::{Group, Link, Session};
 use super::read::{Whole, is_damage};

@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 
 use base::block::Payload;
-use store::StageId;
+use store::{StageId, StoreCalls};
 
 use super::group::Link;
 

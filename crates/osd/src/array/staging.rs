@@ -8,7 +8,7 @@ use base::block::{BLOCK, Payload, PieceCountMismatch};
 use bytes::Bytes;
 use futures::future::{join_all, try_join_all};
 use store::stripes::{ShardBytes, StripeError};
-use store::{ObjectId, StageId, Stat, StoreError, Transaction};
+use store::{ObjectId, StageId, Stat, StoreCalls, StoreError, Transaction};
 use tokio::time::Instant;
 
 use super::group::{Group, Link, Session, over};

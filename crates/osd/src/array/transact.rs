@@ -5,7 +5,7 @@ use std::rc::Rc;
 
 use bytes::Bytes;
 use futures::future::join_all;
-use store::{ObjectId, Op, StoreError, Transaction, WriteSource};
+use store::{ObjectId, Op, StoreCalls, StoreError, Transaction, WriteSource};
 use tokio::sync::OwnedRwLockWriteGuard;
 
 use super::group::{Group, Known, Link, Log, Session, over};

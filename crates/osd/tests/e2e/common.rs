@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use base::BoxFuture;
 use base::block::Payload;
-use base::mem::{Arena, ArenaBuf};
+use base::mem::Arena;
 use base::phases::{self, Phase};
 use base::pool::BufferPool;
 use bytes::Bytes;
@@ -13,8 +13,8 @@ use client::{Client, Object, Options, Pool, Redundancy};
 use messenger::{NetworkStack, StackChoice, StackOptions, UseAs};
 use osd::{Osd, OsdConfig};
 use store::{
-    CollectionId, MemStore, ObjectId, ObjectStore, Op, Page, ReadData, Result, StageId, Stat, StatFs,
-    StoreError, Transaction, WriteSource,
+    MemStore, ObjectStore, Op, Query, StageId, StoreError, StoreFuture, StoreRequest, Submit, Transaction,
+    WriteSource, check_session, ready,
 };
 use tokio::sync::watch;
 use uuid::Uuid;
@@ -171,12 +171,12 @@ impl FaultStore {
     }
 
     /// What calls come to while the drive is gone.
-    fn gone<T: Send + 'static>(&self) -> Option<BoxFuture<'static, Result<T>>> {
+    fn gone(&self) -> Option<StoreFuture> {
         if !self.is_down() {
             return None;
         }
         self.fired.fetch_add(1, Ordering::SeqCst);
-        Some(Box::pin(std::future::ready(Err(StoreError::Io("injected: the drive is gone".into())))))
+        Some(ready(Err(StoreError::Io("injected: the drive is gone".into()))))
     }
 
     fn disarm(&self) {
@@ -238,7 +238,7 @@ impl FaultStore {
         self.session.fetch_add(1, Ordering::SeqCst);
     }
 
-    fn lose(&self) -> BoxFuture<'static, Result<()>> {
+    fn lose(&self) -> StoreFuture {
         self.end_session();
         Box::pin(std::future::ready(Err(StoreError::Disconnected("injected".into()))))
     }
@@ -256,23 +256,61 @@ fn copied(payload: Payload) -> Payload {
     Payload::from_parts(phase, Bytes::copy_from_slice(&data), checksums).unwrap()
 }
 
-impl ObjectStore for FaultStore {
-    fn stage(&self, len: u64) -> BoxFuture<'static, Result<StageId>> {
+impl Submit for FaultStore {
+    type Reply = StoreFuture;
+
+    fn submit(&self, request: StoreRequest) -> StoreFuture {
+        if matches!(request, StoreRequest::StageRelease { .. }) {
+            return self.inner.submit(request);
+        }
         if let Some(gone) = self.gone() {
             return gone;
         }
-        self.stages.fetch_add(1, Ordering::SeqCst);
-        self.inner.stage(len)
+        match request {
+            StoreRequest::StageWrite { stage, offset, payload } => {
+                self.submit_stage_write(stage, offset, payload)
+            }
+            StoreRequest::Transact { transaction, session } => match check_session(session, self.session()) {
+                Ok(()) => self.transact(transaction),
+                Err(e) => ready(Err(e)),
+            },
+            StoreRequest::Read { .. } => {
+                if self.armed_late_read.swap(false, Ordering::SeqCst) {
+                    let (inner, late) = (Arc::clone(&self.inner), self.until_let_go());
+                    return Box::pin(async move {
+                        late.await;
+                        inner.submit(request).await
+                    });
+                }
+                let reading = self.inner.submit(request);
+                if self.armed_read.swap(false, Ordering::SeqCst) { self.lose() } else { reading }
+            }
+            request => {
+                let counted = match &request {
+                    StoreRequest::Stage { .. } => Some(&self.stages),
+                    StoreRequest::Query { query: Query::Xattrs { .. }, .. } => Some(&self.listed_xattrs),
+                    _ => None,
+                };
+                if let Some(count) = counted {
+                    count.fetch_add(1, Ordering::SeqCst);
+                }
+                self.inner.submit(request)
+            }
+        }
     }
-    fn stage_write(&self, stage: StageId, offset: u64, payload: Payload) -> BoxFuture<'static, Result<()>> {
-        if let Some(gone) = self.gone() {
-            return gone;
-        }
+
+    fn session(&self) -> u64 {
+        self.session.load(Ordering::SeqCst)
+    }
+}
+
+impl FaultStore {
+    fn submit_stage_write(&self, stage: StageId, offset: u64, payload: Payload) -> StoreFuture {
         let clock = phases::current().filter(|_| self.transfers.load(Ordering::SeqCst));
         let transfer = clock.map(|clock| clock.begin(Phase::Dma));
         let payload = copied(payload);
         drop(transfer);
-        let written = self.inner.stage_write(stage, offset, payload);
+        let written = self.inner.submit(StoreRequest::StageWrite { stage, offset, payload });
         let let_go = self.until_let_go();
         let mut held = self.stages_held.subscribe();
         self.waited.fetch_add(u64::from(*held.borrow()), Ordering::SeqCst);
@@ -282,16 +320,11 @@ impl ObjectStore for FaultStore {
             written.await
         })
     }
-    fn stage_release(&self, stage: StageId) {
-        self.inner.stage_release(stage);
-    }
-    fn queue_transaction(&self, transaction: Transaction) -> BoxFuture<'static, Result<()>> {
-        if let Some(gone) = self.gone() {
-            return gone;
-        }
+
+    fn transact(&self, transaction: Transaction) -> StoreFuture {
         if puts_record_in_force(&transaction) && self.armed_gone_at_record.swap(false, Ordering::SeqCst) {
             self.set_down(true);
-            return self.queue_transaction(transaction);
+            return self.gone().unwrap_or_else(|| self.transact(transaction));
         }
         self.watch.iter().for_each(|watch| watch());
         self.count_removals(&transaction);
@@ -299,7 +332,7 @@ impl ObjectStore for FaultStore {
             let inner = Arc::clone(&self.inner);
             return Box::pin(async move {
                 let_go.await;
-                inner.queue_transaction(transaction).await
+                inner.submit(StoreRequest::Transact { transaction, session: None }).await
             });
         }
         let has_data = transaction.ops.iter().any(|op| matches!(op, Op::Write { .. }));
@@ -340,7 +373,7 @@ impl ObjectStore for FaultStore {
                 *payload = copied(std::mem::take(payload));
             }
         }
-        let done = self.inner.queue_transaction(transaction);
+        let done = self.inner.submit(StoreRequest::Transact { transaction, session: None });
         if has_data && self.armed_after.swap(false, Ordering::SeqCst) {
             return self.lose();
         }
@@ -356,122 +389,6 @@ impl ObjectStore for FaultStore {
             not_new.fetch_add(u64::from(matches!(done, Err(StoreError::Exists(_)))), Ordering::SeqCst);
             done
         })
-    }
-    fn session(&self) -> u64 {
-        self.session.load(Ordering::SeqCst)
-    }
-    fn read(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-        offset: u64,
-        len: u64,
-        dest: Option<ArenaBuf>,
-    ) -> BoxFuture<'static, Result<ReadData>> {
-        if let Some(gone) = self.gone() {
-            return gone;
-        }
-        if self.armed_late_read.swap(false, Ordering::SeqCst) {
-            let (inner, cid, oid, late) =
-                (Arc::clone(&self.inner), cid.clone(), oid.clone(), self.until_let_go());
-            return Box::pin(async move {
-                late.await;
-                inner.read(&cid, &oid, offset, len, dest).await
-            });
-        }
-        let reading = self.inner.read(cid, oid, offset, len, dest);
-        let before = self.armed_read.swap(false, Ordering::SeqCst);
-        if before {
-            drop(self.lose());
-            return Box::pin(std::future::ready(Err(StoreError::Disconnected("injected".into()))));
-        }
-        reading
-    }
-    fn stat(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Stat>> {
-        if let Some(gone) = self.gone() {
-            return gone;
-        }
-        self.inner.stat(cid, oid)
-    }
-    fn get_xattr(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-        name: Bytes,
-    ) -> BoxFuture<'static, Result<Bytes>> {
-        if let Some(gone) = self.gone() {
-            return gone;
-        }
-        self.inner.get_xattr(cid, oid, name)
-    }
-    fn get_xattrs(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-    ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>> {
-        if let Some(gone) = self.gone() {
-            return gone;
-        }
-        self.listed_xattrs.fetch_add(1, Ordering::SeqCst);
-        self.inner.get_xattrs(cid, oid)
-    }
-    fn omap_get_header(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Bytes>> {
-        if let Some(gone) = self.gone() {
-            return gone;
-        }
-        self.inner.omap_get_header(cid, oid)
-    }
-    fn omap_get(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-        keys: Vec<Bytes>,
-    ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>> {
-        if let Some(gone) = self.gone() {
-            return gone;
-        }
-        self.inner.omap_get(cid, oid, keys)
-    }
-    fn omap_iterate(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-        from: Bytes,
-        limit: usize,
-    ) -> BoxFuture<'static, Result<Page<(Bytes, Bytes)>>> {
-        if let Some(gone) = self.gone() {
-            return gone;
-        }
-        self.inner.omap_iterate(cid, oid, from, limit)
-    }
-    fn list(
-        &self,
-        cid: &CollectionId,
-        from: Option<ObjectId>,
-        limit: usize,
-    ) -> BoxFuture<'static, Result<Page<ObjectId>>> {
-        if let Some(gone) = self.gone() {
-            return gone;
-        }
-        self.inner.list(cid, from, limit)
-    }
-    fn collections(&self) -> BoxFuture<'static, Result<Vec<CollectionId>>> {
-        if let Some(gone) = self.gone() {
-            return gone;
-        }
-        self.inner.collections()
-    }
-    fn statfs(&self) -> BoxFuture<'static, Result<StatFs>> {
-        if let Some(gone) = self.gone() {
-            return gone;
-        }
-        self.inner.statfs()
-    }
-    fn umount(&self) -> BoxFuture<'static, Result<()>> {
-        if let Some(gone) = self.gone() {
-            return gone;
-        }
-        self.inner.umount()
     }
 }
 

@@ -23,7 +23,9 @@ use proxy::{Endpoint, Listener, Server, ServerOptions, Session, SessionOptions};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
-use store::{BlockStore, MemStore, MkfsOptions, MountOptions, ObjectId, ObjectStore, Op, Transaction, fsck};
+use store::{
+    BlockStore, MemStore, MkfsOptions, MountOptions, ObjectId, ObjectStore, Op, StoreCalls, Transaction, fsck,
+};
 use tokio::sync::oneshot;
 use uuid::Uuid;
 use wire::{Data, Manifest, Mutation, Placement, SessionId, Source, UploadId};

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use base::block::Payload;
 use bytes::Bytes;
-use store::{CollectionId, ObjectId, ObjectStore, Op, Transaction, WriteSource};
+use store::{CollectionId, ObjectId, ObjectStore, Op, StoreCalls, Transaction, WriteSource};
 
 use crate::common::is_another_network;
 use crate::redundancy::{Rig, UNIT};

@@ -8,7 +8,7 @@ use client::{Error, NodeError, Pool, Redundancy};
 use futures::future::{join_all, try_join_all};
 use osd::OsdConfig;
 use store::simulation::{SimDrive, SimStore};
-use store::{CollectionId, ObjectId, ObjectStore, Op, StoreError, Transaction, WriteSource};
+use store::{CollectionId, ObjectId, ObjectStore, Op, StoreCalls, StoreError, Transaction, WriteSource};
 use uuid::Uuid;
 
 use crate::common::{FaultStore, Node, data, is_another_network};

@@ -7,7 +7,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use osd::OsdConfig;
 use store::simulation::{SimDrive, SimStore};
-use store::{ObjectId, Op, Transaction};
+use store::{ObjectId, Op, StoreCalls, Transaction};
 use uuid::Uuid;
 
 use crate::common::{FaultStore, Node, data, is_another_network, moment, seed};
@@ -274,7 +274,7 @@ async fn taken(rig: &Rig) -> Vec<(usize, u64)> {
     let mut all = vec![];
     for store in &rig.node.stores {
         let (space, collections) =
-            (store.inner.statfs().await.unwrap(), store.inner.collections().await.unwrap());
+            (store.inner.space().await.unwrap(), store.inner.collections().await.unwrap());
         all.push((collections.len(), space.total - space.free));
     }
     all

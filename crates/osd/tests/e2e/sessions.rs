@@ -12,7 +12,7 @@ use client::{Client, Options};
 use messenger::{Connection, Event, Incoming, Listener, Message, UseAs};
 use osd::{OsdConfig, WallClock};
 use store::simulation::{SimDrive, SimStore};
-use store::{CollectionId, ObjectId, Op, StoreError, Transaction};
+use store::{CollectionId, ObjectId, Op, StoreCalls, StoreError, Transaction};
 use uuid::Uuid;
 use wire::{
     AdminReply, AdminRequest, Error, Mutated, Mutation, ObjectReply, ObjectRequest, PartId, Reply, ReplyBody,

@@ -4,18 +4,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use base::BoxFuture;
 use base::block::Payload;
-use base::mem::ArenaBuf;
 use bytes::Bytes;
 use client::{Client, Pool, TargetState};
 use osd::{OsdConfig, TargetRetry};
 use rand::rngs::StdRng;
 use rand::seq::IteratorRandom;
 use rand::{Rng, SeedableRng};
-use store::{
-    CollectionId, MemStore, ObjectId, ObjectStore, Page, ReadData, Result, StageId, Stat, StatFs, Transaction,
-};
+use store::{CollectionId, MemStore, ObjectStore, StoreCalls, StoreFuture, StoreRequest, Submit};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use wire::{Data, Mutation, Source};
@@ -63,120 +59,19 @@ impl StallStore {
         *self.only.lock().unwrap() = None;
         waiting.take().into_iter().flatten().for_each(|call| call());
     }
-
-    fn call<T: Send + 'static>(
-        &self,
-        cid: Option<&CollectionId>,
-        call: impl FnOnce(&dyn ObjectStore) -> BoxFuture<'static, Result<T>> + Send + 'static,
-    ) -> BoxFuture<'static, Result<T>> {
-        let mut waiting = self.waiting.lock().unwrap();
-        let stands = self.only.lock().unwrap().as_ref().is_none_or(|only| Some(only) == cid);
-        let Some(waiting) = waiting.as_mut().filter(|_| stands) else { return call(&*self.inner) };
-        self.stalled.fetch_add(1, Ordering::SeqCst);
-        let ((answer_to, answer), inner) = (oneshot::channel(), Arc::clone(&self.inner));
-        waiting.push(Box::new(move || drop(answer_to.send(call(&*inner)))));
-        Box::pin(async move { answer.await.unwrap().await })
-    }
 }
 
-impl ObjectStore for StallStore {
-    fn stage(&self, len: u64) -> BoxFuture<'static, Result<StageId>> {
-        self.call(None, move |inner| inner.stage(len))
-    }
-    fn stage_write(&self, stage: StageId, offset: u64, payload: Payload) -> BoxFuture<'static, Result<()>> {
-        self.call(None, move |inner| inner.stage_write(stage, offset, payload))
-    }
-    fn stage_release(&self, stage: StageId) {
-        let released = self.call(None, move |inner| {
-            inner.stage_release(stage);
-            Box::pin(std::future::ready(Ok(())))
-        });
-        drop(released);
-    }
-    fn queue_transaction(&self, transaction: Transaction) -> BoxFuture<'static, Result<()>> {
-        let cid = transaction.collection.clone();
-        self.call(Some(&cid), move |inner| inner.queue_transaction(transaction))
-    }
-    fn read(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-        offset: u64,
-        len: u64,
-        dest: Option<ArenaBuf>,
-    ) -> BoxFuture<'static, Result<ReadData>> {
-        let (cid, oid) = (cid.clone(), oid.clone());
-        let in_cid = cid.clone();
-        self.call(Some(&in_cid), move |inner| inner.read(&cid, &oid, offset, len, dest))
-    }
-    fn stat(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Stat>> {
-        let (cid, oid) = (cid.clone(), oid.clone());
-        let in_cid = cid.clone();
-        self.call(Some(&in_cid), move |inner| inner.stat(&cid, &oid))
-    }
-    fn get_xattr(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-        name: Bytes,
-    ) -> BoxFuture<'static, Result<Bytes>> {
-        let (cid, oid) = (cid.clone(), oid.clone());
-        let in_cid = cid.clone();
-        self.call(Some(&in_cid), move |inner| inner.get_xattr(&cid, &oid, name))
-    }
-    fn get_xattrs(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-    ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>> {
-        let (cid, oid) = (cid.clone(), oid.clone());
-        let in_cid = cid.clone();
-        self.call(Some(&in_cid), move |inner| inner.get_xattrs(&cid, &oid))
-    }
-    fn omap_get_header(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Bytes>> {
-        let (cid, oid) = (cid.clone(), oid.clone());
-        let in_cid = cid.clone();
-        self.call(Some(&in_cid), move |inner| inner.omap_get_header(&cid, &oid))
-    }
-    fn omap_get(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-        keys: Vec<Bytes>,
-    ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>> {
-        let (cid, oid) = (cid.clone(), oid.clone());
-        let in_cid = cid.clone();
-        self.call(Some(&in_cid), move |inner| inner.omap_get(&cid, &oid, keys))
-    }
-    fn omap_iterate(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-        from: Bytes,
-        limit: usize,
-    ) -> BoxFuture<'static, Result<Page<(Bytes, Bytes)>>> {
-        let (cid, oid) = (cid.clone(), oid.clone());
-        let in_cid = cid.clone();
-        self.call(Some(&in_cid), move |inner| inner.omap_iterate(&cid, &oid, from, limit))
-    }
-    fn list(
-        &self,
-        cid: &CollectionId,
-        from: Option<ObjectId>,
-        limit: usize,
-    ) -> BoxFuture<'static, Result<Page<ObjectId>>> {
-        let cid = cid.clone();
-        let in_cid = cid.clone();
-        self.call(Some(&in_cid), move |inner| inner.list(&cid, from, limit))
-    }
-    fn collections(&self) -> BoxFuture<'static, Result<Vec<CollectionId>>> {
-        self.call(None, |inner| inner.collections())
-    }
-    fn statfs(&self) -> BoxFuture<'static, Result<StatFs>> {
-        self.call(None, |inner| inner.statfs())
-    }
-    fn umount(&self) -> BoxFuture<'static, Result<()>> {
-        self.call(None, |inner| inner.umount())
+impl Submit for StallStore {
+    type Reply = StoreFuture;
+
+    fn submit(&self, request: StoreRequest) -> StoreFuture {
+        let mut waiting = self.waiting.lock().unwrap();
+        let stands = self.only.lock().unwrap().as_ref().is_none_or(|only| Some(only) == request.collection());
+        let Some(waiting) = waiting.as_mut().filter(|_| stands) else { return self.inner.submit(request) };
+        self.stalled.fetch_add(1, Ordering::SeqCst);
+        let ((answer_to, answer), inner) = (oneshot::channel(), Arc::clone(&self.inner));
+        waiting.push(Box::new(move || drop(answer_to.send(inner.submit(request)))));
+        Box::pin(async move { answer.await.unwrap().await })
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use base::block::Payload;
 use bytes::Bytes;
 use osd::{Osd, OsdConfig, StartError};
-use store::{CollectionId, MemStore, ObjectId, ObjectStore, Op, Transaction, WriteSource};
+use store::{CollectionId, MemStore, ObjectId, ObjectStore, Op, StoreCalls, Transaction, WriteSource};
 use uuid::Uuid;
 
 use crate::common::Node;

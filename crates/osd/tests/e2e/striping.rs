@@ -4,6 +4,7 @@ use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
+use store::StoreCalls;
 
 use client::{Client, Error, NodeError, Object, Options, PutOptions};
 use tokio::io::{AsyncRead, ReadBuf};

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use base::fault::Faults;
 use futures::future::join_all;
-use store::{AbsentStore, BlockStore, MountOptions, ObjectStore, RemountedStore};
+use store::{AbsentStore, BlockStore, MountOptions, RemountedStore, StoreCalls};
 use tokio::time::Instant;
 use uuid::Uuid;
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use base::process::ProcessUsage;
 use serde::{Serialize, Serializer};
-use wire::{CodingOffload, OffloadState, Placement, Redundancy};
+use wire::{CodingOffload, OffloadState, Placement, Redundancy, Space};
 
 use super::descriptors::Descriptors;
 use super::state::{NodeState, Phase, Process, Role};
@@ -126,22 +126,11 @@ pub struct TargetReport {
     pub state: Option<&'static str>,
     /// Why it cannot be asked.
     pub error: Option<String>,
-    /// Room for data.
-    pub total: Option<u64>,
-    /// Of that, free.
-    pub free: Option<u64>,
-    /// Taken by data that is being written.
-    pub staged: Option<u64>,
-    /// Number of pieces that the free space is in.
-    pub free_extents: Option<u64>,
-    /// Length of the longest of them.
-    pub largest_free_extent: Option<u64>,
+    /// Its space; the keys are missing while it cannot be asked.
+    #[serde(flatten)]
+    pub space: Option<Space>,
     /// How much shorter the free pieces are on average than the longest: 0 to 1.
     pub fragmentation: Option<f64>,
-    /// Room in the index, which limits the number of objects.
-    pub index_total: Option<u64>,
-    /// Of that, free.
-    pub index_free: Option<u64>,
 }
 
 /// Serializes a value as the command line writes it.
@@ -441,16 +430,10 @@ impl TargetReport {
                 return;
             }
         };
-        self.total = Some(space.total);
-        self.free = Some(space.free);
-        self.staged = Some(space.staged);
-        self.free_extents = Some(space.free_extents);
-        self.largest_free_extent = Some(space.largest_free_extent);
         let mean = space.free as f64 / space.free_extents.max(1) as f64;
         let longest = space.largest_free_extent.max(1) as f64;
         self.fragmentation = Some(if space.free == 0 { 0.0 } else { (1.0 - mean / longest).max(0.0) });
-        self.index_total = Some(space.index_total);
-        self.index_free = Some(space.index_free);
+        self.space = Some(space);
     }
 }
 
@@ -573,8 +556,8 @@ impl TargetReport {
             self.id.map_or_else(|| "-".to_owned(), |id| id.to_string()),
             self.uuid,
             self.state.unwrap_or("-"),
-            bytes(self.total),
-            bytes(self.free),
+            bytes(self.space.map(|space| space.total)),
+            bytes(self.space.map(|space| space.free)),
             self.fragmentation.map_or_else(|| "-".to_owned(), |x| format!("{:.1} %", x * 100.0)),
             self.path.as_ref().map_or_else(String::new, |p| p.display().to_string()),
         )

@@ -8,7 +8,9 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use base::fault::Faults;
-use store::{AbsentStore, BlockStore, Driver, MkfsOptions, MountOptions, ObjectStore, StoreError};
+use store::{
+    AbsentStore, BlockStore, Driver, MkfsOptions, MountOptions, ObjectStore, StoreCalls, StoreError,
+};
 use uuid::Uuid;
 
 use super::config::Config;

@@ -5,13 +5,14 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Instant;
 
-use base::BoxFuture;
 use base::block::{Payload, crc32c, verify_pieces};
 use base::mem::ArenaBuf;
 use base::pool::{Lease, Released};
 use bytes::Bytes;
 use channel::Header;
-use store::{ObjectStore, Op, ReadData, Result, StageId, StoreError, WriteSource};
+use store::{
+    ObjectStore, Op, ReadData, Result, StageId, StoreCalls, StoreError, StoreReply, StoreRequest, WriteSource,
+};
 
 use crate::messages::{Answer, Call, Outcome, Place, decode, pack_checksums, unpack_checksums};
 use crate::transaction_codec;
@@ -189,7 +190,7 @@ fn start(
             let reading = store.read(&cid, &oid, offset, len, Some(dest));
             Ok((Box::pin(read_into(reading, lease, start, room, released)), None))
         }
-        other => Ok((metadata(store, other), None)),
+        other => Ok((control(store, other), None)),
     }
 }
 
@@ -212,7 +213,7 @@ fn read_answer(read: ReadData) -> (Answer, Vec<Bytes>) {
 /// Waits for a read into the range `start..start + room` of the data region, and makes sure that what was read is
 /// there, and that nobody but the osd uses the range any more.
 async fn read_into(
-    reading: BoxFuture<'static, Result<ReadData>>,
+    reading: impl Future<Output = Result<ReadData>>,
     lease: Option<Lease>,
     start: u64,
     room: u64,
@@ -251,45 +252,37 @@ async fn read_into(
     Ok((answer, Vec::new()))
 }
 
-fn metadata(store: &Arc<dyn ObjectStore>, call: Call) -> Calling {
-    macro_rules! answer {
-        ($future:expr, $map:expr) => {{
-            let future = $future;
-            Box::pin(async move {
-                let map = $map;
-                future.await.map(|value| (map(value), Vec::new()))
-            })
-        }};
-    }
-    match call {
-        Call::Stage { len } => answer!(store.stage(len), |id: StageId| Answer::Stage(id.0)),
-        Call::StageRelease { stage } => {
-            store.stage_release(StageId(stage));
-            Box::pin(std::future::ready(Ok((Answer::Done, Vec::new()))))
-        }
-        Call::Stat { cid, oid } => answer!(store.stat(&cid, &oid), Answer::Stat),
-        Call::GetXattr { cid, oid, name } => answer!(store.get_xattr(&cid, &oid, name), Answer::Bytes),
-        Call::GetXattrs { cid, oid } => answer!(store.get_xattrs(&cid, &oid), Answer::Pairs),
-        Call::OmapGetHeader { cid, oid } => answer!(store.omap_get_header(&cid, &oid), Answer::Bytes),
-        Call::OmapGet { cid, oid, keys } => answer!(store.omap_get(&cid, &oid, keys), Answer::Pairs),
-        Call::OmapIterate { cid, oid, from, limit } => {
-            let limit = usize::try_from(limit).unwrap_or(usize::MAX);
-            answer!(store.omap_iterate(&cid, &oid, from, limit), |(p, more)| Answer::PairsPage(p, more))
-        }
-        Call::List { cid, from, limit } => {
-            let limit = usize::try_from(limit).unwrap_or(usize::MAX);
-            answer!(store.list(&cid, from, limit), |(ids, more)| Answer::Objects(ids, more))
-        }
-        Call::Collections => answer!(store.collections(), Answer::Collections),
-        Call::StatFs => answer!(store.statfs(), Answer::StatFs),
-        Call::Umount => answer!(store.umount(), |()| Answer::Done),
+/// A request whose reply has no data.
+fn control(store: &Arc<dyn ObjectStore>, call: Call) -> Calling {
+    let request = match call {
+        Call::Stage { len } => StoreRequest::Stage { len },
+        Call::StageRelease { stage } => StoreRequest::StageRelease { stage: StageId(stage) },
+        Call::Query { cid, query } => StoreRequest::Query { cid, query },
+        Call::Collections => StoreRequest::Collections,
+        Call::Space => StoreRequest::Space,
+        Call::Umount => StoreRequest::Umount,
         Call::StageWrite { .. }
         | Call::StageStripes { .. }
         | Call::HostReading
         | Call::Transaction { .. }
         | Call::Read { .. }
-        | Call::Channel(_) => Box::pin(std::future::ready(Err(StoreError::InvalidArgument(
-            "no call of the control plane".into(),
-        )))),
-    }
+        | Call::Channel(_) => {
+            let refused = StoreError::InvalidArgument("no call of the control plane".into());
+            return Box::pin(std::future::ready(Err(refused)));
+        }
+    };
+    let reply = store.submit(request);
+    Box::pin(async move {
+        let answer = match reply.await? {
+            StoreReply::Done => Answer::Done,
+            StoreReply::Stage(stage) => Answer::Stage(stage.0),
+            StoreReply::Query(found) => Answer::Query(found),
+            StoreReply::Collections(collections) => Answer::Collections(collections),
+            StoreReply::Space(space) => Answer::Space(space),
+            StoreReply::Read(_) => {
+                return Err(StoreError::Io("the store replied with data to a call without".into()));
+            }
+        };
+        Ok((answer, Vec::new()))
+    })
 }

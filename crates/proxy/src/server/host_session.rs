@@ -19,7 +19,7 @@ use channel::{
 };
 use futures::stream::{FuturesUnordered, StreamExt};
 use store::stripes::Engines;
-use store::{StageId, StoreError};
+use store::{StageId, StoreCalls, StoreError};
 
 use super::calls::{Done, Request, Running, Via, make};
 use super::offers::Offers;

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use base::fault::{Fault, Faults, Site};
 use base::health::State;
 use outboard_proxy::{SessionOptions, SessionStatus};
-use store::{MemStore, ObjectStore, Op, StoreError, WriteSource};
+use store::{MemStore, ObjectStore, Op, StoreCalls, StoreError, WriteSource};
 
 use super::{Node, Path, cid, make_collection, node_of, oid, options, pattern, payload, transaction};
 

@@ -16,7 +16,8 @@ use channel::ofi::{OfiEngine, OfiHostOptions, OfiOptions};
 use channel::{ChannelError, Layout, MemoryOptions};
 use outboard_proxy::{Endpoint, Listener, Server, ServerOptions, Session, SessionOptions, Target};
 use store::{
-    BlockStore, CollectionId, MemStore, MkfsOptions, MountOptions, ObjectId, ObjectStore, Op, Transaction,
+    BlockStore, CollectionId, MemStore, MkfsOptions, MountOptions, ObjectId, ObjectStore, Op, StoreCalls,
+    Transaction,
 };
 
 /// Which way payload goes.

@@ -8,7 +8,7 @@ use std::{io, thread};
 use super::drive::{Drive, FileDrive};
 use super::{BlockStore, CheckpointWatch, DriveCalls, MkfsOptions, MountOptions};
 use crate::conformance::{cid, oid, pattern};
-use crate::{ObjectStore, Op, Transaction};
+use crate::{Op, StoreCalls, Transaction};
 
 /// Long enough for a loaded machine; nothing waits that long if all is well.
 const PATIENCE: Duration = Duration::from_secs(60);

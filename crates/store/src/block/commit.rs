@@ -19,7 +19,7 @@ use super::core::{Core, Purpose};
 use super::extent::{Extent, total};
 use super::io::{IoOp, IoRequest};
 use super::log::{GROUP_SECTORS, SECTOR, encode_group, group_sectors, record_bytes};
-use super::messages::{Reply, Work};
+use super::messages::{Reply, Work, send};
 use crate::{Result, StoreError};
 
 /// Most bytes that one write request carries.
@@ -38,7 +38,7 @@ struct Group {
     /// Sequence number after its last sector.
     end: u64,
     flushed_through: u64,
-    replies: Vec<Reply<()>>,
+    replies: Vec<Reply>,
 }
 
 /// Freed blocks that cannot be used again yet.
@@ -67,7 +67,7 @@ pub(crate) struct Commits {
     /// Applied transactions that are in no group yet.
     records: Vec<Vec<u8>>,
     record_bytes: usize,
-    replies: Vec<Reply<()>>,
+    replies: Vec<Reply>,
     /// Data that was not handed to the drive yet: first block and bytes.
     writes: Vec<(u64, Bytes)>,
     write_bytes: usize,
@@ -178,7 +178,7 @@ impl Commits {
         for group in self.groups.drain(..covered) {
             (self.flushed, self.flushed_group) = (group.end, group.number);
             self.witnessed = self.witnessed.max(group.flushed_through);
-            group.replies.into_iter().for_each(|reply| drop(reply.send(Ok(()))));
+            group.replies.into_iter().for_each(|reply| send(reply, Ok(())));
         }
     }
 
@@ -197,7 +197,7 @@ impl Commits {
     }
 
     /// Takes an applied transaction.
-    pub(crate) fn push(&mut self, outcome: &Outcome, reply: Reply<()>) {
+    pub(crate) fn push(&mut self, outcome: &Outcome, reply: Reply) {
         let record = outcome.record.encode();
         self.record_bytes += record_bytes(record.len());
         self.records.push(record);
@@ -535,7 +535,9 @@ impl Core {
         }
         if self.superblock.clean {
             self.closed = true;
-            drop(self.closing.take().map(|r| r.send(Ok(()))));
+            if let Some(reply) = self.closing.take() {
+                send(reply, Ok(()));
+            }
             return;
         }
         self.freeze();

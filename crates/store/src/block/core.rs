@@ -22,14 +22,14 @@ use super::bitmap::Bitmap;
 use super::commit::Commits;
 use super::extent::{Extent, total};
 use super::io::{IoDone, IoOp, IoRequest, Segment, Whole};
-use super::messages::{Answer, Command, Event, Output, Reply, Work, refuse};
+use super::messages::{Answer, Command, Event, Output, Reply, Work, refuse, send};
 use super::presence::Presence;
-use super::query::{Query, Reads};
+use super::query::{Look, ReadRange, Reads};
 use super::recovery::Settled;
 use super::staged::Stage;
 use super::superblock::Superblock;
 use super::view::{Loaded, Need, View};
-use crate::{Area, CollectionId, Op, Result, StatFs, StoreError, Transaction};
+use crate::{Area, CollectionId, Op, Result, Space, StoreError, StoreRequest, Transaction, check_session};
 
 /// Stands for the scan that fills [`Presence`] where calls have their numbers.
 const SCAN: u64 = 0;
@@ -63,9 +63,9 @@ struct Pending {
 
 #[derive(Debug)]
 enum Call {
-    Transaction(Transaction, Reply<()>),
-    Query(CollectionId, Query),
-    Collections(Reply<Vec<CollectionId>>),
+    Transaction(Transaction, Reply),
+    Look(CollectionId, Look, Reply),
+    Collections(Reply),
 }
 
 /// What an I/O request was for.
@@ -126,7 +126,7 @@ pub(crate) struct Core {
     pub(crate) poisoned: Option<String>,
     /// The group of the last transaction of each collection.
     changed_in: HashMap<CollectionId, u64>,
-    pub(crate) closing: Option<Reply<()>>,
+    pub(crate) closing: Option<Reply>,
     pub(crate) closed: bool,
     pub(crate) output: Output,
 }
@@ -212,11 +212,26 @@ impl Core {
             return refuse(command, &error);
         }
         match command {
-            Command::Stage(len, reply) => self.stage(len, 0, reply),
             Command::StagePromised(id, len) => self.stage_promised(id, len),
-            Command::StageWrite(id, offset, payload, reply) => self.stage_write(id, offset, payload, reply),
             Command::StageRelease(id) => self.stage_release(id.0),
-            Command::Transaction(transaction, reply) => {
+            Command::Request(request, reply) => self.request(request, reply),
+        }
+    }
+
+    fn request(&mut self, request: StoreRequest, reply: Reply) {
+        match request {
+            StoreRequest::Stage { len } => self.stage(len, 0, reply),
+            StoreRequest::StageWrite { stage, offset, payload } => {
+                self.stage_write(stage, offset, payload, reply);
+            }
+            StoreRequest::StageRelease { stage } => {
+                self.stage_release(stage.0);
+                send(reply, Ok(()));
+            }
+            StoreRequest::Transact { transaction, session } => {
+                if let Err(e) = check_session(session, 0) {
+                    return drop(reply.send(Err(e)));
+                }
                 let mut collections = vec![transaction.collection.clone()];
                 for op in &transaction.ops {
                     if let Op::MoveRename { dst_collection: dst, .. } | Op::SplitCollection { dst, .. } = op
@@ -227,18 +242,21 @@ impl Core {
                 }
                 self.enqueue(Call::Transaction(transaction, reply), collections);
             }
-            Command::Query(cid, query) => {
+            StoreRequest::Read { cid, oid, offset, len, dest } => {
                 let collections = vec![cid.clone()];
-                self.enqueue(Call::Query(cid, query), collections);
+                let range = ReadRange { oid, offset, len, dest };
+                self.enqueue(Call::Look(cid, Look::Read(range), reply), collections);
             }
-            Command::Collections(reply) => {
+            StoreRequest::Query { cid, query } => {
+                let collections = vec![cid.clone()];
+                self.enqueue(Call::Look(cid, Look::Query(query), reply), collections);
+            }
+            StoreRequest::Collections => {
                 let collections = self.queues.keys().cloned().collect();
                 self.enqueue(Call::Collections(reply), collections);
             }
-            Command::StatFs(reply) => {
-                let _ = reply.send(Ok(self.statfs()));
-            }
-            Command::Umount(reply) => {
+            StoreRequest::Space => send(reply, Ok(self.space())),
+            StoreRequest::Umount => {
                 self.alloc.room().close();
                 self.closing = Some(reply);
                 let stages: Vec<u64> = self.stages.keys().copied().collect();
@@ -365,19 +383,27 @@ impl Core {
         self.leave_queues(&collections);
         match pending.call {
             Call::Collections(reply) => {
-                let _ = reply.send(Ok(self.collections.keys().cloned().collect()));
+                send(reply, Ok(self.collections.keys().cloned().collect::<Vec<_>>()));
             }
-            Call::Query(cid, query) => {
-                if let Some(error) = pending.failed.take().or_else(|| self.doubt(&cid)) {
-                    return query.fail(error);
-                }
-                let number = self.collections.get(&cid).copied();
-                let Some(number) = number else {
-                    return query.fail(StoreError::NoSuchCollection(cid.to_string()));
+            Call::Look(cid, look, reply) => {
+                let number = match pending.failed.take().or_else(|| self.doubt(&cid)) {
+                    Some(error) => Err(error),
+                    None => match self.collections.get(&cid) {
+                        Some(number) => Ok(*number),
+                        None => Err(StoreError::NoSuchCollection(cid.to_string())),
+                    },
                 };
-                if let Some((query, needs)) = self.query(number, query, &pending.loaded) {
-                    pending.call = Call::Query(cid, query);
-                    self.wait_for(op, pending, needs);
+                match number {
+                    Err(error) => {
+                        drop(look);
+                        drop(reply.send(Err(error)));
+                    }
+                    Ok(number) => {
+                        if let Some((look, reply, needs)) = self.look(number, look, reply, &pending.loaded) {
+                            pending.call = Call::Look(cid, look, reply);
+                            self.wait_for(op, pending, needs);
+                        }
+                    }
                 }
             }
             Call::Transaction(..) => {}
@@ -508,7 +534,7 @@ impl Core {
     }
 
     /// Makes a transaction's effects visible and has them written.
-    fn commit(&mut self, mut outcome: Outcome, reply: Reply<()>) {
+    fn commit(&mut self, mut outcome: Outcome, reply: Reply) {
         for (cid, number) in std::mem::take(&mut outcome.collections) {
             match number {
                 Some(number) => drop(self.collections.insert(cid, number)),
@@ -647,11 +673,11 @@ impl Core {
         }
     }
 
-    fn statfs(&self) -> StatFs {
+    fn space(&self) -> Space {
         let staged: u64 = self.stages.values().filter(|s| !s.released).map(|s| total(&s.unnamed())).sum();
         let (free_extents, largest) = self.alloc.summary();
         let (index_total, index_free) = self.index_space;
-        StatFs {
+        Space {
             total: self.superblock.data.len,
             free: self.alloc.free_blocks(Purse::Ordinary, self.reclaimable()) * BLOCK,
             staged: staged * BLOCK,

@@ -14,7 +14,7 @@ use super::recovery::{Sizes, mkfs};
 use super::sim::{Crashes, SimDrive, SimStore};
 use super::superblock::Superblock;
 use crate::conformance::{self, Workload, random_operations, seed};
-use crate::{CollectionId, MemStore, ObjectStore, Op, StoreError, Transaction, WriteSource};
+use crate::{CollectionId, MemStore, ObjectStore, Op, StoreCalls, StoreError, Transaction, WriteSource};
 
 const SIZE: usize = 12 << 20;
 

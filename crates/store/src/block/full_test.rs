@@ -12,7 +12,7 @@ use super::fsck::check;
 use super::recovery::{Sizes, mkfs};
 use super::sim::{Crashes, SimDrive, SimStore};
 use crate::conformance::{Workload, cid, oid, pattern, seed, write};
-use crate::{Area, CollectionId, MemStore, ObjectStore, Op, StoreError, Transaction};
+use crate::{Area, CollectionId, MemStore, ObjectStore, Op, StoreCalls, StoreError, Transaction};
 
 const BLOCK: usize = 4096;
 
@@ -53,7 +53,7 @@ fn remove(c: &CollectionId, name: &str) -> Transaction {
 fn fill(store: &dyn ObjectStore, left: u64) {
     create(store, &["full"]);
     let c = cid("full");
-    let free = run(store.statfs()).unwrap().free / BLOCK as u64;
+    let free = run(store.space()).unwrap().free / BLOCK as u64;
     let mut todo = free - left;
     let mut n = 0;
     while todo > 0 {
@@ -62,7 +62,7 @@ fn fill(store: &dyn ObjectStore, left: u64) {
         todo -= blocks;
         n += 1;
     }
-    assert_eq!(run(store.statfs()).unwrap().free, left * BLOCK as u64);
+    assert_eq!(run(store.space()).unwrap().free, left * BLOCK as u64);
 }
 
 #[test]
@@ -107,7 +107,7 @@ fn a_transaction_waits_for_freed_blocks_that_suffice_for_all_its_pieces() {
     let written = store.queue_transaction(pieces);
     run(removed).unwrap();
     run(written).unwrap();
-    assert_eq!(run(store.statfs()).unwrap().free, 0);
+    assert_eq!(run(store.space()).unwrap().free, 0);
 }
 
 #[test]
@@ -281,7 +281,7 @@ fn a_target_without_one_free_block_is_mounted_read_and_emptied() {
     };
     let (_, store) = mount(image);
     let c = cid("c");
-    assert_eq!(run(store.statfs()).unwrap().free, 0);
+    assert_eq!(run(store.space()).unwrap().free, 0);
     // What a group does to take a change back: whole blocks are shared, and zeros written where
     // there are zeros.
     let keep = Transaction::new(c.clone())
@@ -419,6 +419,6 @@ fn a_stage_whose_caller_has_gone_gives_its_blocks_back() {
     drop(store.stage(15 * BLOCK as u64));
     run(removed).unwrap();
     while store.lock().step() {}
-    let space = run(store.statfs()).unwrap();
+    let space = run(store.space()).unwrap();
     assert_eq!((space.free, space.staged), (18 * BLOCK as u64, 0));
 }

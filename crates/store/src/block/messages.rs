@@ -1,31 +1,28 @@
 //! What goes to a target's core and what comes from it.
 
-use base::block::Payload;
 use bytes::Bytes;
 use futures::channel::oneshot;
 
 use super::checkpoint::{Checkpoint, Done};
 use super::index::{Found, Index};
 use super::io::{IoDone, IoRequest};
-use super::query::Query;
 use super::view::Need;
-use crate::{CollectionId, Result, StageId, StatFs, StoreError, Transaction};
+use crate::{Result, StageId, StoreError, StoreReply, StoreRequest};
 
-pub(crate) type Reply<T> = oneshot::Sender<Result<T>>;
+pub(crate) type Reply = oneshot::Sender<Result<StoreReply>>;
 
-/// A call of the store.
+/// What the store's handle sends to the target's core.
 #[derive(Debug)]
 pub(crate) enum Command {
-    Stage(u64, Reply<StageId>),
+    Request(StoreRequest, Reply),
     /// A stage that has its name and was promised its blocks already.
     StagePromised(StageId, u64),
-    StageWrite(StageId, u64, Payload, Reply<()>),
     StageRelease(StageId),
-    Transaction(Transaction, Reply<()>),
-    Query(CollectionId, Query),
-    Collections(Reply<Vec<CollectionId>>),
-    StatFs(Reply<StatFs>),
-    Umount(Reply<()>),
+}
+
+/// Sends the reply to a request. The caller may no longer wait for it.
+pub(crate) fn send<T: Into<StoreReply>>(reply: Reply, result: Result<T>) {
+    let _ = reply.send(result.map(Into::into));
 }
 
 /// Blocking work for another thread.
@@ -73,17 +70,9 @@ pub(crate) struct Output {
     pub(crate) work: Vec<Work>,
 }
 
-/// Answers a call that is not carried out.
+/// Replies to a request that is not carried out.
 pub(crate) fn refuse(command: Command, error: &StoreError) {
-    match command {
-        Command::Stage(_, reply) => drop(reply.send(Err(error.clone()))),
-        Command::StageWrite(.., reply) | Command::Transaction(_, reply) => {
-            drop(reply.send(Err(error.clone())))
-        }
-        Command::StageRelease(_) | Command::StagePromised(..) => {}
-        Command::Query(_, query) => query.fail(error.clone()),
-        Command::Collections(reply) => drop(reply.send(Err(error.clone()))),
-        Command::StatFs(reply) => drop(reply.send(Err(error.clone()))),
-        Command::Umount(reply) => drop(reply.send(Err(error.clone()))),
+    if let Command::Request(_, reply) = command {
+        let _ = reply.send(Err(error.clone()));
     }
 }

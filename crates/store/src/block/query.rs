@@ -9,54 +9,54 @@ use bytes::Bytes;
 use super::core::{Core, Purpose};
 use super::extent::Extent;
 use super::io::{IoRequest, Segment, Whole};
-use super::messages::Reply;
+use super::messages::{Reply, send};
 use super::records::{BlockRef, Onode, SHARD_BLOCKS, Shard, decode_oid, key};
 use super::view::{Loaded, Need, Scanned};
-use crate::{MAX_READ, ObjectId, Page, ReadData, Result, Stat, StoreError};
+use crate::{MAX_READ, ObjectId, Page, Query, QueryReply, ReadData, Result, Stat, StoreError};
 
 /// What a listing returns at most, in bytes.
 const PAGE_BYTES: usize = 1 << 20;
 
-/// A call on one collection that only looks.
+/// A range of an object that is to be read.
 #[derive(Debug)]
-pub(crate) enum Query {
-    Read { oid: ObjectId, offset: u64, len: u64, dest: Option<ArenaBuf>, reply: Reply<ReadData> },
-    Stat(ObjectId, Reply<Stat>),
-    GetXattr(ObjectId, Bytes, Reply<Bytes>),
-    GetXattrs(ObjectId, Reply<Vec<(Bytes, Bytes)>>),
-    OmapGetHeader(ObjectId, Reply<Bytes>),
-    OmapGet(ObjectId, Vec<Bytes>, Reply<Vec<(Bytes, Bytes)>>),
-    OmapIterate(ObjectId, Bytes, usize, Reply<Page<(Bytes, Bytes)>>),
-    List(Option<ObjectId>, usize, Reply<Page<ObjectId>>),
+pub(crate) struct ReadRange {
+    pub(crate) oid: ObjectId,
+    pub(crate) offset: u64,
+    pub(crate) len: u64,
+    pub(crate) dest: Option<ArenaBuf>,
 }
 
-impl Query {
-    /// Answers with an error.
-    pub(crate) fn fail(self, error: StoreError) {
-        match self {
-            Query::Read { reply, .. } => drop(reply.send(Err(error))),
-            Query::Stat(_, reply) => drop(reply.send(Err(error))),
-            Query::GetXattr(.., reply) | Query::OmapGetHeader(_, reply) => drop(reply.send(Err(error))),
-            Query::GetXattrs(_, reply) | Query::OmapGet(.., reply) => drop(reply.send(Err(error))),
-            Query::OmapIterate(.., reply) => drop(reply.send(Err(error))),
-            Query::List(.., reply) => drop(reply.send(Err(error))),
-        }
-    }
+/// A request about one collection that changes nothing.
+#[derive(Debug)]
+pub(crate) enum Look {
+    Read(ReadRange),
+    Query(Query),
+}
 
-    fn oid(&self) -> Option<&ObjectId> {
-        match self {
-            Query::Read { oid, .. } | Query::Stat(oid, _) | Query::GetXattr(oid, ..) => Some(oid),
-            Query::GetXattrs(oid, _) | Query::OmapGetHeader(oid, _) | Query::OmapGet(oid, ..) => Some(oid),
-            Query::OmapIterate(oid, ..) => Some(oid),
-            Query::List(..) => None,
-        }
+/// Why a request cannot be carried out now.
+enum Missing {
+    /// It lacks these pieces of the index.
+    Needs(Vec<Need>),
+    /// It has failed.
+    Failed(StoreError),
+}
+
+impl From<Need> for Missing {
+    fn from(need: Need) -> Missing {
+        Missing::Needs(vec![need])
+    }
+}
+
+impl From<StoreError> for Missing {
+    fn from(error: StoreError) -> Missing {
+        Missing::Failed(error)
     }
 }
 
 /// A read that waits for the drive.
 #[derive(Debug)]
 struct Read {
-    reply: Reply<ReadData>,
+    reply: Reply,
     data: ReadData,
     /// Bytes to be returned.
     len: usize,
@@ -123,6 +123,14 @@ impl Reads {
     }
 }
 
+/// The blocks that a read returns.
+struct ReadPlan {
+    data: ReadData,
+    map: Vec<Option<BlockRef>>,
+    /// Bytes to be returned.
+    len: usize,
+}
+
 /// Where a run of blocks of a read comes from.
 enum Source {
     Hole,
@@ -131,87 +139,81 @@ enum Source {
 }
 
 impl Core {
-    /// Carries out a query, or returns it with what must be loaded first.
-    pub(crate) fn query(
+    /// Carries out a request, or returns it with what must be loaded first.
+    pub(crate) fn look(
         &mut self,
         collection: u64,
-        query: Query,
+        look: Look,
+        reply: Reply,
         loaded: &Loaded,
-    ) -> Option<(Query, Vec<Need>)> {
-        let onode = match query.oid() {
-            None => None,
-            Some(oid) => match self.view.get(loaded, &key::onode(collection, oid.as_bytes())) {
-                Err(need) => return Some((query, vec![need])),
-                Ok(None) => {
-                    let error = StoreError::NoSuchObject(oid.to_string());
-                    query.fail(error);
+    ) -> Option<(Look, Reply, Vec<Need>)> {
+        let found = match &look {
+            Look::Query(query) => self.query(collection, query, loaded),
+            Look::Read(range) => match self.plan_read(collection, range, loaded) {
+                Ok(plan) => {
+                    let Look::Read(ReadRange { dest, .. }) = look else { return None };
+                    self.start_read(plan, dest, reply);
                     return None;
                 }
-                Ok(Some(bytes)) => match Onode::decode(&bytes) {
-                    Ok(onode) => Some(onode),
-                    Err(error) => {
-                        query.fail(error);
-                        return None;
-                    }
-                },
+                Err(missing) => Err(missing),
             },
         };
-        let onode = onode.unwrap_or_default();
-        match query {
-            Query::Read { oid, offset, len, dest, reply } => {
-                self.read(&onode, oid, offset, len, dest, reply, loaded)
+        match found {
+            Ok(found) => send(reply, Ok(found)),
+            Err(Missing::Failed(error)) => {
+                // The destination is given back before the caller learns of the failure.
+                drop(look);
+                drop(reply.send(Err(error)));
             }
-            Query::Stat(_, reply) => {
-                let _ = reply.send(Ok(Stat { size: onode.size, allocated: onode.blocks * BLOCK }));
-                None
+            Err(Missing::Needs(needs)) => return Some((look, reply, needs)),
+        }
+        None
+    }
+
+    fn onode(&self, collection: u64, oid: &ObjectId, loaded: &Loaded) -> Result<Onode, Missing> {
+        match self.view.get(loaded, &key::onode(collection, oid.as_bytes()))? {
+            Some(bytes) => Ok(Onode::decode(&bytes)?),
+            None => Err(StoreError::NoSuchObject(oid.to_string()).into()),
+        }
+    }
+
+    fn query(&self, collection: u64, query: &Query, loaded: &Loaded) -> Result<QueryReply, Missing> {
+        let onode = match query.oid() {
+            Some(oid) => self.onode(collection, oid, loaded)?,
+            None => Onode::default(),
+        };
+        Ok(match query {
+            Query::Stat { .. } => {
+                QueryReply::Stat(Stat { size: onode.size, allocated: onode.blocks * BLOCK })
             }
-            Query::GetXattr(_, name, reply) => {
+            Query::Xattr { name, .. } => {
                 let missing = || StoreError::NoSuchXattr(format!("\"{}\"", name.escape_ascii()));
-                let _ = reply.send(onode.xattrs.get(&name).cloned().ok_or_else(missing));
-                None
+                QueryReply::Bytes(onode.xattrs.get(name).cloned().ok_or_else(missing)?)
             }
-            Query::GetXattrs(_, reply) => {
-                let _ = reply.send(Ok(onode.xattrs.into_iter().collect()));
-                None
-            }
-            Query::OmapGetHeader(_, reply) => {
-                let _ = reply.send(Ok(onode.omap_header));
-                None
-            }
-            Query::OmapGet(oid, mut keys, reply) => {
+            Query::Xattrs { .. } => QueryReply::Pairs(onode.xattrs.into_iter().collect()),
+            Query::OmapHeader { .. } => QueryReply::Bytes(onode.omap_header),
+            Query::OmapGet { keys, .. } => {
+                let mut keys = keys.clone();
                 keys.sort_unstable();
                 keys.dedup();
-                match self.omap_get(&onode, &keys, loaded) {
-                    Err(needs) => return Some((Query::OmapGet(oid, keys, reply), needs)),
-                    Ok(found) => drop(reply.send(Ok(found))),
-                }
-                None
+                QueryReply::Pairs(self.omap_get(&onode, &keys, loaded).map_err(Missing::Needs)?)
             }
-            Query::OmapIterate(oid, from, limit, reply) => {
-                if !onode.has_omap {
-                    let _ = reply.send(Ok((Vec::new(), false)));
-                    return None;
-                }
-                let (start, end) = (key::omap(onode.nid, &from), key::range(key::OMAP, onode.nid).1);
-                match self.view.scan(None, loaded, &start, &end, limit, PAGE_BYTES) {
-                    Err(need) => return Some((Query::OmapIterate(oid, from, limit, reply), vec![need])),
-                    Ok((found, more)) => {
-                        let found = found.into_iter().map(|(k, v)| (key::rest(&k), v)).collect();
-                        let _ = reply.send(Ok((found, more)));
-                    }
-                }
-                None
+            Query::OmapIterate { .. } if !onode.has_omap => QueryReply::PairsPage((Vec::new(), false)),
+            Query::OmapIterate { from, limit, .. } => {
+                let (start, end) = (key::omap(onode.nid, from), key::range(key::OMAP, onode.nid).1);
+                let limit = usize::try_from(*limit).unwrap_or(usize::MAX);
+                let (found, more) = self.view.scan(None, loaded, &start, &end, limit, PAGE_BYTES)?;
+                let found = found.into_iter().map(|(k, v)| (key::rest(&k), v)).collect();
+                QueryReply::PairsPage((found, more))
             }
-            Query::List(from, limit, reply) => {
+            Query::List { from, limit } => {
                 let start = key::onode(collection, from.as_ref().map_or(&[], |o| &o.as_bytes()[..]));
                 let end = key::range(key::ONODE, collection).1;
-                match self.view.scan(None, loaded, &start, &end, limit, PAGE_BYTES) {
-                    Err(need) => return Some((Query::List(from, limit, reply), vec![need])),
-                    Ok(scanned) => drop(reply.send(list_page(scanned))),
-                }
-                None
+                let limit = usize::try_from(*limit).unwrap_or(usize::MAX);
+                let scanned = self.view.scan(None, loaded, &start, &end, limit, PAGE_BYTES)?;
+                QueryReply::Objects(list_page(scanned)?)
             }
-        }
+        })
     }
 
     fn omap_get(
@@ -258,53 +260,35 @@ impl Core {
         if needs.is_empty() { Ok(Ok(map)) } else { Err(needs) }
     }
 
-    #[expect(clippy::too_many_arguments, reason = "the fields of one call")]
-    fn read(
-        &mut self,
-        onode: &Onode,
-        oid: ObjectId,
-        offset: u64,
-        len: u64,
-        dest: Option<ArenaBuf>,
-        reply: Reply<ReadData>,
-        loaded: &Loaded,
-    ) -> Option<(Query, Vec<Need>)> {
+    /// Finds the blocks of a range.
+    fn plan_read(&self, collection: u64, range: &ReadRange, loaded: &Loaded) -> Result<ReadPlan, Missing> {
+        let ReadRange { oid, offset, len, dest } = range;
+        let onode = self.onode(collection, oid, loaded)?;
         let data =
-            ReadData { offset: block::align_down(offset), object_size: onode.size, ..ReadData::default() };
-        if len == 0 || offset >= onode.size {
-            let _ = reply.send(Ok(data));
-            return None;
+            ReadData { offset: block::align_down(*offset), object_size: onode.size, ..ReadData::default() };
+        if *len == 0 || *offset >= onode.size {
+            return Ok(ReadPlan { data, map: Vec::new(), len: 0 });
         }
-        let end = offset.checked_add(len).and_then(block::align_up).unwrap_or(u64::MAX).min(onode.size);
+        let end = offset.checked_add(*len).and_then(block::align_up).unwrap_or(u64::MAX).min(onode.size);
         let bytes = end - data.offset;
         if bytes > MAX_READ {
             let what = "what one read returns".to_owned();
-            let _ = reply.send(Err(StoreError::TooLarge { what, size: bytes, limit: MAX_READ }));
-            return None;
+            return Err(StoreError::TooLarge { what, size: bytes, limit: MAX_READ }.into());
         }
         let room = bytes.next_multiple_of(BLOCK) as usize;
         if let Some(have) = dest.as_ref().map(|d| d.len()).filter(|have| *have < room) {
-            drop(dest);
             let what = format!("a destination of {have} bytes is too small for {room}");
-            let _ = reply.send(Err(StoreError::InvalidArgument(what)));
-            return None;
+            return Err(StoreError::InvalidArgument(what).into());
         }
-        match self.map_of(onode, data.offset / BLOCK, end.div_ceil(BLOCK), loaded) {
-            Err(needs) => return Some((Query::Read { oid, offset, len, dest, reply }, needs)),
-            Ok(Err(error)) => drop(reply.send(Err(error))),
-            Ok(Ok(map)) => self.start_read(data, &map, bytes as usize, dest, reply),
-        }
-        None
+        let map = self.map_of(&onode, data.offset / BLOCK, end.div_ceil(BLOCK), loaded);
+        Ok(ReadPlan { data, map: map.map_err(Missing::Needs)??, len: bytes as usize })
     }
 
-    fn start_read(
-        &mut self,
-        mut data: ReadData,
-        map: &[Option<BlockRef>],
-        len: usize,
-        dest: Option<ArenaBuf>,
-        reply: Reply<ReadData>,
-    ) {
+    fn start_read(&mut self, plan: ReadPlan, dest: Option<ArenaBuf>, reply: Reply) {
+        let ReadPlan { mut data, map, len } = plan;
+        if map.is_empty() {
+            return send(reply, Ok(data));
+        }
         data.checksums = map.iter().map(|b| b.map_or(ZERO_BLOCK_CRC, |b| b.crc)).collect();
         let room = map.len() * BLOCK_SIZE;
         let aligned = |d: &ArenaBuf| d.as_ptr().align_offset(BLOCK_SIZE) == 0;
@@ -324,7 +308,7 @@ impl Core {
         *self.reads.periods.entry(period).or_default() += 1;
         let read = Read { reply, data, len, wholes: Vec::new(), copy_to, left: 1, period, failed: None };
         self.reads.reads.insert(id, read);
-        let mut map = map;
+        let mut map = &map[..];
         for buffer in buffers {
             let (part, rest) = map.split_at((buffer.len() / BLOCK_SIZE).min(map.len()));
             map = rest;
@@ -420,7 +404,7 @@ impl Read {
             dest.truncate(at);
             data.data.push(dest.freeze());
         }
-        let _ = reply.send(Ok(data));
+        send(reply, Ok(data));
     }
 }
 

@@ -4,9 +4,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use base::BoxFuture;
-use base::block::Payload;
-use base::mem::ArenaBuf;
 use bytes::Bytes;
 use futures::channel::oneshot;
 use rand::rngs::StdRng;
@@ -17,12 +14,9 @@ use super::core::{Core, Limits};
 use super::drive::Drive;
 use super::index::Index;
 use super::io::{IoDone, IoOp, IoRequest};
-use super::messages::{Command, Event, Reply, Work, load};
-use super::query::Query;
+use super::messages::{Command, Event, Work, load};
 use super::recovery::{Sizes, mkfs, mount};
-use crate::{
-    CollectionId, ObjectId, ObjectStore, Page, ReadData, Result, StageId, Stat, StatFs, Transaction,
-};
+use crate::{Result, StoreFuture, StoreRequest, Submit};
 
 /// What happened to a drive.
 #[derive(Debug, Clone)]
@@ -388,14 +382,15 @@ impl SimStore {
             assert!(target.step(), "a queued call waits for nothing");
         }
     }
+}
 
-    fn call<T: Send + 'static>(
-        &self,
-        make: impl FnOnce(Reply<T>) -> Command,
-    ) -> BoxFuture<'static, Result<T>> {
+impl Submit for SimStore {
+    type Reply = StoreFuture;
+
+    fn submit(&self, request: StoreRequest) -> StoreFuture {
         let (reply, mut answer) = oneshot::channel();
         let mut target = self.lock();
-        target.core.handle(make(reply));
+        target.core.handle(Command::Request(request, reply));
         target.core.advance();
         drop(target);
         let this = self.clone();
@@ -408,109 +403,5 @@ impl SimStore {
                 }
             }
         })
-    }
-
-    fn query<T: Send + 'static>(
-        &self,
-        cid: &CollectionId,
-        make: impl FnOnce(Reply<T>) -> Query,
-    ) -> BoxFuture<'static, Result<T>> {
-        self.call(|reply| Command::Query(cid.clone(), make(reply)))
-    }
-}
-
-impl ObjectStore for SimStore {
-    fn stage(&self, len: u64) -> BoxFuture<'static, Result<StageId>> {
-        self.call(|reply| Command::Stage(len, reply))
-    }
-
-    fn stage_write(&self, stage: StageId, offset: u64, payload: Payload) -> BoxFuture<'static, Result<()>> {
-        self.call(|reply| Command::StageWrite(stage, offset, payload, reply))
-    }
-
-    fn stage_release(&self, stage: StageId) {
-        let mut target = self.lock();
-        target.core.handle(Command::StageRelease(stage));
-        target.core.advance();
-    }
-
-    fn queue_transaction(&self, transaction: Transaction) -> BoxFuture<'static, Result<()>> {
-        self.call(|reply| Command::Transaction(transaction, reply))
-    }
-
-    fn read(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-        offset: u64,
-        len: u64,
-        dest: Option<ArenaBuf>,
-    ) -> BoxFuture<'static, Result<ReadData>> {
-        self.query(cid, |reply| Query::Read { oid: oid.clone(), offset, len, dest, reply })
-    }
-
-    fn stat(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Stat>> {
-        self.query(cid, |reply| Query::Stat(oid.clone(), reply))
-    }
-
-    fn get_xattr(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-        name: Bytes,
-    ) -> BoxFuture<'static, Result<Bytes>> {
-        self.query(cid, |reply| Query::GetXattr(oid.clone(), name, reply))
-    }
-
-    fn get_xattrs(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-    ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>> {
-        self.query(cid, |reply| Query::GetXattrs(oid.clone(), reply))
-    }
-
-    fn omap_get_header(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Bytes>> {
-        self.query(cid, |reply| Query::OmapGetHeader(oid.clone(), reply))
-    }
-
-    fn omap_get(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-        keys: Vec<Bytes>,
-    ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>> {
-        self.query(cid, |reply| Query::OmapGet(oid.clone(), keys, reply))
-    }
-
-    fn omap_iterate(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-        from: Bytes,
-        limit: usize,
-    ) -> BoxFuture<'static, Result<Page<(Bytes, Bytes)>>> {
-        self.query(cid, |reply| Query::OmapIterate(oid.clone(), from, limit, reply))
-    }
-
-    fn list(
-        &self,
-        cid: &CollectionId,
-        from: Option<ObjectId>,
-        limit: usize,
-    ) -> BoxFuture<'static, Result<Page<ObjectId>>> {
-        self.query(cid, |reply| Query::List(from, limit, reply))
-    }
-
-    fn collections(&self) -> BoxFuture<'static, Result<Vec<CollectionId>>> {
-        self.call(Command::Collections)
-    }
-
-    fn statfs(&self) -> BoxFuture<'static, Result<StatFs>> {
-        self.call(Command::StatFs)
-    }
-
-    fn umount(&self) -> BoxFuture<'static, Result<()>> {
-        self.call(Command::Umount)
     }
 }

@@ -7,12 +7,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
 use std::thread::JoinHandle;
 
-use base::BoxFuture;
-use base::block::{BLOCK, Payload};
+use base::block::BLOCK;
 use base::fault::Faults;
-use base::mem::{Arena, ArenaBuf};
+use base::mem::Arena;
 use base::thread::ThreadClass;
-use bytes::Bytes;
 use futures::channel::oneshot;
 use uuid::Uuid;
 
@@ -21,15 +19,11 @@ use super::core::{Limits, next_stage};
 use super::drive::{Drive, FileDrive};
 use super::driver::{Driver, checkpoint_thread};
 use super::mailbox::{Mailbox, MailboxState};
-use super::messages::{Command, Reply};
-use super::query::Query;
+use super::messages::Command;
 use super::recovery::{Sizes, layout, mkfs, mount};
 use super::superblock::Superblock;
 use super::uring::Ring;
-use crate::{
-    CollectionId, ObjectId, ObjectStore, Page, ReadData, Result, StageId, Stat, StatFs, StoreError,
-    Transaction,
-};
+use crate::{Result, StoreError, StoreFuture, StoreReply, StoreRequest, Submit, ready};
 
 /// How to make a target.
 #[derive(Debug, Clone, Default)]
@@ -242,36 +236,18 @@ impl BlockStore {
     pub fn path(&self) -> &Path {
         &self.path
     }
-
-    fn call<T: Send + 'static>(
-        &self,
-        make: impl FnOnce(Reply<T>) -> Command,
-    ) -> BoxFuture<'static, Result<T>> {
-        let (reply, answer) = oneshot::channel();
-        self.mailbox.command(make(reply));
-        let shared = Arc::clone(&self.mailbox.shared);
-        Box::pin(async move { answer.await.unwrap_or_else(|_| Err(thread_ended(&shared))) })
-    }
-
-    fn query<T: Send + 'static>(
-        &self,
-        cid: &CollectionId,
-        make: impl FnOnce(Reply<T>) -> Query,
-    ) -> BoxFuture<'static, Result<T>> {
-        self.call(|reply| Command::Query(cid.clone(), make(reply)))
-    }
 }
 
 /// Waits for a stage. Gives the stage back if the caller stops waiting when it is made already.
 struct Staging {
-    answer: oneshot::Receiver<Result<StageId>>,
+    answer: oneshot::Receiver<Result<StoreReply>>,
     mailbox: Mailbox,
 }
 
 impl Future for Staging {
-    type Output = Result<StageId>;
+    type Output = Result<StoreReply>;
 
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<StageId>> {
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<StoreReply>> {
         let answer = Pin::new(&mut self.answer).poll(cx);
         answer.map(|answer| answer.unwrap_or_else(|_| Err(thread_ended(&self.mailbox.shared))))
     }
@@ -281,7 +257,7 @@ impl Drop for Staging {
     fn drop(&mut self) {
         // From here on the sender finds out.
         self.answer.close();
-        if let Ok(Some(Ok(stage))) = self.answer.try_recv() {
+        if let Ok(Some(Ok(StoreReply::Stage(stage)))) = self.answer.try_recv() {
             self.mailbox.leave(Command::StageRelease(stage));
         }
     }
@@ -319,107 +295,40 @@ fn register(arena: &Arc<Arena>, mailbox: &Mailbox) {
     }
 }
 
-impl ObjectStore for BlockStore {
-    fn stage(&self, len: u64) -> BoxFuture<'static, Result<StageId>> {
-        if len > 0 && self.room.promise(len.div_ceil(BLOCK)) {
-            let id = next_stage(&self.last_stage);
-            self.mailbox.leave(Command::StagePromised(id, len));
-            return Box::pin(std::future::ready(Ok(id)));
+impl Submit for BlockStore {
+    type Reply = StoreFuture;
+
+    fn submit(&self, request: StoreRequest) -> StoreFuture {
+        match request {
+            StoreRequest::Stage { len } if len > 0 && self.room.promise(len.div_ceil(BLOCK)) => {
+                let id = next_stage(&self.last_stage);
+                self.mailbox.leave(Command::StagePromised(id, len));
+                ready(Ok(StoreReply::Stage(id)))
+            }
+            StoreRequest::Stage { .. } => {
+                Box::pin(Staging { answer: self.request(request), mailbox: self.mailbox.clone() })
+            }
+            StoreRequest::StageRelease { stage } => {
+                self.mailbox.leave(Command::StageRelease(stage));
+                ready(Ok(StoreReply::Done))
+            }
+            request => {
+                let answer = self.request(request);
+                let shared = Arc::clone(&self.mailbox.shared);
+                Box::pin(async move { answer.await.unwrap_or_else(|_| Err(thread_ended(&shared))) })
+            }
         }
-        let (reply, answer) = oneshot::channel();
-        self.mailbox.command(Command::Stage(len, reply));
-        Box::pin(Staging { answer, mailbox: self.mailbox.clone() })
-    }
-
-    fn stage_write(&self, stage: StageId, offset: u64, payload: Payload) -> BoxFuture<'static, Result<()>> {
-        self.call(|reply| Command::StageWrite(stage, offset, payload, reply))
-    }
-
-    fn stage_release(&self, stage: StageId) {
-        self.mailbox.leave(Command::StageRelease(stage));
-    }
-
-    fn queue_transaction(&self, transaction: Transaction) -> BoxFuture<'static, Result<()>> {
-        self.call(|reply| Command::Transaction(transaction, reply))
-    }
-
-    fn read(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-        offset: u64,
-        len: u64,
-        dest: Option<ArenaBuf>,
-    ) -> BoxFuture<'static, Result<ReadData>> {
-        self.query(cid, |reply| Query::Read { oid: oid.clone(), offset, len, dest, reply })
-    }
-
-    fn stat(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Stat>> {
-        self.query(cid, |reply| Query::Stat(oid.clone(), reply))
-    }
-
-    fn get_xattr(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-        name: Bytes,
-    ) -> BoxFuture<'static, Result<Bytes>> {
-        self.query(cid, |reply| Query::GetXattr(oid.clone(), name, reply))
-    }
-
-    fn get_xattrs(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-    ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>> {
-        self.query(cid, |reply| Query::GetXattrs(oid.clone(), reply))
-    }
-
-    fn omap_get_header(&self, cid: &CollectionId, oid: &ObjectId) -> BoxFuture<'static, Result<Bytes>> {
-        self.query(cid, |reply| Query::OmapGetHeader(oid.clone(), reply))
-    }
-
-    fn omap_get(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-        keys: Vec<Bytes>,
-    ) -> BoxFuture<'static, Result<Vec<(Bytes, Bytes)>>> {
-        self.query(cid, |reply| Query::OmapGet(oid.clone(), keys, reply))
-    }
-
-    fn omap_iterate(
-        &self,
-        cid: &CollectionId,
-        oid: &ObjectId,
-        from: Bytes,
-        limit: usize,
-    ) -> BoxFuture<'static, Result<Page<(Bytes, Bytes)>>> {
-        self.query(cid, |reply| Query::OmapIterate(oid.clone(), from, limit, reply))
-    }
-
-    fn list(
-        &self,
-        cid: &CollectionId,
-        from: Option<ObjectId>,
-        limit: usize,
-    ) -> BoxFuture<'static, Result<Page<ObjectId>>> {
-        self.query(cid, |reply| Query::List(from, limit, reply))
-    }
-
-    fn collections(&self) -> BoxFuture<'static, Result<Vec<CollectionId>>> {
-        self.call(Command::Collections)
-    }
-
-    fn statfs(&self) -> BoxFuture<'static, Result<StatFs>> {
-        self.call(Command::StatFs)
     }
 
     fn register_memory(&self, arena: &Arc<Arena>) {
         register(arena, &self.mailbox);
     }
+}
 
-    fn umount(&self) -> BoxFuture<'static, Result<()>> {
-        self.call(Command::Umount)
+impl BlockStore {
+    fn request(&self, request: StoreRequest) -> oneshot::Receiver<Result<StoreReply>> {
+        let (reply, answer) = oneshot::channel();
+        self.mailbox.command(Command::Request(request, reply));
+        answer
     }
 }

@@ -10,7 +10,9 @@ use bytes::Bytes;
 use data::*;
 
 use super::{Case, cid, oid, one, pattern, read_all, write};
-use crate::{MAX_OBJECT_SIZE, MAX_XATTRS, ObjectId, ObjectStore, Op, StoreError, Transaction, WriteSource};
+use crate::{
+    MAX_OBJECT_SIZE, MAX_XATTRS, ObjectId, ObjectStore, Op, StoreCalls, StoreError, Transaction, WriteSource,
+};
 
 macro_rules! cases {
     ($($name:ident),* $(,)?) => {
@@ -330,15 +332,15 @@ async fn arguments_out_of_range(store: Store) {
 async fn space_comes_back(store: Store) {
     let c = with_collection(&store).await;
     let (a, b) = (oid("a"), oid("b"));
-    let before = store.statfs().await.unwrap();
+    let before = store.space().await.unwrap();
     for round in 0..3 {
         apply(&store, one(&c, write(&a, 0, pattern(round, 400_000)))).await;
         apply(&store, one(&c, Op::Clone { src: a.clone(), dst: b.clone() })).await;
         apply(&store, one(&c, write(&b, 4096, pattern(round, 5000)))).await;
     }
-    assert!(store.statfs().await.unwrap().free < before.free);
+    assert!(store.space().await.unwrap().free < before.free);
     apply(&store, one(&c, Op::Remove { oid: a }).with(Op::Remove { oid: b })).await;
-    let after = store.statfs().await.unwrap();
+    let after = store.space().await.unwrap();
     assert_eq!(after.free, before.free);
     assert!(after.free <= after.total && after.largest_free_extent <= after.total);
 }
@@ -346,7 +348,7 @@ async fn space_comes_back(store: Store) {
 /// Only for stores of at most 1 GiB: others would take too long to fill.
 async fn full_target(store: Store) {
     let c = with_collection(&store).await;
-    let total = store.statfs().await.unwrap().total;
+    let total = store.space().await.unwrap().total;
     if total > 1 << 30 {
         return;
     }

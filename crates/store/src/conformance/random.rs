@@ -8,7 +8,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use super::{cid, oid, pattern, write};
-use crate::{CollectionId, MemStore, ObjectId, ObjectStore, Op, Transaction, WriteSource};
+use crate::{CollectionId, MemStore, ObjectId, ObjectStore, Op, StoreCalls, Transaction, WriteSource};
 
 /// Collections and objects in play: few, so that operations meet.
 const COLLECTIONS: u32 = 3;

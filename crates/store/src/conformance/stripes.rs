@@ -10,7 +10,9 @@ use rand::{Rng, RngCore, SeedableRng};
 use tokio::sync::oneshot;
 
 use crate::stripes::{Coder, Parity, ShardBytes, StripeError, StripeStores, StripeWrite};
-use crate::{CollectionId, ObjectId, ObjectStore, Op, StageId, StoreError, Transaction, WriteSource};
+use crate::{
+    CollectionId, ObjectId, ObjectStore, Op, StageId, StoreCalls, StoreError, Transaction, WriteSource,
+};
 
 /// Bytes of a block.
 const BLOCK: usize = base::block::BLOCK as usize;

@@ -10,7 +10,7 @@ use futures::future::join_all;
 use super::{
     Coded, Engines, HostReading, Parity, Part, ShardBuf, ShardBytes, StripeError, StripeStores, StripeWrite,
 };
-use crate::{ObjectStore, StoreError};
+use crate::{ObjectStore, StoreCalls, StoreError};
 
 /// Most bytes of a call; nothing here depends on it.
 const MAX_BYTES: usize = 64 << 20;

@@ -6,7 +6,7 @@ use base::block::{BLOCK, Payload};
 
 use super::{Core, PARKS_MAX, Purpose};
 use crate::block::alloc::Purse;
-use crate::block::messages::Reply;
+use crate::block::messages::{Reply, send};
 use crate::block::staged::{Stage, StagedBlock};
 use crate::stage::check_stage_write;
 use crate::{Area, StageId, StoreError};
@@ -16,7 +16,7 @@ use crate::{Area, StageId, StoreError};
 pub(super) struct StageWrite {
     stage: u64,
     left: usize,
-    reply: Reply<()>,
+    reply: Reply,
 }
 
 /// A call that waits for blocks for a stage.
@@ -26,7 +26,7 @@ pub(super) struct WaitingStage {
     pub(super) len: u64,
     /// How often it has waited.
     pub(super) parked: u32,
-    pub(super) reply: Reply<StageId>,
+    pub(super) reply: Reply,
 }
 
 /// A name for a stage that no other has.
@@ -42,7 +42,7 @@ impl Core {
     }
 
     /// Allocates a stage. `parked` says how often the call has waited for blocks already.
-    pub(super) fn stage(&mut self, len: u64, parked: u32, reply: Reply<StageId>) {
+    pub(super) fn stage(&mut self, len: u64, parked: u32, reply: Reply) {
         if let Some(reason) = &self.poisoned {
             return drop(reply.send(Err(StoreError::Poisoned(reason.clone()))));
         }
@@ -54,7 +54,7 @@ impl Core {
             Some(extents) => {
                 let id = next_stage(&self.last_stage);
                 self.stages.insert(id.0, Stage::new(len, extents));
-                if reply.send(Ok(id)).is_err() {
+                if reply.send(Ok(id.into())).is_err() {
                     // The caller no longer waits, and nothing else knows the stage.
                     self.stage_release(id.0);
                 }
@@ -80,7 +80,7 @@ impl Core {
         StoreError::NoSpace { target, area: Area::Data, needed: blocks * BLOCK, free }
     }
 
-    pub(super) fn stage_write(&mut self, id: StageId, offset: u64, payload: Payload, reply: Reply<()>) {
+    pub(super) fn stage_write(&mut self, id: StageId, offset: u64, payload: Payload, reply: Reply) {
         if let Some(reason) = &self.poisoned {
             return drop(reply.send(Err(StoreError::Poisoned(reason.clone()))));
         }
@@ -122,7 +122,7 @@ impl Core {
             }
         }
         if left == 0 {
-            return drop(reply.send(Ok(())));
+            return send(reply, Ok(()));
         }
         self.stage_writes.insert(write, StageWrite { stage: id.0, left, reply });
     }
@@ -140,7 +140,7 @@ impl Core {
                 (Some(reason), _) => Err(StoreError::Poisoned(reason.clone())),
                 (None, Err(e)) => Err(StoreError::Io(e.to_string())),
             };
-            let _ = state.reply.send(result);
+            send(state.reply, result);
         }
         self.drop_stage(id);
     }

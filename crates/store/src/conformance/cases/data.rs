@@ -7,7 +7,7 @@ use bytes::Bytes;
 
 use super::{Store, apply, with_collection};
 use crate::conformance::{oid, one, pattern, read_all, write};
-use crate::{MAX_OBJECT_SIZE, ObjectId, Op, StageId, StoreError, WriteSource};
+use crate::{MAX_OBJECT_SIZE, ObjectId, Op, StageId, StoreCalls, StoreError, WriteSource};
 
 pub(super) async fn writes_of_any_alignment(store: Store) {
     let c = with_collection(&store).await;
@@ -199,12 +199,12 @@ pub(super) async fn staged_writes(store: Store) {
     assert_eq!(read_all(&*store, &c, &a).await, data.slice(8192..));
     let read = store.read(&c, &b, 4096, 8192, None).await.unwrap();
     assert_eq!(read.contiguous(), data.slice(..8192));
-    assert_eq!(store.statfs().await.unwrap().staged, 0);
+    assert_eq!(store.space().await.unwrap().staged, 0);
     let abandoned = store.stage(10_000).await.unwrap();
-    assert_eq!(store.statfs().await.unwrap().staged, 3 * BLOCK);
+    assert_eq!(store.space().await.unwrap().staged, 3 * BLOCK);
     store.stage_write(abandoned, 0, Payload::compute(0, pattern(1, 4096))).await.unwrap();
     store.stage_release(abandoned);
-    assert_eq!(store.statfs().await.unwrap().staged, 0);
+    assert_eq!(store.space().await.unwrap().staged, 0);
 }
 
 pub(super) async fn staged_misuse(store: Store) {
