@@ -118,8 +118,8 @@ async fn read(target: &Target, patience: Duration) -> store::Result<Option<Store
 async fn write(target: &Target, stored: Stored, patience: Duration) -> bool {
     let entries = vec![(KEY, stored.encode())];
     let set = Op::OmapSet { oid: ids::age_object(), entries };
-    target.epoch();
-    let queued = target.queue(Transaction::new(ids::node_collection()).with(set).from_reserve());
+    target.backing.epoch();
+    let queued = target.backing.queue(Transaction::new(ids::node_collection()).with(set).from_reserve());
     match tokio::time::timeout(patience, queued).await {
         Ok(Ok(())) => true,
         Ok(Err(e)) => {

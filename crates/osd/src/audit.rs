@@ -8,11 +8,11 @@
 
 use std::collections::BTreeMap;
 
+use array::{Findings, SIZE_XATTR};
 use base::block;
 use bytes::Bytes;
 use store::{ObjectId, Op, StoreCalls, StoreError, Transaction};
 
-use crate::array::{Findings, SIZE_XATTR};
 use crate::fail::{Fail, Step};
 use crate::ids;
 use crate::object::{INFO_XATTR, ObjectInfo};
@@ -119,7 +119,7 @@ enum Verdict {
 
 /// Reads the sizes of an object; `None` if there is no such object.
 async fn sizes(place: &Place) -> Step<Option<Sizes>> {
-    let (store, cid, oid) = (&place.pg.target.store, &place.pg.cid, &place.oid);
+    let (store, cid, oid) = (&place.pg.backing, &place.pg.cid, &place.oid);
     let record = match store.get_xattr(cid, oid, INFO_XATTR).await {
         Ok(bytes) => Some(bytes),
         Err(StoreError::NoSuchXattr(_)) => None,
@@ -139,7 +139,7 @@ async fn resize(place: &Place, repair: bool) -> Step<Verdict> {
     let Some(size) = sizes.repairable().filter(|_| repair) else { return Ok(Verdict::Wrong(sizes)) };
     let truncate = Op::Truncate { oid: place.oid.clone(), size };
     let transaction = Transaction::new(place.pg.cid.clone()).with(truncate).from_reserve();
-    place.pg.target.queue(transaction).await?;
+    place.pg.backing.queue(transaction).await?;
     Ok(Verdict::Resized(sizes))
 }
 

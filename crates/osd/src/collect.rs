@@ -119,7 +119,7 @@ impl Osd {
     /// Which uploads an object's head names, durably.
     async fn head_of(&self, place: &Place) -> Step<Head> {
         self.in_turn(place, async |_| {
-            let xattrs = match place.pg.target.store.get_xattrs(&place.pg.cid, &place.oid).await {
+            let xattrs = match place.pg.backing.get_xattrs(&place.pg.cid, &place.oid).await {
                 Ok(xattrs) => xattrs,
                 Err(StoreError::NoSuchObject(_)) => Vec::new(),
                 Err(e) => return Err(e.into()),
@@ -160,11 +160,11 @@ impl Osd {
         let object = place.pg.object(&place.oid);
         let attempt = async || {
             let ticket = object.turnstile.ticket();
-            let turn = ticket.enter(|| place.pg.target.epoch()).await;
+            let turn = ticket.enter(|| place.pg.backing.epoch()).await;
             let epoch = place.pg.settle().await?;
             turn.settled().await;
             let found = look(epoch).await?;
-            place.pg.target.still(epoch).map(|()| found)
+            place.pg.backing.still(epoch).map(|()| found)
         };
         patiently(place, self.config.store_patience, attempt).await
     }

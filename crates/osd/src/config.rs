@@ -4,9 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use base::fault::Faults;
-use store::stripes::{Engines, StripeStores};
-use wire::{CodingMode, CodingOffload, OffloadStatus, Placement};
+use array::CodingConfig;
+use wire::{OffloadStatus, Placement};
 
 use crate::clock::WallClock;
 
@@ -90,57 +89,6 @@ impl Default for TargetRetry {
             failing_pause_max: Duration::from_secs(10),
             relapses_max: 5,
             hopeful_for: Duration::from_secs(20),
-        }
-    }
-}
-
-/// Where the parity of staged data is computed.
-#[derive(Debug, Clone)]
-pub struct CodingConfig {
-    /// The mode to begin with.
-    pub mode: CodingMode,
-    /// What of the DPU computes; `None` where there is no DPU, and all is done by the host's processor.
-    pub offload: Option<CodingOffload>,
-    /// Threads of the DPU's cores that compute.
-    pub threads: usize,
-    /// Threads of the host's processor that do.
-    pub host_threads: usize,
-    /// Most tasks that wait.
-    pub queue: usize,
-    /// How long a place that failed is left alone.
-    pub cool_down: Duration,
-    /// What takes stripes to the stores.
-    pub stripes: StripesAt,
-    /// What is to go wrong on the DPU's cores.
-    pub faults: Faults,
-}
-
-/// What takes stripes to the stores.
-#[derive(Clone)]
-pub enum StripesAt {
-    /// The stores are in this process, with these engines; `None` has the least that there can be.
-    Here(Option<Arc<Engines>>),
-    /// They are behind this.
-    There(Arc<dyn StripeStores>),
-}
-
-impl std::fmt::Debug for StripesAt {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(if matches!(self, StripesAt::Here(_)) { "Here" } else { "There" })
-    }
-}
-
-impl Default for CodingConfig {
-    fn default() -> Self {
-        CodingConfig {
-            mode: CodingMode::Async,
-            offload: Some(CodingOffload::Dpu),
-            threads: 1,
-            host_threads: 1,
-            queue: 1024,
-            cool_down: Duration::from_secs(2),
-            stripes: StripesAt::Here(None),
-            faults: Faults::default(),
         }
     }
 }

@@ -439,7 +439,7 @@ impl<'a> Draft<'a> {
     /// [`Error::Corrupt`] if the store has less of it than the object's record says.
     async fn stored_block(&self, number: u64) -> Step<Bytes> {
         let start = number * BLOCK;
-        let store = &self.pg.target.store;
+        let store = &self.pg.backing;
         let read = store.read(&self.pg.cid, self.oid, start, BLOCK, None).await?;
         read.verify().map_err(|e| Error::Corrupt(format!("{}: {e}", self.name)))?;
         if read.len() < (self.before - start).min(BLOCK) {

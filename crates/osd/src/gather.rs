@@ -4,7 +4,7 @@
 //! and handed to the store as it comes. Only whole blocks are staged (and a tail that may turn out to be the object's
 //! end); what is left over at the edges of the range stays here, to be merged with the object's blocks when they are known.
 
-use std::sync::Arc;
+use std::rc::Rc;
 use std::time::Duration;
 
 use base::block::{BLOCK, Payload};
@@ -12,10 +12,11 @@ use base::pool::BufferPool;
 use bytes::Bytes;
 use futures::stream::{FuturesUnordered, StreamExt};
 use messenger::Connection;
-use store::{ObjectStore, StageId, StoreCalls};
+use store::{StageId, StoreCalls, Submit};
 use wire::limits::{MAX_APPEND, MAX_OBJECT_SIZE};
 use wire::{BulkDescriptor, BulkDirection, Data, Error, Mutate, Mutation, Source};
 
+use crate::backing::Backing;
 use crate::fail::{Fail, Step};
 
 /// Segments are at most that long, in bytes, and at most the pool's largest buffer.
@@ -52,7 +53,7 @@ pub(crate) struct Staged {
 
 /// Staged extents, given back when dropped (what a transaction has named by then stays).
 pub(crate) struct Stage {
-    store: Arc<dyn ObjectStore>,
+    store: Rc<Backing>,
     pub(crate) id: StageId,
 }
 
@@ -78,7 +79,7 @@ impl Puller<'_> {
         &self,
         mutate: &Mutate,
         inline: Payload,
-        store: &Arc<dyn ObjectStore>,
+        store: &Rc<Backing>,
     ) -> Step<Gathered> {
         let Some(user) = mutate.ops.iter().find(|op| matches!(op.source(), Some(Source::Payload))) else {
             return Ok(Gathered::None);
@@ -116,13 +117,7 @@ impl Puller<'_> {
         self.pull(from, 0, len as usize, 0).await
     }
 
-    async fn stage(
-        &self,
-        from: &BulkDescriptor,
-        offset: u64,
-        len: u64,
-        store: &Arc<dyn ObjectStore>,
-    ) -> Step<Staged> {
+    async fn stage(&self, from: &BulkDescriptor, offset: u64, len: u64, store: &Rc<Backing>) -> Step<Staged> {
         let alignment = store.stage_alignment();
         let head_len = (alignment - offset % alignment).min(len) % alignment;
         let head = match head_len {
@@ -133,7 +128,7 @@ impl Puller<'_> {
         if staged_len == 0 {
             return Err(Error::BadRequest("less than a block offered as bulk data".into()).into());
         }
-        let stage = Stage { store: Arc::clone(store), id: store.stage(staged_len).await? };
+        let stage = Stage { store: Rc::clone(store), id: store.stage(staged_len).await? };
         let step = SEGMENT.min(self.pool.largest()) as u64;
         let step = (step - step % alignment).max(alignment);
         let mut tail = Bytes::new();

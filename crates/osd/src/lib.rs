@@ -15,10 +15,9 @@
 
 mod admin;
 mod age;
-mod array;
 mod audit;
+mod backing;
 mod clock;
-mod coding;
 mod collect;
 mod config;
 mod draft;
@@ -34,7 +33,6 @@ mod mutate;
 mod node;
 mod object;
 mod osd;
-mod pace;
 mod pg;
 mod pools;
 mod read;
@@ -49,10 +47,10 @@ mod turnstile;
 mod upkeep;
 mod written;
 
-pub use array::NewObjects;
+pub use array::{CodingConfig, NewObjects, StripesAt};
 pub use audit::inspect_object;
 pub use clock::WallClock;
-pub use config::{CodingConfig, OffloadSource, OsdConfig, StripesAt, TargetRetry};
+pub use config::{OffloadSource, OsdConfig, TargetRetry};
 pub use node::{Osd, StartError};
 
 /// Starts a task of the OSD's. Connections share its thread, so what it costs is booked.

@@ -104,11 +104,11 @@ pub(crate) async fn objects(
     limit: usize,
 ) -> Step<(Vec<ObjectId>, bool)> {
     let epoch = place.pg.settle().await?;
-    let listing = place.pg.target.store.list(&place.pg.cid, from, limit);
+    let listing = place.pg.backing.list(&place.pg.cid, from, limit);
     // What the listing sees was queued before it; it must be durable before anybody hears of it.
     place.pg.all_committed().await;
     let listed = listing.await;
-    place.pg.target.still(epoch)?;
+    place.pg.backing.still(epoch)?;
     match listed {
         Ok(page) => Ok(page),
         Err(StoreError::NoSuchCollection(_)) => Ok((Vec::new(), false)),

@@ -324,7 +324,7 @@ fn late(patience: Duration) -> StoreError {
 
 async fn read_copy(target: &Target) -> Result<Option<NodeMap>, StartError> {
     let (cid, oid) = (ids::node_collection(), ids::map_object());
-    target.settle(&cid).await.map_err(|e| start_error(target, e))?;
+    target.backing.settle(&cid).await.map_err(|e| start_error(target, e))?;
     let corrupt = |detail: String| StartError::CorruptMap { target: target.uuid, detail };
     let mut bytes = match read_pieces(target).await {
         Ok(bytes) => bytes,
@@ -381,8 +381,8 @@ async fn write_copy(target: &Target, map: &NodeMap) -> Result<(), StoreError> {
     transaction.ops.push(Op::Truncate { oid: oid.clone(), size: 0 });
     transaction.ops.push(Op::OmapClear { oid: oid.clone() });
     transaction.ops.push(Op::OmapSet { oid, entries });
-    target.epoch();
-    target.queue(transaction).await?;
+    target.backing.epoch();
+    target.backing.queue(transaction).await?;
     target.set_lacks_map(false);
     Ok(())
 }

@@ -88,7 +88,7 @@ impl Change<'_> {
         let until = began + self.patience;
         let mut pause = PAUSE;
         loop {
-            let epoch = self.place.pg.target.epoch();
+            let epoch = self.place.pg.backing.epoch();
             match self.attempt(&mut progress, &gather).await {
                 Ok(done) => return Ok(done),
                 // An earlier attempt may have taken effect: only its result may say otherwise.
@@ -115,7 +115,7 @@ impl Change<'_> {
                 Err(Fail::Lost(why)) if Instant::now() >= until => return Err(unavailable(why)),
                 Err(Fail::Lost(why)) => {
                     tracing::debug!(name = self.name, why, "the store was lost, trying again");
-                    self.place.pg.target.lost(epoch);
+                    self.place.pg.backing.lost(epoch);
                     tokio::time::sleep(pause).await;
                     pause = (pause * 2).min(Duration::from_millis(500));
                 }
@@ -132,7 +132,7 @@ impl Change<'_> {
         let epoch = pg.load().await?;
         if let (true, Some(origin)) = (progress.unsure, &self.origin) {
             let earlier = pg.result(origin).await?;
-            pg.target.still(epoch)?;
+            pg.backing.still(epoch)?;
             if let Some(mutated) = earlier {
                 metrics::counter!("outboard_osd_duplicates_total").increment(1);
                 return Ok(Done { mutated, dropped: None });
@@ -145,12 +145,12 @@ impl Change<'_> {
         };
         let data = &*progress.data.insert(data);
         let ticket = &*progress.ticket.get_or_insert_with(|| progress.object.turnstile.ticket());
-        let mut turn = ticket.enter(|| pg.target.epoch()).await;
+        let mut turn = ticket.enter(|| pg.backing.epoch()).await;
         let epoch = pg.load().await?;
         let unseen = progress.object.known(epoch).is_none();
         if unseen && self.replaces_object() {
             turn.settled().await;
-            pg.target.still(epoch)?;
+            pg.backing.still(epoch)?;
             return self.queue_and_leave(Basis::Unknown, false, turn, progress, epoch).await;
         }
         if unseen && self.makes_object() && pg.expects_new.guess() {
@@ -167,7 +167,7 @@ impl Change<'_> {
             && info.is_some_and(|i| draft::is_blind(self.ops, data, &i));
         if !blind {
             turn.settled().await;
-            pg.target.still(epoch)?;
+            pg.backing.still(epoch)?;
             info = pg.info(&self.place.oid, progress.object, epoch).await?;
         }
         self.queue_and_leave(Basis::Known(info), blind, turn, progress, epoch).await
@@ -248,7 +248,7 @@ impl Change<'_> {
     ) -> Step<Result<Concluded<'a>, Turn<'a>>> {
         let pg = &self.place.pg;
         turn.settled().await;
-        pg.target.still(epoch)?;
+        pg.backing.still(epoch)?;
         // What is refused of a new object may be right for the one that there is.
         let Ok((queued, committed)) = self.queue(Basis::New, data, epoch).await else {
             return Ok(Err(turn));
@@ -279,11 +279,11 @@ impl Change<'_> {
             Basis::New | Basis::Unknown => None,
         };
         let checked = self.check_conditions(info.as_ref()).await;
-        pg.target.still(epoch)?;
+        pg.backing.still(epoch)?;
         checked?;
         let draft = Draft::new(pg, &self.place.oid, self.name, info.as_ref());
         let mut drafted = draft.apply(self.ops, data).await?;
-        pg.target.still(epoch)?;
+        pg.backing.still(epoch)?;
         match basis {
             Basis::Known(_) => {}
             Basis::New => drafted.make_exclusive(&self.place.oid),
@@ -303,7 +303,7 @@ impl Change<'_> {
         let note = pg.record(&mut drafted.ops, self.origin.as_ref(), &mutated);
         let uses_reserve = self.gives_back(info.as_ref());
         let transaction = Transaction { collection: pg.cid.clone(), ops: drafted.ops, uses_reserve };
-        let queued = pg.target.queue(transaction);
+        let queued = pg.backing.queue(transaction);
         let committing = pg.committing();
         let committed = async move {
             let outcome = queued.await;
@@ -331,7 +331,7 @@ impl Change<'_> {
         pg.not_recorded(queued.note);
         let fail = Fail::from(error);
         if matches!(fail, Fail::Lost(_)) {
-            pg.target.lost(epoch);
+            pg.backing.lost(epoch);
             progress.unsure = true;
             if matches!(progress.data, Some(Gathered::Staged(_))) {
                 // Lost with the store, and a slow client must not hold up the object while it sends again.
@@ -372,7 +372,7 @@ async fn violation(
     info: Option<&ObjectInfo>,
 ) -> Step<Option<String>> {
     let (pg, oid) = (&place.pg, &place.oid);
-    let store = &pg.target.store;
+    let store = &pg.backing;
     Ok(match condition {
         Condition::Exists => info.is_none().then(|| "the object does not exist".into()),
         Condition::Absent => info.map(|i| format!("the object exists, as version {}", i.version)),

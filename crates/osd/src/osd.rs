@@ -6,6 +6,7 @@ use std::rc::Rc;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use array::{Array, Coding, Group, GroupOptions, Member, Pace, StripesAt};
 use base::pool::BufferPool;
 use messenger::{Admissions, Connection};
 use store::stripes::{EngineOptions, Engines, LocalStripes, StripeStores};
@@ -15,14 +16,11 @@ use uuid::Uuid;
 use wire::{Error, Manifest, ObjectName, PartId, Redundancy, RequestHead, SessionId, placement};
 
 use crate::age::Age;
-use crate::array::{Array, Group, GroupOptions};
-use crate::coding::Coding;
-use crate::config::StripesAt;
+use crate::backing::Backing;
 use crate::gather::Gathered;
 use crate::inflight::InFlight;
 use crate::map::{NodeMap, PoolRecord};
 use crate::mutate::Change;
-use crate::pace::Pace;
 use crate::pg::Pg;
 use crate::sessions::{ConnectionId, Sessions};
 use crate::space::Space;
@@ -41,6 +39,8 @@ pub(crate) struct Osd {
     pub(crate) config: OsdConfig,
     pub(crate) pool: BufferPool,
     pub(crate) targets: Rc<Vec<Rc<Target>>>,
+    /// The same, as groups see them.
+    members: Rc<Vec<Rc<dyn Member>>>,
     pub(crate) map: RefCell<NodeMap>,
     /// Held while the map is changed.
     pub(crate) changing_map: Mutex<()>,
@@ -136,6 +136,7 @@ impl Osd {
         let osd = Osd {
             coding,
             pool,
+            members: Rc::new(targets.iter().map(|t| Rc::clone(t) as Rc<dyn Member>).collect()),
             targets: Rc::new(targets),
             map: RefCell::new(map.clone()),
             changing_map: Mutex::default(),
@@ -170,17 +171,17 @@ impl Osd {
         let uuids: Vec<Uuid> = self.targets.iter().map(|t| t.uuid).collect();
         let mut groups = Vec::new();
         let mut pg = |pg| {
-            let target = if record.redundancy == Redundancy::Single {
+            let backing = if record.redundancy == Redundancy::Single {
                 let index = placement::target(record.id, pg, &uuids).expect("a node has at least one target");
-                Rc::clone(&self.targets[index])
+                Rc::clone(&self.targets[index].backing)
             } else {
-                let started = Array::start(self.group_options(record, pg));
-                let (array, group) = started.expect("redundancy was checked when the pool was made");
-                groups.push(group);
-                Rc::new(Target::new(Uuid::nil(), array, self.config.target_retry))
+                let made = Group::new(self.group_options(record, pg));
+                let group = Rc::new(made.expect("redundancy was checked when the pool was made"));
+                groups.push(Rc::clone(&group));
+                Rc::new(Backing::array(Array::new(group), format!("{}:{pg}", record.name)))
             };
             let times = (Rc::clone(&self.age), self.config.clock.clone());
-            Rc::new(Pg::new(target, (record.id, pg), self.config.cached_objects_per_pg, times))
+            Rc::new(Pg::new(backing, (record.id, pg), self.config.cached_objects_per_pg, times))
         };
         let pgs = (0..record.pg_count).map(&mut pg).collect();
         Rc::new(Pool { pgs, groups, closed: Cell::new(false), record: record.clone() })
@@ -188,10 +189,12 @@ impl Osd {
 
     fn group_options(&self, record: &PoolRecord, number: u32) -> GroupOptions {
         GroupOptions {
-            pool_id: record.id,
-            number,
+            cid: ids::collection(record.id, number),
+            place: (record.id, number),
+            meta: ids::meta_object(),
+            is_internal: |oid| ids::parse(oid).is_none(),
             redundancy: record.redundancy,
-            targets: Rc::clone(&self.targets),
+            targets: Rc::clone(&self.members),
             pool: self.pool.clone(),
             member_timeout: self.config.target_timeout,
             patience: self.config.store_patience.max(2 * self.config.target_timeout),

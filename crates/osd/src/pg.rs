@@ -28,12 +28,12 @@ use wire::limits::REQUEST_WINDOW;
 use wire::{Mutated, SessionId};
 
 use crate::age::Age;
+use crate::backing::Backing;
 use crate::clock::WallClock;
 use crate::fail::{Fail, Step};
 use crate::gone::{Gone, Living};
 use crate::ids;
 use crate::object::{INFO_XATTR, ObjectInfo, ObjectState};
-use crate::target::Target;
 
 /// Versions are reserved in the store that many at a time.
 const VERSION_BATCH: u64 = 1024;
@@ -55,7 +55,7 @@ const FORGOTTEN: u64 = u64::MAX;
 
 /// A placement group.
 pub(crate) struct Pg {
-    pub(crate) target: Rc<Target>,
+    pub(crate) backing: Rc<Backing>,
     pub(crate) cid: CollectionId,
     pub(crate) meta: ObjectId,
     objects: RefCell<HashMap<ObjectId, Rc<ObjectState>>>,
@@ -166,13 +166,13 @@ pub(crate) struct Expiry<'a> {
 
 impl Pg {
     pub(crate) fn new(
-        target: Rc<Target>,
+        backing: Rc<Backing>,
         (pool, pg): (u32, u32),
         objects_max: usize,
         times: (Rc<Age>, WallClock),
     ) -> Pg {
         Pg {
-            target,
+            backing,
             cid: ids::collection(pool, pg),
             meta: ids::meta_object(),
             objects: RefCell::default(),
@@ -207,11 +207,11 @@ impl Pg {
 
     /// Reads the group's state if that has not been done in this epoch; makes the collection if there is none.
     pub(crate) async fn load(&self) -> Step<u64> {
-        if self.loaded.get() == self.target.epoch() {
+        if self.loaded.get() == self.backing.epoch() {
             return Ok(self.loaded.get());
         }
         let _one_at_a_time = self.loading.lock().await;
-        let epoch = self.target.epoch();
+        let epoch = self.backing.epoch();
         if self.loaded.get() != epoch {
             let reading = async {
                 self.settle().await?;
@@ -226,9 +226,9 @@ impl Pg {
 
     /// Makes sure that nothing of an earlier epoch can vanish any more; returns the epoch.
     pub(crate) async fn settle(&self) -> Step<u64> {
-        let epoch = self.target.epoch();
+        let epoch = self.backing.epoch();
         if self.settled.get() != epoch {
-            self.target.settle(&self.cid).await?;
+            self.backing.settle(&self.cid).await?;
             self.settled.set(epoch);
         }
         Ok(epoch)
@@ -236,12 +236,12 @@ impl Pg {
 
     fn note_loss(&self, fail: &Fail, epoch: u64) {
         if matches!(fail, Fail::Lost(_)) {
-            self.target.lost(epoch);
+            self.backing.lost(epoch);
         }
     }
 
     async fn read_state(&self) -> Step<State> {
-        let store = &self.target.store;
+        let store = &self.backing;
         let keys = vec![key_gone(), key_horizon(), key_versions()];
         let fixed = match store.omap_get(&self.cid, &self.meta, keys).await {
             Ok(fixed) => fixed,
@@ -251,7 +251,7 @@ impl Pg {
                     create = create.with(Op::CreateCollection);
                 }
                 let create = create.with(Op::Touch { oid: self.meta.clone() }).from_reserve();
-                self.target.queue(create).await?;
+                self.backing.queue(create).await?;
                 Vec::new()
             }
             Err(e) => return Err(e.into()),
@@ -280,8 +280,7 @@ impl Pg {
         let mut marks = HashMap::new();
         let mut from = Bytes::from_static(b"s");
         loop {
-            let (page, more) =
-                self.target.store.omap_iterate(&self.cid, &self.meta, from.clone(), 1024).await?;
+            let (page, more) = self.backing.omap_iterate(&self.cid, &self.meta, from.clone(), 1024).await?;
             for (key, value) in &page {
                 if key.first() != Some(&b's') {
                     return Ok(marks);
@@ -311,7 +310,7 @@ impl Pg {
     /// [`RequestExpired`](wire::Error::RequestExpired) if that can no longer be told.
     pub(crate) async fn result(&self, origin: &Origin) -> Step<Option<Mutated>> {
         let key = key_result(origin.session, origin.seq);
-        let found = self.target.store.omap_get(&self.cid, &self.meta, vec![key]).await?;
+        let found = self.backing.omap_get(&self.cid, &self.meta, vec![key]).await?;
         // Only now: while the result was looked for, it may have been forgotten.
         let state = self.state.borrow();
         let forgotten = match state.marks.get(&origin.session) {
@@ -448,7 +447,7 @@ impl Pg {
     ) -> Step<usize> {
         let epoch = self.load().await?;
         let listed = self.list_results(sessions).await.inspect_err(|e| self.note_loss(e, epoch))?;
-        self.target.still(epoch)?;
+        self.backing.still(epoch)?;
         let (mut keys, mut entries, mut removed) = (Vec::new(), Vec::new(), Vec::new());
         {
             let living = living();
@@ -485,7 +484,7 @@ impl Pg {
             .with(Op::OmapRemove { oid: self.meta.clone(), keys })
             .with(Op::OmapSet { oid: self.meta.clone(), entries })
             .from_reserve();
-        match self.target.queue(transaction).await.map_err(Fail::from) {
+        match self.backing.queue(transaction).await.map_err(Fail::from) {
             Ok(()) => Ok(count),
             Err(e) => {
                 self.note_loss(&e, epoch);
@@ -506,8 +505,7 @@ impl Pg {
         while listed.len() < EXPIRED_SESSIONS && room > 0 {
             let Some(session) = sessions.pop() else { break };
             let from = key_result(session, 0);
-            let (page, more) =
-                self.target.store.omap_iterate(&self.cid, &self.meta, from.clone(), room).await?;
+            let (page, more) = self.backing.omap_iterate(&self.cid, &self.meta, from.clone(), room).await?;
             let of_session = |key: &Bytes| key.len() == from.len() && key[..17] == from[..17];
             let found = page.len();
             let keys: Vec<Bytes> = page.into_iter().map(|(key, _)| key).take_while(of_session).collect();
@@ -528,7 +526,7 @@ impl Pg {
         if let Some(known) = object.known(epoch) {
             return Ok(known);
         }
-        let info = match self.target.store.get_xattr(&self.cid, oid, INFO_XATTR).await {
+        let info = match self.backing.get_xattr(&self.cid, oid, INFO_XATTR).await {
             Ok(bytes) => {
                 let corrupt = || Fail::Refused(wire::Error::Corrupt(format!("information on object {oid}")));
                 Some(ObjectInfo::decode(&bytes).ok_or_else(corrupt)?)

@@ -2,12 +2,12 @@
 
 use std::rc::Rc;
 
+use array::Group;
 use store::{Op, StoreCalls, StoreError, Transaction};
 use uuid::Uuid;
 use wire::limits::{DEFAULT_PG_COUNT, MAX_PG_COUNT, MAX_POOLS};
 use wire::{Error, PoolInfo, PoolName, Redundancy, placement};
 
-use crate::array::Group;
 use crate::fail::{Fail, Step};
 use crate::ids;
 use crate::list::{after, objects};
@@ -71,7 +71,7 @@ impl Osd {
     async fn create_groups(&self, pool: &Pool) -> wire::Result<()> {
         let uuids: Vec<Uuid> = self.targets.iter().map(|t| t.uuid).collect();
         let create = |group: &Rc<Group>| {
-            let ranked = placement::ranked(group.place.0, group.place.1, &uuids);
+            let ranked = placement::ranked(group.place().0, group.place().1, &uuids);
             let group = Rc::clone(group);
             async move { group.create(&ranked).await }
         };
@@ -172,9 +172,9 @@ impl Osd {
 
     async fn empty_group(&self, place: &Place) -> Step<()> {
         let pg = &place.pg;
-        pg.target.epoch();
+        pg.backing.epoch();
         loop {
-            let ids = match pg.target.store.list(&pg.cid, None, REMOVE_BATCH).await {
+            let ids = match pg.backing.list(&pg.cid, None, REMOVE_BATCH).await {
                 Ok((ids, _)) => ids,
                 Err(StoreError::NoSuchCollection(_)) => return Ok(()),
                 Err(e) => return Err(e.into()),
@@ -184,7 +184,7 @@ impl Osd {
                 transaction.ops.push(Op::RemoveCollection);
             }
             transaction.ops.extend(ids.into_iter().map(|oid| Op::Remove { oid }));
-            match pg.target.queue(transaction).await {
+            match pg.backing.queue(transaction).await {
                 // A change that was under way when the pool was closed may have got in between.
                 Ok(()) | Err(StoreError::NotEmpty(_) | StoreError::NoSuchObject(_)) => {}
                 Err(StoreError::NoSuchCollection(_)) => return Ok(()),

@@ -11,13 +11,14 @@ use base::block::{self, BLOCK, BLOCK_SIZE, Payload};
 use bytes::Bytes;
 use futures::future::Either;
 use futures::stream::{FuturesUnordered, StreamExt};
-use store::{ReadData, ReplyOf, StoreCalls, StoreError, StoreFuture};
+use store::{ReadData, ReplyOf, StoreCalls, StoreError};
 use tokio::time::Instant;
 use wire::{
     BulkDescriptor, BulkDirection, Error, ObjectName, ObjectReply, Query, QueryAnswer, QueryOp, Read,
     StatAnswer,
 };
 
+use crate::backing::BackingFuture;
 use crate::fail::{Fail, Step, unavailable};
 use crate::gather::SEGMENT;
 use crate::mutate::check_conditions;
@@ -37,7 +38,7 @@ struct Begun {
     at: u64,
     len: u64,
     /// `None` if there is nothing to be read: nothing is left at `at`, or the object is striped.
-    reading: Option<ReplyOf<StoreFuture, ReadData>>,
+    reading: Option<ReplyOf<BackingFuture, ReadData>>,
 }
 
 /// A read under way.
@@ -92,7 +93,7 @@ impl Reader<'_> {
                 // Nothing has been sent yet: the object may be another one by now.
                 (Err(Fail::Lost(why)), _) if Instant::now() < until => {
                     tracing::debug!(why, "the store was lost, reading again");
-                    self.place.pg.target.lost(epoch);
+                    self.place.pg.backing.lost(epoch);
                     tokio::time::sleep(PAUSE).await;
                 }
                 (Ok(data), Some(sink)) if data.len() as u64 > self.inline_max() => {
@@ -145,7 +146,7 @@ impl Reader<'_> {
         let object = self.place.pg.object(&self.place.oid);
         let whole = (end - start).min(self.step());
         // Memory is taken before one knows how much is needed. Most objects are small.
-        let likely = match object.known(self.place.pg.target.epoch()) {
+        let likely = match object.known(self.place.pg.backing.epoch()) {
             Some(Some(info)) => {
                 block::align_up(info.size).unwrap_or(u64::MAX).saturating_sub(start).max(BLOCK)
             }
@@ -159,7 +160,7 @@ impl Reader<'_> {
         let (at, len, info, epoch) = (first.at, first.len, first.info, first.epoch);
         match self.finish(first).await {
             Err(Fail::Lost(_)) => {
-                self.place.pg.target.lost(epoch);
+                self.place.pg.backing.lost(epoch);
                 self.segment(at, len, info.version).await
             }
             outcome => outcome,
@@ -211,11 +212,11 @@ impl Reader<'_> {
                 _ => Some(self.osd.pool.alloc((room as usize).next_multiple_of(BLOCK_SIZE)).await?),
             };
             let ticket = object.turnstile.ticket();
-            let turn = ticket.enter(|| pg.target.epoch()).await;
+            let turn = ticket.enter(|| pg.backing.epoch()).await;
             let epoch = pg.settle().await?;
             turn.settled().await;
             let info = pg.info(&self.place.oid, object, epoch).await?;
-            pg.target.still(epoch)?;
+            pg.backing.still(epoch)?;
             let info = info.ok_or_else(|| Error::NoSuchObject(self.name.clone()))?;
             if let Some(wanted) = if_version.filter(|v| *v != info.version) {
                 return Err(Error::Changed { wanted, found: info.version }.into());
@@ -227,7 +228,7 @@ impl Reader<'_> {
                 room = segment;
                 continue;
             }
-            let reading = has_data.then(|| pg.target.store.read(&pg.cid, &self.place.oid, at, len, dest));
+            let reading = has_data.then(|| pg.backing.read(&pg.cid, &self.place.oid, at, len, dest));
             drop(turn);
             return Ok(Begun { info, epoch, at, len, reading });
         }
@@ -237,7 +238,7 @@ impl Reader<'_> {
     async fn finish(&self, begun: Begun) -> Step<Payload> {
         let Some(reading) = begun.reading else { return Ok(Payload::default()) };
         let data = reading.await?;
-        self.place.pg.target.still(begun.epoch)?;
+        self.place.pg.backing.still(begun.epoch)?;
         self.check(&begun.info, begun.at, begun.len, &data)
     }
 
@@ -296,26 +297,26 @@ pub(crate) async fn query(osd: &Osd, request: &Request, query: &Query) -> wire::
 async fn try_query(place: &Place, object: &ObjectState, name: &str, query: &Query) -> Step<Vec<QueryAnswer>> {
     let pg = &place.pg;
     let ticket = object.turnstile.ticket();
-    let turn = ticket.enter(|| pg.target.epoch()).await;
+    let turn = ticket.enter(|| pg.backing.epoch()).await;
     let epoch = pg.settle().await?;
     turn.settled().await;
     let info = pg.info(&place.oid, object, epoch).await?;
     let checked = check_conditions(place, name, &query.conditions, info.as_ref()).await;
-    pg.target.still(epoch)?;
+    pg.backing.still(epoch)?;
     checked?;
     let info = info.ok_or_else(|| Error::NoSuchObject(name.to_owned()))?;
     let mut answers = Vec::with_capacity(query.ops.len());
     for op in &query.ops {
         answers.push(answer(place, &info, op).await?);
     }
-    pg.target.still(epoch)?;
+    pg.backing.still(epoch)?;
     drop(turn);
     Ok(answers)
 }
 
 async fn answer(place: &Place, info: &ObjectInfo, op: &QueryOp) -> Step<QueryAnswer> {
     let (pg, oid) = (&place.pg, &place.oid);
-    let store = &pg.target.store;
+    let store = &pg.backing;
     Ok(match op {
         QueryOp::Stat => QueryAnswer::Stat(StatAnswer {
             size: info.user_size(),
@@ -374,11 +375,11 @@ pub(crate) async fn patiently<T>(
     let until = Instant::now() + patience;
     let mut pause = PAUSE;
     loop {
-        let epoch = place.pg.target.epoch();
+        let epoch = place.pg.backing.epoch();
         match attempt().await {
             Err(Fail::Lost(why)) if Instant::now() < until => {
                 tracing::debug!(why, "the store was lost, trying again");
-                place.pg.target.lost(epoch);
+                place.pg.backing.lost(epoch);
                 tokio::time::sleep(pause).await;
                 pause = (pause * 2).min(Duration::from_millis(500));
             }

@@ -304,7 +304,7 @@ impl Osd {
         };
         let gather = async || {
             self.check_parts(&name, &mutate.ops).await?;
-            puller.gather(mutate, inline.clone(), &place.pg.target.store).await
+            puller.gather(mutate, inline.clone(), &place.pg.backing).await
         };
         let done = change.run(retry, gather).await?;
         if let Some(manifest) = done.dropped {

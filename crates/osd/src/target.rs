@@ -3,30 +3,29 @@
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use futures::future::try_join_all;
-use store::{CollectionId, ObjectStore, ReplyOf, StoreCalls, StoreError, StoreFuture, Transaction};
+use array::Member;
+use futures::future::{LocalBoxFuture, try_join_all};
+use store::{CollectionId, ObjectStore, StoreCalls, StoreError, Transaction};
 use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 use uuid::Uuid;
 use wire::TargetState;
 
+use crate::backing::Backing;
 use crate::config::TargetRetry;
-use crate::fail::{Fail, Step};
 use crate::health::{Change, Event, Health};
 use crate::ids;
 
-/// One target, or several that are used as one. Everything the OSD remembers of it carries the *epoch* it was learnt in; when
-/// the store is lost a new epoch begins, and what was learnt before no longer counts.
+/// One target: its store, and what the OSD knows of its health.
 pub(crate) struct Target {
     pub(crate) uuid: Uuid,
     pub(crate) store: Arc<dyn ObjectStore>,
-    session: Cell<u64>,
-    epoch: Cell<u64>,
+    /// The store, as placement groups without redundancy use it.
+    pub(crate) backing: Rc<Backing>,
     /// Counts how often its usability has changed.
-    generation: Arc<AtomicU64>,
+    generation: Cell<u64>,
     health: RefCell<Health>,
     /// Session of the store that `health` is about.
     health_session: Cell<u64>,
@@ -50,12 +49,12 @@ const SUSPECTS_MAX: usize = 64;
 impl Target {
     pub(crate) fn new(uuid: Uuid, store: Arc<dyn ObjectStore>, retry: TargetRetry) -> Target {
         let session = store.session();
+        let backing = Rc::new(Backing::target(Arc::clone(&store), uuid.to_string()));
         Target {
             uuid,
             store,
-            session: Cell::new(session),
-            epoch: Cell::new(1),
-            generation: Arc::default(),
+            backing,
+            generation: Cell::new(0),
             health: RefCell::new(Health::new(retry)),
             health_session: Cell::new(session),
             changed: Notify::new(),
@@ -65,11 +64,6 @@ impl Target {
             lacks_map: Cell::new(false),
             suspects: RefCell::default(),
         }
-    }
-
-    /// Counts how often its usability has changed.
-    pub(crate) fn generation(&self) -> Arc<AtomicU64> {
-        Arc::clone(&self.generation)
     }
 
     /// Takes note of an error that is one of the target: redundant placement groups go on without it.
@@ -115,7 +109,7 @@ impl Target {
     /// Takes it out, or in again.
     pub(crate) fn set_out(&self, out: bool) {
         self.out.set(out);
-        self.generation.fetch_add(1, Ordering::SeqCst);
+        self.generation.set(self.generation.get() + 1);
     }
 
     /// Uses it again at once, if it has failed: the operator wants that.
@@ -151,7 +145,7 @@ impl Target {
                 metrics::counter!("outboard_osd_target_returns_total").increment(1);
             }
         }
-        self.generation.fetch_add(1, Ordering::SeqCst);
+        self.generation.set(self.generation.get() + 1);
         self.changed.notify_waiters();
     }
 
@@ -266,51 +260,58 @@ impl Target {
     pub(crate) fn is_usable(&self) -> bool {
         !self.is_out() && self.state().0 == TargetState::Up
     }
+}
 
-    /// The current epoch.
-    pub(crate) fn epoch(&self) -> u64 {
-        let session = self.store.session();
-        if session != self.session.replace(session) {
-            self.begin_epoch();
-        }
-        self.epoch.get()
+impl Member for Target {
+    fn uuid(&self) -> Uuid {
+        self.uuid
     }
 
-    /// Says that something of epoch `seen` failed because the store was lost.
-    pub(crate) fn lost(&self, seen: u64) {
-        if self.epoch() == seen {
-            self.begin_epoch();
-        }
+    fn store(&self) -> &Arc<dyn ObjectStore> {
+        &self.store
     }
 
-    /// Fails if `seen` is no longer the current epoch. What was read since it was counts only if this succeeds: the store
-    /// repeats reads that lose their session, and then they may see changes that are not durable.
-    pub(crate) fn still(&self, seen: u64) -> Step<()> {
-        if self.epoch() != seen {
-            return Err(Fail::Lost("the store's session has changed".into()));
-        }
-        Ok(())
+    fn generation(&self) -> u64 {
+        self.generation.get()
     }
 
-    /// Waits until everything that earlier sessions have left queued in a collection is durable or has failed. Nothing
-    /// read before that may be told to anybody: it could still vanish.
-    pub(crate) async fn settle(&self, cid: &CollectionId) -> store::Result<()> {
-        self.epoch();
-        match self.queue(Transaction::new(cid.clone())).await {
-            // A poisoned store shows only what is durable.
-            Ok(()) | Err(StoreError::NoSuchCollection(_) | StoreError::Poisoned(_)) => Ok(()),
-            Err(e) => Err(e),
-        }
+    fn is_usable(&self) -> bool {
+        Target::is_usable(self)
     }
 
-    fn begin_epoch(&self) {
-        self.epoch.set(self.epoch.get() + 1);
-        metrics::counter!("outboard_osd_store_losses_total").increment(1);
-        tracing::info!(target_uuid = %self.uuid, epoch = self.epoch.get(), "the store's session has changed");
+    fn is_out(&self) -> bool {
+        Target::is_out(self)
     }
 
-    /// Queues a transaction that was computed in the current epoch.
-    pub(crate) fn queue(&self, transaction: Transaction) -> ReplyOf<StoreFuture, ()> {
-        self.store.queue_transaction_in(self.session.get(), transaction)
+    fn is_slow(&self) -> bool {
+        Target::is_slow(self)
+    }
+
+    fn is_hopeful(&self) -> bool {
+        Target::is_hopeful(self)
+    }
+
+    fn failure(&self) -> Option<String> {
+        Target::failure(self)
+    }
+
+    fn fail(&self, e: &StoreError) {
+        Target::fail(self, e);
+    }
+
+    fn overdue(&self, cid: &CollectionId, waited: Duration) {
+        Target::overdue(self, cid, waited);
+    }
+
+    fn fails(&self) -> LocalBoxFuture<'_, bool> {
+        Box::pin(Target::fails(self))
+    }
+
+    fn until_slow(&self) -> LocalBoxFuture<'_, ()> {
+        Box::pin(Target::until_slow(self))
+    }
+
+    fn answers(self: Rc<Self>) -> LocalBoxFuture<'static, ()> {
+        Box::pin(async move { Target::answers(&self).await })
     }
 }

@@ -5,13 +5,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 use std::time::Duration;
 
+use array::{Findings, Group, RETRY, Rebuilt};
 use futures::future::join_all;
 use store::{ObjectId, Space, StoreCalls, StoreError};
 use tokio::time::Instant;
 use uuid::Uuid;
 use wire::{Error, PoolHealth, PoolName, RebuildStatus, ScrubStatus};
 
-use crate::array::{Findings, Group, RETRY, Rebuilt, Session};
 use crate::ids;
 use crate::list::{after, objects};
 use crate::map::{NodeMap, TargetRecord};
@@ -177,12 +177,12 @@ impl Osd {
     }
 
     async fn rebuild_group(&self, pool: &str, group: &Rc<Group>) {
-        let Some(session) = self.opened(group).await else { return };
+        let Some(session) = group.opened(self.config.target_timeout).await else { return };
         if let Err(e) = group.remove_leftovers(&session).await {
             tracing::warn!(pool, error = %e, "what a former member has is removed later");
         }
         let Some(position) = group.to_rebuild(&session) else { return };
-        let target = session.record.members[position].target;
+        let target = session.target(position);
         *self.upkeep.rebuilding.borrow_mut() = Some((pool.to_owned(), target));
         let rebuilt = group.rebuild(position, &self.pace, &self.upkeep.rebuilt).await;
         *self.upkeep.rebuilding.borrow_mut() = None;
@@ -191,25 +191,6 @@ impl Osd {
             *self.upkeep.last_failure.borrow_mut() = Some(e.to_string());
             tokio::time::sleep(RETRY.min(self.config.upkeep_interval * 10)).await;
         }
-    }
-
-    /// A group's session, opened if need be. A group that waits for a slow target is not to keep others waiting.
-    async fn opened(&self, group: &Rc<Group>) -> Option<Rc<Session>> {
-        if let Some(session) = group.current() {
-            return Some(session);
-        }
-        if group.is_opened_by_upkeep.replace(true) {
-            return None;
-        }
-        let opened = Rc::clone(group);
-        let opening = crate::spawn(async move {
-            // If it cannot be opened now, it is tried again with the next look.
-            drop(opened.any_session().await);
-            opened.is_opened_by_upkeep.set(false);
-        });
-        // It goes on by itself after that.
-        drop(tokio::time::timeout(self.config.target_timeout, opening).await);
-        group.current()
     }
 
     /// Notes in the map which targets do not have it: after a restart that tells whether the others have the newest one.
@@ -275,7 +256,7 @@ impl Osd {
         // A group that cannot be opened may need the target.
         let needs = async |(pool, group): (String, Rc<Group>)| {
             let session = group.any_session().await;
-            let can_spare = session.is_ok_and(|session| session.can_spare(target.uuid, group.layout.k));
+            let can_spare = session.is_ok_and(|session| session.can_spare(target.uuid, group.needed()));
             (!can_spare).then_some(pool)
         };
         let groups = self.open_groups().into_iter().map(needs);
@@ -475,7 +456,7 @@ impl Osd {
 /// Compares an object's data with its checksums.
 async fn verify(place: &Place) -> store::Result<Findings> {
     let mut found = Findings { objects: 1, ..Findings::default() };
-    let (store, cid, oid) = (&place.pg.target.store, &place.pg.cid, &place.oid);
+    let (store, cid, oid) = (&place.pg.backing, &place.pg.cid, &place.oid);
     let mut at = 0;
     loop {
         let read = match store.read(cid, oid, at, SEGMENT, None).await {

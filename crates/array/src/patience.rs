@@ -12,8 +12,8 @@ use futures::stream::{FuturesUnordered, StreamExt};
 use store::StoreError;
 use tokio::time::Instant;
 
-use super::group::{Group, Link};
-use crate::target::Target;
+use crate::group::{Group, Link};
+use crate::member::Member;
 
 impl Group {
     /// What a member answers.
@@ -39,23 +39,24 @@ impl Group {
             answer = &mut call => answer,
             () = self.can_go_on_without(&link.target) => {
                 link.target.overdue(&self.cid, self.member_timeout);
-                Err(gone_slow(&link.target, began.elapsed()))
+                Err(gone_slow(&*link.target, began.elapsed()))
             }
             () = tokio::time::sleep_until(began + self.patience) => {
-                Err(gone_slow(&link.target, self.patience))
+                Err(gone_slow(&*link.target, self.patience))
             }
         }
     }
 
     /// Resolves when enough members in sync answer, besides one.
-    pub(super) async fn can_go_on_without(&self, slow: &Rc<Target>) {
+    pub(super) async fn can_go_on_without(&self, slow: &Rc<dyn Member>) {
         loop {
-            let others: Vec<Rc<Target>> = {
+            let others: Vec<Rc<dyn Member>> = {
                 let in_sync = self.in_sync.borrow();
-                in_sync.iter().filter(|t| t.uuid != slow.uuid && t.is_usable()).cloned().collect()
+                in_sync.iter().filter(|t| t.uuid() != slow.uuid() && t.is_usable()).cloned().collect()
             };
             if others.len() >= self.layout.k {
-                let answers: FuturesUnordered<_> = others.iter().map(Target::answers).collect();
+                let answers: FuturesUnordered<_> =
+                    others.iter().map(|other| Rc::clone(other).answers()).collect();
                 let enough = answers.take(self.layout.k).count();
                 if tokio::time::timeout(self.member_timeout, enough).await.is_ok() {
                     return;
@@ -73,7 +74,7 @@ impl Group {
         }
         let hopeful = self.targets.iter().filter(|t| t.is_hopeful());
         let tried: Vec<String> = hopeful
-            .map(|t| format!("target {} is tried again ({})", t.uuid, t.failure().unwrap_or_default()))
+            .map(|t| format!("target {} is tried again ({})", t.uuid(), t.failure().unwrap_or_default()))
             .collect();
         if tried.is_empty() {
             return e;
@@ -83,6 +84,6 @@ impl Group {
 }
 
 /// What a call on a member that does not answer fails with.
-pub(super) fn gone_slow(target: &Target, waited: Duration) -> StoreError {
-    StoreError::Disconnected(format!("target {} has not answered in {waited:?}", target.uuid))
+pub(super) fn gone_slow(target: &dyn Member, waited: Duration) -> StoreError {
+    StoreError::Disconnected(format!("target {} has not answered in {waited:?}", target.uuid()))
 }

@@ -13,10 +13,10 @@ use futures::future::try_join_all;
 use store::{ObjectId, Op, StoreError, Transaction};
 use uuid::Uuid;
 
-use super::group::{Group, Link};
-use super::open::View;
-use super::record::{GroupRecord, Member, Standing, key_dirty, key_proposal, key_record, own_object};
-use crate::target::Target;
+use crate::group::{Group, Link};
+use crate::member::Member;
+use crate::open::View;
+use crate::record::{GroupRecord, MemberRecord, Standing, key_dirty, key_proposal, key_record, own_object};
 
 /// How far an epoch is, at least, beyond all that members may have that were said to be lost. In such steps it has the seconds
 /// since 1970, so that the last word counts.
@@ -59,7 +59,7 @@ impl Group {
         let mut missing = Vec::new();
         for position in record.in_sync() {
             let uuid = record.members[position].target;
-            members[position] = views.iter().find(|view| view.link.target.uuid == uuid).cloned();
+            members[position] = views.iter().find(|view| view.link.target.uuid() == uuid).cloned();
             if members[position].is_none() {
                 missing.push(uuid);
             }
@@ -99,7 +99,7 @@ impl Group {
 
     /// Whether an operator has said that a target is lost.
     fn is_written_off(&self, uuid: &Uuid) -> bool {
-        self.targets.iter().find(|t| t.uuid == *uuid).is_none_or(|t| t.is_out())
+        self.targets.iter().find(|t| t.uuid() == *uuid).is_none_or(|t| t.is_out())
     }
 
     /// Makes the members agree on a record that says who is in sync; returns it and the objects that are dirty.
@@ -208,7 +208,7 @@ impl Group {
     fn find_replacements(&self, record: &mut GroupRecord) {
         for position in 0..record.members.len() {
             let member = record.members[position];
-            let known = self.targets.iter().find(|t| t.uuid == member.target);
+            let known = self.targets.iter().find(|t| t.uuid() == member.target);
             let is_full =
                 member.standing == Standing::Blank && self.no_room.borrow().contains(&member.target);
             let stays = known.is_some_and(|t| !t.is_out()) && !is_full;
@@ -221,7 +221,7 @@ impl Group {
                 self.spare(record).filter(|_| !is_full)
             });
             if let Some(target) = spare {
-                record.members[position] = Member { target, standing: Standing::Blank };
+                record.members[position] = MemberRecord { target, standing: Standing::Blank };
             }
         }
     }
@@ -229,9 +229,10 @@ impl Group {
     /// The best target that is not a member, and on which there may be room.
     pub(super) fn spare(&self, record: &GroupRecord) -> Option<Uuid> {
         let no_room = self.no_room.borrow();
-        let taken = |t: &Target| record.members.iter().any(|m| m.target == t.uuid);
-        let free = self.targets.iter().filter(|t| t.is_usable() && !taken(t) && !no_room.contains(&t.uuid));
-        let free: Vec<Uuid> = free.map(|t| t.uuid).collect();
+        let taken = |t: &dyn Member| record.members.iter().any(|m| m.target == t.uuid());
+        let free =
+            self.targets.iter().filter(|t| t.is_usable() && !taken(&***t) && !no_room.contains(&t.uuid()));
+        let free: Vec<Uuid> = free.map(|t| t.uuid()).collect();
         wire::placement::ranked(self.place.0, self.place.1, &free).first().map(|&best| free[best])
     }
 }

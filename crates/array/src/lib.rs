@@ -1,8 +1,8 @@
-//! Several targets as one store: an object's data on all of them, so that some may be lost.
+//! Several targets as one store: each object has data on all of them, so that some targets may be lost.
 //!
-//! A placement group of a pool with redundancy has one [`Array`]: an [`ObjectStore`] of one collection over the stores of its
-//! members, one shard of each object on each. Whoever uses it sees a store like any other, whose session changes
-//! when a member fails or comes back. Behind it, `group` is what it remembers; `transact` makes of a transaction one for each
+//! A placement group of a pool with redundancy has one [`Array`]: a store of one collection over the stores of the group's
+//! members, with one shard of each object on each. Its user sees a store like any other, whose session changes
+//! when a member fails or comes back. Behind it, `group` is what it remembers; `member` is what it must know of a target; `transact` makes of a transaction one for each
 //! member (`overlay`: what becomes of an object; `split`, `parity`: of its shards; `layout`, `coder`: where its bytes are, and
 //! their parity; `staging`: large data before its transaction); `read` reads, from other shards where one is lost; `open` settles,
 //! when a session begins, what the last one has left (`members`: who counts then; `removal`: what nobody needs); `rebuild` brings members back, `scrub` compares them; `patience`: how long members are waited for. `record` is what
@@ -14,14 +14,20 @@
 //! is changed by one transaction at a time. The omap entries that several transactions may change at a time (of a
 //! placement group's own object) are either written by one transaction alone or only ever grow. See `docs/adr/0012`.
 //!
-//! **Threads.** An [`Array`] may be called from anywhere; the group lives on the thread, in the `LocalSet`, that started it.
+//! **Threads.** An [`Array`] and its group live on one thread, in a `LocalSet`. A request begins in the call of
+//! [`submit`](Submit::submit), and goes on in its future, or, if it changes something, in a task.
+
+#![forbid(unsafe_code)]
 
 mod coder;
+mod coding;
 mod group;
 mod layout;
+mod member;
 mod members;
 mod open;
 mod overlay;
+mod pace;
 mod parity;
 mod patience;
 mod probe;
@@ -35,106 +41,92 @@ mod stage;
 mod staging;
 mod transact;
 
+use std::pin::Pin;
 use std::rc::Rc;
-use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use base::block::BLOCK;
-use base::phases::{self, Clock};
+use base::phases;
 use base::reclaim::Reclaim;
+use base::thread::ThreadClass;
+use futures::future::LocalBoxFuture;
 use store::{
-    CollectionId, Query, QueryReply, Result, Space, StoreCalls, StoreError, StoreFuture, StoreReply,
-    StoreRequest, Submit, check_session, ready,
+    Query, QueryReply, Result, Space, StoreCalls, StoreError, StoreReply, StoreRequest, Submit, check_session,
 };
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
 
-pub(crate) use group::{Group, GroupOptions, Session};
+pub use coding::{Coding, CodingConfig, StripesAt};
+pub use group::{Group, GroupOptions, Session};
+pub use member::Member;
+pub use pace::Pace;
 pub use probe::NewObjects;
-pub(crate) use rebuild::{RETRY, Rebuilt};
-pub(crate) use record::SIZE_XATTR;
-pub(crate) use scrub::Findings;
+pub use rebuild::{RETRY, Rebuilt};
+pub use record::SIZE_XATTR;
+pub use scrub::Findings;
 
-use group::{Link, Shared};
+use group::Link;
+
+/// Starts a task on this thread. The thread also serves connections, so the CPU time of its tasks is booked by class.
+fn spawn<F: Future<Output: 'static> + 'static>(task: F) -> JoinHandle<F::Output> {
+    tokio::task::spawn_local(base::work::booked(ThreadClass::Osd, task))
+}
 
 /// After the last transaction, intents are trimmed when nothing has happened for that long.
 const TRIM_IDLE: Duration = Duration::from_secs(1);
 
-/// A request, in the session of that number.
-struct Call {
-    number: u64,
-    request: StoreRequest,
-    /// Of the request of a client that it is made for.
-    clock: Option<Clock>,
-    reply: oneshot::Sender<Result<StoreReply>>,
-}
+/// The future of an [`Array`]'s reply.
+pub type ArrayFuture = LocalBoxFuture<'static, Result<StoreReply>>;
 
-/// See the [module](self) documentation.
-pub(crate) struct Array {
-    cid: CollectionId,
-    alignment: u64,
-    shared: Arc<Shared>,
-    calls: mpsc::UnboundedSender<Call>,
-}
+/// See the [module](self) documentation. A clone is another handle of the same group.
+#[derive(Clone)]
+pub struct Array(Rc<Group>);
 
 impl Array {
-    /// Starts a group on this thread, which must be in a `LocalSet`. It ends when the array is dropped.
-    ///
-    /// # Errors
-    /// If its redundancy is not possible.
-    pub(crate) fn start(options: GroupOptions) -> Result<(Arc<Array>, Rc<Group>)> {
-        let group = Rc::new(Group::new(options)?);
-        let (calls, mut waiting) = mpsc::unbounded_channel();
-        let array = Array {
-            cid: group.cid.clone(),
-            alignment: if group.layout.is_mirror() { BLOCK } else { group.layout.stripe() },
-            shared: Arc::clone(&group.shared),
-            calls,
-        };
-        let served = Rc::clone(&group);
-        crate::spawn(async move {
-            while let Some(Call { number, request, clock, reply }) = waiting.recv().await {
-                // Each goes on by itself; they take their places in the order in which they are first polled.
-                let carried_out = carry_out(Rc::clone(&served), number, request, reply);
-                match clock {
-                    Some(clock) => crate::spawn(clock.scope(carried_out)),
-                    None => crate::spawn(carried_out),
-                };
-            }
-        });
-        Ok((Arc::new(array), group))
+    /// A handle of a group.
+    #[must_use]
+    pub fn new(group: Rc<Group>) -> Array {
+        Array(group)
     }
+}
 
-    fn send(&self, number: u64, request: StoreRequest) -> oneshot::Receiver<Result<StoreReply>> {
-        let (reply, answer) = oneshot::channel();
-        // If the group has ended the answer says so.
-        let _ = self.calls.send(Call { number, request, clock: phases::current(), reply });
-        answer
-    }
+/// A request that a dropped future must not undo: it is carried out by a task of its own.
+fn detached(task: ArrayFuture) -> ArrayFuture {
+    let task = match phases::current() {
+        Some(clock) => spawn(clock.scope(task)),
+        None => spawn(task),
+    };
+    Box::pin(async move { task.await.unwrap_or_else(|_| Err(ended())) })
 }
 
 fn ended() -> StoreError {
     StoreError::Disconnected("the group has ended".into())
 }
 
-async fn carry_out(
-    group: Rc<Group>,
-    number: u64,
-    request: StoreRequest,
-    to: oneshot::Sender<Result<StoreReply>>,
-) {
+/// Carries out a request as far as that goes without waiting: so requests take their places in the order of the calls.
+fn begin(mut task: ArrayFuture) -> std::result::Result<Result<StoreReply>, ArrayFuture> {
+    match Pin::new(&mut task).poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(reply) => Ok(reply),
+        Poll::Pending => Err(task),
+    }
+}
+
+fn ready(reply: Result<StoreReply>) -> ArrayFuture {
+    Box::pin(std::future::ready(reply))
+}
+
+async fn carry_out(group: Rc<Group>, number: u64, request: StoreRequest) -> Result<StoreReply> {
     let repairs = matches!(request, StoreRequest::Transact { .. } | StoreRequest::Read { .. });
     let trims = matches!(request, StoreRequest::Transact { .. });
     let reply = reply_to(&group, number, request).await;
-    // The caller may no longer wait.
-    if let Err(Ok(StoreReply::Stage(stage))) = to.send(reply) {
-        group.stage_release(stage);
-    }
     if repairs {
         repair_damaged(&group);
     }
     if trims {
         trim_when_idle(&group);
     }
+    reply
 }
 
 async fn reply_to(group: &Rc<Group>, number: u64, request: StoreRequest) -> Result<StoreReply> {
@@ -173,7 +165,7 @@ async fn ask_metadata(group: &Group, number: u64, query: Query) -> Result<StoreR
     let Some(oid) = query.oid() else {
         return Err(StoreError::InvalidArgument("the question is about no object".into()));
     };
-    let ask = async |member: &Link| member.target.store.query(&group.cid, query.clone()).await;
+    let ask = async |member: &Link| member.target.store().query(&group.cid, query.clone()).await;
     let mut reply = group.ask_in(number, oid, ask).await?;
     if let StoreReply::Query(QueryReply::Pairs(xattrs)) = &mut reply
         && matches!(query, Query::Xattrs { .. })
@@ -188,7 +180,7 @@ fn repair_damaged(group: &Rc<Group>) {
     let damaged = std::mem::take(&mut *group.damaged.borrow_mut());
     for (oid, position) in damaged {
         let group = Rc::clone(group);
-        crate::spawn(async move {
+        spawn(async move {
             if let Err(e) = group.repair(&oid, position).await {
                 tracing::warn!(%oid, position, error = %e, "a damaged shard is left to the next scrub");
             }
@@ -202,7 +194,7 @@ fn trim_when_idle(group: &Rc<Group>) {
         return;
     }
     let group = Rc::downgrade(group);
-    crate::spawn(async move {
+    spawn(async move {
         let mut seen = None;
         loop {
             tokio::time::sleep(TRIM_IDLE).await;
@@ -220,43 +212,58 @@ fn trim_when_idle(group: &Rc<Group>) {
 }
 
 impl Submit for Array {
-    type Reply = StoreFuture;
+    type Reply = ArrayFuture;
 
-    fn submit(&self, request: StoreRequest) -> StoreFuture {
-        if let Some(cid) = request.collection().filter(|cid| **cid != self.cid) {
+    fn submit(&self, request: StoreRequest) -> ArrayFuture {
+        let group = &self.0;
+        if let Some(cid) = request.collection().filter(|cid| **cid != group.cid) {
             return ready(Err(StoreError::NoSuchCollection(cid.to_string())));
         }
-        let number = match &request {
-            StoreRequest::Transact { transaction, session } => {
-                if let Err(e) = transaction.validate().and_then(|()| check_session(*session, self.session()))
-                {
-                    return ready(Err(e));
-                }
-                session.unwrap_or_else(|| self.session())
+        let mut number = group.number();
+        if let StoreRequest::Transact { transaction, session } = &request {
+            if let Err(e) = transaction.validate().and_then(|()| check_session(*session, number)) {
+                return ready(Err(e));
             }
-            _ => self.session(),
-        };
-        let is_stage = matches!(request, StoreRequest::Stage { .. });
-        let sent = self.send(number, request);
-        if !is_stage {
-            return Box::pin(async move { sent.await.unwrap_or_else(|_| Err(ended())) });
+            number = session.unwrap_or(number);
         }
-        let calls = self.calls.clone();
-        let staging = Reclaim::new(sent, move |made: Result<StoreReply>| {
-            if let Ok(StoreReply::Stage(stage)) = made {
-                let (reply, _) = oneshot::channel();
-                let request = StoreRequest::StageRelease { stage };
-                let _ = calls.send(Call { number, request, clock: None, reply });
-            }
-        });
-        Box::pin(async move { staging.await.unwrap_or_else(|_| Err(ended())) })
+        let is_stage = matches!(request, StoreRequest::Stage { .. });
+        let changes =
+            matches!(request, StoreRequest::Transact { .. } | StoreRequest::StageWrite { .. }) || is_stage;
+        match begin(Box::pin(carry_out(Rc::clone(group), number, request))) {
+            Ok(reply) => ready(reply),
+            Err(task) if is_stage => self.staging(task),
+            Err(task) if changes => detached(task),
+            Err(task) => task,
+        }
     }
 
     fn session(&self) -> u64 {
-        self.shared.number()
+        self.0.number()
     }
 
     fn stage_alignment(&self) -> u64 {
-        self.alignment
+        if self.0.layout.is_mirror() { BLOCK } else { self.0.layout.stripe() }
+    }
+}
+
+impl Array {
+    /// Makes a stage. It is released if the caller no longer waits when it is there.
+    fn staging(&self, task: ArrayFuture) -> ArrayFuture {
+        let (reply, made) = oneshot::channel();
+        let group = Rc::clone(&self.0);
+        let release = move |made: Result<StoreReply>| {
+            if let Ok(StoreReply::Stage(stage)) = made {
+                group.stage_release(stage);
+            }
+        };
+        let unwanted = release.clone();
+        drop(detached(Box::pin(async move {
+            if let Err(made) = reply.send(task.await) {
+                unwanted(made);
+            }
+            Ok(StoreReply::Done)
+        })));
+        let staging = Reclaim::new(made, release);
+        Box::pin(async move { staging.await.unwrap_or_else(|_| Err(ended())) })
     }
 }

@@ -12,7 +12,7 @@ const BUSY: Duration = Duration::from_millis(100);
 
 /// See the [module](self) documentation. Shared by all background work of an OSD.
 #[derive(Clone)]
-pub(crate) struct Pace(Rc<Inner>);
+pub struct Pace(Rc<Inner>);
 
 struct Inner {
     /// Most bytes a second; 0 for no limit.
@@ -27,7 +27,7 @@ struct Inner {
 
 impl Pace {
     /// `rate` is in bytes a second, 0 for no limit; `share` in percent of the time, 1 to 100.
-    pub(crate) fn new(rate: u64, share: u32) -> Pace {
+    pub fn new(rate: u64, share: u32) -> Pace {
         Pace(Rc::new(Inner {
             rate: Cell::new(rate),
             share: share.clamp(1, 100),
@@ -38,24 +38,24 @@ impl Pace {
     }
 
     /// Sets the most bytes a second; 0 for no limit. Whoever waits because of the old one goes on.
-    pub(crate) fn set_rate(&self, rate: u64) {
+    pub fn set_rate(&self, rate: u64) {
         self.0.rate.set(rate);
         self.0.paid_until.set(None);
         self.0.rate_changed.notify_waiters();
     }
 
     /// Most bytes a second; 0 for no limit.
-    pub(crate) fn rate(&self) -> u64 {
+    pub fn rate(&self) -> u64 {
         self.0.rate.get()
     }
 
     /// Says that a client has asked for something.
-    pub(crate) fn client_served(&self) {
+    pub fn client_served(&self) {
         self.0.last_request.set(Some(Instant::now()));
     }
 
     /// Waits as long as is due after a step of `bytes` that took `took`.
-    pub(crate) async fn after(&self, bytes: u64, took: Duration) {
+    pub async fn after(&self, bytes: u64, took: Duration) {
         let rate_changed = self.0.rate_changed.notified();
         let pause = self.due(bytes, took, Instant::now());
         if pause > Duration::ZERO {

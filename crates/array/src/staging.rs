@@ -11,11 +11,11 @@ use store::stripes::{ShardBytes, StripeError};
 use store::{ObjectId, StageId, Stat, StoreCalls, StoreError, Transaction};
 use tokio::time::Instant;
 
-use super::group::{Group, Link, Session, over};
-use super::overlay::{Overlay, slice};
-use super::stage::{ShardStage, Staged};
-use super::transact::is_refusal;
 use crate::coding::Stripes;
+use crate::group::{Group, Link, Session, over};
+use crate::overlay::{Overlay, slice};
+use crate::stage::{ShardStage, Staged};
+use crate::transact::is_refusal;
 
 impl Group {
     /// Makes room for `len` bytes that will lie at a whole stripe of their object.
@@ -28,7 +28,7 @@ impl Group {
             let link = self.takes_part(&session, position).filter(|_| shard_len > 0);
             let shard = match link {
                 Some(link) => {
-                    let staged = self.answer(&link, link.target.store.stage(shard_len)).await;
+                    let staged = self.answer(&link, link.target.store().stage(shard_len)).await;
                     let id = staged.map_err(|e| gone(&link, e))?;
                     Some(ShardStage { link, id })
                 }
@@ -51,7 +51,7 @@ impl Group {
     fn staged(&self, id: StageId) -> store::Result<Rc<Staged>> {
         let found = self.stages.borrow().get(&id).cloned();
         let staged = found.ok_or(StoreError::NoSuchStage(id.0))?;
-        if staged.session != self.shared.number() {
+        if staged.session != self.number() {
             return Err(over(staged.session));
         }
         Ok(staged)
@@ -115,7 +115,7 @@ impl Group {
     /// Writes the end of a stage of copies.
     async fn write_tail(&self, staged: &Staged, at: u64, tail: Payload) -> store::Result<()> {
         let writes = staged.shards.iter().flatten().map(|shard| {
-            let written = shard.link.target.store.stage_write(shard.id, at, tail.clone());
+            let written = shard.link.target.store().stage_write(shard.id, at, tail.clone());
             async move { self.answer(&shard.link, written).await.map_err(|e| gone(&shard.link, e)) }
         });
         try_join_all(writes).await.map(drop)
@@ -163,7 +163,7 @@ impl Group {
     /// Has a piece of each shard written.
     async fn stage_shards(&self, staged: &Staged, at: u64, data: Vec<ShardBytes>) -> store::Result<()> {
         let part = |shard: &Option<ShardStage>| {
-            shard.as_ref().map(|shard| (shard.link.target.uuid.as_u128(), shard.id))
+            shard.as_ref().map(|shard| (shard.link.target.uuid().as_u128(), shard.id))
         };
         let parts = staged.shards.iter().map(part).collect();
         let stripes = Stripes { parts, offset: at, data, code: self.coder.parity_code().cloned() };
@@ -194,7 +194,7 @@ impl Group {
         let asked = staged.shards.iter().flatten().map(|shard| async move {
             // An empty transaction becomes durable: a drive that stands still does not answer.
             let nothing = Transaction::new(self.cid.clone());
-            let call = shard.link.target.store.queue_transaction(nothing);
+            let call = shard.link.target.store().queue_transaction(nothing);
             self.answer(&shard.link, call).await.map_err(|e| gone(&shard.link, e)).err()
         });
         let found = join_all(asked).await.into_iter().flatten().next();
@@ -254,7 +254,7 @@ impl Group {
         let size = self.size(&session, oid, &locked).await?;
         let size = size.ok_or_else(|| StoreError::NoSuchObject(oid.to_string()))?;
         let links = self.live_links(&session, oid);
-        let ask = |link: &Link| link.target.store.stat(&self.cid, oid);
+        let ask = |link: &Link| link.target.store().stat(&self.cid, oid);
         let stats = links.iter().flatten().map(|link| self.answer(link, ask(link)));
         let stats = try_join_all(stats).await?;
         Ok(Stat { size, allocated: stats.iter().map(|stat| stat.allocated).sum() })

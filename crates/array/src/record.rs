@@ -23,7 +23,7 @@ const FORMAT: u8 = 1;
 const OWN: &[u8] = b"\0\0\0\0\0a";
 
 /// Name of the xattr that has an object's size, in bytes.
-pub(crate) const SIZE_XATTR: Bytes = Bytes::from_static(b"a");
+pub const SIZE_XATTR: Bytes = Bytes::from_static(b"a");
 
 /// How a member stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -38,7 +38,7 @@ pub(crate) enum Standing {
 
 /// A member: the target that has the shard of that position.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Member {
+pub(crate) struct MemberRecord {
     pub(crate) target: Uuid,
     pub(crate) standing: Standing,
 }
@@ -49,7 +49,7 @@ pub(crate) struct GroupRecord {
     /// Grows whenever a member leaves or comes back.
     pub(crate) epoch: u64,
     /// By position.
-    pub(crate) members: Vec<Member>,
+    pub(crate) members: Vec<MemberRecord>,
 }
 
 impl GroupRecord {
@@ -226,7 +226,7 @@ mod tests {
     #[test]
     fn entries_survive_storage() {
         let oid = ObjectId::new("object").unwrap();
-        let member = Member { target: Uuid::from_u128(7), standing: Standing::Stale };
+        let member = MemberRecord { target: Uuid::from_u128(7), standing: Standing::Stale };
         let record = GroupRecord { epoch: 3, members: vec![member] };
         let touched = Touched {
             oid: oid.clone(),
@@ -247,7 +247,7 @@ mod tests {
     #[test]
     fn a_groups_own_objects_are_told_apart() {
         assert!(is_own(&own_object()) && is_own(&undo_object(1, 0)));
-        assert!(!is_own(&crate::ids::meta_object()));
-        assert!(!is_own(&crate::ids::object(0, "", "a", None)));
+        assert!(!is_own(&ObjectId::new(&b"\0\0\0\0\0meta"[..]).unwrap()));
+        assert!(!is_own(&ObjectId::new(&b"\0\0\0\0\x01\0a"[..]).unwrap()));
     }
 }

@@ -11,9 +11,9 @@ use bytes::Bytes;
 use futures::future::{try_join, try_join_all};
 use store::{Op, StoreError, WriteSource};
 
-use super::coder::Buffer;
-use super::overlay::{Content, slice};
-use super::split::{Run, Split, Splitter, Unit};
+use crate::coder::Buffer;
+use crate::overlay::{Content, slice};
+use crate::split::{Run, Split, Splitter, Unit};
 
 impl Splitter<'_> {
     /// The ops of parity shards for a run of stripes.

@@ -11,6 +11,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use base::fault::Faults;
 use bytes::Bytes;
 use ec::Code;
 use ec::offload::host_load::{HostLoad, Load, Thresholds};
@@ -18,13 +19,11 @@ use ec::offload::scheduler::{Capacity, Config, Place, PlaceSnapshot, Refused, Sc
 use ec::offload::software::{self, Processor, SoftwareOptions};
 use ec::offload::worker::{Work, Worker};
 use futures::future::join;
-use store::stripes::{Coder, Parity, ShardBuf, ShardBytes, StripeError, StripeStores, StripeWrite};
+use store::stripes::{Coder, Engines, Parity, ShardBuf, ShardBytes, StripeError, StripeStores, StripeWrite};
 use store::{StageId, StoreError};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 use wire::{CodingMode, CodingOffload, CodingPlace, CodingStatus, Error};
-
-use crate::config::CodingConfig;
 
 /// Pause between two looks at the host's load.
 const WATCH: Duration = Duration::from_millis(100);
@@ -34,6 +33,57 @@ const WATCH_IDLE: Duration = Duration::from_secs(1);
 const ATTEMPTS: usize = 4;
 /// Most tasks whose data is on its way to the host's processor, beside those that it is at.
 const ON_THE_WAY: usize = 3;
+
+/// Where the parity of staged data is computed.
+#[derive(Debug, Clone)]
+pub struct CodingConfig {
+    /// The mode to begin with.
+    pub mode: CodingMode,
+    /// What of the DPU computes; `None` where there is no DPU, and all is done by the host's processor.
+    pub offload: Option<CodingOffload>,
+    /// Threads of the DPU's cores that compute.
+    pub threads: usize,
+    /// Threads of the host's processor that do.
+    pub host_threads: usize,
+    /// Most tasks that wait.
+    pub queue: usize,
+    /// How long a place that failed is left alone.
+    pub cool_down: Duration,
+    /// What takes stripes to the stores.
+    pub stripes: StripesAt,
+    /// What is to go wrong on the DPU's cores.
+    pub faults: Faults,
+}
+
+/// What takes stripes to the stores.
+#[derive(Clone)]
+pub enum StripesAt {
+    /// The stores are in this process, with these engines; `None` has the least that there can be.
+    Here(Option<Arc<Engines>>),
+    /// They are behind this.
+    There(Arc<dyn StripeStores>),
+}
+
+impl std::fmt::Debug for StripesAt {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(if matches!(self, StripesAt::Here(_)) { "Here" } else { "There" })
+    }
+}
+
+impl Default for CodingConfig {
+    fn default() -> Self {
+        CodingConfig {
+            mode: CodingMode::Async,
+            offload: Some(CodingOffload::Dpu),
+            threads: 1,
+            host_threads: 1,
+            queue: 1024,
+            cool_down: Duration::from_secs(2),
+            stripes: StripesAt::Here(None),
+            faults: Faults::default(),
+        }
+    }
+}
 
 /// A piece of each shard of an object that is being staged.
 pub(crate) struct Stripes {
@@ -48,7 +98,7 @@ pub(crate) struct Stripes {
 }
 
 /// See the [module](self) documentation.
-pub(crate) struct Coding {
+pub struct Coding {
     stores: Arc<dyn StripeStores>,
     scheduler: Scheduler,
     offload: Option<CodingOffload>,
@@ -63,7 +113,7 @@ pub(crate) struct Coding {
 impl Coding {
     /// # Errors
     /// If the system has no room for another thread.
-    pub(crate) fn start(
+    pub fn start(
         config: &CodingConfig,
         stores: Arc<dyn StripeStores>,
         is_emulated: bool,
@@ -107,7 +157,7 @@ impl Coding {
     ///
     /// # Errors
     /// If the mode needs a DPU and the node has none.
-    pub(crate) fn set_mode(&self, mode: CodingMode) -> wire::Result<()> {
+    pub fn set_mode(&self, mode: CodingMode) -> wire::Result<()> {
         if self.offload.is_none() && mode != CodingMode::LatencySensitive {
             let why = "this node has no DPU to code on: its placement is host; configure coding.offload = \"accelerator\"";
             return Err(Error::BadRequest(why.into()));
@@ -233,7 +283,7 @@ impl Coding {
     }
 
     /// What it does, for people.
-    pub(crate) fn status(&self) -> CodingStatus {
+    pub fn status(&self) -> CodingStatus {
         let snapshot = self.scheduler.snapshot();
         let load = self.load.borrow();
         let percent = |part: f64| (part * 100.0).round() as u32;

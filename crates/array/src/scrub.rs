@@ -8,34 +8,34 @@ use bytes::Bytes;
 use futures::future::join_all;
 use store::{ObjectId, StoreCalls, StoreError};
 
-use super::group::{Group, Link, Session};
-use super::read::{Whole, is_damage};
-use super::rebuild::is_internal;
+use crate::group::{Group, Link, Session};
+use crate::read::{Whole, is_damage};
 
 /// Bytes of each shard that are compared at a time.
 const SEGMENT: u64 = 512 << 10;
 
 /// What was found.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Findings {
+pub struct Findings {
     /// Objects looked at.
-    pub(crate) objects: u64,
+    pub objects: u64,
     /// Bytes read.
-    pub(crate) bytes: u64,
+    pub bytes: u64,
     /// Shards that could not be read, or were not what they should be.
-    pub(crate) damaged: u64,
+    pub damaged: u64,
     /// Those of them that were made anew.
-    pub(crate) repaired: u64,
+    pub repaired: u64,
     /// Objects whose shards can all be read and contradict each other: which of them is wrong cannot be told.
-    pub(crate) inconsistent: u64,
+    pub inconsistent: u64,
     /// Objects whose data does not have the size that is recorded of them.
-    pub(crate) wrong_size: u64,
+    pub wrong_size: u64,
     /// Those of them that were given that size.
-    pub(crate) resized: u64,
+    pub resized: u64,
 }
 
 impl Findings {
-    pub(crate) fn add(&mut self, other: &Findings) {
+    /// Adds up.
+    pub fn add(&mut self, other: &Findings) {
         self.objects += other.objects;
         self.bytes += other.bytes;
         self.damaged += other.damaged;
@@ -56,7 +56,7 @@ struct Verdict {
 
 impl Group {
     /// Objects from `from` on that any member has, in order, and whether there are more.
-    pub(crate) async fn scrub_page(
+    pub async fn scrub_page(
         &self,
         from: Option<ObjectId>,
         limit: usize,
@@ -77,8 +77,8 @@ impl Group {
     }
 
     /// Looks at one object, and repairs what can be.
-    pub(crate) async fn scrub(&self, oid: &ObjectId) -> store::Result<Findings> {
-        if is_internal(oid) {
+    pub async fn scrub(&self, oid: &ObjectId) -> store::Result<Findings> {
+        if (self.is_internal)(oid) {
             return Ok(Findings::default());
         }
         let Some(verdict) = self.look_at(oid).await? else { return Ok(Findings::default()) };
@@ -118,7 +118,7 @@ impl Group {
         let mut xattrs: Option<Vec<(Bytes, Bytes)>> = None;
         for (position, link) in links.iter().enumerate() {
             let Some(link) = link else { continue };
-            let store = &link.target.store;
+            let store = &link.target.store();
             let found = async {
                 let stat = self.answer(link, store.stat(&self.cid, oid)).await?;
                 self.expect_len(link, Whole { oid, size }, position, stat.size)?;

@@ -16,14 +16,14 @@ use futures::stream::{FuturesUnordered, StreamExt};
 use store::{ObjectId, Op, StoreCalls, StoreError, Transaction};
 use tokio::time::Instant;
 
-use super::group::{Group, Link, Log, Session, over};
-use super::record::{
-    Entry, GroupRecord, Intent, Member, Standing, Touched, Undo, key_intent, key_record, own_object,
+use crate::group::{Group, Link, Log, Session, over};
+use crate::member::Member;
+use crate::record::{
+    Entry, GroupRecord, Intent, MemberRecord, Standing, Touched, Undo, key_intent, key_record, own_object,
     undo_object,
 };
-use super::removal::leftovers;
-use super::transact::{copy_ranges, is_refusal};
-use crate::target::Target;
+use crate::removal::leftovers;
+use crate::transact::{copy_ranges, is_refusal};
 
 /// Entries read at a time.
 const PAGE: usize = 1024;
@@ -53,11 +53,11 @@ enum Found {
 struct Views {
     views: Vec<View>,
     /// Targets with objects but without a group record.
-    remains: Vec<Rc<Target>>,
+    remains: Vec<Rc<dyn Member>>,
 }
 
 impl Views {
-    fn add(&mut self, target: Rc<Target>, found: Found) {
+    fn add(&mut self, target: Rc<dyn Member>, found: Found) {
         match found {
             Found::Nothing => {}
             Found::Remains => self.remains.push(target),
@@ -78,19 +78,20 @@ impl Group {
     ///
     /// # Errors
     /// [`StoreError::TooFewTargets`] if there are not enough.
-    pub(crate) async fn create(&self, ranked: &[usize]) -> store::Result<()> {
+    pub async fn create(&self, ranked: &[usize]) -> store::Result<()> {
         let usable = ranked.iter().map(|&i| &self.targets[i]).filter(|t| t.is_usable());
         let needed = self.layout.shards();
-        let chosen: Vec<&Rc<Target>> = usable.take(needed).collect();
+        let chosen: Vec<&Rc<dyn Member>> = usable.take(needed).collect();
         if chosen.len() < needed {
             let detail = format!("{} takes as many; the node has no more that can be used", self.redundancy);
             let e = StoreError::TooFewTargets { there: chosen.len(), needed, detail };
             return Err(self.unless_hopeful(e));
         }
-        let members = chosen.iter().map(|t| Member { target: t.uuid, standing: Standing::InSync }).collect();
+        let members =
+            chosen.iter().map(|t| MemberRecord { target: t.uuid(), standing: Standing::InSync }).collect();
         let record = GroupRecord { epoch: 1, members };
         *self.in_sync.borrow_mut() = chosen.iter().map(|target| Rc::clone(target)).collect();
-        let create = |target: &&Rc<Target>| {
+        let create = |target: &&Rc<dyn Member>| {
             let (target, record) = (Rc::clone(target), &record);
             async move {
                 // Of a pool that could not be made there may be something left.
@@ -105,23 +106,23 @@ impl Group {
     }
 
     /// Makes the collection and the record on one target.
-    pub(super) async fn create_on(&self, target: &Rc<Target>, record: &GroupRecord) -> store::Result<()> {
-        let link = Link { target: Rc::clone(target), session: target.store.session() };
+    pub(super) async fn create_on(&self, target: &Rc<dyn Member>, record: &GroupRecord) -> store::Result<()> {
+        let link = Link { target: Rc::clone(target), session: target.store().session() };
         let create = Transaction::new(self.cid.clone()).with(Op::CreateCollection);
-        match self.answer(&link, target.store.queue_transaction(create)).await {
+        match self.answer(&link, target.store().queue_transaction(create)).await {
             Ok(()) | Err(StoreError::Exists(_)) => {}
             Err(e) => return Err(e),
         }
         let entries = vec![(key_record(), record.encode())];
         let write = Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: own_object(), entries });
-        self.answer(&link, target.store.queue_transaction(write.from_reserve())).await
+        self.answer(&link, target.store().queue_transaction(write.from_reserve())).await
     }
 
     /// Opens a session with the targets that are there.
     pub(super) async fn open(&self) -> store::Result<Session> {
-        let number = self.shared.number();
+        let number = self.number();
         let Views { views, remains } = self.views().await?;
-        if self.shared.number() != number {
+        if self.number() != number {
             return Err(over(number));
         }
         let (record, members, on_word) = self.judge_views(&views).map_err(|e| self.unless_hopeful(e))?;
@@ -129,7 +130,7 @@ impl Group {
         *self.in_sync.borrow_mut() = in_sync.collect();
         let undone = self.take_back(&members).await?;
         let (record, dirty) = self.agree(record, &views, &members, on_word).await?;
-        if self.shared.number() != number {
+        if self.number() != number {
             return Err(over(number));
         }
         *self.log.borrow_mut() = Log { session: number, ..log_of(&members, &undone, dirty) };
@@ -146,8 +147,8 @@ impl Group {
     async fn views(&self) -> store::Result<Views> {
         let began = Instant::now();
         let there = self.targets.iter().filter(|t| t.is_usable());
-        let mut waiting: Vec<Rc<Target>> = there.cloned().collect();
-        let mut slow: Vec<Rc<Target>> = self.targets.iter().filter(|t| t.is_slow()).cloned().collect();
+        let mut waiting: Vec<Rc<dyn Member>> = there.cloned().collect();
+        let mut slow: Vec<Rc<dyn Member>> = self.targets.iter().filter(|t| t.is_slow()).cloned().collect();
         let mut looks: FuturesUnordered<_> =
             waiting.iter().map(|target| self.look(Rc::clone(target))).collect();
         let mut found = Views::default();
@@ -161,7 +162,7 @@ impl Group {
                     break;
                 }
                 if slow.is_empty() && now >= began + self.patience {
-                    let silent = waiting.iter().map(|t| t.uuid.to_string()).collect::<Vec<_>>().join(", ");
+                    let silent = waiting.iter().map(|t| t.uuid().to_string()).collect::<Vec<_>>().join(", ");
                     let why = format!("too few targets answer in {:?}; not these: {silent}", self.patience);
                     return Err(StoreError::Disconnected(why));
                 }
@@ -172,7 +173,7 @@ impl Group {
             }
             tokio::select! {
                 Some((target, looked)) = looks.next() => {
-                    waiting.retain(|t| t.uuid != target.uuid);
+                    waiting.retain(|t| t.uuid() != target.uuid());
                     found.add(target, looked?);
                 }
                 () = tokio::time::sleep_until(wait_until) => {}
@@ -192,8 +193,8 @@ impl Group {
     }
 
     /// What a target has of the group.
-    async fn look(&self, target: Rc<Target>) -> (Rc<Target>, store::Result<Found>) {
-        let link = Link { target: Rc::clone(&target), session: target.store.session() };
+    async fn look(&self, target: Rc<dyn Member>) -> (Rc<dyn Member>, store::Result<Found>) {
+        let link = Link { target: Rc::clone(&target), session: target.store().session() };
         let found = match self.view(&link).await {
             Ok(view) => Ok(Found::View(view)),
             Err(StoreError::NoSuchCollection(_)) => Ok(Found::Nothing),
@@ -208,7 +209,7 @@ impl Group {
     }
 
     async fn view(&self, link: &Link) -> store::Result<View> {
-        let store = &link.target.store;
+        let store = &link.target.store();
         // Whatever earlier sessions have left queued has an outcome after this.
         let settle = store.queue_transaction_in(link.session, Transaction::new(self.cid.clone()));
         self.answer(link, settle).await?;
@@ -243,7 +244,7 @@ impl Group {
         let mut all = Vec::new();
         let mut from = from.clone();
         loop {
-            let page = link.target.store.omap_iterate(&self.cid, oid, from.clone(), PAGE);
+            let page = link.target.store().omap_iterate(&self.cid, oid, from.clone(), PAGE);
             let (page, more) = self.answer(link, page).await?;
             let next = page.last().map(|(last, _)| Bytes::from([last, &b"\0"[..]].concat()));
             let (before, count) = (all.len(), page.len());
@@ -267,7 +268,7 @@ impl Group {
             let Some(peer) = members.iter().flatten().find(|view| !view.has(number)) else { continue };
             for view in members.iter().flatten() {
                 let Some(intent) = view.intents.get(&number) else { continue };
-                let target = view.link.target.uuid;
+                let target = view.link.target.uuid();
                 tracing::info!(cid = %self.cid, number, target_uuid = %target, "a transaction is taken back");
                 let undo = self.undo(view, number, intent, &peer.link).await?;
                 self.apply_to(&view.link, undo).await?;
@@ -279,7 +280,7 @@ impl Group {
 
     /// Carries out a transaction on one member; should that fail, so has the member.
     pub(super) async fn apply_to(&self, link: &Link, transaction: Transaction) -> store::Result<()> {
-        let queued = link.target.store.queue_transaction_in(link.session, transaction);
+        let queued = link.target.store().queue_transaction_in(link.session, transaction);
         match self.answer(link, queued).await {
             Ok(()) => Ok(()),
             Err(e) if is_refusal(&e) || matches!(e, StoreError::Disconnected(_)) => Err(e),
@@ -321,7 +322,7 @@ impl Group {
                 return Ok(());
             }
             Undo::Return => {
-                match self.answer(&view.link, view.link.target.store.stat(&self.cid, oid)).await {
+                match self.answer(&view.link, view.link.target.store().stat(&self.cid, oid)).await {
                     Ok(_) => ops.push(Op::Remove { oid: oid.clone() }),
                     Err(StoreError::NoSuchObject(_)) => {}
                     Err(e) => return Err(e),
@@ -345,7 +346,7 @@ impl Group {
 
     /// Metadata is the same on all members, so that of another one is what it was.
     async fn undo_metadata(&self, touched: &Touched, peer: &Link, ops: &mut Vec<Op>) -> store::Result<()> {
-        let (oid, store) = (&touched.oid, &peer.target.store);
+        let (oid, store) = (&touched.oid, &peer.target.store());
         let none_if_gone = |e| match e {
             StoreError::NoSuchObject(_) => Ok(Vec::new()),
             e => Err(e),

@@ -8,7 +8,7 @@ use bytes::Bytes;
 use store::StoreError;
 pub(crate) use store::stripes::ShardBuf as Buffer;
 
-use super::layout::Layout;
+use crate::layout::Layout;
 
 /// Longest run of zeros that is kept ready, in bytes.
 const ZEROS: usize = 64 << 10;

@@ -14,18 +14,18 @@ use futures::stream::{self, StreamExt, TryStreamExt};
 use store::{ObjectId, Op, StoreCalls, StoreError, Transaction, WriteSource};
 use tokio::time::Instant;
 
-use super::group::{Group, Link, Session};
-use super::members::page_by;
-use super::read::{ShardRead, Whole};
-use super::record::{
-    Entry, GroupRecord, Member, Standing, forget_all_but_dirty, is_own, key_record, key_trimmed, own_object,
-};
-use crate::ids;
+use crate::group::{Group, Link, Session};
+use crate::member::Member;
+use crate::members::page_by;
 use crate::pace::Pace;
-use crate::target::Target;
+use crate::read::{ShardRead, Whole};
+use crate::record::{
+    Entry, GroupRecord, MemberRecord, Standing, forget_all_but_dirty, is_own, key_record, key_trimmed,
+    own_object,
+};
 
 /// How long a group that could not be rebuilt is left alone.
-pub(crate) const RETRY: Duration = Duration::from_secs(1);
+pub const RETRY: Duration = Duration::from_secs(1);
 /// Bytes of a shard that are made and moved at a time.
 const SEGMENT: u64 = 1 << 20;
 /// Segments of one shard under way at a time.
@@ -98,9 +98,11 @@ impl Rebuild {
 
 /// What was rebuilt so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Rebuilt {
-    pub(crate) objects: u64,
-    pub(crate) bytes: u64,
+pub struct Rebuilt {
+    /// Objects rebuilt.
+    pub objects: u64,
+    /// Bytes written.
+    pub bytes: u64,
 }
 
 /// A rebuild at work.
@@ -115,10 +117,10 @@ struct Job<'a> {
 
 impl Group {
     /// A position whose member is not in sync and can be rebuilt, as far as a session knows.
-    pub(crate) fn to_rebuild(&self, session: &Session) -> Option<usize> {
+    pub fn to_rebuild(&self, session: &Session) -> Option<usize> {
         let members = &session.record.members;
-        let usable = |uuid| self.targets.iter().any(|t| t.uuid == uuid && t.is_usable());
-        let can_be = |m: &Member| m.standing != Standing::InSync && usable(m.target);
+        let usable = |uuid| self.targets.iter().any(|t| t.uuid() == uuid && t.is_usable());
+        let can_be = |m: &MemberRecord| m.standing != Standing::InSync && usable(m.target);
         // One that cannot be rebuilt now is not to keep another one waiting.
         let next = self.rebuild_next.get();
         (next..next + members.len()).map(|i| i % members.len()).find(|&i| can_be(&members[i]))
@@ -126,7 +128,7 @@ impl Group {
 
     /// Has the placement group opened anew if more objects are noted as dirty than may be, or any while notes fill an index
     /// (`index_is_full`): then they are forgotten, and members that are away get everything when they come back.
-    pub(crate) async fn bound_notes(&self, index_is_full: bool) {
+    pub async fn bound_notes(&self, index_is_full: bool) {
         let most = if index_is_full { 0 } else { self.dirty_max };
         // A rebuild that is under way is the sooner done.
         let is_due = || self.log.borrow().dirty.len() > most && self.rebuild.borrow().is_none();
@@ -148,7 +150,7 @@ impl Group {
     ///
     /// # Errors
     /// If the session ends meanwhile, the member fails, or it has no room: to be tried again later.
-    pub(crate) async fn rebuild(
+    pub async fn rebuild(
         &self,
         position: usize,
         pace: &Pace,
@@ -162,7 +164,7 @@ impl Group {
                 self.wipe_in(&session, &target).await?;
             }
             let link = self.admit(&session, position).await?;
-            self.no_room.borrow_mut().remove(&link.target.uuid);
+            self.no_room.borrow_mut().remove(&link.target.uuid());
             let job = Job { group: self, session: Rc::clone(&session), position, link, pace, progress };
             job.run().await
         };
@@ -190,7 +192,7 @@ impl Group {
         self.still(session)?;
         let record = session.record.clone();
         let target = self.member(session, position)?;
-        let link = Link { target: Rc::clone(&target), session: target.store.session() };
+        let link = Link { target: Rc::clone(&target), session: target.store().session() };
         let own = match record.members[position].standing {
             Standing::Stale => self.own_entries(&link).await?,
             _ => None,
@@ -211,19 +213,19 @@ impl Group {
         let note = Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: own_object(), entries });
         self.apply_to(&link, note.from_reserve()).await?;
         // What transactions change without a lock is copied while there are none.
-        self.copy_object(session, &link, position, &ids::meta_object(), false).await?;
+        self.copy_object(session, &link, position, &self.meta.clone(), false).await?;
         self.still(session)?;
         let number = session.number;
         let rebuild = Rebuild { position, session: number, link: link.clone(), missing };
         *self.rebuild.borrow_mut() = Some(rebuild);
-        tracing::info!(cid = %self.cid, position, target_uuid = %link.target.uuid, "a member is on its way back");
+        tracing::info!(cid = %self.cid, position, target_uuid = %link.target.uuid(), "a member is on its way back");
         Ok(link)
     }
 
     /// The target that is the member at a position.
-    fn member(&self, session: &Session, position: usize) -> store::Result<Rc<Target>> {
+    fn member(&self, session: &Session, position: usize) -> store::Result<Rc<dyn Member>> {
         let uuid = session.record.members[position].target;
-        let found = self.targets.iter().find(|t| t.uuid == uuid && t.is_usable()).cloned();
+        let found = self.targets.iter().find(|t| t.uuid() == uuid && t.is_usable()).cloned();
         found.ok_or_else(|| StoreError::Disconnected("the target is not there".into()))
     }
 
@@ -248,13 +250,13 @@ impl Group {
                 Entry::Record(_) | Entry::Proposal(_) | Entry::Trimmed(_) => {}
             }
         }
-        missing.retain(|oid| !is_internal(oid));
+        missing.retain(|oid| !(self.is_internal)(oid));
         // Should the rebuild be broken off, nobody else may know what its intents were about.
         self.note_dirty(link, missing.iter()).await?;
         let keep = own_object();
         loop {
             // A group's own objects sort first.
-            let (ids, _) = self.answer(link, link.target.store.list(&self.cid, None, PAGE)).await?;
+            let (ids, _) = self.answer(link, link.target.store().list(&self.cid, None, PAGE)).await?;
             let left = ids.into_iter().take_while(is_own).filter(|oid| *oid != keep);
             let removals: Vec<Op> = left.map(|oid| Op::Remove { oid }).collect();
             let last = removals.is_empty();
@@ -279,7 +281,7 @@ impl Group {
     ) -> store::Result<u64> {
         let mut peers = self.live_links(session, oid);
         peers[position] = None;
-        let there = match self.answer(link, link.target.store.stat(&self.cid, oid)).await {
+        let there = match self.answer(link, link.target.store().stat(&self.cid, oid)).await {
             Ok(_) => true,
             Err(StoreError::NoSuchObject(_)) => false,
             Err(e) => {
@@ -339,7 +341,7 @@ impl Group {
         let (source, stage) = self.make_shard(session, link, position, whole).await?;
         transaction.ops.push(Op::Touch { oid: oid.clone() });
         transaction.ops.extend(source.map(|source| Op::Write { oid: oid.clone(), offset: 0, source }));
-        let asked = async |peer: &Link| peer.target.store.get_xattrs(&self.cid, oid).await;
+        let asked = async |peer: &Link| peer.target.store().get_xattrs(&self.cid, oid).await;
         let xattrs = self.ask_one_of(peers, oid, asked).await?;
         transaction.ops.push(Op::SetXattrs { oid: oid.clone(), xattrs });
         let written = self.apply_to(link, transaction).await;
@@ -354,7 +356,7 @@ impl Group {
         link: &Link,
         position: usize,
         whole: Whole<'_>,
-    ) -> store::Result<(Option<WriteSource>, Option<super::stage::ShardStage>)> {
+    ) -> store::Result<(Option<WriteSource>, Option<crate::stage::ShardStage>)> {
         let len = self.layout.shard_size(position, whole.size);
         if len == 0 {
             return Ok((None, None));
@@ -363,9 +365,9 @@ impl Group {
             let read = self.reconstruct(session, whole, position, 0..len).await?;
             return Ok((Some(WriteSource::Inline(payload(read)?)), None));
         }
-        let store = &link.target.store;
+        let store = &link.target.store();
         let id = self.answer(link, store.stage(len)).await?;
-        let stage = super::stage::ShardStage { link: link.clone(), id };
+        let stage = crate::stage::ShardStage { link: link.clone(), id };
         let write = |at: u64| async move {
             let range = at..(at + SEGMENT).min(len);
             let read = self.reconstruct(session, whole, position, range).await?;
@@ -379,8 +381,9 @@ impl Group {
     async fn copy_omap(&self, link: &Link, peers: &[Option<Link>], oid: &ObjectId) -> store::Result<()> {
         let mut from = Bytes::new();
         loop {
-            let asked =
-                async |peer: &Link| peer.target.store.omap_iterate(&self.cid, oid, from.clone(), 1024).await;
+            let asked = async |peer: &Link| {
+                peer.target.store().omap_iterate(&self.cid, oid, from.clone(), 1024).await
+            };
             let (entries, more) = self.ask_one_of(peers, oid, asked).await?;
             let Some((last, _)) = entries.last() else { return Ok(()) };
             let next = Bytes::from([last, &b"\0"[..]].concat());
@@ -390,7 +393,7 @@ impl Group {
                 let mut set =
                     Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: oid.clone(), entries });
                 // Without the group's own records a full member would never catch up.
-                set.uses_reserve = *oid == ids::meta_object();
+                set.uses_reserve = *oid == self.meta;
                 self.apply_to(link, set).await?;
             }
             if !more {
@@ -419,7 +422,7 @@ impl Group {
     ) -> store::Result<(Vec<ObjectId>, bool)> {
         let mut from = from;
         loop {
-            let question = async |link: &Link| link.target.store.list(&self.cid, from.clone(), limit).await;
+            let question = async |link: &Link| link.target.store().list(&self.cid, from.clone(), limit).await;
             let (mut ids, more) = self.ask_one_of(links, &own_object(), question).await?;
             let last = ids.last().cloned();
             ids.retain(|oid| !is_own(oid));
@@ -444,7 +447,7 @@ impl Group {
         let Some(link) = self.live(session, position, oid) else { return Ok(()) };
         self.copy_object(session, &link, position, oid, true).await?;
         metrics::counter!("outboard_osd_shards_repaired_total").increment(1);
-        tracing::info!(%oid, target_uuid = %link.target.uuid, "a shard was repaired");
+        tracing::info!(%oid, target_uuid = %link.target.uuid(), "a shard was repaired");
         Ok(())
     }
 
@@ -496,7 +499,7 @@ impl Job<'_> {
     }
 
     async fn copy_objects(&self, oids: Vec<ObjectId>) -> store::Result<()> {
-        let wanted = oids.into_iter().filter(|oid| !is_internal(oid)).map(Ok);
+        let wanted = oids.into_iter().filter(|oid| !(self.group.is_internal)(oid)).map(Ok);
         stream::iter(wanted).try_for_each_concurrent(OBJECTS, |oid| self.copy(oid)).await
     }
 
@@ -539,18 +542,13 @@ impl Job<'_> {
         let links: Vec<&Link> = self.session.links.iter().flatten().chain([&self.link]).collect();
         group.put_in_force(&record, &links).await?;
         *group.lineage.borrow_mut() = Some(record.clone());
-        let target = self.link.target.uuid;
+        let target = self.link.target.uuid();
         tracing::info!(cid = %group.cid, position = self.position, epoch = record.epoch, target_uuid = %target, "a member is back");
         metrics::counter!("outboard_osd_members_rebuilt_total").increment(1);
         *group.rebuild.borrow_mut() = None;
         group.end_session(&self.session);
         Ok(())
     }
-}
-
-/// Objects that transactions change without a lock.
-pub(super) fn is_internal(oid: &ObjectId) -> bool {
-    ids::parse(oid).is_none()
 }
 
 /// An id that no object's is greater than.

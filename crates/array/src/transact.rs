@@ -8,13 +8,13 @@ use futures::future::join_all;
 use store::{ObjectId, Op, StoreCalls, StoreError, Transaction, WriteSource};
 use tokio::sync::OwnedRwLockWriteGuard;
 
-use super::group::{Group, Known, Link, Log, Session, over};
-use super::overlay::Overlay;
-use super::read::Whole;
-use super::record::{
+use crate::group::{Group, Known, Link, Log, Session, over};
+use crate::overlay::Overlay;
+use crate::read::Whole;
+use crate::record::{
     Intent, SIZE_XATTR, Touched, Undo, encode, key_dirty, key_intent, key_trimmed, own_object, undo_object,
 };
-use super::split::{Split, Splitter};
+use crate::split::{Split, Splitter};
 
 /// What a transaction does to one object.
 struct Work {
@@ -76,7 +76,7 @@ impl Group {
     }
 
     /// Takes away what was kept for transactions that are done.
-    pub(crate) async fn trim(&self) -> store::Result<()> {
+    pub async fn trim(&self) -> store::Result<()> {
         if self.log.borrow().done.is_empty() {
             return Ok(());
         }
@@ -88,7 +88,7 @@ impl Group {
     }
 
     /// Number of undo objects on all members that no transaction has trimmed yet.
-    pub(crate) fn undo_objects(&self) -> usize {
+    pub fn undo_objects(&self) -> usize {
         self.log.borrow().done.values().flatten().map(Vec::len).sum()
     }
 
@@ -278,7 +278,7 @@ impl Group {
     /// same order.
     async fn send(&self, transactions: Vec<Option<(Link, Transaction)>>) -> Vec<(Link, store::Result<()>)> {
         let queue = |(link, transaction): (Link, Transaction)| {
-            let queued = link.target.store.queue_transaction_in(link.session, transaction);
+            let queued = link.target.store().queue_transaction_in(link.session, transaction);
             (link, queued)
         };
         let queued: Vec<_> = transactions.into_iter().flatten().map(queue).collect();

@@ -8,9 +8,9 @@ use bytes::{Bytes, BytesMut};
 use futures::future::join_all;
 use store::{MAX_READ, ObjectId, ReadData, StoreCalls, StoreError};
 
-use super::coder::Buffer;
-use super::group::{Group, Known, Link, Session};
-use super::record::SIZE_XATTR;
+use crate::coder::Buffer;
+use crate::group::{Group, Known, Link, Session};
+use crate::record::SIZE_XATTR;
 
 /// An object whose shards are read.
 #[derive(Clone, Copy)]
@@ -95,7 +95,7 @@ impl Group {
         if let Some(size) = known.get(session) {
             return Ok(size);
         }
-        let asked = async |link: &Link| link.target.store.get_xattr(&self.cid, oid, SIZE_XATTR).await;
+        let asked = async |link: &Link| link.target.store().get_xattr(&self.cid, oid, SIZE_XATTR).await;
         let size = size_of(oid, self.ask(session, oid, asked).await)?;
         known.set(session, size);
         Ok(size)
@@ -112,7 +112,7 @@ impl Group {
             Err(StoreError::TooFewTargets { there: 0, needed: 1, detail: "none is there".into() });
         for member in members {
             let Some(link) = member else { continue };
-            let asked_for = link.target.store.get_xattr(&self.cid, oid, SIZE_XATTR);
+            let asked_for = link.target.store().get_xattr(&self.cid, oid, SIZE_XATTR);
             let found = size_of(oid, self.answer(link, asked_for).await);
             link.still()?;
             match found {
@@ -198,7 +198,8 @@ impl Group {
         dest: Option<ArenaBuf>,
     ) -> store::Result<ShardRead> {
         let len = range.end - range.start;
-        let read = self.answer(link, link.target.store.read(&self.cid, oid, range.start, len, dest)).await?;
+        let read =
+            self.answer(link, link.target.store().read(&self.cid, oid, range.start, len, dest)).await?;
         read.verify().map_err(|e| link.corrupt(oid, e.to_string()))?;
         self.expect_len(link, Whole { oid, size }, position, read.object_size)?;
         link.still()?;
@@ -231,7 +232,7 @@ impl Group {
             return Err(e);
         }
         metrics::counter!("outboard_osd_shards_lost_total").increment(1);
-        tracing::warn!(%oid, target_uuid = %link.target.uuid, error = %e, "a shard cannot be read; others make up for it");
+        tracing::warn!(%oid, target_uuid = %link.target.uuid(), error = %e, "a shard cannot be read; others make up for it");
         self.damaged.borrow_mut().insert((oid.clone(), position));
         Ok(())
     }
@@ -289,7 +290,7 @@ impl Group {
         for link in unreadable {
             let fails = tokio::time::timeout(self.member_timeout, link.target.fails());
             if fails.await.unwrap_or(true) && link.target.is_hopeful() {
-                return StoreError::Disconnected(format!("{e}; target {} fails", link.target.uuid));
+                return StoreError::Disconnected(format!("{e}; target {} fails", link.target.uuid()));
             }
         }
         e
@@ -345,7 +346,7 @@ impl Group {
         for link in links.iter().flatten() {
             match self.answer(link, question(link)).await {
                 Err(e @ (StoreError::Io(_) | StoreError::Corrupt { .. })) => {
-                    tracing::warn!(%oid, target_uuid = %link.target.uuid, error = %e, "another member is asked");
+                    tracing::warn!(%oid, target_uuid = %link.target.uuid(), error = %e, "another member is asked");
                     failures.push(e.to_string());
                     if matches!(e, StoreError::Io(_)) {
                         unreadable.push(link.clone());
@@ -379,12 +380,12 @@ impl Group {
 impl Link {
     /// What is wrong with the shard that the target has of an object.
     fn corrupt(&self, oid: &ObjectId, detail: String) -> StoreError {
-        StoreError::Corrupt { what: format!("object {oid} on target {}", self.target.uuid), detail }
+        StoreError::Corrupt { what: format!("object {oid} on target {}", self.target.uuid()), detail }
     }
 
     /// Fails if the target has another session: it may have repeated what was asked of it, and have seen what is not durable.
     pub(super) fn still(&self) -> store::Result<()> {
-        if self.target.store.session() == self.session {
+        if self.target.store().session() == self.session {
             return Ok(());
         }
         Err(StoreError::Disconnected("the target's session has changed".into()))

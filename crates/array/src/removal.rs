@@ -5,11 +5,11 @@ use std::rc::Rc;
 use bytes::Bytes;
 use store::{ObjectId, Op, StoreCalls, StoreError, Transaction};
 
-use super::group::{Group, Link, Log, Session};
-use super::members::page;
-use super::open::View;
-use super::record::{GroupRecord, Standing, key_record, own_object};
-use crate::target::Target;
+use crate::group::{Group, Link, Log, Session};
+use crate::member::Member;
+use crate::members::page;
+use crate::open::View;
+use crate::record::{GroupRecord, Standing, key_record, own_object};
 
 /// Objects removed at a time.
 const OBJECTS: usize = 64;
@@ -22,11 +22,11 @@ pub(super) fn leftovers(
     record: &GroupRecord,
     views: &[View],
     members: &[Option<View>],
-    remains: &[Rc<Target>],
-) -> Vec<Rc<Target>> {
+    remains: &[Rc<dyn Member>],
+) -> Vec<Rc<dyn Member>> {
     let is_whole = members.iter().all(Option::is_some);
-    let standing = |record: &GroupRecord, target: &Target| {
-        record.members.iter().find(|m| m.target == target.uuid).map(|m| m.standing)
+    let standing = |record: &GroupRecord, target: &Rc<dyn Member>| {
+        record.members.iter().find(|m| m.target == target.uuid()).map(|m| m.standing)
     };
     let is_needless =
         |view: &&View| is_whole || standing(&view.record, &view.link.target) == Some(Standing::Blank);
@@ -39,17 +39,17 @@ impl Group {
     ///
     /// # Errors
     /// If a target does not do it, or the session ends.
-    pub(crate) async fn remove_leftovers(&self, session: &Session) -> store::Result<()> {
+    pub async fn remove_leftovers(&self, session: &Session) -> store::Result<()> {
         loop {
             let Some(target) = session.leftovers.borrow().last().cloned() else { return Ok(()) };
-            tracing::info!(cid = %self.cid, target_uuid = %target.uuid, "what a former member has is removed");
+            tracing::info!(cid = %self.cid, target_uuid = %target.uuid(), "what a former member has is removed");
             self.wipe_in(session, &target).await?;
             session.leftovers.borrow_mut().pop();
         }
     }
 
     /// Removes everything that a target has of the group, as long as the session lasts.
-    pub(super) async fn wipe_in(&self, session: &Session, target: &Rc<Target>) -> store::Result<()> {
+    pub(super) async fn wipe_in(&self, session: &Session, target: &Rc<dyn Member>) -> store::Result<()> {
         loop {
             match self.wipe_some(target).await {
                 Ok(false) => return Ok(()),
@@ -68,7 +68,7 @@ impl Group {
     ///
     /// # Errors
     /// If a target does not do it; one that fails is left out from then on.
-    pub(crate) async fn remove(&self) -> store::Result<()> {
+    pub async fn remove(&self) -> store::Result<()> {
         let _closed = self.gate.write().await;
         let _alone = self.opening.lock().await;
         *self.log.borrow_mut() = Log::default();
@@ -86,27 +86,27 @@ impl Group {
     }
 
     /// Removes everything that a target has of the group.
-    pub(super) async fn wipe(&self, target: &Rc<Target>) -> store::Result<()> {
+    pub(super) async fn wipe(&self, target: &Rc<dyn Member>) -> store::Result<()> {
         while self.wipe_some(target).await? {}
         Ok(())
     }
 
     /// Removes a few of the objects that a target has of the group, at last their collection; returns whether there may be more.
-    async fn wipe_some(&self, target: &Rc<Target>) -> store::Result<bool> {
-        let link = Link { target: Rc::clone(target), session: target.store.session() };
-        match self.answer(&link, self.wipe_step(target)).await {
+    async fn wipe_some(&self, target: &Rc<dyn Member>) -> store::Result<bool> {
+        let link = Link { target: Rc::clone(target), session: target.store().session() };
+        match self.answer(&link, self.wipe_step(&**target)).await {
             Ok(()) | Err(StoreError::NotEmpty(_) | StoreError::NoSuchObject(_)) => Ok(true),
             Err(StoreError::NoSuchCollection(_)) => Ok(false),
             Err(e) => Err(e),
         }
     }
 
-    async fn wipe_step(&self, target: &Target) -> store::Result<()> {
-        let (ids, _) = target.store.list(&self.cid, None, OBJECTS).await?;
+    async fn wipe_step(&self, target: &dyn Member) -> store::Result<()> {
+        let (ids, _) = target.store().list(&self.cid, None, OBJECTS).await?;
         let mut transaction = Transaction::new(self.cid.clone());
         let own = own_object();
         let notes = match ids.contains(&own) {
-            true => target.store.omap_iterate(&self.cid, &own, Bytes::new(), NOTES).await?.0,
+            true => target.store().omap_iterate(&self.cid, &own, Bytes::new(), NOTES).await?.0,
             false => Vec::new(),
         };
         if ids.is_empty() {
@@ -119,7 +119,7 @@ impl Group {
             let keys = page(&mut keys);
             transaction.ops.push(Op::OmapRemove { oid: own, keys });
         }
-        target.store.queue_transaction(transaction).await
+        target.store().queue_transaction(transaction).await
     }
 }
 

@@ -1,4 +1,4 @@
-//! Cutting what an object becomes into what its shards become, parity included (see [`parity`](super::parity)).
+//! Cutting what an object becomes into what its shards become, parity included (see [`parity`](crate::parity)).
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -7,9 +7,9 @@ use base::block::BLOCK;
 use bytes::Bytes;
 use store::{ObjectId, Op, WriteSource};
 
-use super::coder::Coder;
-use super::layout::Layout;
-use super::overlay::{Content, Extent, Overlay};
+use crate::coder::Coder;
+use crate::layout::Layout;
+use crate::overlay::{Content, Extent, Overlay};
 
 /// Ranges of a shard: offset and length.
 pub(crate) type Ranges = Vec<(u64, u64)>;

@@ -6,10 +6,10 @@ use futures::FutureExt;
 use store::{ObjectId, Op, StoreError};
 use wire::Redundancy;
 
-use super::coder::Coder;
-use super::layout::Layout;
-use super::overlay::Overlay;
-use super::split::Splitter;
+use crate::coder::Coder;
+use crate::layout::Layout;
+use crate::overlay::Overlay;
+use crate::split::Splitter;
 
 /// Cuts new objects as the OSD does when their data goes with its transaction: no store is needed.
 pub struct NewObjects {

@@ -7,7 +7,7 @@ use std::rc::Rc;
 use base::block::{self, BLOCK, Payload};
 use store::StoreError;
 
-use super::stage::Staged;
+use crate::stage::Staged;
 
 /// Bytes that take the place of others.
 #[derive(Clone)]

@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use base::block::Payload;
 use store::{StageId, StoreCalls};
 
-use super::group::Link;
+use crate::group::Link;
 
 /// Staged bytes: whole stripes on the members, with their parity, and what is left over here.
 pub(crate) struct Staged {
@@ -29,6 +29,6 @@ pub(crate) struct ShardStage {
 
 impl Drop for ShardStage {
     fn drop(&mut self) {
-        self.link.target.store.stage_release(self.id);
+        self.link.target.store().stage_release(self.id);
     }
 }

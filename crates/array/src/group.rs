@@ -3,24 +3,23 @@
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::rc::Rc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{self, Arc, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use base::pool::BufferPool;
-use store::{CollectionId, ObjectId, ObjectStore, StageId, StoreError};
+use store::{CollectionId, ObjectId, StageId, StoreError};
 use tokio::sync::{Mutex, OwnedRwLockReadGuard, OwnedRwLockWriteGuard, RwLock};
 use tokio::time::Instant;
 use uuid::Uuid;
 use wire::Redundancy;
 
-use super::coder::Coder;
-use super::layout::Layout;
-use super::rebuild::Rebuild;
-use super::record::{GroupRecord, Standing};
-use super::stage::Staged;
+use crate::coder::Coder;
 use crate::coding::Coding;
-use crate::target::Target;
+use crate::layout::Layout;
+use crate::member::Member;
+use crate::rebuild::Rebuild;
+use crate::record::{GroupRecord, Standing};
+use crate::stage::Staged;
 
 /// Objects whose size is kept in memory.
 const OBJECTS_MAX: usize = 4096;
@@ -29,22 +28,29 @@ const OBJECTS_MAX: usize = 4096;
 const REFUSED_FOR: Duration = Duration::from_millis(20);
 
 /// What a group is made of.
-pub(crate) struct GroupOptions {
-    pub(crate) pool_id: u32,
-    /// Of the placement group in its pool.
-    pub(crate) number: u32,
-    pub(crate) redundancy: Redundancy,
+pub struct GroupOptions {
+    /// The group's collection.
+    pub cid: CollectionId,
+    /// Pool and number, by which targets are ranked for the group ([`wire::placement::ranked`]).
+    pub place: (u32, u32),
+    /// The object of the group's owner in the collection. Its omap has records of all objects, so it is rebuilt first.
+    pub meta: ObjectId,
+    /// Whether an object is the owner's own, which transactions change without a lock.
+    pub is_internal: fn(&ObjectId) -> bool,
+    /// How the group keeps objects.
+    pub redundancy: Redundancy,
     /// All targets of the node.
-    pub(crate) targets: Rc<Vec<Rc<Target>>>,
-    pub(crate) pool: BufferPool,
+    pub targets: Rc<Vec<Rc<dyn Member>>>,
+    /// Memory for parity and staged data.
+    pub pool: BufferPool,
     /// After that long the group goes on without a member that has not answered, if it can.
-    pub(crate) member_timeout: Duration,
+    pub member_timeout: Duration,
     /// So long a call waits for a member that the group cannot do without.
-    pub(crate) patience: Duration,
+    pub patience: Duration,
     /// Objects noted as dirty at most.
-    pub(crate) dirty_max: usize,
+    pub dirty_max: usize,
     /// What takes stripes to the targets.
-    pub(crate) coding: Rc<Coding>,
+    pub coding: Rc<Coding>,
 }
 
 /// What is known of an object's size; inside: `None` if there is no such object.
@@ -77,54 +83,42 @@ impl Known {
 /// A member, as it takes part in a session.
 #[derive(Clone)]
 pub(crate) struct Link {
-    pub(crate) target: Rc<Target>,
+    pub(crate) target: Rc<dyn Member>,
     /// Session with the target's store.
     pub(crate) session: u64,
 }
 
 /// A time in which the same members take part.
-pub(crate) struct Session {
-    /// See [`Shared::number`].
+pub struct Session {
+    /// See [`Group::number`].
     pub(crate) number: u64,
     /// In sync, by position.
     pub(crate) links: Vec<Option<Link>>,
     pub(crate) record: GroupRecord,
     /// Targets that have something which nobody needs any more.
-    pub(crate) leftovers: RefCell<Vec<Rc<Target>>>,
+    pub(crate) leftovers: RefCell<Vec<Rc<dyn Member>>>,
 }
 
 impl Session {
+    /// The target of the member at a position.
+    pub fn target(&self, position: usize) -> Uuid {
+        self.record.members[position].target
+    }
+
     /// Whether the group could go on without a target.
-    pub(crate) fn can_spare(&self, uuid: Uuid, needed: usize) -> bool {
-        let others = self.links.iter().flatten().filter(|link| link.target.uuid != uuid).count();
+    pub fn can_spare(&self, uuid: Uuid, needed: usize) -> bool {
+        let others = self.links.iter().flatten().filter(|link| link.target.uuid() != uuid).count();
         others >= needed || self.links.iter().flatten().count() == others
     }
 
     /// Whether a target is a member that is not in sync.
-    pub(crate) fn lacks_target(&self, uuid: Uuid) -> bool {
+    pub fn lacks_target(&self, uuid: Uuid) -> bool {
         self.record.members.iter().any(|m| m.target == uuid && m.standing != Standing::InSync)
     }
 
     /// Whether all members are in sync.
-    pub(crate) fn is_whole(&self) -> bool {
+    pub fn is_whole(&self) -> bool {
         self.links.iter().all(Option::is_some)
-    }
-}
-
-/// What outlives sessions: seen from any thread.
-pub(crate) struct Shared {
-    ended: AtomicU64,
-    watched: Vec<(Arc<dyn ObjectStore>, Arc<AtomicU64>)>,
-}
-
-impl Shared {
-    /// Number of the session. It changes when a target's session does, when one fails or comes back, and when a
-    /// transaction is left on some members only.
-    pub(crate) fn number(&self) -> u64 {
-        let changes = |(store, generation): &(Arc<dyn ObjectStore>, Arc<AtomicU64>)| {
-            store.session() + generation.load(Ordering::SeqCst)
-        };
-        self.watched.iter().map(changes).sum::<u64>() + self.ended.load(Ordering::SeqCst)
     }
 }
 
@@ -151,20 +145,25 @@ impl Log {
 }
 
 /// See the [module](self) documentation.
-pub(crate) struct Group {
+pub struct Group {
     pub(crate) cid: CollectionId,
-    /// Pool and number, for placement.
+    /// See [`GroupOptions::place`].
     pub(crate) place: (u32, u32),
+    /// See [`GroupOptions::meta`].
+    pub(crate) meta: ObjectId,
+    /// See [`GroupOptions::is_internal`].
+    pub(crate) is_internal: fn(&ObjectId) -> bool,
     pub(crate) redundancy: Redundancy,
     pub(crate) layout: Layout,
     pub(crate) coder: Coder,
     pub(crate) coding: Rc<Coding>,
-    pub(crate) targets: Rc<Vec<Rc<Target>>>,
-    pub(crate) shared: Arc<Shared>,
+    pub(crate) targets: Rc<Vec<Rc<dyn Member>>>,
+    /// Sessions that ended because a transaction was left on some members only.
+    ended: Cell<u64>,
     pub(crate) member_timeout: Duration,
     pub(crate) patience: Duration,
     /// The members in sync of the session, or of the one that is being opened.
-    pub(crate) in_sync: RefCell<Vec<Rc<Target>>>,
+    pub(crate) in_sync: RefCell<Vec<Rc<dyn Member>>>,
     pub(crate) dirty_max: usize,
     /// Held for reading by transactions, for writing while members come back.
     pub(crate) gate: RwLock<()>,
@@ -193,25 +192,26 @@ pub(crate) struct Group {
     refused: RefCell<Option<(u64, Instant, String)>>,
     /// Held while a session is opened, and while members are told of a new record.
     pub(crate) opening: Mutex<()>,
-    /// A task of the upkeep's opens a session.
-    pub(crate) is_opened_by_upkeep: Cell<bool>,
+    /// See [`Group::opened`].
+    has_opening_task: Cell<bool>,
 }
 
 impl Group {
     /// # Errors
     /// [`StoreError::InvalidArgument`] if the redundancy is not possible.
-    pub(crate) fn new(options: GroupOptions) -> store::Result<Group> {
+    pub fn new(options: GroupOptions) -> store::Result<Group> {
         let layout = Layout::new(&options.redundancy);
-        let watched = options.targets.iter().map(|t| (Arc::clone(&t.store), t.generation())).collect();
         Ok(Group {
-            cid: crate::ids::collection(options.pool_id, options.number),
-            place: (options.pool_id, options.number),
+            cid: options.cid,
+            place: options.place,
+            meta: options.meta,
+            is_internal: options.is_internal,
             redundancy: options.redundancy,
             coder: Coder::new(layout, options.pool)?,
             coding: options.coding,
             layout,
             targets: options.targets,
-            shared: Arc::new(Shared { ended: AtomicU64::new(0), watched }),
+            ended: Cell::new(0),
             member_timeout: options.member_timeout,
             patience: options.patience,
             in_sync: RefCell::default(),
@@ -233,8 +233,25 @@ impl Group {
             session: RefCell::default(),
             refused: RefCell::default(),
             opening: Mutex::default(),
-            is_opened_by_upkeep: Cell::new(false),
+            has_opening_task: Cell::new(false),
         })
+    }
+
+    /// The options' [`place`](GroupOptions::place).
+    pub fn place(&self) -> (u32, u32) {
+        self.place
+    }
+
+    /// The number of members that the group cannot do without.
+    pub fn needed(&self) -> usize {
+        self.layout.k
+    }
+
+    /// Number of the session. It changes when a target's session does, when one fails or comes back, and when a
+    /// transaction is left on some members only.
+    pub fn number(&self) -> u64 {
+        let changes = |target: &Rc<dyn Member>| target.store().session() + target.generation();
+        self.targets.iter().map(changes).sum::<u64>() + self.ended.get()
     }
 
     /// The session with that number, opened if need be: then whatever earlier ones have left is settled.
@@ -249,12 +266,12 @@ impl Group {
         if self.current().is_none() {
             // Many requests may wait for the same member.
             if let Some((refused, until, why)) = &*self.refused.borrow()
-                && *refused == self.shared.number()
+                && *refused == self.number()
                 && Instant::now() < *until
             {
                 return Err(StoreError::Disconnected(why.clone()));
             }
-            let tried = self.shared.number();
+            let tried = self.number();
             let opened = self.open().await;
             if let Err(StoreError::Disconnected(why)) = &opened {
                 *self.refused.borrow_mut() = Some((tried, Instant::now() + REFUSED_FOR, why.clone()));
@@ -268,36 +285,55 @@ impl Group {
     }
 
     /// The session that there is.
-    pub(crate) fn current(&self) -> Option<Rc<Session>> {
-        let number = self.shared.number();
+    pub fn current(&self) -> Option<Rc<Session>> {
+        let number = self.number();
         self.last_session().filter(|session| session.number == number)
     }
 
     /// The session that there is, or was.
-    pub(crate) fn last_session(&self) -> Option<Rc<Session>> {
+    pub fn last_session(&self) -> Option<Rc<Session>> {
         self.session.borrow().clone()
     }
 
     /// Whether the member on a target is in sync.
-    pub(crate) fn is_in_sync_on(&self, target: &Uuid) -> bool {
-        self.current().is_some_and(|s| s.links.iter().flatten().any(|link| link.target.uuid == *target))
+    pub fn is_in_sync_on(&self, target: &Uuid) -> bool {
+        self.current().is_some_and(|s| s.links.iter().flatten().any(|link| link.target.uuid() == *target))
     }
 
     /// Whether objects are noted as dirty.
-    pub(crate) fn has_notes(&self) -> bool {
+    pub fn has_notes(&self) -> bool {
         !self.log.borrow().dirty.is_empty()
     }
 
     /// Bytes of the ids of all objects noted as dirty.
-    pub(crate) fn notes_bytes(&self) -> u64 {
+    pub fn notes_bytes(&self) -> u64 {
         self.log.borrow().dirty.iter().map(|oid| oid.as_bytes().len() as u64).sum()
     }
 
+    /// The session that there is, or one that a task opens now, if that takes no longer than `patience`. The task goes on
+    /// by itself after that, and there is only one at a time.
+    pub async fn opened(self: &Rc<Self>, patience: Duration) -> Option<Rc<Session>> {
+        if let Some(session) = self.current() {
+            return Some(session);
+        }
+        if self.has_opening_task.replace(true) {
+            return None;
+        }
+        let group = Rc::clone(self);
+        let opening = crate::spawn(async move {
+            // If the session cannot be opened now, the caller tries again later.
+            drop(group.any_session().await);
+            group.has_opening_task.set(false);
+        });
+        drop(tokio::time::timeout(patience, opening).await);
+        self.current()
+    }
+
     /// Any session, the one that there is or a new one. A few attempts: members may fail while one is opened.
-    pub(crate) async fn any_session(&self) -> store::Result<Rc<Session>> {
+    pub async fn any_session(&self) -> store::Result<Rc<Session>> {
         let mut last = over(0);
         for _ in 0..self.layout.shards() + 2 {
-            match self.session(self.shared.number()).await {
+            match self.session(self.number()).await {
                 Err(e @ StoreError::Disconnected(_)) => last = e,
                 outcome => return outcome,
             }
@@ -316,7 +352,7 @@ impl Group {
     /// Ends a session in which a transaction may be on some members only.
     pub(crate) fn end_session(&self, session: &Session) {
         if self.still(session).is_ok() {
-            self.shared.ended.fetch_add(1, Ordering::SeqCst);
+            self.ended.set(self.ended.get() + 1);
         }
     }
 
