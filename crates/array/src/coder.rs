@@ -94,27 +94,20 @@ impl Coder {
         self.code()?.update(column, delta, &mut parity).map_err(refused)
     }
 
-    /// Which shards `wanted` is computed from, of those present.
-    ///
-    /// # Errors
-    /// [`StoreError::Corrupt`] if there are too few.
-    pub(crate) fn sources(&self, present: &[usize], wanted: usize) -> store::Result<Vec<usize>> {
-        let Some(code) = &self.code else {
-            return present.first().map(|first| vec![*first]).ok_or_else(|| too_few(0, 1));
-        };
-        let recovery =
-            code.recovery(present, &[wanted]).map_err(|_| too_few(present.len(), self.layout.k))?;
-        Ok(recovery.sources().to_vec())
-    }
-
-    /// A shard's bytes from those of its [`Coder::sources`], all of one length.
-    pub(crate) fn recover(&self, sources: &[usize], wanted: usize, bytes: &[Bytes]) -> store::Result<Bytes> {
-        let Some(code) = &self.code else { return Ok(bytes[0].clone()) };
-        let recovery = code.recovery(sources, &[wanted]).map_err(refused)?;
-        let mut buffer = self.buffer(bytes[0].len());
+    /// Computes shards from `k` others, or, of copies, from one; all of one length.
+    pub(crate) fn recover(
+        &self,
+        sources: &[usize],
+        wanted: &[usize],
+        bytes: &[Bytes],
+    ) -> store::Result<Vec<Bytes>> {
+        let Some(code) = &self.code else { return Ok(vec![bytes[0].clone(); wanted.len()]) };
+        let recovery = code.recovery(sources, wanted).map_err(refused)?;
+        let mut buffers: Vec<Buffer> = wanted.iter().map(|_| self.buffer(bytes[0].len())).collect();
         let from: Vec<&[u8]> = bytes.iter().map(|b| &b[..]).collect();
-        recovery.run(&from, &mut [&mut buffer[..]]).map_err(refused)?;
-        Ok(buffer.freeze())
+        let mut into: Vec<&mut [u8]> = buffers.iter_mut().map(|buffer| &mut buffer[..]).collect();
+        recovery.run(&from, &mut into).map_err(refused)?;
+        Ok(buffers.into_iter().map(Buffer::freeze).collect())
     }
 
     /// The code; `None` where shards are copies.
@@ -127,7 +120,8 @@ impl Coder {
     }
 }
 
-fn too_few(found: usize, needed: usize) -> StoreError {
+/// The error that an object has too few shards.
+pub(crate) fn too_few(found: usize, needed: usize) -> StoreError {
     StoreError::Corrupt {
         what: "object".into(),
         detail: format!("{found} of its shards can be read, {needed} are needed"),

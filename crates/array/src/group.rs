@@ -176,6 +176,8 @@ pub struct Group {
     /// Transactions that were taken back when the session began.
     pub(crate) undone: RefCell<BTreeSet<u64>>,
     pub(crate) trim_scheduled: Cell<bool>,
+    /// Counts reads of copies.
+    pub(crate) copies_read: Cell<usize>,
     /// Targets on which there was no room for a blank member: others take their places, if there are some.
     pub(crate) no_room: RefCell<BTreeSet<Uuid>>,
     /// The next session forgets the objects noted as dirty, and calls the members blank that need the notes.
@@ -224,6 +226,7 @@ impl Group {
             rebuild_next: Cell::new(0),
             undone: RefCell::default(),
             trim_scheduled: Cell::new(false),
+            copies_read: Cell::new(0),
             no_room: RefCell::default(),
             drops_notes: Cell::new(false),
             damaged: RefCell::default(),

@@ -4,7 +4,7 @@
 //! members, with one shard of each object on each. Its user sees a store like any other, whose session changes
 //! when a member fails or comes back. Behind it, `group` is what it remembers; `member` is what it must know of a target; `transact` makes of a transaction one for each
 //! member (`overlay`: what becomes of an object; `split`, `parity`: of its shards; `layout`, `coder`: where its bytes are, and
-//! their parity; `staging`: large data before its transaction); `read` reads, from other shards where one is lost; `open` settles,
+//! their parity; `staging`: large data before its transaction); `read` reads, from other shards where one is lost (`plan`: from which); `open` settles,
 //! when a session begins, what the last one has left (`members`: who counts then; `removal`: what nobody needs); `rebuild` brings members back, `scrub` compares them; `patience`: how long members are waited for. `record` is what
 //! the members keep of all that.
 //!
@@ -30,6 +30,7 @@ mod overlay;
 mod pace;
 mod parity;
 mod patience;
+mod plan;
 mod probe;
 mod read;
 mod rebuild;

@@ -10,6 +10,7 @@ use store::{MAX_READ, ObjectId, ReadData, StoreCalls, StoreError};
 
 use crate::coder::Buffer;
 use crate::group::{Group, Known, Link, Session};
+use crate::plan::{ReadPlan, Span};
 use crate::record::SIZE_XATTR;
 
 /// An object whose shards are read.
@@ -70,19 +71,34 @@ impl Group {
         range: Range<u64>,
         dest: Option<ArenaBuf>,
     ) -> store::Result<(Bytes, Vec<u32>)> {
-        let spans = self.layout.spans(range.start, range.end - range.start);
-        let wanted: Vec<(usize, Range<u64>)> =
-            (0..).zip(spans).filter_map(|(shard, span)| Some((shard, span?))).collect();
-        if let [(shard, span)] = &wanted[..] {
-            let read = self.read_shard_into(session, whole, *shard, span.clone(), dest).await?;
+        let links = self.live_links(session, whole.oid);
+        if self.layout.is_mirror() {
+            let copy = self.next_copy(&links);
+            let mut reads = self.read_shards(links, whole, &[(copy, range)], dest).await?;
+            let read = reads.remove(0);
             return Ok((read.bytes, read.checksums));
         }
-        let reads = wanted.iter().map(|(shard, span)| self.read_shard(session, whole, *shard, span.clone()));
+        let spans = self.layout.spans(range.start, range.end - range.start);
+        let wanted: Vec<Span> = (0..).zip(spans).filter_map(|(shard, span)| Some((shard, span?))).collect();
+        if wanted.len() == 1 {
+            let mut reads = self.read_shards(links, whole, &wanted, dest).await?;
+            let read = reads.remove(0);
+            return Ok((read.bytes, read.checksums));
+        }
+        let reads = self.read_shards(links, whole, &wanted, None).await?;
         let mut shards: Vec<Option<(u64, ShardRead)>> = vec![None; self.layout.k];
-        for ((shard, span), read) in wanted.iter().zip(join_all(reads).await) {
-            shards[*shard] = Some((span.start, read?));
+        for ((shard, span), read) in wanted.into_iter().zip(reads) {
+            shards[shard] = Some((span.start, read));
         }
         Ok(self.assemble(range, &shards, dest))
+    }
+
+    /// The copy to be read next, one after the other, so that all members' drives take part.
+    fn next_copy(&self, links: &[Option<Link>]) -> usize {
+        let there: Vec<usize> = (0..links.len()).filter(|&copy| links[copy].is_some()).collect();
+        let turn = self.copies_read.get();
+        self.copies_read.set(turn.wrapping_add(1));
+        if there.is_empty() { 0 } else { there[turn % there.len()] }
     }
 
     /// An object's size, read if it is not known.
@@ -161,31 +177,123 @@ impl Group {
         shard: usize,
         range: Range<u64>,
     ) -> store::Result<ShardRead> {
-        self.read_shard_into(session, whole, shard, range, None).await
+        let links = self.live_links(session, whole.oid);
+        let shard = if self.layout.is_mirror() { self.next_copy(&links) } else { shard };
+        let mut reads = self.read_shards(links, whole, &[(shard, range)], None).await?;
+        Ok(reads.remove(0))
     }
 
-    async fn read_shard_into(
+    /// Computes a range of a shard from others; as long as the range, filled up with zeros.
+    pub(super) async fn reconstruct(
         &self,
         session: &Session,
         whole: Whole<'_>,
         shard: usize,
         range: Range<u64>,
-        dest: Option<ArenaBuf>,
     ) -> store::Result<ShardRead> {
-        let oid = whole.oid;
-        // Of a mirror any copy will do; the first that is there is asked.
-        let first = (0..self.layout.shards())
-            .find(|&position| self.layout.is_mirror() && self.live(session, position, oid).is_some());
-        let shard = first.unwrap_or(shard);
-        if let Some(link) = self.live(session, shard, oid) {
-            match self.read_from(&link, whole, shard, range.clone(), dest).await {
-                Ok(read) => return Ok(read),
-                Err(e) => self.lost(shard, oid, &link, e)?,
+        let mut links = self.live_links(session, whole.oid);
+        links[shard] = None;
+        let mut reads = self.read_shards(links, whole, &[(shard, range)], None).await?;
+        Ok(reads.remove(0))
+    }
+
+    /// Reads ranges of shards, by [`ReadPlan`], in the order in which they are wanted. Those that cannot be read are computed
+    /// from others. `dest` is for a single one.
+    async fn read_shards(
+        &self,
+        mut links: Vec<Option<Link>>,
+        whole: Whole<'_>,
+        wanted: &[Span],
+        mut dest: Option<ArenaBuf>,
+    ) -> store::Result<Vec<ShardRead>> {
+        let mut have: Vec<Option<(Range<u64>, ShardRead)>> = vec![None; links.len()];
+        let mut unreadable = Vec::new();
+        let mut is_degraded = false;
+        loop {
+            let plan = match ReadPlan::new(&self.layout, whole.size, wanted, |shard| links[shard].is_some()) {
+                Ok(plan) => plan,
+                Err(e) => return Err(self.unless_failing(&unreadable, e).await),
+            };
+            if !plan.computed.is_empty() && !std::mem::replace(&mut is_degraded, true) {
+                metrics::counter!("outboard_osd_degraded_reads_total").increment(1);
             }
-        } else {
-            metrics::counter!("outboard_osd_degraded_reads_total").increment(1);
+            // After a failure, what was read before is read again only if more of its shard is needed now.
+            let is_due = |&(&shard, range): &(&usize, &Range<u64>)| !matches!(&have[shard], Some((read, _)) if read.start <= range.start && range.end <= read.end);
+            let due: Vec<(usize, Range<u64>)> =
+                plan.reads.iter().filter(is_due).map(|(&shard, range)| (shard, range.clone())).collect();
+            if due.is_empty() {
+                return self.take_wanted(wanted, &plan, &have);
+            }
+            let mut dest = dest.take().filter(|_| wanted.len() == 1 && plan.computed.is_empty());
+            let reads = due.iter().map(|(shard, range)| {
+                let (link, dest) = (links[*shard].clone(), dest.take());
+                async move {
+                    match &link {
+                        Some(link) => self.read_from(link, whole, *shard, range.clone(), dest).await,
+                        None => Err(StoreError::Io("the plan reads a shard that is not there".into())),
+                    }
+                }
+            });
+            let reads = join_all(reads).await;
+            for ((shard, range), read) in due.into_iter().zip(reads) {
+                match (read, links[shard].clone()) {
+                    (Ok(read), _) => have[shard] = Some((range, read)),
+                    (Err(e), None) => return Err(e),
+                    (Err(e), Some(link)) => {
+                        if matches!(e, StoreError::Io(_)) {
+                            unreadable.push(link.clone());
+                        }
+                        self.lost(shard, whole.oid, &link, e)?;
+                        (links[shard], have[shard]) = (None, None);
+                    }
+                }
+            }
         }
-        self.reconstruct(session, whole, shard, range).await
+    }
+
+    /// Takes the wanted ranges out of what was read, and computes the others.
+    fn take_wanted(
+        &self,
+        wanted: &[Span],
+        plan: &ReadPlan,
+        have: &[Option<(Range<u64>, ShardRead)>],
+    ) -> store::Result<Vec<ShardRead>> {
+        let over = (plan.over.end - plan.over.start) as usize;
+        let mut computed = Vec::new();
+        if !plan.computed.is_empty() {
+            let source = |shard: &usize| match &have[*shard] {
+                Some((range, read)) => {
+                    let bytes = part(&read.bytes, plan.over.start - range.start, over);
+                    self.filled(bytes, over as u64)
+                }
+                // The plan does not read what lies behind the shard's end.
+                None => self.coder.zeros(over),
+            };
+            let bytes: Vec<Bytes> = plan.sources.iter().map(source).collect();
+            computed = self.coder.recover(&plan.sources, &plan.computed, &bytes)?;
+        }
+        let take = |(shard, range): &Span| {
+            let len = (range.end - range.start) as usize;
+            if let Some(at) = plan.computed.iter().position(|computed| computed == shard) {
+                let blocks =
+                    part(&computed[at], range.start - plan.over.start, len.next_multiple_of(BLOCK_SIZE));
+                let checksums = block::piece_checksums(0, &blocks);
+                return Ok(ShardRead { bytes: blocks.slice(..len), checksums });
+            }
+            match &have[*shard] {
+                Some((read, _)) if *read == *range => Ok(have[*shard].clone().map(|(_, read)| read)),
+                Some((read_range, read)) => {
+                    let at = range.start - read_range.start;
+                    let bytes = part(&read.bytes, at, len);
+                    let blocks = bytes.len().div_ceil(BLOCK_SIZE);
+                    let checksums = read.checksums.iter().skip((at / BLOCK) as usize).take(blocks);
+                    Ok(Some(ShardRead { bytes, checksums: checksums.copied().collect() }))
+                }
+                None => Ok(None),
+            }
+            .and_then(|read| read.ok_or_else(|| StoreError::Io("a wanted shard was not read".into())))
+        };
+        wanted.iter().map(take).collect()
     }
 
     /// Reads from the member at a position, and verifies what it says.
@@ -235,53 +343,6 @@ impl Group {
         tracing::warn!(%oid, target_uuid = %link.target.uuid(), error = %e, "a shard cannot be read; others make up for it");
         self.damaged.borrow_mut().insert((oid.clone(), position));
         Ok(())
-    }
-
-    /// Computes a range of a shard from others; as long as the range, filled up with zeros.
-    pub(super) async fn reconstruct(
-        &self,
-        session: &Session,
-        whole: Whole<'_>,
-        shard: usize,
-        range: Range<u64>,
-    ) -> store::Result<ShardRead> {
-        let oid = whole.oid;
-        let len = (range.end - range.start).next_multiple_of(BLOCK);
-        let aligned = range.start..range.start + len;
-        let mut links = self.live_links(session, oid);
-        links[shard] = None;
-        let mut unreadable = Vec::new();
-        loop {
-            let present: Vec<usize> = (0..links.len()).filter(|&i| links[i].is_some()).collect();
-            let sources = match self.coder.sources(&present, shard) {
-                Ok(sources) => sources,
-                Err(e) => return Err(self.unless_failing(&unreadable, e).await),
-            };
-            let from: Vec<Link> = sources.iter().filter_map(|&source| links[source].clone()).collect();
-            let reads = sources
-                .iter()
-                .zip(&from)
-                .map(|(&source, link)| self.read_from(link, whole, source, aligned.clone(), None));
-            let mut bytes = Vec::with_capacity(sources.len());
-            for ((&source, link), read) in sources.iter().zip(&from).zip(join_all(reads).await) {
-                match read {
-                    Ok(read) => bytes.push(self.filled(read.bytes, len)),
-                    Err(e) => {
-                        if matches!(e, StoreError::Io(_)) {
-                            unreadable.push(link.clone());
-                        }
-                        self.lost(source, oid, link, e)?;
-                        links[source] = None;
-                    }
-                }
-            }
-            if bytes.len() == sources.len() {
-                let recovered = self.coder.recover(&sources, shard, &bytes)?;
-                let checksums = block::piece_checksums(0, &recovered);
-                let bytes = recovered.slice(..(range.end - range.start) as usize);
-                return Ok(ShardRead { bytes, checksums });
-            }
-        }
     }
 
     /// The error that too few shards of an object can be read, or one that passes if that is so
@@ -390,6 +451,12 @@ impl Link {
         }
         Err(StoreError::Disconnected("the target's session has changed".into()))
     }
+}
+
+/// Up to `len` bytes from `at` on.
+fn part(bytes: &Bytes, at: u64, len: usize) -> Bytes {
+    let start = bytes.len().min(at as usize);
+    bytes.slice(start..bytes.len().min(start + len))
 }
 
 /// Whether an error says that what is stored cannot be read, rather than that the store cannot be asked.

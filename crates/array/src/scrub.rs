@@ -171,13 +171,14 @@ impl Group {
         }
         // Each shard beyond the first k is to be what those make of it.
         let present: Vec<usize> = (0..shards.len()).filter(|&i| shards[i].is_some()).collect();
-        let Some(&other) = present.get(self.layout.k) else { return Ok(()) };
-        let sources = self.coder.sources(&present, other)?;
-        let bytes: Vec<Bytes> = sources.iter().filter_map(|&i| shards[i].clone()).collect();
-        for other in present.iter().filter(|other| !sources.contains(other)) {
-            let expected = self.coder.recover(&sources, *other, &bytes)?;
-            verdict.contradicts |= shards[*other].as_ref() != Some(&expected);
+        if present.len() <= self.layout.k {
+            return Ok(());
         }
+        let (sources, others) = present.split_at(self.layout.k);
+        let bytes: Vec<Bytes> = sources.iter().filter_map(|&i| shards[i].clone()).collect();
+        let expected = self.coder.recover(sources, others, &bytes)?;
+        let differs = |(&other, expected): (&usize, &Bytes)| shards[other].as_ref() != Some(expected);
+        verdict.contradicts |= others.iter().zip(&expected).any(differs);
         Ok(())
     }
 }

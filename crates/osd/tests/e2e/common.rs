@@ -62,6 +62,8 @@ pub(crate) struct FaultStore {
     armed_gone_at_record: AtomicBool,
     /// Stages that were made.
     pub(crate) stages: AtomicU64,
+    /// Reads of objects of placement groups.
+    pub(crate) reads: AtomicU64,
     /// Calls that found `held` set.
     pub(crate) waited: AtomicU64,
     /// Faults that have fired.
@@ -102,6 +104,7 @@ impl FaultStore {
             records_held: watch::Sender::new(false),
             armed_gone_at_record: AtomicBool::new(false),
             stages: AtomicU64::new(0),
+            reads: AtomicU64::new(0),
             waited: AtomicU64::new(0),
             fired: AtomicU64::new(0),
             transfers: AtomicBool::new(false),
@@ -274,7 +277,8 @@ impl Submit for FaultStore {
                 Ok(()) => self.transact(transaction),
                 Err(e) => ready(Err(e)),
             },
-            StoreRequest::Read { .. } => {
+            StoreRequest::Read { ref cid, .. } => {
+                self.reads.fetch_add(u64::from(cid.as_bytes().starts_with(b"P")), Ordering::SeqCst);
                 if self.armed_late_read.swap(false, Ordering::SeqCst) {
                     let (inner, late) = (Arc::clone(&self.inner), self.until_let_go());
                     return Box::pin(async move {

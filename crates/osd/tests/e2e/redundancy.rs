@@ -1,5 +1,6 @@
 //! Pools with redundancy: losing targets, getting them back.
 
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -133,6 +134,45 @@ async fn every_pattern(redundancy: &str, k: usize, m: usize) {
     }
     rig.check("all targets are back").await;
     assert!(rig.node.fired() as usize >= patterns.len(), "targets were lost");
+}
+
+/// Reads of shards by each store so far.
+fn reads(rig: &Rig) -> Vec<u64> {
+    rig.node.stores.iter().map(|store| store.reads.load(Ordering::SeqCst)).collect()
+}
+
+#[tokio::test]
+async fn a_degraded_read_of_a_full_stripe_reads_exactly_k_shards() {
+    let mut rig = Rig::new("ec:4+2", 1).await;
+    rig.fill(&[4 * UNIT as usize]).await;
+    for lost in 0..6 {
+        rig.set_down(&[lost], true);
+        rig.check(&format!("target {lost} is found lost")).await;
+        let before = reads(&rig);
+        rig.check(&format!("without target {lost}")).await;
+        let read: Vec<u64> = reads(&rig).iter().zip(before).map(|(now, before)| now - before).collect();
+        assert_eq!(read.iter().sum::<u64>(), 4, "shard reads without target {lost}: {read:?}");
+        assert!(read.iter().all(|&count| count <= 1) && read[lost] == 0, "{read:?}");
+        rig.bring_back(&[lost]).await;
+    }
+    assert!(rig.node.fired() >= 6, "targets were lost");
+}
+
+#[tokio::test]
+async fn reads_of_a_mirrored_object_are_spread_over_its_copies() {
+    let mut rig = Rig::new("mirror:3", 1).await;
+    rig.fill(&[20_000]).await;
+    let before = reads(&rig);
+    for _ in 0..12 {
+        rig.check("a read").await;
+    }
+    let read: Vec<u64> = reads(&rig).iter().zip(before).map(|(now, before)| now - before).collect();
+    assert_eq!(read, [4, 4, 4]);
+    rig.set_down(&[1], true);
+    for _ in 0..4 {
+        rig.check("a copy is lost").await;
+    }
+    assert!(rig.node.fired() >= 1, "the target was asked");
 }
 
 #[tokio::test]
