@@ -412,11 +412,6 @@ pub(crate) fn network() -> StackChoice {
     std::env::var("OUTBOARD_TEST_NETWORK").map_or(StackChoice::TCP, |name| name.parse().unwrap())
 }
 
-/// Whether the network is another one than TCP: tests that have nothing to do with the network, and are long, are run once.
-pub(crate) fn is_another_network() -> bool {
-    network() != StackChoice::TCP
-}
-
 /// So long that a request which was sent has reached the osd; an emulated machine needs more.
 pub(crate) async fn moment() {
     let millis = if network() == StackChoice::TCP { 20 } else { 300 };

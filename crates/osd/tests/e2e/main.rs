@@ -1,23 +1,17 @@
-//! The OSD and its client as users see them: over TCP, on stores in memory that can be made to fail.
+//! The OSD and its client as users see them, on stores in memory that can be made to fail. They talk over TCP, or over the
+//! network that `OUTBOARD_TEST_NETWORK` names. Modules named `tcp_only` have the tests that are long and do not depend on the
+//! network: runs over other networks skip them (`--skip tcp_only::`).
 
-mod coding;
 mod common;
-mod compounds;
-mod crash;
-mod damage;
-mod full;
 mod hostile;
 mod model;
 mod network;
 mod ops;
 mod pending;
 mod raw;
-mod recovery;
 mod redundancy;
 mod retry;
 mod sessions;
 mod staging;
-mod stalls;
-mod start;
 mod striping;
-mod times;
+mod tcp_only;

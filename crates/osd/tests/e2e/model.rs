@@ -6,7 +6,7 @@ use client::{Client, Error, NodeError, Options};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-use crate::common::{Loss, Node, data, is_another_network, seed};
+use crate::common::{Loss, Node, data, seed};
 use crate::redundancy::{config, redundancy, wait_until_whole, wait_until_whole_but};
 
 #[derive(Default, Clone)]
@@ -38,22 +38,6 @@ fn size(rng: &mut StdRng, most: usize) -> usize {
 #[tokio::test]
 async fn random_ops_agree_with_the_model() {
     random_ops("single", 2, 1500).await;
-}
-
-#[tokio::test]
-async fn random_ops_on_a_mirror_agree_with_the_model() {
-    if is_another_network() {
-        return;
-    }
-    random_ops("mirror:2", 3, 1500).await;
-}
-
-#[tokio::test]
-async fn random_ops_on_an_erasure_code_agree_with_the_model() {
-    if is_another_network() {
-        return;
-    }
-    random_ops("ec:4+2", 7, 1500).await;
 }
 
 /// Targets of a pool with redundancy that are taken away and brought back, stale.
@@ -213,5 +197,20 @@ async fn random_ops(text: &str, targets: usize, steps: u64) {
             Some(model) => assert!(object.get().await.unwrap() == model.data, "object {index}"),
             None => assert!(object.get().await.unwrap_err().is_not_found()),
         }
+    }
+}
+
+/// Tests that are long and do not depend on the network.
+mod tcp_only {
+    use super::*;
+
+    #[tokio::test]
+    async fn random_ops_on_a_mirror_agree_with_the_model() {
+        random_ops("mirror:2", 3, 1500).await;
+    }
+
+    #[tokio::test]
+    async fn random_ops_on_an_erasure_code_agree_with_the_model() {
+        random_ops("ec:4+2", 7, 1500).await;
     }
 }

@@ -10,7 +10,7 @@ use rand::rngs::StdRng;
 use rand::seq::IteratorRandom;
 use rand::{Rng, SeedableRng};
 
-use crate::common::{Node, data, is_another_network, seed};
+use crate::common::{Node, data, seed};
 
 /// Small units, so that small objects have several stripes.
 pub(crate) const UNIT: u32 = 8 << 10;
@@ -119,23 +119,6 @@ fn subsets(n: usize, most: usize) -> Vec<Vec<usize>> {
     (1u32..1 << n).filter(|bits| bits.count_ones() as usize <= most).map(members).collect()
 }
 
-async fn every_pattern(redundancy: &str, k: usize, m: usize) {
-    if is_another_network() {
-        return;
-    }
-    let mut rig = Rig::new(redundancy, 1).await;
-    rig.fill(&SIZES).await;
-    rig.check("all targets are there").await;
-    let patterns = subsets(k + m, m);
-    for lost in &patterns {
-        rig.set_down(lost, true);
-        rig.check(&format!("without {lost:?}")).await;
-        rig.bring_back(lost).await;
-    }
-    rig.check("all targets are back").await;
-    assert!(rig.node.fired() as usize >= patterns.len(), "targets were lost");
-}
-
 /// Reads of shards by each store so far.
 fn reads(rig: &Rig) -> Vec<u64> {
     rig.node.stores.iter().map(|store| store.reads.load(Ordering::SeqCst)).collect()
@@ -175,120 +158,134 @@ async fn reads_of_a_mirrored_object_are_spread_over_its_copies() {
     assert!(rig.node.fired() >= 1, "the target was asked");
 }
 
-#[tokio::test]
-async fn every_loss_that_2_1_bears() {
-    every_pattern("ec:2+1", 2, 1).await;
-}
+/// Tests that are long and do not depend on the network.
+mod tcp_only {
+    use super::*;
 
-#[tokio::test]
-async fn every_loss_that_4_2_bears() {
-    every_pattern("ec:4+2", 4, 2).await;
-}
-
-#[tokio::test]
-async fn every_loss_that_6_3_bears() {
-    every_pattern("ec:6+3", 6, 3).await;
-}
-
-#[tokio::test]
-async fn every_loss_that_a_mirror_bears() {
-    every_pattern("mirror:3", 1, 2).await;
-}
-
-#[tokio::test]
-async fn a_thousand_losses_that_10_4_bears() {
-    if is_another_network() {
-        return;
-    }
-    let mut rng = StdRng::seed_from_u64(seed());
-    let mut rig = Rig::new("ec:10+4", 1).await;
-    rig.fill(&[5000, 300_000]).await;
-    for _ in 0..1000 {
-        let count = rng.random_range(1..=4);
-        let lost = (0..14).choose_multiple(&mut rng, count);
-        rig.set_down(&lost, true);
-        rig.check(&format!("without {lost:?}")).await;
-        rig.bring_back(&lost).await;
-    }
-}
-
-#[tokio::test]
-async fn one_loss_too_many_is_an_error() {
-    if is_another_network() {
-        return;
-    }
-    for (redundancy, lost) in [("ec:4+2", &[0usize, 2, 4][..]), ("mirror:2", &[0, 1])] {
-        let mut rig = Rig::new(redundancy, 2).await;
-        // Of an empty object the OSD knows all that there is.
-        rig.fill(&SIZES[1..]).await;
-        rig.set_down(lost, true);
-        for number in 0..8 {
-            // Small objects that are still there could be read until the loss is noticed.
-            let put = rig.pool.object(&format!("new{number}")).unwrap().put(Bytes::from_static(b"x")).await;
-            let e = put.unwrap_err().to_string();
-            assert!(e.contains("are needed"), "{redundancy}: {e}");
+    async fn every_pattern(redundancy: &str, k: usize, m: usize) {
+        let mut rig = Rig::new(redundancy, 1).await;
+        rig.fill(&SIZES).await;
+        rig.check("all targets are there").await;
+        let patterns = subsets(k + m, m);
+        for lost in &patterns {
+            rig.set_down(lost, true);
+            rig.check(&format!("without {lost:?}")).await;
+            rig.bring_back(lost).await;
         }
-        for (name, bytes) in &rig.objects {
-            match rig.pool.object(name).unwrap().get().await {
-                Ok(read) => panic!("{name}: {} bytes of {} without {lost:?}", read.len(), bytes.len()),
-                Err(e) => assert!(e.to_string().contains("are needed"), "{name}: {e}"),
-            }
-        }
-        rig.bring_back(lost).await;
         rig.check("all targets are back").await;
+        assert!(rig.node.fired() as usize >= patterns.len(), "targets were lost");
     }
-}
 
-#[tokio::test]
-async fn what_is_made_while_a_target_is_rebuilt_is_on_it_too() {
-    if is_another_network() {
-        return;
+    #[tokio::test]
+    async fn every_loss_that_2_1_bears() {
+        every_pattern("ec:2+1", 2, 1).await;
     }
-    let redundancy = redundancy("ec:2+1");
-    // Slow enough for a few hundred objects to be made meanwhile.
-    let mut node = Node::of(4, OsdConfig { rebuild_rate: 2 << 20, ..config() });
-    node.restart();
-    let client = node.client().await;
-    client.create_pool_with("pool", 1, redundancy).await.unwrap();
-    let pool = client.pool("pool").unwrap();
-    let content = |number: usize| data(1000 + 37 * number, number as u64);
-    for number in 0..100 {
-        pool.object(&format!("o{number}")).unwrap().put(content(number)).await.unwrap();
+
+    #[tokio::test]
+    async fn every_loss_that_4_2_bears() {
+        every_pattern("ec:4+2", 4, 2).await;
     }
-    // One of them is a spare.
-    client.set_target_out(0, true).await.unwrap();
-    let rebuilt = client.status().await.unwrap().rebuild.objects;
-    for number in 100..300 {
-        pool.object(&format!("o{number}")).unwrap().put(content(number)).await.unwrap();
-        pool.object(&format!("o{}", number - 100)).unwrap().write(0, content(number)).await.unwrap();
+
+    #[tokio::test]
+    async fn every_loss_that_6_3_bears() {
+        every_pattern("ec:6+3", 6, 3).await;
     }
-    let whole = async {
-        while client.status().await.unwrap().health.iter().any(|h| h.degraded + h.unavailable > 0) {
-            tokio::time::sleep(Duration::from_millis(5)).await;
+
+    #[tokio::test]
+    async fn every_loss_that_a_mirror_bears() {
+        every_pattern("mirror:3", 1, 2).await;
+    }
+
+    #[tokio::test]
+    async fn a_thousand_losses_that_10_4_bears() {
+        let mut rng = StdRng::seed_from_u64(seed());
+        let mut rig = Rig::new("ec:10+4", 1).await;
+        rig.fill(&[5000, 300_000]).await;
+        for _ in 0..1000 {
+            let count = rng.random_range(1..=4);
+            let lost = (0..14).choose_multiple(&mut rng, count);
+            rig.set_down(&lost, true);
+            rig.check(&format!("without {lost:?}")).await;
+            rig.bring_back(&lost).await;
         }
-    };
-    tokio::time::timeout(Duration::from_secs(60), whole).await.unwrap();
-    let after = client.status().await.unwrap().rebuild.objects;
-    for lost in 1..4 {
-        node.stores[lost].set_down(true);
-        for number in 200..300 {
-            let read = pool.object(&format!("o{number}")).unwrap().get().await.unwrap();
-            assert!(read == content(number), "object {number} without {lost}, rebuilt {rebuilt} to {after}");
+    }
+
+    #[tokio::test]
+    async fn one_loss_too_many_is_an_error() {
+        for (redundancy, lost) in [("ec:4+2", &[0usize, 2, 4][..]), ("mirror:2", &[0, 1])] {
+            let mut rig = Rig::new(redundancy, 2).await;
+            // Of an empty object the OSD knows all that there is.
+            rig.fill(&SIZES[1..]).await;
+            rig.set_down(lost, true);
+            for number in 0..8 {
+                // Small objects that are still there could be read until the loss is noticed.
+                let put =
+                    rig.pool.object(&format!("new{number}")).unwrap().put(Bytes::from_static(b"x")).await;
+                let e = put.unwrap_err().to_string();
+                assert!(e.contains("are needed"), "{redundancy}: {e}");
+            }
+            for (name, bytes) in &rig.objects {
+                match rig.pool.object(name).unwrap().get().await {
+                    Ok(read) => panic!("{name}: {} bytes of {} without {lost:?}", read.len(), bytes.len()),
+                    Err(e) => assert!(e.to_string().contains("are needed"), "{name}: {e}"),
+                }
+            }
+            rig.bring_back(lost).await;
+            rig.check("all targets are back").await;
         }
-        node.stores[lost].set_down(false);
-        client.set_target_out(lost as u32, false).await.unwrap();
-        let caught_up = async {
+    }
+
+    #[tokio::test]
+    async fn what_is_made_while_a_target_is_rebuilt_is_on_it_too() {
+        let redundancy = redundancy("ec:2+1");
+        // Slow enough for a few hundred objects to be made meanwhile.
+        let mut node = Node::of(4, OsdConfig { rebuild_rate: 2 << 20, ..config() });
+        node.restart();
+        let client = node.client().await;
+        client.create_pool_with("pool", 1, redundancy).await.unwrap();
+        let pool = client.pool("pool").unwrap();
+        let content = |number: usize| data(1000 + 37 * number, number as u64);
+        for number in 0..100 {
+            pool.object(&format!("o{number}")).unwrap().put(content(number)).await.unwrap();
+        }
+        // One of them is a spare.
+        client.set_target_out(0, true).await.unwrap();
+        let rebuilt = client.status().await.unwrap().rebuild.objects;
+        for number in 100..300 {
+            pool.object(&format!("o{number}")).unwrap().put(content(number)).await.unwrap();
+            pool.object(&format!("o{}", number - 100)).unwrap().write(0, content(number)).await.unwrap();
+        }
+        let whole = async {
             while client.status().await.unwrap().health.iter().any(|h| h.degraded + h.unavailable > 0) {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
         };
-        tokio::time::timeout(Duration::from_secs(60), caught_up).await.unwrap();
+        tokio::time::timeout(Duration::from_secs(60), whole).await.unwrap();
+        let after = client.status().await.unwrap().rebuild.objects;
+        for lost in 1..4 {
+            node.stores[lost].set_down(true);
+            for number in 200..300 {
+                let read = pool.object(&format!("o{number}")).unwrap().get().await.unwrap();
+                assert!(
+                    read == content(number),
+                    "object {number} without {lost}, rebuilt {rebuilt} to {after}"
+                );
+            }
+            node.stores[lost].set_down(false);
+            client.set_target_out(lost as u32, false).await.unwrap();
+            let caught_up = async {
+                while client.status().await.unwrap().health.iter().any(|h| h.degraded + h.unavailable > 0) {
+                    tokio::time::sleep(Duration::from_millis(5)).await;
+                }
+            };
+            tokio::time::timeout(Duration::from_secs(60), caught_up).await.unwrap();
+        }
+        client.start_scrub("pool", false).await.unwrap();
+        let mut scrub = client.scrub_status("pool").await.unwrap();
+        while scrub.running {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+            scrub = client.scrub_status("pool").await.unwrap();
+        }
+        assert_eq!((scrub.objects, scrub.damaged, scrub.inconsistent), (300, 0, 0));
     }
-    client.start_scrub("pool", false).await.unwrap();
-    let mut scrub = client.scrub_status("pool").await.unwrap();
-    while scrub.running {
-        tokio::time::sleep(Duration::from_millis(5)).await;
-        scrub = client.scrub_status("pool").await.unwrap();
-    }
-    assert_eq!((scrub.objects, scrub.damaged, scrub.inconsistent), (300, 0, 0));
 }

@@ -212,45 +212,6 @@ async fn clients_end_and_leave_no_records(kind: &str) {
     client.close().await;
 }
 
-/// Without `CloseSession`, 5,535 short sessions fill the index of a target of this size.
-#[tokio::test]
-async fn thousands_of_short_sessions_do_not_fill_a_small_target() {
-    if crate::common::is_another_network() {
-        return;
-    }
-    let image = SimStore::format(vec![0; 16 << 20], Uuid::from_u128(1)).unwrap();
-    let store = SimStore::mount(&SimDrive::new(image), 1).unwrap();
-    let commits = Arc::new(AtomicU64::new(0));
-    let watch: Watch = {
-        let commits = Arc::clone(&commits);
-        Arc::new(move || {
-            commits.fetch_add(1, Ordering::SeqCst);
-        })
-    };
-    let mut node = Node::over(vec![FaultStore::over(Arc::new(store), Some(watch))], OsdConfig::default());
-    node.restart();
-    let (_client, pool) = node.pool_of(1).await;
-    pool.object("object").unwrap().put("x").await.unwrap();
-    let commits_before = commits.load(Ordering::SeqCst);
-    let mut raw = Raw::connect(&node.endpoint, None).await;
-    let put = || {
-        let ops = vec![Mutation::WriteFull(Source::Embedded(vec![7; 100].into()))];
-        mutate("object", ops, wire::Data::None)
-    };
-    let mut most = 0;
-    for round in 0..8000 {
-        raw.changed(head(1), put()).await.unwrap();
-        raw.close_session().await;
-        raw.open_another().await;
-        if round % 500 == 499 {
-            most = most.max(records(&node.stores).await.len());
-        }
-    }
-    assert!(most < 16, "{most} records of at most a few sessions");
-    let commits = commits.load(Ordering::SeqCst) - commits_before;
-    assert_eq!(commits, 8000, "a session costs the commit of its change, and no other");
-}
-
 /// A mark as it is stored: low water, and time of the last change.
 fn mark(active_ms: u64) -> Bytes {
     #[derive(serde::Serialize)]
@@ -645,4 +606,45 @@ async fn a_change_that_was_sent_once_into_no_pool_has_not_taken_effect() {
     let refused = change.await.unwrap().unwrap_err();
     assert!(refused.is_not_found() && !refused.may_have_taken_effect(), "{refused}");
     question.abort();
+}
+
+/// Tests that are long and do not depend on the network.
+mod tcp_only {
+    use super::*;
+
+    /// Without `CloseSession`, 5,535 short sessions fill the index of a target of this size.
+    #[tokio::test]
+    async fn thousands_of_short_sessions_do_not_fill_a_small_target() {
+        let image = SimStore::format(vec![0; 16 << 20], Uuid::from_u128(1)).unwrap();
+        let store = SimStore::mount(&SimDrive::new(image), 1).unwrap();
+        let commits = Arc::new(AtomicU64::new(0));
+        let watch: Watch = {
+            let commits = Arc::clone(&commits);
+            Arc::new(move || {
+                commits.fetch_add(1, Ordering::SeqCst);
+            })
+        };
+        let mut node = Node::over(vec![FaultStore::over(Arc::new(store), Some(watch))], OsdConfig::default());
+        node.restart();
+        let (_client, pool) = node.pool_of(1).await;
+        pool.object("object").unwrap().put("x").await.unwrap();
+        let commits_before = commits.load(Ordering::SeqCst);
+        let mut raw = Raw::connect(&node.endpoint, None).await;
+        let put = || {
+            let ops = vec![Mutation::WriteFull(Source::Embedded(vec![7; 100].into()))];
+            mutate("object", ops, wire::Data::None)
+        };
+        let mut most = 0;
+        for round in 0..8000 {
+            raw.changed(head(1), put()).await.unwrap();
+            raw.close_session().await;
+            raw.open_another().await;
+            if round % 500 == 499 {
+                most = most.max(records(&node.stores).await.len());
+            }
+        }
+        assert!(most < 16, "{most} records of at most a few sessions");
+        let commits = commits.load(Ordering::SeqCst) - commits_before;
+        assert_eq!(commits, 8000, "a session costs the commit of its change, and no other");
+    }
 }

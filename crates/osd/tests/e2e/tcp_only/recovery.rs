@@ -10,7 +10,7 @@ use store::simulation::{SimDrive, SimStore};
 use store::{ObjectId, Op, StoreCalls, Transaction};
 use uuid::Uuid;
 
-use crate::common::{FaultStore, Node, data, is_another_network, moment, seed};
+use crate::common::{FaultStore, Node, data, moment, seed};
 use crate::redundancy::{Rig, config, wait_until_whole};
 
 /// Waits until something is so.
@@ -116,9 +116,6 @@ async fn restart_amid_rebuild(rig: &mut Rig) {
 
 #[tokio::test]
 async fn a_spare_is_rebuilt_on_after_a_restart() {
-    if is_another_network() {
-        return;
-    }
     let mut rig = slow_rig(4, config()).await;
     let lost = rig.with_groups().await[0];
     rig.client.set_target_out(lost as u32, true).await.unwrap();
@@ -133,9 +130,6 @@ async fn a_spare_is_rebuilt_on_after_a_restart() {
 
 #[tokio::test]
 async fn a_target_that_was_full_once_takes_the_place_of_one_that_is_lost() {
-    if is_another_network() {
-        return;
-    }
     let mut rig = Rig::of("mirror:2", 1, 3, config()).await;
     rig.put(0, 30_000, 0).await;
     let members = rig.with_groups().await;
@@ -155,9 +149,6 @@ async fn a_target_that_was_full_once_takes_the_place_of_one_that_is_lost() {
 
 #[tokio::test]
 async fn a_removal_that_was_broken_off_is_ended_although_the_group_is_not_whole() {
-    if is_another_network() {
-        return;
-    }
     let mut rig = Rig::of("mirror:3", 1, 4, config()).await;
     rig.put(0, 30_000, 0).await;
     let members = rig.with_groups().await;
@@ -176,9 +167,6 @@ async fn a_removal_that_was_broken_off_is_ended_although_the_group_is_not_whole(
 
 #[tokio::test]
 async fn a_target_that_was_away_catches_up_after_a_restart() {
-    if is_another_network() {
-        return;
-    }
     let mut rig = slow_rig(3, config()).await;
     rig.set_down(&[0], true);
     for number in 0..OBJECTS {
@@ -196,9 +184,6 @@ const STAGED: usize = (5 << 20) + 12_345;
 
 #[tokio::test]
 async fn large_writes_while_targets_are_down() {
-    if is_another_network() {
-        return;
-    }
     for redundancy in ["ec:4+2", "mirror:3"] {
         let mut rig = Rig::new(redundancy, 1).await;
         rig.put(0, STAGED, 1).await;
@@ -231,9 +216,6 @@ async fn large_writes_while_targets_are_down() {
 
 #[tokio::test]
 async fn a_target_comes_back_while_a_large_write_is_staged() {
-    if is_another_network() {
-        return;
-    }
     // The target is known to be there, but it takes part only from the next look on.
     let config = OsdConfig { upkeep_interval: Duration::from_secs(1), ..config() };
     let mut rig = slow_rig(3, config).await;
@@ -282,9 +264,6 @@ async fn taken(rig: &Rig) -> Vec<(usize, u64)> {
 
 #[tokio::test]
 async fn all_space_of_a_removed_pool_comes_back() {
-    if is_another_network() {
-        return;
-    }
     let mut rig = Rig::of("mirror:2", 1, 5, config()).await;
     let before = taken(&rig).await;
     for (name, redundancy) in [("wide", "ec:2+1"), ("copies", "mirror:3")] {
@@ -310,9 +289,6 @@ async fn all_space_of_a_removed_pool_comes_back() {
 
 #[tokio::test]
 async fn a_removed_pools_space_comes_back_on_a_target_that_was_away() {
-    if is_another_network() {
-        return;
-    }
     let mut rig = Rig::of("mirror:2", 1, 4, config()).await;
     let before = taken(&rig).await;
     rig.client.create_pool_with("wide", 16, crate::redundancy::redundancy("ec:2+1")).await.unwrap();
@@ -335,9 +311,6 @@ async fn a_removed_pools_space_comes_back_on_a_target_that_was_away() {
 
 #[tokio::test]
 async fn a_restart_without_the_only_one_that_has_the_newest() {
-    if is_another_network() {
-        return;
-    }
     let mut rig = Rig::of("mirror:2", 16, 3, config()).await;
     for number in 0..60 {
         rig.put(number, 9000, number as u64).await;
@@ -418,9 +391,6 @@ async fn all_is_well(mut rig: Rig) {
 
 #[tokio::test]
 async fn a_target_comes_back_before_the_record_without_it_is_in_force() {
-    if is_another_network() {
-        return;
-    }
     let (rig, put) = proposed().await;
     comes_back(&rig, 0);
     tokio::time::sleep(Duration::from_millis(20)).await;
@@ -431,9 +401,6 @@ async fn a_target_comes_back_before_the_record_without_it_is_in_force() {
 
 #[tokio::test]
 async fn a_restart_finds_a_proposal_and_the_target_that_it_leaves_out() {
-    if is_another_network() {
-        return;
-    }
     let (mut rig, put) = proposed().await;
     comes_back(&rig, 0);
     rig.node.restart();
@@ -456,9 +423,6 @@ async fn record(rig: &Rig, target: usize) -> Bytes {
 /// The record comes into force on one target alone, which is gone from then on; those that do not have it go on without it.
 #[tokio::test]
 async fn a_record_in_force_on_one_target_that_goes_away_does_not_count() {
-    if is_another_network() {
-        return;
-    }
     for restart in [false, true] {
         let mut rig = Rig::new("ec:2+1", 1).await;
         for number in 0..10 {
@@ -502,9 +466,6 @@ async fn a_record_in_force_on_one_target_that_goes_away_does_not_count() {
 
 #[tokio::test]
 async fn too_many_missed_changes_are_forgotten_and_everything_is_copied() {
-    if is_another_network() {
-        return;
-    }
     for (limit, changed) in [(1000, 60), (20, 60)] {
         let config = OsdConfig { missed_objects_per_pg: limit, ..config() };
         let mut rig = Rig::of("ec:2+1", 1, 3, config).await;
@@ -534,9 +495,6 @@ async fn too_many_missed_changes_are_forgotten_and_everything_is_copied() {
 
 #[tokio::test]
 async fn a_member_that_cannot_be_rebuilt_keeps_no_other_one_waiting() {
-    if is_another_network() {
-        return;
-    }
     for (full, other) in [(0, 1), (1, 0)] {
         let mut rig = Rig::new("ec:4+2", 1).await;
         rig.set_down(&[0, 1], true);
@@ -575,9 +533,6 @@ async fn one_copy_ahead(config: OsdConfig) -> (Rig, Vec<(String, Bytes)>) {
 /// Right after a start no group has a session yet that says who has what.
 #[tokio::test]
 async fn a_target_that_alone_has_the_newest_is_not_taken_out_right_after_a_start() {
-    if is_another_network() {
-        return;
-    }
     let config = OsdConfig { upkeep_interval: Duration::from_secs(2), ..config() };
     let (mut rig, _) = one_copy_ahead(config).await;
     rig.set_down(&[0], false);
@@ -595,9 +550,6 @@ async fn a_target_that_alone_has_the_newest_is_not_taken_out_right_after_a_start
 /// One copy is back, but has not caught up, when the one that has it all goes: what the first one has does not count.
 #[tokio::test]
 async fn the_only_one_that_has_the_newest_goes_before_the_other_has_it() {
-    if is_another_network() {
-        return;
-    }
     // The target is known to be there, but it is rebuilt only from the next look on.
     let config = OsdConfig { upkeep_interval: Duration::from_secs(2), ..config() };
     let (rig, _) = one_copy_ahead(config).await;
@@ -619,9 +571,6 @@ async fn the_only_one_that_has_the_newest_goes_before_the_other_has_it() {
 /// back all the same, it gets everything anew.
 #[tokio::test]
 async fn a_copy_that_was_said_to_be_lost_comes_back() {
-    if is_another_network() {
-        return;
-    }
     for (restarts, limit) in [(false, 1000), (true, 1000), (false, 5), (true, 5)] {
         let config = OsdConfig { missed_objects_per_pg: limit, ..config() };
         let (mut rig, old) = one_copy_ahead(config).await;
@@ -651,9 +600,6 @@ async fn a_copy_that_was_said_to_be_lost_comes_back() {
 /// More notes than the real store has room for in one transaction.
 #[tokio::test]
 async fn many_notes_with_long_names() {
-    if is_another_network() {
-        return;
-    }
     const MISSED: usize = 500;
     for (limit, is_lost) in [(2 * MISSED, false), (2 * MISSED, true), (MISSED / 2, false)] {
         let config = OsdConfig { missed_objects_per_pg: limit, ..config() };
@@ -697,9 +643,6 @@ async fn many_notes_with_long_names() {
 /// with what they have: what they do then is to count.
 #[tokio::test]
 async fn a_record_that_only_the_rebuilt_target_has_does_not_count() {
-    if is_another_network() {
-        return;
-    }
     let mut rig = Rig::new("ec:2+1", 1).await;
     for number in 0..10 {
         rig.put(number, 50_000, number as u64).await;

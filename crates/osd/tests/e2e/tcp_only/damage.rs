@@ -6,7 +6,6 @@ use base::block::Payload;
 use bytes::Bytes;
 use store::{CollectionId, ObjectId, ObjectStore, Op, StoreCalls, Transaction, WriteSource};
 
-use crate::common::is_another_network;
 use crate::redundancy::{Rig, UNIT};
 
 const SIZES: [usize; 6] = [1, 4096, 5000, 70_001, 300_000, 5_000_001];
@@ -92,9 +91,6 @@ async fn has_data_of(store: &dyn ObjectStore, object: &Bytes) -> bool {
 /// Reads give what was written whichever target has damaged shards, and mend those that they have met.
 #[tokio::test]
 async fn damaged_shards_count_as_lost_and_are_mended_by_reads() {
-    if is_another_network() {
-        return;
-    }
     let mut rig = Rig::new("ec:4+2", 1).await;
     rig.fill(&SIZES).await;
     let object = rig.objects.last().unwrap().1.clone();
@@ -127,9 +123,6 @@ async fn damaged_shards_count_as_lost_and_are_mended_by_reads() {
 /// A target that has lost objects does not speak for the others: they are still there, and a scrub brings them back on it.
 #[tokio::test]
 async fn objects_that_a_target_has_lost_are_still_there() {
-    if is_another_network() {
-        return;
-    }
     for redundancy in ["ec:4+2", "mirror:2"] {
         let mut rig = Rig::new(redundancy, 1).await;
         rig.fill(&SIZES).await;
@@ -159,9 +152,6 @@ async fn objects_that_a_target_has_lost_are_still_there() {
 /// A scrub finds as many damaged shards as there are, of any kind, mends them, and finds none afterwards.
 #[tokio::test]
 async fn a_scrub_finds_and_mends_every_damaged_shard() {
-    if is_another_network() {
-        return;
-    }
     for (redundancy, targets) in [("ec:4+2", &[0, 3][..]), ("ec:4+2", &[4, 5]), ("mirror:3", &[0, 1])] {
         for damage in [Damage::Flipped, Damage::CutOff, Damage::Forgotten] {
             let mut rig = Rig::new(redundancy, 2).await;
@@ -190,9 +180,6 @@ async fn a_scrub_finds_and_mends_every_damaged_shard() {
 /// More damage than the redundancy bears is an error, never other data.
 #[tokio::test]
 async fn too_much_damage_is_an_error() {
-    if is_another_network() {
-        return;
-    }
     for damage in [Damage::Flipped, Damage::CutOff] {
         let mut rig = Rig::new("ec:4+2", 1).await;
         rig.fill(&[70_001, 300_000]).await;
@@ -213,9 +200,6 @@ async fn too_much_damage_is_an_error() {
 /// Nothing is written: it is by reads alone that a drive is found to be gone.
 #[tokio::test]
 async fn a_drive_that_cannot_be_read_is_left_out_until_it_is_taken_in() {
-    if is_another_network() {
-        return;
-    }
     for redundancy in ["ec:4+2", "mirror:2"] {
         let mut rig = Rig::new(redundancy, 2).await;
         rig.fill(&SIZES).await;

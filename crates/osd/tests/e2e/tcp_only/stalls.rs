@@ -16,7 +16,7 @@ use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use wire::{Data, Mutation, Source};
 
-use crate::common::{FaultStore, Node, data, is_another_network, seed};
+use crate::common::{FaultStore, Node, data, seed};
 use crate::raw::{Raw, head, mutate};
 use crate::redundancy::{Rig, redundancy, wait_until_whole};
 
@@ -230,9 +230,6 @@ impl Load {
 }
 
 async fn a_stall_of_all_targets(text: &str) {
-    if is_another_network() {
-        return;
-    }
     let mut stalls = Stalls::new(text, 4, config()).await;
     let load = Load::start(&stalls.rig.client, &stalls.rig.pool, 6).await;
     // The last one is longer than requests wait for the store: clients are told to try again.
@@ -262,9 +259,6 @@ async fn a_stall_of_all_targets_without_redundancy_is_outlasted() {
 
 #[tokio::test]
 async fn one_target_that_stalls_again_and_again_catches_up_by_itself() {
-    if is_another_network() {
-        return;
-    }
     let mut stalls = Stalls::new("ec:2+1", 2, config()).await;
     let load = Load::start(&stalls.rig.client, &stalls.rig.pool, 6).await;
     for round in 0..6 {
@@ -284,9 +278,6 @@ async fn one_target_that_stalls_again_and_again_catches_up_by_itself() {
 
 #[tokio::test]
 async fn a_stall_while_groups_are_opened_is_outlasted() {
-    if is_another_network() {
-        return;
-    }
     for (text, targets) in [
         ("mirror:2", &[0][..]),
         ("mirror:2", &[1]),
@@ -331,9 +322,6 @@ fn stores_stalled(stalls: &Stalls) -> u64 {
 
 #[tokio::test]
 async fn a_rebuild_goes_on_after_its_source_has_stalled() {
-    if is_another_network() {
-        return;
-    }
     let mut stalls = Stalls::new("ec:2+1", 1, OsdConfig { rebuild_rate: 1 << 20, ..config() }).await;
     stalls.rig.set_down(&[0], true);
     let sizes: Vec<usize> = (0..100).map(|number| 20_000 + 100 * number).collect();
@@ -355,9 +343,6 @@ async fn a_rebuild_goes_on_after_its_source_has_stalled() {
 
 #[tokio::test]
 async fn the_last_members_that_a_group_needs_are_waited_for() {
-    if is_another_network() {
-        return;
-    }
     for (text, gone, slow) in [("mirror:2", 0, 1), ("ec:2+1", 1, 2)] {
         // One is gone for good.
         let retry = TargetRetry { failing_pause: Duration::from_secs(3600), ..RETRY };
@@ -385,9 +370,6 @@ async fn the_last_members_that_a_group_needs_are_waited_for() {
 /// Both copies are slow in turn, so that neither may go on without the other: requests wait for the one that has it all.
 #[tokio::test]
 async fn a_copy_that_was_slow_does_not_count_before_it_has_caught_up() {
-    if is_another_network() {
-        return;
-    }
     let mut stalls = Stalls::new("mirror:2", 1, config()).await;
     stalls.rig.fill(&[10_000]).await;
     let object = stalls.rig.pool.object("o10000").unwrap();
@@ -417,9 +399,6 @@ async fn a_copy_that_was_slow_does_not_count_before_it_has_caught_up() {
 
 #[tokio::test]
 async fn a_target_whose_io_errors_heal_comes_back_by_itself() {
-    if is_another_network() {
-        return;
-    }
     // As many as the pool can spare, and all of them.
     for (text, lost) in [("ec:2+1", &[0][..]), ("ec:2+1", &[0, 1, 2]), ("mirror:2", &[0, 1])] {
         let mut stalls = Stalls::new(text, 2, config()).await;
@@ -440,9 +419,6 @@ async fn a_target_whose_io_errors_heal_comes_back_by_itself() {
 
 #[tokio::test]
 async fn a_client_is_told_to_try_again_while_targets_are_tried_again() {
-    if is_another_network() {
-        return;
-    }
     let stalls = Stalls::new("mirror:2", 1, config()).await;
     stalls.rig.pool.object("o").unwrap().put("x").await.unwrap();
     stalls.stop(&stalls.all());
@@ -506,9 +482,6 @@ async fn change_at_random(pool: Pool, number: u64, seed: u64, stop: Arc<AtomicU6
 }
 
 async fn stalls_at_random(text: &str) {
-    if is_another_network() {
-        return;
-    }
     let seed = seed();
     let mut rng = StdRng::seed_from_u64(seed);
     let mut stalls = Stalls::new(text, 2, config()).await;
@@ -556,9 +529,6 @@ async fn stalls_at_random_lose_nothing_of_a_mirror() {
 /// Calls in one placement group hang on a target that answers otherwise: it is not used before they go on.
 #[tokio::test]
 async fn a_target_that_hangs_in_one_collection_does_not_come_back_before_that_answers() {
-    if is_another_network() {
-        return;
-    }
     for text in ["mirror:2", "ec:2+1"] {
         let mut stalls = Stalls::new(text, 2, config()).await;
         let load = Load::start(&stalls.rig.client, &stalls.rig.pool, 6).await;
@@ -590,9 +560,6 @@ async fn a_target_that_hangs_in_one_collection_does_not_come_back_before_that_an
 /// A change that waits for space has overwritten data trimmed, which comes to nothing while a target stands still.
 #[tokio::test]
 async fn a_change_without_space_is_refused_in_time_while_its_group_cannot_trim() {
-    if is_another_network() {
-        return;
-    }
     let (target_timeout, store_patience) = (Duration::from_secs(45), Duration::from_secs(2));
     let config = OsdConfig { target_timeout, store_patience, ..config() };
     let stalls = Stalls::new("mirror:2", 1, config).await;

@@ -30,7 +30,7 @@ use tokio::sync::oneshot;
 use uuid::Uuid;
 use wire::{Data, Manifest, Mutation, Placement, SessionId, Source, UploadId};
 
-use crate::common::{data, is_another_network, network, seed, stack};
+use crate::common::{data, network, seed, stack};
 use crate::raw::{Raw, head, mutate};
 use crate::redundancy::{config, redundancy};
 
@@ -697,9 +697,6 @@ async fn run(text: &str, placement: Placement, cases: impl Iterator<Item = Case>
 
 /// A sample of pairs and triples, half of each.
 async fn run_sample(text: &str, placement: Placement) {
-    if is_another_network() {
-        return;
-    }
     let cases = sample(&mut StdRng::seed_from_u64(seed()), SAMPLE);
     run(text, placement, cases.into_iter()).await;
 }
@@ -858,9 +855,6 @@ impl Drives {
 /// The same on drives, behind the channel.
 #[tokio::test]
 async fn some_compounds_on_drives_leave_targets_that_fsck_calls_clean() {
-    if is_another_network() {
-        return;
-    }
     let mut rng = StdRng::seed_from_u64(seed());
     for text in ["single", "ec:2+1"] {
         let drives = Drives::new(text);
@@ -911,9 +905,6 @@ fn is_wrong_size<T: std::fmt::Debug>(answer: client::Result<T>, sizes: (u64, u64
 /// `scrub --repair` gives them the zeros that are missing, but only where these are zeros for certain.
 #[tokio::test]
 async fn objects_that_were_cut_short_are_found_and_repaired() {
-    if is_another_network() {
-        return;
-    }
     for text in ["single", "mirror:2", "ec:2+1"] {
         let drives = Drives::new(text);
         let bytes = data(16_384, 1);

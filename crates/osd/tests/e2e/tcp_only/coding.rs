@@ -15,7 +15,7 @@ use store::stripes::{
 };
 use wire::CodingOffload;
 
-use crate::common::{Node, data, is_another_network};
+use crate::common::{Node, data};
 use crate::redundancy::{config, redundancy, wait_until_whole};
 
 const MIB: usize = 1 << 20;
@@ -88,9 +88,6 @@ fn total(sent: client::CodingSent) -> u64 {
 
 #[tokio::test]
 async fn every_engine_computes_what_is_read_back() {
-    if is_another_network() {
-        return;
-    }
     for (mode, offload, host, other) in [
         ("latency-sensitive", CodingOffload::Dpu, true, false),
         ("async", CodingOffload::Dpu, false, true),
@@ -114,9 +111,6 @@ async fn every_engine_computes_what_is_read_back() {
 
 #[tokio::test]
 async fn an_engine_that_fails_costs_no_write() {
-    if is_another_network() {
-        return;
-    }
     for faults in ["ec.offload=fail,probability=0.5,seed=7", "ec.offload=fail"] {
         let (node, client, pool) = node("async", CodingOffload::Dpu, faults).await;
         let objects = write(&pool, 2).await;
@@ -211,9 +205,6 @@ async fn a_busy_host_is_left_alone_until_it_is_calm_again() {
 
 #[tokio::test]
 async fn a_drive_that_stands_still_is_told_from_those_that_go() {
-    if is_another_network() {
-        return;
-    }
     let redundancy = redundancy("ec:2+1");
     let mut node = Node::of(3, OsdConfig { target_timeout: Duration::from_millis(500), ..config() });
     node.restart();

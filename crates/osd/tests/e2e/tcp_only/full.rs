@@ -11,7 +11,7 @@ use store::simulation::{SimDrive, SimStore};
 use store::{CollectionId, ObjectId, ObjectStore, Op, StoreCalls, StoreError, Transaction, WriteSource};
 use uuid::Uuid;
 
-use crate::common::{FaultStore, Node, data, is_another_network};
+use crate::common::{FaultStore, Node, data};
 use crate::raw::{Raw, append, head, mutate};
 
 /// A node with targets of that many MiB, on drives in memory.
@@ -78,9 +78,6 @@ const LARGE: usize = 512 << 10;
 
 #[tokio::test]
 async fn a_full_erasure_coded_pool_is_read_and_emptied_also_after_a_restart() {
-    if is_another_network() {
-        return;
-    }
     let mut node = node(3, 24);
     let films = pool(&node, "films", 4, "ec:2+1").await;
     let many = fill(&films, "f", LARGE).await;
@@ -115,9 +112,6 @@ async fn a_full_erasure_coded_pool_is_read_and_emptied_also_after_a_restart() {
 
 #[tokio::test]
 async fn pools_and_targets_are_managed_at_zero_bytes_free_also_after_restarts() {
-    if is_another_network() {
-        return;
-    }
     let mut node = node(3, 16);
     let copies = pool(&node, "copies", 4, "mirror:3").await;
     fill(&copies, "c", LARGE).await;
@@ -155,9 +149,6 @@ async fn pools_and_targets_are_managed_at_zero_bytes_free_also_after_restarts() 
 /// have given theirs back.
 #[tokio::test]
 async fn overwrites_that_fit_one_after_the_other_wait_for_each_other() {
-    if is_another_network() {
-        return;
-    }
     for (redundancy, targets, mib) in [("single", 2, 40), ("mirror:2", 2, 40), ("ec:2+1", 3, 24)] {
         let node = node(targets, mib);
         let pool = pool(&node, "pool", 1, redundancy).await;
@@ -181,9 +172,6 @@ async fn overwrites_that_fit_one_after_the_other_wait_for_each_other() {
 /// Puts that wait for space give up when nothing else is under way that could bring some.
 #[tokio::test]
 async fn puts_that_can_never_fit_are_all_refused() {
-    if is_another_network() {
-        return;
-    }
     let node = node(2, 16);
     let pool = pool(&node, "pool", 2, "mirror:2").await;
     fill(&pool, "f", LARGE).await;
@@ -215,9 +203,6 @@ async fn take_every_block(store: &dyn ObjectStore) {
 /// targets only.
 #[tokio::test]
 async fn a_node_without_one_free_block_starts_is_read_and_emptied() {
-    if is_another_network() {
-        return;
-    }
     let mut node = node(2, 16);
     let copies = pool(&node, "copies", 4, "mirror:2").await;
     let many = fill(&copies, "c", LARGE).await;
@@ -250,9 +235,6 @@ async fn collections(node: &Node) -> usize {
 /// The others have no room for what a target had that is taken out. When it is in again it gets its places back.
 #[tokio::test]
 async fn a_target_that_is_taken_out_of_a_nearly_full_node_and_in_again_ends_the_rebuild() {
-    if is_another_network() {
-        return;
-    }
     let node = node(4, 24);
     let films = pool(&node, "films", 8, "mirror:2").await;
     let many = fill(&films, "f", LARGE).await;
@@ -302,9 +284,6 @@ fn has_full_index(put: &Result<client::Mutated, Error>) -> bool {
 /// While a target is away, the others note which objects it lacks, also of those that are removed.
 #[tokio::test]
 async fn notes_of_what_a_missing_target_lacks_do_not_fill_the_index_for_good() {
-    if is_another_network() {
-        return;
-    }
     let node = node(2, 24);
     let pool = pool(&node, "pool", 2, "mirror:2").await;
     let kept = pool.object("kept").unwrap();
@@ -359,9 +338,6 @@ async fn fill_index(store: &dyn ObjectStore) {
 /// It has lacked removals, and more results of requests than go into one transaction.
 #[tokio::test]
 async fn a_target_with_a_full_index_catches_up_with_what_was_removed() {
-    if is_another_network() {
-        return;
-    }
     const APPENDS: u64 = 900;
     let node = node(2, 24);
     let pool = pool(&node, "pool", 1, "mirror:2").await;
@@ -397,9 +373,6 @@ async fn a_target_with_a_full_index_catches_up_with_what_was_removed() {
 /// A change that is refused, and gives its own space back, wakes no other one that waits.
 #[tokio::test]
 async fn changes_that_wait_for_space_do_not_wake_each_other() {
-    if is_another_network() {
-        return;
-    }
     for (redundancy, targets) in [("single", 1), ("mirror:2", 2)] {
         let config = OsdConfig { store_patience: std::time::Duration::from_secs(3), ..OsdConfig::default() };
         let mut node = Node::of(targets, config);

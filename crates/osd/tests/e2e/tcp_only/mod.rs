@@ -1,0 +1,11 @@
+//! Tests that are long and do not depend on the network.
+
+mod coding;
+mod compounds;
+mod crash;
+mod damage;
+mod full;
+mod recovery;
+mod stalls;
+mod start;
+mod times;
