@@ -1,17 +1,14 @@
 //! The `outboard` program: every role of a node and every command of its users.
 //!
-//! `commands` has one file per command; `node` is what runs a node: its directory, configuration, supervision and
-//! roles.
+//! `commands` has one file per command. The crate `node` runs a node: its directory, configuration, supervision and roles.
 
 #![forbid(unsafe_code)]
 
 mod cli;
 mod commands;
-mod failure;
-mod node;
 mod output;
-mod progress;
 
+use std::io::Write;
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -27,6 +24,13 @@ fn main() -> ExitCode {
     let cli = cli::Cli::parse();
     match commands::run(cli) {
         Ok(()) => ExitCode::SUCCESS,
-        Err(failure) => failure.report(),
+        Err(failure) => report(&failure),
     }
+}
+
+/// Prints a failure to standard error, and returns the exit status that fits it.
+fn report(failure: &node::failure::Failure) -> ExitCode {
+    // Nothing can be done if standard error itself is gone.
+    let _ = writeln!(std::io::stderr(), "outboard: {}", output::shown_as_error(&failure.to_string()));
+    ExitCode::from(if failure.is_usage() { 2 } else { 1 })
 }

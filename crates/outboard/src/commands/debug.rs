@@ -10,12 +10,12 @@ use serde::Serialize;
 use wire::Placement;
 
 use crate::cli::NodeArgs;
-use crate::failure::{Doing, Failure, Result};
-use crate::node::debug::{self, ArmedFault, Request};
-use crate::node::dir::NodeDir;
-use crate::node::locate;
-use crate::node::state::{NodeState, Role};
+use crate::commands::locate;
 use crate::output;
+use node::debug::{self, ArmedFault, Request};
+use node::dir::NodeDir;
+use node::failure::{Doing, Failure, Result};
+use node::state::{NodeState, Role};
 
 /// How long a role that restarts is waited for.
 const PATIENCE: Duration = Duration::from_secs(10);

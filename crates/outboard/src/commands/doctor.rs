@@ -6,10 +6,10 @@ use clap::Args;
 use serde::Serialize;
 
 use crate::cli::NodeArgs;
-use crate::failure::{Doing, Failure, Result};
-use crate::node::checkup::{self, Finding, Grade};
-use crate::node::config::{self, Config};
-use crate::node::locate;
+use crate::commands::locate;
+use node::checkup::{self, Finding, Grade};
+use node::config::{self, Config};
+use node::failure::{Doing, Failure, Result};
 
 /// Check this machine: kernel, io_uring, limits, huge pages, the targets' file system
 ///

@@ -9,10 +9,10 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags, Signal};
 
 use crate::cli::NodeArgs;
-use crate::failure::{Doing, Failure, Result};
-use crate::node::dir::NodeDir;
-use crate::node::locate;
-use crate::node::units::Period;
+use crate::commands::locate;
+use node::dir::NodeDir;
+use node::failure::{Doing, Failure, Result};
+use node::units::Period;
 
 /// Stop a node: first the osd, then the store, which unmounts its targets
 ///

@@ -9,13 +9,13 @@ use serde::Serialize;
 use store::FsckReport;
 
 use crate::cli::NodeArgs;
-use crate::failure::{Doing, Failure, Result};
-use crate::node::config::{self, Config};
-use crate::node::dir::{DirLock, NodeDir};
-use crate::node::locate;
-use crate::node::units::ByteSize;
+use crate::commands::locate;
 use crate::output;
-use crate::progress::Progress;
+use node::config::{self, Config};
+use node::dir::{DirLock, NodeDir};
+use node::failure::{Doing, Failure, Result};
+use node::progress::Progress;
+use node::units::ByteSize;
 
 /// Check a stopped node's targets: every object, extent, reference count and checksum
 ///

@@ -8,8 +8,8 @@ use tokio::io::AsyncWriteExt;
 use super::cp::local::{self, NewFile};
 use super::session;
 use crate::cli::NodeArgs;
-use crate::failure::{Doing, Result};
-use crate::progress::Progress;
+use node::failure::{Doing, Result};
+use node::progress::Progress;
 
 /// Write an object to a file or to standard output
 ///

@@ -4,8 +4,8 @@ use clap::Args;
 
 use super::session;
 use crate::cli::NodeArgs;
-use crate::failure::{Doing, Result};
 use crate::output;
+use node::failure::{Doing, Result};
 
 /// List the objects of a pool, in no particular order
 #[derive(Debug, Args)]

@@ -8,6 +8,7 @@ pub mod down;
 pub mod ec;
 pub mod fsck;
 pub mod get;
+mod locate;
 pub mod ls;
 pub mod osd;
 pub mod pool;
@@ -22,7 +23,7 @@ pub mod target;
 pub mod up;
 
 use crate::cli::{Cli, Command};
-use crate::failure::Result;
+use node::failure::Result;
 
 /// Runs the command that was asked for.
 pub fn run(cli: Cli) -> Result<()> {

@@ -12,18 +12,18 @@ use tokio::task::LocalSet;
 use uuid::Uuid;
 
 use crate::cli::NodeArgs;
-use crate::failure::{Doing, Failure, Result};
-use crate::node::announce::Ready;
-use crate::node::coding;
-use crate::node::config::Config;
-use crate::node::cpus::{Cpus, Side};
-use crate::node::debug::Controls;
-use crate::node::remount;
-use crate::node::request_side::{self, Stores};
-use crate::node::role::{self, RoleArgs, RoleProcess, StopSignals};
-use crate::node::state::Role;
-use crate::node::store_address::StoreAddress;
-use crate::node::targets::{self, KnownTarget};
+use node::announce::Ready;
+use node::coding;
+use node::config::Config;
+use node::cpus::{Cpus, Side};
+use node::debug::Controls;
+use node::failure::{Doing, Failure, Result};
+use node::remount;
+use node::request_side::{self, Stores};
+use node::role::{self, RoleArgs, RoleProcess, StopSignals};
+use node::state::Role;
+use node::store_address::StoreAddress;
+use node::targets::{self, KnownTarget};
 
 /// The thread that handles requests.
 const EVENT_LOOP: &str = "osd-0";

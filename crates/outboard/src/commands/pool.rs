@@ -5,9 +5,9 @@ use client::Redundancy;
 
 use super::session;
 use crate::cli::NodeArgs;
-use crate::failure::{Doing, Failure, Result};
-use crate::node::units::ByteSize;
 use crate::output;
+use node::failure::{Doing, Failure, Result};
+use node::units::ByteSize;
 
 /// What to do with pools.
 #[derive(Debug, Subcommand)]

@@ -7,8 +7,8 @@ use client::{Object, PutOptions};
 
 use super::session;
 use crate::cli::NodeArgs;
-use crate::failure::{Doing, Failure, Result};
-use crate::progress::Progress;
+use node::failure::{Doing, Failure, Result};
+use node::progress::Progress;
 
 /// Files up to this size are sent in one request, without a progress bar.
 const ONE_REQUEST: u64 = 16 << 20;

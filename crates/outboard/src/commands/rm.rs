@@ -4,8 +4,8 @@ use clap::Args;
 
 use super::session;
 use crate::cli::NodeArgs;
-use crate::failure::{Doing, Failure, Result};
 use crate::output;
+use node::failure::{Doing, Failure, Result};
 
 /// Remove objects
 #[derive(Debug, Args)]

@@ -7,9 +7,9 @@ use client::ScrubStatus;
 
 use super::session;
 use crate::cli::NodeArgs;
-use crate::failure::{Doing, Failure, Result};
 use crate::output;
-use crate::progress::Progress;
+use node::failure::{Doing, Failure, Result};
+use node::progress::Progress;
 
 /// Pause between two questions how far it has come.
 const INTERVAL: Duration = Duration::from_millis(200);

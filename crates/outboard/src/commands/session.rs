@@ -6,9 +6,9 @@ use base::thread::{self, ThreadClass};
 use client::{Client, Object, Options, Pool};
 
 use crate::cli::NodeArgs;
-use crate::failure::{Doing, Failure, Result};
-use crate::node::locate;
+use crate::commands::locate;
 use crate::output;
+use node::failure::{Doing, Failure, Result};
 
 /// How long a command tries to reach the node in a directory: longer than the supervisor takes to restart an osd.
 const PATIENCE: Duration = Duration::from_secs(30);

@@ -5,9 +5,9 @@ use serde::Serialize;
 
 use super::session;
 use crate::cli::NodeArgs;
-use crate::failure::{Doing, Result};
-use crate::node::units::ByteSize;
 use crate::output;
+use node::failure::{Doing, Result};
+use node::units::ByteSize;
 
 /// Show an object's size, version and xattrs
 #[derive(Debug, Args)]

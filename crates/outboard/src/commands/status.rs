@@ -7,12 +7,12 @@ use std::time::Duration;
 use clap::Args;
 
 use crate::cli::NodeArgs;
-use crate::failure::{Doing, Result};
-use crate::node::debug;
-use crate::node::dir::NodeDir;
-use crate::node::locate;
-use crate::node::report::Report;
-use crate::node::state::NodeState;
+use crate::commands::locate;
+use node::debug;
+use node::dir::NodeDir;
+use node::failure::{Doing, Result};
+use node::report::Report;
+use node::state::NodeState;
 
 /// How long the osd may take to answer before it counts as down.
 const PATIENCE: Duration = Duration::from_secs(3);

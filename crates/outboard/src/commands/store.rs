@@ -12,16 +12,16 @@ use store::BlockStore;
 use uuid::Uuid;
 
 use crate::cli::NodeArgs;
-use crate::failure::{Doing, Failure, Result};
-use crate::node::announce::Ready;
-use crate::node::coding;
-use crate::node::config::Engine;
-use crate::node::cpus::Side;
-use crate::node::remount;
-use crate::node::role::{self, RoleArgs, RoleProcess, StopSignals};
-use crate::node::state::Role;
-use crate::node::store_address::StoreAddress;
-use crate::node::targets::{self, KnownTarget};
+use node::announce::Ready;
+use node::coding;
+use node::config::Engine;
+use node::cpus::Side;
+use node::failure::{Doing, Failure, Result};
+use node::remount;
+use node::role::{self, RoleArgs, RoleProcess, StopSignals};
+use node::state::Role;
+use node::store_address::StoreAddress;
+use node::targets::{self, KnownTarget};
 
 /// The thread that serves the osd and runs the targets.
 const EVENT_LOOP: &str = "chan-0";

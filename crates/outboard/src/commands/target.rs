@@ -1,17 +1,18 @@
 //! `outboard target`: the targets of a node with redundancy: listing them, taking them out and in, replacing them.
 
 use clap::Subcommand;
-use client::{Client, NodeStatus, TargetState, TargetStatus};
+use client::{Client, NodeStatus};
 
 use super::session;
 use crate::cli::NodeArgs;
-use crate::failure::{Doing, Failure, Result};
-use crate::node::config::Config;
-use crate::node::dir::NodeDir;
-use crate::node::locate;
-use crate::node::targets;
-use crate::node::units::ByteSize;
+use crate::commands::locate;
 use crate::output;
+use node::config::Config;
+use node::dir::NodeDir;
+use node::failure::{Doing, Failure, Result};
+use node::report::{standing, trouble};
+use node::targets;
+use node::units::ByteSize;
 
 /// What to do with targets.
 #[derive(Debug, Subcommand)]
@@ -89,32 +90,6 @@ async fn ask(client: &Client, command: TargetCommand) -> Result<()> {
         }
         TargetCommand::Replace { .. } => Ok(()),
     }
-}
-
-/// How a target stands, in a word or two.
-pub fn standing(target: &TargetStatus) -> &'static str {
-    match target {
-        TargetStatus { out: true, .. } => "out",
-        TargetStatus { state: TargetState::Slow, .. } => "slow",
-        TargetStatus { state: TargetState::Failing, .. } => "failing",
-        TargetStatus { failure: Some(_), .. } => "failed",
-        TargetStatus { behind: true, .. } => "catching up",
-        _ => "in",
-    }
-}
-
-/// Why a target is not used, and when it is tried again.
-pub fn trouble(target: &TargetStatus) -> Option<String> {
-    let why = target.failure.as_ref()?;
-    Some(match (target.state, target.next_try_ms) {
-        (TargetState::Slow | TargetState::Failing, None) => format!("{why}; it is being tried again"),
-        (TargetState::Slow | TargetState::Failing, Some(ms)) => {
-            format!("{why}; it is tried again in {:.1} s", ms as f64 / 1000.0)
-        }
-        _ => format!(
-            "{why}; it is used again when its store has mounted it anew, or after `outboard target in`"
-        ),
-    })
 }
 
 fn lines(status: &NodeStatus) -> Vec<String> {

@@ -11,21 +11,22 @@ use clap::Args;
 use wire::Placement;
 
 use crate::cli::NodeArgs;
-use crate::failure::{Doing, Failure, Result};
-use crate::node::announce::{Announcement, MAX_ANNOUNCEMENT, Ready};
-use crate::node::config::{self, Config};
-use crate::node::dir::{DirLock, NodeDir, STORE_SOCKET, replace_file};
-use crate::node::keeper::RoleSpec;
-use crate::node::making::{self, Making};
-use crate::node::plan::{Chosen, Plan, nth_port};
-use crate::node::port::{self, PortClaim};
-use crate::node::role::{self, StopSignals};
-use crate::node::state::{NodeState, Phase, Process, Role, Target};
-use crate::node::supervise::{SuperviseError, Supervisor};
-use crate::node::targets::KnownTarget;
-use crate::node::units::ByteSize;
-use crate::node::{locate, logging, metrics, targets};
+use crate::commands::locate;
 use crate::output;
+use node::announce::{Announcement, MAX_ANNOUNCEMENT, Ready};
+use node::config::{self, Config};
+use node::dir::{DirLock, NodeDir, STORE_SOCKET, replace_file};
+use node::failure::{Doing, Failure, Result};
+use node::keeper::RoleSpec;
+use node::making::{self, Making};
+use node::plan::{Chosen, Plan, nth_port};
+use node::port::{self, PortClaim};
+use node::role::{self, StopSignals};
+use node::state::{NodeState, Phase, Process, Role, Target};
+use node::supervise::{SuperviseError, Supervisor};
+use node::targets::KnownTarget;
+use node::units::ByteSize;
+use node::{logging, metrics, targets};
 
 /// How often a process that is not a child is looked at while it is waited for.
 const PREDECESSOR_POLL: Duration = Duration::from_millis(20);

@@ -8,12 +8,12 @@ use tokio::sync::oneshot;
 
 use crate::cli::NodeArgs;
 use crate::commands::debug::socket;
-use crate::failure::{Doing, Failure, Result};
-use crate::node::debug::{Request, Tuning, ask};
-use crate::node::role::StopSignals;
-use crate::node::state::Role;
-use crate::node::units::ByteSize;
 use crate::output;
+use node::debug::{Request, Tuning, ask};
+use node::failure::{Doing, Failure, Result};
+use node::role::StopSignals;
+use node::state::Role;
+use node::units::ByteSize;
 
 /// Exit status of a program that was interrupted.
 const INTERRUPTED: i32 = 130;

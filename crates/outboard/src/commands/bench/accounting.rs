@@ -7,10 +7,10 @@ use base::process::{ProcessUsage, Usage};
 use serde::Serialize;
 
 use crate::cli::NodeArgs;
-use crate::node::debug;
-use crate::node::dir::NodeDir;
-use crate::node::locate;
-use crate::node::state::{NodeState, Role};
+use crate::commands::locate;
+use node::debug;
+use node::dir::NodeDir;
+use node::state::{NodeState, Role};
 
 /// The processes whose use is booked: those of the node, if it is on this machine, and this one.
 #[derive(Debug, Clone)]

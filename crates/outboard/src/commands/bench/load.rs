@@ -16,9 +16,9 @@ use super::accounting::Processes;
 use super::breakdown::Window;
 use super::report::{Outcome, Report};
 use super::{BenchArgs, Workload, session};
-use crate::failure::{Doing, Failure, Result};
 use crate::output;
-use crate::progress::Progress;
+use node::failure::{Doing, Failure, Result};
+use node::progress::Progress;
 
 /// Longest latency told apart, in ns: ten minutes.
 const LONGEST_NS: u64 = 600_000_000_000;

@@ -17,9 +17,9 @@ use report::Report;
 
 use super::session;
 use crate::cli::NodeArgs;
-use crate::failure::{Failure, Result};
-use crate::node::units::ByteSize;
 use crate::output;
+use node::failure::{Failure, Result};
+use node::units::ByteSize;
 
 /// What is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]

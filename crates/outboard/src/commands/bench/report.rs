@@ -8,8 +8,8 @@ use serde::Serialize;
 use super::accounting::{self, ProcessReport};
 use super::breakdown::{Breakdown, Window};
 use super::{BenchArgs, Workload};
-use crate::node::debug::Tuning;
-use crate::node::units::ByteSize;
+use node::debug::Tuning;
+use node::units::ByteSize;
 
 /// The figures. The JSON form is a contract: fields stay, new ones may come.
 #[derive(Debug, Serialize)]

@@ -16,7 +16,7 @@ use tokio::io::AsyncWriteExt;
 use super::file_meta::{self, FileMeta, Kind};
 use super::local::{self, NewFile};
 use super::{Job, Outcome, Place, Tally};
-use crate::failure::{Doing, Failure, Result};
+use node::failure::{Doing, Failure, Result};
 
 /// Objects up to this size, in bytes, are fetched at once.
 const SMALL: u64 = 4 << 20;

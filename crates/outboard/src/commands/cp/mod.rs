@@ -12,9 +12,9 @@ use client::{Client, Pool};
 
 use super::session;
 use crate::cli::NodeArgs;
-use crate::failure::{Failure, Result};
 use crate::output;
-use crate::progress::Progress;
+use node::failure::{Failure, Result};
+use node::progress::Progress;
 
 /// Copy files and directory trees into and out of a pool
 ///

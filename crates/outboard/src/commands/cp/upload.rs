@@ -14,7 +14,7 @@ use tokio::sync::mpsc;
 use super::file_meta::{self, FileMeta, Kind};
 use super::local::{self, Found};
 use super::{Job, Outcome, Place, Tally};
-use crate::failure::{Doing, Failure, Result};
+use node::failure::{Doing, Failure, Result};
 
 /// Files up to this size, in bytes, are read at once.
 const SMALL: u64 = 1 << 20;

@@ -11,9 +11,9 @@ use serde::Serialize;
 
 use super::files;
 use crate::commands::cp::local::{self, NewFile};
-use crate::failure::{Doing, Failure, Result};
 use crate::output;
-use crate::progress::Progress;
+use node::failure::{Doing, Failure, Result};
+use node::progress::Progress;
 
 /// Put a file together from its shards, and make lost shards anew
 ///

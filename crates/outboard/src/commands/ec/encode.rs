@@ -10,10 +10,10 @@ use serde::Serialize;
 
 use super::files;
 use crate::commands::cp::local::NewFile;
-use crate::failure::{Doing, Failure, Result};
-use crate::node::units::ByteSize;
 use crate::output;
-use crate::progress::Progress;
+use node::failure::{Doing, Failure, Result};
+use node::progress::Progress;
+use node::units::ByteSize;
 
 /// Cut files into shards, of which any K give the file back
 ///

@@ -7,7 +7,7 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
 use crate::commands::cp::local::NewFile;
-use crate::failure::{Failure, Result};
+use node::failure::{Failure, Result};
 
 const SUFFIX: &[u8] = b".shard";
 

@@ -9,7 +9,7 @@ mod mode;
 use clap::Subcommand;
 
 use crate::cli::NodeArgs;
-use crate::failure::Result;
+use node::failure::Result;
 
 /// What to do with shards.
 #[derive(Debug, Subcommand)]

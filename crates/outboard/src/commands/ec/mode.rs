@@ -5,9 +5,9 @@ use wire::CodingMode;
 
 use crate::cli::NodeArgs;
 use crate::commands::session;
-use crate::failure::{Doing, Result};
-use crate::node::report::coding_line;
 use crate::output;
+use node::failure::{Doing, Result};
+use node::report::coding_line;
 
 /// Show where a node computes the parity of large writes, or change it until the node is started again
 ///

@@ -14,8 +14,8 @@ use hdrhistogram::Histogram;
 use super::RpcArgs;
 use super::figures::Sample;
 use super::peer::{Job, Peer, sum};
-use crate::failure::{Doing, Failure, Result};
 use crate::output;
+use node::failure::{Doing, Failure, Result};
 
 const DOING: &str = "measuring bare fi_reads";
 const PATIENCE: Duration = Duration::from_secs(20);

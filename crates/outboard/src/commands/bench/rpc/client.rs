@@ -17,7 +17,7 @@ use super::figures::{IdleCost, Sample};
 use super::peer::{Job, Peer, resident_bytes, sum};
 use super::serve::{copied_bytes, record_metrics, runtime};
 use super::{Mode, RpcArgs, SPIN};
-use crate::failure::{Doing, Failure, Result};
+use node::failure::{Doing, Failure, Result};
 
 /// How long things may take that should not take long.
 const PATIENCE: Duration = Duration::from_secs(30);

@@ -15,10 +15,10 @@ use clap::{Args, ValueEnum};
 use messenger::{PathName, StackChoice};
 use serde::{Deserialize, Serialize};
 
-use crate::failure::{Doing, Failure, Result};
-use crate::node::units::ByteSize;
 use crate::output;
 use figures::{Contender, Report, Sample};
+use node::failure::{Doing, Failure, Result};
+use node::units::ByteSize;
 
 /// What is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]

@@ -7,7 +7,7 @@ use base::process::{ProcessUsage, Usage};
 use serde::{Deserialize, Serialize};
 
 use super::Mode;
-use crate::failure::{Doing, Failure, Result};
+use node::failure::{Doing, Failure, Result};
 
 /// What the other process is to do.
 #[derive(Debug, Clone, Serialize, Deserialize)]

@@ -8,7 +8,7 @@ use hdrhistogram::Histogram;
 
 use super::RpcArgs;
 use super::figures::Sample;
-use crate::failure::{Doing, Failure, Result};
+use node::failure::{Doing, Failure, Result};
 
 /// Messages of one run, at the least; it has no time limit of its own.
 const ITERATIONS_MIN: u64 = 1000;

@@ -11,8 +11,8 @@ use rustix::event::epoll;
 use super::RpcArgs;
 use super::figures::Sample;
 use super::peer::{Job, Peer, sum};
-use crate::failure::{Doing, Result};
 use crate::output;
+use node::failure::{Doing, Result};
 
 /// A socket that is read when epoll says so.
 struct Echo {

@@ -15,8 +15,8 @@ use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
 
 use super::peer::Job;
 use super::{Mode, bare, reference};
-use crate::failure::{Doing, Failure, Result};
 use crate::output;
+use node::failure::{Doing, Failure, Result};
 
 static METRICS: OnceLock<PrometheusHandle> = OnceLock::new();
 

@@ -7,7 +7,7 @@ use ec::{Code, EcError, Geometry, Kernel, KernelChoice, Matrix, Transform};
 use serde::Serialize;
 
 use super::{median, noise};
-use crate::progress::Progress;
+use node::progress::Progress;
 
 /// Data that fits the second cache together with its parity, in bytes.
 const IN_CACHE: usize = 512 << 10;

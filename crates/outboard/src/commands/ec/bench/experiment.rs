@@ -11,8 +11,8 @@ use serde::Serialize;
 
 use super::places::{Files, Host, Offloaded, Place};
 use super::{median, noise};
-use crate::failure::Result;
-use crate::progress::Progress;
+use node::failure::Result;
+use node::progress::Progress;
 
 /// How many times as long as the host the paper found an accelerator to take, by the file's size in MB.
 const PAPER: [(u64, f64); 2] = [(8, 13.3), (128, 10.5)];

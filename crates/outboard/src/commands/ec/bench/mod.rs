@@ -13,10 +13,10 @@ use coding::Coding;
 use experiment::Experiment;
 use write::Write;
 
-use crate::failure::{Doing, Failure, Result};
-use crate::node::units::ByteSize;
 use crate::output;
-use crate::progress::Progress;
+use node::failure::{Doing, Failure, Result};
+use node::progress::Progress;
+use node::units::ByteSize;
 
 /// Measure coding on one core of this machine
 ///

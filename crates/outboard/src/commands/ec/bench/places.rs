@@ -11,7 +11,7 @@ use ec::{Code, EcError};
 use futures::executor::block_on;
 use futures::future::try_join_all;
 
-use crate::failure::{Doing, Result};
+use node::failure::{Doing, Result};
 
 /// Most files whose parity is kept before memory is used again.
 const ROOMS_MAX: usize = 64;

@@ -14,8 +14,8 @@ use osd::NewObjects;
 use serde::Serialize;
 
 use super::{median, noise};
-use crate::failure::{Doing, Result};
-use crate::progress::Progress;
+use node::failure::{Doing, Result};
+use node::progress::Progress;
 
 /// Objects whose data goes with its transaction, of at most so many bytes.
 const OBJECTS: [usize; 2] = [2 << 20, 4 << 20];

@@ -11,7 +11,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::process::Resource;
 use serde::Serialize;
 
-use crate::node::units::ByteSize;
+use crate::units::ByteSize;
 
 /// How much a finding matters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]

@@ -276,7 +276,7 @@ mod tests {
             let _ = thread.join();
             return;
         }
-        let this = "node::role::tests::a_panic_on_any_thread_ends_the_process_unless_it_is_caught_on_purpose";
+        let this = "role::tests::a_panic_on_any_thread_ends_the_process_unless_it_is_caught_on_purpose";
         let mut command = Command::new(std::env::current_exe().unwrap());
         let output = command.args(["--exact", this, "--nocapture"]).env(PANICKING, "1").output().unwrap();
         let said = String::from_utf8_lossy(&output.stderr);

@@ -24,7 +24,9 @@ pub enum Cpus {
 /// Which side of the host–DPU channel a process is on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Side {
+    /// The host: the store.
     Host,
+    /// The DPU: the osd.
     Dpu,
 }
 

@@ -1,10 +1,6 @@
 //! What a command says when it fails: what was being done, what went wrong, and what to do about it.
 
 use std::fmt::Display;
-use std::io::Write;
-use std::process::ExitCode;
-
-use crate::output;
 
 /// Result of a command.
 pub type Result<T, E = Failure> = std::result::Result<T, E>;
@@ -28,11 +24,10 @@ impl Failure {
         Failure { usage: true, ..Failure::new(doing, why) }
     }
 
-    /// Prints the failure to standard error and gives the exit status that fits it.
-    pub fn report(&self) -> ExitCode {
-        // Nothing can be done if standard error itself is gone.
-        let _ = writeln!(std::io::stderr(), "outboard: {}", output::shown_as_error(&self.to_string()));
-        ExitCode::from(if self.usage { 2 } else { 1 })
+    /// Whether the command line itself is wrong.
+    #[must_use]
+    pub fn is_usage(&self) -> bool {
+        self.usage
     }
 }
 

@@ -2,10 +2,11 @@
 
 use std::path::PathBuf;
 
-use super::dir::NodeDir;
-use super::state::NodeState;
+use node::dir::NodeDir;
+use node::failure::{Doing, Failure, Result};
+use node::state::NodeState;
+
 use crate::cli::NodeArgs;
-use crate::failure::{Doing, Failure, Result};
 
 /// The node's directory if nothing else is said.
 pub const DEFAULT_DIR: &str = "outboard-node";

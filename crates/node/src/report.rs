@@ -5,13 +5,13 @@ use std::fmt::{self, Display};
 use std::path::{Path, PathBuf};
 
 use base::process::ProcessUsage;
+use client::{TargetState, TargetStatus};
 use serde::{Serialize, Serializer};
 use wire::{CodingOffload, OffloadState, Placement, Redundancy, Space};
 
 use super::descriptors::Descriptors;
 use super::state::{NodeState, Phase, Process, Role};
 use super::units::ByteSize;
-use crate::commands::target::{standing, trouble};
 
 /// A node. Its JSON form is a contract: fields stay, new ones may come.
 #[derive(Debug, Default, Serialize)]
@@ -131,6 +131,32 @@ pub struct TargetReport {
     pub space: Option<Space>,
     /// How much shorter the free pieces are on average than the longest: 0 to 1.
     pub fragmentation: Option<f64>,
+}
+
+/// How a target stands, in a word or two.
+pub fn standing(target: &TargetStatus) -> &'static str {
+    match target {
+        TargetStatus { out: true, .. } => "out",
+        TargetStatus { state: TargetState::Slow, .. } => "slow",
+        TargetStatus { state: TargetState::Failing, .. } => "failing",
+        TargetStatus { failure: Some(_), .. } => "failed",
+        TargetStatus { behind: true, .. } => "catching up",
+        _ => "in",
+    }
+}
+
+/// Why a target is not used, and when it is tried again.
+pub fn trouble(target: &TargetStatus) -> Option<String> {
+    let why = target.failure.as_ref()?;
+    Some(match (target.state, target.next_try_ms) {
+        (TargetState::Slow | TargetState::Failing, None) => format!("{why}; it is being tried again"),
+        (TargetState::Slow | TargetState::Failing, Some(ms)) => {
+            format!("{why}; it is tried again in {:.1} s", ms as f64 / 1000.0)
+        }
+        _ => format!(
+            "{why}; it is used again when its store has mounted it anew, or after `outboard target in`"
+        ),
+    })
 }
 
 /// Serializes a value as the command line writes it.
@@ -566,8 +592,8 @@ impl TargetReport {
 
 #[cfg(test)]
 mod tests {
-    use super::super::state::Target;
     use super::*;
+    use crate::state::Target;
 
     fn state() -> NodeState {
         let mut live = Process { phase: Phase::Running, ..Process::new(Role::Supervisor) };

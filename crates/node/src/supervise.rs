@@ -196,8 +196,8 @@ mod tests {
     use std::time::Duration;
     use wire::Placement;
 
-    use super::super::config::Config;
     use super::*;
+    use crate::config::Config;
 
     /// A role played by a shell script; its arguments are those of a role, from `$1`.
     fn scripted(role: Role, dir: &NodeDir, script: &str) -> RoleSpec {
@@ -210,7 +210,7 @@ mod tests {
             known_targets: vec![],
             dir: dir.path().to_owned(),
             log: dir.log(role.as_str()),
-            log_max: super::super::units::ByteSize(1 << 20),
+            log_max: crate::units::ByteSize(1 << 20),
         }
     }
 

@@ -1,6 +1,8 @@
 //! What runs a node: its directory and configuration, the supervisor, and what all roles have in common.
 //!
-//! The roles' own work is in their crates; `commands` calls what is here. Nothing here is on the data path.
+//! The roles' own work is in their crates; the command line calls what is here. Nothing here is on the data path.
+
+#![forbid(unsafe_code)]
 
 pub mod announce;
 pub mod checkup;
@@ -10,14 +12,15 @@ pub mod cpus;
 pub mod debug;
 pub mod descriptors;
 pub mod dir;
+pub mod failure;
 pub mod keeper;
 pub mod keys;
-pub mod locate;
 pub mod logging;
 pub mod making;
 pub mod metrics;
 pub mod plan;
 pub mod port;
+pub mod progress;
 pub mod remount;
 pub mod report;
 pub mod request_side;
