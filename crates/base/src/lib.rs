@@ -5,7 +5,6 @@
 //! Nothing here knows of objects, networks or drives. `unsafe` is in [`mem`], which maps memory, and
 //! in [`pool`], which hands out ranges of it.
 
-pub mod arenas;
 pub mod block;
 pub mod buddy;
 pub mod budget;

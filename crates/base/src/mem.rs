@@ -16,11 +16,12 @@
 
 mod mapping;
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -236,8 +237,17 @@ impl Arena {
     fn of(mapping: Mapping, len: usize, fd: Option<OwnedFd>, page: Option<usize>) -> Arc<Arena> {
         let registrations = AtomicUsize::new(0);
         let arena = Arc::new(Arena { base: mapping.base(), len, fd, page, registrations, mapping });
-        crate::arenas::enter(&arena);
+        enter(&arena);
         arena
+    }
+
+    /// The arena of this process that `bytes` are wholly part of: for devices that must know the memory they send from,
+    /// while data travels as [`bytes::Bytes`].
+    #[must_use]
+    pub fn containing(bytes: &[u8]) -> Option<Arc<Arena>> {
+        let start = bytes.as_ptr() as usize;
+        let arena = arenas().range(..=start).next_back().and_then(|(_, arena)| arena.upgrade())?;
+        arena.offset_of(bytes).map(|_| arena)
     }
 
     /// Whether the memory is in huge pages that were set aside for this.
@@ -507,9 +517,25 @@ fn os(action: &'static str, len: usize, e: rustix::io::Errno) -> MemError {
     MemError::Os { action, len, source: e.into() }
 }
 
+/// By address of the first byte. Arenas do not overlap; those that are gone leave a weak handle, until the next one comes.
+static ARENAS: Mutex<BTreeMap<usize, Weak<Arena>>> = Mutex::new(BTreeMap::new());
+
+fn arenas() -> MutexGuard<'static, BTreeMap<usize, Weak<Arena>>> {
+    // Nothing panics while it holds the lock.
+    ARENAS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A new arena.
+fn enter(arena: &Arc<Arena>) {
+    let mut arenas = arenas();
+    arenas.retain(|_, arena| arena.strong_count() > 0);
+    arenas.insert(arena.as_raw().0 as usize, Arc::downgrade(arena));
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::pool::BufferPool;
 
     #[test]
     fn two_mappings_of_one_memfd_see_the_same_bytes() {
@@ -652,5 +678,18 @@ mod tests {
                 is_one_memory(&arena, &theirs);
             }
         }
+    }
+
+    #[test]
+    fn bytes_are_found_in_their_arena_and_in_no_other() {
+        let arenas = [Arena::anonymous(1 << 20).unwrap(), Arena::anonymous(1 << 20).unwrap()];
+        for arena in &arenas {
+            let pool = BufferPool::new(Arc::clone(arena), 0, 64 << 10);
+            let bytes = pool.try_alloc(5000).unwrap().unwrap().freeze();
+            assert!(Arc::ptr_eq(&Arena::containing(&bytes[10..4000]).unwrap(), arena));
+        }
+        assert!(Arena::containing(&[1, 2, 3]).is_none());
+        let bytes = BufferPool::new(Arena::anonymous(1 << 20).unwrap(), 0, 4096).try_alloc(1).unwrap();
+        assert!(Arena::containing(&bytes.unwrap()).is_some());
     }
 }

@@ -9,8 +9,8 @@ use wire::{
     AdminReply, AdminRequest, CodingMode, NodeStatus, PoolInfo, PoolName, Redundancy, ReplyBody, ScrubStatus,
 };
 
-use crate::call::Bulk;
 use crate::link::Link;
+use crate::pending::Bulk;
 use crate::{Error, Options, Pool, Result};
 
 /// A session with a node. Clones share it. Any thread may use it.

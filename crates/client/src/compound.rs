@@ -5,8 +5,8 @@ use wire::{
     Condition, Data, Mutate, Mutated, Mutation, ObjectReply, ObjectRequest, PartId, ReplyBody, Source,
 };
 
-use crate::call::Bulk;
 use crate::client::unexpected;
+use crate::pending::Bulk;
 use crate::source::{Content, ContentSource};
 use crate::{Error, Object, Result};
 use base::block::Payload;

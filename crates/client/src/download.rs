@@ -6,8 +6,8 @@ use futures::stream::{FuturesOrdered, StreamExt};
 use tokio::io::{AsyncWrite, AsyncWriteExt};
 use wire::{Manifest, ObjectReply, ObjectRequest, PartId, Read, ReplyBody};
 
-use crate::call::Bulk;
 use crate::client::unexpected;
+use crate::pending::Bulk;
 use crate::{Error, Object, Result};
 
 /// How often a read starts again because the object was changed meanwhile.

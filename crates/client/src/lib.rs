@@ -36,6 +36,7 @@ mod link;
 mod list;
 mod object;
 mod options;
+mod pending;
 mod pool;
 mod sink;
 mod source;

@@ -21,7 +21,7 @@ use tokio::time::Instant;
 use wire::limits::REQUEST_WINDOW;
 use wire::{Reply, ReplyBody, RequestBody, RequestHead, SessionId};
 
-use crate::call::{Outcome, Pending};
+use crate::pending::{Outcome, Pending};
 use crate::{Error, Options, Result};
 
 /// Longest pause between two attempts to reconnect.
@@ -525,7 +525,7 @@ mod tests {
     use wire::{BulkDescriptor, Data, ObjectRequest};
 
     use super::*;
-    use crate::call::Bulk;
+    use crate::pending::Bulk;
 
     /// A connection on which nothing can be offered.
     struct Refusing;

@@ -5,8 +5,8 @@ use std::collections::VecDeque;
 use bytes::Bytes;
 use wire::{List, ObjectName, ObjectReply, ObjectRequest, PoolName, ReplyBody};
 
-use crate::call::Bulk;
 use crate::client::unexpected;
+use crate::pending::Bulk;
 use crate::{Client, Result};
 
 /// Names asked for at a time.

@@ -9,8 +9,8 @@ use wire::{
     Mutated, ObjectName, ObjectReply, ObjectRequest, Query, QueryAnswer, QueryOp, ReplyBody, StatAnswer,
 };
 
-use crate::call::Bulk;
 use crate::client::unexpected;
+use crate::pending::Bulk;
 use crate::source::Content;
 use crate::{Client, Compound, Error, Result};
 

@@ -4,7 +4,8 @@ use std::io;
 use std::sync::Arc;
 
 use base::fault::Faults;
-use ec::offload::accelerator::{self, AcceleratorOptions, Pace};
+use ec::offload::accelerator::{self, AcceleratorOptions};
+use ec::offload::batch::Pace;
 use ec::offload::worker::Worker;
 use ec::{Code, Geometry, KernelChoice};
 use osd::{CodingConfig, StripesAt};

@@ -7,7 +7,7 @@
 //! else, and starts from the beginning.
 
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use store::{BlockStore, StoreError};
@@ -146,13 +146,4 @@ pub fn finish(dir: &NodeDir) -> Result<Option<Making>, MakingError> {
     let making = Making::load(dir)?;
     remove_file(&dir.making())?;
     Ok(making)
-}
-
-/// The directory in which a file is to be made, if that directory can be written.
-///
-/// # Errors
-/// The system's.
-pub fn writable_parent(path: &Path) -> io::Result<()> {
-    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    Ok(rustix::fs::access(parent, rustix::fs::Access::WRITE_OK | rustix::fs::Access::EXEC_OK)?)
 }

@@ -8,7 +8,6 @@ use std::path::{Path, PathBuf};
 use store::{BlockStore, MkfsOptions, StoreError};
 
 use super::config::{self, Config, ConfigError};
-use super::making::writable_parent;
 use super::port::{self, PortClaim};
 use super::units::ByteSize;
 
@@ -226,6 +225,15 @@ pub fn nth_port(base: &str, n: u16) -> Result<String, String> {
         address.set_port(port.ok_or("the port is too high for the roles' ports after it")?);
     }
     Ok(address.to_string())
+}
+
+/// The directory in which a file is to be made, if that directory can be written.
+///
+/// # Errors
+/// The system's.
+fn writable_parent(path: &Path) -> std::io::Result<()> {
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    Ok(rustix::fs::access(parent, rustix::fs::Access::WRITE_OK | rustix::fs::Access::EXEC_OK)?)
 }
 
 #[cfg(test)]

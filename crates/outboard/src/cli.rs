@@ -1,11 +1,8 @@
 //! The command line. Scripts depend on it: names and meanings stay.
 
-use std::path::PathBuf;
+use clap::{Parser, Subcommand};
 
-use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
-use clap::{Args, Parser, Subcommand};
-use wire::Placement;
-
+use crate::args::NodeArgs;
 use crate::commands;
 
 /// Object storage whose stack runs on a DPU instead of the host.
@@ -16,23 +13,6 @@ pub struct Cli {
     pub command: Command,
     #[command(flatten)]
     pub node: NodeArgs,
-}
-
-/// Where the node is.
-#[derive(Debug, Clone, Args)]
-pub struct NodeArgs {
-    /// The node's directory: targets, configuration, logs [default: ./outboard-node]
-    #[arg(long, global = true, env = "OUTBOARD_DIR", value_name = "DIR")]
-    pub dir: Option<PathBuf>,
-    /// Address of a node to talk to; goes before --dir
-    #[arg(long, global = true, env = "OUTBOARD_ENDPOINT", value_name = "HOST:PORT")]
-    pub endpoint: Option<String>,
-    /// How to talk to a node: auto (RDMA where both sides have it), tcp, or ofi:PROVIDER, e.g. ofi:verbs
-    #[arg(long, global = true, env = "OUTBOARD_NETWORK", value_name = "STACK", default_value = "auto")]
-    pub network: messenger::StackChoice,
-    /// Address of this machine to connect from, where it has several [default: the system's choice]
-    #[arg(long, global = true, env = "OUTBOARD_BIND", value_name = "ADDR")]
-    pub bind: Option<std::net::IpAddr>,
 }
 
 /// Everything that `outboard` does.
@@ -64,17 +44,4 @@ pub enum Command {
     Osd(commands::osd::OsdArgs),
     Fsck(commands::fsck::FsckArgs),
     Doctor(commands::doctor::DoctorArgs),
-}
-
-/// Parses a placement; the help describes each.
-pub fn placement() -> impl clap::builder::TypedValueParser<Value = Placement> {
-    let value = |placement: Placement| {
-        PossibleValue::new(placement.as_str()).help(match placement {
-            Placement::Dpu => "The OSD and the store are two processes joined by the host–DPU channel",
-            Placement::Host => "One process, the store called directly: the baseline",
-        })
-    };
-    PossibleValuesParser::new(Placement::ALL.map(value)).try_map(|name| {
-        Placement::ALL.into_iter().find(|p| p.as_str() == name).ok_or("there is no such placement")
-    })
 }

@@ -4,6 +4,7 @@
 
 #![forbid(unsafe_code)]
 
+mod args;
 mod cli;
 mod commands;
 mod output;

@@ -11,40 +11,11 @@ use std::time::{Duration, Instant};
 use base::fault::Faults;
 use base::thread::ThreadClass;
 
-use super::worker::{Settings, Work, Worker};
+use super::batch::Pace;
+use super::worker::{Settings, Worker};
 
-/// What the core encodes in the time that every batch costs, in bytes.
-const PER_BATCH: f64 = 24e6;
-/// For so long does the engine work on what takes the core 1.
-const SLOWER: f64 = 10.3;
-/// The paper computed so many shards from each stripe.
-const PAPER_COMPUTED: f64 = 32.0;
 /// How often the core's rate is measured.
 const MEASUREMENTS: usize = 5;
-
-/// How long a batch takes the engine.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Pace {
-    host_rate: f64,
-}
-
-impl Pace {
-    /// As the paper found it, beside a core that encodes (128, 32) at `host_rate` bytes of data per second.
-    #[must_use]
-    pub fn paper(host_rate: f64) -> Pace {
-        Pace { host_rate: host_rate.max(1.0) }
-    }
-
-    /// How long this batch takes. Each byte of data is multiplied and added once for every shard that is computed from it,
-    /// so other geometries than the paper's take time in proportion to those shards, however many the data is cut into; what
-    /// every batch costs is the same.
-    #[must_use]
-    pub fn of_batch(&self, batch: &[Work]) -> Duration {
-        let as_paper = |work: &Work| work.bytes as f64 * f64::from(work.computed_shards) / PAPER_COMPUTED;
-        let core_bytes = PER_BATCH + SLOWER * batch.iter().map(as_paper).sum::<f64>();
-        Duration::try_from_secs_f64(core_bytes / self.host_rate).unwrap_or(Duration::MAX)
-    }
-}
 
 /// Measures what [`Pace::paper`] has to know: at how many bytes of data per second this core encodes. `encode` encodes
 /// `bytes` bytes at (128, 32), and is called a few times; the fastest counts, as the others were disturbed.
@@ -106,30 +77,6 @@ mod tests {
     use super::*;
 
     const MB: u64 = 1_000_000;
-
-    fn work(bytes: u64, computed_shards: u32) -> Work {
-        Work { bytes, computed_shards }
-    }
-
-    #[test]
-    fn it_is_as_much_slower_than_a_core_as_the_paper_found() {
-        let rate = 4e9;
-        let slower = |mb: u64| {
-            let core = (mb * MB) as f64 / rate;
-            Pace::paper(rate).of_batch(&[work(mb * MB, 32)]).as_secs_f64() / core
-        };
-        assert!((slower(8) - 13.3).abs() < 0.05, "{}", slower(8));
-        assert!((slower(128) - 10.5).abs() < 0.05, "{}", slower(128));
-    }
-
-    #[test]
-    fn a_batch_pays_once_and_fewer_shards_take_less() {
-        let pace = Pace::paper(1e9);
-        let [one, two] = [1, 2].map(|count| pace.of_batch(&vec![work(10 * MB, 32); count]));
-        assert_eq!((one, two), (Duration::from_millis(24 + 103), Duration::from_millis(24 + 206)));
-        assert_eq!(pace.of_batch(&[work(10 * MB, 16), work(20 * MB, 8)]), one);
-        assert_eq!(pace.of_batch(&[]), Duration::from_millis(24));
-    }
 
     #[test]
     fn the_fastest_of_some_measurements_counts() {

@@ -4,6 +4,7 @@
 //! the DPU, work is done by the [`accelerator`] (emulated) or by [`software`] on its cores; both are a [`worker`].
 
 pub mod accelerator;
+pub mod batch;
 pub mod host_load;
 pub mod scheduler;
 pub mod software;

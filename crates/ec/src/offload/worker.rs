@@ -18,16 +18,7 @@ use metrics::{Counter, counter};
 use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
 
-use super::accelerator::Pace;
-
-/// How much a piece of work is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Work {
-    /// Data that it reads, in bytes.
-    pub bytes: u64,
-    /// Shards that are computed from each stripe of the data: parity when encoding, lost shards when decoding.
-    pub computed_shards: u32,
-}
+use super::batch::{Pace, Work};
 
 /// Why there is no result.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

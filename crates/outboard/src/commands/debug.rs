@@ -9,7 +9,7 @@ use clap::Subcommand;
 use serde::Serialize;
 use wire::Placement;
 
-use crate::cli::NodeArgs;
+use crate::args::NodeArgs;
 use crate::commands::locate;
 use crate::output;
 use node::debug::{self, ArmedFault, Request};

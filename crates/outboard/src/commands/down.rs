@@ -8,7 +8,7 @@ use clap::Args;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags, Signal};
 
-use crate::cli::NodeArgs;
+use crate::args::NodeArgs;
 use crate::commands::locate;
 use node::dir::NodeDir;
 use node::failure::{Doing, Failure, Result};

@@ -8,7 +8,7 @@ use clap::Args;
 use serde::Serialize;
 use store::FsckReport;
 
-use crate::cli::NodeArgs;
+use crate::args::NodeArgs;
 use crate::commands::locate;
 use crate::output;
 use node::config::{self, Config};

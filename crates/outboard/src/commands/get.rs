@@ -7,7 +7,7 @@ use tokio::io::AsyncWriteExt;
 
 use super::cp::local::{self, NewFile};
 use super::session;
-use crate::cli::NodeArgs;
+use crate::args::NodeArgs;
 use node::failure::{Doing, Result};
 use node::progress::Progress;
 

@@ -6,7 +6,7 @@ use node::dir::NodeDir;
 use node::failure::{Doing, Failure, Result};
 use node::state::NodeState;
 
-use crate::cli::NodeArgs;
+use crate::args::NodeArgs;
 
 /// The node's directory if nothing else is said.
 pub const DEFAULT_DIR: &str = "outboard-node";

@@ -11,7 +11,7 @@ use tokio::sync::oneshot;
 use tokio::task::LocalSet;
 use uuid::Uuid;
 
-use crate::cli::NodeArgs;
+use crate::args::NodeArgs;
 use node::announce::Ready;
 use node::coding;
 use node::config::Config;

@@ -4,7 +4,7 @@ use clap::Subcommand;
 use client::Redundancy;
 
 use super::session;
-use crate::cli::NodeArgs;
+use crate::args::NodeArgs;
 use crate::output;
 use node::failure::{Doing, Failure, Result};
 use node::units::ByteSize;

@@ -6,7 +6,7 @@ use clap::Args;
 use client::{Object, PutOptions};
 
 use super::session;
-use crate::cli::NodeArgs;
+use crate::args::NodeArgs;
 use node::failure::{Doing, Failure, Result};
 use node::progress::Progress;
 

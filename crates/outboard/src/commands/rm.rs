@@ -3,7 +3,7 @@
 use clap::Args;
 
 use super::session;
-use crate::cli::NodeArgs;
+use crate::args::NodeArgs;
 use crate::output;
 use node::failure::{Doing, Failure, Result};
 

@@ -6,7 +6,7 @@ use clap::Args;
 use client::ScrubStatus;
 
 use super::session;
-use crate::cli::NodeArgs;
+use crate::args::NodeArgs;
 use crate::output;
 use node::failure::{Doing, Failure, Result};
 use node::progress::Progress;

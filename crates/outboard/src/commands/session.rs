@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use base::thread::{self, ThreadClass};
 use client::{Client, Object, Options, Pool};
 
-use crate::cli::NodeArgs;
+use crate::args::NodeArgs;
 use crate::commands::locate;
 use crate::output;
 use node::failure::{Doing, Failure, Result};

@@ -4,7 +4,7 @@ use clap::Args;
 use serde::Serialize;
 
 use super::session;
-use crate::cli::NodeArgs;
+use crate::args::NodeArgs;
 use crate::output;
 use node::failure::{Doing, Result};
 use node::units::ByteSize;

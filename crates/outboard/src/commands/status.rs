@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use clap::Args;
 
-use crate::cli::NodeArgs;
+use crate::args::NodeArgs;
 use crate::commands::locate;
 use node::debug;
 use node::dir::NodeDir;

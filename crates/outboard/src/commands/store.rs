@@ -11,7 +11,7 @@ use proxy::{Server, ServerOptions};
 use store::BlockStore;
 use uuid::Uuid;
 
-use crate::cli::NodeArgs;
+use crate::args::NodeArgs;
 use node::announce::Ready;
 use node::coding;
 use node::config::Engine;

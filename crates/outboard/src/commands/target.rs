@@ -4,7 +4,7 @@ use clap::Subcommand;
 use client::{Client, NodeStatus};
 
 use super::session;
-use crate::cli::NodeArgs;
+use crate::args::NodeArgs;
 use crate::commands::locate;
 use crate::output;
 use node::config::Config;

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use wire::Placement;
 
-use crate::cli::NodeArgs;
+use crate::args::NodeArgs;
 use crate::commands::locate;
 use crate::output;
 use node::announce::{Announcement, MAX_ANNOUNCEMENT, Ready};
@@ -46,7 +46,7 @@ const THIS_PROGRAM: &str = "/proc/self/exe";
 pub struct UpArgs {
     /// Where requests are handled: on the DPU (emulated by a process), or on the host, the baseline
     /// [default: the configuration's; dpu at first]
-    #[arg(long, value_name = "PLACEMENT", value_parser = crate::cli::placement())]
+    #[arg(long, value_name = "PLACEMENT", value_parser = crate::args::placement())]
     pub placement: Option<Placement>,
     /// Number of targets to make at the first start; fixed from then on [default: 1]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]

@@ -16,9 +16,10 @@ use super::alloc::{Allocator, Purse};
 use super::extent::{Extent, push_block};
 use super::index::Changes;
 use super::log::Record;
+use super::need::Need;
 use super::records::{Onode, RefPage, Shard, decode_oid, key};
 use super::staged::Stage;
-use super::view::{Loaded, Need, View};
+use super::view::{Loaded, View};
 use crate::{CollectionId, MAX_XATTRS, ObjectId, Op, Result, StageId, StoreError, Transaction, WriteSource};
 
 /// Why a transaction did not go through.

@@ -18,8 +18,9 @@ use super::checkpoint::Checkpoint;
 use super::core::{Core, Purpose};
 use super::extent::{Extent, total};
 use super::io::{IoOp, IoRequest};
-use super::log::{GROUP_SECTORS, SECTOR, encode_group, group_sectors, record_bytes};
+use super::log::{GROUP_SECTORS, encode_group, group_sectors, record_bytes};
 use super::messages::{Reply, Work, send};
+use super::superblock::SECTOR;
 use crate::{Result, StoreError};
 
 /// Most bytes that one write request carries.

@@ -23,12 +23,13 @@ use super::commit::Commits;
 use super::extent::{Extent, total};
 use super::io::{IoDone, IoOp, IoRequest, Segment, Whole};
 use super::messages::{Answer, Command, Event, Output, Reply, Work, refuse, send};
+use super::need::Need;
 use super::presence::Presence;
 use super::query::{Look, ReadRange, Reads};
 use super::recovery::Settled;
 use super::staged::Stage;
 use super::superblock::Superblock;
-use super::view::{Loaded, Need, View};
+use super::view::{Loaded, View};
 use crate::{Area, CollectionId, Op, Result, Space, StoreError, StoreRequest, Transaction, check_session};
 
 /// Stands for the scan that fills [`Presence`] where calls have their numbers.

@@ -11,11 +11,9 @@ use serde::{Deserialize, Serialize};
 use super::drive::Drive;
 use super::extent::Extent;
 use super::records::corrupt;
-use super::superblock::Superblock;
+use super::superblock::{SECTOR, Superblock};
 use crate::Result;
 
-/// Bytes of a sector.
-pub(crate) const SECTOR: usize = 512;
 /// Groups start at, and are padded to, multiples of that many sectors.
 pub(crate) const GROUP_SECTORS: u64 = 8;
 const HEADER: usize = 32;

@@ -6,7 +6,7 @@ use futures::channel::oneshot;
 use super::checkpoint::{Checkpoint, Done};
 use super::index::{Found, Index};
 use super::io::{IoDone, IoRequest};
-use super::view::Need;
+use super::need::Need;
 use crate::{Result, StageId, StoreError, StoreReply, StoreRequest};
 
 pub(crate) type Reply = oneshot::Sender<Result<StoreReply>>;

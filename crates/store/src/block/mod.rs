@@ -25,6 +25,7 @@ mod io;
 mod log;
 mod mailbox;
 mod messages;
+mod need;
 mod presence;
 mod query;
 mod records;
@@ -59,7 +60,7 @@ pub(crate) fn decode_all(bytes: &[u8]) {
         records::RefPage::decode(bytes),
     );
     let _ = (records::Meta::decode(bytes), records::decode_collection(bytes, bytes));
-    let _ = (region::decode_slot(&block), region::decode_table(0, &block[..log::SECTOR]));
+    let _ = (region::decode_slot(&block), region::decode_table(0, &block[..superblock::SECTOR]));
 }
 
 #[cfg(test)]

@@ -9,8 +9,8 @@ use bytes::Bytes;
 use fastbloom::BloomFilter;
 
 use super::index::Found;
+use super::need::Need;
 use super::records::key;
-use super::view::Need;
 
 /// Keys that one piece of a scan reads.
 const PIECE: usize = 1024;

@@ -10,8 +10,9 @@ use super::core::{Core, Purpose};
 use super::extent::Extent;
 use super::io::{IoRequest, Segment, Whole};
 use super::messages::{Reply, send};
+use super::need::Need;
 use super::records::{BlockRef, Onode, SHARD_BLOCKS, Shard, decode_oid, key};
-use super::view::{Loaded, Need, Scanned};
+use super::view::{Loaded, Scanned};
 use crate::{MAX_READ, ObjectId, Page, Query, QueryReply, ReadData, Result, Stat, StoreError};
 
 /// What a listing returns at most, in bytes.

@@ -14,10 +14,10 @@ use super::core::{Core, Limits};
 use super::drive::Drive;
 use super::extent::Extent;
 use super::index::{Changes, Index};
-use super::log::{self, GROUP_SECTORS, Record, SECTOR};
+use super::log::{self, GROUP_SECTORS, Record};
 use super::records::{Meta, Shard, corrupt, decode_collection, key};
 use super::region::IndexRegion;
-use super::superblock::{Region, SUPERBLOCKS, Superblock};
+use super::superblock::{Region, SECTOR, SUPERBLOCKS, Superblock};
 use crate::{CollectionId, Result, StoreError};
 
 /// Smallest target, in bytes.

@@ -5,9 +5,11 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use super::drive::Drive;
-use super::log::SECTOR;
 use super::records::corrupt;
 use crate::{Result, StoreError};
+
+/// Bytes of a sector.
+pub(crate) const SECTOR: usize = 512;
 
 const MAGIC: &[u8; 8] = b"OUTBOARD";
 /// Version of the format that this program reads and writes.

@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 use base::block::Payload;
 use base::fault::Faults;
 use bytes::Bytes;
+use ec::offload::batch::Work;
 use ec::offload::host_load::HostCpus;
 use ec::offload::software::{self, Processor, SoftwareOptions};
-use ec::offload::worker::{Work, Worker, WorkerStats};
+use ec::offload::worker::{Worker, WorkerStats};
 use ec::{Code, Geometry, KernelChoice};
 
 use super::{Coder, HostReading, ShardBuf, StripeError};

@@ -125,7 +125,8 @@ async fn write_all(parts: Vec<Option<Part>>, offset: u64, shards: Vec<Payload>) 
 
 #[cfg(test)]
 mod tests {
-    use ec::offload::accelerator::{self, AcceleratorOptions, Pace};
+    use ec::offload::accelerator::{self, AcceleratorOptions};
+    use ec::offload::batch::Pace;
 
     use super::super::EngineOptions;
     use super::*;

@@ -6,7 +6,7 @@ use wire::CodingMode;
 
 use super::auto::{Auto, Backlog};
 use super::mode::Turns;
-use super::snapshot::Recent;
+use super::recent::Recent;
 use super::station::{Standing, Station};
 use super::{Config, Place, Reason, Refused};
 

@@ -15,6 +15,7 @@ mod auto;
 mod estimate;
 mod meters;
 mod mode;
+mod recent;
 #[cfg(test)]
 mod simulation;
 mod snapshot;

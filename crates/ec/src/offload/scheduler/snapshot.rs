@@ -1,19 +1,14 @@
 //! What the scheduler does, as plain data for `status`.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use base::health::Report;
 use serde::{Deserialize, Serialize};
 use wire::{CodingHealth, CodingMode, CodingSent, OffloadState};
 
+use super::Reason;
 use super::admission::View;
 use super::station::Station;
-use super::{Place, Reason};
-
-/// The recent tasks are counted by so many slices of time…
-const SLICES: usize = 10;
-/// …each that long: one second in all.
-const SLICE: Duration = Duration::from_millis(100);
 
 /// The scheduler at one moment. Counts are since it was made.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -112,65 +107,5 @@ fn health(report: Report) -> CodingHealth {
         failed_probes: report.failed_probes,
         recoveries: report.recoveries,
         last_failure: report.last_failure,
-    }
-}
-
-/// Tasks of the last second, by place.
-#[derive(Debug, Default)]
-pub(super) struct Recent {
-    slices: [[u64; 2]; SLICES],
-    /// The slice that is being filled, and when it began.
-    current: usize,
-    since: Option<Instant>,
-}
-
-impl Recent {
-    pub(super) fn sent(&mut self, place: Place, now: Instant) {
-        let since = *self.since.get_or_insert(now);
-        let over = slices_between(since, now);
-        for _ in 0..over.min(SLICES) {
-            self.current = (self.current + 1) % SLICES;
-            self.slices[self.current] = [0; 2];
-        }
-        if over > 0 {
-            self.since = Some(if over < SLICES { since + SLICE * over as u32 } else { now });
-        }
-        self.slices[self.current][place as usize] += 1;
-    }
-
-    /// How many went to the host and to the offload.
-    fn counts(&self, now: Instant) -> [u64; 2] {
-        let over = self.since.map_or(SLICES, |since| slices_between(since, now)).min(SLICES);
-        // Slices that are due to be filled anew are too old.
-        let old = |at: usize| (1..=over).any(|ahead| (self.current + ahead) % SLICES == at);
-        let recent = (0..SLICES).filter(|&at| !old(at)).map(|at| self.slices[at]);
-        recent.fold([0; 2], |[host, offload], [h, o]| [host + h, offload + o])
-    }
-}
-
-fn slices_between(since: Instant, now: Instant) -> usize {
-    let over = now.saturating_duration_since(since).as_millis() / SLICE.as_millis();
-    usize::try_from(over).unwrap_or(usize::MAX)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_the_last_second_counts() {
-        let (mut recent, start) = (Recent::default(), Instant::now());
-        assert_eq!(recent.counts(start), [0, 0]);
-        for ms in 0..3000 {
-            let place = if ms % 4 == 0 { Place::Offload } else { Place::Host };
-            recent.sent(place, start + Duration::from_millis(ms));
-        }
-        let at = |ms| recent.counts(start + Duration::from_millis(ms));
-        assert_eq!(at(2999), [750, 250]);
-        assert_eq!(at(3499), [375, 125], "half of it is over");
-        assert_eq!(at(5000), [0, 0]);
-        assert_eq!(recent.counts(start), [750, 250], "time does not go back");
-        recent.sent(Place::Host, start + Duration::from_secs(60));
-        assert_eq!(recent.counts(start + Duration::from_secs(60)), [1, 0]);
     }
 }

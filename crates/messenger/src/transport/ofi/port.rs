@@ -234,7 +234,7 @@ impl Port {
         if !self.domain.info().mr_mode().local {
             return Ok(None);
         }
-        let arena = base::arenas::containing(bytes).ok_or(NotRegistered)?;
+        let arena = base::mem::Arena::containing(bytes).ok_or(NotRegistered)?;
         let access = self.access_of(&arena);
         self.region(&arena, access).map(Some).map_err(|e| {
             tracing::debug!(error = %e, "memory cannot be registered for sending");

@@ -7,7 +7,8 @@ use std::time::Duration;
 use base::BoxFuture;
 use bytes::Bytes;
 use client::{Client, CodingStatus, Pool};
-use ec::offload::accelerator::{self, AcceleratorOptions, Pace};
+use ec::offload::accelerator::{self, AcceleratorOptions};
+use ec::offload::batch::Pace;
 use ec::offload::host_load::Reading;
 use osd::{CodingConfig, OsdConfig, StripesAt};
 use store::stripes::{

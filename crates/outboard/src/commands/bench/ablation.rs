@@ -6,7 +6,7 @@ use base::thread::{self, ThreadClass};
 use clap::Args;
 use tokio::sync::oneshot;
 
-use crate::cli::NodeArgs;
+use crate::args::NodeArgs;
 use crate::commands::debug::socket;
 use crate::output;
 use node::debug::{Request, Tuning, ask};

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use base::process::{ProcessUsage, Usage};
 use serde::Serialize;
 
-use crate::cli::NodeArgs;
+use crate::args::NodeArgs;
 use crate::commands::locate;
 use node::debug;
 use node::dir::NodeDir;

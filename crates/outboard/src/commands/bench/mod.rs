@@ -16,7 +16,7 @@ use ablation::Ablations;
 use report::Report;
 
 use super::session;
-use crate::cli::NodeArgs;
+use crate::args::NodeArgs;
 use crate::output;
 use node::failure::{Failure, Result};
 use node::units::ByteSize;

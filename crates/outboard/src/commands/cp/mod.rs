@@ -11,7 +11,7 @@ use clap::Args;
 use client::{Client, Pool};
 
 use super::session;
-use crate::cli::NodeArgs;
+use crate::args::NodeArgs;
 use crate::output;
 use node::failure::{Failure, Result};
 use node::progress::Progress;

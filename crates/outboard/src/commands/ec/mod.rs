@@ -8,7 +8,7 @@ mod mode;
 
 use clap::Subcommand;
 
-use crate::cli::NodeArgs;
+use crate::args::NodeArgs;
 use node::failure::Result;
 
 /// What to do with shards.

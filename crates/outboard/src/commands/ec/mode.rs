@@ -3,7 +3,7 @@
 use clap::Args;
 use wire::CodingMode;
 
-use crate::cli::NodeArgs;
+use crate::args::NodeArgs;
 use crate::commands::session;
 use crate::output;
 use node::failure::{Doing, Result};

@@ -7,8 +7,8 @@ use bytes::{Bytes, BytesMut};
 
 use super::{Apply, Step, Stop, padded};
 use crate::block::extent::{Extent, total};
+use crate::block::need::Need;
 use crate::block::records::{BlockRef, Onode, REF_BLOCKS, RefPage, SHARD_BLOCKS, Shard, corrupt, key};
-use crate::block::view::Need;
 
 impl Apply<'_> {
     /// Has shards `first..=last` loaded, all that are missing at once.

@@ -4,9 +4,11 @@ use std::collections::VecDeque;
 use std::time::Instant;
 
 use bytes::Bytes;
-use ec::offload::accelerator::{self, AcceleratorOptions, Pace};
+use ec::offload::accelerator::{self, AcceleratorOptions};
+use ec::offload::batch::Pace;
+use ec::offload::batch::Work;
 use ec::offload::software::{self, Processor, SoftwareOptions};
-use ec::offload::worker::{Work, Worker, WorkerStats};
+use ec::offload::worker::{Worker, WorkerStats};
 use ec::{Code, EcError};
 use futures::executor::block_on;
 use futures::future::try_join_all;

@@ -1,0 +1,193 @@
+//! A request without its final answer, and what an answer is.
+
+use std::sync::Arc;
+
+use base::block::Payload;
+use bytes::Bytes;
+use messenger::{BulkRegion, Connection, Message};
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+use wire::{Data, ObjectReply, ObjectRequest, ReplyBody, RequestBody, RequestHead};
+
+use crate::sink::ChunkSink;
+use crate::source::ContentSource;
+use crate::{Error, Result};
+
+/// Bulky data that goes with a request.
+#[derive(Debug, Clone)]
+pub(crate) enum Bulk {
+    None,
+    /// Travels inside the message.
+    Inline(Payload),
+    /// Pulled by the node.
+    Source(Arc<ContentSource>),
+    /// Room for that many bytes, filled by the node.
+    Sink(u64),
+}
+
+/// An answer, with the data that came with it.
+#[derive(Debug)]
+pub(crate) struct Answer {
+    pub(crate) body: ReplyBody,
+    pub(crate) data: Vec<Bytes>,
+}
+
+/// What came of one attempt.
+pub(crate) type Outcome = Result<Answer>;
+
+/// A request without its final answer.
+pub(crate) struct Pending {
+    body: RequestBody,
+    bulk: Bulk,
+    deadline: Instant,
+    /// Number of the connection it was last sent on; 0 if never.
+    pub(crate) sent_on: u64,
+    /// It was sent more than once.
+    repeated: bool,
+    /// It was sent in a session that the node refuses to go on with, for this reason, and must not
+    /// be sent in another one.
+    pub(crate) orphaned: Option<wire::Error>,
+    /// Takes the answer; `None` while the caller pauses before the next attempt.
+    pub(crate) done: Option<oneshot::Sender<Outcome>>,
+    pub(crate) region: Option<BulkRegion>,
+    sink: Option<Arc<ChunkSink>>,
+}
+
+impl Pending {
+    /// A request that was not sent yet and must be answered by `deadline`.
+    pub(crate) fn new(body: RequestBody, bulk: Bulk, deadline: Instant) -> Pending {
+        Pending {
+            body,
+            bulk,
+            deadline,
+            sent_on: 0,
+            repeated: false,
+            orphaned: None,
+            done: None,
+            region: None,
+            sink: None,
+        }
+    }
+
+    /// The request as a message for `connection`, the `number`th of this client; offers its memory there.
+    pub(crate) fn message(
+        &mut self,
+        seq: u64,
+        acked_through: u64,
+        connection: &Arc<dyn Connection>,
+        number: u64,
+    ) -> Result<Message> {
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        let deadline_ms = u32::try_from(left.as_millis()).unwrap_or(u32::MAX);
+        let head = RequestHead { seq, acked_through, retry: self.sent_on != 0, deadline_ms };
+        self.repeated = head.retry;
+        self.region = None;
+        let mut payload = Payload::default();
+        match &self.bulk {
+            Bulk::None => {}
+            Bulk::Inline(data) => payload = data.clone(),
+            Bulk::Source(source) => self.region = Some(connection.offer_source(source.clone())?),
+            Bulk::Sink(len) => {
+                let sink = Arc::new(ChunkSink::new(*len));
+                self.region = Some(connection.offer_sink(sink.clone(), 0)?);
+                self.sink = Some(sink);
+            }
+        }
+        let descriptor = self.region.as_ref().map(|region| region.descriptor.clone());
+        match &mut self.body {
+            RequestBody::Object(ObjectRequest::Mutate(mutate)) => {
+                if let Some(descriptor) = descriptor {
+                    mutate.data = Data::Bulk(descriptor);
+                }
+            }
+            RequestBody::Object(ObjectRequest::Read(read)) => read.sink = descriptor,
+            _ => {}
+        }
+        self.sent_on = number;
+        Ok(Message { header: wire::encode_request(&head, &self.body), payload })
+    }
+
+    /// Whether the request may have taken effect, and would do so again in another session.
+    pub(crate) fn is_bound_to_session(&self) -> bool {
+        self.sent_on != 0 && self.is_change()
+    }
+
+    /// Whether an attempt before the last one may have taken effect.
+    pub(crate) fn repeats_change(&self) -> bool {
+        self.repeated && self.is_change()
+    }
+
+    fn is_change(&self) -> bool {
+        matches!(self.body, RequestBody::Object(ObjectRequest::Mutate(_)))
+    }
+
+    /// The node's refusal, as the caller should see it. The node looks for the result of an earlier
+    /// attempt once it has found the place of the request: what it refuses before says nothing of
+    /// that attempt.
+    pub(crate) fn refused(&self, e: wire::Error) -> Error {
+        use wire::Error as E;
+        let is_before_results =
+            matches!(e, E::NoSuchPool(_) | E::BadName(_) | E::BadRequest(_) | E::Busy { .. });
+        let error = Error::from(e);
+        if is_before_results && self.repeats_change() { error.of_unknown_outcome() } else { error }
+    }
+
+    /// Takes the data that came with an answer.
+    pub(crate) fn collect(&mut self, body: ReplyBody, payload: Payload) -> Outcome {
+        // Little data comes with the answer although there is a sink.
+        let data = match (self.sink.take(), &body) {
+            (Some(sink), ReplyBody::Object(ObjectReply::Read { sent, .. })) if payload.is_empty() => {
+                sink.take(*sent).ok_or_else(|| incomplete(*sent))?
+            }
+            (_, ReplyBody::Object(ObjectReply::Read { sent, .. })) if payload.len() as u64 != *sent => {
+                return Err(incomplete(*sent));
+            }
+            _ => vec![payload.into_parts().0],
+        };
+        Ok(Answer { body, data })
+    }
+}
+
+fn incomplete(sent: u64) -> Error {
+    Error::Protocol(format!("{sent} bytes announced, but not all of them arrived"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use messenger::BulkSink;
+    use wire::AdminRequest;
+
+    fn collected(sink: Option<&[u8]>, payload: &[u8], sent: u64) -> Result<usize> {
+        let sink = sink.map(|pushed| {
+            let sink = Arc::new(ChunkSink::new(1 << 20));
+            assert!(sink.write(0, Payload::compute(0, pushed.to_vec().into())));
+            sink
+        });
+        let body = RequestBody::Admin(AdminRequest::PoolList);
+        let (bulk, deadline) = (Bulk::None, Instant::now());
+        let mut pending = Pending::new(body, bulk, deadline);
+        pending.sink = sink;
+        let body = ReplyBody::Object(ObjectReply::Read { version: 1, object_size: 1 << 30, sent });
+        let answer = pending.collect(body, Payload::compute(0, payload.to_vec().into()))?;
+        Ok(answer.data.iter().map(Bytes::len).sum())
+    }
+
+    #[test]
+    fn as_much_must_come_as_the_answer_says_wherever_it_comes() {
+        assert_eq!(collected(None, b"abc", 3).ok(), Some(3));
+        assert_eq!(collected(Some(b""), b"abc", 3).ok(), Some(3));
+        assert_eq!(collected(Some(b"abcd"), b"", 4).ok(), Some(4));
+        assert_eq!(collected(Some(b""), b"", 0).ok(), Some(0));
+        for (sink, payload, sent) in [
+            (None, &b"abc"[..], 4),
+            (None, b"", 4),
+            (Some(&b""[..]), b"abc", 1 << 20),
+            (Some(b"abcd"), b"", 3),
+            (Some(b"abcd"), b"", 5),
+        ] {
+            let outcome = collected(sink, payload, sent);
+            assert!(matches!(outcome, Err(Error::Protocol(_))), "{sink:?} {payload:?} {sent}: {outcome:?}");
+        }
+    }
+}

@@ -1,0 +1,37 @@
+//! Arguments that several commands have.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use wire::Placement;
+
+/// Where the node is.
+#[derive(Debug, Clone, Args)]
+pub struct NodeArgs {
+    /// The node's directory: targets, configuration, logs [default: ./outboard-node]
+    #[arg(long, global = true, env = "OUTBOARD_DIR", value_name = "DIR")]
+    pub dir: Option<PathBuf>,
+    /// Address of a node to talk to; goes before --dir
+    #[arg(long, global = true, env = "OUTBOARD_ENDPOINT", value_name = "HOST:PORT")]
+    pub endpoint: Option<String>,
+    /// How to talk to a node: auto (RDMA where both sides have it), tcp, or ofi:PROVIDER, e.g. ofi:verbs
+    #[arg(long, global = true, env = "OUTBOARD_NETWORK", value_name = "STACK", default_value = "auto")]
+    pub network: messenger::StackChoice,
+    /// Address of this machine to connect from, where it has several [default: the system's choice]
+    #[arg(long, global = true, env = "OUTBOARD_BIND", value_name = "ADDR")]
+    pub bind: Option<std::net::IpAddr>,
+}
+
+/// Parses a placement; the help describes each.
+pub fn placement() -> impl clap::builder::TypedValueParser<Value = Placement> {
+    let value = |placement: Placement| {
+        PossibleValue::new(placement.as_str()).help(match placement {
+            Placement::Dpu => "The OSD and the store are two processes joined by the host–DPU channel",
+            Placement::Host => "One process, the store called directly: the baseline",
+        })
+    };
+    PossibleValuesParser::new(Placement::ALL.map(value)).try_map(|name| {
+        Placement::ALL.into_iter().find(|p| p.as_str() == name).ok_or("there is no such placement")
+    })
+}
