@@ -2,11 +2,18 @@
 //!
 //! A placement group of a pool with redundancy has one [`Array`]: a store of one collection over the stores of the group's
 //! members, with one shard of each object on each. Its user sees a store like any other, whose session changes
-//! when a member fails or comes back. Behind it, `group` is what it remembers; `member` is what it must know of a target; `transact` makes of a transaction one for each
-//! member (`overlay`: what becomes of an object; `split`, `parity`: of its shards; `layout`, `coder`: where its bytes are, and
-//! their parity; `staging`: large data before its transaction); `read` reads, from other shards where one is lost (`plan`: from which); `open` settles,
-//! when a session begins, what the last one has left (`members`: who counts then; `removal`: what nobody needs); `rebuild` brings members back, `scrub` compares them; `patience`: how long members are waited for. `record` is what
-//! the members keep of all that.
+//! when a member fails or comes back. The modules:
+//!
+//! - `group`: the state of a group, and its sessions. `member`: what a group must know of a target. `record`: what each
+//!   member stores for the group.
+//! - `transact`: makes one transaction for each member. `overlay` computes the change of the object, `split` and `parity`
+//!   that of its shards; `layout` and `coder` say which shard has which bytes, and compute parity; `staging` writes large
+//!   data before its transaction.
+//! - `read`: reads and verifies. `plan` chooses the shards that are read where one is lost.
+//! - `open`: begins a session. It takes back transactions that only some members have. `members` finds the members in
+//!   sync; `removal` deletes what former members still store.
+//! - `rebuild` brings members back in sync, `scrub` compares them. `patience`: how long the group waits for a member.
+//! - `coding`: where parity is computed. `pace`: how fast background work goes.
 //!
 //! **What it rests on.** A transaction carries a number, and its intent, on every member. It is acknowledged once every member in
 //! sync has committed it. One that some members have and some have not is taken back, with what those have kept of before. Who is
@@ -15,10 +22,12 @@
 //! placement group's own object) are either written by one transaction alone or only ever grow. See `docs/adr/0012`.
 //!
 //! **Threads.** An [`Array`] and its group live on one thread, in a `LocalSet`. A request begins in the call of
-//! [`submit`](Submit::submit), and goes on in its future, or, if it changes something, in a task.
+//! [`submit`](Submit::submit). What it cannot do at once goes on in a task, whether or not its future is polled.
 
 #![forbid(unsafe_code)]
 
+#[cfg(test)]
+mod array_test;
 mod coder;
 mod coding;
 mod group;
@@ -92,7 +101,8 @@ impl Array {
     }
 }
 
-/// A request that a dropped future must not undo: it is carried out by a task of its own.
+/// Carries out the rest of a request in a task of its own. Its caller may stop polling for as long as a client takes
+/// its data, or drop the future: meanwhile the request must not keep others waiting that need the same object.
 fn detached(task: ArrayFuture) -> ArrayFuture {
     let task = match phases::current() {
         Some(clock) => spawn(clock.scope(task)),
@@ -228,13 +238,10 @@ impl Submit for Array {
             number = session.unwrap_or(number);
         }
         let is_stage = matches!(request, StoreRequest::Stage { .. });
-        let changes =
-            matches!(request, StoreRequest::Transact { .. } | StoreRequest::StageWrite { .. }) || is_stage;
         match begin(Box::pin(carry_out(Rc::clone(group), number, request))) {
             Ok(reply) => ready(reply),
             Err(task) if is_stage => self.staging(task),
-            Err(task) if changes => detached(task),
-            Err(task) => task,
+            Err(task) => detached(task),
         }
     }
 

@@ -74,15 +74,13 @@ impl Group {
         let links = self.live_links(session, whole.oid);
         if self.layout.is_mirror() {
             let copy = self.next_copy(&links);
-            let mut reads = self.read_shards(links, whole, &[(copy, range)], dest).await?;
-            let read = reads.remove(0);
+            let read = self.read_one(links, whole, (copy, range), dest).await?;
             return Ok((read.bytes, read.checksums));
         }
         let spans = self.layout.spans(range.start, range.end - range.start);
         let wanted: Vec<Span> = (0..).zip(spans).filter_map(|(shard, span)| Some((shard, span?))).collect();
-        if wanted.len() == 1 {
-            let mut reads = self.read_shards(links, whole, &wanted, dest).await?;
-            let read = reads.remove(0);
+        if let [span] = &wanted[..] {
+            let read = self.read_one(links, whole, span.clone(), dest).await?;
             return Ok((read.bytes, read.checksums));
         }
         let reads = self.read_shards(links, whole, &wanted, None).await?;
@@ -179,8 +177,7 @@ impl Group {
     ) -> store::Result<ShardRead> {
         let links = self.live_links(session, whole.oid);
         let shard = if self.layout.is_mirror() { self.next_copy(&links) } else { shard };
-        let mut reads = self.read_shards(links, whole, &[(shard, range)], None).await?;
-        Ok(reads.remove(0))
+        self.read_one(links, whole, (shard, range), None).await
     }
 
     /// Computes a range of a shard from others; as long as the range, filled up with zeros.
@@ -193,8 +190,17 @@ impl Group {
     ) -> store::Result<ShardRead> {
         let mut links = self.live_links(session, whole.oid);
         links[shard] = None;
-        let mut reads = self.read_shards(links, whole, &[(shard, range)], None).await?;
-        Ok(reads.remove(0))
+        self.read_one(links, whole, (shard, range), None).await
+    }
+
+    async fn read_one(
+        &self,
+        links: Vec<Option<Link>>,
+        whole: Whole<'_>,
+        span: Span,
+        dest: Option<ArenaBuf>,
+    ) -> store::Result<ShardRead> {
+        Ok(self.read_shards(links, whole, &[span], dest).await?.remove(0))
     }
 
     /// Reads ranges of shards, by [`ReadPlan`], in the order in which they are wanted. Those that cannot be read are computed
@@ -218,28 +224,27 @@ impl Group {
                 metrics::counter!("outboard_osd_degraded_reads_total").increment(1);
             }
             // After a failure, what was read before is read again only if more of its shard is needed now.
-            let is_due = |&(&shard, range): &(&usize, &Range<u64>)| !matches!(&have[shard], Some((read, _)) if read.start <= range.start && range.end <= read.end);
-            let due: Vec<(usize, Range<u64>)> =
-                plan.reads.iter().filter(is_due).map(|(&shard, range)| (shard, range.clone())).collect();
+            let is_covered = |shard: usize, range: &Range<u64>| {
+                have[shard]
+                    .as_ref()
+                    .is_some_and(|(read, _)| read.start <= range.start && range.end <= read.end)
+            };
+            let due = plan.reads.iter().filter(|(shard, range)| !is_covered(**shard, range));
+            let due: Vec<(usize, Range<u64>, Link)> = due
+                .filter_map(|(&shard, range)| Some((shard, range.clone(), links[shard].clone()?)))
+                .collect();
             if due.is_empty() {
                 return self.take_wanted(wanted, &plan, &have);
             }
             let mut dest = dest.take().filter(|_| wanted.len() == 1 && plan.computed.is_empty());
-            let reads = due.iter().map(|(shard, range)| {
-                let (link, dest) = (links[*shard].clone(), dest.take());
-                async move {
-                    match &link {
-                        Some(link) => self.read_from(link, whole, *shard, range.clone(), dest).await,
-                        None => Err(StoreError::Io("the plan reads a shard that is not there".into())),
-                    }
-                }
-            });
+            let reads = due
+                .iter()
+                .map(|(shard, range, link)| self.read_from(link, whole, *shard, range.clone(), dest.take()));
             let reads = join_all(reads).await;
-            for ((shard, range), read) in due.into_iter().zip(reads) {
-                match (read, links[shard].clone()) {
-                    (Ok(read), _) => have[shard] = Some((range, read)),
-                    (Err(e), None) => return Err(e),
-                    (Err(e), Some(link)) => {
+            for ((shard, range, link), read) in due.into_iter().zip(reads) {
+                match read {
+                    Ok(read) => have[shard] = Some((range, read)),
+                    Err(e) => {
                         if matches!(e, StoreError::Io(_)) {
                             unreadable.push(link.clone());
                         }
@@ -275,25 +280,21 @@ impl Group {
         let take = |(shard, range): &Span| {
             let len = (range.end - range.start) as usize;
             if let Some(at) = plan.computed.iter().position(|computed| computed == shard) {
-                let blocks =
-                    part(&computed[at], range.start - plan.over.start, len.next_multiple_of(BLOCK_SIZE));
+                let aligned = len.next_multiple_of(BLOCK_SIZE);
+                let blocks = part(&computed[at], range.start - plan.over.start, aligned);
                 let checksums = block::piece_checksums(0, &blocks);
-                return Ok(ShardRead { bytes: blocks.slice(..len), checksums });
+                return Some(ShardRead { bytes: blocks.slice(..len), checksums });
             }
-            match &have[*shard] {
-                Some((read, _)) if *read == *range => Ok(have[*shard].clone().map(|(_, read)| read)),
-                Some((read_range, read)) => {
-                    let at = range.start - read_range.start;
-                    let bytes = part(&read.bytes, at, len);
-                    let blocks = bytes.len().div_ceil(BLOCK_SIZE);
-                    let checksums = read.checksums.iter().skip((at / BLOCK) as usize).take(blocks);
-                    Ok(Some(ShardRead { bytes, checksums: checksums.copied().collect() }))
-                }
-                None => Ok(None),
-            }
-            .and_then(|read| read.ok_or_else(|| StoreError::Io("a wanted shard was not read".into())))
+            let (from, read) = have[*shard].as_ref().map(|(range, read)| (range.start, read))?;
+            let bytes = part(&read.bytes, range.start - from, len);
+            let first = ((range.start - from) / BLOCK) as usize;
+            let checksums = read.checksums.iter().skip(first).take(bytes.len().div_ceil(BLOCK_SIZE));
+            Some(ShardRead { checksums: checksums.copied().collect(), bytes })
         };
-        wanted.iter().map(take).collect()
+        // The plan reads or computes all that is wanted.
+        let missing =
+            || StoreError::Io("a planned shard was not read; this is a bug, please report it".into());
+        wanted.iter().map(|span| take(span).ok_or_else(missing)).collect()
     }
 
     /// Reads from the member at a position, and verifies what it says.

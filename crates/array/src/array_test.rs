@@ -1,0 +1,136 @@
+//! A group over stores whose reads can be held up.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use base::block::Payload;
+use base::mem::Arena;
+use base::pool::BufferPool;
+use bytes::Bytes;
+use store::stripes::{EngineOptions, Engines, LocalStripes};
+use store::{CollectionId, MemStore, ObjectId, ObjectStore, Op, StoreFuture, Transaction, WriteSource};
+use tokio::sync::watch;
+use tokio::task::LocalSet;
+use uuid::Uuid;
+
+use super::*;
+
+/// A store in memory. While `held` is set, reads wait.
+struct HeldStore {
+    inner: MemStore,
+    held: watch::Sender<bool>,
+}
+
+impl Submit for HeldStore {
+    type Reply = StoreFuture;
+
+    fn submit(&self, request: StoreRequest) -> StoreFuture {
+        let is_read = matches!(request, StoreRequest::Read { .. });
+        let (reply, mut held) = (self.inner.submit(request), self.held.subscribe());
+        if !is_read {
+            return reply;
+        }
+        Box::pin(async move {
+            drop(held.wait_for(|held| !held).await);
+            reply.await
+        })
+    }
+}
+
+/// A target that is always well.
+struct Healthy(Uuid, Arc<dyn ObjectStore>);
+
+impl Member for Healthy {
+    fn uuid(&self) -> Uuid {
+        self.0
+    }
+    fn store(&self) -> &Arc<dyn ObjectStore> {
+        &self.1
+    }
+    fn generation(&self) -> u64 {
+        0
+    }
+    fn is_usable(&self) -> bool {
+        true
+    }
+    fn is_out(&self) -> bool {
+        false
+    }
+    fn is_slow(&self) -> bool {
+        false
+    }
+    fn is_hopeful(&self) -> bool {
+        true
+    }
+    fn failure(&self) -> Option<String> {
+        None
+    }
+    fn fail(&self, _: &StoreError) {}
+    fn overdue(&self, _: &CollectionId, _: Duration) {}
+    fn fails(&self) -> LocalBoxFuture<'_, bool> {
+        Box::pin(std::future::ready(false))
+    }
+    fn until_slow(&self) -> LocalBoxFuture<'_, ()> {
+        Box::pin(std::future::pending())
+    }
+    fn answers(self: Rc<Self>) -> LocalBoxFuture<'static, ()> {
+        Box::pin(std::future::ready(()))
+    }
+}
+
+fn put(cid: &CollectionId, oid: &ObjectId, byte: u8) -> Transaction {
+    let source = WriteSource::Inline(Payload::compute(0, Bytes::from(vec![byte; 8192])));
+    Transaction::new(cid.clone()).with(Op::Write { oid: oid.clone(), offset: 0, source })
+}
+
+/// A client takes its data slowly, so that nobody polls the read meanwhile.
+#[tokio::test]
+async fn a_read_that_nobody_polls_keeps_no_write_to_its_object_waiting() {
+    let within = |what| async move { tokio::time::timeout(Duration::from_secs(20), what).await };
+    let store = || Arc::new(HeldStore { inner: MemStore::new(), held: watch::Sender::new(false) });
+    let stores = [store(), store()];
+    let shared = stores.iter().map(|store| Arc::clone(store) as Arc<dyn ObjectStore>);
+    let members: Vec<(Uuid, Arc<dyn ObjectStore>)> = shared.map(|store| (Uuid::new_v4(), store)).collect();
+    let by_uuid: BTreeMap<u128, Arc<dyn ObjectStore>> =
+        members.iter().map(|(uuid, store)| (uuid.as_u128(), Arc::clone(store))).collect();
+    let engines = Arc::new(Engines::start(EngineOptions::default(), None).unwrap());
+    let stripes = Arc::new(LocalStripes::new(by_uuid.into_iter().collect(), engines));
+    let hold = |held| {
+        for store in &stores {
+            store.held.send_replace(held);
+        }
+    };
+    let test = async {
+        let cid = CollectionId::new(&b"c"[..]).unwrap();
+        let targets =
+            members.into_iter().map(|(uuid, store)| Rc::new(Healthy(uuid, store)) as Rc<dyn Member>);
+        let group = Group::new(GroupOptions {
+            cid: cid.clone(),
+            place: (0, 0),
+            meta: ObjectId::new(&b"meta"[..]).unwrap(),
+            is_internal: |_| false,
+            redundancy: "mirror:2".parse().unwrap(),
+            targets: Rc::new(targets.collect()),
+            pool: BufferPool::new(Arena::anonymous(1 << 20).unwrap(), 0, 64 << 10),
+            member_timeout: Duration::from_secs(10),
+            patience: Duration::from_secs(30),
+            dirty_max: 16,
+            coding: Coding::start(&CodingConfig::default(), stripes, false).unwrap(),
+        });
+        let group = Rc::new(group.unwrap());
+        group.create(&[0, 1]).await.unwrap();
+        let array = Array::new(group);
+        let oid = ObjectId::new(&b"o"[..]).unwrap();
+        array.queue_transaction(put(&cid, &oid, 1)).await.unwrap();
+        hold(true);
+        let read = array.read(&cid, &oid, 0, 8192, None);
+        let mut written = array.queue_transaction(put(&cid, &oid, 2));
+        let early = tokio::time::timeout(Duration::from_millis(50), &mut written).await;
+        assert!(early.is_err(), "the write waits for the read before it");
+        hold(false);
+        within(written).await.expect("nobody has polled the read").unwrap();
+        assert_eq!(read.await.unwrap().contiguous(), vec![1; 8192], "the read was first");
+    };
+    LocalSet::new().run_until(test).await;
+}
