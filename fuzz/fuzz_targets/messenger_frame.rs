@@ -7,7 +7,8 @@ use libfuzzer_sys::fuzz_target;
 use messenger::Limits;
 use messenger::frame::{self, HEADER_LEN};
 
-const LIMITS: Limits = Limits { max_header: 4096, max_inline: 8192, max_bulk: 1 << 20, eager: 4096, one_sided: false };
+const LIMITS: Limits =
+    Limits { max_header: 4096, max_inline: 8192, max_bulk: 1 << 20, eager: 4096, one_sided: false };
 
 fuzz_target!(|data: &[u8]| {
     // Whether it decodes is not the question here.

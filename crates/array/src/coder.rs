@@ -1,4 +1,4 @@
-//! Computing parity, and shards from others.
+//! Computing parity, and fragments from others.
 
 use std::ops::Range;
 
@@ -6,7 +6,7 @@ use base::block::BLOCK_SIZE;
 use base::pool::BufferPool;
 use bytes::Bytes;
 use store::StoreError;
-pub(crate) use store::stripes::ShardBuf as Buffer;
+pub(crate) use store::stripes::FragmentBuf as Buffer;
 
 use crate::layout::Layout;
 
@@ -16,7 +16,7 @@ const ZEROS: usize = 64 << 10;
 /// See the [module](self) documentation.
 pub(crate) struct Coder {
     layout: Layout,
-    /// `None` where shards are copies.
+    /// `None` where fragments are copies.
     code: Option<ec::Code>,
     pool: BufferPool,
 }
@@ -43,7 +43,7 @@ impl Coder {
         }
     }
 
-    /// One for each parity shard.
+    /// One for each parity fragment.
     pub(crate) fn parity_buffers(&self, len: u64) -> Vec<Buffer> {
         (0..self.layout.m).map(|_| self.buffer(len as usize)).collect()
     }
@@ -81,7 +81,7 @@ impl Coder {
         Ok(checksums)
     }
 
-    /// Changes parity by what the data of shard `column` changes by.
+    /// Changes parity by what the data of fragment `column` changes by.
     pub(crate) fn update(
         &self,
         column: usize,
@@ -94,7 +94,7 @@ impl Coder {
         self.code()?.update(column, delta, &mut parity).map_err(refused)
     }
 
-    /// Computes shards from `k` others, or, of copies, from one; all of one length.
+    /// Computes fragments from `k` others, or, of copies, from one; all of one length.
     pub(crate) fn recover(
         &self,
         sources: &[usize],
@@ -110,7 +110,7 @@ impl Coder {
         Ok(buffers.into_iter().map(Buffer::freeze).collect())
     }
 
-    /// The code; `None` where shards are copies.
+    /// The code; `None` where fragments are copies.
     pub(crate) fn parity_code(&self) -> Option<&ec::Code> {
         self.code.as_ref()
     }
@@ -120,11 +120,11 @@ impl Coder {
     }
 }
 
-/// The error that an object has too few shards.
+/// The error that an object has too few fragments.
 pub(crate) fn too_few(found: usize, needed: usize) -> StoreError {
     StoreError::Corrupt {
         what: "object".into(),
-        detail: format!("{found} of its shards can be read, {needed} are needed"),
+        detail: format!("{found} of its fragments can be read, {needed} are needed"),
     }
 }
 

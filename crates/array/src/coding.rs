@@ -4,7 +4,7 @@
 //! parity; what the DPU's cores code goes there with it. What an engine has not done another one does, in the end this thread.
 //! The host is asked how busy it is ten times a second while there is work, and not at all while there is none.
 //!
-//! Small changes, and shards that are computed from others, are not decided upon: their bytes are here.
+//! Small changes, and fragments that are computed from others, are not decided upon: their bytes are here.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -20,7 +20,9 @@ use ec::offload::scheduler::{Capacity, Config, Place, PlaceSnapshot, Refused, Sc
 use ec::offload::software::{self, Processor, SoftwareOptions};
 use ec::offload::worker::Worker;
 use futures::future::join;
-use store::stripes::{Coder, Engines, Parity, ShardBuf, ShardBytes, StripeError, StripeStores, StripeWrite};
+use store::stripes::{
+    Coder, Engines, FragmentBuf, FragmentBytes, Parity, StripeError, StripeStores, StripeWrite,
+};
 use store::{StageId, StoreError};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
@@ -86,14 +88,14 @@ impl Default for CodingConfig {
     }
 }
 
-/// A piece of each shard of an object that is being staged.
+/// A piece of each fragment of an object that is being staged.
 pub(crate) struct Stripes {
-    /// By shard: the target's UUID, and its stage; `None` for one that is not written.
+    /// By fragment: the target's UUID, and its stage; `None` for one that is not written.
     pub(crate) parts: Vec<Option<(u128, StageId)>>,
     /// Where in each stage, in bytes.
     pub(crate) offset: u64,
-    /// The data shards, cut in the same places into pieces of one length.
-    pub(crate) data: Vec<ShardBytes>,
+    /// The data fragments, cut in the same places into pieces of one length.
+    pub(crate) data: Vec<FragmentBytes>,
     /// What computes the others; `None` if they are copies.
     pub(crate) code: Option<Code>,
 }
@@ -149,7 +151,7 @@ impl Coding {
         }))
     }
 
-    /// Most bytes of all shards together that are staged at a time.
+    /// Most bytes of all fragments together that are staged at a time.
     pub(crate) fn max_bytes(&self) -> usize {
         self.stores.max_bytes()
     }
@@ -168,17 +170,17 @@ impl Coding {
         Ok(())
     }
 
-    /// Computes what is to be computed and writes all shards to their stages. `buffers` are for parity.
+    /// Computes what is to be computed and writes all fragments to their stages. `buffers` are for parity.
     pub(crate) async fn stage(
         self: &Rc<Coding>,
         stripes: &Stripes,
-        buffers: impl Fn(usize) -> Vec<ShardBuf>,
+        buffers: impl Fn(usize) -> Vec<FragmentBuf>,
     ) -> Result<(), StripeError> {
         let Some(code) = &stripes.code else {
             return self.stores.stage_stripes(stripes.with(Parity::Copies), None).await;
         };
         self.watch();
-        let len = stripes.data.first().map_or(0, ShardBytes::len);
+        let len = stripes.data.first().map_or(0, FragmentBytes::len);
         let bytes = (len * stripes.data.len()) as u64;
         for _ in 0..ATTEMPTS {
             let slot = self.scheduler.admit(bytes).await.map_err(|e| busy(&e))?;
@@ -211,11 +213,11 @@ impl Coding {
         slot: Slot,
         code: &Code,
         stripes: &Stripes,
-        buffers: Vec<ShardBuf>,
-    ) -> Option<Vec<ShardBytes>> {
+        buffers: Vec<FragmentBuf>,
+    ) -> Option<Vec<FragmentBytes>> {
         let (code, data) = (code.clone(), pieces(&stripes.data));
         let bytes = data.iter().flatten().map(|piece| piece.len() as u64).sum();
-        let work = Work { bytes, computed_shards: buffers.len() as u32 };
+        let work = Work { bytes, computed_fragments: buffers.len() as u32 };
         let encoded = self.software.submit(work, move || encode(&code, &data, buffers)).await;
         match encoded.map_err(|e| e.to_string()).and_then(|encoded| encoded.map_err(|e| e.to_string())) {
             Ok(parity) => {
@@ -329,18 +331,24 @@ fn busy(e: &Refused) -> StripeError {
     StripeError::Store(StoreError::Disconnected(e.to_string()))
 }
 
-fn pieces(data: &[ShardBytes]) -> Vec<Vec<Bytes>> {
-    data.iter().map(|shard| shard.pieces.clone()).collect()
+fn pieces(data: &[FragmentBytes]) -> Vec<Vec<Bytes>> {
+    data.iter().map(|fragment| fragment.pieces.clone()).collect()
 }
 
-/// Parity of shards whose pieces are cut in the same places, all of them of one length.
-fn encode(code: &Code, data: &[Vec<Bytes>], mut parity: Vec<ShardBuf>) -> store::Result<Vec<ShardBytes>> {
+/// Parity of fragments whose pieces are cut in the same places, all of them of one length.
+fn encode(
+    code: &Code,
+    data: &[Vec<Bytes>],
+    mut parity: Vec<FragmentBuf>,
+) -> store::Result<Vec<FragmentBytes>> {
     let count = data.first().map_or(0, Vec::len);
     let units: Vec<&[u8]> = (0..count).flat_map(|n| data.iter().map(move |pieces| &pieces[n][..])).collect();
     let mut checksums = vec![Vec::new(); parity.len()];
     let mut outputs: Vec<&mut [u8]> = parity.iter_mut().map(|buffer| &mut buffer[..]).collect();
     code.encode_units(&units, &mut outputs, &mut checksums)
         .map_err(|e| StoreError::InvalidArgument(e.to_string()))?;
-    let shards = parity.into_iter().zip(checksums);
-    Ok(shards.map(|(buffer, checksums)| ShardBytes { pieces: vec![buffer.freeze()], checksums }).collect())
+    let fragments = parity.into_iter().zip(checksums);
+    Ok(fragments
+        .map(|(buffer, checksums)| FragmentBytes { pieces: vec![buffer.freeze()], checksums })
+        .collect())
 }

@@ -182,7 +182,7 @@ pub struct Group {
     pub(crate) no_room: RefCell<BTreeSet<Uuid>>,
     /// The next session forgets the objects noted as dirty, and calls the members blank that need the notes.
     pub(crate) drops_notes: Cell<bool>,
-    /// Shards that could not be read, by object and position.
+    /// Fragments that could not be read, by object and position.
     pub(crate) damaged: RefCell<BTreeSet<(ObjectId, usize)>>,
     /// Highest epoch that was ever heard of, or proposed: each new one is beyond that.
     pub(crate) highest: Cell<u64>,
@@ -335,7 +335,7 @@ impl Group {
     /// Any session, the one that there is or a new one. A few attempts: members may fail while one is opened.
     pub async fn any_session(&self) -> store::Result<Rc<Session>> {
         let mut last = over(0);
-        for _ in 0..self.layout.shards() + 2 {
+        for _ in 0..self.layout.fragments() + 2 {
             match self.session(self.number()).await {
                 Err(e @ StoreError::Disconnected(_)) => last = e,
                 outcome => return outcome,
@@ -408,7 +408,7 @@ impl Group {
 
     /// By position, as [`Group::live`].
     pub(crate) fn live_links(&self, session: &Session, oid: &ObjectId) -> Vec<Option<Link>> {
-        (0..self.layout.shards()).map(|position| self.live(session, position, oid)).collect()
+        (0..self.layout.fragments()).map(|position| self.live(session, position, oid)).collect()
     }
 }
 

@@ -1,15 +1,15 @@
-//! Where the bytes of an object are among its shards.
+//! Where the bytes of an object are among its fragments.
 //!
 //! ```text
 //!  object    │ 0 │ 1 │ 2 │ 3 │ 4 │ 5 │ 6 │ 7 │ …        units of `unit` bytes; k of them are a stripe
 //!
-//!  shard 0   │ 0 │ 4 │ …       shard 1   │ 1 │ 5 │ …       …  shard k-1
-//!  shard k   │ parity of stripe 0 │ of stripe 1 │ …        …  shard k+m-1
+//!  fragment 0   │ 0 │ 4 │ …       fragment 1   │ 1 │ 5 │ …       …  fragment k-1
+//!  fragment k   │ parity of stripe 0 │ of stripe 1 │ …        …  fragment k+m-1
 //! ```
 //!
-//! Row `r` of a stripe are the bytes at `r` of each of its units: parity is computed along rows. A shard ends where the
-//! object's last byte of it is; parity is as long as shard 0, the longest. What a shard does not have counts as zeros.
-//! A mirrored object is one unit of one stripe: every shard is a copy.
+//! Row `r` of a stripe are the bytes at `r` of each of its units: parity is computed along rows. A fragment ends where the
+//! object's last byte of it is; parity is as long as fragment 0, the longest. What a fragment does not have counts as zeros.
+//! A mirrored object is one unit of one stripe: every fragment is a copy.
 
 use std::ops::Range;
 
@@ -19,9 +19,9 @@ use wire::Redundancy;
 /// See the [module](self) documentation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Layout {
-    /// Shards with data.
+    /// Fragments with data.
     pub(crate) k: usize,
-    /// Shards with parity, or further copies.
+    /// Fragments with parity, or further copies.
     pub(crate) m: usize,
     /// Length of a unit, in bytes; a multiple of the block size.
     pub(crate) unit: u64,
@@ -30,8 +30,8 @@ pub(crate) struct Layout {
 /// A range of bytes that lies in one unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Piece {
-    pub(crate) shard: usize,
-    /// Offset in the shard.
+    pub(crate) fragment: usize,
+    /// Offset in the fragment.
     pub(crate) at: u64,
     /// Offset in the object.
     pub(crate) offset: u64,
@@ -51,13 +51,13 @@ impl Layout {
         }
     }
 
-    /// Whether the shards are copies.
+    /// Whether the fragments are copies.
     pub(crate) fn is_mirror(&self) -> bool {
         self.unit == MAX_OBJECT_SIZE
     }
 
-    /// Number of shards.
-    pub(crate) fn shards(&self) -> usize {
+    /// Number of fragments.
+    pub(crate) fn fragments(&self) -> usize {
         self.k + self.m
     }
 
@@ -71,14 +71,14 @@ impl Layout {
         offset / self.stripe()
     }
 
-    /// Length of a shard of an object of `size` bytes.
-    pub(crate) fn shard_size(&self, shard: usize, size: u64) -> u64 {
-        let unit_index = if shard < self.k { shard as u64 } else { 0 };
+    /// Length of a fragment of an object of `size` bytes.
+    pub(crate) fn fragment_size(&self, fragment: usize, size: u64) -> u64 {
+        let unit_index = if fragment < self.k { fragment as u64 } else { 0 };
         let rest = size % self.stripe();
         self.stripe_of(size) * self.unit + rest.saturating_sub(unit_index * self.unit).min(self.unit)
     }
 
-    /// The shard that has a byte, and where.
+    /// The fragment that has a byte, and where.
     pub(crate) fn locate(&self, offset: u64) -> (usize, u64) {
         let unit = offset / self.unit;
         ((unit % self.k as u64) as usize, unit / self.k as u64 * self.unit + offset % self.unit)
@@ -93,19 +93,19 @@ impl Layout {
             (next < end).then(|| {
                 let offset = next;
                 next = ((offset / layout.unit + 1) * layout.unit).min(end);
-                let (shard, at) = layout.locate(offset);
-                Piece { shard, at, offset, len: next - offset }
+                let (fragment, at) = layout.locate(offset);
+                Piece { fragment, at, offset, len: next - offset }
             })
         })
     }
 
-    /// The bytes of each data shard that a range of the object takes in, from the first to the last; `None` where it
+    /// The bytes of each data fragment that a range of the object takes in, from the first to the last; `None` where it
     /// has none.
     pub(crate) fn spans(&self, offset: u64, len: u64) -> Vec<Option<Range<u64>>> {
         let end = offset + len;
-        let span = |shard| {
-            // The shard's bytes before `offset`, and those before `end`.
-            let (from, to) = (self.shard_size(shard, offset), self.shard_size(shard, end));
+        let span = |fragment| {
+            // The fragment's bytes before `offset`, and those before `end`.
+            let (from, to) = (self.fragment_size(fragment, offset), self.fragment_size(fragment, end));
             (from < to).then_some(from..to)
         };
         (0..self.k).map(span).collect()
@@ -125,21 +125,21 @@ mod tests {
     proptest! {
         #[test]
         fn every_byte_has_one_place(layout in layouts(), offset in 0u64..1_000_000) {
-            let (shard, at) = layout.locate(offset);
-            prop_assert!(shard < layout.k);
-            let back = at / layout.unit * layout.stripe() + shard as u64 * layout.unit + at % layout.unit;
+            let (fragment, at) = layout.locate(offset);
+            prop_assert!(fragment < layout.k);
+            let back = at / layout.unit * layout.stripe() + fragment as u64 * layout.unit + at % layout.unit;
             prop_assert_eq!(back, offset);
         }
 
         #[test]
-        fn shards_are_as_long_as_the_bytes_in_them(layout in layouts(), size in 0u64..300_000) {
+        fn fragments_are_as_long_as_the_bytes_in_them(layout in layouts(), size in 0u64..300_000) {
             let mut sizes = vec![0; layout.k];
             for piece in layout.pieces(0, size) {
-                sizes[piece.shard] = piece.at + piece.len;
+                sizes[piece.fragment] = piece.at + piece.len;
             }
-            for shard in 0..layout.shards() {
-                let wanted = sizes.get(shard).copied().unwrap_or(sizes[0]);
-                prop_assert_eq!(layout.shard_size(shard, size), wanted, "shard {}", shard);
+            for fragment in 0..layout.fragments() {
+                let wanted = sizes.get(fragment).copied().unwrap_or(sizes[0]);
+                prop_assert_eq!(layout.fragment_size(fragment, size), wanted, "fragment {}", fragment);
             }
             prop_assert_eq!(sizes.iter().sum::<u64>(), size);
         }
@@ -148,8 +148,8 @@ mod tests {
         fn spans_hold_exactly_the_pieces(layout in layouts(), offset in 0u64..300_000, len in 0u64..300_000) {
             let mut spans: Vec<Option<Range<u64>>> = vec![None; layout.k];
             for piece in layout.pieces(offset, len) {
-                let span = spans[piece.shard].get_or_insert(piece.at..piece.at);
-                prop_assert_eq!(span.end, piece.at, "pieces of a shard follow one another");
+                let span = spans[piece.fragment].get_or_insert(piece.at..piece.at);
+                prop_assert_eq!(span.end, piece.at, "pieces of a fragment follow one another");
                 span.end = piece.at + piece.len;
             }
             prop_assert_eq!(layout.spans(offset, len), spans);

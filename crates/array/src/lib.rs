@@ -1,15 +1,15 @@
 //! Several targets as one store: each object has data on all of them, so that some targets may be lost.
 //!
 //! A placement group of a pool with redundancy has one [`Array`]: a store of one collection over the stores of the group's
-//! members, with one shard of each object on each. Its user sees a store like any other, whose session changes
+//! members, with one fragment of each object on each. Its user sees a store like any other, whose session changes
 //! when a member fails or comes back. The modules:
 //!
 //! - `group`: the state of a group, and its sessions. `member`: what a group must know of a target. `record`: what each
 //!   member stores for the group.
 //! - `transact`: makes one transaction for each member. `overlay` computes the change of the object, `split` and `parity`
-//!   that of its shards; `layout` and `coder` say which shard has which bytes, and compute parity; `staging` writes large
+//!   that of its fragments; `layout` and `coder` say which fragment has which bytes, and compute parity; `staging` writes large
 //!   data before its transaction.
-//! - `read`: reads and verifies. `plan` chooses the shards that are read where one is lost.
+//! - `read`: reads and verifies. `plan` chooses the fragments that are read where one is lost.
 //! - `open`: begins a session. It takes back transactions that only some members have. `members` finds the members in
 //!   sync; `removal` deletes what former members still store.
 //! - `rebuild` brings members back in sync, `scrub` compares them. `patience`: how long the group waits for a member.
@@ -193,7 +193,7 @@ fn repair_damaged(group: &Rc<Group>) {
         let group = Rc::clone(group);
         spawn(async move {
             if let Err(e) = group.repair(&oid, position).await {
-                tracing::warn!(%oid, position, error = %e, "a damaged shard is left to the next scrub");
+                tracing::warn!(%oid, position, error = %e, "a damaged fragment is left to the next scrub");
             }
         });
     }

@@ -51,8 +51,8 @@ impl Group {
         record: &GroupRecord,
         views: &[View],
     ) -> store::Result<(Vec<Option<View>>, bool)> {
-        if record.members.len() != self.layout.shards() {
-            let detail = format!("it has {} members, not {}", record.members.len(), self.layout.shards());
+        if record.members.len() != self.layout.fragments() {
+            let detail = format!("it has {} members, not {}", record.members.len(), self.layout.fragments());
             return Err(StoreError::Corrupt { what: format!("group {}", self.cid), detail });
         }
         let mut members = vec![None; record.members.len()];

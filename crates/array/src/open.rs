@@ -80,7 +80,7 @@ impl Group {
     /// [`StoreError::TooFewTargets`] if there are not enough.
     pub async fn create(&self, ranked: &[usize]) -> store::Result<()> {
         let usable = ranked.iter().map(|&i| &self.targets[i]).filter(|t| t.is_usable());
-        let needed = self.layout.shards();
+        let needed = self.layout.fragments();
         let chosen: Vec<&Rc<dyn Member>> = usable.take(needed).collect();
         if chosen.len() < needed {
             let detail = format!("{} takes as many; the node has no more that can be used", self.redundancy);

@@ -1,4 +1,4 @@
-//! What a transaction makes of an object's data, before it is cut into shards.
+//! What a transaction makes of an object's data, before it is cut into fragments.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

@@ -16,7 +16,7 @@ use crate::overlay::{Content, slice};
 use crate::split::{Run, Split, Splitter, Unit};
 
 impl Splitter<'_> {
-    /// The ops of parity shards for a run of stripes.
+    /// The ops of parity fragments for a run of stripes.
     pub(super) async fn parity(
         &self,
         run: &Run,
@@ -25,8 +25,8 @@ impl Splitter<'_> {
     ) -> store::Result<()> {
         if run.zeros {
             let range = run.first * self.layout.unit..(run.first + run.count) * self.layout.unit;
-            (self.layout.k..self.layout.shards())
-                .for_each(|shard| self.zero_shard(shard, range.clone(), split));
+            (self.layout.k..self.layout.fragments())
+                .for_each(|fragment| self.zero_fragment(fragment, range.clone(), split));
             return Ok(());
         }
         if self.is_staged(run.first) {
@@ -72,25 +72,25 @@ impl Splitter<'_> {
             let Content::Staged(stage, at) = &extent.content else { continue };
             let offset = (at + start - extent.offset) / self.layout.k as u64;
             let (at, len) = (run.first * self.layout.unit, run.count * self.layout.unit);
-            for shard in self.layout.k..self.layout.shards() {
-                split.overwritten[shard].push((at, len));
-                if let Some(staged) = &stage.shards[shard] {
+            for fragment in self.layout.k..self.layout.fragments() {
+                split.overwritten[fragment].push((at, len));
+                if let Some(staged) = &stage.fragments[fragment] {
                     let source = WriteSource::Staged { stage: staged.id, offset, len };
-                    split.ops[shard].push(Op::Write { oid: self.oid.clone(), offset: at, source });
+                    split.ops[fragment].push(Op::Write { oid: self.oid.clone(), offset: at, source });
                 }
             }
         }
     }
 
-    fn put_parity(&self, shard: usize, at: u64, payload: Payload, split: &mut Split) {
+    fn put_parity(&self, fragment: usize, at: u64, payload: Payload, split: &mut Split) {
         let whole = payload.len() as u64;
-        split.overwritten[shard].push((at, whole));
-        let end = self.layout.shard_size(shard, self.overlay.size);
+        split.overwritten[fragment].push((at, whole));
+        let end = self.layout.fragment_size(fragment, self.overlay.size);
         let len = end.saturating_sub(at).min(whole);
         if len > 0 {
             let payload = if len == whole { payload } else { slice(&payload, 0, len) };
             let source = WriteSource::Inline(payload);
-            split.ops[shard].push(Op::Write { oid: self.oid.clone(), offset: at, source });
+            split.ops[fragment].push(Op::Write { oid: self.oid.clone(), offset: at, source });
         }
     }
 
@@ -111,7 +111,7 @@ impl Splitter<'_> {
             !matches!(units[unit], Unit::Old) && had_bytes
         };
         let replaced: Vec<bool> = (0..k).map(is_replaced).collect();
-        let here = |shard: usize| self.live[shard];
+        let here = |fragment: usize| self.live[fragment];
         let all_here = (0..k).filter(|&unit| replaced[unit]).all(here) && (k..k + m).all(here);
         let to_read = |which: &[bool]| which.iter().filter(|which| **which).count();
         if all_here && to_read(&replaced) + m < to_read(&keeps) {
@@ -137,7 +137,7 @@ impl Splitter<'_> {
         let (k, m) = (self.layout.k, self.layout.m);
         let start = stripe * self.layout.unit;
         let at = start + rows.start..start + rows.end;
-        let parity_before = try_join_all((k..k + m).map(|shard| old(shard, at.clone())));
+        let parity_before = try_join_all((k..k + m).map(|fragment| old(fragment, at.clone())));
         let (before, parity_before) =
             try_join(self.read_units(stripe, rows, replaced, old), parity_before).await?;
         for (buffer, old) in parity.iter_mut().zip(&parity_before) {

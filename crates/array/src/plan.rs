@@ -1,4 +1,4 @@
-//! Which shards a read takes its bytes from: each shard is read at most once, and exactly `k` are if one of several has to
+//! Which fragments a read takes its bytes from: each fragment is read at most once, and exactly `k` are if one of several has to
 //! be computed.
 
 use std::collections::BTreeMap;
@@ -10,28 +10,28 @@ use store::StoreError;
 use crate::coder::too_few;
 use crate::layout::Layout;
 
-/// A range of bytes of a shard. It starts at a block.
+/// A range of bytes of a fragment. It starts at a block.
 pub(crate) type Span = (usize, Range<u64>);
 
 /// What is read, and what is computed from it.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct ReadPlan {
-    /// The range to read of each shard.
+    /// The range to read of each fragment.
     pub(crate) reads: BTreeMap<usize, Range<u64>>,
-    /// Wanted shards that are computed.
+    /// Wanted fragments that are computed.
     pub(crate) computed: Vec<usize>,
-    /// The shards that they are computed from; one, where shards are copies.
+    /// The fragments that they are computed from; one, where fragments are copies.
     pub(crate) sources: Vec<usize>,
     /// The range, in whole blocks, over which they are computed.
     pub(crate) over: Range<u64>,
 }
 
 impl ReadPlan {
-    /// Plans to read `wanted`, which names no shard twice, of an object of `size` bytes. `is_there` says which shards can
+    /// Plans to read `wanted`, which names no fragment twice, of an object of `size` bytes. `is_there` says which fragments can
     /// be read.
     ///
     /// # Errors
-    /// [`StoreError::Corrupt`] if too few shards can be read.
+    /// [`StoreError::Corrupt`] if too few fragments can be read.
     pub(crate) fn new(
         layout: &Layout,
         size: u64,
@@ -41,31 +41,31 @@ impl ReadPlan {
         let mut reads: BTreeMap<usize, Range<u64>> = BTreeMap::new();
         let mut computed = Vec::new();
         let mut over: Option<Range<u64>> = None;
-        for (shard, range) in wanted {
-            if is_there(*shard) {
-                reads.insert(*shard, range.clone());
+        for (fragment, range) in wanted {
+            if is_there(*fragment) {
+                reads.insert(*fragment, range.clone());
                 continue;
             }
-            computed.push(*shard);
+            computed.push(*fragment);
             let range = range.start..range.start + (range.end - range.start).next_multiple_of(BLOCK);
             over = Some(over.map_or(range.clone(), |over| hull(&over, &range)));
         }
         let Some(over) = over else {
             return Ok(ReadPlan { reads, computed, sources: Vec::new(), over: 0..0 });
         };
-        // Shards that are read anyway come first.
-        let (first, rest): (Vec<usize>, Vec<usize>) = (0..layout.shards())
-            .filter(|&shard| is_there(shard))
-            .partition(|shard| reads.contains_key(shard));
+        // Fragments that are read anyway come first.
+        let (first, rest): (Vec<usize>, Vec<usize>) = (0..layout.fragments())
+            .filter(|&fragment| is_there(fragment))
+            .partition(|fragment| reads.contains_key(fragment));
         let present = first.len() + rest.len();
         let sources: Vec<usize> = first.into_iter().chain(rest).take(layout.k).collect();
         if sources.len() < layout.k {
             return Err(too_few(present, layout.k));
         }
-        for &shard in &sources {
-            // A shard counts as zeros where it ends.
-            if layout.shard_size(shard, size) > over.start {
-                let range = reads.entry(shard).or_insert_with(|| over.clone());
+        for &fragment in &sources {
+            // A fragment counts as zeros where it ends.
+            if layout.fragment_size(fragment, size) > over.start {
+                let range = reads.entry(fragment).or_insert_with(|| over.clone());
                 *range = hull(range, &over);
             }
         }
@@ -88,15 +88,15 @@ mod tests {
 
     fn wanted(layout: &Layout, offset: u64, len: u64) -> Vec<Span> {
         let spans = layout.spans(offset, len);
-        (0..).zip(spans).filter_map(|(shard, span)| Some((shard, span?))).collect()
+        (0..).zip(spans).filter_map(|(fragment, span)| Some((fragment, span?))).collect()
     }
 
     #[test]
-    fn a_full_stripe_without_one_shard_is_read_from_exactly_k_shards() {
+    fn a_full_stripe_without_one_fragment_is_read_from_exactly_k_fragments() {
         let layout = Layout { k: 4, m: 2, unit: UNIT };
         let stripe = wanted(&layout, 0, layout.stripe());
         for lost in 0..4 {
-            let plan = ReadPlan::new(&layout, layout.stripe(), &stripe, |shard| shard != lost).unwrap();
+            let plan = ReadPlan::new(&layout, layout.stripe(), &stripe, |fragment| fragment != lost).unwrap();
             assert_eq!(plan.reads.len(), 4, "{plan:?}");
             assert!(plan.reads.values().all(|range| *range == (0..UNIT)), "{plan:?}");
             assert_eq!(plan.computed, [lost]);
@@ -104,16 +104,16 @@ mod tests {
     }
 
     #[test]
-    fn a_short_object_is_computed_without_reading_shards_that_are_empty() {
+    fn a_short_object_is_computed_without_reading_fragments_that_are_empty() {
         let layout = Layout { k: 4, m: 2, unit: UNIT };
-        let plan = ReadPlan::new(&layout, 100, &wanted(&layout, 0, 100), |shard| shard != 0).unwrap();
+        let plan = ReadPlan::new(&layout, 100, &wanted(&layout, 0, 100), |fragment| fragment != 0).unwrap();
         assert_eq!(plan.reads, BTreeMap::from([(4, 0..BLOCK)]));
         assert_eq!(plan.sources, [1, 2, 3, 4]);
     }
 
     proptest! {
         #[test]
-        fn plans_cover_what_is_wanted_and_read_no_shard_in_vain(
+        fn plans_cover_what_is_wanted_and_read_no_fragment_in_vain(
             k in 1usize..7, m in 0usize..4, blocks in 1u64..4, size in 1u64..600_000,
             at in 0u64..600_000, len in 1u64..600_000, lost in 0u32..1024,
         ) {
@@ -121,9 +121,9 @@ mod tests {
             let (start, end) = (base::block::align_down(at.min(size - 1)), (at + len).min(size));
             prop_assume!(start < end);
             let wanted = wanted(&layout, start, end - start);
-            let is_there = |shard: usize| lost & (1 << shard) == 0;
-            let there = (0..k + m).filter(|&shard| is_there(shard)).count();
-            let is_degraded = wanted.iter().any(|(shard, _)| !is_there(*shard));
+            let is_there = |fragment: usize| lost & (1 << fragment) == 0;
+            let there = (0..k + m).filter(|&fragment| is_there(fragment)).count();
+            let is_degraded = wanted.iter().any(|(fragment, _)| !is_there(*fragment));
             let plan = match ReadPlan::new(&layout, size, &wanted, is_there) {
                 Ok(plan) => plan,
                 Err(_) => {
@@ -131,23 +131,23 @@ mod tests {
                     return Ok(());
                 }
             };
-            prop_assert!(plan.reads.keys().all(|&shard| is_there(shard)));
-            for (shard, range) in &wanted {
-                if is_there(*shard) {
-                    let read = &plan.reads[shard];
+            prop_assert!(plan.reads.keys().all(|&fragment| is_there(fragment)));
+            for (fragment, range) in &wanted {
+                if is_there(*fragment) {
+                    let read = &plan.reads[fragment];
                     prop_assert!(read.start <= range.start && range.end <= read.end);
                 } else {
-                    prop_assert!(plan.computed.contains(shard));
+                    prop_assert!(plan.computed.contains(fragment));
                     prop_assert!(plan.over.start <= range.start && range.end <= plan.over.end);
                 }
             }
             prop_assert_eq!(plan.sources.len(), if is_degraded { k } else { 0 });
-            let in_vain = |shard: &usize| !plan.sources.contains(shard) && !wanted.iter().any(|w| w.0 == *shard);
+            let in_vain = |fragment: &usize| !plan.sources.contains(fragment) && !wanted.iter().any(|w| w.0 == *fragment);
             prop_assert!(!plan.reads.keys().any(in_vain));
-            for shard in &plan.sources {
-                match plan.reads.get(shard) {
+            for fragment in &plan.sources {
+                match plan.reads.get(fragment) {
                     Some(read) => prop_assert!(read.start <= plan.over.start && plan.over.end <= read.end),
-                    None => prop_assert!(layout.shard_size(*shard, size) <= plan.over.start),
+                    None => prop_assert!(layout.fragment_size(*fragment, size) <= plan.over.start),
                 }
             }
         }

@@ -27,10 +27,10 @@ impl NewObjects {
     pub fn new(redundancy: Redundancy, pool: BufferPool) -> store::Result<NewObjects> {
         let layout = Layout::new(&redundancy);
         let coder = Coder::new(layout, pool)?;
-        Ok(NewObjects { layout, coder, oid: ObjectId::new("new")?, live: vec![true; layout.shards()] })
+        Ok(NewObjects { layout, coder, oid: ObjectId::new("new")?, live: vec![true; layout.fragments()] })
     }
 
-    /// The ops of each shard that make an object of these bytes.
+    /// The ops of each fragment that make an object of these bytes.
     ///
     /// # Errors
     /// If they cannot be encoded.
@@ -54,8 +54,8 @@ mod tests {
 
     use super::*;
 
-    /// What ops make of a shard.
-    fn shard(ops: &[Op]) -> Vec<u8> {
+    /// What ops make of a fragment.
+    fn fragment(ops: &[Op]) -> Vec<u8> {
         let mut bytes = Vec::new();
         for op in ops {
             match op {
@@ -86,14 +86,14 @@ mod tests {
                 NewObjects::new(Redundancy::ErasureCode { k, m, stripe_unit: unit }, pool).unwrap();
             let data: Vec<u8> = (0..len).map(|i| (i.wrapping_mul(i >> 7) >> 3) as u8 ^ salt).collect();
             let ops = objects.cut(Payload::compute(0, Bytes::from(data.clone()))).unwrap();
-            let shards: Vec<Vec<u8>> = ops.iter().map(|ops| shard(ops)).collect();
-            let longest = shards[0].len();
-            let padded = |shard: &Vec<u8>| { let mut s = shard.clone(); s.resize(longest, 0); s };
-            let sources: Vec<Vec<u8>> = shards[..k as usize].iter().map(padded).collect();
+            let fragments: Vec<Vec<u8>> = ops.iter().map(|ops| fragment(ops)).collect();
+            let longest = fragments[0].len();
+            let padded = |fragment: &Vec<u8>| { let mut s = fragment.clone(); s.resize(longest, 0); s };
+            let sources: Vec<Vec<u8>> = fragments[..k as usize].iter().map(padded).collect();
             let (k, unit) = (k as usize, unit as usize);
             for (number, piece) in data.chunks(unit).enumerate() {
                 let at = number / k * unit;
-                prop_assert!(shards[number % k][at..at + piece.len()] == *piece);
+                prop_assert!(fragments[number % k][at..at + piece.len()] == *piece);
             }
             let code = ec::Code::new(
                 ec::Geometry::new(k, m.into()).unwrap(),
@@ -102,7 +102,7 @@ mod tests {
             let mut parity = vec![vec![0; longest]; m.into()];
             let sources: Vec<&[u8]> = sources.iter().map(|s| &s[..]).collect();
             code.encode(&sources, &mut parity.iter_mut().map(|p| &mut p[..]).collect::<Vec<_>>()).unwrap();
-            prop_assert!(shards[k..] == parity[..]);
+            prop_assert!(fragments[k..] == parity[..]);
         }
     }
 }

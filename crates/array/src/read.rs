@@ -1,4 +1,4 @@
-//! Reading: from the shards that have the bytes, or from others if those cannot be read.
+//! Reading: from the fragments that have the bytes, or from others if those cannot be read.
 
 use std::ops::Range;
 
@@ -13,18 +13,18 @@ use crate::group::{Group, Known, Link, Session};
 use crate::plan::{ReadPlan, Span};
 use crate::record::SIZE_XATTR;
 
-/// An object whose shards are read.
+/// An object whose fragments are read.
 #[derive(Clone, Copy)]
 pub(super) struct Whole<'a> {
     pub(super) oid: &'a ObjectId,
-    /// Its bytes: each shard has a length that follows from that.
+    /// Its bytes: each fragment has a length that follows from that.
     pub(super) size: u64,
 }
 
-/// Bytes of a shard.
+/// Bytes of a fragment.
 #[derive(Clone)]
-pub(super) struct ShardRead {
-    /// As many as the shard has of the range.
+pub(super) struct FragmentRead {
+    /// As many as the fragment has of the range.
     pub(super) bytes: Bytes,
     /// One for each block, as stored.
     pub(super) checksums: Vec<u32>,
@@ -44,7 +44,7 @@ impl Group {
             return Err(StoreError::TooLarge { what: "read".into(), size: len, limit: MAX_READ });
         }
         let session = self.session(number).await?;
-        // Held until all is read: every shard shows the same version.
+        // Held until all is read: every fragment shows the same version.
         let held = self.shared_object(oid).await;
         let size = self.size(&session, oid, &held).await?;
         let Some(size) = size else { return Err(StoreError::NoSuchObject(oid.to_string())) };
@@ -78,17 +78,18 @@ impl Group {
             return Ok((read.bytes, read.checksums));
         }
         let spans = self.layout.spans(range.start, range.end - range.start);
-        let wanted: Vec<Span> = (0..).zip(spans).filter_map(|(shard, span)| Some((shard, span?))).collect();
+        let wanted: Vec<Span> =
+            (0..).zip(spans).filter_map(|(fragment, span)| Some((fragment, span?))).collect();
         if let [span] = &wanted[..] {
             let read = self.read_one(links, whole, span.clone(), dest).await?;
             return Ok((read.bytes, read.checksums));
         }
-        let reads = self.read_shards(links, whole, &wanted, None).await?;
-        let mut shards: Vec<Option<(u64, ShardRead)>> = vec![None; self.layout.k];
-        for ((shard, span), read) in wanted.into_iter().zip(reads) {
-            shards[shard] = Some((span.start, read));
+        let reads = self.read_fragments(links, whole, &wanted, None).await?;
+        let mut fragments: Vec<Option<(u64, FragmentRead)>> = vec![None; self.layout.k];
+        for ((fragment, span), read) in wanted.into_iter().zip(reads) {
+            fragments[fragment] = Some((span.start, read));
         }
-        Ok(self.assemble(range, &shards, dest))
+        Ok(self.assemble(range, &fragments, dest))
     }
 
     /// The copy to be read next, one after the other, so that all members' drives take part.
@@ -139,11 +140,11 @@ impl Group {
         asked
     }
 
-    /// Puts the units of several shards in the order that they have in the object.
+    /// Puts the units of several fragments in the order that they have in the object.
     fn assemble(
         &self,
         range: Range<u64>,
-        shards: &[Option<(u64, ShardRead)>],
+        fragments: &[Option<(u64, FragmentRead)>],
         dest: Option<ArenaBuf>,
     ) -> (Bytes, Vec<u32>) {
         let len = (range.end - range.start) as usize;
@@ -156,7 +157,7 @@ impl Group {
         };
         let mut checksums = Vec::with_capacity(len.div_ceil(BLOCK_SIZE));
         for piece in self.layout.pieces(range.start, range.end - range.start) {
-            let Some((from, read)) = &shards[piece.shard] else { continue };
+            let Some((from, read)) = &fragments[piece.fragment] else { continue };
             let at = (piece.at - from) as usize;
             let to = (piece.offset - range.start) as usize;
             let len = (piece.len as usize).min(read.bytes.len().saturating_sub(at));
@@ -167,30 +168,30 @@ impl Group {
         (out.freeze(), checksums)
     }
 
-    /// Reads a range of a shard, which starts at a block.
-    pub(super) async fn read_shard(
+    /// Reads a range of a fragment, which starts at a block.
+    pub(super) async fn read_fragment(
         &self,
         session: &Session,
         whole: Whole<'_>,
-        shard: usize,
+        fragment: usize,
         range: Range<u64>,
-    ) -> store::Result<ShardRead> {
+    ) -> store::Result<FragmentRead> {
         let links = self.live_links(session, whole.oid);
-        let shard = if self.layout.is_mirror() { self.next_copy(&links) } else { shard };
-        self.read_one(links, whole, (shard, range), None).await
+        let fragment = if self.layout.is_mirror() { self.next_copy(&links) } else { fragment };
+        self.read_one(links, whole, (fragment, range), None).await
     }
 
-    /// Computes a range of a shard from others; as long as the range, filled up with zeros.
+    /// Computes a range of a fragment from others; as long as the range, filled up with zeros.
     pub(super) async fn reconstruct(
         &self,
         session: &Session,
         whole: Whole<'_>,
-        shard: usize,
+        fragment: usize,
         range: Range<u64>,
-    ) -> store::Result<ShardRead> {
+    ) -> store::Result<FragmentRead> {
         let mut links = self.live_links(session, whole.oid);
-        links[shard] = None;
-        self.read_one(links, whole, (shard, range), None).await
+        links[fragment] = None;
+        self.read_one(links, whole, (fragment, range), None).await
     }
 
     async fn read_one(
@@ -199,57 +200,58 @@ impl Group {
         whole: Whole<'_>,
         span: Span,
         dest: Option<ArenaBuf>,
-    ) -> store::Result<ShardRead> {
-        Ok(self.read_shards(links, whole, &[span], dest).await?.remove(0))
+    ) -> store::Result<FragmentRead> {
+        Ok(self.read_fragments(links, whole, &[span], dest).await?.remove(0))
     }
 
-    /// Reads ranges of shards, by [`ReadPlan`], in the order in which they are wanted. Those that cannot be read are computed
+    /// Reads ranges of fragments, by [`ReadPlan`], in the order in which they are wanted. Those that cannot be read are computed
     /// from others. `dest` is for a single one.
-    async fn read_shards(
+    async fn read_fragments(
         &self,
         mut links: Vec<Option<Link>>,
         whole: Whole<'_>,
         wanted: &[Span],
         mut dest: Option<ArenaBuf>,
-    ) -> store::Result<Vec<ShardRead>> {
-        let mut have: Vec<Option<(Range<u64>, ShardRead)>> = vec![None; links.len()];
+    ) -> store::Result<Vec<FragmentRead>> {
+        let mut have: Vec<Option<(Range<u64>, FragmentRead)>> = vec![None; links.len()];
         let mut unreadable = Vec::new();
         let mut is_degraded = false;
         loop {
-            let plan = match ReadPlan::new(&self.layout, whole.size, wanted, |shard| links[shard].is_some()) {
-                Ok(plan) => plan,
-                Err(e) => return Err(self.unless_failing(&unreadable, e).await),
-            };
+            let plan =
+                match ReadPlan::new(&self.layout, whole.size, wanted, |fragment| links[fragment].is_some()) {
+                    Ok(plan) => plan,
+                    Err(e) => return Err(self.unless_failing(&unreadable, e).await),
+                };
             if !plan.computed.is_empty() && !std::mem::replace(&mut is_degraded, true) {
                 metrics::counter!("outboard_osd_degraded_reads_total").increment(1);
             }
-            // After a failure, what was read before is read again only if more of its shard is needed now.
-            let is_covered = |shard: usize, range: &Range<u64>| {
-                have[shard]
+            // After a failure, what was read before is read again only if more of its fragment is needed now.
+            let is_covered = |fragment: usize, range: &Range<u64>| {
+                have[fragment]
                     .as_ref()
                     .is_some_and(|(read, _)| read.start <= range.start && range.end <= read.end)
             };
-            let due = plan.reads.iter().filter(|(shard, range)| !is_covered(**shard, range));
+            let due = plan.reads.iter().filter(|(fragment, range)| !is_covered(**fragment, range));
             let due: Vec<(usize, Range<u64>, Link)> = due
-                .filter_map(|(&shard, range)| Some((shard, range.clone(), links[shard].clone()?)))
+                .filter_map(|(&fragment, range)| Some((fragment, range.clone(), links[fragment].clone()?)))
                 .collect();
             if due.is_empty() {
                 return self.take_wanted(wanted, &plan, &have);
             }
             let mut dest = dest.take().filter(|_| wanted.len() == 1 && plan.computed.is_empty());
-            let reads = due
-                .iter()
-                .map(|(shard, range, link)| self.read_from(link, whole, *shard, range.clone(), dest.take()));
+            let reads = due.iter().map(|(fragment, range, link)| {
+                self.read_from(link, whole, *fragment, range.clone(), dest.take())
+            });
             let reads = join_all(reads).await;
-            for ((shard, range, link), read) in due.into_iter().zip(reads) {
+            for ((fragment, range, link), read) in due.into_iter().zip(reads) {
                 match read {
-                    Ok(read) => have[shard] = Some((range, read)),
+                    Ok(read) => have[fragment] = Some((range, read)),
                     Err(e) => {
                         if matches!(e, StoreError::Io(_)) {
                             unreadable.push(link.clone());
                         }
-                        self.lost(shard, whole.oid, &link, e)?;
-                        (links[shard], have[shard]) = (None, None);
+                        self.lost(fragment, whole.oid, &link, e)?;
+                        (links[fragment], have[fragment]) = (None, None);
                     }
                 }
             }
@@ -261,39 +263,39 @@ impl Group {
         &self,
         wanted: &[Span],
         plan: &ReadPlan,
-        have: &[Option<(Range<u64>, ShardRead)>],
-    ) -> store::Result<Vec<ShardRead>> {
+        have: &[Option<(Range<u64>, FragmentRead)>],
+    ) -> store::Result<Vec<FragmentRead>> {
         let over = (plan.over.end - plan.over.start) as usize;
         let mut computed = Vec::new();
         if !plan.computed.is_empty() {
-            let source = |shard: &usize| match &have[*shard] {
+            let source = |fragment: &usize| match &have[*fragment] {
                 Some((range, read)) => {
                     let bytes = part(&read.bytes, plan.over.start - range.start, over);
                     self.filled(bytes, over as u64)
                 }
-                // The plan does not read what lies behind the shard's end.
+                // The plan does not read what lies behind the fragment's end.
                 None => self.coder.zeros(over),
             };
             let bytes: Vec<Bytes> = plan.sources.iter().map(source).collect();
             computed = self.coder.recover(&plan.sources, &plan.computed, &bytes)?;
         }
-        let take = |(shard, range): &Span| {
+        let take = |(fragment, range): &Span| {
             let len = (range.end - range.start) as usize;
-            if let Some(at) = plan.computed.iter().position(|computed| computed == shard) {
+            if let Some(at) = plan.computed.iter().position(|computed| computed == fragment) {
                 let aligned = len.next_multiple_of(BLOCK_SIZE);
                 let blocks = part(&computed[at], range.start - plan.over.start, aligned);
                 let checksums = block::piece_checksums(0, &blocks);
-                return Some(ShardRead { bytes: blocks.slice(..len), checksums });
+                return Some(FragmentRead { bytes: blocks.slice(..len), checksums });
             }
-            let (from, read) = have[*shard].as_ref().map(|(range, read)| (range.start, read))?;
+            let (from, read) = have[*fragment].as_ref().map(|(range, read)| (range.start, read))?;
             let bytes = part(&read.bytes, range.start - from, len);
             let first = ((range.start - from) / BLOCK) as usize;
             let checksums = read.checksums.iter().skip(first).take(bytes.len().div_ceil(BLOCK_SIZE));
-            Some(ShardRead { checksums: checksums.copied().collect(), bytes })
+            Some(FragmentRead { checksums: checksums.copied().collect(), bytes })
         };
         // The plan reads or computes all that is wanted.
         let missing =
-            || StoreError::Io("a planned shard was not read; this is a bug, please report it".into());
+            || StoreError::Io("a planned fragment was not read; this is a bug, please report it".into());
         wanted.iter().map(|span| take(span).ok_or_else(missing)).collect()
     }
 
@@ -305,7 +307,7 @@ impl Group {
         position: usize,
         range: Range<u64>,
         dest: Option<ArenaBuf>,
-    ) -> store::Result<ShardRead> {
+    ) -> store::Result<FragmentRead> {
         let len = range.end - range.start;
         let read =
             self.answer(link, link.target.store().read(&self.cid, oid, range.start, len, dest)).await?;
@@ -314,10 +316,10 @@ impl Group {
         link.still()?;
         let bytes = read.contiguous();
         let bytes = bytes.slice(..bytes.len().min(len as usize));
-        Ok(ShardRead { bytes, checksums: read.checksums })
+        Ok(FragmentRead { bytes, checksums: read.checksums })
     }
 
-    /// Fails if a shard does not have the length that follows from its object's.
+    /// Fails if a fragment does not have the length that follows from its object's.
     pub(super) fn expect_len(
         &self,
         link: &Link,
@@ -325,28 +327,28 @@ impl Group {
         position: usize,
         len: u64,
     ) -> store::Result<()> {
-        let expected = self.layout.shard_size(position, whole.size);
+        let expected = self.layout.fragment_size(position, whole.size);
         if len == expected {
             return Ok(());
         }
-        Err(link.corrupt(whole.oid, format!("its shard has {len} bytes instead of {expected}")))
+        Err(link.corrupt(whole.oid, format!("its fragment has {len} bytes instead of {expected}")))
     }
 
-    /// Takes note that a shard could not be read.
+    /// Takes note that a fragment could not be read.
     ///
     /// # Errors
-    /// If that says nothing of the shard.
+    /// If that says nothing of the fragment.
     fn lost(&self, position: usize, oid: &ObjectId, link: &Link, e: StoreError) -> store::Result<()> {
         if !is_damage(&e) {
             return Err(e);
         }
-        metrics::counter!("outboard_osd_shards_lost_total").increment(1);
-        tracing::warn!(%oid, target_uuid = %link.target.uuid(), error = %e, "a shard cannot be read; others make up for it");
+        metrics::counter!("outboard_osd_fragments_lost_total").increment(1);
+        tracing::warn!(%oid, target_uuid = %link.target.uuid(), error = %e, "a fragment cannot be read; others make up for it");
         self.damaged.borrow_mut().insert((oid.clone(), position));
         Ok(())
     }
 
-    /// The error that too few shards of an object can be read, or one that passes if that is so
+    /// The error that too few fragments of an object can be read, or one that passes if that is so
     /// because a whole target fails, rather than blocks of it, and is tried again.
     async fn unless_failing(&self, unreadable: &[Link], e: StoreError) -> StoreError {
         for link in unreadable {
@@ -440,7 +442,7 @@ impl Group {
 }
 
 impl Link {
-    /// What is wrong with the shard that the target has of an object.
+    /// What is wrong with the fragment that the target has of an object.
     fn corrupt(&self, oid: &ObjectId, detail: String) -> StoreError {
         StoreError::Corrupt { what: format!("object {oid} on target {}", self.target.uuid()), detail }
     }

@@ -18,7 +18,7 @@ use crate::group::{Group, Link, Session};
 use crate::member::Member;
 use crate::members::page_by;
 use crate::pace::Pace;
-use crate::read::{ShardRead, Whole};
+use crate::read::{FragmentRead, Whole};
 use crate::record::{
     Entry, GroupRecord, MemberRecord, Standing, forget_all_but_dirty, is_own, key_record, key_trimmed,
     own_object,
@@ -26,9 +26,9 @@ use crate::record::{
 
 /// How long a group that could not be rebuilt is left alone.
 pub const RETRY: Duration = Duration::from_secs(1);
-/// Bytes of a shard that are made and moved at a time.
+/// Bytes of a fragment that are made and moved at a time.
 const SEGMENT: u64 = 1 << 20;
-/// Segments of one shard under way at a time.
+/// Segments of one fragment under way at a time.
 const SEGMENTS: usize = 3;
 /// Objects worked on at a time.
 const OBJECTS: usize = 4;
@@ -269,7 +269,7 @@ impl Group {
         }
     }
 
-    /// Gives a member its shard of an object, whatever it had; returns the bytes. The object must be locked. Until it is done
+    /// Gives a member its fragment of an object, whatever it had; returns the bytes. The object must be locked. Until it is done
     /// a member that was empty may have a part of the omap only; one that is `in_sync` keeps the omap that it has.
     async fn copy_object(
         &self,
@@ -299,28 +299,28 @@ impl Group {
             return Ok(0);
         };
         let whole = Whole { oid, size };
-        let put = self.put_shard(session, link, position, whole, &peers, (there, in_sync)).await;
+        let put = self.put_fragment(session, link, position, whole, &peers, (there, in_sync)).await;
         match put {
-            // On a full member the new shard takes the place of the old one, which does not count.
+            // On a full member the new fragment takes the place of the old one, which does not count.
             Err(StoreError::NoSpace { .. }) if there && !in_sync => {
                 self.apply_to(link, self.removal(oid)).await?;
-                self.put_shard(session, link, position, whole, &peers, (false, false)).await?;
+                self.put_fragment(session, link, position, whole, &peers, (false, false)).await?;
             }
             put => put?,
         }
         if !(there && in_sync) {
             self.copy_omap(link, &peers, oid).await?;
         }
-        Ok(self.layout.shard_size(position, size))
+        Ok(self.layout.fragment_size(position, size))
     }
 
     fn removal(&self, oid: &ObjectId) -> Transaction {
         Transaction::new(self.cid.clone()).with(Op::Remove { oid: oid.clone() }).from_reserve()
     }
 
-    /// Puts a shard and the xattrs on a member. `there` says whether the member has a shard of the
+    /// Puts a fragment and the xattrs on a member. `there` says whether the member has a fragment of the
     /// object, `in_sync` whether that one counts: its repair may use the reserve.
-    async fn put_shard(
+    async fn put_fragment(
         &self,
         session: &Session,
         link: &Link,
@@ -338,7 +338,7 @@ impl Group {
         } else if there {
             transaction.ops.push(Op::Remove { oid: oid.clone() });
         }
-        let (source, stage) = self.make_shard(session, link, position, whole).await?;
+        let (source, stage) = self.make_fragment(session, link, position, whole).await?;
         transaction.ops.push(Op::Touch { oid: oid.clone() });
         transaction.ops.extend(source.map(|source| Op::Write { oid: oid.clone(), offset: 0, source }));
         let asked = async |peer: &Link| peer.target.store().get_xattrs(&self.cid, oid).await;
@@ -349,15 +349,15 @@ impl Group {
         written
     }
 
-    /// Computes a shard; a long one is on its member already then.
-    async fn make_shard(
+    /// Computes a fragment; a long one is on its member already then.
+    async fn make_fragment(
         &self,
         session: &Session,
         link: &Link,
         position: usize,
         whole: Whole<'_>,
-    ) -> store::Result<(Option<WriteSource>, Option<crate::stage::ShardStage>)> {
-        let len = self.layout.shard_size(position, whole.size);
+    ) -> store::Result<(Option<WriteSource>, Option<crate::stage::FragmentStage>)> {
+        let len = self.layout.fragment_size(position, whole.size);
         if len == 0 {
             return Ok((None, None));
         }
@@ -367,7 +367,7 @@ impl Group {
         }
         let store = &link.target.store();
         let id = self.answer(link, store.stage(len)).await?;
-        let stage = crate::stage::ShardStage { link: link.clone(), id };
+        let stage = crate::stage::FragmentStage { link: link.clone(), id };
         let write = |at: u64| async move {
             let range = at..(at + SEGMENT).min(len);
             let read = self.reconstruct(session, whole, position, range).await?;
@@ -433,7 +433,7 @@ impl Group {
         }
     }
 
-    /// Makes a shard anew that could not be read.
+    /// Makes a fragment anew that could not be read.
     pub(crate) async fn repair(&self, oid: &ObjectId, position: usize) -> store::Result<()> {
         let session = self.any_session().await?;
         let _open = self.gate.read().await;
@@ -446,18 +446,18 @@ impl Group {
     async fn repair_locked(&self, session: &Session, oid: &ObjectId, position: usize) -> store::Result<()> {
         let Some(link) = self.live(session, position, oid) else { return Ok(()) };
         self.copy_object(session, &link, position, oid, true).await?;
-        metrics::counter!("outboard_osd_shards_repaired_total").increment(1);
-        tracing::info!(%oid, target_uuid = %link.target.uuid(), "a shard was repaired");
+        metrics::counter!("outboard_osd_fragments_repaired_total").increment(1);
+        tracing::info!(%oid, target_uuid = %link.target.uuid(), "a fragment was repaired");
         Ok(())
     }
 
-    /// Repairs what is known to be damaged of an object that is about to be changed: a change is of the shards that there are.
+    /// Repairs what is known to be damaged of an object that is about to be changed: a change is of the fragments that there are.
     pub(super) async fn repair_before_change(&self, session: &Session, oid: &ObjectId) {
         let damaged: Vec<(ObjectId, usize)> =
             self.damaged.borrow().iter().filter(|(damaged, _)| damaged == oid).cloned().collect();
         for (oid, position) in damaged {
             if let Err(e) = self.repair_locked(session, &oid, position).await {
-                tracing::warn!(%oid, position, error = %e, "a damaged shard is not repaired before it changes");
+                tracing::warn!(%oid, position, error = %e, "a damaged fragment is not repaired before it changes");
             }
             self.damaged.borrow_mut().remove(&(oid, position));
         }
@@ -561,9 +561,9 @@ fn after(oid: &ObjectId) -> store::Result<ObjectId> {
     ObjectId::new([oid.as_bytes(), &b"\0"[..]].concat())
 }
 
-/// A shard's bytes as they are written: the last checksum is that of the bytes alone.
-fn payload(read: ShardRead) -> store::Result<Payload> {
-    let ShardRead { bytes, mut checksums } = read;
+/// A fragment's bytes as they are written: the last checksum is that of the bytes alone.
+fn payload(read: FragmentRead) -> store::Result<Payload> {
+    let FragmentRead { bytes, mut checksums } = read;
     checksums.truncate(bytes.len().div_ceil(BLOCK_SIZE));
     let tail = bytes.len() % BLOCK_SIZE;
     if let (Some(last), true) = (checksums.last_mut(), tail > 0) {

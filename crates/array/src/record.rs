@@ -36,7 +36,7 @@ pub(crate) enum Standing {
     Blank,
 }
 
-/// A member: the target that has the shard of that position.
+/// A member: the target that has the fragment of that position.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct MemberRecord {
     pub(crate) target: Uuid,
@@ -74,7 +74,7 @@ impl GroupRecord {
     }
 }
 
-/// What a transaction does to one object, and how a shard of it gets back to what it was.
+/// What a transaction does to one object, and how a fragment of it gets back to what it was.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Touched {
     pub(crate) oid: ObjectId,
@@ -87,7 +87,7 @@ pub(crate) struct Touched {
     pub(crate) omap_ranges: Vec<(Bytes, Option<Bytes>)>,
 }
 
-/// How a shard's data gets back to what it was.
+/// How a fragment's data gets back to what it was.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Undo {
     /// It is as it was.

@@ -11,7 +11,7 @@ use store::{ObjectId, StoreCalls, StoreError};
 use crate::group::{Group, Link, Session};
 use crate::read::{Whole, is_damage};
 
-/// Bytes of each shard that are compared at a time.
+/// Bytes of each fragment that are compared at a time.
 const SEGMENT: u64 = 512 << 10;
 
 /// What was found.
@@ -21,11 +21,11 @@ pub struct Findings {
     pub objects: u64,
     /// Bytes read.
     pub bytes: u64,
-    /// Shards that could not be read, or were not what they should be.
+    /// Fragments that could not be read, or were not what they should be.
     pub damaged: u64,
     /// Those of them that were made anew.
     pub repaired: u64,
-    /// Objects whose shards can all be read and contradict each other: which of them is wrong cannot be told.
+    /// Objects whose fragments can all be read and contradict each other: which of them is wrong cannot be told.
     pub inconsistent: u64,
     /// Objects whose data does not have the size that is recorded of them.
     pub wrong_size: u64,
@@ -83,7 +83,7 @@ impl Group {
         }
         let Some(verdict) = self.look_at(oid).await? else { return Ok(Findings::default()) };
         if verdict.contradicts {
-            tracing::warn!(cid = %self.cid, %oid, "shards contradict each other; which of them is wrong cannot be told");
+            tracing::warn!(cid = %self.cid, %oid, "fragments contradict each other; which of them is wrong cannot be told");
         }
         let mut findings = Findings {
             objects: 1,
@@ -95,7 +95,7 @@ impl Group {
         for position in verdict.damaged {
             match self.repair(oid, position).await {
                 Ok(()) => findings.repaired += 1,
-                Err(e) => tracing::warn!(%oid, position, error = %e, "a shard could not be repaired"),
+                Err(e) => tracing::warn!(%oid, position, error = %e, "a fragment could not be repaired"),
             }
         }
         Ok(findings)
@@ -129,7 +129,7 @@ impl Group {
                 Err(e) => verdict.damage(oid, position, e)?,
             }
         }
-        let longest = self.layout.shard_size(0, size);
+        let longest = self.layout.fragment_size(0, size);
         for at in (0..longest).step_by(SEGMENT as usize) {
             self.inspect_rows(&links, Whole { oid, size }, at, &mut verdict).await?;
         }
@@ -145,9 +145,9 @@ impl Group {
         verdict: &mut Verdict,
     ) -> store::Result<()> {
         let Whole { oid, size } = whole;
-        let end = (at + SEGMENT).min(self.layout.shard_size(0, size));
+        let end = (at + SEGMENT).min(self.layout.fragment_size(0, size));
         let reads = links.iter().enumerate().map(|(position, link)| {
-            let to = end.min(self.layout.shard_size(position, size));
+            let to = end.min(self.layout.fragment_size(position, size));
             async move {
                 match link {
                     Some(link) if to > at => {
@@ -158,42 +158,42 @@ impl Group {
             }
         });
         let rows = end.next_multiple_of(BLOCK) - at;
-        let mut shards: Vec<Option<Bytes>> = vec![None; links.len()];
+        let mut fragments: Vec<Option<Bytes>> = vec![None; links.len()];
         for (position, read) in join_all(reads).await.into_iter().enumerate() {
             match read {
                 Ok(bytes) => {
                     verdict.bytes += bytes.len() as u64;
                     let counts = links[position].is_some() && !verdict.damaged.contains(&position);
-                    shards[position] = counts.then(|| self.filled(bytes, rows));
+                    fragments[position] = counts.then(|| self.filled(bytes, rows));
                 }
                 Err(e) => verdict.damage(oid, position, e)?,
             }
         }
-        // Each shard beyond the first k is to be what those make of it.
-        let present: Vec<usize> = (0..shards.len()).filter(|&i| shards[i].is_some()).collect();
+        // Each fragment beyond the first k is to be what those make of it.
+        let present: Vec<usize> = (0..fragments.len()).filter(|&i| fragments[i].is_some()).collect();
         if present.len() <= self.layout.k {
             return Ok(());
         }
         let (sources, others) = present.split_at(self.layout.k);
-        let bytes: Vec<Bytes> = sources.iter().filter_map(|&i| shards[i].clone()).collect();
+        let bytes: Vec<Bytes> = sources.iter().filter_map(|&i| fragments[i].clone()).collect();
         let expected = self.coder.recover(sources, others, &bytes)?;
-        let differs = |(&other, expected): (&usize, &Bytes)| shards[other].as_ref() != Some(expected);
+        let differs = |(&other, expected): (&usize, &Bytes)| fragments[other].as_ref() != Some(expected);
         verdict.contradicts |= others.iter().zip(&expected).any(differs);
         Ok(())
     }
 }
 
 impl Verdict {
-    /// Notes a shard that cannot be read.
+    /// Notes a fragment that cannot be read.
     ///
     /// # Errors
-    /// If the error says nothing of the shard.
+    /// If the error says nothing of the fragment.
     fn damage(&mut self, oid: &ObjectId, position: usize, e: StoreError) -> store::Result<()> {
         if !is_damage(&e) {
             return Err(e);
         }
         if !self.damaged.contains(&position) {
-            tracing::warn!(%oid, position, error = %e, "a scrub found a damaged shard");
+            tracing::warn!(%oid, position, error = %e, "a scrub found a damaged fragment");
             self.damaged.push(position);
         }
         Ok(())

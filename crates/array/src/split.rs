@@ -1,4 +1,4 @@
-//! Cutting what an object becomes into what its shards become, parity included (see [`parity`](crate::parity)).
+//! Cutting what an object becomes into what its fragments become, parity included (see [`parity`](crate::parity)).
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -11,10 +11,10 @@ use crate::coder::Coder;
 use crate::layout::Layout;
 use crate::overlay::{Content, Extent, Overlay};
 
-/// Ranges of a shard: offset and length.
+/// Ranges of a fragment: offset and length.
 pub(crate) type Ranges = Vec<(u64, u64)>;
 
-/// What becomes of each shard of an object.
+/// What becomes of each fragment of an object.
 #[derive(Default)]
 pub(crate) struct Split {
     /// Ops, by position.
@@ -24,9 +24,9 @@ pub(crate) struct Split {
 }
 
 impl Split {
-    /// Nothing becomes of any shard.
-    pub(crate) fn none(shards: usize) -> Split {
-        Split { ops: vec![Vec::new(); shards], overwritten: vec![Vec::new(); shards] }
+    /// Nothing becomes of any fragment.
+    pub(crate) fn none(fragments: usize) -> Split {
+        Split { ops: vec![Vec::new(); fragments], overwritten: vec![Vec::new(); fragments] }
     }
 }
 
@@ -71,26 +71,26 @@ pub(crate) struct Splitter<'a> {
     pub(crate) coder: &'a Coder,
     pub(crate) oid: &'a ObjectId,
     pub(crate) overlay: &'a Overlay,
-    /// By position: whether the shard can be read and is to be written.
+    /// By position: whether the fragment can be read and is to be written.
     pub(crate) live: &'a [bool],
 }
 
 impl Splitter<'_> {
-    /// Works out the ops. `old` reads bytes of a shard as they are now, filled up with zeros, if need be from other shards.
+    /// Works out the ops. `old` reads bytes of a fragment as they are now, filled up with zeros, if need be from other fragments.
     pub(crate) async fn split(
         &self,
         old: impl AsyncFn(usize, Range<u64>) -> store::Result<Vec<u8>>,
     ) -> store::Result<Split> {
-        let shards = self.layout.shards();
-        let mut split = Split::none(shards);
-        for shard in 0..shards {
-            let low = self.layout.shard_size(shard, self.overlay.low);
-            if low < self.layout.shard_size(shard, self.overlay.before) {
-                split.ops[shard].push(Op::Truncate { oid: self.oid.clone(), size: low });
+        let fragments = self.layout.fragments();
+        let mut split = Split::none(fragments);
+        for fragment in 0..fragments {
+            let low = self.layout.fragment_size(fragment, self.overlay.low);
+            if low < self.layout.fragment_size(fragment, self.overlay.before) {
+                split.ops[fragment].push(Op::Truncate { oid: self.oid.clone(), size: low });
             }
         }
         if self.layout.is_mirror() {
-            (0..shards)
+            (0..fragments)
                 .for_each(|copy| self.overlay.extents().for_each(|e| self.data(e, Some(copy), &mut split)));
         } else {
             self.overlay.extents().for_each(|extent| self.data(extent, None, &mut split));
@@ -98,61 +98,61 @@ impl Splitter<'_> {
                 self.parity(&run, &old, &mut split).await?;
             }
         }
-        for shard in 0..shards {
-            self.finish(shard, &mut split);
+        for fragment in 0..fragments {
+            self.finish(fragment, &mut split);
         }
         Ok(split)
     }
 
-    /// The ops of data shards; of a mirror, those of one `copy`.
+    /// The ops of data fragments; of a mirror, those of one `copy`.
     fn data(&self, extent: &Extent, copy: Option<usize>, split: &mut Split) {
         if matches!(extent.content, Content::Zeros) {
             return self.zeroed_data(extent, copy, split);
         }
         for piece in self.layout.pieces(extent.offset, extent.len) {
-            let shard = copy.unwrap_or(piece.shard);
-            split.overwritten[shard].push((piece.at, piece.len));
+            let fragment = copy.unwrap_or(piece.fragment);
+            split.overwritten[fragment].push((piece.at, piece.len));
             let part = extent.part(piece.offset..piece.offset + piece.len);
             let source = match part.content {
                 Content::Bytes(payload) => WriteSource::Inline(payload),
                 Content::Staged(stage, at) => {
-                    let Some(staged) = &stage.shards[shard] else { continue };
+                    let Some(staged) = &stage.fragments[fragment] else { continue };
                     let offset = self.layout.locate(at).1;
                     WriteSource::Staged { stage: staged.id, offset, len: piece.len }
                 }
                 Content::Zeros => continue,
             };
-            split.ops[shard].push(Op::Write { oid: self.oid.clone(), offset: piece.at, source });
+            split.ops[fragment].push(Op::Write { oid: self.oid.clone(), offset: piece.at, source });
         }
     }
 
-    /// The same of zeros, which may be many: one op for each shard.
+    /// The same of zeros, which may be many: one op for each fragment.
     fn zeroed_data(&self, extent: &Extent, copy: Option<usize>, split: &mut Split) {
         if let Some(copy) = copy {
-            return self.zero_shard(copy, extent.offset..extent.end(), split);
+            return self.zero_fragment(copy, extent.offset..extent.end(), split);
         }
-        for (shard, span) in self.layout.spans(extent.offset, extent.len).into_iter().enumerate() {
-            span.into_iter().for_each(|span| self.zero_shard(shard, span, split));
+        for (fragment, span) in self.layout.spans(extent.offset, extent.len).into_iter().enumerate() {
+            span.into_iter().for_each(|span| self.zero_fragment(fragment, span, split));
         }
     }
 
-    /// Makes a range of a shard zero.
-    pub(super) fn zero_shard(&self, shard: usize, range: Range<u64>, split: &mut Split) {
-        split.overwritten[shard].push((range.start, range.end - range.start));
+    /// Makes a range of a fragment zero.
+    pub(super) fn zero_fragment(&self, fragment: usize, range: Range<u64>, split: &mut Split) {
+        split.overwritten[fragment].push((range.start, range.end - range.start));
         // Beyond what is left there is nothing to be made zero.
-        let end = range.end.min(self.layout.shard_size(shard, self.overlay.low));
+        let end = range.end.min(self.layout.fragment_size(fragment, self.overlay.low));
         if range.start < end {
             let (oid, offset) = (self.oid.clone(), range.start);
-            split.ops[shard].push(Op::Zero { oid, offset, len: end - offset });
+            split.ops[fragment].push(Op::Zero { oid, offset, len: end - offset });
         }
     }
 
-    /// Makes the shard as long as it is to be, and puts what is overwritten in order.
-    fn finish(&self, shard: usize, split: &mut Split) {
-        let size_at = |size| self.layout.shard_size(shard, size);
+    /// Makes the fragment as long as it is to be, and puts what is overwritten in order.
+    fn finish(&self, fragment: usize, split: &mut Split) {
+        let size_at = |size| self.layout.fragment_size(fragment, size);
         let (before, after) = (size_at(self.overlay.before), size_at(self.overlay.size));
         let mut size = before;
-        for op in &split.ops[shard] {
+        for op in &split.ops[fragment] {
             match op {
                 Op::Truncate { size: cut, .. } => size = *cut,
                 Op::Write { offset, source, .. } => size = size.max(offset + source.len()),
@@ -160,10 +160,10 @@ impl Splitter<'_> {
             }
         }
         if size != after {
-            split.ops[shard].push(Op::Truncate { oid: self.oid.clone(), size: after });
+            split.ops[fragment].push(Op::Truncate { oid: self.oid.clone(), size: after });
         }
         let low = size_at(self.overlay.low);
-        let ranges = &mut split.overwritten[shard];
+        let ranges = &mut split.overwritten[fragment];
         if low < before {
             ranges.push((low, before - low));
         }

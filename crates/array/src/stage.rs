@@ -16,18 +16,18 @@ pub(crate) struct Staged {
     /// Session of the group in which it was made.
     pub(crate) session: u64,
     /// By position; `None` where a member is away, or there are no whole stripes.
-    pub(crate) shards: Vec<Option<ShardStage>>,
+    pub(crate) fragments: Vec<Option<FragmentStage>>,
     /// What follows the last whole stripe, once it has come.
     pub(crate) tail: RefCell<Option<Payload>>,
 }
 
 /// A member's part of it; given back when dropped.
-pub(crate) struct ShardStage {
+pub(crate) struct FragmentStage {
     pub(crate) link: Link,
     pub(crate) id: StageId,
 }
 
-impl Drop for ShardStage {
+impl Drop for FragmentStage {
     fn drop(&mut self) {
         self.link.target.store().stage_release(self.id);
     }

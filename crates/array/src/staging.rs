@@ -7,14 +7,14 @@ use std::rc::Rc;
 use base::block::{BLOCK, Payload, PieceCountMismatch};
 use bytes::Bytes;
 use futures::future::{join_all, try_join_all};
-use store::stripes::{ShardBytes, StripeError};
+use store::stripes::{FragmentBytes, StripeError};
 use store::{ObjectId, StageId, Stat, StoreCalls, StoreError, Transaction};
 use tokio::time::Instant;
 
 use crate::coding::Stripes;
 use crate::group::{Group, Link, Session, over};
 use crate::overlay::{Overlay, slice};
-use crate::stage::{ShardStage, Staged};
+use crate::stage::{FragmentStage, Staged};
 use crate::transact::is_refusal;
 
 impl Group {
@@ -22,24 +22,24 @@ impl Group {
     pub(crate) async fn stage(&self, number: u64, len: u64) -> store::Result<StageId> {
         let session = self.session(number).await?;
         let full = if self.layout.is_mirror() { len } else { len - len % self.layout.stripe() };
-        let shard_len = full / self.layout.k as u64;
-        let mut shards = Vec::new();
-        for position in 0..self.layout.shards() {
-            let link = self.takes_part(&session, position).filter(|_| shard_len > 0);
-            let shard = match link {
+        let fragment_len = full / self.layout.k as u64;
+        let mut fragments = Vec::new();
+        for position in 0..self.layout.fragments() {
+            let link = self.takes_part(&session, position).filter(|_| fragment_len > 0);
+            let fragment = match link {
                 Some(link) => {
-                    let staged = self.answer(&link, link.target.store().stage(shard_len)).await;
+                    let staged = self.answer(&link, link.target.store().stage(fragment_len)).await;
                     let id = staged.map_err(|e| gone(&link, e))?;
-                    Some(ShardStage { link, id })
+                    Some(FragmentStage { link, id })
                 }
                 None => None,
             };
-            shards.push(shard);
+            fragments.push(fragment);
         }
         self.still(&session)?;
         let id = StageId(self.next_stage.get());
         self.next_stage.set(id.0 + 1);
-        let staged = Staged { full, len, session: session.number, shards, tail: RefCell::default() };
+        let staged = Staged { full, len, session: session.number, fragments, tail: RefCell::default() };
         self.stages.borrow_mut().insert(id, Rc::new(staged));
         Ok(id)
     }
@@ -102,56 +102,56 @@ impl Group {
         if whole.is_empty() {
             return Ok(());
         }
-        let most = self.most_per_shard();
+        let most = self.most_per_fragment();
         for at in (0..end).step_by(most) {
             let to = (at + most).min(end);
             let sums = sums[at / BLOCK as usize..to / BLOCK as usize].to_vec();
-            let data = vec![ShardBytes { pieces: vec![whole.slice(at..to)], checksums: sums }];
-            self.stage_shards(staged, offset + at as u64, data).await?;
+            let data = vec![FragmentBytes { pieces: vec![whole.slice(at..to)], checksums: sums }];
+            self.stage_fragments(staged, offset + at as u64, data).await?;
         }
         Ok(())
     }
 
     /// Writes the end of a stage of copies.
     async fn write_tail(&self, staged: &Staged, at: u64, tail: Payload) -> store::Result<()> {
-        let writes = staged.shards.iter().flatten().map(|shard| {
-            let written = shard.link.target.store().stage_write(shard.id, at, tail.clone());
-            async move { self.answer(&shard.link, written).await.map_err(|e| gone(&shard.link, e)) }
+        let writes = staged.fragments.iter().flatten().map(|fragment| {
+            let written = fragment.link.target.store().stage_write(fragment.id, at, tail.clone());
+            async move { self.answer(&fragment.link, written).await.map_err(|e| gone(&fragment.link, e)) }
         });
         try_join_all(writes).await.map(drop)
     }
 
-    /// Cuts whole stripes into shards and writes those, with their parity.
+    /// Cuts whole stripes into fragments and writes those, with their parity.
     async fn stage_stripes(&self, staged: &Staged, offset: u64, payload: &Payload) -> store::Result<()> {
         let (k, unit) = (self.layout.k, self.layout.unit as usize);
-        let (most, shard_len) = (self.most_per_shard(), payload.len() / k);
+        let (most, fragment_len) = (self.most_per_fragment(), payload.len() / k);
         // Whole units, or parts of one.
         let step = if most >= unit { most - most % unit } else { most };
         let mut at = 0;
-        while at < shard_len {
+        while at < fragment_len {
             // What is less than a unit ends with it.
-            let end = (at + step).min(if step < unit { (at / unit + 1) * unit } else { shard_len });
-            let data = (0..k).map(|shard| self.cut(payload, shard, at..end)).collect();
-            self.stage_shards(staged, offset / k as u64 + at as u64, data).await?;
+            let end = (at + step).min(if step < unit { (at / unit + 1) * unit } else { fragment_len });
+            let data = (0..k).map(|fragment| self.cut(payload, fragment, at..end)).collect();
+            self.stage_fragments(staged, offset / k as u64 + at as u64, data).await?;
             at = end;
         }
         Ok(())
     }
 
-    /// Most bytes of a shard that go to the stores at a time: whole blocks.
-    fn most_per_shard(&self) -> usize {
-        let most = self.coding.max_bytes() / self.layout.shards();
+    /// Most bytes of a fragment that go to the stores at a time: whole blocks.
+    fn most_per_fragment(&self) -> usize {
+        let most = self.coding.max_bytes() / self.layout.fragments();
         (most - most % BLOCK as usize).max(BLOCK as usize)
     }
 
-    /// Bytes of a data shard, out of whole stripes.
-    fn cut(&self, payload: &Payload, shard: usize, range: Range<usize>) -> ShardBytes {
+    /// Bytes of a data fragment, out of whole stripes.
+    fn cut(&self, payload: &Payload, fragment: usize, range: Range<usize>) -> FragmentBytes {
         let (k, unit, block) = (self.layout.k, self.layout.unit as usize, BLOCK as usize);
-        let mut cut = ShardBytes::default();
+        let mut cut = FragmentBytes::default();
         let mut at = range.start;
         while at < range.end {
             let end = ((at / unit + 1) * unit).min(range.end);
-            let start = (at / unit * k + shard) * unit + at % unit;
+            let start = (at / unit * k + fragment) * unit + at % unit;
             let len = end - at;
             cut.pieces.push(payload.data().slice(start..start + len));
             cut.checksums.extend(&payload.checksums()[start / block..(start + len) / block]);
@@ -160,12 +160,12 @@ impl Group {
         cut
     }
 
-    /// Has a piece of each shard written.
-    async fn stage_shards(&self, staged: &Staged, at: u64, data: Vec<ShardBytes>) -> store::Result<()> {
-        let part = |shard: &Option<ShardStage>| {
-            shard.as_ref().map(|shard| (shard.link.target.uuid().as_u128(), shard.id))
+    /// Has a piece of each fragment written.
+    async fn stage_fragments(&self, staged: &Staged, at: u64, data: Vec<FragmentBytes>) -> store::Result<()> {
+        let part = |fragment: &Option<FragmentStage>| {
+            fragment.as_ref().map(|fragment| (fragment.link.target.uuid().as_u128(), fragment.id))
         };
-        let parts = staged.shards.iter().map(part).collect();
+        let parts = staged.fragments.iter().map(part).collect();
         let stripes = Stripes { parts, offset: at, data, code: self.coder.parity_code().cloned() };
         let buffers = |len| self.coder.parity_buffers(len as u64);
         let staging = self.coding.stage(&stripes, buffers);
@@ -176,8 +176,8 @@ impl Group {
         };
         match outcome {
             Ok(()) => Ok(()),
-            Err(StripeError::Part(number, e)) => match staged.shards.get(number) {
-                Some(Some(shard)) => Err(gone(&shard.link, e)),
+            Err(StripeError::Part(number, e)) => match staged.fragments.get(number) {
+                Some(Some(fragment)) => Err(gone(&fragment.link, e)),
                 _ => Err(e),
             },
             Err(StripeError::Store(e)) => Err(e),
@@ -191,11 +191,11 @@ impl Group {
     async fn find_stalled(&self, staged: &Staged) -> StoreError {
         let began = Instant::now();
         tokio::time::sleep(self.member_timeout).await;
-        let asked = staged.shards.iter().flatten().map(|shard| async move {
+        let asked = staged.fragments.iter().flatten().map(|fragment| async move {
             // An empty transaction becomes durable: a drive that stands still does not answer.
             let nothing = Transaction::new(self.cid.clone());
-            let call = shard.link.target.store().queue_transaction(nothing);
-            self.answer(&shard.link, call).await.map_err(|e| gone(&shard.link, e)).err()
+            let call = fragment.link.target.store().queue_transaction(nothing);
+            self.answer(&fragment.link, call).await.map_err(|e| gone(&fragment.link, e)).err()
         });
         let found = join_all(asked).await.into_iter().flatten().next();
         if let Some(found) = found {
@@ -220,7 +220,8 @@ impl Group {
             return Err(over(staged.session));
         }
         // A member that has come back since has nothing of it.
-        if staged.full > 0 && live.iter().zip(&staged.shards).any(|(l, shard)| l.is_some() && shard.is_none())
+        if staged.full > 0
+            && live.iter().zip(&staged.fragments).any(|(l, fragment)| l.is_some() && fragment.is_none())
         {
             return Err(StoreError::NoSuchStage(id.0));
         }

@@ -126,16 +126,16 @@ impl Group {
 
     async fn split(&self, session: &Rc<Session>, work: &Work) -> store::Result<Split> {
         if work.guard.is_none() || !work.exists || work.overlay.is_unchanged() {
-            return Ok(Split::none(self.layout.shards()));
+            return Ok(Split::none(self.layout.fragments()));
         }
         let live: Vec<bool> = work.live.iter().map(Option::is_some).collect();
         let (layout, coder, oid, overlay) = (self.layout, &self.coder, &work.oid, &work.overlay);
         let before = Whole { oid, size: work.was.unwrap_or(0) };
         let splitter = Splitter { layout, coder, oid, overlay, live: &live };
         splitter
-            .split(async |shard, range| {
+            .split(async |fragment, range| {
                 let len = (range.end - range.start) as usize;
-                let mut bytes = self.read_shard(session, before, shard, range).await?.bytes.to_vec();
+                let mut bytes = self.read_fragment(session, before, fragment, range).await?.bytes.to_vec();
                 bytes.resize(len, 0);
                 Ok(bytes)
             })
@@ -161,7 +161,7 @@ impl Group {
             dirty.iter().map(|oid| (key_dirty(oid), Bytes::new())).collect();
         common.extend(trims.map(|through| (key_trimmed(), Bytes::copy_from_slice(&through.to_be_bytes()))));
         let (mut transactions, mut undo_objects) = (Vec::new(), Vec::new());
-        for position in 0..self.layout.shards() {
+        for position in 0..self.layout.fragments() {
             let Some(link) = self.takes_part(session, position) else {
                 transactions.push(None);
                 undo_objects.push(Vec::new());
@@ -445,7 +445,7 @@ impl Work {
             None => Undo::Remove,
             Some(_) if self.overlay.is_unchanged() => Undo::Unchanged,
             Some(size) => Undo::Restore {
-                size: group.layout.shard_size(position, size),
+                size: group.layout.fragment_size(position, size),
                 saved: self.split.overwritten[position].clone(),
             },
         }

@@ -97,7 +97,7 @@ impl Client {
         self.done(AdminRequest::TargetReplace { index, uuid }).await
     }
 
-    /// Compares what a pool's targets have with what they should have, and makes damaged shards anew from others.
+    /// Compares what a pool's targets have with what they should have, and makes damaged fragments anew from others.
     /// Begins a scrub if none is under way, and says how it stands. With `repair`, the scrub also gives objects whose
     /// data ends early the size that is recorded of them, where the missing bytes are zeros for certain.
     ///

@@ -1,4 +1,4 @@
-//! A code: parity of data, and the change of parity that a change of data makes. Lost shards: see `recovery`.
+//! A code: parity of data, and the change of parity that a change of data makes. Lost fragments: see `recovery`.
 
 use std::sync::Arc;
 
@@ -8,8 +8,8 @@ use crate::{EcError, Geometry, Result};
 
 /// A systematic Reed–Solomon code over GF(2^8), ready to compute with. Clones share its tables.
 ///
-/// Data shards are the data as it is. Parity shard `i` is the sum of all data shards, each multiplied with a coefficient of
-/// row `i` of [`Matrix::parity`]. Every square part of that matrix can be inverted, so any `k` shards give all others.
+/// Data fragments are the data as it is. Parity fragment `i` is the sum of all data fragments, each multiplied with a coefficient of
+/// row `i` of [`Matrix::parity`]. Every square part of that matrix can be inverted, so any `k` fragments give all others.
 #[derive(Debug, Clone)]
 pub struct Code {
     geometry: Geometry,
@@ -49,7 +49,7 @@ impl Code {
         &*self.parity
     }
 
-    /// Computes all parity shards of the data shards. What was in `parity` before does not matter.
+    /// Computes all parity fragments of the data fragments. What was in `parity` before does not matter.
     ///
     /// # Errors
     /// [`EcError::Count`] and [`EcError::Length`]: there must be `k` and `m` slices, all of one length, which may be 0.
@@ -63,16 +63,16 @@ impl Code {
         Ok(())
     }
 
-    /// Brings parity up to date after a change of data shard `column`, where `delta` is the old data XOR the new. `parity`
-    /// names some or all parity rows (0 to `m` - 1) in any order, each with its shard's bytes at the place of the change; a row
-    /// whose shard is lost is left out.
+    /// Brings parity up to date after a change of data fragment `column`, where `delta` is the old data XOR the new. `parity`
+    /// names some or all parity rows (0 to `m` - 1) in any order, each with its fragment's bytes at the place of the change; a row
+    /// whose fragment is lost is left out.
     ///
     /// # Errors
     /// [`EcError::NoSuch`], [`EcError::Twice`] and [`EcError::Length`]; nothing has been changed then.
     pub fn update(&self, column: usize, delta: &[u8], parity: &mut [(usize, &mut [u8])]) -> Result<()> {
         let (k, m) = (self.geometry.k(), self.geometry.m());
         if column >= k {
-            return Err(EcError::NoSuch { what: "data shard", index: column, geometry: self.geometry });
+            return Err(EcError::NoSuch { what: "data fragment", index: column, geometry: self.geometry });
         }
         check_distinct(parity.iter().map(|(row, _)| *row), m, "parity row", self.geometry)?;
         check_lengths("parity", parity.iter().map(|(_, p)| p.len()), delta.len())?;

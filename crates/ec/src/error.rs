@@ -10,23 +10,23 @@ pub type Result<T, E = EcError> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum EcError {
     /// Text that is no geometry.
-    #[error("{text:?} is no geometry; write data shards + parity shards, such as 4+2")]
+    #[error("{text:?} is no geometry; write data fragments + parity fragments, such as 4+2")]
     Syntax {
         /// What was given.
         text: String,
     },
-    /// Numbers of shards that no code of this kind has.
+    /// Numbers of fragments that no code of this kind has.
     #[error(
-        "there is no code of {k} data and {m} parity shards; choose at least one of each, and at most 255 together"
+        "there is no code of {k} data and {m} parity fragments; choose at least one of each, and at most 255 together"
     )]
     Geometry {
-        /// Data shards asked for.
+        /// Data fragments asked for.
         k: usize,
-        /// Parity shards asked for.
+        /// Parity fragments asked for.
         m: usize,
     },
-    /// A call with more or fewer slices than the code has shards for.
-    #[error("{found} slices were given as {what}, where {expected} are needed; give one per shard")]
+    /// A call with more or fewer slices than the code has fragments for.
+    #[error("{found} slices were given as {what}, where {expected} are needed; give one per fragment")]
     Count {
         /// What the slices are.
         what: &'static str,
@@ -37,7 +37,7 @@ pub enum EcError {
     },
     /// Slices of one call that are not of one length.
     #[error(
-        "slice {index} of {what} has {found} bytes, where {expected} are needed; shards are of one length"
+        "slice {index} of {what} has {found} bytes, where {expected} are needed; fragments are of one length"
     )]
     Length {
         /// What the slices are.
@@ -49,28 +49,28 @@ pub enum EcError {
         /// Length found, in bytes.
         found: usize,
     },
-    /// A shard, a column or a row beyond the last.
+    /// A fragment, a column or a row beyond the last.
     #[error("a {geometry} code has no {what} {index}; they are counted from 0")]
     NoSuch {
-        /// What was asked for: `shard`, `data shard`, `parity row`.
+        /// What was asked for: `fragment`, `data fragment`, `parity row`.
         what: &'static str,
         /// Its number.
         index: usize,
         /// The code.
         geometry: Geometry,
     },
-    /// A shard or a row that is listed more than once.
+    /// A fragment or a row that is listed more than once.
     #[error("{what} {index} is listed twice; list each once")]
     Twice {
-        /// What is listed: `shard`, `parity row`.
+        /// What is listed: `fragment`, `parity row`.
         what: &'static str,
         /// Its number.
         index: usize,
     },
     /// More is lost than the code can make up for.
-    #[error("{present} shards are there and {needed} are needed; bring back at least {}", needed.saturating_sub(*present))]
+    #[error("{present} fragments are there and {needed} are needed; bring back at least {}", needed.saturating_sub(*present))]
     TooFew {
-        /// How many shards there are.
+        /// How many fragments there are.
         present: usize,
         /// How many are needed.
         needed: usize,

@@ -1,4 +1,4 @@
-//! How many shards a code has.
+//! How many fragments a code has.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,12 +7,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::{EcError, Result};
 
-/// Most shards of a code: the field has 256 elements, and the matrix needs one of its own for each shard but never 0.
-pub const MAX_SHARDS: usize = 255;
+/// Most fragments of a code: the field has 256 elements, and the matrix needs one of its own for each fragment but never 0.
+pub const MAX_FRAGMENTS: usize = 255;
 
-/// The shape of a code: `k` data shards and `m` parity shards, of which any `k` give the data back. Written `4+2`.
+/// The shape of a code: `k` data fragments and `m` parity fragments, of which any `k` give the data back. Written `4+2`.
 ///
-/// Shards are numbered from 0: data shards first, then parity shards.
+/// Fragments are numbered from 0: data fragments first, then parity fragments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "Unchecked", into = "Unchecked")]
 pub struct Geometry {
@@ -29,33 +29,33 @@ struct Unchecked {
 }
 
 impl Geometry {
-    /// A geometry of `k` data and `m` parity shards.
+    /// A geometry of `k` data and `m` parity fragments.
     ///
     /// # Errors
-    /// [`EcError::Geometry`] unless there is at least one of each and at most [`MAX_SHARDS`] together.
+    /// [`EcError::Geometry`] unless there is at least one of each and at most [`MAX_FRAGMENTS`] together.
     pub fn new(k: usize, m: usize) -> Result<Geometry> {
         let refused = EcError::Geometry { k, m };
         match (u8::try_from(k), u8::try_from(m)) {
-            (Ok(k8), Ok(m8)) if k >= 1 && m >= 1 && k + m <= MAX_SHARDS => Ok(Geometry { k: k8, m: m8 }),
+            (Ok(k8), Ok(m8)) if k >= 1 && m >= 1 && k + m <= MAX_FRAGMENTS => Ok(Geometry { k: k8, m: m8 }),
             _ => Err(refused),
         }
     }
 
-    /// Number of data shards.
+    /// Number of data fragments.
     #[must_use]
     pub const fn k(self) -> usize {
         self.k as usize
     }
 
-    /// Number of parity shards: how many may be lost.
+    /// Number of parity fragments: how many may be lost.
     #[must_use]
     pub const fn m(self) -> usize {
         self.m as usize
     }
 
-    /// Number of all shards.
+    /// Number of all fragments.
     #[must_use]
-    pub const fn shards(self) -> usize {
+    pub const fn fragments(self) -> usize {
         self.k() + self.m()
     }
 }
@@ -102,7 +102,7 @@ mod tests {
     fn text_goes_both_ways() {
         for (text, k, m) in [("1+1", 1, 1), ("4+2", 4, 2), ("128+32", 128, 32), ("254+1", 254, 1)] {
             let geometry: Geometry = text.parse().unwrap();
-            assert_eq!((geometry.k(), geometry.m(), geometry.shards()), (k, m, k + m));
+            assert_eq!((geometry.k(), geometry.m(), geometry.fragments()), (k, m, k + m));
             assert_eq!(geometry.to_string(), text);
         }
         for text in ["", "4", "4+", "+2", "4+2+1", "4 + 2", "-4+2", "4++2", "k+m", "99999999999999999999+1"] {

@@ -1,7 +1,7 @@
 //! Erasure coding: the code, the engines that compute it, and the choice of where it is computed.
 //!
 //! `code` is the mathematics: a systematic Reed–Solomon code, its parity, its decoding, and the change of parity that a
-//! change of data makes. Kernels compute it (`kernel`); `shards` cuts files into shards and puts them together again. Where
+//! change of data makes. Kernels compute it (`kernel`); `fragments` cuts files into fragments and puts them together again. Where
 //! a piece of work is done, on the host's processor or on the DPU, is decided by `offload`. This knows nothing of objects,
 //! pools or stores.
 
@@ -9,6 +9,7 @@
 
 mod code;
 mod error;
+pub mod fragments;
 mod geometry;
 mod gf;
 mod kernel;
@@ -17,12 +18,11 @@ pub mod offload;
 #[allow(unsafe_code)]
 mod prefetch;
 mod recovery;
-pub mod shards;
 mod stripes;
 
 pub use code::Code;
 pub use error::{EcError, Result};
-pub use geometry::{Geometry, MAX_SHARDS};
+pub use geometry::{Geometry, MAX_FRAGMENTS};
 pub use kernel::{Kernel, KernelChoice, Transform};
 pub use matrix::Matrix;
 pub use recovery::Recovery;

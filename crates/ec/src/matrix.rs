@@ -19,7 +19,7 @@ impl Matrix {
     }
 
     /// What makes parity of data: a Cauchy matrix of `m` rows and `k` columns, the coefficient of parity row `i` and data
-    /// shard `j` being the inverse of `(k + i) XOR j`. ISA-L's `gf_gen_cauchy1_matrix` makes the same below its unit rows.
+    /// fragment `j` being the inverse of `(k + i) XOR j`. ISA-L's `gf_gen_cauchy1_matrix` makes the same below its unit rows.
     #[must_use]
     pub fn parity(geometry: Geometry) -> Matrix {
         Matrix::from_fn(geometry.m(), geometry.k(), |row, column| {

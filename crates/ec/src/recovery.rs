@@ -1,11 +1,11 @@
-//! Getting lost shards back.
+//! Getting lost fragments back.
 
 use crate::code::{check_count, check_distinct, check_lengths};
 use crate::kernel::Transform;
 use crate::matrix::Matrix;
 use crate::{Code, EcError, Result};
 
-/// How some shards are computed from `k` others; made by [`Code::recovery`]. It is worth keeping as long as the same shards are
+/// How some fragments are computed from `k` others; made by [`Code::recovery`]. It is worth keeping as long as the same fragments are
 /// lost: making it inverts a matrix.
 #[derive(Debug)]
 pub struct Recovery {
@@ -15,7 +15,7 @@ pub struct Recovery {
 }
 
 impl Code {
-    /// Plans to compute the shards `wanted`, data or parity, from those `present`. The first `k` of these are read: callers list
+    /// Plans to compute the fragments `wanted`, data or parity, from those `present`. The first `k` of these are read: callers list
     /// first what is cheapest to read.
     ///
     /// # Errors
@@ -23,7 +23,7 @@ impl Code {
     pub fn recovery(&self, present: &[usize], wanted: &[usize]) -> Result<Recovery> {
         let geometry = self.geometry();
         for list in [present, wanted] {
-            check_distinct(list.iter().copied(), geometry.shards(), "shard", geometry)?;
+            check_distinct(list.iter().copied(), geometry.fragments(), "fragment", geometry)?;
         }
         let needed = geometry.k();
         let sources = present.get(..needed).ok_or(EcError::TooFew { present: present.len(), needed })?;
@@ -34,33 +34,33 @@ impl Code {
         Ok(Recovery { sources: sources.to_vec(), wanted: wanted.len(), transform })
     }
 
-    /// What makes these shards of the data: rows of the unit matrix, and of the parity matrix below it.
-    fn rows(&self, shards: &[usize]) -> Matrix {
+    /// What makes these fragments of the data: rows of the unit matrix, and of the parity matrix below it.
+    fn rows(&self, fragments: &[usize]) -> Matrix {
         let k = self.geometry().k();
-        Matrix::from_fn(shards.len(), k, |row, column| match shards[row].checked_sub(k) {
+        Matrix::from_fn(fragments.len(), k, |row, column| match fragments[row].checked_sub(k) {
             Some(parity) => self.matrix().row(parity)[column],
-            None => u8::from(shards[row] == column),
+            None => u8::from(fragments[row] == column),
         })
     }
 }
 
 impl Recovery {
-    /// The `k` shards that are read.
+    /// The `k` fragments that are read.
     #[must_use]
     pub fn sources(&self) -> &[usize] {
         &self.sources
     }
 
-    /// Computes the wanted shards, in the order in which they were named, of the [`sources`](Self::sources), in theirs.
+    /// Computes the wanted fragments, in the order in which they were named, of the [`sources`](Self::sources), in theirs.
     ///
     /// # Errors
     /// [`EcError::Count`] and [`EcError::Length`]: all slices must be of one length.
     pub fn run(&self, sources: &[&[u8]], out: &mut [&mut [u8]]) -> Result<()> {
         check_count("sources", sources.len(), self.sources.len())?;
-        check_count("shards to compute", out.len(), self.wanted)?;
+        check_count("fragments to compute", out.len(), self.wanted)?;
         let len = sources[0].len();
         check_lengths("sources", sources.iter().map(|s| s.len()), len)?;
-        check_lengths("shards to compute", out.iter().map(|o| o.len()), len)?;
+        check_lengths("fragments to compute", out.iter().map(|o| o.len()), len)?;
         self.transform.apply(sources, out);
         Ok(())
     }

@@ -13,8 +13,8 @@ const CHUNK: usize = 1 << 20;
 impl Code {
     /// Computes the parity of whole stripes, and its checksums as stored blocks have them.
     ///
-    /// `data` is cut into units of `unit` bytes: the first `k` are stripe 0, one for each data shard, the next `k` are
-    /// stripe 1, and so on. `parity[i]` gets the units of parity shard `i`, one for each stripe. `checksums[i]` is what
+    /// `data` is cut into units of `unit` bytes: the first `k` are stripe 0, one for each data fragment, the next `k` are
+    /// stripe 1, and so on. `parity[i]` gets the units of parity fragment `i`, one for each stripe. `checksums[i]` is what
     /// comes of it: the CRC-32C of each of its blocks of [`BLOCK_SIZE`] bytes is appended.
     ///
     /// # Errors
@@ -36,7 +36,7 @@ impl Code {
         self.encode_units(&units, parity, checksums)
     }
 
-    /// As [`Code::encode_stripes`], but units may be anywhere: `data` has those of stripe 0, one for each data shard, then those
+    /// As [`Code::encode_stripes`], but units may be anywhere: `data` has those of stripe 0, one for each data fragment, then those
     /// of stripe 1, and so on. They are all of one length.
     ///
     /// # Errors
@@ -57,7 +57,7 @@ impl Code {
         check_count("parity", parity.len(), m)?;
         check_count("checksums", checksums.len(), m)?;
         check_lengths("parity", parity.iter().map(|p| p.len()), data.len() / k * unit)?;
-        let chunk = chunk(self.geometry().shards(), unit);
+        let chunk = chunk(self.geometry().fragments(), unit);
         // Where chunks are: their stripe and the offset in its units.
         let stripes = data.chunks_exact(k).enumerate();
         let mut chunks = stripes.flat_map(|s| (0..unit).step_by(chunk).map(move |at| (s, at))).peekable();
@@ -88,8 +88,8 @@ fn check_unit(unit: usize, k: usize) -> Result<()> {
 }
 
 /// How many bytes of each unit are worked on at a time: whole blocks, at least one.
-fn chunk(shards: usize, unit: usize) -> usize {
-    let blocks = CHUNK / shards / BLOCK_SIZE;
+fn chunk(fragments: usize, unit: usize) -> usize {
+    let blocks = CHUNK / fragments / BLOCK_SIZE;
     (blocks.max(1) * BLOCK_SIZE).min(unit)
 }
 

@@ -1,19 +1,19 @@
-//! What a code promises: lost shards come back, changes reach the parity, and mistakes are told.
+//! What a code promises: lost fragments come back, changes reach the parity, and mistakes are told.
 
 mod common;
 
 use base::block::{BLOCK_SIZE, crc32c};
-use common::{codes, lose_and_recover, noise, shards, slices, slices_mut};
+use common::{codes, fragments, lose_and_recover, noise, slices, slices_mut};
 use ec::{Code, EcError};
 use proptest::prelude::*;
 use rand::rngs::SmallRng;
 use rand::seq::index;
 use rand::{Rng, SeedableRng};
 
-/// Every way to lose up to `m` of the shards.
-fn every_loss(shards: usize, m: usize) -> Vec<Vec<usize>> {
-    let subset = |bits: u32| (0..shards).filter(|shard| bits >> shard & 1 == 1).collect::<Vec<_>>();
-    (0..1 << shards).map(subset).filter(|lost| lost.len() <= m).collect()
+/// Every way to lose up to `m` of the fragments.
+fn every_loss(fragments: usize, m: usize) -> Vec<Vec<usize>> {
+    let subset = |bits: u32| (0..fragments).filter(|fragment| bits >> fragment & 1 == 1).collect::<Vec<_>>();
+    (0..1 << fragments).map(subset).filter(|lost| lost.len() <= m).collect()
 }
 
 #[test]
@@ -22,8 +22,8 @@ fn every_loss_of_a_small_code_is_made_good() {
         let losses = every_loss(k + m, m);
         assert_eq!(losses.len(), patterns);
         for code in codes(k, m) {
-            let shards = shards(&code, 1, 97);
-            losses.iter().for_each(|lost| lose_and_recover(&code, &shards, lost));
+            let fragments = fragments(&code, 1, 97);
+            losses.iter().for_each(|lost| lose_and_recover(&code, &fragments, lost));
         }
     }
 }
@@ -32,12 +32,12 @@ fn every_loss_of_a_small_code_is_made_good() {
 fn random_losses_of_wide_codes_are_made_good() {
     for (k, m, len, rounds) in [(10, 4, 130, 1000), (128, 32, 64, 12), (223, 32, 17, 2), (1, 254, 9, 3)] {
         for code in codes(k, m) {
-            let shards = shards(&code, 2, len);
+            let fragments = fragments(&code, 2, len);
             let mut random = SmallRng::seed_from_u64(3);
             for round in 0..rounds {
                 // As many as can be at least once.
                 let count = if round == 0 { m } else { random.random_range(0..=m) };
-                lose_and_recover(&code, &shards, &index::sample(&mut random, k + m, count).into_vec());
+                lose_and_recover(&code, &fragments, &index::sample(&mut random, k + m, count).into_vec());
             }
         }
     }
@@ -50,13 +50,13 @@ fn one_loss_too_many_is_an_error() {
             let present: Vec<usize> = (m + 1..k + m).collect();
             let error = code.recovery(&present, &[0]).unwrap_err();
             assert_eq!(error, EcError::TooFew { present: k - 1, needed: k });
-            assert!(error.to_string().contains(&format!("{} shards are there and {k} are needed", k - 1)));
+            assert!(error.to_string().contains(&format!("{} fragments are there and {k} are needed", k - 1)));
         }
     }
 }
 
 #[test]
-fn the_shards_named_first_are_read() {
+fn the_fragments_named_first_are_read() {
     let code = &codes(4, 2)[0];
     assert_eq!(code.recovery(&[5, 3, 0, 4, 2], &[1]).unwrap().sources(), [5, 3, 0, 4]);
 }
@@ -114,16 +114,16 @@ fn calls_that_make_no_sense_are_refused() {
     assert_eq!(code.update(0, a, &mut [(0, &mut x), (1, &mut y)]), Err(parity_length));
     assert_eq!(x, [0; 3], "nothing has been changed");
     let no_such = |what, index| EcError::NoSuch { what, index, geometry };
-    assert_eq!(code.update(2, a, &mut []), Err(no_such("data shard", 2)));
+    assert_eq!(code.update(2, a, &mut []), Err(no_such("data fragment", 2)));
     assert_eq!(code.update(0, b, &mut [(2, &mut y)]), Err(no_such("parity row", 2)));
     let twice = EcError::Twice { what: "parity row", index: 1 };
     assert_eq!(code.update(0, b, &mut [(1, &mut y), (1, &mut [0; 2])]), Err(twice));
 
-    assert_eq!(code.recovery(&[0, 4], &[1]).unwrap_err(), no_such("shard", 4));
-    assert_eq!(code.recovery(&[0, 0], &[1]).unwrap_err(), EcError::Twice { what: "shard", index: 0 });
+    assert_eq!(code.recovery(&[0, 4], &[1]).unwrap_err(), no_such("fragment", 4));
+    assert_eq!(code.recovery(&[0, 0], &[1]).unwrap_err(), EcError::Twice { what: "fragment", index: 0 });
     let recovery = code.recovery(&[0, 2], &[1]).unwrap();
     assert_eq!(recovery.run(&[a], &mut [&mut x]), Err(count("sources", 2, 1)));
-    assert_eq!(recovery.run(&[a, a], &mut []), Err(count("shards to compute", 1, 0)));
+    assert_eq!(recovery.run(&[a, a], &mut []), Err(count("fragments to compute", 1, 0)));
     assert!(matches!(recovery.run(&[a, b], &mut [&mut x]), Err(EcError::Length { index: 1, .. })));
 
     assert!(matches!(refused(code, 0, 0, &[0, 0], 2), EcError::Unit { unit: 0, .. }));
@@ -153,23 +153,23 @@ proptest! {
     #[test]
     fn what_is_lost_comes_back(k in 1..20_usize, m in 1..8_usize, len in 0..300_usize, seed: u64) {
         for code in codes(k, m) {
-            let shards = shards(&code, seed, len);
+            let fragments = fragments(&code, seed, len);
             let mut random = SmallRng::seed_from_u64(seed);
             let count = random.random_range(0..=m);
-            lose_and_recover(&code, &shards, &index::sample(&mut random, k + m, count).into_vec());
+            lose_and_recover(&code, &fragments, &index::sample(&mut random, k + m, count).into_vec());
         }
     }
 
     #[test]
     fn an_update_equals_encoding_anew(k in 1..20_usize, m in 1..8_usize, len in 0..300_usize, seed: u64, rows: u8) {
         for code in codes(k, m) {
-            let mut shards = shards(&code, seed, len);
+            let mut fragments = fragments(&code, seed, len);
             let column = seed as usize % k;
             let new = noise(!seed, len);
-            let delta: Vec<u8> = new.iter().zip(&shards[column]).map(|(a, b)| a ^ b).collect();
-            let (data, parity) = shards.split_at_mut(k);
+            let delta: Vec<u8> = new.iter().zip(&fragments[column]).map(|(a, b)| a ^ b).collect();
+            let (data, parity) = fragments.split_at_mut(k);
             let untouched = parity.to_vec();
-            // Some rows, the last ones first: the others' shards are lost.
+            // Some rows, the last ones first: the others' fragments are lost.
             let chosen = |row: &usize| rows >> row & 1 == 1;
             let mut some: Vec<(usize, &mut [u8])> =
                 parity.iter_mut().map(Vec::as_mut_slice).enumerate().rev().filter(|(row, _)| chosen(row)).collect();

@@ -49,7 +49,7 @@ pub struct Report {
 /// A rebuild that goes on.
 #[derive(Debug, Serialize)]
 pub struct RebuildReport {
-    /// UUID of the target whose shards are made anew.
+    /// UUID of the target whose fragments are made anew.
     pub target: String,
     /// Name of the pool that they are of.
     pub pool: String,

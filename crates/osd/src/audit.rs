@@ -53,12 +53,12 @@ impl Sizes {
     }
 }
 
-/// Says what is wrong with an object of a target, or with the shard of one, judging by its size in bytes and its xattrs.
+/// Says what is wrong with an object of a target, or with the fragment of one, judging by its size in bytes and its xattrs.
 /// For `fsck`, which sees one target at a time. `None`: nothing that can be told from these.
 #[must_use]
 pub fn inspect_object(oid: &ObjectId, size: u64, xattrs: &BTreeMap<Bytes, Bytes>) -> Option<String> {
     let name = ids::parse(oid)?;
-    // A shard has the size of its object with it.
+    // A fragment has the size of its object with it.
     let stored = match xattrs.get(&SIZE_XATTR) {
         Some(bytes) => u64::from_be_bytes(bytes[..].try_into().ok()?),
         None => size,
@@ -147,17 +147,17 @@ async fn resize(place: &Place, repair: bool) -> Step<Verdict> {
 mod tests {
     use super::*;
 
-    fn inspect(recorded: u64, stored: u64, shard: Option<u64>) -> Option<String> {
+    fn inspect(recorded: u64, stored: u64, fragment: Option<u64>) -> Option<String> {
         let info = ObjectInfo { version: 1, size: recorded, modified_ms: 0, manifest: None };
         let mut xattrs = BTreeMap::from([(INFO_XATTR, info.encode())]);
-        xattrs.extend(shard.map(|size| (SIZE_XATTR, Bytes::copy_from_slice(&size.to_be_bytes()))));
+        xattrs.extend(fragment.map(|size| (SIZE_XATTR, Bytes::copy_from_slice(&size.to_be_bytes()))));
         inspect_object(&ids::object(7, "", "film", None), stored, &xattrs)
     }
 
     #[test]
     fn sizes_that_differ_are_told_with_what_helps() {
         assert_eq!(inspect(18_450, 18_450, None), None);
-        assert_eq!(inspect(18_450, 8192, Some(18_450)), None, "a shard is shorter than its object");
+        assert_eq!(inspect(18_450, 8192, Some(18_450)), None, "a fragment is shorter than its object");
         for short in [inspect(18_450, 16_384, None), inspect(18_450, 8192, Some(16_384))] {
             let short = short.unwrap();
             assert!(short.contains("\"film\"") && short.contains("scrub --repair"), "{short}");

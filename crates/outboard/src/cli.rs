@@ -37,7 +37,7 @@ pub enum Command {
     Debug(commands::debug::DebugCommand),
     #[command(
         subcommand,
-        about = "Cut files into shards with parity, put them together again; say where a node computes parity"
+        about = "Cut files into fragments with parity, put them together again; say where a node computes parity"
     )]
     Ec(commands::ec::EcCommand),
     Store(commands::store::StoreArgs),

@@ -87,17 +87,17 @@ fn encode<'a>(more: &[&'a str]) -> Vec<&'a str> {
 }
 
 #[test]
-fn a_file_comes_back_from_any_k_shards() {
+fn a_file_comes_back_from_any_k_fragments() {
     for kernel in ["auto", "portable"] {
         for len in [0, 1, 100_000, 3_000_001] {
             let dir = Dir::new();
             let data = noise(len);
             dir.write("file", &data);
             dir.ok(&encode(&["--kernel", kernel, "file"]));
-            let shards: Vec<String> = (0..6).map(|n| format!("file.{n:03}.shard")).collect();
-            assert_eq!(dir.names(), [&["file".to_owned()][..], &shards[..]].concat(), "and nothing else");
+            let fragments: Vec<String> = (0..6).map(|n| format!("file.{n:03}.fragment")).collect();
+            assert_eq!(dir.names(), [&["file".to_owned()][..], &fragments[..]].concat(), "and nothing else");
 
-            dir.remove(&["file", "file.001.shard", "file.005.shard"]);
+            dir.remove(&["file", "file.001.fragment", "file.005.fragment"]);
             let (_, notes) = dir.ok(&["decode", "--kernel", kernel, "file"]);
             assert_eq!(dir.read("file"), data);
             assert!(notes.contains("1, 5") && notes.contains("--repair"), "{notes}");
@@ -111,9 +111,9 @@ fn one_loss_too_many_is_told() {
     let dir = Dir::new();
     dir.write("file", &noise(500_000));
     dir.ok(&encode(&["file"]));
-    dir.remove(&["file", "file.000.shard", "file.003.shard", "file.004.shard"]);
+    dir.remove(&["file", "file.000.fragment", "file.003.fragment", "file.004.fragment"]);
     let error = dir.fails(1, &["decode", "file"]);
-    assert!(error.contains("of 6 shards 3 are intact") && error.contains("at least 1"), "{error}");
+    assert!(error.contains("of 6 fragments 3 are intact") && error.contains("at least 1"), "{error}");
     assert_eq!(dir.names().len(), 3, "no half a file is left");
 }
 
@@ -124,28 +124,28 @@ fn damage_is_noticed_and_repaired() {
     dir.write("file", &data);
     let report = dir.json(&encode(&["--unit", "16KiB", "--json", "file"]));
     assert_eq!((&report[0]["bytes"], &report[0]["unit"]), (&1_000_000.into(), &16_384.into()));
-    let before: Vec<Vec<u8>> = (0..6).map(|n| dir.read(&format!("file.{n:03}.shard"))).collect();
+    let before: Vec<Vec<u8>> = (0..6).map(|n| dir.read(&format!("file.{n:03}.fragment"))).collect();
 
-    dir.flip("file.002.shard", 40_000);
+    dir.flip("file.002.fragment", 40_000);
     let (_, notes) = dir.ok(&["decode", "--out", "back", "file"]);
     assert_eq!(dir.read("back"), data);
-    assert!(notes.contains("shards 2 are missing or damaged"), "{notes}");
+    assert!(notes.contains("fragments 2 are missing or damaged"), "{notes}");
 
-    // A parity shard's damage is not seen by who needs no parity, but by a repair. A header's loses the whole shard.
-    dir.flip("file.002.shard", 40_000);
-    dir.flip("file.005.shard", 40_000);
+    // A parity fragment's damage is not seen by who needs no parity, but by a repair. A header's loses the whole fragment.
+    dir.flip("file.002.fragment", 40_000);
+    dir.flip("file.005.fragment", 40_000);
     assert_eq!(dir.ok(&["decode", "--force", "--out", "back", "file"]).1, "");
-    dir.flip("file.000.shard", 3);
+    dir.flip("file.000.fragment", 3);
     let report = dir.json(&["decode", "--repair", "--json", "--out", "/dev/null", "file"]);
     assert_eq!(report["lost"], serde_json::json!([0, 5]));
-    assert_eq!(report["repaired"], serde_json::json!(["file.000.shard", "file.005.shard"]));
+    assert_eq!(report["repaired"], serde_json::json!(["file.000.fragment", "file.005.fragment"]));
     for (n, before) in before.iter().enumerate() {
-        assert!(dir.read(&format!("file.{n:03}.shard")) == *before, "shard {n}");
+        assert!(dir.read(&format!("file.{n:03}.fragment")) == *before, "fragment {n}");
     }
 
-    dir.remove(&["file.001.shard", "file.004.shard"]);
+    dir.remove(&["file.001.fragment", "file.004.fragment"]);
     dir.ok(&["decode", "--repair", "--force", "file"]);
-    assert!(dir.read("file.001.shard") == before[1] && dir.read("file.004.shard") == before[4]);
+    assert!(dir.read("file.001.fragment") == before[1] && dir.read("file.004.fragment") == before[4]);
     assert!(dir.read("file") == data);
 }
 
@@ -154,11 +154,15 @@ fn nothing_is_overwritten_unasked() {
     let dir = Dir::new();
     dir.write("file", b"old");
     dir.ok(&encode(&["file"]));
-    let (shard, id) = (dir.read("file.003.shard"), 32..48);
+    let (fragment, id) = (dir.read("file.003.fragment"), 32..48);
     assert!(dir.fails(1, &encode(&["file"])).contains("--force"));
-    assert_eq!(dir.read("file.003.shard"), shard);
+    assert_eq!(dir.read("file.003.fragment"), fragment);
     dir.ok(&encode(&["--force", "file"]));
-    assert_ne!(dir.read("file.003.shard")[id.clone()], shard[id], "every encoding has an id of its own");
+    assert_ne!(
+        dir.read("file.003.fragment")[id.clone()],
+        fragment[id],
+        "every encoding has an id of its own"
+    );
 
     dir.write("file", b"new");
     assert!(dir.fails(1, &["decode", "file"]).contains("--force"));
@@ -166,28 +170,41 @@ fn nothing_is_overwritten_unasked() {
     dir.ok(&["decode", "--force", "file"]);
     assert_eq!(dir.read("file"), b"old");
 
-    // A shard that is there but was not named is not replaced either.
-    let named = ["file.000.shard", "file.001.shard", "file.002.shard", "file.003.shard", "file.004.shard"];
-    dir.flip("file.005.shard", 0);
-    let damaged = dir.read("file.005.shard");
+    // A fragment that is there but was not named is not replaced either.
+    let named = [
+        "file.000.fragment",
+        "file.001.fragment",
+        "file.002.fragment",
+        "file.003.fragment",
+        "file.004.fragment",
+    ];
+    dir.flip("file.005.fragment", 0);
+    let damaged = dir.read("file.005.fragment");
     let repair = ["decode", "--repair", "--out", "/dev/null"];
-    assert!(dir.fails(1, &[&repair[..], &named].concat()).contains("file.005.shard exists"));
-    assert_eq!(dir.read("file.005.shard"), damaged);
+    assert!(dir.fails(1, &[&repair[..], &named].concat()).contains("file.005.fragment exists"));
+    assert_eq!(dir.read("file.005.fragment"), damaged);
 }
 
 #[test]
-fn shards_may_be_anywhere_and_files_may_be_pipes() {
+fn fragments_may_be_anywhere_and_files_may_be_pipes() {
     let dir = Dir::new();
     let data = noise(300_000);
     dir.write("file", &data);
     dir.write("other", b"x");
     dir.ok(&encode(&["--out", "a/b", "file", "other"]));
-    fs::rename(dir.path().join("a/b/file.005.shard"), dir.path().join("moved")).unwrap();
-    dir.remove(&["a/b/file.000.shard", "a/b/file.001.shard"]);
+    fs::rename(dir.path().join("a/b/file.005.fragment"), dir.path().join("moved")).unwrap();
+    dir.remove(&["a/b/file.000.fragment", "a/b/file.001.fragment"]);
     assert!(dir.fails(1, &["decode", "--out", "-", "a/b/file"]).contains("too much is lost"));
-    let shards =
-        ["decode", "--out", "-", "moved", "a/b/file.002.shard", "a/b/file.003.shard", "a/b/file.004.shard"];
-    assert_eq!(dir.ok(&shards).0, data);
+    let fragments = [
+        "decode",
+        "--out",
+        "-",
+        "moved",
+        "a/b/file.002.fragment",
+        "a/b/file.003.fragment",
+        "a/b/file.004.fragment",
+    ];
+    assert_eq!(dir.ok(&fragments).0, data);
 
     let mut command = Command::new(env!("CARGO_BIN_EXE_outboard"));
     let encode = command.arg("ec").args(encode(&["--out", ".", "/dev/stdin"])).current_dir(dir.path());
@@ -208,17 +225,17 @@ fn mistakes_say_what_to_do() {
     assert!(dir.fails(1, &encode(&["nowhere"])).contains("nowhere"));
     assert!(dir.fails(2, &encode(&["."])).contains("tar"));
     assert_eq!(dir.names(), ["file"], "nothing is left of what failed");
-    assert!(dir.fails(1, &["decode", "nowhere"]).contains("nowhere.NNN.shard"));
-    assert!(dir.fails(1, &["decode", "--out", "back", "file"]).contains("is a shard"));
+    assert!(dir.fails(1, &["decode", "nowhere"]).contains("nowhere.NNN.fragment"));
+    assert!(dir.fails(1, &["decode", "--out", "back", "file"]).contains("is a fragment"));
     assert!(dir.fails(2, &["decode", "file"]).contains("--out"));
 
     dir.ok(&encode(&["file"]));
     fs::create_dir(dir.path().join("again")).unwrap();
     dir.ok(&encode(&["--out", "again", "file"]));
-    let mixed = dir.fails(1, &["decode", "--out", "back", "file.000.shard", "again/file.001.shard"]);
-    assert!(mixed.contains("file.000.shard and again/file.001.shard"), "{mixed}");
-    let twice = dir.fails(1, &["decode", "--out", "back", "file.000.shard", "file.000.shard"]);
-    assert!(twice.contains("both shard 0"), "{twice}");
+    let mixed = dir.fails(1, &["decode", "--out", "back", "file.000.fragment", "again/file.001.fragment"]);
+    assert!(mixed.contains("file.000.fragment and again/file.001.fragment"), "{mixed}");
+    let twice = dir.fails(1, &["decode", "--out", "back", "file.000.fragment", "file.000.fragment"]);
+    assert!(twice.contains("both fragment 0"), "{twice}");
     assert!(dir.fails(2, &["bench", "--unit", "100"]).contains("4KiB"));
 }
 
@@ -253,7 +270,7 @@ fn bench_prints_its_figures() {
         (row["place"].as_str().unwrap().to_owned(), row["encoded_bytes"].as_u64().unwrap())
     };
     let places = ["host", "dpu (emulated)", "accelerator (emulated)"];
-    // Whole blocks in 128 shards.
+    // Whole blocks in 128 fragments.
     let expected = [1 << 20, 128 * 24_576].map(|bytes| places.map(|place| (place.to_owned(), bytes)));
     assert_eq!(rows.iter().map(of).collect::<Vec<_>>(), expected.concat());
     for (row, place) in rows.iter().zip(places.iter().cycle()) {

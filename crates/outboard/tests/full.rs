@@ -82,8 +82,8 @@ fn walk(node: &Node, pool: &str, first: &str, second: &str, round: usize) {
     assert!(fs::read(node.path("copy")).unwrap() == large);
     node.ok(&["scrub", pool]);
     node.ok(&["ec", "mode"]);
-    node.ok(&["ec", "encode", "--k", "2", "--m", "1", "--out", &format!("shards{round}"), "large"]);
-    let [a, b] = [0, 2].map(|n| format!("shards{round}/large.{n:03}.shard"));
+    node.ok(&["ec", "encode", "--k", "2", "--m", "1", "--out", &format!("fragments{round}"), "large"]);
+    let [a, b] = [0, 2].map(|n| format!("fragments{round}/large.{n:03}.fragment"));
     let decoded = format!("decoded{round}");
     node.ok(&["ec", "decode", "--out", &decoded, &a, &b]);
     assert!(fs::read(node.path(&decoded)).unwrap() == large);

@@ -272,10 +272,10 @@ fn a_damaged_drive_is_mended() {
             assert_eq!(scrub(pool)["damaged"], 0, "{pool}, drive {drive}");
         }
     }
-    // Two data shards, which have the file's own blocks, and two copies. Of what there is once only nothing can be mended.
+    // Two data fragments, which have the file's own blocks, and two copies. Of what there is once only nothing can be mended.
     assert_eq!(mended, [2, 2]);
     assert!(node.fails(&["scrub", "s"]).contains("not repaired"));
-    assert!(node.text(&["scrub", "e", "--repair"]).contains("0 shards damaged"));
+    assert!(node.text(&["scrub", "e", "--repair"]).contains("0 fragments damaged"));
     let said = node.fails(&["get", "s/file", "-"]);
     assert!(said.contains("checksum mismatch"), "{said}");
 }

@@ -23,12 +23,12 @@ pub(crate) enum Place {
     },
 }
 
-/// Where the shards that are not data come from.
+/// Where the fragments that are not data come from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum ParityFrom {
     /// They are in the payload, behind the data.
     Payload,
-    /// The first shard.
+    /// The first fragment.
     Copies,
     /// They are computed, into the range behind the data if there is one.
     By(Coder),
@@ -44,12 +44,12 @@ impl From<&Parity> for ParityFrom {
     }
 }
 
-/// A piece of each of several shards. The payload is one shard after the other, each in one piece.
+/// A piece of each of several fragments. The payload is one fragment after the other, each in one piece.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Stripes {
-    /// By shard: the target, and its stage.
+    /// By fragment: the target, and its stage.
     pub(crate) parts: Vec<Option<(u16, u64)>>,
-    /// Number of data shards.
+    /// Number of data fragments.
     pub(crate) data: u16,
     /// Length of each, in bytes.
     pub(crate) len: u64,
@@ -61,7 +61,7 @@ pub(crate) struct Stripes {
 }
 
 impl Stripes {
-    /// Number of shards in the payload.
+    /// Number of fragments in the payload.
     pub(crate) fn sent(&self) -> usize {
         if self.parity == ParityFrom::Payload { self.parts.len() } else { self.data.into() }
     }
@@ -172,7 +172,7 @@ pub(crate) enum Answer {
     Coded(Option<u64>),
     /// No parity was computed, and nothing written.
     NotCoded(String),
-    /// The store of this shard failed.
+    /// The store of this fragment failed.
     PartFailed(u16, StoreError),
 }
 

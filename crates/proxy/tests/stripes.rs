@@ -12,7 +12,7 @@ use ec::offload::accelerator::{self, AcceleratorOptions};
 use ec::offload::batch::Pace;
 use outboard_proxy::{ServerOptions, SessionOptions, Target};
 use store::conformance::{Striped, seed};
-use store::stripes::{Coder, EngineOptions, Engines, Parity, ShardBytes, StripeError, StripeWrite};
+use store::stripes::{Coder, EngineOptions, Engines, FragmentBytes, Parity, StripeError, StripeWrite};
 use store::{MemStore, ObjectStore, StoreCalls};
 
 /// As fast as this machine computes.
@@ -76,13 +76,13 @@ async fn an_engine_that_fails_or_is_not_there_says_so_and_nothing_is_written() {
     let (_node, striped) = striped(Path::Dma, options(), &faults).await;
     faults.arm(fault("ec.offload=fail,count=1")).unwrap();
     let piece = bytes::Bytes::from(vec![7; 8192]);
-    let shard: ShardBytes = base::block::Payload::compute(0, piece).into();
+    let fragment: FragmentBytes = base::block::Payload::compute(0, piece).into();
     let (uuid, store) = &striped.stores[0];
     let stage = store.stage(8192).await.unwrap();
     let write = |coder| StripeWrite {
         parts: vec![Some((*uuid, stage)), None, None],
         offset: 0,
-        data: vec![shard.clone(), shard.clone()],
+        data: vec![fragment.clone(), fragment.clone()],
         parity: Parity::By(coder),
     };
     let failed = striped.stripes.stage_stripes(write(Coder::Accelerator), None).await;

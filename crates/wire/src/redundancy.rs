@@ -14,7 +14,7 @@ pub const MAX_STRIPE: u64 = 2 << 20;
 /// Most copies of a mirrored pool.
 pub const MAX_COPIES: u8 = 8;
 
-/// How a pool keeps its objects from being lost with a target. No two shards of an object are on one target.
+/// How a pool keeps its objects from being lost with a target. No two fragments of an object are on one target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub enum Redundancy {
     /// One copy.
@@ -27,11 +27,11 @@ pub enum Redundancy {
     },
     /// A Reed–Solomon code: any `m` targets may be lost.
     ErasureCode {
-        /// Shards with data.
+        /// Fragments with data.
         k: u8,
-        /// Shards with parity.
+        /// Fragments with parity.
         m: u8,
-        /// Bytes that go to one shard before the next has its turn; a multiple of 4096.
+        /// Bytes that go to one fragment before the next has its turn; a multiple of 4096.
         stripe_unit: u32,
     },
 }
@@ -96,7 +96,7 @@ impl Redundancy {
                     return Ok(());
                 }
                 Err(refused(format!(
-                    "a stripe unit of {unit} bytes; possible are multiples of 4096 up to {} with {k} data shards",
+                    "a stripe unit of {unit} bytes; possible are multiples of 4096 up to {} with {k} data fragments",
                     MAX_STRIPE / u64::from(k) / 4096 * 4096
                 )))
             }

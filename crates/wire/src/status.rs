@@ -80,13 +80,13 @@ pub struct ScrubStatus {
     pub groups_done: u32,
     /// Objects looked at.
     pub objects: u64,
-    /// Bytes read, of all shards.
+    /// Bytes read, of all fragments.
     pub bytes: u64,
-    /// Shards that could not be read or were not what they should be.
+    /// Fragments that could not be read or were not what they should be.
     pub damaged: u64,
     /// Those of them that were made anew.
     pub repaired: u64,
-    /// Objects whose shards can be read and contradict each other.
+    /// Objects whose fragments can be read and contradict each other.
     pub inconsistent: u64,
     /// Objects whose data does not have the size that is recorded of them.
     pub wrong_size: u64,

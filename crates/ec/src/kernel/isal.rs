@@ -7,7 +7,7 @@ use std::ffi::{CStr, c_int, c_void};
 use std::sync::OnceLock;
 
 use super::{Kernel, Transform, assert_shape};
-use crate::geometry::MAX_SHARDS;
+use crate::geometry::MAX_FRAGMENTS;
 use crate::matrix::Matrix;
 use crate::{EcError, Result};
 
@@ -92,7 +92,10 @@ impl Kernel for Isal {
 
     fn prepare(&self, matrix: &Matrix) -> Box<dyn Transform> {
         let (rows, columns) = (matrix.rows(), matrix.columns());
-        assert!(rows <= MAX_SHARDS && columns <= MAX_SHARDS, "no code has a matrix of {rows} x {columns}");
+        assert!(
+            rows <= MAX_FRAGMENTS && columns <= MAX_FRAGMENTS,
+            "no code has a matrix of {rows} x {columns}"
+        );
         let mut tables = vec![0; TABLE * rows * columns].into_boxed_slice();
         let coefficients = matrix.coefficients().as_ptr();
         // SAFETY: rows * columns coefficients are read, and 32 bytes are written for each.
@@ -101,7 +104,7 @@ impl Kernel for Isal {
     }
 }
 
-/// A matrix as ISA-L wants it: `tables` has 32 bytes for each of at most [`MAX_SHARDS`] rows and columns.
+/// A matrix as ISA-L wants it: `tables` has 32 bytes for each of at most [`MAX_FRAGMENTS`] rows and columns.
 #[derive(Debug)]
 struct Tables {
     isal: Isal,
@@ -118,7 +121,7 @@ impl Transform for Tables {
         let (k, rows) = (self.columns as c_int, self.rows as c_int);
         for at in (0..len).step_by(LONGEST) {
             let size = LONGEST.min(len - at);
-            let mut data = [std::ptr::null(); MAX_SHARDS];
+            let mut data = [std::ptr::null(); MAX_FRAGMENTS];
             data.iter_mut().zip(sources).for_each(|(data, source)| *data = source[at..].as_ptr());
             let coding = pointers(outputs, at);
             // SAFETY: `columns` sources of `size` bytes each are read, `rows` outputs of as many are written, which nobody
@@ -159,9 +162,9 @@ impl Transform for Tables {
     }
 }
 
-/// Where the outputs, of which there are at most [`MAX_SHARDS`], are written from `at` on.
-fn pointers(outputs: &mut [&mut [u8]], at: usize) -> [*mut u8; MAX_SHARDS] {
-    let mut pointers = [std::ptr::null_mut(); MAX_SHARDS];
+/// Where the outputs, of which there are at most [`MAX_FRAGMENTS`], are written from `at` on.
+fn pointers(outputs: &mut [&mut [u8]], at: usize) -> [*mut u8; MAX_FRAGMENTS] {
+    let mut pointers = [std::ptr::null_mut(); MAX_FRAGMENTS];
     pointers.iter_mut().zip(outputs).for_each(|(pointer, out)| *pointer = out[at..].as_mut_ptr());
     pointers
 }

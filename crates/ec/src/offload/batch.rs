@@ -6,15 +6,15 @@ use std::time::Duration;
 const PER_BATCH: f64 = 24e6;
 /// For so long does the engine work on what takes the core 1.
 const SLOWER: f64 = 10.3;
-/// The paper computed so many shards from each stripe.
+/// The paper computed so many fragments from each stripe.
 const PAPER_COMPUTED: f64 = 32.0;
 /// How much a piece of work is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Work {
     /// Data that it reads, in bytes.
     pub bytes: u64,
-    /// Shards that are computed from each stripe of the data: parity when encoding, lost shards when decoding.
-    pub computed_shards: u32,
+    /// Fragments that are computed from each stripe of the data: parity when encoding, lost fragments when decoding.
+    pub computed_fragments: u32,
 }
 
 /// How long a batch takes the engine.
@@ -30,12 +30,12 @@ impl Pace {
         Pace { host_rate: host_rate.max(1.0) }
     }
 
-    /// How long this batch takes. Each byte of data is multiplied and added once for every shard that is computed from it,
-    /// so other geometries than the paper's take time in proportion to those shards, however many the data is cut into; what
+    /// How long this batch takes. Each byte of data is multiplied and added once for every fragment that is computed from it,
+    /// so other geometries than the paper's take time in proportion to those fragments, however many the data is cut into; what
     /// every batch costs is the same.
     #[must_use]
     pub fn of_batch(&self, batch: &[Work]) -> Duration {
-        let as_paper = |work: &Work| work.bytes as f64 * f64::from(work.computed_shards) / PAPER_COMPUTED;
+        let as_paper = |work: &Work| work.bytes as f64 * f64::from(work.computed_fragments) / PAPER_COMPUTED;
         let core_bytes = PER_BATCH + SLOWER * batch.iter().map(as_paper).sum::<f64>();
         Duration::try_from_secs_f64(core_bytes / self.host_rate).unwrap_or(Duration::MAX)
     }
@@ -47,8 +47,8 @@ mod tests {
 
     const MB: u64 = 1_000_000;
 
-    fn work(bytes: u64, computed_shards: u32) -> Work {
-        Work { bytes, computed_shards }
+    fn work(bytes: u64, computed_fragments: u32) -> Work {
+        Work { bytes, computed_fragments }
     }
 
     #[test]
@@ -63,7 +63,7 @@ mod tests {
     }
 
     #[test]
-    fn a_batch_pays_once_and_fewer_shards_take_less() {
+    fn a_batch_pays_once_and_fewer_fragments_take_less() {
         let pace = Pace::paper(1e9);
         let [one, two] = [1, 2].map(|count| pace.of_batch(&vec![work(10 * MB, 32); count]));
         assert_eq!((one, two), (Duration::from_millis(24 + 103), Duration::from_millis(24 + 206)));

@@ -37,32 +37,33 @@ pub fn noise(seed: u64, len: usize) -> Vec<u8> {
     (0..len).map(|_| next()).collect()
 }
 
-/// All shards of some data: `k` of noise, `m` of parity.
-pub fn shards(code: &Code, seed: u64, len: usize) -> Vec<Vec<u8>> {
+/// All fragments of some data: `k` of noise, `m` of parity.
+pub fn fragments(code: &Code, seed: u64, len: usize) -> Vec<Vec<u8>> {
     let (k, m) = (code.geometry().k(), code.geometry().m());
-    let mut shards: Vec<Vec<u8>> = (0..k as u64).map(|n| noise(seed ^ n << 32, len)).collect();
+    let mut fragments: Vec<Vec<u8>> = (0..k as u64).map(|n| noise(seed ^ n << 32, len)).collect();
     let mut parity = vec![vec![0xee; len]; m];
-    code.encode(&slices(&shards), &mut slices_mut(&mut parity)).unwrap();
-    shards.extend(parity);
-    shards
+    code.encode(&slices(&fragments), &mut slices_mut(&mut parity)).unwrap();
+    fragments.extend(parity);
+    fragments
 }
 
-pub fn slices(shards: &[Vec<u8>]) -> Vec<&[u8]> {
-    shards.iter().map(Vec::as_slice).collect()
+pub fn slices(fragments: &[Vec<u8>]) -> Vec<&[u8]> {
+    fragments.iter().map(Vec::as_slice).collect()
 }
 
-pub fn slices_mut(shards: &mut [Vec<u8>]) -> Vec<&mut [u8]> {
-    shards.iter_mut().map(Vec::as_mut_slice).collect()
+pub fn slices_mut(fragments: &mut [Vec<u8>]) -> Vec<&mut [u8]> {
+    fragments.iter_mut().map(Vec::as_mut_slice).collect()
 }
 
-/// Loses some shards, computes them of the others and compares.
-pub fn lose_and_recover(code: &Code, shards: &[Vec<u8>], lost: &[usize]) {
-    let present: Vec<usize> = (0..shards.len()).filter(|shard| !lost.contains(shard)).collect();
+/// Loses some fragments, computes them of the others and compares.
+pub fn lose_and_recover(code: &Code, fragments: &[Vec<u8>], lost: &[usize]) {
+    let present: Vec<usize> = (0..fragments.len()).filter(|fragment| !lost.contains(fragment)).collect();
     let recovery = code.recovery(&present, lost).unwrap();
-    let sources: Vec<&[u8]> = recovery.sources().iter().map(|shard| shards[*shard].as_slice()).collect();
-    let mut out = vec![vec![0x55; shards[0].len()]; lost.len()];
+    let sources: Vec<&[u8]> =
+        recovery.sources().iter().map(|fragment| fragments[*fragment].as_slice()).collect();
+    let mut out = vec![vec![0x55; fragments[0].len()]; lost.len()];
     recovery.run(&sources, &mut slices_mut(&mut out)).unwrap();
-    for (shard, out) in lost.iter().zip(&out) {
-        assert_eq!(out, &shards[*shard], "{} without {lost:?}: shard {shard}", code.geometry());
+    for (fragment, out) in lost.iter().zip(&out) {
+        assert_eq!(out, &fragments[*fragment], "{} without {lost:?}: fragment {fragment}", code.geometry());
     }
 }

@@ -119,13 +119,13 @@ fn subsets(n: usize, most: usize) -> Vec<Vec<usize>> {
     (1u32..1 << n).filter(|bits| bits.count_ones() as usize <= most).map(members).collect()
 }
 
-/// Reads of shards by each store so far.
+/// Reads of fragments by each store so far.
 fn reads(rig: &Rig) -> Vec<u64> {
     rig.node.stores.iter().map(|store| store.reads.load(Ordering::SeqCst)).collect()
 }
 
 #[tokio::test]
-async fn a_degraded_read_of_a_full_stripe_reads_exactly_k_shards() {
+async fn a_degraded_read_of_a_full_stripe_reads_exactly_k_fragments() {
     let mut rig = Rig::new("ec:4+2", 1).await;
     rig.fill(&[4 * UNIT as usize]).await;
     for lost in 0..6 {
@@ -134,7 +134,7 @@ async fn a_degraded_read_of_a_full_stripe_reads_exactly_k_shards() {
         let before = reads(&rig);
         rig.check(&format!("without target {lost}")).await;
         let read: Vec<u64> = reads(&rig).iter().zip(before).map(|(now, before)| now - before).collect();
-        assert_eq!(read.iter().sum::<u64>(), 4, "shard reads without target {lost}: {read:?}");
+        assert_eq!(read.iter().sum::<u64>(), 4, "fragment reads without target {lost}: {read:?}");
         assert!(read.iter().all(|&count| count <= 1) && read[lost] == 0, "{read:?}");
         rig.bring_back(&[lost]).await;
     }

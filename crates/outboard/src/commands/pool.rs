@@ -29,7 +29,7 @@ pub enum PoolCommand {
         #[arg(long, value_name = "N")]
         pg_count: Option<u32>,
         /// How objects survive the loss of targets: single (not at all), mirror:N (N copies), or ec:K+M (K data and M parity
-        /// shards: any M targets may be lost)
+        /// fragments: any M targets may be lost)
         #[arg(long, value_name = "KIND", default_value = "single")]
         redundancy: Redundancy,
         /// With ec:K+M: bytes that go to one target before the next has its turn, a multiple of 4KiB [default: 64KiB]

@@ -16,7 +16,7 @@ const INTERVAL: Duration = Duration::from_millis(200);
 
 /// Read all of a pool, compare it with its checksums, its redundancy and its recorded sizes, and repair what can be
 ///
-/// Damaged shards are made anew from others. The node works in the background and goes on if this command is
+/// Damaged fragments are made anew from others. The node works in the background and goes on if this command is
 /// interrupted; a second call watches the first scrub. Clients go first. Fails if something is damaged and was not
 /// repaired.
 #[derive(Debug, Args)]
@@ -67,7 +67,7 @@ pub fn run(args: ScrubArgs, node: &NodeArgs) -> Result<()> {
         Some(why) => why,
         None if left > 0 => {
             format!(
-                "{left} shards or objects were found damaged and not repaired; the node's log names the objects"
+                "{left} fragments or objects were found damaged and not repaired; the node's log names the objects"
             )
         }
         None if wrong_size > 0 => {
@@ -82,7 +82,7 @@ pub fn run(args: ScrubArgs, node: &NodeArgs) -> Result<()> {
 
 fn text(status: &ScrubStatus) -> String {
     let found = format!(
-        "{} objects, {} bytes read: {} shards damaged, {} of them repaired; {} objects inconsistent",
+        "{} objects, {} bytes read: {} fragments damaged, {} of them repaired; {} objects inconsistent",
         status.objects, status.bytes, status.damaged, status.repaired, status.inconsistent
     );
     match status.wrong_size {

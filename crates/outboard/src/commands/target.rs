@@ -28,7 +28,7 @@ pub enum TargetCommand {
         #[arg(long)]
         json: bool,
     },
-    /// Do without a target: pools with redundancy rebuild its shards on another one, if there is one left
+    /// Do without a target: pools with redundancy rebuild its fragments on another one, if there is one left
     ///
     /// Until that is done they are as if the target had failed. Pools without redundancy go on using it.
     #[command(after_help = "Example:\n  outboard target out 3")]

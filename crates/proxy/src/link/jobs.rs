@@ -9,7 +9,7 @@ use base::phases::{self, Clock};
 use base::pool::MIN_BUFFER;
 use bytes::Bytes;
 use channel::{Header, Kind as FrameKind, VERIFY};
-use store::stripes::{Coded, ShardBytes};
+use store::stripes::{Coded, FragmentBytes};
 use store::{CollectionId, ObjectId, StageId, StoreError};
 
 use super::dma::Opened;
@@ -202,24 +202,24 @@ impl Job {
     /// It follows nothing but the making of its stages, and nothing is called that names them before it is answered.
     pub(super) fn stripes(
         stripes: Stripes,
-        data: Vec<ShardBytes>,
+        data: Vec<FragmentBytes>,
         by_dma: bool,
         answer_to: AnswerTo,
         coded: Option<Coded>,
     ) -> Job {
         let len = stripes.len as usize;
-        let shards =
+        let fragments =
             if matches!(stripes.parity, ParityFrom::By(_)) { stripes.parts.len() } else { data.len() };
-        // Shard by shard: DMA puts the pieces together.
+        // Fragment by fragment: DMA puts the pieces together.
         let mut upload = Vec::new();
         let mut at = 0;
-        for piece in data.into_iter().flat_map(|shard| shard.pieces) {
+        for piece in data.into_iter().flat_map(|fragment| fragment.pieces) {
             upload.push((at, piece.clone()));
             at += piece.len();
         }
         let call = Call::StageStripes { stripes, place: Place::Inline };
         Job {
-            range: want(shards * len),
+            range: want(fragments * len),
             upload,
             reply_max: 2 * SMALL_REPLY,
             coded,

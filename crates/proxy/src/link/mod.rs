@@ -1,7 +1,7 @@
 //! The osd's end of one session.
 //!
 //! Callers put [`Job`]s into the [`Link`] from any thread, under a short lock, and what can go at once is posted right
-//! there, on the caller's thread. One [`Driver`](driver::Driver) task per link, on the runtime of the OSD's shard, takes what
+//! there, on the caller's thread. One [`Driver`](driver::Driver) task per link, on the runtime of the OSD, takes what
 //! comes back. There is no thread of the channel's own on this side: with one, every call would cost two more wake-ups
 //! (into that thread and back), while this way a reply wakes the very thread that runs the waiting task.
 //!
@@ -32,7 +32,7 @@ use bytes::Bytes;
 use channel::ofi::OfiOffer;
 use channel::{DmaEngine, Header, Layout, TargetInfo};
 use futures::task::AtomicWaker;
-use store::stripes::{Coded, Parity, ShardBytes, StripeWrite};
+use store::stripes::{Coded, FragmentBytes, Parity, StripeWrite};
 use store::{StageId, StoreError};
 use tokio::sync::oneshot;
 
@@ -370,7 +370,7 @@ impl Link {
         self.unlock(state);
     }
 
-    /// Sends a piece of each of several shards. `targets` says which target has a UUID.
+    /// Sends a piece of each of several fragments. `targets` says which target has a UUID.
     pub(crate) fn stage_stripes(
         &self,
         targets: &[TargetInfo],
@@ -381,8 +381,8 @@ impl Link {
         let mut state = self.lock();
         let Some(answer_to) = state.accept(answer_to) else { return };
         match state.stripes(targets, write, self.max_range) {
-            Ok((stripes, shards)) => {
-                state.submit(Job::stripes(stripes, shards, self.by_dma, answer_to, coded));
+            Ok((stripes, fragments)) => {
+                state.submit(Job::stripes(stripes, fragments, self.by_dma, answer_to, coded));
             }
             // Whoever asked may have gone; then nobody needs to know.
             Err(e) => drop(answer_to.send(Err(e.into()))),
@@ -450,15 +450,15 @@ impl Link {
 }
 
 impl State {
-    /// What is said of stripes, and the shards that go with it.
+    /// What is said of stripes, and the fragments that go with it.
     fn stripes(
         &self,
         targets: &[TargetInfo],
         write: StripeWrite,
         max_range: usize,
-    ) -> Result<(Stripes, Vec<ShardBytes>), StoreError> {
+    ) -> Result<(Stripes, Vec<FragmentBytes>), StoreError> {
         write.check()?;
-        let size = write.shard_len().saturating_mul(write.parts.len());
+        let size = write.fragment_len().saturating_mul(write.parts.len());
         if size > max_range {
             let what = "stripes".to_owned();
             return Err(StoreError::TooLarge { what, size: size as u64, limit: max_range as u64 });
@@ -471,15 +471,16 @@ impl State {
             Ok(Some((target as u16, staged.host_id)))
         };
         let parts = write.parts.iter().map(translate).collect::<Result<Vec<_>, StoreError>>()?;
-        let (len, data) = (write.shard_len() as u64, write.data.len() as u16);
+        let (len, data) = (write.fragment_len() as u64, write.data.len() as u16);
         let parity = ParityFrom::from(&write.parity);
-        let mut shards = write.data;
+        let mut fragments = write.data;
         if let Parity::Here(parity) = write.parity {
-            shards.extend(parity);
+            fragments.extend(parity);
         }
-        let checksums: Vec<u32> = shards.iter().flat_map(|shard| &shard.checksums).copied().collect();
+        let checksums: Vec<u32> =
+            fragments.iter().flat_map(|fragment| &fragment.checksums).copied().collect();
         let checksums = pack_checksums(&checksums);
-        Ok((Stripes { parts, data, len, offset: write.offset, parity, checksums }, shards))
+        Ok((Stripes { parts, data, len, offset: write.offset, parity, checksums }, fragments))
     }
 
     fn encode(

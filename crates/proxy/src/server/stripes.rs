@@ -7,7 +7,7 @@ use base::pool::{Lease, Released};
 use bytes::Bytes;
 use futures::future::join_all;
 use store::stripes::{
-    Coded, Engines, Parity, Part, ShardBuf, ShardBytes, StripeError, check_shape, write_parts,
+    Coded, Engines, FragmentBuf, FragmentBytes, Parity, Part, StripeError, check_shape, write_parts,
 };
 use store::{StageId, StoreError};
 use tokio::sync::oneshot;
@@ -16,12 +16,12 @@ use super::Target;
 use super::calls::{Done, Request, Running, claim};
 use crate::messages::{Answer, Call, NO_REPLY, Outcome, ParityFrom, Place, Stripes, unpack_checksums};
 
-/// Shards in host memory, or in a frame, ready to be written.
-struct Shards {
+/// Fragments in host memory, or in a frame, ready to be written.
+struct Fragments {
     data: Vec<Payload>,
     parity: Parity,
     /// For parity that is computed.
-    buffers: Vec<ShardBuf>,
+    buffers: Vec<FragmentBuf>,
     /// Resolve when the stores have let go of host memory.
     released: Vec<Released>,
 }
@@ -92,23 +92,28 @@ fn start(
     };
     check_shape(stripes.len, stripes.data.into(), stripes.parts.len(), stripes.offset)?;
     let parts: Vec<Option<Part>> = stripes.parts.iter().map(find).collect::<store::Result<_>>()?;
-    let Shards { data, parity, buffers, released } = shards(&stripes, lease, place, data)?;
+    let Fragments { data, parity, buffers, released } = fragments(&stripes, lease, place, data)?;
     let coded = matches!(parity, Parity::By(_)).then_some(coded);
     Ok((write_parts(engines, parts, stripes.offset, data, parity, buffers, coded), released))
 }
 
-fn shards(stripes: &Stripes, lease: Option<&Lease>, place: Place, inline: Bytes) -> store::Result<Shards> {
+fn fragments(
+    stripes: &Stripes,
+    lease: Option<&Lease>,
+    place: Place,
+    inline: Bytes,
+) -> store::Result<Fragments> {
     let len = stripes.len as usize;
     let (k, m) = (usize::from(stripes.data), stripes.parts.len() - usize::from(stripes.data));
     let sent = stripes.sent();
     let computed = if matches!(stripes.parity, ParityFrom::By(_)) { m } else { 0 };
     let mut released = Vec::new();
-    let wrong = |what: String| StoreError::InvalidArgument(format!("stripes of {k}+{m} shards: {what}"));
+    let wrong = |what: String| StoreError::InvalidArgument(format!("stripes of {k}+{m} fragments: {what}"));
     let too_long = || wrong(format!("{len} bytes each are more than any memory"));
     let sent_len = len.checked_mul(sent).ok_or_else(too_long)?;
     let (payload, buffers) = match place {
         Place::Inline if inline.len() == sent_len => {
-            (inline, (0..computed).map(|_| ShardBuf::heap(len)).collect())
+            (inline, (0..computed).map(|_| FragmentBuf::heap(len)).collect())
         }
         Place::Inline => return Err(wrong(format!("{} bytes came, not {sent_len}", inline.len()))),
         Place::Range { offset, len: room } => {
@@ -122,7 +127,7 @@ fn shards(stripes: &Stripes, lease: Option<&Lease>, place: Place, inline: Bytes)
                 Ok::<_, StoreError>(buffer)
             };
             let payload = take(0, sent_len)?.freeze();
-            let buffer = |row: usize| Ok(ShardBuf::Arena(take(sent_len + row * len, len)?));
+            let buffer = |row: usize| Ok(FragmentBuf::Arena(take(sent_len + row * len, len)?));
             (payload, (0..computed).map(buffer).collect::<store::Result<_>>()?)
         }
     };
@@ -131,18 +136,18 @@ fn shards(stripes: &Stripes, lease: Option<&Lease>, place: Place, inline: Bytes)
     if checksums.len() != blocks * sent {
         return Err(wrong(format!("{} checksums for {} blocks", checksums.len(), blocks * sent)));
     }
-    let shard = |number: usize| {
+    let fragment = |number: usize| {
         let bytes = payload.slice(number * len..(number + 1) * len);
         let sums = checksums[number * blocks..(number + 1) * blocks].to_vec();
         Payload::from_parts(0, bytes, sums).map_err(|e| wrong(e.to_string()))
     };
-    let mut data = (0..sent).map(shard).collect::<store::Result<Vec<Payload>>>()?;
+    let mut data = (0..sent).map(fragment).collect::<store::Result<Vec<Payload>>>()?;
     let rest = data.split_off(k);
     let parity = match stripes.parity {
-        ParityFrom::Payload => Parity::Here(rest.into_iter().map(ShardBytes::from).collect()),
+        ParityFrom::Payload => Parity::Here(rest.into_iter().map(FragmentBytes::from).collect()),
         ParityFrom::Copies if k == 1 => Parity::Copies,
-        ParityFrom::Copies => return Err(wrong("copies of several shards".into())),
+        ParityFrom::Copies => return Err(wrong("copies of several fragments".into())),
         ParityFrom::By(coder) => Parity::By(coder),
     };
-    Ok(Shards { data, parity, buffers, released })
+    Ok(Fragments { data, parity, buffers, released })
 }

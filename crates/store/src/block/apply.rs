@@ -17,7 +17,7 @@ use super::extent::{Extent, push_block};
 use super::index::Changes;
 use super::log::Record;
 use super::need::Need;
-use super::records::{Onode, RefPage, Shard, decode_oid, key};
+use super::records::{MapLeaf, Onode, RefPage, decode_oid, key};
 use super::staged::Stage;
 use super::view::{Loaded, View};
 use crate::{CollectionId, MAX_XATTRS, ObjectId, Op, Result, StageId, StoreError, Transaction, WriteSource};
@@ -84,7 +84,7 @@ pub(crate) struct Apply<'a> {
     puts: Changes,
     put_bytes: usize,
     onodes: BTreeMap<Bytes, Option<Onode>>,
-    shards: BTreeMap<(u64, u64), (Box<Shard>, bool)>,
+    leaves: BTreeMap<(u64, u64), (Box<MapLeaf>, bool)>,
     /// Pages of reference counts, and as they are stored.
     refs: BTreeMap<u64, (RefPage, Option<Bytes>)>,
     pub(crate) allocated: Vec<Extent>,
@@ -111,7 +111,7 @@ impl<'a> Apply<'a> {
             puts: Changes::new(),
             put_bytes: 0,
             onodes: BTreeMap::new(),
-            shards: BTreeMap::new(),
+            leaves: BTreeMap::new(),
             refs: BTreeMap::new(),
             allocated: Vec::new(),
             staged: Vec::new(),
@@ -140,7 +140,7 @@ impl<'a> Apply<'a> {
     }
 
     fn finish(&mut self) -> Step<Outcome> {
-        self.store_shards()?;
+        self.store_leaves()?;
         for (key, onode) in std::mem::take(&mut self.onodes) {
             self.put(key, onode.map(|o| o.encode()))?;
         }
@@ -360,7 +360,7 @@ impl<'a> Apply<'a> {
 
     /// Gives back all blocks and omap entries of an object.
     fn drop_content(&mut self, onode: &Onode) -> Step {
-        self.drop_shards_from(onode.nid, 0)?;
+        self.drop_leaves_from(onode.nid, 0)?;
         self.drop_omap(onode)
     }
 

@@ -12,7 +12,7 @@ use super::bitmap::Bitmap;
 use super::drive::{Drive, FileDrive};
 use super::extent::Extent;
 use super::index::Changes;
-use super::records::{Onode, REF_BLOCKS, RefPage, SHARD_BLOCKS, Shard, decode_collection, decode_oid, key};
+use super::records::{LEAF_BLOCKS, MapLeaf, Onode, REF_BLOCKS, RefPage, decode_collection, decode_oid, key};
 use super::recovery::{Mode, Recovered, recover};
 use crate::{ObjectId, Result, StoreError};
 
@@ -219,20 +219,20 @@ impl Check<'_> {
         })
     }
 
-    /// Decodes a shard and finds its object; what cannot be used is reported, and removed under repair.
-    fn shard(&mut self, name: &Bytes, value: &Bytes, report: bool) -> Option<(u64, u64, Shard)> {
+    /// Decodes a leaf and finds its object; what cannot be used is reported, and removed under repair.
+    fn leaf(&mut self, name: &Bytes, value: &Bytes, report: bool) -> Option<(u64, u64, MapLeaf)> {
         let nid = key::number(name)?;
         let rest = key::rest(name);
         let number = <[u8; 8]>::try_from(&rest[..]).map(u64::from_be_bytes);
-        let shard = Shard::decode(value, self.recovered.superblock.data_blocks());
-        let what = match (&number, &shard) {
+        let leaf = MapLeaf::decode(value, self.recovered.superblock.data_blocks());
+        let what = match (&number, &leaf) {
             _ if !self.objects.contains_key(&nid) => "it belongs to no object".to_owned(),
-            (Ok(_), Ok(_)) => return Some((nid, number.ok()?, shard.ok()?)),
+            (Ok(_), Ok(_)) => return Some((nid, number.ok()?, leaf.ok()?)),
             (_, Err(error)) => error.to_string(),
             (Err(_), _) => "its key is damaged".to_owned(),
         };
         if report {
-            self.report.problem(format!("shard {}", name.escape_ascii()), what, self.repair);
+            self.report.problem(format!("leaf {}", name.escape_ascii()), what, self.repair);
             self.fixes.insert(name.clone(), None);
         }
         None
@@ -240,15 +240,15 @@ impl Check<'_> {
 
     fn count_references(&mut self) -> Result<()> {
         let recovered = self.recovered;
-        recovered.entries(key::SHARD, |name, value| {
-            let Some((nid, _, shard)) = self.shard(&name, &value, true) else { return Ok(()) };
-            for block in shard.blocks.iter().flatten() {
+        recovered.entries(key::LEAF, |name, value| {
+            let Some((nid, _, leaf)) = self.leaf(&name, &value, true) else { return Ok(()) };
+            for block in leaf.blocks.iter().flatten() {
                 if self.seen.set(Extent { start: block.block, len: 1 }, true) > 0 {
                     *self.shared.entry(block.block).or_default() += 1;
                 }
             }
             if let Some(object) = self.objects.get_mut(&nid) {
-                object.mapped += shard.mapped();
+                object.mapped += leaf.mapped();
             }
             Ok(())
         })?;
@@ -260,64 +260,61 @@ impl Check<'_> {
     fn blocks(&mut self, progress: &mut dyn FnMut(u64, u64)) -> Result<()> {
         let recovered = self.recovered;
         let mut done = 0;
-        recovered.entries(key::SHARD, |name, value| {
-            let Some((nid, number, mut shard)) = self.shard(&name, &value, false) else { return Ok(()) };
+        recovered.entries(key::LEAF, |name, value| {
+            let Some((nid, number, mut leaf)) = self.leaf(&name, &value, false) else { return Ok(()) };
             let place = |this: &Self, i: usize| {
                 let object = this.objects.get(&nid).map(|o| o.key.escape_ascii().to_string());
-                let offset = (number * SHARD_BLOCKS + i as u64) * BLOCK;
+                let offset = (number * LEAF_BLOCKS + i as u64) * BLOCK;
                 format!("object {} at {offset}", object.unwrap_or_default())
             };
             let mut unmarked = false;
-            for i in 0..shard.blocks.len() {
-                let Some(block) = &mut shard.blocks[i] else { continue };
+            for i in 0..leaf.blocks.len() {
+                let Some(block) = &mut leaf.blocks[i] else { continue };
                 if self.shared.contains_key(&block.block) && !block.shared {
                     block.shared = true;
                     unmarked = true;
                     let what = place(self, i);
                     self.report.problem(what, "a shared block is not marked as shared", self.repair);
                 }
-                if self
-                    .objects
-                    .get(&nid)
-                    .is_some_and(|o| (number * SHARD_BLOCKS + i as u64) * BLOCK >= o.size)
+                if self.objects.get(&nid).is_some_and(|o| (number * LEAF_BLOCKS + i as u64) * BLOCK >= o.size)
                 {
                     self.report.problem(place(self, i), "a block lies beyond the object's end", false);
                 }
             }
             if unmarked {
-                self.fixes.insert(name, Some(shard.encode()));
+                self.fixes.insert(name, Some(leaf.encode()));
             }
-            for i in self.damaged(&shard)? {
+            for i in self.damaged(&leaf)? {
                 self.report.problem(
                     place(self, i),
                     "checksum mismatch: restore the object from a copy",
                     false,
                 );
             }
-            done += shard.mapped();
+            done += leaf.mapped();
             self.report.bytes_checked = done * BLOCK;
             progress(done, self.report.blocks);
             Ok(())
         })
     }
 
-    /// The places of a shard whose blocks do not have their checksums.
-    fn damaged(&self, shard: &Shard) -> Result<Vec<usize>> {
+    /// The places of a leaf whose blocks do not have their checksums.
+    fn damaged(&self, leaf: &MapLeaf) -> Result<Vec<usize>> {
         let mut damaged = Vec::new();
         let mut at = 0;
-        let mut content = vec![0; shard.blocks.len() * BLOCK_SIZE];
-        while at < shard.blocks.len() {
-            let Some(first) = shard.blocks[at] else {
+        let mut content = vec![0; leaf.blocks.len() * BLOCK_SIZE];
+        while at < leaf.blocks.len() {
+            let Some(first) = leaf.blocks[at] else {
                 at += 1;
                 continue;
             };
             let follows =
-                |i: &usize| shard.blocks[*i].is_some_and(|b| b.block == first.block + (*i - at) as u64);
-            let len = 1 + (at + 1..shard.blocks.len()).take_while(follows).count();
+                |i: &usize| leaf.blocks[*i].is_some_and(|b| b.block == first.block + (*i - at) as u64);
+            let len = 1 + (at + 1..leaf.blocks.len()).take_while(follows).count();
             let bytes = &mut content[..len * BLOCK_SIZE];
             self.drive.read_at(self.recovered.superblock.data.offset + first.block * BLOCK, bytes)?;
             for (i, found) in (at..at + len).zip(bytes.chunks_exact(BLOCK_SIZE)) {
-                let Some(block) = shard.blocks[i] else { continue };
+                let Some(block) = leaf.blocks[i] else { continue };
                 let deferred = self.recovered.deferred.get(&block.block);
                 if crc32c(deferred.map_or(found, |d| &d[..])) != block.crc {
                     damaged.push(i);

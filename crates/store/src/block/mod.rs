@@ -44,7 +44,7 @@ pub use driver::Driver;
 pub use fsck::{FsckReport, Inspect, Problem, fsck};
 pub use store::{BlockStore, CheckpointWatch, MkfsOptions, MountOptions};
 
-/// Feeds `bytes` to every decoder of the format: superblock, log group and record, onode, shard, reference counts, meta
+/// Feeds `bytes` to every decoder of the format: superblock, log group and record, onode, leaf, reference counts, meta
 /// record, collection, header slot and checksum table of the index.
 pub(crate) fn decode_all(bytes: &[u8]) {
     let mut block = bytes.to_vec();
@@ -56,7 +56,7 @@ pub(crate) fn decode_all(bytes: &[u8]) {
     let _ = (log::decode_group(bytes), log::Record::decode(bytes));
     let _ = (
         records::Onode::decode(bytes),
-        records::Shard::decode(bytes, 1 << 20),
+        records::MapLeaf::decode(bytes, 1 << 20),
         records::RefPage::decode(bytes),
     );
     let _ = (records::Meta::decode(bytes), records::decode_collection(bytes, bytes));

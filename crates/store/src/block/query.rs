@@ -11,7 +11,7 @@ use super::extent::Extent;
 use super::io::{IoRequest, Segment, Whole};
 use super::messages::{Reply, send};
 use super::need::Need;
-use super::records::{BlockRef, Onode, SHARD_BLOCKS, Shard, decode_oid, key};
+use super::records::{BlockRef, LEAF_BLOCKS, MapLeaf, Onode, decode_oid, key};
 use super::view::{Loaded, Scanned};
 use crate::{MAX_READ, ObjectId, Page, Query, QueryReply, ReadData, Result, Stat, StoreError};
 
@@ -243,20 +243,20 @@ impl Core {
         loaded: &Loaded,
     ) -> Result<Result<Vec<Option<BlockRef>>>, Vec<Need>> {
         let (mut map, mut needs) = (Vec::with_capacity((end - first) as usize), Vec::new());
-        for number in first / SHARD_BLOCKS..=(end - 1) / SHARD_BLOCKS {
-            let shard = match self.view.get(loaded, &key::shard(onode.nid, number)) {
+        for number in first / LEAF_BLOCKS..=(end - 1) / LEAF_BLOCKS {
+            let leaf = match self.view.get(loaded, &key::leaf(onode.nid, number)) {
                 Err(need) => {
                     needs.push(need);
                     continue;
                 }
-                Ok(None) => Shard::default(),
-                Ok(Some(bytes)) => match Shard::decode(&bytes, self.superblock.data_blocks()) {
-                    Ok(shard) => shard,
+                Ok(None) => MapLeaf::default(),
+                Ok(Some(bytes)) => match MapLeaf::decode(&bytes, self.superblock.data_blocks()) {
+                    Ok(leaf) => leaf,
                     Err(error) => return Ok(Err(error)),
                 },
             };
-            let start = number * SHARD_BLOCKS;
-            map.extend(shard.places(first.max(start) - start, end.min(start + SHARD_BLOCKS) - start));
+            let start = number * LEAF_BLOCKS;
+            map.extend(leaf.places(first.max(start) - start, end.min(start + LEAF_BLOCKS) - start));
         }
         if needs.is_empty() { Ok(Ok(map)) } else { Err(needs) }
     }

@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::{CollectionId, ObjectId, Result, StoreError};
 
-/// Blocks per shard of an object's map: 1 MiB.
-pub(crate) const SHARD_BLOCKS: u64 = 256;
+/// Blocks per leaf of an object's map: 1 MiB.
+pub(crate) const LEAF_BLOCKS: u64 = 256;
 /// Blocks per page of reference counts.
 pub(crate) const REF_BLOCKS: u64 = 1024;
 
@@ -19,7 +19,7 @@ pub(crate) mod key {
     pub(crate) const META: &[u8] = b"M";
     pub(crate) const COLLECTION: u8 = b'C';
     pub(crate) const ONODE: u8 = b'O';
-    pub(crate) const SHARD: u8 = b'S';
+    pub(crate) const LEAF: u8 = b'S';
     pub(crate) const OMAP: u8 = b'P';
     pub(crate) const REFS: u8 = b'R';
     pub(crate) const BITMAP: u8 = b'B';
@@ -40,8 +40,8 @@ pub(crate) mod key {
         make(ONODE, collection, oid)
     }
 
-    pub(crate) fn shard(nid: u64, shard: u64) -> Bytes {
-        make(SHARD, nid, &shard.to_be_bytes())
+    pub(crate) fn leaf(nid: u64, leaf: u64) -> Bytes {
+        make(LEAF, nid, &leaf.to_be_bytes())
     }
 
     pub(crate) fn omap(nid: u64, key: &[u8]) -> Bytes {
@@ -98,7 +98,7 @@ pub(crate) struct Meta {
 /// An object, but for its blocks and omap.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub(crate) struct Onode {
-    /// Number that its shards and omap entries are found by.
+    /// Number that its leaves and omap entries are found by.
     pub(crate) nid: u64,
     /// Size, in bytes.
     pub(crate) size: u64,
@@ -156,15 +156,15 @@ pub(crate) struct BlockRef {
 
 /// The map of 1 MiB of an object; `None`, and what is missing at the end, is a hole.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Shard {
-    /// At most [`SHARD_BLOCKS`].
+pub(crate) struct MapLeaf {
+    /// At most [`LEAF_BLOCKS`].
     pub(crate) blocks: Vec<Option<BlockRef>>,
 }
 
 /// In the first block of an encoded run: its blocks may have other references.
 const SHARED: u64 = 1 << 47;
 
-impl Shard {
+impl MapLeaf {
     /// What is at a place.
     pub(crate) fn get(&self, place: u64) -> Option<BlockRef> {
         self.blocks.get(place as usize).copied().flatten()
@@ -199,7 +199,7 @@ impl Shard {
         self.blocks.iter().flatten().count() as u64
     }
 
-    /// Runs of blocks: {place in the shard u8, length - 1 u8, first block u48 with the top bit for *shared*, checksums}.
+    /// Runs of blocks: {place in the leaf u8, length - 1 u8, first block u48 with the top bit for *shared*, checksums}.
     pub(crate) fn encode(&self) -> Bytes {
         let mut out = BytesMut::with_capacity(16 + 4 * self.blocks.len());
         let mut at = 0;
@@ -222,10 +222,10 @@ impl Shard {
         out.freeze()
     }
 
-    /// Decodes a shard whose blocks must be less than `limit`.
-    pub(crate) fn decode(mut bytes: &[u8], limit: u64) -> Result<Shard> {
-        let wrong = |detail| corrupt("shard", detail);
-        let mut shard = Shard::default();
+    /// Decodes a leaf whose blocks must be less than `limit`.
+    pub(crate) fn decode(mut bytes: &[u8], limit: u64) -> Result<MapLeaf> {
+        let wrong = |detail| corrupt("leaf", detail);
+        let mut leaf = MapLeaf::default();
         let mut next = 0;
         while let Some((head, rest)) = bytes.split_first_chunk::<8>() {
             let (at, len) = (usize::from(head[0]), usize::from(head[1]) + 1);
@@ -233,15 +233,15 @@ impl Shard {
             start[..6].copy_from_slice(&head[2..]);
             let start = u64::from_le_bytes(start);
             let (start, shared) = (start & !SHARED, start & SHARED != 0);
-            if at < next || at + len > SHARD_BLOCKS as usize || rest.len() < len * 4 {
-                return Err(wrong("run outside the shard"));
+            if at < next || at + len > LEAF_BLOCKS as usize || rest.len() < len * 4 {
+                return Err(wrong("run outside the leaf"));
             }
             if start + len as u64 > limit {
                 return Err(wrong("block outside the data region"));
             }
             let (crcs, rest) = rest.split_at(len * 4);
-            shard.blocks.resize(at, None);
-            shard.blocks.extend(
+            leaf.blocks.resize(at, None);
+            leaf.blocks.extend(
                 crcs.as_chunks::<4>()
                     .0
                     .iter()
@@ -251,7 +251,7 @@ impl Shard {
             next = at + len;
             bytes = rest;
         }
-        if bytes.is_empty() { Ok(shard) } else { Err(wrong("trailing bytes")) }
+        if bytes.is_empty() { Ok(leaf) } else { Err(wrong("trailing bytes")) }
     }
 }
 
@@ -306,12 +306,12 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn shards() -> impl Strategy<Value = Shard> {
+    fn leaves() -> impl Strategy<Value = MapLeaf> {
         let block = proptest::option::of((0u64..1000, any::<u32>(), any::<bool>()));
-        proptest::collection::vec((block, any::<bool>()), 0..=SHARD_BLOCKS as usize).prop_map(|items| {
-            let mut shard = Shard { blocks: vec![None; items.len()] };
+        proptest::collection::vec((block, any::<bool>()), 0..=LEAF_BLOCKS as usize).prop_map(|items| {
+            let mut leaf = MapLeaf { blocks: vec![None; items.len()] };
             let mut last: Option<BlockRef> = None;
-            for (slot, (item, follow)) in shard.blocks.iter_mut().zip(items) {
+            for (slot, (item, follow)) in leaf.blocks.iter_mut().zip(items) {
                 *slot = match (last, item) {
                     (Some(l), Some((_, crc, _))) if follow => {
                         Some(BlockRef { block: l.block + 1, crc, shared: l.shared })
@@ -320,16 +320,16 @@ mod tests {
                 };
                 last = *slot;
             }
-            shard
+            leaf
         })
     }
 
     proptest! {
         #[test]
-        fn shards_survive_encoding(shard in shards()) {
-            let found = Shard::decode(&shard.encode(), 2000).unwrap();
-            prop_assert!(found.places(0, SHARD_BLOCKS).eq(shard.places(0, SHARD_BLOCKS)));
-            prop_assert_eq!(found.mapped(), shard.mapped());
+        fn leaves_survive_encoding(leaf in leaves()) {
+            let found = MapLeaf::decode(&leaf.encode(), 2000).unwrap();
+            prop_assert!(found.places(0, LEAF_BLOCKS).eq(leaf.places(0, LEAF_BLOCKS)));
+            prop_assert_eq!(found.mapped(), leaf.mapped());
         }
 
         #[test]
@@ -341,7 +341,7 @@ mod tests {
 
         #[test]
         fn arbitrary_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
-            let _ = (Shard::decode(&bytes, 1 << 20), RefPage::decode(&bytes), Onode::decode(&bytes), Meta::decode(&bytes));
+            let _ = (MapLeaf::decode(&bytes, 1 << 20), RefPage::decode(&bytes), Onode::decode(&bytes), Meta::decode(&bytes));
             let _ = decode_collection(&bytes, &bytes);
         }
     }

@@ -15,7 +15,7 @@ use super::drive::Drive;
 use super::extent::Extent;
 use super::index::{Changes, Index};
 use super::log::{self, GROUP_SECTORS, Record};
-use super::records::{Meta, Shard, corrupt, decode_collection, key};
+use super::records::{MapLeaf, Meta, corrupt, decode_collection, key};
 use super::region::IndexRegion;
 use super::superblock::{Region, SECTOR, SUPERBLOCKS, Superblock};
 use crate::{CollectionId, Result, StoreError};
@@ -253,9 +253,9 @@ impl Recovered {
         let deferred = |block| record.deferred.iter().any(|(b, _)| *b == block);
         let mut content = vec![0; BLOCK_SIZE];
         for (name, value) in &record.puts {
-            let (Some(&key::SHARD), Some(value)) = (name.first(), value) else { continue };
-            let shard = Shard::decode(value, self.superblock.data_blocks())?;
-            for block in shard.blocks.iter().flatten() {
+            let (Some(&key::LEAF), Some(value)) = (name.first(), value) else { continue };
+            let leaf = MapLeaf::decode(value, self.superblock.data_blocks())?;
+            for block in leaf.blocks.iter().flatten() {
                 if !taken_by_record(block.block) || deferred(block.block) {
                     continue;
                 }

@@ -138,7 +138,7 @@ impl Cache {
     fn update(&mut self, changes: &Changes) {
         for (key, value) in changes {
             self.old.remove(key);
-            if value.is_some() && matches!(key.first(), Some(&(key::ONODE | key::SHARD))) {
+            if value.is_some() && matches!(key.first(), Some(&(key::ONODE | key::LEAF))) {
                 self.insert(key.clone(), value.clone());
             } else {
                 self.young.remove(key);
@@ -238,7 +238,7 @@ impl View {
 
     /// Whether the drive cannot have the key, because its object or collection is newer than the last checkpoint.
     fn is_fresh(&self, key: &[u8]) -> bool {
-        matches!(key.first(), Some(&(key::ONODE | key::SHARD | key::OMAP)))
+        matches!(key.first(), Some(&(key::ONODE | key::LEAF | key::OMAP)))
             && key::number(key).is_some_and(|n| n >= self.base_nid)
     }
 

@@ -9,7 +9,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, RngCore, SeedableRng};
 use tokio::sync::oneshot;
 
-use crate::stripes::{Coder, Parity, ShardBytes, StripeError, StripeStores, StripeWrite};
+use crate::stripes::{Coder, FragmentBytes, Parity, StripeError, StripeStores, StripeWrite};
 use crate::{
     CollectionId, ObjectId, ObjectStore, Op, StageId, StoreCalls, StoreError, Transaction, WriteSource,
 };
@@ -29,37 +29,37 @@ fn cid() -> CollectionId {
     CollectionId::new("stripes").expect("a name")
 }
 
-/// Bytes in pieces that are cut at the same places for each shard.
-fn shards(rng: &mut StdRng, count: usize, cuts: &[usize]) -> Vec<ShardBytes> {
-    let mut shard = |_| {
-        let mut shard = ShardBytes::default();
+/// Bytes in pieces that are cut at the same places for each fragment.
+fn fragments(rng: &mut StdRng, count: usize, cuts: &[usize]) -> Vec<FragmentBytes> {
+    let mut fragment = |_| {
+        let mut fragment = FragmentBytes::default();
         for &blocks in cuts {
             let mut piece = vec![0; blocks * BLOCK];
             rng.fill_bytes(&mut piece);
-            shard.checksums.extend(piece.chunks(BLOCK).map(base::block::crc32c));
-            shard.pieces.push(piece.into());
+            fragment.checksums.extend(piece.chunks(BLOCK).map(base::block::crc32c));
+            fragment.pieces.push(piece.into());
         }
-        shard
+        fragment
     };
-    (0..count).map(&mut shard).collect()
+    (0..count).map(&mut fragment).collect()
 }
 
-fn whole(shard: &ShardBytes) -> Bytes {
-    shard.pieces.concat().into()
+fn whole(fragment: &FragmentBytes) -> Bytes {
+    fragment.pieces.concat().into()
 }
 
-fn parity_of(data: &[ShardBytes], m: usize) -> Vec<Bytes> {
+fn parity_of(data: &[FragmentBytes], m: usize) -> Vec<Bytes> {
     let kernel = KernelChoice::Portable.load().expect("the portable kernel");
     let code = Code::new(Geometry::new(data.len(), m).expect("a geometry"), kernel);
     let data: Vec<Bytes> = data.iter().map(whole).collect();
-    let sources: Vec<&[u8]> = data.iter().map(|shard| &shard[..]).collect();
+    let sources: Vec<&[u8]> = data.iter().map(|fragment| &fragment[..]).collect();
     let mut parity = vec![vec![0; sources[0].len()]; m];
     let mut outputs: Vec<&mut [u8]> = parity.iter_mut().map(Vec::as_mut_slice).collect();
     code.encode(&sources, &mut outputs).expect("equal lengths");
     parity.into_iter().map(Bytes::from).collect()
 }
 
-fn in_one_piece(bytes: &Bytes) -> ShardBytes {
+fn in_one_piece(bytes: &Bytes) -> FragmentBytes {
     Payload::compute(0, bytes.clone()).into()
 }
 
@@ -118,7 +118,7 @@ impl Striped {
     async fn every_way(&self, rng: &mut StdRng, k: usize, m: usize) {
         for way in [None, Some(Coder::Host), Some(Coder::Accelerator)] {
             let cuts = [[1, 3, 2], [5, 1, 16]];
-            let [first, second] = cuts.map(|cuts| shards(rng, k, &cuts));
+            let [first, second] = cuts.map(|cuts| fragments(rng, k, &cuts));
             let len = first[0].len() + second[0].len();
             let parts = self.stages(k + m, len as u64).await;
             let mut expected = vec![Vec::new(); k + m];
@@ -126,7 +126,7 @@ impl Striped {
             for data in [first, second] {
                 let computed = parity_of(&data, m);
                 let all = data.iter().map(whole).chain(computed.iter().cloned());
-                expected.iter_mut().zip(all).for_each(|(sum, shard)| sum.extend_from_slice(&shard));
+                expected.iter_mut().zip(all).for_each(|(sum, fragment)| sum.extend_from_slice(&fragment));
                 let here = || Parity::Here(computed.iter().map(in_one_piece).collect());
                 let next = offset + data[0].len() as u64;
                 let write = StripeWrite {
@@ -146,7 +146,7 @@ impl Striped {
     }
 
     async fn copies(&self, rng: &mut StdRng) {
-        let data = shards(rng, 1, &[7]);
+        let data = fragments(rng, 1, &[7]);
         let parts = self.stages(3, data[0].len() as u64).await;
         let expected = vec![whole(&data[0]); 3];
         let write = StripeWrite { parts: parts.clone(), offset: 0, data, parity: Parity::Copies };
@@ -154,9 +154,9 @@ impl Striped {
         self.check(&parts, &expected).await;
     }
 
-    /// Shards that nobody wants are computed from, or not computed, all the same.
+    /// Fragments that nobody wants are computed from, or not computed, all the same.
     async fn some_only(&self, rng: &mut StdRng) {
-        let data = shards(rng, 3, &[2, 2]);
+        let data = fragments(rng, 3, &[2, 2]);
         let mut parts = self.stages(5, data[0].len() as u64).await;
         for lost in [1, 3] {
             let (uuid, stage) = parts[lost].take().expect("a stage");
@@ -171,7 +171,7 @@ impl Striped {
     }
 
     async fn nonsense(&self, rng: &mut StdRng) {
-        let data = shards(rng, 2, &[2]);
+        let data = fragments(rng, 2, &[2]);
         let parts = self.stages(3, data[0].len() as u64).await;
         let good = StripeWrite { parts, offset: 0, data, parity: Parity::By(Coder::Host) };
         let stage = async |change: &dyn Fn(&mut StripeWrite)| {

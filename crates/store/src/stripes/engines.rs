@@ -14,7 +14,7 @@ use ec::offload::software::{self, Processor, SoftwareOptions};
 use ec::offload::worker::{Worker, WorkerStats};
 use ec::{Code, Geometry, KernelChoice};
 
-use super::{Coder, HostReading, ShardBuf, StripeError};
+use super::{Coder, FragmentBuf, HostReading, StripeError};
 use crate::StoreError;
 
 /// What engines there are to be.
@@ -65,12 +65,12 @@ impl Engines {
         std::iter::once(&self.host).chain(&self.accelerator).map(Worker::stats).collect()
     }
 
-    /// Computes the parity of shards into these buffers.
+    /// Computes the parity of fragments into these buffers.
     pub(super) fn encode(
         &self,
         coder: Coder,
         data: Vec<Bytes>,
-        parity: Vec<ShardBuf>,
+        parity: Vec<FragmentBuf>,
     ) -> impl Future<Output = Result<Encoded, StripeError>> + Send + use<> {
         let begun = self.begin(coder, data, parity);
         async move {
@@ -83,7 +83,7 @@ impl Engines {
         &self,
         coder: Coder,
         data: Vec<Bytes>,
-        parity: Vec<ShardBuf>,
+        parity: Vec<FragmentBuf>,
     ) -> Result<
         impl Future<Output = Result<Computed, ec::offload::worker::WorkerError>> + Send + use<>,
         StripeError,
@@ -94,8 +94,8 @@ impl Engines {
             Coder::Accelerator => self.accelerator.as_ref().ok_or_else(none)?,
         };
         let code = self.code(data.len(), parity.len())?;
-        let bytes = data.iter().map(|shard| shard.len() as u64).sum();
-        let work = Work { bytes, computed_shards: parity.len() as u32 };
+        let bytes = data.iter().map(|fragment| fragment.len() as u64).sum();
+        let work = Work { bytes, computed_fragments: parity.len() as u32 };
         Ok(worker.submit(work, move || {
             let started = Instant::now();
             (encode(&code, &data, parity), Some(started.elapsed()))
@@ -131,14 +131,14 @@ impl Engines {
 
 type Computed = (Result<Vec<Payload>, StripeError>, Option<Duration>);
 
-fn encode(code: &Code, data: &[Bytes], mut parity: Vec<ShardBuf>) -> Result<Vec<Payload>, StripeError> {
-    let sources: Vec<&[u8]> = data.iter().map(|shard| &shard[..]).collect();
+fn encode(code: &Code, data: &[Bytes], mut parity: Vec<FragmentBuf>) -> Result<Vec<Payload>, StripeError> {
+    let sources: Vec<&[u8]> = data.iter().map(|fragment| &fragment[..]).collect();
     let mut outputs: Vec<&mut [u8]> = parity.iter_mut().map(|buffer| &mut buffer[..]).collect();
     let mut checksums = vec![Vec::new(); outputs.len()];
     let invalid = |e: String| StripeError::Store(StoreError::InvalidArgument(e));
     code.encode_units(&sources, &mut outputs, &mut checksums).map_err(|e| invalid(e.to_string()))?;
-    let shards = parity.into_iter().zip(checksums);
-    shards
+    let fragments = parity.into_iter().zip(checksums);
+    fragments
         .map(|(buffer, sums)| {
             Payload::from_parts(0, buffer.freeze(), sums).map_err(|e| invalid(e.to_string()))
         })

@@ -8,7 +8,8 @@ use bytes::Bytes;
 use futures::future::join_all;
 
 use super::{
-    Coded, Engines, HostReading, Parity, Part, ShardBuf, ShardBytes, StripeError, StripeStores, StripeWrite,
+    Coded, Engines, FragmentBuf, FragmentBytes, HostReading, Parity, Part, StripeError, StripeStores,
+    StripeWrite,
 };
 use crate::{ObjectStore, StoreCalls, StoreError};
 
@@ -35,12 +36,12 @@ impl LocalStripes {
     ) -> Result<BoxFuture<'static, Result<(), StripeError>>, StripeError> {
         write.check()?;
         let parts = self.parts(&write)?;
-        let (len, m) = (write.shard_len(), write.parity_count());
+        let (len, m) = (write.fragment_len(), write.parity_count());
         let buffers = match write.parity {
-            Parity::By(_) => (0..m).map(|_| ShardBuf::heap(len)).collect(),
+            Parity::By(_) => (0..m).map(|_| FragmentBuf::heap(len)).collect(),
             Parity::Here(_) | Parity::Copies => Vec::new(),
         };
-        let data = write.data.into_iter().map(ShardBytes::into_payload).collect::<Result<_, _>>()?;
+        let data = write.data.into_iter().map(FragmentBytes::into_payload).collect::<Result<_, _>>()?;
         Ok(write_parts(&self.engines, parts, write.offset, data, write.parity, buffers, coded))
     }
 
@@ -73,7 +74,7 @@ impl StripeStores for LocalStripes {
     }
 }
 
-/// Writes shards that are each in one piece. Parity that is to be computed is computed into `buffers`, which are otherwise
+/// Writes fragments that are each in one piece. Parity that is to be computed is computed into `buffers`, which are otherwise
 /// not used.
 pub fn write_parts(
     engines: &Engines,
@@ -81,27 +82,27 @@ pub fn write_parts(
     offset: u64,
     mut data: Vec<Payload>,
     parity: Parity,
-    buffers: Vec<ShardBuf>,
+    buffers: Vec<FragmentBuf>,
     coded: Option<Coded>,
 ) -> BoxFuture<'static, Result<(), StripeError>> {
     let coder = match parity {
         Parity::By(coder) if !buffers.is_empty() => coder,
         Parity::By(_) => return Box::pin(write_all(parts, offset, data)),
         Parity::Copies => {
-            let shard = data[0].clone();
-            data.resize(parts.len(), shard);
+            let fragment = data[0].clone();
+            data.resize(parts.len(), fragment);
             return Box::pin(write_all(parts, offset, data));
         }
         Parity::Here(parity) => {
-            let parity = parity.into_iter().map(ShardBytes::into_payload).collect::<Result<Vec<_>, _>>();
+            let parity = parity.into_iter().map(FragmentBytes::into_payload).collect::<Result<Vec<_>, _>>();
             return Box::pin(async move {
                 data.extend(parity?);
                 write_all(parts, offset, data).await
             });
         }
     };
-    let shards: Vec<Bytes> = data.iter().map(|shard| shard.data().clone()).collect();
-    let encoding = engines.encode(coder, shards, buffers);
+    let fragments: Vec<Bytes> = data.iter().map(|fragment| fragment.data().clone()).collect();
+    let encoding = engines.encode(coder, fragments, buffers);
     Box::pin(async move {
         let (parity, took) = encoding.await?;
         if let Some(coded) = coded {
@@ -114,10 +115,14 @@ pub fn write_parts(
 }
 
 /// Writes all of them, and says which one failed.
-async fn write_all(parts: Vec<Option<Part>>, offset: u64, shards: Vec<Payload>) -> Result<(), StripeError> {
-    let writes = parts.into_iter().zip(shards).enumerate().filter_map(|(number, (part, shard))| {
+async fn write_all(
+    parts: Vec<Option<Part>>,
+    offset: u64,
+    fragments: Vec<Payload>,
+) -> Result<(), StripeError> {
+    let writes = parts.into_iter().zip(fragments).enumerate().filter_map(|(number, (part, fragment))| {
         let (store, stage) = part?;
-        let writing = store.stage_write(stage, offset, shard);
+        let writing = store.stage_write(stage, offset, fragment);
         Some(async move { writing.await.map_err(|e| StripeError::Part(number, e)) })
     });
     join_all(writes).await.into_iter().collect()

@@ -1,7 +1,7 @@
-//! Stripes: data that goes to several stores at once, each of which gets a shard of it, and the parity that goes with it.
+//! Stripes: data that goes to several stores at once, each of which gets a fragment of it, and the parity that goes with it.
 //!
-//! Whoever writes a shard to each of them would send the data, take it apart and compute its parity on its own side. Here
-//! it is one call, so that the data goes to the stores once, comes to lie shard by shard on its way, and parity may be
+//! Whoever writes a fragment to each of them would send the data, take it apart and compute its parity on its own side. Here
+//! it is one call, so that the data goes to the stores once, comes to lie fragment by fragment on its way, and parity may be
 //! computed there, by the [`Engines`] beside the stores: it need not go there, then.
 
 mod engines;
@@ -32,16 +32,16 @@ pub enum Coder {
     Accelerator,
 }
 
-/// A shard's bytes, in pieces that follow one another: whole blocks, and a checksum for each block.
+/// A fragment's bytes, in pieces that follow one another: whole blocks, and a checksum for each block.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct ShardBytes {
+pub struct FragmentBytes {
     /// The bytes.
     pub pieces: Vec<Bytes>,
     /// CRC-32C of each block.
     pub checksums: Vec<u32>,
 }
 
-impl ShardBytes {
+impl FragmentBytes {
     /// Number of bytes.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -73,19 +73,19 @@ impl ShardBytes {
     }
 }
 
-impl From<Payload> for ShardBytes {
-    fn from(payload: Payload) -> ShardBytes {
+impl From<Payload> for FragmentBytes {
+    fn from(payload: Payload) -> FragmentBytes {
         let (data, checksums) = payload.into_parts();
-        ShardBytes { pieces: vec![data], checksums }
+        FragmentBytes { pieces: vec![data], checksums }
     }
 }
 
-/// What goes to the parts that have no data shard.
+/// What goes to the parts that have no data fragment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Parity {
     /// These.
-    Here(Vec<ShardBytes>),
-    /// Each of them gets the only data shard, too.
+    Here(Vec<FragmentBytes>),
+    /// Each of them gets the only data fragment, too.
     Copies,
     /// What is computed there. Nothing if there are no such parts.
     By(Coder),
@@ -94,24 +94,24 @@ pub enum Parity {
 /// Staged bytes of several targets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StripeWrite {
-    /// By shard, data shards first: the target's UUID, and its stage; `None` for one that is not written.
+    /// By fragment, data fragments first: the target's UUID, and its stage; `None` for one that is not written.
     pub parts: Vec<Option<(u128, StageId)>>,
     /// Where in each stage, in bytes: a multiple of the block size.
     pub offset: u64,
-    /// The data shards, of one length.
-    pub data: Vec<ShardBytes>,
+    /// The data fragments, of one length.
+    pub data: Vec<FragmentBytes>,
     /// The others.
     pub parity: Parity,
 }
 
 impl StripeWrite {
-    /// Length of each shard, in bytes.
+    /// Length of each fragment, in bytes.
     #[must_use]
-    pub fn shard_len(&self) -> usize {
-        self.data.first().map_or(0, ShardBytes::len)
+    pub fn fragment_len(&self) -> usize {
+        self.data.first().map_or(0, FragmentBytes::len)
     }
 
-    /// Number of shards that are not data.
+    /// Number of fragments that are not data.
     #[must_use]
     pub fn parity_count(&self) -> usize {
         self.parts.len().saturating_sub(self.data.len())
@@ -122,21 +122,23 @@ impl StripeWrite {
     /// # Errors
     /// [`StoreError::InvalidArgument`] says what does not.
     pub fn check(&self) -> Result<(), StoreError> {
-        let (len, k, m) = (self.shard_len(), self.data.len(), self.parity_count());
+        let (len, k, m) = (self.fragment_len(), self.data.len(), self.parity_count());
         check_shape(len as u64, k, self.parts.len(), self.offset)?;
         let blocks = len / BLOCK as usize;
-        let fits = |shard: &ShardBytes| shard.len() == len && shard.checksums.len() == blocks;
+        let fits = |fragment: &FragmentBytes| fragment.len() == len && fragment.checksums.len() == blocks;
         let wrong = match &self.parity {
-            _ if !self.data.iter().all(fits) => "data shards differ in length, or from their checksums",
-            Parity::Here(parity) if parity.len() != m || !parity.iter().all(fits) => "not the parity shards",
-            Parity::Copies if k != 1 => "copies of several shards",
+            _ if !self.data.iter().all(fits) => "data fragments differ in length, or from their checksums",
+            Parity::Here(parity) if parity.len() != m || !parity.iter().all(fits) => {
+                "not the parity fragments"
+            }
+            Parity::Copies if k != 1 => "copies of several fragments",
             _ => return Ok(()),
         };
-        Err(StoreError::InvalidArgument(format!("stripes of {k}+{m} shards of {len} bytes: {wrong}")))
+        Err(StoreError::InvalidArgument(format!("stripes of {k}+{m} fragments of {len} bytes: {wrong}")))
     }
 }
 
-/// Whether there can be `k` data shards of `len` bytes among `parts`, written at `offset`.
+/// Whether there can be `k` data fragments of `len` bytes among `parts`, written at `offset`.
 ///
 /// # Errors
 /// [`StoreError::InvalidArgument`] if not.
@@ -145,11 +147,11 @@ pub fn check_shape(len: u64, k: usize, parts: usize, offset: u64) -> Result<(), 
         && len.is_multiple_of(BLOCK)
         && offset.is_multiple_of(BLOCK)
         && (1..=parts).contains(&k)
-        && parts <= ec::MAX_SHARDS;
+        && parts <= ec::MAX_FRAGMENTS;
     if is_possible {
         return Ok(());
     }
-    let what = format!("{k} data shards of {len} bytes among {parts}, staged at {offset}");
+    let what = format!("{k} data fragments of {len} bytes among {parts}, staged at {offset}");
     Err(StoreError::InvalidArgument(what))
 }
 
@@ -160,7 +162,7 @@ pub enum StripeError {
     #[error("no parity was computed: {0}")]
     Coding(String),
     /// The store of this part said so.
-    #[error("shard {0}: {1}")]
+    #[error("fragment {0}: {1}")]
     Part(usize, StoreError),
     /// It concerns no single part.
     #[error(transparent)]
@@ -184,10 +186,10 @@ pub type Coded = oneshot::Sender<Option<Duration>>;
 ///
 /// **Threads.** As [`ObjectStore`].
 pub trait StripeStores: Send + Sync {
-    /// Most bytes of all shards of a call together, parity included.
+    /// Most bytes of all fragments of a call together, parity included.
     fn max_bytes(&self) -> usize;
 
-    /// Writes a piece of each shard to its stage, as [`ObjectStore::stage_write`] does, and computes parity before, if that is
+    /// Writes a piece of each fragment to its stage, as [`ObjectStore::stage_write`] does, and computes parity before, if that is
     /// asked for. Transactions that name the stages are to be queued when this is done.
     fn stage_stripes(
         &self,
@@ -201,46 +203,46 @@ pub trait StripeStores: Send + Sync {
 
 /// Memory that parity is computed into: of a staging arena, from which it can be moved as it is, or any.
 #[derive(Debug)]
-pub enum ShardBuf {
+pub enum FragmentBuf {
     /// Of an arena.
     Arena(ArenaBuf),
     /// Of the heap.
     Heap(BytesMut),
 }
 
-impl ShardBuf {
+impl FragmentBuf {
     /// Of the heap, zeros.
     #[must_use]
-    pub fn heap(len: usize) -> ShardBuf {
-        ShardBuf::Heap(BytesMut::zeroed(len))
+    pub fn heap(len: usize) -> FragmentBuf {
+        FragmentBuf::Heap(BytesMut::zeroed(len))
     }
 
     /// No longer to be written.
     #[must_use]
     pub fn freeze(self) -> Bytes {
         match self {
-            ShardBuf::Arena(buf) => buf.freeze(),
-            ShardBuf::Heap(buf) => buf.freeze(),
+            FragmentBuf::Arena(buf) => buf.freeze(),
+            FragmentBuf::Heap(buf) => buf.freeze(),
         }
     }
 }
 
-impl std::ops::Deref for ShardBuf {
+impl std::ops::Deref for FragmentBuf {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
         match self {
-            ShardBuf::Arena(buf) => buf,
-            ShardBuf::Heap(buf) => buf,
+            FragmentBuf::Arena(buf) => buf,
+            FragmentBuf::Heap(buf) => buf,
         }
     }
 }
 
-impl std::ops::DerefMut for ShardBuf {
+impl std::ops::DerefMut for FragmentBuf {
     fn deref_mut(&mut self) -> &mut [u8] {
         match self {
-            ShardBuf::Arena(buf) => buf,
-            ShardBuf::Heap(buf) => buf,
+            FragmentBuf::Arena(buf) => buf,
+            FragmentBuf::Heap(buf) => buf,
         }
     }
 }

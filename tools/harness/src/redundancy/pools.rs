@@ -1,5 +1,5 @@
-//! Part `pools`: what redundancy costs. The same writes and reads on pools without it, with two copies, and with 4+2 shards, in both
-//! placements; and reads of 4+2 while one target is out and nothing is left to rebuild its shards on.
+//! Part `pools`: what redundancy costs. The same writes and reads on pools without it, with two copies, and with 4+2 fragments, in both
+//! placements; and reads of 4+2 while one target is out and nothing is left to rebuild its fragments on.
 
 use std::path::Path;
 
@@ -14,7 +14,7 @@ use crate::evaluation::stats::Rounds;
 use crate::node::{Node, Placement, Workload};
 use crate::report::{Table, say};
 
-/// Targets of the node: one more than 4+2 has shards.
+/// Targets of the node: one more than 4+2 has fragments.
 pub const TARGETS: u32 = 7;
 /// Where requests are handled.
 const PLACEMENTS: [Placement; 2] = [Placement::Dpu, Placement::Host];
@@ -134,7 +134,7 @@ fn one_placement(
     for case in turns(&cases(placement, false), round as usize) {
         run(node, case, settings, round, book)?;
     }
-    // The shards of the first go to those that are left; so for those of the second there is no room.
+    // The fragments of the first go to those that are left; so for those of the second there is no room.
     let last = (TARGETS - 2..TARGETS).map(|id| id.to_string()).collect::<Vec<_>>();
     node.run_quietly(&["target", "out", &last[0]])?;
     wait_until_whole(node)?;

@@ -1,7 +1,7 @@
 //! Part `rebuild`: how fast a lost target is rebuilt on an idle node, against fio doing the same reads and writes; and what clients
 //! lose to a rebuild under default settings.
 //!
-//! A target is lost by `outboard target out`: its shards, one of each object, are made anew on the one target that has none of the
+//! A target is lost by `outboard target out`: its fragments, one of each object, are made anew on the one target that has none of the
 //! same object, from four others. So for each byte rebuilt four are read and one is written; *moved* is all five, as the
 //! kernel counts them for the node's processes. Then the target is taken in again, empty, for the next time.
 
@@ -22,7 +22,7 @@ use crate::report::{Table, say};
 /// Objects that clients overwrite and read, of those that the node is filled with.
 const CLIENTS_OBJECTS: &str = "128";
 /// Bytes of an object on one target.
-const SHARD: f64 = 1048576.0;
+const FRAGMENT: f64 = 1048576.0;
 /// Of five bytes that a rebuild moves, four are read.
 const READ_PERCENT: u32 = 80;
 const POOL: &str = "ec";
@@ -99,24 +99,24 @@ impl Rig {
         self.lose()?;
         let began = self.sighting()?;
         let mut last = None;
-        while let Some(shards) = State::of(&self.node)?.rebuilt_shards() {
-            last = Some((shards, Usage::of(&self.node)?));
+        while let Some(fragments) = State::of(&self.node)?.rebuilt_fragments() {
+            last = Some((fragments, Usage::of(&self.node)?));
             std::thread::sleep(Duration::from_millis(200));
         }
         wait_until_whole(&self.node)?;
         book.note(IDLE, "seconds_until_whole", round, lost_at.elapsed().as_secs_f64());
-        match last.filter(|(shards, _)| *shards >= began.0 + 100) {
+        match last.filter(|(fragments, _)| *fragments >= began.0 + 100) {
             Some(ended) => note_rebuild(IDLE, &began, &ended, round, book),
             None => book.problem(format!("round {round}: the rebuild was over before it could be measured")),
         }
         self.restore()
     }
 
-    /// Shards rebuilt so far and what the processes have used by then; waits until there is a rebuild.
+    /// Fragments rebuilt so far and what the processes have used by then; waits until there is a rebuild.
     fn sighting(&self) -> Result<(u64, Usage)> {
-        let begun = |s: &State| s.rebuilt_shards().is_some();
+        let begun = |s: &State| s.rebuilt_fragments().is_some();
         let state = wait_until(&self.node, PATIENCE, "rebuilding", begun)?;
-        Ok((state.rebuilt_shards().unwrap_or(0), Usage::of(&self.node)?))
+        Ok((state.rebuilt_fragments().unwrap_or(0), Usage::of(&self.node)?))
     }
 
     /// Clients without a rebuild and with one, each first in turn.
@@ -139,12 +139,12 @@ impl Rig {
         self.lose()?;
         let began = self.sighting()?;
         let rate = self.bench(mode, seconds, round, book)?;
-        let after = State::of(&self.node)?.rebuilt_shards();
+        let after = State::of(&self.node)?.rebuilt_fragments();
         match after {
-            Some(shards) => {
+            Some(fragments) => {
                 let what = beside(mode);
                 book.note(&what, "mb_per_s", round, rate);
-                note_rebuild(&what, &began, &(shards, Usage::of(&self.node)?), round, book);
+                note_rebuild(&what, &began, &(fragments, Usage::of(&self.node)?), round, book);
             }
             None => book.problem(format!(
                 "round {round}: the rebuild was over before the {mode}s beside it were; they do not count"
@@ -174,9 +174,9 @@ fn beside(mode: &str) -> String {
 /// Takes down what went on between two sightings of a rebuild.
 fn note_rebuild(what: &str, from: &(u64, Usage), to: &(u64, Usage), round: u32, book: &mut Book) {
     let seconds = to.1.seconds_since(&from.1);
-    let shards = to.0.saturating_sub(from.0) as f64;
+    let fragments = to.0.saturating_sub(from.0) as f64;
     let moved = to.1.drive_bytes_since(&from.1);
-    book.note(what, "rebuilt_mb_per_s", round, shards * SHARD / seconds / 1e6);
+    book.note(what, "rebuilt_mb_per_s", round, fragments * FRAGMENT / seconds / 1e6);
     book.note(what, "moved_mb_per_s", round, moved.iter().sum::<u64>() as f64 / seconds / 1e6);
     for (figure, role) in [("osd_cores", "osd"), ("store_cores", "store")] {
         book.note(what, figure, round, to.1.cores_since(&from.1, role));
@@ -207,7 +207,7 @@ fn print(book: &Book) {
         String::new(),
         figure(FIO, "moved_mb_per_s"),
     ]);
-    say("\n  rebuilt: bytes of shards made anew. For each, four are read and one is written.");
+    say("\n  rebuilt: bytes of fragments made anew. For each, four are read and one is written.");
     table.print();
     let mut table = Table::new(&["clients", "alone, MB/s", "beside a rebuild", "loss, %", "rebuilt, MB/s"]);
     for mode in MODES {

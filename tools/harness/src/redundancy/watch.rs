@@ -51,15 +51,15 @@ impl State {
             && self.targets.iter().all(settled)
     }
 
-    /// Whether objects are missing a shard, and nobody makes it anew.
+    /// Whether objects are missing a fragment, and nobody makes it anew.
     #[must_use]
     pub fn is_degraded_and_idle(&self) -> bool {
         self.rebuild.is_none() && self.pools.iter().any(|p| p.degraded > 0)
     }
 
-    /// Shards rebuilt since the osd was started, while a rebuild goes on.
+    /// Fragments rebuilt since the osd was started, while a rebuild goes on.
     #[must_use]
-    pub fn rebuilt_shards(&self) -> Option<u64> {
+    pub fn rebuilt_fragments(&self) -> Option<u64> {
         self.rebuild.as_ref().map(|rebuild| rebuild.objects)
     }
 }
@@ -82,7 +82,7 @@ pub fn wait_until(node: &Node, patience: Duration, what: &str, is: impl Fn(&Stat
     }
 }
 
-/// Waits until all objects have all their shards.
+/// Waits until all objects have all their fragments.
 ///
 /// # Errors
 /// If they do not have them in five minutes.
@@ -159,9 +159,9 @@ mod tests {
         let said = r#"{"targets":[],"pools":[],"rebuild":{"target":"5f1df28b-aa3c-4a13-906b-feba84174cff","pool":"ec",
             "groups_left":3,"objects":116,"bytes":121634816,"rate_limit":0,"last_failure":null}}"#;
         let state: State = serde_json::from_str(said).unwrap();
-        assert_eq!(state.rebuilt_shards(), Some(116));
+        assert_eq!(state.rebuilt_fragments(), Some(116));
         let state: State = serde_json::from_str(r#"{"targets":[],"pools":[],"rebuild":null}"#).unwrap();
-        assert_eq!(state.rebuilt_shards(), None);
+        assert_eq!(state.rebuilt_fragments(), None);
     }
 
     #[test]

@@ -6,7 +6,7 @@ use super::*;
 use crate::offload::accelerator::{self, AcceleratorOptions};
 use crate::offload::software::{self, Processor, SoftwareOptions};
 
-const WORK: Work = Work { bytes: 1000, computed_shards: 32 };
+const WORK: Work = Work { bytes: 1000, computed_fragments: 32 };
 
 /// Devices that are faster than anything, or so slow that nobody sees them answer.
 const INSTANT: f64 = 1e30;

@@ -632,8 +632,8 @@ fn judge(case: &Case, answer: client::Result<Mutated>, what: &str) -> Judged {
     }
 }
 
-/// The sizes of users' objects that a target has: of whole objects, if it `has_shards` only.
-async fn sizes(store: &dyn ObjectStore, has_shards: bool) -> Vec<(String, u64)> {
+/// The sizes of users' objects that a target has: of whole objects, if it `has_fragments` only.
+async fn sizes(store: &dyn ObjectStore, has_fragments: bool) -> Vec<(String, u64)> {
     let mut found = Vec::new();
     let mut collections = store.collections().await.unwrap();
     collections.retain(|cid| cid.as_bytes().starts_with(b"P"));
@@ -646,7 +646,7 @@ async fn sizes(store: &dyn ObjectStore, has_shards: bool) -> Vec<(String, u64)> 
                 let Some(name) = oid.as_bytes().get(4..).and_then(|id| id.strip_prefix(&[1, 0])) else {
                     continue;
                 };
-                let size = if has_shards {
+                let size = if has_fragments {
                     let size = store.get_xattr(&cid, oid, "a".into()).await.unwrap();
                     u64::from_be_bytes(size[..].try_into().unwrap())
                 } else {
@@ -870,7 +870,7 @@ async fn some_compounds_on_drives_leave_targets_that_fsck_calls_clean() {
 async fn cut_short(rig: &Rig, name: &str, stored: u64) {
     let stripe = u64::from(crate::redundancy::UNIT) * 2;
     let is_coded = rig.redundancy.starts_with("ec");
-    assert!(stored.is_multiple_of(stripe), "both data shards and parity end with a whole unit");
+    assert!(stored.is_multiple_of(stripe), "both data fragments and parity end with a whole unit");
     let mut found = 0;
     for store in &rig.behind {
         let mut collections = store.collections().await.unwrap();

@@ -1,4 +1,4 @@
-//! Shards that a target still has, but not as they were written: a loss like any other, and one that is mended.
+//! Fragments that a target still has, but not as they were written: a loss like any other, and one that is mended.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use crate::redundancy::{Rig, UNIT};
 
 const SIZES: [usize; 6] = [1, 4096, 5000, 70_001, 300_000, 5_000_001];
 
-/// What happens to a shard.
+/// What happens to a fragment.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Damage {
     /// A bit of it is another one.
@@ -22,7 +22,7 @@ enum Damage {
 }
 
 /// Users' objects with data on a target.
-async fn shards(store: &dyn ObjectStore) -> Vec<(CollectionId, ObjectId, u64)> {
+async fn fragments(store: &dyn ObjectStore) -> Vec<(CollectionId, ObjectId, u64)> {
     let mut found = Vec::new();
     let mut collections = store.collections().await.unwrap();
     collections.retain(|cid| cid.as_bytes().starts_with(b"P"));
@@ -39,10 +39,10 @@ async fn shards(store: &dyn ObjectStore) -> Vec<(CollectionId, ObjectId, u64)> {
     found
 }
 
-/// Damages every shard that a target has; how many those are.
+/// Damages every fragment that a target has; how many those are.
 async fn damage_all(store: &dyn ObjectStore, damage: Damage) -> u64 {
-    let shards = shards(store).await;
-    for (collection, oid, size) in shards.iter().cloned() {
+    let fragments = fragments(store).await;
+    for (collection, oid, size) in fragments.iter().cloned() {
         let op = match damage {
             Damage::Forgotten => Op::Remove { oid },
             Damage::CutOff => Op::Truncate { oid, size: size - 1 },
@@ -56,13 +56,13 @@ async fn damage_all(store: &dyn ObjectStore, damage: Damage) -> u64 {
         };
         store.queue_transaction(Transaction::new(collection).with(op)).await.unwrap();
     }
-    shards.len() as u64
+    fragments.len() as u64
 }
 
 /// All that a target has, if it can be read.
 async fn content(store: &dyn ObjectStore) -> Option<Vec<(ObjectId, Bytes)>> {
     let mut all = Vec::new();
-    for (cid, oid, size) in shards(store).await {
+    for (cid, oid, size) in fragments(store).await {
         let read = store.read(&cid, &oid, 0, size, None).await.unwrap();
         read.verify().ok()?;
         all.push((oid, read.contiguous()));
@@ -84,13 +84,13 @@ async fn scrub(rig: &Rig) -> client::ScrubStatus {
 /// Whether a target of an ec:4+2 pool has data of an object that was put, rather than parity.
 async fn has_data_of(store: &dyn ObjectStore, object: &Bytes) -> bool {
     let content = content(store).await.unwrap();
-    let starts_like = |unit: &[u8]| content.iter().any(|(_, shard)| shard.starts_with(unit));
+    let starts_like = |unit: &[u8]| content.iter().any(|(_, fragment)| fragment.starts_with(unit));
     object.chunks(UNIT as usize).take(4).any(starts_like)
 }
 
-/// Reads give what was written whichever target has damaged shards, and mend those that they have met.
+/// Reads give what was written whichever target has damaged fragments, and mend those that they have met.
 #[tokio::test]
-async fn damaged_shards_count_as_lost_and_are_mended_by_reads() {
+async fn damaged_fragments_count_as_lost_and_are_mended_by_reads() {
     let mut rig = Rig::new("ec:4+2", 1).await;
     rig.fill(&SIZES).await;
     let object = rig.objects.last().unwrap().1.clone();
@@ -149,9 +149,9 @@ async fn objects_that_a_target_has_lost_are_still_there() {
     }
 }
 
-/// A scrub finds as many damaged shards as there are, of any kind, mends them, and finds none afterwards.
+/// A scrub finds as many damaged fragments as there are, of any kind, mends them, and finds none afterwards.
 #[tokio::test]
-async fn a_scrub_finds_and_mends_every_damaged_shard() {
+async fn a_scrub_finds_and_mends_every_damaged_fragment() {
     for (redundancy, targets) in [("ec:4+2", &[0, 3][..]), ("ec:4+2", &[4, 5]), ("mirror:3", &[0, 1])] {
         for damage in [Damage::Flipped, Damage::CutOff, Damage::Forgotten] {
             let mut rig = Rig::new(redundancy, 2).await;

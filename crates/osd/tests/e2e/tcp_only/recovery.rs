@@ -87,7 +87,7 @@ impl Rig {
 
 const OBJECTS: usize = 120;
 
-/// Two shards of data, one of parity, a rebuild of more than a second.
+/// Two fragments of data, one of parity, a rebuild of more than a second.
 async fn slow_rig(targets: usize, config: OsdConfig) -> Rig {
     let config = OsdConfig { rebuild_rate: 1 << 20, ..config };
     let mut rig = Rig::of("ec:2+1", 1, targets, config).await;
@@ -353,7 +353,7 @@ fn hold_records(rig: &Rig, held: bool) {
 
 type Put = tokio::task::JoinHandle<client::Result<wire::Mutated>>;
 
-/// Two shards of data, one of parity. Target 0 is lost, and a change waits for the others, which have proposed a record without
+/// Two fragments of data, one of parity. Target 0 is lost, and a change waits for the others, which have proposed a record without
 /// it that is not in force anywhere yet.
 async fn proposed() -> (Rig, Put) {
     let mut rig = Rig::new("ec:2+1", 1).await;

@@ -1,4 +1,4 @@
-//! `outboard ec decode`: puts a file together from its shards.
+//! `outboard ec decode`: puts a file together from its fragments.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufWriter, Write};
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use ec::KernelChoice;
-use ec::shards::{ShardError, ShardSet, ShardState};
+use ec::fragments::{FragmentError, FragmentSet, FragmentState};
 use serde::Serialize;
 
 use super::files;
@@ -15,20 +15,20 @@ use crate::output;
 use node::failure::{Doing, Failure, Result};
 use node::progress::Progress;
 
-/// Put a file together from its shards, and make lost shards anew
+/// Put a file together from its fragments, and make lost fragments anew
 ///
-/// Any K intact shards are enough. Every unit is verified against its checksum; a damaged one counts as lost. The file
+/// Any K intact fragments are enough. Every unit is verified against its checksum; a damaged one counts as lost. The file
 /// appears under its name when it is complete and on the drive.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     outboard ec decode backup.tar\n  \
-    outboard ec decode --out restored.tar /mnt/*/backup.tar.*.shard\n  \
+    outboard ec decode --out restored.tar /mnt/*/backup.tar.*.fragment\n  \
     outboard ec decode --repair --out /dev/null backup.tar")]
 pub struct DecodeArgs {
-    /// Where to put the file; '-' is standard output [default: the shards' name without .NNN.shard]
+    /// Where to put the file; '-' is standard output [default: the fragments' name without .NNN.fragment]
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
-    /// Read all shards, and write those anew that are missing or damaged
+    /// Read all fragments, and write those anew that are missing or damaged
     #[arg(long)]
     repair: bool,
     /// What computes: auto, gfni, isal or portable
@@ -40,9 +40,9 @@ pub struct DecodeArgs {
     /// Print one JSON object
     #[arg(long)]
     json: bool,
-    /// The shards, or what they are called before .NNN.shard
-    #[arg(required = true, value_name = "SHARD|PREFIX")]
-    shards: Vec<PathBuf>,
+    /// The fragments, or what they are called before .NNN.fragment
+    #[arg(required = true, value_name = "FRAGMENT|PREFIX")]
+    fragments: Vec<PathBuf>,
 }
 
 /// What was done.
@@ -52,7 +52,7 @@ struct Decoded {
     bytes: u64,
     k: usize,
     m: usize,
-    /// Shards that are missing or damaged, as far as that was looked at.
+    /// Fragments that are missing or damaged, as far as that was looked at.
     lost: Vec<usize>,
     /// Those that were written anew.
     repaired: Vec<PathBuf>,
@@ -60,10 +60,10 @@ struct Decoded {
 
 /// Runs the command.
 pub fn run(args: DecodeArgs) -> Result<()> {
-    let given = expand(&args.shards)?;
-    let prefix = given.iter().find_map(|shard| files::prefix(shard));
+    let given = expand(&args.fragments)?;
+    let prefix = given.iter().find_map(|fragment| files::prefix(fragment));
     let Some(out) = args.out.as_ref().or(prefix.as_ref()).cloned() else {
-        let why = format!("{} is not named like a shard; say where to with --out", given[0].display());
+        let why = format!("{} is not named like a fragment; say where to with --out", given[0].display());
         return Err(Failure::usage("decoding", why));
     };
     if args.json && out == Path::new("-") {
@@ -80,19 +80,22 @@ pub fn run(args: DecodeArgs) -> Result<()> {
     if args.repair {
         (lost, repaired) = repair(&mut set, &given, prefix.as_deref(), args.force)?;
     } else if !lost.is_empty() {
-        output::note(format!("shards {} are missing or damaged; make them anew with --repair", list(&lost)));
+        output::note(format!(
+            "fragments {} are missing or damaged; make them anew with --repair",
+            list(&lost)
+        ));
     }
     let (k, m) = (layout.geometry.k(), layout.geometry.m());
     if args.json {
         output::json(&Decoded { file: out, bytes: layout.len, k, m, lost, repaired });
     } else if out != Path::new("-") {
-        output::line(format!("{}: {} bytes from shards of {k}+{m}", out.display(), layout.len));
+        output::line(format!("{}: {} bytes from fragments of {k}+{m}", out.display(), layout.len));
         repaired.iter().for_each(|path| output::line(format!("{}: made anew", path.display())));
     }
     Ok(())
 }
 
-/// The shards that arguments name.
+/// The fragments that arguments name.
 fn expand(arguments: &[PathBuf]) -> Result<Vec<PathBuf>> {
     let mut all = vec![];
     for argument in arguments {
@@ -100,21 +103,22 @@ fn expand(arguments: &[PathBuf]) -> Result<Vec<PathBuf>> {
             all.push(argument.clone());
             continue;
         }
-        let doing = format!("looking for shards of {}", argument.display());
-        let found = files::shards_of(argument).doing(&doing)?;
+        let doing = format!("looking for fragments of {}", argument.display());
+        let found = files::fragments_of(argument).doing(&doing)?;
         if !found.is_empty() {
             all.extend(found);
         } else if argument.is_file() {
             all.push(argument.clone());
         } else {
-            let why = format!("there is no {}.NNN.shard; name the shards themselves", argument.display());
+            let why =
+                format!("there is no {}.NNN.fragment; name the fragments themselves", argument.display());
             return Err(Failure::new(doing, why));
         }
     }
     Ok(all)
 }
 
-fn open(paths: &[PathBuf], kernel: KernelChoice, doing: &str) -> Result<ShardSet<File>> {
+fn open(paths: &[PathBuf], kernel: KernelChoice, doing: &str) -> Result<FragmentSet<File>> {
     let (mut opened, mut inputs) = (vec![], vec![]);
     for path in paths {
         match File::open(path) {
@@ -125,33 +129,33 @@ fn open(paths: &[PathBuf], kernel: KernelChoice, doing: &str) -> Result<ShardSet
             Err(e) => output::note(format!("{} counts as lost: {e}", path.display())),
         }
     }
-    let set = ShardSet::open(inputs, kernel.load().doing(doing)?).map_err(|e| match e {
-        ShardError::Mixed { first, second } => Failure::new(
+    let set = FragmentSet::open(inputs, kernel.load().doing(doing)?).map_err(|e| match e {
+        FragmentError::Mixed { first, second } => Failure::new(
             doing,
             format!(
-                "{} and {} are of different files, or of two encodings of one; name the shards of one only",
+                "{} and {} are of different files, or of two encodings of one; name the fragments of one only",
                 opened[first].display(),
                 opened[second].display()
             ),
         ),
-        ShardError::Twice { index, first, second } => Failure::new(
+        FragmentError::Twice { index, first, second } => Failure::new(
             doing,
             format!(
-                "{} and {} are both shard {index}; name one of them",
+                "{} and {} are both fragment {index}; name one of them",
                 opened[first].display(),
                 opened[second].display()
             ),
         ),
         e => Failure::new(doing, e),
     })?;
-    let used: Vec<usize> = (0..set.layout().geometry.shards()).filter_map(|n| set.position(n)).collect();
+    let used: Vec<usize> = (0..set.layout().geometry.fragments()).filter_map(|n| set.position(n)).collect();
     for (_, path) in opened.iter().enumerate().filter(|(position, _)| !used.contains(position)) {
         output::note(format!("{} counts as lost: it has no valid header", path.display()));
     }
     Ok(set)
 }
 
-fn write_file(set: &mut ShardSet<File>, out: &Path, doing: &str) -> Result<()> {
+fn write_file(set: &mut FragmentSet<File>, out: &Path, doing: &str) -> Result<()> {
     let progress = Progress::bytes(&out.to_string_lossy(), set.layout().len);
     if out == Path::new("-") {
         return set.decode(&mut Counted { out: io::stdout().lock(), progress: &progress }).doing(doing);
@@ -165,25 +169,26 @@ fn write_file(set: &mut ShardSet<File>, out: &Path, doing: &str) -> Result<()> {
     files::finish(vec![new], files::parent(out)).doing(doing)
 }
 
-/// Writes shards anew that are missing or damaged: which, and where.
+/// Writes fragments anew that are missing or damaged: which, and where.
 fn repair(
-    set: &mut ShardSet<File>,
+    set: &mut FragmentSet<File>,
     given: &[PathBuf],
     prefix: Option<&Path>,
     force: bool,
 ) -> Result<(Vec<usize>, Vec<PathBuf>)> {
-    let doing = "repairing shards";
+    let doing = "repairing fragments";
     let Some(prefix) = prefix else {
-        return Err(Failure::usage(doing, "no shard is named like one (FILE.NNN.shard); name them so"));
+        return Err(Failure::usage(doing, "no fragment is named like one (FILE.NNN.fragment); name them so"));
     };
     let progress = Progress::bytes("checking", set.layout().len);
     let states = set.check(|bytes| progress.add(bytes));
     drop(progress);
-    let lost: Vec<usize> = (0..states.len()).filter(|index| states[*index] != ShardState::Intact).collect();
+    let lost: Vec<usize> =
+        (0..states.len()).filter(|index| states[*index] != FragmentState::Intact).collect();
     let path = |index: &usize| {
-        let name = files::shard_path(prefix, *index);
-        // Where it was, if it was named; shards may be in different places.
-        given.iter().find(|shard| shard.file_name() == name.file_name()).cloned().unwrap_or(name)
+        let name = files::fragment_path(prefix, *index);
+        // Where it was, if it was named; fragments may be in different places.
+        given.iter().find(|fragment| fragment.file_name() == name.file_name()).cloned().unwrap_or(name)
     };
     let paths: Vec<PathBuf> = lost.iter().map(path).collect();
     let unnamed = paths.iter().filter(|path| !given.contains(path)).map(PathBuf::as_path);
@@ -201,8 +206,8 @@ fn repair(
     Ok((lost, paths))
 }
 
-fn list(shards: &[usize]) -> String {
-    shards.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
+fn list(fragments: &[usize]) -> String {
+    fragments.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 
 /// A writer whose bytes are counted.

@@ -1,11 +1,11 @@
-//! `outboard ec encode`: cuts files into shards.
+//! `outboard ec encode`: cuts files into fragments.
 
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Read};
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use ec::{Code, Geometry, KernelChoice, shards};
+use ec::{Code, Geometry, KernelChoice, fragments};
 use serde::Serialize;
 
 use super::files;
@@ -15,31 +15,31 @@ use node::failure::{Doing, Failure, Result};
 use node::progress::Progress;
 use node::units::ByteSize;
 
-/// Cut files into shards, of which any K give the file back
+/// Cut files into fragments, of which any K give the file back
 ///
-/// FILE becomes FILE.000.shard and so on: K shards with its data and M with parity. Shards appear under their names when all of
+/// FILE becomes FILE.000.fragment and so on: K fragments with its data and M with parity. Fragments appear under their names when all of
 /// them are complete and on the drive. Keep them on different drives.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     outboard ec encode --k 4 --m 2 backup.tar\n  \
-    outboard ec encode --k 10 --m 4 --unit 1MiB --out /mnt/shards *.tar")]
+    outboard ec encode --k 10 --m 4 --unit 1MiB --out /mnt/fragments *.tar")]
 pub struct EncodeArgs {
-    /// Data shards
+    /// Data fragments
     #[arg(long)]
     k: usize,
-    /// Parity shards: how many may be lost
+    /// Parity fragments: how many may be lost
     #[arg(long)]
     m: usize,
-    /// Bytes of a shard that belong to one stripe: a multiple of 64 up to 4MiB
+    /// Bytes of a fragment that belong to one stripe: a multiple of 64 up to 4MiB
     #[arg(long, default_value = "64KiB", value_name = "S")]
     unit: ByteSize,
     /// What computes: auto, gfni, isal or portable
     #[arg(long, default_value_t)]
     kernel: KernelChoice,
-    /// Where to put the shards [default: beside each file]
+    /// Where to put the fragments [default: beside each file]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
-    /// Replace shards that exist
+    /// Replace fragments that exist
     #[arg(long)]
     force: bool,
     /// Print one JSON array
@@ -60,7 +60,7 @@ struct Encoded {
     unit: usize,
     id: uuid::Uuid,
     kernel: &'static str,
-    shards: Vec<PathBuf>,
+    fragments: Vec<PathBuf>,
 }
 
 /// Runs the command.
@@ -71,11 +71,11 @@ pub fn run(args: EncodeArgs) -> Result<()> {
     let encode = |path: &PathBuf| {
         let encoded = encode(&code, &args, path)?;
         if !args.json {
-            let (bytes, count) = (encoded.bytes, encoded.shards.len());
-            let (first, last) = (&encoded.shards[0], &encoded.shards[count - 1]);
+            let (bytes, count) = (encoded.bytes, encoded.fragments.len());
+            let (first, last) = (&encoded.fragments[0], &encoded.fragments[count - 1]);
             let path = path.display();
             output::line(format!(
-                "{path}: {bytes} bytes in {count} shards ({geometry}), {} to {}",
+                "{path}: {bytes} bytes in {count} fragments ({geometry}), {} to {}",
                 first.display(),
                 last.display()
             ));
@@ -97,7 +97,8 @@ fn encode(code: &Code, args: &EncodeArgs, path: &Path) -> Result<Encoded> {
     };
     let prefix = args.out.as_deref().unwrap_or(files::parent(path)).join(name);
     let geometry = code.geometry();
-    let paths: Vec<PathBuf> = (0..geometry.shards()).map(|index| files::shard_path(&prefix, index)).collect();
+    let paths: Vec<PathBuf> =
+        (0..geometry.fragments()).map(|index| files::fragment_path(&prefix, index)).collect();
     files::refuse_existing(&doing, paths.iter().map(PathBuf::as_path), args.force)?;
     let label = name.to_string_lossy();
     let known = metadata.is_file();
@@ -108,7 +109,7 @@ fn encode(code: &Code, args: &EncodeArgs, path: &Path) -> Result<Encoded> {
     let mut writers: Vec<_> = new.iter_mut().map(|file| BufWriter::new(file.file())).collect();
     let id = uuid::Uuid::new_v4();
     let unit = usize::try_from(args.unit.0).unwrap_or(usize::MAX);
-    let layout = shards::encode(code, unit, id.into_bytes(), &mut input, &mut writers).doing(&doing)?;
+    let layout = fragments::encode(code, unit, id.into_bytes(), &mut input, &mut writers).doing(&doing)?;
     drop(writers);
     files::finish(new, files::parent(&prefix)).doing(&doing)?;
     Ok(Encoded {
@@ -119,7 +120,7 @@ fn encode(code: &Code, args: &EncodeArgs, path: &Path) -> Result<Encoded> {
         unit,
         id,
         kernel: code.kernel().name(),
-        shards: paths,
+        fragments: paths,
     })
 }
 

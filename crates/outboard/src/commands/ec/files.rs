@@ -1,4 +1,4 @@
-//! Shard files: their names, and how they come into being.
+//! Fragment files: their names, and how they come into being.
 
 use std::ffi::OsString;
 use std::fs::{self, File};
@@ -9,18 +9,18 @@ use std::path::{Path, PathBuf};
 use crate::commands::cp::local::NewFile;
 use node::failure::{Failure, Result};
 
-const SUFFIX: &[u8] = b".shard";
+const SUFFIX: &[u8] = b".fragment";
 
-/// The name of shard `index` of what is called `prefix`: `PREFIX.007.shard`.
-pub fn shard_path(prefix: &Path, index: usize) -> PathBuf {
+/// The name of fragment `index` of what is called `prefix`: `PREFIX.007.fragment`.
+pub fn fragment_path(prefix: &Path, index: usize) -> PathBuf {
     let mut name = prefix.as_os_str().to_owned();
-    name.push(format!(".{index:03}.shard"));
+    name.push(format!(".{index:03}.fragment"));
     name.into()
 }
 
-/// What a shard is a shard of, if its file is named like one.
-pub fn prefix(shard: &Path) -> Option<PathBuf> {
-    let rest = shard.as_os_str().as_bytes().strip_suffix(SUFFIX)?;
+/// What a fragment is a fragment of, if its file is named like one.
+pub fn prefix(fragment: &Path) -> Option<PathBuf> {
+    let rest = fragment.as_os_str().as_bytes().strip_suffix(SUFFIX)?;
     let (prefix, number) = rest.split_at_checked(rest.len().checked_sub(4)?)?;
     let numbered = number[0] == b'.' && number[1..].iter().all(u8::is_ascii_digit);
     let named =
@@ -28,8 +28,8 @@ pub fn prefix(shard: &Path) -> Option<PathBuf> {
     (numbered && named).then(|| OsString::from_vec(prefix.to_vec()).into())
 }
 
-/// All shards of what is called `wanted` that there are, in order.
-pub fn shards_of(wanted: &Path) -> io::Result<Vec<PathBuf>> {
+/// All fragments of what is called `wanted` that there are, in order.
+pub fn fragments_of(wanted: &Path) -> io::Result<Vec<PathBuf>> {
     let dir = parent(wanted);
     let mut found = vec![];
     for entry in fs::read_dir(dir)? {
@@ -73,19 +73,19 @@ mod tests {
 
     #[test]
     fn names_go_both_ways() {
-        for (path, index, name) in [("a", 0, "a.000.shard"), ("/x/b.tar", 254, "/x/b.tar.254.shard")] {
-            assert_eq!(shard_path(Path::new(path), index), Path::new(name));
+        for (path, index, name) in [("a", 0, "a.000.fragment"), ("/x/b.tar", 254, "/x/b.tar.254.fragment")] {
+            assert_eq!(fragment_path(Path::new(path), index), Path::new(name));
             assert_eq!(prefix(Path::new(name)), Some(path.into()));
         }
         for other in [
             "a",
-            "a.shard",
-            "a.00.shard",
-            "a.x00.shard",
-            ".000.shard",
-            "x/.000.shard",
-            ".shard",
-            "a-000.shard",
+            "a.fragment",
+            "a.00.fragment",
+            "a.x00.fragment",
+            ".000.fragment",
+            "x/.000.fragment",
+            ".fragment",
+            "a-000.fragment",
         ] {
             assert_eq!(prefix(Path::new(other)), None, "{other}");
         }

@@ -1,4 +1,4 @@
-//! `outboard ec`: files cut into shards with parity, and put together again, which needs no node; and where a node codes.
+//! `outboard ec`: files cut into fragments with parity, and put together again, which needs no node; and where a node codes.
 
 mod bench;
 mod decode;
@@ -11,7 +11,7 @@ use clap::Subcommand;
 use crate::args::NodeArgs;
 use node::failure::Result;
 
-/// What to do with shards.
+/// What to do with fragments.
 #[derive(Debug, Subcommand)]
 pub enum EcCommand {
     Encode(encode::EncodeArgs),

@@ -8,29 +8,29 @@ use bytes::{Bytes, BytesMut};
 use super::{Apply, Step, Stop, padded};
 use crate::block::extent::{Extent, total};
 use crate::block::need::Need;
-use crate::block::records::{BlockRef, Onode, REF_BLOCKS, RefPage, SHARD_BLOCKS, Shard, corrupt, key};
+use crate::block::records::{BlockRef, LEAF_BLOCKS, MapLeaf, Onode, REF_BLOCKS, RefPage, corrupt, key};
 
 impl Apply<'_> {
-    /// Has shards `first..=last` loaded, all that are missing at once.
-    pub(super) fn load_shards(&mut self, nid: u64, first: u64, last: u64) -> Step {
+    /// Has leaves `first..=last` loaded, all that are missing at once.
+    pub(super) fn load_leaves(&mut self, nid: u64, first: u64, last: u64) -> Step {
         let mut missing = Vec::new();
         for number in first..=last {
-            if self.shards.contains_key(&(nid, number)) {
+            if self.leaves.contains_key(&(nid, number)) {
                 continue;
             }
-            let key = key::shard(nid, number);
+            let key = key::leaf(nid, number);
             let stored = match nid < self.first_nid {
                 true => self.get(&key),
-                // An object that this transaction has made has shards only here.
+                // An object that this transaction has made has leaves only here.
                 false => Ok(self.puts.get(&key).cloned().flatten()),
             };
             match stored {
                 Ok(Some(bytes)) => {
-                    let shard = Shard::decode(&bytes, self.context.data_blocks)?;
-                    self.shards.insert((nid, number), (Box::new(shard), false));
+                    let leaf = MapLeaf::decode(&bytes, self.context.data_blocks)?;
+                    self.leaves.insert((nid, number), (Box::new(leaf), false));
                 }
                 Ok(None) => {
-                    self.shards.insert((nid, number), (Box::default(), false));
+                    self.leaves.insert((nid, number), (Box::default(), false));
                 }
                 Err(Stop::Need(needs)) => missing.extend(needs),
                 Err(stop) => return Err(stop),
@@ -40,17 +40,17 @@ impl Apply<'_> {
     }
 
     pub(super) fn lookup(&mut self, nid: u64, number: u64) -> Step<Option<BlockRef>> {
-        let shard = number / SHARD_BLOCKS;
-        self.load_shards(nid, shard, shard)?;
-        Ok(self.shards[&(nid, shard)].0.get(number % SHARD_BLOCKS))
+        let leaf = number / LEAF_BLOCKS;
+        self.load_leaves(nid, leaf, leaf)?;
+        Ok(self.leaves[&(nid, leaf)].0.get(number % LEAF_BLOCKS))
     }
 
-    /// Moves the changed shards into the changes, so that scans see them.
-    pub(super) fn store_shards(&mut self) -> Step {
-        for ((nid, number), (shard, dirty)) in std::mem::take(&mut self.shards) {
+    /// Moves the changed leaves into the changes, so that scans see them.
+    pub(super) fn store_leaves(&mut self) -> Step {
+        for ((nid, number), (leaf, dirty)) in std::mem::take(&mut self.leaves) {
             if dirty {
-                let value = (shard.mapped() > 0).then(|| shard.encode());
-                self.put(key::shard(nid, number), value)?;
+                let value = (leaf.mapped() > 0).then(|| leaf.encode());
+                self.put(key::leaf(nid, number), value)?;
             }
         }
         Ok(())
@@ -62,31 +62,31 @@ impl Apply<'_> {
             return Ok(());
         }
         let end = first + new.len() as u64;
-        self.load_shards(onode.nid, first / SHARD_BLOCKS, (end - 1) / SHARD_BLOCKS)?;
+        self.load_leaves(onode.nid, first / LEAF_BLOCKS, (end - 1) / LEAF_BLOCKS)?;
         let mut at = first;
         while at < end {
-            let number = at / SHARD_BLOCKS;
-            let stop = end.min((number + 1) * SHARD_BLOCKS);
-            let (mut shard, _) = self.shards.remove(&(onode.nid, number)).expect("shards were loaded");
+            let number = at / LEAF_BLOCKS;
+            let stop = end.min((number + 1) * LEAF_BLOCKS);
+            let (mut leaf, _) = self.leaves.remove(&(onode.nid, number)).expect("leaves were loaded");
             let new = &new[(at - first) as usize..(stop - first) as usize];
             onode.blocks += new.iter().flatten().count() as u64;
-            shard.replace(at % SHARD_BLOCKS, new, |old| {
+            leaf.replace(at % LEAF_BLOCKS, new, |old| {
                 onode.blocks -= 1;
                 self.release(old)
             })?;
-            self.shards.insert((onode.nid, number), (shard, true));
+            self.leaves.insert((onode.nid, number), (leaf, true));
             at = stop;
         }
         Ok(())
     }
 
-    /// Releases all blocks in shards from `first` on; returns how many they were.
-    pub(super) fn drop_shards_from(&mut self, nid: u64, first: u64) -> Step<u64> {
-        self.store_shards()?;
+    /// Releases all blocks in leaves from `first` on; returns how many they were.
+    pub(super) fn drop_leaves_from(&mut self, nid: u64, first: u64) -> Step<u64> {
+        self.store_leaves()?;
         let mut dropped = 0;
-        for (key, value) in self.scan(&key::shard(nid, first), &key::range(key::SHARD, nid).1)? {
-            let shard = Shard::decode(&value, self.context.data_blocks)?;
-            for block in shard.blocks.into_iter().flatten() {
+        for (key, value) in self.scan(&key::leaf(nid, first), &key::range(key::LEAF, nid).1)? {
+            let leaf = MapLeaf::decode(&value, self.context.data_blocks)?;
+            for block in leaf.blocks.into_iter().flatten() {
                 dropped += 1;
                 self.release(block)?;
             }

@@ -4,7 +4,7 @@ use base::block::{self, BLOCK, BLOCK_SIZE, Payload};
 use bytes::Bytes;
 
 use super::{Apply, Step};
-use crate::block::records::{BlockRef, Onode, SHARD_BLOCKS, Shard, key};
+use crate::block::records::{BlockRef, LEAF_BLOCKS, MapLeaf, Onode, key};
 use crate::{CollectionId, ObjectId};
 
 /// A piece of a range that is being cloned.
@@ -36,15 +36,15 @@ impl Apply<'_> {
             return Ok(());
         }
         let (key, old) = self.find(cid, dst)?;
-        self.store_shards()?;
+        self.store_leaves()?;
         let copy = Onode { nid: self.new_nid(), ..source.clone() };
-        let (from, to) = key::range(key::SHARD, source.nid);
+        let (from, to) = key::range(key::LEAF, source.nid);
         for (key, value) in self.scan(&from, &to)? {
-            let mut shard = Shard::decode(&value, self.context.data_blocks)?;
-            shard.blocks.iter_mut().flatten().for_each(|block| block.shared = true);
-            self.add_references(&shard.blocks)?;
-            let value = shard.encode();
-            let twin = [&key::range(key::SHARD, copy.nid).0[..], &key::rest(&key)].concat();
+            let mut leaf = MapLeaf::decode(&value, self.context.data_blocks)?;
+            leaf.blocks.iter_mut().flatten().for_each(|block| block.shared = true);
+            self.add_references(&leaf.blocks)?;
+            let value = leaf.encode();
+            let twin = [&key::range(key::LEAF, copy.nid).0[..], &key::rest(&key)].concat();
             self.put(key, Some(value.clone()))?;
             self.put(twin.into(), Some(value))?;
         }
@@ -96,15 +96,15 @@ impl Apply<'_> {
     /// Takes one more reference to each of `count` blocks of an object.
     fn share(&mut self, nid: u64, first: u64, count: u64) -> Step<Vec<Option<BlockRef>>> {
         let end = first + count;
-        self.load_shards(nid, first / SHARD_BLOCKS, (end - 1) / SHARD_BLOCKS)?;
+        self.load_leaves(nid, first / LEAF_BLOCKS, (end - 1) / LEAF_BLOCKS)?;
         let mut blocks = Vec::with_capacity(count as usize);
         let mut at = first;
         while at < end {
-            let number = at / SHARD_BLOCKS;
-            let stop = end.min((number + 1) * SHARD_BLOCKS);
-            let (shard, dirty) = self.shards.get_mut(&(nid, number)).expect("shards were loaded");
+            let number = at / LEAF_BLOCKS;
+            let stop = end.min((number + 1) * LEAF_BLOCKS);
+            let (leaf, dirty) = self.leaves.get_mut(&(nid, number)).expect("leaves were loaded");
             for place in at..stop {
-                let slot = shard.blocks.get_mut((place % SHARD_BLOCKS) as usize).and_then(Option::as_mut);
+                let slot = leaf.blocks.get_mut((place % LEAF_BLOCKS) as usize).and_then(Option::as_mut);
                 blocks.push(slot.map(|slot| {
                     *dirty |= !slot.shared;
                     slot.shared = true;

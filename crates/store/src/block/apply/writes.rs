@@ -4,7 +4,7 @@ use base::block::{self, BLOCK, BLOCK_SIZE, Payload};
 use bytes::{Bytes, BytesMut};
 
 use super::{Apply, Step, too_large};
-use crate::block::records::{BlockRef, Onode, SHARD_BLOCKS, corrupt, key};
+use crate::block::records::{BlockRef, LEAF_BLOCKS, Onode, corrupt, key};
 use crate::block::staged::StagedBlock;
 use crate::stage::{block_not_available, check_staged_use};
 use crate::{StageId, StoreError};
@@ -157,15 +157,15 @@ impl Apply<'_> {
 
     /// Makes blocks `first..end` holes.
     pub(super) fn drop_blocks(&mut self, onode: &mut Onode, first: u64, end: u64) -> Step {
-        self.store_shards()?;
-        let from = key::shard(onode.nid, first / SHARD_BLOCKS);
-        let to = key::shard(onode.nid, end.div_ceil(SHARD_BLOCKS));
+        self.store_leaves()?;
+        let from = key::leaf(onode.nid, first / LEAF_BLOCKS);
+        let to = key::leaf(onode.nid, end.div_ceil(LEAF_BLOCKS));
         for (key, _) in self.scan(&from, &to)? {
             let number = key::rest(&key);
             let number =
-                <[u8; 8]>::try_from(&number[..]).map_err(|_| corrupt("key of a shard", "wrong length"))?;
-            let start = u64::from_be_bytes(number) * SHARD_BLOCKS;
-            let (first, end) = (first.max(start), end.min(start + SHARD_BLOCKS));
+                <[u8; 8]>::try_from(&number[..]).map_err(|_| corrupt("key of a leaf", "wrong length"))?;
+            let start = u64::from_be_bytes(number) * LEAF_BLOCKS;
+            let (first, end) = (first.max(start), end.min(start + LEAF_BLOCKS));
             self.map(onode, first, &vec![None; (end - first) as usize])?;
         }
         Ok(())
@@ -180,9 +180,9 @@ impl Apply<'_> {
                 self.zero_part(onode, size, end)?;
                 onode.size = old;
             }
-            let shard_end = keep.next_multiple_of(SHARD_BLOCKS);
-            self.drop_blocks(onode, keep, shard_end)?;
-            onode.blocks -= self.drop_shards_from(onode.nid, shard_end / SHARD_BLOCKS)?;
+            let leaf_end = keep.next_multiple_of(LEAF_BLOCKS);
+            self.drop_blocks(onode, keep, leaf_end)?;
+            onode.blocks -= self.drop_leaves_from(onode.nid, leaf_end / LEAF_BLOCKS)?;
         }
         onode.size = size;
         Ok(())

@@ -15,7 +15,7 @@ const KNOWN: [(&str, &str, &str); 3] = [
     (
         "figure2.svg",
         "The paper’s figure 2, here",
-        "Left, as in the paper: files in 128 data and 32 parity shards, by one core of the host, by the emulated accelerator, which computes for \
+        "Left, as in the paper: files in 128 data and 32 parity fragments, by one core of the host, by the emulated accelerator, which computes for \
          real and is paced to the paper’s fit, and by what the paper left for later, the DPU’s cores (here of the same kind as the host’s; a real \
          DPU’s are slower). Right, what a client sees of it: writes to a pool ec:4+2 on 6 targets, one at a time.",
     ),

@@ -11,7 +11,7 @@ use crate::evaluation::processes::Threads;
 use crate::node::{BenchResult, Node, Placement, Workload};
 use crate::redundancy::settings::Settings;
 
-/// Targets of the node: as many as 4+2 has shards.
+/// Targets of the node: as many as 4+2 has fragments.
 const TARGETS: u32 = 6;
 /// The pool with parity.
 pub const POOL: &str = "ec";

@@ -28,9 +28,9 @@ pub struct Coding {
     pub ec_encode_data_gb_per_s: Option<f64>,
     /// The write path by each kernel, the one that was asked for first.
     pub write_path: Vec<WritePath>,
-    /// M lost data shards (at most K) are made anew.
+    /// M lost data fragments (at most K) are made anew.
     pub decode_gb_per_s: f64,
-    /// The parity after a change of one data shard.
+    /// The parity after a change of one data fragment.
     pub update_gb_per_s: f64,
 }
 
@@ -83,13 +83,13 @@ struct Work<'a> {
 
 impl Work<'_> {
     fn new(geometry: Geometry, unit: usize, data: &[u8]) -> Work<'_> {
-        let shard = data.len() / geometry.k();
+        let fragment = data.len() / geometry.k();
         Work {
             geometry,
             unit,
             data,
-            parity: vec![vec![1; shard]; geometry.m()],
-            checksums: vec![Vec::with_capacity(shard / base::block::BLOCK_SIZE); geometry.m()],
+            parity: vec![vec![1; fragment]; geometry.m()],
+            checksums: vec![Vec::with_capacity(fragment / base::block::BLOCK_SIZE); geometry.m()],
             times: AT_LEAST.div_ceil(data.len()),
         }
     }
@@ -159,7 +159,7 @@ impl Work<'_> {
         Ok(start.elapsed().as_secs_f64())
     }
 
-    /// Recovery reads the last data shards and all parity; what comes out goes to where the parity was, which is made anew
+    /// Recovery reads the last data fragments and all parity; what comes out goes to where the parity was, which is made anew
     /// in the next round.
     fn decode(&mut self, recovery: &ec::Recovery) -> Result<f64, EcError> {
         let (k, lost) = (self.geometry.k(), self.geometry.m().min(self.geometry.k()));
@@ -189,9 +189,9 @@ impl Work<'_> {
     }
 }
 
-/// The units of stripe `index` in each shard.
-fn units(shards: &mut [Vec<u8>], index: usize, unit: usize) -> Vec<&mut [u8]> {
-    shards.iter_mut().map(|shard| &mut shard[index * unit..][..unit]).collect()
+/// The units of stripe `index` in each fragment.
+fn units(fragments: &mut [Vec<u8>], index: usize, unit: usize) -> Vec<&mut [u8]> {
+    fragments.iter_mut().map(|fragment| &mut fragment[index * unit..][..unit]).collect()
 }
 
 /// For people.

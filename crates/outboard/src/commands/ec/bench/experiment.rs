@@ -43,7 +43,7 @@ pub struct Row {
     pub emulated: bool,
     /// What was asked for.
     pub file_bytes: u64,
-    /// With the zeros that fill the last block of each shard.
+    /// With the zeros that fill the last block of each fragment.
     pub encoded_bytes: usize,
     /// Median of the time until the parity is there.
     pub seconds: f64,

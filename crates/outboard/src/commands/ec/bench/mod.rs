@@ -21,16 +21,16 @@ use node::units::ByteSize;
 /// Measure coding on one core of this machine
 ///
 /// First encoding for storage: whole stripes in one buffer, parity into others, a CRC-32C of every 4 KiB of parity. Beside it,
-/// in the same run and in turns, the bare ec_encode_data of ISA-L on shards of the same size; "ratio" is the median of what the
+/// in the same run and in turns, the bare ec_encode_data of ISA-L on fragments of the same size; "ratio" is the median of what the
 /// write path reaches of that in the same round. Once on data that fits the second cache and once on data that fits none. "decode" makes
-/// M lost data shards anew; "update" changes the parity after a change of one data shard.
+/// M lost data fragments anew; "update" changes the parity after a change of one data fragment.
 ///
-/// Then what a node does to the data of a write: new objects of 2 and 4 MiB are cut into the ops of their shards, parity and
+/// Then what a node does to the data of a write: new objects of 2 and 4 MiB are cut into the ops of their fragments, parity and
 /// checksums included, by the function that the node calls, with the kernel that "auto" stands for. Again beside ec_encode_data on
-/// the same shards.
+/// the same fragments.
 ///
 /// Then the experiment of "Evaluation of Erasure Coding and Opportunistic Offloading Algorithms using DPU in Distributed
-/// Storage Systems" (figure 2): files of some sizes in 128 data and 32 parity shards, and what that takes in each place: on this
+/// Storage Systems" (figure 2): files of some sizes in 128 data and 32 parity fragments, and what that takes in each place: on this
 /// host; by a thread that stands for a core of a DPU; by the emulated accelerator, which computes for real, and takes as many
 /// times as long as this host as that of the paper (13.3 times for 8 MB, 10.5 for 128 MB). At last what the accelerator makes of
 /// 16 files that are handed over together. CPU of the threads that stand for the DPU is not counted as the host's.
@@ -39,10 +39,10 @@ use node::units::ByteSize;
     outboard ec bench\n  \
     outboard ec bench --k 4 --m 2 --rounds 21 --json")]
 pub struct BenchArgs {
-    /// Data shards; with --m, measures this code only [default: 4+2, 8+3, 10+4 and 128+32]
+    /// Data fragments; with --m, measures this code only [default: 4+2, 8+3, 10+4 and 128+32]
     #[arg(long, requires = "m")]
     k: Option<usize>,
-    /// Parity shards
+    /// Parity fragments
     #[arg(long, requires = "k")]
     m: Option<usize>,
     /// Stripe unit, a multiple of 4KiB; less where stripes are to fit the cache
@@ -71,7 +71,7 @@ struct Report {
     /// Whether there is ISA-L to compare with.
     isal: bool,
     coding: Vec<Coding>,
-    /// Cutting new objects into shards, as a node does.
+    /// Cutting new objects into fragments, as a node does.
     write: Vec<Write>,
     experiment: Experiment,
 }
@@ -87,7 +87,8 @@ pub fn run(args: BenchArgs) -> Result<()> {
     let geometries = geometries.into_iter().collect::<Result<Vec<_>, _>>();
     let geometries = geometries.map_err(|e| Failure::usage(doing, e))?;
     let unit = usize::try_from(args.unit.0).unwrap_or(usize::MAX);
-    let possible = unit > 0 && unit <= ec::shards::UNIT_MAX && unit.is_multiple_of(base::block::BLOCK_SIZE);
+    let possible =
+        unit > 0 && unit <= ec::fragments::UNIT_MAX && unit.is_multiple_of(base::block::BLOCK_SIZE);
     if !possible || args.sizes.iter().any(|size| !(1..=1 << 30).contains(&size.0)) {
         let why = "--unit must be a multiple of 4KiB up to 4MiB, and --sizes between 1 byte and 1GiB";
         return Err(Failure::usage(doing, why));
@@ -109,7 +110,7 @@ pub fn run(args: BenchArgs) -> Result<()> {
     } else {
         output::line(format!("GB/s of data on one core; medians of {} rounds\n", args.rounds));
         output::raw(coding::table(&report.coding));
-        output::line("\nwrites of new objects, cut into shards as a node does\n");
+        output::line("\nwrites of new objects, cut into fragments as a node does\n");
         output::raw(write::table(&report.write));
         output::line("");
         output::raw(&report.experiment);

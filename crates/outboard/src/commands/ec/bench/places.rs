@@ -152,7 +152,7 @@ impl Place for Offloaded {
 
     fn encode(&mut self, code: &Code, files: &mut Files, count: usize) -> Result<f64> {
         let doing = "encoding on the DPU";
-        let work = Work { bytes: files.len() as u64, computed_shards: code.geometry().m() as u32 };
+        let work = Work { bytes: files.len() as u64, computed_fragments: code.geometry().m() as u32 };
         let taken: Vec<(Bytes, Room)> = (0..count).map(|_| files.take(code)).collect();
         let start = Instant::now();
         let done = taken.into_iter().map(|(data, mut room)| {

@@ -1,4 +1,4 @@
-//! What a node does to the data of a write, beside the bare `ec_encode_data`: new objects are cut into the ops of their shards,
+//! What a node does to the data of a write, beside the bare `ec_encode_data`: new objects are cut into the ops of their fragments,
 //! parity and checksums included, by the very function that an OSD calls.
 
 use std::fmt::Write as _;
@@ -33,7 +33,7 @@ pub struct Write {
     pub object_bytes: usize,
     /// `cache`: the same object again and again; `memory`: another one each time.
     pub data_in: &'static str,
-    /// The bare `ec_encode_data` on the same shards; missing without ISA-L.
+    /// The bare `ec_encode_data` on the same fragments; missing without ISA-L.
     pub ec_encode_data_gb_per_s: Option<f64>,
     pub gb_per_s: f64,
     /// Of `ec_encode_data`, in the same round; the median.

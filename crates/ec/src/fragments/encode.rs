@@ -1,53 +1,53 @@
-//! Cutting a file into shards.
+//! Cutting a file into fragments.
 
 use std::io::{self, Read, Seek, SeekFrom, Write};
 
 use base::block::crc32c;
 
 use super::header::{self, Header, is_unit};
-use super::{Layout, ShardError, UNIT_MAX, UNIT_MULTIPLE, unit_for};
+use super::{FragmentError, Layout, UNIT_MAX, UNIT_MULTIPLE, unit_for};
 use crate::code::check_count;
 use crate::{Code, EcError};
 
-/// Reads `input` to its end, of whatever length, and writes one shard to each of `shards`, which must be empty. `unit` is the
+/// Reads `input` to its end, of whatever length, and writes one fragment to each of `fragments`, which must be empty. `unit` is the
 /// stripe unit in bytes, `id` must be random.
 ///
 /// # Errors
-/// [`EcError::Unit`] and [`EcError::Count`] as [`ShardError::Code`]; [`ShardError::Read`] and [`ShardError::WriteShard`]: what
-/// has been written then are no valid shards.
+/// [`EcError::Unit`] and [`EcError::Count`] as [`FragmentError::Code`]; [`FragmentError::Read`] and [`FragmentError::WriteFragment`]: what
+/// has been written then are no valid fragments.
 pub fn encode<W: Write + Seek>(
     code: &Code,
     unit: usize,
     id: [u8; 16],
     input: &mut impl Read,
-    shards: &mut [W],
-) -> Result<Layout, ShardError> {
+    fragments: &mut [W],
+) -> Result<Layout, FragmentError> {
     let geometry = code.geometry();
     if !is_unit(unit) {
         Err(EcError::Unit { unit, multiple: UNIT_MULTIPLE, max: UNIT_MAX })?;
     }
-    check_count("shards", shards.len(), geometry.shards())?;
+    check_count("fragments", fragments.len(), geometry.fragments())?;
     let mut data = vec![0; unit * geometry.k()];
     let mut parity = vec![0; unit * geometry.m()];
     let mut layout = Layout { geometry, unit, len: 0, id };
-    each(shards, |_, shard| shard.write_all(&[0; header::LEN]))?;
+    each(fragments, |_, fragment| fragment.write_all(&[0; header::LEN]))?;
     loop {
-        let filled = fill(input, &mut data).map_err(ShardError::Read)?;
+        let filled = fill(input, &mut data).map_err(FragmentError::Read)?;
         if filled > 0 {
             let unit = unit_for(filled, geometry.k());
             let (data, parity) = (&mut data[..unit * geometry.k()], &mut parity[..unit * geometry.m()]);
             data[filled..].fill(0);
-            write_stripe(code, unit, data, parity, shards)?;
+            write_stripe(code, unit, data, parity, fragments)?;
             layout.len += filled as u64;
         }
         if filled < data.len() {
             break;
         }
     }
-    each(shards, |index, shard| {
-        shard.seek(SeekFrom::Start(0))?;
-        shard.write_all(&Header { layout, index }.to_bytes())?;
-        shard.flush()
+    each(fragments, |index, fragment| {
+        fragment.seek(SeekFrom::Start(0))?;
+        fragment.write_all(&Header { layout, index }.to_bytes())?;
+        fragment.flush()
     })?;
     Ok(layout)
 }
@@ -57,27 +57,27 @@ fn write_stripe<W: Write>(
     unit: usize,
     data: &[u8],
     parity: &mut [u8],
-    shards: &mut [W],
-) -> Result<(), ShardError> {
+    fragments: &mut [W],
+) -> Result<(), FragmentError> {
     let sources: Vec<&[u8]> = data.chunks_exact(unit).collect();
     let mut outputs: Vec<&mut [u8]> = parity.chunks_exact_mut(unit).collect();
     code.encode(&sources, &mut outputs)?;
     let units: Vec<&[u8]> = sources.into_iter().chain(outputs.into_iter().map(|out| &*out)).collect();
-    each(shards, |index, shard| write_record(shard, units[index]))
+    each(fragments, |index, fragment| write_record(fragment, units[index]))
 }
 
 /// Writes a unit and its checksum.
-pub(super) fn write_record(shard: &mut impl Write, unit: &[u8]) -> io::Result<()> {
-    shard.write_all(unit)?;
-    shard.write_all(&crc32c(unit).to_le_bytes())
+pub(super) fn write_record(fragment: &mut impl Write, unit: &[u8]) -> io::Result<()> {
+    fragment.write_all(unit)?;
+    fragment.write_all(&crc32c(unit).to_le_bytes())
 }
 
 fn each<W>(
-    shards: &mut [W],
+    fragments: &mut [W],
     mut write: impl FnMut(usize, &mut W) -> io::Result<()>,
-) -> Result<(), ShardError> {
-    for (index, shard) in shards.iter_mut().enumerate() {
-        write(index, shard).map_err(|error| ShardError::WriteShard { index, error })?;
+) -> Result<(), FragmentError> {
+    for (index, fragment) in fragments.iter_mut().enumerate() {
+        write(index, fragment).map_err(|error| FragmentError::WriteFragment { index, error })?;
     }
     Ok(())
 }

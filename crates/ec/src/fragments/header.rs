@@ -1,4 +1,4 @@
-//! The header of a shard file.
+//! The header of a fragment file.
 
 use base::block::crc32c;
 
@@ -10,19 +10,19 @@ pub(super) const LEN: usize = 64;
 const MAGIC: [u8; 8] = *b"obshard\0";
 const VERSION: u16 = 1;
 
-/// What a shard says about itself.
+/// What a fragment says about itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Header {
-    /// The same in all shards of an encoding.
+    /// The same in all fragments of an encoding.
     pub layout: Layout,
-    /// Which shard it is.
+    /// Which fragment it is.
     pub index: usize,
 }
 
 /// Why bytes are no header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(super) enum BadHeader {
-    #[error("it does not begin like a shard, or was never finished")]
+    #[error("it does not begin like a fragment, or was never finished")]
     Magic,
     #[error("its header is damaged")]
     Checksum,
@@ -38,7 +38,7 @@ impl Header {
         let mut bytes = [0; LEN];
         bytes[..8].copy_from_slice(&MAGIC);
         bytes[8..10].copy_from_slice(&VERSION.to_le_bytes());
-        // A geometry has at most 255 shards, and a unit at most UNIT_MAX bytes.
+        // A geometry has at most 255 fragments, and a unit at most UNIT_MAX bytes.
         bytes[10] = geometry.k() as u8;
         bytes[11] = geometry.m() as u8;
         bytes[12] = self.index as u8;
@@ -67,7 +67,7 @@ impl Header {
         let reserved = [&bytes[13..16], &bytes[20..24], &bytes[48..60]].concat();
         let len = u64::from_le_bytes(part(bytes, 24));
         let layout = Layout { geometry, unit, len, id: part(bytes, 32) };
-        let possible = index < geometry.shards() && is_unit(unit) && layout.is_possible();
+        let possible = index < geometry.fragments() && is_unit(unit) && layout.is_possible();
         if possible && reserved.iter().all(|byte| *byte == 0) {
             Ok(Header { layout, index })
         } else {
@@ -76,7 +76,7 @@ impl Header {
     }
 }
 
-/// Whether shards may have units of so many bytes.
+/// Whether fragments may have units of so many bytes.
 pub(super) fn is_unit(unit: usize) -> bool {
     unit > 0 && unit <= UNIT_MAX && unit.is_multiple_of(UNIT_MULTIPLE)
 }
@@ -125,7 +125,7 @@ mod tests {
         };
         assert_eq!(changed(0, b"x"), Err(BadHeader::Magic));
         assert_eq!(changed(8, &[2]), Err(BadHeader::Version(2)));
-        // No data shards; too many; a shard too far; reserved bytes; no unit; an odd one; a long one; a length that overflows.
+        // No data fragments; too many; a fragment too far; reserved bytes; no unit; an odd one; a long one; a length that overflows.
         let values: [(usize, &[u8]); 9] = [
             (10, &[0]),
             (10, &[254]),

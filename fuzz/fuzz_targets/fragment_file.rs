@@ -1,0 +1,68 @@
+//! Fragment files that anybody may have written. The beginning and the checksum of headers are put right, so that what lies behind
+//! them is reached.
+#![no_main]
+
+use std::io::Cursor;
+
+use base::block::crc32c;
+use ec::KernelChoice;
+use ec::fragments::{FragmentSet, FragmentState};
+use libfuzzer_sys::fuzz_target;
+
+const HEADER: usize = 64;
+/// Longest file that is put together: what a header may claim takes for ever.
+const LEN_MAX: u64 = 16 << 10;
+
+/// The same with a header that is one as far as that goes.
+fn sealed(fragment: &[u8]) -> Vec<u8> {
+    let mut fragment = fragment.to_vec();
+    if let Some(header) = fragment.first_chunk_mut::<HEADER>() {
+        header[..10].copy_from_slice(b"obshard\0\x01\0");
+        let crc = crc32c(&header[..60]);
+        header[60..].copy_from_slice(&crc.to_le_bytes());
+    }
+    fragment
+}
+
+fn put_together(fragments: Vec<Vec<u8>>) {
+    let kernel = KernelChoice::Portable.load().expect("plain Rust");
+    let Ok(mut set) = FragmentSet::open(fragments.into_iter().map(Cursor::new).collect(), kernel) else {
+        return;
+    };
+    let layout = set.layout();
+    assert!(layout.geometry.k() > 0 && layout.unit > 0, "{layout:?}");
+    if layout.len > LEN_MAX {
+        return;
+    }
+    let missing = set.check(|_| ()).iter().filter(|state| **state == FragmentState::Missing).count();
+    assert!(missing < layout.geometry.fragments(), "there is one at least");
+    let mut file = Vec::new();
+    if set.decode(&mut file).is_ok() {
+        assert_eq!(file.len() as u64, layout.len);
+    }
+    let mut made: Vec<(usize, Cursor<Vec<u8>>)> =
+        set.lost().into_iter().map(|index| (index, Cursor::default())).collect();
+    if set.rebuild(&mut made, |_| ()).is_ok() {
+        assert!(made.iter().all(|(_, fragment)| fragment.get_ref().starts_with(b"obshard\0")));
+    }
+}
+
+fuzz_target!(|data: &[u8]| {
+    let [count, rest @ ..] = data else { return };
+    let len = rest.len().div_ceil(1 + usize::from(*count % 8)).max(1);
+    let fragments: Vec<Vec<u8>> = rest.chunks(len).map(<[u8]>::to_vec).collect();
+    put_together(fragments.iter().map(|fragment| sealed(fragment)).collect());
+    // All of one encoding, by the header of the first.
+    let mut alike = fragments.clone();
+    for (index, fragment) in alike.iter_mut().enumerate() {
+        let common = HEADER.min(fragment.len());
+        if fragments[0].len() >= common {
+            fragment[..common].copy_from_slice(&fragments[0][..common]);
+        }
+        if let Some(number) = fragment.get_mut(12) {
+            *number = index as u8;
+        }
+    }
+    put_together(alike.iter().map(|fragment| sealed(fragment)).collect());
+    put_together(fragments);
+});
