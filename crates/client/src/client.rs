@@ -3,55 +3,87 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use messenger::{NetworkStack, StackOptions, UseAs};
+use messenger::NetworkStack;
 use uuid::Uuid;
-use wire::{
-    AdminReply, AdminRequest, CodingMode, NodeStatus, PoolInfo, PoolName, Redundancy, ReplyBody, ScrubStatus,
-};
+use wire::{AdminReply, AdminRequest, CodingMode, NodeStatus, PoolInfo, PoolName, Redundancy, ScrubStatus};
 
-use crate::link::Link;
-use crate::pending::Bulk;
+use crate::engine::{Capability, Engine, NativeEngine};
+use crate::requests::Requests;
 use crate::{Error, Options, Pool, Result};
 
-/// A session with a node. Clones share it. Any thread may use it.
+/// A client of an [`Engine`]: the entry to its pools and objects. Clones share it. Any thread may
+/// use it.
 ///
-/// [`Client::close`] ends the session, and so does dropping the last clone. Both tell the node,
-/// which then forgets the results of the session's requests. A drop leaves that to a task on the
-/// runtime that the client was connected on: if that runtime ends at once, close the client first.
-/// A node that was not told forgets the session when it expires.
+/// Over the [`NativeEngine`] a client is a session with a node. [`Client::close`] ends the session,
+/// and so does dropping the last clone. Both tell the node, which then forgets the results of the
+/// session's requests. After a drop, a task on the runtime that the client was connected on tells
+/// the node: if that runtime ends at once, close the client first.
 #[derive(Clone)]
 pub struct Client {
-    pub(crate) link: Arc<Link>,
+    requests: Arc<Requests>,
 }
 
 impl std::fmt::Debug for Client {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Client").field("session", &self.link.session()).finish_non_exhaustive()
+        f.debug_struct("Client").field("engine", &self.engine()).finish()
     }
 }
 
 impl Client {
-    /// Connects to `host:port`, over the stack that the options [choose](Options::stack). Must be called on a tokio runtime.
+    /// Connects to a node at `host:port`, over the stack that the options [choose](Options::stack).
+    /// Must be called on a tokio runtime.
     ///
     /// # Errors
-    /// [`Error::Network`] if the node cannot be reached, [`Error::Node`] if it does not want this client.
+    /// [`Error::Network`] if the node cannot be reached, [`Error::Node`] if it refuses this client.
     pub async fn connect(endpoint: &str, options: Options) -> Result<Client> {
-        let network = StackOptions { source: options.source, ..StackOptions::default() };
-        let stack = messenger::open(&options.stack, &network, UseAs::Client)?;
-        Client::connect_over(stack, endpoint, options).await
+        let engine = NativeEngine::connect(endpoint, &options).await?;
+        Ok(Client::over(Arc::new(engine), options))
     }
 
-    /// Connects over any network stack. Must be called on a tokio runtime, which then serves the connection.
+    /// Connects to a node over any network stack. Must be called on a tokio runtime, which then
+    /// serves the connection.
     ///
     /// # Errors
-    /// [`Error::Network`] if the node cannot be reached, [`Error::Node`] if it does not want this client.
+    /// [`Error::Network`] if the node cannot be reached, [`Error::Node`] if it refuses this client.
     pub async fn connect_over(
         stack: Arc<dyn NetworkStack>,
         endpoint: &str,
         options: Options,
     ) -> Result<Client> {
-        let link = Link::open(stack, endpoint, options.clamped()).await?;
-        Ok(Client { link: Arc::new(link) })
+        let engine = NativeEngine::connect_over(stack, endpoint, &options).await?;
+        Ok(Client::over(Arc::new(engine), options))
+    }
+
+    /// A client of any engine. The options that describe a connection are not used.
+    #[must_use]
+    pub fn over(engine: Arc<dyn Engine>, options: Options) -> Client {
+        Client { requests: Arc::new(Requests::new(engine, options)) }
+    }
+
+    /// The engine.
+    #[must_use]
+    pub fn engine(&self) -> &dyn Engine {
+        self.requests.engine()
+    }
+
+    /// Checks that the engine has all capabilities of `needed`. A front end calls this before it
+    /// opens.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] names the first capability that the engine lacks.
+    pub fn require(&self, needed: &[Capability]) -> Result<()> {
+        let engine = self.engine();
+        match engine.capabilities().missing(needed) {
+            None => Ok(()),
+            Some(capability) => Err(Error::Unsupported(format!(
+                "the engine \"{}\" lacks the capability \"{capability}\"; use an engine that has it",
+                engine.name()
+            ))),
+        }
+    }
+
+    pub(crate) fn requests(&self) -> &Requests {
+        &self.requests
     }
 
     /// A pool by its name. Nothing is sent: whether it exists shows with its first use.
@@ -119,7 +151,7 @@ impl Client {
         let pool = PoolName::new(pool)?.to_string().into();
         match self.ask(AdminRequest::Scrub { pool, start, repair }).await? {
             AdminReply::Scrub(status) => Ok(*status),
-            other => Err(unexpected(&other.into())),
+            other => Err(unexpected(&other)),
         }
     }
 
@@ -146,7 +178,7 @@ impl Client {
     pub async fn pools(&self) -> Result<Vec<PoolInfo>> {
         match self.ask(AdminRequest::PoolList).await? {
             AdminReply::Pools(pools) => Ok(pools),
-            other => Err(unexpected(&other.into())),
+            other => Err(unexpected(&other)),
         }
     }
 
@@ -166,7 +198,7 @@ impl Client {
     pub async fn status(&self) -> Result<NodeStatus> {
         match self.ask(AdminRequest::Status).await? {
             AdminReply::Status(status) => Ok(*status),
-            other => Err(unexpected(&other.into())),
+            other => Err(unexpected(&other)),
         }
     }
 
@@ -179,32 +211,29 @@ impl Client {
         let older_than_ms = u64::try_from(older_than.as_millis()).unwrap_or(u64::MAX);
         match self.ask(AdminRequest::CollectOrphans { older_than_ms }).await? {
             AdminReply::Collected(count) => Ok(count),
-            other => Err(unexpected(&other.into())),
+            other => Err(unexpected(&other)),
         }
     }
 
     /// Ends the session and tells the node; waits at most two seconds until that was sent. Requests
     /// under way fail with [`Error::Closed`]; changes among them may have taken effect.
     pub async fn close(&self) {
-        self.link.close().await;
+        self.requests.close().await;
     }
 
     async fn ask(&self, request: AdminRequest) -> Result<AdminReply> {
-        match self.link.call(request, Bulk::None).await?.body {
-            ReplyBody::Admin(reply) => Ok(reply),
-            other => Err(unexpected(&other)),
-        }
+        self.requests.administer(request).await
     }
 
     async fn done(&self, request: AdminRequest) -> Result<()> {
         match self.ask(request).await? {
             AdminReply::Done => Ok(()),
-            other => Err(unexpected(&other.into())),
+            other => Err(unexpected(&other)),
         }
     }
 }
 
 /// An answer of the wrong kind.
-pub(crate) fn unexpected(body: &ReplyBody) -> Error {
-    Error::Protocol(format!("unexpected answer {body:?}"))
+fn unexpected(reply: &AdminReply) -> Error {
+    Error::Protocol(format!("unexpected answer {reply:?}"))
 }

@@ -1,16 +1,10 @@
 //! Several changes of one object, all or none.
 
 use bytes::Bytes;
-use wire::{
-    Condition, Data, Mutate, Mutated, Mutation, ObjectReply, ObjectRequest, PartId, ReplyBody, Source,
-};
+use wire::{Condition, Mutated, Mutation, OpBytes, PartId};
 
-use crate::client::unexpected;
-use crate::pending::Bulk;
-use crate::source::{Content, ContentSource};
+use crate::engine::{ChangeRequest, Source};
 use crate::{Error, Object, Result};
-use base::block::Payload;
-use std::sync::Arc;
 
 /// Changes of one object that are applied together, if all conditions hold. Made by [`Object::compound`].
 ///
@@ -39,7 +33,7 @@ pub struct Compound {
     conditions: Vec<Condition>,
     ops: Vec<Mutation>,
     /// The bytes of ops, by index.
-    data: Vec<(usize, Content)>,
+    data: Vec<(usize, Source)>,
 }
 
 impl Compound {
@@ -89,21 +83,27 @@ impl Compound {
 
     /// Writes at an offset, in bytes.
     pub fn write(self, offset: u64, data: impl Into<Bytes>) -> Compound {
-        self.data_op(Content::Memory(data.into()), |source| Mutation::Write { offset, source })
+        self.write_from(offset, Source::Bytes(data.into()))
+    }
+
+    /// Writes the bytes of any source at an offset, in bytes.
+    pub fn write_from(self, offset: u64, source: Source) -> Compound {
+        self.data_op(source, |source| Mutation::Write { offset, source })
     }
 
     /// Replaces all data.
     pub fn write_full(self, data: impl Into<Bytes>) -> Compound {
-        self.write_full_content(Content::Memory(data.into()))
+        self.write_full_from(Source::Bytes(data.into()))
     }
 
-    pub(crate) fn write_full_content(self, content: Content) -> Compound {
-        self.data_op(content, Mutation::WriteFull)
+    /// Replaces all data by the bytes of any source.
+    pub fn write_full_from(self, source: Source) -> Compound {
+        self.data_op(source, Mutation::WriteFull)
     }
 
     /// Writes at the end. At most 2 MiB.
     pub fn append(self, data: impl Into<Bytes>) -> Compound {
-        self.data_op(Content::Memory(data.into()), Mutation::Append)
+        self.data_op(Source::Bytes(data.into()), Mutation::Append)
     }
 
     /// Sets the size.
@@ -171,34 +171,30 @@ impl Compound {
         self
     }
 
-    fn data_op(mut self, content: Content, op: impl FnOnce(Source) -> Mutation) -> Compound {
-        self.data.push((self.ops.len(), content));
-        self.op(op(Source::Payload))
+    fn data_op(mut self, source: Source, op: impl FnOnce(OpBytes) -> Mutation) -> Compound {
+        self.data.push((self.ops.len(), source));
+        self.op(op(OpBytes::Payload))
     }
 
     pub(crate) async fn commit_part(mut self, part: Option<PartId>) -> Result<Mutated> {
-        let (data, bulk) = self.place_data().await?;
+        let payload = self.take_payload().await?;
         let (client, name) = self.object.parts();
-        let mutate = Mutate { name: name.to_wire(), part, conditions: self.conditions, ops: self.ops, data };
-        mutate.check()?;
-        match client.link.call(ObjectRequest::Mutate(mutate), bulk).await?.body {
-            ReplyBody::Object(ObjectReply::Mutated(mutated)) => Ok(mutated),
-            other => Err(unexpected(&other)),
-        }
+        let name = name.clone();
+        let request = ChangeRequest { name, part, conditions: self.conditions, ops: self.ops, payload };
+        client.requests().mutate(request).await
     }
 
-    /// The largest piece becomes the request's data, the others are embedded.
-    async fn place_data(&mut self) -> Result<(Data, Bulk)> {
-        let Some(largest) = self.data.iter().max_by_key(|(_, content)| content.len()).map(|(i, _)| *i) else {
-            return Ok((Data::None, Bulk::None));
-        };
-        let mut placed = (Data::None, Bulk::None);
-        for (index, content) in std::mem::take(&mut self.data) {
-            if index == largest {
-                placed = self.place_largest(index, content).await?;
+    /// Takes the largest piece of data as the payload of the request. Embeds the others into their
+    /// operations.
+    async fn take_payload(&mut self) -> Result<Option<Source>> {
+        let largest = self.data.iter().max_by_key(|(_, source)| source.len()).map(|(index, _)| *index);
+        let mut payload = None;
+        for (index, source) in std::mem::take(&mut self.data) {
+            if Some(index) == largest {
+                payload = Some(source);
                 continue;
             }
-            let bytes = Source::Embedded(content.load().await?);
+            let bytes = OpBytes::Embedded(source.load().await?);
             match &mut self.ops[index] {
                 Mutation::Write { source, .. } | Mutation::WriteFull(source) | Mutation::Append(source) => {
                     *source = bytes;
@@ -206,23 +202,6 @@ impl Compound {
                 other => return Err(Error::Argument(format!("{other:?} takes no data"))),
             }
         }
-        Ok(placed)
-    }
-
-    async fn place_largest(&self, index: usize, content: Content) -> Result<(Data, Bulk)> {
-        let offset = match &self.ops[index] {
-            Mutation::Write { offset, .. } => *offset,
-            _ => 0,
-        };
-        let (client, _) = self.object.parts();
-        if content.len() <= client.link.inline_max() {
-            let payload = Payload::compute(offset, content.load().await?);
-            return Ok((Data::Inline, Bulk::Inline(payload)));
-        }
-        // What is in memory the node may fetch by itself.
-        let content =
-            if client.link.is_one_sided() { Content::Memory(content.load().await?) } else { content };
-        // The descriptor takes this place when the request is sent.
-        Ok((Data::Inline, Bulk::Source(Arc::new(ContentSource { content, offset }))))
+        Ok(payload)
     }
 }

@@ -1,101 +1,168 @@
-//! Reading: the first request brings as much as the others together have in flight, and finds out what the object is; the
-//! rest of it is fetched several requests at a time.
+//! Reading ranges of objects.
+//!
+//! The first request finds out what the object is, and brings as much as all requests in flight
+//! together. The rest is read by several requests at a time. Three readers share this pipeline:
+//! [`RangeReader`] hands out chunks as they arrive, [`read_into`] fills memory of the caller, and
+//! [`get_range`] fills one buffer.
 
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use base::BoxFuture;
 use bytes::{Bytes, BytesMut};
 use futures::stream::{FuturesOrdered, StreamExt};
 use tokio::io::{AsyncWrite, AsyncWriteExt};
-use wire::{Manifest, ObjectReply, ObjectRequest, PartId, Read, ReplyBody};
+use wire::{Manifest, PartId};
 
-use crate::client::unexpected;
-use crate::pending::Bulk;
+use crate::engine::{ReadReply, ReadRequest, Sink, SinkMemory};
 use crate::{Error, Object, Result};
 
-/// How often a read starts again because the object was changed meanwhile.
+/// Most attempts of a read whose object changes meanwhile.
 const TRIES: usize = 8;
 
-/// Most that the first request brings, in bytes: it may have to be repeated as a whole.
+/// Most bytes that the first request brings. The whole request is repeated if the object changes.
 const FIRST_MAX: u64 = 16 << 20;
 
-/// Up to `len` bytes at `offset` in one piece.
+/// Reads up to `len` bytes at `offset` into one buffer.
 pub(crate) async fn get_range(object: &Object, offset: u64, len: u64) -> Result<Bytes> {
-    let mut last = None;
-    for _ in 0..TRIES {
-        let mut all = Collected::default();
-        match Download::run(object, offset, len, &mut all).await {
-            Ok(_) => return Ok(all.finish()),
-            Err(e @ Error::Node(wire::Error::Changed { .. })) => last = Some(e),
-            Err(e) => return Err(e),
+    let mut tries = 1;
+    loop {
+        match get_once(object, offset, len).await {
+            Err(e) if is_changed(&e) && tries < TRIES => tries += 1,
+            outcome => return outcome,
         }
     }
-    Err(last.unwrap_or(Error::Closed))
 }
 
-/// The whole object into a writer.
-pub(crate) async fn get_to_writer(
+async fn get_once(object: &Object, offset: u64, len: u64) -> Result<Bytes> {
+    let likely = len.min(object.parts().0.requests().options().read_size) as usize;
+    let first = Arc::new(PieceBuffer::empty(likely));
+    let (mut pipeline, opened) = Pipeline::open(object, offset, len, Sink::Memory(first.clone())).await?;
+    let begun = first.take(opened.first_len as usize);
+    let rest = opened.len - opened.first_len;
+    if rest == 0 {
+        return Ok(begun);
+    }
+    let mut all = BytesMut::from(begun);
+    all.reserve(rest as usize);
+    // Each piece fills its own part of the room behind the first bytes.
+    let mut room = all.split_off(all.len());
+    let mut filled = Vec::new();
+    let mut sink_for = |_, len| {
+        let behind = room.split_off(len as usize);
+        let buffer = Arc::new(PieceBuffer::within(std::mem::replace(&mut room, behind)));
+        filled.push((Arc::clone(&buffer), len as usize));
+        Sink::Memory(buffer)
+    };
+    while pipeline.next(&mut sink_for).await?.is_some() {}
+    for (buffer, len) in filled {
+        all.unsplit(buffer.take_buffer(len));
+    }
+    Ok(all.freeze())
+}
+
+/// Reads up to `len` bytes at `offset` into memory of the caller; returns the length of the range.
+pub(crate) async fn read_into(
     object: &Object,
-    mut writer: impl AsyncWrite + Unpin + Send,
+    offset: u64,
+    len: u64,
+    memory: &Arc<dyn SinkMemory>,
 ) -> Result<u64> {
     let mut tries = 1;
     loop {
-        let mut out = Written { writer: &mut writer, started: false };
-        match Download::run(object, 0, u64::MAX, &mut out).await {
-            Err(Error::Node(wire::Error::Changed { .. })) if !out.started && tries < TRIES => tries += 1,
-            Err(e) => return Err(e),
-            Ok(size) => {
-                writer.flush().await?;
-                return Ok(size);
+        match read_into_once(object, offset, len, memory).await {
+            Err(e) if is_changed(&e) && tries < TRIES => tries += 1,
+            outcome => return outcome,
+        }
+    }
+}
+
+async fn read_into_once(object: &Object, offset: u64, len: u64, memory: &Arc<dyn SinkMemory>) -> Result<u64> {
+    let first = Sink::Memory(Arc::clone(memory));
+    let (mut pipeline, opened) = Pipeline::open(object, offset, len, first).await?;
+    let mut sink_for = |at, _| Sink::Memory(Arc::new(Shifted { memory: Arc::clone(memory), at }));
+    while pipeline.next(&mut sink_for).await?.is_some() {}
+    Ok(opened.len)
+}
+
+/// Writes all data of an object to a writer; returns the object's size in bytes.
+pub(crate) async fn get_to_writer(object: &Object, mut writer: impl AsyncWrite + Unpin) -> Result<u64> {
+    let mut reader = object.read_stream(0, u64::MAX);
+    let mut written = 0;
+    while let Some(chunk) = reader.next().await? {
+        writer.write_all(&chunk).await?;
+        written += chunk.len() as u64;
+    }
+    writer.flush().await?;
+    Ok(written)
+}
+
+fn is_changed(e: &Error) -> bool {
+    matches!(e, Error::Node(wire::Error::Changed { .. }))
+}
+
+/// Streams a range of an object, in chunks of no particular size. Made by [`Object::read_stream`].
+pub struct RangeReader {
+    object: Object,
+    offset: u64,
+    len: u64,
+    /// `None` before the first request.
+    pipeline: Option<Pipeline>,
+    /// Chunks that arrived and were not handed out.
+    ready: VecDeque<Bytes>,
+}
+
+impl std::fmt::Debug for RangeReader {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mut shown = f.debug_struct("RangeReader");
+        shown.field("object", self.object.name()).field("offset", &self.offset).field("len", &self.len);
+        shown.finish_non_exhaustive()
+    }
+}
+
+impl RangeReader {
+    pub(crate) fn new(object: Object, offset: u64, len: u64) -> RangeReader {
+        RangeReader { object, offset, len, pipeline: None, ready: VecDeque::new() }
+    }
+
+    /// The next chunk, or `None` at the end of the range. Cancel safe.
+    ///
+    /// # Errors
+    /// [`Changed`](wire::Error::Changed) if the object changed after the first chunks were handed
+    /// out. Chunks that were handed out are then of no use.
+    pub async fn next(&mut self) -> Result<Option<Bytes>> {
+        let mut tries = 1;
+        while self.ready.is_empty() {
+            let Some(pipeline) = &mut self.pipeline else {
+                match Pipeline::open(&self.object, self.offset, self.len, Sink::Bytes).await {
+                    Ok((pipeline, opened)) => {
+                        self.ready.extend(opened.chunks);
+                        self.pipeline = Some(pipeline);
+                    }
+                    Err(e) if is_changed(&e) && tries < TRIES => tries += 1,
+                    Err(e) => return Err(e),
+                }
+                continue;
+            };
+            match pipeline.next(&mut |_, _| Sink::Bytes).await {
+                Ok(Some(chunks)) => self.ready.extend(chunks),
+                Ok(None) => return Ok(None),
+                // Nothing of a striped object was handed out before its first part.
+                Err(e) if is_changed(&e) && !pipeline.has_given && tries < TRIES => {
+                    tries += 1;
+                    self.pipeline = None;
+                }
+                Err(e) => return Err(e),
             }
         }
-    }
-}
-
-/// Takes data in order.
-trait Output: Send {
-    fn take(&mut self, data: Bytes) -> impl Future<Output = Result<()>> + Send;
-}
-
-#[derive(Default)]
-struct Collected {
-    pieces: Vec<Bytes>,
-}
-
-impl Collected {
-    fn finish(mut self) -> Bytes {
-        if self.pieces.len() <= 1 {
-            return self.pieces.pop().unwrap_or_default();
+        if let Some(pipeline) = &mut self.pipeline {
+            pipeline.has_given = true;
         }
-        let mut all = BytesMut::with_capacity(self.pieces.iter().map(Bytes::len).sum());
-        self.pieces.iter().for_each(|piece| all.extend_from_slice(piece));
-        all.freeze()
+        Ok(self.ready.pop_front())
     }
 }
 
-impl Output for Collected {
-    async fn take(&mut self, data: Bytes) -> Result<()> {
-        self.pieces.push(data);
-        Ok(())
-    }
-}
-
-struct Written<'a, W> {
-    writer: &'a mut W,
-    started: bool,
-}
-
-impl<W: AsyncWrite + Unpin + Send> Output for Written<'_, W> {
-    async fn take(&mut self, data: Bytes) -> Result<()> {
-        self.started = true;
-        Ok(self.writer.write_all(&data).await?)
-    }
-}
-
-/// What the first request found.
-enum Found {
-    Plain { version: u64, size: u64, data: Vec<Bytes> },
-    Striped { version: u64, manifest: Manifest },
-}
-
-/// A range of a store object to be read.
+/// A range of one stored object.
 struct Piece {
     part: Option<PartId>,
     if_version: Option<u64>,
@@ -103,185 +170,280 @@ struct Piece {
     len: u64,
 }
 
-struct Download<'a> {
-    object: &'a Object,
+/// The pieces of a range that are left to read, cut at multiples of `step` and at the ends of parts.
+struct Pieces {
+    /// The parts of a striped object.
+    manifest: Option<Manifest>,
+    if_version: Option<u64>,
+    at: u64,
+    end: u64,
+    step: u64,
 }
 
-impl Download<'_> {
-    /// Reads `offset..offset + len` as far as the object goes; returns the object's size.
-    async fn run(object: &Object, offset: u64, len: u64, out: &mut impl Output) -> Result<u64> {
-        let this = Download { object };
-        let options = &object.parts().0.link.shared.options;
-        let first = len.min(options.read_size.saturating_mul(options.reads_in_flight as u64)).min(FIRST_MAX);
-        let piece = Piece { part: None, if_version: None, offset, len: first };
-        match this.read(&piece).await? {
-            Found::Plain { version, size, data } => {
-                let expected = offset.saturating_add(first).min(size).saturating_sub(offset);
-                let came = data.iter().map(Bytes::len).sum::<usize>() as u64;
-                if came != expected {
-                    let what = format!("{came} bytes came of an object of {size}, not {expected}");
-                    return Err(Error::Protocol(what));
-                }
-                for piece in data {
-                    out.take(piece).await?;
-                }
-                let end = offset.saturating_add(len).min(size);
-                let from = offset.saturating_add(first);
-                let piece = |offset, len| Piece { part: None, if_version: Some(version), offset, len };
-                this.fetch(cut(from, end, options.read_size).map(|(at, len)| piece(at, len)), out).await?;
-                Ok(size)
-            }
-            Found::Striped { version, manifest } => {
-                let end = offset.saturating_add(len).min(manifest.size);
-                let pieces = part_pieces(manifest, offset, end, options.read_size);
-                match this.fetch(pieces, out).await {
-                    Err(e) if e.is_not_found() => Err(this.part_missing(version).await),
-                    done => done.map(|()| manifest.size),
-                }
-            }
-        }
-    }
+impl Iterator for Pieces {
+    type Item = Piece;
 
-    /// A part is gone: either the object was replaced, or it is damaged.
-    async fn part_missing(&self, version: u64) -> Error {
-        match self.object.stat().await {
-            Ok(stat) if stat.version == version => {
-                wire::Error::Corrupt(format!("{}: a part of it is missing", self.object.name())).into()
-            }
-            Ok(stat) => wire::Error::Changed { wanted: version, found: stat.version }.into(),
-            Err(e) => e,
-        }
-    }
-
-    /// Reads pieces, several at a time, and gives them out in order.
-    async fn fetch(&self, pieces: impl Iterator<Item = Piece> + Send, out: &mut impl Output) -> Result<()> {
-        let in_flight = self.object.parts().0.link.shared.options.reads_in_flight;
-        let mut pieces = pieces.map(|piece| async move {
-            let wanted = piece.len;
-            match self.read(&piece).await? {
-                Found::Plain { data, .. } if data.iter().map(Bytes::len).sum::<usize>() as u64 == wanted => {
-                    Ok(data)
-                }
-                Found::Plain { version, .. } | Found::Striped { version, .. } => {
-                    let name = self.object.name();
-                    match piece.part {
-                        Some(_) => {
-                            Err(wire::Error::Corrupt(format!("{name}: a part of it is too short")).into())
-                        }
-                        None => Err(wire::Error::Changed {
-                            wanted: piece.if_version.unwrap_or(0),
-                            found: version,
-                        }
-                        .into()),
-                    }
-                }
-            }
-        });
-        let mut reads: FuturesOrdered<_> = pieces.by_ref().take(in_flight).collect();
-        while let Some(data) = reads.next().await {
-            let data: Result<Vec<Bytes>> = data;
-            for chunk in data? {
-                out.take(chunk).await?;
-            }
-            if let Some(next) = pieces.next() {
-                reads.push_back(next);
-            }
-        }
-        Ok(())
-    }
-
-    /// One read request, cut to the bytes asked for.
-    async fn read(&self, piece: &Piece) -> Result<Found> {
-        let (client, name) = self.object.parts();
-        let start = base::block::align_down(piece.offset);
-        let end = base::block::align_up(piece.offset.saturating_add(piece.len)).unwrap_or(u64::MAX);
-        let room = end - start;
-        let bulk = if room <= client.link.inline_max() { Bulk::None } else { Bulk::Sink(room) };
-        let body = ObjectRequest::Read(Read {
-            name: name.to_wire(),
-            part: piece.part,
-            offset: piece.offset,
-            len: piece.len,
-            if_version: piece.if_version,
-            sink: None,
-        });
-        let answer = client.link.call(body, bulk).await?;
-        match answer.body {
-            ReplyBody::Object(ObjectReply::Read { version, object_size, .. }) => {
-                let data = trim(answer.data, piece.offset - start, piece.len);
-                Ok(Found::Plain { version, size: object_size, data })
-            }
-            ReplyBody::Object(ObjectReply::Striped { version, manifest }) => {
-                manifest.check()?;
-                Ok(Found::Striped { version, manifest })
-            }
-            other => Err(unexpected(&other)),
-        }
+    fn next(&mut self) -> Option<Piece> {
+        let left = self.end.checked_sub(self.at).filter(|left| *left > 0)?;
+        let part_size = self.manifest.map_or(u64::MAX, |manifest| manifest.part_size);
+        let offset = self.at % part_size;
+        let len = left.min(part_size - offset).min(self.step - offset % self.step);
+        let part = self
+            .manifest
+            .map(|manifest| PartId { upload: manifest.upload, index: (self.at / part_size) as u32 });
+        self.at += len;
+        Some(Piece { part, if_version: self.if_version, offset, len })
     }
 }
 
-/// Cuts `from..end` at multiples of `step`: offsets and lengths.
-fn cut(from: u64, end: u64, step: u64) -> impl Iterator<Item = (u64, u64)> + Send {
-    let mut at = from;
-    std::iter::from_fn(move || {
-        let len = end.checked_sub(at).filter(|left| *left > 0)?.min(step - at % step);
-        at += len;
-        Some((at - len, len))
-    })
+/// What the first request brought.
+struct Opened {
+    /// Length of the whole range, in bytes: it ends at the object's end.
+    len: u64,
+    /// Number of its bytes that the first request brought.
+    first_len: u64,
+    /// These bytes, for [`Sink::Bytes`].
+    chunks: Vec<Bytes>,
 }
 
-/// The pieces of parts that make up `offset..end` of a striped object.
-fn part_pieces(manifest: Manifest, offset: u64, end: u64, step: u64) -> impl Iterator<Item = Piece> + Send {
-    cut(offset, end, manifest.part_size).flat_map(move |(at, len)| {
-        let part = PartId { upload: manifest.upload, index: (at / manifest.part_size) as u32 };
-        let from = at % manifest.part_size;
-        cut(from, from + len, step).map(move |(offset, len)| Piece {
-            part: Some(part),
-            if_version: None,
+/// Reads the pieces of a range in order, several at a time.
+struct Pipeline {
+    object: Object,
+    /// Version of the object that the range is read from.
+    version: u64,
+    is_striped: bool,
+    /// Offset of the range in the object.
+    offset: u64,
+    pieces: Pieces,
+    reads: FuturesOrdered<BoxFuture<'static, Result<Vec<Bytes>>>>,
+    /// The caller has handed out data.
+    has_given: bool,
+}
+
+impl Pipeline {
+    /// Sends the first request, and waits for its answer.
+    async fn open(object: &Object, offset: u64, len: u64, sink: Sink) -> Result<(Pipeline, Opened)> {
+        let options = object.parts().0.requests().options();
+        let step = options.read_size;
+        let wanted = len.min(step.saturating_mul(options.reads_in_flight as u64)).min(FIRST_MAX);
+        let piece = Piece { part: None, if_version: None, offset, len: wanted };
+        let reply = read(object, &piece, sink).await?;
+        let (version, manifest, size, first_len, chunks) = match reply {
+            ReadReply::Data { version, object_size, len, chunks } => {
+                (version, None, object_size, len, chunks)
+            }
+            ReadReply::Striped { version, manifest } => (version, Some(manifest), manifest.size, 0, vec![]),
+        };
+        let range_len = offset.saturating_add(len).min(size).saturating_sub(offset);
+        if manifest.is_none() && first_len != wanted.min(range_len) {
+            let expected = wanted.min(range_len);
+            let what = format!("{first_len} bytes came of an object of {size}, not {expected}");
+            return Err(Error::Protocol(what));
+        }
+        let pieces = Pieces {
+            manifest,
+            // Parts never change.
+            if_version: manifest.is_none().then_some(version),
+            at: offset.saturating_add(first_len),
+            end: offset.saturating_add(range_len),
+            step,
+        };
+        let pipeline = Pipeline {
+            object: object.clone(),
+            version,
+            is_striped: manifest.is_some(),
             offset,
-            len,
-        })
-    })
-}
+            pieces,
+            reads: FuturesOrdered::new(),
+            has_given: false,
+        };
+        Ok((pipeline, Opened { len: range_len, first_len, chunks }))
+    }
 
-/// Drops `skip` bytes at the front and what is beyond `len` bytes.
-fn trim(data: Vec<Bytes>, skip: u64, len: u64) -> Vec<Bytes> {
-    let (mut skip, mut left) = (skip, len);
-    let mut out = Vec::with_capacity(data.len());
-    for chunk in data {
-        let start = skip.min(chunk.len() as u64);
-        skip -= start;
-        let end = (start + left.min(chunk.len() as u64 - start)) as usize;
-        let chunk = chunk.slice(start as usize..end);
-        left -= chunk.len() as u64;
-        if !chunk.is_empty() {
-            out.push(chunk);
+    /// Waits for the next piece; returns its chunks, or `None` after the last piece. `sink_for` says
+    /// where a piece goes, by its offset in the range and its length in bytes. Cancel safe.
+    async fn next(&mut self, sink_for: &mut impl FnMut(u64, u64) -> Sink) -> Result<Option<Vec<Bytes>>> {
+        let in_flight = self.object.parts().0.requests().options().reads_in_flight;
+        while self.reads.len() < in_flight {
+            let at = self.pieces.at - self.offset;
+            let Some(piece) = self.pieces.next() else { break };
+            let sink = sink_for(at, piece.len);
+            let object = self.object.clone();
+            self.reads.push_back(Box::pin(async move { read_whole(&object, &piece, sink).await }));
+        }
+        match self.reads.next().await.transpose() {
+            Err(e) if self.is_striped && e.is_not_found() => {
+                Err(part_missing(&self.object, self.version).await)
+            }
+            outcome => outcome,
         }
     }
-    out
+}
+
+/// A part of version `version` is missing: either the object was replaced, or it is damaged.
+async fn part_missing(object: &Object, version: u64) -> Error {
+    match object.stat().await {
+        Ok(stat) if stat.version == version => {
+            wire::Error::Corrupt(format!("{}: a part of it is missing", object.name())).into()
+        }
+        Ok(stat) => wire::Error::Changed { wanted: version, found: stat.version }.into(),
+        Err(e) => e,
+    }
+}
+
+/// Reads a piece that must exist in full.
+async fn read_whole(object: &Object, piece: &Piece, sink: Sink) -> Result<Vec<Bytes>> {
+    let version = match read(object, piece, sink).await? {
+        ReadReply::Data { len, chunks, .. } if len == piece.len => return Ok(chunks),
+        ReadReply::Data { version, .. } | ReadReply::Striped { version, .. } => version,
+    };
+    let error = match piece.part {
+        Some(_) => wire::Error::Corrupt(format!("{}: a part of it is too short", object.name())),
+        None => wire::Error::Changed { wanted: piece.if_version.unwrap_or(0), found: version },
+    };
+    Err(error.into())
+}
+
+async fn read(object: &Object, piece: &Piece, sink: Sink) -> Result<ReadReply> {
+    let (client, name) = object.parts();
+    let Piece { part, if_version, offset, len } = *piece;
+    client.requests().read(ReadRequest { name: name.clone(), part, offset, len, if_version, sink }).await
+}
+
+/// Memory of the caller, from byte `at` on.
+#[derive(Debug)]
+struct Shifted {
+    memory: Arc<dyn SinkMemory>,
+    at: u64,
+}
+
+impl SinkMemory for Shifted {
+    fn put(&self, offset: u64, data: Bytes) {
+        self.memory.put(self.at + offset, data);
+    }
+}
+
+/// A buffer that one piece fills. Data that arrives in a single chunk is kept as it is, unless the
+/// buffer already has room.
+#[derive(Debug)]
+struct PieceBuffer(Mutex<Filling>);
+
+#[derive(Debug)]
+struct Filling {
+    /// The only chunk so far. It begins at 0.
+    single: Option<Bytes>,
+    buffer: BytesMut,
+    /// Bytes to reserve before the first copy.
+    reserve: usize,
+}
+
+impl PieceBuffer {
+    /// An empty buffer; `reserve` is the likely length of the piece, in bytes.
+    fn empty(reserve: usize) -> PieceBuffer {
+        PieceBuffer(Mutex::new(Filling { single: None, buffer: BytesMut::new(), reserve }))
+    }
+
+    /// A buffer with room for the whole piece.
+    fn within(buffer: BytesMut) -> PieceBuffer {
+        PieceBuffer(Mutex::new(Filling { single: None, buffer, reserve: 0 }))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Filling> {
+        // Nothing panics while it holds the lock with a chunk half written.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The first `len` bytes. Every byte of them was put.
+    fn take(&self, len: usize) -> Bytes {
+        let mut filling = self.lock();
+        if let Some(mut single) = filling.single.take() {
+            single.truncate(len);
+            return single;
+        }
+        let mut buffer = std::mem::take(&mut filling.buffer);
+        buffer.truncate(len);
+        if buffer.capacity() > 2 * len {
+            // The piece was much shorter than expected: do not hold the unused memory.
+            return Bytes::copy_from_slice(&buffer);
+        }
+        buffer.freeze()
+    }
+
+    /// The first `len` bytes, in the room that the buffer was given.
+    fn take_buffer(&self, len: usize) -> BytesMut {
+        let mut buffer = std::mem::take(&mut self.lock().buffer);
+        buffer.truncate(len);
+        buffer
+    }
+}
+
+impl SinkMemory for PieceBuffer {
+    fn put(&self, offset: u64, data: Bytes) {
+        let Filling { single, buffer, reserve } = &mut *self.lock();
+        if buffer.capacity() == 0 {
+            if offset == 0 {
+                *single = Some(data);
+                return;
+            }
+            buffer.reserve(*reserve);
+            if let Some(first) = single.take() {
+                buffer.extend_from_slice(&first);
+            }
+        }
+        write_at(buffer, offset as usize, &data);
+    }
+}
+
+/// Writes `data` at an offset; a gap before it is filled with zeros.
+fn write_at(buffer: &mut BytesMut, offset: usize, data: &[u8]) {
+    if buffer.len() < offset {
+        buffer.resize(offset, 0);
+    }
+    let (over, beyond) = data.split_at(data.len().min(buffer.len() - offset));
+    buffer[offset..offset + over.len()].copy_from_slice(over);
+    buffer.extend_from_slice(beyond);
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[test]
-    fn ranges_are_cut_at_steps_and_parts() {
-        assert_eq!(cut(5, 25, 10).collect::<Vec<_>>(), [(5, 5), (10, 10), (20, 5)]);
-        assert_eq!(cut(25, 5, 10).count(), 0);
-        let upload = wire::UploadId { session: wire::SessionId(1), number: 1 };
-        let manifest = Manifest { upload, part_size: 8192, size: 20_000 };
-        let pieces: Vec<_> = part_pieces(manifest, 8000, 17_000, 4096)
-            .map(|p| (p.part.unwrap().index, p.offset, p.len))
-            .collect();
-        assert_eq!(pieces, [(0, 8000, 192), (1, 0, 4096), (1, 4096, 4096), (2, 0, 616)]);
+    fn pieces(manifest: Option<Manifest>, at: u64, end: u64, step: u64) -> Vec<(Option<u32>, u64, u64)> {
+        let pieces = Pieces { manifest, if_version: None, at, end, step };
+        pieces.map(|p| (p.part.map(|part| part.index), p.offset, p.len)).collect()
     }
 
     #[test]
-    fn trimming_keeps_the_bytes_asked_for() {
-        let data = vec![Bytes::from("abcd"), Bytes::from("efgh")];
-        assert_eq!(trim(data.clone(), 1, 5).concat(), b"bcdef");
-        assert_eq!(trim(data.clone(), 5, 100).concat(), b"fgh");
-        assert_eq!(trim(data, 9, 1).concat(), b"");
+    fn ranges_are_cut_at_steps_and_parts() {
+        assert_eq!(pieces(None, 5, 25, 10), [(None, 5, 5), (None, 10, 10), (None, 20, 5)]);
+        assert_eq!(pieces(None, 25, 5, 10), []);
+        let upload = wire::UploadId { session: wire::SessionId(1), number: 1 };
+        let manifest = Some(Manifest { upload, part_size: 8192, size: 20_000 });
+        let expected = [(Some(0), 8000, 192), (Some(1), 0, 4096), (Some(1), 4096, 4096), (Some(2), 0, 616)];
+        assert_eq!(pieces(manifest, 8000, 17_000, 4096), expected);
+    }
+
+    #[test]
+    fn a_buffer_takes_chunks_in_any_order_and_keeps_the_last_attempt() {
+        let chunk = |at: usize| (at as u64, Bytes::from_static(b"0123456789").slice(at..(at + 3).min(10)));
+        for order in [[0, 3, 6, 9], [9, 6, 3, 0], [3, 0, 9, 6]] {
+            let room = BytesMut::with_capacity(10);
+            for buffer in [PieceBuffer::empty(4), PieceBuffer::empty(100), PieceBuffer::within(room)] {
+                // An attempt that ended early, with other data.
+                buffer.put(0, Bytes::from_static(b"xxxxxxxxxxxxxxxx"));
+                for at in order {
+                    let (offset, data) = chunk(at);
+                    buffer.put(offset, data);
+                }
+                assert_eq!(buffer.take(10), "0123456789");
+            }
+        }
+    }
+
+    #[test]
+    fn a_single_chunk_is_not_copied() {
+        let (buffer, chunk) = (PieceBuffer::empty(1 << 20), Bytes::from(vec![7; 100]));
+        buffer.put(0, chunk.clone());
+        assert_eq!(buffer.take(60).as_ptr(), chunk.as_ptr());
     }
 }

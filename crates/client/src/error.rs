@@ -39,6 +39,9 @@ pub enum Error {
     /// An argument is outside its range. Nothing was sent.
     #[error("{0}")]
     Argument(String),
+    /// The engine does not offer what the request needs. Nothing was changed.
+    #[error("not supported: {0}")]
+    Unsupported(String),
 }
 
 impl Error {
@@ -51,6 +54,12 @@ impl Error {
     #[must_use]
     pub fn is_not_found(&self) -> bool {
         matches!(self, Error::Node(wire::Error::NoSuchObject(_) | wire::Error::NoSuchPool(_)))
+    }
+
+    /// Whether another attempt of the same request may succeed.
+    #[must_use]
+    pub fn is_transient(&self) -> bool {
+        matches!(self, Error::Node(e) if e.is_transient())
     }
 
     /// Whether a change that failed with this error may have taken effect. After every other error

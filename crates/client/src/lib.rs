@@ -27,23 +27,22 @@
 
 #![forbid(unsafe_code)]
 
-mod call;
 mod client;
 mod compound;
+pub mod conformance;
 mod download;
+pub mod engine;
 mod error;
-mod link;
 mod list;
 mod object;
 mod options;
-mod pending;
 mod pool;
-mod sink;
-mod source;
+mod requests;
 mod upload;
 
 pub use client::Client;
 pub use compound::Compound;
+pub use download::RangeReader;
 pub use error::{Error, Result};
 pub use list::Listing;
 pub use object::{Description, Object, OmapPage, PutOptions};

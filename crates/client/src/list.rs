@@ -3,10 +3,8 @@
 use std::collections::VecDeque;
 
 use bytes::Bytes;
-use wire::{List, ObjectName, ObjectReply, ObjectRequest, PoolName, ReplyBody};
+use wire::{List, ObjectName, PoolName};
 
-use crate::client::unexpected;
-use crate::pending::Bulk;
 use crate::{Client, Result};
 
 /// Names asked for at a time.
@@ -68,23 +66,19 @@ impl Listing {
     }
 
     async fn fetch(&mut self) -> Result<()> {
-        let body = ObjectRequest::List(List {
+        let request = List {
             pool: self.pool.to_string().into(),
             namespace: self.namespace.clone().map(Bytes::from),
             prefix: self.prefix.clone(),
             cursor: self.cursor.clone(),
             limit: PAGE,
-        });
-        match self.client.link.call(body, Bulk::None).await?.body {
-            ReplyBody::Object(ObjectReply::Listed(listed)) => {
-                for (namespace, object) in listed.names {
-                    self.page.push_back(ObjectName::new(self.pool.clone(), namespace, object)?);
-                }
-                self.ended = listed.cursor.is_empty();
-                self.cursor = listed.cursor;
-                Ok(())
-            }
-            other => Err(unexpected(&other)),
+        };
+        let listed = self.client.requests().list(request).await?;
+        for (namespace, object) in listed.names {
+            self.page.push_back(ObjectName::new(self.pool.clone(), namespace, object)?);
         }
+        self.ended = listed.cursor.is_empty();
+        self.cursor = listed.cursor;
+        Ok(())
     }
 }

@@ -5,14 +5,10 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use tokio::io::{AsyncRead, AsyncWrite};
-use wire::{
-    Mutated, ObjectName, ObjectReply, ObjectRequest, Query, QueryAnswer, QueryOp, ReplyBody, StatAnswer,
-};
+use wire::{Mutated, ObjectName, Query, QueryAnswer, QueryOp, StatAnswer};
 
-use crate::client::unexpected;
-use crate::pending::Bulk;
-use crate::source::Content;
-use crate::{Client, Compound, Error, Result};
+use crate::engine::{SinkMemory, Source};
+use crate::{Client, Compound, Error, RangeReader, Result};
 
 /// How often an append of more than one atomic step is tried again because somebody else changed the object.
 const APPEND_TRIES: usize = 32;
@@ -81,7 +77,7 @@ impl Object {
     /// # Errors
     /// [`Exists`](wire::Error::Exists) or [`ConditionFailed`](wire::Error::ConditionFailed) if it is not to be.
     pub async fn put_with(&self, data: impl Into<Bytes>, options: PutOptions) -> Result<Mutated> {
-        self.put_content(Content::Memory(data.into()), options).await
+        self.put_from(Source::Bytes(data.into()), options).await
     }
 
     /// As [`Object::put_with`], from a file, which is read as the node asks for the data. The file must not change
@@ -94,10 +90,10 @@ impl Object {
         let open = move || {
             let file = std::fs::File::open(path)?;
             let len = file.metadata()?.len();
-            Ok::<_, std::io::Error>(Content::File { file: Arc::new(file), offset: 0, len })
+            Ok::<_, std::io::Error>(Source::File { file: Arc::new(file), offset: 0, len })
         };
-        let content = tokio::task::spawn_blocking(open).await.map_err(std::io::Error::other)??;
-        self.put_content(content, options).await
+        let source = tokio::task::spawn_blocking(open).await.map_err(std::io::Error::other)??;
+        self.put_from(source, options).await
     }
 
     /// As [`Object::put_with`], from a stream of any length, in constant memory. Nothing is visible before its end.
@@ -112,11 +108,15 @@ impl Object {
         crate::upload::put_reader(self, reader, options).await
     }
 
-    async fn put_content(&self, content: Content, options: PutOptions) -> Result<Mutated> {
-        if content.len() > self.client.link.shared.options.stripe_threshold {
-            return crate::upload::put_striped(self, content, options).await;
+    /// As [`Object::put_with`], from any source.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if a file cannot be read, [`Error::Unsupported`] for a bulk descriptor.
+    pub async fn put_from(&self, source: Source, options: PutOptions) -> Result<Mutated> {
+        if source.len() > self.client.requests().options().stripe_threshold {
+            return crate::upload::put_striped(self, source, options).await;
         }
-        self.put_compound(options).write_full_content(content).commit().await
+        self.put_compound(options).write_full_from(source).commit().await
     }
 
     /// A compound op with a put's conditions and xattrs.
@@ -147,6 +147,23 @@ impl Object {
         crate::download::get_range(self, offset, len).await
     }
 
+    /// Reads up to `len` bytes at `offset` into memory of the caller, as one version of the object,
+    /// and returns how many bytes the range has. Data reaches the memory as it arrives. If the
+    /// object changes meanwhile, the read begins anew and fills the memory again.
+    ///
+    /// # Errors
+    /// [`NoSuchObject`](wire::Error::NoSuchObject) among others. The memory's content is then undefined.
+    pub async fn read_into(&self, offset: u64, len: u64, memory: Arc<dyn SinkMemory>) -> Result<u64> {
+        crate::download::read_into(self, offset, len, &memory).await
+    }
+
+    /// Streams up to `len` bytes at `offset`, as one version of the object, without joining the
+    /// chunks that arrive. Nothing is sent before the first chunk is asked for.
+    #[must_use]
+    pub fn read_stream(&self, offset: u64, len: u64) -> RangeReader {
+        RangeReader::new(self.clone(), offset, len)
+    }
+
     /// Writes all data of the object to `writer`, in constant memory, and returns its size, in bytes.
     ///
     /// # Errors
@@ -170,7 +187,7 @@ impl Object {
     /// nothing, if others change the object all the while.
     pub async fn append(&self, data: impl Into<Bytes>) -> Result<Mutated> {
         let data = data.into();
-        if data.len() as u64 <= wire::limits::MAX_APPEND {
+        if data.len() as u64 <= self.client.engine().limits().append_bytes_max {
             return self.compound().append(data).commit().await;
         }
         let mut last = None;
@@ -335,11 +352,7 @@ impl Object {
 
     async fn query(&self, ops: Vec<QueryOp>) -> Result<Vec<QueryAnswer>> {
         let query = Query { name: self.name.to_wire(), conditions: Vec::new(), ops };
-        query.check()?;
-        match self.client.link.call(ObjectRequest::Query(query), Bulk::None).await?.body {
-            ReplyBody::Object(ObjectReply::Queried(answers)) => Ok(answers),
-            other => Err(unexpected(&other)),
-        }
+        self.client.requests().query(query).await
     }
 }
 

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use crate::engine::EngineLimits;
+
 /// How a client behaves. The defaults suit a node on the same network.
 #[derive(Debug, Clone)]
 pub struct Options {
@@ -54,8 +56,8 @@ impl Default for Options {
 
 impl Options {
     /// Brings every value into its range.
-    pub(crate) fn clamped(mut self) -> Options {
-        let largest = wire::limits::MAX_OBJECT_SIZE;
+    pub(crate) fn clamped(mut self, limits: &EngineLimits) -> Options {
+        let largest = limits.object_bytes_max;
         let aligned = |size: u64| (size / 4096 * 4096).clamp(4096, largest);
         self.requests_in_flight = self.requests_in_flight.clamp(1, 512);
         self.stripe_threshold = self.stripe_threshold.min(largest);

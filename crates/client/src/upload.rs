@@ -8,21 +8,21 @@ use futures::stream::{FuturesUnordered, StreamExt};
 use tokio::io::{AsyncRead, AsyncReadExt};
 use wire::{Manifest, Mutated, Mutation, PartId, UploadId};
 
-use crate::source::Content;
+use crate::engine::Source;
 use crate::{Error, Object, PutOptions, Result};
 
 /// How long the parts of an upload that failed are given to be removed; what is left then, the node collects.
 const ABANDON: Duration = Duration::from_secs(5);
 
 /// Puts content of known length in parts.
-pub(crate) async fn put_striped(object: &Object, content: Content, options: PutOptions) -> Result<Mutated> {
+pub(crate) async fn put_striped(object: &Object, source: Source, options: PutOptions) -> Result<Mutated> {
     let upload = Upload::start(object)?;
     let mut parts = FuturesUnordered::new();
     let sent = async {
-        let size = content.len();
+        let size = source.len();
         for index in 0..size.div_ceil(upload.part_size) {
             let start = index * upload.part_size;
-            let part = content.slice(start, (start + upload.part_size).min(size));
+            let part = source.slice(start, (start + upload.part_size).min(size))?;
             upload.room_for_one(&mut parts).await?;
             parts.push(upload.put_part(index, part)?);
         }
@@ -38,7 +38,7 @@ pub(crate) async fn put_reader(
     mut reader: impl AsyncRead + Unpin,
     options: PutOptions,
 ) -> Result<Mutated> {
-    let client_options = &object.parts().0.link.shared.options;
+    let client_options = object.parts().0.requests().options();
     let first_size = client_options.part_size.min(client_options.stripe_threshold).max(1);
     let first = read_up_to(&mut reader, first_size).await?;
     if (first.len() as u64) < first_size {
@@ -63,7 +63,7 @@ pub(crate) async fn put_reader(
             size += len;
             if len > 0 {
                 upload.room_for_one(&mut parts).await?;
-                parts.push(upload.put_part(index, Content::Memory(part))?);
+                parts.push(upload.put_part(index, Source::Bytes(part))?);
             }
             if len < upload.part_size {
                 break;
@@ -87,28 +87,25 @@ struct Upload<'a> {
 
 impl<'a> Upload<'a> {
     fn start(object: &'a Object) -> Result<Upload<'a>> {
-        let link = &object.parts().0.link;
-        let session = link.session().ok_or(Error::Closed)?;
-        let options = &link.shared.options;
+        let requests = object.parts().0.requests();
+        let options = requests.options();
         Ok(Upload {
             object,
-            id: UploadId { session, number: link.next_upload() },
+            id: requests.engine().next_upload()?,
             part_size: options.part_size,
             in_flight: options.parts_in_flight,
             begun: AtomicU32::new(0),
         })
     }
 
-    fn put_part(&self, index: u64, content: Content) -> Result<impl Future<Output = Result<Mutated>>> {
-        let index = u32::try_from(index).ok().filter(|i| *i < wire::limits::MAX_PARTS).ok_or_else(|| {
-            Error::Argument(format!(
-                "the object has more than {} parts; set a larger part_size",
-                wire::limits::MAX_PARTS
-            ))
+    fn put_part(&self, index: u64, source: Source) -> Result<impl Future<Output = Result<Mutated>>> {
+        let most = self.object.parts().0.engine().limits().parts_max;
+        let index = u32::try_from(index).ok().filter(|i| *i < most).ok_or_else(|| {
+            Error::Argument(format!("the object has more than {most} parts; set a larger part_size"))
         })?;
         let part = PartId { upload: self.id, index };
         self.begun.store(index + 1, Ordering::Relaxed);
-        Ok(self.object.compound().write_full_content(content).commit_part(Some(part)))
+        Ok(self.object.compound().write_full_from(source).commit_part(Some(part)))
     }
 
     /// Waits until fewer parts are under way than may be.

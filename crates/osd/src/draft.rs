@@ -13,7 +13,7 @@ use base::block::{self, BLOCK, BLOCK_SIZE, Payload};
 use bytes::{Bytes, BytesMut};
 use store::{ObjectId, Op, StoreCalls, WriteSource};
 use wire::limits::MAX_OBJECT_SIZE;
-use wire::{Error, Manifest, Mutation, Source};
+use wire::{Error, Manifest, Mutation, OpBytes};
 
 use crate::fail::Step;
 use crate::gather::{Gathered, Staged};
@@ -99,12 +99,12 @@ fn size_after(before: u64, ops: &[Op]) -> u64 {
 }
 
 /// Length of an op's data, in bytes.
-fn length(source: &Source, data: &Gathered) -> u64 {
+fn length(source: &OpBytes, data: &Gathered) -> u64 {
     match (source, data) {
-        (Source::Embedded(bytes), _) => bytes.len() as u64,
-        (Source::Payload, Gathered::Memory(payload)) => payload.len() as u64,
-        (Source::Payload, Gathered::Staged(staged)) => staged.head.len() as u64 + staged.len,
-        (Source::Payload, Gathered::None) => 0,
+        (OpBytes::Embedded(bytes), _) => bytes.len() as u64,
+        (OpBytes::Payload, Gathered::Memory(payload)) => payload.len() as u64,
+        (OpBytes::Payload, Gathered::Staged(staged)) => staged.head.len() as u64 + staged.len,
+        (OpBytes::Payload, Gathered::None) => 0,
     }
 }
 
@@ -242,20 +242,20 @@ impl<'a> Draft<'a> {
         Ok(())
     }
 
-    async fn write(&mut self, offset: u64, source: &Source, data: &Gathered) -> Step<()> {
+    async fn write(&mut self, offset: u64, source: &OpBytes, data: &Gathered) -> Step<()> {
         match (source, data) {
-            (Source::Embedded(bytes), _) => {
+            (OpBytes::Embedded(bytes), _) => {
                 self.write_bytes(offset, Payload::compute(offset, bytes.clone())).await
             }
-            (Source::Payload, Gathered::Memory(payload)) if payload.phase() == offset % BLOCK => {
+            (OpBytes::Payload, Gathered::Memory(payload)) if payload.phase() == offset % BLOCK => {
                 self.write_bytes(offset, payload.clone()).await
             }
-            (Source::Payload, Gathered::Memory(payload)) => {
+            (OpBytes::Payload, Gathered::Memory(payload)) => {
                 // An append whose pieces turn out to lie elsewhere; the data itself was verified on arrival.
                 self.write_bytes(offset, Payload::compute(offset, payload.data().clone())).await
             }
-            (Source::Payload, Gathered::Staged(staged)) => self.write_staged(offset, staged).await,
-            (Source::Payload, Gathered::None) => {
+            (OpBytes::Payload, Gathered::Staged(staged)) => self.write_staged(offset, staged).await,
+            (OpBytes::Payload, Gathered::None) => {
                 Err(Error::BadRequest("an op without its data".into()).into())
             }
         }

@@ -14,7 +14,7 @@ use futures::stream::{FuturesUnordered, StreamExt};
 use messenger::Connection;
 use store::{StageId, StoreCalls, Submit};
 use wire::limits::{MAX_APPEND, MAX_OBJECT_SIZE};
-use wire::{BulkDescriptor, BulkDirection, Data, Error, Mutate, Mutation, Source};
+use wire::{BulkDescriptor, BulkDirection, Data, Error, Mutate, Mutation, OpBytes};
 
 use crate::backing::Backing;
 use crate::fail::{Fail, Step};
@@ -81,7 +81,7 @@ impl Puller<'_> {
         inline: Payload,
         store: &Rc<Backing>,
     ) -> Step<Gathered> {
-        let Some(user) = mutate.ops.iter().find(|op| matches!(op.source(), Some(Source::Payload))) else {
+        let Some(user) = mutate.ops.iter().find(|op| matches!(op.source(), Some(OpBytes::Payload))) else {
             return Ok(Gathered::None);
         };
         let offset = match user {

@@ -1,4 +1,5 @@
-//! The object commands on a real node, as a script would use them: both placements, output, exit codes.
+//! The object commands as a script uses them: output and exit codes, on a real node in both
+//! placements and on the reference engine.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -7,23 +8,36 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-/// A node in a temporary directory, stopped when dropped.
+/// What the object commands run against: a node in either placement, and the reference engine.
+const ENGINES: [&str; 3] = ["dpu", "host", "mem"];
+
+/// A node in a temporary directory, stopped when dropped, or a file of the reference engine.
 struct Node {
     dir: tempfile::TempDir,
+    engine: &'static str,
 }
 
 impl Node {
-    fn up(placement: &str) -> Node {
-        let node = Node { dir: tempfile::tempdir().unwrap() };
-        let up = ["up", "--detach", "--placement", placement, "--targets", "2", "--target-size", "256MiB"];
-        node.ok(&[&up[..], &["--listen", "127.0.0.1:0"]].concat());
+    fn up(engine: &'static str) -> Node {
+        let node = Node { dir: tempfile::tempdir().unwrap(), engine };
+        if engine != "mem" {
+            let up = ["up", "--detach", "--placement", engine, "--targets", "2", "--target-size", "256MiB"];
+            node.ok(&[&up[..], &["--listen", "127.0.0.1:0"]].concat());
+        }
         node.ok(&["pool", "create", "p"]);
         node
     }
 
     fn command(&self, args: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_outboard"));
-        command.args(args).env("OUTBOARD_DIR", self.dir.path().join("node")).env_remove("OUTBOARD_ENDPOINT");
+        command.args(args);
+        match self.engine {
+            "mem" => command.env("OUTBOARD_ENDPOINT", format!("mem:{}", self.path("objects"))),
+            _ => {
+                let dir = self.dir.path().join("node");
+                command.env("OUTBOARD_DIR", dir).env_remove("OUTBOARD_ENDPOINT")
+            }
+        };
         command
     }
 
@@ -58,7 +72,9 @@ impl Node {
 
 impl Drop for Node {
     fn drop(&mut self) {
-        self.run(&["down"]);
+        if self.engine != "mem" {
+            self.run(&["down"]);
+        }
     }
 }
 
@@ -76,14 +92,14 @@ fn noise(len: usize) -> Vec<u8> {
 
 #[test]
 fn objects_go_in_and_come_out() {
-    for placement in ["dpu", "host"] {
-        let node = Node::up(placement);
+    for engine in ENGINES {
+        let node = Node::up(engine);
         for (name, len) in [("empty", 0), ("one", 1), ("odd", 70_001), ("large", 20_000_003)] {
             let (file, back) = (node.path(name), node.path("back"));
             fs::write(&file, noise(len)).unwrap();
             node.ok(&["put", &format!("p/{name}"), &file]);
             node.ok(&["get", &format!("p/{name}"), &back]);
-            assert_eq!(fs::read(&file).unwrap(), fs::read(&back).unwrap(), "{placement} {name}");
+            assert_eq!(fs::read(&file).unwrap(), fs::read(&back).unwrap(), "{engine} {name}");
         }
         let mut put = node.command(&["put", "p:ns/from-a-pipe", "-"]).stdin(Stdio::piped()).spawn().unwrap();
         put.stdin.take().unwrap().write_all(&noise(40_000_000)).unwrap();
@@ -120,7 +136,12 @@ fn objects_go_in_and_come_out() {
 
 #[test]
 fn mistakes_say_what_to_do() {
-    let node = Node::up("host");
+    for engine in ["host", "mem"] {
+        assert_mistakes_say_what_to_do(&Node::up(engine));
+    }
+}
+
+fn assert_mistakes_say_what_to_do(node: &Node) {
     assert!(node.fails(2, &["put", "no-slash", "/dev/null"]).contains("POOL/OBJECT"));
     assert!(node.fails(2, &["get", &format!("p/{}", "x".repeat(1025)), "-"]).contains("1024"));
     assert!(node.fails(1, &["get", "nowhere/x", "-"]).contains("pool"));
@@ -140,7 +161,12 @@ fn mistakes_say_what_to_do() {
 
 #[test]
 fn a_tree_survives_the_round_trip() {
-    let node = Node::up("dpu");
+    for engine in ["dpu", "mem"] {
+        assert_a_tree_survives_the_round_trip(&Node::up(engine));
+    }
+}
+
+fn assert_a_tree_survives_the_round_trip(node: &Node) {
     let tree = node.dir.path().join("tree");
     fs::create_dir_all(tree.join("deep/er")).unwrap();
     fs::create_dir(tree.join("empty")).unwrap();

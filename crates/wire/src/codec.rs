@@ -75,7 +75,7 @@ fn error(what: &'static str, e: &postcard::Error) -> DecodeError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{AdminRequest, Condition, Data, Mutate, Mutation, ObjectName, ObjectRequest, Source};
+    use crate::{AdminRequest, Condition, Data, Mutate, Mutation, ObjectName, ObjectRequest, OpBytes};
     use proptest::prelude::*;
 
     fn sample() -> (RequestHead, RequestBody) {
@@ -85,7 +85,7 @@ mod tests {
             name: name.to_wire(),
             part: None,
             conditions: vec![Condition::Version(3), Condition::Xattr("a".into(), None)],
-            ops: vec![Mutation::Append(Source::Embedded("xyz".into())), Mutation::OmapClear],
+            ops: vec![Mutation::Append(OpBytes::Embedded("xyz".into())), Mutation::OmapClear],
             data: Data::None,
         }));
         (head, body)

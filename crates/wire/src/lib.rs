@@ -33,8 +33,8 @@ pub use name::{NameError, ObjectName, PoolName, WireName};
 pub use redundancy::{DEFAULT_STRIPE_UNIT, MAX_COPIES, MAX_STRIPE, Redundancy};
 pub use reply::{Listed, Mutated, ObjectReply, QueryAnswer, Reply, ReplyBody, StatAnswer};
 pub use request::{
-    Condition, Data, List, Manifest, Mutate, Mutation, ObjectRequest, PartId, Query, QueryOp, Read,
-    RequestBody, RequestHead, Source,
+    Condition, Data, List, Manifest, Mutate, Mutation, ObjectRequest, OpBytes, PartId, Query, QueryOp, Read,
+    RequestBody, RequestHead,
 };
 pub use session::{SessionId, UploadId};
 pub use states::{CodingOffload, OffloadState, Placement};

@@ -122,7 +122,7 @@ impl Manifest {
     }
 }
 
-/// Where a request's bulky bytes are. At most one op of a request has [`Source::Payload`].
+/// Where a request's bulky bytes are. At most one op of a request has [`OpBytes::Payload`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Data {
     /// There are none.
@@ -135,7 +135,7 @@ pub enum Data {
 
 /// Bytes of one op.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Source {
+pub enum OpBytes {
     /// Here.
     Embedded(Bytes),
     /// The request's [`Data`], all of it.
@@ -173,12 +173,12 @@ pub enum Mutation {
         /// First byte.
         offset: u64,
         /// The bytes.
-        source: Source,
+        source: OpBytes,
     },
     /// Replaces all data. Xattrs and omap stay.
-    WriteFull(Source),
+    WriteFull(OpBytes),
     /// Writes at the object's end.
-    Append(Source),
+    Append(OpBytes),
     /// Sets the size.
     Truncate(u64),
     /// Makes a range zero, extending the object if need be.
@@ -300,7 +300,7 @@ impl Mutate {
         if self.ops.is_empty() {
             return Err(Error::BadRequest("a change without ops".into()));
         }
-        let users = self.ops.iter().filter(|op| matches!(op.source(), Some(Source::Payload))).count();
+        let users = self.ops.iter().filter(|op| matches!(op.source(), Some(OpBytes::Payload))).count();
         let wanted = usize::from(!matches!(self.data, Data::None));
         if users != wanted {
             return Err(Error::BadRequest(format!("{users} ops use the data, expected {wanted}")));
@@ -341,7 +341,7 @@ impl Condition {
 impl Mutation {
     /// The op's bytes, if it has any.
     #[must_use]
-    pub fn source(&self) -> Option<&Source> {
+    pub fn source(&self) -> Option<&OpBytes> {
         match self {
             Mutation::Write { source, .. } | Mutation::WriteFull(source) | Mutation::Append(source) => {
                 Some(source)
@@ -353,8 +353,8 @@ impl Mutation {
     fn check(&self) -> Result<()> {
         match self {
             Mutation::Write { offset, source } => match source {
-                Source::Embedded(bytes) => check_range(*offset, bytes.len() as u64),
-                Source::Payload => check_range(*offset, 0),
+                OpBytes::Embedded(bytes) => check_range(*offset, bytes.len() as u64),
+                OpBytes::Payload => check_range(*offset, 0),
             },
             Mutation::Truncate(size) => check_range(0, *size),
             Mutation::Zero { offset, len } => check_range(*offset, *len),

@@ -9,6 +9,7 @@ use base::mem::Arena;
 use base::phases::{self, Phase};
 use base::pool::BufferPool;
 use bytes::Bytes;
+use client::engine::{Engine, NativeEngine};
 use client::{Client, Object, Options, Pool, Redundancy};
 use messenger::{NetworkStack, StackChoice, StackOptions, UseAs};
 use osd::{Osd, OsdConfig};
@@ -484,6 +485,12 @@ impl Node {
     pub(crate) async fn client_with(&self, options: Options) -> Client {
         let options = Options { stack: network(), ..options };
         Client::connect(&self.endpoint, options).await.unwrap()
+    }
+
+    /// A session of its own, as an engine.
+    pub(crate) async fn engine(&self) -> Arc<dyn Engine> {
+        let options = Options { stack: network(), ..Options::default() };
+        Arc::new(NativeEngine::connect(&self.endpoint, &options).await.unwrap())
     }
 
     /// A client with a pool.

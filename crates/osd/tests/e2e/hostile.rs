@@ -9,8 +9,8 @@ use wire::{
     ObjectRequest,
 };
 use wire::{
-    Condition, Data, Error, List, Manifest, Mutate, Mutation, NameError, Read, ReplyBody, RequestBody,
-    RequestHead, SessionId, Source, UploadId, WireName,
+    Condition, Data, Error, List, Manifest, Mutate, Mutation, NameError, OpBytes, Read, ReplyBody,
+    RequestBody, RequestHead, SessionId, UploadId, WireName,
 };
 
 use crate::common::Node;
@@ -30,7 +30,7 @@ fn descriptor(direction: BulkDirection, phase: u16, lens: &[u64]) -> BulkDescrip
 }
 
 fn payload_op() -> Mutation {
-    Mutation::WriteFull(Source::Payload)
+    Mutation::WriteFull(OpBytes::Payload)
 }
 
 async fn still_works(node: &Node) {
@@ -54,7 +54,7 @@ async fn impossible_changes_are_refused_each_for_its_reason() {
     let named =
         |name| Mutate { name, part: None, conditions: vec![], ops: vec![Mutation::Touch], data: Data::None };
     let write =
-        |offset, len: usize| Mutation::Write { offset, source: Source::Embedded(vec![0; len].into()) };
+        |offset, len: usize| Mutation::Write { offset, source: OpBytes::Embedded(vec![0; len].into()) };
     let manifest = |part_size, size| {
         Mutation::SetManifest(Manifest {
             upload: UploadId { session: SessionId(1), number: 1 },

@@ -3,6 +3,7 @@
 //! network: runs over other networks skip them (`--skip tcp_only::`).
 
 mod common;
+mod engine;
 mod hostile;
 mod model;
 mod network;

@@ -13,7 +13,7 @@ use messenger::{BulkSource, SessionConfig, SimStack};
 use osd::{Osd, OsdConfig};
 use tokio::sync::oneshot;
 use tokio::task::LocalSet;
-use wire::{Data, Mutation, Source};
+use wire::{Data, Mutation, OpBytes};
 
 use crate::common::{Node, data, seed};
 use crate::raw::{Raw, head, mutate};
@@ -94,7 +94,7 @@ async fn a_client_that_stalls_holds_up_nobody() {
     let object = node.object().await;
     let stalled = Raw::connect(&node.endpoint, None).await;
     let offer = stalled.connection.offer_source(Arc::new(Stalled)).unwrap();
-    let ops = vec![Mutation::WriteFull(Source::Payload)];
+    let ops = vec![Mutation::WriteFull(OpBytes::Payload)];
     let body = mutate("object", ops, Data::Bulk(offer.descriptor.clone()));
     stalled.send(wire::encode_request(&head(1), &body), Payload::default()).await;
     while node.staging.free_bytes().1 == node.staging.arena().len() {

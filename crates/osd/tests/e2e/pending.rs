@@ -3,7 +3,7 @@
 use base::block::Payload;
 use bytes::Bytes;
 use client::{Error, NodeError, Object};
-use wire::{AdminRequest, Data, Mutation, ObjectReply, ReplyBody, RequestBody, Source};
+use wire::{AdminRequest, Data, Mutation, ObjectReply, OpBytes, ReplyBody, RequestBody};
 
 use crate::common::{Node, data};
 use crate::raw::{Raw, append, head, mutate};
@@ -11,7 +11,7 @@ use crate::raw::{Raw, append, head, mutate};
 const BLOCK: usize = 4096;
 
 fn overwrite(offset: usize, bytes: &Bytes) -> RequestBody {
-    let source = Source::Embedded(bytes.clone());
+    let source = OpBytes::Embedded(bytes.clone());
     mutate("object", vec![Mutation::Write { offset: offset as u64, source }], Data::None)
 }
 

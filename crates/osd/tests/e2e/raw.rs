@@ -6,8 +6,8 @@ use base::block::Payload;
 use bytes::Bytes;
 use messenger::{ConnectOptions, Connection, Event, Incoming, Message, UseAs};
 use wire::{
-    Data, Mutate, Mutated, Mutation, ObjectReply, ObjectRequest, Reply, ReplyBody, RequestBody, RequestHead,
-    SessionId, Source, WireName,
+    Data, Mutate, Mutated, Mutation, ObjectReply, ObjectRequest, OpBytes, Reply, ReplyBody, RequestBody,
+    RequestHead, SessionId, WireName,
 };
 
 pub(crate) struct Raw {
@@ -31,7 +31,7 @@ pub(crate) fn name(object: &str) -> WireName {
 
 /// A change that appends a few bytes.
 pub(crate) fn append(object: &str, bytes: &'static str) -> RequestBody {
-    mutate(object, vec![Mutation::Append(Source::Embedded(bytes.into()))], Data::None)
+    mutate(object, vec![Mutation::Append(OpBytes::Embedded(bytes.into()))], Data::None)
 }
 
 pub(crate) fn mutate(object: &str, ops: Vec<Mutation>, data: Data) -> RequestBody {

@@ -15,8 +15,8 @@ use store::simulation::{SimDrive, SimStore};
 use store::{CollectionId, ObjectId, Op, StoreCalls, StoreError, Transaction};
 use uuid::Uuid;
 use wire::{
-    AdminReply, AdminRequest, Error, Mutated, Mutation, ObjectReply, ObjectRequest, PartId, Reply, ReplyBody,
-    RequestBody, RequestHead, SessionId, Source, UploadId,
+    AdminReply, AdminRequest, Error, Mutated, Mutation, ObjectReply, ObjectRequest, OpBytes, PartId, Reply,
+    ReplyBody, RequestBody, RequestHead, SessionId, UploadId,
 };
 
 use crate::common::{FaultStore, Node, Watch, network, stack};
@@ -353,7 +353,7 @@ async fn parts_are_collected_although_the_clock_stepped_back_after_they_were_wri
     let (client, _pool) = node.pool_of(1).await;
     let mut raw = Raw::connect(&node.endpoint, None).await;
     let upload = UploadId { session: raw.session, number: 1 };
-    let ops = vec![Mutation::WriteFull(Source::Embedded("part".into()))];
+    let ops = vec![Mutation::WriteFull(OpBytes::Embedded("part".into()))];
     let RequestBody::Object(ObjectRequest::Mutate(mut part)) = mutate("object", ops, wire::Data::None) else {
         unreachable!()
     };
@@ -631,7 +631,7 @@ mod tcp_only {
         let commits_before = commits.load(Ordering::SeqCst);
         let mut raw = Raw::connect(&node.endpoint, None).await;
         let put = || {
-            let ops = vec![Mutation::WriteFull(Source::Embedded(vec![7; 100].into()))];
+            let ops = vec![Mutation::WriteFull(OpBytes::Embedded(vec![7; 100].into()))];
             mutate("object", ops, wire::Data::None)
         };
         let mut most = 0;

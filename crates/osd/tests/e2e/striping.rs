@@ -8,7 +8,7 @@ use store::StoreCalls;
 
 use client::{Client, Error, NodeError, Object, Options, PutOptions};
 use tokio::io::{AsyncRead, ReadBuf};
-use wire::{Data, Manifest, Mutate, Mutation, ObjectRequest, PartId, RequestBody, Source, UploadId};
+use wire::{Data, Manifest, Mutate, Mutation, ObjectRequest, OpBytes, PartId, RequestBody, UploadId};
 
 use crate::common::{Node, data};
 use crate::raw::{Raw, head, mutate};
@@ -164,7 +164,7 @@ async fn a_head_whose_parts_were_collected_is_refused() {
     object.put("before").await.unwrap();
     let mut away = Raw::connect(&node.endpoint, None).await;
     let upload = UploadId { session: away.session, number: 1 };
-    let whole = Mutation::WriteFull(Source::Embedded(data(4096, 7)));
+    let whole = Mutation::WriteFull(OpBytes::Embedded(data(4096, 7)));
     let part = |index| match mutate("object", vec![whole.clone()], Data::None) {
         RequestBody::Object(ObjectRequest::Mutate(change)) => {
             RequestBody::Object(ObjectRequest::Mutate(Mutate {

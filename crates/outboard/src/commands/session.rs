@@ -1,8 +1,10 @@
 //! A session with the node that a command was told of, and names as users write them.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use base::thread::{self, ThreadClass};
+use client::engine::MemEngine;
 use client::{Client, Object, Options, Pool};
 
 use crate::args::NodeArgs;
@@ -16,6 +18,9 @@ const PATIENCE: Duration = Duration::from_secs(30);
 const ENDPOINT_PATIENCE: Duration = Duration::from_secs(10);
 /// After this long a command says what it is waiting for.
 const SILENCE: Duration = Duration::from_secs(2);
+/// An endpoint with this prefix names a file of the reference engine instead of a node. For tests of
+/// the object commands.
+const MEM_ENDPOINT: &str = "mem:";
 const PAUSE_MIN: Duration = Duration::from_millis(20);
 const PAUSE_MAX: Duration = Duration::from_millis(500);
 
@@ -64,6 +69,10 @@ async fn connect(node: &NodeArgs, options: &Options) -> Result<Client> {
     let mut said = false;
     loop {
         let endpoint = locate::endpoint(node)?;
+        if let Some(file) = endpoint.strip_prefix(MEM_ENDPOINT) {
+            let engine = MemEngine::open(file).doing(format!("opening {endpoint}"))?;
+            return Ok(Client::over(Arc::new(engine), options.clone()));
+        }
         let error = match Client::connect(&endpoint, options.clone()).await {
             Ok(client) => return Ok(client),
             Err(error) => error,

@@ -28,7 +28,7 @@ use store::{
 };
 use tokio::sync::oneshot;
 use uuid::Uuid;
-use wire::{Data, Manifest, Mutation, Placement, SessionId, Source, UploadId};
+use wire::{Data, Manifest, Mutation, OpBytes, Placement, SessionId, UploadId};
 
 use crate::common::{data, network, seed, stack};
 use crate::raw::{Raw, head, mutate};
@@ -290,7 +290,7 @@ async fn commit(object: &Object, steps: &[Step]) -> client::Result<Mutated> {
 /// Commits a compound whose data all lies in the request.
 async fn commit_by_hand(raw: &mut Raw, seq: u64, name: &str, steps: &[Step]) -> wire::Result<Mutated> {
     let mutation = |(index, step): (usize, &Step)| {
-        let source = |len| Source::Embedded(content(index, len));
+        let source = |len| OpBytes::Embedded(content(index, len));
         match *step {
             Step::Touch => Mutation::Touch,
             Step::Create => Mutation::Create,

@@ -14,7 +14,7 @@ use rand::{Rng, SeedableRng};
 use store::{CollectionId, MemStore, ObjectStore, StoreCalls, StoreFuture, StoreRequest, Submit};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
-use wire::{Data, Mutation, Source};
+use wire::{Data, Mutation, OpBytes};
 
 use crate::common::{FaultStore, Node, data, seed};
 use crate::raw::{Raw, head, mutate};
@@ -423,7 +423,7 @@ async fn a_client_is_told_to_try_again_while_targets_are_tried_again() {
     stalls.rig.pool.object("o").unwrap().put("x").await.unwrap();
     stalls.stop(&stalls.all());
     let mut raw = Raw::connect(&stalls.rig.node.endpoint, None).await;
-    let source = Source::Embedded(Bytes::from_static(b"y"));
+    let source = OpBytes::Embedded(Bytes::from_static(b"y"));
     let put = mutate("o", vec![Mutation::WriteFull(source)], Data::None);
     raw.send(wire::encode_request(&head(1), &put), Payload::default()).await;
     let reply = tokio::time::timeout(Duration::from_secs(30), raw.reply()).await.unwrap().unwrap();

@@ -9,31 +9,38 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 use wire::{Data, ObjectReply, ObjectRequest, ReplyBody, RequestBody, RequestHead};
 
-use crate::sink::ChunkSink;
-use crate::source::ContentSource;
+use super::chunks::{ChunkSink, Window};
+use super::offered::OfferedSource;
 use crate::{Error, Result};
 
-/// Bulky data that goes with a request.
+/// Data that goes with a request or comes with its answer.
 #[derive(Debug, Clone)]
 pub(crate) enum Bulk {
     None,
-    /// Travels inside the message.
+    /// Data of a change that travels inside the message.
     Inline(Payload),
-    /// Pulled by the node.
-    Source(Arc<ContentSource>),
-    /// Room for that many bytes, filled by the node.
-    Sink(u64),
+    /// Data of a change that the node pulls.
+    Source(Arc<OfferedSource>),
+    /// Data of a read. `pushed`: the node may push it into offered memory; otherwise it comes inside
+    /// the answer.
+    Read {
+        window: Window,
+        pushed: bool,
+    },
 }
 
 /// An answer, with the data that came with it.
 #[derive(Debug)]
 pub(crate) struct Answer {
     pub(crate) body: ReplyBody,
+    /// The wanted bytes of a read, unless they went to the caller's memory.
     pub(crate) data: Vec<Bytes>,
+    /// Number of wanted bytes that a read brought.
+    pub(crate) len: u64,
 }
 
-/// What came of one attempt.
-pub(crate) type Outcome = Result<Answer>;
+/// The outcome of one attempt.
+pub(crate) type Answered = Result<Answer>;
 
 /// A request without its final answer.
 pub(crate) struct Pending {
@@ -48,7 +55,7 @@ pub(crate) struct Pending {
     /// be sent in another one.
     pub(crate) orphaned: Option<wire::Error>,
     /// Takes the answer; `None` while the caller pauses before the next attempt.
-    pub(crate) done: Option<oneshot::Sender<Outcome>>,
+    pub(crate) done: Option<oneshot::Sender<Answered>>,
     pub(crate) region: Option<BulkRegion>,
     sink: Option<Arc<ChunkSink>>,
 }
@@ -87,8 +94,9 @@ impl Pending {
             Bulk::None => {}
             Bulk::Inline(data) => payload = data.clone(),
             Bulk::Source(source) => self.region = Some(connection.offer_source(source.clone())?),
-            Bulk::Sink(len) => {
-                let sink = Arc::new(ChunkSink::new(*len));
+            Bulk::Read { pushed: false, .. } => {}
+            Bulk::Read { window, pushed: true } => {
+                let sink = Arc::new(ChunkSink::new(window.clone()));
                 self.region = Some(connection.offer_sink(sink.clone(), 0)?);
                 self.sink = Some(sink);
             }
@@ -133,18 +141,21 @@ impl Pending {
     }
 
     /// Takes the data that came with an answer.
-    pub(crate) fn collect(&mut self, body: ReplyBody, payload: Payload) -> Outcome {
-        // Little data comes with the answer although there is a sink.
-        let data = match (self.sink.take(), &body) {
-            (Some(sink), ReplyBody::Object(ObjectReply::Read { sent, .. })) if payload.is_empty() => {
-                sink.take(*sent).ok_or_else(|| incomplete(*sent))?
-            }
-            (_, ReplyBody::Object(ObjectReply::Read { sent, .. })) if payload.len() as u64 != *sent => {
-                return Err(incomplete(*sent));
-            }
-            _ => vec![payload.into_parts().0],
+    pub(crate) fn collect(&mut self, body: ReplyBody, payload: Payload) -> Answered {
+        let sink = self.sink.take();
+        let (Bulk::Read { window, .. }, ReplyBody::Object(ObjectReply::Read { sent, .. })) =
+            (&self.bulk, &body)
+        else {
+            return Ok(Answer { body, data: Vec::new(), len: 0 });
         };
-        Ok(Answer { body, data })
+        let sent = *sent;
+        // Little data comes inside the answer, also if memory was offered.
+        let data = match sink {
+            Some(sink) if payload.is_empty() => sink.take(sent).ok_or_else(|| incomplete(sent))?,
+            _ if payload.len() as u64 != sent => return Err(incomplete(sent)),
+            _ => vec![window.deliver(0, payload.into_parts().0)],
+        };
+        Ok(Answer { body, data, len: window.wanted(sent) })
     }
 }
 
@@ -159,17 +170,19 @@ mod tests {
     use wire::AdminRequest;
 
     fn collected(sink: Option<&[u8]>, payload: &[u8], sent: u64) -> Result<usize> {
+        let window = Window::new(0, 1 << 20, None);
         let sink = sink.map(|pushed| {
-            let sink = Arc::new(ChunkSink::new(1 << 20));
+            let sink = Arc::new(ChunkSink::new(window.clone()));
             assert!(sink.write(0, Payload::compute(0, pushed.to_vec().into())));
             sink
         });
         let body = RequestBody::Admin(AdminRequest::PoolList);
-        let (bulk, deadline) = (Bulk::None, Instant::now());
-        let mut pending = Pending::new(body, bulk, deadline);
+        let bulk = Bulk::Read { window, pushed: sink.is_some() };
+        let mut pending = Pending::new(body, bulk, Instant::now());
         pending.sink = sink;
         let body = ReplyBody::Object(ObjectReply::Read { version: 1, object_size: 1 << 30, sent });
         let answer = pending.collect(body, Payload::compute(0, payload.to_vec().into()))?;
+        assert_eq!(answer.len, sent);
         Ok(answer.data.iter().map(Bytes::len).sum())
     }
 

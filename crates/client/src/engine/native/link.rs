@@ -16,12 +16,12 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use messenger::{ConnectOptions, Connection, Event, Incoming, Limits, Message, MessengerError, NetworkStack};
-use tokio::sync::{Notify, Semaphore, oneshot, watch};
+use tokio::sync::{Notify, oneshot, watch};
 use tokio::time::Instant;
 use wire::limits::REQUEST_WINDOW;
 use wire::{Reply, ReplyBody, RequestBody, RequestHead, SessionId};
 
-use crate::pending::{Outcome, Pending};
+use super::pending::{Answered, Pending};
 use crate::{Error, Options, Result};
 
 /// Longest pause between two attempts to reconnect.
@@ -40,8 +40,7 @@ const IDLE_RECONNECT_PAUSE: Duration = Duration::from_secs(60);
 pub(crate) struct Shared {
     stack: Arc<dyn NetworkStack>,
     endpoint: String,
-    pub(crate) options: Options,
-    pub(crate) permits: Semaphore,
+    options: Options,
     /// Told whenever a request leaves the table.
     room: Notify,
     /// Told when a request enters the table while there is no connection.
@@ -82,7 +81,6 @@ pub(crate) struct Link {
 impl Drop for Link {
     fn drop(&mut self) {
         self.shared.begin_close();
-        self.shared.permits.close();
     }
 }
 
@@ -101,7 +99,6 @@ impl Link {
         let shared = Arc::new(Shared {
             stack,
             endpoint: endpoint.to_owned(),
-            permits: Semaphore::new(options.requests_in_flight),
             options,
             room: Notify::new(),
             wanted: Notify::new(),
@@ -229,7 +226,7 @@ impl Shared {
     }
 
     /// Sends a request of the table, or leaves that to the background task if there is no connection now.
-    pub(crate) async fn send(&self, seq: u64, done: oneshot::Sender<Outcome>) -> Result<()> {
+    pub(crate) async fn send(&self, seq: u64, done: oneshot::Sender<Answered>) -> Result<()> {
         let (connection, message, repeats_change) = {
             let mut state = self.lock();
             let Some(pending) = state.pending.get_mut(&seq) else { return Err(Error::Closed) };
@@ -524,8 +521,9 @@ mod tests {
     use messenger::{BulkRegion, BulkSink, BulkSource, PeerInfo, Pulled};
     use wire::{BulkDescriptor, Data, ObjectRequest};
 
+    use super::super::chunks::Window;
+    use super::super::pending::Bulk;
     use super::*;
-    use crate::pending::Bulk;
 
     /// A connection on which nothing can be offered.
     struct Refusing;
@@ -584,7 +582,11 @@ mod tests {
         }));
         let refusing: Arc<dyn Connection> = Arc::new(Refusing);
         for (sent_on, unknown) in [(0, false), (1, true)] {
-            let mut pending = Pending::new(body.clone(), Bulk::Sink(1), Instant::now());
+            let mut pending = Pending::new(
+                body.clone(),
+                Bulk::Read { window: Window::new(0, 1, None), pushed: true },
+                Instant::now(),
+            );
             pending.sent_on = sent_on;
             let mut state = State { number: 2, pending: [(1, pending)].into(), ..State::new() };
             let Err(error) = state.message(1, &refusing) else { panic!("nothing can be offered") };

@@ -1,0 +1,545 @@
+//! The reference model: an engine that keeps everything in memory.
+//!
+//! [`Model`] is a naive reading of `docs/semantics.md`: a change clones the object, applies its
+//! operations one after the other, and replaces the object if all of them succeed.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{Read, Seek, Write};
+use std::path::Path;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use base::BoxFuture;
+use bytes::Bytes;
+use serde::{Deserialize, Serialize};
+use tokio::time::Instant;
+use wire::{
+    AdminReply, AdminRequest, Condition, Error as E, List, Listed, Manifest, Mutated, Mutation, ObjectName,
+    OpBytes, PartId, PoolInfo, PoolName, Query, QueryAnswer, QueryOp, Redundancy, SessionId, StatAnswer,
+    UploadId,
+};
+
+use super::{
+    BoxCall, Call, Capabilities, ChangeRequest, Engine, EngineLimits, NO_DESCRIPTORS, ReadReply, ReadRequest,
+    Sink, Source,
+};
+use crate::{Error, Result};
+
+/// Largest total of an object's xattr names and values, in bytes.
+const XATTRS_MAX: usize = 64 << 10;
+
+/// An engine that keeps everything in memory: the reference model for tests.
+///
+/// It serves one request at a time and never fails. Nothing is durable, except that an engine over a
+/// file ([`MemEngine::open`]) writes its content to the file when it is closed or dropped.
+#[derive(Debug)]
+pub struct MemEngine {
+    model: Mutex<Model>,
+    file: Option<Mutex<File>>,
+}
+
+impl Default for MemEngine {
+    fn default() -> MemEngine {
+        MemEngine::new()
+    }
+}
+
+impl MemEngine {
+    /// An engine without pools.
+    #[must_use]
+    pub fn new() -> MemEngine {
+        MemEngine { model: Mutex::default(), file: None }
+    }
+
+    /// Opens an engine with the content of a file, which is created if it does not exist. Waits while
+    /// another engine has the file open.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the file cannot be opened, or is not the file of such an engine.
+    pub fn open(path: impl AsRef<Path>) -> Result<MemEngine> {
+        let mut options = File::options();
+        let mut file = options.read(true).write(true).create(true).truncate(false).open(path)?;
+        file.lock()?;
+        let mut bytes = Vec::new();
+        file.read_to_end(&mut bytes)?;
+        let model = if bytes.is_empty() {
+            Model::default()
+        } else {
+            postcard::from_bytes(&bytes).map_err(|e| {
+                std::io::Error::other(format!("the file does not hold the content of a memory engine: {e}"))
+            })?
+        };
+        Ok(MemEngine { model: Mutex::new(model), file: Some(Mutex::new(file)) })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Model> {
+        // A panic within a change leaves the object as it was before.
+        self.model.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn save(&self) -> std::io::Result<()> {
+        let Some(file) = &self.file else { return Ok(()) };
+        let bytes = postcard::to_stdvec(&*self.lock()).map_err(std::io::Error::other)?;
+        let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
+        file.rewind()?;
+        file.set_len(0)?;
+        file.write_all(&bytes)
+    }
+
+    fn save_or_warn(&self) {
+        if let Err(e) = self.save() {
+            tracing::warn!(error = %e, "the content of the memory engine could not be written to its file");
+        }
+    }
+}
+
+impl Drop for MemEngine {
+    fn drop(&mut self) {
+        self.save_or_warn();
+    }
+}
+
+impl Engine for MemEngine {
+    fn name(&self) -> &'static str {
+        "mem"
+    }
+
+    fn mutate(&self, request: ChangeRequest, _: Instant) -> BoxCall<'_, Mutated> {
+        Box::new(Change { engine: self, request, done: None })
+    }
+
+    fn read(&self, request: ReadRequest, _: Instant) -> BoxCall<'_, ReadReply> {
+        Box::new(Ask { engine: self, request, answer: Model::read })
+    }
+
+    fn query(&self, request: Query, _: Instant) -> BoxCall<'_, Vec<QueryAnswer>> {
+        Box::new(Ask { engine: self, request, answer: Model::query })
+    }
+
+    fn list(&self, request: List, _: Instant) -> BoxCall<'_, Listed> {
+        Box::new(Ask { engine: self, request, answer: Model::list })
+    }
+
+    fn administer(&self, request: AdminRequest, _: Instant) -> BoxCall<'_, AdminReply> {
+        Box::new(Ask { engine: self, request, answer: Model::administer })
+    }
+
+    fn next_upload(&self) -> Result<UploadId> {
+        let mut model = self.lock();
+        model.uploads += 1;
+        Ok(UploadId { session: SessionId(1), number: model.uploads })
+    }
+
+    fn limits(&self) -> EngineLimits {
+        EngineLimits::PROTOCOL
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::NONE
+    }
+
+    fn close(&self) -> BoxFuture<'_, ()> {
+        self.save_or_warn();
+        Box::pin(async {})
+    }
+}
+
+/// A change that takes effect at the first attempt; later attempts repeat its result.
+struct Change<'a> {
+    engine: &'a MemEngine,
+    request: ChangeRequest,
+    done: Option<Mutated>,
+}
+
+impl Call<Mutated> for Change<'_> {
+    fn attempt(&mut self) -> BoxFuture<'_, Result<Mutated>> {
+        Box::pin(async {
+            if let Some(done) = self.done {
+                return Ok(done);
+            }
+            let payload = match &self.request.payload {
+                Some(Source::Descriptor(_)) => return Err(Error::Unsupported(NO_DESCRIPTORS.into())),
+                Some(source) => source.load().await?,
+                None => Bytes::new(),
+            };
+            let wire = self.request.clone().take_wire()?;
+            let key = Key::new(&self.request.name, self.request.part);
+            let change = Step { name: &self.request.name, key, payload };
+            let mutated = self.engine.lock().mutate(&change, &wire.conditions, &wire.ops)?;
+            self.done = Some(mutated);
+            Ok(mutated)
+        })
+    }
+}
+
+/// A request that changes no object.
+struct Ask<'a, R, T> {
+    engine: &'a MemEngine,
+    request: R,
+    answer: fn(&mut Model, &R) -> Result<T>,
+}
+
+impl<R: Send, T: Send> Call<T> for Ask<'_, R, T> {
+    fn attempt(&mut self) -> BoxFuture<'_, Result<T>> {
+        let answer = (self.answer)(&mut self.engine.lock(), &self.request);
+        Box::pin(async { answer })
+    }
+}
+
+/// Everything that the engine knows.
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct Model {
+    pools: BTreeMap<String, ModelPool>,
+    pools_made: u32,
+    /// The last version that a change has got.
+    version: u64,
+    /// The number of the last upload.
+    uploads: u64,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct ModelPool {
+    info: PoolInfo,
+    objects: BTreeMap<Key, ModelObject>,
+}
+
+/// Name of a stored object within its pool.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+struct Key {
+    namespace: String,
+    object: String,
+    part: Option<PartId>,
+}
+
+impl Key {
+    fn new(name: &ObjectName, part: Option<PartId>) -> Key {
+        Key { namespace: name.namespace().to_owned(), object: name.object().to_owned(), part }
+    }
+}
+
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+struct ModelObject {
+    version: u64,
+    modified_ms: u64,
+    data: Vec<u8>,
+    manifest: Option<Manifest>,
+    xattrs: BTreeMap<Bytes, Bytes>,
+    omap: BTreeMap<Bytes, Bytes>,
+}
+
+impl ModelObject {
+    /// The size that users see, in bytes.
+    fn size(&self) -> u64 {
+        self.manifest.map_or(self.data.len() as u64, |manifest| manifest.size)
+    }
+}
+
+/// The object that a change is for, and the change's payload.
+struct Step<'a> {
+    name: &'a ObjectName,
+    key: Key,
+    payload: Bytes,
+}
+
+impl Model {
+    fn pool(&mut self, name: &str) -> Result<&mut ModelPool> {
+        self.pools.get_mut(name).ok_or_else(|| E::NoSuchPool(name.to_owned()).into())
+    }
+
+    fn mutate(&mut self, step: &Step<'_>, conditions: &[Condition], ops: &[Mutation]) -> Result<Mutated> {
+        let version = self.version + 1;
+        let pool = self.pool(step.name.pool())?;
+        let old = pool.objects.get(&step.key);
+        check_conditions(step.name, old, conditions)?;
+        let mut object = old.cloned();
+        let mut appended_at = 0;
+        for op in ops {
+            apply(&mut object, step, op, &mut appended_at)?;
+        }
+        let size = object.as_ref().map_or(0, ModelObject::size);
+        let old = match object {
+            Some(mut object) => {
+                let used = object.xattrs.iter().map(|(name, value)| name.len() + value.len()).sum::<usize>();
+                if used > XATTRS_MAX {
+                    let (what, limit) = ("xattrs of an object".to_owned(), XATTRS_MAX as u64);
+                    return Err(E::TooLarge { what, size: used as u64, limit }.into());
+                }
+                object.version = version;
+                object.modified_ms = now_ms();
+                pool.objects.insert(step.key.clone(), object)
+            }
+            None => pool.objects.remove(&step.key),
+        };
+        // Parts that no head names any more are removed.
+        let named = pool.objects.get(&step.key).and_then(|object| object.manifest);
+        if let Some(old) = old.and_then(|object| object.manifest).filter(|old| Some(*old) != named) {
+            let (namespace, object) = (&step.key.namespace, &step.key.object);
+            pool.objects.retain(|key, _| {
+                (&key.namespace, &key.object) != (namespace, object)
+                    || key.part.is_none_or(|part| part.upload != old.upload)
+            });
+        }
+        self.version = version;
+        Ok(Mutated { version, size, appended_at })
+    }
+
+    fn read(&mut self, request: &ReadRequest) -> Result<ReadReply> {
+        let name = &request.name;
+        let pool = self.pool(name.pool())?;
+        let object = pool.objects.get(&Key::new(name, request.part)).ok_or_else(|| missing(name))?;
+        if let Some(wanted) = request.if_version.filter(|wanted| *wanted != object.version) {
+            return Err(E::Changed { wanted, found: object.version }.into());
+        }
+        if let Some(manifest) = object.manifest {
+            return Ok(ReadReply::Striped { version: object.version, manifest });
+        }
+        let size = object.data.len() as u64;
+        let (start, end) = (request.offset.min(size), request.offset.saturating_add(request.len).min(size));
+        let data = Bytes::copy_from_slice(&object.data[start as usize..end as usize]);
+        let (len, mut chunks) = (data.len() as u64, Vec::new());
+        match &request.sink {
+            Sink::Descriptor(_) => return Err(Error::Unsupported(NO_DESCRIPTORS.into())),
+            _ if data.is_empty() => {}
+            Sink::Bytes => chunks.push(data),
+            Sink::Memory(memory) => memory.put(0, data),
+        }
+        Ok(ReadReply::Data { version: object.version, object_size: size, len, chunks })
+    }
+
+    fn query(&mut self, query: &Query) -> Result<Vec<QueryAnswer>> {
+        query.check()?;
+        let name = query.name.check()?;
+        let object = self.pool(name.pool())?.objects.get(&Key::new(&name, None));
+        check_conditions(&name, object, &query.conditions)?;
+        let object = object.ok_or_else(|| missing(&name))?;
+        query.ops.iter().map(|op| answer(object, op)).collect()
+    }
+
+    fn list(&mut self, list: &List) -> Result<Listed> {
+        let pool = self.pool(PoolName::from_wire(&list.pool).map_err(E::from)?.as_str())?;
+        let after: Option<Key> = match &list.cursor[..] {
+            [] => None,
+            cursor => {
+                let wrong = |_| E::BadRequest("the cursor is not one of this engine".into());
+                Some(postcard::from_bytes(cursor).map_err(wrong)?)
+            }
+        };
+        let wanted = |key: &&Key| {
+            let namespace = list.namespace.as_ref().is_none_or(|ns| *ns == key.namespace.as_bytes());
+            key.part.is_none()
+                && namespace
+                && key.object.as_bytes().starts_with(&list.prefix)
+                && after.as_ref().is_none_or(|after| *key > after)
+        };
+        let limit = list.limit.clamp(1, wire::limits::MAX_PAGE) as usize;
+        let mut keys = pool.objects.keys().filter(wanted);
+        let page: Vec<&Key> = keys.by_ref().take(limit).collect();
+        let cursor = match (page.last(), keys.next()) {
+            (Some(last), Some(_)) => {
+                postcard::to_stdvec(last).map_err(|e| E::BadRequest(e.to_string()))?.into()
+            }
+            _ => Bytes::new(),
+        };
+        let names = page.into_iter().map(|key| (key.namespace.clone(), key.object.clone())).collect();
+        Ok(Listed { names, cursor })
+    }
+
+    fn administer(&mut self, request: &AdminRequest) -> Result<AdminReply> {
+        match request {
+            AdminRequest::PoolCreate { name, pg_count, redundancy } => {
+                self.create_pool(name, *pg_count, *redundancy)?;
+                Ok(AdminReply::Done)
+            }
+            AdminRequest::PoolList => {
+                Ok(AdminReply::Pools(self.pools.values().map(|pool| pool.info.clone()).collect()))
+            }
+            AdminRequest::PoolRemove { name, force } => {
+                let name = PoolName::from_wire(name).map_err(E::from)?.to_string();
+                if !self.pool(&name)?.objects.is_empty() && !force {
+                    return Err(E::PoolNotEmpty(name).into());
+                }
+                self.pools.remove(&name);
+                Ok(AdminReply::Done)
+            }
+            other => Err(Error::Unsupported(format!(
+                "the memory engine manages pools only, and knows no {other:?}; ask a node"
+            ))),
+        }
+    }
+
+    fn create_pool(&mut self, name: &[u8], pg_count: u32, redundancy: Redundancy) -> Result<()> {
+        let name = PoolName::from_wire(name).map_err(E::from)?.to_string();
+        if self.pools.contains_key(&name) {
+            return Err(E::PoolExists(name).into());
+        }
+        self.pools_made += 1;
+        let pg_count = if pg_count == 0 { wire::limits::DEFAULT_PG_COUNT } else { pg_count };
+        let id = self.pools_made;
+        let info = PoolInfo { id, name: name.clone(), pg_count, redundancy, made_ms: now_ms() };
+        self.pools.insert(name, ModelPool { info, objects: BTreeMap::new() });
+        Ok(())
+    }
+}
+
+fn missing(name: &ObjectName) -> Error {
+    E::NoSuchObject(name.to_string()).into()
+}
+
+fn striped(name: &ObjectName, what: &str) -> Error {
+    E::Striped { name: name.to_string(), what: what.to_owned() }.into()
+}
+
+fn check_conditions(name: &ObjectName, object: Option<&ModelObject>, conditions: &[Condition]) -> Result<()> {
+    for (index, condition) in conditions.iter().enumerate() {
+        let holds = match condition {
+            Condition::Exists => object.is_some(),
+            Condition::Absent => object.is_none(),
+            Condition::Version(version) => object.is_some_and(|o| o.version == *version),
+            Condition::Xattr(xattr, value) => object.and_then(|o| o.xattrs.get(xattr)) == value.as_ref(),
+            Condition::Omap(key, value) => object.and_then(|o| o.omap.get(key)) == value.as_ref(),
+            Condition::Bytes(offset, bytes) => match object {
+                Some(object) if object.manifest.is_some() => return Err(striped(name, "comparing bytes")),
+                Some(object) => {
+                    let from = object.data.get(*offset as usize..).unwrap_or_default();
+                    from.get(..bytes.len()) == Some(&bytes[..])
+                }
+                None => false,
+            },
+            other => return Err(E::BadRequest(format!("{other:?} is not known here")).into()),
+        };
+        if !holds {
+            let index = u16::try_from(index).unwrap_or(u16::MAX);
+            return Err(E::ConditionFailed { index, detail: format!("not {condition:?}") }.into());
+        }
+    }
+    Ok(())
+}
+
+/// Applies one operation to an object, which may not exist before it or after it.
+fn apply(
+    object: &mut Option<ModelObject>,
+    step: &Step<'_>,
+    op: &Mutation,
+    appended_at: &mut u64,
+) -> Result<()> {
+    let name = step.name;
+    let bytes = |source: &OpBytes| match source {
+        OpBytes::Embedded(bytes) => bytes.clone(),
+        OpBytes::Payload => step.payload.clone(),
+    };
+    match op {
+        Mutation::Create if object.is_some() => return Err(E::Exists(name.to_string()).into()),
+        Mutation::Remove if object.is_none() => return Err(missing(name)),
+        Mutation::Remove => {
+            *object = None;
+            return Ok(());
+        }
+        _ => {}
+    }
+    let object = object.get_or_insert_default();
+    let refuse_striped = |what| if object.manifest.is_some() { Err(striped(name, what)) } else { Ok(()) };
+    match op {
+        Mutation::Touch | Mutation::Create => {}
+        Mutation::Write { offset, source } => {
+            refuse_striped("writing at an offset")?;
+            write(&mut object.data, *offset, &bytes(source))?;
+        }
+        Mutation::WriteFull(source) => {
+            object.manifest = None;
+            object.data.clear();
+            write(&mut object.data, 0, &bytes(source))?;
+        }
+        Mutation::Append(source) => {
+            refuse_striped("appending")?;
+            let (bytes, limit) = (bytes(source), EngineLimits::PROTOCOL.append_bytes_max);
+            if bytes.len() as u64 > limit {
+                return Err(E::TooLarge { what: "append".into(), size: bytes.len() as u64, limit }.into());
+            }
+            *appended_at = object.data.len() as u64;
+            write(&mut object.data, *appended_at, &bytes)?;
+        }
+        Mutation::Truncate(size) => {
+            refuse_striped("truncating")?;
+            object.data.resize(checked(*size, 0)?, 0);
+        }
+        Mutation::Zero { offset, len } => {
+            refuse_striped("zeroing")?;
+            let end = checked(*offset, *len)?;
+            if *len > 0 {
+                object.data.resize(object.data.len().max(end), 0);
+                object.data[*offset as usize..end].fill(0);
+            }
+        }
+        Mutation::SetXattr(xattr, value) => {
+            object.xattrs.insert(xattr.clone(), value.clone());
+        }
+        Mutation::RemoveXattr(xattr) => {
+            object.xattrs.remove(xattr);
+        }
+        Mutation::OmapSet(entries) => object.omap.extend(entries.iter().cloned()),
+        Mutation::OmapRemove(keys) => keys.iter().for_each(|key| {
+            object.omap.remove(key);
+        }),
+        Mutation::OmapRemoveRange(from, to) => object.omap.retain(|key, _| key < from || key >= to),
+        Mutation::OmapClear => object.omap.clear(),
+        Mutation::SetManifest(manifest) => {
+            object.data.clear();
+            object.manifest = Some(*manifest);
+        }
+        other => return Err(E::BadRequest(format!("{other:?} is not known here")).into()),
+    }
+    Ok(())
+}
+
+/// Writing nothing does not extend the data.
+fn write(data: &mut Vec<u8>, offset: u64, bytes: &[u8]) -> Result<()> {
+    let end = checked(offset, bytes.len() as u64)?;
+    if !bytes.is_empty() {
+        data.resize(data.len().max(end), 0);
+        data[offset as usize..end].copy_from_slice(bytes);
+    }
+    Ok(())
+}
+
+/// The end of a range, if an object can be that large.
+fn checked(offset: u64, len: u64) -> Result<usize> {
+    let limit = EngineLimits::PROTOCOL.object_bytes_max;
+    match offset.checked_add(len) {
+        Some(end) if end <= limit => Ok(end as usize),
+        end => {
+            let size = end.unwrap_or(u64::MAX);
+            Err(E::TooLarge { what: "the object".into(), size, limit }.into())
+        }
+    }
+}
+
+fn answer(object: &ModelObject, op: &QueryOp) -> Result<QueryAnswer> {
+    let pair = |(key, value): (&Bytes, &Bytes)| (key.clone(), value.clone());
+    Ok(match op {
+        QueryOp::Stat => QueryAnswer::Stat(StatAnswer {
+            size: object.size(),
+            version: object.version,
+            modified_ms: object.modified_ms,
+            manifest: object.manifest,
+        }),
+        QueryOp::Xattr(name) => QueryAnswer::Xattr(object.xattrs.get(name).cloned()),
+        QueryOp::Xattrs => QueryAnswer::Xattrs(object.xattrs.iter().map(pair).collect()),
+        QueryOp::OmapGet(keys) => {
+            let found = object.omap.iter().filter(|(key, _)| keys.contains(key));
+            QueryAnswer::Omap { entries: found.map(pair).collect(), more: false }
+        }
+        QueryOp::OmapRange { from, to, limit } => {
+            let in_range = |key: &Bytes| key >= from && to.as_ref().is_none_or(|to| key < to);
+            let mut found = object.omap.iter().filter(|(key, _)| in_range(key));
+            let entries = found.by_ref().take(*limit as usize).map(pair).collect();
+            QueryAnswer::Omap { entries, more: found.next().is_some() }
+        }
+        other => return Err(E::BadRequest(format!("{other:?} is not known here")).into()),
+    })
+}
+
+#[expect(clippy::disallowed_methods, reason = "users compare it with other clocks")]
+fn now_ms() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis() as u64
+}

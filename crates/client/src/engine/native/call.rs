@@ -1,0 +1,121 @@
+//! One request of the native engine: sent, perhaps sent again, answered or given up.
+
+use std::sync::Arc;
+
+use base::BoxFuture;
+use base::block::Payload;
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+use wire::{ObjectRequest, RequestBody};
+
+use super::link::{Link, Shared};
+use super::offered::OfferedSource;
+use super::pending::{Answer, Answered, Bulk, Pending};
+use crate::engine::{Call, ChangeRequest, Source};
+use crate::{Error, Result};
+
+/// Removes the request from the link's table when its caller is done with it or gives up.
+struct Entered<'a> {
+    shared: &'a Shared,
+    seq: u64,
+}
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        self.shared.forget(self.seq);
+    }
+}
+
+/// How far a call is.
+enum Progress<'a> {
+    /// The data of the change may have to be loaded first.
+    Change(ChangeRequest),
+    /// Taken when the request enters the table. That fails only if the engine is closed.
+    Ready(Option<(RequestBody, Bulk)>),
+    /// The link's table has the request.
+    Entered(Entered<'a>),
+}
+
+/// A request of the native engine.
+pub(crate) struct NativeCall<'a, T> {
+    link: &'a Link,
+    progress: Progress<'a>,
+    deadline: Instant,
+    /// Makes the result of an answer.
+    finish: fn(Answer) -> Result<T>,
+}
+
+impl<'a, T> NativeCall<'a, T> {
+    pub(crate) fn new(
+        link: &'a Link,
+        body: impl Into<RequestBody>,
+        bulk: Bulk,
+        deadline: Instant,
+        finish: fn(Answer) -> Result<T>,
+    ) -> NativeCall<'a, T> {
+        NativeCall { link, progress: Progress::Ready(Some((body.into(), bulk))), deadline, finish }
+    }
+
+    pub(crate) fn change(
+        link: &'a Link,
+        request: ChangeRequest,
+        deadline: Instant,
+        finish: fn(Answer) -> Result<T>,
+    ) -> NativeCall<'a, T> {
+        NativeCall { link, progress: Progress::Change(request), deadline, finish }
+    }
+
+    async fn enter(&mut self, body: RequestBody, bulk: Bulk) -> Result<u64> {
+        let shared = &*self.link.shared;
+        let seq = shared.enter(Pending::new(body, bulk, self.deadline)).await?;
+        self.progress = Progress::Entered(Entered { shared, seq });
+        Ok(seq)
+    }
+
+    async fn try_once(&mut self) -> Answered {
+        let shared = &*self.link.shared;
+        let seq = match &mut self.progress {
+            Progress::Entered(entered) => entered.seq,
+            Progress::Change(request) => {
+                let (body, bulk) = place_payload(self.link, request).await?;
+                self.enter(body, bulk).await?
+            }
+            Progress::Ready(request) => {
+                let (body, bulk) = request.take().ok_or(Error::Closed)?;
+                self.enter(body, bulk).await?
+            }
+        };
+        let (done, answer) = oneshot::channel();
+        shared.send(seq, done).await?;
+        answer.await.map_err(|_| Error::Closed)?
+    }
+}
+
+impl<T: Send> Call<T> for NativeCall<'_, T> {
+    fn attempt(&mut self) -> BoxFuture<'_, Result<T>> {
+        Box::pin(async {
+            let answer = self.try_once().await?;
+            (self.finish)(answer)
+        })
+    }
+}
+
+/// Decides how the payload of a change travels.
+async fn place_payload(link: &Link, request: &mut ChangeRequest) -> Result<(RequestBody, Bulk)> {
+    let offset = request.payload_offset();
+    let bulk = match request.payload.clone() {
+        None => Bulk::None,
+        Some(source) if source.len() <= link.inline_max() => {
+            Bulk::Inline(Payload::compute(offset, source.load().await?))
+        }
+        Some(Source::Descriptor(_)) => {
+            return Err(Error::Unsupported(crate::engine::NO_DESCRIPTORS.into()));
+        }
+        // A node with one-sided transfers fetches data by itself if it lies in one piece of memory.
+        Some(source) => {
+            let source = if link.is_one_sided() { Source::Bytes(source.load().await?) } else { source };
+            Bulk::Source(Arc::new(OfferedSource { source, offset }))
+        }
+    };
+    Ok((ObjectRequest::Mutate(request.take_wire()?).into(), bulk))
+}

@@ -1,0 +1,168 @@
+//! The native engine: a session with an Outboard node.
+//!
+//! `link` keeps the session through lost connections and restarts of the node, `pending` is its
+//! table of unanswered requests, `call` is one request. `chunks` and `offered` are the memory that
+//! requests offer to the node.
+
+mod call;
+mod chunks;
+mod link;
+mod offered;
+mod pending;
+
+use std::sync::Arc;
+
+use base::BoxFuture;
+use messenger::{NetworkStack, StackOptions, UseAs};
+use tokio::time::Instant;
+use wire::{
+    AdminReply, AdminRequest, List, Listed, Mutated, ObjectReply, ObjectRequest, Query, QueryAnswer, Read,
+    ReplyBody, UploadId,
+};
+
+use super::{
+    BoxCall, Capabilities, ChangeRequest, Engine, EngineLimits, NO_DESCRIPTORS, ReadReply, ReadRequest,
+    Refused, Sink,
+};
+use crate::{Error, Options, Result};
+use call::NativeCall;
+use chunks::Window;
+use link::Link;
+use pending::{Answer, Bulk};
+
+/// A session with an Outboard node.
+///
+/// The engine reconnects by itself. Requests under way are sent again and take effect at most once,
+/// whichever role of the node was restarted. Dropping the engine ends the session; the node is told by
+/// a task on the runtime that the engine was connected on. If that runtime ends at once, call
+/// [`close`](Engine::close) first. A node that was not told forgets the session when it expires.
+pub struct NativeEngine {
+    link: Link,
+}
+
+impl std::fmt::Debug for NativeEngine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("NativeEngine").field("session", &self.link.session()).finish_non_exhaustive()
+    }
+}
+
+impl NativeEngine {
+    /// Connects to `host:port`, over the stack that the options [choose](Options::stack). Must be
+    /// called on a tokio runtime.
+    ///
+    /// # Errors
+    /// [`Error::Network`] if the node cannot be reached, [`Error::Node`] if it refuses this client.
+    pub async fn connect(endpoint: &str, options: &Options) -> Result<NativeEngine> {
+        let network = StackOptions { source: options.source, ..StackOptions::default() };
+        let stack = messenger::open(&options.stack, &network, UseAs::Client)?;
+        NativeEngine::connect_over(stack, endpoint, options).await
+    }
+
+    /// Connects over any network stack. Must be called on a tokio runtime, which then serves the
+    /// connection.
+    ///
+    /// # Errors
+    /// [`Error::Network`] if the node cannot be reached, [`Error::Node`] if it refuses this client.
+    pub async fn connect_over(
+        stack: Arc<dyn NetworkStack>,
+        endpoint: &str,
+        options: &Options,
+    ) -> Result<NativeEngine> {
+        Ok(NativeEngine { link: Link::open(stack, endpoint, options.clone()).await? })
+    }
+
+    fn call<T: Send + 'static>(
+        &self,
+        request: ObjectRequest,
+        bulk: Bulk,
+        deadline: Instant,
+        finish: fn(Answer) -> Result<T>,
+    ) -> BoxCall<'_, T> {
+        Box::new(NativeCall::new(&self.link, request, bulk, deadline, finish))
+    }
+}
+
+impl Engine for NativeEngine {
+    fn name(&self) -> &'static str {
+        "native"
+    }
+
+    fn mutate(&self, request: ChangeRequest, deadline: Instant) -> BoxCall<'_, Mutated> {
+        Box::new(NativeCall::change(&self.link, request, deadline, |answer| match answer.body {
+            ReplyBody::Object(ObjectReply::Mutated(mutated)) => Ok(mutated),
+            other => Err(unexpected(&other)),
+        }))
+    }
+
+    fn read(&self, request: ReadRequest, deadline: Instant) -> BoxCall<'_, ReadReply> {
+        let ReadRequest { name, part, offset, len, if_version, sink } = request;
+        let memory = match sink {
+            Sink::Bytes => None,
+            Sink::Memory(memory) => Some(memory),
+            Sink::Descriptor(_) => {
+                return Box::new(Refused(|| Error::Unsupported(NO_DESCRIPTORS.into())));
+            }
+        };
+        let window = Window::new(offset, len, memory);
+        let pushed = window.room > self.link.inline_max();
+        let read = Read { name: name.to_wire(), part, offset, len, if_version, sink: None };
+        self.call(ObjectRequest::Read(read), Bulk::Read { window, pushed }, deadline, |answer| {
+            match answer.body {
+                ReplyBody::Object(ObjectReply::Read { version, object_size, .. }) => {
+                    Ok(ReadReply::Data { version, object_size, len: answer.len, chunks: answer.data })
+                }
+                ReplyBody::Object(ObjectReply::Striped { version, manifest }) => {
+                    manifest.check()?;
+                    Ok(ReadReply::Striped { version, manifest })
+                }
+                other => Err(unexpected(&other)),
+            }
+        })
+    }
+
+    fn query(&self, request: Query, deadline: Instant) -> BoxCall<'_, Vec<QueryAnswer>> {
+        if let Err(e) = request.check() {
+            return Box::new(Refused(move || e.clone().into()));
+        }
+        self.call(ObjectRequest::Query(request), Bulk::None, deadline, |answer| match answer.body {
+            ReplyBody::Object(ObjectReply::Queried(answers)) => Ok(answers),
+            other => Err(unexpected(&other)),
+        })
+    }
+
+    fn list(&self, request: List, deadline: Instant) -> BoxCall<'_, Listed> {
+        self.call(ObjectRequest::List(request), Bulk::None, deadline, |answer| match answer.body {
+            ReplyBody::Object(ObjectReply::Listed(listed)) => Ok(listed),
+            other => Err(unexpected(&other)),
+        })
+    }
+
+    fn administer(&self, request: AdminRequest, deadline: Instant) -> BoxCall<'_, AdminReply> {
+        Box::new(NativeCall::new(&self.link, request, Bulk::None, deadline, |answer| match answer.body {
+            ReplyBody::Admin(reply) => Ok(reply),
+            other => Err(unexpected(&other)),
+        }))
+    }
+
+    fn next_upload(&self) -> Result<UploadId> {
+        let session = self.link.session().ok_or(Error::Closed)?;
+        Ok(UploadId { session, number: self.link.next_upload() })
+    }
+
+    fn limits(&self) -> EngineLimits {
+        EngineLimits::PROTOCOL
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::NONE
+    }
+
+    fn close(&self) -> BoxFuture<'_, ()> {
+        Box::pin(self.link.close())
+    }
+}
+
+/// An answer of the wrong kind.
+fn unexpected(body: &ReplyBody) -> Error {
+    Error::Protocol(format!("unexpected answer {body:?}"))
+}

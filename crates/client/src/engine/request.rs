@@ -1,0 +1,89 @@
+//! Requests of the engine seam.
+
+use bytes::Bytes;
+use wire::{Condition, Data, Manifest, Mutate, Mutation, ObjectName, OpBytes, PartId};
+
+use super::{Sink, Source};
+use crate::Result;
+
+/// A change of one object.
+#[derive(Debug, Clone)]
+pub struct ChangeRequest {
+    /// The object.
+    pub name: ObjectName,
+    /// The part of it, if the object is striped.
+    pub part: Option<PartId>,
+    /// What must hold before the change, for the change to be made.
+    pub conditions: Vec<Condition>,
+    /// The operations, in order. At most one of them has [`OpBytes::Payload`].
+    pub ops: Vec<Mutation>,
+    /// The bytes of the operation with [`OpBytes::Payload`]; `None` if there is no such operation.
+    pub payload: Option<Source>,
+}
+
+impl ChangeRequest {
+    /// Offset in the object, in bytes, at which the payload will lie; 0 for an append.
+    pub(crate) fn payload_offset(&self) -> u64 {
+        let user = self.ops.iter().find(|op| matches!(op.source(), Some(OpBytes::Payload)));
+        match user {
+            Some(Mutation::Write { offset, .. }) => *offset,
+            _ => 0,
+        }
+    }
+
+    /// Takes the change out as the object protocol has it, without the payload's bytes. After an
+    /// error the request is as it was before.
+    ///
+    /// # Errors
+    /// The first count or size that is beyond a limit, or a payload without its operation.
+    pub(crate) fn take_wire(&mut self) -> Result<Mutate> {
+        let data = if self.payload.is_some() { Data::Inline } else { Data::None };
+        let (conditions, ops) = (std::mem::take(&mut self.conditions), std::mem::take(&mut self.ops));
+        let mutate = Mutate { name: self.name.to_wire(), part: self.part, conditions, ops, data };
+        if let Err(e) = mutate.check() {
+            (self.conditions, self.ops) = (mutate.conditions, mutate.ops);
+            return Err(e.into());
+        }
+        Ok(mutate)
+    }
+}
+
+/// A read of a range of one object.
+#[derive(Debug, Clone)]
+pub struct ReadRequest {
+    /// The object.
+    pub name: ObjectName,
+    /// The part of it, if the object is striped.
+    pub part: Option<PartId>,
+    /// First byte.
+    pub offset: u64,
+    /// Most bytes wanted. The read ends at the object's end.
+    pub len: u64,
+    /// The read is refused with [`Changed`](wire::Error::Changed) unless the object has this version.
+    pub if_version: Option<u64>,
+    /// Where the data goes.
+    pub sink: Sink,
+}
+
+/// What a read found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ReadReply {
+    /// The object is not striped.
+    Data {
+        /// The object's version.
+        version: u64,
+        /// The object's size, in bytes.
+        object_size: u64,
+        /// Number of bytes of the range that exist. All of them were read.
+        len: u64,
+        /// The bytes in order, for [`Sink::Bytes`]; otherwise empty.
+        chunks: Vec<Bytes>,
+    },
+    /// The object is striped: read its parts.
+    Striped {
+        /// The version of the head.
+        version: u64,
+        /// The parts.
+        manifest: Manifest,
+    },
+}

@@ -1,0 +1,85 @@
+//! The retry policy: how often, and for how long, requests are attempted.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::Semaphore;
+use tokio::time::Instant;
+use wire::{AdminReply, AdminRequest, List, Listed, Mutated, Query, QueryAnswer};
+
+use crate::engine::{BoxCall, ChangeRequest, Engine, ReadReply, ReadRequest};
+use crate::{Error, Options, Result};
+
+/// First pause before another attempt; doubles up to [`RETRY_PAUSE_MAX`].
+const RETRY_PAUSE: Duration = Duration::from_millis(20);
+const RETRY_PAUSE_MAX: Duration = Duration::from_secs(1);
+
+/// Sends requests to an engine, at most [`Options::requests_in_flight`] at a time. Errors that pass
+/// are retried with an increasing pause until [`Options::request_timeout`] is over. Dropping the
+/// future of a request gives the request up; a change may still take effect.
+pub(crate) struct Requests {
+    engine: Arc<dyn Engine>,
+    options: Options,
+    permits: Semaphore,
+}
+
+impl Requests {
+    pub(crate) fn new(engine: Arc<dyn Engine>, options: Options) -> Requests {
+        let options = options.clamped(&engine.limits());
+        let permits = Semaphore::new(options.requests_in_flight);
+        Requests { engine, options, permits }
+    }
+
+    pub(crate) fn engine(&self) -> &dyn Engine {
+        &*self.engine
+    }
+
+    pub(crate) fn options(&self) -> &Options {
+        &self.options
+    }
+
+    pub(crate) async fn mutate(&self, request: ChangeRequest) -> Result<Mutated> {
+        self.run(|deadline| self.engine.mutate(request, deadline)).await
+    }
+
+    pub(crate) async fn read(&self, request: ReadRequest) -> Result<ReadReply> {
+        self.run(|deadline| self.engine.read(request, deadline)).await
+    }
+
+    pub(crate) async fn query(&self, request: Query) -> Result<Vec<QueryAnswer>> {
+        self.run(|deadline| self.engine.query(request, deadline)).await
+    }
+
+    pub(crate) async fn list(&self, request: List) -> Result<Listed> {
+        self.run(|deadline| self.engine.list(request, deadline)).await
+    }
+
+    pub(crate) async fn administer(&self, request: AdminRequest) -> Result<AdminReply> {
+        self.run(|deadline| self.engine.administer(request, deadline)).await
+    }
+
+    /// Ends the engine's work. Requests that wait for a permit fail.
+    pub(crate) async fn close(&self) {
+        self.permits.close();
+        self.engine.close().await;
+    }
+
+    async fn run<'a, T>(&'a self, begin: impl FnOnce(Instant) -> BoxCall<'a, T>) -> Result<T> {
+        let timeout = self.options.request_timeout;
+        let deadline = Instant::now() + timeout;
+        let attempts = async {
+            let _permit = self.permits.acquire().await.map_err(|_| Error::Closed)?;
+            let mut call = begin(deadline);
+            let mut pause = RETRY_PAUSE;
+            loop {
+                match call.attempt().await {
+                    Err(e) if e.is_transient() => tracing::debug!(error = %e, "a request is attempted again"),
+                    outcome => return outcome,
+                }
+                tokio::time::sleep(pause).await;
+                pause = (pause * 2).min(RETRY_PAUSE_MAX);
+            }
+        };
+        tokio::time::timeout_at(deadline, attempts).await.unwrap_or(Err(Error::TimedOut(timeout)))
+    }
+}

@@ -1,0 +1,79 @@
+//! The conformance suite of the engine seam on the engines that need no node.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use client::engine::{Engine, FaultRates, FaultyEngine, MemEngine};
+use client::{Client, Options, conformance};
+
+async fn with_pool(engine: Arc<dyn Engine>) -> Arc<dyn Engine> {
+    Client::over(Arc::clone(&engine), Options::default()).create_pool("pool").await.unwrap();
+    engine
+}
+
+#[expect(clippy::print_stdout, reason = "the test harness shows it when the test fails")]
+fn seed() -> u64 {
+    let seed = std::env::var("OUTBOARD_SEED").ok().and_then(|seed| seed.parse().ok());
+    let seed = seed.unwrap_or_else(rand::random);
+    println!("OUTBOARD_SEED={seed}");
+    seed
+}
+
+#[tokio::test]
+async fn the_memory_engine_conforms() {
+    conformance::run(with_pool(Arc::new(MemEngine::new())).await, "pool", seed()).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_engine_with_faults_that_pass_conforms() {
+    let (inner, seed) = (with_pool(Arc::new(MemEngine::new())).await, seed());
+    let delay_max = Duration::from_millis(50);
+    let rates = FaultRates { refuse: 0.1, lose_answer: 0.1, delay: 0.1, delay_max, ..FaultRates::default() };
+    let faulty = Arc::new(FaultyEngine::new(inner, rates, seed));
+    conformance::run(Arc::clone(&faulty) as Arc<dyn Engine>, "pool", seed).await;
+    let counts = faulty.counts();
+    assert!(counts.refused > 20 && counts.answers_lost > 20 && counts.delayed > 20, "{counts:?}");
+}
+
+#[tokio::test]
+async fn a_change_of_unknown_outcome_may_have_taken_effect() {
+    let inner = with_pool(Arc::new(MemEngine::new())).await;
+    let rates = FaultRates { unknown: 1.0, ..FaultRates::default() };
+    let faulty = Arc::new(FaultyEngine::new(Arc::clone(&inner), rates, 1));
+    let client = Client::over(Arc::clone(&faulty) as Arc<dyn Engine>, Options::default());
+    let object = client.pool("pool").unwrap().object("x").unwrap();
+    assert!(object.put("data").await.unwrap_err().may_have_taken_effect());
+    assert_eq!(object.get().await.unwrap(), "data");
+    assert_eq!(faulty.counts().unknown, 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn requests_are_given_up_at_their_deadline() {
+    let inner = with_pool(Arc::new(MemEngine::new())).await;
+    let rates = FaultRates { refuse: 1.0, ..FaultRates::default() };
+    let faulty = Arc::new(FaultyEngine::new(inner, rates, 1));
+    let options = Options { request_timeout: Duration::from_secs(10), ..Options::default() };
+    let client = Client::over(Arc::clone(&faulty) as Arc<dyn Engine>, options);
+    let began = tokio::time::Instant::now();
+    let error = client.pool("pool").unwrap().object("x").unwrap().get().await.unwrap_err();
+    assert!(matches!(error, client::Error::TimedOut(_)), "{error}");
+    assert_eq!(began.elapsed(), Duration::from_secs(10));
+    assert!(faulty.counts().refused > 10, "{:?}", faulty.counts());
+}
+
+#[tokio::test]
+async fn an_engine_over_a_file_finds_its_content_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("content");
+    {
+        let engine = with_pool(Arc::new(MemEngine::open(&path).unwrap())).await;
+        let client = Client::over(engine, Options::default());
+        client.pool("pool").unwrap().object("x").unwrap().put("data").await.unwrap();
+    }
+    let client = Client::over(Arc::new(MemEngine::open(&path).unwrap()), Options::default());
+    assert_eq!(client.pool("pool").unwrap().object("x").unwrap().get().await.unwrap(), "data");
+    drop(client);
+    std::fs::write(&path, b"\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff").unwrap();
+    let error = MemEngine::open(&path).unwrap_err().to_string();
+    assert!(error.contains("memory engine"), "{error}");
+}
