@@ -38,8 +38,9 @@ test-rdma: setup ## Run tests over RDMA verbs in an emulated machine (tests/rdma
 	@scripts/setup test
 	@DEVICE=$(DEVICE) tests/rdma/run
 
-lint: setup ## Formatting and clippy, warnings are errors
+lint: setup ## Documentation, formatting and clippy, warnings are errors
 	@scripts/setup lint
+	scripts/check-docs
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
 

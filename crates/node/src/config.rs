@@ -28,20 +28,20 @@ pub const FILE: &str = "outboard.toml";
 /// The values that hold.
 #[derive(Debug, Clone, PartialEq, Eq, confique::Config)]
 pub struct Config {
-    /// Where requests are handled: "dpu" (osd and store are two processes joined by the host-DPU channel)
-    /// or "host" (one process, the baseline).
+    /// Processes that handle requests. "dpu": osd and store are two processes joined by the
+    /// host-DPU channel. "host": one process does both; this is the baseline.
     #[config(default = "dpu")]
     pub placement: Placement,
-    /// Address that clients connect to. The first `up` writes it into the file: port 7400, or the next one
-    /// that is free. Port 0 takes a free port at every start; `outboard status` says which.
+    /// Address that clients connect to. The first `up` writes it into the file: port 7400, or the
+    /// next free port. Port 0 selects a free port at every start; `outboard status` shows the port.
     #[config(default = "127.0.0.1:7400")]
     pub listen: String,
-    /// Files or raw block devices, one per target; relative to the node's directory. The set is fixed once
-    /// the node has started.
+    /// Files or raw block devices, one per target. Paths are relative to the node's directory. The
+    /// list is fixed once the node has started.
     #[config(default = [])]
     pub targets: Vec<PathBuf>,
-    /// Size of target files that `up` makes. Existing ones and devices keep theirs. Written in full, so it
-    /// takes that much space at once.
+    /// Size of the target files that `up` creates. Existing files and devices keep their size. `up`
+    /// writes each new file completely, so the file occupies its full size at once.
     #[config(default = "8GiB")]
     pub target_size: ByteSize,
     /// The store role.
@@ -76,8 +76,8 @@ pub struct Config {
 /// Section `store`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, confique::Config)]
 pub struct Store {
-    /// CPUs of a store whose osd stands for a DPU: "auto" (those that the emulated DPU does not have),
-    /// "any", or a list.
+    /// CPUs of a store whose osd emulates a DPU: "auto" (all CPUs that the emulated DPU does not
+    /// use), "any", or a list such as "2,4-7".
     #[config(default = "auto")]
     pub cpus: Cpus,
     /// Memory for index pages, per target.
@@ -86,7 +86,8 @@ pub struct Store {
     /// Memory for decoded metadata, per target.
     #[config(default = "64MiB", validate(within(metadata_cache.0, MIB, 1 << 40), "must be 1MiB to 1TiB"))]
     pub metadata_cache: ByteSize,
-    /// Memory for reads and writes whose own memory cannot go to the drive directly, per target.
+    /// Memory for bounce buffers, per target. Reads and writes use them if their own memory is
+    /// unsuitable for direct I/O.
     #[config(default = "32MiB", validate(within(buffers.0, MIB, 1 << 40), "must be 1MiB to 1TiB"))]
     pub buffers: ByteSize,
 }
@@ -94,51 +95,57 @@ pub struct Store {
 /// Section `channel`.
 #[derive(Debug, Clone, PartialEq, Eq, confique::Config)]
 pub struct Channel {
-    /// Host memory that a session's payload passes through: 8MiB to 4GiB, a multiple of 4KiB.
+    /// Size of the host memory that payload passes through between osd and store: 8MiB to 4GiB, a
+    /// multiple of 4KiB.
     #[config(default = "64MiB", validate(within(window.0, 8 * MIB, 4096 * MIB) && window.0.is_multiple_of(4096), "must be 8MiB to 4GiB, a multiple of 4KiB"))]
     pub window: ByteSize,
-    /// Most requests to the store that are unanswered at a time: 1 to 1024.
+    /// Maximum number of unanswered requests to the store: 1 to 1024.
     #[config(default = 256, validate((1..=1024).contains(requests), "must be 1 to 1024"))]
     pub requests: usize,
-    /// What moves payload between osd and store: "shm" (emulated, on one machine), or "ofi:PROVIDER",
-    /// one-sided transfers by libfabric: "ofi:verbs" where there is RDMA, "ofi:tcp" anywhere.
+    /// DMA engine that moves payload between osd and store. "shm" is emulated and works on one
+    /// machine. "ofi:PROVIDER" uses one-sided transfers of libfabric: "ofi:verbs" needs RDMA,
+    /// "ofi:tcp" works anywhere.
     #[config(default = "shm")]
     pub engine: Engine,
-    /// Address at which the store can be reached by the engine ofi, in a trusted network. Its IP address
-    /// chooses the device.
+    /// Address at which the osd reaches the store with the engine ofi. The network must be trusted.
+    /// The IP address selects the network device.
     #[config(default = "127.0.0.1:0")]
     pub ofi_listen: SocketAddr,
-    /// How fast the emulated engine is: "memcpy", or "bf3-paper" (as DoCeph measured a BlueField-3: payload
-    /// takes 2.4 ms and 0.38 ms per MB, one chain at a time).
+    /// Speed of the emulated engine. "memcpy": as fast as memory can be copied. "bf3-paper": as
+    /// slow as the BlueField-3 that DoCeph measured: each payload chain takes 2.4 ms plus 0.38 ms
+    /// per MB, one chain at a time.
     #[config(default = "memcpy")]
     pub profile: Profile,
-    /// Longest DMA transfer: 4KiB to 2MiB, a multiple of 4KiB. The engine's own limit holds in any case.
+    /// Maximum length of a DMA transfer: 4KiB to 2MiB, a multiple of 4KiB. The engine's own limit
+    /// also applies.
     #[config(default = "2MiB")]
     pub max_transfer: ByteSize,
-    /// Queues of the DMA engine that are used: 1 to 64, at most what it has. One is for short requests;
-    /// with 1 they wait for long ones.
+    /// Number of DMA queues to use: 1 to 64, at most as many as the engine has. One queue is
+    /// reserved for short requests. With 1, short requests wait for long ones.
     #[config(default = 5)]
     pub queues: usize,
-    /// Parts of host memory (16MiB each) that stay open to DMA. 0 opens one anew for every request, as a
-    /// DPU without such a cache would.
+    /// Number of windows of host memory (16MiB each) that stay registered for DMA. With 0, each
+    /// request registers its window anew, like a DPU without such a cache.
     #[config(default = 64)]
     pub region_cache: usize,
-    /// How long the DPU's side looks for completions after one has come, in microseconds, before it sleeps:
-    /// 0 to 10000. It stops by itself where that does not pay.
+    /// How long the osd polls for further DMA completions after each completion, in microseconds,
+    /// before it sleeps: 0 to 10000. Polling stops by itself when it rarely finds a completion.
     #[config(default = 50)]
     pub poll_us: u64,
-    /// The same for the store's side, whose CPU time is the host's: 0 to 10000.
+    /// How long the store polls for further doorbells after each doorbell, in microseconds: 0 to
+    /// 10000. Polling uses the host's CPU time.
     #[config(default = 0, validate(*host_poll_us <= 10_000, "must be 0 to 10000"))]
     pub host_poll_us: u64,
-    /// A DMA transfer that takes longer counts as failed: its request goes on by the socket.
+    /// A DMA transfer that takes longer than this has failed. Its request continues over the
+    /// control socket.
     #[config(default = "2s", validate(ms_within(overdue, 10, 600_000), "must be 10ms to 10m"))]
     pub overdue: Period,
-    /// How long DMA is left alone after it has failed; then a small transfer decides whether it is used
-    /// again.
+    /// Pause after a DMA failure. Then a small transfer decides whether DMA is used again.
     #[config(default = "5s", validate(ms_within(cool_down, 10, 3_600_000), "must be 10ms to 1h"))]
     pub cool_down: Period,
-    /// The store compares the payload of one in so many requests with its checksums when it has come by
-    /// DMA; 0 for none. After a failure it looks at the next 256 in any case.
+    /// The store verifies the checksums of payload that arrives by DMA in one of this many
+    /// requests. 0 verifies none. After a failure the store verifies the next 256 requests in any
+    /// case.
     #[config(default = 64)]
     pub verify_every: u32,
 }
@@ -191,8 +198,8 @@ pub enum Profile {
 /// Section `debug`.
 #[derive(Debug, Clone, PartialEq, Eq, confique::Config)]
 pub struct Debug {
-    /// What goes wrong on purpose, e.g. ["dma.transfer=fail,probability=0.001"]; see `outboard debug fault
-    /// --help`. In the environment separated by colons.
+    /// Faults to inject, e.g. ["dma.transfer=fail,probability=0.001"]; see `outboard debug fault
+    /// --help`. In the environment variable, colons separate the faults.
     #[config(default = [], validate = are_faults)]
     pub faults: Vec<String>,
 }
@@ -200,56 +207,59 @@ pub struct Debug {
 /// Section `osd`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, confique::Config)]
 pub struct Osd {
-    /// CPUs of an osd that stands for a DPU: "auto" (an emulated DPU has the last quarter of the machine's,
-    /// at least one), "any", or a list such as "2,4-7".
+    /// CPUs of an osd that emulates a DPU: "auto" (the last quarter of the machine's CPUs, at least
+    /// one), "any", or a list such as "2,4-7".
     #[config(default = "auto")]
     pub cpus: Cpus,
-    /// Memory for payload between client and store; requests wait when it is used up. At least 8MiB, a
-    /// multiple of 4MiB.
+    /// Memory for payload between client and store. When it is used up, requests wait. At least
+    /// 8MiB, a multiple of 4MiB.
     #[config(default = "128MiB", validate(within(staging.0, 8 * MIB, 1 << 40) && staging.0.is_multiple_of(4 * MIB), "must be 8MiB to 1TiB, a multiple of 4MiB"))]
     pub staging: ByteSize,
-    /// How long requests wait for a store that is restarting, or for a target that they need and that does
-    /// not answer, before clients are told to retry.
+    /// How long a request waits for a store that restarts, or for an unresponsive target that it
+    /// needs. After this time the client is told to retry.
     #[config(default = "30s")]
     pub store_patience: Period,
-    /// How long one transfer from or to a client may take.
+    /// Maximum time of one transfer from or to a client.
     #[config(default = "30s")]
     pub transfer_timeout: Period,
-    /// How long a target may take to answer where others have the object, too; after that they go on
-    /// without it, if enough of them answer: 100ms to 10m.
+    /// How long a target of a redundant pool may take to answer: 100ms to 10m. After this time the
+    /// other targets continue without it, if enough of them answer.
     #[config(default = "10s", validate(ms_within(target_timeout, 100, 600_000), "must be 100ms to 10m"))]
     pub target_timeout: Period,
-    /// Most bytes a second that rebuilds and scrubs move; 0 for no limit. `outboard target rate` changes it
-    /// while the node runs.
+    /// Maximum bytes per second that rebuilds and scrubs move; 0 for no limit. `outboard target
+    /// rate` changes the limit while the node runs.
     #[config(default = "0B")]
     pub rebuild_rate: ByteSize,
-    /// Part of the time that rebuilds and scrubs take while clients are served, in percent: 1 to 100.
+    /// Share of time that rebuilds and scrubs take while clients are served, in percent: 1 to 100.
     #[config(default = 25, validate((1..=100).contains(rebuild_share), "must be 1 to 100"))]
     pub rebuild_share: u32,
-    /// Objects of a placement group that are noted by name when they change while a target is away: 1 to
-    /// 16777216. Beyond that the target gets everything anew when it comes back.
+    /// Maximum number of dirty notes per placement group: 1 to 16777216. A dirty note records that
+    /// an object changed while a target was away. Above the limit, a returning target gets a copy
+    /// of every object.
     #[config(default = 65536, validate((1..=16_777_216).contains(missed_objects_per_pg), "must be 1 to 16777216"))]
     pub missed_objects_per_pg: usize,
-    /// Clients that changed nothing for that long, while the node ran, lose the record of what they did; a
-    /// retry that comes later is refused.
+    /// The results of a client's requests expire after the client has changed nothing for this
+    /// long. Only the time that the node runs counts. A retry after the expiry is refused.
     #[config(default = "24h")]
     pub session_expiry: Period,
-    /// Parts of an unfinished upload are removed when they are that old and their uploader has gone.
+    /// The parts of an unfinished upload are removed when they are this old and their uploader has
+    /// disconnected.
     #[config(default = "1h")]
     pub orphan_grace: Period,
-    /// Pause between two searches for such parts.
+    /// Pause between two searches for parts of unfinished uploads.
     #[config(default = "10m")]
     pub collect_interval: Period,
-    /// Most requests of one client worked on at a time: 1 to 4096.
+    /// Maximum number of requests of one client that are executed at a time: 1 to 4096.
     #[config(default = 256, validate((1..=4096).contains(requests_per_connection), "must be 1 to 4096"))]
     pub requests_per_connection: usize,
-    /// Most clients known at a time: 1 to 65536; fewer if the limit on open files is low. One more takes
-    /// the place of the longest-silent client at an address with more than its fair share.
+    /// Maximum number of client connections: 1 to 65536; fewer if the limit on open files is low.
+    /// At the limit, a new connection replaces the longest-silent connection of an address with
+    /// more than its fair share.
     #[config(default = 4096, validate((1..=65_536).contains(sessions), "must be 1 to 65536"))]
     pub sessions: usize,
-    /// Most connections at a time whose clients have not introduced themselves yet, which they may take 5 s
-    /// for: 1 to 65536; fewer if the limit on open files is low. One more takes the place of the oldest one
-    /// at an address with more than its fair share.
+    /// Maximum number of connections whose handshake is incomplete: 1 to 65536; fewer if the limit
+    /// on open files is low. A handshake may take 5 s. At the limit, a new handshake replaces the
+    /// oldest one of an address with more than its fair share.
     #[config(default = 256, validate((1..=65_536).contains(handshakes), "must be 1 to 65536"))]
     pub handshakes: usize,
 }
@@ -257,26 +267,28 @@ pub struct Osd {
 /// Section `coding`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, confique::Config)]
 pub struct Coding {
-    /// Where the parity of large writes is computed: "latency-sensitive" (the host's processor), "async"
-    /// (the DPU), "hybrid:A:B" (of A + B pieces A by the host), "hybrid:auto" (both, by what they turn out
-    /// to cost). While the host is busy, the DPU in any case. `outboard ec mode` changes it while the node
+    /// Where the parity of large writes is computed. "latency-sensitive": by the host's processor.
+    /// "async": by the DPU. "hybrid:A:B": of A + B pieces, A by the host and B by the DPU.
+    /// "hybrid:auto": by both, in proportion to their measured cost. While the host is busy, the
+    /// DPU computes the parity in every mode. `outboard ec mode` changes the mode while the node
     /// runs.
     #[config(default = "async")]
     pub mode: CodingMode,
-    /// What of the DPU computes: its cores ("dpu"), or "accelerator": as a BlueField-3's, which works on
-    /// host memory; emulated, and as slow as that was found to be.
+    /// Part of the DPU that computes parity: its cores ("dpu"), or the "accelerator". The
+    /// accelerator emulates the one of a BlueField-3, at its measured speed, and works on host
+    /// memory.
     #[config(default = "dpu")]
     pub offload: CodingOffload,
-    /// Threads of the DPU's cores that compute parity: 1 to 64.
+    /// Number of threads on the DPU's cores that compute parity: 1 to 64.
     #[config(default = 1, validate((1..=64).contains(dpu_threads), "must be 1 to 64"))]
     pub dpu_threads: usize,
-    /// Threads of the host's processor that do: 1 to 64.
+    /// Number of threads on the host's processor that compute parity: 1 to 64.
     #[config(default = 1, validate((1..=64).contains(host_threads), "must be 1 to 64"))]
     pub host_threads: usize,
-    /// Most pieces of work that wait: 1 to 65536.
+    /// Maximum number of pieces that wait for parity computation: 1 to 65536.
     #[config(default = 1024, validate((1..=65_536).contains(queue), "must be 1 to 65536"))]
     pub queue: usize,
-    /// How long a place that failed is left alone: 10ms to 1h.
+    /// How long a coding place is not used after it has failed: 10ms to 1h.
     #[config(default = "2s", validate(ms_within(cool_down, 10, 3_600_000), "must be 10ms to 1h"))]
     pub cool_down: Period,
 }
@@ -284,17 +296,17 @@ pub struct Coding {
 /// Section `network`.
 #[derive(Debug, Clone, PartialEq, Eq, confique::Config)]
 pub struct Network {
-    /// How clients can connect beside TCP, which always works: "auto" (RDMA, if the machine has it), "tcp"
-    /// (not at all), or a list such as "ofi:verbs" or "ofi:verbs@192.0.2.1:7701", the best first; "ofi:tcp"
-    /// is the same over TCP.
+    /// Transports that clients can use in addition to TCP, which always works. "auto": RDMA, if the
+    /// machine has it. "tcp": none. Or a list such as "ofi:verbs" or "ofi:verbs@192.0.2.1:7701",
+    /// the best first. "ofi:tcp" is libfabric over TCP.
     #[config(default = "auto", deserialize_with = stacks)]
     pub stacks: StackChoice,
-    /// Whose receive buffers are, over RDMA: "shared" by the connections of a tenant, or "per-connection"
-    /// for devices that cannot share them.
+    /// Receive buffers over RDMA: "shared" by all connections of a tenant, or "per-connection" for
+    /// devices without shared receive queues.
     #[config(default = "shared")]
     pub receive_queue: ReceiveQueue,
-    /// How long the osd looks for messages after one has come over RDMA, in microseconds, before it sleeps:
-    /// 0 to 10000. It stops by itself where that does not pay.
+    /// How long the osd polls for further messages after each message over RDMA, in microseconds,
+    /// before it sleeps: 0 to 10000. Polling stops by itself when it rarely finds a message.
     #[config(default = 20, validate(*poll_us <= 10_000, "must be 0 to 10000"))]
     pub poll_us: u32,
 }
@@ -328,14 +340,14 @@ impl Network {
 /// Section `log`.
 #[derive(Debug, Clone, PartialEq, Eq, confique::Config)]
 pub struct Log {
-    /// What is logged: error, warn, info, debug, trace, or a filter such as "info,osd=debug".
+    /// Log level: error, warn, info, debug, trace, or a filter such as "info,osd=debug".
     #[config(env = "OUTBOARD_LOG", default = "info", validate = is_filter)]
     pub level: String,
-    /// "text" or "json" (one object per line).
+    /// Log format: "text", or "json" with one object per line.
     #[config(default = "text")]
     pub format: LogFormat,
-    /// A role's log file larger than this is renamed to *.log.1 when the role starts, replacing the one
-    /// before.
+    /// Maximum size of a role's log file. When the role starts with a larger file, it renames the
+    /// file to *.log.1 and replaces the previous *.log.1.
     #[config(default = "16MiB")]
     pub max_size: ByteSize,
 }
@@ -353,8 +365,8 @@ pub enum LogFormat {
 /// Section `metrics`.
 #[derive(Debug, Clone, PartialEq, Eq, confique::Config)]
 pub struct Metrics {
-    /// Address of each process's Prometheus page. With a port other than 0, the supervisor takes it and the
-    /// roles the ones that follow: store (or node) +1, osd +2.
+    /// Address of each process's Prometheus page. If the port is not 0, the supervisor uses it, and
+    /// the roles use the following ports: store (or node) +1, osd +2.
     #[config(default = "127.0.0.1:0")]
     pub listen: String,
 }
@@ -362,26 +374,26 @@ pub struct Metrics {
 /// Section `supervise`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, confique::Config)]
 pub struct Supervise {
-    /// Pause before a dead role is restarted; doubles each time.
+    /// Pause before a dead role is restarted. The pause doubles with each restart.
     #[config(default = "100ms", validate(ms_within(backoff_min, 1, 3_600_000), "must be 1ms to 1h"))]
     pub backoff_min: Period,
-    /// Longest pause before a restart.
+    /// Maximum pause before a restart.
     #[config(default = "5s")]
     pub backoff_max: Period,
-    /// A role that was ready for this long starts again at backoff_min.
+    /// After a role was ready for this long, its next restart begins with backoff_min again.
     #[config(default = "10s")]
     pub steady_after: Period,
-    /// A role that is not ready and has shown no progress for this long is killed and counts as dead. The
-    /// recovery of a large log is progress while its drive answers.
+    /// A starting role that shows no progress for this long is killed and counts as dead. The
+    /// recovery of a large log counts as progress while the drive answers.
     #[config(default = "120s")]
     pub ready_timeout: Period,
-    /// A role that has not stopped after this is killed; nothing acknowledged is lost.
+    /// A role that has not stopped after this time is killed. No acknowledged change is lost.
     #[config(default = "30s")]
     pub stop_timeout: Period,
-    /// A role whose event loop gives no heartbeat for this long hangs, and so does one whose target has had
-    /// calls wait this long for a checkpoint that makes no progress: it is killed and started again. 600ms
-    /// to 1h; 0s switches the watchdog off. Time in which the supervisor does not run either, as on a
-    /// paused machine, does not count.
+    /// A hung role is killed and restarted. A role hangs if its event loop gives no heartbeat for
+    /// this long, or if calls wait this long for a checkpoint that makes no progress. 600ms to 1h;
+    /// 0s switches the watchdog off. Time in which the supervisor does not run, as on a paused
+    /// machine, does not count.
     #[config(default = "30s", validate(hung_after.0.is_zero() || ms_within(hung_after, 600, 3_600_000), "must be 600ms to 1h, or 0s"))]
     pub hung_after: Period,
 }
