@@ -1,4 +1,4 @@
-//! A group at work: its objects, its session, and what its members are told.
+//! A group at work: its objects, its interval, and what its members are told.
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -24,7 +24,7 @@ use crate::stage::Staged;
 /// Objects whose size is kept in memory.
 const OBJECTS_MAX: usize = 4096;
 
-/// So long a session that could not be opened is not tried again with the same targets.
+/// So long an interval that could not be opened is not tried again with the same targets.
 const REFUSED_FOR: Duration = Duration::from_millis(20);
 
 /// What a group is made of.
@@ -56,18 +56,18 @@ pub struct GroupOptions {
 /// What is known of an object's size; inside: `None` if there is no such object.
 #[derive(Debug, Default)]
 pub(crate) struct Known {
-    /// In which session it was learnt, and what. Whoever only looks at the object may learn it, too.
+    /// In which interval it was learnt, and what. Whoever only looks at the object may learn it, too.
     size: sync::Mutex<Option<(u64, Option<u64>)>>,
 }
 
 impl Known {
-    /// The size, if it is known in this session.
-    pub(crate) fn get(&self, session: &Session) -> Option<Option<u64>> {
-        self.lock().filter(|(learnt, _)| *learnt == session.number).map(|(_, size)| size)
+    /// The size, if it is known in this interval.
+    pub(crate) fn get(&self, interval: &Interval) -> Option<Option<u64>> {
+        self.lock().filter(|(learnt, _)| *learnt == interval.number).map(|(_, size)| size)
     }
 
-    pub(crate) fn set(&self, session: &Session, size: Option<u64>) {
-        *self.lock() = Some((session.number, size));
+    pub(crate) fn set(&self, interval: &Interval, size: Option<u64>) {
+        *self.lock() = Some((interval.number, size));
     }
 
     /// Something of it failed: to be read again.
@@ -80,26 +80,26 @@ impl Known {
     }
 }
 
-/// A member, as it takes part in a session.
+/// A member, as it takes part in an interval.
 #[derive(Clone)]
-pub(crate) struct Link {
+pub(crate) struct MemberLink {
     pub(crate) target: Rc<dyn Member>,
-    /// Session with the target's store.
-    pub(crate) session: u64,
+    /// Incarnation of the target's store in which the member takes part.
+    pub(crate) incarnation: u64,
 }
 
 /// A time in which the same members take part.
-pub struct Session {
+pub struct Interval {
     /// See [`Group::number`].
     pub(crate) number: u64,
     /// In sync, by position.
-    pub(crate) links: Vec<Option<Link>>,
+    pub(crate) links: Vec<Option<MemberLink>>,
     pub(crate) record: GroupRecord,
     /// Targets that have something which nobody needs any more.
     pub(crate) leftovers: RefCell<Vec<Rc<dyn Member>>>,
 }
 
-impl Session {
+impl Interval {
     /// The target of the member at a position.
     pub fn target(&self, position: usize) -> Uuid {
         self.record.members[position].target
@@ -125,8 +125,8 @@ impl Session {
 /// Intents: which are under way, which are done and to be trimmed.
 #[derive(Default)]
 pub(crate) struct Log {
-    /// Number of the session that it is of.
-    pub(crate) session: u64,
+    /// Number of the interval that it is of.
+    pub(crate) interval: u64,
     pub(crate) next: u64,
     pub(crate) under_way: BTreeSet<u64>,
     /// Undo objects of those that are done, by position: the intent's object numbers.
@@ -158,11 +158,11 @@ pub struct Group {
     pub(crate) coder: Coder,
     pub(crate) coding: Rc<Coding>,
     pub(crate) targets: Rc<Vec<Rc<dyn Member>>>,
-    /// Sessions that ended because a transaction was left on some members only.
+    /// Intervals that ended because a transaction was left on some members only.
     ended: Cell<u64>,
     pub(crate) member_timeout: Duration,
     pub(crate) patience: Duration,
-    /// The members in sync of the session, or of the one that is being opened.
+    /// The members in sync of the interval, or of the one that is being opened.
     pub(crate) in_sync: RefCell<Vec<Rc<dyn Member>>>,
     pub(crate) dirty_max: usize,
     /// Held for reading by transactions, for writing while members come back.
@@ -173,26 +173,26 @@ pub struct Group {
     pub(crate) rebuild: RefCell<Option<Rebuild>>,
     /// The position from which on a member to be rebuilt is looked for.
     pub(crate) rebuild_next: Cell<usize>,
-    /// Transactions that were taken back when the session began.
+    /// Transactions that were taken back when the interval began.
     pub(crate) undone: RefCell<BTreeSet<u64>>,
     pub(crate) trim_scheduled: Cell<bool>,
     /// Counts reads of copies.
     pub(crate) copies_read: Cell<usize>,
     /// Targets on which there was no room for a blank member: others take their places, if there are some.
     pub(crate) no_room: RefCell<BTreeSet<Uuid>>,
-    /// The next session forgets the objects noted as dirty, and calls the members blank that need the notes.
+    /// The next interval forgets the objects noted as dirty, and calls the members blank that need the notes.
     pub(crate) drops_notes: Cell<bool>,
     /// Fragments that could not be read, by object and position.
     pub(crate) damaged: RefCell<BTreeSet<(ObjectId, usize)>>,
-    /// Highest epoch that was ever heard of, or proposed: each new one is beyond that.
+    /// Highest term that was ever heard of, or proposed: each new one is beyond that.
     pub(crate) highest: Cell<u64>,
-    /// Record of the last session: up to that one nothing can have happened elsewhere.
+    /// Record of the last interval: up to that one nothing can have happened elsewhere.
     pub(crate) lineage: RefCell<Option<GroupRecord>>,
     objects: RefCell<HashMap<ObjectId, Arc<RwLock<Known>>>>,
-    session: RefCell<Option<Rc<Session>>>,
-    /// The last session could not be opened: its number, until when that is not tried again, and why.
+    interval: RefCell<Option<Rc<Interval>>>,
+    /// The last interval could not be opened: its number, until when that is not tried again, and why.
     refused: RefCell<Option<(u64, Instant, String)>>,
-    /// Held while a session is opened, and while members are told of a new record.
+    /// Held while an interval is opened, and while members are told of a new record.
     pub(crate) opening: Mutex<()>,
     /// See [`Group::opened`].
     has_opening_task: Cell<bool>,
@@ -233,7 +233,7 @@ impl Group {
             highest: Cell::new(0),
             lineage: RefCell::default(),
             objects: RefCell::default(),
-            session: RefCell::default(),
+            interval: RefCell::default(),
             refused: RefCell::default(),
             opening: Mutex::default(),
             has_opening_task: Cell::new(false),
@@ -250,20 +250,20 @@ impl Group {
         self.layout.k
     }
 
-    /// Number of the session. It changes when a target's session does, when one fails or comes back, and when a
+    /// Number of the interval. It changes when a store's incarnation does, when one fails or comes back, and when a
     /// transaction is left on some members only.
     pub fn number(&self) -> u64 {
         let changes = |target: &Rc<dyn Member>| target.store().session() + target.generation();
         self.targets.iter().map(changes).sum::<u64>() + self.ended.get()
     }
 
-    /// The session with that number, opened if need be: then whatever earlier ones have left is settled.
+    /// The interval with that number, opened if need be: then whatever earlier ones have left is settled.
     ///
     /// # Errors
     /// [`StoreError::Disconnected`] if it is over; others if it cannot be opened.
-    pub(crate) async fn session(&self, number: u64) -> store::Result<Rc<Session>> {
-        if let Some(session) = self.current() {
-            return if session.number == number { Ok(session) } else { Err(over(number)) };
+    pub(crate) async fn interval(&self, number: u64) -> store::Result<Rc<Interval>> {
+        if let Some(interval) = self.current() {
+            return if interval.number == number { Ok(interval) } else { Err(over(number)) };
         }
         let _one_at_a_time = self.opening.lock().await;
         if self.current().is_none() {
@@ -279,23 +279,23 @@ impl Group {
             if let Err(StoreError::Disconnected(why)) = &opened {
                 *self.refused.borrow_mut() = Some((tried, Instant::now() + REFUSED_FOR, why.clone()));
             }
-            *self.session.borrow_mut() = Some(Rc::new(opened?));
+            *self.interval.borrow_mut() = Some(Rc::new(opened?));
         }
         match self.current() {
-            Some(session) if session.number == number => Ok(session),
+            Some(interval) if interval.number == number => Ok(interval),
             _ => Err(over(number)),
         }
     }
 
-    /// The session that there is.
-    pub fn current(&self) -> Option<Rc<Session>> {
+    /// The interval that there is.
+    pub fn current(&self) -> Option<Rc<Interval>> {
         let number = self.number();
-        self.last_session().filter(|session| session.number == number)
+        self.last_interval().filter(|interval| interval.number == number)
     }
 
-    /// The session that there is, or was.
-    pub fn last_session(&self) -> Option<Rc<Session>> {
-        self.session.borrow().clone()
+    /// The interval that there is, or was.
+    pub fn last_interval(&self) -> Option<Rc<Interval>> {
+        self.interval.borrow().clone()
     }
 
     /// Whether the member on a target is in sync.
@@ -313,30 +313,30 @@ impl Group {
         self.log.borrow().dirty.iter().map(|oid| oid.as_bytes().len() as u64).sum()
     }
 
-    /// The session that there is, or one that a task opens now, if that takes no longer than `patience`. The task goes on
+    /// The interval that there is, or one that a task opens now, if that takes no longer than `patience`. The task goes on
     /// by itself after that, and there is only one at a time.
-    pub async fn opened(self: &Rc<Self>, patience: Duration) -> Option<Rc<Session>> {
-        if let Some(session) = self.current() {
-            return Some(session);
+    pub async fn opened(self: &Rc<Self>, patience: Duration) -> Option<Rc<Interval>> {
+        if let Some(interval) = self.current() {
+            return Some(interval);
         }
         if self.has_opening_task.replace(true) {
             return None;
         }
         let group = Rc::clone(self);
         let opening = crate::spawn(async move {
-            // If the session cannot be opened now, the caller tries again later.
-            drop(group.any_session().await);
+            // If the interval cannot be opened now, the caller tries again later.
+            drop(group.any_interval().await);
             group.has_opening_task.set(false);
         });
         drop(tokio::time::timeout(patience, opening).await);
         self.current()
     }
 
-    /// Any session, the one that there is or a new one. A few attempts: members may fail while one is opened.
-    pub async fn any_session(&self) -> store::Result<Rc<Session>> {
+    /// Any interval, the one that there is or a new one. A few attempts: members may fail while one is opened.
+    pub async fn any_interval(&self) -> store::Result<Rc<Interval>> {
         let mut last = over(0);
         for _ in 0..self.layout.fragments() + 2 {
-            match self.session(self.number()).await {
+            match self.interval(self.number()).await {
                 Err(e @ StoreError::Disconnected(_)) => last = e,
                 outcome => return outcome,
             }
@@ -344,17 +344,17 @@ impl Group {
         Err(last)
     }
 
-    /// Fails if the session is over.
-    pub(crate) fn still(&self, session: &Session) -> store::Result<()> {
+    /// Fails if the interval is over.
+    pub(crate) fn still(&self, interval: &Interval) -> store::Result<()> {
         match self.current() {
-            Some(current) if current.number == session.number => Ok(()),
-            _ => Err(over(session.number)),
+            Some(current) if current.number == interval.number => Ok(()),
+            _ => Err(over(interval.number)),
         }
     }
 
-    /// Ends a session in which a transaction may be on some members only.
-    pub(crate) fn end_session(&self, session: &Session) {
-        if self.still(session).is_ok() {
+    /// Ends an interval in which a transaction may be on some members only.
+    pub(crate) fn end_interval(&self, interval: &Interval) {
+        if self.still(interval).is_ok() {
             self.ended.set(self.ended.get() + 1);
         }
     }
@@ -386,32 +386,32 @@ impl Group {
     }
 
     /// The member at a position if it is told of transactions: in sync, or being rebuilt.
-    pub(crate) fn takes_part(&self, session: &Session, position: usize) -> Option<Link> {
-        session.links[position].clone().or_else(|| self.rebuilding(session, position, |_| true))
+    pub(crate) fn takes_part(&self, interval: &Interval, position: usize) -> Option<MemberLink> {
+        interval.links[position].clone().or_else(|| self.rebuilding(interval, position, |_| true))
     }
 
     /// The member at a position, if it has the object as it is: in sync, or already rebuilt as far as that.
-    pub(crate) fn live(&self, session: &Session, position: usize, oid: &ObjectId) -> Option<Link> {
-        session.links[position].clone().or_else(|| self.rebuilding(session, position, |r| !r.lacks(oid)))
+    pub(crate) fn live(&self, interval: &Interval, position: usize, oid: &ObjectId) -> Option<MemberLink> {
+        interval.links[position].clone().or_else(|| self.rebuilding(interval, position, |r| !r.lacks(oid)))
     }
 
     fn rebuilding(
         &self,
-        session: &Session,
+        interval: &Interval,
         position: usize,
         which: impl FnOnce(&Rebuild) -> bool,
-    ) -> Option<Link> {
+    ) -> Option<MemberLink> {
         let rebuild = self.rebuild.borrow();
-        let rebuild = rebuild.as_ref().filter(|r| r.position == position && r.session == session.number)?;
+        let rebuild = rebuild.as_ref().filter(|r| r.position == position && r.interval == interval.number)?;
         which(rebuild).then(|| rebuild.link.clone())
     }
 
     /// By position, as [`Group::live`].
-    pub(crate) fn live_links(&self, session: &Session, oid: &ObjectId) -> Vec<Option<Link>> {
-        (0..self.layout.fragments()).map(|position| self.live(session, position, oid)).collect()
+    pub(crate) fn live_links(&self, interval: &Interval, oid: &ObjectId) -> Vec<Option<MemberLink>> {
+        (0..self.layout.fragments()).map(|position| self.live(interval, position, oid)).collect()
     }
 }
 
 pub(crate) fn over(number: u64) -> StoreError {
-    StoreError::Disconnected(format!("session {number} of the group is over"))
+    StoreError::Disconnected(format!("interval {number} of the group is over"))
 }

@@ -1,23 +1,23 @@
 //! Several targets as one store: each object has data on all of them, so that some targets may be lost.
 //!
 //! A placement group of a pool with redundancy has one [`Array`]: a store of one collection over the stores of the group's
-//! members, with one fragment of each object on each. Its user sees a store like any other, whose session changes
+//! members, with one fragment of each object on each. Its user sees a store like any other, whose incarnation changes
 //! when a member fails or comes back. The modules:
 //!
-//! - `group`: the state of a group, and its sessions. `member`: what a group must know of a target. `record`: what each
+//! - `group`: the state of a group, and its intervals. `member`: what a group must know of a target. `record`: what each
 //!   member stores for the group.
 //! - `transact`: makes one transaction for each member. `overlay` computes the change of the object, `split` and `parity`
 //!   that of its fragments; `layout` and `coder` say which fragment has which bytes, and compute parity; `staging` writes large
 //!   data before its transaction.
 //! - `read`: reads and verifies. `plan` chooses the fragments that are read where one is lost.
-//! - `open`: begins a session. It takes back transactions that only some members have. `members` finds the members in
+//! - `open`: begins an interval. It takes back transactions that only some members have. `members` finds the members in
 //!   sync; `removal` deletes what former members still store.
 //! - `rebuild` brings members back in sync, `scrub` compares them. `patience`: how long the group waits for a member.
 //! - `coding`: where parity is computed. `pace`: how fast background work goes.
 //!
 //! **What it rests on.** A transaction carries a number, and its intent, on every member. It is acknowledged once every member in
 //! sync has committed it. One that some members have and some have not is taken back, with what those have kept of before. Who is
-//! in sync is in a record with an epoch, on every member that is, before anything is acknowledged without the others. An object
+//! in sync is in a record with a term, on every member that is, before anything is acknowledged without the others. An object
 //! is changed by one transaction at a time. The omap entries that several transactions may change at a time (of a
 //! placement group's own object) are either written by one transaction alone or only ever grow. See `docs/adr/0012`.
 //!
@@ -68,7 +68,7 @@ use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
 pub use coding::{Coding, CodingConfig, StripesAt};
-pub use group::{Group, GroupOptions, Session};
+pub use group::{Group, GroupOptions, Interval};
 pub use member::Member;
 pub use pace::Pace;
 pub use probe::NewObjects;
@@ -76,7 +76,7 @@ pub use rebuild::{RETRY, Rebuilt};
 pub use record::SIZE_XATTR;
 pub use scrub::Findings;
 
-use group::Link;
+use group::MemberLink;
 
 /// Starts a task on this thread. The thread also serves connections, so the CPU time of its tasks is booked by class.
 fn spawn<F: Future<Output: 'static> + 'static>(task: F) -> JoinHandle<F::Output> {
@@ -159,8 +159,8 @@ async fn reply_to(group: &Rc<Group>, number: u64, request: StoreRequest) -> Resu
         }
         StoreRequest::Query { query: Query::List { from, limit }, .. } => {
             let limit = usize::try_from(limit).unwrap_or(usize::MAX);
-            let session = group.session(number).await?;
-            QueryReply::Objects(group.list_in(&session, from, limit).await?).into()
+            let interval = group.interval(number).await?;
+            QueryReply::Objects(group.list_in(&interval, from, limit).await?).into()
         }
         StoreRequest::Query { query, .. } => ask_metadata(group, number, query).await?,
         StoreRequest::Collections => vec![group.cid.clone()].into(),
@@ -176,7 +176,7 @@ async fn ask_metadata(group: &Group, number: u64, query: Query) -> Result<StoreR
     let Some(oid) = query.oid() else {
         return Err(StoreError::InvalidArgument("the question is about no object".into()));
     };
-    let ask = async |member: &Link| member.target.store().query(&group.cid, query.clone()).await;
+    let ask = async |member: &MemberLink| member.target.store().query(&group.cid, query.clone()).await;
     let mut reply = group.ask_in(number, oid, ask).await?;
     if let StoreReply::Query(QueryReply::Pairs(xattrs)) = &mut reply
         && matches!(query, Query::Xattrs { .. })

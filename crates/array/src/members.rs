@@ -1,8 +1,8 @@
 //! Who counts: which members go on, and what they put down about the others.
 //!
-//! Epochs grow from record to record, beyond all that were ever proposed: some member may have put down a record that the others
+//! Terms grow from record to record, beyond all that were ever proposed: some member may have put down a record that the others
 //! have not, and must not come back with it as the newest. Where the members that are there go on only because an operator has said
-//! that others are lost, which may know more, the epoch takes a step that those cannot have made: should they come back all the
+//! that others are lost, which may know more, the term takes a step that those cannot have made: should they come back all the
 //! same, they do not count, and get everything anew.
 
 use std::collections::BTreeSet;
@@ -13,12 +13,12 @@ use futures::future::try_join_all;
 use store::{ObjectId, Op, StoreError, Transaction};
 use uuid::Uuid;
 
-use crate::group::{Group, Link};
+use crate::group::{Group, MemberLink};
 use crate::member::Member;
 use crate::open::View;
 use crate::record::{GroupRecord, MemberRecord, Standing, key_dirty, key_proposal, key_record, own_object};
 
-/// How far an epoch is, at least, beyond all that members may have that were said to be lost. In such steps it has the seconds
+/// How far a term is, at least, beyond all that members may have that were said to be lost. In such steps it has the seconds
 /// since 1970, so that the last word counts.
 const WORD: u64 = 1 << 32;
 /// Bytes of keys in one transaction: a store's transactions are bounded.
@@ -66,8 +66,8 @@ impl Group {
         }
         let (there, needed) = (members.iter().flatten().count(), self.layout.k);
         let known = self.lineage.borrow();
-        let newer = known.as_ref().filter(|last| last.epoch > record.epoch);
-        // Those that may have gone on without the ones that are here: in the last session, or before there was one.
+        let newer = known.as_ref().filter(|last| last.term > record.term);
+        // Those that may have gone on without the ones that are here: in the last interval, or before there was one.
         let ahead: Vec<Uuid> = match (newer, &*known) {
             (Some(last), _) => last.in_sync().map(|position| last.members[position].target).collect(),
             (None, Some(_)) => Vec::new(),
@@ -136,14 +136,14 @@ impl Group {
         let heard = views.iter().map(|view| view.heard).max().unwrap_or(0);
         self.highest.set(self.highest.get().max(heard));
         let has_it = |view: &View| view.record == record && (view.dirty == dirty || !needs_notes);
-        if on_word || self.highest.get() > record.epoch || !there().all(has_it) {
-            record.epoch = self.next_epoch(on_word);
+        if on_word || self.highest.get() > record.term || !there().all(has_it) {
+            record.term = self.next_term(on_word);
             // Before the record: one note too many does no harm.
             let lacking = there().map(|view| (&view.link, dirty.difference(&view.dirty)));
             try_join_all(lacking.map(|(link, lacking)| self.note_dirty(link, lacking))).await?;
             self.put_in_force(&record, &there().map(|view| &view.link).collect::<Vec<_>>()).await?;
             let (in_sync, of) = (record.in_sync().count(), record.members.len());
-            tracing::info!(cid = %self.cid, epoch = record.epoch, in_sync, of, on_word, "the group's members have changed");
+            tracing::info!(cid = %self.cid, term = record.term, in_sync, of, on_word, "the group's members have changed");
         }
         if !needs_notes {
             try_join_all(there().map(|view| self.forget_dirty(&view.link, &view.dirty))).await?;
@@ -151,8 +151,8 @@ impl Group {
         Ok((record, dirty))
     }
 
-    /// An epoch that nobody has heard of.
-    pub(super) fn next_epoch(&self, on_word: bool) -> u64 {
+    /// A term that nobody has heard of.
+    pub(super) fn next_term(&self, on_word: bool) -> u64 {
         let next = self.highest.get().saturating_add(1);
         if !on_word {
             return next;
@@ -163,8 +163,12 @@ impl Group {
 
     /// Puts a record in force: as a proposal first. Only once all have that may one of them take it for what counts, and nobody
     /// is told anything before.
-    pub(super) async fn put_in_force(&self, record: &GroupRecord, links: &[&Link]) -> store::Result<()> {
-        self.highest.set(self.highest.get().max(record.epoch));
+    pub(super) async fn put_in_force(
+        &self,
+        record: &GroupRecord,
+        links: &[&MemberLink],
+    ) -> store::Result<()> {
+        self.highest.set(self.highest.get().max(record.term));
         let oid = own_object();
         let proposal = vec![(key_proposal(), record.encode())];
         let propose =
@@ -182,7 +186,7 @@ impl Group {
     /// Notes objects as dirty on a member, however many those are.
     pub(super) async fn note_dirty(
         &self,
-        link: &Link,
+        link: &MemberLink,
         oids: impl Iterator<Item = &ObjectId>,
     ) -> store::Result<()> {
         let mut keys = oids.map(key_dirty).peekable();
@@ -195,7 +199,7 @@ impl Group {
     }
 
     /// Removes such notes again.
-    async fn forget_dirty(&self, link: &Link, oids: &BTreeSet<ObjectId>) -> store::Result<()> {
+    async fn forget_dirty(&self, link: &MemberLink, oids: &BTreeSet<ObjectId>) -> store::Result<()> {
         let mut keys = oids.iter().map(key_dirty).peekable();
         while keys.peek().is_some() {
             let forget = Op::OmapRemove { oid: own_object(), keys: page(&mut keys) };

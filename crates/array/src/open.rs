@@ -1,6 +1,6 @@
-//! Opening a session: who has what, and what of it counts.
+//! Opening an interval: who has what, and what of it counts.
 //!
-//! The record that counts is that of the highest epoch: nothing can have been acknowledged without it. Its members
+//! The record that counts is that of the highest term: nothing can have been acknowledged without it. Its members
 //! that are there and in sync go on; if some are missing, those that go on first note, durably, that the others are stale: as
 //! a proposal, and when all have that, as the record. A
 //! transaction that every member in sync has stays; one that only some have was never acknowledged, and is taken back there.
@@ -16,7 +16,7 @@ use futures::stream::{FuturesUnordered, StreamExt};
 use store::{ObjectId, Op, StoreCalls, StoreError, Transaction};
 use tokio::time::Instant;
 
-use crate::group::{Group, Link, Log, Session, over};
+use crate::group::{Group, Interval, Log, MemberLink, over};
 use crate::member::Member;
 use crate::record::{
     Entry, GroupRecord, Intent, MemberRecord, Standing, Touched, Undo, key_intent, key_record, own_object,
@@ -31,9 +31,9 @@ const PAGE: usize = 1024;
 /// What a target has of a group.
 #[derive(Clone)]
 pub(super) struct View {
-    pub(super) link: Link,
+    pub(super) link: MemberLink,
     pub(super) record: GroupRecord,
-    /// Highest epoch ever heard of.
+    /// Highest term ever heard of.
     pub(super) heard: u64,
     trimmed: u64,
     pub(super) intents: BTreeMap<u64, Intent>,
@@ -89,7 +89,7 @@ impl Group {
         }
         let members =
             chosen.iter().map(|t| MemberRecord { target: t.uuid(), standing: Standing::InSync }).collect();
-        let record = GroupRecord { epoch: 1, members };
+        let record = GroupRecord { term: 1, members };
         *self.in_sync.borrow_mut() = chosen.iter().map(|target| Rc::clone(target)).collect();
         let create = |target: &&Rc<dyn Member>| {
             let (target, record) = (Rc::clone(target), &record);
@@ -100,14 +100,14 @@ impl Group {
             }
         };
         try_join_all(chosen.iter().map(create)).await?;
-        // No member can have gone on without the others before the first session.
+        // No member can have gone on without the others before the first interval.
         *self.lineage.borrow_mut() = Some(record);
         Ok(())
     }
 
     /// Makes the collection and the record on one target.
     pub(super) async fn create_on(&self, target: &Rc<dyn Member>, record: &GroupRecord) -> store::Result<()> {
-        let link = Link { target: Rc::clone(target), session: target.store().session() };
+        let link = MemberLink { target: Rc::clone(target), incarnation: target.store().session() };
         let create = Transaction::new(self.cid.clone()).with(Op::CreateCollection);
         match self.answer(&link, target.store().queue_transaction(create)).await {
             Ok(()) | Err(StoreError::Exists(_)) => {}
@@ -118,8 +118,8 @@ impl Group {
         self.answer(&link, target.store().queue_transaction(write.from_reserve())).await
     }
 
-    /// Opens a session with the targets that are there.
-    pub(super) async fn open(&self) -> store::Result<Session> {
+    /// Opens an interval with the targets that are there.
+    pub(super) async fn open(&self) -> store::Result<Interval> {
         let number = self.number();
         let Views { views, remains } = self.views().await?;
         if self.number() != number {
@@ -133,14 +133,14 @@ impl Group {
         if self.number() != number {
             return Err(over(number));
         }
-        *self.log.borrow_mut() = Log { session: number, ..log_of(&members, &undone, dirty) };
+        *self.log.borrow_mut() = Log { interval: number, ..log_of(&members, &undone, dirty) };
         *self.undone.borrow_mut() = undone;
         *self.rebuild.borrow_mut() = None;
         *self.lineage.borrow_mut() = Some(record.clone());
-        tracing::debug!(cid = %self.cid, number, epoch = record.epoch, "the group has a session");
+        tracing::debug!(cid = %self.cid, number, term = record.term, "the group has an interval");
         let leftovers = RefCell::new(leftovers(&record, &views, &members, &remains));
         let links = members.into_iter().map(|view| view.map(|v| v.link)).collect();
-        Ok(Session { number, links, record, leftovers })
+        Ok(Interval { number, links, record, leftovers })
     }
 
     /// What the targets have of the group. Slow targets are asked only if the others do not suffice.
@@ -184,7 +184,7 @@ impl Group {
 
     /// Which record counts, and the members in sync that are there.
     fn judge_views(&self, views: &[View]) -> store::Result<(GroupRecord, Vec<Option<View>>, bool)> {
-        let Some(record) = views.iter().map(|view| &view.record).max_by_key(|r| r.epoch).cloned() else {
+        let Some(record) = views.iter().map(|view| &view.record).max_by_key(|r| r.term).cloned() else {
             let detail = "no target that is there has a piece of it".into();
             return Err(StoreError::TooFewTargets { there: 0, needed: self.layout.k, detail });
         };
@@ -194,7 +194,7 @@ impl Group {
 
     /// What a target has of the group.
     async fn look(&self, target: Rc<dyn Member>) -> (Rc<dyn Member>, store::Result<Found>) {
-        let link = Link { target: Rc::clone(&target), session: target.store().session() };
+        let link = MemberLink { target: Rc::clone(&target), incarnation: target.store().session() };
         let found = match self.view(&link).await {
             Ok(view) => Ok(Found::View(view)),
             Err(StoreError::NoSuchCollection(_)) => Ok(Found::Nothing),
@@ -208,20 +208,20 @@ impl Group {
         (target, found)
     }
 
-    async fn view(&self, link: &Link) -> store::Result<View> {
+    async fn view(&self, link: &MemberLink) -> store::Result<View> {
         let store = &link.target.store();
-        // Whatever earlier sessions have left queued has an outcome after this.
-        let settle = store.queue_transaction_in(link.session, Transaction::new(self.cid.clone()));
+        // Whatever earlier intervals have left queued has an outcome after this.
+        let settle = store.queue_transaction_in(link.incarnation, Transaction::new(self.cid.clone()));
         self.answer(link, settle).await?;
         let (mut record, mut trimmed, mut heard) = (None, 0, 0);
         let (mut intents, mut dirty) = (BTreeMap::new(), BTreeSet::new());
         for (key, value) in self.all_entries(link, &own_object(), &Bytes::new(), None).await? {
             match Entry::decode(&key, &value)? {
                 Entry::Record(found) => {
-                    heard = heard.max(found.epoch);
+                    heard = heard.max(found.term);
                     record = Some(found);
                 }
-                Entry::Proposal(found) => heard = heard.max(found.epoch),
+                Entry::Proposal(found) => heard = heard.max(found.term),
                 Entry::Trimmed(through) => trimmed = through,
                 Entry::Intent(number, intent) => drop(intents.insert(number, intent)),
                 Entry::Dirty(oid) => {
@@ -236,7 +236,7 @@ impl Group {
     /// All entries of an omap in a range.
     pub(super) async fn all_entries(
         &self,
-        link: &Link,
+        link: &MemberLink,
         oid: &ObjectId,
         from: &Bytes,
         to: Option<&Bytes>,
@@ -279,8 +279,8 @@ impl Group {
     }
 
     /// Carries out a transaction on one member; should that fail, so has the member.
-    pub(super) async fn apply_to(&self, link: &Link, transaction: Transaction) -> store::Result<()> {
-        let queued = link.target.store().queue_transaction_in(link.session, transaction);
+    pub(super) async fn apply_to(&self, link: &MemberLink, transaction: Transaction) -> store::Result<()> {
+        let queued = link.target.store().queue_transaction_in(link.incarnation, transaction);
         match self.answer(link, queued).await {
             Ok(()) => Ok(()),
             Err(e) if is_refusal(&e) || matches!(e, StoreError::Disconnected(_)) => Err(e),
@@ -297,7 +297,7 @@ impl Group {
         view: &View,
         number: u64,
         intent: &Intent,
-        peer: &Link,
+        peer: &MemberLink,
     ) -> store::Result<Transaction> {
         let mut ops = Vec::new();
         for (index, touched) in intent.objects.iter().enumerate() {
@@ -312,7 +312,7 @@ impl Group {
         view: &View,
         keep: ObjectId,
         touched: &Touched,
-        peer: &Link,
+        peer: &MemberLink,
         ops: &mut Vec<Op>,
     ) -> store::Result<()> {
         let oid = &touched.oid;
@@ -345,7 +345,12 @@ impl Group {
     }
 
     /// Metadata is the same on all members, so that of another one is what it was.
-    async fn undo_metadata(&self, touched: &Touched, peer: &Link, ops: &mut Vec<Op>) -> store::Result<()> {
+    async fn undo_metadata(
+        &self,
+        touched: &Touched,
+        peer: &MemberLink,
+        ops: &mut Vec<Op>,
+    ) -> store::Result<()> {
         let (oid, store) = (&touched.oid, &peer.target.store());
         let none_if_gone = |e| match e {
             StoreError::NoSuchObject(_) => Ok(Vec::new()),
@@ -379,7 +384,7 @@ impl Group {
     }
 }
 
-/// The intents that stay, as the log of a new session.
+/// The intents that stay, as the log of a new interval.
 fn log_of(members: &[Option<View>], undone: &BTreeSet<u64>, dirty: BTreeSet<ObjectId>) -> Log {
     let mut log = Log { dirty, ..Log::default() };
     for (position, view) in members.iter().enumerate() {

@@ -12,7 +12,7 @@ use futures::stream::{FuturesUnordered, StreamExt};
 use store::StoreError;
 use tokio::time::Instant;
 
-use crate::group::{Group, Link};
+use crate::group::{Group, MemberLink};
 use crate::member::Member;
 
 impl Group {
@@ -23,7 +23,7 @@ impl Group {
     /// patience. The call may still take effect, but not after a transaction that is queued later in the same collection.
     pub(super) async fn answer<T>(
         &self,
-        link: &Link,
+        link: &MemberLink,
         call: impl Future<Output = store::Result<T>>,
     ) -> store::Result<T> {
         let began = Instant::now();

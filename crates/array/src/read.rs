@@ -9,7 +9,7 @@ use futures::future::join_all;
 use store::{MAX_READ, ObjectId, ReadData, StoreCalls, StoreError};
 
 use crate::coder::Buffer;
-use crate::group::{Group, Known, Link, Session};
+use crate::group::{Group, Interval, Known, MemberLink};
 use crate::plan::{ReadPlan, Span};
 use crate::record::SIZE_XATTR;
 
@@ -43,10 +43,10 @@ impl Group {
         if len > MAX_READ {
             return Err(StoreError::TooLarge { what: "read".into(), size: len, limit: MAX_READ });
         }
-        let session = self.session(number).await?;
+        let interval = self.interval(number).await?;
         // Held until all is read: every fragment shows the same version.
         let held = self.shared_object(oid).await;
-        let size = self.size(&session, oid, &held).await?;
+        let size = self.size(&interval, oid, &held).await?;
         let Some(size) = size else { return Err(StoreError::NoSuchObject(oid.to_string())) };
         let start = block::align_down(offset);
         let end = block::align_up(offset.saturating_add(len)).unwrap_or(u64::MAX).min(size);
@@ -54,7 +54,7 @@ impl Group {
         if start >= end || len == 0 {
             return Ok(data);
         }
-        let (bytes, checksums) = self.read_range(&session, Whole { oid, size }, start..end, dest).await?;
+        let (bytes, checksums) = self.read_range(&interval, Whole { oid, size }, start..end, dest).await?;
         if bytes.len() as u64 != end - start {
             let detail = format!("{} bytes instead of {}", bytes.len(), end - start);
             return Err(StoreError::Corrupt { what: format!("object {oid}"), detail });
@@ -66,12 +66,12 @@ impl Group {
 
     async fn read_range(
         &self,
-        session: &Session,
+        interval: &Interval,
         whole: Whole<'_>,
         range: Range<u64>,
         dest: Option<ArenaBuf>,
     ) -> store::Result<(Bytes, Vec<u32>)> {
-        let links = self.live_links(session, whole.oid);
+        let links = self.live_links(interval, whole.oid);
         if self.layout.is_mirror() {
             let copy = self.next_copy(&links);
             let read = self.read_one(links, whole, (copy, range), dest).await?;
@@ -93,7 +93,7 @@ impl Group {
     }
 
     /// The copy to be read next, one after the other, so that all members' drives take part.
-    fn next_copy(&self, links: &[Option<Link>]) -> usize {
+    fn next_copy(&self, links: &[Option<MemberLink>]) -> usize {
         let there: Vec<usize> = (0..links.len()).filter(|&copy| links[copy].is_some()).collect();
         let turn = self.copies_read.get();
         self.copies_read.set(turn.wrapping_add(1));
@@ -103,16 +103,16 @@ impl Group {
     /// An object's size, read if it is not known.
     pub(super) async fn size(
         &self,
-        session: &Session,
+        interval: &Interval,
         oid: &ObjectId,
         known: &Known,
     ) -> store::Result<Option<u64>> {
-        if let Some(size) = known.get(session) {
+        if let Some(size) = known.get(interval) {
             return Ok(size);
         }
-        let asked = async |link: &Link| link.target.store().get_xattr(&self.cid, oid, SIZE_XATTR).await;
-        let size = size_of(oid, self.ask(session, oid, asked).await)?;
-        known.set(session, size);
+        let asked = async |link: &MemberLink| link.target.store().get_xattr(&self.cid, oid, SIZE_XATTR).await;
+        let size = size_of(oid, self.ask(interval, oid, asked).await)?;
+        known.set(interval, size);
         Ok(size)
     }
 
@@ -120,7 +120,7 @@ impl Group {
     /// an object does not speak for the others: what all of them lack was removed.
     pub(super) async fn size_by_any(
         &self,
-        members: &mut [Option<Link>],
+        members: &mut [Option<MemberLink>],
         oid: &ObjectId,
     ) -> store::Result<Option<u64>> {
         let mut asked =
@@ -171,12 +171,12 @@ impl Group {
     /// Reads a range of a fragment, which starts at a block.
     pub(super) async fn read_fragment(
         &self,
-        session: &Session,
+        interval: &Interval,
         whole: Whole<'_>,
         fragment: usize,
         range: Range<u64>,
     ) -> store::Result<FragmentRead> {
-        let links = self.live_links(session, whole.oid);
+        let links = self.live_links(interval, whole.oid);
         let fragment = if self.layout.is_mirror() { self.next_copy(&links) } else { fragment };
         self.read_one(links, whole, (fragment, range), None).await
     }
@@ -184,19 +184,19 @@ impl Group {
     /// Computes a range of a fragment from others; as long as the range, filled up with zeros.
     pub(super) async fn reconstruct(
         &self,
-        session: &Session,
+        interval: &Interval,
         whole: Whole<'_>,
         fragment: usize,
         range: Range<u64>,
     ) -> store::Result<FragmentRead> {
-        let mut links = self.live_links(session, whole.oid);
+        let mut links = self.live_links(interval, whole.oid);
         links[fragment] = None;
         self.read_one(links, whole, (fragment, range), None).await
     }
 
     async fn read_one(
         &self,
-        links: Vec<Option<Link>>,
+        links: Vec<Option<MemberLink>>,
         whole: Whole<'_>,
         span: Span,
         dest: Option<ArenaBuf>,
@@ -208,7 +208,7 @@ impl Group {
     /// from others. `dest` is for a single one.
     async fn read_fragments(
         &self,
-        mut links: Vec<Option<Link>>,
+        mut links: Vec<Option<MemberLink>>,
         whole: Whole<'_>,
         wanted: &[Span],
         mut dest: Option<ArenaBuf>,
@@ -232,7 +232,7 @@ impl Group {
                     .is_some_and(|(read, _)| read.start <= range.start && range.end <= read.end)
             };
             let due = plan.reads.iter().filter(|(fragment, range)| !is_covered(**fragment, range));
-            let due: Vec<(usize, Range<u64>, Link)> = due
+            let due: Vec<(usize, Range<u64>, MemberLink)> = due
                 .filter_map(|(&fragment, range)| Some((fragment, range.clone(), links[fragment].clone()?)))
                 .collect();
             if due.is_empty() {
@@ -302,7 +302,7 @@ impl Group {
     /// Reads from the member at a position, and verifies what it says.
     pub(super) async fn read_from(
         &self,
-        link: &Link,
+        link: &MemberLink,
         Whole { oid, size }: Whole<'_>,
         position: usize,
         range: Range<u64>,
@@ -322,7 +322,7 @@ impl Group {
     /// Fails if a fragment does not have the length that follows from its object's.
     pub(super) fn expect_len(
         &self,
-        link: &Link,
+        link: &MemberLink,
         whole: Whole<'_>,
         position: usize,
         len: u64,
@@ -338,7 +338,7 @@ impl Group {
     ///
     /// # Errors
     /// If that says nothing of the fragment.
-    fn lost(&self, position: usize, oid: &ObjectId, link: &Link, e: StoreError) -> store::Result<()> {
+    fn lost(&self, position: usize, oid: &ObjectId, link: &MemberLink, e: StoreError) -> store::Result<()> {
         if !is_damage(&e) {
             return Err(e);
         }
@@ -350,7 +350,7 @@ impl Group {
 
     /// The error that too few fragments of an object can be read, or one that passes if that is so
     /// because a whole target fails, rather than blocks of it, and is tried again.
-    async fn unless_failing(&self, unreadable: &[Link], e: StoreError) -> StoreError {
+    async fn unless_failing(&self, unreadable: &[MemberLink], e: StoreError) -> StoreError {
         for link in unreadable {
             let fails = tokio::time::timeout(self.member_timeout, link.target.fails());
             if fails.await.unwrap_or(true) && link.target.is_hopeful() {
@@ -379,11 +379,11 @@ impl Group {
     /// second one has to say so, too: it may have lost what it had.
     pub(super) async fn ask<T>(
         &self,
-        session: &Session,
+        interval: &Interval,
         oid: &ObjectId,
-        question: impl AsyncFn(&Link) -> store::Result<T>,
+        question: impl AsyncFn(&MemberLink) -> store::Result<T>,
     ) -> store::Result<T> {
-        let mut links = self.live_links(session, oid);
+        let mut links = self.live_links(interval, oid);
         let asked = self.ask_one_of(&links, oid, &question).await;
         let first = links.iter().position(Option::is_some);
         let (Err(StoreError::NoSuchObject(_)), Some(first)) = (&asked, first) else { return asked };
@@ -402,9 +402,9 @@ impl Group {
     /// Asks one of several members, the next one if the first cannot read what it has.
     pub(super) async fn ask_one_of<T>(
         &self,
-        links: &[Option<Link>],
+        links: &[Option<MemberLink>],
         oid: &ObjectId,
-        question: impl AsyncFn(&Link) -> store::Result<T>,
+        question: impl AsyncFn(&MemberLink) -> store::Result<T>,
     ) -> store::Result<T> {
         let (mut failures, mut unreadable) = (Vec::new(), Vec::new());
         for link in links.iter().flatten() {
@@ -427,32 +427,32 @@ impl Group {
         Err(self.unless_failing(&unreadable, e).await)
     }
 
-    /// A question about an object's metadata, in the session of that number.
+    /// A question about an object's metadata, in the interval of that number.
     pub(crate) async fn ask_in<T>(
         &self,
         number: u64,
         oid: &ObjectId,
-        question: impl AsyncFn(&Link) -> store::Result<T>,
+        question: impl AsyncFn(&MemberLink) -> store::Result<T>,
     ) -> store::Result<T> {
-        let session = self.session(number).await?;
+        let interval = self.interval(number).await?;
         // It takes its place behind transactions on the object that were queued before.
         let _held = self.shared_object(oid).await;
-        self.ask(&session, oid, question).await
+        self.ask(&interval, oid, question).await
     }
 }
 
-impl Link {
+impl MemberLink {
     /// What is wrong with the fragment that the target has of an object.
     fn corrupt(&self, oid: &ObjectId, detail: String) -> StoreError {
         StoreError::Corrupt { what: format!("object {oid} on target {}", self.target.uuid()), detail }
     }
 
-    /// Fails if the target has another session: it may have repeated what was asked of it, and have seen what is not durable.
+    /// Fails if the store of the target has another incarnation: it may have repeated what was asked of it, and have seen what is not durable.
     pub(super) fn still(&self) -> store::Result<()> {
-        if self.target.store().session() == self.session {
+        if self.target.store().session() == self.incarnation {
             return Ok(());
         }
-        Err(StoreError::Disconnected("the target's session has changed".into()))
+        Err(StoreError::Disconnected("the target's store has another incarnation".into()))
     }
 }
 

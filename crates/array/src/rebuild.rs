@@ -14,7 +14,7 @@ use futures::stream::{self, StreamExt, TryStreamExt};
 use store::{ObjectId, Op, StoreCalls, StoreError, Transaction, WriteSource};
 use tokio::time::Instant;
 
-use crate::group::{Group, Link, Session};
+use crate::group::{Group, Interval, MemberLink};
 use crate::member::Member;
 use crate::members::page_by;
 use crate::pace::Pace;
@@ -38,9 +38,9 @@ const PAGE: usize = 256;
 /// A member on its way back.
 pub(crate) struct Rebuild {
     pub(crate) position: usize,
-    /// Number of the session.
-    pub(crate) session: u64,
-    pub(crate) link: Link,
+    /// Number of the interval.
+    pub(crate) interval: u64,
+    pub(crate) link: MemberLink,
     missing: Missing,
 }
 
@@ -108,17 +108,17 @@ pub struct Rebuilt {
 /// A rebuild at work.
 struct Job<'a> {
     group: &'a Group,
-    session: Rc<Session>,
+    interval: Rc<Interval>,
     position: usize,
-    link: Link,
+    link: MemberLink,
     pace: &'a Pace,
     progress: &'a RefCell<Rebuilt>,
 }
 
 impl Group {
-    /// A position whose member is not in sync and can be rebuilt, as far as a session knows.
-    pub fn to_rebuild(&self, session: &Session) -> Option<usize> {
-        let members = &session.record.members;
+    /// A position whose member is not in sync and can be rebuilt, as far as an interval knows.
+    pub fn to_rebuild(&self, interval: &Interval) -> Option<usize> {
+        let members = &interval.record.members;
         let usable = |uuid| self.targets.iter().any(|t| t.uuid() == uuid && t.is_usable());
         let can_be = |m: &MemberRecord| m.standing != Standing::InSync && usable(m.target);
         // One that cannot be rebuilt now is not to keep another one waiting.
@@ -139,60 +139,60 @@ impl Group {
         if !is_due() {
             return;
         }
-        if let Some(session) = self.current() {
+        if let Some(interval) = self.current() {
             tracing::warn!(cid = %self.cid, limit = most, "too much has changed without a target; it will get everything anew");
             self.drops_notes.set(true);
-            self.end_session(&session);
+            self.end_interval(&interval);
         }
     }
 
     /// Rebuilds the member at a position. `progress` counts on.
     ///
     /// # Errors
-    /// If the session ends meanwhile, the member fails, or it has no room: to be tried again later.
+    /// If the interval ends meanwhile, the member fails, or it has no room: to be tried again later.
     pub async fn rebuild(
         &self,
         position: usize,
         pace: &Pace,
         progress: &RefCell<Rebuilt>,
     ) -> store::Result<()> {
-        let session = self.any_session().await?;
+        let interval = self.any_interval().await?;
         let outcome = async {
-            if session.record.members[position].standing == Standing::Blank {
+            if interval.record.members[position].standing == Standing::Blank {
                 // What it has from before may be much: clients are not to wait for that.
-                let target = self.member(&session, position)?;
-                self.wipe_in(&session, &target).await?;
+                let target = self.member(&interval, position)?;
+                self.wipe_in(&interval, &target).await?;
             }
-            let link = self.admit(&session, position).await?;
+            let link = self.admit(&interval, position).await?;
             self.no_room.borrow_mut().remove(&link.target.uuid());
-            let job = Job { group: self, session: Rc::clone(&session), position, link, pace, progress };
+            let job = Job { group: self, interval: Rc::clone(&interval), position, link, pace, progress };
             job.run().await
         };
         let outcome = outcome.await;
         if outcome.is_err() {
             self.rebuild_next.set(position + 1);
         }
-        let member = session.record.members[position];
+        let member = interval.record.members[position];
         let is_full =
             matches!(outcome, Err(StoreError::NoSpace { .. })) && member.standing == Standing::Blank;
         if is_full {
             self.no_room.borrow_mut().insert(member.target);
         }
-        let moves = is_full && self.spare(&session.record).is_some();
+        let moves = is_full && self.spare(&interval.record).is_some();
         if outcome.is_err() && (moves || self.rebuild.borrow().is_some()) {
             // What is under way on the member has to end before it is taken for absent.
-            self.end_session(&session);
+            self.end_interval(&interval);
         }
         outcome
     }
 
     /// Lets a member take part from now on.
-    async fn admit(&self, session: &Rc<Session>, position: usize) -> store::Result<Link> {
+    async fn admit(&self, interval: &Rc<Interval>, position: usize) -> store::Result<MemberLink> {
         let _closed = self.gate.write().await;
-        self.still(session)?;
-        let record = session.record.clone();
-        let target = self.member(session, position)?;
-        let link = Link { target: Rc::clone(&target), session: target.store().session() };
+        self.still(interval)?;
+        let record = interval.record.clone();
+        let target = self.member(interval, position)?;
+        let link = MemberLink { target: Rc::clone(&target), incarnation: target.store().session() };
         let own = match record.members[position].standing {
             Standing::Stale => self.own_entries(&link).await?,
             _ => None,
@@ -213,24 +213,24 @@ impl Group {
         let note = Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: own_object(), entries });
         self.apply_to(&link, note.from_reserve()).await?;
         // What transactions change without a lock is copied while there are none.
-        self.copy_object(session, &link, position, &self.meta.clone(), false).await?;
-        self.still(session)?;
-        let number = session.number;
-        let rebuild = Rebuild { position, session: number, link: link.clone(), missing };
+        self.copy_object(interval, &link, position, &self.meta.clone(), false).await?;
+        self.still(interval)?;
+        let number = interval.number;
+        let rebuild = Rebuild { position, interval: number, link: link.clone(), missing };
         *self.rebuild.borrow_mut() = Some(rebuild);
         tracing::info!(cid = %self.cid, position, target_uuid = %link.target.uuid(), "a member is on its way back");
         Ok(link)
     }
 
     /// The target that is the member at a position.
-    fn member(&self, session: &Session, position: usize) -> store::Result<Rc<dyn Member>> {
-        let uuid = session.record.members[position].target;
+    fn member(&self, interval: &Interval, position: usize) -> store::Result<Rc<dyn Member>> {
+        let uuid = interval.record.members[position].target;
         let found = self.targets.iter().find(|t| t.uuid() == uuid && t.is_usable()).cloned();
         found.ok_or_else(|| StoreError::Disconnected("the target is not there".into()))
     }
 
     /// What a member that was away has of its own; `None` if it has nothing.
-    async fn own_entries(&self, link: &Link) -> store::Result<Option<Vec<(Bytes, Bytes)>>> {
+    async fn own_entries(&self, link: &MemberLink) -> store::Result<Option<Vec<(Bytes, Bytes)>>> {
         match self.all_entries(link, &own_object(), &Bytes::new(), None).await {
             Ok(entries) => Ok(Some(entries)),
             Err(StoreError::NoSuchCollection(_) | StoreError::NoSuchObject(_)) => Ok(None),
@@ -239,7 +239,7 @@ impl Group {
     }
 
     /// Removes what a member has left from before; returns the objects that it may have otherwise than the others.
-    async fn clean(&self, link: &Link, own: Vec<(Bytes, Bytes)>) -> store::Result<BTreeSet<ObjectId>> {
+    async fn clean(&self, link: &MemberLink, own: Vec<(Bytes, Bytes)>) -> store::Result<BTreeSet<ObjectId>> {
         let mut missing = self.log.borrow().dirty.clone();
         for (key, value) in &own {
             match Entry::decode(key, value)? {
@@ -273,13 +273,13 @@ impl Group {
     /// a member that was empty may have a part of the omap only; one that is `in_sync` keeps the omap that it has.
     async fn copy_object(
         &self,
-        session: &Session,
-        link: &Link,
+        interval: &Interval,
+        link: &MemberLink,
         position: usize,
         oid: &ObjectId,
         in_sync: bool,
     ) -> store::Result<u64> {
-        let mut peers = self.live_links(session, oid);
+        let mut peers = self.live_links(interval, oid);
         peers[position] = None;
         let there = match self.answer(link, link.target.store().stat(&self.cid, oid)).await {
             Ok(_) => true,
@@ -299,12 +299,12 @@ impl Group {
             return Ok(0);
         };
         let whole = Whole { oid, size };
-        let put = self.put_fragment(session, link, position, whole, &peers, (there, in_sync)).await;
+        let put = self.put_fragment(interval, link, position, whole, &peers, (there, in_sync)).await;
         match put {
             // On a full member the new fragment takes the place of the old one, which does not count.
             Err(StoreError::NoSpace { .. }) if there && !in_sync => {
                 self.apply_to(link, self.removal(oid)).await?;
-                self.put_fragment(session, link, position, whole, &peers, (false, false)).await?;
+                self.put_fragment(interval, link, position, whole, &peers, (false, false)).await?;
             }
             put => put?,
         }
@@ -322,11 +322,11 @@ impl Group {
     /// object, `in_sync` whether that one counts: its repair may use the reserve.
     async fn put_fragment(
         &self,
-        session: &Session,
-        link: &Link,
+        interval: &Interval,
+        link: &MemberLink,
         position: usize,
         whole: Whole<'_>,
-        peers: &[Option<Link>],
+        peers: &[Option<MemberLink>],
         (there, in_sync): (bool, bool),
     ) -> store::Result<()> {
         let oid = whole.oid;
@@ -338,10 +338,10 @@ impl Group {
         } else if there {
             transaction.ops.push(Op::Remove { oid: oid.clone() });
         }
-        let (source, stage) = self.make_fragment(session, link, position, whole).await?;
+        let (source, stage) = self.make_fragment(interval, link, position, whole).await?;
         transaction.ops.push(Op::Touch { oid: oid.clone() });
         transaction.ops.extend(source.map(|source| Op::Write { oid: oid.clone(), offset: 0, source }));
-        let asked = async |peer: &Link| peer.target.store().get_xattrs(&self.cid, oid).await;
+        let asked = async |peer: &MemberLink| peer.target.store().get_xattrs(&self.cid, oid).await;
         let xattrs = self.ask_one_of(peers, oid, asked).await?;
         transaction.ops.push(Op::SetXattrs { oid: oid.clone(), xattrs });
         let written = self.apply_to(link, transaction).await;
@@ -352,8 +352,8 @@ impl Group {
     /// Computes a fragment; a long one is on its member already then.
     async fn make_fragment(
         &self,
-        session: &Session,
-        link: &Link,
+        interval: &Interval,
+        link: &MemberLink,
         position: usize,
         whole: Whole<'_>,
     ) -> store::Result<(Option<WriteSource>, Option<crate::stage::FragmentStage>)> {
@@ -362,7 +362,7 @@ impl Group {
             return Ok((None, None));
         }
         if len <= SEGMENT {
-            let read = self.reconstruct(session, whole, position, 0..len).await?;
+            let read = self.reconstruct(interval, whole, position, 0..len).await?;
             return Ok((Some(WriteSource::Inline(payload(read)?)), None));
         }
         let store = &link.target.store();
@@ -370,7 +370,7 @@ impl Group {
         let stage = crate::stage::FragmentStage { link: link.clone(), id };
         let write = |at: u64| async move {
             let range = at..(at + SEGMENT).min(len);
-            let read = self.reconstruct(session, whole, position, range).await?;
+            let read = self.reconstruct(interval, whole, position, range).await?;
             self.answer(link, store.stage_write(id, at, payload(read)?)).await
         };
         let segments = stream::iter((0..len).step_by(SEGMENT as usize)).map(Ok);
@@ -378,10 +378,15 @@ impl Group {
         Ok((Some(WriteSource::Staged { stage: id, offset: 0, len }), Some(stage)))
     }
 
-    async fn copy_omap(&self, link: &Link, peers: &[Option<Link>], oid: &ObjectId) -> store::Result<()> {
+    async fn copy_omap(
+        &self,
+        link: &MemberLink,
+        peers: &[Option<MemberLink>],
+        oid: &ObjectId,
+    ) -> store::Result<()> {
         let mut from = Bytes::new();
         loop {
-            let asked = async |peer: &Link| {
+            let asked = async |peer: &MemberLink| {
                 peer.target.store().omap_iterate(&self.cid, oid, from.clone(), 1024).await
             };
             let (entries, more) = self.ask_one_of(peers, oid, asked).await?;
@@ -406,23 +411,24 @@ impl Group {
     /// Ids of objects, without the group's own.
     pub(super) async fn list_in(
         &self,
-        session: &Session,
+        interval: &Interval,
         from: Option<ObjectId>,
         limit: usize,
     ) -> store::Result<(Vec<ObjectId>, bool)> {
-        self.list_of(&session.links, from, limit).await
+        self.list_of(&interval.links, from, limit).await
     }
 
     /// The same, of one of these members.
     pub(super) async fn list_of(
         &self,
-        links: &[Option<Link>],
+        links: &[Option<MemberLink>],
         from: Option<ObjectId>,
         limit: usize,
     ) -> store::Result<(Vec<ObjectId>, bool)> {
         let mut from = from;
         loop {
-            let question = async |link: &Link| link.target.store().list(&self.cid, from.clone(), limit).await;
+            let question =
+                async |link: &MemberLink| link.target.store().list(&self.cid, from.clone(), limit).await;
             let (mut ids, more) = self.ask_one_of(links, &own_object(), question).await?;
             let last = ids.last().cloned();
             ids.retain(|oid| !is_own(oid));
@@ -435,28 +441,28 @@ impl Group {
 
     /// Makes a fragment anew that could not be read.
     pub(crate) async fn repair(&self, oid: &ObjectId, position: usize) -> store::Result<()> {
-        let session = self.any_session().await?;
+        let interval = self.any_interval().await?;
         let _open = self.gate.read().await;
         let locked = self.exclusive_object(oid).await;
-        self.still(&session)?;
+        self.still(&interval)?;
         locked.forget();
-        self.repair_locked(&session, oid, position).await
+        self.repair_locked(&interval, oid, position).await
     }
 
-    async fn repair_locked(&self, session: &Session, oid: &ObjectId, position: usize) -> store::Result<()> {
-        let Some(link) = self.live(session, position, oid) else { return Ok(()) };
-        self.copy_object(session, &link, position, oid, true).await?;
+    async fn repair_locked(&self, interval: &Interval, oid: &ObjectId, position: usize) -> store::Result<()> {
+        let Some(link) = self.live(interval, position, oid) else { return Ok(()) };
+        self.copy_object(interval, &link, position, oid, true).await?;
         metrics::counter!("outboard_osd_fragments_repaired_total").increment(1);
         tracing::info!(%oid, target_uuid = %link.target.uuid(), "a fragment was repaired");
         Ok(())
     }
 
     /// Repairs what is known to be damaged of an object that is about to be changed: a change is of the fragments that there are.
-    pub(super) async fn repair_before_change(&self, session: &Session, oid: &ObjectId) {
+    pub(super) async fn repair_before_change(&self, interval: &Interval, oid: &ObjectId) {
         let damaged: Vec<(ObjectId, usize)> =
             self.damaged.borrow().iter().filter(|(damaged, _)| damaged == oid).cloned().collect();
         for (oid, position) in damaged {
-            if let Err(e) = self.repair_locked(session, &oid, position).await {
+            if let Err(e) = self.repair_locked(interval, &oid, position).await {
                 tracing::warn!(%oid, position, error = %e, "a damaged fragment is not repaired before it changes");
             }
             self.damaged.borrow_mut().remove(&(oid, position));
@@ -480,7 +486,7 @@ impl Job<'_> {
     async fn copy_all(&self) -> store::Result<()> {
         let mut from = None;
         loop {
-            let (ids, more) = self.group.list_in(&self.session, from.take(), PAGE).await?;
+            let (ids, more) = self.group.list_in(&self.interval, from.take(), PAGE).await?;
             let last = if more { ids.last().cloned() } else { None };
             self.copy_objects(ids).await?;
             let end = last.clone().unwrap_or_else(greatest);
@@ -506,9 +512,9 @@ impl Job<'_> {
     async fn copy(&self, oid: ObjectId) -> store::Result<()> {
         let began = Instant::now();
         let locked = self.group.exclusive_object(&oid).await;
-        self.group.still(&self.session)?;
-        let (session, link) = (&self.session, &self.link);
-        let bytes = self.group.copy_object(session, link, self.position, &oid, false).await?;
+        self.group.still(&self.interval)?;
+        let (interval, link) = (&self.interval, &self.link);
+        let bytes = self.group.copy_object(interval, link, self.position, &oid, false).await?;
         self.with_rebuild(|rebuild| rebuild.has_now(&oid));
         drop(locked);
         {
@@ -524,29 +530,29 @@ impl Job<'_> {
         self.group.rebuild.borrow_mut().as_mut().map(change)
     }
 
-    /// Makes a member that has everything one that is in sync. The session ends; the next one has it.
+    /// Makes a member that has everything one that is in sync. The interval ends; the next one has it.
     async fn finish(&self) -> store::Result<()> {
         let group = self.group;
         let _closed = group.gate.write().await;
         let _alone = group.opening.lock().await;
-        group.still(&self.session)?;
-        let old = self.session.record.clone();
+        group.still(&self.interval)?;
+        let old = self.interval.record.clone();
         let mut members = old.members;
         members[self.position].standing = Standing::InSync;
-        let record = GroupRecord { epoch: group.next_epoch(false), members };
-        // Notes that nobody needs any more are forgotten when the next session begins.
+        let record = GroupRecord { term: group.next_term(false), members };
+        // Notes that nobody needs any more are forgotten when the next interval begins.
         if record.needs_notes() {
             let dirty = group.log.borrow().dirty.clone();
             group.note_dirty(&self.link, dirty.iter()).await?;
         }
-        let links: Vec<&Link> = self.session.links.iter().flatten().chain([&self.link]).collect();
+        let links: Vec<&MemberLink> = self.interval.links.iter().flatten().chain([&self.link]).collect();
         group.put_in_force(&record, &links).await?;
         *group.lineage.borrow_mut() = Some(record.clone());
         let target = self.link.target.uuid();
-        tracing::info!(cid = %group.cid, position = self.position, epoch = record.epoch, target_uuid = %target, "a member is back");
+        tracing::info!(cid = %group.cid, position = self.position, term = record.term, target_uuid = %target, "a member is back");
         metrics::counter!("outboard_osd_members_rebuilt_total").increment(1);
         *group.rebuild.borrow_mut() = None;
-        group.end_session(&self.session);
+        group.end_interval(&self.interval);
         Ok(())
     }
 }

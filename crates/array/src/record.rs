@@ -2,7 +2,7 @@
 //! sync but for the undo notes of intents.
 //!
 //! ```text
-//! e            the group's record: its epoch, and how its members stand (format byte, then postcard)
+//! e            the group's record: its term, and how its members stand (format byte, then postcard)
 //! p            a proposal of the next one, not in force until every member that it calls in sync has it
 //! t            intents up to that number are settled (8 bytes)
 //! i number     intent of a transaction: what it touches, and how that is undone (postcard)
@@ -47,7 +47,7 @@ pub(crate) struct MemberRecord {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct GroupRecord {
     /// Grows whenever a member leaves or comes back.
-    pub(crate) epoch: u64,
+    pub(crate) term: u64,
     /// By position.
     pub(crate) members: Vec<MemberRecord>,
 }
@@ -227,7 +227,7 @@ mod tests {
     fn entries_survive_storage() {
         let oid = ObjectId::new("object").unwrap();
         let member = MemberRecord { target: Uuid::from_u128(7), standing: Standing::Stale };
-        let record = GroupRecord { epoch: 3, members: vec![member] };
+        let record = GroupRecord { term: 3, members: vec![member] };
         let touched = Touched {
             oid: oid.clone(),
             undo: Undo::Restore { size: 9000, saved: vec![(4096, 4096)] },

@@ -5,7 +5,7 @@ use std::rc::Rc;
 use bytes::Bytes;
 use store::{ObjectId, Op, StoreCalls, StoreError, Transaction};
 
-use crate::group::{Group, Link, Log, Session};
+use crate::group::{Group, Interval, Log, MemberLink};
 use crate::member::Member;
 use crate::members::page;
 use crate::open::View;
@@ -38,22 +38,22 @@ impl Group {
     /// Removes what former members have left: so it can never count again.
     ///
     /// # Errors
-    /// If a target does not do it, or the session ends.
-    pub async fn remove_leftovers(&self, session: &Session) -> store::Result<()> {
+    /// If a target does not do it, or the interval ends.
+    pub async fn remove_leftovers(&self, interval: &Interval) -> store::Result<()> {
         loop {
-            let Some(target) = session.leftovers.borrow().last().cloned() else { return Ok(()) };
+            let Some(target) = interval.leftovers.borrow().last().cloned() else { return Ok(()) };
             tracing::info!(cid = %self.cid, target_uuid = %target.uuid(), "what a former member has is removed");
-            self.wipe_in(session, &target).await?;
-            session.leftovers.borrow_mut().pop();
+            self.wipe_in(interval, &target).await?;
+            interval.leftovers.borrow_mut().pop();
         }
     }
 
-    /// Removes everything that a target has of the group, as long as the session lasts.
-    pub(super) async fn wipe_in(&self, session: &Session, target: &Rc<dyn Member>) -> store::Result<()> {
+    /// Removes everything that a target has of the group, as long as the interval lasts.
+    pub(super) async fn wipe_in(&self, interval: &Interval, target: &Rc<dyn Member>) -> store::Result<()> {
         loop {
             match self.wipe_some(target).await {
                 Ok(false) => return Ok(()),
-                Ok(true) => self.still(session)?,
+                Ok(true) => self.still(interval)?,
                 Err(e) => {
                     if is_of_target(&e) {
                         target.fail(&e);
@@ -73,8 +73,8 @@ impl Group {
         let _alone = self.opening.lock().await;
         *self.log.borrow_mut() = Log::default();
         *self.rebuild.borrow_mut() = None;
-        if let Some(session) = self.current() {
-            self.end_session(&session);
+        if let Some(interval) = self.current() {
+            self.end_interval(&interval);
         }
         for target in self.targets.iter().filter(|t| t.is_usable()) {
             match self.wipe(target).await {
@@ -93,7 +93,7 @@ impl Group {
 
     /// Removes a few of the objects that a target has of the group, at last their collection; returns whether there may be more.
     async fn wipe_some(&self, target: &Rc<dyn Member>) -> store::Result<bool> {
-        let link = Link { target: Rc::clone(target), session: target.store().session() };
+        let link = MemberLink { target: Rc::clone(target), incarnation: target.store().session() };
         match self.answer(&link, self.wipe_step(&**target)).await {
             Ok(()) | Err(StoreError::NotEmpty(_) | StoreError::NoSuchObject(_)) => Ok(true),
             Err(StoreError::NoSuchCollection(_)) => Ok(false),

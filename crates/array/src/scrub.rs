@@ -8,7 +8,7 @@ use bytes::Bytes;
 use futures::future::join_all;
 use store::{ObjectId, StoreCalls, StoreError};
 
-use crate::group::{Group, Link, Session};
+use crate::group::{Group, Interval, MemberLink};
 use crate::read::{Whole, is_damage};
 
 /// Bytes of each fragment that are compared at a time.
@@ -61,14 +61,14 @@ impl Group {
         from: Option<ObjectId>,
         limit: usize,
     ) -> store::Result<(Vec<ObjectId>, bool)> {
-        let session = self.any_session().await?;
-        let there = session.links.iter().filter(|link| link.is_some());
+        let interval = self.any_interval().await?;
+        let there = interval.links.iter().filter(|link| link.is_some());
         let pages =
             join_all(there.map(|link| self.list_of(slice::from_ref(link), from.clone(), limit))).await;
         // A member that cannot say what it has lacks it all; it does so when each object is looked at.
         let listed: Vec<_> = pages.iter().flatten().collect();
         if listed.is_empty() {
-            return self.list_in(&session, from, limit).await;
+            return self.list_in(&interval, from, limit).await;
         }
         let end = listed.iter().filter(|(_, more)| *more).filter_map(|(ids, _)| ids.last()).min();
         let within = |oid: &&ObjectId| end.is_none_or(|end| *oid <= end);
@@ -102,18 +102,18 @@ impl Group {
     }
 
     async fn look_at(&self, oid: &ObjectId) -> store::Result<Option<Verdict>> {
-        let session = self.any_session().await?;
+        let interval = self.any_interval().await?;
         let _open = self.gate.read().await;
         let _locked = self.exclusive_object(oid).await;
-        self.still(&session)?;
-        match self.size_by_any(&mut self.live_links(&session, oid), oid).await? {
-            Some(size) => self.inspect(&session, oid, size).await.map(Some),
+        self.still(&interval)?;
+        match self.size_by_any(&mut self.live_links(&interval, oid), oid).await? {
+            Some(size) => self.inspect(&interval, oid, size).await.map(Some),
             None => Ok(None),
         }
     }
 
-    async fn inspect(&self, session: &Session, oid: &ObjectId, size: u64) -> store::Result<Verdict> {
-        let links = self.live_links(session, oid);
+    async fn inspect(&self, interval: &Interval, oid: &ObjectId, size: u64) -> store::Result<Verdict> {
+        let links = self.live_links(interval, oid);
         let mut verdict = Verdict::default();
         let mut xattrs: Option<Vec<(Bytes, Bytes)>> = None;
         for (position, link) in links.iter().enumerate() {
@@ -139,7 +139,7 @@ impl Group {
     /// Looks at the rows from `at` on.
     async fn inspect_rows(
         &self,
-        links: &[Option<Link>],
+        links: &[Option<MemberLink>],
         whole: Whole<'_>,
         at: u64,
         verdict: &mut Verdict,

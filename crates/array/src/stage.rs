@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use base::block::Payload;
 use store::{StageId, StoreCalls};
 
-use crate::group::Link;
+use crate::group::MemberLink;
 
 /// Staged bytes: whole stripes on the members, with their parity, and what is left over here.
 pub(crate) struct Staged {
@@ -13,8 +13,8 @@ pub(crate) struct Staged {
     pub(crate) full: u64,
     /// All bytes.
     pub(crate) len: u64,
-    /// Session of the group in which it was made.
-    pub(crate) session: u64,
+    /// Interval of the group in which it was made.
+    pub(crate) interval: u64,
     /// By position; `None` where a member is away, or there are no whole stripes.
     pub(crate) fragments: Vec<Option<FragmentStage>>,
     /// What follows the last whole stripe, once it has come.
@@ -23,7 +23,7 @@ pub(crate) struct Staged {
 
 /// A member's part of it; given back when dropped.
 pub(crate) struct FragmentStage {
-    pub(crate) link: Link,
+    pub(crate) link: MemberLink,
     pub(crate) id: StageId,
 }
 

@@ -12,7 +12,7 @@ use store::{ObjectId, StageId, Stat, StoreCalls, StoreError, Transaction};
 use tokio::time::Instant;
 
 use crate::coding::Stripes;
-use crate::group::{Group, Link, Session, over};
+use crate::group::{Group, Interval, MemberLink, over};
 use crate::overlay::{Overlay, slice};
 use crate::stage::{FragmentStage, Staged};
 use crate::transact::is_refusal;
@@ -20,12 +20,12 @@ use crate::transact::is_refusal;
 impl Group {
     /// Makes room for `len` bytes that will lie at a whole stripe of their object.
     pub(crate) async fn stage(&self, number: u64, len: u64) -> store::Result<StageId> {
-        let session = self.session(number).await?;
+        let interval = self.interval(number).await?;
         let full = if self.layout.is_mirror() { len } else { len - len % self.layout.stripe() };
         let fragment_len = full / self.layout.k as u64;
         let mut fragments = Vec::new();
         for position in 0..self.layout.fragments() {
-            let link = self.takes_part(&session, position).filter(|_| fragment_len > 0);
+            let link = self.takes_part(&interval, position).filter(|_| fragment_len > 0);
             let fragment = match link {
                 Some(link) => {
                     let staged = self.answer(&link, link.target.store().stage(fragment_len)).await;
@@ -36,10 +36,10 @@ impl Group {
             };
             fragments.push(fragment);
         }
-        self.still(&session)?;
+        self.still(&interval)?;
         let id = StageId(self.next_stage.get());
         self.next_stage.set(id.0 + 1);
-        let staged = Staged { full, len, session: session.number, fragments, tail: RefCell::default() };
+        let staged = Staged { full, len, interval: interval.number, fragments, tail: RefCell::default() };
         self.stages.borrow_mut().insert(id, Rc::new(staged));
         Ok(id)
     }
@@ -51,8 +51,8 @@ impl Group {
     fn staged(&self, id: StageId) -> store::Result<Rc<Staged>> {
         let found = self.stages.borrow().get(&id).cloned();
         let staged = found.ok_or(StoreError::NoSuchStage(id.0))?;
-        if staged.session != self.number() {
-            return Err(over(staged.session));
+        if staged.interval != self.number() {
+            return Err(over(staged.interval));
         }
         Ok(staged)
     }
@@ -209,15 +209,15 @@ impl Group {
     /// Names staged bytes in a transaction.
     pub(super) fn write_staged(
         &self,
-        session: &Session,
-        live: &[Option<Link>],
+        interval: &Interval,
+        live: &[Option<MemberLink>],
         overlay: &mut Overlay,
         offset: u64,
         (id, at, len): (StageId, u64, u64),
     ) -> store::Result<()> {
         let staged = self.staged(id)?;
-        if staged.session != session.number {
-            return Err(over(staged.session));
+        if staged.interval != interval.number {
+            return Err(over(staged.interval));
         }
         // A member that has come back since has nothing of it.
         if staged.full > 0
@@ -249,21 +249,21 @@ impl Group {
 
     /// Size of an object, and the space that it takes on all members.
     pub(crate) async fn stat(&self, number: u64, oid: &ObjectId) -> store::Result<Stat> {
-        let session = self.session(number).await?;
+        let interval = self.interval(number).await?;
         let locked = self.exclusive_object(oid).await;
-        self.still(&session)?;
-        let size = self.size(&session, oid, &locked).await?;
+        self.still(&interval)?;
+        let size = self.size(&interval, oid, &locked).await?;
         let size = size.ok_or_else(|| StoreError::NoSuchObject(oid.to_string()))?;
-        let links = self.live_links(&session, oid);
-        let ask = |link: &Link| link.target.store().stat(&self.cid, oid);
+        let links = self.live_links(&interval, oid);
+        let ask = |link: &MemberLink| link.target.store().stat(&self.cid, oid);
         let stats = links.iter().flatten().map(|link| self.answer(link, ask(link)));
         let stats = try_join_all(stats).await?;
         Ok(Stat { size, allocated: stats.iter().map(|stat| stat.allocated).sum() })
     }
 }
 
-/// An error of a member: if it has failed, the session is over, and whoever asked tries again without it.
-fn gone(link: &Link, e: StoreError) -> StoreError {
+/// An error of a member: if it has failed, the interval is over, and whoever asked tries again without it.
+fn gone(link: &MemberLink, e: StoreError) -> StoreError {
     if is_refusal(&e) || matches!(e, StoreError::Disconnected(_)) {
         return e;
     }

@@ -8,7 +8,7 @@ use futures::future::join_all;
 use store::{ObjectId, Op, StoreCalls, StoreError, Transaction, WriteSource};
 use tokio::sync::OwnedRwLockWriteGuard;
 
-use crate::group::{Group, Known, Link, Log, Session, over};
+use crate::group::{Group, Interval, Known, Log, MemberLink, over};
 use crate::overlay::Overlay;
 use crate::read::Whole;
 use crate::record::{
@@ -35,13 +35,13 @@ struct Work {
     omap_ranges: Vec<(Bytes, Option<Bytes>)>,
     /// Worked out last.
     split: Split,
-    live: Vec<Option<Link>>,
+    live: Vec<Option<MemberLink>>,
 }
 
 /// What goes to the members, by position.
 struct Prepared {
     number: u64,
-    transactions: Vec<Option<(Link, Transaction)>>,
+    transactions: Vec<Option<(MemberLink, Transaction)>>,
     undo_objects: Vec<Vec<usize>>,
     /// It trims intents up to there.
     trims: Option<u64>,
@@ -58,21 +58,21 @@ enum Failed {
 }
 
 impl Group {
-    /// Carries out a transaction in the session of that number.
+    /// Carries out a transaction in the interval of that number.
     pub(crate) async fn transact(&self, number: u64, transaction: Transaction) -> store::Result<()> {
-        let session = self.session(number).await?;
+        let interval = self.interval(number).await?;
         if transaction.ops.is_empty() {
             return Ok(());
         }
         let _open = self.gate.read().await;
-        let mut work = self.lock(&session, &transaction).await?;
-        apply(self, &transaction, &session, &mut work)?;
+        let mut work = self.lock(&interval, &transaction).await?;
+        apply(self, &transaction, &interval, &mut work)?;
         for one in &mut work {
-            one.split = self.split(&session, one).await?;
+            one.split = self.split(&interval, one).await?;
         }
-        self.still(&session)?;
-        let prepared = self.prepare(&session, &work, transaction.uses_reserve);
-        self.commit(&session, prepared, &mut work).await
+        self.still(&interval)?;
+        let prepared = self.prepare(&interval, &work, transaction.uses_reserve);
+        self.commit(&interval, prepared, &mut work).await
     }
 
     /// Takes away what was kept for transactions that are done.
@@ -80,11 +80,11 @@ impl Group {
         if self.log.borrow().done.is_empty() {
             return Ok(());
         }
-        let session = self.any_session().await?;
+        let interval = self.any_interval().await?;
         let _open = self.gate.read().await;
-        self.still(&session)?;
-        let prepared = self.prepare(&session, &[], true);
-        self.commit(&session, prepared, &mut []).await
+        self.still(&interval)?;
+        let prepared = self.prepare(&interval, &[], true);
+        self.commit(&interval, prepared, &mut []).await
     }
 
     /// Number of undo objects on all members that no transaction has trimmed yet.
@@ -93,7 +93,7 @@ impl Group {
     }
 
     /// Locks the objects that are changed, in an order that all keep to, and learns how they are.
-    async fn lock(&self, session: &Rc<Session>, transaction: &Transaction) -> store::Result<Vec<Work>> {
+    async fn lock(&self, interval: &Rc<Interval>, transaction: &Transaction) -> store::Result<Vec<Work>> {
         let mut oids: Vec<&ObjectId> = Vec::new();
         for oid in transaction.ops.iter().filter_map(object_of) {
             if !oids.contains(&oid) {
@@ -111,20 +111,20 @@ impl Group {
             let (mut guard, mut was) = (None, None);
             if !own.all(is_omap_only) {
                 let locked = self.exclusive_object(oid).await;
-                self.still(session)?;
-                was = match locked.get(session) {
+                self.still(interval)?;
+                was = match locked.get(interval) {
                     None if exclusive && self.rebuild.borrow().is_none() => None,
-                    _ => self.size(session, oid, &locked).await?,
+                    _ => self.size(interval, oid, &locked).await?,
                 };
-                self.repair_before_change(session, oid).await;
+                self.repair_before_change(interval, oid).await;
                 guard = Some(locked);
             }
-            work.push(Work::new(self, session, oid, guard, was));
+            work.push(Work::new(self, interval, oid, guard, was));
         }
         Ok(work)
     }
 
-    async fn split(&self, session: &Rc<Session>, work: &Work) -> store::Result<Split> {
+    async fn split(&self, interval: &Rc<Interval>, work: &Work) -> store::Result<Split> {
         if work.guard.is_none() || !work.exists || work.overlay.is_unchanged() {
             return Ok(Split::none(self.layout.fragments()));
         }
@@ -135,7 +135,7 @@ impl Group {
         splitter
             .split(async |fragment, range| {
                 let len = (range.end - range.start) as usize;
-                let mut bytes = self.read_fragment(session, before, fragment, range).await?.bytes.to_vec();
+                let mut bytes = self.read_fragment(interval, before, fragment, range).await?.bytes.to_vec();
                 bytes.resize(len, 0);
                 Ok(bytes)
             })
@@ -143,7 +143,7 @@ impl Group {
     }
 
     /// Numbers the transaction and makes what goes to each member. Nothing may wait between this and the sending.
-    fn prepare(&self, session: &Session, work: &[Work], uses_reserve: bool) -> Prepared {
+    fn prepare(&self, interval: &Interval, work: &[Work], uses_reserve: bool) -> Prepared {
         let mut log = self.log.borrow_mut();
         let number = log.next;
         log.next += 1;
@@ -153,7 +153,7 @@ impl Group {
             .then_some(trims);
         log.trimming |= trims.is_some();
         let dirty = |one: &&Work| one.guard.is_some() && !log.dirty.contains(&one.oid);
-        let dirty: Vec<ObjectId> = match session.record.needs_notes() {
+        let dirty: Vec<ObjectId> = match interval.record.needs_notes() {
             false => Vec::new(),
             true => work.iter().filter(dirty).map(|one| one.oid.clone()).collect(),
         };
@@ -162,7 +162,7 @@ impl Group {
         common.extend(trims.map(|through| (key_trimmed(), Bytes::copy_from_slice(&through.to_be_bytes()))));
         let (mut transactions, mut undo_objects) = (Vec::new(), Vec::new());
         for position in 0..self.layout.fragments() {
-            let Some(link) = self.takes_part(session, position) else {
+            let Some(link) = self.takes_part(interval, position) else {
                 transactions.push(None);
                 undo_objects.push(Vec::new());
                 continue;
@@ -226,17 +226,17 @@ impl Group {
 
     async fn commit(
         &self,
-        session: &Rc<Session>,
+        interval: &Rc<Interval>,
         prepared: Prepared,
         work: &mut [Work],
     ) -> store::Result<()> {
         let Prepared { number, transactions, undo_objects, trims, dirty } = prepared;
-        let outcome = self.judge(session, self.send(transactions).await);
+        let outcome = self.judge(interval, self.send(transactions).await);
         let failed = {
             let mut log = self.log.borrow_mut();
-            // A later session has a log of its own, which knows what has come of this one's transactions.
+            // A later interval has a log of its own, which knows what has come of this one's transactions.
             let mut elsewhere = Log::default();
-            let log = if log.session == session.number { &mut *log } else { &mut elsewhere };
+            let log = if log.interval == interval.number { &mut *log } else { &mut elsewhere };
             log.trimming &= trims.is_none();
             match outcome {
                 Ok(()) => {
@@ -259,26 +259,29 @@ impl Group {
         let Some(failed) = failed else {
             for one in work {
                 let size = one.exists.then_some(one.overlay.size);
-                one.guard.iter().for_each(|guard| guard.set(session, size));
+                one.guard.iter().for_each(|guard| guard.set(interval, size));
             }
             return Ok(());
         };
         work.iter().flat_map(|one| one.guard.as_ref()).for_each(|guard| guard.forget());
         match failed {
             Failed::Nowhere(e) | Failed::Somewhere(e @ StoreError::Disconnected(_)) => Err(e),
-            // The next session takes it back. Only then it has failed for certain.
+            // The next interval takes it back. Only then it has failed for certain.
             Failed::Somewhere(e) => {
-                self.any_session().await?;
-                if self.undone.borrow().contains(&number) { Err(e) } else { Err(over(session.number)) }
+                self.any_interval().await?;
+                if self.undone.borrow().contains(&number) { Err(e) } else { Err(over(interval.number)) }
             }
         }
     }
 
     /// Queues the transactions on the members, all of them before anything is waited for: so every member has them in the
     /// same order.
-    async fn send(&self, transactions: Vec<Option<(Link, Transaction)>>) -> Vec<(Link, store::Result<()>)> {
-        let queue = |(link, transaction): (Link, Transaction)| {
-            let queued = link.target.store().queue_transaction_in(link.session, transaction);
+    async fn send(
+        &self,
+        transactions: Vec<Option<(MemberLink, Transaction)>>,
+    ) -> Vec<(MemberLink, store::Result<()>)> {
+        let queue = |(link, transaction): (MemberLink, Transaction)| {
+            let queued = link.target.store().queue_transaction_in(link.incarnation, transaction);
             (link, queued)
         };
         let queued: Vec<_> = transactions.into_iter().flatten().map(queue).collect();
@@ -290,7 +293,11 @@ impl Group {
     }
 
     /// What has come of a transaction.
-    fn judge(&self, session: &Session, outcomes: Vec<(Link, store::Result<()>)>) -> Result<(), Failed> {
+    fn judge(
+        &self,
+        interval: &Interval,
+        outcomes: Vec<(MemberLink, store::Result<()>)>,
+    ) -> Result<(), Failed> {
         let mut refused = None;
         let mut gone = None;
         let mut done = false;
@@ -309,8 +316,8 @@ impl Group {
             (None, None) => Ok(()),
             (None, Some(e)) if !done => Err(Failed::Nowhere(e)),
             (gone, refused) => {
-                self.end_session(session);
-                let e = gone.or(refused).unwrap_or_else(|| over(session.number));
+                self.end_interval(interval);
+                let e = gone.or(refused).unwrap_or_else(|| over(interval.number));
                 Err(Failed::Somewhere(e))
             }
         }
@@ -362,7 +369,7 @@ fn is_omap_only(op: &Op) -> bool {
 impl Work {
     fn new(
         group: &Group,
-        session: &Session,
+        interval: &Interval,
         oid: &ObjectId,
         guard: Option<OwnedRwLockWriteGuard<Known>>,
         was: Option<u64>,
@@ -380,12 +387,12 @@ impl Work {
             omap_keys: Vec::new(),
             omap_ranges: Vec::new(),
             split: Split::default(),
-            live: group.live_links(session, oid),
+            live: group.live_links(interval, oid),
         }
     }
 
     /// Takes an op on it in.
-    fn apply(&mut self, group: &Group, session: &Session, op: &Op) -> store::Result<()> {
+    fn apply(&mut self, group: &Group, interval: &Interval, op: &Op) -> store::Result<()> {
         match op {
             Op::CreateExclusive { .. } if self.exists => {
                 return Err(StoreError::Exists(self.oid.to_string()));
@@ -398,7 +405,7 @@ impl Work {
             }
             Op::Write { offset, source: WriteSource::Staged { stage, offset: at, len }, .. } => {
                 let what = (*stage, *at, *len);
-                group.write_staged(session, &self.live, &mut self.overlay, *offset, what)?;
+                group.write_staged(interval, &self.live, &mut self.overlay, *offset, what)?;
             }
             Op::Zero { offset, len, .. } => self.overlay.zero(*offset, *len)?,
             Op::Truncate { size, .. } => self.overlay.truncate(*size)?,
@@ -473,13 +480,13 @@ impl Work {
 fn apply(
     group: &Group,
     transaction: &Transaction,
-    session: &Session,
+    interval: &Interval,
     work: &mut [Work],
 ) -> store::Result<()> {
     for op in &transaction.ops {
         let oid = object_of(op).ok_or_else(|| impossible(op))?;
         let one = work.iter_mut().find(|one| one.oid == *oid).ok_or_else(|| impossible(op))?;
-        one.apply(group, session, op)?;
+        one.apply(group, interval, op)?;
     }
     Ok(())
 }

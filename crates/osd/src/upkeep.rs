@@ -177,12 +177,12 @@ impl Osd {
     }
 
     async fn rebuild_group(&self, pool: &str, group: &Rc<Group>) {
-        let Some(session) = group.opened(self.config.target_timeout).await else { return };
-        if let Err(e) = group.remove_leftovers(&session).await {
+        let Some(interval) = group.opened(self.config.target_timeout).await else { return };
+        if let Err(e) = group.remove_leftovers(&interval).await {
             tracing::warn!(pool, error = %e, "what a former member has is removed later");
         }
-        let Some(position) = group.to_rebuild(&session) else { return };
-        let target = session.target(position);
+        let Some(position) = group.to_rebuild(&interval) else { return };
+        let target = interval.target(position);
         *self.upkeep.rebuilding.borrow_mut() = Some((pool.to_owned(), target));
         let rebuilt = group.rebuild(position, &self.pace, &self.upkeep.rebuilt).await;
         *self.upkeep.rebuilding.borrow_mut() = None;
@@ -224,7 +224,7 @@ impl Osd {
         let target = self.target(index)?;
         // What goes on without it has to be known before it can come back.
         let groups = self.open_groups();
-        drop(join_all(groups.iter().map(|(_, group)| group.any_session())).await);
+        drop(join_all(groups.iter().map(|(_, group)| group.any_interval())).await);
         if out {
             self.can_spare(&target).await?;
         }
@@ -255,8 +255,8 @@ impl Osd {
     async fn can_spare(&self, target: &Target) -> wire::Result<()> {
         // A group that cannot be opened may need the target.
         let needs = async |(pool, group): (String, Rc<Group>)| {
-            let session = group.any_session().await;
-            let can_spare = session.is_ok_and(|session| session.can_spare(target.uuid, group.needed()));
+            let interval = group.any_interval().await;
+            let can_spare = interval.is_ok_and(|interval| interval.can_spare(target.uuid, group.needed()));
             (!can_spare).then_some(pool)
         };
         let groups = self.open_groups().into_iter().map(needs);
@@ -294,8 +294,8 @@ impl Osd {
     /// Whether a target is a member of a placement group somewhere and has not caught up.
     pub(crate) fn is_behind(&self, uuid: Uuid) -> bool {
         // While members come and go, the last that was known of them.
-        let sessions = self.open_groups().into_iter().filter_map(|(_, group)| group.last_session());
-        sessions.into_iter().any(|session| session.lacks_target(uuid))
+        let intervals = self.open_groups().into_iter().filter_map(|(_, group)| group.last_interval());
+        intervals.into_iter().any(|interval| interval.lacks_target(uuid))
     }
 
     /// How the pools with redundancy are.
@@ -305,7 +305,7 @@ impl Osd {
             for group in &pool.groups {
                 health.groups += 1;
                 match group.current() {
-                    Some(session) => health.degraded += u32::from(!session.is_whole()),
+                    Some(interval) => health.degraded += u32::from(!interval.is_whole()),
                     None => health.unavailable += 1,
                 }
             }
@@ -416,7 +416,7 @@ impl Osd {
         }
     }
 
-    /// Repeats what fails with a group's session.
+    /// Repeats what fails with a group's interval.
     async fn insist<T>(&self, attempt: impl AsyncFn() -> store::Result<T>) -> store::Result<T> {
         let until = Instant::now() + self.config.store_patience;
         loop {
