@@ -1,6 +1,7 @@
 //! A group over stores whose reads can be held up.
 
 use std::collections::BTreeMap;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,8 +9,12 @@ use base::block::Payload;
 use base::mem::Arena;
 use base::pool::BufferPool;
 use bytes::Bytes;
+use futures::future::LocalBoxFuture;
 use store::stripes::{EngineOptions, Engines, LocalStripes};
-use store::{CollectionId, MemStore, ObjectId, ObjectStore, Op, StoreFuture, Transaction, WriteSource};
+use store::{
+    CollectionId, MemStore, ObjectId, ObjectStore, Op, StoreCalls, StoreError, StoreFuture, StoreRequest,
+    Submit, Transaction, WriteSource,
+};
 use tokio::sync::watch;
 use tokio::task::LocalSet;
 use uuid::Uuid;

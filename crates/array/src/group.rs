@@ -1,31 +1,33 @@
-//! A group at work: its objects, its interval, and what its members are told.
+//! [`Group`]: the state of a group, and which members take part for an object.
+//!
+//! Other files carry out the group's work. Each piece of state that has rules of its own is an object
+//! with operations: [`Calls`], [`Intervals`], [`Intents`], [`Terms`], [`Objects`], [`Stages`],
+//! [`Damaged`].
 
 use std::cell::{Cell, RefCell};
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::BTreeSet;
 use std::rc::Rc;
-use std::sync::{self, Arc, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use base::pool::BufferPool;
-use store::{CollectionId, ObjectId, StageId, StoreError};
-use tokio::sync::{Mutex, OwnedRwLockReadGuard, OwnedRwLockWriteGuard, RwLock};
-use tokio::time::Instant;
+use store::{CollectionId, ObjectId};
+use tokio::sync::RwLock;
 use uuid::Uuid;
 use wire::Redundancy;
 
+use crate::calls::Calls;
 use crate::coder::Coder;
 use crate::coding::Coding;
+use crate::damaged::Damaged;
+use crate::intents::Intents;
+use crate::interval::{Interval, Intervals, over};
 use crate::layout::Layout;
 use crate::member::Member;
-use crate::rebuild::Rebuild;
-use crate::record::{GroupRecord, Standing};
-use crate::stage::Staged;
-
-/// Objects whose size is kept in memory.
-const OBJECTS_MAX: usize = 4096;
-
-/// So long an interval that could not be opened is not tried again with the same targets.
-const REFUSED_FOR: Duration = Duration::from_millis(20);
+use crate::member_link::MemberLink;
+use crate::objects::Objects;
+use crate::rebuilding::Rebuilding;
+use crate::stage::Stages;
+use crate::terms::Terms;
 
 /// What a group is made of.
 pub struct GroupOptions {
@@ -53,97 +55,6 @@ pub struct GroupOptions {
     pub coding: Rc<Coding>,
 }
 
-/// What is known of an object's size; inside: `None` if there is no such object.
-#[derive(Debug, Default)]
-pub(crate) struct Known {
-    /// In which interval it was learnt, and what. Whoever only looks at the object may learn it, too.
-    size: sync::Mutex<Option<(u64, Option<u64>)>>,
-}
-
-impl Known {
-    /// The size, if it is known in this interval.
-    pub(crate) fn get(&self, interval: &Interval) -> Option<Option<u64>> {
-        self.lock().filter(|(learnt, _)| *learnt == interval.number).map(|(_, size)| size)
-    }
-
-    pub(crate) fn set(&self, interval: &Interval, size: Option<u64>) {
-        *self.lock() = Some((interval.number, size));
-    }
-
-    /// Something of it failed: to be read again.
-    pub(crate) fn forget(&self) {
-        *self.lock() = None;
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Option<(u64, Option<u64>)>> {
-        self.size.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// A member, as it takes part in an interval.
-#[derive(Clone)]
-pub(crate) struct MemberLink {
-    pub(crate) target: Rc<dyn Member>,
-    /// Incarnation of the target's store in which the member takes part.
-    pub(crate) incarnation: u64,
-}
-
-/// A time in which the same members take part.
-pub struct Interval {
-    /// See [`Group::number`].
-    pub(crate) number: u64,
-    /// In sync, by position.
-    pub(crate) links: Vec<Option<MemberLink>>,
-    pub(crate) record: GroupRecord,
-    /// Targets that have something which nobody needs any more.
-    pub(crate) leftovers: RefCell<Vec<Rc<dyn Member>>>,
-}
-
-impl Interval {
-    /// The target of the member at a position.
-    pub fn target(&self, position: usize) -> Uuid {
-        self.record.members[position].target
-    }
-
-    /// Whether the group could go on without a target.
-    pub fn can_spare(&self, uuid: Uuid, needed: usize) -> bool {
-        let others = self.links.iter().flatten().filter(|link| link.target.uuid() != uuid).count();
-        others >= needed || self.links.iter().flatten().count() == others
-    }
-
-    /// Whether a target is a member that is not in sync.
-    pub fn lacks_target(&self, uuid: Uuid) -> bool {
-        self.record.members.iter().any(|m| m.target == uuid && m.standing != Standing::InSync)
-    }
-
-    /// Whether all members are in sync.
-    pub fn is_whole(&self) -> bool {
-        self.links.iter().all(Option::is_some)
-    }
-}
-
-/// Intents: which are under way, which are done and to be trimmed.
-#[derive(Default)]
-pub(crate) struct Log {
-    /// Number of the interval that it is of.
-    pub(crate) interval: u64,
-    pub(crate) next: u64,
-    pub(crate) under_way: BTreeSet<u64>,
-    /// Undo objects of those that are done, by position: the intent's object numbers.
-    pub(crate) done: BTreeMap<u64, Vec<Vec<usize>>>,
-    /// A transaction that trims is under way.
-    pub(crate) trimming: bool,
-    /// Objects changed while a member is away.
-    pub(crate) dirty: BTreeSet<ObjectId>,
-}
-
-impl Log {
-    /// All intents up to that one are done.
-    pub(crate) fn settled(&self) -> u64 {
-        self.under_way.first().copied().unwrap_or(self.next).saturating_sub(1)
-    }
-}
-
 /// See the [module](self) documentation.
 pub struct Group {
     pub(crate) cid: CollectionId,
@@ -158,85 +69,62 @@ pub struct Group {
     pub(crate) coder: Coder,
     pub(crate) coding: Rc<Coding>,
     pub(crate) targets: Rc<Vec<Rc<dyn Member>>>,
-    /// Intervals that ended because a transaction was left on some members only.
-    ended: Cell<u64>,
-    pub(crate) member_timeout: Duration,
-    pub(crate) patience: Duration,
-    /// The members in sync of the interval, or of the one that is being opened.
-    pub(crate) in_sync: RefCell<Vec<Rc<dyn Member>>>,
+    pub(crate) calls: Calls,
+    pub(crate) intervals: Intervals,
+    pub(crate) terms: Terms,
     pub(crate) dirty_max: usize,
+    /// The next interval forgets the objects noted as dirty, and calls the members blank that need the
+    /// notes.
+    pub(crate) drops_notes: Cell<bool>,
+    /// Targets on which there was no room for a blank member: others take their places, if there are
+    /// some.
+    pub(crate) no_room: RefCell<BTreeSet<Uuid>>,
     /// Held for reading by transactions, for writing while members come back.
     pub(crate) gate: RwLock<()>,
-    pub(crate) log: RefCell<Log>,
-    pub(crate) stages: RefCell<HashMap<StageId, Rc<Staged>>>,
-    pub(crate) next_stage: Cell<u64>,
-    pub(crate) rebuild: RefCell<Option<Rebuild>>,
+    pub(crate) intents: RefCell<Intents>,
+    pub(crate) objects: Objects,
+    pub(crate) stages: Stages,
+    pub(crate) damaged: Damaged,
+    pub(crate) rebuilding: RefCell<Option<Rebuilding>>,
     /// The position from which on a member to be rebuilt is looked for.
     pub(crate) rebuild_next: Cell<usize>,
-    /// Transactions that were taken back when the interval began.
-    pub(crate) undone: RefCell<BTreeSet<u64>>,
     pub(crate) trim_scheduled: Cell<bool>,
     /// Counts reads of copies.
     pub(crate) copies_read: Cell<usize>,
-    /// Targets on which there was no room for a blank member: others take their places, if there are some.
-    pub(crate) no_room: RefCell<BTreeSet<Uuid>>,
-    /// The next interval forgets the objects noted as dirty, and calls the members blank that need the notes.
-    pub(crate) drops_notes: Cell<bool>,
-    /// Fragments that could not be read, by object and position.
-    pub(crate) damaged: RefCell<BTreeSet<(ObjectId, usize)>>,
-    /// Highest term that was ever heard of, or proposed: each new one is beyond that.
-    pub(crate) highest: Cell<u64>,
-    /// Record of the last interval: up to that one nothing can have happened elsewhere.
-    pub(crate) lineage: RefCell<Option<GroupRecord>>,
-    objects: RefCell<HashMap<ObjectId, Arc<RwLock<Known>>>>,
-    interval: RefCell<Option<Rc<Interval>>>,
-    /// The last interval could not be opened: its number, until when that is not tried again, and why.
-    refused: RefCell<Option<(u64, Instant, String)>>,
-    /// Held while an interval is opened, and while members are told of a new record.
-    pub(crate) opening: Mutex<()>,
-    /// See [`Group::opened`].
-    has_opening_task: Cell<bool>,
 }
 
 impl Group {
     /// # Errors
-    /// [`StoreError::InvalidArgument`] if the redundancy is not possible.
+    /// [`StoreError::InvalidArgument`](store::StoreError::InvalidArgument) if the redundancy is not
+    /// possible.
     pub fn new(options: GroupOptions) -> store::Result<Group> {
         let layout = Layout::new(&options.redundancy);
+        let (timeout, patience) = (options.member_timeout, options.patience);
         Ok(Group {
+            coder: Coder::new(layout, options.pool)?,
+            calls: Calls::new(options.cid.clone(), Rc::clone(&options.targets), layout.k, timeout, patience),
             cid: options.cid,
             place: options.place,
             meta: options.meta,
             is_internal: options.is_internal,
             redundancy: options.redundancy,
-            coder: Coder::new(layout, options.pool)?,
-            coding: options.coding,
             layout,
+            coding: options.coding,
             targets: options.targets,
-            ended: Cell::new(0),
-            member_timeout: options.member_timeout,
-            patience: options.patience,
-            in_sync: RefCell::default(),
+            intervals: Intervals::default(),
+            terms: Terms::default(),
             dirty_max: options.dirty_max,
+            drops_notes: Cell::new(false),
+            no_room: RefCell::default(),
             gate: RwLock::default(),
-            log: RefCell::default(),
-            stages: RefCell::default(),
-            next_stage: Cell::new(0),
-            rebuild: RefCell::default(),
+            intents: RefCell::default(),
+            objects: Objects::default(),
+            stages: Stages::default(),
+            damaged: Damaged::default(),
+            rebuilding: RefCell::default(),
             rebuild_next: Cell::new(0),
-            undone: RefCell::default(),
             trim_scheduled: Cell::new(false),
             copies_read: Cell::new(0),
-            no_room: RefCell::default(),
-            drops_notes: Cell::new(false),
-            damaged: RefCell::default(),
-            highest: Cell::new(0),
-            lineage: RefCell::default(),
-            objects: RefCell::default(),
-            interval: RefCell::default(),
-            refused: RefCell::default(),
-            opening: Mutex::default(),
-            has_opening_task: Cell::new(false),
         })
     }
 
@@ -254,37 +142,7 @@ impl Group {
     /// transaction is left on some members only.
     pub fn number(&self) -> u64 {
         let changes = |target: &Rc<dyn Member>| target.store().session() + target.generation();
-        self.targets.iter().map(changes).sum::<u64>() + self.ended.get()
-    }
-
-    /// The interval with that number, opened if need be: then whatever earlier ones have left is settled.
-    ///
-    /// # Errors
-    /// [`StoreError::Disconnected`] if it is over; others if it cannot be opened.
-    pub(crate) async fn interval(&self, number: u64) -> store::Result<Rc<Interval>> {
-        if let Some(interval) = self.current() {
-            return if interval.number == number { Ok(interval) } else { Err(over(number)) };
-        }
-        let _one_at_a_time = self.opening.lock().await;
-        if self.current().is_none() {
-            // Many requests may wait for the same member.
-            if let Some((refused, until, why)) = &*self.refused.borrow()
-                && *refused == self.number()
-                && Instant::now() < *until
-            {
-                return Err(StoreError::Disconnected(why.clone()));
-            }
-            let tried = self.number();
-            let opened = self.open().await;
-            if let Err(StoreError::Disconnected(why)) = &opened {
-                *self.refused.borrow_mut() = Some((tried, Instant::now() + REFUSED_FOR, why.clone()));
-            }
-            *self.interval.borrow_mut() = Some(Rc::new(opened?));
-        }
-        match self.current() {
-            Some(interval) if interval.number == number => Ok(interval),
-            _ => Err(over(number)),
-        }
+        self.targets.iter().map(changes).sum::<u64>() + self.intervals.ended()
     }
 
     /// The interval that there is.
@@ -295,7 +153,7 @@ impl Group {
 
     /// The interval that there is, or was.
     pub fn last_interval(&self) -> Option<Rc<Interval>> {
-        self.interval.borrow().clone()
+        self.intervals.latest()
     }
 
     /// Whether the member on a target is in sync.
@@ -305,43 +163,12 @@ impl Group {
 
     /// Whether objects are noted as dirty.
     pub fn has_notes(&self) -> bool {
-        !self.log.borrow().dirty.is_empty()
+        !self.intents.borrow().dirty().is_empty()
     }
 
     /// Bytes of the ids of all objects noted as dirty.
     pub fn notes_bytes(&self) -> u64 {
-        self.log.borrow().dirty.iter().map(|oid| oid.as_bytes().len() as u64).sum()
-    }
-
-    /// The interval that there is, or one that a task opens now, if that takes no longer than `patience`. The task goes on
-    /// by itself after that, and there is only one at a time.
-    pub async fn opened(self: &Rc<Self>, patience: Duration) -> Option<Rc<Interval>> {
-        if let Some(interval) = self.current() {
-            return Some(interval);
-        }
-        if self.has_opening_task.replace(true) {
-            return None;
-        }
-        let group = Rc::clone(self);
-        let opening = crate::spawn(async move {
-            // If the interval cannot be opened now, the caller tries again later.
-            drop(group.any_interval().await);
-            group.has_opening_task.set(false);
-        });
-        drop(tokio::time::timeout(patience, opening).await);
-        self.current()
-    }
-
-    /// Any interval, the one that there is or a new one. A few attempts: members may fail while one is opened.
-    pub async fn any_interval(&self) -> store::Result<Rc<Interval>> {
-        let mut last = over(0);
-        for _ in 0..self.layout.fragments() + 2 {
-            match self.interval(self.number()).await {
-                Err(e @ StoreError::Disconnected(_)) => last = e,
-                outcome => return outcome,
-            }
-        }
-        Err(last)
+        self.intents.borrow().dirty().iter().map(|oid| oid.as_bytes().len() as u64).sum()
     }
 
     /// Fails if the interval is over.
@@ -355,63 +182,34 @@ impl Group {
     /// Ends an interval in which a transaction may be on some members only.
     pub(crate) fn end_interval(&self, interval: &Interval) {
         if self.still(interval).is_ok() {
-            self.ended.set(self.ended.get() + 1);
+            self.intervals.end();
         }
-    }
-
-    /// An object, to be looked at.
-    pub(crate) async fn shared_object(&self, oid: &ObjectId) -> OwnedRwLockReadGuard<Known> {
-        self.object(oid).read_owned().await
-    }
-
-    /// An object, to be changed.
-    pub(crate) async fn exclusive_object(&self, oid: &ObjectId) -> OwnedRwLockWriteGuard<Known> {
-        self.object(oid).write_owned().await
-    }
-
-    fn object(&self, oid: &ObjectId) -> Arc<RwLock<Known>> {
-        let mut objects = self.objects.borrow_mut();
-        if let Some(known) = objects.get(oid) {
-            return Arc::clone(known);
-        }
-        if objects.len() >= OBJECTS_MAX {
-            // Half of what nobody uses goes, whichever half.
-            let mut keep = false;
-            objects.retain(|_, entry| {
-                keep = !keep;
-                keep || Arc::strong_count(entry) > 1
-            });
-        }
-        Arc::clone(objects.entry(oid.clone()).or_default())
     }
 
     /// The member at a position if it is told of transactions: in sync, or being rebuilt.
     pub(crate) fn takes_part(&self, interval: &Interval, position: usize) -> Option<MemberLink> {
-        interval.links[position].clone().or_else(|| self.rebuilding(interval, position, |_| true))
+        interval.links[position].clone().or_else(|| self.rebuilt_at(interval, position, |_| true))
     }
 
     /// The member at a position, if it has the object as it is: in sync, or already rebuilt as far as that.
     pub(crate) fn live(&self, interval: &Interval, position: usize, oid: &ObjectId) -> Option<MemberLink> {
-        interval.links[position].clone().or_else(|| self.rebuilding(interval, position, |r| !r.lacks(oid)))
+        interval.links[position].clone().or_else(|| self.rebuilt_at(interval, position, |r| !r.lacks(oid)))
     }
 
-    fn rebuilding(
+    fn rebuilt_at(
         &self,
         interval: &Interval,
         position: usize,
-        which: impl FnOnce(&Rebuild) -> bool,
+        which: impl FnOnce(&Rebuilding) -> bool,
     ) -> Option<MemberLink> {
-        let rebuild = self.rebuild.borrow();
-        let rebuild = rebuild.as_ref().filter(|r| r.position == position && r.interval == interval.number)?;
-        which(rebuild).then(|| rebuild.link.clone())
+        let rebuilding = self.rebuilding.borrow();
+        let one = rebuilding.as_ref();
+        let one = one.filter(|r| r.position == position && r.interval == interval.number)?;
+        which(one).then(|| one.link.clone())
     }
 
     /// By position, as [`Group::live`].
     pub(crate) fn live_links(&self, interval: &Interval, oid: &ObjectId) -> Vec<Option<MemberLink>> {
         (0..self.layout.fragments()).map(|position| self.live(interval, position, oid)).collect()
     }
-}
-
-pub(crate) fn over(number: u64) -> StoreError {
-    StoreError::Disconnected(format!("interval {number} of the group is over"))
 }

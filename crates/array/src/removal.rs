@@ -5,11 +5,14 @@ use std::rc::Rc;
 use bytes::Bytes;
 use store::{ObjectId, Op, StoreCalls, StoreError, Transaction};
 
-use crate::group::{Group, Interval, Log, MemberLink};
+use crate::group::Group;
+use crate::intents::Intents;
+use crate::interval::Interval;
 use crate::member::Member;
-use crate::members::page;
-use crate::open::View;
+use crate::member_link::MemberLink;
+use crate::page::page;
 use crate::record::{GroupRecord, Standing, key_record, own_object};
+use crate::view::View;
 
 /// Objects removed at a time.
 const OBJECTS: usize = 64;
@@ -18,7 +21,7 @@ const NOTES: usize = 1024;
 
 /// Targets that are not members, and have something of the group that is not needed: anything if all members are in sync,
 /// otherwise an unfinished rebuild or, in `remains`, an interrupted removal.
-pub(super) fn leftovers(
+pub(crate) fn leftovers(
     record: &GroupRecord,
     views: &[View],
     members: &[Option<View>],
@@ -49,7 +52,7 @@ impl Group {
     }
 
     /// Removes everything that a target has of the group, as long as the interval lasts.
-    pub(super) async fn wipe_in(&self, interval: &Interval, target: &Rc<dyn Member>) -> store::Result<()> {
+    pub(crate) async fn wipe_in(&self, interval: &Interval, target: &Rc<dyn Member>) -> store::Result<()> {
         loop {
             match self.wipe_some(target).await {
                 Ok(false) => return Ok(()),
@@ -70,9 +73,9 @@ impl Group {
     /// If a target does not do it; one that fails is left out from then on.
     pub async fn remove(&self) -> store::Result<()> {
         let _closed = self.gate.write().await;
-        let _alone = self.opening.lock().await;
-        *self.log.borrow_mut() = Log::default();
-        *self.rebuild.borrow_mut() = None;
+        let _alone = self.intervals.lock().await;
+        *self.intents.borrow_mut() = Intents::default();
+        *self.rebuilding.borrow_mut() = None;
         if let Some(interval) = self.current() {
             self.end_interval(&interval);
         }
@@ -86,15 +89,15 @@ impl Group {
     }
 
     /// Removes everything that a target has of the group.
-    pub(super) async fn wipe(&self, target: &Rc<dyn Member>) -> store::Result<()> {
+    pub(crate) async fn wipe(&self, target: &Rc<dyn Member>) -> store::Result<()> {
         while self.wipe_some(target).await? {}
         Ok(())
     }
 
     /// Removes a few of the objects that a target has of the group, at last their collection; returns whether there may be more.
     async fn wipe_some(&self, target: &Rc<dyn Member>) -> store::Result<bool> {
-        let link = MemberLink { target: Rc::clone(target), incarnation: target.store().session() };
-        match self.answer(&link, self.wipe_step(&**target)).await {
+        let link = MemberLink::new(Rc::clone(target));
+        match self.calls.answer(&link, self.wipe_step(&**target)).await {
             Ok(()) | Err(StoreError::NotEmpty(_) | StoreError::NoSuchObject(_)) => Ok(true),
             Err(StoreError::NoSuchCollection(_)) => Ok(false),
             Err(e) => Err(e),

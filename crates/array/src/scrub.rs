@@ -8,8 +8,11 @@ use bytes::Bytes;
 use futures::future::join_all;
 use store::{ObjectId, StoreCalls, StoreError};
 
-use crate::group::{Group, Interval, MemberLink};
-use crate::read::{Whole, is_damage};
+use crate::ask::is_damage;
+use crate::group::Group;
+use crate::interval::Interval;
+use crate::member_link::MemberLink;
+use crate::read::Whole;
 
 /// Bytes of each fragment that are compared at a time.
 const SEGMENT: u64 = 512 << 10;
@@ -104,7 +107,7 @@ impl Group {
     async fn look_at(&self, oid: &ObjectId) -> store::Result<Option<Verdict>> {
         let interval = self.any_interval().await?;
         let _open = self.gate.read().await;
-        let _locked = self.exclusive_object(oid).await;
+        let _locked = self.objects.exclusive(oid).await;
         self.still(&interval)?;
         match self.size_by_any(&mut self.live_links(&interval, oid), oid).await? {
             Some(size) => self.inspect(&interval, oid, size).await.map(Some),
@@ -120,9 +123,9 @@ impl Group {
             let Some(link) = link else { continue };
             let store = &link.target.store();
             let found = async {
-                let stat = self.answer(link, store.stat(&self.cid, oid)).await?;
+                let stat = self.calls.answer(link, store.stat(&self.cid, oid)).await?;
                 self.expect_len(link, Whole { oid, size }, position, stat.size)?;
-                self.answer(link, store.get_xattrs(&self.cid, oid)).await
+                self.calls.answer(link, store.get_xattrs(&self.cid, oid)).await
             };
             match found.await {
                 Ok(found) => verdict.contradicts |= *xattrs.get_or_insert(found.clone()) != found,
