@@ -19,8 +19,9 @@
 //!   transactions under way. `terms`: numbers of the group's records. `rebuilding`: a member on its way
 //!   back. `objects`: the lock and the size of each object. `stage`: staged data. `damaged`: fragments to
 //!   repair. `calls`: how long the group waits for a member.
-//! - `overlay` computes the change of an object, `split` and `parity` that of its fragments; `layout` and
-//!   `coder` say which fragment has which bytes, and compute parity. `coding`: where parity is computed.
+//! - `overlay` computes the change of an object, `rows` which rows of its stripes change, `split` and
+//!   `parity` the changes of its fragments. `layout` and `coder` say which fragment has which bytes, and
+//!   compute parity. `coding`: where parity is computed.
 //! - `member`: what a group must know of a target. `member_link`: a member in one incarnation of its
 //!   store. `record`: what each member stores for the group. `pace`: how fast background work goes.
 //!
@@ -69,6 +70,7 @@ mod rebuilding;
 mod record;
 mod removal;
 mod repair;
+mod rows;
 mod scrub;
 mod split;
 mod stage;

@@ -13,11 +13,11 @@ use store::{Op, StoreError, WriteSource};
 
 use crate::coder::Buffer;
 use crate::overlay::{Content, slice};
-use crate::split::{Run, Split, Splitter, Unit};
+use crate::rows::{Change, Run, Split, Unit};
 
-impl Splitter<'_> {
+impl Change<'_> {
     /// The ops of parity fragments for a run of stripes.
-    pub(super) async fn parity(
+    pub(crate) async fn parity(
         &self,
         run: &Run,
         old: &impl AsyncFn(usize, Range<u64>) -> store::Result<Vec<u8>>,

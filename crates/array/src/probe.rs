@@ -9,7 +9,7 @@ use wire::Redundancy;
 use crate::coder::Coder;
 use crate::layout::Layout;
 use crate::overlay::Overlay;
-use crate::split::Splitter;
+use crate::rows::Change;
 
 /// Cuts new objects as the OSD does when their data goes with its transaction: no store is needed.
 pub struct NewObjects {
@@ -38,9 +38,9 @@ impl NewObjects {
         let mut overlay = Overlay::new(0);
         overlay.write(0, bytes)?;
         let NewObjects { layout, coder, oid, live } = self;
-        let splitter = Splitter { layout: *layout, coder, oid, overlay: &overlay, live };
+        let change = Change { layout: *layout, coder, oid, overlay: &overlay, live };
         let unread = || StoreError::InvalidArgument("of a new object there is nothing to read".into());
-        let split = splitter.split(async |_, _| Err(unread())).now_or_never();
+        let split = change.split(async |_, _| Err(unread())).now_or_never();
         Ok(split.ok_or_else(unread)??.ops)
     }
 }

@@ -14,7 +14,7 @@ use crate::read::Whole;
 use crate::record::{
     Intent, Touched, Undo, encode, key_dirty, key_intent, key_trimmed, own_object, undo_object,
 };
-use crate::split::{Split, Splitter};
+use crate::rows::{Change, Split};
 use crate::undo::copy_ranges;
 use crate::work::{Work, impossible, is_omap_only, object_of};
 
@@ -111,8 +111,8 @@ impl Group {
         let live: Vec<bool> = work.live.iter().map(Option::is_some).collect();
         let (layout, coder, oid, overlay) = (self.layout, &self.coder, &work.oid, &work.overlay);
         let before = Whole { oid, size: work.was.unwrap_or(0) };
-        let splitter = Splitter { layout, coder, oid, overlay, live: &live };
-        splitter
+        let change = Change { layout, coder, oid, overlay, live: &live };
+        change
             .split(async |fragment, range| {
                 let len = (range.end - range.start) as usize;
                 let mut bytes = self.read_fragment(interval, before, fragment, range).await?.bytes.to_vec();

@@ -10,7 +10,7 @@ use crate::member_link::MemberLink;
 use crate::objects::Known;
 use crate::overlay::Overlay;
 use crate::record::{SIZE_XATTR, Undo};
-use crate::split::Split;
+use crate::rows::Split;
 
 /// What a transaction does to one object.
 pub(crate) struct Work {
