@@ -117,7 +117,7 @@ async fn a_read_that_nobody_polls_keeps_no_write_to_its_object_waiting() {
             is_internal: |_| false,
             redundancy: "mirror:2".parse().unwrap(),
             targets: Rc::new(targets.collect()),
-            pool: BufferPool::new(Arena::anonymous(1 << 20).unwrap(), 0, 64 << 10),
+            staging: BufferPool::new(Arena::anonymous(1 << 20).unwrap(), 0, 64 << 10),
             member_timeout: Duration::from_secs(10),
             patience: Duration::from_secs(30),
             dirty_max: 16,

@@ -44,7 +44,7 @@ pub struct GroupOptions {
     /// All targets of the node.
     pub targets: Rc<Vec<Rc<dyn Member>>>,
     /// Memory for parity and staged data.
-    pub pool: BufferPool,
+    pub staging: BufferPool,
     /// After that long the group goes on without a member that has not answered, if it can.
     pub member_timeout: Duration,
     /// So long a call waits for a member that the group cannot do without.
@@ -101,7 +101,7 @@ impl Group {
         let layout = Layout::new(&options.redundancy);
         let (timeout, patience) = (options.member_timeout, options.patience);
         Ok(Group {
-            coder: Coder::new(layout, options.pool)?,
+            coder: Coder::new(layout, options.staging)?,
             calls: Calls::new(options.cid.clone(), Rc::clone(&options.targets), layout.k, timeout, patience),
             cid: options.cid,
             place: options.place,

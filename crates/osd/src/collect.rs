@@ -152,7 +152,7 @@ impl Osd {
     /// What is durably known of an object.
     async fn info_of(&self, place: &Place) -> Step<Option<ObjectInfo>> {
         let object = place.pg.object(&place.oid);
-        self.in_turn(place, async |epoch| place.pg.info(&place.oid, &object, epoch).await).await
+        self.in_turn(place, async |incarnation| place.pg.info(&place.oid, &object, incarnation).await).await
     }
 
     /// Looks at an object in turn, with nothing pending.
@@ -160,11 +160,11 @@ impl Osd {
         let object = place.pg.object(&place.oid);
         let attempt = async || {
             let ticket = object.turnstile.ticket();
-            let turn = ticket.enter(|| place.pg.backing.epoch()).await;
-            let epoch = place.pg.settle().await?;
+            let turn = ticket.enter(|| place.pg.backing.incarnation()).await;
+            let incarnation = place.pg.settle().await?;
             turn.settled().await;
-            let found = look(epoch).await?;
-            place.pg.backing.still(epoch).map(|()| found)
+            let found = look(incarnation).await?;
+            place.pg.backing.still(incarnation).map(|()| found)
         };
         patiently(place, self.config.store_patience, attempt).await
     }

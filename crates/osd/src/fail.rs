@@ -34,7 +34,7 @@ impl From<StoreError> for Fail {
             StoreError::Disconnected(why) => return Fail::Lost(why),
             // The log may contain the change. Replay at the next mount decides.
             e @ StoreError::Poisoned(_) => return Fail::Lost(e.to_string()),
-            // Stages live as long as the store's session.
+            // Stages live as long as the store's incarnation.
             StoreError::NoSuchStage(id) => return Fail::Lost(format!("stage {id} is gone")),
             StoreError::NoSpace { target, area, needed, free } => {
                 E::NoSpace { target: target.to_string(), area: area.to_string(), needed, free }

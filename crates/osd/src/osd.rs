@@ -17,18 +17,21 @@ use wire::{Error, Manifest, ObjectName, PartId, Redundancy, RequestHead, Session
 
 use crate::age::Age;
 use crate::backing::Backing;
+use crate::config::OsdConfig;
 use crate::gather::Gathered;
+use crate::ids;
 use crate::inflight::InFlight;
 use crate::map::{NodeMap, PoolRecord};
 use crate::mutate::Change;
 use crate::pg::Pg;
 use crate::sessions::{ConnectionId, Sessions};
 use crate::space::Space;
+use crate::start_error::StartError;
 use crate::target::Target;
+use crate::task::spawn;
 use crate::timed::Timed;
 use crate::times::Times;
 use crate::upkeep::Upkeep;
-use crate::{OsdConfig, StartError, ids};
 
 /// Within this time of its start, an OSD does not forget sessions of earlier starts: their younger
 /// and older siblings may come back with repeats. As long as a client's requests take by default.
@@ -37,7 +40,7 @@ const SETTLING: Duration = Duration::from_secs(60);
 /// An object storage daemon. Lives on one thread.
 pub(crate) struct Osd {
     pub(crate) config: OsdConfig,
-    pub(crate) pool: BufferPool,
+    pub(crate) staging: BufferPool,
     pub(crate) targets: Rc<Vec<Rc<Target>>>,
     /// The same, as groups see them.
     members: Rc<Vec<Rc<dyn Member>>>,
@@ -120,7 +123,7 @@ impl Osd {
     pub(crate) async fn open(
         config: OsdConfig,
         targets: Vec<(Uuid, Arc<dyn ObjectStore>)>,
-        pool: BufferPool,
+        staging: BufferPool,
     ) -> Result<Rc<Osd>, StartError> {
         let target = |(uuid, store): (Uuid, Arc<dyn ObjectStore>)| {
             let store = if config.store_is_here() { Arc::new(Timed(store)) } else { store };
@@ -128,14 +131,14 @@ impl Osd {
         };
         let targets: Vec<Rc<Target>> = targets.into_iter().map(target).collect();
         for target in &targets {
-            target.store.register_memory(pool.arena());
+            target.store.register_memory(staging.arena());
         }
         let map = NodeMap::open(&targets, config.target_timeout).await?;
         let age = Age::begin(&targets, config.target_timeout).await?;
         let coding = Coding::start(&config.coding, stripe_stores(&config, &targets)?, config.emulated)?;
         let osd = Osd {
             coding,
-            pool,
+            staging,
             members: Rc::new(targets.iter().map(|t| Rc::clone(t) as Rc<dyn Member>).collect()),
             targets: Rc::new(targets),
             map: RefCell::new(map.clone()),
@@ -195,7 +198,7 @@ impl Osd {
             is_internal: |oid| ids::parse(oid).is_none(),
             redundancy: record.redundancy,
             targets: Rc::clone(&self.members),
-            pool: self.pool.clone(),
+            staging: self.staging.clone(),
             member_timeout: self.config.target_timeout,
             patience: self.config.store_patience.max(2 * self.config.target_timeout),
             dirty_max: self.config.missed_objects_per_pg,
@@ -204,7 +207,7 @@ impl Osd {
     }
 
     /// A pool that takes requests.
-    pub(crate) fn pool(&self, name: &str) -> wire::Result<Rc<Pool>> {
+    pub(crate) fn open_pool(&self, name: &str) -> wire::Result<Rc<Pool>> {
         let pools = self.pools.borrow();
         let open = pools.get(name).filter(|pool| !pool.closed.get());
         open.cloned().ok_or_else(|| Error::NoSuchPool(name.to_owned()))
@@ -212,7 +215,7 @@ impl Osd {
 
     /// Where an object, or a part of it, lives.
     pub(crate) fn place(&self, name: &ObjectName, part: Option<&PartId>) -> wire::Result<Place> {
-        Ok(self.pool(name.pool())?.place(name.namespace(), name.object(), part))
+        Ok(self.open_pool(name.pool())?.place(name.namespace(), name.object(), part))
     }
 
     /// Ends a session for good, once none of its requests is under way: its client repeats none of
@@ -235,7 +238,7 @@ impl Osd {
     /// collector finds.
     pub(crate) fn drop_parts(self: &Rc<Osd>, name: ObjectName, manifest: Manifest) {
         let osd = Rc::clone(self);
-        crate::spawn(async move {
+        spawn(async move {
             for index in 0..manifest.parts() {
                 let Ok(index) = u32::try_from(index) else { return };
                 let part = PartId { upload: manifest.upload, index };

@@ -14,6 +14,7 @@ use crate::list::{after, objects};
 use crate::map::{NodeMap, PoolRecord};
 use crate::osd::{Osd, Place, Pool};
 use crate::read::patiently;
+use crate::task::spawn;
 
 /// Objects removed in one transaction when a pool goes.
 const REMOVE_BATCH: usize = 64;
@@ -83,7 +84,7 @@ impl Osd {
     pub(crate) async fn remove_pool(self: &Rc<Osd>, name: &[u8], force: bool) -> wire::Result<()> {
         let name = PoolName::from_wire(name)?.to_string();
         let _one_at_a_time = self.changing_map.lock().await;
-        let pool = self.pool(&name)?;
+        let pool = self.open_pool(&name)?;
         pool.closed.set(true);
         let removed = self.try_remove(&pool, force).await;
         if let Err(e) = removed {
@@ -141,7 +142,7 @@ impl Osd {
     /// Removes what is in a closed pool, then the pool from the map.
     pub(crate) fn empty_in_background(self: &Rc<Osd>, pool: Rc<Pool>) {
         let osd = Rc::clone(self);
-        crate::spawn(async move { osd.empty_or_wait(pool).await });
+        spawn(async move { osd.empty_or_wait(pool).await });
     }
 
     /// The same. A pool that cannot be emptied now is tried again when all targets are there.
@@ -172,7 +173,7 @@ impl Osd {
 
     async fn empty_group(&self, place: &Place) -> Step<()> {
         let pg = &place.pg;
-        pg.backing.epoch();
+        pg.backing.incarnation();
         loop {
             let ids = match pg.backing.list(&pg.cid, None, REMOVE_BATCH).await {
                 Ok((ids, _)) => ids,

@@ -12,6 +12,7 @@ use tokio::sync::{Mutex, Notify};
 use tokio::time::Instant;
 
 use crate::osd::Osd;
+use crate::task::spawn;
 
 /// Changes at work, which may give space back when they end.
 #[derive(Default)]
@@ -104,7 +105,7 @@ impl Osd {
             }
             // The group goes on trimming by itself if the change that waits gives up.
             let trimmed = Rc::clone(&group);
-            let trim = crate::spawn(async move {
+            let trim = spawn(async move {
                 if let Err(e) = trimmed.trim().await {
                     tracing::debug!(error = %e, "overwritten data is kept for the time being");
                 }

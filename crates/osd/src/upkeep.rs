@@ -20,6 +20,7 @@ use crate::pg::Pg;
 use crate::pools::refusal;
 use crate::read::patiently;
 use crate::target::Target;
+use crate::task::spawn;
 
 /// Objects scrubbed between two listings.
 const PAGE: usize = 128;
@@ -335,7 +336,7 @@ impl Osd {
     /// If one is under way that does not repair, and the new one is to.
     pub(crate) fn scrub(self: &Rc<Osd>, name: &[u8], start: bool, repair: bool) -> wire::Result<ScrubStatus> {
         let name = PoolName::from_wire(name)?.to_string();
-        let pool = self.pool(&name)?;
+        let pool = self.open_pool(&name)?;
         let under_way = self.upkeep.scrubs.borrow().get(&name).filter(|scrub| scrub.running).cloned();
         if start && repair && under_way.as_ref().is_some_and(|scrub| !scrub.repair) {
             let advice = "one without --repair is under way, wait until it has ended".into();
@@ -345,7 +346,7 @@ impl Osd {
             let scrub = Scrub { running: true, repair, groups: pool.record.pg_count, ..Scrub::default() };
             self.upkeep.scrubs.borrow_mut().insert(name.clone(), scrub);
             let osd = Rc::clone(self);
-            crate::spawn(async move {
+            spawn(async move {
                 let failure = osd.scrub_pool(&pool, repair).await.err();
                 osd.with_scrub(&pool, |scrub| {
                     scrub.running = false;
