@@ -73,3 +73,11 @@ impl From<base::pool::PoolError> for Fail {
 pub(crate) fn unavailable(why: String) -> wire::Error {
     wire::Error::Unavailable(why)
 }
+
+/// What the client is told.
+pub(crate) fn refusal(fail: Fail) -> wire::Error {
+    match fail {
+        Fail::Refused(e) => e,
+        Fail::Lost(why) => unavailable(why),
+    }
+}

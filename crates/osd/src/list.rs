@@ -9,8 +9,10 @@ use wire::{Error, List, Listed, ObjectReply, PoolName};
 
 use crate::fail::{Fail, Step, unavailable};
 use crate::ids;
-use crate::osd::{Osd, Place, Pool, Request};
-use crate::read::patiently;
+use crate::osd::Osd;
+use crate::patience::patiently;
+use crate::pool::{Place, Pool};
+use crate::request::Request;
 
 /// An answer has at most that many bytes of names (one name alone may have more).
 const PAGE_BYTES: usize = 64 * 1024;

@@ -11,8 +11,9 @@ use crate::draft::{self, Draft};
 use crate::fail::{Fail, Step, unavailable};
 use crate::gather::Gathered;
 use crate::object::{ObjectInfo, ObjectState, user_xattr};
-use crate::osd::{Osd, Place};
+use crate::osd::Osd;
 use crate::pg::{MetaNote, Origin};
+use crate::pool::Place;
 use crate::turnstile::{Pending, Ticket, Turn};
 
 /// First pause before an op is tried again after the store was lost; doubles up to half a second.
@@ -106,7 +107,8 @@ impl Change<'_> {
                         progress.data = None;
                     }
                     let seen = running.found_no_space();
-                    if !self.osd.space_may_come(seen, until.min(began + SPACE_PATIENCE)).await {
+                    let groups = || self.osd.open_groups().into_iter().map(|(_, group)| group).collect();
+                    if !self.osd.space.may_come(seen, until.min(began + SPACE_PATIENCE), groups).await {
                         return Err(e);
                     }
                     running = self.osd.space.enter();

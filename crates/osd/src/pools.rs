@@ -8,12 +8,13 @@ use uuid::Uuid;
 use wire::limits::{DEFAULT_PG_COUNT, MAX_PG_COUNT, MAX_POOLS};
 use wire::{Error, PoolInfo, PoolName, Redundancy, placement};
 
-use crate::fail::{Fail, Step};
+use crate::fail::{Fail, Step, refusal};
 use crate::ids;
 use crate::list::{after, objects};
-use crate::map::{NodeMap, PoolRecord};
-use crate::osd::{Osd, Place, Pool};
-use crate::read::patiently;
+use crate::map::PoolRecord;
+use crate::osd::Osd;
+use crate::patience::patiently;
+use crate::pool::{Place, Pool};
 use crate::task::spawn;
 
 /// Objects removed in one transaction when a pool goes.
@@ -125,20 +126,6 @@ impl Osd {
         }
     }
 
-    pub(crate) async fn save_map(&self, mut map: NodeMap) -> wire::Result<()> {
-        // Also after a failure the epoch goes on: some target may have the map that failed.
-        map.epoch += 1;
-        self.map.borrow_mut().epoch = map.epoch;
-        let reaches_any = self.targets.iter().any(|t| t.failure().is_none());
-        if let Err(e) = map.save(&self.targets, self.config.target_timeout).await {
-            self.map_is_uncertain.set(self.map_is_uncertain.get() || reaches_any);
-            return Err(refusal(e.into()));
-        }
-        self.map_is_uncertain.set(false);
-        *self.map.borrow_mut() = map;
-        Ok(())
-    }
-
     /// Removes what is in a closed pool, then the pool from the map.
     pub(crate) fn empty_in_background(self: &Rc<Osd>, pool: Rc<Pool>) {
         let osd = Rc::clone(self);
@@ -150,7 +137,7 @@ impl Osd {
         let Err(e) = self.empty(&pool).await else { return };
         let name = &pool.record.name;
         tracing::warn!(name, error = ?e, "a removed pool's space is given back when all targets are there");
-        self.upkeep.removed.borrow_mut().push(pool);
+        self.removed_pools.borrow_mut().push(pool);
     }
 
     async fn empty(&self, pool: &Pool) -> Step<()> {
@@ -193,13 +180,5 @@ impl Osd {
             }
             tokio::task::yield_now().await;
         }
-    }
-}
-
-/// What the client is told.
-pub(crate) fn refusal(fail: Fail) -> Error {
-    match fail {
-        Fail::Refused(e) => e,
-        Fail::Lost(why) => crate::fail::unavailable(why),
     }
 }

@@ -23,7 +23,10 @@ use crate::fail::{Fail, Step, unavailable};
 use crate::gather::SEGMENT;
 use crate::mutate::check_conditions;
 use crate::object::{ObjectInfo, ObjectState, user_xattr, user_xattr_name};
-use crate::osd::{Osd, Place, Request};
+use crate::osd::Osd;
+use crate::patience::patiently;
+use crate::pool::Place;
+use crate::request::Request;
 
 /// First pause before an op is tried again after the store was lost; doubles up to half a second.
 const PAUSE: Duration = Duration::from_millis(5);
@@ -365,25 +368,3 @@ fn cut_page(mut entries: Vec<(Bytes, Bytes)>, mut more: bool, to: Option<&Bytes>
 
 /// An answer's entries take at most that much, in bytes (one entry alone may be larger).
 const PAGE_BYTES: usize = 48 * 1024;
-
-/// Repeats an attempt while the store is away.
-pub(crate) async fn patiently<T>(
-    place: &Place,
-    patience: Duration,
-    attempt: impl AsyncFn() -> Step<T>,
-) -> Step<T> {
-    let until = Instant::now() + patience;
-    let mut pause = PAUSE;
-    loop {
-        let incarnation = place.pg.backing.incarnation();
-        match attempt().await {
-            Err(Fail::Lost(why)) if Instant::now() < until => {
-                tracing::debug!(why, "the store was lost, trying again");
-                place.pg.backing.lost(incarnation);
-                tokio::time::sleep(pause).await;
-                pause = (pause * 2).min(Duration::from_millis(500));
-            }
-            outcome => return outcome,
-        }
-    }
-}

@@ -15,8 +15,9 @@ use wire::{
 use crate::gather::{COMPANY, Puller};
 use crate::inflight::{Claim, joined};
 use crate::mutate::Change;
-use crate::osd::{Osd, Request};
+use crate::osd::Osd;
 use crate::pg::Origin;
+use crate::request::Request;
 use crate::sessions::{ConnectionId, Opened};
 use crate::task::spawn;
 use crate::times::Kind;

@@ -29,7 +29,7 @@ pub(crate) async fn status(osd: &Osd) -> NodeStatus {
         uptime_seconds: osd.age.ran().as_secs(),
         map_epoch: map.epoch,
         health: osd.health(),
-        rebuild: osd.rebuild_status(),
+        rebuild: osd.rebuilds.status(osd.pace.rate()),
         targets,
         pools: osd.list_pools(),
         paths: osd.paths.borrow().clone(),
