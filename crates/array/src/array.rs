@@ -37,8 +37,9 @@ impl Array {
     }
 }
 
-/// Carries out the rest of a request in a task of its own. Its caller may stop polling for as long as a client takes
-/// its data, or drop the future: meanwhile the request must not keep others waiting that need the same object.
+/// Carries out the rest of a request in a task of its own. Its caller may stop polling for as long
+/// as a client takes its data, or drop the future: meanwhile the request must not keep others
+/// waiting that need the same object.
 fn detached(task: ArrayFuture) -> ArrayFuture {
     let task = match phases::current() {
         Some(clock) => spawn(clock.scope(task)),
@@ -51,7 +52,8 @@ fn ended() -> StoreError {
     StoreError::Disconnected("the group has ended".into())
 }
 
-/// Carries out a request as far as that goes without waiting: so requests take their places in the order of the calls.
+/// Carries out a request as far as that goes without waiting: so requests take their places in the
+/// order of the calls.
 fn begin(mut task: ArrayFuture) -> std::result::Result<Result<StoreReply>, ArrayFuture> {
     match Pin::new(&mut task).poll(&mut Context::from_waker(Waker::noop())) {
         Poll::Ready(reply) => Ok(reply),
@@ -134,7 +136,8 @@ fn repair_damaged(group: &Rc<Group>) {
     }
 }
 
-/// Takes away, when nothing has happened for a while, what was kept in case a transaction had to be taken back.
+/// Takes away, when nothing has happened for a while, what was kept in case a transaction had to be
+/// taken back.
 fn trim_when_idle(group: &Rc<Group>) {
     if group.trim_scheduled.replace(true) {
         return;

@@ -1,4 +1,5 @@
-//! Questions that any member can answer: an object's size and metadata, and which objects there are.
+//! Questions that any member can answer: an object's size and metadata, and which objects there
+//! are.
 
 use bytes::Bytes;
 use futures::future::try_join_all;
@@ -24,8 +25,8 @@ impl Group {
         self.ask(&interval, oid, question).await
     }
 
-    /// Asks a member that has the object; the answer is the same whichever it is. Where one says that there is no such object, a
-    /// second one has to say so, too: it may have lost what it had.
+    /// Asks a member that has the object; the answer is the same whichever it is. Where one says
+    /// that there is no such object, a second one has to say so, too: it may have lost what it had.
     pub(crate) async fn ask<T>(
         &self,
         interval: &Interval,
@@ -92,8 +93,9 @@ impl Group {
         Ok(size)
     }
 
-    /// An object's size, by the first of some members that has the object; those before it are left out from then on. One that has lost
-    /// an object does not speak for the others: what all of them lack was removed.
+    /// An object's size, by the first of some members that has the object; those before it are left
+    /// out from then on. One that has lost an object does not speak for the others: what all of
+    /// them lack was removed.
     pub(crate) async fn size_by_any(
         &self,
         members: &mut [Option<MemberLink>],
@@ -174,7 +176,8 @@ impl Group {
     }
 }
 
-/// Whether an error says that what is stored cannot be read, rather than that the store cannot be asked.
+/// Whether an error says that what is stored cannot be read, rather than that the store cannot be
+/// asked.
 pub(crate) fn is_damage(e: &StoreError) -> bool {
     matches!(e, StoreError::Corrupt { .. } | StoreError::Io(_) | StoreError::NoSuchObject(_))
 }

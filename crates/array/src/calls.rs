@@ -1,9 +1,9 @@
 //! Calls on members: how long a group waits for an answer, and when it goes on without a member.
 //!
-//! A member that has not answered in time is slow. The group goes on without it only if enough other
-//! members in sync answer when they are asked then: if the whole host stands still, no member does, and
-//! everything waits. A call on a member that the group cannot do without fails after the group's
-//! patience; the caller may make it again.
+//! A member that has not answered in time is slow. The group goes on without it only if enough
+//! other members in sync answer when they are asked then: if the whole host stands still, no member
+//! does, and everything waits. A call on a member that the group cannot do without fails after the
+//! group's patience; the caller may make it again.
 
 use std::cell::RefCell;
 use std::pin::pin;
@@ -57,7 +57,8 @@ impl Calls {
     ///
     /// # Errors
     /// Besides the member's: [`StoreError::Disconnected`] if the group goes on without the member, or has run out of
-    /// patience. The call may still take effect, but not after a transaction that is queued later in the same collection.
+    /// patience. The call may still take effect, but not after a transaction that is queued later
+    /// in the same collection.
     pub(crate) async fn answer<T>(
         &self,
         link: &MemberLink,
@@ -84,8 +85,8 @@ impl Calls {
         }
     }
 
-    /// Carries out a transaction on one member. If that fails for another reason than a refusal, the
-    /// member has failed.
+    /// Carries out a transaction on one member. If that fails for another reason than a refusal,
+    /// the member has failed.
     pub(crate) async fn apply_to(&self, link: &MemberLink, transaction: Transaction) -> store::Result<()> {
         let queued = link.target.store().queue_transaction_in(link.incarnation, transaction);
         self.answer(link, queued).await.map_err(|e| link.classified(e))
@@ -134,7 +135,8 @@ impl Calls {
         }
     }
 
-    /// An error that too few targets are there, as one that passes if some of them are being tried again.
+    /// An error that too few targets are there, as one that passes if some of them are being tried
+    /// again.
     pub(crate) fn unless_hopeful(&self, e: StoreError) -> StoreError {
         if !matches!(e, StoreError::TooFewTargets { .. }) {
             return e;

@@ -18,8 +18,9 @@ const SEGMENT: u64 = 1 << 20;
 const SEGMENTS: usize = 3;
 
 impl Group {
-    /// Gives a member its fragment of an object, whatever it had; returns the bytes. The object must be locked. Until it is done
-    /// a member that was empty may have a part of the omap only; one that is `in_sync` keeps the omap that it has.
+    /// Gives a member its fragment of an object, whatever it had; returns the bytes. The object
+    /// must be locked. Until it is done a member that was empty may have a part of the omap only;
+    /// one that is `in_sync` keeps the omap that it has.
     pub(crate) async fn copy_object(
         &self,
         interval: &Interval,
@@ -34,7 +35,8 @@ impl Group {
             Ok(_) => true,
             Err(StoreError::NoSuchObject(_)) => false,
             Err(e) => {
-                // One that cannot even say what it has cannot be given anything: the others go on without it, if they can.
+                // One that cannot even say what it has cannot be given anything: the others go on
+                // without it, if they can.
                 if matches!(e, StoreError::Io(_)) && peers.iter().flatten().count() >= self.layout.k {
                     link.target.fail(&e);
                 }
@@ -50,7 +52,8 @@ impl Group {
         let whole = Whole { oid, size };
         let put = self.put_fragment(interval, link, position, whole, &peers, (there, in_sync)).await;
         match put {
-            // On a full member the new fragment takes the place of the old one, which does not count.
+            // On a full member the new fragment takes the place of the old one, which does not
+            // count.
             Err(StoreError::NoSpace { .. }) if there && !in_sync => {
                 self.calls.apply_to(link, self.removal(oid)).await?;
                 self.put_fragment(interval, link, position, whole, &peers, (false, false)).await?;
@@ -67,8 +70,8 @@ impl Group {
         Transaction::new(self.cid.clone()).with(Op::Remove { oid: oid.clone() }).from_reserve()
     }
 
-    /// Puts a fragment and the xattrs on a member. `there` says whether the member has a fragment of the
-    /// object, `in_sync` whether that one counts: its repair may use the reserve.
+    /// Puts a fragment and the xattrs on a member. `there` says whether the member has a fragment
+    /// of the object, `in_sync` whether that one counts: its repair may use the reserve.
     async fn put_fragment(
         &self,
         interval: &Interval,

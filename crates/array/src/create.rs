@@ -11,7 +11,8 @@ use crate::member_link::MemberLink;
 use crate::record::{GroupRecord, MemberRecord, Standing, key_record, own_object};
 
 impl Group {
-    /// Makes the group on the node's targets: its first members are those that come first of `ranked`.
+    /// Makes the group on the node's targets: its first members are those that come first of
+    /// `ranked`.
     ///
     /// # Errors
     /// [`StoreError::TooFewTargets`] if there are not enough.

@@ -1,8 +1,8 @@
 //! [`Group`]: the state of a group, and which members take part for an object.
 //!
-//! Other files carry out the group's work. Each piece of state that has rules of its own is an object
-//! with operations: [`Calls`], [`Intervals`], [`Intents`], [`Terms`], [`Objects`], [`Stages`],
-//! [`Damaged`].
+//! Other files carry out the group's work. Each piece of state that has rules of its own is an
+//! object with operations: [`Calls`], [`Intervals`], [`Intents`], [`Terms`], [`Objects`],
+//! [`Stages`], [`Damaged`].
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
@@ -35,7 +35,8 @@ pub struct GroupOptions {
     pub cid: CollectionId,
     /// Pool and number, by which targets are ranked for the group ([`wire::placement::ranked`]).
     pub place: (u32, u32),
-    /// The object of the group's owner in the collection. Its omap has records of all objects, so it is rebuilt first.
+    /// The object of the group's owner in the collection. Its omap has records of all objects, so
+    /// it is rebuilt first.
     pub meta: ObjectId,
     /// Whether an object is the owner's own, which transactions change without a lock.
     pub is_internal: fn(&ObjectId) -> bool,
@@ -73,11 +74,11 @@ pub struct Group {
     pub(crate) intervals: Intervals,
     pub(crate) terms: Terms,
     pub(crate) dirty_max: usize,
-    /// The next interval forgets the objects noted as dirty, and calls the members blank that need the
-    /// notes.
+    /// The next interval forgets the objects noted as dirty, and calls the members blank that need
+    /// the notes.
     pub(crate) drops_notes: Cell<bool>,
-    /// Targets on which there was no room for a blank member: others take their places, if there are
-    /// some.
+    /// Targets on which there was no room for a blank member: others take their places, if there
+    /// are some.
     pub(crate) no_room: RefCell<BTreeSet<Uuid>>,
     /// Held for reading by transactions, for writing while members come back.
     pub(crate) gate: RwLock<()>,
@@ -138,8 +139,8 @@ impl Group {
         self.layout.k
     }
 
-    /// Number of the interval. It changes when a store's incarnation does, when one fails or comes back, and when a
-    /// transaction is left on some members only.
+    /// Number of the interval. It changes when a store's incarnation does, when a target fails or
+    /// comes back, and when a transaction is left on some members only.
     pub fn number(&self) -> u64 {
         let changes = |target: &Rc<dyn Member>| target.store().session() + target.generation();
         self.targets.iter().map(changes).sum::<u64>() + self.intervals.ended()
@@ -191,7 +192,8 @@ impl Group {
         interval.links[position].clone().or_else(|| self.rebuilt_at(interval, position, |_| true))
     }
 
-    /// The member at a position, if it has the object as it is: in sync, or already rebuilt as far as that.
+    /// The member at a position, if it has the object as it is: in sync, or already rebuilt as far
+    /// as that.
     pub(crate) fn live(&self, interval: &Interval, position: usize, oid: &ObjectId) -> Option<MemberLink> {
         interval.links[position].clone().or_else(|| self.rebuilt_at(interval, position, |r| !r.lacks(oid)))
     }

@@ -34,7 +34,8 @@ impl Intents {
         self.next = self.next.max(number + 1);
     }
 
-    /// Adds a transaction of an earlier interval, of which the member at a position has undo objects.
+    /// Adds a transaction of an earlier interval, of which the member at a position has undo
+    /// objects.
     pub(crate) fn add_done(&mut self, number: u64, position: usize, members: usize, kept: Vec<usize>) {
         self.done.entry(number).or_insert_with(|| vec![Vec::new(); members])[position] = kept;
     }
@@ -79,8 +80,8 @@ impl Intents {
         self.dirty.extend(oids);
     }
 
-    /// Starts a transaction; returns its number. If the transaction is to trim intents, also returns the
-    /// number up to which it does.
+    /// Starts a transaction; returns its number. If the transaction is to trim intents, also
+    /// returns the number up to which it does.
     pub(crate) fn start(&mut self) -> (u64, Option<u64>) {
         let number = self.next;
         self.next += 1;
@@ -102,7 +103,8 @@ impl Intents {
         }
     }
 
-    /// No member has changed anything: the objects that only this transaction noted as dirty are not.
+    /// No member has changed anything: the objects that only this transaction noted as dirty are
+    /// not.
     pub(crate) fn refused(&mut self, number: u64, trims: Option<u64>, dirty: &[ObjectId]) {
         self.trim_ended(trims);
         self.under_way.remove(&number);

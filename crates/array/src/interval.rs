@@ -1,4 +1,5 @@
-//! [`Interval`]: a period in which the same members of a group take part; and which one a group is in.
+//! [`Interval`]: a period in which the same members of a group take part; and which one a group is
+//! in.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;

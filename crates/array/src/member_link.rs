@@ -34,9 +34,9 @@ impl MemberLink {
         StoreError::Corrupt { what: format!("object {oid} on target {}", self.target.uuid()), detail }
     }
 
-    /// Classifies an error of a call on this member. A refusal and a lost connection stay as they are.
-    /// After any other error the target has failed: the interval is over, and the caller tries again
-    /// without the target.
+    /// Classifies an error of a call on this member. A refusal and a lost connection stay as they
+    /// are. After any other error the target has failed: the interval is over, and the caller tries
+    /// again without the target.
     pub(crate) fn classified(&self, e: StoreError) -> StoreError {
         if is_refusal(&e) || matches!(e, StoreError::Disconnected(_)) {
             return e;

@@ -1,9 +1,10 @@
-//! Who counts: which members go on, and what they put down about the others.
+//! Membership: which members go on, and what they record about the others.
 //!
-//! Terms grow from record to record, beyond all that were ever proposed: some member may have put down a record that the others
-//! have not, and must not come back with it as the newest. Where the members that are there go on only because an operator has said
-//! that others are lost, which may know more, the term takes a step that those cannot have made: should they come back all the
-//! same, they do not count, and get everything anew.
+//! Terms grow from record to record, beyond all that were ever proposed: a member may have stored a
+//! record that the others lack, and must not come back with it as the newest. If the members go on
+//! only because an operator has declared others lost, which may know more, the term takes a step
+//! that the lost members cannot have made. If those come back nevertheless, they do not count, and
+//! get all data anew.
 
 use std::collections::BTreeSet;
 
@@ -20,7 +21,8 @@ use crate::record::{GroupRecord, MemberRecord, Standing, key_dirty, key_proposal
 use crate::view::View;
 
 impl Group {
-    /// The members in sync that are there, by position; and whether they count only by an operator's word that others are lost.
+    /// The members in sync that are there, by position; and whether they count only by an
+    /// operator's word that others are lost.
     ///
     /// # Errors
     /// [`StoreError::TooFewTargets`] if they are too few, or others may know more.
@@ -45,7 +47,8 @@ impl Group {
         let (there, needed) = (members.iter().flatten().count(), self.layout.k);
         let known = self.terms.lineage();
         let newer = known.as_ref().filter(|last| last.term > record.term);
-        // Those that may have gone on without the ones that are here: in the last interval, or before there was one.
+        // Those that may have gone on without the ones that are here: in the last interval, or
+        // before there was one.
         let ahead: Vec<Uuid> = match (newer, &*known) {
             (Some(last), _) => last.in_sync().map(|position| last.members[position].target).collect(),
             (None, Some(_)) => Vec::new(),
@@ -80,7 +83,8 @@ impl Group {
         self.targets.iter().find(|t| t.uuid() == *uuid).is_none_or(|t| t.is_out())
     }
 
-    /// Makes the members agree on a record that says who is in sync; returns it and the objects that are dirty.
+    /// Makes the members agree on a record that says who is in sync; returns it and the objects
+    /// that are dirty.
     pub(crate) async fn agree(
         &self,
         old: GroupRecord,
@@ -129,8 +133,8 @@ impl Group {
         Ok((record, dirty))
     }
 
-    /// Puts a record in force: as a proposal first. Only once all have that may one of them take it for what counts, and nobody
-    /// is told anything before.
+    /// Puts a record in force: as a proposal first. Only once all have that may one of them take it
+    /// for what counts, and nobody is told anything before.
     pub(crate) async fn put_in_force(
         &self,
         record: &GroupRecord,
@@ -176,7 +180,8 @@ impl Group {
         Ok(())
     }
 
-    /// Gives the places of members that are out, no longer the node's, or blank and full, to targets that are not members yet.
+    /// Gives the places of members that are out, no longer the node's, or blank and full, to
+    /// targets that are not members yet.
     fn find_replacements(&self, record: &mut GroupRecord) {
         for position in 0..record.members.len() {
             let member = record.members[position];

@@ -15,8 +15,8 @@ const OBJECTS_MAX: usize = 4096;
 /// What is known of an object's size; inside: `None` if there is no such object.
 #[derive(Debug, Default)]
 pub(crate) struct Known {
-    /// Number of the interval in which the size was learnt, and the size. A reader of the object may
-    /// learn it, too.
+    /// Number of the interval in which the size was learnt, and the size. A reader of the object
+    /// may learn it, too.
     size: sync::Mutex<Option<(u64, Option<u64>)>>,
 }
 

@@ -1,10 +1,11 @@
-//! Opening an interval: who has what, and what of it counts.
+//! Opening an interval: finds out what the members store, and which of it counts.
 //!
-//! The record that counts is that of the highest term: nothing can have been acknowledged without it. Its members
-//! that are there and in sync go on; if some are missing, those that go on first note, durably, that the others are stale: as
-//! a proposal, and when all have that, as the record. A
-//! transaction that every member in sync has stays; one that only some have was never acknowledged, and is taken back there.
-//! Which ones may be in question the intents say: no object is looked for.
+//! The record with the highest term counts: nothing can have been acknowledged without it. Its
+//! members that are in sync and there go on. If members are missing, those that go on first note
+//! durably that the others are stale: as a proposal, and once all have the proposal, as the record.
+//! A transaction that every member in sync has stays. A transaction that only some members have was
+//! never acknowledged, and is taken back. The intents name the objects that may be in question: no
+//! object is searched for.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -25,7 +26,8 @@ use crate::task::spawn;
 use crate::view::{View, Views};
 
 impl Group {
-    /// The interval with that number, opened if need be: then whatever earlier ones have left is settled.
+    /// The interval with that number, opened if need be: then whatever earlier ones have left is
+    /// settled.
     ///
     /// # Errors
     /// [`StoreError::Disconnected`] if it is over; others if it cannot be opened.
@@ -52,7 +54,8 @@ impl Group {
         }
     }
 
-    /// Any interval, the one that there is or a new one. A few attempts: members may fail while one is opened.
+    /// Any interval, the one that there is or a new one. A few attempts: members may fail while one
+    /// is opened.
     pub async fn any_interval(&self) -> store::Result<Rc<Interval>> {
         let mut last = over(0);
         for _ in 0..self.layout.fragments() + 2 {
@@ -64,8 +67,8 @@ impl Group {
         Err(last)
     }
 
-    /// The interval that there is, or one that a task opens now, if that takes no longer than `patience`. The task goes on
-    /// by itself after that, and there is only one at a time.
+    /// The interval that there is, or one that a task opens now, if that takes no longer than
+    /// `patience`. The task goes on by itself after that, and there is only one at a time.
     pub async fn opened(self: &Rc<Self>, patience: Duration) -> Option<Rc<Interval>> {
         if let Some(interval) = self.current() {
             return Some(interval);
@@ -108,7 +111,8 @@ impl Group {
         Ok(Interval { number, links, record, undone, leftovers })
     }
 
-    /// What the targets have of the group. Slow targets are asked only if the others do not suffice.
+    /// What the targets have of the group. Slow targets are asked only if the others do not
+    /// suffice.
     async fn views(&self) -> store::Result<Views> {
         let began = Instant::now();
         let there = self.targets.iter().filter(|t| t.is_usable());

@@ -20,7 +20,8 @@ pub struct NewObjects {
 }
 
 impl NewObjects {
-    /// In a pool of that redundancy; parity is computed into memory of `pool`, as long as there is some.
+    /// In a pool of that redundancy; parity is computed into memory of `pool`, as long as there is
+    /// some.
     ///
     /// # Errors
     /// If there is no such redundancy.
@@ -73,7 +74,8 @@ mod tests {
     }
 
     proptest! {
-        /// Parity is that of the code, whatever the object's last stripe is like, and has the right checksums.
+        /// Parity is that of the code, whatever the object's last stripe is like, and has the right
+        /// checksums.
         #[test]
         fn new_objects_have_the_parity_of_the_code(
             (k, m, blocks) in (1u8..6, 1u8..4, 1u32..4),

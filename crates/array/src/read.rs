@@ -166,8 +166,8 @@ impl Group {
         Ok(self.read_fragments(links, whole, &[span], dest).await?.remove(0))
     }
 
-    /// Reads ranges of fragments, by [`ReadPlan`], in the order in which they are wanted. Those that cannot be read are computed
-    /// from others. `dest` is for a single one.
+    /// Reads ranges of fragments, by [`ReadPlan`], in the order in which they are wanted. Those
+    /// that cannot be read are computed from others. `dest` is for a single one.
     async fn read_fragments(
         &self,
         mut links: Vec<Option<MemberLink>>,
@@ -187,7 +187,8 @@ impl Group {
             if !plan.computed.is_empty() && !std::mem::replace(&mut is_degraded, true) {
                 metrics::counter!("outboard_osd_degraded_reads_total").increment(1);
             }
-            // After a failure, what was read before is read again only if more of its fragment is needed now.
+            // After a failure, what was read before is read again only if more of its fragment is
+            // needed now.
             let is_covered = |fragment: usize, range: &Range<u64>| {
                 have[fragment]
                     .as_ref()

@@ -1,7 +1,8 @@
-//! Bringing a member back: one that was away gets what has changed meanwhile, an empty one everything.
+//! Bringing a member back: one that was away gets what has changed meanwhile, an empty one
+//! everything.
 //!
-//! While that goes on the member takes part in transactions, for the objects that it has already. It counts as in sync once
-//! it has all, and a record that says so is on every member.
+//! While that goes on the member takes part in transactions, for the objects that it has already.
+//! It counts as in sync once it has all, and a record that says so is on every member.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -62,8 +63,9 @@ impl Group {
         (next..next + members.len()).map(|i| i % members.len()).find(|&i| can_be(&members[i]))
     }
 
-    /// Has the placement group opened anew if more objects are noted as dirty than may be, or any while notes fill an index
-    /// (`index_is_full`): then they are forgotten, and members that are away get everything when they come back.
+    /// Has the placement group opened anew if more objects are noted as dirty than may be, or any
+    /// while notes fill an index (`index_is_full`): then they are forgotten, and members that are
+    /// away get everything when they come back.
     pub async fn bound_notes(&self, index_is_full: bool) {
         let most = if index_is_full { 0 } else { self.dirty_max };
         // A rebuild that is under way is the sooner done.
@@ -173,7 +175,8 @@ impl Group {
         }
     }
 
-    /// Removes what a member has left from before; returns the objects that it may have otherwise than the others.
+    /// Removes what a member has left from before; returns the objects that it may have otherwise
+    /// than the others.
     async fn clean(&self, link: &MemberLink, own: Vec<(Bytes, Bytes)>) -> store::Result<BTreeSet<ObjectId>> {
         let mut missing = self.intents.borrow().dirty().clone();
         for (key, value) in &own {
@@ -263,7 +266,8 @@ impl Job<'_> {
         self.group.rebuilding.borrow_mut().as_mut().map(change)
     }
 
-    /// Makes a member that has everything one that is in sync. The interval ends; the next one has it.
+    /// Makes a member that has everything one that is in sync. The interval ends; the next one has
+    /// it.
     async fn finish(&self) -> store::Result<()> {
         let group = self.group;
         let _closed = group.gate.write().await;

@@ -79,8 +79,9 @@ impl Rebuilding {
         }
     }
 
-    /// Moves the cursor to an id after all listed objects up to it were copied. If objects up to the id
-    /// were made since they were listed, returns those instead: the caller copies them and asks again.
+    /// Moves the cursor to an id after all listed objects up to it were copied. If objects up to
+    /// the id were made since they were listed, returns those instead: the caller copies them and
+    /// asks again.
     pub(crate) fn passed(&mut self, oid: &ObjectId) -> Vec<ObjectId> {
         let Missing::After { cursor, copied_ahead, changed } = &mut self.missing else { return Vec::new() };
         let made: Vec<ObjectId> = changed.range(..=oid).cloned().collect();

@@ -1,5 +1,5 @@
-//! What a group keeps beside the objects: the omap of one object in its collection, the same on every member that is in
-//! sync but for the undo notes of intents.
+//! What a group keeps beside the objects: the omap of one object in its collection, the same on
+//! every member that is in sync but for the undo notes of intents.
 //!
 //! ```text
 //! e            the group's record: its term, and how its members stand (format byte, then postcard)
@@ -9,8 +9,8 @@
 //! d object     an object changed while a member was away
 //! ```
 //!
-//! What a transaction overwrites is kept in an object of its own until every member has committed it, so that it can be
-//! undone where only some have.
+//! What a transaction overwrites is kept in an object of its own until every member has committed
+//! it, so that it can be undone where only some have.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use serde::de::DeserializeOwned;
@@ -96,7 +96,8 @@ pub(crate) enum Undo {
     Remove,
     /// It was moved to the undo object; there may be a new one in its place.
     Return,
-    /// Ranges (offset, length) of it are in the undo object at the same offsets; it was `size` long.
+    /// Ranges (offset, length) of it are in the undo object at the same offsets; it was `size`
+    /// long.
     Restore { size: u64, saved: Vec<(u64, u64)> },
 }
 

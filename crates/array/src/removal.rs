@@ -19,8 +19,9 @@ const OBJECTS: usize = 64;
 /// Entries of the group's own object looked at before.
 const NOTES: usize = 1024;
 
-/// Targets that are not members, and have something of the group that is not needed: anything if all members are in sync,
-/// otherwise an unfinished rebuild or, in `remains`, an interrupted removal.
+/// Targets that are not members, and have something of the group that is not needed: anything if
+/// all members are in sync, otherwise an unfinished rebuild or, in `remains`, an interrupted
+/// removal.
 pub(crate) fn leftovers(
     record: &GroupRecord,
     views: &[View],
@@ -67,7 +68,8 @@ impl Group {
         }
     }
 
-    /// Removes all that the targets which are there have of the group, objects included. Whatever is under way ends before.
+    /// Removes all that the targets which are there have of the group, objects included. Whatever
+    /// is under way ends before.
     ///
     /// # Errors
     /// If a target does not do it; one that fails is left out from then on.
@@ -94,7 +96,8 @@ impl Group {
         Ok(())
     }
 
-    /// Removes a few of the objects that a target has of the group, at last their collection; returns whether there may be more.
+    /// Removes a few of the objects that a target has of the group, at last their collection;
+    /// returns whether there may be more.
     async fn wipe_some(&self, target: &Rc<dyn Member>) -> store::Result<bool> {
         let link = MemberLink::new(Rc::clone(target));
         match self.calls.answer(&link, self.wipe_step(&**target)).await {
@@ -117,7 +120,8 @@ impl Group {
         } else if notes.is_empty() {
             transaction.ops.extend(ids.into_iter().map(|oid: ObjectId| Op::Remove { oid }));
         } else {
-            // There may be more than a transaction can remove. The record goes first: what is left says nothing.
+            // There may be more than a transaction can remove. The record goes first: what is left
+            // says nothing.
             let mut keys = [key_record()].into_iter().chain(notes.into_iter().map(|(key, _)| key));
             let keys = page(&mut keys);
             transaction.ops.push(Op::OmapRemove { oid: own, keys });

@@ -24,7 +24,8 @@ impl Group {
         Ok(())
     }
 
-    /// Repairs what is known to be damaged of an object that is about to be changed: a change is of the fragments that there are.
+    /// Repairs what is known to be damaged of an object that is about to be changed: a change is of
+    /// the fragments that there are.
     pub(crate) async fn repair_before_change(&self, interval: &Interval, oid: &ObjectId) {
         for position in self.damaged.positions(oid) {
             if let Err(e) = self.repair_locked(interval, oid, position).await {

@@ -130,7 +130,8 @@ impl Change<'_> {
         extent.offset.div_ceil(stripe)..(extent.end() / stripe).min(stripes)
     }
 
-    /// Whether a stripe can be done with those before it: all of them are new as a whole, and in the same way.
+    /// Whether a stripe can be done with those before it: all of them are new as a whole, and in
+    /// the same way.
     fn joins(&self, run: &Run, rows: &Range<u64>, stripe: u64) -> bool {
         let full = 0..self.layout.unit;
         run.rows == full

@@ -28,7 +28,8 @@ pub struct Findings {
     pub damaged: u64,
     /// Those of them that were made anew.
     pub repaired: u64,
-    /// Objects whose fragments can all be read and contradict each other: which of them is wrong cannot be told.
+    /// Objects whose fragments can all be read and contradict each other: which of them is wrong
+    /// cannot be told.
     pub inconsistent: u64,
     /// Objects whose data does not have the size that is recorded of them.
     pub wrong_size: u64,
@@ -68,7 +69,8 @@ impl Group {
         let there = interval.links.iter().filter(|link| link.is_some());
         let pages =
             join_all(there.map(|link| self.list_of(slice::from_ref(link), from.clone(), limit))).await;
-        // A member that cannot say what it has lacks it all; it does so when each object is looked at.
+        // A member that cannot say what it has lacks it all; it does so when each object is looked
+        // at.
         let listed: Vec<_> = pages.iter().flatten().collect();
         if listed.is_empty() {
             return self.list_in(&interval, from, limit).await;

@@ -1,4 +1,5 @@
-//! Cutting what an object becomes into what its fragments become, parity included (see [`parity`](crate::parity)).
+//! Cutting what an object becomes into what its fragments become, parity included (see
+//! [`parity`](crate::parity)).
 
 use std::ops::Range;
 
@@ -9,7 +10,8 @@ use crate::overlay::{Content, Extent};
 use crate::rows::{Change, Ranges, Split};
 
 impl Change<'_> {
-    /// Works out the ops. `old` reads bytes of a fragment as they are now, filled up with zeros, if need be from other fragments.
+    /// Works out the ops. `old` reads bytes of a fragment as they are now, filled up with zeros, if
+    /// need be from other fragments.
     pub(crate) async fn split(
         &self,
         old: impl AsyncFn(usize, Range<u64>) -> store::Result<Vec<u8>>,

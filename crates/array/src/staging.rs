@@ -185,8 +185,8 @@ impl Group {
         }
     }
 
-    /// Finds out, once stripes have not been written in time, which member does not answer. Resolves when the group goes on
-    /// without that member, or has run out of patience.
+    /// Finds out, once stripes have not been written in time, which member does not answer.
+    /// Resolves when the group goes on without that member, or has run out of patience.
     async fn find_stalled(&self, staged: &Staged) -> StoreError {
         let began = Instant::now();
         tokio::time::sleep(self.calls.member_timeout).await;

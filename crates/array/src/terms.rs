@@ -5,8 +5,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::record::GroupRecord;
 
-/// Least distance of a term from all that members may have that were declared lost. In units of this
-/// step the term is at least the number of seconds since 1970, so that the last declaration counts.
+/// Least distance of a term from all that members may have that were declared lost. In units of
+/// this step the term is at least the number of seconds since 1970, so that the last declaration
+/// counts.
 const LOSS_STEP: u64 = 1 << 32;
 
 /// The terms of a group.
@@ -29,8 +30,8 @@ impl Terms {
         self.highest.set(self.highest.get().max(term));
     }
 
-    /// A term beyond all that were heard of. `on_word`: an operator has declared members lost that may
-    /// know of higher terms.
+    /// A term beyond all that were heard of. `on_word`: an operator has declared members lost that
+    /// may know of higher terms.
     pub(crate) fn next(&self, on_word: bool) -> u64 {
         let next = self.highest.get().saturating_add(1);
         if !on_word {

@@ -84,8 +84,9 @@ impl Group {
         let mut work = Vec::with_capacity(oids.len());
         for oid in oids {
             let mut own = transaction.ops.iter().filter(|op| object_of(op) == Some(oid)).peekable();
-            // A transaction that makes a new object need not look for an old one: the members refuse to make it twice.
-            // That needs an op which they can refuse, and a removal would take it back.
+            // A transaction that makes a new object need not look for an old one: the members
+            // refuse to make it twice. That needs an op which they can refuse, and a removal would
+            // take it back.
             let removes = own.clone().any(|op| matches!(op, Op::Remove { .. }));
             let exclusive = matches!(own.peek(), Some(Op::CreateExclusive { .. })) && !removes;
             let (mut guard, mut was) = (None, None);
@@ -122,7 +123,8 @@ impl Group {
             .await
     }
 
-    /// Numbers the transaction and makes what goes to each member. Nothing may wait between this and the sending.
+    /// Numbers the transaction and makes what goes to each member. Nothing may wait between this
+    /// and the sending.
     fn prepare(&self, interval: &Interval, work: &[Work], uses_reserve: bool) -> Prepared {
         let mut intents = self.intents.borrow_mut();
         let (number, trims) = intents.start();
@@ -235,8 +237,8 @@ impl Group {
         }
     }
 
-    /// Queues the transactions on the members, all of them before anything is waited for: so every member has them in the
-    /// same order.
+    /// Queues the transactions on the members, all of them before anything is waited for: so every
+    /// member has them in the same order.
     async fn send(
         &self,
         transactions: Vec<Option<(MemberLink, Transaction)>>,

@@ -163,7 +163,8 @@ pub(crate) fn object_of(op: &Op) -> Option<&ObjectId> {
     }
 }
 
-/// Whether an op is one that the objects which several transactions may change at a time are changed with.
+/// Whether an op is one that the objects which several transactions may change at a time are
+/// changed with.
 pub(crate) fn is_omap_only(op: &Op) -> bool {
     matches!(op, Op::OmapSet { .. } | Op::OmapRemove { .. } | Op::OmapRemoveRange { .. })
 }

@@ -64,7 +64,8 @@ pub fn load(file: Option<&Path>, env: impl Fn(&str) -> Option<String>) -> Result
     of_text(&text, path, env)
 }
 
-/// Takes the text of a file at `path`, which need not be there yet, and lays what `env` says over it.
+/// Takes the text of a file at `path`, which need not be there yet, and lays what `env` says over
+/// it.
 ///
 /// # Errors
 /// As for [`load`].
@@ -171,8 +172,8 @@ pub fn remember(text: &str, name: &str, value: &Value) -> String {
     }
 }
 
-/// The text of a configuration file: every key with what it means; those in `chosen` set, the others at their defaults
-/// and commented out.
+/// The text of a configuration file: every key with what it means; those in `chosen` set, the
+/// others at their defaults and commented out.
 pub fn generate(chosen: &[(&str, Value)]) -> String {
     let mut text = String::from(
         "# Configuration of this Outboard node. Keys that are commented out show their default.\n\
@@ -310,8 +311,8 @@ mod tests {
         assert!(is_set("listen", "", |name| (name == "OUTBOARD_LISTEN").then(String::new)));
     }
 
-    /// `docs/configuration.md` has a row `| key | environment | default | meaning |` for each key, and no other rows. With
-    /// `UPDATE_DOCS=1` the test writes them.
+    /// `docs/configuration.md` has a row `| key | environment | default | meaning |` for each key,
+    /// and no other rows. With `UPDATE_DOCS=1` the test writes them.
     #[test]
     fn the_documentation_agrees() {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/configuration.md");

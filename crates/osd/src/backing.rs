@@ -15,8 +15,8 @@ use crate::fail::{Fail, Step};
 pub(crate) type BackingFuture = LocalBoxFuture<'static, store::Result<StoreReply>>;
 
 /// A target's store, or an array over several targets. Everything the OSD remembers of its content
-/// carries the *incarnation* in which it was learnt. When the store is lost a new incarnation begins, and
-/// what was learnt before no longer counts.
+/// carries the *incarnation* in which it was learnt. When the store is lost a new incarnation
+/// begins, and what was learnt before no longer counts.
 pub(crate) struct Backing {
     store: Store,
     /// For the log.
@@ -84,15 +84,16 @@ impl Backing {
         self.incarnation.get()
     }
 
-    /// Says that something of incarnation `seen` failed because the store was lost.
+    /// Notes that a call of incarnation `seen` failed because the store was lost.
     pub(crate) fn lost(&self, seen: u64) {
         if self.incarnation() == seen {
             self.begin_incarnation();
         }
     }
 
-    /// Fails if `seen` is no longer the current incarnation. What was read since it was counts only if this succeeds: the store
-    /// repeats reads when it has restarted, and then they may see changes that are not durable.
+    /// Fails if `seen` is no longer the current incarnation. Data read since then counts only if
+    /// this succeeds: reads are repeated after the store has restarted, and then may see changes
+    /// that are not durable.
     pub(crate) fn still(&self, seen: u64) -> Step<()> {
         if self.incarnation() != seen {
             return Err(Fail::Lost("the store has another incarnation".into()));
@@ -100,8 +101,8 @@ impl Backing {
         Ok(())
     }
 
-    /// Waits until everything that earlier incarnations have left queued in a collection is durable or has failed. Nothing
-    /// read before that may be told to anybody: it could still vanish.
+    /// Waits until everything that earlier incarnations have left queued in a collection is durable
+    /// or has failed. Data read before that may not be passed on: it could still vanish.
     pub(crate) async fn settle(&self, cid: &CollectionId) -> store::Result<()> {
         self.incarnation();
         match self.queue(Transaction::new(cid.clone())).await {

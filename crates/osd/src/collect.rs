@@ -1,6 +1,7 @@
 //! The collector: background work at a bounded rate.
 //!
-//! It removes parts of striped objects that no head names, and results of sessions that have been idle for long.
+//! It removes parts of striped objects that no head names, and results of sessions that have been
+//! idle for long.
 
 use std::rc::Rc;
 use std::time::Duration;
@@ -45,8 +46,8 @@ impl Osd {
         }
     }
 
-    /// Removes orphaned parts: those of uploads that were committed and have been replaced since, and those that are at
-    /// least `grace` old and whose uploader has been gone that long.
+    /// Removes orphaned parts: those of uploads that were committed and have been replaced since,
+    /// and those that are at least `grace` old and whose uploader has been gone that long.
     pub(crate) async fn collect_orphans(&self, grace: Duration) -> u64 {
         let pools: Vec<Rc<Pool>> = self.pools.borrow().values().cloned().collect();
         let mut removed = 0;
@@ -90,7 +91,8 @@ impl Osd {
     async fn is_orphan(&self, pool: &Pool, name: &StoredName, part: PartId, grace: Duration) -> Step<bool> {
         let head_place = pool.place(&name.namespace, &name.object, None);
         let names = |manifest: Option<Manifest>| manifest.is_some_and(|m| m.upload == part.upload);
-        // What is known here spares asking the store anew for every part of an object that is in use.
+        // What is known here spares asking the store anew for every part of an object that is in
+        // use.
         if names(info_of(&head_place, self.config.store_patience).await?.and_then(|info| info.manifest)) {
             return Ok(false);
         }

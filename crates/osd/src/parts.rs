@@ -13,8 +13,8 @@ use crate::pool::Place;
 use crate::task::spawn;
 
 impl Osd {
-    /// Makes sure that the parts which a head is to name are there: those of a client that was away for long may have
-    /// been collected.
+    /// Makes sure that the parts which a head is to name are there: those of a client that was away
+    /// for long may have been collected.
     pub(crate) async fn check_parts(&self, name: &ObjectName, ops: &[Mutation]) -> Step<()> {
         for op in ops {
             let Mutation::SetManifest(Manifest { upload, part_size, size }) = *op else { continue };
@@ -30,8 +30,8 @@ impl Osd {
         Ok(())
     }
 
-    /// Removes the parts of a striped object that no head names any more, in the background. What this misses, the
-    /// collector finds.
+    /// Removes the parts of a striped object that no head names any more, in the background. What
+    /// this misses, the collector finds.
     pub(crate) fn drop_parts(self: &Rc<Osd>, name: ObjectName, manifest: Manifest) {
         let osd = Rc::clone(self);
         spawn(async move {

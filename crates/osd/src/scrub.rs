@@ -23,7 +23,8 @@ const PAGE: usize = 128;
 const SEGMENT: u64 = 1 << 20;
 
 impl Osd {
-    /// How a pool's scrub stands; with `start` one is begun if none is under way, which is to `repair` or not.
+    /// How a pool's scrub stands; with `start` one is begun if none is under way, which is to
+    /// `repair` or not.
     ///
     /// # Errors
     /// If one is under way that does not repair, and the new one is to.

@@ -35,8 +35,9 @@ pub struct OsdServer {
 impl OsdServer {
     /// Starts an OSD on a thread of its own, `osd-0`, and returns when clients can connect.
     ///
-    /// `targets` are all targets of the node, in any order, with their ids; `staging` is the staging memory, at least a few
-    /// segments of 2 MiB; `listen` is an address as the stack takes it (`host:port`).
+    /// `targets` are all targets of the node, in any order, with their ids; `staging` is the
+    /// staging memory, at least a few segments of 2 MiB; `listen` is an address as the stack takes
+    /// it (`host:port`).
     ///
     /// Blocks meanwhile. The stores must not need the calling thread to make progress.
     ///
@@ -89,8 +90,9 @@ impl OsdServer {
         }
     }
 
-    /// Runs an OSD on the current thread, which must be in a [`LocalSet`], until `stop` resolves: for simulations, and
-    /// for programs that have their own loop. `ready` learns the endpoint, or why there is none.
+    /// Runs an OSD on the current thread, which must be in a [`LocalSet`], until `stop` resolves:
+    /// for simulations, and for programs that have their own loop. `ready` learns the endpoint, or
+    /// why there is none.
     pub async fn serve(
         config: OsdConfig,
         targets: Vec<(Uuid, Arc<dyn ObjectStore>)>,

@@ -18,7 +18,8 @@ use crate::task::spawn;
 #[derive(Default)]
 pub(crate) struct Space {
     running: Cell<u32>,
-    /// Counts changes that have ended otherwise than for want of space: they may have given space back.
+    /// Counts changes that have ended otherwise than for want of space: they may have given space
+    /// back.
     progress: Cell<u64>,
     /// There is progress, or no change runs any more.
     changed: Notify,
@@ -44,7 +45,8 @@ impl Space {
     }
 
     /// Waits until there may be more space than a change found that began when the progress was
-    /// `seen`, at most until `until`. `groups` lists the groups that may give space back. `false` if none is on its way, or not in time.
+    /// `seen`, at most until `until`. `groups` lists the groups that may give space back. `false`
+    /// if none is on its way, or not in time.
     pub(crate) async fn may_come(
         &self,
         seen: u64,

@@ -46,7 +46,8 @@ impl Osd {
         .await
     }
 
-    /// Fails if a target that is there has what no others have, or too few: to say that it is lost would lose data.
+    /// Fails if a target that is there has what no others have, or too few: to say that it is lost
+    /// would lose data.
     async fn can_spare(&self, target: &Target) -> wire::Result<()> {
         // A group that cannot be opened may need the target.
         let needs = async |(pool, group): (String, Rc<Group>)| {

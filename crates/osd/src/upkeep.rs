@@ -16,11 +16,13 @@ const REMOVAL_INTERVALS: u32 = 4;
 const INDEX_LOW: u64 = 8;
 /// Notes that take more than that part of an index are given up when it is nearly full.
 const INDEX_NOTES: u64 = 16;
-/// A target without room for the node's map is offered it again after so many intervals of the upkeep.
+/// A target without room for the node's map is offered it again after so many intervals of the
+/// upkeep.
 const MAP_INTERVALS: u32 = 4;
 
 impl Osd {
-    /// Runs for ever: keeps the map's word on targets true, tries targets again that have failed, and rebuilds.
+    /// Runs for ever: keeps the map's word on targets true, tries targets again that have failed,
+    /// and rebuilds.
     pub(crate) async fn look_after_redundancy(self: Rc<Osd>) {
         tokio::join!(
             self.rebuild_for_ever(),
@@ -45,7 +47,8 @@ impl Osd {
         }
     }
 
-    /// Gives the map to targets that had no room for it when the node started: they count as failed until they have it.
+    /// Gives the map to targets that had no room for it when the node started: they count as failed
+    /// until they have it.
     async fn give_map_for_ever(&self) {
         loop {
             tokio::time::sleep(self.config.upkeep_interval * MAP_INTERVALS).await;
@@ -141,7 +144,8 @@ impl Osd {
         }
     }
 
-    /// Notes in the map which targets do not have it: after a restart that tells whether the others have the newest one.
+    /// Notes in the map which targets do not have it: after a restart that tells whether the others
+    /// have the newest one.
     async fn note_lost_targets(&self) -> wire::Result<()> {
         let lost = |record: &TargetRecord| {
             let target = self.targets.iter().find(|t| t.uuid == record.uuid);
