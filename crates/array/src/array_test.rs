@@ -1,6 +1,7 @@
 //! A group over stores whose reads can be held up.
 
 use std::collections::BTreeMap;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,8 +9,12 @@ use base::block::Payload;
 use base::mem::Arena;
 use base::pool::BufferPool;
 use bytes::Bytes;
+use futures::future::LocalBoxFuture;
 use store::stripes::{EngineOptions, Engines, LocalStripes};
-use store::{CollectionId, MemStore, ObjectId, ObjectStore, Op, StoreFuture, Transaction, WriteSource};
+use store::{
+    CollectionId, MemStore, ObjectId, ObjectStore, Op, StoreCalls, StoreError, StoreFuture, StoreRequest,
+    Submit, Transaction, WriteSource,
+};
 use tokio::sync::watch;
 use tokio::task::LocalSet;
 use uuid::Uuid;
@@ -112,7 +117,7 @@ async fn a_read_that_nobody_polls_keeps_no_write_to_its_object_waiting() {
             is_internal: |_| false,
             redundancy: "mirror:2".parse().unwrap(),
             targets: Rc::new(targets.collect()),
-            pool: BufferPool::new(Arena::anonymous(1 << 20).unwrap(), 0, 64 << 10),
+            staging: BufferPool::new(Arena::anonymous(1 << 20).unwrap(), 0, 64 << 10),
             member_timeout: Duration::from_secs(10),
             patience: Duration::from_secs(30),
             dirty_max: 16,

@@ -28,6 +28,8 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 use wire::{CodingMode, CodingOffload, CodingPlace, CodingStatus, Error};
 
+use crate::task::spawn;
+
 /// Pause between two looks at the host's load.
 const WATCH: Duration = Duration::from_millis(100);
 /// The host is not looked at any more when there was nothing to code for that long.
@@ -258,7 +260,7 @@ impl Coding {
             return;
         }
         let coding = Rc::downgrade(self);
-        crate::spawn(async move {
+        spawn(async move {
             while let Some(coding) = coding.upgrade() {
                 if coding.last_task.get().elapsed() >= WATCH_IDLE {
                     return coding.is_watching.set(false);

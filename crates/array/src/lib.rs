@@ -1,277 +1,96 @@
-//! Several targets as one store: each object has data on all of them, so that some targets may be lost.
+//! Several targets as one store: each object has data on all of them, so that some targets may be
+//! lost.
 //!
-//! A placement group of a pool with redundancy has one [`Array`]: a store of one collection over the stores of the group's
-//! members, with one fragment of each object on each. Its user sees a store like any other, whose session changes
-//! when a member fails or comes back. The modules:
+//! A placement group of a pool with redundancy has one [`Array`]: a store of one collection over
+//! the stores of the group's members, with one fragment of each object on each. Its user sees a
+//! store like any other, whose incarnation changes when a member fails or comes back. The modules,
+//! from the top down:
 //!
-//! - `group`: the state of a group, and its sessions. `member`: what a group must know of a target. `record`: what each
-//!   member stores for the group.
-//! - `transact`: makes one transaction for each member. `overlay` computes the change of the object, `split` and `parity`
-//!   that of its fragments; `layout` and `coder` say which fragment has which bytes, and compute parity; `staging` writes large
-//!   data before its transaction.
+//! - `array`: takes requests and starts their tasks.
+//! - `transact`: makes one transaction for each member. `work` collects what a transaction does to
+//!   one object. `staging` writes large data before its transaction.
+//! - `rebuild` brings members back in sync, `scrub` compares members, `repair` makes a damaged
+//!   fragment anew. All three use `copy`, which copies an object to a member.
 //! - `read`: reads and verifies. `plan` chooses the fragments that are read where one is lost.
-//! - `open`: begins a session. It takes back transactions that only some members have. `members` finds the members in
-//!   sync; `removal` deletes what former members still store.
-//! - `rebuild` brings members back in sync, `scrub` compares them. `patience`: how long the group waits for a member.
-//! - `coding`: where parity is computed. `pace`: how fast background work goes.
+//!   `ask`: questions that any member can answer.
+//! - `open`: begins an interval. `view` reads what a target stores of the group, `members` finds
+//!   the members in sync, `undo` takes back transactions that only some members have, `removal`
+//!   deletes what former members still store. `create` makes a group.
+//! - `group`: the state of a group. `interval`: a period in which the same members take part.
+//!   `intents`: transactions under way. `terms`: numbers of the group's records. `rebuilding`: a
+//!   member on its way back. `objects`: the lock and the size of each object. `stage`: staged data.
+//!   `damaged`: fragments to repair. `calls`: how long the group waits for a member.
+//! - `overlay` computes the change of an object, `rows` which rows of its stripes change, `split`
+//!   and `parity` the changes of its fragments. `layout` and `coder` say which fragment has which
+//!   bytes, and compute parity. `coding`: where parity is computed.
+//! - `member`: what a group must know of a target. `member_link`: a member in one incarnation of
+//!   its store. `record`: what each member stores for the group. `pace`: how fast background work
+//!   goes.
 //!
-//! **What it rests on.** A transaction carries a number, and its intent, on every member. It is acknowledged once every member in
-//! sync has committed it. One that some members have and some have not is taken back, with what those have kept of before. Who is
-//! in sync is in a record with an epoch, on every member that is, before anything is acknowledged without the others. An object
-//! is changed by one transaction at a time. The omap entries that several transactions may change at a time (of a
-//! placement group's own object) are either written by one transaction alone or only ever grow. See `docs/adr/0012`.
+//! **What it rests on.** A transaction carries a number, and its intent, on every member. It is
+//! acknowledged once every member in sync has committed it. A transaction that only some members
+//! have is taken back, with the data that those have kept. The record of a group names the members
+//! in sync. It has a term, and is on every member in sync before anything is acknowledged without
+//! the others. An object is changed by one transaction at a time. The omap entries that several
+//! transactions may change at a time (of a placement group's own object) are either written by one
+//! transaction alone or only ever grow. See `docs/adr/0012`.
 //!
-//! **Threads.** An [`Array`] and its group live on one thread, in a `LocalSet`. A request begins in the call of
-//! [`submit`](Submit::submit). What it cannot do at once goes on in a task, whether or not its future is polled.
+//! **Threads.** An [`Array`] and its group live on one thread, in a `LocalSet`. A request begins in
+//! the call of [`submit`](store::Submit::submit). The rest of a request runs in a task, whether or
+//! not its future is polled.
 
 #![forbid(unsafe_code)]
 
+mod array;
 #[cfg(test)]
 mod array_test;
+mod ask;
+mod calls;
 mod coder;
 mod coding;
+mod copy;
+mod create;
+mod damaged;
 mod group;
+mod intents;
+mod interval;
 mod layout;
 mod member;
+mod member_link;
 mod members;
+mod objects;
 mod open;
 mod overlay;
 mod pace;
+mod page;
 mod parity;
-mod patience;
 mod plan;
 mod probe;
 mod read;
 mod rebuild;
+mod rebuilding;
 mod record;
 mod removal;
+mod repair;
+mod rows;
 mod scrub;
 mod split;
 mod stage;
 mod staging;
+mod task;
+mod terms;
 mod transact;
+mod undo;
+mod view;
+mod work;
 
-use std::pin::Pin;
-use std::rc::Rc;
-use std::task::{Context, Poll, Waker};
-use std::time::Duration;
-
-use base::block::BLOCK;
-use base::phases;
-use base::reclaim::Reclaim;
-use base::thread::ThreadClass;
-use futures::future::LocalBoxFuture;
-use store::{
-    Query, QueryReply, Result, Space, StoreCalls, StoreError, StoreReply, StoreRequest, Submit, check_session,
-};
-use tokio::sync::oneshot;
-use tokio::task::JoinHandle;
-
+pub use array::{Array, ArrayFuture};
 pub use coding::{Coding, CodingConfig, StripesAt};
-pub use group::{Group, GroupOptions, Session};
+pub use group::{Group, GroupOptions};
+pub use interval::Interval;
 pub use member::Member;
 pub use pace::Pace;
 pub use probe::NewObjects;
 pub use rebuild::{RETRY, Rebuilt};
 pub use record::SIZE_XATTR;
 pub use scrub::Findings;
-
-use group::Link;
-
-/// Starts a task on this thread. The thread also serves connections, so the CPU time of its tasks is booked by class.
-fn spawn<F: Future<Output: 'static> + 'static>(task: F) -> JoinHandle<F::Output> {
-    tokio::task::spawn_local(base::work::booked(ThreadClass::Osd, task))
-}
-
-/// After the last transaction, intents are trimmed when nothing has happened for that long.
-const TRIM_IDLE: Duration = Duration::from_secs(1);
-
-/// The future of an [`Array`]'s reply.
-pub type ArrayFuture = LocalBoxFuture<'static, Result<StoreReply>>;
-
-/// See the [module](self) documentation. A clone is another handle of the same group.
-#[derive(Clone)]
-pub struct Array(Rc<Group>);
-
-impl Array {
-    /// A handle of a group.
-    #[must_use]
-    pub fn new(group: Rc<Group>) -> Array {
-        Array(group)
-    }
-}
-
-/// Carries out the rest of a request in a task of its own. Its caller may stop polling for as long as a client takes
-/// its data, or drop the future: meanwhile the request must not keep others waiting that need the same object.
-fn detached(task: ArrayFuture) -> ArrayFuture {
-    let task = match phases::current() {
-        Some(clock) => spawn(clock.scope(task)),
-        None => spawn(task),
-    };
-    Box::pin(async move { task.await.unwrap_or_else(|_| Err(ended())) })
-}
-
-fn ended() -> StoreError {
-    StoreError::Disconnected("the group has ended".into())
-}
-
-/// Carries out a request as far as that goes without waiting: so requests take their places in the order of the calls.
-fn begin(mut task: ArrayFuture) -> std::result::Result<Result<StoreReply>, ArrayFuture> {
-    match Pin::new(&mut task).poll(&mut Context::from_waker(Waker::noop())) {
-        Poll::Ready(reply) => Ok(reply),
-        Poll::Pending => Err(task),
-    }
-}
-
-fn ready(reply: Result<StoreReply>) -> ArrayFuture {
-    Box::pin(std::future::ready(reply))
-}
-
-async fn carry_out(group: Rc<Group>, number: u64, request: StoreRequest) -> Result<StoreReply> {
-    let repairs = matches!(request, StoreRequest::Transact { .. } | StoreRequest::Read { .. });
-    let trims = matches!(request, StoreRequest::Transact { .. });
-    let reply = reply_to(&group, number, request).await;
-    if repairs {
-        repair_damaged(&group);
-    }
-    if trims {
-        trim_when_idle(&group);
-    }
-    reply
-}
-
-async fn reply_to(group: &Rc<Group>, number: u64, request: StoreRequest) -> Result<StoreReply> {
-    Ok(match request {
-        StoreRequest::Transact { transaction, .. } => group.transact(number, transaction).await?.into(),
-        StoreRequest::Stage { len } => group.stage(number, len).await?.into(),
-        StoreRequest::StageWrite { stage, offset, payload } => {
-            group.stage_write(stage, offset, payload).await?.into()
-        }
-        StoreRequest::StageRelease { stage } => {
-            group.stage_release(stage);
-            StoreReply::Done
-        }
-        StoreRequest::Read { oid, offset, len, dest, .. } => {
-            group.read(number, &oid, offset, len, dest).await?.into()
-        }
-        StoreRequest::Query { query: Query::Stat { oid }, .. } => {
-            QueryReply::Stat(group.stat(number, &oid).await?).into()
-        }
-        StoreRequest::Query { query: Query::List { from, limit }, .. } => {
-            let limit = usize::try_from(limit).unwrap_or(usize::MAX);
-            let session = group.session(number).await?;
-            QueryReply::Objects(group.list_in(&session, from, limit).await?).into()
-        }
-        StoreRequest::Query { query, .. } => ask_metadata(group, number, query).await?,
-        StoreRequest::Collections => vec![group.cid.clone()].into(),
-        // Space is the targets', not a group's.
-        StoreRequest::Space => Space::default().into(),
-        // The targets are unmounted by their owner.
-        StoreRequest::Umount => StoreReply::Done,
-    })
-}
-
-/// Questions about an object that any member with the object can answer.
-async fn ask_metadata(group: &Group, number: u64, query: Query) -> Result<StoreReply> {
-    let Some(oid) = query.oid() else {
-        return Err(StoreError::InvalidArgument("the question is about no object".into()));
-    };
-    let ask = async |member: &Link| member.target.store().query(&group.cid, query.clone()).await;
-    let mut reply = group.ask_in(number, oid, ask).await?;
-    if let StoreReply::Query(QueryReply::Pairs(xattrs)) = &mut reply
-        && matches!(query, Query::Xattrs { .. })
-    {
-        xattrs.retain(|(name, _)| *name != record::SIZE_XATTR);
-    }
-    Ok(reply)
-}
-
-/// Repairs what was found damaged, in the background.
-fn repair_damaged(group: &Rc<Group>) {
-    let damaged = std::mem::take(&mut *group.damaged.borrow_mut());
-    for (oid, position) in damaged {
-        let group = Rc::clone(group);
-        spawn(async move {
-            if let Err(e) = group.repair(&oid, position).await {
-                tracing::warn!(%oid, position, error = %e, "a damaged fragment is left to the next scrub");
-            }
-        });
-    }
-}
-
-/// Takes away, when nothing has happened for a while, what was kept in case a transaction had to be taken back.
-fn trim_when_idle(group: &Rc<Group>) {
-    if group.trim_scheduled.replace(true) {
-        return;
-    }
-    let group = Rc::downgrade(group);
-    spawn(async move {
-        let mut seen = None;
-        loop {
-            tokio::time::sleep(TRIM_IDLE).await;
-            let Some(group) = group.upgrade() else { return };
-            let next = group.log.borrow().next;
-            if seen.replace(next) == Some(next) {
-                group.trim_scheduled.set(false);
-                if let Err(e) = group.trim().await {
-                    tracing::debug!(error = %e, "intents are trimmed later");
-                }
-                return;
-            }
-        }
-    });
-}
-
-impl Submit for Array {
-    type Reply = ArrayFuture;
-
-    fn submit(&self, request: StoreRequest) -> ArrayFuture {
-        let group = &self.0;
-        if let Some(cid) = request.collection().filter(|cid| **cid != group.cid) {
-            return ready(Err(StoreError::NoSuchCollection(cid.to_string())));
-        }
-        let mut number = group.number();
-        if let StoreRequest::Transact { transaction, session } = &request {
-            if let Err(e) = transaction.validate().and_then(|()| check_session(*session, number)) {
-                return ready(Err(e));
-            }
-            number = session.unwrap_or(number);
-        }
-        let is_stage = matches!(request, StoreRequest::Stage { .. });
-        match begin(Box::pin(carry_out(Rc::clone(group), number, request))) {
-            Ok(reply) => ready(reply),
-            Err(task) if is_stage => self.staging(task),
-            Err(task) => detached(task),
-        }
-    }
-
-    fn session(&self) -> u64 {
-        self.0.number()
-    }
-
-    fn stage_alignment(&self) -> u64 {
-        if self.0.layout.is_mirror() { BLOCK } else { self.0.layout.stripe() }
-    }
-}
-
-impl Array {
-    /// Makes a stage. It is released if the caller no longer waits when it is there.
-    fn staging(&self, task: ArrayFuture) -> ArrayFuture {
-        let (reply, made) = oneshot::channel();
-        let group = Rc::clone(&self.0);
-        let release = move |made: Result<StoreReply>| {
-            if let Ok(StoreReply::Stage(stage)) = made {
-                group.stage_release(stage);
-            }
-        };
-        let unwanted = release.clone();
-        drop(detached(Box::pin(async move {
-            if let Err(made) = reply.send(task.await) {
-                unwanted(made);
-            }
-            Ok(StoreReply::Done)
-        })));
-        let staging = Reclaim::new(made, release);
-        Box::pin(async move { staging.await.unwrap_or_else(|_| Err(ended())) })
-    }
-}

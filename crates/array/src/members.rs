@@ -1,52 +1,32 @@
-//! Who counts: which members go on, and what they put down about the others.
+//! Membership: which members go on, and what they record about the others.
 //!
-//! Epochs grow from record to record, beyond all that were ever proposed: some member may have put down a record that the others
-//! have not, and must not come back with it as the newest. Where the members that are there go on only because an operator has said
-//! that others are lost, which may know more, the epoch takes a step that those cannot have made: should they come back all the
-//! same, they do not count, and get everything anew.
+//! Terms grow from record to record, beyond all that were ever proposed: a member may have stored a
+//! record that the others lack, and must not come back with it as the newest. If the members go on
+//! only because an operator has declared others lost, which may know more, the term takes a step
+//! that the lost members cannot have made. If those come back nevertheless, they do not count, and
+//! get all data anew.
 
 use std::collections::BTreeSet;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
 use futures::future::try_join_all;
 use store::{ObjectId, Op, StoreError, Transaction};
 use uuid::Uuid;
 
-use crate::group::{Group, Link};
+use crate::group::Group;
 use crate::member::Member;
-use crate::open::View;
+use crate::member_link::MemberLink;
+use crate::page::page;
 use crate::record::{GroupRecord, MemberRecord, Standing, key_dirty, key_proposal, key_record, own_object};
-
-/// How far an epoch is, at least, beyond all that members may have that were said to be lost. In such steps it has the seconds
-/// since 1970, so that the last word counts.
-const WORD: u64 = 1 << 32;
-/// Bytes of keys in one transaction: a store's transactions are bounded.
-const PAGE: usize = 64 << 10;
-
-/// As many keys as may be in one transaction.
-pub(super) fn page(keys: &mut impl Iterator<Item = Bytes>) -> Vec<Bytes> {
-    page_by(keys, Bytes::len)
-}
-
-/// As many items as may be in one transaction, each of so many bytes.
-pub(super) fn page_by<T>(items: &mut impl Iterator<Item = T>, len: impl Fn(&T) -> usize) -> Vec<T> {
-    let (mut page, mut bytes) = (Vec::new(), 0);
-    while bytes < PAGE
-        && let Some(item) = items.next()
-    {
-        bytes += len(&item) + 16;
-        page.push(item);
-    }
-    page
-}
+use crate::view::View;
 
 impl Group {
-    /// The members in sync that are there, by position; and whether they count only by an operator's word that others are lost.
+    /// The members in sync that are there, by position; and whether they count only by an
+    /// operator's word that others are lost.
     ///
     /// # Errors
     /// [`StoreError::TooFewTargets`] if they are too few, or others may know more.
-    pub(super) fn members(
+    pub(crate) fn members(
         &self,
         record: &GroupRecord,
         views: &[View],
@@ -65,9 +45,10 @@ impl Group {
             }
         }
         let (there, needed) = (members.iter().flatten().count(), self.layout.k);
-        let known = self.lineage.borrow();
-        let newer = known.as_ref().filter(|last| last.epoch > record.epoch);
-        // Those that may have gone on without the ones that are here: in the last session, or before there was one.
+        let known = self.terms.lineage();
+        let newer = known.as_ref().filter(|last| last.term > record.term);
+        // Those that may have gone on without the ones that are here: in the last interval, or
+        // before there was one.
         let ahead: Vec<Uuid> = match (newer, &*known) {
             (Some(last), _) => last.in_sync().map(|position| last.members[position].target).collect(),
             (None, Some(_)) => Vec::new(),
@@ -102,8 +83,9 @@ impl Group {
         self.targets.iter().find(|t| t.uuid() == *uuid).is_none_or(|t| t.is_out())
     }
 
-    /// Makes the members agree on a record that says who is in sync; returns it and the objects that are dirty.
-    pub(super) async fn agree(
+    /// Makes the members agree on a record that says who is in sync; returns it and the objects
+    /// that are dirty.
+    pub(crate) async fn agree(
         &self,
         old: GroupRecord,
         views: &[View],
@@ -134,16 +116,16 @@ impl Group {
             dirty.clear();
         }
         let heard = views.iter().map(|view| view.heard).max().unwrap_or(0);
-        self.highest.set(self.highest.get().max(heard));
+        self.terms.heard_of(heard);
         let has_it = |view: &View| view.record == record && (view.dirty == dirty || !needs_notes);
-        if on_word || self.highest.get() > record.epoch || !there().all(has_it) {
-            record.epoch = self.next_epoch(on_word);
+        if on_word || self.terms.highest() > record.term || !there().all(has_it) {
+            record.term = self.terms.next(on_word);
             // Before the record: one note too many does no harm.
             let lacking = there().map(|view| (&view.link, dirty.difference(&view.dirty)));
             try_join_all(lacking.map(|(link, lacking)| self.note_dirty(link, lacking))).await?;
             self.put_in_force(&record, &there().map(|view| &view.link).collect::<Vec<_>>()).await?;
             let (in_sync, of) = (record.in_sync().count(), record.members.len());
-            tracing::info!(cid = %self.cid, epoch = record.epoch, in_sync, of, on_word, "the group's members have changed");
+            tracing::info!(cid = %self.cid, term = record.term, in_sync, of, on_word, "the group's members have changed");
         }
         if !needs_notes {
             try_join_all(there().map(|view| self.forget_dirty(&view.link, &view.dirty))).await?;
@@ -151,60 +133,55 @@ impl Group {
         Ok((record, dirty))
     }
 
-    /// An epoch that nobody has heard of.
-    pub(super) fn next_epoch(&self, on_word: bool) -> u64 {
-        let next = self.highest.get().saturating_add(1);
-        if !on_word {
-            return next;
-        }
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        next.saturating_add(WORD).max(now.as_secs().saturating_mul(WORD))
-    }
-
-    /// Puts a record in force: as a proposal first. Only once all have that may one of them take it for what counts, and nobody
-    /// is told anything before.
-    pub(super) async fn put_in_force(&self, record: &GroupRecord, links: &[&Link]) -> store::Result<()> {
-        self.highest.set(self.highest.get().max(record.epoch));
+    /// Puts a record in force: as a proposal first. Only once all have that may one of them take it
+    /// for what counts, and nobody is told anything before.
+    pub(crate) async fn put_in_force(
+        &self,
+        record: &GroupRecord,
+        links: &[&MemberLink],
+    ) -> store::Result<()> {
+        self.terms.heard_of(record.term);
         let oid = own_object();
         let proposal = vec![(key_proposal(), record.encode())];
         let propose =
             Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: oid.clone(), entries: proposal });
         let propose = propose.from_reserve();
-        try_join_all(links.iter().map(|link| self.apply_to(link, propose.clone()))).await?;
+        try_join_all(links.iter().map(|link| self.calls.apply_to(link, propose.clone()))).await?;
         let entries = vec![(key_record(), record.encode())];
         let note = Transaction::new(self.cid.clone())
             .with(Op::OmapSet { oid: oid.clone(), entries })
             .with(Op::OmapRemove { oid, keys: vec![key_proposal()] })
             .from_reserve();
-        try_join_all(links.iter().map(|link| self.apply_to(link, note.clone()))).await.map(drop)
+        try_join_all(links.iter().map(|link| self.calls.apply_to(link, note.clone()))).await.map(drop)
     }
 
     /// Notes objects as dirty on a member, however many those are.
-    pub(super) async fn note_dirty(
+    pub(crate) async fn note_dirty(
         &self,
-        link: &Link,
+        link: &MemberLink,
         oids: impl Iterator<Item = &ObjectId>,
     ) -> store::Result<()> {
         let mut keys = oids.map(key_dirty).peekable();
         while keys.peek().is_some() {
             let entries = page(&mut keys).into_iter().map(|key| (key, Bytes::new())).collect();
             let note = Op::OmapSet { oid: own_object(), entries };
-            self.apply_to(link, Transaction::new(self.cid.clone()).with(note).from_reserve()).await?;
+            self.calls.apply_to(link, Transaction::new(self.cid.clone()).with(note).from_reserve()).await?;
         }
         Ok(())
     }
 
     /// Removes such notes again.
-    async fn forget_dirty(&self, link: &Link, oids: &BTreeSet<ObjectId>) -> store::Result<()> {
+    async fn forget_dirty(&self, link: &MemberLink, oids: &BTreeSet<ObjectId>) -> store::Result<()> {
         let mut keys = oids.iter().map(key_dirty).peekable();
         while keys.peek().is_some() {
             let forget = Op::OmapRemove { oid: own_object(), keys: page(&mut keys) };
-            self.apply_to(link, Transaction::new(self.cid.clone()).with(forget)).await?;
+            self.calls.apply_to(link, Transaction::new(self.cid.clone()).with(forget)).await?;
         }
         Ok(())
     }
 
-    /// Gives the places of members that are out, no longer the node's, or blank and full, to targets that are not members yet.
+    /// Gives the places of members that are out, no longer the node's, or blank and full, to
+    /// targets that are not members yet.
     fn find_replacements(&self, record: &mut GroupRecord) {
         for position in 0..record.members.len() {
             let member = record.members[position];
@@ -227,7 +204,7 @@ impl Group {
     }
 
     /// The best target that is not a member, and on which there may be room.
-    pub(super) fn spare(&self, record: &GroupRecord) -> Option<Uuid> {
+    pub(crate) fn spare(&self, record: &GroupRecord) -> Option<Uuid> {
         let no_room = self.no_room.borrow();
         let taken = |t: &dyn Member| record.members.iter().any(|m| m.target == t.uuid());
         let free =

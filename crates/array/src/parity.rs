@@ -1,8 +1,9 @@
 //! Parity of what becomes of an object.
 //!
-//! That of stripes of which nothing stays is computed from what came, all of them in one pass, checksums included. Otherwise
-//! something of the stripe must be read first, whichever is less: the bytes that are replaced and the old parity (which then
-//! changes by what the data changes by), or the units of those rows that stay.
+//! That of stripes of which nothing stays is computed from what came, all of them in one pass,
+//! checksums included. Otherwise something of the stripe must be read first, whichever is less: the
+//! bytes that are replaced and the old parity (which then changes by what the data changes by), or
+//! the units of those rows that stay.
 
 use std::ops::Range;
 
@@ -13,11 +14,11 @@ use store::{Op, StoreError, WriteSource};
 
 use crate::coder::Buffer;
 use crate::overlay::{Content, slice};
-use crate::split::{Run, Split, Splitter, Unit};
+use crate::rows::{Change, Run, Split, Unit};
 
-impl Splitter<'_> {
+impl Change<'_> {
     /// The ops of parity fragments for a run of stripes.
-    pub(super) async fn parity(
+    pub(crate) async fn parity(
         &self,
         run: &Run,
         old: &impl AsyncFn(usize, Range<u64>) -> store::Result<Vec<u8>>,
@@ -171,7 +172,8 @@ impl Splitter<'_> {
         try_join_all(reads).await
     }
 
-    /// A unit's rows as they will be, over `old`. What is beyond the end that the object had was read as zeros.
+    /// A unit's rows as they will be, over `old`. What is beyond the end that the object had was
+    /// read as zeros.
     fn unit_bytes(
         &self,
         stripe: u64,

@@ -9,7 +9,7 @@ use wire::Redundancy;
 use crate::coder::Coder;
 use crate::layout::Layout;
 use crate::overlay::Overlay;
-use crate::split::Splitter;
+use crate::rows::Change;
 
 /// Cuts new objects as the OSD does when their data goes with its transaction: no store is needed.
 pub struct NewObjects {
@@ -20,7 +20,8 @@ pub struct NewObjects {
 }
 
 impl NewObjects {
-    /// In a pool of that redundancy; parity is computed into memory of `pool`, as long as there is some.
+    /// In a pool of that redundancy; parity is computed into memory of `pool`, as long as there is
+    /// some.
     ///
     /// # Errors
     /// If there is no such redundancy.
@@ -38,9 +39,9 @@ impl NewObjects {
         let mut overlay = Overlay::new(0);
         overlay.write(0, bytes)?;
         let NewObjects { layout, coder, oid, live } = self;
-        let splitter = Splitter { layout: *layout, coder, oid, overlay: &overlay, live };
+        let change = Change { layout: *layout, coder, oid, overlay: &overlay, live };
         let unread = || StoreError::InvalidArgument("of a new object there is nothing to read".into());
-        let split = splitter.split(async |_, _| Err(unread())).now_or_never();
+        let split = change.split(async |_, _| Err(unread())).now_or_never();
         Ok(split.ok_or_else(unread)??.ops)
     }
 }
@@ -73,7 +74,8 @@ mod tests {
     }
 
     proptest! {
-        /// Parity is that of the code, whatever the object's last stripe is like, and has the right checksums.
+        /// Parity is that of the code, whatever the object's last stripe is like, and has the right
+        /// checksums.
         #[test]
         fn new_objects_have_the_parity_of_the_code(
             (k, m, blocks) in (1u8..6, 1u8..4, 1u32..4),

@@ -8,26 +8,28 @@ use bytes::{Bytes, BytesMut};
 use futures::future::join_all;
 use store::{MAX_READ, ObjectId, ReadData, StoreCalls, StoreError};
 
+use crate::ask::is_damage;
 use crate::coder::Buffer;
-use crate::group::{Group, Known, Link, Session};
+use crate::group::Group;
+use crate::interval::Interval;
+use crate::member_link::MemberLink;
 use crate::plan::{ReadPlan, Span};
-use crate::record::SIZE_XATTR;
 
 /// An object whose fragments are read.
 #[derive(Clone, Copy)]
-pub(super) struct Whole<'a> {
-    pub(super) oid: &'a ObjectId,
+pub(crate) struct Whole<'a> {
+    pub(crate) oid: &'a ObjectId,
     /// Its bytes: each fragment has a length that follows from that.
-    pub(super) size: u64,
+    pub(crate) size: u64,
 }
 
 /// Bytes of a fragment.
 #[derive(Clone)]
-pub(super) struct FragmentRead {
+pub(crate) struct FragmentRead {
     /// As many as the fragment has of the range.
-    pub(super) bytes: Bytes,
+    pub(crate) bytes: Bytes,
     /// One for each block, as stored.
-    pub(super) checksums: Vec<u32>,
+    pub(crate) checksums: Vec<u32>,
 }
 
 impl Group {
@@ -43,10 +45,10 @@ impl Group {
         if len > MAX_READ {
             return Err(StoreError::TooLarge { what: "read".into(), size: len, limit: MAX_READ });
         }
-        let session = self.session(number).await?;
+        let interval = self.interval(number).await?;
         // Held until all is read: every fragment shows the same version.
-        let held = self.shared_object(oid).await;
-        let size = self.size(&session, oid, &held).await?;
+        let held = self.objects.shared(oid).await;
+        let size = self.size(&interval, oid, &held).await?;
         let Some(size) = size else { return Err(StoreError::NoSuchObject(oid.to_string())) };
         let start = block::align_down(offset);
         let end = block::align_up(offset.saturating_add(len)).unwrap_or(u64::MAX).min(size);
@@ -54,7 +56,7 @@ impl Group {
         if start >= end || len == 0 {
             return Ok(data);
         }
-        let (bytes, checksums) = self.read_range(&session, Whole { oid, size }, start..end, dest).await?;
+        let (bytes, checksums) = self.read_range(&interval, Whole { oid, size }, start..end, dest).await?;
         if bytes.len() as u64 != end - start {
             let detail = format!("{} bytes instead of {}", bytes.len(), end - start);
             return Err(StoreError::Corrupt { what: format!("object {oid}"), detail });
@@ -66,12 +68,12 @@ impl Group {
 
     async fn read_range(
         &self,
-        session: &Session,
+        interval: &Interval,
         whole: Whole<'_>,
         range: Range<u64>,
         dest: Option<ArenaBuf>,
     ) -> store::Result<(Bytes, Vec<u32>)> {
-        let links = self.live_links(session, whole.oid);
+        let links = self.live_links(interval, whole.oid);
         if self.layout.is_mirror() {
             let copy = self.next_copy(&links);
             let read = self.read_one(links, whole, (copy, range), dest).await?;
@@ -93,51 +95,11 @@ impl Group {
     }
 
     /// The copy to be read next, one after the other, so that all members' drives take part.
-    fn next_copy(&self, links: &[Option<Link>]) -> usize {
+    fn next_copy(&self, links: &[Option<MemberLink>]) -> usize {
         let there: Vec<usize> = (0..links.len()).filter(|&copy| links[copy].is_some()).collect();
         let turn = self.copies_read.get();
         self.copies_read.set(turn.wrapping_add(1));
         if there.is_empty() { 0 } else { there[turn % there.len()] }
-    }
-
-    /// An object's size, read if it is not known.
-    pub(super) async fn size(
-        &self,
-        session: &Session,
-        oid: &ObjectId,
-        known: &Known,
-    ) -> store::Result<Option<u64>> {
-        if let Some(size) = known.get(session) {
-            return Ok(size);
-        }
-        let asked = async |link: &Link| link.target.store().get_xattr(&self.cid, oid, SIZE_XATTR).await;
-        let size = size_of(oid, self.ask(session, oid, asked).await)?;
-        known.set(session, size);
-        Ok(size)
-    }
-
-    /// An object's size, by the first of some members that has the object; those before it are left out from then on. One that has lost
-    /// an object does not speak for the others: what all of them lack was removed.
-    pub(super) async fn size_by_any(
-        &self,
-        members: &mut [Option<Link>],
-        oid: &ObjectId,
-    ) -> store::Result<Option<u64>> {
-        let mut asked =
-            Err(StoreError::TooFewTargets { there: 0, needed: 1, detail: "none is there".into() });
-        for member in members {
-            let Some(link) = member else { continue };
-            let asked_for = link.target.store().get_xattr(&self.cid, oid, SIZE_XATTR);
-            let found = size_of(oid, self.answer(link, asked_for).await);
-            link.still()?;
-            match found {
-                Ok(None) => asked = Ok(None),
-                Err(e @ (StoreError::Io(_) | StoreError::Corrupt { .. })) => asked = asked.or(Err(e)),
-                outcome => return outcome,
-            }
-            *member = None;
-        }
-        asked
     }
 
     /// Puts the units of several fragments in the order that they have in the object.
@@ -169,34 +131,34 @@ impl Group {
     }
 
     /// Reads a range of a fragment, which starts at a block.
-    pub(super) async fn read_fragment(
+    pub(crate) async fn read_fragment(
         &self,
-        session: &Session,
+        interval: &Interval,
         whole: Whole<'_>,
         fragment: usize,
         range: Range<u64>,
     ) -> store::Result<FragmentRead> {
-        let links = self.live_links(session, whole.oid);
+        let links = self.live_links(interval, whole.oid);
         let fragment = if self.layout.is_mirror() { self.next_copy(&links) } else { fragment };
         self.read_one(links, whole, (fragment, range), None).await
     }
 
     /// Computes a range of a fragment from others; as long as the range, filled up with zeros.
-    pub(super) async fn reconstruct(
+    pub(crate) async fn reconstruct(
         &self,
-        session: &Session,
+        interval: &Interval,
         whole: Whole<'_>,
         fragment: usize,
         range: Range<u64>,
     ) -> store::Result<FragmentRead> {
-        let mut links = self.live_links(session, whole.oid);
+        let mut links = self.live_links(interval, whole.oid);
         links[fragment] = None;
         self.read_one(links, whole, (fragment, range), None).await
     }
 
     async fn read_one(
         &self,
-        links: Vec<Option<Link>>,
+        links: Vec<Option<MemberLink>>,
         whole: Whole<'_>,
         span: Span,
         dest: Option<ArenaBuf>,
@@ -204,11 +166,11 @@ impl Group {
         Ok(self.read_fragments(links, whole, &[span], dest).await?.remove(0))
     }
 
-    /// Reads ranges of fragments, by [`ReadPlan`], in the order in which they are wanted. Those that cannot be read are computed
-    /// from others. `dest` is for a single one.
+    /// Reads ranges of fragments, by [`ReadPlan`], in the order in which they are wanted. Those
+    /// that cannot be read are computed from others. `dest` is for a single one.
     async fn read_fragments(
         &self,
-        mut links: Vec<Option<Link>>,
+        mut links: Vec<Option<MemberLink>>,
         whole: Whole<'_>,
         wanted: &[Span],
         mut dest: Option<ArenaBuf>,
@@ -225,14 +187,15 @@ impl Group {
             if !plan.computed.is_empty() && !std::mem::replace(&mut is_degraded, true) {
                 metrics::counter!("outboard_osd_degraded_reads_total").increment(1);
             }
-            // After a failure, what was read before is read again only if more of its fragment is needed now.
+            // After a failure, what was read before is read again only if more of its fragment is
+            // needed now.
             let is_covered = |fragment: usize, range: &Range<u64>| {
                 have[fragment]
                     .as_ref()
                     .is_some_and(|(read, _)| read.start <= range.start && range.end <= read.end)
             };
             let due = plan.reads.iter().filter(|(fragment, range)| !is_covered(**fragment, range));
-            let due: Vec<(usize, Range<u64>, Link)> = due
+            let due: Vec<(usize, Range<u64>, MemberLink)> = due
                 .filter_map(|(&fragment, range)| Some((fragment, range.clone(), links[fragment].clone()?)))
                 .collect();
             if due.is_empty() {
@@ -300,9 +263,9 @@ impl Group {
     }
 
     /// Reads from the member at a position, and verifies what it says.
-    pub(super) async fn read_from(
+    pub(crate) async fn read_from(
         &self,
-        link: &Link,
+        link: &MemberLink,
         Whole { oid, size }: Whole<'_>,
         position: usize,
         range: Range<u64>,
@@ -310,7 +273,7 @@ impl Group {
     ) -> store::Result<FragmentRead> {
         let len = range.end - range.start;
         let read =
-            self.answer(link, link.target.store().read(&self.cid, oid, range.start, len, dest)).await?;
+            self.calls.answer(link, link.target.store().read(&self.cid, oid, range.start, len, dest)).await?;
         read.verify().map_err(|e| link.corrupt(oid, e.to_string()))?;
         self.expect_len(link, Whole { oid, size }, position, read.object_size)?;
         link.still()?;
@@ -320,9 +283,9 @@ impl Group {
     }
 
     /// Fails if a fragment does not have the length that follows from its object's.
-    pub(super) fn expect_len(
+    pub(crate) fn expect_len(
         &self,
-        link: &Link,
+        link: &MemberLink,
         whole: Whole<'_>,
         position: usize,
         len: u64,
@@ -338,30 +301,18 @@ impl Group {
     ///
     /// # Errors
     /// If that says nothing of the fragment.
-    fn lost(&self, position: usize, oid: &ObjectId, link: &Link, e: StoreError) -> store::Result<()> {
+    fn lost(&self, position: usize, oid: &ObjectId, link: &MemberLink, e: StoreError) -> store::Result<()> {
         if !is_damage(&e) {
             return Err(e);
         }
         metrics::counter!("outboard_osd_fragments_lost_total").increment(1);
         tracing::warn!(%oid, target_uuid = %link.target.uuid(), error = %e, "a fragment cannot be read; others make up for it");
-        self.damaged.borrow_mut().insert((oid.clone(), position));
+        self.damaged.add(oid, position);
         Ok(())
     }
 
-    /// The error that too few fragments of an object can be read, or one that passes if that is so
-    /// because a whole target fails, rather than blocks of it, and is tried again.
-    async fn unless_failing(&self, unreadable: &[Link], e: StoreError) -> StoreError {
-        for link in unreadable {
-            let fails = tokio::time::timeout(self.member_timeout, link.target.fails());
-            if fails.await.unwrap_or(true) && link.target.is_hopeful() {
-                return StoreError::Disconnected(format!("{e}; target {} fails", link.target.uuid()));
-            }
-        }
-        e
-    }
-
     /// Bytes, filled up with zeros.
-    pub(super) fn filled(&self, bytes: Bytes, len: u64) -> Bytes {
+    pub(crate) fn filled(&self, bytes: Bytes, len: u64) -> Bytes {
         let len = len as usize;
         if bytes.len() == len {
             return bytes;
@@ -374,112 +325,10 @@ impl Group {
         filled.resize(len, 0);
         filled.freeze()
     }
-
-    /// Asks a member that has the object; the answer is the same whichever it is. Where one says that there is no such object, a
-    /// second one has to say so, too: it may have lost what it had.
-    pub(super) async fn ask<T>(
-        &self,
-        session: &Session,
-        oid: &ObjectId,
-        question: impl AsyncFn(&Link) -> store::Result<T>,
-    ) -> store::Result<T> {
-        let mut links = self.live_links(session, oid);
-        let asked = self.ask_one_of(&links, oid, &question).await;
-        let first = links.iter().position(Option::is_some);
-        let (Err(StoreError::NoSuchObject(_)), Some(first)) = (&asked, first) else { return asked };
-        links[first] = None;
-        match self.ask_one_of(&links, oid, &question).await {
-            Err(StoreError::TooFewTargets { .. } | StoreError::NoSuchObject(_)) => asked,
-            Err(e) if !matches!(e, StoreError::NoSuchXattr(_)) => Err(e),
-            found => {
-                tracing::warn!(%oid, position = first, "a member has lost an object that another one has");
-                self.damaged.borrow_mut().insert((oid.clone(), first));
-                found
-            }
-        }
-    }
-
-    /// Asks one of several members, the next one if the first cannot read what it has.
-    pub(super) async fn ask_one_of<T>(
-        &self,
-        links: &[Option<Link>],
-        oid: &ObjectId,
-        question: impl AsyncFn(&Link) -> store::Result<T>,
-    ) -> store::Result<T> {
-        let (mut failures, mut unreadable) = (Vec::new(), Vec::new());
-        for link in links.iter().flatten() {
-            match self.answer(link, question(link)).await {
-                Err(e @ (StoreError::Io(_) | StoreError::Corrupt { .. })) => {
-                    tracing::warn!(%oid, target_uuid = %link.target.uuid(), error = %e, "another member is asked");
-                    failures.push(e.to_string());
-                    if matches!(e, StoreError::Io(_)) {
-                        unreadable.push(link.clone());
-                    }
-                }
-                outcome => return link.still().and(outcome),
-            }
-        }
-        let e = StoreError::TooFewTargets { there: 0, needed: 1, detail: failures.join("; ") };
-        // Of a single one another member is asked next.
-        if unreadable.len() < 2 {
-            return Err(e);
-        }
-        Err(self.unless_failing(&unreadable, e).await)
-    }
-
-    /// A question about an object's metadata, in the session of that number.
-    pub(crate) async fn ask_in<T>(
-        &self,
-        number: u64,
-        oid: &ObjectId,
-        question: impl AsyncFn(&Link) -> store::Result<T>,
-    ) -> store::Result<T> {
-        let session = self.session(number).await?;
-        // It takes its place behind transactions on the object that were queued before.
-        let _held = self.shared_object(oid).await;
-        self.ask(&session, oid, question).await
-    }
-}
-
-impl Link {
-    /// What is wrong with the fragment that the target has of an object.
-    fn corrupt(&self, oid: &ObjectId, detail: String) -> StoreError {
-        StoreError::Corrupt { what: format!("object {oid} on target {}", self.target.uuid()), detail }
-    }
-
-    /// Fails if the target has another session: it may have repeated what was asked of it, and have seen what is not durable.
-    pub(super) fn still(&self) -> store::Result<()> {
-        if self.target.store().session() == self.session {
-            return Ok(());
-        }
-        Err(StoreError::Disconnected("the target's session has changed".into()))
-    }
 }
 
 /// Up to `len` bytes from `at` on.
 fn part(bytes: &Bytes, at: u64, len: usize) -> Bytes {
     let start = bytes.len().min(at as usize);
     bytes.slice(start..bytes.len().min(start + len))
-}
-
-/// Whether an error says that what is stored cannot be read, rather than that the store cannot be asked.
-pub(super) fn is_damage(e: &StoreError) -> bool {
-    matches!(e, StoreError::Corrupt { .. } | StoreError::Io(_) | StoreError::NoSuchObject(_))
-}
-
-/// An object's size, from what a member said of it.
-pub(super) fn size_of(oid: &ObjectId, found: store::Result<Bytes>) -> store::Result<Option<u64>> {
-    match found {
-        Ok(bytes) => match bytes[..].try_into() {
-            Ok(size) => Ok(Some(u64::from_be_bytes(size))),
-            Err(_) => {
-                let detail = "its size cannot be read".into();
-                Err(StoreError::Corrupt { what: format!("object {oid}"), detail })
-            }
-        },
-        Err(StoreError::NoSuchObject(_)) => Ok(None),
-        // Made by a change of its omap alone.
-        Err(StoreError::NoSuchXattr(_)) => Ok(Some(0)),
-        Err(e) => Err(e),
-    }
 }

@@ -1,16 +1,16 @@
-//! What a group keeps beside the objects: the omap of one object in its collection, the same on every member that is in
-//! sync but for the undo notes of intents.
+//! What a group keeps beside the objects: the omap of one object in its collection, the same on
+//! every member that is in sync but for the undo notes of intents.
 //!
 //! ```text
-//! e            the group's record: its epoch, and how its members stand (format byte, then postcard)
+//! e            the group's record: its term, and how its members stand (format byte, then postcard)
 //! p            a proposal of the next one, not in force until every member that it calls in sync has it
 //! t            intents up to that number are settled (8 bytes)
 //! i number     intent of a transaction: what it touches, and how that is undone (postcard)
 //! d object     an object changed while a member was away
 //! ```
 //!
-//! What a transaction overwrites is kept in an object of its own until every member has committed it, so that it can be
-//! undone where only some have.
+//! What a transaction overwrites is kept in an object of its own until every member has committed
+//! it, so that it can be undone where only some have.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use serde::de::DeserializeOwned;
@@ -47,7 +47,7 @@ pub(crate) struct MemberRecord {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct GroupRecord {
     /// Grows whenever a member leaves or comes back.
-    pub(crate) epoch: u64,
+    pub(crate) term: u64,
     /// By position.
     pub(crate) members: Vec<MemberRecord>,
 }
@@ -96,7 +96,8 @@ pub(crate) enum Undo {
     Remove,
     /// It was moved to the undo object; there may be a new one in its place.
     Return,
-    /// Ranges (offset, length) of it are in the undo object at the same offsets; it was `size` long.
+    /// Ranges (offset, length) of it are in the undo object at the same offsets; it was `size`
+    /// long.
     Restore { size: u64, saved: Vec<(u64, u64)> },
 }
 
@@ -227,7 +228,7 @@ mod tests {
     fn entries_survive_storage() {
         let oid = ObjectId::new("object").unwrap();
         let member = MemberRecord { target: Uuid::from_u128(7), standing: Standing::Stale };
-        let record = GroupRecord { epoch: 3, members: vec![member] };
+        let record = GroupRecord { term: 3, members: vec![member] };
         let touched = Touched {
             oid: oid.clone(),
             undo: Undo::Restore { size: 9000, saved: vec![(4096, 4096)] },

@@ -5,20 +5,24 @@ use std::rc::Rc;
 use bytes::Bytes;
 use store::{ObjectId, Op, StoreCalls, StoreError, Transaction};
 
-use crate::group::{Group, Link, Log, Session};
+use crate::group::Group;
+use crate::intents::Intents;
+use crate::interval::Interval;
 use crate::member::Member;
-use crate::members::page;
-use crate::open::View;
+use crate::member_link::MemberLink;
+use crate::page::page;
 use crate::record::{GroupRecord, Standing, key_record, own_object};
+use crate::view::View;
 
 /// Objects removed at a time.
 const OBJECTS: usize = 64;
 /// Entries of the group's own object looked at before.
 const NOTES: usize = 1024;
 
-/// Targets that are not members, and have something of the group that is not needed: anything if all members are in sync,
-/// otherwise an unfinished rebuild or, in `remains`, an interrupted removal.
-pub(super) fn leftovers(
+/// Targets that are not members, and have something of the group that is not needed: anything if
+/// all members are in sync, otherwise an unfinished rebuild or, in `remains`, an interrupted
+/// removal.
+pub(crate) fn leftovers(
     record: &GroupRecord,
     views: &[View],
     members: &[Option<View>],
@@ -38,22 +42,22 @@ impl Group {
     /// Removes what former members have left: so it can never count again.
     ///
     /// # Errors
-    /// If a target does not do it, or the session ends.
-    pub async fn remove_leftovers(&self, session: &Session) -> store::Result<()> {
+    /// If a target does not do it, or the interval ends.
+    pub async fn remove_leftovers(&self, interval: &Interval) -> store::Result<()> {
         loop {
-            let Some(target) = session.leftovers.borrow().last().cloned() else { return Ok(()) };
+            let Some(target) = interval.leftovers.borrow().last().cloned() else { return Ok(()) };
             tracing::info!(cid = %self.cid, target_uuid = %target.uuid(), "what a former member has is removed");
-            self.wipe_in(session, &target).await?;
-            session.leftovers.borrow_mut().pop();
+            self.wipe_in(interval, &target).await?;
+            interval.leftovers.borrow_mut().pop();
         }
     }
 
-    /// Removes everything that a target has of the group, as long as the session lasts.
-    pub(super) async fn wipe_in(&self, session: &Session, target: &Rc<dyn Member>) -> store::Result<()> {
+    /// Removes everything that a target has of the group, as long as the interval lasts.
+    pub(crate) async fn wipe_in(&self, interval: &Interval, target: &Rc<dyn Member>) -> store::Result<()> {
         loop {
             match self.wipe_some(target).await {
                 Ok(false) => return Ok(()),
-                Ok(true) => self.still(session)?,
+                Ok(true) => self.still(interval)?,
                 Err(e) => {
                     if is_of_target(&e) {
                         target.fail(&e);
@@ -64,17 +68,18 @@ impl Group {
         }
     }
 
-    /// Removes all that the targets which are there have of the group, objects included. Whatever is under way ends before.
+    /// Removes all that the targets which are there have of the group, objects included. Whatever
+    /// is under way ends before.
     ///
     /// # Errors
     /// If a target does not do it; one that fails is left out from then on.
     pub async fn remove(&self) -> store::Result<()> {
         let _closed = self.gate.write().await;
-        let _alone = self.opening.lock().await;
-        *self.log.borrow_mut() = Log::default();
-        *self.rebuild.borrow_mut() = None;
-        if let Some(session) = self.current() {
-            self.end_session(&session);
+        let _alone = self.intervals.lock().await;
+        *self.intents.borrow_mut() = Intents::default();
+        *self.rebuilding.borrow_mut() = None;
+        if let Some(interval) = self.current() {
+            self.end_interval(&interval);
         }
         for target in self.targets.iter().filter(|t| t.is_usable()) {
             match self.wipe(target).await {
@@ -86,15 +91,16 @@ impl Group {
     }
 
     /// Removes everything that a target has of the group.
-    pub(super) async fn wipe(&self, target: &Rc<dyn Member>) -> store::Result<()> {
+    pub(crate) async fn wipe(&self, target: &Rc<dyn Member>) -> store::Result<()> {
         while self.wipe_some(target).await? {}
         Ok(())
     }
 
-    /// Removes a few of the objects that a target has of the group, at last their collection; returns whether there may be more.
+    /// Removes a few of the objects that a target has of the group, at last their collection;
+    /// returns whether there may be more.
     async fn wipe_some(&self, target: &Rc<dyn Member>) -> store::Result<bool> {
-        let link = Link { target: Rc::clone(target), session: target.store().session() };
-        match self.answer(&link, self.wipe_step(&**target)).await {
+        let link = MemberLink::new(Rc::clone(target));
+        match self.calls.answer(&link, self.wipe_step(&**target)).await {
             Ok(()) | Err(StoreError::NotEmpty(_) | StoreError::NoSuchObject(_)) => Ok(true),
             Err(StoreError::NoSuchCollection(_)) => Ok(false),
             Err(e) => Err(e),
@@ -114,7 +120,8 @@ impl Group {
         } else if notes.is_empty() {
             transaction.ops.extend(ids.into_iter().map(|oid: ObjectId| Op::Remove { oid }));
         } else {
-            // There may be more than a transaction can remove. The record goes first: what is left says nothing.
+            // There may be more than a transaction can remove. The record goes first: what is left
+            // says nothing.
             let mut keys = [key_record()].into_iter().chain(notes.into_iter().map(|(key, _)| key));
             let keys = page(&mut keys);
             transaction.ops.push(Op::OmapRemove { oid: own, keys });

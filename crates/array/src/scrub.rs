@@ -8,8 +8,11 @@ use bytes::Bytes;
 use futures::future::join_all;
 use store::{ObjectId, StoreCalls, StoreError};
 
-use crate::group::{Group, Link, Session};
-use crate::read::{Whole, is_damage};
+use crate::ask::is_damage;
+use crate::group::Group;
+use crate::interval::Interval;
+use crate::member_link::MemberLink;
+use crate::read::Whole;
 
 /// Bytes of each fragment that are compared at a time.
 const SEGMENT: u64 = 512 << 10;
@@ -25,7 +28,8 @@ pub struct Findings {
     pub damaged: u64,
     /// Those of them that were made anew.
     pub repaired: u64,
-    /// Objects whose fragments can all be read and contradict each other: which of them is wrong cannot be told.
+    /// Objects whose fragments can all be read and contradict each other: which of them is wrong
+    /// cannot be told.
     pub inconsistent: u64,
     /// Objects whose data does not have the size that is recorded of them.
     pub wrong_size: u64,
@@ -61,14 +65,15 @@ impl Group {
         from: Option<ObjectId>,
         limit: usize,
     ) -> store::Result<(Vec<ObjectId>, bool)> {
-        let session = self.any_session().await?;
-        let there = session.links.iter().filter(|link| link.is_some());
+        let interval = self.any_interval().await?;
+        let there = interval.links.iter().filter(|link| link.is_some());
         let pages =
             join_all(there.map(|link| self.list_of(slice::from_ref(link), from.clone(), limit))).await;
-        // A member that cannot say what it has lacks it all; it does so when each object is looked at.
+        // A member that cannot say what it has lacks it all; it does so when each object is looked
+        // at.
         let listed: Vec<_> = pages.iter().flatten().collect();
         if listed.is_empty() {
-            return self.list_in(&session, from, limit).await;
+            return self.list_in(&interval, from, limit).await;
         }
         let end = listed.iter().filter(|(_, more)| *more).filter_map(|(ids, _)| ids.last()).min();
         let within = |oid: &&ObjectId| end.is_none_or(|end| *oid <= end);
@@ -102,27 +107,27 @@ impl Group {
     }
 
     async fn look_at(&self, oid: &ObjectId) -> store::Result<Option<Verdict>> {
-        let session = self.any_session().await?;
+        let interval = self.any_interval().await?;
         let _open = self.gate.read().await;
-        let _locked = self.exclusive_object(oid).await;
-        self.still(&session)?;
-        match self.size_by_any(&mut self.live_links(&session, oid), oid).await? {
-            Some(size) => self.inspect(&session, oid, size).await.map(Some),
+        let _locked = self.objects.exclusive(oid).await;
+        self.still(&interval)?;
+        match self.size_by_any(&mut self.live_links(&interval, oid), oid).await? {
+            Some(size) => self.inspect(&interval, oid, size).await.map(Some),
             None => Ok(None),
         }
     }
 
-    async fn inspect(&self, session: &Session, oid: &ObjectId, size: u64) -> store::Result<Verdict> {
-        let links = self.live_links(session, oid);
+    async fn inspect(&self, interval: &Interval, oid: &ObjectId, size: u64) -> store::Result<Verdict> {
+        let links = self.live_links(interval, oid);
         let mut verdict = Verdict::default();
         let mut xattrs: Option<Vec<(Bytes, Bytes)>> = None;
         for (position, link) in links.iter().enumerate() {
             let Some(link) = link else { continue };
             let store = &link.target.store();
             let found = async {
-                let stat = self.answer(link, store.stat(&self.cid, oid)).await?;
+                let stat = self.calls.answer(link, store.stat(&self.cid, oid)).await?;
                 self.expect_len(link, Whole { oid, size }, position, stat.size)?;
-                self.answer(link, store.get_xattrs(&self.cid, oid)).await
+                self.calls.answer(link, store.get_xattrs(&self.cid, oid)).await
             };
             match found.await {
                 Ok(found) => verdict.contradicts |= *xattrs.get_or_insert(found.clone()) != found,
@@ -139,7 +144,7 @@ impl Group {
     /// Looks at the rows from `at` on.
     async fn inspect_rows(
         &self,
-        links: &[Option<Link>],
+        links: &[Option<MemberLink>],
         whole: Whole<'_>,
         at: u64,
         verdict: &mut Verdict,

@@ -1,34 +1,62 @@
-//! Data on its way to an object of which the members do not know yet.
+//! Staged data: on the members, but not yet named by a transaction.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+use std::rc::Rc;
 
 use base::block::Payload;
-use store::{StageId, StoreCalls};
+use store::{StageId, StoreCalls, StoreError};
 
-use crate::group::Link;
+use crate::member_link::MemberLink;
 
-/// Staged bytes: whole stripes on the members, with their parity, and what is left over here.
+/// Staged bytes: whole stripes on the members, with their parity, and the rest in memory here.
 pub(crate) struct Staged {
     /// Bytes in whole stripes.
     pub(crate) full: u64,
     /// All bytes.
     pub(crate) len: u64,
-    /// Session of the group in which it was made.
-    pub(crate) session: u64,
+    /// Number of the interval in which it was made.
+    pub(crate) interval: u64,
     /// By position; `None` where a member is away, or there are no whole stripes.
     pub(crate) fragments: Vec<Option<FragmentStage>>,
     /// What follows the last whole stripe, once it has come.
     pub(crate) tail: RefCell<Option<Payload>>,
 }
 
-/// A member's part of it; given back when dropped.
+/// A member's part of staged data; given back when dropped.
 pub(crate) struct FragmentStage {
-    pub(crate) link: Link,
+    pub(crate) link: MemberLink,
     pub(crate) id: StageId,
 }
 
 impl Drop for FragmentStage {
     fn drop(&mut self) {
         self.link.target.store().stage_release(self.id);
+    }
+}
+
+/// The staged data of a group.
+#[derive(Default)]
+pub(crate) struct Stages {
+    by_id: RefCell<HashMap<StageId, Rc<Staged>>>,
+    next: Cell<u64>,
+}
+
+impl Stages {
+    pub(crate) fn add(&self, staged: Staged) -> StageId {
+        let id = StageId(self.next.get());
+        self.next.set(id.0 + 1);
+        self.by_id.borrow_mut().insert(id, Rc::new(staged));
+        id
+    }
+
+    /// # Errors
+    /// [`StoreError::NoSuchStage`].
+    pub(crate) fn get(&self, id: StageId) -> store::Result<Rc<Staged>> {
+        self.by_id.borrow().get(&id).cloned().ok_or(StoreError::NoSuchStage(id.0))
+    }
+
+    pub(crate) fn remove(&self, id: StageId) {
+        self.by_id.borrow_mut().remove(&id);
     }
 }

@@ -8,51 +8,48 @@ use base::block::{BLOCK, Payload, PieceCountMismatch};
 use bytes::Bytes;
 use futures::future::{join_all, try_join_all};
 use store::stripes::{FragmentBytes, StripeError};
-use store::{ObjectId, StageId, Stat, StoreCalls, StoreError, Transaction};
+use store::{StageId, StoreCalls, StoreError, Transaction};
 use tokio::time::Instant;
 
 use crate::coding::Stripes;
-use crate::group::{Group, Link, Session, over};
+use crate::group::Group;
+use crate::interval::{Interval, over};
+use crate::member_link::MemberLink;
 use crate::overlay::{Overlay, slice};
 use crate::stage::{FragmentStage, Staged};
-use crate::transact::is_refusal;
 
 impl Group {
     /// Makes room for `len` bytes that will lie at a whole stripe of their object.
     pub(crate) async fn stage(&self, number: u64, len: u64) -> store::Result<StageId> {
-        let session = self.session(number).await?;
+        let interval = self.interval(number).await?;
         let full = if self.layout.is_mirror() { len } else { len - len % self.layout.stripe() };
         let fragment_len = full / self.layout.k as u64;
         let mut fragments = Vec::new();
         for position in 0..self.layout.fragments() {
-            let link = self.takes_part(&session, position).filter(|_| fragment_len > 0);
+            let link = self.takes_part(&interval, position).filter(|_| fragment_len > 0);
             let fragment = match link {
                 Some(link) => {
-                    let staged = self.answer(&link, link.target.store().stage(fragment_len)).await;
-                    let id = staged.map_err(|e| gone(&link, e))?;
+                    let staged = self.calls.answer(&link, link.target.store().stage(fragment_len)).await;
+                    let id = staged.map_err(|e| link.classified(e))?;
                     Some(FragmentStage { link, id })
                 }
                 None => None,
             };
             fragments.push(fragment);
         }
-        self.still(&session)?;
-        let id = StageId(self.next_stage.get());
-        self.next_stage.set(id.0 + 1);
-        let staged = Staged { full, len, session: session.number, fragments, tail: RefCell::default() };
-        self.stages.borrow_mut().insert(id, Rc::new(staged));
-        Ok(id)
+        self.still(&interval)?;
+        let staged = Staged { full, len, interval: interval.number, fragments, tail: RefCell::default() };
+        Ok(self.stages.add(staged))
     }
 
     pub(crate) fn stage_release(&self, stage: StageId) {
-        self.stages.borrow_mut().remove(&stage);
+        self.stages.remove(stage);
     }
 
     fn staged(&self, id: StageId) -> store::Result<Rc<Staged>> {
-        let found = self.stages.borrow().get(&id).cloned();
-        let staged = found.ok_or(StoreError::NoSuchStage(id.0))?;
-        if staged.session != self.number() {
-            return Err(over(staged.session));
+        let staged = self.stages.get(id)?;
+        if staged.interval != self.number() {
+            return Err(over(staged.interval));
         }
         Ok(staged)
     }
@@ -116,7 +113,9 @@ impl Group {
     async fn write_tail(&self, staged: &Staged, at: u64, tail: Payload) -> store::Result<()> {
         let writes = staged.fragments.iter().flatten().map(|fragment| {
             let written = fragment.link.target.store().stage_write(fragment.id, at, tail.clone());
-            async move { self.answer(&fragment.link, written).await.map_err(|e| gone(&fragment.link, e)) }
+            async move {
+                self.calls.answer(&fragment.link, written).await.map_err(|e| fragment.link.classified(e))
+            }
         });
         try_join_all(writes).await.map(drop)
     }
@@ -177,7 +176,7 @@ impl Group {
         match outcome {
             Ok(()) => Ok(()),
             Err(StripeError::Part(number, e)) => match staged.fragments.get(number) {
-                Some(Some(fragment)) => Err(gone(&fragment.link, e)),
+                Some(Some(fragment)) => Err(fragment.link.classified(e)),
                 _ => Err(e),
             },
             Err(StripeError::Store(e)) => Err(e),
@@ -186,38 +185,38 @@ impl Group {
         }
     }
 
-    /// Finds out, once stripes have not been written in time, which member does not answer. Resolves when the group goes on
-    /// without that member, or has run out of patience.
+    /// Finds out, once stripes have not been written in time, which member does not answer.
+    /// Resolves when the group goes on without that member, or has run out of patience.
     async fn find_stalled(&self, staged: &Staged) -> StoreError {
         let began = Instant::now();
-        tokio::time::sleep(self.member_timeout).await;
+        tokio::time::sleep(self.calls.member_timeout).await;
         let asked = staged.fragments.iter().flatten().map(|fragment| async move {
             // An empty transaction becomes durable: a drive that stands still does not answer.
             let nothing = Transaction::new(self.cid.clone());
             let call = fragment.link.target.store().queue_transaction(nothing);
-            self.answer(&fragment.link, call).await.map_err(|e| gone(&fragment.link, e)).err()
+            self.calls.answer(&fragment.link, call).await.map_err(|e| fragment.link.classified(e)).err()
         });
         let found = join_all(asked).await.into_iter().flatten().next();
         if let Some(found) = found {
             return found;
         }
         // All of them answer: the stripes may be done soon.
-        tokio::time::sleep_until(began + self.patience).await;
+        tokio::time::sleep_until(began + self.calls.patience).await;
         StoreError::Disconnected("stripes were not written in time".into())
     }
 
     /// Names staged bytes in a transaction.
-    pub(super) fn write_staged(
+    pub(crate) fn write_staged(
         &self,
-        session: &Session,
-        live: &[Option<Link>],
+        interval: &Interval,
+        live: &[Option<MemberLink>],
         overlay: &mut Overlay,
         offset: u64,
         (id, at, len): (StageId, u64, u64),
     ) -> store::Result<()> {
         let staged = self.staged(id)?;
-        if staged.session != session.number {
-            return Err(over(staged.session));
+        if staged.interval != interval.number {
+            return Err(over(staged.interval));
         }
         // A member that has come back since has nothing of it.
         if staged.full > 0
@@ -246,29 +245,6 @@ impl Group {
         };
         overlay.write(offset + whole, slice(&tail, 0, len - whole))
     }
-
-    /// Size of an object, and the space that it takes on all members.
-    pub(crate) async fn stat(&self, number: u64, oid: &ObjectId) -> store::Result<Stat> {
-        let session = self.session(number).await?;
-        let locked = self.exclusive_object(oid).await;
-        self.still(&session)?;
-        let size = self.size(&session, oid, &locked).await?;
-        let size = size.ok_or_else(|| StoreError::NoSuchObject(oid.to_string()))?;
-        let links = self.live_links(&session, oid);
-        let ask = |link: &Link| link.target.store().stat(&self.cid, oid);
-        let stats = links.iter().flatten().map(|link| self.answer(link, ask(link)));
-        let stats = try_join_all(stats).await?;
-        Ok(Stat { size, allocated: stats.iter().map(|stat| stat.allocated).sum() })
-    }
-}
-
-/// An error of a member: if it has failed, the session is over, and whoever asked tries again without it.
-fn gone(link: &Link, e: StoreError) -> StoreError {
-    if is_refusal(&e) || matches!(e, StoreError::Disconnected(_)) {
-        return e;
-    }
-    link.target.fail(&e);
-    StoreError::Disconnected(e.to_string())
 }
 
 fn invalid(e: PieceCountMismatch) -> StoreError {

@@ -21,7 +21,7 @@ use std::process::Stdio;
 
 use rustix::fs::FlockOperation;
 
-use super::config;
+use super::config_file;
 
 /// Control socket, relative to the directory: roles run in it, so the path stays within the 107 bytes that a UNIX
 /// socket's address has, however deep the directory is.
@@ -119,7 +119,7 @@ impl NodeDir {
     /// # Errors
     /// [`DirError::NoNode`] if there is none.
     pub fn open(root: &Path) -> Result<NodeDir, DirError> {
-        if !root.join(config::FILE).is_file() {
+        if !root.join(config_file::FILE).is_file() {
             return Err(DirError::NoNode { dir: root.to_owned() });
         }
         NodeDir::at(root)
@@ -127,7 +127,7 @@ impl NodeDir {
 
     /// Whether a node is in `root`, or an interrupted first `up` has left something there.
     pub fn is_begun(root: &Path) -> bool {
-        root.join(config::FILE).exists() || root.join(MAKING).exists()
+        root.join(config_file::FILE).exists() || root.join(MAKING).exists()
     }
 
     fn at(root: &Path) -> Result<NodeDir, DirError> {
@@ -142,7 +142,7 @@ impl NodeDir {
 
     /// The configuration file.
     pub fn config(&self) -> PathBuf {
-        self.root.join(config::FILE)
+        self.root.join(config_file::FILE)
     }
 
     /// What runs.
@@ -333,7 +333,7 @@ mod tests {
     fn a_directory_without_a_node_is_said_to_have_none() {
         let root = tempfile::tempdir().unwrap();
         assert!(matches!(NodeDir::open(root.path()), Err(DirError::NoNode { .. })));
-        std::fs::write(root.path().join(config::FILE), "").unwrap();
+        std::fs::write(root.path().join(config_file::FILE), "").unwrap();
         assert_eq!(NodeDir::open(root.path()).unwrap().path(), root.path().canonicalize().unwrap());
     }
 }

@@ -8,6 +8,7 @@ pub mod announce;
 pub mod checkup;
 pub mod coding;
 pub mod config;
+pub mod config_file;
 pub mod cpus;
 pub mod debug;
 pub mod descriptors;

@@ -7,7 +7,8 @@ use std::path::{Path, PathBuf};
 
 use store::{BlockStore, MkfsOptions, StoreError};
 
-use super::config::{self, Config, ConfigError};
+use super::config::Config;
+use super::config_file::{self, ConfigError};
 use super::port::{self, PortClaim};
 use super::units::ByteSize;
 
@@ -96,7 +97,7 @@ impl Plan {
         chosen: &Chosen,
         env: impl Fn(&str) -> Option<String>,
     ) -> Result<Plan, PlanError> {
-        let from_env = Config::load(None, &env)?;
+        let from_env = config_file::load(None, &env)?;
         let names: Vec<String> = match &from_env.targets[..] {
             [] => (0..chosen.targets.unwrap_or(1)).map(|n| format!("targets/{n}.img")).collect(),
             named => named.iter().map(|path| path.to_string_lossy().into_owned()).collect(),
@@ -109,7 +110,7 @@ impl Plan {
         values.extend(chosen.values.iter().map(|(key, value)| (*key, text_of(value))));
         let mut claim = None;
         if !values.iter().any(|(key, _)| *key == "listen") {
-            let listen = match config::is_set("listen", "", &env) {
+            let listen = match config_file::is_set("listen", "", &env) {
                 true => from_env.listen,
                 false => {
                     let (address, claimed) =
@@ -120,13 +121,14 @@ impl Plan {
             };
             values.push(("listen", toml::Value::String(listen)));
         }
-        let text = config::generate(&values);
+        let text = config_file::generate(&values);
         // Flags go over the environment, which goes over the file.
         let over = |name: &str| {
-            let flag = chosen.values.iter().find(|(key, _)| config::env_of(key).as_deref() == Some(name));
+            let flag =
+                chosen.values.iter().find(|(key, _)| config_file::env_of(key).as_deref() == Some(name));
             flag.map(|(_, value)| value.clone()).or_else(|| env(name))
         };
-        let config = Config::of_text(&text, &root.join(config::FILE), over)?;
+        let config = config_file::of_text(&text, &root.join(config_file::FILE), over)?;
         let plan = Plan { config, text, claim };
         plan.check_addresses()?;
         plan.check_targets(root, chosen.format)?;

@@ -11,7 +11,7 @@ use channel::ofi::{OfiEngine, OfiOptions};
 use channel::{DmaEngine, Profile, ShmEngine, ShmOptions};
 use ec::offload::scheduler::offload_state;
 use messenger::UseAs;
-use osd::{OffloadSource, Osd, OsdConfig, StripesAt};
+use osd::{OffloadSource, OsdConfig, OsdServer, StripesAt};
 use proxy::{Endpoint, Session, SessionOptions};
 use store::ObjectStore;
 use store::stripes::Engines;
@@ -245,7 +245,7 @@ pub async fn serve(
             () = superseded => is_superseded = true,
         }
     };
-    Osd::serve(osd_config, backend.targets, backend.pool, stack, &listen, ready, stop).await;
+    OsdServer::serve(osd_config, backend.targets, backend.pool, stack, &listen, ready, stop).await;
     if is_superseded {
         let why = "the store has other targets than before; the osd starts again to use them";
         return Err(Failure::new("serving clients", why));

@@ -12,6 +12,7 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use super::announce::{self, Announcement, Ready};
 use super::config::Config;
+use super::config_file;
 use super::debug::Controls;
 use super::state::Role;
 use super::watchdog::Heartbeat;
@@ -115,7 +116,7 @@ fn set_up(role: Role, args: &RoleArgs) -> Result<RoleProcess> {
     if let Some(supervisor) = args.supervisor {
         end_with(supervisor)?;
     }
-    let config = Config::load(args.config.as_deref(), |name| std::env::var(name).ok())
+    let config = config_file::load(args.config.as_deref(), |name| std::env::var(name).ok())
         .doing("reading the configuration")?;
     logging::start(&config.log).doing("starting the log")?;
     abort_on_panic();

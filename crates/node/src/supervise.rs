@@ -197,7 +197,7 @@ mod tests {
     use wire::Placement;
 
     use super::*;
-    use crate::config::Config;
+    use crate::config_file;
 
     /// A role played by a shell script; its arguments are those of a role, from `$1`.
     fn scripted(role: Role, dir: &NodeDir, script: &str) -> RoleSpec {
@@ -215,7 +215,7 @@ mod tests {
     }
 
     fn supervisor(dir: &NodeDir, policy: impl FnOnce(&mut Supervise)) -> Supervisor {
-        let mut config = Config::load(None, |_| None).unwrap();
+        let mut config = config_file::load(None, |_| None).unwrap();
         policy(&mut config.supervise);
         let state = NodeState {
             placement: Placement::Dpu,

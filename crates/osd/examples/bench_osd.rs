@@ -15,7 +15,7 @@ use bytes::Bytes;
 use client::{Client, Object, Options, Pool};
 use futures::stream::{FuturesUnordered, StreamExt};
 use messenger::TcpStack;
-use osd::{Osd, OsdConfig};
+use osd::{OsdConfig, OsdServer};
 use store::{MemStore, ObjectStore};
 use uuid::Uuid;
 
@@ -33,7 +33,7 @@ fn main() {
     let store: Arc<dyn ObjectStore> = Arc::new(MemStore::new());
     let targets = vec![(Uuid::from_u128(1), store)];
     let stack = Arc::new(TcpStack::default());
-    let osd = Osd::start(OsdConfig::default(), targets, pool, stack, "127.0.0.1:0").expect("OSD");
+    let osd = OsdServer::start(OsdConfig::default(), targets, pool, stack, "127.0.0.1:0").expect("OSD");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("runtime");
     runtime.block_on(async {
         let client = Client::connect(osd.endpoint(), Options::default()).await.expect("connect");

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use wire::{AdminReply, AdminRequest, Error, Result};
 
-use crate::osd::{Osd, Request};
+use crate::osd::Osd;
+use crate::request::Request;
 use crate::status;
 
 impl Osd {

@@ -19,8 +19,8 @@ use store::{Op, StoreCalls, StoreError, Transaction};
 use tokio::time::Instant;
 use wire::SessionId;
 
-use crate::StartError;
 use crate::ids;
+use crate::start_error::StartError;
 use crate::target::Target;
 
 const FORMAT: u8 = 1;
@@ -118,7 +118,7 @@ async fn read(target: &Target, patience: Duration) -> store::Result<Option<Store
 async fn write(target: &Target, stored: Stored, patience: Duration) -> bool {
     let entries = vec![(KEY, stored.encode())];
     let set = Op::OmapSet { oid: ids::age_object(), entries };
-    target.backing.epoch();
+    target.backing.incarnation();
     let queued = target.backing.queue(Transaction::new(ids::node_collection()).with(set).from_reserve());
     match tokio::time::timeout(patience, queued).await {
         Ok(Ok(())) => true,

@@ -13,11 +13,12 @@ use base::block;
 use bytes::Bytes;
 use store::{ObjectId, Op, StoreCalls, StoreError, Transaction};
 
-use crate::fail::{Fail, Step};
+use crate::fail::{Fail, Step, refusal};
 use crate::ids;
 use crate::object::{INFO_XATTR, ObjectInfo};
-use crate::osd::{Osd, Place};
-use crate::pools::refusal;
+use crate::osd::Osd;
+use crate::patience::in_turn;
+use crate::pool::Place;
 
 /// The two sizes of an object, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -88,7 +89,7 @@ impl Osd {
         {
             return Ok(found);
         }
-        let resized = self.in_turn(place, async |_| resize(place, repair).await).await;
+        let resized = in_turn(place, self.config.store_patience, async |_| resize(place, repair).await).await;
         match resized {
             Ok(Verdict::Right) => {}
             Ok(Verdict::Wrong(sizes)) => {

@@ -1,4 +1,4 @@
-//! The store behind a placement group, and the OSD's view of its session.
+//! The store behind a placement group, and the OSD's view of its incarnation.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -14,14 +14,18 @@ use crate::fail::{Fail, Step};
 /// The future of a reply of a [`Backing`].
 pub(crate) type BackingFuture = LocalBoxFuture<'static, store::Result<StoreReply>>;
 
-/// A target's store, or an array over several targets. Everything the OSD remembers of its content carries the *epoch* in
-/// which it was learnt. When the store is lost a new epoch begins, and what was learnt before no longer counts.
+/// A target's store, or an array over several targets. Everything the OSD remembers of its content
+/// carries the *incarnation* in which it was learnt. When the store is lost a new incarnation
+/// begins, and what was learnt before no longer counts.
 pub(crate) struct Backing {
     store: Store,
     /// For the log.
     name: String,
-    session: Cell<u64>,
-    epoch: Cell<u64>,
+    /// Incarnation that the store had last.
+    store_incarnation: Cell<u64>,
+    /// The OSD's count: a new one begins with each of the store's, and when a call to the store was
+    /// lost.
+    incarnation: Cell<u64>,
 }
 
 enum Store {
@@ -66,40 +70,41 @@ impl Backing {
     }
 
     fn new(store: Store, name: String) -> Backing {
-        let backing = Backing { store, name, session: Cell::new(0), epoch: Cell::new(1) };
-        backing.session.set(Submit::session(&backing));
+        let backing = Backing { store, name, store_incarnation: Cell::new(0), incarnation: Cell::new(1) };
+        backing.store_incarnation.set(Submit::session(&backing));
         backing
     }
 
-    /// The current epoch.
-    pub(crate) fn epoch(&self) -> u64 {
-        let session = Submit::session(self);
-        if session != self.session.replace(session) {
-            self.begin_epoch();
+    /// The current incarnation.
+    pub(crate) fn incarnation(&self) -> u64 {
+        let found = Submit::session(self);
+        if found != self.store_incarnation.replace(found) {
+            self.begin_incarnation();
         }
-        self.epoch.get()
+        self.incarnation.get()
     }
 
-    /// Says that something of epoch `seen` failed because the store was lost.
+    /// Notes that a call of incarnation `seen` failed because the store was lost.
     pub(crate) fn lost(&self, seen: u64) {
-        if self.epoch() == seen {
-            self.begin_epoch();
+        if self.incarnation() == seen {
+            self.begin_incarnation();
         }
     }
 
-    /// Fails if `seen` is no longer the current epoch. What was read since it was counts only if this succeeds: the store
-    /// repeats reads that lose their session, and then they may see changes that are not durable.
+    /// Fails if `seen` is no longer the current incarnation. Data read since then counts only if
+    /// this succeeds: reads are repeated after the store has restarted, and then may see changes
+    /// that are not durable.
     pub(crate) fn still(&self, seen: u64) -> Step<()> {
-        if self.epoch() != seen {
-            return Err(Fail::Lost("the store's session has changed".into()));
+        if self.incarnation() != seen {
+            return Err(Fail::Lost("the store has another incarnation".into()));
         }
         Ok(())
     }
 
-    /// Waits until everything that earlier sessions have left queued in a collection is durable or has failed. Nothing
-    /// read before that may be told to anybody: it could still vanish.
+    /// Waits until everything that earlier incarnations have left queued in a collection is durable
+    /// or has failed. Data read before that may not be passed on: it could still vanish.
     pub(crate) async fn settle(&self, cid: &CollectionId) -> store::Result<()> {
-        self.epoch();
+        self.incarnation();
         match self.queue(Transaction::new(cid.clone())).await {
             // A poisoned store shows only what is durable.
             Ok(()) | Err(StoreError::NoSuchCollection(_) | StoreError::Poisoned(_)) => Ok(()),
@@ -107,14 +112,14 @@ impl Backing {
         }
     }
 
-    fn begin_epoch(&self) {
-        self.epoch.set(self.epoch.get() + 1);
+    fn begin_incarnation(&self) {
+        self.incarnation.set(self.incarnation.get() + 1);
         metrics::counter!("outboard_osd_store_losses_total").increment(1);
-        tracing::info!(store = %self.name, epoch = self.epoch.get(), "the store's session has changed");
+        tracing::info!(store = %self.name, incarnation = self.incarnation.get(), "the store has another incarnation");
     }
 
-    /// Queues a transaction that was computed in the current epoch.
+    /// Queues a transaction that was computed in the current incarnation.
     pub(crate) fn queue(&self, transaction: Transaction) -> ReplyOf<BackingFuture, ()> {
-        self.queue_transaction_in(self.session.get(), transaction)
+        self.queue_transaction_in(self.store_incarnation.get(), transaction)
     }
 }

@@ -1,20 +1,22 @@
 //! The collector: background work at a bounded rate.
 //!
-//! It removes parts of striped objects that no head names, and results of sessions that have been idle for long.
+//! It removes parts of striped objects that no head names, and results of sessions that have been
+//! idle for long.
 
 use std::rc::Rc;
 use std::time::Duration;
 
 use store::{StoreCalls, StoreError};
-use wire::{Error, Manifest, Mutation, ObjectName, PartId, UploadId};
+use wire::{Manifest, PartId, UploadId};
 
 use crate::fail::{Fail, Step};
 use crate::ids::{self, StoredName};
 use crate::list::{after, objects};
 use crate::object::{COMMITTED_XATTR, INFO_XATTR, ObjectInfo};
-use crate::osd::{Osd, Place, Pool};
+use crate::osd::Osd;
+use crate::patience::{in_turn, info_of, patiently};
 use crate::pg::{Expiry, Pg};
-use crate::read::patiently;
+use crate::pool::{Place, Pool};
 
 /// Ids looked at between two pauses.
 const STEP: usize = 256;
@@ -44,8 +46,8 @@ impl Osd {
         }
     }
 
-    /// Removes orphaned parts: those of uploads that were committed and have been replaced since, and those that are at
-    /// least `grace` old and whose uploader has been gone that long.
+    /// Removes orphaned parts: those of uploads that were committed and have been replaced since,
+    /// and those that are at least `grace` old and whose uploader has been gone that long.
     pub(crate) async fn collect_orphans(&self, grace: Duration) -> u64 {
         let pools: Vec<Rc<Pool>> = self.pools.borrow().values().cloned().collect();
         let mut removed = 0;
@@ -89,8 +91,9 @@ impl Osd {
     async fn is_orphan(&self, pool: &Pool, name: &StoredName, part: PartId, grace: Duration) -> Step<bool> {
         let head_place = pool.place(&name.namespace, &name.object, None);
         let names = |manifest: Option<Manifest>| manifest.is_some_and(|m| m.upload == part.upload);
-        // What is known here spares asking the store anew for every part of an object that is in use.
-        if names(self.info_of(&head_place).await?.and_then(|info| info.manifest)) {
+        // What is known here spares asking the store anew for every part of an object that is in
+        // use.
+        if names(info_of(&head_place, self.config.store_patience).await?.and_then(|info| info.manifest)) {
             return Ok(false);
         }
         let head = self.head_of(&head_place).await?;
@@ -107,7 +110,7 @@ impl Osd {
 
     async fn is_old(&self, pool: &Pool, name: &StoredName, part: PartId, grace: Duration) -> Step<bool> {
         let part_place = pool.place(&name.namespace, &name.object, Some(&part));
-        let part_info = self.info_of(&part_place).await?;
+        let part_info = info_of(&part_place, self.config.store_patience).await?;
         let grace_ms = u64::try_from(grace.as_millis()).unwrap_or(u64::MAX);
         let now_ms = self.config.clock.now_ms();
         // A part of the future was written before the clock stepped back: then only its uploader's
@@ -118,7 +121,7 @@ impl Osd {
 
     /// Which uploads an object's head names, durably.
     async fn head_of(&self, place: &Place) -> Step<Head> {
-        self.in_turn(place, async |_| {
+        in_turn(place, self.config.store_patience, async |_| {
             let xattrs = match place.pg.backing.get_xattrs(&place.pg.cid, &place.oid).await {
                 Ok(xattrs) => xattrs,
                 Err(StoreError::NoSuchObject(_)) => Vec::new(),
@@ -130,43 +133,6 @@ impl Osd {
             Ok(Head { named: info.and_then(|info| info.manifest).map(|manifest| manifest.upload), committed })
         })
         .await
-    }
-
-    /// Makes sure that the parts which a head is to name are there: those of a client that was away for long may have
-    /// been collected.
-    pub(crate) async fn check_parts(&self, name: &ObjectName, ops: &[Mutation]) -> Step<()> {
-        for op in ops {
-            let Mutation::SetManifest(Manifest { upload, part_size, size }) = *op else { continue };
-            for (index, start) in (0..).zip((0..size).step_by(part_size as usize)) {
-                let place = self.place(name, Some(&PartId { upload, index }))?;
-                let found = self.info_of(&place).await?;
-                if found.is_none_or(|info| info.size != part_size.min(size - start)) {
-                    let what = format!("part {index} of the upload is not there; upload the object again");
-                    return Err(Error::BadRequest(what).into());
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// What is durably known of an object.
-    async fn info_of(&self, place: &Place) -> Step<Option<ObjectInfo>> {
-        let object = place.pg.object(&place.oid);
-        self.in_turn(place, async |epoch| place.pg.info(&place.oid, &object, epoch).await).await
-    }
-
-    /// Looks at an object in turn, with nothing pending.
-    pub(crate) async fn in_turn<T>(&self, place: &Place, look: impl AsyncFn(u64) -> Step<T>) -> Step<T> {
-        let object = place.pg.object(&place.oid);
-        let attempt = async || {
-            let ticket = object.turnstile.ticket();
-            let turn = ticket.enter(|| place.pg.backing.epoch()).await;
-            let epoch = place.pg.settle().await?;
-            turn.settled().await;
-            let found = look(epoch).await?;
-            place.pg.backing.still(epoch).map(|()| found)
-        };
-        patiently(place, self.config.store_patience, attempt).await
     }
 
     /// Forgets sessions that are closed or have been idle for long, a few at a time so that

@@ -34,7 +34,7 @@ impl From<StoreError> for Fail {
             StoreError::Disconnected(why) => return Fail::Lost(why),
             // The log may contain the change. Replay at the next mount decides.
             e @ StoreError::Poisoned(_) => return Fail::Lost(e.to_string()),
-            // Stages live as long as the store's session.
+            // Stages live as long as the store's incarnation.
             StoreError::NoSuchStage(id) => return Fail::Lost(format!("stage {id} is gone")),
             StoreError::NoSpace { target, area, needed, free } => {
                 E::NoSpace { target: target.to_string(), area: area.to_string(), needed, free }
@@ -72,4 +72,12 @@ impl From<base::pool::PoolError> for Fail {
 /// What the client is told if the store did not come back in time.
 pub(crate) fn unavailable(why: String) -> wire::Error {
     wire::Error::Unavailable(why)
+}
+
+/// What the client is told.
+pub(crate) fn refusal(fail: Fail) -> wire::Error {
+    match fail {
+        Fail::Refused(e) => e,
+        Fail::Lost(why) => unavailable(why),
+    }
 }

@@ -66,7 +66,7 @@ impl Drop for Stage {
 /// How to pull.
 pub(crate) struct Puller<'a> {
     pub(crate) connection: &'a dyn Connection,
-    pub(crate) pool: &'a BufferPool,
+    pub(crate) staging: &'a BufferPool,
     pub(crate) timeout: Duration,
     pub(crate) segments_in_flight: usize,
     /// Whether [`COMPANY`] requests are under way.
@@ -100,7 +100,7 @@ impl Puller<'_> {
                     return self.pull_whole(from, len).await.map(Gathered::Memory);
                 }
                 let whole = if self.in_company { WHOLE_IN_COMPANY } else { WHOLE };
-                if len <= whole.min(self.pool.largest() as u64) {
+                if len <= whole.min(self.staging.largest() as u64) {
                     return self.pull(from, 0, len as usize, offset).await.map(Gathered::Memory);
                 }
                 self.stage(from, offset, len, store).await.map(Gathered::Staged)
@@ -110,7 +110,7 @@ impl Puller<'_> {
 
     /// An append's place is known only when it is its turn, so its data waits in memory.
     async fn pull_whole(&self, from: &BulkDescriptor, len: u64) -> Step<Payload> {
-        let limit = MAX_APPEND.min(self.pool.largest() as u64);
+        let limit = MAX_APPEND.min(self.staging.largest() as u64);
         if len > limit {
             return Err(Error::TooLarge { what: "append".into(), size: len, limit }.into());
         }
@@ -129,7 +129,7 @@ impl Puller<'_> {
             return Err(Error::BadRequest("less than a block offered as bulk data".into()).into());
         }
         let stage = Stage { store: Rc::clone(store), id: store.stage(staged_len).await? };
-        let step = SEGMENT.min(self.pool.largest()) as u64;
+        let step = SEGMENT.min(self.staging.largest()) as u64;
         let step = (step - step % alignment).max(alignment);
         let mut tail = Bytes::new();
         let mut segments = FuturesUnordered::new();
@@ -169,7 +169,7 @@ impl Puller<'_> {
 
     /// Pulls `len` bytes that start at `at` of the offer and belong at object offset `anchor`, modulo the block size.
     async fn pull(&self, from: &BulkDescriptor, at: u64, len: usize, anchor: u64) -> Step<Payload> {
-        let buf = self.pool.alloc(len).await?;
+        let buf = self.staging.alloc(len).await?;
         let pulled = self.connection.bulk_read(from, at, buf, self.timeout).await?;
         metrics::counter!("outboard_osd_pulled_bytes").increment(len as u64);
         Payload::from_parts(anchor, pulled.buf.freeze(), pulled.checksums)

@@ -9,8 +9,10 @@ use wire::{Error, List, Listed, ObjectReply, PoolName};
 
 use crate::fail::{Fail, Step, unavailable};
 use crate::ids;
-use crate::osd::{Osd, Place, Pool, Request};
-use crate::read::patiently;
+use crate::osd::Osd;
+use crate::patience::patiently;
+use crate::pool::{Place, Pool};
+use crate::request::Request;
 
 /// An answer has at most that many bytes of names (one name alone may have more).
 const PAGE_BYTES: usize = 64 * 1024;
@@ -21,7 +23,7 @@ const STEP: usize = 1024;
 
 /// Answers with a page of names.
 pub(crate) async fn list(osd: &Osd, request: &Request, list: &List) -> wire::Result<ObjectReply> {
-    let pool = osd.pool(PoolName::from_wire(&list.pool)?.as_str())?;
+    let pool = osd.open_pool(PoolName::from_wire(&list.pool)?.as_str())?;
     let patience = request.patience(&osd.config);
     let (mut pg, mut from) = parse_cursor(&list.cursor)?;
     let mut page = Page { list, names: Vec::new(), bytes: 0, scanned: 0 };
@@ -103,12 +105,12 @@ pub(crate) async fn objects(
     from: Option<ObjectId>,
     limit: usize,
 ) -> Step<(Vec<ObjectId>, bool)> {
-    let epoch = place.pg.settle().await?;
+    let incarnation = place.pg.settle().await?;
     let listing = place.pg.backing.list(&place.pg.cid, from, limit);
     // What the listing sees was queued before it; it must be durable before anybody hears of it.
     place.pg.all_committed().await;
     let listed = listing.await;
-    place.pg.backing.still(epoch)?;
+    place.pg.backing.still(incarnation)?;
     match listed {
         Ok(page) => Ok(page),
         Err(StoreError::NoSuchCollection(_)) => Ok((Vec::new(), false)),

@@ -14,8 +14,8 @@ use store::{Op, StoreCalls, StoreError, Transaction};
 use uuid::Uuid;
 use wire::Redundancy;
 
-use crate::StartError;
 use crate::ids;
+use crate::start_error::StartError;
 use crate::target::Target;
 
 /// Largest map, in bytes: far more than the most pools and targets take.
@@ -381,7 +381,7 @@ async fn write_copy(target: &Target, map: &NodeMap) -> Result<(), StoreError> {
     transaction.ops.push(Op::Truncate { oid: oid.clone(), size: 0 });
     transaction.ops.push(Op::OmapClear { oid: oid.clone() });
     transaction.ops.push(Op::OmapSet { oid, entries });
-    target.backing.epoch();
+    target.backing.incarnation();
     target.backing.queue(transaction).await?;
     target.set_lacks_map(false);
     Ok(())

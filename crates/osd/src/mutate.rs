@@ -11,8 +11,9 @@ use crate::draft::{self, Draft};
 use crate::fail::{Fail, Step, unavailable};
 use crate::gather::Gathered;
 use crate::object::{ObjectInfo, ObjectState, user_xattr};
-use crate::osd::{Osd, Place};
+use crate::osd::Osd;
 use crate::pg::{MetaNote, Origin};
+use crate::pool::Place;
 use crate::turnstile::{Pending, Ticket, Turn};
 
 /// First pause before an op is tried again after the store was lost; doubles up to half a second.
@@ -88,7 +89,7 @@ impl Change<'_> {
         let until = began + self.patience;
         let mut pause = PAUSE;
         loop {
-            let epoch = self.place.pg.backing.epoch();
+            let incarnation = self.place.pg.backing.incarnation();
             match self.attempt(&mut progress, &gather).await {
                 Ok(done) => return Ok(done),
                 // An earlier attempt may have taken effect: only its result may say otherwise.
@@ -106,7 +107,8 @@ impl Change<'_> {
                         progress.data = None;
                     }
                     let seen = running.found_no_space();
-                    if !self.osd.space_may_come(seen, until.min(began + SPACE_PATIENCE)).await {
+                    let groups = || self.osd.open_groups().into_iter().map(|(_, group)| group).collect();
+                    if !self.osd.space.may_come(seen, until.min(began + SPACE_PATIENCE), groups).await {
                         return Err(e);
                     }
                     running = self.osd.space.enter();
@@ -115,7 +117,7 @@ impl Change<'_> {
                 Err(Fail::Lost(why)) if Instant::now() >= until => return Err(unavailable(why)),
                 Err(Fail::Lost(why)) => {
                     tracing::debug!(name = self.name, why, "the store was lost, trying again");
-                    self.place.pg.backing.lost(epoch);
+                    self.place.pg.backing.lost(incarnation);
                     tokio::time::sleep(pause).await;
                     pause = (pause * 2).min(Duration::from_millis(500));
                 }
@@ -129,10 +131,10 @@ impl Change<'_> {
         gather: &impl AsyncFn() -> Step<Gathered>,
     ) -> Step<Done> {
         let pg = &self.place.pg;
-        let epoch = pg.load().await?;
+        let incarnation = pg.load().await?;
         if let (true, Some(origin)) = (progress.unsure, &self.origin) {
             let earlier = pg.result(origin).await?;
-            pg.backing.still(epoch)?;
+            pg.backing.still(incarnation)?;
             if let Some(mutated) = earlier {
                 metrics::counter!("outboard_osd_duplicates_total").increment(1);
                 return Ok(Done { mutated, dropped: None });
@@ -145,32 +147,32 @@ impl Change<'_> {
         };
         let data = &*progress.data.insert(data);
         let ticket = &*progress.ticket.get_or_insert_with(|| progress.object.turnstile.ticket());
-        let mut turn = ticket.enter(|| pg.backing.epoch()).await;
-        let epoch = pg.load().await?;
-        let unseen = progress.object.known(epoch).is_none();
+        let mut turn = ticket.enter(|| pg.backing.incarnation()).await;
+        let incarnation = pg.load().await?;
+        let unseen = progress.object.known(incarnation).is_none();
         if unseen && self.replaces_object() {
             turn.settled().await;
-            pg.backing.still(epoch)?;
-            return self.queue_and_leave(Basis::Unknown, false, turn, progress, epoch).await;
+            pg.backing.still(incarnation)?;
+            return self.queue_and_leave(Basis::Unknown, false, turn, progress, incarnation).await;
         }
         if unseen && self.makes_object() && pg.expects_new.guess() {
-            match self.make_unseen(turn, progress.object, data, epoch).await? {
-                Ok(concluded) => return self.conclude(concluded, progress, epoch),
+            match self.make_unseen(turn, progress.object, data, incarnation).await? {
+                Ok(concluded) => return self.conclude(concluded, progress, incarnation),
                 Err(back) => turn = back,
             }
         }
         // What is known of the object counts only if nothing that is pending can fail to make it so.
         let certain = turn.follows_blind_ones();
-        let mut info = self.look(progress.object, epoch).await?;
+        let mut info = self.look(progress.object, incarnation).await?;
         let blind = certain
             && self.conditions.is_empty()
             && info.is_some_and(|i| draft::is_blind(self.ops, data, &i));
         if !blind {
             turn.settled().await;
-            pg.backing.still(epoch)?;
-            info = pg.info(&self.place.oid, progress.object, epoch).await?;
+            pg.backing.still(incarnation)?;
+            info = pg.info(&self.place.oid, progress.object, incarnation).await?;
         }
-        self.queue_and_leave(Basis::Known(info), blind, turn, progress, epoch).await
+        self.queue_and_leave(Basis::Known(info), blind, turn, progress, incarnation).await
     }
 
     /// Queues the change and leaves the turn to others while it becomes durable.
@@ -180,21 +182,21 @@ impl Change<'_> {
         blind: bool,
         turn: Turn<'a>,
         progress: &mut Progress<'a>,
-        epoch: u64,
+        incarnation: u64,
     ) -> Step<Done> {
         let data = progress.data.as_ref().unwrap_or(&Gathered::None);
-        let (queued, committed) = self.queue(basis, data, epoch).await?;
-        progress.object.learn(epoch, queued.new);
-        let pending = turn.pend(epoch, blind);
+        let (queued, committed) = self.queue(basis, data, incarnation).await?;
+        progress.object.learn(incarnation, queued.new);
+        let pending = turn.pend(incarnation, blind);
         let outcome = committed.await;
-        self.conclude((queued, pending, outcome), progress, epoch)
+        self.conclude((queued, pending, outcome), progress, incarnation)
     }
 
     /// What is known of the object, and whether such objects tend to be new.
-    async fn look(&self, object: &ObjectState, epoch: u64) -> Step<Option<ObjectInfo>> {
+    async fn look(&self, object: &ObjectState, incarnation: u64) -> Step<Option<ObjectInfo>> {
         let pg = &self.place.pg;
-        let unseen = object.known(epoch).is_none();
-        let info = pg.info(&self.place.oid, object, epoch).await?;
+        let unseen = object.known(incarnation).is_none();
+        let info = pg.info(&self.place.oid, object, incarnation).await?;
         if unseen && self.makes_object() {
             pg.expects_new.learn(info.is_none());
         }
@@ -244,13 +246,13 @@ impl Change<'_> {
         turn: Turn<'a>,
         object: &ObjectState,
         data: &Gathered,
-        epoch: u64,
+        incarnation: u64,
     ) -> Step<Result<Concluded<'a>, Turn<'a>>> {
         let pg = &self.place.pg;
         turn.settled().await;
-        pg.backing.still(epoch)?;
+        pg.backing.still(incarnation)?;
         // What is refused of a new object may be right for the one that there is.
-        let Ok((queued, committed)) = self.queue(Basis::New, data, epoch).await else {
+        let Ok((queued, committed)) = self.queue(Basis::New, data, incarnation).await else {
             return Ok(Err(turn));
         };
         let outcome = committed.await;
@@ -261,9 +263,9 @@ impl Change<'_> {
         }
         if outcome.is_ok() {
             pg.expects_new.learn(true);
-            object.learn(epoch, queued.new);
+            object.learn(incarnation, queued.new);
         }
-        Ok(Ok((queued, turn.pend(epoch, false), outcome)))
+        Ok(Ok((queued, turn.pend(incarnation, false), outcome)))
     }
 
     /// Works the change out for an object as it is and queues its transaction.
@@ -271,7 +273,7 @@ impl Change<'_> {
         &self,
         basis: Basis,
         data: &Gathered,
-        epoch: u64,
+        incarnation: u64,
     ) -> Step<(Queued, impl Future<Output = store::Result<()>>)> {
         let pg = &self.place.pg;
         let info = match basis {
@@ -279,11 +281,11 @@ impl Change<'_> {
             Basis::New | Basis::Unknown => None,
         };
         let checked = self.check_conditions(info.as_ref()).await;
-        pg.backing.still(epoch)?;
+        pg.backing.still(incarnation)?;
         checked?;
         let draft = Draft::new(pg, &self.place.oid, self.name, info.as_ref());
         let mut drafted = draft.apply(self.ops, data).await?;
-        pg.backing.still(epoch)?;
+        pg.backing.still(incarnation)?;
         match basis {
             Basis::Known(_) => {}
             Basis::New => drafted.make_exclusive(&self.place.oid),
@@ -318,7 +320,7 @@ impl Change<'_> {
         &self,
         (queued, pending, outcome): Concluded<'a>,
         progress: &mut Progress<'a>,
-        epoch: u64,
+        incarnation: u64,
     ) -> Step<Done> {
         let pg = &self.place.pg;
         let Err(error) = outcome else {
@@ -331,7 +333,7 @@ impl Change<'_> {
         pg.not_recorded(queued.note);
         let fail = Fail::from(error);
         if matches!(fail, Fail::Lost(_)) {
-            pg.backing.lost(epoch);
+            pg.backing.lost(incarnation);
             progress.unsure = true;
             if matches!(progress.data, Some(Gathered::Staged(_))) {
                 // Lost with the store, and a slow client must not hold up the object while it sends again.

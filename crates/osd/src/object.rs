@@ -11,8 +11,9 @@ use crate::turnstile::Turnstile;
 /// Name of the xattr that has the [`ObjectInfo`].
 pub(crate) const INFO_XATTR: Bytes = Bytes::from_static(b"_");
 
-/// Name of the xattr that has the upload which was committed last, on heads of objects that are or were striped. An object
-/// that is written in full is not looked at first, so this tells the collector whose parts that may have left behind.
+/// Name of the xattr that has the upload which was committed last, on heads of objects that are or
+/// were striped. An object that is written in full is not looked at first, so this tells the
+/// collector whose parts that may have left behind.
 pub(crate) const COMMITTED_XATTR: Bytes = Bytes::from_static(b"c");
 
 /// What every object carries besides its data, in one xattr.
@@ -59,20 +60,21 @@ pub(crate) fn user_xattr_name(stored: &Bytes) -> Option<Bytes> {
 #[derive(Default)]
 pub(crate) struct ObjectState {
     pub(crate) turnstile: Turnstile,
-    /// What the object will be once everything queued is durable, and the epoch in which that was learnt; forgotten
-    /// should something of it fail. Inside: `None` if there is no such object.
+    /// What the object will be once everything queued is durable, and the incarnation in which that
+    /// was learnt; forgotten should something of it fail. Inside: `None` if there is no such
+    /// object.
     info: RefCell<Option<(u64, Option<ObjectInfo>)>>,
 }
 
 impl ObjectState {
-    /// What is known of the object in this epoch.
-    pub(crate) fn known(&self, epoch: u64) -> Option<Option<ObjectInfo>> {
-        self.info.borrow().filter(|(learnt, _)| *learnt == epoch).map(|(_, info)| info)
+    /// What is known of the object in this incarnation.
+    pub(crate) fn known(&self, incarnation: u64) -> Option<Option<ObjectInfo>> {
+        self.info.borrow().filter(|(learnt, _)| *learnt == incarnation).map(|(_, info)| info)
     }
 
     /// Remembers it.
-    pub(crate) fn learn(&self, epoch: u64, info: Option<ObjectInfo>) {
-        *self.info.borrow_mut() = Some((epoch, info));
+    pub(crate) fn learn(&self, incarnation: u64, info: Option<ObjectInfo>) {
+        *self.info.borrow_mut() = Some((incarnation, info));
     }
 
     /// Forgets it: to be read again.

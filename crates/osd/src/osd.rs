@@ -9,26 +9,28 @@ use std::time::Duration;
 use array::{Array, Coding, Group, GroupOptions, Member, Pace, StripesAt};
 use base::pool::BufferPool;
 use messenger::{Admissions, Connection};
+use store::ObjectStore;
 use store::stripes::{EngineOptions, Engines, LocalStripes, StripeStores};
-use store::{ObjectId, ObjectStore};
 use tokio::sync::Mutex;
 use uuid::Uuid;
-use wire::{Error, Manifest, ObjectName, PartId, Redundancy, RequestHead, SessionId, placement};
+use wire::{Error, ObjectName, PartId, Redundancy, SessionId, placement};
 
 use crate::age::Age;
 use crate::backing::Backing;
-use crate::gather::Gathered;
+use crate::config::OsdConfig;
+use crate::ids;
 use crate::inflight::InFlight;
 use crate::map::{NodeMap, PoolRecord};
-use crate::mutate::Change;
 use crate::pg::Pg;
+use crate::pool::{Place, Pool};
+use crate::rebuilds::Rebuilds;
+use crate::scrubs::Scrubs;
 use crate::sessions::{ConnectionId, Sessions};
 use crate::space::Space;
+use crate::start_error::StartError;
 use crate::target::Target;
 use crate::timed::Timed;
 use crate::times::Times;
-use crate::upkeep::Upkeep;
-use crate::{OsdConfig, StartError, ids};
 
 /// Within this time of its start, an OSD does not forget sessions of earlier starts: their younger
 /// and older siblings may come back with repeats. As long as a client's requests take by default.
@@ -37,7 +39,7 @@ const SETTLING: Duration = Duration::from_secs(60);
 /// An object storage daemon. Lives on one thread.
 pub(crate) struct Osd {
     pub(crate) config: OsdConfig,
-    pub(crate) pool: BufferPool,
+    pub(crate) staging: BufferPool,
     pub(crate) targets: Rc<Vec<Rc<Target>>>,
     /// The same, as groups see them.
     members: Rc<Vec<Rc<dyn Member>>>,
@@ -60,42 +62,12 @@ pub(crate) struct Osd {
     pub(crate) times: Times,
     /// Of rebuilds and scrubs.
     pub(crate) pace: Pace,
-    pub(crate) upkeep: Upkeep,
+    pub(crate) rebuilds: Rebuilds,
+    pub(crate) scrubs: Scrubs,
+    /// Pools that were removed while a target was not there: their objects are still to be removed.
+    pub(crate) removed_pools: RefCell<Vec<Rc<Pool>>>,
     pub(crate) coding: Rc<Coding>,
     pub(crate) age: Rc<Age>,
-}
-
-/// A pool in use.
-pub(crate) struct Pool {
-    pub(crate) record: PoolRecord,
-    pub(crate) pgs: Vec<Rc<Pg>>,
-    /// What is behind the placement groups of a pool with redundancy; of others, nothing.
-    pub(crate) groups: Vec<Rc<Group>>,
-    /// No requests are taken: the pool is about to be removed.
-    pub(crate) closed: Cell<bool>,
-}
-
-/// Where an object lives.
-pub(crate) struct Place {
-    pub(crate) pg: Rc<Pg>,
-    pub(crate) oid: ObjectId,
-}
-
-impl Request {
-    /// How long the store may be waited for on behalf of the request.
-    pub(crate) fn patience(&self, config: &OsdConfig) -> Duration {
-        match self.head.deadline_ms {
-            0 => config.store_patience,
-            ms => config.store_patience.min(Duration::from_millis(ms.into())),
-        }
-    }
-}
-
-/// A request's surroundings.
-pub(crate) struct Request {
-    pub(crate) head: RequestHead,
-    pub(crate) session: SessionId,
-    pub(crate) connection: Arc<dyn Connection>,
 }
 
 /// What takes stripes to these targets.
@@ -120,7 +92,7 @@ impl Osd {
     pub(crate) async fn open(
         config: OsdConfig,
         targets: Vec<(Uuid, Arc<dyn ObjectStore>)>,
-        pool: BufferPool,
+        staging: BufferPool,
     ) -> Result<Rc<Osd>, StartError> {
         let target = |(uuid, store): (Uuid, Arc<dyn ObjectStore>)| {
             let store = if config.store_is_here() { Arc::new(Timed(store)) } else { store };
@@ -128,14 +100,14 @@ impl Osd {
         };
         let targets: Vec<Rc<Target>> = targets.into_iter().map(target).collect();
         for target in &targets {
-            target.store.register_memory(pool.arena());
+            target.store.register_memory(staging.arena());
         }
         let map = NodeMap::open(&targets, config.target_timeout).await?;
         let age = Age::begin(&targets, config.target_timeout).await?;
         let coding = Coding::start(&config.coding, stripe_stores(&config, &targets)?, config.emulated)?;
         let osd = Osd {
             coding,
-            pool,
+            staging,
             members: Rc::new(targets.iter().map(|t| Rc::clone(t) as Rc<dyn Member>).collect()),
             targets: Rc::new(targets),
             map: RefCell::new(map.clone()),
@@ -151,7 +123,9 @@ impl Osd {
             space: Space::default(),
             times: Times::new(),
             pace: Pace::new(config.rebuild_rate, config.rebuild_share),
-            upkeep: Upkeep::default(),
+            rebuilds: Rebuilds::default(),
+            scrubs: Scrubs::default(),
+            removed_pools: RefCell::default(),
             age: Rc::new(age),
             config,
         };
@@ -195,7 +169,7 @@ impl Osd {
             is_internal: |oid| ids::parse(oid).is_none(),
             redundancy: record.redundancy,
             targets: Rc::clone(&self.members),
-            pool: self.pool.clone(),
+            staging: self.staging.clone(),
             member_timeout: self.config.target_timeout,
             patience: self.config.store_patience.max(2 * self.config.target_timeout),
             dirty_max: self.config.missed_objects_per_pg,
@@ -204,15 +178,28 @@ impl Osd {
     }
 
     /// A pool that takes requests.
-    pub(crate) fn pool(&self, name: &str) -> wire::Result<Rc<Pool>> {
+    pub(crate) fn open_pool(&self, name: &str) -> wire::Result<Rc<Pool>> {
         let pools = self.pools.borrow();
         let open = pools.get(name).filter(|pool| !pool.closed.get());
         open.cloned().ok_or_else(|| Error::NoSuchPool(name.to_owned()))
     }
 
+    /// Groups of pools in use, with the pool's name.
+    pub(crate) fn open_groups(&self) -> Vec<(String, Rc<Group>)> {
+        let pools = self.pools.borrow();
+        let open = pools.values().filter(|pool| !pool.closed.get());
+        open.flat_map(|pool| pool.groups.iter().map(|g| (pool.record.name.clone(), Rc::clone(g)))).collect()
+    }
+
+    /// Whether all targets of the node are there and may be used.
+    pub(crate) fn has_all_targets(&self) -> bool {
+        let is_there = |uuid| self.targets.iter().any(|t| t.uuid == uuid && t.is_usable());
+        self.map.borrow().targets.iter().all(|record| is_there(record.uuid))
+    }
+
     /// Where an object, or a part of it, lives.
     pub(crate) fn place(&self, name: &ObjectName, part: Option<&PartId>) -> wire::Result<Place> {
-        Ok(self.pool(name.pool())?.place(name.namespace(), name.object(), part))
+        Ok(self.open_pool(name.pool())?.place(name.namespace(), name.object(), part))
     }
 
     /// Ends a session for good, once none of its requests is under way: its client repeats none of
@@ -229,41 +216,5 @@ impl Osd {
         for pg in pools.values().flat_map(|pool| &pool.pgs).filter(|pg| pg.knows(session)) {
             pg.close_session(session, &living);
         }
-    }
-
-    /// Removes the parts of a striped object that no head names any more, in the background. What this misses, the
-    /// collector finds.
-    pub(crate) fn drop_parts(self: &Rc<Osd>, name: ObjectName, manifest: Manifest) {
-        let osd = Rc::clone(self);
-        crate::spawn(async move {
-            for index in 0..manifest.parts() {
-                let Ok(index) = u32::try_from(index) else { return };
-                let part = PartId { upload: manifest.upload, index };
-                let Ok(place) = osd.place(&name, Some(&part)) else { return };
-                if let Err(e) = osd.remove_object(&place, &name.to_string()).await {
-                    tracing::warn!(%name, index, error = %e, "a dropped part stays for the collector");
-                }
-            }
-        });
-    }
-
-    /// Removes an object on the OSD's own account; that there is none is fine.
-    pub(crate) async fn remove_object(&self, place: &Place, name: &str) -> wire::Result<()> {
-        let ops = [wire::Mutation::Remove];
-        let patience = self.config.store_patience;
-        let change = Change { osd: self, place, name, conditions: &[], ops: &ops, origin: None, patience };
-        match change.run(false, async || Ok(Gathered::None)).await {
-            Ok(_) | Err(Error::NoSuchObject(_)) => Ok(()),
-            Err(e) => Err(e),
-        }
-    }
-}
-
-impl Pool {
-    /// Where an object, or a part of it, lives.
-    pub(crate) fn place(&self, namespace: &str, object: &str, part: Option<&PartId>) -> Place {
-        let hash = placement::hash(namespace, object, part);
-        let pg = placement::group(hash, self.record.pg_count) as usize;
-        Place { pg: Rc::clone(&self.pgs[pg]), oid: ids::object(hash, namespace, object, part) }
     }
 }

@@ -205,38 +205,38 @@ impl Pg {
         Rc::clone(objects.entry(oid.clone()).or_default())
     }
 
-    /// Reads the group's state if that has not been done in this epoch; makes the collection if there is none.
+    /// Reads the group's state if that has not been done in this incarnation; makes the collection if there is none.
     pub(crate) async fn load(&self) -> Step<u64> {
-        if self.loaded.get() == self.backing.epoch() {
+        if self.loaded.get() == self.backing.incarnation() {
             return Ok(self.loaded.get());
         }
         let _one_at_a_time = self.loading.lock().await;
-        let epoch = self.backing.epoch();
-        if self.loaded.get() != epoch {
+        let incarnation = self.backing.incarnation();
+        if self.loaded.get() != incarnation {
             let reading = async {
                 self.settle().await?;
                 self.read_state().await
             };
-            let state = reading.await.inspect_err(|e| self.note_loss(e, epoch))?;
+            let state = reading.await.inspect_err(|e| self.note_loss(e, incarnation))?;
             *self.state.borrow_mut() = state;
-            self.loaded.set(epoch);
+            self.loaded.set(incarnation);
         }
-        Ok(epoch)
+        Ok(incarnation)
     }
 
-    /// Makes sure that nothing of an earlier epoch can vanish any more; returns the epoch.
+    /// Makes sure that nothing of an earlier incarnation can vanish any more; returns the incarnation.
     pub(crate) async fn settle(&self) -> Step<u64> {
-        let epoch = self.backing.epoch();
-        if self.settled.get() != epoch {
+        let incarnation = self.backing.incarnation();
+        if self.settled.get() != incarnation {
             self.backing.settle(&self.cid).await?;
-            self.settled.set(epoch);
+            self.settled.set(incarnation);
         }
-        Ok(epoch)
+        Ok(incarnation)
     }
 
-    fn note_loss(&self, fail: &Fail, epoch: u64) {
+    fn note_loss(&self, fail: &Fail, incarnation: u64) {
         if matches!(fail, Fail::Lost(_)) {
-            self.backing.lost(epoch);
+            self.backing.lost(incarnation);
         }
     }
 
@@ -445,9 +445,9 @@ impl Pg {
         expiry: &Expiry<'_>,
         living: impl FnOnce() -> Living,
     ) -> Step<usize> {
-        let epoch = self.load().await?;
-        let listed = self.list_results(sessions).await.inspect_err(|e| self.note_loss(e, epoch))?;
-        self.backing.still(epoch)?;
+        let incarnation = self.load().await?;
+        let listed = self.list_results(sessions).await.inspect_err(|e| self.note_loss(e, incarnation))?;
+        self.backing.still(incarnation)?;
         let (mut keys, mut entries, mut removed) = (Vec::new(), Vec::new(), Vec::new());
         {
             let living = living();
@@ -487,9 +487,9 @@ impl Pg {
         match self.backing.queue(transaction).await.map_err(Fail::from) {
             Ok(()) => Ok(count),
             Err(e) => {
-                self.note_loss(&e, epoch);
+                self.note_loss(&e, incarnation);
                 // A state that was read again since then says itself what is still there.
-                if self.loaded.get() == epoch {
+                if self.loaded.get() == incarnation {
                     self.state.borrow_mut().put_back(removed);
                 }
                 Err(e)
@@ -521,9 +521,9 @@ impl Pg {
         &self,
         oid: &ObjectId,
         object: &ObjectState,
-        epoch: u64,
+        incarnation: u64,
     ) -> Step<Option<ObjectInfo>> {
-        if let Some(known) = object.known(epoch) {
+        if let Some(known) = object.known(incarnation) {
             return Ok(known);
         }
         let info = match self.backing.get_xattr(&self.cid, oid, INFO_XATTR).await {
@@ -535,7 +535,7 @@ impl Pg {
             Err(StoreError::NoSuchObject(_) | StoreError::NoSuchCollection(_)) => None,
             Err(e) => return Err(e.into()),
         };
-        object.learn(epoch, info);
+        object.learn(incarnation, info);
         Ok(info)
     }
 

@@ -8,12 +8,14 @@ use uuid::Uuid;
 use wire::limits::{DEFAULT_PG_COUNT, MAX_PG_COUNT, MAX_POOLS};
 use wire::{Error, PoolInfo, PoolName, Redundancy, placement};
 
-use crate::fail::{Fail, Step};
+use crate::fail::{Fail, Step, refusal};
 use crate::ids;
 use crate::list::{after, objects};
-use crate::map::{NodeMap, PoolRecord};
-use crate::osd::{Osd, Place, Pool};
-use crate::read::patiently;
+use crate::map::PoolRecord;
+use crate::osd::Osd;
+use crate::patience::patiently;
+use crate::pool::{Place, Pool};
+use crate::task::spawn;
 
 /// Objects removed in one transaction when a pool goes.
 const REMOVE_BATCH: usize = 64;
@@ -83,7 +85,7 @@ impl Osd {
     pub(crate) async fn remove_pool(self: &Rc<Osd>, name: &[u8], force: bool) -> wire::Result<()> {
         let name = PoolName::from_wire(name)?.to_string();
         let _one_at_a_time = self.changing_map.lock().await;
-        let pool = self.pool(&name)?;
+        let pool = self.open_pool(&name)?;
         pool.closed.set(true);
         let removed = self.try_remove(&pool, force).await;
         if let Err(e) = removed {
@@ -124,24 +126,10 @@ impl Osd {
         }
     }
 
-    pub(crate) async fn save_map(&self, mut map: NodeMap) -> wire::Result<()> {
-        // Also after a failure the epoch goes on: some target may have the map that failed.
-        map.epoch += 1;
-        self.map.borrow_mut().epoch = map.epoch;
-        let reaches_any = self.targets.iter().any(|t| t.failure().is_none());
-        if let Err(e) = map.save(&self.targets, self.config.target_timeout).await {
-            self.map_is_uncertain.set(self.map_is_uncertain.get() || reaches_any);
-            return Err(refusal(e.into()));
-        }
-        self.map_is_uncertain.set(false);
-        *self.map.borrow_mut() = map;
-        Ok(())
-    }
-
     /// Removes what is in a closed pool, then the pool from the map.
     pub(crate) fn empty_in_background(self: &Rc<Osd>, pool: Rc<Pool>) {
         let osd = Rc::clone(self);
-        crate::spawn(async move { osd.empty_or_wait(pool).await });
+        spawn(async move { osd.empty_or_wait(pool).await });
     }
 
     /// The same. A pool that cannot be emptied now is tried again when all targets are there.
@@ -149,7 +137,7 @@ impl Osd {
         let Err(e) = self.empty(&pool).await else { return };
         let name = &pool.record.name;
         tracing::warn!(name, error = ?e, "a removed pool's space is given back when all targets are there");
-        self.upkeep.removed.borrow_mut().push(pool);
+        self.removed_pools.borrow_mut().push(pool);
     }
 
     async fn empty(&self, pool: &Pool) -> Step<()> {
@@ -172,7 +160,7 @@ impl Osd {
 
     async fn empty_group(&self, place: &Place) -> Step<()> {
         let pg = &place.pg;
-        pg.backing.epoch();
+        pg.backing.incarnation();
         loop {
             let ids = match pg.backing.list(&pg.cid, None, REMOVE_BATCH).await {
                 Ok((ids, _)) => ids,
@@ -192,13 +180,5 @@ impl Osd {
             }
             tokio::task::yield_now().await;
         }
-    }
-}
-
-/// What the client is told.
-pub(crate) fn refusal(fail: Fail) -> Error {
-    match fail {
-        Fail::Refused(e) => e,
-        Fail::Lost(why) => crate::fail::unavailable(why),
     }
 }

@@ -23,7 +23,10 @@ use crate::fail::{Fail, Step, unavailable};
 use crate::gather::SEGMENT;
 use crate::mutate::check_conditions;
 use crate::object::{ObjectInfo, ObjectState, user_xattr, user_xattr_name};
-use crate::osd::{Osd, Place, Request};
+use crate::osd::Osd;
+use crate::patience::patiently;
+use crate::pool::Place;
+use crate::request::Request;
 
 /// First pause before an op is tried again after the store was lost; doubles up to half a second.
 const PAUSE: Duration = Duration::from_millis(5);
@@ -34,7 +37,7 @@ const INLINE: u64 = 64 << 10;
 /// A segment that the store has been asked for.
 struct Begun {
     info: ObjectInfo,
-    epoch: u64,
+    incarnation: u64,
     at: u64,
     len: u64,
     /// `None` if there is nothing to be read: nothing is left at `at`, or the object is striped.
@@ -78,7 +81,7 @@ impl Reader<'_> {
         let until = Instant::now() + self.patience();
         loop {
             let first = self.begin_first(start, end).await?;
-            let (info, epoch) = (first.info, first.epoch);
+            let (info, incarnation) = (first.info, first.incarnation);
             if info.manifest.is_some() {
                 return Ok((striped(&info), Payload::default()));
             }
@@ -93,7 +96,7 @@ impl Reader<'_> {
                 // Nothing has been sent yet: the object may be another one by now.
                 (Err(Fail::Lost(why)), _) if Instant::now() < until => {
                     tracing::debug!(why, "the store was lost, reading again");
-                    self.place.pg.backing.lost(epoch);
+                    self.place.pg.backing.lost(incarnation);
                     tokio::time::sleep(PAUSE).await;
                 }
                 (Ok(data), Some(sink)) if data.len() as u64 > self.inline_max() => {
@@ -138,7 +141,7 @@ impl Reader<'_> {
 
     /// Most bytes of a segment.
     fn step(&self) -> u64 {
-        SEGMENT.min(self.osd.pool.largest()) as u64
+        SEGMENT.min(self.osd.staging.largest()) as u64
     }
 
     /// Starts to read at `start`: all up to `end`, or else a whole segment. The object may be anything.
@@ -146,7 +149,7 @@ impl Reader<'_> {
         let object = self.place.pg.object(&self.place.oid);
         let whole = (end - start).min(self.step());
         // Memory is taken before one knows how much is needed. Most objects are small.
-        let likely = match object.known(self.place.pg.backing.epoch()) {
+        let likely = match object.known(self.place.pg.backing.incarnation()) {
             Some(Some(info)) => {
                 block::align_up(info.size).unwrap_or(u64::MAX).saturating_sub(start).max(BLOCK)
             }
@@ -157,10 +160,10 @@ impl Reader<'_> {
     }
 
     async fn finish_first(&self, first: Begun) -> Step<Payload> {
-        let (at, len, info, epoch) = (first.at, first.len, first.info, first.epoch);
+        let (at, len, info, incarnation) = (first.at, first.len, first.info, first.incarnation);
         match self.finish(first).await {
             Err(Fail::Lost(_)) => {
-                self.place.pg.backing.lost(epoch);
+                self.place.pg.backing.lost(incarnation);
                 self.segment(at, len, info.version).await
             }
             outcome => outcome,
@@ -209,14 +212,14 @@ impl Reader<'_> {
             // Memory first: whoever waits for it must not hold up the object. The store fills whole blocks.
             let dest = match room {
                 0 => None,
-                _ => Some(self.osd.pool.alloc((room as usize).next_multiple_of(BLOCK_SIZE)).await?),
+                _ => Some(self.osd.staging.alloc((room as usize).next_multiple_of(BLOCK_SIZE)).await?),
             };
             let ticket = object.turnstile.ticket();
-            let turn = ticket.enter(|| pg.backing.epoch()).await;
-            let epoch = pg.settle().await?;
+            let turn = ticket.enter(|| pg.backing.incarnation()).await;
+            let incarnation = pg.settle().await?;
             turn.settled().await;
-            let info = pg.info(&self.place.oid, object, epoch).await?;
-            pg.backing.still(epoch)?;
+            let info = pg.info(&self.place.oid, object, incarnation).await?;
+            pg.backing.still(incarnation)?;
             let info = info.ok_or_else(|| Error::NoSuchObject(self.name.clone()))?;
             if let Some(wanted) = if_version.filter(|v| *v != info.version) {
                 return Err(Error::Changed { wanted, found: info.version }.into());
@@ -230,7 +233,7 @@ impl Reader<'_> {
             }
             let reading = has_data.then(|| pg.backing.read(&pg.cid, &self.place.oid, at, len, dest));
             drop(turn);
-            return Ok(Begun { info, epoch, at, len, reading });
+            return Ok(Begun { info, incarnation, at, len, reading });
         }
     }
 
@@ -238,7 +241,7 @@ impl Reader<'_> {
     async fn finish(&self, begun: Begun) -> Step<Payload> {
         let Some(reading) = begun.reading else { return Ok(Payload::default()) };
         let data = reading.await?;
-        self.place.pg.backing.still(begun.epoch)?;
+        self.place.pg.backing.still(begun.incarnation)?;
         self.check(&begun.info, begun.at, begun.len, &data)
     }
 
@@ -297,19 +300,19 @@ pub(crate) async fn query(osd: &Osd, request: &Request, query: &Query) -> wire::
 async fn try_query(place: &Place, object: &ObjectState, name: &str, query: &Query) -> Step<Vec<QueryAnswer>> {
     let pg = &place.pg;
     let ticket = object.turnstile.ticket();
-    let turn = ticket.enter(|| pg.backing.epoch()).await;
-    let epoch = pg.settle().await?;
+    let turn = ticket.enter(|| pg.backing.incarnation()).await;
+    let incarnation = pg.settle().await?;
     turn.settled().await;
-    let info = pg.info(&place.oid, object, epoch).await?;
+    let info = pg.info(&place.oid, object, incarnation).await?;
     let checked = check_conditions(place, name, &query.conditions, info.as_ref()).await;
-    pg.backing.still(epoch)?;
+    pg.backing.still(incarnation)?;
     checked?;
     let info = info.ok_or_else(|| Error::NoSuchObject(name.to_owned()))?;
     let mut answers = Vec::with_capacity(query.ops.len());
     for op in &query.ops {
         answers.push(answer(place, &info, op).await?);
     }
-    pg.backing.still(epoch)?;
+    pg.backing.still(incarnation)?;
     drop(turn);
     Ok(answers)
 }
@@ -365,25 +368,3 @@ fn cut_page(mut entries: Vec<(Bytes, Bytes)>, mut more: bool, to: Option<&Bytes>
 
 /// An answer's entries take at most that much, in bytes (one entry alone may be larger).
 const PAGE_BYTES: usize = 48 * 1024;
-
-/// Repeats an attempt while the store is away.
-pub(crate) async fn patiently<T>(
-    place: &Place,
-    patience: Duration,
-    attempt: impl AsyncFn() -> Step<T>,
-) -> Step<T> {
-    let until = Instant::now() + patience;
-    let mut pause = PAUSE;
-    loop {
-        let epoch = place.pg.backing.epoch();
-        match attempt().await {
-            Err(Fail::Lost(why)) if Instant::now() < until => {
-                tracing::debug!(why, "the store was lost, trying again");
-                place.pg.backing.lost(epoch);
-                tokio::time::sleep(pause).await;
-                pause = (pause * 2).min(Duration::from_millis(500));
-            }
-            outcome => return outcome,
-        }
-    }
-}

@@ -15,9 +15,11 @@ use wire::{
 use crate::gather::{COMPANY, Puller};
 use crate::inflight::{Claim, joined};
 use crate::mutate::Change;
-use crate::osd::{Osd, Request};
+use crate::osd::Osd;
 use crate::pg::Origin;
+use crate::request::Request;
 use crate::sessions::{ConnectionId, Opened};
+use crate::task::spawn;
 use crate::times::Kind;
 use crate::{list, read};
 
@@ -34,7 +36,7 @@ pub(crate) async fn accept(osd: Rc<Osd>, mut listener: Box<dyn Listener>) {
                 osd.connections.borrow_mut().insert(next, Arc::downgrade(&connection));
                 let heard = Instant::now();
                 let served = Served { osd: Rc::clone(&osd), connection, id: next, session: None, heard };
-                crate::spawn(served.run(incoming));
+                spawn(served.run(incoming));
             }
             Err(e) => tracing::debug!(error = %e, "a peer could not connect"),
         }
@@ -127,7 +129,7 @@ impl Served {
         let request = Request { head, session, connection: Arc::clone(&self.connection) };
         let osd = Rc::clone(&self.osd);
         let running = clock.clone();
-        crate::spawn(running.scope(async move {
+        spawn(running.scope(async move {
             let kind = Kind::of(&body);
             osd.requests.set(osd.requests.get() + 1);
             if matches!(kind, Kind::Write | Kind::Read) {
@@ -150,7 +152,7 @@ impl Served {
     fn close_session(&mut self, session: SessionId, seq: u64, room: &Arc<Semaphore>) {
         self.session = None;
         let (osd, connection, room) = (Rc::clone(&self.osd), Arc::clone(&self.connection), Arc::clone(room));
-        crate::spawn(async move {
+        spawn(async move {
             let all = u32::try_from(osd.config.requests_per_connection).unwrap_or(u32::MAX);
             let Ok(_all_done) = room.acquire_many(all).await else { return };
             osd.close_session(session);
@@ -176,7 +178,7 @@ impl Served {
             metrics::counter!("outboard_osd_sessions_reclaimed_total").increment(1);
             let victim = self.osd.connections.borrow().get(&reclaimed).and_then(Weak::upgrade);
             if let Some(victim) = victim {
-                crate::spawn(async move { victim.close().await });
+                spawn(async move { victim.close().await });
             }
         }
         Ok(ReplyBody::Opened { version, session })
@@ -297,7 +299,7 @@ impl Osd {
         };
         let puller = Puller {
             connection: &*request.connection,
-            pool: &self.pool,
+            staging: &self.staging,
             timeout: self.config.transfer_timeout,
             segments_in_flight: self.config.segments_in_flight(),
             in_company: self.requests.get() >= COMPANY,

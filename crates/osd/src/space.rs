@@ -8,16 +8,18 @@
 use std::cell::Cell;
 use std::rc::Rc;
 
+use array::Group;
 use tokio::sync::{Mutex, Notify};
 use tokio::time::Instant;
 
-use crate::osd::Osd;
+use crate::task::spawn;
 
 /// Changes at work, which may give space back when they end.
 #[derive(Default)]
 pub(crate) struct Space {
     running: Cell<u32>,
-    /// Counts changes that have ended otherwise than for want of space: they may have given space back.
+    /// Counts changes that have ended otherwise than for want of space: they may have given space
+    /// back.
     progress: Cell<u64>,
     /// There is progress, or no change runs any more.
     changed: Notify,
@@ -41,6 +43,62 @@ impl Space {
         self.running.set(self.running.get() + 1);
         Running { space: self, seen: self.progress.get(), is_fruitless: false }
     }
+
+    /// Waits until there may be more space than a change found that began when the progress was
+    /// `seen`, at most until `until`. `groups` lists the groups that may give space back. `false`
+    /// if none is on its way, or not in time.
+    pub(crate) async fn may_come(
+        &self,
+        seen: u64,
+        until: Instant,
+        groups: impl Fn() -> Vec<Rc<Group>>,
+    ) -> bool {
+        if Instant::now() >= until {
+            return false;
+        }
+        // A group that waits for a member may trim for long.
+        match tokio::time::timeout_at(until, self.trim(groups)).await {
+            Ok(false) => {}
+            Ok(true) => return true,
+            Err(_) => return false,
+        }
+        loop {
+            let changed = self.changed.notified();
+            if self.progress.get() != seen {
+                return true;
+            }
+            if self.running.get() == 0 || tokio::time::timeout_at(until, changed).await.is_err() {
+                return false;
+            }
+        }
+    }
+
+    /// Has groups give back what they keep of overwritten data; whether any did.
+    async fn trim(&self, groups: impl Fn() -> Vec<Rc<Group>>) -> bool {
+        let before = self.trims.get();
+        let _one_at_a_time = self.trimming.lock().await;
+        if self.trims.get() != before {
+            return true;
+        }
+        for group in groups() {
+            let kept = group.undo_objects();
+            if kept == 0 {
+                continue;
+            }
+            // The group goes on trimming by itself if the change that waits gives up.
+            let trimmed = Rc::clone(&group);
+            let trim = spawn(async move {
+                if let Err(e) = trimmed.trim().await {
+                    tracing::debug!(error = %e, "overwritten data is kept for the time being");
+                }
+            });
+            drop(trim.await);
+            if group.undo_objects() < kept {
+                self.trims.set(before + 1);
+            }
+        }
+        self.trims.get() != before
+    }
 }
 
 impl Running<'_> {
@@ -63,57 +121,5 @@ impl Drop for Running<'_> {
         if !self.is_fruitless || left == 0 {
             self.space.changed.notify_waiters();
         }
-    }
-}
-
-impl Osd {
-    /// Waits until there may be more space than a change found that began when the progress was
-    /// `seen`, at most until `until`. `false` if none is on its way, or not in time.
-    pub(crate) async fn space_may_come(&self, seen: u64, until: Instant) -> bool {
-        if Instant::now() >= until {
-            return false;
-        }
-        // A group that waits for a member may trim for long.
-        match tokio::time::timeout_at(until, self.trim_groups()).await {
-            Ok(false) => {}
-            Ok(true) => return true,
-            Err(_) => return false,
-        }
-        loop {
-            let changed = self.space.changed.notified();
-            if self.space.progress.get() != seen {
-                return true;
-            }
-            if self.space.running.get() == 0 || tokio::time::timeout_at(until, changed).await.is_err() {
-                return false;
-            }
-        }
-    }
-
-    /// Has groups give back what they keep of overwritten data; whether any did.
-    async fn trim_groups(&self) -> bool {
-        let before = self.space.trims.get();
-        let _one_at_a_time = self.space.trimming.lock().await;
-        if self.space.trims.get() != before {
-            return true;
-        }
-        for (_, group) in self.open_groups() {
-            let kept = group.undo_objects();
-            if kept == 0 {
-                continue;
-            }
-            // The group goes on trimming by itself if the change that waits gives up.
-            let trimmed = Rc::clone(&group);
-            let trim = crate::spawn(async move {
-                if let Err(e) = trimmed.trim().await {
-                    tracing::debug!(error = %e, "overwritten data is kept for the time being");
-                }
-            });
-            drop(trim.await);
-            if group.undo_objects() < kept {
-                self.space.trims.set(before + 1);
-            }
-        }
-        self.space.trims.get() != before
     }
 }

@@ -18,7 +18,7 @@ pub(crate) async fn status(osd: &Osd) -> NodeStatus {
         target_status(osd, record, target.map(|t| &**t)).await
     });
     let targets = futures::future::join_all(targets).await;
-    let (free, fewest) = osd.pool.free_bytes();
+    let (free, fewest) = osd.staging.free_bytes();
     let map = osd.map.borrow();
     NodeStatus {
         node: map.node,
@@ -29,7 +29,7 @@ pub(crate) async fn status(osd: &Osd) -> NodeStatus {
         uptime_seconds: osd.age.ran().as_secs(),
         map_epoch: map.epoch,
         health: osd.health(),
-        rebuild: osd.rebuild_status(),
+        rebuild: osd.rebuilds.status(osd.pace.rate()),
         targets,
         pools: osd.list_pools(),
         paths: osd.paths.borrow().clone(),
@@ -41,7 +41,7 @@ pub(crate) async fn status(osd: &Osd) -> NodeStatus {
         thread_ns: osd.times.thread(),
         offload: osd.config.offload.as_ref().map(|source| (source.0)()),
         coding: osd.coding.status(),
-        staging: [osd.pool.arena().len() as u64, free as u64, fewest as u64],
+        staging: [osd.staging.arena().len() as u64, free as u64, fewest as u64],
     }
 }
 

@@ -1,4 +1,4 @@
-//! A target and the OSD's view of its session.
+//! A target, and the OSD's view of its health.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -17,6 +17,7 @@ use crate::backing::Backing;
 use crate::config::TargetRetry;
 use crate::health::{Change, Event, Health};
 use crate::ids;
+use crate::task::spawn;
 
 /// One target: its store, and what the OSD knows of its health.
 pub(crate) struct Target {
@@ -28,7 +29,7 @@ pub(crate) struct Target {
     generation: Cell<u64>,
     health: RefCell<Health>,
     /// Session of the store that `health` is about.
-    health_session: Cell<u64>,
+    health_incarnation: Cell<u64>,
     /// Told when `health` has changed.
     changed: Notify,
     /// When the last probe that was answered had been sent.
@@ -48,7 +49,7 @@ const SUSPECTS_MAX: usize = 64;
 
 impl Target {
     pub(crate) fn new(uuid: Uuid, store: Arc<dyn ObjectStore>, retry: TargetRetry) -> Target {
-        let session = store.session();
+        let incarnation = store.session();
         let backing = Rc::new(Backing::target(Arc::clone(&store), uuid.to_string()));
         Target {
             uuid,
@@ -56,7 +57,7 @@ impl Target {
             backing,
             generation: Cell::new(0),
             health: RefCell::new(Health::new(retry)),
-            health_session: Cell::new(session),
+            health_incarnation: Cell::new(incarnation),
             changed: Notify::new(),
             answered: watch::Sender::new(None),
             is_probed: Cell::new(false),
@@ -118,9 +119,9 @@ impl Target {
     }
 
     fn with_health<T>(&self, look: impl FnOnce(&Health) -> T) -> T {
-        let session = self.store.session();
-        if session != self.health_session.replace(session) {
-            // The session is part of what placement groups watch: they need not be told.
+        let incarnation = self.store.session();
+        if incarnation != self.health_incarnation.replace(incarnation) {
+            // The incarnation is part of what placement groups watch: they need not be told.
             self.suspects.borrow_mut().clear();
             let _ = self.health.borrow_mut().step(Instant::now(), Event::Renewed);
         }
@@ -163,11 +164,11 @@ impl Target {
             return;
         }
         let target = Rc::clone(self);
-        crate::spawn(async move {
-            let (sent, session) = (Instant::now(), target.store.session());
+        spawn(async move {
+            let (sent, incarnation) = (Instant::now(), target.store.session());
             let probed = target.ask_something().await;
             target.is_probed.set(false);
-            if target.store.session() != session {
+            if target.store.session() != incarnation {
                 return target.step(Event::ProbeLost);
             }
             match probed {

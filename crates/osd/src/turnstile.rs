@@ -1,11 +1,13 @@
 //! The order of the ops on one object.
 //!
-//! Every op draws a ticket. One op at a time is *in turn*, in the order of the tickets: it looks at the object, queues
-//! its transaction and leaves, its commit *pending*. An op that must know what came of those before it waits, in turn,
-//! until nothing before it is pending. An op that changes nothing which others depend on is called *blind*; such ops are
-//! pending side by side, but wait for those that are not, since what these make of the object is open until their outcome
-//! is known. When the store is lost the pending ops come back with the tickets they had, and nobody overtakes them: a
-//! ticket is not let in while an older one is pending from an earlier epoch.
+//! Every op draws a ticket. One op at a time is *in turn*, in the order of the tickets: it looks at
+//! the object, queues its transaction and leaves, its commit *pending*. An op that must know what
+//! came of those before it waits, in turn, until nothing before it is pending. An op that changes
+//! nothing which others depend on is called *blind*; such ops are pending side by side, but wait
+//! for those that are not, since what these make of the object is open until their outcome is
+//! known. When the store is lost the pending ops come back with the tickets they had, and nobody
+//! overtakes them: a ticket is not let in while an older one is pending from an earlier
+//! incarnation.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -29,7 +31,7 @@ struct Inner {
 
 /// What is to be known of a pending op.
 struct Queued {
-    epoch: u64,
+    incarnation: u64,
     blind: bool,
 }
 
@@ -56,14 +58,14 @@ pub(crate) struct Ticket<'a> {
 }
 
 impl<'a> Ticket<'a> {
-    /// Waits for the ticket's turn. `epoch` says which epoch it is now.
-    pub(crate) async fn enter(&self, epoch: impl Fn() -> u64) -> Turn<'a> {
+    /// Waits for the ticket's turn. `incarnation` says which incarnation it is now.
+    pub(crate) async fn enter(&self, incarnation: impl Fn() -> u64) -> Turn<'a> {
         poll_fn(|cx| {
             let mut inner = self.turnstile.inner.borrow_mut();
             let first = inner.waiting.first_key_value().is_none_or(|(first, _)| *first >= self.number);
             if first && inner.in_turn.is_none() {
-                let now = epoch();
-                if inner.pending.range(..self.number).all(|(_, queued)| queued.epoch == now) {
+                let now = incarnation();
+                if inner.pending.range(..self.number).all(|(_, queued)| queued.incarnation == now) {
                     inner.waiting.remove(&self.number);
                     inner.in_turn = Some(self.number);
                     return Poll::Ready(());
@@ -104,17 +106,18 @@ impl<'a> Turn<'a> {
         .await;
     }
 
-    /// Whether all that is pending with an older ticket is blind: whatever comes of it, the object's size and kind are
-    /// those that are known now.
+    /// Whether all that is pending with an older ticket is blind: whatever comes of it, the
+    /// object's size and kind are those that are known now.
     pub(crate) fn follows_blind_ones(&self) -> bool {
         let inner = self.turnstile.inner.borrow();
         inner.pending.range(..self.ticket).all(|(_, queued)| queued.blind)
     }
 
-    /// Ends the turn with a transaction queued in `epoch`, whose outcome is pending until the result is dropped. `blind`
-    /// says that it changes nothing which others depend on, whether it succeeds or not.
-    pub(crate) fn pend(self, epoch: u64, blind: bool) -> Pending<'a> {
-        self.turnstile.inner.borrow_mut().pending.insert(self.ticket, Queued { epoch, blind });
+    /// Ends the turn with a transaction queued in `incarnation`, whose outcome is pending until the
+    /// result is dropped. `blind` says that it changes nothing which others depend on, whether it
+    /// succeeds or not.
+    pub(crate) fn pend(self, incarnation: u64, blind: bool) -> Pending<'a> {
+        self.turnstile.inner.borrow_mut().pending.insert(self.ticket, Queued { incarnation, blind });
         Pending { turnstile: self.turnstile, ticket: self.ticket }
     }
 }
@@ -133,7 +136,8 @@ pub(crate) struct Pending<'a> {
 }
 
 impl Pending<'_> {
-    /// Ends being pending and goes back to wait for a turn in one step, so that nobody gets in between.
+    /// Ends being pending and goes back to wait for a turn in one step, so that nobody gets in
+    /// between.
     pub(crate) fn back_in_line(self) {
         let mut inner = self.turnstile.inner.borrow_mut();
         // Until the op waits for real, its place is kept by a waker that does nothing.
@@ -179,7 +183,7 @@ mod tests {
         let (lost, later) = (turnstile.ticket(), turnstile.ticket());
         let pending = lost.enter(|| 1).await.pend(1, false);
         let mut waiting = Box::pin(later.enter(|| 2));
-        assert!(poll_once(&mut waiting).is_none(), "pending from an older epoch");
+        assert!(poll_once(&mut waiting).is_none(), "pending from an older incarnation");
         pending.back_in_line();
         assert!(poll_once(&mut waiting).is_none(), "the lost op has its place back");
         drop(lost.enter(|| 2).await.pend(2, false));

@@ -12,7 +12,7 @@ use bytes::Bytes;
 use client::engine::{Engine, NativeEngine};
 use client::{Client, Object, Options, Pool, Redundancy};
 use messenger::{NetworkStack, StackChoice, StackOptions, UseAs};
-use osd::{Osd, OsdConfig};
+use osd::{OsdConfig, OsdServer};
 use store::{
     MemStore, ObjectStore, Op, Query, StageId, StoreError, StoreFuture, StoreRequest, Submit, Transaction,
     WriteSource, check_session, ready,
@@ -402,7 +402,7 @@ pub(crate) struct Node {
     pub(crate) stores: Vec<Arc<FaultStore>>,
     pub(crate) staging: BufferPool,
     pub(crate) config: OsdConfig,
-    pub(crate) osd: Option<Osd>,
+    pub(crate) osd: Option<OsdServer>,
     pub(crate) endpoint: String,
 }
 
@@ -464,7 +464,7 @@ impl Node {
         let mut tries = 0;
         let osd = loop {
             let (config, targets, pool) = (self.config.clone(), self.targets(), self.staging.clone());
-            match Osd::start(config, targets, pool, stack.clone(), &self.endpoint) {
+            match OsdServer::start(config, targets, pool, stack.clone(), &self.endpoint) {
                 Ok(osd) => break osd,
                 // The old listener's socket may take a moment to go.
                 Err(osd::StartError::Listen(_)) if tries < 100 => {

@@ -10,7 +10,7 @@ use client::{Client, Error, Options};
 use futures::future::{join_all, pending};
 use messenger::transport::faulty::Faults;
 use messenger::{BulkSource, SessionConfig, SimStack};
-use osd::{Osd, OsdConfig};
+use osd::{OsdConfig, OsdServer};
 use tokio::sync::oneshot;
 use tokio::task::LocalSet;
 use wire::{Data, Mutation, OpBytes};
@@ -41,7 +41,7 @@ async fn appends_happen_once_each_over_a_network_that_breaks_all_the_time() {
     local.spawn_local(async move {
         let ready = |endpoint| drop(started.send(endpoint));
         let stop = async { drop(stopped.await) };
-        Osd::serve(OsdConfig::default(), targets, staging, network, "*", ready, stop).await;
+        OsdServer::serve(OsdConfig::default(), targets, staging, network, "*", ready, stop).await;
     });
     let work = async {
         let endpoint = endpoint.await.unwrap().unwrap();

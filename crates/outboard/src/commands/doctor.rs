@@ -8,7 +8,7 @@ use serde::Serialize;
 use crate::args::NodeArgs;
 use crate::commands::locate;
 use node::checkup::{self, Finding, Grade};
-use node::config::{self, Config};
+use node::config_file;
 use node::failure::{Doing, Failure, Result};
 
 /// Check this machine: kernel, io_uring, limits, huge pages, the targets' file system
@@ -34,8 +34,8 @@ struct Report<'a> {
 /// Checks the machine.
 pub fn run(args: DoctorArgs, node: &NodeArgs) -> Result<()> {
     let root = locate::root(node);
-    let file = root.join(config::FILE);
-    let config = Config::load(file.is_file().then_some(&*file), |name| std::env::var(name).ok());
+    let file = root.join(config_file::FILE);
+    let config = config_file::load(file.is_file().then_some(&*file), |name| std::env::var(name).ok());
     let findings = checkup::all(&root, &config.doing("reading the configuration")?.targets);
     let fit = findings.iter().all(|f| f.grade != Grade::Prevents);
     let text = if args.json {

@@ -11,7 +11,7 @@ use store::FsckReport;
 use crate::args::NodeArgs;
 use crate::commands::locate;
 use crate::output;
-use node::config::{self, Config};
+use node::config_file;
 use node::dir::{DirLock, NodeDir};
 use node::failure::{Doing, Failure, Result};
 use node::progress::Progress;
@@ -93,7 +93,8 @@ fn targets(path: &Path, doing: &str) -> Result<(Option<DirLock>, Vec<PathBuf>)> 
     let dir = NodeDir::open(path).doing(doing)?;
     let lock = dir.lock().doing(doing)?;
     let config =
-        Config::load(Some(&dir.path().join(config::FILE)), |name| std::env::var(name).ok()).doing(doing)?;
+        config_file::load(Some(&dir.path().join(config_file::FILE)), |name| std::env::var(name).ok())
+            .doing(doing)?;
     Ok((Some(lock), config.targets.iter().map(|target| dir.path().join(target)).collect()))
 }
 

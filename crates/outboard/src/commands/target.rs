@@ -7,7 +7,7 @@ use super::session;
 use crate::args::NodeArgs;
 use crate::commands::locate;
 use crate::output;
-use node::config::Config;
+use node::config_file;
 use node::dir::NodeDir;
 use node::failure::{Doing, Failure, Result};
 use node::report::{standing, trouble};
@@ -113,7 +113,7 @@ fn lines(status: &NodeStatus) -> Vec<String> {
 fn replace(id: u32, node: &NodeArgs) -> Result<()> {
     let doing = || format!("replacing target {id}");
     let dir = NodeDir::open(&locate::root(node)).doing(doing())?;
-    let config = Config::load(Some(&dir.config()), |name| std::env::var(name).ok()).doing(doing())?;
+    let config = config_file::load(Some(&dir.config()), |name| std::env::var(name).ok()).doing(doing())?;
     let count = config.targets.len();
     let Some(path) = config.targets.get(id as usize) else {
         let why = format!("the node has targets 0 to {}", count.saturating_sub(1));

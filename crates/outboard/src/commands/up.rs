@@ -14,7 +14,8 @@ use crate::args::NodeArgs;
 use crate::commands::locate;
 use crate::output;
 use node::announce::{Announcement, MAX_ANNOUNCEMENT, Ready};
-use node::config::{self, Config};
+use node::config::Config;
+use node::config_file;
 use node::dir::{DirLock, NodeDir, STORE_SOCKET, replace_file};
 use node::failure::{Doing, Failure, Result};
 use node::keeper::RoleSpec;
@@ -139,14 +140,14 @@ fn prepare(dir: &NodeDir, args: &UpArgs, doing: &str) -> Result<Option<PortClaim
 /// Chooses a port for a node whose configuration names none, once: it is remembered there.
 fn settle_port(dir: &NodeDir, args: &UpArgs, doing: &str) -> Result<Option<PortClaim>> {
     let text = std::fs::read_to_string(dir.config()).doing(doing)?;
-    if args.listen.is_some() || config::is_set("listen", &text, env) {
+    if args.listen.is_some() || config_file::is_set("listen", &text, env) {
         return Ok(None);
     }
-    let default = Config::of_text(&text, &dir.config(), env).doing(doing)?.listen;
+    let default = config_file::of_text(&text, &dir.config(), env).doing(doing)?.listen;
     let (address, claim) = port::choose()
         .map_err(|e| Failure::new(doing, format!("no port is free: {e}; name one with --listen")))?;
     let chosen = address.to_string();
-    let text = config::remember(&text, "listen", &toml::Value::String(chosen.clone()));
+    let text = config_file::remember(&text, "listen", &toml::Value::String(chosen.clone()));
     replace_file(&dir.config(), &text).doing(doing)?;
     if chosen != default {
         output::note(format!("{default} is taken; from now on the node listens at {chosen}"));
@@ -157,7 +158,7 @@ fn settle_port(dir: &NodeDir, args: &UpArgs, doing: &str) -> Result<Option<PortC
 /// The configuration that holds.
 fn configure(dir: &NodeDir, args: &UpArgs, doing: &str) -> Result<Config> {
     let path = dir.config();
-    let mut config = Config::load(Some(&path), env).doing(doing)?;
+    let mut config = config_file::load(Some(&path), env).doing(doing)?;
     let count = config.targets.len();
     if count == 0 {
         let why =
@@ -179,7 +180,7 @@ fn configure(dir: &NodeDir, args: &UpArgs, doing: &str) -> Result<Config> {
 /// Waits for roles of a supervisor that was killed: they are stopping, and their targets are taken until then.
 fn wait_for_predecessors(dir: &NodeDir, doing: &str) -> Result<()> {
     let Some(state) = NodeState::load(dir) else { return Ok(()) };
-    let config = Config::load(dir.config().exists().then_some(&*dir.config()), env).doing(doing)?;
+    let config = config_file::load(dir.config().exists().then_some(&*dir.config()), env).doing(doing)?;
     let deadline = Instant::now() + config.supervise.stop_timeout.0;
     for process in state.processes.iter().filter(|p| p.role != Role::Supervisor) {
         while process.is_alive() {
@@ -210,7 +211,7 @@ fn detach(dir: &NodeDir, args: &UpArgs, lock: DirLock, claim: Option<&PortClaim>
         claim.hand_down().doing(doing)?;
     }
     let log = dir.log(Role::Supervisor.as_str());
-    let config = Config::load(Some(&dir.config()), env).doing(doing)?;
+    let config = config_file::load(Some(&dir.config()), env).doing(doing)?;
     let mut command = Command::new(THIS_PROGRAM);
     command.arg0("outboard").arg("up").arg("--dir").arg(dir.path());
     command.args(["--background", &std::process::id().to_string()]);
@@ -331,8 +332,9 @@ fn roles(dir: &NodeDir, config: &Config, last_run: &[Target]) -> std::result::Re
             log_max: config.log.max_size,
         })
     };
-    let common =
-        |command: &str| -> Vec<OsString> { vec![command.into(), "--config".into(), config::FILE.into()] };
+    let common = |command: &str| -> Vec<OsString> {
+        vec![command.into(), "--config".into(), config_file::FILE.into()]
+    };
     match config.placement {
         Placement::Dpu => {
             let (mut store, mut osd) = (common("store"), common("osd"));

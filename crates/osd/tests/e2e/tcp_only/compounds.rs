@@ -18,7 +18,7 @@ use bytes::Bytes;
 use client::{Client, Error, Mutated, NodeError, Object, Options, Pool};
 use futures::stream::{self, StreamExt};
 use messenger::UseAs;
-use osd::{Osd, StripesAt};
+use osd::{OsdServer, StripesAt};
 use proxy::{Endpoint, Listener, Server, ServerOptions, Session, SessionOptions};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
@@ -417,7 +417,7 @@ impl Rig {
             let targets = (1..).map(Uuid::from_u128).zip(targets).collect();
             let ready = move |outcome| ready.send(outcome).unwrap();
             let stopped = async { drop(stopped.await) };
-            Osd::serve(config, targets, pool, stack(UseAs::Server), &listen, ready, stopped).await;
+            OsdServer::serve(config, targets, pool, stack(UseAs::Server), &listen, ready, stopped).await;
         };
         let thread = std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();

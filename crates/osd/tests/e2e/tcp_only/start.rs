@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use base::block::Payload;
 use bytes::Bytes;
-use osd::{Osd, OsdConfig, StartError};
+use osd::{OsdConfig, OsdServer, StartError};
 use store::{CollectionId, MemStore, ObjectId, ObjectStore, Op, StoreCalls, Transaction, WriteSource};
 use uuid::Uuid;
 
@@ -12,7 +12,7 @@ use crate::common::Node;
 
 fn start(node: &Node, targets: Vec<(Uuid, Arc<dyn ObjectStore>)>) -> StartError {
     let stack = crate::common::stack(messenger::UseAs::Server);
-    Osd::start(OsdConfig::default(), targets, node.staging.clone(), stack, "127.0.0.1:0").unwrap_err()
+    OsdServer::start(OsdConfig::default(), targets, node.staging.clone(), stack, "127.0.0.1:0").unwrap_err()
 }
 
 #[tokio::test]

@@ -7,89 +7,37 @@ use std::time::Duration;
 
 use base::pool::BufferPool;
 use base::thread::ThreadClass;
-use messenger::{MessengerError, NetworkStack};
-use store::{ObjectStore, StoreError};
+use messenger::NetworkStack;
+use store::ObjectStore;
 use tokio::sync::oneshot;
 use tokio::task::LocalSet;
 use uuid::Uuid;
 
-use crate::OsdConfig;
-use crate::osd::Osd as Inner;
+use crate::config::OsdConfig;
+use crate::osd::Osd;
 use crate::serve;
+use crate::start_error::StartError;
+use crate::task::spawn;
 
 /// How long requests under way are waited for when an OSD is stopped.
 const DRAIN: Duration = Duration::from_secs(5);
 /// How long the targets are given to take the node's age when an OSD is stopped.
 const LAST_WORD: Duration = Duration::from_millis(500);
 
-/// Why an OSD did not start.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum StartError {
-    /// There is nothing to store on.
-    #[error("no targets were given; name at least one")]
-    NoTargets,
-    /// A target was given twice.
-    #[error("target {0} was given twice; name each once")]
-    SameTarget(Uuid),
-    /// A target of the node is not there.
-    #[error("target {target} of node {node} is missing; start with all targets of the node")]
-    MissingTarget {
-        /// The target.
-        target: Uuid,
-        /// The node.
-        node: Uuid,
-    },
-    /// A target is not of this node, or has lost what it had.
-    #[error(
-        "target {target} does not belong to node {node}, or was made anew; start with the node's own targets"
-    )]
-    ForeignTarget {
-        /// The target.
-        target: Uuid,
-        /// The node.
-        node: Uuid,
-    },
-    /// A target's copy of the node's map cannot be read.
-    #[error("the node's map on target {target} is corrupt: {detail}; run fsck")]
-    CorruptMap {
-        /// The target.
-        target: Uuid,
-        /// What does not fit.
-        detail: String,
-    },
-    /// A target failed.
-    #[error("target {target}: {source}")]
-    Target {
-        /// The target.
-        target: Uuid,
-        /// Its error.
-        source: StoreError,
-    },
-    /// The address cannot be listened at.
-    #[error("cannot listen: {0}")]
-    Listen(#[from] MessengerError),
-    /// The operating system refused.
-    #[error("cannot start the OSD's thread: {0}; check the limits on processes and files")]
-    Os(#[from] std::io::Error),
-    /// The OSD's thread ended before it had started.
-    #[error("the OSD's thread ended unexpectedly; see the log")]
-    Died,
-}
-
 /// A running OSD. Dropping it stops it without waiting for requests under way.
 #[derive(Debug)]
-pub struct Osd {
+pub struct OsdServer {
     endpoint: String,
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Osd {
+impl OsdServer {
     /// Starts an OSD on a thread of its own, `osd-0`, and returns when clients can connect.
     ///
-    /// `targets` are all targets of the node, in any order, with their ids; `pool` is the staging memory, at least a few
-    /// segments of 2 MiB; `listen` is an address as the stack takes it (`host:port`).
+    /// `targets` are all targets of the node, in any order, with their ids; `staging` is the
+    /// staging memory, at least a few segments of 2 MiB; `listen` is an address as the stack takes
+    /// it (`host:port`).
     ///
     /// Blocks meanwhile. The stores must not need the calling thread to make progress.
     ///
@@ -98,10 +46,10 @@ impl Osd {
     pub fn start(
         config: OsdConfig,
         targets: Vec<(Uuid, Arc<dyn ObjectStore>)>,
-        pool: BufferPool,
+        staging: BufferPool,
         stack: Arc<dyn NetworkStack>,
         listen: &str,
-    ) -> Result<Osd, StartError> {
+    ) -> Result<OsdServer, StartError> {
         let (started, wait) = mpsc::channel();
         let (stop, stopped) = oneshot::channel();
         let listen = listen.to_owned();
@@ -112,13 +60,16 @@ impl Osd {
             };
             let serve = async move {
                 let ready = |result| drop(started.send(result));
-                Osd::serve(config, targets, pool, stack, &listen, ready, async { drop(stopped.await) }).await;
+                OsdServer::serve(config, targets, staging, stack, &listen, ready, async {
+                    drop(stopped.await)
+                })
+                .await;
             };
             LocalSet::new().block_on(&runtime, serve);
         };
         let thread = base::thread::spawn(ThreadClass::Osd, "0", body)?;
         let endpoint = wait.recv().map_err(|_| StartError::Died)??;
-        Ok(Osd { endpoint, stop: Some(stop), thread: Some(thread) })
+        Ok(OsdServer { endpoint, stop: Some(stop), thread: Some(thread) })
     }
 
     /// Where clients connect to.
@@ -139,18 +90,19 @@ impl Osd {
         }
     }
 
-    /// Runs an OSD on the current thread, which must be in a [`LocalSet`], until `stop` resolves: for simulations, and
-    /// for programs that have their own loop. `ready` learns the endpoint, or why there is none.
+    /// Runs an OSD on the current thread, which must be in a [`LocalSet`], until `stop` resolves:
+    /// for simulations, and for programs that have their own loop. `ready` learns the endpoint, or
+    /// why there is none.
     pub async fn serve(
         config: OsdConfig,
         targets: Vec<(Uuid, Arc<dyn ObjectStore>)>,
-        pool: BufferPool,
+        staging: BufferPool,
         stack: Arc<dyn NetworkStack>,
         listen: &str,
         ready: impl FnOnce(Result<String, StartError>),
         stop: impl Future<Output = ()>,
     ) {
-        let osd = match Inner::open(config, targets, pool).await {
+        let osd = match Osd::open(config, targets, staging).await {
             Ok(osd) => osd,
             Err(e) => return ready(Err(e)),
         };
@@ -163,9 +115,9 @@ impl Osd {
         ready(Ok(listener.endpoint()));
         let removing: Vec<_> = osd.map.borrow().pools.iter().filter(|p| p.removing).cloned().collect();
         removing.iter().for_each(|record| osd.empty_in_background(osd.make_pool(record)));
-        let collector = crate::spawn(Rc::clone(&osd).collect_for_ever());
-        let upkeep = crate::spawn(Rc::clone(&osd).look_after_redundancy());
-        let accepting = crate::spawn(serve::accept(Rc::clone(&osd), listener));
+        let collector = spawn(Rc::clone(&osd).collect_for_ever());
+        let upkeep = spawn(Rc::clone(&osd).look_after_redundancy());
+        let accepting = spawn(serve::accept(Rc::clone(&osd), listener));
         stop.await;
         accepting.abort();
         collector.abort();

@@ -1,0 +1,215 @@
+//! [`Array`]: a placement group over several targets as one store.
+
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use base::block::BLOCK;
+use base::phases;
+use base::reclaim::Reclaim;
+use futures::future::LocalBoxFuture;
+use store::{
+    Query, QueryReply, Result, Space, StoreCalls, StoreError, StoreReply, StoreRequest, Submit, check_session,
+};
+use tokio::sync::oneshot;
+
+use crate::group::Group;
+use crate::member_link::MemberLink;
+use crate::record::SIZE_XATTR;
+use crate::task::spawn;
+
+/// After the last transaction, intents are trimmed when nothing has happened for that long.
+const TRIM_IDLE: Duration = Duration::from_secs(1);
+
+/// The future of an [`Array`]'s reply.
+pub type ArrayFuture = LocalBoxFuture<'static, Result<StoreReply>>;
+
+/// See the [module](self) documentation. A clone is another handle of the same group.
+#[derive(Clone)]
+pub struct Array(Rc<Group>);
+
+impl Array {
+    /// A handle of a group.
+    #[must_use]
+    pub fn new(group: Rc<Group>) -> Array {
+        Array(group)
+    }
+}
+
+/// Carries out the rest of a request in a task of its own. Its caller may stop polling for as long
+/// as a client takes its data, or drop the future: meanwhile the request must not keep others
+/// waiting that need the same object.
+fn detached(task: ArrayFuture) -> ArrayFuture {
+    let task = match phases::current() {
+        Some(clock) => spawn(clock.scope(task)),
+        None => spawn(task),
+    };
+    Box::pin(async move { task.await.unwrap_or_else(|_| Err(ended())) })
+}
+
+fn ended() -> StoreError {
+    StoreError::Disconnected("the group has ended".into())
+}
+
+/// Carries out a request as far as that goes without waiting: so requests take their places in the
+/// order of the calls.
+fn begin(mut task: ArrayFuture) -> std::result::Result<Result<StoreReply>, ArrayFuture> {
+    match Pin::new(&mut task).poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(reply) => Ok(reply),
+        Poll::Pending => Err(task),
+    }
+}
+
+fn ready(reply: Result<StoreReply>) -> ArrayFuture {
+    Box::pin(std::future::ready(reply))
+}
+
+async fn carry_out(group: Rc<Group>, number: u64, request: StoreRequest) -> Result<StoreReply> {
+    let repairs = matches!(request, StoreRequest::Transact { .. } | StoreRequest::Read { .. });
+    let trims = matches!(request, StoreRequest::Transact { .. });
+    let reply = reply_to(&group, number, request).await;
+    if repairs {
+        repair_damaged(&group);
+    }
+    if trims {
+        trim_when_idle(&group);
+    }
+    reply
+}
+
+async fn reply_to(group: &Rc<Group>, number: u64, request: StoreRequest) -> Result<StoreReply> {
+    Ok(match request {
+        StoreRequest::Transact { transaction, .. } => group.transact(number, transaction).await?.into(),
+        StoreRequest::Stage { len } => group.stage(number, len).await?.into(),
+        StoreRequest::StageWrite { stage, offset, payload } => {
+            group.stage_write(stage, offset, payload).await?.into()
+        }
+        StoreRequest::StageRelease { stage } => {
+            group.stage_release(stage);
+            StoreReply::Done
+        }
+        StoreRequest::Read { oid, offset, len, dest, .. } => {
+            group.read(number, &oid, offset, len, dest).await?.into()
+        }
+        StoreRequest::Query { query: Query::Stat { oid }, .. } => {
+            QueryReply::Stat(group.stat(number, &oid).await?).into()
+        }
+        StoreRequest::Query { query: Query::List { from, limit }, .. } => {
+            let limit = usize::try_from(limit).unwrap_or(usize::MAX);
+            let interval = group.interval(number).await?;
+            QueryReply::Objects(group.list_in(&interval, from, limit).await?).into()
+        }
+        StoreRequest::Query { query, .. } => ask_metadata(group, number, query).await?,
+        StoreRequest::Collections => vec![group.cid.clone()].into(),
+        // Space is the targets', not a group's.
+        StoreRequest::Space => Space::default().into(),
+        // The targets are unmounted by their owner.
+        StoreRequest::Umount => StoreReply::Done,
+    })
+}
+
+/// Questions about an object that any member with the object can answer.
+async fn ask_metadata(group: &Group, number: u64, query: Query) -> Result<StoreReply> {
+    let Some(oid) = query.oid() else {
+        return Err(StoreError::InvalidArgument("the question is about no object".into()));
+    };
+    let ask = async |member: &MemberLink| member.target.store().query(&group.cid, query.clone()).await;
+    let mut reply = group.ask_in(number, oid, ask).await?;
+    if let StoreReply::Query(QueryReply::Pairs(xattrs)) = &mut reply
+        && matches!(query, Query::Xattrs { .. })
+    {
+        xattrs.retain(|(name, _)| *name != SIZE_XATTR);
+    }
+    Ok(reply)
+}
+
+/// Repairs what was found damaged, in the background.
+fn repair_damaged(group: &Rc<Group>) {
+    for (oid, position) in group.damaged.take() {
+        let group = Rc::clone(group);
+        spawn(async move {
+            if let Err(e) = group.repair(&oid, position).await {
+                tracing::warn!(%oid, position, error = %e, "a damaged fragment is left to the next scrub");
+            }
+        });
+    }
+}
+
+/// Takes away, when nothing has happened for a while, what was kept in case a transaction had to be
+/// taken back.
+fn trim_when_idle(group: &Rc<Group>) {
+    if group.trim_scheduled.replace(true) {
+        return;
+    }
+    let group = Rc::downgrade(group);
+    spawn(async move {
+        let mut seen = None;
+        loop {
+            tokio::time::sleep(TRIM_IDLE).await;
+            let Some(group) = group.upgrade() else { return };
+            let next = group.intents.borrow().next();
+            if seen.replace(next) == Some(next) {
+                group.trim_scheduled.set(false);
+                if let Err(e) = group.trim().await {
+                    tracing::debug!(error = %e, "intents are trimmed later");
+                }
+                return;
+            }
+        }
+    });
+}
+
+impl Submit for Array {
+    type Reply = ArrayFuture;
+
+    fn submit(&self, request: StoreRequest) -> ArrayFuture {
+        let group = &self.0;
+        if let Some(cid) = request.collection().filter(|cid| **cid != group.cid) {
+            return ready(Err(StoreError::NoSuchCollection(cid.to_string())));
+        }
+        let mut number = group.number();
+        if let StoreRequest::Transact { transaction, session } = &request {
+            if let Err(e) = transaction.validate().and_then(|()| check_session(*session, number)) {
+                return ready(Err(e));
+            }
+            number = session.unwrap_or(number);
+        }
+        let is_stage = matches!(request, StoreRequest::Stage { .. });
+        match begin(Box::pin(carry_out(Rc::clone(group), number, request))) {
+            Ok(reply) => ready(reply),
+            Err(task) if is_stage => self.staging(task),
+            Err(task) => detached(task),
+        }
+    }
+
+    fn session(&self) -> u64 {
+        self.0.number()
+    }
+
+    fn stage_alignment(&self) -> u64 {
+        if self.0.layout.is_mirror() { BLOCK } else { self.0.layout.stripe() }
+    }
+}
+
+impl Array {
+    /// Makes a stage. It is released if the caller no longer waits when it is there.
+    fn staging(&self, task: ArrayFuture) -> ArrayFuture {
+        let (reply, made) = oneshot::channel();
+        let group = Rc::clone(&self.0);
+        let release = move |made: Result<StoreReply>| {
+            if let Ok(StoreReply::Stage(stage)) = made {
+                group.stage_release(stage);
+            }
+        };
+        let unwanted = release.clone();
+        drop(detached(Box::pin(async move {
+            if let Err(made) = reply.send(task.await) {
+                unwanted(made);
+            }
+            Ok(StoreReply::Done)
+        })));
+        let staging = Reclaim::new(made, release);
+        Box::pin(async move { staging.await.unwrap_or_else(|_| Err(ended())) })
+    }
+}

@@ -1,0 +1,205 @@
+//! Questions that any member can answer: an object's size and metadata, and which objects there
+//! are.
+
+use bytes::Bytes;
+use futures::future::try_join_all;
+use store::{ObjectId, Stat, StoreCalls, StoreError};
+
+use crate::group::Group;
+use crate::interval::Interval;
+use crate::member_link::MemberLink;
+use crate::objects::Known;
+use crate::record::{SIZE_XATTR, is_own, own_object};
+
+impl Group {
+    /// A question about an object's metadata, in the interval of that number.
+    pub(crate) async fn ask_in<T>(
+        &self,
+        number: u64,
+        oid: &ObjectId,
+        question: impl AsyncFn(&MemberLink) -> store::Result<T>,
+    ) -> store::Result<T> {
+        let interval = self.interval(number).await?;
+        // It takes its place behind transactions on the object that were queued before.
+        let _held = self.objects.shared(oid).await;
+        self.ask(&interval, oid, question).await
+    }
+
+    /// Asks a member that has the object; the answer is the same whichever it is. Where one says
+    /// that there is no such object, a second one has to say so, too: it may have lost what it had.
+    pub(crate) async fn ask<T>(
+        &self,
+        interval: &Interval,
+        oid: &ObjectId,
+        question: impl AsyncFn(&MemberLink) -> store::Result<T>,
+    ) -> store::Result<T> {
+        let mut links = self.live_links(interval, oid);
+        let asked = self.ask_one_of(&links, oid, &question).await;
+        let first = links.iter().position(Option::is_some);
+        let (Err(StoreError::NoSuchObject(_)), Some(first)) = (&asked, first) else { return asked };
+        links[first] = None;
+        match self.ask_one_of(&links, oid, &question).await {
+            Err(StoreError::TooFewTargets { .. } | StoreError::NoSuchObject(_)) => asked,
+            Err(e) if !matches!(e, StoreError::NoSuchXattr(_)) => Err(e),
+            found => {
+                tracing::warn!(%oid, position = first, "a member has lost an object that another one has");
+                self.damaged.add(oid, first);
+                found
+            }
+        }
+    }
+
+    /// Asks one of several members, the next one if the first cannot read what it has.
+    pub(crate) async fn ask_one_of<T>(
+        &self,
+        links: &[Option<MemberLink>],
+        oid: &ObjectId,
+        question: impl AsyncFn(&MemberLink) -> store::Result<T>,
+    ) -> store::Result<T> {
+        let (mut failures, mut unreadable) = (Vec::new(), Vec::new());
+        for link in links.iter().flatten() {
+            match self.calls.answer(link, question(link)).await {
+                Err(e @ (StoreError::Io(_) | StoreError::Corrupt { .. })) => {
+                    tracing::warn!(%oid, target_uuid = %link.target.uuid(), error = %e, "another member is asked");
+                    failures.push(e.to_string());
+                    if matches!(e, StoreError::Io(_)) {
+                        unreadable.push(link.clone());
+                    }
+                }
+                outcome => return link.still().and(outcome),
+            }
+        }
+        let e = StoreError::TooFewTargets { there: 0, needed: 1, detail: failures.join("; ") };
+        // Of a single one another member is asked next.
+        if unreadable.len() < 2 {
+            return Err(e);
+        }
+        Err(self.unless_failing(&unreadable, e).await)
+    }
+
+    /// An object's size, read if it is not known.
+    pub(crate) async fn size(
+        &self,
+        interval: &Interval,
+        oid: &ObjectId,
+        known: &Known,
+    ) -> store::Result<Option<u64>> {
+        if let Some(size) = known.get(interval) {
+            return Ok(size);
+        }
+        let asked = async |link: &MemberLink| link.target.store().get_xattr(&self.cid, oid, SIZE_XATTR).await;
+        let size = size_of(oid, self.ask(interval, oid, asked).await)?;
+        known.set(interval, size);
+        Ok(size)
+    }
+
+    /// An object's size, by the first of some members that has the object; those before it are left
+    /// out from then on. One that has lost an object does not speak for the others: what all of
+    /// them lack was removed.
+    pub(crate) async fn size_by_any(
+        &self,
+        members: &mut [Option<MemberLink>],
+        oid: &ObjectId,
+    ) -> store::Result<Option<u64>> {
+        let mut asked =
+            Err(StoreError::TooFewTargets { there: 0, needed: 1, detail: "none is there".into() });
+        for member in members {
+            let Some(link) = member else { continue };
+            let asked_for = link.target.store().get_xattr(&self.cid, oid, SIZE_XATTR);
+            let found = size_of(oid, self.calls.answer(link, asked_for).await);
+            link.still()?;
+            match found {
+                Ok(None) => asked = Ok(None),
+                Err(e @ (StoreError::Io(_) | StoreError::Corrupt { .. })) => asked = asked.or(Err(e)),
+                outcome => return outcome,
+            }
+            *member = None;
+        }
+        asked
+    }
+
+    /// Size of an object, and the space that it takes on all members.
+    pub(crate) async fn stat(&self, number: u64, oid: &ObjectId) -> store::Result<Stat> {
+        let interval = self.interval(number).await?;
+        let locked = self.objects.exclusive(oid).await;
+        self.still(&interval)?;
+        let size = self.size(&interval, oid, &locked).await?;
+        let size = size.ok_or_else(|| StoreError::NoSuchObject(oid.to_string()))?;
+        let links = self.live_links(&interval, oid);
+        let ask = |link: &MemberLink| link.target.store().stat(&self.cid, oid);
+        let stats = links.iter().flatten().map(|link| self.calls.answer(link, ask(link)));
+        let stats = try_join_all(stats).await?;
+        Ok(Stat { size, allocated: stats.iter().map(|stat| stat.allocated).sum() })
+    }
+
+    /// Ids of objects, without the group's own.
+    pub(crate) async fn list_in(
+        &self,
+        interval: &Interval,
+        from: Option<ObjectId>,
+        limit: usize,
+    ) -> store::Result<(Vec<ObjectId>, bool)> {
+        self.list_of(&interval.links, from, limit).await
+    }
+
+    /// The same, of one of these members.
+    pub(crate) async fn list_of(
+        &self,
+        links: &[Option<MemberLink>],
+        from: Option<ObjectId>,
+        limit: usize,
+    ) -> store::Result<(Vec<ObjectId>, bool)> {
+        let mut from = from;
+        loop {
+            let question =
+                async |link: &MemberLink| link.target.store().list(&self.cid, from.clone(), limit).await;
+            let (mut ids, more) = self.ask_one_of(links, &own_object(), question).await?;
+            let last = ids.last().cloned();
+            ids.retain(|oid| !is_own(oid));
+            match last {
+                Some(last) if ids.is_empty() && more => from = Some(after(&last)?),
+                _ => return Ok((ids, more)),
+            }
+        }
+    }
+
+    /// The error that too few fragments of an object can be read, or one that passes if that is so
+    /// because a whole target fails, rather than blocks of it, and is tried again.
+    pub(crate) async fn unless_failing(&self, unreadable: &[MemberLink], e: StoreError) -> StoreError {
+        for link in unreadable {
+            let fails = tokio::time::timeout(self.calls.member_timeout, link.target.fails());
+            if fails.await.unwrap_or(true) && link.target.is_hopeful() {
+                return StoreError::Disconnected(format!("{e}; target {} fails", link.target.uuid()));
+            }
+        }
+        e
+    }
+}
+
+/// Whether an error says that what is stored cannot be read, rather than that the store cannot be
+/// asked.
+pub(crate) fn is_damage(e: &StoreError) -> bool {
+    matches!(e, StoreError::Corrupt { .. } | StoreError::Io(_) | StoreError::NoSuchObject(_))
+}
+
+/// An object's size, from what a member said of it.
+fn size_of(oid: &ObjectId, found: store::Result<Bytes>) -> store::Result<Option<u64>> {
+    match found {
+        Ok(bytes) => match bytes[..].try_into() {
+            Ok(size) => Ok(Some(u64::from_be_bytes(size))),
+            Err(_) => {
+                let detail = "its size cannot be read".into();
+                Err(StoreError::Corrupt { what: format!("object {oid}"), detail })
+            }
+        },
+        Err(StoreError::NoSuchObject(_)) => Ok(None),
+        // Made by a change of its omap alone.
+        Err(StoreError::NoSuchXattr(_)) => Ok(Some(0)),
+        Err(e) => Err(e),
+    }
+}
+
+/// The lowest id that is greater.
+pub(crate) fn after(oid: &ObjectId) -> store::Result<ObjectId> {
+    ObjectId::new([oid.as_bytes(), &b"\0"[..]].concat())
+}

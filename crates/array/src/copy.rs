@@ -1,0 +1,173 @@
+//! Copying an object to one member: its fragment, computed from the others', and its metadata.
+
+use base::block::{BLOCK_SIZE, Payload, crc32c};
+use bytes::Bytes;
+use futures::stream::{self, StreamExt, TryStreamExt};
+use store::{ObjectId, Op, StoreCalls, StoreError, Transaction, WriteSource};
+
+use crate::group::Group;
+use crate::interval::Interval;
+use crate::member_link::MemberLink;
+use crate::page::page_by;
+use crate::read::{FragmentRead, Whole};
+use crate::stage::FragmentStage;
+
+/// Bytes of a fragment that are made and moved at a time.
+const SEGMENT: u64 = 1 << 20;
+/// Segments of one fragment under way at a time.
+const SEGMENTS: usize = 3;
+
+impl Group {
+    /// Gives a member its fragment of an object, whatever it had; returns the bytes. The object
+    /// must be locked. Until it is done a member that was empty may have a part of the omap only;
+    /// one that is `in_sync` keeps the omap that it has.
+    pub(crate) async fn copy_object(
+        &self,
+        interval: &Interval,
+        link: &MemberLink,
+        position: usize,
+        oid: &ObjectId,
+        in_sync: bool,
+    ) -> store::Result<u64> {
+        let mut peers = self.live_links(interval, oid);
+        peers[position] = None;
+        let there = match self.calls.answer(link, link.target.store().stat(&self.cid, oid)).await {
+            Ok(_) => true,
+            Err(StoreError::NoSuchObject(_)) => false,
+            Err(e) => {
+                // One that cannot even say what it has cannot be given anything: the others go on
+                // without it, if they can.
+                if matches!(e, StoreError::Io(_)) && peers.iter().flatten().count() >= self.layout.k {
+                    link.target.fail(&e);
+                }
+                return Err(e);
+            }
+        };
+        let Some(size) = self.size_by_any(&mut peers, oid).await? else {
+            if there {
+                self.calls.apply_to(link, self.removal(oid)).await?;
+            }
+            return Ok(0);
+        };
+        let whole = Whole { oid, size };
+        let put = self.put_fragment(interval, link, position, whole, &peers, (there, in_sync)).await;
+        match put {
+            // On a full member the new fragment takes the place of the old one, which does not
+            // count.
+            Err(StoreError::NoSpace { .. }) if there && !in_sync => {
+                self.calls.apply_to(link, self.removal(oid)).await?;
+                self.put_fragment(interval, link, position, whole, &peers, (false, false)).await?;
+            }
+            put => put?,
+        }
+        if !(there && in_sync) {
+            self.copy_omap(link, &peers, oid).await?;
+        }
+        Ok(self.layout.fragment_size(position, size))
+    }
+
+    fn removal(&self, oid: &ObjectId) -> Transaction {
+        Transaction::new(self.cid.clone()).with(Op::Remove { oid: oid.clone() }).from_reserve()
+    }
+
+    /// Puts a fragment and the xattrs on a member. `there` says whether the member has a fragment
+    /// of the object, `in_sync` whether that one counts: its repair may use the reserve.
+    async fn put_fragment(
+        &self,
+        interval: &Interval,
+        link: &MemberLink,
+        position: usize,
+        whole: Whole<'_>,
+        peers: &[Option<MemberLink>],
+        (there, in_sync): (bool, bool),
+    ) -> store::Result<()> {
+        let oid = whole.oid;
+        let mut transaction = Transaction::new(self.cid.clone());
+        transaction.uses_reserve = in_sync;
+        if there && in_sync {
+            transaction.ops.push(Op::Truncate { oid: oid.clone(), size: 0 });
+            transaction.ops.push(Op::RemoveXattrs { oid: oid.clone() });
+        } else if there {
+            transaction.ops.push(Op::Remove { oid: oid.clone() });
+        }
+        let (source, stage) = self.make_fragment(interval, link, position, whole).await?;
+        transaction.ops.push(Op::Touch { oid: oid.clone() });
+        transaction.ops.extend(source.map(|source| Op::Write { oid: oid.clone(), offset: 0, source }));
+        let asked = async |peer: &MemberLink| peer.target.store().get_xattrs(&self.cid, oid).await;
+        let xattrs = self.ask_one_of(peers, oid, asked).await?;
+        transaction.ops.push(Op::SetXattrs { oid: oid.clone(), xattrs });
+        let written = self.calls.apply_to(link, transaction).await;
+        drop(stage);
+        written
+    }
+
+    /// Computes a fragment; a long one is on its member already then.
+    async fn make_fragment(
+        &self,
+        interval: &Interval,
+        link: &MemberLink,
+        position: usize,
+        whole: Whole<'_>,
+    ) -> store::Result<(Option<WriteSource>, Option<FragmentStage>)> {
+        let len = self.layout.fragment_size(position, whole.size);
+        if len == 0 {
+            return Ok((None, None));
+        }
+        if len <= SEGMENT {
+            let read = self.reconstruct(interval, whole, position, 0..len).await?;
+            return Ok((Some(WriteSource::Inline(payload(read)?)), None));
+        }
+        let store = &link.target.store();
+        let id = self.calls.answer(link, store.stage(len)).await?;
+        let stage = FragmentStage { link: link.clone(), id };
+        let write = |at: u64| async move {
+            let range = at..(at + SEGMENT).min(len);
+            let read = self.reconstruct(interval, whole, position, range).await?;
+            self.calls.answer(link, store.stage_write(id, at, payload(read)?)).await
+        };
+        let segments = stream::iter((0..len).step_by(SEGMENT as usize)).map(Ok);
+        segments.try_for_each_concurrent(SEGMENTS, write).await?;
+        Ok((Some(WriteSource::Staged { stage: id, offset: 0, len }), Some(stage)))
+    }
+
+    async fn copy_omap(
+        &self,
+        link: &MemberLink,
+        peers: &[Option<MemberLink>],
+        oid: &ObjectId,
+    ) -> store::Result<()> {
+        let mut from = Bytes::new();
+        loop {
+            let asked = async |peer: &MemberLink| {
+                peer.target.store().omap_iterate(&self.cid, oid, from.clone(), 1024).await
+            };
+            let (entries, more) = self.ask_one_of(peers, oid, asked).await?;
+            let Some((last, _)) = entries.last() else { return Ok(()) };
+            let next = Bytes::from([last, &b"\0"[..]].concat());
+            let mut entries = entries.into_iter().peekable();
+            while entries.peek().is_some() {
+                let entries = page_by(&mut entries, |(key, value)| key.len() + value.len());
+                let mut set =
+                    Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: oid.clone(), entries });
+                // Without the group's own records a full member would never catch up.
+                set.uses_reserve = *oid == self.meta;
+                self.calls.apply_to(link, set).await?;
+            }
+            if !more {
+                return Ok(());
+            }
+            from = next;
+        }
+    }
+}
+
+/// A fragment's bytes as they are written: the last checksum is that of the bytes alone.
+fn payload(read: FragmentRead) -> store::Result<Payload> {
+    let FragmentRead { bytes, mut checksums } = read;
+    checksums.truncate(bytes.len().div_ceil(BLOCK_SIZE));
+    let tail = bytes.len() % BLOCK_SIZE;
+    if let (Some(last), true) = (checksums.last_mut(), tail > 0) {
+        *last = crc32c(&bytes[bytes.len() - tail..]);
+    }
+    Payload::from_parts(0, bytes, checksums).map_err(|e| StoreError::InvalidArgument(e.to_string()))
+}

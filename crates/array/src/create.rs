@@ -1,0 +1,58 @@
+//! Making a group on the targets of a node.
+
+use std::rc::Rc;
+
+use futures::future::try_join_all;
+use store::{Op, StoreCalls, StoreError, Transaction};
+
+use crate::group::Group;
+use crate::member::Member;
+use crate::member_link::MemberLink;
+use crate::record::{GroupRecord, MemberRecord, Standing, key_record, own_object};
+
+impl Group {
+    /// Makes the group on the node's targets: its first members are those that come first of
+    /// `ranked`.
+    ///
+    /// # Errors
+    /// [`StoreError::TooFewTargets`] if there are not enough.
+    pub async fn create(&self, ranked: &[usize]) -> store::Result<()> {
+        let usable = ranked.iter().map(|&i| &self.targets[i]).filter(|t| t.is_usable());
+        let needed = self.layout.fragments();
+        let chosen: Vec<&Rc<dyn Member>> = usable.take(needed).collect();
+        if chosen.len() < needed {
+            let detail = format!("{} takes as many; the node has no more that can be used", self.redundancy);
+            let e = StoreError::TooFewTargets { there: chosen.len(), needed, detail };
+            return Err(self.calls.unless_hopeful(e));
+        }
+        let members =
+            chosen.iter().map(|t| MemberRecord { target: t.uuid(), standing: Standing::InSync }).collect();
+        let record = GroupRecord { term: 1, members };
+        self.calls.set_in_sync(chosen.iter().map(|target| Rc::clone(target)).collect());
+        let create = |target: &&Rc<dyn Member>| {
+            let (target, record) = (Rc::clone(target), &record);
+            async move {
+                // Of a pool that could not be made there may be something left.
+                self.wipe(&target).await?;
+                self.create_on(&target, record).await
+            }
+        };
+        try_join_all(chosen.iter().map(create)).await?;
+        // No member can have gone on without the others before the first interval.
+        self.terms.set_lineage(record);
+        Ok(())
+    }
+
+    /// Makes the collection and the record on one target.
+    pub(crate) async fn create_on(&self, target: &Rc<dyn Member>, record: &GroupRecord) -> store::Result<()> {
+        let link = MemberLink::new(Rc::clone(target));
+        let create = Transaction::new(self.cid.clone()).with(Op::CreateCollection);
+        match self.calls.answer(&link, target.store().queue_transaction(create)).await {
+            Ok(()) | Err(StoreError::Exists(_)) => {}
+            Err(e) => return Err(e),
+        }
+        let entries = vec![(key_record(), record.encode())];
+        let write = Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: own_object(), entries });
+        self.calls.answer(&link, target.store().queue_transaction(write.from_reserve())).await
+    }
+}

@@ -1,0 +1,131 @@
+//! [`Interval`]: a period in which the same members of a group take part; and which one a group is
+//! in.
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeSet;
+use std::rc::Rc;
+use std::time::Duration;
+
+use store::StoreError;
+use tokio::sync::{Mutex, MutexGuard};
+use tokio::time::Instant;
+use uuid::Uuid;
+
+use crate::member::Member;
+use crate::member_link::MemberLink;
+use crate::record::{GroupRecord, Standing};
+
+/// An interval that could not be opened is not tried again for that long with the same targets.
+const REFUSED_FOR: Duration = Duration::from_millis(20);
+
+/// A period in which the same members take part.
+pub struct Interval {
+    /// See [`Group::number`](crate::Group::number).
+    pub(crate) number: u64,
+    /// Members in sync, by position.
+    pub(crate) links: Vec<Option<MemberLink>>,
+    pub(crate) record: GroupRecord,
+    /// Numbers of the transactions that were taken back when the interval began.
+    pub(crate) undone: BTreeSet<u64>,
+    /// Targets that store data of the group which is no longer needed.
+    pub(crate) leftovers: RefCell<Vec<Rc<dyn Member>>>,
+}
+
+impl Interval {
+    /// The target of the member at a position.
+    pub fn target(&self, position: usize) -> Uuid {
+        self.record.members[position].target
+    }
+
+    /// Whether the group could go on without a target.
+    pub fn can_spare(&self, uuid: Uuid, needed: usize) -> bool {
+        let others = self.links.iter().flatten().filter(|link| link.target.uuid() != uuid).count();
+        others >= needed || self.links.iter().flatten().count() == others
+    }
+
+    /// Whether a target is a member that is not in sync.
+    pub fn lacks_target(&self, uuid: Uuid) -> bool {
+        self.record.members.iter().any(|m| m.target == uuid && m.standing != Standing::InSync)
+    }
+
+    /// Whether all members are in sync.
+    pub fn is_whole(&self) -> bool {
+        self.links.iter().all(Option::is_some)
+    }
+}
+
+/// Why the next interval could not be opened.
+struct Refusal {
+    /// Number of the interval.
+    number: u64,
+    /// The interval is not tried again before.
+    until: Instant,
+    why: String,
+}
+
+/// The intervals of a group.
+#[derive(Default)]
+pub(crate) struct Intervals {
+    /// The interval that there is, or was.
+    latest: RefCell<Option<Rc<Interval>>>,
+    /// Number of intervals that [`Intervals::end`] has ended.
+    ended: Cell<u64>,
+    refusal: RefCell<Option<Refusal>>,
+    /// Held while an interval is opened, and while members are told of a new record.
+    opening: Mutex<()>,
+    has_opening_task: Cell<bool>,
+}
+
+impl Intervals {
+    /// The interval that there is, or was.
+    pub(crate) fn latest(&self) -> Option<Rc<Interval>> {
+        self.latest.borrow().clone()
+    }
+
+    pub(crate) fn begin(&self, interval: Interval) {
+        *self.latest.borrow_mut() = Some(Rc::new(interval));
+    }
+
+    /// Number of intervals that ended because a transaction may be on some members only.
+    pub(crate) fn ended(&self) -> u64 {
+        self.ended.get()
+    }
+
+    /// Counts an interval as ended.
+    pub(crate) fn end(&self) {
+        self.ended.set(self.ended.get() + 1);
+    }
+
+    /// The lock of whoever opens an interval, or tells members of a new record.
+    pub(crate) async fn lock(&self) -> MutexGuard<'_, ()> {
+        self.opening.lock().await
+    }
+
+    /// Notes that an interval could not be opened.
+    pub(crate) fn refuse(&self, number: u64, why: String) {
+        let until = Instant::now() + REFUSED_FOR;
+        *self.refusal.borrow_mut() = Some(Refusal { number, until, why });
+    }
+
+    /// The error with which an interval could not be opened a moment ago.
+    pub(crate) fn refusal(&self, number: u64) -> Option<StoreError> {
+        let refusal = self.refusal.borrow();
+        let refusal = refusal.as_ref().filter(|r| r.number == number && Instant::now() < r.until)?;
+        Some(StoreError::Disconnected(refusal.why.clone()))
+    }
+
+    /// Claims the place of the one task that opens an interval; returns whether it was free.
+    pub(crate) fn claim_opening_task(&self) -> bool {
+        !self.has_opening_task.replace(true)
+    }
+
+    /// Gives the place back.
+    pub(crate) fn release_opening_task(&self) {
+        self.has_opening_task.set(false);
+    }
+}
+
+/// The error that an interval is over.
+pub(crate) fn over(number: u64) -> StoreError {
+    StoreError::Disconnected(format!("interval {number} of the group is over"))
+}

@@ -1,0 +1,73 @@
+//! The objects of a group that requests are at: a lock for each, and its size.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::sync::{self, Arc, MutexGuard, PoisonError};
+
+use store::ObjectId;
+use tokio::sync::{OwnedRwLockReadGuard, OwnedRwLockWriteGuard, RwLock};
+
+use crate::interval::Interval;
+
+/// Objects whose size is kept in memory.
+const OBJECTS_MAX: usize = 4096;
+
+/// What is known of an object's size; inside: `None` if there is no such object.
+#[derive(Debug, Default)]
+pub(crate) struct Known {
+    /// Number of the interval in which the size was learnt, and the size. A reader of the object
+    /// may learn it, too.
+    size: sync::Mutex<Option<(u64, Option<u64>)>>,
+}
+
+impl Known {
+    /// The size, if it is known in this interval.
+    pub(crate) fn get(&self, interval: &Interval) -> Option<Option<u64>> {
+        self.lock().filter(|(learnt, _)| *learnt == interval.number).map(|(_, size)| size)
+    }
+
+    pub(crate) fn set(&self, interval: &Interval, size: Option<u64>) {
+        *self.lock() = Some((interval.number, size));
+    }
+
+    /// Forgets the size after a failure. The next request reads it again.
+    pub(crate) fn forget(&self) {
+        *self.lock() = None;
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<(u64, Option<u64>)>> {
+        self.size.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The locks of a group's objects.
+#[derive(Default)]
+pub(crate) struct Objects(RefCell<HashMap<ObjectId, Arc<RwLock<Known>>>>);
+
+impl Objects {
+    /// Locks an object to read it.
+    pub(crate) async fn shared(&self, oid: &ObjectId) -> OwnedRwLockReadGuard<Known> {
+        self.object(oid).read_owned().await
+    }
+
+    /// Locks an object to change it.
+    pub(crate) async fn exclusive(&self, oid: &ObjectId) -> OwnedRwLockWriteGuard<Known> {
+        self.object(oid).write_owned().await
+    }
+
+    fn object(&self, oid: &ObjectId) -> Arc<RwLock<Known>> {
+        let mut objects = self.0.borrow_mut();
+        if let Some(known) = objects.get(oid) {
+            return Arc::clone(known);
+        }
+        if objects.len() >= OBJECTS_MAX {
+            // Evicts half of the unreferenced entries.
+            let mut keep = false;
+            objects.retain(|_, entry| {
+                keep = !keep;
+                keep || Arc::strong_count(entry) > 1
+            });
+        }
+        Arc::clone(objects.entry(oid.clone()).or_default())
+    }
+}

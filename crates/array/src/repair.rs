@@ -1,0 +1,37 @@
+//! Repairing damaged fragments.
+
+use store::ObjectId;
+
+use crate::group::Group;
+use crate::interval::Interval;
+
+impl Group {
+    /// Makes a fragment anew that could not be read.
+    pub(crate) async fn repair(&self, oid: &ObjectId, position: usize) -> store::Result<()> {
+        let interval = self.any_interval().await?;
+        let _open = self.gate.read().await;
+        let locked = self.objects.exclusive(oid).await;
+        self.still(&interval)?;
+        locked.forget();
+        self.repair_locked(&interval, oid, position).await
+    }
+
+    async fn repair_locked(&self, interval: &Interval, oid: &ObjectId, position: usize) -> store::Result<()> {
+        let Some(link) = self.live(interval, position, oid) else { return Ok(()) };
+        self.copy_object(interval, &link, position, oid, true).await?;
+        metrics::counter!("outboard_osd_fragments_repaired_total").increment(1);
+        tracing::info!(%oid, target_uuid = %link.target.uuid(), "a fragment was repaired");
+        Ok(())
+    }
+
+    /// Repairs what is known to be damaged of an object that is about to be changed: a change is of
+    /// the fragments that there are.
+    pub(crate) async fn repair_before_change(&self, interval: &Interval, oid: &ObjectId) {
+        for position in self.damaged.positions(oid) {
+            if let Err(e) = self.repair_locked(interval, oid, position).await {
+                tracing::warn!(%oid, position, error = %e, "a damaged fragment is not repaired before it changes");
+            }
+            self.damaged.remove(oid, position);
+        }
+    }
+}

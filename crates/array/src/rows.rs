@@ -1,0 +1,212 @@
+//! [`Change`]: which rows of which stripes a change of an object touches, and what becomes of them.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use base::block::BLOCK;
+use bytes::Bytes;
+use store::{ObjectId, Op};
+
+use crate::coder::Coder;
+use crate::layout::Layout;
+use crate::overlay::{Content, Extent, Overlay};
+
+/// Ranges of a fragment: offset and length.
+pub(crate) type Ranges = Vec<(u64, u64)>;
+
+/// What becomes of each fragment of an object.
+#[derive(Default)]
+pub(crate) struct Split {
+    /// Ops, by position.
+    pub(crate) ops: Vec<Vec<Op>>,
+    /// What they overwrite or cut off, by position.
+    pub(crate) overwritten: Vec<Ranges>,
+}
+
+impl Split {
+    /// Nothing becomes of any fragment.
+    pub(crate) fn none(fragments: usize) -> Split {
+        Split { ops: vec![Vec::new(); fragments], overwritten: vec![Vec::new(); fragments] }
+    }
+}
+
+/// Stripes, one after the other, of which the same rows change.
+pub(crate) struct Run {
+    pub(crate) first: u64,
+    pub(crate) count: u64,
+    pub(crate) rows: Range<u64>,
+    /// Whether nothing of those rows stays, and each unit's come in one piece.
+    pub(crate) new: bool,
+    /// Whether all of it becomes zero: then so does the parity, and `new` does not count.
+    pub(crate) zeros: bool,
+}
+
+/// The bytes of one unit's rows, as they will be.
+pub(crate) enum Unit {
+    /// As they came, in one piece.
+    New(Bytes),
+    /// There are none.
+    Zeros,
+    /// New ones over those that there are.
+    Mixed,
+    /// They stay.
+    Old,
+}
+
+/// What new content a unit's rows have.
+enum Cover<'a> {
+    /// None, and nothing old.
+    Nothing,
+    /// None over what there is.
+    Old,
+    /// This.
+    Whole(&'a Extent),
+    /// Some over what there is, or in several pieces.
+    Part,
+}
+
+/// A change of one object, and the layout by which it is cut into fragments.
+pub(crate) struct Change<'a> {
+    pub(crate) layout: Layout,
+    pub(crate) coder: &'a Coder,
+    pub(crate) oid: &'a ObjectId,
+    pub(crate) overlay: &'a Overlay,
+    /// By position: whether the fragment can be read and is to be written.
+    pub(crate) live: &'a [bool],
+}
+
+impl Change<'_> {
+    /// Rows whose parity changes.
+    pub(crate) fn runs(&self) -> Vec<Run> {
+        let layout = &self.layout;
+        let mut rows: BTreeMap<u64, Range<u64>> = BTreeMap::new();
+        let stripes = self.overlay.size.div_ceil(layout.stripe());
+        let mut runs: Vec<Run> = Vec::new();
+        let mut cut: Vec<(u64, u64)> = Vec::new();
+        for extent in self.overlay.extents() {
+            let zeroed = self.zeroed_stripes(extent, stripes);
+            if zeroed.is_empty() {
+                cut.push((extent.offset, extent.len));
+                continue;
+            }
+            let (start, end) = (zeroed.start * layout.stripe(), zeroed.end * layout.stripe());
+            cut.extend([(extent.offset, start - extent.offset), (end, extent.end() - end)]);
+            let (first, count) = (zeroed.start, zeroed.end - zeroed.start);
+            runs.push(Run { first, count, rows: 0..layout.unit, new: false, zeros: true });
+        }
+        for (offset, len) in cut {
+            for piece in layout.pieces(offset, len) {
+                let stripe = layout.stripe_of(piece.offset);
+                if stripe >= stripes {
+                    break;
+                }
+                let from = piece.at % layout.unit;
+                let to = (from + piece.len).next_multiple_of(BLOCK);
+                let from = from - from % BLOCK;
+                let known = rows.entry(stripe).or_insert(from..to);
+                *known = known.start.min(from)..known.end.max(to);
+            }
+        }
+        for (stripe, rows) in rows {
+            match runs.last_mut() {
+                Some(run) if run.first + run.count == stripe && self.joins(run, &rows, stripe) => {
+                    run.count += 1;
+                }
+                _ => {
+                    let new = self.is_new(stripe, &rows);
+                    runs.push(Run { first: stripe, count: 1, rows, new, zeros: false });
+                }
+            }
+        }
+        runs
+    }
+
+    /// Stripes that become zero as a whole by an extent, of the first `stripes`.
+    fn zeroed_stripes(&self, extent: &Extent, stripes: u64) -> Range<u64> {
+        if !matches!(extent.content, Content::Zeros) {
+            return 0..0;
+        }
+        let stripe = self.layout.stripe();
+        extent.offset.div_ceil(stripe)..(extent.end() / stripe).min(stripes)
+    }
+
+    /// Whether a stripe can be done with those before it: all of them are new as a whole, and in
+    /// the same way.
+    fn joins(&self, run: &Run, rows: &Range<u64>, stripe: u64) -> bool {
+        let full = 0..self.layout.unit;
+        run.rows == full
+            && !run.zeros
+            && *rows == full
+            && run.new
+            && self.is_new(stripe, rows)
+            && self.is_staged(run.first) == self.is_staged(stripe)
+    }
+
+    pub(crate) fn is_staged(&self, stripe: u64) -> bool {
+        let range = stripe * self.layout.stripe()..(stripe + 1) * self.layout.stripe();
+        self.overlay.in_range(range).any(|e| matches!(e.content, Content::Staged(..)))
+    }
+
+    fn is_new(&self, stripe: u64, rows: &Range<u64>) -> bool {
+        (0..self.layout.k)
+            .all(|unit| matches!(self.cover(stripe, unit, rows), Cover::Whole(_) | Cover::Nothing))
+    }
+
+    /// Where the rows of a unit are in the object.
+    pub(crate) fn unit_range(&self, stripe: u64, unit: usize, rows: &Range<u64>) -> Range<u64> {
+        let start = stripe * self.layout.stripe() + unit as u64 * self.layout.unit;
+        start + rows.start..start + rows.end
+    }
+
+    fn cover(&self, stripe: u64, unit: usize, rows: &Range<u64>) -> Cover<'_> {
+        let range = self.unit_range(stripe, unit, rows);
+        let Some(first) = self.overlay.in_range(range.clone()).next() else {
+            return if range.start >= self.overlay.before { Cover::Nothing } else { Cover::Old };
+        };
+        if first.offset > range.start || first.end() < range.end {
+            return Cover::Part;
+        }
+        Cover::Whole(first)
+    }
+
+    pub(crate) fn unit(&self, stripe: u64, unit: usize, rows: &Range<u64>) -> Unit {
+        match self.cover(stripe, unit, rows) {
+            Cover::Old => Unit::Old,
+            Cover::Part => Unit::Mixed,
+            Cover::Nothing => Unit::Zeros,
+            Cover::Whole(extent) => match &extent.content {
+                Content::Bytes(payload) => {
+                    let range = self.unit_range(stripe, unit, rows);
+                    let at = |offset: u64| (offset - extent.offset) as usize;
+                    Unit::New(payload.data().slice(at(range.start)..at(range.end)))
+                }
+                Content::Zeros | Content::Staged(..) => Unit::Zeros,
+            },
+        }
+    }
+
+    /// Whether bytes of a unit's rows stay.
+    pub(crate) fn keeps_some(&self, stripe: u64, unit: usize, rows: &Range<u64>) -> bool {
+        let range = self.unit_range(stripe, unit, rows);
+        let end = range.end.min(self.overlay.before);
+        let mut at = range.start;
+        for extent in self.overlay.in_range(range) {
+            if at < extent.offset.min(end) {
+                return true;
+            }
+            at = at.max(extent.end());
+        }
+        at < end
+    }
+
+    /// Makes a range of a fragment zero.
+    pub(crate) fn zero_fragment(&self, fragment: usize, range: Range<u64>, split: &mut Split) {
+        split.overwritten[fragment].push((range.start, range.end - range.start));
+        // Beyond what is left there is nothing to be made zero.
+        let end = range.end.min(self.layout.fragment_size(fragment, self.overlay.low));
+        if range.start < end {
+            let (oid, offset) = (self.oid.clone(), range.start);
+            split.ops[fragment].push(Op::Zero { oid, offset, len: end - offset });
+        }
+    }
+}

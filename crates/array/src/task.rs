@@ -1,0 +1,10 @@
+//! Tasks on the group's thread.
+
+use base::thread::ThreadClass;
+use tokio::task::JoinHandle;
+
+/// Starts a task on this thread. The thread also serves connections, so the CPU time of its tasks
+/// is booked by class.
+pub(crate) fn spawn<F: Future<Output: 'static> + 'static>(task: F) -> JoinHandle<F::Output> {
+    tokio::task::spawn_local(base::work::booked(ThreadClass::Osd, task))
+}

@@ -1,0 +1,174 @@
+//! [`Work`]: what a transaction does to one object.
+
+use bytes::Bytes;
+use store::{ObjectId, Op, StoreError, WriteSource};
+use tokio::sync::OwnedRwLockWriteGuard;
+
+use crate::group::Group;
+use crate::interval::Interval;
+use crate::member_link::MemberLink;
+use crate::objects::Known;
+use crate::overlay::Overlay;
+use crate::record::{SIZE_XATTR, Undo};
+use crate::rows::Split;
+
+/// What a transaction does to one object.
+pub(crate) struct Work {
+    pub(crate) oid: ObjectId,
+    /// `None` for objects of which only the omap counts: those are not locked.
+    pub(crate) guard: Option<OwnedRwLockWriteGuard<Known>>,
+    /// Its size before, if there was such an object.
+    pub(crate) was: Option<u64>,
+    pub(crate) exists: bool,
+    pub(crate) exclusive: bool,
+    /// What there was is moved away.
+    pub(crate) moved: bool,
+    pub(crate) overlay: Overlay,
+    /// Ops on xattrs and omap.
+    pub(crate) meta: Vec<Op>,
+    pub(crate) xattrs: bool,
+    pub(crate) omap_keys: Vec<Bytes>,
+    pub(crate) omap_ranges: Vec<(Bytes, Option<Bytes>)>,
+    /// Worked out last.
+    pub(crate) split: Split,
+    pub(crate) live: Vec<Option<MemberLink>>,
+}
+
+impl Work {
+    pub(crate) fn new(
+        group: &Group,
+        interval: &Interval,
+        oid: &ObjectId,
+        guard: Option<OwnedRwLockWriteGuard<Known>>,
+        was: Option<u64>,
+    ) -> Work {
+        Work {
+            oid: oid.clone(),
+            exists: was.is_some() || guard.is_none(),
+            guard,
+            was,
+            exclusive: false,
+            moved: false,
+            overlay: Overlay::new(was.unwrap_or(0)),
+            meta: Vec::new(),
+            xattrs: false,
+            omap_keys: Vec::new(),
+            omap_ranges: Vec::new(),
+            split: Split::default(),
+            live: group.live_links(interval, oid),
+        }
+    }
+
+    /// Takes an op on it in.
+    pub(crate) fn apply(&mut self, group: &Group, interval: &Interval, op: &Op) -> store::Result<()> {
+        match op {
+            Op::CreateExclusive { .. } if self.exists => {
+                return Err(StoreError::Exists(self.oid.to_string()));
+            }
+            Op::CreateExclusive { .. } => self.exclusive = !self.moved,
+            Op::Remove { .. } => return self.remove(),
+            Op::Touch { .. } => {}
+            Op::Write { offset, source: WriteSource::Inline(payload), .. } => {
+                self.overlay.write(*offset, payload.clone())?;
+            }
+            Op::Write { offset, source: WriteSource::Staged { stage, offset: at, len }, .. } => {
+                let what = (*stage, *at, *len);
+                group.write_staged(interval, &self.live, &mut self.overlay, *offset, what)?;
+            }
+            Op::Zero { offset, len, .. } => self.overlay.zero(*offset, *len)?,
+            Op::Truncate { size, .. } => self.overlay.truncate(*size)?,
+            other => self.apply_to_metadata(other)?,
+        }
+        self.exists = true;
+        Ok(())
+    }
+
+    fn apply_to_metadata(&mut self, op: &Op) -> store::Result<()> {
+        match op {
+            Op::SetXattrs { .. } | Op::RemoveXattr { .. } => self.xattrs = true,
+            Op::OmapSet { entries, .. } => {
+                self.omap_keys.extend(entries.iter().map(|(key, _)| key.clone()));
+            }
+            Op::OmapRemove { keys, .. } => self.omap_keys.extend(keys.iter().cloned()),
+            Op::OmapRemoveRange { from, to, .. } => {
+                self.omap_ranges.push((from.clone(), Some(to.clone())));
+            }
+            Op::OmapClear { .. } => self.omap_ranges.push((Bytes::new(), None)),
+            other => return Err(impossible(other)),
+        }
+        self.meta.push(op.clone());
+        Ok(())
+    }
+
+    fn remove(&mut self) -> store::Result<()> {
+        if !self.exists {
+            return Err(StoreError::NoSuchObject(self.oid.to_string()));
+        }
+        self.moved |= self.was.is_some();
+        self.exists = false;
+        self.exclusive = false;
+        self.overlay = Overlay::new(0);
+        self.meta.clear();
+        Ok(())
+    }
+
+    /// How a member undoes it.
+    pub(crate) fn undo(&self, group: &Group, position: usize) -> Undo {
+        match self.was {
+            _ if self.guard.is_none() => Undo::Unchanged,
+            _ if self.moved => Undo::Return,
+            None => Undo::Remove,
+            Some(_) if self.overlay.is_unchanged() => Undo::Unchanged,
+            Some(size) => Undo::Restore {
+                size: group.layout.fragment_size(position, size),
+                saved: self.split.overwritten[position].clone(),
+            },
+        }
+    }
+
+    /// The ops that give it its new content.
+    pub(crate) fn content_ops(&self, position: usize, ops: &mut Vec<Op>) {
+        let oid = &self.oid;
+        let is_new = self.guard.is_some() && (self.was.is_none() || self.moved);
+        if self.exclusive {
+            ops.push(Op::CreateExclusive { oid: oid.clone() });
+        } else if is_new {
+            ops.push(Op::Touch { oid: oid.clone() });
+        }
+        ops.extend(self.split.ops[position].iter().cloned());
+        if self.guard.is_some() && (is_new || self.overlay.size != self.overlay.before) {
+            let size = Bytes::copy_from_slice(&self.overlay.size.to_be_bytes());
+            ops.push(Op::SetXattrs { oid: oid.clone(), xattrs: vec![(SIZE_XATTR, size)] });
+        }
+        ops.extend(self.meta.iter().cloned());
+    }
+}
+
+/// The object that an op is about.
+pub(crate) fn object_of(op: &Op) -> Option<&ObjectId> {
+    match op {
+        Op::Touch { oid }
+        | Op::CreateExclusive { oid }
+        | Op::Write { oid, .. }
+        | Op::Zero { oid, .. }
+        | Op::Truncate { oid, .. }
+        | Op::Remove { oid }
+        | Op::SetXattrs { oid, .. }
+        | Op::RemoveXattr { oid, .. }
+        | Op::OmapSet { oid, .. }
+        | Op::OmapRemove { oid, .. }
+        | Op::OmapRemoveRange { oid, .. }
+        | Op::OmapClear { oid } => Some(oid),
+        _ => None,
+    }
+}
+
+/// Whether an op is one that the objects which several transactions may change at a time are
+/// changed with.
+pub(crate) fn is_omap_only(op: &Op) -> bool {
+    matches!(op, Op::OmapSet { .. } | Op::OmapRemove { .. } | Op::OmapRemoveRange { .. })
+}
+
+pub(crate) fn impossible(op: &Op) -> StoreError {
+    StoreError::InvalidArgument(format!("{op:?}: not possible on several targets"))
+}

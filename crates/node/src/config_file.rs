@@ -1,0 +1,334 @@
+//! The configuration file of a node: how it is read, generated and changed.
+//!
+//! Values come from the defaults, then the file, then the environment, then flags.
+
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+
+use confique::Layer;
+use toml::{Table, Value};
+
+use super::config::Config;
+use super::keys::{Key, keys};
+
+/// Name of the file within a node's directory.
+pub const FILE: &str = "outboard.toml";
+
+/// Why a configuration does not hold.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error("cannot read {}: {source}; check the path and its permissions", path.display())]
+    Unreadable {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The file is no TOML.
+    #[error("{} is not valid TOML: {reason}; correct it", path.display())]
+    Syntax {
+        /// The file.
+        path: PathBuf,
+        /// Where, and what is wrong.
+        reason: String,
+    },
+    /// The file has a key that means nothing.
+    #[error("{}: unknown key `{key}`; {hint}", path.display())]
+    UnknownKey {
+        /// The file.
+        path: PathBuf,
+        /// The key, with its section.
+        key: String,
+        /// What may be meant.
+        hint: String,
+    },
+    /// A value is of the wrong kind or out of its range.
+    #[error("{origin}: {reason}; `docs/configuration.md` and the generated file say what is possible")]
+    Invalid {
+        /// File and environment variables that the values came from.
+        origin: String,
+        /// Which value, and what is wrong.
+        reason: String,
+    },
+}
+
+/// Reads `file` (none: defaults only) and lays what `env` says over it.
+///
+/// # Errors
+/// The file is unreadable or no TOML, has an unknown key, or a value is out of its range.
+pub fn load(file: Option<&Path>, env: impl Fn(&str) -> Option<String>) -> Result<Config, ConfigError> {
+    let Some(path) = file else { return over(Table::new(), "configuration", env) };
+    let text = std::fs::read_to_string(path)
+        .map_err(|source| ConfigError::Unreadable { path: path.to_owned(), source })?;
+    of_text(&text, path, env)
+}
+
+/// Takes the text of a file at `path`, which need not be there yet, and lays what `env` says over
+/// it.
+///
+/// # Errors
+/// As for [`load`].
+pub fn of_text(text: &str, path: &Path, env: impl Fn(&str) -> Option<String>) -> Result<Config, ConfigError> {
+    let mut table = Table::new();
+    overlay(&mut table, parse(text, path)?, path)?;
+    over(table, &path.display().to_string(), env)
+}
+
+fn over(file: Table, origin: &str, env: impl Fn(&str) -> Option<String>) -> Result<Config, ConfigError> {
+    let mut table = file;
+    let mut origin = origin.to_owned();
+    for key in keys() {
+        if let Some(text) = env(&key.env()) {
+            set(&mut table, key, key.parse(&text));
+            let _ = write!(origin, ", {}", key.env());
+        }
+    }
+    let invalid = |reason: String| ConfigError::Invalid { origin: origin.clone(), reason };
+    let layer: <Config as confique::Config>::Layer =
+        table.try_into().map_err(|e: toml::de::Error| invalid(key_first(&e.to_string())))?;
+    let config = <Config as confique::Config>::from_layer(layer.with_fallback(Layer::default_values()))
+        .map_err(|e| invalid(e.to_string()))?;
+    config.check().map_err(|e| invalid(e.to_string()))?;
+    Ok(config)
+}
+
+/// Puts `value` at `key`.
+fn set(table: &mut Table, key: &Key, value: Value) {
+    if key.section.is_empty() {
+        table.insert(key.name.to_owned(), value);
+    } else if let Value::Table(section) =
+        table.entry(key.section).or_insert_with(|| Value::Table(Table::new()))
+    {
+        section.insert(key.name.to_owned(), value);
+    }
+}
+
+/// A message about a value, with its key first.
+fn key_first(message: &str) -> String {
+    let message = message.trim();
+    match message.rsplit_once("\nin `") {
+        Some((what, key)) => {
+            format!("{}: {}", key.trim_end_matches('`'), what.trim_start_matches("validation failed: "))
+        }
+        None => message.to_owned(),
+    }
+}
+
+fn parse(text: &str, path: &Path) -> Result<Table, ConfigError> {
+    text.parse().map_err(|e: toml::de::Error| ConfigError::Syntax {
+        path: path.to_owned(),
+        reason: e.to_string().trim().to_owned(),
+    })
+}
+
+fn overlay(table: &mut Table, file: Table, path: &Path) -> Result<(), ConfigError> {
+    for (name, value) in file {
+        match value {
+            Value::Table(section) if keys().iter().any(|k| k.section == name) => {
+                for (inner, value) in section {
+                    set(table, find(&name, &inner, path)?, value);
+                }
+            }
+            value => set(table, find("", &name, path)?, value),
+        }
+    }
+    Ok(())
+}
+
+fn find(section: &str, name: &str, path: &Path) -> Result<&'static Key, ConfigError> {
+    if let Some(key) = keys().iter().find(|k| k.section == section && k.name == name) {
+        return Ok(key);
+    }
+    let elsewhere = keys().iter().find(|k| k.name == name).map(Key::path);
+    let all = || keys().iter().map(Key::path).collect::<Vec<_>>().join(", ");
+    let hint = elsewhere.map_or_else(|| format!("known ones: {}", all()), |p| format!("did you mean `{p}`?"));
+    let key = if section.is_empty() { name.to_owned() } else { format!("{section}.{name}") };
+    Err(ConfigError::UnknownKey { path: path.to_owned(), key, hint })
+}
+
+/// Whether a key at the top of the file is set: by the environment, or by the text of a file.
+pub fn is_set(name: &str, text: &str, env: impl Fn(&str) -> Option<String>) -> bool {
+    let in_file = text.parse::<Table>().is_ok_and(|table| table.contains_key(name));
+    in_file || env_of(name).is_some_and(|variable| env(&variable).is_some())
+}
+
+/// The environment variable of a key, by the path of the key.
+pub fn env_of(path: &str) -> Option<String> {
+    keys().iter().find(|key| key.path() == path).map(Key::env)
+}
+
+/// The text of a configuration file with a key at the top set, which was not set before.
+pub fn remember(text: &str, name: &str, value: &Value) -> String {
+    let (line, default) = (format!("{name} = {value}\n"), format!("# {name} = "));
+    // The generated file has the key in its place, commented out.
+    match text.split_inclusive('\n').position(|l| l.starts_with(&default)) {
+        Some(at) => text
+            .split_inclusive('\n')
+            .enumerate()
+            .map(|(n, old)| if n == at { line.as_str() } else { old })
+            .collect(),
+        None => line + text,
+    }
+}
+
+/// The text of a configuration file: every key with what it means; those in `chosen` set, the
+/// others at their defaults and commented out.
+pub fn generate(chosen: &[(&str, Value)]) -> String {
+    let mut text = String::from(
+        "# Configuration of this Outboard node. Keys that are commented out show their default.\n\
+         # Order of precedence: flags, environment variables, this file, defaults.\n",
+    );
+    let mut section = "";
+    for key in keys() {
+        if key.section != section {
+            section = key.section;
+            let _ = write!(text, "\n[{section}]\n");
+        }
+        text.push('\n');
+        for line in key.about {
+            let _ = writeln!(text, "#{line}");
+        }
+        let _ = writeln!(text, "# Environment: {}", key.env());
+        match chosen.iter().find(|(path, _)| *path == key.path()) {
+            Some((_, value)) => {
+                let _ = writeln!(text, "{} = {value}", key.name);
+            }
+            None => {
+                let _ = writeln!(text, "# {} = {}", key.name, key.default_value());
+            }
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use wire::Placement;
+
+    use super::*;
+    use crate::units::ByteSize;
+
+    fn load(text: &str, env: &[(&str, &str)]) -> Result<Config, ConfigError> {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), text).unwrap();
+        super::load(Some(file.path()), |name| {
+            env.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_owned())
+        })
+    }
+
+    #[test]
+    fn environment_goes_over_file_goes_over_defaults() {
+        let text = "placement = \"host\"\nlisten = \"127.0.0.1:7\"\n[supervise]\nbackoff_max = \"9s\"\n";
+        let env = [
+            ("OUTBOARD_LISTEN", "127.0.0.1:8"),
+            ("OUTBOARD_LOG", "debug"),
+            ("OUTBOARD_TARGETS", "a:b"),
+            ("OUTBOARD_OSD_SESSIONS", "7"),
+        ];
+        let config = load(text, &env).unwrap();
+        assert_eq!(config.placement, Placement::Host);
+        assert_eq!(config.listen, "127.0.0.1:8");
+        assert_eq!((config.log.level.as_str(), config.osd.sessions), ("debug", 7));
+        assert_eq!(config.targets, [PathBuf::from("a"), PathBuf::from("b")]);
+        assert_eq!(config.supervise.backoff_max.to_string(), "9s");
+        assert_eq!(config.target_size, ByteSize(8 << 30));
+    }
+
+    #[test]
+    fn unknown_keys_are_named() {
+        for (text, named) in [
+            ("placment = \"host\"", "`placment`"),
+            ("[supervise]\nbackof = \"1s\"", "`supervise.backof`"),
+            ("level = \"info\"", "`log.level`"),
+            ("[nosuch]\nx = 1", "`nosuch`"),
+        ] {
+            let error = load(text, &[]).unwrap_err();
+            assert!(matches!(error, ConfigError::UnknownKey { .. }), "{error}");
+            assert!(error.to_string().contains(named), "{error}");
+        }
+    }
+
+    #[test]
+    fn wrong_values_are_refused() {
+        for text in [
+            "placement = \"moon\"",
+            "target_size = \"eight\"",
+            "log = 3",
+            "[supervise]\nbackoff_min = \"10s\"",
+            "[supervise]\nbackoff_min = \"0ms\"",
+            "[supervise]\nhung_after = \"1ms\"",
+            "[log]\nlevel = \"=,=\"",
+            "[osd]\nsessions = 0",
+            "[osd]\nstaging = \"9MiB\"",
+            "[osd]\ncpus = \"most\"",
+            "[channel]\nwindow = \"3MiB\"",
+            "[channel]\nqueues = 65",
+            "[channel]\npoll_us = 10001",
+            "[channel]\nmax_transfer = \"4MiB\"",
+            "[channel]\nprofile = \"fast\"",
+            "[channel]\nengine = \"ofi\"",
+            "[coding]\nmode = \"hybrid:0:0\"",
+            "[coding]\noffload = \"gpu\"",
+            "[coding]\ndpu_threads = 0",
+            "[debug]\nfaults = [\"everything=breaks\"]",
+        ] {
+            let error = load(text, &[]).unwrap_err().to_string();
+            // The error names the key, apart from its section.
+            let key = text.lines().last().unwrap().split(' ').next().unwrap();
+            assert!(error.contains(key), "{text}: {error}");
+        }
+        assert!(matches!(load("a = ", &[]), Err(ConfigError::Syntax { .. })));
+        assert!(matches!(load("", &[("OUTBOARD_TARGET_SIZE", "x")]), Err(ConfigError::Invalid { .. })));
+        assert!(matches!(load("", &[("OUTBOARD_OSD_SESSIONS", "x")]), Err(ConfigError::Invalid { .. })));
+    }
+
+    #[test]
+    fn the_generated_file_has_every_key_and_means_the_defaults() {
+        let targets = Value::Array(vec![Value::String("targets/0.img".into())]);
+        let text = generate(&[("targets", targets)]);
+        let config = load(&text, &[]).unwrap();
+        assert_eq!(config.targets, [PathBuf::from("targets/0.img")]);
+        let defaults = load("", &[]).unwrap();
+        assert_eq!(Config { targets: vec![], ..config }, defaults);
+        for key in keys() {
+            let line = format!("{} = ", key.name);
+            assert!(text.lines().any(|l| l.trim_start_matches("# ").starts_with(&line)), "{}", key.path());
+        }
+    }
+
+    #[test]
+    fn a_key_that_is_remembered_is_set_and_nothing_else_changes() {
+        let listen = Value::String("127.0.0.1:7401".to_owned());
+        for text in [generate(&[]), "targets = [\"a\"]\n[log]\nlevel = \"debug\"\n".to_owned(), String::new()]
+        {
+            assert!(!is_set("listen", &text, |_| None));
+            let remembered = remember(&text, "listen", &listen);
+            assert!(is_set("listen", &remembered, |_| None), "{remembered}");
+            let before = load(&text, &[]).unwrap();
+            assert_eq!(load(&remembered, &[]).unwrap(), Config { listen: "127.0.0.1:7401".into(), ..before });
+        }
+        assert!(is_set("listen", "", |name| (name == "OUTBOARD_LISTEN").then(String::new)));
+    }
+
+    /// `docs/configuration.md` has a row `| key | environment | default | meaning |` for each key,
+    /// and no other rows. With `UPDATE_DOCS=1` the test writes them.
+    #[test]
+    fn the_documentation_agrees() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/configuration.md");
+        let text = std::fs::read_to_string(&path).unwrap();
+        let expected: Vec<String> = keys()
+            .iter()
+            .map(|k| format!("| `{}` | `{}` | `{}` | {} |", k.path(), k.env(), k.default_value(), k.text()))
+            .collect();
+        let is_row = |line: &&str| line.starts_with("| `");
+        if std::env::var_os("UPDATE_DOCS").is_some() {
+            let (head, tail) = text.split_at(text.find("| `").unwrap());
+            let tail: Vec<&str> = tail.lines().skip_while(is_row).collect();
+            std::fs::write(&path, format!("{head}{}\n{}\n", expected.join("\n"), tail.join("\n"))).unwrap();
+            return;
+        }
+        let documented: Vec<&str> = text.lines().filter(is_row).collect();
+        assert_eq!(documented, expected, "the table is old; UPDATE_DOCS=1 writes it");
+    }
+}

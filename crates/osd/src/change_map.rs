@@ -1,0 +1,34 @@
+//! Changing the node's map: on all targets first, then in memory.
+
+use crate::fail::refusal;
+use crate::map::NodeMap;
+use crate::osd::Osd;
+
+impl Osd {
+    /// Changes what the map says of the targets, if that is something else.
+    pub(crate) async fn change_targets(&self, change: impl FnOnce(&mut NodeMap)) -> wire::Result<()> {
+        let _one_at_a_time = self.changing_map.lock().await;
+        let mut map = self.map.borrow().clone();
+        change(&mut map);
+        if map == *self.map.borrow() && !self.map_is_uncertain.get() {
+            return Ok(());
+        }
+        let saved = self.save_map(map).await;
+        self.map.borrow().tell(&self.targets);
+        saved
+    }
+
+    pub(crate) async fn save_map(&self, mut map: NodeMap) -> wire::Result<()> {
+        // Also after a failure the epoch goes on: some target may have the map that failed.
+        map.epoch += 1;
+        self.map.borrow_mut().epoch = map.epoch;
+        let reaches_any = self.targets.iter().any(|t| t.failure().is_none());
+        if let Err(e) = map.save(&self.targets, self.config.target_timeout).await {
+            self.map_is_uncertain.set(self.map_is_uncertain.get() || reaches_any);
+            return Err(refusal(e.into()));
+        }
+        self.map_is_uncertain.set(false);
+        *self.map.borrow_mut() = map;
+        Ok(())
+    }
+}

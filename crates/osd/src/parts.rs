@@ -1,0 +1,59 @@
+//! Parts of striped objects: whether they are there, and their removal.
+
+use std::rc::Rc;
+
+use wire::{Error, Manifest, Mutation, ObjectName, PartId};
+
+use crate::fail::Step;
+use crate::gather::Gathered;
+use crate::mutate::Change;
+use crate::osd::Osd;
+use crate::patience::info_of;
+use crate::pool::Place;
+use crate::task::spawn;
+
+impl Osd {
+    /// Makes sure that the parts which a head is to name are there: those of a client that was away
+    /// for long may have been collected.
+    pub(crate) async fn check_parts(&self, name: &ObjectName, ops: &[Mutation]) -> Step<()> {
+        for op in ops {
+            let Mutation::SetManifest(Manifest { upload, part_size, size }) = *op else { continue };
+            for (index, start) in (0..).zip((0..size).step_by(part_size as usize)) {
+                let place = self.place(name, Some(&PartId { upload, index }))?;
+                let found = info_of(&place, self.config.store_patience).await?;
+                if found.is_none_or(|info| info.size != part_size.min(size - start)) {
+                    let what = format!("part {index} of the upload is not there; upload the object again");
+                    return Err(Error::BadRequest(what).into());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes the parts of a striped object that no head names any more, in the background. What
+    /// this misses, the collector finds.
+    pub(crate) fn drop_parts(self: &Rc<Osd>, name: ObjectName, manifest: Manifest) {
+        let osd = Rc::clone(self);
+        spawn(async move {
+            for index in 0..manifest.parts() {
+                let Ok(index) = u32::try_from(index) else { return };
+                let part = PartId { upload: manifest.upload, index };
+                let Ok(place) = osd.place(&name, Some(&part)) else { return };
+                if let Err(e) = osd.remove_object(&place, &name.to_string()).await {
+                    tracing::warn!(%name, index, error = %e, "a dropped part stays for the collector");
+                }
+            }
+        });
+    }
+
+    /// Removes an object on the OSD's own account; that there is none is fine.
+    pub(crate) async fn remove_object(&self, place: &Place, name: &str) -> wire::Result<()> {
+        let ops = [wire::Mutation::Remove];
+        let patience = self.config.store_patience;
+        let change = Change { osd: self, place, name, conditions: &[], ops: &ops, origin: None, patience };
+        match change.run(false, async || Ok(Gathered::None)).await {
+            Ok(_) | Err(Error::NoSuchObject(_)) => Ok(()),
+            Err(e) => Err(e),
+        }
+    }
+}

@@ -1,0 +1,58 @@
+//! Steps that are repeated while the store is away, for as long as the caller's patience lasts.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use crate::fail::{Fail, Step};
+use crate::object::ObjectInfo;
+use crate::pool::Place;
+
+/// First pause before a step is repeated after the store was lost; doubles up to half a second.
+const PAUSE: Duration = Duration::from_millis(5);
+
+/// Repeats an attempt while the store is away.
+pub(crate) async fn patiently<T>(
+    place: &Place,
+    patience: Duration,
+    attempt: impl AsyncFn() -> Step<T>,
+) -> Step<T> {
+    let until = Instant::now() + patience;
+    let mut pause = PAUSE;
+    loop {
+        let incarnation = place.pg.backing.incarnation();
+        match attempt().await {
+            Err(Fail::Lost(why)) if Instant::now() < until => {
+                tracing::debug!(why, "the store was lost, trying again");
+                place.pg.backing.lost(incarnation);
+                tokio::time::sleep(pause).await;
+                pause = (pause * 2).min(Duration::from_millis(500));
+            }
+            outcome => return outcome,
+        }
+    }
+}
+
+/// Looks at an object in turn, with nothing pending.
+pub(crate) async fn in_turn<T>(
+    place: &Place,
+    patience: Duration,
+    look: impl AsyncFn(u64) -> Step<T>,
+) -> Step<T> {
+    let object = place.pg.object(&place.oid);
+    let attempt = async || {
+        let ticket = object.turnstile.ticket();
+        let turn = ticket.enter(|| place.pg.backing.incarnation()).await;
+        let incarnation = place.pg.settle().await?;
+        turn.settled().await;
+        let found = look(incarnation).await?;
+        place.pg.backing.still(incarnation).map(|()| found)
+    };
+    patiently(place, patience, attempt).await
+}
+
+/// What is durably known of an object.
+pub(crate) async fn info_of(place: &Place, patience: Duration) -> Step<Option<ObjectInfo>> {
+    let object = place.pg.object(&place.oid);
+    in_turn(place, patience, async |incarnation| place.pg.info(&place.oid, &object, incarnation).await).await
+}

@@ -1,0 +1,50 @@
+//! [`Rebuilds`]: what is being rebuilt, and how far.
+
+use std::cell::RefCell;
+
+use array::Rebuilt;
+use uuid::Uuid;
+use wire::RebuildStatus;
+
+/// The state of an OSD's rebuilds.
+#[derive(Default)]
+pub(crate) struct Rebuilds {
+    /// Objects and bytes of all rebuilds since the OSD started.
+    rebuilt: RefCell<Rebuilt>,
+    /// Pool and target of the rebuild under way.
+    under_way: RefCell<Option<(String, Uuid)>>,
+    last_failure: RefCell<Option<String>>,
+}
+
+impl Rebuilds {
+    /// Counts on as a group is rebuilt.
+    pub(crate) fn progress(&self) -> &RefCell<Rebuilt> {
+        &self.rebuilt
+    }
+
+    pub(crate) fn begin(&self, pool: &str, target: Uuid) {
+        *self.under_way.borrow_mut() = Some((pool.to_owned(), target));
+    }
+
+    pub(crate) fn end(&self) {
+        *self.under_way.borrow_mut() = None;
+    }
+
+    pub(crate) fn failed(&self, why: String) {
+        *self.last_failure.borrow_mut() = Some(why);
+    }
+
+    /// The state for the node's status. `rate_limit` is in bytes per second; 0 means no limit.
+    pub(crate) fn status(&self, rate_limit: u64) -> RebuildStatus {
+        let rebuilt = *self.rebuilt.borrow();
+        let (pool, target) = self.under_way.borrow().clone().unzip();
+        RebuildStatus {
+            target,
+            pool,
+            objects: rebuilt.objects,
+            bytes: rebuilt.bytes,
+            rate_limit,
+            last_failure: self.last_failure.borrow().clone(),
+        }
+    }
+}

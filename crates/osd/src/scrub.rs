@@ -1,0 +1,143 @@
+//! Scrubbing pools: comparing members of groups with redundancy, verifying objects of others.
+
+use std::rc::Rc;
+use std::time::Duration;
+
+use array::{Findings, Group};
+use store::{ObjectId, StoreCalls, StoreError};
+use tokio::time::Instant;
+use wire::{PoolName, ScrubStatus};
+
+use crate::fail::refusal;
+use crate::ids;
+use crate::list::{after, objects};
+use crate::osd::Osd;
+use crate::patience::patiently;
+use crate::pg::Pg;
+use crate::pool::{Place, Pool};
+use crate::task::spawn;
+
+/// Objects scrubbed between two listings.
+const PAGE: usize = 128;
+/// Bytes of an object without redundancy that are verified at a time.
+const SEGMENT: u64 = 1 << 20;
+
+impl Osd {
+    /// How a pool's scrub stands; with `start` one is begun if none is under way, which is to
+    /// `repair` or not.
+    ///
+    /// # Errors
+    /// If one is under way that does not repair, and the new one is to.
+    pub(crate) fn scrub(self: &Rc<Osd>, name: &[u8], start: bool, repair: bool) -> wire::Result<ScrubStatus> {
+        let name = PoolName::from_wire(name)?.to_string();
+        let pool = self.open_pool(&name)?;
+        if start && self.scrubs.begin(&name, pool.record.pg_count, repair)? {
+            let osd = Rc::clone(self);
+            spawn(async move {
+                let failure = osd.scrub_pool(&pool, repair).await.err();
+                osd.scrubs.end(&pool.record.name, failure.map(|e| e.to_string()));
+            });
+        }
+        Ok(self.scrubs.status(&name))
+    }
+
+    async fn scrub_pool(&self, pool: &Pool, repair: bool) -> wire::Result<()> {
+        for (number, pg) in pool.pgs.iter().enumerate() {
+            match pool.groups.get(number) {
+                Some(group) => self.scrub_group(pool, pg, group, repair).await?,
+                None => self.verify_group(pool, pg, repair).await?,
+            }
+            self.scrubs.group_done(&pool.record.name);
+        }
+        Ok(())
+    }
+
+    async fn scrub_group(
+        &self,
+        pool: &Pool,
+        pg: &Rc<Pg>,
+        group: &Rc<Group>,
+        repair: bool,
+    ) -> wire::Result<()> {
+        let refused = |e: StoreError| refusal(e.into());
+        let mut from: Option<ObjectId> = None;
+        loop {
+            let page = self.insist(async || group.scrub_page(from.clone(), PAGE).await).await;
+            let (ids, more) = page.map_err(refused)?;
+            for oid in ids.iter().filter(|oid| ids::parse(oid).is_some()) {
+                let began = Instant::now();
+                let mut found = self.insist(async || group.scrub(oid).await).await.map_err(refused)?;
+                let place = Place { pg: Rc::clone(pg), oid: oid.clone() };
+                found.add(&self.audit(&place, repair).await?);
+                self.scrubs.found(&pool.record.name, &found);
+                self.pace.after(found.bytes, began.elapsed()).await;
+            }
+            match ids.last() {
+                Some(last) if more => from = Some(after(last).map_err(refusal)?),
+                _ => return Ok(()),
+            }
+        }
+    }
+
+    /// Repeats what fails with a group's interval.
+    async fn insist<T>(&self, attempt: impl AsyncFn() -> store::Result<T>) -> store::Result<T> {
+        let until = Instant::now() + self.config.store_patience;
+        loop {
+            match attempt().await {
+                Err(StoreError::Disconnected(_)) if Instant::now() < until => {
+                    tokio::time::sleep(Duration::from_millis(20)).await;
+                }
+                outcome => return outcome,
+            }
+        }
+    }
+
+    /// Reads all of a placement group without redundancy. Damaged data can only be told.
+    async fn verify_group(&self, pool: &Pool, pg: &Rc<Pg>, repair: bool) -> wire::Result<()> {
+        let place = Place { pg: Rc::clone(pg), oid: ids::meta_object() };
+        let patience = self.config.store_patience;
+        let mut from = None;
+        loop {
+            let page = patiently(&place, patience, async || objects(&place, from.clone(), PAGE).await).await;
+            let (ids, more) = page.map_err(refusal)?;
+            for oid in ids.iter().filter(|oid| ids::parse(oid).is_some()) {
+                let began = Instant::now();
+                let place = Place { pg: Rc::clone(pg), oid: oid.clone() };
+                let mut found = verify(&place).await.map_err(|e| refusal(e.into()))?;
+                found.add(&self.audit(&place, repair).await?);
+                self.scrubs.found(&pool.record.name, &found);
+                self.pace.after(found.bytes, began.elapsed()).await;
+            }
+            match ids.last() {
+                Some(last) if more => from = Some(after(last).map_err(refusal)?),
+                _ => return Ok(()),
+            }
+        }
+    }
+}
+
+/// Compares an object's data with its checksums.
+async fn verify(place: &Place) -> store::Result<Findings> {
+    let mut found = Findings { objects: 1, ..Findings::default() };
+    let (store, cid, oid) = (&place.pg.backing, &place.pg.cid, &place.oid);
+    let mut at = 0;
+    loop {
+        let read = match store.read(cid, oid, at, SEGMENT, None).await {
+            Ok(read) => read,
+            Err(StoreError::NoSuchObject(_)) => return Ok(found),
+            Err(StoreError::Corrupt { .. } | StoreError::Io(_) | StoreError::Absent(_)) => {
+                found.damaged = 1;
+                return Ok(found);
+            }
+            Err(e) => return Err(e),
+        };
+        found.bytes += read.len();
+        if read.verify().is_err() {
+            found.damaged = 1;
+        }
+        at += SEGMENT;
+        if at >= read.object_size {
+            return Ok(found);
+        }
+    }
+}

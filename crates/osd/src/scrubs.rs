@@ -1,0 +1,91 @@
+//! [`Scrubs`]: the scrubs of pools, under way or done.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+
+use array::Findings;
+use wire::{Error, ScrubStatus};
+
+/// A scrub of one pool.
+#[derive(Debug, Clone, Default)]
+struct Scrub {
+    running: bool,
+    /// Objects of the wrong size are repaired.
+    repair: bool,
+    groups: u32,
+    groups_done: u32,
+    findings: Findings,
+    failure: Option<String>,
+}
+
+/// The last scrub of each pool, by the pool's name.
+#[derive(Default)]
+pub(crate) struct Scrubs(RefCell<BTreeMap<String, Scrub>>);
+
+impl Scrubs {
+    /// Notes a new scrub of a pool with `groups` placement groups, unless one is under way; returns
+    /// whether the caller is to carry it out.
+    ///
+    /// # Errors
+    /// If a scrub is under way that does not repair, and the new one is to.
+    pub(crate) fn begin(&self, pool: &str, groups: u32, repair: bool) -> wire::Result<bool> {
+        let mut scrubs = self.0.borrow_mut();
+        match scrubs.get(pool).filter(|scrub| scrub.running) {
+            Some(under_way) if repair && !under_way.repair => {
+                let advice = "one without --repair is under way, wait until it has ended".into();
+                Err(Error::Busy { what: format!("scrubs of pool {pool}"), limit: 1, advice })
+            }
+            Some(_) => Ok(false),
+            None => {
+                let scrub = Scrub { running: true, repair, groups, ..Scrub::default() };
+                scrubs.insert(pool.to_owned(), scrub);
+                Ok(true)
+            }
+        }
+    }
+
+    /// Adds what a pool's scrub has found.
+    pub(crate) fn found(&self, pool: &str, found: &Findings) {
+        self.with(pool, |scrub| scrub.findings.add(found));
+    }
+
+    /// A placement group is done.
+    pub(crate) fn group_done(&self, pool: &str) {
+        self.with(pool, |scrub| scrub.groups_done += 1);
+    }
+
+    /// A pool's scrub has ended.
+    pub(crate) fn end(&self, pool: &str, failure: Option<String>) {
+        self.with(pool, |scrub| {
+            scrub.running = false;
+            scrub.failure = failure;
+        });
+    }
+
+    fn with(&self, pool: &str, change: impl FnOnce(&mut Scrub)) {
+        if let Some(scrub) = self.0.borrow_mut().get_mut(pool) {
+            change(scrub);
+        }
+    }
+
+    /// How the last scrub of a pool stands.
+    pub(crate) fn status(&self, pool: &str) -> ScrubStatus {
+        let scrub = self.0.borrow().get(pool).cloned().unwrap_or_default();
+        let Findings { objects, bytes, damaged, repaired, inconsistent, wrong_size, resized } =
+            scrub.findings;
+        let Scrub { running, groups, groups_done, failure, .. } = scrub;
+        ScrubStatus {
+            running,
+            groups,
+            groups_done,
+            objects,
+            bytes,
+            damaged,
+            repaired,
+            inconsistent,
+            wrong_size,
+            resized,
+            failure,
+        }
+    }
+}

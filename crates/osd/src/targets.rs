@@ -1,0 +1,113 @@
+//! Targets of the node: taking them out and in, replacing them, and what depends on them.
+
+use std::collections::BTreeSet;
+use std::rc::Rc;
+
+use array::Group;
+use futures::future::join_all;
+use uuid::Uuid;
+use wire::{Error, PoolHealth};
+
+use crate::map::TargetRecord;
+use crate::osd::Osd;
+use crate::pool::Pool;
+use crate::target::Target;
+
+impl Osd {
+    /// Takes a target out, or in again.
+    pub(crate) async fn set_target_out(&self, index: u32, out: bool) -> wire::Result<()> {
+        let target = self.target(index)?;
+        // What goes on without it has to be known before it can come back.
+        let groups = self.open_groups();
+        drop(join_all(groups.iter().map(|(_, group)| group.any_interval())).await);
+        if out {
+            self.can_spare(&target).await?;
+        }
+        if !out {
+            target.try_again();
+        }
+        self.change_targets(|map| map.targets[index as usize].out = out).await
+    }
+
+    /// Gives a target's number to another one, which the node has from its next start on.
+    pub(crate) async fn replace_target(&self, index: u32, uuid: Uuid) -> wire::Result<()> {
+        self.can_spare(&*self.target(index)?).await?;
+        if self.map.borrow().record(&uuid).is_some() {
+            return Err(Error::BadRequest(format!("target {uuid} is one of the node's already")));
+        }
+        if self.pools.borrow().values().any(|pool| pool.groups.is_empty()) {
+            let what =
+                "a pool without redundancy may have objects on it; remove the pool, or restore the target";
+            return Err(Error::BadRequest(what.into()));
+        }
+        self.change_targets(|map| {
+            map.targets[index as usize] = TargetRecord { uuid, out: false, lost: true };
+        })
+        .await
+    }
+
+    /// Fails if a target that is there has what no others have, or too few: to say that it is lost
+    /// would lose data.
+    async fn can_spare(&self, target: &Target) -> wire::Result<()> {
+        // A group that cannot be opened may need the target.
+        let needs = async |(pool, group): (String, Rc<Group>)| {
+            let interval = group.any_interval().await;
+            let can_spare = interval.is_ok_and(|interval| interval.can_spare(target.uuid, group.needed()));
+            (!can_spare).then_some(pool)
+        };
+        let groups = self.open_groups().into_iter().map(needs);
+        let pools: BTreeSet<String> = join_all(groups).await.into_iter().flatten().collect();
+        if pools.is_empty() {
+            return Ok(());
+        }
+        // That it is gone may not have been noticed yet: something is written to it.
+        let written = {
+            let _one_at_a_time = self.changing_map.lock().await;
+            let map = self.map.borrow().clone();
+            self.save_map(map).await
+        };
+        if !target.is_usable() {
+            tracing::info!(target_uuid = %target.uuid, ?written, "the target is gone");
+            return Ok(());
+        }
+        let pools = pools.into_iter().collect::<Vec<_>>().join(", ");
+        Err(Error::BadRequest(format!(
+            "too few other targets are up to date for {pools}; bring those back and wait until they have caught up"
+        )))
+    }
+
+    fn target(&self, index: u32) -> wire::Result<Rc<Target>> {
+        let map = self.map.borrow();
+        let uuid = map.targets.get(index as usize).map(|record| record.uuid);
+        let found = self.targets.iter().find(|t| Some(t.uuid) == uuid);
+        found.cloned().ok_or_else(|| {
+            let detail =
+                format!("{index}; the node has targets 0 to {}", map.targets.len().saturating_sub(1));
+            Error::OutOfRange { what: "target".into(), detail }
+        })
+    }
+
+    /// Whether a target is a member of a placement group somewhere and has not caught up.
+    pub(crate) fn is_behind(&self, uuid: Uuid) -> bool {
+        // While members come and go, the last that was known of them.
+        let intervals = self.open_groups().into_iter().filter_map(|(_, group)| group.last_interval());
+        intervals.into_iter().any(|interval| interval.lacks_target(uuid))
+    }
+
+    /// How the pools with redundancy are.
+    pub(crate) fn health(&self) -> Vec<PoolHealth> {
+        let health = |pool: &Rc<Pool>| {
+            let mut health = PoolHealth { pool: pool.record.name.clone(), ..PoolHealth::default() };
+            for group in &pool.groups {
+                health.groups += 1;
+                match group.current() {
+                    Some(interval) => health.degraded += u32::from(!interval.is_whole()),
+                    None => health.unavailable += 1,
+                }
+            }
+            health
+        };
+        let pools = self.pools.borrow();
+        pools.values().filter(|pool| !pool.groups.is_empty()).map(health).collect()
+    }
+}
