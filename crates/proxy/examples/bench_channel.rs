@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use base::block::Payload;
-use base::mem::{Arena, ArenaBuf};
+use base::mem::{Arena, ArenaBuf, DeviceMemory};
 use base::pool::BufferPool;
 use base::process::{ProcessUsage, Usage};
 use base::thread::{ThreadClass, spawn};
@@ -259,7 +259,7 @@ async fn write_large(
 /// The bound on large transfers: one thread that copies between two memories larger than its caches.
 fn memcpy(time: Duration) {
     const LEN: usize = 64 << 20;
-    let memory = || Arena::anonymous(LEN).expect("memory");
+    let memory = || DeviceMemory::private(LEN).expect("memory");
     let (from, to) = (memory(), memory());
     // The first touch is paid by page faults.
     for _ in 0..2 {

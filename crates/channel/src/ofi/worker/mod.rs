@@ -374,8 +374,11 @@ impl Worker {
                 let work = done.chain.and_then(|chain| self.flows[queue].get(chain));
                 if let Some((transfer, corrupt)) = work.and_then(|work| work.complete(done.number)) {
                     let Place { region, offset } = transfer.dst;
-                    if corrupt && let Some(local) = self.locals.get(&region) {
-                        damage(&local.arena, offset, transfer.len);
+                    if corrupt
+                        && let Some(local) = self.locals.get(&region)
+                        && let Err(e) = damage(&local.arena, offset, transfer.len)
+                    {
+                        tracing::error!("an injected fault damaged nothing: {e}");
                     }
                     let len = transfer.len as u64;
                     self.shared.bytes.fetch_add(len, Ordering::Relaxed);
