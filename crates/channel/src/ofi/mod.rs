@@ -46,6 +46,8 @@ mod host;
 mod lane;
 mod line;
 mod port;
+mod rung;
+mod shared;
 mod worker;
 
 use std::net::SocketAddr;

@@ -16,13 +16,14 @@ use fabric::{
 use tokio::sync::oneshot;
 
 use super::alarm::wait_for;
-use super::engine::{Command, Item, Rung, Shared};
 use super::faults::damage;
 use super::flow::{Flow, Work};
 use super::greeting::Greeting;
 use super::lane::{Lane, WINDOW};
 use super::line::{self, Line};
 use super::port::{Port, query};
+use super::rung::Rung;
+use super::shared::{Command, Item, Shared};
 use super::{OfiOffer, QUEUES};
 use crate::dma::{Failed, PeerId, QueueId};
 use crate::{ChannelError, Place, RegionId, Result};
