@@ -10,7 +10,7 @@ use channel::{Attachment, Bell, Chain, ChannelError, Completion, Control, Joined
 use futures::future::BoxFuture;
 use tokio::time::Sleep;
 
-use super::jobs::Route;
+use super::job::Route;
 use super::replies::Leftovers;
 use super::ring_side::FETCH;
 use super::{Link, State};

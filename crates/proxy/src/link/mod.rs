@@ -12,7 +12,9 @@
 
 mod dma;
 mod driver;
+mod job;
 mod jobs;
+mod mode;
 mod recover;
 mod regions;
 mod replies;
@@ -41,9 +43,10 @@ use crate::transaction_codec::{self, Encoded};
 
 use dma::Dma;
 pub(crate) use driver::Driver;
-use jobs::Job;
-pub(crate) use jobs::{Kind, Read};
-use recover::{Mode, Quarantine};
+use job::Job;
+pub(crate) use job::{Kind, Read};
+use mode::Mode;
+use recover::Quarantine;
 use regions::Regions;
 use replies::Fetching;
 pub(crate) use ring_side::RingSide;
@@ -421,7 +424,7 @@ impl Link {
     }
 
     /// A read of at most one range.
-    pub(crate) fn read(&self, target: u16, read: jobs::Read, answer_to: AnswerTo) {
+    pub(crate) fn read(&self, target: u16, read: job::Read, answer_to: AnswerTo) {
         let mut state = self.lock();
         let Some(answer_to) = state.accept(answer_to) else { return };
         let after = state.lanes[usize::from(target)].last_transaction;
@@ -495,10 +498,10 @@ impl State {
             staged.map(|staged| staged.host_id).ok_or(StoreError::NoSuchStage(stage.0))
         };
         let mut encoded = transaction_codec::encode(transaction, 1, translate)?;
-        if by_dma && !jobs::fits_inline(&encoded) {
+        if by_dma && !job::fits_inline(&encoded) {
             encoded = transaction_codec::encode(transaction, MIN_BUFFER, translate)?;
         }
-        let size = jobs::range_len(&encoded);
+        let size = job::range_len(&encoded);
         if size > max_range {
             let what = "transaction".to_owned();
             return Err(StoreError::TooLarge { what, size: size as u64, limit: max_range as u64 });

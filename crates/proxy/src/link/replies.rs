@@ -10,9 +10,10 @@ use bytes::Bytes;
 use channel::{ChannelError, Frame};
 use store::{ReadData, StoreError};
 
-use super::dma::{Dma, Opened};
-use super::jobs::{ChannelKind, Job, Kind, RangeUse, Route};
+use super::dma::Dma;
+use super::job::{ChannelKind, Job, Kind, RangeUse, Route};
 use super::recover::Quarantine;
+use super::regions::Opened;
 use super::{
     AnswerTo, Answered, CallError, Delivered, HeldRange, Landing, Link, Pending, RingSide, Staged, State,
 };
