@@ -9,18 +9,23 @@
 #![forbid(unsafe_code)]
 
 mod admission;
+mod calls;
 #[doc(hidden)]
 pub mod fuzz;
 mod link;
 mod messages;
+mod options;
 mod poller;
 mod proxy_store;
 mod proxy_stripes;
 mod server;
 mod session;
+mod shared;
+mod supervise;
 mod transaction_codec;
 
+pub use options::{Endpoint, SessionOptions, Tuning};
 pub use proxy_store::ProxyStore;
 pub use proxy_stripes::ProxyStripes;
 pub use server::{Listener, Server, ServerOptions, ServerStatus, Target};
-pub use session::{Endpoint, Offload, Session, SessionOptions, SessionStatus, Tuning};
+pub use session::{Offload, Session, SessionStatus};

@@ -13,9 +13,10 @@ use store::{
 };
 use tokio::sync::oneshot;
 
+use crate::calls::{Answers, Received, answer_of, deadline, retrying, start, unexpected};
 use crate::link::{AnswerTo, Answered, CallError, Delivered, Kind, Link, Read};
 use crate::messages::{Answer, Call, unpack_checksums};
-use crate::session::Handle;
+use crate::shared::Handle;
 
 /// One target of a store process, seen from the DPU.
 ///
@@ -28,9 +29,6 @@ pub struct ProxyStore {
     handle: Arc<Handle>,
     target: u16,
 }
-
-pub(crate) type Answers = oneshot::Receiver<Answered>;
-type Received = Result<Answered, oneshot::error::RecvError>;
 
 impl ProxyStore {
     pub(crate) fn new(handle: Arc<Handle>, target: u16) -> ProxyStore {
@@ -65,20 +63,6 @@ impl ProxyStore {
     }
 }
 
-pub(crate) fn start(
-    handle: &Handle,
-    target: u16,
-    call: impl FnOnce(&Arc<Link>, u16, AnswerTo) + Send + 'static,
-) -> Answers {
-    let (answer_to, answers) = oneshot::channel();
-    handle.shared.with_link(move |link| match link {
-        Ok(link) => call(link, target, answer_to),
-        // Whoever asked may have gone; then nobody needs to know.
-        Err(e) => drop(answer_to.send(Err(e))),
-    });
-    answers
-}
-
 fn release(handle: &Handle, target: u16, stage: StageId) {
     handle.shared.with_link(move |link| {
         // With the session the stage is gone, too.
@@ -88,43 +72,12 @@ fn release(handle: &Handle, target: u16, stage: StageId) {
     });
 }
 
-pub(crate) async fn answer_of(answers: impl Future<Output = Received>) -> Answered {
-    answers.await.unwrap_or_else(|_| Err(CallError::Lost("the session was dropped".into())))
-}
-
 /// Waits for a call that returns nothing.
 async fn done(answers: Answers) -> Result<()> {
     match answer_of(answers).await?.answer {
         Answer::Done => Ok(()),
         _ => Err(unexpected()),
     }
-}
-
-/// Until when a call that was made now is made again.
-pub(crate) fn deadline(handle: &Handle) -> Instant {
-    Instant::now() + handle.shared.options.wait_for_store
-}
-
-/// Makes a call again as long as it fails with its session, until `deadline`.
-pub(crate) async fn retrying<A: Future<Output = Received>>(
-    handle: &Handle,
-    deadline: Instant,
-    first: A,
-    mut again: impl FnMut() -> A,
-) -> Result<Delivered, StoreError> {
-    let mut answers = first;
-    loop {
-        match answer_of(answers).await {
-            Err(CallError::Lost(_)) if handle.shared.may_retry() && Instant::now() < deadline => {
-                answers = again();
-            }
-            answered => return Ok(answered?),
-        }
-    }
-}
-
-pub(crate) fn unexpected() -> StoreError {
-    StoreError::Disconnected("the store gave an answer of another kind than asked for".into())
 }
 
 /// The part of a read that one request asks for.
