@@ -107,7 +107,7 @@ impl Group {
 
     /// Makes the collection and the record on one target.
     pub(super) async fn create_on(&self, target: &Rc<dyn Member>, record: &GroupRecord) -> store::Result<()> {
-        let link = Link { target: Rc::clone(target), session: target.store().session() };
+        let link = Link { target: Rc::clone(target), session: target.store().incarnation() };
         let create = Transaction::new(self.cid.clone()).with(Op::CreateCollection);
         match self.answer(&link, target.store().queue_transaction(create)).await {
             Ok(()) | Err(StoreError::Exists(_)) => {}
@@ -194,7 +194,7 @@ impl Group {
 
     /// What a target has of the group.
     async fn look(&self, target: Rc<dyn Member>) -> (Rc<dyn Member>, store::Result<Found>) {
-        let link = Link { target: Rc::clone(&target), session: target.store().session() };
+        let link = Link { target: Rc::clone(&target), session: target.store().incarnation() };
         let found = match self.view(&link).await {
             Ok(view) => Ok(Found::View(view)),
             Err(StoreError::NoSuchCollection(_)) => Ok(Found::Nothing),

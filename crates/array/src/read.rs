@@ -449,7 +449,7 @@ impl Link {
 
     /// Fails if the target has another session: it may have repeated what was asked of it, and have seen what is not durable.
     pub(super) fn still(&self) -> store::Result<()> {
-        if self.target.store().session() == self.session {
+        if self.target.store().incarnation() == self.session {
             return Ok(());
         }
         Err(StoreError::Disconnected("the target's session has changed".into()))

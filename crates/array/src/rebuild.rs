@@ -192,7 +192,7 @@ impl Group {
         self.still(session)?;
         let record = session.record.clone();
         let target = self.member(session, position)?;
-        let link = Link { target: Rc::clone(&target), session: target.store().session() };
+        let link = Link { target: Rc::clone(&target), session: target.store().incarnation() };
         let own = match record.members[position].standing {
             Standing::Stale => self.own_entries(&link).await?,
             _ => None,

@@ -93,7 +93,7 @@ impl Group {
 
     /// Removes a few of the objects that a target has of the group, at last their collection; returns whether there may be more.
     async fn wipe_some(&self, target: &Rc<dyn Member>) -> store::Result<bool> {
-        let link = Link { target: Rc::clone(target), session: target.store().session() };
+        let link = Link { target: Rc::clone(target), session: target.store().incarnation() };
         match self.answer(&link, self.wipe_step(&**target)).await {
             Ok(()) | Err(StoreError::NotEmpty(_) | StoreError::NoSuchObject(_)) => Ok(true),
             Err(StoreError::NoSuchCollection(_)) => Ok(false),

@@ -39,10 +39,10 @@ impl Submit for Backing {
         }
     }
 
-    fn session(&self) -> u64 {
+    fn incarnation(&self) -> u64 {
         match &self.store {
-            Store::Target(store) => store.session(),
-            Store::Array(array) => array.session(),
+            Store::Target(store) => store.incarnation(),
+            Store::Array(array) => array.incarnation(),
         }
     }
 
@@ -67,13 +67,13 @@ impl Backing {
 
     fn new(store: Store, name: String) -> Backing {
         let backing = Backing { store, name, session: Cell::new(0), epoch: Cell::new(1) };
-        backing.session.set(Submit::session(&backing));
+        backing.session.set(Submit::incarnation(&backing));
         backing
     }
 
     /// The current epoch.
     pub(crate) fn epoch(&self) -> u64 {
-        let session = Submit::session(self);
+        let session = Submit::incarnation(self);
         if session != self.session.replace(session) {
             self.begin_epoch();
         }

@@ -48,7 +48,7 @@ const SUSPECTS_MAX: usize = 64;
 
 impl Target {
     pub(crate) fn new(uuid: Uuid, store: Arc<dyn ObjectStore>, retry: TargetRetry) -> Target {
-        let session = store.session();
+        let session = store.incarnation();
         let backing = Rc::new(Backing::target(Arc::clone(&store), uuid.to_string()));
         Target {
             uuid,
@@ -118,7 +118,7 @@ impl Target {
     }
 
     fn with_health<T>(&self, look: impl FnOnce(&Health) -> T) -> T {
-        let session = self.store.session();
+        let session = self.store.incarnation();
         if session != self.health_session.replace(session) {
             // The session is part of what placement groups watch: they need not be told.
             self.suspects.borrow_mut().clear();
@@ -164,10 +164,10 @@ impl Target {
         }
         let target = Rc::clone(self);
         crate::spawn(async move {
-            let (sent, session) = (Instant::now(), target.store.session());
+            let (sent, session) = (Instant::now(), target.store.incarnation());
             let probed = target.ask_something().await;
             target.is_probed.set(false);
-            if target.store.session() != session {
+            if target.store.incarnation() != session {
                 return target.step(Event::ProbeLost);
             }
             match probed {

@@ -31,7 +31,7 @@ pub(crate) fn start(
 
 /// Waits for an answer.
 pub(crate) async fn answer_of(answers: impl Future<Output = Received>) -> Answered {
-    answers.await.unwrap_or_else(|_| Err(CallError::Lost("the session was dropped".into())))
+    answers.await.unwrap_or_else(|_| Err(CallError::Lost("the attachment was dropped".into())))
 }
 
 /// Retry deadline of a call issued now.
@@ -39,7 +39,7 @@ pub(crate) fn deadline(handle: &Handle) -> Instant {
     Instant::now() + handle.shared.options.wait_for_store
 }
 
-/// Makes a call again as long as it fails with its session, until `deadline`.
+/// Makes a call again as long as it fails because its incarnation ended, until `deadline`.
 pub(crate) async fn retrying<A: Future<Output = Received>>(
     handle: &Handle,
     deadline: Instant,

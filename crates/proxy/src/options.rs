@@ -19,7 +19,7 @@ pub enum Endpoint {
 
 /// How to join a store.
 #[derive(Clone)]
-pub struct SessionOptions {
+pub struct AttachmentOptions {
     /// Sizes of DPU memory.
     pub memory: MemoryOptions,
     /// The engine that moves payload; `None` starts an emulated one (`shm`).
@@ -28,7 +28,7 @@ pub struct SessionOptions {
     pub outstanding: usize,
     /// Longest payload of one request, in bytes: of one read, or one transaction. At most 16 MiB.
     pub largest_request: usize,
-    /// How long calls wait for a store that is away, and how long [`Session::connect`] tries.
+    /// How long calls wait for a store that is away, and how long [`Attachment::connect`] tries.
     pub wait_for_store: Duration,
     /// Use the control socket alone even where DMA is possible.
     pub socket_only: bool,
@@ -39,7 +39,7 @@ pub struct SessionOptions {
     /// The host compares the payload of every so many requests with its checksums; 0 for none. After a failure it looks at
     /// the next 256 in any case.
     pub verify_every: u32,
-    /// What can be changed while the session lasts.
+    /// What can be changed while the attachment lasts.
     pub tuning: Tuning,
     /// What is to go wrong in this process.
     pub faults: Faults,
@@ -64,9 +64,9 @@ impl Default for Tuning {
     }
 }
 
-impl Default for SessionOptions {
+impl Default for AttachmentOptions {
     fn default() -> Self {
-        SessionOptions {
+        AttachmentOptions {
             memory: MemoryOptions::default(),
             engine: None,
             outstanding: 256,

@@ -1,4 +1,4 @@
-//! The state of an association with a store process: the present link to it, or the calls that wait for the next one.
+//! The state of an attachment: the present link to it, or the calls that wait for the next one.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -10,14 +10,14 @@ use store::StoreError;
 use tokio::sync::{Notify, watch};
 
 use crate::link::{CallError, Link};
-use crate::options::{Endpoint, SessionOptions, Tuning};
+use crate::options::{AttachmentOptions, Endpoint, Tuning};
 
 /// Most calls that wait for the store's return. The OSD has a lower limit of requests in flight.
 const MAX_WAITING: usize = 1 << 14;
 /// An engine, which shares its CPU where it is emulated, looks for work no longer than this.
 const ENGINE_SPIN: Duration = Duration::from_micros(10);
 
-/// Closes the session when the last user is gone.
+/// Closes the attachment when the last user is gone.
 pub(crate) struct Handle {
     pub(crate) shared: Arc<Shared>,
 }
@@ -34,9 +34,9 @@ pub(crate) struct Shared {
     pub(crate) engine: Arc<dyn DmaEngine>,
     pub(crate) local: Region,
     pub(crate) endpoint: Endpoint,
-    pub(crate) options: SessionOptions,
+    pub(crate) options: AttachmentOptions,
     pub(crate) closing: Notify,
-    pub(crate) generation: watch::Sender<u64>,
+    pub(crate) incarnation: watch::Sender<u64>,
     /// The store has come back with other targets.
     pub(crate) superseded: watch::Sender<bool>,
     pub(crate) health: Arc<OffloadHealth>,
@@ -46,7 +46,8 @@ pub(crate) struct Shared {
 pub(crate) struct State {
     phase: Phase,
     pub(crate) targets: Option<Vec<TargetInfo>>,
-    pub(crate) sessions: u64,
+    /// Incarnations of the store so far.
+    pub(crate) incarnations: u64,
     pub(crate) last_failure: Option<String>,
     pub(crate) why_no_dma: Option<String>,
 }
@@ -81,7 +82,7 @@ impl Shared {
         memory: DpuMemory,
         engine: Arc<dyn DmaEngine>,
         endpoint: Endpoint,
-        options: SessionOptions,
+        options: AttachmentOptions,
     ) -> Result<Arc<Shared>, ChannelError> {
         let health = Arc::new(OffloadHealth::new("dma", options.cool_down));
         let tuning = options.tuning;
@@ -89,7 +90,7 @@ impl Shared {
         let state = State {
             phase: Phase::Away(VecDeque::new()),
             targets: None,
-            sessions: 0,
+            incarnations: 0,
             last_failure: None,
             why_no_dma: None,
         };
@@ -101,7 +102,7 @@ impl Shared {
             endpoint,
             options,
             closing: Notify::new(),
-            generation: watch::Sender::new(0),
+            incarnation: watch::Sender::new(0),
             superseded: watch::Sender::new(false),
             health,
             tuning: Mutex::new(tuning),
@@ -136,7 +137,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes a call on the present session at once, or on the next one, in the order of the calls.
+    /// Makes a call on the present link at once, or on the next one, in the order of the calls.
     pub(crate) fn with_link(&self, call: impl FnOnce(Result<&Arc<Link>, CallError>) + Send + 'static) {
         let mut state = self.lock();
         match &mut state.phase {
@@ -154,17 +155,17 @@ impl Shared {
                 let why = "too many calls wait for the store".to_owned();
                 call(Err(StoreError::Disconnected(why).into()));
             }
-            Phase::Closed => call(Err(CallError::Lost("the session was closed".into()))),
+            Phase::Closed => call(Err(CallError::Lost("the attachment was closed".into()))),
         }
     }
 
-    /// The number of the session that a call made now goes to: the present one, or the next.
-    pub(crate) fn session_number(&self) -> u64 {
+    /// The number of the incarnation that a call made now goes to: the present one, or the next.
+    pub(crate) fn incarnation(&self) -> u64 {
         let state = self.lock();
-        if matches!(state.phase, Phase::Up(_)) { state.sessions } else { state.sessions + 1 }
+        if matches!(state.phase, Phase::Up(_)) { state.incarnations } else { state.incarnations + 1 }
     }
 
-    /// Whether a call that failed with its session may be made again.
+    /// Whether a call that failed with its incarnation may be made again.
     pub(crate) fn may_retry(&self) -> bool {
         !matches!(self.lock().phase, Phase::Closed)
     }
@@ -174,7 +175,7 @@ impl Shared {
         self.closing.notify_waiters();
         self.closing.notify_one();
         if let Phase::Away(waiting) = before {
-            fail(waiting, "the session was closed");
+            fail(waiting, "the attachment was closed");
         }
     }
 
@@ -194,7 +195,7 @@ impl Shared {
         fail(due, &format!("the store stayed away: {why}"));
     }
 
-    /// The session has ended: calls wait from now on.
+    /// The incarnation has ended: calls wait from now on.
     pub(crate) fn away(&self, why: &str) {
         let mut state = self.lock();
         state.last_failure = Some(why.to_owned());
@@ -203,7 +204,7 @@ impl Shared {
         }
     }
 
-    /// A session was opened: makes the calls that waited, then lets new ones through.
+    /// An incarnation has begun: makes the calls that waited, then lets new ones through.
     pub(crate) fn up(&self, link: &Arc<Link>, targets: Vec<TargetInfo>) {
         let mut state = self.lock();
         let Phase::Away(waiting) = &mut state.phase else { return };
@@ -212,7 +213,7 @@ impl Shared {
         }
         state.phase = Phase::Up(Arc::clone(link));
         state.targets = Some(targets);
-        state.sessions += 1;
+        state.incarnations += 1;
     }
 }
 

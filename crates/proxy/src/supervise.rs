@@ -1,10 +1,10 @@
-//! Opening links to a store process, one after the other, as long as the osd wants to be joined to it.
+//! Keeping an attachment alive: a link for each incarnation of the store, one after the other.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use channel::{
-    Attachment, Bell, ChannelError, Hello, MemoryAnswer, MemoryRequest, Reach, Socket, TargetInfo, VERSION,
+    Bell, ChannelError, Hello, MemoryAccess, MemoryAnswer, MemoryRequest, Reach, Socket, TargetInfo, VERSION,
     Welcome,
 };
 use tokio::net::{TcpStream, UnixStream};
@@ -24,22 +24,22 @@ impl Drop for CloseOnDrop {
     }
 }
 
-/// Keeps a session open until it is closed.
+/// Opens links until the attachment is closed.
 pub(crate) async fn supervise(shared: Arc<Shared>) {
-    // If the runtime is dropped, nobody opens sessions any more: calls must not wait for one.
+    // If the runtime is dropped, no link is opened any more: calls must not wait for one.
     let _closing = CloseOnDrop(Arc::clone(&shared));
     let mut backoff = BACKOFF_MIN;
-    let mut generation = 0;
+    let mut incarnation = 0;
     while !shared.closed() {
-        match tokio::time::timeout(Duration::from_secs(5), open(&shared, generation + 1)).await {
+        match tokio::time::timeout(Duration::from_secs(5), open(&shared, incarnation + 1)).await {
             Ok(Ok((link, driver, targets))) => {
-                generation += 1;
+                incarnation += 1;
                 backoff = BACKOFF_MIN;
                 shared.up(&link, targets);
-                shared.generation.send_replace(generation);
+                shared.incarnation.send_replace(incarnation);
                 let why = driver.run(shared.closing.notified(), |why| shared.away(why)).await;
                 drop(link);
-                tracing::warn!("session {generation} with {:?} ended: {why}", shared.endpoint);
+                tracing::warn!("incarnation {incarnation} of {:?} ended: {why}", shared.endpoint);
                 metrics::counter!("outboard_proxy_sessions_ended").increment(1);
             }
             Ok(Err(e)) => shared.away(&e.to_string()),
@@ -56,7 +56,7 @@ pub(crate) async fn supervise(shared: Arc<Shared>) {
 
 async fn open(
     shared: &Arc<Shared>,
-    generation: u64,
+    incarnation: u64,
 ) -> Result<(Arc<Link>, Driver, Vec<TargetInfo>), ChannelError> {
     let socket = match &shared.endpoint {
         Endpoint::Unix(path) => Socket::Unix(UnixStream::connect(path).await?),
@@ -71,7 +71,7 @@ async fn open(
         memory,
         outstanding: shared.options.outstanding as u32,
     };
-    let (welcome, attachment, control) = channel::join(socket, &hello).await?;
+    let (welcome, access, control) = channel::join(socket, &hello).await?;
     check_targets(shared, &welcome)?;
     let why_no_dma = match &welcome.memory {
         MemoryAnswer::None(why) if wanted => {
@@ -80,11 +80,11 @@ async fn open(
         _ => None,
     };
     if let Some(why) = &why_no_dma {
-        tracing::warn!("payload goes through the socket in this session, which is slow: {why}");
+        tracing::warn!("payload goes through the socket in this incarnation, which is slow: {why}");
     }
     shared.lock().why_no_dma = why_no_dma;
-    let attached = match attachment.filter(|_| wanted) {
-        Some(attachment) => Some(attach(shared, attachment).await?),
+    let attached = match access.filter(|_| wanted) {
+        Some(access) => Some(attach(shared, access).await?),
         None => None,
     };
     let (ring, bell, failure) = attached.map_or((None, None, None), |a| (Some(a.ring), a.bell, a.failure));
@@ -101,12 +101,16 @@ async fn open(
     shared.health.renewed();
     let health = Arc::clone(&shared.health);
     let layout = shared.memory.layout();
-    let link = Link::new(generation, targets.len(), layout, ring, health, &options);
+    let link = Link::new(incarnation, targets.len(), layout, ring, health, &options);
     if let Some(failure) = failure {
         link.begin_without_dma(&failure);
     }
     let driver = Driver::new(Arc::clone(&link), control, bell);
-    tracing::info!("session {generation} with {:?}: store's session {}", shared.endpoint, welcome.session);
+    tracing::info!(
+        "incarnation {incarnation} of {:?}: the store's attachment {}",
+        shared.endpoint,
+        welcome.attachment
+    );
     Ok((link, driver, targets))
 }
 
@@ -118,8 +122,8 @@ fn memory_request(shared: &Shared, socket: &Socket) -> Option<MemoryRequest> {
     (reaches && !shared.options.socket_only).then_some(MemoryRequest { layout, reach })
 }
 
-/// The rings of a session that has host memory.
-struct Attached {
+/// The rings, with host memory.
+struct HostRings {
     ring: RingSide,
     bell: Option<Box<dyn Bell>>,
     /// Why the engine does not reach the memory at present.
@@ -128,19 +132,19 @@ struct Attached {
 
 /// Joins host memory. If the network does not let the engine, that is no reason to do without for good. A store that offers
 /// what it should not is an error.
-async fn attach(shared: &Arc<Shared>, attachment: Attachment) -> Result<Attached, ChannelError> {
+async fn attach(shared: &Arc<Shared>, access: MemoryAccess) -> Result<HostRings, ChannelError> {
     let (memory, engine) = (shared.memory.clone(), Arc::clone(&shared.engine));
     let outstanding = shared.options.outstanding.min(engine.queue_depth());
     let (local, queues) = (shared.local.id(), shared.tuning().queues);
     let mut ring = RingSide::new(memory, Arc::clone(&engine), local, outstanding, queues);
-    match engine.attach(attachment, shared.memory.layout().len()).await {
+    match engine.attach(access, shared.memory.layout().len()).await {
         Ok((peer, bell)) => {
             ring.join(peer)?;
-            Ok(Attached { ring, bell: Some(bell), failure: None })
+            Ok(HostRings { ring, bell: Some(bell), failure: None })
         }
         Err(e @ (ChannelError::Refused(_) | ChannelError::Fabric(_))) if engine.attaches_anew() => {
             let failure = format!("host memory cannot be reached: {e}");
-            Ok(Attached { ring, bell: None, failure: Some(failure) })
+            Ok(HostRings { ring, bell: None, failure: Some(failure) })
         }
         Err(e) => Err(e),
     }

@@ -20,7 +20,7 @@ use super::worker::Worker;
 use super::{OfiOffer, QUEUES};
 use crate::dma::{OnDrop, PeerId, QueueId};
 use crate::{
-    Attachment, Bell, Chain, ChannelError, Completion, Counters, DmaEngine, Joined, Peer, Reach, Region,
+    Bell, Chain, ChannelError, Completion, Counters, DmaEngine, Joined, MemoryAccess, Peer, Reach, Region,
     RegionId, Result, Tuning, Unposted,
 };
 
@@ -178,11 +178,11 @@ impl DmaEngine for OfiEngine {
     }
 
     /// Descriptors are of no use to another machine, so only offers are taken.
-    fn attach(&self, attachment: Attachment, len: usize) -> BoxFuture<'_, Result<Joined>> {
+    fn attach(&self, access: MemoryAccess, len: usize) -> BoxFuture<'_, Result<Joined>> {
         Box::pin(async move {
-            match attachment {
-                Attachment::Offer(offer) => self.attach_offer(offer, len).await,
-                Attachment::Descriptors(_) => Err(ChannelError::WrongAttachment {
+            match access {
+                MemoryAccess::Offer(offer) => self.attach_offer(offer, len).await,
+                MemoryAccess::Descriptors(_) => Err(ChannelError::WrongMemoryAccess {
                     engine: self.name().to_owned(),
                     what: "descriptors of this machine",
                 }),

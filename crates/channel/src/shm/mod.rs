@@ -30,7 +30,7 @@ use tokio::sync::oneshot;
 use crate::dma::{OnDrop, PeerId, QueueId};
 use crate::farewell::share_among_queues;
 use crate::{
-    Attachment, Chain, ChannelError, Completion, Counters, Descriptors, DmaEngine, Doorbell, Joined, Peer,
+    Chain, ChannelError, Completion, Counters, Descriptors, DmaEngine, Doorbell, Joined, MemoryAccess, Peer,
     Reach, Region, RegionId, Result, Unposted,
 };
 use device::Device;
@@ -281,13 +281,13 @@ impl DmaEngine for ShmEngine {
         false
     }
 
-    fn attach(&self, attachment: Attachment, len: usize) -> BoxFuture<'_, Result<Joined>> {
+    fn attach(&self, access: MemoryAccess, len: usize) -> BoxFuture<'_, Result<Joined>> {
         Box::pin(async move {
-            match attachment {
-                Attachment::Descriptors(descriptors) => self.attach_descriptors(descriptors, len).await,
-                Attachment::Offer(_) => {
+            match access {
+                MemoryAccess::Descriptors(descriptors) => self.attach_descriptors(descriptors, len).await,
+                MemoryAccess::Offer(_) => {
                     let what = "an offer of libfabric";
-                    Err(ChannelError::WrongAttachment { engine: self.name.clone(), what })
+                    Err(ChannelError::WrongMemoryAccess { engine: self.name.clone(), what })
                 }
             }
         })

@@ -1,4 +1,4 @@
-//! The osd's end of one session.
+//! The osd's end of the channel during one incarnation of the store.
 //!
 //! Callers put [`Job`]s into the [`Link`] from any thread, under a short lock, and what can go at once is posted right
 //! there, on the caller's thread. One [`Driver`](driver::Driver) task per link, on the runtime of the OSD, takes what
@@ -63,7 +63,7 @@ const MAX_QUERIES: usize = 256;
 /// Why a call has no answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum CallError {
-    /// The session ended first. Whether the call took effect is unknown.
+    /// The incarnation ended first. Whether the call took effect is unknown.
     Lost(String),
     /// The store said so.
     Store(StoreError),
@@ -103,7 +103,7 @@ impl Delivered {
 /// Where an answer goes.
 pub(crate) type AnswerTo = oneshot::Sender<Answered>;
 
-/// One session, as callers see it.
+/// The channel during one incarnation of the store, as callers see it.
 pub(crate) struct Link {
     state: Mutex<State>,
     driver: AtomicWaker,
@@ -112,13 +112,13 @@ pub(crate) struct Link {
     pub(crate) max_range: usize,
     /// Whether payload goes by DMA.
     pub(crate) by_dma: bool,
-    /// The session's number, counted from 1.
-    pub(crate) generation: u64,
+    /// The number of the incarnation, counted from 1.
+    pub(crate) incarnation: u64,
 }
 
 struct State {
     dead: Option<String>,
-    generation: u64,
+    incarnation: u64,
     last_id: u64,
     last_stage: u64,
     jobs: HashMap<u64, Job>,
@@ -169,7 +169,7 @@ struct State {
     /// Payload that had come by DMA when DMA failed, and payload that went by the socket in its place, in bytes.
     kept_bytes: u64,
     put_bytes: u64,
-    /// Why the session cannot go on.
+    /// Why the incarnation has to end.
     fatal: Option<String>,
 }
 
@@ -180,7 +180,7 @@ struct Lane {
     queue: VecDeque<u64>,
 }
 
-/// A stage of this session.
+/// A stage of this incarnation.
 struct Staged {
     host_id: u64,
     /// Writes that were called and not posted yet. A transaction that names the stage is posted after them.
@@ -249,7 +249,7 @@ pub(crate) struct LinkStatus {
 impl Link {
     /// A link over host memory (`ring`), or over the control socket alone.
     pub(crate) fn new(
-        generation: u64,
+        incarnation: u64,
         targets: usize,
         layout: Layout,
         ring: Option<RingSide>,
@@ -261,7 +261,7 @@ impl Link {
         let largest = 1 << largest.ilog2();
         let state = State {
             dead: None,
-            generation,
+            incarnation,
             last_id: 0,
             last_stage: 0,
             jobs: HashMap::new(),
@@ -303,7 +303,7 @@ impl Link {
         let engine = state.ring.as_ref().map(|ring| Arc::clone(ring.engine()));
         let state = Mutex::new(state);
         let driver = AtomicWaker::new();
-        Arc::new(Link { state, driver, engine, max_range: largest, by_dma, generation })
+        Arc::new(Link { state, driver, engine, max_range: largest, by_dma, incarnation })
     }
 
     /// Longest payload that one request carries, in bytes: one transfer, one range.

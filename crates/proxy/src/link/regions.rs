@@ -33,7 +33,7 @@ struct Asked {
     waiting: Vec<u64>,
 }
 
-/// The windows of one session.
+/// The windows of one incarnation.
 pub(super) struct Regions {
     /// Length of a window, in bytes.
     window: usize,

@@ -31,7 +31,7 @@ struct Host {
 /// Stands for the rings of a host that is not there: chains that name it fail.
 const NOWHERE: RegionId = RegionId(u32::MAX);
 
-/// Memory, engine and positions of one session.
+/// Memory, engine and positions of one incarnation.
 pub(crate) struct RingSide {
     memory: DpuMemory,
     engine: Arc<dyn DmaEngine>,
@@ -314,7 +314,7 @@ impl RingSide {
         }
     }
 
-    /// Why the engine refused something, if it did: the session cannot go on.
+    /// Why the engine refused something, if it did: the incarnation cannot go on.
     pub(super) fn failure(&self) -> Option<&str> {
         self.failed.as_deref()
     }

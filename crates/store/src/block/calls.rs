@@ -16,7 +16,7 @@ use super::presence::Presence;
 use super::reads::{Look, ReadRange};
 use super::stages::PARKS_MAX;
 use super::view::Loaded;
-use crate::{Area, CollectionId, Op, Result, StoreError, StoreRequest, Transaction, check_session};
+use crate::{Area, CollectionId, Op, Result, StoreError, StoreRequest, Transaction, check_incarnation};
 
 /// How many checkpoints a call waits for before it fails for want of room in the index: after each
 /// of them others may have changed the index again before its turn comes.
@@ -68,8 +68,8 @@ impl Core {
                 self.stage_release(stage.0);
                 send(reply, Ok(()));
             }
-            StoreRequest::Transact { transaction, session } => {
-                if let Err(e) = check_session(session, 0) {
+            StoreRequest::Transact { transaction, incarnation } => {
+                if let Err(e) = check_incarnation(incarnation, 0) {
                     return drop(reply.send(Err(e)));
                 }
                 let mut collections = vec![transaction.collection.clone()];

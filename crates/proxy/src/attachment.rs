@@ -1,4 +1,4 @@
-//! The osd's sessions with one store process: opened, watched, and opened again when the store restarts.
+//! The osd's attachment to a store process: opened, watched, and opened again when the store restarts.
 
 use std::sync::Arc;
 
@@ -10,24 +10,24 @@ use base::work;
 use channel::{ChannelError, DmaEngine, DpuMemory, ShmEngine, ShmOptions, TargetInfo};
 use tokio::sync::watch;
 
-use crate::options::{Endpoint, SessionOptions, Tuning};
+use crate::options::{AttachmentOptions, Endpoint, Tuning};
 use crate::proxy_store::ProxyStore;
 use crate::proxy_stripes::ProxyStripes;
 use crate::shared::{Handle, Shared};
 use crate::supervise::supervise;
 
-/// How a session stands.
+/// How an attachment stands.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct SessionStatus {
+pub struct AttachmentStatus {
     /// Whether a store is there.
     pub connected: bool,
-    /// Sessions opened so far; more than one if the store restarted.
-    pub sessions: u64,
+    /// Incarnations of the store so far; more than one if the store restarted.
+    pub incarnations: u64,
     /// Why the last one ended, if one did.
     pub last_failure: Option<String>,
-    /// Stages of the present session.
+    /// Stages of the present incarnation.
     pub stages: usize,
-    /// Whether the session has host memory, so that payload can go by DMA.
+    /// Whether there is host memory, so that payload can go by DMA.
     pub by_dma: bool,
     /// Why not, if it was to have some.
     pub why_no_dma: Option<String>,
@@ -42,57 +42,57 @@ pub struct Offload {
     pub health: health::Report,
     /// Bytes of host memory that transfers may still touch.
     pub quarantined: usize,
-    /// Bytes that had come by DMA when it failed and were not sent again, in this session.
+    /// Bytes that had come by DMA when it failed and were not sent again, in this incarnation.
     pub kept_bytes: u64,
-    /// Bytes that went by the socket in the place of DMA, in this session.
+    /// Bytes that went by the socket in the place of DMA, in this incarnation.
     pub fallback_bytes: u64,
 }
 
-/// A lasting connection to one store process and its targets. Clones share it; when the last one and the last
+/// The lasting association with one store process and its targets. Clones share it; when the last one and the last
 /// [`ProxyStore`] are dropped, it is closed.
 #[derive(Clone)]
-pub struct Session {
+pub struct Attachment {
     handle: Arc<Handle>,
 }
 
-impl Session {
-    /// Joins the store at `endpoint`, waiting for it if need be. The session lives on the current tokio runtime: best
+impl Attachment {
+    /// Joins the store at `endpoint`, waiting for it if need be. The attachment lives on the current tokio runtime: best
     /// that of the OSD's shard, so that replies wake the thread that waits for them.
     ///
     /// # Errors
     /// If memory cannot be had, or no store answered in time.
-    pub async fn connect(endpoint: Endpoint, options: SessionOptions) -> Result<Session, ChannelError> {
+    pub async fn connect(endpoint: Endpoint, options: AttachmentOptions) -> Result<Attachment, ChannelError> {
         let memory = DpuMemory::new(options.memory)?;
         let engine: Arc<dyn DmaEngine> = match &options.engine {
             Some(engine) => Arc::clone(engine),
             None => ShmEngine::start(ShmOptions { faults: options.faults.clone(), ..ShmOptions::default() })?,
         };
         let shared = Shared::new(memory, engine, endpoint, options)?;
-        let mut generation = shared.generation.subscribe();
+        let mut incarnation = shared.incarnation.subscribe();
         let wait = shared.options.wait_for_store;
-        let session = Session { handle: Arc::new(Handle { shared: Arc::clone(&shared) }) };
+        let attachment = Attachment { handle: Arc::new(Handle { shared: Arc::clone(&shared) }) };
         tokio::spawn(work::booked(ThreadClass::Channel, supervise(shared)));
-        match tokio::time::timeout(wait, generation.wait_for(|g| *g > 0)).await {
-            Ok(Ok(_)) => Ok(session),
-            _ => Err(session.no_store_error()),
+        match tokio::time::timeout(wait, incarnation.wait_for(|g| *g > 0)).await {
+            Ok(Ok(_)) => Ok(attachment),
+            _ => Err(attachment.no_store_error()),
         }
     }
 
     fn no_store_error(&self) -> ChannelError {
         let why = self.handle.shared.lock().last_failure.clone();
         let why = why.unwrap_or_else(|| "no answer".to_owned());
-        ChannelError::Refused(format!("no session with {:?}: {why}", self.handle.shared.endpoint))
+        ChannelError::Refused(format!("no attachment to {:?}: {why}", self.handle.shared.endpoint))
     }
 
-    /// The store's targets, as it named them at the first session. A store with others is refused
-    /// later on; see [`Session::superseded`].
+    /// The store's targets, as it named them at first. A store with others is refused
+    /// later on; see [`Attachment::superseded`].
     #[must_use]
     pub fn targets(&self) -> Vec<TargetInfo> {
         self.handle.shared.targets()
     }
 
     /// Resolves once a store with other targets has answered, as after a target was replaced. This
-    /// session does not use that store: drop the session, and connect anew.
+    /// attachment does not use that store: drop the attachment, and connect anew.
     pub async fn superseded(&self) {
         let mut superseded = self.handle.shared.superseded.subscribe();
         // The sender lives as long as `self`.
@@ -127,21 +127,21 @@ impl Session {
         &self.handle.shared.engine
     }
 
-    /// The number of the present session, counted from 1: when it changes, what was cached of the store is void.
+    /// The number of the present incarnation, counted from 1: when it changes, what was cached of the store is void.
     #[must_use]
-    pub fn generation(&self) -> watch::Receiver<u64> {
-        self.handle.shared.generation.subscribe()
+    pub fn incarnation(&self) -> watch::Receiver<u64> {
+        self.handle.shared.incarnation.subscribe()
     }
 
     /// How it stands.
     #[must_use]
-    pub fn status(&self) -> SessionStatus {
+    pub fn status(&self) -> AttachmentStatus {
         let state = self.handle.shared.lock();
         let link = state.link();
         let status = link.map(|link| link.status());
-        SessionStatus {
+        AttachmentStatus {
             connected: link.is_some(),
-            sessions: state.sessions,
+            incarnations: state.incarnations,
             last_failure: state.last_failure.clone(),
             stages: status.map_or(0, |s| s.stages),
             by_dma: link.is_some_and(|link| link.by_dma),
@@ -166,7 +166,7 @@ impl Session {
         &self.handle.shared.options.faults
     }
 
-    /// Ends the session; calls without an answer fail.
+    /// Ends the attachment; calls without an answer fail.
     pub fn close(&self) {
         self.handle.shared.close();
     }
