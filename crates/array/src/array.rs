@@ -10,7 +10,8 @@ use base::phases;
 use base::reclaim::Reclaim;
 use futures::future::LocalBoxFuture;
 use store::{
-    Query, QueryReply, Result, Space, StoreCalls, StoreError, StoreReply, StoreRequest, Submit, check_session,
+    Query, QueryReply, Result, Space, StoreCalls, StoreError, StoreReply, StoreRequest, Submit,
+    check_incarnation,
 };
 use tokio::sync::oneshot;
 
@@ -169,11 +170,11 @@ impl Submit for Array {
             return ready(Err(StoreError::NoSuchCollection(cid.to_string())));
         }
         let mut number = group.number();
-        if let StoreRequest::Transact { transaction, session } = &request {
-            if let Err(e) = transaction.validate().and_then(|()| check_session(*session, number)) {
+        if let StoreRequest::Transact { transaction, incarnation } = &request {
+            if let Err(e) = transaction.validate().and_then(|()| check_incarnation(*incarnation, number)) {
                 return ready(Err(e));
             }
-            number = session.unwrap_or(number);
+            number = incarnation.unwrap_or(number);
         }
         let is_stage = matches!(request, StoreRequest::Stage { .. });
         match begin(Box::pin(carry_out(Rc::clone(group), number, request))) {
@@ -183,7 +184,7 @@ impl Submit for Array {
         }
     }
 
-    fn session(&self) -> u64 {
+    fn incarnation(&self) -> u64 {
         self.0.number()
     }
 

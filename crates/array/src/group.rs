@@ -142,7 +142,7 @@ impl Group {
     /// Number of the interval. It changes when a store's incarnation does, when a target fails or
     /// comes back, and when a transaction is left on some members only.
     pub fn number(&self) -> u64 {
-        let changes = |target: &Rc<dyn Member>| target.store().session() + target.generation();
+        let changes = |target: &Rc<dyn Member>| target.store().incarnation() + target.generation();
         self.targets.iter().map(changes).sum::<u64>() + self.intervals.ended()
     }
 

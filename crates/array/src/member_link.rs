@@ -16,14 +16,14 @@ pub(crate) struct MemberLink {
 impl MemberLink {
     /// A link to a target in the incarnation that its store has now.
     pub(crate) fn new(target: Rc<dyn Member>) -> MemberLink {
-        let incarnation = target.store().session();
+        let incarnation = target.store().incarnation();
         MemberLink { target, incarnation }
     }
 
     /// Fails if the store of the target has another incarnation: it may have repeated the call, and
     /// have answered from data that is not durable.
     pub(crate) fn still(&self) -> store::Result<()> {
-        if self.target.store().session() == self.incarnation {
+        if self.target.store().incarnation() == self.incarnation {
             return Ok(());
         }
         Err(StoreError::Disconnected("the target's store has another incarnation".into()))

@@ -1,9 +1,10 @@
 //! Memory that is shared between processes, given to drives, or written by (emulated) DMA.
 //!
 //! An [`Arena`] is one page-aligned mapping: anonymous, or a memfd that another process maps too. [`ArenaBuf`] is
-//! the exclusive use of a range of it. The reasons for `unsafe` are
-//! three: `mmap` itself, slices of mapped memory, and the promise that two `ArenaBuf`s never overlap, which whoever
-//! calls [`Arena::carve`] keeps (in this crate: [`crate::pool`]).
+//! the exclusive use of a range of it.
+//! [`DeviceMemory`] is another mapping of the same bytes, for an emulated device. The reasons for `unsafe` are four:
+//! `mmap` itself, slices of mapped memory, copies of bytes that others may be writing, and the promise that two
+//! `ArenaBuf`s never overlap, which the caller of [`Arena::carve`] keeps (in this crate: [`crate::pool`]).
 //!
 //! **Huge pages.** Direct I/O costs by the page. Shared memory takes pages of 2 MiB from those that the administrator
 //! has set aside, if enough are free, and ordinary memory otherwise; [`Arena::gather`] has ordinary memory brought
@@ -14,7 +15,10 @@
 //! once, and the copy is validated and used. Payload is looked at in place, but only as uninterpreted bytes: nothing
 //! that memory safety depends on is read from it, and checksums catch what changed.
 
+mod concurrent;
+mod device;
 mod mapping;
+mod uses;
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -27,8 +31,10 @@ use std::time::Duration;
 use bytes::Bytes;
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 
+pub use device::DeviceMemory;
 pub use mapping::HUGE_PAGE;
 use mapping::Mapping;
+use uses::Uses;
 
 /// `f_type` of the file system of huge pages, statfs(2).
 const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
@@ -36,9 +42,6 @@ const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
 /// How often, and after what pause, huge pages are made of memory that was in use before.
 const GATHER_ATTEMPTS: u32 = 5;
 const GATHER_PAUSE: Duration = Duration::from_millis(10);
-/// Copies of at least that many bytes go past the caches.
-#[cfg(target_arch = "x86_64")]
-const PAST_CACHES: usize = 64 << 10;
 
 /// Why memory could not be made or mapped.
 #[derive(Debug, thiserror::Error)]
@@ -74,6 +77,8 @@ pub struct Arena {
     page: Option<usize>,
     /// How many [`Registration`]s there are.
     registrations: AtomicUsize,
+    /// Which pages are copied in and out, and which belong to allocators.
+    uses: Uses,
     mapping: Mapping,
 }
 
@@ -116,8 +121,9 @@ impl Drop for Registration {
     }
 }
 
-// SAFETY: the mapping is plain memory without thread affinity. Access goes through `ArenaBuf`s, which do not overlap,
-// or through `copy_out`/`copy_in`, which copy bytes that no reference aliases (see there).
+// SAFETY: the mapping is plain memory without thread affinity. Its pages are accessed either through
+// `ArenaBuf`s, which do not overlap, or by `copy_out` and `copy_in`, which are defined whatever other
+// threads do.
 unsafe impl Send for Arena {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Arena {}
@@ -213,12 +219,13 @@ impl Arena {
         Ok(Arena::of(mapping, len, Some(fd), page))
     }
 
-    /// A mapping of its own of a part of this memory, as a device's registration of it would be: the pages are there
-    /// from the start.
-    ///
-    /// # Errors
-    /// If the range is not made of whole pages inside the arena, the arena is private memory, or the system has no room.
-    pub fn window(&self, range: Range<usize>) -> Result<Arc<Arena>, MemError> {
+    /// Maps a part of this memory once more, by `map`. With the mapping, at what offset in it the
+    /// part begins.
+    fn map_again(
+        &self,
+        range: Range<usize>,
+        map: fn(&OwnedFd, Range<usize>) -> rustix::io::Result<Mapping>,
+    ) -> Result<(Mapping, usize), MemError> {
         let pages = is_in_pages(range.start) && is_in_pages(range.len());
         let Some(fd) = self.fd.as_ref().filter(|_| pages && !range.is_empty() && range.end <= self.len)
         else {
@@ -228,15 +235,13 @@ impl Arena {
         let page = self.page.unwrap_or(1);
         let whole = range.start - range.start % page..range.end.next_multiple_of(page);
         let before = range.start - whole.start;
-        let mapping = Mapping::part(fd, whole).map_err(|e| os("map", range.len(), e))?;
-        let base = mapping.base().wrapping_add(before);
-        let registrations = AtomicUsize::new(0);
-        Ok(Arc::new(Arena { base, len: range.len(), fd: None, page: self.page, registrations, mapping }))
+        let mapping = map(fd, whole).map_err(|e| os("map", range.len(), e))?;
+        Ok((mapping, before))
     }
 
     fn of(mapping: Mapping, len: usize, fd: Option<OwnedFd>, page: Option<usize>) -> Arc<Arena> {
-        let registrations = AtomicUsize::new(0);
-        let arena = Arc::new(Arena { base: mapping.base(), len, fd, page, registrations, mapping });
+        let (registrations, uses) = (AtomicUsize::new(0), Uses::new(len));
+        let arena = Arc::new(Arena { base: mapping.base(), len, fd, page, registrations, uses, mapping });
         enter(&arena);
         arena
     }
@@ -310,51 +315,57 @@ impl Arena {
         (self.base, self.len)
     }
 
-    /// Copies `out.len()` bytes at `offset` out of the arena: the only way to read what a peer may be writing.
-    /// Returns `false`, having copied nothing, if the range is not inside the arena.
+    /// Copies `out.len()` bytes at `offset` out of the arena: the only way to read bytes that a peer
+    /// or another thread may be writing. What was copied while they wrote is arbitrary.
+    ///
+    /// Returns `false`, having copied nothing, if the range is not inside the arena or if one of its
+    /// pages belongs to an allocator. Otherwise its pages can belong to none from now on.
     #[must_use]
     pub fn copy_out(&self, offset: usize, out: &mut [u8]) -> bool {
-        if offset.checked_add(out.len()).is_none_or(|end| end > self.len) {
-            return false;
-        }
-        // SAFETY: the source range was checked; `out` is a live exclusive slice of ours and no part of a mapping that
-        // callers hold references into at this range (ring areas are never carved). A concurrent writer in another
-        // process can only make the copied bytes arbitrary, which callers validate.
-        unsafe { std::ptr::copy_nonoverlapping(self.base.add(offset), out.as_mut_ptr(), out.len()) };
+        let Some(at) = self.copied(offset, out.len()) else { return false };
+        // SAFETY: the source is inside the mapping, and its pages are accessed by such copies only:
+        // no slices of them are handed out, to `out` either. `out` is ours alone.
+        unsafe { concurrent::copy(at, out.as_mut_ptr(), out.len()) };
         true
     }
 
-    /// Copies `data` into the arena at `offset`: how a ring entry is written.
-    /// Returns `false`, having copied nothing, if the range is not inside the arena.
+    /// Copies `data` into the arena at `offset`: how a ring entry is written. Concurrent copies into
+    /// the same bytes leave each byte with the value of one of them.
+    ///
+    /// Returns `false`, having copied nothing, if the range is not inside the arena or if one of its
+    /// pages belongs to an allocator. Otherwise its pages can belong to none from now on.
     #[must_use]
     pub fn copy_in(&self, offset: usize, data: &[u8]) -> bool {
-        if offset.checked_add(data.len()).is_none_or(|end| end > self.len) {
-            return false;
-        }
-        // SAFETY: the destination range was checked, and callers write only areas that are never carved.
-        unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), self.base.add(offset), data.len()) };
+        let Some(at) = self.copied(offset, data.len()) else { return false };
+        // SAFETY: as in `copy_out`, the other way round; `data` does not change while we have it.
+        unsafe { concurrent::copy(data.as_ptr(), at, data.len()) };
         true
     }
 
-    /// Copies `len` bytes from `src_offset` of `src` to `dst_offset` of `self`: the byte mover of an emulated DMA
-    /// engine. Returns `false`, having copied nothing, if either range is not inside its arena.
-    #[must_use]
-    pub fn copy_from(&self, dst_offset: usize, src: &Arena, src_offset: usize, len: usize) -> bool {
-        let outside = |offset: usize, limit: usize| offset.checked_add(len).is_none_or(|end| end > limit);
-        if outside(dst_offset, self.len) || outside(src_offset, src.len) {
-            return false;
-        }
-        // SAFETY: both ranges were checked. Like a DMA engine, this writes memory whose owner has promised not to touch it
-        // until the completion.
-        unsafe { copy_past_caches(src.base.add(src_offset), self.base.add(dst_offset), len) };
-        true
+    /// Where `len` bytes at `offset` are, if they are inside and only copied.
+    fn copied(&self, offset: usize, len: usize) -> Option<*mut u8> {
+        let end = offset.checked_add(len).filter(|&end| end <= self.len)?;
+        self.uses.claim_for_copies(offset..end).then(|| self.base.wrapping_add(offset))
+    }
+
+    /// Gives `len` bytes at `offset` to an allocator, which may [`carve`](Self::carve) them.
+    ///
+    /// # Panics
+    /// If the range is not inside the arena, or one of its pages is used already: it belongs to
+    /// another allocator, or bytes of it were copied in or out.
+    pub(crate) fn allocate_from(&self, offset: usize, len: usize) {
+        let end = offset.checked_add(len).filter(|&end| end <= self.len).expect("range outside the arena");
+        assert!(
+            self.uses.claim_for_allocator(offset..end),
+            "bytes {offset}..{end} of an arena are in use already"
+        );
     }
 
     /// The exclusive use of `len` bytes at `offset`; `release` runs when the last user is done.
     ///
     /// # Safety
-    /// Until `release` has run, no other `ArenaBuf` of this arena may overlap the range, and nothing may
-    /// `copy_in`/`copy_from` into it but a transfer that the holder of this buffer asked for.
+    /// The range must have been given to the caller by [`allocate_from`](Self::allocate_from). Until
+    /// `release` has run, no other `ArenaBuf` of this arena may overlap it.
     ///
     /// # Panics
     /// If the range is not inside the arena.
@@ -362,47 +373,6 @@ impl Arena {
         assert!(offset.checked_add(len).is_some_and(|end| end <= self.len), "range outside the arena");
         ArenaBuf { arena: Arc::clone(self), offset, len, release: Some(release) }
     }
-}
-
-/// Copies `len` bytes; what is long goes past the caches, as a DMA engine's writes do: whoever reads it next is a drive
-/// or another core, and lines that are written whole need not be read first.
-///
-/// # Safety
-/// As for [`std::ptr::copy`].
-#[cfg(target_arch = "x86_64")]
-unsafe fn copy_past_caches(src: *const u8, dst: *mut u8, len: usize) {
-    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
-    const LANE: usize = size_of::<__m128i>();
-    const LINE: usize = 4 * LANE;
-    let apart = (src as usize).abs_diff(dst as usize) >= len;
-    let aligned = (dst as usize).is_multiple_of(LINE) && len.is_multiple_of(LINE);
-    if len < PAST_CACHES || !apart || !aligned {
-        // SAFETY: the caller's promise.
-        return unsafe { std::ptr::copy(src, dst, len) };
-    }
-    for line in (0..len).step_by(LINE) {
-        // SAFETY: both ranges are the caller's, `line` is inside, and `dst` is aligned; SSE2 is part of x86-64.
-        unsafe {
-            let lanes: [__m128i; 4] =
-                std::array::from_fn(|i| _mm_loadu_si128(src.add(line + i * LANE).cast()));
-            for (i, lane) in lanes.into_iter().enumerate() {
-                _mm_stream_si128(dst.add(line + i * LANE).cast(), lane);
-            }
-        }
-    }
-    // Such writes are weakly ordered: they must be seen before the completion is.
-    // SAFETY: SSE is part of x86-64.
-    unsafe { _mm_sfence() };
-}
-
-/// Copies `len` bytes.
-///
-/// # Safety
-/// As for [`std::ptr::copy`].
-#[cfg(not(target_arch = "x86_64"))]
-unsafe fn copy_past_caches(src: *const u8, dst: *mut u8, len: usize) {
-    // SAFETY: the caller's promise.
-    unsafe { std::ptr::copy(src, dst, len) };
 }
 
 /// What returns a range to its allocator.
@@ -535,7 +505,7 @@ fn enter(arena: &Arc<Arena>) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pool::BufferPool;
+    use crate::pool::{BufferPool, Lease};
 
     #[test]
     fn two_mappings_of_one_memfd_see_the_same_bytes() {
@@ -565,7 +535,7 @@ mod tests {
     #[test]
     fn copies_of_every_length_and_alignment_are_exact() {
         const LEN: usize = 256 << 10;
-        let (from, to) = (Arena::anonymous(LEN).unwrap(), Arena::anonymous(LEN).unwrap());
+        let (from, to) = (DeviceMemory::private(LEN).unwrap(), DeviceMemory::private(LEN).unwrap());
         let bytes: Vec<u8> = (0..LEN).map(|i| (i * 31 + (i >> 8)) as u8).collect();
         assert!(from.copy_in(0, &bytes));
         for (src, dst, len) in [
@@ -587,6 +557,42 @@ mod tests {
         let mut out = vec![0; 128 << 10];
         assert!(from.copy_out(64, &mut out));
         assert_eq!(out, bytes[..128 << 10]);
+    }
+
+    #[test]
+    fn pages_of_an_allocator_are_not_copied_and_copied_pages_are_not_allocated() {
+        let arena = Arena::anonymous(16384).unwrap();
+        assert!(arena.copy_in(4095, b"x"));
+        let _pool = BufferPool::new(Arc::clone(&arena), 8192, 4096);
+        assert!(!arena.copy_in(8191, b"xy") && !arena.copy_out(8192, &mut [0]), "the pool has these pages");
+        assert!(arena.copy_in(8191, b"x"));
+        for taken in [0, 4096, 8192, 12288] {
+            let arena = Arc::clone(&arena);
+            let second = std::panic::catch_unwind(|| Lease::new(arena, taken, 4096));
+            assert!(second.is_err(), "page {taken} is in use");
+        }
+    }
+
+    #[test]
+    fn a_device_reaches_the_bytes_of_an_arena_by_addresses_of_its_own() {
+        let arena = Arena::shared("test", 16384).unwrap();
+        let mut buf = BufferPool::new(Arc::clone(&arena), 8192, 4096).try_alloc(4096).unwrap().unwrap();
+        let (whole, part) =
+            (arena.for_device(0..16384).unwrap(), arena.pinned_for_device(4096..16384).unwrap());
+        assert!(whole.copy_in(100, b"payload") && part.copy_from(4096, &whole, 100, 7));
+        assert_eq!(&buf[..7], b"payload");
+        buf[0] = 0x0f;
+        assert!(part.invert(4096));
+        assert_eq!(buf[0], 0xf0);
+        assert!(
+            !part.invert(12288)
+                && !part.copy_from(12288, &whole, 0, 1)
+                && !whole.copy_from(0, &part, 12288, 1)
+        );
+        assert!(
+            Arena::anonymous(4096).unwrap().for_device(0..4096).is_err(),
+            "private memory has one mapping"
+        );
     }
 
     #[test]
@@ -621,14 +627,14 @@ mod tests {
         }
         assert!(!ours.copy_in(LARGE - 5, b"abcdef"), "what the last huge page has beyond it is not used");
         for range in [0..LARGE, 4096..8192, HUGE_PAGE - 4096..2 * HUGE_PAGE + 4096, LARGE - 4096..LARGE] {
-            let part = ours.window(range.clone()).unwrap();
+            let part = ours.pinned_for_device(range.clone()).unwrap();
             assert!(ours.copy_in(range.start, b"first") && ours.copy_in(range.end - 4, b"last"));
             let (mut first, mut last) = ([0; 5], [0; 4]);
             assert!(part.copy_out(0, &mut first) && part.copy_out(range.len() - 4, &mut last));
             assert_eq!((&first, &last), (b"first", b"last"), "{range:?}");
             assert!(!part.copy_out(range.len() - 3, &mut last));
         }
-        assert!(ours.window(LARGE - 4096..LARGE + 4096).is_err());
+        assert!(ours.pinned_for_device(LARGE - 4096..LARGE + 4096).is_err());
     }
 
     #[test]

@@ -64,7 +64,8 @@ impl Grant {
         let shared = self.shared.take().expect("a grant is taken once");
         let (offset, order) = (self.offset, self.order);
         let owner = Arc::clone(&shared);
-        // SAFETY: the buddy allocator handed this range out and takes it back only in `release`.
+        // SAFETY: the pool was given the range when it was made. The buddy allocator handed it out and
+        // takes it back only in `release`.
         unsafe {
             shared.arena.carve(
                 shared.origin + offset,
@@ -115,13 +116,15 @@ impl BufferPool {
     /// What does not fill a whole `largest` buffer at the end of the arena is left unused.
     ///
     /// # Panics
-    /// If `largest` is not a power of two of at least [`MIN_BUFFER`], or `origin` is not a multiple of it, or not one
-    /// such buffer fits.
+    /// If `largest` is not a power of two of at least [`MIN_BUFFER`], or `origin` is not a multiple of
+    /// [`MIN_BUFFER`], or not one such buffer fits. If a page from `origin` on is in use already: it
+    /// belongs to another allocator, or bytes of it were [copied](Arena::copy_in).
     #[must_use]
     pub fn new(arena: Arc<Arena>, origin: usize, largest: usize) -> BufferPool {
         assert!(origin.is_multiple_of(MIN_BUFFER), "pool must start on a page");
         let free = Buddy::new(arena.len().saturating_sub(origin), MIN_BUFFER, largest);
         let low_water_bytes = free.free_bytes();
+        arena.allocate_from(origin, low_water_bytes);
         let state = Mutex::new(State { free, waiters: VecDeque::new(), low_water_bytes });
         BufferPool { shared: Arc::new(Shared { arena, origin, largest, state }) }
     }
@@ -283,10 +286,11 @@ impl Lease {
     /// Leases `len` bytes at `origin` of `arena`.
     ///
     /// # Panics
-    /// If the region is not inside the arena.
+    /// If the region is not inside the arena, or one of its pages is in use already: it belongs to
+    /// another allocator, or bytes of it were [copied](Arena::copy_in).
     #[must_use]
     pub fn new(arena: Arc<Arena>, origin: usize, len: usize) -> Lease {
-        assert!(origin.checked_add(len).is_some_and(|end| end <= arena.len()), "region outside the arena");
+        arena.allocate_from(origin, len);
         Lease { arena, origin, len, in_use: Arc::default() }
     }
 
@@ -317,7 +321,7 @@ impl Lease {
             // Nobody may be waiting.
             let _ = tx.send(());
         });
-        // SAFETY: `in_use` keeps claimed ranges disjoint, and the region is used through this lease alone.
+        // SAFETY: the lease was given the region when it was made, and `in_use` keeps claimed ranges disjoint.
         Ok((unsafe { self.arena.carve(start, size, release) }, Released(rx)))
     }
 

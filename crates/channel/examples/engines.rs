@@ -21,7 +21,7 @@ use base::mem::Arena;
 use base::process::ProcessUsage;
 use outboard_channel::ofi::{OfiEngine, OfiHost, OfiHostOptions, OfiOptions};
 use outboard_channel::{
-    Attachment, Bell, Chain, Descriptors, DmaEngine, Doorbell, Peer, Place, Region, ShmEngine, ShmOptions,
+    Bell, Chain, Descriptors, DmaEngine, Doorbell, MemoryAccess, Peer, Place, Region, ShmEngine, ShmOptions,
     Transfer, URGENT,
 };
 
@@ -64,7 +64,7 @@ async fn shm() -> Result<Rig, Failure> {
         host_doorbell: host_doorbell.try_clone()?,
         osd_doorbell: osd_doorbell.try_clone()?,
     };
-    let (peer, bell) = engine.attach(Attachment::Descriptors(descriptors), LEN).await?;
+    let (peer, bell) = engine.attach(MemoryAccess::Descriptors(descriptors), LEN).await?;
     rig("shm".to_owned(), engine, peer, bell, host_doorbell, osd_doorbell, Box::new(there))
 }
 
@@ -75,7 +75,7 @@ async fn ofi(fabric: &str) -> Result<Rig, Failure> {
     let there = Arena::shared("there", LEN)?;
     let grant = host.grant(&there)?;
     let engine = OfiEngine::start(OfiOptions { provider: provider.to_owned(), ..OfiOptions::default() })?;
-    let (peer, bell) = engine.attach(Attachment::Offer(grant.offer.clone()), LEN).await?;
+    let (peer, bell) = engine.attach(MemoryAccess::Offer(grant.offer.clone()), LEN).await?;
     let (host_doorbell, osd_doorbell) = (grant.host_doorbell.try_clone()?, grant.osd_doorbell.try_clone()?);
     let keep = Box::new((grant, there, host));
     rig(format!("ofi:{provider}"), engine, peer, bell, host_doorbell, osd_doorbell, keep)

@@ -26,7 +26,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const BULK: QueueId = 1;
 
 /// An engine that is attached to a peer, and the peer's end.
-pub struct Attached {
+pub struct JoinedEngine {
     /// The engine.
     pub engine: Arc<dyn DmaEngine>,
     /// What it is attached to.
@@ -47,7 +47,7 @@ pub struct Attached {
 ///
 /// # Panics
 /// If the engine breaks the contract. The check's name is in the message of a timeout, and in the backtrace.
-pub async fn run(attach: impl AsyncFn() -> Attached) {
+pub async fn run(attach: impl AsyncFn() -> JoinedEngine) {
     type Check = fn(Rig) -> Pin<Box<dyn Future<Output = ()>>>;
     let checks: [(&str, Check); 13] = [
         ("bytes_go_both_ways", |rig| Box::pin(bytes_go_both_ways(rig))),
@@ -89,8 +89,8 @@ struct Rig {
 }
 
 impl Rig {
-    fn new(attached: Attached) -> Rig {
-        let Attached { engine, peer, bell, there, host_doorbell, osd_doorbell, keep } = attached;
+    fn new(attached: JoinedEngine) -> Rig {
+        let JoinedEngine { engine, peer, bell, there, host_doorbell, osd_doorbell, keep } = attached;
         let here = Arena::shared("conformance", LEN).unwrap();
         let local = engine.register_local(&here).unwrap();
         let host = engine.register_peer(&peer, 0..LEN).unwrap();

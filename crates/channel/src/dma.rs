@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use base::mem::Arena;
 use futures::future::BoxFuture;
 
-use crate::{Attachment, ChannelError, Reach, Result};
+use crate::{ChannelError, MemoryAccess, Reach, Result};
 
 /// Number of a registered region. Only the engine that gave it knows what memory it stands for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -250,8 +250,8 @@ pub trait DmaEngine: Send + Sync {
     /// for it. Dropping the future gives up.
     ///
     /// # Errors
-    /// [`ChannelError::WrongAttachment`]; or if the memory is not sealed or not of that length, or the peer cannot be reached.
-    fn attach(&self, attachment: Attachment, len: usize) -> BoxFuture<'_, Result<Joined>>;
+    /// [`ChannelError::WrongMemoryAccess`]; or if the memory is not sealed or not of that length, or the peer cannot be reached.
+    fn attach(&self, access: MemoryAccess, len: usize) -> BoxFuture<'_, Result<Joined>>;
 
     /// Registers part of a peer's memory. What fails later on, fails the chains that use it.
     ///

@@ -1,9 +1,9 @@
-//! Errors of the channel. Each one ends at most the session in which it happens.
+//! Errors of the channel. Each one ends at most the attachment in which it happens.
 
 /// Result of a channel's call.
 pub type Result<T, E = ChannelError> = std::result::Result<T, E>;
 
-/// Why a session could not be opened, or had to end.
+/// Why an attachment could not be opened, or had to end.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ChannelError {
@@ -11,10 +11,10 @@ pub enum ChannelError {
     #[error("control socket failed: {0}; the peer has gone or is restarting")]
     Socket(#[from] std::io::Error),
     /// The peer sent something that the protocol does not allow.
-    #[error("peer broke the channel's protocol: {0}; its session was ended")]
+    #[error("peer broke the channel's protocol: {0}; its attachment was ended")]
     Protocol(String),
-    /// The peer refused the session.
-    #[error("peer refused the session: {0}")]
+    /// The peer refused the attachment.
+    #[error("peer refused the attachment: {0}")]
     Refused(String),
     /// Memory could not be had, or what the peer offered is not acceptable.
     #[error(transparent)]
@@ -22,9 +22,9 @@ pub enum ChannelError {
     /// libfabric, or the connection that it made, failed.
     #[error(transparent)]
     Fabric(#[from] fabric::FabricError),
-    /// An engine was given the attachment of another kind of engine.
+    /// An engine was given access to host memory in a form that only another kind of engine takes.
     #[error("engine {engine} cannot use {what}; have the osd and the store use the same kind of engine")]
-    WrongAttachment {
+    WrongMemoryAccess {
         /// The engine.
         engine: String,
         /// What it was given.

@@ -48,7 +48,7 @@ pub struct Header {
     pub data_len: u32,
     /// In a request on the ring: bytes of the outbox that the sender has set aside for the reply.
     pub reply_max: u32,
-    /// Number of the request, unique within the session; a reply bears that of its request.
+    /// Number of the request, unique within the attachment; a reply bears that of its request.
     pub id: u64,
     /// Number of the last transaction of this target that the request must follow. In a transaction: one less than its own.
     pub after: u64,

@@ -1,4 +1,4 @@
-//! How a session is opened over the control socket.
+//! How an attachment is opened over the control socket.
 //!
 //! The osd sends [`Hello`]: versions, a nonce, the sizes it wants, and how its engine reaches host memory. The store answers
 //! [`Welcome`], or why not. For an engine on the same machine, host memory and the two doorbells travel with it as
@@ -44,7 +44,7 @@ pub struct Hello {
     pub version_max: u16,
     /// Random; comes back in [`Welcome`].
     pub nonce: u64,
-    /// The host memory wanted; `None` for a session without any.
+    /// The host memory wanted; `None` for an attachment without any.
     pub memory: Option<MemoryRequest>,
     /// Most requests that it will have unanswered at a time.
     pub outstanding: u32,
@@ -105,8 +105,8 @@ pub struct Welcome {
     pub version: u16,
     /// What [`Hello`] said.
     pub nonce: u64,
-    /// Number of the session, for people.
-    pub session: u64,
+    /// Number of the attachment, for people.
+    pub attachment: u64,
     /// Host memory and doorbells, or why there are none.
     pub memory: MemoryAnswer,
     /// The targets; requests name them by index.
@@ -115,7 +115,7 @@ pub struct Welcome {
 
 /// What opens host memory to an engine.
 #[derive(Debug)]
-pub enum Attachment {
+pub enum MemoryAccess {
     /// For engines on the same machine.
     Descriptors(Descriptors),
     /// For engines that reach it over a network.
@@ -215,11 +215,11 @@ impl Socket {
     }
 }
 
-/// Opens a session from the osd's side.
+/// Opens an attachment from the osd's side.
 ///
 /// # Errors
 /// If the store refuses, answers something else, or the socket fails. The caller sets a deadline.
-pub async fn join(mut socket: Socket, hello: &Hello) -> Result<(Welcome, Option<Attachment>, Control)> {
+pub async fn join(mut socket: Socket, hello: &Hello) -> Result<(Welcome, Option<MemoryAccess>, Control)> {
     let sealed = Header::new(Kind::Hello, 0, 0).seal(&encode(hello));
     socket.send(&sealed, &[]).await?;
     let (frame, fds) = socket.receive(Kind::Welcome).await?;
@@ -228,20 +228,20 @@ pub async fn join(mut socket: Socket, hello: &Hello) -> Result<(Welcome, Option<
     if welcome.nonce != hello.nonce || !(hello.version_min..=hello.version_max).contains(&welcome.version) {
         return Err(ChannelError::protocol("the welcome does not answer the hello"));
     }
-    let attachment = match (&welcome.memory, <[OwnedFd; DESCRIPTORS]>::try_from(fds)) {
+    let access = match (&welcome.memory, <[OwnedFd; DESCRIPTORS]>::try_from(fds)) {
         (MemoryAnswer::Descriptors, Ok([memory, host_doorbell, osd_doorbell])) => {
-            Some(Attachment::Descriptors(Descriptors { memory, host_doorbell, osd_doorbell }))
+            Some(MemoryAccess::Descriptors(Descriptors { memory, host_doorbell, osd_doorbell }))
         }
         (MemoryAnswer::Descriptors, Err(_)) => {
             return Err(ChannelError::protocol("the welcome came without its descriptors"));
         }
-        (MemoryAnswer::Offer(offer), _) => Some(Attachment::Offer(offer.clone())),
+        (MemoryAnswer::Offer(offer), _) => Some(MemoryAccess::Offer(offer.clone())),
         (MemoryAnswer::None(_), _) => None,
     };
-    Ok((welcome, attachment, socket.into_control()))
+    Ok((welcome, access, socket.into_control()))
 }
 
-/// Opens a session from the store's side: `decide` sees what the osd wants, and whether the socket carries descriptors, and
+/// Opens an attachment from the store's side: `decide` sees what the osd wants, and whether the socket carries descriptors, and
 /// says what it gets. Descriptors go with a welcome that announces them.
 ///
 /// # Errors
@@ -269,8 +269,8 @@ pub async fn accept<S>(
     };
     socket.send(&sealed, &fds).await?;
     drop(fds);
-    let (_, _, session) = decision?;
-    Ok((hello, session, socket.into_control()))
+    let (_, _, attachment) = decision?;
+    Ok((hello, attachment, socket.into_control()))
 }
 
 fn encode(value: &impl Serialize) -> Bytes {
@@ -344,12 +344,12 @@ mod tests {
             let descriptors = Descriptors { memory: fd(), host_doorbell: fd(), osd_doorbell: fd() };
             let (nonce, memory, targets) =
                 (hello.nonce, MemoryAnswer::Descriptors, vec![TargetInfo { uuid: 7 }]);
-            Ok((Welcome { version: VERSION, nonce, session: 1, memory, targets }, Some(descriptors), ()))
+            Ok((Welcome { version: VERSION, nonce, attachment: 1, memory, targets }, Some(descriptors), ()))
         });
         let (joined, accepted) = tokio::join!(join(Socket::Unix(ours), &hello), store);
         accepted.unwrap();
-        let (welcome, attachment, _control) = joined.unwrap();
+        let (welcome, access, _control) = joined.unwrap();
         assert_eq!(welcome.targets, [TargetInfo { uuid: 7 }]);
-        assert!(matches!(attachment, Some(Attachment::Descriptors(_))));
+        assert!(matches!(access, Some(MemoryAccess::Descriptors(_))));
     }
 }

@@ -30,8 +30,8 @@ pub use doorbell::Doorbell;
 pub use error::{ChannelError, Result};
 pub use frame::{Frame, HEADER_LEN, Header, Kind, VERIFY};
 pub use handshake::{
-    Attachment, Descriptors, Hello, MemoryAnswer, MemoryRequest, Reach, Socket, TargetInfo, VERSION, Welcome,
-    accept, join,
+    Descriptors, Hello, MemoryAccess, MemoryAnswer, MemoryRequest, Reach, Socket, TargetInfo, VERSION,
+    Welcome, accept, join,
 };
 pub use memory::{DpuMemory, HostMemory, Layout, MemoryOptions};
 pub use shm::{MAX_TRANSFER, Profile, ShmEngine, ShmOptions};

@@ -14,9 +14,9 @@ use serde::{Deserialize, Serialize};
 use crate::ring::{MAX_ENTRY, Ring};
 use crate::{ChannelError, Result};
 
-/// Longest ring that a session can have, in bytes.
+/// Longest ring that an attachment can have, in bytes.
 const MAX_RING: u64 = 64 << 20;
-/// Longest data region that a session can have, in bytes.
+/// Longest data region that an attachment can have, in bytes.
 const MAX_DATA: u64 = 4 << 30;
 
 /// Sizes that the osd chooses and the store agrees to.
@@ -150,7 +150,7 @@ impl DpuMemory {
     }
 }
 
-/// Host memory: made by the store's process, afresh for each session.
+/// Host memory: made by the store's process, afresh for each attachment.
 #[derive(Debug)]
 pub struct HostMemory {
     /// The whole memory.

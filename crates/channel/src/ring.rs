@@ -2,7 +2,7 @@
 //!
 //! A ring is a run of 64-byte cells; an entry takes as many consecutive cells as it needs and may wrap around the
 //! ring's end. Cells instead of slots of a fixed 16 KiB, because a transfer then moves only the bytes that are used:
-//! a reply is one or two cells. Positions count bytes since the session's start and never wrap.
+//! a reply is one or two cells. Positions count bytes since the attachment's start and never wrap.
 //!
 //! There is no shared producer or consumer index. The doorbell says how many bytes are new; how far the reader has
 //! come, it says in the headers of what it sends ([`Header::consumed`]).

@@ -11,11 +11,11 @@ use std::time::Duration;
 
 use base::fault::{Faults, Site};
 use base::mem::Arena;
-use outboard_channel::conformance::{self, Attached, LEN};
+use outboard_channel::conformance::{self, JoinedEngine, LEN};
 use outboard_channel::ofi::{OfiEngine, OfiGrant, OfiHost, OfiHostOptions, OfiOffer, OfiOptions};
 use outboard_channel::{
-    Attachment, Bell, Chain, ChannelError, Completion, Descriptors, DmaEngine, Doorbell, Peer, Place, Region,
-    Transfer, URGENT,
+    Bell, Chain, ChannelError, Completion, Descriptors, DmaEngine, Doorbell, MemoryAccess, Peer, Place,
+    Region, Transfer, URGENT,
 };
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -75,7 +75,7 @@ impl Rig {
 
     async fn attach(&self) -> (Peer, Box<dyn Bell>, Region) {
         let (peer, bell) =
-            self.engine.attach(Attachment::Offer(self.grant.offer.clone()), LEN).await.unwrap();
+            self.engine.attach(MemoryAccess::Offer(self.grant.offer.clone()), LEN).await.unwrap();
         let host = self.engine.register_peer(&peer, 0..LEN).unwrap();
         (peer, bell, host)
     }
@@ -135,8 +135,8 @@ async fn it_does_what_engines_do() {
     conformance::run(async || {
         let (engine, there) = (engine(), Arena::shared("there", LEN).unwrap());
         let grant = host.grant(&there).unwrap();
-        let (peer, bell) = engine.attach(Attachment::Offer(grant.offer.clone()), LEN).await.unwrap();
-        Attached {
+        let (peer, bell) = engine.attach(MemoryAccess::Offer(grant.offer.clone()), LEN).await.unwrap();
+        JoinedEngine {
             engine,
             peer,
             bell,
@@ -154,11 +154,12 @@ async fn only_who_has_the_secret_gets_in_and_only_once() {
     let Some(host) = host() else { return };
     let rig = Rig::new(&host);
     let wrong = OfiOffer { secret: rig.grant.offer.secret ^ 1, ..rig.grant.offer.clone() };
-    let refused = rig.engine.attach(Attachment::Offer(wrong), LEN).await.err().expect("refused").to_string();
-    assert!(refused.contains("no such session"), "{refused}");
+    let refused =
+        rig.engine.attach(MemoryAccess::Offer(wrong), LEN).await.err().expect("refused").to_string();
+    assert!(refused.contains("no such attachment"), "{refused}");
     let (_peer, _bell, region) = rig.attach().await;
     let second = engine()
-        .attach(Attachment::Offer(rig.grant.offer.clone()), LEN)
+        .attach(MemoryAccess::Offer(rig.grant.offer.clone()), LEN)
         .await
         .err()
         .expect("refused")
@@ -166,7 +167,7 @@ async fn only_who_has_the_secret_gets_in_and_only_once() {
     assert!(second.contains("taken"), "{second}");
     assert_eq!(rig.copy(&region, 4096).await.result, Ok(()), "the first one goes on");
     let other = OfiOffer { provider: "another".to_owned(), ..rig.grant.offer.clone() };
-    assert!(matches!(engine().attach(Attachment::Offer(other), LEN).await, Err(ChannelError::Refused(_))));
+    assert!(matches!(engine().attach(MemoryAccess::Offer(other), LEN).await, Err(ChannelError::Refused(_))));
 }
 
 #[tokio::test]
@@ -176,12 +177,12 @@ async fn what_was_granted_is_revoked() {
     let (_peer, _bell, region) = rig.attach().await;
     assert!(rig.here.copy_in(0, &[1; 4096]));
     assert_eq!(rig.copy(&region, 4096).await.result, Ok(()));
-    // Another session, whose secret and memory are other ones.
+    // Another attachment, whose secret and memory are other ones.
     rig.grant = host.grant(&Arena::shared("other", LEN).unwrap()).unwrap();
     rig.lost().await;
     assert!(rig.here.copy_in(0, &[2; 4096]));
     let refused = rig.copy(&region, 4096).await.result.unwrap_err();
-    assert!(refused.why.contains("no such session"), "{refused}");
+    assert!(refused.why.contains("no such attachment"), "{refused}");
     assert_eq!(rig.content()[..4096], [1; 4096]);
     let (_peer, _bell, region) = rig.attach().await;
     assert_eq!(rig.copy(&region, 4096).await.result, Ok(()));
@@ -189,13 +190,13 @@ async fn what_was_granted_is_revoked() {
 }
 
 #[tokio::test]
-async fn a_key_of_another_memory_ends_the_session_that_tries_it() {
+async fn a_key_of_another_memory_ends_the_attachment_that_tries_it() {
     let Some(host) = host() else { return };
     let (victim, rig) = (Rig::new(&host), Rig::new(&host));
     let (_victims_peer, _victims_bell, victims_region) = victim.attach().await;
     let mut offer = rig.grant.offer.clone();
     offer.memory.key ^= 1;
-    let (peer, _bell) = rig.engine.attach(Attachment::Offer(offer), LEN).await.unwrap();
+    let (peer, _bell) = rig.engine.attach(MemoryAccess::Offer(offer), LEN).await.unwrap();
     let region = rig.engine.register_peer(&peer, 0..LEN).unwrap();
     assert!(rig.here.copy_in(0, &[7; 4096]));
     let failed = rig.copy(&region, 4096).await;
@@ -297,18 +298,18 @@ async fn nobody_there_is_an_error() {
     let Some(host) = host() else { return };
     let rig = Rig::new(&host);
     drop(host);
-    assert!(rig.engine.attach(Attachment::Offer(rig.grant.offer.clone()), LEN).await.is_err());
+    assert!(rig.engine.attach(MemoryAccess::Offer(rig.grant.offer.clone()), LEN).await.is_err());
 }
 
 #[tokio::test]
-async fn sessions_leave_no_descriptors_behind() {
+async fn attachments_leave_no_descriptors_behind() {
     let Some(host) = host() else { return };
     let rig = Rig::new(&host);
     let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
     let before = open();
     for _ in 0..50 {
         let grant = host.grant(&rig.there).unwrap();
-        let (peer, _bell) = rig.engine.attach(Attachment::Offer(grant.offer.clone()), LEN).await.unwrap();
+        let (peer, _bell) = rig.engine.attach(MemoryAccess::Offer(grant.offer.clone()), LEN).await.unwrap();
         let region = rig.engine.register_peer(&peer, 0..LEN).unwrap();
         assert_eq!(rig.copy(&region, 4096).await.result, Ok(()));
     }
@@ -352,8 +353,8 @@ async fn attachments_of_other_engines_are_refused() {
     }
     let fd = || Doorbell::create().unwrap();
     let descriptors = Descriptors { memory: fd(), host_doorbell: fd(), osd_doorbell: fd() };
-    let refused = engine().attach(Attachment::Descriptors(descriptors), LEN).await.err();
-    assert!(matches!(refused, Some(ChannelError::WrongAttachment { .. })));
+    let refused = engine().attach(MemoryAccess::Descriptors(descriptors), LEN).await.err();
+    assert!(matches!(refused, Some(ChannelError::WrongMemoryAccess { .. })));
 }
 
 #[tokio::test]

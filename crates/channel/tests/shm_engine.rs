@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use base::fault::{Faults, Site};
 use base::mem::Arena;
-use outboard_channel::conformance::{self, Attached};
+use outboard_channel::conformance::{self, JoinedEngine};
 use outboard_channel::ofi::OfiOffer;
 use outboard_channel::{
-    Attachment, Bell, Chain, ChannelError, Completion, Descriptors, DmaEngine, Doorbell, Peer, Place,
+    Bell, Chain, ChannelError, Completion, Descriptors, DmaEngine, Doorbell, MemoryAccess, Peer, Place,
     Profile, Region, ShmEngine, ShmOptions, Transfer, Tuning, URGENT, Unposted,
 };
 
@@ -45,7 +45,7 @@ async fn rig_with(options: ShmOptions) -> Rig {
         host_doorbell: bell.try_clone().unwrap(),
         osd_doorbell: bell,
     };
-    let (peer, bell) = engine.attach(Attachment::Descriptors(descriptors), LEN).await.unwrap();
+    let (peer, bell) = engine.attach(MemoryAccess::Descriptors(descriptors), LEN).await.unwrap();
     let host = engine.register_peer(&peer, 0..LEN).unwrap();
     Rig { engine, here, there, local, host, peer, _bell: bell }
 }
@@ -88,7 +88,7 @@ async fn memory_that_could_shrink_is_not_attached() {
     let bell = Doorbell::create().unwrap();
     let descriptors =
         Descriptors { memory: loose, host_doorbell: bell.try_clone().unwrap(), osd_doorbell: bell };
-    assert!(engine.attach(Attachment::Descriptors(descriptors), 8192).await.is_err());
+    assert!(engine.attach(MemoryAccess::Descriptors(descriptors), 8192).await.is_err());
 }
 
 #[tokio::test]
@@ -98,7 +98,7 @@ async fn what_is_rung_is_an_eventfd_that_does_not_block() {
     let attach = async |host_doorbell: OwnedFd, osd_doorbell: OwnedFd| {
         let memory = there.share_fd().unwrap().unwrap();
         let descriptors = Descriptors { memory, host_doorbell, osd_doorbell };
-        engine.attach(Attachment::Descriptors(descriptors), LEN).await
+        engine.attach(MemoryAccess::Descriptors(descriptors), LEN).await
     };
     let bell = || Doorbell::create().unwrap();
     let (_out, pipe) = rustix::pipe::pipe().unwrap();
@@ -244,8 +244,8 @@ async fn it_does_what_engines_do() {
             osd_doorbell: osd_doorbell.try_clone().unwrap(),
         };
         let (peer, bell) =
-            engine.attach(Attachment::Descriptors(descriptors), conformance::LEN).await.unwrap();
-        Attached { engine, peer, bell, there, host_doorbell, osd_doorbell, keep: Box::new(()) }
+            engine.attach(MemoryAccess::Descriptors(descriptors), conformance::LEN).await.unwrap();
+        JoinedEngine { engine, peer, bell, there, host_doorbell, osd_doorbell, keep: Box::new(()) }
     })
     .await;
 }
@@ -256,6 +256,6 @@ async fn attachments_of_other_engines_are_refused() {
     let memory = fabric::RemoteRegion { key: 1, base: 0, len: LEN as u64 };
     let address = ([127, 0, 0, 1], 1).into();
     let offer = OfiOffer { provider: "tcp".to_owned(), address, secret: 1, memory };
-    let refused = engine.attach(Attachment::Offer(offer), LEN).await.err();
-    assert!(matches!(refused, Some(ChannelError::WrongAttachment { .. })));
+    let refused = engine.attach(MemoryAccess::Offer(offer), LEN).await.err();
+    assert!(matches!(refused, Some(ChannelError::WrongMemoryAccess { .. })));
 }

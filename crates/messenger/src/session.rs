@@ -4,7 +4,9 @@
 //! The session's task ([`task`]) runs on the thread that made the session; it joins a reader and a writer for as long as
 //! a transport lasts, so that one wake-up reads a batch, and writes what it and the users have queued in one system call.
 
+mod batch;
 mod connection;
+mod exposed;
 mod heartbeats;
 mod inbound;
 mod offers;
@@ -12,6 +14,7 @@ mod one_sided;
 mod outbound;
 mod packets;
 mod pulls;
+mod range;
 mod read_buffer;
 mod reader;
 mod task;

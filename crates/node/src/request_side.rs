@@ -1,4 +1,4 @@
-//! The request-handling side of a node: an OSD over stores in this process, or over a session with a store's process.
+//! The request-handling side of a node: an OSD over stores in this process, or over an attachment to a store's process.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,7 +12,7 @@ use channel::{DmaEngine, Profile, ShmEngine, ShmOptions};
 use ec::offload::scheduler::offload_state;
 use messenger::UseAs;
 use osd::{OffloadSource, OsdConfig, OsdServer, StripesAt};
-use proxy::{Endpoint, Session, SessionOptions};
+use proxy::{Attachment, AttachmentOptions, Endpoint};
 use store::ObjectStore;
 use store::stripes::Engines;
 use tokio::sync::oneshot;
@@ -51,7 +51,7 @@ struct Backend {
     emulated: bool,
     stripes: StripesAt,
     /// Lives as long as the OSD.
-    session: Option<Session>,
+    attachment: Option<Attachment>,
 }
 
 impl Backend {
@@ -67,7 +67,7 @@ impl Backend {
                     engine: "none".to_owned(),
                     emulated: false,
                     stripes: StripesAt::Here(Some(engines)),
-                    session: None,
+                    attachment: None,
                 })
             }
             Stores::Behind(endpoint) => Backend::join(endpoint, config, controls).await,
@@ -77,32 +77,32 @@ impl Backend {
     async fn join(endpoint: Endpoint, config: &Config, controls: &Controls) -> Result<Backend> {
         let channel = &config.channel;
         let faults = controls.faults().clone();
-        let mut options = SessionOptions {
+        let mut options = AttachmentOptions {
             engine: Some(start_engine(channel, &faults).doing("starting the DMA engine")?),
             overdue: channel.overdue.0,
             cool_down: channel.cool_down.0,
             verify_every: channel.verify_every,
-            tuning: session_tuning(channel.tuning()),
+            tuning: attachment_tuning(channel.tuning()),
             faults,
             outstanding: config.channel.requests,
             wait_for_store: config.osd.store_patience.0,
-            ..SessionOptions::default()
+            ..AttachmentOptions::default()
         };
         options.memory.layout.data_len = config.channel.window.0;
         options.memory.pool_len = config.osd.staging.0 as usize;
         options.memory.largest_buffer = LARGEST_BUFFER;
-        let session = Session::connect(endpoint, options).await.doing("joining the store")?;
+        let attachment = Attachment::connect(endpoint, options).await.doing("joining the store")?;
         let store = |(index, info): (usize, &channel::TargetInfo)| {
-            (Uuid::from_u128(info.uuid), session.store(index) as Arc<dyn ObjectStore>)
+            (Uuid::from_u128(info.uuid), attachment.store(index) as Arc<dyn ObjectStore>)
         };
         Ok(Backend {
-            targets: session.targets().iter().enumerate().map(store).collect(),
-            pool: session.pool().clone(),
+            targets: attachment.targets().iter().enumerate().map(store).collect(),
+            pool: attachment.pool().clone(),
             placement: Placement::Dpu,
-            engine: session.engine().name().to_owned(),
-            emulated: session.engine().is_emulated(),
-            stripes: StripesAt::There(session.stripes()),
-            session: Some(session),
+            engine: attachment.engine().name().to_owned(),
+            emulated: attachment.engine().is_emulated(),
+            stripes: StripesAt::There(attachment.stripes()),
+            attachment: Some(attachment),
         })
     }
 }
@@ -123,7 +123,7 @@ fn start_engine(channel: &config::Channel, faults: &Faults) -> channel::Result<A
     }
 }
 
-fn session_tuning(tuning: Tuning) -> proxy::Tuning {
+fn attachment_tuning(tuning: Tuning) -> proxy::Tuning {
     proxy::Tuning {
         queues: tuning.dma_queues,
         region_cache: tuning.region_cache,
@@ -137,8 +137,8 @@ fn segments(tuning: Tuning) -> usize {
     if tuning.pipeline { SEGMENTS } else { 1 }
 }
 
-fn offload_status(session: &Session) -> OffloadStatus {
-    let status = session.status();
+fn offload_status(attachment: &Attachment) -> OffloadStatus {
+    let status = attachment.status();
     let offload = status.offload;
     let unused = status.why_no_dma.is_some() || !status.by_dma;
     OffloadStatus {
@@ -150,7 +150,7 @@ fn offload_status(session: &Session) -> OffloadStatus {
         quarantined_bytes: offload.quarantined as u64,
         kept_bytes: offload.kept_bytes,
         fallback_bytes: offload.fallback_bytes,
-        faults: session
+        faults: attachment
             .faults()
             .armed()
             .into_iter()
@@ -181,16 +181,18 @@ pub async fn serve(
     };
     let tuning = config.channel.tuning();
     let in_flight = Arc::new(AtomicUsize::new(segments(tuning)));
-    if let Some(session) = backend.session.clone() {
+    if let Some(attachment) = backend.attachment.clone() {
         let in_flight = Arc::clone(&in_flight);
         let tune = move |tuning| {
             in_flight.store(segments(tuning), Ordering::Relaxed);
-            session.tune(session_tuning(tuning));
+            attachment.tune(attachment_tuning(tuning));
         };
         controls.tune_with(tuning, Box::new(tune));
     }
-    let offload =
-        backend.session.clone().map(|session| OffloadSource(Arc::new(move || offload_status(&session))));
+    let offload = backend
+        .attachment
+        .clone()
+        .map(|attachment| OffloadSource(Arc::new(move || offload_status(&attachment))));
     let faults = controls.faults().clone();
     let osd_config = OsdConfig {
         coding: coding::osd_config(&config, backend.placement, backend.stripes.clone(), faults),
@@ -235,8 +237,8 @@ pub async fn serve(
     let mut is_superseded = false;
     let stop = async {
         let superseded = async {
-            match &backend.session {
-                Some(session) => session.superseded().await,
+            match &backend.attachment {
+                Some(attachment) => attachment.superseded().await,
                 None => std::future::pending().await,
             }
         };

@@ -43,10 +43,10 @@ impl Submit for Backing {
         }
     }
 
-    fn session(&self) -> u64 {
+    fn incarnation(&self) -> u64 {
         match &self.store {
-            Store::Target(store) => store.session(),
-            Store::Array(array) => array.session(),
+            Store::Target(store) => store.incarnation(),
+            Store::Array(array) => array.incarnation(),
         }
     }
 
@@ -71,13 +71,13 @@ impl Backing {
 
     fn new(store: Store, name: String) -> Backing {
         let backing = Backing { store, name, store_incarnation: Cell::new(0), incarnation: Cell::new(1) };
-        backing.store_incarnation.set(Submit::session(&backing));
+        backing.store_incarnation.set(Submit::incarnation(&backing));
         backing
     }
 
     /// The current incarnation.
     pub(crate) fn incarnation(&self) -> u64 {
-        let found = Submit::session(self);
+        let found = Submit::incarnation(self);
         if found != self.store_incarnation.replace(found) {
             self.begin_incarnation();
         }

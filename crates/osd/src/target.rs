@@ -49,7 +49,7 @@ const SUSPECTS_MAX: usize = 64;
 
 impl Target {
     pub(crate) fn new(uuid: Uuid, store: Arc<dyn ObjectStore>, retry: TargetRetry) -> Target {
-        let incarnation = store.session();
+        let incarnation = store.incarnation();
         let backing = Rc::new(Backing::target(Arc::clone(&store), uuid.to_string()));
         Target {
             uuid,
@@ -119,7 +119,7 @@ impl Target {
     }
 
     fn with_health<T>(&self, look: impl FnOnce(&Health) -> T) -> T {
-        let incarnation = self.store.session();
+        let incarnation = self.store.incarnation();
         if incarnation != self.health_incarnation.replace(incarnation) {
             // The incarnation is part of what placement groups watch: they need not be told.
             self.suspects.borrow_mut().clear();
@@ -165,10 +165,10 @@ impl Target {
         }
         let target = Rc::clone(self);
         spawn(async move {
-            let (sent, incarnation) = (Instant::now(), target.store.session());
+            let (sent, incarnation) = (Instant::now(), target.store.incarnation());
             let probed = target.ask_something().await;
             target.is_probed.set(false);
-            if target.store.session() != incarnation {
+            if target.store.incarnation() != incarnation {
                 return target.step(Event::ProbeLost);
             }
             match probed {

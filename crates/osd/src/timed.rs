@@ -30,8 +30,8 @@ impl Submit for Timed {
         })
     }
 
-    fn session(&self) -> u64 {
-        self.0.session()
+    fn incarnation(&self) -> u64 {
+        self.0.incarnation()
     }
 
     fn stage_alignment(&self) -> u64 {

@@ -11,13 +11,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use base::block::Payload;
-use base::mem::{Arena, ArenaBuf};
+use base::mem::{Arena, ArenaBuf, DeviceMemory};
 use base::pool::BufferPool;
 use base::process::{ProcessUsage, Usage};
 use base::thread::{ThreadClass, spawn};
 use bytes::Bytes;
 use futures::stream::{FuturesUnordered, StreamExt};
-use outboard_proxy::{Endpoint, Listener, Server, ServerOptions, Session, SessionOptions, Target};
+use outboard_proxy::{Attachment, AttachmentOptions, Endpoint, Listener, Server, ServerOptions, Target};
 use store::{
     CollectionId, MemStore, ObjectId, ObjectStore, Op, Query, QueryReply, ReadData, StageId, Stat,
     StoreCalls, StoreError, StoreFuture, StoreReply, StoreRequest, Submit, Transaction, WriteSource, ready,
@@ -103,11 +103,12 @@ fn bench(time: Duration, in_flight: usize) {
     runtime.block_on(async {
         for (store, by_dma) in [("null", true), ("null", false), ("mem", true), ("mem", false)] {
             let process = StoreProcess::start(store, &socket);
-            let options = SessionOptions { socket_only: !by_dma, ..SessionOptions::default() };
-            let session = Session::connect(Endpoint::Unix(socket.clone()), options).await.expect("a session");
+            let options = AttachmentOptions { socket_only: !by_dma, ..AttachmentOptions::default() };
+            let attachment =
+                Attachment::connect(Endpoint::Unix(socket.clone()), options).await.expect("an attachment");
             let name = format!("{store}, {}", if by_dma { "dma" } else { "socket" });
-            let node = Some((&session, process.0.id()));
-            run_all(&name, session.store(0), session.pool(), time, in_flight, node).await;
+            let node = Some((&attachment, process.0.id()));
+            run_all(&name, attachment.store(0), attachment.pool(), time, in_flight, node).await;
         }
         let pool = BufferPool::new(Arena::anonymous(128 << 20).expect("memory"), 0, MIB4);
         run_all("mem, direct", Arc::new(MemStore::new()), &pool, time, in_flight, None).await;
@@ -121,10 +122,10 @@ async fn run_all(
     pool: &BufferPool,
     time: Duration,
     in_flight: usize,
-    node: Option<(&Session, u32)>,
+    node: Option<(&Attachment, u32)>,
 ) {
     let cid = CollectionId::new("bench").expect("an id");
-    // The second session finds what the first one left.
+    // The second attachment finds what the first one left.
     let _ = store.queue_transaction(Transaction::new(cid.clone()).with(Op::CreateCollection)).await;
     let work = [
         ("write 4 KiB", Work::Write(KIB4), in_flight),
@@ -139,13 +140,13 @@ async fn run_all(
         let usage = |pid| ProcessUsage::read(pid).expect("a process");
         let us = std::process::id();
         let (before, host_before) = (usage(us), node.map(|(_, pid)| usage(pid)));
-        let dma_before = node.map(|(session, _)| session.engine().counters());
+        let dma_before = node.map(|(attachment, _)| attachment.engine().counters());
         let started = Instant::now();
         let ops = run(work, &store, &cid, pool, time, in_flight).await;
         let seconds = started.elapsed().as_secs_f64();
         let here = usage(us).since(&before);
         let host = node.map(|(_, pid)| usage(pid)).zip(host_before).map(|(now, then)| now.since(&then));
-        let dma = node.map(|(session, _)| session.engine().counters()).zip(dma_before);
+        let dma = node.map(|(attachment, _)| attachment.engine().counters()).zip(dma_before);
         let class = |class: ThreadClass| here.by_class.get(class.prefix()).copied().unwrap_or_default();
         let sum = |classes: [ThreadClass; 2], of: &dyn Fn(Usage) -> f64| {
             classes.map(|each| of(class(each))).iter().sum::<f64>()
@@ -259,7 +260,7 @@ async fn write_large(
 /// The bound on large transfers: one thread that copies between two memories larger than its caches.
 fn memcpy(time: Duration) {
     const LEN: usize = 64 << 20;
-    let memory = || Arena::anonymous(LEN).expect("memory");
+    let memory = || DeviceMemory::private(LEN).expect("memory");
     let (from, to) = (memory(), memory());
     // The first touch is paid by page faults.
     for _ in 0..2 {

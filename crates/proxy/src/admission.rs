@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-/// Holds calls back until the transactions that they follow have been handed to the store. One per target and session.
+/// Holds calls back until the transactions that they follow have been handed to the store. One per target and attachment.
 #[derive(Debug)]
 pub(crate) struct Admission<T> {
     /// Number of the last transaction handed over.

@@ -13,31 +13,29 @@ use store::{
 };
 use tokio::sync::oneshot;
 
+use crate::calls::{Answers, Received, answer_of, deadline, retrying, start, unexpected};
 use crate::link::{AnswerTo, Answered, CallError, Delivered, Kind, Link, Read};
 use crate::messages::{Answer, Call, unpack_checksums};
-use crate::session::Handle;
+use crate::shared::Handle;
 
 /// One target of a store process, seen from the DPU.
 ///
 /// Calls that only read, and `stage`, are made again by themselves if the store restarts; the others fail with
 /// [`StoreError::Disconnected`] then, and what they did is unknown. A call made while the store is away waits for it.
 ///
-/// A read of more than [`SessionOptions::largest_request`](crate::SessionOptions) is cut into several, each of them
+/// A read of more than [`AttachmentOptions::largest_request`](crate::AttachmentOptions) is cut into several, each of them
 /// atomic by itself.
 pub struct ProxyStore {
     handle: Arc<Handle>,
     target: u16,
 }
 
-pub(crate) type Answers = oneshot::Receiver<Answered>;
-type Received = Result<Answered, oneshot::error::RecvError>;
-
 impl ProxyStore {
     pub(crate) fn new(handle: Arc<Handle>, target: u16) -> ProxyStore {
         ProxyStore { handle, target }
     }
 
-    /// Hands a call to the present session, or the next one. It takes its place now.
+    /// Hands a call to the present link, or the next one. It takes its place now.
     fn start(&self, call: impl FnOnce(&Arc<Link>, u16, AnswerTo) + Send + 'static) -> Answers {
         start(&self.handle, self.target, call)
     }
@@ -55,7 +53,7 @@ impl ProxyStore {
         Box::pin(async move { reply(answer.await?) })
     }
 
-    /// Issues a call now, and again if its session ends.
+    /// Issues a call now, and again if its incarnation ends.
     fn repeatable<A: Future<Output = Received>, M: FnMut() -> A>(
         &self,
         mut make: M,
@@ -65,31 +63,13 @@ impl ProxyStore {
     }
 }
 
-pub(crate) fn start(
-    handle: &Handle,
-    target: u16,
-    call: impl FnOnce(&Arc<Link>, u16, AnswerTo) + Send + 'static,
-) -> Answers {
-    let (answer_to, answers) = oneshot::channel();
-    handle.shared.with_link(move |link| match link {
-        Ok(link) => call(link, target, answer_to),
-        // Whoever asked may have gone; then nobody needs to know.
-        Err(e) => drop(answer_to.send(Err(e))),
-    });
-    answers
-}
-
 fn release(handle: &Handle, target: u16, stage: StageId) {
     handle.shared.with_link(move |link| {
-        // With the session the stage is gone, too.
+        // With its incarnation the stage is gone, too.
         if let Ok(link) = link {
             link.stage_release(target, stage);
         }
     });
-}
-
-pub(crate) async fn answer_of(answers: impl Future<Output = Received>) -> Answered {
-    answers.await.unwrap_or_else(|_| Err(CallError::Lost("the session was dropped".into())))
 }
 
 /// Waits for a call that returns nothing.
@@ -98,33 +78,6 @@ async fn done(answers: Answers) -> Result<()> {
         Answer::Done => Ok(()),
         _ => Err(unexpected()),
     }
-}
-
-/// Until when a call that was made now is made again.
-pub(crate) fn deadline(handle: &Handle) -> Instant {
-    Instant::now() + handle.shared.options.wait_for_store
-}
-
-/// Makes a call again as long as it fails with its session, until `deadline`.
-pub(crate) async fn retrying<A: Future<Output = Received>>(
-    handle: &Handle,
-    deadline: Instant,
-    first: A,
-    mut again: impl FnMut() -> A,
-) -> Result<Delivered, StoreError> {
-    let mut answers = first;
-    loop {
-        match answer_of(answers).await {
-            Err(CallError::Lost(_)) if handle.shared.may_retry() && Instant::now() < deadline => {
-                answers = again();
-            }
-            answered => return Ok(answered?),
-        }
-    }
-}
-
-pub(crate) fn unexpected() -> StoreError {
-    StoreError::Disconnected("the store gave an answer of another kind than asked for".into())
 }
 
 /// The part of a read that one request asks for.
@@ -221,7 +174,9 @@ impl Submit for ProxyStore {
                 release(&self.handle, self.target, stage);
                 ready(Ok(StoreReply::Done))
             }
-            StoreRequest::Transact { transaction, session } => self.submit_transaction(transaction, session),
+            StoreRequest::Transact { transaction, incarnation } => {
+                self.submit_transaction(transaction, incarnation)
+            }
             StoreRequest::Read { cid, oid, offset, len, dest } => {
                 let whole = Window { cid, oid, offset, len };
                 let until = deadline(&self.handle);
@@ -239,8 +194,8 @@ impl Submit for ProxyStore {
         }
     }
 
-    fn session(&self) -> u64 {
-        self.handle.shared.session_number()
+    fn incarnation(&self) -> u64 {
+        self.handle.shared.incarnation()
     }
 }
 
@@ -274,7 +229,7 @@ impl ProxyStore {
         });
         Box::pin(async move {
             let segments =
-                rx.await.unwrap_or_else(|_| Err(StoreError::Disconnected("session dropped".into())))?;
+                rx.await.unwrap_or_else(|_| Err(StoreError::Disconnected("attachment dropped".into())))?;
             for segment in segments {
                 done(segment).await?;
             }
@@ -282,13 +237,13 @@ impl ProxyStore {
         })
     }
 
-    fn submit_transaction(&self, transaction: Transaction, session: Option<u64>) -> StoreFuture {
+    fn submit_transaction(&self, transaction: Transaction, incarnation: Option<u64>) -> StoreFuture {
         if let Err(e) = transaction.validate() {
             return ready(Err(e));
         }
-        let answers = self.start(move |link, target, answer_to| match session {
-            Some(session) if session != link.generation => {
-                let over = CallError::Lost(format!("session {session} is over"));
+        let answers = self.start(move |link, target, answer_to| match incarnation {
+            Some(incarnation) if incarnation != link.incarnation => {
+                let over = CallError::Lost(format!("incarnation {incarnation} is over"));
                 // The caller may no longer wait.
                 drop(answer_to.send(Err(over)));
             }

@@ -6,10 +6,10 @@ use base::BoxFuture;
 use store::StoreError;
 use store::stripes::{Coded, HostReading, StripeError, StripeStores, StripeWrite};
 
+use crate::calls::{answer_of, deadline, retrying, start, unexpected};
 use crate::link::Kind;
 use crate::messages::{Answer, Call};
-use crate::proxy_store::{answer_of, deadline, retrying, start, unexpected};
-use crate::session::Handle;
+use crate::shared::Handle;
 
 /// Most bytes of a call: their checksums fit into an entry of the ring.
 const MAX_BYTES: usize = 8 << 20;

@@ -90,6 +90,6 @@ async fn random_operations_while_dma_fails() {
     }
     random_operations(Arc::clone(&node.store), seed(), 800).await;
     assert!(faults.fired(Site::DmaTransfer) > 0, "the faults fired");
-    let status = node.session.status();
-    assert!(status.offload.health.failures > 0 && status.sessions == 1, "{status:?}");
+    let status = node.attachment.status();
+    assert!(status.offload.health.failures > 0 && status.incarnations == 1, "{status:?}");
 }

@@ -14,12 +14,12 @@ use base::block::Payload;
 use base::mem::Arena;
 use bytes::Bytes;
 use channel::{
-    Attachment, Chain, Completion, Counters, DmaEngine, Joined, Peer, QueueId, Reach, Region, ShmEngine,
+    Chain, Completion, Counters, DmaEngine, Joined, MemoryAccess, Peer, QueueId, Reach, Region, ShmEngine,
     ShmOptions, Tuning, Unposted,
 };
 use common::{Path, cid, make_collection, node, node_of, oid, options, pattern, payload, transaction};
 use futures::future::BoxFuture;
-use outboard_proxy::{Session, SessionOptions};
+use outboard_proxy::{Attachment, AttachmentOptions};
 use store::{MemStore, ObjectStore, Op, StageId, StoreCalls, StoreError, WriteSource};
 
 const MIB: usize = 1 << 20;
@@ -61,7 +61,7 @@ async fn all_sizes(path: Path) {
         put(&node.store, n, payload(n as u64, size)).await;
         assert_eq!(get(&node.store, n, size).await, pattern(n as u64, size), "{size} bytes");
     }
-    assert_eq!(node.session.status().stages, 0);
+    assert_eq!(node.attachment.status().stages, 0);
 }
 
 #[tokio::test]
@@ -117,9 +117,9 @@ async fn ops_that_are_too_long_for_an_entry_go_with_the_payload() {
         let source = WriteSource::Inline(payload(2, len));
         let write = transaction(Op::Write { oid: oid(len), offset: 0, source })
             .with(Op::OmapSet { oid: oid(len), entries: entries.clone() });
-        let before = node.session.engine().counters().bytes;
+        let before = node.attachment.engine().counters().bytes;
         node.store.queue_transaction(write).await.unwrap();
-        assert!(node.session.engine().counters().bytes - before >= (100_000 + len) as u64);
+        assert!(node.attachment.engine().counters().bytes - before >= (100_000 + len) as u64);
         assert_eq!(get(&node.store, len, len).await, pattern(2, len));
         let (found, _) = node.store.omap_iterate(&cid(), &oid(len), Bytes::new(), 2000).await.unwrap();
         assert_eq!(found, entries);
@@ -130,14 +130,14 @@ async fn ops_that_are_too_long_for_an_entry_go_with_the_payload() {
 async fn payload_in_staging_buffers_crosses_by_dma_without_a_copy() {
     let node = node(Path::Dma).await;
     make_collection(&node.store).await;
-    let pool = node.session.pool();
-    let before = node.session.engine().counters();
+    let pool = node.attachment.pool();
+    let before = node.attachment.engine().counters();
     let mut buffer = pool.alloc(MIB).await.unwrap();
     buffer.copy_from_slice(&pattern(5, MIB));
     let stage = node.store.stage(MIB as u64).await.unwrap();
     node.store.stage_write(stage, 0, Payload::compute(0, buffer.freeze())).await.unwrap();
     node.store.queue_transaction(transaction(staged(stage, 0, MIB))).await.unwrap();
-    let written = node.session.engine().counters();
+    let written = node.attachment.engine().counters();
     assert!(written.bytes - before.bytes >= MIB as u64, "every byte was moved by the engine");
 
     let dest = pool.alloc(MIB).await.unwrap();
@@ -145,7 +145,7 @@ async fn payload_in_staging_buffers_crosses_by_dma_without_a_copy() {
     let read = node.store.read(&cid(), &oid(0), 0, MIB as u64, Some(dest)).await.unwrap();
     assert_eq!(pool.arena().offset_of(&read.data[0]), Some(at), "it landed where it was wanted");
     assert_eq!(read.contiguous(), pattern(5, MIB));
-    let fetched = node.session.engine().counters();
+    let fetched = node.attachment.engine().counters();
     assert!(fetched.bytes - written.bytes >= MIB as u64, "and back");
     assert!(fetched.bytes - before.bytes < 2 * MIB as u64 + 64 * 1024, "and nothing was moved twice");
     assert_eq!(fetched.failed, 0);
@@ -156,7 +156,7 @@ async fn reads_do_not_wait_for_staging_buffers() {
     let node = node(Path::Dma).await;
     make_collection(&node.store).await;
     put(&node.store, 0, payload(1, 3 * MIB)).await;
-    let pool = node.session.pool();
+    let pool = node.attachment.pool();
     let mut held = Vec::new();
     while let Ok(Some(buffer)) = pool.try_alloc(4096) {
         held.push(buffer);
@@ -193,7 +193,7 @@ async fn many_at_once_in_little_memory() {
     for task in tasks.collect::<Vec<_>>() {
         task.await.unwrap();
     }
-    assert_eq!(node.session.pool().free_bytes().0, 16 * MIB);
+    assert_eq!(node.attachment.pool().free_bytes().0, 16 * MIB);
     assert_eq!(node.server.status().stages, 0);
 }
 
@@ -215,12 +215,12 @@ async fn dropped_futures_undo_nothing_and_leak_nothing() {
         assert_eq!(get(&node.store, n, MIB).await, pattern(n as u64, MIB));
     }
     for _ in 0..100 {
-        if node.server.status().stages == 0 && node.session.pool().free_bytes().0 == 16 * MIB {
+        if node.server.status().stages == 0 && node.attachment.pool().free_bytes().0 == 16 * MIB {
             return;
         }
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    panic!("left: {:?}, {:?}", node.server.status(), node.session.pool().free_bytes());
+    panic!("left: {:?}, {:?}", node.server.status(), node.attachment.pool().free_bytes());
 }
 
 /// An engine that does something to every chain, on a thread of its own, before it is carried out.
@@ -267,8 +267,8 @@ impl DmaEngine for Meddling {
     fn attaches_anew(&self) -> bool {
         false
     }
-    fn attach(&self, attachment: Attachment, len: usize) -> BoxFuture<'_, channel::Result<Joined>> {
-        self.engine.attach(attachment, len)
+    fn attach(&self, access: MemoryAccess, len: usize) -> BoxFuture<'_, channel::Result<Joined>> {
+        self.engine.attach(access, len)
     }
     fn register_peer(&self, peer: &Peer, range: Range<usize>) -> channel::Result<Region> {
         self.engine.register_peer(peer, range)
@@ -305,7 +305,7 @@ async fn a_call_on_the_socket_waits_for_the_transactions_on_the_ring() {
     // What goes over the socket is there first.
     let slow = Meddling::start(|_| std::thread::sleep(Duration::from_millis(5)));
     let engine: Arc<dyn DmaEngine> = slow.clone();
-    let options = SessionOptions { engine: Some(engine), ..options() };
+    let options = AttachmentOptions { engine: Some(engine), ..options() };
     let node = node_of(Path::Dma, Arc::new(MemStore::new()), options).await;
     make_collection(&node.store).await;
     for n in 1..=10u64 {
@@ -329,10 +329,10 @@ async fn two_targets_have_orders_of_their_own() {
         (0..2).map(|n| outboard_proxy::Target { uuid: n, store: Arc::new(MemStore::new()) }).collect();
     let listener = outboard_proxy::Listener::unix(&at).unwrap();
     let _server = outboard_proxy::Server::serve(listener, targets, Default::default()).unwrap();
-    let session =
-        outboard_proxy::Session::connect(outboard_proxy::Endpoint::Unix(at), options()).await.unwrap();
+    let attachment =
+        outboard_proxy::Attachment::connect(outboard_proxy::Endpoint::Unix(at), options()).await.unwrap();
     let stores: Vec<Arc<dyn ObjectStore>> =
-        (0..2).map(|n| session.store(n) as Arc<dyn ObjectStore>).collect();
+        (0..2).map(|n| attachment.store(n) as Arc<dyn ObjectStore>).collect();
     make_collection(&stores[0]).await;
     assert!(matches!(stores[1].stat(&cid(), &oid(0)).await, Err(StoreError::NoSuchCollection(_))));
     make_collection(&stores[1]).await;
@@ -374,7 +374,7 @@ async fn threads_share_a_store_and_each_has_its_order() {
 }
 
 #[test]
-fn calls_fail_when_the_runtime_of_their_session_goes() {
+fn calls_fail_when_the_runtime_of_their_attachment_goes() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let node = runtime.block_on(node(Path::Dma));
     let calls: Vec<_> = (0..10).map(|_| node.store.stat(&cid(), &oid(0))).collect();
@@ -393,15 +393,15 @@ fn calls_fail_when_the_runtime_of_their_session_goes() {
 }
 
 #[tokio::test]
-async fn a_closed_session_fails_its_calls() {
+async fn a_closed_attachment_fails_its_calls() {
     let node = node(Path::Dma).await;
     make_collection(&node.store).await;
     let stat = node.store.stat(&cid(), &oid(0));
-    node.session.close();
+    node.attachment.close();
     // Whatever came first.
     assert!(matches!(stat.await, Err(StoreError::Disconnected(_) | StoreError::NoSuchObject(_))));
     assert!(matches!(node.store.space().await, Err(StoreError::Disconnected(_))));
-    assert!(!node.session.status().connected);
+    assert!(!node.attachment.status().connected);
 }
 
 #[tokio::test]
@@ -422,7 +422,7 @@ async fn a_stage_that_nobody_takes_is_released() {
 }
 
 #[tokio::test]
-async fn a_server_that_stops_frees_what_its_session_had_staged() {
+async fn a_server_that_stops_frees_what_its_attachment_had_staged() {
     let behind: Arc<dyn ObjectStore> = Arc::new(MemStore::new());
     let node = node_of(Path::Dma, Arc::clone(&behind), options()).await;
     node.store.stage(1 << 20).await.unwrap();
@@ -440,7 +440,7 @@ async fn objects(store: &Arc<dyn ObjectStore>) -> BTreeSet<usize> {
 }
 
 #[tokio::test]
-async fn what_an_ended_session_left_queued_comes_before_everything_of_the_next() {
+async fn what_an_ended_attachment_left_queued_comes_before_everything_of_the_next() {
     const EACH: usize = 64;
     let dir = tempfile::tempdir().unwrap();
     let mut node = node_of(Path::Dma, common::on_drive(&dir.path().join("target")), options()).await;
@@ -453,9 +453,9 @@ async fn what_an_ended_session_left_queued_comes_before_everything_of_the_next()
         for _ in 0..round {
             tokio::task::yield_now().await;
         }
-        node.session.close();
-        node.session = Session::connect(node.endpoint.clone(), options()).await.unwrap();
-        node.store = node.session.store(0);
+        node.attachment.close();
+        node.attachment = Attachment::connect(node.endpoint.clone(), options()).await.unwrap();
+        node.store = node.attachment.store(0);
         left_over += node.server.status().leftover_calls;
         let found = objects(&node.store).await;
         let of_round = found.range(base..).count();
@@ -471,5 +471,5 @@ async fn what_an_ended_session_left_queued_comes_before_everything_of_the_next()
         assert!(objects(&node.store).await == found, "something landed late");
         cut_off += usize::from(acknowledged < EACH);
     }
-    assert!(cut_off > 0 && left_over > 0, "{cut_off} sessions cut off, {left_over} calls left over");
+    assert!(cut_off > 0 && left_over > 0, "{cut_off} attachments cut off, {left_over} calls left over");
 }

@@ -15,7 +15,7 @@ use common::load::{
     self, MIB, check, fault, faulty_node, fired_and_recovered, is_whole, load, put, recovered, watched,
 };
 use common::{Node, Path, make_collection, oid, payload, transaction};
-use outboard_proxy::{Server, SessionOptions};
+use outboard_proxy::{AttachmentOptions, Server};
 use store::{MemStore, Op, StoreCalls, WriteSource};
 
 async fn faulty(faults: &Faults) -> Node {
@@ -29,7 +29,7 @@ async fn survives(text: &str, site: Site) -> Node {
 #[tokio::test]
 async fn a_transfer_that_fails() {
     let node = survives("dma.transfer=fail,after=20,count=1", Site::DmaTransfer).await;
-    assert!(node.session.status().offload.fallback_bytes > 0);
+    assert!(node.attachment.status().offload.fallback_bytes > 0);
 }
 
 #[tokio::test]
@@ -54,15 +54,15 @@ async fn a_window_that_could_not_be_mapped_is_opened_again() {
         bad_windows: 1.into(),
         ..Unlucky::new(ShmEngine::start(ShmOptions::default()).unwrap())
     });
-    let options = SessionOptions { engine: Some(engine.clone()), ..watched(&Faults::default()) };
+    let options = AttachmentOptions { engine: Some(engine.clone()), ..watched(&Faults::default()) };
     let node = faulty_node(Path::Dma, options).await;
     load(&node, 4, recovered(1)).await;
     assert_eq!(engine.bad_windows.load(Ordering::Relaxed), 0);
     // More than the one failure only if the window was used once more.
     is_whole(&node).await;
-    let last = node.session.status().offload.health.last_failure.unwrap();
+    let last = node.attachment.status().offload.health.last_failure.unwrap();
     assert!(last.contains("not registered"), "{last}");
-    assert_eq!(node.session.status().offload.health.failures, 1);
+    assert_eq!(node.attachment.status().offload.health.failures, 1);
 }
 
 #[tokio::test]
@@ -80,9 +80,10 @@ async fn a_doorbell_that_does_not_reach_the_osd() {
     let targets = vec![common::target(Arc::new(MemStore::new()))];
     let options = outboard_proxy::ServerOptions { faults: there.clone(), ..Default::default() };
     node.server = Server::serve(listener, targets, options).unwrap();
-    node.session =
-        outboard_proxy::Session::connect(outboard_proxy::Endpoint::Unix(at), watched(&here)).await.unwrap();
-    node.store = node.session.store(0);
+    node.attachment = outboard_proxy::Attachment::connect(outboard_proxy::Endpoint::Unix(at), watched(&here))
+        .await
+        .unwrap();
+    node.store = node.attachment.store(0);
     make_collection(&node.store).await;
     for _ in 0..2 {
         there.clear();
@@ -98,14 +99,14 @@ async fn segments_that_had_arrived_are_not_sent_again() {
     let node = faulty(&faults).await;
     // One transaction of four segments, of which the third fails; nothing else moves payload.
     put(&node.store, 0, 1, 10).await;
-    let before = node.session.status().offload;
+    let before = node.attachment.status().offload;
     assert_eq!((before.kept_bytes, before.fallback_bytes), (0, 0));
     faults.arm(fault("dma.transfer=fail,after=2,count=1")).unwrap();
     let len = 8 * MIB;
     let source = WriteSource::Inline(payload(7, len));
     node.store.queue_transaction(transaction(Op::Write { oid: oid(1), offset: 0, source })).await.unwrap();
     assert_eq!(faults.fired(Site::DmaTransfer), 1);
-    let after = node.session.status().offload;
+    let after = node.attachment.status().offload;
     // Two segments of 2 MiB had arrived.
     assert_eq!(after.kept_bytes, 4 * MIB as u64);
     assert_eq!(after.fallback_bytes, 4 * MIB as u64, "the rest, once");
@@ -113,13 +114,13 @@ async fn segments_that_had_arrived_are_not_sent_again() {
 
     // The same the other way round.
     load(&node, 1, recovered(1)).await;
-    let before = node.session.status().offload;
+    let before = node.attachment.status().offload;
     faults.clear();
     // The entry of the request, the fetch of the reply, then the data in segments.
     faults.arm(fault("dma.transfer=fail,after=4,count=1")).unwrap();
     check(&node.store, 1, 7, len).await;
     assert_eq!(faults.fired(Site::DmaTransfer), 1);
-    let after = node.session.status().offload;
+    let after = node.attachment.status().offload;
     assert_eq!(after.kept_bytes - before.kept_bytes, 4 * MIB as u64);
     assert_eq!(after.fallback_bytes - before.fallback_bytes, 4 * MIB as u64);
 }
@@ -128,16 +129,16 @@ async fn segments_that_had_arrived_are_not_sent_again() {
 async fn a_late_transfer_never_lands_in_memory_that_has_a_new_owner() {
     let faults = Faults::default();
     // Until the cool-down is over, the engine is not reset.
-    let options = SessionOptions { cool_down: Duration::from_secs(1), ..watched(&faults) };
+    let options = AttachmentOptions { cool_down: Duration::from_secs(1), ..watched(&faults) };
     let node = faulty_node(Path::Dma, options).await;
     // All payload queues get one stalled transfer each; the requests are answered long before those complete.
     faults.arm(fault("dma.transfer=stall,late=1500ms,count=3")).unwrap();
     let writes: Vec<_> = (0..3).map(|n| put(&node.store, n, n as u64, MIB)).collect();
     futures::future::join_all(writes).await;
     assert!(faults.fired(Site::DmaTransfer) >= 1);
-    let status = node.session.status();
+    let status = node.attachment.status();
     assert!(status.offload.quarantined >= MIB, "{status:?}");
-    assert!(node.session.engine().counters().bytes < MIB as u64, "they have not completed");
+    assert!(node.attachment.engine().counters().bytes < MIB as u64, "they have not completed");
     // The rest of the memory is used all the while, by the socket.
     let operations = load(&node, 4, recovered(1)).await;
     assert!(operations > 10);
@@ -156,7 +157,7 @@ async fn a_probe_that_fails_leaves_dma_off_for_another_cool_down() {
     // Whatever is tried fails, three times.
     faults.arm(fault("dma.transfer=fail,count=3")).unwrap();
     load(&node, 2, recovered(1)).await;
-    let health = node.session.status().offload.health;
+    let health = node.attachment.status().offload.health;
     assert_eq!(faults.fired(Site::DmaTransfer), 3);
     assert!(health.failed_probes >= 1 && health.failures >= 1, "{health:?}");
     is_whole(&node).await;
@@ -182,7 +183,7 @@ async fn faults_of_every_kind_at_random() {
     assert!(faults.fired(Site::DmaTransfer) > 3, "the faults fired");
     assert!(operations > 50);
     faults.clear();
-    let times = node.session.status().offload.health.failures;
+    let times = node.attachment.status().offload.health.failures;
     load(&node, 2, move |s| s.offload.health.state == State::Active && s.offload.health.failures >= times)
         .await;
     is_whole(&node).await;
@@ -198,11 +199,11 @@ fn held() -> (usize, usize) {
 }
 
 #[test]
-fn sessions_cut_off_in_mid_transfer_leak_nothing() {
+fn attachments_cut_off_in_mid_transfer_leak_nothing() {
     // A process of its own, so that other tests' descriptors do not count.
     if std::env::var_os("OUTBOARD_TEST_ALONE").is_none() {
         let status = std::process::Command::new(std::env::current_exe().unwrap())
-            .args(["sessions_cut_off_in_mid_transfer_leak_nothing", "--exact", "--test-threads=1"])
+            .args(["attachments_cut_off_in_mid_transfer_leak_nothing", "--exact", "--test-threads=1"])
             .env("OUTBOARD_TEST_ALONE", "1")
             .status()
             .unwrap();
@@ -229,15 +230,15 @@ fn sessions_cut_off_in_mid_transfer_leak_nothing() {
             while faults.fired(Site::DmaTransfer) == 0 && Instant::now() < deadline {
                 tokio::time::sleep(Duration::from_millis(1)).await;
             }
-            node.session.close();
+            node.attachment.close();
             futures::future::join_all(writes).await;
             assert!(faults.fired(Site::DmaTransfer) > 0, "the fault fired");
             while node.server.status().connected || node.server.status().leftover_calls > 0 {
                 tokio::time::sleep(Duration::from_millis(1)).await;
             }
-            node.session =
-                outboard_proxy::Session::connect(node.endpoint.clone(), watched(&faults)).await.unwrap();
-            node.store = node.session.store(0);
+            node.attachment =
+                outboard_proxy::Attachment::connect(node.endpoint.clone(), watched(&faults)).await.unwrap();
+            node.store = node.attachment.store(0);
             faults.clear();
             put(&node.store, 1, 1, MIB).await;
             check(&node.store, 1, 1, MIB).await;

@@ -1,4 +1,4 @@
-//! Peers that lie, and what it costs them: one request, or their session. The other side goes on.
+//! Peers that lie, and what it costs them: one request, or their attachment. The other side goes on.
 
 mod common;
 
@@ -12,11 +12,11 @@ use base::mem::Arena;
 use bytes::Bytes;
 use channel::ring::{CELL, footprint};
 use channel::{
-    Attachment, Bell, Control, Descriptors, Doorbell, Frame, HEADER_LEN, Header, Hello, HostMemory, Kind,
-    Layout, MemoryAnswer, MemoryRequest, Reach, Socket, TargetInfo, VERSION, Welcome,
+    Bell, Control, Descriptors, Doorbell, Frame, HEADER_LEN, Header, Hello, HostMemory, Kind, Layout,
+    MemoryAccess, MemoryAnswer, MemoryRequest, Reach, Socket, TargetInfo, VERSION, Welcome,
 };
 use common::{Node, Path, cid, make_collection, node, oid, options, pattern, transaction};
-use outboard_proxy::{Endpoint, Session, SessionOptions};
+use outboard_proxy::{Attachment, AttachmentOptions, Endpoint};
 use rustix::fs::{MemfdFlags, SealFlags};
 use store::{ObjectStore, Op, StoreCalls, WriteSource};
 use tokio::net::{UnixListener, UnixStream};
@@ -44,8 +44,8 @@ impl EvilOsd {
         let deadline = Instant::now() + Duration::from_secs(5);
         loop {
             let socket = Socket::Unix(UnixStream::connect(path).await.unwrap());
-            // Refused as long as the session before has not ended.
-            if let Ok((_, Some(Attachment::Descriptors(descriptors)), control)) =
+            // Refused as long as the attachment before has not ended.
+            if let Ok((_, Some(MemoryAccess::Descriptors(descriptors)), control)) =
                 channel::join(socket, &hello()).await
             {
                 let Descriptors { memory, host_doorbell, osd_doorbell } = descriptors;
@@ -53,7 +53,7 @@ impl EvilOsd {
                 let osd_doorbell = Doorbell::new(osd_doorbell).unwrap();
                 return EvilOsd { control, memory, host_doorbell, osd_doorbell, head: 0, taken: 0 };
             }
-            assert!(Instant::now() < deadline, "no session");
+            assert!(Instant::now() < deadline, "no attachment");
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }
@@ -89,7 +89,7 @@ impl EvilOsd {
 
     async fn hung_up_on(mut self) {
         let frame = std::future::poll_fn(|cx| self.control.poll_frame(cx));
-        let gone = tokio::time::timeout(Duration::from_secs(5), frame).await.expect("the session goes on");
+        let gone = tokio::time::timeout(Duration::from_secs(5), frame).await.expect("the attachment goes on");
         assert!(gone.is_err());
     }
 }
@@ -123,11 +123,11 @@ fn varint(out: &mut Vec<u8>, mut v: u64) {
 async fn still_serves(node: &Node) {
     let deadline = Instant::now() + Duration::from_secs(5);
     while node.server.status().connected {
-        assert!(Instant::now() < deadline, "the session did not end");
+        assert!(Instant::now() < deadline, "the attachment did not end");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    let session = Session::connect(node.endpoint.clone(), options()).await.unwrap();
-    let store: Arc<dyn ObjectStore> = session.store(0);
+    let attachment = Attachment::connect(node.endpoint.clone(), options()).await.unwrap();
+    let store: Arc<dyn ObjectStore> = attachment.store(0);
     // It may be there from before.
     let _ = store.queue_transaction(transaction(Op::CreateCollection)).await;
     let source = WriteSource::Inline(Payload::compute(0, pattern(1, 100_000)));
@@ -138,10 +138,10 @@ async fn still_serves(node: &Node) {
     );
 }
 
-/// A node whose own session is closed, so that an evil one finds a place.
+/// A node whose own attachment is closed, so that an evil one finds a place.
 async fn vacant() -> Node {
     let node = node(Path::Dma).await;
-    node.session.close();
+    node.attachment.close();
     while node.server.status().connected {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
@@ -172,7 +172,7 @@ async fn requests_that_make_no_sense_cost_that_request() {
         evil.send(request(9), control, |_| ());
         assert!(String::from_utf8_lossy(&evil.reply().await.control).contains("decoded"));
     }
-    assert_eq!(node.server.status().violations, 0, "the session went on all the time");
+    assert_eq!(node.server.status().violations, 0, "the attachment went on all the time");
     drop(evil);
     still_serves(&node).await;
 }
@@ -180,7 +180,7 @@ async fn requests_that_make_no_sense_cost_that_request() {
 type Lie = fn(&mut EvilOsd);
 
 #[tokio::test]
-async fn rings_that_make_no_sense_cost_the_session() {
+async fn rings_that_make_no_sense_cost_the_attachment() {
     let lies: [(&str, Lie); 4] = [
         ("a doorbell of half a cell", |evil| evil.ring(7)),
         ("a doorbell beyond the ring", |evil| evil.ring(1 << 40)),
@@ -228,7 +228,7 @@ async fn what_is_no_entry_ends_the_use_of_the_rings() {
 }
 
 #[tokio::test]
-async fn more_requests_than_agreed_cost_the_session() {
+async fn more_requests_than_agreed_cost_the_attachment() {
     let node = vacant().await;
     let mut evil = EvilOsd::join(&node).await;
     // They wait for a transaction that never comes.
@@ -241,7 +241,7 @@ async fn more_requests_than_agreed_cost_the_session() {
 }
 
 #[tokio::test]
-async fn a_transaction_that_comes_twice_costs_the_session_whatever_its_number() {
+async fn a_transaction_that_comes_twice_costs_the_attachment_whatever_its_number() {
     let node = vacant().await;
     for (n, after) in [5, u64::MAX].into_iter().enumerate() {
         let mut evil = EvilOsd::join(&node).await;
@@ -369,7 +369,8 @@ async fn evil_store_with(
     let (_, (), control) = channel::accept(socket, |hello, _| {
         let targets = vec![TargetInfo { uuid: 1 }];
         let answer = MemoryAnswer::Descriptors;
-        let welcome = Welcome { version: VERSION, nonce: hello.nonce, session: 1, memory: answer, targets };
+        let welcome =
+            Welcome { version: VERSION, nonce: hello.nonce, attachment: 1, memory: answer, targets };
         Ok((welcome, Some(Descriptors { memory, host_doorbell, osd_doorbell }), ()))
     })
     .await
@@ -379,7 +380,7 @@ async fn evil_store_with(
 
 #[tokio::test]
 async fn memory_that_is_not_what_was_agreed_is_refused() {
-    let options = SessionOptions { wait_for_store: Duration::from_millis(400), ..options() };
+    let options = AttachmentOptions { wait_for_store: Duration::from_millis(400), ..options() };
     let len = options.memory.layout.len() as u64;
     let memfd = |len: u64, seals: SealFlags| {
         let fd = rustix::fs::memfd_create("evil", MemfdFlags::ALLOW_SEALING).unwrap();
@@ -405,7 +406,7 @@ async fn memory_that_is_not_what_was_agreed_is_refused() {
             }
         };
         let refused = tokio::select! {
-            refused = Session::connect(Endpoint::Unix(at), options.clone()) => refused.err().unwrap().to_string(),
+            refused = Attachment::connect(Endpoint::Unix(at), options.clone()) => refused.err().unwrap().to_string(),
             () = store => unreachable!("it never ends"),
         };
         assert!(refused.contains(why), "{refused}");
@@ -415,7 +416,7 @@ async fn memory_that_is_not_what_was_agreed_is_refused() {
 /// Whoever rings it would be held up for good.
 #[tokio::test]
 async fn a_doorbell_that_is_a_full_pipe_is_refused() {
-    let options = SessionOptions { wait_for_store: Duration::from_millis(400), ..options() };
+    let options = AttachmentOptions { wait_for_store: Duration::from_millis(400), ..options() };
     let dir = tempfile::tempdir().unwrap();
     let at = dir.path().join("s");
     let memory = HostMemory::new(options.memory.layout).unwrap();
@@ -432,14 +433,14 @@ async fn a_doorbell_that_is_a_full_pipe_is_refused() {
         }
     };
     let refused = tokio::select! {
-        refused = Session::connect(Endpoint::Unix(at), options) => refused.err().unwrap().to_string(),
+        refused = Attachment::connect(Endpoint::Unix(at), options) => refused.err().unwrap().to_string(),
         () = store => unreachable!("it never ends"),
     };
     assert!(refused.contains("must be an eventfd"), "{refused}");
 }
 
 #[tokio::test]
-async fn a_store_that_lies_costs_its_session_and_calls_fail_typed() {
+async fn a_store_that_lies_costs_its_attachment_and_calls_fail_typed() {
     type Lie = fn(&Arena, &OwnedFd, Layout);
     let lies: [Lie; 3] = [
         |_, bell, _| Doorbell::ring(bell.as_fd(), 1 << 40).unwrap(),
@@ -451,7 +452,7 @@ async fn a_store_that_lies_costs_its_session_and_calls_fail_typed() {
             Doorbell::ring(bell.as_fd(), footprint(bytes.len()) as u64).unwrap();
         },
     ];
-    let options = SessionOptions {
+    let options = AttachmentOptions {
         wait_for_store: Duration::from_millis(400),
         // It does not answer the question how far it has come either.
         overdue: Duration::from_millis(10),
@@ -463,15 +464,15 @@ async fn a_store_that_lies_costs_its_session_and_calls_fail_typed() {
         let memory = HostMemory::new(options.memory.layout).unwrap();
         let fd = memory.arena.share_fd().unwrap().unwrap();
         let listener = UnixListener::bind(&at).unwrap();
-        let (session, (_control, bell)) =
-            tokio::join!(Session::connect(Endpoint::Unix(at), options.clone()), evil_store(&listener, fd));
+        let (attachment, (_control, bell)) =
+            tokio::join!(Attachment::connect(Endpoint::Unix(at), options.clone()), evil_store(&listener, fd));
         drop(listener);
-        let session = session.unwrap();
-        let call = session.store(0).queue_transaction(transaction(Op::Touch { oid: oid(1) }));
+        let attachment = attachment.unwrap();
+        let call = attachment.store(0).queue_transaction(transaction(Op::Touch { oid: oid(1) }));
         lie(&memory.arena, &bell, options.memory.layout);
         let lost = call.await;
         assert!(matches!(lost, Err(store::StoreError::Disconnected(_))), "{lost:?}");
-        let failure = session.status().last_failure.unwrap();
+        let failure = attachment.status().last_failure.unwrap();
         assert!(failure.contains("protocol") || failure.contains("socket"), "{failure}");
     }
 }
@@ -483,7 +484,7 @@ async fn false_answers(at: &FsPath, answer: &[u8], data: Bytes) {
     let (_, (), mut control) = channel::accept(socket, |hello, _| {
         let targets = vec![TargetInfo { uuid: 1 }];
         let memory = MemoryAnswer::None(None);
-        let welcome = Welcome { version: VERSION, nonce: hello.nonce, session: 1, memory, targets };
+        let welcome = Welcome { version: VERSION, nonce: hello.nonce, attachment: 1, memory, targets };
         Ok((welcome, None, ()))
     })
     .await
@@ -501,15 +502,15 @@ async fn false_answers(at: &FsPath, answer: &[u8], data: Bytes) {
 #[tokio::test]
 async fn an_answer_of_another_kind_is_never_taken_for_success() {
     let options =
-        SessionOptions { wait_for_store: Duration::from_millis(400), socket_only: true, ..options() };
+        AttachmentOptions { wait_for_store: Duration::from_millis(400), socket_only: true, ..options() };
     // A new stage, bytes, and damage where nothing can have been damaged.
-    for (answer, ends_session) in [(&[0u8, 1, 5][..], false), (&[0, 3, 1, 0], false), (&[0, 6], true)] {
+    for (answer, ends_attachment) in [(&[0u8, 1, 5][..], false), (&[0, 3, 1, 0], false), (&[0, 6], true)] {
         let dir = tempfile::tempdir().unwrap();
         let at = dir.path().join("s");
         let evil = false_answers(&at, answer, Bytes::new());
         let osd = async {
-            let session = Session::connect(Endpoint::Unix(at.clone()), options.clone()).await.unwrap();
-            let store = session.store(0);
+            let attachment = Attachment::connect(Endpoint::Unix(at.clone()), options.clone()).await.unwrap();
+            let store = attachment.store(0);
             let mut calls = Vec::new();
             if let Ok(stage) = store.stage(4096).await {
                 calls.push(store.stage_write(stage, 0, Payload::compute(0, pattern(1, 4096))));
@@ -523,8 +524,12 @@ async fn an_answer_of_another_kind_is_never_taken_for_success() {
                 let done = call.await;
                 assert!(matches!(done, Err(store::StoreError::Disconnected(_))), "{n} {answer:?}: {done:?}");
             }
-            let failure = session.status().last_failure.unwrap_or_default();
-            assert_eq!(failure.contains("protocol") || failure.contains("socket"), ends_session, "{failure}");
+            let failure = attachment.status().last_failure.unwrap_or_default();
+            assert_eq!(
+                failure.contains("protocol") || failure.contains("socket"),
+                ends_attachment,
+                "{failure}"
+            );
         };
         ends_beside(evil, osd).await;
     }
@@ -542,9 +547,9 @@ async fn ends_beside(store: impl Future<Output = ()>, osd: impl Future<Output = 
 #[tokio::test]
 async fn reads_that_a_store_answers_falsely_fail_typed_and_end() {
     let options =
-        SessionOptions { wait_for_store: Duration::from_millis(400), socket_only: true, ..options() };
+        AttachmentOptions { wait_for_store: Duration::from_millis(400), socket_only: true, ..options() };
     // More data than announced, and a piece that is never the one asked for.
-    for (len, sent, ends_session) in [(10, 8192, true), (4096, 4096, false)] {
+    for (len, sent, ends_attachment) in [(10, 8192, true), (4096, 4096, false)] {
         let dir = tempfile::tempdir().unwrap();
         let at = dir.path().join("s");
         // Ok, the third answer; and no checksums.
@@ -552,15 +557,19 @@ async fn reads_that_a_store_answers_falsely_fail_typed_and_end() {
         [0, len, 0, 1 << 20].into_iter().for_each(|n| varint(&mut answer, n));
         let evil = false_answers(&at, &answer, pattern(1, sent));
         let osd = async {
-            let session = Session::connect(Endpoint::Unix(at.clone()), options.clone()).await.unwrap();
-            let store = session.store(0);
-            let dest = session.pool().try_alloc(4096).unwrap();
+            let attachment = Attachment::connect(Endpoint::Unix(at.clone()), options.clone()).await.unwrap();
+            let store = attachment.store(0);
+            let dest = attachment.pool().try_alloc(4096).unwrap();
             let short = store.read(&cid(), &oid(1), 0, 4096, dest).await;
             let long = store.read(&cid(), &oid(1), 0, 16_384, None).await;
             let why = |read: &store::Result<_>| matches!(read, Err(store::StoreError::Disconnected(_)));
-            assert!(why(&long) && why(&short) == ends_session, "{short:?} {long:?}");
-            let failure = session.status().last_failure.unwrap_or_default();
-            assert_eq!(failure.contains("protocol") || failure.contains("socket"), ends_session, "{failure}");
+            assert!(why(&long) && why(&short) == ends_attachment, "{short:?} {long:?}");
+            let failure = attachment.status().last_failure.unwrap_or_default();
+            assert_eq!(
+                failure.contains("protocol") || failure.contains("socket"),
+                ends_attachment,
+                "{failure}"
+            );
         };
         ends_beside(evil, osd).await;
     }

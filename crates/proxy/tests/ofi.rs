@@ -1,5 +1,5 @@
-//! Sessions whose engine is `ofi`, over `tcp` on the loopback unless the environment says otherwise, e.g.
-//! `OUTBOARD_TEST_FABRIC=verbs@192.0.2.1`: they do what other sessions do, on one machine and with nothing but the network
+//! Attachments whose engine is `ofi`, over `tcp` on the loopback unless the environment says otherwise, e.g.
+//! `OUTBOARD_TEST_FABRIC=verbs@192.0.2.1`: they do what other attachments do, on one machine and with nothing but the network
 //! between osd and store; a failure costs an offer; who cannot have memory is told why.
 
 mod common;
@@ -18,15 +18,17 @@ use common::load::{
 use common::{
     Node, Path, by_ofi, fabric, has_fabric, make_collection, node_of, node_with, offering, options, target,
 };
-use outboard_proxy::{Endpoint, Listener, Server, ServerOptions, Session, SessionOptions, SessionStatus};
+use outboard_proxy::{
+    Attachment, AttachmentOptions, AttachmentStatus, Endpoint, Listener, Server, ServerOptions,
+};
 use store::conformance::{random_operations, run, seed};
 use store::{MemStore, ObjectStore};
 
 const PATHS: [Path; 2] = [Path::Ofi, Path::OfiTcp];
 
 /// Over a network that the processors of this machine play, transfers take their time.
-fn patient(faults: &Faults) -> SessionOptions {
-    SessionOptions { overdue: Duration::from_millis(600), ..watched(faults) }
+fn patient(faults: &Faults) -> AttachmentOptions {
+    AttachmentOptions { overdue: Duration::from_millis(600), ..watched(faults) }
 }
 
 async fn every_case(path: Path) {
@@ -61,9 +63,9 @@ async fn random_operations_beside_either_socket() {
     for path in PATHS {
         let node = node_of(path, Arc::new(MemStore::new()), options()).await;
         random_operations(Arc::clone(&node.store), seed(), 1000).await;
-        let offload = node.session.status().offload;
+        let offload = node.attachment.status().offload;
         assert_eq!((offload.health.failures, offload.fallback_bytes), (0, 0), "{offload:?}");
-        assert!(node.session.engine().counters().bytes > 0);
+        assert!(node.attachment.engine().counters().bytes > 0);
     }
 }
 
@@ -103,7 +105,7 @@ async fn a_doorbell_that_does_not_reach_the_host() {
 }
 
 #[tokio::test]
-async fn a_device_of_the_stores_that_fails_is_opened_anew_in_the_same_session() {
+async fn a_device_of_the_stores_that_fails_is_opened_anew_in_the_same_attachment() {
     if !has_fabric() {
         return;
     }
@@ -131,9 +133,9 @@ async fn an_engine_that_is_reset_under_load() {
             let working = load(&node, 4, recovered(times));
             // A reset that finds nothing under way costs a connection, and nobody notices.
             let reset = async {
-                while node.session.status().offload.health.failures < times {
+                while node.attachment.status().offload.health.failures < times {
                     tokio::time::sleep(Duration::from_millis(20)).await;
-                    node.session.engine().reset();
+                    node.attachment.engine().reset();
                 }
             };
             tokio::join!(working, reset);
@@ -164,19 +166,19 @@ async fn faults_of_every_kind_at_random() {
     let operations = load(&node, 8, recovered(4)).await;
     assert!(faults.fired(Site::DmaTransfer) > 3 && operations > 50);
     faults.clear();
-    let active = |status: &SessionStatus| status.offload.health.state == State::Active;
+    let active = |status: &AttachmentStatus| status.offload.health.state == State::Active;
     load(&node, 2, active).await;
     is_whole(&node).await;
 }
 
-/// A session of an osd that wants `ofi`, with a store that has these options.
-async fn joined(options: ServerOptions, osd: SessionOptions) -> (Session, Server, tempfile::TempDir) {
+/// An attachment of an osd that wants `ofi`, with a store that has these options.
+async fn joined(options: ServerOptions, osd: AttachmentOptions) -> (Attachment, Server, tempfile::TempDir) {
     let dir = tempfile::tempdir().unwrap();
     let at = dir.path().join("s");
     let targets = vec![target(Arc::new(MemStore::new()))];
     let server = Server::serve(Listener::unix(&at).unwrap(), targets, options).unwrap();
-    let session = Session::connect(Endpoint::Unix(at), osd).await.unwrap();
-    (session, server, dir)
+    let attachment = Attachment::connect(Endpoint::Unix(at), osd).await.unwrap();
+    (attachment, server, dir)
 }
 
 #[tokio::test]
@@ -197,11 +199,11 @@ async fn without_an_offer_the_socket_serves_and_the_status_says_why() {
         (ofi(&provider, elsewhere), "cannot offer memory"),
         (ofi(&provider, anywhere), "nobody can connect to"),
     ] {
-        let (session, _server, _dir) = joined(options, by_ofi(common::options())).await;
-        let status = session.status();
+        let (attachment, _server, _dir) = joined(options, by_ofi(common::options())).await;
+        let status = attachment.status();
         assert!(!status.by_dma && status.connected);
         assert!(status.why_no_dma.as_ref().is_some_and(|said| said.contains(why)), "{why}: {status:?}");
-        let store: Arc<dyn ObjectStore> = session.store(0);
+        let store: Arc<dyn ObjectStore> = attachment.store(0);
         make_collection(&store).await;
         put(&store, 1, 1, MIB).await;
         check(&store, 1, 1, MIB).await;
@@ -210,16 +212,16 @@ async fn without_an_offer_the_socket_serves_and_the_status_says_why() {
 
 #[tokio::test]
 async fn a_store_that_offers_serves_engines_on_its_machine_as_well() {
-    let (session, server, dir) = joined(offering(), options()).await;
-    assert!(session.status().by_dma, "descriptors");
-    drop(session);
+    let (attachment, server, dir) = joined(offering(), options()).await;
+    assert!(attachment.status().by_dma, "descriptors");
+    drop(attachment);
     while server.status().connected {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     if has_fabric() {
-        let session =
-            Session::connect(Endpoint::Unix(dir.path().join("s")), by_ofi(options())).await.unwrap();
-        assert!(session.status().by_dma, "an offer");
+        let attachment =
+            Attachment::connect(Endpoint::Unix(dir.path().join("s")), by_ofi(options())).await.unwrap();
+        assert!(attachment.status().by_dma, "an offer");
     }
 }
 
@@ -231,11 +233,11 @@ fn held() -> (usize, usize, usize) {
 }
 
 #[test]
-fn sessions_leave_nothing_behind() {
+fn attachments_leave_nothing_behind() {
     // A process of its own, so that other tests' descriptors do not count.
     if std::env::var_os("OUTBOARD_TEST_ALONE").is_none() {
         let status = std::process::Command::new(std::env::current_exe().unwrap())
-            .args(["sessions_leave_nothing_behind", "--exact", "--test-threads=1", "--nocapture"])
+            .args(["attachments_leave_nothing_behind", "--exact", "--test-threads=1", "--nocapture"])
             .env("OUTBOARD_TEST_ALONE", "1")
             .status()
             .unwrap();
@@ -254,13 +256,13 @@ fn sessions_leave_nothing_behind() {
             faults.clear();
             faults.arm(fault("dma.transfer=fail,after=5,count=1")).unwrap();
             load(&node, 2, recovered(1)).await;
-            node.session.close();
+            node.attachment.close();
             while node.server.status().connected || node.server.status().leftover_calls > 0 {
                 tokio::time::sleep(Duration::from_millis(1)).await;
             }
             let options = by_ofi(patient(&faults));
-            node.session = Session::connect(node.endpoint.clone(), options).await.unwrap();
-            node.store = node.session.store(0);
+            node.attachment = Attachment::connect(node.endpoint.clone(), options).await.unwrap();
+            node.store = node.attachment.store(0);
             // The first rounds make what stays: the runtime's and libfabric's own.
             if round == 2 {
                 tokio::time::sleep(Duration::from_millis(300)).await;
@@ -282,11 +284,11 @@ async fn a_network_that_comes_late_is_used_when_it_is_there() {
     }
     let engine = OfiEngine::start(OfiOptions { provider: fabric().0, ..OfiOptions::default() }).unwrap();
     let engine: Arc<dyn DmaEngine> = Arc::new(Unlucky { refusals: 2.into(), ..Unlucky::new(engine) });
-    let osd = SessionOptions { engine: Some(engine), ..patient(&Faults::default()) };
-    let (session, server, _dir) = joined(offering(), osd).await;
-    let health = session.status().offload.health;
+    let osd = AttachmentOptions { engine: Some(engine), ..patient(&Faults::default()) };
+    let (attachment, server, _dir) = joined(offering(), osd).await;
+    let health = attachment.status().offload.health;
     assert!(health.last_failure.is_some_and(|why| why.contains("cannot be reached")));
-    let store: Arc<dyn ObjectStore> = session.store(0);
+    let store: Arc<dyn ObjectStore> = attachment.store(0);
     make_collection(&store).await;
     let tasks = [1u64, 2, 3].map(|seed| {
         let store = Arc::clone(&store);
@@ -296,16 +298,16 @@ async fn a_network_that_comes_late_is_used_when_it_is_there() {
         }
     });
     futures::future::join_all(tasks).await;
-    assert_eq!(session.engine().counters().bytes, 0, "the socket serves");
+    assert_eq!(attachment.engine().counters().bytes, 0, "the socket serves");
     let deadline = Instant::now() + Duration::from_secs(10);
-    while session.status().offload.health.state != State::Active {
-        assert!(Instant::now() < deadline, "{:?}", session.status());
+    while attachment.status().offload.health.state != State::Active {
+        assert!(Instant::now() < deadline, "{:?}", attachment.status());
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    assert_eq!(session.status().offload.health.failed_probes, 1);
-    let before = session.engine().counters().bytes;
+    assert_eq!(attachment.status().offload.health.failed_probes, 1);
+    let before = attachment.engine().counters().bytes;
     put(&store, 9, 9, MIB).await;
     check(&store, 9, 9, MIB).await;
-    assert!(session.engine().counters().bytes >= before + 2 * MIB as u64, "by DMA");
-    assert_eq!((session.status().sessions, server.status().violations), (1, 0));
+    assert!(attachment.engine().counters().bytes >= before + 2 * MIB as u64, "by DMA");
+    assert_eq!((attachment.status().incarnations, server.status().violations), (1, 0));
 }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use common::{
     by_ofi, cid, has_fabric, make_collection, offering, oid, options, pattern, payload, target, transaction,
 };
-use outboard_proxy::{Endpoint, Listener, Server, ServerOptions, Session, SessionOptions, Target};
+use outboard_proxy::{Attachment, AttachmentOptions, Endpoint, Listener, Server, ServerOptions, Target};
 use store::{MemStore, ObjectStore, Op, StageId, StoreCalls, StoreError, WriteSource};
 
 const ROLE: &str = "OUTBOARD_TEST_ROLE";
@@ -81,8 +81,8 @@ fn child_process() {
             std::thread::sleep(Duration::from_secs(60));
         }
         "osd" => runtime.block_on(async {
-            let session = Session::connect(Endpoint::Unix(socket), options()).await.unwrap();
-            let store: Arc<dyn ObjectStore> = session.store(0);
+            let attachment = Attachment::connect(Endpoint::Unix(socket), options()).await.unwrap();
+            let store: Arc<dyn ObjectStore> = attachment.store(0);
             let stage = store.stage(8 << 20).await.unwrap();
             store.stage_write(stage, 0, payload(1, 1 << 20)).await.unwrap();
             ready();
@@ -141,12 +141,12 @@ fn a_killed_store_comes_back_and_offers_its_memory_anew() {
     }
 }
 
-async fn comes_back(osd: SessionOptions) {
+async fn comes_back(osd: AttachmentOptions) {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("store");
     let mut process = Process::start("store", &socket);
-    let session = Session::connect(Endpoint::Unix(socket.clone()), osd).await.unwrap();
-    let store: Arc<dyn ObjectStore> = session.store(0);
+    let attachment = Attachment::connect(Endpoint::Unix(socket.clone()), osd).await.unwrap();
+    let store: Arc<dyn ObjectStore> = attachment.store(0);
     make_collection(&store).await;
     let maps = process.maps();
     assert!(
@@ -176,14 +176,14 @@ async fn comes_back(osd: SessionOptions) {
         }
         assert!(lost > 0, "the kill came too late to hit anything");
         // Called while nobody is there; carried out by the next process.
-        until("the loss was not noticed", || !session.status().connected).await;
+        until("the loss was not noticed", || !attachment.status().connected).await;
         let collection = store.queue_transaction(transaction(Op::CreateCollection));
         let listing = store.collections();
         process = Process::start("store", &socket);
         collection.await.unwrap();
         assert_eq!(listing.await.unwrap(), [cid()]);
-        assert_eq!(session.status().sessions, round + 1);
-        assert!(session.status().by_dma);
+        assert_eq!(attachment.status().incarnations, round + 1);
+        assert!(attachment.status().by_dma);
         let gone = store.stage_write(stage, 0, payload(1, 4096)).await;
         assert!(matches!(gone, Err(StoreError::NoSuchStage(_))), "{gone:?}");
         store.queue_transaction(transaction(write(1, 3 << 20))).await.unwrap();
@@ -192,8 +192,8 @@ async fn comes_back(osd: SessionOptions) {
     }
     store.stage_release(stage);
     until(&format!("descriptors and mappings were {before:?}, are {:?}", held()), || held() == before).await;
-    assert_eq!(session.pool().free_bytes().0, options().memory.pool_len);
-    let rebuilt = session.generation();
+    assert_eq!(attachment.pool().free_bytes().0, options().memory.pool_len);
+    let rebuilt = attachment.incarnation();
     assert_eq!(*rebuilt.borrow(), 4);
 }
 
@@ -203,9 +203,9 @@ fn reads_are_repeated_and_calls_wait_only_so_long() {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("store");
         let mut process = Process::start("store", &socket);
-        let options = SessionOptions { wait_for_store: Duration::from_millis(1500), ..options() };
-        let session = Session::connect(Endpoint::Unix(socket.clone()), options).await.unwrap();
-        let store: Arc<dyn ObjectStore> = session.store(0);
+        let options = AttachmentOptions { wait_for_store: Duration::from_millis(1500), ..options() };
+        let attachment = Attachment::connect(Endpoint::Unix(socket.clone()), options).await.unwrap();
+        let store: Arc<dyn ObjectStore> = attachment.store(0);
         make_collection(&store).await;
         process.kill();
         // Sent to the dead process, answered by the next one, which is empty.
@@ -215,7 +215,7 @@ fn reads_are_repeated_and_calls_wait_only_so_long() {
         assert!(matches!(stat.await, Err(StoreError::NoSuchCollection(_))));
         assert!(matches!(read.await, Err(StoreError::NoSuchCollection(_))));
         process.kill();
-        until("the loss was not noticed", || !session.status().connected).await;
+        until("the loss was not noticed", || !attachment.status().connected).await;
         let (stat, write) = (store.stat(&cid(), &oid(0)), store.queue_transaction(transaction(write(0, 10))));
         assert!(matches!(stat.await, Err(StoreError::Disconnected(_))));
         assert!(matches!(write.await, Err(StoreError::Disconnected(_))));
@@ -236,17 +236,17 @@ fn a_killed_osd_leaves_nothing_behind() {
             let mut osd = Process::start("osd", &socket);
             assert_eq!(server.status().stages, 1);
             assert!(store.space().await.unwrap().staged > 0);
-            assert_ne!(held(), before, "host memory is there while the session lasts");
+            assert_ne!(held(), before, "host memory is there while the attachment lasts");
             std::thread::sleep(Duration::from_millis(20));
             osd.kill();
-            until("the session did not end", || !server.status().connected).await;
+            until("the attachment did not end", || !server.status().connected).await;
             until("stages are left", || server.status().stages + server.status().leftover_calls == 0).await;
             assert_eq!(store.space().await.unwrap().staged, 0, "the store has its space back");
             until(&format!("descriptors and mappings were {before:?}, are {:?}", held()), || {
                 held() == before
             })
             .await;
-            assert_eq!(server.status().sessions, round);
+            assert_eq!(server.status().attachments, round);
             assert_eq!(server.status().violations, 0);
         }
     });
@@ -256,22 +256,22 @@ fn a_killed_osd_leaves_nothing_behind() {
 fn a_second_osd_is_refused_while_the_first_is_there() {
     alone(async {
         let node = common::node(common::Path::Dma).await;
-        let options = SessionOptions { wait_for_store: Duration::from_millis(300), ..options() };
-        let refused = Session::connect(node.endpoint.clone(), options.clone()).await.err().unwrap();
+        let options = AttachmentOptions { wait_for_store: Duration::from_millis(300), ..options() };
+        let refused = Attachment::connect(node.endpoint.clone(), options.clone()).await.err().unwrap();
         assert!(refused.to_string().contains("another osd"), "{refused}");
         make_collection(&node.store).await;
-        drop((node.store, node.session));
-        Session::connect(node.endpoint.clone(), options).await.unwrap();
+        drop((node.store, node.attachment));
+        Attachment::connect(node.endpoint.clone(), options).await.unwrap();
     });
 }
 
 #[test]
-fn an_idle_session_wakes_nobody() {
+fn an_idle_attachment_wakes_nobody() {
     alone(idles(common::Path::Dma));
 }
 
 #[test]
-fn an_idle_session_by_ofi_wakes_nobody() {
+fn an_idle_attachment_by_ofi_wakes_nobody() {
     if has_fabric() {
         alone(idles(common::Path::OfiTcp));
     }
@@ -304,12 +304,12 @@ fn what_was_acknowledged_by_ofi_survives_a_killed_store() {
     }
 }
 
-async fn survives_kills(osd: SessionOptions) {
+async fn survives_kills(osd: AttachmentOptions) {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("store");
     let mut process = Process::start("drive", &socket);
-    let session = Session::connect(Endpoint::Unix(socket.clone()), osd).await.unwrap();
-    let store: Arc<dyn ObjectStore> = session.store(0);
+    let attachment = Attachment::connect(Endpoint::Unix(socket.clone()), osd).await.unwrap();
+    let store: Arc<dyn ObjectStore> = attachment.store(0);
     make_collection(&store).await;
     let mut acknowledged = Vec::new();
     let mut lost = 0;
@@ -339,7 +339,7 @@ async fn survives_kills(osd: SessionOptions) {
         }
         process = Process::start("drive", &socket);
         store.space().await.unwrap();
-        assert!(session.status().by_dma);
+        assert!(attachment.status().by_dma);
         for &(n, len) in &acknowledged {
             let read = store.read(&cid(), &oid(n), 0, len as u64, None).await.unwrap();
             read.verify().unwrap();
@@ -373,21 +373,21 @@ fn what_was_computed_before_a_loss_is_not_applied_after_it() {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("store");
         let mut process = Process::start("drive", &socket);
-        let session = Session::connect(Endpoint::Unix(socket.clone()), options()).await.unwrap();
-        let store: Arc<dyn ObjectStore> = session.store(0);
+        let attachment = Attachment::connect(Endpoint::Unix(socket.clone()), options()).await.unwrap();
+        let store: Arc<dyn ObjectStore> = attachment.store(0);
         make_collection(&store).await;
-        let first = store.session();
+        let first = store.incarnation();
         store.queue_transaction_in(first, transaction(write(1, 10))).await.unwrap();
         process.kill();
-        until("the loss was not noticed", || !session.status().connected).await;
-        let second = store.session();
-        assert_ne!(first, second, "it changes before anything is queued in the new session");
+        until("the loss was not noticed", || !attachment.status().connected).await;
+        let second = store.incarnation();
+        assert_ne!(first, second, "it changes before anything is queued in the new incarnation");
         let stale = store.queue_transaction_in(first, transaction(write(2, 10)));
         let fresh = store.queue_transaction_in(second, transaction(write(3, 10)));
         process = Process::start("drive", &socket);
         assert!(matches!(stale.await, Err(StoreError::Disconnected(_))));
         fresh.await.unwrap();
-        assert_eq!(store.session(), second);
+        assert_eq!(store.incarnation(), second);
         assert!(matches!(store.stat(&cid(), &oid(2)).await, Err(StoreError::NoSuchObject(_))));
         assert_eq!(store.stat(&cid(), &oid(3)).await.unwrap().size, 10);
         drop(process);

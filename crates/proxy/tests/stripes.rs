@@ -10,7 +10,7 @@ use common::load::{fault, watched};
 use common::{Node, Path, has_fabric, node_over, offering, options};
 use ec::offload::accelerator::{self, AcceleratorOptions};
 use ec::offload::batch::Pace;
-use outboard_proxy::{ServerOptions, SessionOptions, Target};
+use outboard_proxy::{AttachmentOptions, ServerOptions, Target};
 use store::conformance::{Striped, seed};
 use store::stripes::{Coder, EngineOptions, Engines, FragmentBytes, Parity, StripeError, StripeWrite};
 use store::{MemStore, ObjectStore, StoreCalls};
@@ -21,14 +21,14 @@ fn accelerator(faults: &Faults) -> ec::offload::worker::Worker {
     accelerator::start(AcceleratorOptions { faults: faults.clone(), ..options }).unwrap()
 }
 
-async fn striped(path: Path, options: SessionOptions, faults: &Faults) -> (Node, Striped) {
+async fn striped(path: Path, options: AttachmentOptions, faults: &Faults) -> (Node, Striped) {
     let target = |uuid| Target { uuid, store: Arc::new(MemStore::new()) };
     let engines = Engines::start(EngineOptions::default(), Some(accelerator(faults))).unwrap();
     let server = ServerOptions { engines: Some(Arc::new(engines)), ..offering() };
     let node = node_over(path, (1..=6).map(target).collect(), options, server).await;
-    let store = |at: usize| node.session.store(at) as Arc<dyn ObjectStore>;
+    let store = |at: usize| node.attachment.store(at) as Arc<dyn ObjectStore>;
     let stores = (1..).zip((0..6).map(store)).collect();
-    let striped = Striped { stripes: node.session.stripes(), stores };
+    let striped = Striped { stripes: node.attachment.stripes(), stores };
     (node, striped)
 }
 
@@ -37,7 +37,7 @@ async fn by_dma_and_by_sockets() {
     for path in [Path::Dma, Path::Unix, Path::Tcp] {
         let (node, striped) = striped(path, options(), &Faults::default()).await;
         striped.run(seed()).await;
-        assert_eq!(node.session.status().sessions, 1, "{path:?}");
+        assert_eq!(node.attachment.status().incarnations, 1, "{path:?}");
         assert_eq!(node.server.status().violations, 0, "{path:?}");
     }
 }
@@ -47,7 +47,7 @@ async fn by_libfabric() {
     if has_fabric() {
         let (node, striped) = striped(Path::Ofi, options(), &Faults::default()).await;
         striped.run(seed()).await;
-        assert_eq!(node.session.status().sessions, 1);
+        assert_eq!(node.attachment.status().incarnations, 1);
     }
 }
 
@@ -57,7 +57,7 @@ async fn while_dma_fails() {
     for kind in ["fail", "corrupt", "stall,late=30ms"] {
         let faults = Faults::default();
         let options =
-            SessionOptions { cool_down: Duration::from_millis(20), verify_every: 1, ..watched(&faults) };
+            AttachmentOptions { cool_down: Duration::from_millis(20), verify_every: 1, ..watched(&faults) };
         let (node, striped) = striped(Path::Dma, options, &Faults::default()).await;
         striped.run(seed()).await;
         faults.arm(fault(&format!("dma.transfer={kind},probability=0.02,seed={}", seed()))).unwrap();
@@ -65,7 +65,7 @@ async fn while_dma_fails() {
             striped.run_again(seed().wrapping_add(round)).await;
         }
         fired += faults.fired(Site::DmaTransfer);
-        assert_eq!(node.session.status().sessions, 1, "{kind}");
+        assert_eq!(node.attachment.status().incarnations, 1, "{kind}");
     }
     assert!(fired > 0, "the faults fired");
 }
@@ -95,7 +95,7 @@ async fn an_engine_that_fails_or_is_not_there_says_so_and_nothing_is_written() {
     let node = node_over(Path::Dma, vec![target], options(), ServerOptions::default()).await;
     let stage = node.store.stage(8192).await.unwrap();
     let write = StripeWrite { parts: vec![Some((1, stage)), None, None], ..write(Coder::Accelerator) };
-    let none = node.session.stripes();
+    let none = node.attachment.stripes();
     let none = store::stripes::StripeStores::stage_stripes(&*none, write, None).await;
     assert!(matches!(none, Err(StripeError::Coding(_))), "{none:?}");
 }

@@ -10,11 +10,11 @@ use base::fault::{Faults, Site};
 use common::load::{self, MIB, fault, faulty_node, watched};
 use common::{Node, Path, cid, make_collection, node_of, oid, options, pattern, payload, transaction};
 use futures::future::join_all;
-use outboard_proxy::{SessionOptions, Tuning};
+use outboard_proxy::{AttachmentOptions, Tuning};
 use store::{MemStore, Op, StageId, StoreCalls, StoreError, Transaction, WriteSource};
 
-/// A session with room for one request of 3 MiB at a time.
-async fn narrow(path: Path, mut options: SessionOptions) -> Node {
+/// An attachment with room for one request of 3 MiB at a time.
+async fn narrow(path: Path, mut options: AttachmentOptions) -> Node {
     options.memory.layout.data_len = 4 * MIB as u64;
     options.largest_request = 4 * MIB;
     let node = node_of(path, Arc::new(MemStore::new()), options).await;
@@ -52,7 +52,7 @@ async fn queries_take_no_place_of_the_transaction_that_they_follow() {
 
 #[tokio::test]
 async fn a_stage_write_takes_no_place_of_a_transaction_on_its_way() {
-    let node = narrow(Path::Dma, SessionOptions { outstanding: 1, ..options() }).await;
+    let node = narrow(Path::Dma, AttachmentOptions { outstanding: 1, ..options() }).await;
     let stage = node.store.stage(4096).await.unwrap();
     // Its payload goes first, so that the short write is posted before it.
     let long = node.store.queue_transaction(write(0, MIB));
@@ -75,7 +75,7 @@ async fn a_lost_doorbell_is_found_however_many_queries_follow_the_transaction() 
         stat.unwrap();
     }
     assert_eq!(faults.fired(Site::DmaDoorbell), 1);
-    assert_eq!(node.session.status().sessions, 1);
+    assert_eq!(node.attachment.status().incarnations, 1);
 }
 
 #[tokio::test]
@@ -95,7 +95,7 @@ async fn what_the_link_asks_for_itself_is_not_refused_for_being_too_much() {
         }
     }
     assert!(refused > 5000, "{refused} of 40000 were more than there is room for");
-    assert_eq!(node.session.status().sessions, 1, "{:?}", node.session.status());
+    assert_eq!(node.attachment.status().incarnations, 1, "{:?}", node.attachment.status());
 }
 
 /// Until nothing has been under way for so long that nobody looks at the clock.
@@ -104,7 +104,7 @@ async fn idle() {
 }
 
 #[tokio::test]
-async fn payload_that_stalls_in_an_idle_session_is_noticed() {
+async fn payload_that_stalls_in_an_idle_attachment_is_noticed() {
     let faults = Faults::default();
     let node = faulty_node(Path::Dma, watched(&faults)).await;
     for (n, len) in [(0, MIB), (1, 70_000)] {
@@ -114,16 +114,16 @@ async fn payload_that_stalls_in_an_idle_session_is_noticed() {
         idle().await;
         faults.clear();
         faults.arm(fault("dma.transfer=stall,late=3600000ms,count=1")).unwrap();
-        let before = node.session.status().offload.health;
+        let before = node.attachment.status().offload.health;
         // Nothing but this is going on.
         soon("the stage write waits", node.store.stage_write(stage, 0, payload(1, len))).await.unwrap();
         assert_eq!(faults.fired(Site::DmaTransfer), 1);
-        let after = node.session.status().offload.health;
+        let after = node.attachment.status().offload.health;
         assert_eq!(after.failures, before.failures + 1, "{after:?}");
         node.store.stage_release(stage);
         faults.clear();
         let recovered = async {
-            while node.session.status().offload.health.recoveries == before.recoveries {
+            while node.attachment.status().offload.health.recoveries == before.recoveries {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
         };
@@ -140,7 +140,7 @@ async fn a_transaction_waits_for_a_stage_write_that_may_have_to_be_sent_again() 
         // By itself, and with its entry.
         let len = if n % 2 == 0 { MIB } else { 20_000 };
         let stage = node.store.stage(len as u64).await.unwrap();
-        let recoveries = node.session.status().offload.health.recoveries;
+        let recoveries = node.attachment.status().offload.health.recoveries;
         faults.clear();
         faults.arm(fault("dma.transfer=corrupt,count=1")).unwrap();
         let written = node.store.stage_write(stage, 0, payload(n as u64, len));
@@ -156,13 +156,13 @@ async fn a_transaction_waits_for_a_stage_write_that_may_have_to_be_sent_again() 
         assert_eq!(faults.fired(Site::DmaTransfer), 1);
         load::check(&node.store, n, n as u64, len).await;
         let recovered = async {
-            while node.session.status().offload.health.recoveries == recoveries {
+            while node.attachment.status().offload.health.recoveries == recoveries {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
         };
         soon("the recovery takes", recovered).await;
     }
-    assert_eq!(node.session.status().sessions, 1);
+    assert_eq!(node.attachment.status().incarnations, 1);
 }
 
 /// Without a cache each request asks for its window; those that had asked together before share the answer.
@@ -171,28 +171,28 @@ async fn jobs_that_wait_for_a_window_go_on_when_the_cache_is_switched_off() {
     let node = node_of(Path::Dma, Arc::new(MemStore::new()), options()).await;
     make_collection(&node.store).await;
     let writes: Vec<_> = (0..4).map(|n| node.store.queue_transaction(write(n, 100_000))).collect();
-    node.session.tune(Tuning { region_cache: 0, ..Tuning::default() });
+    node.attachment.tune(Tuning { region_cache: 0, ..Tuning::default() });
     for write in soon("transactions wait", join_all(writes)).await {
         write.unwrap();
     }
     let writes: Vec<_> = (0..4).map(|n| node.store.queue_transaction(write(n, 100_000))).collect();
-    node.session.tune(Tuning::default());
+    node.attachment.tune(Tuning::default());
     for write in soon("transactions wait", join_all(writes)).await {
         write.unwrap();
     }
 }
 
-/// The runtime of a session goes while the engine may still be reading a staging buffer.
+/// The runtime of an attachment goes while the engine may still be reading a staging buffer.
 #[test]
 fn a_buffer_that_dma_may_still_use_gets_no_new_owner_when_the_runtime_goes() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let faults = Faults::default();
     let node = runtime.block_on(async {
         // The engine is not reset meanwhile.
-        let options = SessionOptions { cool_down: Duration::from_secs(600), ..watched(&faults) };
+        let options = AttachmentOptions { cool_down: Duration::from_secs(600), ..watched(&faults) };
         let node = faulty_node(Path::Dma, options).await;
         let stage = node.store.stage(MIB as u64).await.unwrap();
-        let mut buffer = node.session.pool().alloc(MIB).await.unwrap();
+        let mut buffer = node.attachment.pool().alloc(MIB).await.unwrap();
         buffer.copy_from_slice(&pattern(1, MIB));
         let staged = Payload::compute(0, buffer.freeze());
         faults.arm(fault("dma.transfer=stall,late=3600000ms,count=1")).unwrap();
@@ -200,25 +200,25 @@ fn a_buffer_that_dma_may_still_use_gets_no_new_owner_when_the_runtime_goes() {
         assert_eq!(faults.fired(Site::DmaTransfer), 1);
         node
     });
-    let pool = node.session.pool().clone();
+    let pool = node.attachment.pool().clone();
     assert_eq!(pool.free_bytes().0, 15 * MIB, "it went by the socket; the engine has it all the same");
     drop(runtime);
-    drop((node.store, node.session));
+    drop((node.store, node.attachment));
     assert_eq!(pool.free_bytes().0, 15 * MIB, "somebody else may get it now");
 }
 
 #[tokio::test]
 async fn calls_that_find_no_place_to_wait_for_the_store_fail_at_once() {
-    let options = SessionOptions { wait_for_store: Duration::from_secs(600), ..options() };
+    let options = AttachmentOptions { wait_for_store: Duration::from_secs(600), ..options() };
     let node = node_of(Path::Dma, Arc::new(MemStore::new()), options).await;
     make_collection(&node.store).await;
     drop(node.server);
     let gone = async {
-        while node.session.status().connected {
+        while node.attachment.status().connected {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };
-    soon("the session goes on", gone).await;
+    soon("the attachment goes on", gone).await;
     let mut stats: Vec<_> = (0..(1 << 14) + 5).map(|_| node.store.stat(&cid(), &oid(0))).collect();
     for stat in soon("calls wait", join_all(stats.split_off(1 << 14))).await {
         assert!(matches!(&stat, Err(StoreError::Disconnected(why)) if why.contains("too many")), "{stat:?}");

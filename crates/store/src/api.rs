@@ -121,9 +121,9 @@ pub trait Submit {
     /// Takes a request.
     fn submit(&self, request: StoreRequest) -> Self::Reply;
 
-    /// Returns the number of the current session. It changes whenever transactions may have been lost, before
-    /// anything is queued in the new session. A store in this process has one session.
-    fn session(&self) -> u64 {
+    /// Returns the number of the current incarnation. It changes whenever transactions may have been lost, before
+    /// anything is queued in the new incarnation. A store in this process has one incarnation.
+    fn incarnation(&self) -> u64 {
         0
     }
 
@@ -135,8 +135,8 @@ pub trait Submit {
     }
 
     /// Tells the store of memory that payloads and read destinations will often come from, so that it can register the
-    /// memory with the drive's queue. This only saves time. It is called for every session of an osd: a store must drop
-    /// the memory of earlier sessions, or that memory is never unmapped.
+    /// memory with the drive's queue. This only saves time. It is called for every attachment of an osd: a store must
+    /// drop the memory of earlier attachments, or that memory is never unmapped.
     fn register_memory(&self, _arena: &Arc<Arena>) {}
 }
 
@@ -170,14 +170,14 @@ impl<F: Future<Output = Result<StoreReply>> + Unpin, T: FromReply> Future for Re
     }
 }
 
-/// Fails unless a transaction belongs to the current session.
+/// Fails unless a transaction belongs to the current incarnation.
 ///
 /// # Errors
 /// [`StoreError::Disconnected`].
-pub fn check_session(asked: Option<u64>, current: u64) -> Result<()> {
+pub fn check_incarnation(asked: Option<u64>, current: u64) -> Result<()> {
     match asked {
-        Some(session) if session != current => {
-            Err(StoreError::Disconnected(format!("session {session} is over")))
+        Some(incarnation) if incarnation != current => {
+            Err(StoreError::Disconnected(format!("incarnation {incarnation} is over")))
         }
         _ => Ok(()),
     }
@@ -213,14 +213,14 @@ pub trait StoreCalls: Submit {
     /// Applies a transaction. A transaction that names staged bytes must be queued after their `stage_write` was called;
     /// it waits for them by itself.
     fn queue_transaction(&self, transaction: Transaction) -> ReplyOf<Self::Reply, ()> {
-        answer(self.submit(StoreRequest::Transact { transaction, session: None }))
+        answer(self.submit(StoreRequest::Transact { transaction, incarnation: None }))
     }
 
     /// As [`queue_transaction`](Self::queue_transaction), but fails with
-    /// [`Disconnected`](crate::StoreError::Disconnected), having done nothing, unless `session` is the current one:
-    /// what a transaction was computed from must not outlive the session it was read in.
-    fn queue_transaction_in(&self, session: u64, transaction: Transaction) -> ReplyOf<Self::Reply, ()> {
-        answer(self.submit(StoreRequest::Transact { transaction, session: Some(session) }))
+    /// [`Disconnected`](crate::StoreError::Disconnected), having done nothing, unless `incarnation` is the current one:
+    /// what a transaction was computed from must not outlive the incarnation it was read in.
+    fn queue_transaction_in(&self, incarnation: u64, transaction: Transaction) -> ReplyOf<Self::Reply, ()> {
+        answer(self.submit(StoreRequest::Transact { transaction, incarnation: Some(incarnation) }))
     }
 
     /// Reads the blocks that cover `len` bytes at `offset`. With `dest`, the data is put there (it must have room for

@@ -31,7 +31,7 @@ mod transaction;
 
 pub use absent::AbsentStore;
 pub use api::{
-    ObjectStore, Page, ReadData, ReplyOf, StageId, Stat, StoreCalls, StoreFuture, Submit, check_session,
+    ObjectStore, Page, ReadData, ReplyOf, StageId, Stat, StoreCalls, StoreFuture, Submit, check_incarnation,
     ready,
 };
 pub use block::{

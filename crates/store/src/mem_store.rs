@@ -10,7 +10,7 @@ use bytes::Bytes;
 
 use object::{Block, Object};
 
-use crate::api::check_session;
+use crate::api::check_incarnation;
 use crate::stage::{block_not_available, check_stage_write, check_staged_use};
 use crate::{
     Area, CollectionId, MAX_XATTRS, ObjectId, Op, Page, Query, QueryReply, Result, Space, StageId, Stat,
@@ -328,8 +328,8 @@ impl State {
                 self.stages.remove(&stage);
                 StoreReply::Done
             }
-            StoreRequest::Transact { transaction, session } => {
-                check_session(session, 0)?;
+            StoreRequest::Transact { transaction, incarnation } => {
+                check_incarnation(incarnation, 0)?;
                 self.apply(&transaction)?.into()
             }
             StoreRequest::Read { cid, oid, offset, len, dest } => {

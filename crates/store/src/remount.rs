@@ -11,14 +11,15 @@ use crate::{
 
 /// Stands for a target whose store may be replaced: by the target mounted anew, after a failure of its drive.
 ///
-/// Each replacement begins a new [session](ObjectStore::session). A stage belongs to the session that it was made in; in a
-/// later one the calls that name it fail with [`StoreError::Disconnected`], as after the crash of a store's process.
+/// Each replacement begins a new [incarnation](ObjectStore::incarnation). A stage belongs to the
+/// incarnation that it was made in. In a later one the calls that name it fail with
+/// [`StoreError::Disconnected`], as after the crash of a store's process.
 pub struct RemountedStore {
     current: RwLock<Current>,
 }
 
 struct Current {
-    session: u64,
+    incarnation: u64,
     store: Arc<dyn ObjectStore>,
     /// Memory to be registered with the next store, too.
     memory: Option<Arc<Arena>>,
@@ -26,39 +27,39 @@ struct Current {
 
 impl std::fmt::Debug for RemountedStore {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("RemountedStore").field("session", &self.session()).finish_non_exhaustive()
+        f.debug_struct("RemountedStore").field("incarnation", &self.incarnation()).finish_non_exhaustive()
     }
 }
 
-/// Stages of a session have numbers below those of the next one.
-const STAGES_PER_SESSION: u32 = 48;
+/// Stages of an incarnation have numbers below those of the next one.
+const STAGES_PER_INCARNATION: u32 = 48;
 
 impl RemountedStore {
-    /// Begins with `store`, in session 0.
+    /// Begins with `store`, in incarnation 0.
     #[must_use]
     pub fn new(store: Arc<dyn ObjectStore>) -> RemountedStore {
-        RemountedStore { current: RwLock::new(Current { session: 0, store, memory: None }) }
+        RemountedStore { current: RwLock::new(Current { incarnation: 0, store, memory: None }) }
     }
 
-    /// What the stages of `session` are numbered after: `MountOptions::stages_after` of its store.
+    /// What the stages of `incarnation` are numbered after: `MountOptions::stages_after` of its store.
     #[must_use]
-    pub fn stages_after(session: u64) -> u64 {
-        session << STAGES_PER_SESSION
+    pub fn stages_after(incarnation: u64) -> u64 {
+        incarnation << STAGES_PER_INCARNATION
     }
 
-    /// Begins the next session, with `store`. Calls that were made before end with the earlier store's answers.
+    /// Begins the next incarnation, with `store`. Calls that were made before end with the earlier store's answers.
     pub fn replace(&self, store: Arc<dyn ObjectStore>) {
         let mut current = self.current.write().unwrap_or_else(PoisonError::into_inner);
         if let Some(memory) = &current.memory {
             store.register_memory(memory);
         }
-        current.session += 1;
+        current.incarnation += 1;
         current.store = store;
     }
 
     fn current(&self) -> (u64, Arc<dyn ObjectStore>) {
         let current = self.current.read().unwrap_or_else(PoisonError::into_inner);
-        (current.session, Arc::clone(&current.store))
+        (current.incarnation, Arc::clone(&current.store))
     }
 }
 
@@ -78,22 +79,22 @@ impl Submit for RemountedStore {
 
     fn submit(&self, request: StoreRequest) -> StoreFuture {
         let (current, store) = self.current();
-        let is_current = |stage: &StageId| stage.0 >> STAGES_PER_SESSION == current;
+        let is_current = |stage: &StageId| stage.0 >> STAGES_PER_INCARNATION == current;
         match request {
             StoreRequest::StageWrite { stage, .. } if !is_current(&stage) => ready(Err(over())),
             StoreRequest::StageRelease { stage } if !is_current(&stage) => ready(Ok(StoreReply::Done)),
-            StoreRequest::Transact { transaction, session } => {
-                let session = session.unwrap_or(current);
-                if session != current || !stages(&transaction).all(|stage| is_current(&stage)) {
+            StoreRequest::Transact { transaction, incarnation } => {
+                let incarnation = incarnation.unwrap_or(current);
+                if incarnation != current || !stages(&transaction).all(|stage| is_current(&stage)) {
                     return ready(Err(over()));
                 }
-                store.submit(StoreRequest::Transact { transaction, session: None })
+                store.submit(StoreRequest::Transact { transaction, incarnation: None })
             }
             request => store.submit(request),
         }
     }
 
-    fn session(&self) -> u64 {
+    fn incarnation(&self) -> u64 {
         self.current().0
     }
 
@@ -117,13 +118,13 @@ mod tests {
     use crate::{BlockStore, CollectionId, MkfsOptions, MountOptions, ObjectId, StoreCalls};
 
     #[tokio::test]
-    async fn a_stage_of_an_earlier_session_is_refused_after_a_remount() {
+    async fn a_stage_of_an_earlier_incarnation_is_refused_after_a_remount() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("target");
         BlockStore::mkfs(&path, &MkfsOptions { size: Some(32 << 20), ..MkfsOptions::default() }, |_, _| {})
             .unwrap();
-        let mount = |session| {
-            let stages_after = RemountedStore::stages_after(session);
+        let mount = |incarnation| {
+            let stages_after = RemountedStore::stages_after(incarnation);
             BlockStore::mount(&path, &MountOptions { stages_after, ..MountOptions::default() }).unwrap()
         };
         let first = mount(0);

@@ -35,8 +35,8 @@ pub enum StoreRequest {
     Transact {
         /// The transaction.
         transaction: Transaction,
-        /// The session that the transaction belongs to; `None` stands for the current one.
-        session: Option<u64>,
+        /// The incarnation that the transaction belongs to; `None` stands for the current one.
+        incarnation: Option<u64>,
     },
     /// Reads the blocks that cover a range.
     Read {

@@ -26,8 +26,13 @@ impl Mapping {
         Mapping::of(fd, 0..len, MapFlags::empty())
     }
 
-    /// Maps a part of a memfd, shared, with its pages there from the start.
+    /// Maps a part of a memfd, shared.
     pub(super) fn part(fd: &OwnedFd, range: Range<usize>) -> Result<Mapping> {
+        Mapping::of(Some(fd), range, MapFlags::empty())
+    }
+
+    /// Maps a part of a memfd, shared, with its pages there from the start.
+    pub(super) fn populated_part(fd: &OwnedFd, range: Range<usize>) -> Result<Mapping> {
         Mapping::of(Some(fd), range, MapFlags::POPULATE)
     }
 

@@ -1,32 +1,29 @@
 //! The engine, from its callers' side.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::task::{Context, Poll};
+use std::task::Context;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use base::fault::Faults;
 use base::mem::Arena;
 use base::thread::{ThreadClass, spawn};
-use crossbeam_queue::SegQueue;
 use fabric::Library;
 use futures::future::BoxFuture;
-use futures::task::AtomicWaker;
 use tokio::sync::oneshot;
 
-use super::alarm::Alarm;
+use super::rung::{OfiBell, Rung};
+use super::shared::{Command, Item, QUEUE_DEPTH, Shared};
 use super::worker::Worker;
 use super::{OfiOffer, QUEUES};
 use crate::dma::{OnDrop, PeerId, QueueId};
-use crate::farewell::share_among_queues;
 use crate::{
-    Attachment, Bell, Chain, ChannelError, Completion, Counters, DmaEngine, Joined, Peer, Reach, Region,
+    Bell, Chain, ChannelError, Completion, Counters, DmaEngine, Joined, MemoryAccess, Peer, Reach, Region,
     RegionId, Result, Tuning, Unposted,
 };
 
-const QUEUE_DEPTH: usize = 1024;
 /// Host memory has at least as many bytes.
 const LEAST_MEMORY: usize = 4096;
 /// Transfers are never shorter than that at most, in bytes.
@@ -63,97 +60,11 @@ impl Default for OfiOptions {
 /// connections.
 pub struct OfiEngine {
     shared: Arc<Shared>,
+    next_id: AtomicU32,
     thread: Mutex<Option<JoinHandle<()>>>,
     provider: String,
     configured_max: usize,
     attach_timeout: Duration,
-}
-
-/// What callers and the thread have in common.
-pub(super) struct Shared {
-    pub(super) commands: SegQueue<Command>,
-    pub(super) queues: [Queue; QUEUES],
-    pub(super) completions: SegQueue<Completion>,
-    pub(super) waker: AtomicWaker,
-    pub(super) alarm: Alarm,
-    next_id: AtomicU32,
-    /// The smallest of what is configured, what was tuned, and what the provider can do.
-    max_transfer: AtomicUsize,
-    /// What the provider can do.
-    provider_max: AtomicUsize,
-    pub(super) spin_ns: AtomicU64,
-    pub(super) bytes: AtomicU64,
-    pub(super) transfers: AtomicU64,
-    pub(super) doorbells: AtomicU64,
-    pub(super) failed: AtomicU64,
-}
-
-/// One queue, from the callers' side.
-#[derive(Default)]
-pub(super) struct Queue {
-    pub(super) items: SegQueue<Item>,
-    /// Chains posted and not completed.
-    posted: AtomicUsize,
-    /// Whether somebody waits for room.
-    was_full: AtomicBool,
-}
-
-pub(super) enum Item {
-    Chain(Chain),
-    /// The region ends when this has come out of every queue.
-    Unregister(Arc<RegionId>),
-    /// The peer is forgotten when this has come out of every queue.
-    Detach(Arc<PeerId>),
-    /// What is behind it was posted after a reset, whose command follows.
-    Reset,
-}
-
-pub(super) enum Command {
-    Local(RegionId, Arc<Arena>),
-    Attach { id: PeerId, offer: OfiOffer, rung: Arc<Rung>, reply: oneshot::Sender<Result<usize>> },
-    Window(RegionId, PeerId, Range<usize>),
-    Reset,
-    Stop,
-}
-
-/// What the peer has rung.
-#[derive(Default)]
-pub(super) struct Rung {
-    count: AtomicU64,
-    closed: AtomicBool,
-    /// Nobody wants to hear of the peer any more.
-    detached: AtomicBool,
-    waker: AtomicWaker,
-}
-
-impl Rung {
-    pub(super) fn ring(&self, count: u64) {
-        self.count.fetch_add(count, Ordering::AcqRel);
-        self.waker.wake();
-    }
-
-    pub(super) fn is_detached(&self) -> bool {
-        self.detached.load(Ordering::Acquire)
-    }
-
-    pub(super) fn close(&self) {
-        self.closed.store(true, Ordering::Release);
-        self.waker.wake();
-    }
-}
-
-struct OfiBell(Arc<Rung>);
-
-impl Bell for OfiBell {
-    fn poll_wait(&self, cx: &mut Context<'_>) -> Poll<std::io::Result<u64>> {
-        self.0.waker.register(cx.waker());
-        let closed = self.0.closed.load(Ordering::Acquire);
-        match self.0.count.swap(0, Ordering::AcqRel) {
-            0 if closed => Poll::Ready(Err(std::io::ErrorKind::ConnectionReset.into())),
-            0 => Poll::Pending,
-            count => Poll::Ready(Ok(count)),
-        }
-    }
 }
 
 impl OfiEngine {
@@ -164,27 +75,13 @@ impl OfiEngine {
     pub fn start(options: OfiOptions) -> Result<Arc<OfiEngine>> {
         let library = Library::load()?;
         let configured_max = options.max_transfer.max(LEAST_MAX_TRANSFER);
-        let shared = Arc::new(Shared {
-            commands: SegQueue::new(),
-            queues: Default::default(),
-            completions: SegQueue::new(),
-            waker: AtomicWaker::new(),
-            alarm: Alarm::new()?,
-            next_id: AtomicU32::new(0),
-            max_transfer: AtomicUsize::new(configured_max),
-            provider_max: AtomicUsize::new(usize::MAX),
-            spin_ns: AtomicU64::new(options.spin.as_nanos() as u64),
-            bytes: AtomicU64::new(0),
-            transfers: AtomicU64::new(0),
-            doorbells: AtomicU64::new(0),
-            failed: AtomicU64::new(0),
-        });
+        let shared = Shared::new(configured_max, options.spin)?;
         let (faults, timeout) = (options.faults.clone(), options.attach_timeout);
         let worker = Worker::new(Arc::clone(&shared), library, faults, timeout);
         let thread = spawn(ThreadClass::Channel, "ofi", move || worker.run())?;
         let OfiOptions { provider, attach_timeout, .. } = options;
-        let thread = Mutex::new(Some(thread));
-        Ok(Arc::new(OfiEngine { shared, thread, provider, configured_max, attach_timeout }))
+        let (next_id, thread) = (AtomicU32::new(0), Mutex::new(Some(thread)));
+        Ok(Arc::new(OfiEngine { shared, next_id, thread, provider, configured_max, attach_timeout }))
     }
 
     /// Joins a store's process by what it [granted](super::OfiGrant). Done when the connections stand.
@@ -200,7 +97,7 @@ impl OfiEngine {
         let (id, rung) = (PeerId(self.fresh_id()), Arc::new(Rung::default()));
         let (shared, detached) = (Arc::clone(&self.shared), Arc::clone(&rung));
         let detach = OnDrop::new(move || {
-            detached.detached.store(true, Ordering::Release);
+            detached.detach();
             shared.to_every_queue(id, Item::Detach);
         });
         let (reply, answer) = oneshot::channel();
@@ -225,26 +122,7 @@ impl OfiEngine {
     }
 
     fn fresh_id(&self) -> u32 {
-        self.shared.next_id.fetch_add(1, Ordering::Relaxed)
-    }
-}
-
-impl Shared {
-    fn send(&self, command: Command) {
-        self.commands.push(command);
-        self.alarm.wake();
-    }
-
-    fn to_every_queue<T>(&self, what: T, item: fn(Arc<T>) -> Item) {
-        share_among_queues(what, QUEUES, |queue, share| self.queues[queue].items.push(item(share)));
-        self.alarm.wake();
-    }
-
-    /// A chain of that queue has completed; `true` if somebody waits for the room.
-    pub(super) fn chain_ended(&self, queue: QueueId) -> bool {
-        let queue = &self.queues[queue];
-        queue.posted.fetch_sub(1, Ordering::SeqCst) <= QUEUE_DEPTH / 2
-            && queue.was_full.swap(false, Ordering::SeqCst)
+        self.next_id.fetch_add(1, Ordering::Relaxed)
     }
 }
 
@@ -300,11 +178,11 @@ impl DmaEngine for OfiEngine {
     }
 
     /// Descriptors are of no use to another machine, so only offers are taken.
-    fn attach(&self, attachment: Attachment, len: usize) -> BoxFuture<'_, Result<Joined>> {
+    fn attach(&self, access: MemoryAccess, len: usize) -> BoxFuture<'_, Result<Joined>> {
         Box::pin(async move {
-            match attachment {
-                Attachment::Offer(offer) => self.attach_offer(offer, len).await,
-                Attachment::Descriptors(_) => Err(ChannelError::WrongAttachment {
+            match access {
+                MemoryAccess::Offer(offer) => self.attach_offer(offer, len).await,
+                MemoryAccess::Descriptors(_) => Err(ChannelError::WrongMemoryAccess {
                     engine: self.name().to_owned(),
                     what: "descriptors of this machine",
                 }),
@@ -333,15 +211,7 @@ impl DmaEngine for OfiEngine {
             let what = format!("there is no queue {queue}, only {QUEUES}");
             return Err(Unposted::Refused(ChannelError::Transfer(what)));
         };
-        while queue.posted.fetch_add(1, Ordering::SeqCst) >= QUEUE_DEPTH {
-            queue.posted.fetch_sub(1, Ordering::SeqCst);
-            queue.was_full.store(true, Ordering::SeqCst);
-            // If it has emptied meanwhile, nobody might wake us any more; then there is room.
-            if queue.posted.load(Ordering::SeqCst) > QUEUE_DEPTH / 2 {
-                return Err(Unposted::Full(chain));
-            }
-        }
-        queue.items.push(Item::Chain(chain));
+        queue.post(chain)?;
         self.shared.alarm.wake();
         Ok(())
     }

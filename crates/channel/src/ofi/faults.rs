@@ -34,19 +34,33 @@ impl Fate {
     }
 }
 
-/// Makes the byte in the middle of `len` bytes at `offset` another one.
-pub(super) fn damage(arena: &Arena, offset: usize, len: usize) {
-    let (at, mut byte) = (offset + len / 2, [0]);
-    let inside = len == 0 || arena.copy_out(at, &mut byte) && arena.copy_in(at, &[!byte[0]]);
-    debug_assert!(inside, "a transfer outside its memory");
+/// Bytes of the pages that memory is mapped by.
+const PAGE: usize = 4096;
+
+/// Inverts the byte in the middle of `len` bytes at `offset`, as a faulty device would. The bytes
+/// may be in a buffer of an allocator.
+pub(super) fn damage(arena: &Arena, offset: usize, len: usize) -> Result<()> {
+    if len == 0 {
+        return Ok(());
+    }
+    let at = offset + len / 2;
+    let page = at - at % PAGE;
+    let inside = arena.for_device(page..page + PAGE)?.invert(at - page);
+    debug_assert!(inside, "the byte is in its page");
+    Ok(())
 }
 
-/// A copy of these bytes with one that is wrong, to be written in their place: they themselves have other readers.
+/// A copy of these bytes with one that is wrong, to be written in their place: they themselves have
+/// other readers. The bytes may be in a buffer of an allocator.
 pub(super) fn damaged_copy(port: &Port, arena: &Arena, offset: usize, len: usize) -> Result<MemoryRegion> {
     let mut bytes = vec![0; len];
+    let (start, end) = (offset - offset % PAGE, (offset + len).next_multiple_of(PAGE));
+    let copied = len == 0 || arena.for_device(start..end)?.copy_out(offset - start, &mut bytes);
+    if let Some(byte) = bytes.get_mut(len / 2) {
+        *byte = !*byte;
+    }
     let copy = Arena::anonymous(len.max(1))?;
-    let copied = arena.copy_out(offset, &mut bytes) && copy.copy_in(0, &bytes);
+    let copied = copied && copy.copy_in(0, &bytes);
     debug_assert!(copied, "a transfer outside its memory");
-    damage(&copy, 0, len);
     Ok(MemoryRegion::register(&port.domain, &copy, Access::Local)?)
 }

@@ -7,7 +7,7 @@
 //!   +------+--------+-------+-------+---------+--------+
 //! ```
 //!
-//! The connections of one session count their attempts: those of a later one replace those of an earlier one, which the
+//! The connections of one attachment count their attempts: those of a later one replace those of an earlier one, which the
 //! host may not have seen close yet.
 
 use super::QUEUES;
@@ -16,7 +16,7 @@ use super::QUEUES;
 const VERSION: u16 = 1;
 const LEN: usize = 28;
 
-/// Which connection of which session is asked for.
+/// Which connection of which attachment is asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Greeting {
     pub(super) queue: usize,

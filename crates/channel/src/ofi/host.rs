@@ -1,4 +1,4 @@
-//! The store's side: host memory that one session's engine may read and write.
+//! The store's side: host memory that one attachment's engine may read and write.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -28,7 +28,7 @@ use base::spinner::Spinner;
 
 /// When the provider is full, it is asked again after that.
 const RETRY: Duration = Duration::from_millis(1);
-/// Closing the connections of a session does not take that long.
+/// Closing the connections of an attachment does not take that long.
 const REVOKE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Settings of an [`OfiHost`].
@@ -38,8 +38,8 @@ pub struct OfiHostOptions {
     pub provider: String,
     /// Where to listen; port 0 for a free one. The osd's process must be able to reach it.
     pub address: SocketAddr,
-    /// Sessions at a time for whose operations there is room. Granting more is no error, but their connections may fail.
-    pub sessions: usize,
+    /// Attachments at a time for whose operations there is room. Granting more is no error, but their connections may fail.
+    pub attachments: usize,
     /// How long the thread looks for more work before it sleeps.
     pub spin: Duration,
     /// What is to go wrong.
@@ -53,14 +53,14 @@ impl OfiHostOptions {
         OfiHostOptions {
             provider: provider.to_owned(),
             address,
-            sessions: 4,
+            attachments: 4,
             spin: Duration::from_micros(10),
             faults: Faults::default(),
         }
     }
 }
 
-/// Listens for engines and serves them, on one thread. Dropping it ends all sessions.
+/// Listens for engines and serves them, on one thread. Dropping it ends all attachments.
 pub struct OfiHost {
     shared: Arc<Shared>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -72,20 +72,20 @@ pub struct OfiHost {
 struct Shared {
     commands: SegQueue<Command>,
     alarm: Alarm,
-    next_session: AtomicU32,
+    next_attachment: AtomicU32,
     spin_ns: AtomicU64,
     /// The thread has ended, and has closed all connections.
     stopped: AtomicBool,
 }
 
 enum Command {
-    Grant(u32, Box<Session>),
+    Grant(u32, Box<Attachment>),
     /// Tells when that is done.
     Revoke(u32, Option<mpsc::SyncSender<()>>),
     Stop,
 }
 
-/// Host memory, granted to one session. Dropping it closes the session's connections, then ends the registration: after
+/// Host memory, granted to one attachment. Dropping it closes the attachment's connections, then ends the registration: after
 /// that the osd's process cannot reach the memory.
 pub struct OfiGrant {
     /// What the osd's process must be told.
@@ -105,16 +105,16 @@ impl OfiHost {
     /// # Errors
     /// If there is no libfabric or no such provider, or the address is not one of this machine or in use.
     pub fn start(options: OfiHostOptions) -> Result<OfiHost> {
-        let OfiHostOptions { provider, address, sessions, spin, faults } = options;
+        let OfiHostOptions { provider, address, attachments, spin, faults } = options;
         let info = query(Library::load()?, &provider, Target::Listen(address))?;
-        // One session more, for the one that is just ending.
-        let port = Port::open(info, (sessions + 1) * QUEUES * line::DEPTH)?;
+        // One attachment more, for the one that is just ending.
+        let port = Port::open(info, (attachments + 1) * QUEUES * line::DEPTH)?;
         let listener = Listener::open(port.domain.info(), &port.events)?;
         let address = listener.address();
         let shared = Arc::new(Shared {
             commands: SegQueue::new(),
             alarm: Alarm::new()?,
-            next_session: AtomicU32::new(0),
+            next_attachment: AtomicU32::new(0),
             spin_ns: AtomicU64::new(spin.as_nanos() as u64),
             stopped: AtomicBool::new(false),
         });
@@ -122,7 +122,7 @@ impl OfiHost {
         let behind = Arc::clone(&shared);
         let worker = Worker {
             shared: behind,
-            sessions: HashMap::new(),
+            attachments: HashMap::new(),
             _listener: listener,
             port,
             faults,
@@ -145,7 +145,7 @@ impl OfiHost {
         !self.shared.stopped.load(Ordering::Acquire)
     }
 
-    /// Grants `memory` to the one session that gets the offer.
+    /// Grants `memory` to the one attachment that gets the offer.
     ///
     /// # Errors
     /// If it [does not serve](Self::is_running), the memory cannot be registered, or the process is out of file descriptors.
@@ -158,7 +158,7 @@ impl OfiHost {
             secret: rand::random(),
             memory: region.remote(),
         };
-        let session = Box::new(Session {
+        let attachment = Box::new(Attachment {
             secret: offer.secret,
             lines: Default::default(),
             attempt: 0,
@@ -166,8 +166,8 @@ impl OfiHost {
             osd_doorbell: osd_doorbell.try_clone()?,
             _region: region,
         });
-        let id = self.shared.next_session.fetch_add(1, Ordering::Relaxed);
-        self.shared.send(Command::Grant(id, session));
+        let id = self.shared.next_attachment.fetch_add(1, Ordering::Relaxed);
+        self.shared.send(Command::Grant(id, attachment));
         if !self.is_running() {
             return Err(stopped());
         }
@@ -178,7 +178,7 @@ impl OfiHost {
 }
 
 impl OfiGrant {
-    /// Ends the session and returns when its connections are closed: nothing arrives in the memory after that. Blocks the
+    /// Ends the attachment and returns when its connections are closed: nothing arrives in the memory after that. Blocks the
     /// thread for as long as the host's thread needs for it, as a rule far less than a millisecond; not at all if the
     /// host's device has failed.
     ///
@@ -234,7 +234,7 @@ impl Drop for OfiHost {
     }
 }
 
-struct Session {
+struct Attachment {
     secret: u128,
     /// The connections that have been asked for so far, by queue.
     lines: [Option<Line>; QUEUES],
@@ -246,7 +246,7 @@ struct Session {
     _region: MemoryRegion,
 }
 
-impl Session {
+impl Attachment {
     /// The connection that a token names, if it has not been replaced.
     fn line(&mut self, token: Token) -> Option<&mut Line> {
         if !token.is_of(self.attempt) {
@@ -298,7 +298,7 @@ impl Session {
 
 struct Worker {
     shared: Arc<Shared>,
-    sessions: HashMap<u32, Box<Session>>,
+    attachments: HashMap<u32, Box<Attachment>>,
     _listener: Listener,
     port: Port,
     faults: Faults,
@@ -310,7 +310,7 @@ struct Worker {
 /// Also after a panic.
 impl Drop for Worker {
     fn drop(&mut self) {
-        self.sessions.clear();
+        self.attachments.clear();
         self.shared.stop();
     }
 }
@@ -344,9 +344,9 @@ impl Worker {
         while let Some(command) = self.shared.commands.pop() {
             worked = true;
             match command {
-                Command::Grant(id, session) => drop(self.sessions.insert(id, session)),
+                Command::Grant(id, attachment) => drop(self.attachments.insert(id, attachment)),
                 Command::Revoke(id, done) => {
-                    drop(self.sessions.remove(&id));
+                    drop(self.attachments.remove(&id));
                     // Whoever asked may have given up.
                     let _ = done.map(|done| done.try_send(()));
                 }
@@ -361,9 +361,9 @@ impl Worker {
         self.shared.alarm.sleep(
             || !self.shared.commands.is_empty(),
             |alarm| {
-                // The doorbell of a session without a connection is not looked at, and must not keep us awake.
-                let hearing = self.sessions.values().filter(|session| session.hears());
-                let bells = hearing.map(|session| session.osd_doorbell.as_fd());
+                // The doorbell of an attachment without a connection is not looked at, and must not keep us awake.
+                let hearing = self.attachments.values().filter(|attachment| attachment.hears());
+                let bells = hearing.map(|attachment| attachment.osd_doorbell.as_fd());
                 let others: Vec<_> = std::iter::once(alarm).chain(bells).collect();
                 self.port.wait(&others, timeout);
             },
@@ -387,7 +387,9 @@ impl Worker {
                 Event::ConnectionRequest(request) => self.answer(request),
                 Event::Connected { endpoint, .. } => {
                     let token = Token::decode(endpoint);
-                    if let Some(line) = self.sessions.get_mut(&token.session).and_then(|s| s.line(token)) {
+                    if let Some(line) =
+                        self.attachments.get_mut(&token.attachment).and_then(|s| s.line(token))
+                    {
                         line.established = true;
                     }
                 }
@@ -406,15 +408,15 @@ impl Worker {
 
     fn completed(&mut self, completion: &Completion) {
         let token = Token::decode(completion.endpoint);
-        let Some(session) = self.sessions.get_mut(&token.session) else { return };
-        if let Err(e) = session.completed(token, completion) {
+        let Some(attachment) = self.attachments.get_mut(&token.attachment) else { return };
+        if let Err(e) = attachment.completed(token, completion) {
             self.lose(token, &e.to_string());
         }
     }
 
-    /// Takes a connection in, if it belongs to a session and is not there yet.
+    /// Takes a connection in, if it belongs to an attachment and is not there yet.
     fn answer(&mut self, request: ConnectionRequest) {
-        // Its session was granted before it was made.
+        // Its attachment was granted before it was made.
         self.take_commands();
         let refuse = |request: ConnectionRequest, why: &str| {
             tracing::debug!("a connection was refused: {why}");
@@ -425,37 +427,37 @@ impl Worker {
         let Some(Greeting { queue, attempt, secret }) = Greeting::decode(request.data()) else {
             return refuse(request, "not an engine of this version");
         };
-        let session = self.sessions.iter_mut().find(|(_, session)| session.secret == secret);
-        let Some((id, session)) = session else { return refuse(request, "no such session") };
-        if attempt > session.attempt {
-            session.lines = Default::default();
-            session.attempt = attempt;
+        let attachment = self.attachments.iter_mut().find(|(_, attachment)| attachment.secret == secret);
+        let Some((id, attachment)) = attachment else { return refuse(request, "no such attachment") };
+        if attempt > attachment.attempt {
+            attachment.lines = Default::default();
+            attachment.attempt = attempt;
         }
-        if attempt < session.attempt || session.lines[queue].is_some() {
-            return refuse(request, "the session is taken");
+        if attempt < attachment.attempt || attachment.lines[queue].is_some() {
+            return refuse(request, "the attachment is taken");
         }
         match accept(request, &self.port, Token::new(*id, attempt, queue)) {
-            Ok(line) => session.lines[queue] = Some(line),
+            Ok(line) => attachment.lines[queue] = Some(line),
             Err(e) => tracing::debug!("a connection could not be accepted: {e}"),
         }
     }
 
-    /// Closes a session's connections, unless there are newer ones. The engine may connect again.
+    /// Closes an attachment's connections, unless there are newer ones. The engine may connect again.
     fn lose(&mut self, token: Token, why: &str) {
-        let Some(session) = self.sessions.get_mut(&token.session) else { return };
-        if token.is_of(session.attempt) && session.lines.iter().any(Option::is_some) {
-            tracing::debug!("session {}: {why}", token.session);
-            session.lines = Default::default();
+        let Some(attachment) = self.attachments.get_mut(&token.attachment) else { return };
+        if token.is_of(attachment.attempt) && attachment.lines.iter().any(Option::is_some) {
+            tracing::debug!("attachment {}: {why}", token.attachment);
+            attachment.lines = Default::default();
         }
     }
 
     fn flush(&mut self) {
         self.retry = false;
         let mut lost = Vec::new();
-        for (id, session) in &mut self.sessions {
-            match session.flush() {
+        for (id, attachment) in &mut self.attachments {
+            match attachment.flush() {
                 Ok(sent) => self.retry |= !sent,
-                Err(e) => lost.push((Token::new(*id, session.attempt, URGENT), e.to_string())),
+                Err(e) => lost.push((Token::new(*id, attachment.attempt, URGENT), e.to_string())),
             }
         }
         for (token, why) in lost {
@@ -475,7 +477,7 @@ fn accept(request: ConnectionRequest, port: &Port, token: Token) -> Result<Line>
 /// Names an endpoint. Of the attempt, 24 bits are kept: enough to tell it from those shortly before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Token {
-    session: u32,
+    attachment: u32,
     attempt: u32,
     queue: usize,
 }
@@ -483,8 +485,8 @@ struct Token {
 impl Token {
     const ATTEMPTS: u32 = 0xff_ffff;
 
-    fn new(session: u32, attempt: u32, queue: usize) -> Token {
-        Token { session, attempt: attempt & Self::ATTEMPTS, queue }
+    fn new(attachment: u32, attempt: u32, queue: usize) -> Token {
+        Token { attachment, attempt: attempt & Self::ATTEMPTS, queue }
     }
 
     fn is_of(self, attempt: u32) -> bool {
@@ -492,7 +494,7 @@ impl Token {
     }
 
     fn encode(self) -> u64 {
-        u64::from(self.session) << 32 | u64::from(self.attempt) << 8 | self.queue as u64
+        u64::from(self.attachment) << 32 | u64::from(self.attempt) << 8 | self.queue as u64
     }
 
     fn decode(token: u64) -> Token {

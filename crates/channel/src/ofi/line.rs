@@ -1,4 +1,4 @@
-//! One connection of a session, as both sides have it: an endpoint and doorbells both ways.
+//! One connection of an attachment, as both sides have it: an endpoint and doorbells both ways.
 
 use std::sync::Arc;
 

@@ -10,7 +10,7 @@
 //!     Bell ◀──── endpoint 0 ◀══════════ bells ════════ endpoint 0 ◀── osd's doorbell (eventfd)
 //! ```
 //!
-//! **Joining.** The store's process registers the memory of a session and [grants](OfiHost::grant) it; the resulting
+//! **Joining.** The store's process registers the memory of an attachment and [grants](OfiHost::grant) it; the resulting
 //! [`OfiOffer`] goes to the osd's process by the control socket, which [attaches](crate::DmaEngine::attach) to it: one connection
 //! for each queue of the engine, so that queues do not wait for one another. Each connection request carries the offer's
 //! secret. Dropping the grant closes the connections and then the registration.
@@ -46,6 +46,8 @@ mod host;
 mod lane;
 mod line;
 mod port;
+mod rung;
+mod shared;
 mod worker;
 
 use std::net::SocketAddr;
@@ -64,14 +66,14 @@ pub fn prepare_process() {
     fabric::Library::prepare();
 }
 
-/// What the osd's process needs to reach a session's host memory. Whoever has it can: it is a secret.
+/// What the osd's process needs to reach an attachment's host memory. Whoever has it can: it is a secret.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OfiOffer {
     /// libfabric's provider, e.g. `verbs` or `tcp`.
     pub provider: String,
     /// Where the store's process listens.
     pub address: SocketAddr,
-    /// Names the session, and proves that the offer was received.
+    /// Names the attachment, and proves that the offer was received.
     pub secret: u128,
     /// The memory: key, base address and length in bytes.
     pub memory: RemoteRegion,

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use base::fault::{Action, Faults, Site};
-use base::mem::Arena;
+use base::mem::{Arena, DeviceMemory};
 
 use super::{Command, Item, QUEUE_DEPTH, QUEUES, Shared};
 use crate::dma::{Failed, PeerId, URGENT};
@@ -48,7 +48,7 @@ pub(super) struct Device {
     shared: Arc<Shared>,
     pace: Option<(Duration, Duration)>,
     faults: Faults,
-    regions: HashMap<RegionId, Arc<Arena>>,
+    regions: HashMap<RegionId, DeviceMemory>,
     peers: HashMap<PeerId, (Arc<Arena>, OwnedFd)>,
     /// The chain at the head of each queue.
     heads: [Option<Work>; QUEUES],
@@ -158,7 +158,7 @@ impl Device {
     fn take_commands(&mut self) {
         while let Some(command) = self.shared.commands.pop() {
             match command {
-                Command::Local(id, arena) => drop(self.regions.insert(id, arena)),
+                Command::Local(id, memory) => drop(self.regions.insert(id, memory)),
                 Command::Attach { id, memory, len, doorbell, reply } => {
                     let mapped = Arena::from_peer(memory, len).map_err(ChannelError::from);
                     let result = mapped.map(|arena| drop(self.peers.insert(id, (arena, doorbell))));
@@ -166,7 +166,7 @@ impl Device {
                     let _ = reply.send(result);
                 }
                 Command::Window(id, peer, range) => match self.window(peer, range) {
-                    Ok(arena) => drop(self.regions.insert(id, arena)),
+                    Ok(memory) => drop(self.regions.insert(id, memory)),
                     Err(e) => tracing::error!("peer memory cannot be mapped: {e}"),
                 },
                 Command::Reset => self.reset(),
@@ -175,10 +175,10 @@ impl Device {
         }
     }
 
-    fn window(&self, peer: PeerId, range: std::ops::Range<usize>) -> Result<Arc<Arena>> {
+    fn window(&self, peer: PeerId, range: std::ops::Range<usize>) -> Result<DeviceMemory> {
         let (whole, _) =
             self.peers.get(&peer).ok_or_else(|| ChannelError::Transfer("the peer has gone".into()))?;
-        Ok(whole.window(range)?)
+        Ok(whole.pinned_for_device(range)?)
     }
 
     /// Brings the next chain of a queue to its head; `false` if it has none.
@@ -328,8 +328,7 @@ impl Device {
         }
         if fault == Some(Action::Corrupt) && transfer.len > 0 {
             let at = transfer.dst.offset + transfer.len / 2;
-            let mut byte = [0];
-            let inside = dst.copy_out(at, &mut byte) && dst.copy_in(at, &[!byte[0]]);
+            let inside = dst.invert(at);
             debug_assert!(inside, "it was just written");
         }
         self.shared.bytes.fetch_add(transfer.len as u64, Ordering::Relaxed);

@@ -1,8 +1,9 @@
 //! The emulated engine `shm`: a thread that stands for DMA hardware.
 //!
-//! Both memories are memfds. The thread `dma-0` is the only place in the system that maps both: peer memory is mapped
-//! by that thread, held in that thread's own table ([`device::Device`]), and never leaves it. Its CPU time is what hardware
-//! would save, and it is booked apart by its name.
+//! Both memories are memfds. The thread `dma-0` is the only place in the system that maps both: peer
+//! memory is mapped by that thread, held in that thread's own table ([`device::Device`]), and never
+//! leaves it. The thread reaches local memory by a mapping of its own, too, as hardware would
+//! ([`DeviceMemory`]). Its CPU time is what hardware would save, and it is booked apart by its name.
 //!
 //! One thread serves several queues, as one device does: short chains of the urgent queue first, the others in turn,
 //! transfer by transfer. When there is nothing to do it spins for up to [`ShmOptions::spin`], as long as that keeps finding
@@ -19,7 +20,7 @@ use std::thread::{JoinHandle, Thread};
 use std::time::Duration;
 
 use base::fault::Faults;
-use base::mem::Arena;
+use base::mem::{Arena, DeviceMemory};
 use base::thread::{ThreadClass, spawn};
 use crossbeam_queue::SegQueue;
 use futures::future::BoxFuture;
@@ -29,7 +30,7 @@ use tokio::sync::oneshot;
 use crate::dma::{OnDrop, PeerId, QueueId};
 use crate::farewell::share_among_queues;
 use crate::{
-    Attachment, Chain, ChannelError, Completion, Counters, Descriptors, DmaEngine, Doorbell, Joined, Peer,
+    Chain, ChannelError, Completion, Counters, Descriptors, DmaEngine, Doorbell, Joined, MemoryAccess, Peer,
     Reach, Region, RegionId, Result, Unposted,
 };
 use device::Device;
@@ -142,7 +143,7 @@ enum Item {
 }
 
 enum Command {
-    Local(RegionId, Arc<Arena>),
+    Local(RegionId, DeviceMemory),
     Attach { id: PeerId, memory: OwnedFd, len: usize, doorbell: OwnedFd, reply: oneshot::Sender<Result<()>> },
     Window(RegionId, PeerId, Range<usize>),
     Reset,
@@ -268,7 +269,7 @@ impl DmaEngine for ShmEngine {
 
     fn register_local(&self, arena: &Arc<Arena>) -> Result<Region> {
         let id = RegionId(self.fresh_id());
-        self.shared.send(Command::Local(id, Arc::clone(arena)));
+        self.shared.send(Command::Local(id, arena.for_device(0..arena.len())?));
         Ok(self.region(id, arena.len()))
     }
 
@@ -280,13 +281,13 @@ impl DmaEngine for ShmEngine {
         false
     }
 
-    fn attach(&self, attachment: Attachment, len: usize) -> BoxFuture<'_, Result<Joined>> {
+    fn attach(&self, access: MemoryAccess, len: usize) -> BoxFuture<'_, Result<Joined>> {
         Box::pin(async move {
-            match attachment {
-                Attachment::Descriptors(descriptors) => self.attach_descriptors(descriptors, len).await,
-                Attachment::Offer(_) => {
+            match access {
+                MemoryAccess::Descriptors(descriptors) => self.attach_descriptors(descriptors, len).await,
+                MemoryAccess::Offer(_) => {
                     let what = "an offer of libfabric";
-                    Err(ChannelError::WrongAttachment { engine: self.name.clone(), what })
+                    Err(ChannelError::WrongMemoryAccess { engine: self.name.clone(), what })
                 }
             }
         })

@@ -9,7 +9,7 @@ use super::abi::{
     COMPLETION, CONTROL_ENABLE, FENCE, FiMsg, FiMsgRma, FiRmaIov, FidEp, INJECT, RECV, SELECTIVE_COMPLETION,
     TRANSMIT,
 };
-use super::events::{Registration, Source};
+use super::event_queue::{Registration, Source};
 use super::handle::Handle;
 use super::listener::private_data_room;
 use super::{

@@ -1,26 +1,14 @@
-//! Event queues: what happens to connections.
+//! What happens to connections, as queues of events tell it.
 
-use std::collections::HashMap;
-use std::ffi::c_void;
-use std::os::fd::{BorrowedFd, RawFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::atomic::Ordering;
 
-use super::abi::{
-    EAVAIL, EVENT_CONNECTED, EVENT_CONNREQ, EVENT_SHUTDOWN, EqAttr, EqCmEntry, EqErrEntry, Fid, FidEq,
-    WAIT_FD,
-};
-use super::domain::{Object, wait_fd};
-use super::handle::Handle;
-use super::listener::ListenerInner;
-use super::{ConnectionRequest, Fabric, Info, Waitable, library};
+use super::abi::{EAVAIL, EVENT_CONNECTED, EVENT_CONNREQ, EVENT_SHUTDOWN, EqCmEntry, EqErrEntry};
+use super::event_queue::{EventQueue, Source};
+use super::{ConnectionRequest, Info, library};
 use crate::{FabricError, Result};
 
 /// Most private data that is taken from an event, in bytes; providers allow a few hundred.
 const MAX_DATA: usize = 1024;
-/// Events that a queue can hold, which providers may exceed.
-const QUEUE_LEN: usize = 64;
-
 /// Errors with which providers end the reading of a queue when it is but a connection that has failed. Over iWARP its own port may
 /// be one of TCP's ([`Listener::open`](super::Listener::open)).
 const OF_A_CONNECTION: [i32; 13] = [
@@ -75,25 +63,6 @@ pub enum Event {
     },
 }
 
-/// Tells what happens to connections.
-#[derive(Clone)]
-pub struct EventQueue(Arc<Inner>);
-
-struct Inner {
-    handle: Handle<FidEq>,
-    fd: RawFd,
-    /// Who is bound to it, by address of the object, with the number of the registration. Never followed: only compared.
-    sources: Mutex<HashMap<usize, (u64, Source)>>,
-    fabric: Fabric,
-}
-
-#[derive(Clone)]
-pub(super) enum Source {
-    Listener(Weak<ListenerInner>),
-    /// Its token, and whether it has been connected.
-    Endpoint(u64, Arc<AtomicBool>),
-}
-
 #[repr(C)]
 struct CmBuffer {
     entry: EqCmEntry,
@@ -101,32 +70,6 @@ struct CmBuffer {
 }
 
 impl EventQueue {
-    /// Opens a queue.
-    ///
-    /// # Errors
-    /// If the provider refuses.
-    pub fn open(fabric: &Fabric) -> Result<EventQueue> {
-        let mut attributes = EqAttr {
-            size: QUEUE_LEN,
-            flags: 0,
-            wait_obj: WAIT_FD,
-            signaling_vector: 0,
-            wait_set: std::ptr::null_mut(),
-        };
-        let mut queue = std::ptr::null_mut();
-        let parent = fabric.as_ptr();
-        // SAFETY: an open fabric, whole attributes, and a place for the result.
-        let code = unsafe {
-            let attributes = &raw mut attributes;
-            ((*(*parent).ops).eq_open)(parent, attributes, &raw mut queue, std::ptr::null_mut())
-        };
-        library::check("fi_eq_open", code)?;
-        // SAFETY: just made, ours.
-        let handle = unsafe { Handle::new(queue, "fi_eq_open") }?;
-        let fd = wait_fd(&handle)?;
-        Ok(EventQueue(Arc::new(Inner { handle, fd, sources: Mutex::default(), fabric: fabric.clone() })))
-    }
-
     /// The next event, if there is one.
     ///
     /// # Errors
@@ -136,7 +79,7 @@ impl EventQueue {
             let entry = EqCmEntry { fid: std::ptr::null_mut(), info: std::ptr::null_mut() };
             let mut buffer = CmBuffer { entry, data: [0; MAX_DATA] };
             let mut kind = 0;
-            let queue = self.0.handle.as_ptr();
+            let queue = self.handle().as_ptr();
             // SAFETY: an open queue, and a buffer of the size said.
             let read = unsafe {
                 let out = (&raw mut buffer).cast();
@@ -161,8 +104,7 @@ impl EventQueue {
     fn decode(&self, kind: u32, buffer: CmBuffer, len: usize) -> Result<Option<Event>> {
         let CmBuffer { entry, data } = buffer;
         let data = data[..len.saturating_sub(size_of::<EqCmEntry>()).min(MAX_DATA)].to_vec();
-        let sources = self.sources();
-        let event = match (kind, sources.get(&(entry.fid as usize)).map(|(_, source)| source)) {
+        let event = match (kind, self.source(entry.fid)) {
             (EVENT_CONNREQ, source) => {
                 // SAFETY: an info that this event hands over to us.
                 let info = unsafe { Info::from_raw(entry.info) }?;
@@ -172,11 +114,9 @@ impl EventQueue {
             }
             (EVENT_CONNECTED, Some(Source::Endpoint(endpoint, connected))) => {
                 connected.store(true, Ordering::Release);
-                Some(Event::Connected { endpoint: *endpoint, data })
+                Some(Event::Connected { endpoint, data })
             }
-            (EVENT_SHUTDOWN, Some(Source::Endpoint(endpoint, _))) => {
-                Some(Event::Closed { endpoint: *endpoint })
-            }
+            (EVENT_SHUTDOWN, Some(Source::Endpoint(endpoint, _))) => Some(Event::Closed { endpoint }),
             _ => None,
         };
         Ok(event)
@@ -193,7 +133,7 @@ impl EventQueue {
             err_data: data.as_mut_ptr().cast(),
             err_data_size: MAX_DATA,
         };
-        let queue = self.0.handle.as_ptr();
+        let queue = self.handle().as_ptr();
         // SAFETY: an open queue, and an entry with room for data.
         let read = unsafe { ((*(*queue).ops).readerr)(queue, &raw mut entry, 0) };
         match i32::try_from(read).unwrap_or(0) {
@@ -201,72 +141,10 @@ impl EventQueue {
             code if code < 0 => return Err(library::error("fi_eq_readerr", -code)),
             _ => {}
         }
-        let Some((_, Source::Endpoint(endpoint, _))) = self.sources().get(&(entry.fid as usize)).cloned()
-        else {
+        let Some(Source::Endpoint(endpoint, _)) = self.source(entry.fid) else {
             return Ok(None);
         };
         let data = data[..entry.err_data_size.min(MAX_DATA)].to_vec();
         Ok(Some(Event::Failed { endpoint, error: library::error("the connection", entry.err), data }))
-    }
-
-    fn sources(&self) -> MutexGuard<'_, HashMap<usize, (u64, Source)>> {
-        self.0.sources.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(super) fn fid(&self) -> *mut Fid {
-        self.0.handle.fid()
-    }
-
-    /// The fabric it was opened in.
-    #[must_use]
-    pub fn fabric(&self) -> &Fabric {
-        &self.0.fabric
-    }
-}
-
-/// What a queue knows of an object that is bound to it. To be dropped once the object is closed; by then another one may
-/// have got its address, and a registration of its own.
-pub(super) struct Registration {
-    object: usize,
-    serial: u64,
-    events: EventQueue,
-}
-
-impl Registration {
-    pub(super) fn new(events: &EventQueue, object: *mut Fid) -> Registration {
-        static SERIAL: AtomicU64 = AtomicU64::new(0);
-        let serial = SERIAL.fetch_add(1, Ordering::Relaxed);
-        Registration { object: object as usize, serial, events: events.clone() }
-    }
-
-    /// From here on there are events of the object.
-    pub(super) fn is_for(&self, source: Source) {
-        self.events.sources().insert(self.object, (self.serial, source));
-    }
-
-    pub(super) fn events(&self) -> &EventQueue {
-        &self.events
-    }
-}
-
-impl Drop for Registration {
-    fn drop(&mut self) {
-        let mut sources = self.events.sources();
-        if sources.get(&self.object).is_some_and(|(serial, _)| *serial == self.serial) {
-            sources.remove(&self.object);
-        }
-    }
-}
-
-impl Object for EventQueue {
-    fn object(&self) -> *mut c_void {
-        self.fid().cast()
-    }
-}
-
-impl Waitable for EventQueue {
-    fn wait_fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: the queue keeps it open as long as it is open itself.
-        unsafe { BorrowedFd::borrow_raw(self.0.fd) }
     }
 }

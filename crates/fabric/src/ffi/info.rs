@@ -10,7 +10,7 @@ use super::abi::{
     NUMERICHOST, ORDER_RAW, ORDER_SAS, ORDER_SAW, PROGRESS_MANUAL, PROTO_IWARP, RMA, SHARED_CONTEXT, SOURCE,
     THREAD_SAFE, TxAttr,
 };
-use super::library;
+use super::library::{self, Library};
 use crate::{FabricError, MrMode, Query, Result, Target, address};
 
 /// One offer of a provider: a way to make endpoints, and its limits.
@@ -216,16 +216,21 @@ unsafe fn text(s: *const c_char) -> String {
     unsafe { CStr::from_ptr(s) }.to_string_lossy().into_owned()
 }
 
-/// Asks all providers.
-pub(super) fn query(query: &Query) -> Result<Vec<Info>> {
-    let hints = hints(query)?;
-    let (node, service, flags) = endpoint_name(query.target)?;
-    // SAFETY: hints that libfabric allocated.
-    match unsafe { library::getinfo(node.as_deref(), service.as_deref(), flags, hints.as_ptr()) } {
-        // SAFETY: what libfabric has just returned.
-        Ok(list) => unsafe { take_list(list) },
-        Err(libc::ENODATA) => Err(FabricError::NoProvider { wanted: query.to_string() }),
-        Err(code) => Err(library::error("fi_getinfo", code)),
+impl Library {
+    /// What providers offer, best first.
+    ///
+    /// # Errors
+    /// [`FabricError::NoProvider`] if there is nothing; other errors if a provider failed.
+    pub fn query(self, query: &Query) -> Result<Vec<Info>> {
+        let hints = hints(query)?;
+        let (node, service, flags) = endpoint_name(query.target)?;
+        // SAFETY: hints that libfabric allocated.
+        match unsafe { library::getinfo(node.as_deref(), service.as_deref(), flags, hints.as_ptr()) } {
+            // SAFETY: what libfabric has just returned.
+            Ok(list) => unsafe { take_list(list) },
+            Err(libc::ENODATA) => Err(FabricError::NoProvider { wanted: query.to_string() }),
+            Err(code) => Err(library::error("fi_getinfo", code)),
+        }
     }
 }
 

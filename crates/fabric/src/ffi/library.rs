@@ -3,9 +3,8 @@
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::sync::OnceLock;
 
-use super::Info;
 use super::abi::{API_VERSION, FabricAttr, FiInfo, FidFabric};
-use crate::{FabricError, Query, Result};
+use crate::{FabricError, Result};
 
 const SONAME: &CStr = c"libfabric.so.1";
 /// Most registrations in libfabric's cache. With a cache, memory stays accessible to peers after its region was closed.
@@ -60,14 +59,6 @@ impl Library {
         // SAFETY: takes nothing and cannot fail.
         let version = unsafe { (symbols().version)() };
         ((version >> 16) as u16, version as u16)
-    }
-
-    /// What providers offer, best first.
-    ///
-    /// # Errors
-    /// [`FabricError::NoProvider`] if there is nothing; other errors if a provider failed.
-    pub fn query(self, query: &Query) -> Result<Vec<Info>> {
-        super::info::query(query)
     }
 }
 

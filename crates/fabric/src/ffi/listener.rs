@@ -5,9 +5,9 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use super::abi::{FidPep, OPT_CM_DATA_SIZE, OPT_ENDPOINT};
-use super::events::{Registration, Source};
+use super::event_queue::{Bound, EventQueue, Source};
 use super::handle::Handle;
-use super::{EventQueue, Fabric, Info, library};
+use super::{Fabric, Info, library};
 use crate::{FabricError, Result, address};
 
 /// Room for any socket address.
@@ -20,13 +20,8 @@ const FREE_PORT_TRIES: usize = 16;
 /// Listens at an address; who wants to connect appears as an [`Event`](super::Event) of its queue. Closed when it and the
 /// last unanswered request have been dropped.
 pub struct Listener {
-    inner: Arc<ListenerInner>,
+    inner: Arc<Bound<FidPep>>,
     address: SocketAddr,
-}
-
-pub(super) struct ListenerInner {
-    handle: Handle<FidPep>,
-    registration: Registration,
 }
 
 impl Listener {
@@ -56,11 +51,8 @@ impl Listener {
         library::check("fi_passive_ep", code)?;
         // SAFETY: just made, ours.
         let handle = unsafe { Handle::new(object, "fi_passive_ep") }?;
-        let registration = Registration::new(events, handle.fid());
-        // SAFETY: the queue is open, and kept so by the registration until after the listener is closed.
-        unsafe { handle.bind(events.fid(), 0) }?;
-        let inner = Arc::new(ListenerInner { handle, registration });
-        inner.registration.is_for(Source::Listener(Arc::downgrade(&inner)));
+        let inner = Arc::new(Bound::new(handle, events)?);
+        inner.is_for(Source::Listener(Arc::downgrade(&inner)));
         // SAFETY: an open endpoint that is bound to its queue.
         library::check("fi_listen", unsafe { ((*(*object).cm).listen)(object) })?;
         let address = inner.name(info)?;
@@ -82,28 +74,30 @@ impl Listener {
     }
 }
 
-impl ListenerInner {
+/// A passive endpoint, closed when the listener and the last unanswered request have been dropped.
+impl Bound<FidPep> {
     fn name(&self, info: &Info) -> Result<SocketAddr> {
         let mut bytes = [0_u8; MAX_ADDRESS];
         let mut len = MAX_ADDRESS;
-        let object = self.handle.as_ptr();
+        let object = self.handle().as_ptr();
         // SAFETY: an open endpoint, and a buffer of the size said.
-        let code =
-            unsafe { ((*(*object).cm).getname)(self.handle.fid(), bytes.as_mut_ptr().cast(), &raw mut len) };
+        let code = unsafe {
+            ((*(*object).cm).getname)(self.handle().fid(), bytes.as_mut_ptr().cast(), &raw mut len)
+        };
         library::check("fi_getname", code)?;
         let format = info.raw().addr_format;
         address::decode(&bytes[..len.min(MAX_ADDRESS)]).ok_or(FabricError::AddressFormat { format })
     }
 
     fn max_private_data(&self) -> Result<usize> {
-        let object = self.handle.as_ptr();
+        let object = self.handle().as_ptr();
         // SAFETY: an open endpoint.
         unsafe { private_data_room(object.cast(), (*object).ops) }
     }
 
     /// `data` must have room ([`max_private_data`](Self::max_private_data)).
     fn reject(&self, request: *mut super::abi::Fid, data: &[u8]) -> Result<()> {
-        let object = self.handle.as_ptr();
+        let object = self.handle().as_ptr();
         // SAFETY: an open endpoint, a request of its that was not answered, and data of the length said.
         let code = unsafe { ((*(*object).cm).reject)(object, request, data.as_ptr().cast(), data.len()) };
         library::check("fi_reject", code)
@@ -130,14 +124,14 @@ pub(super) unsafe fn private_data_room(
 /// A peer that wants to connect: to be [answered](super::Endpoint::answer) by an endpoint, or refused. Dropping it
 /// refuses it.
 pub struct ConnectionRequest {
-    listener: Arc<ListenerInner>,
+    listener: Arc<Bound<FidPep>>,
     info: Info,
     data: Vec<u8>,
     answered: bool,
 }
 
 impl ConnectionRequest {
-    pub(super) fn new(listener: Arc<ListenerInner>, info: Info, data: Vec<u8>) -> ConnectionRequest {
+    pub(super) fn new(listener: Arc<Bound<FidPep>>, info: Info, data: Vec<u8>) -> ConnectionRequest {
         ConnectionRequest { listener, info, data, answered: false }
     }
 

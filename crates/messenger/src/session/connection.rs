@@ -10,13 +10,15 @@ use base::block::{BLOCK, Payload};
 use base::mem::ArenaBuf;
 use tokio::sync::{AcquireError, oneshot};
 use tokio::time::timeout;
-use wire::{BulkDescriptor, BulkDirection, BulkOwner, MemoryKind};
+use wire::{BulkDescriptor, BulkDirection};
 
+use super::batch::Target;
+use super::exposed::Offered;
 use super::inbound::charge;
-use super::offers::{Offered, check_range, chunk_len};
 use super::one_sided::NotPulled;
-use super::outbound::{Chunk, Target};
+use super::outbound::Chunk;
 use super::pulls::Done;
+use super::range::{Range, chunk_len, locate};
 use super::{Shared, Status};
 use crate::frame::{Body, Push};
 use crate::transport::ofi::packet::EAGER_BYTES;
@@ -194,41 +196,6 @@ impl Drop for PullGuard<'_> {
     fn drop(&mut self) {
         self.shared.drop_pull(self.pull);
     }
-}
-
-/// A range of one offer of the peer.
-pub(super) struct Range {
-    pub(super) key: u64,
-    /// First byte within the offer.
-    pub(super) offset: u64,
-    /// Its object offset modulo 4096.
-    pub(super) phase: u64,
-}
-
-/// Finds bytes `offset..offset + len` of a descriptor that the peer of the session made.
-fn locate(descriptor: &BulkDescriptor, wanted: BulkDirection, offset: u64, len: u64) -> Result<Range> {
-    let refused = |why: &str| Err(MessengerError::BulkRefused(why.to_owned()));
-    if descriptor.owner != BulkOwner::Session {
-        return refused("it names memory of a third party, which this stack cannot reach");
-    }
-    if descriptor.memory != MemoryKind::Host {
-        return refused("it names memory of an accelerator, which this stack cannot reach");
-    }
-    if descriptor.direction != wanted {
-        return refused("it is offered for the other direction");
-    }
-    let [segment] = descriptor.segments.as_slice() else {
-        return refused("this stack takes descriptors of exactly one segment");
-    };
-    let phase = u64::from(descriptor.phase);
-    if phase >= BLOCK {
-        return refused("its phase is not below 4096");
-    }
-    check_range(offset, len, segment.len, phase).map_err(MessengerError::BulkRefused)?;
-    let Some(start) = segment.address.checked_add(offset).filter(|s| s.checked_add(len).is_some()) else {
-        return refused("its address overflows");
-    };
-    Ok(Range { key: segment.key, offset: start, phase: (phase + offset % BLOCK) % BLOCK })
 }
 
 impl Connection for SessionConnection {

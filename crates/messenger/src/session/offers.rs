@@ -10,10 +10,11 @@ use tokio::task::AbortHandle;
 use tokio::time::{Instant, timeout};
 use wire::{BulkDescriptor, BulkDirection, BulkOwner, BulkSegment, MemoryKind};
 
-use super::one_sided::Exposed;
+use super::exposed::{Exposed, Offered};
 use super::outbound::Chunk;
-use super::{Shared, Status};
-use crate::config::{MAX_CHUNK, MAX_PULLS};
+use super::range::{check_range, chunk_len};
+use super::{Shared, Side, Status};
+use crate::config::MAX_PULLS;
 use crate::frame::{Body, PullData, PullRefused, PullRequest, Push, PushRefused, Refusal};
 use crate::{BulkRegion, BulkSink, BulkSource, MessengerError};
 
@@ -25,12 +26,6 @@ const MAX_OFFERS: usize = 65_536;
 
 /// A transfer whose source takes longer than that for a chunk lets others go first.
 const SOURCE_PATIENCE: Duration = Duration::from_millis(10);
-
-/// What is offered.
-pub(super) enum Offered {
-    Source(Arc<dyn BulkSource>),
-    Sink(Arc<dyn BulkSink>, u16),
-}
 
 struct Offer {
     what: Offered,
@@ -122,17 +117,6 @@ impl Offers {
     }
 }
 
-/// Whether `offset..offset + len` is inside an offer of `room` bytes at `phase` and starts at a piece boundary.
-pub(super) fn check_range(offset: u64, len: u64, room: u64, phase: u64) -> Result<(), String> {
-    if offset.checked_add(len).is_none_or(|end| end > room) {
-        return Err(format!("the range {offset}+{len} is not inside the {room} bytes offered"));
-    }
-    if offset != 0 && !(phase % BLOCK + offset % BLOCK).is_multiple_of(BLOCK) {
-        return Err(format!("the range {offset}+{len} does not start at a piece boundary"));
-    }
-    Ok(())
-}
-
 impl Shared {
     /// Registers an offer.
     pub(super) fn offer(
@@ -157,7 +141,7 @@ impl Shared {
         let link = state.link.clone();
         drop(state);
         // Registering memory takes its time.
-        let exposed = link.and_then(|link| self.expose(&link, &what));
+        let exposed = link.filter(|_| self.side == Side::Client).and_then(|link| Exposed::of(&what, &link));
         let remote = exposed.as_ref().map(Exposed::remote);
         let mut state = self.lock();
         Self::check_open(&state)?;
@@ -319,9 +303,4 @@ async fn send_all(
         at += len as u64;
     }
     Ok(())
-}
-
-/// Length of the next chunk of `left` bytes at `phase`: it ends at a piece boundary unless it is the last.
-pub(super) fn chunk_len(phase: u64, left: u64) -> usize {
-    (MAX_CHUNK as u64 - phase).min(left) as usize
 }

@@ -5,21 +5,19 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use base::block::{BLOCK, Payload, piece_count, verify_pieces};
+use base::block::{BLOCK, piece_count, verify_pieces};
 use base::mem::ArenaBuf;
-use fabric::MemoryRegion;
 use futures::stream::{FuturesUnordered, StreamExt};
 use wire::{BulkDescriptor, BulkOwner, BulkSegment, RemoteMemory};
 
-use super::connection::Range;
-use super::offers::{Offered, check_range};
-use super::outbound::Target;
+use super::Shared;
+use super::batch::Target;
+use super::range::Range;
 use super::reader::Fault;
-use super::{Shared, Side};
 use crate::config::MAX_CHUNK;
 use crate::frame::{Body, FrameError, PushRefused, Wrote};
 use crate::transport::ofi::{Landing, Link, LinkFailed};
-use crate::{BulkSink, MessengerError, Pulled};
+use crate::{MessengerError, Pulled};
 
 /// Most bytes that one read brings: while it is verified, the next ones are on their way.
 const READ_BYTES: u64 = 512 << 10;
@@ -30,113 +28,7 @@ const READS_AT_A_TIME: usize = 4;
 /// Most memory that may be kept because it was withdrawn too early, in bytes. The transport's end frees it.
 const QUARANTINE_MAX_BYTES: usize = 64 << 20;
 
-/// What the peer can reach of an offer.
-pub(super) struct Exposed {
-    /// Taken when the peer's access ends.
-    region: Option<MemoryRegion>,
-    remote: RemoteMemory,
-    /// Of a sink: what is written to, and what was.
-    room: Option<Arc<ArenaBuf>>,
-    written: Vec<Written>,
-}
-
-struct Written {
-    offset: u64,
-    payload_phase: u64,
-    len: usize,
-    checksums: Vec<u32>,
-}
-
-impl Exposed {
-    pub(super) fn remote(&self) -> RemoteMemory {
-        self.remote.clone()
-    }
-
-    pub(super) fn transport(&self) -> u64 {
-        self.remote.transport
-    }
-
-    /// Ends the peer's access.
-    pub(super) fn hide(&mut self) -> Option<MemoryRegion> {
-        self.region.take()
-    }
-
-    /// Ends the offer. Memory that the peer may be using is kept until the transport ends.
-    pub(super) fn end(mut self, is_done: bool) {
-        if let (Some(region), true) = (self.region.take(), is_done) {
-            region.settle();
-        }
-    }
-
-    /// Ends the peer's access, and hands what it wrote to the sink.
-    pub(super) fn deliver(mut self, sink: &dyn BulkSink) {
-        if let Some(region) = self.region.take() {
-            region.settle();
-        }
-        let Some(room) = self.room.take().and_then(Arc::into_inner) else { return };
-        let data = room.freeze();
-        for Written { offset, payload_phase, len, checksums } in self.written.drain(..) {
-            let part = data.slice(offset as usize..offset as usize + len);
-            let taken = Payload::from_parts(payload_phase, part, checksums)
-                .is_ok_and(|payload| sink.write(offset, payload));
-            if !taken {
-                tracing::debug!(offset, len, "a sink refused what was written for it");
-            }
-        }
-    }
-
-    /// The memory that the peer says it has written, if it may have.
-    fn written_room(&self, wrote: &Wrote, phase: u64) -> Result<Arc<ArenaBuf>, String> {
-        let room = self.room.as_ref().ok_or("it is not for writing")?;
-        check_range(wrote.offset, u64::from(wrote.len), room.len() as u64, phase)?;
-        let end = wrote.offset + u64::from(wrote.len);
-        if self.written.iter().any(|w| wrote.offset < w.offset + w.len as u64 && w.offset < end) {
-            return Err("it was written there before".into());
-        }
-        Ok(Arc::clone(room))
-    }
-}
-
-impl Written {
-    fn new(wrote: &Wrote, phase: u64) -> Result<Written, String> {
-        let payload_phase = (phase + wrote.offset % BLOCK) % BLOCK;
-        let (sums, rest) = wrote.checksums.as_chunks::<4>();
-        let checksums: Vec<u32> = sums.iter().map(|sum| u32::from_le_bytes(*sum)).collect();
-        if checksums.len() as u64 != piece_count(payload_phase, u64::from(wrote.len)) || !rest.is_empty() {
-            return Err("it has not a checksum for each piece".into());
-        }
-        Ok(Written { offset: wrote.offset, payload_phase, len: wrote.len as usize, checksums })
-    }
-}
-
 impl Shared {
-    /// Lets the peer reach what is offered, if this side and the memory are such that it may.
-    pub(super) fn expose(&self, link: &Link, what: &Offered) -> Option<Exposed> {
-        if self.side != Side::Client {
-            return None;
-        }
-        let (memory, checksums, room) = match what {
-            Offered::Source(source) => {
-                let (data, checksums) = source.memory()?.into_parts();
-                let checksums = checksums.iter().flat_map(|sum| sum.to_le_bytes()).collect();
-                (fabric::Exposed::Bytes(data), checksums, None)
-            }
-            Offered::Sink(sink, _) => {
-                let room = Arc::new(link.room(usize::try_from(sink.len()).ok()?)?);
-                (fabric::Exposed::Buffer(Arc::clone(&room)), Vec::new(), Some(room))
-            }
-        };
-        let region = link.expose(memory).inspect_err(|e| {
-            metrics::counter!("outboard_messenger_not_exposed").increment(1);
-            tracing::debug!(error = %e, "memory cannot be exposed; it goes by frames");
-        });
-        let region = region.ok()?;
-        let fabric::RemoteRegion { key, base, len } = region.remote();
-        let segments = vec![BulkSegment { address: base, key, len }];
-        let remote = RemoteMemory { transport: link.epoch(), segments, checksums };
-        Some(Exposed { region: Some(region), remote, room, written: Vec::new() })
-    }
-
     /// Why the transport has to be ended: something of this side's memory comes back only by that.
     pub(super) fn overstayed(&self, link: &Link) -> Option<String> {
         let expired = self.lock().offers.hide_expired();
@@ -151,9 +43,11 @@ impl Shared {
 
     /// The peer says that it has written to a sink. The bytes are what they are from now on: it has said so.
     pub(super) fn on_landed(&self, wrote: &Wrote) -> Result<(), Fault> {
-        let place = self.lock().offers.exposed_sink(wrote.offer).and_then(|(exposed, phase)| {
-            Ok((exposed.written_room(wrote, phase)?, Written::new(wrote, phase)?))
-        });
+        let place = self
+            .lock()
+            .offers
+            .exposed_sink(wrote.offer)
+            .and_then(|(exposed, phase)| exposed.place(wrote, phase));
         let (room, written) = match place {
             Ok(place) => place,
             Err(reason) => {
@@ -161,14 +55,13 @@ impl Shared {
                 return Ok(self.control(Body::PushRefused(PushRefused { offer: wrote.offer, reason }))?);
             }
         };
-        let bytes = &room[written.offset as usize..written.offset as usize + written.len];
-        let verified = verify_pieces(written.payload_phase, bytes, &written.checksums);
+        let verified = written.verify(&room);
         // Before whoever finishes the offer wants the memory for himself.
         drop(room);
         // What is damaged comes again, by frames.
         verified.map_err(FrameError::Payload)?;
         if let Ok((exposed, _)) = self.lock().offers.exposed_sink(wrote.offer) {
-            exposed.written.push(written);
+            exposed.keep(written);
         }
         Ok(())
     }

@@ -6,8 +6,8 @@ use std::time::Duration;
 use base::block::Payload;
 use tokio::sync::oneshot;
 
+use super::batch::{Batch, Sequenced, Target};
 use super::inbound::charge;
-use super::writer::Batch;
 use crate::config::MAX_CREDIT_BYTES;
 use crate::frame::{Body, Kind, PullData, Push, Window};
 use crate::{Message, MessengerError};
@@ -20,21 +20,6 @@ const BATCH_BYTES: usize = 256 << 10;
 
 /// Most frames of one batch.
 const BATCH_FRAMES: usize = 128;
-
-/// A frame that is numbered and kept until the peer has acknowledged it.
-pub(super) enum Sequenced {
-    Message(Message),
-    Push(Push, Payload, Option<Target>),
-}
-
-/// Where pushed data goes by a one-sided transfer, if it goes over that transport.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Target {
-    pub(super) transport: u64,
-    pub(super) region: fabric::RemoteRegion,
-    /// Offset within the region.
-    pub(super) offset: usize,
-}
 
 /// A chunk in the bulk lane. It holds one permit of `Shared::bulk_slots`, which the writer returns.
 pub(super) enum Chunk {

@@ -7,9 +7,8 @@ use std::sync::atomic::Ordering;
 use bytes::{Buf, Bytes, BytesMut};
 
 use super::Shared;
-use super::outbound::Sequenced;
+use super::batch::{Batch, Sequenced};
 use super::reader::Fault;
-use super::writer::Batch;
 use crate::Message;
 use crate::MessengerError;
 use crate::frame::{self, Body, Frame, FrameHeader, HEADER_LEN, PullData};

@@ -12,8 +12,8 @@ use bytes::{Buf, BufMut, Bytes};
 use tokio::io::{AsyncRead, AsyncReadExt};
 
 use super::Shared;
+use super::batch::Sequenced;
 use super::inbound::Order;
-use super::outbound::Sequenced;
 use super::pulls::Destination;
 use super::read_buffer::ReadBuffer;
 use crate::frame::{Body, FrameError, FrameHeader, HEADER_LEN, PullData, Push, Wrote};

@@ -15,7 +15,7 @@ use messenger::{NetworkStack, StackChoice, StackOptions, UseAs};
 use osd::{OsdConfig, OsdServer};
 use store::{
     MemStore, ObjectStore, Op, Query, StageId, StoreError, StoreFuture, StoreRequest, Submit, Transaction,
-    WriteSource, check_session, ready,
+    WriteSource, check_incarnation, ready,
 };
 use tokio::sync::watch;
 use uuid::Uuid;
@@ -274,10 +274,12 @@ impl Submit for FaultStore {
             StoreRequest::StageWrite { stage, offset, payload } => {
                 self.submit_stage_write(stage, offset, payload)
             }
-            StoreRequest::Transact { transaction, session } => match check_session(session, self.session()) {
-                Ok(()) => self.transact(transaction),
-                Err(e) => ready(Err(e)),
-            },
+            StoreRequest::Transact { transaction, incarnation } => {
+                match check_incarnation(incarnation, self.incarnation()) {
+                    Ok(()) => self.transact(transaction),
+                    Err(e) => ready(Err(e)),
+                }
+            }
             StoreRequest::Read { ref cid, .. } => {
                 self.reads.fetch_add(u64::from(cid.as_bytes().starts_with(b"P")), Ordering::SeqCst);
                 if self.armed_late_read.swap(false, Ordering::SeqCst) {
@@ -304,7 +306,7 @@ impl Submit for FaultStore {
         }
     }
 
-    fn session(&self) -> u64 {
+    fn incarnation(&self) -> u64 {
         self.session.load(Ordering::SeqCst)
     }
 }
@@ -337,7 +339,7 @@ impl FaultStore {
             let inner = Arc::clone(&self.inner);
             return Box::pin(async move {
                 let_go.await;
-                inner.submit(StoreRequest::Transact { transaction, session: None }).await
+                inner.submit(StoreRequest::Transact { transaction, incarnation: None }).await
             });
         }
         let has_data = transaction.ops.iter().any(|op| matches!(op, Op::Write { .. }));
@@ -378,7 +380,7 @@ impl FaultStore {
                 *payload = copied(std::mem::take(payload));
             }
         }
-        let done = self.inner.submit(StoreRequest::Transact { transaction, session: None });
+        let done = self.inner.submit(StoreRequest::Transact { transaction, incarnation: None });
         if has_data && self.armed_after.swap(false, Ordering::SeqCst) {
             return self.lose();
         }

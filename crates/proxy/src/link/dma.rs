@@ -12,9 +12,9 @@ use base::phases::{Clock, Phase};
 use bytes::Bytes;
 use channel::{Chain, Completion, QueueId, Region, Transfer, URGENT};
 
-use super::jobs::{RangeUse, Route};
+use super::State;
+use super::job::{RangeUse, Route};
 use super::ring_side::RingSide;
-use super::{HeldRange, State};
 
 /// Tags of payload chains have this bit; requests, whose numbers count from 1, do not get that far.
 const PAYLOAD_TAG: u64 = 1 << 62;
@@ -250,39 +250,5 @@ impl State {
             }
             self.payload_ready(id);
         }
-    }
-}
-
-/// A part of host memory that a job may use DMA on.
-#[derive(Clone)]
-pub(super) struct Opened {
-    pub(super) region: Arc<Region>,
-    /// Where the region starts, in bytes from the start of host memory.
-    pub(super) origin: usize,
-}
-
-impl RingSide {
-    /// The queue for payload of a stage or a request.
-    pub(super) fn bulk_queue(&self, key: u64) -> QueueId {
-        match self.queues().saturating_sub(1) {
-            0 => URGENT,
-            bulk => 1 + (key % bulk as u64) as usize,
-        }
-    }
-
-    /// The transfers that bring a job's payload into its range.
-    pub(super) fn upload_transfers(
-        &self,
-        upload: &[(usize, Bytes)],
-        range: HeldRange,
-        opened: &Opened,
-    ) -> Vec<Transfer> {
-        let mut transfers = Vec::new();
-        for (at, piece) in upload.iter().filter(|(_, piece)| !piece.is_empty()) {
-            let to = self.range_offset(range) + at;
-            let from = self.source_of(to, piece);
-            self.send_range(&mut transfers, from, to, piece.len(), opened);
-        }
-        transfers
     }
 }

@@ -6,11 +6,11 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
-use channel::{Attachment, Bell, Chain, ChannelError, Completion, Control, Joined};
+use channel::{Bell, Chain, ChannelError, Completion, Control, Joined, MemoryAccess};
 use futures::future::BoxFuture;
 use tokio::time::Sleep;
 
-use super::jobs::Route;
+use super::job::Route;
 use super::replies::Leftovers;
 use super::ring_side::FETCH;
 use super::{Link, State};
@@ -19,10 +19,10 @@ use crate::poller::Poller;
 
 /// Most frames taken from the control socket in one turn, so that the doorbell is looked at, too.
 const FRAMES_PER_TURN: usize = 64;
-/// Tag of the last chain of a queue in a session.
+/// Tag of the last chain of a queue in an incarnation.
 const LAST: u64 = u64::MAX - 2;
 
-/// Takes replies from doorbell, DMA completions and control socket until the session ends.
+/// Takes replies from doorbell, DMA completions and control socket until the incarnation ends.
 pub(crate) struct Driver {
     link: Arc<Link>,
     control: Control,
@@ -33,7 +33,7 @@ pub(crate) struct Driver {
     /// When to look for what is overdue.
     timer: Option<Pin<Box<Sleep>>>,
     poller: Poller,
-    /// What DMA may still use after the session's end.
+    /// What DMA may still use after the incarnation's end.
     kept: Leftovers,
     drained: bool,
 }
@@ -54,13 +54,13 @@ impl Driver {
         }
     }
 
-    /// Runs until the session ends or `stop` is ready, then fails what has no answer and returns once no DMA of the
-    /// session is under way. `on_end` is called first, with the reason.
+    /// Runs until the incarnation ends or `stop` is ready, then fails what has no answer and returns once no DMA of the
+    /// incarnation is under way. `on_end` is called first, with the reason.
     pub(crate) async fn run(mut self, stop: impl Future<Output = ()>, on_end: impl FnOnce(&str)) -> String {
         let mut stop = std::pin::pin!(stop);
         let why = poll_fn(|cx| {
             if stop.as_mut().poll(cx).is_ready() {
-                return Poll::Ready("the session was closed".to_owned());
+                return Poll::Ready("the attachment was closed".to_owned());
             }
             self.poll(cx).map(|e| e.to_string())
         })
@@ -74,11 +74,11 @@ impl Driver {
         why
     }
 
-    /// Waits until every transfer of the session is done; makes the engine give up those that take too long.
+    /// Waits until every transfer of the incarnation is done; makes the engine give up those that take too long.
     async fn drain(&mut self) {
         let overdue = self.link.lock().overdue;
         if tokio::time::timeout(overdue, self.fence()).await.is_err() {
-            tracing::warn!("transfers of the ended session take too long: the engine is reset");
+            tracing::warn!("transfers of the ended incarnation take too long: the engine is reset");
             let engine = self.link.lock().ring.as_ref().map(|ring| Arc::clone(ring.engine()));
             if let Some(engine) = engine {
                 engine.reset();
@@ -110,7 +110,7 @@ impl Driver {
         .await;
     }
 
-    /// Ready when the session must end.
+    /// Ready when the incarnation must end.
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<ChannelError> {
         match self.turns(cx) {
             Ok(progress) => {
@@ -192,7 +192,7 @@ impl Driver {
         if let (Some(offer), Some(ring)) = (state.take_offer(), &state.ring) {
             let (engine, len) = (Arc::clone(ring.engine()), ring.layout().len());
             self.attaching =
-                Some(Box::pin(async move { engine.attach(Attachment::Offer(offer), len).await }));
+                Some(Box::pin(async move { engine.attach(MemoryAccess::Offer(offer), len).await }));
         }
         drop(state);
         let Some(attaching) = &mut self.attaching else { return };
@@ -343,12 +343,12 @@ impl State {
 }
 
 impl Drop for Driver {
-    /// If the runtime was dropped under the session, its calls fail, and memory that DMA may still be using is given up
+    /// If the runtime was dropped under the incarnation, its calls fail, and memory that DMA may still be using is given up
     /// rather than given back.
     fn drop(&mut self) {
         if !self.drained {
             std::mem::forget(std::mem::take(&mut self.kept));
-            std::mem::forget(self.link.end("the runtime of the session has ended"));
+            std::mem::forget(self.link.end("the runtime of the attachment has ended"));
         }
     }
 }

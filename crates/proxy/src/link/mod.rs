@@ -1,4 +1,4 @@
-//! The osd's end of one session.
+//! The osd's end of the channel during one incarnation of the store.
 //!
 //! Callers put [`Job`]s into the [`Link`] from any thread, under a short lock, and what can go at once is posted right
 //! there, on the caller's thread. One [`Driver`](driver::Driver) task per link, on the runtime of the OSD, takes what
@@ -12,7 +12,9 @@
 
 mod dma;
 mod driver;
+mod job;
 mod jobs;
+mod mode;
 mod recover;
 mod regions;
 mod replies;
@@ -41,9 +43,10 @@ use crate::transaction_codec::{self, Encoded};
 
 use dma::Dma;
 pub(crate) use driver::Driver;
-use jobs::Job;
-pub(crate) use jobs::{Kind, Read};
-use recover::{Mode, Quarantine};
+use job::Job;
+pub(crate) use job::{Kind, Read};
+use mode::Mode;
+use recover::Quarantine;
 use regions::Regions;
 use replies::Fetching;
 pub(crate) use ring_side::RingSide;
@@ -60,7 +63,7 @@ const MAX_QUERIES: usize = 256;
 /// Why a call has no answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum CallError {
-    /// The session ended first. Whether the call took effect is unknown.
+    /// The incarnation ended first. Whether the call took effect is unknown.
     Lost(String),
     /// The store said so.
     Store(StoreError),
@@ -100,7 +103,7 @@ impl Delivered {
 /// Where an answer goes.
 pub(crate) type AnswerTo = oneshot::Sender<Answered>;
 
-/// One session, as callers see it.
+/// The channel during one incarnation of the store, as callers see it.
 pub(crate) struct Link {
     state: Mutex<State>,
     driver: AtomicWaker,
@@ -109,13 +112,13 @@ pub(crate) struct Link {
     pub(crate) max_range: usize,
     /// Whether payload goes by DMA.
     pub(crate) by_dma: bool,
-    /// The session's number, counted from 1.
-    pub(crate) generation: u64,
+    /// The number of the incarnation, counted from 1.
+    pub(crate) incarnation: u64,
 }
 
 struct State {
     dead: Option<String>,
-    generation: u64,
+    incarnation: u64,
     last_id: u64,
     last_stage: u64,
     jobs: HashMap<u64, Job>,
@@ -166,7 +169,7 @@ struct State {
     /// Payload that had come by DMA when DMA failed, and payload that went by the socket in its place, in bytes.
     kept_bytes: u64,
     put_bytes: u64,
-    /// Why the session cannot go on.
+    /// Why the incarnation has to end.
     fatal: Option<String>,
 }
 
@@ -177,7 +180,7 @@ struct Lane {
     queue: VecDeque<u64>,
 }
 
-/// A stage of this session.
+/// A stage of this incarnation.
 struct Staged {
     host_id: u64,
     /// Writes that were called and not posted yet. A transaction that names the stage is posted after them.
@@ -246,7 +249,7 @@ pub(crate) struct LinkStatus {
 impl Link {
     /// A link over host memory (`ring`), or over the control socket alone.
     pub(crate) fn new(
-        generation: u64,
+        incarnation: u64,
         targets: usize,
         layout: Layout,
         ring: Option<RingSide>,
@@ -258,7 +261,7 @@ impl Link {
         let largest = 1 << largest.ilog2();
         let state = State {
             dead: None,
-            generation,
+            incarnation,
             last_id: 0,
             last_stage: 0,
             jobs: HashMap::new(),
@@ -300,7 +303,7 @@ impl Link {
         let engine = state.ring.as_ref().map(|ring| Arc::clone(ring.engine()));
         let state = Mutex::new(state);
         let driver = AtomicWaker::new();
-        Arc::new(Link { state, driver, engine, max_range: largest, by_dma, generation })
+        Arc::new(Link { state, driver, engine, max_range: largest, by_dma, incarnation })
     }
 
     /// Longest payload that one request carries, in bytes: one transfer, one range.
@@ -421,7 +424,7 @@ impl Link {
     }
 
     /// A read of at most one range.
-    pub(crate) fn read(&self, target: u16, read: jobs::Read, answer_to: AnswerTo) {
+    pub(crate) fn read(&self, target: u16, read: job::Read, answer_to: AnswerTo) {
         let mut state = self.lock();
         let Some(answer_to) = state.accept(answer_to) else { return };
         let after = state.lanes[usize::from(target)].last_transaction;
@@ -495,10 +498,10 @@ impl State {
             staged.map(|staged| staged.host_id).ok_or(StoreError::NoSuchStage(stage.0))
         };
         let mut encoded = transaction_codec::encode(transaction, 1, translate)?;
-        if by_dma && !jobs::fits_inline(&encoded) {
+        if by_dma && !job::fits_inline(&encoded) {
             encoded = transaction_codec::encode(transaction, MIN_BUFFER, translate)?;
         }
-        let size = jobs::range_len(&encoded);
+        let size = job::range_len(&encoded);
         if size > max_range {
             let what = "transaction".to_owned();
             return Err(StoreError::TooLarge { what, size: size as u64, limit: max_range as u64 });

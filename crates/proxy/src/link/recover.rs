@@ -21,7 +21,8 @@ use channel::ofi::OfiOffer;
 use channel::ring::CELL;
 use channel::{Bell, Chain, ChannelError, Completion, Frame, Joined, Transfer, URGENT};
 
-use super::jobs::{ChannelKind, Job, Route};
+use super::job::{ChannelKind, Job, Route};
+use super::mode::{Mode, Step};
 use super::{HeldRange, RingSide, State};
 use crate::messages::{Answer, ChannelCall, Outcome, decode};
 
@@ -35,36 +36,6 @@ const SOON: Duration = Duration::from_millis(50);
 const FENCE: u64 = u64::MAX - 8;
 /// Tag of the probe's transfers.
 const PROBE_TAG: u64 = u64::MAX - 1;
-
-/// Whether the rings and DMA are used.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Mode {
-    Open,
-    Closing { since: Instant },
-    Closed,
-    Probing { since: Instant, step: Step },
-}
-
-/// How far a probe has come.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Step {
-    /// The host offers its memory anew, if that is needed.
-    Offering,
-    /// The engine connects. That takes no longer than the engine lets it.
-    Attaching,
-    /// The transfer to the host.
-    There,
-    /// The host copies and rings.
-    Echo,
-    /// The host has not heard the doorbell: it is to be asked again.
-    Unheard,
-    /// The transfer back.
-    Back,
-    /// The bytes are right; the doorbell is waited for.
-    Bell,
-    /// The host opens its rings.
-    Opening,
-}
 
 /// Memory that transfers may still touch.
 #[derive(Default)]

@@ -11,6 +11,14 @@ use std::sync::Arc;
 
 use channel::Region;
 
+/// A part of host memory that a job may use DMA on.
+#[derive(Clone)]
+pub(super) struct Opened {
+    pub(super) region: Arc<Region>,
+    /// Where the region starts, in bytes from the start of host memory.
+    pub(super) origin: usize,
+}
+
 /// A window that is kept.
 struct Kept {
     region: Arc<Region>,
@@ -25,7 +33,7 @@ struct Asked {
     waiting: Vec<u64>,
 }
 
-/// The windows of one session.
+/// The windows of one incarnation.
 pub(super) struct Regions {
     /// Length of a window, in bytes.
     window: usize,

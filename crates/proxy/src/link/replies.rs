@@ -10,9 +10,10 @@ use bytes::Bytes;
 use channel::{ChannelError, Frame};
 use store::{ReadData, StoreError};
 
-use super::dma::{Dma, Opened};
-use super::jobs::{ChannelKind, Job, Kind, RangeUse, Route};
+use super::dma::Dma;
+use super::job::{ChannelKind, Job, Kind, RangeUse, Route};
 use super::recover::Quarantine;
+use super::regions::Opened;
 use super::{
     AnswerTo, Answered, CallError, Delivered, HeldRange, Landing, Link, Pending, RingSide, Staged, State,
 };
@@ -137,8 +138,8 @@ impl State {
     /// A stage that nobody waits for any more is given back.
     fn new_stage(&mut self, target: u16, host_id: u64, answer_to: AnswerTo) {
         self.last_stage += 1;
-        // Unlike those of other sessions, so that a stage that was lost with its session is never taken for another.
-        let id = (self.generation << 40) | self.last_stage;
+        // Unlike those of other incarnations, so that a stage that was lost with its incarnation is never taken for another.
+        let id = (self.incarnation << 40) | self.last_stage;
         self.stages.insert(id, Staged { host_id, unposted: 0, unsure: 0, unanswered: 0, released: false });
         if answer_to.send(Ok(Delivered::new(Answer::Stage(id), Vec::new()))).is_err() {
             self.stages.remove(&id);
@@ -338,7 +339,7 @@ fn landed(data: Bytes, dest: Option<ArenaBuf>) -> Bytes {
 }
 
 /// The caller's buffer if the engine can reach it, else buffers of the pool. If it has none to spare just now, the
-/// mirror serves: waiting here for a buffer whose holder waits for this very session could last for ever.
+/// mirror serves: waiting here for a buffer whose holder waits for this very incarnation could last for ever.
 fn choose_landing(ring: &RingSide, dest: Option<ArenaBuf>, len: usize) -> Landing {
     if let Some(mut dest) = dest {
         if Arc::ptr_eq(dest.arena(), ring.arena()) {
@@ -359,7 +360,7 @@ fn choose_landing(ring: &RingSide, dest: Option<ArenaBuf>, len: usize) -> Landin
 }
 
 impl Link {
-    /// Ends the session for its callers: every call that has no answer fails. Returns what DMA may still use.
+    /// Ends the incarnation for its callers: every call that has no answer fails. Returns what DMA may still use.
     pub(super) fn end(&self, why: &str) -> Leftovers {
         let mut state = self.lock();
         state.dead = Some(why.to_owned());
@@ -398,7 +399,7 @@ impl Link {
     }
 }
 
-/// Memory of calls of a dead session, kept until the engine is done with it.
+/// Memory of calls of a dead incarnation, kept until the engine is done with it.
 #[derive(Default)]
 pub(super) struct Leftovers {
     requests: Vec<Job>,

@@ -13,8 +13,8 @@ use channel::{
 };
 
 use super::HeldRange;
-use super::dma::Opened;
-use super::jobs::{Job, RangeUse};
+use super::job::{Job, RangeUse};
+use super::regions::Opened;
 
 /// Chains that are longer are posted at once, in bytes.
 const GATHERED: usize = 64 << 10;
@@ -31,7 +31,7 @@ struct Host {
 /// Stands for the rings of a host that is not there: chains that name it fail.
 const NOWHERE: RegionId = RegionId(u32::MAX);
 
-/// Memory, engine and positions of one session.
+/// Memory, engine and positions of one incarnation.
 pub(crate) struct RingSide {
     memory: DpuMemory,
     engine: Arc<dyn DmaEngine>,
@@ -164,6 +164,30 @@ impl RingSide {
         })
     }
 
+    /// The queue for payload of a stage or a request.
+    pub(super) fn bulk_queue(&self, key: u64) -> QueueId {
+        match self.queues().saturating_sub(1) {
+            0 => URGENT,
+            bulk => 1 + (key % bulk as u64) as usize,
+        }
+    }
+
+    /// The transfers that bring a job's payload into its range.
+    pub(super) fn upload_transfers(
+        &self,
+        upload: &[(usize, Bytes)],
+        range: HeldRange,
+        opened: &Opened,
+    ) -> Vec<Transfer> {
+        let mut transfers = Vec::new();
+        for (at, piece) in upload.iter().filter(|(_, piece)| !piece.is_empty()) {
+            let to = self.range_offset(range) + at;
+            let from = self.source_of(to, piece);
+            self.send_range(&mut transfers, from, to, piece.len(), opened);
+        }
+        transfers
+    }
+
     /// Adds the transfers that bring `len` bytes of DPU memory to host memory that is open.
     pub(super) fn send_range(
         &self,
@@ -290,7 +314,7 @@ impl RingSide {
         }
     }
 
-    /// Why the engine refused something, if it did: the session cannot go on.
+    /// Why the engine refused something, if it did: the incarnation cannot go on.
     pub(super) fn failure(&self) -> Option<&str> {
         self.failed.as_deref()
     }

@@ -110,7 +110,8 @@ fn holds_damage(control: Bytes, data: &Bytes) -> bool {
 }
 
 pub(super) fn claim(lease: Option<&Lease>, offset: u64, len: u64) -> Result<(ArenaBuf, Released)> {
-    let lease = lease.ok_or_else(|| StoreError::InvalidArgument("this session has no host memory".into()))?;
+    let lease =
+        lease.ok_or_else(|| StoreError::InvalidArgument("this attachment has no host memory".into()))?;
     lease.claim(offset, len).map_err(|e| StoreError::InvalidArgument(e.to_string()))
 }
 
@@ -128,7 +129,7 @@ fn payload_of(lease: Option<&Lease>, place: Place, data: Bytes) -> Result<(Bytes
 type Returned = Result<(Answer, Vec<Bytes>)>;
 type Calling = Pin<Box<dyn Future<Output = Returned>>>;
 
-/// Makes the call: it takes its place in the store before this returns. `lease` is the data region of the session.
+/// Makes the call: it takes its place in the store before this returns. `lease` is the data region of the attachment.
 /// The call is done when the store has also let go of the host memory that came with it: only then the osd may use
 /// that memory for something else.
 pub(super) fn make(store: &Arc<dyn ObjectStore>, lease: Option<&Lease>, request: Request) -> Running {

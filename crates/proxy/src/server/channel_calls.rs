@@ -8,13 +8,13 @@ use channel::{ChannelError, HEADER_LEN, Header, Kind};
 use store::{Result, StoreError};
 
 use super::calls::claim;
-use super::host_session::{HostSession, Rings};
+use super::host_attachment::{HostAttachment, Rings};
 use crate::messages::{Answer, ChannelCall, Outcome, encode, shorten};
 
 /// Longest probe, in bytes.
 const MAX_PROBE: u32 = 64 << 10;
 
-impl HostSession {
+impl HostAttachment {
     /// Makes a call to the channel, at once, and answers it unless it wants no answer.
     pub(super) fn channel_call(
         &mut self,
@@ -24,7 +24,7 @@ impl HostSession {
         payload: &Bytes,
     ) -> channel::Result<()> {
         let Some(rings) = &mut self.rings else {
-            return Err(ChannelError::Protocol("this session has no host memory".into()));
+            return Err(ChannelError::Protocol("this attachment has no host memory".into()));
         };
         let mut data = Bytes::new();
         let outcome: Outcome = match call {

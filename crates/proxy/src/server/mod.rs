@@ -1,12 +1,12 @@
-//! The store's side: takes calls from the osd's session and makes them on the real stores.
+//! The store's side: takes calls from the osd's attachment and makes them on the real stores.
 //!
-//! One thread, `chan-0`, serves the doorbell, the control socket and the stores' answers of a session in one loop, and
+//! One thread, `chan-0`, serves the doorbell, the control socket and the stores' answers of an attachment in one loop, and
 //! rings the osd once for all replies of a turn. Stores answer by message; they may have their work done by this thread,
 //! too, between two turns.
 
 mod calls;
 mod channel_calls;
-mod host_session;
+mod host_attachment;
 mod offers;
 mod stripes;
 
@@ -36,7 +36,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::{Notify, watch};
 use tokio::task::LocalSet;
 
-use host_session::{HostSession, Reached, Rings};
+use host_attachment::{HostAttachment, Reached, Rings};
 use offers::Offers;
 
 /// Most peers that have not said hello.
@@ -81,7 +81,7 @@ impl Listener {
 /// Limits of a server.
 #[derive(Debug, Clone)]
 pub struct ServerOptions {
-    /// Most host memory that a session may ask for, in bytes.
+    /// Most host memory that an attachment may ask for, in bytes.
     pub max_memory: usize,
     /// Most requests that an osd may have unanswered on the ring.
     pub max_outstanding: usize,
@@ -114,30 +114,30 @@ impl Default for ServerOptions {
 pub struct ServerStatus {
     /// Whether an osd is there.
     pub connected: bool,
-    /// Sessions opened so far.
-    pub sessions: u64,
-    /// Stages of the present session.
+    /// Attachments opened so far.
+    pub attachments: u64,
+    /// Stages of the present attachment.
     pub stages: usize,
-    /// Calls of ended sessions that the stores have not answered yet.
+    /// Calls of ended attachments that the stores have not answered yet.
     pub leftover_calls: usize,
-    /// Why the last session ended is counted here if it was the peer's fault.
+    /// Why the last attachment ended is counted here if it was the peer's fault.
     pub violations: u64,
 }
 
 #[derive(Default)]
 struct Counts {
     connected: AtomicUsize,
-    sessions: AtomicU64,
+    attachments: AtomicU64,
     stages: AtomicUsize,
     leftover_calls: AtomicUsize,
     violations: AtomicU64,
 }
 
-/// Serves stores to one osd at a time. Dropping it ends its session.
+/// Serves stores to one osd at a time. Dropping it ends its attachment.
 pub struct Server {
     counts: Arc<Counts>,
     stop: watch::Sender<bool>,
-    /// A session ends when they change, and the next one gets the new ones.
+    /// An attachment ends when they change, and the next one gets the new ones.
     targets: watch::Sender<Arc<[Target]>>,
     drivers: UnboundedSender<Driver>,
     /// Closed by the last one that serves.
@@ -210,8 +210,8 @@ impl Server {
     }
 
     /// Serves another store under the UUID of a target, one that was mounted anew, and runs its driver as
-    /// [`serve_and_drive`](Self::serve_and_drive) does. Ends the session, so that the osd knows of it. Calls of that
-    /// session never reach the new store.
+    /// [`serve_and_drive`](Self::serve_and_drive) does. Ends the attachment, so that the osd knows of it. Calls of that
+    /// attachment never reach the new store.
     pub fn replace(&self, uuid: u128, store: Arc<dyn ObjectStore>, driver: Option<Driver>) {
         if let Some(driver) = driver {
             // The thread has ended only if it has panicked.
@@ -231,14 +231,14 @@ impl Server {
     pub fn status(&self) -> ServerStatus {
         ServerStatus {
             connected: self.counts.connected.load(Ordering::Relaxed) > 0,
-            sessions: self.counts.sessions.load(Ordering::Relaxed),
+            attachments: self.counts.attachments.load(Ordering::Relaxed),
             stages: self.counts.stages.load(Ordering::Relaxed),
             leftover_calls: self.counts.leftover_calls.load(Ordering::Relaxed),
             violations: self.counts.violations.load(Ordering::Relaxed),
         }
     }
 
-    /// Ends the session and stops serving. The stores stay mounted.
+    /// Ends the attachment and stops serving. The stores stay mounted.
     pub fn stop(&self) {
         self.stop.send_replace(true);
         // Nothing is ever sent: this returns when nobody serves any more.
@@ -362,7 +362,7 @@ impl Drop for HelloPlace {
     }
 }
 
-/// Takes the place of the one session; leaves it when dropped.
+/// Takes the place of the one attachment; leaves it when dropped.
 struct Seat {
     taken: Rc<Cell<bool>>,
     counts: Arc<Counts>,
@@ -424,38 +424,38 @@ impl Serving {
                     let why = "another osd is joined to this store; stop that one first";
                     return Err(ChannelError::Refused(why.into()));
                 }
-                let session = counts.sessions.load(Ordering::Relaxed) + 1;
+                let attachment = counts.attachments.load(Ordering::Relaxed) + 1;
                 let (taken, counts) = (Rc::clone(&taken), Arc::clone(&counts));
                 seat = Some(Seat { taken, counts, _serves: serves });
-                decide(hello, carries_descriptors, &targets, &options, &offers, session)
+                decide(hello, carries_descriptors, &targets, &options, &offers, attachment)
             };
             let opened = tokio::select! {
                 opened = tokio::time::timeout(HELLO_TIMEOUT, channel::accept(socket, decide)) => opened,
-                () = place.lost() => return tracing::debug!("no session: another peer has its place"),
+                () = place.lost() => return tracing::debug!("no attachment: another peer has its place"),
                 _ = stopped.wait_for(|stop| *stop) => return,
             };
             let (rings, control) = match opened {
                 Ok(Ok((_, rings, control))) => (rings, control),
-                Ok(Err(e)) => return tracing::warn!("no session: {e}"),
-                Err(_) => return tracing::warn!("no session: the peer did not say hello"),
+                Ok(Err(e)) => return tracing::warn!("no attachment: {e}"),
+                Err(_) => return tracing::warn!("no attachment: the peer did not say hello"),
             };
             drop(place);
-            counts.sessions.fetch_add(1, Ordering::Relaxed);
+            counts.attachments.fetch_add(1, Ordering::Relaxed);
             counts.connected.store(1, Ordering::Relaxed);
-            let session =
-                HostSession::new(targets, engines, rings, control, Arc::clone(&counts), faults, poll);
+            let attachment =
+                HostAttachment::new(targets, engines, rings, control, Arc::clone(&counts), faults, poll);
             let stop = async move {
                 tokio::select! {
                     _ = stopped.wait_for(|stop| *stop) => {}
-                    Ok(()) = offered.changed() => tracing::info!("session ends: a target was mounted anew"),
+                    Ok(()) = offered.changed() => tracing::info!("attachment ends: a target was mounted anew"),
                 }
             };
-            booked(ThreadClass::Channel, session.run(stop, || drop(seat))).await;
+            booked(ThreadClass::Channel, attachment.run(stop, || drop(seat))).await;
         });
     }
 }
 
-/// What the osd gets: a session with host memory, or one without and the reason. The osd then works through the socket,
+/// What the osd gets: an attachment with host memory, or one without and the reason. The osd then works through the socket,
 /// which is slower but better than not at all. What it must not have, is refused.
 fn decide(
     hello: &Hello,
@@ -463,11 +463,11 @@ fn decide(
     targets: &[Target],
     options: &ServerOptions,
     offers: &Rc<Offers>,
-    session: u64,
+    attachment: u64,
 ) -> channel::Result<(Welcome, Option<Descriptors>, Option<Rings>)> {
     let targets_info = targets.iter().map(|target| TargetInfo { uuid: target.uuid }).collect();
     let memory = MemoryAnswer::None(None);
-    let welcome = Welcome { version: VERSION, nonce: hello.nonce, session, memory, targets: targets_info };
+    let welcome = Welcome { version: VERSION, nonce: hello.nonce, attachment, memory, targets: targets_info };
     let Some(request) = &hello.memory else { return Ok((welcome, None, None)) };
     check(request, hello.outstanding as usize, options)?;
     let memory = HostMemory::new(request.layout)?;
@@ -504,6 +504,6 @@ fn check(request: &MemoryRequest, outstanding: usize, options: &ServerOptions) -
 }
 
 fn without_memory(welcome: Welcome, why: String) -> Welcome {
-    tracing::warn!("session {} has no host memory: {why}", welcome.session);
+    tracing::warn!("attachment {} has no host memory: {why}", welcome.attachment);
     Welcome { memory: MemoryAnswer::None(Some(why)), ..welcome }
 }

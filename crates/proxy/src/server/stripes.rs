@@ -1,4 +1,4 @@
-//! Calls that concern several stores of the session: stripes.
+//! Calls that concern several stores of the attachment: stripes.
 
 use std::time::Duration;
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use base::mem::Arena;
 use channel::{
-    Attachment, Chain, ChannelError, Completion, Counters, DmaEngine, Joined, OnDrop, Peer, QueueId, Reach,
+    Chain, ChannelError, Completion, Counters, DmaEngine, Joined, MemoryAccess, OnDrop, Peer, QueueId, Reach,
     Region, RegionId, Tuning, Unposted,
 };
 use futures::future::BoxFuture;
@@ -60,11 +60,11 @@ impl DmaEngine for Unlucky {
     fn attaches_anew(&self) -> bool {
         self.engine.attaches_anew()
     }
-    fn attach(&self, attachment: Attachment, len: usize) -> BoxFuture<'_, channel::Result<Joined>> {
+    fn attach(&self, access: MemoryAccess, len: usize) -> BoxFuture<'_, channel::Result<Joined>> {
         if goes_wrong(&self.refusals) {
             return Box::pin(async { Err(ChannelError::Refused("no route".to_owned())) });
         }
-        self.engine.attach(attachment, len)
+        self.engine.attach(access, len)
     }
     fn register_peer(&self, peer: &Peer, range: Range<usize>) -> channel::Result<Region> {
         if range.start > 0 && goes_wrong(&self.bad_windows) {

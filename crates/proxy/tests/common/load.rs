@@ -5,16 +5,16 @@ use std::time::{Duration, Instant};
 
 use base::fault::{Fault, Faults, Site};
 use base::health::State;
-use outboard_proxy::{SessionOptions, SessionStatus};
+use outboard_proxy::{AttachmentOptions, AttachmentStatus};
 use store::{MemStore, ObjectStore, Op, StoreCalls, StoreError, WriteSource};
 
 use super::{Node, Path, cid, make_collection, node_of, oid, options, pattern, payload, transaction};
 
 pub const MIB: usize = 1 << 20;
 
-/// A session whose DMA is watched closely, and whose engine has `faults`.
-pub fn watched(faults: &Faults) -> SessionOptions {
-    SessionOptions {
+/// An attachment whose DMA is watched closely, and whose engine has `faults`.
+pub fn watched(faults: &Faults) -> AttachmentOptions {
+    AttachmentOptions {
         overdue: Duration::from_millis(250),
         cool_down: Duration::from_millis(100),
         verify_every: 1,
@@ -23,7 +23,7 @@ pub fn watched(faults: &Faults) -> SessionOptions {
     }
 }
 
-pub async fn faulty_node(path: Path, options: SessionOptions) -> Node {
+pub async fn faulty_node(path: Path, options: AttachmentOptions) -> Node {
     let node = node_of(path, Arc::new(MemStore::new()), options).await;
     make_collection(&node.store).await;
     node
@@ -66,17 +66,18 @@ pub async fn check(store: &Arc<dyn ObjectStore>, n: usize, seed: u64, len: usize
 pub async fn load(
     node: &Node,
     tasks: usize,
-    until: impl Fn(&SessionStatus) -> bool + Send + Sync + 'static,
+    until: impl Fn(&AttachmentStatus) -> bool + Send + Sync + 'static,
 ) -> u64 {
-    let (until, session) = (Arc::new(until), node.session.clone());
+    let (until, attachment) = (Arc::new(until), node.attachment.clone());
     let tasks: Vec<_> = (0..tasks)
         .map(|task| {
-            let (store, until, session) = (Arc::clone(&node.store), Arc::clone(&until), session.clone());
+            let (store, until, attachment) =
+                (Arc::clone(&node.store), Arc::clone(&until), attachment.clone());
             tokio::spawn(async move {
                 let (mut round, mut operations) = (0u64, 0);
                 let deadline = Instant::now() + Duration::from_secs(30);
-                while round < 3 || !until(&session.status()) {
-                    assert!(Instant::now() < deadline, "it never came to that: {:?}", session.status());
+                while round < 3 || !until(&attachment.status()) {
+                    assert!(Instant::now() < deadline, "it never came to that: {:?}", attachment.status());
                     let sizes = [3, 5000, 40_000, 70_000, MIB, 3 * MIB + 17];
                     let len = sizes[(round as usize + task) % sizes.len()];
                     let seed = round * 10 + task as u64;
@@ -96,7 +97,7 @@ pub async fn load(
     operations
 }
 
-pub fn recovered(times: u64) -> impl Fn(&SessionStatus) -> bool {
+pub fn recovered(times: u64) -> impl Fn(&AttachmentStatus) -> bool {
     move |status| status.offload.health.recoveries >= times
 }
 
@@ -105,33 +106,33 @@ pub fn fired_and_recovered(
     node: &Node,
     faults: &Faults,
     site: Site,
-) -> impl Fn(&SessionStatus) -> bool + use<> {
-    let (before, faults) = (node.session.status().offload.health.recoveries, faults.clone());
+) -> impl Fn(&AttachmentStatus) -> bool + use<> {
+    let (before, faults) = (node.attachment.status().offload.health.recoveries, faults.clone());
     move |status| {
         let health = &status.offload.health;
         faults.fired(site) > 0 && health.recoveries > before && health.state == State::Active
     }
 }
 
-/// After the faults: one session all along, DMA in use, and nothing left behind.
+/// After the faults: one attachment all along, DMA in use, and nothing left behind.
 pub async fn is_whole(node: &Node) {
-    let status = node.session.status();
-    assert_eq!((status.sessions, status.last_failure), (1, None), "the session lived through it");
+    let status = node.attachment.status();
+    assert_eq!((status.incarnations, status.last_failure), (1, None), "the attachment lived through it");
     // On a busy machine a transfer may be overdue without any fault.
     let deadline = Instant::now() + Duration::from_secs(20);
     loop {
-        let before = node.session.engine().counters().bytes;
+        let before = node.attachment.engine().counters().bytes;
         put(&node.store, 99, 1, MIB).await;
         check(&node.store, 99, 1, MIB).await;
-        if node.session.engine().counters().bytes >= before + 2 * MIB as u64 {
+        if node.attachment.engine().counters().bytes >= before + 2 * MIB as u64 {
             break;
         }
-        assert!(Instant::now() < deadline, "DMA is not used again: {:?}", node.session.status());
+        assert!(Instant::now() < deadline, "DMA is not used again: {:?}", node.attachment.status());
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     for _ in 0..200 {
-        let status = node.session.status();
-        if node.session.pool().free_bytes().0 == 16 * MIB
+        let status = node.attachment.status();
+        if node.attachment.pool().free_bytes().0 == 16 * MIB
             && node.server.status().stages == 0
             && status.offload.quarantined == 0
         {
@@ -139,11 +140,11 @@ pub async fn is_whole(node: &Node) {
         }
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    panic!("left behind: {:?} {:?}", node.session.status(), node.session.pool().free_bytes());
+    panic!("left behind: {:?} {:?}", node.attachment.status(), node.attachment.pool().free_bytes());
 }
 
 /// Arms a fault under load, once and again, and waits for the recovery.
-pub async fn survives(path: Path, options: SessionOptions, text: &str, site: Site) -> Node {
+pub async fn survives(path: Path, options: AttachmentOptions, text: &str, site: Site) -> Node {
     let faults = options.faults.clone();
     let node = faulty_node(path, options).await;
     for _ in 0..2 {
@@ -152,7 +153,7 @@ pub async fn survives(path: Path, options: SessionOptions, text: &str, site: Sit
         let operations = load(&node, 6, fired_and_recovered(&node, &faults, site)).await;
         assert!(operations > 6, "work went on");
     }
-    assert!(node.session.status().offload.health.failures >= 2);
+    assert!(node.attachment.status().offload.health.failures >= 2);
     is_whole(&node).await;
     node
 }

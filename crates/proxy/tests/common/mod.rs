@@ -1,4 +1,4 @@
-//! A store's server and an osd's session with it, in one process.
+//! A store's server and an osd's attachment with it, in one process.
 
 #![allow(dead_code, reason = "each test uses a part")]
 #![allow(clippy::print_stderr, reason = "a skipped test says so")]
@@ -14,7 +14,7 @@ use base::block::Payload;
 use bytes::Bytes;
 use channel::ofi::{OfiEngine, OfiHostOptions, OfiOptions};
 use channel::{ChannelError, Layout, MemoryOptions};
-use outboard_proxy::{Endpoint, Listener, Server, ServerOptions, Session, SessionOptions, Target};
+use outboard_proxy::{Attachment, AttachmentOptions, Endpoint, Listener, Server, ServerOptions, Target};
 use store::{
     BlockStore, CollectionId, MemStore, MkfsOptions, MountOptions, ObjectId, ObjectStore, Op, StoreCalls,
     Transaction,
@@ -61,12 +61,12 @@ pub fn has_fabric() -> bool {
     }
 }
 
-/// The engine of these options' session.
-pub fn by_ofi(options: SessionOptions) -> SessionOptions {
+/// The engine of these options' attachment.
+pub fn by_ofi(options: AttachmentOptions) -> AttachmentOptions {
     let (provider, attach_timeout) = (fabric().0, Duration::from_secs(10));
     let faults = options.faults.clone();
     let engine = OfiEngine::start(OfiOptions { provider, attach_timeout, faults, ..OfiOptions::default() });
-    SessionOptions { engine: Some(engine.unwrap()), ..options }
+    AttachmentOptions { engine: Some(engine.unwrap()), ..options }
 }
 
 /// Memory is offered by libfabric as well.
@@ -77,22 +77,22 @@ pub fn offering() -> ServerOptions {
 }
 
 pub struct Node {
-    pub session: Session,
+    pub attachment: Attachment,
     pub server: Server,
     pub store: Arc<dyn ObjectStore>,
     pub endpoint: Endpoint,
     _dir: tempfile::TempDir,
 }
 
-pub fn options() -> SessionOptions {
-    SessionOptions {
+pub fn options() -> AttachmentOptions {
+    AttachmentOptions {
         memory: MemoryOptions {
             layout: Layout { ring_len: 128 << 10, data_len: 32 << 20 },
             pool_len: 16 << 20,
             largest_buffer: 4 << 20,
         },
         wait_for_store: Duration::from_secs(10),
-        ..SessionOptions::default()
+        ..AttachmentOptions::default()
     }
 }
 
@@ -104,14 +104,14 @@ pub async fn node(path: Path) -> Node {
     node_of(path, Arc::new(MemStore::new()), options()).await
 }
 
-pub async fn node_of(path: Path, behind: Arc<dyn ObjectStore>, options: SessionOptions) -> Node {
+pub async fn node_of(path: Path, behind: Arc<dyn ObjectStore>, options: AttachmentOptions) -> Node {
     node_with(path, behind, options, offering()).await
 }
 
 pub async fn node_with(
     path: Path,
     behind: Arc<dyn ObjectStore>,
-    options: SessionOptions,
+    options: AttachmentOptions,
     server: ServerOptions,
 ) -> Node {
     node_over(path, vec![target(behind)], options, server).await
@@ -120,7 +120,7 @@ pub async fn node_with(
 pub async fn node_over(
     path: Path,
     targets: Vec<Target>,
-    options: SessionOptions,
+    options: AttachmentOptions,
     server: ServerOptions,
 ) -> Node {
     let dir = tempfile::tempdir().unwrap();
@@ -136,12 +136,12 @@ pub async fn node_over(
         }
     };
     let server = Server::serve(listener, targets, server).unwrap();
-    let options = SessionOptions { socket_only: path == Path::Unix, ..options };
+    let options = AttachmentOptions { socket_only: path == Path::Unix, ..options };
     let options = if path.by_ofi() { by_ofi(options) } else { options };
-    let session = Session::connect(endpoint.clone(), options).await.unwrap();
-    assert_eq!(session.status().by_dma, path.by_dma(), "{:?}", session.status());
-    let store = session.store(0);
-    Node { session, server, store, endpoint, _dir: dir }
+    let attachment = Attachment::connect(endpoint.clone(), options).await.unwrap();
+    assert_eq!(attachment.status().by_dma, path.by_dma(), "{:?}", attachment.status());
+    let store = attachment.store(0);
+    Node { attachment, server, store, endpoint, _dir: dir }
 }
 
 pub fn cid() -> CollectionId {

@@ -1,11 +1,11 @@
 //! Bringing the index forward to a position of the log.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use base::block::BLOCK;
 use bytes::Bytes;
 
-use super::commit::Deferred;
 use super::drive::Drive;
 use super::index::{Changes, Index};
 use super::records::{Meta, key};
@@ -14,6 +14,9 @@ use crate::Result;
 
 /// Most blocks written at once.
 const RUN_BLOCKS: usize = 256;
+
+/// Content of blocks that the data region does not have yet.
+pub(crate) type Deferred = BTreeMap<u64, Bytes>;
 
 /// State at one position of the log, set apart to be brought to the drive.
 #[derive(Debug)]

@@ -1,16 +1,20 @@
 //! The store on a drive. `docs/format.md` draws what lies there.
 //!
-//! [`store`] is the handle, [`driver`] what runs a target, [`mailbox`] the way from one to the other; [`core`] is the state of a target, without any I/O of its own, [`messages`] what it takes and gives; [`apply`] turns
-//! transactions into changes, [`commit`] makes them durable, [`query`] reads; [`checkpoint`] brings the index forward and
-//! [`recovery`] brings a target to order. [`records`], [`log`], [`superblock`] and [`region`] are the formats.
+//! [`store`] is the handle, [`driver`] what runs a target, [`mailbox`] the way from one to the other. [`core`] is the state
+//! of a target, without any I/O of its own, [`messages`] what it takes and gives. [`calls`] carries calls out: [`apply`]
+//! turns transactions into changes, [`stages`] handles staged data, [`commit`] makes changes durable, [`query`] reads.
+//! [`checkpoint`] brings the index forward, [`recovery`] brings a target to order, [`mount`] makes it ready for work.
+//! [`records`], [`log`], [`superblock`] and [`region`] are the formats.
 
 mod alloc;
 mod apply;
 mod bitmap;
+mod calls;
 mod checkpoint;
 #[cfg(test)]
 mod checkpoint_test;
 mod commit;
+mod commits;
 mod core;
 #[cfg(test)]
 mod crash_test;
@@ -25,17 +29,21 @@ mod io;
 mod log;
 mod mailbox;
 mod messages;
+mod mount;
 mod need;
 mod presence;
 mod query;
+mod reads;
 mod records;
 mod recovery;
 mod region;
 #[cfg(any(test, feature = "conformance"))]
 pub mod sim;
 mod staged;
+mod stages;
 mod store;
 mod superblock;
+mod transfers;
 mod uring;
 mod view;
 

@@ -1,6 +1,5 @@
 //! Making a target, and bringing one to order after whatever happened to it.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use base::block::{BLOCK, BLOCK_SIZE, crc32c};
@@ -8,17 +7,15 @@ use bytes::Bytes;
 use uuid::Uuid;
 
 use super::bitmap::Bitmap;
-use super::checkpoint::Checkpoint;
-use super::commit::Deferred;
-use super::core::{Core, Limits};
+use super::checkpoint::{Checkpoint, Deferred};
 use super::drive::Drive;
 use super::extent::Extent;
 use super::index::{Changes, Index};
 use super::log::{self, GROUP_SECTORS, Record};
-use super::records::{MapLeaf, Meta, corrupt, decode_collection, key};
+use super::records::{MapLeaf, Meta, corrupt, key};
 use super::region::IndexRegion;
 use super::superblock::{Region, SECTOR, SUPERBLOCKS, Superblock};
-use crate::{CollectionId, Result, StoreError};
+use crate::{Result, StoreError};
 
 /// Smallest target, in bytes.
 pub(crate) const MIN_TARGET: u64 = 8 << 20;
@@ -353,33 +350,6 @@ impl Recovered {
         let (meta, superblock, space) = checkpoint.run(drive, &self.index)?;
         Ok(Settled { superblock, meta, taken: self.taken, index: self.index, index_space: space })
     }
-}
-
-/// Recovers a target and makes it ready for work.
-///
-/// # Errors
-/// See [`recover`]; [`StoreError::WrongUuid`] if it is another one.
-pub(crate) fn mount(
-    drive: &Arc<dyn Drive>,
-    uuid: Option<Uuid>,
-    index_cache: usize,
-    limits: &Limits,
-) -> Result<(Core, Arc<Index>)> {
-    let found = Superblock::read(drive.as_ref())?.uuid;
-    if let Some(expected) = uuid.filter(|u| *u != found) {
-        return Err(StoreError::WrongUuid { found: found.to_string(), expected: expected.to_string() });
-    }
-    let recovered = recover(drive, index_cache, Mode::Mount)?;
-    recovered.damage.iter().for_each(|damage| tracing::warn!(damage, "damage was passed over"));
-    let mut collections: BTreeMap<CollectionId, u64> = BTreeMap::new();
-    recovered.entries(key::COLLECTION, |name, value| {
-        let (cid, number) = decode_collection(&name, &value)?;
-        collections.insert(cid, number);
-        Ok(())
-    })?;
-    let settled = recovered.settle(drive.as_ref(), false)?;
-    let index = Arc::clone(&settled.index);
-    Ok((Core::new(settled, collections, limits)?, index))
 }
 
 /// Marks free blocks as taken and gives a block a reference too many.

@@ -15,7 +15,8 @@ use super::drive::Drive;
 use super::index::Index;
 use super::io::{IoDone, IoOp, IoRequest};
 use super::messages::{Command, Event, Work, load};
-use super::recovery::{Sizes, mkfs, mount};
+use super::mount::mount;
+use super::recovery::{Sizes, mkfs};
 use crate::{Result, StoreFuture, StoreRequest, Submit};
 
 /// What happened to a drive.

@@ -1,8 +1,11 @@
 //! Staged extents: allocated and written, but named by no object yet.
 
 use std::collections::HashSet;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::extent::Extent;
+use super::messages::Reply;
+use crate::StageId;
 
 /// State of one staged block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -64,4 +67,27 @@ impl Stage {
         }
         unnamed
     }
+}
+
+/// A `stage_write` that is on its way.
+#[derive(Debug)]
+pub(crate) struct StageWrite {
+    pub(crate) stage: u64,
+    pub(crate) left: usize,
+    pub(crate) reply: Reply,
+}
+
+/// A call that waits for blocks for a stage.
+#[derive(Debug)]
+pub(crate) struct WaitingStage {
+    /// Length asked for, in bytes.
+    pub(crate) len: u64,
+    /// How often it has waited.
+    pub(crate) parked: u32,
+    pub(crate) reply: Reply,
+}
+
+/// A name for a stage that no other has.
+pub(crate) fn next_stage(last: &AtomicU64) -> StageId {
+    StageId(last.fetch_add(1, Ordering::Relaxed) + 1)
 }

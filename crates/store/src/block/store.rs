@@ -15,12 +15,14 @@ use futures::channel::oneshot;
 use uuid::Uuid;
 
 use super::alloc::Room;
-use super::core::{Limits, next_stage};
+use super::core::Limits;
 use super::drive::{Drive, FileDrive};
 use super::driver::{Driver, checkpoint_thread};
 use super::mailbox::{Mailbox, MailboxState};
 use super::messages::Command;
-use super::recovery::{Sizes, layout, mkfs, mount};
+use super::mount::mount;
+use super::recovery::{Sizes, layout, mkfs};
+use super::staged::next_stage;
 use super::superblock::Superblock;
 use super::uring::Ring;
 use crate::{Result, StoreError, StoreFuture, StoreReply, StoreRequest, Submit, ready};

@@ -402,7 +402,7 @@ mod tests {
         Ring::new(Arc::new(FileDrive::open(&dir.join(name), Some(1 << 20)).unwrap())).unwrap()
     }
 
-    /// Two targets have a ring each, and both know the memory of every session.
+    /// Two targets have a ring each, and both know the memory of every attachment.
     #[test]
     fn memory_that_was_registered_is_let_go_when_only_rings_still_have_it() {
         let dir = tempfile::tempdir().unwrap();
@@ -414,7 +414,7 @@ mod tests {
             earlier.push(Arc::downgrade(&arena));
         }
         let kept = earlier.iter().filter(|arena| arena.upgrade().is_some()).count();
-        assert!(kept <= 1, "{kept} arenas of earlier sessions are kept");
+        assert!(kept <= 1, "{kept} arenas of earlier attachments are kept");
     }
 
     #[test]

@@ -8,11 +8,11 @@ use fabric::PostError;
 
 use super::{Tell, Worker};
 use crate::dma::{PeerId, QueueId};
-use crate::ofi::engine::Item;
 use crate::ofi::faults::{Fate, damaged_copy};
 use crate::ofi::flow::Work;
 use crate::ofi::hazards::Footprint;
 use crate::ofi::lane::scratch;
+use crate::ofi::shared::Item;
 use crate::{RegionId, Result, Transfer};
 
 /// Where a transfer goes.

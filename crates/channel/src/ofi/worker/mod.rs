@@ -16,13 +16,14 @@ use fabric::{
 use tokio::sync::oneshot;
 
 use super::alarm::wait_for;
-use super::engine::{Command, Item, Rung, Shared};
 use super::faults::damage;
 use super::flow::{Flow, Work};
 use super::greeting::Greeting;
 use super::lane::{Lane, WINDOW};
 use super::line::{self, Line};
 use super::port::{Port, query};
+use super::rung::Rung;
+use super::shared::{Command, Item, Shared};
 use super::{OfiOffer, QUEUES};
 use crate::dma::{Failed, PeerId, QueueId};
 use crate::{ChannelError, Place, RegionId, Result};
@@ -374,8 +375,11 @@ impl Worker {
                 let work = done.chain.and_then(|chain| self.flows[queue].get(chain));
                 if let Some((transfer, corrupt)) = work.and_then(|work| work.complete(done.number)) {
                     let Place { region, offset } = transfer.dst;
-                    if corrupt && let Some(local) = self.locals.get(&region) {
-                        damage(&local.arena, offset, transfer.len);
+                    if corrupt
+                        && let Some(local) = self.locals.get(&region)
+                        && let Err(e) = damage(&local.arena, offset, transfer.len)
+                    {
+                        tracing::error!("an injected fault damaged nothing: {e}");
                     }
                     let len = transfer.len as u64;
                     self.shared.bytes.fetch_add(len, Ordering::Relaxed);

@@ -13,7 +13,7 @@ use tokio::sync::{Notify, mpsc, oneshot};
 
 use super::Common;
 use super::descriptor::{Descriptor, is_readable};
-use super::link::Link;
+use super::link::{Link, Watcher};
 use super::port::Port;
 use crate::transport::{Claim, Road, Wire};
 
@@ -37,7 +37,7 @@ pub(super) struct Device {
 }
 
 struct State {
-    ports: HashMap<(String, String), Vec<Weak<Port>>>,
+    ports: HashMap<(String, String), Vec<Weak<Port<Link>>>>,
     settling: HashMap<u64, Settling>,
     /// Places of the accepted ones among `settling`.
     accepting: Budget<u64>,
@@ -90,9 +90,10 @@ impl Device {
         self.is_less_used();
     }
 
-    /// Whoever watches the device looks whether there is anybody left.
-    pub(super) fn is_less_used(&self) {
-        self.over.notify_one();
+    /// What links hold of it.
+    fn watcher(self: &Arc<Self>) -> Arc<dyn Watcher> {
+        let this = Arc::clone(self);
+        this
     }
 
     /// Whether it can be used for new connections.
@@ -106,7 +107,8 @@ impl Device {
             self.fail("its queue of connection events was made to fail");
             return 1;
         }
-        let ports: Vec<Arc<Port>> = self.lock().ports.values().flatten().filter_map(Weak::upgrade).collect();
+        let ports: Vec<Arc<Port<Link>>> =
+            self.lock().ports.values().flatten().filter_map(Weak::upgrade).collect();
         ports.iter().for_each(|port| port.fail("its completion queue was made to fail"));
         ports.len()
     }
@@ -132,9 +134,9 @@ impl Device {
     }
 
     /// A protection domain of a tenant on the network device that `info` names: one that has room, or a new one.
-    fn port(&self, tenant: &str, info: &Info) -> io::Result<Arc<Port>> {
+    fn port(&self, tenant: &str, info: &Info) -> io::Result<Arc<Port<Link>>> {
         let key = (tenant.to_owned(), info.domain_name());
-        let known: Vec<Arc<Port>> =
+        let known: Vec<Arc<Port<Link>>> =
             self.lock().ports.get(&key).into_iter().flatten().filter_map(Weak::upgrade).collect();
         if let Some(port) = known.into_iter().find(|port| port.has_room()) {
             return Ok(port);
@@ -163,7 +165,7 @@ impl Device {
         let id = self.next_id();
         let endpoint = Endpoint::connecting(info, port.queues(&self.events), id);
         let endpoint = endpoint.inspect_err(|_| port.is_less_used()).map_err(io::Error::other)?;
-        let link = Link::new(self, &port, endpoint, parts_of(&claim.nonce));
+        let link = Link::new(self.watcher(), &port, endpoint, parts_of(&claim.nonce));
         link.post_first().map_err(io::Error::other)?;
         let (done, connected) = oneshot::channel();
         let guard = SettlingGuard { device: self, id };
@@ -222,7 +224,7 @@ impl Device {
         let endpoint = endpoint.inspect_err(|_| port.is_less_used()).map_err(io::Error::other)?;
         let (peer_token, epoch) = parts_of(&claim.nonce);
         let own_token: u64 = rand::random();
-        let link = Link::new(self, &port, endpoint, (own_token, epoch));
+        let link = Link::new(self.watcher(), &port, endpoint, (own_token, epoch));
         link.set_peer_token(peer_token);
         link.post_first().map_err(io::Error::other)?;
         let now = Instant::now();
@@ -304,6 +306,13 @@ impl Device {
         let failed: Vec<Settling> = ids.iter().filter_map(|id| state.take_settling(*id)).collect();
         drop(state);
         failed.into_iter().for_each(|s| s.fail(why));
+    }
+}
+
+impl Watcher for Device {
+    /// The task that watches the device looks whether there is a link or an acceptor left.
+    fn is_less_used(&self) {
+        self.over.notify_one();
     }
 }
 

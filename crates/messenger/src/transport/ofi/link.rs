@@ -14,10 +14,9 @@ use fabric::{Access, Completion, Endpoint, MemoryRegion, Operation, Part, PostEr
 use tokio::sync::Notify;
 use tokio::time::timeout;
 
-use super::device::Device;
 use super::packet::{Credits, FIRST_GRANT, HEADER_BYTES, PACKET_BYTES, PacketHeader};
 use super::port::Port;
-use super::rma::Reads;
+use super::reads::Reads;
 
 /// Credits that only a packet without content may use: it brings the peer credits, so that the two never wait for each other.
 const RESERVE: u32 = 1;
@@ -38,6 +37,12 @@ const RETRY: Duration = Duration::from_millis(1);
 /// Shorter parts are copied next to what is before them, in bytes.
 const COPY_MAX_BYTES: usize = 512;
 
+/// Tells a link what happens to its connection, and is kept for that as long as the link.
+pub(super) trait Watcher: Send + Sync {
+    /// A link has ended.
+    fn is_less_used(&self);
+}
+
 /// A connection. Packets that wait to be read are at most as many as its window is long: more are the peer's fault, and found by
 /// its credits.
 pub struct Link {
@@ -46,9 +51,8 @@ pub struct Link {
     own_token: u64,
     /// Tells the transports of a session apart; both sides know it.
     epoch: u64,
-    pub(super) port: Arc<Port>,
-    /// Tells what happens to the connection.
-    device: Arc<Device>,
+    pub(super) port: Arc<Port<Link>>,
+    watcher: Arc<dyn Watcher>,
     endpoint: Mutex<Option<Endpoint>>,
     state: Mutex<State>,
     /// Credits came. For the one that sends packets.
@@ -119,8 +123,8 @@ pub(crate) struct LinkFailed(pub(crate) String);
 
 impl Link {
     pub(super) fn new(
-        device: &Arc<Device>,
-        port: &Arc<Port>,
+        watcher: Arc<dyn Watcher>,
+        port: &Arc<Port<Link>>,
         endpoint: Endpoint,
         (own_token, epoch): (u64, u64),
     ) -> Arc<Link> {
@@ -147,14 +151,14 @@ impl Link {
             own_token,
             epoch,
             port: Arc::clone(port),
-            device: Arc::clone(device),
+            watcher,
             endpoint: Mutex::new(Some(endpoint)),
             state: Mutex::new(state),
             credits: Notify::new(),
             room: Notify::new(),
             heard: AtomicBool::new(false),
         });
-        port.enter(&link);
+        port.enter(link.id, own_token, &link);
         link
     }
 
@@ -162,7 +166,7 @@ impl Link {
     pub(super) fn post_first(self: &Arc<Self>) -> Result<(), String> {
         for _ in 0..FIRST_GRANT {
             let buf = self.port.common.buffers.take().ok_or("no receive buffers are left")?;
-            self.port.post(self, buf)?;
+            self.post_receive(buf)?;
             self.on_posted();
         }
         Ok(())
@@ -180,14 +184,6 @@ impl Link {
         self.state().peer_token = token;
     }
 
-    pub(super) fn id(&self) -> u64 {
-        self.id
-    }
-
-    pub(super) fn own_token(&self) -> u64 {
-        self.own_token
-    }
-
     /// Tells the transports of a session apart; both sides know it.
     pub(crate) fn epoch(&self) -> u64 {
         self.epoch
@@ -202,8 +198,8 @@ impl Link {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn reads(&self, with: impl FnOnce(&mut Reads)) {
-        with(&mut self.state().reads);
+    pub(super) fn reads<T>(&self, with: impl FnOnce(&mut Reads) -> T) -> T {
+        with(&mut self.state().reads)
     }
 
     /// Name of the provider.
@@ -319,7 +315,16 @@ impl Link {
         }
     }
 
-    pub(super) fn post_own(&self, buf: ArenaBuf, region: &MemoryRegion) -> Result<(), String> {
+    /// Posts one buffer for packets: to the shared queue of the port, if it has one.
+    pub(super) fn post_receive(&self, buf: ArenaBuf) -> Result<(), String> {
+        let region = self.port.region(buf.arena(), Access::Messages)?;
+        match self.port.shared_receives() {
+            Some(queue) => self.port.post_shared(queue, buf, &region),
+            None => self.post_own(buf, &region),
+        }
+    }
+
+    fn post_own(&self, buf: ArenaBuf, region: &MemoryRegion) -> Result<(), String> {
         let (offset, len) = (buf.offset(), buf.len());
         let endpoint = self.endpoint();
         let Some(endpoint) = &*endpoint else { return Ok(()) };
@@ -560,6 +565,6 @@ impl fmt::Debug for Link {
 impl Drop for Link {
     fn drop(&mut self) {
         self.fail("nobody uses it any more");
-        self.device.is_less_used();
+        self.watcher.is_less_used();
     }
 }

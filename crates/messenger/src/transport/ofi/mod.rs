@@ -26,7 +26,9 @@ mod device;
 mod landings;
 mod link;
 pub(crate) mod packet;
+mod poller;
 mod port;
+mod reads;
 mod rma;
 
 use std::collections::HashMap;
@@ -43,12 +45,13 @@ use tokio::sync::{mpsc, watch};
 
 pub use link::Link;
 pub(crate) use link::{LinkFailed, Piece};
-pub(crate) use rma::Landing;
+pub(crate) use reads::Landing;
 
 use super::{Acceptor, Claim, Road, Transport, Wire};
 use buffers::Buffers;
 use device::Device;
 use landings::Landings;
+use link::Watcher;
 
 /// Connections that wait to be accepted.
 const BACKLOG: usize = 256;

@@ -1,24 +1,18 @@
-//! One protection domain: its queue of completions, its receive buffers, its registered memory, and the task that drives it.
+//! One protection domain: its queue of completions, its receive buffers, its registered memory, and the links in it.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::task::Poll;
 
 use base::mem::{Arena, ArenaBuf};
-use base::spinner::Spinner;
 use bytes::Bytes;
 use fabric::{
-    Access, Completion, CompletionQueue, Domain, EndpointQueues, EventQueue, Fabric, Info, MemoryRegion,
-    Operation, ReceiveQueue, Waitable,
+    Access, CompletionQueue, Domain, EndpointQueues, EventQueue, Fabric, Info, MemoryRegion, ReceiveQueue,
 };
-use tokio::io::unix::AsyncFd;
 use tokio::sync::Notify;
 
 use super::Common;
-use super::descriptor::{Descriptor, is_readable};
-use super::link::Link;
-use super::packet::{FIRST_GRANT, HEADER_BYTES, PacketHeader};
+use super::packet::FIRST_GRANT;
 
 /// Of the receives that a shared queue has room for, so many parts of [`SHARES`] may go to links that want more than they began
 /// with. The rest is for new ones.
@@ -29,16 +23,13 @@ const DEPTH: usize = 4 << 10;
 const DEPTH_MIN: usize = 256;
 
 /// Token of the shared receive queue, which no endpoint has.
-const SHARED_QUEUE: u64 = u64::MAX;
-
-/// Tasks that a message goes through, one after the other, until it is answered: the session's, its user's, the session's.
-const HOPS: usize = 4;
+pub(super) const SHARED_QUEUE: u64 = u64::MAX;
 
 /// Arenas whose registration is kept.
 const REGIONS: usize = 64;
 
-/// A protection domain and what belongs to it. Lives as long as a link in it.
-pub(super) struct Port {
+/// A protection domain and what belongs to it, with links of type `L`. Lives as long as a link in it.
+pub(super) struct Port<L> {
     /// First, since they are made from what comes after.
     receives: Option<ReceiveQueue>,
     pub(super) domain: Domain,
@@ -48,39 +39,38 @@ pub(super) struct Port {
     links_max: usize,
     /// Most receives of the shared queue.
     receives_max: usize,
-    state: Mutex<State>,
+    state: Mutex<State<L>>,
     /// The last link is gone, or the domain must not be used any more.
     over: Notify,
     /// Nobody drives it any more.
     stopped: AtomicBool,
 }
 
-#[derive(Default)]
-struct State {
-    links: HashMap<u64, Weak<Link>>,
+struct State<L> {
+    links: HashMap<u64, Weak<L>>,
     /// By what peers must put in their packets.
-    tokens: HashMap<u64, Weak<Link>>,
+    tokens: HashMap<u64, Weak<L>>,
     /// Buffers of the shared receive queue, by the token they were posted with.
     posted: HashMap<u64, ArenaBuf>,
     /// Those among them that were posted for links which are gone.
     surplus: u32,
     /// Links that owe their peers credits.
-    due: Vec<Weak<Link>>,
+    due: Vec<Weak<L>>,
     next_token: u64,
     /// Registered arenas, by address; the one used last is the last.
     regions: Vec<(usize, MemoryRegion)>,
 }
 
-impl State {
+impl<L> State<L> {
     /// Buffers of the shared queue that links of today were promised.
     fn receives(&self) -> usize {
         self.posted.len() - (self.surplus as usize).min(self.posted.len())
     }
 }
 
-impl Port {
+impl<L> Port<L> {
     /// Opens the domain that `info` names.
-    pub(super) fn open(fabric: &Fabric, info: Info, common: Arc<Common>) -> fabric::Result<Arc<Port>> {
+    pub(super) fn open(fabric: &Fabric, info: Info, common: Arc<Common>) -> fabric::Result<Arc<Port<L>>> {
         let domain = Domain::open(fabric, info)?;
         let (completions, depth) = open_queue(&domain)?;
         let receives = match common.config.receive_queue {
@@ -91,7 +81,16 @@ impl Port {
         };
         let links_max = domain.info().endpoints_per_queue(depth, receives.is_some());
         let receives_max = domain.info().shared_receive_depth().min(depth / 2);
-        let (state, over, stopped) = (Mutex::default(), Notify::new(), AtomicBool::new(false));
+        let state = Mutex::new(State {
+            links: HashMap::new(),
+            tokens: HashMap::new(),
+            posted: HashMap::new(),
+            surplus: 0,
+            due: Vec::new(),
+            next_token: 0,
+            regions: Vec::new(),
+        });
+        let (over, stopped) = (Notify::new(), AtomicBool::new(false));
         Ok(Arc::new(Port {
             receives,
             domain,
@@ -105,27 +104,69 @@ impl Port {
         }))
     }
 
-    /// Runs the port in the background of this runtime, until its last link is gone.
-    pub(super) fn start(self: &Arc<Self>) -> std::io::Result<()> {
-        let asleep = Descriptor::register(self.completions.clone())?;
-        crate::spawn(drive(Arc::downgrade(self), asleep));
-        Ok(())
-    }
-
     pub(super) fn queues<'a>(&'a self, events: &'a EventQueue) -> EndpointQueues<'a> {
         let receives = self.receives.as_ref();
         EndpointQueues { receives, sparse: true, ..EndpointQueues::new(events, &self.completions) }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, State<L>> {
         // Nothing panics while it holds the lock with the state half changed.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn enter(&self, link: &Arc<Link>) {
+    /// A link is made, whose endpoint has the token `id`; packets to it bear `own_token`.
+    pub(super) fn enter(&self, id: u64, own_token: u64, link: &Arc<L>) {
         let mut state = self.lock();
-        state.links.insert(link.id(), Arc::downgrade(link));
-        state.tokens.insert(link.own_token(), Arc::downgrade(link));
+        state.links.insert(id, Arc::downgrade(link));
+        state.tokens.insert(own_token, Arc::downgrade(link));
+    }
+
+    /// The link whose endpoint has the token `id`.
+    pub(super) fn link(&self, id: u64) -> Option<Arc<L>> {
+        self.lock().links.get(&id).and_then(Weak::upgrade)
+    }
+
+    /// The link to which packets with `token` go.
+    pub(super) fn link_of_packets(&self, token: u64) -> Option<Arc<L>> {
+        self.lock().tokens.get(&token).and_then(Weak::upgrade)
+    }
+
+    /// Any link.
+    pub(super) fn any_link(&self) -> Option<Arc<L>> {
+        self.lock().links.values().find_map(Weak::upgrade)
+    }
+
+    pub(super) fn links(&self) -> Vec<Arc<L>> {
+        self.lock().links.values().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Whether no link is left.
+    pub(super) fn is_unused(&self) -> bool {
+        self.lock().links.is_empty()
+    }
+
+    /// Takes the links that owe their peers credits.
+    pub(super) fn take_due(&self) -> Vec<Weak<L>> {
+        std::mem::take(&mut self.lock().due)
+    }
+
+    /// The buffer of the shared queue that was posted with `token`.
+    pub(super) fn take_posted(&self, token: u64) -> Option<ArenaBuf> {
+        self.lock().posted.remove(&token)
+    }
+
+    /// No more links are made in it.
+    pub(super) fn stop(&self) {
+        self.stopped.store(true, Ordering::Relaxed);
+    }
+
+    /// Resolves when a link has ended or the port was stopped.
+    pub(super) async fn changed(&self) {
+        self.over.notified().await;
+    }
+
+    pub(super) fn shared_receives(&self) -> Option<&ReceiveQueue> {
+        self.receives.as_ref()
     }
 
     /// A link is gone, for which there are still `posted` buffers if the queue is shared.
@@ -149,7 +190,7 @@ impl Port {
     }
 
     /// Whether links may be made in it.
-    fn is_good(&self) -> bool {
+    pub(super) fn is_good(&self) -> bool {
         !self.domain.is_spoiled() && !self.stopped.load(Ordering::Relaxed)
     }
 
@@ -161,35 +202,23 @@ impl Port {
     }
 
     /// Whether a link may have `more` receives posted at a time than it had.
-    fn may_grow(&self, more: u32) -> bool {
+    pub(super) fn may_grow(&self, more: u32) -> bool {
         let most = self.receives_max / SHARES.1 * SHARES.0;
         self.receives.is_none() || self.lock().receives() + more as usize <= most
     }
 
     /// `link` owes its peer credits; they are sent when nothing else was.
-    pub(super) fn is_due(&self, link: &Arc<Link>) {
+    pub(super) fn is_due(&self, link: &Arc<L>) {
         self.lock().due.push(Arc::downgrade(link));
     }
 
-    /// Ends all links: the domain is of no more use.
-    fn fail_all(&self, why: &str) {
-        let links: Vec<Arc<Link>> = self.lock().links.values().filter_map(Weak::upgrade).collect();
-        for link in links {
-            link.fail(why);
-        }
-    }
-
-    /// The port is of no more use.
-    pub(super) fn fail(&self, why: &str) {
-        self.stopped.store(true, Ordering::Relaxed);
-        self.fail_all(why);
-        self.over.notify_one();
-    }
-
-    /// Posts one buffer for `link`'s packets.
-    pub(super) fn post(&self, link: &Link, buf: ArenaBuf) -> Result<(), String> {
-        let region = self.region(buf.arena(), Access::Messages)?;
-        let Some(queue) = &self.receives else { return link.post_own(buf, &region) };
+    /// Posts one buffer of `region` to the shared queue, unless there is one too many in it.
+    pub(super) fn post_shared(
+        &self,
+        queue: &ReceiveQueue,
+        buf: ArenaBuf,
+        region: &MemoryRegion,
+    ) -> Result<(), String> {
         let (offset, len) = (buf.offset(), buf.len());
         let mut state = self.lock();
         if state.surplus > 0 {
@@ -253,113 +282,6 @@ impl Port {
             Access::Local
         }
     }
-
-    /// Takes what has ended; `false` if that was nothing.
-    fn poll(&self, completions: &mut Vec<Completion>) -> bool {
-        if let Err(e) = self.completions.poll(completions) {
-            tracing::warn!(error = %e, "a completion queue has failed");
-            self.fail("its completion queue has failed");
-            return false;
-        }
-        let worked = !completions.is_empty();
-        for completion in completions.drain(..) {
-            match completion.operation {
-                Operation::Receive => self.on_receive(completion),
-                Operation::Send | Operation::Write | Operation::Read => {
-                    let link = self.lock().links.get(&completion.endpoint).and_then(Weak::upgrade);
-                    if let Some(link) = link {
-                        link.on_completion(completion);
-                    }
-                }
-            }
-        }
-        if self.domain.is_spoiled() {
-            self.fail_all("the domain is opened anew after a transfer was broken off");
-            self.over.notify_one();
-        }
-        worked
-    }
-
-    fn on_receive(&self, completion: Completion) {
-        let own = (completion.endpoint != SHARED_QUEUE)
-            .then(|| self.lock().links.get(&completion.endpoint).and_then(Weak::upgrade))
-            .flatten();
-        let buf = match &own {
-            Some(link) => link.take_posted(completion.token),
-            None => self.lock().posted.remove(&completion.token),
-        };
-        let Some(mut buf) = buf else { return };
-        if let Err(e) = completion.result {
-            match own {
-                Some(link) => link.fail(&e.to_string()),
-                // A connection that ends takes its receives along; the queue's own stay.
-                None => tracing::debug!(error = %e, "a shared receive has failed"),
-            }
-            return;
-        }
-        buf.truncate(completion.len);
-        let header = PacketHeader::decode(&buf);
-        let sender = header.and_then(|header| {
-            let known = self.lock().tokens.get(&header.token).and_then(Weak::upgrade)?;
-            // With queues of its own a link is known without the token, which must still be right.
-            own.as_ref().is_none_or(|own| Arc::ptr_eq(own, &known)).then_some((known, header))
-        });
-        let Some((link, header)) = sender else {
-            match own {
-                Some(link) => link.fail("a packet came that is not of this connection"),
-                None => {
-                    metrics::counter!("outboard_messenger_stray_packets").increment(1);
-                    drop(buf);
-                    self.repost_stray();
-                }
-            }
-            return;
-        };
-        self.take_packet(&link, header, buf);
-    }
-
-    /// Posts a buffer for one that a stray packet took: somebody was promised it.
-    fn repost_stray(&self) {
-        // Without a link nobody was.
-        let Some(link) = self.lock().links.values().find_map(Weak::upgrade) else { return };
-        if let Some(fresh) = self.common.buffers.take()
-            && let Err(why) = self.post(&link, fresh)
-        {
-            tracing::warn!(why, "a receive buffer is lost");
-        }
-    }
-
-    /// Hands a packet to its link, in its buffer, and posts another one in its place. When there is none left, the packet is
-    /// copied instead: so senders never wait for readers that keep what they got.
-    fn take_packet(&self, link: &Arc<Link>, header: PacketHeader, buf: ArenaBuf) {
-        let fresh = self.common.buffers.take();
-        let content = match &fresh {
-            Some(_) => buf.freeze().slice(HEADER_BYTES..),
-            None => {
-                metrics::counter!("outboard_messenger_copied_packets").increment(1);
-                Bytes::copy_from_slice(&buf[HEADER_BYTES..])
-            }
-        };
-        let wanted = link.on_packet(header, content);
-        // One takes the place of the packet's own.
-        let wanted = if wanted > 1 && !self.may_grow(wanted) { 1 } else { wanted };
-        let more = std::iter::from_fn(|| self.common.buffers.take());
-        for buf in fresh.into_iter().chain(more).take(wanted as usize) {
-            if let Err(why) = self.post(link, buf) {
-                link.fail(&why);
-                return;
-            }
-            link.on_posted();
-        }
-    }
-
-    /// Grants packets to peers that nothing was sent to meanwhile.
-    fn return_credits(&self) {
-        let due = std::mem::take(&mut self.lock().due);
-        for link in due.iter().filter_map(Weak::upgrade) {
-            link.grant();
-        }
-    }
 }
 
 /// Bytes that are in no memory which could be registered.
@@ -372,90 +294,6 @@ fn open_queue(domain: &Domain) -> fabric::Result<(CompletionQueue, usize)> {
         match CompletionQueue::open(domain, depth) {
             Err(_) if depth > DEPTH_MIN => depth /= 2,
             opened => return opened.map(|queue| (queue, depth)),
-        }
-    }
-}
-
-/// Lets the other tasks of this thread run, and goes on after them. Unlike `tokio::task::yield_now` this does not have the
-/// runtime ask the system for events each time: it does so now and then in any case.
-async fn let_others_run() {
-    let mut has_yielded = false;
-    std::future::poll_fn(|cx| {
-        if std::mem::replace(&mut has_yielded, true) {
-            return Poll::Ready(());
-        }
-        cx.waker().wake_by_ref();
-        Poll::Pending
-    })
-    .await;
-}
-
-/// The queue's descriptor in the runtime's loop. While spinning pays it is not there: each packet would wake a loop that is awake.
-type Asleep = AsyncFd<Descriptor<CompletionQueue>>;
-
-/// The one poller: takes completions while there are any, looks again for a while if that pays, and sleeps on the queue's
-/// descriptor in the same loop as everything else of this thread.
-async fn drive(port: Weak<Port>, asleep: Asleep) {
-    if let Err(e) = drive_until_over(&port, asleep).await {
-        tracing::warn!(error = %e, "a completion queue cannot be waited for");
-    }
-    if let Some(port) = port.upgrade() {
-        port.stopped.store(true, Ordering::Relaxed);
-        port.fail_all("its port is closed");
-    }
-}
-
-async fn drive_until_over(port: &Weak<Port>, asleep: Asleep) -> std::io::Result<()> {
-    let mut spinner = Spinner::default();
-    let mut completions = Vec::new();
-    let mut all_have_run = false;
-    let mut asleep = Some(asleep);
-    loop {
-        let Some(port) = port.upgrade() else { return Ok(()) };
-        port.common.control.thaw().await;
-        if port.poll(&mut completions) {
-            if spinner.worked() {
-                asleep = None;
-            }
-            all_have_run = false;
-            // What came is handled now, and answers take the credits along.
-            drop(port);
-            for _ in 0..HOPS {
-                let_others_run().await;
-            }
-            continue;
-        }
-        port.return_credits();
-        if !all_have_run && spinner.look_again(port.common.config.spin) {
-            drop(port);
-            let_others_run().await;
-            continue;
-        }
-        // Sleeping and waking costs more than looking once more when nobody else has anything to do.
-        if !std::mem::replace(&mut all_have_run, true) {
-            drop(port);
-            tokio::task::yield_now().await;
-            continue;
-        }
-        all_have_run = false;
-        let fd = match &asleep {
-            Some(fd) => fd,
-            None => asleep.insert(Descriptor::register(port.completions.clone())?),
-        };
-        let may_sleep =
-            port.domain.fabric().may_sleep(&[&port.completions]).map_err(std::io::Error::other)?;
-        if !may_sleep || is_readable(port.completions.wait_fd()) {
-            drop(port);
-            let_others_run().await;
-            continue;
-        }
-        tokio::select! {
-            readable = fd.readable() => readable?.clear_ready(),
-            () = port.over.notified() => {
-                if port.lock().links.is_empty() || !port.is_good() {
-                    return Ok(());
-                }
-            }
         }
     }
 }

@@ -1,6 +1,5 @@
 //! One-sided transfers of a link: reads of the peer's memory into buffers, and writes into it.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -10,48 +9,7 @@ use fabric::{Access, Exposed, MemoryRegion, Part, RemoteRegion};
 use tokio::sync::oneshot;
 
 use super::link::{Link, LinkFailed};
-
-/// A buffer that is being read into. It has no other owner until nothing writes to it any more.
-#[derive(Debug)]
-pub(crate) struct Landing {
-    /// Both are taken when it ends.
-    buf: Option<Arc<ArenaBuf>>,
-    region: Option<MemoryRegion>,
-    /// Offset of the buffer in the region.
-    base: usize,
-}
-
-/// A read under way.
-pub(super) struct Read {
-    landing: Arc<Landing>,
-    deadline: Instant,
-    done: oneshot::Sender<()>,
-}
-
-impl Read {
-    pub(super) fn finish(self) {
-        drop(self.landing);
-        // Whoever asked may have gone away.
-        let _ = self.done.send(());
-    }
-}
-
-/// The reads under way, by token.
-#[derive(Default)]
-pub(super) struct Reads {
-    last: u64,
-    active: HashMap<u64, Read>,
-}
-
-impl Reads {
-    pub(super) fn take(&mut self, token: u64) -> Option<Read> {
-        self.active.remove(&token)
-    }
-
-    pub(super) fn put_back(&mut self, token: u64, read: Read) {
-        self.active.insert(token, read);
-    }
-}
+use super::reads::Landing;
 
 impl Link {
     /// Makes ready to read into `buf`.
@@ -65,7 +23,7 @@ impl Link {
             (self.port.region(buf.arena(), Access::Local), buf.offset())
         };
         match region {
-            Ok(region) => Ok(Arc::new(Landing { buf: Some(buf), region: Some(region), base })),
+            Ok(region) => Ok(Landing::new(buf, region, base)),
             Err(e) => match Arc::into_inner(buf) {
                 Some(buf) => Err((buf, e)),
                 None => unreachable!("a region that was not made keeps nothing"),
@@ -85,15 +43,11 @@ impl Link {
     ) -> Result<(), LinkFailed> {
         let bad = |e: fabric::FabricError| LinkFailed(e.to_string());
         let remote = from.slice(offset, len).map_err(bad)?;
-        let region = landing.region.as_ref().ok_or_else(|| LinkFailed("the landing has ended".into()))?;
-        let into = region.slice(landing.base + at, len).map_err(bad)?;
+        let place = landing.place(at);
+        let (region, start) = place.ok_or_else(|| LinkFailed("the landing has ended".into()))?;
+        let into = region.slice(start, len).map_err(bad)?;
         let (done, finished) = oneshot::channel();
-        let mut token = 0;
-        self.reads(|reads| {
-            reads.last += 1;
-            token = reads.last;
-            reads.active.insert(token, Read { landing: Arc::clone(landing), deadline, done });
-        });
+        let token = self.reads(|reads| reads.begin(Arc::clone(landing), deadline, done));
         // Not posted, it is not under way: also if this future is dropped while it waits for room.
         let mut unposted = Unposted { link: Some(self), token };
         self.post(|endpoint| endpoint.read(into, remote, token)).await?;
@@ -123,17 +77,12 @@ impl Link {
 
     /// Whether a read takes longer than it was given: only closing the link gives its memory back.
     pub(crate) fn is_overdue(&self) -> bool {
-        let now = Instant::now();
-        let mut overdue = false;
-        self.reads(|reads| overdue = reads.active.values().any(|read| read.deadline <= now));
-        overdue
+        self.reads(|reads| reads.is_overdue())
     }
 
     /// Whether a read is under way.
     pub(crate) fn is_reading(&self) -> bool {
-        let mut is_reading = false;
-        self.reads(|reads| is_reading = !reads.active.is_empty());
-        is_reading
+        self.reads(|reads| !reads.is_empty())
     }
 
     /// Exposes memory to the peer, for it to read or to write.
@@ -161,33 +110,6 @@ impl Link {
     }
 }
 
-impl Landing {
-    /// The buffer, if nothing writes to it any more.
-    pub(crate) fn into_buffer(self: Arc<Self>) -> Option<ArenaBuf> {
-        let mut landing = Arc::into_inner(self)?;
-        landing.end()
-    }
-
-    /// What is in it. To be looked at only where nothing is being read into.
-    pub(crate) fn bytes(&self) -> &[u8] {
-        self.buf.as_ref().map_or(&[], |buf| buf)
-    }
-
-    fn end(&mut self) -> Option<ArenaBuf> {
-        if let Some(region) = self.region.take() {
-            // Reads keep their landing until they have ended or the endpoint is closed.
-            region.settle();
-        }
-        self.buf.take().and_then(Arc::into_inner)
-    }
-}
-
-impl Drop for Landing {
-    fn drop(&mut self) {
-        drop(self.end());
-    }
-}
-
 /// Takes a read out of the table that was never posted.
 struct Unposted<'a> {
     /// `None` once it was posted.
@@ -197,10 +119,8 @@ struct Unposted<'a> {
 
 impl Drop for Unposted<'_> {
     fn drop(&mut self) {
-        let mut read = None;
-        if let Some(link) = self.link {
-            link.reads(|reads| read = reads.take(self.token));
-        }
+        let read = self.link.and_then(|link| link.reads(|reads| reads.take(self.token)));
+        // It holds memory, which is let go of without the lock.
         drop(read);
     }
 }

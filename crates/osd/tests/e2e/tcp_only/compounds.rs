@@ -19,7 +19,7 @@ use client::{Client, Error, Mutated, NodeError, Object, Options, Pool};
 use futures::stream::{self, StreamExt};
 use messenger::UseAs;
 use osd::{OsdServer, StripesAt};
-use proxy::{Endpoint, Listener, Server, ServerOptions, Session, SessionOptions};
+use proxy::{Attachment, AttachmentOptions, Endpoint, Listener, Server, ServerOptions};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
@@ -396,22 +396,23 @@ impl Rig {
         let listen = self.endpoint.clone();
         let serve = async move || {
             let mut config = config();
-            let (targets, pool, _session) = match joined {
+            let (targets, pool, _attachment) = match joined {
                 None => {
                     let arena = Arena::anonymous(16 << 20).unwrap();
                     (stores, BufferPool::new(arena, 0, LARGEST_BUFFER), None)
                 }
                 Some(endpoint) => {
-                    let mut options = SessionOptions::default();
+                    let mut options = AttachmentOptions::default();
                     options.memory.pool_len = 16 << 20;
                     options.memory.largest_buffer = LARGEST_BUFFER;
-                    let session = Session::connect(endpoint, options).await.unwrap();
-                    assert!(session.status().by_dma, "{:?}", session.status());
+                    let attachment = Attachment::connect(endpoint, options).await.unwrap();
+                    assert!(attachment.status().by_dma, "{:?}", attachment.status());
                     config.placement = Placement::Dpu;
-                    config.coding.stripes = StripesAt::There(session.stripes());
-                    let targets: Vec<_> =
-                        (0..stores.len()).map(|index| session.store(index) as Arc<dyn ObjectStore>).collect();
-                    (targets, session.pool().clone(), Some(session))
+                    config.coding.stripes = StripesAt::There(attachment.stripes());
+                    let targets: Vec<_> = (0..stores.len())
+                        .map(|index| attachment.store(index) as Arc<dyn ObjectStore>)
+                        .collect();
+                    (targets, attachment.pool().clone(), Some(attachment))
                 }
             };
             let targets = (1..).map(Uuid::from_u128).zip(targets).collect();

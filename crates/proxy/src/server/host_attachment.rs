@@ -1,4 +1,4 @@
-//! One session on the store's side.
+//! One attachment on the store's side.
 
 use std::collections::HashSet;
 use std::future::poll_fn;
@@ -31,7 +31,7 @@ use crate::poller::Poller;
 
 /// Most frames taken from the control socket in one turn.
 const FRAMES_PER_TURN: usize = 64;
-/// Most calls of one session at a time, on whatever path. An osd keeps below.
+/// Most calls of one attachment at a time, on whatever path. An osd keeps below.
 const MAX_CALLS: usize = 2 * MAX_JOBS;
 /// Most bytes of calls that came before the transaction that they follow. An osd sends payload only when its turn has come.
 const MAX_HELD: usize = 256 << 20;
@@ -91,7 +91,7 @@ impl Reached {
     }
 }
 
-/// Rings and doorbells of a session with host memory.
+/// Rings and doorbells of an attachment with host memory.
 pub(super) struct Rings {
     pub(super) memory: HostMemory,
     reached: Reached,
@@ -233,7 +233,7 @@ impl Rings {
         let io = |e: ChannelError| StoreError::Io(e.to_string());
         self.reached.revoke().map_err(io)?;
         let Reached::Offer { offers, provider, grant } = &mut self.reached else {
-            return Err(StoreError::InvalidArgument("this session's memory was not offered".into()));
+            return Err(StoreError::InvalidArgument("this attachment's memory was not offered".into()));
         };
         let host = offers.host(provider).map_err(StoreError::Io)?;
         let fresh = host.grant(&self.memory.arena).map_err(io)?;
@@ -301,8 +301,8 @@ enum Taken {
     Damage(ChannelError),
 }
 
-/// One session: what the osd asks, in the order it must be asked.
-pub(super) struct HostSession {
+/// One attachment: what the osd asks, in the order it must be asked.
+pub(super) struct HostAttachment {
     targets: Arc<[Target]>,
     engines: Arc<Engines>,
     pub(super) rings: Option<Rings>,
@@ -318,7 +318,7 @@ pub(super) struct HostSession {
     poller: Poller,
 }
 
-impl HostSession {
+impl HostAttachment {
     pub(super) fn new(
         targets: Arc<[Target]>,
         engines: Arc<Engines>,
@@ -327,10 +327,10 @@ impl HostSession {
         counts: Arc<Counts>,
         faults: Faults,
         poll: Duration,
-    ) -> HostSession {
+    ) -> HostAttachment {
         let admissions = targets.iter().map(|_| Admission::default()).collect();
         let (running, stages) = (FuturesUnordered::new(), HashSet::new());
-        HostSession {
+        HostAttachment {
             targets,
             engines,
             rings,
@@ -347,7 +347,7 @@ impl HostSession {
     }
 
     /// Serves until the osd goes, breaks the protocol, or `stop` is ready. Then frees its stages, calls `on_end` (the
-    /// next session may begin), and waits for the calls that the stores are still at: they may be using host memory.
+    /// next attachment may begin), and waits for the calls that the stores are still at: they may be using host memory.
     pub(super) async fn run(mut self, stop: impl Future<Output = ()>, on_end: impl FnOnce()) {
         let mut stop = std::pin::pin!(stop);
         let why = poll_fn(|cx| {
@@ -367,7 +367,7 @@ impl HostSession {
             Some(ChannelError::Socket(e)) => tracing::info!("the osd has gone: {e}"),
             Some(e) => {
                 self.counts.violations.fetch_add(1, Ordering::Relaxed);
-                tracing::error!("session ended: {e}");
+                tracing::error!("attachment ended: {e}");
             }
             None => {}
         }
@@ -386,7 +386,7 @@ impl HostSession {
         self.counts.stages.store(0, Ordering::Relaxed);
         self.counts.leftover_calls.fetch_add(self.running.len(), Ordering::Relaxed);
         on_end();
-        // The osd need not wait for the stores to open the next session.
+        // The osd need not wait for the stores to open the next attachment.
         drop(self.control);
         while let Some(done) = self.running.next().await {
             self.counts.leftover_calls.fetch_sub(1, Ordering::Relaxed);

@@ -1,38 +1,17 @@
 //! Stages: allocated, written, and given back.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-
 use base::block::{BLOCK, Payload};
 
-use super::{Core, PARKS_MAX, Purpose};
-use crate::block::alloc::Purse;
-use crate::block::messages::{Reply, send};
-use crate::block::staged::{Stage, StagedBlock};
+use super::alloc::Purse;
+use super::core::{Core, Purpose};
+use super::messages::{Reply, send};
+use super::staged::{Stage, StageWrite, StagedBlock, WaitingStage, next_stage};
 use crate::stage::check_stage_write;
 use crate::{Area, StageId, StoreError};
 
-/// A `stage_write` that is on its way.
-#[derive(Debug)]
-pub(super) struct StageWrite {
-    stage: u64,
-    left: usize,
-    reply: Reply,
-}
-
-/// A call that waits for blocks for a stage.
-#[derive(Debug)]
-pub(super) struct WaitingStage {
-    /// Length asked for, in bytes.
-    pub(super) len: u64,
-    /// How often it has waited.
-    pub(super) parked: u32,
-    pub(super) reply: Reply,
-}
-
-/// A name for a stage that no other has.
-pub(crate) fn next_stage(last: &AtomicU64) -> StageId {
-    StageId(last.fetch_add(1, Ordering::Relaxed) + 1)
-}
+/// How often a call is parked for want of blocks before it fails: others may take what is freed
+/// before its turn comes, and the calls of its collection queue behind it.
+pub(super) const PARKS_MAX: u32 = 64;
 
 impl Core {
     /// Takes the blocks that a stage was promised.
@@ -70,12 +49,12 @@ impl Core {
     /// the allocator, and they suffice. The calls that wait for them are tried again whenever some
     /// have arrived.
     pub(super) fn will_have(&self, blocks: u64, purse: Purse) -> bool {
-        let on_their_way = self.reclaimable();
+        let on_their_way = self.commits.reclaimable();
         on_their_way > 0 && self.alloc.free_blocks(purse, on_their_way) >= blocks
     }
 
     pub(super) fn no_space(&self, blocks: u64, purse: Purse) -> StoreError {
-        let free = self.alloc.free_blocks(purse, self.reclaimable()) * BLOCK;
+        let free = self.alloc.free_blocks(purse, self.commits.reclaimable()) * BLOCK;
         let target = self.superblock.uuid;
         StoreError::NoSpace { target, area: Area::Data, needed: blocks * BLOCK, free }
     }

@@ -1,0 +1,168 @@
+//! Memory as a device reaches it: by addresses that no software uses.
+//!
+//! A device copies bytes whenever a transfer was posted, whatever references to them exist. The
+//! emulated device therefore has a mapping of its own. For the references of this process, a change
+//! through that mapping is like a change by another process or by hardware: see the module's text
+//! on memory that another process can write.
+
+use std::ops::Range;
+
+use super::mapping::Mapping;
+use super::{Arena, MemError, os, round_to_pages};
+
+/// Copies of at least that many bytes go past the caches.
+#[cfg(target_arch = "x86_64")]
+const PAST_CACHES: usize = 64 << 10;
+
+/// A mapping that only its holder, one thread at a time, accesses; and only by copies.
+///
+/// It may be sent to another thread but not shared with one, so no two accesses to the mapping
+/// coincide. It gives out no references, so a copy cannot change bytes under one.
+#[derive(Debug)]
+pub struct DeviceMemory {
+    base: *mut u8,
+    len: usize,
+    _mapping: Mapping,
+}
+
+// SAFETY: the mapping is plain memory without thread affinity. The type is not `Sync`, because of
+// its pointer.
+unsafe impl Send for DeviceMemory {}
+
+impl DeviceMemory {
+    /// Memory of `len` bytes that nothing else maps.
+    ///
+    /// # Errors
+    /// If the system has not that much memory to give.
+    pub fn private(len: usize) -> Result<DeviceMemory, MemError> {
+        let len = round_to_pages(len);
+        let mapping = Mapping::new(None, len).map_err(|e| os("map", len, e))?;
+        mapping.prefer_huge();
+        Ok(DeviceMemory::of(mapping, 0, len))
+    }
+
+    pub(super) fn of(mapping: Mapping, offset: usize, len: usize) -> DeviceMemory {
+        let base = mapping.base().wrapping_add(offset);
+        DeviceMemory { base, len, _mapping: mapping }
+    }
+
+    /// Copies `len` bytes from `src_offset` of `src` to `dst_offset` of this memory. The ranges may
+    /// overlap. Returns `false`, having copied nothing, if a range is not inside its memory.
+    #[must_use]
+    pub fn copy_from(&self, dst_offset: usize, src: &DeviceMemory, src_offset: usize, len: usize) -> bool {
+        if !src.contains(src_offset, len) || !self.contains(dst_offset, len) {
+            return false;
+        }
+        // SAFETY: both ranges were checked. This thread alone accesses the two mappings, and nothing
+        // refers to bytes in them.
+        unsafe { copy_past_caches(src.base.add(src_offset), self.base.add(dst_offset), len) };
+        true
+    }
+
+    /// Inverts the byte at `offset`. Returns `false`, having changed nothing, if it is outside.
+    #[must_use]
+    pub fn invert(&self, offset: usize) -> bool {
+        if !self.contains(offset, 1) {
+            return false;
+        }
+        let at = self.base.wrapping_add(offset);
+        // SAFETY: the place was checked. This thread alone accesses the mapping, and nothing refers
+        // to bytes in it.
+        unsafe { at.write(!at.read()) };
+        true
+    }
+
+    /// Copies `out.len()` bytes at `offset` out of this memory. Returns `false`, having copied
+    /// nothing, if the range is not inside it.
+    #[must_use]
+    pub fn copy_out(&self, offset: usize, out: &mut [u8]) -> bool {
+        if !self.contains(offset, out.len()) {
+            return false;
+        }
+        // SAFETY: the source was checked, and this thread alone accesses the mapping. `out` is not in
+        // it, because nothing refers to bytes in it.
+        unsafe { std::ptr::copy_nonoverlapping(self.base.add(offset), out.as_mut_ptr(), out.len()) };
+        true
+    }
+
+    /// Copies `data` into this memory at `offset`. Returns `false`, having copied nothing, if the
+    /// range is not inside it.
+    #[must_use]
+    pub fn copy_in(&self, offset: usize, data: &[u8]) -> bool {
+        if !self.contains(offset, data.len()) {
+            return false;
+        }
+        // SAFETY: as in `copy_out`.
+        unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), self.base.add(offset), data.len()) };
+        true
+    }
+
+    fn contains(&self, offset: usize, len: usize) -> bool {
+        offset.checked_add(len).is_some_and(|end| end <= self.len)
+    }
+}
+
+impl Arena {
+    /// The bytes of `range` as a device reaches them. The pages are taken from the system when they
+    /// are first touched.
+    ///
+    /// # Errors
+    /// If the range is not made of whole pages inside the arena, the arena is private memory, or the
+    /// system has no room.
+    pub fn for_device(&self, range: Range<usize>) -> Result<DeviceMemory, MemError> {
+        let (mapping, before) = self.map_again(range.clone(), Mapping::part)?;
+        Ok(DeviceMemory::of(mapping, before, range.len()))
+    }
+
+    /// The bytes of `range` as a device reaches them, with all pages there from the start, as a
+    /// device's registration has them.
+    ///
+    /// # Errors
+    /// If the range is not made of whole pages inside the arena, the arena is private memory, or the
+    /// system has no room.
+    pub fn pinned_for_device(&self, range: Range<usize>) -> Result<DeviceMemory, MemError> {
+        let (mapping, before) = self.map_again(range.clone(), Mapping::populated_part)?;
+        Ok(DeviceMemory::of(mapping, before, range.len()))
+    }
+}
+
+/// Copies `len` bytes; what is long goes past the caches, as a DMA engine's writes do: whoever reads it next is a drive
+/// or another core, and lines that are written whole need not be read first.
+///
+/// # Safety
+/// As for [`std::ptr::copy`].
+#[cfg(target_arch = "x86_64")]
+unsafe fn copy_past_caches(src: *const u8, dst: *mut u8, len: usize) {
+    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
+    const LANE: usize = size_of::<__m128i>();
+    const LINE: usize = 4 * LANE;
+    let apart = (src as usize).abs_diff(dst as usize) >= len;
+    let aligned = (dst as usize).is_multiple_of(LINE) && len.is_multiple_of(LINE);
+    if len < PAST_CACHES || !apart || !aligned {
+        // SAFETY: the caller's promise.
+        return unsafe { std::ptr::copy(src, dst, len) };
+    }
+    for line in (0..len).step_by(LINE) {
+        // SAFETY: both ranges are the caller's, `line` is inside, and `dst` is aligned; SSE2 is part of x86-64.
+        unsafe {
+            let lanes: [__m128i; 4] =
+                std::array::from_fn(|i| _mm_loadu_si128(src.add(line + i * LANE).cast()));
+            for (i, lane) in lanes.into_iter().enumerate() {
+                _mm_stream_si128(dst.add(line + i * LANE).cast(), lane);
+            }
+        }
+    }
+    // Such writes are weakly ordered: they must be seen before the completion is.
+    // SAFETY: SSE is part of x86-64.
+    unsafe { _mm_sfence() };
+}
+
+/// Copies `len` bytes.
+///
+/// # Safety
+/// As for [`std::ptr::copy`].
+#[cfg(not(target_arch = "x86_64"))]
+unsafe fn copy_past_caches(src: *const u8, dst: *mut u8, len: usize) {
+    // SAFETY: the caller's promise.
+    unsafe { std::ptr::copy(src, dst, len) };
+}

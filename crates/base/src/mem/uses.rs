@@ -1,0 +1,79 @@
+//! What each page of an arena is used for. The first use decides, for as long as the arena exists.
+//!
+//! The bytes of a page are either handed out as slices, by an allocator, or copied in and out while
+//! others may change them. They are never both: a copy under a slice would break the slice's promise
+//! that its bytes do not change. Because a decision is final, a copy needs no lock.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU8, Ordering};
+
+/// Bytes that are decided about together.
+const PAGE: usize = 4096;
+
+const UNDECIDED: u8 = 0;
+const COPIED: u8 = 1;
+const ALLOCATED: u8 = 2;
+
+/// The use of each page of one arena.
+#[derive(Debug)]
+pub(super) struct Uses(Box<[AtomicU8]>);
+
+impl Uses {
+    /// Of an arena of `len` bytes; nothing is decided yet.
+    pub(super) fn new(len: usize) -> Uses {
+        Uses((0..len.div_ceil(PAGE)).map(|_| AtomicU8::new(UNDECIDED)).collect())
+    }
+
+    /// Whether the bytes of `range` may be copied in and out: no page of theirs belongs to an
+    /// allocator, and from now on none ever will. The range must be inside the arena.
+    pub(super) fn claim_for_copies(&self, range: Range<usize>) -> bool {
+        self.pages(range).iter().all(|page| {
+            let mut now = page.load(Ordering::Relaxed);
+            if now == UNDECIDED {
+                now = decide(page, COPIED);
+            }
+            now == COPIED
+        })
+    }
+
+    /// Whether the bytes of `range` now belong to the caller, an allocator. If not, pages before the
+    /// first one in use are lost: nothing can use them any more. The range must be inside the arena.
+    pub(super) fn claim_for_allocator(&self, range: Range<usize>) -> bool {
+        self.pages(range).iter().all(|page| {
+            page.compare_exchange(UNDECIDED, ALLOCATED, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+        })
+    }
+
+    fn pages(&self, range: Range<usize>) -> &[AtomicU8] {
+        if range.is_empty() {
+            return &[];
+        }
+        &self.0[range.start / PAGE..range.end.div_ceil(PAGE)]
+    }
+}
+
+/// Decides about a page unless another thread has been faster. Gives the decision.
+fn decide(page: &AtomicU8, wanted: u8) -> u8 {
+    match page.compare_exchange(UNDECIDED, wanted, Ordering::Relaxed, Ordering::Relaxed) {
+        Ok(_) => wanted,
+        Err(decided) => decided,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_use_of_a_page_is_final() {
+        let uses = Uses::new(4 * PAGE);
+        assert!(uses.claim_for_copies(0..1), "a byte decides about its page");
+        assert!(uses.claim_for_copies(0..PAGE), "copies may overlap");
+        assert!(!uses.claim_for_allocator(100..200), "the first page is copied");
+        assert!(uses.claim_for_allocator(PAGE..2 * PAGE));
+        assert!(!uses.claim_for_allocator(PAGE..2 * PAGE), "an allocator has its pages alone");
+        assert!(!uses.claim_for_copies(PAGE - 1..PAGE + 1), "a copy may not touch an allocator's page");
+        assert!(uses.claim_for_copies(PAGE..PAGE), "nothing is copied");
+        assert!(uses.claim_for_copies(2 * PAGE..4 * PAGE));
+    }
+}

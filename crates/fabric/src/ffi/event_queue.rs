@@ -1,0 +1,161 @@
+//! Queues of connection events, and the objects that are bound to them.
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::os::fd::{BorrowedFd, RawFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use super::abi::{EqAttr, Fid, FidEq, FidPep, WAIT_FD};
+use super::domain::{Object, wait_fd};
+use super::handle::Handle;
+use super::{Fabric, Waitable, library};
+use crate::Result;
+
+/// Events that a queue can hold, which providers may exceed.
+const QUEUE_LEN: usize = 64;
+
+/// Tells what happens to connections.
+#[derive(Clone)]
+pub struct EventQueue(Arc<Inner>);
+
+struct Inner {
+    handle: Handle<FidEq>,
+    fd: RawFd,
+    /// The objects bound to it, by address, each with the number of its registration. Addresses are
+    /// only compared, never followed.
+    sources: Mutex<HashMap<usize, (u64, Source)>>,
+    fabric: Fabric,
+}
+
+/// An object that events come from.
+#[derive(Clone)]
+pub(super) enum Source {
+    /// Its passive endpoint.
+    Listener(Weak<Bound<FidPep>>),
+    /// Its token, and whether it has been connected.
+    Endpoint(u64, Arc<AtomicBool>),
+}
+
+impl EventQueue {
+    /// Opens a queue.
+    ///
+    /// # Errors
+    /// If the provider refuses.
+    pub fn open(fabric: &Fabric) -> Result<EventQueue> {
+        let mut attributes = EqAttr {
+            size: QUEUE_LEN,
+            flags: 0,
+            wait_obj: WAIT_FD,
+            signaling_vector: 0,
+            wait_set: std::ptr::null_mut(),
+        };
+        let mut queue = std::ptr::null_mut();
+        let parent = fabric.as_ptr();
+        // SAFETY: an open fabric, whole attributes, and a place for the result.
+        let code = unsafe {
+            let attributes = &raw mut attributes;
+            ((*(*parent).ops).eq_open)(parent, attributes, &raw mut queue, std::ptr::null_mut())
+        };
+        library::check("fi_eq_open", code)?;
+        // SAFETY: just made, ours.
+        let handle = unsafe { Handle::new(queue, "fi_eq_open") }?;
+        let fd = wait_fd(&handle)?;
+        Ok(EventQueue(Arc::new(Inner { handle, fd, sources: Mutex::default(), fabric: fabric.clone() })))
+    }
+
+    pub(super) fn handle(&self) -> &Handle<FidEq> {
+        &self.0.handle
+    }
+
+    /// The source of events of `object`, if it is still bound.
+    pub(super) fn source(&self, object: *mut Fid) -> Option<Source> {
+        self.sources().get(&(object as usize)).map(|(_, source)| source.clone())
+    }
+
+    fn sources(&self) -> MutexGuard<'_, HashMap<usize, (u64, Source)>> {
+        self.0.sources.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn fid(&self) -> *mut Fid {
+        self.0.handle.fid()
+    }
+
+    /// The fabric it was opened in.
+    #[must_use]
+    pub fn fabric(&self) -> &Fabric {
+        &self.0.fabric
+    }
+}
+
+/// What a queue knows of an object that is bound to it. To be dropped once the object is closed; by then another one may
+/// have got its address, and a registration of its own.
+pub(super) struct Registration {
+    object: usize,
+    serial: u64,
+    events: EventQueue,
+}
+
+impl Registration {
+    pub(super) fn new(events: &EventQueue, object: *mut Fid) -> Registration {
+        static SERIAL: AtomicU64 = AtomicU64::new(0);
+        let serial = SERIAL.fetch_add(1, Ordering::Relaxed);
+        Registration { object: object as usize, serial, events: events.clone() }
+    }
+
+    /// From here on there are events of the object.
+    pub(super) fn is_for(&self, source: Source) {
+        self.events.sources().insert(self.object, (self.serial, source));
+    }
+
+    pub(super) fn events(&self) -> &EventQueue {
+        &self.events
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        let mut sources = self.events.sources();
+        if sources.get(&self.object).is_some_and(|(serial, _)| *serial == self.serial) {
+            sources.remove(&self.object);
+        }
+    }
+}
+
+/// An object that is bound to a queue of events. It is closed before the queue forgets it.
+pub(super) struct Bound<T> {
+    handle: Handle<T>,
+    registration: Registration,
+}
+
+impl<T> Bound<T> {
+    /// Binds an object that was just made.
+    pub(super) fn new(handle: Handle<T>, events: &EventQueue) -> Result<Bound<T>> {
+        let registration = Registration::new(events, handle.fid());
+        // SAFETY: the queue is open, and kept so by the registration until after the object is closed.
+        unsafe { handle.bind(events.fid(), 0) }?;
+        Ok(Bound { handle, registration })
+    }
+
+    pub(super) fn handle(&self) -> &Handle<T> {
+        &self.handle
+    }
+
+    /// From here on there are events of the object.
+    pub(super) fn is_for(&self, source: Source) {
+        self.registration.is_for(source);
+    }
+}
+
+impl Object for EventQueue {
+    fn object(&self) -> *mut c_void {
+        self.fid().cast()
+    }
+}
+
+impl Waitable for EventQueue {
+    fn wait_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: the queue keeps it open as long as it is open itself.
+        unsafe { BorrowedFd::borrow_raw(self.0.fd) }
+    }
+}

@@ -1,0 +1,302 @@
+//! Frames that are written together: into one stream, or as packets of a link that moves memory itself.
+
+use std::io::{self, IoSlice};
+use std::ops::Range;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use base::block::Payload;
+use bytes::Bytes;
+use tokio::io::AsyncWrite;
+use tokio::sync::oneshot;
+
+use crate::Message;
+use crate::frame::{self, Body, Close, Kind, Push, Wrote};
+use crate::transport::ofi::{Link, Piece};
+
+/// Payloads up to this many bytes are copied next to their headers: cheaper than a part of their own.
+const COPY_MAX_BYTES: usize = 512;
+
+/// Parts given to the system in one call.
+const SLICES: usize = 64;
+
+/// Capacity that the buffer for heads keeps, in bytes.
+const SCRATCH_BYTES: usize = 64 << 10;
+
+/// A frame that is numbered and kept until the peer has acknowledged it.
+pub(super) enum Sequenced {
+    Message(Message),
+    Push(Push, Payload, Option<Target>),
+}
+
+/// Where pushed data goes by a one-sided transfer, if it goes over that transport.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Target {
+    pub(super) transport: u64,
+    pub(super) region: fabric::RemoteRegion,
+    /// Offset within the region.
+    pub(super) offset: usize,
+}
+
+enum Part {
+    Head(Range<usize>),
+    Data(Bytes),
+}
+
+/// Frames that are written together.
+#[derive(Default)]
+pub(super) struct Batch {
+    heads: Vec<u8>,
+    parts: Vec<Part>,
+    bytes: usize,
+    frames: usize,
+    /// Messages among them that are sent for the first time.
+    pub(super) messages: usize,
+    /// Bulk slots to be returned when the batch is written.
+    pub(super) bulk_slots: usize,
+    /// Who waits for a pushed chunk to have its place in the order.
+    pub(super) placed: Vec<oneshot::Sender<()>>,
+    /// Offset of the end of each frame, and whether it ends with data that stays where it is.
+    ends: Vec<(usize, bool)>,
+    /// The link that the batch goes over, if it is one that moves memory by itself.
+    link: Option<Arc<Link>>,
+    /// What is written to the peer's memory before the frames are sent.
+    pub(super) writes: Vec<(Bytes, Target)>,
+}
+
+impl Batch {
+    /// A batch for a link that moves memory by itself.
+    pub(super) fn over(link: &Arc<Link>) -> Batch {
+        Batch { link: Some(Arc::clone(link)), ..Batch::default() }
+    }
+
+    /// Says that the session ends.
+    pub(super) fn closing(reason: &str) -> Batch {
+        let mut batch = Batch::default();
+        batch.push_control(&Body::Close(Close { reason: reason.chars().take(100).collect() }), 0);
+        batch
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    pub(super) fn frames(&self) -> usize {
+        self.frames
+    }
+
+    pub(super) fn push_control(&mut self, body: &Body, ack: u64) {
+        self.push(body.kind(), 0, ack, &Payload::default(), |out| body.encode(out));
+    }
+
+    pub(super) fn push_bulk(&mut self, kind: Kind, seq: u64, ack: u64, body: &Body, payload: &Payload) {
+        self.push(kind, seq, ack, payload, |out| body.encode(out));
+    }
+
+    pub(super) fn push_sequenced(&mut self, frame: &Sequenced, seq: u64, ack: u64) {
+        match frame {
+            Sequenced::Message(Message { header, payload }) => {
+                self.push(Kind::Message, seq, ack, payload, |out| out.extend_from_slice(header));
+            }
+            Sequenced::Push(push, payload, target) => match target.filter(|t| self.can_write(t, payload)) {
+                Some(target) => {
+                    let checksums = payload.checksums().iter().flat_map(|sum| sum.to_le_bytes()).collect();
+                    let Push { offer, offset } = *push;
+                    let wrote = Wrote { offer, offset, len: payload.len() as u32, checksums };
+                    self.push_bulk(Kind::Wrote, seq, ack, &Body::Wrote(wrote), &Payload::default());
+                    self.writes.push((payload.data().clone(), target));
+                }
+                None => self.push_bulk(Kind::Push, seq, ack, &Body::Push(*push), payload),
+            },
+        }
+    }
+
+    fn can_write(&self, target: &Target, payload: &Payload) -> bool {
+        let link = self.link.as_ref().filter(|link| link.epoch() == target.transport);
+        link.is_some_and(|link| link.can_write(payload.data()))
+    }
+
+    fn push(&mut self, kind: Kind, seq: u64, ack: u64, payload: &Payload, header: impl FnOnce(&mut Vec<u8>)) {
+        let start = self.heads.len();
+        frame::encode_head(&mut self.heads, kind, seq, ack, payload, header);
+        let copied = payload.len() <= COPY_MAX_BYTES;
+        if copied {
+            self.heads.extend_from_slice(payload.data());
+        }
+        let end = self.heads.len();
+        match self.parts.last_mut() {
+            Some(Part::Head(last)) => last.end = end,
+            _ => self.parts.push(Part::Head(start..end)),
+        }
+        if !copied {
+            self.parts.push(Part::Data(payload.data().clone()));
+        }
+        self.frames += 1;
+        self.bytes += end - start + if copied { 0 } else { payload.len() };
+        self.ends.push((self.bytes, !copied));
+    }
+
+    /// Cuts the frames into packets of at most `room` bytes, which are sent from at most `most` places: whole frames, and such as
+    /// fill more than a packet alone.
+    pub(super) fn packets(&self, room: usize, most: usize) -> Vec<Range<usize>> {
+        let mut packets = Vec::new();
+        let mut start = 0;
+        let mut last = 0;
+        // Heads that follow each other are in one place, and so is the packet's own.
+        let (mut parts, mut after_data) = (1, false);
+        for &(end, has_data) in &self.ends {
+            parts += usize::from(after_data) + usize::from(has_data);
+            after_data = has_data;
+            if (end - start > room || parts > most) && last > start {
+                packets.push(start..last);
+                start = last;
+                parts = 1 + usize::from(has_data);
+            }
+            while end - start > room {
+                packets.push(start..start + room);
+                start += room;
+            }
+            // What follows a frame that was cut begins a packet.
+            if start > last {
+                packets.push(start..end);
+                start = end;
+                (parts, after_data) = (1, false);
+            }
+            last = end;
+        }
+        if last > start {
+            packets.push(start..last);
+        }
+        packets
+    }
+
+    /// The parts of bytes `range`.
+    pub(super) fn pieces(&self, range: Range<usize>) -> Vec<Piece<'_>> {
+        let mut pieces = Vec::new();
+        let mut at = 0;
+        for part in &self.parts {
+            let len = match part {
+                Part::Head(head) => head.len(),
+                Part::Data(data) => data.len(),
+            };
+            let (from, to) = (range.start.max(at), range.end.min(at + len));
+            if from < to {
+                let inside = from - at..to - at;
+                pieces.push(match part {
+                    Part::Head(head) => Piece::Copied(&self.heads[head.clone()][inside]),
+                    Part::Data(data) => Piece::Shared(data.slice(inside)),
+                });
+            }
+            at += len;
+        }
+        pieces
+    }
+
+    /// Empties it for the next frames.
+    pub(super) fn clear(&mut self) {
+        self.heads.clear();
+        self.heads.shrink_to(SCRATCH_BYTES);
+        self.parts.clear();
+        self.placed.clear();
+        self.ends.clear();
+        self.writes.clear();
+        (self.bytes, self.frames, self.messages, self.bulk_slots) = (0, 0, 0, 0);
+    }
+
+    /// All of it, for tests to look at.
+    #[cfg(test)]
+    pub(super) fn to_bytes(&self) -> Bytes {
+        (0..self.parts.len()).flat_map(|i| self.part(i)).copied().collect()
+    }
+
+    fn part(&self, index: usize) -> &[u8] {
+        match &self.parts[index] {
+            Part::Head(range) => &self.heads[range.clone()],
+            Part::Data(data) => data,
+        }
+    }
+
+    /// Writes everything. Sets `spoke` when bytes went out.
+    pub(super) async fn write(
+        &self,
+        writer: &mut (dyn AsyncWrite + Send + Unpin),
+        spoke: &AtomicBool,
+    ) -> io::Result<()> {
+        let (mut part, mut skip) = (0, 0);
+        while part < self.parts.len() {
+            let mut slices = [IoSlice::new(&[]); SLICES];
+            let count = SLICES.min(self.parts.len() - part);
+            for (i, slice) in slices[..count].iter_mut().enumerate() {
+                let data = self.part(part + i);
+                *slice = IoSlice::new(if i == 0 { &data[skip..] } else { data });
+            }
+            let mut written =
+                std::future::poll_fn(|cx| Pin::new(&mut *writer).poll_write_vectored(cx, &slices[..count]))
+                    .await?;
+            if written == 0 {
+                return Err(io::ErrorKind::WriteZero.into());
+            }
+            spoke.store(true, Ordering::Relaxed);
+            while part < self.parts.len() && written >= self.part(part).len() - skip {
+                written -= self.part(part).len() - skip;
+                (part, skip) = (part + 1, 0);
+            }
+            skip += written;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn packets_are_made_of_whole_frames_and_only_long_ones_are_cut() {
+        let mut batch = Batch::default();
+        let sizes = [100, 200, 5000, 300, 20_000, 50, 60];
+        for size in sizes {
+            let message = Message { header: vec![7; size].into(), payload: Payload::default() };
+            batch.push_sequenced(&Sequenced::Message(message), 1, 0);
+        }
+        let all = batch.to_bytes();
+        let packets = batch.packets(8000, 4);
+        let lens: Vec<usize> = packets.iter().map(Range::len).collect();
+        let head = frame::HEADER_LEN;
+        assert_eq!(lens, [5600 + 4 * head, 8000, 8000, 4000 + head, 110 + 2 * head]);
+        let pieces = packets.into_iter().flat_map(|range| batch.pieces(range));
+        let again: Vec<u8> = pieces.flat_map(|piece| piece.bytes().to_vec()).collect();
+        assert_eq!(again, all);
+    }
+
+    #[test]
+    fn long_payloads_stay_where_they_are() {
+        let mut batch = Batch::default();
+        let payload = Payload::compute(0, vec![3; 4096].into());
+        let message = Message { header: "h".into(), payload: payload.clone() };
+        batch.push_sequenced(&Sequenced::Message(message), 1, 0);
+        let packets = batch.packets(8000, 4);
+        assert_eq!(packets.len(), 1);
+        match batch.pieces(packets[0].clone()).as_slice() {
+            [Piece::Copied(_), Piece::Shared(data)] => assert_eq!(data.as_ptr(), payload.data().as_ptr()),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_packet_has_no_more_parts_than_can_be_sent() {
+        let mut batch = Batch::default();
+        for size in [1000, 1000, 0, 1000, 0, 0, 1000, 1000, 1000] {
+            let message = Message { header: "h".into(), payload: Payload::compute(0, vec![3; size].into()) };
+            batch.push_sequenced(&Sequenced::Message(message), 1, 0);
+        }
+        let cut = |most| -> Vec<usize> {
+            let packets = batch.packets(16_000, most);
+            packets.iter().map(|packet| batch.pieces(packet.clone()).len()).collect()
+        };
+        assert_eq!(cut(4), [4, 4, 4], "head, data, head, data");
+        assert_eq!(cut(100), [12]);
+        assert_eq!(cut(2), [2, 2, 2, 2, 2, 2]);
+    }
+}

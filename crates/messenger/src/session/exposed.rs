@@ -1,0 +1,138 @@
+//! Memory of an offer that the peer reads or writes by itself, by one-sided transfers.
+
+use std::sync::Arc;
+
+use base::block::{BLOCK, ChecksumMismatch, Payload, piece_count, verify_pieces};
+use base::mem::ArenaBuf;
+use fabric::MemoryRegion;
+use wire::{BulkSegment, RemoteMemory};
+
+use super::range::check_range;
+use crate::frame::Wrote;
+use crate::transport::ofi::Link;
+use crate::{BulkSink, BulkSource};
+
+/// What is offered.
+pub(super) enum Offered {
+    Source(Arc<dyn BulkSource>),
+    Sink(Arc<dyn BulkSink>, u16),
+}
+
+/// What the peer can reach of an offer.
+pub(super) struct Exposed {
+    /// Taken when the peer's access ends.
+    region: Option<MemoryRegion>,
+    remote: RemoteMemory,
+    /// Of a sink: what is written to, and what was.
+    room: Option<Arc<ArenaBuf>>,
+    written: Vec<Written>,
+}
+
+/// A part of a sink that the peer has written.
+pub(super) struct Written {
+    offset: u64,
+    payload_phase: u64,
+    len: usize,
+    checksums: Vec<u32>,
+}
+
+impl Exposed {
+    /// Lets the peer reach what is offered, over `link`. `None` if the memory is not such that it can.
+    pub(super) fn of(what: &Offered, link: &Link) -> Option<Exposed> {
+        let (memory, checksums, room) = match what {
+            Offered::Source(source) => {
+                let (data, checksums) = source.memory()?.into_parts();
+                let checksums = checksums.iter().flat_map(|sum| sum.to_le_bytes()).collect();
+                (fabric::Exposed::Bytes(data), checksums, None)
+            }
+            Offered::Sink(sink, _) => {
+                let room = Arc::new(link.room(usize::try_from(sink.len()).ok()?)?);
+                (fabric::Exposed::Buffer(Arc::clone(&room)), Vec::new(), Some(room))
+            }
+        };
+        let region = link.expose(memory).inspect_err(|e| {
+            metrics::counter!("outboard_messenger_not_exposed").increment(1);
+            tracing::debug!(error = %e, "memory cannot be exposed; it goes by frames");
+        });
+        let region = region.ok()?;
+        let fabric::RemoteRegion { key, base, len } = region.remote();
+        let segments = vec![BulkSegment { address: base, key, len }];
+        let remote = RemoteMemory { transport: link.epoch(), segments, checksums };
+        Some(Exposed { region: Some(region), remote, room, written: Vec::new() })
+    }
+
+    pub(super) fn remote(&self) -> RemoteMemory {
+        self.remote.clone()
+    }
+
+    pub(super) fn transport(&self) -> u64 {
+        self.remote.transport
+    }
+
+    /// Ends the peer's access.
+    pub(super) fn hide(&mut self) -> Option<MemoryRegion> {
+        self.region.take()
+    }
+
+    /// Ends the offer. Memory that the peer may be using is kept until the transport ends.
+    pub(super) fn end(mut self, is_done: bool) {
+        if let (Some(region), true) = (self.region.take(), is_done) {
+            region.settle();
+        }
+    }
+
+    /// Ends the peer's access, and hands what it wrote to the sink.
+    pub(super) fn deliver(mut self, sink: &dyn BulkSink) {
+        if let Some(region) = self.region.take() {
+            region.settle();
+        }
+        let Some(room) = self.room.take().and_then(Arc::into_inner) else { return };
+        let data = room.freeze();
+        for Written { offset, payload_phase, len, checksums } in self.written.drain(..) {
+            let part = data.slice(offset as usize..offset as usize + len);
+            let taken = Payload::from_parts(payload_phase, part, checksums)
+                .is_ok_and(|payload| sink.write(offset, payload));
+            if !taken {
+                tracing::debug!(offset, len, "a sink refused what was written for it");
+            }
+        }
+    }
+
+    /// What the peer says it has written, if it may have, and the memory that it is in.
+    pub(super) fn place(&self, wrote: &Wrote, phase: u64) -> Result<(Arc<ArenaBuf>, Written), String> {
+        Ok((self.written_room(wrote, phase)?, Written::new(wrote, phase)?))
+    }
+
+    /// The peer has written this, and it was verified.
+    pub(super) fn keep(&mut self, written: Written) {
+        self.written.push(written);
+    }
+
+    fn written_room(&self, wrote: &Wrote, phase: u64) -> Result<Arc<ArenaBuf>, String> {
+        let room = self.room.as_ref().ok_or("it is not for writing")?;
+        check_range(wrote.offset, u64::from(wrote.len), room.len() as u64, phase)?;
+        let end = wrote.offset + u64::from(wrote.len);
+        if self.written.iter().any(|w| wrote.offset < w.offset + w.len as u64 && w.offset < end) {
+            return Err("it was written there before".into());
+        }
+        Ok(Arc::clone(room))
+    }
+}
+
+impl Written {
+    fn new(wrote: &Wrote, phase: u64) -> Result<Written, String> {
+        let payload_phase = (phase + wrote.offset % BLOCK) % BLOCK;
+        let (sums, rest) = wrote.checksums.as_chunks::<4>();
+        let checksums: Vec<u32> = sums.iter().map(|sum| u32::from_le_bytes(*sum)).collect();
+        if checksums.len() as u64 != piece_count(payload_phase, u64::from(wrote.len)) || !rest.is_empty() {
+            return Err("it has not a checksum for each piece".into());
+        }
+        Ok(Written { offset: wrote.offset, payload_phase, len: wrote.len as usize, checksums })
+    }
+
+    /// Compares the checksums with what is in the sink's memory.
+    pub(super) fn verify(&self, room: &ArenaBuf) -> Result<(), ChecksumMismatch> {
+        let bytes = &room[self.offset as usize..self.offset as usize + self.len];
+        verify_pieces(self.payload_phase, bytes, &self.checksums)
+    }
+}

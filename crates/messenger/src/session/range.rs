@@ -1,0 +1,63 @@
+//! Ranges of offers: which are valid, and where a transfer of one is cut into chunks.
+
+use base::block::BLOCK;
+use wire::{BulkDescriptor, BulkDirection, BulkOwner, MemoryKind};
+
+use crate::config::MAX_CHUNK;
+use crate::{MessengerError, Result};
+
+/// A range of one offer of the peer.
+pub(super) struct Range {
+    pub(super) key: u64,
+    /// First byte within the offer.
+    pub(super) offset: u64,
+    /// Its object offset modulo 4096.
+    pub(super) phase: u64,
+}
+
+/// Finds bytes `offset..offset + len` of a descriptor that the peer of the session made.
+pub(super) fn locate(
+    descriptor: &BulkDescriptor,
+    wanted: BulkDirection,
+    offset: u64,
+    len: u64,
+) -> Result<Range> {
+    let refused = |why: &str| Err(MessengerError::BulkRefused(why.to_owned()));
+    if descriptor.owner != BulkOwner::Session {
+        return refused("it names memory of a third party, which this stack cannot reach");
+    }
+    if descriptor.memory != MemoryKind::Host {
+        return refused("it names memory of an accelerator, which this stack cannot reach");
+    }
+    if descriptor.direction != wanted {
+        return refused("it is offered for the other direction");
+    }
+    let [segment] = descriptor.segments.as_slice() else {
+        return refused("this stack takes descriptors of exactly one segment");
+    };
+    let phase = u64::from(descriptor.phase);
+    if phase >= BLOCK {
+        return refused("its phase is not below 4096");
+    }
+    check_range(offset, len, segment.len, phase).map_err(MessengerError::BulkRefused)?;
+    let Some(start) = segment.address.checked_add(offset).filter(|s| s.checked_add(len).is_some()) else {
+        return refused("its address overflows");
+    };
+    Ok(Range { key: segment.key, offset: start, phase: (phase + offset % BLOCK) % BLOCK })
+}
+
+/// Whether `offset..offset + len` is inside an offer of `room` bytes at `phase` and starts at a piece boundary.
+pub(super) fn check_range(offset: u64, len: u64, room: u64, phase: u64) -> Result<(), String> {
+    if offset.checked_add(len).is_none_or(|end| end > room) {
+        return Err(format!("the range {offset}+{len} is not inside the {room} bytes offered"));
+    }
+    if offset != 0 && !(phase % BLOCK + offset % BLOCK).is_multiple_of(BLOCK) {
+        return Err(format!("the range {offset}+{len} does not start at a piece boundary"));
+    }
+    Ok(())
+}
+
+/// Length of the next chunk of `left` bytes at `phase`: it ends at a piece boundary unless it is the last.
+pub(super) fn chunk_len(phase: u64, left: u64) -> usize {
+    (MAX_CHUNK as u64 - phase).min(left) as usize
+}

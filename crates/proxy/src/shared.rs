@@ -1,0 +1,224 @@
+//! The state of an attachment: the present link to it, or the calls that wait for the next one.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use base::health::OffloadHealth;
+use channel::{ChannelError, DmaEngine, DpuMemory, Region, TargetInfo};
+use store::StoreError;
+use tokio::sync::{Notify, watch};
+
+use crate::link::{CallError, Link};
+use crate::options::{AttachmentOptions, Endpoint, Tuning};
+
+/// Most calls that wait for the store's return. The OSD has a lower limit of requests in flight.
+const MAX_WAITING: usize = 1 << 14;
+/// An engine, which shares its CPU where it is emulated, looks for work no longer than this.
+const ENGINE_SPIN: Duration = Duration::from_micros(10);
+
+/// Closes the attachment when the last user is gone.
+pub(crate) struct Handle {
+    pub(crate) shared: Arc<Shared>,
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.shared.close();
+    }
+}
+
+pub(crate) struct Shared {
+    state: Mutex<State>,
+    pub(crate) memory: DpuMemory,
+    pub(crate) engine: Arc<dyn DmaEngine>,
+    pub(crate) local: Region,
+    pub(crate) endpoint: Endpoint,
+    pub(crate) options: AttachmentOptions,
+    pub(crate) closing: Notify,
+    pub(crate) incarnation: watch::Sender<u64>,
+    /// The store has come back with other targets.
+    pub(crate) superseded: watch::Sender<bool>,
+    pub(crate) health: Arc<OffloadHealth>,
+    tuning: Mutex<Tuning>,
+}
+
+pub(crate) struct State {
+    phase: Phase,
+    pub(crate) targets: Option<Vec<TargetInfo>>,
+    /// Incarnations of the store so far.
+    pub(crate) incarnations: u64,
+    pub(crate) last_failure: Option<String>,
+    pub(crate) why_no_dma: Option<String>,
+}
+
+enum Phase {
+    Up(Arc<Link>),
+    Away(VecDeque<Waiting>),
+    Closed,
+}
+
+/// A call made while the store was away.
+struct Waiting {
+    deadline: Instant,
+    call: LinkCall,
+}
+
+type LinkCall = Box<dyn FnOnce(Result<&Arc<Link>, CallError>) + Send>;
+
+impl State {
+    /// The present link, if there is a store.
+    pub(crate) fn link(&self) -> Option<&Arc<Link>> {
+        match &self.phase {
+            Phase::Up(link) => Some(link),
+            Phase::Away(_) | Phase::Closed => None,
+        }
+    }
+}
+
+impl Shared {
+    /// Registers the memory with the engine. There is no store yet: calls wait.
+    pub(crate) fn new(
+        memory: DpuMemory,
+        engine: Arc<dyn DmaEngine>,
+        endpoint: Endpoint,
+        options: AttachmentOptions,
+    ) -> Result<Arc<Shared>, ChannelError> {
+        let health = Arc::new(OffloadHealth::new("dma", options.cool_down));
+        let tuning = options.tuning;
+        let local = engine.register_local(memory.arena())?;
+        let state = State {
+            phase: Phase::Away(VecDeque::new()),
+            targets: None,
+            incarnations: 0,
+            last_failure: None,
+            why_no_dma: None,
+        };
+        let shared = Arc::new(Shared {
+            state: Mutex::new(state),
+            memory,
+            engine,
+            local,
+            endpoint,
+            options,
+            closing: Notify::new(),
+            incarnation: watch::Sender::new(0),
+            superseded: watch::Sender::new(false),
+            health,
+            tuning: Mutex::new(tuning),
+        });
+        shared.tune_engine(tuning);
+        Ok(shared)
+    }
+
+    pub(crate) fn targets(&self) -> Vec<TargetInfo> {
+        self.lock().targets.clone().unwrap_or_default()
+    }
+
+    pub(crate) fn tuning(&self) -> Tuning {
+        *self.tuning.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes how DMA is used, from now on.
+    pub(crate) fn tune(&self, tuning: Tuning) {
+        *self.tuning.lock().unwrap_or_else(PoisonError::into_inner) = tuning;
+        self.tune_engine(tuning);
+        if let Some(link) = self.lock().link() {
+            link.tune(tuning.queues, tuning.region_cache, tuning.poll);
+        }
+    }
+
+    fn tune_engine(&self, tuning: Tuning) {
+        let spin = tuning.poll.min(ENGINE_SPIN);
+        self.engine.tune(channel::Tuning { max_transfer: tuning.max_transfer, spin: Some(spin) });
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes a call on the present link at once, or on the next one, in the order of the calls.
+    pub(crate) fn with_link(&self, call: impl FnOnce(Result<&Arc<Link>, CallError>) + Send + 'static) {
+        let mut state = self.lock();
+        match &mut state.phase {
+            Phase::Up(link) => {
+                let link = Arc::clone(link);
+                // Still under the lock, so that calls of one thread keep their order with those that waited.
+                call(Ok(&link));
+            }
+            Phase::Away(waiting) if waiting.len() < MAX_WAITING => {
+                let deadline = Instant::now() + self.options.wait_for_store;
+                waiting.push_back(Waiting { deadline, call: Box::new(call) });
+            }
+            // Not one that is made again by itself: it would only be refused once more.
+            Phase::Away(_) => {
+                let why = "too many calls wait for the store".to_owned();
+                call(Err(StoreError::Disconnected(why).into()));
+            }
+            Phase::Closed => call(Err(CallError::Lost("the attachment was closed".into()))),
+        }
+    }
+
+    /// The number of the incarnation that a call made now goes to: the present one, or the next.
+    pub(crate) fn incarnation(&self) -> u64 {
+        let state = self.lock();
+        if matches!(state.phase, Phase::Up(_)) { state.incarnations } else { state.incarnations + 1 }
+    }
+
+    /// Whether a call that failed with its incarnation may be made again.
+    pub(crate) fn may_retry(&self) -> bool {
+        !matches!(self.lock().phase, Phase::Closed)
+    }
+
+    pub(crate) fn close(&self) {
+        let before = std::mem::replace(&mut self.lock().phase, Phase::Closed);
+        self.closing.notify_waiters();
+        self.closing.notify_one();
+        if let Phase::Away(waiting) = before {
+            fail(waiting, "the attachment was closed");
+        }
+    }
+
+    pub(crate) fn closed(&self) -> bool {
+        matches!(self.lock().phase, Phase::Closed)
+    }
+
+    /// Fails the calls that waited long enough.
+    pub(crate) fn expire(&self) {
+        let mut state = self.lock();
+        let Phase::Away(waiting) = &mut state.phase else { return };
+        let now = Instant::now();
+        let due = waiting.iter().take_while(|w| w.deadline <= now).count();
+        let due: VecDeque<Waiting> = waiting.drain(..due).collect();
+        let why = state.last_failure.clone().unwrap_or_else(|| "it does not answer".into());
+        drop(state);
+        fail(due, &format!("the store stayed away: {why}"));
+    }
+
+    /// The incarnation has ended: calls wait from now on.
+    pub(crate) fn away(&self, why: &str) {
+        let mut state = self.lock();
+        state.last_failure = Some(why.to_owned());
+        if matches!(state.phase, Phase::Up(_)) {
+            state.phase = Phase::Away(VecDeque::new());
+        }
+    }
+
+    /// An incarnation has begun: makes the calls that waited, then lets new ones through.
+    pub(crate) fn up(&self, link: &Arc<Link>, targets: Vec<TargetInfo>) {
+        let mut state = self.lock();
+        let Phase::Away(waiting) = &mut state.phase else { return };
+        for waiting in std::mem::take(waiting) {
+            (waiting.call)(Ok(link));
+        }
+        state.phase = Phase::Up(Arc::clone(link));
+        state.targets = Some(targets);
+        state.incarnations += 1;
+    }
+}
+
+fn fail(waiting: VecDeque<Waiting>, why: &str) {
+    for waiting in waiting {
+        (waiting.call)(Err(CallError::Lost(why.to_owned())));
+    }
+}

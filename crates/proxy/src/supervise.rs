@@ -1,0 +1,162 @@
+//! Keeping an attachment alive: a link for each incarnation of the store, one after the other.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use channel::{
+    Bell, ChannelError, Hello, MemoryAccess, MemoryAnswer, MemoryRequest, Reach, Socket, TargetInfo, VERSION,
+    Welcome,
+};
+use tokio::net::{TcpStream, UnixStream};
+
+use crate::link::{Driver, Link, LinkOptions, RingSide};
+use crate::options::Endpoint;
+use crate::shared::Shared;
+
+const BACKOFF_MIN: Duration = Duration::from_millis(10);
+const BACKOFF_MAX: Duration = Duration::from_millis(500);
+
+struct CloseOnDrop(Arc<Shared>);
+
+impl Drop for CloseOnDrop {
+    fn drop(&mut self) {
+        self.0.close();
+    }
+}
+
+/// Opens links until the attachment is closed.
+pub(crate) async fn supervise(shared: Arc<Shared>) {
+    // If the runtime is dropped, no link is opened any more: calls must not wait for one.
+    let _closing = CloseOnDrop(Arc::clone(&shared));
+    let mut backoff = BACKOFF_MIN;
+    let mut incarnation = 0;
+    while !shared.closed() {
+        match tokio::time::timeout(Duration::from_secs(5), open(&shared, incarnation + 1)).await {
+            Ok(Ok((link, driver, targets))) => {
+                incarnation += 1;
+                backoff = BACKOFF_MIN;
+                shared.up(&link, targets);
+                shared.incarnation.send_replace(incarnation);
+                let why = driver.run(shared.closing.notified(), |why| shared.away(why)).await;
+                drop(link);
+                tracing::warn!("incarnation {incarnation} of {:?} ended: {why}", shared.endpoint);
+                metrics::counter!("outboard_proxy_sessions_ended").increment(1);
+            }
+            Ok(Err(e)) => shared.away(&e.to_string()),
+            Err(_) => shared.away("it does not answer"),
+        }
+        shared.expire();
+        tokio::select! {
+            () = tokio::time::sleep(backoff) => {}
+            () = shared.closing.notified() => {}
+        }
+        backoff = (backoff * 2).min(BACKOFF_MAX);
+    }
+}
+
+async fn open(
+    shared: &Arc<Shared>,
+    incarnation: u64,
+) -> Result<(Arc<Link>, Driver, Vec<TargetInfo>), ChannelError> {
+    let socket = match &shared.endpoint {
+        Endpoint::Unix(path) => Socket::Unix(UnixStream::connect(path).await?),
+        Endpoint::Tcp(address) => Socket::tcp(TcpStream::connect(address).await?)?,
+    };
+    let memory = memory_request(shared, &socket);
+    let wanted = memory.is_some();
+    let hello = Hello {
+        version_min: VERSION,
+        version_max: VERSION,
+        nonce: rand::random(),
+        memory,
+        outstanding: shared.options.outstanding as u32,
+    };
+    let (welcome, access, control) = channel::join(socket, &hello).await?;
+    check_targets(shared, &welcome)?;
+    let why_no_dma = match &welcome.memory {
+        MemoryAnswer::None(why) if wanted => {
+            Some(why.clone().unwrap_or_else(|| "the store gave no host memory and no reason".to_owned()))
+        }
+        _ => None,
+    };
+    if let Some(why) = &why_no_dma {
+        tracing::warn!("payload goes through the socket in this incarnation, which is slow: {why}");
+    }
+    shared.lock().why_no_dma = why_no_dma;
+    let attached = match access.filter(|_| wanted) {
+        Some(access) => Some(attach(shared, access).await?),
+        None => None,
+    };
+    let (ring, bell, failure) = attached.map_or((None, None, None), |a| (Some(a.ring), a.bell, a.failure));
+    let targets = welcome.targets;
+    let options = LinkOptions {
+        largest_range: shared.options.largest_request,
+        overdue: shared.options.overdue,
+        verify_every: shared.options.verify_every,
+        faults: shared.options.faults.clone(),
+        region_cache: shared.tuning().region_cache,
+        poll: shared.tuning().poll,
+    };
+    // The host's memory is another: what was wrong with the last one need not be wrong with this one.
+    shared.health.renewed();
+    let health = Arc::clone(&shared.health);
+    let layout = shared.memory.layout();
+    let link = Link::new(incarnation, targets.len(), layout, ring, health, &options);
+    if let Some(failure) = failure {
+        link.begin_without_dma(&failure);
+    }
+    let driver = Driver::new(Arc::clone(&link), control, bell);
+    tracing::info!(
+        "incarnation {incarnation} of {:?}: the store's attachment {}",
+        shared.endpoint,
+        welcome.attachment
+    );
+    Ok((link, driver, targets))
+}
+
+/// The host memory that is asked for: what the engine can reach from here, if anything.
+fn memory_request(shared: &Shared, socket: &Socket) -> Option<MemoryRequest> {
+    let reach = shared.engine.reach();
+    let reaches = matches!(socket, Socket::Unix(_)) || reach != Reach::Descriptors;
+    let layout = shared.memory.layout();
+    (reaches && !shared.options.socket_only).then_some(MemoryRequest { layout, reach })
+}
+
+/// The rings, with host memory.
+struct HostRings {
+    ring: RingSide,
+    bell: Option<Box<dyn Bell>>,
+    /// Why the engine does not reach the memory at present.
+    failure: Option<String>,
+}
+
+/// Joins host memory. If the network does not let the engine, that is no reason to do without for good. A store that offers
+/// what it should not is an error.
+async fn attach(shared: &Arc<Shared>, access: MemoryAccess) -> Result<HostRings, ChannelError> {
+    let (memory, engine) = (shared.memory.clone(), Arc::clone(&shared.engine));
+    let outstanding = shared.options.outstanding.min(engine.queue_depth());
+    let (local, queues) = (shared.local.id(), shared.tuning().queues);
+    let mut ring = RingSide::new(memory, Arc::clone(&engine), local, outstanding, queues);
+    match engine.attach(access, shared.memory.layout().len()).await {
+        Ok((peer, bell)) => {
+            ring.join(peer)?;
+            Ok(HostRings { ring, bell: Some(bell), failure: None })
+        }
+        Err(e @ (ChannelError::Refused(_) | ChannelError::Fabric(_))) if engine.attaches_anew() => {
+            let failure = format!("host memory cannot be reached: {e}");
+            Ok(HostRings { ring, bell: None, failure: Some(failure) })
+        }
+        Err(e) => Err(e),
+    }
+}
+
+fn check_targets(shared: &Shared, welcome: &Welcome) -> Result<(), ChannelError> {
+    match &shared.lock().targets {
+        Some(known) if *known != welcome.targets => {
+            shared.superseded.send_replace(true);
+            Err(ChannelError::Refused("the store came back with other targets; restart the osd".into()))
+        }
+        _ if welcome.targets.is_empty() => Err(ChannelError::Refused("the store has no targets".into())),
+        _ => Ok(()),
+    }
+}

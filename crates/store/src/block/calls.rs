@@ -1,0 +1,499 @@
+//! Calls, from their coming to their answer.
+//!
+//! Calls on one collection are carried out in the order they came; one that needs something from the
+//! drive is tried again when that has come.
+
+use base::block::BLOCK;
+
+use super::alloc::Purse;
+use super::apply::{Apply, Context, Outcome, Stop};
+use super::core::{Call, Core, Pending, Purpose, SCAN};
+use super::extent::Extent;
+use super::io::{IoDone, Whole};
+use super::messages::{Answer, Command, Event, Reply, Work, refuse, send};
+use super::need::Need;
+use super::presence::Presence;
+use super::reads::{Look, ReadRange};
+use super::stages::PARKS_MAX;
+use super::view::Loaded;
+use crate::{Area, CollectionId, Op, Result, StoreError, StoreRequest, Transaction, check_incarnation};
+
+/// How many checkpoints a call waits for before it fails for want of room in the index: after each
+/// of them others may have changed the index again before its turn comes.
+const CHECKPOINTS_MAX: u32 = 8;
+/// Least room kept in the index for what must go on when it is full, in bytes.
+const INDEX_RESERVE_MIN: u64 = 256 << 10;
+
+impl Core {
+    /// A piece of the scan has come, of the index as it was at some time since the scan began: what was put since then
+    /// is known already.
+    fn scanned(&mut self, found: Result<Vec<Answer>>) {
+        match found.map(|mut answers| answers.pop()) {
+            Ok(Some(Answer::Range(found))) => {
+                if let Some(next) = self.view.presence.scanned(&found).filter(|_| self.closing.is_none()) {
+                    self.scan(next);
+                }
+            }
+            other => {
+                // Calls will find out for themselves.
+                self.view.presence.scan_failed();
+                tracing::warn!(?other, "the index cannot be scanned, so making objects is slower");
+            }
+        }
+    }
+
+    /// Takes a call. Follow up with [`advance`](Self::advance) after the last of a batch.
+    pub(crate) fn handle(&mut self, command: Command) {
+        if self.closing.is_some() || self.closed {
+            let error = match &self.poisoned {
+                Some(reason) => StoreError::Poisoned(reason.clone()),
+                None => StoreError::Disconnected("the target is being unmounted".into()),
+            };
+            return refuse(command, &error);
+        }
+        match command {
+            Command::StagePromised(id, len) => self.stage_promised(id, len),
+            Command::StageRelease(id) => self.stage_release(id.0),
+            Command::Request(request, reply) => self.request(request, reply),
+        }
+    }
+
+    fn request(&mut self, request: StoreRequest, reply: Reply) {
+        match request {
+            StoreRequest::Stage { len } => self.stage(len, 0, reply),
+            StoreRequest::StageWrite { stage, offset, payload } => {
+                self.stage_write(stage, offset, payload, reply);
+            }
+            StoreRequest::StageRelease { stage } => {
+                self.stage_release(stage.0);
+                send(reply, Ok(()));
+            }
+            StoreRequest::Transact { transaction, incarnation } => {
+                if let Err(e) = check_incarnation(incarnation, 0) {
+                    return drop(reply.send(Err(e)));
+                }
+                let mut collections = vec![transaction.collection.clone()];
+                for op in &transaction.ops {
+                    if let Op::MoveRename { dst_collection: dst, .. } | Op::SplitCollection { dst, .. } = op
+                        && !collections.contains(dst)
+                    {
+                        collections.push(dst.clone());
+                    }
+                }
+                self.enqueue(Call::Transaction(transaction, reply), collections);
+            }
+            StoreRequest::Read { cid, oid, offset, len, dest } => {
+                let collections = vec![cid.clone()];
+                let range = ReadRange { oid, offset, len, dest };
+                self.enqueue(Call::Look(cid, Look::Read(range), reply), collections);
+            }
+            StoreRequest::Query { cid, query } => {
+                let collections = vec![cid.clone()];
+                self.enqueue(Call::Look(cid, Look::Query(query), reply), collections);
+            }
+            StoreRequest::Collections => {
+                let collections = self.queues.keys().cloned().collect();
+                self.enqueue(Call::Collections(reply), collections);
+            }
+            StoreRequest::Space => send(reply, Ok(self.space())),
+            StoreRequest::Umount => {
+                self.alloc.room().close();
+                self.closing = Some(reply);
+                let stages: Vec<u64> = self.stages.keys().copied().collect();
+                stages.into_iter().for_each(|id| self.stage_release(id));
+            }
+        }
+    }
+
+    /// Takes a completion. Follow up with [`advance`](Self::advance).
+    pub(crate) fn complete(&mut self, event: Event) {
+        match event {
+            Event::Io(done) => self.io_done(done),
+            Event::Loaded { op, generation, needs, found } => self.loaded(op, generation, needs, found),
+            Event::Checkpointed(result) => self.checkpointed(result),
+        }
+    }
+
+    /// Does everything that can be done now.
+    pub(crate) fn advance(&mut self) {
+        loop {
+            while let Some(op) = self.runnable.pop_front() {
+                self.run(op);
+            }
+            self.commit_step();
+            if self.reclaim() {
+                self.runnable.extend(std::mem::take(&mut self.starved));
+                for waiting in std::mem::take(&mut self.waiting_stages) {
+                    self.stage(waiting.len, waiting.parked, waiting.reply);
+                }
+            }
+            if self.runnable.is_empty() {
+                break;
+            }
+        }
+        self.try_close();
+    }
+
+    fn enqueue(&mut self, call: Call, collections: Vec<CollectionId>) {
+        let op = self.next_id();
+        for cid in &collections {
+            self.queues.entry(cid.clone()).or_default().push_back(op);
+        }
+        let mut stages = Vec::new();
+        if let Call::Transaction(transaction, _) = &call {
+            for id in transaction.ops.iter().filter_map(named_stage) {
+                if let Some(stage) = self.stages.get_mut(&id).filter(|s| !s.released && !stages.contains(&id))
+                {
+                    stage.users += 1;
+                    stages.push(id);
+                }
+            }
+        }
+        let pending = Pending {
+            call,
+            collections,
+            stages,
+            loaded: Loaded::default(),
+            loading: 0,
+            parked: 0,
+            checkpoints: 0,
+            asked_in: None,
+            failed: None,
+        };
+        self.pending.insert(op, pending);
+        self.runnable.push_back(op);
+    }
+
+    /// Whether it is the call's turn in all its collections.
+    fn is_first(&self, op: u64, pending: &Pending) -> bool {
+        pending
+            .collections
+            .iter()
+            .all(|c| self.queues.get(c).and_then(|q| q.front()).is_none_or(|f| *f == op))
+    }
+
+    /// Takes a call out of its queues and lets those behind it run.
+    fn leave_queues(&mut self, collections: &[CollectionId]) {
+        for cid in collections {
+            if let Some(queue) = self.queues.get_mut(cid) {
+                queue.pop_front();
+                match queue.front() {
+                    Some(next) => self.runnable.push_back(*next),
+                    None => drop(self.queues.remove(cid)),
+                }
+            }
+        }
+    }
+
+    /// Tries to carry out a call.
+    fn run(&mut self, op: u64) {
+        let Some(mut pending) = self.pending.remove(&op) else { return };
+        if pending.loading > 0 || !self.is_first(op, &pending) {
+            self.pending.insert(op, pending);
+            return;
+        }
+        if let Call::Transaction(..) = pending.call {
+            return self.run_transaction(op, pending);
+        }
+        // A query only had to wait for the transactions before it.
+        let collections = std::mem::take(&mut pending.collections);
+        self.leave_queues(&collections);
+        match pending.call {
+            Call::Collections(reply) => {
+                send(reply, Ok(self.collections.keys().cloned().collect::<Vec<_>>()));
+            }
+            Call::Look(cid, look, reply) => {
+                let number = match pending.failed.take().or_else(|| self.doubt(&cid)) {
+                    Some(error) => Err(error),
+                    None => match self.collections.get(&cid) {
+                        Some(number) => Ok(*number),
+                        None => Err(StoreError::NoSuchCollection(cid.to_string())),
+                    },
+                };
+                match number {
+                    Err(error) => {
+                        drop(look);
+                        drop(reply.send(Err(error)));
+                    }
+                    Ok(number) => {
+                        if let Some((look, reply, needs)) = self.look(number, look, reply, &pending.loaded) {
+                            pending.call = Call::Look(cid, look, reply);
+                            self.wait_for(op, pending, needs);
+                        }
+                    }
+                }
+            }
+            Call::Transaction(..) => {}
+        }
+    }
+
+    /// Why a collection cannot be looked at: what memory has of it may never become durable.
+    fn doubt(&self, cid: &CollectionId) -> Option<StoreError> {
+        let reason = self.poisoned.as_ref()?;
+        let group = self.changed_in.get(cid)?;
+        (!self.commits.is_durable(*group)).then(|| StoreError::Poisoned(reason.clone()))
+    }
+
+    fn run_transaction(&mut self, op: u64, mut pending: Pending) {
+        if pending.failed.is_none() && self.commits.is_full() && self.poisoned.is_none() {
+            self.starved.push(op);
+            self.pending.insert(op, pending);
+            return;
+        }
+        let failed = pending.failed.take().or_else(|| self.poisoned.clone().map(StoreError::Poisoned));
+        let Call::Transaction(transaction, reply) = pending.call else { return };
+        let purse = purse(&transaction);
+        let result = match failed {
+            Some(error) => Err(Stop::Fail(error)),
+            None => self.apply(&transaction, &pending.loaded, &pending.stages),
+        };
+        pending.call = Call::Transaction(transaction, reply);
+        match result {
+            Err(Stop::Need(needs)) => self.wait_for(op, pending, needs),
+            Err(Stop::Space(need)) if self.will_have(need, purse) && pending.parked < PARKS_MAX => {
+                pending.parked += 1;
+                self.starved.push(op);
+                self.pending.insert(op, pending);
+            }
+            Err(Stop::Checkpoint(_)) if self.may_ask_for_checkpoint(&mut pending) => {
+                self.commits.request_checkpoint();
+                self.starved.push(op);
+                self.pending.insert(op, pending);
+            }
+            other => {
+                self.leave_queues(&pending.collections);
+                let Call::Transaction(_, reply) = pending.call else { return };
+                match other {
+                    Ok(outcome) => {
+                        let group = self.commits.next_group();
+                        self.changed_in.extend(pending.collections.into_iter().map(|cid| (cid, group)));
+                        self.commit(outcome, reply);
+                    }
+                    Err(Stop::Fail(error) | Stop::Checkpoint(error)) => drop(reply.send(Err(error))),
+                    Err(Stop::Space(need)) => drop(reply.send(Err(self.no_space(need, purse)))),
+                    Err(Stop::Need(_)) => {}
+                }
+                for id in pending.stages {
+                    if let Some(stage) = self.stages.get_mut(&id) {
+                        stage.users -= 1;
+                    }
+                    self.drop_stage(id);
+                }
+            }
+        }
+    }
+
+    /// Whether a call may wait for another checkpoint. Tries before the end of the one that it waits
+    /// for do not count.
+    fn may_ask_for_checkpoint(&self, pending: &mut Pending) -> bool {
+        if pending.asked_in.replace(self.generation) != Some(self.generation) {
+            pending.checkpoints += 1;
+        }
+        pending.checkpoints <= CHECKPOINTS_MAX
+    }
+
+    fn apply(
+        &mut self,
+        transaction: &Transaction,
+        loaded: &Loaded,
+        usable: &[u64],
+    ) -> std::result::Result<Outcome, Stop> {
+        let commits = &self.commits;
+        let deferred = |block| commits.deferred(block);
+        let context = Context {
+            view: &self.view,
+            loaded,
+            collections: &self.collections,
+            stages: &self.stages,
+            usable_stages: usable,
+            deferred: &deferred,
+            data_blocks: self.superblock.data_blocks(),
+            max_record: self.commits.max_record(),
+        };
+        let mut apply = Apply::new(context, &mut self.alloc, purse(transaction), self.next_nid);
+        let result = apply.run(transaction);
+        let (allocated, changed) = (std::mem::take(&mut apply.allocated), apply.changed_bytes());
+        let result = result.and_then(|outcome| self.admit(transaction, changed).map(|()| outcome));
+        if result.is_err() {
+            allocated.into_iter().for_each(|e| self.alloc.free(e));
+        }
+        result
+    }
+
+    /// Keeps room in the index: a sixteenth of it from what users add, half of that from removals
+    /// that also note something, and a quarter, which checkpoints need to write pages anew, from
+    /// all but what only removes.
+    fn admit(&self, transaction: &Transaction, changed: usize) -> std::result::Result<(), Stop> {
+        let shrinks = |op: &Op| {
+            matches!(
+                op,
+                Op::Remove { .. } | Op::Truncate { .. } | Op::OmapClear { .. } | Op::OmapRemove { .. }
+            ) || matches!(op, Op::OmapRemoveRange { .. } | Op::RemoveCollection | Op::RemoveXattrs { .. })
+        };
+        let (total, free) = self.index_space;
+        let pending = self.view.changed_bytes();
+        let removes = transaction.ops.iter().any(|op| matches!(op, Op::Remove { .. } | Op::RemoveCollection));
+        let part = match (purse(transaction), removes) {
+            (Purse::Reserve, _) => 4,
+            (Purse::Ordinary, true) => 2,
+            (Purse::Ordinary, false) => 1,
+        };
+        let reserve = (total / 16).max(INDEX_RESERVE_MIN) / part;
+        let needed = 4 * (pending + changed) as u64 + reserve;
+        if needed <= free || transaction.ops.iter().all(shrinks) {
+            return Ok(());
+        }
+        let target = self.superblock.uuid;
+        let (needed, free) = (needed - reserve, free.saturating_sub(reserve));
+        let error = StoreError::NoSpace { target, area: Area::Index, needed, free };
+        // What is not on the drive yet is reckoned generously.
+        Err(if pending > 0 { Stop::Checkpoint(error) } else { error.into() })
+    }
+
+    /// Makes a transaction's effects visible and has them written.
+    fn commit(&mut self, mut outcome: Outcome, reply: Reply) {
+        for (cid, number) in std::mem::take(&mut outcome.collections) {
+            match number {
+                Some(number) => drop(self.collections.insert(cid, number)),
+                None => drop(self.collections.remove(&cid)),
+            }
+        }
+        self.next_nid = outcome.record.next_nid;
+        for (id, first, count) in &outcome.taken {
+            self.take_staged(id.0, *first, *count);
+        }
+        for extent in &outcome.record.allocs {
+            self.taken.set(*extent, true);
+        }
+        for extent in &outcome.record.frees {
+            self.taken.set(*extent, false);
+        }
+        self.commits.push(&outcome, reply);
+        self.view.apply(outcome.record.puts);
+        if self.view.presence_outgrown() {
+            self.scan(Presence::first_piece());
+        }
+    }
+
+    fn wait_for(&mut self, op: u64, mut pending: Pending, needs: Vec<Need>) {
+        let (blocks, index): (Vec<_>, Vec<_>) = needs.into_iter().partition(|n| matches!(n, Need::Block(_)));
+        for need in blocks {
+            if let Need::Block(block) = need {
+                pending.loading += 1;
+                self.read_block(op, block);
+            }
+        }
+        if !index.is_empty() {
+            pending.loading += 1;
+            metrics::counter!("outboard_store_index_loads_total").increment(1);
+            self.output.work.push(Work::Load { op, generation: self.generation, needs: index });
+        }
+        self.pending.insert(op, pending);
+    }
+
+    fn loaded(&mut self, op: u64, generation: u64, needs: Vec<Need>, found: Result<Vec<Answer>>) {
+        if op == SCAN {
+            return self.scanned(found);
+        }
+        if generation != self.generation {
+            self.output.work.push(Work::Load { op, generation: self.generation, needs });
+            return;
+        }
+        let Some(pending) = self.pending.get_mut(&op) else { return };
+        pending.loading -= 1;
+        match found {
+            Err(error) => pending.failed = Some(error),
+            Ok(answers) => {
+                for (need, answer) in needs.into_iter().zip(answers) {
+                    match (need, answer) {
+                        (Need::Key(key), Answer::Key(value)) => {
+                            self.view.remember(&key, &value);
+                            pending.loaded.insert_key(key, value);
+                        }
+                        (Need::Range { from, to, .. }, Answer::Range(found)) => {
+                            pending.loaded.insert_range(from, to, found);
+                        }
+                        _ => {}
+                    }
+                }
+            }
+        }
+        self.runnable.push_back(op);
+    }
+
+    fn read_block(&mut self, op: u64, block: u64) {
+        let (whole, mut segments) = Whole::split(self.buffer(BLOCK as usize), &[BLOCK as usize]);
+        let id = self.next_id();
+        self.io.insert(id, Purpose::Block { op, block, whole });
+        if let Some(segment) = segments.pop() {
+            self.submit_read(id, Extent { start: block, len: 1 }, segment);
+        }
+    }
+
+    fn io_done(&mut self, IoDone { id, result }: IoDone) {
+        let Some(purpose) = self.io.remove(&id) else { return };
+        match purpose {
+            Purpose::Read { read } => self.read_done(read, result),
+            Purpose::Block { op, block, whole } => {
+                let Some(pending) = self.pending.get_mut(&op) else { return };
+                pending.loading -= 1;
+                match (result, whole.into_buffer()) {
+                    (Ok(()), Some(buffer)) => drop(pending.loaded.blocks.insert(block, buffer.freeze())),
+                    (Err(e), _) => {
+                        pending.failed = Some(StoreError::Io(format!("reading block {block}: {e}")))
+                    }
+                    (Ok(()), None) => {
+                        pending.failed = Some(StoreError::Io("a read buffer is still in use".into()))
+                    }
+                }
+                self.runnable.push_back(op);
+            }
+            Purpose::Data { blocks, group } => {
+                self.write_done(blocks, &result);
+                self.commits.io_done(group);
+            }
+            Purpose::Stage { blocks, write, groups } => {
+                self.write_done(blocks, &result);
+                groups.into_iter().for_each(|group| self.commits.io_done(group));
+                self.stage_write_done(write, id, &result);
+            }
+            Purpose::Log { group } => {
+                if let Err(e) = &result {
+                    self.poison(&format!("write of the log ({e})"));
+                }
+                self.commits.io_done(group);
+            }
+            Purpose::Flush => match result {
+                Ok(()) => self.commits.flushed(),
+                Err(e) => self.poison(&format!("flush ({e})")),
+            },
+        }
+    }
+
+    fn write_done(&mut self, blocks: Extent, result: &std::io::Result<()>) {
+        self.output.io.extend(self.reads.write_completed(blocks));
+        if let Err(e) = result {
+            self.poison(&format!("write ({e})"));
+        }
+    }
+
+    /// A little time has passed since the last activity: writes down that what is in the log was flushed.
+    pub(crate) fn idle(&mut self) {
+        if self.commits.wants_witness() && self.poisoned.is_none() {
+            self.form_group();
+        }
+        self.advance();
+    }
+}
+
+/// What a transaction may take blocks from.
+fn purse(transaction: &Transaction) -> Purse {
+    if transaction.uses_reserve { Purse::Reserve } else { Purse::Ordinary }
+}
+
+fn named_stage(op: &Op) -> Option<u64> {
+    match op {
+        Op::Write { source: crate::WriteSource::Staged { stage, .. }, .. } => Some(stage.0),
+        _ => None,
+    }
+}

@@ -1,0 +1,41 @@
+//! Mounting: a target is brought to order and made ready for work.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use uuid::Uuid;
+
+use super::core::{Core, Limits};
+use super::drive::Drive;
+use super::index::Index;
+use super::records::{decode_collection, key};
+use super::recovery::{Mode, recover};
+use super::superblock::Superblock;
+use crate::{CollectionId, Result, StoreError};
+
+/// Recovers a target and makes it ready for work.
+///
+/// # Errors
+/// See [`recover`]; [`StoreError::WrongUuid`] if it is another one.
+pub(crate) fn mount(
+    drive: &Arc<dyn Drive>,
+    uuid: Option<Uuid>,
+    index_cache: usize,
+    limits: &Limits,
+) -> Result<(Core, Arc<Index>)> {
+    let found = Superblock::read(drive.as_ref())?.uuid;
+    if let Some(expected) = uuid.filter(|u| *u != found) {
+        return Err(StoreError::WrongUuid { found: found.to_string(), expected: expected.to_string() });
+    }
+    let recovered = recover(drive, index_cache, Mode::Mount)?;
+    recovered.damage.iter().for_each(|damage| tracing::warn!(damage, "damage was passed over"));
+    let mut collections: BTreeMap<CollectionId, u64> = BTreeMap::new();
+    recovered.entries(key::COLLECTION, |name, value| {
+        let (cid, number) = decode_collection(&name, &value)?;
+        collections.insert(cid, number);
+        Ok(())
+    })?;
+    let settled = recovered.settle(drive.as_ref(), false)?;
+    let index = Arc::clone(&settled.index);
+    Ok((Core::new(settled, collections, limits)?, index))
+}

@@ -1,0 +1,115 @@
+//! Requests to the drive: reads, and writes of data from memory that the drive can take.
+
+use base::block::{BLOCK, BLOCK_SIZE};
+use base::mem::{Arena, ArenaBuf};
+use base::pool::BufferPool;
+use bytes::Bytes;
+
+use super::core::{Core, Purpose};
+use super::extent::Extent;
+use super::io::{IoOp, IoRequest, Segment};
+
+/// Most bytes that one write request carries.
+pub(super) const MAX_WRITE: usize = 4 << 20;
+/// Most pieces that one write request carries.
+const MAX_PIECES: usize = 128;
+
+impl Core {
+    /// Submits the data of applied transactions, neighbours together.
+    pub(crate) fn write_data(&mut self) {
+        let mut writes = self.commits.take_writes();
+        if writes.is_empty() {
+            return;
+        }
+        writes.sort_by_key(|w| w.0);
+        let mut run: Option<(Extent, Vec<Bytes>)> = None;
+        let mut runs = Vec::new();
+        for (start, data) in writes {
+            for (blocks, pieces) in self.pieces(start, &data) {
+                match &mut run {
+                    Some((all, list))
+                        if all.end() == blocks.start
+                            && (all.len + blocks.len) * BLOCK <= MAX_WRITE as u64
+                            && list.len() + pieces.len() <= MAX_PIECES =>
+                    {
+                        all.len += blocks.len;
+                        list.extend(pieces);
+                    }
+                    _ => runs.extend(run.replace((blocks, pieces))),
+                }
+            }
+        }
+        runs.extend(run);
+        let group = self.commits.next_group();
+        for (blocks, pieces) in runs {
+            self.commits.add_io(group);
+            self.submit_write(blocks, pieces, Purpose::Data { blocks, group });
+        }
+    }
+
+    /// Cuts data for consecutive blocks into requests, with memory that the drive can take.
+    pub(crate) fn pieces(&mut self, start: u64, data: &Bytes) -> Vec<(Extent, Vec<Bytes>)> {
+        let mut requests = Vec::new();
+        let mut at = start;
+        let aligned = data.as_ptr().align_offset(BLOCK_SIZE) == 0;
+        let whole = if aligned { data.len() - data.len() % BLOCK_SIZE } else { 0 };
+        let mut push = |piece: Bytes| {
+            let len = (piece.len() / BLOCK_SIZE) as u64;
+            requests.push((Extent { start: at, len }, vec![piece]));
+            at += len;
+        };
+        let mut done = 0;
+        while done < whole {
+            let len = (whole - done).min(MAX_WRITE);
+            push(data.slice(done..done + len));
+            done += len;
+        }
+        while done < data.len() {
+            let len = (data.len() - done).min(MAX_WRITE);
+            push(self.bounce(&data[done..done + len]));
+            done += len;
+        }
+        requests
+    }
+
+    /// A copy in aligned memory, filled up with zeros to whole blocks.
+    pub(crate) fn bounce(&self, data: &[u8]) -> Bytes {
+        let mut buffer = self.buffer(data.len().next_multiple_of(BLOCK_SIZE));
+        buffer[..data.len()].copy_from_slice(data);
+        buffer[data.len()..].fill(0);
+        buffer.freeze()
+    }
+
+    /// Aligned memory of `len` bytes: from the pool, or fresh if that is used up.
+    ///
+    /// # Panics
+    /// If the system has no memory.
+    pub(crate) fn buffer(&self, len: usize) -> ArenaBuf {
+        if let Ok(Some(buffer)) = self.pool.try_alloc(len) {
+            return buffer;
+        }
+        let size = len.next_power_of_two().max(BLOCK_SIZE);
+        let arena = Arena::anonymous(size).expect("memory for a buffer");
+        let pool = BufferPool::new(arena, 0, size);
+        pool.try_alloc(len).ok().flatten().expect("a fresh pool has its one buffer")
+    }
+
+    /// Submits a write; returns the request's id.
+    pub(crate) fn submit_write(&mut self, blocks: Extent, pieces: Vec<Bytes>, purpose: Purpose) -> u64 {
+        let id = self.next_id();
+        self.reads.write_started(blocks);
+        self.io.insert(id, purpose);
+        let offset = self.data_offset(blocks.start);
+        self.output.io.push(IoRequest { id, offset, op: IoOp::Write(pieces) });
+        id
+    }
+
+    pub(crate) fn submit_read(&mut self, id: u64, blocks: Extent, segment: Segment) {
+        // Data of transactions that were just applied must be on its way first, so that the read waits for it.
+        self.write_data();
+        let request = IoRequest { id, offset: self.data_offset(blocks.start), op: IoOp::Read(segment) };
+        if let Some(request) = self.reads.hold_back(blocks, request) {
+            self.output.io.push(request);
+        }
+    }
+}
