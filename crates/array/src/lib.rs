@@ -10,7 +10,7 @@
 //! - `transact`: makes one transaction for each member. `work` collects what a transaction does to
 //!   one object. `staging` writes large data before its transaction.
 //! - `rebuild` brings members back in sync, `scrub` compares members, `repair` makes a damaged
-//!   fragment anew. All three use `copy`, which copies an object to a member.
+//!   fragment anew. `rebuild` and `repair` use `copy`, which copies an object to a member.
 //! - `read`: reads and verifies. `plan` chooses the fragments that are read where one is lost.
 //!   `ask`: questions that any member can answer.
 //! - `open`: begins an interval. `view` reads what a target stores of the group, `members` finds
