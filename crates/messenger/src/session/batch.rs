@@ -113,7 +113,7 @@ impl Batch {
     }
 
     fn can_write(&self, target: &Target, payload: &Payload) -> bool {
-        let link = self.link.as_ref().filter(|link| link.epoch() == target.transport);
+        let link = self.link.as_ref().filter(|link| link.transport_number() == target.transport);
         link.is_some_and(|link| link.can_write(payload.data()))
     }
 

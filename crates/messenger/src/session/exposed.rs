@@ -57,7 +57,7 @@ impl Exposed {
         let region = region.ok()?;
         let fabric::RemoteRegion { key, base, len } = region.remote();
         let segments = vec![BulkSegment { address: base, key, len }];
-        let remote = RemoteMemory { transport: link.epoch(), segments, checksums };
+        let remote = RemoteMemory { transport: link.transport_number(), segments, checksums };
         Some(Exposed { region: Some(region), remote, room, written: Vec::new() })
     }
 

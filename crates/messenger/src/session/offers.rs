@@ -147,7 +147,8 @@ impl Shared {
         Self::check_open(&state)?;
         let expires = Instant::now() + ttl;
         // An offer that is too late for the transport it was made for is one without.
-        let exposed = exposed.filter(|e| state.link.as_ref().is_some_and(|l| l.epoch() == e.transport()));
+        let exposed =
+            exposed.filter(|e| state.link.as_ref().is_some_and(|l| l.transport_number() == e.transport()));
         state.offers.active.insert(key, Offer { what, expires, exposed });
         self.stir(&mut state);
         drop(state);

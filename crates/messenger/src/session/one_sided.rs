@@ -70,7 +70,7 @@ impl Shared {
     fn reach<'a>(&self, offer: &'a BulkDescriptor) -> Option<(Arc<Link>, &'a RemoteMemory)> {
         let remote = offer.remote.as_ref().filter(|_| offer.owner == BulkOwner::Session)?;
         let link = self.lock().link.clone()?;
-        (link.epoch() == remote.transport).then_some((link, remote))
+        (link.transport_number() == remote.transport).then_some((link, remote))
     }
 
     /// Where `len` bytes at `offset` of an offer are written to, if that can be done by a one-sided transfer.

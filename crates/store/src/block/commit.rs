@@ -63,7 +63,7 @@ impl Core {
         self.write_data();
         let commits = &mut self.commits;
         let records = std::mem::take(&mut commits.records);
-        let bytes = encode_group(self.epoch, commits.next, commits.flushed, &records);
+        let bytes = encode_group(self.log_generation, commits.next, commits.flushed, &records);
         metrics::histogram!("outboard_store_group_transactions").record(records.len() as f64);
         let number = commits.next_group;
         let start = commits.next;
@@ -173,7 +173,7 @@ impl Core {
             deferred,
             meta: super::records::Meta {
                 checkpoint: superblock.checkpoint,
-                epoch: self.epoch,
+                log_generation: self.log_generation,
                 log_start: self.commits.next,
                 next_nid: self.next_nid,
             },

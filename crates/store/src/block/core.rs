@@ -85,7 +85,7 @@ pub(crate) struct Limits {
 #[derive(Debug)]
 pub(crate) struct Core {
     pub(crate) superblock: Superblock,
-    pub(crate) epoch: u64,
+    pub(crate) log_generation: u64,
     pub(crate) view: View,
     pub(crate) alloc: Allocator,
     /// Blocks taken, as the log and the index have it.
@@ -131,7 +131,7 @@ impl Core {
             Arena::anonymous(limits.buffer_bytes.max(largest)).map_err(|e| StoreError::Io(e.to_string()))?;
         let presence = Presence::new(index_space.0 - index_space.1);
         let mut core = Core {
-            epoch: meta.epoch,
+            log_generation: meta.log_generation,
             view: View::new(meta.next_nid, limits.cache_bytes, presence),
             alloc: Allocator::new(taken.clone()),
             taken,

@@ -53,7 +53,7 @@ impl Record {
 struct Header {
     len: u16,
     flags: u8,
-    epoch: u64,
+    generation: u64,
     sequence: u64,
     /// Everything before this sequence number was flushed before this sector was written.
     flushed_through: u64,
@@ -65,7 +65,7 @@ fn put_sector(out: &mut BytesMut, header: Header, payload: &[u8]) {
     let sector = &mut out[start..];
     sector[4..6].copy_from_slice(&header.len.to_le_bytes());
     sector[6] = header.flags;
-    sector[8..16].copy_from_slice(&header.epoch.to_le_bytes());
+    sector[8..16].copy_from_slice(&header.generation.to_le_bytes());
     sector[16..24].copy_from_slice(&header.sequence.to_le_bytes());
     sector[24..32].copy_from_slice(&header.flushed_through.to_le_bytes());
     sector[HEADER..HEADER + payload.len()].copy_from_slice(payload);
@@ -81,7 +81,7 @@ fn get_sector(sector: &[u8]) -> Option<(Header, &[u8])> {
         return None;
     }
     let header =
-        Header { len, flags: sector[6], epoch: word(8), sequence: word(16), flushed_through: word(24) };
+        Header { len, flags: sector[6], generation: word(8), sequence: word(16), flushed_through: word(24) };
     Some((header, &sector[HEADER..HEADER + usize::from(len)]))
 }
 
@@ -96,7 +96,12 @@ pub(crate) fn record_bytes(len: usize) -> usize {
 }
 
 /// Encodes a group that starts at `sequence`.
-pub(crate) fn encode_group(epoch: u64, sequence: u64, flushed_through: u64, records: &[Vec<u8>]) -> BytesMut {
+pub(crate) fn encode_group(
+    generation: u64,
+    sequence: u64,
+    flushed_through: u64,
+    records: &[Vec<u8>],
+) -> BytesMut {
     let mut stream = Vec::with_capacity(records.iter().map(|r| record_bytes(r.len())).sum());
     for record in records {
         stream.extend_from_slice(&(record.len() as u32).to_le_bytes());
@@ -109,7 +114,7 @@ pub(crate) fn encode_group(epoch: u64, sequence: u64, flushed_through: u64, reco
         let payload = pieces.next().unwrap_or_default();
         let flags = if i == 0 { FIRST } else { 0 } | if i + 1 == sectors { LAST } else { 0 };
         let header =
-            Header { len: payload.len() as u16, flags, epoch, sequence: sequence + i, flushed_through };
+            Header { len: payload.len() as u16, flags, generation, sequence: sequence + i, flushed_through };
         put_sector(&mut out, header, payload);
     }
     out
@@ -129,11 +134,11 @@ pub(crate) fn decode_group(mut stream: &[u8]) -> Result<Vec<Record>> {
     if stream.is_empty() { Ok(records) } else { Err(corrupt("log group", "trailing bytes")) }
 }
 
-/// What a new log is filled with: valid sectors of epoch 0, numbered from 0.
+/// What a new log is filled with: valid sectors of generation 0, numbered from 0.
 pub(crate) fn blank(sequences: std::ops::Range<u64>) -> BytesMut {
     let mut out = BytesMut::with_capacity(sequences.clone().count() * SECTOR);
     for sequence in sequences {
-        put_sector(&mut out, Header { len: 0, flags: 0, epoch: 0, sequence, flushed_through: 0 }, &[]);
+        put_sector(&mut out, Header { len: 0, flags: 0, generation: 0, sequence, flushed_through: 0 }, &[]);
     }
     out
 }
@@ -153,7 +158,7 @@ pub(crate) struct Scan {
     pub(crate) groups: Vec<FoundGroup>,
     /// Everything before this sequence number is known to have been flushed.
     pub(crate) witnessed: u64,
-    /// Sequence number after everything that may have been written in this epoch, a multiple of the group size.
+    /// Sequence number after everything that may have been written in this generation, a multiple of the group size.
     pub(crate) next: u64,
     /// Damage, each with its place; empty unless `repair`.
     pub(crate) damage: Vec<String>,
@@ -163,7 +168,13 @@ pub(crate) struct Scan {
 ///
 /// # Errors
 /// [`StoreError::Corrupt`](crate::StoreError::Corrupt) for damage.
-pub(crate) fn scan(drive: &dyn Drive, sb: &Superblock, epoch: u64, start: u64, repair: bool) -> Result<Scan> {
+pub(crate) fn scan(
+    drive: &dyn Drive,
+    sb: &Superblock,
+    generation: u64,
+    start: u64,
+    repair: bool,
+) -> Result<Scan> {
     let ring = sb.log_sectors();
     let mut found = Scan { next: start, ..Scan::default() };
     let mut stream = Vec::new();
@@ -180,7 +191,7 @@ pub(crate) fn scan(drive: &dyn Drive, sb: &Superblock, epoch: u64, start: u64, r
         drive.read_at(sb.log.offset + slot * SECTOR as u64, chunk)?;
         for sector in chunk.chunks_exact(SECTOR) {
             let valid = get_sector(sector);
-            let current = valid.filter(|(h, _)| h.epoch == epoch && h.sequence == sequence);
+            let current = valid.filter(|(h, _)| h.generation == generation && h.sequence == sequence);
             match (current, valid) {
                 (Some((header, payload)), _) => {
                     found.witnessed = found.witnessed.max(header.flushed_through);

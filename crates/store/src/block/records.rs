@@ -87,8 +87,8 @@ pub(crate) fn corrupt(what: &str, detail: impl ToString) -> StoreError {
 pub(crate) struct Meta {
     /// Number of the checkpoint.
     pub(crate) checkpoint: u64,
-    /// Epoch of log sectors written after it.
-    pub(crate) epoch: u64,
+    /// Generation of the log: sectors written after it bear this number.
+    pub(crate) log_generation: u64,
     /// Sequence number of the first log sector that is not in the index.
     pub(crate) log_start: u64,
     /// The next number for a collection or an object.

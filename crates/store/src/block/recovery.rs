@@ -55,7 +55,7 @@ pub(crate) fn mkfs(
         changes: Arc::default(),
         bitmap: taken.take_dirty(),
         deferred: Arc::default(),
-        meta: Meta { checkpoint: 1, epoch: 1, log_start: superblock.log_sectors(), next_nid: 1 },
+        meta: Meta { checkpoint: 1, log_generation: 1, log_start: superblock.log_sectors(), next_nid: 1 },
         superblock: superblock.clone(),
     };
     (_, superblock, _) = checkpoint.run(drive.as_ref(), &index)?;
@@ -172,7 +172,7 @@ pub(crate) fn recover(drive: &Arc<dyn Drive>, index_cache: usize, mode: Mode) ->
         Mode::Mount if superblock.clean && superblock.checkpoint == meta.checkpoint => {
             log::Scan { next: meta.log_start, ..log::Scan::default() }
         }
-        _ => log::scan(drive.as_ref(), &superblock, meta.epoch, meta.log_start, repair)?,
+        _ => log::scan(drive.as_ref(), &superblock, meta.log_generation, meta.log_start, repair)?,
     };
     damage.extend(scan.damage);
     let mut recovered = Recovered {
@@ -334,7 +334,7 @@ impl Recovered {
     /// If the drive fails.
     pub(crate) fn settle(mut self, drive: &dyn Drive, clean: bool) -> Result<Settled> {
         self.meta.checkpoint += 1;
-        self.meta.epoch += 1;
+        self.meta.log_generation += 1;
         self.meta.log_start = self.log_end.next_multiple_of(GROUP_SECTORS);
         self.superblock.checkpoint = self.meta.checkpoint;
         self.superblock.clean = clean;

@@ -222,9 +222,9 @@ impl Device {
         let id = self.next_id();
         let endpoint = Endpoint::answer(request, port.queues(&self.events), id);
         let endpoint = endpoint.inspect_err(|_| port.is_less_used()).map_err(io::Error::other)?;
-        let (peer_token, epoch) = parts_of(&claim.nonce);
+        let (peer_token, transport_number) = parts_of(&claim.nonce);
         let own_token: u64 = rand::random();
-        let link = Link::new(self.watcher(), &port, endpoint, (own_token, epoch));
+        let link = Link::new(self.watcher(), &port, endpoint, (own_token, transport_number));
         link.set_peer_token(peer_token);
         link.post_first().map_err(io::Error::other)?;
         let now = Instant::now();
@@ -352,9 +352,9 @@ impl Drop for SettlingGuard<'_> {
 
 /// Token of the dialing side, and number of the transport.
 fn parts_of(nonce: &[u8; 16]) -> (u64, u64) {
-    let (token, epoch) = nonce.split_at(8);
+    let (token, transport_number) = nonce.split_at(8);
     let number = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_le_bytes);
-    (number(token), number(epoch))
+    (number(token), number(transport_number))
 }
 
 fn encode_claim(claim: &Claim) -> Vec<u8> {

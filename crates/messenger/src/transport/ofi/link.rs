@@ -49,8 +49,8 @@ pub struct Link {
     id: u64,
     /// What packets to this side must bear.
     own_token: u64,
-    /// Tells the transports of a session apart; both sides know it.
-    epoch: u64,
+    /// Number of this transport within its connection. Both sides know it.
+    transport_number: u64,
     pub(super) port: Arc<Port<Link>>,
     watcher: Arc<dyn Watcher>,
     endpoint: Mutex<Option<Endpoint>>,
@@ -126,7 +126,7 @@ impl Link {
         watcher: Arc<dyn Watcher>,
         port: &Arc<Port<Link>>,
         endpoint: Endpoint,
-        (own_token, epoch): (u64, u64),
+        (own_token, transport_number): (u64, u64),
     ) -> Arc<Link> {
         let state = State {
             peer_token: 0,
@@ -149,7 +149,7 @@ impl Link {
         let link = Arc::new(Link {
             id: endpoint.token(),
             own_token,
-            epoch,
+            transport_number,
             port: Arc::clone(port),
             watcher,
             endpoint: Mutex::new(Some(endpoint)),
@@ -184,9 +184,9 @@ impl Link {
         self.state().peer_token = token;
     }
 
-    /// Tells the transports of a session apart; both sides know it.
-    pub(crate) fn epoch(&self) -> u64 {
-        self.epoch
+    /// Number of this transport within its connection. Both sides know it.
+    pub(crate) fn transport_number(&self) -> u64 {
+        self.transport_number
     }
 
     pub(super) fn endpoint(&self) -> MutexGuard<'_, Option<Endpoint>> {
