@@ -10,7 +10,7 @@ use base::phases;
 use base::reclaim::Reclaim;
 use futures::future::LocalBoxFuture;
 use store::{
-    Query, QueryReply, Result, Space, StoreCalls, StoreError, StoreReply, StoreRequest, Submit,
+    MetadataQuery, QueryReply, Result, Space, StoreCalls, StoreError, StoreReply, StoreRequest, Submit,
     check_incarnation,
 };
 use tokio::sync::oneshot;
@@ -93,10 +93,10 @@ async fn reply_to(group: &Rc<Group>, number: u64, request: StoreRequest) -> Resu
         StoreRequest::Read { oid, offset, len, dest, .. } => {
             group.read(number, &oid, offset, len, dest).await?.into()
         }
-        StoreRequest::Query { query: Query::Stat { oid }, .. } => {
+        StoreRequest::Query { query: MetadataQuery::Stat { oid }, .. } => {
             QueryReply::Stat(group.stat(number, &oid).await?).into()
         }
-        StoreRequest::Query { query: Query::List { from, limit }, .. } => {
+        StoreRequest::Query { query: MetadataQuery::List { from, limit }, .. } => {
             let limit = usize::try_from(limit).unwrap_or(usize::MAX);
             let interval = group.interval(number).await?;
             QueryReply::Objects(group.list_in(&interval, from, limit).await?).into()
@@ -111,14 +111,14 @@ async fn reply_to(group: &Rc<Group>, number: u64, request: StoreRequest) -> Resu
 }
 
 /// Questions about an object that any member with the object can answer.
-async fn ask_metadata(group: &Group, number: u64, query: Query) -> Result<StoreReply> {
+async fn ask_metadata(group: &Group, number: u64, query: MetadataQuery) -> Result<StoreReply> {
     let Some(oid) = query.oid() else {
         return Err(StoreError::InvalidArgument("the question is about no object".into()));
     };
     let ask = async |member: &MemberLink| member.target.store().query(&group.cid, query.clone()).await;
     let mut reply = group.ask_in(number, oid, ask).await?;
     if let StoreReply::Query(QueryReply::Pairs(xattrs)) = &mut reply
-        && matches!(query, Query::Xattrs { .. })
+        && matches!(query, MetadataQuery::Xattrs { .. })
     {
         xattrs.retain(|(name, _)| *name != SIZE_XATTR);
     }

@@ -121,7 +121,7 @@ async fn a_read_that_nobody_polls_keeps_no_write_to_its_object_waiting() {
             member_timeout: Duration::from_secs(10),
             patience: Duration::from_secs(30),
             dirty_max: 16,
-            coding: Coding::start(&CodingConfig::default(), stripes, false).unwrap(),
+            coding: CodingDispatcher::start(&CodingConfig::default(), stripes, false).unwrap(),
         });
         let group = Rc::new(group.unwrap());
         group.create(&[0, 1]).await.unwrap();

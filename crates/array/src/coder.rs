@@ -8,14 +8,14 @@ use bytes::Bytes;
 use store::StoreError;
 pub(crate) use store::stripes::FragmentBuf as Buffer;
 
-use crate::layout::Layout;
+use crate::layout::StripeLayout;
 
 /// Longest run of zeros that is kept ready, in bytes.
 const ZEROS: usize = 64 << 10;
 
 /// See the [module](self) documentation.
 pub(crate) struct Coder {
-    layout: Layout,
+    layout: StripeLayout,
     /// `None` where fragments are copies.
     code: Option<ec::Code>,
     pool: BufferPool,
@@ -24,7 +24,7 @@ pub(crate) struct Coder {
 impl Coder {
     /// # Errors
     /// [`StoreError::InvalidArgument`] if there is no such code.
-    pub(crate) fn new(layout: Layout, pool: BufferPool) -> store::Result<Coder> {
+    pub(crate) fn new(layout: StripeLayout, pool: BufferPool) -> store::Result<Coder> {
         let code = match layout.is_mirror() {
             true => None,
             false => {

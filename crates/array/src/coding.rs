@@ -14,19 +14,21 @@ use std::time::Duration;
 use base::fault::Faults;
 use bytes::Bytes;
 use ec::Code;
-use ec::offload::batch::Work;
-use ec::offload::host_load::{HostLoad, Load, Thresholds};
-use ec::offload::scheduler::{Capacity, Config, Place, PlaceSnapshot, Refused, Scheduler, Slot};
+use ec::offload::batch::CodingWork;
+use ec::offload::host_load::{HostLoad, LoadLevel, Thresholds};
+use ec::offload::scheduler::{
+    Capacity, CodingPlace, PlaceSnapshot, Scheduler, SchedulerConfig, TaskRefused, TaskSlot,
+};
 use ec::offload::software::{self, Processor, SoftwareOptions};
 use ec::offload::worker::Worker;
 use futures::future::join;
 use store::stripes::{
-    Coder, Engines, FragmentBuf, FragmentBytes, Parity, StripeError, StripeStores, StripeWrite,
+    Engines, FragmentBuf, FragmentBytes, Parity, ParityDevice, StripeError, StripeStores, StripeWrite,
 };
 use store::{StageId, StoreError};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
-use wire::{CodingMode, CodingOffload, CodingPlace, CodingStatus, Error};
+use wire::{CodingMode, CodingOffload, CodingPlaceStatus, CodingStatus, Error};
 
 use crate::task::spawn;
 
@@ -91,7 +93,7 @@ impl Default for CodingConfig {
 }
 
 /// A piece of each fragment of an object that is being staged.
-pub(crate) struct Stripes {
+pub(crate) struct StripeBatch {
     /// By fragment: the target's UUID, and its stage; `None` for one that is not written.
     pub(crate) parts: Vec<Option<(u128, StageId)>>,
     /// Where in each stage, in bytes.
@@ -103,7 +105,7 @@ pub(crate) struct Stripes {
 }
 
 /// See the [module](self) documentation.
-pub struct Coding {
+pub struct CodingDispatcher {
     stores: Arc<dyn StripeStores>,
     scheduler: Scheduler,
     offload: Option<CodingOffload>,
@@ -115,14 +117,14 @@ pub struct Coding {
     is_emulated: bool,
 }
 
-impl Coding {
+impl CodingDispatcher {
     /// # Errors
     /// If the system has no room for another thread.
     pub fn start(
         config: &CodingConfig,
         stores: Arc<dyn StripeStores>,
         is_emulated: bool,
-    ) -> std::io::Result<Rc<Coding>> {
+    ) -> std::io::Result<Rc<CodingDispatcher>> {
         let threads = config.threads.max(1);
         let queue = config.queue.max(1);
         let options = SoftwareOptions { threads, queue, ..SoftwareOptions::new(Processor::Dpu) };
@@ -134,14 +136,14 @@ impl Coding {
             Some(CodingOffload::Dpu) | None => Capacity { slots: 2 * threads, lanes: threads },
         };
         let lanes = config.host_threads.max(1);
-        let scheduler = Scheduler::new(Config {
+        let scheduler = Scheduler::new(SchedulerConfig {
             mode,
             queue,
             host: Capacity { slots: lanes + ON_THE_WAY, lanes },
             offload,
             cool_down: config.cool_down,
         });
-        Ok(Rc::new(Coding {
+        Ok(Rc::new(CodingDispatcher {
             stores,
             scheduler,
             offload: config.offload,
@@ -174,8 +176,8 @@ impl Coding {
 
     /// Computes what is to be computed and writes all fragments to their stages. `buffers` are for parity.
     pub(crate) async fn stage(
-        self: &Rc<Coding>,
-        stripes: &Stripes,
+        self: &Rc<CodingDispatcher>,
+        stripes: &StripeBatch,
         buffers: impl Fn(usize) -> Vec<FragmentBuf>,
     ) -> Result<(), StripeError> {
         let Some(code) = &stripes.code else {
@@ -187,9 +189,9 @@ impl Coding {
         for _ in 0..ATTEMPTS {
             let slot = self.scheduler.admit(bytes).await.map_err(|e| busy(&e))?;
             let coder = match (slot.place(), self.offload) {
-                (Place::Host, _) | (Place::Offload, None) => Some(Coder::Host),
-                (Place::Offload, Some(CodingOffload::Accelerator)) => Some(Coder::Accelerator),
-                (Place::Offload, Some(CodingOffload::Dpu)) => None,
+                (CodingPlace::Host, _) | (CodingPlace::Offload, None) => Some(ParityDevice::Host),
+                (CodingPlace::Offload, Some(CodingOffload::Accelerator)) => Some(ParityDevice::Accelerator),
+                (CodingPlace::Offload, Some(CodingOffload::Dpu)) => None,
             };
             let Some(coder) = coder else {
                 match self.on_cores(slot, code, stripes, buffers(len)).await {
@@ -212,14 +214,14 @@ impl Coding {
     /// On the DPU's cores; `None` if they have failed.
     async fn on_cores(
         &self,
-        slot: Slot,
+        slot: TaskSlot,
         code: &Code,
-        stripes: &Stripes,
+        stripes: &StripeBatch,
         buffers: Vec<FragmentBuf>,
     ) -> Option<Vec<FragmentBytes>> {
         let (code, data) = (code.clone(), pieces(&stripes.data));
         let bytes = data.iter().flatten().map(|piece| piece.len() as u64).sum();
-        let work = Work { bytes, computed_fragments: buffers.len() as u32 };
+        let work = CodingWork { bytes, computed_fragments: buffers.len() as u32 };
         let encoded = self.software.submit(work, move || encode(&code, &data, buffers)).await;
         match encoded.map_err(|e| e.to_string()).and_then(|encoded| encoded.map_err(|e| e.to_string())) {
             Ok(parity) => {
@@ -234,7 +236,12 @@ impl Coding {
     }
 
     /// By the host's processor or the accelerator, where the stores are.
-    async fn in_host_memory(&self, slot: Slot, coder: Coder, stripes: &Stripes) -> Result<(), StripeError> {
+    async fn in_host_memory(
+        &self,
+        slot: TaskSlot,
+        coder: ParityDevice,
+        stripes: &StripeBatch,
+    ) -> Result<(), StripeError> {
         let (coded, is_coded) = oneshot::channel();
         let staging = self.stores.stage_stripes(stripes.with(Parity::By(coder)), Some(coded));
         // The place is free for the next task while the drives write.
@@ -254,7 +261,7 @@ impl Coding {
     }
 
     /// Looks at the host's load while there is work.
-    fn watch(self: &Rc<Coding>) {
+    fn watch(self: &Rc<CodingDispatcher>) {
         self.last_task.set(Instant::now());
         if self.offload.is_none() || self.is_watching.replace(true) {
             return;
@@ -284,7 +291,7 @@ impl Coding {
             host.reading.dpu += Duration::from_secs_f64(used.total.cpu_seconds);
         }
         let load = self.load.borrow_mut().sample(Instant::now().into_std(), host.reading);
-        self.scheduler.set_host_busy(load == Load::Busy);
+        self.scheduler.set_host_busy(load == LoadLevel::Busy);
     }
 
     /// What it does, for people.
@@ -310,9 +317,9 @@ impl Coding {
     }
 }
 
-fn place_status(place: PlaceSnapshot) -> CodingPlace {
+fn place_status(place: PlaceSnapshot) -> CodingPlaceStatus {
     let ns = |us: f64| (us * 1000.0).round() as u64;
-    CodingPlace {
+    CodingPlaceStatus {
         in_service: place.in_service as u64,
         slots: place.slots as u64,
         sent: place.sent,
@@ -322,14 +329,14 @@ fn place_status(place: PlaceSnapshot) -> CodingPlace {
     }
 }
 
-impl Stripes {
+impl StripeBatch {
     fn with(&self, parity: Parity) -> StripeWrite {
         StripeWrite { parts: self.parts.clone(), offset: self.offset, data: self.data.clone(), parity }
     }
 }
 
 /// Too much waits: whoever asked tries again.
-fn busy(e: &Refused) -> StripeError {
+fn busy(e: &TaskRefused) -> StripeError {
     StripeError::Store(StoreError::Disconnected(e.to_string()))
 }
 

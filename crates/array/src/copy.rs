@@ -9,7 +9,7 @@ use crate::group::Group;
 use crate::interval::Interval;
 use crate::member_link::MemberLink;
 use crate::page::page_by;
-use crate::read::{FragmentRead, Whole};
+use crate::read::{FragmentRead, WholeObject};
 use crate::stage::FragmentStage;
 
 /// Bytes of a fragment that are made and moved at a time.
@@ -49,7 +49,7 @@ impl Group {
             }
             return Ok(0);
         };
-        let whole = Whole { oid, size };
+        let whole = WholeObject { oid, size };
         let put = self.put_fragment(interval, link, position, whole, &peers, (there, in_sync)).await;
         match put {
             // On a full member the new fragment takes the place of the old one, which does not
@@ -77,7 +77,7 @@ impl Group {
         interval: &Interval,
         link: &MemberLink,
         position: usize,
-        whole: Whole<'_>,
+        whole: WholeObject<'_>,
         peers: &[Option<MemberLink>],
         (there, in_sync): (bool, bool),
     ) -> store::Result<()> {
@@ -107,7 +107,7 @@ impl Group {
         interval: &Interval,
         link: &MemberLink,
         position: usize,
-        whole: Whole<'_>,
+        whole: WholeObject<'_>,
     ) -> store::Result<(Option<WriteSource>, Option<FragmentStage>)> {
         let len = self.layout.fragment_size(position, whole.size);
         if len == 0 {

@@ -17,11 +17,11 @@ use wire::Redundancy;
 
 use crate::calls::Calls;
 use crate::coder::Coder;
-use crate::coding::Coding;
+use crate::coding::CodingDispatcher;
 use crate::damaged::Damaged;
 use crate::intents::Intents;
 use crate::interval::{Interval, Intervals, over};
-use crate::layout::Layout;
+use crate::layout::StripeLayout;
 use crate::member::Member;
 use crate::member_link::MemberLink;
 use crate::objects::Objects;
@@ -53,7 +53,7 @@ pub struct GroupOptions {
     /// Objects noted as dirty at most.
     pub dirty_max: usize,
     /// What takes stripes to the targets.
-    pub coding: Rc<Coding>,
+    pub coding: Rc<CodingDispatcher>,
 }
 
 /// See the [module](self) documentation.
@@ -66,9 +66,9 @@ pub struct Group {
     /// See [`GroupOptions::is_internal`].
     pub(crate) is_internal: fn(&ObjectId) -> bool,
     pub(crate) redundancy: Redundancy,
-    pub(crate) layout: Layout,
+    pub(crate) layout: StripeLayout,
     pub(crate) coder: Coder,
-    pub(crate) coding: Rc<Coding>,
+    pub(crate) coding: Rc<CodingDispatcher>,
     pub(crate) targets: Rc<Vec<Rc<dyn Member>>>,
     pub(crate) calls: Calls,
     pub(crate) intervals: Intervals,
@@ -99,7 +99,7 @@ impl Group {
     /// [`StoreError::InvalidArgument`](store::StoreError::InvalidArgument) if the redundancy is not
     /// possible.
     pub fn new(options: GroupOptions) -> store::Result<Group> {
-        let layout = Layout::new(&options.redundancy);
+        let layout = StripeLayout::new(&options.redundancy);
         let (timeout, patience) = (options.member_timeout, options.patience);
         Ok(Group {
             coder: Coder::new(layout, options.staging)?,

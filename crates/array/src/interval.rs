@@ -55,7 +55,7 @@ impl Interval {
 }
 
 /// Why the next interval could not be opened.
-struct Refusal {
+struct OpeningFailure {
     /// Number of the interval.
     number: u64,
     /// The interval is not tried again before.
@@ -70,7 +70,7 @@ pub(crate) struct Intervals {
     latest: RefCell<Option<Rc<Interval>>>,
     /// Number of intervals that [`Intervals::end`] has ended.
     ended: Cell<u64>,
-    refusal: RefCell<Option<Refusal>>,
+    refusal: RefCell<Option<OpeningFailure>>,
     /// Held while an interval is opened, and while members are told of a new record.
     opening: Mutex<()>,
     has_opening_task: Cell<bool>,
@@ -104,7 +104,7 @@ impl Intervals {
     /// Notes that an interval could not be opened.
     pub(crate) fn refuse(&self, number: u64, why: String) {
         let until = Instant::now() + REFUSED_FOR;
-        *self.refusal.borrow_mut() = Some(Refusal { number, until, why });
+        *self.refusal.borrow_mut() = Some(OpeningFailure { number, until, why });
     }
 
     /// The error with which an interval could not be opened a moment ago.

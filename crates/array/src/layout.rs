@@ -18,7 +18,7 @@ use wire::Redundancy;
 
 /// See the [module](self) documentation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Layout {
+pub(crate) struct StripeLayout {
     /// Fragments with data.
     pub(crate) k: usize,
     /// Fragments with parity, or further copies.
@@ -29,7 +29,7 @@ pub(crate) struct Layout {
 
 /// A range of bytes that lies in one unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Piece {
+pub(crate) struct UnitRange {
     pub(crate) fragment: usize,
     /// Offset in the fragment.
     pub(crate) at: u64,
@@ -38,15 +38,15 @@ pub(crate) struct Piece {
     pub(crate) len: u64,
 }
 
-impl Layout {
-    pub(crate) fn new(redundancy: &Redundancy) -> Layout {
+impl StripeLayout {
+    pub(crate) fn new(redundancy: &Redundancy) -> StripeLayout {
         match *redundancy {
-            Redundancy::Single => Layout { k: 1, m: 0, unit: MAX_OBJECT_SIZE },
+            Redundancy::Single => StripeLayout { k: 1, m: 0, unit: MAX_OBJECT_SIZE },
             Redundancy::Mirror { copies } => {
-                Layout { k: 1, m: usize::from(copies) - 1, unit: MAX_OBJECT_SIZE }
+                StripeLayout { k: 1, m: usize::from(copies) - 1, unit: MAX_OBJECT_SIZE }
             }
             Redundancy::ErasureCode { k, m, stripe_unit } => {
-                Layout { k: k.into(), m: m.into(), unit: stripe_unit.into() }
+                StripeLayout { k: k.into(), m: m.into(), unit: stripe_unit.into() }
             }
         }
     }
@@ -85,7 +85,7 @@ impl Layout {
     }
 
     /// Cuts a range of the object at the ends of units.
-    pub(crate) fn pieces(&self, offset: u64, len: u64) -> impl Iterator<Item = Piece> + use<> {
+    pub(crate) fn pieces(&self, offset: u64, len: u64) -> impl Iterator<Item = UnitRange> + use<> {
         let layout = *self;
         let end = offset + len;
         let mut next = offset;
@@ -94,7 +94,7 @@ impl Layout {
                 let offset = next;
                 next = ((offset / layout.unit + 1) * layout.unit).min(end);
                 let (fragment, at) = layout.locate(offset);
-                Piece { fragment, at, offset, len: next - offset }
+                UnitRange { fragment, at, offset, len: next - offset }
             })
         })
     }
@@ -118,8 +118,12 @@ mod tests {
     use base::block::BLOCK;
     use proptest::prelude::*;
 
-    fn layouts() -> impl Strategy<Value = Layout> {
-        (1usize..12, 0usize..5, 1u64..5).prop_map(|(k, m, blocks)| Layout { k, m, unit: blocks * BLOCK })
+    fn layouts() -> impl Strategy<Value = StripeLayout> {
+        (1usize..12, 0usize..5, 1u64..5).prop_map(|(k, m, blocks)| StripeLayout {
+            k,
+            m,
+            unit: blocks * BLOCK,
+        })
     }
 
     proptest! {

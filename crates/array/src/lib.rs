@@ -85,7 +85,7 @@ mod view;
 mod work;
 
 pub use array::{Array, ArrayFuture};
-pub use coding::{Coding, CodingConfig, StripesAt};
+pub use coding::{CodingConfig, CodingDispatcher, StripesAt};
 pub use group::{Group, GroupOptions};
 pub use interval::Interval;
 pub use member::Member;

@@ -18,7 +18,7 @@ use crate::member::Member;
 use crate::member_link::MemberLink;
 use crate::page::page;
 use crate::record::{GroupRecord, MemberRecord, Standing, key_dirty, key_proposal, key_record, own_object};
-use crate::view::View;
+use crate::view::MemberView;
 
 impl Group {
     /// The members in sync that are there, by position; and whether they count only by an
@@ -29,8 +29,8 @@ impl Group {
     pub(crate) fn members(
         &self,
         record: &GroupRecord,
-        views: &[View],
-    ) -> store::Result<(Vec<Option<View>>, bool)> {
+        views: &[MemberView],
+    ) -> store::Result<(Vec<Option<MemberView>>, bool)> {
         if record.members.len() != self.layout.fragments() {
             let detail = format!("it has {} members, not {}", record.members.len(), self.layout.fragments());
             return Err(StoreError::Corrupt { what: format!("group {}", self.cid), detail });
@@ -88,8 +88,8 @@ impl Group {
     pub(crate) async fn agree(
         &self,
         old: GroupRecord,
-        views: &[View],
-        members: &[Option<View>],
+        views: &[MemberView],
+        members: &[Option<MemberView>],
         on_word: bool,
     ) -> store::Result<(GroupRecord, BTreeSet<ObjectId>)> {
         let there = || members.iter().flatten();
@@ -117,7 +117,7 @@ impl Group {
         }
         let heard = views.iter().map(|view| view.heard).max().unwrap_or(0);
         self.terms.heard_of(heard);
-        let has_it = |view: &View| view.record == record && (view.dirty == dirty || !needs_notes);
+        let has_it = |view: &MemberView| view.record == record && (view.dirty == dirty || !needs_notes);
         if on_word || self.terms.highest() > record.term || !there().all(has_it) {
             record.term = self.terms.next(on_word);
             // Before the record: one note too many does no harm.

@@ -23,7 +23,7 @@ use crate::member::Member;
 use crate::record::GroupRecord;
 use crate::removal::leftovers;
 use crate::task::spawn;
-use crate::view::{View, Views};
+use crate::view::{MemberView, Views};
 
 impl Group {
     /// The interval with that number, opened if need be: then whatever earlier ones have left is
@@ -153,7 +153,10 @@ impl Group {
     }
 
     /// Which record counts, and the members in sync that are there.
-    fn judge_views(&self, views: &[View]) -> store::Result<(GroupRecord, Vec<Option<View>>, bool)> {
+    fn judge_views(
+        &self,
+        views: &[MemberView],
+    ) -> store::Result<(GroupRecord, Vec<Option<MemberView>>, bool)> {
         let Some(record) = views.iter().map(|view| &view.record).max_by_key(|r| r.term).cloned() else {
             let detail = "no target that is there has a piece of it".into();
             return Err(StoreError::TooFewTargets { there: 0, needed: self.layout.k, detail });
@@ -166,7 +169,7 @@ impl Group {
 /// The intents that stay when an interval begins.
 fn intents_of(
     interval: u64,
-    members: &[Option<View>],
+    members: &[Option<MemberView>],
     undone: &BTreeSet<u64>,
     dirty: BTreeSet<ObjectId>,
 ) -> Intents {

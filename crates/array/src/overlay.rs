@@ -7,41 +7,41 @@ use std::rc::Rc;
 use base::block::{self, BLOCK, Payload};
 use store::StoreError;
 
-use crate::stage::Staged;
+use crate::stage::StagedStripes;
 
 /// Bytes that take the place of others.
 #[derive(Clone)]
-pub(crate) enum Content {
+pub(crate) enum OverlayContent {
     /// These, from the first on; whole blocks, or up to the object's end.
     Bytes(Payload),
     Zeros,
     /// Whole stripes that are on the members already, from that offset of the stage on.
-    Staged(Rc<Staged>, u64),
+    Staged(Rc<StagedStripes>, u64),
 }
 
 /// A range with new content.
 #[derive(Clone)]
-pub(crate) struct Extent {
+pub(crate) struct OverlayRange {
     pub(crate) offset: u64,
     pub(crate) len: u64,
-    pub(crate) content: Content,
+    pub(crate) content: OverlayContent,
 }
 
-impl Extent {
+impl OverlayRange {
     pub(crate) fn end(&self) -> u64 {
         self.offset + self.len
     }
 
     /// The part of it in a range, which it must meet; cut at blocks.
-    pub(crate) fn part(&self, range: Range<u64>) -> Extent {
+    pub(crate) fn part(&self, range: Range<u64>) -> OverlayRange {
         let (from, to) = (range.start.max(self.offset), range.end.min(self.end()));
         let skip = from - self.offset;
         let content = match &self.content {
-            Content::Bytes(payload) => Content::Bytes(slice(payload, skip, to - from)),
-            Content::Zeros => Content::Zeros,
-            Content::Staged(stage, at) => Content::Staged(Rc::clone(stage), at + skip),
+            OverlayContent::Bytes(payload) => OverlayContent::Bytes(slice(payload, skip, to - from)),
+            OverlayContent::Zeros => OverlayContent::Zeros,
+            OverlayContent::Staged(stage, at) => OverlayContent::Staged(Rc::clone(stage), at + skip),
         };
-        Extent { offset: from, len: to - from, content }
+        OverlayRange { offset: from, len: to - from, content }
     }
 }
 
@@ -67,7 +67,7 @@ pub(crate) struct Overlay {
     pub(crate) size: u64,
     /// The shortest that it was in between: from there on nothing is left of what it had.
     pub(crate) low: u64,
-    extents: BTreeMap<u64, Extent>,
+    extents: BTreeMap<u64, OverlayRange>,
 }
 
 impl Overlay {
@@ -76,12 +76,12 @@ impl Overlay {
     }
 
     /// New content, in order, without overlaps. What is cut off counts as zeros.
-    pub(crate) fn extents(&self) -> impl Iterator<Item = &Extent> {
+    pub(crate) fn extents(&self) -> impl Iterator<Item = &OverlayRange> {
         self.extents.values()
     }
 
     /// Extents that meet a range.
-    pub(crate) fn in_range(&self, range: Range<u64>) -> impl Iterator<Item = &Extent> {
+    pub(crate) fn in_range(&self, range: Range<u64>) -> impl Iterator<Item = &OverlayRange> {
         let first = self.extents.range(..=range.start).next_back().map_or(range.start, |(start, _)| *start);
         let from = range.start;
         self.extents.range(first..range.end.max(first)).map(|(_, e)| e).filter(move |e| e.end() > from)
@@ -99,7 +99,7 @@ impl Overlay {
     pub(crate) fn write(&mut self, offset: u64, payload: Payload) -> store::Result<()> {
         let len = payload.len() as u64;
         self.check(offset, len)?;
-        self.put(Extent { offset, len, content: Content::Bytes(payload) })
+        self.put(OverlayRange { offset, len, content: OverlayContent::Bytes(payload) })
     }
 
     /// Puts whole stripes that are on the members already at an offset.
@@ -110,13 +110,13 @@ impl Overlay {
         &mut self,
         offset: u64,
         len: u64,
-        stage: &Rc<Staged>,
+        stage: &Rc<StagedStripes>,
         at: u64,
     ) -> store::Result<()> {
-        if self.in_range(offset..offset + len).any(|e| !matches!(e.content, Content::Zeros)) {
+        if self.in_range(offset..offset + len).any(|e| !matches!(e.content, OverlayContent::Zeros)) {
             return Err(refused("staged data over other data of one change"));
         }
-        self.put(Extent { offset, len, content: Content::Staged(Rc::clone(stage), at) })
+        self.put(OverlayRange { offset, len, content: OverlayContent::Staged(Rc::clone(stage), at) })
     }
 
     /// Makes a range zero, extending the object.
@@ -125,7 +125,7 @@ impl Overlay {
     /// As [`Overlay::write`].
     pub(crate) fn zero(&mut self, offset: u64, len: u64) -> store::Result<()> {
         self.check(offset, len)?;
-        self.put(Extent { offset, len, content: Content::Zeros })
+        self.put(OverlayRange { offset, len, content: OverlayContent::Zeros })
     }
 
     /// Sets the size.
@@ -138,7 +138,7 @@ impl Overlay {
             self.low = self.low.min(size);
             if size < self.before {
                 let (offset, len) = (size, self.before - size);
-                self.extents.insert(offset, Extent { offset, len, content: Content::Zeros });
+                self.extents.insert(offset, OverlayRange { offset, len, content: OverlayContent::Zeros });
             }
         }
         self.size = size;
@@ -153,7 +153,7 @@ impl Overlay {
         Ok(())
     }
 
-    fn put(&mut self, extent: Extent) -> store::Result<()> {
+    fn put(&mut self, extent: OverlayRange) -> store::Result<()> {
         if extent.len == 0 {
             return Ok(());
         }
@@ -163,7 +163,7 @@ impl Overlay {
         self.extents.insert(extent.offset, extent);
         if end < self.before && !end.is_multiple_of(BLOCK) {
             let len = self.before.min(end.next_multiple_of(BLOCK)) - end;
-            self.extents.insert(end, Extent { offset: end, len, content: Content::Zeros });
+            self.extents.insert(end, OverlayRange { offset: end, len, content: OverlayContent::Zeros });
         }
         self.size = self.size.max(end);
         Ok(())
@@ -176,7 +176,7 @@ impl Overlay {
             let Some(old) = self.extents.remove(&start) else { continue };
             let kept = [old.offset..range.start.min(old.end()), range.end.max(old.offset)..old.end()];
             for part in kept.into_iter().filter(|part| part.start < part.end) {
-                if matches!(old.content, Content::Staged(..)) {
+                if matches!(old.content, OverlayContent::Staged(..)) {
                     return Err(refused("a change of a part of staged data"));
                 }
                 self.extents.insert(part.start, old.part(part));
@@ -245,7 +245,7 @@ mod tests {
             for extent in overlay.extents() {
                 let range = extent.offset as usize..(extent.end() as usize).min(found.len());
                 match &extent.content {
-                    Content::Bytes(payload) => {
+                    OverlayContent::Bytes(payload) => {
                         payload.verify().unwrap();
                         found[range].copy_from_slice(payload.data());
                     }

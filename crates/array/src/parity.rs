@@ -13,14 +13,14 @@ use futures::future::{try_join, try_join_all};
 use store::{Op, StoreError, WriteSource};
 
 use crate::coder::Buffer;
-use crate::overlay::{Content, slice};
-use crate::rows::{Change, Run, Split, Unit};
+use crate::overlay::{OverlayContent, slice};
+use crate::rows::{ArrayChange, Split, StripeRun, UnitContent};
 
-impl Change<'_> {
+impl ArrayChange<'_> {
     /// The ops of parity fragments for a run of stripes.
     pub(crate) async fn parity(
         &self,
-        run: &Run,
+        run: &StripeRun,
         old: &impl AsyncFn(usize, Range<u64>) -> store::Result<Vec<u8>>,
         split: &mut Split,
     ) -> store::Result<()> {
@@ -55,7 +55,7 @@ impl Change<'_> {
     }
 
     /// Parity of stripes of which nothing stays, and its checksums, in one pass.
-    fn new_parity(&self, run: &Run, parity: &mut [Buffer]) -> store::Result<Vec<Vec<u32>>> {
+    fn new_parity(&self, run: &StripeRun, parity: &mut [Buffer]) -> store::Result<Vec<Vec<u32>>> {
         let stripes = run.first..run.first + run.count;
         let units = stripes.flat_map(|stripe| (0..self.layout.k).map(move |unit| (stripe, unit)));
         let bytes = |(stripe, unit)| {
@@ -66,11 +66,11 @@ impl Change<'_> {
         self.coder.encode_units(&units, parity)
     }
 
-    fn staged_parity(&self, run: &Run, split: &mut Split) {
+    fn staged_parity(&self, run: &StripeRun, split: &mut Split) {
         let start = run.first * self.layout.stripe();
         let staged = self.overlay.in_range(start..start + self.layout.stripe());
         for extent in staged {
-            let Content::Staged(stage, at) = &extent.content else { continue };
+            let OverlayContent::Staged(stage, at) = &extent.content else { continue };
             let offset = (at + start - extent.offset) / self.layout.k as u64;
             let (at, len) = (run.first * self.layout.unit, run.count * self.layout.unit);
             for fragment in self.layout.k..self.layout.fragments() {
@@ -105,11 +105,11 @@ impl Change<'_> {
         out: Range<usize>,
     ) -> store::Result<()> {
         let (k, m) = (self.layout.k, self.layout.m);
-        let units: Vec<Unit> = (0..k).map(|unit| self.unit(stripe, unit, rows)).collect();
+        let units: Vec<UnitContent> = (0..k).map(|unit| self.unit(stripe, unit, rows)).collect();
         let keeps: Vec<bool> = (0..k).map(|unit| self.keeps_some(stripe, unit, rows)).collect();
         let is_replaced = |unit: usize| {
             let had_bytes = self.unit_range(stripe, unit, rows).start < self.overlay.before;
-            !matches!(units[unit], Unit::Old) && had_bytes
+            !matches!(units[unit], UnitContent::Old) && had_bytes
         };
         let replaced: Vec<bool> = (0..k).map(is_replaced).collect();
         let here = |fragment: usize| self.live[fragment];
@@ -131,7 +131,7 @@ impl Change<'_> {
         stripe: u64,
         rows: &Range<u64>,
         old: &impl AsyncFn(usize, Range<u64>) -> store::Result<Vec<u8>>,
-        (units, replaced): (&[Unit], &[bool]),
+        (units, replaced): (&[UnitContent], &[bool]),
         parity: &mut [Buffer],
         out: Range<usize>,
     ) -> store::Result<()> {
@@ -145,7 +145,7 @@ impl Change<'_> {
             buffer[out.clone()].copy_from_slice(old);
         }
         for (unit, before) in before.into_iter().enumerate() {
-            if matches!(units[unit], Unit::Old) {
+            if matches!(units[unit], UnitContent::Old) {
                 continue;
             }
             let mut delta = before.unwrap_or_else(|| vec![0; out.len()]);
@@ -179,13 +179,13 @@ impl Change<'_> {
         stripe: u64,
         unit: usize,
         rows: &Range<u64>,
-        kind: &Unit,
+        kind: &UnitContent,
         old: Option<&[u8]>,
     ) -> Bytes {
         let len = (rows.end - rows.start) as usize;
         match (kind, old) {
-            (Unit::New(bytes), _) => return bytes.clone(),
-            (Unit::Zeros, _) | (Unit::Old, None) => return self.coder.zeros(len),
+            (UnitContent::New(bytes), _) => return bytes.clone(),
+            (UnitContent::Zeros, _) | (UnitContent::Old, None) => return self.coder.zeros(len),
             _ => {}
         }
         let mut bytes = old.map_or_else(|| vec![0; len], <[u8]>::to_vec);
@@ -194,8 +194,8 @@ impl Change<'_> {
             let part = extent.part(range.clone());
             let at = (part.offset - range.start) as usize..(part.end() - range.start) as usize;
             match part.content {
-                Content::Bytes(payload) => bytes[at].copy_from_slice(payload.data()),
-                Content::Zeros | Content::Staged(..) => bytes[at].fill(0),
+                OverlayContent::Bytes(payload) => bytes[at].copy_from_slice(payload.data()),
+                OverlayContent::Zeros | OverlayContent::Staged(..) => bytes[at].fill(0),
             }
         }
         bytes.into()

@@ -8,10 +8,10 @@ use base::block::BLOCK;
 use store::StoreError;
 
 use crate::coder::too_few;
-use crate::layout::Layout;
+use crate::layout::StripeLayout;
 
 /// A range of bytes of a fragment. It starts at a block.
-pub(crate) type Span = (usize, Range<u64>);
+pub(crate) type FragmentSpan = (usize, Range<u64>);
 
 /// What is read, and what is computed from it.
 #[derive(Debug, PartialEq, Eq)]
@@ -33,9 +33,9 @@ impl ReadPlan {
     /// # Errors
     /// [`StoreError::Corrupt`] if too few fragments can be read.
     pub(crate) fn new(
-        layout: &Layout,
+        layout: &StripeLayout,
         size: u64,
-        wanted: &[Span],
+        wanted: &[FragmentSpan],
         is_there: impl Fn(usize) -> bool,
     ) -> Result<ReadPlan, StoreError> {
         let mut reads: BTreeMap<usize, Range<u64>> = BTreeMap::new();
@@ -86,14 +86,14 @@ mod tests {
 
     const UNIT: u64 = 64 << 10;
 
-    fn wanted(layout: &Layout, offset: u64, len: u64) -> Vec<Span> {
+    fn wanted(layout: &StripeLayout, offset: u64, len: u64) -> Vec<FragmentSpan> {
         let spans = layout.spans(offset, len);
         (0..).zip(spans).filter_map(|(fragment, span)| Some((fragment, span?))).collect()
     }
 
     #[test]
     fn a_full_stripe_without_one_fragment_is_read_from_exactly_k_fragments() {
-        let layout = Layout { k: 4, m: 2, unit: UNIT };
+        let layout = StripeLayout { k: 4, m: 2, unit: UNIT };
         let stripe = wanted(&layout, 0, layout.stripe());
         for lost in 0..4 {
             let plan = ReadPlan::new(&layout, layout.stripe(), &stripe, |fragment| fragment != lost).unwrap();
@@ -105,7 +105,7 @@ mod tests {
 
     #[test]
     fn a_short_object_is_computed_without_reading_fragments_that_are_empty() {
-        let layout = Layout { k: 4, m: 2, unit: UNIT };
+        let layout = StripeLayout { k: 4, m: 2, unit: UNIT };
         let plan = ReadPlan::new(&layout, 100, &wanted(&layout, 0, 100), |fragment| fragment != 0).unwrap();
         assert_eq!(plan.reads, BTreeMap::from([(4, 0..BLOCK)]));
         assert_eq!(plan.sources, [1, 2, 3, 4]);
@@ -117,7 +117,7 @@ mod tests {
             k in 1usize..7, m in 0usize..4, blocks in 1u64..4, size in 1u64..600_000,
             at in 0u64..600_000, len in 1u64..600_000, lost in 0u32..1024,
         ) {
-            let layout = Layout { k, m, unit: blocks * BLOCK };
+            let layout = StripeLayout { k, m, unit: blocks * BLOCK };
             let (start, end) = (base::block::align_down(at.min(size - 1)), (at + len).min(size));
             prop_assume!(start < end);
             let wanted = wanted(&layout, start, end - start);

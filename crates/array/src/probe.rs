@@ -7,13 +7,13 @@ use store::{ObjectId, Op, StoreError};
 use wire::Redundancy;
 
 use crate::coder::Coder;
-use crate::layout::Layout;
+use crate::layout::StripeLayout;
 use crate::overlay::Overlay;
-use crate::rows::Change;
+use crate::rows::ArrayChange;
 
 /// Cuts new objects as the OSD does when their data goes with its transaction: no store is needed.
 pub struct NewObjects {
-    layout: Layout,
+    layout: StripeLayout,
     coder: Coder,
     oid: ObjectId,
     live: Vec<bool>,
@@ -26,7 +26,7 @@ impl NewObjects {
     /// # Errors
     /// If there is no such redundancy.
     pub fn new(redundancy: Redundancy, pool: BufferPool) -> store::Result<NewObjects> {
-        let layout = Layout::new(&redundancy);
+        let layout = StripeLayout::new(&redundancy);
         let coder = Coder::new(layout, pool)?;
         Ok(NewObjects { layout, coder, oid: ObjectId::new("new")?, live: vec![true; layout.fragments()] })
     }
@@ -39,7 +39,7 @@ impl NewObjects {
         let mut overlay = Overlay::new(0);
         overlay.write(0, bytes)?;
         let NewObjects { layout, coder, oid, live } = self;
-        let change = Change { layout: *layout, coder, oid, overlay: &overlay, live };
+        let change = ArrayChange { layout: *layout, coder, oid, overlay: &overlay, live };
         let unread = || StoreError::InvalidArgument("of a new object there is nothing to read".into());
         let split = change.split(async |_, _| Err(unread())).now_or_never();
         Ok(split.ok_or_else(unread)??.ops)

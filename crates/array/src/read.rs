@@ -13,11 +13,11 @@ use crate::coder::Buffer;
 use crate::group::Group;
 use crate::interval::Interval;
 use crate::member_link::MemberLink;
-use crate::plan::{ReadPlan, Span};
+use crate::plan::{FragmentSpan, ReadPlan};
 
 /// An object whose fragments are read.
 #[derive(Clone, Copy)]
-pub(crate) struct Whole<'a> {
+pub(crate) struct WholeObject<'a> {
     pub(crate) oid: &'a ObjectId,
     /// Its bytes: each fragment has a length that follows from that.
     pub(crate) size: u64,
@@ -56,7 +56,8 @@ impl Group {
         if start >= end || len == 0 {
             return Ok(data);
         }
-        let (bytes, checksums) = self.read_range(&interval, Whole { oid, size }, start..end, dest).await?;
+        let (bytes, checksums) =
+            self.read_range(&interval, WholeObject { oid, size }, start..end, dest).await?;
         if bytes.len() as u64 != end - start {
             let detail = format!("{} bytes instead of {}", bytes.len(), end - start);
             return Err(StoreError::Corrupt { what: format!("object {oid}"), detail });
@@ -69,7 +70,7 @@ impl Group {
     async fn read_range(
         &self,
         interval: &Interval,
-        whole: Whole<'_>,
+        whole: WholeObject<'_>,
         range: Range<u64>,
         dest: Option<ArenaBuf>,
     ) -> store::Result<(Bytes, Vec<u32>)> {
@@ -80,7 +81,7 @@ impl Group {
             return Ok((read.bytes, read.checksums));
         }
         let spans = self.layout.spans(range.start, range.end - range.start);
-        let wanted: Vec<Span> =
+        let wanted: Vec<FragmentSpan> =
             (0..).zip(spans).filter_map(|(fragment, span)| Some((fragment, span?))).collect();
         if let [span] = &wanted[..] {
             let read = self.read_one(links, whole, span.clone(), dest).await?;
@@ -134,7 +135,7 @@ impl Group {
     pub(crate) async fn read_fragment(
         &self,
         interval: &Interval,
-        whole: Whole<'_>,
+        whole: WholeObject<'_>,
         fragment: usize,
         range: Range<u64>,
     ) -> store::Result<FragmentRead> {
@@ -147,7 +148,7 @@ impl Group {
     pub(crate) async fn reconstruct(
         &self,
         interval: &Interval,
-        whole: Whole<'_>,
+        whole: WholeObject<'_>,
         fragment: usize,
         range: Range<u64>,
     ) -> store::Result<FragmentRead> {
@@ -159,8 +160,8 @@ impl Group {
     async fn read_one(
         &self,
         links: Vec<Option<MemberLink>>,
-        whole: Whole<'_>,
-        span: Span,
+        whole: WholeObject<'_>,
+        span: FragmentSpan,
         dest: Option<ArenaBuf>,
     ) -> store::Result<FragmentRead> {
         Ok(self.read_fragments(links, whole, &[span], dest).await?.remove(0))
@@ -171,8 +172,8 @@ impl Group {
     async fn read_fragments(
         &self,
         mut links: Vec<Option<MemberLink>>,
-        whole: Whole<'_>,
-        wanted: &[Span],
+        whole: WholeObject<'_>,
+        wanted: &[FragmentSpan],
         mut dest: Option<ArenaBuf>,
     ) -> store::Result<Vec<FragmentRead>> {
         let mut have: Vec<Option<(Range<u64>, FragmentRead)>> = vec![None; links.len()];
@@ -224,7 +225,7 @@ impl Group {
     /// Takes the wanted ranges out of what was read, and computes the others.
     fn take_wanted(
         &self,
-        wanted: &[Span],
+        wanted: &[FragmentSpan],
         plan: &ReadPlan,
         have: &[Option<(Range<u64>, FragmentRead)>],
     ) -> store::Result<Vec<FragmentRead>> {
@@ -242,7 +243,7 @@ impl Group {
             let bytes: Vec<Bytes> = plan.sources.iter().map(source).collect();
             computed = self.coder.recover(&plan.sources, &plan.computed, &bytes)?;
         }
-        let take = |(fragment, range): &Span| {
+        let take = |(fragment, range): &FragmentSpan| {
             let len = (range.end - range.start) as usize;
             if let Some(at) = plan.computed.iter().position(|computed| computed == fragment) {
                 let aligned = len.next_multiple_of(BLOCK_SIZE);
@@ -266,7 +267,7 @@ impl Group {
     pub(crate) async fn read_from(
         &self,
         link: &MemberLink,
-        Whole { oid, size }: Whole<'_>,
+        WholeObject { oid, size }: WholeObject<'_>,
         position: usize,
         range: Range<u64>,
         dest: Option<ArenaBuf>,
@@ -275,7 +276,7 @@ impl Group {
         let read =
             self.calls.answer(link, link.target.store().read(&self.cid, oid, range.start, len, dest)).await?;
         read.verify().map_err(|e| link.corrupt(oid, e.to_string()))?;
-        self.expect_len(link, Whole { oid, size }, position, read.object_size)?;
+        self.expect_len(link, WholeObject { oid, size }, position, read.object_size)?;
         link.still()?;
         let bytes = read.contiguous();
         let bytes = bytes.slice(..bytes.len().min(len as usize));
@@ -286,7 +287,7 @@ impl Group {
     pub(crate) fn expect_len(
         &self,
         link: &MemberLink,
-        whole: Whole<'_>,
+        whole: WholeObject<'_>,
         position: usize,
         len: u64,
     ) -> store::Result<()> {

@@ -20,9 +20,9 @@ use crate::interval::Interval;
 use crate::member::Member;
 use crate::member_link::MemberLink;
 use crate::pace::Pace;
-use crate::rebuilding::{Missing, Rebuilding};
+use crate::rebuilding::{MissingObjects, Rebuilding};
 use crate::record::{
-    Entry, GroupRecord, MemberRecord, Standing, forget_all_but_dirty, is_own, key_record, key_trimmed,
+    GroupEntry, GroupRecord, MemberRecord, Standing, forget_all_but_dirty, is_own, key_record, key_trimmed,
     own_object,
 };
 
@@ -43,7 +43,7 @@ pub struct Rebuilt {
 }
 
 /// A rebuild at work.
-struct Job<'a> {
+struct RebuildRun<'a> {
     group: &'a Group,
     interval: Rc<Interval>,
     position: usize,
@@ -103,7 +103,8 @@ impl Group {
             }
             let link = self.admit(&interval, position).await?;
             self.no_room.borrow_mut().remove(&link.target.uuid());
-            let job = Job { group: self, interval: Rc::clone(&interval), position, link, pace, progress };
+            let job =
+                RebuildRun { group: self, interval: Rc::clone(&interval), position, link, pace, progress };
             job.run().await
         };
         let outcome = outcome.await;
@@ -136,11 +137,11 @@ impl Group {
             _ => None,
         };
         let missing = match own {
-            Some(own) => Missing::Only(self.clean(&link, own).await?),
+            Some(own) => MissingObjects::Only(self.clean(&link, own).await?),
             None => {
                 self.wipe(&target).await?;
                 self.create_on(&target, &record).await?;
-                Missing::all()
+                MissingObjects::all()
             }
         };
         let settled = self.intents.borrow().settled();
@@ -180,12 +181,12 @@ impl Group {
     async fn clean(&self, link: &MemberLink, own: Vec<(Bytes, Bytes)>) -> store::Result<BTreeSet<ObjectId>> {
         let mut missing = self.intents.borrow().dirty().clone();
         for (key, value) in &own {
-            match Entry::decode(key, value)? {
-                Entry::Intent(_, intent) => {
+            match GroupEntry::decode(key, value)? {
+                GroupEntry::Intent(_, intent) => {
                     missing.extend(intent.objects.into_iter().map(|touched| touched.oid));
                 }
-                Entry::Dirty(oid) => drop(missing.insert(oid)),
-                Entry::Record(_) | Entry::Proposal(_) | Entry::Trimmed(_) => {}
+                GroupEntry::Dirty(oid) => drop(missing.insert(oid)),
+                GroupEntry::Record(_) | GroupEntry::Proposal(_) | GroupEntry::Trimmed(_) => {}
             }
         }
         missing.retain(|oid| !(self.is_internal)(oid));
@@ -209,7 +210,7 @@ impl Group {
     }
 }
 
-impl Job<'_> {
+impl RebuildRun<'_> {
     async fn run(&self) -> store::Result<()> {
         let some = self.with_rebuilding(|rebuilding| rebuilding.known_missing()).flatten();
         match some {

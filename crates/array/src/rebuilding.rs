@@ -12,11 +12,11 @@ pub(crate) struct Rebuilding {
     /// Number of the interval.
     pub(crate) interval: u64,
     pub(crate) link: MemberLink,
-    missing: Missing,
+    missing: MissingObjects,
 }
 
 /// Objects that a member does not have yet.
-pub(crate) enum Missing {
+pub(crate) enum MissingObjects {
     /// The member was away: it lacks these.
     Only(BTreeSet<ObjectId>),
     /// The member was empty: objects are copied in the order of their ids.
@@ -30,31 +30,36 @@ pub(crate) enum Missing {
     },
 }
 
-impl Missing {
+impl MissingObjects {
     /// Everything.
-    pub(crate) fn all() -> Missing {
-        Missing::After { cursor: None, copied_ahead: BTreeSet::new(), changed: BTreeSet::new() }
+    pub(crate) fn all() -> MissingObjects {
+        MissingObjects::After { cursor: None, copied_ahead: BTreeSet::new(), changed: BTreeSet::new() }
     }
 }
 
 impl Rebuilding {
-    pub(crate) fn new(position: usize, interval: u64, link: MemberLink, missing: Missing) -> Rebuilding {
+    pub(crate) fn new(
+        position: usize,
+        interval: u64,
+        link: MemberLink,
+        missing: MissingObjects,
+    ) -> Rebuilding {
         Rebuilding { position, interval, link, missing }
     }
 
     /// The objects that the member lacks, if they are known by id.
     pub(crate) fn known_missing(&self) -> Option<Vec<ObjectId>> {
         match &self.missing {
-            Missing::Only(some) => Some(some.iter().cloned().collect()),
-            Missing::After { .. } => None,
+            MissingObjects::Only(some) => Some(some.iter().cloned().collect()),
+            MissingObjects::After { .. } => None,
         }
     }
 
     /// Whether the member does not have the object yet.
     pub(crate) fn lacks(&self, oid: &ObjectId) -> bool {
         match &self.missing {
-            Missing::Only(some) => some.contains(oid),
-            Missing::After { cursor, copied_ahead, .. } => {
+            MissingObjects::Only(some) => some.contains(oid),
+            MissingObjects::After { cursor, copied_ahead, .. } => {
                 cursor.as_ref().is_none_or(|cursor| oid > cursor) && !copied_ahead.contains(oid)
             }
         }
@@ -63,8 +68,8 @@ impl Rebuilding {
     /// Notes that the member has an object now.
     pub(crate) fn has_now(&mut self, oid: &ObjectId) {
         match &mut self.missing {
-            Missing::Only(some) => drop(some.remove(oid)),
-            Missing::After { copied_ahead, changed, .. } => {
+            MissingObjects::Only(some) => drop(some.remove(oid)),
+            MissingObjects::After { copied_ahead, changed, .. } => {
                 changed.remove(oid);
                 copied_ahead.insert(oid.clone());
             }
@@ -74,7 +79,7 @@ impl Rebuilding {
     /// Notes that an object changes, without the member if the member lacks it.
     pub(crate) fn changes(&mut self, oid: &ObjectId) {
         let lacks = self.lacks(oid);
-        if let (Missing::After { changed, .. }, true) = (&mut self.missing, lacks) {
+        if let (MissingObjects::After { changed, .. }, true) = (&mut self.missing, lacks) {
             changed.insert(oid.clone());
         }
     }
@@ -83,7 +88,9 @@ impl Rebuilding {
     /// the id were made since they were listed, returns those instead: the caller copies them and
     /// asks again.
     pub(crate) fn passed(&mut self, oid: &ObjectId) -> Vec<ObjectId> {
-        let Missing::After { cursor, copied_ahead, changed } = &mut self.missing else { return Vec::new() };
+        let MissingObjects::After { cursor, copied_ahead, changed } = &mut self.missing else {
+            return Vec::new();
+        };
         let made: Vec<ObjectId> = changed.range(..=oid).cloned().collect();
         if made.is_empty() {
             *copied_ahead = copied_ahead.split_off(oid);

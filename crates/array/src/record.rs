@@ -168,7 +168,7 @@ pub(crate) fn forget_all_but_dirty() -> Op {
 
 /// What an entry of the omap is.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Entry {
+pub(crate) enum GroupEntry {
     Record(GroupRecord),
     Proposal(GroupRecord),
     Trimmed(u64),
@@ -176,19 +176,21 @@ pub(crate) enum Entry {
     Dirty(ObjectId),
 }
 
-impl Entry {
+impl GroupEntry {
     /// Reads an entry.
     ///
     /// # Errors
     /// [`StoreError::Corrupt`] if it is none.
-    pub(crate) fn decode(key: &[u8], value: &[u8]) -> store::Result<Entry> {
+    pub(crate) fn decode(key: &[u8], value: &[u8]) -> store::Result<GroupEntry> {
         let number = |bytes: &[u8]| bytes.try_into().ok().map(u64::from_be_bytes);
         let entry = match key.split_first() {
-            Some((b'e', [])) => GroupRecord::decode(value).map(Entry::Record),
-            Some((b'p', [])) => GroupRecord::decode(value).map(Entry::Proposal),
-            Some((b't', [])) => number(value).map(Entry::Trimmed),
-            Some((b'i', rest)) => number(rest).zip(plain(value)).map(|(n, intent)| Entry::Intent(n, intent)),
-            Some((b'd', oid)) => ObjectId::new(Bytes::copy_from_slice(oid)).ok().map(Entry::Dirty),
+            Some((b'e', [])) => GroupRecord::decode(value).map(GroupEntry::Record),
+            Some((b'p', [])) => GroupRecord::decode(value).map(GroupEntry::Proposal),
+            Some((b't', [])) => number(value).map(GroupEntry::Trimmed),
+            Some((b'i', rest)) => {
+                number(rest).zip(plain(value)).map(|(n, intent)| GroupEntry::Intent(n, intent))
+            }
+            Some((b'd', oid)) => ObjectId::new(Bytes::copy_from_slice(oid)).ok().map(GroupEntry::Dirty),
             _ => None,
         };
         entry.ok_or_else(|| StoreError::Corrupt {
@@ -220,7 +222,7 @@ mod tests {
     proptest! {
         #[test]
         fn arbitrary_entries_never_panic(key in proptest::collection::vec(any::<u8>(), 0..20), value in proptest::collection::vec(any::<u8>(), 0..80)) {
-            let _ = Entry::decode(&key, &value);
+            let _ = GroupEntry::decode(&key, &value);
         }
     }
 
@@ -237,12 +239,12 @@ mod tests {
             omap_ranges: vec![("a".into(), None)],
         };
         let intent = Intent { objects: vec![touched] };
-        let round = |key: Bytes, value: Bytes| Entry::decode(&key, &value).unwrap();
-        assert_eq!(round(key_proposal(), record.encode()), Entry::Proposal(record.clone()));
-        assert_eq!(round(key_record(), record.encode()), Entry::Record(record));
-        assert_eq!(round(key_intent(5), encode(&intent)), Entry::Intent(5, intent));
-        assert_eq!(round(key_trimmed(), 4u64.to_be_bytes().to_vec().into()), Entry::Trimmed(4));
-        assert_eq!(round(key_dirty(&oid), Bytes::new()), Entry::Dirty(oid));
+        let round = |key: Bytes, value: Bytes| GroupEntry::decode(&key, &value).unwrap();
+        assert_eq!(round(key_proposal(), record.encode()), GroupEntry::Proposal(record.clone()));
+        assert_eq!(round(key_record(), record.encode()), GroupEntry::Record(record));
+        assert_eq!(round(key_intent(5), encode(&intent)), GroupEntry::Intent(5, intent));
+        assert_eq!(round(key_trimmed(), 4u64.to_be_bytes().to_vec().into()), GroupEntry::Trimmed(4));
+        assert_eq!(round(key_dirty(&oid), Bytes::new()), GroupEntry::Dirty(oid));
     }
 
     #[test]

@@ -12,7 +12,7 @@ use crate::member::Member;
 use crate::member_link::MemberLink;
 use crate::page::page;
 use crate::record::{GroupRecord, Standing, key_record, own_object};
-use crate::view::View;
+use crate::view::MemberView;
 
 /// Objects removed at a time.
 const OBJECTS: usize = 64;
@@ -24,8 +24,8 @@ const NOTES: usize = 1024;
 /// removal.
 pub(crate) fn leftovers(
     record: &GroupRecord,
-    views: &[View],
-    members: &[Option<View>],
+    views: &[MemberView],
+    members: &[Option<MemberView>],
     remains: &[Rc<dyn Member>],
 ) -> Vec<Rc<dyn Member>> {
     let is_whole = members.iter().all(Option::is_some);
@@ -33,7 +33,7 @@ pub(crate) fn leftovers(
         record.members.iter().find(|m| m.target == target.uuid()).map(|m| m.standing)
     };
     let is_needless =
-        |view: &&View| is_whole || standing(&view.record, &view.link.target) == Some(Standing::Blank);
+        |view: &&MemberView| is_whole || standing(&view.record, &view.link.target) == Some(Standing::Blank);
     let needless = views.iter().filter(is_needless).map(|view| &view.link.target);
     needless.chain(remains).filter(|target| standing(record, target).is_none()).cloned().collect()
 }

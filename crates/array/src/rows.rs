@@ -1,4 +1,4 @@
-//! [`Change`]: which rows of which stripes a change of an object touches, and what becomes of them.
+//! [`ArrayChange`]: which rows of which stripes a change of an object touches, and what becomes of them.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -8,8 +8,8 @@ use bytes::Bytes;
 use store::{ObjectId, Op};
 
 use crate::coder::Coder;
-use crate::layout::Layout;
-use crate::overlay::{Content, Extent, Overlay};
+use crate::layout::StripeLayout;
+use crate::overlay::{Overlay, OverlayContent, OverlayRange};
 
 /// Ranges of a fragment: offset and length.
 pub(crate) type Ranges = Vec<(u64, u64)>;
@@ -31,7 +31,7 @@ impl Split {
 }
 
 /// Stripes, one after the other, of which the same rows change.
-pub(crate) struct Run {
+pub(crate) struct StripeRun {
     pub(crate) first: u64,
     pub(crate) count: u64,
     pub(crate) rows: Range<u64>,
@@ -42,7 +42,7 @@ pub(crate) struct Run {
 }
 
 /// The bytes of one unit's rows, as they will be.
-pub(crate) enum Unit {
+pub(crate) enum UnitContent {
     /// As they came, in one piece.
     New(Bytes),
     /// There are none.
@@ -60,14 +60,14 @@ enum Cover<'a> {
     /// None over what there is.
     Old,
     /// This.
-    Whole(&'a Extent),
+    Whole(&'a OverlayRange),
     /// Some over what there is, or in several pieces.
     Part,
 }
 
 /// A change of one object, and the layout by which it is cut into fragments.
-pub(crate) struct Change<'a> {
-    pub(crate) layout: Layout,
+pub(crate) struct ArrayChange<'a> {
+    pub(crate) layout: StripeLayout,
     pub(crate) coder: &'a Coder,
     pub(crate) oid: &'a ObjectId,
     pub(crate) overlay: &'a Overlay,
@@ -75,13 +75,13 @@ pub(crate) struct Change<'a> {
     pub(crate) live: &'a [bool],
 }
 
-impl Change<'_> {
+impl ArrayChange<'_> {
     /// Rows whose parity changes.
-    pub(crate) fn runs(&self) -> Vec<Run> {
+    pub(crate) fn runs(&self) -> Vec<StripeRun> {
         let layout = &self.layout;
         let mut rows: BTreeMap<u64, Range<u64>> = BTreeMap::new();
         let stripes = self.overlay.size.div_ceil(layout.stripe());
-        let mut runs: Vec<Run> = Vec::new();
+        let mut runs: Vec<StripeRun> = Vec::new();
         let mut cut: Vec<(u64, u64)> = Vec::new();
         for extent in self.overlay.extents() {
             let zeroed = self.zeroed_stripes(extent, stripes);
@@ -92,7 +92,7 @@ impl Change<'_> {
             let (start, end) = (zeroed.start * layout.stripe(), zeroed.end * layout.stripe());
             cut.extend([(extent.offset, start - extent.offset), (end, extent.end() - end)]);
             let (first, count) = (zeroed.start, zeroed.end - zeroed.start);
-            runs.push(Run { first, count, rows: 0..layout.unit, new: false, zeros: true });
+            runs.push(StripeRun { first, count, rows: 0..layout.unit, new: false, zeros: true });
         }
         for (offset, len) in cut {
             for piece in layout.pieces(offset, len) {
@@ -114,7 +114,7 @@ impl Change<'_> {
                 }
                 _ => {
                     let new = self.is_new(stripe, &rows);
-                    runs.push(Run { first: stripe, count: 1, rows, new, zeros: false });
+                    runs.push(StripeRun { first: stripe, count: 1, rows, new, zeros: false });
                 }
             }
         }
@@ -122,8 +122,8 @@ impl Change<'_> {
     }
 
     /// Stripes that become zero as a whole by an extent, of the first `stripes`.
-    fn zeroed_stripes(&self, extent: &Extent, stripes: u64) -> Range<u64> {
-        if !matches!(extent.content, Content::Zeros) {
+    fn zeroed_stripes(&self, extent: &OverlayRange, stripes: u64) -> Range<u64> {
+        if !matches!(extent.content, OverlayContent::Zeros) {
             return 0..0;
         }
         let stripe = self.layout.stripe();
@@ -132,7 +132,7 @@ impl Change<'_> {
 
     /// Whether a stripe can be done with those before it: all of them are new as a whole, and in
     /// the same way.
-    fn joins(&self, run: &Run, rows: &Range<u64>, stripe: u64) -> bool {
+    fn joins(&self, run: &StripeRun, rows: &Range<u64>, stripe: u64) -> bool {
         let full = 0..self.layout.unit;
         run.rows == full
             && !run.zeros
@@ -144,7 +144,7 @@ impl Change<'_> {
 
     pub(crate) fn is_staged(&self, stripe: u64) -> bool {
         let range = stripe * self.layout.stripe()..(stripe + 1) * self.layout.stripe();
-        self.overlay.in_range(range).any(|e| matches!(e.content, Content::Staged(..)))
+        self.overlay.in_range(range).any(|e| matches!(e.content, OverlayContent::Staged(..)))
     }
 
     fn is_new(&self, stripe: u64, rows: &Range<u64>) -> bool {
@@ -169,18 +169,18 @@ impl Change<'_> {
         Cover::Whole(first)
     }
 
-    pub(crate) fn unit(&self, stripe: u64, unit: usize, rows: &Range<u64>) -> Unit {
+    pub(crate) fn unit(&self, stripe: u64, unit: usize, rows: &Range<u64>) -> UnitContent {
         match self.cover(stripe, unit, rows) {
-            Cover::Old => Unit::Old,
-            Cover::Part => Unit::Mixed,
-            Cover::Nothing => Unit::Zeros,
+            Cover::Old => UnitContent::Old,
+            Cover::Part => UnitContent::Mixed,
+            Cover::Nothing => UnitContent::Zeros,
             Cover::Whole(extent) => match &extent.content {
-                Content::Bytes(payload) => {
+                OverlayContent::Bytes(payload) => {
                     let range = self.unit_range(stripe, unit, rows);
                     let at = |offset: u64| (offset - extent.offset) as usize;
-                    Unit::New(payload.data().slice(at(range.start)..at(range.end)))
+                    UnitContent::New(payload.data().slice(at(range.start)..at(range.end)))
                 }
-                Content::Zeros | Content::Staged(..) => Unit::Zeros,
+                OverlayContent::Zeros | OverlayContent::Staged(..) => UnitContent::Zeros,
             },
         }
     }

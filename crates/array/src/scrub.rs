@@ -12,7 +12,7 @@ use crate::ask::is_damage;
 use crate::group::Group;
 use crate::interval::Interval;
 use crate::member_link::MemberLink;
-use crate::read::Whole;
+use crate::read::WholeObject;
 
 /// Bytes of each fragment that are compared at a time.
 const SEGMENT: u64 = 512 << 10;
@@ -52,7 +52,7 @@ impl Findings {
 
 /// What is wrong with one object.
 #[derive(Default)]
-struct Verdict {
+struct ScrubFinding {
     bytes: u64,
     damaged: Vec<usize>,
     contradicts: bool,
@@ -106,7 +106,7 @@ impl Group {
         Ok(findings)
     }
 
-    async fn look_at(&self, oid: &ObjectId) -> store::Result<Option<Verdict>> {
+    async fn look_at(&self, oid: &ObjectId) -> store::Result<Option<ScrubFinding>> {
         let interval = self.any_interval().await?;
         let _open = self.gate.read().await;
         let _locked = self.objects.exclusive(oid).await;
@@ -117,16 +117,16 @@ impl Group {
         }
     }
 
-    async fn inspect(&self, interval: &Interval, oid: &ObjectId, size: u64) -> store::Result<Verdict> {
+    async fn inspect(&self, interval: &Interval, oid: &ObjectId, size: u64) -> store::Result<ScrubFinding> {
         let links = self.live_links(interval, oid);
-        let mut verdict = Verdict::default();
+        let mut verdict = ScrubFinding::default();
         let mut xattrs: Option<Vec<(Bytes, Bytes)>> = None;
         for (position, link) in links.iter().enumerate() {
             let Some(link) = link else { continue };
             let store = &link.target.store();
             let found = async {
                 let stat = self.calls.answer(link, store.stat(&self.cid, oid)).await?;
-                self.expect_len(link, Whole { oid, size }, position, stat.size)?;
+                self.expect_len(link, WholeObject { oid, size }, position, stat.size)?;
                 self.calls.answer(link, store.get_xattrs(&self.cid, oid)).await
             };
             match found.await {
@@ -136,7 +136,7 @@ impl Group {
         }
         let longest = self.layout.fragment_size(0, size);
         for at in (0..longest).step_by(SEGMENT as usize) {
-            self.inspect_rows(&links, Whole { oid, size }, at, &mut verdict).await?;
+            self.inspect_rows(&links, WholeObject { oid, size }, at, &mut verdict).await?;
         }
         Ok(verdict)
     }
@@ -145,11 +145,11 @@ impl Group {
     async fn inspect_rows(
         &self,
         links: &[Option<MemberLink>],
-        whole: Whole<'_>,
+        whole: WholeObject<'_>,
         at: u64,
-        verdict: &mut Verdict,
+        verdict: &mut ScrubFinding,
     ) -> store::Result<()> {
-        let Whole { oid, size } = whole;
+        let WholeObject { oid, size } = whole;
         let end = (at + SEGMENT).min(self.layout.fragment_size(0, size));
         let reads = links.iter().enumerate().map(|(position, link)| {
             let to = end.min(self.layout.fragment_size(position, size));
@@ -188,7 +188,7 @@ impl Group {
     }
 }
 
-impl Verdict {
+impl ScrubFinding {
     /// Notes a fragment that cannot be read.
     ///
     /// # Errors

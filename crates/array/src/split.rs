@@ -6,10 +6,10 @@ use std::ops::Range;
 use base::block::BLOCK;
 use store::{Op, WriteSource};
 
-use crate::overlay::{Content, Extent};
-use crate::rows::{Change, Ranges, Split};
+use crate::overlay::{OverlayContent, OverlayRange};
+use crate::rows::{ArrayChange, Ranges, Split};
 
-impl Change<'_> {
+impl ArrayChange<'_> {
     /// Works out the ops. `old` reads bytes of a fragment as they are now, filled up with zeros, if
     /// need be from other fragments.
     pub(crate) async fn split(
@@ -40,8 +40,8 @@ impl Change<'_> {
     }
 
     /// The ops of data fragments; of a mirror, those of one `copy`.
-    fn data(&self, extent: &Extent, copy: Option<usize>, split: &mut Split) {
-        if matches!(extent.content, Content::Zeros) {
+    fn data(&self, extent: &OverlayRange, copy: Option<usize>, split: &mut Split) {
+        if matches!(extent.content, OverlayContent::Zeros) {
             return self.zeroed_data(extent, copy, split);
         }
         for piece in self.layout.pieces(extent.offset, extent.len) {
@@ -49,20 +49,20 @@ impl Change<'_> {
             split.overwritten[fragment].push((piece.at, piece.len));
             let part = extent.part(piece.offset..piece.offset + piece.len);
             let source = match part.content {
-                Content::Bytes(payload) => WriteSource::Inline(payload),
-                Content::Staged(stage, at) => {
+                OverlayContent::Bytes(payload) => WriteSource::Inline(payload),
+                OverlayContent::Staged(stage, at) => {
                     let Some(staged) = &stage.fragments[fragment] else { continue };
                     let offset = self.layout.locate(at).1;
                     WriteSource::Staged { stage: staged.id, offset, len: piece.len }
                 }
-                Content::Zeros => continue,
+                OverlayContent::Zeros => continue,
             };
             split.ops[fragment].push(Op::Write { oid: self.oid.clone(), offset: piece.at, source });
         }
     }
 
     /// The same of zeros, which may be many: one op for each fragment.
-    fn zeroed_data(&self, extent: &Extent, copy: Option<usize>, split: &mut Split) {
+    fn zeroed_data(&self, extent: &OverlayRange, copy: Option<usize>, split: &mut Split) {
         if let Some(copy) = copy {
             return self.zero_fragment(copy, extent.offset..extent.end(), split);
         }

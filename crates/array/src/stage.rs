@@ -10,7 +10,7 @@ use store::{StageId, StoreCalls, StoreError};
 use crate::member_link::MemberLink;
 
 /// Staged bytes: whole stripes on the members, with their parity, and the rest in memory here.
-pub(crate) struct Staged {
+pub(crate) struct StagedStripes {
     /// Bytes in whole stripes.
     pub(crate) full: u64,
     /// All bytes.
@@ -38,12 +38,12 @@ impl Drop for FragmentStage {
 /// The staged data of a group.
 #[derive(Default)]
 pub(crate) struct Stages {
-    by_id: RefCell<HashMap<StageId, Rc<Staged>>>,
+    by_id: RefCell<HashMap<StageId, Rc<StagedStripes>>>,
     next: Cell<u64>,
 }
 
 impl Stages {
-    pub(crate) fn add(&self, staged: Staged) -> StageId {
+    pub(crate) fn add(&self, staged: StagedStripes) -> StageId {
         let id = StageId(self.next.get());
         self.next.set(id.0 + 1);
         self.by_id.borrow_mut().insert(id, Rc::new(staged));
@@ -52,7 +52,7 @@ impl Stages {
 
     /// # Errors
     /// [`StoreError::NoSuchStage`].
-    pub(crate) fn get(&self, id: StageId) -> store::Result<Rc<Staged>> {
+    pub(crate) fn get(&self, id: StageId) -> store::Result<Rc<StagedStripes>> {
         self.by_id.borrow().get(&id).cloned().ok_or(StoreError::NoSuchStage(id.0))
     }
 

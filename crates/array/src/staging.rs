@@ -11,12 +11,12 @@ use store::stripes::{FragmentBytes, StripeError};
 use store::{StageId, StoreCalls, StoreError, Transaction};
 use tokio::time::Instant;
 
-use crate::coding::Stripes;
+use crate::coding::StripeBatch;
 use crate::group::Group;
 use crate::interval::{Interval, over};
 use crate::member_link::MemberLink;
 use crate::overlay::{Overlay, slice};
-use crate::stage::{FragmentStage, Staged};
+use crate::stage::{FragmentStage, StagedStripes};
 
 impl Group {
     /// Makes room for `len` bytes that will lie at a whole stripe of their object.
@@ -38,7 +38,8 @@ impl Group {
             fragments.push(fragment);
         }
         self.still(&interval)?;
-        let staged = Staged { full, len, interval: interval.number, fragments, tail: RefCell::default() };
+        let staged =
+            StagedStripes { full, len, interval: interval.number, fragments, tail: RefCell::default() };
         Ok(self.stages.add(staged))
     }
 
@@ -46,7 +47,7 @@ impl Group {
         self.stages.remove(stage);
     }
 
-    fn staged(&self, id: StageId) -> store::Result<Rc<Staged>> {
+    fn staged(&self, id: StageId) -> store::Result<Rc<StagedStripes>> {
         let staged = self.stages.get(id)?;
         if staged.interval != self.number() {
             return Err(over(staged.interval));
@@ -86,7 +87,7 @@ impl Group {
     }
 
     /// Writes the same to all members.
-    async fn stage_copies(&self, staged: &Staged, offset: u64, payload: Payload) -> store::Result<()> {
+    async fn stage_copies(&self, staged: &StagedStripes, offset: u64, payload: Payload) -> store::Result<()> {
         let (data, checksums) = payload.into_parts();
         let end = data.len() - data.len() % BLOCK as usize;
         let (whole, rest) = (data.slice(..end), data.slice(end..));
@@ -110,7 +111,7 @@ impl Group {
     }
 
     /// Writes the end of a stage of copies.
-    async fn write_tail(&self, staged: &Staged, at: u64, tail: Payload) -> store::Result<()> {
+    async fn write_tail(&self, staged: &StagedStripes, at: u64, tail: Payload) -> store::Result<()> {
         let writes = staged.fragments.iter().flatten().map(|fragment| {
             let written = fragment.link.target.store().stage_write(fragment.id, at, tail.clone());
             async move {
@@ -121,7 +122,12 @@ impl Group {
     }
 
     /// Cuts whole stripes into fragments and writes those, with their parity.
-    async fn stage_stripes(&self, staged: &Staged, offset: u64, payload: &Payload) -> store::Result<()> {
+    async fn stage_stripes(
+        &self,
+        staged: &StagedStripes,
+        offset: u64,
+        payload: &Payload,
+    ) -> store::Result<()> {
         let (k, unit) = (self.layout.k, self.layout.unit as usize);
         let (most, fragment_len) = (self.most_per_fragment(), payload.len() / k);
         // Whole units, or parts of one.
@@ -160,12 +166,17 @@ impl Group {
     }
 
     /// Has a piece of each fragment written.
-    async fn stage_fragments(&self, staged: &Staged, at: u64, data: Vec<FragmentBytes>) -> store::Result<()> {
+    async fn stage_fragments(
+        &self,
+        staged: &StagedStripes,
+        at: u64,
+        data: Vec<FragmentBytes>,
+    ) -> store::Result<()> {
         let part = |fragment: &Option<FragmentStage>| {
             fragment.as_ref().map(|fragment| (fragment.link.target.uuid().as_u128(), fragment.id))
         };
         let parts = staged.fragments.iter().map(part).collect();
-        let stripes = Stripes { parts, offset: at, data, code: self.coder.parity_code().cloned() };
+        let stripes = StripeBatch { parts, offset: at, data, code: self.coder.parity_code().cloned() };
         let buffers = |len| self.coder.parity_buffers(len as u64);
         let staging = self.coding.stage(&stripes, buffers);
         let outcome = tokio::select! {
@@ -187,7 +198,7 @@ impl Group {
 
     /// Finds out, once stripes have not been written in time, which member does not answer.
     /// Resolves when the group goes on without that member, or has run out of patience.
-    async fn find_stalled(&self, staged: &Staged) -> StoreError {
+    async fn find_stalled(&self, staged: &StagedStripes) -> StoreError {
         let began = Instant::now();
         tokio::time::sleep(self.calls.member_timeout).await;
         let asked = staged.fragments.iter().flatten().map(|fragment| async move {

@@ -10,13 +10,13 @@ use crate::group::Group;
 use crate::intents::{Intents, UndoObjects};
 use crate::interval::{Interval, over};
 use crate::member_link::{MemberLink, is_refusal};
-use crate::read::Whole;
+use crate::read::WholeObject;
 use crate::record::{
     Intent, Touched, Undo, encode, key_dirty, key_intent, key_trimmed, own_object, undo_object,
 };
-use crate::rows::{Change, Split};
+use crate::rows::{ArrayChange, Split};
 use crate::undo::copy_ranges;
-use crate::work::{Work, impossible, is_omap_only, object_of};
+use crate::work::{ObjectEdit, impossible, is_omap_only, object_of};
 
 /// What goes to the members, by position.
 struct Prepared {
@@ -30,7 +30,7 @@ struct Prepared {
 }
 
 /// How a transaction has failed.
-enum Failed {
+enum TransactionFailure {
     /// It has changed nothing.
     Nowhere(StoreError),
     /// It may be on some members.
@@ -73,7 +73,11 @@ impl Group {
     }
 
     /// Locks the objects that are changed, in an order that all keep to, and learns how they are.
-    async fn lock(&self, interval: &Rc<Interval>, transaction: &Transaction) -> store::Result<Vec<Work>> {
+    async fn lock(
+        &self,
+        interval: &Rc<Interval>,
+        transaction: &Transaction,
+    ) -> store::Result<Vec<ObjectEdit>> {
         let mut oids: Vec<&ObjectId> = Vec::new();
         for oid in transaction.ops.iter().filter_map(object_of) {
             if !oids.contains(&oid) {
@@ -100,19 +104,19 @@ impl Group {
                 self.repair_before_change(interval, oid).await;
                 guard = Some(locked);
             }
-            work.push(Work::new(self, interval, oid, guard, was));
+            work.push(ObjectEdit::new(self, interval, oid, guard, was));
         }
         Ok(work)
     }
 
-    async fn split(&self, interval: &Rc<Interval>, work: &Work) -> store::Result<Split> {
+    async fn split(&self, interval: &Rc<Interval>, work: &ObjectEdit) -> store::Result<Split> {
         if work.guard.is_none() || !work.exists || work.overlay.is_unchanged() {
             return Ok(Split::none(self.layout.fragments()));
         }
         let live: Vec<bool> = work.live.iter().map(Option::is_some).collect();
         let (layout, coder, oid, overlay) = (self.layout, &self.coder, &work.oid, &work.overlay);
-        let before = Whole { oid, size: work.was.unwrap_or(0) };
-        let change = Change { layout, coder, oid, overlay, live: &live };
+        let before = WholeObject { oid, size: work.was.unwrap_or(0) };
+        let change = ArrayChange { layout, coder, oid, overlay, live: &live };
         change
             .split(async |fragment, range| {
                 let len = (range.end - range.start) as usize;
@@ -125,10 +129,10 @@ impl Group {
 
     /// Numbers the transaction and makes what goes to each member. Nothing may wait between this
     /// and the sending.
-    fn prepare(&self, interval: &Interval, work: &[Work], uses_reserve: bool) -> Prepared {
+    fn prepare(&self, interval: &Interval, work: &[ObjectEdit], uses_reserve: bool) -> Prepared {
         let mut intents = self.intents.borrow_mut();
         let (number, trims) = intents.start();
-        let dirty = |one: &&Work| one.guard.is_some() && !intents.dirty().contains(&one.oid);
+        let dirty = |one: &&ObjectEdit| one.guard.is_some() && !intents.dirty().contains(&one.oid);
         let dirty: Vec<ObjectId> = match interval.record.needs_notes() {
             false => Vec::new(),
             true => work.iter().filter(dirty).map(|one| one.oid.clone()).collect(),
@@ -162,7 +166,7 @@ impl Group {
     /// The ops of one member; returns the intent, and which objects it keeps something of.
     fn member_ops(
         &self,
-        work: &[Work],
+        work: &[ObjectEdit],
         number: u64,
         position: usize,
         ops: &mut Vec<Op>,
@@ -204,7 +208,7 @@ impl Group {
         &self,
         interval: &Rc<Interval>,
         prepared: Prepared,
-        work: &mut [Work],
+        work: &mut [ObjectEdit],
     ) -> store::Result<()> {
         let Prepared { number, transactions, undo_objects, trims, dirty } = prepared;
         let outcome = self.judge(interval, self.send(transactions).await);
@@ -214,8 +218,8 @@ impl Group {
             if intents.interval() == interval.number {
                 match &outcome {
                     Ok(()) => intents.committed(number, undo_objects, trims),
-                    Err(Failed::Nowhere(_)) => intents.refused(number, trims, &dirty),
-                    Err(Failed::Somewhere(_)) => intents.left_open(trims),
+                    Err(TransactionFailure::Nowhere(_)) => intents.refused(number, trims, &dirty),
+                    Err(TransactionFailure::Somewhere(_)) => intents.left_open(trims),
                 }
             }
         }
@@ -228,9 +232,10 @@ impl Group {
         };
         work.iter().flat_map(|one| one.guard.as_ref()).for_each(|guard| guard.forget());
         match failed {
-            Failed::Nowhere(e) | Failed::Somewhere(e @ StoreError::Disconnected(_)) => Err(e),
+            TransactionFailure::Nowhere(e)
+            | TransactionFailure::Somewhere(e @ StoreError::Disconnected(_)) => Err(e),
             // The next interval takes it back. Only then it has failed for certain.
-            Failed::Somewhere(e) => {
+            TransactionFailure::Somewhere(e) => {
                 let next = self.any_interval().await?;
                 if next.undone.contains(&number) { Err(e) } else { Err(over(interval.number)) }
             }
@@ -260,7 +265,7 @@ impl Group {
         &self,
         interval: &Interval,
         outcomes: Vec<(MemberLink, store::Result<()>)>,
-    ) -> Result<(), Failed> {
+    ) -> Result<(), TransactionFailure> {
         let mut refused = None;
         let mut gone = None;
         let mut done = false;
@@ -277,11 +282,11 @@ impl Group {
         }
         match (gone, refused) {
             (None, None) => Ok(()),
-            (None, Some(e)) if !done => Err(Failed::Nowhere(e)),
+            (None, Some(e)) if !done => Err(TransactionFailure::Nowhere(e)),
             (gone, refused) => {
                 self.end_interval(interval);
                 let e = gone.or(refused).unwrap_or_else(|| over(interval.number));
-                Err(Failed::Somewhere(e))
+                Err(TransactionFailure::Somewhere(e))
             }
         }
     }
@@ -292,7 +297,7 @@ fn apply(
     group: &Group,
     transaction: &Transaction,
     interval: &Interval,
-    work: &mut [Work],
+    work: &mut [ObjectEdit],
 ) -> store::Result<()> {
     for op in &transaction.ops {
         let oid = object_of(op).ok_or_else(|| impossible(op))?;

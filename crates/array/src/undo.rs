@@ -7,11 +7,11 @@ use store::{ObjectId, Op, StoreCalls, StoreError, Transaction};
 use crate::group::Group;
 use crate::member_link::MemberLink;
 use crate::record::{Intent, Touched, Undo, key_intent, own_object, undo_object};
-use crate::view::View;
+use crate::view::MemberView;
 
 impl Group {
     /// Takes back what only some members have; returns which transactions.
-    pub(crate) async fn take_back(&self, members: &[Option<View>]) -> store::Result<BTreeSet<u64>> {
+    pub(crate) async fn take_back(&self, members: &[Option<MemberView>]) -> store::Result<BTreeSet<u64>> {
         let trimmed = members.iter().flatten().map(|v| v.trimmed).max().unwrap_or(0);
         let intents = members.iter().flatten().flat_map(|v| v.intents.keys().copied());
         let partial =
@@ -35,7 +35,7 @@ impl Group {
     /// What takes a transaction back on one member. `peer` is one that does not have it.
     async fn undo(
         &self,
-        view: &View,
+        view: &MemberView,
         number: u64,
         intent: &Intent,
         peer: &MemberLink,
@@ -50,7 +50,7 @@ impl Group {
 
     async fn undo_object(
         &self,
-        view: &View,
+        view: &MemberView,
         keep: ObjectId,
         touched: &Touched,
         peer: &MemberLink,

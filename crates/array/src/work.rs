@@ -1,4 +1,4 @@
-//! [`Work`]: what a transaction does to one object.
+//! [`ObjectEdit`]: what a transaction does to one object.
 
 use bytes::Bytes;
 use store::{ObjectId, Op, StoreError, WriteSource};
@@ -13,7 +13,7 @@ use crate::record::{SIZE_XATTR, Undo};
 use crate::rows::Split;
 
 /// What a transaction does to one object.
-pub(crate) struct Work {
+pub(crate) struct ObjectEdit {
     pub(crate) oid: ObjectId,
     /// `None` for objects of which only the omap counts: those are not locked.
     pub(crate) guard: Option<OwnedRwLockWriteGuard<Known>>,
@@ -34,15 +34,15 @@ pub(crate) struct Work {
     pub(crate) live: Vec<Option<MemberLink>>,
 }
 
-impl Work {
+impl ObjectEdit {
     pub(crate) fn new(
         group: &Group,
         interval: &Interval,
         oid: &ObjectId,
         guard: Option<OwnedRwLockWriteGuard<Known>>,
         was: Option<u64>,
-    ) -> Work {
-        Work {
+    ) -> ObjectEdit {
+        ObjectEdit {
             oid: oid.clone(),
             exists: was.is_some() || guard.is_none(),
             guard,

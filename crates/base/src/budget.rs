@@ -32,7 +32,7 @@ const DESCRIPTORS_MIN: usize = 16;
 /// A peer's address, as far as budgets tell peers apart: an IPv4 address, or the /64 of an IPv6 address, within which a
 /// machine chooses its addresses freely.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Peer {
+pub enum PeerAddress {
     /// A peer without an address of its own: a UNIX socket, or a simulated network.
     #[default]
     Local,
@@ -42,13 +42,13 @@ pub enum Peer {
     V6([u8; 8]),
 }
 
-impl From<IpAddr> for Peer {
-    fn from(ip: IpAddr) -> Peer {
+impl From<IpAddr> for PeerAddress {
+    fn from(ip: IpAddr) -> PeerAddress {
         match ip.to_canonical() {
-            IpAddr::V4(ip) => Peer::V4(ip.octets()),
+            IpAddr::V4(ip) => PeerAddress::V4(ip.octets()),
             IpAddr::V6(ip) => {
                 let [a, b, c, d, e, f, g, h, ..] = ip.octets();
-                Peer::V6([a, b, c, d, e, f, g, h])
+                PeerAddress::V6([a, b, c, d, e, f, g, h])
             }
         }
     }
@@ -66,14 +66,14 @@ pub struct Full {
 
 /// How much a holder misses its place. The order is that of reclaiming.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Standing {
+enum HolderPresence {
     /// The peer has gone; the place only remembers it.
     Absent,
     Present,
 }
 
 /// What places of one address are ordered by: the first is reclaimed first.
-type Turn<I> = (Standing, Instant, I);
+type ReclaimRank<I> = (HolderPresence, Instant, I);
 
 /// A fixed number of places, divided fairly between peer addresses. Holders have ids of type `I`.
 #[derive(Debug)]
@@ -82,20 +82,20 @@ pub struct Budget<I> {
     patience: Duration,
     holders: HashMap<I, Holder>,
     /// Reclaim order of the holders; `None` while no place needs to be reclaimed.
-    order: Option<Order<I>>,
+    order: Option<ReclaimOrder<I>>,
 }
 
 /// The holder of a place.
 #[derive(Debug, Clone, Copy)]
 struct Holder {
-    peer: Peer,
-    standing: Standing,
+    peer: PeerAddress,
+    standing: HolderPresence,
     /// When the holder was last heard, or left.
     since: Instant,
 }
 
 impl Holder {
-    fn turn<I>(&self, id: I) -> Turn<I> {
+    fn turn<I>(&self, id: I) -> ReclaimRank<I> {
         (self.standing, self.since, id)
     }
 }
@@ -125,7 +125,7 @@ impl<I: Copy + Ord + Hash> Budget<I> {
     ///
     /// # Errors
     /// If every place is taken and the address has its fair share.
-    pub fn admit(&mut self, id: I, peer: Peer, now: Instant) -> Result<Option<I>, Full> {
+    pub fn admit(&mut self, id: I, peer: PeerAddress, now: Instant) -> Result<Option<I>, Full> {
         if self.holders.contains_key(&id) {
             self.heard(id, now);
             return Ok(None);
@@ -134,18 +134,18 @@ impl<I: Copy + Ord + Hash> Budget<I> {
         if let Some(victim) = victim {
             self.remove(victim);
         }
-        self.put(id, Holder { peer, standing: Standing::Present, since: now });
+        self.put(id, Holder { peer, standing: HolderPresence::Present, since: now });
         assert!(self.holders.len() <= self.limit, "a budget gives no place twice");
         Ok(victim)
     }
 
     /// The holder that loses its place to a newcomer.
-    fn victim_of(&mut self, peer: Peer, now: Instant) -> Result<I, Full> {
+    fn victim_of(&mut self, peer: PeerAddress, now: Instant) -> Result<I, Full> {
         let (limit, patience) = (self.limit, self.patience);
         let order = self.order();
         let share = (limit / order.peers_with(peer)).max(1);
         let victim = match order.first_at(peer, share) {
-            Some((Standing::Absent, _, id)) => Some(id),
+            Some((HolderPresence::Absent, _, id)) => Some(id),
             Some(own) => order.long_gone(now, patience).or_else(|| expendable(&own, now, patience)),
             // If no address is above its share, there are more addresses than places.
             None => order
@@ -172,12 +172,12 @@ impl<I: Copy + Ord + Hash> Budget<I> {
 
     /// The holder was heard: its turn to lose its place is later.
     pub fn heard(&mut self, id: I, now: Instant) {
-        self.change(id, Standing::Present, now);
+        self.change(id, HolderPresence::Present, now);
     }
 
     /// The holder has gone, and may come back: it loses its place before those that are there.
     pub fn left(&mut self, id: I, now: Instant) {
-        self.change(id, Standing::Absent, now);
+        self.change(id, HolderPresence::Absent, now);
     }
 
     /// Gives a place back. Ids without one are passed over.
@@ -188,7 +188,7 @@ impl<I: Copy + Ord + Hash> Budget<I> {
         }
     }
 
-    fn change(&mut self, id: I, standing: Standing, now: Instant) {
+    fn change(&mut self, id: I, standing: HolderPresence, now: Instant) {
         if let Some(holder) = self.take(id) {
             self.put(id, Holder { standing, since: now, ..holder });
         }
@@ -209,27 +209,27 @@ impl<I: Copy + Ord + Hash> Budget<I> {
         self.holders.insert(id, holder);
     }
 
-    fn order(&mut self) -> &Order<I> {
-        self.order.get_or_insert_with(|| Order::of(&self.holders))
+    fn order(&mut self) -> &ReclaimOrder<I> {
+        self.order.get_or_insert_with(|| ReclaimOrder::of(&self.holders))
     }
 }
 
 /// The holders in reclaim order.
 #[derive(Debug)]
-struct Order<I> {
+struct ReclaimOrder<I> {
     /// Number of holders when the order was built.
     begun_with: usize,
     /// The holders by address. No address is there without a place.
-    peers: BTreeMap<Peer, BTreeSet<Turn<I>>>,
+    peers: BTreeMap<PeerAddress, BTreeSet<ReclaimRank<I>>>,
     /// The first holder of every address, by the number of places of the address.
-    firsts: BTreeMap<usize, BTreeSet<(Turn<I>, Peer)>>,
+    firsts: BTreeMap<usize, BTreeSet<(ReclaimRank<I>, PeerAddress)>>,
     /// The holders that have gone, by when they went.
     gone: BTreeSet<(Instant, I)>,
 }
 
-impl<I: Copy + Ord> Order<I> {
-    fn of(holders: &HashMap<I, Holder>) -> Order<I> {
-        let mut order = Order {
+impl<I: Copy + Ord> ReclaimOrder<I> {
+    fn of(holders: &HashMap<I, Holder>) -> ReclaimOrder<I> {
+        let mut order = ReclaimOrder {
             begun_with: holders.len(),
             peers: BTreeMap::new(),
             firsts: BTreeMap::new(),
@@ -240,7 +240,7 @@ impl<I: Copy + Ord> Order<I> {
     }
 
     fn insert(&mut self, id: I, holder: &Holder) {
-        if holder.standing == Standing::Absent {
+        if holder.standing == HolderPresence::Absent {
             self.gone.insert((holder.since, id));
         }
         self.change_places(holder.peer, |places| {
@@ -249,7 +249,7 @@ impl<I: Copy + Ord> Order<I> {
     }
 
     fn remove(&mut self, id: I, holder: &Holder) {
-        if holder.standing == Standing::Absent {
+        if holder.standing == HolderPresence::Absent {
             self.gone.remove(&(holder.since, id));
         }
         self.change_places(holder.peer, |places| {
@@ -258,7 +258,7 @@ impl<I: Copy + Ord> Order<I> {
     }
 
     /// Changes the places of an address, and its entry among the first holders.
-    fn change_places(&mut self, peer: Peer, change: impl FnOnce(&mut BTreeSet<Turn<I>>)) {
+    fn change_places(&mut self, peer: PeerAddress, change: impl FnOnce(&mut BTreeSet<ReclaimRank<I>>)) {
         let places = self.peers.entry(peer).or_default();
         if let Some(first) = places.first()
             && let Some(firsts) = self.firsts.get_mut(&places.len())
@@ -280,17 +280,17 @@ impl<I: Copy + Ord> Order<I> {
     }
 
     /// Number of addresses, with `peer` among them.
-    fn peers_with(&self, peer: Peer) -> usize {
+    fn peers_with(&self, peer: PeerAddress) -> usize {
         self.peers.len() + usize::from(!self.peers.contains_key(&peer))
     }
 
     /// The first holder at an address, if that holds at least so many places.
-    fn first_at(&self, peer: Peer, least: usize) -> Option<Turn<I>> {
+    fn first_at(&self, peer: PeerAddress, least: usize) -> Option<ReclaimRank<I>> {
         self.peers.get(&peer).filter(|own| own.len() >= least).and_then(BTreeSet::first).copied()
     }
 
     /// The holder whose turn it is among the addresses that hold at least so many places.
-    fn longest_silent(&self, least: usize) -> Option<Turn<I>> {
+    fn longest_silent(&self, least: usize) -> Option<ReclaimRank<I>> {
         let firsts = self.firsts.range(least..).filter_map(|(_, firsts)| firsts.first());
         firsts.map(|(turn, _)| *turn).min()
     }
@@ -303,9 +303,13 @@ impl<I: Copy + Ord> Order<I> {
 }
 
 /// The holder, if its place may be taken for another one at the same address.
-fn expendable<I: Copy>((standing, since, id): &Turn<I>, now: Instant, patience: Duration) -> Option<I> {
+fn expendable<I: Copy>(
+    (standing, since, id): &ReclaimRank<I>,
+    now: Instant,
+    patience: Duration,
+) -> Option<I> {
     let has_waited = now.saturating_duration_since(*since) >= patience;
-    (*standing == Standing::Absent || has_waited).then_some(*id)
+    (*standing == HolderPresence::Absent || has_waited).then_some(*id)
 }
 
 /// How many connections this process can have open at a time: its soft limit on descriptors, less those open now, less a
@@ -325,9 +329,9 @@ mod tests {
 
     use super::*;
 
-    const A: Peer = Peer::V4([192, 0, 2, 1]);
-    const B: Peer = Peer::V4([192, 0, 2, 2]);
-    const C: Peer = Peer::V4([192, 0, 2, 3]);
+    const A: PeerAddress = PeerAddress::V4([192, 0, 2, 1]);
+    const B: PeerAddress = PeerAddress::V4([192, 0, 2, 2]);
+    const C: PeerAddress = PeerAddress::V4([192, 0, 2, 3]);
     const NEVER: Duration = Duration::MAX;
 
     /// Times for one test.
@@ -350,7 +354,7 @@ mod tests {
 
     #[test]
     fn addresses_are_told_apart_by_ipv4_address_or_ipv6_network() {
-        let peer = |text: &str| Peer::from(text.parse::<IpAddr>().unwrap());
+        let peer = |text: &str| PeerAddress::from(text.parse::<IpAddr>().unwrap());
         assert_ne!(peer("127.0.0.1"), peer("127.0.0.2"));
         assert_eq!(peer("::ffff:192.0.2.1"), peer("192.0.2.1"));
         assert_eq!(peer("2001:db8::1"), peer("2001:db8:0:0:ffff::2"));
@@ -418,7 +422,7 @@ mod tests {
     fn more_addresses_than_places_replace_the_longest_silent() {
         let (mut budget, clock) = (Budget::new(2, NEVER), Clock(Instant::now()));
         for (id, expected) in [(0, None), (1, None), (2, Some(0)), (3, Some(1))] {
-            let peer = Peer::V6([id as u8; 8]);
+            let peer = PeerAddress::V6([id as u8; 8]);
             assert_eq!(budget.admit(id, peer, clock.at(id)), Ok(expected));
         }
     }
@@ -466,16 +470,16 @@ mod tests {
             let clock = Clock(Instant::now());
             let mut budget = Budget::new(limit, Duration::from_secs(3));
             // By holder its address, and since when it is gone.
-            let mut model: BTreeMap<u64, (Peer, Option<u64>)> = BTreeMap::new();
+            let mut model: BTreeMap<u64, (PeerAddress, Option<u64>)> = BTreeMap::new();
             for (second, (step, address, id)) in (0..).zip(steps) {
-                let (peer, now) = (Peer::V4([address; 4]), clock.at(second));
+                let (peer, now) = (PeerAddress::V4([address; 4]), clock.at(second));
                 match step {
                     0 => { budget.remove(id); model.remove(&id); }
                     1 => { budget.heard(id, now); model.entry(id).and_modify(|(_, gone)| *gone = None); }
                     2 => { budget.left(id, now); model.entry(id).and_modify(|(_, gone)| *gone = Some(second)); }
                     _ => {
-                        let held = |p: Peer| model.values().filter(|(q, _)| *q == p).count();
-                        let addresses: BTreeSet<Peer> = model.values().map(|(q, _)| *q).chain([peer]).collect();
+                        let held = |p: PeerAddress| model.values().filter(|(q, _)| *q == p).count();
+                        let addresses: BTreeSet<PeerAddress> = model.values().map(|(q, _)| *q).chain([peer]).collect();
                         let share = (limit / addresses.len()).max(1);
                         let is_known = model.contains_key(&id);
                         let is_long_gone = |gone: Option<u64>| gone.is_some_and(|since| second - since >= 3);
@@ -504,7 +508,7 @@ mod tests {
                 }
                 prop_assert_eq!(budget.taken(), model.len());
                 if let Some(order) = &budget.order {
-                    let anew = Order::of(&budget.holders);
+                    let anew = ReclaimOrder::of(&budget.holders);
                     prop_assert_eq!(&order.peers, &anew.peers);
                     prop_assert_eq!(&order.firsts, &anew.firsts);
                     prop_assert_eq!(&order.gone, &anew.gone);

@@ -202,7 +202,7 @@ pub struct Armed {
     pub fired: u64,
 }
 
-struct Slot {
+struct FaultSlot {
     fault: Fault,
     occasions: u64,
     fired: u64,
@@ -212,7 +212,7 @@ struct Slot {
 #[derive(Default)]
 struct Shared {
     any: AtomicBool,
-    slots: Mutex<Vec<Slot>>,
+    slots: Mutex<Vec<FaultSlot>>,
 }
 
 /// The faults of a process, or of a test. Clones share them. With none armed, asking costs one load.
@@ -226,7 +226,7 @@ impl fmt::Debug for Faults {
 }
 
 impl Faults {
-    fn lock(&self) -> MutexGuard<'_, Vec<Slot>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<FaultSlot>> {
         self.0.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -240,7 +240,7 @@ impl Faults {
             return Err(FaultError { what: format!("{MAX_ARMED} faults are armed already; clear them") });
         }
         tracing::warn!("FAULT ARMED: {fault}");
-        slots.push(Slot { fault, occasions: 0, fired: 0, dice: SmallRng::seed_from_u64(fault.seed) });
+        slots.push(FaultSlot { fault, occasions: 0, fired: 0, dice: SmallRng::seed_from_u64(fault.seed) });
         self.0.any.store(true, Ordering::Release);
         Ok(())
     }
@@ -276,7 +276,7 @@ impl Faults {
             return None;
         }
         let mut slots = self.lock();
-        let slot = slots.iter_mut().filter(|s| s.fault.site == site).find_map(Slot::fires);
+        let slot = slots.iter_mut().filter(|s| s.fault.site == site).find_map(FaultSlot::fires);
         drop(slots);
         let fault = slot?;
         let action = fault.action;
@@ -290,7 +290,7 @@ impl Faults {
     }
 }
 
-impl Slot {
+impl FaultSlot {
     fn fires(&mut self) -> Option<Fault> {
         self.occasions += 1;
         let spent = self.fault.count.is_some_and(|count| self.fired >= count);

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 /// Where an offload stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum State {
+pub enum HealthState {
     /// It is used.
     Active,
     /// It failed, and is left alone until then.
@@ -29,32 +29,32 @@ pub enum State {
     Probing,
 }
 
-impl State {
+impl HealthState {
     /// For people and metrics: `active`, `cooling down` or `probing`.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
-            State::Active => "active",
-            State::CoolingDown(_) => "cooling down",
-            State::Probing => "probing",
+            HealthState::Active => "active",
+            HealthState::CoolingDown(_) => "cooling down",
+            HealthState::Probing => "probing",
         }
     }
 
     /// As a gauge: 0, 1 or 2.
     fn level(self) -> f64 {
         match self {
-            State::Active => 0.0,
-            State::CoolingDown(_) => 1.0,
-            State::Probing => 2.0,
+            HealthState::Active => 0.0,
+            HealthState::CoolingDown(_) => 1.0,
+            HealthState::Probing => 2.0,
         }
     }
 }
 
 /// What is known of an offload.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Report {
+pub struct HealthReport {
     /// Where it stands.
-    pub state: State,
+    pub state: HealthState,
     /// How often it was found failing while it was active.
     pub failures: u64,
     /// How often a probe failed.
@@ -70,24 +70,29 @@ pub struct Report {
 pub struct OffloadHealth {
     name: &'static str,
     cool_down: Duration,
-    report: Mutex<Report>,
+    report: Mutex<HealthReport>,
 }
 
 impl OffloadHealth {
     /// Active from the start. `name` is the label of its metrics, `cool_down` how long it is left alone after a failure.
     #[must_use]
     pub fn new(name: &'static str, cool_down: Duration) -> OffloadHealth {
-        let report =
-            Report { state: State::Active, failures: 0, failed_probes: 0, recoveries: 0, last_failure: None };
+        let report = HealthReport {
+            state: HealthState::Active,
+            failures: 0,
+            failed_probes: 0,
+            recoveries: 0,
+            last_failure: None,
+        };
         metrics::gauge!("outboard_offload_state", "offload" => name).set(0.0);
         OffloadHealth { name, cool_down, report: Mutex::new(report) }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Report> {
+    fn lock(&self) -> MutexGuard<'_, HealthReport> {
         self.report.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn enter(&self, report: &mut Report, state: State) {
+    fn enter(&self, report: &mut HealthReport, state: HealthState) {
         report.state = state;
         metrics::gauge!("outboard_offload_state", "offload" => self.name).set(state.level());
         metrics::counter!("outboard_offload_transitions", "offload" => self.name, "to" => state.name())
@@ -96,7 +101,7 @@ impl OffloadHealth {
 
     /// What is known of it.
     #[must_use]
-    pub fn report(&self) -> Report {
+    pub fn report(&self) -> HealthReport {
         self.lock().clone()
     }
 
@@ -104,12 +109,12 @@ impl OffloadHealth {
     /// active.
     pub fn failed(&self, why: &str, now: Instant) -> bool {
         let mut report = self.lock();
-        if report.state != State::Active {
+        if report.state != HealthState::Active {
             return false;
         }
         report.failures += 1;
         report.last_failure = Some(why.to_owned());
-        self.enter(&mut report, State::CoolingDown(now + self.cool_down));
+        self.enter(&mut report, HealthState::CoolingDown(now + self.cool_down));
         tracing::warn!(offload = self.name, cool_down = ?self.cool_down, "offload failed, going on without it: {why}");
         true
     }
@@ -118,17 +123,17 @@ impl OffloadHealth {
     #[must_use]
     pub fn probe_at(&self) -> Option<Instant> {
         match self.lock().state {
-            State::CoolingDown(until) => Some(until),
-            State::Active | State::Probing => None,
+            HealthState::CoolingDown(until) => Some(until),
+            HealthState::Active | HealthState::Probing => None,
         }
     }
 
     /// Starts the probe if the cool-down is over; whether it did.
     pub fn begin_probe(&self, now: Instant) -> bool {
         let mut report = self.lock();
-        let due = matches!(report.state, State::CoolingDown(until) if until <= now);
+        let due = matches!(report.state, HealthState::CoolingDown(until) if until <= now);
         if due {
-            self.enter(&mut report, State::Probing);
+            self.enter(&mut report, HealthState::Probing);
         }
         due
     }
@@ -136,19 +141,19 @@ impl OffloadHealth {
     /// The probe has ended: it is used again, or left alone once more.
     pub fn probed(&self, result: Result<(), &str>, now: Instant) {
         let mut report = self.lock();
-        if report.state != State::Probing {
+        if report.state != HealthState::Probing {
             return;
         }
         match result {
             Ok(()) => {
                 report.recoveries += 1;
-                self.enter(&mut report, State::Active);
+                self.enter(&mut report, HealthState::Active);
                 tracing::warn!(offload = self.name, "offload works again");
             }
             Err(why) => {
                 report.failed_probes += 1;
                 report.last_failure = Some(why.to_owned());
-                self.enter(&mut report, State::CoolingDown(now + self.cool_down));
+                self.enter(&mut report, HealthState::CoolingDown(now + self.cool_down));
                 tracing::warn!(offload = self.name, "offload still fails: {why}");
             }
         }
@@ -157,8 +162,8 @@ impl OffloadHealth {
     /// Begins anew, because what it depends on was replaced: as good as unknown, so it is used.
     pub fn renewed(&self) {
         let mut report = self.lock();
-        if report.state != State::Active {
-            self.enter(&mut report, State::Active);
+        if report.state != HealthState::Active {
+            self.enter(&mut report, HealthState::Active);
         }
     }
 }
@@ -171,7 +176,7 @@ mod tests {
     fn it_cools_down_is_probed_and_used_again() {
         let health = OffloadHealth::new("test", Duration::from_secs(2));
         let start = Instant::now();
-        let is_active = || health.report().state == State::Active;
+        let is_active = || health.report().state == HealthState::Active;
         assert!(is_active() && health.probe_at().is_none());
         assert!(health.failed("a transfer failed", start));
         assert!(!health.failed("another one", start), "it has failed already");

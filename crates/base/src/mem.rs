@@ -75,7 +75,7 @@ pub struct Arena {
     fd: Option<OwnedFd>,
     /// Bytes of the huge pages that it is made of, if such were set aside for it.
     page: Option<usize>,
-    /// How many [`Registration`]s there are.
+    /// How many [`ArenaRegistration`]s there are.
     registrations: AtomicUsize,
     /// Which pages are copied in and out, and which belong to allocators.
     uses: Uses,
@@ -84,17 +84,17 @@ pub struct Arena {
 
 /// A handle of an arena that somebody keeps because a kernel or a device knows the memory, and not in order to use it.
 #[derive(Debug)]
-pub struct Registration {
+pub struct ArenaRegistration {
     arena: Arc<Arena>,
 }
 
-impl Registration {
+impl ArenaRegistration {
     /// One more for `arena`.
     #[must_use]
-    pub fn new(arena: &Arc<Arena>) -> Registration {
+    pub fn new(arena: &Arc<Arena>) -> ArenaRegistration {
         let arena = Arc::clone(arena);
         arena.registrations.fetch_add(1, Ordering::SeqCst);
-        Registration { arena }
+        ArenaRegistration { arena }
     }
 
     /// The memory.
@@ -115,7 +115,7 @@ impl Registration {
     }
 }
 
-impl Drop for Registration {
+impl Drop for ArenaRegistration {
     fn drop(&mut self) {
         self.arena.registrations.fetch_sub(1, Ordering::SeqCst);
     }
@@ -522,7 +522,7 @@ mod tests {
     #[test]
     fn memory_that_is_registered_only_is_told_from_memory_in_use() {
         let arena = Arena::anonymous(4096).unwrap();
-        let (one, other) = (Registration::new(&arena), Registration::new(&arena));
+        let (one, other) = (ArenaRegistration::new(&arena), ArenaRegistration::new(&arena));
         assert!(!one.is_all_there_is() && !other.is_all_there_is());
         drop(arena);
         assert!(one.is_all_there_is() && other.is_all_there_is());

@@ -46,11 +46,11 @@ pub struct Clock(Arc<Inner>);
 #[derive(Debug)]
 struct Inner {
     started: Instant,
-    taken: Mutex<Taken>,
+    taken: Mutex<PhaseUnions>,
 }
 
 #[derive(Debug, Default)]
-struct Taken {
+struct PhaseUnions {
     host: Union,
     dma: Union,
     dma_wait: Union,

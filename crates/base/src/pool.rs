@@ -85,13 +85,13 @@ impl Drop for Grant {
 }
 
 /// A place among those who wait. Whoever leaves it early lets those behind go on.
-struct Turn<'a> {
+struct BufferWaiter<'a> {
     shared: &'a Arc<Shared>,
     grant: oneshot::Receiver<Grant>,
     has_come: bool,
 }
 
-impl Drop for Turn<'_> {
+impl Drop for BufferWaiter<'_> {
     fn drop(&mut self) {
         if !self.has_come {
             self.grant.close();
@@ -180,7 +180,7 @@ impl BufferPool {
                 None => {
                     let (tx, rx) = oneshot::channel();
                     state.waiters.push_back((order, tx));
-                    Turn { shared: &self.shared, grant: rx, has_come: false }
+                    BufferWaiter { shared: &self.shared, grant: rx, has_come: false }
                 }
             }
         };

@@ -22,28 +22,28 @@ use crate::thread::ThreadClass;
 const CLASSES: usize = ThreadClass::ALL.len();
 
 thread_local! {
-    static BOOK: Book = Book::open();
+    static BOOK: ThreadBook = ThreadBook::open();
 }
 
 /// The pages of all threads that have booked something and still run.
-static PAGES: Mutex<Vec<Weak<Page>>> = Mutex::new(Vec::new());
+static PAGES: Mutex<Vec<Weak<BookPage>>> = Mutex::new(Vec::new());
 
 /// The times of one thread.
-struct Book {
+struct ThreadBook {
     /// What is being worked on, and since when.
     open: Cell<Option<(ThreadClass, Instant)>>,
-    page: Arc<Page>,
+    page: Arc<BookPage>,
 }
 
 /// What others may see of a book: only its thread writes.
-struct Page {
+struct BookPage {
     thread: Option<ThreadClass>,
     ns: [AtomicU64; CLASSES],
 }
 
 /// Time spent by a thread since it was started, by class of work.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Work([u64; CLASSES]);
+pub struct WorkTime([u64; CLASSES]);
 
 /// The thread works on something until this is dropped, then on what it did before.
 #[derive(Debug)]
@@ -78,7 +78,7 @@ pub fn enter(class: ThreadClass) -> Entered {
 
 /// What this thread has spent its time on so far.
 #[must_use]
-pub fn of_this_thread() -> Work {
+pub fn of_this_thread() -> WorkTime {
     BOOK.with(|book| {
         book.turn_to(book.open.get().map(|(class, _)| class));
         book.page.work()
@@ -87,28 +87,28 @@ pub fn of_this_thread() -> Work {
 
 /// What all threads of a class have spent their time on so far. What one is at this moment counts when it is done.
 #[must_use]
-pub fn of_threads(class: ThreadClass) -> Work {
+pub fn of_threads(class: ThreadClass) -> WorkTime {
     let pages = PAGES.lock().unwrap_or_else(PoisonError::into_inner);
     let of_class = pages.iter().filter_map(Weak::upgrade).filter(|page| page.thread == Some(class));
-    of_class.map(|page| page.work()).fold(Work::default(), |sum, work| {
-        Work(std::array::from_fn(|at| sum.0[at].saturating_add(work.0[at])))
+    of_class.map(|page| page.work()).fold(WorkTime::default(), |sum, work| {
+        WorkTime(std::array::from_fn(|at| sum.0[at].saturating_add(work.0[at])))
     })
 }
 
-impl Page {
-    fn work(&self) -> Work {
-        Work(std::array::from_fn(|at| self.ns[at].load(Ordering::Relaxed)))
+impl BookPage {
+    fn work(&self) -> WorkTime {
+        WorkTime(std::array::from_fn(|at| self.ns[at].load(Ordering::Relaxed)))
     }
 }
 
-impl Book {
-    fn open() -> Book {
+impl ThreadBook {
+    fn open() -> ThreadBook {
         let thread = std::thread::current().name().and_then(ThreadClass::of_name);
-        let page = Arc::new(Page { thread, ns: Default::default() });
+        let page = Arc::new(BookPage { thread, ns: Default::default() });
         let mut pages = PAGES.lock().unwrap_or_else(PoisonError::into_inner);
         pages.retain(|page| page.strong_count() > 0);
         pages.push(Arc::downgrade(&page));
-        Book { open: Cell::new(None), page }
+        ThreadBook { open: Cell::new(None), page }
     }
 
     /// Adds up what was being worked on, and goes on with `next`.
@@ -138,7 +138,7 @@ impl<F: Future> Future for Booked<F> {
     }
 }
 
-impl Work {
+impl WorkTime {
     /// Time spent on a class, in ns.
     #[must_use]
     pub fn ns(&self, class: ThreadClass) -> u64 {

@@ -21,8 +21,8 @@ use base::mem::Arena;
 use base::process::ProcessUsage;
 use outboard_channel::ofi::{OfiEngine, OfiHost, OfiHostOptions, OfiOptions};
 use outboard_channel::{
-    Bell, Chain, Descriptors, DmaEngine, Doorbell, MemoryAccess, Peer, Place, Region, ShmEngine, ShmOptions,
-    Transfer, URGENT,
+    Bell, Chain, DmaAddress, DmaEngine, DmaRegion, Doorbell, EnginePeer, MemoryAccess, MemoryFds, ShmEngine,
+    ShmOptions, Transfer, URGENT,
 };
 
 const LEN: usize = 32 << 20;
@@ -34,9 +34,9 @@ type Failure = Box<dyn std::error::Error>;
 struct Rig {
     name: String,
     engine: Arc<dyn DmaEngine>,
-    local: Region,
-    host: Region,
-    peer: Peer,
+    local: DmaRegion,
+    host: DmaRegion,
+    peer: EnginePeer,
     bell: Box<dyn Bell>,
     host_doorbell: Doorbell,
     osd_doorbell: OwnedFd,
@@ -59,7 +59,7 @@ async fn shm() -> Result<Rig, Failure> {
     let engine = ShmEngine::start(ShmOptions::default())?;
     let there = Arena::shared("there", LEN)?;
     let (host_doorbell, osd_doorbell) = (Doorbell::create()?, Doorbell::create()?);
-    let descriptors = Descriptors {
+    let descriptors = MemoryFds {
         memory: there.share_fd()?.ok_or("shared memory has a descriptor")?,
         host_doorbell: host_doorbell.try_clone()?,
         osd_doorbell: osd_doorbell.try_clone()?,
@@ -84,7 +84,7 @@ async fn ofi(fabric: &str) -> Result<Rig, Failure> {
 fn rig(
     name: String,
     engine: Arc<dyn DmaEngine>,
-    peer: Peer,
+    peer: EnginePeer,
     bell: Box<dyn Bell>,
     host_doorbell: OwnedFd,
     osd_doorbell: OwnedFd,
@@ -98,7 +98,7 @@ fn rig(
 
 impl Rig {
     fn transfer(&self, write: bool, offset: usize, len: usize) -> Transfer {
-        let place = |region: &Region| Place { region: region.id(), offset };
+        let place = |region: &DmaRegion| DmaAddress { region: region.id(), offset };
         let (src, dst) = match write {
             true => (place(&self.local), place(&self.host)),
             false => (place(&self.host), place(&self.local)),

@@ -14,7 +14,8 @@ use std::time::Duration;
 use base::mem::Arena;
 
 use crate::{
-    Bell, Chain, Completion, DmaEngine, Doorbell, Peer, Place, QueueId, Region, Transfer, URGENT, Unposted,
+    Bell, Chain, ChainCompletion, DmaAddress, DmaEngine, DmaRegion, Doorbell, EnginePeer, QueueId,
+    RejectedChain, Transfer, URGENT,
 };
 
 /// Length of the memory on either side, in bytes.
@@ -30,7 +31,7 @@ pub struct JoinedEngine {
     /// The engine.
     pub engine: Arc<dyn DmaEngine>,
     /// What it is attached to.
-    pub peer: Peer,
+    pub peer: EnginePeer,
     /// What the peer rings.
     pub bell: Box<dyn Bell>,
     /// The peer's memory, [`LEN`] bytes.
@@ -77,14 +78,14 @@ pub async fn run(attach: impl AsyncFn() -> JoinedEngine) {
 
 struct Rig {
     engine: Arc<dyn DmaEngine>,
-    peer: Peer,
+    peer: EnginePeer,
     bell: Box<dyn Bell>,
     host_doorbell: Doorbell,
     osd_doorbell: OwnedFd,
     here: Arc<Arena>,
     there: Arc<Arena>,
-    local: Region,
-    host: Region,
+    local: DmaRegion,
+    host: DmaRegion,
     _keep: Box<dyn Any>,
 }
 
@@ -106,8 +107,8 @@ impl Rig {
         self.transfer(&self.host, from, &self.local, to, len)
     }
 
-    fn transfer(&self, from: &Region, src: usize, to: &Region, dst: usize, len: usize) -> Transfer {
-        let place = |region: &Region, offset| Place { region: region.id(), offset };
+    fn transfer(&self, from: &DmaRegion, src: usize, to: &DmaRegion, dst: usize, len: usize) -> Transfer {
+        let place = |region: &DmaRegion, offset| DmaAddress { region: region.id(), offset };
         Transfer { src: place(from, src), dst: place(to, dst), len }
     }
 
@@ -115,7 +116,7 @@ impl Rig {
         self.engine.post(queue, tagged(transfers, tag)).unwrap();
     }
 
-    async fn completions(&self, count: usize) -> Vec<Completion> {
+    async fn completions(&self, count: usize) -> Vec<ChainCompletion> {
         let mut done = Vec::new();
         let all = poll_fn(|cx| {
             self.engine.poll_completions(cx, &mut done);
@@ -218,9 +219,9 @@ async fn the_impossible_is_refused(rig: Rig) {
     let most = rig.engine.max_transfer();
     rig.post(BULK, vec![rig.send(0, most)], 1);
     let long = rig.engine.post(BULK, tagged(vec![rig.send(0, most + 1)], 2));
-    assert!(matches!(long, Err(Unposted::Refused(_))));
+    assert!(matches!(long, Err(RejectedChain::Refused(_))));
     let nowhere = rig.engine.post(rig.engine.queues(), tagged(Vec::new(), 3));
-    assert!(matches!(nowhere, Err(Unposted::Refused(_))));
+    assert!(matches!(nowhere, Err(RejectedChain::Refused(_))));
     assert!(rig.engine.register_peer(&rig.peer, 0..LEN + 1).is_err());
     assert!(rig.engine.register_peer(&rig.peer, 5..5).is_err());
     let done = rig.completions(1).await;
@@ -324,7 +325,7 @@ async fn a_full_queue_tells_when_there_is_room(rig: Rig) {
         let chain = Chain { transfers: vec![rig.send(0, 256 << 10)], ..Chain::default() };
         match rig.engine.post(BULK, chain) {
             Ok(()) => posted += 1,
-            Err(Unposted::Full(chain)) => {
+            Err(RejectedChain::Full(chain)) => {
                 full += 1;
                 assert_eq!(chain.transfers.len(), 1);
                 let mut polled = false;
@@ -334,7 +335,7 @@ async fn a_full_queue_tells_when_there_is_room(rig: Rig) {
                 });
                 tokio::time::timeout(PATIENCE, room).await.expect("nobody was woken");
             }
-            Err(Unposted::Refused(e)) => panic!("{e}"),
+            Err(RejectedChain::Refused(e)) => panic!("{e}"),
         }
     }
     assert!(full > 0, "the queue was never full");

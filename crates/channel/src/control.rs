@@ -1,6 +1,6 @@
 //! The control socket: frames over a UNIX or TCP stream.
 //!
-//! A frame is what a ring's entry is, only longer: see [`crate::Header`]. Polled by the one task that owns it.
+//! A frame is what a ring's entry is, only longer: see [`crate::EntryHeader`]. Polled by the one task that owns it.
 
 use std::collections::VecDeque;
 use std::io;
@@ -10,8 +10,8 @@ use std::task::{Context, Poll, ready};
 use bytes::{Buf, Bytes, BytesMut};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite};
 
-use crate::frame::Frame;
-use crate::{ChannelError, HEADER_LEN, Header, Result};
+use crate::frame::ChannelEntry;
+use crate::{ChannelError, EntryHeader, HEADER_LEN, Result};
 
 /// Longest frame, in bytes.
 pub const MAX_FRAME: usize = 32 << 20;
@@ -23,7 +23,7 @@ pub(crate) trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
 
 /// One end of a control socket after the handshake.
-pub struct Control {
+pub struct ControlSocket {
     stream: Box<dyn Stream>,
     input: BytesMut,
     output: VecDeque<Bytes>,
@@ -31,19 +31,19 @@ pub struct Control {
     unsent: usize,
 }
 
-impl Control {
-    pub(crate) fn new(stream: Box<dyn Stream>) -> Control {
-        Control { stream, input: BytesMut::new(), output: VecDeque::new(), unsent: 0 }
+impl ControlSocket {
+    pub(crate) fn new(stream: Box<dyn Stream>) -> ControlSocket {
+        ControlSocket { stream, input: BytesMut::new(), output: VecDeque::new(), unsent: 0 }
     }
 
     /// Puts a frame behind those to be written; [`poll_flush`](Self::poll_flush) writes it. The payload is `data`, one
     /// piece after the other.
-    pub fn push(&mut self, header: Header, control: &[u8], data: impl IntoIterator<Item = Bytes>) {
+    pub fn push(&mut self, header: EntryHeader, control: &[u8], data: impl IntoIterator<Item = Bytes>) {
         let at = self.output.len();
         self.output.push_back(Bytes::new());
         self.output.extend(data.into_iter().filter(|piece| !piece.is_empty()));
         let data_len: usize = self.output.iter().skip(at).map(Bytes::len).sum();
-        let header = Header { data_len: data_len as u32, ..header };
+        let header = EntryHeader { data_len: data_len as u32, ..header };
         self.output[at] = Bytes::from(header.seal(control));
         self.unsent += self.output[at].len() + data_len;
     }
@@ -85,7 +85,7 @@ impl Control {
     ///
     /// # Errors
     /// If the socket failed or was closed, or the peer sent something else than frames.
-    pub fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Result<Frame>> {
+    pub fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Result<ChannelEntry>> {
         loop {
             if let Some(frame) = self.take_frame()? {
                 return Poll::Ready(Ok(frame));
@@ -99,9 +99,9 @@ impl Control {
         }
     }
 
-    fn take_frame(&mut self) -> Result<Option<Frame>> {
+    fn take_frame(&mut self) -> Result<Option<ChannelEntry>> {
         let Some(head) = self.input.first_chunk::<HEADER_LEN>() else { return Ok(None) };
-        let header = Header::parse(head)?;
+        let header = EntryHeader::parse(head)?;
         let total = (header.control_len as usize).saturating_add(header.data_len as usize);
         if total > MAX_FRAME - HEADER_LEN {
             return Err(ChannelError::protocol(format!(
@@ -116,6 +116,6 @@ impl Control {
         // Long payload is taken as it lies; a short one would keep the whole read buffer.
         let payload =
             if payload.len() >= READ_STEP { payload.freeze() } else { Bytes::copy_from_slice(&payload) };
-        Frame::from_parts(header, sealed, payload).map(Some)
+        ChannelEntry::from_parts(header, sealed, payload).map(Some)
     }
 }

@@ -41,17 +41,17 @@ impl std::fmt::Debug for OnDrop {
 
 /// Memory that an engine may read and write; unregistered when dropped, after the chains posted before.
 #[derive(Debug)]
-pub struct Region {
+pub struct DmaRegion {
     id: RegionId,
     len: usize,
     _unregister: OnDrop,
 }
 
-impl Region {
+impl DmaRegion {
     /// For engines: a region whose registration ends with `unregister`.
     #[must_use]
-    pub fn new(id: RegionId, len: usize, unregister: OnDrop) -> Region {
-        Region { id, len, _unregister: unregister }
+    pub fn new(id: RegionId, len: usize, unregister: OnDrop) -> DmaRegion {
+        DmaRegion { id, len, _unregister: unregister }
     }
 
     /// Its number.
@@ -75,7 +75,7 @@ impl Region {
 
 /// A place in a region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Place {
+pub struct DmaAddress {
     /// The region.
     pub region: RegionId,
     /// Bytes from its start.
@@ -86,9 +86,9 @@ pub struct Place {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Transfer {
     /// From where.
-    pub src: Place,
+    pub src: DmaAddress,
     /// To where.
-    pub dst: Place,
+    pub dst: DmaAddress,
     /// Number of bytes, at most the engine's [`max_transfer`](DmaEngine::max_transfer).
     pub len: usize,
 }
@@ -129,11 +129,11 @@ impl Chain {
 
 /// The end of a chain.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Completion {
+pub struct ChainCompletion {
     /// The chain's tag.
     pub tag: u64,
     /// Why it failed, if it did.
-    pub result: Result<(), Failed>,
+    pub result: Result<(), ChainFailure>,
     /// When its first transfer began. Until then it waited.
     pub started: Instant,
     /// When its last transfer ended.
@@ -143,7 +143,7 @@ pub struct Completion {
 /// A chain that was not carried out to its end.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("a DMA transfer failed: {why}")]
-pub struct Failed {
+pub struct ChainFailure {
     /// So many of its transfers were done before, and stay done.
     pub done: usize,
     /// What went wrong.
@@ -152,7 +152,7 @@ pub struct Failed {
 
 /// A chain that was not taken.
 #[derive(Debug)]
-pub enum Unposted {
+pub enum RejectedChain {
     /// The queue is full. The waker of [`DmaEngine::poll_completions`] is woken when there is room again.
     Full(Chain),
     /// The chain asks for something impossible.
@@ -174,7 +174,7 @@ pub struct PeerId(pub u32);
 
 /// A store's process that an engine is attached to. When it is dropped, the engine forgets the peer after the chains
 /// posted before.
-pub struct Peer {
+pub struct EnginePeer {
     /// Its number.
     pub id: PeerId,
     /// Length of its memory, in bytes.
@@ -185,7 +185,7 @@ pub struct Peer {
 
 /// Settings of an engine that can be changed while it runs; `None` leaves one as it is.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Tuning {
+pub struct EngineTuning {
     /// Longest single transfer, in bytes. The device's own limit holds in any case.
     pub max_transfer: Option<usize>,
     /// How long software that waits for the device looks for completions before it sleeps.
@@ -193,7 +193,7 @@ pub struct Tuning {
 }
 
 /// A peer, and the bell that it rings.
-pub type Joined = (Peer, Box<dyn Bell>);
+pub type Joined = (EnginePeer, Box<dyn Bell>);
 
 /// What an engine has done since its start.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -236,7 +236,7 @@ pub trait DmaEngine: Send + Sync {
     ///
     /// # Errors
     /// If the engine has no room for it.
-    fn register_local(&self, arena: &Arc<Arena>) -> Result<Region>;
+    fn register_local(&self, arena: &Arc<Arena>) -> Result<DmaRegion>;
 
     /// How it reaches host memory: what a store's process is asked for.
     fn reach(&self) -> Reach;
@@ -257,19 +257,19 @@ pub trait DmaEngine: Send + Sync {
     ///
     /// # Errors
     /// If the range is not inside the memory, or the engine has no room for it.
-    fn register_peer(&self, peer: &Peer, range: Range<usize>) -> Result<Region>;
+    fn register_peer(&self, peer: &EnginePeer, range: Range<usize>) -> Result<DmaRegion>;
 
     /// Queues a chain. The memory it names must stay as it is until the chain has completed.
     ///
     /// # Errors
-    /// See [`Unposted`].
-    fn post(&self, queue: QueueId, chain: Chain) -> std::result::Result<(), Unposted>;
+    /// See [`RejectedChain`].
+    fn post(&self, queue: QueueId, chain: Chain) -> std::result::Result<(), RejectedChain>;
 
     /// Moves what has completed to `out` and arranges for `cx` to be woken when there is more. One caller at a time.
-    fn poll_completions(&self, cx: &mut Context<'_>, out: &mut Vec<Completion>);
+    fn poll_completions(&self, cx: &mut Context<'_>, out: &mut Vec<ChainCompletion>);
 
     /// Changes settings while it runs.
-    fn tune(&self, tuning: Tuning);
+    fn tune(&self, tuning: EngineTuning);
 
     /// Gives up all chains that are not completed: they complete as failed, and none of them touches memory after that.
     fn reset(&self);

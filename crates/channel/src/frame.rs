@@ -18,7 +18,7 @@ const CRC_AT: usize = 8;
 /// What an entry is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
-pub enum Kind {
+pub enum EntryKind {
     /// First frame of the osd on a control socket.
     Hello = 1,
     /// First frame of the store on a control socket.
@@ -29,17 +29,19 @@ pub enum Kind {
     Reply = 4,
 }
 
-impl Kind {
-    fn from_byte(byte: u8) -> Option<Kind> {
-        [Kind::Hello, Kind::Welcome, Kind::Request, Kind::Reply].into_iter().find(|k| *k as u8 == byte)
+impl EntryKind {
+    fn from_byte(byte: u8) -> Option<EntryKind> {
+        [EntryKind::Hello, EntryKind::Welcome, EntryKind::Request, EntryKind::Reply]
+            .into_iter()
+            .find(|k| *k as u8 == byte)
     }
 }
 
 /// Header of a ring entry or a control frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Header {
+pub struct EntryHeader {
     /// What it is.
-    pub kind: Kind,
+    pub kind: EntryKind,
     /// Index of the target that a request is for.
     pub target: u16,
     /// Length of the control data, in bytes.
@@ -67,11 +69,11 @@ pub const VERIFY: u32 = 1;
 /// A flag of an entry: its checksum covers its payload, too.
 const WHOLE: u32 = 2;
 
-impl Header {
+impl EntryHeader {
     /// A header with zeros but for these.
     #[must_use]
-    pub fn new(kind: Kind, target: u16, id: u64) -> Header {
-        Header {
+    pub fn new(kind: EntryKind, target: u16, id: u64) -> EntryHeader {
+        EntryHeader {
             kind,
             target,
             control_len: 0,
@@ -139,15 +141,15 @@ impl Header {
     ///
     /// # Errors
     /// [`ChannelError::Protocol`] if this is no header.
-    pub fn parse(bytes: &[u8; HEADER_LEN]) -> Result<Header> {
+    pub fn parse(bytes: &[u8; HEADER_LEN]) -> Result<EntryHeader> {
         if bytes[..4] != MAGIC || bytes[5] != 0 {
             return Err(ChannelError::protocol("an entry does not start with a header"));
         }
-        let kind = Kind::from_byte(bytes[4])
+        let kind = EntryKind::from_byte(bytes[4])
             .ok_or_else(|| ChannelError::protocol(format!("unknown kind of entry {}", bytes[4])))?;
         let u32_at = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"));
         let u64_at = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
-        Ok(Header {
+        Ok(EntryHeader {
             kind,
             target: u16::from_le_bytes([bytes[6], bytes[7]]),
             control_len: u32_at(12),
@@ -167,7 +169,7 @@ impl Header {
 ///
 /// # Errors
 /// [`ChannelError::Protocol`] if it does not fit.
-fn verify(header: Header, sealed: &mut [u8], data: &[u8]) -> Result<()> {
+fn verify(header: EntryHeader, sealed: &mut [u8], data: &[u8]) -> Result<()> {
     let stored = u32::from_le_bytes(sealed[CRC_AT..CRC_AT + 4].try_into().expect("four bytes"));
     sealed[CRC_AT..CRC_AT + 4].fill(0);
     let covered = if header.flags & WHOLE != 0 { data } else { &[] };
@@ -181,24 +183,24 @@ fn verify(header: Header, sealed: &mut [u8], data: &[u8]) -> Result<()> {
 
 /// One entry of a ring or one frame of the control socket, copied out and verified.
 #[derive(Debug, Clone)]
-pub struct Frame {
+pub struct ChannelEntry {
     /// Its header.
-    pub header: Header,
+    pub header: EntryHeader,
     /// Control data.
     pub control: Bytes,
     /// Payload. That of a ring's entry is verified.
     pub data: Bytes,
 }
 
-impl Frame {
+impl ChannelEntry {
     /// `sealed` is header and control data, `header` was parsed from its start. Payload is a buffer of its own, so that
     /// whoever keeps a small piece of the control data does not keep the payload with it.
-    pub(crate) fn from_parts(header: Header, mut sealed: Vec<u8>, data: Bytes) -> Result<Frame> {
+    pub(crate) fn from_parts(header: EntryHeader, mut sealed: Vec<u8>, data: Bytes) -> Result<ChannelEntry> {
         if sealed.len() != header.sealed_len() || data.len() != header.data_len as usize {
             return Err(ChannelError::protocol("an entry has another length than its header says"));
         }
         verify(header, &mut sealed, &data)?;
-        Ok(Frame { header, control: Bytes::from(sealed).slice(HEADER_LEN..), data })
+        Ok(ChannelEntry { header, control: Bytes::from(sealed).slice(HEADER_LEN..), data })
     }
 }
 
@@ -212,21 +214,21 @@ mod tests {
         fn what_is_sealed_is_read_back(target: u16, id: u64, after: u64, consumed: u64, position: u64, flags: u32, elapsed_us: u32,
             control in proptest::collection::vec(any::<u8>(), 0..300), data in proptest::collection::vec(any::<u8>(), 0..300)) {
             let flags = flags & !WHOLE;
-            let header = Header { after, consumed, position, flags, elapsed_us, data_len: data.len() as u32, reply_max: 7,
-                control_len: control.len() as u32, ..Header::new(Kind::Request, target, id) };
+            let header = EntryHeader { after, consumed, position, flags, elapsed_us, data_len: data.len() as u32, reply_max: 7,
+                control_len: control.len() as u32, ..EntryHeader::new(EntryKind::Request, target, id) };
             let bytes = header.seal(&control);
-            let parsed = Header::parse(bytes[..HEADER_LEN].try_into().unwrap()).unwrap();
+            let parsed = EntryHeader::parse(bytes[..HEADER_LEN].try_into().unwrap()).unwrap();
             prop_assert_eq!(parsed, header);
-            let frame = Frame::from_parts(parsed, bytes, Bytes::from(data.clone())).unwrap();
+            let frame = ChannelEntry::from_parts(parsed, bytes, Bytes::from(data.clone())).unwrap();
             prop_assert_eq!(&frame.control[..], &control[..]);
             prop_assert_eq!(&frame.data[..], &data[..]);
             let whole = header.seal_whole(&control, &[&data]);
-            let parsed = Header::parse(whole[..HEADER_LEN].try_into().unwrap()).unwrap();
-            prop_assert!(Frame::from_parts(parsed, whole.clone(), Bytes::from(data.clone())).is_ok());
+            let parsed = EntryHeader::parse(whole[..HEADER_LEN].try_into().unwrap()).unwrap();
+            prop_assert!(ChannelEntry::from_parts(parsed, whole.clone(), Bytes::from(data.clone())).is_ok());
             if let Some(last) = data.len().checked_sub(1) {
                 let mut changed = data.clone();
                 changed[last] ^= 1;
-                prop_assert!(Frame::from_parts(parsed, whole, Bytes::from(changed)).is_err());
+                prop_assert!(ChannelEntry::from_parts(parsed, whole, Bytes::from(changed)).is_err());
             }
         }
 
@@ -238,19 +240,19 @@ mod tests {
                 bytes[4] %= 6;
                 bytes[5] = 0;
             }
-            if let Ok(header) = Header::parse(bytes[..HEADER_LEN].try_into().unwrap()) {
+            if let Ok(header) = EntryHeader::parse(bytes[..HEADER_LEN].try_into().unwrap()) {
                 let data = Bytes::from(bytes.split_off(bytes.len().min(header.sealed_len())));
-                let _ = Frame::from_parts(header, bytes, data);
+                let _ = ChannelEntry::from_parts(header, bytes, data);
             }
         }
 
         #[test]
         fn a_flipped_bit_in_header_or_control_is_found(control in proptest::collection::vec(any::<u8>(), 0..100), bit: usize) {
-            let mut bytes = Header::new(Kind::Reply, 1, 2).seal(&control);
+            let mut bytes = EntryHeader::new(EntryKind::Reply, 1, 2).seal(&control);
             let bit = bit % (bytes.len() * 8);
             bytes[bit / 8] ^= 1 << (bit % 8);
-            let parsed = Header::parse(bytes[..HEADER_LEN].try_into().unwrap());
-            prop_assert!(parsed.and_then(|h| Frame::from_parts(h, bytes, Bytes::new())).is_err());
+            let parsed = EntryHeader::parse(bytes[..HEADER_LEN].try_into().unwrap());
+            prop_assert!(parsed.and_then(|h| ChannelEntry::from_parts(h, bytes, Bytes::new())).is_err());
         }
     }
 }

@@ -1,7 +1,7 @@
 //! How an attachment is opened over the control socket.
 //!
-//! The osd sends [`Hello`]: versions, a nonce, the sizes it wants, and how its engine reaches host memory. The store answers
-//! [`Welcome`], or why not. For an engine on the same machine, host memory and the two doorbells travel with it as
+//! The osd sends [`ChannelHello`]: versions, a nonce, the sizes it wants, and how its engine reaches host memory. The store answers
+//! [`ChannelWelcome`], or why not. For an engine on the same machine, host memory and the two doorbells travel with it as
 //! descriptors, over a UNIX socket; for one that reaches memory over a network, an offer is in it, over any socket. If the
 //! store has no memory to give, it says why, and all data goes through the socket.
 
@@ -19,10 +19,10 @@ use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
 use tokio::net::{TcpStream, UnixStream};
 
-use crate::control::Control;
-use crate::frame::Frame;
+use crate::control::ControlSocket;
+use crate::frame::ChannelEntry;
 use crate::ofi::OfiOffer;
-use crate::{ChannelError, HEADER_LEN, Header, Kind, Layout, Result};
+use crate::{ChannelError, EntryHeader, EntryKind, HEADER_LEN, MemoryLayout, Result};
 
 /// Version of the channel's protocol.
 pub const VERSION: u16 = 7;
@@ -37,12 +37,12 @@ const DESCRIPTORS: usize = 3;
 
 /// First frame of the osd.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Hello {
+pub struct ChannelHello {
     /// Oldest version of the protocol that it speaks.
     pub version_min: u16,
     /// Newest version of the protocol that it speaks.
     pub version_max: u16,
-    /// Random; comes back in [`Welcome`].
+    /// Random; comes back in [`ChannelWelcome`].
     pub nonce: u64,
     /// The host memory wanted; `None` for an attachment without any.
     pub memory: Option<MemoryRequest>,
@@ -54,7 +54,7 @@ pub struct Hello {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryRequest {
     /// Its sizes.
-    pub layout: Layout,
+    pub layout: MemoryLayout,
     /// How the osd's engine is to reach it.
     pub reach: Reach,
 }
@@ -100,10 +100,10 @@ pub struct TargetInfo {
 
 /// First frame of the store.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Welcome {
+pub struct ChannelWelcome {
     /// Version of the protocol from here on.
     pub version: u16,
-    /// What [`Hello`] said.
+    /// What [`ChannelHello`] said.
     pub nonce: u64,
     /// Number of the attachment, for people.
     pub attachment: u64,
@@ -117,14 +117,14 @@ pub struct Welcome {
 #[derive(Debug)]
 pub enum MemoryAccess {
     /// For engines on the same machine.
-    Descriptors(Descriptors),
+    Descriptors(MemoryFds),
     /// For engines that reach it over a network.
     Offer(OfiOffer),
 }
 
 /// Host memory and its doorbells.
 #[derive(Debug)]
-pub struct Descriptors {
+pub struct MemoryFds {
     /// The memfd of host memory. To be given to a DMA engine, not to be mapped.
     pub memory: OwnedFd,
     /// Rung by the engine when entries have arrived in the inbound ring.
@@ -159,10 +159,10 @@ impl Socket {
         Ok(Socket::Tcp(stream))
     }
 
-    fn into_control(self) -> Control {
+    fn into_control(self) -> ControlSocket {
         match self {
-            Socket::Unix(stream) => Control::new(Box::new(stream)),
-            Socket::Tcp(stream) => Control::new(Box::new(stream)),
+            Socket::Unix(stream) => ControlSocket::new(Box::new(stream)),
+            Socket::Tcp(stream) => ControlSocket::new(Box::new(stream)),
         }
     }
 
@@ -200,18 +200,18 @@ impl Socket {
         Ok(())
     }
 
-    async fn receive(&mut self, kind: Kind) -> Result<(Frame, Vec<OwnedFd>)> {
+    async fn receive(&mut self, kind: EntryKind) -> Result<(ChannelEntry, Vec<OwnedFd>)> {
         let mut fds = Vec::new();
         let mut head = [0; HEADER_LEN];
         self.receive_exact(&mut head, &mut fds).await?;
-        let header = Header::parse(&head)?;
+        let header = EntryHeader::parse(&head)?;
         if header.kind != kind || header.data_len != 0 || header.control_len as usize > MAX_HANDSHAKE {
             return Err(ChannelError::protocol("the first frame is not what it must be"));
         }
         let mut bytes = vec![0; header.sealed_len()];
         bytes[..HEADER_LEN].copy_from_slice(&head);
         self.receive_exact(&mut bytes[HEADER_LEN..], &mut fds).await?;
-        Ok((Frame::from_parts(header, bytes, Bytes::new())?, fds))
+        Ok((ChannelEntry::from_parts(header, bytes, Bytes::new())?, fds))
     }
 }
 
@@ -219,18 +219,21 @@ impl Socket {
 ///
 /// # Errors
 /// If the store refuses, answers something else, or the socket fails. The caller sets a deadline.
-pub async fn join(mut socket: Socket, hello: &Hello) -> Result<(Welcome, Option<MemoryAccess>, Control)> {
-    let sealed = Header::new(Kind::Hello, 0, 0).seal(&encode(hello));
+pub async fn join(
+    mut socket: Socket,
+    hello: &ChannelHello,
+) -> Result<(ChannelWelcome, Option<MemoryAccess>, ControlSocket)> {
+    let sealed = EntryHeader::new(EntryKind::Hello, 0, 0).seal(&encode(hello));
     socket.send(&sealed, &[]).await?;
-    let (frame, fds) = socket.receive(Kind::Welcome).await?;
-    let answer: Result<Welcome, String> = decode(&frame.control)?;
+    let (frame, fds) = socket.receive(EntryKind::Welcome).await?;
+    let answer: Result<ChannelWelcome, String> = decode(&frame.control)?;
     let welcome = answer.map_err(ChannelError::Refused)?;
     if welcome.nonce != hello.nonce || !(hello.version_min..=hello.version_max).contains(&welcome.version) {
         return Err(ChannelError::protocol("the welcome does not answer the hello"));
     }
     let access = match (&welcome.memory, <[OwnedFd; DESCRIPTORS]>::try_from(fds)) {
         (MemoryAnswer::Descriptors, Ok([memory, host_doorbell, osd_doorbell])) => {
-            Some(MemoryAccess::Descriptors(Descriptors { memory, host_doorbell, osd_doorbell }))
+            Some(MemoryAccess::Descriptors(MemoryFds { memory, host_doorbell, osd_doorbell }))
         }
         (MemoryAnswer::Descriptors, Err(_)) => {
             return Err(ChannelError::protocol("the welcome came without its descriptors"));
@@ -249,20 +252,20 @@ pub async fn join(mut socket: Socket, hello: &Hello) -> Result<(Welcome, Option<
 /// caller sets a deadline.
 pub async fn accept<S>(
     mut socket: Socket,
-    decide: impl FnOnce(&Hello, bool) -> Result<(Welcome, Option<Descriptors>, S)>,
-) -> Result<(Hello, S, Control)> {
-    let (frame, _) = socket.receive(Kind::Hello).await?;
-    let hello: Hello = decode(&frame.control)?;
+    decide: impl FnOnce(&ChannelHello, bool) -> Result<(ChannelWelcome, Option<MemoryFds>, S)>,
+) -> Result<(ChannelHello, S, ControlSocket)> {
+    let (frame, _) = socket.receive(EntryKind::Hello).await?;
+    let hello: ChannelHello = decode(&frame.control)?;
     let carries_descriptors = matches!(socket, Socket::Unix(_));
     let decision = if (hello.version_min..=hello.version_max).contains(&VERSION) {
         decide(&hello, carries_descriptors)
     } else {
-        let Hello { version_min, version_max, .. } = hello;
+        let ChannelHello { version_min, version_max, .. } = hello;
         let what = format!("this store speaks version {VERSION}, the osd {version_min} to {version_max}");
         Err(ChannelError::Refused(what))
     };
     let answer = decision.as_ref().map(|(welcome, ..)| welcome).map_err(ToString::to_string);
-    let sealed = Header::new(Kind::Welcome, 0, 0).seal(&encode(&answer));
+    let sealed = EntryHeader::new(EntryKind::Welcome, 0, 0).seal(&encode(&answer));
     let fds: Vec<BorrowedFd<'_>> = match &decision {
         Ok((_, Some(d), _)) => vec![d.memory.as_fd(), d.host_doorbell.as_fd(), d.osd_doorbell.as_fd()],
         _ => Vec::new(),
@@ -314,8 +317,8 @@ mod tests {
     proptest! {
         #[test]
         fn arbitrary_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
-            let _ = decode::<Hello>(&bytes);
-            let _ = decode::<Result<Welcome, String>>(&bytes);
+            let _ = decode::<ChannelHello>(&bytes);
+            let _ = decode::<Result<ChannelWelcome, String>>(&bytes);
         }
     }
 
@@ -335,16 +338,20 @@ mod tests {
     #[tokio::test]
     async fn descriptors_travel_with_the_welcome() {
         let (ours, theirs) = UnixStream::pair().unwrap();
-        let layout = Layout { ring_len: 64 << 10, data_len: 1 << 20 };
+        let layout = MemoryLayout { ring_len: 64 << 10, data_len: 1 << 20 };
         let memory = Some(MemoryRequest { layout, reach: Reach::Descriptors });
-        let hello = Hello { version_min: 1, version_max: 9, nonce: 3, memory, outstanding: 1 };
+        let hello = ChannelHello { version_min: 1, version_max: 9, nonce: 3, memory, outstanding: 1 };
         let store = accept(Socket::Unix(theirs), |hello, carries_descriptors| {
             assert!(carries_descriptors && hello.memory.as_ref().is_some_and(|m| m.layout == layout));
             let fd = || crate::Doorbell::create().unwrap();
-            let descriptors = Descriptors { memory: fd(), host_doorbell: fd(), osd_doorbell: fd() };
+            let descriptors = MemoryFds { memory: fd(), host_doorbell: fd(), osd_doorbell: fd() };
             let (nonce, memory, targets) =
                 (hello.nonce, MemoryAnswer::Descriptors, vec![TargetInfo { uuid: 7 }]);
-            Ok((Welcome { version: VERSION, nonce, attachment: 1, memory, targets }, Some(descriptors), ()))
+            Ok((
+                ChannelWelcome { version: VERSION, nonce, attachment: 1, memory, targets },
+                Some(descriptors),
+                (),
+            ))
         });
         let (joined, accepted) = tokio::join!(join(Socket::Unix(ours), &hello), store);
         accepted.unwrap();

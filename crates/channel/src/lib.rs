@@ -3,7 +3,7 @@
 //! Two processes, each with memory of its own: *DPU memory* belongs to the osd's process, *host memory* to the
 //! store's. Neither maps the other's. What crosses is moved by a [`DmaEngine`] in transfers of at most
 //! [`DmaEngine::max_transfer`] bytes; small entries travel through two [`ring`]s with [`Doorbell`]s, and a control
-//! socket ([`Control`]) carries the rest. This crate knows nothing of stores: what the entries mean is the business of
+//! socket ([`ControlSocket`]) carries the rest. This crate knows nothing of stores: what the entries mean is the business of
 //! the `proxy` crate, its only user. `docs/channel.md` draws the memories, the rings and the entries.
 
 #![forbid(unsafe_code)]
@@ -21,17 +21,17 @@ pub mod ofi;
 pub mod ring;
 mod shm;
 
-pub use control::{Control, MAX_FRAME};
+pub use control::{ControlSocket, MAX_FRAME};
 pub use dma::{
-    Bell, Chain, Completion, Counters, DmaEngine, Failed, Joined, OnDrop, Peer, PeerId, Place, QueueId,
-    Region, RegionId, Transfer, Tuning, URGENT, Unposted,
+    Bell, Chain, ChainCompletion, ChainFailure, Counters, DmaAddress, DmaEngine, DmaRegion, EnginePeer,
+    EngineTuning, Joined, OnDrop, PeerId, QueueId, RegionId, RejectedChain, Transfer, URGENT,
 };
 pub use doorbell::Doorbell;
 pub use error::{ChannelError, Result};
-pub use frame::{Frame, HEADER_LEN, Header, Kind, VERIFY};
+pub use frame::{ChannelEntry, EntryHeader, EntryKind, HEADER_LEN, VERIFY};
 pub use handshake::{
-    Descriptors, Hello, MemoryAccess, MemoryAnswer, MemoryRequest, Reach, Socket, TargetInfo, VERSION,
-    Welcome, accept, join,
+    ChannelHello, ChannelWelcome, MemoryAccess, MemoryAnswer, MemoryFds, MemoryRequest, Reach, Socket,
+    TargetInfo, VERSION, accept, join,
 };
-pub use memory::{DpuMemory, HostMemory, Layout, MemoryOptions};
+pub use memory::{DpuMemory, HostMemory, MemoryLayout, MemoryOptions};
 pub use shm::{MAX_TRANSFER, Profile, ShmEngine, ShmOptions};

@@ -21,20 +21,20 @@ const MAX_DATA: u64 = 4 << 30;
 
 /// Sizes that the osd chooses and the store agrees to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Layout {
+pub struct MemoryLayout {
     /// Length of each of the two rings, in bytes.
     pub ring_len: u64,
     /// Length of the data region, in bytes.
     pub data_len: u64,
 }
 
-impl Layout {
+impl MemoryLayout {
     /// Refuses sizes that are not sensible.
     ///
     /// # Errors
     /// [`ChannelError::Refused`] with what is wrong.
     pub fn check(&self) -> Result<()> {
-        let Layout { ring_len, data_len } = *self;
+        let MemoryLayout { ring_len, data_len } = *self;
         let sensible =
             |len: u64, least: u64, most: u64| len.is_multiple_of(4096) && (least..=most).contains(&len);
         if !sensible(ring_len, 2 * MAX_ENTRY as u64, MAX_RING) || !sensible(data_len, 1 << 20, MAX_DATA) {
@@ -80,7 +80,7 @@ impl Layout {
 #[derive(Debug, Clone, Copy)]
 pub struct MemoryOptions {
     /// What is mirrored on the host.
-    pub layout: Layout,
+    pub layout: MemoryLayout,
     /// Bytes of staging buffers for the OSD.
     pub pool_len: usize,
     /// Largest staging buffer, in bytes; a power of two.
@@ -90,7 +90,7 @@ pub struct MemoryOptions {
 impl Default for MemoryOptions {
     fn default() -> Self {
         MemoryOptions {
-            layout: Layout { ring_len: 1 << 20, data_len: 64 << 20 },
+            layout: MemoryLayout { ring_len: 1 << 20, data_len: 64 << 20 },
             pool_len: 128 << 20,
             largest_buffer: 4 << 20,
         }
@@ -101,7 +101,7 @@ impl Default for MemoryOptions {
 #[derive(Debug, Clone)]
 pub struct DpuMemory {
     arena: Arc<Arena>,
-    layout: Layout,
+    layout: MemoryLayout,
     pool: BufferPool,
 }
 
@@ -133,7 +133,7 @@ impl DpuMemory {
 
     /// Layout of the mirror at its start.
     #[must_use]
-    pub fn layout(&self) -> Layout {
+    pub fn layout(&self) -> MemoryLayout {
         self.layout
     }
 
@@ -156,7 +156,7 @@ pub struct HostMemory {
     /// The whole memory.
     pub arena: Arc<Arena>,
     /// What lies where.
-    pub layout: Layout,
+    pub layout: MemoryLayout,
     /// The data region, whose ranges the osd gives out.
     pub data: Lease,
 }
@@ -166,7 +166,7 @@ impl HostMemory {
     ///
     /// # Errors
     /// If the sizes are not sensible or the system has not that much memory.
-    pub fn new(layout: Layout) -> Result<HostMemory> {
+    pub fn new(layout: MemoryLayout) -> Result<HostMemory> {
         layout.check()?;
         let arena = Arena::shared("outboard-host", layout.len())?;
         let data = Lease::new(Arc::clone(&arena), layout.data_offset(), layout.data_len as usize);
@@ -181,7 +181,7 @@ mod tests {
     #[test]
     fn sizes_that_cannot_be_are_refused() {
         let fine = MemoryOptions {
-            layout: Layout { ring_len: 64 << 10, data_len: 1 << 20 },
+            layout: MemoryLayout { ring_len: 64 << 10, data_len: 1 << 20 },
             pool_len: 1 << 20,
             largest_buffer: 64 << 10,
         };
@@ -193,7 +193,7 @@ mod tests {
         for layout in
             [(66_000, 1 << 20), (4096, 1 << 20), (64 << 10, 4096), (1 << 40, 1 << 20), (64 << 10, 1 << 50)]
         {
-            let layout = Layout { ring_len: layout.0, data_len: layout.1 };
+            let layout = MemoryLayout { ring_len: layout.0, data_len: layout.1 };
             assert!(layout.check().is_err(), "{layout:?}");
         }
     }

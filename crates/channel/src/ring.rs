@@ -5,15 +5,15 @@
 //! a reply is one or two cells. Positions count bytes since the attachment's start and never wrap.
 //!
 //! There is no shared producer or consumer index. The doorbell says how many bytes are new; how far the reader has
-//! come, it says in the headers of what it sends ([`Header::consumed`]).
+//! come, it says in the headers of what it sends ([`EntryHeader::consumed`]).
 
 use std::ops::Range;
 
 use base::mem::Arena;
 use bytes::Bytes;
 
-use crate::frame::Frame;
-use crate::{ChannelError, HEADER_LEN, Header, Result};
+use crate::frame::ChannelEntry;
+use crate::{ChannelError, EntryHeader, HEADER_LEN, Result};
 
 /// Size of a cell, in bytes.
 pub const CELL: usize = HEADER_LEN;
@@ -73,14 +73,14 @@ impl Ring {
     ///
     /// # Errors
     /// [`ChannelError::Protocol`] if there is no valid entry.
-    pub fn read(&self, memory: &Arena, position: u64, available: usize) -> Result<Frame> {
+    pub fn read(&self, memory: &Arena, position: u64, available: usize) -> Result<ChannelEntry> {
         let mut head = [0; HEADER_LEN];
         let available = available.min(self.len);
         if available < HEADER_LEN {
             return Err(ChannelError::protocol("the doorbell announced less than an entry"));
         }
         self.copy_out(memory, position, &mut head)?;
-        let header = Header::parse(&head)?;
+        let header = EntryHeader::parse(&head)?;
         if header.position != position {
             let found = header.position;
             return Err(ChannelError::protocol(format!(
@@ -99,7 +99,7 @@ impl Ring {
         self.copy_out(memory, position + HEADER_LEN as u64, &mut sealed[HEADER_LEN..])?;
         let mut data = vec![0; header.data_len as usize];
         self.copy_out(memory, position + sealed.len() as u64, &mut data)?;
-        Frame::from_parts(header, sealed, Bytes::from(data))
+        ChannelEntry::from_parts(header, sealed, Bytes::from(data))
     }
 
     fn copy_out(&self, memory: &Arena, position: u64, out: &mut [u8]) -> Result<()> {
@@ -116,13 +116,17 @@ impl Ring {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Kind;
+    use crate::EntryKind;
     use proptest::prelude::*;
 
     const RING: Ring = Ring { offset: 4096, len: 8192 };
 
     fn put(memory: &Arena, position: u64, control: &[u8], data: &[u8]) -> usize {
-        let header = Header { position, data_len: data.len() as u32, ..Header::new(Kind::Request, 0, 9) };
+        let header = EntryHeader {
+            position,
+            data_len: data.len() as u32,
+            ..EntryHeader::new(EntryKind::Request, 0, 9)
+        };
         let sealed = header.seal(control);
         RING.write(memory, position, &[&sealed, data]);
         footprint(sealed.len() + data.len())

@@ -14,8 +14,8 @@ use base::mem::Arena;
 use outboard_channel::conformance::{self, JoinedEngine, LEN};
 use outboard_channel::ofi::{OfiEngine, OfiGrant, OfiHost, OfiHostOptions, OfiOffer, OfiOptions};
 use outboard_channel::{
-    Bell, Chain, ChannelError, Completion, Descriptors, DmaEngine, Doorbell, MemoryAccess, Peer, Place,
-    Region, Transfer, URGENT,
+    Bell, Chain, ChainCompletion, ChannelError, DmaAddress, DmaEngine, DmaRegion, Doorbell, EnginePeer,
+    MemoryAccess, MemoryFds, Transfer, URGENT,
 };
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -56,7 +56,7 @@ struct Rig {
     engine: Arc<OfiEngine>,
     here: Arc<Arena>,
     there: Arc<Arena>,
-    local: Region,
+    local: DmaRegion,
     grant: OfiGrant,
 }
 
@@ -73,39 +73,39 @@ impl Rig {
         Rig { engine, here, there, local, grant }
     }
 
-    async fn attach(&self) -> (Peer, Box<dyn Bell>, Region) {
+    async fn attach(&self) -> (EnginePeer, Box<dyn Bell>, DmaRegion) {
         let (peer, bell) =
             self.engine.attach(MemoryAccess::Offer(self.grant.offer.clone()), LEN).await.unwrap();
         let host = self.engine.register_peer(&peer, 0..LEN).unwrap();
         (peer, bell, host)
     }
 
-    fn to_peer(&self, host: &Region, len: usize) -> Transfer {
+    fn to_peer(&self, host: &DmaRegion, len: usize) -> Transfer {
         let (src, dst) =
-            (Place { region: self.local.id(), offset: 0 }, Place { region: host.id(), offset: 0 });
+            (DmaAddress { region: self.local.id(), offset: 0 }, DmaAddress { region: host.id(), offset: 0 });
         Transfer { src, dst, len }
     }
 
-    async fn copy(&self, host: &Region, len: usize) -> Completion {
+    async fn copy(&self, host: &DmaRegion, len: usize) -> ChainCompletion {
         self.carry_out(self.to_peer(host, len)).await
     }
 
-    async fn fetch(&self, host: &Region, len: usize) -> Completion {
+    async fn fetch(&self, host: &DmaRegion, len: usize) -> ChainCompletion {
         let Transfer { src, dst, len } = self.to_peer(host, len);
         self.carry_out(Transfer { src: dst, dst: src, len }).await
     }
 
-    async fn carry_out(&self, transfer: Transfer) -> Completion {
+    async fn carry_out(&self, transfer: Transfer) -> ChainCompletion {
         self.engine.post(URGENT, Chain { transfers: vec![transfer], tag: Some(1), ring: None }).unwrap();
         self.completion().await
     }
 
-    async fn completion(&self) -> Completion {
+    async fn completion(&self) -> ChainCompletion {
         self.completions(1).await.remove(0)
     }
 
     /// At least `count`.
-    async fn completions(&self, count: usize) -> Vec<Completion> {
+    async fn completions(&self, count: usize) -> Vec<ChainCompletion> {
         let mut done = Vec::new();
         let all = poll_fn(|cx| {
             self.engine.poll_completions(cx, &mut done);
@@ -352,7 +352,7 @@ async fn attachments_of_other_engines_are_refused() {
         return;
     }
     let fd = || Doorbell::create().unwrap();
-    let descriptors = Descriptors { memory: fd(), host_doorbell: fd(), osd_doorbell: fd() };
+    let descriptors = MemoryFds { memory: fd(), host_doorbell: fd(), osd_doorbell: fd() };
     let refused = engine().attach(MemoryAccess::Descriptors(descriptors), LEN).await.err();
     assert!(matches!(refused, Some(ChannelError::WrongMemoryAccess { .. })));
 }

@@ -9,8 +9,8 @@ use base::mem::Arena;
 use outboard_channel::conformance::{self, JoinedEngine};
 use outboard_channel::ofi::OfiOffer;
 use outboard_channel::{
-    Bell, Chain, ChannelError, Completion, Descriptors, DmaEngine, Doorbell, MemoryAccess, Peer, Place,
-    Profile, Region, ShmEngine, ShmOptions, Transfer, Tuning, URGENT, Unposted,
+    Bell, Chain, ChainCompletion, ChannelError, DmaAddress, DmaEngine, DmaRegion, Doorbell, EnginePeer,
+    EngineTuning, MemoryAccess, MemoryFds, Profile, RejectedChain, ShmEngine, ShmOptions, Transfer, URGENT,
 };
 
 /// A queue for payload.
@@ -22,9 +22,9 @@ struct Rig {
     engine: Arc<ShmEngine>,
     here: Arc<Arena>,
     there: Arc<Arena>,
-    local: Region,
-    host: Region,
-    peer: Peer,
+    local: DmaRegion,
+    host: DmaRegion,
+    peer: EnginePeer,
     _bell: Box<dyn Bell>,
 }
 
@@ -40,7 +40,7 @@ async fn rig_with(options: ShmOptions) -> Rig {
     let local = engine.register_local(&here).unwrap();
     // The store's end of the doorbells is not looked at: the engine rings the very one that it hears.
     let bell = Doorbell::create().unwrap();
-    let descriptors = Descriptors {
+    let descriptors = MemoryFds {
         memory: there.share_fd().unwrap().unwrap(),
         host_doorbell: bell.try_clone().unwrap(),
         osd_doorbell: bell,
@@ -59,13 +59,13 @@ fn faults(text: &str) -> (Faults, ShmOptions) {
 impl Rig {
     fn to_peer(&self, offset: usize, len: usize) -> Transfer {
         Transfer {
-            src: Place { region: self.local.id(), offset },
-            dst: Place { region: self.host.id(), offset },
+            src: DmaAddress { region: self.local.id(), offset },
+            dst: DmaAddress { region: self.host.id(), offset },
             len,
         }
     }
 
-    async fn completions(&self, count: usize) -> Vec<Completion> {
+    async fn completions(&self, count: usize) -> Vec<ChainCompletion> {
         let mut done = Vec::new();
         let all = std::future::poll_fn(|cx| {
             self.engine.poll_completions(cx, &mut done);
@@ -87,7 +87,7 @@ async fn memory_that_could_shrink_is_not_attached() {
     rustix::fs::ftruncate(&loose, 8192).unwrap();
     let bell = Doorbell::create().unwrap();
     let descriptors =
-        Descriptors { memory: loose, host_doorbell: bell.try_clone().unwrap(), osd_doorbell: bell };
+        MemoryFds { memory: loose, host_doorbell: bell.try_clone().unwrap(), osd_doorbell: bell };
     assert!(engine.attach(MemoryAccess::Descriptors(descriptors), 8192).await.is_err());
 }
 
@@ -97,7 +97,7 @@ async fn what_is_rung_is_an_eventfd_that_does_not_block() {
     let there = Arena::shared("there", LEN).unwrap();
     let attach = async |host_doorbell: OwnedFd, osd_doorbell: OwnedFd| {
         let memory = there.share_fd().unwrap().unwrap();
-        let descriptors = Descriptors { memory, host_doorbell, osd_doorbell };
+        let descriptors = MemoryFds { memory, host_doorbell, osd_doorbell };
         engine.attach(MemoryAccess::Descriptors(descriptors), LEN).await
     };
     let bell = || Doorbell::create().unwrap();
@@ -124,7 +124,7 @@ async fn what_is_rung_is_an_eventfd_that_does_not_block() {
 async fn the_configured_limit_holds_however_it_is_tuned() {
     let rig = rig_with(ShmOptions { max_transfer: 64 << 10, ..ShmOptions::default() }).await;
     let tune = |max_transfer| {
-        rig.engine.tune(Tuning { max_transfer: Some(max_transfer), spin: None });
+        rig.engine.tune(EngineTuning { max_transfer: Some(max_transfer), spin: None });
         rig.engine.max_transfer()
     };
     assert_eq!((tune(1 << 20), tune(8192), tune(0)), (64 << 10, 8192, 4096));
@@ -132,7 +132,7 @@ async fn the_configured_limit_holds_however_it_is_tuned() {
     rig.engine.post(BULK, tagged(vec![rig.to_peer(0, 64 << 10)], 1)).unwrap();
     assert_eq!(rig.completions(1).await[0].result, Ok(()));
     let long = rig.engine.post(BULK, tagged(vec![rig.to_peer(0, (64 << 10) + 1)], 2));
-    assert!(matches!(long, Err(Unposted::Refused(_))));
+    assert!(matches!(long, Err(RejectedChain::Refused(_))));
 }
 
 #[tokio::test]
@@ -238,7 +238,7 @@ async fn it_does_what_engines_do() {
         let engine = ShmEngine::start(ShmOptions::default()).unwrap();
         let there = Arena::shared("there", conformance::LEN).unwrap();
         let (host_doorbell, osd_doorbell) = (Doorbell::create().unwrap(), Doorbell::create().unwrap());
-        let descriptors = Descriptors {
+        let descriptors = MemoryFds {
             memory: there.share_fd().unwrap().unwrap(),
             host_doorbell: host_doorbell.try_clone().unwrap(),
             osd_doorbell: osd_doorbell.try_clone().unwrap(),

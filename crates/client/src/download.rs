@@ -326,10 +326,10 @@ impl SinkMemory for Shifted {
 /// A buffer that one piece fills. Data that arrives in a single chunk is kept as it is, unless the
 /// buffer already has room.
 #[derive(Debug)]
-struct PieceBuffer(Mutex<Filling>);
+struct PieceBuffer(Mutex<BufferContent>);
 
 #[derive(Debug)]
-struct Filling {
+struct BufferContent {
     /// The only chunk so far. It begins at 0.
     single: Option<Bytes>,
     buffer: BytesMut,
@@ -340,15 +340,15 @@ struct Filling {
 impl PieceBuffer {
     /// An empty buffer; `reserve` is the likely length of the piece, in bytes.
     fn empty(reserve: usize) -> PieceBuffer {
-        PieceBuffer(Mutex::new(Filling { single: None, buffer: BytesMut::new(), reserve }))
+        PieceBuffer(Mutex::new(BufferContent { single: None, buffer: BytesMut::new(), reserve }))
     }
 
     /// A buffer with room for the whole piece.
     fn within(buffer: BytesMut) -> PieceBuffer {
-        PieceBuffer(Mutex::new(Filling { single: None, buffer, reserve: 0 }))
+        PieceBuffer(Mutex::new(BufferContent { single: None, buffer, reserve: 0 }))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Filling> {
+    fn lock(&self) -> MutexGuard<'_, BufferContent> {
         // Nothing panics while it holds the lock with a chunk half written.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -379,7 +379,7 @@ impl PieceBuffer {
 
 impl SinkMemory for PieceBuffer {
     fn put(&self, offset: u64, data: Bytes) {
-        let Filling { single, buffer, reserve } = &mut *self.lock();
+        let BufferContent { single, buffer, reserve } = &mut *self.lock();
         if buffer.capacity() == 0 {
             if offset == 0 {
                 *single = Some(data);

@@ -49,7 +49,7 @@ pub use object::{Description, Object, OmapPage, PutOptions};
 pub use options::Options;
 pub use pool::Pool;
 pub use wire::{
-    CodingHealth, CodingMode, CodingOffload, CodingPlace, CodingSent, CodingStatus, ConnectionStatus,
+    CodingHealth, CodingMode, CodingOffload, CodingPlaceStatus, CodingSent, CodingStatus, ConnectionStatus,
     Error as NodeError, Manifest, Mutated, NameError, NodeStatus, ObjectName, OffloadState, OffloadStatus,
     PhaseTimes, Placement, PoolHealth, PoolInfo, PoolName, RebuildStatus, Redundancy, RequestTimes,
     ScrubStatus, Space, StatAnswer as Stat, TargetState, TargetStatus,

@@ -5,13 +5,13 @@ mod common;
 use std::io::Cursor;
 
 use common::{kernels, noise};
-use ec::fragments::{FragmentError, FragmentSet, FragmentState, Layout, UNIT_MAX, encode};
+use ec::fragments::{FileLayout, FragmentError, FragmentSet, FragmentState, UNIT_MAX, encode};
 use ec::{Code, EcError, Geometry, KernelChoice};
 use proptest::prelude::*;
 
 type Fragment = Cursor<Vec<u8>>;
 
-fn cut(geometry: &str, unit: usize, id: u8, data: &[u8]) -> (Layout, Vec<Fragment>) {
+fn cut(geometry: &str, unit: usize, id: u8, data: &[u8]) -> (FileLayout, Vec<Fragment>) {
     let geometry: Geometry = geometry.parse().unwrap();
     let code = Code::new(geometry, KernelChoice::Auto.load().unwrap());
     let mut fragments = vec![Cursor::new(vec![]); geometry.fragments()];

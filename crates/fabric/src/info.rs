@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 
 /// Where an endpoint is to be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Target {
+pub enum EndpointAddress {
     /// Anywhere: for listing what there is.
     #[default]
     Any,
@@ -18,25 +18,25 @@ pub enum Target {
 /// What to ask providers for. Connected endpoints with messages and remote memory access, ordered so that messages and
 /// reads that were posted after writes take place after them, are always asked for.
 #[derive(Debug, Clone, Default)]
-pub struct Query {
+pub struct ProviderQuery {
     /// The provider's name, e.g. `verbs` or `tcp`; `None` for all.
     pub provider: Option<String>,
     /// Where.
-    pub target: Target,
+    pub target: EndpointAddress,
     /// Whether endpoints take received messages from a [shared queue](crate::ReceiveQueue).
     pub shared_receive: bool,
 }
 
-impl fmt::Display for Query {
+impl fmt::Display for ProviderQuery {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.provider {
             Some(provider) => write!(f, "by provider {provider}")?,
             None => write!(f, "by any provider")?,
         }
         match self.target {
-            Target::Any => Ok(()),
-            Target::Listen(address) => write!(f, " at {address}"),
-            Target::Connect(address) => write!(f, " to {address}"),
+            EndpointAddress::Any => Ok(()),
+            EndpointAddress::Listen(address) => write!(f, " at {address}"),
+            EndpointAddress::Connect(address) => write!(f, " to {address}"),
         }
     }
 }

@@ -40,10 +40,10 @@ mod wait;
 
 pub use error::{FabricError, PostError, Result};
 pub use ffi::{
-    CompletionQueue, ConnectionRequest, Domain, Endpoint, EndpointQueues, Event, EventQueue, Exposed, Fabric,
-    Info, Library, Listener, MemoryRegion, ReceiveQueue, Slice, Waitable,
+    CompletionQueue, ConnectionRequest, Domain, Endpoint, EndpointQueues, EventQueue, ExposedMemory, Fabric,
+    FabricEvent, FabricListener, Info, Library, MemoryRegion, ReceiveQueue, Slice, Waitable,
 };
-pub use info::{MrMode, Query, Target};
-pub use operations::{Completion, Operation, Part};
+pub use info::{EndpointAddress, MrMode, ProviderQuery};
+pub use operations::{Completion, GatherBytes, Operation};
 pub use region::{Access, RemoteRegion, RemoteSlice};
 pub use wait::wait;

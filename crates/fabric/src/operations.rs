@@ -37,7 +37,7 @@ pub struct Completion {
 }
 
 /// An operation that was posted.
-pub(crate) struct Pending {
+pub(crate) struct PendingOperation {
     /// Process-wide number of its endpoint.
     pub(crate) serial: u64,
     pub(crate) endpoint: u64,
@@ -56,12 +56,12 @@ pub(crate) enum Held {
     /// Copied by the provider. Nobody is told that the operation has ended.
     Copied,
     Region(#[expect(dead_code, reason = "held so that it stays registered")] MemoryRegion),
-    Parts(Vec<Part>),
+    Parts(Vec<GatherBytes>),
 }
 
 impl Held {
     /// The parts, if it was made of parts.
-    pub(crate) fn into_parts(self) -> Vec<Part> {
+    pub(crate) fn into_parts(self) -> Vec<GatherBytes> {
         match self {
             Held::Parts(parts) => parts,
             Held::Copied | Held::Region(_) => Vec::new(),
@@ -71,7 +71,7 @@ impl Held {
 
 /// Bytes to be sent or written to remote memory.
 #[derive(Debug, Clone)]
-pub struct Part {
+pub struct GatherBytes {
     /// The bytes.
     pub bytes: Bytes,
     /// A region that they lie in. Providers that demand [`local`](crate::MrMode::local) registration need one, others do not.
@@ -79,7 +79,7 @@ pub struct Part {
 }
 
 /// The operations of one completion queue, at most as many as it has room for.
-pub(crate) struct Operations<P = Pending> {
+pub(crate) struct Operations<P = PendingOperation> {
     slots: Vec<Slot<P>>,
     free: Vec<u32>,
     capacity: usize,

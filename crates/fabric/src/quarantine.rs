@@ -4,18 +4,18 @@
 //! endpoint it came by is closed.
 
 /// Memories whose regions were closed, each with the endpoints that may still be writing to it.
-pub(crate) struct Quarantine<M> {
+pub(crate) struct MemoryQuarantine<M> {
     endpoints: Vec<u64>,
     held: Vec<(Vec<u64>, M)>,
 }
 
-impl<M> Default for Quarantine<M> {
+impl<M> Default for MemoryQuarantine<M> {
     fn default() -> Self {
-        Quarantine { endpoints: Vec::new(), held: Vec::new() }
+        MemoryQuarantine { endpoints: Vec::new(), held: Vec::new() }
     }
 }
 
-impl<M> Quarantine<M> {
+impl<M> MemoryQuarantine<M> {
     /// An endpoint is opened.
     pub(crate) fn opened(&mut self, endpoint: u64) {
         self.endpoints.push(endpoint);
@@ -51,7 +51,7 @@ mod tests {
 
     #[test]
     fn memory_waits_for_the_endpoints_of_its_time() {
-        let mut quarantine = Quarantine::default();
+        let mut quarantine = MemoryQuarantine::default();
         assert_eq!(quarantine.hold('a'), Some('a'));
         quarantine.opened(1);
         quarantine.opened(2);

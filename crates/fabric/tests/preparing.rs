@@ -1,6 +1,6 @@
 //! A process that has threads cannot change its environment any more, and libfabric is not loaded into it as it is.
 
-use fabric::{FabricError, Library, Query};
+use fabric::{FabricError, Library, ProviderQuery};
 
 const CACHE: &str = "FI_MR_CACHE_MAX_COUNT";
 
@@ -34,7 +34,7 @@ fn loading_the_library_leaves_signals_alone() {
     };
     let before = handled();
     if let Ok(library) = Library::load() {
-        let query = Query { provider: Some("tcp".to_owned()), ..Query::default() };
+        let query = ProviderQuery { provider: Some("tcp".to_owned()), ..ProviderQuery::default() };
         assert!(!library.query(&query).unwrap().is_empty());
         assert_eq!(handled(), before);
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use base::BoxFuture;
 use base::block::Payload;
-use base::budget::Peer;
+use base::budget::PeerAddress;
 use base::mem::ArenaBuf;
 use bytes::Bytes;
 use wire::BulkDescriptor;
@@ -90,7 +90,7 @@ pub struct PeerInfo {
     /// Transport address, for people.
     pub address: String,
     /// Transport address at which the session began, for budgets.
-    pub peer: Peer,
+    pub peer: PeerAddress,
     /// What the peer called itself in [`ConnectOptions::tenant`].
     pub tenant: String,
     /// Unique to this session; stays the same when the session is resumed on a new transport connection.
@@ -251,7 +251,7 @@ pub trait Connection: Send + Sync {
 
 /// What a connection's owner learns, in order.
 #[derive(Debug)]
-pub enum Event {
+pub enum ConnectionEvent {
     /// A message arrived.
     Message(Message),
     /// The transport broke; the session is being resumed. Nothing is lost so far. For information.
@@ -265,7 +265,7 @@ pub enum Event {
 /// The receiving half of a connection. Messages not taken count against the peer's credits: that is the backpressure.
 pub trait Incoming: Send {
     /// The next event; after [`Event::Lost`], that again. Cancel safe.
-    fn next(&mut self) -> BoxFuture<'_, Event>;
+    fn next(&mut self) -> BoxFuture<'_, ConnectionEvent>;
 }
 
 /// This side's end of a session: its sending and its receiving half. The session is closed when both are dropped.

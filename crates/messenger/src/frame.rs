@@ -43,7 +43,7 @@ pub const MAX_CONTROL: usize = 1024;
 /// What a frame is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
-pub enum Kind {
+pub enum FrameKind {
     /// First frame of a client.
     Hello = 1,
     /// The server's answer: the session.
@@ -72,39 +72,39 @@ pub enum Kind {
     PullData = 48,
 }
 
-impl Kind {
+impl FrameKind {
     /// All kinds.
-    pub const ALL: [Kind; 13] = [
-        Kind::Hello,
-        Kind::Welcome,
-        Kind::Reject,
-        Kind::Message,
-        Kind::Push,
-        Kind::Wrote,
-        Kind::Window,
-        Kind::PullRequest,
-        Kind::PullCancel,
-        Kind::PullRefused,
-        Kind::PushRefused,
-        Kind::Close,
-        Kind::PullData,
+    pub const ALL: [FrameKind; 13] = [
+        FrameKind::Hello,
+        FrameKind::Welcome,
+        FrameKind::Reject,
+        FrameKind::Message,
+        FrameKind::Push,
+        FrameKind::Wrote,
+        FrameKind::Window,
+        FrameKind::PullRequest,
+        FrameKind::PullCancel,
+        FrameKind::PullRefused,
+        FrameKind::PushRefused,
+        FrameKind::Close,
+        FrameKind::PullData,
     ];
 
-    fn from_byte(byte: u8) -> Result<Kind, FrameError> {
-        Kind::ALL.into_iter().find(|k| *k as u8 == byte).ok_or(FrameError::UnknownKind(byte))
+    fn from_byte(byte: u8) -> Result<FrameKind, FrameError> {
+        FrameKind::ALL.into_iter().find(|k| *k as u8 == byte).ok_or(FrameError::UnknownKind(byte))
     }
 
     /// Whether frames of this kind are numbered, acknowledged, and sent again on a new transport.
     #[must_use]
     pub fn is_sequenced(self) -> bool {
-        matches!(self, Kind::Message | Kind::Push | Kind::Wrote)
+        matches!(self, FrameKind::Message | FrameKind::Push | FrameKind::Wrote)
     }
 
     /// Longest header part and payload of this kind, in bytes.
     fn limits(self, limits: &Limits) -> (usize, usize) {
         match self {
-            Kind::Message => (limits.max_header, limits.max_inline),
-            Kind::Push | Kind::PullData => (MAX_CONTROL, MAX_CHUNK),
+            FrameKind::Message => (limits.max_header, limits.max_inline),
+            FrameKind::Push | FrameKind::PullData => (MAX_CONTROL, MAX_CHUNK),
             _ => (MAX_CONTROL, 0),
         }
     }
@@ -138,7 +138,7 @@ pub enum FrameError {
     #[error("{kind:?} frame with a {part} of {len} bytes exceeds the limit of {limit}")]
     TooLong {
         /// The frame.
-        kind: Kind,
+        kind: FrameKind,
         /// `header` or `payload`.
         part: &'static str,
         /// Its length.
@@ -148,7 +148,7 @@ pub enum FrameError {
     },
     /// A numbered frame without a number, or the reverse.
     #[error("{0:?} frame with sequence number {1}")]
-    Sequence(Kind, u64),
+    Sequence(FrameKind, u64),
     /// The body is damaged.
     #[error("frame body damaged: checksum {found:#010x}, expected {expected:#010x}")]
     BodyChecksum {
@@ -159,7 +159,7 @@ pub enum FrameError {
     },
     /// The body is whole, but makes no sense.
     #[error("{0:?} frame with a malformed body")]
-    Body(Kind),
+    Body(FrameKind),
     /// The payload is damaged.
     #[error("frame payload damaged: {0}")]
     Payload(base::block::ChecksumMismatch),
@@ -179,7 +179,7 @@ impl FrameError {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FrameHeader {
     /// What the frame is.
-    pub kind: Kind,
+    pub kind: FrameKind,
     /// Object offset of the payload's first byte modulo 4096.
     pub phase: u16,
     /// Length of the header part, in bytes.
@@ -231,7 +231,7 @@ impl FrameHeader {
             return Err(FrameError::HeaderChecksum { expected, found });
         }
         let header = FrameHeader {
-            kind: Kind::from_byte(bytes[5])?,
+            kind: FrameKind::from_byte(bytes[5])?,
             phase: u16::from_le_bytes([bytes[6], bytes[7]]),
             header_len: u32_at(8),
             payload_len: u32_at(12),
@@ -290,7 +290,7 @@ impl FrameHeader {
 /// `header` writes the header part. A frame is never longer than its reader's limits: its makers see to that.
 pub fn encode_head(
     out: &mut Vec<u8>,
-    kind: Kind,
+    kind: FrameKind,
     seq: u64,
     ack: u64,
     payload: &Payload,
@@ -360,7 +360,7 @@ mod tests {
     fn message(header: &[u8], phase: u64, data: &[u8]) -> Vec<u8> {
         let payload = Payload::compute(phase, Bytes::copy_from_slice(data));
         let mut out = Vec::new();
-        encode_head(&mut out, Kind::Message, 7, 3, &payload, |o| o.extend_from_slice(header));
+        encode_head(&mut out, FrameKind::Message, 7, 3, &payload, |o| o.extend_from_slice(header));
         out.extend_from_slice(data);
         out
     }
@@ -378,7 +378,7 @@ mod tests {
         ) {
             fixed[..4].copy_from_slice(&MAGIC);
             fixed[4] = VERSION;
-            fixed[5] = Kind::ALL[kind] as u8;
+            fixed[5] = FrameKind::ALL[kind] as u8;
             fixed[7] &= 0x0f;
             fixed[8..12].copy_from_slice(&header_len.to_le_bytes());
             fixed[12..16].copy_from_slice(&payload_len.to_le_bytes());

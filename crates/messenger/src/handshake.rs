@@ -10,14 +10,14 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use crate::config::SessionConfig;
 use crate::frame::{
-    self, Body, FrameHeader, HEADER_LEN, Hello, Kind, MAX_CONTROL, PathOffer, Reject, RejectCode, Resume,
-    Welcome,
+    self, Body, FrameHeader, FrameKind, HEADER_LEN, Hello, MAX_CONTROL, PathOffer, Reject, RejectCode,
+    Resume, Welcome,
 };
 use crate::home::Home;
 use crate::paths::{CommonPath, MAX_PATH_NAME, MAX_PATHS, PATH_TIMEOUT, Path};
-use crate::session::{Settled, Shared};
-use crate::transport::ofi::Piece;
-use crate::transport::{Claim, Road, Transport, Wire};
+use crate::session::{Negotiated, Shared};
+use crate::transport::ofi::PacketContent;
+use crate::transport::{ConnectClaim, Road, Transport, Wire};
 use crate::{ConnectOptions, Limits, MessengerError, PeerInfo};
 
 /// Protocol versions that this side speaks, lowest and highest.
@@ -50,7 +50,7 @@ async fn read(wire: &mut Wire) -> Result<Body, HandshakeError> {
     };
     let limits = Limits { max_header: MAX_CONTROL, max_inline: 0, max_bulk: 0, eager: 0, one_sided: false };
     let check = |header: &FrameHeader| match header.kind {
-        Kind::Hello | Kind::Welcome | Kind::Reject => Ok(()),
+        FrameKind::Hello | FrameKind::Welcome | FrameKind::Reject => Ok(()),
         kind => Err(HandshakeError::Protocol(format!("a {kind:?} frame before the handshake"))),
     };
     match &mut wire.road {
@@ -83,7 +83,7 @@ pub(crate) async fn write(wire: &mut Wire, body: &Body) -> std::io::Result<()> {
             writer.flush().await
         }
         Road::Packets(link) => {
-            link.send(&[Piece::Copied(&out)]).await.map_err(|e| std::io::Error::other(e.0))
+            link.send(&[PacketContent::Copied(&out)]).await.map_err(|e| std::io::Error::other(e.0))
         }
     }
 }
@@ -97,7 +97,7 @@ pub(crate) async fn read_hello(wire: &mut Wire) -> Result<Hello, HandshakeError>
 }
 
 /// Whether this side can make a session of that, over a transport whose connect request made that `claim`.
-pub(crate) fn check_hello(hello: &Hello, claim: Option<&Claim>) -> Result<(), Reject> {
+pub(crate) fn check_hello(hello: &Hello, claim: Option<&ConnectClaim>) -> Result<(), Reject> {
     let no = |reason: String| Err(Reject { code: RejectCode::Incompatible, reason });
     if claim.is_some_and(|claim| claim.tenant != hello.tenant || claim.nonce != hello.nonce) {
         return no("the handshake is not that of who asked to connect".to_owned());
@@ -108,8 +108,8 @@ pub(crate) fn check_hello(hello: &Hello, claim: Option<&Claim>) -> Result<(), Re
             hello.versions
         ));
     }
-    if hello.tenant.len() > Claim::MAX_TENANT {
-        return no(format!("the tenant's name is longer than {} bytes", Claim::MAX_TENANT));
+    if hello.tenant.len() > ConnectClaim::MAX_TENANT {
+        return no(format!("the tenant's name is longer than {} bytes", ConnectClaim::MAX_TENANT));
     }
     if hello.resume.is_none() && hello.granted > crate::config::MAX_CREDIT_BYTES {
         return no("more credit than any window has".to_owned());
@@ -124,7 +124,7 @@ pub(crate) fn settle(
     features: u64,
     config: &SessionConfig,
     paths: &[PathOffer],
-) -> (Settled, Body) {
+) -> (Negotiated, Body) {
     let (session, secret): (u128, [u8; 16]) = config.entropy.random();
     let features = features & hello.features;
     let limits = Limits {
@@ -136,7 +136,7 @@ pub(crate) fn settle(
     let peer = PeerInfo { address, peer, tenant: hello.tenant, session, features };
     let progress = (0, config.window_bytes);
     let welcome = welcome(config, features, hello.nonce, session, secret, progress, paths.to_vec());
-    (Settled { peer, secret, limits, granted: hello.granted }, welcome)
+    (Negotiated { peer, secret, limits, granted: hello.granted }, welcome)
 }
 
 /// What to tell a client that goes on with its session.
@@ -188,8 +188,8 @@ impl Dialer {
         options: ConnectOptions,
         config: SessionConfig,
     ) -> Result<Dialer, MessengerError> {
-        if options.tenant.len() > Claim::MAX_TENANT {
-            let limit = Claim::MAX_TENANT;
+        if options.tenant.len() > ConnectClaim::MAX_TENANT {
+            let limit = ConnectClaim::MAX_TENANT;
             return Err(MessengerError::Refused(format!("the tenant's name is longer than {limit} bytes")));
         }
         let (backoff, endpoint) = (crate::session::BACKOFF.0, endpoint.to_owned());
@@ -197,7 +197,7 @@ impl Dialer {
     }
 
     /// Starts a new session, trying again until the time is over; over the best transport that both sides have.
-    pub(crate) async fn dial(&mut self) -> Result<(Settled, Wire), MessengerError> {
+    pub(crate) async fn dial(&mut self) -> Result<(Negotiated, Wire), MessengerError> {
         let granted = self.config.window_bytes;
         let (welcome, wire) = self.retry(None, granted).await?;
         let limits = Limits {
@@ -213,7 +213,7 @@ impl Dialer {
             session: welcome.session,
             features: welcome.features & self.options.features,
         };
-        let settled = Settled { peer, secret: welcome.secret, limits, granted: welcome.granted };
+        let settled = Negotiated { peer, secret: welcome.secret, limits, granted: welcome.granted };
         let wire = self.move_to_path(&welcome, wire).await?;
         Ok((settled, wire))
     }
@@ -269,7 +269,7 @@ impl Dialer {
     }
 
     /// Waits until there is a better transport than `road`, and gives a connection over it. Never, if there is none.
-    pub(crate) async fn upgrade(&self, is_base: bool) -> (Wire, Claim) {
+    pub(crate) async fn upgrade(&self, is_base: bool) -> (Wire, ConnectClaim) {
         match &self.path {
             Some(path) if is_base => path.upgrade(|| self.claim()).await,
             _ => std::future::pending().await,
@@ -280,7 +280,7 @@ impl Dialer {
     pub(crate) async fn redial_over(
         &mut self,
         shared: &Shared,
-        (wire, claim): (Wire, Claim),
+        (wire, claim): (Wire, ConnectClaim),
     ) -> Result<Wire, MessengerError> {
         let (received, granted) = shared.resume_point();
         let resume = Resume { session: shared.session_id(), secret: shared.secret(), received };
@@ -336,8 +336,8 @@ impl Dialer {
         HandshakeError::Transport { endpoint: self.endpoint.clone(), reason }
     }
 
-    fn claim(&self) -> Claim {
-        Claim { tenant: self.options.tenant.clone(), nonce: self.config.entropy.random() }
+    fn claim(&self) -> ConnectClaim {
+        ConnectClaim { tenant: self.options.tenant.clone(), nonce: self.config.entropy.random() }
     }
 
     /// One attempt: over the path while that is well, and over the base.
@@ -376,7 +376,7 @@ impl Dialer {
     async fn shake(
         &self,
         mut wire: Wire,
-        claim: Claim,
+        claim: ConnectClaim,
         resume: Option<Resume>,
         granted: u64,
     ) -> Result<(Welcome, Wire), HandshakeError> {

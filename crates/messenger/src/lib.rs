@@ -49,8 +49,8 @@ pub mod transport;
 
 pub use admissions::Admissions;
 pub use api::{
-    BulkRegion, BulkSink, BulkSource, ConnectOptions, Connection, Ends, Event, Incoming, Limits, Listener,
-    Message, MessengerError, NetworkStack, PeerInfo, Pulled, Result,
+    BulkRegion, BulkSink, BulkSource, ConnectOptions, Connection, ConnectionEvent, Ends, Incoming, Limits,
+    Listener, Message, MessengerError, NetworkStack, PeerInfo, Pulled, Result,
 };
 pub use choice::{NoSuchStack, PathName, StackChoice, StackOptions, UseAs, open};
 pub use config::{Entropy, SessionConfig};

@@ -3,7 +3,7 @@
 use metrics::{Counter, Gauge, counter, gauge};
 
 /// Handles, looked up once for each session.
-pub(crate) struct Metrics {
+pub(crate) struct ConnectionMetrics {
     /// Bytes written to transports, headers included.
     pub(crate) sent_bytes: Counter,
     /// Bytes read from transports, headers included.
@@ -26,9 +26,9 @@ pub(crate) struct Metrics {
     pub(crate) queue_depth: Gauge,
 }
 
-impl Metrics {
-    pub(crate) fn new() -> Metrics {
-        Metrics {
+impl ConnectionMetrics {
+    pub(crate) fn new() -> ConnectionMetrics {
+        ConnectionMetrics {
             sent_bytes: counter!("outboard_messenger_sent_bytes"),
             received_bytes: counter!("outboard_messenger_received_bytes"),
             sent_messages: counter!("outboard_messenger_sent_messages"),

@@ -9,10 +9,10 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use base::health::{OffloadHealth, State};
+use base::health::{HealthState, OffloadHealth};
 
 use crate::frame::PathOffer;
-use crate::transport::{Claim, Transport, Wire};
+use crate::transport::{ConnectClaim, Transport, Wire};
 
 /// How long a path may take to connect, before the session goes on without it.
 pub(crate) const PATH_TIMEOUT: Duration = Duration::from_secs(3);
@@ -76,7 +76,7 @@ impl CommonPath {
     }
 
     pub(crate) fn is_active(&self) -> bool {
-        self.path.health.report().state == State::Active
+        self.path.health.report().state == HealthState::Active
     }
 
     pub(crate) fn failed(&self, why: &str) {
@@ -84,7 +84,7 @@ impl CommonPath {
     }
 
     /// Waits until the path can be used (again), and gives a connection over it that has not shaken hands.
-    pub(crate) async fn upgrade(&self, claim: impl Fn() -> Claim) -> (Wire, Claim) {
+    pub(crate) async fn upgrade(&self, claim: impl Fn() -> ConnectClaim) -> (Wire, ConnectClaim) {
         loop {
             match self.path.health.probe_at() {
                 Some(at) => tokio::time::sleep_until(at.into()).await,

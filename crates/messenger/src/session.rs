@@ -26,21 +26,21 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::{Notify, Semaphore, watch};
 
-pub(crate) use task::{BACKOFF, Resumption, Role, run};
+pub(crate) use task::{BACKOFF, Resumption, TransportSupply, run};
 
 use crate::config::{BULK_SLOTS, MAX_PULLS, SessionConfig};
-use crate::metrics::Metrics;
+use crate::metrics::ConnectionMetrics;
 use crate::transport::ofi::Link;
 use crate::transport::{Road, Wire};
-use crate::{Event, Limits, MessengerError, PeerInfo};
+use crate::{ConnectionEvent, Limits, MessengerError, PeerInfo};
 use inbound::Inbound;
 use offers::Offers;
 use outbound::Outbound;
 use pulls::Pulls;
-use turns::Turns;
+use turns::TransferTurns;
 
 /// What the handshake settled.
-pub(crate) struct Settled {
+pub(crate) struct Negotiated {
     pub(crate) peer: PeerInfo,
     pub(crate) secret: [u8; 16],
     /// What the peer takes: the limits of what this side sends.
@@ -51,7 +51,7 @@ pub(crate) struct Settled {
 
 /// Where the session stands.
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Status {
+enum ConnectionState {
     Open,
     /// This side wants to end it: what is queued is sent first.
     Closing,
@@ -60,7 +60,7 @@ enum Status {
 
 /// What is behind the lock.
 struct State {
-    status: Status,
+    status: ConnectionState,
     outbound: Outbound,
     inbound: Inbound,
     pulls: Pulls,
@@ -75,7 +75,7 @@ struct State {
 
 /// Which side of a session this is. Only clients let their peers reach their memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Side {
+pub(crate) enum ConnectionSide {
     Client,
     Server,
 }
@@ -86,8 +86,8 @@ pub(crate) struct Shared {
     secret: [u8; 16],
     limits: Limits,
     config: SessionConfig,
-    side: Side,
-    metrics: Metrics,
+    side: ConnectionSide,
+    metrics: ConnectionMetrics,
     state: Mutex<State>,
     /// There is something to write.
     wake_writer: Notify,
@@ -97,7 +97,7 @@ pub(crate) struct Shared {
     push_room: Semaphore,
     /// Room in the bulk lane, in chunks. Fair: transfers whose turn it is alternate.
     bulk_slots: Semaphore,
-    turns: Turns,
+    turns: TransferTurns,
     pull_slots: Semaphore,
     /// A pull was given up: the reader may be writing to its buffer.
     pull_dropped: Notify,
@@ -121,13 +121,18 @@ pub(crate) struct Shared {
 
 impl Shared {
     /// A session that goes over `wire` first.
-    pub(crate) fn new(settled: Settled, config: SessionConfig, side: Side, wire: &Wire) -> Arc<Shared> {
-        let metrics = Metrics::new();
+    pub(crate) fn new(
+        settled: Negotiated,
+        config: SessionConfig,
+        side: ConnectionSide,
+        wire: &Wire,
+    ) -> Arc<Shared> {
+        let metrics = ConnectionMetrics::new();
         metrics.sessions.increment(1);
         let mut outbound = Outbound::new(settled.granted, config.window_bytes);
         let credit = outbound.issue();
         let state = State {
-            status: Status::Open,
+            status: ConnectionState::Open,
             outbound,
             inbound: Inbound::new(config.window_bytes),
             pulls: Pulls::default(),
@@ -150,7 +155,7 @@ impl Shared {
             message_credit: Semaphore::new(credit),
             push_room: Semaphore::new(config.push_window_bytes as usize),
             bulk_slots: Semaphore::new(BULK_SLOTS),
-            turns: Turns::new(),
+            turns: TransferTurns::new(),
             pull_slots: Semaphore::new(MAX_PULLS),
             pull_dropped: Notify::new(),
             close_wanted: watch::Sender::new(false),
@@ -181,9 +186,9 @@ impl Shared {
     /// Why nothing more can be sent, if that is so.
     fn check_open(state: &State) -> Result<(), MessengerError> {
         match &state.status {
-            Status::Open => Ok(()),
-            Status::Closing => Err(MessengerError::SessionLost("closed by this side".into())),
-            Status::Lost(why) => Err(why.clone()),
+            ConnectionState::Open => Ok(()),
+            ConnectionState::Closing => Err(MessengerError::SessionLost("closed by this side".into())),
+            ConnectionState::Lost(why) => Err(why.clone()),
         }
     }
 
@@ -197,8 +202,8 @@ impl Shared {
     /// Asks the session's task to send what is queued and end. May be called again.
     fn close_soon(&self) {
         let mut state = self.lock();
-        if state.status == Status::Open {
-            state.status = Status::Closing;
+        if state.status == ConnectionState::Open {
+            state.status = ConnectionState::Closing;
         }
         drop(state);
         self.close_wanted.send_replace(true);
@@ -223,10 +228,10 @@ impl Shared {
     /// Ends the session: everything that waits fails, everything that is held is let go.
     fn lose(&self, why: MessengerError) {
         let mut state = self.lock();
-        if matches!(state.status, Status::Lost(_)) {
+        if matches!(state.status, ConnectionState::Lost(_)) {
             return;
         }
-        state.status = Status::Lost(why.clone());
+        state.status = ConnectionState::Lost(why.clone());
         state.link = None;
         // Dropped after the lock is: what drops here is the users', and may call back.
         let (outbound, pulls, offers) = (
@@ -234,7 +239,7 @@ impl Shared {
             std::mem::take(&mut state.pulls),
             std::mem::take(&mut state.offers),
         );
-        state.inbound.push_info(Event::Lost(why.clone()));
+        state.inbound.push_info(ConnectionEvent::Lost(why.clone()));
         let waker = state.inbound.take_waker();
         drop(state);
         for limit in [&self.message_credit, &self.push_room, &self.bulk_slots, &self.pull_slots] {

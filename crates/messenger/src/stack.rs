@@ -10,13 +10,13 @@ use crate::config::SessionConfig;
 use crate::handshake::Dialer;
 use crate::home::Home;
 use crate::paths::Path;
-use crate::session::{self, Role, Shared, Side};
+use crate::session::{self, ConnectionSide, Shared, TransportSupply};
 use crate::transport::Transport;
-use crate::transport::faulty::{FaultControl, Faults, Faulty};
-use crate::transport::memory::Memory;
+use crate::transport::faulty::{FaultControl, Faulty, StreamFaults};
+use crate::transport::memory::MemoryNetwork;
 use crate::transport::tcp::Tcp;
 use crate::{ConnectOptions, Ends, Listener, MessengerError, NetworkStack, Result};
-pub(crate) use listener::Registration;
+pub(crate) use listener::RegistryPlace;
 use listener::StreamListener;
 
 /// A network stack over a [`Transport`] that always works, and perhaps faster [`Path`]s.
@@ -36,7 +36,7 @@ pub struct StreamStack<T> {
 ///
 /// Replays exactly when its configuration's [`Entropy`](crate::Entropy) comes from a seed too, and it runs on one
 /// current-thread runtime with a paused clock.
-pub type SimStack = StreamStack<Faulty<Memory>>;
+pub type SimStack = StreamStack<Faulty<MemoryNetwork>>;
 
 /// The stack that always works: TCP, endpoints `host:port`.
 pub type TcpStack = StreamStack<Tcp>;
@@ -52,14 +52,18 @@ impl StreamStack<Tcp> {
     }
 }
 
-impl StreamStack<Faulty<Memory>> {
+impl StreamStack<Faulty<MemoryNetwork>> {
     /// A network with `faults` from `seed`, and the hand on their switch.
     ///
     /// # Panics
     /// If `config` contradicts itself.
     #[must_use]
-    pub fn simulated(seed: u64, faults: Faults, config: SessionConfig) -> (SimStack, Arc<FaultControl>) {
-        let network = Faulty::new(Memory::default(), faults, seed);
+    pub fn simulated(
+        seed: u64,
+        faults: StreamFaults,
+        config: SessionConfig,
+    ) -> (SimStack, Arc<FaultControl>) {
+        let network = Faulty::new(MemoryNetwork::default(), faults, seed);
         let control = network.control();
         (StreamStack::over(network, config), control)
     }
@@ -100,7 +104,7 @@ impl<T: Transport> StreamStack<T> {
     }
 
     /// How the paths are, in the order in which they are preferred.
-    pub fn paths(&self) -> impl Iterator<Item = (&str, base::health::Report)> {
+    pub fn paths(&self) -> impl Iterator<Item = (&str, base::health::HealthReport)> {
         self.paths.iter().map(|path| (path.name.as_str(), path.health.report()))
     }
 }
@@ -151,8 +155,8 @@ impl<T: Transport> NetworkStack for StreamStack<T> {
 /// Begins a session, which is served by the thread that this runs on.
 async fn begin(mut dialer: Dialer, config: SessionConfig) -> Result<Ends> {
     let (settled, wire) = dialer.dial().await?;
-    let shared = Shared::new(settled, config, Side::Client, &wire);
+    let shared = Shared::new(settled, config, ConnectionSide::Client, &wire);
     let handles = shared.handles();
-    crate::spawn(session::run(shared, Role::Client(Box::new(dialer)), wire));
+    crate::spawn(session::run(shared, TransportSupply::Client(Box::new(dialer)), wire));
     Ok(handles)
 }

@@ -14,14 +14,14 @@ use std::io;
 use std::sync::Arc;
 
 use base::BoxFuture;
-use base::budget::Peer;
+use base::budget::PeerAddress;
 use tokio::io::{AsyncRead, AsyncWrite};
 
 /// What goes in.
-pub type Reader = Box<dyn AsyncRead + Send + Unpin>;
+pub type TransportReader = Box<dyn AsyncRead + Send + Unpin>;
 
 /// What goes out. Vectored writes should be real ones.
-pub type Writer = Box<dyn AsyncWrite + Send + Unpin>;
+pub type TransportWriter = Box<dyn AsyncWrite + Send + Unpin>;
 
 /// One connection of a transport.
 pub struct Wire {
@@ -30,16 +30,16 @@ pub struct Wire {
     /// The peer's address, for people.
     pub address: String,
     /// The peer's address, for the budgets of the side that accepted the connection.
-    pub peer: Peer,
+    pub peer: PeerAddress,
     /// What the peer said of itself before the connection stood, where the transport has room for that. To be proven by
     /// its handshake.
-    pub claim: Option<Claim>,
+    pub claim: Option<ConnectClaim>,
 }
 
 /// How bytes move on a [`Wire`].
 pub enum Road {
     /// A stream of bytes in each direction.
-    Stream(Reader, Writer),
+    Stream(TransportReader, TransportWriter),
     /// Packets, and one-sided transfers.
     Packets(Arc<ofi::Link>),
 }
@@ -47,8 +47,8 @@ pub enum Road {
 impl Wire {
     /// A wire that is two streams, to a peer without an address of its own.
     #[must_use]
-    pub fn stream(reader: Reader, writer: Writer, address: String) -> Wire {
-        Wire { road: Road::Stream(reader, writer), address, peer: Peer::Local, claim: None }
+    pub fn stream(reader: TransportReader, writer: TransportWriter, address: String) -> Wire {
+        Wire { road: Road::Stream(reader, writer), address, peer: PeerAddress::Local, claim: None }
     }
 }
 
@@ -61,14 +61,14 @@ impl fmt::Debug for Wire {
 /// Who wants to connect, in the connect request itself: so a server can choose a protection domain before there is an
 /// endpoint. It proves nothing.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Claim {
+pub struct ConnectClaim {
     /// The tenant, at most [`Claim::MAX_TENANT`] bytes.
     pub tenant: String,
     /// Random: says that the handshake which comes later belongs to this request.
     pub nonce: [u8; 16],
 }
 
-impl Claim {
+impl ConnectClaim {
     /// Longest name of a tenant, in bytes.
     pub const MAX_TENANT: usize = 32;
 }
@@ -79,7 +79,7 @@ pub trait Transport: Send + Sync + 'static {
     fn bind<'a>(&'a self, address: &'a str) -> BoxFuture<'a, io::Result<Box<dyn Acceptor>>>;
 
     /// Connects to an endpoint as [`Acceptor::endpoint`] gives it.
-    fn dial<'a>(&'a self, endpoint: &'a str, claim: &'a Claim) -> BoxFuture<'a, io::Result<Wire>>;
+    fn dial<'a>(&'a self, endpoint: &'a str, claim: &'a ConnectClaim) -> BoxFuture<'a, io::Result<Wire>>;
 }
 
 /// Where connections arrive.

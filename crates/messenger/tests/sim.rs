@@ -8,13 +8,13 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use outboard_messenger::conformance::{self, Rig};
-use outboard_messenger::transport::faulty::{FaultControl, Faults};
-use outboard_messenger::{ConnectOptions, Entropy, Event, Message, SessionConfig, SimStack};
+use outboard_messenger::transport::faulty::{FaultControl, StreamFaults};
+use outboard_messenger::{ConnectOptions, ConnectionEvent, Entropy, Message, SessionConfig, SimStack};
 use tokio::time::timeout;
 
 const GRACE: Duration = Duration::from_secs(8);
 
-fn rig(faults: Faults, seed: u64) -> (Rig, Arc<FaultControl>) {
+fn rig(faults: StreamFaults, seed: u64) -> (Rig, Arc<FaultControl>) {
     let config = SessionConfig { entropy: Entropy::seeded(seed), grace: GRACE, ..SessionConfig::default() };
     let (stack, control) = SimStack::simulated(seed, faults, config);
     let (cut, freeze) = (Arc::clone(&control), Arc::clone(&control));
@@ -31,10 +31,11 @@ fn rig(faults: Faults, seed: u64) -> (Rig, Arc<FaultControl>) {
 }
 
 /// Delays only: what the suite expects of a network that is slow, but well.
-const SLOW: Faults = Faults { delay_max: Duration::from_millis(2), piece_max: 20_000, ..Faults::NONE };
+const SLOW: StreamFaults =
+    StreamFaults { delay_max: Duration::from_millis(2), piece_max: 20_000, ..StreamFaults::NONE };
 
 /// Everything at once.
-const HOSTILE: Faults = Faults {
+const HOSTILE: StreamFaults = StreamFaults {
     delay_max: Duration::from_millis(3),
     piece_max: 30_000,
     break_after_bytes: 800_000,
@@ -100,15 +101,15 @@ async fn idle_sessions_rest_until_something_is_wanted() {
             2 * rest + GRACE
         };
         let event = timeout(most, from_server.next()).await;
-        assert!(matches!(event, Ok(Event::Interrupted)), "{event:?}, wants: {wants}");
+        assert!(matches!(event, Ok(ConnectionEvent::Interrupted)), "{event:?}, wants: {wants}");
         (rig.freeze)(false);
-        assert!(matches!(from_server.next().await, Event::Resumed));
+        assert!(matches!(from_server.next().await, ConnectionEvent::Resumed));
     }
     loop {
         match from_client.next().await {
-            Event::Message(message) => break assert_eq!(message, Message::default()),
-            Event::Interrupted | Event::Resumed => {}
-            Event::Lost(why) => panic!("{why}"),
+            ConnectionEvent::Message(message) => break assert_eq!(message, Message::default()),
+            ConnectionEvent::Interrupted | ConnectionEvent::Resumed => {}
+            ConnectionEvent::Lost(why) => panic!("{why}"),
         }
     }
 }

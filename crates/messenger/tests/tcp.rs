@@ -4,14 +4,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use outboard_messenger::conformance::{self, Rig};
-use outboard_messenger::transport::faulty::{Faults, Faulty};
+use outboard_messenger::transport::faulty::{Faulty, StreamFaults};
 use outboard_messenger::transport::tcp::Tcp;
 use outboard_messenger::{SessionConfig, StreamStack};
 
 fn rig() -> Rig {
     let grace = Duration::from_millis(900);
     let config = SessionConfig { heartbeat: Duration::from_millis(150), grace, ..SessionConfig::default() };
-    let network = Faulty::new(Tcp::default(), Faults::NONE, 0);
+    let network = Faulty::new(Tcp::default(), StreamFaults::NONE, 0);
     let (cut, freeze) = (network.control(), network.control());
     Rig {
         stack: Arc::new(StreamStack::over(network, config)),

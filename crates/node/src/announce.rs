@@ -6,7 +6,7 @@ use std::os::fd::AsFd;
 
 use serde::{Deserialize, Serialize};
 
-use super::state::Target;
+use super::state::MountedTarget;
 
 /// Longest announcement that is read, in bytes.
 pub const MAX_ANNOUNCEMENT: u64 = 64 << 10;
@@ -43,7 +43,7 @@ pub struct Ready {
     pub emulated: bool,
     /// The targets that it has mounted.
     #[serde(default)]
-    pub targets: Vec<Target>,
+    pub targets: Vec<MountedTarget>,
     /// The event loops that send heartbeats from now on.
     #[serde(default)]
     pub loops: Vec<String>,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use base::fault::Faults;
 use ec::offload::accelerator::{self, AcceleratorOptions};
-use ec::offload::batch::Pace;
+use ec::offload::batch::EngineRate;
 use ec::offload::worker::Worker;
 use ec::{Code, Geometry, KernelChoice};
 use osd::{CodingConfig, StripesAt};
@@ -13,7 +13,7 @@ use store::stripes::{EngineOptions, Engines};
 use wire::{CodingOffload, Placement};
 
 use super::config::Config;
-use super::cpus::{Cpus, Side, kept_to};
+use super::cpus::{ChannelSide, Cpus, kept_to};
 
 /// What the core's rate is measured with, in bytes: the middle of the paper's sizes would take longer and say the same.
 const SAMPLE: usize = 8 << 20;
@@ -25,8 +25,9 @@ pub fn accelerator(config: &Config, dpu: Cpus, faults: &Faults) -> io::Result<Op
         return Ok(None);
     }
     let faults = faults.clone();
-    dpu.during(Side::Dpu, || {
-        let options = AcceleratorOptions { faults, ..AcceleratorOptions::new(Pace::paper(host_rate()?)) };
+    dpu.during(ChannelSide::Dpu, || {
+        let options =
+            AcceleratorOptions { faults, ..AcceleratorOptions::new(EngineRate::paper(host_rate()?)) };
         accelerator::start(options).map(Some)
     })
 }

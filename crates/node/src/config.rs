@@ -14,7 +14,7 @@ use serde::Deserialize;
 use wire::{CodingMode, CodingOffload, Placement};
 
 use super::cpus::Cpus;
-use super::debug::Tuning;
+use super::debug::ChannelTuning;
 use super::units::{ByteSize, OutOfRange, Period};
 
 const MIB: u64 = 1 << 20;
@@ -40,36 +40,36 @@ pub struct Config {
     pub target_size: ByteSize,
     /// The store role.
     #[config(nested)]
-    pub store: Store,
+    pub store: StoreSection,
     /// The channel between host and DPU.
     #[config(nested)]
-    pub channel: Channel,
+    pub channel: ChannelSection,
     /// The osd role.
     #[config(nested)]
-    pub osd: Osd,
+    pub osd: OsdSection,
     /// Erasure coding.
     #[config(nested)]
-    pub coding: Coding,
+    pub coding: CodingSection,
     /// How clients connect.
     #[config(nested)]
-    pub network: Network,
+    pub network: NetworkSection,
     /// Logs.
     #[config(nested)]
-    pub log: Log,
+    pub log: LogSection,
     /// Metrics.
     #[config(nested)]
-    pub metrics: Metrics,
+    pub metrics: MetricsSection,
     /// How the supervisor restarts roles.
     #[config(nested)]
-    pub supervise: Supervise,
+    pub supervise: SuperviseSection,
     /// Faults for tests.
     #[config(nested)]
-    pub debug: Debug,
+    pub debug: DebugSection,
 }
 
 /// Section `store`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, confique::Config)]
-pub struct Store {
+pub struct StoreSection {
     /// CPUs of a store whose osd emulates a DPU: "auto" (all CPUs that the emulated DPU does not
     /// use), "any", or a list such as "2,4-7".
     #[config(default = "auto")]
@@ -88,7 +88,7 @@ pub struct Store {
 
 /// Section `channel`.
 #[derive(Debug, Clone, PartialEq, Eq, confique::Config)]
-pub struct Channel {
+pub struct ChannelSection {
     /// Size of the host memory that payload passes through between osd and store: 8MiB to 4GiB, a
     /// multiple of 4KiB.
     #[config(default = "64MiB", validate(within(window.0, 8 * MIB, 4096 * MIB) && window.0.is_multiple_of(4096), "must be 8MiB to 4GiB, a multiple of 4KiB"))]
@@ -100,7 +100,7 @@ pub struct Channel {
     /// machine. "ofi:PROVIDER" uses one-sided transfers of libfabric: "ofi:verbs" needs RDMA,
     /// "ofi:tcp" works anywhere.
     #[config(default = "shm")]
-    pub engine: Engine,
+    pub engine: EngineKind,
     /// Address at which the osd reaches the store with the engine ofi. The network must be trusted.
     /// The IP address selects the network device.
     #[config(default = "127.0.0.1:0")]
@@ -109,7 +109,7 @@ pub struct Channel {
     /// slow as the BlueField-3 that DoCeph measured: each payload chain takes 2.4 ms plus 0.38 ms
     /// per MB, one chain at a time.
     #[config(default = "memcpy")]
-    pub profile: Profile,
+    pub profile: EngineProfile,
     /// Maximum length of a DMA transfer: 4KiB to 2MiB, a multiple of 4KiB. The engine's own limit
     /// also applies.
     #[config(default = "2MiB")]
@@ -144,10 +144,10 @@ pub struct Channel {
     pub verify_every: u32,
 }
 
-impl Channel {
+impl ChannelSection {
     /// How the osd uses the channel unless it is told otherwise.
-    pub fn tuning(&self) -> Tuning {
-        Tuning {
+    pub fn tuning(&self) -> ChannelTuning {
+        ChannelTuning {
             pipeline: true,
             region_cache: self.region_cache,
             max_transfer: self.max_transfer,
@@ -160,20 +160,20 @@ impl Channel {
 /// What moves payload between osd and store.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
-pub enum Engine {
+pub enum EngineKind {
     /// Emulated: a thread that copies between two memories of this machine.
     Shm,
     /// One-sided transfers by this provider of libfabric.
     Ofi(String),
 }
 
-impl TryFrom<String> for Engine {
+impl TryFrom<String> for EngineKind {
     type Error = String;
 
-    fn try_from(text: String) -> Result<Engine, String> {
+    fn try_from(text: String) -> Result<EngineKind, String> {
         match text.split_once(':') {
-            None if text == "shm" => Ok(Engine::Shm),
-            Some(("ofi", provider)) if !provider.is_empty() => Ok(Engine::Ofi(provider.to_owned())),
+            None if text == "shm" => Ok(EngineKind::Shm),
+            Some(("ofi", provider)) if !provider.is_empty() => Ok(EngineKind::Ofi(provider.to_owned())),
             _ => Err(format!("{text:?} is neither \"shm\" nor \"ofi:PROVIDER\", e.g. \"ofi:verbs\"")),
         }
     }
@@ -182,7 +182,7 @@ impl TryFrom<String> for Engine {
 /// How fast the emulated engine is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Profile {
+pub enum EngineProfile {
     /// As fast as memory is copied.
     Memcpy,
     /// As DoCeph measured a BlueField-3.
@@ -191,7 +191,7 @@ pub enum Profile {
 
 /// Section `debug`.
 #[derive(Debug, Clone, PartialEq, Eq, confique::Config)]
-pub struct Debug {
+pub struct DebugSection {
     /// Faults to inject, e.g. ["dma.transfer=fail,probability=0.001"]; see `outboard debug fault
     /// --help`. In the environment variable, colons separate the faults.
     #[config(default = [], validate = are_faults)]
@@ -200,7 +200,7 @@ pub struct Debug {
 
 /// Section `osd`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, confique::Config)]
-pub struct Osd {
+pub struct OsdSection {
     /// CPUs of an osd that emulates a DPU: "auto" (the last quarter of the machine's CPUs, at least
     /// one), "any", or a list such as "2,4-7".
     #[config(default = "auto")]
@@ -260,7 +260,7 @@ pub struct Osd {
 
 /// Section `coding`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, confique::Config)]
-pub struct Coding {
+pub struct CodingSection {
     /// Where the parity of large writes is computed. "latency-sensitive": by the host's processor.
     /// "async": by the DPU. "hybrid:A:B": of A + B pieces, A by the host and B by the DPU.
     /// "hybrid:auto": by both, in proportion to their measured cost. While the host is busy, the
@@ -289,7 +289,7 @@ pub struct Coding {
 
 /// Section `network`.
 #[derive(Debug, Clone, PartialEq, Eq, confique::Config)]
-pub struct Network {
+pub struct NetworkSection {
     /// Transports that clients can use in addition to TCP, which always works. "auto": RDMA, if the
     /// machine has it. "tcp": none. Or a list such as "ofi:verbs" or "ofi:verbs@192.0.2.1:7701",
     /// the best first. "ofi:tcp" is libfabric over TCP.
@@ -298,7 +298,7 @@ pub struct Network {
     /// Receive buffers over RDMA: "shared" by all connections of a tenant, or "per-connection" for
     /// devices without shared receive queues.
     #[config(default = "shared")]
-    pub receive_queue: ReceiveQueue,
+    pub receive_queue: ReceiveSharing,
     /// How long the osd polls for further messages after each message over RDMA, in microseconds,
     /// before it sleeps: 0 to 10000. Polling stops by itself when it rarely finds a message.
     #[config(default = 20, validate(*poll_us <= 10_000, "must be 0 to 10000"))]
@@ -312,19 +312,19 @@ fn stacks<'de, D: serde::Deserializer<'de>>(text: D) -> Result<StackChoice, D::E
 /// Whose receive buffers are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum ReceiveQueue {
+pub enum ReceiveSharing {
     /// Connections share them.
     Shared,
     /// Each connection has its own.
     PerConnection,
 }
 
-impl Network {
+impl NetworkSection {
     /// How the messenger's stack is to behave.
     pub fn options(&self) -> StackOptions {
         let receive_queue = match self.receive_queue {
-            ReceiveQueue::Shared => ReceiveQueueKind::Shared,
-            ReceiveQueue::PerConnection => ReceiveQueueKind::PerConnection,
+            ReceiveSharing::Shared => ReceiveQueueKind::Shared,
+            ReceiveSharing::PerConnection => ReceiveQueueKind::PerConnection,
         };
         let spin = Duration::from_micros(self.poll_us.into());
         StackOptions { receive_queue, spin, ..StackOptions::default() }
@@ -333,7 +333,7 @@ impl Network {
 
 /// Section `log`.
 #[derive(Debug, Clone, PartialEq, Eq, confique::Config)]
-pub struct Log {
+pub struct LogSection {
     /// Log level: error, warn, info, debug, trace, or a filter such as "info,osd=debug".
     #[config(env = "OUTBOARD_LOG", default = "info", validate = is_filter)]
     pub level: String,
@@ -358,7 +358,7 @@ pub enum LogFormat {
 
 /// Section `metrics`.
 #[derive(Debug, Clone, PartialEq, Eq, confique::Config)]
-pub struct Metrics {
+pub struct MetricsSection {
     /// Address of each process's Prometheus page. If the port is not 0, the supervisor uses it, and
     /// the roles use the following ports: store (or node) +1, osd +2.
     #[config(default = "127.0.0.1:0")]
@@ -367,7 +367,7 @@ pub struct Metrics {
 
 /// Section `supervise`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, confique::Config)]
-pub struct Supervise {
+pub struct SuperviseSection {
     /// Pause before a dead role is restarted. The pause doubles with each restart.
     #[config(default = "100ms", validate(ms_within(backoff_min, 1, 3_600_000), "must be 1ms to 1h"))]
     pub backoff_min: Period,
@@ -416,7 +416,7 @@ impl Config {
     /// If values do not fit together.
     pub(crate) fn check(&self) -> Result<(), NotPossible> {
         self.channel.tuning().check()?;
-        let Supervise { backoff_min: min, backoff_max: max, .. } = self.supervise;
+        let SuperviseSection { backoff_min: min, backoff_max: max, .. } = self.supervise;
         if min > max {
             return Err(NotPossible::Backoff { min, max });
         }

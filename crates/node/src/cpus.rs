@@ -23,7 +23,7 @@ pub enum Cpus {
 
 /// Which side of the host–DPU channel a process is on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Side {
+pub enum ChannelSide {
     /// The host: the store.
     Host,
     /// The DPU: the osd.
@@ -64,7 +64,7 @@ impl Cpus {
     ///
     /// # Errors
     /// If none of them may be used.
-    pub fn apply(self, side: Side) -> std::io::Result<()> {
+    pub fn apply(self, side: ChannelSide) -> std::io::Result<()> {
         let set = match self {
             Cpus::Any => return Ok(()),
             Cpus::These(set) => set,
@@ -82,7 +82,11 @@ impl Cpus {
     ///
     /// # Errors
     /// If none of them may be used, or `body` fails.
-    pub fn during<T>(self, side: Side, body: impl FnOnce() -> std::io::Result<T>) -> std::io::Result<T> {
+    pub fn during<T>(
+        self,
+        side: ChannelSide,
+        body: impl FnOnce() -> std::io::Result<T>,
+    ) -> std::io::Result<T> {
         let before = sched_getaffinity(None)?;
         self.apply(side)?;
         let result = body();
@@ -104,14 +108,14 @@ pub fn kept_to() -> std::io::Result<Vec<usize>> {
 }
 
 /// Divides the CPUs in a set; a single one is for both sides.
-fn of_side(side: Side, all: &CpuSet) -> CpuSet {
+fn of_side(side: ChannelSide, all: &CpuSet) -> CpuSet {
     let total = all.count() as usize;
     let count = (total / 4).clamp(1, MAX_DPU);
     let (mut dpu, mut host) = (CpuSet::new(), CpuSet::new());
     for (i, cpu) in (0..MAX_CPUS).rev().filter(|cpu| all.is_set(*cpu)).enumerate() {
         if i < count { dpu.set(cpu) } else { host.set(cpu) }
     }
-    if side == Side::Dpu || total < 2 { dpu } else { host }
+    if side == ChannelSide::Dpu || total < 2 { dpu } else { host }
 }
 
 #[cfg(test)]
@@ -135,7 +139,7 @@ mod tests {
     fn cpus_that_there_are_not_are_refused_with_a_remedy() {
         let allowed = sched_getaffinity(None).unwrap();
         let absent = (0..MAX_CPUS).find(|cpu| !allowed.is_set(*cpu)).unwrap();
-        let error = Cpus::try_from(absent.to_string()).unwrap().apply(Side::Dpu).unwrap_err();
+        let error = Cpus::try_from(absent.to_string()).unwrap().apply(ChannelSide::Dpu).unwrap_err();
         assert!(error.to_string().contains("\"any\""), "{error}");
     }
 
@@ -146,8 +150,8 @@ mod tests {
         {
             let mut all = CpuSet::new();
             (0..cpus).for_each(|cpu| all.set(cpu));
-            assert_eq!(listed(&of_side(Side::Dpu, &all)), dpu);
-            assert_eq!(listed(&of_side(Side::Host, &all)), host);
+            assert_eq!(listed(&of_side(ChannelSide::Dpu, &all)), dpu);
+            assert_eq!(listed(&of_side(ChannelSide::Host, &all)), host);
         }
     }
 }

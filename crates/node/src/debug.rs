@@ -26,7 +26,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// What a role is asked.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Request {
+pub enum DebugRequest {
     /// What is armed, and how the role is tuned.
     Show,
     /// Arms a fault, as [`Fault`] is written.
@@ -34,12 +34,12 @@ pub enum Request {
     /// Disarms all faults.
     Clear,
     /// Changes how the osd uses the channel.
-    Tune(Tuning),
+    Tune(ChannelTuning),
 }
 
 /// What a role answers.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
-pub struct Answer {
+pub struct DebugAnswer {
     /// Why the request was refused.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
@@ -48,7 +48,7 @@ pub struct Answer {
     pub faults: Vec<ArmedFault>,
     /// How the osd uses the channel.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub tuning: Option<Tuning>,
+    pub tuning: Option<ChannelTuning>,
     /// Time that threads of class `chan` have spent inside tasks so far, in ns, by the class of the tasks.
     #[serde(default)]
     pub chan_ns: Vec<(String, u64)>,
@@ -71,7 +71,7 @@ pub struct ArmedFault {
 
 /// How the osd uses the channel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Tuning {
+pub struct ChannelTuning {
     /// Whether the segments of a request are received, moved and written at the same time.
     pub pipeline: bool,
     /// Windows of host memory that stay open to DMA; 0 has every request negotiate its own.
@@ -84,7 +84,7 @@ pub struct Tuning {
     pub poll_us: u64,
 }
 
-impl Tuning {
+impl ChannelTuning {
     /// Refuses what the configuration would not take either.
     ///
     /// # Errors
@@ -110,13 +110,13 @@ pub enum TuneError {
 }
 
 /// Applies a tuning.
-pub type Tune = Box<dyn Fn(Tuning) + Send>;
+pub type Tune = Box<dyn Fn(ChannelTuning) + Send>;
 
 /// What can be changed in a role.
 #[derive(Clone, Default)]
 pub struct Controls {
     faults: Faults,
-    tuned: Arc<Mutex<Option<(Tuning, Tune)>>>,
+    tuned: Arc<Mutex<Option<(ChannelTuning, Tune)>>>,
 }
 
 impl std::fmt::Debug for Controls {
@@ -132,32 +132,32 @@ impl Controls {
     }
 
     /// Lets the role be tuned from now on; it is as `tuning` says.
-    pub fn tune_with(&self, tuning: Tuning, tune: Tune) {
+    pub fn tune_with(&self, tuning: ChannelTuning, tune: Tune) {
         *self.tuned.lock().unwrap_or_else(PoisonError::into_inner) = Some((tuning, tune));
     }
 
-    fn answer(&self, request: Request) -> Answer {
+    fn answer(&self, request: DebugRequest) -> DebugAnswer {
         let error = match request {
-            Request::Show => None,
-            Request::Arm(text) => {
+            DebugRequest::Show => None,
+            DebugRequest::Arm(text) => {
                 let armed = text.parse::<Fault>().and_then(|fault| self.faults.arm(fault));
                 armed.err().map(|e| e.to_string())
             }
-            Request::Clear => {
+            DebugRequest::Clear => {
                 self.faults.clear();
                 None
             }
-            Request::Tune(tuning) => self.tune(tuning).err().map(|e| e.to_string()),
+            DebugRequest::Tune(tuning) => self.tune(tuning).err().map(|e| e.to_string()),
         };
         let armed = self.faults.armed().into_iter();
         let faults = armed.map(|a| ArmedFault { fault: a.fault, fired: a.fired }).collect();
         let tuned = self.tuned.lock().unwrap_or_else(PoisonError::into_inner);
         let work = base::work::of_threads(ThreadClass::Channel);
         let chan_ns = ThreadClass::ALL.map(|class| (class.prefix().to_owned(), work.ns(class))).into();
-        Answer { error, faults, tuning: tuned.as_ref().map(|(tuning, _)| *tuning), chan_ns }
+        DebugAnswer { error, faults, tuning: tuned.as_ref().map(|(tuning, _)| *tuning), chan_ns }
     }
 
-    fn tune(&self, wanted: Tuning) -> Result<(), TuneError> {
+    fn tune(&self, wanted: ChannelTuning) -> Result<(), TuneError> {
         let mut tuned = self.tuned.lock().unwrap_or_else(PoisonError::into_inner);
         let (tuning, tune) = tuned.as_mut().ok_or(TuneError::NothingToTune)?;
         wanted.check()?;
@@ -200,7 +200,10 @@ impl Controls {
         BufReader::new(stream.take(MAX_REQUEST)).read_line(&mut line)?;
         let answer = match serde_json::from_str(&line) {
             Ok(request) => self.answer(request),
-            Err(e) => Answer { error: Some(format!("the request means nothing: {e}")), ..Answer::default() },
+            Err(e) => DebugAnswer {
+                error: Some(format!("the request means nothing: {e}")),
+                ..DebugAnswer::default()
+            },
         };
         let mut stream = stream;
         stream.write_all((serde_json::to_string(&answer)? + "\n").as_bytes())
@@ -234,7 +237,7 @@ fn bind_private(path: &Path) -> std::io::Result<UnixListener> {
 ///
 /// # Errors
 /// If nobody answers, or the answer makes no sense. That the request was refused is in the answer.
-pub fn ask(path: &Path, request: &Request) -> std::io::Result<Answer> {
+pub fn ask(path: &Path, request: &DebugRequest) -> std::io::Result<DebugAnswer> {
     // Its directory may lie deeper than a socket's address is long.
     let (dir, name) = (path.parent().unwrap_or(Path::new("")), path.file_name().unwrap_or_default());
     let dir = std::fs::File::open(if dir.as_os_str().is_empty() { Path::new(".") } else { dir })?;
@@ -258,20 +261,20 @@ mod tests {
         let path = dir.path().join("debug");
         let controls = Controls::default();
         controls.serve(&path).unwrap();
-        let armed = ask(&path, &Request::Arm("dma.transfer=fail,count=1".into())).unwrap();
+        let armed = ask(&path, &DebugRequest::Arm("dma.transfer=fail,count=1".into())).unwrap();
         assert_eq!((armed.error, armed.faults.len()), (None, 1));
         assert!(controls.faults().any());
-        let refused = ask(&path, &Request::Arm("x".into())).unwrap();
+        let refused = ask(&path, &DebugRequest::Arm("x".into())).unwrap();
         assert!(refused.error.unwrap().contains("SITE=ACTION"));
-        let tuning = Tuning {
+        let tuning = ChannelTuning {
             pipeline: true,
             region_cache: 1,
             max_transfer: ByteSize(4096),
             dma_queues: 1,
             poll_us: 0,
         };
-        assert!(ask(&path, &Request::Tune(tuning)).unwrap().error.unwrap().contains("nothing to tune"));
-        assert!(ask(&path, &Request::Clear).unwrap().faults.is_empty());
+        assert!(ask(&path, &DebugRequest::Tune(tuning)).unwrap().error.unwrap().contains("nothing to tune"));
+        assert!(ask(&path, &DebugRequest::Clear).unwrap().faults.is_empty());
         let mut stream = UnixStream::connect(&path).unwrap();
         stream.write_all(b"what?\n").unwrap();
         let mut answer = String::new();
@@ -290,7 +293,7 @@ mod tests {
             let _left_over = UnixListener::bind(dir.path().join("debug.new/s"));
             Controls::default().serve(&path).unwrap();
             assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
-            assert!(ask(&path, &Request::Show).unwrap().faults.is_empty());
+            assert!(ask(&path, &DebugRequest::Show).unwrap().faults.is_empty());
             assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1, "nothing else stays");
         }
         std::fs::create_dir(dir.path().join("debug.new")).unwrap();
@@ -308,7 +311,7 @@ mod tests {
         let controls = Controls::default();
         let seen = Arc::new(Mutex::new(Vec::new()));
         let saw = Arc::clone(&seen);
-        let tuning = Tuning {
+        let tuning = ChannelTuning {
             pipeline: true,
             region_cache: 64,
             max_transfer: ByteSize(2 << 20),
@@ -316,19 +319,19 @@ mod tests {
             poll_us: 0,
         };
         controls.tune_with(tuning, Box::new(move |t| saw.lock().unwrap().push(t)));
-        let wanted = Tuning { region_cache: 0, ..tuning };
-        assert_eq!(controls.answer(Request::Tune(wanted)).tuning, Some(wanted));
+        let wanted = ChannelTuning { region_cache: 0, ..tuning };
+        assert_eq!(controls.answer(DebugRequest::Tune(wanted)).tuning, Some(wanted));
         assert_eq!(*seen.lock().unwrap(), [wanted]);
         for impossible in [
-            Tuning { region_cache: usize::MAX, ..tuning },
-            Tuning { max_transfer: ByteSize(0), ..tuning },
-            Tuning { max_transfer: ByteSize(4 << 20), ..tuning },
-            Tuning { max_transfer: ByteSize(5000), ..tuning },
-            Tuning { dma_queues: 0, ..tuning },
-            Tuning { poll_us: u64::MAX, ..tuning },
+            ChannelTuning { region_cache: usize::MAX, ..tuning },
+            ChannelTuning { max_transfer: ByteSize(0), ..tuning },
+            ChannelTuning { max_transfer: ByteSize(4 << 20), ..tuning },
+            ChannelTuning { max_transfer: ByteSize(5000), ..tuning },
+            ChannelTuning { dma_queues: 0, ..tuning },
+            ChannelTuning { poll_us: u64::MAX, ..tuning },
         ] {
             assert!(matches!(controls.tune(impossible), Err(TuneError::OutOfRange(_))), "{impossible:?}");
-            let answer = controls.answer(Request::Tune(impossible));
+            let answer = controls.answer(DebugRequest::Tune(impossible));
             assert!(answer.error.is_some() && answer.tuning == Some(wanted), "{answer:?}");
         }
         assert_eq!(seen.lock().unwrap().len(), 1, "what was refused is not applied");

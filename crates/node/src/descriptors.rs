@@ -6,19 +6,19 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 /// The descriptors of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Descriptors {
+pub struct FdUsage {
     /// Open now.
     pub open: u64,
     /// Most that may be open: the soft limit; `u64::MAX` for no limit.
     pub most: u64,
 }
 
-impl Descriptors {
+impl FdUsage {
     /// Of process `pid`.
     ///
     /// # Errors
     /// There is no such process, or it may not be inspected.
-    pub fn of(pid: u32) -> io::Result<Descriptors> {
+    pub fn of(pid: u32) -> io::Result<FdUsage> {
         let open = std::fs::read_dir(format!("/proc/{pid}/fd"))?.count() as u64;
         let limits = std::fs::read_to_string(format!("/proc/{pid}/limits"))?;
         let soft = limits.lines().find_map(|line| {
@@ -26,7 +26,7 @@ impl Descriptors {
         });
         let most = soft.and_then(|soft| if soft == "unlimited" { Some(u64::MAX) } else { soft.parse().ok() });
         let most = most.ok_or_else(|| io::Error::other("its limits do not name open files"))?;
-        Ok(Descriptors { open, most })
+        Ok(FdUsage { open, most })
     }
 }
 
@@ -48,10 +48,10 @@ mod tests {
     #[test]
     fn the_soft_limit_is_raised_to_the_hard_limit_and_open_descriptors_are_counted() {
         let (_, now) = raise_limit().unwrap();
-        let before = Descriptors::of(std::process::id()).unwrap();
+        let before = FdUsage::of(std::process::id()).unwrap();
         assert_eq!(before.most, now.unwrap_or(u64::MAX));
         let files: Vec<_> = (0..50).map(|_| std::fs::File::open("/dev/null").unwrap()).collect();
-        let after = Descriptors::of(std::process::id()).unwrap();
+        let after = FdUsage::of(std::process::id()).unwrap();
         // Other tests of this process open and close some, too.
         assert!(after.open >= 50 && after.open + 25 > before.open, "{before:?} {after:?}");
         drop(files);

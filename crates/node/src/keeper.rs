@@ -13,7 +13,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, MissedTickBehavior, interval_at, sleep};
 
 use super::announce::{Announcement, MAX_ANNOUNCEMENT, Ready};
-use super::config::Supervise;
+use super::config::SuperviseSection;
 use super::logging;
 use super::state::Role;
 use super::targets::KnownTarget;
@@ -95,7 +95,7 @@ pub struct Keeper {
     /// What to start.
     spec: RoleSpec,
     /// Pauses and timeouts.
-    policy: Supervise,
+    policy: SuperviseSection,
     /// Where to tell what happened.
     events: mpsc::Sender<(Role, RoleEvent)>,
     /// What to do.
@@ -105,7 +105,7 @@ pub struct Keeper {
 }
 
 /// How a process ended.
-enum End {
+enum ProcessEnd {
     Asked,
     Died { reason: String, ready_for: Duration, is_announced: bool },
 }
@@ -114,7 +114,7 @@ impl Keeper {
     /// A keeper that has started nothing yet. It tells `events` what happened, until `goal` says to stop.
     pub fn new(
         spec: RoleSpec,
-        policy: Supervise,
+        policy: SuperviseSection,
         events: mpsc::Sender<(Role, RoleEvent)>,
         goal: watch::Receiver<Goal>,
     ) -> Keeper {
@@ -129,10 +129,10 @@ impl Keeper {
                 Ok(child) => self.attend(child).await,
                 Err(e) => {
                     let reason = format!("cannot be started: {e}");
-                    End::Died { reason, ready_for: Duration::ZERO, is_announced: true }
+                    ProcessEnd::Died { reason, ready_for: Duration::ZERO, is_announced: true }
                 }
             };
-            let End::Died { reason, ready_for, is_announced } = end else { break };
+            let ProcessEnd::Died { reason, ready_for, is_announced } = end else { break };
             if ready_for >= self.policy.steady_after.0 {
                 pause = self.policy.backoff_min.0;
             }
@@ -179,7 +179,7 @@ impl Keeper {
     }
 
     /// Stays with a process until it ends.
-    async fn attend(&mut self, mut child: Child) -> End {
+    async fn attend(&mut self, mut child: Child) -> ProcessEnd {
         let pid = child.id().unwrap_or(0);
         self.tell(RoleEvent::Started { pid }).await;
         let mut said = listen(child.stdout.take());
@@ -211,7 +211,7 @@ impl Keeper {
             status = child.wait() => {
                 let reason = why.unwrap_or_else(|| status.map_or_else(|e| e.to_string(), describe));
                 let ready_for = ready_since.map_or(Duration::ZERO, |at| at.elapsed());
-                End::Died { reason, ready_for, is_announced }
+                ProcessEnd::Died { reason, ready_for, is_announced }
             }
             reason = hang(&mut said, &loops, &policy, pid), if ready_since.is_some() => {
                 let ready_for = ready_since.map_or(Duration::ZERO, |at| at.elapsed());
@@ -224,17 +224,17 @@ impl Keeper {
     }
 
     /// Kills a process that hangs, and waits for its end.
-    async fn kill_hung(&mut self, mut child: Child, reason: String, ready_for: Duration) -> End {
+    async fn kill_hung(&mut self, mut child: Child, reason: String, ready_for: Duration) -> ProcessEnd {
         self.tell(RoleEvent::Hung { reason: reason.clone() }).await;
         if let Err(e) = child.start_kill() {
             tracing::error!(role = self.spec.role.as_str(), "cannot be killed: {e}");
         }
         tokio::select! {
-            _ = child.wait() => End::Died { reason, ready_for, is_announced: false },
+            _ = child.wait() => ProcessEnd::Died { reason, ready_for, is_announced: false },
             () = no_longer_run(&mut self.goal) => {
                 // Nothing can be asked of it; the kernel ends it as soon as it can.
                 let _ = child.wait().await;
-                End::Asked
+                ProcessEnd::Asked
             }
         }
     }
@@ -253,7 +253,7 @@ impl Keeper {
     }
 
     /// Asks the process to stop; kills it if it takes too long or the goal is to kill.
-    async fn stop(&mut self, mut child: Child, pid: u32) -> End {
+    async fn stop(&mut self, mut child: Child, pid: u32) -> ProcessEnd {
         let killed = async {
             tokio::select! {
                 _ = self.goal.wait_for(|goal| *goal == Goal::Kill) => {}
@@ -274,7 +274,7 @@ impl Keeper {
         if !ended && let Err(e) = child.kill().await {
             tracing::error!(role = self.spec.role.as_str(), "cannot be killed: {e}");
         }
-        End::Asked
+        ProcessEnd::Asked
     }
 }
 
@@ -338,7 +338,7 @@ fn listen(out: Option<ChildStdout>) -> mpsc::Receiver<Announcement> {
 async fn hang(
     said: &mut mpsc::Receiver<Announcement>,
     loops: &[String],
-    policy: &Supervise,
+    policy: &SuperviseSection,
     pid: u32,
 ) -> String {
     let Some(tick) = watchdog::tick(policy.hung_after.0) else { return pending().await };

@@ -6,14 +6,14 @@ use std::path::Path;
 
 use tracing_subscriber::EnvFilter;
 
-use super::config::{Log, LogFormat};
+use super::config::{LogFormat, LogSection};
 use super::units::ByteSize;
 
 /// Starts logging in this process.
 ///
 /// # Errors
 /// The level is not one.
-pub fn start(log: &Log) -> Result<(), String> {
+pub fn start(log: &LogSection) -> Result<(), String> {
     let filter = EnvFilter::try_new(&log.level).map_err(|e| {
         format!("log level {:?} is not valid ({e}); use error, warn, info, debug or trace", log.level)
     })?;

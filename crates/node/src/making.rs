@@ -23,12 +23,12 @@ pub struct Making {
     /// Text of the configuration.
     config: String,
     /// The targets' files that were not there before.
-    files: Vec<NewFile>,
+    files: Vec<NewTargetFile>,
 }
 
 /// A target's file that is being made.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct NewFile {
+struct NewTargetFile {
     /// Relative to the node's directory.
     path: PathBuf,
     /// Identity of the target in it: what tells the file from one that somebody else has put there.
@@ -69,7 +69,7 @@ impl Making {
         {
             return Err(TargetError::Missing { path: dir.path().join(path) }.into());
         }
-        let new_file = |path: &PathBuf| NewFile { path: path.clone(), uuid: Uuid::new_v4() };
+        let new_file = |path: &PathBuf| NewTargetFile { path: path.clone(), uuid: Uuid::new_v4() };
         let making = Making {
             config: text.to_owned(),
             files: config.targets.iter().filter(is_new).map(new_file).collect(),

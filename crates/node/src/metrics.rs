@@ -15,7 +15,7 @@ use base::thread::ThreadClass;
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
 use rustix::event::{PollFd, PollFlags, Timespec};
 
-use super::descriptors::Descriptors;
+use super::descriptors::FdUsage;
 
 /// Most connections at a time.
 const CONNECTIONS: usize = 32;
@@ -41,7 +41,7 @@ pub fn serve(listen: &str) -> io::Result<String> {
     let handle = recorder.handle();
     metrics::set_global_recorder(recorder).map_err(io::Error::other)?;
     describe();
-    base::thread::spawn(ThreadClass::Admin, "metrics", move || Server::new(listener, handle).run())?;
+    base::thread::spawn(ThreadClass::Admin, "metrics", move || MetricsServer::new(listener, handle).run())?;
     Ok(address)
 }
 
@@ -95,14 +95,14 @@ struct Exchange {
 }
 
 /// What comes of a connection's turn.
-enum Turn {
+enum ExchangeState {
     /// It waits for its peer.
     Waits,
     /// It is over: answered, or given up.
     Over,
 }
 
-struct Server {
+struct MetricsServer {
     listener: TcpListener,
     handle: PrometheusHandle,
     budget: Budget<u64>,
@@ -113,10 +113,10 @@ struct Server {
     accept_at: Instant,
 }
 
-impl Server {
-    fn new(listener: TcpListener, handle: PrometheusHandle) -> Server {
+impl MetricsServer {
+    fn new(listener: TcpListener, handle: PrometheusHandle) -> MetricsServer {
         let now = Instant::now();
-        Server {
+        MetricsServer {
             listener,
             handle,
             budget: Budget::new(CONNECTIONS, Duration::ZERO),
@@ -210,8 +210,8 @@ impl Server {
     fn turn(&mut self, id: u64) {
         let Some(exchange) = self.exchanges.get_mut(&id) else { return };
         match exchange.go_on(&self.handle) {
-            Ok(Turn::Waits) => {}
-            Ok(Turn::Over) => self.end(id),
+            Ok(ExchangeState::Waits) => {}
+            Ok(ExchangeState::Over) => self.end(id),
             Err(e) => {
                 tracing::debug!("a metrics request failed: {e}");
                 self.end(id);
@@ -231,13 +231,13 @@ impl Exchange {
     }
 
     /// Reads what has come and writes what can go.
-    fn go_on(&mut self, handle: &PrometheusHandle) -> io::Result<Turn> {
+    fn go_on(&mut self, handle: &PrometheusHandle) -> io::Result<ExchangeState> {
         while self.answer.is_empty() {
             let mut chunk = [0; 1024];
             let got = match self.stream.read(&mut chunk) {
-                Ok(0) => return Ok(Turn::Over),
+                Ok(0) => return Ok(ExchangeState::Over),
                 Ok(got) => got,
-                Err(e) if e.kind() == ErrorKind::WouldBlock => return Ok(Turn::Waits),
+                Err(e) if e.kind() == ErrorKind::WouldBlock => return Ok(ExchangeState::Waits),
                 Err(e) if e.kind() == ErrorKind::Interrupted => continue,
                 Err(e) => return Err(e),
             };
@@ -252,12 +252,12 @@ impl Exchange {
         while !self.answer.is_empty() {
             match self.stream.write(&self.answer) {
                 Ok(written) => drop(self.answer.drain(..written)),
-                Err(e) if e.kind() == ErrorKind::WouldBlock => return Ok(Turn::Waits),
+                Err(e) if e.kind() == ErrorKind::WouldBlock => return Ok(ExchangeState::Waits),
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
                 Err(e) => return Err(e),
             }
         }
-        Ok(Turn::Over)
+        Ok(ExchangeState::Over)
     }
 }
 
@@ -283,7 +283,7 @@ fn answer(request: &[u8], handle: &PrometheusHandle) -> Vec<u8> {
 
 /// Brings the figures of the process itself up to date.
 fn record_process() {
-    if let Ok(descriptors) = Descriptors::of(std::process::id()) {
+    if let Ok(descriptors) = FdUsage::of(std::process::id()) {
         metrics::gauge!("outboard_process_open_fds").set(descriptors.open as f64);
         metrics::gauge!("outboard_process_max_fds").set(descriptors.most as f64);
     }

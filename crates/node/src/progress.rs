@@ -6,15 +6,15 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use tokio::io::{AsyncRead, AsyncWrite};
 
 /// A bar on standard error; invisible unless that is a terminal.
-pub struct Progress {
+pub struct ProgressMeter {
     bar: ProgressBar,
 }
 
-impl Progress {
+impl ProgressMeter {
     /// Progress over a known number of bytes.
-    pub fn bytes(label: &str, total: u64) -> Progress {
+    pub fn bytes(label: &str, total: u64) -> ProgressMeter {
         let style = "{prefix} {bar:32} {bytes}/{total_bytes} {bytes_per_sec} {msg} eta {eta}";
-        Progress::with(
+        ProgressMeter::with(
             label,
             ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr_with_hz(5)),
             style,
@@ -22,30 +22,30 @@ impl Progress {
     }
 
     /// Progress over an unknown number of bytes.
-    pub fn stream(label: &str) -> Progress {
+    pub fn stream(label: &str) -> ProgressMeter {
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr_with_hz(5));
-        Progress::with(label, bar, "{prefix} {spinner} {bytes} {bytes_per_sec} {msg}")
+        ProgressMeter::with(label, bar, "{prefix} {spinner} {bytes} {bytes_per_sec} {msg}")
     }
 
     /// Progress over a known number of things.
-    pub fn count(what: &str, total: u64) -> Progress {
+    pub fn count(what: &str, total: u64) -> ProgressMeter {
         let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr_with_hz(5));
-        Progress::with(what, bar, "{prefix} {bar:32} {pos}/{len} {msg} eta {eta}")
+        ProgressMeter::with(what, bar, "{prefix} {bar:32} {pos}/{len} {msg} eta {eta}")
     }
 
     /// Progress over a known time, in seconds.
-    pub fn seconds(label: &str, total: u64) -> Progress {
+    pub fn seconds(label: &str, total: u64) -> ProgressMeter {
         let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr_with_hz(5));
-        Progress::with(label, bar, "{prefix} {bar:32} {pos}/{len} s {msg}")
+        ProgressMeter::with(label, bar, "{prefix} {bar:32} {pos}/{len} s {msg}")
     }
 
-    fn with(label: &str, bar: ProgressBar, template: &str) -> Progress {
+    fn with(label: &str, bar: ProgressBar, template: &str) -> ProgressMeter {
         let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
         let bar = bar.with_style(style).with_prefix(label.to_owned());
         if !bar.is_hidden() {
             bar.enable_steady_tick(Duration::from_millis(200));
         }
-        Progress { bar }
+        ProgressMeter { bar }
     }
 
     /// A reader whose bytes are counted.
@@ -85,7 +85,7 @@ impl Progress {
     }
 }
 
-impl Drop for Progress {
+impl Drop for ProgressMeter {
     fn drop(&mut self) {
         self.bar.finish_and_clear();
     }

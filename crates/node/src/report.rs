@@ -9,13 +9,13 @@ use client::{TargetState, TargetStatus};
 use serde::{Serialize, Serializer};
 use wire::{CodingOffload, OffloadState, Placement, Redundancy, Space};
 
-use super::descriptors::Descriptors;
-use super::state::{NodeState, Phase, Process, Role};
+use super::descriptors::FdUsage;
+use super::state::{NodeState, Process, ProcessState, Role};
 use super::units::ByteSize;
 
 /// A node. Its JSON form is a contract: fields stay, new ones may come.
 #[derive(Debug, Default, Serialize)]
-pub struct Report {
+pub struct NodeReport {
     /// The node's directory, if it was found by that.
     pub dir: Option<PathBuf>,
     /// Whether its supervisor runs; without a directory, whether the osd answers.
@@ -92,7 +92,7 @@ pub struct ProcessReport {
     /// Its pid; none while it is down.
     pub pid: Option<u32>,
     /// What it is doing.
-    pub phase: Phase,
+    pub phase: ProcessState,
     /// How long it has been there, in seconds.
     pub uptime_seconds: Option<f64>,
     /// How often the role was started again.
@@ -266,21 +266,21 @@ impl OsdReport {
     }
 }
 
-impl Report {
+impl NodeReport {
     /// A node of which only the address is known.
-    pub fn of_endpoint(endpoint: &str) -> Report {
-        Report { endpoint: Some(endpoint.to_owned()), ..Report::default() }
+    pub fn of_endpoint(endpoint: &str) -> NodeReport {
+        NodeReport { endpoint: Some(endpoint.to_owned()), ..NodeReport::default() }
     }
 
     /// A node by what its supervisor recorded. If it is not up, what is recorded is history.
-    pub fn of_state(dir: &Path, up: bool, state: Option<NodeState>) -> Report {
+    pub fn of_state(dir: &Path, up: bool, state: Option<NodeState>) -> NodeReport {
         let dir = Some(dir.to_owned());
         let Some(state) = state else {
-            return Report {
+            return NodeReport {
                 dir,
                 up,
                 problems: vec!["the node has not been started yet".to_owned()],
-                ..Report::default()
+                ..NodeReport::default()
             };
         };
         let processes: Vec<ProcessReport> =
@@ -290,7 +290,7 @@ impl Report {
             format!("the {} is down{how}", p.role.as_str())
         });
         let mut problems: Vec<String> = down.collect();
-        problems.extend(processes.iter().filter(|p| p.phase == Phase::Hung).map(|p| {
+        problems.extend(processes.iter().filter(|p| p.phase == ProcessState::Hung).map(|p| {
             let why = p.last_exit.as_deref().unwrap_or("hung");
             format!("the {} is being killed and started again: {why}", p.role.as_str())
         }));
@@ -302,7 +302,7 @@ impl Report {
             uuid: t.uuid,
             ..TargetReport::default()
         });
-        Report {
+        NodeReport {
             dir,
             up,
             placement: Some(state.placement),
@@ -312,7 +312,7 @@ impl Report {
             processes,
             targets: targets.collect(),
             problems,
-            ..Report::default()
+            ..NodeReport::default()
         }
     }
 
@@ -392,14 +392,14 @@ impl ProcessReport {
     fn of(process: &Process, up: bool) -> ProcessReport {
         let alive = up && process.is_alive();
         let usage = if alive { ProcessUsage::read(process.pid).ok() } else { None };
-        let descriptors = if alive { Descriptors::of(process.pid).ok() } else { None };
+        let descriptors = if alive { FdUsage::of(process.pid).ok() } else { None };
         ProcessReport {
             role: process.role,
             pid: alive.then_some(process.pid),
             phase: match process.phase {
                 phase if alive => phase,
-                _ if !up => Phase::Stopped,
-                _ => Phase::Waiting,
+                _ if !up => ProcessState::Stopped,
+                _ => ProcessState::Waiting,
             },
             uptime_seconds: alive.then(|| process.uptime().as_secs_f64()),
             restarts: process.restarts,
@@ -463,7 +463,7 @@ impl TargetReport {
     }
 }
 
-impl Display for Report {
+impl Display for NodeReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let or_dash = |text: &Option<String>| text.clone().unwrap_or_else(|| "-".to_owned());
         writeln!(f, "node       {}", if self.up { "up" } else { "down" })?;
@@ -522,7 +522,7 @@ impl Display for Report {
     }
 }
 
-impl Report {
+impl NodeReport {
     fn has_parity(&self) -> bool {
         self.pools.iter().any(|pool| matches!(pool.redundancy, Redundancy::ErasureCode { .. }))
     }
@@ -593,13 +593,13 @@ impl TargetReport {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::state::Target;
+    use crate::state::MountedTarget;
 
     fn state() -> NodeState {
-        let mut live = Process { phase: Phase::Running, ..Process::new(Role::Supervisor) };
+        let mut live = Process { phase: ProcessState::Running, ..Process::new(Role::Supervisor) };
         live.set_pid(std::process::id());
         let dead = Process {
-            phase: Phase::Waiting,
+            phase: ProcessState::Waiting,
             restarts: 2,
             last_exit: Some("killed by signal 9".into()),
             ..Process::new(Role::Store)
@@ -609,14 +609,14 @@ mod tests {
             endpoint: Some("127.0.0.1:1".into()),
             engine: Some("shm".into()),
             emulated: true,
-            targets: vec![Target { path: "targets/0.img".into(), uuid: "u".into() }],
+            targets: vec![MountedTarget { path: "targets/0.img".into(), uuid: "u".into() }],
             processes: vec![live, dead],
         }
     }
 
     #[test]
     fn says_what_is_down() {
-        let report = Report::of_state(Path::new("/n"), true, Some(state()));
+        let report = NodeReport::of_state(Path::new("/n"), true, Some(state()));
         assert_eq!(report.problems, ["the store is down (killed by signal 9)"]);
         assert!(report.processes[0].pid.is_some() && report.processes[0].cpu_seconds.is_some());
         assert!(report.processes[1].pid.is_none());
@@ -626,9 +626,9 @@ mod tests {
 
     #[test]
     fn what_a_node_that_is_down_has_recorded_is_history() {
-        let report = Report::of_state(Path::new("/n"), false, Some(state()));
+        let report = NodeReport::of_state(Path::new("/n"), false, Some(state()));
         assert_eq!(report.endpoint, None, "a stale address is not given out");
-        assert!(report.processes.iter().all(|p| p.pid.is_none() && p.phase == Phase::Stopped));
-        assert!(!Report::of_state(Path::new("/n"), false, None).up);
+        assert!(report.processes.iter().all(|p| p.pid.is_none() && p.phase == ProcessState::Stopped));
+        assert!(!NodeReport::of_state(Path::new("/n"), false, None).up);
     }
 }

@@ -12,7 +12,7 @@ use channel::{DmaEngine, Profile, ShmEngine, ShmOptions};
 use ec::offload::scheduler::offload_state;
 use messenger::UseAs;
 use osd::{OffloadSource, OsdConfig, OsdServer, StripesAt};
-use proxy::{Attachment, AttachmentOptions, Endpoint};
+use proxy::{Attachment, AttachmentOptions, StoreEndpoint};
 use store::ObjectStore;
 use store::stripes::Engines;
 use tokio::sync::oneshot;
@@ -22,7 +22,7 @@ use wire::{OffloadState, OffloadStatus, Placement};
 use super::announce::Ready;
 use super::coding;
 use super::config::{self, Config};
-use super::debug::{Controls, Tuning};
+use super::debug::{ChannelTuning, Controls};
 use crate::failure::{Doing, Failure, Result};
 
 /// Largest staging buffer, in bytes: two segments of a DMA transfer.
@@ -39,7 +39,7 @@ pub enum Stores {
     /// In this process, with what codes there.
     Here(Targets, Arc<Engines>),
     /// In another one.
-    Behind(Endpoint),
+    Behind(StoreEndpoint),
 }
 
 /// The stores as the OSD sees them, the memory that payload is staged in, and what moves it.
@@ -74,7 +74,7 @@ impl Backend {
         }
     }
 
-    async fn join(endpoint: Endpoint, config: &Config, controls: &Controls) -> Result<Backend> {
+    async fn join(endpoint: StoreEndpoint, config: &Config, controls: &Controls) -> Result<Backend> {
         let channel = &config.channel;
         let faults = controls.faults().clone();
         let mut options = AttachmentOptions {
@@ -107,24 +107,24 @@ impl Backend {
     }
 }
 
-fn start_engine(channel: &config::Channel, faults: &Faults) -> channel::Result<Arc<dyn DmaEngine>> {
+fn start_engine(channel: &config::ChannelSection, faults: &Faults) -> channel::Result<Arc<dyn DmaEngine>> {
     match &channel.engine {
-        config::Engine::Ofi(provider) => {
+        config::EngineKind::Ofi(provider) => {
             let (provider, faults) = (provider.clone(), faults.clone());
             Ok(OfiEngine::start(OfiOptions { provider, faults, ..OfiOptions::default() })?)
         }
-        config::Engine::Shm => {
+        config::EngineKind::Shm => {
             let profile = match channel.profile {
-                config::Profile::Memcpy => Profile::Memcpy,
-                config::Profile::Bf3Paper => Profile::Bf3Paper,
+                config::EngineProfile::Memcpy => Profile::Memcpy,
+                config::EngineProfile::Bf3Paper => Profile::Bf3Paper,
             };
             Ok(ShmEngine::start(ShmOptions { profile, faults: faults.clone(), ..ShmOptions::default() })?)
         }
     }
 }
 
-fn attachment_tuning(tuning: Tuning) -> proxy::Tuning {
-    proxy::Tuning {
+fn attachment_tuning(tuning: ChannelTuning) -> proxy::DmaTuning {
+    proxy::DmaTuning {
         queues: tuning.dma_queues,
         region_cache: tuning.region_cache,
         poll: Duration::from_micros(tuning.poll_us),
@@ -133,7 +133,7 @@ fn attachment_tuning(tuning: Tuning) -> proxy::Tuning {
 }
 
 /// Segments of a request that are under way at a time, with and without a pipeline.
-fn segments(tuning: Tuning) -> usize {
+fn segments(tuning: ChannelTuning) -> usize {
     if tuning.pipeline { SEGMENTS } else { 1 }
 }
 

@@ -37,7 +37,7 @@ impl Role {
 /// What a process is doing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Phase {
+pub enum ProcessState {
     /// Runs, and is not ready yet.
     Starting,
     /// Ready.
@@ -50,22 +50,22 @@ pub enum Phase {
     Stopped,
 }
 
-impl Phase {
+impl ProcessState {
     /// As it is written.
     pub fn as_str(self) -> &'static str {
         match self {
-            Phase::Starting => "starting",
-            Phase::Running => "running",
-            Phase::Hung => "hung",
-            Phase::Waiting => "waiting",
-            Phase::Stopped => "stopped",
+            ProcessState::Starting => "starting",
+            ProcessState::Running => "running",
+            ProcessState::Hung => "hung",
+            ProcessState::Waiting => "waiting",
+            ProcessState::Stopped => "stopped",
         }
     }
 }
 
 /// A target, as the process that mounted it announced it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Target {
+pub struct MountedTarget {
     /// File or device.
     pub path: PathBuf,
     /// Its identity.
@@ -80,7 +80,7 @@ pub struct Process {
     /// Process id, of the last one if it is dead; 0 before the first.
     pub pid: u32,
     /// What it is doing.
-    pub phase: Phase,
+    pub phase: ProcessState,
     /// When this process was started, in clock ticks since the machine was: with the pid, what tells it from others.
     pub start_ticks: Option<u64>,
     /// When this process was started, in milliseconds since 1970.
@@ -108,7 +108,7 @@ pub struct NodeState {
     /// Whether that engine is emulated.
     pub emulated: bool,
     /// The targets.
-    pub targets: Vec<Target>,
+    pub targets: Vec<MountedTarget>,
     /// The processes, the supervisor first.
     pub processes: Vec<Process>,
 }
@@ -141,7 +141,7 @@ impl Process {
         Process {
             role,
             pid: 0,
-            phase: Phase::Starting,
+            phase: ProcessState::Starting,
             start_ticks: None,
             started_unix_ms: unix_ms(),
             restarts: 0,
@@ -213,7 +213,7 @@ mod tests {
             endpoint: Some("127.0.0.1:1".into()),
             engine: Some("shm".into()),
             emulated: true,
-            targets: vec![Target { path: "targets/0.img".into(), uuid: "u".into() }],
+            targets: vec![MountedTarget { path: "targets/0.img".into(), uuid: "u".into() }],
             processes: vec![Process::new(Role::Supervisor)],
         };
         state.save(&dir).unwrap();

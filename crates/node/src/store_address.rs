@@ -5,7 +5,7 @@ use std::net::TcpListener;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use proxy::{Endpoint, Listener};
+use proxy::{StoreEndpoint, StoreListener};
 
 use super::cpus::Cpus;
 
@@ -53,18 +53,18 @@ impl StoreAddress {
     ///
     /// # Errors
     /// The system's.
-    pub fn listen(&self) -> std::io::Result<Listener> {
+    pub fn listen(&self) -> std::io::Result<StoreListener> {
         match self {
-            StoreAddress::Unix(path) => Listener::unix(path),
-            StoreAddress::Tcp(address) => Ok(Listener::Tcp(TcpListener::bind(address)?)),
+            StoreAddress::Unix(path) => StoreListener::unix(path),
+            StoreAddress::Tcp(address) => Ok(StoreListener::Tcp(TcpListener::bind(address)?)),
         }
     }
 
     /// For connecting to it.
-    pub fn endpoint(&self) -> Endpoint {
+    pub fn endpoint(&self) -> StoreEndpoint {
         match self {
-            StoreAddress::Unix(path) => Endpoint::Unix(path.clone()),
-            StoreAddress::Tcp(address) => Endpoint::Tcp(address.clone()),
+            StoreAddress::Unix(path) => StoreEndpoint::Unix(path.clone()),
+            StoreAddress::Tcp(address) => StoreEndpoint::Tcp(address.clone()),
         }
     }
 }

@@ -4,11 +4,11 @@
 
 use tokio::sync::{mpsc, watch};
 
-use super::config::Supervise;
+use super::config::SuperviseSection;
 use super::dir::{DirError, NodeDir};
 use super::keeper::{Goal, Keeper, RoleEvent, RoleSpec};
 use super::role::StopSignals;
-use super::state::{NodeState, Phase, Process, Role};
+use super::state::{NodeState, Process, ProcessState, Role};
 
 /// Why a node did not start or could not go on.
 #[derive(Debug, thiserror::Error)]
@@ -33,7 +33,7 @@ pub enum SuperviseError {
     Interrupted,
 }
 
-struct Kept {
+struct KeptRole {
     role: Role,
     goal: watch::Sender<Goal>,
 }
@@ -42,16 +42,16 @@ struct Kept {
 pub struct Supervisor {
     dir: NodeDir,
     state: NodeState,
-    kept: Vec<Kept>,
+    kept: Vec<KeptRole>,
     events: mpsc::Receiver<(Role, RoleEvent)>,
     report: mpsc::Sender<(Role, RoleEvent)>,
-    policy: Supervise,
+    policy: SuperviseSection,
     signals: StopSignals,
 }
 
 impl Supervisor {
     /// A supervisor with nothing started yet. `state` is what is known before.
-    pub fn new(dir: NodeDir, state: NodeState, policy: Supervise, signals: StopSignals) -> Supervisor {
+    pub fn new(dir: NodeDir, state: NodeState, policy: SuperviseSection, signals: StopSignals) -> Supervisor {
         let (report, events) = mpsc::channel(16);
         Supervisor { dir, state, kept: Vec::new(), events, report, policy, signals }
     }
@@ -79,7 +79,7 @@ impl Supervisor {
         let (role, log) = (spec.role, spec.log.clone());
         let (goal, wanted) = watch::channel(Goal::Run);
         let keeper = Keeper::new(spec, self.policy, self.report.clone(), wanted);
-        self.kept.push(Kept { role, goal });
+        self.kept.push(KeptRole { role, goal });
         self.state.processes.push(Process::new(role));
         tokio::spawn(keeper.run());
         loop {
@@ -140,7 +140,7 @@ impl Supervisor {
             }
         }
         if let Some(supervisor) = self.state.processes.iter_mut().find(|p| p.role == Role::Supervisor) {
-            supervisor.phase = Phase::Stopped;
+            supervisor.phase = ProcessState::Stopped;
         }
         self.state.save(&self.dir)?;
         tracing::info!("stopped");
@@ -154,11 +154,11 @@ impl Supervisor {
             RoleEvent::Started { pid } => {
                 process.restarts += u64::from(process.pid != 0);
                 process.set_pid(*pid);
-                process.phase = Phase::Starting;
+                process.phase = ProcessState::Starting;
                 tracing::info!(role = role.as_str(), pid, "started");
             }
             RoleEvent::Ready(ready) => {
-                process.phase = Phase::Running;
+                process.phase = ProcessState::Running;
                 process.metrics.clone_from(&ready.metrics);
                 if ready.endpoint.is_some() {
                     self.state.endpoint.clone_from(&ready.endpoint);
@@ -171,19 +171,19 @@ impl Supervisor {
                 tracing::info!(role = role.as_str(), "ready");
             }
             RoleEvent::Hung { reason } => {
-                process.phase = Phase::Hung;
+                process.phase = ProcessState::Hung;
                 process.hangs += 1;
                 process.last_exit = Some(reason.clone());
                 tracing::error!(role = role.as_str(), pid = process.pid, "{reason}; it is killed");
             }
             RoleEvent::Died { reason, pause, .. } => {
-                process.phase = Phase::Waiting;
+                process.phase = ProcessState::Waiting;
                 process.last_exit = Some(reason.clone());
                 tracing::error!(role = role.as_str(), pause_ms = pause.as_millis() as u64, "died: {reason}");
             }
-            RoleEvent::Stopped => process.phase = Phase::Stopped,
+            RoleEvent::Stopped => process.phase = ProcessState::Stopped,
         }
-        let (up, restarts, hangs) = (process.phase == Phase::Running, process.restarts, process.hangs);
+        let (up, restarts, hangs) = (process.phase == ProcessState::Running, process.restarts, process.hangs);
         metrics::gauge!("outboard_supervisor_role_up", "role" => role.as_str()).set(f64::from(u8::from(up)));
         metrics::counter!("outboard_supervisor_restarts", "role" => role.as_str()).absolute(restarts);
         metrics::counter!("outboard_supervisor_hangs", "role" => role.as_str()).absolute(hangs);
@@ -214,7 +214,7 @@ mod tests {
         }
     }
 
-    fn supervisor(dir: &NodeDir, policy: impl FnOnce(&mut Supervise)) -> Supervisor {
+    fn supervisor(dir: &NodeDir, policy: impl FnOnce(&mut SuperviseSection)) -> Supervisor {
         let mut config = config_file::load(None, |_| None).unwrap();
         policy(&mut config.supervise);
         let state = NodeState {
@@ -253,7 +253,7 @@ mod tests {
         .unwrap();
         until(&mut s, |state| {
             let p = state.process(Role::Osd).unwrap();
-            p.restarts == 1 && p.phase == Phase::Running
+            p.restarts == 1 && p.phase == ProcessState::Running
         })
         .await;
         let process = NodeState::load(&dir).unwrap().process(Role::Osd).unwrap().clone();
@@ -280,7 +280,7 @@ mod tests {
         s.start(vec![scripted(Role::Store, &dir, &script)]).await.unwrap();
         until(&mut s, |state| {
             let p = state.process(Role::Store).unwrap();
-            p.restarts == 2 && p.phase == Phase::Running
+            p.restarts == 2 && p.phase == ProcessState::Running
         })
         .await;
         s.stop().await.unwrap();
@@ -302,7 +302,7 @@ mod tests {
         s.start(vec![scripted(Role::Osd, &dir, &script)]).await.unwrap();
         until(&mut s, |state| {
             let p = state.process(Role::Osd).unwrap();
-            p.restarts == 2 && p.phase == Phase::Running
+            p.restarts == 2 && p.phase == ProcessState::Running
         })
         .await;
         s.stop().await.unwrap();
@@ -326,7 +326,7 @@ mod tests {
         assert!(
             matches!(&error, SuperviseError::RoleFailed { role: Role::Osd, reason, .. } if reason == "no such moon")
         );
-        assert_eq!(s.state.process(Role::Store).unwrap().phase, Phase::Stopped);
+        assert_eq!(s.state.process(Role::Store).unwrap().phase, ProcessState::Stopped);
         assert!(!s.state.process(Role::Store).unwrap().is_alive());
     }
 
@@ -355,7 +355,7 @@ mod tests {
         }
         assert_eq!(pauses, [1, 2, 4, 4]);
         until(&mut s, |state| state.process(Role::Node).unwrap().restarts == 4).await;
-        until(&mut s, |state| state.process(Role::Node).unwrap().phase == Phase::Running).await;
+        until(&mut s, |state| state.process(Role::Node).unwrap().phase == ProcessState::Running).await;
         let last = s.state.process(Role::Node).unwrap().clone();
         s.stop().await.unwrap();
         assert!(!last.is_alive());

@@ -16,9 +16,9 @@ use uuid::Uuid;
 use super::config::Config;
 use super::dir::{DirError, NodeDir, remove_file, sync_parent};
 use super::plan::{self, PlanError};
-use super::state::{NodeState, Target};
+use super::state::{MountedTarget, NodeState};
 use super::watchdog::Checkpoints;
-use crate::progress::Progress;
+use crate::progress::ProgressMeter;
 
 /// Why targets cannot be had.
 #[derive(Debug, thiserror::Error)]
@@ -205,7 +205,7 @@ pub fn make_replacement(path: &Path, config: &Config, uuid: Uuid) -> Result<(), 
 }
 
 fn mkfs(path: &Path, options: MkfsOptions, label: &str) -> Result<(), TargetError> {
-    let progress = Progress::bytes(label, options.size.unwrap_or(0));
+    let progress = ProgressMeter::bytes(label, options.size.unwrap_or(0));
     let made = BlockStore::mkfs(path, &options, |done, total| progress.set(done, total));
     drop(progress);
     made.map(drop).map_err(in_store(path))
@@ -220,7 +220,7 @@ pub struct KnownTarget {
 
 impl KnownTarget {
     /// A target that a role has announced; `None` if its identity is none.
-    pub fn of(target: &Target) -> Option<KnownTarget> {
+    pub fn of(target: &MountedTarget) -> Option<KnownTarget> {
         Some(KnownTarget { path: target.path.clone(), uuid: target.uuid.parse().ok()? })
     }
 
@@ -340,8 +340,8 @@ pub fn checkpoints(mounted: &[Mounted]) -> Checkpoints {
 }
 
 /// What a role announces of its targets.
-pub fn announced(mounted: &[Mounted]) -> Vec<Target> {
-    mounted.iter().map(|m| Target { path: m.path.clone(), uuid: m.uuid.to_string() }).collect()
+pub fn announced(mounted: &[Mounted]) -> Vec<MountedTarget> {
+    mounted.iter().map(|m| MountedTarget { path: m.path.clone(), uuid: m.uuid.to_string() }).collect()
 }
 
 /// Unmounts targets, all of them even if one fails.

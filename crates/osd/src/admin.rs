@@ -6,7 +6,7 @@ use std::time::Duration;
 use wire::{AdminReply, AdminRequest, Error, Result};
 
 use crate::osd::Osd;
-use crate::request::Request;
+use crate::request::RequestContext;
 use crate::status;
 
 impl Osd {
@@ -14,7 +14,7 @@ impl Osd {
     /// made or removed the pool; it succeeds.
     pub(crate) async fn administer(
         self: &Rc<Osd>,
-        request: &Request,
+        request: &RequestContext,
         body: AdminRequest,
     ) -> Result<AdminReply> {
         let is_repeated = request.head.retry;

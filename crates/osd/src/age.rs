@@ -37,7 +37,7 @@ pub(crate) struct Age {
 
 /// As stored: format byte, then both numbers, big-endian.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Stored {
+struct StoredAge {
     generation: u64,
     ran_ms: u64,
 }
@@ -49,7 +49,7 @@ impl Age {
     /// # Errors
     /// If no target can be asked.
     pub(crate) async fn begin(targets: &[Rc<Target>], patience: Duration) -> Result<Age, StartError> {
-        let mut newest: Option<Stored> = None;
+        let mut newest: Option<StoredAge> = None;
         let mut answers = 0;
         let mut failure = None;
         for target in targets.iter().filter(|target| target.failure().is_none()) {
@@ -57,7 +57,7 @@ impl Age {
                 Ok(stored) => {
                     answers += 1;
                     let both = newest.into_iter().chain(stored);
-                    newest = both.reduce(|a, b| Stored {
+                    newest = both.reduce(|a, b| StoredAge {
                         generation: a.generation.max(b.generation),
                         ran_ms: a.ran_ms.max(b.ran_ms),
                     });
@@ -92,7 +92,7 @@ impl Age {
 
     /// Puts the age on all targets that take it within `patience`.
     pub(crate) async fn save(&self, targets: &[Rc<Target>], patience: Duration) {
-        let stored = Stored { generation: self.generation, ran_ms: self.ran_ms() };
+        let stored = StoredAge { generation: self.generation, ran_ms: self.ran_ms() };
         let there = targets.iter().filter(|target| target.failure().is_none());
         let saved = join_all(there.map(|target| write(target, stored, patience))).await;
         if !saved.contains(&true) {
@@ -104,18 +104,18 @@ impl Age {
     }
 }
 
-async fn read(target: &Target, patience: Duration) -> store::Result<Option<Stored>> {
+async fn read(target: &Target, patience: Duration) -> store::Result<Option<StoredAge>> {
     let asked = target.store.omap_get(&ids::node_collection(), &ids::age_object(), vec![KEY]);
     let late = || StoreError::Disconnected(format!("no answer within {patience:?}"));
     match tokio::time::timeout(patience, asked).await.unwrap_or_else(|_| Err(late())) {
-        Ok(found) => Ok(found.first().and_then(|(_, value)| Stored::decode(value))),
+        Ok(found) => Ok(found.first().and_then(|(_, value)| StoredAge::decode(value))),
         Err(StoreError::NoSuchCollection(_) | StoreError::NoSuchObject(_)) => Ok(None),
         Err(e) => Err(e),
     }
 }
 
 /// Whether it is durable on a target.
-async fn write(target: &Target, stored: Stored, patience: Duration) -> bool {
+async fn write(target: &Target, stored: StoredAge, patience: Duration) -> bool {
     let entries = vec![(KEY, stored.encode())];
     let set = Op::OmapSet { oid: ids::age_object(), entries };
     target.backing.incarnation();
@@ -130,7 +130,7 @@ async fn write(target: &Target, stored: Stored, patience: Duration) -> bool {
     }
 }
 
-impl Stored {
+impl StoredAge {
     fn encode(self) -> Bytes {
         let mut value = BytesMut::with_capacity(17);
         value.put_u8(FORMAT);
@@ -139,15 +139,15 @@ impl Stored {
         value.freeze()
     }
 
-    /// The reverse of [`Stored::encode`]; `None` for what it does not make.
-    fn decode(bytes: &[u8]) -> Option<Stored> {
+    /// The reverse of [`StoredAge::encode`]; `None` for what it does not make.
+    fn decode(bytes: &[u8]) -> Option<StoredAge> {
         let (&FORMAT, rest) = bytes.split_first()? else { return None };
         let (generation, ran_ms) = rest.split_at_checked(8)?;
         let generation = u64::from_be_bytes(generation.try_into().ok()?);
         let ran_ms = u64::from_be_bytes(ran_ms.try_into().ok()?);
         // Half of the generations that fit in an id are left for the next starts.
         let possible = SessionId::FIRST_GENERATION..SessionId::FIRST_GENERATION + (1 << 46);
-        possible.contains(&generation).then_some(Stored { generation, ran_ms })
+        possible.contains(&generation).then_some(StoredAge { generation, ran_ms })
     }
 }
 
@@ -159,7 +159,7 @@ mod tests {
     proptest! {
         #[test]
         fn arbitrary_bytes_are_no_impossible_age(bytes in proptest::collection::vec(any::<u8>(), 0..20)) {
-            if let Some(stored) = Stored::decode(&bytes) {
+            if let Some(stored) = StoredAge::decode(&bytes) {
                 prop_assert!(stored.generation >= SessionId::FIRST_GENERATION);
             }
         }
@@ -167,7 +167,7 @@ mod tests {
 
     #[test]
     fn an_age_survives_storage() {
-        let stored = Stored { generation: SessionId::FIRST_GENERATION + 5, ran_ms: 7 };
-        assert_eq!(Stored::decode(&stored.encode()), Some(stored));
+        let stored = StoredAge { generation: SessionId::FIRST_GENERATION + 5, ran_ms: 7 };
+        assert_eq!(StoredAge::decode(&stored.encode()), Some(stored));
     }
 }

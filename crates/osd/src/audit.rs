@@ -13,25 +13,28 @@ use base::block;
 use bytes::Bytes;
 use store::{ObjectId, Op, StoreCalls, StoreError, Transaction};
 
-use crate::fail::{Fail, Step, refusal};
+use crate::fail::{Fail, StepResult, refusal};
 use crate::ids;
 use crate::object::{INFO_XATTR, ObjectInfo};
 use crate::osd::Osd;
 use crate::patience::in_turn;
-use crate::pool::Place;
+use crate::pool::ObjectLocation;
 
 /// The two sizes of an object, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Sizes {
+struct ObjectSizes {
     /// `None` if the record cannot be read.
     recorded: Option<u64>,
     stored: u64,
 }
 
-impl Sizes {
+impl ObjectSizes {
     /// Of an object as a store, or a group of them, has it.
-    fn new(record: Option<&Bytes>, stored: u64) -> Sizes {
-        Sizes { recorded: record.and_then(|bytes| ObjectInfo::decode(bytes)).map(|info| info.size), stored }
+    fn new(record: Option<&Bytes>, stored: u64) -> ObjectSizes {
+        ObjectSizes {
+            recorded: record.and_then(|bytes| ObjectInfo::decode(bytes)).map(|info| info.size),
+            stored,
+        }
     }
 
     fn agree(self) -> bool {
@@ -64,7 +67,7 @@ pub fn inspect_object(oid: &ObjectId, size: u64, xattrs: &BTreeMap<Bytes, Bytes>
         Some(bytes) => u64::from_be_bytes(bytes[..].try_into().ok()?),
         None => size,
     };
-    let sizes = Sizes::new(xattrs.get(&INFO_XATTR), stored);
+    let sizes = ObjectSizes::new(xattrs.get(&INFO_XATTR), stored);
     if sizes.agree() {
         return None;
     }
@@ -81,22 +84,22 @@ impl Osd {
     ///
     /// # Errors
     /// If the store is away for longer than requests wait for it.
-    pub(crate) async fn audit(&self, place: &Place, repair: bool) -> wire::Result<Findings> {
+    pub(crate) async fn audit(&self, place: &ObjectLocation, repair: bool) -> wire::Result<Findings> {
         let mut found = Findings::default();
         // Most objects are as they should be. That is found out without holding up their clients.
         if let Ok(sizes) = sizes(place).await
-            && sizes.is_none_or(Sizes::agree)
+            && sizes.is_none_or(ObjectSizes::agree)
         {
             return Ok(found);
         }
         let resized = in_turn(place, self.config.store_patience, async |_| resize(place, repair).await).await;
         match resized {
-            Ok(Verdict::Right) => {}
-            Ok(Verdict::Wrong(sizes)) => {
+            Ok(AuditOutcome::Right) => {}
+            Ok(AuditOutcome::Wrong(sizes)) => {
                 found.wrong_size = 1;
                 tracing::warn!(oid = %place.oid, ?sizes, "a scrub found an object of the wrong size");
             }
-            Ok(Verdict::Resized(sizes)) => {
+            Ok(AuditOutcome::Resized(sizes)) => {
                 (found.wrong_size, found.resized) = (1, 1);
                 metrics::counter!("outboard_osd_objects_resized_total").increment(1);
                 tracing::warn!(oid = %place.oid, ?sizes, "an object has its recorded size again");
@@ -112,14 +115,14 @@ impl Osd {
 }
 
 /// What has come of an audit.
-enum Verdict {
+enum AuditOutcome {
     Right,
-    Wrong(Sizes),
-    Resized(Sizes),
+    Wrong(ObjectSizes),
+    Resized(ObjectSizes),
 }
 
 /// Reads the sizes of an object; `None` if there is no such object.
-async fn sizes(place: &Place) -> Step<Option<Sizes>> {
+async fn sizes(place: &ObjectLocation) -> StepResult<Option<ObjectSizes>> {
     let (store, cid, oid) = (&place.pg.backing, &place.pg.cid, &place.oid);
     let record = match store.get_xattr(cid, oid, INFO_XATTR).await {
         Ok(bytes) => Some(bytes),
@@ -128,20 +131,22 @@ async fn sizes(place: &Place) -> Step<Option<Sizes>> {
         Err(e) => return Err(e.into()),
     };
     match store.stat(cid, oid).await {
-        Ok(stat) => Ok(Some(Sizes::new(record.as_ref(), stat.size))),
+        Ok(stat) => Ok(Some(ObjectSizes::new(record.as_ref(), stat.size))),
         Err(StoreError::NoSuchObject(_)) => Ok(None),
         Err(e) => Err(e.into()),
     }
 }
 
 /// Compares the sizes of an object whose turn it is, and makes them agree if that is wanted and certain to be right.
-async fn resize(place: &Place, repair: bool) -> Step<Verdict> {
-    let Some(sizes) = sizes(place).await?.filter(|sizes| !sizes.agree()) else { return Ok(Verdict::Right) };
-    let Some(size) = sizes.repairable().filter(|_| repair) else { return Ok(Verdict::Wrong(sizes)) };
+async fn resize(place: &ObjectLocation, repair: bool) -> StepResult<AuditOutcome> {
+    let Some(sizes) = sizes(place).await?.filter(|sizes| !sizes.agree()) else {
+        return Ok(AuditOutcome::Right);
+    };
+    let Some(size) = sizes.repairable().filter(|_| repair) else { return Ok(AuditOutcome::Wrong(sizes)) };
     let truncate = Op::Truncate { oid: place.oid.clone(), size };
     let transaction = Transaction::new(place.pg.cid.clone()).with(truncate).from_reserve();
     place.pg.backing.queue(transaction).await?;
-    Ok(Verdict::Resized(sizes))
+    Ok(AuditOutcome::Resized(sizes))
 }
 
 #[cfg(test)]

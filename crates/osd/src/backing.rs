@@ -9,7 +9,7 @@ use store::{
     CollectionId, ObjectStore, ReplyOf, StoreCalls, StoreError, StoreReply, StoreRequest, Submit, Transaction,
 };
 
-use crate::fail::{Fail, Step};
+use crate::fail::{Fail, StepResult};
 
 /// The future of a reply of a [`Backing`].
 pub(crate) type BackingFuture = LocalBoxFuture<'static, store::Result<StoreReply>>;
@@ -18,7 +18,7 @@ pub(crate) type BackingFuture = LocalBoxFuture<'static, store::Result<StoreReply
 /// carries the *incarnation* in which it was learnt. When the store is lost a new incarnation
 /// begins, and what was learnt before no longer counts.
 pub(crate) struct Backing {
-    store: Store,
+    store: BackingStore,
     /// For the log.
     name: String,
     /// Incarnation that the store had last.
@@ -28,7 +28,7 @@ pub(crate) struct Backing {
     incarnation: Cell<u64>,
 }
 
-enum Store {
+enum BackingStore {
     Target(Arc<dyn ObjectStore>),
     Array(Array),
 }
@@ -38,22 +38,22 @@ impl Submit for Backing {
 
     fn submit(&self, request: StoreRequest) -> BackingFuture {
         match &self.store {
-            Store::Target(store) => store.submit(request),
-            Store::Array(array) => array.submit(request),
+            BackingStore::Target(store) => store.submit(request),
+            BackingStore::Array(array) => array.submit(request),
         }
     }
 
     fn incarnation(&self) -> u64 {
         match &self.store {
-            Store::Target(store) => store.incarnation(),
-            Store::Array(array) => array.incarnation(),
+            BackingStore::Target(store) => store.incarnation(),
+            BackingStore::Array(array) => array.incarnation(),
         }
     }
 
     fn stage_alignment(&self) -> u64 {
         match &self.store {
-            Store::Target(store) => store.stage_alignment(),
-            Store::Array(array) => array.stage_alignment(),
+            BackingStore::Target(store) => store.stage_alignment(),
+            BackingStore::Array(array) => array.stage_alignment(),
         }
     }
 }
@@ -61,15 +61,15 @@ impl Submit for Backing {
 impl Backing {
     /// The store of one target.
     pub(crate) fn target(store: Arc<dyn ObjectStore>, name: String) -> Backing {
-        Backing::new(Store::Target(store), name)
+        Backing::new(BackingStore::Target(store), name)
     }
 
     /// Several targets.
     pub(crate) fn array(array: Array, name: String) -> Backing {
-        Backing::new(Store::Array(array), name)
+        Backing::new(BackingStore::Array(array), name)
     }
 
-    fn new(store: Store, name: String) -> Backing {
+    fn new(store: BackingStore, name: String) -> Backing {
         let backing = Backing { store, name, store_incarnation: Cell::new(0), incarnation: Cell::new(1) };
         backing.store_incarnation.set(Submit::incarnation(&backing));
         backing
@@ -94,7 +94,7 @@ impl Backing {
     /// Fails if `seen` is no longer the current incarnation. Data read since then counts only if
     /// this succeeds: reads are repeated after the store has restarted, and then may see changes
     /// that are not durable.
-    pub(crate) fn still(&self, seen: u64) -> Step<()> {
+    pub(crate) fn still(&self, seen: u64) -> StepResult<()> {
         if self.incarnation() != seen {
             return Err(Fail::Lost("the store has another incarnation".into()));
         }

@@ -9,14 +9,14 @@ use std::time::Duration;
 use store::{StoreCalls, StoreError};
 use wire::{Manifest, PartId, UploadId};
 
-use crate::fail::{Fail, Step};
+use crate::fail::{Fail, StepResult};
 use crate::ids::{self, StoredName};
 use crate::list::{after, objects};
 use crate::object::{COMMITTED_XATTR, INFO_XATTR, ObjectInfo};
 use crate::osd::Osd;
 use crate::patience::{in_turn, info_of, patiently};
 use crate::pg::{Expiry, Pg};
-use crate::pool::{Place, Pool};
+use crate::pool::{ActivePool, ObjectLocation};
 
 /// Ids looked at between two pauses.
 const STEP: usize = 256;
@@ -49,11 +49,11 @@ impl Osd {
     /// Removes orphaned parts: those of uploads that were committed and have been replaced since,
     /// and those that are at least `grace` old and whose uploader has been gone that long.
     pub(crate) async fn collect_orphans(&self, grace: Duration) -> u64 {
-        let pools: Vec<Rc<Pool>> = self.pools.borrow().values().cloned().collect();
+        let pools: Vec<Rc<ActivePool>> = self.pools.borrow().values().cloned().collect();
         let mut removed = 0;
         for pool in pools.iter().filter(|pool| !pool.closed.get()) {
             for pg in &pool.pgs {
-                let place = Place { pg: Rc::clone(pg), oid: ids::meta_object() };
+                let place = ObjectLocation { pg: Rc::clone(pg), oid: ids::meta_object() };
                 match self.collect_group(pool, &place, grace).await {
                     Ok(count) => removed += count,
                     Err(e) => tracing::warn!(error = ?e, "orphans of a placement group are left for later"),
@@ -64,7 +64,12 @@ impl Osd {
         removed
     }
 
-    async fn collect_group(&self, pool: &Pool, place: &Place, grace: Duration) -> Step<u64> {
+    async fn collect_group(
+        &self,
+        pool: &ActivePool,
+        place: &ObjectLocation,
+        grace: Duration,
+    ) -> StepResult<u64> {
         let mut from = None;
         let mut removed = 0;
         let patience = self.config.store_patience;
@@ -88,7 +93,13 @@ impl Osd {
     }
 
     /// Whether a part's head does not name its upload and never will.
-    async fn is_orphan(&self, pool: &Pool, name: &StoredName, part: PartId, grace: Duration) -> Step<bool> {
+    async fn is_orphan(
+        &self,
+        pool: &ActivePool,
+        name: &StoredName,
+        part: PartId,
+        grace: Duration,
+    ) -> StepResult<bool> {
         let head_place = pool.place(&name.namespace, &name.object, None);
         let names = |manifest: Option<Manifest>| manifest.is_some_and(|m| m.upload == part.upload);
         // What is known here spares asking the store anew for every part of an object that is in
@@ -108,7 +119,13 @@ impl Osd {
         Ok(!alive() && self.is_old(pool, name, part, grace).await? && !alive())
     }
 
-    async fn is_old(&self, pool: &Pool, name: &StoredName, part: PartId, grace: Duration) -> Step<bool> {
+    async fn is_old(
+        &self,
+        pool: &ActivePool,
+        name: &StoredName,
+        part: PartId,
+        grace: Duration,
+    ) -> StepResult<bool> {
         let part_place = pool.place(&name.namespace, &name.object, Some(&part));
         let part_info = info_of(&part_place, self.config.store_patience).await?;
         let grace_ms = u64::try_from(grace.as_millis()).unwrap_or(u64::MAX);
@@ -120,7 +137,7 @@ impl Osd {
     }
 
     /// Which uploads an object's head names, durably.
-    async fn head_of(&self, place: &Place) -> Step<Head> {
+    async fn head_of(&self, place: &ObjectLocation) -> StepResult<Head> {
         in_turn(place, self.config.store_patience, async |_| {
             let xattrs = match place.pg.backing.get_xattrs(&place.pg.cid, &place.oid).await {
                 Ok(xattrs) => xattrs,
@@ -142,7 +159,7 @@ impl Osd {
         let alive = |session| self.sessions.borrow().is_alive(session, grace);
         let idle_ms = u64::try_from(grace.as_millis()).unwrap_or(u64::MAX);
         let expiry = Expiry { idle_ms, alive: &alive };
-        let pools: Vec<Rc<Pool>> = self.pools.borrow().values().cloned().collect();
+        let pools: Vec<Rc<ActivePool>> = self.pools.borrow().values().cloned().collect();
         for pg in pools.iter().filter(|pool| !pool.closed.get()).flat_map(|pool| &pool.pgs) {
             match self.expire_sessions_of(pg, &expiry).await {
                 Ok(()) => {}
@@ -153,7 +170,7 @@ impl Osd {
         }
     }
 
-    async fn expire_sessions_of(&self, pg: &Pg, expiry: &Expiry<'_>) -> Step<()> {
+    async fn expire_sessions_of(&self, pg: &Pg, expiry: &Expiry<'_>) -> StepResult<()> {
         let mut expired = pg.expired(expiry).await?;
         while !expired.is_empty() {
             let living = || self.sessions.borrow().living(self.config.session_expiry);

@@ -15,8 +15,8 @@ use store::{ObjectId, Op, StoreCalls, WriteSource};
 use wire::limits::MAX_OBJECT_SIZE;
 use wire::{Error, Manifest, Mutation, OpBytes};
 
-use crate::fail::Step;
-use crate::gather::{Gathered, Staged};
+use crate::fail::StepResult;
+use crate::gather::{Gathered, StagedPayload};
 use crate::object::{COMMITTED_XATTR, INFO_XATTR, ObjectInfo, user_xattr};
 use crate::pg::Pg;
 use crate::written::Written;
@@ -130,7 +130,7 @@ impl<'a> Draft<'a> {
     }
 
     /// Applies the ops one after the other.
-    pub(crate) async fn apply(mut self, ops: &[Mutation], data: &Gathered) -> Step<Drafted> {
+    pub(crate) async fn apply(mut self, ops: &[Mutation], data: &Gathered) -> StepResult<Drafted> {
         let on_data = |op: &&Mutation| {
             op.source().is_some() || matches!(op, Mutation::Zero { .. } | Mutation::Truncate(_))
         };
@@ -157,7 +157,7 @@ impl<'a> Draft<'a> {
         })
     }
 
-    async fn step(&mut self, op: &Mutation, data: &Gathered) -> Step<()> {
+    async fn step(&mut self, op: &Mutation, data: &Gathered) -> StepResult<()> {
         let oid = self.oid.clone();
         match op {
             Mutation::Touch => self.ops.push(Op::Touch { oid }),
@@ -207,7 +207,7 @@ impl<'a> Draft<'a> {
         Ok(())
     }
 
-    fn refuse_striped(&self, what: &str) -> Step<()> {
+    fn refuse_striped(&self, what: &str) -> StepResult<()> {
         match self.manifest {
             Some(_) => Err(Error::Striped { name: self.name.into(), what: what.into() }.into()),
             None => Ok(()),
@@ -231,7 +231,7 @@ impl<'a> Draft<'a> {
         self.written.clear();
     }
 
-    fn remove(&mut self) -> Step<()> {
+    fn remove(&mut self) -> StepResult<()> {
         if !self.exists {
             return Err(Error::NoSuchObject(self.name.into()).into());
         }
@@ -242,7 +242,7 @@ impl<'a> Draft<'a> {
         Ok(())
     }
 
-    async fn write(&mut self, offset: u64, source: &OpBytes, data: &Gathered) -> Step<()> {
+    async fn write(&mut self, offset: u64, source: &OpBytes, data: &Gathered) -> StepResult<()> {
         match (source, data) {
             (OpBytes::Embedded(bytes), _) => {
                 self.write_bytes(offset, Payload::compute(offset, bytes.clone())).await
@@ -261,7 +261,7 @@ impl<'a> Draft<'a> {
         }
     }
 
-    async fn write_bytes(&mut self, offset: u64, payload: Payload) -> Step<()> {
+    async fn write_bytes(&mut self, offset: u64, payload: Payload) -> StepResult<()> {
         let len = payload.len() as u64;
         let end = self.end(offset, len)?;
         if len == 0 {
@@ -293,7 +293,7 @@ impl<'a> Draft<'a> {
         Ok(())
     }
 
-    async fn write_staged(&mut self, offset: u64, staged: &Staged) -> Step<()> {
+    async fn write_staged(&mut self, offset: u64, staged: &StagedPayload) -> StepResult<()> {
         let head_len = staged.head.len() as u64;
         let start = offset + head_len;
         let end = self.end(start, staged.len)?;
@@ -315,7 +315,7 @@ impl<'a> Draft<'a> {
         Ok(())
     }
 
-    async fn truncate(&mut self, size: u64) -> Step<()> {
+    async fn truncate(&mut self, size: u64) -> StepResult<()> {
         let cut = size % BLOCK;
         if size < self.size && cut != 0 {
             // The last block is cut here, so that its checksum is computed here.
@@ -344,7 +344,7 @@ impl<'a> Draft<'a> {
         self.size = size;
     }
 
-    async fn zero(&mut self, offset: u64, len: u64) -> Step<()> {
+    async fn zero(&mut self, offset: u64, len: u64) -> StepResult<()> {
         let end = self.end(offset, len)?;
         if len == 0 {
             return self.touch();
@@ -378,14 +378,14 @@ impl<'a> Draft<'a> {
         Ok(())
     }
 
-    fn touch(&mut self) -> Step<()> {
+    fn touch(&mut self) -> StepResult<()> {
         if !self.exists {
             self.ops.push(Op::Touch { oid: self.oid.clone() });
         }
         Ok(())
     }
 
-    fn end(&self, offset: u64, len: u64) -> Step<u64> {
+    fn end(&self, offset: u64, len: u64) -> StepResult<u64> {
         match offset.checked_add(len) {
             Some(end) if end <= MAX_OBJECT_SIZE => Ok(end),
             end => {
@@ -396,7 +396,7 @@ impl<'a> Draft<'a> {
     }
 
     /// Writes `data`, which lies within one block, into that block as it is now.
-    async fn merge(&mut self, offset: u64, data: Bytes) -> Step<()> {
+    async fn merge(&mut self, offset: u64, data: Bytes) -> StepResult<()> {
         let number = offset / BLOCK;
         let start = number * BLOCK;
         let at = (offset - start) as usize;
@@ -411,7 +411,7 @@ impl<'a> Draft<'a> {
     }
 
     /// The content of a block after the ops drafted so far: a whole block, or up to the object's end. Holes are zeros.
-    async fn block(&self, number: u64) -> Step<Bytes> {
+    async fn block(&self, number: u64) -> StepResult<Bytes> {
         let len = self.size.saturating_sub(number * BLOCK).min(BLOCK) as usize;
         let found = if len == 0 {
             Bytes::new()
@@ -437,7 +437,7 @@ impl<'a> Draft<'a> {
     ///
     /// # Errors
     /// [`Error::Corrupt`] if the store has less of it than the object's record says.
-    async fn stored_block(&self, number: u64) -> Step<Bytes> {
+    async fn stored_block(&self, number: u64) -> StepResult<Bytes> {
         let start = number * BLOCK;
         let store = &self.pg.backing;
         let read = store.read(&self.pg.cid, self.oid, start, BLOCK, None).await?;

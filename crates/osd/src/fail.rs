@@ -4,7 +4,7 @@ use messenger::MessengerError;
 use store::StoreError;
 
 /// Result of a step.
-pub(crate) type Step<T> = Result<T, Fail>;
+pub(crate) type StepResult<T> = Result<T, Fail>;
 
 /// Why a step did not succeed.
 #[derive(Debug, Clone)]

@@ -17,7 +17,7 @@ use wire::limits::{MAX_APPEND, MAX_OBJECT_SIZE};
 use wire::{BulkDescriptor, BulkDirection, Data, Error, Mutate, Mutation, OpBytes};
 
 use crate::backing::Backing;
-use crate::fail::{Fail, Step};
+use crate::fail::{Fail, StepResult};
 
 /// Segments are at most that long, in bytes, and at most the pool's largest buffer.
 pub(crate) const SEGMENT: usize = 2 << 20;
@@ -36,15 +36,15 @@ pub(crate) enum Gathered {
     None,
     /// In memory, anchored at offset 0 of a block or at the op's own offset.
     Memory(Payload),
-    Staged(Staged),
+    Staged(StagedPayload),
 }
 
 /// Data in the store that no object has yet.
-pub(crate) struct Staged {
+pub(crate) struct StagedPayload {
     /// Bytes before the first place from which on the store takes staged ones.
     pub(crate) head: Payload,
     /// From there on.
-    pub(crate) stage: Stage,
+    pub(crate) stage: StageGuard,
     /// Staged bytes.
     pub(crate) len: u64,
     /// A copy of the bytes after the last block boundary, which are staged too.
@@ -52,12 +52,12 @@ pub(crate) struct Staged {
 }
 
 /// Staged extents, given back when dropped (what a transaction has named by then stays).
-pub(crate) struct Stage {
+pub(crate) struct StageGuard {
     store: Rc<Backing>,
     pub(crate) id: StageId,
 }
 
-impl Drop for Stage {
+impl Drop for StageGuard {
     fn drop(&mut self) {
         self.store.stage_release(self.id);
     }
@@ -80,7 +80,7 @@ impl Puller<'_> {
         mutate: &Mutate,
         inline: Payload,
         store: &Rc<Backing>,
-    ) -> Step<Gathered> {
+    ) -> StepResult<Gathered> {
         let Some(user) = mutate.ops.iter().find(|op| matches!(op.source(), Some(OpBytes::Payload))) else {
             return Ok(Gathered::None);
         };
@@ -109,7 +109,7 @@ impl Puller<'_> {
     }
 
     /// An append's place is known only when it is its turn, so its data waits in memory.
-    async fn pull_whole(&self, from: &BulkDescriptor, len: u64) -> Step<Payload> {
+    async fn pull_whole(&self, from: &BulkDescriptor, len: u64) -> StepResult<Payload> {
         let limit = MAX_APPEND.min(self.staging.largest() as u64);
         if len > limit {
             return Err(Error::TooLarge { what: "append".into(), size: len, limit }.into());
@@ -117,7 +117,13 @@ impl Puller<'_> {
         self.pull(from, 0, len as usize, 0).await
     }
 
-    async fn stage(&self, from: &BulkDescriptor, offset: u64, len: u64, store: &Rc<Backing>) -> Step<Staged> {
+    async fn stage(
+        &self,
+        from: &BulkDescriptor,
+        offset: u64,
+        len: u64,
+        store: &Rc<Backing>,
+    ) -> StepResult<StagedPayload> {
         let alignment = store.stage_alignment();
         let head_len = (alignment - offset % alignment).min(len) % alignment;
         let head = match head_len {
@@ -128,7 +134,7 @@ impl Puller<'_> {
         if staged_len == 0 {
             return Err(Error::BadRequest("less than a block offered as bulk data".into()).into());
         }
-        let stage = Stage { store: Rc::clone(store), id: store.stage(staged_len).await? };
+        let stage = StageGuard { store: Rc::clone(store), id: store.stage(staged_len).await? };
         let step = SEGMENT.min(self.staging.largest()) as u64;
         let step = (step - step % alignment).max(alignment);
         let mut tail = Bytes::new();
@@ -149,7 +155,7 @@ impl Puller<'_> {
             }
         }
         drop(segments);
-        Ok(Staged { head, stage, len: staged_len, tail })
+        Ok(StagedPayload { head, stage, len: staged_len, tail })
     }
 
     /// Pulls bytes `at..at + len` of what is staged and writes them; returns a copy of what is beyond whole blocks.
@@ -159,8 +165,8 @@ impl Puller<'_> {
         head_len: u64,
         at: u64,
         len: usize,
-        stage: &Stage,
-    ) -> Step<Bytes> {
+        stage: &StageGuard,
+    ) -> StepResult<Bytes> {
         let payload = self.pull(from, head_len + at, len, 0).await?;
         let tail = Bytes::copy_from_slice(&payload.data()[len - len % BLOCK as usize..]);
         stage.store.stage_write(stage.id, at, payload).await?;
@@ -168,7 +174,7 @@ impl Puller<'_> {
     }
 
     /// Pulls `len` bytes that start at `at` of the offer and belong at object offset `anchor`, modulo the block size.
-    async fn pull(&self, from: &BulkDescriptor, at: u64, len: usize, anchor: u64) -> Step<Payload> {
+    async fn pull(&self, from: &BulkDescriptor, at: u64, len: usize, anchor: u64) -> StepResult<Payload> {
         let buf = self.staging.alloc(len).await?;
         let pulled = self.connection.bulk_read(from, at, buf, self.timeout).await?;
         metrics::counter!("outboard_osd_pulled_bytes").increment(len as u64);
@@ -177,7 +183,7 @@ impl Puller<'_> {
     }
 }
 
-fn check_descriptor(from: &BulkDescriptor, offset: u64) -> Step<u64> {
+fn check_descriptor(from: &BulkDescriptor, offset: u64) -> StepResult<u64> {
     let Some(len) = from.len() else {
         return Err(
             Error::OutOfRange { what: "bulk data".into(), detail: "its length overflows".into() }.into()
@@ -190,7 +196,7 @@ fn check_descriptor(from: &BulkDescriptor, offset: u64) -> Step<u64> {
     Ok(len)
 }
 
-fn check_place(offset: u64, phase: u64, len: u64) -> Step<()> {
+fn check_place(offset: u64, phase: u64, len: u64) -> StepResult<()> {
     if len > 0 && phase != offset % BLOCK {
         return Err(
             Error::BadRequest(format!("data is cut for phase {phase}, not for offset {offset}")).into()

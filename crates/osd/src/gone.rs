@@ -29,7 +29,7 @@ pub(crate) struct Gone {
 
 /// As stored.
 #[derive(Serialize, Deserialize)]
-struct Stored {
+struct StoredGone {
     floor: u64,
     bounds: BTreeMap<u64, u32>,
     spared: Vec<SessionId>,
@@ -93,7 +93,7 @@ impl Gone {
     /// As stored: a format byte, then postcard.
     pub(crate) fn encode(&self) -> Bytes {
         let spared = self.spared.iter().rev().take(SPARED_STORED).copied().collect();
-        let stored = Stored { floor: self.floor, bounds: self.bounds.clone(), spared };
+        let stored = StoredGone { floor: self.floor, bounds: self.bounds.clone(), spared };
         // Growing a vector cannot fail, and the type is plain data.
         postcard::to_extend(&stored, vec![FORMAT]).expect("plain data can be encoded").into()
     }
@@ -101,7 +101,7 @@ impl Gone {
     /// The reverse of [`Gone::encode`]; `None` if it is something else.
     pub(crate) fn decode(bytes: &[u8]) -> Option<Gone> {
         let (&FORMAT, rest) = bytes.split_first()? else { return None };
-        let Stored { floor, bounds, spared } = postcard::from_bytes(rest).ok()?;
+        let StoredGone { floor, bounds, spared } = postcard::from_bytes(rest).ok()?;
         Some(Gone { floor, bounds, spared: spared.into_iter().collect() })
     }
 }

@@ -20,7 +20,7 @@ const RELAPSE_WINDOW: Duration = Duration::from_secs(600);
 
 /// What has happened to a target.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Event {
+pub(crate) enum HealthEvent {
     /// A call was not answered in time.
     Overdue(String),
     /// A call failed with this error, which is one of the target and not of the call.
@@ -40,7 +40,7 @@ pub(crate) enum Event {
 /// What an event has changed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[must_use]
-pub(crate) enum Change {
+pub(crate) enum UsabilityChange {
     /// Nothing that placement groups have to know of.
     None,
     /// The target is no longer used, or for another kind of reason.
@@ -108,28 +108,28 @@ impl Health {
     }
 
     /// Takes an event.
-    pub(crate) fn step(&mut self, now: Instant, event: Event) -> Change {
+    pub(crate) fn step(&mut self, now: Instant, event: HealthEvent) -> UsabilityChange {
         let change = match event {
-            Event::Overdue(why) => self.slow(now, why),
-            Event::Failed(e) => self.failed(now, &e, false),
-            Event::ProbeFailed(e) => {
+            HealthEvent::Overdue(why) => self.slow(now, why),
+            HealthEvent::Failed(e) => self.failed(now, &e, false),
+            HealthEvent::ProbeFailed(e) => {
                 self.is_probing = false;
                 self.failed(now, &e, true)
             }
-            Event::ProbeSent => {
+            HealthEvent::ProbeSent => {
                 self.is_probing = true;
                 self.down.iter_mut().for_each(|down| down.next_probe = None);
-                Change::None
+                UsabilityChange::None
             }
-            Event::ProbeAnswered(took) => self.answered(now, took),
-            Event::ProbeLost => {
+            HealthEvent::ProbeAnswered(took) => self.answered(now, took),
+            HealthEvent::ProbeLost => {
                 self.is_probing = false;
                 self.down.iter_mut().for_each(|down| down.wait(now, down.pause));
-                Change::None
+                UsabilityChange::None
             }
-            Event::Renewed => {
+            HealthEvent::Renewed => {
                 (self.slow_relapses, self.failing_relapses, self.back_at) = (0, 0, None);
-                if self.down.take().is_some() { Change::Back } else { Change::None }
+                if self.down.take().is_some() { UsabilityChange::Back } else { UsabilityChange::None }
             }
         };
         let probes = self.down.as_ref().is_some_and(|down| down.next_probe.is_some());
@@ -137,9 +137,9 @@ impl Health {
         change
     }
 
-    fn slow(&mut self, now: Instant, why: String) -> Change {
+    fn slow(&mut self, now: Instant, why: String) -> UsabilityChange {
         if self.down.is_some() {
-            return Change::None;
+            return UsabilityChange::None;
         }
         let relapses = if self.is_relapse(now) { self.slow_relapses + 1 } else { 0 };
         self.slow_relapses = relapses;
@@ -151,10 +151,10 @@ impl Health {
             doubled(pause, relapses - 1, self.retry.slow_pause_max)
         };
         self.set_down(now, TargetState::Slow, why, pause, Some(first));
-        Change::Down
+        UsabilityChange::Down
     }
 
-    fn failed(&mut self, now: Instant, e: &StoreError, is_probe: bool) -> Change {
+    fn failed(&mut self, now: Instant, e: &StoreError, is_probe: bool) -> UsabilityChange {
         let why = e.to_string();
         if is_lasting(e) {
             return self.lose(now, why, matches!(e, StoreError::Poisoned(_)), is_probe);
@@ -167,9 +167,9 @@ impl Health {
                     down.pause = (down.pause * 2).min(max);
                     down.wait(now, down.pause);
                 }
-                return Change::None;
+                return UsabilityChange::None;
             }
-            Some(down) if down.state == TargetState::Failed => return Change::None,
+            Some(down) if down.state == TargetState::Failed => return UsabilityChange::None,
             Some(_) => {}
             None => {
                 self.failing_relapses = if self.is_relapse(now) { self.failing_relapses + 1 } else { 0 };
@@ -182,41 +182,41 @@ impl Health {
         }
         let pause = doubled(self.retry.failing_pause, self.failing_relapses, max);
         self.set_down(now, TargetState::Failing, why, pause, Some(pause));
-        Change::Down
+        UsabilityChange::Down
     }
 
-    fn lose(&mut self, now: Instant, why: String, awaits_mount: bool, is_probe: bool) -> Change {
+    fn lose(&mut self, now: Instant, why: String, awaits_mount: bool, is_probe: bool) -> UsabilityChange {
         if let Some(down) = self.down.as_mut().filter(|down| down.state == TargetState::Failed) {
             if is_probe {
                 down.wait(now, down.pause);
             }
-            return Change::None;
+            return UsabilityChange::None;
         }
         let pause = self.retry.failing_pause_max;
         self.set_down(now, TargetState::Failed, why, pause, awaits_mount.then_some(pause));
         self.down.iter_mut().for_each(|down| down.awaits_mount = awaits_mount);
-        Change::Down
+        UsabilityChange::Down
     }
 
-    fn answered(&mut self, now: Instant, took: Duration) -> Change {
+    fn answered(&mut self, now: Instant, took: Duration) -> UsabilityChange {
         self.is_probing = false;
-        let Some(down) = &mut self.down else { return Change::None };
+        let Some(down) = &mut self.down else { return UsabilityChange::None };
         if down.is_lost_for_good() {
-            return Change::None;
+            return UsabilityChange::None;
         }
         if down.state == TargetState::Failed && now - took < down.since {
             // The target answered before it failed.
             down.wait(now, down.pause);
-            return Change::None;
+            return UsabilityChange::None;
         }
         if took > self.retry.probe_max {
             // The target has just begun to answer again: whether it does so in time the next probe tells.
             down.wait(now, Duration::ZERO);
-            return Change::None;
+            return UsabilityChange::None;
         }
         self.down = None;
         self.back_at = Some(now);
-        Change::Back
+        UsabilityChange::Back
     }
 
     fn set_down(
@@ -282,30 +282,30 @@ mod tests {
         Duration::from_secs(secs)
     }
 
-    fn overdue() -> Event {
-        Event::Overdue("no answer".into())
+    fn overdue() -> HealthEvent {
+        HealthEvent::Overdue("no answer".into())
     }
 
-    fn failed() -> Event {
-        Event::Failed(StoreError::Io("EIO".into()))
+    fn failed() -> HealthEvent {
+        HealthEvent::Failed(StoreError::Io("EIO".into()))
     }
 
     #[test]
     fn a_slow_target_is_probed_at_once_and_used_when_it_answers_in_time() {
         let now = Instant::now();
         let mut health = Health::new(RETRY);
-        assert_eq!(health.step(now, overdue()), Change::Down);
+        assert_eq!(health.step(now, overdue()), UsabilityChange::Down);
         assert_eq!(health.state(), TargetState::Slow);
         assert!(health.is_probe_due(now) && health.is_hopeful(now + secs(3600)));
-        assert_eq!(health.step(now, overdue()), Change::None);
-        assert_eq!(health.step(now, Event::ProbeSent), Change::None);
+        assert_eq!(health.step(now, overdue()), UsabilityChange::None);
+        assert_eq!(health.step(now, HealthEvent::ProbeSent), UsabilityChange::None);
         assert!(!health.is_probe_due(now + secs(3600)), "one probe at a time");
         // The first probe has waited as long as the stall lasted.
         let later = now + secs(13);
-        assert_eq!(health.step(later, Event::ProbeAnswered(secs(13))), Change::None);
+        assert_eq!(health.step(later, HealthEvent::ProbeAnswered(secs(13))), UsabilityChange::None);
         assert!(health.is_probe_due(later));
-        assert_eq!(health.step(later, Event::ProbeSent), Change::None);
-        assert_eq!(health.step(later, Event::ProbeAnswered(Duration::ZERO)), Change::Back);
+        assert_eq!(health.step(later, HealthEvent::ProbeSent), UsabilityChange::None);
+        assert_eq!(health.step(later, HealthEvent::ProbeAnswered(Duration::ZERO)), UsabilityChange::Back);
         assert_eq!((health.state(), health.why(), health.next_probe()), (TargetState::Up, None, None));
     }
 
@@ -315,16 +315,16 @@ mod tests {
         let mut health = Health::new(RETRY);
         let mut pauses = Vec::new();
         for _ in 0..8 {
-            assert_eq!(health.step(now, overdue()), Change::Down);
+            assert_eq!(health.step(now, overdue()), UsabilityChange::Down);
             let due = health.next_probe().unwrap();
             pauses.push((due - now).as_millis());
             now = due;
-            assert_eq!(health.step(now, Event::ProbeSent), Change::None);
-            assert_eq!(health.step(now, Event::ProbeAnswered(Duration::ZERO)), Change::Back);
+            assert_eq!(health.step(now, HealthEvent::ProbeSent), UsabilityChange::None);
+            assert_eq!(health.step(now, HealthEvent::ProbeAnswered(Duration::ZERO)), UsabilityChange::Back);
         }
         assert_eq!(pauses, [0, 250, 500, 1000, 2000, 4000, 4000, 4000]);
         now += RELAPSE_WINDOW;
-        assert_eq!(health.step(now, overdue()), Change::Down);
+        assert_eq!(health.step(now, overdue()), UsabilityChange::Down);
         assert!(health.is_probe_due(now), "a target that was well for long is probed at once");
     }
 
@@ -333,23 +333,23 @@ mod tests {
         let began = Instant::now();
         let mut now = began;
         let mut health = Health::new(RETRY);
-        assert_eq!(health.step(now, failed()), Change::Down);
+        assert_eq!(health.step(now, failed()), UsabilityChange::Down);
         assert_eq!(health.state(), TargetState::Failing);
         let mut pauses = Vec::new();
         for _ in 0..100 {
             let due = health.next_probe().unwrap();
             pauses.push((due - now).as_secs());
             now = due;
-            assert_eq!(health.step(now, Event::ProbeSent), Change::None);
-            let failed = Event::ProbeFailed(StoreError::Io("EIO".into()));
-            assert_eq!(health.step(now, failed), Change::None);
+            assert_eq!(health.step(now, HealthEvent::ProbeSent), UsabilityChange::None);
+            let failed = HealthEvent::ProbeFailed(StoreError::Io("EIO".into()));
+            assert_eq!(health.step(now, failed), UsabilityChange::None);
         }
         assert_eq!(pauses[..6], [1, 2, 4, 8, 10, 10]);
         assert_eq!(pauses[99], 10);
         assert!(health.is_hopeful(began + secs(19)) && !health.is_hopeful(began + secs(20)));
         now = health.next_probe().unwrap();
-        assert_eq!(health.step(now, Event::ProbeSent), Change::None);
-        assert_eq!(health.step(now, Event::ProbeAnswered(Duration::ZERO)), Change::Back);
+        assert_eq!(health.step(now, HealthEvent::ProbeSent), UsabilityChange::None);
+        assert_eq!(health.step(now, HealthEvent::ProbeAnswered(Duration::ZERO)), UsabilityChange::Back);
     }
 
     #[test]
@@ -357,17 +357,17 @@ mod tests {
         let mut now = Instant::now();
         let mut health = Health::new(RETRY);
         for relapse in 0..=RETRY.relapses_max {
-            assert_eq!(health.step(now, failed()), Change::Down, "{relapse}");
+            assert_eq!(health.step(now, failed()), UsabilityChange::Down, "{relapse}");
             assert_eq!(health.state(), TargetState::Failing, "{relapse}");
             now = health.next_probe().unwrap();
-            assert_eq!(health.step(now, Event::ProbeSent), Change::None);
-            assert_eq!(health.step(now, Event::ProbeAnswered(Duration::ZERO)), Change::Back);
+            assert_eq!(health.step(now, HealthEvent::ProbeSent), UsabilityChange::None);
+            assert_eq!(health.step(now, HealthEvent::ProbeAnswered(Duration::ZERO)), UsabilityChange::Back);
         }
-        assert_eq!(health.step(now, failed()), Change::Down);
+        assert_eq!(health.step(now, failed()), UsabilityChange::Down);
         assert_eq!((health.state(), health.next_probe()), (TargetState::Failed, None));
         assert!(!health.is_hopeful(now));
-        assert_eq!(health.step(now, Event::Renewed), Change::Back);
-        assert_eq!(health.step(now, failed()), Change::Down);
+        assert_eq!(health.step(now, HealthEvent::Renewed), UsabilityChange::Back);
+        assert_eq!(health.step(now, failed()), UsabilityChange::Down);
         assert_eq!(health.state(), TargetState::Failing, "the operator's word begins a new count");
     }
 
@@ -375,17 +375,19 @@ mod tests {
     fn an_absent_target_is_never_probed_and_stays_lost_until_it_is_renewed() {
         let now = Instant::now();
         let mut health = Health::new(RETRY);
-        assert_eq!(health.step(now, overdue()), Change::Down);
-        assert_eq!(health.step(now, Event::ProbeSent), Change::None);
-        let lost = Event::Failed(StoreError::Absent("no drive".into()));
-        assert_eq!(health.step(now, lost.clone()), Change::Down);
+        assert_eq!(health.step(now, overdue()), UsabilityChange::Down);
+        assert_eq!(health.step(now, HealthEvent::ProbeSent), UsabilityChange::None);
+        let lost = HealthEvent::Failed(StoreError::Absent("no drive".into()));
+        assert_eq!(health.step(now, lost.clone()), UsabilityChange::Down);
         assert!(!health.is_hopeful(now), "somebody has to bring the drive");
-        for event in [lost, overdue(), failed(), Event::ProbeAnswered(Duration::ZERO), Event::ProbeLost] {
-            assert_eq!(health.step(now, event), Change::None);
+        for event in
+            [lost, overdue(), failed(), HealthEvent::ProbeAnswered(Duration::ZERO), HealthEvent::ProbeLost]
+        {
+            assert_eq!(health.step(now, event), UsabilityChange::None);
             assert_eq!((health.state(), health.next_probe()), (TargetState::Failed, None));
         }
-        assert_eq!(health.step(now, Event::Renewed), Change::Back);
-        assert_eq!(health.step(now, Event::Renewed), Change::None);
+        assert_eq!(health.step(now, HealthEvent::Renewed), UsabilityChange::Back);
+        assert_eq!(health.step(now, HealthEvent::Renewed), UsabilityChange::None);
     }
 
     fn poisoned() -> StoreError {
@@ -397,34 +399,34 @@ mod tests {
         let began = Instant::now();
         let mut now = began;
         let mut health = Health::new(RETRY);
-        assert_eq!(health.step(now, Event::Failed(poisoned())), Change::Down);
+        assert_eq!(health.step(now, HealthEvent::Failed(poisoned())), UsabilityChange::Down);
         assert!(health.is_hopeful(began + secs(19)) && !health.is_hopeful(began + secs(20)));
         for _ in 0..10 {
-            for event in [Event::Failed(poisoned()), overdue(), failed()] {
-                assert_eq!(health.step(now, event), Change::None);
+            for event in [HealthEvent::Failed(poisoned()), overdue(), failed()] {
+                assert_eq!(health.step(now, event), UsabilityChange::None);
             }
             assert_eq!(health.next_probe(), Some(now + RETRY.failing_pause_max));
             now += RETRY.failing_pause_max;
-            assert_eq!(health.step(now, Event::ProbeSent), Change::None);
+            assert_eq!(health.step(now, HealthEvent::ProbeSent), UsabilityChange::None);
             assert_eq!(health.next_probe(), None);
-            assert_eq!(health.step(now, Event::ProbeFailed(poisoned())), Change::None);
+            assert_eq!(health.step(now, HealthEvent::ProbeFailed(poisoned())), UsabilityChange::None);
             assert_eq!(health.state(), TargetState::Failed);
         }
         // Only a store that was mounted anew carries the probe's transaction out.
         now += RETRY.failing_pause_max;
-        assert_eq!(health.step(now, Event::ProbeSent), Change::None);
-        assert_eq!(health.step(now, Event::ProbeAnswered(Duration::ZERO)), Change::Back);
+        assert_eq!(health.step(now, HealthEvent::ProbeSent), UsabilityChange::None);
+        assert_eq!(health.step(now, HealthEvent::ProbeAnswered(Duration::ZERO)), UsabilityChange::Back);
     }
 
     #[test]
     fn a_probe_answered_before_the_target_failed_does_not_bring_it_back() {
         let now = Instant::now();
         let mut health = Health::new(RETRY);
-        assert_eq!(health.step(now, overdue()), Change::Down);
-        assert_eq!(health.step(now, Event::ProbeSent), Change::None);
+        assert_eq!(health.step(now, overdue()), UsabilityChange::Down);
+        assert_eq!(health.step(now, HealthEvent::ProbeSent), UsabilityChange::None);
         let later = now + secs(1);
-        assert_eq!(health.step(later, Event::Failed(poisoned())), Change::Down);
-        assert_eq!(health.step(later, Event::ProbeAnswered(secs(1))), Change::None);
+        assert_eq!(health.step(later, HealthEvent::Failed(poisoned())), UsabilityChange::Down);
+        assert_eq!(health.step(later, HealthEvent::ProbeAnswered(secs(1))), UsabilityChange::None);
         assert_eq!(health.state(), TargetState::Failed);
         assert_eq!(health.next_probe(), Some(later + RETRY.failing_pause_max));
     }
@@ -433,12 +435,12 @@ mod tests {
     fn an_answer_to_a_probe_from_before_a_renewal_brings_no_later_failure_to_an_end_early() {
         let now = Instant::now();
         let mut health = Health::new(RETRY);
-        assert_eq!(health.step(now, overdue()), Change::Down);
-        assert_eq!(health.step(now, Event::ProbeSent), Change::None);
-        assert_eq!(health.step(now, Event::Renewed), Change::Back);
-        assert_eq!(health.step(now, overdue()), Change::Down);
+        assert_eq!(health.step(now, overdue()), UsabilityChange::Down);
+        assert_eq!(health.step(now, HealthEvent::ProbeSent), UsabilityChange::None);
+        assert_eq!(health.step(now, HealthEvent::Renewed), UsabilityChange::Back);
+        assert_eq!(health.step(now, overdue()), UsabilityChange::Down);
         assert_eq!(health.next_probe(), None, "the old probe is still under way");
-        assert_eq!(health.step(now + secs(9), Event::ProbeAnswered(secs(9))), Change::None);
+        assert_eq!(health.step(now + secs(9), HealthEvent::ProbeAnswered(secs(9))), UsabilityChange::None);
         assert!(health.is_probe_due(now + secs(9)));
     }
 }

@@ -7,12 +7,12 @@ use store::{ObjectId, StoreCalls, StoreError};
 use wire::limits::MAX_PAGE;
 use wire::{Error, List, Listed, ObjectReply, PoolName};
 
-use crate::fail::{Fail, Step, unavailable};
+use crate::fail::{Fail, StepResult, unavailable};
 use crate::ids;
 use crate::osd::Osd;
 use crate::patience::patiently;
-use crate::pool::{Place, Pool};
-use crate::request::Request;
+use crate::pool::{ActivePool, ObjectLocation};
+use crate::request::RequestContext;
 
 /// An answer has at most that many bytes of names (one name alone may have more).
 const PAGE_BYTES: usize = 64 * 1024;
@@ -22,11 +22,11 @@ const SCAN_MAX: usize = 8192;
 const STEP: usize = 1024;
 
 /// Answers with a page of names.
-pub(crate) async fn list(osd: &Osd, request: &Request, list: &List) -> wire::Result<ObjectReply> {
+pub(crate) async fn list(osd: &Osd, request: &RequestContext, list: &List) -> wire::Result<ObjectReply> {
     let pool = osd.open_pool(PoolName::from_wire(&list.pool)?.as_str())?;
     let patience = request.patience(&osd.config);
     let (mut pg, mut from) = parse_cursor(&list.cursor)?;
-    let mut page = Page { list, names: Vec::new(), bytes: 0, scanned: 0 };
+    let mut page = ListPage { list, names: Vec::new(), bytes: 0, scanned: 0 };
     while (pg as usize) < pool.pgs.len() {
         match scan_group(patience, &pool, pg, from.take(), &mut page).await {
             Ok(None) => pg += 1,
@@ -38,14 +38,14 @@ pub(crate) async fn list(osd: &Osd, request: &Request, list: &List) -> wire::Res
     Ok(page.end(Bytes::new()))
 }
 
-struct Page<'a> {
+struct ListPage<'a> {
     list: &'a List,
     names: Vec<(String, String)>,
     bytes: usize,
     scanned: usize,
 }
 
-impl Page<'_> {
+impl ListPage<'_> {
     fn end(self, cursor: Bytes) -> ObjectReply {
         ObjectReply::Listed(Listed { names: self.names, cursor })
     }
@@ -70,12 +70,12 @@ impl Page<'_> {
 /// Looks through a group until the page is full; returns where to go on in it, or `None` at its end.
 async fn scan_group(
     patience: Duration,
-    pool: &Pool,
+    pool: &ActivePool,
     pg: u32,
     from: Option<ObjectId>,
-    page: &mut Page<'_>,
-) -> Step<Option<ObjectId>> {
-    let place = Place { pg: pool.pgs[pg as usize].clone(), oid: ids::meta_object() };
+    page: &mut ListPage<'_>,
+) -> StepResult<Option<ObjectId>> {
+    let place = ObjectLocation { pg: pool.pgs[pg as usize].clone(), oid: ids::meta_object() };
     let mut from = from;
     loop {
         if page.is_full() {
@@ -101,10 +101,10 @@ async fn scan_group(
 
 /// Ids of a group's objects, in order, durable ones only; none if the group was never used.
 pub(crate) async fn objects(
-    place: &Place,
+    place: &ObjectLocation,
     from: Option<ObjectId>,
     limit: usize,
-) -> Step<(Vec<ObjectId>, bool)> {
+) -> StepResult<(Vec<ObjectId>, bool)> {
     let incarnation = place.pg.settle().await?;
     let listing = place.pg.backing.list(&place.pg.cid, from, limit);
     // What the listing sees was queued before it; it must be durable before anybody hears of it.
@@ -119,7 +119,7 @@ pub(crate) async fn objects(
 }
 
 /// The lowest id that is greater.
-pub(crate) fn after(id: &ObjectId) -> Step<ObjectId> {
+pub(crate) fn after(id: &ObjectId) -> StepResult<ObjectId> {
     Ok(ObjectId::new([id.as_bytes(), &b"\0"[..]].concat())?)
 }
 

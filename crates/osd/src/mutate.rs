@@ -8,13 +8,13 @@ use tokio::time::Instant;
 use wire::{Condition, Error, Mutated, Mutation};
 
 use crate::draft::{self, Draft};
-use crate::fail::{Fail, Step, unavailable};
+use crate::fail::{Fail, StepResult, unavailable};
 use crate::gather::Gathered;
 use crate::object::{ObjectInfo, ObjectState, user_xattr};
 use crate::osd::Osd;
 use crate::pg::{MetaNote, Origin};
-use crate::pool::Place;
-use crate::turnstile::{Pending, Ticket, Turn};
+use crate::pool::ObjectLocation;
+use crate::turnstile::{PendingTransaction, Ticket, Turn};
 
 /// First pause before an op is tried again after the store was lost; doubles up to half a second.
 const PAUSE: Duration = Duration::from_millis(5);
@@ -25,7 +25,7 @@ const SPACE_PATIENCE: Duration = Duration::from_secs(5);
 /// A change of one object.
 pub(crate) struct Change<'a> {
     pub(crate) osd: &'a Osd,
-    pub(crate) place: &'a Place,
+    pub(crate) place: &'a ObjectLocation,
     pub(crate) name: &'a str,
     pub(crate) conditions: &'a [Condition],
     pub(crate) ops: &'a [Mutation],
@@ -36,7 +36,7 @@ pub(crate) struct Change<'a> {
 }
 
 /// How far a change has come, over several attempts.
-struct Progress<'a> {
+struct ChangeProgress<'a> {
     object: &'a ObjectState,
     /// Whether an earlier attempt, of this OSD or before it, may have taken effect.
     unsure: bool,
@@ -56,7 +56,7 @@ enum Basis {
 }
 
 /// A change whose transaction was queued.
-struct Queued {
+struct QueuedChange {
     note: MetaNote,
     /// What the object becomes; `None`: it goes.
     new: Option<ObjectInfo>,
@@ -65,10 +65,10 @@ struct Queued {
 }
 
 /// A change whose transaction has an outcome.
-type Concluded<'a> = (Queued, Pending<'a>, store::Result<()>);
+type Concluded<'a> = (QueuedChange, PendingTransaction<'a>, store::Result<()>);
 
 /// What a change has done.
-pub(crate) struct Done {
+pub(crate) struct ChangeEffect {
     pub(crate) mutated: Mutated,
     /// Parts that no head names any more.
     pub(crate) dropped: Option<wire::Manifest>,
@@ -80,11 +80,11 @@ impl Change<'_> {
     pub(crate) async fn run(
         &self,
         unsure: bool,
-        gather: impl AsyncFn() -> Step<Gathered>,
-    ) -> wire::Result<Done> {
+        gather: impl AsyncFn() -> StepResult<Gathered>,
+    ) -> wire::Result<ChangeEffect> {
         let mut running = self.osd.space.enter();
         let object = self.place.pg.object(&self.place.oid);
-        let mut progress = Progress { object: &object, unsure, data: None, ticket: None };
+        let mut progress = ChangeProgress { object: &object, unsure, data: None, ticket: None };
         let began = Instant::now();
         let until = began + self.patience;
         let mut pause = PAUSE;
@@ -127,9 +127,9 @@ impl Change<'_> {
 
     async fn attempt<'a>(
         &self,
-        progress: &mut Progress<'a>,
-        gather: &impl AsyncFn() -> Step<Gathered>,
-    ) -> Step<Done> {
+        progress: &mut ChangeProgress<'a>,
+        gather: &impl AsyncFn() -> StepResult<Gathered>,
+    ) -> StepResult<ChangeEffect> {
         let pg = &self.place.pg;
         let incarnation = pg.load().await?;
         if let (true, Some(origin)) = (progress.unsure, &self.origin) {
@@ -137,7 +137,7 @@ impl Change<'_> {
             pg.backing.still(incarnation)?;
             if let Some(mutated) = earlier {
                 metrics::counter!("outboard_osd_duplicates_total").increment(1);
-                return Ok(Done { mutated, dropped: None });
+                return Ok(ChangeEffect { mutated, dropped: None });
             }
             progress.unsure = false;
         }
@@ -181,9 +181,9 @@ impl Change<'_> {
         basis: Basis,
         blind: bool,
         turn: Turn<'a>,
-        progress: &mut Progress<'a>,
+        progress: &mut ChangeProgress<'a>,
         incarnation: u64,
-    ) -> Step<Done> {
+    ) -> StepResult<ChangeEffect> {
         let data = progress.data.as_ref().unwrap_or(&Gathered::None);
         let (queued, committed) = self.queue(basis, data, incarnation).await?;
         progress.object.learn(incarnation, queued.new);
@@ -193,7 +193,7 @@ impl Change<'_> {
     }
 
     /// What is known of the object, and whether such objects tend to be new.
-    async fn look(&self, object: &ObjectState, incarnation: u64) -> Step<Option<ObjectInfo>> {
+    async fn look(&self, object: &ObjectState, incarnation: u64) -> StepResult<Option<ObjectInfo>> {
         let pg = &self.place.pg;
         let unseen = object.known(incarnation).is_none();
         let info = pg.info(&self.place.oid, object, incarnation).await?;
@@ -247,7 +247,7 @@ impl Change<'_> {
         object: &ObjectState,
         data: &Gathered,
         incarnation: u64,
-    ) -> Step<Result<Concluded<'a>, Turn<'a>>> {
+    ) -> StepResult<Result<Concluded<'a>, Turn<'a>>> {
         let pg = &self.place.pg;
         turn.settled().await;
         pg.backing.still(incarnation)?;
@@ -274,7 +274,7 @@ impl Change<'_> {
         basis: Basis,
         data: &Gathered,
         incarnation: u64,
-    ) -> Step<(Queued, impl Future<Output = store::Result<()>>)> {
+    ) -> StepResult<(QueuedChange, impl Future<Output = store::Result<()>>)> {
         let pg = &self.place.pg;
         let info = match basis {
             Basis::Known(info) => info,
@@ -312,22 +312,22 @@ impl Change<'_> {
             drop(committing);
             outcome
         };
-        Ok((Queued { note, new, mutated, dropped: drafted.dropped }, committed))
+        Ok((QueuedChange { note, new, mutated, dropped: drafted.dropped }, committed))
     }
 
     /// Takes a transaction's outcome.
     fn conclude<'a>(
         &self,
         (queued, pending, outcome): Concluded<'a>,
-        progress: &mut Progress<'a>,
+        progress: &mut ChangeProgress<'a>,
         incarnation: u64,
-    ) -> Step<Done> {
+    ) -> StepResult<ChangeEffect> {
         let pg = &self.place.pg;
         let Err(error) = outcome else {
             pg.recorded(queued.note);
             let kept = queued.new.and_then(|i| i.manifest).map(|m| m.upload);
             let dropped = queued.dropped.filter(|m| Some(m.upload) != kept);
-            return Ok(Done { mutated: queued.mutated, dropped });
+            return Ok(ChangeEffect { mutated: queued.mutated, dropped });
         };
         progress.object.forget();
         pg.not_recorded(queued.note);
@@ -345,18 +345,18 @@ impl Change<'_> {
         Err(fail)
     }
 
-    async fn check_conditions(&self, info: Option<&ObjectInfo>) -> Step<()> {
+    async fn check_conditions(&self, info: Option<&ObjectInfo>) -> StepResult<()> {
         check_conditions(self.place, self.name, self.conditions, info).await
     }
 }
 
 /// Checks conditions against an object. To be called in turn, with nothing pending.
 pub(crate) async fn check_conditions(
-    place: &Place,
+    place: &ObjectLocation,
     name: &str,
     conditions: &[Condition],
     info: Option<&ObjectInfo>,
-) -> Step<()> {
+) -> StepResult<()> {
     for (index, condition) in conditions.iter().enumerate() {
         if let Some(detail) = violation(place, name, condition, info).await? {
             let index = u16::try_from(index).unwrap_or(u16::MAX);
@@ -368,11 +368,11 @@ pub(crate) async fn check_conditions(
 
 /// What speaks against a condition, if anything does.
 async fn violation(
-    place: &Place,
+    place: &ObjectLocation,
     name: &str,
     condition: &Condition,
     info: Option<&ObjectInfo>,
-) -> Step<Option<String>> {
+) -> StepResult<Option<String>> {
     let (pg, oid) = (&place.pg, &place.oid);
     let store = &pg.backing;
     Ok(match condition {

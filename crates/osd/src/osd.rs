@@ -6,7 +6,7 @@ use std::rc::Rc;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use array::{Array, Coding, Group, GroupOptions, Member, Pace, StripesAt};
+use array::{Array, CodingDispatcher, Group, GroupOptions, Member, Pace, StripesAt};
 use base::pool::BufferPool;
 use messenger::{Admissions, Connection};
 use store::ObjectStore;
@@ -22,11 +22,11 @@ use crate::ids;
 use crate::inflight::InFlight;
 use crate::map::{NodeMap, PoolRecord};
 use crate::pg::Pg;
-use crate::pool::{Place, Pool};
+use crate::pool::{ActivePool, ObjectLocation};
 use crate::rebuilds::Rebuilds;
 use crate::scrubs::Scrubs;
 use crate::sessions::{ConnectionId, Sessions};
-use crate::space::Space;
+use crate::space::SpaceReclaim;
 use crate::start_error::StartError;
 use crate::target::Target;
 use crate::timed::Timed;
@@ -48,7 +48,7 @@ pub(crate) struct Osd {
     pub(crate) changing_map: Mutex<()>,
     /// A change of the map has failed: some targets may have it.
     pub(crate) map_is_uncertain: Cell<bool>,
-    pub(crate) pools: RefCell<BTreeMap<String, Rc<Pool>>>,
+    pub(crate) pools: RefCell<BTreeMap<String, Rc<ActivePool>>>,
     pub(crate) sessions: RefCell<Sessions>,
     /// Connections that are served.
     pub(crate) connections: RefCell<BTreeMap<ConnectionId, Weak<dyn Connection>>>,
@@ -58,15 +58,15 @@ pub(crate) struct Osd {
     pub(crate) admissions: RefCell<Option<Arc<Admissions>>>,
     pub(crate) in_flight: InFlight,
     pub(crate) requests: Cell<u32>,
-    pub(crate) space: Space,
+    pub(crate) space: SpaceReclaim,
     pub(crate) times: Times,
     /// Of rebuilds and scrubs.
     pub(crate) pace: Pace,
     pub(crate) rebuilds: Rebuilds,
     pub(crate) scrubs: Scrubs,
     /// Pools that were removed while a target was not there: their objects are still to be removed.
-    pub(crate) removed_pools: RefCell<Vec<Rc<Pool>>>,
-    pub(crate) coding: Rc<Coding>,
+    pub(crate) removed_pools: RefCell<Vec<Rc<ActivePool>>>,
+    pub(crate) coding: Rc<CodingDispatcher>,
     pub(crate) age: Rc<Age>,
 }
 
@@ -104,7 +104,8 @@ impl Osd {
         }
         let map = NodeMap::open(&targets, config.target_timeout).await?;
         let age = Age::begin(&targets, config.target_timeout).await?;
-        let coding = Coding::start(&config.coding, stripe_stores(&config, &targets)?, config.emulated)?;
+        let coding =
+            CodingDispatcher::start(&config.coding, stripe_stores(&config, &targets)?, config.emulated)?;
         let osd = Osd {
             coding,
             staging,
@@ -120,7 +121,7 @@ impl Osd {
             admissions: RefCell::default(),
             in_flight: InFlight::default(),
             requests: Cell::new(0),
-            space: Space::default(),
+            space: SpaceReclaim::default(),
             times: Times::new(),
             pace: Pace::new(config.rebuild_rate, config.rebuild_share),
             rebuilds: Rebuilds::default(),
@@ -136,12 +137,12 @@ impl Osd {
     }
 
     /// Takes a pool of the map into use.
-    pub(crate) fn add_pool(&self, pool: Rc<Pool>) {
+    pub(crate) fn add_pool(&self, pool: Rc<ActivePool>) {
         self.pools.borrow_mut().insert(pool.record.name.clone(), pool);
     }
 
     /// A pool of the map, which is not in use yet, or no longer.
-    pub(crate) fn make_pool(&self, record: &PoolRecord) -> Rc<Pool> {
+    pub(crate) fn make_pool(&self, record: &PoolRecord) -> Rc<ActivePool> {
         let uuids: Vec<Uuid> = self.targets.iter().map(|t| t.uuid).collect();
         let mut groups = Vec::new();
         let mut pg = |pg| {
@@ -158,7 +159,7 @@ impl Osd {
             Rc::new(Pg::new(backing, (record.id, pg), self.config.cached_objects_per_pg, times))
         };
         let pgs = (0..record.pg_count).map(&mut pg).collect();
-        Rc::new(Pool { pgs, groups, closed: Cell::new(false), record: record.clone() })
+        Rc::new(ActivePool { pgs, groups, closed: Cell::new(false), record: record.clone() })
     }
 
     fn group_options(&self, record: &PoolRecord, number: u32) -> GroupOptions {
@@ -178,7 +179,7 @@ impl Osd {
     }
 
     /// A pool that takes requests.
-    pub(crate) fn open_pool(&self, name: &str) -> wire::Result<Rc<Pool>> {
+    pub(crate) fn open_pool(&self, name: &str) -> wire::Result<Rc<ActivePool>> {
         let pools = self.pools.borrow();
         let open = pools.get(name).filter(|pool| !pool.closed.get());
         open.cloned().ok_or_else(|| Error::NoSuchPool(name.to_owned()))
@@ -198,7 +199,7 @@ impl Osd {
     }
 
     /// Where an object, or a part of it, lives.
-    pub(crate) fn place(&self, name: &ObjectName, part: Option<&PartId>) -> wire::Result<Place> {
+    pub(crate) fn place(&self, name: &ObjectName, part: Option<&PartId>) -> wire::Result<ObjectLocation> {
         Ok(self.open_pool(name.pool())?.place(name.namespace(), name.object(), part))
     }
 

@@ -4,18 +4,18 @@ use std::rc::Rc;
 
 use wire::{Error, Manifest, Mutation, ObjectName, PartId};
 
-use crate::fail::Step;
+use crate::fail::StepResult;
 use crate::gather::Gathered;
 use crate::mutate::Change;
 use crate::osd::Osd;
 use crate::patience::info_of;
-use crate::pool::Place;
+use crate::pool::ObjectLocation;
 use crate::task::spawn;
 
 impl Osd {
     /// Makes sure that the parts which a head is to name are there: those of a client that was away
     /// for long may have been collected.
-    pub(crate) async fn check_parts(&self, name: &ObjectName, ops: &[Mutation]) -> Step<()> {
+    pub(crate) async fn check_parts(&self, name: &ObjectName, ops: &[Mutation]) -> StepResult<()> {
         for op in ops {
             let Mutation::SetManifest(Manifest { upload, part_size, size }) = *op else { continue };
             for (index, start) in (0..).zip((0..size).step_by(part_size as usize)) {
@@ -47,7 +47,7 @@ impl Osd {
     }
 
     /// Removes an object on the OSD's own account; that there is none is fine.
-    pub(crate) async fn remove_object(&self, place: &Place, name: &str) -> wire::Result<()> {
+    pub(crate) async fn remove_object(&self, place: &ObjectLocation, name: &str) -> wire::Result<()> {
         let ops = [wire::Mutation::Remove];
         let patience = self.config.store_patience;
         let change = Change { osd: self, place, name, conditions: &[], ops: &ops, origin: None, patience };

@@ -4,19 +4,19 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::fail::{Fail, Step};
+use crate::fail::{Fail, StepResult};
 use crate::object::ObjectInfo;
-use crate::pool::Place;
+use crate::pool::ObjectLocation;
 
 /// First pause before a step is repeated after the store was lost; doubles up to half a second.
 const PAUSE: Duration = Duration::from_millis(5);
 
 /// Repeats an attempt while the store is away.
 pub(crate) async fn patiently<T>(
-    place: &Place,
+    place: &ObjectLocation,
     patience: Duration,
-    attempt: impl AsyncFn() -> Step<T>,
-) -> Step<T> {
+    attempt: impl AsyncFn() -> StepResult<T>,
+) -> StepResult<T> {
     let until = Instant::now() + patience;
     let mut pause = PAUSE;
     loop {
@@ -35,10 +35,10 @@ pub(crate) async fn patiently<T>(
 
 /// Looks at an object in turn, with nothing pending.
 pub(crate) async fn in_turn<T>(
-    place: &Place,
+    place: &ObjectLocation,
     patience: Duration,
-    look: impl AsyncFn(u64) -> Step<T>,
-) -> Step<T> {
+    look: impl AsyncFn(u64) -> StepResult<T>,
+) -> StepResult<T> {
     let object = place.pg.object(&place.oid);
     let attempt = async || {
         let ticket = object.turnstile.ticket();
@@ -52,7 +52,7 @@ pub(crate) async fn in_turn<T>(
 }
 
 /// What is durably known of an object.
-pub(crate) async fn info_of(place: &Place, patience: Duration) -> Step<Option<ObjectInfo>> {
+pub(crate) async fn info_of(place: &ObjectLocation, patience: Duration) -> StepResult<Option<ObjectInfo>> {
     let object = place.pg.object(&place.oid);
     in_turn(place, patience, async |incarnation| place.pg.info(&place.oid, &object, incarnation).await).await
 }

@@ -30,7 +30,7 @@ use wire::{Mutated, SessionId};
 use crate::age::Age;
 use crate::backing::Backing;
 use crate::clock::WallClock;
-use crate::fail::{Fail, Step};
+use crate::fail::{Fail, StepResult};
 use crate::gone::{Gone, Living};
 use crate::ids;
 use crate::object::{INFO_XATTR, ObjectInfo, ObjectState};
@@ -66,7 +66,7 @@ pub(crate) struct Pg {
     /// Epoch in which what earlier ones had left behind was settled; 0 for none.
     settled: Cell<u64>,
     state: RefCell<State>,
-    commits: Commits,
+    commits: OpenCommits,
     age: Rc<Age>,
     /// Stamps objects.
     pub(crate) clock: WallClock,
@@ -130,7 +130,7 @@ struct Mark {
 
 /// Transactions of the group under way, for those who must not see what is not durable.
 #[derive(Default)]
-struct Commits {
+struct OpenCommits {
     next: Cell<u64>,
     outstanding: RefCell<BTreeSet<u64>>,
     changed: Notify,
@@ -181,7 +181,7 @@ impl Pg {
             loaded: Cell::new(0),
             settled: Cell::new(0),
             state: RefCell::default(),
-            commits: Commits::default(),
+            commits: OpenCommits::default(),
             age: times.0,
             clock: times.1,
             expects_new: Expectation(Cell::new(3)),
@@ -206,7 +206,7 @@ impl Pg {
     }
 
     /// Reads the group's state if that has not been done in this incarnation; makes the collection if there is none.
-    pub(crate) async fn load(&self) -> Step<u64> {
+    pub(crate) async fn load(&self) -> StepResult<u64> {
         if self.loaded.get() == self.backing.incarnation() {
             return Ok(self.loaded.get());
         }
@@ -225,7 +225,7 @@ impl Pg {
     }
 
     /// Makes sure that nothing of an earlier incarnation can vanish any more; returns the incarnation.
-    pub(crate) async fn settle(&self) -> Step<u64> {
+    pub(crate) async fn settle(&self) -> StepResult<u64> {
         let incarnation = self.backing.incarnation();
         if self.settled.get() != incarnation {
             self.backing.settle(&self.cid).await?;
@@ -240,7 +240,7 @@ impl Pg {
         }
     }
 
-    async fn read_state(&self) -> Step<State> {
+    async fn read_state(&self) -> StepResult<State> {
         let store = &self.backing;
         let keys = vec![key_gone(), key_horizon(), key_versions()];
         let fixed = match store.omap_get(&self.cid, &self.meta, keys).await {
@@ -276,7 +276,7 @@ impl Pg {
         })
     }
 
-    async fn read_marks(&self) -> Step<HashMap<SessionId, Mark>> {
+    async fn read_marks(&self) -> StepResult<HashMap<SessionId, Mark>> {
         let mut marks = HashMap::new();
         let mut from = Bytes::from_static(b"s");
         loop {
@@ -308,7 +308,7 @@ impl Pg {
     ///
     /// # Errors
     /// [`RequestExpired`](wire::Error::RequestExpired) if that can no longer be told.
-    pub(crate) async fn result(&self, origin: &Origin) -> Step<Option<Mutated>> {
+    pub(crate) async fn result(&self, origin: &Origin) -> StepResult<Option<Mutated>> {
         let key = key_result(origin.session, origin.seq);
         let found = self.backing.omap_get(&self.cid, &self.meta, vec![key]).await?;
         // Only now: while the result was looked for, it may have been forgotten.
@@ -428,7 +428,7 @@ impl Pg {
     }
 
     /// Sessions that the collector is to forget.
-    pub(crate) async fn expired(&self, expiry: &Expiry<'_>) -> Step<Vec<SessionId>> {
+    pub(crate) async fn expired(&self, expiry: &Expiry<'_>) -> StepResult<Vec<SessionId>> {
         self.load().await?;
         let now_ms = self.age.ran_ms();
         let state = self.state.borrow();
@@ -444,7 +444,7 @@ impl Pg {
         sessions: &mut Vec<SessionId>,
         expiry: &Expiry<'_>,
         living: impl FnOnce() -> Living,
-    ) -> Step<usize> {
+    ) -> StepResult<usize> {
         let incarnation = self.load().await?;
         let listed = self.list_results(sessions).await.inspect_err(|e| self.note_loss(e, incarnation))?;
         self.backing.still(incarnation)?;
@@ -499,7 +499,7 @@ impl Pg {
 
     /// The results of the last ones of `sessions`, as many as one transaction may remove. Takes the
     /// sessions out.
-    async fn list_results(&self, sessions: &mut Vec<SessionId>) -> Step<Vec<Results>> {
+    async fn list_results(&self, sessions: &mut Vec<SessionId>) -> StepResult<Vec<Results>> {
         let mut listed = Vec::new();
         let mut room = EXPIRED_RESULTS;
         while listed.len() < EXPIRED_SESSIONS && room > 0 {
@@ -522,7 +522,7 @@ impl Pg {
         oid: &ObjectId,
         object: &ObjectState,
         incarnation: u64,
-    ) -> Step<Option<ObjectInfo>> {
+    ) -> StepResult<Option<ObjectInfo>> {
         if let Some(known) = object.known(incarnation) {
             return Ok(known);
         }
@@ -563,7 +563,7 @@ impl Pg {
 
 /// A transaction of a group under way.
 pub(crate) struct Committing<'a> {
-    commits: &'a Commits,
+    commits: &'a OpenCommits,
     number: u64,
 }
 

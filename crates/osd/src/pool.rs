@@ -1,4 +1,4 @@
-//! [`Pool`]: a pool in use, and [`Place`]: where an object of it lives.
+//! [`ActivePool`]: a pool in use, and [`ObjectLocation`]: where an object of it lives.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -12,7 +12,7 @@ use crate::map::PoolRecord;
 use crate::pg::Pg;
 
 /// A pool in use.
-pub(crate) struct Pool {
+pub(crate) struct ActivePool {
     pub(crate) record: PoolRecord,
     pub(crate) pgs: Vec<Rc<Pg>>,
     /// What is behind the placement groups of a pool with redundancy; of others, nothing.
@@ -22,16 +22,16 @@ pub(crate) struct Pool {
 }
 
 /// Where an object lives.
-pub(crate) struct Place {
+pub(crate) struct ObjectLocation {
     pub(crate) pg: Rc<Pg>,
     pub(crate) oid: ObjectId,
 }
 
-impl Pool {
+impl ActivePool {
     /// Where an object, or a part of it, lives.
-    pub(crate) fn place(&self, namespace: &str, object: &str, part: Option<&PartId>) -> Place {
+    pub(crate) fn place(&self, namespace: &str, object: &str, part: Option<&PartId>) -> ObjectLocation {
         let hash = placement::hash(namespace, object, part);
         let pg = placement::group(hash, self.record.pg_count) as usize;
-        Place { pg: Rc::clone(&self.pgs[pg]), oid: ids::object(hash, namespace, object, part) }
+        ObjectLocation { pg: Rc::clone(&self.pgs[pg]), oid: ids::object(hash, namespace, object, part) }
     }
 }

@@ -8,13 +8,13 @@ use uuid::Uuid;
 use wire::limits::{DEFAULT_PG_COUNT, MAX_PG_COUNT, MAX_POOLS};
 use wire::{Error, PoolInfo, PoolName, Redundancy, placement};
 
-use crate::fail::{Fail, Step, refusal};
+use crate::fail::{Fail, StepResult, refusal};
 use crate::ids;
 use crate::list::{after, objects};
 use crate::map::PoolRecord;
 use crate::osd::Osd;
 use crate::patience::patiently;
-use crate::pool::{Place, Pool};
+use crate::pool::{ActivePool, ObjectLocation};
 use crate::task::spawn;
 
 /// Objects removed in one transaction when a pool goes.
@@ -70,7 +70,7 @@ impl Osd {
     }
 
     /// Makes the groups of a pool with redundancy, before the map has it: from then on one of which nothing is found is lost.
-    async fn create_groups(&self, pool: &Pool) -> wire::Result<()> {
+    async fn create_groups(&self, pool: &ActivePool) -> wire::Result<()> {
         let uuids: Vec<Uuid> = self.targets.iter().map(|t| t.uuid).collect();
         let create = |group: &Rc<Group>| {
             let ranked = placement::ranked(group.place().0, group.place().1, &uuids);
@@ -97,10 +97,10 @@ impl Osd {
         Ok(())
     }
 
-    async fn try_remove(&self, pool: &Pool, force: bool) -> wire::Result<()> {
+    async fn try_remove(&self, pool: &ActivePool, force: bool) -> wire::Result<()> {
         if !force {
             for pg in &pool.pgs {
-                let place = Place { pg: Rc::clone(pg), oid: ids::meta_object() };
+                let place = ObjectLocation { pg: Rc::clone(pg), oid: ids::meta_object() };
                 if self.has_objects(&place).await? {
                     return Err(Error::PoolNotEmpty(pool.record.name.clone()));
                 }
@@ -111,7 +111,7 @@ impl Osd {
         self.save_map(map).await
     }
 
-    async fn has_objects(&self, place: &Place) -> wire::Result<bool> {
+    async fn has_objects(&self, place: &ObjectLocation) -> wire::Result<bool> {
         let mut from = None;
         loop {
             let attempt = async || objects(place, from.clone(), REMOVE_BATCH).await;
@@ -127,20 +127,20 @@ impl Osd {
     }
 
     /// Removes what is in a closed pool, then the pool from the map.
-    pub(crate) fn empty_in_background(self: &Rc<Osd>, pool: Rc<Pool>) {
+    pub(crate) fn empty_in_background(self: &Rc<Osd>, pool: Rc<ActivePool>) {
         let osd = Rc::clone(self);
         spawn(async move { osd.empty_or_wait(pool).await });
     }
 
     /// The same. A pool that cannot be emptied now is tried again when all targets are there.
-    pub(crate) async fn empty_or_wait(&self, pool: Rc<Pool>) {
+    pub(crate) async fn empty_or_wait(&self, pool: Rc<ActivePool>) {
         let Err(e) = self.empty(&pool).await else { return };
         let name = &pool.record.name;
         tracing::warn!(name, error = ?e, "a removed pool's space is given back when all targets are there");
         self.removed_pools.borrow_mut().push(pool);
     }
 
-    async fn empty(&self, pool: &Pool) -> Step<()> {
+    async fn empty(&self, pool: &ActivePool) -> StepResult<()> {
         for group in &pool.groups {
             group.remove().await?;
             tokio::task::yield_now().await;
@@ -149,7 +149,7 @@ impl Osd {
             return Err(Fail::Lost("a target is not there".into()));
         }
         for pg in pool.pgs.iter().filter(|_| pool.groups.is_empty()) {
-            let place = Place { pg: Rc::clone(pg), oid: ids::meta_object() };
+            let place = ObjectLocation { pg: Rc::clone(pg), oid: ids::meta_object() };
             patiently(&place, self.config.store_patience, async || self.empty_group(&place).await).await?;
         }
         let _one_at_a_time = self.changing_map.lock().await;
@@ -158,7 +158,7 @@ impl Osd {
         Ok(self.save_map(map).await?)
     }
 
-    async fn empty_group(&self, place: &Place) -> Step<()> {
+    async fn empty_group(&self, place: &ObjectLocation) -> StepResult<()> {
         let pg = &place.pg;
         pg.backing.incarnation();
         loop {

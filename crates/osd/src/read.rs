@@ -19,14 +19,14 @@ use wire::{
 };
 
 use crate::backing::BackingFuture;
-use crate::fail::{Fail, Step, unavailable};
+use crate::fail::{Fail, StepResult, unavailable};
 use crate::gather::SEGMENT;
 use crate::mutate::check_conditions;
 use crate::object::{ObjectInfo, ObjectState, user_xattr, user_xattr_name};
 use crate::osd::Osd;
 use crate::patience::patiently;
-use crate::pool::Place;
-use crate::request::Request;
+use crate::pool::ObjectLocation;
+use crate::request::RequestContext;
 
 /// First pause before an op is tried again after the store was lost; doubles up to half a second.
 const PAUSE: Duration = Duration::from_millis(5);
@@ -45,19 +45,23 @@ struct Begun {
 }
 
 /// A read under way.
-struct Reader<'a> {
+struct ObjectRead<'a> {
     osd: &'a Osd,
-    request: &'a Request,
+    request: &'a RequestContext,
     read: &'a Read,
     name: String,
-    place: Place,
+    place: ObjectLocation,
 }
 
 /// Reads data: into the answer's payload or into the client's sink.
-pub(crate) async fn read(osd: &Osd, request: &Request, read: &Read) -> wire::Result<(ObjectReply, Payload)> {
+pub(crate) async fn read(
+    osd: &Osd,
+    request: &RequestContext,
+    read: &Read,
+) -> wire::Result<(ObjectReply, Payload)> {
     let name: ObjectName = read.name.check()?;
     let place = osd.place(&name, read.part.as_ref())?;
-    let reader = Reader { osd, request, read, name: name.to_string(), place };
+    let reader = ObjectRead { osd, request, read, name: name.to_string(), place };
     match reader.run().await {
         Ok(answer) => Ok(answer),
         Err(Fail::Refused(e)) => Err(e),
@@ -65,8 +69,8 @@ pub(crate) async fn read(osd: &Osd, request: &Request, read: &Read) -> wire::Res
     }
 }
 
-impl Reader<'_> {
-    async fn run(&self) -> Step<(ObjectReply, Payload)> {
+impl ObjectRead<'_> {
+    async fn run(&self) -> StepResult<(ObjectReply, Payload)> {
         let start = block::align_down(self.read.offset);
         let wanted_end = block::align_up(self.read.offset.saturating_add(self.read.len)).unwrap_or(u64::MAX);
         let room = match &self.read.sink {
@@ -119,7 +123,7 @@ impl Reader<'_> {
     }
 
     /// Pushes the first segment, and those after it up to `end`, several at a time.
-    async fn push_all(&self, sink: &BulkDescriptor, first: Begun, end: u64) -> Step<()> {
+    async fn push_all(&self, sink: &BulkDescriptor, first: Begun, end: u64) -> StepResult<()> {
         let (start, version) = (first.at, first.info.version);
         let step = self.step();
         let mut at = start + first.len;
@@ -145,7 +149,7 @@ impl Reader<'_> {
     }
 
     /// Starts to read at `start`: all up to `end`, or else a whole segment. The object may be anything.
-    async fn begin_first(&self, start: u64, end: u64) -> Step<Begun> {
+    async fn begin_first(&self, start: u64, end: u64) -> StepResult<Begun> {
         let object = self.place.pg.object(&self.place.oid);
         let whole = (end - start).min(self.step());
         // Memory is taken before one knows how much is needed. Most objects are small.
@@ -159,7 +163,7 @@ impl Reader<'_> {
         patiently(&self.place, self.patience(), attempt).await
     }
 
-    async fn finish_first(&self, first: Begun) -> Step<Payload> {
+    async fn finish_first(&self, first: Begun) -> StepResult<Payload> {
         let (at, len, info, incarnation) = (first.at, first.len, first.info, first.incarnation);
         match self.finish(first).await {
             Err(Fail::Lost(_)) => {
@@ -178,11 +182,11 @@ impl Reader<'_> {
         at: u64,
         len: u64,
         version: u64,
-    ) -> Step<()> {
+    ) -> StepResult<()> {
         self.push(sink, at - start, self.segment(at, len, version).await?).await
     }
 
-    async fn push(&self, sink: &BulkDescriptor, at: u64, payload: Payload) -> Step<()> {
+    async fn push(&self, sink: &BulkDescriptor, at: u64, payload: Payload) -> StepResult<()> {
         if payload.is_empty() {
             return Ok(());
         }
@@ -191,7 +195,7 @@ impl Reader<'_> {
         Ok(self.request.connection.bulk_write(sink, at, payload, timeout).await?)
     }
 
-    async fn segment(&self, at: u64, len: u64, version: u64) -> Step<Payload> {
+    async fn segment(&self, at: u64, len: u64, version: u64) -> StepResult<Payload> {
         let object = self.place.pg.object(&self.place.oid);
         let attempt = async || self.finish(self.begin(&object, at, len, len, Some(version)).await?).await;
         patiently(&self.place, self.patience(), attempt).await
@@ -205,7 +209,7 @@ impl Reader<'_> {
         segment: u64,
         likely: u64,
         if_version: Option<u64>,
-    ) -> Step<Begun> {
+    ) -> StepResult<Begun> {
         let pg = &self.place.pg;
         let mut room = segment.min(likely);
         loop {
@@ -238,7 +242,7 @@ impl Reader<'_> {
     }
 
     /// Waits for what the store was asked for.
-    async fn finish(&self, begun: Begun) -> Step<Payload> {
+    async fn finish(&self, begun: Begun) -> StepResult<Payload> {
         let Some(reading) = begun.reading else { return Ok(Payload::default()) };
         let data = reading.await?;
         self.place.pg.backing.still(begun.incarnation)?;
@@ -246,7 +250,7 @@ impl Reader<'_> {
     }
 
     /// Verifies what the store gave, and makes it a payload: the last piece's checksum is no longer that of its block.
-    fn check(&self, info: &ObjectInfo, at: u64, len: u64, data: &ReadData) -> Step<Payload> {
+    fn check(&self, info: &ObjectInfo, at: u64, len: u64, data: &ReadData) -> StepResult<Payload> {
         let corrupt = |what: String| Fail::Refused(Error::Corrupt(format!("{}: {what}", self.name)));
         data.verify().map_err(|e| corrupt(e.to_string()))?;
         if data.object_size < info.size {
@@ -274,7 +278,7 @@ fn striped(info: &ObjectInfo) -> ObjectReply {
     }
 }
 
-fn sink_room(sink: &BulkDescriptor) -> Step<u64> {
+fn sink_room(sink: &BulkDescriptor) -> StepResult<u64> {
     if sink.direction != BulkDirection::Write || sink.phase != 0 {
         return Err(Error::BadRequest("the bulk descriptor does not offer room for blocks".into()).into());
     }
@@ -283,7 +287,7 @@ fn sink_room(sink: &BulkDescriptor) -> Step<u64> {
 }
 
 /// Answers questions about one object.
-pub(crate) async fn query(osd: &Osd, request: &Request, query: &Query) -> wire::Result<ObjectReply> {
+pub(crate) async fn query(osd: &Osd, request: &RequestContext, query: &Query) -> wire::Result<ObjectReply> {
     query.check()?;
     let name: ObjectName = query.name.check()?;
     let place = osd.place(&name, None)?;
@@ -297,7 +301,12 @@ pub(crate) async fn query(osd: &Osd, request: &Request, query: &Query) -> wire::
     }
 }
 
-async fn try_query(place: &Place, object: &ObjectState, name: &str, query: &Query) -> Step<Vec<QueryAnswer>> {
+async fn try_query(
+    place: &ObjectLocation,
+    object: &ObjectState,
+    name: &str,
+    query: &Query,
+) -> StepResult<Vec<QueryAnswer>> {
     let pg = &place.pg;
     let ticket = object.turnstile.ticket();
     let turn = ticket.enter(|| pg.backing.incarnation()).await;
@@ -317,7 +326,7 @@ async fn try_query(place: &Place, object: &ObjectState, name: &str, query: &Quer
     Ok(answers)
 }
 
-async fn answer(place: &Place, info: &ObjectInfo, op: &QueryOp) -> Step<QueryAnswer> {
+async fn answer(place: &ObjectLocation, info: &ObjectInfo, op: &QueryOp) -> StepResult<QueryAnswer> {
     let (pg, oid) = (&place.pg, &place.oid);
     let store = &pg.backing;
     Ok(match op {

@@ -1,4 +1,4 @@
-//! [`Request`]: what surrounds the body of a request.
+//! [`RequestContext`]: what surrounds the body of a request.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,13 +9,13 @@ use wire::{RequestHead, SessionId};
 use crate::config::OsdConfig;
 
 /// A request's surroundings.
-pub(crate) struct Request {
+pub(crate) struct RequestContext {
     pub(crate) head: RequestHead,
     pub(crate) session: SessionId,
     pub(crate) connection: Arc<dyn Connection>,
 }
 
-impl Request {
+impl RequestContext {
     /// How long the store may be waited for on behalf of the request.
     pub(crate) fn patience(&self, config: &OsdConfig) -> Duration {
         match self.head.deadline_ms {

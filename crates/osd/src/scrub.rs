@@ -14,7 +14,7 @@ use crate::list::{after, objects};
 use crate::osd::Osd;
 use crate::patience::patiently;
 use crate::pg::Pg;
-use crate::pool::{Place, Pool};
+use crate::pool::{ActivePool, ObjectLocation};
 use crate::task::spawn;
 
 /// Objects scrubbed between two listings.
@@ -41,7 +41,7 @@ impl Osd {
         Ok(self.scrubs.status(&name))
     }
 
-    async fn scrub_pool(&self, pool: &Pool, repair: bool) -> wire::Result<()> {
+    async fn scrub_pool(&self, pool: &ActivePool, repair: bool) -> wire::Result<()> {
         for (number, pg) in pool.pgs.iter().enumerate() {
             match pool.groups.get(number) {
                 Some(group) => self.scrub_group(pool, pg, group, repair).await?,
@@ -54,7 +54,7 @@ impl Osd {
 
     async fn scrub_group(
         &self,
-        pool: &Pool,
+        pool: &ActivePool,
         pg: &Rc<Pg>,
         group: &Rc<Group>,
         repair: bool,
@@ -67,7 +67,7 @@ impl Osd {
             for oid in ids.iter().filter(|oid| ids::parse(oid).is_some()) {
                 let began = Instant::now();
                 let mut found = self.insist(async || group.scrub(oid).await).await.map_err(refused)?;
-                let place = Place { pg: Rc::clone(pg), oid: oid.clone() };
+                let place = ObjectLocation { pg: Rc::clone(pg), oid: oid.clone() };
                 found.add(&self.audit(&place, repair).await?);
                 self.scrubs.found(&pool.record.name, &found);
                 self.pace.after(found.bytes, began.elapsed()).await;
@@ -93,8 +93,8 @@ impl Osd {
     }
 
     /// Reads all of a placement group without redundancy. Damaged data can only be told.
-    async fn verify_group(&self, pool: &Pool, pg: &Rc<Pg>, repair: bool) -> wire::Result<()> {
-        let place = Place { pg: Rc::clone(pg), oid: ids::meta_object() };
+    async fn verify_group(&self, pool: &ActivePool, pg: &Rc<Pg>, repair: bool) -> wire::Result<()> {
+        let place = ObjectLocation { pg: Rc::clone(pg), oid: ids::meta_object() };
         let patience = self.config.store_patience;
         let mut from = None;
         loop {
@@ -102,7 +102,7 @@ impl Osd {
             let (ids, more) = page.map_err(refusal)?;
             for oid in ids.iter().filter(|oid| ids::parse(oid).is_some()) {
                 let began = Instant::now();
-                let place = Place { pg: Rc::clone(pg), oid: oid.clone() };
+                let place = ObjectLocation { pg: Rc::clone(pg), oid: oid.clone() };
                 let mut found = verify(&place).await.map_err(|e| refusal(e.into()))?;
                 found.add(&self.audit(&place, repair).await?);
                 self.scrubs.found(&pool.record.name, &found);
@@ -117,7 +117,7 @@ impl Osd {
 }
 
 /// Compares an object's data with its checksums.
-async fn verify(place: &Place) -> store::Result<Findings> {
+async fn verify(place: &ObjectLocation) -> store::Result<Findings> {
     let mut found = Findings { objects: 1, ..Findings::default() };
     let (store, cid, oid) = (&place.pg.backing, &place.pg.cid, &place.oid);
     let mut at = 0;

@@ -5,7 +5,7 @@ use std::sync::{Arc, Weak};
 
 use base::block::Payload;
 use base::phases::Clock;
-use messenger::{Connection, Event, Incoming, Listener, Message};
+use messenger::{Connection, ConnectionEvent, Incoming, Listener, Message};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Duration, Instant};
 use wire::{
@@ -13,14 +13,14 @@ use wire::{
 };
 
 use crate::gather::{COMPANY, Puller};
-use crate::inflight::{Claim, joined};
+use crate::inflight::{RequestClaim, joined};
 use crate::mutate::Change;
 use crate::osd::Osd;
 use crate::pg::Origin;
-use crate::request::Request;
-use crate::sessions::{ConnectionId, Opened};
+use crate::request::RequestContext;
+use crate::sessions::{ConnectionId, OpenedSession};
 use crate::task::spawn;
-use crate::times::Kind;
+use crate::times::RequestKind;
 use crate::{list, read};
 
 /// A session's place is said to be in use at most that often.
@@ -58,7 +58,7 @@ impl Served {
         let room = Arc::new(Semaphore::new(self.osd.config.requests_per_connection));
         loop {
             match incoming.next().await {
-                Event::Message(message) => {
+                ConnectionEvent::Message(message) => {
                     let clock = Clock::start();
                     let Ok(permit) = Arc::clone(&room).acquire_owned().await else { break };
                     if !self.take(message, permit, &room, clock).await {
@@ -66,8 +66,8 @@ impl Served {
                         break;
                     }
                 }
-                Event::Interrupted | Event::Resumed => {}
-                Event::Lost(e) => {
+                ConnectionEvent::Interrupted | ConnectionEvent::Resumed => {}
+                ConnectionEvent::Lost(e) => {
                     tracing::debug!(peer = self.connection.peer().address, error = %e, "connection ended");
                     break;
                 }
@@ -126,13 +126,13 @@ impl Served {
             self.heard = Instant::now();
             self.osd.sessions.borrow_mut().heard(session);
         }
-        let request = Request { head, session, connection: Arc::clone(&self.connection) };
+        let request = RequestContext { head, session, connection: Arc::clone(&self.connection) };
         let osd = Rc::clone(&self.osd);
         let running = clock.clone();
         spawn(running.scope(async move {
-            let kind = Kind::of(&body);
+            let kind = RequestKind::of(&body);
             osd.requests.set(osd.requests.get() + 1);
-            if matches!(kind, Kind::Write | Kind::Read) {
+            if matches!(kind, RequestKind::Write | RequestKind::Read) {
                 osd.pace.client_served();
             }
             let (result, payload) = osd.carry_out(&request, body, message.payload).await;
@@ -166,7 +166,7 @@ impl Served {
             return Err(Error::WrongVersion { oldest: wire::VERSION_OLDEST, newest: wire::VERSION });
         }
         let peer = self.connection.peer().peer;
-        let Opened { id: session, reclaimed } =
+        let OpenedSession { id: session, reclaimed } =
             self.osd.sessions.borrow_mut().open(presented, self.id, peer)?;
         if let Some(before) = self.session.replace(session)
             && before != session
@@ -211,7 +211,7 @@ async fn answer(
 impl Osd {
     async fn carry_out(
         self: &Rc<Osd>,
-        request: &Request,
+        request: &RequestContext,
         body: RequestBody,
         payload: Payload,
     ) -> (wire::Result<ReplyBody>, Payload) {
@@ -235,7 +235,7 @@ impl Osd {
     /// Carries out a request for data. Returns the answer and the data that goes with it.
     async fn carry_out_object(
         self: &Rc<Osd>,
-        request: &Request,
+        request: &RequestContext,
         body: ObjectRequest,
         payload: Payload,
     ) -> wire::Result<(ObjectReply, Payload)> {
@@ -253,22 +253,22 @@ impl Osd {
 
     async fn mutate(
         self: &Rc<Osd>,
-        request: &Request,
+        request: &RequestContext,
         mutate: &Mutate,
         inline: Payload,
     ) -> wire::Result<Mutated> {
         let RequestHead { seq, retry, .. } = request.head;
         loop {
             match self.in_flight.claim(request.session, seq) {
-                Claim::First(running) => {
+                RequestClaim::First(running) => {
                     let result = self.change(request, mutate, inline.clone()).await;
                     running.finish(&result);
                     return result;
                 }
-                Claim::Join(_) if !retry => {
+                RequestClaim::Join(_) if !retry => {
                     return Err(Error::BadRequest(format!("request number {seq} is in use")));
                 }
-                Claim::Join(attempt) => match joined(attempt).await {
+                RequestClaim::Join(attempt) => match joined(attempt).await {
                     // The attempt failed with its connection, or for want of the store: this one may fare better.
                     Some(Err(e)) if e.is_transient() => {}
                     Some(result) => return result,
@@ -280,7 +280,7 @@ impl Osd {
 
     async fn change(
         self: &Rc<Osd>,
-        request: &Request,
+        request: &RequestContext,
         mutate: &Mutate,
         inline: Payload,
     ) -> wire::Result<Mutated> {

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use base::budget::{Budget, Peer};
+use base::budget::{Budget, PeerAddress};
 use tokio::time::{Duration, Instant};
 use wire::{Error, SessionId};
 
@@ -16,7 +16,7 @@ const RETURN: Duration = Duration::from_secs(3600);
 
 /// The sessions known now. Their durable part is in the placement groups.
 pub(crate) struct Sessions {
-    known: HashMap<SessionId, Attachment>,
+    known: HashMap<SessionId, ClientPresence>,
     /// Their places. A session that has none is forgotten: the right to its unfinished uploads ends,
     /// and repeats of its requests may be refused. Its client may present it again.
     places: Budget<SessionId>,
@@ -37,7 +37,7 @@ pub(crate) struct Shortages {
 }
 
 /// A session that was opened.
-pub(crate) struct Opened {
+pub(crate) struct OpenedSession {
     pub(crate) id: SessionId,
     /// The connection of the session that lost its place to this one: to be closed.
     pub(crate) reclaimed: Option<ConnectionId>,
@@ -47,7 +47,7 @@ pub(crate) struct Opened {
 const PATIENCE: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Clone, Copy)]
-enum Attachment {
+enum ClientPresence {
     Connected(ConnectionId),
     GoneSince(Instant),
 }
@@ -67,8 +67,8 @@ impl Sessions {
         &mut self,
         presented: Option<SessionId>,
         connection: ConnectionId,
-        peer: Peer,
-    ) -> wire::Result<Opened> {
+        peer: PeerAddress,
+    ) -> wire::Result<OpenedSession> {
         // A session that was never made would be noted as forgotten one day, and with it all that come before it.
         if let Some(session) =
             presented.filter(|id| (id.generation(), id.number()) > (self.generation, self.last))
@@ -86,15 +86,15 @@ impl Sessions {
             }
         })?;
         let reclaimed = match victim.and_then(|victim| self.known.remove(&victim)) {
-            Some(Attachment::Connected(connection)) => {
+            Some(ClientPresence::Connected(connection)) => {
                 self.shortages.reclaimed += 1;
                 Some(connection)
             }
-            Some(Attachment::GoneSince(_)) | None => None,
+            Some(ClientPresence::GoneSince(_)) | None => None,
         };
-        self.known.insert(id, Attachment::Connected(connection));
+        self.known.insert(id, ClientPresence::Connected(connection));
         assert_eq!(self.known.len(), self.places.taken(), "a session is known while it has a place");
-        Ok(Opened { id, reclaimed })
+        Ok(OpenedSession { id, reclaimed })
     }
 
     /// Marks the session as active, so that it is reclaimed last.
@@ -117,13 +117,13 @@ impl Sessions {
 
     /// Whether a session's requests come from this connection.
     pub(crate) fn is_attached(&self, session: SessionId, connection: ConnectionId) -> bool {
-        matches!(self.known.get(&session), Some(Attachment::Connected(now)) if *now == connection)
+        matches!(self.known.get(&session), Some(ClientPresence::Connected(now)) if *now == connection)
     }
 
     /// Says that a connection has ended.
     pub(crate) fn detach(&mut self, session: SessionId, connection: ConnectionId) {
         if self.is_attached(session, connection) {
-            self.known.insert(session, Attachment::GoneSince(Instant::now()));
+            self.known.insert(session, ClientPresence::GoneSince(Instant::now()));
             self.places.left(session, Instant::now().into_std());
         }
     }
@@ -153,15 +153,15 @@ impl Sessions {
 
     /// Number of sessions that are connected.
     pub(crate) fn connected(&self) -> u32 {
-        self.known.values().filter(|a| matches!(a, Attachment::Connected(_))).count() as u32
+        self.known.values().filter(|a| matches!(a, ClientPresence::Connected(_))).count() as u32
     }
 }
 
-impl Attachment {
+impl ClientPresence {
     fn is_alive(&self, grace: Duration) -> bool {
         match self {
-            Attachment::Connected(_) => true,
-            Attachment::GoneSince(when) => when.elapsed() < grace,
+            ClientPresence::Connected(_) => true,
+            ClientPresence::GoneSince(when) => when.elapsed() < grace,
         }
     }
 }
@@ -170,8 +170,8 @@ impl Attachment {
 mod tests {
     use super::*;
 
-    const A: Peer = Peer::V4([192, 0, 2, 1]);
-    const B: Peer = Peer::V4([192, 0, 2, 2]);
+    const A: PeerAddress = PeerAddress::V4([192, 0, 2, 1]);
+    const B: PeerAddress = PeerAddress::V4([192, 0, 2, 2]);
 
     #[tokio::test(start_paused = true)]
     async fn connected_sessions_of_a_crowd_make_room_for_another_address() {

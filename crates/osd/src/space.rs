@@ -16,7 +16,7 @@ use crate::task::spawn;
 
 /// Changes at work, which may give space back when they end.
 #[derive(Default)]
-pub(crate) struct Space {
+pub(crate) struct SpaceReclaim {
     running: Cell<u32>,
     /// Counts changes that have ended otherwise than for want of space: they may have given space
     /// back.
@@ -30,18 +30,18 @@ pub(crate) struct Space {
 }
 
 /// A change at work, until dropped.
-pub(crate) struct Running<'a> {
-    space: &'a Space,
+pub(crate) struct ActiveChange<'a> {
+    space: &'a SpaceReclaim,
     /// The progress when the change began.
     seen: u64,
     is_fruitless: bool,
 }
 
-impl Space {
+impl SpaceReclaim {
     /// Says that a change begins, or goes on.
-    pub(crate) fn enter(&self) -> Running<'_> {
+    pub(crate) fn enter(&self) -> ActiveChange<'_> {
         self.running.set(self.running.get() + 1);
-        Running { space: self, seen: self.progress.get(), is_fruitless: false }
+        ActiveChange { space: self, seen: self.progress.get(), is_fruitless: false }
     }
 
     /// Waits until there may be more space than a change found that began when the progress was
@@ -101,7 +101,7 @@ impl Space {
     }
 }
 
-impl Running<'_> {
+impl ActiveChange<'_> {
     /// The change has found no space. Returns the progress when it began: more space can only be
     /// there if there is more progress by now.
     pub(crate) fn found_no_space(mut self) -> u64 {
@@ -110,7 +110,7 @@ impl Running<'_> {
     }
 }
 
-impl Drop for Running<'_> {
+impl Drop for ActiveChange<'_> {
     fn drop(&mut self) {
         let left = self.space.running.get().checked_sub(1).expect("a change that ends was counted");
         self.space.running.set(left);

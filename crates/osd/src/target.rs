@@ -15,7 +15,7 @@ use wire::TargetState;
 
 use crate::backing::Backing;
 use crate::config::TargetRetry;
-use crate::health::{Change, Event, Health};
+use crate::health::{Health, HealthEvent, UsabilityChange};
 use crate::ids;
 use crate::task::spawn;
 
@@ -69,7 +69,7 @@ impl Target {
 
     /// Takes note of an error that is one of the target: redundant placement groups go on without it.
     pub(crate) fn fail(&self, e: &StoreError) {
-        self.step(Event::Failed(e.clone()));
+        self.step(HealthEvent::Failed(e.clone()));
     }
 
     /// Takes note that a call in a collection of the target was not answered for `waited`: redundant placement groups that can
@@ -81,7 +81,7 @@ impl Target {
                 suspects.push(cid.clone());
             }
         }
-        self.step(Event::Overdue(format!("no answer in {waited:?}")));
+        self.step(HealthEvent::Overdue(format!("no answer in {waited:?}")));
     }
 
     /// Takes note whether the target lacks the node's map for want of space.
@@ -115,7 +115,7 @@ impl Target {
 
     /// Uses it again at once, if it has failed: the operator wants that.
     pub(crate) fn try_again(&self) {
-        self.step(Event::Renewed);
+        self.step(HealthEvent::Renewed);
     }
 
     fn with_health<T>(&self, look: impl FnOnce(&Health) -> T) -> T {
@@ -123,24 +123,24 @@ impl Target {
         if incarnation != self.health_incarnation.replace(incarnation) {
             // The incarnation is part of what placement groups watch: they need not be told.
             self.suspects.borrow_mut().clear();
-            let _ = self.health.borrow_mut().step(Instant::now(), Event::Renewed);
+            let _ = self.health.borrow_mut().step(Instant::now(), HealthEvent::Renewed);
         }
         look(&self.health.borrow())
     }
 
-    fn step(&self, event: Event) {
+    fn step(&self, event: HealthEvent) {
         let before = self.with_health(Health::state);
         let change = self.health.borrow_mut().step(Instant::now(), event);
         let (state, why) = self.with_health(|h| (h.state(), h.why().unwrap_or_default().to_owned()));
         match change {
-            Change::None => return,
-            Change::Down => {
+            UsabilityChange::None => return,
+            UsabilityChange::Down => {
                 tracing::error!(target_uuid = %self.uuid, ?state, why, "the target is not used where placement groups can go on without it");
                 if before == TargetState::Up {
                     metrics::counter!("outboard_osd_target_failures_total").increment(1);
                 }
             }
-            Change::Back => {
+            UsabilityChange::Back => {
                 self.suspects.borrow_mut().clear();
                 tracing::info!(target_uuid = %self.uuid, "the target is used again");
                 metrics::counter!("outboard_osd_target_returns_total").increment(1);
@@ -153,7 +153,7 @@ impl Target {
     /// Probes the target if it is not used and a probe is due.
     pub(crate) fn probe_if_due(self: &Rc<Self>) {
         if self.with_health(|health| health.is_probe_due(Instant::now())) {
-            self.step(Event::ProbeSent);
+            self.step(HealthEvent::ProbeSent);
             self.probe();
         }
     }
@@ -169,15 +169,15 @@ impl Target {
             let probed = target.ask_something().await;
             target.is_probed.set(false);
             if target.store.incarnation() != incarnation {
-                return target.step(Event::ProbeLost);
+                return target.step(HealthEvent::ProbeLost);
             }
             match probed {
                 Ok(()) => {
                     target.answered.send_replace(Some(sent));
-                    target.step(Event::ProbeAnswered(sent.elapsed()));
+                    target.step(HealthEvent::ProbeAnswered(sent.elapsed()));
                 }
-                Err(StoreError::Disconnected(_)) => target.step(Event::ProbeLost),
-                Err(e) => target.step(Event::ProbeFailed(e)),
+                Err(StoreError::Disconnected(_)) => target.step(HealthEvent::ProbeLost),
+                Err(e) => target.step(HealthEvent::ProbeFailed(e)),
             }
         });
     }

@@ -10,7 +10,7 @@ use wire::{Error, PoolHealth};
 
 use crate::map::TargetRecord;
 use crate::osd::Osd;
-use crate::pool::Pool;
+use crate::pool::ActivePool;
 use crate::target::Target;
 
 impl Osd {
@@ -96,7 +96,7 @@ impl Osd {
 
     /// How the pools with redundancy are.
     pub(crate) fn health(&self) -> Vec<PoolHealth> {
-        let health = |pool: &Rc<Pool>| {
+        let health = |pool: &Rc<ActivePool>| {
             let mut health = PoolHealth { pool: pool.record.name.clone(), ..PoolHealth::default() };
             for group in &pool.groups {
                 health.groups += 1;

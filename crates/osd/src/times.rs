@@ -13,18 +13,18 @@ const CLASSES: [ThreadClass; 3] = [ThreadClass::Messenger, ThreadClass::Osd, Thr
 
 /// Kinds of requests that are summed up apart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum RequestKind {
     Write,
     Read,
     Other,
 }
 
-impl Kind {
-    pub(crate) fn of(body: &RequestBody) -> Kind {
+impl RequestKind {
+    pub(crate) fn of(body: &RequestBody) -> RequestKind {
         match body {
-            RequestBody::Object(ObjectRequest::Mutate(_)) => Kind::Write,
-            RequestBody::Object(ObjectRequest::Read(_)) => Kind::Read,
-            _ => Kind::Other,
+            RequestBody::Object(ObjectRequest::Mutate(_)) => RequestKind::Write,
+            RequestBody::Object(ObjectRequest::Read(_)) => RequestKind::Read,
+            _ => RequestKind::Other,
         }
     }
 }
@@ -34,7 +34,7 @@ pub(crate) struct Times {
     write: Sum,
     read: Sum,
     other: Sum,
-    thread: [(ThreadClass, Booked); CLASSES.len()],
+    thread: [(ThreadClass, ClassTime); CLASSES.len()],
 }
 
 struct Sum {
@@ -46,7 +46,7 @@ struct Sum {
 }
 
 /// Time of one class, and how much of it the counter has.
-struct Booked {
+struct ClassTime {
     counter: Counter,
     counted: Cell<u64>,
 }
@@ -55,17 +55,17 @@ impl Times {
     pub(crate) fn new() -> Times {
         let thread = CLASSES.map(|class| {
             let counter = counter!("outboard_osd_thread_nanoseconds_total", "class" => class.prefix());
-            (class, Booked { counter, counted: Cell::default() })
+            (class, ClassTime { counter, counted: Cell::default() })
         });
         Times { write: Sum::new("write"), read: Sum::new("read"), other: Sum::new("other"), thread }
     }
 
     /// A request was carried out and its answer handed over.
-    pub(crate) fn add(&self, kind: Kind, time: Breakdown) {
+    pub(crate) fn add(&self, kind: RequestKind, time: Breakdown) {
         let sum = match kind {
-            Kind::Write => &self.write,
-            Kind::Read => &self.read,
-            Kind::Other => &self.other,
+            RequestKind::Write => &self.write,
+            RequestKind::Read => &self.read,
+            RequestKind::Other => &self.other,
         };
         sum.add(time);
         let work = work::of_this_thread();

@@ -25,12 +25,12 @@ struct Inner {
     next_ticket: u64,
     in_turn: Option<u64>,
     waiting: BTreeMap<u64, Waker>,
-    pending: BTreeMap<u64, Queued>,
+    pending: BTreeMap<u64, QueuedOp>,
     settling: Option<Waker>,
 }
 
 /// What is to be known of a pending op.
-struct Queued {
+struct QueuedOp {
     incarnation: u64,
     blind: bool,
 }
@@ -116,9 +116,9 @@ impl<'a> Turn<'a> {
     /// Ends the turn with a transaction queued in `incarnation`, whose outcome is pending until the
     /// result is dropped. `blind` says that it changes nothing which others depend on, whether it
     /// succeeds or not.
-    pub(crate) fn pend(self, incarnation: u64, blind: bool) -> Pending<'a> {
-        self.turnstile.inner.borrow_mut().pending.insert(self.ticket, Queued { incarnation, blind });
-        Pending { turnstile: self.turnstile, ticket: self.ticket }
+    pub(crate) fn pend(self, incarnation: u64, blind: bool) -> PendingTransaction<'a> {
+        self.turnstile.inner.borrow_mut().pending.insert(self.ticket, QueuedOp { incarnation, blind });
+        PendingTransaction { turnstile: self.turnstile, ticket: self.ticket }
     }
 }
 
@@ -130,12 +130,12 @@ impl Drop for Turn<'_> {
 }
 
 /// A transaction under way; dropped when its outcome is known.
-pub(crate) struct Pending<'a> {
+pub(crate) struct PendingTransaction<'a> {
     turnstile: &'a Turnstile,
     ticket: u64,
 }
 
-impl Pending<'_> {
+impl PendingTransaction<'_> {
     /// Ends being pending and goes back to wait for a turn in one step, so that nobody gets in
     /// between.
     pub(crate) fn back_in_line(self) {
@@ -145,7 +145,7 @@ impl Pending<'_> {
     }
 }
 
-impl Drop for Pending<'_> {
+impl Drop for PendingTransaction<'_> {
     fn drop(&mut self) {
         let mut inner = self.turnstile.inner.borrow_mut();
         inner.pending.remove(&self.ticket);

@@ -11,18 +11,18 @@ use bytes::Bytes;
 #[derive(Debug, Default)]
 pub(crate) struct Written {
     /// By number of the first block.
-    runs: BTreeMap<u64, Run>,
+    runs: BTreeMap<u64, BlockRun>,
 }
 
 #[derive(Debug, Clone)]
-struct Run {
+struct BlockRun {
     /// Number of the first block after it.
     end: u64,
-    content: Content,
+    content: RunContent,
 }
 
 #[derive(Debug, Clone)]
-enum Content {
+enum RunContent {
     Zeros,
     /// Whole blocks; the last one may be shorter.
     Bytes(Bytes),
@@ -32,18 +32,18 @@ impl Written {
     /// Puts bytes, from the start of a block on.
     pub(crate) fn put(&mut self, first: u64, bytes: Bytes) {
         let end = first + bytes.len().div_ceil(BLOCK_SIZE) as u64;
-        self.replace(first..end, Content::Bytes(bytes));
+        self.replace(first..end, RunContent::Bytes(bytes));
     }
 
     /// Puts zeros.
     pub(crate) fn zero(&mut self, blocks: Range<u64>) {
-        self.replace(blocks, Content::Zeros);
+        self.replace(blocks, RunContent::Zeros);
     }
 
-    fn replace(&mut self, blocks: Range<u64>, content: Content) {
+    fn replace(&mut self, blocks: Range<u64>, content: RunContent) {
         self.remove(blocks.clone());
         if !blocks.is_empty() {
-            self.runs.insert(blocks.start, Run { end: blocks.end, content });
+            self.runs.insert(blocks.start, BlockRun { end: blocks.end, content });
         }
     }
 
@@ -68,8 +68,8 @@ impl Written {
     pub(crate) fn get(&self, block: u64) -> Option<Bytes> {
         let (first, run) = self.runs.range(..=block).next_back().filter(|(_, run)| block < run.end)?;
         match run.part(*first, block..block + 1).content {
-            Content::Zeros => Some(Bytes::from_static(&[0; BLOCK_SIZE])),
-            Content::Bytes(bytes) => Some(bytes),
+            RunContent::Zeros => Some(Bytes::from_static(&[0; BLOCK_SIZE])),
+            RunContent::Bytes(bytes) => Some(bytes),
         }
     }
 
@@ -79,17 +79,17 @@ impl Written {
     }
 }
 
-impl Run {
+impl BlockRun {
     /// Some blocks of the run, which starts at block `first`.
-    fn part(&self, first: u64, blocks: Range<u64>) -> Run {
+    fn part(&self, first: u64, blocks: Range<u64>) -> BlockRun {
         let content = match &self.content {
-            Content::Zeros => Content::Zeros,
-            Content::Bytes(bytes) => {
+            RunContent::Zeros => RunContent::Zeros,
+            RunContent::Bytes(bytes) => {
                 let at = |block: u64| bytes.len().min((block - first) as usize * BLOCK_SIZE);
-                Content::Bytes(bytes.slice(at(blocks.start)..at(blocks.end)))
+                RunContent::Bytes(bytes.slice(at(blocks.start)..at(blocks.end)))
             }
         };
-        Run { end: blocks.end, content }
+        BlockRun { end: blocks.end, content }
     }
 }
 

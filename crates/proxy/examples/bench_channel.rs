@@ -17,9 +17,11 @@ use base::process::{ProcessUsage, Usage};
 use base::thread::{ThreadClass, spawn};
 use bytes::Bytes;
 use futures::stream::{FuturesUnordered, StreamExt};
-use outboard_proxy::{Attachment, AttachmentOptions, Endpoint, Listener, Server, ServerOptions, Target};
+use outboard_proxy::{
+    Attachment, AttachmentOptions, ServedTarget, Server, ServerOptions, StoreEndpoint, StoreListener,
+};
 use store::{
-    CollectionId, MemStore, ObjectId, ObjectStore, Op, Query, QueryReply, ReadData, StageId, Stat,
+    CollectionId, MemStore, MetadataQuery, ObjectId, ObjectStore, Op, QueryReply, ReadData, StageId, Stat,
     StoreCalls, StoreError, StoreFuture, StoreReply, StoreRequest, Submit, Transaction, WriteSource, ready,
 };
 
@@ -51,8 +53,9 @@ fn main() {
 
 /// The store's process.
 fn serve(socket: &Path, store: Arc<dyn ObjectStore>) {
-    let targets = vec![Target { uuid: 1, store }];
-    let _server = Server::serve(Listener::unix(socket).expect("a socket"), targets, ServerOptions::default());
+    let targets = vec![ServedTarget { uuid: 1, store }];
+    let _server =
+        Server::serve(StoreListener::unix(socket).expect("a socket"), targets, ServerOptions::default());
     say("READY");
     // Ends when the benchmark does.
     let _ = std::io::stdin().lines().next();
@@ -104,8 +107,9 @@ fn bench(time: Duration, in_flight: usize) {
         for (store, by_dma) in [("null", true), ("null", false), ("mem", true), ("mem", false)] {
             let process = StoreProcess::start(store, &socket);
             let options = AttachmentOptions { socket_only: !by_dma, ..AttachmentOptions::default() };
-            let attachment =
-                Attachment::connect(Endpoint::Unix(socket.clone()), options).await.expect("an attachment");
+            let attachment = Attachment::connect(StoreEndpoint::Unix(socket.clone()), options)
+                .await
+                .expect("an attachment");
             let name = format!("{store}, {}", if by_dma { "dma" } else { "socket" });
             let node = Some((&attachment, process.0.id()));
             run_all(&name, attachment.store(0), attachment.pool(), time, in_flight, node).await;
@@ -302,7 +306,7 @@ impl Submit for NullStore {
                 verified: false,
             }
             .into(),
-            StoreRequest::Query { query: Query::Stat { .. }, .. } => {
+            StoreRequest::Query { query: MetadataQuery::Stat { .. }, .. } => {
                 QueryReply::Stat(Stat { size: 0, allocated: 0 }).into()
             }
             StoreRequest::Query { .. } | StoreRequest::Collections | StoreRequest::Space => {

@@ -10,10 +10,10 @@ use base::work;
 use channel::{ChannelError, DmaEngine, DpuMemory, ShmEngine, ShmOptions, TargetInfo};
 use tokio::sync::watch;
 
-use crate::options::{AttachmentOptions, Endpoint, Tuning};
+use crate::options::{AttachmentOptions, DmaTuning, StoreEndpoint};
 use crate::proxy_store::ProxyStore;
 use crate::proxy_stripes::ProxyStripes;
-use crate::shared::{Handle, Shared};
+use crate::shared::{AttachmentHandle, Shared};
 use crate::supervise::supervise;
 
 /// How an attachment stands.
@@ -39,7 +39,7 @@ pub struct AttachmentStatus {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Offload {
     /// Whether it is used, and why not.
-    pub health: health::Report,
+    pub health: health::HealthReport,
     /// Bytes of host memory that transfers may still touch.
     pub quarantined: usize,
     /// Bytes that had come by DMA when it failed and were not sent again, in this incarnation.
@@ -52,7 +52,7 @@ pub struct Offload {
 /// [`ProxyStore`] are dropped, it is closed.
 #[derive(Clone)]
 pub struct Attachment {
-    handle: Arc<Handle>,
+    handle: Arc<AttachmentHandle>,
 }
 
 impl Attachment {
@@ -61,7 +61,10 @@ impl Attachment {
     ///
     /// # Errors
     /// If memory cannot be had, or no store answered in time.
-    pub async fn connect(endpoint: Endpoint, options: AttachmentOptions) -> Result<Attachment, ChannelError> {
+    pub async fn connect(
+        endpoint: StoreEndpoint,
+        options: AttachmentOptions,
+    ) -> Result<Attachment, ChannelError> {
         let memory = DpuMemory::new(options.memory)?;
         let engine: Arc<dyn DmaEngine> = match &options.engine {
             Some(engine) => Arc::clone(engine),
@@ -70,7 +73,7 @@ impl Attachment {
         let shared = Shared::new(memory, engine, endpoint, options)?;
         let mut incarnation = shared.incarnation.subscribe();
         let wait = shared.options.wait_for_store;
-        let attachment = Attachment { handle: Arc::new(Handle { shared: Arc::clone(&shared) }) };
+        let attachment = Attachment { handle: Arc::new(AttachmentHandle { shared: Arc::clone(&shared) }) };
         tokio::spawn(work::booked(ThreadClass::Channel, supervise(shared)));
         match tokio::time::timeout(wait, incarnation.wait_for(|g| *g > 0)).await {
             Ok(Ok(_)) => Ok(attachment),
@@ -156,7 +159,7 @@ impl Attachment {
     }
 
     /// Changes how DMA is used, from now on.
-    pub fn tune(&self, tuning: Tuning) {
+    pub fn tune(&self, tuning: DmaTuning) {
         self.handle.shared.tune(tuning);
     }
 

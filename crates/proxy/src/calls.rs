@@ -6,19 +6,19 @@ use std::time::Instant;
 use store::StoreError;
 use tokio::sync::oneshot;
 
-use crate::link::{AnswerTo, Answered, CallError, Delivered, Link};
-use crate::shared::Handle;
+use crate::link::{AnswerTo, CallAnswered, CallError, Delivered, StoreChannel};
+use crate::shared::AttachmentHandle;
 
 /// Where the answer to a call comes out.
-pub(crate) type Answers = oneshot::Receiver<Answered>;
+pub(crate) type Answers = oneshot::Receiver<CallAnswered>;
 /// An answer, or the link was dropped with the call.
-pub(crate) type Received = Result<Answered, oneshot::error::RecvError>;
+pub(crate) type Received = Result<CallAnswered, oneshot::error::RecvError>;
 
 /// Hands a call to the present link, or the next one. It takes its place now.
 pub(crate) fn start(
-    handle: &Handle,
+    handle: &AttachmentHandle,
     target: u16,
-    call: impl FnOnce(&Arc<Link>, u16, AnswerTo) + Send + 'static,
+    call: impl FnOnce(&Arc<StoreChannel>, u16, AnswerTo) + Send + 'static,
 ) -> Answers {
     let (answer_to, answers) = oneshot::channel();
     handle.shared.with_link(move |link| match link {
@@ -30,18 +30,18 @@ pub(crate) fn start(
 }
 
 /// Waits for an answer.
-pub(crate) async fn answer_of(answers: impl Future<Output = Received>) -> Answered {
+pub(crate) async fn answer_of(answers: impl Future<Output = Received>) -> CallAnswered {
     answers.await.unwrap_or_else(|_| Err(CallError::Lost("the attachment was dropped".into())))
 }
 
 /// Retry deadline of a call issued now.
-pub(crate) fn deadline(handle: &Handle) -> Instant {
+pub(crate) fn deadline(handle: &AttachmentHandle) -> Instant {
     Instant::now() + handle.shared.options.wait_for_store
 }
 
 /// Makes a call again as long as it fails because its incarnation ended, until `deadline`.
 pub(crate) async fn retrying<A: Future<Output = Received>>(
-    handle: &Handle,
+    handle: &AttachmentHandle,
     deadline: Instant,
     first: A,
     mut again: impl FnMut() -> A,

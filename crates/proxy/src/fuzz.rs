@@ -2,13 +2,13 @@
 
 use bytes::Bytes;
 
-use crate::messages::{Call, Outcome, decode, unpack_checksums};
+use crate::messages::{CallOutcome, StoreCall, decode, unpack_checksums};
 use crate::transaction_codec;
 
 /// Control data of requests and replies.
 pub fn control(bytes: &[u8]) {
     // Whether it decodes is not the question here.
-    let _ = (decode::<Call>(bytes), decode::<Outcome>(bytes), unpack_checksums(bytes));
+    let _ = (decode::<StoreCall>(bytes), decode::<CallOutcome>(bytes), unpack_checksums(bytes));
 }
 
 /// An encoded transaction: control data, and a data section of `data_len` bytes.

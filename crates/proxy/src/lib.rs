@@ -25,7 +25,7 @@ mod supervise;
 mod transaction_codec;
 
 pub use attachment::{Attachment, AttachmentStatus, Offload};
-pub use options::{AttachmentOptions, Endpoint, Tuning};
+pub use options::{AttachmentOptions, DmaTuning, StoreEndpoint};
 pub use proxy_store::ProxyStore;
 pub use proxy_stripes::ProxyStripes;
-pub use server::{Listener, Server, ServerOptions, ServerStatus, Target};
+pub use server::{ServedTarget, Server, ServerOptions, ServerStatus, StoreListener};

@@ -3,15 +3,15 @@
 use bytes::{Buf, Bytes};
 use channel::ofi::OfiOffer;
 use serde::{Deserialize, Serialize};
-use store::stripes::{Coder, HostReading, Parity};
-use store::{CollectionId, ObjectId, Query, QueryReply, Space, StoreError};
+use store::stripes::{HostReading, Parity, ParityDevice};
+use store::{CollectionId, MetadataQuery, ObjectId, QueryReply, Space, StoreError};
 
 /// Number of a request that is not answered.
 pub(crate) const NO_REPLY: u64 = 0;
 
 /// Where the payload of a request is, or is to be put.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Place {
+pub(crate) enum PayloadPlace {
     /// In the entry itself, behind the control data.
     Inline,
     /// In host memory.
@@ -31,7 +31,7 @@ pub(crate) enum ParityFrom {
     /// The first fragment.
     Copies,
     /// They are computed, into the range behind the data if there is one.
-    By(Coder),
+    By(ParityDevice),
 }
 
 impl From<&Parity> for ParityFrom {
@@ -69,7 +69,7 @@ impl Stripes {
 
 /// One request to a store, as it goes over the channel.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Call {
+pub(crate) enum StoreCall {
     Stage {
         len: u64,
     },
@@ -78,7 +78,7 @@ pub(crate) enum Call {
         offset: u64,
         phase: u16,
         checksums: Bytes,
-        place: Place,
+        place: PayloadPlace,
     },
     StageRelease {
         stage: u64,
@@ -89,18 +89,18 @@ pub(crate) enum Call {
         control_len: u32,
         /// CRC-32C of the encoded transaction, where it is in a range; an entry's control data has its own.
         control_crc: u32,
-        place: Place,
+        place: PayloadPlace,
     },
     Read {
         cid: CollectionId,
         oid: ObjectId,
         offset: u64,
         len: u64,
-        place: Place,
+        place: PayloadPlace,
     },
     Query {
         cid: CollectionId,
-        query: Query,
+        query: MetadataQuery,
     },
     Collections,
     Space,
@@ -110,7 +110,7 @@ pub(crate) enum Call {
     /// Of several targets, whatever target the header names. The answer [`Answer::Coded`] may come before the last one.
     StageStripes {
         stripes: Stripes,
-        place: Place,
+        place: PayloadPlace,
     },
     /// How busy the host is, whatever target the header names.
     HostReading,
@@ -141,7 +141,7 @@ pub(crate) enum ChannelCall {
 
 /// What a call returned.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Answer {
+pub(crate) enum CallAnswer {
     Done,
     Stage(u64),
     /// The data is in the range that the request named, from its start, or behind the control data of the reply.
@@ -177,7 +177,7 @@ pub(crate) enum Answer {
 }
 
 /// Control data of a reply.
-pub(crate) type Outcome = Result<Answer, StoreError>;
+pub(crate) type CallOutcome = Result<CallAnswer, StoreError>;
 
 /// Encodes control data.
 pub(crate) fn encode(value: &impl Serialize) -> Vec<u8> {
@@ -247,8 +247,8 @@ mod tests {
     proptest! {
         #[test]
         fn arbitrary_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
-            let _ = decode::<Call>(&bytes);
-            let _ = decode::<Outcome>(&bytes);
+            let _ = decode::<StoreCall>(&bytes);
+            let _ = decode::<CallOutcome>(&bytes);
             let _ = unpack_checksums(&bytes);
         }
     }
@@ -257,7 +257,7 @@ mod tests {
     fn long_errors_are_cut_and_keep_their_type() {
         let error = shorten(StoreError::NoSuchObject("ü".repeat(4000)));
         assert!(matches!(&error, StoreError::NoSuchObject(s) if s.len() < 130));
-        let encoded = encode(&Outcome::Err(error.clone()));
-        assert_eq!(decode::<Outcome>(&encoded).unwrap().0, Err(error));
+        let encoded = encode(&CallOutcome::Err(error.clone()));
+        assert_eq!(decode::<CallOutcome>(&encoded).unwrap().0, Err(error));
     }
 }

@@ -9,7 +9,7 @@ use channel::{DmaEngine, MemoryOptions};
 
 /// Where the store's process listens.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Endpoint {
+pub enum StoreEndpoint {
     /// A UNIX socket.
     Unix(PathBuf),
     /// A TCP address, `host:port`. Payload goes by DMA only if the engine reaches host memory over a network, as `ofi` does.
@@ -40,14 +40,14 @@ pub struct AttachmentOptions {
     /// the next 256 in any case.
     pub verify_every: u32,
     /// What can be changed while the attachment lasts.
-    pub tuning: Tuning,
+    pub tuning: DmaTuning,
     /// What is to go wrong in this process.
     pub faults: Faults,
 }
 
 /// How DMA is used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Tuning {
+pub struct DmaTuning {
     /// Queues of the engine; 1 puts everything into one, so that short requests wait for long ones.
     pub queues: usize,
     /// Windows of host memory that stay open; 0 has each request negotiate its own.
@@ -58,9 +58,9 @@ pub struct Tuning {
     pub max_transfer: Option<usize>,
 }
 
-impl Default for Tuning {
+impl Default for DmaTuning {
     fn default() -> Self {
-        Tuning { queues: usize::MAX, region_cache: 64, poll: Duration::ZERO, max_transfer: None }
+        DmaTuning { queues: usize::MAX, region_cache: 64, poll: Duration::ZERO, max_transfer: None }
     }
 }
 
@@ -76,7 +76,7 @@ impl Default for AttachmentOptions {
             overdue: Duration::from_secs(2),
             cool_down: Duration::from_secs(5),
             verify_every: 64,
-            tuning: Tuning::default(),
+            tuning: DmaTuning::default(),
             faults: Faults::default(),
         }
     }

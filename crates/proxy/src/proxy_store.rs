@@ -14,9 +14,9 @@ use store::{
 use tokio::sync::oneshot;
 
 use crate::calls::{Answers, Received, answer_of, deadline, retrying, start, unexpected};
-use crate::link::{AnswerTo, Answered, CallError, Delivered, Kind, Link, Read};
-use crate::messages::{Answer, Call, unpack_checksums};
-use crate::shared::Handle;
+use crate::link::{AnswerTo, AnswerUse, CallAnswered, CallError, Delivered, ReadCall, StoreChannel};
+use crate::messages::{CallAnswer, StoreCall, unpack_checksums};
+use crate::shared::AttachmentHandle;
 
 /// One target of a store process, seen from the DPU.
 ///
@@ -26,27 +26,27 @@ use crate::shared::Handle;
 /// A read of more than [`AttachmentOptions::largest_request`](crate::AttachmentOptions) is cut into several, each of them
 /// atomic by itself.
 pub struct ProxyStore {
-    handle: Arc<Handle>,
+    handle: Arc<AttachmentHandle>,
     target: u16,
 }
 
 impl ProxyStore {
-    pub(crate) fn new(handle: Arc<Handle>, target: u16) -> ProxyStore {
+    pub(crate) fn new(handle: Arc<AttachmentHandle>, target: u16) -> ProxyStore {
         ProxyStore { handle, target }
     }
 
     /// Hands a call to the present link, or the next one. It takes its place now.
-    fn start(&self, call: impl FnOnce(&Arc<Link>, u16, AnswerTo) + Send + 'static) -> Answers {
+    fn start(&self, call: impl FnOnce(&Arc<StoreChannel>, u16, AnswerTo) + Send + 'static) -> Answers {
         start(&self.handle, self.target, call)
     }
 
     /// A call that may be made again, on the control socket.
-    fn ask(&self, call: Call) -> StoreFuture {
+    fn ask(&self, call: StoreCall) -> StoreFuture {
         let (handle, target) = (Arc::clone(&self.handle), self.target);
         let make = move || {
             let call = call.clone();
             start(&handle, target, move |link, target, answer_to| {
-                link.call(target, call, Kind::Plain, answer_to);
+                link.call(target, call, AnswerUse::Plain, answer_to);
             })
         };
         let answer = self.repeatable(make);
@@ -57,13 +57,13 @@ impl ProxyStore {
     fn repeatable<A: Future<Output = Received>, M: FnMut() -> A>(
         &self,
         mut make: M,
-    ) -> impl Future<Output = Result<Answer>> + use<A, M> {
+    ) -> impl Future<Output = Result<CallAnswer>> + use<A, M> {
         let (handle, deadline, first) = (Arc::clone(&self.handle), deadline(&self.handle), make());
         async move { Ok(retrying(&handle, deadline, first, make).await?.answer) }
     }
 }
 
-fn release(handle: &Handle, target: u16, stage: StageId) {
+fn release(handle: &AttachmentHandle, target: u16, stage: StageId) {
     handle.shared.with_link(move |link| {
         // With its incarnation the stage is gone, too.
         if let Ok(link) = link {
@@ -75,21 +75,21 @@ fn release(handle: &Handle, target: u16, stage: StageId) {
 /// Waits for a call that returns nothing.
 async fn done(answers: Answers) -> Result<()> {
     match answer_of(answers).await?.answer {
-        Answer::Done => Ok(()),
+        CallAnswer::Done => Ok(()),
         _ => Err(unexpected()),
     }
 }
 
 /// The part of a read that one request asks for.
 #[derive(Clone)]
-struct Window {
+struct PartialRead {
     cid: CollectionId,
     oid: ObjectId,
     offset: u64,
     len: u64,
 }
 
-impl Window {
+impl PartialRead {
     /// Length of the covering blocks, in bytes.
     fn cover(&self) -> u64 {
         let end = align_up(self.offset.saturating_add(self.len)).unwrap_or(u64::MAX - u64::MAX % BLOCK);
@@ -97,28 +97,28 @@ impl Window {
     }
 
     /// The same, cut so that the covering blocks are at most `most` bytes.
-    fn clipped(&self, most: u64) -> Window {
+    fn clipped(&self, most: u64) -> PartialRead {
         let len = if self.cover() <= most { self.len } else { most - self.offset % BLOCK };
-        Window { len, ..self.clone() }
+        PartialRead { len, ..self.clone() }
     }
 
-    fn start(&self, handle: &Handle, target: u16, dest: Option<ArenaBuf>) -> Answers {
+    fn start(&self, handle: &AttachmentHandle, target: u16, dest: Option<ArenaBuf>) -> Answers {
         let window = self.clone();
         start(handle, target, move |link, target, answer_to| {
             let part = window.clipped(link.max_range as u64);
             let cover = part.cover() as usize;
             let dest = dest.filter(|_| part.len == window.len);
-            let Window { cid, oid, offset, len } = part;
-            link.read(target, Read { cid, oid, offset, len, cover, dest }, answer_to);
+            let PartialRead { cid, oid, offset, len } = part;
+            link.read(target, ReadCall { cid, oid, offset, len, cover, dest }, answer_to);
         })
     }
 }
 
 /// Reads window after window until the end of the range or of the object.
 async fn read_on(
-    handle: Arc<Handle>,
+    handle: Arc<AttachmentHandle>,
     target: u16,
-    whole: Window,
+    whole: PartialRead,
     mut until: Instant,
     first: Answers,
 ) -> Result<ReadData> {
@@ -128,7 +128,9 @@ async fn read_on(
     loop {
         let again = || window.start(&handle, target, None);
         let Delivered { answer, data, verified } = retrying(&handle, until, answers, again).await?;
-        let Answer::Read { offset, checksums, object_size, .. } = answer else { return Err(unexpected()) };
+        let CallAnswer::Read { offset, checksums, object_size, .. } = answer else {
+            return Err(unexpected());
+        };
         if offset != align_down(window.offset) {
             // Going on from there might never end.
             return Err(unexpected());
@@ -155,7 +157,7 @@ async fn read_on(
         if end >= wanted || got == 0 || !end.is_multiple_of(BLOCK) {
             return Ok(read.unwrap_or_default());
         }
-        window = Window { offset: end, len: wanted - end, ..window };
+        window = PartialRead { offset: end, len: wanted - end, ..window };
         until = deadline(&handle);
         answers = window.start(&handle, target, None);
     }
@@ -178,17 +180,18 @@ impl Submit for ProxyStore {
                 self.submit_transaction(transaction, incarnation)
             }
             StoreRequest::Read { cid, oid, offset, len, dest } => {
-                let whole = Window { cid, oid, offset, len };
+                let whole = PartialRead { cid, oid, offset, len };
                 let until = deadline(&self.handle);
                 let first = whole.start(&self.handle, self.target, dest);
                 let reading = read_on(Arc::clone(&self.handle), self.target, whole, until, first);
                 Box::pin(async move { reading.await.map(StoreReply::Read) })
             }
-            StoreRequest::Query { cid, query } => self.ask(Call::Query { cid, query }),
-            StoreRequest::Collections => self.ask(Call::Collections),
-            StoreRequest::Space => self.ask(Call::Space),
+            StoreRequest::Query { cid, query } => self.ask(StoreCall::Query { cid, query }),
+            StoreRequest::Collections => self.ask(StoreCall::Collections),
+            StoreRequest::Space => self.ask(StoreCall::Space),
             StoreRequest::Umount => {
-                let answers = self.start(|link, target, to| link.call(target, Call::Umount, Kind::Plain, to));
+                let answers =
+                    self.start(|link, target, to| link.call(target, StoreCall::Umount, AnswerUse::Plain, to));
                 Box::pin(async move { done(answers).await.map(StoreReply::from) })
             }
         }
@@ -203,12 +206,12 @@ impl ProxyStore {
     fn submit_stage(&self, len: u64) -> StoreFuture {
         let (handle, target) = (Arc::clone(&self.handle), self.target);
         let make = move || {
-            let call = move |link: &Arc<Link>, target, answer_to| {
-                link.call(target, Call::Stage { len }, Kind::Stage, answer_to);
+            let call = move |link: &Arc<StoreChannel>, target, answer_to| {
+                link.call(target, StoreCall::Stage { len }, AnswerUse::Stage, answer_to);
             };
             let made_on = Arc::clone(&handle);
-            Reclaim::new(start(&handle, target, call), move |made: Answered| {
-                if let Ok(Delivered { answer: Answer::Stage(id), .. }) = made {
+            Reclaim::new(start(&handle, target, call), move |made: CallAnswered| {
+                if let Ok(Delivered { answer: CallAnswer::Stage(id), .. }) = made {
                     release(&made_on, target, StageId(id));
                 }
             })
@@ -254,20 +257,20 @@ impl ProxyStore {
 }
 
 /// What a call without data has returned, as the store's reply.
-fn reply(answer: Answer) -> Result<StoreReply> {
+fn reply(answer: CallAnswer) -> Result<StoreReply> {
     match answer {
-        Answer::Done => Ok(StoreReply::Done),
-        Answer::Stage(id) => Ok(StoreReply::Stage(StageId(id))),
-        Answer::Query(found) => Ok(StoreReply::Query(found)),
-        Answer::Collections(collections) => Ok(StoreReply::Collections(collections)),
-        Answer::Space(space) => Ok(StoreReply::Space(space)),
+        CallAnswer::Done => Ok(StoreReply::Done),
+        CallAnswer::Stage(id) => Ok(StoreReply::Stage(StageId(id))),
+        CallAnswer::Query(found) => Ok(StoreReply::Query(found)),
+        CallAnswer::Collections(collections) => Ok(StoreReply::Collections(collections)),
+        CallAnswer::Space(space) => Ok(StoreReply::Space(space)),
         _ => Err(unexpected()),
     }
 }
 
 /// Sends staged data in segments of at most one transfer each, all at once.
 fn write_segments(
-    link: &Arc<Link>,
+    link: &Arc<StoreChannel>,
     target: u16,
     stage: StageId,
     offset: u64,

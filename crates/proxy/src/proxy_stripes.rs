@@ -7,9 +7,9 @@ use store::StoreError;
 use store::stripes::{Coded, HostReading, StripeError, StripeStores, StripeWrite};
 
 use crate::calls::{answer_of, deadline, retrying, start, unexpected};
-use crate::link::Kind;
-use crate::messages::{Answer, Call};
-use crate::shared::Handle;
+use crate::link::AnswerUse;
+use crate::messages::{CallAnswer, StoreCall};
+use crate::shared::AttachmentHandle;
 
 /// Most bytes of a call: their checksums fit into an entry of the ring.
 const MAX_BYTES: usize = 8 << 20;
@@ -17,11 +17,11 @@ const MAX_BYTES: usize = 8 << 20;
 /// The targets of a store process together, seen from the DPU. If the store restarts, calls fail with
 /// [`StoreError::Disconnected`].
 pub struct ProxyStripes {
-    handle: Arc<Handle>,
+    handle: Arc<AttachmentHandle>,
 }
 
 impl ProxyStripes {
-    pub(crate) fn new(handle: Arc<Handle>) -> ProxyStripes {
+    pub(crate) fn new(handle: Arc<AttachmentHandle>) -> ProxyStripes {
         ProxyStripes { handle }
     }
 }
@@ -45,23 +45,25 @@ impl StripeStores for ProxyStripes {
         });
         Box::pin(async move {
             match answer_of(answers).await.map_err(StoreError::from)?.answer {
-                Answer::Done => Ok(()),
-                Answer::NotCoded(why) => Err(StripeError::Coding(why)),
-                Answer::PartFailed(number, e) => Err(StripeError::Part(number.into(), e)),
+                CallAnswer::Done => Ok(()),
+                CallAnswer::NotCoded(why) => Err(StripeError::Coding(why)),
+                CallAnswer::PartFailed(number, e) => Err(StripeError::Part(number.into(), e)),
                 _ => Err(unexpected().into()),
             }
         })
     }
 
     fn host_reading(&self) -> BoxFuture<'static, store::Result<HostReading>> {
-        let ask = |handle: &Handle| {
-            start(handle, 0, |link, target, to| link.call(target, Call::HostReading, Kind::Plain, to))
+        let ask = |handle: &AttachmentHandle| {
+            start(handle, 0, |link, target, to| {
+                link.call(target, StoreCall::HostReading, AnswerUse::Plain, to)
+            })
         };
         let (handle, first) = (Arc::clone(&self.handle), ask(&self.handle));
         Box::pin(async move {
             let again = || ask(&handle);
             match retrying(&handle, deadline(&handle), first, again).await?.answer {
-                Answer::HostReading(reading) => Ok(reading),
+                CallAnswer::HostReading(reading) => Ok(reading),
                 _ => Err(unexpected()),
             }
         })

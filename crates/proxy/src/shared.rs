@@ -5,12 +5,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use base::health::OffloadHealth;
-use channel::{ChannelError, DmaEngine, DpuMemory, Region, TargetInfo};
+use channel::{ChannelError, DmaEngine, DmaRegion, DpuMemory, TargetInfo};
 use store::StoreError;
 use tokio::sync::{Notify, watch};
 
-use crate::link::{CallError, Link};
-use crate::options::{AttachmentOptions, Endpoint, Tuning};
+use crate::link::{CallError, StoreChannel};
+use crate::options::{AttachmentOptions, DmaTuning, StoreEndpoint};
 
 /// Most calls that wait for the store's return. The OSD has a lower limit of requests in flight.
 const MAX_WAITING: usize = 1 << 14;
@@ -18,11 +18,11 @@ const MAX_WAITING: usize = 1 << 14;
 const ENGINE_SPIN: Duration = Duration::from_micros(10);
 
 /// Closes the attachment when the last user is gone.
-pub(crate) struct Handle {
+pub(crate) struct AttachmentHandle {
     pub(crate) shared: Arc<Shared>,
 }
 
-impl Drop for Handle {
+impl Drop for AttachmentHandle {
     fn drop(&mut self) {
         self.shared.close();
     }
@@ -32,19 +32,19 @@ pub(crate) struct Shared {
     state: Mutex<State>,
     pub(crate) memory: DpuMemory,
     pub(crate) engine: Arc<dyn DmaEngine>,
-    pub(crate) local: Region,
-    pub(crate) endpoint: Endpoint,
+    pub(crate) local: DmaRegion,
+    pub(crate) endpoint: StoreEndpoint,
     pub(crate) options: AttachmentOptions,
     pub(crate) closing: Notify,
     pub(crate) incarnation: watch::Sender<u64>,
     /// The store has come back with other targets.
     pub(crate) superseded: watch::Sender<bool>,
     pub(crate) health: Arc<OffloadHealth>,
-    tuning: Mutex<Tuning>,
+    tuning: Mutex<DmaTuning>,
 }
 
 pub(crate) struct State {
-    phase: Phase,
+    phase: AttachmentState,
     pub(crate) targets: Option<Vec<TargetInfo>>,
     /// Incarnations of the store so far.
     pub(crate) incarnations: u64,
@@ -52,26 +52,26 @@ pub(crate) struct State {
     pub(crate) why_no_dma: Option<String>,
 }
 
-enum Phase {
-    Up(Arc<Link>),
-    Away(VecDeque<Waiting>),
+enum AttachmentState {
+    Up(Arc<StoreChannel>),
+    Away(VecDeque<WaitingCall>),
     Closed,
 }
 
 /// A call made while the store was away.
-struct Waiting {
+struct WaitingCall {
     deadline: Instant,
     call: LinkCall,
 }
 
-type LinkCall = Box<dyn FnOnce(Result<&Arc<Link>, CallError>) + Send>;
+type LinkCall = Box<dyn FnOnce(Result<&Arc<StoreChannel>, CallError>) + Send>;
 
 impl State {
     /// The present link, if there is a store.
-    pub(crate) fn link(&self) -> Option<&Arc<Link>> {
+    pub(crate) fn link(&self) -> Option<&Arc<StoreChannel>> {
         match &self.phase {
-            Phase::Up(link) => Some(link),
-            Phase::Away(_) | Phase::Closed => None,
+            AttachmentState::Up(link) => Some(link),
+            AttachmentState::Away(_) | AttachmentState::Closed => None,
         }
     }
 }
@@ -81,14 +81,14 @@ impl Shared {
     pub(crate) fn new(
         memory: DpuMemory,
         engine: Arc<dyn DmaEngine>,
-        endpoint: Endpoint,
+        endpoint: StoreEndpoint,
         options: AttachmentOptions,
     ) -> Result<Arc<Shared>, ChannelError> {
         let health = Arc::new(OffloadHealth::new("dma", options.cool_down));
         let tuning = options.tuning;
         let local = engine.register_local(memory.arena())?;
         let state = State {
-            phase: Phase::Away(VecDeque::new()),
+            phase: AttachmentState::Away(VecDeque::new()),
             targets: None,
             incarnations: 0,
             last_failure: None,
@@ -115,12 +115,12 @@ impl Shared {
         self.lock().targets.clone().unwrap_or_default()
     }
 
-    pub(crate) fn tuning(&self) -> Tuning {
+    pub(crate) fn tuning(&self) -> DmaTuning {
         *self.tuning.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Changes how DMA is used, from now on.
-    pub(crate) fn tune(&self, tuning: Tuning) {
+    pub(crate) fn tune(&self, tuning: DmaTuning) {
         *self.tuning.lock().unwrap_or_else(PoisonError::into_inner) = tuning;
         self.tune_engine(tuning);
         if let Some(link) = self.lock().link() {
@@ -128,9 +128,9 @@ impl Shared {
         }
     }
 
-    fn tune_engine(&self, tuning: Tuning) {
+    fn tune_engine(&self, tuning: DmaTuning) {
         let spin = tuning.poll.min(ENGINE_SPIN);
-        self.engine.tune(channel::Tuning { max_transfer: tuning.max_transfer, spin: Some(spin) });
+        self.engine.tune(channel::EngineTuning { max_transfer: tuning.max_transfer, spin: Some(spin) });
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
@@ -138,58 +138,65 @@ impl Shared {
     }
 
     /// Makes a call on the present link at once, or on the next one, in the order of the calls.
-    pub(crate) fn with_link(&self, call: impl FnOnce(Result<&Arc<Link>, CallError>) + Send + 'static) {
+    pub(crate) fn with_link(
+        &self,
+        call: impl FnOnce(Result<&Arc<StoreChannel>, CallError>) + Send + 'static,
+    ) {
         let mut state = self.lock();
         match &mut state.phase {
-            Phase::Up(link) => {
+            AttachmentState::Up(link) => {
                 let link = Arc::clone(link);
                 // Still under the lock, so that calls of one thread keep their order with those that waited.
                 call(Ok(&link));
             }
-            Phase::Away(waiting) if waiting.len() < MAX_WAITING => {
+            AttachmentState::Away(waiting) if waiting.len() < MAX_WAITING => {
                 let deadline = Instant::now() + self.options.wait_for_store;
-                waiting.push_back(Waiting { deadline, call: Box::new(call) });
+                waiting.push_back(WaitingCall { deadline, call: Box::new(call) });
             }
             // Not one that is made again by itself: it would only be refused once more.
-            Phase::Away(_) => {
+            AttachmentState::Away(_) => {
                 let why = "too many calls wait for the store".to_owned();
                 call(Err(StoreError::Disconnected(why).into()));
             }
-            Phase::Closed => call(Err(CallError::Lost("the attachment was closed".into()))),
+            AttachmentState::Closed => call(Err(CallError::Lost("the attachment was closed".into()))),
         }
     }
 
     /// The number of the incarnation that a call made now goes to: the present one, or the next.
     pub(crate) fn incarnation(&self) -> u64 {
         let state = self.lock();
-        if matches!(state.phase, Phase::Up(_)) { state.incarnations } else { state.incarnations + 1 }
+        if matches!(state.phase, AttachmentState::Up(_)) {
+            state.incarnations
+        } else {
+            state.incarnations + 1
+        }
     }
 
     /// Whether a call that failed with its incarnation may be made again.
     pub(crate) fn may_retry(&self) -> bool {
-        !matches!(self.lock().phase, Phase::Closed)
+        !matches!(self.lock().phase, AttachmentState::Closed)
     }
 
     pub(crate) fn close(&self) {
-        let before = std::mem::replace(&mut self.lock().phase, Phase::Closed);
+        let before = std::mem::replace(&mut self.lock().phase, AttachmentState::Closed);
         self.closing.notify_waiters();
         self.closing.notify_one();
-        if let Phase::Away(waiting) = before {
+        if let AttachmentState::Away(waiting) = before {
             fail(waiting, "the attachment was closed");
         }
     }
 
     pub(crate) fn closed(&self) -> bool {
-        matches!(self.lock().phase, Phase::Closed)
+        matches!(self.lock().phase, AttachmentState::Closed)
     }
 
     /// Fails the calls that waited long enough.
     pub(crate) fn expire(&self) {
         let mut state = self.lock();
-        let Phase::Away(waiting) = &mut state.phase else { return };
+        let AttachmentState::Away(waiting) = &mut state.phase else { return };
         let now = Instant::now();
         let due = waiting.iter().take_while(|w| w.deadline <= now).count();
-        let due: VecDeque<Waiting> = waiting.drain(..due).collect();
+        let due: VecDeque<WaitingCall> = waiting.drain(..due).collect();
         let why = state.last_failure.clone().unwrap_or_else(|| "it does not answer".into());
         drop(state);
         fail(due, &format!("the store stayed away: {why}"));
@@ -199,25 +206,25 @@ impl Shared {
     pub(crate) fn away(&self, why: &str) {
         let mut state = self.lock();
         state.last_failure = Some(why.to_owned());
-        if matches!(state.phase, Phase::Up(_)) {
-            state.phase = Phase::Away(VecDeque::new());
+        if matches!(state.phase, AttachmentState::Up(_)) {
+            state.phase = AttachmentState::Away(VecDeque::new());
         }
     }
 
     /// An incarnation has begun: makes the calls that waited, then lets new ones through.
-    pub(crate) fn up(&self, link: &Arc<Link>, targets: Vec<TargetInfo>) {
+    pub(crate) fn up(&self, link: &Arc<StoreChannel>, targets: Vec<TargetInfo>) {
         let mut state = self.lock();
-        let Phase::Away(waiting) = &mut state.phase else { return };
+        let AttachmentState::Away(waiting) = &mut state.phase else { return };
         for waiting in std::mem::take(waiting) {
             (waiting.call)(Ok(link));
         }
-        state.phase = Phase::Up(Arc::clone(link));
+        state.phase = AttachmentState::Up(Arc::clone(link));
         state.targets = Some(targets);
         state.incarnations += 1;
     }
 }
 
-fn fail(waiting: VecDeque<Waiting>, why: &str) {
+fn fail(waiting: VecDeque<WaitingCall>, why: &str) {
     for waiting in waiting {
         (waiting.call)(Err(CallError::Lost(why.to_owned())));
     }

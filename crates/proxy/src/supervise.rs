@@ -4,13 +4,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use channel::{
-    Bell, ChannelError, Hello, MemoryAccess, MemoryAnswer, MemoryRequest, Reach, Socket, TargetInfo, VERSION,
-    Welcome,
+    Bell, ChannelError, ChannelHello, ChannelWelcome, MemoryAccess, MemoryAnswer, MemoryRequest, Reach,
+    Socket, TargetInfo, VERSION,
 };
 use tokio::net::{TcpStream, UnixStream};
 
-use crate::link::{Driver, Link, LinkOptions, RingSide};
-use crate::options::Endpoint;
+use crate::link::{ChannelDriver, LinkOptions, RingSide, StoreChannel};
+use crate::options::StoreEndpoint;
 use crate::shared::Shared;
 
 const BACKOFF_MIN: Duration = Duration::from_millis(10);
@@ -57,14 +57,14 @@ pub(crate) async fn supervise(shared: Arc<Shared>) {
 async fn open(
     shared: &Arc<Shared>,
     incarnation: u64,
-) -> Result<(Arc<Link>, Driver, Vec<TargetInfo>), ChannelError> {
+) -> Result<(Arc<StoreChannel>, ChannelDriver, Vec<TargetInfo>), ChannelError> {
     let socket = match &shared.endpoint {
-        Endpoint::Unix(path) => Socket::Unix(UnixStream::connect(path).await?),
-        Endpoint::Tcp(address) => Socket::tcp(TcpStream::connect(address).await?)?,
+        StoreEndpoint::Unix(path) => Socket::Unix(UnixStream::connect(path).await?),
+        StoreEndpoint::Tcp(address) => Socket::tcp(TcpStream::connect(address).await?)?,
     };
     let memory = memory_request(shared, &socket);
     let wanted = memory.is_some();
-    let hello = Hello {
+    let hello = ChannelHello {
         version_min: VERSION,
         version_max: VERSION,
         nonce: rand::random(),
@@ -101,11 +101,11 @@ async fn open(
     shared.health.renewed();
     let health = Arc::clone(&shared.health);
     let layout = shared.memory.layout();
-    let link = Link::new(incarnation, targets.len(), layout, ring, health, &options);
+    let link = StoreChannel::new(incarnation, targets.len(), layout, ring, health, &options);
     if let Some(failure) = failure {
         link.begin_without_dma(&failure);
     }
-    let driver = Driver::new(Arc::clone(&link), control, bell);
+    let driver = ChannelDriver::new(Arc::clone(&link), control, bell);
     tracing::info!(
         "incarnation {incarnation} of {:?}: the store's attachment {}",
         shared.endpoint,
@@ -150,7 +150,7 @@ async fn attach(shared: &Arc<Shared>, access: MemoryAccess) -> Result<HostRings,
     }
 }
 
-fn check_targets(shared: &Shared, welcome: &Welcome) -> Result<(), ChannelError> {
+fn check_targets(shared: &Shared, welcome: &ChannelWelcome) -> Result<(), ChannelError> {
     match &shared.lock().targets {
         Some(known) if *known != welcome.targets => {
             shared.superseded.send_replace(true);

@@ -10,7 +10,7 @@ use store::{CollectionId, ObjectId, Op, Result, StageId, StoreError, Transaction
 
 /// An encoded transaction.
 #[derive(Debug, Default)]
-pub(crate) struct Encoded {
+pub(crate) struct EncodedTransaction {
     /// Everything but payload.
     pub(crate) control: Vec<u8>,
     /// Payload, and where it begins in the data section.
@@ -54,9 +54,9 @@ pub(crate) fn encode(
     transaction: &Transaction,
     align: usize,
     mut stage_id: impl FnMut(StageId) -> Result<u64>,
-) -> Result<Encoded> {
+) -> Result<EncodedTransaction> {
     check_ops(transaction.ops.len())?;
-    let mut out = Writer { encoded: Encoded::default(), align };
+    let mut out = TransactionEncoder { encoded: EncodedTransaction::default(), align };
     out.bytes(transaction.collection.as_bytes());
     out.u8(transaction.uses_reserve.into());
     out.u32(transaction.ops.len() as u32);
@@ -74,12 +74,12 @@ fn check_ops(count: usize) -> Result<()> {
     Err(StoreError::InvalidArgument(what))
 }
 
-struct Writer {
-    encoded: Encoded,
+struct TransactionEncoder {
+    encoded: EncodedTransaction,
     align: usize,
 }
 
-impl Writer {
+impl TransactionEncoder {
     fn u8(&mut self, v: u8) {
         self.encoded.control.push(v);
     }
@@ -219,7 +219,7 @@ impl Writer {
 /// # Errors
 /// [`StoreError::InvalidArgument`] unless `control` is what [`encode`] makes.
 pub(crate) fn decode(control: Bytes, data: &Bytes) -> Result<Transaction> {
-    let mut input = Reader { control, data };
+    let mut input = TransactionDecoder { control, data };
     let collection = CollectionId::new(input.bytes()?)?;
     let uses_reserve = match input.u8()? {
         0 => false,
@@ -244,12 +244,12 @@ fn truncated() -> StoreError {
     StoreError::InvalidArgument("a transaction's encoding is truncated or too long".into())
 }
 
-struct Reader<'a> {
+struct TransactionDecoder<'a> {
     control: Bytes,
     data: &'a Bytes,
 }
 
-impl Reader<'_> {
+impl TransactionDecoder<'_> {
     fn u8(&mut self) -> Result<u8> {
         self.control.try_get_u8().map_err(|_| truncated())
     }
@@ -405,7 +405,7 @@ mod tests {
             .from_reserve()
     }
 
-    fn data_section(encoded: &Encoded) -> Bytes {
+    fn data_section(encoded: &EncodedTransaction) -> Bytes {
         let mut data = vec![0; encoded.data_len];
         for (at, bytes) in &encoded.data {
             data[*at..at + bytes.len()].copy_from_slice(bytes);

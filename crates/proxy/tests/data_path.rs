@@ -14,8 +14,8 @@ use base::block::Payload;
 use base::mem::Arena;
 use bytes::Bytes;
 use channel::{
-    Chain, Completion, Counters, DmaEngine, Joined, MemoryAccess, Peer, QueueId, Reach, Region, ShmEngine,
-    ShmOptions, Tuning, Unposted,
+    Chain, ChainCompletion, Counters, DmaEngine, DmaRegion, EnginePeer, EngineTuning, Joined, MemoryAccess,
+    QueueId, Reach, RejectedChain, ShmEngine, ShmOptions,
 };
 use common::{Path, cid, make_collection, node, node_of, oid, options, pattern, payload, transaction};
 use futures::future::BoxFuture;
@@ -258,7 +258,7 @@ impl DmaEngine for Meddling {
     fn queue_depth(&self) -> usize {
         self.engine.queue_depth()
     }
-    fn register_local(&self, arena: &Arc<Arena>) -> channel::Result<Region> {
+    fn register_local(&self, arena: &Arc<Arena>) -> channel::Result<DmaRegion> {
         self.engine.register_local(arena)
     }
     fn reach(&self) -> Reach {
@@ -270,7 +270,7 @@ impl DmaEngine for Meddling {
     fn attach(&self, access: MemoryAccess, len: usize) -> BoxFuture<'_, channel::Result<Joined>> {
         self.engine.attach(access, len)
     }
-    fn register_peer(&self, peer: &Peer, range: Range<usize>) -> channel::Result<Region> {
+    fn register_peer(&self, peer: &EnginePeer, range: Range<usize>) -> channel::Result<DmaRegion> {
         self.engine.register_peer(peer, range)
     }
     fn queues(&self) -> usize {
@@ -279,11 +279,11 @@ impl DmaEngine for Meddling {
     fn setup_cost(&self) -> Duration {
         Duration::ZERO
     }
-    fn tune(&self, _: Tuning) {}
+    fn tune(&self, _: EngineTuning) {}
     fn reset(&self) {
         self.engine.reset();
     }
-    fn post(&self, queue: QueueId, chain: Chain) -> Result<(), Unposted> {
+    fn post(&self, queue: QueueId, chain: Chain) -> Result<(), RejectedChain> {
         assert!(
             chain.transfers.iter().all(|t| t.len <= self.max_transfer()),
             "the engine's limit was asked for"
@@ -292,7 +292,7 @@ impl DmaEngine for Meddling {
         self.chains.send((queue, chain)).unwrap();
         Ok(())
     }
-    fn poll_completions(&self, cx: &mut Context<'_>, out: &mut Vec<Completion>) {
+    fn poll_completions(&self, cx: &mut Context<'_>, out: &mut Vec<ChainCompletion>) {
         self.engine.poll_completions(cx, out);
     }
     fn counters(&self) -> Counters {
@@ -326,11 +326,12 @@ async fn two_targets_have_orders_of_their_own() {
     let dir = tempfile::tempdir().unwrap();
     let at = dir.path().join("s");
     let targets =
-        (0..2).map(|n| outboard_proxy::Target { uuid: n, store: Arc::new(MemStore::new()) }).collect();
-    let listener = outboard_proxy::Listener::unix(&at).unwrap();
+        (0..2).map(|n| outboard_proxy::ServedTarget { uuid: n, store: Arc::new(MemStore::new()) }).collect();
+    let listener = outboard_proxy::StoreListener::unix(&at).unwrap();
     let _server = outboard_proxy::Server::serve(listener, targets, Default::default()).unwrap();
-    let attachment =
-        outboard_proxy::Attachment::connect(outboard_proxy::Endpoint::Unix(at), options()).await.unwrap();
+    let attachment = outboard_proxy::Attachment::connect(outboard_proxy::StoreEndpoint::Unix(at), options())
+        .await
+        .unwrap();
     let stores: Vec<Arc<dyn ObjectStore>> =
         (0..2).map(|n| attachment.store(n) as Arc<dyn ObjectStore>).collect();
     make_collection(&stores[0]).await;

@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use base::fault::{Faults, Site};
-use base::health::State;
+use base::health::HealthState;
 use channel::{ShmEngine, ShmOptions};
 use common::engine::Unlucky;
 use common::load::{
@@ -76,13 +76,14 @@ async fn a_doorbell_that_does_not_reach_the_osd() {
     let mut node = faulty(&here).await;
     let dir = tempfile::tempdir().unwrap();
     let at = dir.path().join("s");
-    let listener = outboard_proxy::Listener::unix(&at).unwrap();
+    let listener = outboard_proxy::StoreListener::unix(&at).unwrap();
     let targets = vec![common::target(Arc::new(MemStore::new()))];
     let options = outboard_proxy::ServerOptions { faults: there.clone(), ..Default::default() };
     node.server = Server::serve(listener, targets, options).unwrap();
-    node.attachment = outboard_proxy::Attachment::connect(outboard_proxy::Endpoint::Unix(at), watched(&here))
-        .await
-        .unwrap();
+    node.attachment =
+        outboard_proxy::Attachment::connect(outboard_proxy::StoreEndpoint::Unix(at), watched(&here))
+            .await
+            .unwrap();
     node.store = node.attachment.store(0);
     make_collection(&node.store).await;
     for _ in 0..2 {
@@ -184,8 +185,10 @@ async fn faults_of_every_kind_at_random() {
     assert!(operations > 50);
     faults.clear();
     let times = node.attachment.status().offload.health.failures;
-    load(&node, 2, move |s| s.offload.health.state == State::Active && s.offload.health.failures >= times)
-        .await;
+    load(&node, 2, move |s| {
+        s.offload.health.state == HealthState::Active && s.offload.health.failures >= times
+    })
+    .await;
     is_whole(&node).await;
 }
 

@@ -12,25 +12,26 @@ use base::mem::Arena;
 use bytes::Bytes;
 use channel::ring::{CELL, footprint};
 use channel::{
-    Bell, Control, Descriptors, Doorbell, Frame, HEADER_LEN, Header, Hello, HostMemory, Kind, Layout,
-    MemoryAccess, MemoryAnswer, MemoryRequest, Reach, Socket, TargetInfo, VERSION, Welcome,
+    Bell, ChannelEntry, ChannelHello, ChannelWelcome, ControlSocket, Doorbell, EntryHeader, EntryKind,
+    HEADER_LEN, HostMemory, MemoryAccess, MemoryAnswer, MemoryFds, MemoryLayout, MemoryRequest, Reach,
+    Socket, TargetInfo, VERSION,
 };
 use common::{Node, Path, cid, make_collection, node, oid, options, pattern, transaction};
-use outboard_proxy::{Attachment, AttachmentOptions, Endpoint};
+use outboard_proxy::{Attachment, AttachmentOptions, StoreEndpoint};
 use rustix::fs::{MemfdFlags, SealFlags};
 use store::{ObjectStore, Op, StoreCalls, WriteSource};
 use tokio::net::{UnixListener, UnixStream};
 
-const LAYOUT: Layout = Layout { ring_len: 64 << 10, data_len: 1 << 20 };
+const LAYOUT: MemoryLayout = MemoryLayout { ring_len: 64 << 10, data_len: 1 << 20 };
 
-fn hello() -> Hello {
+fn hello() -> ChannelHello {
     let memory = Some(MemoryRequest { layout: LAYOUT, reach: Reach::Descriptors });
-    Hello { version_min: 1, version_max: VERSION, nonce: 5, memory, outstanding: 8 }
+    ChannelHello { version_min: 1, version_max: VERSION, nonce: 5, memory, outstanding: 8 }
 }
 
 /// An osd that can write what it likes into host memory.
 struct EvilOsd {
-    control: Control,
+    control: ControlSocket,
     memory: Arc<Arena>,
     host_doorbell: OwnedFd,
     osd_doorbell: Doorbell,
@@ -40,7 +41,7 @@ struct EvilOsd {
 
 impl EvilOsd {
     async fn join(node: &Node) -> EvilOsd {
-        let Endpoint::Unix(path) = &node.endpoint else { panic!("a UNIX socket") };
+        let StoreEndpoint::Unix(path) = &node.endpoint else { panic!("a UNIX socket") };
         let deadline = Instant::now() + Duration::from_secs(5);
         loop {
             let socket = Socket::Unix(UnixStream::connect(path).await.unwrap());
@@ -48,7 +49,7 @@ impl EvilOsd {
             if let Ok((_, Some(MemoryAccess::Descriptors(descriptors)), control)) =
                 channel::join(socket, &hello()).await
             {
-                let Descriptors { memory, host_doorbell, osd_doorbell } = descriptors;
+                let MemoryFds { memory, host_doorbell, osd_doorbell } = descriptors;
                 let memory = Arena::from_peer(memory, LAYOUT.len()).unwrap();
                 let osd_doorbell = Doorbell::new(osd_doorbell).unwrap();
                 return EvilOsd { control, memory, host_doorbell, osd_doorbell, head: 0, taken: 0 };
@@ -63,8 +64,8 @@ impl EvilOsd {
     }
 
     /// Puts an entry and rings; `change` has the last word on its bytes.
-    fn send(&mut self, header: Header, control: &[u8], change: impl FnOnce(&mut Vec<u8>)) {
-        let mut bytes = Header { position: self.head, ..header }.seal(control);
+    fn send(&mut self, header: EntryHeader, control: &[u8], change: impl FnOnce(&mut Vec<u8>)) {
+        let mut bytes = EntryHeader { position: self.head, ..header }.seal(control);
         change(&mut bytes);
         LAYOUT.inbound().write(&self.memory, self.head, &[&bytes]);
         let cells = footprint(bytes.len()) as u64;
@@ -72,7 +73,7 @@ impl EvilOsd {
         self.ring(cells);
     }
 
-    async fn reply(&mut self) -> Frame {
+    async fn reply(&mut self) -> ChannelEntry {
         let wait = std::future::poll_fn(|cx| self.osd_doorbell.poll_wait(cx));
         let count = tokio::time::timeout(Duration::from_secs(5), wait).await.unwrap().unwrap();
         let frame = LAYOUT.outbox().read(&self.memory, self.taken, count as usize).unwrap();
@@ -84,7 +85,7 @@ impl EvilOsd {
     async fn is_told_of_damage(&mut self, what: &str) {
         let frame = std::future::poll_fn(|cx| self.control.poll_frame(cx));
         let told = tokio::time::timeout(Duration::from_secs(5), frame).await.expect(what).expect(what);
-        assert_eq!((told.header.kind, told.header.id), (Kind::Reply, 0), "{what}");
+        assert_eq!((told.header.kind, told.header.id), (EntryKind::Reply, 0), "{what}");
     }
 
     async fn hung_up_on(mut self) {
@@ -94,8 +95,8 @@ impl EvilOsd {
     }
 }
 
-fn request(id: u64) -> Header {
-    Header { reply_max: 1024, ..Header::new(Kind::Request, 0, id) }
+fn request(id: u64) -> EntryHeader {
+    EntryHeader { reply_max: 1024, ..EntryHeader::new(EntryKind::Request, 0, id) }
 }
 
 /// Control data of a `Read` or a `StageWrite` of the range, as postcard puts it: the tag, then the fields.
@@ -184,8 +185,12 @@ async fn rings_that_make_no_sense_cost_the_attachment() {
     let lies: [(&str, Lie); 4] = [
         ("a doorbell of half a cell", |evil| evil.ring(7)),
         ("a doorbell beyond the ring", |evil| evil.ring(1 << 40)),
-        ("a target that is not there", |evil| evil.send(Header { target: 7, ..request(1) }, b"x", |_| ())),
-        ("a reply instead of a request", |evil| evil.send(Header::new(Kind::Reply, 0, 1), b"x", |_| ())),
+        ("a target that is not there", |evil| {
+            evil.send(EntryHeader { target: 7, ..request(1) }, b"x", |_| ())
+        }),
+        ("a reply instead of a request", |evil| {
+            evil.send(EntryHeader::new(EntryKind::Reply, 0, 1), b"x", |_| ())
+        }),
     ];
     let node = vacant().await;
     for (n, (what, lie)) in lies.into_iter().enumerate() {
@@ -233,7 +238,7 @@ async fn more_requests_than_agreed_cost_the_attachment() {
     let mut evil = EvilOsd::join(&node).await;
     // They wait for a transaction that never comes.
     for id in 1..=9 {
-        evil.send(Header { after: 5, ..request(id) }, &[13], |_| ());
+        evil.send(EntryHeader { after: 5, ..request(id) }, &[13], |_| ());
     }
     evil.hung_up_on().await;
     assert_eq!(node.server.status().violations, 1);
@@ -247,7 +252,7 @@ async fn a_transaction_that_comes_twice_costs_the_attachment_whatever_its_number
         let mut evil = EvilOsd::join(&node).await;
         for id in 1..=2 {
             // A transaction without control data, in the entry.
-            evil.send(Header { after, ..request(id) }, &[3, 0, 0, 0], |_| ());
+            evil.send(EntryHeader { after, ..request(id) }, &[3, 0, 0, 0], |_| ());
         }
         evil.hung_up_on().await;
         assert_eq!(node.server.status().violations, n as u64 + 1);
@@ -263,7 +268,7 @@ async fn a_store_holds_no_more_for_an_osd_than_its_share() {
     let long = Bytes::from(vec![0; 16 << 20]);
     let mut sent = 0;
     let why = loop {
-        let mut header = Header { after: 5, ..request(sent + 1) };
+        let mut header = EntryHeader { after: 5, ..request(sent + 1) };
         header.data_len = long.len() as u32;
         evil.control.push(header, &[1, 1, 0, 0, 0, 0], [long.clone()]);
         sent += 1;
@@ -283,8 +288,9 @@ async fn a_store_holds_no_more_for_an_osd_than_its_share() {
 #[tokio::test]
 async fn garbage_on_the_socket_costs_the_connection() {
     let node = vacant().await;
-    let Endpoint::Unix(path) = &node.endpoint else { panic!("a UNIX socket") };
-    for garbage in [vec![0u8; 64], vec![0xff; 5000], Header::new(Kind::Hello, 0, 0).seal(&[9; 40])] {
+    let StoreEndpoint::Unix(path) = &node.endpoint else { panic!("a UNIX socket") };
+    for garbage in [vec![0u8; 64], vec![0xff; 5000], EntryHeader::new(EntryKind::Hello, 0, 0).seal(&[9; 40])]
+    {
         let mut stream = UnixStream::connect(path).await.unwrap();
         tokio::io::AsyncWriteExt::write_all(&mut stream, &garbage).await.unwrap();
         let mut rest = Vec::new();
@@ -292,10 +298,10 @@ async fn garbage_on_the_socket_costs_the_connection() {
         let _ = tokio::io::AsyncReadExt::read_to_end(&mut stream, &mut rest).await;
         assert!(rest.is_empty());
     }
-    let old = Hello { version_min: 90, version_max: 99, ..hello() };
-    let layout = Layout { ring_len: 1 << 40, data_len: 4096 };
+    let old = ChannelHello { version_min: 90, version_max: 99, ..hello() };
+    let layout = MemoryLayout { ring_len: 1 << 40, data_len: 4096 };
     let huge = MemoryRequest { layout, reach: Reach::Descriptors };
-    let huge = Hello { memory: Some(huge), ..hello() };
+    let huge = ChannelHello { memory: Some(huge), ..hello() };
     for (hello, why) in [(old, "version"), (huge, "not possible")] {
         let refused = channel::join(Socket::Unix(UnixStream::connect(path).await.unwrap()), &hello).await;
         let refused = refused.err().unwrap().to_string();
@@ -308,7 +314,7 @@ async fn garbage_on_the_socket_costs_the_connection() {
 #[tokio::test]
 async fn peers_that_say_no_hello_lose_their_places_to_others_oldest_first() {
     let node = vacant().await;
-    let Endpoint::Unix(path) = &node.endpoint else { panic!("a UNIX socket") };
+    let StoreEndpoint::Unix(path) = &node.endpoint else { panic!("a UNIX socket") };
     let mut silent = Vec::new();
     for _ in 0..40 {
         silent.push(UnixStream::connect(path).await.unwrap());
@@ -333,7 +339,7 @@ async fn who_asks_and_does_not_read_has_to_wait() {
     varint(&mut get, LAYOUT.data_offset() as u64);
     varint(&mut get, LEN);
     for id in 1..=QUESTIONS {
-        evil.control.push(Header::new(Kind::Request, 0, id), &get, []);
+        evil.control.push(EntryHeader::new(EntryKind::Request, 0, id), &get, []);
     }
     // The sockets' own buffers have room for but a part of them.
     let asked = std::future::poll_fn(|cx| evil.control.poll_flush(cx));
@@ -353,7 +359,7 @@ async fn who_asks_and_does_not_read_has_to_wait() {
 }
 
 /// A store that welcomes one osd with this memory; gives what it needs to lie on.
-async fn evil_store(listener: &UnixListener, memory: OwnedFd) -> (Control, OwnedFd) {
+async fn evil_store(listener: &UnixListener, memory: OwnedFd) -> (ControlSocket, OwnedFd) {
     evil_store_with(listener, memory, Doorbell::create().unwrap()).await
 }
 
@@ -362,7 +368,7 @@ async fn evil_store_with(
     listener: &UnixListener,
     memory: OwnedFd,
     host_doorbell: OwnedFd,
-) -> (Control, OwnedFd) {
+) -> (ControlSocket, OwnedFd) {
     let socket = Socket::Unix(listener.accept().await.unwrap().0);
     let osd_doorbell = Doorbell::create().unwrap();
     let ours = osd_doorbell.try_clone().unwrap();
@@ -370,8 +376,8 @@ async fn evil_store_with(
         let targets = vec![TargetInfo { uuid: 1 }];
         let answer = MemoryAnswer::Descriptors;
         let welcome =
-            Welcome { version: VERSION, nonce: hello.nonce, attachment: 1, memory: answer, targets };
-        Ok((welcome, Some(Descriptors { memory, host_doorbell, osd_doorbell }), ()))
+            ChannelWelcome { version: VERSION, nonce: hello.nonce, attachment: 1, memory: answer, targets };
+        Ok((welcome, Some(MemoryFds { memory, host_doorbell, osd_doorbell }), ()))
     })
     .await
     .unwrap();
@@ -406,7 +412,7 @@ async fn memory_that_is_not_what_was_agreed_is_refused() {
             }
         };
         let refused = tokio::select! {
-            refused = Attachment::connect(Endpoint::Unix(at), options.clone()) => refused.err().unwrap().to_string(),
+            refused = Attachment::connect(StoreEndpoint::Unix(at), options.clone()) => refused.err().unwrap().to_string(),
             () = store => unreachable!("it never ends"),
         };
         assert!(refused.contains(why), "{refused}");
@@ -433,7 +439,7 @@ async fn a_doorbell_that_is_a_full_pipe_is_refused() {
         }
     };
     let refused = tokio::select! {
-        refused = Attachment::connect(Endpoint::Unix(at), options) => refused.err().unwrap().to_string(),
+        refused = Attachment::connect(StoreEndpoint::Unix(at), options) => refused.err().unwrap().to_string(),
         () = store => unreachable!("it never ends"),
     };
     assert!(refused.contains("must be an eventfd"), "{refused}");
@@ -441,13 +447,13 @@ async fn a_doorbell_that_is_a_full_pipe_is_refused() {
 
 #[tokio::test]
 async fn a_store_that_lies_costs_its_attachment_and_calls_fail_typed() {
-    type Lie = fn(&Arena, &OwnedFd, Layout);
+    type Lie = fn(&Arena, &OwnedFd, MemoryLayout);
     let lies: [Lie; 3] = [
         |_, bell, _| Doorbell::ring(bell.as_fd(), 1 << 40).unwrap(),
         |_, bell, _| Doorbell::ring(bell.as_fd(), CELL as u64).unwrap(),
         |memory, bell, layout| {
             // An answer to a question that nobody asked.
-            let bytes = Header::new(Kind::Reply, 0, 77).seal(b"x");
+            let bytes = EntryHeader::new(EntryKind::Reply, 0, 77).seal(b"x");
             layout.outbox().write(memory, 0, &[&bytes]);
             Doorbell::ring(bell.as_fd(), footprint(bytes.len()) as u64).unwrap();
         },
@@ -464,8 +470,10 @@ async fn a_store_that_lies_costs_its_attachment_and_calls_fail_typed() {
         let memory = HostMemory::new(options.memory.layout).unwrap();
         let fd = memory.arena.share_fd().unwrap().unwrap();
         let listener = UnixListener::bind(&at).unwrap();
-        let (attachment, (_control, bell)) =
-            tokio::join!(Attachment::connect(Endpoint::Unix(at), options.clone()), evil_store(&listener, fd));
+        let (attachment, (_control, bell)) = tokio::join!(
+            Attachment::connect(StoreEndpoint::Unix(at), options.clone()),
+            evil_store(&listener, fd)
+        );
         drop(listener);
         let attachment = attachment.unwrap();
         let call = attachment.store(0).queue_transaction(transaction(Op::Touch { oid: oid(1) }));
@@ -484,7 +492,7 @@ async fn false_answers(at: &FsPath, answer: &[u8], data: Bytes) {
     let (_, (), mut control) = channel::accept(socket, |hello, _| {
         let targets = vec![TargetInfo { uuid: 1 }];
         let memory = MemoryAnswer::None(None);
-        let welcome = Welcome { version: VERSION, nonce: hello.nonce, attachment: 1, memory, targets };
+        let welcome = ChannelWelcome { version: VERSION, nonce: hello.nonce, attachment: 1, memory, targets };
         Ok((welcome, None, ()))
     })
     .await
@@ -495,7 +503,7 @@ async fn false_answers(at: &FsPath, answer: &[u8], data: Bytes) {
             control.poll_frame(cx)
         });
         let Ok(frame) = taken.await else { return };
-        control.push(Header::new(Kind::Reply, 0, frame.header.id), answer, vec![data.clone()]);
+        control.push(EntryHeader::new(EntryKind::Reply, 0, frame.header.id), answer, vec![data.clone()]);
     }
 }
 
@@ -509,7 +517,8 @@ async fn an_answer_of_another_kind_is_never_taken_for_success() {
         let at = dir.path().join("s");
         let evil = false_answers(&at, answer, Bytes::new());
         let osd = async {
-            let attachment = Attachment::connect(Endpoint::Unix(at.clone()), options.clone()).await.unwrap();
+            let attachment =
+                Attachment::connect(StoreEndpoint::Unix(at.clone()), options.clone()).await.unwrap();
             let store = attachment.store(0);
             let mut calls = Vec::new();
             if let Ok(stage) = store.stage(4096).await {
@@ -557,7 +566,8 @@ async fn reads_that_a_store_answers_falsely_fail_typed_and_end() {
         [0, len, 0, 1 << 20].into_iter().for_each(|n| varint(&mut answer, n));
         let evil = false_answers(&at, &answer, pattern(1, sent));
         let osd = async {
-            let attachment = Attachment::connect(Endpoint::Unix(at.clone()), options.clone()).await.unwrap();
+            let attachment =
+                Attachment::connect(StoreEndpoint::Unix(at.clone()), options.clone()).await.unwrap();
             let store = attachment.store(0);
             let dest = attachment.pool().try_alloc(4096).unwrap();
             let short = store.read(&cid(), &oid(1), 0, 4096, dest).await;

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use base::fault::{Faults, Site};
-use base::health::State;
+use base::health::HealthState;
 use channel::DmaEngine;
 use channel::ofi::{OfiEngine, OfiHostOptions, OfiOptions};
 use common::engine::Unlucky;
@@ -19,7 +19,7 @@ use common::{
     Node, Path, by_ofi, fabric, has_fabric, make_collection, node_of, node_with, offering, options, target,
 };
 use outboard_proxy::{
-    Attachment, AttachmentOptions, AttachmentStatus, Endpoint, Listener, Server, ServerOptions,
+    Attachment, AttachmentOptions, AttachmentStatus, Server, ServerOptions, StoreEndpoint, StoreListener,
 };
 use store::conformance::{random_operations, run, seed};
 use store::{MemStore, ObjectStore};
@@ -166,7 +166,7 @@ async fn faults_of_every_kind_at_random() {
     let operations = load(&node, 8, recovered(4)).await;
     assert!(faults.fired(Site::DmaTransfer) > 3 && operations > 50);
     faults.clear();
-    let active = |status: &AttachmentStatus| status.offload.health.state == State::Active;
+    let active = |status: &AttachmentStatus| status.offload.health.state == HealthState::Active;
     load(&node, 2, active).await;
     is_whole(&node).await;
 }
@@ -176,8 +176,8 @@ async fn joined(options: ServerOptions, osd: AttachmentOptions) -> (Attachment, 
     let dir = tempfile::tempdir().unwrap();
     let at = dir.path().join("s");
     let targets = vec![target(Arc::new(MemStore::new()))];
-    let server = Server::serve(Listener::unix(&at).unwrap(), targets, options).unwrap();
-    let attachment = Attachment::connect(Endpoint::Unix(at), osd).await.unwrap();
+    let server = Server::serve(StoreListener::unix(&at).unwrap(), targets, options).unwrap();
+    let attachment = Attachment::connect(StoreEndpoint::Unix(at), osd).await.unwrap();
     (attachment, server, dir)
 }
 
@@ -220,7 +220,7 @@ async fn a_store_that_offers_serves_engines_on_its_machine_as_well() {
     }
     if has_fabric() {
         let attachment =
-            Attachment::connect(Endpoint::Unix(dir.path().join("s")), by_ofi(options())).await.unwrap();
+            Attachment::connect(StoreEndpoint::Unix(dir.path().join("s")), by_ofi(options())).await.unwrap();
         assert!(attachment.status().by_dma, "an offer");
     }
 }
@@ -300,7 +300,7 @@ async fn a_network_that_comes_late_is_used_when_it_is_there() {
     futures::future::join_all(tasks).await;
     assert_eq!(attachment.engine().counters().bytes, 0, "the socket serves");
     let deadline = Instant::now() + Duration::from_secs(10);
-    while attachment.status().offload.health.state != State::Active {
+    while attachment.status().offload.health.state != HealthState::Active {
         assert!(Instant::now() < deadline, "{:?}", attachment.status());
         tokio::time::sleep(Duration::from_millis(5)).await;
     }

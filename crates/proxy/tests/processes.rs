@@ -12,7 +12,9 @@ use std::time::{Duration, Instant};
 use common::{
     by_ofi, cid, has_fabric, make_collection, offering, oid, options, pattern, payload, target, transaction,
 };
-use outboard_proxy::{Attachment, AttachmentOptions, Endpoint, Listener, Server, ServerOptions, Target};
+use outboard_proxy::{
+    Attachment, AttachmentOptions, ServedTarget, Server, ServerOptions, StoreEndpoint, StoreListener,
+};
 use store::{MemStore, ObjectStore, Op, StageId, StoreCalls, StoreError, WriteSource};
 
 const ROLE: &str = "OUTBOARD_TEST_ROLE";
@@ -70,18 +72,20 @@ fn child_process() {
     match role.as_str() {
         "store" => {
             let store = Arc::new(MemStore::new());
-            let _server = Server::serve(Listener::unix(&socket).unwrap(), vec![target(store)], offering());
+            let _server =
+                Server::serve(StoreListener::unix(&socket).unwrap(), vec![target(store)], offering());
             ready();
             std::thread::sleep(Duration::from_secs(60));
         }
         "drive" => {
             let store = common::on_drive(&socket.with_extension("target"));
-            let _server = Server::serve(Listener::unix(&socket).unwrap(), vec![target(store)], offering());
+            let _server =
+                Server::serve(StoreListener::unix(&socket).unwrap(), vec![target(store)], offering());
             ready();
             std::thread::sleep(Duration::from_secs(60));
         }
         "osd" => runtime.block_on(async {
-            let attachment = Attachment::connect(Endpoint::Unix(socket), options()).await.unwrap();
+            let attachment = Attachment::connect(StoreEndpoint::Unix(socket), options()).await.unwrap();
             let store: Arc<dyn ObjectStore> = attachment.store(0);
             let stage = store.stage(8 << 20).await.unwrap();
             store.stage_write(stage, 0, payload(1, 1 << 20)).await.unwrap();
@@ -145,7 +149,7 @@ async fn comes_back(osd: AttachmentOptions) {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("store");
     let mut process = Process::start("store", &socket);
-    let attachment = Attachment::connect(Endpoint::Unix(socket.clone()), osd).await.unwrap();
+    let attachment = Attachment::connect(StoreEndpoint::Unix(socket.clone()), osd).await.unwrap();
     let store: Arc<dyn ObjectStore> = attachment.store(0);
     make_collection(&store).await;
     let maps = process.maps();
@@ -204,7 +208,7 @@ fn reads_are_repeated_and_calls_wait_only_so_long() {
         let socket = dir.path().join("store");
         let mut process = Process::start("store", &socket);
         let options = AttachmentOptions { wait_for_store: Duration::from_millis(1500), ..options() };
-        let attachment = Attachment::connect(Endpoint::Unix(socket.clone()), options).await.unwrap();
+        let attachment = Attachment::connect(StoreEndpoint::Unix(socket.clone()), options).await.unwrap();
         let store: Arc<dyn ObjectStore> = attachment.store(0);
         make_collection(&store).await;
         process.kill();
@@ -228,9 +232,9 @@ fn a_killed_osd_leaves_nothing_behind() {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("store");
         let store: Arc<dyn ObjectStore> = Arc::new(MemStore::new());
-        let targets = vec![Target { uuid: 1, store: Arc::clone(&store) }];
+        let targets = vec![ServedTarget { uuid: 1, store: Arc::clone(&store) }];
         let server =
-            Server::serve(Listener::unix(&socket).unwrap(), targets, ServerOptions::default()).unwrap();
+            Server::serve(StoreListener::unix(&socket).unwrap(), targets, ServerOptions::default()).unwrap();
         let before = held();
         for round in 1..=3 {
             let mut osd = Process::start("osd", &socket);
@@ -308,7 +312,7 @@ async fn survives_kills(osd: AttachmentOptions) {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("store");
     let mut process = Process::start("drive", &socket);
-    let attachment = Attachment::connect(Endpoint::Unix(socket.clone()), osd).await.unwrap();
+    let attachment = Attachment::connect(StoreEndpoint::Unix(socket.clone()), osd).await.unwrap();
     let store: Arc<dyn ObjectStore> = attachment.store(0);
     make_collection(&store).await;
     let mut acknowledged = Vec::new();
@@ -373,7 +377,7 @@ fn what_was_computed_before_a_loss_is_not_applied_after_it() {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("store");
         let mut process = Process::start("drive", &socket);
-        let attachment = Attachment::connect(Endpoint::Unix(socket.clone()), options()).await.unwrap();
+        let attachment = Attachment::connect(StoreEndpoint::Unix(socket.clone()), options()).await.unwrap();
         let store: Arc<dyn ObjectStore> = attachment.store(0);
         make_collection(&store).await;
         let first = store.incarnation();

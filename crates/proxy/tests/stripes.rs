@@ -9,20 +9,20 @@ use base::fault::{Faults, Site};
 use common::load::{fault, watched};
 use common::{Node, Path, has_fabric, node_over, offering, options};
 use ec::offload::accelerator::{self, AcceleratorOptions};
-use ec::offload::batch::Pace;
-use outboard_proxy::{AttachmentOptions, ServerOptions, Target};
+use ec::offload::batch::EngineRate;
+use outboard_proxy::{AttachmentOptions, ServedTarget, ServerOptions};
 use store::conformance::{Striped, seed};
-use store::stripes::{Coder, EngineOptions, Engines, FragmentBytes, Parity, StripeError, StripeWrite};
+use store::stripes::{EngineOptions, Engines, FragmentBytes, Parity, ParityDevice, StripeError, StripeWrite};
 use store::{MemStore, ObjectStore, StoreCalls};
 
 /// As fast as this machine computes.
 fn accelerator(faults: &Faults) -> ec::offload::worker::Worker {
-    let options = AcceleratorOptions::new(Pace::paper(1e12));
+    let options = AcceleratorOptions::new(EngineRate::paper(1e12));
     accelerator::start(AcceleratorOptions { faults: faults.clone(), ..options }).unwrap()
 }
 
 async fn striped(path: Path, options: AttachmentOptions, faults: &Faults) -> (Node, Striped) {
-    let target = |uuid| Target { uuid, store: Arc::new(MemStore::new()) };
+    let target = |uuid| ServedTarget { uuid, store: Arc::new(MemStore::new()) };
     let engines = Engines::start(EngineOptions::default(), Some(accelerator(faults))).unwrap();
     let server = ServerOptions { engines: Some(Arc::new(engines)), ..offering() };
     let node = node_over(path, (1..=6).map(target).collect(), options, server).await;
@@ -85,16 +85,16 @@ async fn an_engine_that_fails_or_is_not_there_says_so_and_nothing_is_written() {
         data: vec![fragment.clone(), fragment.clone()],
         parity: Parity::By(coder),
     };
-    let failed = striped.stripes.stage_stripes(write(Coder::Accelerator), None).await;
+    let failed = striped.stripes.stage_stripes(write(ParityDevice::Accelerator), None).await;
     assert!(matches!(failed, Err(StripeError::Coding(_))), "{failed:?}");
     assert_eq!(faults.fired(Site::EcOffload), 1);
-    striped.stripes.stage_stripes(write(Coder::Accelerator), None).await.unwrap();
-    striped.stripes.stage_stripes(write(Coder::Host), None).await.unwrap();
+    striped.stripes.stage_stripes(write(ParityDevice::Accelerator), None).await.unwrap();
+    striped.stripes.stage_stripes(write(ParityDevice::Host), None).await.unwrap();
 
-    let target = Target { uuid: 1, store: Arc::new(MemStore::new()) };
+    let target = ServedTarget { uuid: 1, store: Arc::new(MemStore::new()) };
     let node = node_over(Path::Dma, vec![target], options(), ServerOptions::default()).await;
     let stage = node.store.stage(8192).await.unwrap();
-    let write = StripeWrite { parts: vec![Some((1, stage)), None, None], ..write(Coder::Accelerator) };
+    let write = StripeWrite { parts: vec![Some((1, stage)), None, None], ..write(ParityDevice::Accelerator) };
     let none = node.attachment.stripes();
     let none = store::stripes::StripeStores::stage_stripes(&*none, write, None).await;
     assert!(matches!(none, Err(StripeError::Coding(_))), "{none:?}");

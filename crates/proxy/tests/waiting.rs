@@ -10,7 +10,7 @@ use base::fault::{Faults, Site};
 use common::load::{self, MIB, fault, faulty_node, watched};
 use common::{Node, Path, cid, make_collection, node_of, oid, options, pattern, payload, transaction};
 use futures::future::join_all;
-use outboard_proxy::{AttachmentOptions, Tuning};
+use outboard_proxy::{AttachmentOptions, DmaTuning};
 use store::{MemStore, Op, StageId, StoreCalls, StoreError, Transaction, WriteSource};
 
 /// An attachment with room for one request of 3 MiB at a time.
@@ -171,12 +171,12 @@ async fn jobs_that_wait_for_a_window_go_on_when_the_cache_is_switched_off() {
     let node = node_of(Path::Dma, Arc::new(MemStore::new()), options()).await;
     make_collection(&node.store).await;
     let writes: Vec<_> = (0..4).map(|n| node.store.queue_transaction(write(n, 100_000))).collect();
-    node.attachment.tune(Tuning { region_cache: 0, ..Tuning::default() });
+    node.attachment.tune(DmaTuning { region_cache: 0, ..DmaTuning::default() });
     for write in soon("transactions wait", join_all(writes)).await {
         write.unwrap();
     }
     let writes: Vec<_> = (0..4).map(|n| node.store.queue_transaction(write(n, 100_000))).collect();
-    node.attachment.tune(Tuning::default());
+    node.attachment.tune(DmaTuning::default());
     for write in soon("transactions wait", join_all(writes)).await {
         write.unwrap();
     }

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::request::{FromReply, take};
 use crate::{
-    CollectionId, ObjectId, Query, Result, Space, StoreError, StoreReply, StoreRequest, Transaction,
+    CollectionId, MetadataQuery, ObjectId, Result, Space, StoreError, StoreReply, StoreRequest, Transaction,
 };
 
 /// Names extents that were allocated by [`StoreCalls::stage`] and do not belong to an object yet.
@@ -239,28 +239,28 @@ pub trait StoreCalls: Submit {
     }
 
     /// Asks for metadata.
-    fn query(&self, cid: &CollectionId, query: Query) -> Self::Reply {
+    fn query(&self, cid: &CollectionId, query: MetadataQuery) -> Self::Reply {
         self.submit(StoreRequest::Query { cid: cid.clone(), query })
     }
 
     /// Size of an object.
     fn stat(&self, cid: &CollectionId, oid: &ObjectId) -> ReplyOf<Self::Reply, Stat> {
-        answer(self.query(cid, Query::Stat { oid: oid.clone() }))
+        answer(self.query(cid, MetadataQuery::Stat { oid: oid.clone() }))
     }
 
     /// One xattr.
     fn get_xattr(&self, cid: &CollectionId, oid: &ObjectId, name: Bytes) -> ReplyOf<Self::Reply, Bytes> {
-        answer(self.query(cid, Query::Xattr { oid: oid.clone(), name }))
+        answer(self.query(cid, MetadataQuery::Xattr { oid: oid.clone(), name }))
     }
 
     /// All xattrs, ordered by name.
     fn get_xattrs(&self, cid: &CollectionId, oid: &ObjectId) -> ReplyOf<Self::Reply, Vec<(Bytes, Bytes)>> {
-        answer(self.query(cid, Query::Xattrs { oid: oid.clone() }))
+        answer(self.query(cid, MetadataQuery::Xattrs { oid: oid.clone() }))
     }
 
     /// The omap's header; empty if there is none.
     fn omap_get_header(&self, cid: &CollectionId, oid: &ObjectId) -> ReplyOf<Self::Reply, Bytes> {
-        answer(self.query(cid, Query::OmapHeader { oid: oid.clone() }))
+        answer(self.query(cid, MetadataQuery::OmapHeader { oid: oid.clone() }))
     }
 
     /// The omap entries of those `keys` that exist, ordered by key.
@@ -270,7 +270,7 @@ pub trait StoreCalls: Submit {
         oid: &ObjectId,
         keys: Vec<Bytes>,
     ) -> ReplyOf<Self::Reply, Vec<(Bytes, Bytes)>> {
-        answer(self.query(cid, Query::OmapGet { oid: oid.clone(), keys }))
+        answer(self.query(cid, MetadataQuery::OmapGet { oid: oid.clone(), keys }))
     }
 
     /// Up to `limit` omap entries with keys of at least `from`, ordered by key, and whether there are more. Stops early,
@@ -282,7 +282,7 @@ pub trait StoreCalls: Submit {
         from: Bytes,
         limit: usize,
     ) -> ReplyOf<Self::Reply, Page<(Bytes, Bytes)>> {
-        answer(self.query(cid, Query::OmapIterate { oid: oid.clone(), from, limit: limit as u64 }))
+        answer(self.query(cid, MetadataQuery::OmapIterate { oid: oid.clone(), from, limit: limit as u64 }))
     }
 
     /// Up to `limit` objects with ids of at least `from` (all if `None`), in order, and whether there are more. Stops
@@ -293,7 +293,7 @@ pub trait StoreCalls: Submit {
         from: Option<ObjectId>,
         limit: usize,
     ) -> ReplyOf<Self::Reply, Page<ObjectId>> {
-        answer(self.query(cid, Query::List { from, limit: limit as u64 }))
+        answer(self.query(cid, MetadataQuery::List { from, limit: limit as u64 }))
     }
 
     /// All collections, in order.

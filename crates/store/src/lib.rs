@@ -41,7 +41,7 @@ pub use block::{
 pub use error::{Area, Result, StoreError};
 pub use mem_store::MemStore;
 pub use remount::RemountedStore;
-pub use request::{Query, QueryReply, StoreReply, StoreRequest};
+pub use request::{MetadataQuery, QueryReply, StoreReply, StoreRequest};
 pub use transaction::{
     CollectionId, MAX_CLONE_RANGE, MAX_COLLECTION_ID, MAX_OBJECT_ID, MAX_OBJECT_SIZE, MAX_OMAP_KEY,
     MAX_OMAP_VALUE, MAX_READ, MAX_XATTRS, ObjectId, Op, Transaction, WriteSource,

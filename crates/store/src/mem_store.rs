@@ -8,13 +8,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use base::block::{BLOCK, BLOCK_SIZE, Payload};
 use bytes::Bytes;
 
-use object::{Block, Object};
+use object::{MemBlock, MemObject};
 
 use crate::api::check_incarnation;
 use crate::stage::{block_not_available, check_stage_write, check_staged_use};
 use crate::{
-    Area, CollectionId, MAX_XATTRS, ObjectId, Op, Page, Query, QueryReply, Result, Space, StageId, Stat,
-    StoreError, StoreFuture, StoreReply, StoreRequest, Submit, Transaction, WriteSource, ready,
+    Area, CollectionId, MAX_XATTRS, MetadataQuery, ObjectId, Op, Page, QueryReply, Result, Space, StageId,
+    Stat, StoreError, StoreFuture, StoreReply, StoreRequest, Submit, Transaction, WriteSource, ready,
 };
 
 /// What a listing returns at most, in bytes.
@@ -32,22 +32,22 @@ pub struct MemStore {
 
 #[derive(Default)]
 struct State {
-    collections: BTreeMap<CollectionId, BTreeMap<ObjectId, Arc<Object>>>,
-    stages: HashMap<StageId, Stage>,
+    collections: BTreeMap<CollectionId, BTreeMap<ObjectId, Arc<MemObject>>>,
+    stages: HashMap<StageId, MemStage>,
     last_stage: u64,
     closed: bool,
 }
 
-struct Stage {
+struct MemStage {
     len: u64,
-    blocks: BTreeMap<u64, Block>,
+    blocks: BTreeMap<u64, MemBlock>,
 }
 
 /// What a step of a transaction replaced, so that a failed transaction changes nothing.
-enum Undo {
-    Object(CollectionId, ObjectId, Option<Arc<Object>>),
+enum Rollback {
+    Object(CollectionId, ObjectId, Option<Arc<MemObject>>),
     Collection(CollectionId, bool),
-    Staged(StageId, u64, Block),
+    Staged(StageId, u64, MemBlock),
 }
 
 impl MemStore {
@@ -63,26 +63,31 @@ impl MemStore {
 }
 
 impl State {
-    fn collection(&self, cid: &CollectionId) -> Result<&BTreeMap<ObjectId, Arc<Object>>> {
+    fn collection(&self, cid: &CollectionId) -> Result<&BTreeMap<ObjectId, Arc<MemObject>>> {
         self.collections.get(cid).ok_or_else(|| StoreError::NoSuchCollection(cid.to_string()))
     }
 
-    fn object(&self, cid: &CollectionId, oid: &ObjectId) -> Result<&Object> {
+    fn object(&self, cid: &CollectionId, oid: &ObjectId) -> Result<&MemObject> {
         self.find(cid, oid)?.ok_or_else(|| StoreError::NoSuchObject(oid.to_string()))
     }
 
-    fn find(&self, cid: &CollectionId, oid: &ObjectId) -> Result<Option<&Object>> {
+    fn find(&self, cid: &CollectionId, oid: &ObjectId) -> Result<Option<&MemObject>> {
         Ok(self.collection(cid)?.get(oid).map(Arc::as_ref))
     }
 
-    fn put(&mut self, cid: &CollectionId, oid: &ObjectId, object: Option<Arc<Object>>) -> Result<Undo> {
+    fn put(
+        &mut self,
+        cid: &CollectionId,
+        oid: &ObjectId,
+        object: Option<Arc<MemObject>>,
+    ) -> Result<Rollback> {
         let objects =
             self.collections.get_mut(cid).ok_or_else(|| StoreError::NoSuchCollection(cid.to_string()))?;
         let old = match object {
             Some(object) => objects.insert(oid.clone(), object),
             None => objects.remove(oid),
         };
-        Ok(Undo::Object(cid.clone(), oid.clone(), old))
+        Ok(Rollback::Object(cid.clone(), oid.clone(), old))
     }
 
     fn apply(&mut self, transaction: &Transaction) -> Result<()> {
@@ -99,21 +104,21 @@ impl State {
         result
     }
 
-    fn undo(&mut self, step: Undo) {
+    fn undo(&mut self, step: Rollback) {
         match step {
-            Undo::Object(cid, oid, Some(object)) => {
+            Rollback::Object(cid, oid, Some(object)) => {
                 self.collections.entry(cid).or_default().insert(oid, object);
             }
-            Undo::Object(cid, oid, None) => {
+            Rollback::Object(cid, oid, None) => {
                 self.collections.entry(cid).or_default().remove(&oid);
             }
-            Undo::Collection(cid, true) => {
+            Rollback::Collection(cid, true) => {
                 self.collections.insert(cid, BTreeMap::new());
             }
-            Undo::Collection(cid, false) => {
+            Rollback::Collection(cid, false) => {
                 self.collections.remove(&cid);
             }
-            Undo::Staged(id, number, block) => {
+            Rollback::Staged(id, number, block) => {
                 if let Some(stage) = self.stages.get_mut(&id) {
                     stage.blocks.insert(number, block);
                 }
@@ -126,8 +131,8 @@ impl State {
         &mut self,
         cid: &CollectionId,
         oid: &ObjectId,
-        undo: &mut Vec<Undo>,
-        f: impl FnOnce(&mut Object) -> Result<()>,
+        undo: &mut Vec<Rollback>,
+        f: impl FnOnce(&mut MemObject) -> Result<()>,
     ) -> Result<()> {
         let mut object = self.find(cid, oid)?.cloned().unwrap_or_default();
         f(&mut object)?;
@@ -135,7 +140,7 @@ impl State {
         Ok(())
     }
 
-    fn step(&mut self, cid: &CollectionId, op: &Op, undo: &mut Vec<Undo>) -> Result<()> {
+    fn step(&mut self, cid: &CollectionId, op: &Op, undo: &mut Vec<Rollback>) -> Result<()> {
         match op {
             Op::Touch { oid } => self.change(cid, oid, undo, |_| Ok(())),
             Op::CreateExclusive { oid } => {
@@ -222,7 +227,7 @@ impl State {
                     return Err(StoreError::Exists(cid.to_string()));
                 }
                 self.collections.insert(cid.clone(), BTreeMap::new());
-                undo.push(Undo::Collection(cid.clone(), false));
+                undo.push(Rollback::Collection(cid.clone(), false));
                 Ok(())
             }
             Op::RemoveCollection => {
@@ -230,7 +235,7 @@ impl State {
                     return Err(StoreError::NotEmpty(cid.to_string()));
                 }
                 self.collections.remove(cid);
-                undo.push(Undo::Collection(cid.clone(), true));
+                undo.push(Rollback::Collection(cid.clone(), true));
                 Ok(())
             }
             Op::SplitCollection { at, dst } => self.split(cid, at, dst, undo),
@@ -249,7 +254,7 @@ impl State {
         cid: &CollectionId,
         at: &ObjectId,
         dst: &CollectionId,
-        undo: &mut Vec<Undo>,
+        undo: &mut Vec<Rollback>,
     ) -> Result<()> {
         self.collection(dst)?;
         let moving: Vec<_> = self
@@ -273,14 +278,14 @@ impl State {
         id: StageId,
         (from, len): (u64, u64),
         (offset, object_size): (u64, u64),
-        undo: &mut Vec<Undo>,
-    ) -> Result<Vec<Block>> {
+        undo: &mut Vec<Rollback>,
+    ) -> Result<Vec<MemBlock>> {
         let stage = self.stages.get_mut(&id).ok_or(StoreError::NoSuchStage(id.0))?;
         check_staged_use(stage.len, from, len, offset, object_size)?;
         let mut blocks = Vec::new();
         for number in from / BLOCK..(from + len).div_ceil(BLOCK) {
             let block = stage.blocks.remove(&number).ok_or_else(|| block_not_available(number))?;
-            undo.push(Undo::Staged(id, number, block.clone()));
+            undo.push(Rollback::Staged(id, number, block.clone()));
             blocks.push(block);
         }
         Ok(blocks)
@@ -355,7 +360,7 @@ impl State {
         }
         self.last_stage += 1;
         let id = StageId(self.last_stage);
-        self.stages.insert(id, Stage { len, blocks: BTreeMap::new() });
+        self.stages.insert(id, MemStage { len, blocks: BTreeMap::new() });
         Ok(id)
     }
 
@@ -365,38 +370,38 @@ impl State {
         let (mut data, checksums) = payload.into_parts();
         for (number, crc) in (offset / BLOCK..).zip(checksums) {
             let piece = data.split_to(data.len().min(BLOCK_SIZE));
-            stage.blocks.insert(number, Block::padded(piece, crc));
+            stage.blocks.insert(number, MemBlock::padded(piece, crc));
         }
         Ok(())
     }
 
-    fn query(&self, cid: &CollectionId, query: Query) -> Result<QueryReply> {
+    fn query(&self, cid: &CollectionId, query: MetadataQuery) -> Result<QueryReply> {
         let object = match query.oid() {
             Some(oid) => self.object(cid, oid)?,
-            None => &Object::default(),
+            None => &MemObject::default(),
         };
         Ok(match query {
-            Query::Stat { .. } => {
+            MetadataQuery::Stat { .. } => {
                 let allocated = object.blocks.len() as u64 * BLOCK;
                 QueryReply::Stat(Stat { size: object.size, allocated })
             }
-            Query::Xattr { name, .. } => {
+            MetadataQuery::Xattr { name, .. } => {
                 let missing = || StoreError::NoSuchXattr(format!("\"{}\"", name.escape_ascii()));
                 QueryReply::Bytes(object.xattrs.get(&name).cloned().ok_or_else(missing)?)
             }
-            Query::Xattrs { .. } => QueryReply::Pairs(object.xattrs.clone().into_iter().collect()),
-            Query::OmapHeader { .. } => QueryReply::Bytes(object.header.clone()),
-            Query::OmapGet { mut keys, .. } => {
+            MetadataQuery::Xattrs { .. } => QueryReply::Pairs(object.xattrs.clone().into_iter().collect()),
+            MetadataQuery::OmapHeader { .. } => QueryReply::Bytes(object.header.clone()),
+            MetadataQuery::OmapGet { mut keys, .. } => {
                 keys.sort();
                 keys.dedup();
                 let entry = |key: Bytes| object.omap.get(&key).cloned().map(|value| (key, value));
                 QueryReply::Pairs(keys.into_iter().filter_map(entry).collect())
             }
-            Query::OmapIterate { from, limit, .. } => {
+            MetadataQuery::OmapIterate { from, limit, .. } => {
                 let entries = object.omap.range(from..).map(|(k, v)| (k.clone(), v.clone()));
                 QueryReply::PairsPage(page(entries, limit, |(k, v)| k.len() + v.len()))
             }
-            Query::List { from, limit } => {
+            MetadataQuery::List { from, limit } => {
                 let ids = self.collection(cid)?.keys();
                 let ids = ids.filter(|oid| from.as_ref().is_none_or(|from| *oid >= from)).cloned();
                 QueryReply::Objects(page(ids, limit, |oid| oid.as_bytes().len()))

@@ -56,7 +56,7 @@ pub enum StoreRequest {
         /// The collection.
         cid: CollectionId,
         /// The question.
-        query: Query,
+        query: MetadataQuery,
     },
     /// Lists the collections.
     Collections,
@@ -80,7 +80,7 @@ impl StoreRequest {
 
 /// A question about the metadata of one collection. It changes nothing, so it may be repeated.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Query {
+pub enum MetadataQuery {
     /// Size of an object.
     Stat {
         /// The object.
@@ -128,23 +128,23 @@ pub enum Query {
     },
 }
 
-impl Query {
+impl MetadataQuery {
     /// The object that the question is about; `None` if it is about the collection.
     #[must_use]
     pub fn oid(&self) -> Option<&ObjectId> {
         match self {
-            Query::Stat { oid }
-            | Query::Xattr { oid, .. }
-            | Query::Xattrs { oid }
-            | Query::OmapHeader { oid }
-            | Query::OmapGet { oid, .. }
-            | Query::OmapIterate { oid, .. } => Some(oid),
-            Query::List { .. } => None,
+            MetadataQuery::Stat { oid }
+            | MetadataQuery::Xattr { oid, .. }
+            | MetadataQuery::Xattrs { oid }
+            | MetadataQuery::OmapHeader { oid }
+            | MetadataQuery::OmapGet { oid, .. }
+            | MetadataQuery::OmapIterate { oid, .. } => Some(oid),
+            MetadataQuery::List { .. } => None,
         }
     }
 }
 
-/// What a [`Query`] found.
+/// What a [`MetadataQuery`] found.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum QueryReply {
     /// Of an object.

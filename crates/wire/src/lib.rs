@@ -39,7 +39,7 @@ pub use request::{
 pub use session::{SessionId, UploadId};
 pub use states::{CodingOffload, OffloadState, Placement};
 pub use status::{
-    CodingHealth, CodingPlace, CodingSent, CodingStatus, ConnectionStatus, NodeStatus, OffloadStatus,
+    CodingHealth, CodingPlaceStatus, CodingSent, CodingStatus, ConnectionStatus, NodeStatus, OffloadStatus,
     PhaseTimes, PoolHealth, PoolInfo, RebuildStatus, RequestTimes, ScrubStatus, Space, TargetState,
     TargetStatus,
 };

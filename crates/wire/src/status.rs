@@ -207,14 +207,14 @@ pub struct CodingStatus {
     /// Tasks sent to the offload during the last second.
     pub beta: u64,
     /// The host.
-    pub host: CodingPlace,
+    pub host: CodingPlaceStatus,
     /// The offload.
-    pub offload: CodingPlace,
+    pub offload: CodingPlaceStatus,
 }
 
 /// A place where parity is computed. Counts are since the OSD was started.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct CodingPlace {
+pub struct CodingPlaceStatus {
     /// Tasks there.
     pub in_service: u64,
     /// Most of them at a time.

@@ -12,20 +12,20 @@ use crate::Result;
 
 /// How the node's roles are placed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Placement {
+pub enum NodePlacement {
     /// OSD and store are two processes, joined by the host–DPU channel.
     Dpu,
     /// Everything in one process.
     Host,
 }
 
-impl Placement {
+impl NodePlacement {
     /// As the command line has it.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
-            Placement::Dpu => "dpu",
-            Placement::Host => "host",
+            NodePlacement::Dpu => "dpu",
+            NodePlacement::Host => "host",
         }
     }
 }
@@ -40,14 +40,14 @@ pub struct Node {
 
 /// The parts of `outboard status --json` that the harness looks at.
 #[derive(Debug, Deserialize)]
-pub struct Status {
+pub struct StatusOutput {
     /// Every process of the node.
-    pub processes: Vec<Process>,
+    pub processes: Vec<NodeProcess>,
 }
 
 /// One process of a node.
 #[derive(Debug, Deserialize)]
-pub struct Process {
+pub struct NodeProcess {
     /// Its role.
     pub role: String,
     /// Its process id; none while it is down.
@@ -68,7 +68,7 @@ pub struct BenchResult {
     /// Operations per second.
     pub iops: f64,
     /// Latency of an operation.
-    pub latency_us: Latency,
+    pub latency_us: BenchLatency,
     /// CPU time of the store process (`dpu`) or of the node's one process (`host`) per operation, in µs.
     pub host_cpu_us_per_op: f64,
     /// CPU time of all processes, client and emulated hardware included, per operation, in µs.
@@ -78,7 +78,7 @@ pub struct BenchResult {
     pub processes: Vec<ProcessUse>,
     /// Where an operation's time goes, if the node knows.
     #[serde(default)]
-    pub breakdown_us: Option<Breakdown>,
+    pub breakdown_us: Option<BenchBreakdown>,
 }
 
 /// What a process used during a measurement.
@@ -90,12 +90,12 @@ pub struct ProcessUse {
     pub cpu_seconds: f64,
     /// The same by thread class.
     #[serde(default)]
-    pub by_class: BTreeMap<String, ClassUse>,
+    pub by_class: BTreeMap<String, ClassUsage>,
 }
 
 /// What a class of threads used during a measurement.
 #[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
-pub struct ClassUse {
+pub struct ClassUsage {
     /// User and system time.
     pub cpu_seconds: f64,
     /// Voluntary and involuntary; none of a class that shares its thread with another.
@@ -105,7 +105,7 @@ pub struct ClassUse {
 
 /// Where the time of an operation goes, as table 3 of the paper divides it: means, in µs. The parts exclude each other and add up.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
-pub struct Breakdown {
+pub struct BenchBreakdown {
     /// All of it; of what `outboard bench` reports, the osd's part of the latency.
     pub total: f64,
     /// Writing to the drive.
@@ -120,7 +120,7 @@ pub struct Breakdown {
 
 /// Latency in microseconds.
 #[derive(Debug, Clone, Deserialize)]
-pub struct Latency {
+pub struct BenchLatency {
     /// Arithmetic mean.
     pub mean: f64,
     /// Half of the operations took no longer.
@@ -131,7 +131,7 @@ pub struct Latency {
 
 /// What to measure.
 #[derive(Debug, Clone, Copy)]
-pub struct Workload<'a> {
+pub struct BenchSpec<'a> {
     /// `write`, `read` or `randread`.
     pub mode: &'a str,
     /// As the command line has it, e.g. `4MiB`.
@@ -232,7 +232,7 @@ impl Node {
     ///
     /// # Errors
     /// If it does not come up.
-    pub fn up(&self, placement: Placement, targets: u32, target_size: &str) -> Result<()> {
+    pub fn up(&self, placement: NodePlacement, targets: u32, target_size: &str) -> Result<()> {
         self.run(&up_args(placement, &targets.to_string(), target_size))
     }
 
@@ -240,7 +240,7 @@ impl Node {
     ///
     /// # Errors
     /// If it does not come up.
-    pub fn up_quietly(&self, placement: Placement, targets: u32, target_size: &str) -> Result<()> {
+    pub fn up_quietly(&self, placement: NodePlacement, targets: u32, target_size: &str) -> Result<()> {
         self.run_quietly(&up_args(placement, &targets.to_string(), target_size))
     }
 
@@ -257,7 +257,7 @@ impl Node {
     ///
     /// # Errors
     /// If the node does not answer.
-    pub fn status(&self) -> Result<Status> {
+    pub fn status(&self) -> Result<StatusOutput> {
         self.json(&["status", "--json"])
     }
 
@@ -269,7 +269,7 @@ impl Node {
         let deadline = Instant::now() + patience;
         loop {
             let found = self.status()?.processes.into_iter().find(|p| p.role == role);
-            if let Some(Process { pid: Some(pid), restarts, .. }) = found {
+            if let Some(NodeProcess { pid: Some(pid), restarts, .. }) = found {
                 return Ok((pid, restarts));
             }
             if Instant::now() > deadline {
@@ -304,7 +304,7 @@ impl Node {
     ///
     /// # Errors
     /// If it fails.
-    pub fn bench(&self, pool: &str, workload: Workload<'_>) -> Result<BenchResult> {
+    pub fn bench(&self, pool: &str, workload: BenchSpec<'_>) -> Result<BenchResult> {
         self.bench_with(pool, workload, &[])
     }
 
@@ -312,7 +312,7 @@ impl Node {
     ///
     /// # Errors
     /// If it fails.
-    pub fn bench_with(&self, pool: &str, workload: Workload<'_>, more: &[&str]) -> Result<BenchResult> {
+    pub fn bench_with(&self, pool: &str, workload: BenchSpec<'_>, more: &[&str]) -> Result<BenchResult> {
         let (in_flight, seconds) = (workload.in_flight.to_string(), workload.seconds.to_string());
         let args = ["bench", workload.mode, "--pool", pool, "--object-size", workload.object_size];
         let timing = ["--in-flight", &in_flight, "--seconds", &seconds, "--json"];
@@ -320,7 +320,7 @@ impl Node {
     }
 }
 
-fn up_args<'a>(placement: Placement, targets: &'a str, target_size: &'a str) -> [&'a str; 10] {
+fn up_args<'a>(placement: NodePlacement, targets: &'a str, target_size: &'a str) -> [&'a str; 10] {
     [
         "up",
         "--detach",

@@ -13,7 +13,7 @@ use crate::Result;
 
 /// What a path of a tree is.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Entry {
+pub enum TreeEntry {
     /// A regular file: permission bits and the SHA-256 of its content.
     File(u32, [u8; 32]),
     /// A symbolic link and where it points.
@@ -23,7 +23,7 @@ pub enum Entry {
 }
 
 /// Every path under a root, relative to it, as bytes.
-pub type Tree = BTreeMap<Vec<u8>, Entry>;
+pub type Tree = BTreeMap<Vec<u8>, TreeEntry>;
 
 /// Reads a whole tree. Sockets, pipes and devices are left out.
 ///
@@ -37,11 +37,11 @@ pub fn read(root: &Path) -> Result<Tree> {
         let mode = entry.metadata()?.permissions().mode() & 0o7777;
         let kind = entry.file_type();
         let found = if kind.is_symlink() {
-            Entry::Symlink(fs::read_link(entry.path())?.as_os_str().as_bytes().to_vec())
+            TreeEntry::Symlink(fs::read_link(entry.path())?.as_os_str().as_bytes().to_vec())
         } else if kind.is_dir() {
-            Entry::Directory(mode)
+            TreeEntry::Directory(mode)
         } else if kind.is_file() {
-            Entry::File(mode, sha256(entry.path())?)
+            TreeEntry::File(mode, sha256(entry.path())?)
         } else {
             continue;
         };
@@ -70,9 +70,9 @@ pub fn sha256(path: &Path) -> io::Result<[u8; 32]> {
 #[must_use]
 pub fn count(tree: &Tree) -> (usize, usize, usize) {
     tree.values().fold((0, 0, 0), |(f, s, d), e| match e {
-        Entry::File(..) => (f + 1, s, d),
-        Entry::Symlink(_) => (f, s + 1, d),
-        Entry::Directory(_) => (f, s, d + 1),
+        TreeEntry::File(..) => (f + 1, s, d),
+        TreeEntry::Symlink(_) => (f, s + 1, d),
+        TreeEntry::Directory(_) => (f, s, d + 1),
     })
 }
 

@@ -17,7 +17,7 @@ pub(super) const MESSAGE: usize = 16;
 const MAGIC: [u8; 4] = *b"OBBL";
 
 /// One direction's doorbells and the other's credits.
-pub(super) struct Credits {
+pub(super) struct DoorbellCredits {
     /// Doorbells that may be sent now.
     left: u32,
     /// Doorbells received for which no credit was given back.
@@ -26,13 +26,13 @@ pub(super) struct Credits {
     pending: u64,
 }
 
-impl Default for Credits {
+impl Default for DoorbellCredits {
     fn default() -> Self {
-        Credits { left: WINDOW, owed: 0, pending: 0 }
+        DoorbellCredits { left: WINDOW, owed: 0, pending: 0 }
     }
 }
 
-impl Credits {
+impl DoorbellCredits {
     /// Rings.
     pub(super) fn ring(&mut self, count: u64) {
         self.pending = self.pending.saturating_add(count);
@@ -110,7 +110,7 @@ mod tests {
         /// and nobody waits for ever.
         #[test]
         fn nothing_is_lost_and_receives_suffice(steps in proptest::collection::vec(step(), 0..400)) {
-            let mut sides = [Credits::default(), Credits::default()];
+            let mut sides = [DoorbellCredits::default(), DoorbellCredits::default()];
             let mut wires: [VecDeque<[u8; MESSAGE]>; 2] = Default::default();
             let (mut rung, mut heard) = ([0; 2], [0; 2]);
             let drain = (0..40).flat_map(|_| [(0, Step::Send), (1, Step::Send), (0, Step::Receive), (1, Step::Receive)]);
@@ -139,7 +139,7 @@ mod tests {
 
         #[test]
         fn arbitrary_messages_never_panic(messages in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..20), 0..30)) {
-            let mut credits = Credits::default();
+            let mut credits = DoorbellCredits::default();
             for message in messages {
                 let _ = credits.received(&message);
             }

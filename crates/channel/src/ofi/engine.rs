@@ -15,13 +15,13 @@ use futures::future::BoxFuture;
 use tokio::sync::oneshot;
 
 use super::rung::{OfiBell, Rung};
-use super::shared::{Command, Item, QUEUE_DEPTH, Shared};
-use super::worker::Worker;
+use super::shared::{OfiCommand, OfiItem, QUEUE_DEPTH, Shared};
+use super::worker::EngineWorker;
 use super::{OfiOffer, QUEUES};
 use crate::dma::{OnDrop, PeerId, QueueId};
 use crate::{
-    Bell, Chain, ChannelError, Completion, Counters, DmaEngine, Joined, MemoryAccess, Peer, Reach, Region,
-    RegionId, Result, Tuning, Unposted,
+    Bell, Chain, ChainCompletion, ChannelError, Counters, DmaEngine, DmaRegion, EnginePeer, EngineTuning,
+    Joined, MemoryAccess, Reach, RegionId, RejectedChain, Result,
 };
 
 /// Host memory has at least as many bytes.
@@ -77,7 +77,7 @@ impl OfiEngine {
         let configured_max = options.max_transfer.max(LEAST_MAX_TRANSFER);
         let shared = Shared::new(configured_max, options.spin)?;
         let (faults, timeout) = (options.faults.clone(), options.attach_timeout);
-        let worker = Worker::new(Arc::clone(&shared), library, faults, timeout);
+        let worker = EngineWorker::new(Arc::clone(&shared), library, faults, timeout);
         let thread = spawn(ThreadClass::Channel, "ofi", move || worker.run())?;
         let OfiOptions { provider, attach_timeout, .. } = options;
         let (next_id, thread) = (AtomicU32::new(0), Mutex::new(Some(thread)));
@@ -98,10 +98,10 @@ impl OfiEngine {
         let (shared, detached) = (Arc::clone(&self.shared), Arc::clone(&rung));
         let detach = OnDrop::new(move || {
             detached.detach();
-            shared.to_every_queue(id, Item::Detach);
+            shared.to_every_queue(id, OfiItem::Detach);
         });
         let (reply, answer) = oneshot::channel();
-        self.shared.send(Command::Attach { id, offer, rung: Arc::clone(&rung), reply });
+        self.shared.send(OfiCommand::Attach { id, offer, rung: Arc::clone(&rung), reply });
         // On failure, dropping `detach` makes the thread forget what there is of the peer.
         let provider_max = match tokio::time::timeout(self.attach_timeout, answer).await {
             Ok(Ok(result)) => result?,
@@ -113,12 +113,12 @@ impl OfiEngine {
         };
         self.shared.provider_max.store(provider_max, Ordering::Relaxed);
         let bell: Box<dyn Bell> = Box::new(OfiBell(rung));
-        Ok((Peer { id, len, detach }, bell))
+        Ok((EnginePeer { id, len, detach }, bell))
     }
 
-    fn region(&self, id: RegionId, len: usize) -> Region {
+    fn region(&self, id: RegionId, len: usize) -> DmaRegion {
         let shared = Arc::clone(&self.shared);
-        Region::new(id, len, OnDrop::new(move || shared.to_every_queue(id, Item::Unregister)))
+        DmaRegion::new(id, len, OnDrop::new(move || shared.to_every_queue(id, OfiItem::Unregister)))
     }
 
     fn fresh_id(&self) -> u32 {
@@ -128,7 +128,7 @@ impl OfiEngine {
 
 impl Drop for OfiEngine {
     fn drop(&mut self) {
-        self.shared.send(Command::Stop);
+        self.shared.send(OfiCommand::Stop);
         if let Some(thread) = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take() {
             // A panic in it was reported when it happened.
             let _ = thread.join();
@@ -163,9 +163,9 @@ impl DmaEngine for OfiEngine {
         Duration::ZERO
     }
 
-    fn register_local(&self, arena: &Arc<Arena>) -> Result<Region> {
+    fn register_local(&self, arena: &Arc<Arena>) -> Result<DmaRegion> {
         let id = RegionId(self.fresh_id());
-        self.shared.send(Command::Local(id, Arc::clone(arena)));
+        self.shared.send(OfiCommand::Local(id, Arc::clone(arena)));
         Ok(self.region(id, arena.len()))
     }
 
@@ -190,40 +190,40 @@ impl DmaEngine for OfiEngine {
         })
     }
 
-    fn register_peer(&self, peer: &Peer, range: Range<usize>) -> Result<Region> {
+    fn register_peer(&self, peer: &EnginePeer, range: Range<usize>) -> Result<DmaRegion> {
         if range.is_empty() || range.end > peer.len {
             let what = format!("{range:?} is not inside {} bytes of peer memory", peer.len);
             return Err(ChannelError::Transfer(what));
         }
         let (id, len) = (RegionId(self.fresh_id()), range.len());
-        self.shared.send(Command::Window(id, peer.id, range));
+        self.shared.send(OfiCommand::Window(id, peer.id, range));
         Ok(self.region(id, len))
     }
 
-    fn post(&self, queue: QueueId, chain: Chain) -> Result<(), Unposted> {
+    fn post(&self, queue: QueueId, chain: Chain) -> Result<(), RejectedChain> {
         // What was asked for before the engine was tuned is still possible.
         let most = self.configured_max.min(self.shared.provider_max.load(Ordering::Relaxed));
         if let Some(long) = chain.transfers.iter().find(|t| t.len > most) {
             let what = format!("{} bytes in one transfer, at most {most} are possible", long.len);
-            return Err(Unposted::Refused(ChannelError::Transfer(what)));
+            return Err(RejectedChain::Refused(ChannelError::Transfer(what)));
         }
         let Some(queue) = self.shared.queues.get(queue) else {
             let what = format!("there is no queue {queue}, only {QUEUES}");
-            return Err(Unposted::Refused(ChannelError::Transfer(what)));
+            return Err(RejectedChain::Refused(ChannelError::Transfer(what)));
         };
         queue.post(chain)?;
         self.shared.alarm.wake();
         Ok(())
     }
 
-    fn poll_completions(&self, cx: &mut Context<'_>, out: &mut Vec<Completion>) {
+    fn poll_completions(&self, cx: &mut Context<'_>, out: &mut Vec<ChainCompletion>) {
         self.shared.waker.register(cx.waker());
         while let Some(completion) = self.shared.completions.pop() {
             out.push(completion);
         }
     }
 
-    fn tune(&self, tuning: Tuning) {
+    fn tune(&self, tuning: EngineTuning) {
         if let Some(most) = tuning.max_transfer {
             let most = most.clamp(LEAST_MAX_TRANSFER, self.configured_max);
             self.shared.max_transfer.store(most, Ordering::Relaxed);
@@ -236,8 +236,8 @@ impl DmaEngine for OfiEngine {
     /// Closes the connections to all peers: that is what makes sure that nothing touches memory any more. The next chain
     /// for a peer opens them again.
     fn reset(&self) {
-        self.shared.queues.iter().for_each(|queue| queue.items.push(Item::Reset));
-        self.shared.send(Command::Reset);
+        self.shared.queues.iter().for_each(|queue| queue.items.push(OfiItem::Reset));
+        self.shared.send(OfiCommand::Reset);
     }
 
     fn counters(&self) -> Counters {

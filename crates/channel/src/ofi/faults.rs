@@ -6,7 +6,7 @@ use base::fault::{Action, Faults, Site};
 use base::mem::Arena;
 use fabric::{Access, MemoryRegion};
 
-use super::port::Port;
+use super::port::EngineDomain;
 use crate::Result;
 
 /// What becomes of a transfer that could be posted now.
@@ -52,7 +52,12 @@ pub(super) fn damage(arena: &Arena, offset: usize, len: usize) -> Result<()> {
 
 /// A copy of these bytes with one that is wrong, to be written in their place: they themselves have
 /// other readers. The bytes may be in a buffer of an allocator.
-pub(super) fn damaged_copy(port: &Port, arena: &Arena, offset: usize, len: usize) -> Result<MemoryRegion> {
+pub(super) fn damaged_copy(
+    port: &EngineDomain,
+    arena: &Arena,
+    offset: usize,
+    len: usize,
+) -> Result<MemoryRegion> {
     let mut bytes = vec![0; len];
     let (start, end) = (offset - offset % PAGE, (offset + len).next_multiple_of(PAGE));
     let copied = len == 0 || arena.for_device(start..end)?.copy_out(offset - start, &mut bytes);

@@ -4,16 +4,16 @@ use std::collections::VecDeque;
 use std::time::Instant;
 
 use super::faults::Fate;
-use crate::dma::{Failed, PeerId};
-use crate::{Chain, Completion, Transfer};
+use crate::dma::{ChainFailure, PeerId};
+use crate::{Chain, ChainCompletion, Transfer};
 use fabric::MemoryRegion;
 
 /// A chain that is being carried out.
-pub(super) struct Work {
+pub(super) struct ActiveChain {
     pub(super) chain: Chain,
     /// The peer that its transfers and its doorbell are for.
     pub(super) peer: Option<PeerId>,
-    posted: Vec<Posted>,
+    posted: Vec<PostedTransfer>,
     /// Its doorbell, if it has one, is on its way.
     pub(super) rung: bool,
     started: Option<Instant>,
@@ -29,7 +29,7 @@ pub(super) struct Work {
 }
 
 /// A transfer that was posted, with its number on the lane.
-struct Posted {
+struct PostedTransfer {
     number: u64,
     read: bool,
     complete: bool,
@@ -37,9 +37,9 @@ struct Posted {
     corrupt: bool,
 }
 
-impl Work {
-    pub(super) fn new(chain: Chain) -> Work {
-        Work {
+impl ActiveChain {
+    pub(super) fn new(chain: Chain) -> ActiveChain {
+        ActiveChain {
             chain,
             peer: None,
             posted: Vec::new(),
@@ -66,7 +66,7 @@ impl Work {
     pub(super) fn has_posted(&mut self, number: u64, read: bool) {
         self.started.get_or_insert_with(Instant::now);
         let corrupt = self.fate.take() == Some(Fate::Corrupts);
-        self.posted.push(Posted { number, read, complete: false, corrupt });
+        self.posted.push(PostedTransfer { number, read, complete: false, corrupt });
     }
 
     /// A transfer has completed; gives it, and whether what it read is to be damaged.
@@ -111,20 +111,20 @@ impl Work {
 
     /// Transfers from the start that are done on both sides.
     fn done(&self, confirmed: u64) -> usize {
-        let done = |op: &&Posted| if op.read { op.complete } else { op.number <= confirmed };
+        let done = |op: &&PostedTransfer| if op.read { op.complete } else { op.number <= confirmed };
         self.posted.iter().take_while(done).count()
     }
 
     /// Its completion, if one is due. All its transfers have been confirmed, or it was abandoned.
-    pub(super) fn finish(self) -> Option<Completion> {
+    pub(super) fn finish(self) -> Option<ChainCompletion> {
         let finished = Instant::now();
         let done = self.abandoned.unwrap_or(self.posted.len());
-        let result = self.failure.map_or(Ok(()), |why| Err(Failed { done, why }));
+        let result = self.failure.map_or(Ok(()), |why| Err(ChainFailure { done, why }));
         if self.chain.tag.is_none() && result.is_ok() {
             return None;
         }
         let (tag, started) = (self.chain.tag.unwrap_or(0), self.started.unwrap_or(finished));
-        Some(Completion { tag, result, started, finished })
+        Some(ChainCompletion { tag, result, started, finished })
     }
 
     pub(super) fn has_failed(&self) -> bool {
@@ -135,20 +135,20 @@ impl Work {
 /// Chains in order, with consecutive numbers.
 #[derive(Default)]
 pub(super) struct Flow {
-    works: VecDeque<Work>,
+    works: VecDeque<ActiveChain>,
     first: u64,
     /// The last one cannot go on before something completes.
     pub(super) blocked: bool,
 }
 
 impl Flow {
-    pub(super) fn push(&mut self, work: Work) {
+    pub(super) fn push(&mut self, work: ActiveChain) {
         self.works.push_back(work);
     }
 
     /// Until when a fault holds the last one up.
     pub(super) fn stalled(&self) -> Option<Instant> {
-        self.works.back().and_then(Work::stalled)
+        self.works.back().and_then(ActiveChain::stalled)
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -156,18 +156,18 @@ impl Flow {
     }
 
     /// The only one that may not be posted in full, and its number.
-    pub(super) fn last(&mut self) -> Option<(u64, &mut Work)> {
+    pub(super) fn last(&mut self) -> Option<(u64, &mut ActiveChain)> {
         let number = self.first + (self.works.len() as u64).checked_sub(1)?;
         self.works.back_mut().map(|work| (number, work))
     }
 
-    pub(super) fn get(&mut self, number: u64) -> Option<&mut Work> {
+    pub(super) fn get(&mut self, number: u64) -> Option<&mut ActiveChain> {
         let index = usize::try_from(number.checked_sub(self.first)?).ok()?;
         self.works.get_mut(index)
     }
 
     /// Takes the first one if it is posted, complete, and all it awaits is `confirmed`.
-    pub(super) fn pop_finished(&mut self, confirmed: impl Fn(PeerId, u64) -> bool) -> Option<Work> {
+    pub(super) fn pop_finished(&mut self, confirmed: impl Fn(PeerId, u64) -> bool) -> Option<ActiveChain> {
         let work = self.works.front()?;
         let finished =
             work.is_posted() && work.is_complete() && work.awaits.iter().all(|(p, n)| confirmed(*p, *n));
@@ -178,7 +178,7 @@ impl Flow {
         self.works.pop_front()
     }
 
-    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut Work> {
+    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = &mut ActiveChain> {
         self.works.iter_mut()
     }
 }

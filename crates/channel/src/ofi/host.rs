@@ -13,14 +13,14 @@ use base::mem::Arena;
 use base::thread::{ThreadClass, spawn};
 use crossbeam_queue::SegQueue;
 use fabric::{
-    Access, Completion, ConnectionRequest, Domain, Endpoint, EndpointQueues, Event, Library, Listener,
-    MemoryRegion, Operation, Target,
+    Access, Completion, ConnectionRequest, Domain, Endpoint, EndpointAddress, EndpointQueues, FabricEvent,
+    FabricListener, Library, MemoryRegion, Operation,
 };
 
 use super::alarm::{Alarm, take_count};
 use super::greeting::Greeting;
-use super::line::{self, Line};
-use super::port::{Port, query};
+use super::line::{self, EngineEndpoint};
+use super::port::{EngineDomain, query};
 use super::{OfiOffer, QUEUES};
 use crate::dma::{OnDrop, URGENT};
 use crate::{ChannelError, Doorbell, Result};
@@ -70,7 +70,7 @@ pub struct OfiHost {
 }
 
 struct Shared {
-    commands: SegQueue<Command>,
+    commands: SegQueue<HostCommand>,
     alarm: Alarm,
     next_attachment: AtomicU32,
     spin_ns: AtomicU64,
@@ -78,8 +78,8 @@ struct Shared {
     stopped: AtomicBool,
 }
 
-enum Command {
-    Grant(u32, Box<Attachment>),
+enum HostCommand {
+    Grant(u32, Box<MemoryGrant>),
     /// Tells when that is done.
     Revoke(u32, Option<mpsc::SyncSender<()>>),
     Stop,
@@ -106,10 +106,10 @@ impl OfiHost {
     /// If there is no libfabric or no such provider, or the address is not one of this machine or in use.
     pub fn start(options: OfiHostOptions) -> Result<OfiHost> {
         let OfiHostOptions { provider, address, attachments, spin, faults } = options;
-        let info = query(Library::load()?, &provider, Target::Listen(address))?;
+        let info = query(Library::load()?, &provider, EndpointAddress::Listen(address))?;
         // One attachment more, for the one that is just ending.
-        let port = Port::open(info, (attachments + 1) * QUEUES * line::DEPTH)?;
-        let listener = Listener::open(port.domain.info(), &port.events)?;
+        let port = EngineDomain::open(info, (attachments + 1) * QUEUES * line::DEPTH)?;
+        let listener = FabricListener::open(port.domain.info(), &port.events)?;
         let address = listener.address();
         let shared = Arc::new(Shared {
             commands: SegQueue::new(),
@@ -120,7 +120,7 @@ impl OfiHost {
         });
         let domain = port.domain.clone();
         let behind = Arc::clone(&shared);
-        let worker = Worker {
+        let worker = HostWorker {
             shared: behind,
             attachments: HashMap::new(),
             _listener: listener,
@@ -158,7 +158,7 @@ impl OfiHost {
             secret: rand::random(),
             memory: region.remote(),
         };
-        let attachment = Box::new(Attachment {
+        let attachment = Box::new(MemoryGrant {
             secret: offer.secret,
             lines: Default::default(),
             attempt: 0,
@@ -167,12 +167,12 @@ impl OfiHost {
             _region: region,
         });
         let id = self.shared.next_attachment.fetch_add(1, Ordering::Relaxed);
-        self.shared.send(Command::Grant(id, attachment));
+        self.shared.send(HostCommand::Grant(id, attachment));
         if !self.is_running() {
             return Err(stopped());
         }
         let (shared, host) = (Arc::clone(&self.shared), Arc::clone(&self.shared));
-        let revoke = OnDrop::new(move || shared.send(Command::Revoke(id, None)));
+        let revoke = OnDrop::new(move || shared.send(HostCommand::Revoke(id, None)));
         Ok(OfiGrant { offer, host_doorbell, osd_doorbell, id, host, _revoke: revoke })
     }
 }
@@ -186,7 +186,7 @@ impl OfiGrant {
     /// If that takes more than a second.
     pub fn revoke(self) -> Result<()> {
         let (done, answer) = mpsc::sync_channel(1);
-        self.host.send(Command::Revoke(self.id, Some(done)));
+        self.host.send(HostCommand::Revoke(self.id, Some(done)));
         match answer.recv_timeout(REVOKE_TIMEOUT) {
             // A thread that has ended has closed its connections.
             Ok(()) => Ok(()),
@@ -201,7 +201,7 @@ fn stopped() -> ChannelError {
 }
 
 impl Shared {
-    fn send(&self, command: Command) {
+    fn send(&self, command: HostCommand) {
         self.commands.push(command);
         self.alarm.wake();
         fence(Ordering::SeqCst);
@@ -226,7 +226,7 @@ impl Shared {
 
 impl Drop for OfiHost {
     fn drop(&mut self) {
-        self.shared.send(Command::Stop);
+        self.shared.send(HostCommand::Stop);
         if let Some(thread) = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take() {
             // A panic in it was reported when it happened.
             let _ = thread.join();
@@ -234,10 +234,10 @@ impl Drop for OfiHost {
     }
 }
 
-struct Attachment {
+struct MemoryGrant {
     secret: u128,
     /// The connections that have been asked for so far, by queue.
-    lines: [Option<Line>; QUEUES],
+    lines: [Option<EngineEndpoint>; QUEUES],
     /// They are of the engine's so-manieth attempt.
     attempt: u32,
     host_doorbell: OwnedFd,
@@ -246,9 +246,9 @@ struct Attachment {
     _region: MemoryRegion,
 }
 
-impl Attachment {
+impl MemoryGrant {
     /// The connection that a token names, if it has not been replaced.
-    fn line(&mut self, token: Token) -> Option<&mut Line> {
+    fn line(&mut self, token: Token) -> Option<&mut EngineEndpoint> {
         if !token.is_of(self.attempt) {
             return None;
         }
@@ -296,11 +296,11 @@ impl Attachment {
     }
 }
 
-struct Worker {
+struct HostWorker {
     shared: Arc<Shared>,
-    attachments: HashMap<u32, Box<Attachment>>,
-    _listener: Listener,
-    port: Port,
+    attachments: HashMap<u32, Box<MemoryGrant>>,
+    _listener: FabricListener,
+    port: EngineDomain,
     faults: Faults,
     /// The provider was full.
     retry: bool,
@@ -308,14 +308,14 @@ struct Worker {
 }
 
 /// Also after a panic.
-impl Drop for Worker {
+impl Drop for HostWorker {
     fn drop(&mut self) {
         self.attachments.clear();
         self.shared.stop();
     }
 }
 
-impl Worker {
+impl HostWorker {
     fn run(mut self) {
         let mut spinner = Spinner::default();
         while self.running {
@@ -344,13 +344,13 @@ impl Worker {
         while let Some(command) = self.shared.commands.pop() {
             worked = true;
             match command {
-                Command::Grant(id, attachment) => drop(self.attachments.insert(id, attachment)),
-                Command::Revoke(id, done) => {
+                HostCommand::Grant(id, attachment) => drop(self.attachments.insert(id, attachment)),
+                HostCommand::Revoke(id, done) => {
                     drop(self.attachments.remove(&id));
                     // Whoever asked may have given up.
                     let _ = done.map(|done| done.try_send(()));
                 }
-                Command::Stop => self.running = false,
+                HostCommand::Stop => self.running = false,
             }
         }
         worked
@@ -384,8 +384,8 @@ impl Worker {
         }
         for event in events {
             match event {
-                Event::ConnectionRequest(request) => self.answer(request),
-                Event::Connected { endpoint, .. } => {
+                FabricEvent::ConnectionRequest(request) => self.answer(request),
+                FabricEvent::Connected { endpoint, .. } => {
                     let token = Token::decode(endpoint);
                     if let Some(line) =
                         self.attachments.get_mut(&token.attachment).and_then(|s| s.line(token))
@@ -393,10 +393,10 @@ impl Worker {
                         line.established = true;
                     }
                 }
-                Event::Closed { endpoint } => {
+                FabricEvent::Closed { endpoint } => {
                     self.lose(Token::decode(endpoint), "the osd closed the connection")
                 }
-                Event::Failed { endpoint, error, .. } => {
+                FabricEvent::Failed { endpoint, error, .. } => {
                     self.lose(Token::decode(endpoint), &error.to_string())
                 }
                 // A connection that was never established is of no consequence here.
@@ -466,10 +466,10 @@ impl Worker {
     }
 }
 
-fn accept(request: ConnectionRequest, port: &Port, token: Token) -> Result<Line> {
+fn accept(request: ConnectionRequest, port: &EngineDomain, token: Token) -> Result<EngineEndpoint> {
     let endpoint =
         Endpoint::answer(request, EndpointQueues::new(&port.events, &port.completions), token.encode())?;
-    let line = Line::new(endpoint, &port.domain)?;
+    let line = EngineEndpoint::new(endpoint, &port.domain)?;
     line.endpoint.establish(&[])?;
     Ok(line)
 }

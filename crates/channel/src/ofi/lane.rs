@@ -3,7 +3,7 @@
 use fabric::{PostError, RemoteRegion, Slice};
 
 use super::hazards::Footprint;
-use super::line::Line;
+use super::line::EngineEndpoint;
 
 /// Operations of one lane under way at most.
 pub(super) const WINDOW: usize = 32;
@@ -11,8 +11,8 @@ pub(super) const WINDOW: usize = 32;
 const PROBE: usize = 8;
 
 /// Numbers of operations count up from 1 in the order posted.
-pub(super) struct Lane {
-    pub(super) line: Line,
+pub(super) struct OperationQueue {
+    pub(super) line: EngineEndpoint,
     /// The last operation, write and read that were posted.
     last: u64,
     pub(super) last_write: u64,
@@ -29,15 +29,15 @@ struct UnderWay {
 }
 
 /// An operation that has completed.
-pub(super) struct Done {
+pub(super) struct CompletedOperation {
     pub(super) number: u64,
     /// Its chain; `None` for a probe.
     pub(super) chain: Option<u64>,
 }
 
-impl Lane {
-    pub(super) fn new(line: Line) -> Lane {
-        Lane { line, last: 0, last_write: 0, last_read: 0, confirmed: 0, under_way: Vec::new() }
+impl OperationQueue {
+    pub(super) fn new(line: EngineEndpoint) -> OperationQueue {
+        OperationQueue { line, last: 0, last_write: 0, last_read: 0, confirmed: 0, under_way: Vec::new() }
     }
 
     /// Whether an operation that touches this can be posted now.
@@ -87,17 +87,17 @@ impl Lane {
     }
 
     /// A read or a write has completed well.
-    pub(super) fn complete(&mut self, number: u64, read: bool) -> Option<Done> {
+    pub(super) fn complete(&mut self, number: u64, read: bool) -> Option<CompletedOperation> {
         let at = self.under_way.iter().position(|op| op.number == number)?;
         let UnderWay { of, .. } = self.under_way.swap_remove(at);
         if read {
             self.confirmed = self.confirmed.max(number);
         }
-        Some(Done { number, chain: of.map(|(chain, _)| chain) })
+        Some(CompletedOperation { number, chain: of.map(|(chain, _)| chain) })
     }
 }
 
 /// Where probes are read to.
-pub(super) fn scratch(port: &super::port::Port) -> fabric::Result<Slice<'_>> {
+pub(super) fn scratch(port: &super::port::EngineDomain) -> fabric::Result<Slice<'_>> {
     port.scratch.slice(0, PROBE)
 }

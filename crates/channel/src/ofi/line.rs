@@ -5,7 +5,7 @@ use std::sync::Arc;
 use base::mem::Arena;
 use fabric::{Access, Completion, Domain, Endpoint, MemoryRegion, PostError};
 
-use super::credits::{Credits, MESSAGE, RECEIVES};
+use super::credits::{DoorbellCredits, MESSAGE, RECEIVES};
 use crate::Result;
 
 /// Bytes between the buffers of two messages.
@@ -16,23 +16,30 @@ const SENDS: usize = RECEIVES;
 pub(super) const DEPTH: usize = RECEIVES + SENDS;
 
 /// An endpoint with receives posted.
-pub(super) struct Line {
+pub(super) struct EngineEndpoint {
     pub(super) endpoint: Endpoint,
     pub(super) established: bool,
-    credits: Credits,
+    credits: DoorbellCredits,
     slots: MemoryRegion,
     memory: Arc<Arena>,
     /// Slots of messages that may be sent.
     free: Vec<usize>,
 }
 
-impl Line {
+impl EngineEndpoint {
     /// Posts the receives; the endpoint is to be established after that.
-    pub(super) fn new(endpoint: Endpoint, domain: &Domain) -> Result<Line> {
+    pub(super) fn new(endpoint: Endpoint, domain: &Domain) -> Result<EngineEndpoint> {
         let memory = Arena::anonymous(DEPTH * SLOT)?;
         let slots = MemoryRegion::register(domain, &memory, Access::Messages)?;
         let free = (RECEIVES..DEPTH).collect();
-        let line = Line { endpoint, established: false, credits: Credits::default(), slots, memory, free };
+        let line = EngineEndpoint {
+            endpoint,
+            established: false,
+            credits: DoorbellCredits::default(),
+            slots,
+            memory,
+            free,
+        };
         for slot in 0..RECEIVES {
             line.receive(slot).map_err(fail)?;
         }

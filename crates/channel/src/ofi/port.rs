@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use base::mem::Arena;
 use fabric::{
-    Access, Completion, CompletionQueue, Domain, Event, EventQueue, Fabric, Info, Library, MemoryRegion,
-    Query, Target, Waitable,
+    Access, Completion, CompletionQueue, Domain, EndpointAddress, EventQueue, Fabric, FabricEvent, Info,
+    Library, MemoryRegion, ProviderQuery, Waitable,
 };
 
 use crate::Result;
@@ -14,21 +14,21 @@ use crate::Result;
 const EVENTS: usize = 64;
 
 /// Fabric, domain and queues, and memory for what is read only to see that it can be.
-pub(super) struct Port {
+pub(super) struct EngineDomain {
     pub(super) completions: CompletionQueue,
     pub(super) events: EventQueue,
     pub(super) scratch: MemoryRegion,
     pub(super) domain: Domain,
 }
 
-impl Port {
+impl EngineDomain {
     /// Opens the device that `info` names, for `depth` operations at a time.
-    pub(super) fn open(info: Info, depth: usize) -> Result<Port> {
+    pub(super) fn open(info: Info, depth: usize) -> Result<EngineDomain> {
         let fabric = Fabric::open(&info)?;
         let domain = Domain::open(&fabric, info)?;
         let completions = CompletionQueue::open(&domain, depth)?;
         let scratch = MemoryRegion::register(&domain, &Arena::anonymous(4096)?, Access::Local)?;
-        Ok(Port { events: EventQueue::open(&fabric)?, completions, scratch, domain })
+        Ok(EngineDomain { events: EventQueue::open(&fabric)?, completions, scratch, domain })
     }
 
     /// Whether endpoints for `info` can be made from it.
@@ -40,7 +40,11 @@ impl Port {
     }
 
     /// Takes what has happened, perhaps not all; also what makes bytes move.
-    pub(super) fn poll(&self, events: &mut Vec<Event>, completions: &mut Vec<Completion>) -> Result<()> {
+    pub(super) fn poll(
+        &self,
+        events: &mut Vec<FabricEvent>,
+        completions: &mut Vec<Completion>,
+    ) -> Result<()> {
         self.completions.poll(completions)?;
         for _ in 0..EVENTS {
             let Some(event) = self.events.read()? else { break };
@@ -60,7 +64,7 @@ impl Port {
 }
 
 /// The provider's best offer for `target`.
-pub(super) fn query(library: Library, provider: &str, target: Target) -> Result<Info> {
-    let query = Query { provider: Some(provider.to_owned()), target, shared_receive: false };
+pub(super) fn query(library: Library, provider: &str, target: EndpointAddress) -> Result<Info> {
+    let query = ProviderQuery { provider: Some(provider.to_owned()), target, shared_receive: false };
     Ok(library.query(&query)?.swap_remove(0))
 }

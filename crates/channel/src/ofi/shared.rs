@@ -15,16 +15,16 @@ use super::rung::Rung;
 use super::{OfiOffer, QUEUES};
 use crate::dma::{PeerId, QueueId};
 use crate::farewell::share_among_queues;
-use crate::{Chain, Completion, RegionId, Result, Unposted};
+use crate::{Chain, ChainCompletion, RegionId, RejectedChain, Result};
 
 /// Chains that a queue takes before the first has completed.
 pub(super) const QUEUE_DEPTH: usize = 1024;
 
 /// What callers and the thread have in common.
 pub(super) struct Shared {
-    pub(super) commands: SegQueue<Command>,
-    pub(super) queues: [Queue; QUEUES],
-    pub(super) completions: SegQueue<Completion>,
+    pub(super) commands: SegQueue<OfiCommand>,
+    pub(super) queues: [OfiQueue; QUEUES],
+    pub(super) completions: SegQueue<ChainCompletion>,
     pub(super) waker: AtomicWaker,
     pub(super) alarm: Alarm,
     /// The smallest of what is configured, what was tuned, and what the provider can do.
@@ -40,15 +40,15 @@ pub(super) struct Shared {
 
 /// One queue, from the callers' side.
 #[derive(Default)]
-pub(super) struct Queue {
-    pub(super) items: SegQueue<Item>,
+pub(super) struct OfiQueue {
+    pub(super) items: SegQueue<OfiItem>,
     /// Chains posted and not completed.
     posted: AtomicUsize,
     /// Whether somebody waits for room.
     was_full: AtomicBool,
 }
 
-pub(super) enum Item {
+pub(super) enum OfiItem {
     Chain(Chain),
     /// The region ends when this has come out of every queue.
     Unregister(Arc<RegionId>),
@@ -58,7 +58,7 @@ pub(super) enum Item {
     Reset,
 }
 
-pub(super) enum Command {
+pub(super) enum OfiCommand {
     Local(RegionId, Arc<Arena>),
     Attach { id: PeerId, offer: OfiOffer, rung: Arc<Rung>, reply: oneshot::Sender<Result<usize>> },
     Window(RegionId, PeerId, Range<usize>),
@@ -85,12 +85,12 @@ impl Shared {
         }))
     }
 
-    pub(super) fn send(&self, command: Command) {
+    pub(super) fn send(&self, command: OfiCommand) {
         self.commands.push(command);
         self.alarm.wake();
     }
 
-    pub(super) fn to_every_queue<T>(&self, what: T, item: fn(Arc<T>) -> Item) {
+    pub(super) fn to_every_queue<T>(&self, what: T, item: fn(Arc<T>) -> OfiItem) {
         share_among_queues(what, QUEUES, |queue, share| self.queues[queue].items.push(item(share)));
         self.alarm.wake();
     }
@@ -103,18 +103,18 @@ impl Shared {
     }
 }
 
-impl Queue {
+impl OfiQueue {
     /// Takes a chain, or gives it back if there is no room.
-    pub(super) fn post(&self, chain: Chain) -> Result<(), Unposted> {
+    pub(super) fn post(&self, chain: Chain) -> Result<(), RejectedChain> {
         while self.posted.fetch_add(1, Ordering::SeqCst) >= QUEUE_DEPTH {
             self.posted.fetch_sub(1, Ordering::SeqCst);
             self.was_full.store(true, Ordering::SeqCst);
             // If it has emptied meanwhile, nobody might wake us any more; then there is room.
             if self.posted.load(Ordering::SeqCst) > QUEUE_DEPTH / 2 {
-                return Err(Unposted::Full(chain));
+                return Err(RejectedChain::Full(chain));
             }
         }
-        self.items.push(Item::Chain(chain));
+        self.items.push(OfiItem::Chain(chain));
         Ok(())
     }
 }

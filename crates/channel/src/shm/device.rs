@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 use base::fault::{Action, Faults, Site};
 use base::mem::{Arena, DeviceMemory};
 
-use super::{Command, Item, QUEUE_DEPTH, QUEUES, Shared};
-use crate::dma::{Failed, PeerId, URGENT};
-use crate::{Chain, ChannelError, Completion, Doorbell, RegionId, Result, Transfer};
+use super::{QUEUE_DEPTH, QUEUES, Shared, ShmCommand, ShmItem};
+use crate::dma::{ChainFailure, PeerId, URGENT};
+use crate::{Chain, ChainCompletion, ChannelError, Doorbell, RegionId, Result, Transfer};
 
 /// Doorbells and completions are held back while short chains keep coming, as interrupt coalescing does, but never
 /// behind more than this many chains or bytes.
@@ -24,7 +24,7 @@ const SPIN_CREDIT_MAX: u32 = 8;
 const SPIN_RETRY: u32 = 32;
 
 /// A chain that is being carried out.
-struct Work {
+struct CopyingChain {
     chain: Chain,
     /// Transfers done.
     done: usize,
@@ -36,7 +36,7 @@ struct Work {
 }
 
 /// What a look at the queues found.
-enum Turn {
+enum PollOutcome {
     Worked,
     /// Nothing can be done before then.
     Wait(Instant),
@@ -44,22 +44,22 @@ enum Turn {
 }
 
 /// What the thread owns: the only holder of both sides' mappings.
-pub(super) struct Device {
+pub(super) struct ShmDevice {
     shared: Arc<Shared>,
     pace: Option<(Duration, Duration)>,
     faults: Faults,
     regions: HashMap<RegionId, DeviceMemory>,
     peers: HashMap<PeerId, (Arc<Arena>, OwnedFd)>,
     /// The chain at the head of each queue.
-    heads: [Option<Work>; QUEUES],
+    heads: [Option<CopyingChain>; QUEUES],
     /// The queue that had the last turn.
     last: usize,
     urgent_run: usize,
     /// A chain of a paced device whose time is not over: its queue and when it ends.
-    paced: Option<(usize, Work, Instant)>,
+    paced: Option<(usize, CopyingChain, Instant)>,
     /// Doorbells to be rung, and completions to be told of.
     ringing: Vec<(PeerId, u64)>,
-    completions: Vec<Completion>,
+    completions: Vec<ChainCompletion>,
     completed: bool,
     held_chains: usize,
     /// How often spinning paid lately: at 0 it is only tried now and then.
@@ -70,9 +70,9 @@ pub(super) struct Device {
     transfers_metric: metrics::Counter,
 }
 
-impl Device {
-    pub(super) fn new(shared: Arc<Shared>, pace: Option<(Duration, Duration)>, faults: Faults) -> Device {
-        Device {
+impl ShmDevice {
+    pub(super) fn new(shared: Arc<Shared>, pace: Option<(Duration, Duration)>, faults: Faults) -> ShmDevice {
+        ShmDevice {
             shared,
             pace,
             faults,
@@ -98,14 +98,14 @@ impl Device {
         while self.running {
             self.take_commands();
             match self.turn() {
-                Turn::Worked => {}
-                Turn::Wait(until) => {
+                PollOutcome::Worked => {}
+                PollOutcome::Wait(until) => {
                     self.announce();
                     if self.running {
                         self.sleep(Some(until));
                     }
                 }
-                Turn::Idle => {
+                PollOutcome::Idle => {
                     self.announce();
                     if self.running && !self.spin() {
                         self.sleep(None);
@@ -158,19 +158,19 @@ impl Device {
     fn take_commands(&mut self) {
         while let Some(command) = self.shared.commands.pop() {
             match command {
-                Command::Local(id, memory) => drop(self.regions.insert(id, memory)),
-                Command::Attach { id, memory, len, doorbell, reply } => {
+                ShmCommand::Local(id, memory) => drop(self.regions.insert(id, memory)),
+                ShmCommand::Attach { id, memory, len, doorbell, reply } => {
                     let mapped = Arena::from_peer(memory, len).map_err(ChannelError::from);
                     let result = mapped.map(|arena| drop(self.peers.insert(id, (arena, doorbell))));
                     // Whoever asked may have given up; then the peer is being detached.
                     let _ = reply.send(result);
                 }
-                Command::Window(id, peer, range) => match self.window(peer, range) {
+                ShmCommand::Window(id, peer, range) => match self.window(peer, range) {
                     Ok(memory) => drop(self.regions.insert(id, memory)),
                     Err(e) => tracing::error!("peer memory cannot be mapped: {e}"),
                 },
-                Command::Reset => self.reset(),
-                Command::Stop => self.running = false,
+                ShmCommand::Reset => self.reset(),
+                ShmCommand::Stop => self.running = false,
             }
         }
     }
@@ -186,21 +186,21 @@ impl Device {
         while self.heads[queue].is_none() {
             match self.shared.queues[queue].items.pop() {
                 None => return false,
-                Some(Item::Chain(chain)) => {
+                Some(ShmItem::Chain(chain)) => {
                     self.heads[queue] =
-                        Some(Work { chain, done: 0, started: None, stalled: None, excused: false });
+                        Some(CopyingChain { chain, done: 0, started: None, stalled: None, excused: false });
                     // What it uses was registered before it was posted.
                     self.take_commands();
                 }
                 // What made the region or the peer was asked for before, but perhaps not seen yet.
-                Some(Item::Unregister(id)) => {
+                Some(ShmItem::Unregister(id)) => {
                     if let Some(id) = Arc::into_inner(id) {
                         self.take_commands();
                         self.announce();
                         self.regions.remove(&id);
                     }
                 }
-                Some(Item::Detach(id)) => {
+                Some(ShmItem::Detach(id)) => {
                     if let Some(id) = Arc::into_inner(id) {
                         self.take_commands();
                         self.announce();
@@ -213,7 +213,7 @@ impl Device {
     }
 
     /// Does one thing: an urgent chain, or one transfer of another.
-    fn turn(&mut self) -> Turn {
+    fn turn(&mut self) -> PollOutcome {
         let now = self.waits_for_time().then(Instant::now);
         let mut earliest = None;
         let mut wait = |until: Instant| {
@@ -224,7 +224,7 @@ impl Device {
                 if let Some((queue, work, until)) = self.paced.take() {
                     self.finish(queue, work, Ok(()), until);
                 }
-                return Turn::Worked;
+                return PollOutcome::Worked;
             }
             wait(*until);
         }
@@ -250,10 +250,10 @@ impl Device {
                 self.last = queue;
             }
             self.advance(queue);
-            return Turn::Worked;
+            return PollOutcome::Worked;
         }
         self.urgent_run = 0;
-        earliest.map_or(Turn::Idle, Turn::Wait)
+        earliest.map_or(PollOutcome::Idle, PollOutcome::Wait)
     }
 
     /// Whether the chain whose time is not over is of this queue, so that nothing behind it may be done.
@@ -286,7 +286,7 @@ impl Device {
                     return;
                 }
                 Err(why) => {
-                    let failed = Failed { done: work.done, why };
+                    let failed = ChainFailure { done: work.done, why };
                     return self.finish(queue, work, Err(failed), Instant::now());
                 }
             }
@@ -307,7 +307,7 @@ impl Device {
     }
 
     /// One transfer; `false` if a fault holds it up.
-    fn carry_out(&mut self, transfer: &Transfer, work: &mut Work) -> Result<bool, String> {
+    fn carry_out(&mut self, transfer: &Transfer, work: &mut CopyingChain) -> Result<bool, String> {
         let fault = match std::mem::take(&mut work.excused) {
             true => None,
             false => self.faults.hit(Site::DmaTransfer),
@@ -338,8 +338,14 @@ impl Device {
         Ok(true)
     }
 
-    fn finish(&mut self, queue: usize, work: Work, result: Result<(), Failed>, finished: Instant) {
-        let Work { chain, started, .. } = work;
+    fn finish(
+        &mut self,
+        queue: usize,
+        work: CopyingChain,
+        result: Result<(), ChainFailure>,
+        finished: Instant,
+    ) {
+        let CopyingChain { chain, started, .. } = work;
         match &result {
             Ok(()) => {
                 if let Some((peer, count)) = chain.ring {
@@ -350,7 +356,7 @@ impl Device {
         }
         if chain.tag.is_some() || result.is_err() {
             let (tag, started) = (chain.tag.unwrap_or(0), started.unwrap_or(finished));
-            self.completions.push(Completion { tag, result, started, finished });
+            self.completions.push(ChainCompletion { tag, result, started, finished });
             self.completed = true;
         }
         self.held_chains += 1;
@@ -365,14 +371,14 @@ impl Device {
     /// Gives up every chain.
     fn reset(&mut self) {
         let paced = self.paced.take().map(|(queue, work, _)| (queue, work));
-        let mut given_up: Vec<(usize, Work)> = paced.into_iter().collect();
+        let mut given_up: Vec<(usize, CopyingChain)> = paced.into_iter().collect();
         for queue in 0..QUEUES {
             while self.heads[queue].is_some() || self.fill(queue) {
                 given_up.extend(self.heads[queue].take().map(|work| (queue, work)));
             }
         }
         for (queue, work) in given_up {
-            let failed = Failed { done: work.done, why: "the engine was reset".to_owned() };
+            let failed = ChainFailure { done: work.done, why: "the engine was reset".to_owned() };
             self.finish(queue, work, Err(failed), Instant::now());
         }
         self.announce();

@@ -1,7 +1,7 @@
 //! The emulated engine `shm`: a thread that stands for DMA hardware.
 //!
 //! Both memories are memfds. The thread `dma-0` is the only place in the system that maps both: peer
-//! memory is mapped by that thread, held in that thread's own table ([`device::Device`]), and never
+//! memory is mapped by that thread, held in that thread's own table ([`device::ShmDevice`]), and never
 //! leaves it. The thread reaches local memory by a mapping of its own, too, as hardware would
 //! ([`DeviceMemory`]). Its CPU time is what hardware would save, and it is booked apart by its name.
 //!
@@ -30,10 +30,10 @@ use tokio::sync::oneshot;
 use crate::dma::{OnDrop, PeerId, QueueId};
 use crate::farewell::share_among_queues;
 use crate::{
-    Chain, ChannelError, Completion, Counters, Descriptors, DmaEngine, Doorbell, Joined, MemoryAccess, Peer,
-    Reach, Region, RegionId, Result, Unposted,
+    Chain, ChainCompletion, ChannelError, Counters, DmaEngine, DmaRegion, Doorbell, EnginePeer, Joined,
+    MemoryAccess, MemoryFds, Reach, RegionId, RejectedChain, Result,
 };
-use device::Device;
+use device::ShmDevice;
 
 /// Transfers of BlueField-3's DMA engine are at most that long, in bytes (DoCeph, section 3.3).
 pub const MAX_TRANSFER: usize = 2 << 20;
@@ -109,9 +109,9 @@ pub struct ShmEngine {
 
 /// What callers and the device have in common.
 struct Shared {
-    commands: SegQueue<Command>,
-    queues: [Queue; QUEUES],
-    completions: SegQueue<Completion>,
+    commands: SegQueue<ShmCommand>,
+    queues: [ShmQueue; QUEUES],
+    completions: SegQueue<ChainCompletion>,
     waker: AtomicWaker,
     sleeping: AtomicBool,
     worker: OnceLock<Thread>,
@@ -126,15 +126,15 @@ struct Shared {
 
 /// One queue, from the callers' side.
 #[derive(Default)]
-struct Queue {
-    items: SegQueue<Item>,
+struct ShmQueue {
+    items: SegQueue<ShmItem>,
     /// Chains posted and not completed.
     posted: AtomicUsize,
     /// Whether somebody waits for room.
     was_full: AtomicBool,
 }
 
-enum Item {
+enum ShmItem {
     Chain(Chain),
     /// The region ends when this has come out of every queue.
     Unregister(Arc<RegionId>),
@@ -142,7 +142,7 @@ enum Item {
     Detach(Arc<PeerId>),
 }
 
-enum Command {
+enum ShmCommand {
     Local(RegionId, DeviceMemory),
     Attach { id: PeerId, memory: OwnedFd, len: usize, doorbell: OwnedFd, reply: oneshot::Sender<Result<()>> },
     Window(RegionId, PeerId, Range<usize>),
@@ -172,7 +172,7 @@ impl ShmEngine {
             doorbells: AtomicU64::new(0),
             failed: AtomicU64::new(0),
         });
-        let device = Device::new(Arc::clone(&shared), options.profile.pace(), options.faults);
+        let device = ShmDevice::new(Arc::clone(&shared), options.profile.pace(), options.faults);
         let thread = spawn(ThreadClass::Dma, "0", move || device.run())?;
         let _ = shared.worker.set(thread.thread().clone());
         shared.wake_worker();
@@ -185,23 +185,23 @@ impl ShmEngine {
     }
 
     /// The device maps the memory, between two transfers.
-    async fn attach_descriptors(&self, descriptors: Descriptors, len: usize) -> Result<Joined> {
-        let Descriptors { memory, host_doorbell, osd_doorbell } = descriptors;
+    async fn attach_descriptors(&self, descriptors: MemoryFds, len: usize) -> Result<Joined> {
+        let MemoryFds { memory, host_doorbell, osd_doorbell } = descriptors;
         let (host_doorbell, osd_doorbell) =
             (Doorbell::of_peer(host_doorbell)?, Doorbell::of_peer(osd_doorbell)?);
         let id = PeerId(self.fresh_id());
         let (reply, answer) = oneshot::channel();
         let shared = Arc::clone(&self.shared);
         // Also if the caller gives up waiting.
-        let detach = OnDrop::new(move || shared.to_every_queue(id, Item::Detach));
-        self.shared.send(Command::Attach { id, memory, len, doorbell: host_doorbell, reply });
+        let detach = OnDrop::new(move || shared.to_every_queue(id, ShmItem::Detach));
+        self.shared.send(ShmCommand::Attach { id, memory, len, doorbell: host_doorbell, reply });
         answer.await.map_err(|_| ChannelError::EngineStopped(self.name.clone()))??;
-        Ok((Peer { id, len, detach }, Box::new(Doorbell::new(osd_doorbell)?)))
+        Ok((EnginePeer { id, len, detach }, Box::new(Doorbell::new(osd_doorbell)?)))
     }
 
-    fn region(&self, id: RegionId, len: usize) -> Region {
+    fn region(&self, id: RegionId, len: usize) -> DmaRegion {
         let shared = Arc::clone(&self.shared);
-        Region::new(id, len, OnDrop::new(move || shared.to_every_queue(id, Item::Unregister)))
+        DmaRegion::new(id, len, OnDrop::new(move || shared.to_every_queue(id, ShmItem::Unregister)))
     }
 
     fn fresh_id(&self) -> u32 {
@@ -210,17 +210,17 @@ impl ShmEngine {
 }
 
 impl Shared {
-    fn send(&self, command: Command) {
+    fn send(&self, command: ShmCommand) {
         self.commands.push(command);
         self.wake_worker();
     }
 
-    fn to_every_queue<T>(&self, what: T, item: fn(Arc<T>) -> Item) {
+    fn to_every_queue<T>(&self, what: T, item: fn(Arc<T>) -> ShmItem) {
         share_among_queues(what, QUEUES, |queue, share| self.queues[queue].items.push(item(share)));
         self.wake_worker();
     }
 
-    /// Pairs with the fence in [`Device::sleep`]: either the worker sees the command, or we see that it sleeps.
+    /// Pairs with the fence in [`ShmDevice::sleep`]: either the worker sees the command, or we see that it sleeps.
     fn wake_worker(&self) {
         std::sync::atomic::fence(Ordering::SeqCst);
         if self.sleeping.load(Ordering::Relaxed)
@@ -234,7 +234,7 @@ impl Shared {
 
 impl Drop for ShmEngine {
     fn drop(&mut self) {
-        self.shared.send(Command::Stop);
+        self.shared.send(ShmCommand::Stop);
         if let Some(thread) = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take() {
             // The thread only copies memory, so it ends soon; a panic in it was reported when it happened.
             let _ = thread.join();
@@ -267,9 +267,9 @@ impl DmaEngine for ShmEngine {
         self.profile.pace().map_or(Duration::ZERO, |(setup, _)| setup)
     }
 
-    fn register_local(&self, arena: &Arc<Arena>) -> Result<Region> {
+    fn register_local(&self, arena: &Arc<Arena>) -> Result<DmaRegion> {
         let id = RegionId(self.fresh_id());
-        self.shared.send(Command::Local(id, arena.for_device(0..arena.len())?));
+        self.shared.send(ShmCommand::Local(id, arena.for_device(0..arena.len())?));
         Ok(self.region(id, arena.len()))
     }
 
@@ -293,41 +293,41 @@ impl DmaEngine for ShmEngine {
         })
     }
 
-    fn register_peer(&self, peer: &Peer, range: Range<usize>) -> Result<Region> {
+    fn register_peer(&self, peer: &EnginePeer, range: Range<usize>) -> Result<DmaRegion> {
         if range.is_empty() || range.end > peer.len {
             let what = format!("{range:?} is not inside {} bytes of peer memory", peer.len);
             return Err(ChannelError::Transfer(what));
         }
         let (id, len) = (RegionId(self.fresh_id()), range.len());
-        self.shared.send(Command::Window(id, peer.id, range));
+        self.shared.send(ShmCommand::Window(id, peer.id, range));
         Ok(self.region(id, len))
     }
 
-    fn post(&self, queue: QueueId, chain: Chain) -> Result<(), Unposted> {
+    fn post(&self, queue: QueueId, chain: Chain) -> Result<(), RejectedChain> {
         // What was asked for before the engine was tuned is still possible.
         let most = self.configured_max;
         if let Some(long) = chain.transfers.iter().find(|t| t.len > most) {
             let what = format!("{} bytes in one transfer, at most {most} are possible", long.len);
-            return Err(Unposted::Refused(ChannelError::Transfer(what)));
+            return Err(RejectedChain::Refused(ChannelError::Transfer(what)));
         }
         let Some(queue) = self.shared.queues.get(queue) else {
             let what = format!("there is no queue {queue}, only {QUEUES}");
-            return Err(Unposted::Refused(ChannelError::Transfer(what)));
+            return Err(RejectedChain::Refused(ChannelError::Transfer(what)));
         };
         while queue.posted.fetch_add(1, Ordering::SeqCst) >= QUEUE_DEPTH {
             queue.posted.fetch_sub(1, Ordering::SeqCst);
             queue.was_full.store(true, Ordering::SeqCst);
             // If it has emptied meanwhile, nobody might wake us any more; then there is room.
             if queue.posted.load(Ordering::SeqCst) > QUEUE_DEPTH / 2 {
-                return Err(Unposted::Full(chain));
+                return Err(RejectedChain::Full(chain));
             }
         }
-        queue.items.push(Item::Chain(chain));
+        queue.items.push(ShmItem::Chain(chain));
         self.shared.wake_worker();
         Ok(())
     }
 
-    fn poll_completions(&self, cx: &mut Context<'_>, out: &mut Vec<Completion>) {
+    fn poll_completions(&self, cx: &mut Context<'_>, out: &mut Vec<ChainCompletion>) {
         self.shared.waker.register(cx.waker());
         while let Some(completion) = self.shared.completions.pop() {
             out.push(completion);
@@ -335,10 +335,10 @@ impl DmaEngine for ShmEngine {
     }
 
     fn reset(&self) {
-        self.shared.send(Command::Reset);
+        self.shared.send(ShmCommand::Reset);
     }
 
-    fn tune(&self, tuning: crate::Tuning) {
+    fn tune(&self, tuning: crate::EngineTuning) {
         if let Some(most) = tuning.max_transfer {
             self.shared
                 .max_transfer

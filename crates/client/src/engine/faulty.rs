@@ -49,7 +49,7 @@ pub struct FaultCounts {
 /// faults.
 pub struct FaultyEngine {
     inner: Arc<dyn Engine>,
-    faults: Faults,
+    faults: FaultSource,
 }
 
 impl FaultyEngine {
@@ -57,8 +57,14 @@ impl FaultyEngine {
     #[must_use]
     pub fn new(inner: Arc<dyn Engine>, rates: FaultRates, seed: u64) -> FaultyEngine {
         let rng = Mutex::new(StdRng::seed_from_u64(seed));
-        let faults =
-            Faults { rates, rng, refused: 0.into(), lost: 0.into(), unknown: 0.into(), delayed: 0.into() };
+        let faults = FaultSource {
+            rates,
+            rng,
+            refused: 0.into(),
+            lost: 0.into(),
+            unknown: 0.into(),
+            delayed: 0.into(),
+        };
         FaultyEngine { inner, faults }
     }
 
@@ -128,7 +134,7 @@ impl Engine for FaultyEngine {
     }
 }
 
-struct Faults {
+struct FaultSource {
     rates: FaultRates,
     rng: Mutex<StdRng>,
     refused: AtomicU64,
@@ -138,7 +144,7 @@ struct Faults {
 }
 
 /// What happens to one attempt.
-struct Fate {
+struct AttemptFate {
     before: Duration,
     after: Duration,
     refuse: bool,
@@ -146,9 +152,9 @@ struct Fate {
     unknown: bool,
 }
 
-impl Faults {
+impl FaultSource {
     /// Draws the fate of one attempt. Every attempt draws as many numbers.
-    fn fate(&self) -> Fate {
+    fn fate(&self) -> AttemptFate {
         let mut rng = self.rng.lock().unwrap_or_else(PoisonError::into_inner);
         let mut meets = |rate: f64| rng.random_bool(rate.clamp(0.0, 1.0));
         let rates = &self.rates;
@@ -157,7 +163,7 @@ impl Faults {
         let pause = rates.delay_max.mul_f64(rng.random_range(0.0..=1.0));
         let pause = if delay { pause } else { Duration::ZERO };
         let (before, after) = if is_before { (pause, Duration::ZERO) } else { (Duration::ZERO, pause) };
-        Fate { before, after, refuse, lose, unknown }
+        AttemptFate { before, after, refuse, lose, unknown }
     }
 
     async fn pause(&self, pause: Duration) {
@@ -172,7 +178,7 @@ struct FaultyCall<'a, T> {
     call: BoxCall<'a, T>,
     /// The call changes an object.
     changes: bool,
-    faults: &'a Faults,
+    faults: &'a FaultSource,
 }
 
 impl<T: Send> Call<T> for FaultyCall<'_, T> {

@@ -106,7 +106,7 @@ impl Engine for MemEngine {
     }
 
     fn mutate(&self, request: ChangeRequest, _: Instant) -> BoxCall<'_, Mutated> {
-        Box::new(Change { engine: self, request, done: None })
+        Box::new(ModelChange { engine: self, request, done: None })
     }
 
     fn read(&self, request: ReadRequest, _: Instant) -> BoxCall<'_, ReadReply> {
@@ -146,13 +146,13 @@ impl Engine for MemEngine {
 }
 
 /// A change that takes effect at the first attempt; later attempts repeat its result.
-struct Change<'a> {
+struct ModelChange<'a> {
     engine: &'a MemEngine,
     request: ChangeRequest,
     done: Option<Mutated>,
 }
 
-impl Call<Mutated> for Change<'_> {
+impl Call<Mutated> for ModelChange<'_> {
     fn attempt(&mut self) -> BoxFuture<'_, Result<Mutated>> {
         Box::pin(async {
             if let Some(done) = self.done {
@@ -164,7 +164,7 @@ impl Call<Mutated> for Change<'_> {
                 None => Bytes::new(),
             };
             let wire = self.request.clone().take_wire()?;
-            let key = Key::new(&self.request.name, self.request.part);
+            let key = ModelKey::new(&self.request.name, self.request.part);
             let change = Step { name: &self.request.name, key, payload };
             let mutated = self.engine.lock().mutate(&change, &wire.conditions, &wire.ops)?;
             self.done = Some(mutated);
@@ -201,20 +201,20 @@ struct Model {
 #[derive(Debug, Serialize, Deserialize)]
 struct ModelPool {
     info: PoolInfo,
-    objects: BTreeMap<Key, ModelObject>,
+    objects: BTreeMap<ModelKey, ModelObject>,
 }
 
 /// Name of a stored object within its pool.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-struct Key {
+struct ModelKey {
     namespace: String,
     object: String,
     part: Option<PartId>,
 }
 
-impl Key {
-    fn new(name: &ObjectName, part: Option<PartId>) -> Key {
-        Key { namespace: name.namespace().to_owned(), object: name.object().to_owned(), part }
+impl ModelKey {
+    fn new(name: &ObjectName, part: Option<PartId>) -> ModelKey {
+        ModelKey { namespace: name.namespace().to_owned(), object: name.object().to_owned(), part }
     }
 }
 
@@ -238,7 +238,7 @@ impl ModelObject {
 /// The object that a change is for, and the change's payload.
 struct Step<'a> {
     name: &'a ObjectName,
-    key: Key,
+    key: ModelKey,
     payload: Bytes,
 }
 
@@ -287,7 +287,7 @@ impl Model {
     fn read(&mut self, request: &ReadRequest) -> Result<ReadReply> {
         let name = &request.name;
         let pool = self.pool(name.pool())?;
-        let object = pool.objects.get(&Key::new(name, request.part)).ok_or_else(|| missing(name))?;
+        let object = pool.objects.get(&ModelKey::new(name, request.part)).ok_or_else(|| missing(name))?;
         if let Some(wanted) = request.if_version.filter(|wanted| *wanted != object.version) {
             return Err(E::Changed { wanted, found: object.version }.into());
         }
@@ -310,7 +310,7 @@ impl Model {
     fn query(&mut self, query: &Query) -> Result<Vec<QueryAnswer>> {
         query.check()?;
         let name = query.name.check()?;
-        let object = self.pool(name.pool())?.objects.get(&Key::new(&name, None));
+        let object = self.pool(name.pool())?.objects.get(&ModelKey::new(&name, None));
         check_conditions(&name, object, &query.conditions)?;
         let object = object.ok_or_else(|| missing(&name))?;
         query.ops.iter().map(|op| answer(object, op)).collect()
@@ -318,14 +318,14 @@ impl Model {
 
     fn list(&mut self, list: &List) -> Result<Listed> {
         let pool = self.pool(PoolName::from_wire(&list.pool).map_err(E::from)?.as_str())?;
-        let after: Option<Key> = match &list.cursor[..] {
+        let after: Option<ModelKey> = match &list.cursor[..] {
             [] => None,
             cursor => {
                 let wrong = |_| E::BadRequest("the cursor is not one of this engine".into());
                 Some(postcard::from_bytes(cursor).map_err(wrong)?)
             }
         };
-        let wanted = |key: &&Key| {
+        let wanted = |key: &&ModelKey| {
             let namespace = list.namespace.as_ref().is_none_or(|ns| *ns == key.namespace.as_bytes());
             key.part.is_none()
                 && namespace
@@ -334,7 +334,7 @@ impl Model {
         };
         let limit = list.limit.clamp(1, wire::limits::MAX_PAGE) as usize;
         let mut keys = pool.objects.keys().filter(wanted);
-        let page: Vec<&Key> = keys.by_ref().take(limit).collect();
+        let page: Vec<&ModelKey> = keys.by_ref().take(limit).collect();
         let cursor = match (page.last(), keys.next()) {
             (Some(last), Some(_)) => {
                 postcard::to_stdvec(last).map_err(|e| E::BadRequest(e.to_string()))?.into()

@@ -5,8 +5,8 @@ use std::io::{self, Read, Seek, SeekFrom, Write};
 use base::block::crc32c;
 
 use super::encode::write_record;
-use super::header::{self, Header};
-use super::{CRC, FragmentError, Layout};
+use super::header::{self, FragmentHeader};
+use super::{CRC, FileLayout, FragmentError};
 use crate::code::check_distinct;
 use crate::{Code, Kernel, Recovery};
 
@@ -27,7 +27,7 @@ pub enum FragmentState {
 /// The fragments of a file, those that there are.
 #[derive(Debug)]
 pub struct FragmentSet<R> {
-    layout: Layout,
+    layout: FileLayout,
     code: Code,
     /// By fragment.
     fragments: Vec<Option<R>>,
@@ -50,7 +50,7 @@ impl<R: Read + Seek> FragmentSet<R> {
         let given = inputs.len();
         let mut set: Option<(usize, FragmentSet<R>)> = None;
         for (position, mut input) in inputs.into_iter().enumerate() {
-            let Some(Header { layout, index }) = read_header(&mut input) else { continue };
+            let Some(FragmentHeader { layout, index }) = read_header(&mut input) else { continue };
             let (first, set) = set.get_or_insert_with(|| {
                 (position, FragmentSet::new(layout, Code::new(layout.geometry, kernel)))
             });
@@ -66,7 +66,7 @@ impl<R: Read + Seek> FragmentSet<R> {
         set.map(|(_, set)| set).ok_or(FragmentError::NoFragments { given })
     }
 
-    fn new(layout: Layout, code: Code) -> FragmentSet<R> {
+    fn new(layout: FileLayout, code: Code) -> FragmentSet<R> {
         let count = layout.geometry.fragments();
         let none = || (0..count).map(|_| None).collect();
         FragmentSet {
@@ -82,7 +82,7 @@ impl<R: Read + Seek> FragmentSet<R> {
 
     /// How the file was cut.
     #[must_use]
-    pub fn layout(&self) -> Layout {
+    pub fn layout(&self) -> FileLayout {
         self.layout
     }
 
@@ -166,7 +166,7 @@ impl<R: Read + Seek> FragmentSet<R> {
         }
         each(fragments, |index, fragment| {
             fragment.seek(SeekFrom::Start(0))?;
-            fragment.write_all(&Header { layout: self.layout, index }.to_bytes())?;
+            fragment.write_all(&FragmentHeader { layout: self.layout, index }.to_bytes())?;
             fragment.flush()
         })
     }
@@ -226,10 +226,10 @@ impl<R: Read + Seek> FragmentSet<R> {
     }
 }
 
-fn read_header(input: &mut (impl Read + Seek)) -> Option<Header> {
+fn read_header(input: &mut (impl Read + Seek)) -> Option<FragmentHeader> {
     let mut bytes = [0; header::LEN];
     input.seek(SeekFrom::Start(0)).and_then(|_| input.read_exact(&mut bytes)).ok()?;
-    Header::from_bytes(&bytes).ok()
+    FragmentHeader::from_bytes(&bytes).ok()
 }
 
 fn each<W>(

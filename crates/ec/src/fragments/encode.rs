@@ -4,8 +4,8 @@ use std::io::{self, Read, Seek, SeekFrom, Write};
 
 use base::block::crc32c;
 
-use super::header::{self, Header, is_unit};
-use super::{FragmentError, Layout, UNIT_MAX, UNIT_MULTIPLE, unit_for};
+use super::header::{self, FragmentHeader, is_unit};
+use super::{FileLayout, FragmentError, UNIT_MAX, UNIT_MULTIPLE, unit_for};
 use crate::code::check_count;
 use crate::{Code, EcError};
 
@@ -21,7 +21,7 @@ pub fn encode<W: Write + Seek>(
     id: [u8; 16],
     input: &mut impl Read,
     fragments: &mut [W],
-) -> Result<Layout, FragmentError> {
+) -> Result<FileLayout, FragmentError> {
     let geometry = code.geometry();
     if !is_unit(unit) {
         Err(EcError::Unit { unit, multiple: UNIT_MULTIPLE, max: UNIT_MAX })?;
@@ -29,7 +29,7 @@ pub fn encode<W: Write + Seek>(
     check_count("fragments", fragments.len(), geometry.fragments())?;
     let mut data = vec![0; unit * geometry.k()];
     let mut parity = vec![0; unit * geometry.m()];
-    let mut layout = Layout { geometry, unit, len: 0, id };
+    let mut layout = FileLayout { geometry, unit, len: 0, id };
     each(fragments, |_, fragment| fragment.write_all(&[0; header::LEN]))?;
     loop {
         let filled = fill(input, &mut data).map_err(FragmentError::Read)?;
@@ -46,7 +46,7 @@ pub fn encode<W: Write + Seek>(
     }
     each(fragments, |index, fragment| {
         fragment.seek(SeekFrom::Start(0))?;
-        fragment.write_all(&Header { layout, index }.to_bytes())?;
+        fragment.write_all(&FragmentHeader { layout, index }.to_bytes())?;
         fragment.flush()
     })?;
     Ok(layout)

@@ -2,7 +2,7 @@
 
 use base::block::crc32c;
 
-use super::{Layout, UNIT_MAX, UNIT_MULTIPLE};
+use super::{FileLayout, UNIT_MAX, UNIT_MULTIPLE};
 use crate::Geometry;
 
 /// Length of a header, in bytes.
@@ -12,9 +12,9 @@ const VERSION: u16 = 1;
 
 /// What a fragment says about itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Header {
+pub(super) struct FragmentHeader {
     /// The same in all fragments of an encoding.
-    pub layout: Layout,
+    pub layout: FileLayout,
     /// Which fragment it is.
     pub index: usize,
 }
@@ -32,9 +32,9 @@ pub(super) enum BadHeader {
     Value,
 }
 
-impl Header {
+impl FragmentHeader {
     pub(super) fn to_bytes(self) -> [u8; LEN] {
-        let Layout { geometry, unit, len, id } = self.layout;
+        let FileLayout { geometry, unit, len, id } = self.layout;
         let mut bytes = [0; LEN];
         bytes[..8].copy_from_slice(&MAGIC);
         bytes[8..10].copy_from_slice(&VERSION.to_le_bytes());
@@ -50,7 +50,7 @@ impl Header {
         bytes
     }
 
-    pub(super) fn from_bytes(bytes: &[u8; LEN]) -> Result<Header, BadHeader> {
+    pub(super) fn from_bytes(bytes: &[u8; LEN]) -> Result<FragmentHeader, BadHeader> {
         if bytes[..8] != MAGIC {
             return Err(BadHeader::Magic);
         }
@@ -66,10 +66,10 @@ impl Header {
         let (index, unit) = (usize::from(bytes[12]), u32::from_le_bytes(part(bytes, 16)) as usize);
         let reserved = [&bytes[13..16], &bytes[20..24], &bytes[48..60]].concat();
         let len = u64::from_le_bytes(part(bytes, 24));
-        let layout = Layout { geometry, unit, len, id: part(bytes, 32) };
+        let layout = FileLayout { geometry, unit, len, id: part(bytes, 32) };
         let possible = index < geometry.fragments() && is_unit(unit) && layout.is_possible();
         if possible && reserved.iter().all(|byte| *byte == 0) {
-            Ok(Header { layout, index })
+            Ok(FragmentHeader { layout, index })
         } else {
             Err(BadHeader::Value)
         }
@@ -90,10 +90,10 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn header() -> Header {
+    fn header() -> FragmentHeader {
         let geometry = Geometry::new(4, 2).unwrap();
-        Header {
-            layout: Layout { geometry, unit: 65536, len: 1_000_000, id: *b"0123456789abcdef" },
+        FragmentHeader {
+            layout: FileLayout { geometry, unit: 65536, len: 1_000_000, id: *b"0123456789abcdef" },
             index: 5,
         }
     }
@@ -113,7 +113,7 @@ mod tests {
         expected[24..27].copy_from_slice(&[0x40, 0x42, 0x0f]);
         expected[32..48].copy_from_slice(b"0123456789abcdef");
         assert_eq!(header().to_bytes(), sealed(expected));
-        assert_eq!(Header::from_bytes(&sealed(expected)), Ok(header()));
+        assert_eq!(FragmentHeader::from_bytes(&sealed(expected)), Ok(header()));
     }
 
     #[test]
@@ -121,7 +121,7 @@ mod tests {
         let changed = |at: usize, value: &[u8]| {
             let mut bytes = header().to_bytes();
             bytes[at..at + value.len()].copy_from_slice(value);
-            Header::from_bytes(&sealed(bytes))
+            FragmentHeader::from_bytes(&sealed(bytes))
         };
         assert_eq!(changed(0, b"x"), Err(BadHeader::Magic));
         assert_eq!(changed(8, &[2]), Err(BadHeader::Version(2)));
@@ -149,7 +149,7 @@ mod tests {
             if begins {
                 bytes[..10].copy_from_slice(b"obshard\0\x01\0");
             }
-            if let Ok(header) = Header::from_bytes(&sealed(bytes)) {
+            if let Ok(header) = FragmentHeader::from_bytes(&sealed(bytes)) {
                 prop_assert_eq!(header.to_bytes(), sealed(bytes));
             }
         }
@@ -158,7 +158,7 @@ mod tests {
         fn a_flipped_bit_is_noticed(bit in 0..LEN * 8) {
             let mut bytes = header().to_bytes();
             bytes[bit / 8] ^= 1 << (bit % 8);
-            prop_assert!(Header::from_bytes(&bytes).is_err());
+            prop_assert!(FragmentHeader::from_bytes(&bytes).is_err());
         }
     }
 }

@@ -42,7 +42,7 @@ const CRC: usize = 4;
 
 /// How a file was cut; the same in all its fragments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Layout {
+pub struct FileLayout {
     /// The code.
     pub geometry: Geometry,
     /// Stripe unit, in bytes: a multiple of [`UNIT_MULTIPLE`] up to [`UNIT_MAX`].
@@ -53,7 +53,7 @@ pub struct Layout {
     pub id: [u8; 16],
 }
 
-impl Layout {
+impl FileLayout {
     fn stripe(&self) -> u64 {
         (self.geometry.k() * self.unit) as u64
     }

@@ -11,13 +11,13 @@ use std::time::{Duration, Instant};
 use base::fault::Faults;
 use base::thread::ThreadClass;
 
-use super::batch::Pace;
-use super::worker::{Settings, Worker};
+use super::batch::EngineRate;
+use super::worker::{Worker, WorkerSettings};
 
 /// How often the core's rate is measured.
 const MEASUREMENTS: usize = 5;
 
-/// Measures what [`Pace::paper`] has to know: at how many bytes of data per second this core encodes. `encode` encodes
+/// Measures what [`EngineRate::paper`] has to know: at how many bytes of data per second this core encodes. `encode` encodes
 /// `bytes` bytes at (128, 32), and is called a few times; the fastest counts, as the others were disturbed.
 #[must_use]
 pub fn host_rate(bytes: u64, encode: impl FnMut()) -> f64 {
@@ -39,7 +39,7 @@ fn fastest_rate(bytes: u64, mut clock: impl FnMut() -> Instant, mut encode: impl
 #[derive(Debug, Clone)]
 pub struct AcceleratorOptions {
     /// How fast it is.
-    pub pace: Pace,
+    pub pace: EngineRate,
     /// Most pieces of work that wait, at least 1.
     pub queue: usize,
     /// Most data of a batch of more than one piece, in bytes.
@@ -51,7 +51,7 @@ pub struct AcceleratorOptions {
 impl AcceleratorOptions {
     /// With this pace, and defaults for the rest.
     #[must_use]
-    pub fn new(pace: Pace) -> AcceleratorOptions {
+    pub fn new(pace: EngineRate) -> AcceleratorOptions {
         AcceleratorOptions { pace, queue: 1024, batch_bytes: 32 << 20, faults: Faults::default() }
     }
 }
@@ -62,7 +62,7 @@ impl AcceleratorOptions {
 /// If the system has no room for another thread.
 pub fn start(options: AcceleratorOptions) -> io::Result<Worker> {
     let AcceleratorOptions { pace, queue, batch_bytes, faults } = options;
-    Worker::start(Settings {
+    Worker::start(WorkerSettings {
         name: "accelerator (emulated)",
         class: ThreadClass::CodingDevice,
         threads: 1,

@@ -10,7 +10,7 @@ const SLOWER: f64 = 10.3;
 const PAPER_COMPUTED: f64 = 32.0;
 /// How much a piece of work is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Work {
+pub struct CodingWork {
     /// Data that it reads, in bytes.
     pub bytes: u64,
     /// Fragments that are computed from each stripe of the data: parity when encoding, lost fragments when decoding.
@@ -19,23 +19,24 @@ pub struct Work {
 
 /// How long a batch takes the engine.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Pace {
+pub struct EngineRate {
     host_rate: f64,
 }
 
-impl Pace {
+impl EngineRate {
     /// As the paper found it, beside a core that encodes (128, 32) at `host_rate` bytes of data per second.
     #[must_use]
-    pub fn paper(host_rate: f64) -> Pace {
-        Pace { host_rate: host_rate.max(1.0) }
+    pub fn paper(host_rate: f64) -> EngineRate {
+        EngineRate { host_rate: host_rate.max(1.0) }
     }
 
     /// How long this batch takes. Each byte of data is multiplied and added once for every fragment that is computed from it,
     /// so other geometries than the paper's take time in proportion to those fragments, however many the data is cut into; what
     /// every batch costs is the same.
     #[must_use]
-    pub fn of_batch(&self, batch: &[Work]) -> Duration {
-        let as_paper = |work: &Work| work.bytes as f64 * f64::from(work.computed_fragments) / PAPER_COMPUTED;
+    pub fn of_batch(&self, batch: &[CodingWork]) -> Duration {
+        let as_paper =
+            |work: &CodingWork| work.bytes as f64 * f64::from(work.computed_fragments) / PAPER_COMPUTED;
         let core_bytes = PER_BATCH + SLOWER * batch.iter().map(as_paper).sum::<f64>();
         Duration::try_from_secs_f64(core_bytes / self.host_rate).unwrap_or(Duration::MAX)
     }
@@ -47,8 +48,8 @@ mod tests {
 
     const MB: u64 = 1_000_000;
 
-    fn work(bytes: u64, computed_fragments: u32) -> Work {
-        Work { bytes, computed_fragments }
+    fn work(bytes: u64, computed_fragments: u32) -> CodingWork {
+        CodingWork { bytes, computed_fragments }
     }
 
     #[test]
@@ -56,7 +57,7 @@ mod tests {
         let rate = 4e9;
         let slower = |mb: u64| {
             let core = (mb * MB) as f64 / rate;
-            Pace::paper(rate).of_batch(&[work(mb * MB, 32)]).as_secs_f64() / core
+            EngineRate::paper(rate).of_batch(&[work(mb * MB, 32)]).as_secs_f64() / core
         };
         assert!((slower(8) - 13.3).abs() < 0.05, "{}", slower(8));
         assert!((slower(128) - 10.5).abs() < 0.05, "{}", slower(128));
@@ -64,7 +65,7 @@ mod tests {
 
     #[test]
     fn a_batch_pays_once_and_fewer_fragments_take_less() {
-        let pace = Pace::paper(1e9);
+        let pace = EngineRate::paper(1e9);
         let [one, two] = [1, 2].map(|count| pace.of_batch(&vec![work(10 * MB, 32); count]));
         assert_eq!((one, two), (Duration::from_millis(24 + 103), Duration::from_millis(24 + 206)));
         assert_eq!(pace.of_batch(&[work(10 * MB, 16), work(20 * MB, 8)]), one);

@@ -6,7 +6,7 @@ use std::io;
 use base::fault::Faults;
 use base::thread::ThreadClass;
 
-use super::worker::{Settings, Worker};
+use super::worker::{Worker, WorkerSettings};
 
 /// Whose processor it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,5 +48,5 @@ pub fn start(options: SoftwareOptions) -> io::Result<Worker> {
         Processor::Dpu => ("software", ThreadClass::Coding),
         Processor::Host => ("host", ThreadClass::HostCoding),
     };
-    Worker::start(Settings { name, class, threads, queue, device: None, faults })
+    Worker::start(WorkerSettings { name, class, threads, queue, device: None, faults })
 }

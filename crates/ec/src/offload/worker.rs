@@ -1,7 +1,7 @@
 //! Threads that do pieces of work in turn: what the DPU's accelerator and its cores have in common.
 //!
 //! A piece of work is a closure; whoever hands it over waits for what it returns. The queue is bounded. A worker without a
-//! [`Pace`] answers each piece at once. One with a pace takes what waits as one batch, computes it, and answers when the
+//! [`EngineRate`] answers each piece at once. One with a pace takes what waits as one batch, computes it, and answers when the
 //! device that it stands for would have: until then it sleeps.
 
 use std::collections::VecDeque;
@@ -18,7 +18,7 @@ use metrics::{Counter, counter};
 use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
 
-use super::batch::{Pace, Work};
+use super::batch::{CodingWork, EngineRate};
 
 /// Why there is no result.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -64,14 +64,14 @@ pub struct WorkerStats {
 }
 
 /// What a worker is.
-pub(super) struct Settings {
+pub(super) struct WorkerSettings {
     pub(super) name: &'static str,
     pub(super) class: ThreadClass,
     pub(super) threads: usize,
     /// Most pieces of work that wait.
     pub(super) queue: usize,
     /// For a device: how long a batch takes it, and the most data of a batch of more than one piece, in bytes.
-    pub(super) device: Option<(Pace, u64)>,
+    pub(super) device: Option<(EngineRate, u64)>,
     pub(super) faults: Faults,
 }
 
@@ -82,35 +82,35 @@ pub struct Worker {
 }
 
 struct Shared {
-    settings: Settings,
+    settings: WorkerSettings,
     state: Mutex<State>,
     /// There is something to do, or the end has come.
     changed: Condvar,
-    meters: Meters,
+    meters: WorkerMeters,
 }
 
 #[derive(Default)]
 struct State {
-    queue: VecDeque<Item>,
+    queue: VecDeque<QueuedJob>,
     stopping: bool,
 }
 
 /// Computes, unless it is made to fail; `None` if nobody waits for the result.
-type Job = Box<dyn FnOnce(bool) -> Option<Computed> + Send>;
+type CodingJob = Box<dyn FnOnce(bool) -> Option<ComputedJob> + Send>;
 
-struct Computed {
+struct ComputedJob {
     /// Whether there is a result.
     is_done: bool,
     /// Tells the caller.
     answer: Box<dyn FnOnce() + Send>,
 }
 
-struct Item {
-    work: Work,
-    job: Job,
+struct QueuedJob {
+    work: CodingWork,
+    job: CodingJob,
 }
 
-struct Meters {
+struct WorkerMeters {
     tasks: AtomicU64,
     bytes: AtomicU64,
     batches: AtomicU64,
@@ -126,9 +126,9 @@ struct Meters {
 impl Worker {
     /// # Errors
     /// If the system has no room for another thread.
-    pub(super) fn start(settings: Settings) -> io::Result<Worker> {
+    pub(super) fn start(settings: WorkerSettings) -> io::Result<Worker> {
         let (class, threads) = (settings.class, settings.threads.max(1));
-        let meters = Meters::of(settings.name);
+        let meters = WorkerMeters::of(settings.name);
         let shared = Arc::new(Shared { settings, state: Mutex::default(), changed: Condvar::new(), meters });
         // Dropped on failure, it ends the threads that have been started.
         let mut worker = Worker { shared, threads: Vec::new() };
@@ -152,7 +152,7 @@ impl Worker {
     /// If the queue is full, the worker has ended, the work panicked, or a fault was injected.
     pub fn submit<R, F>(
         &self,
-        work: Work,
+        work: CodingWork,
         compute: F,
     ) -> impl Future<Output = Result<R, WorkerError>> + Send + use<R, F>
     where
@@ -160,7 +160,7 @@ impl Worker {
         F: FnOnce() -> R + Send + 'static,
     {
         let (sender, receiver) = oneshot::channel();
-        let job: Job = Box::new(move |fails| {
+        let job: CodingJob = Box::new(move |fails| {
             let result = match fails {
                 true => Err(WorkerError::Injected),
                 false if sender.is_closed() => return None,
@@ -168,9 +168,9 @@ impl Worker {
             };
             let is_done = result.is_ok();
             // If the caller does not wait any more, nobody misses the result.
-            Some(Computed { is_done, answer: Box::new(move || drop(sender.send(result))) })
+            Some(ComputedJob { is_done, answer: Box::new(move || drop(sender.send(result))) })
         });
-        let (name, taken) = (self.name(), self.shared.take(Item { work, job }));
+        let (name, taken) = (self.name(), self.shared.take(QueuedJob { work, job }));
         async move {
             taken?;
             receiver.await.unwrap_or(Err(WorkerError::Stopped(name)))
@@ -223,7 +223,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn take(&self, item: Item) -> Result<(), WorkerError> {
+    fn take(&self, item: QueuedJob) -> Result<(), WorkerError> {
         let mut state = self.lock();
         let (name, waiting) = (self.settings.name, state.queue.len());
         if waiting >= self.settings.queue.max(1) {
@@ -238,7 +238,7 @@ impl Shared {
     fn run(&self) {
         while let Some(batch) = self.next_batch() {
             let started = Instant::now();
-            let (work, computed): (Vec<Work>, Vec<Computed>) =
+            let (work, computed): (Vec<CodingWork>, Vec<ComputedJob>) =
                 batch.into_iter().filter_map(|item| self.compute(item)).unzip();
             if work.is_empty() {
                 continue;
@@ -264,7 +264,7 @@ impl Shared {
     }
 
     /// Waits for work; `None` at the end.
-    fn next_batch(&self) -> Option<Vec<Item>> {
+    fn next_batch(&self) -> Option<Vec<QueuedJob>> {
         let idle = |state: &mut State| state.queue.is_empty() && !state.stopping;
         let mut state = self.changed.wait_while(self.lock(), idle).unwrap_or_else(PoisonError::into_inner);
         let first = state.queue.pop_front()?;
@@ -280,7 +280,7 @@ impl Shared {
         Some(batch)
     }
 
-    fn compute(&self, item: Item) -> Option<(Work, Computed)> {
+    fn compute(&self, item: QueuedJob) -> Option<(CodingWork, ComputedJob)> {
         let fault = self.settings.faults.hit(Site::EcOffload);
         if let Some(Action::Stall(late)) = fault {
             self.sleep_until(Instant::now() + late);
@@ -309,9 +309,9 @@ impl Shared {
     }
 }
 
-impl Meters {
-    fn of(name: &'static str) -> Meters {
-        Meters {
+impl WorkerMeters {
+    fn of(name: &'static str) -> WorkerMeters {
+        WorkerMeters {
             tasks: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
             batches: AtomicU64::new(0),
@@ -325,7 +325,7 @@ impl Meters {
         }
     }
 
-    fn count(&self, work: Work, is_done: bool) {
+    fn count(&self, work: CodingWork, is_done: bool) {
         if is_done {
             self.tasks.fetch_add(1, Ordering::Relaxed);
             self.bytes.fetch_add(work.bytes, Ordering::Relaxed);

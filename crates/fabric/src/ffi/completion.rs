@@ -5,10 +5,10 @@ use std::os::fd::{BorrowedFd, RawFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::abi::{CQ_FORMAT_MSG, CqAttr, CqErrEntry, CqMsgEntry, EAVAIL, FidCq, WAIT_FD};
-use super::domain::{Object, wait_fd};
+use super::domain::{Bindable, wait_fd};
 use super::handle::Handle;
 use super::{Domain, Info, Waitable, library};
-use crate::operations::{Held, Operations, Pending};
+use crate::operations::{Held, Operations, PendingOperation};
 use crate::{Completion, FabricError, Operation, Result};
 
 /// Entries taken from the provider at a time.
@@ -133,7 +133,7 @@ impl CompletionQueue {
         result: Result<(), FabricError>,
     ) -> Option<Completion> {
         let pending = self.operations().remove(context as u64)?;
-        let Pending { endpoint, token, operation, .. } = pending;
+        let PendingOperation { endpoint, token, operation, .. } = pending;
         if result.is_ok() && !pending.earlier.is_empty() {
             let mut operations = self.operations();
             let ended: Vec<_> = pending.earlier.iter().map(|number| operations.remove(*number)).collect();
@@ -165,7 +165,7 @@ impl CompletionQueue {
     }
 }
 
-impl Object for CompletionQueue {
+impl Bindable for CompletionQueue {
     fn object(&self) -> *mut c_void {
         self.0.handle.fid().cast()
     }

@@ -7,9 +7,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::abi::{CONTROL_GETWAIT, Fid, FidDomain, FidFabric};
 use super::handle::Handle;
-use super::memory::Memory;
+use super::memory::RegisteredMemory;
 use super::{Info, library, siw};
-use crate::quarantine::Quarantine;
+use crate::quarantine::MemoryQuarantine;
 use crate::{FabricError, Result};
 
 /// A provider, opened for one network.
@@ -55,13 +55,13 @@ impl Fabric {
 
 /// A queue with a descriptor that can be waited for, in [`wait`](crate::wait) or in an own poll loop after
 /// [`Fabric::may_sleep`] has said so.
-pub trait Waitable: Object {
+pub trait Waitable: Bindable {
     /// The descriptor; it becomes readable when there may be something.
     fn wait_fd(&self) -> BorrowedFd<'_>;
 }
 
 /// Only objects of this crate can be waited for.
-pub trait Object {
+pub trait Bindable {
     /// The object of libfabric.
     fn object(&self) -> *mut c_void;
 }
@@ -80,7 +80,7 @@ pub struct Domain(Arc<Inner>);
 
 struct Inner {
     handle: Handle<FidDomain>,
-    quarantine: Mutex<Quarantine<Memory>>,
+    quarantine: Mutex<MemoryQuarantine<RegisteredMemory>>,
     /// The provider is damaged by reads that are broken off.
     fragile: bool,
     spoiled: AtomicBool,
@@ -166,7 +166,7 @@ impl Domain {
         self.0.handle.as_ptr()
     }
 
-    pub(super) fn quarantine(&self) -> MutexGuard<'_, Quarantine<Memory>> {
+    pub(super) fn quarantine(&self) -> MutexGuard<'_, MemoryQuarantine<RegisteredMemory>> {
         self.0.quarantine.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

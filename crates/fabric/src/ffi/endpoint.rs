@@ -9,14 +9,14 @@ use super::abi::{
     COMPLETION, CONTROL_ENABLE, FENCE, FiMsg, FiMsgRma, FiRmaIov, FidEp, INJECT, RECV, SELECTIVE_COMPLETION,
     TRANSMIT,
 };
-use super::event_queue::{Registration, Source};
+use super::event_queue::{EventRegistration, EventSource};
 use super::handle::Handle;
 use super::listener::private_data_room;
 use super::{
     CompletionQueue, ConnectionRequest, EventQueue, Info, MemoryRegion, ReceiveQueue, Slice, library,
 };
-use crate::operations::{Held, Pending};
-use crate::{FabricError, Operation, Part, PostError, RemoteSlice, Result};
+use crate::operations::{Held, PendingOperation};
+use crate::{FabricError, GatherBytes, Operation, PostError, RemoteSlice, Result};
 
 /// libfabric's "no address": the endpoint is connected.
 const CONNECTED_PEER: u64 = u64::MAX;
@@ -73,10 +73,10 @@ pub struct Endpoint {
     fence: u64,
     /// Operations posted without asking for a completion, since the last one that did.
     quiet: Mutex<Vec<u64>>,
-    role: Role,
+    role: EndpointOrigin,
 }
 
-enum Role {
+enum EndpointOrigin {
     /// Connects to this address, as libfabric has it.
     Connects(Vec<u8>),
     Accepts,
@@ -84,7 +84,7 @@ enum Role {
 
 /// What is to be done once the endpoint is closed.
 struct Closing {
-    registration: Registration,
+    registration: EventRegistration,
     serial: u64,
     completions: CompletionQueue,
     _receives: Option<ReceiveQueue>,
@@ -117,7 +117,7 @@ impl Endpoint {
         // SAFETY: libfabric says how many bytes there are.
         let peer =
             unsafe { std::slice::from_raw_parts(raw.dest_addr.cast::<u8>(), raw.dest_addrlen) }.to_vec();
-        let endpoint = Endpoint::create(info, queues, token, Role::Connects(peer))?;
+        let endpoint = Endpoint::create(info, queues, token, EndpointOrigin::Connects(peer))?;
         endpoint.enable()?;
         Ok(endpoint)
     }
@@ -127,13 +127,13 @@ impl Endpoint {
     /// # Errors
     /// If the provider refuses; the request is then refused, too.
     pub fn answer(request: ConnectionRequest, queues: EndpointQueues<'_>, token: u64) -> Result<Endpoint> {
-        let endpoint = Endpoint::create(request.info(), queues, token, Role::Accepts)?;
+        let endpoint = Endpoint::create(request.info(), queues, token, EndpointOrigin::Accepts)?;
         request.into_answered();
         endpoint.enable()?;
         Ok(endpoint)
     }
 
-    fn create(info: &Info, queues: EndpointQueues<'_>, token: u64, role: Role) -> Result<Endpoint> {
+    fn create(info: &Info, queues: EndpointQueues<'_>, token: u64, role: EndpointOrigin) -> Result<Endpoint> {
         let EndpointQueues { events, completions, receives, sparse } = queues;
         let mut object = std::ptr::null_mut();
         let parent = completions.domain().as_ptr();
@@ -145,11 +145,11 @@ impl Endpoint {
         // SAFETY: just made, ours.
         let handle = unsafe { Handle::new(object, "fi_endpoint") }?;
         let serial = next_serial();
-        let (registration, completions) = (Registration::new(events, handle.fid()), completions.clone());
+        let (registration, completions) = (EventRegistration::new(events, handle.fid()), completions.clone());
         let closing = Closing { registration, serial, completions, _receives: receives.cloned() };
         closing.completions.domain().quarantine().opened(serial);
         let connected = Arc::default();
-        closing.registration.is_for(Source::Endpoint(token, Arc::clone(&connected)));
+        closing.registration.is_for(EventSource::Endpoint(token, Arc::clone(&connected)));
         let fence = if closing.completions.domain().overtakes_reads() { FENCE } else { 0 };
         Ok(Endpoint {
             handle,
@@ -198,12 +198,12 @@ impl Endpoint {
         let endpoint = self.handle.as_ptr();
         let (start, len) = (data.as_ptr().cast(), data.len());
         match &self.role {
-            Role::Connects(peer) => {
+            EndpointOrigin::Connects(peer) => {
                 // SAFETY: an open endpoint, an address of libfabric's, and data of the length said.
                 let code = unsafe { ((*(*endpoint).cm).connect)(endpoint, peer.as_ptr().cast(), start, len) };
                 library::check("fi_connect", code)
             }
-            Role::Accepts => {
+            EndpointOrigin::Accepts => {
                 // SAFETY: an open endpoint that was made for a request, and data of the length said.
                 library::check("fi_accept", unsafe { ((*(*endpoint).cm).accept)(endpoint, start, len) })
             }
@@ -267,7 +267,8 @@ impl Endpoint {
         self.check_connected()?;
         let (earlier, len) = (Vec::new(), message.len());
         let (serial, endpoint, token, operation) = (self.closing.serial, self.token, 0, Operation::Send);
-        let pending = Pending { serial, endpoint, token, operation, len, earlier, memory: Held::Copied };
+        let pending =
+            PendingOperation { serial, endpoint, token, operation, len, earlier, memory: Held::Copied };
         let queue = &self.closing.completions;
         let Ok(number) = queue.operations().insert(pending) else { return Err(PostError::Full) };
         let iov = libc::iovec { iov_base: message.as_ptr().cast_mut().cast(), iov_len: len };
@@ -352,7 +353,12 @@ impl Endpoint {
     ///
     /// # Errors
     /// See [`PostError`].
-    pub fn send_parts(&self, parts: &mut Vec<Part>, token: u64, notify: bool) -> Result<(), PostError> {
+    pub fn send_parts(
+        &self,
+        parts: &mut Vec<GatherBytes>,
+        token: u64,
+        notify: bool,
+    ) -> Result<(), PostError> {
         self.post_parts(parts, Operation::Send, token, notify, |ep, iov, descriptors, context, flags| {
             let message = FiMsg {
                 msg_iov: iov.as_ptr(),
@@ -374,7 +380,7 @@ impl Endpoint {
     /// See [`PostError`].
     pub fn write_parts(
         &self,
-        parts: &mut Vec<Part>,
+        parts: &mut Vec<GatherBytes>,
         remote: RemoteSlice,
         token: u64,
         notify: bool,
@@ -402,7 +408,7 @@ impl Endpoint {
 
     fn post_parts(
         &self,
-        parts: &mut Vec<Part>,
+        parts: &mut Vec<GatherBytes>,
         operation: Operation,
         token: u64,
         notify: bool,
@@ -427,7 +433,7 @@ impl Endpoint {
         let earlier = if notify { std::mem::take(&mut *quiet) } else { Vec::new() };
         let (serial, endpoint) = (self.closing.serial, self.token);
         let memory = Held::Parts(std::mem::take(parts));
-        let pending = Pending { serial, endpoint, token, operation, len, earlier, memory };
+        let pending = PendingOperation { serial, endpoint, token, operation, len, earlier, memory };
         let queue = &self.closing.completions;
         let number = match queue.operations().insert(pending) {
             Ok(number) => number,
@@ -461,7 +467,7 @@ impl Endpoint {
         if self.connected.load(Ordering::Acquire) { Ok(()) } else { Err(FabricError::NotConnected) }
     }
 
-    fn check_parts(&self, parts: &[Part]) -> Result<usize> {
+    fn check_parts(&self, parts: &[GatherBytes]) -> Result<usize> {
         if parts.is_empty() || parts.len() > self.parts_max {
             return Err(FabricError::TooManyParts { parts: parts.len(), max: self.parts_max });
         }
@@ -507,7 +513,8 @@ impl Endpoint {
         }
         let (serial, endpoint) = (self.closing.serial, self.token);
         let (earlier, memory) = (Vec::new(), Held::Region(region));
-        let pending = Pending { serial, endpoint, token, operation, len: slice.len(), earlier, memory };
+        let pending =
+            PendingOperation { serial, endpoint, token, operation, len: slice.len(), earlier, memory };
         let queue = &self.closing.completions;
         let Ok(number) = queue.operations().insert(pending) else { return Err(PostError::Full) };
         let result = posted(call_name(operation), call(self.handle.as_ptr(), number as *mut c_void));

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use super::abi::{EqAttr, Fid, FidEq, FidPep, WAIT_FD};
-use super::domain::{Object, wait_fd};
+use super::domain::{Bindable, wait_fd};
 use super::handle::Handle;
 use super::{Fabric, Waitable, library};
 use crate::Result;
@@ -24,15 +24,15 @@ struct Inner {
     fd: RawFd,
     /// The objects bound to it, by address, each with the number of its registration. Addresses are
     /// only compared, never followed.
-    sources: Mutex<HashMap<usize, (u64, Source)>>,
+    sources: Mutex<HashMap<usize, (u64, EventSource)>>,
     fabric: Fabric,
 }
 
 /// An object that events come from.
 #[derive(Clone)]
-pub(super) enum Source {
+pub(super) enum EventSource {
     /// Its passive endpoint.
-    Listener(Weak<Bound<FidPep>>),
+    Listener(Weak<BoundObject<FidPep>>),
     /// Its token, and whether it has been connected.
     Endpoint(u64, Arc<AtomicBool>),
 }
@@ -69,11 +69,11 @@ impl EventQueue {
     }
 
     /// The source of events of `object`, if it is still bound.
-    pub(super) fn source(&self, object: *mut Fid) -> Option<Source> {
+    pub(super) fn source(&self, object: *mut Fid) -> Option<EventSource> {
         self.sources().get(&(object as usize)).map(|(_, source)| source.clone())
     }
 
-    fn sources(&self) -> MutexGuard<'_, HashMap<usize, (u64, Source)>> {
+    fn sources(&self) -> MutexGuard<'_, HashMap<usize, (u64, EventSource)>> {
         self.0.sources.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -90,21 +90,21 @@ impl EventQueue {
 
 /// What a queue knows of an object that is bound to it. To be dropped once the object is closed; by then another one may
 /// have got its address, and a registration of its own.
-pub(super) struct Registration {
+pub(super) struct EventRegistration {
     object: usize,
     serial: u64,
     events: EventQueue,
 }
 
-impl Registration {
-    pub(super) fn new(events: &EventQueue, object: *mut Fid) -> Registration {
+impl EventRegistration {
+    pub(super) fn new(events: &EventQueue, object: *mut Fid) -> EventRegistration {
         static SERIAL: AtomicU64 = AtomicU64::new(0);
         let serial = SERIAL.fetch_add(1, Ordering::Relaxed);
-        Registration { object: object as usize, serial, events: events.clone() }
+        EventRegistration { object: object as usize, serial, events: events.clone() }
     }
 
     /// From here on there are events of the object.
-    pub(super) fn is_for(&self, source: Source) {
+    pub(super) fn is_for(&self, source: EventSource) {
         self.events.sources().insert(self.object, (self.serial, source));
     }
 
@@ -113,7 +113,7 @@ impl Registration {
     }
 }
 
-impl Drop for Registration {
+impl Drop for EventRegistration {
     fn drop(&mut self) {
         let mut sources = self.events.sources();
         if sources.get(&self.object).is_some_and(|(serial, _)| *serial == self.serial) {
@@ -123,18 +123,18 @@ impl Drop for Registration {
 }
 
 /// An object that is bound to a queue of events. It is closed before the queue forgets it.
-pub(super) struct Bound<T> {
+pub(super) struct BoundObject<T> {
     handle: Handle<T>,
-    registration: Registration,
+    registration: EventRegistration,
 }
 
-impl<T> Bound<T> {
+impl<T> BoundObject<T> {
     /// Binds an object that was just made.
-    pub(super) fn new(handle: Handle<T>, events: &EventQueue) -> Result<Bound<T>> {
-        let registration = Registration::new(events, handle.fid());
+    pub(super) fn new(handle: Handle<T>, events: &EventQueue) -> Result<BoundObject<T>> {
+        let registration = EventRegistration::new(events, handle.fid());
         // SAFETY: the queue is open, and kept so by the registration until after the object is closed.
         unsafe { handle.bind(events.fid(), 0) }?;
-        Ok(Bound { handle, registration })
+        Ok(BoundObject { handle, registration })
     }
 
     pub(super) fn handle(&self) -> &Handle<T> {
@@ -142,12 +142,12 @@ impl<T> Bound<T> {
     }
 
     /// From here on there are events of the object.
-    pub(super) fn is_for(&self, source: Source) {
+    pub(super) fn is_for(&self, source: EventSource) {
         self.registration.is_for(source);
     }
 }
 
-impl Object for EventQueue {
+impl Bindable for EventQueue {
     fn object(&self) -> *mut c_void {
         self.fid().cast()
     }

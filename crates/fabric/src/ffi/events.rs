@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 
 use super::abi::{EAVAIL, EVENT_CONNECTED, EVENT_CONNREQ, EVENT_SHUTDOWN, EqCmEntry, EqErrEntry};
-use super::event_queue::{EventQueue, Source};
+use super::event_queue::{EventQueue, EventSource};
 use super::{ConnectionRequest, Info, library};
 use crate::{FabricError, Result};
 
@@ -30,7 +30,7 @@ const OF_A_CONNECTION: [i32; 13] = [
 /// Something that happened to a connection. Endpoints are named by their tokens.
 #[derive(Debug)]
 #[non_exhaustive]
-pub enum Event {
+pub enum FabricEvent {
     /// A peer wants to connect.
     ConnectionRequest(ConnectionRequest),
     /// The connection stands.
@@ -74,7 +74,7 @@ impl EventQueue {
     ///
     /// # Errors
     /// If the queue has failed; it is of no more use then.
-    pub fn read(&self) -> Result<Option<Event>> {
+    pub fn read(&self) -> Result<Option<FabricEvent>> {
         loop {
             let entry = EqCmEntry { fid: std::ptr::null_mut(), info: std::ptr::null_mut() };
             let mut buffer = CmBuffer { entry, data: [0; MAX_DATA] };
@@ -89,7 +89,7 @@ impl EventQueue {
                 code if code == -libc::EAGAIN => return Ok(None),
                 code if code == -EAVAIL => self.take_error()?,
                 code if OF_A_CONNECTION.contains(&-code) => {
-                    Some(Event::SomeFailed { error: library::error("a connection", -code) })
+                    Some(FabricEvent::SomeFailed { error: library::error("a connection", -code) })
                 }
                 code if code < 0 => return Err(library::error("fi_eq_read", -code)),
                 len => self.decode(kind, buffer, len as usize)?,
@@ -101,28 +101,30 @@ impl EventQueue {
     }
 
     /// `None` for an event of something that was closed meanwhile.
-    fn decode(&self, kind: u32, buffer: CmBuffer, len: usize) -> Result<Option<Event>> {
+    fn decode(&self, kind: u32, buffer: CmBuffer, len: usize) -> Result<Option<FabricEvent>> {
         let CmBuffer { entry, data } = buffer;
         let data = data[..len.saturating_sub(size_of::<EqCmEntry>()).min(MAX_DATA)].to_vec();
         let event = match (kind, self.source(entry.fid)) {
             (EVENT_CONNREQ, source) => {
                 // SAFETY: an info that this event hands over to us.
                 let info = unsafe { Info::from_raw(entry.info) }?;
-                let Some(Source::Listener(listener)) = source else { return Ok(None) };
+                let Some(EventSource::Listener(listener)) = source else { return Ok(None) };
                 let listener = listener.upgrade();
-                listener.map(|l| Event::ConnectionRequest(ConnectionRequest::new(l, info, data)))
+                listener.map(|l| FabricEvent::ConnectionRequest(ConnectionRequest::new(l, info, data)))
             }
-            (EVENT_CONNECTED, Some(Source::Endpoint(endpoint, connected))) => {
+            (EVENT_CONNECTED, Some(EventSource::Endpoint(endpoint, connected))) => {
                 connected.store(true, Ordering::Release);
-                Some(Event::Connected { endpoint, data })
+                Some(FabricEvent::Connected { endpoint, data })
             }
-            (EVENT_SHUTDOWN, Some(Source::Endpoint(endpoint, _))) => Some(Event::Closed { endpoint }),
+            (EVENT_SHUTDOWN, Some(EventSource::Endpoint(endpoint, _))) => {
+                Some(FabricEvent::Closed { endpoint })
+            }
             _ => None,
         };
         Ok(event)
     }
 
-    fn take_error(&self) -> Result<Option<Event>> {
+    fn take_error(&self) -> Result<Option<FabricEvent>> {
         let mut data = [0_u8; MAX_DATA];
         let mut entry = EqErrEntry {
             fid: std::ptr::null_mut(),
@@ -141,10 +143,10 @@ impl EventQueue {
             code if code < 0 => return Err(library::error("fi_eq_readerr", -code)),
             _ => {}
         }
-        let Some(Source::Endpoint(endpoint, _)) = self.source(entry.fid) else {
+        let Some(EventSource::Endpoint(endpoint, _)) = self.source(entry.fid) else {
             return Ok(None);
         };
         let data = data[..entry.err_data_size.min(MAX_DATA)].to_vec();
-        Ok(Some(Event::Failed { endpoint, error: library::error("the connection", entry.err), data }))
+        Ok(Some(FabricEvent::Failed { endpoint, error: library::error("the connection", entry.err), data }))
     }
 }

@@ -11,7 +11,7 @@ use super::abi::{
     THREAD_SAFE, TxAttr,
 };
 use super::library::{self, Library};
-use crate::{FabricError, MrMode, Query, Result, Target, address};
+use crate::{EndpointAddress, FabricError, MrMode, ProviderQuery, Result, address};
 
 /// One offer of a provider: a way to make endpoints, and its limits.
 pub struct Info {
@@ -221,7 +221,7 @@ impl Library {
     ///
     /// # Errors
     /// [`FabricError::NoProvider`] if there is nothing; other errors if a provider failed.
-    pub fn query(self, query: &Query) -> Result<Vec<Info>> {
+    pub fn query(self, query: &ProviderQuery) -> Result<Vec<Info>> {
         let hints = hints(query)?;
         let (node, service, flags) = endpoint_name(query.target)?;
         // SAFETY: hints that libfabric allocated.
@@ -235,11 +235,11 @@ impl Library {
 }
 
 /// Node and service as strings: providers read them all alike, and addresses need no encoding.
-fn endpoint_name(target: Target) -> Result<(Option<CString>, Option<CString>, u64)> {
+fn endpoint_name(target: EndpointAddress) -> Result<(Option<CString>, Option<CString>, u64)> {
     let (address, flags) = match target {
-        Target::Any => return Ok((None, None, 0)),
-        Target::Listen(address) => (address, SOURCE),
-        Target::Connect(address) => (address, 0),
+        EndpointAddress::Any => return Ok((None, None, 0)),
+        EndpointAddress::Listen(address) => (address, SOURCE),
+        EndpointAddress::Connect(address) => (address, 0),
     };
     let node = library::c_string(&address.ip().to_string())?;
     let service = library::c_string(&address.port().to_string())?;
@@ -247,7 +247,7 @@ fn endpoint_name(target: Target) -> Result<(Option<CString>, Option<CString>, u6
 }
 
 /// What every endpoint must be able to do.
-fn hints(query: &Query) -> Result<Info> {
+fn hints(query: &ProviderQuery) -> Result<Info> {
     // SAFETY: null asks for an empty one, with all attributes.
     let raw = unsafe { library::dupinfo(std::ptr::null()) };
     // SAFETY: just made, ours.

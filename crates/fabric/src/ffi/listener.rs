@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use super::abi::{FidPep, OPT_CM_DATA_SIZE, OPT_ENDPOINT};
-use super::event_queue::{Bound, EventQueue, Source};
+use super::event_queue::{BoundObject, EventQueue, EventSource};
 use super::handle::Handle;
 use super::{Fabric, Info, library};
 use crate::{FabricError, Result, address};
@@ -19,28 +19,28 @@ const FREE_PORT_TRIES: usize = 16;
 
 /// Listens at an address; who wants to connect appears as an [`Event`](super::Event) of its queue. Closed when it and the
 /// last unanswered request have been dropped.
-pub struct Listener {
-    inner: Arc<Bound<FidPep>>,
+pub struct FabricListener {
+    inner: Arc<BoundObject<FidPep>>,
     address: SocketAddr,
 }
 
-impl Listener {
+impl FabricListener {
     /// Listens at the address that `info` was [queried](crate::Target::Listen) for.
     ///
     /// # Errors
     /// If the address is in use or not one of this machine.
-    pub fn open(info: &Info, events: &EventQueue) -> Result<Listener> {
+    pub fn open(info: &Info, events: &EventQueue) -> Result<FabricListener> {
         let mut tries = if info.local_address().is_some_and(|a| a.port() == 0) { FREE_PORT_TRIES } else { 1 };
         loop {
             tries -= 1;
-            match Listener::try_open(info, events) {
+            match FabricListener::try_open(info, events) {
                 Err(FabricError::Call { code: libc::EADDRINUSE, .. }) if tries > 0 => {}
                 result => return result,
             }
         }
     }
 
-    fn try_open(info: &Info, events: &EventQueue) -> Result<Listener> {
+    fn try_open(info: &Info, events: &EventQueue) -> Result<FabricListener> {
         let fabric: &Fabric = events.fabric();
         let mut object = std::ptr::null_mut();
         let parent = fabric.as_ptr();
@@ -51,12 +51,12 @@ impl Listener {
         library::check("fi_passive_ep", code)?;
         // SAFETY: just made, ours.
         let handle = unsafe { Handle::new(object, "fi_passive_ep") }?;
-        let inner = Arc::new(Bound::new(handle, events)?);
-        inner.is_for(Source::Listener(Arc::downgrade(&inner)));
+        let inner = Arc::new(BoundObject::new(handle, events)?);
+        inner.is_for(EventSource::Listener(Arc::downgrade(&inner)));
         // SAFETY: an open endpoint that is bound to its queue.
         library::check("fi_listen", unsafe { ((*(*object).cm).listen)(object) })?;
         let address = inner.name(info)?;
-        Ok(Listener { inner, address })
+        Ok(FabricListener { inner, address })
     }
 
     /// Where it listens, with the port that it has got.
@@ -75,7 +75,7 @@ impl Listener {
 }
 
 /// A passive endpoint, closed when the listener and the last unanswered request have been dropped.
-impl Bound<FidPep> {
+impl BoundObject<FidPep> {
     fn name(&self, info: &Info) -> Result<SocketAddr> {
         let mut bytes = [0_u8; MAX_ADDRESS];
         let mut len = MAX_ADDRESS;
@@ -124,14 +124,14 @@ pub(super) unsafe fn private_data_room(
 /// A peer that wants to connect: to be [answered](super::Endpoint::answer) by an endpoint, or refused. Dropping it
 /// refuses it.
 pub struct ConnectionRequest {
-    listener: Arc<Bound<FidPep>>,
+    listener: Arc<BoundObject<FidPep>>,
     info: Info,
     data: Vec<u8>,
     answered: bool,
 }
 
 impl ConnectionRequest {
-    pub(super) fn new(listener: Arc<Bound<FidPep>>, info: Info, data: Vec<u8>) -> ConnectionRequest {
+    pub(super) fn new(listener: Arc<BoundObject<FidPep>>, info: Info, data: Vec<u8>) -> ConnectionRequest {
         ConnectionRequest { listener, info, data, answered: false }
     }
 

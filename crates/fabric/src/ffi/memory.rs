@@ -29,7 +29,7 @@ struct Inner {
     access: Access,
     /// Whoever was given the key says that it is done.
     settled: AtomicBool,
-    memory: Memory,
+    memory: RegisteredMemory,
     domain: Domain,
 }
 
@@ -40,27 +40,29 @@ unsafe impl Sync for Inner {}
 
 /// What a region keeps mapped, and where it is.
 #[derive(Clone)]
-pub(crate) enum Memory {
+pub(crate) enum RegisteredMemory {
     Arena(Arc<Arena>),
-    Exposed(Exposed),
+    Exposed(ExposedMemory),
 }
 
 /// Memory that is registered by itself, for one peer and one purpose.
 #[derive(Debug, Clone)]
-pub enum Exposed {
+pub enum ExposedMemory {
     /// For peers to read. It does not change as long as it exists.
     Bytes(Bytes),
     /// For peers to read or write. Nobody else may look at it before the region has been closed.
     Buffer(Arc<ArenaBuf>),
 }
 
-impl Memory {
+impl RegisteredMemory {
     /// Address and length.
     pub(super) fn span(&self) -> (*mut u8, usize) {
         match self {
-            Memory::Arena(arena) => arena.as_raw(),
-            Memory::Exposed(Exposed::Bytes(bytes)) => (bytes.as_ptr().cast_mut(), bytes.len()),
-            Memory::Exposed(Exposed::Buffer(buf)) => {
+            RegisteredMemory::Arena(arena) => arena.as_raw(),
+            RegisteredMemory::Exposed(ExposedMemory::Bytes(bytes)) => {
+                (bytes.as_ptr().cast_mut(), bytes.len())
+            }
+            RegisteredMemory::Exposed(ExposedMemory::Buffer(buf)) => {
                 let (start, _) = buf.arena().as_raw();
                 // SAFETY: a buffer is inside its arena.
                 (unsafe { start.add(buf.offset()) }, buf.len())
@@ -75,22 +77,22 @@ impl MemoryRegion {
     /// # Errors
     /// If the provider refuses: usually because too little memory may be locked.
     pub fn register(domain: &Domain, arena: &Arc<Arena>, access: Access) -> Result<MemoryRegion> {
-        MemoryRegion::open(domain, Memory::Arena(Arc::clone(arena)), access)
+        MemoryRegion::open(domain, RegisteredMemory::Arena(Arc::clone(arena)), access)
     }
 
     /// Registers `memory`, and no byte around it. See [`register`](Self::register).
     ///
     /// # Errors
     /// If the provider refuses; or `access` lets peers write [`Exposed::Bytes`].
-    pub fn expose(domain: &Domain, memory: Exposed, access: Access) -> Result<MemoryRegion> {
+    pub fn expose(domain: &Domain, memory: ExposedMemory, access: Access) -> Result<MemoryRegion> {
         let writable = !matches!(access, Access::RemoteRead | Access::Messages | Access::Outgoing);
-        if writable && matches!(memory, Exposed::Bytes(_)) {
+        if writable && matches!(memory, ExposedMemory::Bytes(_)) {
             return Err(FabricError::Immutable);
         }
-        MemoryRegion::open(domain, Memory::Exposed(memory), access)
+        MemoryRegion::open(domain, RegisteredMemory::Exposed(memory), access)
     }
 
-    fn open(domain: &Domain, memory: Memory, access: Access) -> Result<MemoryRegion> {
+    fn open(domain: &Domain, memory: RegisteredMemory, access: Access) -> Result<MemoryRegion> {
         let rights = match access {
             Access::Local => SEND | RECV | READ | WRITE,
             Access::Messages => SEND | RECV,
@@ -169,8 +171,8 @@ impl MemoryRegion {
     #[must_use]
     pub fn arena(&self) -> Option<&Arc<Arena>> {
         match &self.0.memory {
-            Memory::Arena(arena) => Some(arena),
-            Memory::Exposed(_) => None,
+            RegisteredMemory::Arena(arena) => Some(arena),
+            RegisteredMemory::Exposed(_) => None,
         }
     }
 
@@ -189,7 +191,7 @@ impl std::fmt::Debug for MemoryRegion {
     }
 }
 
-fn register(domain: &Domain, memory: &Memory, rights: u64) -> Result<Handle<FidMr>> {
+fn register(domain: &Domain, memory: &RegisteredMemory, rights: u64) -> Result<Handle<FidMr>> {
     let (start, len) = memory.span();
     let parent = domain.as_ptr();
     let key = random_key(domain);

@@ -7,7 +7,7 @@ use super::abi::{Fid, FidEp};
 use super::endpoint::{ANY_PEER, posted};
 use super::handle::Handle;
 use super::{CompletionQueue, Info, MemoryRegion, Slice, library};
-use crate::operations::{Held, Pending};
+use crate::operations::{Held, PendingOperation};
 use crate::{FabricError, Operation, PostError, Result};
 
 /// Buffers for whatever message comes next on any of the endpoints that were made with the queue (`fi_srx_context`). A
@@ -52,7 +52,7 @@ impl ReceiveQueue {
         if !region.domain().is(queue.domain()) {
             return Err(FabricError::OtherDomain.into());
         }
-        let pending = Pending {
+        let pending = PendingOperation {
             serial: self.0.serial,
             endpoint: self.0.token,
             token,

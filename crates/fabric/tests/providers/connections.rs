@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use fabric::{
-    Access, CompletionQueue, Endpoint, EndpointQueues, Event, FabricError, MemoryRegion, Operation, Part,
-    PostError, Query, ReceiveQueue, Target, Waitable, wait,
+    Access, CompletionQueue, Endpoint, EndpointAddress, EndpointQueues, FabricError, FabricEvent,
+    GatherBytes, MemoryRegion, Operation, PostError, ProviderQuery, ReceiveQueue, Waitable, wait,
 };
 
 use crate::pair::{Pair, Side, Who, anywhere, info, library, provider};
@@ -18,12 +18,16 @@ const SERVER: &str = "OUTBOARD_TEST_FABRIC_SERVER";
 fn providers_are_listed_with_their_limits() {
     let Some(library) = library() else { return };
     assert!(library.version() >= (1, 14));
-    let all = library.query(&Query::default()).unwrap();
+    let all = library.query(&ProviderQuery::default()).unwrap();
     let tcp = all.iter().find(|info| info.provider() == "tcp").expect("tcp is always there");
     assert!(tcp.max_msg_size() > 1 << 20 && tcp.inject_size() > 0 && tcp.transmit_depth() > 0, "{tcp:?}");
     assert!(tcp.receive_depth() > 0);
     eprintln!("{:?}", info(library, anywhere()).unwrap());
-    let query = Query { provider: Some("no-such".to_owned()), target: Target::Any, shared_receive: false };
+    let query = ProviderQuery {
+        provider: Some("no-such".to_owned()),
+        target: EndpointAddress::Any,
+        shared_receive: false,
+    };
     let error = library.query(&query).unwrap_err();
     assert!(matches!(error, FabricError::NoProvider { .. }), "{error}");
 }
@@ -84,7 +88,7 @@ fn a_queue_has_room_for_sends_beside_all_receives() {
     server.receive(ours.slice(0, 16).unwrap(), 7).unwrap();
     server.establish(b"").unwrap();
     for who in [Who::Server, Who::Client] {
-        assert!(matches!(pair.event(who), Event::Connected { .. }));
+        assert!(matches!(pair.event(who), FabricEvent::Connected { .. }));
     }
     client.send(theirs.slice(0, 16).unwrap(), 8).unwrap();
     assert_eq!(pair.completion(Who::Server).token, 7);
@@ -149,20 +153,22 @@ fn a_refused_peer_is_told_why() {
     endpoint.establish(b"").unwrap();
     pair.request().refuse(b"full").unwrap();
     match pair.event(Who::Client) {
-        Event::Failed { endpoint: 5, error, data } => assert!(data.starts_with(b"full"), "{error} {data:?}"),
+        FabricEvent::Failed { endpoint: 5, error, data } => {
+            assert!(data.starts_with(b"full"), "{error} {data:?}")
+        }
         other => panic!("{other:?} instead of a failure"),
     }
     let dropped = pair.client_endpoint(6);
     dropped.establish(b"").unwrap();
     drop(pair.request());
-    assert!(matches!(pair.event(Who::Client), Event::Failed { endpoint: 6, .. }));
+    assert!(matches!(pair.event(Who::Client), FabricEvent::Failed { endpoint: 6, .. }));
     let too_long = vec![0; endpoint.max_private_data().unwrap() + 1];
     let another = pair.client_endpoint(7);
     assert!(matches!(another.establish(&too_long), Err(FabricError::PrivateData { .. })));
     another.establish(b"").unwrap();
     assert!(matches!(pair.request().refuse(&too_long), Err(FabricError::PrivateData { .. })));
     match pair.event(Who::Client) {
-        Event::Failed { endpoint: 7, .. } => {}
+        FabricEvent::Failed { endpoint: 7, .. } => {}
         other => panic!("{other:?} instead of a refusal without words"),
     }
 }
@@ -182,7 +188,7 @@ fn nothing_but_receives_is_posted_before_the_connection_stands() {
     let (ours, theirs) = (pair.server.region(4096, Access::Remote), pair.client.region(4096, Access::Local));
     let all_refused = |endpoint: &Endpoint, local: &MemoryRegion, remote: &MemoryRegion| {
         let (slice, there) = (local.slice(0, 16).unwrap(), remote.remote().slice(0, 16).unwrap());
-        let parts = || vec![Part { bytes: Bytes::from_static(b"x"), region: None }];
+        let parts = || vec![GatherBytes { bytes: Bytes::from_static(b"x"), region: None }];
         let posts = [
             endpoint.inject(b"x"),
             endpoint.send(slice, 1),
@@ -201,7 +207,7 @@ fn nothing_but_receives_is_posted_before_the_connection_stands() {
     let server = Endpoint::answer(pair.request(), pair.server.queues(), 1).unwrap();
     assert!(all_refused(&server, &ours, &theirs));
     server.establish(b"").unwrap();
-    assert!(matches!(pair.event(Who::Server), Event::Connected { endpoint: 1, .. }));
+    assert!(matches!(pair.event(Who::Server), FabricEvent::Connected { endpoint: 1, .. }));
     server.inject(b"!").unwrap();
     assert_eq!(pair.completion(Who::Client).token, 1);
 }
@@ -222,19 +228,22 @@ fn memory_of_another_domain_is_refused() {
 fn nobody_listening_is_an_error() {
     let Some(library) = library() else { return };
     let port = std::net::TcpListener::bind((provider().1, 0)).unwrap().local_addr().unwrap();
-    let to = info(library, Target::Connect(port)).unwrap();
-    let side = Side::open(info(library, Target::Connect(port)).unwrap());
+    let to = info(library, EndpointAddress::Connect(port)).unwrap();
+    let side = Side::open(info(library, EndpointAddress::Connect(port)).unwrap());
     let endpoint = Endpoint::connecting(&to, side.queues(), 3).unwrap();
     if let Err(e) = endpoint.establish(b"") {
         assert!(matches!(e, FabricError::Call { .. }));
         return;
     }
     let event = await_event(&side);
-    assert!(matches!(event, Event::Failed { endpoint: 3, .. } | Event::SomeFailed { .. }), "{event:?}");
+    assert!(
+        matches!(event, FabricEvent::Failed { endpoint: 3, .. } | FabricEvent::SomeFailed { .. }),
+        "{event:?}"
+    );
 }
 
 /// Sleeps until the side has an event.
-fn await_event(side: &Side) -> Event {
+fn await_event(side: &Side) -> FabricEvent {
     let deadline = Instant::now() + crate::pair::PATIENCE;
     loop {
         let mut completions = Vec::new();
@@ -255,7 +264,7 @@ fn a_closed_endpoint_ends_its_peer() {
     let region = pair.client.region(4096, Access::Local);
     client.receive(region.slice(0, 16).unwrap(), 1).unwrap();
     drop(server);
-    assert!(matches!(pair.event(Who::Client), Event::Closed { endpoint: 2 }));
+    assert!(matches!(pair.event(Who::Client), FabricEvent::Closed { endpoint: 2 }));
     // What is posted now may take its time to fail; closing the endpoint is what ends it.
     let posted = client.send(region.slice(0, 16).unwrap(), 2);
     drop(client);
@@ -276,10 +285,10 @@ fn a_killed_peer_ends_its_connection_only() {
     let request = pair.request();
     let endpoint = Endpoint::answer(request, pair.server.queues(), 9).unwrap();
     endpoint.establish(b"").unwrap();
-    assert!(matches!(pair.event(Who::Server), Event::Connected { endpoint: 9, .. }));
+    assert!(matches!(pair.event(Who::Server), FabricEvent::Connected { endpoint: 9, .. }));
     child.kill().unwrap();
     child.wait().unwrap();
-    assert!(matches!(pair.event(Who::Server), Event::Closed { endpoint: 9 }));
+    assert!(matches!(pair.event(Who::Server), FabricEvent::Closed { endpoint: 9 }));
     pair.connect();
 }
 
@@ -287,13 +296,13 @@ fn a_killed_peer_ends_its_connection_only() {
 #[test]
 fn peer_that_is_killed() {
     let Ok(address) = std::env::var(SERVER) else { return };
-    let target = Target::Connect(address.parse().unwrap());
+    let target = EndpointAddress::Connect(address.parse().unwrap());
     let library = library().unwrap();
     let to = info(library, target).unwrap();
     let side = Side::open(info(library, target).unwrap());
     let endpoint = Endpoint::connecting(&to, side.queues(), 0).unwrap();
     endpoint.establish(b"").unwrap();
-    assert!(matches!(await_event(&side), Event::Connected { .. }));
+    assert!(matches!(await_event(&side), FabricEvent::Connected { .. }));
     std::thread::sleep(2 * crate::pair::PATIENCE);
 }
 
@@ -307,7 +316,7 @@ fn two_hundred_connections_leave_nothing_behind() {
     for _ in 0..200 {
         let (server, client) = pair.connect();
         drop(client);
-        assert!(matches!(pair.event(Who::Server), Event::Closed { endpoint: 1 }));
+        assert!(matches!(pair.event(Who::Server), FabricEvent::Closed { endpoint: 1 }));
         drop(server);
         pair.happened.clear();
     }

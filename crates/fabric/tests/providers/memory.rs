@@ -1,7 +1,7 @@
 //! Reading and writing remote memory, and not being allowed to.
 
 use base::mem::Arena;
-use fabric::{Access, Endpoint, Event, FabricError, MemoryRegion, Operation, PostError, RemoteRegion};
+use fabric::{Access, Endpoint, FabricError, FabricEvent, MemoryRegion, Operation, PostError, RemoteRegion};
 
 use crate::pair::{Pair, Who, provider};
 
@@ -109,10 +109,9 @@ fn must_be_refused(remote: RemoteRegion, read: bool, pair: &mut Pair, good: &Mem
     post(&client, slice, to, 66).unwrap();
     let ended = pair.until("an end of the connection", |pair| {
         let failed = pair.completed.iter().any(|(who, c)| *who == Who::Client && c.result.is_err());
-        let closed = pair
-            .happened
-            .iter()
-            .any(|(who, e)| *who == Who::Client && matches!(e, Event::Closed { .. } | Event::Failed { .. }));
+        let closed = pair.happened.iter().any(|(who, e)| {
+            *who == Who::Client && matches!(e, FabricEvent::Closed { .. } | FabricEvent::Failed { .. })
+        });
         (failed || closed).then_some((failed, closed))
     });
     eprintln!("refused: completion with error {}, connection closed {}", ended.0, ended.1);
@@ -177,7 +176,7 @@ fn a_region_that_was_closed_is_out_of_reach_on_a_connection_that_stands() {
     client.write(local.slice(0, 4096).unwrap(), remote.slice(0, 4096).unwrap(), 1).unwrap();
     pair.until("an end", |pair| {
         let failed = pair.completed.iter().any(|(who, c)| *who == Who::Client && c.result.is_err());
-        let closed = pair.happened.iter().any(|(_, e)| matches!(e, Event::Closed { .. }));
+        let closed = pair.happened.iter().any(|(_, e)| matches!(e, FabricEvent::Closed { .. }));
         (failed || closed).then_some(())
     });
     assert!(content(&arena).iter().all(|byte| *byte == 0));

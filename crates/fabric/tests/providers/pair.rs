@@ -5,8 +5,9 @@ use std::time::{Duration, Instant};
 
 use base::mem::Arena;
 use fabric::{
-    Access, Completion, CompletionQueue, ConnectionRequest, Domain, Endpoint, EndpointQueues, Event,
-    EventQueue, Fabric, FabricError, Info, Library, Listener, MemoryRegion, Query, Target, Waitable, wait,
+    Access, Completion, CompletionQueue, ConnectionRequest, Domain, Endpoint, EndpointAddress,
+    EndpointQueues, EventQueue, Fabric, FabricError, FabricEvent, FabricListener, Info, Library,
+    MemoryRegion, ProviderQuery, Waitable, wait,
 };
 
 pub const PATIENCE: Duration = Duration::from_secs(20);
@@ -51,9 +52,9 @@ impl Side {
 pub struct Pair {
     pub server: Side,
     pub client: Side,
-    pub listener: Listener,
+    pub listener: FabricListener,
     pub to_server: Info,
-    pub happened: Vec<(Who, Event)>,
+    pub happened: Vec<(Who, FabricEvent)>,
     pub completed: Vec<(Who, Completion)>,
 }
 
@@ -71,16 +72,20 @@ pub fn provider() -> (String, IpAddr) {
 }
 
 /// Where to listen, at a free port.
-pub fn anywhere() -> Target {
-    Target::Listen(SocketAddr::new(provider().1, 0))
+pub fn anywhere() -> EndpointAddress {
+    EndpointAddress::Listen(SocketAddr::new(provider().1, 0))
 }
 
-pub fn info(library: Library, target: Target) -> Result<Info, FabricError> {
+pub fn info(library: Library, target: EndpointAddress) -> Result<Info, FabricError> {
     info_with(library, target, false)
 }
 
-pub fn info_with(library: Library, target: Target, shared_receive: bool) -> Result<Info, FabricError> {
-    let query = Query { provider: Some(provider().0), target, shared_receive };
+pub fn info_with(
+    library: Library,
+    target: EndpointAddress,
+    shared_receive: bool,
+) -> Result<Info, FabricError> {
+    let query = ProviderQuery { provider: Some(provider().0), target, shared_receive };
     Ok(library.query(&query)?.swap_remove(0))
 }
 
@@ -95,8 +100,8 @@ impl Pair {
         let library = library()?;
         let listen = info_with(library, anywhere(), shared).unwrap();
         let server = Side::open(listen);
-        let listener = Listener::open(server.domain.info(), &server.events).unwrap();
-        let connect = || info(library, Target::Connect(listener.address())).unwrap();
+        let listener = FabricListener::open(server.domain.info(), &server.events).unwrap();
+        let connect = || info(library, EndpointAddress::Connect(listener.address())).unwrap();
         let client = Side::open(connect());
         let to_server = connect();
         Some(Pair { server, client, listener, to_server, happened: Vec::new(), completed: Vec::new() })
@@ -151,7 +156,7 @@ impl Pair {
         }
     }
 
-    pub fn event(&mut self, of: Who) -> Event {
+    pub fn event(&mut self, of: Who) -> FabricEvent {
         self.until("event", |pair| {
             let at = pair.happened.iter().position(|(who, _)| *who == of)?;
             Some(pair.happened.remove(at).1)
@@ -167,7 +172,7 @@ impl Pair {
 
     pub fn request(&mut self) -> ConnectionRequest {
         match self.event(Who::Server) {
-            Event::ConnectionRequest(request) => request,
+            FabricEvent::ConnectionRequest(request) => request,
             other => panic!("{other:?} instead of a connection request"),
         }
     }
@@ -186,7 +191,9 @@ impl Pair {
         server.establish(b"welcome").unwrap();
         for (who, token, said) in [(Who::Server, 1, &b""[..]), (Who::Client, 2, b"welcome")] {
             match self.event(who) {
-                Event::Connected { endpoint, data } => assert!(endpoint == token && data.starts_with(said)),
+                FabricEvent::Connected { endpoint, data } => {
+                    assert!(endpoint == token && data.starts_with(said))
+                }
                 other => panic!("{other:?} instead of a connection"),
             }
         }

@@ -6,8 +6,8 @@ use base::mem::Arena;
 use base::pool::BufferPool;
 use bytes::Bytes;
 use fabric::{
-    Access, Endpoint, EndpointQueues, Event, Exposed, FabricError, MemoryRegion, Operation, Part, PostError,
-    ReceiveQueue, Target,
+    Access, Endpoint, EndpointAddress, EndpointQueues, ExposedMemory, FabricError, FabricEvent, GatherBytes,
+    MemoryRegion, Operation, PostError, ReceiveQueue,
 };
 
 use crate::pair::{Pair, Side, Who, info_with};
@@ -38,7 +38,7 @@ impl Shared {
         let server = Endpoint::answer(request, queues, token + 100).unwrap();
         server.establish(b"").unwrap();
         for who in [Who::Server, Who::Client] {
-            assert!(matches!(pair.event(who), Event::Connected { .. }));
+            assert!(matches!(pair.event(who), FabricEvent::Connected { .. }));
         }
         (server, client)
     }
@@ -55,11 +55,11 @@ fn sparse(side: &Side) -> EndpointQueues<'_> {
 }
 
 /// Bytes that the provider can send from: of registered memory if it wants that.
-fn part(pair: &Pair, region: &MemoryRegion, pool: &BufferPool, text: &[u8]) -> Part {
+fn part(pair: &Pair, region: &MemoryRegion, pool: &BufferPool, text: &[u8]) -> GatherBytes {
     let mut buf = pool.try_alloc(text.len()).unwrap().unwrap();
     buf.copy_from_slice(text);
     let region = pair.to_server.mr_mode().local.then(|| region.clone());
-    Part { bytes: buf.freeze(), region }
+    GatherBytes { bytes: buf.freeze(), region }
 }
 
 #[test]
@@ -108,7 +108,7 @@ fn endpoints_share_buffers_and_leave_out_completions() {
 fn what_cannot_be_sent_is_refused_before_it_is_posted() {
     let Some(mut shared) = Shared::new() else { return };
     let (server, client) = shared.connect(1);
-    let plain = |text: &'static [u8]| Part { bytes: Bytes::from_static(text), region: None };
+    let plain = |text: &'static [u8]| GatherBytes { bytes: Bytes::from_static(text), region: None };
     let refused = |result: Result<(), PostError>| match result {
         Err(PostError::Failed(e)) => e,
         other => panic!("{other:?}"),
@@ -116,7 +116,7 @@ fn what_cannot_be_sent_is_refused_before_it_is_posted() {
     let mut many = vec![plain(b"x"); shared.pair.to_server.send_parts_max() + 1];
     assert!(matches!(refused(client.send_parts(&mut many, 0, true)), FabricError::TooManyParts { .. }));
     assert!(matches!(refused(client.send_parts(&mut Vec::new(), 0, true)), FabricError::TooManyParts { .. }));
-    let elsewhere = Part { region: Some(shared.buffers.clone()), ..plain(b"x") };
+    let elsewhere = GatherBytes { region: Some(shared.buffers.clone()), ..plain(b"x") };
     assert!(matches!(
         refused(client.send_parts(&mut vec![elsewhere.clone()], 0, true)),
         FabricError::OtherDomain
@@ -129,12 +129,13 @@ fn what_cannot_be_sent_is_refused_before_it_is_posted() {
         let unregistered = refused(client.send_parts(&mut vec![plain(b"x")], 0, true));
         assert!(matches!(unregistered, FabricError::Unregistered { len: 1 }));
     }
-    let bytes = Exposed::Bytes(Bytes::from_static(b"constant"));
+    let bytes = ExposedMemory::Bytes(Bytes::from_static(b"constant"));
     let writable = MemoryRegion::expose(&shared.pair.client.domain, bytes, Access::RemoteWrite);
     assert!(matches!(writable, Err(FabricError::Immutable)));
-    assert_eq!(info_with(fabric::Library::load().unwrap(), Target::Any, true).unwrap().provider(), {
-        shared.pair.to_server.provider()
-    });
+    assert_eq!(
+        info_with(fabric::Library::load().unwrap(), EndpointAddress::Any, true).unwrap().provider(),
+        { shared.pair.to_server.provider() }
+    );
 }
 
 /// A client exposes one buffer to be read and one to be written; the server moves them, and memory outlives a region
@@ -148,9 +149,9 @@ fn exposed_memory_is_read_and_written_and_stays_until_nobody_can_be_using_it() {
     let mut source = pool.try_alloc(5000).unwrap().unwrap();
     source.fill(7);
     let sink = Arc::new(pool.try_alloc(5000).unwrap().unwrap());
-    let source = Exposed::Bytes(source.freeze());
+    let source = ExposedMemory::Bytes(source.freeze());
     let source = MemoryRegion::expose(&pair.client.domain, source, Access::RemoteRead).unwrap();
-    let room = Exposed::Buffer(Arc::clone(&sink));
+    let room = ExposedMemory::Buffer(Arc::clone(&sink));
     let room = MemoryRegion::expose(&pair.client.domain, room, Access::RemoteWrite).unwrap();
     let local = pair.server.region(8192, Access::Local);
     server.read(local.slice(0, 5000).unwrap(), source.remote().slice(0, 5000).unwrap(), 1).unwrap();

@@ -9,7 +9,7 @@ use rand::Rng;
 use tokio::time::{Instant, sleep};
 
 use super::rig::{Buffer, Rig, message, next_message, pool, random_bytes};
-use crate::{Connection, Ends, Event, Incoming, Message, MessengerError};
+use crate::{Connection, ConnectionEvent, Ends, Incoming, Message, MessengerError};
 
 const LONG: Duration = Duration::from_secs(120);
 
@@ -65,14 +65,14 @@ async fn receive_numbered(incoming: &mut dyn Incoming, interrupted: &Cell<u32>) 
     let mut expected = 0;
     while expected < COUNT {
         match incoming.next().await {
-            Event::Message(message) => {
+            ConnectionEvent::Message(message) => {
                 assert_eq!(message.header.as_ref(), expected.to_le_bytes(), "in order, exactly once");
                 assert!(message.payload.data().iter().all(|b| *b == expected as u8));
                 expected += 1;
             }
-            Event::Interrupted => interrupted.set(interrupted.get() + 1),
-            Event::Resumed => {}
-            Event::Lost(why) => panic!("session lost after {expected} messages: {why}"),
+            ConnectionEvent::Interrupted => interrupted.set(interrupted.get() + 1),
+            ConnectionEvent::Resumed => {}
+            ConnectionEvent::Lost(why) => panic!("session lost after {expected} messages: {why}"),
         }
     }
 }
@@ -142,10 +142,10 @@ pub async fn silence_is_noticed(rig: &Rig) {
     let ((client, mut from_server), (_server, mut from_client)) = rig.pair(&mut *listener).await;
     client.send(message(b"before")).await.expect("sent");
     (rig.freeze)(true);
-    assert!(matches!(from_server.next().await, Event::Interrupted), "the silence was not noticed");
+    assert!(matches!(from_server.next().await, ConnectionEvent::Interrupted), "the silence was not noticed");
     client.send(message(b"during")).await.expect("queued");
     (rig.freeze)(false);
-    assert!(matches!(from_server.next().await, Event::Resumed), "the session does not go on");
+    assert!(matches!(from_server.next().await, ConnectionEvent::Resumed), "the session does not go on");
     for expected in [b"before".as_slice(), b"during"] {
         assert_eq!(next_message(&mut *from_client).await.header.as_ref(), expected);
     }
@@ -168,7 +168,7 @@ pub async fn heartbeats_keep_the_transport(rig: &Rig) {
     }
     server.send(message(b"end")).await.expect("sent");
     let event = from_server.next().await;
-    assert!(matches!(event, Event::Message(_)), "a busy session got {event:?}");
+    assert!(matches!(event, ConnectionEvent::Message(_)), "a busy session got {event:?}");
 }
 
 /// A server that does not know the session any more ends it on the client's side.
@@ -291,7 +291,7 @@ pub async fn a_thousand_sessions_leave_nothing(rig: &Rig) {
 
 async fn lost(incoming: &mut dyn Incoming) -> MessengerError {
     loop {
-        if let Event::Lost(why) = incoming.next().await {
+        if let ConnectionEvent::Lost(why) = incoming.next().await {
             return why;
         }
     }

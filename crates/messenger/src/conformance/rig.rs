@@ -12,7 +12,9 @@ use bytes::Bytes;
 use rand::rngs::StdRng;
 use rand::{RngCore, SeedableRng};
 
-use crate::{BulkSink, BulkSource, ConnectOptions, Ends, Event, Incoming, Listener, Message, NetworkStack};
+use crate::{
+    BulkSink, BulkSource, ConnectOptions, ConnectionEvent, Ends, Incoming, Listener, Message, NetworkStack,
+};
 
 /// A stack to be checked.
 pub struct Rig {
@@ -77,9 +79,9 @@ impl Rig {
 pub(super) async fn next_message(incoming: &mut dyn Incoming) -> Message {
     loop {
         match incoming.next().await {
-            Event::Message(message) => return message,
-            Event::Interrupted | Event::Resumed => {}
-            Event::Lost(why) => panic!("session lost: {why}"),
+            ConnectionEvent::Message(message) => return message,
+            ConnectionEvent::Interrupted | ConnectionEvent::Resumed => {}
+            ConnectionEvent::Lost(why) => panic!("session lost: {why}"),
         }
     }
 }

@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
-use super::{FrameError, Kind};
+use super::{FrameError, FrameKind};
 
 /// A client's first frame.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -205,47 +205,47 @@ pub enum Body {
 
 impl Body {
     /// Reads the header part of a frame of kind `kind`.
-    pub(super) fn decode(kind: Kind, bytes: Bytes) -> Result<Body, FrameError> {
-        fn parse<'a, T: Deserialize<'a>>(kind: Kind, bytes: &'a [u8]) -> Result<T, FrameError> {
+    pub(super) fn decode(kind: FrameKind, bytes: Bytes) -> Result<Body, FrameError> {
+        fn parse<'a, T: Deserialize<'a>>(kind: FrameKind, bytes: &'a [u8]) -> Result<T, FrameError> {
             match postcard::take_from_bytes(bytes) {
                 Ok((value, [])) => Ok(value),
                 _ => Err(FrameError::Body(kind)),
             }
         }
         Ok(match kind {
-            Kind::Message => Body::Message(bytes),
-            Kind::Hello => Body::Hello(parse(kind, &bytes)?),
-            Kind::Welcome => Body::Welcome(parse(kind, &bytes)?),
-            Kind::Reject => Body::Reject(parse(kind, &bytes)?),
-            Kind::Push => Body::Push(parse(kind, &bytes)?),
-            Kind::Wrote => Body::Wrote(parse(kind, &bytes)?),
-            Kind::Window => Body::Window(parse(kind, &bytes)?),
-            Kind::PullRequest => Body::PullRequest(parse(kind, &bytes)?),
-            Kind::PullCancel => Body::PullCancel(parse(kind, &bytes)?),
-            Kind::PullRefused => Body::PullRefused(parse(kind, &bytes)?),
-            Kind::PushRefused => Body::PushRefused(parse(kind, &bytes)?),
-            Kind::Close => Body::Close(parse(kind, &bytes)?),
-            Kind::PullData => Body::PullData(parse(kind, &bytes)?),
+            FrameKind::Message => Body::Message(bytes),
+            FrameKind::Hello => Body::Hello(parse(kind, &bytes)?),
+            FrameKind::Welcome => Body::Welcome(parse(kind, &bytes)?),
+            FrameKind::Reject => Body::Reject(parse(kind, &bytes)?),
+            FrameKind::Push => Body::Push(parse(kind, &bytes)?),
+            FrameKind::Wrote => Body::Wrote(parse(kind, &bytes)?),
+            FrameKind::Window => Body::Window(parse(kind, &bytes)?),
+            FrameKind::PullRequest => Body::PullRequest(parse(kind, &bytes)?),
+            FrameKind::PullCancel => Body::PullCancel(parse(kind, &bytes)?),
+            FrameKind::PullRefused => Body::PullRefused(parse(kind, &bytes)?),
+            FrameKind::PushRefused => Body::PushRefused(parse(kind, &bytes)?),
+            FrameKind::Close => Body::Close(parse(kind, &bytes)?),
+            FrameKind::PullData => Body::PullData(parse(kind, &bytes)?),
         })
     }
 
     /// The kind of frame that this is the header part of.
     #[must_use]
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> FrameKind {
         match self {
-            Body::Hello(_) => Kind::Hello,
-            Body::Welcome(_) => Kind::Welcome,
-            Body::Reject(_) => Kind::Reject,
-            Body::Message(_) => Kind::Message,
-            Body::Push(_) => Kind::Push,
-            Body::Wrote(_) => Kind::Wrote,
-            Body::Window(_) => Kind::Window,
-            Body::PullRequest(_) => Kind::PullRequest,
-            Body::PullCancel(_) => Kind::PullCancel,
-            Body::PullRefused(_) => Kind::PullRefused,
-            Body::PushRefused(_) => Kind::PushRefused,
-            Body::Close(_) => Kind::Close,
-            Body::PullData(_) => Kind::PullData,
+            Body::Hello(_) => FrameKind::Hello,
+            Body::Welcome(_) => FrameKind::Welcome,
+            Body::Reject(_) => FrameKind::Reject,
+            Body::Message(_) => FrameKind::Message,
+            Body::Push(_) => FrameKind::Push,
+            Body::Wrote(_) => FrameKind::Wrote,
+            Body::Window(_) => FrameKind::Window,
+            Body::PullRequest(_) => FrameKind::PullRequest,
+            Body::PullCancel(_) => FrameKind::PullCancel,
+            Body::PullRefused(_) => FrameKind::PullRefused,
+            Body::PushRefused(_) => FrameKind::PushRefused,
+            Body::Close(_) => FrameKind::Close,
+            Body::PullData(_) => FrameKind::PullData,
         }
     }
 

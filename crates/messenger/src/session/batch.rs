@@ -12,8 +12,8 @@ use tokio::io::AsyncWrite;
 use tokio::sync::oneshot;
 
 use crate::Message;
-use crate::frame::{self, Body, Close, Kind, Push, Wrote};
-use crate::transport::ofi::{Link, Piece};
+use crate::frame::{self, Body, Close, FrameKind, Push, Wrote};
+use crate::transport::ofi::{Link, PacketContent};
 
 /// Payloads up to this many bytes are copied next to their headers: cheaper than a part of their own.
 const COPY_MAX_BYTES: usize = 512;
@@ -27,19 +27,19 @@ const SCRATCH_BYTES: usize = 64 << 10;
 /// A frame that is numbered and kept until the peer has acknowledged it.
 pub(super) enum Sequenced {
     Message(Message),
-    Push(Push, Payload, Option<Target>),
+    Push(Push, Payload, Option<PushDestination>),
 }
 
 /// Where pushed data goes by a one-sided transfer, if it goes over that transport.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Target {
+pub(super) struct PushDestination {
     pub(super) transport: u64,
     pub(super) region: fabric::RemoteRegion,
     /// Offset within the region.
     pub(super) offset: usize,
 }
 
-enum Part {
+enum FrameBytes {
     Head(Range<usize>),
     Data(Bytes),
 }
@@ -48,7 +48,7 @@ enum Part {
 #[derive(Default)]
 pub(super) struct Batch {
     heads: Vec<u8>,
-    parts: Vec<Part>,
+    parts: Vec<FrameBytes>,
     bytes: usize,
     frames: usize,
     /// Messages among them that are sent for the first time.
@@ -62,7 +62,7 @@ pub(super) struct Batch {
     /// The link that the batch goes over, if it is one that moves memory by itself.
     link: Option<Arc<Link>>,
     /// What is written to the peer's memory before the frames are sent.
-    pub(super) writes: Vec<(Bytes, Target)>,
+    pub(super) writes: Vec<(Bytes, PushDestination)>,
 }
 
 impl Batch {
@@ -90,34 +90,41 @@ impl Batch {
         self.push(body.kind(), 0, ack, &Payload::default(), |out| body.encode(out));
     }
 
-    pub(super) fn push_bulk(&mut self, kind: Kind, seq: u64, ack: u64, body: &Body, payload: &Payload) {
+    pub(super) fn push_bulk(&mut self, kind: FrameKind, seq: u64, ack: u64, body: &Body, payload: &Payload) {
         self.push(kind, seq, ack, payload, |out| body.encode(out));
     }
 
     pub(super) fn push_sequenced(&mut self, frame: &Sequenced, seq: u64, ack: u64) {
         match frame {
             Sequenced::Message(Message { header, payload }) => {
-                self.push(Kind::Message, seq, ack, payload, |out| out.extend_from_slice(header));
+                self.push(FrameKind::Message, seq, ack, payload, |out| out.extend_from_slice(header));
             }
             Sequenced::Push(push, payload, target) => match target.filter(|t| self.can_write(t, payload)) {
                 Some(target) => {
                     let checksums = payload.checksums().iter().flat_map(|sum| sum.to_le_bytes()).collect();
                     let Push { offer, offset } = *push;
                     let wrote = Wrote { offer, offset, len: payload.len() as u32, checksums };
-                    self.push_bulk(Kind::Wrote, seq, ack, &Body::Wrote(wrote), &Payload::default());
+                    self.push_bulk(FrameKind::Wrote, seq, ack, &Body::Wrote(wrote), &Payload::default());
                     self.writes.push((payload.data().clone(), target));
                 }
-                None => self.push_bulk(Kind::Push, seq, ack, &Body::Push(*push), payload),
+                None => self.push_bulk(FrameKind::Push, seq, ack, &Body::Push(*push), payload),
             },
         }
     }
 
-    fn can_write(&self, target: &Target, payload: &Payload) -> bool {
+    fn can_write(&self, target: &PushDestination, payload: &Payload) -> bool {
         let link = self.link.as_ref().filter(|link| link.transport_number() == target.transport);
         link.is_some_and(|link| link.can_write(payload.data()))
     }
 
-    fn push(&mut self, kind: Kind, seq: u64, ack: u64, payload: &Payload, header: impl FnOnce(&mut Vec<u8>)) {
+    fn push(
+        &mut self,
+        kind: FrameKind,
+        seq: u64,
+        ack: u64,
+        payload: &Payload,
+        header: impl FnOnce(&mut Vec<u8>),
+    ) {
         let start = self.heads.len();
         frame::encode_head(&mut self.heads, kind, seq, ack, payload, header);
         let copied = payload.len() <= COPY_MAX_BYTES;
@@ -126,11 +133,11 @@ impl Batch {
         }
         let end = self.heads.len();
         match self.parts.last_mut() {
-            Some(Part::Head(last)) => last.end = end,
-            _ => self.parts.push(Part::Head(start..end)),
+            Some(FrameBytes::Head(last)) => last.end = end,
+            _ => self.parts.push(FrameBytes::Head(start..end)),
         }
         if !copied {
-            self.parts.push(Part::Data(payload.data().clone()));
+            self.parts.push(FrameBytes::Data(payload.data().clone()));
         }
         self.frames += 1;
         self.bytes += end - start + if copied { 0 } else { payload.len() };
@@ -172,20 +179,20 @@ impl Batch {
     }
 
     /// The parts of bytes `range`.
-    pub(super) fn pieces(&self, range: Range<usize>) -> Vec<Piece<'_>> {
+    pub(super) fn pieces(&self, range: Range<usize>) -> Vec<PacketContent<'_>> {
         let mut pieces = Vec::new();
         let mut at = 0;
         for part in &self.parts {
             let len = match part {
-                Part::Head(head) => head.len(),
-                Part::Data(data) => data.len(),
+                FrameBytes::Head(head) => head.len(),
+                FrameBytes::Data(data) => data.len(),
             };
             let (from, to) = (range.start.max(at), range.end.min(at + len));
             if from < to {
                 let inside = from - at..to - at;
                 pieces.push(match part {
-                    Part::Head(head) => Piece::Copied(&self.heads[head.clone()][inside]),
-                    Part::Data(data) => Piece::Shared(data.slice(inside)),
+                    FrameBytes::Head(head) => PacketContent::Copied(&self.heads[head.clone()][inside]),
+                    FrameBytes::Data(data) => PacketContent::Shared(data.slice(inside)),
                 });
             }
             at += len;
@@ -212,8 +219,8 @@ impl Batch {
 
     fn part(&self, index: usize) -> &[u8] {
         match &self.parts[index] {
-            Part::Head(range) => &self.heads[range.clone()],
-            Part::Data(data) => data,
+            FrameBytes::Head(range) => &self.heads[range.clone()],
+            FrameBytes::Data(data) => data,
         }
     }
 
@@ -279,7 +286,9 @@ mod tests {
         let packets = batch.packets(8000, 4);
         assert_eq!(packets.len(), 1);
         match batch.pieces(packets[0].clone()).as_slice() {
-            [Piece::Copied(_), Piece::Shared(data)] => assert_eq!(data.as_ptr(), payload.data().as_ptr()),
+            [PacketContent::Copied(_), PacketContent::Shared(data)] => {
+                assert_eq!(data.as_ptr(), payload.data().as_ptr())
+            }
             other => panic!("{other:?}"),
         }
     }

@@ -12,19 +12,19 @@ use tokio::sync::{AcquireError, oneshot};
 use tokio::time::timeout;
 use wire::{BulkDescriptor, BulkDirection};
 
-use super::batch::Target;
+use super::batch::PushDestination;
 use super::exposed::Offered;
 use super::inbound::charge;
 use super::one_sided::NotPulled;
 use super::outbound::Chunk;
-use super::pulls::Done;
-use super::range::{Range, chunk_len, locate};
-use super::{Shared, Status};
+use super::pulls::PullWaiter;
+use super::range::{OfferRange, chunk_len, locate};
+use super::{ConnectionState, Shared};
 use crate::frame::{Body, Push};
 use crate::transport::ofi::packet::EAGER_BYTES;
 use crate::{
-    BulkRegion, BulkSink, BulkSource, Connection, Event, Incoming, Limits, Message, MessengerError, PeerInfo,
-    Pulled, Result,
+    BulkRegion, BulkSink, BulkSource, Connection, ConnectionEvent, Incoming, Limits, Message, MessengerError,
+    PeerInfo, Pulled, Result,
 };
 
 /// Ends the session when the last of its handles is gone.
@@ -75,14 +75,14 @@ impl Shared {
         Ok(())
     }
 
-    async fn pull(&self, at: Range, dest: ArenaBuf) -> Result<Pulled> {
+    async fn pull(&self, at: OfferRange, dest: ArenaBuf) -> Result<Pulled> {
         let _slot = self.pull_slots.acquire().await.map_err(|_| self.loss())?;
         let (done, answer) = oneshot::channel();
         let _guard = self.begin_pull(&at, dest, done)?;
         answer.await.unwrap_or_else(|_| Err(self.loss()))
     }
 
-    fn begin_pull(&self, at: &Range, dest: ArenaBuf, done: Done) -> Result<PullGuard<'_>> {
+    fn begin_pull(&self, at: &OfferRange, dest: ArenaBuf, done: PullWaiter) -> Result<PullGuard<'_>> {
         let mut state = self.lock();
         Self::check_open(&state)?;
         let request = state.pulls.begin(at.key, at.offset, at.phase, dest, done);
@@ -100,7 +100,7 @@ impl Shared {
     async fn pull_any(
         &self,
         from: &BulkDescriptor,
-        at: Range,
+        at: OfferRange,
         dest: ArenaBuf,
         limit: Duration,
     ) -> Result<Pulled> {
@@ -111,7 +111,7 @@ impl Shared {
         }
     }
 
-    async fn push(&self, to: &BulkDescriptor, mut at: Range, payload: Payload) -> Result<()> {
+    async fn push(&self, to: &BulkDescriptor, mut at: OfferRange, payload: Payload) -> Result<()> {
         let (data, checksums) = payload.into_parts();
         let (mut data, mut checksums) = (data, checksums.as_slice());
         let mut placed = None;
@@ -143,7 +143,7 @@ impl Shared {
         &self,
         push: Push,
         payload: Payload,
-        target: Option<Target>,
+        target: Option<PushDestination>,
         tell: Option<oneshot::Sender<()>>,
     ) -> Result<()> {
         let room = self.push_room.acquire_many(payload.len() as u32).await.map_err(|_| self.loss())?;
@@ -167,11 +167,11 @@ impl Shared {
         let _ = self.ended.subscribe().wait_for(|ended| *ended).await;
     }
 
-    fn poll_event(&self, cx: &Context<'_>) -> Poll<Event> {
+    fn poll_event(&self, cx: &Context<'_>) -> Poll<ConnectionEvent> {
         let mut state = self.lock();
         match state.inbound.pop() {
             Some((event, grant)) => {
-                if grant && state.status == Status::Open {
+                if grant && state.status == ConnectionState::Open {
                     state.outbound.want_window();
                     drop(state);
                     self.wake_writer.notify_one();
@@ -278,7 +278,7 @@ impl Connection for SessionConnection {
 }
 
 impl Incoming for SessionIncoming {
-    fn next(&mut self) -> BoxFuture<'_, Event> {
+    fn next(&mut self) -> BoxFuture<'_, ConnectionEvent> {
         Box::pin(poll_fn(|cx| self.shared.poll_event(cx)))
     }
 }

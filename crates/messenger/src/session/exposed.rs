@@ -19,35 +19,35 @@ pub(super) enum Offered {
 }
 
 /// What the peer can reach of an offer.
-pub(super) struct Exposed {
+pub(super) struct ExposedOffer {
     /// Taken when the peer's access ends.
     region: Option<MemoryRegion>,
     remote: RemoteMemory,
     /// Of a sink: what is written to, and what was.
     room: Option<Arc<ArenaBuf>>,
-    written: Vec<Written>,
+    written: Vec<PeerWrite>,
 }
 
 /// A part of a sink that the peer has written.
-pub(super) struct Written {
+pub(super) struct PeerWrite {
     offset: u64,
     payload_phase: u64,
     len: usize,
     checksums: Vec<u32>,
 }
 
-impl Exposed {
+impl ExposedOffer {
     /// Lets the peer reach what is offered, over `link`. `None` if the memory is not such that it can.
-    pub(super) fn of(what: &Offered, link: &Link) -> Option<Exposed> {
+    pub(super) fn of(what: &Offered, link: &Link) -> Option<ExposedOffer> {
         let (memory, checksums, room) = match what {
             Offered::Source(source) => {
                 let (data, checksums) = source.memory()?.into_parts();
                 let checksums = checksums.iter().flat_map(|sum| sum.to_le_bytes()).collect();
-                (fabric::Exposed::Bytes(data), checksums, None)
+                (fabric::ExposedMemory::Bytes(data), checksums, None)
             }
             Offered::Sink(sink, _) => {
                 let room = Arc::new(link.room(usize::try_from(sink.len()).ok()?)?);
-                (fabric::Exposed::Buffer(Arc::clone(&room)), Vec::new(), Some(room))
+                (fabric::ExposedMemory::Buffer(Arc::clone(&room)), Vec::new(), Some(room))
             }
         };
         let region = link.expose(memory).inspect_err(|e| {
@@ -58,7 +58,7 @@ impl Exposed {
         let fabric::RemoteRegion { key, base, len } = region.remote();
         let segments = vec![BulkSegment { address: base, key, len }];
         let remote = RemoteMemory { transport: link.transport_number(), segments, checksums };
-        Some(Exposed { region: Some(region), remote, room, written: Vec::new() })
+        Some(ExposedOffer { region: Some(region), remote, room, written: Vec::new() })
     }
 
     pub(super) fn remote(&self) -> RemoteMemory {
@@ -88,7 +88,7 @@ impl Exposed {
         }
         let Some(room) = self.room.take().and_then(Arc::into_inner) else { return };
         let data = room.freeze();
-        for Written { offset, payload_phase, len, checksums } in self.written.drain(..) {
+        for PeerWrite { offset, payload_phase, len, checksums } in self.written.drain(..) {
             let part = data.slice(offset as usize..offset as usize + len);
             let taken = Payload::from_parts(payload_phase, part, checksums)
                 .is_ok_and(|payload| sink.write(offset, payload));
@@ -99,12 +99,12 @@ impl Exposed {
     }
 
     /// What the peer says it has written, if it may have, and the memory that it is in.
-    pub(super) fn place(&self, wrote: &Wrote, phase: u64) -> Result<(Arc<ArenaBuf>, Written), String> {
-        Ok((self.written_room(wrote, phase)?, Written::new(wrote, phase)?))
+    pub(super) fn place(&self, wrote: &Wrote, phase: u64) -> Result<(Arc<ArenaBuf>, PeerWrite), String> {
+        Ok((self.written_room(wrote, phase)?, PeerWrite::new(wrote, phase)?))
     }
 
     /// The peer has written this, and it was verified.
-    pub(super) fn keep(&mut self, written: Written) {
+    pub(super) fn keep(&mut self, written: PeerWrite) {
         self.written.push(written);
     }
 
@@ -119,15 +119,15 @@ impl Exposed {
     }
 }
 
-impl Written {
-    fn new(wrote: &Wrote, phase: u64) -> Result<Written, String> {
+impl PeerWrite {
+    fn new(wrote: &Wrote, phase: u64) -> Result<PeerWrite, String> {
         let payload_phase = (phase + wrote.offset % BLOCK) % BLOCK;
         let (sums, rest) = wrote.checksums.as_chunks::<4>();
         let checksums: Vec<u32> = sums.iter().map(|sum| u32::from_le_bytes(*sum)).collect();
         if checksums.len() as u64 != piece_count(payload_phase, u64::from(wrote.len)) || !rest.is_empty() {
             return Err("it has not a checksum for each piece".into());
         }
-        Ok(Written { offset: wrote.offset, payload_phase, len: wrote.len as usize, checksums })
+        Ok(PeerWrite { offset: wrote.offset, payload_phase, len: wrote.len as usize, checksums })
     }
 
     /// Compares the checksums with what is in the sink's memory.

@@ -10,10 +10,10 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 
-use super::task::End;
+use super::task::TransportEnd;
 use super::{Shared, State};
 use crate::config::{REST_MAX, SessionConfig};
-use crate::stack::Registration;
+use crate::stack::RegistryPlace;
 use crate::transport::ofi::Link;
 
 impl State {
@@ -27,7 +27,11 @@ impl State {
 impl Shared {
     /// Sends a heartbeat when there was nothing else to send; ends when the peer was silent for too long, or keeps memory of
     /// this side that only the transport's end gives back. What the peer does beside heartbeats keeps the session's `place`.
-    pub(super) async fn watch_peer(&self, link: Option<&Link>, place: Option<&Registration>) -> End {
+    pub(super) async fn watch_peer(
+        &self,
+        link: Option<&Link>,
+        place: Option<&RegistryPlace>,
+    ) -> TransportEnd {
         let SessionConfig { heartbeat, grace, rest, .. } = self.config;
         // What was promised on another transport holds no longer.
         self.peer_quiet_ms.store(0, Ordering::Relaxed);
@@ -54,12 +58,12 @@ impl Shared {
             };
             if silent >= grace + self.peer_quiet(heartbeat) {
                 self.metrics.heartbeats_missed.increment(1);
-                return End::Silent(format!("the peer was silent for {silent:?}"));
+                return TransportEnd::Silent(format!("the peer was silent for {silent:?}"));
             }
             if let Some(link) = link {
                 link.rest();
                 if let Some(reason) = self.overstayed(link) {
-                    return End::Broken(reason);
+                    return TransportEnd::Broken(reason);
                 }
             }
             let before = std::mem::replace(&mut progress, self.progress());

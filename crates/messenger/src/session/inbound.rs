@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::task::Waker;
 
 use crate::config::MESSAGE_OVERHEAD;
-use crate::{Event, Message, MessengerError};
+use crate::{ConnectionEvent, Message, MessengerError};
 
 /// Bytes received, each frame counted with its overhead, after which an acknowledgement does not wait for its timer.
 const ACK_BYTES: u64 = 512 << 10;
@@ -19,7 +19,7 @@ pub(super) fn charge(message: &Message) -> u64 {
 
 /// The incoming half of a session's state.
 pub(super) struct Inbound {
-    events: VecDeque<Event>,
+    events: VecDeque<ConnectionEvent>,
     info: usize,
     waker: Option<Waker>,
     /// Nobody takes events any more; messages are dropped.
@@ -36,7 +36,7 @@ pub(super) struct Inbound {
 }
 
 /// Whether a sequenced frame is the next one.
-pub(super) enum Order {
+pub(super) enum Arrival {
     Next,
     /// It came before; it is dropped.
     Repeated,
@@ -73,9 +73,9 @@ impl Inbound {
     ///
     /// # Errors
     /// If frames before it are missing.
-    pub(super) fn on_sequenced(&mut self, seq: u64, len: usize) -> Result<Order, MessengerError> {
+    pub(super) fn on_sequenced(&mut self, seq: u64, len: usize) -> Result<Arrival, MessengerError> {
         if seq <= self.received {
-            return Ok(Order::Repeated);
+            return Ok(Arrival::Repeated);
         }
         if seq != self.received + 1 {
             let expected = self.received + 1;
@@ -83,7 +83,7 @@ impl Inbound {
         }
         self.received = seq;
         self.unreported_bytes += len as u64 + MESSAGE_OVERHEAD;
-        Ok(Order::Next)
+        Ok(Arrival::Next)
     }
 
     /// Queues a message for the user. Returns whether its credits are to be returned at once.
@@ -99,28 +99,28 @@ impl Inbound {
         if self.deaf {
             return Ok(self.give_back(charge));
         }
-        self.events.push_back(Event::Message(message));
+        self.events.push_back(ConnectionEvent::Message(message));
         Ok(false)
     }
 
     /// Queues an event that is no message.
-    pub(super) fn push_info(&mut self, event: Event) {
-        if matches!(event, Event::Lost(_)) || (self.info < MAX_INFO && !self.deaf) {
+    pub(super) fn push_info(&mut self, event: ConnectionEvent) {
+        if matches!(event, ConnectionEvent::Lost(_)) || (self.info < MAX_INFO && !self.deaf) {
             self.info += 1;
             self.events.push_back(event);
         }
     }
 
     /// The next event, and whether credits are to be sent to the peer. [`Event::Lost`] stays.
-    pub(super) fn pop(&mut self) -> Option<(Event, bool)> {
+    pub(super) fn pop(&mut self) -> Option<(ConnectionEvent, bool)> {
         match self.events.pop_front()? {
-            Event::Message(message) => {
+            ConnectionEvent::Message(message) => {
                 let grant = self.give_back(charge(&message));
-                Some((Event::Message(message), grant))
+                Some((ConnectionEvent::Message(message), grant))
             }
-            Event::Lost(why) => {
-                self.events.push_front(Event::Lost(why.clone()));
-                Some((Event::Lost(why), false))
+            ConnectionEvent::Lost(why) => {
+                self.events.push_front(ConnectionEvent::Lost(why.clone()));
+                Some((ConnectionEvent::Lost(why), false))
             }
             info => {
                 self.info -= 1;
@@ -140,10 +140,10 @@ impl Inbound {
     }
 
     /// Nobody will take events any more. Returns those that waited.
-    pub(super) fn deafen(&mut self) -> VecDeque<Event> {
+    pub(super) fn deafen(&mut self) -> VecDeque<ConnectionEvent> {
         self.deaf = true;
         for event in &self.events {
-            if let Event::Message(message) = event {
+            if let ConnectionEvent::Message(message) = event {
                 self.taken += charge(message);
             }
         }
@@ -210,8 +210,8 @@ mod tests {
     #[test]
     fn frames_are_taken_once_and_without_gaps() {
         let mut inbound = Inbound::new(1 << 20);
-        assert!(matches!(inbound.on_sequenced(1, 0), Ok(Order::Next)));
-        assert!(matches!(inbound.on_sequenced(1, 0), Ok(Order::Repeated)));
+        assert!(matches!(inbound.on_sequenced(1, 0), Ok(Arrival::Next)));
+        assert!(matches!(inbound.on_sequenced(1, 0), Ok(Arrival::Repeated)));
         assert!(inbound.on_sequenced(3, 0).is_err());
         assert!(inbound.owes_ack());
         inbound.on_reported();
@@ -222,15 +222,15 @@ mod tests {
     fn the_end_is_told_again_and_again_and_news_nobody_takes_are_bounded() {
         let mut inbound = Inbound::new(1 << 20);
         for _ in 0..1000 {
-            inbound.push_info(Event::Interrupted);
+            inbound.push_info(ConnectionEvent::Interrupted);
         }
-        inbound.push_info(Event::Lost(MessengerError::SessionLost("gone".into())));
+        inbound.push_info(ConnectionEvent::Lost(MessengerError::SessionLost("gone".into())));
         let mut news = 0;
-        while let Some((Event::Interrupted, _)) = inbound.pop() {
+        while let Some((ConnectionEvent::Interrupted, _)) = inbound.pop() {
             news += 1;
         }
         assert_eq!(news, MAX_INFO);
-        assert!(matches!(inbound.pop(), Some((Event::Lost(_), _))));
-        assert!(matches!(inbound.pop(), Some((Event::Lost(_), _))));
+        assert!(matches!(inbound.pop(), Some((ConnectionEvent::Lost(_), _))));
+        assert!(matches!(inbound.pop(), Some((ConnectionEvent::Lost(_), _))));
     }
 }

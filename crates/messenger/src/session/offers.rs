@@ -10,10 +10,10 @@ use tokio::task::AbortHandle;
 use tokio::time::{Instant, timeout};
 use wire::{BulkDescriptor, BulkDirection, BulkOwner, BulkSegment, MemoryKind};
 
-use super::exposed::{Exposed, Offered};
+use super::exposed::{ExposedOffer, Offered};
 use super::outbound::Chunk;
 use super::range::{check_range, chunk_len};
-use super::{Shared, Side, Status};
+use super::{ConnectionSide, ConnectionState, Shared};
 use crate::config::MAX_PULLS;
 use crate::frame::{Body, PullData, PullRefused, PullRequest, Push, PushRefused, Refusal};
 use crate::{BulkRegion, BulkSink, BulkSource, MessengerError};
@@ -31,7 +31,7 @@ struct Offer {
     what: Offered,
     expires: Instant,
     /// What the peer can reach of it by itself.
-    exposed: Option<Exposed>,
+    exposed: Option<ExposedOffer>,
 }
 
 /// The offers, and the pulls that are being served.
@@ -69,7 +69,7 @@ impl Offers {
     }
 
     /// A sink that the peer has written to, with its phase.
-    pub(super) fn exposed_sink(&mut self, offer: u64) -> Result<(&mut Exposed, u64), String> {
+    pub(super) fn exposed_sink(&mut self, offer: u64) -> Result<(&mut ExposedOffer, u64), String> {
         self.live(offer)?;
         match self.active.get_mut(&offer) {
             Some(Offer { what: Offered::Sink(_, phase), exposed: Some(exposed), .. }) => {
@@ -141,8 +141,10 @@ impl Shared {
         let link = state.link.clone();
         drop(state);
         // Registering memory takes its time.
-        let exposed = link.filter(|_| self.side == Side::Client).and_then(|link| Exposed::of(&what, &link));
-        let remote = exposed.as_ref().map(Exposed::remote);
+        let exposed = link
+            .filter(|_| self.side == ConnectionSide::Client)
+            .and_then(|link| ExposedOffer::of(&what, &link));
+        let remote = exposed.as_ref().map(ExposedOffer::remote);
         let mut state = self.lock();
         Self::check_open(&state)?;
         let expires = Instant::now() + ttl;
@@ -237,7 +239,8 @@ impl Shared {
     /// Queues a chunk of a pull that is being served. `false` if the peer wants it no more.
     fn queue_data(&self, offer: u64, data: PullData, payload: Payload) -> Result<bool, String> {
         let mut state = self.lock();
-        if matches!(state.status, Status::Lost(_)) || !state.offers.serving.contains_key(&data.pull) {
+        if matches!(state.status, ConnectionState::Lost(_)) || !state.offers.serving.contains_key(&data.pull)
+        {
             return Ok(false);
         }
         state.offers.live(offer)?;

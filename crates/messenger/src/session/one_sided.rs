@@ -11,12 +11,12 @@ use futures::stream::{FuturesUnordered, StreamExt};
 use wire::{BulkDescriptor, BulkOwner, BulkSegment, RemoteMemory};
 
 use super::Shared;
-use super::batch::Target;
-use super::range::Range;
-use super::reader::Fault;
+use super::batch::PushDestination;
+use super::range::OfferRange;
+use super::reader::ReadFailure;
 use crate::config::MAX_CHUNK;
 use crate::frame::{Body, FrameError, PushRefused, Wrote};
-use crate::transport::ofi::{Landing, Link, LinkFailed};
+use crate::transport::ofi::{LandingBuffer, Link, LinkFailed};
 use crate::{MessengerError, Pulled};
 
 /// Most bytes that one read brings: while it is verified, the next ones are on their way.
@@ -42,7 +42,7 @@ impl Shared {
     }
 
     /// The peer says that it has written to a sink. The bytes are what they are from now on: it has said so.
-    pub(super) fn on_landed(&self, wrote: &Wrote) -> Result<(), Fault> {
+    pub(super) fn on_landed(&self, wrote: &Wrote) -> Result<(), ReadFailure> {
         let place = self
             .lock()
             .offers
@@ -74,17 +74,17 @@ impl Shared {
     }
 
     /// Where `len` bytes at `offset` of an offer are written to, if that can be done by a one-sided transfer.
-    pub(super) fn target(&self, offer: &BulkDescriptor, offset: u64, len: u64) -> Option<Target> {
+    pub(super) fn target(&self, offer: &BulkDescriptor, offset: u64, len: u64) -> Option<PushDestination> {
         let (_, remote) = self.reach(offer)?;
         let (region, offset) = region_of(remote, offset, len)?;
-        Some(Target { transport: remote.transport, region, offset })
+        Some(PushDestination { transport: remote.transport, region, offset })
     }
 
     /// Reads what the peer has exposed. `Err` with the buffer if it has to go by frames.
     pub(super) async fn pull_one_sided(
         &self,
         offer: &BulkDescriptor,
-        at: &Range,
+        at: &OfferRange,
         dest: ArenaBuf,
         limit: Duration,
     ) -> Result<Pulled, NotPulled> {
@@ -105,7 +105,7 @@ impl Shared {
         self.metrics.pulls.increment(1);
         self.stir(&mut self.lock());
         let reads =
-            Reading { shared: self, link: &link, remote, at, landing: &landing, checksums: &checksums };
+            PullReads { shared: self, link: &link, remote, at, landing: &landing, checksums: &checksums };
         match reads.all(len, Instant::now() + limit + self.config.grace).await {
             Ok(()) => match landing.into_buffer() {
                 Some(buf) => Ok(Pulled { buf, checksums }),
@@ -139,7 +139,12 @@ fn region_of(remote: &RemoteMemory, offset: u64, len: u64) -> Option<(fabric::Re
 }
 
 /// The checksums of what is to be pulled; `None` if the descriptor has not those of its pieces.
-fn checksums_of(remote: &RemoteMemory, at: &Range, offer: &BulkDescriptor, len: usize) -> Option<Vec<u32>> {
+fn checksums_of(
+    remote: &RemoteMemory,
+    at: &OfferRange,
+    offer: &BulkDescriptor,
+    len: usize,
+) -> Option<Vec<u32>> {
     let phase = u64::from(offer.phase);
     let start = at.offset - offer.segments.first()?.address;
     let first = if start == 0 { 0 } else { piece_count(phase, start) };
@@ -147,16 +152,16 @@ fn checksums_of(remote: &RemoteMemory, at: &Range, offer: &BulkDescriptor, len: 
 }
 
 /// The reads of one pull.
-struct Reading<'a> {
+struct PullReads<'a> {
     shared: &'a Shared,
     link: &'a Link,
     remote: &'a RemoteMemory,
-    at: &'a Range,
-    landing: &'a Arc<Landing>,
+    at: &'a OfferRange,
+    landing: &'a Arc<LandingBuffer>,
     checksums: &'a [u32],
 }
 
-impl Reading<'_> {
+impl PullReads<'_> {
     /// Reads everything, several reads at a time. When this returns, none is under way, unless the link has failed.
     async fn all(&self, len: usize, deadline: Instant) -> Result<(), String> {
         let mut turn = self.shared.turns.turn(self.at.key, len as u64);

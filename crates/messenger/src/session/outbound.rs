@@ -6,10 +6,10 @@ use std::time::Duration;
 use base::block::Payload;
 use tokio::sync::oneshot;
 
-use super::batch::{Batch, Sequenced, Target};
+use super::batch::{Batch, PushDestination, Sequenced};
 use super::inbound::charge;
 use crate::config::MAX_CREDIT_BYTES;
-use crate::frame::{Body, Kind, PullData, Push, Window};
+use crate::frame::{Body, FrameKind, PullData, Push, Window};
 use crate::{Message, MessengerError};
 
 /// Most control frames that wait. Only a peer that asks and does not read the answers makes it so many.
@@ -25,7 +25,7 @@ const BATCH_FRAMES: usize = 128;
 pub(super) enum Chunk {
     Data(PullData, Payload),
     /// The sender is told when the chunk has its place in the order.
-    Push(Push, Payload, Option<Target>, Option<oneshot::Sender<()>>),
+    Push(Push, Payload, Option<PushDestination>, Option<oneshot::Sender<()>>),
 }
 
 /// Lanes in order of priority, and the frames sent and not acknowledged.
@@ -208,7 +208,7 @@ impl Outbound {
         if self.written == self.unacked.len() {
             match self.bulk.pop_front() {
                 Some(Chunk::Data(data, payload)) => {
-                    batch.push_bulk(Kind::PullData, 0, ack, &Body::PullData(data), &payload);
+                    batch.push_bulk(FrameKind::PullData, 0, ack, &Body::PullData(data), &payload);
                     batch.bulk_slots += 1;
                 }
                 Some(Chunk::Push(push, payload, target, placed)) => {
@@ -280,8 +280,11 @@ mod tests {
         outbound.push_chunk(push(10));
         let again = gathered(&mut outbound);
         assert_eq!(numbers(&again), [2, 3, 4, 5]);
-        let kinds: Vec<Kind> = again.iter().map(|f| f.header.kind).collect();
-        assert_eq!(kinds, [Kind::Window, Kind::Message, Kind::Push, Kind::Message, Kind::Push]);
+        let kinds: Vec<FrameKind> = again.iter().map(|f| f.header.kind).collect();
+        assert_eq!(
+            kinds,
+            [FrameKind::Window, FrameKind::Message, FrameKind::Push, FrameKind::Message, FrameKind::Push]
+        );
         assert!(outbound.on_ack(6, &mut freed).is_err(), "frame 6 was never sent");
         outbound.on_ack(5, &mut freed).expect("it was sent");
         outbound.on_ack(3, &mut freed).expect("an old acknowledgement says nothing");
@@ -296,8 +299,11 @@ mod tests {
         outbound.push_message(message("m"));
         outbound.push_control(Body::PullCancel(frame::PullCancel { pull: 1 })).expect("room");
         let kinds = |frames: Vec<Frame>| frames.iter().map(|f| f.header.kind).collect::<Vec<_>>();
-        assert_eq!(kinds(gathered(&mut outbound)), [Kind::PullCancel, Kind::Message, Kind::Push]);
-        assert_eq!(kinds(gathered(&mut outbound)), [Kind::Push]);
+        assert_eq!(
+            kinds(gathered(&mut outbound)),
+            [FrameKind::PullCancel, FrameKind::Message, FrameKind::Push]
+        );
+        assert_eq!(kinds(gathered(&mut outbound)), [FrameKind::Push]);
         assert_eq!(kinds(gathered(&mut outbound)), []);
     }
 

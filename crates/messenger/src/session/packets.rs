@@ -8,7 +8,7 @@ use bytes::{Buf, Bytes, BytesMut};
 
 use super::Shared;
 use super::batch::{Batch, Sequenced};
-use super::reader::Fault;
+use super::reader::ReadFailure;
 use crate::Message;
 use crate::MessengerError;
 use crate::frame::{self, Body, Frame, FrameHeader, HEADER_LEN, PullData};
@@ -18,9 +18,9 @@ use crate::transport::ofi::{Link, LinkFailed};
 /// Packets after which the reader lets others have a turn.
 const TURN: usize = 64;
 
-impl From<LinkFailed> for Fault {
-    fn from(e: LinkFailed) -> Fault {
-        Fault::Broken(e.0)
+impl From<LinkFailed> for ReadFailure {
+    fn from(e: LinkFailed) -> ReadFailure {
+        ReadFailure::Broken(e.0)
     }
 }
 
@@ -42,7 +42,7 @@ impl<'a> PacketReader<'a> {
     }
 
     /// Reads until that ends.
-    pub(super) async fn run(mut self) -> Fault {
+    pub(super) async fn run(mut self) -> ReadFailure {
         let mut turn = 0;
         loop {
             let packet = match self.link.receive().await {
@@ -59,7 +59,7 @@ impl<'a> PacketReader<'a> {
         }
     }
 
-    fn packet(&mut self, mut packet: Bytes) -> Result<(), Fault> {
+    fn packet(&mut self, mut packet: Bytes) -> Result<(), ReadFailure> {
         self.shared.metrics.received_bytes.increment(packet.len() as u64);
         if self.expected > 0 {
             packet = match self.more(packet)? {
@@ -80,10 +80,10 @@ impl<'a> PacketReader<'a> {
     }
 
     /// The first part of a frame that fills more than this packet.
-    fn begin(&mut self, packet: &Bytes) -> Result<(), Fault> {
+    fn begin(&mut self, packet: &Bytes) -> Result<(), ReadFailure> {
         let Some(fixed) = packet.first_chunk::<HEADER_LEN>() else {
             let wrong = "a packet that ends inside a frame's header".to_owned();
-            return Err(Fault::Fatal(MessengerError::Protocol(wrong)));
+            return Err(ReadFailure::Fatal(MessengerError::Protocol(wrong)));
         };
         let header = FrameHeader::decode(fixed, &self.shared.config.limits)?;
         self.expected = HEADER_LEN + header.body_len() + header.payload_len as usize;
@@ -93,7 +93,7 @@ impl<'a> PacketReader<'a> {
     }
 
     /// One more part of such a frame; returns what comes after it.
-    fn more(&mut self, mut packet: Bytes) -> Result<Option<Bytes>, Fault> {
+    fn more(&mut self, mut packet: Bytes) -> Result<Option<Bytes>, ReadFailure> {
         let missing = self.expected - self.partial.len();
         self.partial.extend_from_slice(&packet.split_to(missing.min(packet.len())));
         if self.partial.len() < self.expected {
@@ -109,7 +109,7 @@ impl<'a> PacketReader<'a> {
         Ok(Some(packet))
     }
 
-    fn frame(&mut self, frame: Frame) -> Result<(), Fault> {
+    fn frame(&mut self, frame: Frame) -> Result<(), ReadFailure> {
         let Frame { header, body, payload } = frame;
         if header.ack != self.last_ack {
             self.shared.on_ack(header.ack, &mut self.freed)?;
@@ -131,7 +131,7 @@ impl<'a> PacketReader<'a> {
         header: &FrameHeader,
         data: &PullData,
         payload: &base::block::Payload,
-    ) -> Result<(), Fault> {
+    ) -> Result<(), ReadFailure> {
         if let Some(mut dest) = self.shared.take_dest(data, header.phase, payload.len())? {
             dest.bytes().copy_from_slice(payload.data());
             metrics::counter!("outboard_messenger_copied_bytes").increment(payload.len() as u64);

@@ -15,7 +15,7 @@ use crate::frame::{Body, PullCancel, PullData, PullRefused, PullRequest, Refusal
 use crate::{MessengerError, Pulled};
 
 /// Who waits for a pull.
-pub(super) type Done = oneshot::Sender<Result<Pulled, MessengerError>>;
+pub(super) type PullWaiter = oneshot::Sender<Result<Pulled, MessengerError>>;
 
 /// Attempts at a pull, the first included. On the wire, an attempt is the pull's number plus its own: data of an earlier
 /// attempt that is still on its way is told apart, and dropped.
@@ -34,7 +34,7 @@ struct Pull {
     /// `None` while the reader has it.
     dest: Option<ArenaBuf>,
     checksums: Vec<u32>,
-    done: Done,
+    done: PullWaiter,
 }
 
 /// The pulls under way.
@@ -64,7 +64,7 @@ impl Pulls {
         start: u64,
         phase: u64,
         dest: ArenaBuf,
-        done: Done,
+        done: PullWaiter,
     ) -> PullRequest {
         self.last += ATTEMPTS;
         let len = dest.len();
@@ -142,9 +142,9 @@ impl Shared {
         data: &PullData,
         phase: u16,
         len: usize,
-    ) -> Result<Option<Destination<'a>>, MessengerError> {
+    ) -> Result<Option<PullBuffer<'a>>, MessengerError> {
         let taken = self.lock().pulls.take_dest(data, phase, len)?;
-        Ok(taken.map(|(filling, dest)| Destination { shared: self, filling, dest: Some(dest) }))
+        Ok(taken.map(|(filling, dest)| PullBuffer { shared: self, filling, dest: Some(dest) }))
     }
 
     /// Whether somebody still waits for the pull.
@@ -185,13 +185,13 @@ impl Shared {
 }
 
 /// The buffer of a pull while the reader has it. Dropped, it goes back to its pull, or to its pool if that was given up.
-pub(super) struct Destination<'a> {
+pub(super) struct PullBuffer<'a> {
     shared: &'a Shared,
     filling: Filling,
     dest: Option<ArenaBuf>,
 }
 
-impl Destination<'_> {
+impl PullBuffer<'_> {
     pub(super) fn pull(&self) -> u64 {
         self.filling.pull
     }
@@ -238,7 +238,7 @@ impl Destination<'_> {
     }
 }
 
-impl Drop for Destination<'_> {
+impl Drop for PullBuffer<'_> {
     fn drop(&mut self) {
         let Some(dest) = self.dest.take() else { return };
         let mut state = self.shared.lock();

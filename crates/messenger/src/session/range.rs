@@ -7,7 +7,7 @@ use crate::config::MAX_CHUNK;
 use crate::{MessengerError, Result};
 
 /// A range of one offer of the peer.
-pub(super) struct Range {
+pub(super) struct OfferRange {
     pub(super) key: u64,
     /// First byte within the offer.
     pub(super) offset: u64,
@@ -21,7 +21,7 @@ pub(super) fn locate(
     wanted: BulkDirection,
     offset: u64,
     len: u64,
-) -> Result<Range> {
+) -> Result<OfferRange> {
     let refused = |why: &str| Err(MessengerError::BulkRefused(why.to_owned()));
     if descriptor.owner != BulkOwner::Session {
         return refused("it names memory of a third party, which this stack cannot reach");
@@ -43,7 +43,7 @@ pub(super) fn locate(
     let Some(start) = segment.address.checked_add(offset).filter(|s| s.checked_add(len).is_some()) else {
         return refused("its address overflows");
     };
-    Ok(Range { key: segment.key, offset: start, phase: (phase + offset % BLOCK) % BLOCK })
+    Ok(OfferRange { key: segment.key, offset: start, phase: (phase + offset % BLOCK) % BLOCK })
 }
 
 /// Whether `offset..offset + len` is inside an offer of `room` bytes at `phase` and starts at a piece boundary.

@@ -13,8 +13,8 @@ use tokio::io::{AsyncRead, AsyncReadExt};
 
 use super::Shared;
 use super::batch::Sequenced;
-use super::inbound::Order;
-use super::pulls::Destination;
+use super::inbound::Arrival;
+use super::pulls::PullBuffer;
 use super::read_buffer::ReadBuffer;
 use crate::frame::{Body, FrameError, FrameHeader, HEADER_LEN, PullData, Push, Wrote};
 use crate::{Message, MessengerError};
@@ -33,7 +33,7 @@ const DISCARD: usize = 64 << 10;
 
 /// Why reading ended.
 #[derive(Debug)]
-pub(super) enum Fault {
+pub(super) enum ReadFailure {
     /// The transport broke.
     Broken(String),
     /// Bytes were changed on their way.
@@ -44,26 +44,30 @@ pub(super) enum Fault {
     Closed(String),
 }
 
-impl From<io::Error> for Fault {
-    fn from(e: io::Error) -> Fault {
-        Fault::Broken(e.to_string())
+impl From<io::Error> for ReadFailure {
+    fn from(e: io::Error) -> ReadFailure {
+        ReadFailure::Broken(e.to_string())
     }
 }
 
-impl From<FrameError> for Fault {
-    fn from(e: FrameError) -> Fault {
-        if e.is_damage() { Fault::Damaged(e) } else { Fault::Fatal(MessengerError::Protocol(e.to_string())) }
+impl From<FrameError> for ReadFailure {
+    fn from(e: FrameError) -> ReadFailure {
+        if e.is_damage() {
+            ReadFailure::Damaged(e)
+        } else {
+            ReadFailure::Fatal(MessengerError::Protocol(e.to_string()))
+        }
     }
 }
 
-impl From<MessengerError> for Fault {
-    fn from(e: MessengerError) -> Fault {
-        Fault::Fatal(e)
+impl From<MessengerError> for ReadFailure {
+    fn from(e: MessengerError) -> ReadFailure {
+        ReadFailure::Fatal(e)
     }
 }
 
 /// Reads one transport.
-pub(super) struct Reader<'a> {
+pub(super) struct FrameReader<'a> {
     shared: &'a Arc<Shared>,
     io: &'a mut (dyn AsyncRead + Send + Unpin),
     buf: ReadBuffer,
@@ -76,13 +80,24 @@ pub(super) struct Reader<'a> {
     freed: Vec<Sequenced>,
 }
 
-impl<'a> Reader<'a> {
-    pub(super) fn new(shared: &'a Arc<Shared>, io: &'a mut (dyn AsyncRead + Send + Unpin)) -> Reader<'a> {
-        Reader { shared, io, buf: ReadBuffer::new(), bulk: false, last_ack: 0, turn: 0, freed: Vec::new() }
+impl<'a> FrameReader<'a> {
+    pub(super) fn new(
+        shared: &'a Arc<Shared>,
+        io: &'a mut (dyn AsyncRead + Send + Unpin),
+    ) -> FrameReader<'a> {
+        FrameReader {
+            shared,
+            io,
+            buf: ReadBuffer::new(),
+            bulk: false,
+            last_ack: 0,
+            turn: 0,
+            freed: Vec::new(),
+        }
     }
 
     /// Reads until that ends.
-    pub(super) async fn run(mut self) -> Fault {
+    pub(super) async fn run(mut self) -> ReadFailure {
         loop {
             if let Err(fault) = self.frame().await {
                 return fault;
@@ -94,7 +109,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    async fn frame(&mut self) -> Result<(), Fault> {
+    async fn frame(&mut self) -> Result<(), ReadFailure> {
         self.fill(HEADER_LEN).await?;
         let fixed = self.buf.bytes.first_chunk::<HEADER_LEN>().expect("it was just filled");
         let header = FrameHeader::decode(fixed, &self.shared.config.limits)?;
@@ -119,7 +134,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    fn on_ack(&mut self, ack: u64) -> Result<(), Fault> {
+    fn on_ack(&mut self, ack: u64) -> Result<(), ReadFailure> {
         self.shared.on_ack(ack, &mut self.freed)?;
         self.freed.clear();
         self.last_ack = ack;
@@ -127,7 +142,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Reads until the buffer has `len` bytes.
-    async fn fill(&mut self, len: usize) -> Result<(), Fault> {
+    async fn fill(&mut self, len: usize) -> Result<(), ReadFailure> {
         while self.buf.bytes.len() < len {
             let missing = len - self.buf.bytes.len();
             let n = if self.bulk {
@@ -146,9 +161,9 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    fn heard(&mut self, n: usize) -> Result<(), Fault> {
+    fn heard(&mut self, n: usize) -> Result<(), ReadFailure> {
         if n == 0 {
-            return Err(Fault::Broken("the peer closed the transport connection".into()));
+            return Err(ReadFailure::Broken("the peer closed the transport connection".into()));
         }
         self.turn += n;
         self.shared.heard.store(true, Ordering::Relaxed);
@@ -157,7 +172,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Reads and verifies a payload.
-    async fn payload(&mut self, header: &FrameHeader, checksums: Vec<u32>) -> Result<Payload, Fault> {
+    async fn payload(&mut self, header: &FrameHeader, checksums: Vec<u32>) -> Result<Payload, ReadFailure> {
         let len = header.payload_len as usize;
         if len == 0 {
             return Ok(Payload::default());
@@ -168,7 +183,7 @@ impl<'a> Reader<'a> {
         Payload::from_parts(phase, data, checksums).map_err(|_| FrameError::Body(header.kind).into())
     }
 
-    async fn payload_bytes(&mut self, len: usize) -> Result<Bytes, Fault> {
+    async fn payload_bytes(&mut self, len: usize) -> Result<Bytes, ReadFailure> {
         if self.buf.bytes.len() < len && len <= READ_AHEAD_MAX {
             self.fill(len).await?;
         }
@@ -191,7 +206,7 @@ impl<'a> Reader<'a> {
         header: &FrameHeader,
         data: &PullData,
         sums: Vec<u32>,
-    ) -> Result<(), Fault> {
+    ) -> Result<(), ReadFailure> {
         let len = header.payload_len as usize;
         let Some(mut dest) = self.shared.take_dest(data, header.phase, len)? else {
             return self.discard(len).await;
@@ -209,7 +224,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Fills the destination, unless its pull is given up: then, returns how many bytes are left to be discarded.
-    async fn fill_destination(&mut self, dest: &mut Destination<'_>) -> Result<usize, Fault> {
+    async fn fill_destination(&mut self, dest: &mut PullBuffer<'_>) -> Result<usize, ReadFailure> {
         let pull = dest.pull();
         let bytes = dest.bytes();
         let mut at = self.buf.bytes.len().min(bytes.len());
@@ -232,7 +247,7 @@ impl<'a> Reader<'a> {
         Ok(0)
     }
 
-    async fn discard(&mut self, mut len: usize) -> Result<(), Fault> {
+    async fn discard(&mut self, mut len: usize) -> Result<(), ReadFailure> {
         loop {
             let here = self.buf.bytes.len().min(len);
             self.buf.bytes.advance(here);
@@ -272,7 +287,7 @@ impl Shared {
     }
 
     /// Handles a frame that has nothing to do with the stream or packet that it came in.
-    pub(super) fn on_control(self: &Arc<Self>, body: Body) -> Result<(), Fault> {
+    pub(super) fn on_control(self: &Arc<Self>, body: Body) -> Result<(), ReadFailure> {
         match body {
             Body::Window(window) => {
                 self.peer_quiet_ms.store(window.quiet_ms, Ordering::Relaxed);
@@ -291,29 +306,29 @@ impl Shared {
                 self.lock().offers.on_push_refused(refused);
                 Ok(())
             }
-            Body::Close(close) => Err(Fault::Closed(close.reason)),
+            Body::Close(close) => Err(ReadFailure::Closed(close.reason)),
             other => {
                 let wrong = format!("a {:?} frame where none belongs", other.kind());
-                Err(Fault::Fatal(MessengerError::Protocol(wrong)))
+                Err(ReadFailure::Fatal(MessengerError::Protocol(wrong)))
             }
         }
     }
 
-    pub(super) fn on_pushed(&self, seq: u64, push: Push, payload: Payload) -> Result<(), Fault> {
+    pub(super) fn on_pushed(&self, seq: u64, push: Push, payload: Payload) -> Result<(), ReadFailure> {
         match self.on_sequenced(seq, payload.len())? {
-            Order::Next => Ok(self.on_push(push, payload)?),
-            Order::Repeated => Ok(()),
+            Arrival::Next => Ok(self.on_push(push, payload)?),
+            Arrival::Repeated => Ok(()),
         }
     }
 
-    pub(super) fn on_wrote(&self, seq: u64, wrote: &Wrote) -> Result<(), Fault> {
+    pub(super) fn on_wrote(&self, seq: u64, wrote: &Wrote) -> Result<(), ReadFailure> {
         match self.on_sequenced(seq, wrote.len as usize)? {
-            Order::Next => self.on_landed(wrote),
-            Order::Repeated => Ok(()),
+            Arrival::Next => self.on_landed(wrote),
+            Arrival::Repeated => Ok(()),
         }
     }
 
-    fn on_sequenced(&self, seq: u64, len: usize) -> Result<Order, MessengerError> {
+    fn on_sequenced(&self, seq: u64, len: usize) -> Result<Arrival, MessengerError> {
         let mut state = self.lock();
         let order = state.inbound.on_sequenced(seq, len)?;
         self.note_owed_ack(&mut state);
@@ -329,11 +344,11 @@ impl Shared {
         }
     }
 
-    pub(super) fn on_message(&self, seq: u64, message: Message) -> Result<(), Fault> {
+    pub(super) fn on_message(&self, seq: u64, message: Message) -> Result<(), ReadFailure> {
         let mut state = self.lock();
         match state.inbound.on_sequenced(seq, message.payload.len())? {
-            Order::Repeated => return Ok(()),
-            Order::Next => {}
+            Arrival::Repeated => return Ok(()),
+            Arrival::Next => {}
         }
         if state.inbound.push_message(message)? {
             state.outbound.want_window();

@@ -10,13 +10,13 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::packets::PacketReader;
-use super::reader::{Fault, Reader};
-use super::{Shared, Status};
+use super::reader::{FrameReader, ReadFailure};
+use super::{ConnectionState, Shared};
 use crate::handshake::{self, Dialer, HandshakeError};
-use crate::stack::Registration;
+use crate::stack::RegistryPlace;
 use crate::transport::ofi::Link;
-use crate::transport::{Claim, Road, Wire};
-use crate::{Event, MessengerError};
+use crate::transport::{ConnectClaim, Road, Wire};
+use crate::{ConnectionEvent, MessengerError};
 
 /// How long a session that is being closed may take to send what is queued.
 const CLOSE_TIME: Duration = Duration::from_secs(1);
@@ -44,28 +44,28 @@ pub(crate) struct Resumption {
 }
 
 /// Which side of the session this is.
-pub(crate) enum Role {
+pub(crate) enum TransportSupply {
     /// Makes new transports.
     Client(Box<Dialer>),
     /// Waits for them.
-    Server { resumptions: mpsc::Receiver<Box<Resumption>>, registration: Arc<Registration> },
+    Server { resumptions: mpsc::Receiver<Box<Resumption>>, registration: Arc<RegistryPlace> },
 }
 
 /// Why a transport is used no longer.
-pub(super) enum End {
+pub(super) enum TransportEnd {
     Broken(String),
     /// The peer was not heard of for too long.
     Silent(String),
     Damaged(String),
     Replaced(Box<Resumption>),
     /// There is a better one.
-    Upgraded(Wire, Claim),
+    Upgraded(Wire, ConnectClaim),
     Fatal(MessengerError),
     Closed,
 }
 
 /// Runs the session, first on `wire`, until it ends.
-pub(crate) async fn run(shared: Arc<Shared>, mut role: Role, wire: Wire) {
+pub(crate) async fn run(shared: Arc<Shared>, mut role: TransportSupply, wire: Wire) {
     let end = EndGuard(Arc::clone(&shared));
     let why = live(&shared, &mut role, wire).await;
     tracing::debug!(session = %format_args!("{:032x}", shared.session_id()), %why, "session ended");
@@ -84,7 +84,7 @@ impl Drop for EndGuard {
     }
 }
 
-async fn live(shared: &Arc<Shared>, role: &mut Role, mut wire: Wire) -> MessengerError {
+async fn live(shared: &Arc<Shared>, role: &mut TransportSupply, mut wire: Wire) -> MessengerError {
     let mut damaged = 0;
     loop {
         let before = shared.progress();
@@ -97,19 +97,19 @@ async fn live(shared: &Arc<Shared>, role: &mut Role, mut wire: Wire) -> Messenge
         }
         let (mut better, mut is_silent) = (None, shared.is_missing_peer());
         let (reason, resumption) = match end {
-            End::Upgraded(wire, claim) => {
+            TransportEnd::Upgraded(wire, claim) => {
                 better = Some((wire, claim));
                 ("there is a better one".to_owned(), None)
             }
-            End::Closed => return MessengerError::SessionLost(shared.close_reason().into()),
-            End::Fatal(why) => return why,
-            End::Replaced(resumption) => ("replaced by the peer".to_owned(), Some(resumption)),
-            End::Broken(reason) => (reason, None),
-            End::Silent(reason) => {
+            TransportEnd::Closed => return MessengerError::SessionLost(shared.close_reason().into()),
+            TransportEnd::Fatal(why) => return why,
+            TransportEnd::Replaced(resumption) => ("replaced by the peer".to_owned(), Some(resumption)),
+            TransportEnd::Broken(reason) => (reason, None),
+            TransportEnd::Silent(reason) => {
                 is_silent = true;
                 (reason, None)
             }
-            End::Damaged(reason) => {
+            TransportEnd::Damaged(reason) => {
                 damaged += 1;
                 if damaged > shared.config.max_damaged_transports {
                     let why = format!("{reason}; {damaged} transports in a row were damaged");
@@ -121,7 +121,7 @@ async fn live(shared: &Arc<Shared>, role: &mut Role, mut wire: Wire) -> Messenge
         tracing::debug!(session = %format_args!("{:032x}", shared.session_id()), reason, "transport ended");
         shared.interrupt();
         let lived = useful || began.elapsed() > SHORT_LIFE;
-        if let (Role::Client(dialer), true) = (&*role, is_path && (is_silent || !lived)) {
+        if let (TransportSupply::Client(dialer), true) = (&*role, is_path && (is_silent || !lived)) {
             dialer.path_was_useless(&reason);
         }
         let next = tokio::select! {
@@ -140,21 +140,21 @@ async fn live(shared: &Arc<Shared>, role: &mut Role, mut wire: Wire) -> Messenge
     }
 }
 
-impl Role {
+impl TransportSupply {
     /// The transport that the session goes on with.
     async fn next_wire(
         &mut self,
         shared: &Arc<Shared>,
         resumption: Option<Box<Resumption>>,
-        better: Option<(Wire, Claim)>,
+        better: Option<(Wire, ConnectClaim)>,
         was_useful: bool,
     ) -> Result<Wire, MessengerError> {
         match self {
-            Role::Client(dialer) => match better {
+            TransportSupply::Client(dialer) => match better {
                 Some(better) => dialer.redial_over(shared, better).await,
                 None => dialer.redial(shared, was_useful).await,
             },
-            Role::Server { resumptions, registration } => {
+            TransportSupply::Server { resumptions, registration } => {
                 let deadline = Instant::now() + shared.config.hold;
                 registration.hold()?;
                 let mut resumption = resumption;
@@ -178,23 +178,23 @@ impl Role {
     }
 
     /// The session's place in its listener's registry.
-    fn registration(&self) -> Option<Arc<Registration>> {
+    fn registration(&self) -> Option<Arc<RegistryPlace>> {
         match self {
-            Role::Client(_) => None,
-            Role::Server { registration, .. } => Some(Arc::clone(registration)),
+            TransportSupply::Client(_) => None,
+            TransportSupply::Server { registration, .. } => Some(Arc::clone(registration)),
         }
     }
 
     /// A client comes back before this side noticed that its transport broke; or this side is a client and has found a better
     /// transport than the base, if it uses that.
-    async fn replaced(&mut self, is_base: bool) -> End {
+    async fn replaced(&mut self, is_base: bool) -> TransportEnd {
         match self {
-            Role::Client(dialer) => {
+            TransportSupply::Client(dialer) => {
                 let (wire, claim) = dialer.upgrade(is_base).await;
-                End::Upgraded(wire, claim)
+                TransportEnd::Upgraded(wire, claim)
             }
-            Role::Server { resumptions, .. } => match resumptions.recv().await {
-                Some(resumption) => End::Replaced(resumption),
+            TransportSupply::Server { resumptions, .. } => match resumptions.recv().await {
+                Some(resumption) => TransportEnd::Replaced(resumption),
                 None => std::future::pending().await,
             },
         }
@@ -203,11 +203,11 @@ impl Role {
 
 impl Shared {
     /// Reads and writes one transport for as long as it lasts.
-    async fn use_transport(self: &Arc<Self>, role: &mut Role, wire: Wire) -> End {
+    async fn use_transport(self: &Arc<Self>, role: &mut TransportSupply, wire: Wire) -> TransportEnd {
         self.heard.store(true, Ordering::Relaxed);
         let end = match wire.road {
             Road::Stream(mut reader, mut writer) => {
-                let reading = Box::pin(Reader::new(self, &mut *reader).run());
+                let reading = Box::pin(FrameReader::new(self, &mut *reader).run());
                 let writing =
                     Box::pin(async { self.write_loop(&mut *writer).await.map_err(|e| e.to_string()) });
                 self.until_end(role, reading, writing, None).await
@@ -222,10 +222,14 @@ impl Shared {
                 end
             }
         };
-        let closing = self.lock().status == Status::Closing;
+        let closing = self.lock().status == ConnectionState::Closing;
         match end {
-            End::Broken(_) | End::Silent(_) | End::Fatal(MessengerError::SessionLost(_)) if closing => {
-                End::Closed
+            TransportEnd::Broken(_)
+            | TransportEnd::Silent(_)
+            | TransportEnd::Fatal(MessengerError::SessionLost(_))
+                if closing =>
+            {
+                TransportEnd::Closed
             }
             other => other,
         }
@@ -234,11 +238,11 @@ impl Shared {
     /// The futures are boxed because each `async` that they go through would hold them twice: thousands of sessions are idle.
     async fn until_end(
         self: &Arc<Self>,
-        role: &mut Role,
-        reading: Pin<Box<impl Future<Output = Fault>>>,
+        role: &mut TransportSupply,
+        reading: Pin<Box<impl Future<Output = ReadFailure>>>,
         writing: Pin<Box<impl Future<Output = Result<(), String>>>>,
         link: Option<&Link>,
-    ) -> End {
+    ) -> TransportEnd {
         let registration = role.registration();
         let writing = async {
             match writing.await {
@@ -250,11 +254,11 @@ impl Shared {
         tokio::select! {
             biased;
             fault = reading => fault.into(),
-            reason = writing => End::Broken(reason),
+            reason = writing => TransportEnd::Broken(reason),
             end = self.watch_peer(link, registration.as_deref()) => end,
             never = self.acknowledge_in_time() => match never {},
             end = role.replaced(link.is_none()) => end,
-            () = self.close_deadline() => End::Closed,
+            () = self.close_deadline() => TransportEnd::Closed,
         }
     }
 
@@ -294,7 +298,7 @@ impl Shared {
         let exposed = state.offers.hide();
         state.offers.stop_serving();
         let dropped = state.outbound.rewind();
-        state.inbound.push_info(Event::Interrupted);
+        state.inbound.push_info(ConnectionEvent::Interrupted);
         let waker = state.inbound.take_waker();
         drop(state);
         self.bulk_slots.add_permits(dropped.len());
@@ -329,7 +333,7 @@ impl Shared {
         for request in state.pulls.requests() {
             state.outbound.push_control(crate::frame::Body::PullRequest(request))?;
         }
-        state.inbound.push_info(Event::Resumed);
+        state.inbound.push_info(ConnectionEvent::Resumed);
         let waker = state.inbound.take_waker();
         drop(state);
         self.bulk_slots.add_permits(dropped.len());
@@ -354,14 +358,14 @@ impl Shared {
     }
 }
 
-impl From<Fault> for End {
-    fn from(fault: Fault) -> End {
+impl From<ReadFailure> for TransportEnd {
+    fn from(fault: ReadFailure) -> TransportEnd {
         match fault {
-            Fault::Broken(reason) => End::Broken(reason),
-            Fault::Damaged(error) => End::Damaged(error.to_string()),
-            Fault::Fatal(why) => End::Fatal(why),
-            Fault::Closed(reason) => {
-                End::Fatal(MessengerError::SessionLost(format!("the peer ended it: {reason}")))
+            ReadFailure::Broken(reason) => TransportEnd::Broken(reason),
+            ReadFailure::Damaged(error) => TransportEnd::Damaged(error.to_string()),
+            ReadFailure::Fatal(why) => TransportEnd::Fatal(why),
+            ReadFailure::Closed(reason) => {
+                TransportEnd::Fatal(MessengerError::SessionLost(format!("the peer ended it: {reason}")))
             }
         }
     }

@@ -33,15 +33,15 @@ const KNOWN_OFFERS: usize = 512;
 pub(super) struct Over;
 
 /// The lines of one session.
-pub(super) struct Turns {
+pub(super) struct TransferTurns {
     small: Line,
     middle: Line,
     large: Line,
 }
 
-impl Turns {
-    pub(super) fn new() -> Turns {
-        Turns { small: Line::new(), middle: Line::new(), large: Line::new() }
+impl TransferTurns {
+    pub(super) fn new() -> TransferTurns {
+        TransferTurns { small: Line::new(), middle: Line::new(), large: Line::new() }
     }
 
     /// Whoever waits is told that the session is over.
@@ -50,26 +50,26 @@ impl Turns {
     }
 
     /// Of a transfer of `offer` of `len` bytes.
-    pub(super) fn turn(&self, offer: u64, len: u64) -> Turn<'_> {
+    pub(super) fn turn(&self, offer: u64, len: u64) -> TransferTurn<'_> {
         let line = match len {
             _ if len <= MAX_CHUNK as u64 => &self.small,
             _ if len <= MIDDLE_MAX_BYTES => &self.middle,
             _ => &self.large,
         };
-        Turn { line, offer, place: None, sent: 0 }
+        TransferTurn { line, offer, place: None, sent: 0 }
     }
 }
 
 /// The turn of one transfer: taken, or not yet.
-pub(super) struct Turn<'a> {
+pub(super) struct TransferTurn<'a> {
     line: &'a Line,
     offer: u64,
-    place: Option<Place<'a>>,
+    place: Option<TransferPermit<'a>>,
     /// Bytes sent since the place was taken.
     sent: u64,
 }
 
-impl Turn<'_> {
+impl TransferTurn<'_> {
     /// Waits until a chunk of `len` bytes may be sent.
     ///
     /// # Errors
@@ -94,28 +94,28 @@ impl Turn<'_> {
 }
 
 /// Transfers of one class.
-struct Line(Mutex<Waiting>);
+struct Line(Mutex<TransferWaiters>);
 
 /// Where somebody stands in line: the age of the offer, and the order in which they came.
 type Rank = (u64, u64);
 
-struct Waiting {
+struct TransferWaiters {
     closed: bool,
     free: usize,
     waiting: BTreeMap<Rank, oneshot::Sender<()>>,
     /// The latest first.
-    offers: VecDeque<Offer>,
+    offers: VecDeque<OfferProgress>,
     /// Counts offers and whoever waits.
     last: u64,
 }
 
-struct Offer {
+struct OfferProgress {
     key: u64,
     age: u64,
     sent: u64,
 }
 
-impl Waiting {
+impl TransferWaiters {
     fn next(&mut self) -> u64 {
         self.last += 1;
         self.last
@@ -132,7 +132,7 @@ impl Waiting {
         }
         let age = self.next();
         self.offers.truncate(KNOWN_OFFERS - 1);
-        self.offers.push_front(Offer { key, age, sent: 0 });
+        self.offers.push_front(OfferProgress { key, age, sent: 0 });
         age
     }
 
@@ -158,10 +158,10 @@ impl Waiting {
 impl Line {
     fn new() -> Line {
         let (waiting, offers) = (BTreeMap::new(), VecDeque::new());
-        Line(Mutex::new(Waiting { closed: false, free: AT_A_TIME, waiting, offers, last: 0 }))
+        Line(Mutex::new(TransferWaiters { closed: false, free: AT_A_TIME, waiting, offers, last: 0 }))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Waiting> {
+    fn lock(&self) -> MutexGuard<'_, TransferWaiters> {
         // No code panics while it holds the lock with the line half changed.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -194,10 +194,10 @@ struct Candidate<'a> {
 }
 
 impl<'a> Candidate<'a> {
-    async fn enter(mut self) -> Result<Place<'a>, Over> {
+    async fn enter(mut self) -> Result<TransferPermit<'a>, Over> {
         (&mut self.admitted).await.map_err(|_| Over)?;
         self.has_entered = true;
-        Ok(Place(self.line))
+        Ok(TransferPermit(self.line))
     }
 }
 
@@ -207,16 +207,16 @@ impl Drop for Candidate<'_> {
             self.admitted.close();
             self.line.lock().waiting.remove(&self.rank);
             if self.admitted.try_recv().is_ok() {
-                drop(Place(self.line));
+                drop(TransferPermit(self.line));
             }
         }
     }
 }
 
 /// One of the places of a line.
-struct Place<'a>(&'a Line);
+struct TransferPermit<'a>(&'a Line);
 
-impl Drop for Place<'_> {
+impl Drop for TransferPermit<'_> {
     fn drop(&mut self) {
         let mut line = self.0.lock();
         line.free += 1;
@@ -235,12 +235,12 @@ mod tests {
     const CHUNK: usize = MAX_CHUNK;
 
     /// Whether a transfer goes at once; given up again in any case.
-    async fn goes(turns: &Turns, offer: u64, len: u64) -> bool {
+    async fn goes(turns: &TransferTurns, offer: u64, len: u64) -> bool {
         matches!(futures::poll!(pin!(turns.turn(offer, len).take(CHUNK))), Poll::Ready(Ok(())))
     }
 
     /// Two transfers of 2 MiB, of the offers 1 and 2, whose turn it is.
-    async fn two_that_go(turns: &Turns) -> (Turn<'_>, Turn<'_>) {
+    async fn two_that_go(turns: &TransferTurns) -> (TransferTurn<'_>, TransferTurn<'_>) {
         let (mut first, mut second) = (turns.turn(1, 2 * MIB), turns.turn(2, 2 * MIB));
         first.take(CHUNK).await.expect("open");
         second.take(CHUNK).await.expect("open");
@@ -249,7 +249,7 @@ mod tests {
 
     #[tokio::test]
     async fn two_transfers_of_a_size_go_at_a_time_and_sizes_do_not_wait_for_each_other() {
-        let turns = Turns::new();
+        let turns = TransferTurns::new();
         for len in [4096, CHUNK as u64, MIB, 4 * MIB] {
             let (mut first, mut second) = (turns.turn(1, len), turns.turn(2, len));
             first.take(CHUNK).await.expect("open");
@@ -267,7 +267,7 @@ mod tests {
 
     #[tokio::test]
     async fn the_oldest_offer_goes_first_whichever_transfer_asked_first() {
-        let turns = Turns::new();
+        let turns = TransferTurns::new();
         let (old, other) = two_that_go(&turns).await;
         let (mut young, mut same) = (turns.turn(3, 2 * MIB), turns.turn(1, 2 * MIB));
         let mut young = pin!(young.take(CHUNK));
@@ -282,7 +282,7 @@ mod tests {
 
     #[tokio::test]
     async fn an_offer_keeps_its_age_for_what_it_really_sends() {
-        let turns = Turns::new();
+        let turns = TransferTurns::new();
         let (mut long, mut other, mut next) =
             (turns.turn(1, 64 * MIB), turns.turn(9, 2 * MIB), turns.turn(2, 2 * MIB));
         other.take(CHUNK).await.expect("open");
@@ -306,7 +306,7 @@ mod tests {
 
     #[tokio::test]
     async fn whoever_goes_away_leaves_neither_a_gap_nor_a_trace() {
-        let turns = Turns::new();
+        let turns = TransferTurns::new();
         let (first, second) = two_that_go(&turns).await;
         for offer in 10..20 {
             assert!(!goes(&turns, offer, 2 * MIB).await);

@@ -6,7 +6,7 @@ use tokio::io::{AsyncWrite, AsyncWriteExt};
 
 use super::batch::Batch;
 use super::outbound::Piggyback;
-use super::{Shared, Status};
+use super::{ConnectionState, Shared};
 
 /// Returns the bulk slots of a batch, also when its write is given up half way.
 pub(super) struct SlotGuard<'a>(&'a Shared, usize);
@@ -29,7 +29,7 @@ impl Shared {
             state.inbound.on_reported();
             self.stir_if_busy(state);
         }
-        state.status != Status::Open
+        state.status != ConnectionState::Open
     }
 
     /// Writes what is queued until the transport breaks, or the session is being closed and everything is written.

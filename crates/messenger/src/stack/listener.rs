@@ -17,7 +17,7 @@ use crate::config::SessionConfig;
 use crate::frame::{Body, Hello, PathOffer, Reject, RejectCode, Resume};
 use crate::handshake;
 use crate::paths::MAX_PATHS;
-use crate::session::{self, Resumption, Role, Shared, Side};
+use crate::session::{self, ConnectionSide, Resumption, Shared, TransportSupply};
 use crate::transport::{Acceptor, Wire};
 use crate::{Admissions, Ends, Listener, MessengerError, Result};
 
@@ -74,32 +74,32 @@ impl Drop for HandshakePlace<'_> {
 
 /// The sessions of a listener.
 struct Registry {
-    sessions: Mutex<Sessions>,
+    sessions: Mutex<ConnectionTable>,
     admissions: Arc<Admissions>,
 }
 
-struct Sessions {
-    entries: HashMap<u128, Entry>,
+struct ConnectionTable {
+    entries: HashMap<u128, RegistryEntry>,
     places: Budget<u128>,
     /// Places of sessions without a transport, which they have beside their own.
     detached: Budget<u128>,
 }
 
-struct Entry {
+struct RegistryEntry {
     secret: [u8; 16],
     resume: mpsc::Sender<Box<Resumption>>,
     shared: Weak<Shared>,
 }
 
 /// A session's place in its listener's registry; dropping it gives the place up.
-pub(crate) struct Registration {
+pub(crate) struct RegistryPlace {
     registry: Weak<Registry>,
     session: u128,
-    peer: base::budget::Peer,
+    peer: base::budget::PeerAddress,
     held: AtomicBool,
 }
 
-impl Sessions {
+impl ConnectionTable {
     /// Forgets a session that has lost its place; it must be [reclaimed](Shared::reclaim) when the lock is not held.
     fn forget(&mut self, session: u128) -> Option<Arc<Shared>> {
         self.places.remove(session);
@@ -109,7 +109,7 @@ impl Sessions {
 }
 
 impl Registry {
-    fn lock(&self) -> MutexGuard<'_, Sessions> {
+    fn lock(&self) -> MutexGuard<'_, ConnectionTable> {
         // Nothing panics while it holds the lock.
         self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -127,7 +127,7 @@ impl Registry {
     fn register(
         self: &Arc<Self>,
         shared: &Arc<Shared>,
-    ) -> Option<(mpsc::Receiver<Box<Resumption>>, Registration)> {
+    ) -> Option<(mpsc::Receiver<Box<Resumption>>, RegistryPlace)> {
         let (resume, resumptions) = mpsc::channel(1);
         let (session, peer) = (shared.session_id(), shared.peer().peer);
         let mut sessions = self.lock();
@@ -137,12 +137,12 @@ impl Registry {
             return None;
         };
         let victim = victim.and_then(|victim| sessions.forget(victim));
-        let entry = Entry { secret: shared.secret(), resume, shared: Arc::downgrade(shared) };
+        let entry = RegistryEntry { secret: shared.secret(), resume, shared: Arc::downgrade(shared) };
         sessions.entries.insert(session, entry);
         drop(sessions);
         self.reclaim(victim, Shortage::Sessions);
         let (registry, held) = (Arc::downgrade(self), AtomicBool::new(false));
-        Some((resumptions, Registration { registry, session, peer, held }))
+        Some((resumptions, RegistryPlace { registry, session, peer, held }))
     }
 
     /// Where to bring a transport for the session, if the secret is right. A wrong one is no different from no session.
@@ -165,7 +165,7 @@ impl Registry {
     }
 }
 
-impl Registration {
+impl RegistryPlace {
     /// The session has lost its transport and wants to be kept.
     pub(crate) fn hold(&self) -> Result<()> {
         let gone = || MessengerError::SessionLost("its listener is gone".into());
@@ -205,7 +205,7 @@ impl Registration {
     }
 }
 
-impl Drop for Registration {
+impl Drop for RegistryPlace {
     fn drop(&mut self) {
         if let Some(registry) = self.registry.upgrade() {
             let forgotten = registry.lock().forget(self.session);
@@ -231,7 +231,7 @@ impl StreamListener {
         let (sender, accepted) = mpsc::channel(BACKLOG);
         let descriptors = config.max_descriptors.unwrap_or_else(spare_descriptors);
         let admissions = Arc::new(Admissions::new(&config, descriptors));
-        let sessions = Mutex::new(Sessions {
+        let sessions = Mutex::new(ConnectionTable {
             entries: HashMap::new(),
             places: Budget::new(admissions.max_sessions(), SESSION_PATIENCE),
             detached: Budget::new(config.max_held, Duration::MAX),
@@ -358,8 +358,8 @@ impl Reception {
         let shaken = timeout(self.config.handshake_timeout, self.shake(&mut wire)).await;
         let late = || Err(MessengerError::Refused("the peer's handshake took too long".into()));
         match shaken.unwrap_or_else(|_| late()) {
-            Ok(Outcome::New(shared, role)) => self.open(shared, role, wire).await,
-            Ok(Outcome::Resume(session, hello, resume)) => {
+            Ok(HandshakeOutcome::New(shared, role)) => self.open(shared, role, wire).await,
+            Ok(HandshakeOutcome::Resume(session, hello, resume)) => {
                 let Hello { nonce, granted, .. } = hello;
                 let resumption = Box::new(Resumption { wire, nonce, received: resume.received, granted });
                 // A second transport while one is being taken is dropped; its client will come again.
@@ -373,14 +373,14 @@ impl Reception {
         }
     }
 
-    async fn shake(&self, wire: &mut Wire) -> Result<Outcome> {
+    async fn shake(&self, wire: &mut Wire) -> Result<HandshakeOutcome> {
         let hello = handshake::read_hello(wire).await?;
         if let Err(reject) = handshake::check_hello(&hello, wire.claim.as_ref()) {
             return self.reject(wire, reject).await;
         }
         if let Some(resume) = hello.resume.clone() {
             return match self.registry.find(&resume) {
-                Some(session) => Ok(Outcome::Resume(session, hello, resume)),
+                Some(session) => Ok(HandshakeOutcome::Resume(session, hello, resume)),
                 None => {
                     let reason = "no such session".to_owned();
                     self.reject(wire, Reject { code: RejectCode::UnknownSession, reason }).await
@@ -388,7 +388,7 @@ impl Reception {
             };
         }
         let (settled, welcome) = handshake::settle(hello, wire, self.features, &self.config, &self.paths);
-        let shared = Shared::new(settled, self.config.clone(), Side::Server, wire);
+        let shared = Shared::new(settled, self.config.clone(), ConnectionSide::Server, wire);
         let Some((resumptions, registration)) = self.registry.register(&shared) else {
             let max = self.admissions.max_sessions();
             let reason = format!("the server has {max} sessions, and this address its fair share of them");
@@ -398,17 +398,20 @@ impl Reception {
             endpoint: wire.address.clone(),
             reason: e.to_string(),
         })?;
-        Ok(Outcome::New(shared, Role::Server { resumptions, registration: Arc::new(registration) }))
+        Ok(HandshakeOutcome::New(
+            shared,
+            TransportSupply::Server { resumptions, registration: Arc::new(registration) },
+        ))
     }
 
-    async fn reject(&self, wire: &mut Wire, reject: Reject) -> Result<Outcome> {
+    async fn reject(&self, wire: &mut Wire, reject: Reject) -> Result<HandshakeOutcome> {
         let reason = reject.reason.clone();
         // The peer may be gone already; it is refused either way.
         let _ = handshake::write(wire, &Body::Reject(reject)).await;
         Err(MessengerError::Refused(reason))
     }
 
-    async fn open(&self, shared: Arc<Shared>, role: Role, wire: Wire) {
+    async fn open(&self, shared: Arc<Shared>, role: TransportSupply, wire: Wire) {
         let handles = shared.handles();
         crate::spawn(session::run(shared, role, wire));
         // With nobody to accept it, the handles are dropped, which ends the session.
@@ -416,7 +419,7 @@ impl Reception {
     }
 }
 
-enum Outcome {
-    New(Arc<Shared>, Role),
+enum HandshakeOutcome {
+    New(Arc<Shared>, TransportSupply),
     Resume(mpsc::Sender<Box<Resumption>>, Hello, Resume),
 }

@@ -2,7 +2,7 @@
 //!
 //! Every byte between a client and its server goes through a pump, which cuts the stream into random pieces and may
 //! delay, stall, damage or end it. Since each stream has its own delays, streams overtake each other. On tokio's paused
-//! clock and over [`super::memory::Memory`] nothing depends on the machine, so a seed replays a run.
+//! clock and over [`super::memory::MemoryNetwork`] nothing depends on the machine, so a seed replays a run.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -17,11 +17,11 @@ use tokio::sync::watch;
 use tokio::time::sleep;
 
 use super::memory::wire;
-use super::{Acceptor, Claim, Reader, Road, Transport, Wire, Writer};
+use super::{Acceptor, ConnectClaim, Road, Transport, TransportReader, TransportWriter, Wire};
 
 /// What goes wrong, and how often.
 #[derive(Debug, Clone, Copy)]
-pub struct Faults {
+pub struct StreamFaults {
     /// Every piece is late by up to this.
     pub delay_max: Duration,
     /// Longest piece that the stream is cut into, in bytes.
@@ -40,9 +40,9 @@ pub struct Faults {
     pub ignore_one_in: u32,
 }
 
-impl Faults {
+impl StreamFaults {
     /// Nothing goes wrong, unless it is asked for.
-    pub const NONE: Faults = Faults {
+    pub const NONE: StreamFaults = StreamFaults {
         delay_max: Duration::ZERO,
         piece_max: 64 << 10,
         break_after_bytes: 0,
@@ -56,7 +56,7 @@ impl Faults {
 
 /// How often something went wrong.
 #[derive(Debug, Default)]
-pub struct FaultCounts {
+pub struct StreamFaultCounts {
     /// Pieces delayed.
     pub delays: AtomicU64,
     /// Streams that broke by themselves.
@@ -76,8 +76,8 @@ pub struct FaultCounts {
 /// The hand on the switch.
 pub struct FaultControl {
     /// How often each fault fired.
-    pub counts: FaultCounts,
-    faults: Faults,
+    pub counts: StreamFaultCounts,
+    faults: StreamFaults,
     quiet: AtomicBool,
     /// Counts up; streams break when it does.
     cuts: watch::Sender<u64>,
@@ -112,7 +112,7 @@ impl FaultControl {
     }
 }
 
-/// A transport whose streams, as its clients dial them, suffer [`Faults`].
+/// A transport whose streams, as its clients dial them, suffer [`StreamFaults`].
 #[derive(Clone)]
 pub struct Faulty<T> {
     inner: T,
@@ -122,9 +122,9 @@ pub struct Faulty<T> {
 impl<T: Transport> Faulty<T> {
     /// Puts faults between `inner` and who uses it.
     #[must_use]
-    pub fn new(inner: T, faults: Faults, seed: u64) -> Faulty<T> {
+    pub fn new(inner: T, faults: StreamFaults, seed: u64) -> Faulty<T> {
         let control = FaultControl {
-            counts: FaultCounts::default(),
+            counts: StreamFaultCounts::default(),
             faults,
             quiet: AtomicBool::new(false),
             cuts: watch::Sender::new(0),
@@ -146,7 +146,7 @@ impl<T: Transport> Transport for Faulty<T> {
         self.inner.bind(address)
     }
 
-    fn dial<'a>(&'a self, endpoint: &'a str, claim: &'a Claim) -> BoxFuture<'a, io::Result<Wire>> {
+    fn dial<'a>(&'a self, endpoint: &'a str, claim: &'a ConnectClaim) -> BoxFuture<'a, io::Result<Wire>> {
         Box::pin(async move {
             let control = &self.control;
             let mut random = {
@@ -169,7 +169,7 @@ impl<T: Transport> Transport for Faulty<T> {
     }
 }
 
-fn streams(wire: Wire) -> io::Result<(Reader, Writer)> {
+fn streams(wire: Wire) -> io::Result<(TransportReader, TransportWriter)> {
     match wire.road {
         Road::Stream(reader, writer) => Ok((reader, writer)),
         Road::Packets(_) => Err(io::ErrorKind::Unsupported.into()),
@@ -180,8 +180,8 @@ fn streams(wire: Wire) -> io::Result<(Reader, Writer)> {
 async fn stream(
     control: Arc<FaultControl>,
     mut random: StdRng,
-    near: (Reader, Writer),
-    far: (Reader, Writer),
+    near: (TransportReader, TransportWriter),
+    far: (TransportReader, TransportWriter),
     mut cuts: watch::Receiver<u64>,
 ) {
     let there = Pump::new(&control, &mut random);
@@ -250,7 +250,7 @@ impl<'a> Pump<'a> {
     }
 
     async fn wait(&mut self) {
-        let Faults { delay_max, stall, stall_one_in, .. } = self.control.faults;
+        let StreamFaults { delay_max, stall, stall_one_in, .. } = self.control.faults;
         if !delay_max.is_zero() && !self.control.quiet.load(Ordering::Relaxed) {
             self.control.counts.delays.fetch_add(1, Ordering::Relaxed);
             sleep(delay_max.mul_f64(self.random.random_range(0.0..1.0))).await;

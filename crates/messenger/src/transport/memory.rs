@@ -8,7 +8,7 @@ use base::BoxFuture;
 use tokio::io::{DuplexStream, duplex, split};
 use tokio::sync::mpsc;
 
-use super::{Acceptor, Claim, Transport, Wire};
+use super::{Acceptor, ConnectClaim, Transport, Wire};
 
 /// Bytes that one direction of a stream holds.
 const CAPACITY_BYTES: usize = 64 << 10;
@@ -20,7 +20,7 @@ type Endpoints = Arc<Mutex<HashMap<String, mpsc::Sender<Wire>>>>;
 
 /// A network of its own; clones are the same network. Any string is an address; `*` stands for a free one.
 #[derive(Clone, Default)]
-pub struct Memory {
+pub struct MemoryNetwork {
     endpoints: Endpoints,
 }
 
@@ -29,7 +29,7 @@ struct MemoryAcceptor {
     wires: mpsc::Receiver<Wire>,
 }
 
-impl Transport for Memory {
+impl Transport for MemoryNetwork {
     fn bind<'a>(&'a self, address: &'a str) -> BoxFuture<'a, io::Result<Box<dyn Acceptor>>> {
         Box::pin(async move {
             let mut endpoints = self.endpoints.lock().unwrap_or_else(PoisonError::into_inner);
@@ -44,7 +44,7 @@ impl Transport for Memory {
         })
     }
 
-    fn dial<'a>(&'a self, endpoint: &'a str, _: &'a Claim) -> BoxFuture<'a, io::Result<Wire>> {
+    fn dial<'a>(&'a self, endpoint: &'a str, _: &'a ConnectClaim) -> BoxFuture<'a, io::Result<Wire>> {
         Box::pin(async move {
             let listener =
                 self.endpoints.lock().unwrap_or_else(PoisonError::into_inner).get(endpoint).cloned();

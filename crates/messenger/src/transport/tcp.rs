@@ -6,7 +6,7 @@ use std::net::{IpAddr, SocketAddr};
 use base::BoxFuture;
 use tokio::net::{TcpListener, TcpSocket, TcpStream, lookup_host};
 
-use super::{Acceptor, Claim, Transport, Wire};
+use super::{Acceptor, ConnectClaim, Transport, Wire};
 
 /// Bytes that the kernel may hold unsent: what a heartbeat waits behind, beside what the network has in flight.
 const UNSENT_MAX_BYTES: u32 = 256 << 10;
@@ -32,7 +32,7 @@ impl Transport for Tcp {
         })
     }
 
-    fn dial<'a>(&'a self, endpoint: &'a str, _: &'a Claim) -> BoxFuture<'a, io::Result<Wire>> {
+    fn dial<'a>(&'a self, endpoint: &'a str, _: &'a ConnectClaim) -> BoxFuture<'a, io::Result<Wire>> {
         Box::pin(async move {
             let stream = match self.source {
                 None => TcpStream::connect(endpoint).await?,

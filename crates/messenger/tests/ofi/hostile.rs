@@ -7,12 +7,15 @@ use std::time::{Duration, Instant};
 use base::block::Payload;
 use base::mem::Arena;
 use fabric::{
-    Access, CompletionQueue, Domain, Endpoint, EndpointQueues, Event as FabricEvent, EventQueue, Exposed,
-    Fabric, FabricError, Info, Library, MemoryRegion, Operation, PostError, Query, RemoteRegion, Target,
+    Access, CompletionQueue, Domain, Endpoint, EndpointAddress, EndpointQueues, EventQueue, ExposedMemory,
+    Fabric, FabricError, FabricEvent, Info, Library, MemoryRegion, Operation, PostError, ProviderQuery,
+    RemoteRegion,
 };
 use outboard_messenger::conformance::{Buffer, Rig, pool};
-use outboard_messenger::frame::{self, Body, Frame, Hello, Kind};
-use outboard_messenger::{ConnectOptions, Ends, Event, Limits, Message, MessengerError, ReceiveQueueKind};
+use outboard_messenger::frame::{self, Body, Frame, FrameKind, Hello};
+use outboard_messenger::{
+    ConnectOptions, ConnectionEvent, Ends, Limits, Message, MessengerError, ReceiveQueueKind,
+};
 use wire::{BulkDescriptor, BulkDirection, BulkOwner, BulkSegment, MemoryKind, RemoteMemory};
 
 const PATIENCE: Duration = Duration::from_secs(40);
@@ -55,7 +58,7 @@ impl Attacker {
 
     fn try_dial(address: &str, tenant: &str) -> Option<Attacker> {
         let to: SocketAddr = address.parse().expect("an address");
-        let info = info(Target::Connect(to));
+        let info = info(EndpointAddress::Connect(to));
         let fabric = Fabric::open(&info).expect("a fabric");
         let domain = Domain::open(&fabric, info.duplicate().expect("memory")).expect("a domain");
         let completions = CompletionQueue::open(&domain, 256).expect("a queue");
@@ -195,8 +198,8 @@ fn hello(nonce: [u8; 16]) -> Body {
     })
 }
 
-fn info(target: Target) -> Info {
-    let query = Query { provider: Some(super::provider().0), target, shared_receive: false };
+fn info(target: EndpointAddress) -> Info {
+    let query = ProviderQuery { provider: Some(super::provider().0), target, shared_receive: false };
     Library::load().and_then(|library| library.query(&query)).expect("a provider").swap_remove(0)
 }
 
@@ -237,7 +240,7 @@ impl Victim {
     async fn is_well(&mut self) {
         self.client.0.send(Message { header: "well".into(), ..Message::default() }).await.expect("sent");
         match tokio::time::timeout(PATIENCE, self.server.1.next()).await.expect("in time") {
-            Event::Message(message) => assert_eq!(message.header, "well"),
+            ConnectionEvent::Message(message) => assert_eq!(message.header, "well"),
             other => panic!("the other session noticed: {other:?}"),
         }
         let data = vec![3; 100_000];
@@ -253,8 +256,8 @@ async fn interrupted(ends: &mut Ends) {
     let ended = async {
         loop {
             match ends.1.next().await {
-                Event::Interrupted | Event::Lost(_) => return,
-                Event::Message(_) | Event::Resumed => {}
+                ConnectionEvent::Interrupted | ConnectionEvent::Lost(_) => return,
+                ConnectionEvent::Message(_) | ConnectionEvent::Resumed => {}
             }
         }
     };
@@ -350,11 +353,13 @@ async fn packets_of_others_cannot_be_forged() {
                 attacker.send_as(wrong, &forged, 1, &Payload::default()).expect("posted");
             }
             attacker.message(1, b"mine");
-            attacker.until("answer", |a| a.frames.iter().any(|f| f.header.kind == Kind::Message));
+            attacker.until("answer", |a| a.frames.iter().any(|f| f.header.kind == FrameKind::Message));
         })
         .await;
     match tokio::time::timeout(PATIENCE, session.1.next()).await.expect("in time") {
-        Event::Message(message) => assert_eq!(message.header, "mine", "a forged packet got through"),
+        ConnectionEvent::Message(message) => {
+            assert_eq!(message.header, "mine", "a forged packet got through")
+        }
         other => panic!("{other:?}"),
     }
     session.0.send(Message { header: "answer".into(), ..Message::default() }).await.expect("sent");
@@ -386,7 +391,7 @@ async fn a_stalled_pull_gives_its_buffer_back() {
     let (tell, told) = std::sync::mpsc::channel();
     let (session, attack) = victim
         .attacked(move |attacker| {
-            let source = Exposed::Bytes(vec![9; 1 << 20].into());
+            let source = ExposedMemory::Bytes(vec![9; 1 << 20].into());
             let source = MemoryRegion::expose(&attacker.domain, source, Access::RemoteRead).expect("exposed");
             tell.send((source.remote(), attacker.nonce)).expect("somebody listens");
             // It polls no more.

@@ -6,9 +6,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use outboard_messenger::conformance::{self, Buffer};
-use outboard_messenger::transport::ofi::{Control, OfiConfig};
+use outboard_messenger::transport::ofi::{OfiConfig, OfiControl};
 use outboard_messenger::{
-    ConnectOptions, Ends, Event, Incoming, Message, NetworkStack, SessionConfig, StreamStack,
+    ConnectOptions, ConnectionEvent, Ends, Incoming, Message, NetworkStack, SessionConfig, StreamStack,
 };
 use rand::Rng;
 use tokio::time::timeout;
@@ -26,7 +26,7 @@ fn data() -> Vec<u8> {
 }
 
 /// Over links only. Sessions are given up soon after they lost their transport.
-fn stack() -> Option<(Arc<dyn NetworkStack>, Arc<Control>)> {
+fn stack() -> Option<(Arc<dyn NetworkStack>, Arc<OfiControl>)> {
     let (provider, _) = super::provider();
     let ofi = super::load(OfiConfig::new(&provider))?;
     let control = ofi.control();
@@ -69,10 +69,12 @@ impl Drop for Other {
 async fn offered(incoming: &mut dyn Incoming) -> BulkDescriptor {
     loop {
         match timeout(PATIENCE, incoming.next()).await.expect("an offer") {
-            Event::Message(offer) => return postcard::from_bytes(&offer.header).expect("a descriptor"),
+            ConnectionEvent::Message(offer) => {
+                return postcard::from_bytes(&offer.header).expect("a descriptor");
+            }
             // Where everything is slow a silence may have been too long.
-            Event::Interrupted | Event::Resumed => {}
-            Event::Lost(why) => panic!("session lost: {why}"),
+            ConnectionEvent::Interrupted | ConnectionEvent::Resumed => {}
+            ConnectionEvent::Lost(why) => panic!("session lost: {why}"),
         }
     }
 }
@@ -177,9 +179,9 @@ async fn a_server_killed_while_it_reads_leaves_nothing() {
         let lost = async {
             loop {
                 match client.1.next().await {
-                    Event::Interrupted => return,
-                    Event::Lost(why) => panic!("lost before it was interrupted: {why}"),
-                    Event::Message(_) | Event::Resumed => {}
+                    ConnectionEvent::Interrupted => return,
+                    ConnectionEvent::Lost(why) => panic!("lost before it was interrupted: {why}"),
+                    ConnectionEvent::Message(_) | ConnectionEvent::Resumed => {}
                 }
             }
         };

@@ -95,7 +95,7 @@ mod per_connection {
 /// Data that is in memory moves by itself: its source is never asked for it, and a sink has it when the offer is finished.
 #[tokio::test]
 async fn bulk_data_moves_by_itself() {
-    use outboard_messenger::{ConnectOptions, Event, Message};
+    use outboard_messenger::{ConnectOptions, ConnectionEvent, Message};
     let Some(rig) = rig(ReceiveQueueKind::Shared) else { return };
     let mut listener = rig.listen().await;
     let endpoint = listener.endpoint();
@@ -117,7 +117,7 @@ async fn bulk_data_moves_by_itself() {
     let payload = base::block::Payload::from_parts(0, pulled.buf.freeze(), pulled.checksums).expect("fits");
     server.bulk_write(&sink.descriptor, 0, payload, patience).await.expect("pushed");
     server.send(Message { header: "pushed".into(), ..Message::default() }).await.expect("sent");
-    assert!(matches!(replies.next().await, Event::Message(_)));
+    assert!(matches!(replies.next().await, ConnectionEvent::Message(_)));
     assert_eq!(room.filled(), 0, "it did not come by frames");
     sink.finish();
     assert!(room.content() == data);

@@ -3,13 +3,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use base::health::State;
+use base::health::HealthState;
 use outboard_messenger::conformance::{self, Rig};
-use outboard_messenger::transport::ofi::{Control, OfiConfig};
+use outboard_messenger::transport::ofi::{OfiConfig, OfiControl};
 use outboard_messenger::transport::tcp::Tcp;
 use outboard_messenger::{
-    ConnectOptions, Connection, Ends, Event, Incoming, Listener, Message, NetworkStack, Path, SessionConfig,
-    StreamStack,
+    ConnectOptions, Connection, ConnectionEvent, Ends, Incoming, Listener, Message, NetworkStack, Path,
+    SessionConfig, StreamStack,
 };
 
 const COOL_DOWN: Duration = Duration::from_millis(400);
@@ -17,7 +17,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 struct Network {
     stack: Arc<StreamStack<Tcp>>,
-    control: Arc<Control>,
+    control: Arc<OfiControl>,
     address: String,
 }
 
@@ -42,7 +42,7 @@ impl Network {
         (listener, client.expect("connects"), server.expect("accepts"))
     }
 
-    fn state(&self) -> State {
+    fn state(&self) -> HealthState {
         self.stack.paths().next().expect("there is a path").1.state
     }
 }
@@ -60,9 +60,9 @@ async fn until(connection: &Arc<dyn Connection>, one_sided: bool) {
 async fn message(incoming: &mut dyn Incoming) -> Message {
     loop {
         match tokio::time::timeout(PATIENCE, incoming.next()).await.expect("a message") {
-            Event::Message(message) => return message,
-            Event::Lost(why) => panic!("session lost: {why}"),
-            Event::Interrupted | Event::Resumed => {}
+            ConnectionEvent::Message(message) => return message,
+            ConnectionEvent::Lost(why) => panic!("session lost: {why}"),
+            ConnectionEvent::Interrupted | ConnectionEvent::Resumed => {}
         }
     }
 }
@@ -91,13 +91,13 @@ async fn a_session_moves_to_the_link_comes_back_when_it_fails_and_moves_there_ag
     assert!(network.control.cut() > 0);
     until(&client.0, false).await;
     is_well(&mut client, &mut server).await;
-    assert_ne!(network.state(), State::Active, "the path cools down");
+    assert_ne!(network.state(), HealthState::Active, "the path cools down");
     assert!(!server.0.limits().one_sided);
 
     network.control.refuse(false);
     until(&client.0, true).await;
     until(&server.0, true).await;
-    assert_eq!(network.state(), State::Active, "a probe brought it back");
+    assert_eq!(network.state(), HealthState::Active, "a probe brought it back");
     is_well(&mut client, &mut server).await;
     let report = network.stack.paths().next().expect("there is a path").1;
     assert!(report.failures >= 1 && report.recoveries >= 1, "{report:?}");
@@ -135,7 +135,7 @@ async fn a_path_that_falls_silent_is_left_alone_for_a_while() {
     network.control.freeze(true);
     client.0.send(Message { header: "lost?".into(), ..Message::default() }).await.expect("queued");
     until(&client.0, false).await;
-    assert_ne!(network.state(), State::Active, "it cools down");
+    assert_ne!(network.state(), HealthState::Active, "it cools down");
     assert_eq!(message(&mut *server.1).await.header, "lost?");
     network.control.freeze(false);
     until(&client.0, true).await;
@@ -180,7 +180,7 @@ async fn memory_that_cannot_be_registered_costs_the_link_and_nothing_else() {
     let (_listener, mut client, mut server) = network.pair().await;
     assert!(!client.0.limits().one_sided);
     is_well(&mut client, &mut server).await;
-    assert_ne!(network.state(), State::Active);
+    assert_ne!(network.state(), HealthState::Active);
 }
 
 /// The checks that break transports, on sessions that change between TCP and a link all the time.

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::raw::{PATIENCE, Raw, lost};
 use outboard_messenger::frame::{Body, Resume};
-use outboard_messenger::{Ends, Event, Listener, NetworkStack, SessionConfig, TcpStack};
+use outboard_messenger::{ConnectionEvent, Ends, Listener, NetworkStack, SessionConfig, TcpStack};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, BufReader};
 use tokio::time::timeout;
 
@@ -90,16 +90,16 @@ async fn sessions_of_one_address_that_wait_for_their_peer_make_room_for_another(
     for _ in 0..2 {
         let (raw, _, mut ends) = session(CROWD, &mut *listener).await;
         drop(raw);
-        assert!(matches!(ends.1.next().await, Event::Interrupted));
+        assert!(matches!(ends.1.next().await, ConnectionEvent::Interrupted));
         crowd.push(ends);
     }
     let (raw, resume, mut ends) = session(OTHER, &mut *listener).await;
     drop(raw);
-    assert!(matches!(ends.1.next().await, Event::Interrupted));
+    assert!(matches!(ends.1.next().await, ConnectionEvent::Interrupted));
     let again = Raw::connect_from(OTHER, &listener.endpoint()).await;
     let (_raw, welcome) = again.begin(Some(resume.clone())).await;
     assert_eq!(welcome.session, resume.session);
-    assert!(matches!(ends.1.next().await, Event::Resumed));
+    assert!(matches!(ends.1.next().await, ConnectionEvent::Resumed));
     lost(&mut *crowd[0].1).await;
 }
 

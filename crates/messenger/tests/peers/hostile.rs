@@ -9,7 +9,7 @@ use outboard_messenger::frame::{
     Body, Close, PullCancel, PullData, PullRequest, Push, Refusal, RejectCode, Resume, Welcome, Window,
 };
 use outboard_messenger::{
-    ConnectOptions, Event, Message, MessengerError, NetworkStack, SessionConfig, TcpStack,
+    ConnectOptions, ConnectionEvent, Message, MessengerError, NetworkStack, SessionConfig, TcpStack,
 };
 use tokio::net::TcpListener;
 use tokio::time::{sleep, timeout};
@@ -44,7 +44,7 @@ async fn every_flipped_bit_of_a_message_breaks_the_transport_only() {
     let payload = Payload::compute(5, vec![1; 20].into());
     let good = bytes(&message("text"), 1, 0, &payload);
     let (_, welcome, mut ends) = victim.attack().await;
-    assert!(matches!(ends.1.next().await, Event::Interrupted));
+    assert!(matches!(ends.1.next().await, ConnectionEvent::Interrupted));
     for bit in (0..good.len() * 8).step_by(5) {
         let mut bad = good.clone();
         bad[bit / 8] ^= 1 << (bit % 8);
@@ -52,7 +52,7 @@ async fn every_flipped_bit_of_a_message_breaks_the_transport_only() {
         raw.write(&bad).await;
         raw.closed().await;
         let event = timeout(PATIENCE, ends.1.next()).await.expect("an event");
-        assert!(matches!(event, Event::Interrupted), "bit {bit}: {event:?}");
+        assert!(matches!(event, ConnectionEvent::Interrupted), "bit {bit}: {event:?}");
     }
     assert_eq!(welcome.received, 0);
     victim.is_well().await;
@@ -91,7 +91,7 @@ async fn a_truncated_frame_is_not_a_message_and_the_session_is_not_kept_forever(
         let (mut raw, _, mut ends) = victim.attack().await;
         raw.write(&frame[..len]).await;
         drop(raw);
-        assert!(matches!(ends.1.next().await, Event::Interrupted), "{len}");
+        assert!(matches!(ends.1.next().await, ConnectionEvent::Interrupted), "{len}");
         sessions.push((len, ends));
     }
     for (len, mut ends) in sessions {
@@ -192,7 +192,7 @@ async fn pulls_of_what_was_not_offered_are_refused() {
     raw.send(&Body::PullCancel(PullCancel { pull: 77 }), 0).await;
     raw.send(&message("still here"), 1).await;
     let (_connection, mut incoming) = ends;
-    assert!(matches!(incoming.next().await, Event::Message(_)));
+    assert!(matches!(incoming.next().await, ConnectionEvent::Message(_)));
     victim.is_well().await;
 }
 
@@ -267,7 +267,10 @@ async fn a_pull_stalled_in_the_middle_of_a_chunk_returns_its_buffer_in_time() {
     raw.write(&frame[5000..]).await;
     raw.send(&message("after"), 1).await;
     let (_connection, mut incoming) = ends;
-    assert!(matches!(incoming.next().await, Event::Message(_)), "the rest of the chunk was dropped");
+    assert!(
+        matches!(incoming.next().await, ConnectionEvent::Message(_)),
+        "the rest of the chunk was dropped"
+    );
     victim.is_well().await;
 }
 
@@ -314,8 +317,11 @@ async fn a_session_is_resumed_only_with_its_secret() {
     assert!(
         matches!(raw.next().await.map(|f| f.body), Some(Body::Welcome(Welcome { session, .. })) if session == welcome.session)
     );
-    assert!(matches!(ends.1.next().await, Event::Interrupted), "the new transport replaces the old one");
-    assert!(matches!(ends.1.next().await, Event::Resumed));
+    assert!(
+        matches!(ends.1.next().await, ConnectionEvent::Interrupted),
+        "the new transport replaces the old one"
+    );
+    assert!(matches!(ends.1.next().await, ConnectionEvent::Resumed));
     let mut raw = Raw::connect(&victim.endpoint).await;
     raw.send(&Body::Hello(hello(Some(Resume { received: 5, ..good }))), 0).await;
     let why = lost(&mut *ends.1).await;

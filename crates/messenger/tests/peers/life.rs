@@ -7,7 +7,7 @@ use crate::raw::{PATIENCE, Raw, Zeros, lost};
 use base::block::Payload;
 use outboard_messenger::conformance::{self, Buffer, Rig};
 use outboard_messenger::{
-    BulkSource, ConnectOptions, Ends, Event, MessengerError, NetworkStack, SessionConfig, TcpStack,
+    BulkSource, ConnectOptions, ConnectionEvent, Ends, MessengerError, NetworkStack, SessionConfig, TcpStack,
 };
 use tokio::runtime::Builder;
 use tokio::time::{sleep, timeout};
@@ -58,7 +58,7 @@ async fn a_listener_takes_and_keeps_a_bounded_number_of_sessions() {
     assert!(matches!(refused, Err(MessengerError::Refused(_))));
     let (raw, mut kept) = peers.remove(0);
     drop(raw);
-    assert!(matches!(kept.1.next().await, Event::Interrupted));
+    assert!(matches!(kept.1.next().await, ConnectionEvent::Interrupted));
     let (raw, mut lost_at_once) = peers.remove(0);
     drop(raw);
     let why = lost(&mut *lost_at_once.1).await;
@@ -152,7 +152,7 @@ fn handles_work_from_other_threads() {
         let mut next = [0u32; 3];
         for _ in 0..6000 {
             let event = timeout(PATIENCE, requests.next()).await.expect("a message");
-            let Event::Message(message) = event else { panic!("{event:?}") };
+            let ConnectionEvent::Message(message) = event else { panic!("{event:?}") };
             let sender = usize::from(message.header[0]);
             assert_eq!(message.header[1..], next[sender].to_le_bytes(), "in the order of its sender");
             next[sender] += 1;
@@ -192,7 +192,7 @@ async fn a_server_killed_in_the_middle_of_a_push_is_given_up_in_time() {
     client.0.send(outboard_messenger::Message::default()).await.unwrap();
     kill.send(()).unwrap();
     server.join().unwrap();
-    assert!(matches!(timeout(PATIENCE, client.1.next()).await.unwrap(), Event::Interrupted));
+    assert!(matches!(timeout(PATIENCE, client.1.next()).await.unwrap(), ConnectionEvent::Interrupted));
     client.0.send(outboard_messenger::Message::default()).await.expect("queued for the resumption");
     let why = lost(&mut *client.1).await;
     assert!(matches!(why, MessengerError::SessionLost(_)), "{why}");

@@ -7,7 +7,7 @@ use base::block::{Payload, crc32c};
 use bytes::{Bytes, BytesMut};
 use outboard_messenger::frame::{self, Body, Frame, HEADER_LEN, Hello, Resume, Welcome};
 use outboard_messenger::{
-    ConnectOptions, Ends, Event, Incoming, Limits, Listener, Message, MessengerError, NetworkStack,
+    ConnectOptions, ConnectionEvent, Ends, Incoming, Limits, Listener, Message, MessengerError, NetworkStack,
     SessionConfig, TcpStack,
 };
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -179,7 +179,7 @@ impl Victim {
         let message = Message { header: "well?".into(), payload: Payload::default() };
         client.0.send(message.clone()).await.unwrap();
         match timeout(PATIENCE, server.1.next()).await.expect("the bystander's message") {
-            Event::Message(got) => assert_eq!(got, message),
+            ConnectionEvent::Message(got) => assert_eq!(got, message),
             other => panic!("the bystander suffers: {other:?}"),
         }
     }
@@ -188,7 +188,9 @@ impl Victim {
 /// Why the session was lost; there may be messages before.
 pub(crate) async fn lost(incoming: &mut dyn Incoming) -> MessengerError {
     loop {
-        if let Event::Lost(why) = timeout(PATIENCE, incoming.next()).await.expect("the session ends") {
+        if let ConnectionEvent::Lost(why) =
+            timeout(PATIENCE, incoming.next()).await.expect("the session ends")
+        {
             return why;
         }
     }

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use fabric::{FabricError, Library, Query};
+use fabric::{FabricError, Library, ProviderQuery};
 
 use super::{Finding, Grade};
 
@@ -62,7 +62,7 @@ fn devices(root: &Path) -> Vec<PathBuf> {
 fn library(has_devices: bool) -> Finding {
     let found = Library::load().map(|library| {
         let mut providers: Vec<String> = library
-            .query(&Query::default())
+            .query(&ProviderQuery::default())
             .map_or_else(|_| Vec::new(), |infos| infos.iter().map(fabric::Info::provider).collect());
         providers.sort();
         providers.dedup();
@@ -107,7 +107,7 @@ fn access(root: &Path) -> Finding {
 
 /// Whether libfabric finds the devices.
 fn provider() -> Finding {
-    let query = Query { provider: Some("verbs".to_owned()), ..Query::default() };
+    let query = ProviderQuery { provider: Some("verbs".to_owned()), ..ProviderQuery::default() };
     let found = Library::load().and_then(|library| library.query(&query));
     let described = found.as_ref().map(|infos| {
         let mut devices: Vec<String> = infos.iter().map(fabric::Info::domain_name).collect();

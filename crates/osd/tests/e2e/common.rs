@@ -14,8 +14,8 @@ use client::{Client, Object, Options, Pool, Redundancy};
 use messenger::{NetworkStack, StackChoice, StackOptions, UseAs};
 use osd::{OsdConfig, OsdServer};
 use store::{
-    MemStore, ObjectStore, Op, Query, StageId, StoreError, StoreFuture, StoreRequest, Submit, Transaction,
-    WriteSource, check_incarnation, ready,
+    MemStore, MetadataQuery, ObjectStore, Op, StageId, StoreError, StoreFuture, StoreRequest, Submit,
+    Transaction, WriteSource, check_incarnation, ready,
 };
 use tokio::sync::watch;
 use uuid::Uuid;
@@ -295,7 +295,9 @@ impl Submit for FaultStore {
             request => {
                 let counted = match &request {
                     StoreRequest::Stage { .. } => Some(&self.stages),
-                    StoreRequest::Query { query: Query::Xattrs { .. }, .. } => Some(&self.listed_xattrs),
+                    StoreRequest::Query { query: MetadataQuery::Xattrs { .. }, .. } => {
+                        Some(&self.listed_xattrs)
+                    }
                     _ => None,
                 };
                 if let Some(count) = counted {

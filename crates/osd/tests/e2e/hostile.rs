@@ -228,7 +228,7 @@ async fn requests_need_a_session_of_a_version_that_both_speak() {
         let header = wire::encode_request(&head(1), &body);
         connection.send(Message { header, payload: Payload::default() }).await.unwrap();
         loop {
-            if let messenger::Event::Message(message) = incoming.next().await {
+            if let messenger::ConnectionEvent::Message(message) = incoming.next().await {
                 return wire::decode_reply(&message.header).unwrap().result.unwrap_err();
             }
         }

@@ -8,7 +8,7 @@ use base::BoxFuture;
 use base::block::Payload;
 use client::{Client, Error, Options};
 use futures::future::{join_all, pending};
-use messenger::transport::faulty::Faults;
+use messenger::transport::faulty::StreamFaults;
 use messenger::{BulkSource, SessionConfig, SimStack};
 use osd::{OsdConfig, OsdServer};
 use tokio::sync::oneshot;
@@ -21,13 +21,13 @@ use crate::raw::{Raw, head, mutate};
 /// Everything in one thread on a clock that only tests have, so that the seed replays it.
 #[tokio::test(start_paused = true)]
 async fn appends_happen_once_each_over_a_network_that_breaks_all_the_time() {
-    let faults = Faults {
+    let faults = StreamFaults {
         delay_max: Duration::from_millis(3),
         break_after_bytes: 12_000,
         refuse_one_in: 3,
         stall_one_in: 200,
         stall: Duration::from_millis(300),
-        ..Faults::NONE
+        ..StreamFaults::NONE
     };
     // Short enough that sessions are often gone before their clients are back.
     let config = SessionConfig { hold: Duration::from_millis(30), ..SessionConfig::default() };

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use base::block::Payload;
 use bytes::Bytes;
-use messenger::{ConnectOptions, Connection, Event, Incoming, Message, UseAs};
+use messenger::{ConnectOptions, Connection, ConnectionEvent, Incoming, Message, UseAs};
 use wire::{
     Data, Mutate, Mutated, Mutation, ObjectReply, ObjectRequest, OpBytes, Reply, ReplyBody, RequestBody,
     RequestHead, SessionId, WireName,
@@ -79,9 +79,11 @@ impl Raw {
     pub(crate) async fn reply(&mut self) -> Option<Reply> {
         loop {
             match self.incoming.next().await {
-                Event::Message(message) => return Some(wire::decode_reply(&message.header).unwrap()),
-                Event::Lost(_) => return None,
-                Event::Interrupted | Event::Resumed => {}
+                ConnectionEvent::Message(message) => {
+                    return Some(wire::decode_reply(&message.header).unwrap());
+                }
+                ConnectionEvent::Lost(_) => return None,
+                ConnectionEvent::Interrupted | ConnectionEvent::Resumed => {}
             }
         }
     }

@@ -9,7 +9,7 @@ use std::time::{Duration, SystemTime};
 use base::block::Payload;
 use bytes::{BufMut, Bytes, BytesMut};
 use client::{Client, Options};
-use messenger::{Connection, Event, Incoming, Listener, Message, UseAs};
+use messenger::{Connection, ConnectionEvent, Incoming, Listener, Message, UseAs};
 use osd::{OsdConfig, WallClock};
 use store::simulation::{SimDrive, SimStore};
 use store::{CollectionId, ObjectId, Op, StoreCalls, StoreError, Transaction};
@@ -441,12 +441,12 @@ impl Script {
         let (_, incoming) = self.connection.as_mut().unwrap();
         loop {
             match incoming.next().await {
-                Event::Message(message) => {
+                ConnectionEvent::Message(message) => {
                     let (head, rest) = wire::decode_head(&message.header).unwrap();
                     return (head, wire::decode_body(rest).unwrap());
                 }
-                Event::Lost(e) => panic!("{e}"),
-                Event::Interrupted | Event::Resumed => {}
+                ConnectionEvent::Lost(e) => panic!("{e}"),
+                ConnectionEvent::Interrupted | ConnectionEvent::Resumed => {}
             }
         }
     }

@@ -12,7 +12,7 @@ use wire::Placement;
 use crate::args::NodeArgs;
 use crate::commands::locate;
 use crate::output;
-use node::debug::{self, ArmedFault, Request};
+use node::debug::{self, ArmedFault, DebugRequest};
 use node::dir::NodeDir;
 use node::failure::{Doing, Failure, Result};
 use node::state::{NodeState, Role};
@@ -52,7 +52,7 @@ pub enum DebugCommand {
 
 /// A fault and where it is.
 #[derive(Debug, Serialize)]
-struct Row {
+struct FaultRow {
     role: &'static str,
     #[serde(flatten)]
     armed: ArmedFault,
@@ -71,24 +71,24 @@ pub fn run(command: DebugCommand, node: &NodeArgs) -> Result<()> {
                 | Site::OsdReply
                 | Site::EcOffload => Role::Osd,
             };
-            ask(role, node, &Request::Arm(fault.to_string())).map(drop)
+            ask(role, node, &DebugRequest::Arm(fault.to_string())).map(drop)
         }
         DebugCommand::Clear => {
             for &role in roles(node)? {
-                ask(role, node, &Request::Clear)?;
+                ask(role, node, &DebugRequest::Clear)?;
             }
             Ok(())
         }
         DebugCommand::Faults { json } => {
             let mut rows = Vec::new();
             for &role in roles(node)? {
-                let armed = ask(role, node, &Request::Show)?.faults;
-                rows.extend(armed.into_iter().map(|armed| Row { role: role.as_str(), armed }));
+                let armed = ask(role, node, &DebugRequest::Show)?.faults;
+                rows.extend(armed.into_iter().map(|armed| FaultRow { role: role.as_str(), armed }));
             }
             if json {
                 output::json(&rows);
             } else {
-                for Row { role, armed } in rows {
+                for FaultRow { role, armed } in rows {
                     output::raw(format!("{role:<6} {:<50} fired {}\n", armed.fault, armed.fired));
                 }
             }
@@ -111,7 +111,11 @@ pub fn socket(role: Role, node: &NodeArgs) -> Result<PathBuf> {
 }
 
 /// Asks a role at its debug socket. A role that restarts does not answer: that is waited for, as long as the node is up.
-fn ask_patiently(path: &Path, node: &NodeArgs, request: &Request) -> std::io::Result<debug::Answer> {
+fn ask_patiently(
+    path: &Path,
+    node: &NodeArgs,
+    request: &DebugRequest,
+) -> std::io::Result<debug::DebugAnswer> {
     let began = Instant::now();
     loop {
         let error = match debug::ask(path, request) {
@@ -131,7 +135,7 @@ fn ask_patiently(path: &Path, node: &NodeArgs, request: &Request) -> std::io::Re
 }
 
 /// Asks a role of the node; that it refuses is a failure.
-pub fn ask(role: Role, node: &NodeArgs, request: &Request) -> Result<debug::Answer> {
+pub fn ask(role: Role, node: &NodeArgs, request: &DebugRequest) -> Result<debug::DebugAnswer> {
     let doing = format!("asking the {}", role.as_str());
     let path = socket(role, node)?;
     let answer = ask_patiently(&path, node, request).map_err(|e| {

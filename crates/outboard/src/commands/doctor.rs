@@ -26,7 +26,7 @@ pub struct DoctorArgs {
 }
 
 #[derive(Serialize)]
-struct Report<'a> {
+struct DoctorReport<'a> {
     fit: bool,
     findings: &'a [Finding],
 }
@@ -39,7 +39,8 @@ pub fn run(args: DoctorArgs, node: &NodeArgs) -> Result<()> {
     let findings = checkup::all(&root, &config.doing("reading the configuration")?.targets);
     let fit = findings.iter().all(|f| f.grade != Grade::Prevents);
     let text = if args.json {
-        serde_json::to_string_pretty(&Report { fit, findings: &findings }).doing("printing the findings")?
+        serde_json::to_string_pretty(&DoctorReport { fit, findings: &findings })
+            .doing("printing the findings")?
             + "\n"
     } else {
         findings.iter().map(describe).collect()

@@ -14,7 +14,7 @@ use crate::output;
 use node::config_file;
 use node::dir::{DirLock, NodeDir};
 use node::failure::{Doing, Failure, Result};
-use node::progress::Progress;
+use node::progress::ProgressMeter;
 use node::units::ByteSize;
 
 /// Check a stopped node's targets: every object, extent, reference count and checksum
@@ -40,7 +40,7 @@ pub struct FsckArgs {
 
 /// What was found on all targets.
 #[derive(Serialize)]
-struct Outcome {
+struct FsckOutcome {
     clean: bool,
     targets: Vec<Checked>,
 }
@@ -62,7 +62,7 @@ pub fn run(args: FsckArgs, node: &NodeArgs) -> Result<()> {
     let count = targets.len();
     let check = |(n, path)| check(path, args.repair, &format!("checking target {} of {count}", n + 1));
     let targets: Vec<Checked> = targets.into_iter().enumerate().map(check).collect();
-    let outcome = Outcome { clean: targets.iter().all(|t| t.clean), targets };
+    let outcome = FsckOutcome { clean: targets.iter().all(|t| t.clean), targets };
     if args.json {
         output::json(&outcome);
     } else {
@@ -99,7 +99,7 @@ fn targets(path: &Path, doing: &str) -> Result<(Option<DirLock>, Vec<PathBuf>)> 
 }
 
 fn check(path: PathBuf, repair: bool, label: &str) -> Checked {
-    let progress = Progress::bytes(label, 0);
+    let progress = ProgressMeter::bytes(label, 0);
     let result = store::fsck(&path, repair, &osd::inspect_object, |done, all| {
         progress.set(done.saturating_mul(BLOCK), all.saturating_mul(BLOCK));
     });

@@ -9,7 +9,7 @@ use super::cp::local::{self, NewFile};
 use super::session;
 use crate::args::NodeArgs;
 use node::failure::{Doing, Result};
-use node::progress::Progress;
+use node::progress::ProgressMeter;
 
 /// Write an object to a file or to standard output
 ///
@@ -32,7 +32,7 @@ pub fn run(args: GetArgs, node: &NodeArgs) -> Result<()> {
         let object = session::object(&client, &args.object)?;
         let doing = format!("getting {}", args.object);
         let size = object.stat().await.doing(&doing)?.size;
-        let progress = Progress::bytes(&args.object, size);
+        let progress = ProgressMeter::bytes(&args.object, size);
         if args.file == Path::new("-") {
             let mut out = progress.writing(tokio::io::stdout());
             object.get_to_writer(&mut out).await.doing(doing)?;

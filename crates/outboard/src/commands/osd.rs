@@ -15,7 +15,7 @@ use crate::args::NodeArgs;
 use node::announce::Ready;
 use node::coding;
 use node::config::Config;
-use node::cpus::{Cpus, Side};
+use node::cpus::{ChannelSide, Cpus};
 use node::debug::Controls;
 use node::failure::{Doing, Failure, Result};
 use node::remount;
@@ -75,7 +75,7 @@ async fn serve(process: RoleProcess, args: &OsdArgs) -> Result<()> {
         Some(address) => {
             address
                 .cpus(process.config.osd.cpus)
-                .apply(Side::Dpu)
+                .apply(ChannelSide::Dpu)
                 .doing("keeping to the CPUs of osd.cpus")?;
             Stores::Behind(address.endpoint())
         }

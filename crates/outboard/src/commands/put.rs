@@ -8,7 +8,7 @@ use client::{Object, PutOptions};
 use super::session;
 use crate::args::NodeArgs;
 use node::failure::{Doing, Failure, Result};
-use node::progress::Progress;
+use node::progress::ProgressMeter;
 
 /// Files up to this size are sent in one request, without a progress bar.
 const ONE_REQUEST: u64 = 16 << 20;
@@ -35,7 +35,7 @@ pub fn run(args: PutArgs, node: &NodeArgs) -> Result<()> {
         let doing = format!("storing {}", args.object);
         let options = PutOptions { exclusive: args.exclusive, ..PutOptions::default() };
         if args.file == Path::new("-") {
-            let progress = Progress::stream(&args.object);
+            let progress = ProgressMeter::stream(&args.object);
             let input = progress.reading(tokio::io::stdin());
             object.put_reader(input, options).await.doing(doing)?;
             return Ok(());
@@ -54,7 +54,7 @@ async fn file(object: &Object, path: &Path, options: PutOptions, doing: &str) ->
         object.put_file(path, options).await.doing(doing)?;
         return Ok(());
     }
-    let progress = Progress::bytes(&object.name().to_string(), metadata.len());
+    let progress = ProgressMeter::bytes(&object.name().to_string(), metadata.len());
     let input = tokio::fs::File::open(path).await.doing(reading())?;
     object.put_reader(progress.reading(input), options).await.doing(doing)?;
     Ok(())

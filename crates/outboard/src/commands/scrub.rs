@@ -9,7 +9,7 @@ use super::session;
 use crate::args::NodeArgs;
 use crate::output;
 use node::failure::{Doing, Failure, Result};
-use node::progress::Progress;
+use node::progress::ProgressMeter;
 
 /// Pause between two questions how far it has come.
 const INTERVAL: Duration = Duration::from_millis(200);
@@ -43,7 +43,7 @@ pub fn run(args: ScrubArgs, node: &NodeArgs) -> Result<()> {
     let asking = doing.clone();
     let status = session::run(node, super::options(), async move |client| {
         let mut status = client.start_scrub(&pool, repair).await.doing(asking.clone())?;
-        let progress = Progress::count("placement groups", u64::from(status.groups));
+        let progress = ProgressMeter::count("placement groups", u64::from(status.groups));
         while status.running {
             progress.set(u64::from(status.groups_done), u64::from(status.groups));
             tokio::time::sleep(INTERVAL).await;

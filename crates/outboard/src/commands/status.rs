@@ -11,7 +11,7 @@ use crate::commands::locate;
 use node::debug;
 use node::dir::NodeDir;
 use node::failure::{Doing, Result};
-use node::report::Report;
+use node::report::NodeReport;
 use node::state::NodeState;
 
 /// How long the osd may take to answer before it counts as down.
@@ -42,9 +42,9 @@ pub fn run(args: StatusArgs, node: &NodeArgs) -> Result<()> {
     let mut report = match (&dir, &node.endpoint) {
         (Some(dir), _) => {
             let up = dir.owner().doing(doing)?.is_some();
-            Report::of_state(dir.path(), up, NodeState::load(dir))
+            NodeReport::of_state(dir.path(), up, NodeState::load(dir))
         }
-        (None, endpoint) => Report::of_endpoint(endpoint.as_deref().unwrap_or_default()),
+        (None, endpoint) => NodeReport::of_endpoint(endpoint.as_deref().unwrap_or_default()),
     };
     if let Some(endpoint) = report.endpoint.clone() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().doing(doing)?;
@@ -55,7 +55,7 @@ pub fn run(args: StatusArgs, node: &NodeArgs) -> Result<()> {
     }
     if let Some(dir) = &dir {
         for role in report.reticent_roles() {
-            match debug::ask(&dir.debug_socket(role.as_str()), &debug::Request::Show) {
+            match debug::ask(&dir.debug_socket(role.as_str()), &debug::DebugRequest::Show) {
                 Ok(answer) => answer.faults.into_iter().for_each(|fault| report.add_fault(role, fault)),
                 Err(e) => report
                     .problems

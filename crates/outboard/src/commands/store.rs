@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use channel::ofi::OfiHostOptions;
-use channel::{Layout, MemoryOptions};
+use channel::{MemoryLayout, MemoryOptions};
 use clap::Args;
 use proxy::{Server, ServerOptions};
 use store::BlockStore;
@@ -14,8 +14,8 @@ use uuid::Uuid;
 use crate::args::NodeArgs;
 use node::announce::Ready;
 use node::coding;
-use node::config::Engine;
-use node::cpus::Side;
+use node::config::EngineKind;
+use node::cpus::ChannelSide;
 use node::failure::{Doing, Failure, Result};
 use node::remount;
 use node::role::{self, RoleArgs, RoleProcess, StopSignals};
@@ -61,7 +61,7 @@ async fn serve(process: RoleProcess, args: &StoreArgs) -> Result<()> {
         .doing("starting the emulated accelerator")?;
     args.socket
         .cpus(process.config.store.cpus)
-        .apply(Side::Host)
+        .apply(ChannelSide::Host)
         .doing("keeping to the CPUs of store.cpus")?;
     let engines =
         coding::engines(&process.config, accelerator, faults).doing("starting the coding engines")?;
@@ -74,15 +74,17 @@ async fn serve(process: RoleProcess, args: &StoreArgs) -> Result<()> {
         let why = format!("{e}; choose another address with --socket");
         Failure::new(format!("waiting for the osd at {}", args.socket), why)
     })?;
-    let offered =
-        mounted.iter().map(|m| proxy::Target { uuid: m.uuid.as_u128(), store: m.object_store() }).collect();
+    let offered = mounted
+        .iter()
+        .map(|m| proxy::ServedTarget { uuid: m.uuid.as_u128(), store: m.object_store() })
+        .collect();
     let channel = &process.config.channel;
     let ofi = match &channel.engine {
-        Engine::Shm => None,
-        Engine::Ofi(provider) => Some(OfiHostOptions::new(provider, channel.ofi_listen)),
+        EngineKind::Shm => None,
+        EngineKind::Ofi(provider) => Some(OfiHostOptions::new(provider, channel.ofi_listen)),
     };
     let defaults = ServerOptions::default();
-    let layout = Layout { data_len: channel.window.0, ..MemoryOptions::default().layout };
+    let layout = MemoryLayout { data_len: channel.window.0, ..MemoryOptions::default().layout };
     let options = ServerOptions {
         max_memory: defaults.max_memory.max(layout.len()),
         ofi,

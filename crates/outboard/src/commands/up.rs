@@ -23,7 +23,7 @@ use node::making::{self, Making};
 use node::plan::{Chosen, Plan, nth_port};
 use node::port::{self, PortClaim};
 use node::role::{self, StopSignals};
-use node::state::{NodeState, Phase, Process, Role, Target};
+use node::state::{MountedTarget, NodeState, Process, ProcessState, Role};
 use node::supervise::{SuperviseError, Supervisor};
 use node::targets::KnownTarget;
 use node::units::ByteSize;
@@ -259,7 +259,7 @@ fn serve(dir: &NodeDir, config: &Config, background: bool) -> std::result::Resul
     })?;
     let mut supervisor = Process::new(Role::Supervisor);
     supervisor.set_pid(std::process::id());
-    (supervisor.phase, supervisor.metrics) = (Phase::Running, Some(metrics));
+    (supervisor.phase, supervisor.metrics) = (ProcessState::Running, Some(metrics));
     let state = NodeState {
         placement: config.placement,
         endpoint: None,
@@ -309,7 +309,11 @@ fn say_ready(state: &NodeState, dir: &NodeDir, background: bool) {
 }
 
 /// The roles of a node, in the order in which they start. `last_run` has the targets of the node's last run.
-fn roles(dir: &NodeDir, config: &Config, last_run: &[Target]) -> std::result::Result<Vec<RoleSpec>, String> {
+fn roles(
+    dir: &NodeDir,
+    config: &Config,
+    last_run: &[MountedTarget],
+) -> std::result::Result<Vec<RoleSpec>, String> {
     let targets = |args: &mut Vec<OsString>| {
         for target in &config.targets {
             args.extend(["--target".into(), target.clone().into_os_string()]);

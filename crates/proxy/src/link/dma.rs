@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use base::phases::{Clock, Phase};
 use bytes::Bytes;
-use channel::{Chain, Completion, QueueId, Region, Transfer, URGENT};
+use channel::{Chain, ChainCompletion, DmaRegion, QueueId, Transfer, URGENT};
 
 use super::State;
 use super::job::{RangeUse, Route};
@@ -44,11 +44,11 @@ struct Wish {
 #[derive(Default)]
 pub(super) struct Holds {
     pub(super) _payload: Vec<(usize, Bytes)>,
-    pub(super) _region: Option<Arc<Region>>,
+    pub(super) _region: Option<Arc<DmaRegion>>,
 }
 
 /// A part of a chain that was posted.
-struct Part {
+struct PostedCargo {
     /// `None` once the request goes on without it.
     cargo: Option<Cargo>,
     /// Length of each transfer, in bytes.
@@ -58,8 +58,8 @@ struct Part {
     _holds: Holds,
 }
 
-struct Posted {
-    parts: Vec<Part>,
+struct PostedChain {
+    parts: Vec<PostedCargo>,
     at: Instant,
 }
 
@@ -76,7 +76,7 @@ pub(super) struct Landed {
 #[derive(Default)]
 pub(super) struct Dma {
     waiting: VecDeque<Wish>,
-    posted: HashMap<u64, Posted>,
+    posted: HashMap<u64, PostedChain>,
     last_tag: u64,
 }
 
@@ -115,7 +115,7 @@ impl Dma {
         let mut chain = Chain { tag: Some(tag), ..Chain::default() };
         let mut parts = Vec::with_capacity(wishes.len());
         for wish in wishes {
-            parts.push(Part {
+            parts.push(PostedCargo {
                 cargo: Some(wish.cargo),
                 lens: wish.transfers.iter().map(|t| t.len).collect(),
                 since: wish.since,
@@ -124,12 +124,12 @@ impl Dma {
             });
             chain.transfers.extend(wish.transfers);
         }
-        self.posted.insert(tag, Posted { parts, at: Instant::now() });
+        self.posted.insert(tag, PostedChain { parts, at: Instant::now() });
         ring.post(queue, chain);
     }
 
     /// Takes a completion, if it is of payload.
-    fn completed(&mut self, completion: &Completion) -> Option<Vec<Landed>> {
+    fn completed(&mut self, completion: &ChainCompletion) -> Option<Vec<Landed>> {
         let posted = self.posted.remove(&completion.tag)?;
         let (mut done, why) = match &completion.result {
             Ok(()) => (usize::MAX, None),
@@ -188,7 +188,7 @@ impl State {
         id: u64,
         transfers: Vec<Transfer>,
         clock: Option<Clock>,
-        region: Option<Arc<Region>>,
+        region: Option<Arc<DmaRegion>>,
     ) {
         let Some(ring) = &mut self.ring else { return };
         let queue = ring.bulk_queue(id);
@@ -199,7 +199,7 @@ impl State {
     }
 
     /// Takes a completion of payload; `false` if it is of something else.
-    pub(super) fn payload_completed(&mut self, completion: &Completion) -> bool {
+    pub(super) fn payload_completed(&mut self, completion: &ChainCompletion) -> bool {
         let Some(landed) = self.dma.completed(completion) else { return false };
         if let Err(failed) = &completion.result {
             self.dma_failed(&failed.to_string());

@@ -6,14 +6,14 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
-use channel::{Bell, Chain, ChannelError, Completion, Control, Joined, MemoryAccess};
+use channel::{Bell, Chain, ChainCompletion, ChannelError, ControlSocket, Joined, MemoryAccess};
 use futures::future::BoxFuture;
 use tokio::time::Sleep;
 
 use super::job::Route;
 use super::replies::Leftovers;
 use super::ring_side::FETCH;
-use super::{Link, State};
+use super::{State, StoreChannel};
 use crate::messages::NO_REPLY;
 use crate::poller::Poller;
 
@@ -23,13 +23,13 @@ const FRAMES_PER_TURN: usize = 64;
 const LAST: u64 = u64::MAX - 2;
 
 /// Takes replies from doorbell, DMA completions and control socket until the incarnation ends.
-pub(crate) struct Driver {
-    link: Arc<Link>,
-    control: Control,
+pub(crate) struct ChannelDriver {
+    link: Arc<StoreChannel>,
+    control: ControlSocket,
     bell: Option<Box<dyn Bell>>,
     /// The engine being attached anew.
     attaching: Option<BoxFuture<'static, Result<Joined, ChannelError>>>,
-    completions: Vec<Completion>,
+    completions: Vec<ChainCompletion>,
     /// When to look for what is overdue.
     timer: Option<Pin<Box<Sleep>>>,
     poller: Poller,
@@ -38,10 +38,14 @@ pub(crate) struct Driver {
     drained: bool,
 }
 
-impl Driver {
+impl ChannelDriver {
     /// For a link over `control`, whose store rings `bell`.
-    pub(crate) fn new(link: Arc<Link>, control: Control, bell: Option<Box<dyn Bell>>) -> Driver {
-        Driver {
+    pub(crate) fn new(
+        link: Arc<StoreChannel>,
+        control: ControlSocket,
+        bell: Option<Box<dyn Bell>>,
+    ) -> ChannelDriver {
+        ChannelDriver {
             link,
             control,
             bell,
@@ -211,7 +215,7 @@ impl Driver {
             let Poll::Ready(frame) = self.control.poll_frame(cx) else { break };
             let frame = frame?;
             let mut state = self.link.lock();
-            if frame.header.kind != channel::Kind::Reply {
+            if frame.header.kind != channel::EntryKind::Reply {
                 return Err(ChannelError::Protocol("the store sent something else than replies".into()));
             }
             if frame.header.id == NO_REPLY {
@@ -263,7 +267,7 @@ impl Driver {
 }
 
 impl State {
-    fn completed(&mut self, completion: &Completion) -> Result<(), ChannelError> {
+    fn completed(&mut self, completion: &ChainCompletion) -> Result<(), ChannelError> {
         if completion.tag == FETCH {
             return self.fetched_replies(completion);
         }
@@ -277,7 +281,7 @@ impl State {
         Ok(())
     }
 
-    fn fetched_replies(&mut self, completion: &Completion) -> Result<(), ChannelError> {
+    fn fetched_replies(&mut self, completion: &ChainCompletion) -> Result<(), ChannelError> {
         if !self.is_open() {
             // What was fetched comes by the socket as well.
             return Ok(());
@@ -342,7 +346,7 @@ impl State {
     }
 }
 
-impl Drop for Driver {
+impl Drop for ChannelDriver {
     /// If the runtime was dropped under the incarnation, its calls fail, and memory that DMA may still be using is given up
     /// rather than given back.
     fn drop(&mut self) {

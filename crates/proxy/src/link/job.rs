@@ -10,10 +10,12 @@ use bytes::Bytes;
 use store::stripes::{Coded, FragmentBytes};
 use store::{CollectionId, ObjectId, StageId};
 
-use super::regions::Opened;
+use super::regions::OpenedWindow;
 use super::{AnswerTo, HeldRange};
-use crate::messages::{Call, ChannelCall, ParityFrom, Place, Stripes, pack_checksums, unpack_checksums};
-use crate::transaction_codec::Encoded;
+use crate::messages::{
+    ChannelCall, ParityFrom, PayloadPlace, StoreCall, Stripes, pack_checksums, unpack_checksums,
+};
+use crate::transaction_codec::EncodedTransaction;
 
 /// Longest control data and payload together that ride in an entry of the ring, in bytes.
 const MAX_INLINE: usize = 12 << 10;
@@ -33,7 +35,7 @@ pub(crate) enum Route {
 
 /// What is done with the answer.
 #[derive(Debug)]
-pub(crate) enum Kind {
+pub(crate) enum AnswerUse {
     /// It is passed on.
     Plain,
     /// It names a new stage.
@@ -72,7 +74,7 @@ pub(crate) enum RangeUse {
 }
 
 /// Arguments of a read.
-pub(crate) struct Read {
+pub(crate) struct ReadCall {
     pub(crate) cid: CollectionId,
     pub(crate) oid: ObjectId,
     pub(crate) offset: u64,
@@ -86,7 +88,7 @@ pub(crate) struct Read {
 pub(crate) struct Job {
     pub(super) target: u16,
     pub(super) after: u64,
-    pub(super) call: Call,
+    pub(super) call: StoreCall,
     /// Follows the call in the control data.
     pub(super) tail: Vec<u8>,
     /// Payload, and where it goes: from the start of the range, or of the data section.
@@ -95,7 +97,7 @@ pub(crate) struct Job {
     pub(super) arrived: usize,
     pub(super) range: RangeUse,
     /// The part of host memory that the range is in, while DMA may use it.
-    pub(super) region: Option<Opened>,
+    pub(super) region: Option<OpenedWindow>,
     pub(super) reply_max: usize,
     pub(super) route: Route,
     /// The payload is where it belongs, or goes with the request.
@@ -110,7 +112,7 @@ pub(crate) struct Job {
     pub(super) unsure: bool,
     /// Stages whose writes must have been posted before.
     pub(super) names_stages: Vec<StageId>,
-    pub(super) kind: Kind,
+    pub(super) kind: AnswerUse,
     pub(super) answer_to: Option<AnswerTo>,
     /// Is told when parity was computed.
     pub(super) coded: Option<Coded>,
@@ -120,24 +122,30 @@ pub(crate) struct Job {
 }
 
 /// Whether a transaction rides in one entry, so that one transfer carries it all.
-pub(super) fn fits_inline(encoded: &Encoded) -> bool {
+pub(super) fn fits_inline(encoded: &EncodedTransaction) -> bool {
     encoded.control.len() + encoded.data_len <= MAX_INLINE
 }
 
 /// Where the data section of a transaction begins in its range: at the start, as the control data rides in the entry, or, if
 /// that is too long, behind the control data, on a page of its own.
-fn data_at(encoded: &Encoded) -> usize {
+fn data_at(encoded: &EncodedTransaction) -> usize {
     let control_len = encoded.control.len();
     if control_len <= MAX_INLINE { 0 } else { control_len.next_multiple_of(MIN_BUFFER) }
 }
 
 /// Length of the range that holds a transaction.
-pub(super) fn range_len(encoded: &Encoded) -> usize {
+pub(super) fn range_len(encoded: &EncodedTransaction) -> usize {
     data_at(encoded) + encoded.data_len
 }
 
 impl Job {
-    pub(super) fn new(target: u16, after: u64, call: Call, route: Route, answer_to: Option<AnswerTo>) -> Job {
+    pub(super) fn new(
+        target: u16,
+        after: u64,
+        call: StoreCall,
+        route: Route,
+        answer_to: Option<AnswerTo>,
+    ) -> Job {
         Job {
             target,
             after,
@@ -155,7 +163,7 @@ impl Job {
             suspect: false,
             unsure: false,
             names_stages: Vec::new(),
-            kind: Kind::Plain,
+            kind: AnswerUse::Plain,
             answer_to,
             coded: None,
             since: Instant::now(),
@@ -165,10 +173,19 @@ impl Job {
 
     /// A call to the channel itself.
     pub(super) fn of_channel(call: ChannelCall, kind: ChannelKind) -> Job {
-        Job { kind: Kind::Channel(kind), ..Job::new(0, 0, Call::Channel(call), Route::Socket, None) }
+        Job {
+            kind: AnswerUse::Channel(kind),
+            ..Job::new(0, 0, StoreCall::Channel(call), Route::Socket, None)
+        }
     }
 
-    pub(super) fn on_socket(target: u16, after: u64, call: Call, kind: Kind, answer_to: AnswerTo) -> Job {
+    pub(super) fn on_socket(
+        target: u16,
+        after: u64,
+        call: StoreCall,
+        kind: AnswerUse,
+        answer_to: AnswerTo,
+    ) -> Job {
         Job { kind, ..Job::new(target, after, call, Route::Socket, Some(answer_to)) }
     }
 
@@ -185,7 +202,8 @@ impl Job {
         let phase = payload.phase() as u16;
         let (data, checksums) = payload.into_parts();
         let checksums = pack_checksums(&checksums);
-        let call = Call::StageWrite { stage: host_id, offset, phase, checksums, place: Place::Inline };
+        let call =
+            StoreCall::StageWrite { stage: host_id, offset, phase, checksums, place: PayloadPlace::Inline };
         Job {
             range: want(data.len()),
             upload: vec![(0, data)],
@@ -212,7 +230,7 @@ impl Job {
             upload.push((at, piece.clone()));
             at += piece.len();
         }
-        let call = Call::StageStripes { stripes, place: Place::Inline };
+        let call = StoreCall::StageStripes { stripes, place: PayloadPlace::Inline };
         Job {
             range: want(fragments * len),
             upload,
@@ -225,7 +243,7 @@ impl Job {
     pub(super) fn transaction(
         target: u16,
         after: u64,
-        encoded: Encoded,
+        encoded: EncodedTransaction,
         by_dma: bool,
         answer_to: AnswerTo,
     ) -> Job {
@@ -242,7 +260,7 @@ impl Job {
             let data = encoded.data.into_iter().map(|(at, bytes)| (data_at + at, bytes));
             (Vec::new(), std::iter::once(control).chain(data).collect())
         };
-        let call = Call::Transaction { control_len, control_crc, place: Place::Inline };
+        let call = StoreCall::Transaction { control_len, control_crc, place: PayloadPlace::Inline };
         Job {
             tail,
             upload,
@@ -253,18 +271,18 @@ impl Job {
         }
     }
 
-    pub(super) fn read(target: u16, after: u64, read: Read, by_dma: bool, answer_to: AnswerTo) -> Job {
-        let Read { cid, oid, offset, len, cover, dest } = read;
+    pub(super) fn read(target: u16, after: u64, read: ReadCall, by_dma: bool, answer_to: AnswerTo) -> Job {
+        let ReadCall { cid, oid, offset, len, cover, dest } = read;
         let small = cover <= MAX_INLINE_READ;
         let range = if small && by_dma { RangeUse::None } else { want(cover) };
         let data = if small { cover } else { 0 };
         let reply_max = SMALL_REPLY + cover.div_ceil(MIN_BUFFER) * 4 + data;
-        let call = Call::Read { cid, oid, offset, len, place: Place::Inline };
+        let call = StoreCall::Read { cid, oid, offset, len, place: PayloadPlace::Inline };
         Job {
             range,
             reply_max,
             in_lane: true,
-            kind: Kind::Read(dest),
+            kind: AnswerUse::Read(dest),
             ..Job::new(target, after, call, route(by_dma), Some(answer_to))
         }
     }
@@ -277,11 +295,11 @@ impl Job {
     /// Whether staged data did not fit its checksums before it was sent.
     pub(super) fn was_wrong_before(&self) -> bool {
         match (&self.call, &self.upload[..]) {
-            (Call::StageWrite { phase, checksums, .. }, [(_, data)]) => {
+            (StoreCall::StageWrite { phase, checksums, .. }, [(_, data)]) => {
                 let checksums = unpack_checksums(checksums).unwrap_or_default();
                 verify_pieces(u64::from(*phase), data, &checksums).is_err()
             }
-            (Call::StageStripes { stripes, .. }, pieces) => {
+            (StoreCall::StageStripes { stripes, .. }, pieces) => {
                 let checksums = unpack_checksums(&stripes.checksums).unwrap_or_default();
                 let mut checksums = &checksums[..];
                 pieces.iter().any(|(_, piece)| {
@@ -302,7 +320,7 @@ impl Job {
 
     /// Whether it must not overtake requests that were lost with the rings.
     pub(super) fn carries_data(&self) -> bool {
-        self.in_lane || self.writes_stage.is_some() || matches!(self.call, Call::StageStripes { .. })
+        self.in_lane || self.writes_stage.is_some() || matches!(self.call, StoreCall::StageStripes { .. })
     }
 
     /// Whether any of its payload goes by DMA.
@@ -312,7 +330,9 @@ impl Job {
 
     /// Whether no other call waits for it.
     pub(super) fn is_query(&self) -> bool {
-        self.answer_to.is_some() && matches!(self.kind, Kind::Plain | Kind::Stage) && !self.carries_data()
+        self.answer_to.is_some()
+            && matches!(self.kind, AnswerUse::Plain | AnswerUse::Stage)
+            && !self.carries_data()
     }
 
     /// Whether its payload goes with its entry, in one chain.
@@ -325,28 +345,28 @@ impl Job {
     }
 
     pub(super) fn wants_reply(&self) -> bool {
-        self.answer_to.is_some() || matches!(self.kind, Kind::Channel(_))
+        self.answer_to.is_some() || matches!(self.kind, AnswerUse::Channel(_))
     }
 
     /// The call, with the place of its payload filled in: the range, if it goes by DMA or the socket fills the range in its
     /// place. `base` is where the data region starts, `None` without one.
-    pub(super) fn placed_call(&self, base: Option<usize>) -> Call {
+    pub(super) fn placed_call(&self, base: Option<usize>) -> StoreCall {
         let mut call = self.call.clone();
         let (Some(base), RangeUse::Held(range)) = (base, self.range) else { return call };
         match &mut call {
-            Call::StageWrite { place, .. }
-            | Call::StageStripes { place, .. }
-            | Call::Transaction { place, .. } => place.put(base, range),
-            Call::Read { place, .. } if self.route == Route::Ring => place.put(base, range),
+            StoreCall::StageWrite { place, .. }
+            | StoreCall::StageStripes { place, .. }
+            | StoreCall::Transaction { place, .. } => place.put(base, range),
+            StoreCall::Read { place, .. } if self.route == Route::Ring => place.put(base, range),
             _ => {}
         }
         call
     }
 }
 
-impl Place {
+impl PayloadPlace {
     fn put(&mut self, base: usize, range: HeldRange) {
-        *self = Place::Range { offset: (base + range.offset) as u64, len: range.len as u64 };
+        *self = PayloadPlace::Range { offset: (base + range.offset) as u64, len: range.len as u64 };
     }
 }
 

@@ -4,14 +4,14 @@ use std::collections::VecDeque;
 use std::time::Instant;
 
 use bytes::Bytes;
-use channel::{Header, Kind as FrameKind, VERIFY};
+use channel::{EntryHeader, EntryKind as FrameKind, VERIFY};
 use store::StoreError;
 
-use super::job::{ChannelKind, Job, Kind, RangeUse, Route};
-use super::mode::Mode;
-use super::regions::Opened;
-use super::{AnswerTo, CallError, HeldRange, MAX_JOBS, MAX_QUERIES, Pending, State};
-use crate::messages::{Call, ChannelCall, NO_REPLY, encode};
+use super::job::{AnswerUse, ChannelKind, Job, RangeUse, Route};
+use super::mode::DmaState;
+use super::regions::OpenedWindow;
+use super::{AnswerTo, CallError, HeldRange, MAX_JOBS, MAX_QUERIES, SentCall, State};
+use crate::messages::{ChannelCall, NO_REPLY, StoreCall, encode};
 
 impl State {
     /// Whether one more call is possible, before it has a number: who waits for its answer, or `None` if that is told why
@@ -94,7 +94,7 @@ impl State {
         let Some(job) = self.jobs.get(&id) else { return &mut self.socket_ready };
         match job.route {
             Route::Ring => &mut self.ring_ready,
-            Route::Socket if matches!(self.mode, Mode::Closing { .. }) && job.carries_data() => {
+            Route::Socket if matches!(self.mode, DmaState::Closing { .. }) && job.carries_data() => {
                 &mut self.held
             }
             Route::Socket if job.is_query() => &mut self.queries,
@@ -129,7 +129,7 @@ impl State {
         if let Some(region) = self.regions.get(window) {
             let origin =
                 self.ring.as_ref().map_or(0, |ring| ring.window_origin(&self.regions.range_of(window)));
-            return self.use_region(id, Opened { region, origin });
+            return self.use_region(id, OpenedWindow { region, origin });
         }
         if self.regions.wait(window, id) {
             let range = self.regions.range_of(window);
@@ -141,7 +141,7 @@ impl State {
     }
 
     /// A job may use DMA on its range.
-    pub(super) fn use_region(&mut self, id: u64, opened: Opened) {
+    pub(super) fn use_region(&mut self, id: u64, opened: OpenedWindow) {
         let Some(job) = self.jobs.get_mut(&id) else { return };
         if job.route == Route::Socket {
             return self.payload_ready(id);
@@ -223,16 +223,16 @@ impl State {
         if job.writes_stage.is_none() {
             job.suspect = job.is_by_dma() && self.verify.next(&self.faults);
         }
-        let header = Header {
+        let header = EntryHeader {
             after: job.after,
             reply_max: job.reply_max as u32,
             flags: if job.suspect { VERIFY } else { 0 },
-            ..Header::new(FrameKind::Request, job.target, if wants_reply { id } else { NO_REPLY })
+            ..EntryHeader::new(FrameKind::Request, job.target, if wants_reply { id } else { NO_REPLY })
         };
         let mut ring_end = 0;
         match (job.route, &mut self.ring, job.range) {
             (Route::Ring, Some(ring), range) => ring_end = ring.send(header, &control, &job, range),
-            (_, Some(_), RangeUse::Held(range)) if !matches!(job.kind, Kind::Read(_)) => {
+            (_, Some(_), RangeUse::Held(range)) if !matches!(job.kind, AnswerUse::Read(_)) => {
                 self.put_rest(&job, range);
                 self.control_out.push((header, control, Vec::new()));
             }
@@ -247,20 +247,20 @@ impl State {
             if job.route == Route::Socket && job.arrived == 0 {
                 job.upload.clear();
             }
-            self.pending.insert(id, Pending { job, ring_end, sent: Instant::now() });
+            self.pending.insert(id, SentCall { job, ring_end, sent: Instant::now() });
         }
     }
 
     /// A frame for the channel that is not answered.
     pub(super) fn put_on_socket(&mut self, call: ChannelCall, data: Bytes) {
-        let header = Header::new(FrameKind::Request, 0, NO_REPLY);
-        self.control_out.push((header, encode(&Call::Channel(call)), vec![data]));
+        let header = EntryHeader::new(FrameKind::Request, 0, NO_REPLY);
+        self.control_out.push((header, encode(&StoreCall::Channel(call)), vec![data]));
     }
 
     /// Tells the host to free a stage.
     pub(super) fn release_stage(&mut self, target: u16, host_id: u64) {
         let after = self.lanes[usize::from(target)].last_transaction;
-        let job = Job::new(target, after, Call::StageRelease { stage: host_id }, Route::Socket, None);
+        let job = Job::new(target, after, StoreCall::StageRelease { stage: host_id }, Route::Socket, None);
         self.submit(job);
     }
 }

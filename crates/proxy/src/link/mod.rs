@@ -1,7 +1,7 @@
 //! The osd's end of the channel during one incarnation of the store.
 //!
-//! Callers put [`Job`]s into the [`Link`] from any thread, under a short lock, and what can go at once is posted right
-//! there, on the caller's thread. One [`Driver`](driver::Driver) task per link, on the runtime of the OSD, takes what
+//! Callers put [`Job`]s into the [`StoreChannel`] from any thread, under a short lock, and what can go at once is posted right
+//! there, on the caller's thread. One [`ChannelDriver`](driver::Driver) task per link, on the runtime of the OSD, takes what
 //! comes back. There is no thread of the channel's own on this side: with one, every call would cost two more wake-ups
 //! (into that thread and back), while this way a reply wakes the very thread that runs the waiting task.
 //!
@@ -32,20 +32,20 @@ use base::mem::ArenaBuf;
 use base::pool::MIN_BUFFER;
 use bytes::Bytes;
 use channel::ofi::OfiOffer;
-use channel::{DmaEngine, Header, Layout, TargetInfo};
+use channel::{DmaEngine, EntryHeader, MemoryLayout, TargetInfo};
 use futures::task::AtomicWaker;
 use store::stripes::{Coded, FragmentBytes, Parity, StripeWrite};
 use store::{StageId, StoreError};
 use tokio::sync::oneshot;
 
-use crate::messages::{Answer, Call, ParityFrom, Stripes, pack_checksums};
-use crate::transaction_codec::{self, Encoded};
+use crate::messages::{CallAnswer, ParityFrom, StoreCall, Stripes, pack_checksums};
+use crate::transaction_codec::{self, EncodedTransaction};
 
 use dma::Dma;
-pub(crate) use driver::Driver;
+pub(crate) use driver::ChannelDriver;
 use job::Job;
-pub(crate) use job::{Kind, Read};
-use mode::Mode;
+pub(crate) use job::{AnswerUse, ReadCall};
+use mode::DmaState;
 use recover::Quarantine;
 use regions::Regions;
 use replies::Fetching;
@@ -85,26 +85,26 @@ impl From<CallError> for StoreError {
 }
 
 /// What comes back from a call.
-pub(crate) type Answered = Result<Delivered, CallError>;
+pub(crate) type CallAnswered = Result<Delivered, CallError>;
 
 /// An answer, and the payload that came with it.
 pub(crate) struct Delivered {
-    pub(crate) answer: Answer,
+    pub(crate) answer: CallAnswer,
     pub(crate) data: Vec<Bytes>,
     /// The data was compared with its checksums.
     pub(crate) verified: bool,
 }
 
 impl Delivered {
-    fn new(answer: Answer, data: Vec<Bytes>) -> Delivered {
+    fn new(answer: CallAnswer, data: Vec<Bytes>) -> Delivered {
         Delivered { answer, data, verified: false }
     }
 }
 /// Where an answer goes.
-pub(crate) type AnswerTo = oneshot::Sender<Answered>;
+pub(crate) type AnswerTo = oneshot::Sender<CallAnswered>;
 
 /// The channel during one incarnation of the store, as callers see it.
-pub(crate) struct Link {
+pub(crate) struct StoreChannel {
     state: Mutex<State>,
     driver: AtomicWaker,
     engine: Option<Arc<dyn DmaEngine>>,
@@ -122,9 +122,9 @@ struct State {
     last_id: u64,
     last_stage: u64,
     jobs: HashMap<u64, Job>,
-    pending: HashMap<u64, Pending>,
+    pending: HashMap<u64, SentCall>,
     lanes: Vec<Lane>,
-    stages: HashMap<u64, Staged>,
+    stages: HashMap<u64, StageState>,
     /// Jobs that wait for a range of host memory, in the order they asked.
     range_queue: VecDeque<u64>,
     /// Jobs that are ready but for credit.
@@ -137,12 +137,12 @@ struct State {
     /// Free ranges of the host's data region. Without host memory: how many bytes may be in flight.
     ranges: Buddy,
     ring: Option<RingSide>,
-    control_out: Vec<(Header, Vec<u8>, Vec<Bytes>)>,
+    control_out: Vec<(EntryHeader, Vec<u8>, Vec<Bytes>)>,
     /// Payload on its way by DMA.
     dma: Dma,
     fetching: HashMap<u64, Fetching>,
     regions: Regions,
-    mode: Mode,
+    mode: DmaState,
     /// Jobs that carry data, while the host has not said yet which of those before them were lost.
     held: VecDeque<u64>,
     quarantine: Quarantine,
@@ -181,7 +181,7 @@ struct Lane {
 }
 
 /// A stage of this incarnation.
-struct Staged {
+struct StageState {
     host_id: u64,
     /// Writes that were called and not posted yet. A transaction that names the stage is posted after them.
     unposted: u32,
@@ -195,7 +195,7 @@ struct Staged {
 }
 
 /// A request that was sent.
-struct Pending {
+struct SentCall {
     job: Job,
     /// Where its entry ends in the inbound ring, in bytes; 0 if it went by the socket.
     ring_end: u64,
@@ -212,7 +212,7 @@ struct HeldRange {
 }
 
 /// Where read data is to land.
-enum Landing {
+enum ReadLanding {
     /// In place.
     Buffers(Vec<ArenaBuf>),
     /// In the mirror of its range, to be copied from there: there was no other memory.
@@ -246,16 +246,16 @@ pub(crate) struct LinkStatus {
     pub(crate) put_bytes: u64,
 }
 
-impl Link {
+impl StoreChannel {
     /// A link over host memory (`ring`), or over the control socket alone.
     pub(crate) fn new(
         incarnation: u64,
         targets: usize,
-        layout: Layout,
+        layout: MemoryLayout,
         ring: Option<RingSide>,
         health: Arc<OffloadHealth>,
         options: &LinkOptions,
-    ) -> Arc<Link> {
+    ) -> Arc<StoreChannel> {
         let data_len = layout.data_len as usize;
         let largest = options.largest_range.min(MAX_RANGE).min(data_len).max(MIN_BUFFER);
         let largest = 1 << largest.ilog2();
@@ -278,7 +278,7 @@ impl Link {
             dma: Dma::default(),
             fetching: HashMap::new(),
             regions: Regions::new(largest, data_len, options.region_cache),
-            mode: if ring.is_some() { Mode::Open } else { Mode::Closed },
+            mode: if ring.is_some() { DmaState::Open } else { DmaState::Closed },
             held: VecDeque::new(),
             quarantine: Quarantine::default(),
             health,
@@ -303,7 +303,7 @@ impl Link {
         let engine = state.ring.as_ref().map(|ring| Arc::clone(ring.engine()));
         let state = Mutex::new(state);
         let driver = AtomicWaker::new();
-        Arc::new(Link { state, driver, engine, max_range: largest, by_dma, incarnation })
+        Arc::new(StoreChannel { state, driver, engine, max_range: largest, by_dma, incarnation })
     }
 
     /// Longest payload that one request carries, in bytes: one transfer, one range.
@@ -340,7 +340,7 @@ impl Link {
     }
 
     /// A call on the control socket.
-    pub(crate) fn call(&self, target: u16, call: Call, kind: Kind, answer_to: AnswerTo) {
+    pub(crate) fn call(&self, target: u16, call: StoreCall, kind: AnswerUse, answer_to: AnswerTo) {
         let mut state = self.lock();
         let Some(answer_to) = state.accept(answer_to) else { return };
         let after = state.lanes[usize::from(target)].last_transaction;
@@ -424,7 +424,7 @@ impl Link {
     }
 
     /// A read of at most one range.
-    pub(crate) fn read(&self, target: u16, read: job::Read, answer_to: AnswerTo) {
+    pub(crate) fn read(&self, target: u16, read: job::ReadCall, answer_to: AnswerTo) {
         let mut state = self.lock();
         let Some(answer_to) = state.accept(answer_to) else { return };
         let after = state.lanes[usize::from(target)].last_transaction;
@@ -491,7 +491,7 @@ impl State {
         transaction: &store::Transaction,
         by_dma: bool,
         max_range: usize,
-    ) -> Result<Encoded, StoreError> {
+    ) -> Result<EncodedTransaction, StoreError> {
         let stages = &self.stages;
         let translate = |stage: StageId| {
             let staged = stages.get(&stage.0).filter(|staged| !staged.released);

@@ -4,16 +4,16 @@ use std::time::Instant;
 
 /// Whether the rings and DMA are used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Mode {
+pub(super) enum DmaState {
     Open,
     Closing { since: Instant },
     Closed,
-    Probing { since: Instant, step: Step },
+    Probing { since: Instant, step: ProbeStep },
 }
 
 /// How far a probe has come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Step {
+pub(super) enum ProbeStep {
     /// The host offers its memory anew, if that is needed.
     Offering,
     /// The engine connects. That takes no longer than the engine lets it.

@@ -19,12 +19,12 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use channel::ofi::OfiOffer;
 use channel::ring::CELL;
-use channel::{Bell, Chain, ChannelError, Completion, Frame, Joined, Transfer, URGENT};
+use channel::{Bell, Chain, ChainCompletion, ChannelEntry, ChannelError, Joined, Transfer, URGENT};
 
 use super::job::{ChannelKind, Job, Route};
-use super::mode::{Mode, Step};
+use super::mode::{DmaState, ProbeStep};
 use super::{HeldRange, RingSide, State};
-use crate::messages::{Answer, ChannelCall, Outcome, decode};
+use crate::messages::{CallAnswer, CallOutcome, ChannelCall, decode};
 
 /// Length of a probe, in bytes.
 const PROBE: usize = 4096;
@@ -50,7 +50,7 @@ pub(super) struct Quarantine {
 
 impl State {
     pub(super) fn is_open(&self) -> bool {
-        self.mode == Mode::Open
+        self.mode == DmaState::Open
     }
 
     /// A transfer failed, or is overdue, or has brought something wrong: from here on the socket serves.
@@ -61,7 +61,7 @@ impl State {
         let Some(ring) = &self.ring else { return };
         let taken = ring.taken();
         self.health.failed(why, Instant::now());
-        self.mode = Mode::Closing { since: Instant::now() };
+        self.mode = DmaState::Closing { since: Instant::now() };
         // More may be wrong than what was noticed.
         self.verify.suspect();
         self.quarantine_everything();
@@ -108,7 +108,7 @@ impl State {
 
     /// The host has left the rings alone, having taken `taken` bytes of requests.
     fn closed(&mut self, taken: u64) {
-        self.mode = Mode::Closed;
+        self.mode = DmaState::Closed;
         let mut lost: Vec<u64> = Vec::new();
         for (id, pending) in &mut self.pending {
             if pending.job.route != Route::Ring {
@@ -149,7 +149,7 @@ impl State {
         self.jobs.insert(id, job);
         self.doubt(id);
         match self.mode {
-            Mode::Closing { .. } => self.held.push_front(id),
+            DmaState::Closing { .. } => self.held.push_front(id),
             _ => self.socket_ready.push_front(id),
         }
     }
@@ -177,7 +177,7 @@ impl State {
     }
 
     /// Takes a completion that concerns the recovery; `false` if it is of something else.
-    pub(super) fn recovery_completed(&mut self, completion: &Completion) -> bool {
+    pub(super) fn recovery_completed(&mut self, completion: &ChainCompletion) -> bool {
         if completion.tag == PROBE_TAG {
             self.probe_moved(completion);
             return true;
@@ -204,21 +204,21 @@ impl State {
             self.look_at_rings(then, now);
         }
         match self.mode {
-            Mode::Open => {}
-            Mode::Closing { since } => {
+            DmaState::Open => {}
+            DmaState::Closing { since } => {
                 if now.duration_since(since) > self.overdue * PATIENCE {
                     self.fatal = Some("the store does not say how far it has come".to_owned());
                 }
             }
-            Mode::Closed => {
+            DmaState::Closed => {
                 if self.health.probe_at().is_some_and(|at| at <= now) {
                     self.try_probe(now);
                 }
             }
-            Mode::Probing { since, step } => {
-                if step != Step::Attaching && now.duration_since(since) > self.overdue {
+            DmaState::Probing { since, step } => {
+                if step != ProbeStep::Attaching && now.duration_since(since) > self.overdue {
                     self.probe_failed("the probe is overdue");
-                } else if step == Step::Unheard {
+                } else if step == ProbeStep::Unheard {
                     self.ask_for_echo();
                 }
             }
@@ -229,8 +229,8 @@ impl State {
     pub(super) fn next_tick(&self, now: Instant) -> Option<Instant> {
         let step = self.overdue / 4;
         self.has_work().then(|| match self.mode {
-            Mode::Open | Mode::Closing { .. } => now + step,
-            Mode::Closed | Mode::Probing { .. } => now + step.min(SOON),
+            DmaState::Open | DmaState::Closing { .. } => now + step,
+            DmaState::Closed | DmaState::Probing { .. } => now + step.min(SOON),
         })
     }
 
@@ -265,7 +265,7 @@ impl State {
     /// The host says how far it has come with the rings.
     fn positions(&mut self, taken: u64, head: u64) {
         let Some(asked) = self.asked_positions else { return };
-        let late = |p: &super::Pending| p.ring_end > taken && p.sent + self.overdue < asked;
+        let late = |p: &super::SentCall| p.ring_end > taken && p.sent + self.overdue < asked;
         if self.pending.values().any(late) {
             self.dma_failed("an entry or a doorbell did not reach the host");
         } else if head > self.heard() {
@@ -289,7 +289,7 @@ impl State {
         if self.pending.values().any(|p| p.ring_end > 0) || !self.health.begin_probe(now) {
             return;
         }
-        self.mode = Mode::Probing { since: now, step: Step::Offering };
+        self.mode = DmaState::Probing { since: now, step: ProbeStep::Offering };
         if self.ring.as_ref().is_some_and(|ring| ring.engine().attaches_anew()) {
             self.submit(Job::of_channel(ChannelCall::Offer, ChannelKind::Offer));
         } else {
@@ -299,8 +299,8 @@ impl State {
 
     /// The host offers its memory anew: the driver attaches to it.
     fn offered(&mut self, offer: OfiOffer) {
-        if matches!(self.mode, Mode::Probing { step: Step::Offering, .. }) {
-            self.step(Step::Attaching);
+        if matches!(self.mode, DmaState::Probing { step: ProbeStep::Offering, .. }) {
+            self.step(ProbeStep::Attaching);
             self.offer = Some(offer);
         }
     }
@@ -312,7 +312,7 @@ impl State {
 
     /// Whether the driver should still be attaching.
     pub(super) fn is_attaching(&self) -> bool {
-        matches!(self.mode, Mode::Probing { step: Step::Attaching, .. })
+        matches!(self.mode, DmaState::Probing { step: ProbeStep::Attaching, .. })
     }
 
     /// Attaching has ended, well or not. Gives the new bell.
@@ -333,7 +333,7 @@ impl State {
 
     /// Sends the probe.
     fn probe(&mut self) {
-        self.mode = Mode::Probing { since: Instant::now(), step: Step::There };
+        self.mode = DmaState::Probing { since: Instant::now(), step: ProbeStep::There };
         self.announced = 0;
         let Some(ring) = &mut self.ring else { return };
         let (inbound, pattern) = (ring.layout().inbound(), rand::random::<[u8; 32]>().repeat(PROBE / 32));
@@ -350,25 +350,25 @@ impl State {
         ring.post(URGENT, Chain { transfers: vec![transfer], ring: bell, tag: Some(PROBE_TAG) });
     }
 
-    fn step(&mut self, to: Step) {
-        if let Mode::Probing { step, .. } = &mut self.mode {
+    fn step(&mut self, to: ProbeStep) {
+        if let DmaState::Probing { step, .. } = &mut self.mode {
             *step = to;
         }
     }
 
-    fn probe_moved(&mut self, completion: &Completion) {
-        let Mode::Probing { step, .. } = self.mode else { return };
+    fn probe_moved(&mut self, completion: &ChainCompletion) {
+        let DmaState::Probing { step, .. } = self.mode else { return };
         match (&completion.result, step) {
             (Err(failed), _) => self.probe_failed(&failed.to_string()),
-            (Ok(()), Step::There) => self.ask_for_echo(),
-            (Ok(()), Step::Back) => {
+            (Ok(()), ProbeStep::There) => self.ask_for_echo(),
+            (Ok(()), ProbeStep::Back) => {
                 let Some(ring) = &self.ring else { return };
                 let mut bytes = vec![0; PROBE];
                 let inside = ring.arena().copy_out(ring.layout().outbox().offset, &mut bytes);
                 if !inside || bytes != self.probe_pattern {
                     return self.probe_failed("the probe came back damaged");
                 }
-                self.step(Step::Bell);
+                self.step(ProbeStep::Bell);
                 self.bell_during_probe();
             }
             _ => {}
@@ -376,19 +376,19 @@ impl State {
     }
 
     fn ask_for_echo(&mut self) {
-        self.step(Step::Echo);
+        self.step(ProbeStep::Echo);
         self.submit(Job::of_channel(ChannelCall::Probe { len: PROBE as u32 }, ChannelKind::Probe));
     }
 
     /// The host has copied the probe, if its doorbell was rung.
     fn echoed(&mut self, rung: u64) {
-        if !matches!(self.mode, Mode::Probing { step: Step::Echo, .. }) {
+        if !matches!(self.mode, DmaState::Probing { step: ProbeStep::Echo, .. }) {
             return;
         }
         if rung == 0 {
-            return self.step(Step::Unheard);
+            return self.step(ProbeStep::Unheard);
         }
-        self.step(Step::Back);
+        self.step(ProbeStep::Back);
         let Some(ring) = &self.ring else { return };
         let transfer = ring.rings_transfer(ring.layout().outbox().offset, PROBE, false);
         self.post_probe(transfer, false);
@@ -396,19 +396,19 @@ impl State {
 
     /// If the host's doorbell was heard, the probe has succeeded and the rings can be opened.
     pub(super) fn bell_during_probe(&mut self) {
-        if matches!(self.mode, Mode::Probing { step: Step::Bell, .. }) && self.announced > 0 {
-            self.step(Step::Opening);
+        if matches!(self.mode, DmaState::Probing { step: ProbeStep::Bell, .. }) && self.announced > 0 {
+            self.step(ProbeStep::Opening);
             self.submit(Job::of_channel(ChannelCall::Open, ChannelKind::Open));
         }
     }
 
     fn probe_failed(&mut self, why: &str) {
-        if !matches!(self.mode, Mode::Probing { .. }) {
+        if !matches!(self.mode, DmaState::Probing { .. }) {
             // A late answer.
             return;
         }
-        let opening = matches!(self.mode, Mode::Probing { step: Step::Opening, .. });
-        self.mode = Mode::Closed;
+        let opening = matches!(self.mode, DmaState::Probing { step: ProbeStep::Opening, .. });
+        self.mode = DmaState::Closed;
         self.health.probed(Err(why), Instant::now());
         self.post_fences();
         if opening {
@@ -416,13 +416,13 @@ impl State {
             if let Some(ring) = &mut self.ring {
                 ring.start_over();
             }
-            self.mode = Mode::Closing { since: Instant::now() };
+            self.mode = DmaState::Closing { since: Instant::now() };
             self.submit(Job::of_channel(ChannelCall::Close { taken: 0 }, ChannelKind::Close));
         }
     }
 
     fn opened(&mut self) {
-        if !matches!(self.mode, Mode::Probing { step: Step::Opening, .. }) {
+        if !matches!(self.mode, DmaState::Probing { step: ProbeStep::Opening, .. }) {
             return;
         }
         if let Some(ring) = &mut self.ring {
@@ -430,24 +430,30 @@ impl State {
         }
         (self.announced, self.asked, self.fetch_since) = (0, 0, None);
         (self.asked_positions, self.unheard) = (None, None);
-        self.mode = Mode::Open;
+        self.mode = DmaState::Open;
         self.health.probed(Ok(()), Instant::now());
     }
 
     /// Takes the answer to a call to the channel.
-    pub(super) fn channel_answered(&mut self, kind: ChannelKind, frame: Frame) -> Result<(), ChannelError> {
-        let outcome = decode::<Outcome>(&frame.control).and_then(|(outcome, _)| outcome);
+    pub(super) fn channel_answered(
+        &mut self,
+        kind: ChannelKind,
+        frame: ChannelEntry,
+    ) -> Result<(), ChannelError> {
+        let outcome = decode::<CallOutcome>(&frame.control).and_then(|(outcome, _)| outcome);
         match (kind, outcome) {
-            (ChannelKind::Export(window), Ok(Answer::Done)) => self.exported(window),
-            (ChannelKind::Get(id), Ok(Answer::Done)) => return self.got(id, frame.data),
-            (ChannelKind::Positions, Ok(Answer::Positions { taken, head })) => self.positions(taken, head),
-            (ChannelKind::Close, Ok(Answer::Positions { taken, .. })) => self.closed(taken),
-            (ChannelKind::Probe, Ok(Answer::Probed { rung })) => self.echoed(rung),
-            (ChannelKind::Offer, Ok(Answer::Offer(offer))) => self.offered(offer),
+            (ChannelKind::Export(window), Ok(CallAnswer::Done)) => self.exported(window),
+            (ChannelKind::Get(id), Ok(CallAnswer::Done)) => return self.got(id, frame.data),
+            (ChannelKind::Positions, Ok(CallAnswer::Positions { taken, head })) => {
+                self.positions(taken, head)
+            }
+            (ChannelKind::Close, Ok(CallAnswer::Positions { taken, .. })) => self.closed(taken),
+            (ChannelKind::Probe, Ok(CallAnswer::Probed { rung })) => self.echoed(rung),
+            (ChannelKind::Offer, Ok(CallAnswer::Offer(offer))) => self.offered(offer),
             (ChannelKind::Offer | ChannelKind::Probe | ChannelKind::Open, Err(e)) => {
                 self.probe_failed(&e.to_string())
             }
-            (ChannelKind::Open, Ok(Answer::Done)) => self.opened(),
+            (ChannelKind::Open, Ok(CallAnswer::Done)) => self.opened(),
             (kind, outcome) => {
                 let what = format!("{outcome:?} is no answer to {kind:?}");
                 return Err(ChannelError::Protocol(what));

@@ -9,19 +9,19 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use channel::Region;
+use channel::DmaRegion;
 
 /// A part of host memory that a job may use DMA on.
 #[derive(Clone)]
-pub(super) struct Opened {
-    pub(super) region: Arc<Region>,
+pub(super) struct OpenedWindow {
+    pub(super) region: Arc<DmaRegion>,
     /// Where the region starts, in bytes from the start of host memory.
     pub(super) origin: usize,
 }
 
 /// A window that is kept.
-struct Kept {
-    region: Arc<Region>,
+struct CachedWindow {
+    region: Arc<DmaRegion>,
     used: u64,
 }
 
@@ -41,7 +41,7 @@ pub(super) struct Regions {
     total: usize,
     /// Most windows kept; 0 keeps none, so that every use costs a negotiation.
     capacity: usize,
-    kept: HashMap<usize, Kept>,
+    kept: HashMap<usize, CachedWindow>,
     clock: u64,
     /// Windows that are being opened, and the jobs that wait for them.
     asked: HashMap<usize, Asked>,
@@ -88,7 +88,7 @@ impl Regions {
     }
 
     /// The region of a window, if it is open.
-    pub(super) fn get(&mut self, window: usize) -> Option<Arc<Region>> {
+    pub(super) fn get(&mut self, window: usize) -> Option<Arc<DmaRegion>> {
         self.clock += 1;
         let Some(kept) = self.kept.get_mut(&window) else {
             self.misses.increment(1);
@@ -110,7 +110,7 @@ impl Regions {
     }
 
     /// A window was opened: keeps it, and returns the jobs that waited and may go on.
-    pub(super) fn opened(&mut self, window: usize, region: &Arc<Region>) -> Vec<u64> {
+    pub(super) fn opened(&mut self, window: usize, region: &Arc<DmaRegion>) -> Vec<u64> {
         if self.capacity == 0 {
             let Some(asked) = self.asked.get_mut(&window) else { return Vec::new() };
             asked.times = asked.times.saturating_sub(1);
@@ -120,7 +120,7 @@ impl Regions {
             }
         } else {
             self.clock += 1;
-            self.kept.insert(window, Kept { region: Arc::clone(region), used: self.clock });
+            self.kept.insert(window, CachedWindow { region: Arc::clone(region), used: self.clock });
             self.evict();
         }
         self.asked.remove(&window).map(|asked| asked.waiting).unwrap_or_default()
@@ -158,7 +158,7 @@ mod tests {
         let region = |id: u32| {
             let gone = Arc::clone(&gone);
             let unregister = OnDrop::new(move || gone.lock().unwrap().push(id));
-            Arc::new(Region::new(RegionId(id), 4096, unregister))
+            Arc::new(DmaRegion::new(RegionId(id), 4096, unregister))
         };
         let mut regions = Regions::new(4096, 10_000, 2);
         assert_eq!((regions.window_of(8191), regions.range_of(2)), (1, 8192..10_000));
@@ -184,7 +184,7 @@ mod tests {
 
     #[test]
     fn nobody_is_left_behind_when_the_cache_goes_or_comes() {
-        let region = Arc::new(Region::new(RegionId(1), 4096, OnDrop::new(|| ())));
+        let region = Arc::new(DmaRegion::new(RegionId(1), 4096, OnDrop::new(|| ())));
         let mut regions = Regions::new(4096, 8192, 1);
         assert!(regions.wait(0, 1) && !regions.wait(0, 2), "one question for both");
         regions.set_capacity(0);

@@ -7,22 +7,23 @@ use base::fault::Site;
 use base::mem::ArenaBuf;
 use base::phases::{Clock, Phase};
 use bytes::Bytes;
-use channel::{ChannelError, Frame};
+use channel::{ChannelEntry, ChannelError};
 use store::{ReadData, StoreError};
 
 use super::dma::Dma;
-use super::job::{ChannelKind, Job, Kind, RangeUse, Route};
+use super::job::{AnswerUse, ChannelKind, Job, RangeUse, Route};
 use super::recover::Quarantine;
-use super::regions::Opened;
+use super::regions::OpenedWindow;
 use super::{
-    AnswerTo, Answered, CallError, Delivered, HeldRange, Landing, Link, Pending, RingSide, Staged, State,
+    AnswerTo, CallAnswered, CallError, Delivered, HeldRange, ReadLanding, RingSide, SentCall, StageState,
+    State, StoreChannel,
 };
-use crate::messages::{Answer, ChannelCall, Outcome, decode, unpack_checksums};
+use crate::messages::{CallAnswer, CallOutcome, ChannelCall, decode, unpack_checksums};
 
 /// A read whose data is on its way.
 pub(super) struct Fetching {
-    answer: Answer,
-    landing: Landing,
+    answer: CallAnswer,
+    landing: ReadLanding,
     len: usize,
     range: HeldRange,
     /// Bytes that came by DMA before it failed.
@@ -37,16 +38,16 @@ struct DoneRead {
     id: u64,
     dest: Option<ArenaBuf>,
     answer_to: AnswerTo,
-    region: Option<Opened>,
+    region: Option<OpenedWindow>,
     clock: Option<Clock>,
 }
 
 impl State {
     /// Takes a reply.
-    pub(super) fn reply(&mut self, frame: Frame, route: Route) -> Result<(), ChannelError> {
+    pub(super) fn reply(&mut self, frame: ChannelEntry, route: Route) -> Result<(), ChannelError> {
         let id = frame.header.id;
-        let outcome = decode::<Outcome>(&frame.control).and_then(|(outcome, _)| outcome);
-        if let Ok(Answer::Coded(took)) = outcome {
+        let outcome = decode::<CallOutcome>(&frame.control).and_then(|(outcome, _)| outcome);
+        if let Ok(CallAnswer::Coded(took)) = outcome {
             // After a failure of DMA it may come twice.
             if let Some(coded) = self.pending.get_mut(&id).and_then(|pending| pending.job.coded.take()) {
                 // If nobody wants to know, all the better.
@@ -57,14 +58,14 @@ impl State {
         // A kill does not return, and nothing else can happen here.
         let _ = self.faults.hit(Site::OsdReply);
         let pending = self.pending.remove(&id).filter(|p| p.job.route == route);
-        let Some(Pending { job, ring_end, .. }) = pending else {
+        let Some(SentCall { job, ring_end, .. }) = pending else {
             return Err(ChannelError::Protocol(format!("a reply to request {id}, which nobody waits for")));
         };
         match (route, &mut self.ring) {
             (Route::Ring, Some(ring)) => ring.answered(job.reply_max()),
             _ => self.queries_out -= usize::from(job.is_query()),
         }
-        if let Kind::Channel(kind) = job.kind {
+        if let AnswerUse::Channel(kind) = job.kind {
             return self.channel_answered(kind, frame);
         }
         book_host_time(job.clock.as_ref(), frame.header.elapsed_us);
@@ -73,7 +74,7 @@ impl State {
             _ => None,
         };
         let in_range = ring_end > 0;
-        if outcome == Ok(Answer::Damaged) {
+        if outcome == Ok(CallAnswer::Damaged) {
             let by_dma = in_range || job.arrived > 0;
             if range.is_none() || job.upload.is_empty() || !by_dma {
                 let what = format!("the payload of request {id}, which did not come by DMA, was damaged");
@@ -87,11 +88,11 @@ impl State {
             return Err(ChannelError::Protocol(format!("request {id} wants no answer")));
         };
         let answered = match (kind, outcome) {
-            (Kind::Stage, Ok(Answer::Stage(host_id))) => {
+            (AnswerUse::Stage, Ok(CallAnswer::Stage(host_id))) => {
                 self.new_stage(target, host_id, answer_to);
                 return Ok(());
             }
-            (Kind::Read(dest), Ok(answer @ Answer::Read { .. })) => {
+            (AnswerUse::Read(dest), Ok(answer @ CallAnswer::Read { .. })) => {
                 let read = DoneRead { id, dest, answer_to, region, clock };
                 return self.read_answered(read, answer, frame.data, range, in_range);
             }
@@ -106,12 +107,12 @@ impl State {
     fn read_answered(
         &mut self,
         read: DoneRead,
-        answer: Answer,
+        answer: CallAnswer,
         data: Bytes,
         range: Option<HeldRange>,
         in_range: bool,
     ) -> Result<(), ChannelError> {
-        let Answer::Read { len, .. } = answer else { return Ok(()) };
+        let CallAnswer::Read { len, .. } = answer else { return Ok(()) };
         let answered = match (&read.dest, range) {
             (Some(dest), _) if len > dest.len() as u64 => {
                 let what = format!("{len} bytes were read for a buffer of {}", dest.len());
@@ -129,7 +130,7 @@ impl State {
     }
 
     /// A call has its answer and needs its range no longer.
-    fn finish(&mut self, range: Option<HeldRange>, answer_to: AnswerTo, answered: Answered) {
+    fn finish(&mut self, range: Option<HeldRange>, answer_to: AnswerTo, answered: CallAnswered) {
         self.free_range(range);
         // Whoever asked may have gone; then nobody needs to know.
         let _ = answer_to.send(answered);
@@ -140,15 +141,21 @@ impl State {
         self.last_stage += 1;
         // Unlike those of other incarnations, so that a stage that was lost with its incarnation is never taken for another.
         let id = (self.incarnation << 40) | self.last_stage;
-        self.stages.insert(id, Staged { host_id, unposted: 0, unsure: 0, unanswered: 0, released: false });
-        if answer_to.send(Ok(Delivered::new(Answer::Stage(id), Vec::new()))).is_err() {
+        self.stages
+            .insert(id, StageState { host_id, unposted: 0, unsure: 0, unanswered: 0, released: false });
+        if answer_to.send(Ok(Delivered::new(CallAnswer::Stage(id), Vec::new()))).is_err() {
             self.stages.remove(&id);
             self.release_stage(target, host_id);
         }
     }
 
-    fn fetch_data(&mut self, read: DoneRead, answer: Answer, range: HeldRange) -> Result<(), ChannelError> {
-        let (Some(ring), Answer::Read { len, .. }) = (&self.ring, &answer) else { return Ok(()) };
+    fn fetch_data(
+        &mut self,
+        read: DoneRead,
+        answer: CallAnswer,
+        range: HeldRange,
+    ) -> Result<(), ChannelError> {
+        let (Some(ring), CallAnswer::Read { len, .. }) = (&self.ring, &answer) else { return Ok(()) };
         let DoneRead { id, dest, answer_to, region, clock } = read;
         let len = usize::try_from(*len).unwrap_or(usize::MAX);
         if len > range.len {
@@ -160,13 +167,13 @@ impl State {
         let opened = region.filter(|_| self.is_open());
         let landing = match &opened {
             Some(_) => choose_landing(ring, dest, len),
-            None => Landing::Socket(dest),
+            None => ReadLanding::Socket(dest),
         };
         let mut transfers = Vec::new();
         if let Some(opened) = &opened {
             let from = ring.range_offset(range);
             match &landing {
-                Landing::Buffers(buffers) => {
+                ReadLanding::Buffers(buffers) => {
                     let mut at = from;
                     for buffer in buffers {
                         ring.fetch_range(&mut transfers, at, buffer.offset(), buffer.len(), opened);
@@ -193,10 +200,10 @@ impl State {
             return self.get_rest(id);
         }
         let Some(mut done) = self.fetching.remove(&id) else { return };
-        let landing = std::mem::replace(&mut done.landing, Landing::Socket(None));
+        let landing = std::mem::replace(&mut done.landing, ReadLanding::Socket(None));
         let data: Vec<Bytes> = match landing {
-            Landing::Buffers(buffers) => buffers.into_iter().map(ArenaBuf::freeze).collect(),
-            Landing::Mirror(dest) | Landing::Socket(dest) => {
+            ReadLanding::Buffers(buffers) => buffers.into_iter().map(ArenaBuf::freeze).collect(),
+            ReadLanding::Mirror(dest) | ReadLanding::Socket(dest) => {
                 vec![self.copy_from_mirror(done.range, done.len, dest)]
             }
         };
@@ -214,7 +221,7 @@ impl State {
     /// The DMA of a read's data takes too long: the data comes by the socket, to other memory.
     pub(super) fn fetch_given_up(&mut self, id: u64) {
         let Some(late) = self.fetching.get_mut(&id) else { return };
-        let landing = std::mem::replace(&mut late.landing, Landing::Socket(None));
+        let landing = std::mem::replace(&mut late.landing, ReadLanding::Socket(None));
         self.keep(landing);
         self.get_rest(id);
     }
@@ -240,16 +247,16 @@ impl State {
             return Err(ChannelError::Protocol(what));
         }
         let mut done = done;
-        let landing = std::mem::replace(&mut done.landing, Landing::Socket(None));
+        let landing = std::mem::replace(&mut done.landing, ReadLanding::Socket(None));
         let data = match landing {
-            Landing::Buffers(mut buffers) if done.fetched > 0 => {
+            ReadLanding::Buffers(mut buffers) if done.fetched > 0 => {
                 fill(&mut buffers, done.fetched, &rest);
                 buffers.into_iter().map(ArenaBuf::freeze).collect()
             }
-            Landing::Mirror(_) if done.fetched > 0 => {
+            ReadLanding::Mirror(_) if done.fetched > 0 => {
                 vec![self.copy_from_mirror(done.range, done.fetched, None), rest]
             }
-            Landing::Socket(dest) if done.fetched == 0 => vec![landed(rest, dest)],
+            ReadLanding::Socket(dest) if done.fetched == 0 => vec![landed(rest, dest)],
             _ => vec![rest],
         };
         let verified = verified(&done.answer, data.clone());
@@ -306,8 +313,8 @@ fn book_host_time(clock: Option<&Clock>, elapsed_us: u32) {
 }
 
 /// Compares data that came by DMA with its checksums.
-fn verified(answer: &Answer, data: Vec<Bytes>) -> Result<Vec<Bytes>, String> {
-    let Answer::Read { offset, checksums, object_size, .. } = answer else { return Ok(data) };
+fn verified(answer: &CallAnswer, data: Vec<Bytes>) -> Result<Vec<Bytes>, String> {
+    let CallAnswer::Read { offset, checksums, object_size, .. } = answer else { return Ok(data) };
     let checksums = unpack_checksums(checksums).map_err(|e| e.to_string())?;
     let read = ReadData { offset: *offset, data, checksums, object_size: *object_size, verified: false };
     read.verify().map_err(|e| e.to_string())?;
@@ -340,26 +347,26 @@ fn landed(data: Bytes, dest: Option<ArenaBuf>) -> Bytes {
 
 /// The caller's buffer if the engine can reach it, else buffers of the pool. If it has none to spare just now, the
 /// mirror serves: waiting here for a buffer whose holder waits for this very incarnation could last for ever.
-fn choose_landing(ring: &RingSide, dest: Option<ArenaBuf>, len: usize) -> Landing {
+fn choose_landing(ring: &RingSide, dest: Option<ArenaBuf>, len: usize) -> ReadLanding {
     if let Some(mut dest) = dest {
         if Arc::ptr_eq(dest.arena(), ring.arena()) {
             dest.truncate(len);
-            return Landing::Buffers(vec![dest]);
+            return ReadLanding::Buffers(vec![dest]);
         }
-        return Landing::Mirror(Some(dest));
+        return ReadLanding::Mirror(Some(dest));
     }
     let pool = ring.memory().pool();
     let mut buffers = Vec::new();
     for at in (0..len).step_by(pool.largest()) {
         match pool.try_alloc(pool.largest().min(len - at)) {
             Ok(Some(buffer)) => buffers.push(buffer),
-            _ => return Landing::Mirror(None),
+            _ => return ReadLanding::Mirror(None),
         }
     }
-    Landing::Buffers(buffers)
+    ReadLanding::Buffers(buffers)
 }
 
-impl Link {
+impl StoreChannel {
     /// Ends the incarnation for its callers: every call that has no answer fails. Returns what DMA may still use.
     pub(super) fn end(&self, why: &str) -> Leftovers {
         let mut state = self.lock();
@@ -403,7 +410,7 @@ impl Link {
 #[derive(Default)]
 pub(super) struct Leftovers {
     requests: Vec<Job>,
-    landings: Vec<Landing>,
+    landings: Vec<ReadLanding>,
     _dma: Dma,
     _quarantine: Quarantine,
 }

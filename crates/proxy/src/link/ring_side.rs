@@ -8,13 +8,13 @@ use base::mem::Arena;
 use bytes::Bytes;
 use channel::ring::{self, MAX_ENTRY};
 use channel::{
-    Chain, ChannelError, DmaEngine, DpuMemory, Frame, Header, Layout, Peer, PeerId, Place, QueueId, Region,
-    RegionId, Transfer, URGENT, Unposted,
+    Chain, ChannelEntry, ChannelError, DmaAddress, DmaEngine, DmaRegion, DpuMemory, EnginePeer, EntryHeader,
+    MemoryLayout, PeerId, QueueId, RegionId, RejectedChain, Transfer, URGENT,
 };
 
 use super::HeldRange;
 use super::job::{Job, RangeUse};
-use super::regions::Opened;
+use super::regions::OpenedWindow;
 
 /// Chains that are longer are posted at once, in bytes.
 const GATHERED: usize = 64 << 10;
@@ -22,10 +22,10 @@ const GATHERED: usize = 64 << 10;
 pub(super) const FETCH: u64 = u64::MAX;
 
 /// What the engine is attached to.
-struct Host {
-    peer: Peer,
+struct AttachedHost {
+    peer: EnginePeer,
     /// The rings of its memory.
-    rings: Region,
+    rings: DmaRegion,
 }
 
 /// Stands for the rings of a host that is not there: chains that name it fail.
@@ -37,7 +37,7 @@ pub(crate) struct RingSide {
     engine: Arc<dyn DmaEngine>,
     local: RegionId,
     /// The host, if the engine is attached to it.
-    host: Option<Host>,
+    host: Option<AttachedHost>,
     queues: usize,
     max_outstanding: usize,
     outstanding: usize,
@@ -83,7 +83,7 @@ impl RingSide {
         }
     }
 
-    pub(super) fn layout(&self) -> Layout {
+    pub(super) fn layout(&self) -> MemoryLayout {
         self.memory.layout()
     }
 
@@ -122,7 +122,7 @@ impl RingSide {
 
     /// Sends a request: with its payload, if that is short, else with what is in its range already. Returns where its
     /// entry ends in the ring.
-    pub(super) fn send(&mut self, header: Header, control: &[u8], job: &Job, range: RangeUse) -> u64 {
+    pub(super) fn send(&mut self, header: EntryHeader, control: &[u8], job: &Job, range: RangeUse) -> u64 {
         let mut chain = Chain::default();
         let inline: &[(usize, Bytes)] = match (range, &job.region) {
             (RangeUse::Held(range), Some(opened)) if job.arrived == 0 => {
@@ -134,7 +134,7 @@ impl RingSide {
         };
         let data_len: usize = inline.iter().map(|(_, piece)| piece.len()).sum();
         let header =
-            Header { data_len: data_len as u32, position: self.head, consumed: self.taken, ..header };
+            EntryHeader { data_len: data_len as u32, position: self.head, consumed: self.taken, ..header };
         let data: Vec<&[u8]> = inline.iter().map(|(_, piece)| &piece[..]).collect();
         let sealed = header.seal_whole(control, &data);
         let total = sealed.len() + data_len;
@@ -177,7 +177,7 @@ impl RingSide {
         &self,
         upload: &[(usize, Bytes)],
         range: HeldRange,
-        opened: &Opened,
+        opened: &OpenedWindow,
     ) -> Vec<Transfer> {
         let mut transfers = Vec::new();
         for (at, piece) in upload.iter().filter(|(_, piece)| !piece.is_empty()) {
@@ -195,9 +195,9 @@ impl RingSide {
         from: usize,
         to: usize,
         len: usize,
-        opened: &Opened,
+        opened: &OpenedWindow,
     ) {
-        let dst = Place { region: opened.region.id(), offset: to - opened.origin };
+        let dst = DmaAddress { region: opened.region.id(), offset: to - opened.origin };
         transfers.extend(segments(self.here(from), dst, len, self.max_transfer()));
     }
 
@@ -208,15 +208,15 @@ impl RingSide {
         from: usize,
         to: usize,
         len: usize,
-        opened: &Opened,
+        opened: &OpenedWindow,
     ) {
-        let src = Place { region: opened.region.id(), offset: from - opened.origin };
+        let src = DmaAddress { region: opened.region.id(), offset: from - opened.origin };
         transfers.extend(segments(src, self.here(to), len, self.max_transfer()));
     }
 
     /// The transfers between the rings and their mirror of one span.
     fn rings_transfers(&self, span: Range<usize>, to_host: bool) -> impl Iterator<Item = Transfer> + use<> {
-        let there = Place { region: self.rings(), offset: span.start };
+        let there = DmaAddress { region: self.rings(), offset: span.start };
         let here = self.here(span.start);
         let (src, dst) = if to_host { (here, there) } else { (there, here) };
         segments(src, dst, span.len(), self.max_transfer())
@@ -224,13 +224,13 @@ impl RingSide {
 
     /// One transfer between the rings and their mirror.
     pub(super) fn rings_transfer(&self, at: usize, len: usize, to_host: bool) -> Transfer {
-        let (here, there) = (self.here(at), Place { region: self.rings(), offset: at });
+        let (here, there) = (self.here(at), DmaAddress { region: self.rings(), offset: at });
         let (src, dst) = if to_host { (here, there) } else { (there, here) };
         Transfer { src, dst, len }
     }
 
-    fn here(&self, offset: usize) -> Place {
-        Place { region: self.local, offset }
+    fn here(&self, offset: usize) -> DmaAddress {
+        DmaAddress { region: self.local, offset }
     }
 
     /// Where a window of the data region starts, in bytes from the start of host memory.
@@ -239,12 +239,12 @@ impl RingSide {
     }
 
     /// Registers a window of the data region that the host has opened.
-    pub(super) fn open_window(&self, window: Range<usize>) -> channel::Result<Opened> {
+    pub(super) fn open_window(&self, window: Range<usize>) -> channel::Result<OpenedWindow> {
         let origin = self.window_origin(&window);
         let host = self.host.as_ref();
         let host = host.ok_or_else(|| ChannelError::Transfer("the engine is not attached".to_owned()))?;
         let region = self.engine.register_peer(&host.peer, origin..origin + window.len())?;
-        Ok(Opened { region: Arc::new(region), origin })
+        Ok(OpenedWindow { region: Arc::new(region), origin })
     }
 
     pub(super) fn peer(&self) -> Option<PeerId> {
@@ -271,9 +271,9 @@ impl RingSide {
     }
 
     /// Uses this peer from now on: what was registered of the last one is void.
-    pub(crate) fn join(&mut self, peer: Peer) -> channel::Result<()> {
+    pub(crate) fn join(&mut self, peer: EnginePeer) -> channel::Result<()> {
         let rings = self.engine.register_peer(&peer, 0..self.layout().data_offset())?;
-        self.host = Some(Host { peer, rings });
+        self.host = Some(AttachedHost { peer, rings });
         Ok(())
     }
 
@@ -304,12 +304,12 @@ impl RingSide {
         while let Some((queue, chain)) = self.unposted.pop_front() {
             match self.engine.post(queue, chain) {
                 Ok(()) => {}
-                Err(Unposted::Full(chain)) => {
+                Err(RejectedChain::Full(chain)) => {
                     self.unposted.push_front((queue, chain));
                     self.engine_full = true;
                     return;
                 }
-                Err(Unposted::Refused(e)) => self.failed = Some(e.to_string()),
+                Err(RejectedChain::Refused(e)) => self.failed = Some(e.to_string()),
             }
         }
     }
@@ -331,7 +331,7 @@ impl RingSide {
 
     /// Takes the next reply out of the `available` bytes that were fetched, and says how many it took. What is not as it
     /// should be is not taken: the host sends it once more.
-    pub(super) fn take(&mut self, available: usize) -> channel::Result<(Frame, usize)> {
+    pub(super) fn take(&mut self, available: usize) -> channel::Result<(ChannelEntry, usize)> {
         let frame = self.layout().outbox().read(self.memory.arena(), self.taken, available)?;
         let consumed = frame.header.consumed;
         if consumed < self.consumed || consumed > self.head {
@@ -357,10 +357,10 @@ impl RingSide {
 }
 
 /// Cuts a copy into transfers of at most `most` bytes.
-fn segments(src: Place, dst: Place, len: usize, most: usize) -> impl Iterator<Item = Transfer> {
+fn segments(src: DmaAddress, dst: DmaAddress, len: usize, most: usize) -> impl Iterator<Item = Transfer> {
     (0..len).step_by(most).map(move |at| Transfer {
-        src: Place { offset: src.offset + at, ..src },
-        dst: Place { offset: dst.offset + at, ..dst },
+        src: DmaAddress { offset: src.offset + at, ..src },
+        dst: DmaAddress { offset: dst.offset + at, ..dst },
         len: most.min(len - at),
     })
 }
@@ -368,17 +368,18 @@ fn segments(src: Place, dst: Place, len: usize, most: usize) -> impl Iterator<It
 #[cfg(test)]
 mod tests {
     use super::*;
-    use channel::{Kind, MemoryOptions, ShmEngine, ShmOptions};
+    use channel::{EntryKind, MemoryOptions, ShmEngine, ShmOptions};
 
     #[test]
     fn a_reply_that_lies_about_what_was_taken_is_not_taken() {
-        let layout = Layout { ring_len: 64 << 10, data_len: 1 << 20 };
+        let layout = MemoryLayout { ring_len: 64 << 10, data_len: 1 << 20 };
         let memory = DpuMemory::new(MemoryOptions { layout, pool_len: 64 << 10, largest_buffer: 64 << 10 });
         let memory = memory.unwrap();
         let engine: Arc<dyn DmaEngine> = ShmEngine::start(ShmOptions::default()).unwrap();
         let local = engine.register_local(memory.arena()).unwrap();
         let mut ring = RingSide::new(memory, engine, local.id(), 8, 1);
-        let reply = |consumed| Header { consumed, ..Header::new(Kind::Reply, 0, 1) }.seal(b"answer");
+        let reply =
+            |consumed| EntryHeader { consumed, ..EntryHeader::new(EntryKind::Reply, 0, 1) }.seal(b"answer");
         let put = |ring: &RingSide, bytes: &[u8]| ring.layout().outbox().write(ring.arena(), 0, &[bytes]);
         put(&ring, &reply(64));
         assert!(ring.take(ring::footprint(reply(64).len())).is_err(), "nothing was sent that could be taken");

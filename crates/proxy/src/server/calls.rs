@@ -9,12 +9,14 @@ use base::block::{Payload, crc32c, verify_pieces};
 use base::mem::ArenaBuf;
 use base::pool::{Lease, Released};
 use bytes::Bytes;
-use channel::Header;
+use channel::EntryHeader;
 use store::{
     ObjectStore, Op, ReadData, Result, StageId, StoreCalls, StoreError, StoreReply, StoreRequest, WriteSource,
 };
 
-use crate::messages::{Answer, Call, Outcome, Place, decode, pack_checksums, unpack_checksums};
+use crate::messages::{
+    CallAnswer, CallOutcome, PayloadPlace, StoreCall, decode, pack_checksums, unpack_checksums,
+};
 use crate::transaction_codec;
 
 /// By which way a request came, and its reply goes.
@@ -25,45 +27,45 @@ pub(super) enum Via {
 }
 
 /// A request whose turn has come or will come.
-pub(super) struct Request {
-    pub(super) header: Header,
+pub(super) struct ReceivedCall {
+    pub(super) header: EntryHeader,
     pub(super) came: Instant,
     pub(super) via: Via,
     /// Length of its frame, in bytes.
     pub(super) size: usize,
     /// The call, what follows it in the control data, and its payload; or why they cannot be read.
-    pub(super) call: Result<(Call, Bytes, Bytes)>,
+    pub(super) call: Result<(StoreCall, Bytes, Bytes)>,
 }
 
 /// A call that is done.
-pub(super) struct Done {
-    pub(super) header: Header,
+pub(super) struct FinishedCall {
+    pub(super) header: EntryHeader,
     pub(super) came: Instant,
     pub(super) via: Via,
-    pub(super) outcome: Outcome,
+    pub(super) outcome: CallOutcome,
     pub(super) data: Vec<Bytes>,
     /// Another reply follows.
     pub(super) is_first: bool,
 }
 
 /// A call that the store is at.
-pub(super) type Running = Pin<Box<dyn Future<Output = Done>>>;
+pub(super) type RunningCall = Pin<Box<dyn Future<Output = FinishedCall>>>;
 
-impl Request {
-    pub(super) fn decode(header: Header, via: Via, control: &Bytes, data: Bytes) -> Request {
+impl ReceivedCall {
+    pub(super) fn decode(header: EntryHeader, via: Via, control: &Bytes, data: Bytes) -> ReceivedCall {
         let size = header.total_len();
-        let call = decode::<Call>(control).map(|(call, rest)| (call, control.slice_ref(rest), data));
-        Request { header, came: Instant::now(), via, size, call }
+        let call = decode::<StoreCall>(control).map(|(call, rest)| (call, control.slice_ref(rest), data));
+        ReceivedCall { header, came: Instant::now(), via, size, call }
     }
 
     /// Its end, without data.
-    pub(super) fn done(self, outcome: Outcome) -> Done {
-        let Request { header, came, via, .. } = self;
-        Done { header, came, via, outcome, data: Vec::new(), is_first: false }
+    pub(super) fn done(self, outcome: CallOutcome) -> FinishedCall {
+        let ReceivedCall { header, came, via, .. } = self;
+        FinishedCall { header, came, via, outcome, data: Vec::new(), is_first: false }
     }
 
     pub(super) fn is_transaction(&self) -> bool {
-        matches!(self.call, Ok((Call::Transaction { .. }, ..)))
+        matches!(self.call, Ok((StoreCall::Transaction { .. }, ..)))
     }
 
     /// Whether what is in its range arrived damaged: an encoded transaction, and with `payload` also the payload, are compared
@@ -71,13 +73,19 @@ impl Request {
     pub(super) fn is_damaged(&self, lease: Option<&Lease>, payload: bool) -> bool {
         let Ok((call, rest, data)) = &self.call else { return false };
         match call {
-            Call::StageWrite { phase, checksums, place: place @ Place::Range { .. }, .. } if payload => {
+            StoreCall::StageWrite { phase, checksums, place: place @ PayloadPlace::Range { .. }, .. }
+                if payload =>
+            {
                 let Ok((bytes, _)) = payload_of(lease, *place, data.clone()) else { return false };
                 let Ok(checksums) = unpack_checksums(checksums) else { return false };
                 let payload = Payload::from_parts(u64::from(*phase), bytes, checksums);
                 payload.is_ok_and(|payload| payload.verify().is_err())
             }
-            Call::Transaction { control_len, control_crc, place: place @ Place::Range { .. } } => {
+            StoreCall::Transaction {
+                control_len,
+                control_crc,
+                place: place @ PayloadPlace::Range { .. },
+            } => {
                 let Ok((bytes, _)) = payload_of(lease, *place, data.clone()) else { return false };
                 if !rest.is_empty() {
                     return payload && holds_damage(rest.clone(), &bytes);
@@ -87,7 +95,7 @@ impl Request {
                 };
                 crc32c(&control) != *control_crc || payload && holds_damage(control, &data)
             }
-            Call::StageStripes { stripes, place: place @ Place::Range { .. } } if payload => {
+            StoreCall::StageStripes { stripes, place: place @ PayloadPlace::Range { .. } } if payload => {
                 let sent = (stripes.len as usize).saturating_mul(stripes.sent());
                 let Ok((bytes, _)) = payload_of(lease, *place, data.clone()) else { return false };
                 let (Some(bytes), Ok(checksums)) = (bytes.get(..sent), unpack_checksums(&stripes.checksums))
@@ -116,24 +124,28 @@ pub(super) fn claim(lease: Option<&Lease>, offset: u64, len: u64) -> Result<(Are
 }
 
 /// The payload of a request, not copied.
-fn payload_of(lease: Option<&Lease>, place: Place, data: Bytes) -> Result<(Bytes, Option<Released>)> {
+fn payload_of(lease: Option<&Lease>, place: PayloadPlace, data: Bytes) -> Result<(Bytes, Option<Released>)> {
     match place {
-        Place::Inline => Ok((data, None)),
-        Place::Range { offset, len } => {
+        PayloadPlace::Inline => Ok((data, None)),
+        PayloadPlace::Range { offset, len } => {
             let (buffer, released) = claim(lease, offset, len)?;
             Ok((buffer.freeze(), Some(released)))
         }
     }
 }
 
-type Returned = Result<(Answer, Vec<Bytes>)>;
+type Returned = Result<(CallAnswer, Vec<Bytes>)>;
 type Calling = Pin<Box<dyn Future<Output = Returned>>>;
 
 /// Makes the call: it takes its place in the store before this returns. `lease` is the data region of the attachment.
 /// The call is done when the store has also let go of the host memory that came with it: only then the osd may use
 /// that memory for something else.
-pub(super) fn make(store: &Arc<dyn ObjectStore>, lease: Option<&Lease>, request: Request) -> Running {
-    let Request { header, came, via, call, .. } = request;
+pub(super) fn make(
+    store: &Arc<dyn ObjectStore>,
+    lease: Option<&Lease>,
+    request: ReceivedCall,
+) -> RunningCall {
+    let ReceivedCall { header, came, via, call, .. } = request;
     let calling: Result<(Calling, Option<Released>)> =
         call.and_then(|(call, rest, data)| start(store, lease, call, rest, data));
     Box::pin(async move {
@@ -151,38 +163,40 @@ pub(super) fn make(store: &Arc<dyn ObjectStore>, lease: Option<&Lease>, request:
             Ok((answer, data)) => (Ok(answer), data),
             Err(e) => (Err(e), Vec::new()),
         };
-        Done { header, came, via, outcome, data, is_first: false }
+        FinishedCall { header, came, via, outcome, data, is_first: false }
     })
 }
 
 fn start(
     store: &Arc<dyn ObjectStore>,
     lease: Option<&Lease>,
-    call: Call,
+    call: StoreCall,
     rest: Bytes,
     data: Bytes,
 ) -> Result<(Calling, Option<Released>)> {
     match call {
-        Call::StageWrite { stage, offset, phase, checksums, place } => {
+        StoreCall::StageWrite { stage, offset, phase, checksums, place } => {
             let checksums = unpack_checksums(&checksums)?;
             let (bytes, released) = payload_of(lease, place, data)?;
             let payload = Payload::from_parts(u64::from(phase), bytes, checksums)
                 .map_err(|e| StoreError::InvalidArgument(e.to_string()))?;
             let writing = store.stage_write(StageId(stage), offset, payload);
-            Ok((Box::pin(async move { writing.await.map(|()| (Answer::Done, Vec::new())) }), released))
+            Ok((Box::pin(async move { writing.await.map(|()| (CallAnswer::Done, Vec::new())) }), released))
         }
-        Call::Transaction { control_len, place, .. } => {
+        StoreCall::Transaction { control_len, place, .. } => {
             let (bytes, released) = payload_of(lease, place, data)?;
             let (control, data) = match place {
-                Place::Range { .. } if rest.is_empty() => split_transaction(bytes, control_len as usize)?,
+                PayloadPlace::Range { .. } if rest.is_empty() => {
+                    split_transaction(bytes, control_len as usize)?
+                }
                 _ => (rest, bytes),
             };
             let queued = store.queue_transaction(transaction_codec::decode(control, &data)?);
             drop(data);
-            Ok((Box::pin(async move { queued.await.map(|()| (Answer::Done, Vec::new())) }), released))
+            Ok((Box::pin(async move { queued.await.map(|()| (CallAnswer::Done, Vec::new())) }), released))
         }
-        Call::Read { cid, oid, offset, len, place } => {
-            let Place::Range { offset: start, len: room } = place else {
+        StoreCall::Read { cid, oid, offset, len, place } => {
+            let PayloadPlace::Range { offset: start, len: room } = place else {
                 let reading = store.read(&cid, &oid, offset, len, None);
                 return Ok((Box::pin(async move { Ok(read_answer(reading.await?)) }), None));
             };
@@ -205,10 +219,10 @@ fn split_transaction(bytes: Bytes, control_len: usize) -> Result<(Bytes, Bytes)>
 }
 
 /// The answer to a read, and its data.
-fn read_answer(read: ReadData) -> (Answer, Vec<Bytes>) {
+fn read_answer(read: ReadData) -> (CallAnswer, Vec<Bytes>) {
     let ReadData { offset, data, checksums, object_size, .. } = read;
     let len = data.iter().map(|piece| piece.len() as u64).sum();
-    (Answer::Read { offset, len, checksums: pack_checksums(&checksums), object_size }, data)
+    (CallAnswer::Read { offset, len, checksums: pack_checksums(&checksums), object_size }, data)
 }
 
 /// Waits for a read into the range `start..start + room` of the data region, and makes sure that what was read is
@@ -254,20 +268,20 @@ async fn read_into(
 }
 
 /// A request whose reply has no data.
-fn control(store: &Arc<dyn ObjectStore>, call: Call) -> Calling {
+fn control(store: &Arc<dyn ObjectStore>, call: StoreCall) -> Calling {
     let request = match call {
-        Call::Stage { len } => StoreRequest::Stage { len },
-        Call::StageRelease { stage } => StoreRequest::StageRelease { stage: StageId(stage) },
-        Call::Query { cid, query } => StoreRequest::Query { cid, query },
-        Call::Collections => StoreRequest::Collections,
-        Call::Space => StoreRequest::Space,
-        Call::Umount => StoreRequest::Umount,
-        Call::StageWrite { .. }
-        | Call::StageStripes { .. }
-        | Call::HostReading
-        | Call::Transaction { .. }
-        | Call::Read { .. }
-        | Call::Channel(_) => {
+        StoreCall::Stage { len } => StoreRequest::Stage { len },
+        StoreCall::StageRelease { stage } => StoreRequest::StageRelease { stage: StageId(stage) },
+        StoreCall::Query { cid, query } => StoreRequest::Query { cid, query },
+        StoreCall::Collections => StoreRequest::Collections,
+        StoreCall::Space => StoreRequest::Space,
+        StoreCall::Umount => StoreRequest::Umount,
+        StoreCall::StageWrite { .. }
+        | StoreCall::StageStripes { .. }
+        | StoreCall::HostReading
+        | StoreCall::Transaction { .. }
+        | StoreCall::Read { .. }
+        | StoreCall::Channel(_) => {
             let refused = StoreError::InvalidArgument("no call of the control plane".into());
             return Box::pin(std::future::ready(Err(refused)));
         }
@@ -275,11 +289,11 @@ fn control(store: &Arc<dyn ObjectStore>, call: Call) -> Calling {
     let reply = store.submit(request);
     Box::pin(async move {
         let answer = match reply.await? {
-            StoreReply::Done => Answer::Done,
-            StoreReply::Stage(stage) => Answer::Stage(stage.0),
-            StoreReply::Query(found) => Answer::Query(found),
-            StoreReply::Collections(collections) => Answer::Collections(collections),
-            StoreReply::Space(space) => Answer::Space(space),
+            StoreReply::Done => CallAnswer::Done,
+            StoreReply::Stage(stage) => CallAnswer::Stage(stage.0),
+            StoreReply::Query(found) => CallAnswer::Query(found),
+            StoreReply::Collections(collections) => CallAnswer::Collections(collections),
+            StoreReply::Space(space) => CallAnswer::Space(space),
             StoreReply::Read(_) => {
                 return Err(StoreError::Io("the store replied with data to a call without".into()));
             }

@@ -4,12 +4,12 @@ use std::task::Context;
 
 use base::pool::Lease;
 use bytes::Bytes;
-use channel::{ChannelError, HEADER_LEN, Header, Kind};
+use channel::{ChannelError, EntryHeader, EntryKind, HEADER_LEN};
 use store::{Result, StoreError};
 
 use super::calls::claim;
 use super::host_attachment::{HostAttachment, Rings};
-use crate::messages::{Answer, ChannelCall, Outcome, encode, shorten};
+use crate::messages::{CallAnswer, CallOutcome, ChannelCall, encode, shorten};
 
 /// Longest probe, in bytes.
 const MAX_PROBE: u32 = 64 << 10;
@@ -19,7 +19,7 @@ impl HostAttachment {
     pub(super) fn channel_call(
         &mut self,
         cx: &mut Context<'_>,
-        header: Header,
+        header: EntryHeader,
         call: ChannelCall,
         payload: &Bytes,
     ) -> channel::Result<()> {
@@ -27,37 +27,37 @@ impl HostAttachment {
             return Err(ChannelError::Protocol("this attachment has no host memory".into()));
         };
         let mut data = Bytes::new();
-        let outcome: Outcome = match call {
-            ChannelCall::Export { offset, len } => rings.export(offset, len).map(|()| Answer::Done),
+        let outcome: CallOutcome = match call {
+            ChannelCall::Export { offset, len } => rings.export(offset, len).map(|()| CallAnswer::Done),
             ChannelCall::Put { offset } => {
                 // What comes next builds upon it, so it must have worked.
                 return rings.put_bytes(offset, payload).map_err(|e| ChannelError::Protocol(e.to_string()));
             }
             ChannelCall::Get { offset, len } => rings.get_bytes(offset, len).map(|bytes| {
                 data = bytes;
-                Answer::Done
+                CallAnswer::Done
             }),
             ChannelCall::Positions => {
                 let (taken, head) = rings.positions();
-                Ok(Answer::Positions { taken, head })
+                Ok(CallAnswer::Positions { taken, head })
             }
             ChannelCall::Close { taken } => {
                 let taken = if rings.is_closed() { rings.positions().1 } else { taken };
                 let (position, head) = rings.close()?;
                 // The answer goes ahead of the replies that follow it.
-                self.answer(header, &Ok(Answer::Positions { taken: position, head }), Bytes::new());
+                self.answer(header, &Ok(CallAnswer::Positions { taken: position, head }), Bytes::new());
                 return self.replies_by_socket(taken);
             }
-            ChannelCall::Offer => rings.offer().map(Answer::Offer),
-            ChannelCall::Probe { len } => rings.probe(cx, len).map(|rung| Answer::Probed { rung }),
-            ChannelCall::Open => rings.open(cx).map(|()| Answer::Done),
+            ChannelCall::Offer => rings.offer().map(CallAnswer::Offer),
+            ChannelCall::Probe { len } => rings.probe(cx, len).map(|rung| CallAnswer::Probed { rung }),
+            ChannelCall::Open => rings.open(cx).map(|()| CallAnswer::Done),
         };
         self.answer(header, &outcome.map_err(shorten), data);
         Ok(())
     }
 
-    fn answer(&mut self, request: Header, outcome: &Outcome, data: Bytes) {
-        let header = Header::new(Kind::Reply, request.target, request.id);
+    fn answer(&mut self, request: EntryHeader, outcome: &CallOutcome, data: Bytes) {
+        let header = EntryHeader::new(EntryKind::Reply, request.target, request.id);
         self.control.push(header, &encode(outcome), [data]);
     }
 
@@ -65,7 +65,7 @@ impl HostAttachment {
     fn replies_by_socket(&mut self, taken: u64) -> channel::Result<()> {
         let Some(rings) = &mut self.rings else { return Ok(()) };
         for frame in rings.unfetched(taken)? {
-            let header = Header { position: 0, consumed: 0, ..frame.header };
+            let header = EntryHeader { position: 0, consumed: 0, ..frame.header };
             self.control.push(header, &frame.control, [frame.data]);
         }
         Ok(())

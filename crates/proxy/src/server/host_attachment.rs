@@ -14,19 +14,19 @@ use bytes::Bytes;
 use channel::ofi::{OfiGrant, OfiOffer};
 use channel::ring::{self, MAX_ENTRY};
 use channel::{
-    Bell, ChannelError, Control, Descriptors, Doorbell, Frame, HEADER_LEN, Header, HostMemory, Kind,
-    MAX_FRAME, MemoryAnswer, VERIFY,
+    Bell, ChannelEntry, ChannelError, ControlSocket, Doorbell, EntryHeader, EntryKind, HEADER_LEN,
+    HostMemory, MAX_FRAME, MemoryAnswer, MemoryFds, VERIFY,
 };
 use futures::stream::{FuturesUnordered, StreamExt};
 use store::stripes::Engines;
 use store::{StageId, StoreCalls, StoreError};
 
-use super::calls::{Done, Request, Running, Via, make};
-use super::offers::Offers;
-use super::{Counts, Target, stripes};
+use super::calls::{FinishedCall, ReceivedCall, RunningCall, Via, make};
+use super::offers::OfiHostSource;
+use super::{Counts, ServedTarget, stripes};
 use crate::admission::Admission;
 use crate::link::MAX_JOBS;
-use crate::messages::{Answer, Call, NO_REPLY, Outcome, encode, shorten};
+use crate::messages::{CallAnswer, CallOutcome, NO_REPLY, StoreCall, encode, shorten};
 use crate::poller::Poller;
 
 /// Most frames taken from the control socket in one turn.
@@ -44,29 +44,29 @@ pub(super) enum Reached {
     /// By descriptors of them, for as long as it likes.
     Descriptors { osd_doorbell: OwnedFd },
     /// By an offer, with this provider of libfabric. Without a grant it does not reach them at present.
-    Offer { offers: Rc<Offers>, provider: String, grant: Option<OfiGrant> },
+    Offer { offers: Rc<OfiHostSource>, provider: String, grant: Option<OfiGrant> },
 }
 
 /// How the osd is to reach memory; the host's doorbell; what it is told; what is sent with that.
-type Opened = ((Reached, OwnedFd), MemoryAnswer, Option<Descriptors>);
+type OpenedMemory = ((Reached, OwnedFd), MemoryAnswer, Option<MemoryFds>);
 
 impl Reached {
-    pub(super) fn by_descriptors(memory: &HostMemory) -> channel::Result<Opened> {
+    pub(super) fn by_descriptors(memory: &HostMemory) -> channel::Result<OpenedMemory> {
         let no_fd = || std::io::Error::other("host memory has no descriptor");
         let memory = memory.arena.share_fd()?.ok_or_else(no_fd)?;
         let (host_doorbell, osd_doorbell) = (Doorbell::create()?, Doorbell::create()?);
         let ours =
             (Reached::Descriptors { osd_doorbell: osd_doorbell.try_clone()? }, host_doorbell.try_clone()?);
-        let theirs = Descriptors { memory, host_doorbell, osd_doorbell };
+        let theirs = MemoryFds { memory, host_doorbell, osd_doorbell };
         Ok((ours, MemoryAnswer::Descriptors, Some(theirs)))
     }
 
     /// For engines that use `provider`.
     pub(super) fn by_offer(
-        offers: &Rc<Offers>,
+        offers: &Rc<OfiHostSource>,
         provider: &str,
         memory: &HostMemory,
-    ) -> channel::Result<Opened> {
+    ) -> channel::Result<OpenedMemory> {
         let grant = offers.host(provider).map_err(ChannelError::Refused)?.grant(&memory.arena)?;
         let (host_doorbell, offer) = (grant.host_doorbell.try_clone()?, grant.offer.clone());
         let (offers, provider) = (Rc::clone(offers), provider.to_owned());
@@ -153,16 +153,16 @@ impl Rings {
     }
 
     /// Takes the next entry.
-    fn take(&mut self) -> channel::Result<Taken> {
+    fn take(&mut self) -> channel::Result<RingRead> {
         if self.announced == 0 || self.is_closed() || self.broken {
-            return Ok(Taken::Nothing);
+            return Ok(RingRead::Nothing);
         }
         let read = self.memory.layout.inbound().read(&self.memory.arena, self.taken, self.announced);
         let frame = match read {
             Ok(frame) => frame,
             Err(e) => {
                 self.broken = true;
-                return Ok(Taken::Damage(e));
+                return Ok(RingRead::Damage(e));
             }
         };
         let footprint = ring::footprint(frame.header.total_len());
@@ -175,13 +175,13 @@ impl Rings {
             return Err(ChannelError::Protocol("a request wants a longer reply than there can be".into()));
         }
         self.outstanding += 1;
-        Ok(Taken::Entry(frame))
+        Ok(RingRead::Entry(frame))
     }
 
-    fn put(&mut self, header: Header, control: &[u8], data: &[Bytes]) {
+    fn put(&mut self, header: EntryHeader, control: &[u8], data: &[Bytes]) {
         let data_len: usize = data.iter().map(Bytes::len).sum();
         let header =
-            Header { data_len: data_len as u32, position: self.head, consumed: self.taken, ..header };
+            EntryHeader { data_len: data_len as u32, position: self.head, consumed: self.taken, ..header };
         let data: Vec<&[u8]> = data.iter().map(|piece| &piece[..]).collect();
         let sealed = header.seal_whole(control, &data);
         let footprint = ring::footprint(sealed.len() + data_len) as u64;
@@ -250,7 +250,7 @@ impl Rings {
     }
 
     /// The replies in the outbox from `from` on.
-    pub(super) fn unfetched(&mut self, from: u64) -> channel::Result<Vec<Frame>> {
+    pub(super) fn unfetched(&mut self, from: u64) -> channel::Result<Vec<ChannelEntry>> {
         let outbox = self.memory.layout.outbox();
         let left = self.head.checked_sub(from).filter(|left| *left <= outbox.len as u64);
         let mut left = left.ok_or_else(|| {
@@ -294,8 +294,8 @@ impl Rings {
 }
 
 /// What was found in the inbound ring.
-enum Taken {
-    Entry(Frame),
+enum RingRead {
+    Entry(ChannelEntry),
     Nothing,
     /// Something else than an entry: DMA or the osd has done something wrong.
     Damage(ChannelError),
@@ -303,14 +303,14 @@ enum Taken {
 
 /// One attachment: what the osd asks, in the order it must be asked.
 pub(super) struct HostAttachment {
-    targets: Arc<[Target]>,
+    targets: Arc<[ServedTarget]>,
     engines: Arc<Engines>,
     pub(super) rings: Option<Rings>,
-    pub(super) control: Control,
-    admissions: Vec<Admission<Request>>,
+    pub(super) control: ControlSocket,
+    admissions: Vec<Admission<ReceivedCall>>,
     /// Bytes of the calls that are held back there.
     held_bytes: usize,
-    running: FuturesUnordered<Running>,
+    running: FuturesUnordered<RunningCall>,
     stages: HashSet<(u16, StageId)>,
     counts: Arc<Counts>,
     faults: Faults,
@@ -320,10 +320,10 @@ pub(super) struct HostAttachment {
 
 impl HostAttachment {
     pub(super) fn new(
-        targets: Arc<[Target]>,
+        targets: Arc<[ServedTarget]>,
         engines: Arc<Engines>,
         rings: Option<Rings>,
-        control: Control,
+        control: ControlSocket,
         counts: Arc<Counts>,
         faults: Faults,
         poll: Duration,
@@ -390,7 +390,7 @@ impl HostAttachment {
         drop(self.control);
         while let Some(done) = self.running.next().await {
             self.counts.leftover_calls.fetch_sub(1, Ordering::Relaxed);
-            if let Ok(Answer::Stage(id)) = done.outcome {
+            if let Ok(CallAnswer::Stage(id)) = done.outcome {
                 self.targets[usize::from(done.header.target)].store.stage_release(StageId(id));
             }
         }
@@ -437,13 +437,13 @@ impl HostAttachment {
         let Some(rings) = &mut self.rings else { return Ok(false) };
         let progress = rings.hear(cx)?;
         loop {
-            match self.rings.as_mut().map_or(Ok(Taken::Nothing), Rings::take)? {
-                Taken::Entry(frame) => self.admit(cx, frame, Via::Ring)?,
-                Taken::Nothing => return Ok(progress),
-                Taken::Damage(e) => {
+            match self.rings.as_mut().map_or(Ok(RingRead::Nothing), Rings::take)? {
+                RingRead::Entry(frame) => self.admit(cx, frame, Via::Ring)?,
+                RingRead::Nothing => return Ok(progress),
+                RingRead::Damage(e) => {
                     tracing::warn!("the osd is told that DMA has brought something wrong: {e}");
-                    let notice = encode(&Outcome::Ok(Answer::Damaged));
-                    self.control.push(Header::new(Kind::Reply, 0, NO_REPLY), &notice, []);
+                    let notice = encode(&CallOutcome::Ok(CallAnswer::Damaged));
+                    self.control.push(EntryHeader::new(EntryKind::Reply, 0, NO_REPLY), &notice, []);
                 }
             }
         }
@@ -462,10 +462,10 @@ impl HostAttachment {
         Ok(progress)
     }
 
-    fn admit(&mut self, cx: &mut Context<'_>, frame: Frame, via: Via) -> channel::Result<()> {
-        let Frame { header, control, data } = frame;
+    fn admit(&mut self, cx: &mut Context<'_>, frame: ChannelEntry, via: Via) -> channel::Result<()> {
+        let ChannelEntry { header, control, data } = frame;
         let target = usize::from(header.target);
-        if header.kind != Kind::Request || target >= self.targets.len() {
+        if header.kind != EntryKind::Request || target >= self.targets.len() {
             return Err(ChannelError::Protocol(format!(
                 "an entry of kind {:?} for target {target}",
                 header.kind
@@ -477,13 +477,13 @@ impl HostAttachment {
         }
         // A kill does not return, and nothing else can happen here.
         let _ = self.faults.hit(Site::StoreCall);
-        let request = Request::decode(header, via, &control, data);
-        if let Ok((Call::Channel(call), _, payload)) = &request.call {
+        let request = ReceivedCall::decode(header, via, &control, data);
+        if let Ok((StoreCall::Channel(call), _, payload)) = &request.call {
             return self.channel_call(cx, header, *call, payload);
         }
         let lease = self.rings.as_ref().map(|rings| &rings.memory.data);
         if request.is_damaged(lease, header.flags & VERIFY != 0) {
-            self.reply(request.done(Ok(Answer::Damaged)));
+            self.reply(request.done(Ok(CallAnswer::Damaged)));
             return Ok(());
         }
         let is_transaction = request.is_transaction();
@@ -505,36 +505,37 @@ impl HostAttachment {
         Ok(())
     }
 
-    fn make(&mut self, request: Request) {
+    fn make(&mut self, request: ReceivedCall) {
         let target = request.header.target;
-        if let Ok((Call::StageRelease { stage }, ..)) = &request.call {
+        if let Ok((StoreCall::StageRelease { stage }, ..)) = &request.call {
             self.stages.remove(&(target, StageId(*stage)));
             self.counts.stages.store(self.stages.len(), Ordering::Relaxed);
         }
         let lease = self.rings.as_ref().map(|rings| &rings.memory.data);
         match &request.call {
-            Ok((Call::StageStripes { .. }, ..)) => {
+            Ok((StoreCall::StageStripes { .. }, ..)) => {
                 self.running.extend(stripes::make(&self.targets, &self.engines, lease, request));
             }
-            Ok((Call::HostReading, ..)) => {
-                let outcome = self.engines.host_reading().map(Answer::HostReading);
+            Ok((StoreCall::HostReading, ..)) => {
+                let outcome = self.engines.host_reading().map(CallAnswer::HostReading);
                 self.running.push(Box::pin(std::future::ready(request.done(outcome))));
             }
             _ => self.running.push(make(&self.targets[usize::from(target)].store, lease, request)),
         }
     }
 
-    fn reply(&mut self, done: Done) {
-        let Done { header: request, came, via, outcome, mut data, is_first } = done;
+    fn reply(&mut self, done: FinishedCall) {
+        let FinishedCall { header: request, came, via, outcome, mut data, is_first } = done;
         if request.id == NO_REPLY {
             return;
         }
-        if let Ok(Answer::Stage(id)) = &outcome {
+        if let Ok(CallAnswer::Stage(id)) = &outcome {
             self.stages.insert((request.target, StageId(*id)));
             self.counts.stages.store(self.stages.len(), Ordering::Relaxed);
         }
         let elapsed_us = u32::try_from(came.elapsed().as_micros()).unwrap_or(u32::MAX);
-        let header = Header { elapsed_us, ..Header::new(Kind::Reply, request.target, request.id) };
+        let header =
+            EntryHeader { elapsed_us, ..EntryHeader::new(EntryKind::Reply, request.target, request.id) };
         let most = match via {
             Via::Ring => request.reply_max as usize,
             Via::Socket => MAX_FRAME,
@@ -543,7 +544,7 @@ impl HostAttachment {
         let size = HEADER_LEN + control.len() + data.iter().map(Bytes::len).sum::<usize>();
         if size > most {
             let (what, size, limit) = ("reply".to_owned(), size as u64, most as u64);
-            control = encode(&Err::<Answer, _>(StoreError::TooLarge { what, size, limit }));
+            control = encode(&Err::<CallAnswer, _>(StoreError::TooLarge { what, size, limit }));
             data.clear();
         }
         match (via, &mut self.rings) {
@@ -563,12 +564,12 @@ impl HostAttachment {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use channel::Layout;
+    use channel::MemoryLayout;
     use std::future::poll_fn;
 
     #[tokio::test]
     async fn memory_is_offered_anew_only_where_it_was_offered_and_is_not_in_use() {
-        let memory = HostMemory::new(Layout { ring_len: 64 << 10, data_len: 1 << 20 }).unwrap();
+        let memory = HostMemory::new(MemoryLayout { ring_len: 64 << 10, data_len: 1 << 20 }).unwrap();
         let (ours, _, _) = Reached::by_descriptors(&memory).unwrap();
         let mut rings = Rings::new(memory, ours, 8, Faults::default()).unwrap();
         let open = rings.offer().unwrap_err().to_string();
@@ -581,11 +582,11 @@ mod tests {
     /// A doorbell of before, heard late, once had the host carry out what an earlier run of the rings had left.
     #[tokio::test]
     async fn rings_that_are_opened_again_hold_nothing_of_before() {
-        let memory = HostMemory::new(Layout { ring_len: 64 << 10, data_len: 1 << 20 }).unwrap();
+        let memory = HostMemory::new(MemoryLayout { ring_len: 64 << 10, data_len: 1 << 20 }).unwrap();
         let ((reached, host_doorbell), _, _) = Reached::by_descriptors(&memory).unwrap();
         let ring_host = host_doorbell.try_clone().unwrap();
         let mut rings = Rings::new(memory, (reached, host_doorbell), 8, Faults::default()).unwrap();
-        let entry = Header::new(Kind::Request, 0, 7).seal(b"call");
+        let entry = EntryHeader::new(EntryKind::Request, 0, 7).seal(b"call");
         let (inbound, outbox) = (rings.memory.layout.inbound(), rings.memory.layout.outbox());
         inbound.write(&rings.memory.arena, 0, &[&entry]);
         outbox.write(&rings.memory.arena, 0, &[&entry]);
@@ -597,7 +598,7 @@ mod tests {
             false => Poll::Pending,
         })
         .await;
-        assert!(matches!(rings.take().unwrap(), Taken::Damage(_)));
+        assert!(matches!(rings.take().unwrap(), RingRead::Damage(_)));
         assert!(outbox.read(&rings.memory.arena, 0, ring::CELL).is_err());
     }
 }

@@ -20,14 +20,14 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
-use base::budget::{Budget, Peer};
+use base::budget::{Budget, PeerAddress};
 use base::fault::Faults;
 use base::thread::{ThreadClass, spawn};
 use base::work::booked;
 use channel::ofi::OfiHostOptions;
 use channel::{
-    ChannelError, Descriptors, Hello, HostMemory, MemoryAnswer, MemoryRequest, Reach, Socket, TargetInfo,
-    VERSION, Welcome,
+    ChannelError, ChannelHello, ChannelWelcome, HostMemory, MemoryAnswer, MemoryFds, MemoryRequest, Reach,
+    Socket, TargetInfo, VERSION,
 };
 use store::stripes::{EngineOptions, Engines};
 use store::{Driver, ObjectStore};
@@ -37,7 +37,7 @@ use tokio::sync::{Notify, watch};
 use tokio::task::LocalSet;
 
 use host_attachment::{HostAttachment, Reached, Rings};
-use offers::Offers;
+use offers::OfiHostSource;
 
 /// Most peers that have not said hello.
 const HELLOS: usize = 32;
@@ -47,7 +47,7 @@ const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A target that a server offers.
 #[derive(Clone)]
-pub struct Target {
+pub struct ServedTarget {
     /// Its UUID, as a number. The osd insists on finding the same targets after a restart.
     pub uuid: u128,
     /// Its store.
@@ -56,7 +56,7 @@ pub struct Target {
 
 /// Where a server listens.
 #[derive(Debug)]
-pub enum Listener {
+pub enum StoreListener {
     /// A UNIX socket; it carries descriptors of host memory.
     Unix(std::os::unix::net::UnixListener),
     /// A TCP socket. Everything goes through it, unless the osd reaches host memory by libfabric. Not authenticated: bind
@@ -64,17 +64,17 @@ pub enum Listener {
     Tcp(std::net::TcpListener),
 }
 
-impl Listener {
+impl StoreListener {
     /// Listens at `path`, replacing a socket that a dead process left there.
     ///
     /// # Errors
     /// If the path cannot be bound.
-    pub fn unix(path: &Path) -> std::io::Result<Listener> {
+    pub fn unix(path: &Path) -> std::io::Result<StoreListener> {
         match std::fs::remove_file(path) {
             Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(e),
             _ => {}
         }
-        Ok(Listener::Unix(std::os::unix::net::UnixListener::bind(path)?))
+        Ok(StoreListener::Unix(std::os::unix::net::UnixListener::bind(path)?))
     }
 }
 
@@ -138,7 +138,7 @@ pub struct Server {
     counts: Arc<Counts>,
     stop: watch::Sender<bool>,
     /// An attachment ends when they change, and the next one gets the new ones.
-    targets: watch::Sender<Arc<[Target]>>,
+    targets: watch::Sender<Arc<[ServedTarget]>>,
     drivers: UnboundedSender<Driver>,
     /// Closed by the last one that serves.
     ended: Mutex<mpsc::Receiver<Infallible>>,
@@ -150,8 +150,8 @@ impl Server {
     /// # Errors
     /// If the listener cannot be polled or the thread cannot be started.
     pub fn serve(
-        listener: Listener,
-        targets: Vec<Target>,
+        listener: StoreListener,
+        targets: Vec<ServedTarget>,
         options: ServerOptions,
     ) -> std::io::Result<Server> {
         Server::serve_and_drive(listener, targets, Vec::new(), options, pending)
@@ -164,8 +164,8 @@ impl Server {
     /// # Errors
     /// If the listener cannot be polled or the thread cannot be started.
     pub fn serve_and_drive<F>(
-        listener: Listener,
-        targets: Vec<Target>,
+        listener: StoreListener,
+        targets: Vec<ServedTarget>,
         drivers: Vec<Driver>,
         options: ServerOptions,
         beside: impl FnOnce() -> F + Send + 'static,
@@ -176,7 +176,7 @@ impl Server {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let listener = {
             let _entered = runtime.enter();
-            Accepting::new(listener)?
+            AsyncListener::new(listener)?
         };
         let counts = Arc::new(Counts::default());
         let (stop, stopped) = watch::channel(false);
@@ -188,7 +188,7 @@ impl Server {
         let counts_of = Arc::clone(&counts);
         let (targets, offered) = watch::channel(targets.into());
         let (drive, more_drivers) = unbounded_channel();
-        let serving = Serving { targets: offered, engines, options, counts: counts_of, serves };
+        let serving = ServingContext { targets: offered, engines, options, counts: counts_of, serves };
         // It ends by itself when nothing is left to do.
         spawn(ThreadClass::Channel, "0", move || {
             let local = LocalSet::new();
@@ -218,9 +218,9 @@ impl Server {
             let _ = self.drivers.send(driver);
         }
         self.targets.send_modify(|targets| {
-            let renewed = |target: &Target| {
+            let renewed = |target: &ServedTarget| {
                 let store = if target.uuid == uuid { &store } else { &target.store };
-                Target { uuid: target.uuid, store: Arc::clone(store) }
+                ServedTarget { uuid: target.uuid, store: Arc::clone(store) }
             };
             *targets = targets.iter().map(renewed).collect();
         });
@@ -259,29 +259,31 @@ async fn drive_more(mut drivers: UnboundedReceiver<Driver>) {
     }
 }
 
-enum Accepting {
+enum AsyncListener {
     Unix(UnixListener),
     Tcp(TcpListener),
 }
 
-impl Accepting {
-    fn new(listener: Listener) -> std::io::Result<Accepting> {
+impl AsyncListener {
+    fn new(listener: StoreListener) -> std::io::Result<AsyncListener> {
         Ok(match listener {
-            Listener::Unix(listener) => {
+            StoreListener::Unix(listener) => {
                 listener.set_nonblocking(true)?;
-                Accepting::Unix(UnixListener::from_std(listener)?)
+                AsyncListener::Unix(UnixListener::from_std(listener)?)
             }
-            Listener::Tcp(listener) => {
+            StoreListener::Tcp(listener) => {
                 listener.set_nonblocking(true)?;
-                Accepting::Tcp(TcpListener::from_std(listener)?)
+                AsyncListener::Tcp(TcpListener::from_std(listener)?)
             }
         })
     }
 
-    async fn accept(&self) -> std::io::Result<(Socket, Peer)> {
+    async fn accept(&self) -> std::io::Result<(Socket, PeerAddress)> {
         match self {
-            Accepting::Unix(listener) => Ok((Socket::Unix(listener.accept().await?.0), Peer::Local)),
-            Accepting::Tcp(listener) => loop {
+            AsyncListener::Unix(listener) => {
+                Ok((Socket::Unix(listener.accept().await?.0), PeerAddress::Local))
+            }
+            AsyncListener::Tcp(listener) => loop {
                 let (stream, peer) = listener.accept().await?;
                 match Socket::tcp(stream) {
                     Ok(socket) => return Ok((socket, peer.ip().into())),
@@ -292,8 +294,8 @@ impl Accepting {
     }
 }
 
-struct Serving {
-    targets: watch::Receiver<Arc<[Target]>>,
+struct ServingContext {
+    targets: watch::Receiver<Arc<[ServedTarget]>>,
     engines: Arc<Engines>,
     options: ServerOptions,
     counts: Arc<Counts>,
@@ -317,7 +319,7 @@ impl Default for Hellos {
 }
 
 impl Hellos {
-    fn admit(self: &Rc<Self>, peer: Peer) -> Option<HelloPlace> {
+    fn admit(self: &Rc<Self>, peer: PeerAddress) -> Option<HelloPlace> {
         let id = self.last.get() + 1;
         self.last.set(id);
         let victim = self.budget.borrow_mut().admit(id, peer, Instant::now()).ok()?;
@@ -376,10 +378,10 @@ impl Drop for Seat {
     }
 }
 
-impl Serving {
-    async fn run(self, listener: Accepting, mut stopped: watch::Receiver<bool>) {
+impl ServingContext {
+    async fn run(self, listener: AsyncListener, mut stopped: watch::Receiver<bool>) {
         let taken = Rc::new(Cell::new(false));
-        let offers = Rc::new(Offers::new(self.options.ofi.clone(), &self.options.faults));
+        let offers = Rc::new(OfiHostSource::new(self.options.ofi.clone(), &self.options.faults));
         let hellos = Rc::new(Hellos::default());
         loop {
             let socket = tokio::select! {
@@ -408,7 +410,7 @@ impl Serving {
         socket: Socket,
         place: HelloPlace,
         taken: &Rc<Cell<bool>>,
-        offers: &Rc<Offers>,
+        offers: &Rc<OfiHostSource>,
         mut stopped: watch::Receiver<bool>,
     ) {
         let mut offered = self.targets.clone();
@@ -419,7 +421,7 @@ impl Serving {
         let (taken, offers, serves) = (Rc::clone(taken), Rc::clone(offers), self.serves.clone());
         tokio::task::spawn_local(async move {
             let mut seat = None;
-            let decide = |hello: &Hello, carries_descriptors: bool| {
+            let decide = |hello: &ChannelHello, carries_descriptors: bool| {
                 if taken.replace(true) {
                     let why = "another osd is joined to this store; stop that one first";
                     return Err(ChannelError::Refused(why.into()));
@@ -458,16 +460,17 @@ impl Serving {
 /// What the osd gets: an attachment with host memory, or one without and the reason. The osd then works through the socket,
 /// which is slower but better than not at all. What it must not have, is refused.
 fn decide(
-    hello: &Hello,
+    hello: &ChannelHello,
     carries_descriptors: bool,
-    targets: &[Target],
+    targets: &[ServedTarget],
     options: &ServerOptions,
-    offers: &Rc<Offers>,
+    offers: &Rc<OfiHostSource>,
     attachment: u64,
-) -> channel::Result<(Welcome, Option<Descriptors>, Option<Rings>)> {
+) -> channel::Result<(ChannelWelcome, Option<MemoryFds>, Option<Rings>)> {
     let targets_info = targets.iter().map(|target| TargetInfo { uuid: target.uuid }).collect();
     let memory = MemoryAnswer::None(None);
-    let welcome = Welcome { version: VERSION, nonce: hello.nonce, attachment, memory, targets: targets_info };
+    let welcome =
+        ChannelWelcome { version: VERSION, nonce: hello.nonce, attachment, memory, targets: targets_info };
     let Some(request) = &hello.memory else { return Ok((welcome, None, None)) };
     check(request, hello.outstanding as usize, options)?;
     let memory = HostMemory::new(request.layout)?;
@@ -488,7 +491,7 @@ fn decide(
         target.store.register_memory(&memory.arena);
     }
     let rings = Rings::new(memory, reached, hello.outstanding as usize, options.faults.clone())?;
-    Ok((Welcome { memory: answer, ..welcome }, descriptors, Some(rings)))
+    Ok((ChannelWelcome { memory: answer, ..welcome }, descriptors, Some(rings)))
 }
 
 fn check(request: &MemoryRequest, outstanding: usize, options: &ServerOptions) -> channel::Result<()> {
@@ -503,7 +506,7 @@ fn check(request: &MemoryRequest, outstanding: usize, options: &ServerOptions) -
     Ok(())
 }
 
-fn without_memory(welcome: Welcome, why: String) -> Welcome {
+fn without_memory(welcome: ChannelWelcome, why: String) -> ChannelWelcome {
     tracing::warn!("attachment {} has no host memory: {why}", welcome.attachment);
-    Welcome { memory: MemoryAnswer::None(Some(why)), ..welcome }
+    ChannelWelcome { memory: MemoryAnswer::None(Some(why)), ..welcome }
 }

@@ -7,16 +7,16 @@ use base::fault::Faults;
 use channel::ofi::{OfiHost, OfiHostOptions};
 
 /// What there is to offer. Lives on the server's thread.
-pub(super) struct Offers {
+pub(super) struct OfiHostSource {
     options: Option<OfiHostOptions>,
     host: RefCell<Option<Rc<OfiHost>>>,
 }
 
-impl Offers {
+impl OfiHostSource {
     /// Offers what `options` say, with these faults; `None` offers nothing.
-    pub(super) fn new(options: Option<OfiHostOptions>, faults: &Faults) -> Offers {
+    pub(super) fn new(options: Option<OfiHostOptions>, faults: &Faults) -> OfiHostSource {
         let options = options.map(|options| OfiHostOptions { faults: faults.clone(), ..options });
-        Offers { options, host: RefCell::default() }
+        OfiHostSource { options, host: RefCell::default() }
     }
 
     /// The host for engines that use `provider`, to be asked for each time that memory is offered. The first call loads libfabric

@@ -7,14 +7,16 @@ use base::pool::{Lease, Released};
 use bytes::Bytes;
 use futures::future::join_all;
 use store::stripes::{
-    Coded, Engines, FragmentBuf, FragmentBytes, Parity, Part, StripeError, check_shape, write_parts,
+    Coded, Engines, FragmentBuf, FragmentBytes, Parity, StoreStage, StripeError, check_shape, write_parts,
 };
 use store::{StageId, StoreError};
 use tokio::sync::oneshot;
 
-use super::Target;
-use super::calls::{Done, Request, Running, claim};
-use crate::messages::{Answer, Call, NO_REPLY, Outcome, ParityFrom, Place, Stripes, unpack_checksums};
+use super::ServedTarget;
+use super::calls::{FinishedCall, ReceivedCall, RunningCall, claim};
+use crate::messages::{
+    CallAnswer, CallOutcome, NO_REPLY, ParityFrom, PayloadPlace, StoreCall, Stripes, unpack_checksums,
+};
 
 /// Fragments in host memory, or in a frame, ready to be written.
 struct Fragments {
@@ -28,16 +30,18 @@ struct Fragments {
 
 /// Makes the call. Returns what becomes of it, and before that the notice that parity was computed.
 pub(super) fn make(
-    targets: &[Target],
+    targets: &[ServedTarget],
     engines: &Engines,
     lease: Option<&Lease>,
-    request: Request,
-) -> [Running; 2] {
+    request: ReceivedCall,
+) -> [RunningCall; 2] {
     let (coded, is_coded) = oneshot::channel();
     let (noticed, is_noticed) = oneshot::channel::<()>();
-    let Request { header, came, via, call, .. } = request;
+    let ReceivedCall { header, came, via, call, .. } = request;
     let started = call.and_then(|(call, _, data)| match call {
-        Call::StageStripes { stripes, place } => start(targets, engines, lease, stripes, place, data, coded),
+        StoreCall::StageStripes { stripes, place } => {
+            start(targets, engines, lease, stripes, place, data, coded)
+        }
         _ => Err(StoreError::InvalidArgument("no stripes".into())),
     });
     let done = Box::pin(async move {
@@ -51,24 +55,31 @@ pub(super) fn make(
         };
         // The notice goes first, if there is one.
         let _ = is_noticed.await;
-        Done { header, came, via, outcome, data: Vec::new(), is_first: false }
+        FinishedCall { header, came, via, outcome, data: Vec::new(), is_first: false }
     });
     let notice = Box::pin(async move {
         let took: Result<Option<Duration>, _> = is_coded.await;
         drop(noticed);
         // Nothing is said if nothing was computed.
-        let header = if took.is_ok() { header } else { channel::Header { id: NO_REPLY, ..header } };
+        let header = if took.is_ok() { header } else { channel::EntryHeader { id: NO_REPLY, ..header } };
         let took = took.ok().flatten().map(|took| u64::try_from(took.as_nanos()).unwrap_or(u64::MAX));
-        Done { header, came, via, outcome: Ok(Answer::Coded(took)), data: Vec::new(), is_first: true }
+        FinishedCall {
+            header,
+            came,
+            via,
+            outcome: Ok(CallAnswer::Coded(took)),
+            data: Vec::new(),
+            is_first: true,
+        }
     });
     [notice, done]
 }
 
-fn answer(written: Result<(), StripeError>) -> Outcome {
+fn answer(written: Result<(), StripeError>) -> CallOutcome {
     match written {
-        Ok(()) => Ok(Answer::Done),
-        Err(StripeError::Coding(why)) => Ok(Answer::NotCoded(why)),
-        Err(StripeError::Part(number, e)) => Ok(Answer::PartFailed(number as u16, e)),
+        Ok(()) => Ok(CallAnswer::Done),
+        Err(StripeError::Coding(why)) => Ok(CallAnswer::NotCoded(why)),
+        Err(StripeError::Part(number, e)) => Ok(CallAnswer::PartFailed(number as u16, e)),
         Err(StripeError::Store(e)) => Err(e),
     }
 }
@@ -76,11 +87,11 @@ fn answer(written: Result<(), StripeError>) -> Outcome {
 type Writing = base::BoxFuture<'static, Result<(), StripeError>>;
 
 fn start(
-    targets: &[Target],
+    targets: &[ServedTarget],
     engines: &Engines,
     lease: Option<&Lease>,
     stripes: Stripes,
-    place: Place,
+    place: PayloadPlace,
     data: Bytes,
     coded: Coded,
 ) -> store::Result<(Writing, Vec<Released>)> {
@@ -91,7 +102,7 @@ fn start(
         Ok(Some((std::sync::Arc::clone(&target.store), StageId(stage))))
     };
     check_shape(stripes.len, stripes.data.into(), stripes.parts.len(), stripes.offset)?;
-    let parts: Vec<Option<Part>> = stripes.parts.iter().map(find).collect::<store::Result<_>>()?;
+    let parts: Vec<Option<StoreStage>> = stripes.parts.iter().map(find).collect::<store::Result<_>>()?;
     let Fragments { data, parity, buffers, released } = fragments(&stripes, lease, place, data)?;
     let coded = matches!(parity, Parity::By(_)).then_some(coded);
     Ok((write_parts(engines, parts, stripes.offset, data, parity, buffers, coded), released))
@@ -100,7 +111,7 @@ fn start(
 fn fragments(
     stripes: &Stripes,
     lease: Option<&Lease>,
-    place: Place,
+    place: PayloadPlace,
     inline: Bytes,
 ) -> store::Result<Fragments> {
     let len = stripes.len as usize;
@@ -112,11 +123,11 @@ fn fragments(
     let too_long = || wrong(format!("{len} bytes each are more than any memory"));
     let sent_len = len.checked_mul(sent).ok_or_else(too_long)?;
     let (payload, buffers) = match place {
-        Place::Inline if inline.len() == sent_len => {
+        PayloadPlace::Inline if inline.len() == sent_len => {
             (inline, (0..computed).map(|_| FragmentBuf::heap(len)).collect())
         }
-        Place::Inline => return Err(wrong(format!("{} bytes came, not {sent_len}", inline.len()))),
-        Place::Range { offset, len: room } => {
+        PayloadPlace::Inline => return Err(wrong(format!("{} bytes came, not {sent_len}", inline.len()))),
+        PayloadPlace::Range { offset, len: room } => {
             let all = len.checked_mul(sent + computed).ok_or_else(too_long)?;
             if room < all as u64 {
                 return Err(wrong(format!("{all} bytes in a range of {room}")));

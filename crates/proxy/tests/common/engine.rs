@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use base::mem::Arena;
 use channel::{
-    Chain, ChannelError, Completion, Counters, DmaEngine, Joined, MemoryAccess, OnDrop, Peer, QueueId, Reach,
-    Region, RegionId, Tuning, Unposted,
+    Chain, ChainCompletion, ChannelError, Counters, DmaEngine, DmaRegion, EnginePeer, EngineTuning, Joined,
+    MemoryAccess, OnDrop, QueueId, Reach, RegionId, RejectedChain,
 };
 use futures::future::BoxFuture;
 
@@ -51,7 +51,7 @@ impl DmaEngine for Unlucky {
     fn setup_cost(&self) -> Duration {
         self.engine.setup_cost()
     }
-    fn register_local(&self, arena: &Arc<Arena>) -> channel::Result<Region> {
+    fn register_local(&self, arena: &Arc<Arena>) -> channel::Result<DmaRegion> {
         self.engine.register_local(arena)
     }
     fn reach(&self) -> Reach {
@@ -66,19 +66,19 @@ impl DmaEngine for Unlucky {
         }
         self.engine.attach(access, len)
     }
-    fn register_peer(&self, peer: &Peer, range: Range<usize>) -> channel::Result<Region> {
+    fn register_peer(&self, peer: &EnginePeer, range: Range<usize>) -> channel::Result<DmaRegion> {
         if range.start > 0 && goes_wrong(&self.bad_windows) {
-            return Ok(Region::new(RegionId(u32::MAX), range.len(), OnDrop::new(|| ())));
+            return Ok(DmaRegion::new(RegionId(u32::MAX), range.len(), OnDrop::new(|| ())));
         }
         self.engine.register_peer(peer, range)
     }
-    fn post(&self, queue: QueueId, chain: Chain) -> Result<(), Unposted> {
+    fn post(&self, queue: QueueId, chain: Chain) -> Result<(), RejectedChain> {
         self.engine.post(queue, chain)
     }
-    fn poll_completions(&self, cx: &mut Context<'_>, out: &mut Vec<Completion>) {
+    fn poll_completions(&self, cx: &mut Context<'_>, out: &mut Vec<ChainCompletion>) {
         self.engine.poll_completions(cx, out);
     }
-    fn tune(&self, tuning: Tuning) {
+    fn tune(&self, tuning: EngineTuning) {
         self.engine.tune(tuning);
     }
     fn reset(&self) {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use base::fault::{Fault, Faults, Site};
-use base::health::State;
+use base::health::HealthState;
 use outboard_proxy::{AttachmentOptions, AttachmentStatus};
 use store::{MemStore, ObjectStore, Op, StoreCalls, StoreError, WriteSource};
 
@@ -110,7 +110,7 @@ pub fn fired_and_recovered(
     let (before, faults) = (node.attachment.status().offload.health.recoveries, faults.clone());
     move |status| {
         let health = &status.offload.health;
-        faults.fired(site) > 0 && health.recoveries > before && health.state == State::Active
+        faults.fired(site) > 0 && health.recoveries > before && health.state == HealthState::Active
     }
 }
 

@@ -13,8 +13,10 @@ use std::time::Duration;
 use base::block::Payload;
 use bytes::Bytes;
 use channel::ofi::{OfiEngine, OfiHostOptions, OfiOptions};
-use channel::{ChannelError, Layout, MemoryOptions};
-use outboard_proxy::{Attachment, AttachmentOptions, Endpoint, Listener, Server, ServerOptions, Target};
+use channel::{ChannelError, MemoryLayout, MemoryOptions};
+use outboard_proxy::{
+    Attachment, AttachmentOptions, ServedTarget, Server, ServerOptions, StoreEndpoint, StoreListener,
+};
 use store::{
     BlockStore, CollectionId, MemStore, MkfsOptions, MountOptions, ObjectId, ObjectStore, Op, StoreCalls,
     Transaction,
@@ -80,14 +82,14 @@ pub struct Node {
     pub attachment: Attachment,
     pub server: Server,
     pub store: Arc<dyn ObjectStore>,
-    pub endpoint: Endpoint,
+    pub endpoint: StoreEndpoint,
     _dir: tempfile::TempDir,
 }
 
 pub fn options() -> AttachmentOptions {
     AttachmentOptions {
         memory: MemoryOptions {
-            layout: Layout { ring_len: 128 << 10, data_len: 32 << 20 },
+            layout: MemoryLayout { ring_len: 128 << 10, data_len: 32 << 20 },
             pool_len: 16 << 20,
             largest_buffer: 4 << 20,
         },
@@ -96,8 +98,8 @@ pub fn options() -> AttachmentOptions {
     }
 }
 
-pub fn target(store: Arc<dyn ObjectStore>) -> Target {
-    Target { uuid: 1, store }
+pub fn target(store: Arc<dyn ObjectStore>) -> ServedTarget {
+    ServedTarget { uuid: 1, store }
 }
 
 pub async fn node(path: Path) -> Node {
@@ -119,7 +121,7 @@ pub async fn node_with(
 
 pub async fn node_over(
     path: Path,
-    targets: Vec<Target>,
+    targets: Vec<ServedTarget>,
     options: AttachmentOptions,
     server: ServerOptions,
 ) -> Node {
@@ -127,12 +129,12 @@ pub async fn node_over(
     let (listener, endpoint) = match path {
         Path::Dma | Path::Unix | Path::Ofi => {
             let at = dir.path().join("store.sock");
-            (Listener::unix(&at).unwrap(), Endpoint::Unix(at))
+            (StoreListener::unix(&at).unwrap(), StoreEndpoint::Unix(at))
         }
         Path::Tcp | Path::OfiTcp => {
             let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
             let address = listener.local_addr().unwrap().to_string();
-            (Listener::Tcp(listener), Endpoint::Tcp(address))
+            (StoreListener::Tcp(listener), StoreEndpoint::Tcp(address))
         }
     };
     let server = Server::serve(listener, targets, server).unwrap();

@@ -19,7 +19,7 @@ use super::log::Record;
 use super::need::Need;
 use super::records::{MapLeaf, Onode, RefPage, decode_oid, key};
 use super::staged::Stage;
-use super::view::{Loaded, View};
+use super::view::{IndexView, Loaded};
 use crate::{CollectionId, MAX_XATTRS, ObjectId, Op, Result, StageId, StoreError, Transaction, WriteSource};
 
 /// Why a transaction did not go through.
@@ -48,12 +48,12 @@ impl From<Need> for Stop {
     }
 }
 
-pub(crate) type Step<T = ()> = std::result::Result<T, Stop>;
+pub(crate) type ApplyResult<T = ()> = std::result::Result<T, Stop>;
 
 /// What a transaction looks at and does not change.
 #[derive(Clone, Copy)]
 pub(crate) struct Context<'a> {
-    pub(crate) view: &'a View,
+    pub(crate) view: &'a IndexView,
     pub(crate) loaded: &'a Loaded,
     pub(crate) collections: &'a BTreeMap<CollectionId, u64>,
     pub(crate) stages: &'a HashMap<u64, Stage>,
@@ -67,7 +67,7 @@ pub(crate) struct Context<'a> {
 
 /// What a transaction changes.
 #[derive(Debug, Default)]
-pub(crate) struct Outcome {
+pub(crate) struct TransactionEffect {
     pub(crate) record: Record,
     /// Data to be written to newly allocated blocks: first block, bytes (the last block may be short).
     pub(crate) writes: Vec<(u64, Bytes)>,
@@ -94,7 +94,7 @@ pub(crate) struct Apply<'a> {
     /// Numbers from here on are of objects and collections that the transaction makes.
     first_nid: u64,
     next_nid: u64,
-    outcome: Outcome,
+    outcome: TransactionEffect,
 }
 
 impl<'a> Apply<'a> {
@@ -119,12 +119,12 @@ impl<'a> Apply<'a> {
             deferred: BTreeMap::new(),
             first_nid: next_nid,
             next_nid,
-            outcome: Outcome::default(),
+            outcome: TransactionEffect::default(),
         }
     }
 
     /// Runs the transaction. On [`Stop`] the caller must give `allocated` back.
-    pub(crate) fn run(&mut self, transaction: &Transaction) -> Step<Outcome> {
+    pub(crate) fn run(&mut self, transaction: &Transaction) -> ApplyResult<TransactionEffect> {
         transaction.validate()?;
         let cid = &transaction.collection;
         if !matches!(transaction.ops.first(), Some(Op::CreateCollection)) {
@@ -139,7 +139,7 @@ impl<'a> Apply<'a> {
         self.put_bytes
     }
 
-    fn finish(&mut self) -> Step<Outcome> {
+    fn finish(&mut self) -> ApplyResult<TransactionEffect> {
         self.store_leaves()?;
         for (key, onode) in std::mem::take(&mut self.onodes) {
             self.put(key, onode.map(|o| o.encode()))?;
@@ -167,7 +167,7 @@ impl<'a> Apply<'a> {
         Ok(outcome)
     }
 
-    fn op(&mut self, cid: &CollectionId, op: &Op) -> Step {
+    fn op(&mut self, cid: &CollectionId, op: &Op) -> ApplyResult {
         match op {
             Op::Touch { oid } => self.change(cid, oid, |_, _| Ok(())),
             Op::CreateExclusive { oid } => {
@@ -274,14 +274,14 @@ impl<'a> Apply<'a> {
     }
 
     /// Sets a key of the index.
-    fn put(&mut self, key: Bytes, value: Option<Bytes>) -> Step {
+    fn put(&mut self, key: Bytes, value: Option<Bytes>) -> ApplyResult {
         self.put_bytes += key.len() + value.as_ref().map_or(0, Bytes::len) + 8;
         too_large("what the transaction changes", self.put_bytes, self.context.max_record)?;
         self.puts.insert(key, value);
         Ok(())
     }
 
-    fn get(&self, key: &Bytes) -> Step<Option<Bytes>> {
+    fn get(&self, key: &Bytes) -> ApplyResult<Option<Bytes>> {
         match self.puts.get(key) {
             Some(value) => Ok(value.clone()),
             None => Ok(self.context.view.get(self.context.loaded, key)?),
@@ -289,7 +289,7 @@ impl<'a> Apply<'a> {
     }
 
     /// All entries in a range.
-    fn scan(&self, from: &Bytes, to: &Bytes) -> Step<Vec<(Bytes, Bytes)>> {
+    fn scan(&self, from: &Bytes, to: &Bytes) -> ApplyResult<Vec<(Bytes, Bytes)>> {
         let limit = self.context.max_record / 16;
         let (view, loaded) = (self.context.view, self.context.loaded);
         let (entries, more) = view.scan(Some(&self.puts), loaded, from, to, limit, usize::MAX)?;
@@ -305,12 +305,12 @@ impl<'a> Apply<'a> {
         Ok(entries)
     }
 
-    fn remove_range(&mut self, from: &Bytes, to: &Bytes) -> Step {
+    fn remove_range(&mut self, from: &Bytes, to: &Bytes) -> ApplyResult {
         let entries = self.scan(from, to)?;
         entries.into_iter().try_for_each(|(key, _)| self.put(key, None))
     }
 
-    fn find(&mut self, cid: &CollectionId, oid: &ObjectId) -> Step<(Bytes, Option<Onode>)> {
+    fn find(&mut self, cid: &CollectionId, oid: &ObjectId) -> ApplyResult<(Bytes, Option<Onode>)> {
         let key = key::onode(self.collection(cid)?, oid.as_bytes());
         if let Some(onode) = self.onodes.get(&key) {
             return Ok((key, onode.clone()));
@@ -319,14 +319,14 @@ impl<'a> Apply<'a> {
         Ok((key, onode))
     }
 
-    fn existing(&mut self, cid: &CollectionId, oid: &ObjectId) -> Step<(Bytes, Onode)> {
+    fn existing(&mut self, cid: &CollectionId, oid: &ObjectId) -> ApplyResult<(Bytes, Onode)> {
         match self.find(cid, oid)? {
             (key, Some(onode)) => Ok((key, onode)),
             _ => Err(StoreError::NoSuchObject(oid.to_string()).into()),
         }
     }
 
-    fn must_not_exist(&mut self, cid: &CollectionId, oid: &ObjectId) -> Step {
+    fn must_not_exist(&mut self, cid: &CollectionId, oid: &ObjectId) -> ApplyResult {
         match self.find(cid, oid)? {
             (_, Some(_)) => Err(StoreError::Exists(oid.to_string()).into()),
             _ => Ok(()),
@@ -338,8 +338,8 @@ impl<'a> Apply<'a> {
         &mut self,
         cid: &CollectionId,
         oid: &ObjectId,
-        f: impl FnOnce(&mut Self, &mut Onode) -> Step,
-    ) -> Step {
+        f: impl FnOnce(&mut Self, &mut Onode) -> ApplyResult,
+    ) -> ApplyResult {
         let (key, found) = self.find(cid, oid)?;
         let old = found.clone();
         let mut onode = found.unwrap_or_else(|| Onode { nid: self.new_nid(), ..Onode::default() });
@@ -351,7 +351,7 @@ impl<'a> Apply<'a> {
     }
 
     /// Moves the onodes changed so far into the changes, so that scans see them.
-    fn store_onodes(&mut self) -> Step {
+    fn store_onodes(&mut self) -> ApplyResult {
         for (key, onode) in std::mem::take(&mut self.onodes) {
             self.put(key, onode.map(|o| o.encode()))?;
         }
@@ -359,12 +359,12 @@ impl<'a> Apply<'a> {
     }
 
     /// Gives back all blocks and omap entries of an object.
-    fn drop_content(&mut self, onode: &Onode) -> Step {
+    fn drop_content(&mut self, onode: &Onode) -> ApplyResult {
         self.drop_leaves_from(onode.nid, 0)?;
         self.drop_omap(onode)
     }
 
-    fn drop_omap(&mut self, onode: &Onode) -> Step {
+    fn drop_omap(&mut self, onode: &Onode) -> ApplyResult {
         if !onode.has_omap {
             return Ok(());
         }
@@ -372,7 +372,7 @@ impl<'a> Apply<'a> {
         self.remove_range(&from, &to)
     }
 
-    fn split(&mut self, cid: &CollectionId, at: &ObjectId, dst: &CollectionId) -> Step {
+    fn split(&mut self, cid: &CollectionId, at: &ObjectId, dst: &CollectionId) -> ApplyResult {
         let (from, to) = (self.collection(cid)?, self.collection(dst)?);
         if from == to {
             return Ok(());
@@ -399,7 +399,7 @@ pub(crate) fn padded(data: &Bytes) -> Bytes {
     block.freeze()
 }
 
-fn too_large(what: &str, size: usize, limit: usize) -> Step {
+fn too_large(what: &str, size: usize, limit: usize) -> ApplyResult {
     if size > limit {
         let (what, size, limit) = (what.to_owned(), size as u64, limit as u64);
         return Err(StoreError::TooLarge { what, size, limit }.into());

@@ -6,11 +6,11 @@
 use base::block::BLOCK;
 
 use super::alloc::Purse;
-use super::apply::{Apply, Context, Outcome, Stop};
-use super::core::{Call, Core, Pending, Purpose, SCAN};
+use super::apply::{Apply, Context, Stop, TransactionEffect};
+use super::core::{Core, CoreCall, PendingCall, Purpose, SCAN};
 use super::extent::Extent;
-use super::io::{IoDone, Whole};
-use super::messages::{Answer, Command, Event, Reply, Work, refuse, send};
+use super::io::{IoDone, SplitBuffer};
+use super::messages::{BlockingWork, CoreCommand, CoreEvent, NeedAnswer, ReplySender, refuse, send};
 use super::need::Need;
 use super::presence::Presence;
 use super::reads::{Look, ReadRange};
@@ -27,9 +27,9 @@ const INDEX_RESERVE_MIN: u64 = 256 << 10;
 impl Core {
     /// A piece of the scan has come, of the index as it was at some time since the scan began: what was put since then
     /// is known already.
-    fn scanned(&mut self, found: Result<Vec<Answer>>) {
+    fn scanned(&mut self, found: Result<Vec<NeedAnswer>>) {
         match found.map(|mut answers| answers.pop()) {
-            Ok(Some(Answer::Range(found))) => {
+            Ok(Some(NeedAnswer::Range(found))) => {
                 if let Some(next) = self.view.presence.scanned(&found).filter(|_| self.closing.is_none()) {
                     self.scan(next);
                 }
@@ -43,7 +43,7 @@ impl Core {
     }
 
     /// Takes a call. Follow up with [`advance`](Self::advance) after the last of a batch.
-    pub(crate) fn handle(&mut self, command: Command) {
+    pub(crate) fn handle(&mut self, command: CoreCommand) {
         if self.closing.is_some() || self.closed {
             let error = match &self.poisoned {
                 Some(reason) => StoreError::Poisoned(reason.clone()),
@@ -52,13 +52,13 @@ impl Core {
             return refuse(command, &error);
         }
         match command {
-            Command::StagePromised(id, len) => self.stage_promised(id, len),
-            Command::StageRelease(id) => self.stage_release(id.0),
-            Command::Request(request, reply) => self.request(request, reply),
+            CoreCommand::StagePromised(id, len) => self.stage_promised(id, len),
+            CoreCommand::StageRelease(id) => self.stage_release(id.0),
+            CoreCommand::Request(request, reply) => self.request(request, reply),
         }
     }
 
-    fn request(&mut self, request: StoreRequest, reply: Reply) {
+    fn request(&mut self, request: StoreRequest, reply: ReplySender) {
         match request {
             StoreRequest::Stage { len } => self.stage(len, 0, reply),
             StoreRequest::StageWrite { stage, offset, payload } => {
@@ -80,20 +80,20 @@ impl Core {
                         collections.push(dst.clone());
                     }
                 }
-                self.enqueue(Call::Transaction(transaction, reply), collections);
+                self.enqueue(CoreCall::Transaction(transaction, reply), collections);
             }
             StoreRequest::Read { cid, oid, offset, len, dest } => {
                 let collections = vec![cid.clone()];
                 let range = ReadRange { oid, offset, len, dest };
-                self.enqueue(Call::Look(cid, Look::Read(range), reply), collections);
+                self.enqueue(CoreCall::Look(cid, Look::Read(range), reply), collections);
             }
             StoreRequest::Query { cid, query } => {
                 let collections = vec![cid.clone()];
-                self.enqueue(Call::Look(cid, Look::Query(query), reply), collections);
+                self.enqueue(CoreCall::Look(cid, Look::Query(query), reply), collections);
             }
             StoreRequest::Collections => {
                 let collections = self.queues.keys().cloned().collect();
-                self.enqueue(Call::Collections(reply), collections);
+                self.enqueue(CoreCall::Collections(reply), collections);
             }
             StoreRequest::Space => send(reply, Ok(self.space())),
             StoreRequest::Umount => {
@@ -106,11 +106,11 @@ impl Core {
     }
 
     /// Takes a completion. Follow up with [`advance`](Self::advance).
-    pub(crate) fn complete(&mut self, event: Event) {
+    pub(crate) fn complete(&mut self, event: CoreEvent) {
         match event {
-            Event::Io(done) => self.io_done(done),
-            Event::Loaded { op, generation, needs, found } => self.loaded(op, generation, needs, found),
-            Event::Checkpointed(result) => self.checkpointed(result),
+            CoreEvent::Io(done) => self.io_done(done),
+            CoreEvent::Loaded { op, generation, needs, found } => self.loaded(op, generation, needs, found),
+            CoreEvent::Checkpointed(result) => self.checkpointed(result),
         }
     }
 
@@ -134,13 +134,13 @@ impl Core {
         self.try_close();
     }
 
-    fn enqueue(&mut self, call: Call, collections: Vec<CollectionId>) {
+    fn enqueue(&mut self, call: CoreCall, collections: Vec<CollectionId>) {
         let op = self.next_id();
         for cid in &collections {
             self.queues.entry(cid.clone()).or_default().push_back(op);
         }
         let mut stages = Vec::new();
-        if let Call::Transaction(transaction, _) = &call {
+        if let CoreCall::Transaction(transaction, _) = &call {
             for id in transaction.ops.iter().filter_map(named_stage) {
                 if let Some(stage) = self.stages.get_mut(&id).filter(|s| !s.released && !stages.contains(&id))
                 {
@@ -149,7 +149,7 @@ impl Core {
                 }
             }
         }
-        let pending = Pending {
+        let pending = PendingCall {
             call,
             collections,
             stages,
@@ -165,7 +165,7 @@ impl Core {
     }
 
     /// Whether it is the call's turn in all its collections.
-    fn is_first(&self, op: u64, pending: &Pending) -> bool {
+    fn is_first(&self, op: u64, pending: &PendingCall) -> bool {
         pending
             .collections
             .iter()
@@ -192,17 +192,17 @@ impl Core {
             self.pending.insert(op, pending);
             return;
         }
-        if let Call::Transaction(..) = pending.call {
+        if let CoreCall::Transaction(..) = pending.call {
             return self.run_transaction(op, pending);
         }
         // A query only had to wait for the transactions before it.
         let collections = std::mem::take(&mut pending.collections);
         self.leave_queues(&collections);
         match pending.call {
-            Call::Collections(reply) => {
+            CoreCall::Collections(reply) => {
                 send(reply, Ok(self.collections.keys().cloned().collect::<Vec<_>>()));
             }
-            Call::Look(cid, look, reply) => {
+            CoreCall::Look(cid, look, reply) => {
                 let number = match pending.failed.take().or_else(|| self.doubt(&cid)) {
                     Some(error) => Err(error),
                     None => match self.collections.get(&cid) {
@@ -217,13 +217,13 @@ impl Core {
                     }
                     Ok(number) => {
                         if let Some((look, reply, needs)) = self.look(number, look, reply, &pending.loaded) {
-                            pending.call = Call::Look(cid, look, reply);
+                            pending.call = CoreCall::Look(cid, look, reply);
                             self.wait_for(op, pending, needs);
                         }
                     }
                 }
             }
-            Call::Transaction(..) => {}
+            CoreCall::Transaction(..) => {}
         }
     }
 
@@ -234,20 +234,20 @@ impl Core {
         (!self.commits.is_durable(*group)).then(|| StoreError::Poisoned(reason.clone()))
     }
 
-    fn run_transaction(&mut self, op: u64, mut pending: Pending) {
+    fn run_transaction(&mut self, op: u64, mut pending: PendingCall) {
         if pending.failed.is_none() && self.commits.is_full() && self.poisoned.is_none() {
             self.starved.push(op);
             self.pending.insert(op, pending);
             return;
         }
         let failed = pending.failed.take().or_else(|| self.poisoned.clone().map(StoreError::Poisoned));
-        let Call::Transaction(transaction, reply) = pending.call else { return };
+        let CoreCall::Transaction(transaction, reply) = pending.call else { return };
         let purse = purse(&transaction);
         let result = match failed {
             Some(error) => Err(Stop::Fail(error)),
             None => self.apply(&transaction, &pending.loaded, &pending.stages),
         };
-        pending.call = Call::Transaction(transaction, reply);
+        pending.call = CoreCall::Transaction(transaction, reply);
         match result {
             Err(Stop::Need(needs)) => self.wait_for(op, pending, needs),
             Err(Stop::Space(need)) if self.will_have(need, purse) && pending.parked < PARKS_MAX => {
@@ -262,7 +262,7 @@ impl Core {
             }
             other => {
                 self.leave_queues(&pending.collections);
-                let Call::Transaction(_, reply) = pending.call else { return };
+                let CoreCall::Transaction(_, reply) = pending.call else { return };
                 match other {
                     Ok(outcome) => {
                         let group = self.commits.next_group();
@@ -285,7 +285,7 @@ impl Core {
 
     /// Whether a call may wait for another checkpoint. Tries before the end of the one that it waits
     /// for do not count.
-    fn may_ask_for_checkpoint(&self, pending: &mut Pending) -> bool {
+    fn may_ask_for_checkpoint(&self, pending: &mut PendingCall) -> bool {
         if pending.asked_in.replace(self.generation) != Some(self.generation) {
             pending.checkpoints += 1;
         }
@@ -297,7 +297,7 @@ impl Core {
         transaction: &Transaction,
         loaded: &Loaded,
         usable: &[u64],
-    ) -> std::result::Result<Outcome, Stop> {
+    ) -> std::result::Result<TransactionEffect, Stop> {
         let commits = &self.commits;
         let deferred = |block| commits.deferred(block);
         let context = Context {
@@ -351,7 +351,7 @@ impl Core {
     }
 
     /// Makes a transaction's effects visible and has them written.
-    fn commit(&mut self, mut outcome: Outcome, reply: Reply) {
+    fn commit(&mut self, mut outcome: TransactionEffect, reply: ReplySender) {
         for (cid, number) in std::mem::take(&mut outcome.collections) {
             match number {
                 Some(number) => drop(self.collections.insert(cid, number)),
@@ -375,7 +375,7 @@ impl Core {
         }
     }
 
-    fn wait_for(&mut self, op: u64, mut pending: Pending, needs: Vec<Need>) {
+    fn wait_for(&mut self, op: u64, mut pending: PendingCall, needs: Vec<Need>) {
         let (blocks, index): (Vec<_>, Vec<_>) = needs.into_iter().partition(|n| matches!(n, Need::Block(_)));
         for need in blocks {
             if let Need::Block(block) = need {
@@ -386,17 +386,17 @@ impl Core {
         if !index.is_empty() {
             pending.loading += 1;
             metrics::counter!("outboard_store_index_loads_total").increment(1);
-            self.output.work.push(Work::Load { op, generation: self.generation, needs: index });
+            self.output.work.push(BlockingWork::Load { op, generation: self.generation, needs: index });
         }
         self.pending.insert(op, pending);
     }
 
-    fn loaded(&mut self, op: u64, generation: u64, needs: Vec<Need>, found: Result<Vec<Answer>>) {
+    fn loaded(&mut self, op: u64, generation: u64, needs: Vec<Need>, found: Result<Vec<NeedAnswer>>) {
         if op == SCAN {
             return self.scanned(found);
         }
         if generation != self.generation {
-            self.output.work.push(Work::Load { op, generation: self.generation, needs });
+            self.output.work.push(BlockingWork::Load { op, generation: self.generation, needs });
             return;
         }
         let Some(pending) = self.pending.get_mut(&op) else { return };
@@ -406,11 +406,11 @@ impl Core {
             Ok(answers) => {
                 for (need, answer) in needs.into_iter().zip(answers) {
                     match (need, answer) {
-                        (Need::Key(key), Answer::Key(value)) => {
+                        (Need::Key(key), NeedAnswer::Key(value)) => {
                             self.view.remember(&key, &value);
                             pending.loaded.insert_key(key, value);
                         }
-                        (Need::Range { from, to, .. }, Answer::Range(found)) => {
+                        (Need::Range { from, to, .. }, NeedAnswer::Range(found)) => {
                             pending.loaded.insert_range(from, to, found);
                         }
                         _ => {}
@@ -422,7 +422,7 @@ impl Core {
     }
 
     fn read_block(&mut self, op: u64, block: u64) {
-        let (whole, mut segments) = Whole::split(self.buffer(BLOCK as usize), &[BLOCK as usize]);
+        let (whole, mut segments) = SplitBuffer::split(self.buffer(BLOCK as usize), &[BLOCK as usize]);
         let id = self.next_id();
         self.io.insert(id, Purpose::Block { op, block, whole });
         if let Some(segment) = segments.pop() {

@@ -29,14 +29,14 @@ pub(crate) struct Checkpoint {
 }
 
 /// What a checkpoint leaves: where the index stands, the superblock as written, bytes of the index in all and free.
-pub(crate) type Done = (Meta, Superblock, (u64, u64));
+pub(crate) type CheckpointOutcome = (Meta, Superblock, (u64, u64));
 
 impl Checkpoint {
     /// Does it. Blocks; may be interrupted anywhere: until the index has committed, the log still has everything.
     ///
     /// # Errors
     /// If the drive fails or the index is damaged or full. The state on the drive is then the one before or after.
-    pub(crate) fn run(mut self, drive: &dyn Drive, index: &Index) -> Result<Done> {
+    pub(crate) fn run(mut self, drive: &dyn Drive, index: &Index) -> Result<CheckpointOutcome> {
         self.write_deferred(drive)?;
         let bitmap: Changes =
             self.bitmap.drain(..).map(|(page, bytes)| (key::bitmap(page), Some(bytes))).collect();

@@ -10,12 +10,12 @@ use std::sync::Arc;
 use base::block::BLOCK_SIZE;
 
 use super::checkpoint::Checkpoint;
-use super::commits::{Group, Quarantined};
+use super::commits::{CommitGroup, Quarantined};
 use super::core::{Core, Purpose};
 use super::extent::total;
 use super::io::{IoOp, IoRequest};
 use super::log::{GROUP_SECTORS, encode_group, group_sectors};
-use super::messages::{Work, send};
+use super::messages::{BlockingWork, send};
 use super::superblock::SECTOR;
 use super::transfers::MAX_WRITE;
 use crate::{Result, StoreError};
@@ -81,7 +81,7 @@ impl Core {
             let period = self.reads.next_period();
             commits.quarantine.push_back(Quarantined { extents, end: commits.next, period });
         }
-        let group = Group { number, end: commits.next, flushed_through: commits.flushed, replies };
+        let group = CommitGroup { number, end: commits.next, flushed_through: commits.flushed, replies };
         commits.groups.push_back(group);
         if used + sectors > commits.ring / 2 || self.view.active_bytes() > max_changes {
             commits.want_checkpoint = true;
@@ -155,7 +155,7 @@ impl Core {
         }
         if let Some((_, checkpoint)) = self.commits.frozen.take_if(|(end, _)| *end <= self.commits.flushed) {
             self.commits.checkpointing = true;
-            self.output.work.push(Work::Checkpoint(checkpoint));
+            self.output.work.push(BlockingWork::Checkpoint(checkpoint));
         }
     }
 
@@ -183,7 +183,7 @@ impl Core {
     }
 
     /// A checkpoint is done: what it brought to the drive is no longer needed in memory and in the log.
-    pub(crate) fn checkpointed(&mut self, result: Result<super::checkpoint::Done>) {
+    pub(crate) fn checkpointed(&mut self, result: Result<super::checkpoint::CheckpointOutcome>) {
         self.commits.checkpointing = false;
         match result {
             Ok((meta, superblock, space)) => {

@@ -5,22 +5,22 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
-use super::apply::Outcome;
+use super::apply::TransactionEffect;
 use super::checkpoint::{Checkpoint, Deferred};
 use super::extent::{Extent, total};
 use super::log::{GROUP_SECTORS, group_sectors, record_bytes};
-use super::messages::{Reply, send};
+use super::messages::{ReplySender, send};
 use super::superblock::SECTOR;
 use crate::StoreError;
 
 /// A group between being written and being durable.
 #[derive(Debug)]
-pub(super) struct Group {
+pub(super) struct CommitGroup {
     pub(super) number: u64,
     /// Sequence number after its last sector.
     pub(super) end: u64,
     pub(super) flushed_through: u64,
-    pub(super) replies: Vec<Reply>,
+    pub(super) replies: Vec<ReplySender>,
 }
 
 /// Freed blocks that cannot be used again yet.
@@ -46,12 +46,12 @@ pub(crate) struct Commits {
     /// Applied transactions that are in no group yet.
     pub(super) records: Vec<Vec<u8>>,
     pub(super) record_bytes: usize,
-    pub(super) replies: Vec<Reply>,
+    pub(super) replies: Vec<ReplySender>,
     /// Data that was not handed to the drive yet: first block and bytes.
     pub(super) writes: Vec<(u64, Bytes)>,
     pub(super) write_bytes: usize,
     pub(super) frees: Vec<Extent>,
-    pub(super) groups: VecDeque<Group>,
+    pub(super) groups: VecDeque<CommitGroup>,
     /// Outstanding requests by group, the one being gathered included.
     pub(super) outstanding: HashMap<u64, usize>,
     /// Number of the last group that a flush under way covers.
@@ -176,7 +176,7 @@ impl Commits {
     }
 
     /// Takes an applied transaction.
-    pub(crate) fn push(&mut self, outcome: &Outcome, reply: Reply) {
+    pub(crate) fn push(&mut self, outcome: &TransactionEffect, reply: ReplySender) {
         let record = outcome.record.encode();
         self.record_bytes += record_bytes(record.len());
         self.records.push(record);

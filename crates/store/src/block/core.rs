@@ -1,7 +1,7 @@
 //! The state of a mounted target.
 //!
 //! [`Core`] does no I/O and never waits: it takes commands and events ([`calls`](super::calls)) and leaves requests to the
-//! drive and [`Work`] in [`Output`] for its driver, so that a test can drive it in any order.
+//! drive and [`BlockingWork`] in [`CoreOutput`] for its driver, so that a test can drive it in any order.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
@@ -15,15 +15,15 @@ use super::alloc::{Allocator, Purse};
 use super::bitmap::Bitmap;
 use super::commits::Commits;
 use super::extent::{Extent, total};
-use super::io::Whole;
-use super::messages::{Output, Reply, Work};
+use super::io::SplitBuffer;
+use super::messages::{BlockingWork, CoreOutput, ReplySender};
 use super::need::Need;
 use super::presence::Presence;
-use super::reads::{Look, Reads};
-use super::recovery::Settled;
+use super::reads::{BlockAccess, Look};
+use super::recovery::ReadyTarget;
 use super::staged::{Stage, StageWrite, WaitingStage};
 use super::superblock::Superblock;
-use super::view::{Loaded, View};
+use super::view::{IndexView, Loaded};
 use crate::{CollectionId, Result, Space, StoreError, Transaction};
 
 /// Stands for the scan that fills [`Presence`] where calls have their numbers.
@@ -31,8 +31,8 @@ pub(crate) const SCAN: u64 = 0;
 
 /// A call that waits for its turn or for something to be loaded.
 #[derive(Debug)]
-pub(crate) struct Pending {
-    pub(crate) call: Call,
+pub(crate) struct PendingCall {
+    pub(crate) call: CoreCall,
     pub(crate) collections: Vec<CollectionId>,
     /// Stages that the call names and that were not released when it came: they stay until it is done.
     pub(crate) stages: Vec<u64>,
@@ -49,10 +49,10 @@ pub(crate) struct Pending {
 }
 
 #[derive(Debug)]
-pub(crate) enum Call {
-    Transaction(Transaction, Reply),
-    Look(CollectionId, Look, Reply),
-    Collections(Reply),
+pub(crate) enum CoreCall {
+    Transaction(Transaction, ReplySender),
+    Look(CollectionId, Look, ReplySender),
+    Collections(ReplySender),
 }
 
 /// What an I/O request was for.
@@ -69,12 +69,12 @@ pub(crate) enum Purpose {
     /// Part of a read.
     Read { read: u64 },
     /// A block for a call that merges it.
-    Block { op: u64, block: u64, whole: Whole },
+    Block { op: u64, block: u64, whole: SplitBuffer },
 }
 
 /// Limits and sizes of a mounted target.
 #[derive(Debug, Clone)]
-pub(crate) struct Limits {
+pub(crate) struct MemoryLimits {
     /// Bytes of index values kept in memory.
     pub(crate) cache_bytes: usize,
     /// Bytes of buffers for reads without a destination and for unaligned writes.
@@ -86,7 +86,7 @@ pub(crate) struct Limits {
 pub(crate) struct Core {
     pub(crate) superblock: Superblock,
     pub(crate) log_generation: u64,
-    pub(crate) view: View,
+    pub(crate) view: IndexView,
     pub(crate) alloc: Allocator,
     /// Blocks taken, as the log and the index have it.
     pub(crate) taken: Bitmap,
@@ -98,12 +98,12 @@ pub(crate) struct Core {
     pub(crate) stage_writes: HashMap<u64, StageWrite>,
     pub(crate) waiting_stages: VecDeque<WaitingStage>,
     pub(crate) queues: HashMap<CollectionId, VecDeque<u64>>,
-    pub(crate) pending: HashMap<u64, Pending>,
+    pub(crate) pending: HashMap<u64, PendingCall>,
     pub(crate) runnable: VecDeque<u64>,
     /// Calls that wait for space.
     pub(crate) starved: Vec<u64>,
     pub(crate) commits: Commits,
-    pub(crate) reads: Reads,
+    pub(crate) reads: BlockAccess,
     pub(crate) io: HashMap<u64, Purpose>,
     pub(crate) next_id: u64,
     /// Counts checkpoints, so that loads that overlap one are repeated.
@@ -113,26 +113,26 @@ pub(crate) struct Core {
     pub(crate) poisoned: Option<String>,
     /// The group of the last transaction of each collection.
     pub(crate) changed_in: HashMap<CollectionId, u64>,
-    pub(crate) closing: Option<Reply>,
+    pub(crate) closing: Option<ReplySender>,
     pub(crate) closed: bool,
-    pub(crate) output: Output,
+    pub(crate) output: CoreOutput,
 }
 
 impl Core {
     /// A core for a target that was just brought to order.
     pub(crate) fn new(
-        settled: Settled,
+        settled: ReadyTarget,
         collections: BTreeMap<CollectionId, u64>,
-        limits: &Limits,
+        limits: &MemoryLimits,
     ) -> Result<Core> {
-        let Settled { superblock, meta, taken, index_space, .. } = settled;
+        let ReadyTarget { superblock, meta, taken, index_space, .. } = settled;
         let largest = (limits.buffer_bytes.max(1 << 20) / 4).next_power_of_two().min(4 << 20);
         let arena =
             Arena::anonymous(limits.buffer_bytes.max(largest)).map_err(|e| StoreError::Io(e.to_string()))?;
         let presence = Presence::new(index_space.0 - index_space.1);
         let mut core = Core {
             log_generation: meta.log_generation,
-            view: View::new(meta.next_nid, limits.cache_bytes, presence),
+            view: IndexView::new(meta.next_nid, limits.cache_bytes, presence),
             alloc: Allocator::new(taken.clone()),
             taken,
             collections,
@@ -146,7 +146,7 @@ impl Core {
             runnable: VecDeque::new(),
             starved: Vec::new(),
             commits: Commits::new(meta.log_start, superblock.log_sectors()),
-            reads: Reads::default(),
+            reads: BlockAccess::default(),
             io: HashMap::new(),
             next_id: 1,
             generation: 0,
@@ -156,7 +156,7 @@ impl Core {
             changed_in: HashMap::new(),
             closing: None,
             closed: false,
-            output: Output::default(),
+            output: CoreOutput::default(),
             superblock,
         };
         core.scan(Presence::first_piece());
@@ -165,7 +165,11 @@ impl Core {
 
     /// Has the next piece of the index read that tells which objects exist.
     pub(crate) fn scan(&mut self, piece: Need) {
-        self.output.work.push(Work::Load { op: SCAN, generation: self.generation, needs: vec![piece] });
+        self.output.work.push(BlockingWork::Load {
+            op: SCAN,
+            generation: self.generation,
+            needs: vec![piece],
+        });
     }
 
     pub(crate) fn next_id(&mut self) -> u64 {
@@ -192,7 +196,7 @@ impl Core {
         !self.starved.is_empty() || !self.waiting_stages.is_empty()
     }
 
-    pub(crate) fn loaded_mut(&mut self) -> (&mut View, impl Iterator<Item = &mut Loaded>) {
+    pub(crate) fn loaded_mut(&mut self) -> (&mut IndexView, impl Iterator<Item = &mut Loaded>) {
         (&mut self.view, self.pending.values_mut().map(|p| &mut p.loaded))
     }
 

@@ -10,7 +10,7 @@ use rand::{Rng, SeedableRng};
 use super::drive::Drive;
 use super::fsck::check;
 use super::index::ALWAYS_IN_STEPS;
-use super::recovery::{Sizes, mkfs};
+use super::recovery::{TargetSizes, mkfs};
 use super::sim::{Crashes, SimDrive, SimStore};
 use super::superblock::Superblock;
 use crate::conformance::{self, Workload, random_operations, seed};
@@ -18,8 +18,8 @@ use crate::{CollectionId, MemStore, ObjectStore, Op, StoreCalls, StoreError, Tra
 
 const SIZE: usize = 12 << 20;
 
-fn sizes() -> Sizes {
-    Sizes { uuid: None, log_bytes: Some(1 << 20), index_bytes: Some(4 << 20) }
+fn sizes() -> TargetSizes {
+    TargetSizes { uuid: None, log_bytes: Some(1 << 20), index_bytes: Some(4 << 20) }
 }
 
 fn fresh() -> Vec<u8> {
@@ -70,7 +70,7 @@ fn the_simulated_target_conforms() {
     let big = || {
         let drive = SimDrive::new(vec![0; 48 << 20]);
         let shared: Arc<dyn Drive> = drive.clone();
-        let sizes = Sizes { uuid: None, log_bytes: Some(9 << 20), index_bytes: Some(16 << 20) };
+        let sizes = TargetSizes { uuid: None, log_bytes: Some(9 << 20), index_bytes: Some(16 << 20) };
         mkfs(&shared, &sizes, &mut |_, _| {}).unwrap();
         drive
     };
@@ -451,7 +451,7 @@ fn a_failed_target_names_its_failure_after_its_unmount() {
 fn a_log_that_fills_up_during_a_checkpoint_goes_on_after_it() {
     let drive = SimDrive::new(vec![0; 32 << 20]);
     let shared: Arc<dyn Drive> = drive.clone();
-    let sizes = Sizes { index_bytes: Some(16 << 20), ..sizes() };
+    let sizes = TargetSizes { index_bytes: Some(16 << 20), ..sizes() };
     mkfs(&shared, &sizes, &mut |_, _| {}).unwrap();
     let (_, store) = small_target(drive.image());
     let before = store.lock().checkpoints();

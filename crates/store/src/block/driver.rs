@@ -20,8 +20,8 @@ use super::core::Core;
 use super::drive::Drive;
 use super::index::Index;
 use super::mailbox::{Mailbox, MailboxState};
-use super::messages::{Event, Work, load};
-use super::uring::Ring;
+use super::messages::{BlockingWork, CoreEvent, load};
+use super::uring::IoRing;
 use crate::Result;
 
 /// After this long without activity the log is told that everything in it was flushed.
@@ -40,15 +40,15 @@ const LOADS_AT_ONCE: usize = 8;
 #[must_use = "a target answers only while its driver is run"]
 pub struct Driver {
     core: Core,
-    ring: Ring,
+    ring: IoRing,
     mailbox: Mailbox,
-    load_queue: mpsc::Sender<Vec<Work>>,
-    checkpoint_queue: mpsc::Sender<Work>,
+    load_queue: mpsc::Sender<Vec<BlockingWork>>,
+    checkpoint_queue: mpsc::Sender<BlockingWork>,
     workers: Vec<JoinHandle<()>>,
 }
 
 /// How long nothing has happened.
-struct Idle {
+struct IdleTimer {
     counting: bool,
     timer: Pin<Box<Sleep>>,
 }
@@ -63,7 +63,7 @@ impl Driver {
     /// A driver for target number `number`, with its worker threads.
     pub(super) fn new(
         core: Core,
-        ring: Ring,
+        ring: IoRing,
         mailbox: Mailbox,
         drive: Arc<dyn Drive>,
         index: Arc<Index>,
@@ -123,7 +123,7 @@ impl Driver {
         let event = self.ring.notify().and_then(|fd| AsyncFd::with_interest(fd, Interest::READABLE));
         match event {
             Ok(event) => {
-                let mut idle = Idle { counting: false, timer: Box::pin(tokio::time::sleep(IDLE)) };
+                let mut idle = IdleTimer { counting: false, timer: Box::pin(tokio::time::sleep(IDLE)) };
                 poll_fn(|cx| self.poll(cx, &event, &mut idle)).await;
             }
             Err(error) => self.fail(&error),
@@ -142,7 +142,7 @@ impl Driver {
         let _ = end.await;
     }
 
-    fn poll(&mut self, cx: &mut Context<'_>, event: &AsyncFd<OwnedFd>, idle: &mut Idle) -> Poll<()> {
+    fn poll(&mut self, cx: &mut Context<'_>, event: &AsyncFd<OwnedFd>, idle: &mut IdleTimer) -> Poll<()> {
         // From here on a command, an event or a completion has this called again.
         self.mailbox.waker.listen(cx.waker());
         while let Poll::Ready(Ok(mut ready)) = event.poll_read_ready(cx) {
@@ -168,7 +168,7 @@ impl Driver {
     }
 
     /// There is nothing to do: if that lasts, [`Core::idle`] is called.
-    fn rest(&mut self, cx: &mut Context<'_>, idle: &mut Idle) {
+    fn rest(&mut self, cx: &mut Context<'_>, idle: &mut IdleTimer) {
         if !self.is_quiet() {
             return;
         }
@@ -235,7 +235,7 @@ impl Driver {
             self.ring.register(&arena);
         }
         for done in self.ring.completions() {
-            self.core.complete(Event::Io(done));
+            self.core.complete(CoreEvent::Io(done));
             busy = true;
         }
         while let Some(event) = shared.events.pop() {
@@ -260,7 +260,7 @@ impl Driver {
         for request in std::mem::take(&mut self.core.output.io) {
             self.ring.submit(request)?;
         }
-        let is_load = |work: &Work| matches!(work, Work::Load { .. });
+        let is_load = |work: &BlockingWork| matches!(work, BlockingWork::Load { .. });
         let (mut loads, rest): (Vec<_>, Vec<_>) =
             std::mem::take(&mut self.core.output.work).into_iter().partition(is_load);
         let ended = || io::Error::other("a worker thread has ended");
@@ -285,14 +285,14 @@ fn join(workers: Vec<JoinHandle<()>>) {
 }
 
 /// Reads the index for calls, so that the target's thread need not wait.
-fn loader(jobs: &Mutex<mpsc::Receiver<Vec<Work>>>, index: &Index, mailbox: &Mailbox) {
+fn loader(jobs: &Mutex<mpsc::Receiver<Vec<BlockingWork>>>, index: &Index, mailbox: &Mailbox) {
     loop {
         let batch = jobs.lock().unwrap_or_else(PoisonError::into_inner).recv();
         let Ok(batch) = batch else { return };
         for job in batch {
-            if let Work::Load { op, generation, needs } = job {
+            if let BlockingWork::Load { op, generation, needs } = job {
                 let found = load(index, &needs);
-                mailbox.event(Event::Loaded { op, generation, needs, found });
+                mailbox.event(CoreEvent::Loaded { op, generation, needs, found });
             }
         }
     }
@@ -303,11 +303,11 @@ pub(super) fn checkpoint_thread(number: usize) -> String {
     format!("ckpt{number}")
 }
 
-fn checkpointer(jobs: &mpsc::Receiver<Work>, drive: &dyn Drive, index: &Index, mailbox: &Mailbox) {
+fn checkpointer(jobs: &mpsc::Receiver<BlockingWork>, drive: &dyn Drive, index: &Index, mailbox: &Mailbox) {
     mailbox.shared.checkpoint_calls.count_this_thread();
     while let Ok(job) = jobs.recv() {
-        if let Work::Checkpoint(checkpoint) = job {
-            mailbox.event(Event::Checkpointed(checkpoint.run(drive, index)));
+        if let BlockingWork::Checkpoint(checkpoint) = job {
+            mailbox.event(CoreEvent::Checkpointed(checkpoint.run(drive, index)));
         }
     }
 }

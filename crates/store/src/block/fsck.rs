@@ -13,7 +13,7 @@ use super::drive::{Drive, FileDrive};
 use super::extent::Extent;
 use super::index::Changes;
 use super::records::{LEAF_BLOCKS, MapLeaf, Onode, REF_BLOCKS, RefPage, decode_collection, decode_oid, key};
-use super::recovery::{Mode, Recovered, recover};
+use super::recovery::{Recovered, RecoveryMode, recover};
 use crate::{ObjectId, Result, StoreError};
 
 /// Memory for index pages, in bytes.
@@ -102,14 +102,15 @@ pub(crate) fn check(
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<FsckReport> {
     let mut report = FsckReport::default();
-    let recovered = match recover(drive, INDEX_CACHE, if repair { Mode::Repair } else { Mode::Check }) {
-        Ok(recovered) => recovered,
-        Err(StoreError::Corrupt { what, detail }) => {
-            report.problem(what, detail, false);
-            return Ok(report);
-        }
-        Err(error) => return Err(error),
-    };
+    let recovered =
+        match recover(drive, INDEX_CACHE, if repair { RecoveryMode::Repair } else { RecoveryMode::Check }) {
+            Ok(recovered) => recovered,
+            Err(StoreError::Corrupt { what, detail }) => {
+                report.problem(what, detail, false);
+                return Ok(report);
+            }
+            Err(error) => return Err(error),
+        };
     report.was_clean = recovered.superblock.clean;
     for damage in &recovered.damage {
         report.problem("log or bitmap", format!("{damage}; what followed was dropped"), repair);
@@ -139,7 +140,7 @@ pub(crate) fn check(
 }
 
 /// What the onodes say.
-struct Object {
+struct OnodeSummary {
     size: u64,
     blocks: u64,
     has_omap: bool,
@@ -152,7 +153,7 @@ struct Check<'a> {
     repair: bool,
     inspect: Inspect<'a>,
     report: FsckReport,
-    objects: HashMap<u64, Object>,
+    objects: HashMap<u64, OnodeSummary>,
     /// Blocks that objects refer to.
     seen: Bitmap,
     /// References beyond the first.
@@ -211,7 +212,7 @@ impl Check<'_> {
                 Err(error) => report.problem(&place, error.to_string(), false),
             }
             let Onode { nid, size, blocks, has_omap, .. } = onode;
-            let object = Object { size, blocks, has_omap, key: name, mapped: 0 };
+            let object = OnodeSummary { size, blocks, has_omap, key: name, mapped: 0 };
             if let Some(other) = objects.insert(nid, object) {
                 report.problem(place, format!("has the number of {}", other.key.escape_ascii()), false);
             }

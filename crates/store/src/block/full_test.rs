@@ -9,7 +9,7 @@ use rand::Rng;
 use super::crash_test::digest_of;
 use super::drive::Drive;
 use super::fsck::check;
-use super::recovery::{Sizes, mkfs};
+use super::recovery::{TargetSizes, mkfs};
 use super::sim::{Crashes, SimDrive, SimStore};
 use crate::conformance::{Workload, cid, oid, pattern, seed, write};
 use crate::{Area, CollectionId, MemStore, ObjectStore, Op, StoreCalls, StoreError, Transaction};
@@ -24,7 +24,7 @@ fn run<T>(future: impl Future<Output = T>) -> T {
 fn fresh(size: usize) -> Vec<u8> {
     let drive = SimDrive::new(vec![0; size]);
     let shared: Arc<dyn Drive> = drive.clone();
-    let sizes = Sizes { uuid: None, log_bytes: Some(1 << 20), index_bytes: Some(4 << 20) };
+    let sizes = TargetSizes { uuid: None, log_bytes: Some(1 << 20), index_bytes: Some(4 << 20) };
     mkfs(&shared, &sizes, &mut |_, _| {}).unwrap();
     drive.image()
 }

@@ -19,7 +19,7 @@ const TABLE: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("outboard"
 
 /// Entries of the index that were read in one go.
 #[derive(Debug, Default)]
-pub(crate) struct Found {
+pub(crate) struct EntryBatch {
     pub(crate) entries: Vec<(Bytes, Bytes)>,
     /// Where to go on, if not everything was read.
     pub(crate) resume: Option<Bytes>,
@@ -41,7 +41,7 @@ fn always_in_steps() -> bool {
     false
 }
 
-type Change<'a> = (&'a Bytes, &'a Option<Bytes>);
+type EntryChange<'a> = (&'a Bytes, &'a Option<Bytes>);
 
 /// Changes at a time when there is no room for all of them together.
 const STEP: usize = 8;
@@ -119,9 +119,15 @@ impl Index {
     ///
     /// # Errors
     /// [`StoreError::Corrupt`] if a page on the way is damaged.
-    pub(crate) fn scan(&self, from: &Bytes, to: &Bytes, limit: usize, max_bytes: usize) -> Result<Found> {
+    pub(crate) fn scan(
+        &self,
+        from: &Bytes,
+        to: &Bytes,
+        limit: usize,
+        max_bytes: usize,
+    ) -> Result<EntryBatch> {
         self.with(|database| {
-            let mut found = Found::default();
+            let mut found = EntryBatch::default();
             if from >= to {
                 return Ok(found);
             }
@@ -154,7 +160,7 @@ impl Index {
     pub(crate) fn apply(&self, changes: &Changes, last: &Changes, meta: &Meta) -> Result<()> {
         let meta = (Bytes::from_static(key::META), Some(meta.encode()));
         let ending = || last.iter().chain(std::iter::once((&meta.0, &meta.1)));
-        let all: Vec<Change<'_>> = changes.iter().chain(ending()).collect();
+        let all: Vec<EntryChange<'_>> = changes.iter().chain(ending()).collect();
         let written: u64 = all.iter().map(|(k, v)| (k.len() + v.as_ref().map_or(0, Bytes::len)) as u64).sum();
         if self.used.load(Ordering::Relaxed) > 0 {
             self.used.fetch_add(4 * written, Ordering::Relaxed);
@@ -166,13 +172,13 @@ impl Index {
             }
         }
         tracing::info!(changes = all.len(), "the index is nearly full and brought forward in steps");
-        let (removed, set): (Vec<Change<'_>>, Vec<_>) = changes.iter().partition(|(_, v)| v.is_none());
+        let (removed, set): (Vec<EntryChange<'_>>, Vec<_>) = changes.iter().partition(|(_, v)| v.is_none());
         removed.chunks(STEP).chain(set.chunks(STEP)).try_for_each(|step| self.commit(step))?;
         self.commit(&ending().collect::<Vec<_>>())
     }
 
     /// Applies changes and makes them durable, all or none.
-    fn commit(&self, changes: &[Change<'_>]) -> Result<()> {
+    fn commit(&self, changes: &[EntryChange<'_>]) -> Result<()> {
         self.with(|database| {
             let mut transaction = database.begin_write()?;
             transaction.set_two_phase_commit(true);

@@ -35,7 +35,7 @@ pub(crate) struct IoDone {
 
 /// A buffer that was split into [`Segment`]s.
 #[derive(Debug)]
-pub(crate) struct Whole(Arc<ArenaBuf>);
+pub(crate) struct SplitBuffer(Arc<ArenaBuf>);
 
 /// One of the disjoint parts of a buffer: exclusive memory that a drive fills.
 #[derive(Debug)]
@@ -49,13 +49,13 @@ pub(crate) struct Segment {
 // SAFETY: a segment is the only access to its part of the buffer, like a `&mut [u8]` that keeps its owner alive.
 unsafe impl Send for Segment {}
 
-impl Whole {
+impl SplitBuffer {
     /// Cuts `buffer` into parts of the given lengths.
     ///
     /// # Panics
     /// If the parts are longer than the buffer.
     #[allow(unsafe_code)]
-    pub(crate) fn split(mut buffer: ArenaBuf, lens: &[usize]) -> (Whole, Vec<Segment>) {
+    pub(crate) fn split(mut buffer: ArenaBuf, lens: &[usize]) -> (SplitBuffer, Vec<Segment>) {
         assert!(lens.iter().sum::<usize>() <= buffer.len(), "segments exceed their buffer");
         let base = buffer.as_mut_ptr();
         let owner = Arc::new(buffer);
@@ -67,7 +67,7 @@ impl Whole {
             Segment { owner: Arc::clone(&owner), start, len }
         });
         let segments = segments.collect();
-        (Whole(owner), segments)
+        (SplitBuffer(owner), segments)
     }
 
     /// The buffer again, once every segment is gone.

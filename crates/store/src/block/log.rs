@@ -50,7 +50,7 @@ impl Record {
 
 /// A sector's header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Header {
+struct SectorHeader {
     len: u16,
     flags: u8,
     generation: u64,
@@ -59,7 +59,7 @@ struct Header {
     flushed_through: u64,
 }
 
-fn put_sector(out: &mut BytesMut, header: Header, payload: &[u8]) {
+fn put_sector(out: &mut BytesMut, header: SectorHeader, payload: &[u8]) {
     let start = out.len();
     out.resize(start + SECTOR, 0);
     let sector = &mut out[start..];
@@ -74,14 +74,19 @@ fn put_sector(out: &mut BytesMut, header: Header, payload: &[u8]) {
 }
 
 /// The header of a valid sector.
-fn get_sector(sector: &[u8]) -> Option<(Header, &[u8])> {
+fn get_sector(sector: &[u8]) -> Option<(SectorHeader, &[u8])> {
     let word = |at: usize| u64::from_le_bytes(sector[at..at + 8].try_into().expect("eight bytes"));
     let len = u16::from_le_bytes([sector[4], sector[5]]);
     if crc32c(&sector[4..]).to_le_bytes() != sector[..4] || usize::from(len) > PAYLOAD {
         return None;
     }
-    let header =
-        Header { len, flags: sector[6], generation: word(8), sequence: word(16), flushed_through: word(24) };
+    let header = SectorHeader {
+        len,
+        flags: sector[6],
+        generation: word(8),
+        sequence: word(16),
+        flushed_through: word(24),
+    };
     Some((header, &sector[HEADER..HEADER + usize::from(len)]))
 }
 
@@ -113,8 +118,13 @@ pub(crate) fn encode_group(
     for i in 0..sectors {
         let payload = pieces.next().unwrap_or_default();
         let flags = if i == 0 { FIRST } else { 0 } | if i + 1 == sectors { LAST } else { 0 };
-        let header =
-            Header { len: payload.len() as u16, flags, generation, sequence: sequence + i, flushed_through };
+        let header = SectorHeader {
+            len: payload.len() as u16,
+            flags,
+            generation,
+            sequence: sequence + i,
+            flushed_through,
+        };
         put_sector(&mut out, header, payload);
     }
     out
@@ -138,7 +148,11 @@ pub(crate) fn decode_group(mut stream: &[u8]) -> Result<Vec<Record>> {
 pub(crate) fn blank(sequences: std::ops::Range<u64>) -> BytesMut {
     let mut out = BytesMut::with_capacity(sequences.clone().count() * SECTOR);
     for sequence in sequences {
-        put_sector(&mut out, Header { len: 0, flags: 0, generation: 0, sequence, flushed_through: 0 }, &[]);
+        put_sector(
+            &mut out,
+            SectorHeader { len: 0, flags: 0, generation: 0, sequence, flushed_through: 0 },
+            &[],
+        );
     }
     out
 }

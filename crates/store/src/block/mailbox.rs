@@ -8,7 +8,7 @@ use crossbeam_queue::SegQueue;
 use tokio::sync::watch;
 
 use super::drive::DriveCalls;
-use super::messages::{Command, Event, refuse};
+use super::messages::{CoreCommand, CoreEvent, refuse};
 use super::uring::Waker;
 use crate::StoreError;
 
@@ -24,8 +24,8 @@ pub(super) struct Mailbox {
 
 #[derive(Debug, Default)]
 pub(super) struct MailboxState {
-    pub(super) commands: SegQueue<Command>,
-    pub(super) events: SegQueue<Event>,
+    pub(super) commands: SegQueue<CoreCommand>,
+    pub(super) events: SegQueue<CoreEvent>,
     /// Memory to be registered with the ring.
     pub(super) arenas: SegQueue<Arc<Arena>>,
     /// Nobody runs the target any more.
@@ -43,7 +43,7 @@ pub(super) struct MailboxState {
 }
 
 impl Mailbox {
-    pub(super) fn command(&self, command: Command) {
+    pub(super) fn command(&self, command: CoreCommand) {
         self.shared.commands.push(command);
         self.waker.wake();
         if self.shared.gone.load(Ordering::SeqCst) {
@@ -53,7 +53,7 @@ impl Mailbox {
 
     /// Leaves a command for which that thread need not be woken: it comes before the next one, and nobody waits
     /// for it.
-    pub(super) fn leave(&self, command: Command) {
+    pub(super) fn leave(&self, command: CoreCommand) {
         if self.shared.starved.load(Ordering::SeqCst) || self.shared.commands.len() >= MOST_LEFT {
             return self.command(command);
         }
@@ -72,7 +72,7 @@ impl Mailbox {
         self.waker.wake();
     }
 
-    pub(super) fn event(&self, event: Event) {
+    pub(super) fn event(&self, event: CoreEvent) {
         self.shared.events.push(event);
         self.waker.wake();
     }

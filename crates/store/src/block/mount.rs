@@ -5,11 +5,11 @@ use std::sync::Arc;
 
 use uuid::Uuid;
 
-use super::core::{Core, Limits};
+use super::core::{Core, MemoryLimits};
 use super::drive::Drive;
 use super::index::Index;
 use super::records::{decode_collection, key};
-use super::recovery::{Mode, recover};
+use super::recovery::{RecoveryMode, recover};
 use super::superblock::Superblock;
 use crate::{CollectionId, Result, StoreError};
 
@@ -21,13 +21,13 @@ pub(crate) fn mount(
     drive: &Arc<dyn Drive>,
     uuid: Option<Uuid>,
     index_cache: usize,
-    limits: &Limits,
+    limits: &MemoryLimits,
 ) -> Result<(Core, Arc<Index>)> {
     let found = Superblock::read(drive.as_ref())?.uuid;
     if let Some(expected) = uuid.filter(|u| *u != found) {
         return Err(StoreError::WrongUuid { found: found.to_string(), expected: expected.to_string() });
     }
-    let recovered = recover(drive, index_cache, Mode::Mount)?;
+    let recovered = recover(drive, index_cache, RecoveryMode::Mount)?;
     recovered.damage.iter().for_each(|damage| tracing::warn!(damage, "damage was passed over"));
     let mut collections: BTreeMap<CollectionId, u64> = BTreeMap::new();
     recovered.entries(key::COLLECTION, |name, value| {

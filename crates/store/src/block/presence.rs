@@ -8,7 +8,7 @@
 use bytes::Bytes;
 use fastbloom::BloomFilter;
 
-use super::index::Found;
+use super::index::EntryBatch;
 use super::need::Need;
 use super::records::key;
 
@@ -78,7 +78,7 @@ impl Presence {
     }
 
     /// Takes a piece of the scan; returns what to read next.
-    pub(crate) fn scanned(&mut self, found: &Found) -> Option<Need> {
+    pub(crate) fn scanned(&mut self, found: &EntryBatch) -> Option<Need> {
         let growing = self.growing.as_mut()?;
         found.entries.iter().for_each(|(key, _)| growing.insert(key));
         match &found.resume {
@@ -122,8 +122,8 @@ mod tests {
         key::onode(7, &n.to_be_bytes())
     }
 
-    fn piece(keys: impl Iterator<Item = u32>, resume: Option<u32>) -> Found {
-        Found { entries: keys.map(|n| (onode(n), Bytes::new())).collect(), resume: resume.map(onode) }
+    fn piece(keys: impl Iterator<Item = u32>, resume: Option<u32>) -> EntryBatch {
+        EntryBatch { entries: keys.map(|n| (onode(n), Bytes::new())).collect(), resume: resume.map(onode) }
     }
 
     #[test]

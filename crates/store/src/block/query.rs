@@ -6,39 +6,39 @@ use bytes::Bytes;
 
 use super::core::{Core, Purpose};
 use super::extent::Extent;
-use super::io::{Segment, Whole};
-use super::messages::{Reply, send};
+use super::io::{Segment, SplitBuffer};
+use super::messages::{ReplySender, send};
 use super::need::Need;
-use super::reads::{Look, Read, ReadRange};
+use super::reads::{Look, PendingRead, ReadRange};
 use super::records::{BlockRef, LEAF_BLOCKS, MapLeaf, Onode, decode_oid, key};
 use super::view::{Loaded, Scanned};
-use crate::{MAX_READ, ObjectId, Page, Query, QueryReply, ReadData, Result, Stat, StoreError};
+use crate::{MAX_READ, MetadataQuery, ObjectId, Page, QueryReply, ReadData, Result, Stat, StoreError};
 
 /// What a listing returns at most, in bytes.
 const PAGE_BYTES: usize = 1 << 20;
 
 /// Why a request cannot be carried out now.
-enum Missing {
+enum QueryStop {
     /// It lacks these pieces of the index.
     Needs(Vec<Need>),
     /// It has failed.
     Failed(StoreError),
 }
 
-impl From<Need> for Missing {
-    fn from(need: Need) -> Missing {
-        Missing::Needs(vec![need])
+impl From<Need> for QueryStop {
+    fn from(need: Need) -> QueryStop {
+        QueryStop::Needs(vec![need])
     }
 }
 
-impl From<StoreError> for Missing {
-    fn from(error: StoreError) -> Missing {
-        Missing::Failed(error)
+impl From<StoreError> for QueryStop {
+    fn from(error: StoreError) -> QueryStop {
+        QueryStop::Failed(error)
     }
 }
 
 /// The blocks that a read returns.
-struct ReadPlan {
+struct BlockPlan {
     data: ReadData,
     map: Vec<Option<BlockRef>>,
     /// Bytes to be returned.
@@ -46,7 +46,7 @@ struct ReadPlan {
 }
 
 /// Where a run of blocks of a read comes from.
-enum Source {
+enum BlockSource {
     Hole,
     Memory(Bytes),
     Drive(u64),
@@ -58,9 +58,9 @@ impl Core {
         &mut self,
         collection: u64,
         look: Look,
-        reply: Reply,
+        reply: ReplySender,
         loaded: &Loaded,
-    ) -> Option<(Look, Reply, Vec<Need>)> {
+    ) -> Option<(Look, ReplySender, Vec<Need>)> {
         let found = match &look {
             Look::Query(query) => self.query(collection, query, loaded),
             Look::Read(range) => match self.plan_read(collection, range, loaded) {
@@ -74,53 +74,60 @@ impl Core {
         };
         match found {
             Ok(found) => send(reply, Ok(found)),
-            Err(Missing::Failed(error)) => {
+            Err(QueryStop::Failed(error)) => {
                 // The destination is given back before the caller learns of the failure.
                 drop(look);
                 drop(reply.send(Err(error)));
             }
-            Err(Missing::Needs(needs)) => return Some((look, reply, needs)),
+            Err(QueryStop::Needs(needs)) => return Some((look, reply, needs)),
         }
         None
     }
 
-    fn onode(&self, collection: u64, oid: &ObjectId, loaded: &Loaded) -> Result<Onode, Missing> {
+    fn onode(&self, collection: u64, oid: &ObjectId, loaded: &Loaded) -> Result<Onode, QueryStop> {
         match self.view.get(loaded, &key::onode(collection, oid.as_bytes()))? {
             Some(bytes) => Ok(Onode::decode(&bytes)?),
             None => Err(StoreError::NoSuchObject(oid.to_string()).into()),
         }
     }
 
-    fn query(&self, collection: u64, query: &Query, loaded: &Loaded) -> Result<QueryReply, Missing> {
+    fn query(
+        &self,
+        collection: u64,
+        query: &MetadataQuery,
+        loaded: &Loaded,
+    ) -> Result<QueryReply, QueryStop> {
         let onode = match query.oid() {
             Some(oid) => self.onode(collection, oid, loaded)?,
             None => Onode::default(),
         };
         Ok(match query {
-            Query::Stat { .. } => {
+            MetadataQuery::Stat { .. } => {
                 QueryReply::Stat(Stat { size: onode.size, allocated: onode.blocks * BLOCK })
             }
-            Query::Xattr { name, .. } => {
+            MetadataQuery::Xattr { name, .. } => {
                 let missing = || StoreError::NoSuchXattr(format!("\"{}\"", name.escape_ascii()));
                 QueryReply::Bytes(onode.xattrs.get(name).cloned().ok_or_else(missing)?)
             }
-            Query::Xattrs { .. } => QueryReply::Pairs(onode.xattrs.into_iter().collect()),
-            Query::OmapHeader { .. } => QueryReply::Bytes(onode.omap_header),
-            Query::OmapGet { keys, .. } => {
+            MetadataQuery::Xattrs { .. } => QueryReply::Pairs(onode.xattrs.into_iter().collect()),
+            MetadataQuery::OmapHeader { .. } => QueryReply::Bytes(onode.omap_header),
+            MetadataQuery::OmapGet { keys, .. } => {
                 let mut keys = keys.clone();
                 keys.sort_unstable();
                 keys.dedup();
-                QueryReply::Pairs(self.omap_get(&onode, &keys, loaded).map_err(Missing::Needs)?)
+                QueryReply::Pairs(self.omap_get(&onode, &keys, loaded).map_err(QueryStop::Needs)?)
             }
-            Query::OmapIterate { .. } if !onode.has_omap => QueryReply::PairsPage((Vec::new(), false)),
-            Query::OmapIterate { from, limit, .. } => {
+            MetadataQuery::OmapIterate { .. } if !onode.has_omap => {
+                QueryReply::PairsPage((Vec::new(), false))
+            }
+            MetadataQuery::OmapIterate { from, limit, .. } => {
                 let (start, end) = (key::omap(onode.nid, from), key::range(key::OMAP, onode.nid).1);
                 let limit = usize::try_from(*limit).unwrap_or(usize::MAX);
                 let (found, more) = self.view.scan(None, loaded, &start, &end, limit, PAGE_BYTES)?;
                 let found = found.into_iter().map(|(k, v)| (key::rest(&k), v)).collect();
                 QueryReply::PairsPage((found, more))
             }
-            Query::List { from, limit } => {
+            MetadataQuery::List { from, limit } => {
                 let start = key::onode(collection, from.as_ref().map_or(&[], |o| &o.as_bytes()[..]));
                 let end = key::range(key::ONODE, collection).1;
                 let limit = usize::try_from(*limit).unwrap_or(usize::MAX);
@@ -175,13 +182,13 @@ impl Core {
     }
 
     /// Finds the blocks of a range.
-    fn plan_read(&self, collection: u64, range: &ReadRange, loaded: &Loaded) -> Result<ReadPlan, Missing> {
+    fn plan_read(&self, collection: u64, range: &ReadRange, loaded: &Loaded) -> Result<BlockPlan, QueryStop> {
         let ReadRange { oid, offset, len, dest } = range;
         let onode = self.onode(collection, oid, loaded)?;
         let data =
             ReadData { offset: block::align_down(*offset), object_size: onode.size, ..ReadData::default() };
         if *len == 0 || *offset >= onode.size {
-            return Ok(ReadPlan { data, map: Vec::new(), len: 0 });
+            return Ok(BlockPlan { data, map: Vec::new(), len: 0 });
         }
         let end = offset.checked_add(*len).and_then(block::align_up).unwrap_or(u64::MAX).min(onode.size);
         let bytes = end - data.offset;
@@ -195,11 +202,11 @@ impl Core {
             return Err(StoreError::InvalidArgument(what).into());
         }
         let map = self.map_of(&onode, data.offset / BLOCK, end.div_ceil(BLOCK), loaded);
-        Ok(ReadPlan { data, map: map.map_err(Missing::Needs)??, len: bytes as usize })
+        Ok(BlockPlan { data, map: map.map_err(QueryStop::Needs)??, len: bytes as usize })
     }
 
-    fn start_read(&mut self, plan: ReadPlan, dest: Option<ArenaBuf>, reply: Reply) {
-        let ReadPlan { mut data, map, len } = plan;
+    fn start_read(&mut self, plan: BlockPlan, dest: Option<ArenaBuf>, reply: ReplySender) {
+        let BlockPlan { mut data, map, len } = plan;
         if map.is_empty() {
             return send(reply, Ok(data));
         }
@@ -220,7 +227,8 @@ impl Core {
         let id = self.next_id();
         let period = self.reads.period;
         *self.reads.periods.entry(period).or_default() += 1;
-        let read = Read { reply, data, len, wholes: Vec::new(), copy_to, left: 1, period, failed: None };
+        let read =
+            PendingRead { reply, data, len, wholes: Vec::new(), copy_to, left: 1, period, failed: None };
         self.reads.reads.insert(id, read);
         let mut map = &map[..];
         for buffer in buffers {
@@ -233,33 +241,35 @@ impl Core {
 
     /// Has the blocks of `map` put into `buffer`.
     fn fill_buffer(&mut self, read: u64, buffer: ArenaBuf, map: &[Option<BlockRef>]) {
-        let mut runs: Vec<(Source, usize)> = Vec::new();
+        let mut runs: Vec<(BlockSource, usize)> = Vec::new();
         for block in map {
             let source = match block {
-                None => Source::Hole,
+                None => BlockSource::Hole,
                 Some(b) => match self.commits.deferred(b.block) {
-                    Some(content) => Source::Memory(content),
-                    None => Source::Drive(b.block),
+                    Some(content) => BlockSource::Memory(content),
+                    None => BlockSource::Drive(b.block),
                 },
             };
             match (runs.last_mut(), &source) {
-                (Some((Source::Hole, len)), Source::Hole) => *len += 1,
-                (Some((Source::Drive(start), len)), Source::Drive(b)) if *start + *len as u64 == *b => {
+                (Some((BlockSource::Hole, len)), BlockSource::Hole) => *len += 1,
+                (Some((BlockSource::Drive(start), len)), BlockSource::Drive(b))
+                    if *start + *len as u64 == *b =>
+                {
                     *len += 1
                 }
                 _ => runs.push((source, 1)),
             }
         }
         let lens: Vec<usize> = runs.iter().map(|(_, len)| len * BLOCK_SIZE).collect();
-        let (whole, segments) = Whole::split(buffer, &lens);
+        let (whole, segments) = SplitBuffer::split(buffer, &lens);
         if let Some(state) = self.reads.reads.get_mut(&read) {
             state.wholes.push(whole);
         }
         for ((source, len), mut segment) in runs.into_iter().zip(segments) {
             match source {
-                Source::Hole => segment.fill(0),
-                Source::Memory(content) => segment.copy_from_slice(&content),
-                Source::Drive(start) => self.read_run(read, Extent { start, len: len as u64 }, segment),
+                BlockSource::Hole => segment.fill(0),
+                BlockSource::Memory(content) => segment.copy_from_slice(&content),
+                BlockSource::Drive(start) => self.read_run(read, Extent { start, len: len as u64 }, segment),
             }
         }
     }

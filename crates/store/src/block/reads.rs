@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 use base::mem::ArenaBuf;
 
 use super::extent::Extent;
-use super::io::{IoRequest, Whole};
-use super::messages::{Reply, send};
-use crate::{ObjectId, Query, ReadData, StoreError};
+use super::io::{IoRequest, SplitBuffer};
+use super::messages::{ReplySender, send};
+use crate::{MetadataQuery, ObjectId, ReadData, StoreError};
 
 /// A range of an object that is to be read.
 #[derive(Debug)]
@@ -22,17 +22,17 @@ pub(crate) struct ReadRange {
 #[derive(Debug)]
 pub(crate) enum Look {
     Read(ReadRange),
-    Query(Query),
+    Query(MetadataQuery),
 }
 
 /// A read that waits for the drive.
 #[derive(Debug)]
-pub(super) struct Read {
-    pub(super) reply: Reply,
+pub(super) struct PendingRead {
+    pub(super) reply: ReplySender,
     pub(super) data: ReadData,
     /// Bytes to be returned.
     pub(super) len: usize,
-    pub(super) wholes: Vec<Whole>,
+    pub(super) wholes: Vec<SplitBuffer>,
     /// Where the data goes in the end, if the drive could not put it there.
     pub(super) copy_to: Option<ArenaBuf>,
     pub(super) left: usize,
@@ -42,8 +42,8 @@ pub(super) struct Read {
 
 /// Reads and writes of blocks that are under way, and how they keep out of each other's way.
 #[derive(Debug, Default)]
-pub(crate) struct Reads {
-    pub(super) reads: BTreeMap<u64, Read>,
+pub(crate) struct BlockAccess {
+    pub(super) reads: BTreeMap<u64, PendingRead>,
     pub(super) period: u64,
     pub(super) periods: BTreeMap<u64, usize>,
     /// Blocks that are being written: first block to length and number of writes.
@@ -51,7 +51,7 @@ pub(crate) struct Reads {
     pub(super) held_back: Vec<(Extent, IoRequest)>,
 }
 
-impl Reads {
+impl BlockAccess {
     pub(crate) fn is_empty(&self) -> bool {
         self.reads.is_empty()
     }
@@ -95,10 +95,10 @@ impl Reads {
     }
 }
 
-impl Read {
+impl PendingRead {
     /// Answers the read.
     pub(super) fn finish(self) {
-        let Read { reply, mut data, len, wholes, copy_to, failed, .. } = self;
+        let PendingRead { reply, mut data, len, wholes, copy_to, failed, .. } = self;
         if let Some(error) = failed {
             return drop(reply.send(Err(error)));
         }

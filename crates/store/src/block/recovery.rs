@@ -26,7 +26,7 @@ const FILL: usize = 4 << 20;
 
 /// How large the parts of a new target are.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Sizes {
+pub(crate) struct TargetSizes {
     pub(crate) uuid: Option<Uuid>,
     pub(crate) log_bytes: Option<u64>,
     pub(crate) index_bytes: Option<u64>,
@@ -38,7 +38,7 @@ pub(crate) struct Sizes {
 /// If the drive is too small or fails.
 pub(crate) fn mkfs(
     drive: &Arc<dyn Drive>,
-    sizes: &Sizes,
+    sizes: &TargetSizes,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Uuid> {
     let mut superblock = layout(drive.size(), sizes)?;
@@ -68,7 +68,7 @@ pub(crate) fn mkfs(
 ///
 /// # Errors
 /// [`StoreError::InvalidArgument`] if they do not fit.
-pub(crate) fn layout(size: u64, sizes: &Sizes) -> Result<Superblock> {
+pub(crate) fn layout(size: u64, sizes: &TargetSizes) -> Result<Superblock> {
     if size < MIN_TARGET {
         return Err(StoreError::InvalidArgument(format!(
             "a target of {size} bytes; at least {MIN_TARGET} are needed"
@@ -137,7 +137,7 @@ pub(crate) struct Recovered {
 
 /// What a target is read for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Mode {
+pub(crate) enum RecoveryMode {
     /// For work: the log of a target that was unmounted in order is empty and not looked at.
     Mount,
     /// To be looked at.
@@ -150,8 +150,8 @@ pub(crate) enum Mode {
 ///
 /// # Errors
 /// See [`StoreError`]: no target, wrong version, damage.
-pub(crate) fn recover(drive: &Arc<dyn Drive>, index_cache: usize, mode: Mode) -> Result<Recovered> {
-    let repair = mode == Mode::Repair;
+pub(crate) fn recover(drive: &Arc<dyn Drive>, index_cache: usize, mode: RecoveryMode) -> Result<Recovered> {
+    let repair = mode == RecoveryMode::Repair;
     let superblock = Superblock::read(drive.as_ref())?;
     let index = Index::open(
         IndexRegion::open(Arc::clone(drive), superblock.index).map_err(index_error)?,
@@ -169,7 +169,7 @@ pub(crate) fn recover(drive: &Arc<dyn Drive>, index_cache: usize, mode: Mode) ->
     let mut damage = Vec::new();
     let taken = load_bitmap(&index, &superblock, repair.then_some(&mut damage))?;
     let scan = match mode {
-        Mode::Mount if superblock.clean && superblock.checkpoint == meta.checkpoint => {
+        RecoveryMode::Mount if superblock.clean && superblock.checkpoint == meta.checkpoint => {
             log::Scan { next: meta.log_start, ..log::Scan::default() }
         }
         _ => log::scan(drive.as_ref(), &superblock, meta.log_generation, meta.log_start, repair)?,
@@ -234,7 +234,7 @@ fn load_bitmap(index: &Index, sb: &Superblock, mut damage: Option<&mut Vec<Strin
 
 /// A target that is ready for work.
 #[derive(Debug)]
-pub(crate) struct Settled {
+pub(crate) struct ReadyTarget {
     pub(crate) superblock: Superblock,
     pub(crate) meta: Meta,
     pub(crate) taken: Bitmap,
@@ -332,7 +332,7 @@ impl Recovered {
     ///
     /// # Errors
     /// If the drive fails.
-    pub(crate) fn settle(mut self, drive: &dyn Drive, clean: bool) -> Result<Settled> {
+    pub(crate) fn settle(mut self, drive: &dyn Drive, clean: bool) -> Result<ReadyTarget> {
         self.meta.checkpoint += 1;
         self.meta.log_generation += 1;
         self.meta.log_start = self.log_end.next_multiple_of(GROUP_SECTORS);
@@ -348,14 +348,14 @@ impl Recovered {
         // What the log had may not have been flushed when the process ended.
         drive.flush()?;
         let (meta, superblock, space) = checkpoint.run(drive, &self.index)?;
-        Ok(Settled { superblock, meta, taken: self.taken, index: self.index, index_space: space })
+        Ok(ReadyTarget { superblock, meta, taken: self.taken, index: self.index, index_space: space })
     }
 }
 
 /// Marks free blocks as taken and gives a block a reference too many.
 #[cfg(test)]
 pub(crate) fn spoil_for_test(drive: &Arc<dyn Drive>) {
-    let mut recovered = recover(drive, 1 << 20, Mode::Check).expect("a sound target");
+    let mut recovered = recover(drive, 1 << 20, RecoveryMode::Check).expect("a sound target");
     let free = recovered.taken.find_free(0, 9).expect("free blocks");
     recovered.taken.set(free, true);
     let page = super::records::RefPage { extra: [(7, 3)].into() };

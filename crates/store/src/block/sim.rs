@@ -10,13 +10,13 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use uuid::Uuid;
 
-use super::core::{Core, Limits};
+use super::core::{Core, MemoryLimits};
 use super::drive::Drive;
 use super::index::Index;
 use super::io::{IoDone, IoOp, IoRequest};
-use super::messages::{Command, Event, Work, load};
+use super::messages::{BlockingWork, CoreCommand, CoreEvent, load};
 use super::mount::mount;
-use super::recovery::{Sizes, mkfs};
+use super::recovery::{TargetSizes, mkfs};
 use crate::{Result, StoreFuture, StoreRequest, Submit};
 
 /// What happened to a drive.
@@ -226,12 +226,12 @@ pub(crate) struct SimTarget {
     drive: Arc<SimDrive>,
     rng: StdRng,
     requests: Vec<(IoRequest, u64)>,
-    work: Vec<Work>,
+    work: Vec<BlockingWork>,
 }
 
 impl SimTarget {
     pub(crate) fn mount(drive: &Arc<SimDrive>, seed: u64) -> Result<SimTarget> {
-        let limits = Limits { cache_bytes: 1 << 20, buffer_bytes: 1 << 20 };
+        let limits = MemoryLimits { cache_bytes: 1 << 20, buffer_bytes: 1 << 20 };
         let shared: Arc<dyn Drive> = Arc::clone(drive) as Arc<dyn Drive>;
         let (core, index) = mount(&shared, None, 1 << 20, &limits)?;
         let rng = StdRng::seed_from_u64(seed);
@@ -272,15 +272,15 @@ impl SimTarget {
         let choice = self.rng.random_range(0..choices);
         let event = if choice < self.requests.len() {
             let (request, id) = self.requests.swap_remove(choice);
-            Event::Io(IoDone { id: request.id, result: self.perform(request, id) })
+            CoreEvent::Io(IoDone { id: request.id, result: self.perform(request, id) })
         } else {
             match self.work.swap_remove(choice - self.requests.len()) {
-                Work::Load { op, generation, needs } => {
+                BlockingWork::Load { op, generation, needs } => {
                     let found = load(&self.index, &needs);
-                    Event::Loaded { op, generation, needs, found }
+                    CoreEvent::Loaded { op, generation, needs, found }
                 }
-                Work::Checkpoint(checkpoint) => {
-                    Event::Checkpointed(checkpoint.run(self.drive.as_ref(), &self.index))
+                BlockingWork::Checkpoint(checkpoint) => {
+                    CoreEvent::Checkpointed(checkpoint.run(self.drive.as_ref(), &self.index))
                 }
             }
         };
@@ -300,14 +300,14 @@ impl SimTarget {
     #[cfg(test)]
     pub(crate) fn step_without_checkpoints(&mut self) -> bool {
         self.collect();
-        let checkpoint = |w: &Work| matches!(w, Work::Checkpoint(_));
+        let checkpoint = |w: &BlockingWork| matches!(w, BlockingWork::Checkpoint(_));
         let (held, work) = std::mem::take(&mut self.work).into_iter().partition(checkpoint);
         self.work = work;
         let something = !self.requests.is_empty() || !self.work.is_empty();
         if something {
             self.step();
         }
-        self.work.extend::<Vec<Work>>(held);
+        self.work.extend::<Vec<BlockingWork>>(held);
         something
     }
 
@@ -352,7 +352,7 @@ impl SimStore {
     pub fn format(image: Vec<u8>, uuid: Uuid) -> Result<Vec<u8>> {
         let drive = SimDrive::new(image);
         let shared: Arc<dyn Drive> = drive.clone();
-        let sizes = Sizes { uuid: Some(uuid), log_bytes: Some(1 << 20), index_bytes: Some(4 << 20) };
+        let sizes = TargetSizes { uuid: Some(uuid), log_bytes: Some(1 << 20), index_bytes: Some(4 << 20) };
         mkfs(&shared, &sizes, &mut |_, _| {})?;
         Ok(drive.image())
     }
@@ -391,7 +391,7 @@ impl Submit for SimStore {
     fn submit(&self, request: StoreRequest) -> StoreFuture {
         let (reply, mut answer) = oneshot::channel();
         let mut target = self.lock();
-        target.core.handle(Command::Request(request, reply));
+        target.core.handle(CoreCommand::Request(request, reply));
         target.core.advance();
         drop(target);
         let this = self.clone();

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::extent::Extent;
-use super::messages::Reply;
+use super::messages::ReplySender;
 use crate::StageId;
 
 /// State of one staged block.
@@ -74,7 +74,7 @@ impl Stage {
 pub(crate) struct StageWrite {
     pub(crate) stage: u64,
     pub(crate) left: usize,
-    pub(crate) reply: Reply,
+    pub(crate) reply: ReplySender,
 }
 
 /// A call that waits for blocks for a stage.
@@ -84,7 +84,7 @@ pub(crate) struct WaitingStage {
     pub(crate) len: u64,
     /// How often it has waited.
     pub(crate) parked: u32,
-    pub(crate) reply: Reply,
+    pub(crate) reply: ReplySender,
 }
 
 /// A name for a stage that no other has.

@@ -4,7 +4,7 @@ use base::block::{BLOCK, Payload};
 
 use super::alloc::Purse;
 use super::core::{Core, Purpose};
-use super::messages::{Reply, send};
+use super::messages::{ReplySender, send};
 use super::staged::{Stage, StageWrite, StagedBlock, WaitingStage, next_stage};
 use crate::stage::check_stage_write;
 use crate::{Area, StageId, StoreError};
@@ -21,7 +21,7 @@ impl Core {
     }
 
     /// Allocates a stage. `parked` says how often the call has waited for blocks already.
-    pub(super) fn stage(&mut self, len: u64, parked: u32, reply: Reply) {
+    pub(super) fn stage(&mut self, len: u64, parked: u32, reply: ReplySender) {
         if let Some(reason) = &self.poisoned {
             return drop(reply.send(Err(StoreError::Poisoned(reason.clone()))));
         }
@@ -59,7 +59,7 @@ impl Core {
         StoreError::NoSpace { target, area: Area::Data, needed: blocks * BLOCK, free }
     }
 
-    pub(super) fn stage_write(&mut self, id: StageId, offset: u64, payload: Payload, reply: Reply) {
+    pub(super) fn stage_write(&mut self, id: StageId, offset: u64, payload: Payload, reply: ReplySender) {
         if let Some(reason) = &self.poisoned {
             return drop(reply.send(Err(StoreError::Poisoned(reason.clone()))));
         }

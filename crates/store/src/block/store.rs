@@ -15,16 +15,16 @@ use futures::channel::oneshot;
 use uuid::Uuid;
 
 use super::alloc::Room;
-use super::core::Limits;
+use super::core::MemoryLimits;
 use super::drive::{Drive, FileDrive};
 use super::driver::{Driver, checkpoint_thread};
 use super::mailbox::{Mailbox, MailboxState};
-use super::messages::Command;
+use super::messages::CoreCommand;
 use super::mount::mount;
-use super::recovery::{Sizes, layout, mkfs};
+use super::recovery::{TargetSizes, layout, mkfs};
 use super::staged::next_stage;
 use super::superblock::Superblock;
-use super::uring::Ring;
+use super::uring::IoRing;
 use crate::{Result, StoreError, StoreFuture, StoreReply, StoreRequest, Submit, ready};
 
 /// How to make a target.
@@ -41,8 +41,8 @@ pub struct MkfsOptions {
 }
 
 impl MkfsOptions {
-    fn sizes(&self) -> Sizes {
-        Sizes { uuid: self.uuid, log_bytes: self.log_bytes, index_bytes: self.index_bytes }
+    fn sizes(&self) -> TargetSizes {
+        TargetSizes { uuid: self.uuid, log_bytes: self.log_bytes, index_bytes: self.index_bytes }
     }
 }
 
@@ -190,11 +190,12 @@ impl BlockStore {
         path: &Path,
         options: &MountOptions,
     ) -> Result<(BlockStore, Driver)> {
-        let limits = Limits { cache_bytes: options.metadata_cache_bytes, buffer_bytes: options.buffer_bytes };
+        let limits =
+            MemoryLimits { cache_bytes: options.metadata_cache_bytes, buffer_bytes: options.buffer_bytes };
         let (core, index) = mount(&drive, options.expected_uuid, options.index_cache_bytes, &limits)?;
         core.last_stage.store(options.stages_after, Ordering::Relaxed);
         file.make_private(path)?;
-        let ring = Ring::new(file)?;
+        let ring = IoRing::new(file)?;
         let mailbox = Mailbox { shared: Arc::default(), waker: ring.waker() };
         register(core.pool.arena(), &mailbox);
         let store = BlockStore {
@@ -260,7 +261,7 @@ impl Drop for Staging {
         // From here on the sender finds out.
         self.answer.close();
         if let Ok(Some(Ok(StoreReply::Stage(stage)))) = self.answer.try_recv() {
-            self.mailbox.leave(Command::StageRelease(stage));
+            self.mailbox.leave(CoreCommand::StageRelease(stage));
         }
     }
 }
@@ -304,14 +305,14 @@ impl Submit for BlockStore {
         match request {
             StoreRequest::Stage { len } if len > 0 && self.room.promise(len.div_ceil(BLOCK)) => {
                 let id = next_stage(&self.last_stage);
-                self.mailbox.leave(Command::StagePromised(id, len));
+                self.mailbox.leave(CoreCommand::StagePromised(id, len));
                 ready(Ok(StoreReply::Stage(id)))
             }
             StoreRequest::Stage { .. } => {
                 Box::pin(Staging { answer: self.request(request), mailbox: self.mailbox.clone() })
             }
             StoreRequest::StageRelease { stage } => {
-                self.mailbox.leave(Command::StageRelease(stage));
+                self.mailbox.leave(CoreCommand::StageRelease(stage));
                 ready(Ok(StoreReply::Done))
             }
             request => {
@@ -330,7 +331,7 @@ impl Submit for BlockStore {
 impl BlockStore {
     fn request(&self, request: StoreRequest) -> oneshot::Receiver<Result<StoreReply>> {
         let (reply, answer) = oneshot::channel();
-        self.mailbox.command(Command::Request(request, reply));
+        self.mailbox.command(CoreCommand::Request(request, reply));
         answer
     }
 }

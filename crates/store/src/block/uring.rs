@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::time::Duration;
 
-use base::mem::{Arena, HUGE_PAGE, Registration};
+use base::mem::{Arena, ArenaRegistration, HUGE_PAGE};
 use bytes::Bytes;
 use futures::task::AtomicWaker;
 use io_uring::types::{Fixed, FsyncFlags, SubmitArgs, Timespec};
@@ -25,7 +25,7 @@ const MAX_BUFFER: usize = 1 << 30;
 /// Marks the completions that tell of writes to the wake-up descriptor.
 const WAKE: u64 = u64::MAX;
 
-/// Wakes whoever runs the target: the thread that waits in [`Ring::wait`], or the task that [listens](Self::listen). Any
+/// Wakes whoever runs the target: the thread that waits in [`IoRing::wait`], or the task that [listens](Self::listen). Any
 /// thread.
 #[derive(Debug, Clone)]
 pub(crate) struct Waker {
@@ -60,18 +60,18 @@ impl Waker {
 
 /// A request in the kernel's hands, with the memory it uses.
 #[derive(Debug)]
-enum InFlight {
+enum KernelRequest {
     Read(Segment),
     Write { pieces: Vec<Bytes>, vectors: Vec<libc::iovec> },
     Flush,
 }
 
-impl InFlight {
+impl KernelRequest {
     fn len(&self) -> usize {
         match self {
-            InFlight::Read(segment) => segment.len(),
-            InFlight::Write { pieces, .. } => pieces.iter().map(Bytes::len).sum(),
-            InFlight::Flush => 0,
+            KernelRequest::Read(segment) => segment.len(),
+            KernelRequest::Write { pieces, .. } => pieces.iter().map(Bytes::len).sum(),
+            KernelRequest::Flush => 0,
         }
     }
 }
@@ -79,7 +79,7 @@ impl InFlight {
 /// A registered range of memory.
 #[derive(Debug)]
 struct Registered {
-    memory: Registration,
+    memory: ArenaRegistration,
     /// Bytes from the arena's start.
     start: usize,
     len: usize,
@@ -101,14 +101,14 @@ fn ranges(len: usize) -> Vec<(usize, usize)> {
 }
 
 /// The ring of one target. It belongs to one thread.
-pub(crate) struct Ring {
+pub(crate) struct IoRing {
     ring: IoUring,
     waker: Waker,
     /// Whether the kernel says when somebody wakes us.
     event_armed: bool,
     /// Whether [`enable`](Self::enable) is due.
     disabled: bool,
-    in_flight: HashMap<u64, InFlight>,
+    in_flight: HashMap<u64, KernelRequest>,
     /// Requests that an injected fault has failed.
     injected: Vec<IoDone>,
     /// Registered memory, by index of the kernel's table; `None` if the kernel has no such table.
@@ -123,14 +123,14 @@ pub(crate) struct Ring {
 #[allow(unsafe_code)]
 // SAFETY: the raw pointers in `in_flight` point into memory that its `Bytes` keep; the ring itself may move between
 // threads as long as one at a time uses it, which `&mut self` ensures.
-unsafe impl Send for Ring {}
+unsafe impl Send for IoRing {}
 
-impl Ring {
+impl IoRing {
     /// A ring on `drive`.
     ///
     /// # Errors
     /// If the kernel refuses one.
-    pub(crate) fn new(drive: Arc<FileDrive>) -> io::Result<Ring> {
+    pub(crate) fn new(drive: Arc<FileDrive>) -> io::Result<IoRing> {
         // Completions wait for the thread that takes them, instead of interrupting it; needs Linux 6.1.
         let deferred = IoUring::builder()
             .setup_single_issuer()
@@ -148,7 +148,7 @@ impl Ring {
         let waker = Waker {
             shared: Arc::new(WakeState { event, task: AtomicWaker::new(), asleep: AtomicBool::new(false) }),
         };
-        Ok(Ring {
+        Ok(IoRing {
             ring,
             waker,
             event_armed: false,
@@ -182,7 +182,7 @@ impl Ring {
         }
         for (start, len) in ranges(arena.len()) {
             if let Err(error) =
-                self.register_range(Registered { memory: Registration::new(arena), start, len })
+                self.register_range(Registered { memory: ArenaRegistration::new(arena), start, len })
             {
                 tracing::warn!(%error, len, "memory is not registered with the drive's queue, which costs CPU time");
                 return;
@@ -242,35 +242,35 @@ impl Ring {
         }
         let file = Fixed(0);
         let (mut state, offset, id) = match request.op {
-            IoOp::Read(segment) => (InFlight::Read(segment), request.offset, request.id),
+            IoOp::Read(segment) => (KernelRequest::Read(segment), request.offset, request.id),
             IoOp::Write(pieces) => {
                 let vector =
                     |p: &Bytes| libc::iovec { iov_base: p.as_ptr().cast_mut().cast(), iov_len: p.len() };
                 let vectors = pieces.iter().map(vector).collect();
-                (InFlight::Write { pieces, vectors }, request.offset, request.id)
+                (KernelRequest::Write { pieces, vectors }, request.offset, request.id)
             }
-            IoOp::Flush => (InFlight::Flush, 0, request.id),
+            IoOp::Flush => (KernelRequest::Flush, 0, request.id),
         };
         let entry = match &mut state {
-            InFlight::Read(segment) => {
+            KernelRequest::Read(segment) => {
                 let (start, len) = (segment.as_mut_ptr(), segment.len() as u32);
                 match self.registered(segment) {
                     Some(index) => opcode::ReadFixed::new(file, start, len, index).offset(offset).build(),
                     None => opcode::Read::new(file, start, len).offset(offset).build(),
                 }
             }
-            InFlight::Write { pieces, .. } if pieces.len() == 1 => {
+            KernelRequest::Write { pieces, .. } if pieces.len() == 1 => {
                 let (start, len) = (pieces[0].as_ptr(), pieces[0].len() as u32);
                 match self.registered(&pieces[0]) {
                     Some(index) => opcode::WriteFixed::new(file, start, len, index).offset(offset).build(),
                     None => opcode::Write::new(file, start, len).offset(offset).build(),
                 }
             }
-            InFlight::Write { vectors, .. } => {
+            KernelRequest::Write { vectors, .. } => {
                 self.unregistered_io.increment(1);
                 opcode::Writev::new(file, vectors.as_ptr(), vectors.len() as u32).offset(offset).build()
             }
-            InFlight::Flush => opcode::Fsync::new(file).flags(FsyncFlags::DATASYNC).build(),
+            KernelRequest::Flush => opcode::Fsync::new(file).flags(FsyncFlags::DATASYNC).build(),
         };
         let entry = entry.user_data(id);
         // The heap memory that the entry points to does not move with `state`.
@@ -374,7 +374,7 @@ impl Ring {
     }
 }
 
-impl Drop for Ring {
+impl Drop for IoRing {
     fn drop(&mut self) {
         // Wait until the kernel uses no memory of ours any more.
         while !self.in_flight.is_empty() {
@@ -398,8 +398,8 @@ impl Drop for Ring {
 mod tests {
     use super::*;
 
-    fn ring(dir: &std::path::Path, name: &str) -> Ring {
-        Ring::new(Arc::new(FileDrive::open(&dir.join(name), Some(1 << 20)).unwrap())).unwrap()
+    fn ring(dir: &std::path::Path, name: &str) -> IoRing {
+        IoRing::new(Arc::new(FileDrive::open(&dir.join(name), Some(1 << 20)).unwrap())).unwrap()
     }
 
     /// Two targets have a ring each, and both know the memory of every attachment.

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
-use super::index::{Changes, Found};
+use super::index::{Changes, EntryBatch};
 use super::need::Need;
 use super::presence::{Presence, is_onode};
 use super::records::key;
@@ -19,20 +19,20 @@ use super::records::key;
 pub(crate) struct Loaded {
     keys: HashMap<Bytes, Option<Bytes>>,
     /// Ranges by their first key. They neither overlap nor touch: those that would are one range.
-    ranges: BTreeMap<Bytes, Range>,
+    ranges: BTreeMap<Bytes, KeyRange>,
     pub(crate) blocks: HashMap<u64, Bytes>,
 }
 
 /// What the drive has from a first key to before `to`.
 #[derive(Debug)]
-struct Range {
+struct KeyRange {
     to: Bytes,
     entries: Changes,
 }
 
-impl Range {
+impl KeyRange {
     /// Adds a range that overlaps or touches this one and was loaded `later` or earlier.
-    fn join(&mut self, other: Range, later: bool) {
+    fn join(&mut self, other: KeyRange, later: bool) {
         if other.to > self.to {
             self.to = other.to;
         }
@@ -61,14 +61,14 @@ impl Loaded {
     }
 
     /// Takes what a scan of `from..to` found; the range ends where the scan stopped.
-    pub(crate) fn insert_range(&mut self, from: Bytes, to: Bytes, found: Found) {
+    pub(crate) fn insert_range(&mut self, from: Bytes, to: Bytes, found: EntryBatch) {
         let entries = found.entries.into_iter().map(|(k, v)| (k, Some(v))).collect();
         let to = found.resume.unwrap_or(to);
         if from >= to {
             return;
         }
         let mut first = from;
-        let mut range = Range { to, entries };
+        let mut range = KeyRange { to, entries };
         if let Some((start, before)) = self.ranges.range(..=first.clone()).next_back()
             && before.to >= first
         {
@@ -86,7 +86,7 @@ impl Loaded {
     }
 
     /// The range that has `key`.
-    fn covering(&self, key: &Bytes) -> Option<&Range> {
+    fn covering(&self, key: &Bytes) -> Option<&KeyRange> {
         let (_, range) = self.ranges.range(..=key.clone()).next_back()?;
         (range.to > *key).then_some(range)
     }
@@ -149,7 +149,7 @@ impl Cache {
 
 /// The layers of the index.
 #[derive(Debug)]
-pub(crate) struct View {
+pub(crate) struct IndexView {
     active: Changes,
     active_bytes: usize,
     frozen: Option<Arc<Changes>>,
@@ -163,10 +163,10 @@ pub(crate) struct View {
 /// A page of a scan: entries, and whether there are more.
 pub(crate) type Scanned = (Vec<(Bytes, Bytes)>, bool);
 
-impl View {
-    pub(crate) fn new(base_nid: u64, cache_bytes: usize, presence: Presence) -> View {
+impl IndexView {
+    pub(crate) fn new(base_nid: u64, cache_bytes: usize, presence: Presence) -> IndexView {
         let cache = RefCell::new(Cache { limit: cache_bytes, ..Cache::default() });
-        View {
+        IndexView {
             active: Changes::new(),
             active_bytes: 0,
             frozen: None,
@@ -310,7 +310,7 @@ impl View {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::block::index::Found;
+    use crate::block::index::EntryBatch;
     use proptest::prelude::*;
 
     fn byte_key(byte: u8) -> Bytes {
@@ -318,10 +318,10 @@ mod tests {
     }
 
     /// What a drive that has these keys finds in `from..to`, at most `limit` entries.
-    fn found(drive: &Changes, from: u8, to: u8, limit: usize) -> Found {
+    fn found(drive: &Changes, from: u8, to: u8, limit: usize) -> EntryBatch {
         let mut entries = drive.range(byte_key(from)..byte_key(to)).map(|(k, v)| (k.clone(), v.clone()));
         let taken: Vec<_> = entries.by_ref().take(limit).map(|(k, v)| (k, v.unwrap())).collect();
-        Found { entries: taken, resume: entries.next().map(|(k, _)| k) }
+        EntryBatch { entries: taken, resume: entries.next().map(|(k, _)| k) }
     }
 
     proptest! {
@@ -345,7 +345,7 @@ mod tests {
             }
             let apart = loaded.ranges.iter().zip(loaded.ranges.iter().skip(1));
             prop_assert!(apart.into_iter().all(|((_, a), (start, _))| a.to < *start), "{:?}", loaded.ranges);
-            let view = View::new(0, 1 << 20, Presence::new(0));
+            let view = IndexView::new(0, 1 << 20, Presence::new(0));
             let (from, to) = (byte_key(scan.0), byte_key(scan.0.saturating_add(scan.1)));
             let (mut at, mut rounds) = (from.clone(), 0);
             loop {
@@ -374,9 +374,9 @@ mod tests {
     /// yet, so the scan for the new filter did not find them.
     #[test]
     fn a_larger_filter_knows_what_no_checkpoint_has_written() {
-        let nothing_on_the_drive = || Found { entries: Vec::new(), resume: None };
+        let nothing_on_the_drive = || EntryBatch { entries: Vec::new(), resume: None };
         let onode = |n: u32| key::onode(7, &n.to_be_bytes());
-        let mut view = View::new(0, 1 << 20, Presence::new(0));
+        let mut view = IndexView::new(0, 1 << 20, Presence::new(0));
         view.presence.scanned(&nothing_on_the_drive());
         let mut n = 0;
         loop {

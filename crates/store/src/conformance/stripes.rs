@@ -9,7 +9,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, RngCore, SeedableRng};
 use tokio::sync::oneshot;
 
-use crate::stripes::{Coder, FragmentBytes, Parity, StripeError, StripeStores, StripeWrite};
+use crate::stripes::{FragmentBytes, Parity, ParityDevice, StripeError, StripeStores, StripeWrite};
 use crate::{
     CollectionId, ObjectId, ObjectStore, Op, StageId, StoreCalls, StoreError, Transaction, WriteSource,
 };
@@ -116,7 +116,7 @@ impl Striped {
     }
 
     async fn every_way(&self, rng: &mut StdRng, k: usize, m: usize) {
-        for way in [None, Some(Coder::Host), Some(Coder::Accelerator)] {
+        for way in [None, Some(ParityDevice::Host), Some(ParityDevice::Accelerator)] {
             let cuts = [[1, 3, 2], [5, 1, 16]];
             let [first, second] = cuts.map(|cuts| fragments(rng, k, &cuts));
             let len = first[0].len() + second[0].len();
@@ -164,7 +164,7 @@ impl Striped {
             store.stage_release(stage);
         }
         let expected: Vec<Bytes> = data.iter().map(whole).chain(parity_of(&data, 2)).collect();
-        let parity = Parity::By(Coder::Host);
+        let parity = Parity::By(ParityDevice::Host);
         let write = StripeWrite { parts: parts.clone(), offset: 0, data, parity };
         self.stripes.stage_stripes(write, None).await.expect("stripes");
         self.check(&parts, &expected).await;
@@ -173,7 +173,7 @@ impl Striped {
     async fn nonsense(&self, rng: &mut StdRng) {
         let data = fragments(rng, 2, &[2]);
         let parts = self.stages(3, data[0].len() as u64).await;
-        let good = StripeWrite { parts, offset: 0, data, parity: Parity::By(Coder::Host) };
+        let good = StripeWrite { parts, offset: 0, data, parity: Parity::By(ParityDevice::Host) };
         let stage = async |change: &dyn Fn(&mut StripeWrite)| {
             let mut write = good.clone();
             change(&mut write);

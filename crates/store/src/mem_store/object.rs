@@ -9,9 +9,9 @@ use bytes::{Bytes, BytesMut};
 use crate::{MAX_READ, ReadData, Result, StoreError};
 
 #[derive(Clone, Default)]
-pub(super) struct Object {
+pub(super) struct MemObject {
     pub(super) size: u64,
-    pub(super) blocks: BTreeMap<u64, Block>,
+    pub(super) blocks: BTreeMap<u64, MemBlock>,
     pub(super) xattrs: BTreeMap<Bytes, Bytes>,
     pub(super) omap: BTreeMap<Bytes, Bytes>,
     pub(super) header: Bytes,
@@ -19,32 +19,32 @@ pub(super) struct Object {
 
 /// A whole block; bytes beyond the object's end are zeros.
 #[derive(Clone)]
-pub(super) struct Block {
+pub(super) struct MemBlock {
     pub(super) data: Bytes,
     pub(super) crc: u32,
 }
 
-impl Block {
+impl MemBlock {
     /// A block that starts with `piece`, whose checksum is `crc`, and is zero after it.
-    pub(super) fn padded(piece: Bytes, crc: u32) -> Block {
+    pub(super) fn padded(piece: Bytes, crc: u32) -> MemBlock {
         let crc = block::pad_to_block(crc, piece.len());
         if piece.len() == BLOCK_SIZE {
             // A copy: the payload may lie in a buffer that its owner wants back.
-            return Block { data: Bytes::copy_from_slice(&piece), crc };
+            return MemBlock { data: Bytes::copy_from_slice(&piece), crc };
         }
         let mut data = BytesMut::zeroed(BLOCK_SIZE);
         data[..piece.len()].copy_from_slice(&piece);
-        Block { data: data.freeze(), crc }
+        MemBlock { data: data.freeze(), crc }
     }
 }
 
-impl Object {
+impl MemObject {
     /// Puts `piece` at `at` bytes into block `number`; the rest of the block stays.
     pub(super) fn write_piece(&mut self, number: u64, at: usize, piece: &Bytes, crc: u32) -> Result<()> {
         let end = number * BLOCK + (at + piece.len()) as u64;
         let whole = at == 0 && (piece.len() == BLOCK_SIZE || end >= self.size);
         let block = if whole {
-            Block::padded(piece.clone(), crc)
+            MemBlock::padded(piece.clone(), crc)
         } else {
             if block::crc32c(piece) != crc {
                 return Err(StoreError::BadPayload(format!("piece of block {number} has another checksum")));
@@ -58,7 +58,7 @@ impl Object {
                 data.copy_from_slice(&old.data);
             }
             data[at..at + piece.len()].copy_from_slice(piece);
-            Block { crc: block::crc32c(&data), data: data.freeze() }
+            MemBlock { crc: block::crc32c(&data), data: data.freeze() }
         };
         self.blocks.insert(number, block);
         self.size = self.size.max(end);
@@ -138,7 +138,7 @@ impl Object {
 
     pub(super) fn clone_range(
         &mut self,
-        src: &Object,
+        src: &MemObject,
         src_offset: u64,
         len: u64,
         dst_offset: u64,

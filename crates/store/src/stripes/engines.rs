@@ -8,13 +8,13 @@ use std::time::{Duration, Instant};
 use base::block::Payload;
 use base::fault::Faults;
 use bytes::Bytes;
-use ec::offload::batch::Work;
+use ec::offload::batch::CodingWork;
 use ec::offload::host_load::HostCpus;
 use ec::offload::software::{self, Processor, SoftwareOptions};
 use ec::offload::worker::{Worker, WorkerStats};
 use ec::{Code, Geometry, KernelChoice};
 
-use super::{Coder, FragmentBuf, HostReading, StripeError};
+use super::{FragmentBuf, HostReading, ParityDevice, StripeError};
 use crate::StoreError;
 
 /// What engines there are to be.
@@ -45,7 +45,7 @@ pub struct Engines {
 }
 
 /// Parity, and how long it took if that is known.
-pub(super) type Encoded = (Vec<Payload>, Option<Duration>);
+pub(super) type EncodedParity = (Vec<Payload>, Option<Duration>);
 
 impl Engines {
     /// Starts the host's threads, on the CPUs that the caller may use, beside an accelerator if there is one
@@ -68,34 +68,34 @@ impl Engines {
     /// Computes the parity of fragments into these buffers.
     pub(super) fn encode(
         &self,
-        coder: Coder,
+        coder: ParityDevice,
         data: Vec<Bytes>,
         parity: Vec<FragmentBuf>,
-    ) -> impl Future<Output = Result<Encoded, StripeError>> + Send + use<> {
+    ) -> impl Future<Output = Result<EncodedParity, StripeError>> + Send + use<> {
         let begun = self.begin(coder, data, parity);
         async move {
             let (encoded, took) = begun?.await.map_err(|e| StripeError::Coding(e.to_string()))?;
-            Ok((encoded?, took.filter(|_| coder == Coder::Host)))
+            Ok((encoded?, took.filter(|_| coder == ParityDevice::Host)))
         }
     }
 
     fn begin(
         &self,
-        coder: Coder,
+        coder: ParityDevice,
         data: Vec<Bytes>,
         parity: Vec<FragmentBuf>,
     ) -> Result<
-        impl Future<Output = Result<Computed, ec::offload::worker::WorkerError>> + Send + use<>,
+        impl Future<Output = Result<ComputedFragments, ec::offload::worker::WorkerError>> + Send + use<>,
         StripeError,
     > {
         let none = || StripeError::Coding("this store has no coding accelerator: configure one".into());
         let worker = match coder {
-            Coder::Host => &self.host,
-            Coder::Accelerator => self.accelerator.as_ref().ok_or_else(none)?,
+            ParityDevice::Host => &self.host,
+            ParityDevice::Accelerator => self.accelerator.as_ref().ok_or_else(none)?,
         };
         let code = self.code(data.len(), parity.len())?;
         let bytes = data.iter().map(|fragment| fragment.len() as u64).sum();
-        let work = Work { bytes, computed_fragments: parity.len() as u32 };
+        let work = CodingWork { bytes, computed_fragments: parity.len() as u32 };
         Ok(worker.submit(work, move || {
             let started = Instant::now();
             (encode(&code, &data, parity), Some(started.elapsed()))
@@ -129,7 +129,7 @@ impl Engines {
     }
 }
 
-type Computed = (Result<Vec<Payload>, StripeError>, Option<Duration>);
+type ComputedFragments = (Result<Vec<Payload>, StripeError>, Option<Duration>);
 
 fn encode(code: &Code, data: &[Bytes], mut parity: Vec<FragmentBuf>) -> Result<Vec<Payload>, StripeError> {
     let sources: Vec<&[u8]> = data.iter().map(|fragment| &fragment[..]).collect();

@@ -8,7 +8,7 @@ use bytes::Bytes;
 use futures::future::join_all;
 
 use super::{
-    Coded, Engines, FragmentBuf, FragmentBytes, HostReading, Parity, Part, StripeError, StripeStores,
+    Coded, Engines, FragmentBuf, FragmentBytes, HostReading, Parity, StoreStage, StripeError, StripeStores,
     StripeWrite,
 };
 use crate::{ObjectStore, StoreCalls, StoreError};
@@ -45,7 +45,7 @@ impl LocalStripes {
         Ok(write_parts(&self.engines, parts, write.offset, data, write.parity, buffers, coded))
     }
 
-    fn parts(&self, write: &StripeWrite) -> Result<Vec<Option<Part>>, StripeError> {
+    fn parts(&self, write: &StripeWrite) -> Result<Vec<Option<StoreStage>>, StripeError> {
         let find = |part: &Option<(u128, crate::StageId)>| {
             let Some((uuid, stage)) = part else { return Ok(None) };
             let found = self.stores.iter().find(|(known, _)| known == uuid);
@@ -78,7 +78,7 @@ impl StripeStores for LocalStripes {
 /// not used.
 pub fn write_parts(
     engines: &Engines,
-    parts: Vec<Option<Part>>,
+    parts: Vec<Option<StoreStage>>,
     offset: u64,
     mut data: Vec<Payload>,
     parity: Parity,
@@ -116,7 +116,7 @@ pub fn write_parts(
 
 /// Writes all of them, and says which one failed.
 async fn write_all(
-    parts: Vec<Option<Part>>,
+    parts: Vec<Option<StoreStage>>,
     offset: u64,
     fragments: Vec<Payload>,
 ) -> Result<(), StripeError> {
@@ -131,7 +131,7 @@ async fn write_all(
 #[cfg(test)]
 mod tests {
     use ec::offload::accelerator::{self, AcceleratorOptions};
-    use ec::offload::batch::Pace;
+    use ec::offload::batch::EngineRate;
 
     use super::super::EngineOptions;
     use super::*;
@@ -140,7 +140,7 @@ mod tests {
 
     #[tokio::test]
     async fn conforms() {
-        let accelerator = accelerator::start(AcceleratorOptions::new(Pace::paper(1e12))).unwrap();
+        let accelerator = accelerator::start(AcceleratorOptions::new(EngineRate::paper(1e12))).unwrap();
         let engines = Arc::new(Engines::start(EngineOptions::default(), Some(accelerator)).unwrap());
         let stores: Vec<(u128, Arc<dyn ObjectStore>)> =
             (1..=6).map(|uuid| (uuid, Arc::new(MemStore::new()) as Arc<dyn ObjectStore>)).collect();

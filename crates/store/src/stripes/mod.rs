@@ -14,7 +14,7 @@ use base::BoxFuture;
 use base::block::{BLOCK, Payload};
 use base::mem::ArenaBuf;
 use bytes::{Bytes, BytesMut};
-use ec::offload::host_load::Reading;
+use ec::offload::host_load::LoadCounters;
 use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
 
@@ -25,7 +25,7 @@ pub use local::{LocalStripes, write_parts};
 
 /// Who computes parity, where the stores are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Coder {
+pub enum ParityDevice {
     /// The host's processor.
     Host,
     /// The DPU's accelerator, which reads and writes host memory.
@@ -88,7 +88,7 @@ pub enum Parity {
     /// Each of them gets the only data fragment, too.
     Copies,
     /// What is computed there. Nothing if there are no such parts.
-    By(Coder),
+    By(ParityDevice),
 }
 
 /// Staged bytes of several targets.
@@ -173,7 +173,7 @@ pub enum StripeError {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostReading {
     /// What they say.
-    pub reading: Reading,
+    pub reading: LoadCounters,
     /// Of which CPUs.
     pub cpus: Vec<usize>,
 }
@@ -248,4 +248,4 @@ impl std::ops::DerefMut for FragmentBuf {
 }
 
 /// A part of a write: a store, and the stage in it.
-pub type Part = (Arc<dyn ObjectStore>, StageId);
+pub type StoreStage = (Arc<dyn ObjectStore>, StageId);

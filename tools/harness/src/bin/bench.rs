@@ -12,12 +12,12 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use outboard_harness::ceiling::{self, FioFile};
-use outboard_harness::node::{Node, Placement, Workload};
+use outboard_harness::node::{BenchSpec, Node, NodePlacement};
 use outboard_harness::report::{Table, median, say};
 use outboard_harness::{Result, compare};
 
 fn main() -> ExitCode {
-    let outcome = match compare::Settings::from_args(std::env::args().skip(1)) {
+    let outcome = match compare::CompareSettings::from_args(std::env::args().skip(1)) {
         Ok(Some(settings)) => compare(&settings),
         Ok(None) => against_the_machine().map(|()| ExitCode::SUCCESS),
         Err(why) => Err(why),
@@ -33,7 +33,7 @@ fn complain(line: &str) {
     let _ = writeln!(std::io::stderr(), "{line}");
 }
 
-fn compare(settings: &compare::Settings) -> Result<ExitCode> {
+fn compare(settings: &compare::CompareSettings) -> Result<ExitCode> {
     let failed = compare::run(settings, &complain)?.print(settings.json)?;
     Ok(if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
@@ -55,9 +55,9 @@ fn setting(name: &str, default: u32) -> u32 {
 
 /// One kind of figure: a value per round.
 #[derive(Default)]
-struct Series(Vec<f64>);
+struct RoundValues(Vec<f64>);
 
-impl Series {
+impl RoundValues {
     fn median(&self) -> f64 {
         median(self.0.clone())
     }
@@ -72,7 +72,7 @@ fn measure(dir: &std::path::Path, rounds: u32, seconds: u32) -> Result<()> {
     say(format!("{rounds} rounds of {seconds} s each, everything interleaved, in {}", dir.display()));
     let fio = FioFile::create(dir, 2048)?;
     let node = Node::new(&dir.join("node"))?;
-    node.up(Placement::Dpu, 1, "8GiB")?;
+    node.up(NodePlacement::Dpu, 1, "8GiB")?;
     node.run(&["pool", "create", "bench"])?;
     let idle = idle_cpu_percent(&node)?;
 
@@ -87,9 +87,9 @@ fn measure(dir: &std::path::Path, rounds: u32, seconds: u32) -> Result<()> {
         "host 4 MiB write, 16 in flight, MB/s",
         "host 4 KiB durable write, 16 in flight, op/s",
     ];
-    let mut series: Vec<Series> = names.iter().map(|_| Series::default()).collect();
-    let large = Workload { mode: "write", object_size: "4MiB", in_flight: 16, seconds };
-    let small = Workload { object_size: "4KiB", ..large };
+    let mut series: Vec<RoundValues> = names.iter().map(|_| RoundValues::default()).collect();
+    let large = BenchSpec { mode: "write", object_size: "4MiB", in_flight: 16, seconds };
+    let small = BenchSpec { object_size: "4KiB", ..large };
     for round in 1..=rounds {
         say(format!("round {round} of {rounds}"));
         let mut values = vec![
@@ -99,7 +99,7 @@ fn measure(dir: &std::path::Path, rounds: u32, seconds: u32) -> Result<()> {
             ceiling::loopback_mb_per_s(seconds.min(2))?,
             ceiling::memcpy_mb_per_s(),
         ];
-        for placement in [Placement::Dpu, Placement::Host] {
+        for placement in [NodePlacement::Dpu, NodePlacement::Host] {
             node.down()?;
             node.up(placement, 1, "8GiB")?;
             values.push(node.bench("bench", large)?.mb_per_s);
@@ -114,7 +114,7 @@ fn measure(dir: &std::path::Path, rounds: u32, seconds: u32) -> Result<()> {
     }
     table.print();
 
-    let m: Vec<f64> = series.iter().map(Series::median).collect();
+    let m: Vec<f64> = series.iter().map(RoundValues::median).collect();
     let (drive, network) = (m[0].max(m[1]), m[3]);
     say("");
     let mut ratios = Table::new(&["ratio", "value", "bar"]);
@@ -154,8 +154,8 @@ fn cpu_seconds(pid: u32) -> f64 {
 /// Peak resident memory of each role after 64 writes of 16 MiB at a time.
 fn peak_memory(node: &Node) -> Result<()> {
     node.down()?;
-    node.up(Placement::Dpu, 1, "8GiB")?;
-    node.bench("bench", Workload { mode: "write", object_size: "16MiB", in_flight: 64, seconds: 5 })?;
+    node.up(NodePlacement::Dpu, 1, "8GiB")?;
+    node.bench("bench", BenchSpec { mode: "write", object_size: "16MiB", in_flight: 64, seconds: 5 })?;
     say("\n  peak resident memory with 64 x 16 MiB writes in flight (bar: store and osd under 512 MiB each)");
     for process in node.status()?.processes {
         let Some(pid) = process.pid else { continue };

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Child;
 use std::time::{Duration, Instant};
 
-use outboard_harness::node::{BenchResult, Node, Placement, Workload};
+use outboard_harness::node::{BenchResult, BenchSpec, Node, NodePlacement};
 use outboard_harness::report::{Table, say};
 use outboard_harness::tree;
 use outboard_harness::{Result, ceiling};
@@ -22,7 +22,7 @@ fn main() -> Result<()> {
 
     say(format!("== A node in dpu placement, 2 targets, in {}", work.path.display()));
     let node = Node::new(&work.path.join("node"))?;
-    node.up(Placement::Dpu, 2, "4GiB")?;
+    node.up(NodePlacement::Dpu, 2, "4GiB")?;
     node.run(&["status"])?;
     node.run(&["pool", "create", "demo"])?;
 
@@ -96,18 +96,18 @@ fn compare_placements(node: &Node) -> Result<()> {
         "host CPU µs/op",
         "node CPU µs/op",
     ]);
-    let mut results: Vec<(usize, Placement, BenchResult)> = Vec::new();
-    for placement in [Placement::Dpu, Placement::Host] {
+    let mut results: Vec<(usize, NodePlacement, BenchResult)> = Vec::new();
+    for placement in [NodePlacement::Dpu, NodePlacement::Host] {
         node.down()?;
         node.up(placement, 2, "4GiB")?;
-        if placement == Placement::Dpu {
+        if placement == NodePlacement::Dpu {
             node.run(&["pool", "create", "bench"])?;
         }
         for (i, &(mode, object_size, in_flight)) in workloads.iter().enumerate() {
             results.push((
                 i,
                 placement,
-                node.bench("bench", Workload { mode, object_size, in_flight, seconds: 5 })?,
+                node.bench("bench", BenchSpec { mode, object_size, in_flight, seconds: 5 })?,
             ));
         }
     }

@@ -9,10 +9,10 @@ use std::path::Path;
 use outboard_harness::Result;
 use outboard_harness::redundancy::book::Book;
 use outboard_harness::redundancy::coding::{self, hog};
-use outboard_harness::redundancy::settings::Settings;
+use outboard_harness::redundancy::settings::RedundancySettings;
 use outboard_harness::redundancy::{pools, rebuild};
 
-type Measure = fn(&Settings, &Path) -> Result<Book>;
+type Measure = fn(&RedundancySettings, &Path) -> Result<Book>;
 
 const PARTS: [(&str, Measure); 3] =
     [("pools", pools::measure), ("rebuild", rebuild::measure), ("coding", coding::measure)];
@@ -28,7 +28,7 @@ fn main() -> Result<()> {
     let asked: Vec<&str> = args.iter().map(String::as_str).collect();
     let asked = if asked.is_empty() { PARTS.map(|(name, _)| name).to_vec() } else { asked };
     asked.iter().try_for_each(|part| find(part).map(drop))?;
-    let settings = Settings::from_env();
+    let settings = RedundancySettings::from_env();
     std::fs::create_dir_all(&settings.work)?;
     let outcome = asked.into_iter().try_for_each(|part| one(part, &settings));
     std::fs::remove_dir_all(&settings.work)?;
@@ -45,9 +45,9 @@ fn find(part: &str) -> Result<(&str, Measure, Option<String>)> {
 }
 
 /// Measures a part in a directory of its own, which is removed with what is in it.
-fn one(part: &str, settings: &Settings) -> Result<()> {
+fn one(part: &str, settings: &RedundancySettings) -> Result<()> {
     let (name, measure, only) = find(part)?;
-    let settings = Settings { only, ..settings.clone() };
+    let settings = RedundancySettings { only, ..settings.clone() };
     let dir = settings.work.join(name);
     std::fs::create_dir_all(&dir)?;
     let book = measure(&settings, &dir)?;

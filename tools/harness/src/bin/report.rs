@@ -6,29 +6,29 @@
 use std::fs;
 
 use outboard_harness::Result;
-use outboard_harness::evaluation::bars::{self, Bar, Bound, Unit, Verdict};
+use outboard_harness::evaluation::bars::{self, Bar, BarVerdict, Bound, FigureFormat};
 use outboard_harness::evaluation::campaign::Campaign;
 use outboard_harness::evaluation::environment::Environment;
-use outboard_harness::evaluation::page::{self, Content};
+use outboard_harness::evaluation::page::{self, PageContent};
 use outboard_harness::evaluation::paper;
 use outboard_harness::evaluation::plan::{self, Subjects};
-use outboard_harness::evaluation::progress::{Progress, minutes};
-use outboard_harness::evaluation::rig::Rig;
+use outboard_harness::evaluation::progress::{ProgressLine, minutes};
+use outboard_harness::evaluation::rig::EvaluationRig;
 use outboard_harness::evaluation::sample::{Measurements, Medians};
-use outboard_harness::evaluation::settings::Settings;
-use outboard_harness::evaluation::workload::Config;
+use outboard_harness::evaluation::settings::EvaluationSettings;
+use outboard_harness::evaluation::workload::TestedSystem;
 use outboard_harness::report::{Table, say};
 use serde::Serialize;
 
 fn main() -> Result<()> {
-    let settings = Settings::from_env();
+    let settings = EvaluationSettings::from_env();
     fs::create_dir_all(&settings.out)?;
     let started = std::time::Instant::now();
     let environment = Environment::here(&settings.out);
     let mut missing = Vec::new();
     let mut subjects = Subjects::all();
     if !settings.ceph {
-        subjects.configs.retain(|c| *c != Config::Ceph);
+        subjects.configs.retain(|c| *c != TestedSystem::Ceph);
     }
     let setup = plan::setup_seconds(&settings, &subjects);
     let planned = setup + plan::seconds(&settings, &subjects, 1);
@@ -40,8 +40,8 @@ fn main() -> Result<()> {
         settings.work.display(),
         minutes(planned)
     ));
-    let mut progress = Progress::new(planned);
-    let rig = Rig::up(&settings, &mut missing, &|what| progress.show(what));
+    let mut progress = ProgressLine::new(planned);
+    let rig = EvaluationRig::up(&settings, &mut missing, &|what| progress.show(what));
     progress.clear();
     let rig = rig?;
     progress.add(setup);
@@ -67,7 +67,7 @@ fn main() -> Result<()> {
 
 /// `report.json`. Fields stay, new ones may come.
 #[derive(Serialize)]
-struct Document<'a> {
+struct ReportDocument<'a> {
     environment: &'a Environment,
     quick: bool,
     rounds: u32,
@@ -81,12 +81,17 @@ struct Document<'a> {
     found: &'a Measurements,
 }
 
-fn write(settings: &Settings, environment: &Environment, found: &Measurements, rounds: u32) -> Result<()> {
+fn write(
+    settings: &EvaluationSettings,
+    environment: &Environment,
+    found: &Measurements,
+    rounds: u32,
+) -> Result<()> {
     let bars = bars::all(found);
     let of_coding = settings.out.join("redundancy");
     let coding = &page::coding::drawings(|file| fs::read_to_string(of_coding.join(file)).ok());
-    let html = page::html(&Content { settings, environment, found, bars: &bars, rounds, coding });
-    let document = Document {
+    let html = page::html(&PageContent { settings, environment, found, bars: &bars, rounds, coding });
+    let document = ReportDocument {
         environment,
         quick: settings.quick,
         rounds,
@@ -107,8 +112,8 @@ fn write(settings: &Settings, environment: &Environment, found: &Measurements, r
 fn summary(bars: &[Bar]) {
     let mut table = Table::new(&["bar", "median", "interval", "threshold", "verdict", "paper"]);
     let rows = bars.iter().flat_map(|b| b.rows.iter().map(move |r| (b, r)));
-    for (bar, row) in rows.filter(|(_, r)| r.verdict != Verdict::NotMeasured) {
-        let unit = if row.unit == Unit::Percent { " %" } else { "" };
+    for (bar, row) in rows.filter(|(_, r)| r.verdict != BarVerdict::NotMeasured) {
+        let unit = if row.unit == FigureFormat::Percent { " %" } else { "" };
         let number = |v: f64| format!("{v:.2}{unit}");
         table.row(&[
             format!("{} {}: {}", bar.number, bar.title, row.case),
@@ -122,10 +127,10 @@ fn summary(bars: &[Bar]) {
                 None => String::new(),
             },
             match row.verdict {
-                Verdict::Pass => "pass",
-                Verdict::Fail => "FAIL",
-                Verdict::NotMeasured => "not measured",
-                Verdict::Information => "",
+                BarVerdict::Pass => "pass",
+                BarVerdict::Fail => "FAIL",
+                BarVerdict::NotMeasured => "not measured",
+                BarVerdict::Information => "",
             }
             .to_owned(),
             row.paper.clone().unwrap_or_default(),

@@ -2,23 +2,23 @@
 
 use serde::Serialize;
 
-use crate::node::Placement;
+use crate::node::NodePlacement;
 
 /// Requests in flight of `outboard bench`.
 pub const IN_FLIGHT: u32 = 16;
 
 /// A load on a node of a placement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Case {
+pub struct CompareCase {
     /// Whether the node's OSD runs on the emulated DPU.
-    pub placement: Placement,
+    pub placement: NodePlacement,
     /// What is done.
-    pub load: Load,
+    pub load: CompareLoad,
 }
 
 /// What is done with a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Load {
+pub enum CompareLoad {
     /// `outboard bench MODE --object-size SIZE`, [`IN_FLIGHT`] at a time.
     Bench {
         /// `write`, `read` or `randread`.
@@ -39,32 +39,34 @@ const LARGE: (&str, &str) = ("4MiB", "128");
 const SMALL: (&str, &str) = ("4KiB", "16384");
 
 /// Reads find what the writes before them have left.
-pub const LOADS: [Load; 7] = [
-    Load::Bench { mode: "write", size: LARGE.0, objects: LARGE.1 },
-    Load::Bench { mode: "read", size: LARGE.0, objects: LARGE.1 },
-    Load::Bench { mode: "write", size: SMALL.0, objects: SMALL.1 },
-    Load::Bench { mode: "read", size: SMALL.0, objects: SMALL.1 },
-    Load::Bench { mode: "randread", size: SMALL.0, objects: SMALL.1 },
-    Load::Put,
-    Load::Get,
+pub const LOADS: [CompareLoad; 7] = [
+    CompareLoad::Bench { mode: "write", size: LARGE.0, objects: LARGE.1 },
+    CompareLoad::Bench { mode: "read", size: LARGE.0, objects: LARGE.1 },
+    CompareLoad::Bench { mode: "write", size: SMALL.0, objects: SMALL.1 },
+    CompareLoad::Bench { mode: "read", size: SMALL.0, objects: SMALL.1 },
+    CompareLoad::Bench { mode: "randread", size: SMALL.0, objects: SMALL.1 },
+    CompareLoad::Put,
+    CompareLoad::Get,
 ];
 
-impl Case {
+impl CompareCase {
     /// As readers see it.
     #[must_use]
     pub fn name(&self) -> String {
         let placement = self.placement.name();
         match self.load {
-            Load::Bench { mode, size, .. } => format!("{placement} {mode} {size}, {IN_FLIGHT} in flight"),
-            Load::Put => format!("{placement} outboard put 1KiB"),
-            Load::Get => format!("{placement} outboard get 1KiB"),
+            CompareLoad::Bench { mode, size, .. } => {
+                format!("{placement} {mode} {size}, {IN_FLIGHT} in flight")
+            }
+            CompareLoad::Put => format!("{placement} outboard put 1KiB"),
+            CompareLoad::Get => format!("{placement} outboard get 1KiB"),
         }
     }
 }
 
 /// What one run on one side found.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Sample {
+pub struct CompareSample {
     /// Operations per second.
     pub ops_per_s: f64,
     /// CPU time of all processes per operation, client and emulated hardware included, in µs.
@@ -77,11 +79,11 @@ pub struct Sample {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Figure {
-    /// [`Sample::ops_per_s`]
+    /// [`CompareSample::ops_per_s`]
     Throughput,
-    /// [`Sample::node_cpu_us`]
+    /// [`CompareSample::node_cpu_us`]
     NodeCpu,
-    /// [`Sample::host_cpu_us`]
+    /// [`CompareSample::host_cpu_us`]
     HostCpu,
 }
 
@@ -91,7 +93,7 @@ impl Figure {
 
     /// Its value in a sample.
     #[must_use]
-    pub fn of(self, sample: &Sample) -> f64 {
+    pub fn of(self, sample: &CompareSample) -> f64 {
         match self {
             Figure::Throughput => sample.ops_per_s,
             Figure::NodeCpu => sample.node_cpu_us,

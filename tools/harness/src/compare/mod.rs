@@ -13,14 +13,14 @@ mod rig;
 mod settings;
 mod verdict;
 
-pub use outcome::Outcome;
-pub use settings::Settings;
+pub use outcome::Comparison;
+pub use settings::CompareSettings;
 
 use std::time::Duration;
 
 use crate::Result;
 use crate::evaluation::order::turns;
-use rig::Rig;
+use rig::CompareRig;
 
 /// Pause after each run, so that its last writes to the drive do not fall into the next run.
 const SETTLE: Duration = Duration::from_millis(200);
@@ -38,10 +38,10 @@ pub enum Side {
 ///
 /// # Errors
 /// If a node does not come up, or an operation fails.
-pub fn run(settings: &Settings, say: &dyn Fn(&str)) -> Result<Outcome> {
-    let rig = Rig::up(settings, say)?;
+pub fn run(settings: &CompareSettings, say: &dyn Fn(&str)) -> Result<Comparison> {
+    let rig = CompareRig::up(settings, say)?;
     let cases = rig.cases();
-    let mut outcome = Outcome::new(settings, &rig, &cases);
+    let mut outcome = Comparison::new(settings, &rig, &cases);
     say("warming up: every case once, not counted");
     for case in &cases {
         for side in [Side::Old, Side::New] {
@@ -62,7 +62,7 @@ pub fn run(settings: &Settings, say: &dyn Fn(&str)) -> Result<Outcome> {
     Ok(outcome)
 }
 
-fn failed(side: Side, case: &cases::Case, why: &dyn std::error::Error) -> String {
+fn failed(side: Side, case: &cases::CompareCase, why: &dyn std::error::Error) -> String {
     format!("the {} binary failed in \"{}\": {why}", side.name(), case.name())
 }
 

@@ -3,16 +3,16 @@
 use serde::Serialize;
 
 use super::Side;
-use super::cases::{Case, Figure, Sample};
-use super::rig::Rig;
-use super::settings::Settings;
+use super::cases::{CompareCase, CompareSample, Figure};
+use super::rig::CompareRig;
+use super::settings::CompareSettings;
 use super::verdict::{COST_MOST, RATE_LEAST, Verdict};
 use crate::evaluation::stats::{Estimate, estimate};
 use crate::report::{Table, median, say};
 
 /// The figures of all rounds.
 #[derive(Debug)]
-pub struct Outcome {
+pub struct Comparison {
     old: Program,
     new: Program,
     seconds: u32,
@@ -28,9 +28,9 @@ struct Program {
 /// A case, and the samples of either side, one of each round.
 #[derive(Debug)]
 struct Measured {
-    case: Case,
-    old: Vec<Sample>,
-    new: Vec<Sample>,
+    case: CompareCase,
+    old: Vec<CompareSample>,
+    new: Vec<CompareSample>,
 }
 
 /// A figure, judged.
@@ -51,7 +51,7 @@ pub struct Judged {
 }
 
 #[derive(Serialize)]
-struct Report<'a> {
+struct CompareReport<'a> {
     old: &'a Program,
     new: &'a Program,
     seconds: u32,
@@ -61,13 +61,13 @@ struct Report<'a> {
     figures: &'a [Judged],
 }
 
-impl Outcome {
-    pub(super) fn new(settings: &Settings, rig: &Rig, cases: &[Case]) -> Outcome {
+impl Comparison {
+    pub(super) fn new(settings: &CompareSettings, rig: &CompareRig, cases: &[CompareCase]) -> Comparison {
         let program = |path: Option<&std::path::PathBuf>, side| Program {
             path: path.map_or_else(|| "built beside outboard-bench".to_owned(), |p| p.display().to_string()),
             version: rig.version(side).to_owned(),
         };
-        Outcome {
+        Comparison {
             old: program(Some(&settings.old), Side::Old),
             new: program(settings.new.as_ref(), Side::New),
             seconds: settings.seconds,
@@ -78,7 +78,7 @@ impl Outcome {
         }
     }
 
-    pub(super) fn add(&mut self, place: usize, side: Side, sample: &Sample) {
+    pub(super) fn add(&mut self, place: usize, side: Side, sample: &CompareSample) {
         let measured = &mut self.cases[place];
         match side {
             Side::Old => measured.old.push(*sample),
@@ -104,7 +104,7 @@ impl Outcome {
             let limits = (RATE_LEAST, COST_MOST);
             let (rate_least, cost_most) = limits;
             let figures = &figures[..];
-            let report = Report { old, new, seconds, rate_least, cost_most, failed, figures };
+            let report = CompareReport { old, new, seconds, rate_least, cost_most, failed, figures };
             say(serde_json::to_string(&report)?);
             return Ok(failed);
         }
@@ -144,7 +144,8 @@ fn explanation(figures: &[Judged], seconds: u32) -> String {
 impl Measured {
     fn judge(&self) -> Vec<Judged> {
         let judged = |figure: Figure| {
-            let values = |samples: &[Sample]| samples.iter().map(|s| figure.of(s)).collect::<Vec<f64>>();
+            let values =
+                |samples: &[CompareSample]| samples.iter().map(|s| figure.of(s)).collect::<Vec<f64>>();
             let (old, new) = (values(&self.old), values(&self.new));
             let ratio = estimate(new.iter().zip(&old).map(|(new, old)| new / old))?;
             let verdict = Verdict::of(figure, &ratio);
@@ -173,16 +174,16 @@ impl Judged {
 mod tests {
     use super::*;
     use crate::compare::cases::LOADS;
-    use crate::node::Placement;
+    use crate::node::NodePlacement;
 
     fn measured(rounds: u32, new_over_old: f64) -> Measured {
         // The machine gets slower from round to round, for both alike.
         let sample = |round: u32, factor: f64| {
             let rate = 1000.0 / f64::from(round);
-            Sample { ops_per_s: rate * factor, node_cpu_us: 50.0, host_cpu_us: 0.0 }
+            CompareSample { ops_per_s: rate * factor, node_cpu_us: 50.0, host_cpu_us: 0.0 }
         };
         Measured {
-            case: Case { placement: Placement::Dpu, load: LOADS[0] },
+            case: CompareCase { placement: NodePlacement::Dpu, load: LOADS[0] },
             old: (1..=rounds).map(|round| sample(round, 1.0)).collect(),
             new: (1..=rounds).map(|round| sample(round, new_over_old)).collect(),
         }

@@ -6,12 +6,12 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use super::Side;
-use super::cases::{Case, IN_FLIGHT, LOADS, Load, Sample};
-use super::settings::Settings;
+use super::cases::{CompareCase, CompareLoad, CompareSample, IN_FLIGHT, LOADS};
+use super::settings::CompareSettings;
 use crate::Result;
 use crate::cleaner::Cleaner;
 use crate::evaluation::processes::{Threads, children_cpu_seconds};
-use crate::node::{BenchResult, Node, Placement, ProcessUse, Workload};
+use crate::node::{BenchResult, BenchSpec, Node, NodePlacement, ProcessUse};
 
 /// Size of each of the four targets.
 pub const TARGET_SIZE: &str = "2GiB";
@@ -29,11 +29,11 @@ for node in "$1"/new-*; do [ -d "$node" ] && OUTBOARD_DIR=$node "$3" down; done
 rm -rf "$1""#;
 
 /// Everything that is up. Stopped and removed when dropped.
-pub struct Rig {
+pub struct CompareRig {
     old: Binary,
     new: Binary,
     file: PathBuf,
-    loads: Vec<Load>,
+    loads: Vec<CompareLoad>,
     /// Dropped last, when the nodes are down.
     _cleaner: Cleaner,
 }
@@ -45,13 +45,13 @@ struct Binary {
     host: Node,
 }
 
-impl Rig {
+impl CompareRig {
     /// Starts a node of either placement for each binary. Loads that one of the binaries does not know are left out, which
     /// is said.
     ///
     /// # Errors
     /// If a binary lacks an option that every load needs, there is too little space, or a node does not come up.
-    pub fn up(settings: &Settings, say: &dyn Fn(&str)) -> Result<Rig> {
+    pub fn up(settings: &CompareSettings, say: &dyn Fn(&str)) -> Result<CompareRig> {
         let beside = || Ok::<_, std::io::Error>(std::env::current_exe()?.with_file_name("outboard"));
         let new = settings.new.clone().map_or_else(beside, Ok)?;
         let programs = [fs::canonicalize(&settings.old), fs::canonicalize(&new)];
@@ -66,15 +66,15 @@ impl Rig {
         let (old, new) = (copied(&old, &dir, Side::Old)?, copied(&new, &dir, Side::New)?);
         say(&format!("starting four nodes in {} (their targets are written in full)", dir.display()));
         let (old, new) = (Binary::up(&old, &dir, Side::Old)?, Binary::up(&new, &dir, Side::New)?);
-        let (loads, missing): (Vec<Load>, Vec<Load>) =
+        let (loads, missing): (Vec<CompareLoad>, Vec<CompareLoad>) =
             LOADS.into_iter().partition(|load| [&old, &new].iter().all(|binary| binary.knows(load)));
         for load in missing {
             say(&format!("left out, because not both binaries know it: {load:?}"));
         }
         let file = dir.join("small");
         fs::write(&file, (0..SMALL_BYTES).map(|i| (i * 31 % 251) as u8).collect::<Vec<u8>>())?;
-        let rig = Rig { old, new, file, loads, _cleaner: cleaner };
-        if rig.loads.contains(&Load::Get) {
+        let rig = CompareRig { old, new, file, loads, _cleaner: cleaner };
+        if rig.loads.contains(&CompareLoad::Get) {
             rig.put_small_objects()?;
         }
         Ok(rig)
@@ -96,9 +96,9 @@ impl Rig {
 
     /// What both binaries can be measured with.
     #[must_use]
-    pub fn cases(&self) -> Vec<Case> {
-        let of = |placement| self.loads.iter().map(move |load| Case { placement, load: *load });
-        [Placement::Dpu, Placement::Host].into_iter().flat_map(of).collect()
+    pub fn cases(&self) -> Vec<CompareCase> {
+        let of = |placement| self.loads.iter().map(move |load| CompareCase { placement, load: *load });
+        [NodePlacement::Dpu, NodePlacement::Host].into_iter().flat_map(of).collect()
     }
 
     /// What a binary says that it is.
@@ -111,23 +111,23 @@ impl Rig {
     ///
     /// # Errors
     /// If an operation fails.
-    pub fn measure(&self, side: Side, case: &Case, seconds: u32) -> Result<Sample> {
+    pub fn measure(&self, side: Side, case: &CompareCase, seconds: u32) -> Result<CompareSample> {
         let binary = self.binary(side);
         let node = match case.placement {
-            Placement::Dpu => &binary.dpu,
-            Placement::Host => &binary.host,
+            NodePlacement::Dpu => &binary.dpu,
+            NodePlacement::Host => &binary.host,
         };
         match case.load {
-            Load::Bench { mode, size, objects } => {
-                let load = Workload { mode, object_size: size, in_flight: IN_FLIGHT, seconds };
+            CompareLoad::Bench { mode, size, objects } => {
+                let load = BenchSpec { mode, object_size: size, in_flight: IN_FLIGHT, seconds };
                 let found = node.bench_with(POOL, load, &["--objects", objects])?;
                 if found.errors > 0 {
                     return Err(format!("{} operations failed", found.errors).into());
                 }
                 Ok(sample_of(&found))
             }
-            Load::Put => commands(node, seconds, "put", self.file()?),
-            Load::Get => commands(node, seconds, "get", "-"),
+            CompareLoad::Put => commands(node, seconds, "put", self.file()?),
+            CompareLoad::Get => commands(node, seconds, "get", "-"),
         }
     }
 
@@ -141,11 +141,11 @@ impl Rig {
 
 impl Binary {
     fn up(program: &Path, dir: &Path, side: Side) -> Result<Binary> {
-        let node = |placement: Placement| -> Result<Node> {
+        let node = |placement: NodePlacement| -> Result<Node> {
             let dir = dir.join(format!("{}-{}", side.name(), placement.name()));
             Ok(Node::of_program(program, &dir))
         };
-        let (dpu, host) = (node(Placement::Dpu)?, node(Placement::Host)?);
+        let (dpu, host) = (node(NodePlacement::Dpu)?, node(NodePlacement::Host)?);
         let version = dpu.command(&["--version"]).output()?;
         let version = String::from_utf8_lossy(&version.stdout).trim().to_owned();
         let binary = Binary { version, dpu, host };
@@ -161,7 +161,7 @@ impl Binary {
                 .into());
             }
         }
-        for (node, placement) in [(&binary.dpu, Placement::Dpu), (&binary.host, Placement::Host)] {
+        for (node, placement) in [(&binary.dpu, NodePlacement::Dpu), (&binary.host, NodePlacement::Host)] {
             node.up_quietly(placement, 1, TARGET_SIZE)?;
             node.run_quietly(&["pool", "create", POOL])?;
         }
@@ -174,26 +174,26 @@ impl Binary {
         output.status.success().then(|| String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
-    fn knows(&self, load: &Load) -> bool {
+    fn knows(&self, load: &CompareLoad) -> bool {
         match load {
-            Load::Bench { mode, .. } => {
+            CompareLoad::Bench { mode, .. } => {
                 self.help("bench").is_some_and(|help| help.split_whitespace().any(|word| word.contains(mode)))
             }
-            Load::Put => self.help("put").is_some(),
-            Load::Get => self.help("get").is_some(),
+            CompareLoad::Put => self.help("put").is_some(),
+            CompareLoad::Get => self.help("get").is_some(),
         }
     }
 }
 
 /// CPU time is summed up by thread. `outboard bench` takes that of a whole process from a clock that ticks every 10 ms, if
 /// one of its threads has ended, and a short run of large reads uses little more.
-fn sample_of(found: &BenchResult) -> Sample {
+fn sample_of(found: &BenchResult) -> CompareSample {
     let used = |process: &ProcessUse| match process.by_class.is_empty() {
         true => process.cpu_seconds,
         false => process.by_class.values().map(|class| class.cpu_seconds).sum(),
     };
     let per_op = |seconds: f64| seconds * 1e6 / found.ops.max(1) as f64;
-    Sample {
+    CompareSample {
         ops_per_s: found.iops,
         node_cpu_us: per_op(found.processes.iter().map(used).sum()),
         host_cpu_us: per_op(found.processes.iter().filter(|p| is_host(&p.role)).map(used).sum()),
@@ -206,7 +206,7 @@ fn is_host(role: &str) -> bool {
 }
 
 /// Runs `outboard put|get OBJECT FILE` again and again, and counts the CPU time of the commands and of the node.
-fn commands(node: &Node, seconds: u32, command: &str, file: &str) -> Result<Sample> {
+fn commands(node: &Node, seconds: u32, command: &str, file: &str) -> Result<CompareSample> {
     let processes: Vec<(bool, u32)> =
         node.status()?.processes.iter().filter_map(|p| Some((is_host(&p.role), p.pid?))).collect();
     let read = || processes.iter().map(|(_, pid)| Threads::of(*pid)).collect::<Vec<_>>();
@@ -227,7 +227,7 @@ fn commands(node: &Node, seconds: u32, command: &str, file: &str) -> Result<Samp
         read().iter().zip(&before).map(|(now, before)| now.cpu_seconds_since(before)).collect();
     let host: f64 = processes.iter().zip(&used).filter(|((is_host, _), _)| *is_host).map(|(_, s)| s).sum();
     let per_op = |seconds: f64| seconds * 1e6 / ops as f64;
-    Ok(Sample {
+    Ok(CompareSample {
         ops_per_s: ops as f64 / elapsed,
         node_cpu_us: per_op(clients + used.iter().sum::<f64>()),
         host_cpu_us: per_op(host),
@@ -272,7 +272,7 @@ mod tests {
             {"role":"store","cpu_seconds":9.0,"by_class":{"chan":{"cpu_seconds":0.5}}}]}"#,
         )
         .unwrap();
-        let expected = Sample { ops_per_s: 500.0, node_cpu_us: 2000.0, host_cpu_us: 500.0 };
+        let expected = CompareSample { ops_per_s: 500.0, node_cpu_us: 2000.0, host_cpu_us: 500.0 };
         assert_eq!(sample_of(&found), expected);
     }
 }

@@ -13,7 +13,7 @@ const MOST: u32 = 1000;
 
 /// What is compared, and how often.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Settings {
+pub struct CompareSettings {
     /// The `outboard` program that the new one is held against.
     pub old: PathBuf,
     /// The `outboard` program that is judged; if there is none, the one that was built beside this program.
@@ -26,12 +26,12 @@ pub struct Settings {
     pub json: bool,
 }
 
-impl Settings {
+impl CompareSettings {
     /// Reads `--compare OLD [--with NEW] [--rounds N] [--seconds N] [--json]`. None if nothing is to be compared.
     ///
     /// # Errors
     /// If an option is unknown, lacks its value, or has one that is out of range.
-    pub fn from_args(args: impl IntoIterator<Item = String>) -> Result<Option<Settings>> {
+    pub fn from_args(args: impl IntoIterator<Item = String>) -> Result<Option<CompareSettings>> {
         let (mut old, mut new) = (None, None);
         let (mut rounds, mut seconds, mut json) = (None, None, false);
         let mut args = args.into_iter().peekable();
@@ -51,7 +51,7 @@ impl Settings {
             return if any { Err(format!("--compare is missing; {USAGE}").into()) } else { Ok(None) };
         };
         let (rounds, seconds) = (rounds.unwrap_or(ROUNDS), seconds.unwrap_or(SECONDS));
-        Ok(Some(Settings { old, new, rounds, seconds, json }))
+        Ok(Some(CompareSettings { old, new, rounds, seconds, json }))
     }
 }
 
@@ -66,8 +66,8 @@ fn number(option: &str, text: &str) -> Result<u32> {
 mod tests {
     use super::*;
 
-    fn read(args: &str) -> Result<Option<Settings>> {
-        Settings::from_args(args.split_ascii_whitespace().map(str::to_owned))
+    fn read(args: &str) -> Result<Option<CompareSettings>> {
+        CompareSettings::from_args(args.split_ascii_whitespace().map(str::to_owned))
     }
 
     #[test]
@@ -85,8 +85,13 @@ mod tests {
     #[test]
     fn every_option_is_read() {
         let settings = read("--json --rounds 3 --with /new --seconds 1 --compare /old").unwrap().unwrap();
-        let expected =
-            Settings { old: "/old".into(), new: Some("/new".into()), rounds: 3, seconds: 1, json: true };
+        let expected = CompareSettings {
+            old: "/old".into(),
+            new: Some("/new".into()),
+            rounds: 3,
+            seconds: 1,
+            json: true,
+        };
         assert_eq!(settings, expected);
     }
 

@@ -5,8 +5,8 @@ use serde::Serialize;
 use super::paper;
 use super::sample::{CeilingKind, Measurements, Sample};
 use super::stats::{Estimate, Rounds, estimate, paired, ratio};
-use super::workload::{Case, Config, MIB, Mode, PAPER_SIZES, size_label};
-use crate::node::Breakdown;
+use super::workload::{AccessMode, Case, MIB, PAPER_SIZES, TestedSystem, size_label};
+use crate::node::BenchBreakdown;
 
 /// A claim and how it is checked, case by case.
 #[derive(Debug, Clone, Serialize)]
@@ -18,22 +18,22 @@ pub struct Bar {
     /// How the figure is computed.
     pub definition: &'static str,
     /// One row per case.
-    pub rows: Vec<Row>,
+    pub rows: Vec<BarRow>,
 }
 
 /// A case of a claim.
 #[derive(Debug, Clone, Serialize)]
-pub struct Row {
+pub struct BarRow {
     /// Which.
     pub case: String,
     /// Median over rounds of the pairs' ratio; none if it was not measured.
     pub value: Option<Estimate>,
     /// How to print it.
-    pub unit: Unit,
+    pub unit: FigureFormat,
     /// The threshold; none where the figure is there for comparison only.
     pub bound: Option<Bound>,
     /// Whether the median keeps it.
-    pub verdict: Verdict,
+    pub verdict: BarVerdict,
     /// What the paper has in its place.
     pub paper: Option<String>,
 }
@@ -41,7 +41,7 @@ pub struct Row {
 /// How a figure is printed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Unit {
+pub enum FigureFormat {
     /// Of a hundred.
     Percent,
     /// One to something.
@@ -61,7 +61,7 @@ pub enum Bound {
 /// What came out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Verdict {
+pub enum BarVerdict {
     /// The median keeps the threshold.
     Pass,
     /// It does not.
@@ -72,21 +72,21 @@ pub enum Verdict {
     Information,
 }
 
-impl Row {
-    fn new(case: impl Into<String>, rounds: Rounds, unit: Unit, bound: Option<Bound>) -> Row {
+impl BarRow {
+    fn new(case: impl Into<String>, rounds: Rounds, unit: FigureFormat, bound: Option<Bound>) -> BarRow {
         let value = estimate(rounds.into_values());
         let verdict = match (value, bound) {
-            (None, _) => Verdict::NotMeasured,
-            (_, None) => Verdict::Information,
-            (Some(v), Some(Bound::AtLeast(least))) if v.median >= least => Verdict::Pass,
-            (Some(v), Some(Bound::AtMost(most))) if v.median <= most => Verdict::Pass,
-            _ => Verdict::Fail,
+            (None, _) => BarVerdict::NotMeasured,
+            (_, None) => BarVerdict::Information,
+            (Some(v), Some(Bound::AtLeast(least))) if v.median >= least => BarVerdict::Pass,
+            (Some(v), Some(Bound::AtMost(most))) if v.median <= most => BarVerdict::Pass,
+            _ => BarVerdict::Fail,
         };
-        Row { case: case.into(), value, unit, bound, verdict, paper: None }
+        BarRow { case: case.into(), value, unit, bound, verdict, paper: None }
     }
 
-    fn beside(self, paper: impl Into<String>) -> Row {
-        Row { paper: Some(paper.into()), ..self }
+    fn beside(self, paper: impl Into<String>) -> BarRow {
+        BarRow { paper: Some(paper.into()), ..self }
     }
 }
 
@@ -108,19 +108,19 @@ pub fn all(m: &Measurements) -> Vec<Bar> {
     ]
 }
 
-fn writes(config: Config, size: u64) -> Case {
-    Case::new(config, Mode::Write, size)
+fn writes(config: TestedSystem, size: u64) -> Case {
+    Case::new(config, AccessMode::Write, size)
 }
 
 /// A row per size of the paper.
 fn by_size(
     rounds: impl Fn(u64) -> Rounds,
-    unit: Unit,
+    unit: FigureFormat,
     bounds: [Bound; 4],
     paper: Option<[String; 4]>,
-) -> Vec<Row> {
+) -> Vec<BarRow> {
     let row = |i: usize| {
-        let row = Row::new(size_label(PAPER_SIZES[i]), rounds(PAPER_SIZES[i]), unit, Some(bounds[i]));
+        let row = BarRow::new(size_label(PAPER_SIZES[i]), rounds(PAPER_SIZES[i]), unit, Some(bounds[i]));
         match &paper {
             Some(figures) => row.beside(figures[i].clone()),
             None => row,
@@ -129,60 +129,61 @@ fn by_size(
     (0..PAPER_SIZES.len()).map(row).collect()
 }
 
-fn saved_percent(m: &Measurements, of: Config, against: Config, size: u64) -> Rounds {
+fn saved_percent(m: &Measurements, of: TestedSystem, against: TestedSystem, size: u64) -> Rounds {
     let cpu = |config| m.rounds(&writes(config, size), |s| s.host_cpu_us_per_op);
     ratio(&cpu(of), &cpu(against)).into_iter().map(|(round, r)| (round, 100.0 * (1.0 - r))).collect()
 }
 
 fn host_cpu_against_ceph(m: &Measurements) -> Bar {
-    let rounds = |size| saved_percent(m, Config::DpuMemcpy, Config::Ceph, size);
+    let rounds = |size| saved_percent(m, TestedSystem::DpuMemcpy, TestedSystem::Ceph, size);
     let paper = paper::SAVED.map(|saved| format!("{saved} %"));
     Bar {
         number: "1",
         title: "Host CPU saved against Ceph, writes",
         definition: "1 − CPU per write of the store's process (dpu) / CPU per write of the ceph-osd. Ceph's mon and mgr are not counted.",
-        rows: by_size(rounds, Unit::Percent, [Bound::AtLeast(95.0); 4], Some(paper)),
+        rows: by_size(rounds, FigureFormat::Percent, [Bound::AtLeast(95.0); 4], Some(paper)),
     }
 }
 
 fn host_cpu_against_host(m: &Measurements) -> Bar {
-    let rounds = |size| saved_percent(m, Config::DpuMemcpy, Config::Host, size);
+    let rounds = |size| saved_percent(m, TestedSystem::DpuMemcpy, TestedSystem::Host, size);
     Bar {
         number: "2",
         title: "Host CPU saved against the same code on the host, writes",
         definition: "1 − CPU per write of the store's process (dpu) / CPU per write of the node's one process (host).",
-        rows: by_size(rounds, Unit::Percent, [Bound::AtLeast(60.0); 4], None),
+        rows: by_size(rounds, FigureFormat::Percent, [Bound::AtLeast(60.0); 4], None),
     }
 }
 
 fn node_cpu_against_ceph(m: &Measurements) -> Bar {
     let cpu = |config, size| m.rounds(&writes(config, size), |s| s.node_cpu_us_per_op);
-    let rounds = |size| ratio(&cpu(Config::DpuMemcpy, size), &cpu(Config::Ceph, size));
+    let rounds = |size| ratio(&cpu(TestedSystem::DpuMemcpy, size), &cpu(TestedSystem::Ceph, size));
     Bar {
         number: "3",
         title: "All CPU against Ceph's, writes",
         definition: "CPU per write of every process of the node and its client, emulated DMA included / CPU per write of the ceph-osd and its client, the starts of both clients left out.",
-        rows: by_size(rounds, Unit::Ratio, [Bound::AtMost(1.0); 4], None),
+        rows: by_size(rounds, FigureFormat::Ratio, [Bound::AtMost(1.0); 4], None),
     }
 }
 
 fn write_throughput(m: &Measurements) -> Bar {
     let rate = |config, size| m.rounds(&writes(config, size), |s| s.iops);
-    let rounds = |size| ratio(&rate(Config::DpuMemcpy, size), &rate(Config::Host, size));
+    let rounds = |size| ratio(&rate(TestedSystem::DpuMemcpy, size), &rate(TestedSystem::Host, size));
     let paper = std::array::from_fn(|i| format!("{:.2}", paper::FIG10_DOCEPH[i] / paper::FIG10_BASELINE[i]));
     let bounds = [0.85, 0.92, 0.95, 0.95].map(Bound::AtLeast);
     Bar {
         number: "4",
         title: "Write throughput, dpu / host",
         definition: "Writes per second, 16 in flight.",
-        rows: by_size(rounds, Unit::Ratio, bounds, Some(paper)),
+        rows: by_size(rounds, FigureFormat::Ratio, bounds, Some(paper)),
     }
 }
 
 fn latency_alone(m: &Measurements) -> Bar {
     let latency = |config| m.rounds(&writes(config, MIB).one_at_a_time(), |s| s.latency_us_mean);
-    let more = paired(&latency(Config::DpuMemcpy), &latency(Config::Host), |d, h| 100.0 * (d / h - 1.0));
-    let row = Row::new("1 MiB, one at a time", more, Unit::Percent, Some(Bound::AtMost(25.0)));
+    let more =
+        paired(&latency(TestedSystem::DpuMemcpy), &latency(TestedSystem::Host), |d, h| 100.0 * (d / h - 1.0));
+    let row = BarRow::new("1 MiB, one at a time", more, FigureFormat::Percent, Some(Bound::AtMost(25.0)));
     Bar {
         number: "5",
         title: "Latency added by the DPU",
@@ -194,10 +195,10 @@ fn latency_alone(m: &Measurements) -> Bar {
 fn dma_wait(m: &Measurements) -> Bar {
     let share = |s: &Sample| s.breakdown_us.map(|b| 100.0 * b.dma_wait / b.total);
     let row = |size: u64, bound| {
-        let rounds = m.rounds_if(&writes(Config::DpuMemcpy, size), share);
+        let rounds = m.rounds_if(&writes(TestedSystem::DpuMemcpy, size), share);
         let column = paper::TABLE3[PAPER_SIZES.iter().position(|s| *s == size).unwrap_or(0)];
         let paper = format!("{:.1} %", 100.0 * column.dma_wait / column.total());
-        Row::new(size_label(size), rounds, Unit::Percent, bound).beside(paper)
+        BarRow::new(size_label(size), rounds, FigureFormat::Percent, bound).beside(paper)
     };
     let rows = PAPER_SIZES.map(|size| row(size, (size == MIB).then_some(Bound::AtMost(10.0))));
     Bar {
@@ -214,7 +215,7 @@ fn serial_engine(m: &Measurements) -> Bar {
         let service_us = paper::dma_service_us(s.case.size);
         Some((b.dma + b.dma_wait) / serial_engine_bound_us(&b, service_us, s.case.in_flight))
     };
-    let rounds = |size| m.rounds_if(&writes(Config::DpuBf3, size), excess);
+    let rounds = |size| m.rounds_if(&writes(TestedSystem::DpuBf3, size), excess);
     Bar {
         number: "6b",
         title: "DMA and DMA wait against a serial engine's lower bound, profile bf3-paper",
@@ -223,85 +224,93 @@ fn serial_engine(m: &Measurements) -> Bar {
                      so by Little's law each of N writes in flight takes N·S or longer in all; what of that is not spent elsewhere is spent at the engine, however \
                      well everything is pipelined. 1 means that the engine never rests while a write is there for it; more is pipeline that is missing; less, that \
                      writes share what the engine takes once per piece.",
-        rows: by_size(rounds, Unit::Ratio, [Bound::AtMost(1.15); 4], None),
+        rows: by_size(rounds, FigureFormat::Ratio, [Bound::AtMost(1.15); 4], None),
     }
 }
 
 /// The least mean time, in µs, that a request can spend at a serial engine and in its queue: its own service, or what a closed loop of
 /// `in_flight` requests leaves over when the engine is what limits throughput.
 #[must_use]
-pub fn serial_engine_bound_us(b: &Breakdown, service_us: f64, in_flight: u32) -> f64 {
+pub fn serial_engine_bound_us(b: &BenchBreakdown, service_us: f64, in_flight: u32) -> f64 {
     let elsewhere = b.total - b.dma - b.dma_wait;
     (f64::from(in_flight) * service_us - elsewhere).max(service_us)
 }
 
 fn read_throughput(m: &Measurements) -> Bar {
-    let rate = |config, size| m.rounds(&Case::new(config, Mode::Read, size), |s| s.iops);
-    let rounds = |size| ratio(&rate(Config::DpuMemcpy, size), &rate(Config::Host, size));
+    let rate = |config, size| m.rounds(&Case::new(config, AccessMode::Read, size), |s| s.iops);
+    let rounds = |size| ratio(&rate(TestedSystem::DpuMemcpy, size), &rate(TestedSystem::Host, size));
     Bar {
         number: "7",
         title: "Read throughput, dpu / host",
         definition: "Reads per second, 16 in flight. The paper implements writes only.",
-        rows: by_size(rounds, Unit::Ratio, [Bound::AtLeast(0.90); 4], None),
+        rows: by_size(rounds, FigureFormat::Ratio, [Bound::AtLeast(0.90); 4], None),
     }
 }
 
 fn against_ceph(m: &Measurements) -> Bar {
-    let row = |mode: Mode, size: u64, least: Option<f64>| {
+    let row = |mode: AccessMode, size: u64, least: Option<f64>| {
         let rate = |config| m.rounds(&Case::new(config, mode, size), |s| s.iops);
-        let rounds = ratio(&rate(Config::DpuMemcpy), &rate(Config::Ceph));
-        Row::new(
+        let rounds = ratio(&rate(TestedSystem::DpuMemcpy), &rate(TestedSystem::Ceph));
+        BarRow::new(
             format!("{} {}", size_label(size), mode.name()),
             rounds,
-            Unit::Ratio,
+            FigureFormat::Ratio,
             least.map(Bound::AtLeast),
         )
     };
     let large = |config| m.rounds(&Case::large_set(config), |s| s.iops);
-    let of_large_set = ratio(&large(Config::DpuMemcpy), &large(Config::Ceph));
+    let of_large_set = ratio(&large(TestedSystem::DpuMemcpy), &large(TestedSystem::Ceph));
     Bar {
         number: "8",
         title: "Throughput against Ceph",
         definition: "Operations per second, dpu / Ceph, 16 in flight.",
         rows: vec![
-            row(Mode::Write, 4096, Some(5.0)),
-            row(Mode::Randread, 4096, Some(2.5)),
-            row(Mode::Write, MIB, Some(2.0)),
-            row(Mode::Write, 4 * MIB, Some(2.0)),
-            row(Mode::Randread, 4 * MIB, None),
-            Row::new("4 KiB randread, large set", of_large_set, Unit::Ratio, None),
+            row(AccessMode::Write, 4096, Some(5.0)),
+            row(AccessMode::Randread, 4096, Some(2.5)),
+            row(AccessMode::Write, MIB, Some(2.0)),
+            row(AccessMode::Write, 4 * MIB, Some(2.0)),
+            row(AccessMode::Randread, 4 * MIB, None),
+            BarRow::new("4 KiB randread, large set", of_large_set, FigureFormat::Ratio, None),
         ],
     }
 }
 
 fn against_drive(m: &Measurements) -> Bar {
     let drive = m.ceiling(CeilingKind::DriveWrite, 4 * MIB);
-    let row = |config: Config, bound| {
+    let row = |config: TestedSystem, bound| {
         let rounds = ratio(&m.rounds(&writes(config, 4 * MIB), |s| s.mb_per_s), &drive);
-        Row::new(format!("4 MiB, {}", config.label()), rounds, Unit::Ratio, bound)
+        BarRow::new(format!("4 MiB, {}", config.label()), rounds, FigureFormat::Ratio, bound)
     };
     let bound = Some(Bound::AtLeast(0.80));
     Bar {
         number: "9",
         title: "Write throughput against the drive",
         definition: "Bytes per second / those of fio with O_DIRECT on the same drive, the better of depth 1 and 16.",
-        rows: vec![row(Config::DpuMemcpy, bound), row(Config::Host, None), row(Config::Ceph, None)],
+        rows: vec![
+            row(TestedSystem::DpuMemcpy, bound),
+            row(TestedSystem::Host, None),
+            row(TestedSystem::Ceph, None),
+        ],
     }
 }
 
 fn idle(m: &Measurements) -> Bar {
     let on_host = |process: &str| ["store", "node", "supervisor"].contains(&process);
-    let row = |case: &str, rounds, bound| Row::new(case, rounds, Unit::Percent, bound);
+    let row = |case: &str, rounds, bound| BarRow::new(case, rounds, FigureFormat::Percent, bound);
     Bar {
         number: "10",
         title: "Host CPU of an idle node",
         definition: "CPU in % of one core over 10 s without requests; on the host are the store (or the node's one process) and the supervisor.",
         rows: vec![
-            row("dpu: store and supervisor", m.idle(Config::DpuMemcpy, on_host), Some(Bound::AtMost(0.3))),
-            row("dpu: osd, on the emulated DPU", m.idle(Config::DpuMemcpy, |p| p == "osd"), None),
-            row("host: node and supervisor", m.idle(Config::Host, on_host), None),
-            row("Ceph: OSD", m.idle(Config::Ceph, |p| p == "ceph-osd"), None),
-            row("Ceph: mon and mgr", m.idle(Config::Ceph, |p| p != "ceph-osd"), None),
+            row(
+                "dpu: store and supervisor",
+                m.idle(TestedSystem::DpuMemcpy, on_host),
+                Some(Bound::AtMost(0.3)),
+            ),
+            row("dpu: osd, on the emulated DPU", m.idle(TestedSystem::DpuMemcpy, |p| p == "osd"), None),
+            row("host: node and supervisor", m.idle(TestedSystem::Host, on_host), None),
+            row("Ceph: OSD", m.idle(TestedSystem::Ceph, |p| p == "ceph-osd"), None),
+            row("Ceph: mon and mgr", m.idle(TestedSystem::Ceph, |p| p != "ceph-osd"), None),
         ],
     }
 }
@@ -311,18 +320,24 @@ fn idle(m: &Measurements) -> Bar {
 pub fn score(bars: &[Bar]) -> (usize, usize, usize) {
     let rows = || bars.iter().flat_map(|b| &b.rows).filter(|r| r.bound.is_some());
     let count = |verdict| rows().filter(|r| r.verdict == verdict).count();
-    (count(Verdict::Pass), count(Verdict::Fail), count(Verdict::NotMeasured))
+    (count(BarVerdict::Pass), count(BarVerdict::Fail), count(BarVerdict::NotMeasured))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::evaluation::plan::{self, Step, Subjects};
+    use crate::evaluation::plan::{self, PlanStep, Subjects};
     use crate::evaluation::sample::Ceiling;
-    use crate::evaluation::settings::Settings;
+    use crate::evaluation::settings::EvaluationSettings;
 
-    fn breakdown(dma: f64, dma_wait: f64, elsewhere: f64) -> Breakdown {
-        Breakdown { total: dma + dma_wait + elsewhere, host_write: elsewhere, dma, dma_wait, others: 0.0 }
+    fn breakdown(dma: f64, dma_wait: f64, elsewhere: f64) -> BenchBreakdown {
+        BenchBreakdown {
+            total: dma + dma_wait + elsewhere,
+            host_write: elsewhere,
+            dma,
+            dma_wait,
+            others: 0.0,
+        }
     }
 
     #[test]
@@ -355,14 +370,16 @@ mod tests {
 
     #[test]
     fn no_bar_looks_at_a_secondary_run() {
-        let settings = Settings { quick: false, ..Settings::from_env() };
+        let settings = EvaluationSettings { quick: false, ..EvaluationSettings::from_env() };
         let cases: Vec<Case> = plan::round(&settings, &Subjects::all(), 1)
             .into_iter()
             .flat_map(|step| match step {
-                Step::Modes { config, size } => Mode::ALL.map(|mode| Case::new(config, mode, size)).into(),
-                Step::Run(case) => vec![case],
-                Step::CephLargeSet => vec![Case::large_set(Config::Ceph)],
-                Step::Drive { .. } | Step::Machine | Step::Idle => Vec::new(),
+                PlanStep::Modes { config, size } => {
+                    AccessMode::ALL.map(|mode| Case::new(config, mode, size)).into()
+                }
+                PlanStep::Run(case) => vec![case],
+                PlanStep::CephLargeSet => vec![Case::large_set(TestedSystem::Ceph)],
+                PlanStep::Drive { .. } | PlanStep::Machine | PlanStep::Idle => Vec::new(),
             })
             .collect();
         let of = |cases: &[&Case]| {
@@ -387,7 +404,7 @@ mod tests {
                 ..Measurements::default()
             };
             let rows = all(&found).into_iter().flat_map(|bar| bar.rows);
-            rows.filter(|row| row.verdict != Verdict::NotMeasured).count()
+            rows.filter(|row| row.verdict != BarVerdict::NotMeasured).count()
         };
         let main: Vec<&Case> = cases.iter().filter(|c| !c.is_secondary()).collect();
         assert!(main.len() < cases.len());
@@ -397,10 +414,10 @@ mod tests {
     #[test]
     fn verdicts_follow_the_median() {
         let row = |values: [f64; 3], bound| {
-            Row::new("", (1..).zip(values).collect(), Unit::Ratio, Some(bound)).verdict
+            BarRow::new("", (1..).zip(values).collect(), FigureFormat::Ratio, Some(bound)).verdict
         };
-        assert_eq!(row([0.1, 0.9, 0.95], Bound::AtLeast(0.9)), Verdict::Pass);
-        assert_eq!(row([0.1, 0.89, 0.95], Bound::AtLeast(0.9)), Verdict::Fail);
-        assert_eq!(row([0.1, 1.0, 9.0], Bound::AtMost(1.0)), Verdict::Pass);
+        assert_eq!(row([0.1, 0.9, 0.95], Bound::AtLeast(0.9)), BarVerdict::Pass);
+        assert_eq!(row([0.1, 0.89, 0.95], Bound::AtLeast(0.9)), BarVerdict::Fail);
+        assert_eq!(row([0.1, 1.0, 9.0], Bound::AtMost(1.0)), BarVerdict::Pass);
     }
 }

@@ -2,13 +2,13 @@
 
 use std::time::Duration;
 
-use super::plan::{self, IDLE_SECONDS, SHRINK_SECONDS, Step, Subjects};
+use super::plan::{self, IDLE_SECONDS, PlanStep, SHRINK_SECONDS, Subjects};
 use super::processes::Threads;
-use super::progress::Progress;
-use super::rig::Rig;
+use super::progress::ProgressLine;
+use super::rig::EvaluationRig;
 use super::sample::{Ceiling, CeilingKind, Idle, Measurements, Sample};
-use super::settings::Settings;
-use super::workload::{Case, Config, IN_FLIGHT, Mode};
+use super::settings::EvaluationSettings;
+use super::workload::{AccessMode, Case, IN_FLIGHT, TestedSystem};
 use crate::{Result, ceiling};
 
 /// After so many failed steps a system is left alone.
@@ -16,25 +16,29 @@ const FAILURES_MOST: usize = 3;
 
 /// Every round of a run.
 pub struct Campaign<'a> {
-    settings: &'a Settings,
-    rig: &'a Rig,
+    settings: &'a EvaluationSettings,
+    rig: &'a EvaluationRig,
     subjects: Subjects,
     /// What was found so far.
     pub found: Measurements,
-    failures: Vec<Config>,
+    failures: Vec<TestedSystem>,
 }
 
 impl<'a> Campaign<'a> {
     /// Of what is up.
     #[must_use]
-    pub fn new(settings: &'a Settings, rig: &'a Rig, problems: Vec<String>) -> Campaign<'a> {
+    pub fn new(
+        settings: &'a EvaluationSettings,
+        rig: &'a EvaluationRig,
+        problems: Vec<String>,
+    ) -> Campaign<'a> {
         let rados_start_cpu_seconds = rig.ceph.as_ref().map(|ceph| ceph.client_start_cpu_seconds);
         let found = Measurements { problems, rados_start_cpu_seconds, ..Measurements::default() };
         Campaign { settings, rig, subjects: rig.subjects(), found, failures: Vec::new() }
     }
 
     /// Runs one round. A step that fails is a problem to report, no reason to lose the rest.
-    pub fn round(&mut self, round: u32, progress: &mut Progress) {
+    pub fn round(&mut self, round: u32, progress: &mut ProgressLine) {
         // Fewer may be left than were planned for.
         progress.plan_rest(plan::seconds(self.settings, &self.subjects, round));
         for step in plan::round(self.settings, &self.subjects, round) {
@@ -49,17 +53,17 @@ impl<'a> Campaign<'a> {
 
     /// A system that fails again and again is left alone, and so is an option, or a number in flight over one of the network stacks,
     /// that does not work.
-    fn count_failure(&mut self, step: &Step) {
+    fn count_failure(&mut self, step: &PlanStep) {
         let config = match step {
-            Step::Modes { config, .. } => *config,
-            Step::CephLargeSet => Config::Ceph,
-            Step::Run(Case { ablation: Some(option), .. }) => {
+            PlanStep::Modes { config, .. } => *config,
+            PlanStep::CephLargeSet => TestedSystem::Ceph,
+            PlanStep::Run(Case { ablation: Some(option), .. }) => {
                 return self.subjects.ablations.retain(|a| a.option != *option);
             }
-            Step::Run(Case { network: Some(_), in_flight, .. }) => {
+            PlanStep::Run(Case { network: Some(_), in_flight, .. }) => {
                 return self.subjects.in_flight_sweep.retain(|n| n != in_flight);
             }
-            Step::Drive { .. } | Step::Run(_) | Step::Machine | Step::Idle => return,
+            PlanStep::Drive { .. } | PlanStep::Run(_) | PlanStep::Machine | PlanStep::Idle => return,
         };
         self.failures.push(config);
         let count = self.failures.iter().filter(|c| **c == config).count();
@@ -69,17 +73,17 @@ impl<'a> Campaign<'a> {
         }
     }
 
-    fn step(&mut self, round: u32, step: &Step) -> Result<()> {
+    fn step(&mut self, round: u32, step: &PlanStep) -> Result<()> {
         match step {
-            Step::Drive { size } => self.drive(round, *size),
-            Step::Modes { config: Config::Ceph, size } => self.ceph_modes(round, *size),
-            Step::Modes { config, size } => {
-                Mode::ALL.into_iter().try_for_each(|mode| self.run(round, Case::new(*config, mode, *size)))
-            }
-            Step::Run(case) => self.run(round, case.clone()),
-            Step::CephLargeSet => self.ceph_large_set(round),
-            Step::Machine => self.machine(round),
-            Step::Idle => self.idle(round),
+            PlanStep::Drive { size } => self.drive(round, *size),
+            PlanStep::Modes { config: TestedSystem::Ceph, size } => self.ceph_modes(round, *size),
+            PlanStep::Modes { config, size } => AccessMode::ALL
+                .into_iter()
+                .try_for_each(|mode| self.run(round, Case::new(*config, mode, *size))),
+            PlanStep::Run(case) => self.run(round, case.clone()),
+            PlanStep::CephLargeSet => self.ceph_large_set(round),
+            PlanStep::Machine => self.machine(round),
+            PlanStep::Idle => self.idle(round),
         }
     }
 
@@ -93,8 +97,8 @@ impl<'a> Campaign<'a> {
     fn ceph_modes(&mut self, round: u32, size: u64) -> Result<()> {
         let rig = self.rig;
         let ceph = rig.ceph.as_ref().ok_or("there is no Ceph")?;
-        let outcome = Mode::ALL.into_iter().try_for_each(|mode| -> Result<()> {
-            let case = Case::new(Config::Ceph, mode, size);
+        let outcome = AccessMode::ALL.into_iter().try_for_each(|mode| -> Result<()> {
+            let case = Case::new(TestedSystem::Ceph, mode, size);
             self.found.samples.push(ceph.bench(round, &case, self.settings.seconds_of(&case))?);
             Ok(())
         });
@@ -107,7 +111,7 @@ impl<'a> Campaign<'a> {
         let ceph = rig.ceph.as_ref().ok_or("there is no Ceph")?;
         ceph.limit_memory(true)?;
         pause(SHRINK_SECONDS);
-        let case = Case::large_set(Config::Ceph);
+        let case = Case::large_set(TestedSystem::Ceph);
         let outcome = ceph.bench(round, &case, self.settings.seconds_of(&case));
         ceph.limit_memory(false)?;
         ceph.settle()?;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use serde::Deserialize;
 
 use super::processes::{Threads, children_cpu_seconds, written_bytes};
-use super::sample::{Part, Sample, sum_parts};
+use super::sample::{Sample, Subsystem, sum_parts};
 use super::workload::{Case, Set};
 use crate::Result;
 
@@ -133,7 +133,7 @@ impl Cluster {
         let (size, in_flight, seconds_text) =
             (case.size.to_string(), case.in_flight.to_string(), seconds.to_string());
         let mut args = vec!["bench", &seconds_text, case.mode.rados_name(), "-t", &in_flight];
-        if case.mode == super::workload::Mode::Write {
+        if case.mode == super::workload::AccessMode::Write {
             args.extend(["-b", &size, "--no-cleanup"]);
         }
         let (threads, client) = (Threads::of(osd), children_cpu_seconds());
@@ -157,7 +157,10 @@ impl Cluster {
             host_cpu_us_per_op: per_op(osd),
             node_cpu_us_per_op: per_op(osd + client),
             client_cpu_us_per_op: per_op(client),
-            parts: sum_parts(now.since(&threads).map(|(name, used)| (Part::of_ceph_thread(name), used)), ops),
+            parts: sum_parts(
+                now.since(&threads).map(|(name, used)| (Subsystem::of_ceph_thread(name), used)),
+                ops,
+            ),
             breakdown_us: None,
         })
     }

@@ -29,11 +29,11 @@ pub const FIG8_BASELINE: [Option<f64>; 4] = [Some(0.03), None, None, Some(0.54)]
 pub const FIG8_DOCEPH: [f64; 4] = [0.05, 0.14, 0.30, 0.57];
 
 /// Table 3, drawn in figure 9: where DoCeph's latency goes, in s.
-pub const TABLE3: [Breakdown; 4] = [
-    Breakdown { host_write: 0.0008, dma: 0.0028, dma_wait: 0.0224, others: 0.024 },
-    Breakdown { host_write: 0.0024, dma: 0.0042, dma_wait: 0.0336, others: 0.0998 },
-    Breakdown { host_write: 0.0046, dma: 0.005_23, dma_wait: 0.0418, others: 0.248_37 },
-    Breakdown { host_write: 0.0084, dma: 0.008_46, dma_wait: 0.0676, others: 0.485_54 },
+pub const TABLE3: [PaperBreakdown; 4] = [
+    PaperBreakdown { host_write: 0.0008, dma: 0.0028, dma_wait: 0.0224, others: 0.024 },
+    PaperBreakdown { host_write: 0.0024, dma: 0.0042, dma_wait: 0.0336, others: 0.0998 },
+    PaperBreakdown { host_write: 0.0046, dma: 0.005_23, dma_wait: 0.0418, others: 0.248_37 },
+    PaperBreakdown { host_write: 0.0084, dma: 0.008_46, dma_wait: 0.0676, others: 0.485_54 },
 ];
 
 /// How long a serial engine works for one write, in µs: 2.4 ms and 0.38 ms per 10^6 bytes, a line through table 3's row DMA. This is what
@@ -68,7 +68,7 @@ pub fn json() -> serde_json::Value {
 
 /// A column of table 3, in s.
 #[derive(Debug, Clone, Copy, serde::Serialize)]
-pub struct Breakdown {
+pub struct PaperBreakdown {
     /// Writing to BlueStore.
     pub host_write: f64,
     /// The transfers themselves.
@@ -79,7 +79,7 @@ pub struct Breakdown {
     pub others: f64,
 }
 
-impl Breakdown {
+impl PaperBreakdown {
     /// The sum, which the paper rounds to two digits.
     #[must_use]
     pub fn total(&self) -> f64 {

@@ -1,12 +1,12 @@
 //! What is done in a round, in which order, and how long that takes.
 
 use super::order::turns;
-use super::settings::Settings;
-use super::workload::{ABLATIONS, Ablation, Case, Config, IN_FLIGHT_SWEEP, MIB, Mode, Network};
+use super::settings::EvaluationSettings;
+use super::workload::{ABLATIONS, Ablation, AccessMode, Case, IN_FLIGHT_SWEEP, MIB, Network, TestedSystem};
 
 /// A part of a round.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Step {
+pub enum PlanStep {
     /// fio at a size.
     Drive {
         /// Bytes per operation.
@@ -15,7 +15,7 @@ pub enum Step {
     /// All modes of a system at a size.
     Modes {
         /// The system.
-        config: Config,
+        config: TestedSystem,
         /// Bytes per object.
         size: u64,
     },
@@ -42,7 +42,7 @@ const CLEAN_SECONDS: f64 = 2.5;
 #[derive(Debug, Clone)]
 pub struct Subjects {
     /// The systems that are up.
-    pub configs: Vec<Config>,
+    pub configs: Vec<TestedSystem>,
     /// Parts of the design that can be switched off.
     pub ablations: Vec<Ablation>,
     /// Requests in flight at which network stacks are compared; none if there is only one stack.
@@ -53,39 +53,44 @@ impl Subjects {
     /// Everything that a report can have.
     #[must_use]
     pub fn all() -> Subjects {
-        let configs = vec![Config::Host, Config::DpuMemcpy, Config::DpuBf3, Config::Ceph];
+        let configs =
+            vec![TestedSystem::Host, TestedSystem::DpuMemcpy, TestedSystem::DpuBf3, TestedSystem::Ceph];
         Subjects { configs, ablations: ABLATIONS.to_vec(), in_flight_sweep: IN_FLIGHT_SWEEP.to_vec() }
     }
 
     /// The node that ablations are run on: the one whose DMA costs what it does on a DPU, if there is one.
     #[must_use]
-    pub fn ablated(&self) -> Config {
-        if self.configs.contains(&Config::DpuBf3) { Config::DpuBf3 } else { Config::DpuMemcpy }
+    pub fn ablated(&self) -> TestedSystem {
+        if self.configs.contains(&TestedSystem::DpuBf3) {
+            TestedSystem::DpuBf3
+        } else {
+            TestedSystem::DpuMemcpy
+        }
     }
 }
 
 /// About how long the rounds from `first` on take, in s.
 #[must_use]
-pub fn seconds(settings: &Settings, subjects: &Subjects, first: u32) -> f64 {
+pub fn seconds(settings: &EvaluationSettings, subjects: &Subjects, first: u32) -> f64 {
     steps(settings, subjects, first).map(|s| s.seconds(settings)).sum()
 }
 
 /// How often something is started and measured, in all rounds.
 #[must_use]
-pub fn runs(settings: &Settings, subjects: &Subjects) -> usize {
+pub fn runs(settings: &EvaluationSettings, subjects: &Subjects) -> usize {
     steps(settings, subjects, 1).map(|s| s.runs()).sum()
 }
 
-fn steps(settings: &Settings, subjects: &Subjects, first: u32) -> impl Iterator<Item = Step> {
+fn steps(settings: &EvaluationSettings, subjects: &Subjects, first: u32) -> impl Iterator<Item = PlanStep> {
     (first..=settings.rounds).flat_map(|r| round(settings, subjects, r))
 }
 
 /// About how long it takes until everything is up, in s: files are written in full, a Ceph is made, the large set is written. And what is
 /// written in the first round because a run of reads finds less than it wants to read.
 #[must_use]
-pub fn setup_seconds(settings: &Settings, subjects: &Subjects) -> f64 {
-    let ceph = subjects.configs.contains(&Config::Ceph);
-    let nodes = subjects.configs.iter().filter(|c| **c != Config::Ceph).count() as f64;
+pub fn setup_seconds(settings: &EvaluationSettings, subjects: &Subjects) -> f64 {
+    let ceph = subjects.configs.contains(&TestedSystem::Ceph);
+    let nodes = subjects.configs.iter().filter(|c| **c != TestedSystem::Ceph).count() as f64;
     let files = nodes * settings.target_gib() as f64 + if ceph { settings.ceph_gib().0 as f64 } else { 0.0 };
     // Objects per second: two nodes, one after the other, and Ceph.
     let large = settings.large_set().map_or(0.0, |objects| {
@@ -99,39 +104,43 @@ pub fn setup_seconds(settings: &Settings, subjects: &Subjects) -> f64 {
 /// The steps of a round, from 1. Wherever systems are compared their order is balanced over the rounds (`order`), so that none always has
 /// the drive that the same other one has just left.
 #[must_use]
-pub fn round(settings: &Settings, subjects: &Subjects, round: u32) -> Vec<Step> {
+pub fn round(settings: &EvaluationSettings, subjects: &Subjects, round: u32) -> Vec<PlanStep> {
     let configs = &subjects.configs;
     let turn = round.saturating_sub(1) as usize;
     let mut steps = Vec::new();
     for (i, size) in settings.sizes().into_iter().enumerate() {
-        steps.push(Step::Drive { size });
-        steps.extend(turns(configs, turn + i).into_iter().map(|config| Step::Modes { config, size }));
+        steps.push(PlanStep::Drive { size });
+        steps.extend(turns(configs, turn + i).into_iter().map(|config| PlanStep::Modes { config, size }));
     }
-    let among = |wanted: &[Config]| -> Vec<Config> {
-        let there: Vec<Config> = wanted.iter().copied().filter(|c| configs.contains(c)).collect();
+    let among = |wanted: &[TestedSystem]| -> Vec<TestedSystem> {
+        let there: Vec<TestedSystem> = wanted.iter().copied().filter(|c| configs.contains(c)).collect();
         turns(&there, turn)
     };
     if !settings.quick {
-        let alone = among(&[Config::Host, Config::DpuMemcpy]).into_iter();
-        steps.extend(alone.map(|c| Step::Run(Case::new(c, Mode::Write, MIB).one_at_a_time())));
-        steps.extend(among(&[Config::Host, Config::DpuMemcpy, Config::Ceph]).into_iter().map(|c| match c {
-            Config::Ceph => Step::CephLargeSet,
-            node => Step::Run(Case::large_set(node)),
-        }));
+        let alone = among(&[TestedSystem::Host, TestedSystem::DpuMemcpy]).into_iter();
+        steps.extend(alone.map(|c| PlanStep::Run(Case::new(c, AccessMode::Write, MIB).one_at_a_time())));
+        steps.extend(
+            among(&[TestedSystem::Host, TestedSystem::DpuMemcpy, TestedSystem::Ceph]).into_iter().map(|c| {
+                match c {
+                    TestedSystem::Ceph => PlanStep::CephLargeSet,
+                    node => PlanStep::Run(Case::large_set(node)),
+                }
+            }),
+        );
         for (i, ablation) in subjects.ablations.iter().enumerate() {
             let ablated = Case::without(subjects.ablated(), ablation);
-            steps.extend(turns(&[ablated.control(), ablated], turn + i).into_iter().map(Step::Run));
+            steps.extend(turns(&[ablated.control(), ablated], turn + i).into_iter().map(PlanStep::Run));
         }
-        steps.extend(networks(subjects, turn).into_iter().map(Step::Run));
+        steps.extend(networks(subjects, turn).into_iter().map(PlanStep::Run));
     }
-    steps.extend([Step::Machine, Step::Idle]);
+    steps.extend([PlanStep::Machine, PlanStep::Idle]);
     steps
 }
 
 /// The runs that compare network stacks: in every other round, from the first on, for the sake of time. Both stacks run one right after
 /// the other, in turns.
 fn networks(subjects: &Subjects, turn: usize) -> Vec<Case> {
-    let has_node = subjects.configs.contains(&Config::DpuMemcpy);
+    let has_node = subjects.configs.contains(&TestedSystem::DpuMemcpy);
     if turn % 2 == 1 || !has_node {
         return Vec::new();
     }
@@ -140,27 +149,29 @@ fn networks(subjects: &Subjects, turn: usize) -> Vec<Case> {
     depths.flat_map(|(i, in_flight)| turns(&pair(*in_flight), turn / 2 + i)).collect()
 }
 
-impl Step {
+impl PlanStep {
     /// About how long it takes, in s, as measured on two CPUs that had something else to do.
     #[must_use]
-    pub fn seconds(&self, settings: &Settings) -> f64 {
+    pub fn seconds(&self, settings: &EvaluationSettings) -> f64 {
         let of = |case: &Case| f64::from(settings.seconds_of(case)) + 0.6;
         let of_ceph = |case: &Case| f64::from(settings.seconds_of(case)) + 1.1;
         match self {
-            Step::Drive { .. } => self.runs() as f64 * (f64::from(settings.fio_seconds()) + 0.6),
-            Step::Modes { config: Config::Ceph, size } => {
+            PlanStep::Drive { .. } => self.runs() as f64 * (f64::from(settings.fio_seconds()) + 0.6),
+            PlanStep::Modes { config: TestedSystem::Ceph, size } => {
                 // Reading one after the other ends early, when all has been read.
-                let early = |mode| if mode == Mode::Read { 1.0 } else { 0.0 };
-                let run = |mode| of_ceph(&Case::new(Config::Ceph, mode, *size)) - early(mode);
-                Mode::ALL.map(run).iter().sum::<f64>() + CLEAN_SECONDS
+                let early = |mode| if mode == AccessMode::Read { 1.0 } else { 0.0 };
+                let run = |mode| of_ceph(&Case::new(TestedSystem::Ceph, mode, *size)) - early(mode);
+                AccessMode::ALL.map(run).iter().sum::<f64>() + CLEAN_SECONDS
             }
-            Step::Modes { config, size } => {
-                Mode::ALL.map(|mode| of(&Case::new(*config, mode, *size))).iter().sum()
+            PlanStep::Modes { config, size } => {
+                AccessMode::ALL.map(|mode| of(&Case::new(*config, mode, *size))).iter().sum()
             }
-            Step::Run(case) => of(case),
-            Step::CephLargeSet => of_ceph(&Case::large_set(Config::Ceph)) + f64::from(SHRINK_SECONDS) + 1.5,
-            Step::Machine => 2.0,
-            Step::Idle => f64::from(IDLE_SECONDS.0 + IDLE_SECONDS.1),
+            PlanStep::Run(case) => of(case),
+            PlanStep::CephLargeSet => {
+                of_ceph(&Case::large_set(TestedSystem::Ceph)) + f64::from(SHRINK_SECONDS) + 1.5
+            }
+            PlanStep::Machine => 2.0,
+            PlanStep::Idle => f64::from(IDLE_SECONDS.0 + IDLE_SECONDS.1),
         }
     }
 
@@ -168,11 +179,11 @@ impl Step {
     #[must_use]
     pub fn runs(&self) -> usize {
         match self {
-            Step::Drive { size: 4096 } => 5,
-            Step::Drive { .. } => 4,
-            Step::Modes { .. } => Mode::ALL.len(),
-            Step::Run(_) | Step::CephLargeSet | Step::Idle => 1,
-            Step::Machine => 2,
+            PlanStep::Drive { size: 4096 } => 5,
+            PlanStep::Drive { .. } => 4,
+            PlanStep::Modes { .. } => AccessMode::ALL.len(),
+            PlanStep::Run(_) | PlanStep::CephLargeSet | PlanStep::Idle => 1,
+            PlanStep::Machine => 2,
         }
     }
 
@@ -181,9 +192,9 @@ impl Step {
     pub fn label(&self) -> String {
         let label = super::workload::size_label;
         match self {
-            Step::Drive { size } => format!("fio, {}", label(*size)),
-            Step::Modes { config, size } => format!("{}, {}", config.label(), label(*size)),
-            Step::Run(case) => {
+            PlanStep::Drive { size } => format!("fio, {}", label(*size)),
+            PlanStep::Modes { config, size } => format!("{}, {}", config.label(), label(*size)),
+            PlanStep::Run(case) => {
                 let options = match (&case.ablation, &case.control_of, case.network) {
                     (Some(options), ..) => format!(" {options}"),
                     (_, Some(options), _) => format!(" beside {options}"),
@@ -192,9 +203,9 @@ impl Step {
                 };
                 format!("{}, {} {}{options}", case.config.label(), label(case.size), case.mode.name())
             }
-            Step::CephLargeSet => "Ceph, large set".to_owned(),
-            Step::Machine => "loopback and memory".to_owned(),
-            Step::Idle => "all idle".to_owned(),
+            PlanStep::CephLargeSet => "Ceph, large set".to_owned(),
+            PlanStep::Machine => "loopback and memory".to_owned(),
+            PlanStep::Idle => "all idle".to_owned(),
         }
     }
 }
@@ -209,11 +220,11 @@ mod tests {
     #[test]
     fn every_system_goes_first_at_every_size_in_some_round() {
         let subjects = Subjects::all();
-        let settings = Settings { quick: false, ..Settings::from_env() };
+        let settings = EvaluationSettings { quick: false, ..EvaluationSettings::from_env() };
         let first = |round_number: u32, size: u64| {
             let steps = round(&settings, &subjects, round_number);
             let at_size = steps.into_iter().find_map(|s| match s {
-                Step::Modes { config, size: found } if found == size => Some(config),
+                PlanStep::Modes { config, size: found } if found == size => Some(config),
                 _ => None,
             });
             at_size.unwrap()
@@ -225,13 +236,13 @@ mod tests {
 
     #[test]
     fn who_follows_whom_changes_wherever_systems_are_compared() {
-        let settings = Settings { quick: false, ..Settings::from_env() };
+        let settings = EvaluationSettings { quick: false, ..EvaluationSettings::from_env() };
         // The systems in the order in which a round has those of its steps that `of` knows.
-        let orders = |rounds: u32, of: &dyn Fn(Step) -> Option<Config>| -> Vec<Vec<Config>> {
+        let orders = |rounds: u32, of: &dyn Fn(PlanStep) -> Option<TestedSystem>| -> Vec<Vec<TestedSystem>> {
             let of_round = |r| round(&settings, &Subjects::all(), r).into_iter().filter_map(of).collect();
             (1..=rounds).map(of_round).collect()
         };
-        let check = |orders: Vec<Vec<Config>>, pairs: usize, times: usize| {
+        let check = |orders: Vec<Vec<TestedSystem>>, pairs: usize, times: usize| {
             let mut found: Vec<_> = orders.iter().flat_map(|o| o.windows(2).map(|w| (w[0], w[1]))).collect();
             found.sort_unstable();
             assert!(found.chunk_by(|a, b| a == b).all(|same| same.len() == times), "{found:?}");
@@ -239,19 +250,19 @@ mod tests {
         };
         for size in settings.sizes() {
             let at_size = move |step| match step {
-                Step::Modes { config, size: found } if found == size => Some(config),
+                PlanStep::Modes { config, size: found } if found == size => Some(config),
                 _ => None,
             };
             check(orders(4, &at_size), 12, 1);
         }
         let alone = |step| match step {
-            Step::Run(case) if case.in_flight == 1 && case.network.is_none() => Some(case.config),
+            PlanStep::Run(case) if case.in_flight == 1 && case.network.is_none() => Some(case.config),
             _ => None,
         };
         check(orders(4, &alone), 2, 2);
         let large = |step| match step {
-            Step::Run(case) if case.set == Set::Large => Some(case.config),
-            Step::CephLargeSet => Some(Config::Ceph),
+            PlanStep::Run(case) if case.set == Set::Large => Some(case.config),
+            PlanStep::CephLargeSet => Some(TestedSystem::Ceph),
             _ => None,
         };
         check(orders(6, &large), 6, 2);
@@ -259,13 +270,13 @@ mod tests {
 
     #[test]
     fn every_ablation_has_its_control_beside_it_and_they_take_turns() {
-        let settings = Settings { quick: false, ..Settings::from_env() };
+        let settings = EvaluationSettings { quick: false, ..EvaluationSettings::from_env() };
         let mut ablated_first = Vec::new();
         for number in 1..=2 {
             let steps = round(&settings, &Subjects::all(), number);
             let runs: Vec<Case> = steps
                 .into_iter()
-                .filter_map(|s| if let Step::Run(case) = s { Some(case) } else { None })
+                .filter_map(|s| if let PlanStep::Run(case) = s { Some(case) } else { None })
                 .filter(|c| c.ablation.is_some() || c.control_of.is_some())
                 .collect();
             assert_eq!(runs.len(), 2 * Subjects::all().ablations.len());
@@ -281,9 +292,9 @@ mod tests {
 
     /// The runs of a round that compare network stacks.
     fn sweep(subjects: &Subjects, number: u32, quick: bool) -> Vec<Case> {
-        let settings = Settings { quick, ..Settings::from_env() };
+        let settings = EvaluationSettings { quick, ..EvaluationSettings::from_env() };
         let runs = round(&settings, subjects, number).into_iter();
-        let cases = runs.filter_map(|s| if let Step::Run(case) = s { Some(case) } else { None });
+        let cases = runs.filter_map(|s| if let PlanStep::Run(case) = s { Some(case) } else { None });
         cases.filter(|c| c.network.is_some()).collect()
     }
 
@@ -312,13 +323,13 @@ mod tests {
         assert_eq!(lengths, [2 * IN_FLIGHT_SWEEP.len(), 0, 2 * IN_FLIGHT_SWEEP.len(), 0]);
         assert!(sweep(&all, 1, true).is_empty());
         assert!(sweep(&Subjects { in_flight_sweep: Vec::new(), ..all.clone() }, 1, false).is_empty());
-        assert!(sweep(&Subjects { configs: vec![Config::Host], ..all }, 1, false).is_empty());
+        assert!(sweep(&Subjects { configs: vec![TestedSystem::Host], ..all }, 1, false).is_empty());
     }
 
     #[test]
     fn seven_rounds_are_planned_to_take_less_than_fifty_minutes_and_a_quick_run_less_than_five() {
         let minutes = |quick, rounds, seconds| {
-            let settings = Settings { quick, rounds, seconds, ..Settings::from_env() };
+            let settings = EvaluationSettings { quick, rounds, seconds, ..EvaluationSettings::from_env() };
             let all = Subjects::all();
             (setup_seconds(&settings, &all) + super::seconds(&settings, &all, 1)) / 60.0
         };
@@ -328,8 +339,8 @@ mod tests {
 
     #[test]
     fn nothing_is_left_out_of_a_round_because_of_its_order() {
-        let subjects = Subjects { configs: vec![Config::Host, Config::Ceph], ..Subjects::all() };
-        let settings = Settings { quick: false, ..Settings::from_env() };
+        let subjects = Subjects { configs: vec![TestedSystem::Host, TestedSystem::Ceph], ..Subjects::all() };
+        let settings = EvaluationSettings { quick: false, ..EvaluationSettings::from_env() };
         let lengths: BTreeSet<usize> = (1..=7).map(|r| round(&settings, &subjects, r).len()).collect();
         assert_eq!(lengths.len(), 1);
     }

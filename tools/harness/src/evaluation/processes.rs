@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-use crate::node::ClassUse;
+use crate::node::ClassUsage;
 
 /// What every thread of a process has used since it started: (thread id, name) to use.
 #[derive(Debug, Clone, Default)]
-pub struct Threads(BTreeMap<(String, String), ClassUse>);
+pub struct Threads(BTreeMap<(String, String), ClassUsage>);
 
 impl Threads {
     /// Reads process `pid`; a process that is gone has none.
@@ -23,10 +23,10 @@ impl Threads {
     }
 
     /// What each thread used since an earlier reading, by name. Threads that ended in between are lost.
-    pub fn since(&self, earlier: &Threads) -> impl Iterator<Item = (&str, ClassUse)> {
+    pub fn since(&self, earlier: &Threads) -> impl Iterator<Item = (&str, ClassUsage)> {
         self.0.iter().map(|(thread, now)| {
             let before = earlier.0.get(thread).copied().unwrap_or_default();
-            let used = ClassUse {
+            let used = ClassUsage {
                 cpu_seconds: now.cpu_seconds - before.cpu_seconds,
                 context_switches: now.context_switches - before.context_switches,
             };
@@ -42,13 +42,13 @@ impl Threads {
 }
 
 /// The scheduler's run time in ns (first field of `schedstat`), and both kinds of context switches.
-fn thread_use(task: &Path) -> Option<ClassUse> {
+fn thread_use(task: &Path) -> Option<ClassUsage> {
     let schedstat = fs::read_to_string(task.join("schedstat")).ok()?;
     let status = fs::read_to_string(task.join("status")).ok()?;
     let on_cpu_ns: f64 = schedstat.split_ascii_whitespace().next()?.parse().ok()?;
     let switches = |key| status.lines().find_map(|l| l.strip_prefix(key)?.trim().parse::<f64>().ok());
     let context_switches = switches("voluntary_ctxt_switches:")? + switches("nonvoluntary_ctxt_switches:")?;
-    Some(ClassUse { cpu_seconds: on_cpu_ns / 1e9, context_switches })
+    Some(ClassUsage { cpu_seconds: on_cpu_ns / 1e9, context_switches })
 }
 
 /// What a process has had written to drives since it started, in bytes; 0 where that cannot be read.

@@ -5,18 +5,18 @@ use std::time::Instant;
 
 /// The line.
 #[derive(Debug)]
-pub struct Progress {
+pub struct ProgressLine {
     shown: bool,
     started: Instant,
     planned: f64,
     done: f64,
 }
 
-impl Progress {
+impl ProgressLine {
     /// Of work that should take `planned` seconds.
     #[must_use]
-    pub fn new(planned: f64) -> Progress {
-        Progress { shown: std::io::stderr().is_terminal(), started: Instant::now(), planned, done: 0.0 }
+    pub fn new(planned: f64) -> ProgressLine {
+        ProgressLine { shown: std::io::stderr().is_terminal(), started: Instant::now(), planned, done: 0.0 }
     }
 
     /// What comes next.
@@ -84,7 +84,7 @@ mod tests {
 
     #[test]
     fn what_is_left_follows_the_plan_and_how_it_has_held() {
-        let mut progress = Progress::new(1000.0);
+        let mut progress = ProgressLine::new(1000.0);
         assert_eq!(progress.rest_at(0.0), 1000.0);
         progress.add(400.0);
         assert_eq!(progress.rest_at(400.0), 600.0);

@@ -6,20 +6,20 @@ use std::path::Path;
 
 use super::ceph::{self, Cluster};
 use super::plan::Subjects;
-use super::settings::Settings;
-use super::workload::{ABLATIONS, Ablation, Case, Config, IN_FLIGHT_SWEEP, Mode, Network, Set};
+use super::settings::EvaluationSettings;
+use super::workload::{ABLATIONS, Ablation, AccessMode, Case, IN_FLIGHT_SWEEP, Network, Set, TestedSystem};
 use crate::Result;
 use crate::ceiling::FioFile;
 use crate::cleaner::Cleaner;
-use crate::node::{BenchResult, Node, Placement, Workload};
+use crate::node::{BenchResult, BenchSpec, Node, NodePlacement};
 
 /// GiB of fio's file, and what is to stay free.
 const FIO_GIB: u64 = 1;
 const SPARE_GIB: u64 = 3;
 
 /// Everything that is up.
-pub struct Rig {
-    nodes: Vec<(Config, Node)>,
+pub struct EvaluationRig {
+    nodes: Vec<(TestedSystem, Node)>,
     /// The Ceph, if there is one.
     pub ceph: Option<Cluster>,
     /// The drive's own file.
@@ -29,23 +29,27 @@ pub struct Rig {
     _cleaner: Cleaner,
 }
 
-impl Rig {
+impl EvaluationRig {
     /// Makes the work directory and starts everything. What cannot be had but is not essential is left out; why goes to `missing`.
     ///
     /// # Errors
     /// If there is too little space or a node does not come up.
-    pub fn up(settings: &Settings, missing: &mut Vec<String>, say: &dyn Fn(&str)) -> Result<Rig> {
+    pub fn up(
+        settings: &EvaluationSettings,
+        missing: &mut Vec<String>,
+        say: &dyn Fn(&str),
+    ) -> Result<EvaluationRig> {
         fs::create_dir_all(&settings.work).map_err(|e| {
             format!("cannot make {} ({e}); set OUTBOARD_REPORT_WORK", settings.work.display())
         })?;
         let cleaner = cleaner(&settings.work)?;
         let ceph_gib = space_for_ceph(settings, missing)?;
         say("starting nodes (their targets are written in full)");
-        let host = node(settings, Config::Host, Network::Tcp)?;
+        let host = node(settings, TestedSystem::Host, Network::Tcp)?;
         let (memcpy, in_flight_sweep) = node_of_networks(settings, missing)?;
         let mut nodes = vec![host, memcpy];
         if has_profiles(&nodes[1].1)? {
-            nodes.push(node(settings, Config::DpuBf3, Network::Tcp)?);
+            nodes.push(node(settings, TestedSystem::DpuBf3, Network::Tcp)?);
         } else {
             missing.push("dpu with the profile bf3-paper: this build has no key channel.profile".to_owned());
         }
@@ -61,7 +65,7 @@ impl Rig {
         missing.extend(ceph.as_ref().and_then(|c| c.handicap.clone()));
         let fio = FioFile::create(&settings.work, u32::try_from(FIO_GIB << 10)?)?;
         let ablations = if settings.quick { Vec::new() } else { ablations(&nodes[1].1, missing)? };
-        let rig = Rig { nodes, ceph, fio, ablations, in_flight_sweep, _cleaner: cleaner };
+        let rig = EvaluationRig { nodes, ceph, fio, ablations, in_flight_sweep, _cleaner: cleaner };
         if let Some(objects) = settings.large_set() {
             say("writing the large set");
             if let Err(why) = rig.fill_large_set(settings, objects) {
@@ -75,7 +79,7 @@ impl Rig {
     #[must_use]
     pub fn subjects(&self) -> Subjects {
         let nodes = self.nodes.iter().map(|(config, _)| *config);
-        let configs = nodes.chain(self.ceph.as_ref().map(|_| Config::Ceph)).collect();
+        let configs = nodes.chain(self.ceph.as_ref().map(|_| TestedSystem::Ceph)).collect();
         Subjects { configs, ablations: self.ablations.clone(), in_flight_sweep: self.in_flight_sweep.clone() }
     }
 
@@ -83,14 +87,14 @@ impl Rig {
     ///
     /// # Errors
     /// If a node does not answer.
-    pub fn processes(&self) -> Result<Vec<(Config, String, u32)>> {
+    pub fn processes(&self) -> Result<Vec<(TestedSystem, String, u32)>> {
         let mut found = Vec::new();
         for (config, node) in &self.nodes {
             let up = node.status()?.processes.into_iter();
             found.extend(up.filter_map(|p| Some((*config, p.role, p.pid?))));
         }
         let daemons = self.ceph.iter().flat_map(Cluster::daemons);
-        found.extend(daemons.map(|(name, pid)| (Config::Ceph, name.to_owned(), pid)));
+        found.extend(daemons.map(|(name, pid)| (TestedSystem::Ceph, name.to_owned(), pid)));
         Ok(found)
     }
 
@@ -98,7 +102,7 @@ impl Rig {
     ///
     /// # Errors
     /// If it fails, or an operation did.
-    pub fn bench(&self, settings: &Settings, case: &Case, seconds: u32) -> Result<BenchResult> {
+    pub fn bench(&self, settings: &EvaluationSettings, case: &Case, seconds: u32) -> Result<BenchResult> {
         let (_, node) = self.nodes.iter().find(|(c, _)| *c == case.config).ok_or("there is no such node")?;
         let (pool, objects) = match case.set {
             Set::Usual => ("bench", case.objects()),
@@ -106,7 +110,7 @@ impl Rig {
         };
         let size = case.size.to_string();
         let workload =
-            Workload { mode: case.mode.name(), object_size: &size, in_flight: case.in_flight, seconds };
+            BenchSpec { mode: case.mode.name(), object_size: &size, in_flight: case.in_flight, seconds };
         let objects = objects.to_string();
         let mut more = vec!["--objects", &objects];
         more.extend(case.ablation.iter().flat_map(|options| options.split(' ')));
@@ -120,9 +124,9 @@ impl Rig {
         Ok(result)
     }
 
-    fn fill_large_set(&self, settings: &Settings, objects: u64) -> Result<()> {
-        for config in [Config::Host, Config::DpuMemcpy] {
-            let case = Case { mode: Mode::Randread, in_flight: 64, ..Case::large_set(config) };
+    fn fill_large_set(&self, settings: &EvaluationSettings, objects: u64) -> Result<()> {
+        for config in [TestedSystem::Host, TestedSystem::DpuMemcpy] {
+            let case = Case { mode: AccessMode::Randread, in_flight: 64, ..Case::large_set(config) };
             self.bench(settings, &case, 1)?;
         }
         self.ceph.as_ref().map_or(Ok(()), |ceph| ceph.fill_large_set(objects))
@@ -130,7 +134,7 @@ impl Rig {
 }
 
 /// GiB for Ceph's file, none if it is not wanted or does not fit.
-fn space_for_ceph(settings: &Settings, missing: &mut Vec<String>) -> Result<Option<u64>> {
+fn space_for_ceph(settings: &EvaluationSettings, missing: &mut Vec<String>) -> Result<Option<u64>> {
     let free = rustix::fs::statvfs(&settings.work)?;
     let free_gib = free.f_bavail * free.f_frsize / (1 << 30);
     let others = 3 * settings.target_gib() + FIO_GIB + SPARE_GIB;
@@ -156,23 +160,30 @@ fn space_for_ceph(settings: &Settings, missing: &mut Vec<String>) -> Result<Opti
 
 /// The node that network stacks are compared on, and at how many requests in flight: none if it can be reached by TCP only, or if the
 /// run is a quick one.
-fn node_of_networks(settings: &Settings, missing: &mut Vec<String>) -> Result<((Config, Node), Vec<u32>)> {
+fn node_of_networks(
+    settings: &EvaluationSettings,
+    missing: &mut Vec<String>,
+) -> Result<((TestedSystem, Node), Vec<u32>)> {
     if !settings.quick {
-        match node(settings, Config::DpuMemcpy, Network::OfiTcp) {
+        match node(settings, TestedSystem::DpuMemcpy, Network::OfiTcp) {
             Ok(node) => return Ok((node, IN_FLIGHT_SWEEP.to_vec())),
             Err(why) => missing.push(format!("4 KiB writes over ofi:tcp, beside tcp: {why}")),
         }
     }
-    Ok((node(settings, Config::DpuMemcpy, Network::Tcp)?, Vec::new()))
+    Ok((node(settings, TestedSystem::DpuMemcpy, Network::Tcp)?, Vec::new()))
 }
 
 /// Makes and starts the node of a configuration, which serves `network` beside TCP. Its clients use TCP, RDMA or not, unless a case
 /// says otherwise.
-fn node(settings: &Settings, config: Config, network: Network) -> Result<(Config, Node)> {
+fn node(
+    settings: &EvaluationSettings,
+    config: TestedSystem,
+    network: Network,
+) -> Result<(TestedSystem, Node)> {
     let (name, placement, profile) = match config {
-        Config::Host => ("node-host", Placement::Host, "memcpy"),
-        Config::DpuBf3 => ("node-bf3", Placement::Dpu, "bf3-paper"),
-        Config::DpuMemcpy | Config::Ceph => ("node-memcpy", Placement::Dpu, "memcpy"),
+        TestedSystem::Host => ("node-host", NodePlacement::Host, "memcpy"),
+        TestedSystem::DpuBf3 => ("node-bf3", NodePlacement::Dpu, "bf3-paper"),
+        TestedSystem::DpuMemcpy | TestedSystem::Ceph => ("node-memcpy", NodePlacement::Dpu, "memcpy"),
     };
     let node = Node::new(&settings.work.join(name))?
         .with_env("OUTBOARD_CHANNEL_PROFILE", profile)

@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::Serialize;
 
 use super::stats::{Estimate, Rounds, estimate};
-use super::workload::{Case, Config, Mode};
-use crate::node::{BenchResult, Breakdown, ClassUse};
+use super::workload::{AccessMode, Case, TestedSystem};
+use crate::node::{BenchBreakdown, BenchResult, ClassUsage};
 
 /// One run.
 #[derive(Debug, Clone, Serialize)]
@@ -33,9 +33,9 @@ pub struct Sample {
     /// CPU of the client, out of `node_cpu_us_per_op`.
     pub client_cpu_us_per_op: f64,
     /// CPU and context switches per operation by part, the client's left out.
-    pub parts: BTreeMap<Part, PartUse>,
+    pub parts: BTreeMap<Subsystem, PartUse>,
     /// Where the time of a write goes, if known (nothing but zeros is no knowledge): parts of the mean latency that the client sees.
-    pub breakdown_us: Option<Breakdown>,
+    pub breakdown_us: Option<BenchBreakdown>,
 }
 
 /// The figures of a case, over all rounds.
@@ -61,7 +61,7 @@ pub struct Medians {
 /// What a thread works for, in the terms of the paper's figure 5.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Part {
+pub enum Subsystem {
     /// Connections and frames; Ceph's `msgr-worker` threads.
     Messenger,
     /// The store and its drive; Ceph's `bstore` threads.
@@ -93,50 +93,50 @@ pub struct PartUse {
     pub switches: f64,
 }
 
-impl Part {
+impl Subsystem {
     /// As readers see it.
     #[must_use]
     pub fn label(self) -> &'static str {
         match self {
-            Part::Messenger => "Messenger",
-            Part::ObjectStore => "ObjectStore",
-            Part::Osd => "OSD",
-            Part::OsdAndMessenger => "OSD + messenger",
-            Part::Channel => "host–DPU channel",
-            Part::Dma => "DMA (emulated)",
-            Part::Coding => "erasure coding",
-            Part::CodingDevice => "coding engine (emulated)",
-            Part::Rocksdb => "RocksDB",
-            Part::Other => "other",
+            Subsystem::Messenger => "Messenger",
+            Subsystem::ObjectStore => "ObjectStore",
+            Subsystem::Osd => "OSD",
+            Subsystem::OsdAndMessenger => "OSD + messenger",
+            Subsystem::Channel => "host–DPU channel",
+            Subsystem::Dma => "DMA (emulated)",
+            Subsystem::Coding => "erasure coding",
+            Subsystem::CodingDevice => "coding engine (emulated)",
+            Subsystem::Rocksdb => "RocksDB",
+            Subsystem::Other => "other",
         }
     }
 
     /// The part that a class of a node's threads works for; `split` says whether the OSD's threads are divided.
     #[must_use]
-    pub fn of_class(class: &str, split: bool) -> Part {
+    pub fn of_class(class: &str, split: bool) -> Subsystem {
         match class {
-            "msgr" => Part::Messenger,
-            "store" => Part::ObjectStore,
-            "osd" if split => Part::Osd,
-            "osd" => Part::OsdAndMessenger,
-            "chan" => Part::Channel,
-            "dma" => Part::Dma,
-            "ec" => Part::Coding,
-            "eca" => Part::CodingDevice,
-            _ => Part::Other,
+            "msgr" => Subsystem::Messenger,
+            "store" => Subsystem::ObjectStore,
+            "osd" if split => Subsystem::Osd,
+            "osd" => Subsystem::OsdAndMessenger,
+            "chan" => Subsystem::Channel,
+            "dma" => Subsystem::Dma,
+            "ec" => Subsystem::Coding,
+            "eca" => Subsystem::CodingDevice,
+            _ => Subsystem::Other,
         }
     }
 
     /// The part that a thread of a ceph-osd works for (section 5.2 of the paper has the first three names).
     #[must_use]
-    pub fn of_ceph_thread(name: &str) -> Part {
+    pub fn of_ceph_thread(name: &str) -> Subsystem {
         let begins = |prefix: &str| name.starts_with(prefix);
         match () {
-            () if begins("msgr-worker") => Part::Messenger,
-            () if begins("bstore") => Part::ObjectStore,
-            () if begins("tp_osd_tp") => Part::Osd,
-            () if begins("rocksdb") => Part::Rocksdb,
-            () => Part::Other,
+            () if begins("msgr-worker") => Subsystem::Messenger,
+            () if begins("bstore") => Subsystem::ObjectStore,
+            () if begins("tp_osd_tp") => Subsystem::Osd,
+            () if begins("rocksdb") => Subsystem::Rocksdb,
+            () => Subsystem::Other,
         }
     }
 }
@@ -146,7 +146,7 @@ impl Sample {
     #[must_use]
     pub fn of_bench(round: u32, case: Case, result: &BenchResult) -> Sample {
         let per_op = |seconds: f64| seconds * 1e6 / result.ops.max(1) as f64;
-        let is_write = case.mode == Mode::Write;
+        let is_write = case.mode == AccessMode::Write;
         let client = result.processes.iter().filter(|p| p.role == "client").map(|p| p.cpu_seconds).sum();
         Sample {
             round,
@@ -175,21 +175,24 @@ impl Sample {
 }
 
 /// The osd's breakdown, as part of the latency that the client sees: what is outside of the osd is under *others*.
-fn of_client(osd: Breakdown, latency_us: f64) -> Breakdown {
-    Breakdown { total: latency_us, others: osd.others + (latency_us - osd.total).max(0.0), ..osd }
+fn of_client(osd: BenchBreakdown, latency_us: f64) -> BenchBreakdown {
+    BenchBreakdown { total: latency_us, others: osd.others + (latency_us - osd.total).max(0.0), ..osd }
 }
 
-fn parts_of_bench(result: &BenchResult) -> BTreeMap<Part, PartUse> {
+fn parts_of_bench(result: &BenchResult) -> BTreeMap<Subsystem, PartUse> {
     let servers = || result.processes.iter().filter(|p| p.role != "client");
     let classes = || servers().flat_map(|p| &p.by_class);
     let split = classes().any(|(class, _)| class == "msgr");
-    sum_parts(classes().map(|(class, used)| (Part::of_class(class, split), *used)), result.ops)
+    sum_parts(classes().map(|(class, used)| (Subsystem::of_class(class, split), *used)), result.ops)
 }
 
 /// Sums up by part, per operation.
-pub fn sum_parts(used: impl Iterator<Item = (Part, ClassUse)>, ops: u64) -> BTreeMap<Part, PartUse> {
+pub fn sum_parts(
+    used: impl Iterator<Item = (Subsystem, ClassUsage)>,
+    ops: u64,
+) -> BTreeMap<Subsystem, PartUse> {
     let ops = ops.max(1) as f64;
-    let mut parts: BTreeMap<Part, PartUse> = BTreeMap::new();
+    let mut parts: BTreeMap<Subsystem, PartUse> = BTreeMap::new();
     for (part, class) in used {
         let sum = parts.entry(part).or_default();
         sum.cpu_us += class.cpu_seconds * 1e6 / ops;
@@ -233,7 +236,7 @@ pub struct Idle {
     /// Which round it belongs to.
     pub round: u32,
     /// Of which system.
-    pub config: Config,
+    pub config: TestedSystem,
     /// The process: its role or its daemon's name.
     pub process: String,
     /// CPU in % of a core.
@@ -275,7 +278,7 @@ impl Measurements {
     }
 
     /// Idle CPU in every round, in % of a core, of those processes of a system that `which` accepts.
-    pub fn idle(&self, config: Config, which: impl Fn(&str) -> bool) -> Rounds {
+    pub fn idle(&self, config: TestedSystem, which: impl Fn(&str) -> bool) -> Rounds {
         let mut rounds = Rounds::new();
         for idle in self.idle.iter().filter(|i| i.config == config && which(&i.process)) {
             *rounds.entry(idle.round).or_default() += idle.cpu_percent;
@@ -308,7 +311,7 @@ impl Measurements {
 
     /// Whether a system was measured at all.
     #[must_use]
-    pub fn has(&self, config: Config) -> bool {
+    pub fn has(&self, config: TestedSystem) -> bool {
         self.samples.iter().any(|s| s.case.config == config)
     }
 }
@@ -319,11 +322,11 @@ mod tests {
 
     #[test]
     fn threads_are_booked_by_the_names_that_the_paper_gives() {
-        assert_eq!(Part::of_ceph_thread("msgr-worker-2"), Part::Messenger);
-        assert_eq!(Part::of_ceph_thread("bstore_kv_sync"), Part::ObjectStore);
-        assert_eq!(Part::of_ceph_thread("tp_osd_tp"), Part::Osd);
-        assert_eq!(Part::of_ceph_thread("rocksdb:low0"), Part::Rocksdb);
-        assert_eq!(Part::of_ceph_thread("safe_timer"), Part::Other);
+        assert_eq!(Subsystem::of_ceph_thread("msgr-worker-2"), Subsystem::Messenger);
+        assert_eq!(Subsystem::of_ceph_thread("bstore_kv_sync"), Subsystem::ObjectStore);
+        assert_eq!(Subsystem::of_ceph_thread("tp_osd_tp"), Subsystem::Osd);
+        assert_eq!(Subsystem::of_ceph_thread("rocksdb:low0"), Subsystem::Rocksdb);
+        assert_eq!(Subsystem::of_ceph_thread("safe_timer"), Subsystem::Other);
     }
 
     #[test]
@@ -340,12 +343,12 @@ mod tests {
         let use_of =
             |name: &str, s: f64| format!(r#""{name}":{{"cpu_seconds":{s},"context_switches":2000}}"#);
         let whole = parts_of_bench(&bench(&use_of("osd", 1.0)));
-        assert_eq!(whole.keys().copied().collect::<Vec<_>>(), [Part::OsdAndMessenger]);
-        assert_eq!(whole[&Part::OsdAndMessenger].cpu_us, 1000.0);
-        assert_eq!(whole[&Part::OsdAndMessenger].switches, 2.0);
+        assert_eq!(whole.keys().copied().collect::<Vec<_>>(), [Subsystem::OsdAndMessenger]);
+        assert_eq!(whole[&Subsystem::OsdAndMessenger].cpu_us, 1000.0);
+        assert_eq!(whole[&Subsystem::OsdAndMessenger].switches, 2.0);
         let split = parts_of_bench(&bench(
             &[use_of("osd", 0.4), r#""msgr":{"cpu_seconds":0.6,"estimated":true}"#.to_owned()].join(","),
         ));
-        assert_eq!(split.keys().copied().collect::<Vec<_>>(), [Part::Messenger, Part::Osd]);
+        assert_eq!(split.keys().copied().collect::<Vec<_>>(), [Subsystem::Messenger, Subsystem::Osd]);
     }
 }

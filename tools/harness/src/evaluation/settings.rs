@@ -6,7 +6,7 @@ use super::workload::{Case, MIB, PAPER_SIZES};
 
 /// How much is measured, and where.
 #[derive(Debug, Clone)]
-pub struct Settings {
+pub struct EvaluationSettings {
     /// `QUICK=1`: two sizes, one round.
     pub quick: bool,
     /// `ROUNDS`: how often everything is repeated.
@@ -21,10 +21,10 @@ pub struct Settings {
     pub out: PathBuf,
 }
 
-impl Settings {
+impl EvaluationSettings {
     /// Reads the environment.
     #[must_use]
-    pub fn from_env() -> Settings {
+    pub fn from_env() -> EvaluationSettings {
         let text = |name: &str| std::env::var(name).ok().filter(|v| !v.is_empty());
         let number = |name: &str, default: u32| {
             text(name).and_then(|v| v.parse().ok()).filter(|v| *v > 0).unwrap_or(default)
@@ -32,7 +32,7 @@ impl Settings {
         let quick = text("QUICK").is_some_and(|v| v != "0");
         let out = text("OUTBOARD_REPORT_DIR").map_or_else(|| PathBuf::from("report"), PathBuf::from);
         let work = text("OUTBOARD_REPORT_WORK").map_or_else(|| out.clone(), PathBuf::from);
-        Settings {
+        EvaluationSettings {
             quick,
             rounds: number("ROUNDS", if quick { 1 } else { 7 }),
             seconds: number("SECONDS", if quick { 5 } else { 3 }),

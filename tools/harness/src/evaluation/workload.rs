@@ -14,7 +14,7 @@ pub const IN_FLIGHT: u32 = 16;
 /// A system under test.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Config {
+pub enum TestedSystem {
     /// Everything in one process on the host.
     Host,
     /// OSD on the emulated DPU; its DMA engine copies as fast as memory allows.
@@ -25,15 +25,15 @@ pub enum Config {
     Ceph,
 }
 
-impl Config {
+impl TestedSystem {
     /// As readers see it.
     #[must_use]
     pub fn label(self) -> &'static str {
         match self {
-            Config::Host => "host",
-            Config::DpuMemcpy => "dpu, memcpy",
-            Config::DpuBf3 => "dpu, bf3-paper",
-            Config::Ceph => "Ceph",
+            TestedSystem::Host => "host",
+            TestedSystem::DpuMemcpy => "dpu, memcpy",
+            TestedSystem::DpuBf3 => "dpu, bf3-paper",
+            TestedSystem::Ceph => "Ceph",
         }
     }
 }
@@ -41,7 +41,7 @@ impl Config {
 /// What is done with the objects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Mode {
+pub enum AccessMode {
     /// Write whole objects.
     Write,
     /// Read whole objects, one after the other.
@@ -50,17 +50,17 @@ pub enum Mode {
     Randread,
 }
 
-impl Mode {
+impl AccessMode {
     /// Every mode, in the order in which they are run: reads find what was written.
-    pub const ALL: [Mode; 3] = [Mode::Write, Mode::Read, Mode::Randread];
+    pub const ALL: [AccessMode; 3] = [AccessMode::Write, AccessMode::Read, AccessMode::Randread];
 
     /// As `outboard bench` has it.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
-            Mode::Write => "write",
-            Mode::Read => "read",
-            Mode::Randread => "randread",
+            AccessMode::Write => "write",
+            AccessMode::Read => "read",
+            AccessMode::Randread => "randread",
         }
     }
 
@@ -68,9 +68,9 @@ impl Mode {
     #[must_use]
     pub fn rados_name(self) -> &'static str {
         match self {
-            Mode::Write => "write",
-            Mode::Read => "seq",
-            Mode::Randread => "rand",
+            AccessMode::Write => "write",
+            AccessMode::Read => "seq",
+            AccessMode::Randread => "rand",
         }
     }
 }
@@ -117,9 +117,9 @@ pub const IN_FLIGHT_SWEEP: [u32; 6] = [1, 2, 4, 8, 16, 32];
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 pub struct Case {
     /// The system.
-    pub config: Config,
+    pub config: TestedSystem,
     /// What is done.
-    pub mode: Mode,
+    pub mode: AccessMode,
     /// Bytes per object.
     pub size: u64,
     /// Requests in flight.
@@ -164,7 +164,7 @@ impl Ablation {
 impl Case {
     /// A case of the main series.
     #[must_use]
-    pub fn new(config: Config, mode: Mode, size: u64) -> Case {
+    pub fn new(config: TestedSystem, mode: AccessMode, size: u64) -> Case {
         let (in_flight, set) = (IN_FLIGHT, Set::Usual);
         Case { config, mode, size, in_flight, set, ablation: None, control_of: None, network: None }
     }
@@ -177,20 +177,27 @@ impl Case {
 
     /// 4 KiB random reads from the large set.
     #[must_use]
-    pub fn large_set(config: Config) -> Case {
-        Case { set: Set::Large, ..Case::new(config, Mode::Randread, 4096) }
+    pub fn large_set(config: TestedSystem) -> Case {
+        Case { set: Set::Large, ..Case::new(config, AccessMode::Randread, 4096) }
     }
 
     /// Writes with a part of the design switched off.
     #[must_use]
-    pub fn without(config: Config, ablation: &Ablation) -> Case {
-        Case { ablation: Some(ablation.option.to_owned()), ..Case::new(config, Mode::Write, ablation.size) }
+    pub fn without(config: TestedSystem, ablation: &Ablation) -> Case {
+        Case {
+            ablation: Some(ablation.option.to_owned()),
+            ..Case::new(config, AccessMode::Write, ablation.size)
+        }
     }
 
     /// 4 KiB writes over a network stack.
     #[must_use]
     pub fn over(network: Network, in_flight: u32) -> Case {
-        Case { in_flight, network: Some(network), ..Case::new(Config::DpuMemcpy, Mode::Write, 4096) }
+        Case {
+            in_flight,
+            network: Some(network),
+            ..Case::new(TestedSystem::DpuMemcpy, AccessMode::Write, 4096)
+        }
     }
 
     /// The run of the whole design that an ablation is divided by: the same otherwise, right before or after it.
@@ -203,9 +210,9 @@ impl Case {
     #[must_use]
     pub fn is_secondary(&self) -> bool {
         let of_a_bar = match self.mode {
-            Mode::Write => self.size == 4096 || PAPER_SIZES.contains(&self.size),
-            Mode::Read => PAPER_SIZES.contains(&self.size),
-            Mode::Randread => [4096, 4 * MIB].contains(&self.size),
+            AccessMode::Write => self.size == 4096 || PAPER_SIZES.contains(&self.size),
+            AccessMode::Read => PAPER_SIZES.contains(&self.size),
+            AccessMode::Randread => [4096, 4 * MIB].contains(&self.size),
         };
         self.ablation.is_some() || self.control_of.is_some() || self.network.is_some() || !of_a_bar
     }
@@ -231,7 +238,7 @@ mod tests {
     #[test]
     fn requests_in_flight_never_meet_on_an_object() {
         for size in [4096, 64 << 10, MIB, 16 * MIB, 64 * MIB] {
-            let case = Case::new(Config::Host, Mode::Write, size);
+            let case = Case::new(TestedSystem::Host, AccessMode::Write, size);
             assert!(case.objects() >= 2 * u64::from(case.in_flight), "{size}");
         }
         for in_flight in IN_FLIGHT_SWEEP {
@@ -242,7 +249,7 @@ mod tests {
 
     #[test]
     fn a_run_that_compares_networks_is_none_of_the_main_series() {
-        let main = Case::new(Config::DpuMemcpy, Mode::Write, 4096);
+        let main = Case::new(TestedSystem::DpuMemcpy, AccessMode::Write, 4096);
         for case in Network::ALL.map(|network| Case::over(network, IN_FLIGHT)) {
             assert!(case.is_secondary() && !main.is_secondary());
             assert_ne!(case, main);

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde::Serialize;
 
-use super::settings::Settings;
+use super::settings::RedundancySettings;
 use crate::Result;
 use crate::evaluation::environment::Environment;
 use crate::evaluation::stats::{Estimate, Rounds, estimate, ratio};
@@ -17,7 +17,7 @@ pub struct Book {
     /// By what was measured, and which of its figures.
     series: BTreeMap<String, BTreeMap<String, Rounds>>,
     /// What the part is judged by.
-    bars: Vec<Bar>,
+    bars: Vec<BookBar>,
     /// What did not go as it should, and which samples are missing for it.
     problems: Vec<String>,
     /// Runs that do not count, by why.
@@ -26,17 +26,17 @@ pub struct Book {
 
 /// A figure that is held against a threshold.
 #[derive(Debug, Serialize)]
-pub struct Bar {
+pub struct BookBar {
     name: String,
     value: Option<Estimate>,
-    bound: Bound,
+    bound: BookBound,
     met: Option<bool>,
 }
 
 /// A threshold.
 #[derive(Debug, Clone, Copy, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Bound {
+pub enum BookBound {
     /// No less.
     AtLeast(f64),
     /// No more.
@@ -45,7 +45,7 @@ pub enum Bound {
 
 /// What is written to a part's file. Fields stay, new ones may come.
 #[derive(Serialize)]
-struct Document<'a> {
+struct BookDocument<'a> {
     part: &'a str,
     environment: Environment,
     rounds: u32,
@@ -85,13 +85,13 @@ impl Book {
     }
 
     /// Holds a figure against a threshold.
-    pub fn judge(&mut self, name: &str, value: &Rounds, bound: Bound) {
+    pub fn judge(&mut self, name: &str, value: &Rounds, bound: BookBound) {
         let value = estimate(value.values().copied());
         let met = value.map(|v| match bound {
-            Bound::AtLeast(least) => v.median >= least,
-            Bound::AtMost(most) => v.median <= most,
+            BookBound::AtLeast(least) => v.median >= least,
+            BookBound::AtMost(most) => v.median <= most,
         });
-        self.bars.push(Bar { name: name.to_owned(), value, bound, met });
+        self.bars.push(BookBar { name: name.to_owned(), value, bound, met });
     }
 
     /// Prints what was judged, and the problems.
@@ -110,19 +110,19 @@ impl Book {
     ///
     /// # Errors
     /// If that cannot be written.
-    pub fn write(&self, part: &str, settings: &Settings) -> Result<()> {
+    pub fn write(&self, part: &str, settings: &RedundancySettings) -> Result<()> {
         let environment = Environment::here(Path::new(settings.work.parent().unwrap_or(Path::new("."))));
         let (rounds, seconds_per_run) = (settings.rounds, settings.seconds);
-        let document = Document { part, environment, rounds, seconds_per_run, book: self };
+        let document = BookDocument { part, environment, rounds, seconds_per_run, book: self };
         settings.save(&format!("{part}.json"), &serde_json::to_string_pretty(&document)?)
     }
 }
 
-impl Bar {
+impl BookBar {
     fn cells(&self) -> [String; 5] {
         let threshold = match self.bound {
-            Bound::AtLeast(least) => format!(">= {least}"),
-            Bound::AtMost(most) => format!("<= {most}"),
+            BookBound::AtLeast(least) => format!(">= {least}"),
+            BookBound::AtMost(most) => format!("<= {most}"),
         };
         let verdict = match self.met {
             Some(true) => "pass",
@@ -172,9 +172,9 @@ mod tests {
         let mut book = Book::default();
         book.note("a", "mb_per_s", 1, 4.0);
         book.note("b", "mb_per_s", 1, 2.0);
-        book.judge("twice", &book.ratio("mb_per_s", "a", "b"), Bound::AtLeast(2.0));
-        book.judge("less", &book.ratio("mb_per_s", "a", "b"), Bound::AtMost(1.0));
-        book.judge("nothing", &book.ratio("mb_per_s", "a", "c"), Bound::AtLeast(0.0));
+        book.judge("twice", &book.ratio("mb_per_s", "a", "b"), BookBound::AtLeast(2.0));
+        book.judge("less", &book.ratio("mb_per_s", "a", "b"), BookBound::AtMost(1.0));
+        book.judge("nothing", &book.ratio("mb_per_s", "a", "c"), BookBound::AtLeast(0.0));
         assert_eq!(book.bars.iter().map(|b| b.met).collect::<Vec<_>>(), [Some(true), Some(false), None]);
     }
 }

@@ -11,12 +11,12 @@ pub struct Panel {
     /// Above it.
     pub title: String,
     /// Its lines.
-    pub lines: Vec<Line>,
+    pub lines: Vec<ChartLine>,
 }
 
 /// A line of a chart.
 #[derive(Debug)]
-pub struct Line {
+pub struct ChartLine {
     /// What it is; for the legend.
     pub name: &'static str,
     /// Colour of the style sheet.
@@ -27,7 +27,7 @@ pub struct Line {
 
 /// A time during which something was the case, drawn behind all charts.
 #[derive(Debug)]
-pub struct Span {
+pub struct ShadedSpan {
     /// What; for the legend.
     pub name: &'static str,
     /// Colour of the style sheet.
@@ -46,7 +46,7 @@ const BOTTOM: f64 = 26.0;
 
 /// Charts over the same seconds.
 #[must_use]
-pub fn timeline(panels: &[Panel], spans: &[Span]) -> String {
+pub fn timeline(panels: &[Panel], spans: &[ShadedSpan]) -> String {
     let times = panels.iter().flat_map(|p| &p.lines).flat_map(|l| &l.points).map(|(t, _)| *t);
     let end = times.fold(1.0, f64::max);
     let x = |t: f64| LEFT + (WIDTH - LEFT - RIGHT) * t / end;
@@ -75,7 +75,7 @@ pub fn timeline(panels: &[Panel], spans: &[Span]) -> String {
 }
 
 impl Panel {
-    fn draw(&self, x: &impl Fn(f64) -> f64, end: f64, spans: &[Span]) -> String {
+    fn draw(&self, x: &impl Fn(f64) -> f64, end: f64, spans: &[ShadedSpan]) -> String {
         let most = self.lines.iter().flat_map(|l| &l.points).map(|(_, v)| *v).fold(0.0, f64::max);
         let (step, top) = ticks(most * 1.02);
         let y = |value: f64| TOP + PLOT * (1.0 - value / top);
@@ -124,12 +124,12 @@ mod tests {
 
     #[test]
     fn every_line_and_span_is_drawn_and_explained() {
-        let line = |name| Line { name, class: "host", points: vec![(0.0, 1.0), (2.0, 3.0)] };
+        let line = |name| ChartLine { name, class: "host", points: vec![(0.0, 1.0), (2.0, 3.0)] };
         let panels = [
             Panel { title: "a".to_owned(), lines: vec![line("x & y")] },
             Panel { title: "b".to_owned(), lines: vec![line("z"), line("w")] },
         ];
-        let spans = [Span { name: "busy", class: "p2", times: vec![(0.5, 1.0)] }];
+        let spans = [ShadedSpan { name: "busy", class: "p2", times: vec![(0.5, 1.0)] }];
         let svg = timeline(&panels, &spans);
         assert_eq!((svg.matches("<polyline").count(), svg.matches("opacity:.25").count()), (3, 2));
         assert!(svg.contains("x &amp; y") && svg.starts_with("<svg") && svg.trim_end().ends_with("</svg>"));

@@ -5,19 +5,19 @@ use std::path::Path;
 
 use super::book::{Book, cell};
 use super::quiet;
-use super::settings::Settings;
-use super::watch::{State, wait_until, wait_until_whole};
+use super::settings::RedundancySettings;
+use super::watch::{WatchedState, wait_until, wait_until_whole};
 use crate::Result;
 use crate::ceiling::FioFile;
 use crate::evaluation::order::turns;
 use crate::evaluation::stats::Rounds;
-use crate::node::{Node, Placement, Workload};
+use crate::node::{BenchSpec, Node, NodePlacement};
 use crate::report::{Table, say};
 
 /// Targets of the node: one more than 4+2 has fragments.
 pub const TARGETS: u32 = 7;
 /// Where requests are handled.
-const PLACEMENTS: [Placement; 2] = [Placement::Dpu, Placement::Host];
+const PLACEMENTS: [NodePlacement; 2] = [NodePlacement::Dpu, NodePlacement::Host];
 /// Pools: how they are made, and bytes on the drive for each byte of an object.
 const POOLS: [(&str, f64); 3] = [("single", 1.0), ("mirror:2", 2.0), ("ec:4+2", 1.5)];
 /// Object sizes, as the command line, bytes, and fio have them.
@@ -26,15 +26,15 @@ const MODES: [&str; 2] = ["write", "read"];
 
 /// One kind of run.
 #[derive(Debug, Clone, Copy, PartialEq)]
-struct Case {
-    placement: Placement,
+struct PoolCase {
+    placement: NodePlacement,
     pool: (&'static str, f64),
     size: (&'static str, u64, &'static str),
     mode: &'static str,
     degraded: bool,
 }
 
-impl Case {
+impl PoolCase {
     fn name(&self) -> String {
         let degraded = if self.degraded { ", one target out" } else { "" };
         format!("{}{degraded}, {}", self.name_without_placement(), self.placement.name())
@@ -50,13 +50,13 @@ impl Case {
 }
 
 /// All cases of a placement, without or with one target out.
-fn cases(placement: Placement, degraded: bool) -> Vec<Case> {
+fn cases(placement: NodePlacement, degraded: bool) -> Vec<PoolCase> {
     let mut cases = Vec::new();
     for (pool, size, mode) in
         POOLS.iter().flat_map(|p| SIZES.iter().flat_map(move |s| MODES.iter().map(move |m| (*p, *s, *m))))
     {
         if !degraded || (pool.0.starts_with("ec") && mode == "read") {
-            cases.push(Case { placement, pool, size, mode, degraded });
+            cases.push(PoolCase { placement, pool, size, mode, degraded });
         }
     }
     cases
@@ -71,14 +71,14 @@ fn pool_name(pool: &str) -> &str {
 ///
 /// # Errors
 /// If the node or fio fails.
-pub fn measure(settings: &Settings, dir: &Path) -> Result<Book> {
+pub fn measure(settings: &RedundancySettings, dir: &Path) -> Result<Book> {
     say(format!(
         "\npools: {TARGETS} targets, 16 in flight, {} round(s) of {} s a run",
         settings.rounds, settings.seconds
     ));
     let fio = FioFile::create(dir, settings.fio_mib())?;
     let node = Node::new(&dir.join("pools"))?;
-    node.up_quietly(Placement::Dpu, TARGETS, settings.target_size())?;
+    node.up_quietly(NodePlacement::Dpu, TARGETS, settings.target_size())?;
     for (redundancy, _) in POOLS {
         node.run_quietly(&["pool", "create", pool_name(redundancy), "--redundancy", redundancy])?;
         for (name, bytes, _) in SIZES {
@@ -106,11 +106,11 @@ pub fn measure(settings: &Settings, dir: &Path) -> Result<Book> {
 /// # Errors
 /// If the node fails.
 pub fn populate(node: &Node, pool: &str, size: &str, objects: u64) -> Result<()> {
-    let workload = Workload { mode: "read", object_size: size, in_flight: 8, seconds: 1 };
+    let workload = BenchSpec { mode: "read", object_size: size, in_flight: 8, seconds: 1 };
     node.bench_with(pool, workload, &["--objects", &objects.to_string()]).map(drop)
 }
 
-fn ceilings(fio: &FioFile, settings: &Settings, round: u32, book: &mut Book) -> Result<()> {
+fn ceilings(fio: &FioFile, settings: &RedundancySettings, round: u32, book: &mut Book) -> Result<()> {
     let seconds = settings.seconds.min(2);
     for (name, _, bs) in SIZES {
         let (mut write, mut read) = (0.0_f64, 0.0_f64);
@@ -126,8 +126,8 @@ fn ceilings(fio: &FioFile, settings: &Settings, round: u32, book: &mut Book) -> 
 
 fn one_placement(
     node: &Node,
-    placement: Placement,
-    settings: &Settings,
+    placement: NodePlacement,
+    settings: &RedundancySettings,
     round: u32,
     book: &mut Book,
 ) -> Result<()> {
@@ -139,7 +139,7 @@ fn one_placement(
     node.run_quietly(&["target", "out", &last[0]])?;
     wait_until_whole(node)?;
     node.run_quietly(&["target", "out", &last[1]])?;
-    wait_until(node, std::time::Duration::from_secs(60), "degraded", State::is_degraded_and_idle)?;
+    wait_until(node, std::time::Duration::from_secs(60), "degraded", WatchedState::is_degraded_and_idle)?;
     for case in turns(&cases(placement, true), round as usize) {
         run(node, case, settings, round, book)?;
     }
@@ -150,9 +150,15 @@ fn one_placement(
     Ok(())
 }
 
-fn run(node: &Node, case: Case, settings: &Settings, round: u32, book: &mut Book) -> Result<()> {
+fn run(
+    node: &Node,
+    case: PoolCase,
+    settings: &RedundancySettings,
+    round: u32,
+    book: &mut Book,
+) -> Result<()> {
     let workload =
-        Workload { mode: case.mode, object_size: case.size.0, in_flight: 16, seconds: settings.seconds };
+        BenchSpec { mode: case.mode, object_size: case.size.0, in_flight: 16, seconds: settings.seconds };
     let objects = (settings.set_bytes() / case.size.1).to_string();
     let found = node.bench_with(pool_name(case.pool.0), workload, &["--objects", &objects])?;
     let name = case.name();
@@ -168,14 +174,14 @@ fn run(node: &Node, case: Case, settings: &Settings, round: u32, book: &mut Book
     Ok(())
 }
 
-impl Case {
+impl PoolCase {
     /// Bytes that go to the drive or come from it for each byte of an object.
     fn on_drive(&self) -> f64 {
         if self.mode == "write" { self.pool.1 } else { 1.0 }
     }
 }
 
-fn print(book: &Book, placement: Placement) {
+fn print(book: &Book, placement: NodePlacement) {
     let head = [
         &format!("{}, 16 in flight", placement.name()),
         "MB/s of objects",
@@ -187,7 +193,7 @@ fn print(book: &Book, placement: Placement) {
     let mut table = Table::new(&head);
     for case in [cases(placement, false), cases(placement, true)].concat() {
         let name = case.name();
-        let single = Case { pool: POOLS[0], degraded: false, ..case }.name();
+        let single = PoolCase { pool: POOLS[0], degraded: false, ..case }.name();
         let degraded = if case.degraded { ", one target out" } else { "" };
         let drive = crate::evaluation::stats::ratio(
             &book.rounds(&name, "drive_mb_per_s"),
@@ -220,16 +226,16 @@ mod tests {
     #[test]
     fn every_case_has_a_name_of_its_own() {
         let all = PLACEMENTS.map(|p| [cases(p, false), cases(p, true)].concat()).concat();
-        let names: std::collections::BTreeSet<String> = all.iter().map(Case::name).collect();
+        let names: std::collections::BTreeSet<String> = all.iter().map(PoolCase::name).collect();
         assert_eq!((names.len(), all.len()), (28, 28));
         assert!(names.contains("ec:4+2 4MiB read, one target out, dpu"));
     }
 
     #[test]
     fn fio_is_held_against_the_bytes_that_go_to_the_drive() {
-        let all = cases(Placement::Dpu, false);
+        let all = cases(NodePlacement::Dpu, false);
         let of = |pool: &str, mode: &str| {
-            all.iter().find(|c| c.pool.0 == pool && c.mode == mode).map(Case::on_drive)
+            all.iter().find(|c| c.pool.0 == pool && c.mode == mode).map(PoolCase::on_drive)
         };
         assert_eq!(of("ec:4+2", "write"), Some(1.5));
         assert_eq!(of("mirror:2", "write"), Some(2.0));

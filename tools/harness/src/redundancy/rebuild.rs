@@ -8,15 +8,15 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use super::book::{Book, Bound, cell};
+use super::book::{Book, BookBound, cell};
 use super::pools::{TARGETS, populate};
 use super::quiet;
-use super::settings::Settings;
-use super::watch::{State, Usage, wait_until, wait_until_whole};
+use super::settings::RedundancySettings;
+use super::watch::{UsageSnapshot, WatchedState, wait_until, wait_until_whole};
 use crate::Result;
 use crate::ceiling::FioFile;
 use crate::evaluation::stats::{Rounds, paired};
-use crate::node::{Node, Placement, Workload};
+use crate::node::{BenchSpec, Node, NodePlacement};
 use crate::report::{Table, say};
 
 /// Objects that clients overwrite and read, of those that the node is filled with.
@@ -32,7 +32,7 @@ const MODES: [&str; 2] = ["write", "read"];
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// The node, and which target is lost next.
-struct Rig {
+struct RebuildRig {
     node: Node,
     fio: FioFile,
     next: u32,
@@ -42,14 +42,14 @@ struct Rig {
 ///
 /// # Errors
 /// If the node or fio fails.
-pub fn measure(settings: &Settings, dir: &Path) -> Result<Book> {
+pub fn measure(settings: &RedundancySettings, dir: &Path) -> Result<Book> {
     let (rounds, seconds) = (settings.rounds, settings.seconds);
     say(format!("\nrebuild: ec:4+2 on {TARGETS} targets, {rounds} round(s) of {seconds} s a run"));
     let node = Node::new(&dir.join("rebuild"))?;
-    node.up_quietly(Placement::Dpu, TARGETS, settings.target_size())?;
+    node.up_quietly(NodePlacement::Dpu, TARGETS, settings.target_size())?;
     node.run_quietly(&["pool", "create", POOL, "--redundancy", "ec:4+2"])?;
     populate(&node, POOL, "4MiB", settings.rebuild_objects())?;
-    let mut rig = Rig { node, fio: FioFile::create(dir, settings.fio_mib())?, next: 0 };
+    let mut rig = RebuildRig { node, fio: FioFile::create(dir, settings.fio_mib())?, next: 0 };
     // Objects lie on all seven; from the first loss on one of them is empty, and gets what the next one had.
     rig.lose()?;
     rig.restore()?;
@@ -68,7 +68,7 @@ pub fn measure(settings: &Settings, dir: &Path) -> Result<Book> {
     Ok(book)
 }
 
-impl Rig {
+impl RebuildRig {
     fn ceiling(&self, seconds: u32, round: u32, book: &mut Book) -> Result<()> {
         let mut best = 0.0_f64;
         for depth in [4, 16] {
@@ -99,8 +99,8 @@ impl Rig {
         self.lose()?;
         let began = self.sighting()?;
         let mut last = None;
-        while let Some(fragments) = State::of(&self.node)?.rebuilt_fragments() {
-            last = Some((fragments, Usage::of(&self.node)?));
+        while let Some(fragments) = WatchedState::of(&self.node)?.rebuilt_fragments() {
+            last = Some((fragments, UsageSnapshot::of(&self.node)?));
             std::thread::sleep(Duration::from_millis(200));
         }
         wait_until_whole(&self.node)?;
@@ -113,10 +113,10 @@ impl Rig {
     }
 
     /// Fragments rebuilt so far and what the processes have used by then; waits until there is a rebuild.
-    fn sighting(&self) -> Result<(u64, Usage)> {
-        let begun = |s: &State| s.rebuilt_fragments().is_some();
+    fn sighting(&self) -> Result<(u64, UsageSnapshot)> {
+        let begun = |s: &WatchedState| s.rebuilt_fragments().is_some();
         let state = wait_until(&self.node, PATIENCE, "rebuilding", begun)?;
-        Ok((state.rebuilt_fragments().unwrap_or(0), Usage::of(&self.node)?))
+        Ok((state.rebuilt_fragments().unwrap_or(0), UsageSnapshot::of(&self.node)?))
     }
 
     /// Clients without a rebuild and with one, each first in turn.
@@ -139,12 +139,12 @@ impl Rig {
         self.lose()?;
         let began = self.sighting()?;
         let rate = self.bench(mode, seconds, round, book)?;
-        let after = State::of(&self.node)?.rebuilt_fragments();
+        let after = WatchedState::of(&self.node)?.rebuilt_fragments();
         match after {
             Some(fragments) => {
                 let what = beside(mode);
                 book.note(&what, "mb_per_s", round, rate);
-                note_rebuild(&what, &began, &(fragments, Usage::of(&self.node)?), round, book);
+                note_rebuild(&what, &began, &(fragments, UsageSnapshot::of(&self.node)?), round, book);
             }
             None => book.problem(format!(
                 "round {round}: the rebuild was over before the {mode}s beside it were; they do not count"
@@ -154,7 +154,7 @@ impl Rig {
     }
 
     fn bench(&self, mode: &str, seconds: u32, round: u32, book: &mut Book) -> Result<f64> {
-        let workload = Workload { mode, object_size: "4MiB", in_flight: 16, seconds };
+        let workload = BenchSpec { mode, object_size: "4MiB", in_flight: 16, seconds };
         let found = self.node.bench_with(POOL, workload, &["--objects", CLIENTS_OBJECTS])?;
         if found.errors > 0 {
             book.problem(format!("round {round}: {} {mode}s failed", found.errors));
@@ -172,7 +172,13 @@ fn beside(mode: &str) -> String {
 }
 
 /// Takes down what went on between two sightings of a rebuild.
-fn note_rebuild(what: &str, from: &(u64, Usage), to: &(u64, Usage), round: u32, book: &mut Book) {
+fn note_rebuild(
+    what: &str,
+    from: &(u64, UsageSnapshot),
+    to: &(u64, UsageSnapshot),
+    round: u32,
+    book: &mut Book,
+) {
     let seconds = to.1.seconds_since(&from.1);
     let fragments = to.0.saturating_sub(from.0) as f64;
     let moved = to.1.drive_bytes_since(&from.1);
@@ -225,9 +231,13 @@ fn print(book: &Book) {
 
 fn judge(book: &mut Book) {
     let against_fio = book.ratio("moved_mb_per_s", IDLE, FIO);
-    book.judge("rebuild of a lost target, bytes read and written / fio", &against_fio, Bound::AtLeast(0.5));
+    book.judge(
+        "rebuild of a lost target, bytes read and written / fio",
+        &against_fio,
+        BookBound::AtLeast(0.5),
+    );
     for mode in MODES {
         let lost = loss(book, mode);
-        book.judge(&format!("what 4 MiB {mode}s lose to a rebuild, %"), &lost, Bound::AtMost(30.0));
+        book.judge(&format!("what 4 MiB {mode}s lose to a rebuild, %"), &lost, BookBound::AtMost(30.0));
     }
 }

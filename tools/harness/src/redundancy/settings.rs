@@ -7,7 +7,7 @@ use crate::report::say;
 
 /// What the environment says.
 #[derive(Debug, Clone)]
-pub struct Settings {
+pub struct RedundancySettings {
     /// `QUICK=1`: little data and one round, to see that it works.
     pub quick: bool,
     /// `OUTBOARD_BENCH_ROUNDS`: how often everything is repeated.
@@ -24,10 +24,10 @@ pub struct Settings {
     pub out: PathBuf,
 }
 
-impl Settings {
+impl RedundancySettings {
     /// Reads the environment.
     #[must_use]
-    pub fn from_env() -> Settings {
+    pub fn from_env() -> RedundancySettings {
         let number = |name: &str, default: u32| {
             std::env::var(name).ok().and_then(|v| v.parse().ok()).filter(|v| *v > 0).unwrap_or(default)
         };
@@ -35,7 +35,7 @@ impl Settings {
         let quick = std::env::var("QUICK").is_ok_and(|v| !v.is_empty() && v != "0");
         let work = path("OUTBOARD_BENCH_DIR").unwrap_or_else(std::env::temp_dir);
         let out = path("OUTBOARD_REPORT_DIR").unwrap_or_else(|| PathBuf::from("report"));
-        Settings {
+        RedundancySettings {
             quick,
             rounds: number("OUTBOARD_BENCH_ROUNDS", if quick { 1 } else { 5 }),
             seconds: number("OUTBOARD_BENCH_SECONDS", 3),

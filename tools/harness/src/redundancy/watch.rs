@@ -11,41 +11,41 @@ use crate::node::Node;
 
 /// The parts of `outboard status --json` that speak of redundancy.
 #[derive(Debug, Deserialize)]
-pub struct State {
-    targets: Vec<Target>,
-    pools: Vec<Pool>,
-    rebuild: Option<Rebuild>,
+pub struct WatchedState {
+    targets: Vec<WatchedTarget>,
+    pools: Vec<WatchedPool>,
+    rebuild: Option<WatchedRebuild>,
 }
 
 #[derive(Debug, Deserialize)]
-struct Rebuild {
+struct WatchedRebuild {
     objects: u64,
 }
 
 #[derive(Debug, Deserialize)]
-struct Target {
+struct WatchedTarget {
     state: Option<String>,
 }
 
 #[derive(Debug, Deserialize)]
-struct Pool {
+struct WatchedPool {
     degraded: u32,
     unavailable: u32,
 }
 
-impl State {
+impl WatchedState {
     /// Asks the node.
     ///
     /// # Errors
     /// If it does not answer.
-    pub fn of(node: &Node) -> Result<State> {
+    pub fn of(node: &Node) -> Result<WatchedState> {
         node.json(&["status", "--json"])
     }
 
     /// Whether all objects are where they should be, and nothing is on its way.
     #[must_use]
     pub fn is_whole(&self) -> bool {
-        let settled = |t: &Target| matches!(t.state.as_deref(), Some("in" | "out"));
+        let settled = |t: &WatchedTarget| matches!(t.state.as_deref(), Some("in" | "out"));
         self.rebuild.is_none()
             && self.pools.iter().all(|p| p.degraded == 0 && p.unavailable == 0)
             && self.targets.iter().all(settled)
@@ -68,10 +68,15 @@ impl State {
 ///
 /// # Errors
 /// If it is not by then.
-pub fn wait_until(node: &Node, patience: Duration, what: &str, is: impl Fn(&State) -> bool) -> Result<State> {
+pub fn wait_until(
+    node: &Node,
+    patience: Duration,
+    what: &str,
+    is: impl Fn(&WatchedState) -> bool,
+) -> Result<WatchedState> {
     let deadline = Instant::now() + patience;
     loop {
-        let state = State::of(node)?;
+        let state = WatchedState::of(node)?;
         if is(&state) {
             return Ok(state);
         }
@@ -87,24 +92,24 @@ pub fn wait_until(node: &Node, patience: Duration, what: &str, is: impl Fn(&Stat
 /// # Errors
 /// If they do not have them in five minutes.
 pub fn wait_until_whole(node: &Node) -> Result<()> {
-    wait_until(node, Duration::from_secs(300), "whole", State::is_whole).map(drop)
+    wait_until(node, Duration::from_secs(300), "whole", WatchedState::is_whole).map(drop)
 }
 
 /// What the node's processes have used until now.
 #[derive(Debug)]
-pub struct Usage {
+pub struct UsageSnapshot {
     at: Instant,
     roles: BTreeMap<String, (u32, Threads)>,
     drive: [u64; 2],
 }
 
-impl Usage {
+impl UsageSnapshot {
     /// Reads it.
     ///
     /// # Errors
     /// If the node does not say which processes it has.
-    pub fn of(node: &Node) -> Result<Usage> {
-        let mut usage = Usage { at: Instant::now(), roles: BTreeMap::new(), drive: [0; 2] };
+    pub fn of(node: &Node) -> Result<UsageSnapshot> {
+        let mut usage = UsageSnapshot { at: Instant::now(), roles: BTreeMap::new(), drive: [0; 2] };
         for process in node.status()?.processes {
             let Some(pid) = process.pid else { continue };
             let moved = drive_bytes(pid);
@@ -117,20 +122,20 @@ impl Usage {
 
     /// Seconds between the two.
     #[must_use]
-    pub fn seconds_since(&self, earlier: &Usage) -> f64 {
+    pub fn seconds_since(&self, earlier: &UsageSnapshot) -> f64 {
         self.at.duration_since(earlier.at).as_secs_f64()
     }
 
     /// Cores that a role had in use, on average.
     #[must_use]
-    pub fn cores_since(&self, earlier: &Usage, role: &str) -> f64 {
+    pub fn cores_since(&self, earlier: &UsageSnapshot, role: &str) -> f64 {
         let both = self.roles.get(role).zip(earlier.roles.get(role));
         both.map_or(0.0, |(now, then)| now.1.cpu_seconds_since(&then.1)) / self.seconds_since(earlier)
     }
 
     /// Bytes read from and written to the drive meanwhile, as the kernel counts them for the node's processes.
     #[must_use]
-    pub fn drive_bytes_since(&self, earlier: &Usage) -> [u64; 2] {
+    pub fn drive_bytes_since(&self, earlier: &UsageSnapshot) -> [u64; 2] {
         [0, 1].map(|i| self.drive[i].saturating_sub(earlier.drive[i]))
     }
 }
@@ -146,11 +151,11 @@ fn drive_bytes(pid: u32) -> [u64; 2] {
 mod tests {
     use super::*;
 
-    fn state(rebuilt: Option<u64>, degraded: u32, standing: &str) -> State {
-        State {
-            targets: vec![Target { state: Some(standing.to_owned()) }],
-            pools: vec![Pool { degraded, unavailable: 0 }],
-            rebuild: rebuilt.map(|objects| Rebuild { objects }),
+    fn state(rebuilt: Option<u64>, degraded: u32, standing: &str) -> WatchedState {
+        WatchedState {
+            targets: vec![WatchedTarget { state: Some(standing.to_owned()) }],
+            pools: vec![WatchedPool { degraded, unavailable: 0 }],
+            rebuild: rebuilt.map(|objects| WatchedRebuild { objects }),
         }
     }
 
@@ -158,9 +163,10 @@ mod tests {
     fn progress_is_read_from_what_status_says() {
         let said = r#"{"targets":[],"pools":[],"rebuild":{"target":"5f1df28b-aa3c-4a13-906b-feba84174cff","pool":"ec",
             "groups_left":3,"objects":116,"bytes":121634816,"rate_limit":0,"last_failure":null}}"#;
-        let state: State = serde_json::from_str(said).unwrap();
+        let state: WatchedState = serde_json::from_str(said).unwrap();
         assert_eq!(state.rebuilt_fragments(), Some(116));
-        let state: State = serde_json::from_str(r#"{"targets":[],"pools":[],"rebuild":null}"#).unwrap();
+        let state: WatchedState =
+            serde_json::from_str(r#"{"targets":[],"pools":[],"rebuild":null}"#).unwrap();
         assert_eq!(state.rebuilt_fragments(), None);
     }
 

@@ -6,22 +6,22 @@ use std::time::Instant;
 use base::fault::{Action, Site};
 use fabric::PostError;
 
-use super::{Tell, Worker};
+use super::{EngineWorker, Tell};
 use crate::dma::{PeerId, QueueId};
 use crate::ofi::faults::{Fate, damaged_copy};
-use crate::ofi::flow::Work;
+use crate::ofi::flow::ActiveChain;
 use crate::ofi::hazards::Footprint;
 use crate::ofi::lane::scratch;
-use crate::ofi::shared::Item;
+use crate::ofi::shared::OfiItem;
 use crate::{RegionId, Result, Transfer};
 
 /// Where a transfer goes.
-struct Plan {
+struct TransferPlan {
     peer: PeerId,
     footprint: Footprint,
 }
 
-impl Worker {
+impl EngineWorker {
     /// Carries on with a queue as far as it goes; `false` if nothing could be done.
     pub(super) fn advance(&mut self, queue: QueueId) -> bool {
         let mut worked = self.finish(queue);
@@ -37,20 +37,20 @@ impl Worker {
                 continue;
             }
             worked |= self.finish(queue);
-            let resetting = matches!(self.held[queue], Some(Item::Reset));
+            let resetting = matches!(self.held[queue], Some(OfiItem::Reset));
             if resetting || self.held[queue].is_some() && !self.flows[queue].is_empty() {
                 self.flows[queue].blocked = true;
                 break;
             }
             match self.held[queue].take().or_else(|| self.shared.queues[queue].items.pop()) {
                 None => break,
-                Some(Item::Chain(chain)) => {
-                    self.flows[queue].push(Work::new(chain));
+                Some(OfiItem::Chain(chain)) => {
+                    self.flows[queue].push(ActiveChain::new(chain));
                     // What it uses was registered before it was posted. A reset that comes with it concerns it, too.
                     self.take_commands();
                     self.settle(queue);
                 }
-                Some(Item::Reset) => self.held[queue] = Some(Item::Reset),
+                Some(OfiItem::Reset) => self.held[queue] = Some(OfiItem::Reset),
                 Some(item) if self.flows[queue].is_empty() => self.forget(item),
                 Some(item) => self.held[queue] = Some(item),
             }
@@ -78,7 +78,7 @@ impl Worker {
     }
 
     /// What a transfer means.
-    fn plan(&self, transfer: &Transfer) -> Result<Plan, String> {
+    fn plan(&self, transfer: &Transfer) -> Result<TransferPlan, String> {
         let Transfer { src, dst, len } = *transfer;
         let window = |id: RegionId| self.windows.get(&id);
         let (read, here, there) = match (window(src.region), window(dst.region)) {
@@ -100,7 +100,7 @@ impl Worker {
         let start = window.start + at;
         let footprint =
             Footprint { read, local: (here.region, here.offset..here_end), remote: start..start + len };
-        Ok(Plan { peer: *peer, footprint })
+        Ok(TransferPlan { peer: *peer, footprint })
     }
 
     /// Whether no fault holds up the next transfer of the queue's last chain, which is for that peer.
@@ -118,8 +118,8 @@ impl Worker {
     }
 
     /// Posts a transfer; `false` if there is no room yet.
-    fn post(&mut self, queue: QueueId, number: u64, plan: Plan) -> Result<bool, String> {
-        let Plan { peer: id, footprint } = plan;
+    fn post(&mut self, queue: QueueId, number: u64, plan: TransferPlan) -> Result<bool, String> {
+        let TransferPlan { peer: id, footprint } = plan;
         let Some(work) = self.flows[queue].get(number) else { return Ok(true) };
         if *work.peer.get_or_insert(id) != id {
             return Err("one chain for several peers".to_owned());

@@ -11,22 +11,23 @@ use std::time::{Duration, Instant};
 use base::fault::{Action, Faults, Site};
 use base::mem::Arena;
 use fabric::{
-    Access, Completion, Endpoint, EndpointQueues, Event, Info, Library, MemoryRegion, Operation, Target,
+    Access, Completion, Endpoint, EndpointAddress, EndpointQueues, FabricEvent, Info, Library, MemoryRegion,
+    Operation,
 };
 use tokio::sync::oneshot;
 
 use super::alarm::wait_for;
 use super::faults::damage;
-use super::flow::{Flow, Work};
+use super::flow::{ActiveChain, Flow};
 use super::greeting::Greeting;
-use super::lane::{Lane, WINDOW};
-use super::line::{self, Line};
-use super::port::{Port, query};
+use super::lane::{OperationQueue, WINDOW};
+use super::line::{self, EngineEndpoint};
+use super::port::{EngineDomain, query};
 use super::rung::Rung;
-use super::shared::{Command, Item, Shared};
+use super::shared::{OfiCommand, OfiItem, Shared};
 use super::{OfiOffer, QUEUES};
-use crate::dma::{Failed, PeerId, QueueId};
-use crate::{ChannelError, Place, RegionId, Result};
+use crate::dma::{ChainFailure, PeerId, QueueId};
+use crate::{ChannelError, DmaAddress, RegionId, Result};
 use base::spinner::Spinner;
 
 /// Room in the completion queue: for the peer in use and one that has not been forgotten yet. Each lane has a window of
@@ -47,13 +48,13 @@ struct Remote {
     offer: OfiOffer,
     rung: Arc<Rung>,
     /// By queue. None if the connections are closed.
-    lanes: Vec<Lane>,
-    state: State,
+    lanes: Vec<OperationQueue>,
+    state: PeerState,
     /// How often it was tried to connect.
     attempt: u32,
 }
 
-enum State {
+enum PeerState {
     /// To be given up then; who attaches, waits for the connections to stand.
     Connecting(Instant, Option<oneshot::Sender<Result<usize>>>),
     Up,
@@ -70,18 +71,18 @@ enum Tell {
     Always,
 }
 
-pub(super) struct Worker {
+pub(super) struct EngineWorker {
     shared: Arc<Shared>,
     library: Library,
     faults: Faults,
     connect_timeout: Duration,
     flows: [Flow; QUEUES],
     /// What must wait until its queue has no chain under way.
-    held: [Option<Item>; QUEUES],
+    held: [Option<OfiItem>; QUEUES],
     peers: HashMap<PeerId, Remote>,
     locals: HashMap<RegionId, Local>,
     windows: HashMap<RegionId, (PeerId, Range<usize>)>,
-    port: Option<Port>,
+    port: Option<EngineDomain>,
     /// There are completions to tell of.
     completed: bool,
     /// The provider was full.
@@ -91,14 +92,14 @@ pub(super) struct Worker {
     transfers_metric: metrics::Counter,
 }
 
-impl Worker {
+impl EngineWorker {
     pub(super) fn new(
         shared: Arc<Shared>,
         library: Library,
         faults: Faults,
         connect_timeout: Duration,
-    ) -> Worker {
-        Worker {
+    ) -> EngineWorker {
+        EngineWorker {
             shared,
             library,
             faults,
@@ -158,8 +159,8 @@ impl Worker {
 
     fn sleep(&self) {
         let deadlines = self.peers.values().filter_map(|peer| match peer.state {
-            State::Connecting(until, _) => Some(until),
-            State::Up | State::Down => None,
+            PeerState::Connecting(until, _) => Some(until),
+            PeerState::Up | PeerState::Down => None,
         });
         let deadlines = deadlines.chain(self.flows.iter().filter_map(Flow::stalled));
         let waits = deadlines.map(|until| until.saturating_duration_since(Instant::now()).max(RETRY));
@@ -176,15 +177,15 @@ impl Worker {
         while let Some(command) = self.shared.commands.pop() {
             worked = true;
             match command {
-                Command::Local(id, arena) => {
+                OfiCommand::Local(id, arena) => {
                     let registered = self.port.as_ref().and_then(|port| register(port, &arena));
                     self.locals.insert(id, Local { registered, arena });
                 }
-                Command::Attach { id, offer, rung, reply } => {
-                    let state = State::Down;
+                OfiCommand::Attach { id, offer, rung, reply } => {
+                    let state = PeerState::Down;
                     self.peers.insert(id, Remote { offer, rung, lanes: Vec::new(), state, attempt: 0 });
                     match (self.connect(id), self.peers.get_mut(&id)) {
-                        (Ok(()), Some(Remote { state: State::Connecting(_, asks), .. })) => {
+                        (Ok(()), Some(Remote { state: PeerState::Connecting(_, asks), .. })) => {
                             *asks = Some(reply)
                         }
                         (Err(e), _) => {
@@ -196,10 +197,10 @@ impl Worker {
                         (Ok(()), _) => {}
                     }
                 }
-                Command::Window(id, peer, range) => drop(self.windows.insert(id, (peer, range))),
+                OfiCommand::Window(id, peer, range) => drop(self.windows.insert(id, (peer, range))),
                 // Whoever asked for it knows.
-                Command::Reset => self.reset("the engine was reset", Tell::Chains),
-                Command::Stop => self.running = false,
+                OfiCommand::Reset => self.reset("the engine was reset", Tell::Chains),
+                OfiCommand::Stop => self.running = false,
             }
         }
         worked
@@ -210,7 +211,7 @@ impl Worker {
         let Some(peer) = self.peers.get_mut(&id) else { return Ok(()) };
         peer.attempt += 1;
         let (offer, attempt) = (peer.offer.clone(), peer.attempt);
-        let info = query(self.library, &offer.provider, Target::Connect(offer.address))?;
+        let info = query(self.library, &offer.provider, EndpointAddress::Connect(offer.address))?;
         if info.exposes_local_memory() {
             let what =
                 "over iWARP the store's process could write all DPU memory; use RoCE or InfiniBand, or tcp";
@@ -223,14 +224,14 @@ impl Worker {
             let token = token_of(id, queue);
             let endpoint =
                 Endpoint::connecting(&info, EndpointQueues::new(&port.events, &port.completions), token)?;
-            let line = Line::new(endpoint, &port.domain)?;
+            let line = EngineEndpoint::new(endpoint, &port.domain)?;
             let greeting = Greeting { queue, attempt, secret: offer.secret };
             line.endpoint.establish(&greeting.encode())?;
-            lanes.push(Lane::new(line));
+            lanes.push(OperationQueue::new(line));
         }
         if let Some(peer) = self.peers.get_mut(&id) {
             peer.lanes = lanes;
-            peer.state = State::Connecting(Instant::now() + self.connect_timeout, None);
+            peer.state = PeerState::Connecting(Instant::now() + self.connect_timeout, None);
         }
         Ok(())
     }
@@ -239,17 +240,17 @@ impl Worker {
     fn reach(&mut self, id: PeerId) -> Result<bool, String> {
         match self.peers.get(&id).map(|peer| &peer.state) {
             None => Err("the peer is not attached".to_owned()),
-            Some(State::Up) => Ok(true),
-            Some(State::Connecting(..)) => Ok(false),
-            Some(State::Down) => self.connect(id).map(|()| false).map_err(|e| e.to_string()),
+            Some(PeerState::Up) => Ok(true),
+            Some(PeerState::Connecting(..)) => Ok(false),
+            Some(PeerState::Down) => self.connect(id).map(|()| false).map_err(|e| e.to_string()),
         }
     }
 
     /// Peers that do not answer.
     fn give_up_overdue(&mut self) {
         let overdue = |peer: &Remote| match peer.state {
-            State::Connecting(until, _) => until <= Instant::now(),
-            State::Up | State::Down => false,
+            PeerState::Connecting(until, _) => until <= Instant::now(),
+            PeerState::Up | PeerState::Down => false,
         };
         let ids: Vec<PeerId> =
             self.peers.iter().filter(|(_, peer)| overdue(peer)).map(|(id, _)| *id).collect();
@@ -269,8 +270,8 @@ impl Worker {
             return Err(ChannelError::Refused(what));
         }
         self.close_port();
-        let target = Target::Connect(offer.address);
-        let port = Port::open(query(self.library, &offer.provider, target)?, DEPTH)?;
+        let target = EndpointAddress::Connect(offer.address);
+        let port = EngineDomain::open(query(self.library, &offer.provider, target)?, DEPTH)?;
         for local in self.locals.values_mut() {
             local.registered = Some(MemoryRegion::register(&port.domain, &local.arena, Access::Local)?);
         }
@@ -320,19 +321,19 @@ impl Worker {
         worked
     }
 
-    fn happened(&mut self, event: Event) {
+    fn happened(&mut self, event: FabricEvent) {
         match event {
-            Event::Connected { endpoint, .. } => self.connected(endpoint),
-            Event::Closed { endpoint } => {
+            FabricEvent::Connected { endpoint, .. } => self.connected(endpoint),
+            FabricEvent::Closed { endpoint } => {
                 self.lose(peer_of(endpoint), "the peer closed the connection", Tell::Always)
             }
-            Event::Failed { endpoint, error, data } => {
+            FabricEvent::Failed { endpoint, error, data } => {
                 let reason = String::from_utf8_lossy(&data);
                 let reason = reason.trim_end_matches('\0');
                 self.lose(peer_of(endpoint), &format!("{error}: {reason}"), Tell::Always);
             }
-            Event::SomeFailed { error } => {
-                let connecting = |peer: &Remote| matches!(peer.state, State::Connecting(..));
+            FabricEvent::SomeFailed { error } => {
+                let connecting = |peer: &Remote| matches!(peer.state, PeerState::Connecting(..));
                 let ids = self.peers.iter().filter(|(_, peer)| connecting(peer)).map(|(id, _)| *id);
                 for id in ids.collect::<Vec<_>>() {
                     self.lose(id, &error.to_string(), Tell::Always);
@@ -348,7 +349,7 @@ impl Worker {
         let Some(lane) = peer.lanes.get_mut(queue_of(endpoint)) else { return };
         lane.line.established = true;
         if peer.lanes.iter().all(|lane| lane.line.established)
-            && let State::Connecting(_, Some(reply)) = std::mem::replace(&mut peer.state, State::Up)
+            && let PeerState::Connecting(_, Some(reply)) = std::mem::replace(&mut peer.state, PeerState::Up)
         {
             // Whoever asked may have given up; then the peer is being detached.
             let _ = reply.send(Ok(max));
@@ -374,7 +375,7 @@ impl Worker {
                 let Some(done) = done else { return };
                 let work = done.chain.and_then(|chain| self.flows[queue].get(chain));
                 if let Some((transfer, corrupt)) = work.and_then(|work| work.complete(done.number)) {
-                    let Place { region, offset } = transfer.dst;
+                    let DmaAddress { region, offset } = transfer.dst;
                     if corrupt
                         && let Some(local) = self.locals.get(&region)
                         && let Err(e) = damage(&local.arena, offset, transfer.len)
@@ -395,7 +396,7 @@ impl Worker {
     fn lose(&mut self, id: PeerId, why: &str, tell: Tell) {
         let Some(peer) = self.peers.get_mut(&id) else { return };
         let detached = peer.rung.is_detached();
-        let state = std::mem::replace(&mut peer.state, State::Down);
+        let state = std::mem::replace(&mut peer.state, PeerState::Down);
         let lanes = std::mem::take(&mut peer.lanes);
         if lanes.is_empty() {
             return;
@@ -403,14 +404,14 @@ impl Worker {
         let confirmed: Vec<u64> = lanes.iter().map(|lane| lane.confirmed).collect();
         drop(lanes);
         tracing::debug!("peer {}: {why}", id.0);
-        if let State::Connecting(_, Some(reply)) = state {
+        if let PeerState::Connecting(_, Some(reply)) = state {
             // Whoever asked may have given up.
             let _ = reply.send(Err(ChannelError::Refused(why.to_owned())));
             return;
         }
         let mut told = false;
         for (flow, confirmed) in self.flows.iter_mut().zip(confirmed) {
-            let concerned = |work: &&mut Work| {
+            let concerned = |work: &&mut ActiveChain| {
                 work.peer == Some(id) || work.awaits.iter().any(|(p, number)| *p == id && *number > confirmed)
             };
             for work in flow.iter_mut().filter(concerned) {
@@ -423,8 +424,13 @@ impl Worker {
         if !told && tell == Tell::Always && !detached {
             // Chains without a tag that were thought to be done, and doorbells of either side, may have got lost.
             let (now, why) = (Instant::now(), why.to_owned());
-            let result = Err(Failed { done: 0, why });
-            self.shared.completions.push(crate::Completion { tag: 0, result, started: now, finished: now });
+            let result = Err(ChainFailure { done: 0, why });
+            self.shared.completions.push(crate::ChainCompletion {
+                tag: 0,
+                result,
+                started: now,
+                finished: now,
+            });
             self.completed = true;
         }
     }
@@ -442,14 +448,14 @@ impl Worker {
             self.finish(queue);
             while let Some(item) = self.held[queue].take().or_else(|| self.shared.queues[queue].items.pop()) {
                 match item {
-                    Item::Chain(chain) => {
-                        let mut work = Work::new(chain);
+                    OfiItem::Chain(chain) => {
+                        let mut work = ActiveChain::new(chain);
                         work.abandon(why, 0);
                         self.flows[queue].push(work);
                         self.finish(queue);
                     }
                     // What was posted after the reset is not concerned.
-                    Item::Reset => break,
+                    OfiItem::Reset => break,
                     item => forgotten.push(item),
                 }
             }
@@ -460,17 +466,17 @@ impl Worker {
 
     /// Ends a region or a peer once this has come out of every queue. What made it was asked for before, but perhaps not seen
     /// yet.
-    fn forget(&mut self, item: Item) {
+    fn forget(&mut self, item: OfiItem) {
         match item {
-            Item::Chain(_) | Item::Reset => {}
-            Item::Unregister(id) => {
+            OfiItem::Chain(_) | OfiItem::Reset => {}
+            OfiItem::Unregister(id) => {
                 if let Some(id) = Arc::into_inner(id) {
                     self.take_commands();
                     self.locals.remove(&id);
                     self.windows.remove(&id);
                 }
             }
-            Item::Detach(id) => {
+            OfiItem::Detach(id) => {
                 if let Some(id) = Arc::into_inner(id) {
                     self.take_commands();
                     self.lose(id, "the peer was detached", Tell::Chains);
@@ -483,7 +489,7 @@ impl Worker {
     }
 }
 
-fn register(port: &Port, arena: &Arc<Arena>) -> Option<MemoryRegion> {
+fn register(port: &EngineDomain, arena: &Arc<Arena>) -> Option<MemoryRegion> {
     let registered = MemoryRegion::register(&port.domain, arena, Access::Local);
     registered.inspect_err(|e| tracing::error!("DPU memory cannot be registered: {e}")).ok()
 }

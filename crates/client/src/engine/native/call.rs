@@ -8,19 +8,19 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 use wire::{ObjectRequest, RequestBody};
 
-use super::link::{Link, Shared};
+use super::link::{ClientSession, Shared};
 use super::offered::OfferedSource;
-use super::pending::{Answer, Answered, Bulk, Pending};
+use super::pending::{Answer, Answered, Bulk, PendingRequest};
 use crate::engine::{Call, ChangeRequest, Source};
 use crate::{Error, Result};
 
 /// Removes the request from the link's table when its caller is done with it or gives up.
-struct Entered<'a> {
+struct TableEntry<'a> {
     shared: &'a Shared,
     seq: u64,
 }
 
-impl Drop for Entered<'_> {
+impl Drop for TableEntry<'_> {
     fn drop(&mut self) {
         self.shared.forget(self.seq);
     }
@@ -33,12 +33,12 @@ enum Progress<'a> {
     /// Taken when the request enters the table. That fails only if the engine is closed.
     Ready(Option<(RequestBody, Bulk)>),
     /// The link's table has the request.
-    Entered(Entered<'a>),
+    Entered(TableEntry<'a>),
 }
 
 /// A request of the native engine.
 pub(crate) struct NativeCall<'a, T> {
-    link: &'a Link,
+    link: &'a ClientSession,
     progress: Progress<'a>,
     deadline: Instant,
     /// Makes the result of an answer.
@@ -47,7 +47,7 @@ pub(crate) struct NativeCall<'a, T> {
 
 impl<'a, T> NativeCall<'a, T> {
     pub(crate) fn new(
-        link: &'a Link,
+        link: &'a ClientSession,
         body: impl Into<RequestBody>,
         bulk: Bulk,
         deadline: Instant,
@@ -57,7 +57,7 @@ impl<'a, T> NativeCall<'a, T> {
     }
 
     pub(crate) fn change(
-        link: &'a Link,
+        link: &'a ClientSession,
         request: ChangeRequest,
         deadline: Instant,
         finish: fn(Answer) -> Result<T>,
@@ -67,8 +67,8 @@ impl<'a, T> NativeCall<'a, T> {
 
     async fn enter(&mut self, body: RequestBody, bulk: Bulk) -> Result<u64> {
         let shared = &*self.link.shared;
-        let seq = shared.enter(Pending::new(body, bulk, self.deadline)).await?;
-        self.progress = Progress::Entered(Entered { shared, seq });
+        let seq = shared.enter(PendingRequest::new(body, bulk, self.deadline)).await?;
+        self.progress = Progress::Entered(TableEntry { shared, seq });
         Ok(seq)
     }
 
@@ -101,7 +101,7 @@ impl<T: Send> Call<T> for NativeCall<'_, T> {
 }
 
 /// Decides how the payload of a change travels.
-async fn place_payload(link: &Link, request: &mut ChangeRequest) -> Result<(RequestBody, Bulk)> {
+async fn place_payload(link: &ClientSession, request: &mut ChangeRequest) -> Result<(RequestBody, Bulk)> {
     let offset = request.payload_offset();
     let bulk = match request.payload.clone() {
         None => Bulk::None,

@@ -14,7 +14,7 @@ const COPY_MAX_BYTES: usize = 16 << 10;
 
 /// The blocks that a read brings, and the bytes of them that the caller wants.
 #[derive(Debug, Clone)]
-pub(crate) struct Window {
+pub(crate) struct BlockWindow {
     /// Bytes between the start of the first block and the first byte wanted.
     skip: u64,
     /// Most bytes wanted.
@@ -25,12 +25,12 @@ pub(crate) struct Window {
     memory: Option<Arc<dyn SinkMemory>>,
 }
 
-impl Window {
+impl BlockWindow {
     /// The window of bytes `offset..offset + len` of an object.
-    pub(crate) fn new(offset: u64, len: u64, memory: Option<Arc<dyn SinkMemory>>) -> Window {
+    pub(crate) fn new(offset: u64, len: u64, memory: Option<Arc<dyn SinkMemory>>) -> BlockWindow {
         let start = block::align_down(offset);
         let end = block::align_up(offset.saturating_add(len)).unwrap_or(u64::MAX);
-        Window { skip: offset - start, len, room: end - start, memory }
+        BlockWindow { skip: offset - start, len, room: end - start, memory }
     }
 
     /// Number of wanted bytes among the first `sent` bytes of the blocks.
@@ -60,7 +60,7 @@ impl Window {
 
 /// A chunk that arrived.
 #[derive(Debug)]
-struct Chunk {
+struct ArrivedChunk {
     len: u64,
     /// Its wanted bytes, unless they went to the caller's memory.
     kept: Bytes,
@@ -69,13 +69,13 @@ struct Chunk {
 /// Takes the chunks of one attempt of a read, and checks that they cover what was sent.
 #[derive(Debug)]
 pub(crate) struct ChunkSink {
-    window: Window,
+    window: BlockWindow,
     /// By offset in the blocks, in bytes.
-    chunks: Mutex<BTreeMap<u64, Chunk>>,
+    chunks: Mutex<BTreeMap<u64, ArrivedChunk>>,
 }
 
 impl ChunkSink {
-    pub(crate) fn new(window: Window) -> ChunkSink {
+    pub(crate) fn new(window: BlockWindow) -> ChunkSink {
         ChunkSink { window, chunks: Mutex::default() }
     }
 
@@ -119,7 +119,7 @@ impl BulkSink for ChunkSink {
                 // A slice of a message would keep the whole message in memory.
                 kept = Bytes::copy_from_slice(&kept);
             }
-            chunks.insert(offset, Chunk { len, kept });
+            chunks.insert(offset, ArrivedChunk { len, kept });
         }
         true
     }
@@ -137,7 +137,7 @@ mod tests {
 
     #[test]
     fn chunks_may_come_in_any_order_but_never_overlap() {
-        let sink = ChunkSink::new(Window { skip: 0, len: 100, room: 100, memory: None });
+        let sink = ChunkSink::new(BlockWindow { skip: 0, len: 100, room: 100, memory: None });
         assert!(sink.write(50, piece(50)));
         assert!(!sink.write(40, piece(20)), "overlaps from below");
         assert!(!sink.write(99, piece(1)), "overlaps from above");
@@ -166,7 +166,7 @@ mod tests {
         for cuts in [&[0, 10][..], &[0, 1, 10], &[0, 2, 8, 10], &[0, 3, 5, 9, 10]] {
             let six = Arc::new(Six::default());
             for memory in [None, Some(Arc::clone(&six) as Arc<dyn SinkMemory>)] {
-                let window = Window::new(4098, 6, memory.clone());
+                let window = BlockWindow::new(4098, 6, memory.clone());
                 assert_eq!((window.room, window.wanted(10), window.wanted(5)), (4096, 6, 3));
                 let sink = ChunkSink::new(window);
                 for cut in cuts.windows(2).rev() {

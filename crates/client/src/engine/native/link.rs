@@ -15,13 +15,15 @@ use std::convert::Infallible;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use messenger::{ConnectOptions, Connection, Event, Incoming, Limits, Message, MessengerError, NetworkStack};
+use messenger::{
+    ConnectOptions, Connection, ConnectionEvent, Incoming, Limits, Message, MessengerError, NetworkStack,
+};
 use tokio::sync::{Notify, oneshot, watch};
 use tokio::time::Instant;
 use wire::limits::REQUEST_WINDOW;
 use wire::{Reply, ReplyBody, RequestBody, RequestHead, SessionId};
 
-use super::pending::{Answered, Pending};
+use super::pending::{Answered, PendingRequest};
 use crate::{Error, Options, Result};
 
 /// Longest pause between two attempts to reconnect.
@@ -46,13 +48,13 @@ pub(crate) struct Shared {
     /// Told when a request enters the table while there is no connection.
     wanted: Notify,
     limits: OnceLock<Limits>,
-    phase: watch::Sender<Phase>,
+    phase: watch::Sender<SessionState>,
     state: Mutex<State>,
 }
 
 /// How far the session is from its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Phase {
+enum SessionState {
     Open,
     /// The background task is to end it.
     Closing,
@@ -68,17 +70,17 @@ struct State {
     session: Option<SessionId>,
     next_seq: u64,
     next_upload: u64,
-    pending: BTreeMap<u64, Pending>,
+    pending: BTreeMap<u64, PendingRequest>,
     closed: bool,
 }
 
 /// The session. Dropping it has the background task tell the node that the session is over, if the
 /// runtime lasts so long.
-pub(crate) struct Link {
+pub(crate) struct ClientSession {
     pub(crate) shared: Arc<Shared>,
 }
 
-impl Drop for Link {
+impl Drop for ClientSession {
     fn drop(&mut self) {
         self.shared.begin_close();
     }
@@ -89,13 +91,17 @@ struct Ending(Arc<Shared>);
 
 impl Drop for Ending {
     fn drop(&mut self) {
-        self.0.phase.send_replace(Phase::Closed);
+        self.0.phase.send_replace(SessionState::Closed);
     }
 }
 
-impl Link {
+impl ClientSession {
     /// Connects and opens a session.
-    pub(crate) async fn open(stack: Arc<dyn NetworkStack>, endpoint: &str, options: Options) -> Result<Link> {
+    pub(crate) async fn open(
+        stack: Arc<dyn NetworkStack>,
+        endpoint: &str,
+        options: Options,
+    ) -> Result<ClientSession> {
         let shared = Arc::new(Shared {
             stack,
             endpoint: endpoint.to_owned(),
@@ -103,13 +109,13 @@ impl Link {
             room: Notify::new(),
             wanted: Notify::new(),
             limits: OnceLock::new(),
-            phase: watch::Sender::new(Phase::Open),
+            phase: watch::Sender::new(SessionState::Open),
             state: Mutex::new(State::new()),
         });
         let (connection, incoming) = shared.connect_while_busy().await?;
         shared.lock().connection = Some(connection);
         tokio::spawn(run(Ending(Arc::clone(&shared)), incoming));
-        Ok(Link { shared })
+        Ok(ClientSession { shared })
     }
 
     /// The session's id.
@@ -140,7 +146,8 @@ impl Link {
         self.shared.begin_close();
         let mut phase = self.shared.phase.subscribe();
         // The task may be on a runtime that does not run now.
-        let _ = tokio::time::timeout(CLOSE_TIME, phase.wait_for(|phase| *phase == Phase::Closed)).await;
+        let _ =
+            tokio::time::timeout(CLOSE_TIME, phase.wait_for(|phase| *phase == SessionState::Closed)).await;
     }
 }
 
@@ -166,9 +173,9 @@ impl Shared {
         drop(pending);
         self.room.notify_waiters();
         self.phase.send_if_modified(|phase| {
-            let is_open = *phase == Phase::Open;
+            let is_open = *phase == SessionState::Open;
             if is_open {
-                *phase = Phase::Closing;
+                *phase = SessionState::Closing;
             }
             is_open
         });
@@ -176,7 +183,7 @@ impl Shared {
 
     async fn close_wanted(&self) {
         // The sender lives as long as `self` does.
-        let _ = self.phase.subscribe().wait_for(|phase| *phase != Phase::Open).await;
+        let _ = self.phase.subscribe().wait_for(|phase| *phase != SessionState::Open).await;
     }
 
     /// Tells the node that nothing of the session will be repeated, and closes the connection. One
@@ -202,7 +209,7 @@ impl Shared {
     }
 
     /// Gives a request its number, waiting while the oldest unanswered one is too far behind.
-    pub(crate) async fn enter(&self, pending: Pending) -> Result<u64> {
+    pub(crate) async fn enter(&self, pending: PendingRequest) -> Result<u64> {
         loop {
             let room = self.room.notified();
             {
@@ -236,7 +243,7 @@ impl Shared {
             pending.done = Some(done);
             let Some(connection) = state.connection.clone() else { return Ok(()) };
             let message = state.message(seq, &connection);
-            let repeats_change = state.pending.get(&seq).is_some_and(Pending::repeats_change);
+            let repeats_change = state.pending.get(&seq).is_some_and(PendingRequest::repeats_change);
             (connection, message, repeats_change)
         };
         let sent = match message {
@@ -294,7 +301,7 @@ impl Shared {
         connection.send(Message { header, payload: Default::default() }).await?;
         loop {
             match incoming.next().await {
-                Event::Message(message) => {
+                ConnectionEvent::Message(message) => {
                     let reply = decode(&message)?;
                     return match reply.result? {
                         ReplyBody::Opened { session, .. } => {
@@ -304,8 +311,8 @@ impl Shared {
                         other => Err(Error::Protocol(format!("{other:?} instead of an open session"))),
                     };
                 }
-                Event::Lost(e) => return Err(e.into()),
-                Event::Interrupted | Event::Resumed => {}
+                ConnectionEvent::Lost(e) => return Err(e.into()),
+                ConnectionEvent::Interrupted | ConnectionEvent::Resumed => {}
             }
         }
     }
@@ -494,9 +501,9 @@ async fn serve(shared: &Arc<Shared>, mut incoming: Box<dyn Incoming>) -> Infalli
         };
         let lost = match event {
             // A connection given up may have claimed the session after this one did: its request to open it was late.
-            Event::Message(message) => !shared.take_answer(message),
-            Event::Interrupted | Event::Resumed => false,
-            Event::Lost(e) => {
+            ConnectionEvent::Message(message) => !shared.take_answer(message),
+            ConnectionEvent::Interrupted | ConnectionEvent::Resumed => false,
+            ConnectionEvent::Lost(e) => {
                 tracing::info!(endpoint = shared.endpoint, error = %e, "connection lost");
                 true
             }
@@ -521,7 +528,7 @@ mod tests {
     use messenger::{BulkRegion, BulkSink, BulkSource, PeerInfo, Pulled};
     use wire::{BulkDescriptor, Data, ObjectRequest};
 
-    use super::super::chunks::Window;
+    use super::super::chunks::BlockWindow;
     use super::super::pending::Bulk;
     use super::*;
 
@@ -582,9 +589,9 @@ mod tests {
         }));
         let refusing: Arc<dyn Connection> = Arc::new(Refusing);
         for (sent_on, unknown) in [(0, false), (1, true)] {
-            let mut pending = Pending::new(
+            let mut pending = PendingRequest::new(
                 body.clone(),
-                Bulk::Read { window: Window::new(0, 1, None), pushed: true },
+                Bulk::Read { window: BlockWindow::new(0, 1, None), pushed: true },
                 Instant::now(),
             );
             pending.sent_on = sent_on;

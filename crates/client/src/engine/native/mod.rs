@@ -26,8 +26,8 @@ use super::{
 };
 use crate::{Error, Options, Result};
 use call::NativeCall;
-use chunks::Window;
-use link::Link;
+use chunks::BlockWindow;
+use link::ClientSession;
 use pending::{Answer, Bulk};
 
 /// A session with an Outboard node.
@@ -37,7 +37,7 @@ use pending::{Answer, Bulk};
 /// a task on the runtime that the engine was connected on. If that runtime ends at once, call
 /// [`close`](Engine::close) first. A node that was not told forgets the session when it expires.
 pub struct NativeEngine {
-    link: Link,
+    link: ClientSession,
 }
 
 impl std::fmt::Debug for NativeEngine {
@@ -68,7 +68,7 @@ impl NativeEngine {
         endpoint: &str,
         options: &Options,
     ) -> Result<NativeEngine> {
-        Ok(NativeEngine { link: Link::open(stack, endpoint, options.clone()).await? })
+        Ok(NativeEngine { link: ClientSession::open(stack, endpoint, options.clone()).await? })
     }
 
     fn call<T: Send + 'static>(
@@ -103,7 +103,7 @@ impl Engine for NativeEngine {
                 return Box::new(Refused(|| Error::Unsupported(NO_DESCRIPTORS.into())));
             }
         };
-        let window = Window::new(offset, len, memory);
+        let window = BlockWindow::new(offset, len, memory);
         let pushed = window.room > self.link.inline_max();
         let read = Read { name: name.to_wire(), part, offset, len, if_version, sink: None };
         self.call(ObjectRequest::Read(read), Bulk::Read { window, pushed }, deadline, |answer| {

@@ -9,7 +9,7 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 use wire::{Data, ObjectReply, ObjectRequest, ReplyBody, RequestBody, RequestHead};
 
-use super::chunks::{ChunkSink, Window};
+use super::chunks::{BlockWindow, ChunkSink};
 use super::offered::OfferedSource;
 use crate::{Error, Result};
 
@@ -24,7 +24,7 @@ pub(crate) enum Bulk {
     /// Data of a read. `pushed`: the node may push it into offered memory; otherwise it comes inside
     /// the answer.
     Read {
-        window: Window,
+        window: BlockWindow,
         pushed: bool,
     },
 }
@@ -43,7 +43,7 @@ pub(crate) struct Answer {
 pub(crate) type Answered = Result<Answer>;
 
 /// A request without its final answer.
-pub(crate) struct Pending {
+pub(crate) struct PendingRequest {
     body: RequestBody,
     bulk: Bulk,
     deadline: Instant,
@@ -60,10 +60,10 @@ pub(crate) struct Pending {
     sink: Option<Arc<ChunkSink>>,
 }
 
-impl Pending {
+impl PendingRequest {
     /// A request that was not sent yet and must be answered by `deadline`.
-    pub(crate) fn new(body: RequestBody, bulk: Bulk, deadline: Instant) -> Pending {
-        Pending {
+    pub(crate) fn new(body: RequestBody, bulk: Bulk, deadline: Instant) -> PendingRequest {
+        PendingRequest {
             body,
             bulk,
             deadline,
@@ -170,7 +170,7 @@ mod tests {
     use wire::AdminRequest;
 
     fn collected(sink: Option<&[u8]>, payload: &[u8], sent: u64) -> Result<usize> {
-        let window = Window::new(0, 1 << 20, None);
+        let window = BlockWindow::new(0, 1 << 20, None);
         let sink = sink.map(|pushed| {
             let sink = Arc::new(ChunkSink::new(window.clone()));
             assert!(sink.write(0, Payload::compute(0, pushed.to_vec().into())));
@@ -178,7 +178,7 @@ mod tests {
         });
         let body = RequestBody::Admin(AdminRequest::PoolList);
         let bulk = Bulk::Read { window, pushed: sink.is_some() };
-        let mut pending = Pending::new(body, bulk, Instant::now());
+        let mut pending = PendingRequest::new(body, bulk, Instant::now());
         pending.sink = sink;
         let body = ReplyBody::Object(ObjectReply::Read { version: 1, object_size: 1 << 30, sent });
         let answer = pending.collect(body, Payload::compute(0, payload.to_vec().into()))?;

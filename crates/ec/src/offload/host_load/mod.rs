@@ -30,7 +30,7 @@ const LEAST_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Counters of the host, all since some time before.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Reading {
+pub struct LoadCounters {
     /// Time of the host's CPUs together, whatever they did.
     pub all: Duration,
     /// Time during which they were not idle.
@@ -45,7 +45,7 @@ pub struct Reading {
 
 /// Whether the host's processor is busy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Load {
+pub enum LoadLevel {
     /// It has time for coding.
     Calm,
     /// It has not.
@@ -86,8 +86,8 @@ impl Default for Thresholds {
 #[derive(Debug)]
 pub struct HostLoad {
     thresholds: Thresholds,
-    load: Load,
-    last: Option<(Instant, Reading)>,
+    load: LoadLevel,
+    last: Option<(Instant, LoadCounters)>,
     /// Since when it could be calm again, while it is busy.
     calming: Option<Instant>,
     /// Utilization and pressure of the last interval.
@@ -98,11 +98,11 @@ impl HostLoad {
     /// Calm until it is known to be otherwise.
     #[must_use]
     pub fn new(thresholds: Thresholds) -> HostLoad {
-        HostLoad { thresholds, load: Load::Calm, last: None, calming: None, parts: (0.0, None) }
+        HostLoad { thresholds, load: LoadLevel::Calm, last: None, calming: None, parts: (0.0, None) }
     }
 
     /// Looks at the time since the sample before. Samples that follow within 50 ms change nothing.
-    pub fn sample(&mut self, at: Instant, reading: Reading) -> Load {
+    pub fn sample(&mut self, at: Instant, reading: LoadCounters) -> LoadLevel {
         let Some((last_at, last)) = self.last else {
             self.last = Some((at, reading));
             return self.load;
@@ -139,27 +139,27 @@ impl HostLoad {
         let is_busy = utilization >= limits.busy_utilization || counted >= limits.busy_pressure;
         let is_calm = utilization < limits.calm_utilization && counted < limits.calm_pressure;
         match self.load {
-            Load::Calm if is_busy => {
-                self.load = Load::Busy;
+            LoadLevel::Calm if is_busy => {
+                self.load = LoadLevel::Busy;
                 self.calming = None;
                 tracing::debug!(utilization, pressure, "the host's processor is busy");
             }
-            Load::Busy if is_calm => {
+            LoadLevel::Busy if is_calm => {
                 let since = *self.calming.get_or_insert(since);
                 if at.saturating_duration_since(since) >= limits.calm_after {
-                    self.load = Load::Calm;
+                    self.load = LoadLevel::Calm;
                     tracing::debug!(utilization, pressure, "the host's processor is not busy any more");
                 }
             }
-            Load::Busy => self.calming = None,
-            Load::Calm => {}
+            LoadLevel::Busy => self.calming = None,
+            LoadLevel::Calm => {}
         }
     }
 }
 
 /// The part of the time left to the host during which it was busy with other things than coding; `None` if no time was.
-fn utilization(before: &Reading, now: &Reading) -> Option<f64> {
-    let since = |field: fn(&Reading) -> Duration| field(now).saturating_sub(field(before)).as_secs_f64();
+fn utilization(before: &LoadCounters, now: &LoadCounters) -> Option<f64> {
+    let since = |field: fn(&LoadCounters) -> Duration| field(now).saturating_sub(field(before)).as_secs_f64();
     let all = since(|reading| reading.all);
     // The counters are not read at one moment, and a thread that has ended takes its time along.
     let busy = since(|reading| reading.busy).min(all);
@@ -175,7 +175,7 @@ fn utilization(before: &Reading, now: &Reading) -> Option<f64> {
 }
 
 /// The part of the time during which some task waited.
-fn pressure(before: &Reading, now: &Reading, passed: Duration) -> Option<f64> {
+fn pressure(before: &LoadCounters, now: &LoadCounters, passed: Duration) -> Option<f64> {
     let waited = now.pressure?.saturating_sub(before.pressure?);
     Some((waited.as_secs_f64() / passed.as_secs_f64()).min(1.0))
 }

@@ -5,7 +5,7 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::Reading;
+use super::LoadCounters;
 
 const STAT: &str = "/proc/stat";
 const PRESSURE: &str = "/proc/pressure/cpu";
@@ -52,12 +52,13 @@ impl<D: FnMut() -> Duration, C: FnMut() -> Duration> HostCpus<D, C> {
     ///
     /// # Errors
     /// If `/proc/stat` cannot be read or has none of the CPUs.
-    pub fn read(&mut self) -> Result<Reading, HostCpusError> {
+    pub fn read(&mut self) -> Result<LoadCounters, HostCpusError> {
         let unreadable = |source| HostCpusError::Unreadable { path: STAT.into(), source };
         let stat = fs::read_to_string(STAT).map_err(unreadable)?;
-        let ticks = Ticks::of(&stat, &self.cpus).ok_or_else(|| HostCpusError::NoCpus(self.cpus.clone()))?;
+        let ticks =
+            CpuTicks::of(&stat, &self.cpus).ok_or_else(|| HostCpusError::NoCpus(self.cpus.clone()))?;
         let time = |ticks: u64| Duration::from_millis(ticks.saturating_mul(TICK_MS));
-        Ok(Reading {
+        Ok(LoadCounters {
             all: time(ticks.all),
             busy: time(ticks.busy),
             dpu: (self.dpu)(),
@@ -78,29 +79,29 @@ impl<D, C> HostCpus<D, C> {
 
 /// CPU time of some CPUs, in clock ticks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-struct Ticks {
+struct CpuTicks {
     all: u64,
     busy: u64,
 }
 
-impl Ticks {
+impl CpuTicks {
     /// The sum over these CPUs, or over all if there are none, of `/proc/stat`: proc(5). `None` if none of them is there.
-    fn of(stat: &str, cpus: &[usize]) -> Option<Ticks> {
+    fn of(stat: &str, cpus: &[usize]) -> Option<CpuTicks> {
         let each = stat.lines().filter_map(|line| {
             let (cpu, ticks) = line.strip_prefix("cpu")?.split_once(' ')?;
             let cpu: usize = cpu.parse().ok()?;
-            (cpus.is_empty() || cpus.contains(&cpu)).then(|| Ticks::of_line(ticks))?
+            (cpus.is_empty() || cpus.contains(&cpu)).then(|| CpuTicks::of_line(ticks))?
         });
-        each.reduce(|sum, ticks| Ticks {
+        each.reduce(|sum, ticks| CpuTicks {
             all: sum.all.saturating_add(ticks.all),
             busy: sum.busy.saturating_add(ticks.busy),
         })
     }
 
     /// `user nice system idle iowait irq softirq steal …`; what follows is part of `user` and `nice`. Old kernels have fewer.
-    fn of_line(line: &str) -> Option<Ticks> {
+    fn of_line(line: &str) -> Option<CpuTicks> {
         let mut fields = line.split_ascii_whitespace().take(8).map(|field| field.parse::<u64>());
-        let mut sum = Ticks::default();
+        let mut sum = CpuTicks::default();
         let mut at = 0;
         while let Some(ticks) = fields.next().transpose().ok()? {
             sum.all = sum.all.saturating_add(ticks);
@@ -134,7 +135,7 @@ mod tests {
 
     #[test]
     fn the_lines_of_the_cpus_are_added_up() {
-        let ticks = |cpus: &[usize]| Ticks::of(STAT_TEXT, cpus).map(|ticks| (ticks.busy, ticks.all));
+        let ticks = |cpus: &[usize]| CpuTicks::of(STAT_TEXT, cpus).map(|ticks| (ticks.busy, ticks.all));
         assert_eq!(ticks(&[0]), Some((340, 2540)));
         assert_eq!(ticks(&[0, 1, 7]), Some((3 * 340, 3 * 2540)));
         assert_eq!(ticks(&[12]), Some((3, 4)), "an old kernel");
@@ -167,7 +168,7 @@ mod tests {
             let _ = some_pressure(&text);
             let _ = some_pressure(&format!("some {text}"));
             for stat in [text.clone(), format!("cpu1 {text}"), format!("cpu{text}")] {
-                if let Some(ticks) = Ticks::of(&stat, &cpus) {
+                if let Some(ticks) = CpuTicks::of(&stat, &cpus) {
                     prop_assert!(ticks.busy <= ticks.all);
                 }
             }
@@ -176,12 +177,12 @@ mod tests {
         #[test]
         fn lines_of_numbers_are_read_in_full(fields in prop::collection::vec(any::<u64>(), 0..12)) {
             let line: String = fields.iter().map(|field| format!(" {field}")).collect();
-            let ticks = Ticks::of(&format!("cpu3{line}\n"), &[3]);
+            let ticks = CpuTicks::of(&format!("cpu3{line}\n"), &[3]);
             let sum = |skipped: &[usize]| {
                 let counted = fields.iter().enumerate().take(8).filter(|(at, _)| !skipped.contains(at));
                 counted.fold(0u64, |sum, (_, field)| sum.saturating_add(*field))
             };
-            let expected = Ticks { all: sum(&[]), busy: sum(&[3, 4]) };
+            let expected = CpuTicks { all: sum(&[]), busy: sum(&[3, 4]) };
             prop_assert_eq!(ticks, (fields.len() >= 4).then_some(expected));
         }
 

@@ -18,7 +18,7 @@ struct Use {
 struct Host {
     load: HostLoad,
     now: Instant,
-    reading: Reading,
+    reading: LoadCounters,
 }
 
 impl Host {
@@ -27,7 +27,7 @@ impl Host {
             load: HostLoad::new(Thresholds::default()),
             now: Instant::now(),
             // They are counted since the machine was started.
-            reading: Reading { all: 1000 * STEP, busy: 900 * STEP, ..Reading::default() },
+            reading: LoadCounters { all: 1000 * STEP, busy: 900 * STEP, ..LoadCounters::default() },
         };
         host.reading.pressure = Some(700 * STEP);
         host.load.sample(host.now, host.reading);
@@ -40,7 +40,7 @@ impl Host {
         host
     }
 
-    fn step(&mut self, used: Use) -> Load {
+    fn step(&mut self, used: Use) -> LoadLevel {
         let time = |part: f64| (CPUS * STEP).mul_f64(part);
         self.now += STEP;
         self.reading.all += CPUS * STEP;
@@ -51,7 +51,7 @@ impl Host {
         self.load.sample(self.now, self.reading)
     }
 
-    fn steps(&mut self, count: usize, used: Use) -> Vec<Load> {
+    fn steps(&mut self, count: usize, used: Use) -> Vec<LoadLevel> {
         (0..count).map(|_| self.step(used)).collect()
     }
 }
@@ -63,24 +63,28 @@ fn others(part: f64) -> Use {
 #[test]
 fn busy_begins_at_once_and_ends_after_a_while() {
     let mut host = Host::new();
-    assert_eq!(host.steps(3, others(0.85)), [Load::Calm; 3]);
-    assert_eq!(host.step(others(0.95)), Load::Busy);
+    assert_eq!(host.steps(3, others(0.85)), [LoadLevel::Calm; 3]);
+    assert_eq!(host.step(others(0.95)), LoadLevel::Busy);
     assert!((host.load.utilization() - 0.95).abs() < 1e-6);
-    assert_eq!(host.steps(20, others(0.8)), [Load::Busy; 20], "between the thresholds it stays as it is");
-    assert_eq!(host.steps(4, others(0.5)), [Load::Busy; 4]);
-    assert_eq!(host.step(others(0.8)), Load::Busy, "and it has to begin anew");
-    assert_eq!(host.steps(4, others(0.5)), [Load::Busy; 4]);
-    assert_eq!(host.step(others(0.5)), Load::Calm);
-    assert_eq!(host.steps(3, others(0.85)), [Load::Calm; 3]);
+    assert_eq!(
+        host.steps(20, others(0.8)),
+        [LoadLevel::Busy; 20],
+        "between the thresholds it stays as it is"
+    );
+    assert_eq!(host.steps(4, others(0.5)), [LoadLevel::Busy; 4]);
+    assert_eq!(host.step(others(0.8)), LoadLevel::Busy, "and it has to begin anew");
+    assert_eq!(host.steps(4, others(0.5)), [LoadLevel::Busy; 4]);
+    assert_eq!(host.step(others(0.5)), LoadLevel::Calm);
+    assert_eq!(host.steps(3, others(0.85)), [LoadLevel::Calm; 3]);
 }
 
 #[test]
 fn coding_does_not_make_the_host_busy() {
     let mut host = Host::new();
     let coding = Use { others: 0.2, coding: 0.8, pressure: 0.9, ..Use::default() };
-    assert_eq!(host.steps(5, coding), [Load::Calm; 5], "nor does what waits for it");
+    assert_eq!(host.steps(5, coding), [LoadLevel::Calm; 5], "nor does what waits for it");
     let crowded = Use { others: 0.5, coding: 0.5, pressure: 0.9, ..Use::default() };
-    assert_eq!(host.step(crowded), Load::Busy, "others have to wait");
+    assert_eq!(host.step(crowded), LoadLevel::Busy, "others have to wait");
 }
 
 #[test]
@@ -90,28 +94,28 @@ fn what_stands_for_the_dpu_is_not_there() {
     host.step(emulating);
     assert!((host.load.utilization() - 0.5).abs() < 1e-6, "half of what is left");
     let mut host = Host::new();
-    assert_eq!(host.step(Use { others: 0.1, dpu: 0.7, pressure: 0.9, ..Use::default() }), Load::Calm);
-    assert_eq!(host.step(Use { others: 0.28, dpu: 0.7, ..Use::default() }), Load::Busy);
-    assert_eq!(Host::new().step(Use { dpu: 1.0, pressure: 1.0, ..Use::default() }), Load::Calm);
+    assert_eq!(host.step(Use { others: 0.1, dpu: 0.7, pressure: 0.9, ..Use::default() }), LoadLevel::Calm);
+    assert_eq!(host.step(Use { others: 0.28, dpu: 0.7, ..Use::default() }), LoadLevel::Busy);
+    assert_eq!(Host::new().step(Use { dpu: 1.0, pressure: 1.0, ..Use::default() }), LoadLevel::Calm);
 }
 
 #[test]
 fn pressure_counts_above_the_floor() {
     let waiting = |others, pressure| Use { others, pressure, ..Use::default() };
-    assert_eq!(Host::new().step(waiting(0.3, 0.9)), Load::Calm);
-    assert_eq!(Host::new().step(waiting(0.5, 0.3)), Load::Calm);
+    assert_eq!(Host::new().step(waiting(0.3, 0.9)), LoadLevel::Calm);
+    assert_eq!(Host::new().step(waiting(0.5, 0.3)), LoadLevel::Calm);
     let mut host = Host::new();
-    assert_eq!(host.step(waiting(0.5, 0.5)), Load::Busy);
+    assert_eq!(host.step(waiting(0.5, 0.5)), LoadLevel::Busy);
     assert_eq!(host.load.pressure().map(|part| (part * 10.0).round()), Some(5.0));
-    assert_eq!(host.steps(9, waiting(0.5, 0.3)), [Load::Busy; 9]);
-    assert_eq!(host.steps(5, waiting(0.3, 0.9))[4], Load::Calm, "those who wait are not the host's");
+    assert_eq!(host.steps(9, waiting(0.5, 0.3)), [LoadLevel::Busy; 9]);
+    assert_eq!(host.steps(5, waiting(0.3, 0.9))[4], LoadLevel::Calm, "those who wait are not the host's");
 }
 
 #[test]
 fn without_pressure_utilization_decides() {
     let mut host = Host::without_pressure();
-    assert_eq!(host.step(others(0.85)), Load::Calm);
-    assert_eq!((host.step(others(0.95)), host.load.pressure()), (Load::Busy, None));
+    assert_eq!(host.step(others(0.85)), LoadLevel::Calm);
+    assert_eq!((host.step(others(0.95)), host.load.pressure()), (LoadLevel::Busy, None));
 }
 
 #[test]
@@ -119,14 +123,19 @@ fn counters_that_make_no_sense_do_no_harm() {
     let mut host = Host::new();
     let (all, busy) = (host.reading.all, host.reading.busy);
     // More was taken out than there was.
-    let used =
-        Reading { all: all + 4 * STEP, busy: busy + STEP, dpu: 9 * STEP, coding: 9 * STEP, pressure: None };
-    assert_eq!(host.load.sample(host.now + STEP, used), Load::Calm);
+    let used = LoadCounters {
+        all: all + 4 * STEP,
+        busy: busy + STEP,
+        dpu: 9 * STEP,
+        coding: 9 * STEP,
+        pressure: None,
+    };
+    assert_eq!(host.load.sample(host.now + STEP, used), LoadLevel::Calm);
     assert!((0.0..=1.0).contains(&host.load.utilization()));
     // They went back.
-    assert_eq!(host.load.sample(host.now + 2 * STEP, Reading::default()), Load::Calm);
+    assert_eq!(host.load.sample(host.now + 2 * STEP, LoadCounters::default()), LoadLevel::Calm);
     // Too soon to tell.
-    let all_busy = Reading { all: 4 * STEP, busy: 4 * STEP, ..Reading::default() };
-    assert_eq!(host.load.sample(host.now + 2 * STEP + LEAST_INTERVAL / 2, all_busy), Load::Calm);
-    assert_eq!(host.load.sample(host.now + 3 * STEP, all_busy), Load::Busy);
+    let all_busy = LoadCounters { all: 4 * STEP, busy: 4 * STEP, ..LoadCounters::default() };
+    assert_eq!(host.load.sample(host.now + 2 * STEP + LEAST_INTERVAL / 2, all_busy), LoadLevel::Calm);
+    assert_eq!(host.load.sample(host.now + 3 * STEP, all_busy), LoadLevel::Busy);
 }

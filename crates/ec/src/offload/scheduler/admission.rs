@@ -5,14 +5,14 @@ use std::time::{Duration, Instant};
 use wire::CodingMode;
 
 use super::auto::{Auto, Backlog};
-use super::mode::Turns;
+use super::mode::RatioInterleaver;
 use super::recent::Recent;
-use super::station::{Standing, Station};
-use super::{Config, Place, Reason, Refused};
+use super::station::{Station, StationHealth};
+use super::{CodingPlace, Reason, SchedulerConfig, TaskRefused};
 
 /// A task in the queue. `W` is what its caller is told through.
 #[derive(Debug)]
-struct Queued<W> {
+struct QueuedTask<W> {
     id: u64,
     bytes: u64,
     waiter: W,
@@ -20,17 +20,17 @@ struct Queued<W> {
 
 /// A task in service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Ticket {
+pub(super) struct TaskInService {
     id: u64,
     bytes: u64,
-    pub(super) place: Place,
+    pub(super) place: CodingPlace,
     /// Its end decides whether the place is used again.
     is_probe: bool,
 }
 
 /// How a task in service ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Outcome<'a> {
+pub(super) enum TaskOutcome<'a> {
     Done,
     /// Done, and so much of a lane's time was spent on it.
     DoneIn(Duration),
@@ -41,23 +41,23 @@ pub(super) enum Outcome<'a> {
 
 /// The scheduler's state.
 #[derive(Debug)]
-pub(super) struct Admission<W> {
+pub(super) struct TaskAdmission<W> {
     mode: CodingMode,
     host_busy: bool,
-    turns: Turns,
+    turns: RatioInterleaver,
     auto: Auto,
-    queue: VecDeque<Queued<W>>,
+    queue: VecDeque<QueuedTask<W>>,
     queue_bytes: u64,
     queue_limit: usize,
     next_id: u64,
     refused: u64,
     recent: Recent,
-    /// By [`Place`].
+    /// By [`CodingPlace`].
     stations: [Station; 2],
 }
 
 /// What the snapshot shows.
-pub(super) struct View<'a> {
+pub(super) struct AdmissionView<'a> {
     pub(super) mode: CodingMode,
     pub(super) host_busy: bool,
     pub(super) queued: usize,
@@ -67,13 +67,13 @@ pub(super) struct View<'a> {
     pub(super) stations: &'a [Station; 2],
 }
 
-impl<W> Admission<W> {
-    pub(super) fn new(config: Config) -> Admission<W> {
+impl<W> TaskAdmission<W> {
+    pub(super) fn new(config: SchedulerConfig) -> TaskAdmission<W> {
         let station = |name, capacity| Station::new(name, capacity, config.cool_down);
-        Admission {
+        TaskAdmission {
             mode: config.mode,
             host_busy: false,
-            turns: Turns::default(),
+            turns: RatioInterleaver::default(),
             auto: Auto::new(),
             queue: VecDeque::new(),
             queue_bytes: 0,
@@ -87,15 +87,15 @@ impl<W> Admission<W> {
 
     pub(super) fn set_mode(&mut self, mode: CodingMode) {
         self.mode = mode;
-        self.turns = Turns::default();
+        self.turns = RatioInterleaver::default();
     }
 
     pub(super) fn set_host_busy(&mut self, busy: bool) {
         self.host_busy = busy;
     }
 
-    pub(super) fn view(&self) -> View<'_> {
-        View {
+    pub(super) fn view(&self) -> AdmissionView<'_> {
+        AdmissionView {
             mode: self.mode,
             host_busy: self.host_busy,
             queued: self.queue.len(),
@@ -106,18 +106,18 @@ impl<W> Admission<W> {
         }
     }
 
-    /// Puts a task at the end of the queue and returns its number. It is sent off by [`Admission::next`].
-    pub(super) fn push(&mut self, bytes: u64, waiter: W) -> Result<u64, Refused> {
+    /// Puts a task at the end of the queue and returns its number. It is sent off by [`TaskAdmission::next`].
+    pub(super) fn push(&mut self, bytes: u64, waiter: W) -> Result<u64, TaskRefused> {
         let waiting = self.queue.len();
         // A task that need not wait passes through the queue all the same.
         let room = self.queue_limit.max(1);
         if waiting >= room {
             self.refused += 1;
-            return Err(Refused::QueueFull { waiting });
+            return Err(TaskRefused::QueueFull { waiting });
         }
         let id = self.next_id;
         self.next_id += 1;
-        self.queue.push_back(Queued { id, bytes, waiter });
+        self.queue.push_back(QueuedTask { id, bytes, waiter });
         self.queue_bytes += bytes;
         Ok(id)
     }
@@ -133,12 +133,12 @@ impl<W> Admission<W> {
 
     /// Sends off the task at the head of the queue, if it need not wait. To be called until it returns `None` after any
     /// change, a change of mode or load included.
-    pub(super) fn next(&mut self, now: Instant) -> Option<(W, Ticket, Reason)> {
+    pub(super) fn next(&mut self, now: Instant) -> Option<(W, TaskInService, Reason)> {
         let Some((place, reason)) = self.place_of_head(now) else {
             self.auto.observe(self.queue.len(), &self.stations, now);
             return None;
         };
-        let Queued { id, bytes, waiter } = self.queue.pop_front()?;
+        let QueuedTask { id, bytes, waiter } = self.queue.pop_front()?;
         self.queue_bytes -= bytes;
         let station = &mut self.stations[place as usize];
         let is_probe = reason == Reason::Probe;
@@ -152,17 +152,17 @@ impl<W> Admission<W> {
         if let (CodingMode::Hybrid(ratio), false) = (self.mode, self.host_busy) {
             self.turns.taken(ratio);
         }
-        Some((waiter, Ticket { id, bytes, place, is_probe }, reason))
+        Some((waiter, TaskInService { id, bytes, place, is_probe }, reason))
     }
 
     /// Where the head of the queue goes now, and why; `None` if there is none or it has to wait.
-    fn place_of_head(&self, now: Instant) -> Option<(Place, Reason)> {
+    fn place_of_head(&self, now: Instant) -> Option<(CodingPlace, Reason)> {
         let head_bytes = self.queue.front()?.bytes;
-        let [host, offload] = Place::BOTH.map(|place| self.stations[place as usize].standing(now));
+        let [host, offload] = CodingPlace::BOTH.map(|place| self.stations[place as usize].standing(now));
         let only = match (host, offload) {
             // Somebody has to do it; the host is what remains when all else fails.
-            (_, Standing::Down) => Some(Place::Host),
-            (Standing::Down, _) => Some(Place::Offload),
+            (_, StationHealth::Down) => Some(CodingPlace::Host),
+            (StationHealth::Down, _) => Some(CodingPlace::Offload),
             _ => None,
         };
         let (place, reason) = match (only, self.asked_for()) {
@@ -177,37 +177,37 @@ impl<W> Admission<W> {
         if station.is_full() {
             return None;
         }
-        let probe_due = [host, offload][place as usize] == Standing::ProbeDue;
+        let probe_due = [host, offload][place as usize] == StationHealth::ProbeDue;
         Some((place, if probe_due { Reason::Probe } else { reason }))
     }
 
     /// Algorithm 1: the place that load or mode ask for; `None` if that is for `hybrid:auto` to say.
-    fn asked_for(&self) -> Option<Place> {
+    fn asked_for(&self) -> Option<CodingPlace> {
         match self.mode {
-            _ if self.host_busy => Some(Place::Offload),
-            CodingMode::LatencySensitive => Some(Place::Host),
-            CodingMode::Async => Some(Place::Offload),
+            _ if self.host_busy => Some(CodingPlace::Offload),
+            CodingMode::LatencySensitive => Some(CodingPlace::Host),
+            CodingMode::Async => Some(CodingPlace::Offload),
             CodingMode::Hybrid(ratio) => Some(self.turns.next(ratio)),
             CodingMode::Auto => None,
         }
     }
 
     /// A task's service has ended.
-    pub(super) fn end(&mut self, ticket: Ticket, outcome: Outcome<'_>, now: Instant) {
+    pub(super) fn end(&mut self, ticket: TaskInService, outcome: TaskOutcome<'_>, now: Instant) {
         let station = &mut self.stations[ticket.place as usize];
         let seen = station.end(ticket.id, now);
         match outcome {
-            Outcome::Done | Outcome::DoneIn(_) => {
-                let took = if let Outcome::DoneIn(told) = outcome { told } else { seen };
+            TaskOutcome::Done | TaskOutcome::DoneIn(_) => {
+                let took = if let TaskOutcome::DoneIn(told) = outcome { told } else { seen };
                 station.estimate.learn(ticket.bytes, took, now);
                 if ticket.is_probe {
                     station.health.probed(Ok(()), now);
                 }
             }
-            Outcome::Failed(why) if ticket.is_probe => station.health.probed(Err(why), now),
-            Outcome::Failed(why) => drop(station.health.failed(why, now)),
-            Outcome::Abandoned if ticket.is_probe => station.vacate_probe(),
-            Outcome::Abandoned => {}
+            TaskOutcome::Failed(why) if ticket.is_probe => station.health.probed(Err(why), now),
+            TaskOutcome::Failed(why) => drop(station.health.failed(why, now)),
+            TaskOutcome::Abandoned if ticket.is_probe => station.vacate_probe(),
+            TaskOutcome::Abandoned => {}
         }
     }
 }

@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 
 use super::estimate::MEMORY;
 use super::station::Station;
-use super::{Place, Reason};
+use super::{CodingPlace, Reason};
 
 /// An estimate that is older than this is stale.
 const STALE: Duration = Duration::from_millis(250);
@@ -67,7 +67,7 @@ impl Auto {
     pub(super) fn observe(&mut self, queued: usize, stations: &[Station; 2], now: Instant) {
         let since = self.at.replace(now).map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
         let kept = (-since.as_secs_f64() / MEMORY.as_secs_f64()).exp();
-        for place in Place::BOTH {
+        for place in CodingPlace::BOTH {
             let at = place as usize;
             self.stood[at] = kept * self.stood[at] + (1.0 - kept) * f64::from(u8::from(self.stands[at]));
             // What the other place has would be queued, were it not there.
@@ -88,26 +88,26 @@ impl Auto {
         backlog: Backlog,
         stations: &[Station; 2],
         now: Instant,
-    ) -> Option<(Place, Reason)> {
+    ) -> Option<(CodingPlace, Reason)> {
         let [host, offload] = stations;
         match (host.is_full(), offload.is_full()) {
             (true, true) => None,
             (false, false) => Some(self.between_both(backlog, stations, now)),
-            (false, true) => self.without(Place::Host, backlog, stations, now),
-            (true, false) => self.without(Place::Offload, backlog, stations, now),
+            (false, true) => self.without(CodingPlace::Host, backlog, stations, now),
+            (true, false) => self.without(CodingPlace::Offload, backlog, stations, now),
         }
     }
 
-    fn between_both(&self, backlog: Backlog, stations: &[Station; 2], now: Instant) -> (Place, Reason) {
-        let [host, offload] =
-            [Place::Host, Place::Offload].map(|p| stations[p as usize].completion(backlog.head_bytes, now));
+    fn between_both(&self, backlog: Backlog, stations: &[Station; 2], now: Instant) -> (CodingPlace, Reason) {
+        let [host, offload] = [CodingPlace::Host, CodingPlace::Offload]
+            .map(|p| stations[p as usize].completion(backlog.head_bytes, now));
         // As long as one is unknown, the host is the place that is fast.
         let offload_is_faster = matches!((host, offload), (Some(host), Some(offload)) if offload < host);
         let (best, other) = match offload_is_faster {
-            true => (Place::Offload, Place::Host),
-            false => (Place::Host, Place::Offload),
+            true => (CodingPlace::Offload, CodingPlace::Host),
+            false => (CodingPlace::Host, CodingPlace::Offload),
         };
-        let little_is_lost = other == Place::Host
+        let little_is_lost = other == CodingPlace::Host
             || matches!((host, offload), (Some(host), Some(offload)) if offload <= LITTLE_LOST * host);
         if little_is_lost && self.may_explore(&stations[other as usize], now) {
             return (other, Reason::Explore);
@@ -118,11 +118,11 @@ impl Auto {
     /// Whether the task goes to `place`, as the other one has no slot.
     fn without(
         &self,
-        place: Place,
+        place: CodingPlace,
         backlog: Backlog,
         stations: &[Station; 2],
         now: Instant,
-    ) -> Option<(Place, Reason)> {
+    ) -> Option<(CodingPlace, Reason)> {
         let (station, other) = (&stations[place as usize], &stations[place.other() as usize]);
         let done = station.completion(backlog.head_bytes, now);
         let drained = other.drained(backlog.tasks, backlog.bytes, now);

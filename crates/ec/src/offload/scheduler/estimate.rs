@@ -77,14 +77,14 @@ impl Sums {
 
 /// The estimate for one place.
 #[derive(Debug, Default)]
-pub(super) struct Estimate {
+pub(super) struct PlaceEstimate {
     before: Sums,
     /// The batch that ended last: tasks, bytes, seconds.
     last: (f64, f64, f64),
     at: Option<Instant>,
 }
 
-impl Estimate {
+impl PlaceEstimate {
     /// A task of so many bytes has ended, that much of a lane's time after its start or after its predecessor's end.
     pub(super) fn learn(&mut self, bytes: u64, took: Duration, now: Instant) {
         let (x, y) = (bytes as f64, took.as_secs_f64());
@@ -120,7 +120,7 @@ mod tests {
     use super::*;
 
     /// Feeds tasks of these sizes, one after another, each taking `per_task + per_byte · size` microseconds.
-    fn feed(estimate: &mut Estimate, now: &mut Instant, sizes: &[u64], cost: impl Fn(u64) -> u64) {
+    fn feed(estimate: &mut PlaceEstimate, now: &mut Instant, sizes: &[u64], cost: impl Fn(u64) -> u64) {
         for &bytes in sizes {
             let took = Duration::from_micros(cost(bytes));
             *now += took;
@@ -134,7 +134,7 @@ mod tests {
 
     #[test]
     fn the_cost_of_a_task_and_that_of_its_bytes_are_told_apart() {
-        let (mut estimate, mut now) = (Estimate::default(), Instant::now());
+        let (mut estimate, mut now) = (PlaceEstimate::default(), Instant::now());
         assert!(estimate.cost().is_none());
         feed(&mut estimate, &mut now, &[1000, 64_000, 8000, 500].repeat(20), |bytes| 300 + bytes / 100);
         let cost = estimate.cost().unwrap();
@@ -144,14 +144,14 @@ mod tests {
 
     #[test]
     fn sizes_that_are_all_alike_still_give_the_cost_at_that_size() {
-        let (mut estimate, mut now) = (Estimate::default(), Instant::now());
+        let (mut estimate, mut now) = (PlaceEstimate::default(), Instant::now());
         feed(&mut estimate, &mut now, &[4096; 50], |_| 700);
         assert!(is_near(estimate.cost().unwrap().of(3, 3 * 4096), 2100e-6));
     }
 
     #[test]
     fn a_batch_counts_as_one() {
-        let (mut estimate, mut now) = (Estimate::default(), Instant::now());
+        let (mut estimate, mut now) = (PlaceEstimate::default(), Instant::now());
         for size in [1000, 2000, 4000, 500].repeat(10) {
             let took = Duration::from_micros(80 + 4 * size / 100);
             now += took;
@@ -166,7 +166,7 @@ mod tests {
     #[test]
     fn a_change_is_learned_within_a_second_also_by_a_slow_place() {
         for (before, after) in [(10_000, 1000), (1000, 10_000), (100_000, 10_000), (10_000, 100_000)] {
-            let (mut estimate, mut now) = (Estimate::default(), Instant::now());
+            let (mut estimate, mut now) = (PlaceEstimate::default(), Instant::now());
             feed(&mut estimate, &mut now, &[4096; 50], |_| before);
             let tasks = 1_000_000 / after as usize;
             feed(&mut estimate, &mut now, &vec![4096; tasks], |_| after);

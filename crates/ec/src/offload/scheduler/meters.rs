@@ -2,11 +2,11 @@
 
 use metrics::{Counter, Gauge, counter, gauge};
 
-use super::admission::View;
-use super::{Place, Reason};
+use super::admission::AdmissionView;
+use super::{CodingPlace, Reason};
 
 /// Handles, so that a decision costs no look-up.
-pub(super) struct Meters {
+pub(super) struct SchedulerMeters {
     /// By place and reason.
     sent: [[Counter; Reason::ALL.len()]; 2],
     refused: Counter,
@@ -16,29 +16,29 @@ pub(super) struct Meters {
     host_busy: Gauge,
 }
 
-impl std::fmt::Debug for Meters {
+impl std::fmt::Debug for SchedulerMeters {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Meters").finish_non_exhaustive()
     }
 }
 
-impl Meters {
-    pub(super) fn new() -> Meters {
-        let sent = |place: Place| {
+impl SchedulerMeters {
+    pub(super) fn new() -> SchedulerMeters {
+        let sent = |place: CodingPlace| {
             let of = |reason: Reason| counter!("outboard_ec_tasks_total", "place" => place.name(), "reason" => reason.name());
             Reason::ALL.map(of)
         };
-        Meters {
-            sent: Place::BOTH.map(sent),
+        SchedulerMeters {
+            sent: CodingPlace::BOTH.map(sent),
             refused: counter!("outboard_ec_refused_total"),
             queued: gauge!("outboard_ec_queued_tasks"),
-            in_service: Place::BOTH
+            in_service: CodingPlace::BOTH
                 .map(|place| gauge!("outboard_ec_tasks_in_service", "place" => place.name())),
             host_busy: gauge!("outboard_ec_host_busy"),
         }
     }
 
-    pub(super) fn sent(&self, place: Place, reason: Reason) {
+    pub(super) fn sent(&self, place: CodingPlace, reason: Reason) {
         self.sent[place as usize][reason as usize].increment(1);
     }
 
@@ -50,9 +50,9 @@ impl Meters {
         self.host_busy.set(f64::from(u8::from(busy)));
     }
 
-    pub(super) fn show(&self, view: &View<'_>) {
+    pub(super) fn show(&self, view: &AdmissionView<'_>) {
         self.queued.set(view.queued as f64);
-        for place in Place::BOTH {
+        for place in CodingPlace::BOTH {
             self.in_service[place as usize].set(view.stations[place as usize].in_service() as f64);
         }
     }

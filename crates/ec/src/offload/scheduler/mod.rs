@@ -2,7 +2,7 @@
 //!
 //! This is Algorithm 1 of Ryu et al., "Evaluation of Erasure Coding and Opportunistic Offloading Algorithms using DPU in
 //! Distributed Storage Systems", as admission: whoever has work asks for a place ([`Scheduler::admit`]), does the work there
-//! itself, and says how it went ([`Slot::done`], [`Slot::failed`]). Work waits in one bounded queue, first come first
+//! itself, and says how it went ([`TaskSlot::done`], [`TaskSlot::failed`]). Work waits in one bounded queue, first come first
 //! served; a place takes no more at a time than it needs to be at full speed. While the host's processor is busy all of it
 //! goes to the offload; otherwise the [`CodingMode`] decides. Beyond the paper: a place that fails is left alone and probed
 //! (`base::health`), and `hybrid:auto` finds α:β by itself (`auto`).
@@ -31,14 +31,14 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
 use wire::CodingMode;
 
-use self::admission::{Admission, COOL_DOWN, Outcome, Ticket};
-use self::meters::Meters;
+use self::admission::{COOL_DOWN, TaskAdmission, TaskInService, TaskOutcome};
+use self::meters::SchedulerMeters;
 pub use self::snapshot::{PlaceSnapshot, Snapshot, offload_state};
 
 /// Where a piece of work is done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Place {
+pub enum CodingPlace {
     /// By the host's processor.
     Host,
     /// By the DPU: its accelerator or its cores.
@@ -67,7 +67,7 @@ pub struct Capacity {
 
 /// Settings of a [`Scheduler`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Config {
+pub struct SchedulerConfig {
     /// The mode to begin with.
     pub mode: CodingMode,
     /// Most tasks that wait, at least 1.
@@ -80,9 +80,9 @@ pub struct Config {
     pub cool_down: Duration,
 }
 
-impl Default for Config {
-    fn default() -> Config {
-        Config {
+impl Default for SchedulerConfig {
+    fn default() -> SchedulerConfig {
+        SchedulerConfig {
             mode: CodingMode::LatencySensitive,
             queue: 1024,
             host: Capacity { slots: 1, lanes: 1 },
@@ -94,7 +94,7 @@ impl Default for Config {
 
 /// Why a task gets no place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum Refused {
+pub enum TaskRefused {
     /// Too many wait already.
     #[error("{waiting} tasks wait for erasure coding already: slow down, or let the coding queue be longer")]
     QueueFull {
@@ -109,37 +109,37 @@ pub struct Scheduler(Rc<Shared>);
 
 #[derive(Debug)]
 struct Shared {
-    admission: RefCell<Admission<oneshot::Sender<Slot>>>,
-    meters: Meters,
+    admission: RefCell<TaskAdmission<oneshot::Sender<TaskSlot>>>,
+    meters: SchedulerMeters,
 }
 
 /// A place for one task. Dropped without a report, it says nothing about the place.
 #[derive(Debug)]
 #[must_use = "the place is kept until this is dropped"]
-pub struct Slot {
+pub struct TaskSlot {
     scheduler: Scheduler,
     /// Taken when the task ends.
-    ticket: Option<Ticket>,
-    place: Place,
+    ticket: Option<TaskInService>,
+    place: CodingPlace,
 }
 
-impl Place {
+impl CodingPlace {
     /// Both, in order.
-    const BOTH: [Place; 2] = [Place::Host, Place::Offload];
+    const BOTH: [CodingPlace; 2] = [CodingPlace::Host, CodingPlace::Offload];
 
     /// For people and metrics: `host` or `offload`.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
-            Place::Host => "host",
-            Place::Offload => "offload",
+            CodingPlace::Host => "host",
+            CodingPlace::Offload => "offload",
         }
     }
 
-    fn other(self) -> Place {
+    fn other(self) -> CodingPlace {
         match self {
-            Place::Host => Place::Offload,
-            Place::Offload => Place::Host,
+            CodingPlace::Host => CodingPlace::Offload,
+            CodingPlace::Offload => CodingPlace::Host,
         }
     }
 }
@@ -162,15 +162,18 @@ impl Reason {
 impl Scheduler {
     /// A scheduler with nothing to do. The host counts as not busy.
     #[must_use]
-    pub fn new(config: Config) -> Scheduler {
-        Scheduler(Rc::new(Shared { admission: RefCell::new(Admission::new(config)), meters: Meters::new() }))
+    pub fn new(config: SchedulerConfig) -> Scheduler {
+        Scheduler(Rc::new(Shared {
+            admission: RefCell::new(TaskAdmission::new(config)),
+            meters: SchedulerMeters::new(),
+        }))
     }
 
     /// Waits for a place for a task of so many bytes of data. First come, first served. May be dropped at any time.
     ///
     /// # Errors
     /// If too many wait already.
-    pub async fn admit(&self, work_bytes: u64) -> Result<Slot, Refused> {
+    pub async fn admit(&self, work_bytes: u64) -> Result<TaskSlot, TaskRefused> {
         let (sender, receiver) = oneshot::channel();
         let pushed = self.0.admission.borrow_mut().push(work_bytes, sender);
         let id = pushed.inspect_err(|_| self.0.meters.refused())?;
@@ -205,7 +208,7 @@ impl Scheduler {
             let next = self.0.admission.borrow_mut().next(now());
             let Some((waiter, ticket, reason)) = next else { break };
             self.0.meters.sent(ticket.place, reason);
-            let slot = Slot { scheduler: self.clone(), place: ticket.place, ticket: Some(ticket) };
+            let slot = TaskSlot { scheduler: self.clone(), place: ticket.place, ticket: Some(ticket) };
             // If its caller has gone, the slot comes back and frees the place.
             drop(waiter.send(slot));
         }
@@ -225,29 +228,29 @@ impl Drop for InQueue<'_> {
     }
 }
 
-impl Slot {
+impl TaskSlot {
     /// Where the work is to be done.
     #[must_use]
-    pub fn place(&self) -> Place {
+    pub fn place(&self) -> CodingPlace {
         self.place
     }
 
     /// The work is done: the time since the slot was given is what it took.
     pub fn done(mut self) {
-        self.end(Outcome::Done);
+        self.end(TaskOutcome::Done);
     }
 
     /// The work is done, and the place says that it took that long: without what it waited for there.
     pub fn done_in(mut self, took: Duration) {
-        self.end(Outcome::DoneIn(took));
+        self.end(TaskOutcome::DoneIn(took));
     }
 
     /// The place failed. It is left alone for a while; the work can be admitted again.
     pub fn failed(mut self, why: &str) {
-        self.end(Outcome::Failed(why));
+        self.end(TaskOutcome::Failed(why));
     }
 
-    fn end(&mut self, outcome: Outcome<'_>) {
+    fn end(&mut self, outcome: TaskOutcome<'_>) {
         if let Some(ticket) = self.ticket.take() {
             self.scheduler.0.admission.borrow_mut().end(ticket, outcome, now());
             self.scheduler.dispatch();
@@ -255,9 +258,9 @@ impl Slot {
     }
 }
 
-impl Drop for Slot {
+impl Drop for TaskSlot {
     fn drop(&mut self) {
-        self.end(Outcome::Abandoned);
+        self.end(TaskOutcome::Abandoned);
     }
 }
 

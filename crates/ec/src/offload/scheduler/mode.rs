@@ -2,7 +2,7 @@
 
 use wire::CodingRatio;
 
-use super::Place;
+use super::CodingPlace;
 
 /// Whose turn it is under a fixed ratio.
 ///
@@ -10,15 +10,19 @@ use super::Place;
 /// whole tasks can be (Bresenham's line): of any α + β tasks in a row the same number goes to each place, but no place
 /// gets its share as one burst while the other has nothing to do.
 #[derive(Debug, Default)]
-pub(super) struct Turns {
+pub(super) struct RatioInterleaver {
     /// What the offload is owed, in 1/(α + β) of a task.
     owed: u32,
 }
 
-impl Turns {
+impl RatioInterleaver {
     /// Whose turn is next.
-    pub(super) fn next(&self, ratio: CodingRatio) -> Place {
-        if self.owed + ratio.beta() >= ratio.alpha() + ratio.beta() { Place::Offload } else { Place::Host }
+    pub(super) fn next(&self, ratio: CodingRatio) -> CodingPlace {
+        if self.owed + ratio.beta() >= ratio.alpha() + ratio.beta() {
+            CodingPlace::Offload
+        } else {
+            CodingPlace::Host
+        }
     }
 
     /// That turn was taken.
@@ -32,8 +36,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn turns(ratio: CodingRatio, count: u32) -> Vec<Place> {
-        let mut turns = Turns::default();
+    fn turns(ratio: CodingRatio, count: u32) -> Vec<CodingPlace> {
+        let mut turns = RatioInterleaver::default();
         let mut turn = |_| {
             let place = turns.next(ratio);
             turns.taken(ratio);
@@ -46,7 +50,7 @@ mod tests {
     fn turns_are_interleaved() {
         let text = |alpha, beta| -> String {
             let ratio = CodingRatio::new(alpha, beta).unwrap();
-            let letter = |place| if place == Place::Host { 'h' } else { 'o' };
+            let letter = |place| if place == CodingPlace::Host { 'h' } else { 'o' };
             turns(ratio, alpha + beta).into_iter().map(letter).collect()
         };
         assert_eq!(text(3, 1), "hhho");
@@ -63,7 +67,7 @@ mod tests {
             prop_assume!(alpha + beta > 0);
             let mut offloaded = 0;
             for (so_far, place) in (1u32..).zip(turns(CodingRatio::new(alpha, beta).unwrap(), 3 * (alpha + beta))) {
-                offloaded += u32::from(place == Place::Offload);
+                offloaded += u32::from(place == CodingPlace::Offload);
                 let (due, done) = (so_far * beta, offloaded * (alpha + beta));
                 prop_assert!(due.abs_diff(done) < alpha + beta, "{offloaded} of {so_far}");
             }

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::Place;
+use super::CodingPlace;
 
 /// The recent tasks are counted by so many slices of time…
 const SLICES: usize = 10;
@@ -19,7 +19,7 @@ pub(super) struct Recent {
 }
 
 impl Recent {
-    pub(super) fn sent(&mut self, place: Place, now: Instant) {
+    pub(super) fn sent(&mut self, place: CodingPlace, now: Instant) {
         let since = *self.since.get_or_insert(now);
         let over = slices_between(since, now);
         for _ in 0..over.min(SLICES) {
@@ -56,7 +56,7 @@ mod tests {
         let (mut recent, start) = (Recent::default(), Instant::now());
         assert_eq!(recent.counts(start), [0, 0]);
         for ms in 0..3000 {
-            let place = if ms % 4 == 0 { Place::Offload } else { Place::Host };
+            let place = if ms % 4 == 0 { CodingPlace::Offload } else { CodingPlace::Host };
             recent.sent(place, start + Duration::from_millis(ms));
         }
         let at = |ms| recent.counts(start + Duration::from_millis(ms));
@@ -64,7 +64,7 @@ mod tests {
         assert_eq!(at(3499), [375, 125], "half of it is over");
         assert_eq!(at(5000), [0, 0]);
         assert_eq!(recent.counts(start), [750, 250], "time does not go back");
-        recent.sent(Place::Host, start + Duration::from_secs(60));
+        recent.sent(CodingPlace::Host, start + Duration::from_secs(60));
         assert_eq!(recent.counts(start + Duration::from_secs(60)), [1, 0]);
     }
 }

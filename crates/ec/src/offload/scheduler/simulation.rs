@@ -11,8 +11,8 @@ use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 use wire::CodingMode;
 
-use super::admission::{Admission, Outcome, Ticket};
-use super::{Capacity, Config, Place, Reason};
+use super::admission::{TaskAdmission, TaskInService, TaskOutcome};
+use super::{Capacity, CodingPlace, Reason, SchedulerConfig};
 
 const US: u64 = 1000;
 const MS: u64 = 1000 * US;
@@ -89,7 +89,7 @@ enum Event {
 }
 
 /// A task at a place: its bytes, and its caller.
-type Task = (Ticket, u64, usize);
+type Task = (TaskInService, u64, usize);
 
 /// A place at work.
 struct Running {
@@ -105,7 +105,7 @@ struct Simulation<'a> {
     now: u64,
     order: u64,
     events: BinaryHeap<Reverse<(u64, u64, Event)>>,
-    admission: Admission<(u64, usize)>,
+    admission: TaskAdmission<(u64, usize)>,
     places: [Running; 2],
     dice: SmallRng,
     result: Tally,
@@ -160,14 +160,14 @@ impl Simulation<'_> {
             Capacity { slots, lanes }
         };
         let (host, offload) = (capacity(pattern.host), capacity(pattern.offload));
-        let config = Config { mode, queue: 256, host, offload, cool_down: Duration::from_secs(1) };
+        let config = SchedulerConfig { mode, queue: 256, host, offload, cool_down: Duration::from_secs(1) };
         let mut simulation = Simulation {
             pattern,
             start: Instant::now(),
             now: 0,
             order: 0,
             events: BinaryHeap::new(),
-            admission: Admission::new(config),
+            admission: TaskAdmission::new(config),
             places: [Running::of(pattern.host), Running::of(pattern.offload)],
             dice: SmallRng::seed_from_u64(7),
             result: Tally::default(),
@@ -234,7 +234,7 @@ impl Simulation<'_> {
         let due = |(end, _): &(u64, _)| *end <= now;
         let ended: Vec<_> = self.places[place].serving.extract_if(.., |serving| due(serving)).collect();
         for (ticket, bytes, caller) in ended.into_iter().flat_map(|(_, tasks)| tasks) {
-            self.admission.end(ticket, Outcome::Done, self.start + Duration::from_nanos(now));
+            self.admission.end(ticket, TaskOutcome::Done, self.start + Duration::from_nanos(now));
             if (self.pattern.from..self.pattern.until).contains(&now) {
                 self.result.bytes += bytes;
             }
@@ -251,7 +251,7 @@ impl Simulation<'_> {
             self.admission.next(self.start + Duration::from_nanos(self.now))
         {
             self.result.tasks += 1;
-            self.result.offloaded += u64::from(ticket.place == Place::Offload);
+            self.result.offloaded += u64::from(ticket.place == CodingPlace::Offload);
             self.result.explored += u64::from(reason == Reason::Explore);
             self.places[ticket.place as usize].waiting.push_back((ticket, bytes, caller));
         }

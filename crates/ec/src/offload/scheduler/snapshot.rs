@@ -2,12 +2,12 @@
 
 use std::time::Instant;
 
-use base::health::Report;
+use base::health::HealthReport;
 use serde::{Deserialize, Serialize};
 use wire::{CodingHealth, CodingMode, CodingSent, OffloadState};
 
 use super::Reason;
-use super::admission::View;
+use super::admission::AdmissionView;
 use super::station::Station;
 
 /// The scheduler at one moment. Counts are since it was made.
@@ -52,16 +52,16 @@ pub struct PlaceSnapshot {
 
 /// Returns a state of the circuit breaker without its times.
 #[must_use]
-pub fn offload_state(state: base::health::State) -> OffloadState {
+pub fn offload_state(state: base::health::HealthState) -> OffloadState {
     match state {
-        base::health::State::Active => OffloadState::Active,
-        base::health::State::CoolingDown(_) => OffloadState::CoolingDown,
-        base::health::State::Probing => OffloadState::Probing,
+        base::health::HealthState::Active => OffloadState::Active,
+        base::health::HealthState::CoolingDown(_) => OffloadState::CoolingDown,
+        base::health::HealthState::Probing => OffloadState::Probing,
     }
 }
 
 impl Snapshot {
-    pub(super) fn of(view: &View<'_>, now: Instant) -> Snapshot {
+    pub(super) fn of(view: &AdmissionView<'_>, now: Instant) -> Snapshot {
         let [alpha, beta] = view.recent.counts(now);
         let [host, offload] = view.stations;
         Snapshot {
@@ -100,7 +100,7 @@ impl PlaceSnapshot {
 }
 
 /// Returns a circuit breaker's report as plain data.
-fn health(report: Report) -> CodingHealth {
+fn health(report: HealthReport) -> CodingHealth {
     CodingHealth {
         state: offload_state(report.state),
         failures: report.failures,

@@ -2,14 +2,14 @@
 
 use std::time::{Duration, Instant};
 
-use base::health::{OffloadHealth, State};
+use base::health::{HealthState, OffloadHealth};
 
-use super::estimate::{Cost, Estimate};
+use super::estimate::{Cost, PlaceEstimate};
 use super::{Capacity, Reason};
 
 /// A task in service.
 #[derive(Debug)]
-struct Serving {
+struct StationTask {
     id: u64,
     bytes: u64,
     /// Since when a lane has been at it; `None` while it waits inside the place.
@@ -18,7 +18,7 @@ struct Serving {
 
 /// Whether a place can be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Standing {
+pub(super) enum StationHealth {
     /// It works.
     Usable,
     /// It failed; the next task may try it out.
@@ -32,11 +32,11 @@ pub(super) enum Standing {
 pub(super) struct Station {
     pub(super) capacity: Capacity,
     pub(super) health: OffloadHealth,
-    pub(super) estimate: Estimate,
+    pub(super) estimate: PlaceEstimate,
     /// Tasks sent here, by reason.
     pub(super) sent: [u64; Reason::ALL.len()],
     /// In the order they came; no more than `capacity.slots`.
-    serving: Vec<Serving>,
+    serving: Vec<StationTask>,
     /// The task that was to be the probe was given up: another one may be it.
     probe_vacant: bool,
 }
@@ -47,7 +47,7 @@ impl Station {
         Station {
             capacity: Capacity { lanes, slots: capacity.slots.max(lanes) },
             health: OffloadHealth::new(name, cool_down),
-            estimate: Estimate::default(),
+            estimate: PlaceEstimate::default(),
             sent: Default::default(),
             serving: Vec::new(),
             probe_vacant: false,
@@ -62,12 +62,12 @@ impl Station {
         self.serving.len() >= self.capacity.slots
     }
 
-    pub(super) fn standing(&self, now: Instant) -> Standing {
+    pub(super) fn standing(&self, now: Instant) -> StationHealth {
         match self.health.report().state {
-            State::Active => Standing::Usable,
-            State::CoolingDown(until) if until <= now => Standing::ProbeDue,
-            State::Probing if self.probe_vacant => Standing::ProbeDue,
-            State::CoolingDown(_) | State::Probing => Standing::Down,
+            HealthState::Active => StationHealth::Usable,
+            HealthState::CoolingDown(until) if until <= now => StationHealth::ProbeDue,
+            HealthState::Probing if self.probe_vacant => StationHealth::ProbeDue,
+            HealthState::CoolingDown(_) | HealthState::Probing => StationHealth::Down,
         }
     }
 
@@ -83,7 +83,7 @@ impl Station {
 
     pub(super) fn begin(&mut self, id: u64, bytes: u64, now: Instant) {
         debug_assert!(!self.is_full(), "nothing is sent to a full place");
-        self.serving.push(Serving { id, bytes, running: None });
+        self.serving.push(StationTask { id, bytes, running: None });
         self.run_next(now);
     }
 
@@ -106,7 +106,7 @@ impl Station {
 
     /// Lane time that what is in service still needs, in seconds.
     fn remaining(&self, cost: Cost, now: Instant) -> f64 {
-        let left = |task: &Serving| {
+        let left = |task: &StationTask| {
             let spent = task.running.map_or(Duration::ZERO, |since| now.saturating_duration_since(since));
             (cost.of(1, task.bytes) - spent.as_secs_f64()).max(0.0)
         };
@@ -178,15 +178,15 @@ mod tests {
     fn a_probe_that_was_given_up_can_be_taken_by_another_task() {
         let (mut station, now) = (station(1, 1), Instant::now());
         station.health.failed("broken", now);
-        assert_eq!(station.standing(now), Standing::Down);
+        assert_eq!(station.standing(now), StationHealth::Down);
         let later = now + 100 * MS;
-        assert_eq!(station.standing(later), Standing::ProbeDue);
+        assert_eq!(station.standing(later), StationHealth::ProbeDue);
         station.begin_probe(later);
-        assert_eq!(station.standing(later), Standing::Down, "one probe at a time");
+        assert_eq!(station.standing(later), StationHealth::Down, "one probe at a time");
         station.vacate_probe();
-        assert_eq!(station.standing(later), Standing::ProbeDue);
+        assert_eq!(station.standing(later), StationHealth::ProbeDue);
         station.begin_probe(later);
         station.health.probed(Ok(()), later);
-        assert_eq!(station.standing(later), Standing::Usable);
+        assert_eq!(station.standing(later), StationHealth::Usable);
     }
 }

@@ -15,10 +15,10 @@ const MS: Duration = Duration::from_millis(1);
 fn scheduler(mode: &str, slots: usize, queue: usize) -> Scheduler {
     let capacity = Capacity { slots, lanes: 1 };
     let (mode, cool_down) = (mode.parse().unwrap(), 100 * MS);
-    Scheduler::new(Config { mode, queue, host: capacity, offload: capacity, cool_down })
+    Scheduler::new(SchedulerConfig { mode, queue, host: capacity, offload: capacity, cool_down })
 }
 
-async fn place_of_next(scheduler: &Scheduler) -> Place {
+async fn place_of_next(scheduler: &Scheduler) -> CodingPlace {
     let slot = scheduler.admit(MB).await.unwrap();
     let place = slot.place();
     slot.done();
@@ -28,7 +28,7 @@ async fn place_of_next(scheduler: &Scheduler) -> Place {
 async fn letters(scheduler: &Scheduler, count: usize) -> String {
     let mut text = String::new();
     for _ in 0..count {
-        text.push(if place_of_next(scheduler).await == Place::Host { 'h' } else { 'o' });
+        text.push(if place_of_next(scheduler).await == CodingPlace::Host { 'h' } else { 'o' });
     }
     text
 }
@@ -65,7 +65,7 @@ async fn tasks_wait_in_order_and_no_more_than_the_queue_holds() {
     let mut first = pin!(scheduler.admit(2 * MB));
     let mut second = pin!(scheduler.admit(3 * MB));
     assert!(waits(&mut first).await && waits(&mut second).await);
-    assert_eq!(scheduler.admit(MB).await.unwrap_err(), Refused::QueueFull { waiting: 2 });
+    assert_eq!(scheduler.admit(MB).await.unwrap_err(), TaskRefused::QueueFull { waiting: 2 });
     let snapshot = scheduler.snapshot();
     assert_eq!((snapshot.queued, snapshot.queued_bytes, snapshot.refused), (2, 5 * MB, 1));
     assert_eq!((snapshot.host.in_service, snapshot.offload.in_service), (1, 0));
@@ -74,7 +74,7 @@ async fn tasks_wait_in_order_and_no_more_than_the_queue_holds() {
     let slot = first.await.unwrap();
     assert!(waits(&mut second).await);
     drop(slot);
-    assert_eq!(second.await.unwrap().place(), Place::Host);
+    assert_eq!(second.await.unwrap().place(), CodingPlace::Host);
     assert_eq!(scheduler.snapshot().queued, 0);
 }
 
@@ -94,7 +94,7 @@ async fn a_caller_that_goes_leaves_neither_a_task_nor_a_slot_behind() {
         assert_eq!(scheduler.snapshot().host.in_service, 1);
     }
     assert_eq!((scheduler.snapshot().host.in_service, scheduler.snapshot().queued), (0, 0));
-    assert_eq!(place_of_next(&scheduler).await, Place::Host);
+    assert_eq!(place_of_next(&scheduler).await, CodingPlace::Host);
 }
 
 #[tokio::test(start_paused = true)]
@@ -105,13 +105,13 @@ async fn a_change_of_mode_or_load_sends_off_what_waits() {
     assert!(waits(&mut waiting).await);
     scheduler.set_mode(CodingMode::Async);
     let offload = waiting.await.unwrap();
-    assert_eq!(offload.place(), Place::Offload);
+    assert_eq!(offload.place(), CodingPlace::Offload);
     drop(offload);
     scheduler.set_mode(CodingMode::LatencySensitive);
     let mut waiting = pin!(scheduler.admit(MB));
     assert!(waits(&mut waiting).await);
     scheduler.set_host_busy(true);
-    assert_eq!(waiting.await.unwrap().place(), Place::Offload);
+    assert_eq!(waiting.await.unwrap().place(), CodingPlace::Offload);
 }
 
 #[tokio::test(start_paused = true)]
@@ -125,11 +125,11 @@ async fn a_place_that_fails_is_left_alone_then_probed_by_one_task() {
     scheduler.set_host_busy(false);
     advance(101 * MS).await;
     let probe = scheduler.admit(MB).await.unwrap();
-    assert_eq!(probe.place(), Place::Offload);
+    assert_eq!(probe.place(), CodingPlace::Offload);
     assert_eq!(letters(&scheduler, 2).await, "hh", "one probe at a time");
     drop(probe);
     let probe = scheduler.admit(MB).await.unwrap();
-    assert_eq!(probe.place(), Place::Offload, "the one before said nothing");
+    assert_eq!(probe.place(), CodingPlace::Offload, "the one before said nothing");
     probe.failed("still gone");
     assert_eq!(letters(&scheduler, 2).await, "hh");
     advance(101 * MS).await;
@@ -148,12 +148,12 @@ async fn with_both_places_down_work_goes_to_the_host() {
     let scheduler = scheduler("async", 4, 8);
     scheduler.admit(MB).await.unwrap().failed("no device");
     let slot = scheduler.admit(MB).await.unwrap();
-    assert_eq!(slot.place(), Place::Host);
+    assert_eq!(slot.place(), CodingPlace::Host);
     slot.failed("no host either");
-    assert_eq!(place_of_next(&scheduler).await, Place::Host);
+    assert_eq!(place_of_next(&scheduler).await, CodingPlace::Host);
     advance(101 * MS).await;
     scheduler.set_mode(CodingMode::LatencySensitive);
-    assert_eq!(place_of_next(&scheduler).await, Place::Host);
+    assert_eq!(place_of_next(&scheduler).await, CodingPlace::Host);
     assert_eq!(scheduler.snapshot().host.health.recoveries, 1);
 }
 

@@ -6,14 +6,14 @@ use super::*;
 use crate::offload::accelerator::{self, AcceleratorOptions};
 use crate::offload::software::{self, Processor, SoftwareOptions};
 
-const WORK: Work = Work { bytes: 1000, computed_fragments: 32 };
+const WORK: CodingWork = CodingWork { bytes: 1000, computed_fragments: 32 };
 
 /// Devices that are faster than anything, or so slow that nobody sees them answer.
 const INSTANT: f64 = 1e30;
 const NEVER: f64 = 1.0;
 
 fn device(host_rate: f64, queue: usize, batch_bytes: u64) -> Worker {
-    let options = AcceleratorOptions::new(Pace::paper(host_rate));
+    let options = AcceleratorOptions::new(EngineRate::paper(host_rate));
     accelerator::start(AcceleratorOptions { queue, batch_bytes, ..options }).unwrap()
 }
 
@@ -70,7 +70,7 @@ async fn what_waits_is_one_batch_up_to_its_bound() {
     let worker = device(INSTANT, 16, 3500);
     let held = hold(&worker).await;
     let results: Vec<_> = (0..7).map(|number| worker.submit(WORK, move || number)).collect();
-    let large = worker.submit(Work { bytes: 9000, ..WORK }, || 7);
+    let large = worker.submit(CodingWork { bytes: 9000, ..WORK }, || 7);
     drop(held);
     for (number, result) in (0..).zip(results) {
         assert_eq!(result.await, Ok(number));

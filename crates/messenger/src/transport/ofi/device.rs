@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use base::budget::{Budget, Peer};
-use fabric::{ConnectionRequest, Endpoint, Event, EventQueue, Fabric, Info, Waitable};
+use base::budget::{Budget, PeerAddress};
+use fabric::{ConnectionRequest, Endpoint, EventQueue, Fabric, FabricEvent, Info, Waitable};
 use tokio::io::unix::AsyncFd;
 use tokio::sync::{Notify, mpsc, oneshot};
 
@@ -15,7 +15,7 @@ use super::Common;
 use super::descriptor::{Descriptor, is_readable};
 use super::link::{Link, Watcher};
 use super::port::Port;
-use crate::transport::{Claim, Road, Wire};
+use crate::transport::{ConnectClaim, Road, Wire};
 
 /// Connections that are being accepted. One more replaces the oldest, first of an address above its fair share. Who is slower
 /// than [`SETTLING_TIME`] is dropped.
@@ -50,13 +50,13 @@ struct State {
 struct Settling {
     link: Arc<Link>,
     since: Instant,
-    role: Role,
+    role: SettlingOrigin,
 }
 
-enum Role {
+enum SettlingOrigin {
     /// Told what the peer gave on accepting.
     Dialed(oneshot::Sender<Result<Vec<u8>, String>>),
-    Accepted(Claim, Peer),
+    Accepted(ConnectClaim, PeerAddress),
 }
 
 impl Device {
@@ -160,7 +160,7 @@ impl Device {
     }
 
     /// Connects to the address that `info` was queried for.
-    pub(super) async fn dial(self: &Arc<Self>, info: &Info, claim: &Claim) -> io::Result<Arc<Link>> {
+    pub(super) async fn dial(self: &Arc<Self>, info: &Info, claim: &ConnectClaim) -> io::Result<Arc<Link>> {
         let port = self.port(&claim.tenant, info)?;
         let id = self.next_id();
         let endpoint = Endpoint::connecting(info, port.queues(&self.events), id);
@@ -171,7 +171,7 @@ impl Device {
         let guard = SettlingGuard { device: self, id };
         self.lock().settling.insert(
             id,
-            Settling { link: Arc::clone(&link), since: Instant::now(), role: Role::Dialed(done) },
+            Settling { link: Arc::clone(&link), since: Instant::now(), role: SettlingOrigin::Dialed(done) },
         );
         link.establish(&encode_claim(claim)).map_err(io::Error::other)?;
         let answer = connected.await.map_err(|_| io::Error::from(io::ErrorKind::ConnectionAborted))?;
@@ -195,15 +195,15 @@ impl Device {
             }
         };
         match event {
-            Event::ConnectionRequest(request) => {
+            FabricEvent::ConnectionRequest(request) => {
                 if let Err(why) = self.answer(request) {
                     tracing::debug!(%why, "a connection is refused");
                 }
             }
-            Event::Connected { endpoint, data } => self.on_connected(endpoint, data),
-            Event::Closed { endpoint } => self.on_end(endpoint, "the peer closed the connection"),
-            Event::Failed { endpoint, error, .. } => self.on_end(endpoint, &error.to_string()),
-            Event::SomeFailed { error } => self.fail_dialed(&error.to_string()),
+            FabricEvent::Connected { endpoint, data } => self.on_connected(endpoint, data),
+            FabricEvent::Closed { endpoint } => self.on_end(endpoint, "the peer closed the connection"),
+            FabricEvent::Failed { endpoint, error, .. } => self.on_end(endpoint, &error.to_string()),
+            FabricEvent::SomeFailed { error } => self.fail_dialed(&error.to_string()),
             _ => {}
         }
         true
@@ -217,7 +217,7 @@ impl Device {
         if self.lock().accepted.is_none() {
             return Err(io::Error::other("nobody accepts connections any more"));
         }
-        let peer = request.info().peer_address().map_or(Peer::Local, |address| address.ip().into());
+        let peer = request.info().peer_address().map_or(PeerAddress::Local, |address| address.ip().into());
         let port = self.port(&claim.tenant, request.info())?;
         let id = self.next_id();
         let endpoint = Endpoint::answer(request, port.queues(&self.events), id);
@@ -228,7 +228,7 @@ impl Device {
         link.set_peer_token(peer_token);
         link.post_first().map_err(io::Error::other)?;
         let now = Instant::now();
-        let role = Role::Accepted(claim, peer);
+        let role = SettlingOrigin::Accepted(claim, peer);
         let settling = Settling { link: Arc::clone(&link), since: now, role };
         self.admit(id, peer, settling)?;
         link.establish(&own_token.to_le_bytes()).map_err(|why| {
@@ -238,7 +238,7 @@ impl Device {
     }
 
     /// Counts a connection among those that are being accepted, perhaps instead of another one.
-    fn admit(&self, id: u64, peer: Peer, settling: Settling) -> io::Result<()> {
+    fn admit(&self, id: u64, peer: PeerAddress, settling: Settling) -> io::Result<()> {
         let mut state = self.lock();
         let victim = state.accepting.admit(id, peer, settling.since).map_err(io::Error::other)?;
         state.settling.insert(id, settling);
@@ -272,8 +272,8 @@ impl Device {
         drop(state);
         match settled.role {
             // Whoever dialed may have gone away, here and below; the link is closed when it is dropped.
-            Role::Dialed(done) => drop(done.send(Ok(data))),
-            Role::Accepted(claim, peer) => {
+            SettlingOrigin::Dialed(done) => drop(done.send(Ok(data))),
+            SettlingOrigin::Accepted(claim, peer) => {
                 let address = format!("{} over {}", claim.tenant, settled.link.provider());
                 let wire = Wire { road: Road::Packets(settled.link), address, peer, claim: Some(claim) };
                 if let Some(accepted) = accepted
@@ -301,7 +301,7 @@ impl Device {
     /// A connection of this side did not come about, and it is not known which.
     fn fail_dialed(&self, why: &str) {
         let mut state = self.lock();
-        let dialed = |s: &Settling| matches!(s.role, Role::Dialed(_));
+        let dialed = |s: &Settling| matches!(s.role, SettlingOrigin::Dialed(_));
         let ids: Vec<u64> = state.settling.iter().filter(|(_, s)| dialed(s)).map(|(id, _)| *id).collect();
         let failed: Vec<Settling> = ids.iter().filter_map(|id| state.take_settling(*id)).collect();
         drop(state);
@@ -325,12 +325,12 @@ impl State {
 
 impl Settling {
     fn is_late(&self) -> bool {
-        matches!(self.role, Role::Accepted(..)) && self.since.elapsed() > SETTLING_TIME
+        matches!(self.role, SettlingOrigin::Accepted(..)) && self.since.elapsed() > SETTLING_TIME
     }
 
     fn fail(self, why: &str) {
         self.link.fail(why);
-        if let Role::Dialed(done) = self.role {
+        if let SettlingOrigin::Dialed(done) = self.role {
             // Whoever dialed may have gone away.
             let _ = done.send(Err(why.to_owned()));
         }
@@ -357,19 +357,19 @@ fn parts_of(nonce: &[u8; 16]) -> (u64, u64) {
     (number(token), number(transport_number))
 }
 
-fn encode_claim(claim: &Claim) -> Vec<u8> {
+fn encode_claim(claim: &ConnectClaim) -> Vec<u8> {
     [&claim.nonce[..], claim.tenant.as_bytes()].concat()
 }
 
 /// Reads a claim; providers may have appended zeros.
-fn decode_claim(data: &[u8]) -> Option<Claim> {
+fn decode_claim(data: &[u8]) -> Option<ConnectClaim> {
     let (nonce, name) = data.split_first_chunk::<16>()?;
     let len = name.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1);
-    if len > Claim::MAX_TENANT {
+    if len > ConnectClaim::MAX_TENANT {
         return None;
     }
     let tenant = std::str::from_utf8(&name[..len]).ok()?.to_owned();
-    Some(Claim { tenant, nonce: *nonce })
+    Some(ConnectClaim { tenant, nonce: *nonce })
 }
 
 /// Handles what happens to connections, sleeping in between, until the device is gone.
@@ -408,7 +408,7 @@ mod tests {
     #[test]
     fn claims_survive_padding_and_nonsense_is_refused() {
         for tenant in ["", "a", &"x".repeat(32)] {
-            let claim = Claim { tenant: tenant.to_owned(), nonce: [7; 16] };
+            let claim = ConnectClaim { tenant: tenant.to_owned(), nonce: [7; 16] };
             let mut bytes = encode_claim(&claim);
             assert!(bytes.len() <= 48, "rdma_cm has room for that everywhere");
             bytes.extend_from_slice(&[0; 30]);

@@ -10,13 +10,13 @@ use std::time::Duration;
 
 use base::mem::ArenaBuf;
 use bytes::Bytes;
-use fabric::{Access, Completion, Endpoint, MemoryRegion, Operation, Part, PostError};
+use fabric::{Access, Completion, Endpoint, GatherBytes, MemoryRegion, Operation, PostError};
 use tokio::sync::Notify;
 use tokio::time::timeout;
 
-use super::packet::{Credits, FIRST_GRANT, HEADER_BYTES, PACKET_BYTES, PacketHeader};
+use super::packet::{FIRST_GRANT, HEADER_BYTES, PACKET_BYTES, PacketCredits, PacketHeader};
 use super::port::Port;
-use super::reads::Reads;
+use super::reads::RmaReads;
 
 /// Credits that only a packet without content may use: it brings the peer credits, so that the two never wait for each other.
 const RESERVE: u32 = 1;
@@ -68,8 +68,8 @@ struct State {
     why_failed: Option<String>,
     inbox: VecDeque<Bytes>,
     reader: Option<Waker>,
-    sending: Credits,
-    receiving: Credits,
+    sending: PacketCredits,
+    receiving: PacketCredits,
     /// Packets that the peer may be ahead.
     window: u32,
     /// Packets with content since the last rest.
@@ -85,7 +85,7 @@ struct State {
     next_token: u64,
     quiet_operations: u32,
     quiet_bytes: usize,
-    reads: Reads,
+    reads: RmaReads,
 }
 
 impl State {
@@ -101,18 +101,18 @@ impl State {
 
 /// A part of a packet's content.
 #[derive(Debug, Clone)]
-pub(crate) enum Piece<'a> {
+pub(crate) enum PacketContent<'a> {
     /// To be copied into the packet.
     Copied(&'a [u8]),
     /// To be sent from where it is, if it is long enough and the device can do that.
     Shared(Bytes),
 }
 
-impl Piece<'_> {
+impl PacketContent<'_> {
     pub(crate) fn bytes(&self) -> &[u8] {
         match self {
-            Piece::Copied(bytes) => bytes,
-            Piece::Shared(bytes) => bytes,
+            PacketContent::Copied(bytes) => bytes,
+            PacketContent::Shared(bytes) => bytes,
         }
     }
 }
@@ -133,8 +133,8 @@ impl Link {
             why_failed: None,
             inbox: VecDeque::new(),
             reader: None,
-            sending: Credits::new(),
-            receiving: Credits { used: 0, granted: 0 },
+            sending: PacketCredits::new(),
+            receiving: PacketCredits { used: 0, granted: 0 },
             window: FIRST_GRANT,
             busy: 0,
             was_content: false,
@@ -144,7 +144,7 @@ impl Link {
             next_token: 0,
             quiet_operations: 0,
             quiet_bytes: 0,
-            reads: Reads::default(),
+            reads: RmaReads::default(),
         };
         let link = Arc::new(Link {
             id: endpoint.token(),
@@ -198,7 +198,7 @@ impl Link {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn reads<T>(&self, with: impl FnOnce(&mut Reads) -> T) -> T {
+    pub(super) fn reads<T>(&self, with: impl FnOnce(&mut RmaReads) -> T) -> T {
         with(&mut self.state().reads)
     }
 
@@ -403,12 +403,12 @@ impl Link {
     }
 
     /// A packet that has no content.
-    fn alone(&self, header: PacketHeader) -> Result<Vec<Part>, ()> {
+    fn alone(&self, header: PacketHeader) -> Result<Vec<GatherBytes>, ()> {
         let mut buf = self.port.common.buffers.take().ok_or(())?;
         buf.truncate(HEADER_BYTES);
         buf.copy_from_slice(&header.encode());
         let region = self.own_region(&buf).map_err(|_| ())?;
-        Ok(vec![Part { bytes: buf.freeze(), region }])
+        Ok(vec![GatherBytes { bytes: buf.freeze(), region }])
     }
 
     /// The registration of a buffer of ours, where the provider wants one.
@@ -430,7 +430,7 @@ impl Link {
     }
 
     /// Sends one packet of at most [`ROOM_BYTES`](super::packet::ROOM_BYTES), when the peer has a buffer for it.
-    pub(crate) async fn send(&self, pieces: &[Piece<'_>]) -> Result<(), LinkFailed> {
+    pub(crate) async fn send(&self, pieces: &[PacketContent<'_>]) -> Result<(), LinkFailed> {
         let header = self.credit().await?;
         let len: usize = pieces.iter().map(|piece| piece.bytes().len()).sum();
         debug_assert!(len + HEADER_BYTES <= PACKET_BYTES, "a packet fits into a buffer");
@@ -464,7 +464,11 @@ impl Link {
     }
 
     /// The memory that a packet is sent from: what is copied, in a buffer of ours, and the rest where it is.
-    async fn assemble(&self, header: PacketHeader, pieces: &[Piece<'_>]) -> Result<Vec<Part>, LinkFailed> {
+    async fn assemble(
+        &self,
+        header: PacketHeader,
+        pieces: &[PacketContent<'_>],
+    ) -> Result<Vec<GatherBytes>, LinkFailed> {
         let mut buf = self.send_buffer().await?;
         buf[..HEADER_BYTES].copy_from_slice(&header.encode());
         let most = self.parts_max();
@@ -472,16 +476,16 @@ impl Link {
         let mut plan: Vec<Planned> = vec![Planned::Here(0, HEADER_BYTES)];
         for (at, piece) in pieces.iter().enumerate() {
             let follow = usize::from(at + 1 < pieces.len());
-            if let Piece::Shared(bytes) = piece
+            if let PacketContent::Shared(bytes) = piece
                 && bytes.len() > COPY_MAX_BYTES
                 && plan.len() + 1 + follow <= most
                 && let Ok(region) = self.port.region_of(bytes)
             {
-                plan.push(Planned::There(Part { bytes: bytes.clone(), region }));
+                plan.push(Planned::There(GatherBytes { bytes: bytes.clone(), region }));
                 continue;
             }
             let bytes = piece.bytes();
-            if let Piece::Shared(_) = piece {
+            if let PacketContent::Shared(_) = piece {
                 metrics::counter!("outboard_messenger_copied_bytes").increment(bytes.len() as u64);
             }
             buf[filled..filled + bytes.len()].copy_from_slice(bytes);
@@ -494,7 +498,7 @@ impl Link {
         let region = self.own_region(&buf)?;
         let buf = buf.freeze();
         let part = |planned| match planned {
-            Planned::Here(start, end) => Part { bytes: buf.slice(start..end), region: region.clone() },
+            Planned::Here(start, end) => GatherBytes { bytes: buf.slice(start..end), region: region.clone() },
             Planned::There(part) => part,
         };
         Ok(plan.into_iter().map(part).collect())
@@ -514,7 +518,7 @@ impl Link {
     }
 
     /// Whether the next operation is to be told of: not all are, but none holds much memory for long.
-    pub(super) fn wants_completion(&self, parts: &[Part]) -> bool {
+    pub(super) fn wants_completion(&self, parts: &[GatherBytes]) -> bool {
         let mut state = self.state();
         state.quiet_operations += 1;
         state.quiet_bytes += parts.iter().map(|part| part.bytes.len()).sum::<usize>();
@@ -553,7 +557,7 @@ impl Link {
 enum Planned {
     /// From where to where in the buffer.
     Here(usize, usize),
-    There(Part),
+    There(GatherBytes),
 }
 
 impl fmt::Debug for Link {

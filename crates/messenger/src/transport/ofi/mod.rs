@@ -39,15 +39,15 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use base::BoxFuture;
-use base::budget::Peer;
-use fabric::{FabricError, Info, Library, Listener, Query, Target};
+use base::budget::PeerAddress;
+use fabric::{EndpointAddress, FabricError, FabricListener, Info, Library, ProviderQuery};
 use tokio::sync::{mpsc, watch};
 
 pub use link::Link;
-pub(crate) use link::{LinkFailed, Piece};
-pub(crate) use reads::Landing;
+pub(crate) use link::{LinkFailed, PacketContent};
+pub(crate) use reads::LandingBuffer;
 
-use super::{Acceptor, Claim, Road, Transport, Wire};
+use super::{Acceptor, ConnectClaim, Road, Transport, Wire};
 use buffers::Buffers;
 use device::Device;
 use landings::Landings;
@@ -92,9 +92,9 @@ impl OfiConfig {
     }
 
     /// What to ask libfabric for.
-    fn query(&self, target: Target) -> Query {
+    fn query(&self, target: EndpointAddress) -> ProviderQuery {
         let shared_receive = self.receive_queue == ReceiveQueueKind::Shared;
-        Query { provider: Some(self.provider.clone()), target, shared_receive }
+        ProviderQuery { provider: Some(self.provider.clone()), target, shared_receive }
     }
 }
 
@@ -103,18 +103,18 @@ struct Common {
     config: OfiConfig,
     buffers: Buffers,
     landings: Landings,
-    control: Arc<Control>,
+    control: Arc<OfiControl>,
 }
 
 /// A hand on the transport, for tests and fault injection.
-pub struct Control {
+pub struct OfiControl {
     devices: Mutex<Vec<Weak<Device>>>,
     frozen: watch::Sender<bool>,
     refuses: AtomicBool,
     refuses_memory: AtomicBool,
 }
 
-impl Control {
+impl OfiControl {
     /// Closes every connection there is, whatever it is doing. Returns how many.
     pub fn cut(&self) -> usize {
         let devices = self.devices.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -180,12 +180,12 @@ impl Ofi {
     /// If there is none, or the provider is not there.
     pub fn new(mut config: OfiConfig) -> Result<Ofi, FabricError> {
         let library = Library::load()?;
-        if library.query(&config.query(Target::Any)).is_err() {
+        if library.query(&config.query(EndpointAddress::Any)).is_err() {
             config.receive_queue = ReceiveQueueKind::PerConnection;
-            library.query(&config.query(Target::Any))?;
+            library.query(&config.query(EndpointAddress::Any))?;
             tracing::info!(provider = config.provider, "it has no shared receive queues");
         }
-        let control = Arc::new(Control {
+        let control = Arc::new(OfiControl {
             devices: Mutex::default(),
             frozen: watch::Sender::new(false),
             refuses: AtomicBool::new(false),
@@ -202,11 +202,11 @@ impl Ofi {
 
     /// To break connections by hand.
     #[must_use]
-    pub fn control(&self) -> Arc<Control> {
+    pub fn control(&self) -> Arc<OfiControl> {
         Arc::clone(&self.common.control)
     }
 
-    async fn query(&self, address: &str, target: impl Fn(SocketAddr) -> Target) -> io::Result<Info> {
+    async fn query(&self, address: &str, target: impl Fn(SocketAddr) -> EndpointAddress) -> io::Result<Info> {
         let mut last = io::Error::from(io::ErrorKind::AddrNotAvailable);
         for address in tokio::net::lookup_host(address).await? {
             let query = self.common.config.query(target(address));
@@ -238,28 +238,28 @@ struct OfiAcceptor {
     common: Arc<Common>,
     address: SocketAddr,
     /// `None` while its device could not be opened again.
-    open: Option<Accepting>,
+    open: Option<AcceptQueue>,
 }
 
-struct Accepting {
+struct AcceptQueue {
     wires: mpsc::Receiver<io::Result<Wire>>,
     /// Before its device: nobody new comes in.
-    listener: Listener,
+    listener: FabricListener,
     device: Arc<Device>,
 }
 
-impl Accepting {
-    fn new(info: &Info, common: &Arc<Common>) -> io::Result<Accepting> {
+impl AcceptQueue {
+    fn new(info: &Info, common: &Arc<Common>) -> io::Result<AcceptQueue> {
         let device = Device::open(info, Arc::clone(common))?;
         common.control.watch(&device);
         let (accepted, wires) = mpsc::channel(BACKLOG);
         device.accept_into(accepted);
-        let listener = Listener::open(info, &device.events).map_err(io::Error::other)?;
-        Ok(Accepting { wires, listener, device })
+        let listener = FabricListener::open(info, &device.events).map_err(io::Error::other)?;
+        Ok(AcceptQueue { wires, listener, device })
     }
 }
 
-impl Drop for Accepting {
+impl Drop for AcceptQueue {
     fn drop(&mut self) {
         self.device.close();
     }
@@ -268,10 +268,10 @@ impl Drop for Accepting {
 impl OfiAcceptor {
     /// Listens anew at the same address, after the device's queue of events has failed.
     fn reopen(&mut self) -> io::Result<()> {
-        let query = self.common.config.query(Target::Listen(self.address));
+        let query = self.common.config.query(EndpointAddress::Listen(self.address));
         let infos = self.library.query(&query).map_err(io::Error::other)?;
         let info = infos.first().ok_or(io::ErrorKind::AddrNotAvailable)?;
-        self.open = Some(Accepting::new(info, &self.common)?);
+        self.open = Some(AcceptQueue::new(info, &self.common)?);
         Ok(())
     }
 }
@@ -279,24 +279,24 @@ impl OfiAcceptor {
 impl Transport for Ofi {
     fn bind<'a>(&'a self, address: &'a str) -> BoxFuture<'a, io::Result<Box<dyn Acceptor>>> {
         Box::pin(async move {
-            let info = self.query(address, Target::Listen).await?;
-            let open = Accepting::new(&info, &self.common)?;
+            let info = self.query(address, EndpointAddress::Listen).await?;
+            let open = AcceptQueue::new(&info, &self.common)?;
             let address = open.listener.address();
             let (library, common) = (self.library, Arc::clone(&self.common));
             Ok(Box::new(OfiAcceptor { library, common, address, open: Some(open) }) as Box<dyn Acceptor>)
         })
     }
 
-    fn dial<'a>(&'a self, endpoint: &'a str, claim: &'a Claim) -> BoxFuture<'a, io::Result<Wire>> {
+    fn dial<'a>(&'a self, endpoint: &'a str, claim: &'a ConnectClaim) -> BoxFuture<'a, io::Result<Wire>> {
         Box::pin(async move {
             if self.common.control.refuses.load(Ordering::Relaxed) {
                 return Err(io::ErrorKind::ConnectionRefused.into());
             }
-            let info = self.query(endpoint, Target::Connect).await?;
+            let info = self.query(endpoint, EndpointAddress::Connect).await?;
             let device = self.dialing(&info)?;
             let link = device.dial(&info, claim).await.inspect_err(|_| device.is_less_used())?;
             let (road, address) = (Road::Packets(link), endpoint.to_owned());
-            Ok(Wire { road, address, peer: Peer::Local, claim: None })
+            Ok(Wire { road, address, peer: PeerAddress::Local, claim: None })
         })
     }
 }

@@ -52,7 +52,7 @@ impl PacketHeader {
 
 /// Credits of one direction, counted modulo 2³² since the connection began.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Credits {
+pub(super) struct PacketCredits {
     pub(super) used: u32,
     pub(super) granted: u32,
 }
@@ -60,9 +60,9 @@ pub(super) struct Credits {
 /// More credits than any window has: a peer that grants them makes no sense.
 const MOST: u32 = 1 << 16;
 
-impl Credits {
-    pub(super) fn new() -> Credits {
-        Credits { used: 0, granted: FIRST_GRANT }
+impl PacketCredits {
+    pub(super) fn new() -> PacketCredits {
+        PacketCredits { used: 0, granted: FIRST_GRANT }
     }
 
     pub(super) fn left(self) -> u32 {
@@ -102,7 +102,7 @@ mod tests {
 
     #[test]
     fn credits_wrap_and_nonsense_is_refused() {
-        let mut credits = Credits { used: u32::MAX - 1, granted: u32::MAX };
+        let mut credits = PacketCredits { used: u32::MAX - 1, granted: u32::MAX };
         assert!(credits.take());
         assert!(!credits.take());
         assert!(credits.on_granted(2));

@@ -10,7 +10,7 @@ use tokio::sync::oneshot;
 
 /// A buffer that is being read into. It has no other owner until nothing writes to it any more.
 #[derive(Debug)]
-pub(crate) struct Landing {
+pub(crate) struct LandingBuffer {
     /// Both are taken when it ends.
     buf: Option<Arc<ArenaBuf>>,
     region: Option<MemoryRegion>,
@@ -19,13 +19,13 @@ pub(crate) struct Landing {
 }
 
 /// A read under way.
-pub(super) struct Read {
-    landing: Arc<Landing>,
+pub(super) struct RmaRead {
+    landing: Arc<LandingBuffer>,
     deadline: Instant,
     done: oneshot::Sender<()>,
 }
 
-impl Read {
+impl RmaRead {
     pub(super) fn finish(self) {
         drop(self.landing);
         // Whoever asked may have gone away.
@@ -35,21 +35,21 @@ impl Read {
 
 /// The reads under way, by token.
 #[derive(Default)]
-pub(super) struct Reads {
+pub(super) struct RmaReads {
     last: u64,
-    active: HashMap<u64, Read>,
+    active: HashMap<u64, RmaRead>,
 }
 
-impl Reads {
+impl RmaReads {
     /// Enters a read into `landing`, to be ended before `deadline`. `done` hears of its end. Gives its token.
     pub(super) fn begin(
         &mut self,
-        landing: Arc<Landing>,
+        landing: Arc<LandingBuffer>,
         deadline: Instant,
         done: oneshot::Sender<()>,
     ) -> u64 {
         self.last += 1;
-        self.active.insert(self.last, Read { landing, deadline, done });
+        self.active.insert(self.last, RmaRead { landing, deadline, done });
         self.last
     }
 
@@ -63,19 +63,19 @@ impl Reads {
         self.active.is_empty()
     }
 
-    pub(super) fn take(&mut self, token: u64) -> Option<Read> {
+    pub(super) fn take(&mut self, token: u64) -> Option<RmaRead> {
         self.active.remove(&token)
     }
 
-    pub(super) fn put_back(&mut self, token: u64, read: Read) {
+    pub(super) fn put_back(&mut self, token: u64, read: RmaRead) {
         self.active.insert(token, read);
     }
 }
 
-impl Landing {
+impl LandingBuffer {
     /// Of `buf`, which lies at `base` of `region`.
-    pub(super) fn new(buf: Arc<ArenaBuf>, region: MemoryRegion, base: usize) -> Arc<Landing> {
-        Arc::new(Landing { buf: Some(buf), region: Some(region), base })
+    pub(super) fn new(buf: Arc<ArenaBuf>, region: MemoryRegion, base: usize) -> Arc<LandingBuffer> {
+        Arc::new(LandingBuffer { buf: Some(buf), region: Some(region), base })
     }
 
     /// The region, and where `at` bytes from the buffer's start are in it; `None` if it has ended.
@@ -103,7 +103,7 @@ impl Landing {
     }
 }
 
-impl Drop for Landing {
+impl Drop for LandingBuffer {
     fn drop(&mut self) {
         drop(self.end());
     }

@@ -5,25 +5,25 @@ use std::time::Instant;
 
 use base::mem::ArenaBuf;
 use bytes::Bytes;
-use fabric::{Access, Exposed, MemoryRegion, Part, RemoteRegion};
+use fabric::{Access, ExposedMemory, GatherBytes, MemoryRegion, RemoteRegion};
 use tokio::sync::oneshot;
 
 use super::link::{Link, LinkFailed};
-use super::reads::Landing;
+use super::reads::LandingBuffer;
 
 impl Link {
     /// Makes ready to read into `buf`.
-    pub(crate) fn land(&self, buf: ArenaBuf) -> Result<Arc<Landing>, (ArenaBuf, String)> {
+    pub(crate) fn land(&self, buf: ArenaBuf) -> Result<Arc<LandingBuffer>, (ArenaBuf, String)> {
         let buf = Arc::new(buf);
         let exposes = self.port.domain.info().exposes_local_memory();
         let (region, base) = if exposes {
-            let memory = Exposed::Buffer(Arc::clone(&buf));
+            let memory = ExposedMemory::Buffer(Arc::clone(&buf));
             (self.exposed(memory, Access::ReadSink), 0)
         } else {
             (self.port.region(buf.arena(), Access::Local), buf.offset())
         };
         match region {
-            Ok(region) => Ok(Landing::new(buf, region, base)),
+            Ok(region) => Ok(LandingBuffer::new(buf, region, base)),
             Err(e) => match Arc::into_inner(buf) {
                 Some(buf) => Err((buf, e)),
                 None => unreachable!("a region that was not made keeps nothing"),
@@ -35,7 +35,7 @@ impl Link {
     /// [overdue](Self::is_overdue). Whoever goes away meanwhile leaves the memory with the link.
     pub(crate) async fn read(
         &self,
-        landing: &Arc<Landing>,
+        landing: &Arc<LandingBuffer>,
         at: usize,
         from: RemoteRegion,
         (offset, len): (usize, usize),
@@ -49,7 +49,7 @@ impl Link {
         let (done, finished) = oneshot::channel();
         let token = self.reads(|reads| reads.begin(Arc::clone(landing), deadline, done));
         // Not posted, it is not under way: also if this future is dropped while it waits for room.
-        let mut unposted = Unposted { link: Some(self), token };
+        let mut unposted = UnpostedRead { link: Some(self), token };
         self.post(|endpoint| endpoint.read(into, remote, token)).await?;
         unposted.link = None;
         finished.await.map_err(|_| self.failure().unwrap_or(LinkFailed("the connection is closed".into())))
@@ -65,7 +65,7 @@ impl Link {
     ) -> Result<(), LinkFailed> {
         let remote = to.slice(offset, bytes.len()).map_err(|e| LinkFailed(e.to_string()))?;
         let region = self.port.region_of(bytes).map_err(|_| LinkFailed("unregistered memory".into()))?;
-        let mut parts = vec![Part { bytes: bytes.clone(), region }];
+        let mut parts = vec![GatherBytes { bytes: bytes.clone(), region }];
         let notify = self.wants_completion(&parts);
         self.post(|endpoint| endpoint.write_parts(&mut parts, remote, 0, notify)).await
     }
@@ -86,15 +86,15 @@ impl Link {
     }
 
     /// Exposes memory to the peer, for it to read or to write.
-    pub(crate) fn expose(&self, memory: Exposed) -> Result<MemoryRegion, String> {
+    pub(crate) fn expose(&self, memory: ExposedMemory) -> Result<MemoryRegion, String> {
         let access = match memory {
-            Exposed::Bytes(_) => Access::RemoteRead,
-            Exposed::Buffer(_) => Access::RemoteWrite,
+            ExposedMemory::Bytes(_) => Access::RemoteRead,
+            ExposedMemory::Buffer(_) => Access::RemoteWrite,
         };
         self.exposed(memory, access)
     }
 
-    fn exposed(&self, memory: Exposed, access: Access) -> Result<MemoryRegion, String> {
+    fn exposed(&self, memory: ExposedMemory, access: Access) -> Result<MemoryRegion, String> {
         self.port.common.control.check_memory()?;
         MemoryRegion::expose(&self.port.domain, memory, access).map_err(|e| e.to_string())
     }
@@ -111,13 +111,13 @@ impl Link {
 }
 
 /// Takes a read out of the table that was never posted.
-struct Unposted<'a> {
+struct UnpostedRead<'a> {
     /// `None` once it was posted.
     link: Option<&'a Link>,
     token: u64,
 }
 
-impl Drop for Unposted<'_> {
+impl Drop for UnpostedRead<'_> {
     fn drop(&mut self) {
         let read = self.link.and_then(|link| link.reads(|reads| reads.take(self.token)));
         // It holds memory, which is let go of without the lock.

@@ -8,8 +8,8 @@ use base::BoxFuture;
 use bytes::Bytes;
 use client::{Client, CodingStatus, Pool};
 use ec::offload::accelerator::{self, AcceleratorOptions};
-use ec::offload::batch::Pace;
-use ec::offload::host_load::Reading;
+use ec::offload::batch::EngineRate;
+use ec::offload::host_load::LoadCounters;
 use osd::{CodingConfig, OsdConfig, StripesAt};
 use store::stripes::{
     Coded, EngineOptions, Engines, HostReading, LocalStripes, StripeError, StripeStores, StripeWrite,
@@ -23,7 +23,7 @@ const MIB: usize = 1 << 20;
 
 /// A node whose accelerator is as fast as this machine computes.
 async fn node(mode: &str, offload: CodingOffload, faults: &str) -> (Node, Client, Pool) {
-    let accelerator = accelerator::start(AcceleratorOptions::new(Pace::paper(1e12))).unwrap();
+    let accelerator = accelerator::start(AcceleratorOptions::new(EngineRate::paper(1e12))).unwrap();
     let engines = Arc::new(Engines::start(EngineOptions::default(), Some(accelerator)).unwrap());
     let coding = CodingConfig {
         mode: mode.parse().unwrap(),
@@ -138,7 +138,7 @@ async fn the_mode_is_changed_while_it_runs() {
 struct Moody {
     inner: LocalStripes,
     is_busy: AtomicBool,
-    reading: Mutex<Reading>,
+    reading: Mutex<LoadCounters>,
 }
 
 impl StripeStores for Moody {

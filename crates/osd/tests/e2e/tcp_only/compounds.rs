@@ -19,7 +19,7 @@ use client::{Client, Error, Mutated, NodeError, Object, Options, Pool};
 use futures::stream::{self, StreamExt};
 use messenger::UseAs;
 use osd::{OsdServer, StripesAt};
-use proxy::{Attachment, AttachmentOptions, Endpoint, Listener, Server, ServerOptions};
+use proxy::{Attachment, AttachmentOptions, Server, ServerOptions, StoreEndpoint, StoreListener};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
@@ -322,7 +322,7 @@ pub(crate) struct Rig {
     /// The targets themselves, for those who look at what is stored.
     pub(crate) behind: Vec<Arc<dyn ObjectStore>>,
     /// Serves the targets to a DPU.
-    served: Option<(Server, Endpoint, tempfile::TempDir)>,
+    served: Option<(Server, StoreEndpoint, tempfile::TempDir)>,
     osd: Option<Running>,
     endpoint: String,
 }
@@ -352,13 +352,13 @@ impl Rig {
         let served = (placement == Placement::Dpu).then(|| {
             let dir = tempfile::tempdir().unwrap();
             let at = dir.path().join("store.sock");
-            let target = |(uuid, store): (u128, &Arc<dyn ObjectStore>)| proxy::Target {
+            let target = |(uuid, store): (u128, &Arc<dyn ObjectStore>)| proxy::ServedTarget {
                 uuid,
                 store: Arc::clone(store),
             };
             let targets = (1..).zip(&behind).map(target).collect();
-            let server = Server::serve(Listener::unix(&at).unwrap(), targets, ServerOptions::default());
-            (server.unwrap(), Endpoint::Unix(at), dir)
+            let server = Server::serve(StoreListener::unix(&at).unwrap(), targets, ServerOptions::default());
+            (server.unwrap(), StoreEndpoint::Unix(at), dir)
         });
         let redundancy = text.to_owned();
         let mut rig =

@@ -9,7 +9,7 @@ use tokio::sync::oneshot;
 use crate::args::NodeArgs;
 use crate::commands::debug::socket;
 use crate::output;
-use node::debug::{Request, Tuning, ask};
+use node::debug::{ChannelTuning, DebugRequest, ask};
 use node::failure::{Doing, Failure, Result};
 use node::role::StopSignals;
 use node::state::Role;
@@ -42,8 +42,8 @@ pub struct Ablations {
 }
 
 impl Ablations {
-    fn of(&self, before: Tuning) -> Tuning {
-        Tuning {
+    fn of(&self, before: ChannelTuning) -> ChannelTuning {
+        ChannelTuning {
             pipeline: before.pipeline && !self.no_pipeline,
             region_cache: if self.no_region_cache { 0 } else { before.region_cache },
             max_transfer: self.max_transfer.unwrap_or(before.max_transfer),
@@ -68,15 +68,15 @@ impl Ablations {
             return Err(Failure::usage("tuning the channel", why));
         }
         let path = socket(Role::Osd, node)?;
-        let before = exchange(&path, &Request::Show)?;
+        let before = exchange(&path, &DebugRequest::Show)?;
         let during = self.of(before);
         let watch = restore_when_interrupted(path.clone(), before)?;
-        exchange(&path, &Request::Tune(during))?;
+        exchange(&path, &DebugRequest::Tune(during))?;
         Ok(Some(Ablated { during, path, before, _watch: watch }))
     }
 }
 
-fn exchange(path: &Path, request: &Request) -> Result<Tuning> {
+fn exchange(path: &Path, request: &DebugRequest) -> Result<ChannelTuning> {
     let doing = "tuning the channel";
     let answer = ask(path, request).map_err(|e| {
         Failure::new(doing, format!("{e} ({}); the node must be up, with placement dpu", path.display()))
@@ -91,9 +91,9 @@ fn exchange(path: &Path, request: &Request) -> Result<Tuning> {
 #[derive(Debug)]
 pub struct Ablated {
     /// How it is now.
-    pub during: Tuning,
+    pub during: ChannelTuning,
     path: PathBuf,
-    before: Tuning,
+    before: ChannelTuning,
     /// Ends the thread that waits for signals.
     _watch: oneshot::Sender<()>,
 }
@@ -104,14 +104,14 @@ impl Drop for Ablated {
     }
 }
 
-fn restore(path: &Path, before: Tuning) {
-    if let Err(failure) = exchange(path, &Request::Tune(before)) {
+fn restore(path: &Path, before: ChannelTuning) {
+    if let Err(failure) = exchange(path, &DebugRequest::Tune(before)) {
         output::note(format!("the channel stays as it was measured until the osd restarts: {failure}"));
     }
 }
 
 /// From here on a signal that ends the program first has the channel put back, until the result is dropped.
-fn restore_when_interrupted(path: PathBuf, before: Tuning) -> Result<oneshot::Sender<()>> {
+fn restore_when_interrupted(path: PathBuf, before: ChannelTuning) -> Result<oneshot::Sender<()>> {
     let doing = "preparing for signals";
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().doing(doing)?;
     let mut signals = {

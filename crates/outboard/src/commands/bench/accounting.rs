@@ -23,7 +23,7 @@ pub struct Processes {
 
 /// What one process used.
 #[derive(Debug, Clone, Serialize)]
-pub struct ProcessReport {
+pub struct ProcessCost {
     /// `store`, `osd`, `node`, `supervisor` or `client`.
     pub role: String,
     /// Its process id.
@@ -52,7 +52,7 @@ pub struct ClassUse {
 }
 
 /// Readings of all processes at one moment.
-pub struct Reading {
+pub struct UsageReading {
     processes: Vec<(String, u32, ProcessUsage)>,
     /// What the store process's channel's thread has spent its time on, in ns by class.
     chan_ns: Vec<(String, u64)>,
@@ -78,21 +78,21 @@ impl Processes {
     }
 
     /// Reads them all. One that has gone is left out.
-    pub fn read(&self) -> Reading {
+    pub fn read(&self) -> UsageReading {
         let read = |(role, pid): &(String, u32)| Some((role.clone(), *pid, ProcessUsage::read(*pid).ok()?));
-        let asked = self.store.as_ref().and_then(|path| debug::ask(path, &debug::Request::Show).ok());
+        let asked = self.store.as_ref().and_then(|path| debug::ask(path, &debug::DebugRequest::Show).ok());
         let chan_ns = asked.map(|answer| answer.chan_ns).unwrap_or_default();
-        Reading { processes: self.known.iter().filter_map(read).collect(), chan_ns }
+        UsageReading { processes: self.known.iter().filter_map(read).collect(), chan_ns }
     }
 }
 
-impl Reading {
+impl UsageReading {
     /// What each process used since an earlier reading.
-    pub fn since(&self, earlier: &Reading) -> Vec<ProcessReport> {
+    pub fn since(&self, earlier: &UsageReading) -> Vec<ProcessCost> {
         let report = |(role, pid, now): &(String, u32, ProcessUsage)| {
             let before = earlier.processes.iter().find(|(_, p, _)| p == pid)?;
             let used = now.since(&before.2);
-            let mut report = ProcessReport {
+            let mut report = ProcessCost {
                 role: role.clone(),
                 pid: *pid,
                 cpu_seconds: used.total.cpu_seconds,
@@ -109,7 +109,7 @@ impl Reading {
     }
 
     /// Empty if that is not known of both.
-    fn chan_ns_since(&self, earlier: &Reading) -> Vec<(String, u64)> {
+    fn chan_ns_since(&self, earlier: &UsageReading) -> Vec<(String, u64)> {
         let spent = |(class, ns): &(String, u64)| {
             let (_, before) = earlier.chan_ns.iter().find(|(c, _)| c == class)?;
             Some((class.clone(), ns.checked_sub(*before)?))
@@ -125,7 +125,7 @@ impl From<Usage> for ClassUse {
     }
 }
 
-impl ProcessReport {
+impl ProcessCost {
     /// Divides the CPU time of the threads of a class among the classes of their tasks, by the time (ns) spent inside them.
     pub fn divide(&mut self, threads: &str, thread_ns: &[(String, u64)]) {
         let sum: u64 = thread_ns.iter().map(|(_, ns)| ns).sum();
@@ -140,7 +140,7 @@ impl ProcessReport {
 }
 
 /// Whether a process is the storage host's in its placement.
-pub fn is_host(process: &ProcessReport) -> bool {
+pub fn is_host(process: &ProcessCost) -> bool {
     [Role::Store, Role::Node].iter().any(|r| r.as_str() == process.role)
 }
 
@@ -148,9 +148,9 @@ pub fn is_host(process: &ProcessReport) -> bool {
 mod tests {
     use super::*;
 
-    fn osd() -> ProcessReport {
+    fn osd() -> ProcessCost {
         let used = |cpu_seconds| ClassUse { cpu_seconds, context_switches: Some(7), estimated: false };
-        ProcessReport {
+        ProcessCost {
             role: "osd".into(),
             pid: 1,
             cpu_seconds: 10.0,

@@ -10,7 +10,7 @@ use super::Workload;
 /// Where the osd's time for one operation went, in µs: the mean over the window, an operation's requests added up. The phases
 /// add up to the total.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Breakdown {
+pub struct OpBreakdown {
     /// Requests that an operation took: one for a write; large reads take several, some at the same time.
     pub requests_per_op: f64,
     /// From a request's arrival at the osd until its answer was handed to the connection.
@@ -27,7 +27,7 @@ pub struct Breakdown {
 
 /// The osd in a window.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Window {
+pub struct OsdMeasurement {
     /// Its process.
     pub pid: u32,
     /// Time inside tasks of its thread, in ns, by class.
@@ -36,9 +36,9 @@ pub struct Window {
     times: PhaseTimes,
 }
 
-impl Window {
+impl OsdMeasurement {
     /// What happened between two answers. `None` if the osd was restarted in between.
-    pub fn between(before: &NodeStatus, after: &NodeStatus, workload: Workload) -> Option<Window> {
+    pub fn between(before: &NodeStatus, after: &NodeStatus, workload: Workload) -> Option<OsdMeasurement> {
         let kind = |status: &NodeStatus| match workload {
             Workload::Write => status.times.write,
             Workload::Read | Workload::Randread => status.times.read,
@@ -48,14 +48,14 @@ impl Window {
             |class: &str| before.thread_ns.iter().find(|(c, _)| c == class).map_or(0, |(_, ns)| *ns);
         let spent = |(class, ns): &(String, u64)| Some((class.clone(), ns.checked_sub(earlier(class))?));
         let thread_ns = after.thread_ns.iter().map(spent).collect::<Option<_>>()?;
-        (before.osd_pid == after.osd_pid).then_some(Window { pid: after.osd_pid, thread_ns, times })
+        (before.osd_pid == after.osd_pid).then_some(OsdMeasurement { pid: after.osd_pid, thread_ns, times })
     }
 
     /// The mean over `ops` operations. `None` if the osd has not seen any requests of that kind.
-    pub fn per_op(&self, ops: u64) -> Option<Breakdown> {
+    pub fn per_op(&self, ops: u64) -> Option<OpBreakdown> {
         let us = |ns: u64| ns as f64 / 1e3 / ops as f64;
         let t = &self.times;
-        (ops > 0 && t.count > 0).then(|| Breakdown {
+        (ops > 0 && t.count > 0).then(|| OpBreakdown {
             requests_per_op: t.count as f64 / ops as f64,
             total: us(t.total_ns),
             host_write: us(t.host_ns),
@@ -77,7 +77,7 @@ fn since(after: &PhaseTimes, before: &PhaseTimes) -> Option<PhaseTimes> {
     })
 }
 
-impl fmt::Display for Breakdown {
+impl fmt::Display for OpBreakdown {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
@@ -127,10 +127,11 @@ mod tests {
 
     #[test]
     fn a_window_has_what_came_in_between() {
-        let window = Window::between(&status(1, 10, 100), &status(1, 30, 500), Workload::Randread).unwrap();
+        let window =
+            OsdMeasurement::between(&status(1, 10, 100), &status(1, 30, 500), Workload::Randread).unwrap();
         assert_eq!(window.thread_ns, [("msgr".to_owned(), 400), ("osd".to_owned(), 0)]);
         let mean = window.per_op(10).unwrap();
-        let expected = Breakdown {
+        let expected = OpBreakdown {
             requests_per_op: 2.0,
             total: 20.0,
             host_write: 2.0,
@@ -144,9 +145,17 @@ mod tests {
     #[test]
     fn nothing_is_said_of_what_is_not_known() {
         let before = status(1, 10, 100);
-        assert_eq!(Window::between(&before, &status(2, 20, 200), Workload::Read), None, "another process");
-        assert_eq!(Window::between(&before, &status(1, 2, 200), Workload::Read), None, "another life of it");
-        let window = Window::between(&before, &status(1, 20, 200), Workload::Write).unwrap();
+        assert_eq!(
+            OsdMeasurement::between(&before, &status(2, 20, 200), Workload::Read),
+            None,
+            "another process"
+        );
+        assert_eq!(
+            OsdMeasurement::between(&before, &status(1, 2, 200), Workload::Read),
+            None,
+            "another life of it"
+        );
+        let window = OsdMeasurement::between(&before, &status(1, 20, 200), Workload::Write).unwrap();
         assert_eq!(window.per_op(10), None, "there were no writes");
     }
 }

@@ -13,12 +13,12 @@ use rand::rngs::SmallRng;
 use rand::{Rng, RngCore, SeedableRng};
 
 use super::accounting::Processes;
-use super::breakdown::Window;
-use super::report::{Outcome, Report};
+use super::breakdown::OsdMeasurement;
+use super::report::{BenchReport, MeasuredCounts};
 use super::{BenchArgs, Workload, session};
 use crate::output;
 use node::failure::{Doing, Failure, Result};
-use node::progress::Progress;
+use node::progress::ProgressMeter;
 
 /// Longest latency told apart, in ns: ten minutes.
 const LONGEST_NS: u64 = 600_000_000_000;
@@ -26,7 +26,7 @@ const LONGEST_NS: u64 = 600_000_000_000;
 /// Objects start at different places of one noise buffer, this many bytes longer than they are.
 const NOISE_SHIFT: usize = 1 << 16;
 
-struct Load {
+struct BenchLoad {
     pool: Pool,
     workload: Workload,
     size: usize,
@@ -40,8 +40,8 @@ struct Load {
 }
 
 /// Prepares, measures, and puts the figures together.
-pub async fn measure(client: &Client, args: &BenchArgs, processes: &Processes) -> Result<Report> {
-    let load = Rc::new(Load::new(session::pool(client, args.pool())?, args)?);
+pub async fn measure(client: &Client, args: &BenchArgs, processes: &Processes) -> Result<BenchReport> {
+    let load = Rc::new(BenchLoad::new(session::pool(client, args.pool())?, args)?);
     if args.workload() != Workload::Write {
         load.populate(args).await?;
     }
@@ -56,34 +56,40 @@ pub async fn measure(client: &Client, args: &BenchArgs, processes: &Processes) -
     let seconds = started.elapsed().as_secs_f64();
     let used = processes.read().since(&before);
     let osd_after = client.status().await.ok();
-    let window = osd_before.zip(osd_after).and_then(|(b, a)| Window::between(&b, &a, args.workload()));
+    let window =
+        osd_before.zip(osd_after).and_then(|(b, a)| OsdMeasurement::between(&b, &a, args.workload()));
     if let Some(why) = load.first_error.borrow().as_ref() {
         output::note(format!("{} operations failed; the first one: {why}", load.errors.get()));
     }
     if load.latency_ns.borrow().is_empty() {
         return Err(Failure::new("measuring", "not one operation succeeded"));
     }
-    let outcome =
-        Outcome { seconds, latency_ns: &load.latency_ns.borrow(), errors: load.errors.get(), used, window };
-    Ok(Report::new(args, processes.placement(), outcome))
+    let outcome = MeasuredCounts {
+        seconds,
+        latency_ns: &load.latency_ns.borrow(),
+        errors: load.errors.get(),
+        used,
+        window,
+    };
+    Ok(BenchReport::new(args, processes.placement(), outcome))
 }
 
 /// Shows how much time has passed; never ends.
 async fn show_time(seconds: u32) {
-    let progress = Progress::seconds("measuring", u64::from(seconds));
+    let progress = ProgressMeter::seconds("measuring", u64::from(seconds));
     loop {
         tokio::time::sleep(Duration::from_secs(1)).await;
         progress.add(1);
     }
 }
 
-impl Load {
-    fn new(pool: Pool, args: &BenchArgs) -> Result<Load> {
+impl BenchLoad {
+    fn new(pool: Pool, args: &BenchArgs) -> Result<BenchLoad> {
         let size = usize::try_from(args.object_size.0).doing("reading --object-size")?;
         let mut noise = vec![0; size + NOISE_SHIFT];
         let mut rng = SmallRng::seed_from_u64(0x0b0a_7d00);
         rng.fill_bytes(&mut noise);
-        Ok(Load {
+        Ok(BenchLoad {
             pool,
             workload: args.workload(),
             size,
@@ -113,7 +119,7 @@ impl Load {
             there.insert(name.object().to_owned());
         }
         let missing: Vec<u64> = (0..self.objects).filter(|i| !there.contains(&self.name(*i))).collect();
-        let progress = Progress::bytes("preparing", missing.len() as u64 * self.size as u64);
+        let progress = ProgressMeter::bytes("preparing", missing.len() as u64 * self.size as u64);
         let queue = RefCell::new(missing.into_iter());
         let writer = async || {
             loop {

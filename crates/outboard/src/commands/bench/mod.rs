@@ -13,7 +13,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use serde::Serialize;
 
 use ablation::Ablations;
-use report::Report;
+use report::BenchReport;
 
 use super::session;
 use crate::args::NodeArgs;
@@ -138,7 +138,7 @@ fn measure(args: BenchArgs, node: &NodeArgs) -> Result<()> {
     let measured =
         session::run(node, options, async move |client| load::measure(&client, &args, &processes).await);
     drop(ablated);
-    let report = Report { tuning, ..measured? };
+    let report = BenchReport { tuning, ..measured? };
     if json {
         output::json(&report);
     } else {

@@ -5,15 +5,15 @@ use std::fmt;
 use hdrhistogram::Histogram;
 use serde::Serialize;
 
-use super::accounting::{self, ProcessReport};
-use super::breakdown::{Breakdown, Window};
+use super::accounting::{self, ProcessCost};
+use super::breakdown::{OpBreakdown, OsdMeasurement};
 use super::{BenchArgs, Workload};
-use node::debug::Tuning;
+use node::debug::ChannelTuning;
 use node::units::ByteSize;
 
 /// The figures. The JSON form is a contract: fields stay, new ones may come.
 #[derive(Debug, Serialize)]
-pub struct Report {
+pub struct BenchReport {
     pub workload: Workload,
     pub object_size: u64,
     pub in_flight: u32,
@@ -29,15 +29,15 @@ pub struct Report {
     pub latency_us: Latency,
     /// Where the osd's part of the latency went; missing if the osd did not say, or was restarted.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub breakdown_us: Option<Breakdown>,
+    pub breakdown_us: Option<OpBreakdown>,
     /// CPU of the storage host per operation; see `--help`.
     pub host_cpu_us_per_op: f64,
     /// CPU of everything per operation, this process and emulated hardware included.
     pub node_cpu_us_per_op: f64,
-    pub processes: Vec<ProcessReport>,
+    pub processes: Vec<ProcessCost>,
     /// How the channel was tuned for the measurement, if it was.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub tuning: Option<Tuning>,
+    pub tuning: Option<ChannelTuning>,
 }
 
 /// Latency of the operations that succeeded.
@@ -51,31 +51,31 @@ pub struct Latency {
 }
 
 /// What was counted in the measured window.
-pub struct Outcome<'a> {
+pub struct MeasuredCounts<'a> {
     pub seconds: f64,
     pub latency_ns: &'a Histogram<u64>,
     pub errors: u64,
     /// What each process used.
-    pub used: Vec<ProcessReport>,
+    pub used: Vec<ProcessCost>,
     /// What the osd says, if it does.
-    pub window: Option<Window>,
+    pub window: Option<OsdMeasurement>,
 }
 
-impl Report {
+impl BenchReport {
     /// Puts the figures together.
-    pub fn new(args: &BenchArgs, placement: Option<&str>, outcome: Outcome<'_>) -> Report {
-        let Outcome { seconds, latency_ns, errors, used: mut processes, window } = outcome;
+    pub fn new(args: &BenchArgs, placement: Option<&str>, outcome: MeasuredCounts<'_>) -> BenchReport {
+        let MeasuredCounts { seconds, latency_ns, errors, used: mut processes, window } = outcome;
         if let Some(window) = &window {
             let osd = processes.iter_mut().filter(|p| p.pid == window.pid);
             osd.for_each(|p| p.divide("osd", &window.thread_ns));
         }
         let ops = latency_ns.len();
         let us = |ns: u64| ns as f64 / 1e3;
-        let cpu = |of: &dyn Fn(&ProcessReport) -> bool| -> f64 {
+        let cpu = |of: &dyn Fn(&ProcessCost) -> bool| -> f64 {
             let seconds: f64 = processes.iter().filter(|p| of(p)).map(|p| p.cpu_seconds).sum();
             seconds * 1e6 / ops.max(1) as f64
         };
-        Report {
+        BenchReport {
             workload: args.workload(),
             object_size: args.object_size.0,
             in_flight: args.in_flight,
@@ -101,7 +101,7 @@ impl Report {
     }
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for BenchReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let l = &self.latency_us;
         writeln!(

@@ -13,20 +13,20 @@ use futures::StreamExt;
 use futures::stream::FuturesUnordered;
 use tokio::io::AsyncWriteExt;
 
-use super::file_meta::{self, FileMeta, Kind};
+use super::file_meta::{self, FileKind, FileMeta};
 use super::local::{self, NewFile};
-use super::{Job, Outcome, Place, Tally};
+use super::{CopyOptions, PathOutcome, PoolPrefix, Tally};
 use node::failure::{Doing, Failure, Result};
 
 /// Objects up to this size, in bytes, are fetched at once.
 const SMALL: u64 = 4 << 20;
 
 /// Copies `from` to `to`.
-pub async fn run(job: Job, from: Place, to: &Path) -> Result<()> {
+pub async fn run(job: CopyOptions, from: PoolPrefix, to: &Path) -> Result<()> {
     if job.recursive { tree(job, from, to).await } else { single(from, to).await }
 }
 
-async fn single(from: Place, to: &Path) -> Result<()> {
+async fn single(from: PoolPrefix, to: &Path) -> Result<()> {
     let doing = format!("copying {}/{}", from.pool.name(), from.prefix);
     let object = from.pool.object(&from.prefix).map_err(|e| Failure::usage(&doing, e))?;
     let base = from.prefix.rsplit('/').next().unwrap_or_default();
@@ -35,7 +35,7 @@ async fn single(from: Place, to: &Path) -> Result<()> {
     let mut tally = Tally::new("copying");
     tally.progress.grow(size);
     let outcome = match meta.as_ref().map(|m| m.kind) {
-        Some(Kind::Symlink) => link(&object, &to).await,
+        Some(FileKind::Symlink) => link(&object, &to).await,
         _ => file(&object, &to, meta.as_ref(), size).await,
     };
     tally.add(outcome);
@@ -57,7 +57,7 @@ struct Destination {
     later: Mutex<Later>,
 }
 
-async fn tree(job: Job, from: Place, to: &Path) -> Result<()> {
+async fn tree(job: CopyOptions, from: PoolPrefix, to: &Path) -> Result<()> {
     let doing = format!("copying pool {}", from.pool.name());
     fs::create_dir_all(to).doing(format!("making {}", to.display()))?;
     let destination = Arc::new(Destination {
@@ -98,7 +98,7 @@ async fn tree(job: Job, from: Place, to: &Path) -> Result<()> {
     tally.finish()
 }
 
-fn account(tally: &mut Tally, size: u64, outcome: std::result::Result<Outcome, String>) {
+fn account(tally: &mut Tally, size: u64, outcome: std::result::Result<PathOutcome, String>) {
     tally.progress.grow(size);
     tally.add(outcome);
 }
@@ -116,16 +116,19 @@ async fn finish(destination: &Destination, tally: &mut Tally) {
     let mut directories = later.directories;
     directories.sort_by(|a, b| b.0.cmp(&a.0));
     for (path, meta) in directories {
-        let done = local::finish_directory(&path, &meta).map(|()| Outcome::Copied(0));
+        let done = local::finish_directory(&path, &meta).map(|()| PathOutcome::Copied(0));
         account(tally, 0, done.map_err(|e| format!("{}: {e}", path.display())));
     }
 }
 
 /// Copies one object; links and directories are put off. Returns its size, too.
-async fn copy(destination: Arc<Destination>, object: Object) -> (u64, std::result::Result<Outcome, String>) {
+async fn copy(
+    destination: Arc<Destination>,
+    object: Object,
+) -> (u64, std::result::Result<PathOutcome, String>) {
     match look(&object).await {
         Ok((meta, size)) => (size, place(&destination, &object, meta, size).await),
-        Err(e) => (0, Outcome::of_failed(&e, format!("{}: {e}", object.name()))),
+        Err(e) => (0, PathOutcome::of_failed(&e, format!("{}: {e}", object.name()))),
     }
 }
 
@@ -134,21 +137,21 @@ async fn place(
     object: &Object,
     meta: Option<FileMeta>,
     size: u64,
-) -> std::result::Result<Outcome, String> {
+) -> std::result::Result<PathOutcome, String> {
     let name = object.name().object();
     let below = name.strip_prefix(&destination.prefix).unwrap_or(name);
     let raw = meta.as_ref().and_then(FileMeta::raw_path_bytes);
     let path = local::destination(&destination.root, raw.as_deref().unwrap_or(below.as_bytes()))?;
     destination.real_parent(&path)?;
     match (meta.as_ref().map(|m| m.kind), meta) {
-        (Some(Kind::Symlink), _) => {
+        (Some(FileKind::Symlink), _) => {
             destination.later().links.push((object.clone(), path));
-            Ok(Outcome::Deferred)
+            Ok(PathOutcome::Deferred)
         }
-        (Some(Kind::Directory), Some(meta)) => {
+        (Some(FileKind::Directory), Some(meta)) => {
             destination.real_directory(&path)?;
             destination.later().directories.push((path, meta));
-            Ok(Outcome::Deferred)
+            Ok(PathOutcome::Deferred)
         }
         (_, meta) => file(object, &path, meta.as_ref(), size).await,
     }
@@ -195,10 +198,10 @@ async fn file(
     path: &Path,
     meta: Option<&FileMeta>,
     size: u64,
-) -> std::result::Result<Outcome, String> {
+) -> std::result::Result<PathOutcome, String> {
     let failed = |e: &dyn std::fmt::Display| format!("{} to {}: {e}", object.name(), path.display());
     if meta.is_some_and(|meta| local::is_current(path, meta, size)) {
-        return Ok(Outcome::Kept(size));
+        return Ok(PathOutcome::Kept(size));
     }
     if size <= SMALL {
         let data =
@@ -210,19 +213,19 @@ async fn file(
             new.finish(meta.as_ref())
         });
         written.await.map_err(|e| failed(&e))?.map_err(|e| failed(&e))?;
-        return Ok(Outcome::Copied(size));
+        return Ok(PathOutcome::Copied(size));
     }
     let mut new = NewFile::create(path).map_err(|e| failed(&e))?;
     let mut out = tokio::fs::File::from_std(new.file().try_clone().map_err(|e| failed(&e))?);
     object.get_to_writer(&mut out).await.map_err(|e| failed(&e))?;
     out.flush().await.map_err(|e| failed(&e))?;
     new.finish(meta).map_err(|e| failed(&e))?;
-    Ok(Outcome::Copied(size))
+    Ok(PathOutcome::Copied(size))
 }
 
-async fn link(object: &Object, path: &Path) -> std::result::Result<Outcome, String> {
+async fn link(object: &Object, path: &Path) -> std::result::Result<PathOutcome, String> {
     let failed = |e: &dyn std::fmt::Display| format!("{} to {}: {e}", object.name(), path.display());
     let target = object.get().await.map_err(|e| failed(&e))?;
     local::make_link(path, &target).map_err(|e| failed(&e))?;
-    Ok(Outcome::Copied(target.len() as u64))
+    Ok(PathOutcome::Copied(target.len() as u64))
 }

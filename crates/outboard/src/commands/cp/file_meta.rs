@@ -11,7 +11,7 @@ pub const XATTR: &[u8] = b"outboard.file";
 /// What a path was.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Kind {
+pub enum FileKind {
     /// A regular file; the object's data is its content.
     File,
     /// A symbolic link; the object's data is where it points.
@@ -24,7 +24,7 @@ pub enum Kind {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileMeta {
     /// What it is.
-    pub kind: Kind,
+    pub kind: FileKind,
     /// Permission bits.
     pub mode: u32,
     /// Time of last change, in nanoseconds since 1970; copies that find it equal are not made again.
@@ -38,9 +38,9 @@ impl FileMeta {
     /// The metadata of a path, by `lstat`; `None` for sockets, pipes and devices, which are not copied.
     pub fn of(metadata: &Metadata) -> Option<FileMeta> {
         let kind = match metadata.file_type() {
-            t if t.is_symlink() => Kind::Symlink,
-            t if t.is_dir() => Kind::Directory,
-            t if t.is_file() => Kind::File,
+            t if t.is_symlink() => FileKind::Symlink,
+            t if t.is_dir() => FileKind::Directory,
+            t if t.is_file() => FileKind::File,
             _ => return None,
         };
         let mtime_ns = metadata.mtime().saturating_mul(1_000_000_000).saturating_add(metadata.mtime_nsec());
@@ -94,7 +94,7 @@ mod tests {
         let path = b"caf\xe9/menu";
         let (name, raw) = object_name("tree/", path);
         assert!(name.starts_with("tree/caf%e9/menu."), "{name}");
-        let meta = FileMeta { kind: Kind::File, mode: 0o644, mtime_ns: -1, raw_path: raw };
+        let meta = FileMeta { kind: FileKind::File, mode: 0o644, mtime_ns: -1, raw_path: raw };
         let back = FileMeta::decode(&meta.encode()).unwrap();
         assert_eq!(back, meta);
         assert_eq!(back.raw_path_bytes().unwrap(), path);
@@ -104,7 +104,7 @@ mod tests {
     #[test]
     fn what_others_wrote_into_the_xattr_is_not_trusted() {
         assert_eq!(FileMeta::decode(b"{}"), None);
-        let odd = FileMeta { kind: Kind::File, mode: 0, mtime_ns: 0, raw_path: Some("0g".into()) };
+        let odd = FileMeta { kind: FileKind::File, mode: 0, mtime_ns: 0, raw_path: Some("0g".into()) };
         assert_eq!(odd.raw_path_bytes(), None);
         let odd = FileMeta { raw_path: Some("abc".into()), ..odd };
         assert_eq!(odd.raw_path_bytes(), None);

@@ -8,11 +8,11 @@ use std::path::{Component, Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use super::file_meta::{FileMeta, Kind};
+use super::file_meta::{FileKind, FileMeta};
 
 /// A path to be copied.
 #[derive(Debug, Clone)]
-pub struct Found {
+pub struct SourcePath {
     /// Where it is.
     pub path: PathBuf,
     /// The path below the copied directory; a directory's ends in a slash. Empty if a single file is copied.
@@ -25,7 +25,7 @@ pub struct Found {
 
 /// Walks the tree under `root`, parents before children. What cannot be read comes as an error and the walk goes on; sockets, pipes and devices
 /// are left out. Links are not followed.
-pub fn walk(root: &Path) -> impl Iterator<Item = Result<Found, String>> + use<> {
+pub fn walk(root: &Path) -> impl Iterator<Item = Result<SourcePath, String>> + use<> {
     let base = root.to_owned();
     walkdir::WalkDir::new(root).min_depth(1).into_iter().filter_map(move |entry| {
         let entry = match entry {
@@ -39,14 +39,14 @@ pub fn walk(root: &Path) -> impl Iterator<Item = Result<Found, String>> + use<> 
 }
 
 /// Looks at one path; `None` for what is not copied.
-pub fn found(path: &Path, mut relative: Vec<u8>) -> Result<Option<Found>, String> {
+pub fn found(path: &Path, mut relative: Vec<u8>) -> Result<Option<SourcePath>, String> {
     let metadata = fs::symlink_metadata(path).map_err(|e| format!("{}: {e}", path.display()))?;
     let Some(meta) = FileMeta::of(&metadata) else { return Ok(None) };
-    if meta.kind == Kind::Directory {
+    if meta.kind == FileKind::Directory {
         relative.push(b'/');
     }
-    let size = if meta.kind == Kind::Directory { 0 } else { metadata.len() };
-    Ok(Some(Found { path: path.to_owned(), relative, meta, size }))
+    let size = if meta.kind == FileKind::Directory { 0 } else { metadata.len() };
+    Ok(Some(SourcePath { path: path.to_owned(), relative, meta, size }))
 }
 
 /// Where an object's path lies below `root`.
@@ -66,8 +66,8 @@ pub fn destination(root: &Path, relative: &[u8]) -> Result<PathBuf, String> {
 pub fn is_current(path: &Path, meta: &FileMeta, size: u64) -> bool {
     let Ok(metadata) = fs::symlink_metadata(path) else { return false };
     FileMeta::of(&metadata).is_some_and(|have| {
-        have.kind == Kind::File
-            && meta.kind == Kind::File
+        have.kind == FileKind::File
+            && meta.kind == FileKind::File
             && have.mtime_ns == meta.mtime_ns
             && metadata.len() == size
     })
@@ -214,7 +214,7 @@ mod tests {
         drop(file);
         assert_eq!(fs::read_dir(dir.path().join("sub")).unwrap().count(), 0);
 
-        let meta = FileMeta { kind: Kind::File, mode: 0o600, mtime_ns: 1_500_000_000, raw_path: None };
+        let meta = FileMeta { kind: FileKind::File, mode: 0o600, mtime_ns: 1_500_000_000, raw_path: None };
         let mut file = NewFile::create(&path).unwrap();
         file.file().write_all(b"xyz").unwrap();
         file.finish(Some(&meta)).unwrap();

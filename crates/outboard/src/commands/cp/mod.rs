@@ -14,7 +14,7 @@ use super::session;
 use crate::args::NodeArgs;
 use crate::output;
 use node::failure::{Failure, Result};
-use node::progress::Progress;
+use node::progress::ProgressMeter;
 
 /// Copy files and directory trees into and out of a pool
 ///
@@ -42,19 +42,19 @@ pub struct CpArgs {
 /// Runs the command.
 pub fn run(args: CpArgs, node: &NodeArgs) -> Result<()> {
     let sides = (args.src.strip_prefix("outboard:"), args.dst.strip_prefix("outboard:"));
-    let job = Job { recursive: args.recursive, in_flight: usize::from(args.in_flight) };
+    let job = CopyOptions { recursive: args.recursive, in_flight: usize::from(args.in_flight) };
     match (sides, PathBuf::from(&args.src), PathBuf::from(&args.dst)) {
         ((None, Some(to)), from, _) => {
             let to = to.to_owned();
             session::run(node, super::options(), async move |client| {
-                let place = Place::parse(&client, &to)?;
+                let place = PoolPrefix::parse(&client, &to)?;
                 upload::run(job, &from, place).await
             })
         }
         ((Some(from), None), _, to) => {
             let from = from.to_owned();
             session::run(node, super::options(), async move |client| {
-                let place = Place::parse(&client, &from)?;
+                let place = PoolPrefix::parse(&client, &from)?;
                 download::run(job, place, &to).await
             })
         }
@@ -64,23 +64,23 @@ pub fn run(args: CpArgs, node: &NodeArgs) -> Result<()> {
 
 /// How to copy.
 #[derive(Debug, Clone, Copy)]
-struct Job {
+struct CopyOptions {
     recursive: bool,
     in_flight: usize,
 }
 
 /// The side that is in the node.
 #[derive(Debug, Clone)]
-struct Place {
+struct PoolPrefix {
     pool: Pool,
     /// What object names start with; an object's name if a single one is meant.
     prefix: String,
 }
 
-impl Place {
-    fn parse(client: &Client, text: &str) -> Result<Place> {
+impl PoolPrefix {
+    fn parse(client: &Client, text: &str) -> Result<PoolPrefix> {
         let (pool, prefix) = text.split_once('/').unwrap_or((text, ""));
-        Ok(Place { pool: session::pool(client, pool)?, prefix: prefix.to_owned() })
+        Ok(PoolPrefix { pool: session::pool(client, pool)?, prefix: prefix.to_owned() })
     }
 
     /// The prefix of everything below, as if it were a directory.
@@ -95,7 +95,7 @@ impl Place {
 
 /// What a copy has done so far.
 struct Tally {
-    progress: Progress,
+    progress: ProgressMeter,
     copied: u64,
     bytes: u64,
     kept: u64,
@@ -105,7 +105,7 @@ struct Tally {
 }
 
 /// What became of one path.
-enum Outcome {
+enum PathOutcome {
     /// Copied that many bytes.
     Copied(u64),
     /// It was there already.
@@ -116,11 +116,11 @@ enum Outcome {
     Unanswered(String),
 }
 
-impl Outcome {
+impl PathOutcome {
     /// What became of a path that a request failed for; `why` names it.
-    fn of_failed(error: &client::Error, why: String) -> std::result::Result<Outcome, String> {
+    fn of_failed(error: &client::Error, why: String) -> std::result::Result<PathOutcome, String> {
         match error {
-            client::Error::TimedOut(_) => Ok(Outcome::Unanswered(why)),
+            client::Error::TimedOut(_) => Ok(PathOutcome::Unanswered(why)),
             _ => Err(why),
         }
     }
@@ -134,7 +134,14 @@ const FAILURES_SHOWN: u64 = 20;
 
 impl Tally {
     fn new(label: &str) -> Tally {
-        Tally { progress: Progress::bytes(label, 0), copied: 0, bytes: 0, kept: 0, failed: 0, unanswered: 0 }
+        Tally {
+            progress: ProgressMeter::bytes(label, 0),
+            copied: 0,
+            bytes: 0,
+            kept: 0,
+            failed: 0,
+            unanswered: 0,
+        }
     }
 
     /// Whether it is of no use to go on.
@@ -142,9 +149,9 @@ impl Tally {
         self.unanswered >= UNANSWERED_MOST
     }
 
-    fn add(&mut self, outcome: std::result::Result<Outcome, String>) {
+    fn add(&mut self, outcome: std::result::Result<PathOutcome, String>) {
         let outcome = match outcome {
-            Ok(Outcome::Unanswered(why)) => {
+            Ok(PathOutcome::Unanswered(why)) => {
                 self.unanswered += 1;
                 Err(why)
             }
@@ -155,16 +162,16 @@ impl Tally {
             Err(why) => Err(why),
         };
         match outcome {
-            Ok(Outcome::Copied(bytes)) => {
+            Ok(PathOutcome::Copied(bytes)) => {
                 self.copied += 1;
                 self.bytes += bytes;
                 self.progress.add(bytes);
             }
-            Ok(Outcome::Kept(bytes)) => {
+            Ok(PathOutcome::Kept(bytes)) => {
                 self.kept += 1;
                 self.progress.add(bytes);
             }
-            Ok(Outcome::Deferred | Outcome::Unanswered(_)) => {}
+            Ok(PathOutcome::Deferred | PathOutcome::Unanswered(_)) => {}
             Err(why) => {
                 self.failed += 1;
                 if self.failed <= FAILURES_SHOWN {
@@ -203,17 +210,17 @@ mod tests {
         let mut tally = Tally::new("copying");
         for _ in 0..3 {
             for _ in 1..UNANSWERED_MOST {
-                tally.add(Outcome::of_failed(&timed_out, "a: no answer".into()));
+                tally.add(PathOutcome::of_failed(&timed_out, "a: no answer".into()));
             }
             assert!(!tally.gives_up());
-            tally.add(Ok(Outcome::Copied(1)));
+            tally.add(Ok(PathOutcome::Copied(1)));
         }
         for _ in 0..100 {
-            tally.add(Outcome::of_failed(&client::Error::Closed, "a: closed".into()));
+            tally.add(PathOutcome::of_failed(&client::Error::Closed, "a: closed".into()));
         }
         assert!(!tally.gives_up(), "other failures are one path's each");
         for _ in 0..UNANSWERED_MOST {
-            tally.add(Outcome::of_failed(&timed_out, "a: no answer".into()));
+            tally.add(PathOutcome::of_failed(&timed_out, "a: no answer".into()));
         }
         assert!(tally.gives_up());
         assert!(tally.finish().unwrap_err().to_string().contains("does not answer"));

@@ -11,9 +11,9 @@ use futures::StreamExt;
 use futures::stream::FuturesUnordered;
 use tokio::sync::mpsc;
 
-use super::file_meta::{self, FileMeta, Kind};
-use super::local::{self, Found};
-use super::{Job, Outcome, Place, Tally};
+use super::file_meta::{self, FileKind, FileMeta};
+use super::local::{self, SourcePath};
+use super::{CopyOptions, PathOutcome, PoolPrefix, Tally};
 use node::failure::{Doing, Failure, Result};
 
 /// Files up to this size, in bytes, are read at once.
@@ -22,7 +22,7 @@ const SMALL: u64 = 1 << 20;
 const AHEAD: usize = 256;
 
 /// Copies `from` to `to`.
-pub async fn run(job: Job, from: &Path, to: Place) -> Result<()> {
+pub async fn run(job: CopyOptions, from: &Path, to: PoolPrefix) -> Result<()> {
     let is_dir = std::fs::metadata(from).doing(format!("reading {}", from.display()))?.is_dir();
     match (is_dir, job.recursive) {
         (true, false) => {
@@ -33,7 +33,7 @@ pub async fn run(job: Job, from: &Path, to: Place) -> Result<()> {
     }
 }
 
-async fn single(from: &Path, to: Place) -> Result<()> {
+async fn single(from: &Path, to: PoolPrefix) -> Result<()> {
     let doing = format!("copying {}", from.display());
     let name = from.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
     let name = if to.prefix.is_empty() || to.prefix.ends_with('/') {
@@ -50,7 +50,7 @@ async fn single(from: &Path, to: Place) -> Result<()> {
     tally.finish()
 }
 
-async fn tree(job: Job, from: &Path, to: Place) -> Result<()> {
+async fn tree(job: CopyOptions, from: &Path, to: PoolPrefix) -> Result<()> {
     let prefix = to.directory();
     let there = Arc::new(names_below(&to, &prefix).await?);
     let mut paths = walk_ahead(from);
@@ -80,7 +80,7 @@ async fn tree(job: Job, from: &Path, to: Place) -> Result<()> {
 }
 
 /// The objects that are there already: only those can be kept.
-async fn names_below(to: &Place, prefix: &str) -> Result<HashSet<String>> {
+async fn names_below(to: &PoolPrefix, prefix: &str) -> Result<HashSet<String>> {
     let mut names = HashSet::new();
     let mut listing = to.pool.list(prefix);
     while let Some(name) = listing.next().await.doing(format!("listing pool {}", to.pool.name()))? {
@@ -90,7 +90,7 @@ async fn names_below(to: &Place, prefix: &str) -> Result<HashSet<String>> {
 }
 
 /// Walks a tree on a thread of its own, a bounded number of paths ahead.
-fn walk_ahead(from: &Path) -> mpsc::Receiver<std::result::Result<Found, String>> {
+fn walk_ahead(from: &Path) -> mpsc::Receiver<std::result::Result<SourcePath, String>> {
     let (tx, rx) = mpsc::channel(AHEAD);
     let from = from.to_owned();
     tokio::task::spawn_blocking(move || {
@@ -104,11 +104,11 @@ fn walk_ahead(from: &Path) -> mpsc::Receiver<std::result::Result<Found, String>>
 }
 
 async fn copy_below(
-    to: Place,
+    to: PoolPrefix,
     prefix: String,
-    mut found: Found,
+    mut found: SourcePath,
     there: Arc<HashSet<String>>,
-) -> std::result::Result<Outcome, String> {
+) -> std::result::Result<PathOutcome, String> {
     let (name, raw_path) = file_meta::object_name(&prefix, &found.relative);
     found.meta.raw_path = raw_path;
     let object = to.pool.object(&name).map_err(|e| format!("{}: {e}", found.path.display()))?;
@@ -117,14 +117,18 @@ async fn copy_below(
 }
 
 /// Copies one path to `object`, unless it is there already.
-async fn copy(object: Object, found: Found, may_be_there: bool) -> std::result::Result<Outcome, String> {
+async fn copy(
+    object: Object,
+    found: SourcePath,
+    may_be_there: bool,
+) -> std::result::Result<PathOutcome, String> {
     let path = found.path.clone();
     let failed = |e: &dyn std::fmt::Display| format!("{}: {e}", path.display());
     if may_be_there {
         match is_there(&object, &found).await {
-            Ok(true) => return Ok(Outcome::Kept(found.size)),
+            Ok(true) => return Ok(PathOutcome::Kept(found.size)),
             Ok(false) => {}
-            Err(e) => return Outcome::of_failed(&e, failed(&e)),
+            Err(e) => return PathOutcome::of_failed(&e, failed(&e)),
         }
     }
     let options = PutOptions {
@@ -133,30 +137,30 @@ async fn copy(object: Object, found: Found, may_be_there: bool) -> std::result::
     };
     let size = found.size;
     let put = match found.meta.kind {
-        Kind::File if size > SMALL => object.put_file(&found.path, options).await,
-        Kind::Directory => object.put_with(Bytes::new(), options).await,
-        Kind::File | Kind::Symlink => {
+        FileKind::File if size > SMALL => object.put_file(&found.path, options).await,
+        FileKind::Directory => object.put_with(Bytes::new(), options).await,
+        FileKind::File | FileKind::Symlink => {
             let data = tokio::task::spawn_blocking(move || content(&found)).await.map_err(|e| failed(&e))?;
             object.put_with(data.map_err(|e| failed(&e))?, options).await
         }
     };
     match put {
-        Ok(_) => Ok(Outcome::Copied(size)),
-        Err(e) => Outcome::of_failed(&e, failed(&e)),
+        Ok(_) => Ok(PathOutcome::Copied(size)),
+        Err(e) => PathOutcome::of_failed(&e, failed(&e)),
     }
 }
 
-fn content(found: &Found) -> io::Result<Bytes> {
+fn content(found: &SourcePath) -> io::Result<Bytes> {
     match found.meta.kind {
-        Kind::Symlink => {
+        FileKind::Symlink => {
             use std::os::unix::ffi::OsStringExt;
             Ok(std::fs::read_link(&found.path)?.into_os_string().into_vec().into())
         }
-        Kind::File | Kind::Directory => Ok(std::fs::read(&found.path)?.into()),
+        FileKind::File | FileKind::Directory => Ok(std::fs::read(&found.path)?.into()),
     }
 }
 
-async fn is_there(object: &Object, found: &Found) -> client::Result<bool> {
+async fn is_there(object: &Object, found: &SourcePath) -> client::Result<bool> {
     let have = match object.describe().await {
         Ok(have) => have,
         Err(e) if e.is_not_found() => return Ok(false),

@@ -13,7 +13,7 @@ use super::files;
 use crate::commands::cp::local::{self, NewFile};
 use crate::output;
 use node::failure::{Doing, Failure, Result};
-use node::progress::Progress;
+use node::progress::ProgressMeter;
 
 /// Put a file together from its fragments, and make lost fragments anew
 ///
@@ -156,16 +156,16 @@ fn open(paths: &[PathBuf], kernel: KernelChoice, doing: &str) -> Result<Fragment
 }
 
 fn write_file(set: &mut FragmentSet<File>, out: &Path, doing: &str) -> Result<()> {
-    let progress = Progress::bytes(&out.to_string_lossy(), set.layout().len);
+    let progress = ProgressMeter::bytes(&out.to_string_lossy(), set.layout().len);
     if out == Path::new("-") {
-        return set.decode(&mut Counted { out: io::stdout().lock(), progress: &progress }).doing(doing);
+        return set.decode(&mut CountedWriter { out: io::stdout().lock(), progress: &progress }).doing(doing);
     }
     if local::is_special(out) {
         let file = OpenOptions::new().write(true).open(out).doing(doing)?;
-        return set.decode(&mut Counted { out: file, progress: &progress }).doing(doing);
+        return set.decode(&mut CountedWriter { out: file, progress: &progress }).doing(doing);
     }
     let mut new = NewFile::create(out).doing(doing)?;
-    set.decode(&mut Counted { out: BufWriter::new(new.file()), progress: &progress }).doing(doing)?;
+    set.decode(&mut CountedWriter { out: BufWriter::new(new.file()), progress: &progress }).doing(doing)?;
     files::finish(vec![new], files::parent(out)).doing(doing)
 }
 
@@ -180,7 +180,7 @@ fn repair(
     let Some(prefix) = prefix else {
         return Err(Failure::usage(doing, "no fragment is named like one (FILE.NNN.fragment); name them so"));
     };
-    let progress = Progress::bytes("checking", set.layout().len);
+    let progress = ProgressMeter::bytes("checking", set.layout().len);
     let states = set.check(|bytes| progress.add(bytes));
     drop(progress);
     let lost: Vec<usize> =
@@ -197,7 +197,7 @@ fn repair(
         paths.iter().map(|path| NewFile::create(path)).collect::<io::Result<Vec<_>>>().doing(doing)?;
     let mut writers: Vec<_> =
         lost.iter().copied().zip(new.iter_mut().map(|file| BufWriter::new(file.file()))).collect();
-    let progress = Progress::bytes("repairing", set.layout().len);
+    let progress = ProgressMeter::bytes("repairing", set.layout().len);
     set.rebuild(&mut writers, |bytes| progress.add(bytes)).doing(doing)?;
     drop(writers);
     for (file, path) in new.into_iter().zip(&paths) {
@@ -211,12 +211,12 @@ fn list(fragments: &[usize]) -> String {
 }
 
 /// A writer whose bytes are counted.
-struct Counted<'a, W> {
+struct CountedWriter<'a, W> {
     out: W,
-    progress: &'a Progress,
+    progress: &'a ProgressMeter,
 }
 
-impl<W: Write> Write for Counted<'_, W> {
+impl<W: Write> Write for CountedWriter<'_, W> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let count = self.out.write(bytes)?;
         self.progress.add(count as u64);

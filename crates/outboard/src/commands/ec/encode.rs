@@ -12,7 +12,7 @@ use super::files;
 use crate::commands::cp::local::NewFile;
 use crate::output;
 use node::failure::{Doing, Failure, Result};
-use node::progress::Progress;
+use node::progress::ProgressMeter;
 use node::units::ByteSize;
 
 /// Cut files into fragments, of which any K give the file back
@@ -52,7 +52,7 @@ pub struct EncodeArgs {
 
 /// What became of a file.
 #[derive(Serialize)]
-struct Encoded {
+struct EncodedFile {
     file: PathBuf,
     bytes: u64,
     k: usize,
@@ -89,7 +89,7 @@ pub fn run(args: EncodeArgs) -> Result<()> {
     Ok(())
 }
 
-fn encode(code: &Code, args: &EncodeArgs, path: &Path) -> Result<Encoded> {
+fn encode(code: &Code, args: &EncodeArgs, path: &Path) -> Result<EncodedFile> {
     let doing = format!("encoding {}", path.display());
     let metadata = fs::metadata(path).doing(&doing)?;
     let (false, Some(name)) = (metadata.is_dir(), path.file_name()) else {
@@ -102,8 +102,9 @@ fn encode(code: &Code, args: &EncodeArgs, path: &Path) -> Result<Encoded> {
     files::refuse_existing(&doing, paths.iter().map(PathBuf::as_path), args.force)?;
     let label = name.to_string_lossy();
     let known = metadata.is_file();
-    let progress = if known { Progress::bytes(&label, metadata.len()) } else { Progress::stream(&label) };
-    let mut input = Counted { file: File::open(path).doing(&doing)?, progress: &progress };
+    let progress =
+        if known { ProgressMeter::bytes(&label, metadata.len()) } else { ProgressMeter::stream(&label) };
+    let mut input = CountedFile { file: File::open(path).doing(&doing)?, progress: &progress };
     let mut new =
         paths.iter().map(|path| NewFile::create(path)).collect::<io::Result<Vec<_>>>().doing(&doing)?;
     let mut writers: Vec<_> = new.iter_mut().map(|file| BufWriter::new(file.file())).collect();
@@ -112,7 +113,7 @@ fn encode(code: &Code, args: &EncodeArgs, path: &Path) -> Result<Encoded> {
     let layout = fragments::encode(code, unit, id.into_bytes(), &mut input, &mut writers).doing(&doing)?;
     drop(writers);
     files::finish(new, files::parent(&prefix)).doing(&doing)?;
-    Ok(Encoded {
+    Ok(EncodedFile {
         file: path.to_owned(),
         bytes: layout.len,
         k: geometry.k(),
@@ -125,12 +126,12 @@ fn encode(code: &Code, args: &EncodeArgs, path: &Path) -> Result<Encoded> {
 }
 
 /// A file whose bytes are counted as they are read.
-struct Counted<'a> {
+struct CountedFile<'a> {
     file: File,
-    progress: &'a Progress,
+    progress: &'a ProgressMeter,
 }
 
-impl Read for Counted<'_> {
+impl Read for CountedFile<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let count = self.file.read(buffer)?;
         self.progress.add(count as u64);

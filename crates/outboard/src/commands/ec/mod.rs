@@ -16,7 +16,7 @@ use node::failure::Result;
 pub enum EcCommand {
     Encode(encode::EncodeArgs),
     Decode(decode::DecodeArgs),
-    Bench(bench::BenchArgs),
+    Bench(bench::EcBenchArgs),
     Mode(mode::ModeArgs),
 }
 

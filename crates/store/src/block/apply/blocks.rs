@@ -5,14 +5,14 @@ use std::collections::btree_map::Entry;
 use base::block::{self, BLOCK, BLOCK_SIZE};
 use bytes::{Bytes, BytesMut};
 
-use super::{Apply, Step, Stop, padded};
+use super::{Apply, ApplyResult, Stop, padded};
 use crate::block::extent::{Extent, total};
 use crate::block::need::Need;
 use crate::block::records::{BlockRef, LEAF_BLOCKS, MapLeaf, Onode, REF_BLOCKS, RefPage, corrupt, key};
 
 impl Apply<'_> {
     /// Has leaves `first..=last` loaded, all that are missing at once.
-    pub(super) fn load_leaves(&mut self, nid: u64, first: u64, last: u64) -> Step {
+    pub(super) fn load_leaves(&mut self, nid: u64, first: u64, last: u64) -> ApplyResult {
         let mut missing = Vec::new();
         for number in first..=last {
             if self.leaves.contains_key(&(nid, number)) {
@@ -39,14 +39,14 @@ impl Apply<'_> {
         if missing.is_empty() { Ok(()) } else { Err(Stop::Need(missing)) }
     }
 
-    pub(super) fn lookup(&mut self, nid: u64, number: u64) -> Step<Option<BlockRef>> {
+    pub(super) fn lookup(&mut self, nid: u64, number: u64) -> ApplyResult<Option<BlockRef>> {
         let leaf = number / LEAF_BLOCKS;
         self.load_leaves(nid, leaf, leaf)?;
         Ok(self.leaves[&(nid, leaf)].0.get(number % LEAF_BLOCKS))
     }
 
     /// Moves the changed leaves into the changes, so that scans see them.
-    pub(super) fn store_leaves(&mut self) -> Step {
+    pub(super) fn store_leaves(&mut self) -> ApplyResult {
         for ((nid, number), (leaf, dirty)) in std::mem::take(&mut self.leaves) {
             if dirty {
                 let value = (leaf.mapped() > 0).then(|| leaf.encode());
@@ -57,7 +57,7 @@ impl Apply<'_> {
     }
 
     /// Maps blocks `first..` of an object to `new`, releasing what they were mapped to.
-    pub(super) fn map(&mut self, onode: &mut Onode, first: u64, new: &[Option<BlockRef>]) -> Step {
+    pub(super) fn map(&mut self, onode: &mut Onode, first: u64, new: &[Option<BlockRef>]) -> ApplyResult {
         if new.is_empty() {
             return Ok(());
         }
@@ -81,7 +81,7 @@ impl Apply<'_> {
     }
 
     /// Releases all blocks in leaves from `first` on; returns how many they were.
-    pub(super) fn drop_leaves_from(&mut self, nid: u64, first: u64) -> Step<u64> {
+    pub(super) fn drop_leaves_from(&mut self, nid: u64, first: u64) -> ApplyResult<u64> {
         self.store_leaves()?;
         let mut dropped = 0;
         for (key, value) in self.scan(&key::leaf(nid, first), &key::range(key::LEAF, nid).1)? {
@@ -95,7 +95,7 @@ impl Apply<'_> {
         Ok(dropped)
     }
 
-    fn ref_page(&mut self, chunk: u64) -> Step<&mut RefPage> {
+    fn ref_page(&mut self, chunk: u64) -> ApplyResult<&mut RefPage> {
         if !self.refs.contains_key(&chunk) {
             let stored = self.get(&key::refs(chunk))?;
             let page = stored.as_ref().map(|b| RefPage::decode(b)).transpose()?;
@@ -105,7 +105,7 @@ impl Apply<'_> {
     }
 
     /// Takes one more reference to each block.
-    pub(super) fn add_references(&mut self, blocks: &[Option<BlockRef>]) -> Step {
+    pub(super) fn add_references(&mut self, blocks: &[Option<BlockRef>]) -> ApplyResult {
         let mut blocks =
             blocks.iter().flatten().map(|b| (b.block / REF_BLOCKS, b.block % REF_BLOCKS)).peekable();
         while let Some(&(chunk, _)) = blocks.peek() {
@@ -119,7 +119,7 @@ impl Apply<'_> {
     }
 
     /// Takes one reference from a block, and frees it if that was the last.
-    pub(super) fn release(&mut self, block: BlockRef) -> Step {
+    pub(super) fn release(&mut self, block: BlockRef) -> ApplyResult {
         if block.shared {
             let page = self.ref_page(block.block / REF_BLOCKS)?;
             if let Entry::Occupied(mut extra) = page.extra.entry((block.block % REF_BLOCKS) as u16) {
@@ -137,7 +137,7 @@ impl Apply<'_> {
 
     /// Takes blocks. If there are too few, the transaction needs those that it has taken so far,
     /// too: its caller gives them back.
-    pub(super) fn alloc(&mut self, blocks: u64) -> Step<Vec<Extent>> {
+    pub(super) fn alloc(&mut self, blocks: u64) -> ApplyResult<Vec<Extent>> {
         let extents = self
             .alloc
             .alloc(blocks, self.purse)
@@ -147,7 +147,7 @@ impl Apply<'_> {
     }
 
     /// The content of a block, verified.
-    pub(super) fn content(&mut self, block: BlockRef) -> Step<Bytes> {
+    pub(super) fn content(&mut self, block: BlockRef) -> ApplyResult<Bytes> {
         let own = self.deferred.get(&block.block).cloned().or_else(|| self.own_write(block.block));
         let content = own.or_else(|| (self.context.deferred)(block.block));
         let content = content.or_else(|| self.context.loaded.blocks.get(&block.block).cloned());
@@ -169,7 +169,7 @@ impl Apply<'_> {
     }
 
     /// Content of object bytes `offset..offset + len`, zeros where there is none.
-    pub(super) fn gather(&mut self, onode: &Onode, offset: u64, len: usize) -> Step<Bytes> {
+    pub(super) fn gather(&mut self, onode: &Onode, offset: u64, len: usize) -> ApplyResult<Bytes> {
         let mut out = BytesMut::zeroed(len);
         let mut done = 0;
         for piece in block::piece_lengths(offset, len as u64) {

@@ -3,12 +3,12 @@
 use base::block::{self, BLOCK, BLOCK_SIZE, Payload};
 use bytes::Bytes;
 
-use super::{Apply, Step};
+use super::{Apply, ApplyResult};
 use crate::block::records::{BlockRef, LEAF_BLOCKS, MapLeaf, Onode, key};
 use crate::{CollectionId, ObjectId};
 
 /// A piece of a range that is being cloned.
-enum Part {
+enum ClonedRange {
     Blocks(Vec<Option<BlockRef>>),
     Bytes(Bytes),
 }
@@ -30,7 +30,7 @@ fn pieces(from: u64, to: u64, len: u64) -> Vec<(u64, u64, bool)> {
 }
 
 impl Apply<'_> {
-    pub(super) fn clone_object(&mut self, cid: &CollectionId, src: &ObjectId, dst: &ObjectId) -> Step {
+    pub(super) fn clone_object(&mut self, cid: &CollectionId, src: &ObjectId, dst: &ObjectId) -> ApplyResult {
         let (_, source) = self.existing(cid, src)?;
         if src == dst {
             return Ok(());
@@ -68,25 +68,27 @@ impl Apply<'_> {
         from: u64,
         len: u64,
         to: u64,
-    ) -> Step {
+    ) -> ApplyResult {
         let (_, source) = self.existing(cid, src)?;
         // Everything is read, and every shared block held, before anything is overwritten: the ranges may overlap.
         let mut parts = Vec::new();
         for (done, len, whole) in pieces(from, to, len) {
             let part = match whole {
-                true => Part::Blocks(self.share(source.nid, (from + done) / BLOCK, len / BLOCK)?),
-                false => Part::Bytes(self.gather(&source, from + done, len as usize)?),
+                true => ClonedRange::Blocks(self.share(source.nid, (from + done) / BLOCK, len / BLOCK)?),
+                false => ClonedRange::Bytes(self.gather(&source, from + done, len as usize)?),
             };
             parts.push((to + done, part));
         }
         self.change(cid, dst, |this, onode| {
             for (target, part) in parts {
                 match part {
-                    Part::Blocks(blocks) => {
+                    ClonedRange::Blocks(blocks) => {
                         this.map(onode, target / BLOCK, &blocks)?;
                         onode.size = onode.size.max(target + blocks.len() as u64 * BLOCK);
                     }
-                    Part::Bytes(bytes) => this.write(onode, target, &Payload::compute(target, bytes))?,
+                    ClonedRange::Bytes(bytes) => {
+                        this.write(onode, target, &Payload::compute(target, bytes))?
+                    }
                 }
             }
             Ok(())
@@ -94,7 +96,7 @@ impl Apply<'_> {
     }
 
     /// Takes one more reference to each of `count` blocks of an object.
-    fn share(&mut self, nid: u64, first: u64, count: u64) -> Step<Vec<Option<BlockRef>>> {
+    fn share(&mut self, nid: u64, first: u64, count: u64) -> ApplyResult<Vec<Option<BlockRef>>> {
         let end = first + count;
         self.load_leaves(nid, first / LEAF_BLOCKS, (end - 1) / LEAF_BLOCKS)?;
         let mut blocks = Vec::with_capacity(count as usize);

@@ -3,14 +3,14 @@
 use base::block::{self, BLOCK, BLOCK_SIZE, Payload};
 use bytes::{Bytes, BytesMut};
 
-use super::{Apply, Step, too_large};
+use super::{Apply, ApplyResult, too_large};
 use crate::block::records::{BlockRef, LEAF_BLOCKS, Onode, corrupt, key};
 use crate::block::staged::StagedBlock;
 use crate::stage::{block_not_available, check_staged_use};
 use crate::{StageId, StoreError};
 
 impl Apply<'_> {
-    pub(super) fn write(&mut self, onode: &mut Onode, offset: u64, payload: &Payload) -> Step {
+    pub(super) fn write(&mut self, onode: &mut Onode, offset: u64, payload: &Payload) -> ApplyResult {
         let mut at = offset;
         let mut rest = payload.data().clone();
         let mut run: Vec<u32> = Vec::new();
@@ -44,7 +44,7 @@ impl Apply<'_> {
         offset: u64,
         data: &Bytes,
         checksums: &[u32],
-    ) -> Step {
+    ) -> ApplyResult {
         if checksums.is_empty() {
             return Ok(());
         }
@@ -63,7 +63,7 @@ impl Apply<'_> {
     }
 
     /// Writes part of a block: the merged block goes to the log, and to its place with the next checkpoint.
-    pub(super) fn merge(&mut self, onode: &mut Onode, offset: u64, piece: &Bytes, crc: u32) -> Step {
+    pub(super) fn merge(&mut self, onode: &mut Onode, offset: u64, piece: &Bytes, crc: u32) -> ApplyResult {
         if block::crc32c(piece) != crc {
             return Err(StoreError::BadPayload(format!("piece at {offset} has another checksum")).into());
         }
@@ -97,7 +97,7 @@ impl Apply<'_> {
         id: StageId,
         from: u64,
         len: u64,
-    ) -> Step {
+    ) -> ApplyResult {
         let usable = self.context.usable_stages.contains(&id.0);
         let stage = self.context.stages.get(&id.0).filter(|_| usable).ok_or(StoreError::NoSuchStage(id.0))?;
         check_staged_use(stage.len, from, len, offset, onode.size)?;
@@ -123,7 +123,7 @@ impl Apply<'_> {
         Ok(())
     }
 
-    pub(super) fn zero(&mut self, onode: &mut Onode, offset: u64, len: u64) -> Step {
+    pub(super) fn zero(&mut self, onode: &mut Onode, offset: u64, len: u64) -> ApplyResult {
         let end = offset + len;
         let stop = end.min(onode.size);
         let size = onode.size;
@@ -146,7 +146,7 @@ impl Apply<'_> {
     }
 
     /// Zeros bytes `from..to` of one block, if it is not a hole.
-    pub(super) fn zero_part(&mut self, onode: &mut Onode, from: u64, to: u64) -> Step {
+    pub(super) fn zero_part(&mut self, onode: &mut Onode, from: u64, to: u64) -> ApplyResult {
         if from >= to || self.lookup(onode.nid, from / BLOCK)?.is_none() {
             return Ok(());
         }
@@ -156,7 +156,7 @@ impl Apply<'_> {
     }
 
     /// Makes blocks `first..end` holes.
-    pub(super) fn drop_blocks(&mut self, onode: &mut Onode, first: u64, end: u64) -> Step {
+    pub(super) fn drop_blocks(&mut self, onode: &mut Onode, first: u64, end: u64) -> ApplyResult {
         self.store_leaves()?;
         let from = key::leaf(onode.nid, first / LEAF_BLOCKS);
         let to = key::leaf(onode.nid, end.div_ceil(LEAF_BLOCKS));
@@ -171,7 +171,7 @@ impl Apply<'_> {
         Ok(())
     }
 
-    pub(super) fn truncate(&mut self, onode: &mut Onode, size: u64) -> Step {
+    pub(super) fn truncate(&mut self, onode: &mut Onode, size: u64) -> ApplyResult {
         if size < onode.size {
             let keep = size.div_ceil(BLOCK);
             if !size.is_multiple_of(BLOCK) {

@@ -1,15 +1,15 @@
 //! What goes beyond the paper: reads, small objects, ceilings, idle CPU, ablations, the machine.
 
-use super::Content;
+use super::PageContent;
 use super::figures::{SYSTEMS, systems};
 use super::svg::{self, Grouped};
 use super::text::{cell, escape, table};
 use crate::evaluation::sample::{CeilingKind, Measurements, Sample};
 use crate::evaluation::stats::{estimate, ratio};
-use crate::evaluation::workload::{Case, Mode, size_label};
+use crate::evaluation::workload::{AccessMode, Case, size_label};
 
 /// All of it.
-pub fn section(content: &Content<'_>) -> String {
+pub fn section(content: &PageContent<'_>) -> String {
     let m = content.found;
     [
         "<section><h2>Beyond the paper</h2>".to_owned(),
@@ -37,7 +37,7 @@ fn chart(
     title: &str,
     axis: &str,
     sizes: &[u64],
-    mode: Mode,
+    mode: AccessMode,
     figure: &dyn Fn(&Sample) -> f64,
 ) -> Grouped {
     Grouped {
@@ -53,7 +53,7 @@ fn reads(m: &Measurements) -> String {
     if sizes.is_empty() {
         return String::new();
     }
-    let charts = [chart(m, "Reads, one after the other", "MB/s", &sizes, Mode::Read, &|s| s.mb_per_s)];
+    let charts = [chart(m, "Reads, one after the other", "MB/s", &sizes, AccessMode::Read, &|s| s.mb_per_s)];
     format!("<h3>Throughput of reads</h3>{}", svg::grouped(&charts))
 }
 
@@ -64,15 +64,15 @@ fn small(m: &Measurements) -> String {
     }
     let thousands = |s: &Sample| s.iops / 1e3;
     let charts = [
-        chart(m, "Durable writes", "thousand per second", &sizes, Mode::Write, &thousands),
-        chart(m, "Random reads", "thousand per second", &sizes, Mode::Randread, &thousands),
+        chart(m, "Durable writes", "thousand per second", &sizes, AccessMode::Write, &thousands),
+        chart(m, "Random reads", "thousand per second", &sizes, AccessMode::Randread, &thousands),
     ];
     format!("<h3>Small objects</h3>{}", svg::grouped(&charts))
 }
 
 fn every_workload(m: &Measurements) -> String {
     let mut rows = Vec::new();
-    for mode in Mode::ALL {
+    for mode in AccessMode::ALL {
         for size in sizes_of(m, |_| true) {
             for (config, _) in SYSTEMS {
                 let case = Case::new(config, mode, size);
@@ -118,8 +118,10 @@ fn large_set(m: &Measurements) -> String {
 
 fn ceilings(m: &Measurements) -> String {
     let mut rows = Vec::new();
-    let drive =
-        [("write", CeilingKind::DriveWrite, Mode::Write), ("read", CeilingKind::DriveRead, Mode::Read)];
+    let drive = [
+        ("write", CeilingKind::DriveWrite, AccessMode::Write),
+        ("read", CeilingKind::DriveRead, AccessMode::Read),
+    ];
     for (name, kind, mode) in drive {
         for size in sizes_of(m, |_| true) {
             let ceiling = m.ceiling(kind, size);
@@ -136,7 +138,7 @@ fn ceilings(m: &Measurements) -> String {
         m,
         "drive, random read of 4 KiB".to_owned(),
         &random,
-        Some((Mode::Randread, 4096)),
+        Some((AccessMode::Randread, 4096)),
     ));
     for (name, kind) in
         [("one TCP connection, loopback", CeilingKind::Loopback), ("copying memory", CeilingKind::Memcpy)]
@@ -155,7 +157,7 @@ fn ceiling_row(
     m: &Measurements,
     name: String,
     ceiling: &crate::evaluation::stats::Rounds,
-    workload: Option<(Mode, u64)>,
+    workload: Option<(AccessMode, u64)>,
 ) -> Vec<String> {
     let mut row = vec![name, cell(estimate(ceiling.values().copied()))];
     row.extend(SYSTEMS.map(|(config, _)| {
@@ -199,7 +201,7 @@ fn ablations(m: &Measurements) -> String {
     )
 }
 
-fn environment(content: &Content<'_>) -> String {
+fn environment(content: &PageContent<'_>) -> String {
     let e = content.environment;
     let facts = [
         ("date", &e.date),

@@ -3,14 +3,18 @@
 use super::svg::{self, Grouped, Series, Share, Stack, Stacked};
 use super::text::{cell, number, table};
 use crate::evaluation::paper;
-use crate::evaluation::sample::{Measurements, Part, Sample};
+use crate::evaluation::sample::{Measurements, Sample, Subsystem};
 use crate::evaluation::stats::{Estimate, estimate, ratio};
-use crate::evaluation::workload::{Case, Config, MIB, Mode, PAPER_SIZES, size_label};
-use crate::node::Breakdown;
+use crate::evaluation::workload::{AccessMode, Case, MIB, PAPER_SIZES, TestedSystem, size_label};
+use crate::node::BenchBreakdown;
 
 /// Every system, with its class in the style sheet.
-pub const SYSTEMS: [(Config, &str); 4] =
-    [(Config::Ceph, "ceph"), (Config::Host, "host"), (Config::DpuMemcpy, "memcpy"), (Config::DpuBf3, "bf3")];
+pub const SYSTEMS: [(TestedSystem, &str); 4] = [
+    (TestedSystem::Ceph, "ceph"),
+    (TestedSystem::Host, "host"),
+    (TestedSystem::DpuMemcpy, "memcpy"),
+    (TestedSystem::DpuBf3, "bf3"),
+];
 
 /// A figure that is drawn by size: what the paper has, and what is read from a run here.
 struct BySize<'a> {
@@ -34,8 +38,8 @@ pub fn section(m: &Measurements) -> String {
     html
 }
 
-fn writes(config: Config, size: u64) -> Case {
-    Case::new(config, Mode::Write, size)
+fn writes(config: TestedSystem, size: u64) -> Case {
+    Case::new(config, AccessMode::Write, size)
 }
 
 fn of(m: &Measurements, case: &Case, figure: &dyn Fn(&Sample) -> f64) -> Option<Estimate> {
@@ -43,18 +47,18 @@ fn of(m: &Measurements, case: &Case, figure: &dyn Fn(&Sample) -> f64) -> Option<
 }
 
 /// Class of a part in the style sheet.
-fn part_class(part: Part) -> &'static str {
+fn part_class(part: Subsystem) -> &'static str {
     match part {
-        Part::Messenger => "p1",
-        Part::ObjectStore => "p2",
-        Part::Osd => "p3",
-        Part::OsdAndMessenger => "p4",
-        Part::Channel => "p5",
-        Part::Dma => "p7",
-        Part::Coding => "p9",
-        Part::CodingDevice => "p10",
-        Part::Rocksdb => "p8",
-        Part::Other => "p6",
+        Subsystem::Messenger => "p1",
+        Subsystem::ObjectStore => "p2",
+        Subsystem::Osd => "p3",
+        Subsystem::OsdAndMessenger => "p4",
+        Subsystem::Channel => "p5",
+        Subsystem::Dma => "p7",
+        Subsystem::Coding => "p9",
+        Subsystem::CodingDevice => "p10",
+        Subsystem::Rocksdb => "p8",
+        Subsystem::Other => "p6",
     }
 }
 
@@ -62,7 +66,11 @@ fn figure_5(m: &Measurements) -> String {
     let mut published = Vec::new();
     for (network, messenger, cpu) in paper::FIG5 {
         let parts = vec![
-            Share { name: Part::Messenger.label(), class: part_class(Part::Messenger), amount: messenger },
+            Share {
+                name: Subsystem::Messenger.label(),
+                class: part_class(Subsystem::Messenger),
+                amount: messenger,
+            },
             Share { name: "ObjectStore and OSD, undivided", class: "paper-a", amount: 100.0 - messenger },
         ];
         published.push(Stack { label: [network.to_owned(), percent_of_core(cpu)], parts });
@@ -74,7 +82,7 @@ fn figure_5(m: &Measurements) -> String {
         else {
             continue;
         };
-        let share = |part: Part| of(m, &case, &|s| s.parts.get(&part).map_or(0.0, |u| u.cpu_us));
+        let share = |part: Subsystem| of(m, &case, &|s| s.parts.get(&part).map_or(0.0, |u| u.cpu_us));
         let parts = parts_of(m, &case).into_iter().filter_map(|part| {
             Some(Share { name: part.label(), class: part_class(part), amount: share(part)?.median })
         });
@@ -99,8 +107,8 @@ fn percent_of_core(percent: f64) -> String {
 }
 
 /// Parts that a case has, in order.
-fn parts_of(m: &Measurements, case: &Case) -> Vec<Part> {
-    let mut parts: Vec<Part> =
+fn parts_of(m: &Measurements, case: &Case) -> Vec<Subsystem> {
+    let mut parts: Vec<Subsystem> =
         m.samples.iter().filter(|s| s.case == *case).flat_map(|s| s.parts.keys().copied()).collect();
     parts.sort_unstable();
     parts.dedup();
@@ -119,8 +127,8 @@ fn table_2(m: &Measurements) -> String {
     for (config, _) in SYSTEMS.into_iter().filter(|(c, _)| m.has(*c)) {
         let case = writes(config, 4 * MIB);
         let of_part =
-            |part: Part| m.rounds_if(&case, |s| Some(s.parts.get(&part)?.switches).filter(|n| *n > 0.0));
-        let (messenger, store) = (of_part(Part::Messenger), of_part(Part::ObjectStore));
+            |part: Subsystem| m.rounds_if(&case, |s| Some(s.parts.get(&part)?.switches).filter(|n| *n > 0.0));
+        let (messenger, store) = (of_part(Subsystem::Messenger), of_part(Subsystem::ObjectStore));
         let all = of(m, &case, &|s| s.parts.values().map(|u| u.switches).sum());
         rows.push(vec![
             format!("{} (per write)", config.label()),
@@ -186,8 +194,8 @@ fn figure_8(m: &Measurements) -> String {
         doceph: paper::FIG8_DOCEPH.map(|s| s * 1e3),
         here: &|s| s.latency_us_mean / 1e3,
     };
-    let alone = |config: Config| of(m, &writes(config, MIB).one_at_a_time(), &|s| s.latency_us_mean);
-    let (host, dpu) = (alone(Config::Host), alone(Config::DpuMemcpy));
+    let alone = |config: TestedSystem| of(m, &writes(config, MIB).one_at_a_time(), &|s| s.latency_us_mean);
+    let (host, dpu) = (alone(TestedSystem::Host), alone(TestedSystem::DpuMemcpy));
     let note = match (host, dpu) {
         (None, None) => String::new(),
         _ => format!(
@@ -218,8 +226,12 @@ fn figure_10(m: &Measurements) -> String {
             vec![size_label(size), number(paper::FIG10_BASELINE[i]), number(paper::FIG10_DOCEPH[i])];
         row.push(number(paper::FIG10_DOCEPH[i] / paper::FIG10_BASELINE[i]));
         row.extend(SYSTEMS.map(|(config, _)| cell(estimate(rate(config).into_values()))));
-        row.push(cell(estimate(ratio(&rate(Config::DpuMemcpy), &rate(Config::Host)).into_values())));
-        row.push(cell(estimate(ratio(&rate(Config::DpuMemcpy), &rate(Config::Ceph)).into_values())));
+        row.push(cell(estimate(
+            ratio(&rate(TestedSystem::DpuMemcpy), &rate(TestedSystem::Host)).into_values(),
+        )));
+        row.push(cell(estimate(
+            ratio(&rate(TestedSystem::DpuMemcpy), &rate(TestedSystem::Ceph)).into_values(),
+        )));
         rows.push(row);
     }
     let head = [
@@ -264,15 +276,20 @@ impl BySize<'_> {
             title: format!("Here: {}", self.title),
             axis: self.axis.to_owned(),
             groups: measured.iter().map(|s| size_label(*s)).collect(),
-            series: systems(m, &measured, Mode::Write, self.here),
+            series: systems(m, &measured, AccessMode::Write, self.here),
         };
         if measured.is_empty() { svg::grouped(&[published]) } else { svg::grouped(&[published, here]) }
     }
 }
 
 /// A series per system that was measured, with a value per size.
-pub fn systems(m: &Measurements, sizes: &[u64], mode: Mode, figure: &dyn Fn(&Sample) -> f64) -> Vec<Series> {
-    let series = |(config, class): (Config, &'static str)| Series {
+pub fn systems(
+    m: &Measurements,
+    sizes: &[u64],
+    mode: AccessMode,
+    figure: &dyn Fn(&Sample) -> f64,
+) -> Vec<Series> {
+    let series = |(config, class): (TestedSystem, &'static str)| Series {
         name: config.label().to_owned(),
         class,
         values: sizes.iter().map(|size| of(m, &Case::new(config, mode, *size), figure)).collect(),
@@ -281,7 +298,7 @@ pub fn systems(m: &Measurements, sizes: &[u64], mode: Mode, figure: &dyn Fn(&Sam
 }
 
 /// The parts of a breakdown, in the order of the paper's table 3.
-fn breakdown_parts(b: &Breakdown) -> [Share; 4] {
+fn breakdown_parts(b: &BenchBreakdown) -> [Share; 4] {
     [
         Share { name: "Host write", class: "p2", amount: b.host_write },
         Share { name: "DMA", class: "p1", amount: b.dma },
@@ -291,12 +308,12 @@ fn breakdown_parts(b: &Breakdown) -> [Share; 4] {
 }
 
 /// The median of each part over the rounds.
-fn breakdown(m: &Measurements, config: Config, size: u64) -> Option<Breakdown> {
-    let part = |figure: fn(&Breakdown) -> f64| {
+fn breakdown(m: &Measurements, config: TestedSystem, size: u64) -> Option<BenchBreakdown> {
+    let part = |figure: fn(&BenchBreakdown) -> f64| {
         let rounds = m.rounds_if(&writes(config, size), |s| s.breakdown_us.as_ref().map(figure));
         Some(estimate(rounds.into_values())?.median)
     };
-    Some(Breakdown {
+    Some(BenchBreakdown {
         total: part(|b| b.total)?,
         host_write: part(|b| b.host_write)?,
         dma: part(|b| b.dma)?,
@@ -308,19 +325,19 @@ fn breakdown(m: &Measurements, config: Config, size: u64) -> Option<Breakdown> {
 fn figure_9(m: &Measurements) -> String {
     let mut published = Vec::new();
     let mut rows = Vec::new();
-    let mut row = |who: &str, size: u64, b: &Breakdown| {
+    let mut row = |who: &str, size: u64, b: &BenchBreakdown| {
         let mut cells = vec![format!("{who}, {}", size_label(size))];
         cells.extend(breakdown_parts(b).map(|part| number(part.amount / 1e3)));
         cells.extend([number(b.total / 1e3), format!("{} %", number(100.0 * b.dma_wait / b.total))]);
         rows.push(cells);
     };
-    let bar = |size: u64, b: &Breakdown| {
+    let bar = |size: u64, b: &BenchBreakdown| {
         let label = [size_label(size), format!("{} ms", number(b.total / 1e3))];
         Stack { label, parts: breakdown_parts(b).into() }
     };
     for (column, size) in paper::TABLE3.iter().zip(PAPER_SIZES) {
         let us = |s: f64| s * 1e6;
-        let b = Breakdown {
+        let b = BenchBreakdown {
             total: us(column.total()),
             host_write: us(column.host_write),
             dma: us(column.dma),
@@ -331,8 +348,8 @@ fn figure_9(m: &Measurements) -> String {
         row("paper, DoCeph", size, &b);
     }
     let mut charts = vec![Stacked { title: "Paper, DoCeph".to_owned(), bars: published }];
-    for config in [Config::DpuMemcpy, Config::DpuBf3] {
-        let known: Vec<(u64, Breakdown)> =
+    for config in [TestedSystem::DpuMemcpy, TestedSystem::DpuBf3] {
+        let known: Vec<(u64, BenchBreakdown)> =
             PAPER_SIZES.into_iter().filter_map(|size| Some((size, breakdown(m, config, size)?))).collect();
         known.iter().for_each(|(size, b)| row(config.label(), *size, b));
         let bars = known.iter().map(|(size, b)| bar(*size, b)).collect();

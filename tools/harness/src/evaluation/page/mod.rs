@@ -14,12 +14,12 @@ use super::bars::Bar;
 use super::environment::Environment;
 use super::paper;
 use super::sample::Measurements;
-use super::settings::Settings;
+use super::settings::EvaluationSettings;
 
 /// What the page is about.
-pub struct Content<'a> {
+pub struct PageContent<'a> {
     /// How much was measured.
-    pub settings: &'a Settings,
+    pub settings: &'a EvaluationSettings,
     /// On what.
     pub environment: &'a Environment,
     /// What was found.
@@ -36,7 +36,7 @@ const STYLE: &str = include_str!("style.css");
 
 /// The whole page. It is well-formed XML too.
 #[must_use]
-pub fn html(content: &Content<'_>) -> String {
+pub fn html(content: &PageContent<'_>) -> String {
     let sections = [
         verdict::section(content),
         setting(content),
@@ -54,7 +54,7 @@ pub fn html(content: &Content<'_>) -> String {
 }
 
 /// What the systems are, and what keeps them from being compared too literally.
-fn setting(content: &Content<'_>) -> String {
+fn setting(content: &PageContent<'_>) -> String {
     let (s, e) = (content.settings, content.environment);
     let large = s.large_set().map_or(String::new(), |objects| {
         format!(
@@ -109,9 +109,11 @@ fn setting(content: &Content<'_>) -> String {
 mod tests {
     use super::*;
     use crate::evaluation::bars;
-    use crate::evaluation::sample::{Ceiling, CeilingKind, Part, PartUse, Sample};
-    use crate::evaluation::workload::{Case, Config, IN_FLIGHT_SWEEP, MIB, Mode, Network, PAPER_SIZES};
-    use crate::node::Breakdown;
+    use crate::evaluation::sample::{Ceiling, CeilingKind, PartUse, Sample, Subsystem};
+    use crate::evaluation::workload::{
+        AccessMode, Case, IN_FLIGHT_SWEEP, MIB, Network, PAPER_SIZES, TestedSystem,
+    };
+    use crate::node::BenchBreakdown;
 
     fn sample(round: u32, case: Case, value: f64) -> Sample {
         Sample {
@@ -125,8 +127,8 @@ mod tests {
             host_cpu_us_per_op: value,
             node_cpu_us_per_op: value,
             client_cpu_us_per_op: value,
-            parts: [(Part::Messenger, PartUse { cpu_us: 1.0, switches: 2.0 })].into(),
-            breakdown_us: Some(Breakdown {
+            parts: [(Subsystem::Messenger, PartUse { cpu_us: 1.0, switches: 2.0 })].into(),
+            breakdown_us: Some(BenchBreakdown {
                 total: 10.0,
                 host_write: 2.0,
                 dma: 3.0,
@@ -143,10 +145,12 @@ mod tests {
             ..Measurements::default()
         };
         for round in 1..=7 {
-            for config in [Config::Host, Config::DpuMemcpy, Config::DpuBf3, Config::Ceph] {
+            for config in
+                [TestedSystem::Host, TestedSystem::DpuMemcpy, TestedSystem::DpuBf3, TestedSystem::Ceph]
+            {
                 let value = f64::from(round) + config as u32 as f64 * 10.0;
                 found.samples.extend(
-                    PAPER_SIZES.map(|size| sample(round, Case::new(config, Mode::Write, size), value)),
+                    PAPER_SIZES.map(|size| sample(round, Case::new(config, AccessMode::Write, size), value)),
                 );
             }
             for in_flight in IN_FLIGHT_SWEEP {
@@ -160,12 +164,12 @@ mod tests {
     }
 
     fn page_of(found: &Measurements) -> String {
-        let settings = Settings { quick: false, ..Settings::from_env() };
+        let settings = EvaluationSettings { quick: false, ..EvaluationSettings::from_env() };
         let environment = Environment::here(std::path::Path::new("."));
         let bars = bars::all(found);
         let drawn = || svg::file(9.0, 9.0, "<g>a &amp; b</g>", &[("host", "host")]);
         let coding = &coding::drawings(|_| Some(drawn()));
-        html(&Content {
+        html(&PageContent {
             settings: &settings,
             environment: &environment,
             found,

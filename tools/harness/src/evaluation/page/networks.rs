@@ -15,7 +15,7 @@ const MOST_GAINED: (u32, f64) = (2, 1.17);
 /// The stacks with their classes in the style sheet.
 const STACKS: [(Network, &str); 2] = [(Network::Tcp, "p7"), (Network::OfiTcp, "p4")];
 
-type Figure = fn(&Sample) -> f64;
+type FigureOf = fn(&Sample) -> f64;
 
 /// All of it; nothing if stacks were not compared.
 pub fn section(m: &Measurements) -> String {
@@ -56,7 +56,7 @@ fn published() -> String {
     )
 }
 
-fn of(m: &Measurements, network: Network, in_flight: u32, figure: Figure) -> Rounds {
+fn of(m: &Measurements, network: Network, in_flight: u32, figure: FigureOf) -> Rounds {
     m.rounds(&Case::over(network, in_flight), figure)
 }
 
@@ -65,12 +65,12 @@ fn median(rounds: &Rounds) -> Option<Estimate> {
 }
 
 /// Cells for TCP, for libfabric, and for the ratio of the latter to the former.
-fn compared(m: &Measurements, in_flight: u32, figure: Figure) -> [String; 3] {
+fn compared(m: &Measurements, in_flight: u32, figure: FigureOf) -> [String; 3] {
     let [tcp, ofi] = Network::ALL.map(|network| of(m, network, in_flight, figure));
     [cell(median(&tcp)), cell(median(&ofi)), cell(median(&ratio(&ofi, &tcp)))]
 }
 
-fn chart(m: &Measurements, depths: &[u32], title: &str, axis: &str, figure: Figure) -> String {
+fn chart(m: &Measurements, depths: &[u32], title: &str, axis: &str, figure: FigureOf) -> String {
     let series = STACKS.map(|(network, class)| Series {
         name: network.name().to_owned(),
         class,

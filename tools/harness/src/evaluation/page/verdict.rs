@@ -2,12 +2,12 @@
 
 use std::fmt::Write;
 
-use super::Content;
+use super::PageContent;
 use super::text::{cell_in, escape, number};
-use crate::evaluation::bars::{self, Bar, Bound, Row, Unit, Verdict};
+use crate::evaluation::bars::{self, Bar, BarRow, BarVerdict, Bound, FigureFormat};
 
 /// Title, score and table of bars.
-pub fn section(content: &Content<'_>) -> String {
+pub fn section(content: &PageContent<'_>) -> String {
     let (e, s) = (content.environment, content.settings);
     let (passed, failed, absent) = bars::score(content.bars);
     let mut html = format!(
@@ -33,7 +33,7 @@ pub fn section(content: &Content<'_>) -> String {
          <th>verdict</th><th>paper</th></tr></thead><tbody>",
     );
     // A quick run leaves most out; what it has should be easy to find.
-    let shown = |row: &&Row| !s.quick || row.verdict != Verdict::NotMeasured;
+    let shown = |row: &&BarRow| !s.quick || row.verdict != BarVerdict::NotMeasured;
     content.bars.iter().for_each(|b| html.push_str(&bar(b, shown)));
     html.push_str("</tbody></table></div></section>");
     if !content.found.problems.is_empty() {
@@ -46,7 +46,7 @@ pub fn section(content: &Content<'_>) -> String {
     html
 }
 
-fn bar(bar: &Bar, shown: impl Fn(&&Row) -> bool) -> String {
+fn bar(bar: &Bar, shown: impl Fn(&&BarRow) -> bool) -> String {
     if !bar.rows.iter().any(|r| shown(&r)) {
         return String::new();
     }
@@ -58,10 +58,10 @@ fn bar(bar: &Bar, shown: impl Fn(&&Row) -> bool) -> String {
     );
     for row in bar.rows.iter().filter(shown) {
         let (class, verdict) = match row.verdict {
-            Verdict::Pass => ("pass", "pass"),
-            Verdict::Fail => ("fail", "fail"),
-            Verdict::NotMeasured => ("soft", "not measured"),
-            Verdict::Information => ("soft", ""),
+            BarVerdict::Pass => ("pass", "pass"),
+            BarVerdict::Fail => ("fail", "fail"),
+            BarVerdict::NotMeasured => ("soft", "not measured"),
+            BarVerdict::Information => ("soft", ""),
         };
         let _ = write!(
             html,
@@ -75,13 +75,13 @@ fn bar(bar: &Bar, shown: impl Fn(&&Row) -> bool) -> String {
     html
 }
 
-fn value(row: &Row) -> String {
-    cell_in(row.value, if row.unit == Unit::Percent { " %" } else { "" })
+fn value(row: &BarRow) -> String {
+    cell_in(row.value, if row.unit == FigureFormat::Percent { " %" } else { "" })
 }
 
 /// `≥ 0.85`.
-pub fn bound(row: &Row) -> String {
-    let unit = if row.unit == Unit::Percent { " %" } else { "" };
+pub fn bound(row: &BarRow) -> String {
+    let unit = if row.unit == FigureFormat::Percent { " %" } else { "" };
     match row.bound {
         Some(Bound::AtLeast(v)) => format!("≥ {}{unit}", number(v)),
         Some(Bound::AtMost(v)) => format!("≤ {}{unit}", number(v)),

@@ -9,14 +9,14 @@
 use std::time::Duration;
 
 use super::hog::{self, Hog};
-use super::rig::{POOL, Pattern, Rig, Run, SINGLE};
+use super::rig::{CodingRig, POOL, Pattern, SINGLE, WriteRun};
 use super::{note, write_in};
 use crate::Result;
 use crate::evaluation::order::turns;
 use crate::evaluation::stats::{Rounds, paired};
-use crate::redundancy::book::{Book, Bound, cell};
+use crate::redundancy::book::{Book, BookBound, cell};
 use crate::redundancy::quiet;
-use crate::redundancy::settings::Settings;
+use crate::redundancy::settings::RedundancySettings;
 use crate::report::{Table, say};
 
 /// Nothing is coded by the host.
@@ -34,7 +34,7 @@ const TAIL: f64 = 0.2;
 ///
 /// # Errors
 /// If the node fails.
-pub fn measure(settings: &Settings, rig: &mut Rig, book: &mut Book) -> Result<()> {
+pub fn measure(settings: &RedundancySettings, rig: &mut CodingRig, book: &mut Book) -> Result<()> {
     let seconds = settings.seconds.max(2);
     for pool in [POOL, SINGLE] {
         rig.write(pool, &PATTERN, 1)?;
@@ -66,7 +66,7 @@ fn beside(
     book: &mut Book,
     name: &str,
     round: u32,
-    write: impl FnOnce() -> Result<Run>,
+    write: impl FnOnce() -> Result<WriteRun>,
 ) -> Result<()> {
     let from = hog::now();
     let run = write()?;
@@ -144,12 +144,16 @@ fn judge(book: &mut Book) {
     let mut failed = Rounds::new();
     for mode in JUDGED {
         let lost = to_coding(book, mode);
-        book.judge(&format!("what a hog loses to coding in {mode}, %"), &lost, Bound::AtMost(3.0));
+        book.judge(&format!("what a hog loses to coding in {mode}, %"), &lost, BookBound::AtMost(3.0));
         let cpu = book.rounds(&name(mode), "coding_cpu_percent");
-        book.judge(&format!("host CPU that coding took beside a hog in {mode}, %"), &cpu, Bound::AtMost(3.0));
+        book.judge(
+            &format!("host CPU that coding took beside a hog in {mode}, %"),
+            &cpu,
+            BookBound::AtMost(3.0),
+        );
         for (round, count) in book.rounds(&name(mode), "failed") {
             *failed.entry(round).or_default() += count;
         }
     }
-    book.judge("writes that failed beside a hog", &failed, Bound::AtMost(0.0));
+    book.judge("writes that failed beside a hog", &failed, BookBound::AtMost(0.0));
 }

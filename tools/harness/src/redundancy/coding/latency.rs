@@ -1,12 +1,12 @@
 //! Latencies of `latency-sensitive` on an idle host, against coding that only the host does.
 
-use super::rig::{Pattern, Rig};
+use super::rig::{CodingRig, Pattern};
 use super::{note_idle, write_in};
 use crate::Result;
 use crate::evaluation::order::turns;
-use crate::redundancy::book::{Book, Bound, cell};
+use crate::redundancy::book::{Book, BookBound, cell};
 use crate::redundancy::quiet;
-use crate::redundancy::settings::Settings;
+use crate::redundancy::settings::RedundancySettings;
 use crate::report::{Table, say};
 
 const MODES: [&str; 2] = ["latency-sensitive", "hybrid:1:0"];
@@ -21,7 +21,7 @@ const PATTERNS: [Pattern; 3] = [
 ///
 /// # Errors
 /// If the node fails.
-pub fn measure(settings: &Settings, rig: &mut Rig, book: &mut Book) -> Result<()> {
+pub fn measure(settings: &RedundancySettings, rig: &mut CodingRig, book: &mut Book) -> Result<()> {
     for round in 1..=2 * settings.rounds {
         say(format!("  latency, round {round} of {}", 2 * settings.rounds));
         quiet::look(book, round)?;
@@ -49,7 +49,7 @@ pub fn measure(settings: &Settings, rig: &mut Rig, book: &mut Book) -> Result<()
             cell(&ratio),
         ]);
         let title = format!("{}: p99 of latency-sensitive / coding by the host only", pattern.name);
-        book.judge(&title, &ratio, Bound::AtMost(1.1));
+        book.judge(&title, &ratio, BookBound::AtMost(1.1));
     }
     say("");
     table.print();

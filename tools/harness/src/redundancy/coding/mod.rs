@@ -15,14 +15,14 @@ pub mod timeline;
 
 use std::path::Path;
 
-use rig::{Pattern, Rig, Run};
+use rig::{CodingRig, Pattern, WriteRun};
 
 use super::book::Book;
-use super::settings::Settings;
+use super::settings::RedundancySettings;
 use crate::Result;
 use crate::report::say;
 
-type Experiment = fn(&Settings, &mut Rig, &mut Book) -> Result<()>;
+type Experiment = fn(&RedundancySettings, &mut CodingRig, &mut Book) -> Result<()>;
 
 /// All of them, by the names under which one alone can be asked for (`coding:sweep`).
 const EXPERIMENTS: [(&str, Experiment); 5] = [
@@ -42,7 +42,7 @@ const BUSY_ALLOWED: f64 = 5.0;
 ///
 /// # Errors
 /// If the node fails.
-pub fn measure(settings: &Settings, dir: &Path) -> Result<Book> {
+pub fn measure(settings: &RedundancySettings, dir: &Path) -> Result<Book> {
     let wanted = |name: &str| settings.only.as_deref().is_none_or(|only| only == name);
     let chosen: Vec<Experiment> =
         EXPERIMENTS.into_iter().filter(|(n, _)| wanted(n)).map(|(_, e)| e).collect();
@@ -50,7 +50,7 @@ pub fn measure(settings: &Settings, dir: &Path) -> Result<Book> {
         let names: Vec<&str> = EXPERIMENTS.into_iter().map(|(name, _)| name).collect();
         return Err(format!("of coding there are: {}", names.join(", ")).into());
     }
-    let mut rig = Rig::up(dir, &settings.offload, settings)?;
+    let mut rig = CodingRig::up(dir, &settings.offload, settings)?;
     say(format!(
         "\ncoding: ec:4+2 on 6 targets, host on CPU {}, DPU on CPU {}, clients on {:?}; offload {}; {} round(s) of {} s a run",
         rig.cpus.host, rig.cpus.dpu, rig.cpus.clients, settings.offload, settings.rounds, settings.seconds
@@ -63,7 +63,7 @@ pub fn measure(settings: &Settings, dir: &Path) -> Result<Book> {
 }
 
 /// Takes a run of writes down.
-fn note(book: &mut Book, what: &str, round: u32, run: &Run) {
+fn note(book: &mut Book, what: &str, round: u32, run: &WriteRun) {
     book.note(what, "mb_per_s", round, run.mb_per_s);
     book.note(what, "latency_us_p50", round, run.p50_us);
     book.note(what, "latency_us_p99", round, run.p99_us);
@@ -80,7 +80,7 @@ fn note(book: &mut Book, what: &str, round: u32, run: &Run) {
 
 /// Takes a run of writes in a mode down, on a host that has nothing else to do. If it counted as busy all the same, the mode was not
 /// what decided, and the run does not count.
-fn note_idle(book: &mut Book, what: &str, mode: &str, round: u32, run: &Run) {
+fn note_idle(book: &mut Book, what: &str, mode: &str, round: u32, run: &WriteRun) {
     if run.busy_percent() <= BUSY_ALLOWED || ALL_TO_DPU.contains(&mode) {
         return note(book, what, round, run);
     }
@@ -89,7 +89,7 @@ fn note_idle(book: &mut Book, what: &str, mode: &str, round: u32, run: &Run) {
 }
 
 /// Writes in a mode.
-fn write_in(rig: &Rig, mode: &str, pattern: &Pattern, seconds: u32) -> Result<Run> {
+fn write_in(rig: &CodingRig, mode: &str, pattern: &Pattern, seconds: u32) -> Result<WriteRun> {
     rig.set_mode(mode)?;
     rig.write(rig::POOL, pattern, seconds)
 }

@@ -3,14 +3,14 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::rig::{Pattern, Rig};
+use super::rig::{CodingRig, Pattern};
 use super::{note_idle, write_in};
 use crate::Result;
 use crate::evaluation::page::svg::{Grouped, Series, grouped_file};
 use crate::evaluation::stats::{Estimate, estimate};
 use crate::redundancy::book::{Book, cell};
 use crate::redundancy::quiet;
-use crate::redundancy::settings::Settings;
+use crate::redundancy::settings::RedundancySettings;
 use crate::report::{Table, say};
 
 /// What codes, and how it is told to: what of the DPU is used, and the mode; and a colour.
@@ -33,17 +33,17 @@ const PATTERNS: [Pattern; 5] = [
 /// The parts of `outboard ec bench --json` that are drawn.
 #[derive(Debug, Default, Deserialize)]
 struct Bench {
-    experiment: Experiment,
+    experiment: ExperimentOutput,
 }
 
 #[derive(Debug, Default, Deserialize)]
-struct Experiment {
-    rows: Vec<Row>,
+struct ExperimentOutput {
+    rows: Vec<PlaceRow>,
 }
 
 /// A file in a place.
 #[derive(Debug, Clone, Deserialize, Serialize)]
-struct Row {
+struct PlaceRow {
     place: String,
     file_bytes: u64,
     seconds: f64,
@@ -56,7 +56,7 @@ struct Row {
 ///
 /// # Errors
 /// If the node fails.
-pub fn measure(settings: &Settings, rig: &mut Rig, book: &mut Book) -> Result<()> {
+pub fn measure(settings: &RedundancySettings, rig: &mut CodingRig, book: &mut Book) -> Result<()> {
     for round in 1..=settings.rounds {
         say(format!("  figure 2, round {round} of {}", settings.rounds));
         quiet::look(book, round)?;
@@ -79,9 +79,9 @@ pub fn measure(settings: &Settings, rig: &mut Rig, book: &mut Book) -> Result<()
     settings.save("figure2.svg", &draw(book, &files))
 }
 
-impl Rig {
+impl CodingRig {
     /// The paper's experiment; no node takes part.
-    fn files(&self, rounds: u32) -> Result<Vec<Row>> {
+    fn files(&self, rounds: u32) -> Result<Vec<PlaceRow>> {
         let rounds = rounds.to_string();
         let bench: Bench =
             self.node.json(&["ec", "bench", "--k", "128", "--m", "32", "--rounds", &rounds, "--json"])?;
@@ -113,7 +113,7 @@ fn print(book: &Book) {
     table.print();
 }
 
-fn draw(book: &Book, files: &[Row]) -> String {
+fn draw(book: &Book, files: &[PlaceRow]) -> String {
     let groups: Vec<String> = PATTERNS.iter().map(|p| p.name.to_owned()).collect();
     let sizes: Vec<u64> = PATTERNS.iter().map(|p| p.loads[0].1).collect();
     let per_mib = |place: &str, size: u64| {

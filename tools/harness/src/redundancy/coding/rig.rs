@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 use super::cpus::{Division, on};
 use crate::Result;
 use crate::evaluation::processes::Threads;
-use crate::node::{BenchResult, Node, Placement, Workload};
-use crate::redundancy::settings::Settings;
+use crate::node::{BenchResult, BenchSpec, Node, NodePlacement};
+use crate::redundancy::settings::RedundancySettings;
 
 /// Targets of the node: as many as 4+2 has fragments.
 const TARGETS: u32 = 6;
@@ -20,7 +20,7 @@ pub const SINGLE: &str = "single";
 
 /// The node, and who is where.
 #[derive(Debug)]
-pub struct Rig {
+pub struct CodingRig {
     /// The node, whose commands run on any CPU.
     pub(super) node: Node,
     dir: PathBuf,
@@ -41,7 +41,7 @@ pub struct Pattern {
 
 /// What a run of writes came to.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
-pub struct Run {
+pub struct WriteRun {
     /// 10^6 bytes of objects per second.
     pub mb_per_s: f64,
     /// Of the slowest load, in µs.
@@ -66,7 +66,7 @@ pub struct Run {
 
 /// The parts of `outboard status --json` that speak of coding.
 #[derive(Debug, Clone, Deserialize)]
-pub struct Coding {
+pub struct CodingFigures {
     /// Whether the host counts as busy.
     pub host_busy: bool,
     /// How busy it is, without coding and what stands for the DPU.
@@ -79,12 +79,12 @@ pub struct Coding {
     pub alpha: u64,
     /// Pieces sent to the DPU in the last second.
     pub beta: u64,
-    host: Place,
-    offload: Place,
+    host: PlaceFigures,
+    offload: PlaceFigures,
 }
 
 #[derive(Debug, Clone, Deserialize)]
-struct Place {
+struct PlaceFigures {
     sent: Sent,
 }
 
@@ -98,8 +98,8 @@ struct Sent {
 }
 
 #[derive(Debug, Deserialize)]
-struct Status {
-    coding: Option<Coding>,
+struct CodingOutput {
+    coding: Option<CodingFigures>,
 }
 
 impl Sent {
@@ -108,7 +108,7 @@ impl Sent {
     }
 }
 
-impl Coding {
+impl CodingFigures {
     /// Pieces sent to the host and to the DPU since the start, and of the latter those sent because the host was busy.
     #[must_use]
     pub fn sent(&self) -> [u64; 3] {
@@ -116,18 +116,18 @@ impl Coding {
     }
 }
 
-impl Rig {
+impl CodingRig {
     /// Starts the node. `offload` is what of the DPU codes: `dpu` or `accelerator`.
     ///
     /// # Errors
     /// If it does not start.
-    pub fn up(dir: &Path, offload: &str, settings: &Settings) -> Result<Rig> {
+    pub fn up(dir: &Path, offload: &str, settings: &RedundancySettings) -> Result<CodingRig> {
         let cpus = Division::here()?;
         let dir = dir.join("coding");
         let node = handle(&dir, offload, &cpus)?;
         let (target_size, set_bytes) = (settings.target_size(), settings.set_bytes());
-        let rig = Rig { node, dir, target_size, set_bytes, cpus };
-        rig.node.up_quietly(Placement::Dpu, TARGETS, rig.target_size)?;
+        let rig = CodingRig { node, dir, target_size, set_bytes, cpus };
+        rig.node.up_quietly(NodePlacement::Dpu, TARGETS, rig.target_size)?;
         for (pool, redundancy) in [(POOL, "ec:4+2"), (SINGLE, "single")] {
             rig.node.run_quietly(&["pool", "create", pool, "--redundancy", redundancy])?;
         }
@@ -141,7 +141,7 @@ impl Rig {
     pub fn restart(&mut self, offload: &str) -> Result<()> {
         self.node.down()?;
         self.node = handle(&self.dir, offload, &self.cpus)?;
-        self.node.up_quietly(Placement::Dpu, TARGETS, self.target_size)
+        self.node.up_quietly(NodePlacement::Dpu, TARGETS, self.target_size)
     }
 
     /// Runs a command of `outboard` that prints JSON, where clients are.
@@ -164,8 +164,8 @@ impl Rig {
     ///
     /// # Errors
     /// If the node does not say.
-    pub fn coding(&self) -> Result<Coding> {
-        let status: Status = self.json(&["status", "--json"])?;
+    pub fn coding(&self) -> Result<CodingFigures> {
+        let status: CodingOutput = self.json(&["status", "--json"])?;
         status.coding.ok_or_else(|| "the node does not say where parity is computed".into())
     }
 
@@ -173,7 +173,7 @@ impl Rig {
     ///
     /// # Errors
     /// If the node fails, or not one write succeeds.
-    pub fn write(&self, pool: &str, pattern: &Pattern, seconds: u32) -> Result<Run> {
+    pub fn write(&self, pool: &str, pattern: &Pattern, seconds: u32) -> Result<WriteRun> {
         let before = self.coding()?;
         let store = self.node.process("store", Duration::ZERO)?.0;
         let (threads, began) = (Threads::of(store), Instant::now());
@@ -185,7 +185,7 @@ impl Rig {
         };
         let after = self.coding()?;
         let [host, offload, busy] = [0, 1, 2].map(|i| after.sent()[i].saturating_sub(before.sent()[i]));
-        Ok(Run {
+        Ok(WriteRun {
             mb_per_s: found.iter().map(|f| f.mb_per_s).sum(),
             p50_us: found.iter().map(|f| f.latency_us.p50).fold(0.0, f64::max),
             p99_us: found.iter().map(|f| f.latency_us.p99).fold(0.0, f64::max),
@@ -204,7 +204,7 @@ impl Rig {
         let one = |(size, bytes, in_flight): &(&str, u64, u32)| {
             // More than are in flight, so that none is written twice at a time.
             let objects = (self.set_bytes / bytes).max(u64::from(*in_flight) + 2).to_string();
-            let workload = Workload { mode: "write", object_size: size, in_flight: *in_flight, seconds };
+            let workload = BenchSpec { mode: "write", object_size: size, in_flight: *in_flight, seconds };
             let run = || self.node.bench_with(pool, workload, &["--objects", &objects]);
             // A thread's failure is handed on as what it says.
             on(&self.cpus.clients, run).map_err(|e| e.to_string())
@@ -223,7 +223,7 @@ fn handle(dir: &Path, offload: &str, cpus: &Division) -> Result<Node> {
     Ok(node.with_env("OUTBOARD_OSD_CPUS", &cpus.dpu.to_string()))
 }
 
-impl Run {
+impl WriteRun {
     /// Part of the pieces that the host coded, in percent.
     #[must_use]
     pub fn host_percent(&self) -> f64 {
@@ -248,15 +248,15 @@ mod tests {
             r#"{{"mode":"async","engine":"dpu","host_busy":true,"host_utilization_percent":100,"host_pressure_percent":null,
             "refused":0,"alpha":1,"beta":2,"host":{place},"offload":{place}}}"#
         );
-        let coding: Coding = serde_json::from_str(&text).unwrap();
+        let coding: CodingFigures = serde_json::from_str(&text).unwrap();
         assert_eq!(coding.sent(), [41, 41, 2]);
         assert!(coding.host_busy && coding.host_pressure_percent.is_none());
     }
 
     #[test]
     fn shares_are_of_all_pieces() {
-        let run = Run { host_tasks: 1, offload_tasks: 3, busy_tasks: 2, ..Run::default() };
+        let run = WriteRun { host_tasks: 1, offload_tasks: 3, busy_tasks: 2, ..WriteRun::default() };
         assert_eq!((run.host_percent(), run.busy_percent()), (25.0, 50.0));
-        assert_eq!(Run::default().host_percent(), 0.0);
+        assert_eq!(WriteRun::default().host_percent(), 0.0);
     }
 }

@@ -3,15 +3,15 @@
 //! First all ratios take turns. Then the best of them under each load and `hybrid:auto` run in pairs, anew: the best of many
 //! looks better than it is in the runs that it was chosen by.
 
-use super::rig::{Pattern, Rig};
+use super::rig::{CodingRig, Pattern};
 use super::{note_idle, write_in};
 use crate::Result;
 use crate::evaluation::order::turns;
 use crate::evaluation::page::svg::{Grouped, Series, grouped_file};
 use crate::evaluation::stats::estimate;
-use crate::redundancy::book::{Book, Bound, cell};
+use crate::redundancy::book::{Book, BookBound, cell};
 use crate::redundancy::quiet;
-use crate::redundancy::settings::Settings;
+use crate::redundancy::settings::RedundancySettings;
 use crate::report::{Table, say};
 
 const AUTO: &str = "hybrid:auto";
@@ -44,7 +44,7 @@ const PATTERNS: [Pattern; 6] = [
 ///
 /// # Errors
 /// If the node fails.
-pub fn measure(settings: &Settings, rig: &mut Rig, book: &mut Book) -> Result<()> {
+pub fn measure(settings: &RedundancySettings, rig: &mut CodingRig, book: &mut Book) -> Result<()> {
     // The first writes make the objects; the others find them.
     for pattern in &PATTERNS {
         write_in(rig, AUTO, pattern, 1)?;
@@ -76,7 +76,7 @@ pub fn measure(settings: &Settings, rig: &mut Rig, book: &mut Book) -> Result<()
         book.judge(
             &format!("{}: hybrid:auto / {best}, the best", pattern.name),
             &ratio,
-            Bound::AtLeast(0.97),
+            BookBound::AtLeast(0.97),
         );
     }
     settings.save("sweep.svg", &draw(book))

@@ -5,11 +5,11 @@ use std::time::Duration;
 use serde::Serialize;
 
 use super::hog::{self, Hog, Told};
-use super::rig::{POOL, Pattern, Rig};
+use super::rig::{CodingRig, POOL, Pattern};
 use crate::Result;
 use crate::redundancy::book::Book;
-use crate::redundancy::plot::{Line, Panel, Span, timeline};
-use crate::redundancy::settings::Settings;
+use crate::redundancy::plot::{ChartLine, Panel, ShadedSpan, timeline};
+use crate::redundancy::settings::RedundancySettings;
 use crate::report::say;
 
 const PATTERN: Pattern = Pattern { name: "16 MiB x 4", loads: &[("16MiB", 16 << 20, 4)] };
@@ -44,7 +44,7 @@ struct Timeline {
 ///
 /// # Errors
 /// If the node fails.
-pub fn measure(settings: &Settings, rig: &mut Rig, book: &mut Book) -> Result<()> {
+pub fn measure(settings: &RedundancySettings, rig: &mut CodingRig, book: &mut Book) -> Result<()> {
     let third = settings.seconds.max(3) * 2;
     say(format!("  timeline, {} s, with a hog from {third} s to {} s", 3 * third, 2 * third));
     rig.set_mode("hybrid:auto")?;
@@ -74,7 +74,7 @@ pub fn measure(settings: &Settings, rig: &mut Rig, book: &mut Book) -> Result<()
     settings.save("timeline.svg", &seen.draw())
 }
 
-fn watch(rig: &Rig, third: f64) -> Result<Timeline> {
+fn watch(rig: &CodingRig, third: f64) -> Result<Timeline> {
     std::thread::sleep(LEAD);
     let start = hog::now();
     let (mut points, mut running, mut told, mut times) = (Vec::new(), None, Vec::new(), [0.0; 2]);
@@ -144,7 +144,7 @@ impl Timeline {
     }
 
     fn draw(&self) -> String {
-        let line_where = |name, class, of: &dyn Fn(&Point) -> Option<f64>| Line {
+        let line_where = |name, class, of: &dyn Fn(&Point) -> Option<f64>| ChartLine {
             name,
             class,
             points: self.points.iter().filter_map(|p| Some((p.seconds, of(p)?))).collect(),
@@ -167,10 +167,10 @@ impl Timeline {
             },
             Panel {
                 title: "The hog's pieces of work per second".to_owned(),
-                lines: vec![Line { name: "hog", class: "p7", points: self.hog.clone() }],
+                lines: vec![ChartLine { name: "hog", class: "p7", points: self.hog.clone() }],
             },
         ];
-        let spans = [Span { name: "the host counts as busy", class: "p8", times: self.busy_times() }];
+        let spans = [ShadedSpan { name: "the host counts as busy", class: "p8", times: self.busy_times() }];
         timeline(&panels, &spans)
     }
 }

@@ -6,14 +6,14 @@ use std::time::{Duration, Instant};
 use base::mem::Arena;
 use base::process::ProcessUsage;
 use fabric::{
-    Access, Completion, CompletionQueue, Domain, Endpoint, EndpointQueues, Event, EventQueue, Fabric, Info,
-    Library, Listener, MemoryRegion, Query, RemoteRegion, Target, Waitable,
+    Access, Completion, CompletionQueue, Domain, Endpoint, EndpointAddress, EndpointQueues, EventQueue,
+    Fabric, FabricEvent, FabricListener, Info, Library, MemoryRegion, ProviderQuery, RemoteRegion, Waitable,
 };
 use hdrhistogram::Histogram;
 
 use super::RpcArgs;
-use super::figures::Sample;
-use super::peer::{Job, Peer, sum};
+use super::figures::RpcSample;
+use super::peer::{PeerJob, PeerProcess, sum};
 use crate::output;
 use node::failure::{Doing, Failure, Result};
 
@@ -21,19 +21,19 @@ const DOING: &str = "measuring bare fi_reads";
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// A side of the connection.
-struct Side {
+struct FabricSide {
     events: EventQueue,
     completions: CompletionQueue,
     domain: Domain,
     spins: bool,
 }
 
-impl Side {
-    fn open(info: Info, spins: bool) -> fabric::Result<Side> {
+impl FabricSide {
+    fn open(info: Info, spins: bool) -> fabric::Result<FabricSide> {
         let fabric = Fabric::open(&info)?;
         let domain = Domain::open(&fabric, info)?;
         let completions = CompletionQueue::open(&domain, 256)?;
-        Ok(Side { events: EventQueue::open(&fabric)?, completions, domain, spins })
+        Ok(FabricSide { events: EventQueue::open(&fabric)?, completions, domain, spins })
     }
 
     fn queues(&self) -> EndpointQueues<'_> {
@@ -50,7 +50,7 @@ impl Side {
         Ok(())
     }
 
-    fn event(&self) -> Result<Event> {
+    fn event(&self) -> Result<FabricEvent> {
         let deadline = Instant::now() + PATIENCE;
         while Instant::now() < deadline {
             if let Some(event) = self.events.read().doing(DOING)? {
@@ -62,8 +62,8 @@ impl Side {
     }
 }
 
-fn info(provider: &str, target: Target) -> Result<Info> {
-    let query = Query { provider: Some(provider.to_owned()), target, shared_receive: false };
+fn info(provider: &str, target: EndpointAddress) -> Result<Info> {
+    let query = ProviderQuery { provider: Some(provider.to_owned()), target, shared_receive: false };
     let mut infos = Library::load().and_then(|library| library.query(&query)).doing(DOING)?;
     Ok(infos.swap_remove(0))
 }
@@ -71,8 +71,8 @@ fn info(provider: &str, target: Target) -> Result<Info> {
 /// The other side: exposes memory, and polls so that it is read.
 pub fn expose(provider: &str, address: &str, size: usize, spins: bool) -> Result<()> {
     let address: SocketAddr = address.parse().doing(DOING)?;
-    let side = Side::open(info(provider, Target::Listen(address))?, spins).doing(DOING)?;
-    let listener = Listener::open(side.domain.info(), &side.events).doing(DOING)?;
+    let side = FabricSide::open(info(provider, EndpointAddress::Listen(address))?, spins).doing(DOING)?;
+    let listener = FabricListener::open(side.domain.info(), &side.events).doing(DOING)?;
     let arena = Arena::anonymous(size).doing(DOING)?;
     // Pages that were never written are all the same one.
     let filled = arena.copy_in(0, &vec![7; size]);
@@ -80,7 +80,7 @@ pub fn expose(provider: &str, address: &str, size: usize, spins: bool) -> Result
     let region = MemoryRegion::register(&side.domain, &arena, Access::Remote).doing(DOING)?;
     let remote = serde_json::to_string(&region.remote()).doing(DOING)?;
     output::line(format!("{} {remote}", listener.address()));
-    let Event::ConnectionRequest(request) = side.event()? else {
+    let FabricEvent::ConnectionRequest(request) = side.event()? else {
         return Err(Failure::new(DOING, "something else than a connection came"));
     };
     let endpoint = Endpoint::answer(request, side.queues(), 1).doing(DOING)?;
@@ -89,27 +89,27 @@ pub fn expose(provider: &str, address: &str, size: usize, spins: bool) -> Result
     loop {
         side.poll(&mut completions)?;
         completions.clear();
-        if let Some(Event::Closed { .. }) = side.events.read().doing(DOING)? {
+        if let Some(FabricEvent::Closed { .. }) = side.events.read().doing(DOING)? {
             return Ok(());
         }
     }
 }
 
 /// One run.
-pub fn reads(args: &RpcArgs, spins: bool) -> Result<Sample> {
+pub fn reads(args: &RpcArgs, spins: bool) -> Result<RpcSample> {
     let Some(provider) = args.provider() else { return Err(Failure::new(DOING, "it is not over libfabric")) };
     let (size, depth) = (args.size.0 as usize, args.in_flight as usize);
     let address = SocketAddr::new(args.address, 0).to_string();
-    let job = Job::BareMemory { provider: provider.to_owned(), address, size: args.size.0, spins };
-    let mut peer = Peer::start(&job)?;
+    let job = PeerJob::BareMemory { provider: provider.to_owned(), address, size: args.size.0, spins };
+    let mut peer = PeerProcess::start(&job)?;
     let line = peer.line()?;
     let (address, remote) = line.split_once(' ').ok_or_else(|| Failure::new(DOING, "no address"))?;
     let remote: RemoteRegion = serde_json::from_str(remote).doing(DOING)?;
-    let info = info(provider, Target::Connect(address.parse().doing(DOING)?))?;
-    let side = Side::open(info.duplicate().doing(DOING)?, spins).doing(DOING)?;
+    let info = info(provider, EndpointAddress::Connect(address.parse().doing(DOING)?))?;
+    let side = FabricSide::open(info.duplicate().doing(DOING)?, spins).doing(DOING)?;
     let endpoint = Endpoint::connecting(&info, side.queues(), 1).doing(DOING)?;
     endpoint.establish(&[]).doing(DOING)?;
-    let Event::Connected { .. } = side.event()? else {
+    let FabricEvent::Connected { .. } = side.event()? else {
         return Err(Failure::new(DOING, "the connection did not come about"));
     };
     let arena = Arena::anonymous(size * depth).doing(DOING)?;
@@ -144,5 +144,5 @@ pub fn reads(args: &RpcArgs, spins: bool) -> Result<Sample> {
     }
     let elapsed = began.elapsed();
     let usage = sum(own()?.total.since(&before), peer.usage()?.since(&peer_before));
-    Ok(Sample::of_reference(latency, elapsed, usage))
+    Ok(RpcSample::of_reference(latency, elapsed, usage))
 }

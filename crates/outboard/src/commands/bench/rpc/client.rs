@@ -10,13 +10,15 @@ use base::pool::BufferPool;
 use base::process::ProcessUsage;
 use futures::stream::{FuturesUnordered, StreamExt};
 use hdrhistogram::Histogram;
-use messenger::{ConnectOptions, Ends, Event, Incoming, Message, NetworkStack, StackOptions, UseAs};
+use messenger::{
+    ConnectOptions, ConnectionEvent, Ends, Incoming, Message, NetworkStack, StackOptions, UseAs,
+};
 use wire::BulkDescriptor;
 
-use super::figures::{IdleCost, Sample};
-use super::peer::{Job, Peer, resident_bytes, sum};
+use super::figures::{IdleCost, RpcSample};
+use super::peer::{PeerJob, PeerProcess, resident_bytes, sum};
 use super::serve::{copied_bytes, record_metrics, runtime};
-use super::{Mode, RpcArgs, SPIN};
+use super::{RpcArgs, RpcMode, SPIN};
 use node::failure::{Doing, Failure, Result};
 
 /// How long things may take that should not take long.
@@ -27,7 +29,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 const SETTLING: Duration = Duration::from_secs(1);
 
 /// One run of the messenger.
-pub fn measure(args: &RpcArgs, spin: bool) -> Result<Sample> {
+pub fn measure(args: &RpcArgs, spin: bool) -> Result<RpcSample> {
     record_metrics();
     let args = args.clone();
     // As a task: the future that a runtime blocks on costs a system call more whenever it is woken.
@@ -35,13 +37,13 @@ pub fn measure(args: &RpcArgs, spin: bool) -> Result<Sample> {
     runtime()?.block_on(async move { tokio::spawn(run(args, spin)).await.doing(doing)? })
 }
 
-async fn run(args: RpcArgs, spin: bool) -> Result<Sample> {
+async fn run(args: RpcArgs, spin: bool) -> Result<RpcSample> {
     let spin = if spin { SPIN } else { Duration::ZERO };
     let options = StackOptions { spin, ..StackOptions::default() };
     let stack = messenger::open(&args.stack, &options, UseAs::Server).doing("opening the stack")?;
     let mut rig = match args.mode {
-        Mode::Echo | Mode::OneWay => Rig::to_server(&args, spin, stack).await?,
-        Mode::BulkRead | Mode::BulkWrite => Rig::to_offerer(&args, spin, stack).await?,
+        RpcMode::Echo | RpcMode::OneWay => RpcRig::to_server(&args, spin, stack).await?,
+        RpcMode::BulkRead | RpcMode::BulkWrite => RpcRig::to_offerer(&args, spin, stack).await?,
     };
     // Warm caches, windows and credits.
     rig.work(&args, Duration::from_millis(200)).await?;
@@ -55,7 +57,7 @@ async fn run(args: RpcArgs, spin: bool) -> Result<Sample> {
     let elapsed = began.elapsed();
     let usage = sum(own()?.total.since(&before), rig.peer.usage()?.since(&peer_before));
     let copied = copied_bytes() + rig.peer.copied_bytes()?;
-    Ok(Sample {
+    Ok(RpcSample {
         operations: latency.len(),
         elapsed,
         latency,
@@ -70,33 +72,34 @@ async fn run(args: RpcArgs, spin: bool) -> Result<Sample> {
     })
 }
 
-struct Rig {
+struct RpcRig {
     ends: Ends,
-    peer: Peer,
+    peer: PeerProcess,
     stack: Arc<dyn NetworkStack>,
     endpoint: String,
     idle: Vec<Ends>,
     pool: BufferPool,
 }
 
-impl Rig {
+impl RpcRig {
     /// Connects to a process that answers.
-    async fn to_server(args: &RpcArgs, spin: Duration, stack: Arc<dyn NetworkStack>) -> Result<Rig> {
+    async fn to_server(args: &RpcArgs, spin: Duration, stack: Arc<dyn NetworkStack>) -> Result<RpcRig> {
         let address = format!("{}:0", bracketed(args));
         let (stack_name, spin_us) = (args.stack.to_string(), spin.as_micros() as u64);
-        let mut peer = Peer::start(&Job::Serve { stack: stack_name, spin_us, address, mode: args.mode })?;
+        let mut peer =
+            PeerProcess::start(&PeerJob::Serve { stack: stack_name, spin_us, address, mode: args.mode })?;
         let endpoint = peer.line()?;
         let connecting = stack.connect(&endpoint, ConnectOptions::default()).await;
         let ends = connecting.doing(format!("connecting to {endpoint}"))?;
-        Rig::new(args, ends, peer, stack, endpoint)
+        RpcRig::new(args, ends, peer, stack, endpoint)
     }
 
     /// Listens for a process that offers memory.
-    async fn to_offerer(args: &RpcArgs, spin: Duration, stack: Arc<dyn NetworkStack>) -> Result<Rig> {
+    async fn to_offerer(args: &RpcArgs, spin: Duration, stack: Arc<dyn NetworkStack>) -> Result<RpcRig> {
         let address = format!("{}:0", bracketed(args));
         let mut listener = stack.listen(&address, 0).await.doing(format!("listening at {address}"))?;
         let endpoint = listener.endpoint();
-        let peer = Peer::start(&Job::Offer {
+        let peer = PeerProcess::start(&PeerJob::Offer {
             stack: args.stack.to_string(),
             spin_us: spin.as_micros() as u64,
             endpoint: endpoint.clone(),
@@ -107,7 +110,7 @@ impl Rig {
         let accepted =
             tokio::time::timeout(PATIENCE, listener.accept()).await.doing("waiting for the client")?;
         let ends = accepted.doing("accepting the client")?;
-        let rig = Rig::new(args, ends, peer, stack, endpoint)?;
+        let rig = RpcRig::new(args, ends, peer, stack, endpoint)?;
         // It listens until the process ends.
         std::mem::forget(listener);
         Ok(rig)
@@ -116,14 +119,14 @@ impl Rig {
     fn new(
         args: &RpcArgs,
         ends: Ends,
-        peer: Peer,
+        peer: PeerProcess,
         stack: Arc<dyn NetworkStack>,
         endpoint: String,
-    ) -> Result<Rig> {
+    ) -> Result<RpcRig> {
         let largest = (args.size.0 as usize).next_power_of_two().max(base::pool::MIN_BUFFER);
         let arena = Arena::anonymous(largest * (args.in_flight as usize + 1)).doing("reserving memory")?;
         let pool = BufferPool::new(arena, 0, largest);
-        Ok(Rig { ends, peer, stack, endpoint, idle: Vec::new(), pool })
+        Ok(RpcRig { ends, peer, stack, endpoint, idle: Vec::new(), pool })
     }
 
     /// Resident memory of this process and of the peer's.
@@ -152,10 +155,10 @@ impl Rig {
     async fn work(&mut self, args: &RpcArgs, duration: Duration) -> Result<Histogram<u64>> {
         let end = Instant::now() + duration;
         match args.mode {
-            Mode::Echo => self.echo(args, end).await,
-            Mode::OneWay => self.one_way(args, end).await,
-            Mode::BulkRead => self.bulk_read(args, end).await,
-            Mode::BulkWrite => self.bulk_write(args, end).await,
+            RpcMode::Echo => self.echo(args, end).await,
+            RpcMode::OneWay => self.one_way(args, end).await,
+            RpcMode::BulkRead => self.bulk_read(args, end).await,
+            RpcMode::BulkWrite => self.bulk_write(args, end).await,
         }
     }
 
@@ -291,9 +294,9 @@ fn descriptor(message: &Message) -> Result<BulkDescriptor> {
 async fn next(incoming: &mut dyn Incoming) -> Result<Message> {
     loop {
         match tokio::time::timeout(PATIENCE, incoming.next()).await.doing("waiting for the peer")? {
-            Event::Message(message) => return Ok(message),
-            Event::Lost(why) => return Err(Failure::new("talking to the peer", why)),
-            Event::Interrupted | Event::Resumed => {}
+            ConnectionEvent::Message(message) => return Ok(message),
+            ConnectionEvent::Lost(why) => return Err(Failure::new("talking to the peer", why)),
+            ConnectionEvent::Interrupted | ConnectionEvent::Resumed => {}
         }
     }
 }

@@ -7,7 +7,7 @@ use base::process::Usage;
 use hdrhistogram::Histogram;
 use serde::Serialize;
 
-use super::{Mode, RpcArgs};
+use super::{RpcArgs, RpcMode};
 
 /// Who takes part in a measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,7 +44,7 @@ impl Contender {
 
 /// One run.
 #[derive(Debug, Clone)]
-pub struct Sample {
+pub struct RpcSample {
     /// Messages or transfers that ended.
     pub operations: u64,
     pub elapsed: Duration,
@@ -90,9 +90,9 @@ pub struct Figures {
 
 /// The outcome of the command.
 #[derive(Debug, Clone, Serialize)]
-pub struct Report {
+pub struct RpcReport {
     pub stack: String,
-    pub mode: Mode,
+    pub mode: RpcMode,
     pub size_bytes: u64,
     pub in_flight: u32,
     pub seconds: u32,
@@ -122,11 +122,11 @@ fn median(mut values: Vec<f64>) -> Option<f64> {
     }
 }
 
-impl Sample {
+impl RpcSample {
     /// A run of somebody else.
-    pub fn of_reference(latency: Histogram<u64>, elapsed: Duration, usage: Usage) -> Sample {
+    pub fn of_reference(latency: Histogram<u64>, elapsed: Duration, usage: Usage) -> RpcSample {
         let usage = Some(usage);
-        Sample {
+        RpcSample {
             operations: latency.len(),
             elapsed,
             latency,
@@ -148,17 +148,17 @@ impl Sample {
 
 impl Figures {
     /// An echo is two messages.
-    fn new(contender: Contender, samples: &[Sample], args: &RpcArgs) -> Option<Figures> {
-        let messages = if args.mode == Mode::Echo { 2.0 } else { 1.0 };
+    fn new(contender: Contender, samples: &[RpcSample], args: &RpcArgs) -> Option<Figures> {
+        let messages = if args.mode == RpcMode::Echo { 2.0 } else { 1.0 };
         let of =
-            |figure: &dyn Fn(&Sample) -> Option<f64>| median(samples.iter().filter_map(figure).collect());
+            |figure: &dyn Fn(&RpcSample) -> Option<f64>| median(samples.iter().filter_map(figure).collect());
         let quantile = |q| {
-            of(&|s: &Sample| (!s.latency.is_empty()).then(|| s.latency.value_at_quantile(q) as f64 / 1e3))
+            of(&|s: &RpcSample| (!s.latency.is_empty()).then(|| s.latency.value_at_quantile(q) as f64 / 1e3))
         };
         let usage = |figure: fn(&Usage) -> f64| {
-            of(&|s: &Sample| Some(figure(s.usage.as_ref()?) / (s.operations as f64 * messages)))
+            of(&|s: &RpcSample| Some(figure(s.usage.as_ref()?) / (s.operations as f64 * messages)))
         };
-        let payload = |s: &Sample| s.operations as f64 * messages * args.size.0 as f64;
+        let payload = |s: &RpcSample| s.operations as f64 * messages * args.size.0 as f64;
         let per_second = of(&|s| Some(s.per_second()))?;
         Some(Figures {
             name: contender.name(),
@@ -181,18 +181,19 @@ impl Figures {
     }
 }
 
-impl Report {
-    pub fn new(args: &RpcArgs, contenders: &[Contender], samples: &[Vec<Sample>]) -> Report {
+impl RpcReport {
+    pub fn new(args: &RpcArgs, contenders: &[Contender], samples: &[Vec<RpcSample>]) -> RpcReport {
         let figures = contenders.iter().zip(samples).filter_map(|(c, s)| Figures::new(*c, s, args));
         let ratio = |of: usize, to: usize| {
-            let median_of = |figure: fn(&Sample) -> f64| {
+            let median_of = |figure: fn(&RpcSample) -> f64| {
                 let rounds = samples[of].iter().zip(&samples[to]);
                 median(rounds.map(|(ours, theirs)| figure(ours) / figure(theirs)).collect())
             };
-            let (latency, throughput) = (median_of(Sample::p50_us)?, median_of(Sample::per_second)?);
+            let (latency, throughput) = (median_of(RpcSample::p50_us)?, median_of(RpcSample::per_second)?);
             Some(Ratio { of: contenders[of].name(), to: contenders[to].name(), latency, throughput })
         };
-        let speed = |at: usize| median(samples[at].iter().map(Sample::per_second).collect()).unwrap_or(0.0);
+        let speed =
+            |at: usize| median(samples[at].iter().map(RpcSample::per_second).collect()).unwrap_or(0.0);
         let references = (0..contenders.len()).filter(|at| contenders[*at].is_reference());
         let best = references.max_by(|a, b| speed(*a).total_cmp(&speed(*b)));
         let mut ratios: Vec<Ratio> = best.and_then(|best| ratio(0, best)).into_iter().collect();
@@ -203,7 +204,7 @@ impl Report {
                 ratios.extend(alone.and_then(|alone| ratio(at, alone)));
             }
         }
-        Report {
+        RpcReport {
             stack: args.stack.to_string(),
             mode: args.mode,
             size_bytes: args.size.0,
@@ -217,16 +218,16 @@ impl Report {
     }
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for RpcReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let opt = |value: Option<f64>, digits: usize| {
             value.map_or_else(|| "-".to_owned(), |value| format!("{value:.digits$}"))
         };
         let mode = match self.mode {
-            Mode::Echo => "echo",
-            Mode::OneWay => "one way",
-            Mode::BulkRead => "bulk read",
-            Mode::BulkWrite => "bulk write",
+            RpcMode::Echo => "echo",
+            RpcMode::OneWay => "one way",
+            RpcMode::BulkRead => "bulk read",
+            RpcMode::BulkWrite => "bulk write",
         };
         writeln!(
             f,

@@ -16,14 +16,14 @@ use messenger::{PathName, StackChoice};
 use serde::{Deserialize, Serialize};
 
 use crate::output;
-use figures::{Contender, Report, Sample};
+use figures::{Contender, RpcReport, RpcSample};
 use node::failure::{Doing, Failure, Result};
 use node::units::ByteSize;
 
 /// What is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Mode {
+pub enum RpcMode {
     /// Messages go there and come back
     Echo,
     /// Messages go there
@@ -56,7 +56,7 @@ pub struct RpcArgs {
     pub stack: StackChoice,
     /// What to do
     #[arg(long, value_enum, default_value = "echo")]
-    pub mode: Mode,
+    pub mode: RpcMode,
     /// Size of each payload
     #[arg(long, default_value = "4KiB", value_name = "S")]
     pub size: ByteSize,
@@ -108,13 +108,13 @@ pub fn run(args: RpcArgs) -> Result<()> {
     if args.stack == StackChoice::Auto {
         return Err(Failure::usage("measuring", "name a stack, e.g. --stack ofi:verbs"));
     }
-    let is_message = matches!(args.mode, Mode::Echo | Mode::OneWay);
+    let is_message = matches!(args.mode, RpcMode::Echo | RpcMode::OneWay);
     let most = if is_message { ByteSize(256 << 10) } else { ByteSize(64 << 20) };
     if args.size.0 == 0 || args.size > most {
         return Err(Failure::usage("measuring", format!("--size is 1 byte to {most} in this mode")));
     }
     let contenders = contenders(&args);
-    let mut samples: Vec<Vec<Sample>> = contenders.iter().map(|_| Vec::new()).collect();
+    let mut samples: Vec<Vec<RpcSample>> = contenders.iter().map(|_| Vec::new()).collect();
     for round in 0..args.rounds as usize {
         for i in 0..contenders.len() {
             // In turns that begin with another one each time.
@@ -126,7 +126,7 @@ pub fn run(args: RpcArgs) -> Result<()> {
             }
         }
     }
-    let report = Report::new(&args, &contenders, &samples);
+    let report = RpcReport::new(&args, &contenders, &samples);
     if args.json {
         output::json(&report);
     } else {
@@ -152,9 +152,9 @@ fn contenders(args: &RpcArgs) -> Vec<Contender> {
         contenders.extend(others);
     }
     match (args.mode, is_ofi) {
-        (Mode::Echo, true) => contenders.push(Contender::Pingpong),
-        (Mode::Echo, false) => contenders.push(Contender::BareEcho),
-        (Mode::BulkRead, true) => {
+        (RpcMode::Echo, true) => contenders.push(Contender::Pingpong),
+        (RpcMode::Echo, false) => contenders.push(Contender::BareEcho),
+        (RpcMode::BulkRead, true) => {
             contenders.extend([true, false].map(|spin| Contender::BareReads { spin }));
         }
         _ => {}
@@ -163,7 +163,7 @@ fn contenders(args: &RpcArgs) -> Vec<Contender> {
 }
 
 /// One run, on a thread whose name says what it is. `None` if there is no such contender here.
-fn run_one(contender: &Contender, args: &RpcArgs) -> Result<Option<Sample>> {
+fn run_one(contender: &Contender, args: &RpcArgs) -> Result<Option<RpcSample>> {
     let (contender, args) = (*contender, args.clone());
     let work = move || match contender {
         Contender::Messenger { spin, alone } => {

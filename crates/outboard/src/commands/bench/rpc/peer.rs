@@ -6,16 +6,16 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use base::process::{ProcessUsage, Usage};
 use serde::{Deserialize, Serialize};
 
-use super::Mode;
+use super::RpcMode;
 use node::failure::{Doing, Failure, Result};
 
 /// What the other process is to do.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub enum Job {
+pub enum PeerJob {
     /// Listen, and answer as the mode has it.
-    Serve { stack: String, spin_us: u64, address: String, mode: Mode },
+    Serve { stack: String, spin_us: u64, address: String, mode: RpcMode },
     /// Connect to an endpoint, and offer memory as the mode has it.
-    Offer { stack: String, spin_us: u64, endpoint: String, mode: Mode, size: u64, in_flight: u32 },
+    Offer { stack: String, spin_us: u64, endpoint: String, mode: RpcMode, size: u64, in_flight: u32 },
     /// Listen over TCP and echo.
     BareEcho { address: String },
     /// Expose memory to fi_read.
@@ -23,14 +23,14 @@ pub enum Job {
 }
 
 /// The process. It ends when this is dropped.
-pub struct Peer {
+pub struct PeerProcess {
     child: Child,
     input: ChildStdin,
     output: BufReader<ChildStdout>,
 }
 
-impl Peer {
-    pub fn start(job: &Job) -> Result<Peer> {
+impl PeerProcess {
+    pub fn start(job: &PeerJob) -> Result<PeerProcess> {
         let doing = "starting the other process";
         let program = std::env::current_exe().doing(doing)?;
         let job = serde_json::to_string(job).doing(doing)?;
@@ -44,7 +44,7 @@ impl Peer {
         let (Some(input), Some(output)) = (input, output) else {
             return Err(Failure::new(doing, "it has no standard input and output"));
         };
-        Ok(Peer { child, input, output: BufReader::new(output) })
+        Ok(PeerProcess { child, input, output: BufReader::new(output) })
     }
 
     /// The next line that it prints.
@@ -78,7 +78,7 @@ impl Peer {
     }
 }
 
-impl Drop for Peer {
+impl Drop for PeerProcess {
     fn drop(&mut self) {
         // It is ours, and may have ended by itself.
         let _ = self.child.kill();

@@ -7,14 +7,14 @@ use std::time::{Duration, Instant};
 use hdrhistogram::Histogram;
 
 use super::RpcArgs;
-use super::figures::Sample;
+use super::figures::RpcSample;
 use node::failure::{Doing, Failure, Result};
 
 /// Messages of one run, at the least; it has no time limit of its own.
 const ITERATIONS_MIN: u64 = 1000;
 
 /// One run; `None` if there is no such program, or more is to be in flight than its one message.
-pub fn measure(args: &RpcArgs) -> Result<Option<Sample>> {
+pub fn measure(args: &RpcArgs) -> Result<Option<RpcSample>> {
     let Some(provider) = args.provider() else { return Ok(None) };
     if Command::new("fi_pingpong").arg("-h").stdout(Stdio::null()).stderr(Stdio::null()).status().is_err() {
         return Ok(None);
@@ -23,7 +23,7 @@ pub fn measure(args: &RpcArgs) -> Result<Option<Sample>> {
     let short = run(args, provider, ITERATIONS_MIN)?;
     let count = (args.duration().as_secs_f64() * 1e9 / short) as u64;
     let mean_ns = run(args, provider, count.max(ITERATIONS_MIN))?;
-    Ok(Some(Sample {
+    Ok(Some(RpcSample {
         operations: (args.duration().as_secs_f64() * 1e9 / mean_ns.max(1.0)) as u64,
         elapsed: args.duration(),
         latency: Histogram::new(3).doing("making a histogram")?,

@@ -9,8 +9,8 @@ use hdrhistogram::Histogram;
 use rustix::event::epoll;
 
 use super::RpcArgs;
-use super::figures::Sample;
-use super::peer::{Job, Peer, sum};
+use super::figures::RpcSample;
+use super::peer::{PeerJob, PeerProcess, sum};
 use crate::output;
 use node::failure::{Doing, Result};
 
@@ -70,10 +70,11 @@ pub fn serve(address: &str) -> Result<()> {
 }
 
 /// One run.
-pub fn echo(args: &RpcArgs) -> Result<Sample> {
+pub fn echo(args: &RpcArgs) -> Result<RpcSample> {
     let doing = "measuring a bare echo";
-    let mut peer =
-        Peer::start(&Job::BareEcho { address: std::net::SocketAddr::new(args.address, 0).to_string() })?;
+    let mut peer = PeerProcess::start(&PeerJob::BareEcho {
+        address: std::net::SocketAddr::new(args.address, 0).to_string(),
+    })?;
     let stream = TcpStream::connect(peer.line()?).doing(doing)?;
     let mut echo = Echo::new(stream).doing(doing)?;
     let mut latency: Histogram<u64> = Histogram::new_with_bounds(1, 600_000_000_000, 3).doing(doing)?;
@@ -100,5 +101,5 @@ pub fn echo(args: &RpcArgs) -> Result<Sample> {
     }
     let elapsed = began.elapsed();
     let usage = sum(own()?.total.since(&before), peer.usage()?.since(&peer_before));
-    Ok(Sample::of_reference(latency, elapsed, usage))
+    Ok(RpcSample::of_reference(latency, elapsed, usage))
 }

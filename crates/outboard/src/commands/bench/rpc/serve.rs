@@ -8,13 +8,13 @@ use base::BoxFuture;
 use base::block::Payload;
 use base::thread::{self, ThreadClass};
 use messenger::{
-    BulkRegion, BulkSink, BulkSource, ConnectOptions, Connection, Event, Incoming, Message, StackOptions,
-    UseAs,
+    BulkRegion, BulkSink, BulkSource, ConnectOptions, Connection, ConnectionEvent, Incoming, Message,
+    StackOptions, UseAs,
 };
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
 
-use super::peer::Job;
-use super::{Mode, bare, reference};
+use super::peer::PeerJob;
+use super::{RpcMode, bare, reference};
 use crate::output;
 use node::failure::{Doing, Failure, Result};
 
@@ -44,18 +44,18 @@ pub fn runtime() -> Result<tokio::runtime::Runtime> {
 
 /// Does the job until standard input ends.
 pub fn run(job: &str) -> Result<()> {
-    let job: Job = serde_json::from_str(job).doing("reading the job")?;
+    let job: PeerJob = serde_json::from_str(job).doing("reading the job")?;
     record_metrics();
     let work = move || -> Result<()> {
         match job {
-            Job::Serve { stack, spin_us, address, mode } => {
+            PeerJob::Serve { stack, spin_us, address, mode } => {
                 runtime()?.block_on(spawned(serve(stack, spin_us, address, mode)))
             }
-            Job::Offer { stack, spin_us, endpoint, mode, size, .. } => {
+            PeerJob::Offer { stack, spin_us, endpoint, mode, size, .. } => {
                 runtime()?.block_on(spawned(offer(stack, spin_us, endpoint, mode, size as usize)))
             }
-            Job::BareEcho { address } => reference::serve(&address),
-            Job::BareMemory { provider, address, size, spins } => {
+            PeerJob::BareEcho { address } => reference::serve(&address),
+            PeerJob::BareMemory { provider, address, size, spins } => {
                 bare::expose(&provider, &address, size as usize, spins)
             }
         }
@@ -84,7 +84,7 @@ fn open(stack: &str, spin_us: u64) -> Result<Arc<dyn messenger::NetworkStack>> {
     messenger::open(&choice, &options, UseAs::Server).doing("opening the stack")
 }
 
-async fn serve(stack: String, spin_us: u64, address: String, mode: Mode) -> Result<()> {
+async fn serve(stack: String, spin_us: u64, address: String, mode: RpcMode) -> Result<()> {
     let stack = open(&stack, spin_us)?;
     let mut listener = stack.listen(&address, 0).await.doing(format!("listening at {address}"))?;
     output::line(listener.endpoint());
@@ -95,10 +95,10 @@ async fn serve(stack: String, spin_us: u64, address: String, mode: Mode) -> Resu
     }
 }
 
-async fn answer(connection: Arc<dyn Connection>, mut incoming: Box<dyn Incoming>, mode: Mode) {
+async fn answer(connection: Arc<dyn Connection>, mut incoming: Box<dyn Incoming>, mode: RpcMode) {
     while let Some(message) = next(&mut *incoming).await {
         let answer = match mode {
-            Mode::Echo => message,
+            RpcMode::Echo => message,
             _ if message.header == "sign" => Message { header: message.header, ..Message::default() },
             _ => continue,
         };
@@ -111,17 +111,17 @@ async fn answer(connection: Arc<dyn Connection>, mut incoming: Box<dyn Incoming>
 async fn next(incoming: &mut dyn Incoming) -> Option<Message> {
     loop {
         match incoming.next().await {
-            Event::Message(message) => return Some(message),
-            Event::Lost(_) => return None,
-            Event::Interrupted | Event::Resumed => {}
+            ConnectionEvent::Message(message) => return Some(message),
+            ConnectionEvent::Lost(_) => return None,
+            ConnectionEvent::Interrupted | ConnectionEvent::Resumed => {}
         }
     }
 }
 
 /// Data in memory whose checksums are known.
-struct Ready(Payload);
+struct PreparedData(Payload);
 
-impl BulkSource for Ready {
+impl BulkSource for PreparedData {
     fn len(&self) -> u64 {
         self.0.len() as u64
     }
@@ -157,11 +157,11 @@ impl BulkSink for Void {
 }
 
 /// Offers memory when it is asked to.
-async fn offer(stack: String, spin_us: u64, endpoint: String, mode: Mode, size: usize) -> Result<()> {
+async fn offer(stack: String, spin_us: u64, endpoint: String, mode: RpcMode, size: usize) -> Result<()> {
     let stack = open(&stack, spin_us)?;
     let connecting = stack.connect(&endpoint, ConnectOptions::default()).await;
     let (connection, mut incoming) = connecting.doing(format!("connecting to {endpoint}"))?;
-    let source: Arc<dyn BulkSource> = Arc::new(Ready(Payload::compute(0, vec![7; size].into())));
+    let source: Arc<dyn BulkSource> = Arc::new(PreparedData(Payload::compute(0, vec![7; size].into())));
     let mut regions: std::collections::VecDeque<BulkRegion> = std::collections::VecDeque::new();
     while let Some(message) = next(&mut *incoming).await {
         let header = if message.header == "pushed" {
@@ -171,7 +171,7 @@ async fn offer(stack: String, spin_us: u64, endpoint: String, mode: Mode, size: 
             "done".into()
         } else {
             let region = match mode {
-                Mode::BulkRead => connection.offer_source(Arc::clone(&source)),
+                RpcMode::BulkRead => connection.offer_source(Arc::clone(&source)),
                 _ => connection.offer_sink(Arc::new(Void(size as u64)), 0),
             };
             let region = region.doing("offering memory")?;

@@ -7,7 +7,7 @@ use ec::{Code, EcError, Geometry, Kernel, KernelChoice, Matrix, Transform};
 use serde::Serialize;
 
 use super::{median, noise};
-use node::progress::Progress;
+use node::progress::ProgressMeter;
 
 /// Data that fits the second cache together with its parity, in bytes.
 const IN_CACHE: usize = 512 << 10;
@@ -18,7 +18,7 @@ const AT_LEAST: usize = 32 << 20;
 
 /// What was measured of a code, on data of one size. GB are 10^9 bytes of data, whatever is done with it.
 #[derive(Debug, Serialize)]
-pub struct Coding {
+pub struct CodingRates {
     pub geometry: String,
     /// `cache` or `memory`: where the data is.
     pub data_in: &'static str,
@@ -49,8 +49,8 @@ pub fn measure(
     kernel: &'static dyn Kernel,
     unit: usize,
     rounds: u32,
-    progress: &Progress,
-) -> Result<Vec<Coding>, EcError> {
+    progress: &ProgressMeter,
+) -> Result<Vec<CodingRates>, EcError> {
     let data = noise(IN_MEMORY);
     let mut kernels = vec![kernel];
     for choice in [KernelChoice::Gfni, KernelChoice::Isal, KernelChoice::Portable] {
@@ -64,7 +64,7 @@ pub fn measure(
             progress.message(format!("{geometry}, data in {data_in}"));
             let stripe = unit * geometry.k();
             let Some(data) = data.get(..(most / stripe).max(1) * stripe) else { continue };
-            let work = Work::new(geometry, unit, data);
+            let work = CodeTrial::new(geometry, unit, data);
             all.push(work.measure(data_in, &kernels, rounds, progress)?);
         }
     }
@@ -72,7 +72,7 @@ pub fn measure(
 }
 
 /// Data to code, and room for what comes of it.
-struct Work<'a> {
+struct CodeTrial<'a> {
     geometry: Geometry,
     unit: usize,
     data: &'a [u8],
@@ -81,10 +81,10 @@ struct Work<'a> {
     times: usize,
 }
 
-impl Work<'_> {
-    fn new(geometry: Geometry, unit: usize, data: &[u8]) -> Work<'_> {
+impl CodeTrial<'_> {
+    fn new(geometry: Geometry, unit: usize, data: &[u8]) -> CodeTrial<'_> {
         let fragment = data.len() / geometry.k();
-        Work {
+        CodeTrial {
             geometry,
             unit,
             data,
@@ -99,8 +99,8 @@ impl Work<'_> {
         data_in: &'static str,
         kernels: &[&'static dyn Kernel],
         rounds: u32,
-        progress: &Progress,
-    ) -> Result<Coding, EcError> {
+        progress: &ProgressMeter,
+    ) -> Result<CodingRates, EcError> {
         let codes: Vec<Code> = kernels.iter().map(|kernel| Code::new(self.geometry, *kernel)).collect();
         let matrix = Matrix::parity(self.geometry);
         let bare = KernelChoice::Isal.load().ok().map(|isal| isal.prepare(&matrix));
@@ -125,7 +125,7 @@ impl Work<'_> {
             let ratio = (!ratios.is_empty()).then(|| median(ratios));
             WritePath { kernel: code.kernel().name(), gb_per_s: gb / median(seconds), ratio }
         };
-        Ok(Coding {
+        Ok(CodingRates {
             geometry: self.geometry.to_string(),
             data_in,
             data_bytes: self.data.len(),
@@ -195,7 +195,7 @@ fn units(fragments: &mut [Vec<u8>], index: usize, unit: usize) -> Vec<&mut [u8]>
 }
 
 /// For people.
-pub fn table(all: &[Coding]) -> String {
+pub fn table(all: &[CodingRates]) -> String {
     let mut text = format!(
         "{:<8} {:<7} {:>8}  {:>14}  {:<34} {:>7} {:>7}\n",
         "code", "data in", "unit", "ec_encode_data", "write path (ratio)", "decode", "update"

@@ -9,10 +9,10 @@ use bytes::Bytes;
 use ec::Code;
 use serde::Serialize;
 
-use super::places::{Files, Host, Offloaded, Place};
+use super::places::{Encoder, Files, HostEncoder, Offloaded};
 use super::{median, noise};
 use node::failure::Result;
-use node::progress::Progress;
+use node::progress::ProgressMeter;
 
 /// How many times as long as the host the paper found an accelerator to take, by the file's size in MB.
 const PAPER: [(u64, f64); 2] = [(8, 13.3), (128, 10.5)];
@@ -25,11 +25,11 @@ const RATE_BYTES: u64 = 32 << 20;
 
 /// The paper's experiment.
 #[derive(Debug, Serialize)]
-pub struct Experiment {
+pub struct PaperExperiment {
     pub geometry: String,
     /// What the emulated accelerator takes for the rate of a core, in bytes of data per second.
     pub host_rate: f64,
-    pub rows: Vec<Row>,
+    pub rows: Vec<ExperimentRow>,
     pub batching: Batching,
     /// Batches for which this machine took longer than the emulated accelerator would have: then it was too slow to stand for one.
     pub overruns: u64,
@@ -37,7 +37,7 @@ pub struct Experiment {
 
 /// A file in a place.
 #[derive(Debug, Serialize)]
-pub struct Row {
+pub struct ExperimentRow {
     pub place: &'static str,
     /// Whether threads of this machine stand for what it is.
     pub emulated: bool,
@@ -92,22 +92,25 @@ fn encoded(code: &Code, bytes: u64) -> usize {
 }
 
 /// Encodes files of these sizes in each place.
-pub fn measure(code: &Code, sizes: &[u64], rounds: u32, progress: &Progress) -> Result<Experiment> {
+pub fn measure(code: &Code, sizes: &[u64], rounds: u32, progress: &ProgressMeter) -> Result<PaperExperiment> {
     let largest = sizes.iter().copied().max().unwrap_or(RATE_BYTES);
     let data = Bytes::from(noise(encoded(code, largest).max(IN_MEMORY)));
     let files = |bytes: u64| Files::new(code, &data, encoded(code, bytes));
-    let host_rate = Host::rate(code, &mut files(largest.min(RATE_BYTES)))?;
+    let host_rate = HostEncoder::rate(code, &mut files(largest.min(RATE_BYTES)))?;
     let (mut cores, mut accelerator) = (Offloaded::cores()?, Offloaded::accelerator(host_rate)?);
-    let mut rows: Vec<Row> = vec![];
+    let mut rows: Vec<ExperimentRow> = vec![];
     for &size in sizes {
         let mut files = files(size);
-        let places: [(&mut dyn Place, bool, _); 3] =
-            [(&mut Host, false, None), (&mut cores, true, None), (&mut accelerator, true, paper(size))];
+        let places: [(&mut dyn Encoder, bool, _); 3] = [
+            (&mut HostEncoder, false, None),
+            (&mut cores, true, None),
+            (&mut accelerator, true, paper(size)),
+        ];
         let host_row = rows.len();
         for (place, emulated, paper_ratio_to_host) in places {
             progress.message(format!("{}, {size} bytes at {}", code.geometry(), place.name()));
             let (seconds, cpu) = encode(place, code, &mut files, rounds, progress)?;
-            rows.push(Row {
+            rows.push(ExperimentRow {
                 place: place.name(),
                 emulated,
                 file_bytes: size,
@@ -122,16 +125,16 @@ pub fn measure(code: &Code, sizes: &[u64], rounds: u32, progress: &Progress) -> 
     let smallest = sizes.iter().copied().min().unwrap_or(RATE_BYTES);
     let batching = batching(&mut accelerator, code, &mut files(smallest), &rows, (rounds, progress))?;
     let (geometry, overruns) = (code.geometry().to_string(), accelerator.stats().overruns);
-    Ok(Experiment { geometry, host_rate, rows, batching, overruns })
+    Ok(PaperExperiment { geometry, host_rate, rows, batching, overruns })
 }
 
 /// Encodes a file some times: the median of the seconds, and the CPU time per file.
 fn encode(
-    place: &mut dyn Place,
+    place: &mut dyn Encoder,
     code: &Code,
     files: &mut Files,
     rounds: u32,
-    progress: &Progress,
+    progress: &ProgressMeter,
 ) -> Result<(f64, Cpu)> {
     // A thread that has just been started may be slow.
     place.encode(code, files, 1)?;
@@ -149,8 +152,8 @@ fn batching(
     accelerator: &mut Offloaded,
     code: &Code,
     files: &mut Files,
-    rows: &[Row],
-    (rounds, progress): (u32, &Progress),
+    rows: &[ExperimentRow],
+    (rounds, progress): (u32, &ProgressMeter),
 ) -> Result<Batching> {
     let size = rows.iter().map(|row| row.file_bytes).min().unwrap_or(0);
     let of = |place: &str| rows.iter().find(|row| row.file_bytes == size && row.place == place);
@@ -208,7 +211,7 @@ impl Cpu {
     }
 }
 
-impl fmt::Display for Experiment {
+impl fmt::Display for PaperExperiment {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let gb = self.host_rate / 1e9;
         writeln!(

@@ -9,13 +9,13 @@ use clap::Args;
 use ec::{Code, Geometry, KernelChoice};
 use serde::Serialize;
 
-use coding::Coding;
-use experiment::Experiment;
+use coding::CodingRates;
+use experiment::PaperExperiment;
 use write::Write;
 
 use crate::output;
 use node::failure::{Doing, Failure, Result};
-use node::progress::Progress;
+use node::progress::ProgressMeter;
 use node::units::ByteSize;
 
 /// Measure coding on one core of this machine
@@ -38,7 +38,7 @@ use node::units::ByteSize;
 #[command(after_help = "Examples:\n  \
     outboard ec bench\n  \
     outboard ec bench --k 4 --m 2 --rounds 21 --json")]
-pub struct BenchArgs {
+pub struct EcBenchArgs {
     /// Data fragments; with --m, measures this code only [default: 4+2, 8+3, 10+4 and 128+32]
     #[arg(long, requires = "m")]
     k: Option<usize>,
@@ -64,20 +64,20 @@ pub struct BenchArgs {
 
 /// The figures. The JSON form is a contract: fields stay, new ones may come.
 #[derive(Serialize)]
-struct Report {
+struct EcBenchReport {
     /// What computes in the write path.
     kernel: &'static str,
     rounds: u32,
     /// Whether there is ISA-L to compare with.
     isal: bool,
-    coding: Vec<Coding>,
+    coding: Vec<CodingRates>,
     /// Cutting new objects into fragments, as a node does.
     write: Vec<Write>,
-    experiment: Experiment,
+    experiment: PaperExperiment,
 }
 
 /// Runs the command.
-pub fn run(args: BenchArgs) -> Result<()> {
+pub fn run(args: EcBenchArgs) -> Result<()> {
     let doing = "measuring";
     let kernel = args.kernel.load().doing(doing)?;
     let geometries = match (args.k, args.m) {
@@ -96,7 +96,7 @@ pub fn run(args: BenchArgs) -> Result<()> {
     if let Err(e) = KernelChoice::Isal.load() {
         output::note(format!("there is nothing to compare with: {e}"));
     }
-    let progress = Progress::stream(doing);
+    let progress = ProgressMeter::stream(doing);
     let coding = coding::measure(&geometries, kernel, unit, args.rounds, &progress).doing(doing)?;
     let write = write::measure(&geometries, unit, args.rounds, &progress)?;
     let code = Code::new(Geometry::new(128, 32).doing(doing)?, kernel);
@@ -104,7 +104,8 @@ pub fn run(args: BenchArgs) -> Result<()> {
     let experiment = experiment::measure(&code, &sizes, args.rounds, &progress)?;
     drop(progress);
     let isal = KernelChoice::Isal.load().is_ok();
-    let report = Report { kernel: kernel.name(), rounds: args.rounds, isal, coding, write, experiment };
+    let report =
+        EcBenchReport { kernel: kernel.name(), rounds: args.rounds, isal, coding, write, experiment };
     if args.json {
         output::json(&report);
     } else {

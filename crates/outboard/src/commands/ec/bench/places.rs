@@ -5,8 +5,8 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use ec::offload::accelerator::{self, AcceleratorOptions};
-use ec::offload::batch::Pace;
-use ec::offload::batch::Work;
+use ec::offload::batch::CodingWork;
+use ec::offload::batch::EngineRate;
 use ec::offload::software::{self, Processor, SoftwareOptions};
 use ec::offload::worker::{Worker, WorkerStats};
 use ec::{Code, EcError};
@@ -19,7 +19,7 @@ use node::failure::{Doing, Result};
 const ROOMS_MAX: usize = 64;
 
 /// Where data can be encoded.
-pub trait Place {
+pub trait Encoder {
     /// What it is called in the table.
     fn name(&self) -> &'static str;
 
@@ -33,7 +33,7 @@ pub struct Files {
     data: Bytes,
     len: usize,
     next: usize,
-    rooms: VecDeque<Room>,
+    rooms: VecDeque<ParityBuffers>,
 }
 
 impl Files {
@@ -41,7 +41,7 @@ impl Files {
     pub fn new(code: &Code, data: &Bytes, len: usize) -> Files {
         let parity = len / code.geometry().k() * code.geometry().m();
         let rooms = (data.len() / parity.max(1)).clamp(1, ROOMS_MAX);
-        let rooms = (0..rooms).map(|_| Room::new(code, len)).collect();
+        let rooms = (0..rooms).map(|_| ParityBuffers::new(code, len)).collect();
         Files { data: data.clone(), len, next: 0, rooms }
     }
 
@@ -50,29 +50,29 @@ impl Files {
         self.len
     }
 
-    fn take(&mut self, code: &Code) -> (Bytes, Room) {
+    fn take(&mut self, code: &Code) -> (Bytes, ParityBuffers) {
         let at = self.next * self.len;
         self.next = (self.next + 1) % (self.data.len() / self.len).max(1);
-        let room = self.rooms.pop_front().unwrap_or_else(|| Room::new(code, self.len));
+        let room = self.rooms.pop_front().unwrap_or_else(|| ParityBuffers::new(code, self.len));
         (self.data.slice(at..at + self.len), room)
     }
 
-    fn give_back(&mut self, room: Room) {
+    fn give_back(&mut self, room: ParityBuffers) {
         self.rooms.push_back(room);
     }
 }
 
 /// Room for what comes of a file.
-struct Room {
+struct ParityBuffers {
     parity: Vec<Vec<u8>>,
     checksums: Vec<Vec<u32>>,
 }
 
-impl Room {
-    fn new(code: &Code, len: usize) -> Room {
+impl ParityBuffers {
+    fn new(code: &Code, len: usize) -> ParityBuffers {
         let (unit, m) = (len / code.geometry().k(), code.geometry().m());
         // Memory that has been touched.
-        Room { parity: vec![vec![1; unit]; m], checksums: vec![vec![]; m] }
+        ParityBuffers { parity: vec![vec![1; unit]; m], checksums: vec![vec![]; m] }
     }
 
     /// As the write path does it.
@@ -84,9 +84,9 @@ impl Room {
 }
 
 /// This processor, on the caller's thread.
-pub struct Host;
+pub struct HostEncoder;
 
-impl Host {
+impl HostEncoder {
     /// At how many bytes of data per second it encodes.
     pub fn rate(code: &Code, files: &mut Files) -> Result<f64> {
         let mut result = Ok(());
@@ -101,13 +101,13 @@ impl Host {
     }
 }
 
-impl Place for Host {
+impl Encoder for HostEncoder {
     fn name(&self) -> &'static str {
         "host"
     }
 
     fn encode(&mut self, code: &Code, files: &mut Files, count: usize) -> Result<f64> {
-        let mut taken: Vec<(Bytes, Room)> = (0..count).map(|_| files.take(code)).collect();
+        let mut taken: Vec<(Bytes, ParityBuffers)> = (0..count).map(|_| files.take(code)).collect();
         let start = Instant::now();
         for (data, room) in &mut taken {
             room.encode(code, data).doing("encoding on the host")?;
@@ -134,7 +134,7 @@ impl Offloaded {
 
     /// The DPU's coding engine, as slow as the paper found it beside a core that encodes at `host_rate`.
     pub fn accelerator(host_rate: f64) -> Result<Offloaded> {
-        let options = AcceleratorOptions::new(Pace::paper(host_rate));
+        let options = AcceleratorOptions::new(EngineRate::paper(host_rate));
         let worker = accelerator::start(options).doing("starting the emulated accelerator")?;
         Ok(Offloaded { name: worker.name(), worker })
     }
@@ -145,15 +145,15 @@ impl Offloaded {
     }
 }
 
-impl Place for Offloaded {
+impl Encoder for Offloaded {
     fn name(&self) -> &'static str {
         self.name
     }
 
     fn encode(&mut self, code: &Code, files: &mut Files, count: usize) -> Result<f64> {
         let doing = "encoding on the DPU";
-        let work = Work { bytes: files.len() as u64, computed_fragments: code.geometry().m() as u32 };
-        let taken: Vec<(Bytes, Room)> = (0..count).map(|_| files.take(code)).collect();
+        let work = CodingWork { bytes: files.len() as u64, computed_fragments: code.geometry().m() as u32 };
+        let taken: Vec<(Bytes, ParityBuffers)> = (0..count).map(|_| files.take(code)).collect();
         let start = Instant::now();
         let done = taken.into_iter().map(|(data, mut room)| {
             let code = code.clone();
@@ -180,7 +180,7 @@ mod tests {
     fn all_places_compute_the_same() {
         let code = Code::new(Geometry::new(4, 2).unwrap(), KernelChoice::Auto.load().unwrap());
         let data = Bytes::from(super::super::noise(192 << 10));
-        let encoded = |place: &mut dyn Place| {
+        let encoded = |place: &mut dyn Encoder| {
             // Three files, and as many that were encoded before.
             let mut files = Files::new(&code, &data, 64 << 10);
             assert!(place.encode(&code, &mut files, 3).unwrap() > 0.0);
@@ -188,8 +188,8 @@ mod tests {
             assert!(place.encode(&code, &mut files, 3).unwrap() > 0.0);
             files.rooms.into_iter().map(|room| (room.parity, room.checksums)).collect::<Vec<_>>()
         };
-        assert!(Host::rate(&code, &mut Files::new(&code, &data, 64 << 10)).unwrap() > 0.0);
-        let expected = encoded(&mut Host);
+        assert!(HostEncoder::rate(&code, &mut Files::new(&code, &data, 64 << 10)).unwrap() > 0.0);
+        let expected = encoded(&mut HostEncoder);
         assert_eq!(expected.len(), 3);
         assert!(expected[0].0 != expected[1].0, "they are not the same files");
         assert_eq!(expected[0].1[1][0], crc32c(&expected[0].0[1][..4096]));

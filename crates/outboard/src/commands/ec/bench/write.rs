@@ -15,7 +15,7 @@ use serde::Serialize;
 
 use super::{median, noise};
 use node::failure::{Doing, Result};
-use node::progress::Progress;
+use node::progress::ProgressMeter;
 
 /// Objects whose data goes with its transaction, of at most so many bytes.
 const OBJECTS: [usize; 2] = [2 << 20, 4 << 20];
@@ -41,7 +41,12 @@ pub struct Write {
 }
 
 /// Measures all codes that pools can have, and whose stripes fit an object.
-pub fn measure(geometries: &[Geometry], unit: usize, rounds: u32, progress: &Progress) -> Result<Vec<Write>> {
+pub fn measure(
+    geometries: &[Geometry],
+    unit: usize,
+    rounds: u32,
+    progress: &ProgressMeter,
+) -> Result<Vec<Write>> {
     let data = Bytes::from(noise(IN_MEMORY));
     let mut all = vec![];
     for &geometry in geometries {
@@ -50,7 +55,7 @@ pub fn measure(geometries: &[Geometry], unit: usize, rounds: u32, progress: &Pro
         for bytes in OBJECTS.map(|bytes| bytes / stripe * stripe).into_iter().filter(|bytes| *bytes > 0) {
             for data_in in ["cache", "memory"] {
                 progress.message(format!("{geometry}, objects of {bytes} bytes, data in {data_in}"));
-                let work = Work::new((geometry, redundancy), unit, bytes, data_in, &data)?;
+                let work = WriteTrial::new((geometry, redundancy), unit, bytes, data_in, &data)?;
                 all.push(work.measure(data_in, rounds, progress)?);
             }
         }
@@ -66,7 +71,7 @@ fn redundancy(geometry: Geometry, unit: usize) -> Option<Redundancy> {
 }
 
 /// Objects to cut, and room for the parity of one.
-struct Work {
+struct WriteTrial {
     geometry: Geometry,
     unit: usize,
     bytes: usize,
@@ -76,14 +81,14 @@ struct Work {
     parity: Vec<Vec<u8>>,
 }
 
-impl Work {
+impl WriteTrial {
     fn new(
         (geometry, redundancy): (Geometry, Redundancy),
         unit: usize,
         bytes: usize,
         data_in: &str,
         data: &Bytes,
-    ) -> Result<Work> {
+    ) -> Result<WriteTrial> {
         let doing = "measuring";
         let pool = BufferPool::new(Arena::anonymous(POOL).doing(doing)?, 0, OBJECTS[0]);
         let object = |number: usize| Payload::compute(0, data.slice(number * bytes..(number + 1) * bytes));
@@ -94,10 +99,10 @@ impl Work {
         };
         let parity = vec![vec![1; bytes / geometry.k()]; geometry.m()];
         let cutter = NewObjects::new(redundancy, pool).doing(doing)?;
-        Ok(Work { geometry, unit, bytes, objects, cutter, parity })
+        Ok(WriteTrial { geometry, unit, bytes, objects, cutter, parity })
     }
 
-    fn measure(mut self, data_in: &'static str, rounds: u32, progress: &Progress) -> Result<Write> {
+    fn measure(mut self, data_in: &'static str, rounds: u32, progress: &ProgressMeter) -> Result<Write> {
         let matrix = Matrix::parity(self.geometry);
         let bare = KernelChoice::Isal.load().ok().map(|isal| isal.prepare(&matrix));
         // Memory that is touched for the first time.
