@@ -38,9 +38,10 @@ test-rdma: setup ## Run tests over RDMA verbs in an emulated machine (tests/rdma
 	@scripts/setup test
 	@DEVICE=$(DEVICE) tests/rdma/run
 
-lint: setup ## Documentation, formatting and clippy, warnings are errors
+lint: setup ## Documents, type names, formatting and clippy; warnings are errors
 	@scripts/setup lint
-	scripts/check-docs
+	@scripts/check-docs
+	@scripts/check-names
 	$(CARGO) fmt --all --check
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
 
