@@ -8,7 +8,7 @@
 //! The messenger knows nothing of objects. What the header of a message means is its users' business.
 //!
 //! ```
-//! use outboard_messenger::{ConnectOptions, Event, Message, NetworkStack, TcpStack};
+//! use outboard_messenger::{ConnectOptions, ConnectionEvent, Message, NetworkStack, TcpStack};
 //! # use base::block::Payload;
 //! # #[tokio::main(flavor = "current_thread")]
 //! # async fn main() -> outboard_messenger::Result<()> {
@@ -19,7 +19,7 @@
 //! let ((client, _replies), (_server, mut requests)) = (client?, server?);
 //! client.send(Message { header: "hello".into(), payload: Payload::compute(0, "data".into()) }).await?;
 //! match requests.next().await {
-//!     Event::Message(message) => assert_eq!(message.payload.data(), "data"),
+//!     ConnectionEvent::Message(message) => assert_eq!(message.payload.data(), "data"),
 //!     other => panic!("{other:?}"),
 //! }
 //! client.close().await;
