@@ -1,5 +1,5 @@
-//! Which fragments a read takes its bytes from: each fragment is read at most once, and exactly `k` are if one of several has to
-//! be computed.
+//! Plans which fragments to read. The plan reads each fragment at most once. If a wanted fragment
+//! must be reconstructed, the plan uses exactly `k` fragments as sources.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -10,19 +10,19 @@ use store::StoreError;
 use crate::coder::too_few;
 use crate::layout::StripeLayout;
 
-/// A range of bytes of a fragment. It starts at a block.
+/// A fragment and a range of its bytes. The range starts at a block.
 pub(crate) type FragmentSpan = (usize, Range<u64>);
 
-/// What is read, and what is computed from it.
+/// The ranges to read, and the fragments to reconstruct from them.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct ReadPlan {
     /// The range to read of each fragment.
     pub(crate) reads: BTreeMap<usize, Range<u64>>,
-    /// Wanted fragments that are computed.
+    /// Wanted fragments that must be reconstructed.
     pub(crate) computed: Vec<usize>,
-    /// The fragments that they are computed from; one, where fragments are copies.
+    /// The fragments used for reconstruction: `k` of them, or one if fragments are copies.
     pub(crate) sources: Vec<usize>,
-    /// The range, in whole blocks, over which they are computed.
+    /// The range to reconstruct, in whole blocks.
     pub(crate) over: Range<u64>,
 }
 
