@@ -27,11 +27,11 @@ pub(crate) struct ReadPlan {
 }
 
 impl ReadPlan {
-    /// Plans to read `wanted`, which names no fragment twice, of an object of `size` bytes. `is_there` says which fragments can
-    /// be read.
+    /// Plans to read `wanted` from an object of `size` bytes. `wanted` names each fragment at most
+    /// once. `is_there` tells which fragments are readable.
     ///
     /// # Errors
-    /// [`StoreError::Corrupt`] if too few fragments can be read.
+    /// [`StoreError::Corrupt`] if too few fragments are readable.
     pub(crate) fn new(
         layout: &StripeLayout,
         size: u64,
@@ -53,7 +53,7 @@ impl ReadPlan {
         let Some(over) = over else {
             return Ok(ReadPlan { reads, computed, sources: Vec::new(), over: 0..0 });
         };
-        // Fragments that are read anyway come first.
+        // Prefer fragments that the plan reads anyway.
         let (first, rest): (Vec<usize>, Vec<usize>) = (0..layout.fragments())
             .filter(|&fragment| is_there(fragment))
             .partition(|fragment| reads.contains_key(fragment));
@@ -63,7 +63,7 @@ impl ReadPlan {
             return Err(too_few(present, layout.k));
         }
         for &fragment in &sources {
-            // A fragment counts as zeros where it ends.
+            // Behind its end, a fragment counts as zeros and need not be read.
             if layout.fragment_size(fragment, size) > over.start {
                 let range = reads.entry(fragment).or_insert_with(|| over.clone());
                 *range = hull(range, &over);
@@ -73,7 +73,7 @@ impl ReadPlan {
     }
 }
 
-/// The shortest range that contains both.
+/// Returns the shortest range that contains both ranges.
 fn hull(a: &Range<u64>, b: &Range<u64>) -> Range<u64> {
     a.start.min(b.start)..a.end.max(b.end)
 }
