@@ -69,7 +69,7 @@ struct OpeningFailure {
 pub(crate) struct Intervals {
     /// The current interval, or the last one if it has ended.
     latest: RefCell<Option<Rc<Interval>>>,
-    /// Number of intervals that [`Intervals::end`] has ended.
+    /// Number of intervals that ended by a call of [`Intervals::end`].
     ended: Cell<u64>,
     refusal: RefCell<Option<OpeningFailure>>,
     /// Locked while an interval is opened, and while members receive a new membership record.

@@ -19,8 +19,8 @@
 //! - `group`: the state of a group. `interval`: a period in which the same members take part.
 //!   `intents`: transactions in progress. `terms`: the terms of the membership records.
 //!   `rebuilding`: a member that is being rebuilt. `objects`: the lock and the size of each object.
-//!   `stage`: staged data. `damaged`: fragments to repair. `calls`: calls on members, with timeouts.
-//! - `overlay` computes the change of an object, `rows` the rows of its stripes that change, `split`
+//!   `stage`: staged data. `damaged`: fragments to repair. `calls`: calls on members and timeouts.
+//! - `overlay` computes the change of an object, `rows` the affected rows of its stripes, `split`
 //!   and `parity` the changes of its fragments. `layout` maps bytes to fragments. `coder` computes
 //!   parity. `coding` chooses where parity is computed.
 //! - `member`: the interface of a target as a group sees it. `member_link`: a member in one

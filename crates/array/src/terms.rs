@@ -21,7 +21,7 @@ pub(crate) struct Terms {
 }
 
 impl Terms {
-    /// Highest term that was heard of.
+    /// Highest term seen so far.
     pub(crate) fn highest(&self) -> u64 {
         self.highest.get()
     }

@@ -17,8 +17,8 @@ impl Group {
         let partial =
             |number: &u64| *number > trimmed && !members.iter().flatten().all(|view| view.has(*number));
         let undone: BTreeSet<u64> = intents.filter(partial).collect();
-        // The rollbacks run one after the other, newest first. Each reads the old metadata from a
-        // member that never had the transaction or has already rolled it back.
+        // Newest first. The peer never had this transaction and has already rolled back all newer
+        // ones, so its metadata is in the old state.
         for &number in undone.iter().rev() {
             let Some(peer) = members.iter().flatten().find(|view| !view.has(number)) else { continue };
             for view in members.iter().flatten() {
