@@ -31,9 +31,9 @@ struct Prepared {
 
 /// Outcome of a failed transaction.
 enum TransactionFailure {
-    /// It has changed nothing.
+    /// The transaction has changed nothing.
     Nowhere(StoreError),
-    /// It may be on some members.
+    /// Some members may have executed the transaction.
     Somewhere(StoreError),
 }
 
