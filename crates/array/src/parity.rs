@@ -3,7 +3,8 @@
 //! If a change replaces stripes completely, their parity and its checksums are computed from the
 //! new data in one pass. Otherwise old bytes must be read first. The array chooses the way that
 //! reads less. Either it reads the replaced bytes and the old parity, and updates the parity by the
-//! difference. Or it reads the unchanged units of the affected rows, and computes the parity anew.
+//! difference. Or it reads the unchanged units of the affected rows, and computes the parity from
+//! all units.
 
 use std::ops::Range;
 
