@@ -1,7 +1,8 @@
-//! The kernel of Intel's ISA-L, opened at run time.
+//! The kernel that uses Intel's ISA-L, loaded at run time.
 //!
-//! Signatures and sizes are those of `erasure_code.h`, the same in all libraries called `libisal.so.2`. What the tables
-//! hold differs between versions and processors, so nothing here looks into them.
+//! The signatures and sizes come from `erasure_code.h`. They are the same in all libraries named
+//! `libisal.so.2`. The content of the tables differs between versions and processors, so this code
+//! does not interpret it.
 
 use std::ffi::{CStr, c_int, c_void};
 use std::sync::OnceLock;
@@ -12,9 +13,9 @@ use crate::matrix::Matrix;
 use crate::{EcError, Result};
 
 const SONAME: &CStr = c"libisal.so.2";
-/// Bytes of table per coefficient.
+/// Table bytes per coefficient.
 const TABLE: usize = 32;
-/// Longest vectors of a call, in bytes: the library counts in `int`.
+/// Maximum vector length of a call in bytes: the library counts in `int`.
 const LONGEST: usize = 1 << 30;
 
 /// ISA-L's functions.
@@ -42,7 +43,7 @@ struct Isal {
 
 static LIBRARY: OnceLock<Result<Isal>> = OnceLock::new();
 
-/// Opens the library; only the first call does anything. It stays open until the process ends.
+/// Loads the library on the first call. It stays loaded until the process ends.
 pub(super) fn load() -> Result<&'static dyn Kernel> {
     match LIBRARY.get_or_init(open) {
         Ok(isal) => Ok(isal),
@@ -70,10 +71,10 @@ fn open() -> Result<Isal> {
     }
 }
 
-/// A function of the library.
+/// Looks up a function of the library.
 ///
 /// # Safety
-/// `library` must be open, and `F` the type of a pointer to the function of that name.
+/// `library` must be open, and `F` must be the type of a pointer to the function of that name.
 unsafe fn symbol<F: Copy>(library: *mut c_void, name: &CStr) -> Result<F> {
     const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
     // SAFETY: an open library and a terminated string.
@@ -104,7 +105,8 @@ impl Kernel for Isal {
     }
 }
 
-/// A matrix as ISA-L wants it: `tables` has 32 bytes for each of at most [`MAX_FRAGMENTS`] rows and columns.
+/// A matrix in ISA-L's form: `tables` has 32 bytes for each coefficient. The matrix has at most
+/// [`MAX_FRAGMENTS`] rows and columns.
 #[derive(Debug)]
 struct Tables {
     isal: Isal,
@@ -162,7 +164,8 @@ impl Transform for Tables {
     }
 }
 
-/// Where the outputs, of which there are at most [`MAX_FRAGMENTS`], are written from `at` on.
+/// Returns pointers to the outputs from offset `at` on. There are at most [`MAX_FRAGMENTS`]
+/// outputs.
 fn pointers(outputs: &mut [&mut [u8]], at: usize) -> [*mut u8; MAX_FRAGMENTS] {
     let mut pointers = [std::ptr::null_mut(); MAX_FRAGMENTS];
     pointers.iter_mut().zip(outputs).for_each(|(pointer, out)| *pointer = out[at..].as_mut_ptr());

@@ -1,5 +1,5 @@
-//! Simulated places under simulated load. Nothing here takes real time. `tests` holds `hybrid:auto` against every fixed
-//! ratio.
+//! Simulates places under load without using real time. `tests` compares `hybrid:auto` with every
+//! fixed ratio.
 
 mod tests;
 
