@@ -88,7 +88,7 @@ impl Code {
         if rows.len() == m {
             self.parity.accumulate(column, delta, &mut outputs);
         } else {
-            // Tables of a column take less time to make than a block of parity to change.
+            // Preparing the tables of one column takes less time than updating a block of parity.
             let rest = Matrix::from_fn(rows.len(), 1, |row, _| self.matrix.row(rows[row])[column]);
             self.kernel.prepare(&rest).accumulate(0, delta, &mut outputs);
         }

@@ -8,7 +8,7 @@ pub(crate) const CACHE_LINE: usize = 64;
 #[inline]
 pub(crate) fn prefetch(bytes: &[u8]) {
     use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-    // SAFETY: every processor of this kind has the instruction, and no address makes it fail.
+    // SAFETY: all x86-64 processors have the instruction, and it accepts any address.
     unsafe { _mm_prefetch::<_MM_HINT_T0>(bytes.as_ptr().cast()) };
 }
 

@@ -30,7 +30,8 @@ impl Code {
         let needed = geometry.k();
         let sources = present.get(..needed).ok_or(EcError::TooFew { present: present.len(), needed })?;
         let known = self.rows(sources);
-        // Rows of a unit matrix over a Cauchy matrix: any k of them are independent, and the sources are distinct.
+        // Any k rows of a unit matrix on top of a Cauchy matrix are independent, and the sources
+        // are distinct.
         let inverse = known.inverted().expect("any k distinct rows of the generator are independent");
         let transform = self.kernel().prepare(&self.rows(wanted).times(&inverse));
         Ok(Recovery { sources: sources.to_vec(), wanted: wanted.len(), transform })

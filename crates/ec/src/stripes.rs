@@ -62,7 +62,7 @@ impl Code {
         check_count("checksums", checksums.len(), m)?;
         check_lengths("parity", parity.iter().map(|p| p.len()), data.len() / k * unit)?;
         let chunk = chunk(self.geometry().fragments(), unit);
-        // Where chunks are: their stripe and the offset in its units.
+        // Positions of all chunks: the stripe, and the offset within its units.
         let stripes = data.chunks_exact(k).enumerate();
         let mut chunks = stripes.flat_map(|s| (0..unit).step_by(chunk).map(move |at| (s, at))).peekable();
         while let Some(((number, units), at)) = chunks.next() {

@@ -38,7 +38,7 @@ impl FragmentHeader {
         let mut bytes = [0; LEN];
         bytes[..8].copy_from_slice(&MAGIC);
         bytes[8..10].copy_from_slice(&VERSION.to_le_bytes());
-        // A geometry has at most 255 fragments, and a unit at most UNIT_MAX bytes.
+        // These fit: a geometry has at most 255 fragments, and a unit at most UNIT_MAX bytes.
         bytes[10] = geometry.k() as u8;
         bytes[11] = geometry.m() as u8;
         bytes[12] = self.index as u8;
@@ -125,7 +125,8 @@ mod tests {
         };
         assert_eq!(changed(0, b"x"), Err(BadHeader::Magic));
         assert_eq!(changed(8, &[2]), Err(BadHeader::Version(2)));
-        // No data fragments; too many; a fragment too far; reserved bytes; no unit; an odd one; a long one; a length that overflows.
+        // No data fragments; too many fragments; index too high; reserved bytes set; unit zero;
+        // unit not a multiple of 64; unit too long; length that overflows.
         let values: [(usize, &[u8]); 9] = [
             (10, &[0]),
             (10, &[254]),

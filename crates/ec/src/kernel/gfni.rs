@@ -93,7 +93,7 @@ impl Bits {
             let block = at..len.min(at + BLOCK);
             for (bits, out) in self.groups.iter().zip(outputs.chunks_mut(ROWS)) {
                 let bits = &bits[first * out.len()..];
-                // SAFETY: the processor has the instructions: a kernel exists only where it does.
+                // SAFETY: this kernel exists only if the processor has the instructions.
                 unsafe {
                     match out.len() {
                         1 => multiply::<1, ADD>(bits, sources, out, block.clone()),
@@ -158,7 +158,7 @@ fn step<const R: usize, const W: usize, const ADD: bool>(
     for (sums, out) in sums.into_iter().zip(outputs) {
         let (out, _) = out[at..].as_chunks_mut::<LANES>();
         for (sum, out) in sums.into_iter().zip(&mut out[..W]) {
-            // SAFETY: 64 bytes are written; no alignment is needed.
+            // SAFETY: the call writes 64 bytes, and needs no alignment.
             unsafe { _mm512_storeu_si512(out.as_mut_ptr().cast(), sum) };
         }
     }
@@ -169,7 +169,7 @@ fn step<const R: usize, const W: usize, const ADD: bool>(
 #[target_feature(enable = "gfni,avx512f")]
 fn registers<const W: usize>(bytes: &[u8]) -> [__m512i; W] {
     let chunks = &bytes.as_chunks::<LANES>().0[..W];
-    // SAFETY: 64 bytes are read; no alignment is needed.
+    // SAFETY: the call reads 64 bytes, and needs no alignment.
     std::array::from_fn(|n| unsafe { _mm512_loadu_si512(chunks[n].as_ptr().cast()) })
 }
 

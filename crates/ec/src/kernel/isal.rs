@@ -52,16 +52,17 @@ pub(super) fn load() -> Result<&'static dyn Kernel> {
 }
 
 fn open() -> Result<Isal> {
-    // SAFETY: a constant name; the library's constructors do nothing but choose functions for the processor.
+    // SAFETY: the name is constant. The library's constructors only select functions for the
+    // processor.
     let library = unsafe { libc::dlopen(SONAME.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
     if library.is_null() {
-        // SAFETY: dlerror's text is valid until this thread's next call of its kind.
+        // SAFETY: the text of dlerror is valid until this thread calls a dl function again.
         let text = unsafe { libc::dlerror() };
-        // SAFETY: dlopen has just failed, so there is a text.
+        // SAFETY: dlopen has just failed, so dlerror returned a text.
         let why = unsafe { CStr::from_ptr(text) };
         return Err(EcError::NoIsal { why: why.to_string_lossy().into_owned() });
     }
-    // SAFETY: each symbol is asked for by the name of the function that has the signature given above.
+    // SAFETY: each symbol has the name of the function with the signature given above.
     unsafe {
         Ok(Isal {
             init_tables: symbol(library, c"ec_init_tables")?,
@@ -77,12 +78,13 @@ fn open() -> Result<Isal> {
 /// `library` must be open, and `F` must be the type of a pointer to the function of that name.
 unsafe fn symbol<F: Copy>(library: *mut c_void, name: &CStr) -> Result<F> {
     const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
-    // SAFETY: an open library and a terminated string.
+    // SAFETY: the library is open, and the name is a terminated string.
     let address = unsafe { libc::dlsym(library, name.as_ptr()) };
     if address.is_null() {
         return Err(EcError::NoIsal { why: format!("it has no {name:?}") });
     }
-    // SAFETY: not null, of the same size, and of the type that the caller promises.
+    // SAFETY: the address is not null, has the size of `F`, and is of the type that the caller
+    // promises.
     Ok(unsafe { std::mem::transmute_copy(&address) })
 }
 
@@ -99,7 +101,7 @@ impl Kernel for Isal {
         );
         let mut tables = vec![0; TABLE * rows * columns].into_boxed_slice();
         let coefficients = matrix.coefficients().as_ptr();
-        // SAFETY: rows * columns coefficients are read, and 32 bytes are written for each.
+        // SAFETY: the call reads rows * columns coefficients, and writes 32 bytes for each.
         unsafe { (self.init_tables)(columns as c_int, rows as c_int, coefficients, tables.as_mut_ptr()) };
         Box::new(Tables { isal: *self, rows, columns, tables })
     }
@@ -126,8 +128,9 @@ impl Transform for Tables {
             let mut data = [std::ptr::null(); MAX_FRAGMENTS];
             data.iter_mut().zip(sources).for_each(|(data, source)| *data = source[at..].as_ptr());
             let coding = pointers(outputs, at);
-            // SAFETY: `columns` sources of `size` bytes each are read, `rows` outputs of as many are written, which nobody
-            // else can see; the tables are of that matrix. The library keeps nothing and checks what the processor can do.
+            // SAFETY: the call reads `columns` sources of `size` bytes, and writes `rows` outputs
+            // of `size` bytes. No other code can access the outputs. The tables belong to that
+            // matrix. The library keeps no pointers, and checks the processor's features.
             unsafe {
                 (self.isal.encode_data)(
                     size as c_int,
@@ -147,8 +150,8 @@ impl Transform for Tables {
         let (k, rows) = (self.columns as c_int, self.rows as c_int);
         for (index, part) in source.chunks(LONGEST).enumerate() {
             let coding = pointers(outputs, index * LONGEST);
-            // SAFETY: one source is read and `rows` outputs of its length are read and written, which nobody else can see;
-            // the tables are of a matrix that has this column.
+            // SAFETY: the call reads one source, and updates `rows` outputs of its length. No other
+            // code can access the outputs. The tables belong to a matrix that has this column.
             unsafe {
                 (self.isal.encode_data_update)(
                     part.len() as c_int,

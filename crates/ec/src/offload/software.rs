@@ -13,7 +13,7 @@ use super::worker::{Worker, WorkerSettings};
 pub enum Processor {
     /// The DPU's cores.
     Dpu,
-    /// The host's.
+    /// The host's processor.
     Host,
 }
 

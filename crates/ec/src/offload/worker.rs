@@ -133,7 +133,7 @@ impl Worker {
         let (class, threads) = (settings.class, settings.threads.max(1));
         let meters = WorkerMeters::of(settings.name);
         let shared = Arc::new(Shared { settings, state: Mutex::default(), changed: Condvar::new(), meters });
-        // Dropped on failure, it ends the threads that have been started.
+        // If starting a thread fails, dropping the worker stops the threads that have started.
         let mut worker = Worker { shared, threads: Vec::new() };
         for number in 0..threads {
             let shared = Arc::clone(&worker.shared);
@@ -170,7 +170,7 @@ impl Worker {
                 false => catch_panic(AssertUnwindSafe(compute)).map_err(WorkerError::Panicked),
             };
             let is_done = result.is_ok();
-            // If the caller does not wait any more, nobody misses the result.
+            // If the caller is gone, the result is not needed.
             Some(ComputedJob { is_done, answer: Box::new(move || drop(sender.send(result))) })
         });
         let (name, taken) = (self.name(), self.shared.take(QueuedJob { work, job }));

@@ -12,11 +12,11 @@
 //!     would move to the DPU; then the host would be idle and the tasks would move back. Coding
 //!     threads yield to other work, so their time counts as free.
 //! - **Pressure** (PSI, `some`): the share of time in which at least one task waited for a CPU. It
-//!   shows contention earlier than utilization does, for example with many tasks on few CPUs. But it
-//!   covers the whole machine, including waiting coding threads and threads that stand for the DPU.
-//!   Therefore pressure counts only while utilization is above a floor: then other tasks must be
-//!   waiting. Utilization alone decides if PSI is unavailable (older kernels, `psi=0`), or if the host
-//!   has only some of the machine's CPUs.
+//!   shows contention earlier than utilization does, for example with many tasks on few CPUs. But
+//!   it covers the whole machine, including waiting coding threads and threads that stand for the
+//!   DPU. Therefore pressure counts only while utilization is above a floor: then other tasks must
+//!   be waiting. Utilization alone decides if PSI is unavailable (older kernels, `psi=0`), or if the
+//!   host has only some of the machine's CPUs.
 //!
 //! The host becomes busy immediately. It becomes calm only after a period below lower thresholds.
 //! This hysteresis keeps the tasks from moving back and forth.
@@ -120,7 +120,7 @@ impl HostLoad {
         self.last = Some((at, reading));
         if let Some(utilization) = utilization(&last, &reading) {
             self.parts = (utilization, pressure(&last, &reading, passed));
-            // What is seen now was so since the last sample.
+            // The current values describe the whole time since the last sample.
             self.judge(last_at, at);
         }
         self.load
@@ -168,13 +168,15 @@ impl HostLoad {
 fn utilization(before: &LoadCounters, now: &LoadCounters) -> Option<f64> {
     let since = |field: fn(&LoadCounters) -> Duration| field(now).saturating_sub(field(before)).as_secs_f64();
     let all = since(|reading| reading.all);
-    // The counters are not read at one moment, and a thread that has ended takes its time along.
+    // The counters are read at different moments, and the time of an ended thread disappears. So
+    // the parts may exceed the whole.
     let busy = since(|reading| reading.busy).min(all);
     let dpu = since(|reading| reading.dpu).min(busy);
     let coding = since(|reading| reading.coding).min(busy - dpu);
     let left = all - dpu;
     match all > 0.0 {
-        // All of it went to what stands for the DPU: nothing is known of the host, which counts as calm.
+        // Threads that stand for the DPU used all the time. The host's load is unknown and counts
+        // as calm.
         true if left <= 0.0 => Some(0.0),
         true => Some((busy - dpu - coding) / left),
         false => None,

@@ -109,7 +109,7 @@ impl<W> TaskAdmission<W> {
     /// Appends a task to the queue and returns its number. [`TaskAdmission::next`] starts the task.
     pub(super) fn push(&mut self, bytes: u64, waiter: W) -> Result<u64, TaskRefused> {
         let waiting = self.queue.len();
-        // A task that need not wait passes through the queue all the same.
+        // Even a task that need not wait passes through the queue, so the limit is at least 1.
         let room = self.queue_limit.max(1);
         if waiting >= room {
             self.refused += 1;
@@ -161,7 +161,7 @@ impl<W> TaskAdmission<W> {
         let head_bytes = self.queue.front()?.bytes;
         let [host, offload] = CodingPlace::BOTH.map(|place| self.stations[place as usize].standing(now));
         let only = match (host, offload) {
-            // Somebody has to do it; the host is what remains when all else fails.
+            // If both places are down, the host must execute the task.
             (_, StationHealth::Down) => Some(CodingPlace::Host),
             (StationHealth::Down, _) => Some(CodingPlace::Offload),
             _ => None,

@@ -4,15 +4,15 @@
 //!
 //! 1. **Both places have a free slot.** The task goes to the place with the earlier predicted
 //!    completion. A host that keeps up never has a queue, so a slower DPU receives no tasks.
-//! 2. **Only one place (p) has a free slot.** The task goes to p if p is predicted to finish it before
-//!    the other place (q) could finish the whole queue. Otherwise the last task of the queue would
-//!    wait that long for q. All other tasks in the queue wait less if the head goes to p.
+//! 2. **Only one place (p) has a free slot.** The task goes to p if p is predicted to finish it
+//!    before the other place (q) could finish the whole queue. Otherwise the last task of the queue
+//!    would wait that long for q. All other tasks in the queue wait less if the head goes to p.
 //! 3. **Only p has a free slot, and the queue is a standing queue.** For at least [`MEMORY`], q had
-//!    more work than it could do at nearly every moment. Then any task that p executes is a gain. This
-//!    rule matters if few callers wait for a slow p, because rule 2 would leave p idle forever. At
-//!    least as many tasks as q has lanes stay in the queue, so that q does not run dry. Acting on a
-//!    standing queue but not on a burst is the idea of CoDel (Nichols and Jacobson, "Controlling Queue
-//!    Delay", 2012).
+//!    more work than it could do at nearly every moment. Then any task that p executes is a gain.
+//!    This rule matters if few callers wait for a slow p, because rule 2 would leave p idle forever.
+//!    At least as many tasks as q has lanes stay in the queue, so that q does not run dry. Acting on
+//!    a standing queue but not on a burst is the idea of CoDel (Nichols and Jacobson, "Controlling
+//!    Queue Delay", 2012).
 //! 4. Otherwise the task waits for q.
 //!
 //! While there is a queue, both places are kept busy. Each place then receives tasks at the rate at
@@ -22,7 +22,6 @@
 //! The cost at a place is learned from its finished tasks. A place without recent tasks is
 //! explored: one task at a time, at most one task in a hundred. The DPU is explored only while
 //! there is a queue, or if this costs little time.
-//! one in a hundred, and the offload only while there is a queue or if little is lost by it.
 
 use std::time::{Duration, Instant};
 
@@ -74,7 +73,7 @@ impl Auto {
         for place in CodingPlace::BOTH {
             let at = place as usize;
             self.stood[at] = kept * self.stood[at] + (1.0 - kept) * f64::from(u8::from(self.stands[at]));
-            // What the other place has would be queued, were it not there.
+            // Without the other place, its tasks would be queued here.
             let beyond = queued + stations[place.other() as usize].in_service();
             self.stands[at] = stations[at].is_full() && beyond > stations[at].capacity.lanes;
         }
@@ -105,7 +104,7 @@ impl Auto {
     fn between_both(&self, backlog: Backlog, stations: &[Station; 2], now: Instant) -> (CodingPlace, Reason) {
         let [host, offload] = [CodingPlace::Host, CodingPlace::Offload]
             .map(|p| stations[p as usize].completion(backlog.head_bytes, now));
-        // As long as one is unknown, the host is the place that is fast.
+        // While one of the costs is unknown, assume that the host is faster.
         let offload_is_faster = matches!((host, offload), (Some(host), Some(offload)) if offload < host);
         let (best, other) = match offload_is_faster {
             true => (CodingPlace::Offload, CodingPlace::Host),
@@ -140,7 +139,7 @@ impl Auto {
     }
 
     fn may_explore(&self, station: &Station, now: Instant) -> bool {
-        // What it has in service will tell.
+        // A place with a task in service will update its estimate anyway.
         self.credit >= 1.0 && station.in_service() == 0 && station.estimate.is_older_than(STALE, now)
     }
 }

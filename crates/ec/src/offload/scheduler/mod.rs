@@ -182,7 +182,8 @@ impl Scheduler {
         let (sender, receiver) = oneshot::channel();
         let pushed = self.0.admission.borrow_mut().push(work_bytes, sender);
         let id = pushed.inspect_err(|_| self.0.meters.refused())?;
-        // After the receiver, so that a queued task is gone before its receiver is.
+        // Declared after the receiver, so that it is dropped first: the task leaves the queue
+        // before its receiver disappears.
         let _queued = InQueue { scheduler: self, id };
         self.dispatch();
         Ok(receiver.await.expect("a task leaves the queue with a slot, unless its caller has gone"))
@@ -214,7 +215,7 @@ impl Scheduler {
             let Some((waiter, ticket, reason)) = next else { break };
             self.0.meters.sent(ticket.place, reason);
             let slot = TaskSlot { scheduler: self.clone(), place: ticket.place, ticket: Some(ticket) };
-            // If its caller has gone, the slot comes back and frees the place.
+            // If the caller is gone, dropping the slot frees the place.
             drop(waiter.send(slot));
         }
         self.0.meters.show(&self.0.admission.borrow().view());

@@ -35,7 +35,7 @@ impl Recent {
     /// Returns the numbers of tasks sent to the host and to the DPU.
     pub(super) fn counts(&self, now: Instant) -> [u64; 2] {
         let over = self.since.map_or(SLICES, |since| slices_between(since, now)).min(SLICES);
-        // Slices that are due to be filled anew are too old.
+        // Slices that will be reused next are too old.
         let old = |at: usize| (1..=over).any(|ahead| (self.current + ahead) % SLICES == at);
         let recent = (0..SLICES).filter(|&at| !old(at)).map(|at| self.slices[at]);
         recent.fold([0; 2], |[host, offload], [h, o]| [host + h, offload + o])
