@@ -29,7 +29,7 @@ pub enum FragmentState {
 pub struct FragmentSet<R> {
     layout: FileLayout,
     code: Code,
-    /// By fragment.
+    /// For each fragment, its input; `None` if it is missing.
     fragments: Vec<Option<R>>,
     /// For each fragment, the index of its input.
     positions: Vec<Option<usize>>,

@@ -18,7 +18,7 @@ const TABLE: usize = 32;
 /// Maximum vector length of a call in bytes: the library counts in `int`.
 const LONGEST: usize = 1 << 30;
 
-/// ISA-L's functions.
+/// Functions of ISA-L.
 #[derive(Debug, Clone, Copy)]
 struct Isal {
     init_tables: unsafe extern "C" fn(k: c_int, rows: c_int, a: *const u8, tables: *mut u8),

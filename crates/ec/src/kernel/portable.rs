@@ -57,7 +57,8 @@ impl Transform for Plain {
     }
 }
 
-/// Adds the products of a block, of at most [`BLOCK`] bytes, and a column to what is at `at` in the outputs.
+/// Multiplies a block of at most [`BLOCK`] bytes by a column, and adds the products to the outputs
+/// at offset `at`.
 fn add_products(matrix: &Matrix, column: usize, source: &[u8], outputs: &mut [&mut [u8]], at: usize) {
     let mut block = [0; BLOCK];
     block[..source.len()].copy_from_slice(source);

@@ -15,8 +15,8 @@
 //!   shows contention earlier than utilization does, for example with many tasks on few CPUs. But
 //!   it covers the whole machine, including waiting coding threads and threads that stand for the
 //!   DPU. Therefore pressure counts only while utilization is above a floor: then other tasks must
-//!   be waiting. Utilization alone decides if PSI is unavailable (older kernels, `psi=0`), or if the
-//!   host has only some of the machine's CPUs.
+//!   be waiting. Utilization alone decides if PSI is unavailable (older kernels, `psi=0`), or if
+//!   the host has only some of the machine's CPUs.
 //!
 //! The host becomes busy immediately. It becomes calm only after a period below lower thresholds.
 //! This hysteresis keeps the tasks from moving back and forth.

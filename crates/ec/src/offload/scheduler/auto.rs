@@ -9,10 +9,10 @@
 //!    would wait that long for q. All other tasks in the queue wait less if the head goes to p.
 //! 3. **Only p has a free slot, and the queue is a standing queue.** For at least [`MEMORY`], q had
 //!    more work than it could do at nearly every moment. Then any task that p executes is a gain.
-//!    This rule matters if few callers wait for a slow p, because rule 2 would leave p idle forever.
-//!    At least as many tasks as q has lanes stay in the queue, so that q does not run dry. Acting on
-//!    a standing queue but not on a burst is the idea of CoDel (Nichols and Jacobson, "Controlling
-//!    Queue Delay", 2012).
+//!    This rule matters if few callers wait for a slow p, because rule 2 would leave p idle
+//!    forever. At least as many tasks as q has lanes stay in the queue, so that q does not run dry.
+//!    Acting on a standing queue but not on a burst is the idea of CoDel (Nichols and Jacobson,
+//!    "Controlling Queue Delay", 2012).
 //! 4. Otherwise the task waits for q.
 //!
 //! While there is a queue, both places are kept busy. Each place then receives tasks at the rate at

@@ -6,13 +6,16 @@ use std::time::{Duration, Instant};
 /// measurements. It is a fifth of a second, so that the estimate follows a change of load within
 /// one second.
 pub(super) const MEMORY: Duration = Duration::from_millis(200);
-/// …but so many tasks never lose their weight to the next one, so that a slow place's estimate rests on a few of them, too.
+/// Minimum number of older tasks whose weight remains, so that the estimate of a slow place also
+/// rests on several tasks.
 const TASKS_KEPT: f64 = 3.0;
-/// Work that ends this much sooner after its predecessor than that one took ended together with it: one batch.
+/// A task belongs to its predecessor's batch if it ends within this fraction of the batch's time
+/// after the predecessor.
 const TOGETHER: f64 = 0.02;
-/// Most tasks that are taken for one batch.
+/// Maximum number of tasks in one batch.
 const MAX_BATCH: f64 = 64.0;
-/// Sizes whose variance is below this part of the square of their mean do not tell cost per task from cost per byte.
+/// If the variance of the sizes is below this fraction of their squared mean, the cost per task and
+/// the cost per byte cannot be distinguished.
 const LEAST_VARIANCE: f64 = 1e-3;
 
 /// Time that a lane needs for tasks, in seconds: `per_task + per_byte · bytes` for each task.
@@ -29,8 +32,9 @@ impl Cost {
     }
 }
 
-/// Least squares over what was measured, older measurements counting less and less. A measurement is a batch: `n` tasks of
-/// `x` bytes in all, done in time `y`; its weight is 1/`n`, as its variance grows with `n`.
+/// Sums for a least-squares fit in which older measurements lose weight. A measurement is a batch:
+/// `n` tasks of `x` bytes in total, done in time `y`. Its weight is 1/`n`, because its variance
+/// grows with `n`.
 #[derive(Debug, Clone, Copy, Default)]
 struct Sums {
     n: f64,
@@ -121,7 +125,8 @@ impl PlaceEstimate {
 mod tests {
     use super::*;
 
-    /// Feeds tasks of these sizes, one after another, each taking `per_task + per_byte · size` microseconds.
+    /// Adds measurements of tasks with these sizes, one after another. Each takes `per_task +
+    /// per_byte · size` microseconds.
     fn feed(estimate: &mut PlaceEstimate, now: &mut Instant, sizes: &[u64], cost: impl Fn(u64) -> u64) {
         for &bytes in sizes {
             let took = Duration::from_micros(cost(bytes));

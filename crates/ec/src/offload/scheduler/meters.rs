@@ -1,4 +1,4 @@
-//! The scheduler's metrics.
+//! Metrics of the scheduler.
 
 use metrics::{Counter, Gauge, counter, gauge};
 
@@ -7,7 +7,7 @@ use super::{CodingPlace, Reason};
 
 /// Handles of the metrics, so that a decision needs no look-up.
 pub(super) struct SchedulerMeters {
-    /// By place and reason.
+    /// Counters of started tasks, by place and reason.
     sent: [[Counter; Reason::ALL.len()]; 2],
     refused: Counter,
     queued: Gauge,

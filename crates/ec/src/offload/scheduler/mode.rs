@@ -62,7 +62,7 @@ mod tests {
     }
 
     proptest! {
-        /// At no time has the offload more or less than its share by a whole task.
+        /// At no time is the DPU a whole task ahead of or behind its share.
         #[test]
         fn nobody_is_a_task_ahead(alpha in 0u32..=40, beta in 0u32..=40) {
             prop_assume!(alpha + beta > 0);

@@ -29,7 +29,7 @@ pub struct Snapshot {
     pub beta: u64,
     /// The host.
     pub host: PlaceSnapshot,
-    /// The offload.
+    /// The DPU.
     pub offload: PlaceSnapshot,
 }
 
@@ -40,7 +40,7 @@ pub struct PlaceSnapshot {
     pub in_service: usize,
     /// Maximum number of tasks in service.
     pub slots: usize,
-    /// Tasks sent there, by reason.
+    /// Number of tasks sent to this place, by reason.
     pub sent: CodingSent,
     /// Estimated fixed cost of a task, in microseconds of a lane; `None` before the first
     /// measurement.
