@@ -132,7 +132,7 @@ impl Group {
         Ok(Stat { size, allocated: stats.iter().map(|stat| stat.allocated).sum() })
     }
 
-    /// Lists object ids, without the group's internal objects.
+    /// Lists object ids, without the array's own objects.
     pub(crate) async fn list_in(
         &self,
         interval: &Interval,

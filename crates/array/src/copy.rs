@@ -150,8 +150,8 @@ impl Group {
                 let entries = page_by(&mut entries, |(key, value)| key.len() + value.len());
                 let mut set =
                     Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: oid.clone(), entries });
-                // The group's own object may use the reserve; otherwise a full member could never
-                // be rebuilt.
+                // The owner's metadata object may use the reserve; otherwise a full member could
+                // never be rebuilt.
                 set.uses_reserve = *oid == self.meta;
                 self.calls.apply_to(link, set).await?;
             }

@@ -35,11 +35,11 @@ pub struct GroupOptions {
     /// Pool id and group number, which determine the ranking of targets
     /// ([`wire::placement::ranked`]).
     pub place: (u32, u32),
-    /// The object in which the group's owner keeps records about all objects, in its omap. A
+    /// The owner's metadata object in this group. Its omap has records about all objects, so a
     /// rebuild copies it first.
     pub meta: ObjectId,
-    /// Tells whether an object is internal to the owner. Transactions change internal objects
-    /// without a lock.
+    /// Tells whether an object is one of the owner's metadata objects. Transactions change these
+    /// objects without a lock.
     pub is_internal: fn(&ObjectId) -> bool,
     /// Redundancy scheme of the group.
     pub redundancy: Redundancy,
@@ -88,7 +88,7 @@ pub struct Group {
     pub(crate) stages: Stages,
     pub(crate) damaged: Damaged,
     pub(crate) rebuilding: RefCell<Option<Rebuilding>>,
-    /// The position from which on a member to be rebuilt is looked for.
+    /// Position at which the search for a member to rebuild starts.
     pub(crate) rebuild_next: Cell<usize>,
     pub(crate) trim_scheduled: Cell<bool>,
     /// Number of reads of copies so far.
@@ -97,8 +97,8 @@ pub struct Group {
 
 impl Group {
     /// # Errors
-    /// [`StoreError::InvalidArgument`](store::StoreError::InvalidArgument) if the redundancy is not
-    /// possible.
+    /// [`StoreError::InvalidArgument`](store::StoreError::InvalidArgument) if the redundancy scheme
+    /// is invalid.
     pub fn new(options: GroupOptions) -> store::Result<Group> {
         let layout = StripeLayout::new(&options.redundancy);
         let (timeout, patience) = (options.member_timeout, options.patience);
@@ -194,8 +194,8 @@ impl Group {
         interval.links[position].clone().or_else(|| self.rebuilt_at(interval, position, |_| true))
     }
 
-    /// Returns the member at a position if it has the current state of the object. Such a member is
-    /// in sync, or its rebuild has already copied the object.
+    /// Returns the member at a position if it has the current state of the object. The member is
+    /// either in sync, or its rebuild has already copied the object.
     pub(crate) fn live(&self, interval: &Interval, position: usize, oid: &ObjectId) -> Option<MemberLink> {
         interval.links[position].clone().or_else(|| self.rebuilt_at(interval, position, |r| !r.lacks(oid)))
     }

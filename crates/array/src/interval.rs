@@ -26,9 +26,9 @@ pub struct Interval {
     /// Members in sync, by position.
     pub(crate) links: Vec<Option<MemberLink>>,
     pub(crate) record: GroupRecord,
-    /// Numbers of the transactions that were taken back when the interval began.
+    /// Numbers of the transactions that were rolled back when the interval began.
     pub(crate) undone: BTreeSet<u64>,
-    /// Targets that store data of the group which is no longer needed.
+    /// Targets that store data of the group that is no longer needed.
     pub(crate) leftovers: RefCell<Vec<Rc<dyn Member>>>,
 }
 
@@ -38,7 +38,7 @@ impl Interval {
         self.record.members[position].target
     }
 
-    /// Returns true if the group can continue without a target.
+    /// Returns true if the group can continue without the target `uuid`.
     pub fn can_spare(&self, uuid: Uuid, needed: usize) -> bool {
         let others = self.links.iter().flatten().filter(|link| link.target.uuid() != uuid).count();
         others >= needed || self.links.iter().flatten().count() == others

@@ -32,9 +32,9 @@
 //! it. If only some members have a transaction, the array rolls it back with the old data that
 //! those members have kept. The membership record names the members in sync, and has a term. Every
 //! member in sync stores a new record before the array acknowledges anything without the other
-//! members. Only one transaction at a time changes an object. The group's internal objects are an
-//! exception: several transactions may change their omap entries concurrently. Each of those
-//! entries is either written by a single transaction or only ever grows. See `docs/adr/0012`.
+//! members. Only one transaction at a time changes an object. The metadata objects of the array's
+//! owner are an exception: several transactions may change their omap entries concurrently. Each of
+//! those entries is either written by a single transaction or only ever grows. See `docs/adr/0012`.
 //!
 //! **Threads.** An [`Array`] and its group live on one thread, in a `LocalSet`. A request starts
 //! during the call of [`submit`](store::Submit::submit). The rest of the request runs in a task,

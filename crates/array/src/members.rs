@@ -183,7 +183,7 @@ impl Group {
     }
 
     /// Replaces some members with targets that are not members yet. It replaces a member that is
-    /// not in sync if its target is out, has left the node, or is blank and full.
+    /// not in sync if its target is out, has left the node, or had no space for the blank member.
     fn find_replacements(&self, record: &mut GroupRecord) {
         for position in 0..record.members.len() {
             let member = record.members[position];

@@ -152,7 +152,8 @@ impl Group {
         ];
         let note = Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: own_object(), entries });
         self.calls.apply_to(&link, note.from_reserve()).await?;
-        // Transactions change this object without a lock, so copy it while the gate keeps them out.
+        // Transactions change the owner's metadata object without a lock. Copy it while the gate
+        // keeps transactions out.
         self.copy_object(interval, &link, position, &self.meta.clone(), false).await?;
         self.still(interval)?;
         let rebuilding = Rebuilding::new(position, interval.number, link.clone(), missing);
@@ -196,7 +197,7 @@ impl Group {
         self.note_dirty(link, missing.iter()).await?;
         let keep = own_object();
         loop {
-            // A group's internal objects sort first.
+            // The array's own objects sort first.
             let (ids, _) = self.calls.answer(link, link.target.store().list(&self.cid, None, PAGE)).await?;
             let left = ids.into_iter().take_while(is_own).filter(|oid| *oid != keep);
             let removals: Vec<Op> = left.map(|oid| Op::Remove { oid }).collect();

@@ -1,6 +1,6 @@
-//! The records that a group keeps beside its objects. They are omap entries of one internal object
-//! in the group's collection. All members in sync have the same entries, except for the undo
-//! information in the intents.
+//! The records that an array keeps beside the objects of its owner. The records are omap entries of
+//! one object in the group's collection. All members in sync have the same entries, except for the
+//! undo information in the intents.
 //!
 //! ```text
 //! e            the group's record: its term, and how its members stand (format byte, then postcard)
@@ -21,7 +21,7 @@ use store::{ObjectId, Op, StoreError};
 use uuid::Uuid;
 
 const FORMAT: u8 = 1;
-/// Prefix of the ids of a group's internal objects, which sort before all other objects.
+/// Prefix of the ids of the array's own objects, which sort before all other objects.
 const OWN: &[u8] = b"\0\0\0\0\0a";
 
 /// Name of the xattr that stores an object's size in bytes.
@@ -48,9 +48,9 @@ pub(crate) struct MemberRecord {
 /// Membership record of a group.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct GroupRecord {
-    /// Grows each time a member leaves or comes back.
+    /// Grows with each change of the members in sync.
     pub(crate) term: u64,
-    /// By position.
+    /// Members by position.
     pub(crate) members: Vec<MemberRecord>,
 }
 
@@ -122,7 +122,7 @@ pub(crate) struct Intent {
     pub(crate) objects: Vec<Touched>,
 }
 
-/// Id of the object that contains the group's records.
+/// Id of the object that contains the array's records.
 pub(crate) fn own_object() -> ObjectId {
     fixed([OWN, b"rray"].concat())
 }
@@ -136,7 +136,7 @@ pub(crate) fn undo_object(intent: u64, index: usize) -> ObjectId {
     fixed(id.to_vec())
 }
 
-/// Returns true if an object is internal to the group.
+/// Returns true if an object is one of the array's own: the records or an undo object.
 pub(crate) fn is_own(oid: &ObjectId) -> bool {
     oid.as_bytes().starts_with(OWN)
 }
