@@ -4,11 +4,11 @@
 //! The scheduler in `ec::offload` makes the choice. If the host or the accelerator computes the
 //! parity, only the data moves to host memory. If the DPU's cores compute it, data and parity move
 //! there together. If an engine fails, another one takes over; as a last resort, this thread
-//! computes the parity. While there are tasks, the scheduler samples the host's load ten times per
-//! second.
+//! computes the parity. While there are coding tasks, the dispatcher samples the host's load ten
+//! times per second.
 //!
-//! The scheduler does not place small changes and reconstructed fragments. Their bytes are already
-//! in this process, which computes them directly.
+//! The scheduler is not used for small changes or for reconstructing fragments. Their bytes are
+//! already in this process, which computes them directly.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -68,7 +68,7 @@ pub struct CodingConfig {
     pub faults: Faults,
 }
 
-/// Location of the targets' stores, to which stripes are written.
+/// Location of the stores that receive the stripes.
 #[derive(Clone)]
 pub enum StripesAt {
     /// The stores are in this process. `None` selects the minimal set of coding engines.
@@ -125,7 +125,7 @@ pub struct CodingDispatcher {
 
 impl CodingDispatcher {
     /// # Errors
-    /// If the system has no room for another thread.
+    /// If the system cannot create another thread.
     pub fn start(
         config: &CodingConfig,
         stores: Arc<dyn StripeStores>,

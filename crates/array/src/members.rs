@@ -26,8 +26,8 @@ impl Group {
     /// only because an operator has declared other members lost.
     ///
     /// # Errors
-    /// [`StoreError::TooFewTargets`] if there are too few, or if missing members may know newer
-    /// changes.
+    /// [`StoreError::TooFewTargets`] if too few members are available, or if missing members may
+    /// have newer changes.
     pub(crate) fn members(
         &self,
         record: &GroupRecord,

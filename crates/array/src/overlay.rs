@@ -68,7 +68,7 @@ pub(crate) struct Overlay {
     pub(crate) before: u64,
     /// Size of the object after the changes, in bytes.
     pub(crate) size: u64,
-    /// Smallest size of the object during the changes. None of the old bytes behind it remain.
+    /// Smallest size of the object during the changes. None of the old bytes beyond it remain.
     pub(crate) low: u64,
     extents: BTreeMap<u64, OverlayRange>,
 }
@@ -99,8 +99,8 @@ impl Overlay {
     /// Writes bytes at an offset.
     ///
     /// # Errors
-    /// [`StoreError::InvalidArgument`] if the bytes are not whole blocks and do not reach the
-    /// object's end.
+    /// [`StoreError::InvalidArgument`] if the offset is not a multiple of the block size. The same
+    /// error if the bytes end within a block and before the object's end.
     pub(crate) fn write(&mut self, offset: u64, payload: Payload) -> store::Result<()> {
         let len = payload.len() as u64;
         self.check(offset, len)?;
@@ -124,7 +124,7 @@ impl Overlay {
         self.put(OverlayRange { offset, len, content: OverlayContent::Staged(Rc::clone(stage), at) })
     }
 
-    /// Makes a range zero. Extends the object if the range ends behind its end.
+    /// Makes a range zero. Extends the object if the range ends beyond the object's end.
     ///
     /// # Errors
     /// Like [`Overlay::write`].

@@ -173,7 +173,7 @@ impl ArrayChange<'_> {
         try_join_all(reads).await
     }
 
-    /// Returns the new bytes of a unit's rows: the new content over `old`. `old` has zeros behind
+    /// Returns the new bytes of a unit's rows: the new content over `old`. `old` has zeros beyond
     /// the object's old end.
     fn unit_bytes(
         &self,

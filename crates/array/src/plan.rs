@@ -63,7 +63,7 @@ impl ReadPlan {
             return Err(too_few(present, layout.k));
         }
         for &fragment in &sources {
-            // Behind its end, a fragment counts as zeros and need not be read.
+            // Beyond its end, a fragment counts as zeros and need not be read.
             if layout.fragment_size(fragment, size) > over.start {
                 let range = reads.entry(fragment).or_insert_with(|| over.clone());
                 *range = hull(range, &over);

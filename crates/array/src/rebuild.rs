@@ -58,7 +58,7 @@ impl Group {
         let members = &interval.record.members;
         let usable = |uuid| self.targets.iter().any(|t| t.uuid() == uuid && t.is_usable());
         let can_be = |m: &MemberRecord| m.standing != Standing::InSync && usable(m.target);
-        // Start behind the last member whose rebuild failed, so that it does not block the others.
+        // Start after the last member whose rebuild failed, so that it does not block the others.
         let next = self.rebuild_next.get();
         (next..next + members.len()).map(|i| i % members.len()).find(|&i| can_be(&members[i]))
     }

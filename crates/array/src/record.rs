@@ -100,7 +100,7 @@ pub(crate) enum Undo {
     /// place.
     Return,
     /// The undo object contains these ranges (offset, length) of the old data, at the same offsets.
-    /// The fragment was `size` bytes long.
+    /// The old fragment was `size` bytes long.
     Restore { size: u64, saved: Vec<(u64, u64)> },
 }
 

@@ -14,10 +14,10 @@ use crate::overlay::{Overlay, OverlayContent, OverlayRange};
 /// Ranges of a fragment, as offset and length.
 pub(crate) type Ranges = Vec<(u64, u64)>;
 
-/// The changes of each fragment of an object.
+/// Changes of an object, divided by fragment.
 #[derive(Default)]
 pub(crate) struct Split {
-    /// Ops, by position.
+    /// Ops for each fragment, by position.
     pub(crate) ops: Vec<Vec<Op>>,
     /// Ranges that the ops overwrite or cut off, by position.
     pub(crate) overwritten: Vec<Ranges>,
@@ -202,7 +202,7 @@ impl ArrayChange<'_> {
     /// Makes a range of a fragment zero.
     pub(crate) fn zero_fragment(&self, fragment: usize, range: Range<u64>, split: &mut Split) {
         split.overwritten[fragment].push((range.start, range.end - range.start));
-        // The object was truncated to its lowest size before, so the bytes behind it are zeros
+        // The object was truncated to its lowest size before, so the bytes beyond it are zeros
         // already.
         let end = range.end.min(self.layout.fragment_size(fragment, self.overlay.low));
         if range.start < end {

@@ -96,7 +96,7 @@ impl ArrayChange<'_> {
     }
 }
 
-/// Rounds ranges to whole blocks, sorts and merges them, and drops blocks behind `end`.
+/// Rounds ranges to whole blocks, sorts and merges them, and drops blocks beyond `end`.
 fn merged(ranges: &[(u64, u64)], end: u64) -> Ranges {
     let end = end.next_multiple_of(BLOCK);
     let whole = |(at, len): &(u64, u64)| at - at % BLOCK..(at + len).next_multiple_of(BLOCK).min(end);

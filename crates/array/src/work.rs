@@ -29,7 +29,7 @@ pub(crate) struct ObjectEdit {
     pub(crate) xattrs: bool,
     pub(crate) omap_keys: Vec<Bytes>,
     pub(crate) omap_ranges: Vec<(Bytes, Option<Bytes>)>,
-    /// Ops of the fragments, computed after all ops were applied.
+    /// Ops for each fragment, computed after all ops of the transaction were applied.
     pub(crate) split: Split,
     pub(crate) live: Vec<Option<MemberLink>>,
 }
