@@ -20,8 +20,8 @@ const OBJECTS: usize = 64;
 const NOTES: usize = 1024;
 
 /// Returns the targets that are not members and store data of the group that is no longer needed.
-/// If all members are in sync, this is any such data. Otherwise it is the data of an unfinished
-/// rebuild, or, in `remains`, of an interrupted removal.
+/// If all members are in sync, none of this data is needed. Otherwise, only the data of an
+/// unfinished rebuild and, in `remains`, of an interrupted removal is not needed.
 pub(crate) fn leftovers(
     record: &GroupRecord,
     views: &[MemberView],

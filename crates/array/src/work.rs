@@ -163,7 +163,7 @@ pub(crate) fn object_of(op: &Op) -> Option<&ObjectId> {
     }
 }
 
-/// Returns true if an op changes only omap entries. Several transactions may apply such ops
+/// Returns true if an op changes only omap entries. Several transactions may apply these ops
 /// concurrently to a metadata object of the array's owner.
 pub(crate) fn is_omap_only(op: &Op) -> bool {
     matches!(op, Op::OmapSet { .. } | Op::OmapRemove { .. } | Op::OmapRemoveRange { .. })

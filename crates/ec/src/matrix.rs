@@ -49,7 +49,7 @@ impl Matrix {
     /// The coefficients of a row.
     ///
     /// # Panics
-    /// If the matrix has no such row.
+    /// If the row does not exist.
     #[must_use]
     pub fn row(&self, row: usize) -> &[u8] {
         &self.coefficients[row * self.columns..][..self.columns]

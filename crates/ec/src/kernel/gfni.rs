@@ -1,7 +1,7 @@
 //! The kernel for processors with GFNI and AVX-512: one instruction computes a product of 64 bytes.
 //!
 //! Multiplication by a coefficient is linear over bits, so it corresponds to an 8 x 8 bit matrix.
-//! `GF2P8AFFINEQB` multiplies every byte of a register by such a matrix. The sums of up to [`ROWS`]
+//! `GF2P8AFFINEQB` multiplies every byte of a register by a bit matrix. The sums of up to [`ROWS`]
 //! rows over [`WIDE`] registers stay in registers while the kernel reads the sources. Each source
 //! is loaded once for all these rows.
 

@@ -1,10 +1,12 @@
-//! Size of coding tasks, and the time that a batch device needs for a batch of them.
+//! Size of coding tasks, and the time that a batch device needs for a batch of them. The device is
+//! modelled on the measurements of Ryu et al. ("the paper"; see
+//! [`accelerator`](super::accelerator)).
 
 use std::time::Duration;
 
 /// Fixed cost of a batch, as the number of bytes that one host core encodes in that time.
 const PER_BATCH: f64 = 24e6;
-/// Ratio of the engine's time per byte to that of one host core.
+/// Ratio of the accelerator's time per byte to that of one host core.
 const SLOWER: f64 = 10.3;
 /// Number of parity fragments per stripe in the paper's measurement.
 const PAPER_COMPUTED: f64 = 32.0;
@@ -25,17 +27,17 @@ pub struct EngineRate {
 }
 
 impl EngineRate {
-    /// Creates the speed that the paper measured, relative to a host core that encodes (128, 32) at
-    /// `host_rate` bytes of data per second.
+    /// Creates the speed that the paper measured. It is relative to a host core that encodes (128,
+    /// 32) at `host_rate` bytes of data per second.
     #[must_use]
     pub fn paper(host_rate: f64) -> EngineRate {
         EngineRate { host_rate: host_rate.max(1.0) }
     }
 
-    /// Returns the time for a batch. Each byte of data is multiplied and added once for each
-    /// computed fragment. Therefore the time is proportional to the number of computed fragments,
-    /// and does not depend on the number of data fragments. The fixed cost per batch is always the
-    /// same.
+    /// Returns the time for a batch: a fixed cost, plus a time per byte of data. Each byte is
+    /// multiplied and added once for each computed fragment. Therefore the time per byte is
+    /// proportional to the number of computed fragments. It does not depend on the number of data
+    /// fragments.
     #[must_use]
     pub fn of_batch(&self, batch: &[CodingWork]) -> Duration {
         let as_paper =

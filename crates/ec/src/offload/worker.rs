@@ -86,7 +86,7 @@ pub struct Worker {
 struct Shared {
     settings: WorkerSettings,
     state: Mutex<State>,
-    /// Signals new tasks or the end.
+    /// Signals that tasks are waiting, or that the worker stops.
     changed: Condvar,
     meters: WorkerMeters,
 }

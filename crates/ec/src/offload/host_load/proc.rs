@@ -33,7 +33,7 @@ pub enum HostCpusError {
 
 /// Reads the counters of a set of CPUs. The caller supplies the CPU times to exclude, because only
 /// the caller knows the threads. These must be times on the given CPUs: threads that run on other
-/// CPUs do not count.
+/// CPUs must not be included.
 #[derive(Debug)]
 pub struct HostCpus<D, C> {
     cpus: Vec<usize>,

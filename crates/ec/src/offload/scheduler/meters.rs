@@ -5,7 +5,7 @@ use metrics::{Counter, Gauge, counter, gauge};
 use super::admission::AdmissionView;
 use super::{CodingPlace, Reason};
 
-/// Handles of the metrics, so that a decision needs no look-up.
+/// Handles of the metrics, so that updating a metric needs no look-up.
 pub(super) struct SchedulerMeters {
     /// Counters of started tasks, by place and reason.
     sent: [[Counter; Reason::ALL.len()]; 2],

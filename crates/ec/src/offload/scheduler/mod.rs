@@ -122,7 +122,7 @@ struct Shared {
 #[must_use = "the place is kept until this is dropped"]
 pub struct TaskSlot {
     scheduler: Scheduler,
-    /// Taken when the task ends.
+    /// The task in service; `None` after the task has ended.
     ticket: Option<TaskInService>,
     place: CodingPlace,
 }
