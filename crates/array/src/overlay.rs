@@ -227,8 +227,8 @@ mod tests {
             for step in steps {
                 match step {
                     Step::Write(at, len, fill) => {
-                        // The osd extends a write that ends within a block up to the object's end.
-                        // So the write ends the object.
+                        // The osd extends a write to the end of its last block, unless the write
+                        // reaches the object's end.
                         let len = if at + len < overlay.size { len.next_multiple_of(BLOCK) } else { len };
                         overlay.write(at, Payload::compute(0, Bytes::from(vec![fill; len as usize]))).unwrap();
                         model.resize(model.len().max((at + len) as usize), 0);
