@@ -20,27 +20,27 @@ use crate::member_link::MemberLink;
 use crate::record::SIZE_XATTR;
 use crate::task::spawn;
 
-/// After the last transaction, intents are trimmed when nothing has happened for that long.
+/// Time without a new transaction after which the array trims the remaining intents.
 const TRIM_IDLE: Duration = Duration::from_secs(1);
 
 /// The future of an [`Array`]'s reply.
 pub type ArrayFuture = LocalBoxFuture<'static, Result<StoreReply>>;
 
-/// See the [module](self) documentation. A clone is another handle of the same group.
+/// See the [module](self) documentation. A clone is another handle to the same group.
 #[derive(Clone)]
 pub struct Array(Rc<Group>);
 
 impl Array {
-    /// A handle of a group.
+    /// Creates a handle to a group.
     #[must_use]
     pub fn new(group: Rc<Group>) -> Array {
         Array(group)
     }
 }
 
-/// Carries out the rest of a request in a task of its own. Its caller may stop polling for as long
-/// as a client takes its data, or drop the future: meanwhile the request must not keep others
-/// waiting that need the same object.
+/// Runs the rest of a request in its own task. The caller may stop polling while a client receives
+/// data, or drop the future. In either case, other requests for the same object must not have to
+/// wait.
 fn detached(task: ArrayFuture) -> ArrayFuture {
     let task = match phases::current() {
         Some(clock) => spawn(clock.scope(task)),
@@ -53,8 +53,7 @@ fn ended() -> StoreError {
     StoreError::Disconnected("the group has ended".into())
 }
 
-/// Carries out a request as far as that goes without waiting: so requests take their places in the
-/// order of the calls.
+/// Polls a request once, so that requests take their places in the order of the calls.
 fn begin(mut task: ArrayFuture) -> std::result::Result<Result<StoreReply>, ArrayFuture> {
     match Pin::new(&mut task).poll(&mut Context::from_waker(Waker::noop())) {
         Poll::Ready(reply) => Ok(reply),
@@ -103,14 +102,14 @@ async fn reply_to(group: &Rc<Group>, number: u64, request: StoreRequest) -> Resu
         }
         StoreRequest::Query { query, .. } => ask_metadata(group, number, query).await?,
         StoreRequest::Collections => vec![group.cid.clone()].into(),
-        // Space is the targets', not a group's.
+        // Space belongs to the targets, not to a group.
         StoreRequest::Space => Space::default().into(),
-        // The targets are unmounted by their owner.
+        // The targets' owner unmounts them.
         StoreRequest::Umount => StoreReply::Done,
     })
 }
 
-/// Questions about an object that any member with the object can answer.
+/// Answers a metadata query about an object, which any member with the object can answer.
 async fn ask_metadata(group: &Group, number: u64, query: MetadataQuery) -> Result<StoreReply> {
     let Some(oid) = query.oid() else {
         return Err(StoreError::InvalidArgument("the question is about no object".into()));
@@ -125,7 +124,7 @@ async fn ask_metadata(group: &Group, number: u64, query: MetadataQuery) -> Resul
     Ok(reply)
 }
 
-/// Repairs what was found damaged, in the background.
+/// Repairs damaged fragments in the background.
 fn repair_damaged(group: &Rc<Group>) {
     for (oid, position) in group.damaged.take() {
         let group = Rc::clone(group);
@@ -137,8 +136,8 @@ fn repair_damaged(group: &Rc<Group>) {
     }
 }
 
-/// Takes away, when nothing has happened for a while, what was kept in case a transaction had to be
-/// taken back.
+/// Trims intents and undo objects when the group has been idle for a while. They were kept in case
+/// a transaction had to be rolled back.
 fn trim_when_idle(group: &Rc<Group>) {
     if group.trim_scheduled.replace(true) {
         return;
@@ -194,7 +193,7 @@ impl Submit for Array {
 }
 
 impl Array {
-    /// Makes a stage. It is released if the caller no longer waits when it is there.
+    /// Creates a stage. Releases it if the caller is gone when the stage is ready.
     fn staging(&self, task: ArrayFuture) -> ArrayFuture {
         let (reply, made) = oneshot::channel();
         let group = Rc::clone(&self.0);

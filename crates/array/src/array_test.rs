@@ -1,4 +1,4 @@
-//! A group over stores whose reads can be held up.
+//! Tests an array over stores whose reads can be delayed.
 
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -21,7 +21,7 @@ use uuid::Uuid;
 
 use super::*;
 
-/// A store in memory. While `held` is set, reads wait.
+/// A store in memory whose reads wait while `held` is set.
 struct HeldStore {
     inner: MemStore,
     held: watch::Sender<bool>,
@@ -43,7 +43,7 @@ impl Submit for HeldStore {
     }
 }
 
-/// A target that is always well.
+/// A target that never fails.
 struct Healthy(Uuid, Arc<dyn ObjectStore>);
 
 impl Member for Healthy {
@@ -89,7 +89,7 @@ fn put(cid: &CollectionId, oid: &ObjectId, byte: u8) -> Transaction {
     Transaction::new(cid.clone()).with(Op::Write { oid: oid.clone(), offset: 0, source })
 }
 
-/// A client takes its data slowly, so that nobody polls the read meanwhile.
+/// A client receives data slowly, so the read is not polled for a while.
 #[tokio::test]
 async fn a_read_that_nobody_polls_keeps_no_write_to_its_object_waiting() {
     let within = |what| async move { tokio::time::timeout(Duration::from_secs(20), what).await };

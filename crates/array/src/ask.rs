@@ -1,5 +1,5 @@
-//! Questions that any member can answer: an object's size and metadata, and which objects there
-//! are.
+//! Metadata queries that any member can answer: an object's size and metadata, and the list of
+//! objects.
 
 use bytes::Bytes;
 use futures::future::try_join_all;
@@ -12,7 +12,7 @@ use crate::objects::Known;
 use crate::record::{SIZE_XATTR, is_own, own_object};
 
 impl Group {
-    /// A question about an object's metadata, in the interval of that number.
+    /// Sends a query about an object's metadata, in the interval with the given number.
     pub(crate) async fn ask_in<T>(
         &self,
         number: u64,
@@ -20,13 +20,13 @@ impl Group {
         question: impl AsyncFn(&MemberLink) -> store::Result<T>,
     ) -> store::Result<T> {
         let interval = self.interval(number).await?;
-        // It takes its place behind transactions on the object that were queued before.
+        // The query waits for transactions on the object that were queued before it.
         let _held = self.objects.shared(oid).await;
         self.ask(&interval, oid, question).await
     }
 
-    /// Asks a member that has the object; the answer is the same whichever it is. Where one says
-    /// that there is no such object, a second one has to say so, too: it may have lost what it had.
+    /// Asks any member that has the object. If the member answers that the object does not exist, a
+    /// second member must confirm it: the first member may have lost the object.
     pub(crate) async fn ask<T>(
         &self,
         interval: &Interval,
@@ -49,7 +49,7 @@ impl Group {
         }
     }
 
-    /// Asks one of several members, the next one if the first cannot read what it has.
+    /// Asks the members in turn until one can read its data.
     pub(crate) async fn ask_one_of<T>(
         &self,
         links: &[Option<MemberLink>],
@@ -70,14 +70,14 @@ impl Group {
             }
         }
         let e = StoreError::TooFewTargets { there: 0, needed: 1, detail: failures.join("; ") };
-        // Of a single one another member is asked next.
+        // If only one member failed, the caller asks another member next.
         if unreadable.len() < 2 {
             return Err(e);
         }
         Err(self.unless_failing(&unreadable, e).await)
     }
 
-    /// An object's size, read if it is not known.
+    /// Returns an object's size. Reads it if it is not cached.
     pub(crate) async fn size(
         &self,
         interval: &Interval,
@@ -93,9 +93,9 @@ impl Group {
         Ok(size)
     }
 
-    /// An object's size, by the first of some members that has the object; those before it are left
-    /// out from then on. One that has lost an object does not speak for the others: what all of
-    /// them lack was removed.
+    /// Returns an object's size from the first given member that has the object. Removes the
+    /// members before it from `members`. A member may have lost the object, so its answer alone
+    /// does not prove that the object was removed. If all members lack the object, it was removed.
     pub(crate) async fn size_by_any(
         &self,
         members: &mut [Option<MemberLink>],
@@ -118,7 +118,7 @@ impl Group {
         asked
     }
 
-    /// Size of an object, and the space that it takes on all members.
+    /// Returns the size of an object, and the space that it occupies on all members.
     pub(crate) async fn stat(&self, number: u64, oid: &ObjectId) -> store::Result<Stat> {
         let interval = self.interval(number).await?;
         let locked = self.objects.exclusive(oid).await;
@@ -132,7 +132,7 @@ impl Group {
         Ok(Stat { size, allocated: stats.iter().map(|stat| stat.allocated).sum() })
     }
 
-    /// Ids of objects, without the group's own.
+    /// Lists object ids, without the array's own objects.
     pub(crate) async fn list_in(
         &self,
         interval: &Interval,
@@ -142,7 +142,7 @@ impl Group {
         self.list_of(&interval.links, from, limit).await
     }
 
-    /// The same, of one of these members.
+    /// Lists object ids like [`Group::list_in`], from any of the given members.
     pub(crate) async fn list_of(
         &self,
         links: &[Option<MemberLink>],
@@ -163,8 +163,8 @@ impl Group {
         }
     }
 
-    /// The error that too few fragments of an object can be read, or one that passes if that is so
-    /// because a whole target fails, rather than blocks of it, and is tried again.
+    /// Returns `e`, the error that too few fragments are readable. If a whole target fails instead
+    /// of single blocks, and the target may recover, returns a temporary error instead.
     pub(crate) async fn unless_failing(&self, unreadable: &[MemberLink], e: StoreError) -> StoreError {
         for link in unreadable {
             let fails = tokio::time::timeout(self.calls.member_timeout, link.target.fails());
@@ -176,13 +176,13 @@ impl Group {
     }
 }
 
-/// Whether an error says that what is stored cannot be read, rather than that the store cannot be
-/// asked.
+/// Returns true if the error means that stored data is unreadable. Other errors mean that the store
+/// could not answer.
 pub(crate) fn is_damage(e: &StoreError) -> bool {
     matches!(e, StoreError::Corrupt { .. } | StoreError::Io(_) | StoreError::NoSuchObject(_))
 }
 
-/// An object's size, from what a member said of it.
+/// Decodes an object's size from a member's answer.
 fn size_of(oid: &ObjectId, found: store::Result<Bytes>) -> store::Result<Option<u64>> {
     match found {
         Ok(bytes) => match bytes[..].try_into() {
@@ -193,13 +193,13 @@ fn size_of(oid: &ObjectId, found: store::Result<Bytes>) -> store::Result<Option<
             }
         },
         Err(StoreError::NoSuchObject(_)) => Ok(None),
-        // Made by a change of its omap alone.
+        // The object was created by a change of its omap alone.
         Err(StoreError::NoSuchXattr(_)) => Ok(Some(0)),
         Err(e) => Err(e),
     }
 }
 
-/// The lowest id that is greater.
+/// Returns the lowest id that is greater than `oid`.
 pub(crate) fn after(oid: &ObjectId) -> store::Result<ObjectId> {
     ObjectId::new([oid.as_bytes(), &b"\0"[..]].concat())
 }

@@ -1,9 +1,9 @@
-//! Calls on members: how long a group waits for an answer, and when it goes on without a member.
+//! Calls on members: how long a group waits for an answer, and when it continues without a member.
 //!
-//! A member that has not answered in time is slow. The group goes on without it only if enough
-//! other members in sync answer when they are asked then: if the whole host stands still, no member
-//! does, and everything waits. A call on a member that the group cannot do without fails after the
-//! group's patience; the caller may make it again.
+//! A member that has not answered within the timeout is slow. The group continues without a slow
+//! member only if enough other members in sync answer a probe at that time. If the whole host is
+//! stalled, no member answers, and all calls wait. A call on a member that the group needs fails
+//! after the group's patience. The caller may retry it.
 
 use std::cell::RefCell;
 use std::pin::pin;
@@ -18,22 +18,22 @@ use tokio::time::Instant;
 use crate::member::Member;
 use crate::member_link::MemberLink;
 
-/// Entries read at a time.
+/// Omap entries read per call.
 const PAGE: usize = 1024;
 
-/// What a group's calls on its members need.
+/// State that a group needs for calls on its members.
 pub(crate) struct Calls {
     /// The group's collection.
     cid: CollectionId,
     /// All targets of the node.
     targets: Rc<Vec<Rc<dyn Member>>>,
-    /// Number of members that the group cannot do without.
+    /// Number of members that the group needs.
     needed: usize,
-    /// A member that has not answered for that long is slow.
+    /// Time after which a member that has not answered is slow.
     pub(crate) member_timeout: Duration,
-    /// A call waits for that long for a member that the group cannot do without.
+    /// Time that a call waits for a member that the group needs.
     pub(crate) patience: Duration,
-    /// The members in sync of the interval, or of the one that is being opened.
+    /// Members in sync of the current interval, or of the interval that is being opened.
     in_sync: RefCell<Vec<Rc<dyn Member>>>,
 }
 
@@ -53,12 +53,12 @@ impl Calls {
         *self.in_sync.borrow_mut() = members;
     }
 
-    /// What a member answers.
+    /// Waits for a member's answer to a call.
     ///
     /// # Errors
-    /// Besides the member's: [`StoreError::Disconnected`] if the group goes on without the member, or has run out of
-    /// patience. The call may still take effect, but not after a transaction that is queued later
-    /// in the same collection.
+    /// The member's error, or [`StoreError::Disconnected`] if the group continues without the
+    /// member or has run out of patience. In the latter cases the call may still take effect. It
+    /// cannot take effect after a transaction that is queued later in the same collection.
     pub(crate) async fn answer<T>(
         &self,
         link: &MemberLink,
@@ -85,14 +85,14 @@ impl Calls {
         }
     }
 
-    /// Carries out a transaction on one member. If that fails for another reason than a refusal,
-    /// the member has failed.
+    /// Executes a transaction on one member. Any error other than a refusal marks the member's
+    /// target as failed.
     pub(crate) async fn apply_to(&self, link: &MemberLink, transaction: Transaction) -> store::Result<()> {
         let queued = link.target.store().queue_transaction_in(link.incarnation, transaction);
         self.answer(link, queued).await.map_err(|e| link.classified(e))
     }
 
-    /// All entries of an omap in a range.
+    /// Reads all entries of an omap in a range.
     pub(crate) async fn all_entries(
         &self,
         link: &MemberLink,
@@ -115,7 +115,7 @@ impl Calls {
         }
     }
 
-    /// Resolves when enough members in sync answer, besides one.
+    /// Resolves when enough members in sync, other than `slow`, have answered a probe.
     async fn can_go_on_without(&self, slow: &Rc<dyn Member>) {
         loop {
             let others: Vec<Rc<dyn Member>> = {
@@ -130,12 +130,12 @@ impl Calls {
                     return;
                 }
             }
-            // Others may have come back by then.
+            // By then, other members may have come back.
             tokio::time::sleep(self.member_timeout / 4).await;
         }
     }
 
-    /// An error that too few targets are there, as one that passes if some of them are being tried
+    /// Turns an error about too few targets into a temporary one if some targets may become usable
     /// again.
     pub(crate) fn unless_hopeful(&self, e: StoreError) -> StoreError {
         if !matches!(e, StoreError::TooFewTargets { .. }) {
@@ -152,7 +152,7 @@ impl Calls {
     }
 }
 
-/// What a call on a member that does not answer fails with.
+/// The error of a call on a member that does not answer.
 fn gone_slow(target: &dyn Member, waited: Duration) -> StoreError {
     StoreError::Disconnected(format!("target {} has not answered in {waited:?}", target.uuid()))
 }

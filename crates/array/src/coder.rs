@@ -1,4 +1,4 @@
-//! Computing parity, and fragments from others.
+//! Computes parity, and reconstructs fragments from others.
 
 use std::ops::Range;
 
@@ -10,20 +10,20 @@ pub(crate) use store::stripes::FragmentBuf as Buffer;
 
 use crate::layout::StripeLayout;
 
-/// Longest run of zeros that is kept ready, in bytes.
+/// Size in bytes of the static buffer of zeros.
 const ZEROS: usize = 64 << 10;
 
 /// See the [module](self) documentation.
 pub(crate) struct Coder {
     layout: StripeLayout,
-    /// `None` where fragments are copies.
+    /// `None` if fragments are copies.
     code: Option<ec::Code>,
     pool: BufferPool,
 }
 
 impl Coder {
     /// # Errors
-    /// [`StoreError::InvalidArgument`] if there is no such code.
+    /// [`StoreError::InvalidArgument`] if the code does not exist.
     pub(crate) fn new(layout: StripeLayout, pool: BufferPool) -> store::Result<Coder> {
         let code = match layout.is_mirror() {
             true => None,
@@ -35,7 +35,8 @@ impl Coder {
         Ok(Coder { layout, code, pool })
     }
 
-    /// A buffer. It does not wait for memory of the pool: whoever asks may hold some.
+    /// Allocates a buffer from the pool, or from the heap if the pool is exhausted. It never waits
+    /// for pool memory, because the caller may hold some itself.
     pub(crate) fn buffer(&self, len: usize) -> Buffer {
         match self.pool.try_alloc(len) {
             Ok(Some(buf)) => Buffer::Arena(buf),
@@ -43,18 +44,18 @@ impl Coder {
         }
     }
 
-    /// One for each parity fragment.
+    /// Allocates one buffer per parity fragment.
     pub(crate) fn parity_buffers(&self, len: u64) -> Vec<Buffer> {
         (0..self.layout.m).map(|_| self.buffer(len as usize)).collect()
     }
 
-    /// Zeros.
+    /// Returns `len` zeros.
     pub(crate) fn zeros(&self, len: usize) -> Bytes {
         static READY: [u8; ZEROS] = [0; ZEROS];
         if len <= ZEROS { Bytes::from_static(&READY[..len]) } else { vec![0; len].into() }
     }
 
-    /// Parity of one row of units, into the range `out` of the buffers.
+    /// Computes the parity of one row of units into the range `out` of the buffers.
     pub(crate) fn encode(
         &self,
         units: &[Bytes],
@@ -66,8 +67,8 @@ impl Coder {
         self.code()?.encode(&units, &mut parity).map_err(refused)
     }
 
-    /// Parity of whole stripes, and the checksums of its blocks. The units of a stripe, then those of the next one, wherever they
-    /// are, all of one length.
+    /// Computes the parity of whole stripes and the checksums of the parity blocks. `units`
+    /// contains the units of all stripes in order. All units have the same length.
     pub(crate) fn encode_units(
         &self,
         units: &[Bytes],
@@ -81,7 +82,8 @@ impl Coder {
         Ok(checksums)
     }
 
-    /// Changes parity by what the data of fragment `column` changes by.
+    /// Updates parity after the data of fragment `column` has changed by `delta` (XOR of old and
+    /// new data).
     pub(crate) fn update(
         &self,
         column: usize,
@@ -94,7 +96,7 @@ impl Coder {
         self.code()?.update(column, delta, &mut parity).map_err(refused)
     }
 
-    /// Computes fragments from `k` others, or, of copies, from one; all of one length.
+    /// Reconstructs fragments from `k` others, or from one copy. All have the same length.
     pub(crate) fn recover(
         &self,
         sources: &[usize],
@@ -110,7 +112,7 @@ impl Coder {
         Ok(buffers.into_iter().map(Buffer::freeze).collect())
     }
 
-    /// The code; `None` where fragments are copies.
+    /// The code; `None` if fragments are copies.
     pub(crate) fn parity_code(&self) -> Option<&ec::Code> {
         self.code.as_ref()
     }
@@ -120,7 +122,7 @@ impl Coder {
     }
 }
 
-/// The error that an object has too few fragments.
+/// The error that too few fragments of an object are readable.
 pub(crate) fn too_few(found: usize, needed: usize) -> StoreError {
     StoreError::Corrupt {
         what: "object".into(),

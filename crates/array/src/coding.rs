@@ -1,10 +1,14 @@
-//! Where the parity of staged data is computed: by the host's processor, on the DPU's cores here, or by its accelerator.
+//! Chooses where the parity of staged data is computed: on the host's processor, on the DPU's cores
+//! (in this process), or on the DPU's accelerator.
 //!
-//! The scheduler of `ec::offload` decides. Data that the host or the accelerator codes goes to host memory without its
-//! parity; what the DPU's cores code goes there with it. What an engine has not done another one does, in the end this thread.
-//! The host is asked how busy it is ten times a second while there is work, and not at all while there is none.
+//! The scheduler in `ec::offload` makes the choice. If the host or the accelerator computes the
+//! parity, only the data moves to host memory. If the DPU's cores compute it, data and parity move
+//! there together. If an engine fails, another one takes over; as a last resort, this thread
+//! computes the parity. While there are coding tasks, the dispatcher samples the host's load ten
+//! times per second.
 //!
-//! Small changes, and fragments that are computed from others, are not decided upon: their bytes are here.
+//! The scheduler is not used for small changes or for reconstructing fragments. Their bytes are
+//! already in this process, which computes them directly.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -32,42 +36,44 @@ use wire::{CodingMode, CodingOffload, CodingPlaceStatus, CodingStatus, Error};
 
 use crate::task::spawn;
 
-/// Pause between two looks at the host's load.
+/// Pause between two samples of the host's load.
 const WATCH: Duration = Duration::from_millis(100);
-/// The host is not looked at any more when there was nothing to code for that long.
+/// Sampling of the host's load stops when there was no coding task for this long.
 const WATCH_IDLE: Duration = Duration::from_secs(1);
-/// So often an engine may fail before this thread does the work.
+/// Number of failed attempts after which this thread computes the parity.
 const ATTEMPTS: usize = 4;
-/// Most tasks whose data is on its way to the host's processor, beside those that it is at.
+/// Maximum number of tasks whose data is in transit to the host's processor, beyond the tasks that
+/// it is executing.
 const ON_THE_WAY: usize = 3;
 
-/// Where the parity of staged data is computed.
+/// Configuration of a [`CodingDispatcher`].
 #[derive(Debug, Clone)]
 pub struct CodingConfig {
-    /// The mode to begin with.
+    /// Initial coding mode.
     pub mode: CodingMode,
-    /// What of the DPU computes; `None` where there is no DPU, and all is done by the host's processor.
+    /// The part of the DPU that computes parity. `None` if there is no DPU: the host's processor
+    /// computes all parity.
     pub offload: Option<CodingOffload>,
-    /// Threads of the DPU's cores that compute.
+    /// Number of coding threads on the DPU's cores.
     pub threads: usize,
-    /// Threads of the host's processor that do.
+    /// Number of coding threads on the host's processor.
     pub host_threads: usize,
-    /// Most tasks that wait.
+    /// Maximum number of waiting tasks.
     pub queue: usize,
-    /// How long a place that failed is left alone.
+    /// Time for which a coding place is not used after a failure.
     pub cool_down: Duration,
-    /// What takes stripes to the stores.
+    /// Location of the targets' stores.
     pub stripes: StripesAt,
-    /// What is to go wrong on the DPU's cores.
+    /// Faults to inject on the DPU's cores.
     pub faults: Faults,
 }
 
-/// What takes stripes to the stores.
+/// Location of the stores that receive the stripes.
 #[derive(Clone)]
 pub enum StripesAt {
-    /// The stores are in this process, with these engines; `None` has the least that there can be.
+    /// The stores are in this process. `None` selects the minimal set of coding engines.
     Here(Option<Arc<Engines>>),
-    /// They are behind this.
+    /// The stores are behind this interface.
     There(Arc<dyn StripeStores>),
 }
 
@@ -92,15 +98,15 @@ impl Default for CodingConfig {
     }
 }
 
-/// A piece of each fragment of an object that is being staged.
+/// One piece of each fragment of an object that is being staged.
 pub(crate) struct StripeBatch {
-    /// By fragment: the target's UUID, and its stage; `None` for one that is not written.
+    /// By fragment: the target's UUID and stage. `None` for a fragment that is not written.
     pub(crate) parts: Vec<Option<(u128, StageId)>>,
-    /// Where in each stage, in bytes.
+    /// Byte offset in each stage.
     pub(crate) offset: u64,
-    /// The data fragments, cut in the same places into pieces of one length.
+    /// The data fragments. All are cut at the same places, into pieces of equal length.
     pub(crate) data: Vec<FragmentBytes>,
-    /// What computes the others; `None` if they are copies.
+    /// The code that computes parity; `None` if the other fragments are copies.
     pub(crate) code: Option<Code>,
 }
 
@@ -113,13 +119,13 @@ pub struct CodingDispatcher {
     load: RefCell<HostLoad>,
     is_watching: Cell<bool>,
     last_task: Cell<Instant>,
-    /// Threads of this process stand for a DPU, on CPUs that may be the host's.
+    /// True if threads of this process emulate a DPU, on CPUs that may belong to the host.
     is_emulated: bool,
 }
 
 impl CodingDispatcher {
     /// # Errors
-    /// If the system has no room for another thread.
+    /// If the system cannot create another thread.
     pub fn start(
         config: &CodingConfig,
         stores: Arc<dyn StripeStores>,
@@ -129,7 +135,7 @@ impl CodingDispatcher {
         let queue = config.queue.max(1);
         let options = SoftwareOptions { threads, queue, ..SoftwareOptions::new(Processor::Dpu) };
         let software = software::start(SoftwareOptions { faults: config.faults.clone(), ..options })?;
-        // Where there is no DPU there is nothing to be chosen.
+        // Without a DPU, the host is the only choice.
         let mode = if config.offload.is_some() { config.mode } else { CodingMode::LatencySensitive };
         let offload = match config.offload {
             Some(CodingOffload::Accelerator) => Capacity { slots: 32, lanes: 1 },
@@ -155,7 +161,7 @@ impl CodingDispatcher {
         }))
     }
 
-    /// Most bytes of all fragments together that are staged at a time.
+    /// Maximum size in bytes of all fragments together in one staging call.
     pub(crate) fn max_bytes(&self) -> usize {
         self.stores.max_bytes()
     }
@@ -174,7 +180,8 @@ impl CodingDispatcher {
         Ok(())
     }
 
-    /// Computes what is to be computed and writes all fragments to their stages. `buffers` are for parity.
+    /// Computes parity if the scheme needs it, and writes all fragments to their stages. `buffers`
+    /// allocates the memory for parity.
     pub(crate) async fn stage(
         self: &Rc<CodingDispatcher>,
         stripes: &StripeBatch,
@@ -211,7 +218,7 @@ impl CodingDispatcher {
         self.stores.stage_stripes(stripes.with(Parity::Here(parity)), None).await
     }
 
-    /// On the DPU's cores; `None` if they have failed.
+    /// Computes parity on the DPU's cores. Returns `None` if that failed.
     async fn on_cores(
         &self,
         slot: TaskSlot,
@@ -235,7 +242,8 @@ impl CodingDispatcher {
         }
     }
 
-    /// By the host's processor or the accelerator, where the stores are.
+    /// Computes parity with the host's processor or the accelerator, in the memory of the stores'
+    /// process.
     async fn in_host_memory(
         &self,
         slot: TaskSlot,
@@ -244,7 +252,7 @@ impl CodingDispatcher {
     ) -> Result<(), StripeError> {
         let (coded, is_coded) = oneshot::channel();
         let staging = self.stores.stage_stripes(stripes.with(Parity::By(coder)), Some(coded));
-        // The place is free for the next task while the drives write.
+        // Free the coding place for the next task while the drives write.
         let coding = async {
             match is_coded.await {
                 Ok(Some(took)) => slot.done_in(took),
@@ -260,7 +268,7 @@ impl CodingDispatcher {
         outcome
     }
 
-    /// Looks at the host's load while there is work.
+    /// Starts a task that samples the host's load while there is work.
     fn watch(self: &Rc<CodingDispatcher>) {
         self.last_task.set(Instant::now());
         if self.offload.is_none() || self.is_watching.replace(true) {
@@ -294,7 +302,7 @@ impl CodingDispatcher {
         self.scheduler.set_host_busy(load == LoadLevel::Busy);
     }
 
-    /// What it does, for people.
+    /// Reports the state of coding for display.
     pub fn status(&self) -> CodingStatus {
         let snapshot = self.scheduler.snapshot();
         let load = self.load.borrow();
@@ -335,7 +343,7 @@ impl StripeBatch {
     }
 }
 
-/// Too much waits: whoever asked tries again.
+/// The error that too many tasks wait. The caller may retry.
 fn busy(e: &TaskRefused) -> StripeError {
     StripeError::Store(StoreError::Disconnected(e.to_string()))
 }
@@ -344,7 +352,7 @@ fn pieces(data: &[FragmentBytes]) -> Vec<Vec<Bytes>> {
     data.iter().map(|fragment| fragment.pieces.clone()).collect()
 }
 
-/// Parity of fragments whose pieces are cut in the same places, all of them of one length.
+/// Computes the parity of fragments whose pieces are cut at the same places, with equal lengths.
 fn encode(
     code: &Code,
     data: &[Vec<Bytes>],

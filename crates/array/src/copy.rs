@@ -1,4 +1,5 @@
-//! Copying an object to one member: its fragment, computed from the others', and its metadata.
+//! Copies an object to one member: its fragment, reconstructed from the other members, and its
+//! metadata.
 
 use base::block::{BLOCK_SIZE, Payload, crc32c};
 use bytes::Bytes;
@@ -12,15 +13,15 @@ use crate::page::page_by;
 use crate::read::{FragmentRead, WholeObject};
 use crate::stage::FragmentStage;
 
-/// Bytes of a fragment that are made and moved at a time.
+/// Number of bytes of a fragment that are reconstructed and copied at a time.
 const SEGMENT: u64 = 1 << 20;
-/// Segments of one fragment under way at a time.
+/// Number of segments of one fragment that are copied concurrently.
 const SEGMENTS: usize = 3;
 
 impl Group {
-    /// Gives a member its fragment of an object, whatever it had; returns the bytes. The object
-    /// must be locked. Until it is done a member that was empty may have a part of the omap only;
-    /// one that is `in_sync` keeps the omap that it has.
+    /// Replaces a member's fragment of an object, and returns the length of the fragment in bytes.
+    /// The caller must hold the object's lock. A member that is `in_sync` keeps its omap. On any
+    /// other member the omap is incomplete until the copy is finished.
     pub(crate) async fn copy_object(
         &self,
         interval: &Interval,
@@ -35,8 +36,8 @@ impl Group {
             Ok(_) => true,
             Err(StoreError::NoSuchObject(_)) => false,
             Err(e) => {
-                // One that cannot even say what it has cannot be given anything: the others go on
-                // without it, if they can.
+                // A member that cannot even answer this query cannot receive data. The others
+                // continue without it if they can.
                 if matches!(e, StoreError::Io(_)) && peers.iter().flatten().count() >= self.layout.k {
                     link.target.fail(&e);
                 }
@@ -52,8 +53,8 @@ impl Group {
         let whole = WholeObject { oid, size };
         let put = self.put_fragment(interval, link, position, whole, &peers, (there, in_sync)).await;
         match put {
-            // On a full member the new fragment takes the place of the old one, which does not
-            // count.
+            // On a full member, remove the old fragment first. It is not needed, because the member
+            // is not in sync.
             Err(StoreError::NoSpace { .. }) if there && !in_sync => {
                 self.calls.apply_to(link, self.removal(oid)).await?;
                 self.put_fragment(interval, link, position, whole, &peers, (false, false)).await?;
@@ -70,8 +71,8 @@ impl Group {
         Transaction::new(self.cid.clone()).with(Op::Remove { oid: oid.clone() }).from_reserve()
     }
 
-    /// Puts a fragment and the xattrs on a member. `there` says whether the member has a fragment
-    /// of the object, `in_sync` whether that one counts: its repair may use the reserve.
+    /// Writes a fragment and the xattrs to a member. `there`: the member has a fragment of the
+    /// object. `in_sync`: the member is in sync, so its repair may use the reserve.
     async fn put_fragment(
         &self,
         interval: &Interval,
@@ -101,7 +102,7 @@ impl Group {
         written
     }
 
-    /// Computes a fragment; a long one is on its member already then.
+    /// Reconstructs a fragment. A long fragment is staged on its member.
     async fn make_fragment(
         &self,
         interval: &Interval,
@@ -149,7 +150,8 @@ impl Group {
                 let entries = page_by(&mut entries, |(key, value)| key.len() + value.len());
                 let mut set =
                     Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: oid.clone(), entries });
-                // Without the group's own records a full member would never catch up.
+                // The owner's metadata object may use the reserve; otherwise a full member could
+                // never be rebuilt.
                 set.uses_reserve = *oid == self.meta;
                 self.calls.apply_to(link, set).await?;
             }
@@ -161,7 +163,8 @@ impl Group {
     }
 }
 
-/// A fragment's bytes as they are written: the last checksum is that of the bytes alone.
+/// Returns a fragment's bytes with their checksums. Recomputes the last checksum over the bytes
+/// alone, without padding.
 fn payload(read: FragmentRead) -> store::Result<Payload> {
     let FragmentRead { bytes, mut checksums } = read;
     checksums.truncate(bytes.len().div_ceil(BLOCK_SIZE));

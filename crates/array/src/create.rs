@@ -1,4 +1,4 @@
-//! Making a group on the targets of a node.
+//! Creates a group on the targets of a node.
 
 use std::rc::Rc;
 
@@ -11,11 +11,11 @@ use crate::member_link::MemberLink;
 use crate::record::{GroupRecord, MemberRecord, Standing, key_record, own_object};
 
 impl Group {
-    /// Makes the group on the node's targets: its first members are those that come first of
-    /// `ranked`.
+    /// Creates the group on the node's targets. The first usable targets of `ranked` become its
+    /// members.
     ///
     /// # Errors
-    /// [`StoreError::TooFewTargets`] if there are not enough.
+    /// [`StoreError::TooFewTargets`] if there are too few usable targets.
     pub async fn create(&self, ranked: &[usize]) -> store::Result<()> {
         let usable = ranked.iter().map(|&i| &self.targets[i]).filter(|t| t.is_usable());
         let needed = self.layout.fragments();
@@ -32,18 +32,18 @@ impl Group {
         let create = |target: &&Rc<dyn Member>| {
             let (target, record) = (Rc::clone(target), &record);
             async move {
-                // Of a pool that could not be made there may be something left.
+                // A failed attempt to create a pool may have left objects behind.
                 self.wipe(&target).await?;
                 self.create_on(&target, record).await
             }
         };
         try_join_all(chosen.iter().map(create)).await?;
-        // No member can have gone on without the others before the first interval.
+        // Before the first interval, no member can have continued without the others.
         self.terms.set_lineage(record);
         Ok(())
     }
 
-    /// Makes the collection and the record on one target.
+    /// Creates the collection and the membership record on one target.
     pub(crate) async fn create_on(&self, target: &Rc<dyn Member>, record: &GroupRecord) -> store::Result<()> {
         let link = MemberLink::new(Rc::clone(target));
         let create = Transaction::new(self.cid.clone()).with(Op::CreateCollection);

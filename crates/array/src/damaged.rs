@@ -1,4 +1,4 @@
-//! [`Damaged`]: fragments that could not be read and are to be repaired.
+//! [`Damaged`]: the set of fragments that could not be read and must be repaired.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -18,7 +18,7 @@ impl Damaged {
         self.0.borrow_mut().remove(&(oid.clone(), position));
     }
 
-    /// Takes all of them out.
+    /// Removes and returns all of them.
     pub(crate) fn take(&self) -> BTreeSet<(ObjectId, usize)> {
         std::mem::take(&mut *self.0.borrow_mut())
     }

@@ -1,8 +1,7 @@
-//! [`Group`]: the state of a group, and which members take part for an object.
+//! [`Group`]: the state of a group, and the members that take part for an object.
 //!
-//! Other files carry out the group's work. Each piece of state that has rules of its own is an
-//! object with operations: [`Calls`], [`Intervals`], [`Intents`], [`Terms`], [`Objects`],
-//! [`Stages`], [`Damaged`].
+//! Other modules carry out the group's work. State with rules of its own has its own type:
+//! [`Calls`], [`Intervals`], [`Intents`], [`Terms`], [`Objects`], [`Stages`], [`Damaged`].
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
@@ -29,30 +28,32 @@ use crate::rebuilding::Rebuilding;
 use crate::stage::Stages;
 use crate::terms::Terms;
 
-/// What a group is made of.
+/// Options of a new [`Group`].
 pub struct GroupOptions {
     /// The group's collection.
     pub cid: CollectionId,
-    /// Pool and number, by which targets are ranked for the group ([`wire::placement::ranked`]).
+    /// Pool id and group number, which determine the ranking of targets
+    /// ([`wire::placement::ranked`]).
     pub place: (u32, u32),
-    /// The object of the group's owner in the collection. Its omap has records of all objects, so
-    /// it is rebuilt first.
+    /// The owner's metadata object in this group. Its omap has records about all objects, so a
+    /// rebuild copies it first.
     pub meta: ObjectId,
-    /// Whether an object is the owner's own, which transactions change without a lock.
+    /// Tells whether an object is one of the owner's metadata objects. Transactions change these
+    /// objects without a lock.
     pub is_internal: fn(&ObjectId) -> bool,
-    /// How the group keeps objects.
+    /// Redundancy scheme of the group.
     pub redundancy: Redundancy,
     /// All targets of the node.
     pub targets: Rc<Vec<Rc<dyn Member>>>,
     /// Memory for parity and staged data.
     pub staging: BufferPool,
-    /// After that long the group goes on without a member that has not answered, if it can.
+    /// Time after which the group continues without a member that has not answered, if it can.
     pub member_timeout: Duration,
-    /// So long a call waits for a member that the group cannot do without.
+    /// Time that a call waits for a member that the group needs.
     pub patience: Duration,
-    /// Objects noted as dirty at most.
+    /// Maximum number of dirty objects.
     pub dirty_max: usize,
-    /// What takes stripes to the targets.
+    /// Computes parity and writes stripes to the targets.
     pub coding: Rc<CodingDispatcher>,
 }
 
@@ -74,30 +75,30 @@ pub struct Group {
     pub(crate) intervals: Intervals,
     pub(crate) terms: Terms,
     pub(crate) dirty_max: usize,
-    /// The next interval forgets the objects noted as dirty, and calls the members blank that need
-    /// the notes.
+    /// Makes the next interval discard all dirty notes. Stale members, which need the notes, become
+    /// blank.
     pub(crate) drops_notes: Cell<bool>,
-    /// Targets on which there was no room for a blank member: others take their places, if there
-    /// are some.
+    /// Targets that had no space for a blank member. Other targets replace them, if there are any.
     pub(crate) no_room: RefCell<BTreeSet<Uuid>>,
-    /// Held for reading by transactions, for writing while members come back.
+    /// Transactions hold this lock for reading. The group holds it for writing while a member comes
+    /// back.
     pub(crate) gate: RwLock<()>,
     pub(crate) intents: RefCell<Intents>,
     pub(crate) objects: Objects,
     pub(crate) stages: Stages,
     pub(crate) damaged: Damaged,
     pub(crate) rebuilding: RefCell<Option<Rebuilding>>,
-    /// The position from which on a member to be rebuilt is looked for.
+    /// Position at which the search for a member to rebuild starts.
     pub(crate) rebuild_next: Cell<usize>,
     pub(crate) trim_scheduled: Cell<bool>,
-    /// Counts reads of copies.
+    /// Number of reads of copies so far.
     pub(crate) copies_read: Cell<usize>,
 }
 
 impl Group {
     /// # Errors
-    /// [`StoreError::InvalidArgument`](store::StoreError::InvalidArgument) if the redundancy is not
-    /// possible.
+    /// [`StoreError::InvalidArgument`](store::StoreError::InvalidArgument) if the redundancy scheme
+    /// is invalid.
     pub fn new(options: GroupOptions) -> store::Result<Group> {
         let layout = StripeLayout::new(&options.redundancy);
         let (timeout, patience) = (options.member_timeout, options.patience);
@@ -129,50 +130,50 @@ impl Group {
         })
     }
 
-    /// The options' [`place`](GroupOptions::place).
+    /// The [`place`](GroupOptions::place) from the options.
     pub fn place(&self) -> (u32, u32) {
         self.place
     }
 
-    /// The number of members that the group cannot do without.
+    /// Number of members that the group needs.
     pub fn needed(&self) -> usize {
         self.layout.k
     }
 
-    /// Number of the interval. It changes when a store's incarnation does, when a target fails or
-    /// comes back, and when a transaction is left on some members only.
+    /// Number of the current interval. It changes when the incarnation of a store changes, when a
+    /// target fails or comes back, and when a transaction may be on some members only.
     pub fn number(&self) -> u64 {
         let changes = |target: &Rc<dyn Member>| target.store().incarnation() + target.generation();
         self.targets.iter().map(changes).sum::<u64>() + self.intervals.ended()
     }
 
-    /// The interval that there is.
+    /// The current interval, if one is open.
     pub fn current(&self) -> Option<Rc<Interval>> {
         let number = self.number();
         self.last_interval().filter(|interval| interval.number == number)
     }
 
-    /// The interval that there is, or was.
+    /// The current interval, or the last one if it has ended.
     pub fn last_interval(&self) -> Option<Rc<Interval>> {
         self.intervals.latest()
     }
 
-    /// Whether the member on a target is in sync.
+    /// Returns true if the member on a target is in sync.
     pub fn is_in_sync_on(&self, target: &Uuid) -> bool {
         self.current().is_some_and(|s| s.links.iter().flatten().any(|link| link.target.uuid() == *target))
     }
 
-    /// Whether objects are noted as dirty.
+    /// Returns true if any object has a dirty note.
     pub fn has_notes(&self) -> bool {
         !self.intents.borrow().dirty().is_empty()
     }
 
-    /// Bytes of the ids of all objects noted as dirty.
+    /// Total length in bytes of the ids of all dirty objects.
     pub fn notes_bytes(&self) -> u64 {
         self.intents.borrow().dirty().iter().map(|oid| oid.as_bytes().len() as u64).sum()
     }
 
-    /// Fails if the interval is over.
+    /// Fails if the interval has ended.
     pub(crate) fn still(&self, interval: &Interval) -> store::Result<()> {
         match self.current() {
             Some(current) if current.number == interval.number => Ok(()),
@@ -187,13 +188,14 @@ impl Group {
         }
     }
 
-    /// The member at a position if it is told of transactions: in sync, or being rebuilt.
+    /// Returns the member at a position if it receives transactions: it is in sync or being
+    /// rebuilt.
     pub(crate) fn takes_part(&self, interval: &Interval, position: usize) -> Option<MemberLink> {
         interval.links[position].clone().or_else(|| self.rebuilt_at(interval, position, |_| true))
     }
 
-    /// The member at a position, if it has the object as it is: in sync, or already rebuilt as far
-    /// as that.
+    /// Returns the member at a position if it has the current state of the object. The member is
+    /// either in sync, or its rebuild has already copied the object.
     pub(crate) fn live(&self, interval: &Interval, position: usize, oid: &ObjectId) -> Option<MemberLink> {
         interval.links[position].clone().or_else(|| self.rebuilt_at(interval, position, |r| !r.lacks(oid)))
     }
@@ -210,7 +212,7 @@ impl Group {
         which(one).then(|| one.link.clone())
     }
 
-    /// By position, as [`Group::live`].
+    /// Returns the result of [`Group::live`] for each position.
     pub(crate) fn live_links(&self, interval: &Interval, oid: &ObjectId) -> Vec<Option<MemberLink>> {
         (0..self.layout.fragments()).map(|position| self.live(interval, position, oid)).collect()
     }

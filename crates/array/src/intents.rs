@@ -1,11 +1,12 @@
-//! [`Intents`]: which transactions of a group are under way, and which are done and to be trimmed.
+//! [`Intents`]: the transactions of a group that are in progress, and the finished transactions
+//! whose intents must be trimmed.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use store::ObjectId;
 
-/// Numbers of undo objects of one transaction, by position: each is the index of an object in the
-/// intent.
+/// The undo objects of one transaction, by position. Each is named by the index of its object in
+/// the intent.
 pub(crate) type UndoObjects = Vec<Vec<usize>>;
 
 /// The intents of an interval.
@@ -16,11 +17,11 @@ pub(crate) struct Intents {
     /// Number of the next transaction.
     next: u64,
     under_way: BTreeSet<u64>,
-    /// Transactions that are done and not trimmed yet.
+    /// Finished transactions that are not trimmed yet.
     done: BTreeMap<u64, UndoObjects>,
-    /// A transaction that trims is under way.
+    /// True while a transaction that trims intents is in progress.
     trimming: bool,
-    /// Objects changed while a member is away.
+    /// Objects that changed while a member was away.
     dirty: BTreeSet<ObjectId>,
 }
 
@@ -29,13 +30,13 @@ impl Intents {
         Intents { interval, dirty, ..Intents::default() }
     }
 
-    /// Notes that a transaction has this number: the next one has a higher number.
+    /// Records that a transaction has used this number. Later transactions get higher numbers.
     pub(crate) fn number_used(&mut self, number: u64) {
         self.next = self.next.max(number + 1);
     }
 
-    /// Adds a transaction of an earlier interval, of which the member at a position has undo
-    /// objects.
+    /// Adds a transaction of an earlier interval. The member at `position` has the undo objects
+    /// `kept`.
     pub(crate) fn add_done(&mut self, number: u64, position: usize, members: usize, kept: Vec<usize>) {
         self.done.entry(number).or_insert_with(|| vec![Vec::new(); members])[position] = kept;
     }
@@ -50,27 +51,27 @@ impl Intents {
         self.next
     }
 
-    /// All transactions up to this number are done.
+    /// Highest number up to which all transactions are finished.
     pub(crate) fn settled(&self) -> u64 {
         self.under_way.first().copied().unwrap_or(self.next).saturating_sub(1)
     }
 
-    /// Whether there is nothing to trim.
+    /// Returns true if there is nothing to trim.
     pub(crate) fn is_trimmed(&self) -> bool {
         self.done.is_empty()
     }
 
-    /// Number of undo objects on all members that no transaction has trimmed yet.
+    /// Total number of undo objects on all members that are not trimmed yet.
     pub(crate) fn undo_objects(&self) -> usize {
         self.done.values().flatten().map(Vec::len).sum()
     }
 
-    /// Transactions up to a number that are done and not trimmed yet.
+    /// Finished transactions up to `through` that are not trimmed yet.
     pub(crate) fn done_through(&self, through: u64) -> impl Iterator<Item = (u64, &UndoObjects)> {
         self.done.range(..=through).map(|(number, undo_objects)| (*number, undo_objects))
     }
 
-    /// Objects changed while a member is away.
+    /// Objects that changed while a member was away.
     pub(crate) fn dirty(&self) -> &BTreeSet<ObjectId> {
         &self.dirty
     }
@@ -80,8 +81,8 @@ impl Intents {
         self.dirty.extend(oids);
     }
 
-    /// Starts a transaction; returns its number. If the transaction is to trim intents, also
-    /// returns the number up to which it does.
+    /// Starts a transaction and returns its number. If the transaction must also trim intents,
+    /// returns the highest intent number to trim.
     pub(crate) fn start(&mut self) -> (u64, Option<u64>) {
         let number = self.next;
         self.next += 1;
@@ -93,7 +94,7 @@ impl Intents {
         (number, trims)
     }
 
-    /// Every member has committed a transaction, which trimmed intents up to `trims`.
+    /// Records that every member has committed a transaction, which trimmed intents up to `trims`.
     pub(crate) fn committed(&mut self, number: u64, undo_objects: UndoObjects, trims: Option<u64>) {
         self.trim_ended(trims);
         self.under_way.remove(&number);
@@ -103,8 +104,8 @@ impl Intents {
         }
     }
 
-    /// No member has changed anything: the objects that only this transaction noted as dirty are
-    /// not.
+    /// Records that no member has executed a transaction. Removes the dirty notes that only this
+    /// transaction added.
     pub(crate) fn refused(&mut self, number: u64, trims: Option<u64>, dirty: &[ObjectId]) {
         self.trim_ended(trims);
         self.under_way.remove(&number);
@@ -112,7 +113,8 @@ impl Intents {
         self.dirty.retain(|oid| !dirty.contains(oid));
     }
 
-    /// Some members may have a transaction. It stays under way: the next interval takes it back.
+    /// Records that only some members may have a transaction. It stays in progress until the next
+    /// interval rolls it back.
     pub(crate) fn left_open(&mut self, trims: Option<u64>) {
         self.trim_ended(trims);
     }

@@ -1,5 +1,5 @@
-//! [`Interval`]: a period in which the same members of a group take part; and which one a group is
-//! in.
+//! [`Interval`]: a period in which the same members of a group take part. [`Intervals`] keeps track
+//! of a group's current interval.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
@@ -15,7 +15,8 @@ use crate::member::Member;
 use crate::member_link::MemberLink;
 use crate::record::{GroupRecord, Standing};
 
-/// An interval that could not be opened is not tried again for that long with the same targets.
+/// After a failed attempt to open an interval, the pause before the next attempt with the same
+/// targets.
 const REFUSED_FOR: Duration = Duration::from_millis(20);
 
 /// A period in which the same members take part.
@@ -25,9 +26,9 @@ pub struct Interval {
     /// Members in sync, by position.
     pub(crate) links: Vec<Option<MemberLink>>,
     pub(crate) record: GroupRecord,
-    /// Numbers of the transactions that were taken back when the interval began.
+    /// Numbers of the transactions that were rolled back when the interval began.
     pub(crate) undone: BTreeSet<u64>,
-    /// Targets that store data of the group which is no longer needed.
+    /// Targets that store data of the group that is no longer needed.
     pub(crate) leftovers: RefCell<Vec<Rc<dyn Member>>>,
 }
 
@@ -37,18 +38,18 @@ impl Interval {
         self.record.members[position].target
     }
 
-    /// Whether the group could go on without a target.
+    /// Returns true if the group can continue without the target `uuid`.
     pub fn can_spare(&self, uuid: Uuid, needed: usize) -> bool {
         let others = self.links.iter().flatten().filter(|link| link.target.uuid() != uuid).count();
         others >= needed || self.links.iter().flatten().count() == others
     }
 
-    /// Whether a target is a member that is not in sync.
+    /// Returns true if a target is a member that is not in sync.
     pub fn lacks_target(&self, uuid: Uuid) -> bool {
         self.record.members.iter().any(|m| m.target == uuid && m.standing != Standing::InSync)
     }
 
-    /// Whether all members are in sync.
+    /// Returns true if all members are in sync.
     pub fn is_whole(&self) -> bool {
         self.links.iter().all(Option::is_some)
     }
@@ -58,7 +59,7 @@ impl Interval {
 struct OpeningFailure {
     /// Number of the interval.
     number: u64,
-    /// The interval is not tried again before.
+    /// Time before which the group does not try to open the interval again.
     until: Instant,
     why: String,
 }
@@ -66,18 +67,18 @@ struct OpeningFailure {
 /// The intervals of a group.
 #[derive(Default)]
 pub(crate) struct Intervals {
-    /// The interval that there is, or was.
+    /// The current interval, or the last one if it has ended.
     latest: RefCell<Option<Rc<Interval>>>,
-    /// Number of intervals that [`Intervals::end`] has ended.
+    /// Number of intervals that ended by a call of [`Intervals::end`].
     ended: Cell<u64>,
     refusal: RefCell<Option<OpeningFailure>>,
-    /// Held while an interval is opened, and while members are told of a new record.
+    /// Locked while an interval is opened, and while members receive a new membership record.
     opening: Mutex<()>,
     has_opening_task: Cell<bool>,
 }
 
 impl Intervals {
-    /// The interval that there is, or was.
+    /// The current interval, or the last one if it has ended.
     pub(crate) fn latest(&self) -> Option<Rc<Interval>> {
         self.latest.borrow().clone()
     }
@@ -96,36 +97,36 @@ impl Intervals {
         self.ended.set(self.ended.get() + 1);
     }
 
-    /// The lock of whoever opens an interval, or tells members of a new record.
+    /// Locks the opening of intervals and the distribution of membership records.
     pub(crate) async fn lock(&self) -> MutexGuard<'_, ()> {
         self.opening.lock().await
     }
 
-    /// Notes that an interval could not be opened.
+    /// Records that opening an interval failed.
     pub(crate) fn refuse(&self, number: u64, why: String) {
         let until = Instant::now() + REFUSED_FOR;
         *self.refusal.borrow_mut() = Some(OpeningFailure { number, until, why });
     }
 
-    /// The error with which an interval could not be opened a moment ago.
+    /// Returns the error of a recent failed attempt to open the interval.
     pub(crate) fn refusal(&self, number: u64) -> Option<StoreError> {
         let refusal = self.refusal.borrow();
         let refusal = refusal.as_ref().filter(|r| r.number == number && Instant::now() < r.until)?;
         Some(StoreError::Disconnected(refusal.why.clone()))
     }
 
-    /// Claims the place of the one task that opens an interval; returns whether it was free.
+    /// Tries to become the only task that opens an interval. Returns true on success.
     pub(crate) fn claim_opening_task(&self) -> bool {
         !self.has_opening_task.replace(true)
     }
 
-    /// Gives the place back.
+    /// Lets another task open an interval.
     pub(crate) fn release_opening_task(&self) {
         self.has_opening_task.set(false);
     }
 }
 
-/// The error that an interval is over.
+/// The error that an interval has ended.
 pub(crate) fn over(number: u64) -> StoreError {
     StoreError::Disconnected(format!("interval {number} of the group is over"))
 }

@@ -1,4 +1,4 @@
-//! Where the bytes of an object are among its fragments.
+//! Maps the bytes of an object to its fragments.
 //!
 //! ```text
 //!  object    │ 0 │ 1 │ 2 │ 3 │ 4 │ 5 │ 6 │ 7 │ …        units of `unit` bytes; k of them are a stripe
@@ -7,9 +7,10 @@
 //!  fragment k   │ parity of stripe 0 │ of stripe 1 │ …        …  fragment k+m-1
 //! ```
 //!
-//! Row `r` of a stripe are the bytes at `r` of each of its units: parity is computed along rows. A fragment ends where the
-//! object's last byte of it is; parity is as long as fragment 0, the longest. What a fragment does not have counts as zeros.
-//! A mirrored object is one unit of one stripe: every fragment is a copy.
+//! Row `r` of a stripe consists of byte `r` of each unit of the stripe. Parity is computed row by
+//! row. A data fragment ends at the last byte of the object that it contains. Parity fragments are
+//! as long as fragment 0, which is the longest data fragment. Parity counts the missing bytes of
+//! shorter fragments as zeros. A mirrored object is a single unit: every fragment is a full copy.
 
 use std::ops::Range;
 
@@ -19,9 +20,9 @@ use wire::Redundancy;
 /// See the [module](self) documentation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct StripeLayout {
-    /// Fragments with data.
+    /// Number of data fragments.
     pub(crate) k: usize,
-    /// Fragments with parity, or further copies.
+    /// Number of parity fragments, or of copies beyond the first.
     pub(crate) m: usize,
     /// Length of a unit, in bytes; a multiple of the block size.
     pub(crate) unit: u64,
@@ -51,22 +52,22 @@ impl StripeLayout {
         }
     }
 
-    /// Whether the fragments are copies.
+    /// Returns true if each fragment is a full copy of the object.
     pub(crate) fn is_mirror(&self) -> bool {
         self.unit == MAX_OBJECT_SIZE
     }
 
-    /// Number of fragments.
+    /// Total number of fragments.
     pub(crate) fn fragments(&self) -> usize {
         self.k + self.m
     }
 
-    /// Bytes of an object in a stripe.
+    /// Number of object bytes in a stripe.
     pub(crate) fn stripe(&self) -> u64 {
         self.k as u64 * self.unit
     }
 
-    /// The stripe of an offset.
+    /// Index of the stripe that contains an offset.
     pub(crate) fn stripe_of(&self, offset: u64) -> u64 {
         offset / self.stripe()
     }
@@ -78,13 +79,14 @@ impl StripeLayout {
         self.stripe_of(size) * self.unit + rest.saturating_sub(unit_index * self.unit).min(self.unit)
     }
 
-    /// The fragment that has a byte, and where.
+    /// Returns the fragment that contains a byte of the object, and the byte's offset in the
+    /// fragment.
     pub(crate) fn locate(&self, offset: u64) -> (usize, u64) {
         let unit = offset / self.unit;
         ((unit % self.k as u64) as usize, unit / self.k as u64 * self.unit + offset % self.unit)
     }
 
-    /// Cuts a range of the object at the ends of units.
+    /// Splits a range of the object at unit boundaries.
     pub(crate) fn pieces(&self, offset: u64, len: u64) -> impl Iterator<Item = UnitRange> + use<> {
         let layout = *self;
         let end = offset + len;
@@ -99,12 +101,12 @@ impl StripeLayout {
         })
     }
 
-    /// The bytes of each data fragment that a range of the object takes in, from the first to the last; `None` where it
-    /// has none.
+    /// For each data fragment, returns the range from its first to its last byte within a range of
+    /// the object. The result is `None` for a fragment without bytes in the range.
     pub(crate) fn spans(&self, offset: u64, len: u64) -> Vec<Option<Range<u64>>> {
         let end = offset + len;
         let span = |fragment| {
-            // The fragment's bytes before `offset`, and those before `end`.
+            // Lengths of the fragment's parts before `offset` and before `end`.
             let (from, to) = (self.fragment_size(fragment, offset), self.fragment_size(fragment, end));
             (from < to).then_some(from..to)
         };

@@ -1,43 +1,44 @@
-//! Several targets as one store: each object has data on all of them, so that some targets may be
-//! lost.
+//! Stores a placement group's objects redundantly on several targets, so that the group survives
+//! the loss of some targets.
 //!
-//! A placement group of a pool with redundancy has one [`Array`]: a store of one collection over
-//! the stores of the group's members, with one fragment of each object on each. Its user sees a
-//! store like any other, whose incarnation changes when a member fails or comes back. The modules,
-//! from the top down:
+//! Each placement group of a redundant pool has one [`Array`]. An array is a store of one
+//! collection. It keeps one fragment of each object in the store of each member of the group.
+//! Callers use an array like any other store. Its incarnation changes when a member fails or comes
+//! back. The modules, from the top down:
 //!
-//! - `array`: takes requests and starts their tasks.
-//! - `transact`: makes one transaction for each member. `work` collects what a transaction does to
-//!   one object. `staging` writes large data before its transaction.
-//! - `rebuild` brings members back in sync, `scrub` compares members, `repair` makes a damaged
-//!   fragment anew. `rebuild` and `repair` use `copy`, which copies an object to a member.
-//! - `read`: reads and verifies. `plan` chooses the fragments that are read where one is lost.
-//!   `ask`: questions that any member can answer.
-//! - `open`: begins an interval. `view` reads what a target stores of the group, `members` finds
-//!   the members in sync, `undo` takes back transactions that only some members have, `removal`
-//!   deletes what former members still store. `create` makes a group.
+//! - `array`: accepts requests and starts their tasks.
+//! - `transact`: splits a transaction into one transaction per member. `work` collects the changes
+//!   that a transaction makes to one object. `staging` writes large data before its transaction.
+//! - `rebuild` brings members back in sync, `scrub` compares members, `repair` replaces a damaged
+//!   fragment. `rebuild` and `repair` use `copy`, which copies an object to a member.
+//! - `read`: reads and verifies data. `plan` chooses which fragments to read if one is lost. `ask`
+//!   sends metadata queries that any member can answer.
+//! - `open`: begins an interval. `view` reads what a target stores about the group, `members` finds
+//!   the members in sync, `undo` rolls back transactions that only some members have, `removal`
+//!   deletes the data of former members. `create` creates a group.
 //! - `group`: the state of a group. `interval`: a period in which the same members take part.
-//!   `intents`: transactions under way. `terms`: numbers of the group's records. `rebuilding`: a
-//!   member on its way back. `objects`: the lock and the size of each object. `stage`: staged data.
-//!   `damaged`: fragments to repair. `calls`: how long the group waits for a member.
-//! - `overlay` computes the change of an object, `rows` which rows of its stripes change, `split`
-//!   and `parity` the changes of its fragments. `layout` and `coder` say which fragment has which
-//!   bytes, and compute parity. `coding`: where parity is computed.
-//! - `member`: what a group must know of a target. `member_link`: a member in one incarnation of
-//!   its store. `record`: what each member stores for the group. `pace`: how fast background work
-//!   goes.
+//!   `intents`: transactions in progress. `terms`: the terms of the membership records.
+//!   `rebuilding`: a member that is being rebuilt. `objects`: the lock and the size of each object.
+//!   `stage`: staged data. `damaged`: fragments to repair. `calls`: calls on members and timeouts.
+//! - `overlay` computes the change of an object, `rows` the affected rows of its stripes, `split`
+//!   and `parity` the changes of its fragments. `layout` maps bytes to fragments. `coder` computes
+//!   parity. `coding` chooses where parity is computed.
+//! - `member`: the interface of a target as a group sees it. `member_link`: a member in one
+//!   incarnation of its store. `record`: the records that each member stores for the group. `pace`:
+//!   limits the speed of background work.
 //!
-//! **What it rests on.** A transaction carries a number, and its intent, on every member. It is
-//! acknowledged once every member in sync has committed it. A transaction that only some members
-//! have is taken back, with the data that those have kept. The record of a group names the members
-//! in sync. It has a term, and is on every member in sync before anything is acknowledged without
-//! the others. An object is changed by one transaction at a time. The omap entries that several
-//! transactions may change at a time (of a placement group's own object) are either written by one
-//! transaction alone or only ever grow. See `docs/adr/0012`.
+//! **Consistency.** Each transaction has a number. Every member stores the transaction's intent
+//! under this number. The array acknowledges a transaction after every member in sync has committed
+//! it. If only some members have a transaction, the array rolls it back with the old data that
+//! those members have kept. The membership record names the members in sync, and has a term. Every
+//! member in sync stores a new record before the array acknowledges anything without the other
+//! members. Only one transaction at a time changes an object. The metadata objects of the array's
+//! owner are an exception: several transactions may change their omap entries concurrently. Each of
+//! those entries is either written by a single transaction or only ever grows. See `docs/adr/0012`.
 //!
-//! **Threads.** An [`Array`] and its group live on one thread, in a `LocalSet`. A request begins in
-//! the call of [`submit`](store::Submit::submit). The rest of a request runs in a task, whether or
-//! not its future is polled.
+//! **Threads.** An [`Array`] and its group live on one thread, in a `LocalSet`. A request starts
+//! during the call of [`submit`](store::Submit::submit). The rest of the request runs in a task,
+//! even if the caller does not poll its future.
 
 #![forbid(unsafe_code)]
 

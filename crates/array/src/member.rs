@@ -1,4 +1,4 @@
-//! [`Member`]: what a group must know of a target that can be a member.
+//! [`Member`]: the interface through which a group uses a target.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use futures::future::LocalBoxFuture;
 use store::{CollectionId, ObjectStore, StoreError};
 use uuid::Uuid;
 
-/// A target that can be a member of groups: its store, and what its owner knows of its health.
+/// A target that can be a member of groups: its store, and its health as its owner knows it.
 pub trait Member {
     /// The target's identity.
     fn uuid(&self) -> Uuid;
@@ -16,37 +16,38 @@ pub trait Member {
     /// The target's store.
     fn store(&self) -> &Arc<dyn ObjectStore>;
 
-    /// A counter that changes whenever groups may start or must stop to use the target.
+    /// A counter that changes whenever groups may start using the target, or must stop using it.
     fn generation(&self) -> u64;
 
-    /// Whether groups may use the target.
+    /// Returns true if groups may use the target.
     fn is_usable(&self) -> bool;
 
-    /// Whether the operator has taken the target out.
+    /// Returns true if the operator has taken the target out.
     fn is_out(&self) -> bool;
 
-    /// Whether the target is slow: a group that needs it waits for it.
+    /// Returns true if the target is slow. A group waits for a slow target only if it needs the
+    /// target.
     fn is_slow(&self) -> bool;
 
-    /// Whether the target may be usable again before clients give up.
+    /// Returns true if the target may become usable again before clients give up.
     fn is_hopeful(&self) -> bool;
 
-    /// Why the target is not usable; `None` if it is.
+    /// Why the target is unusable; `None` if it is usable.
     fn failure(&self) -> Option<String>;
 
-    /// Reports an error that says something about the target.
+    /// Reports an error that indicates a failure of the target.
     fn fail(&self, e: &StoreError);
 
-    /// Reports that a call in a collection was not answered for `waited`.
+    /// Reports that the target has not answered a call in a collection for `waited`.
     fn overdue(&self, cid: &CollectionId, waited: Duration);
 
-    /// Sends a probe, and reports an error. Returns whether the probe failed.
+    /// Sends a probe and reports any error. Returns true if the probe failed.
     fn fails(&self) -> LocalBoxFuture<'_, bool>;
 
-    /// Resolves when the target is slow: at once, or as soon as it becomes so.
+    /// Resolves when the target is slow: immediately, or as soon as it becomes slow.
     fn until_slow(&self) -> LocalBoxFuture<'_, ()>;
 
-    /// Resolves when the target has answered a probe that is sent from now on. If a probe fails, the future never
-    /// resolves.
+    /// Sends a probe. Resolves when the target has answered it. If the probe fails, the future
+    /// never resolves.
     fn answers(self: Rc<Self>) -> LocalBoxFuture<'static, ()>;
 }

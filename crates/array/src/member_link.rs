@@ -1,4 +1,4 @@
-//! [`MemberLink`]: a member and the incarnation of its store to which a group's calls belong.
+//! [`MemberLink`]: a member, and the incarnation of its store that a group's calls refer to.
 
 use std::rc::Rc;
 
@@ -14,14 +14,14 @@ pub(crate) struct MemberLink {
 }
 
 impl MemberLink {
-    /// A link to a target in the incarnation that its store has now.
+    /// Links to a target in the current incarnation of its store.
     pub(crate) fn new(target: Rc<dyn Member>) -> MemberLink {
         let incarnation = target.store().incarnation();
         MemberLink { target, incarnation }
     }
 
-    /// Fails if the store of the target has another incarnation: it may have repeated the call, and
-    /// have answered from data that is not durable.
+    /// Fails if the target's store has changed its incarnation. In that case the store may have
+    /// executed the call again, and its answer may come from data that is not durable.
     pub(crate) fn still(&self) -> store::Result<()> {
         if self.target.store().incarnation() == self.incarnation {
             return Ok(());
@@ -29,14 +29,14 @@ impl MemberLink {
         Err(StoreError::Disconnected("the target's store has another incarnation".into()))
     }
 
-    /// The error that the fragment of an object on this target is corrupt.
+    /// The error that an object's fragment on this target is corrupt.
     pub(crate) fn corrupt(&self, oid: &ObjectId, detail: String) -> StoreError {
         StoreError::Corrupt { what: format!("object {oid} on target {}", self.target.uuid()), detail }
     }
 
-    /// Classifies an error of a call on this member. A refusal and a lost connection stay as they
-    /// are. After any other error the target has failed: the interval is over, and the caller tries
-    /// again without the target.
+    /// Classifies an error of a call on this member. A refusal and a lost connection stay
+    /// unchanged. Any other error means that the target has failed. Then the interval ends, and the
+    /// caller retries without the target.
     pub(crate) fn classified(&self, e: StoreError) -> StoreError {
         if is_refusal(&e) || matches!(e, StoreError::Disconnected(_)) {
             return e;
@@ -46,7 +46,7 @@ impl MemberLink {
     }
 }
 
-/// Whether a member has refused a request, rather than failed.
+/// Returns true if the member refused the request, as opposed to having failed.
 pub(crate) fn is_refusal(e: &StoreError) -> bool {
     use StoreError as E;
     matches!(

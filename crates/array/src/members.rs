@@ -1,10 +1,11 @@
-//! Membership: which members go on, and what they record about the others.
+//! Membership: decides which members continue, and records the state of the other members.
 //!
-//! Terms grow from record to record, beyond all that were ever proposed: a member may have stored a
-//! record that the others lack, and must not come back with it as the newest. If the members go on
-//! only because an operator has declared others lost, which may know more, the term takes a step
-//! that the lost members cannot have made. If those come back nevertheless, they do not count, and
-//! get all data anew.
+//! Terms grow from record to record, beyond every term that was ever proposed. This matters because
+//! a member may have stored a record that the others lack; the member must not return with it as
+//! the newest record. Sometimes the members can continue only because an operator has declared
+//! others lost. The lost members may know newer records. Therefore the term then advances by a step
+//! that the lost members cannot have reached. If a lost member returns nevertheless, its data is
+//! ignored, and a rebuild copies everything to it.
 
 use std::collections::BTreeSet;
 
@@ -21,11 +22,12 @@ use crate::record::{GroupRecord, MemberRecord, Standing, key_dirty, key_proposal
 use crate::view::MemberView;
 
 impl Group {
-    /// The members in sync that are there, by position; and whether they count only by an
-    /// operator's word that others are lost.
+    /// Returns the available members in sync, by position. The flag is true if they are current
+    /// only because an operator has declared other members lost.
     ///
     /// # Errors
-    /// [`StoreError::TooFewTargets`] if they are too few, or others may know more.
+    /// [`StoreError::TooFewTargets`] if too few members are available, or if missing members may
+    /// have newer changes.
     pub(crate) fn members(
         &self,
         record: &GroupRecord,
@@ -47,8 +49,8 @@ impl Group {
         let (there, needed) = (members.iter().flatten().count(), self.layout.k);
         let known = self.terms.lineage();
         let newer = known.as_ref().filter(|last| last.term > record.term);
-        // Those that may have gone on without the ones that are here: in the last interval, or
-        // before there was one.
+        // Members that may have continued without the available members: in the last interval, or
+        // before this process opened the first one.
         let ahead: Vec<Uuid> = match (newer, &*known) {
             (Some(last), _) => last.in_sync().map(|position| last.members[position].target).collect(),
             (None, Some(_)) => Vec::new(),
@@ -78,13 +80,12 @@ impl Group {
         Ok((members, on_word))
     }
 
-    /// Whether an operator has said that a target is lost.
+    /// Returns true if an operator has declared a target lost.
     fn is_written_off(&self, uuid: &Uuid) -> bool {
         self.targets.iter().find(|t| t.uuid() == *uuid).is_none_or(|t| t.is_out())
     }
 
-    /// Makes the members agree on a record that says who is in sync; returns it and the objects
-    /// that are dirty.
+    /// Makes the members agree on a membership record. Returns the record and the dirty objects.
     pub(crate) async fn agree(
         &self,
         old: GroupRecord,
@@ -100,7 +101,7 @@ impl Group {
                 member.standing = Standing::Blank;
             } else if view.is_none() && member.standing == Standing::InSync {
                 member.standing = Standing::Stale;
-                // Whatever may not have reached it is among the intents.
+                // The intents name every object whose last change the member may lack.
                 let intents = there().flat_map(|view| view.intents.values());
                 dirty.extend(intents.flat_map(|intent| &intent.objects).map(|t| t.oid.clone()));
             }
@@ -120,7 +121,7 @@ impl Group {
         let has_it = |view: &MemberView| view.record == record && (view.dirty == dirty || !needs_notes);
         if on_word || self.terms.highest() > record.term || !there().all(has_it) {
             record.term = self.terms.next(on_word);
-            // Before the record: one note too many does no harm.
+            // Write the notes before the record: an unnecessary note is harmless.
             let lacking = there().map(|view| (&view.link, dirty.difference(&view.dirty)));
             try_join_all(lacking.map(|(link, lacking)| self.note_dirty(link, lacking))).await?;
             self.put_in_force(&record, &there().map(|view| &view.link).collect::<Vec<_>>()).await?;
@@ -133,8 +134,9 @@ impl Group {
         Ok((record, dirty))
     }
 
-    /// Puts a record in force: as a proposal first. Only once all have that may one of them take it
-    /// for what counts, and nobody is told anything before.
+    /// Puts a record in force in two steps. First all members store it as a proposal. A member may
+    /// treat the record as valid only when all members have the proposal. No caller learns about
+    /// the record earlier.
     pub(crate) async fn put_in_force(
         &self,
         record: &GroupRecord,
@@ -155,7 +157,7 @@ impl Group {
         try_join_all(links.iter().map(|link| self.calls.apply_to(link, note.clone()))).await.map(drop)
     }
 
-    /// Notes objects as dirty on a member, however many those are.
+    /// Writes dirty notes for any number of objects on a member.
     pub(crate) async fn note_dirty(
         &self,
         link: &MemberLink,
@@ -170,7 +172,7 @@ impl Group {
         Ok(())
     }
 
-    /// Removes such notes again.
+    /// Removes dirty notes from a member.
     async fn forget_dirty(&self, link: &MemberLink, oids: &BTreeSet<ObjectId>) -> store::Result<()> {
         let mut keys = oids.iter().map(key_dirty).peekable();
         while keys.peek().is_some() {
@@ -180,8 +182,8 @@ impl Group {
         Ok(())
     }
 
-    /// Gives the places of members that are out, no longer the node's, or blank and full, to
-    /// targets that are not members yet.
+    /// Replaces some members with targets that are not members yet. It replaces a member that is
+    /// not in sync if its target is out, has left the node, or had no space for the blank member.
     fn find_replacements(&self, record: &mut GroupRecord) {
         for position in 0..record.members.len() {
             let member = record.members[position];
@@ -203,7 +205,7 @@ impl Group {
         }
     }
 
-    /// The best target that is not a member, and on which there may be room.
+    /// Returns the highest-ranked target that is not a member and that may have free space.
     pub(crate) fn spare(&self, record: &GroupRecord) -> Option<Uuid> {
         let no_room = self.no_room.borrow();
         let taken = |t: &dyn Member| record.members.iter().any(|m| m.target == t.uuid());

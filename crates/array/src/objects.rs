@@ -1,4 +1,4 @@
-//! The objects of a group that requests are at: a lock for each, and its size.
+//! [`Objects`]: the locks and the cached sizes of a group's objects.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -9,19 +9,19 @@ use tokio::sync::{OwnedRwLockReadGuard, OwnedRwLockWriteGuard, RwLock};
 
 use crate::interval::Interval;
 
-/// Objects whose size is kept in memory.
+/// Maximum number of objects whose size is cached.
 const OBJECTS_MAX: usize = 4096;
 
-/// What is known of an object's size; inside: `None` if there is no such object.
+/// Cached size of an object. The inner value is `None` if the object does not exist.
 #[derive(Debug, Default)]
 pub(crate) struct Known {
-    /// Number of the interval in which the size was learnt, and the size. A reader of the object
-    /// may learn it, too.
+    /// Number of the interval in which the size was read, and the size. A request with a shared
+    /// lock may set it, too.
     size: sync::Mutex<Option<(u64, Option<u64>)>>,
 }
 
 impl Known {
-    /// The size, if it is known in this interval.
+    /// Returns the size, if it was cached in this interval.
     pub(crate) fn get(&self, interval: &Interval) -> Option<Option<u64>> {
         self.lock().filter(|(learnt, _)| *learnt == interval.number).map(|(_, size)| size)
     }
@@ -30,7 +30,7 @@ impl Known {
         *self.lock() = Some((interval.number, size));
     }
 
-    /// Forgets the size after a failure. The next request reads it again.
+    /// Discards the size after a failure. The next request reads it again.
     pub(crate) fn forget(&self) {
         *self.lock() = None;
     }

@@ -1,11 +1,13 @@
-//! Opening an interval: finds out what the members store, and which of it counts.
+//! Opens an interval: reads the records of all targets, and brings the members in sync to one
+//! state.
 //!
-//! The record with the highest term counts: nothing can have been acknowledged without it. Its
-//! members that are in sync and there go on. If members are missing, those that go on first note
-//! durably that the others are stale: as a proposal, and once all have the proposal, as the record.
-//! A transaction that every member in sync has stays. A transaction that only some members have was
-//! never acknowledged, and is taken back. The intents name the objects that may be in question: no
-//! object is searched for.
+//! The membership record with the highest term is valid, because no change can have been
+//! acknowledged without it. The available members in sync continue. If other members are missing,
+//! the available ones first record durably that the missing members are stale. They store this as a
+//! proposal, and as the membership record when all have the proposal. A transaction stays if every
+//! member in sync has it. A transaction that only some members have was never acknowledged, and is
+//! rolled back. The intents name all objects that may be affected, so opening does not search for
+//! objects.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -26,18 +28,19 @@ use crate::task::spawn;
 use crate::view::{MemberView, Views};
 
 impl Group {
-    /// The interval with that number, opened if need be: then whatever earlier ones have left is
-    /// settled.
+    /// Returns the interval with the given number. Opens it if necessary, which first settles all
+    /// transactions of earlier intervals.
     ///
     /// # Errors
-    /// [`StoreError::Disconnected`] if it is over; others if it cannot be opened.
+    /// [`StoreError::Disconnected`] if the interval has ended; other errors if it cannot be opened.
     pub(crate) async fn interval(&self, number: u64) -> store::Result<Rc<Interval>> {
         if let Some(interval) = self.current() {
             return if interval.number == number { Ok(interval) } else { Err(over(number)) };
         }
         let _one_at_a_time = self.intervals.lock().await;
         if self.current().is_none() {
-            // Many requests may wait for the same member.
+            // Many requests may wait for the same member. After a failed attempt, they all fail
+            // with its error.
             if let Some(e) = self.intervals.refusal(self.number()) {
                 return Err(e);
             }
@@ -54,8 +57,8 @@ impl Group {
         }
     }
 
-    /// Any interval, the one that there is or a new one. A few attempts: members may fail while one
-    /// is opened.
+    /// Returns the current interval, or opens a new one. Tries several times, because members may
+    /// fail during the attempt.
     pub async fn any_interval(&self) -> store::Result<Rc<Interval>> {
         let mut last = over(0);
         for _ in 0..self.layout.fragments() + 2 {
@@ -67,8 +70,8 @@ impl Group {
         Err(last)
     }
 
-    /// The interval that there is, or one that a task opens now, if that takes no longer than
-    /// `patience`. The task goes on by itself after that, and there is only one at a time.
+    /// Returns the current interval, or opens a new one in a task and waits for it up to
+    /// `patience`. The task continues after that time. A group has only one opening task at a time.
     pub async fn opened(self: &Rc<Self>, patience: Duration) -> Option<Rc<Interval>> {
         if let Some(interval) = self.current() {
             return Some(interval);
@@ -86,7 +89,7 @@ impl Group {
         self.current()
     }
 
-    /// Opens an interval with the targets that are there.
+    /// Opens an interval with the available targets.
     async fn open(&self) -> store::Result<Interval> {
         let number = self.number();
         let Views { views, remains } = self.views().await?;
@@ -111,8 +114,8 @@ impl Group {
         Ok(Interval { number, links, record, undone, leftovers })
     }
 
-    /// What the targets have of the group. Slow targets are asked only if the others do not
-    /// suffice.
+    /// Reads what the targets store about the group. Asks slow targets only if the others are too
+    /// few.
     async fn views(&self) -> store::Result<Views> {
         let began = Instant::now();
         let there = self.targets.iter().filter(|t| t.is_usable());
@@ -126,7 +129,7 @@ impl Group {
             let now = Instant::now();
             if waiting.is_empty() || now >= wait_until {
                 if self.judge_views(&found.views).is_ok() {
-                    // The others go on; those that were slow before are known to be.
+                    // The group continues without the waiting targets, so they are slow.
                     waiting.iter().for_each(|target| target.overdue(&self.cid, now - began));
                     break;
                 }
@@ -138,7 +141,8 @@ impl Group {
                 }
                 looks.extend(slow.iter().map(|target| self.look(Rc::clone(target))));
                 waiting.append(&mut slow);
-                // Targets that stood still together come back together.
+                // Targets that stalled together usually answer again together, so wait a little
+                // longer.
                 wait_until = now + self.calls.member_timeout / 10;
             }
             tokio::select! {
@@ -152,7 +156,8 @@ impl Group {
         Ok(found)
     }
 
-    /// Which record counts, and the members in sync that are there.
+    /// Returns the valid membership record and the available members in sync. The flag is true if
+    /// the members count only because an operator has declared others lost.
     fn judge_views(
         &self,
         views: &[MemberView],
@@ -166,7 +171,7 @@ impl Group {
     }
 }
 
-/// The intents that stay when an interval begins.
+/// Returns the intents that remain when an interval begins.
 fn intents_of(
     interval: u64,
     members: &[Option<MemberView>],

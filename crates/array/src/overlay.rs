@@ -1,4 +1,5 @@
-//! What a transaction makes of an object's data, before it is cut into fragments.
+//! [`Overlay`]: the changes of an object's data in a transaction, before their division into
+//! fragments.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -9,13 +10,13 @@ use store::StoreError;
 
 use crate::stage::StagedStripes;
 
-/// Bytes that take the place of others.
+/// New content of a range.
 #[derive(Clone)]
 pub(crate) enum OverlayContent {
-    /// These, from the first on; whole blocks, or up to the object's end.
+    /// New bytes from the start of the range. They end at a block boundary or at the object's end.
     Bytes(Payload),
     Zeros,
-    /// Whole stripes that are on the members already, from that offset of the stage on.
+    /// Whole stripes that the members have already staged, from this offset of the stage.
     Staged(Rc<StagedStripes>, u64),
 }
 
@@ -32,7 +33,8 @@ impl OverlayRange {
         self.offset + self.len
     }
 
-    /// The part of it in a range, which it must meet; cut at blocks.
+    /// Returns the part of the range that lies within `range`. The two must overlap, and `range`
+    /// must start at a block boundary.
     pub(crate) fn part(&self, range: Range<u64>) -> OverlayRange {
         let (from, to) = (range.start.max(self.offset), range.end.min(self.end()));
         let skip = from - self.offset;
@@ -45,13 +47,14 @@ impl OverlayRange {
     }
 }
 
-/// Bytes `from..from + len` of a payload that starts at a block; `from` is a whole number of blocks.
+/// Returns bytes `from..from + len` of a payload that starts at a block. `from` must be a multiple
+/// of the block size.
 pub(crate) fn slice(payload: &Payload, from: u64, len: u64) -> Payload {
     let data = payload.data().slice(from as usize..(from + len) as usize);
     let first = (from / BLOCK) as usize;
     let count = block::piece_count(0, len) as usize;
     let mut checksums = payload.checksums()[first..first + count].to_vec();
-    // A piece that is cut short has another checksum.
+    // A shortened last piece needs a new checksum.
     let last = (len % BLOCK) as usize;
     if last > 0 && from + len < payload.len() as u64 {
         checksums[count - 1] = block::crc32c(&data[data.len() - last..]);
@@ -61,11 +64,11 @@ pub(crate) fn slice(payload: &Payload, from: u64, len: u64) -> Payload {
 
 /// See the [module](self) documentation.
 pub(crate) struct Overlay {
-    /// Size of the object before, in bytes.
+    /// Size of the object before the changes, in bytes.
     pub(crate) before: u64,
-    /// Size of the object after it.
+    /// Size of the object after the changes, in bytes.
     pub(crate) size: u64,
-    /// The shortest that it was in between: from there on nothing is left of what it had.
+    /// Smallest size of the object during the changes. None of the old bytes beyond it remain.
     pub(crate) low: u64,
     extents: BTreeMap<u64, OverlayRange>,
 }
@@ -75,37 +78,39 @@ impl Overlay {
         Overlay { before, size: before, low: before, extents: BTreeMap::new() }
     }
 
-    /// New content, in order, without overlaps. What is cut off counts as zeros.
+    /// Ranges with new content, in order, without overlaps. A range that was cut off counts as
+    /// zeros.
     pub(crate) fn extents(&self) -> impl Iterator<Item = &OverlayRange> {
         self.extents.values()
     }
 
-    /// Extents that meet a range.
+    /// Ranges with new content that overlap `range`.
     pub(crate) fn in_range(&self, range: Range<u64>) -> impl Iterator<Item = &OverlayRange> {
         let first = self.extents.range(..=range.start).next_back().map_or(range.start, |(start, _)| *start);
         let from = range.start;
         self.extents.range(first..range.end.max(first)).map(|(_, e)| e).filter(move |e| e.end() > from)
     }
 
-    /// Whether nothing changes.
+    /// Returns true if nothing changes.
     pub(crate) fn is_unchanged(&self) -> bool {
         self.extents.is_empty() && self.size == self.before && self.low == self.before
     }
 
-    /// Puts bytes at an offset.
+    /// Writes bytes at an offset.
     ///
     /// # Errors
-    /// [`StoreError::InvalidArgument`] if they are not whole blocks, or the object's end.
+    /// [`StoreError::InvalidArgument`] if the offset is not a multiple of the block size. The same
+    /// error if the bytes end within a block and before the object's end.
     pub(crate) fn write(&mut self, offset: u64, payload: Payload) -> store::Result<()> {
         let len = payload.len() as u64;
         self.check(offset, len)?;
         self.put(OverlayRange { offset, len, content: OverlayContent::Bytes(payload) })
     }
 
-    /// Puts whole stripes that are on the members already at an offset.
+    /// Writes whole stripes, which the members have already staged, at an offset.
     ///
     /// # Errors
-    /// [`StoreError::InvalidArgument`] if something of it is new already.
+    /// [`StoreError::InvalidArgument`] if the range already has new data other than zeros.
     pub(crate) fn write_staged(
         &mut self,
         offset: u64,
@@ -119,19 +124,19 @@ impl Overlay {
         self.put(OverlayRange { offset, len, content: OverlayContent::Staged(Rc::clone(stage), at) })
     }
 
-    /// Makes a range zero, extending the object.
+    /// Makes a range zero. Extends the object if the range ends beyond the object's end.
     ///
     /// # Errors
-    /// As [`Overlay::write`].
+    /// Like [`Overlay::write`].
     pub(crate) fn zero(&mut self, offset: u64, len: u64) -> store::Result<()> {
         self.check(offset, len)?;
         self.put(OverlayRange { offset, len, content: OverlayContent::Zeros })
     }
 
-    /// Sets the size.
+    /// Sets the size of the object.
     ///
     /// # Errors
-    /// [`StoreError::InvalidArgument`] if staged data would be cut.
+    /// [`StoreError::InvalidArgument`] if this would cut staged data.
     pub(crate) fn truncate(&mut self, size: u64) -> store::Result<()> {
         if size < self.size {
             self.cut(size..u64::MAX)?;
@@ -158,7 +163,7 @@ impl Overlay {
             return Ok(());
         }
         let end = extent.end();
-        // A last block that is replaced is replaced whole.
+        // A write that ends within the object's last block replaces the whole block.
         self.cut(extent.offset..end.next_multiple_of(BLOCK))?;
         self.extents.insert(extent.offset, extent);
         if end < self.before && !end.is_multiple_of(BLOCK) {
@@ -169,7 +174,7 @@ impl Overlay {
         Ok(())
     }
 
-    /// Takes a range out.
+    /// Removes new content from a range.
     fn cut(&mut self, range: Range<u64>) -> store::Result<()> {
         let met: Vec<u64> = self.in_range(range.clone()).map(|e| e.offset).collect();
         for start in met {
@@ -214,7 +219,7 @@ mod tests {
     }
 
     proptest! {
-        /// The overlay over what was before is what the steps make of it.
+        /// The overlay over the old content equals the result of the steps.
         #[test]
         fn an_overlay_says_what_the_object_becomes(before in 0..SPACE, steps in steps()) {
             let old: Vec<u8> = (0..before).map(|i| (i % 250) as u8 + 1).collect();
@@ -222,7 +227,8 @@ mod tests {
             for step in steps {
                 match step {
                     Step::Write(at, len, fill) => {
-                        // A write that ends within a block ends the object, as the OSD sees to.
+                        // The osd extends a write to the end of its last block, unless the write
+                        // reaches the object's end.
                         let len = if at + len < overlay.size { len.next_multiple_of(BLOCK) } else { len };
                         overlay.write(at, Payload::compute(0, Bytes::from(vec![fill; len as usize]))).unwrap();
                         model.resize(model.len().max((at + len) as usize), 0);

@@ -1,4 +1,5 @@
-//! How fast background work goes: slowly while clients are served, and never faster than it may.
+//! [`Pace`]: limits the speed of background work to a rate, and to a share of the time while
+//! clients are active.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -7,7 +8,7 @@ use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-/// Clients count as served that long after their last request.
+/// Time after the last request for which clients count as active.
 const BUSY: Duration = Duration::from_millis(100);
 
 /// See the [module](self) documentation. Shared by all background work of an OSD.
@@ -15,18 +16,18 @@ const BUSY: Duration = Duration::from_millis(100);
 pub struct Pace(Rc<Inner>);
 
 struct Inner {
-    /// Most bytes a second; 0 for no limit.
+    /// Maximum rate in bytes per second; 0 for no limit.
     rate: Cell<u64>,
-    /// Part of the time that background work takes while clients are served, in percent.
+    /// Maximum share of the time that background work takes while clients are active, in percent.
     share: u32,
     last_request: Cell<Option<Instant>>,
-    /// When the bytes so far are allowed for.
+    /// Time until which the rate limit is used up by earlier work.
     paid_until: Cell<Option<Instant>>,
     rate_changed: Notify,
 }
 
 impl Pace {
-    /// `rate` is in bytes a second, 0 for no limit; `share` in percent of the time, 1 to 100.
+    /// `rate` is in bytes per second, 0 for no limit. `share` is in percent of the time, 1 to 100.
     pub fn new(rate: u64, share: u32) -> Pace {
         Pace(Rc::new(Inner {
             rate: Cell::new(rate),
@@ -37,29 +38,30 @@ impl Pace {
         }))
     }
 
-    /// Sets the most bytes a second; 0 for no limit. Whoever waits because of the old one goes on.
+    /// Sets the maximum rate in bytes per second; 0 for no limit. Work that waits for the old rate
+    /// continues at once.
     pub fn set_rate(&self, rate: u64) {
         self.0.rate.set(rate);
         self.0.paid_until.set(None);
         self.0.rate_changed.notify_waiters();
     }
 
-    /// Most bytes a second; 0 for no limit.
+    /// Maximum rate in bytes per second; 0 for no limit.
     pub fn rate(&self) -> u64 {
         self.0.rate.get()
     }
 
-    /// Says that a client has asked for something.
+    /// Records a client request.
     pub fn client_served(&self) {
         self.0.last_request.set(Some(Instant::now()));
     }
 
-    /// Waits as long as is due after a step of `bytes` that took `took`.
+    /// Waits as long as the limits require after a step that moved `bytes` in time `took`.
     pub async fn after(&self, bytes: u64, took: Duration) {
         let rate_changed = self.0.rate_changed.notified();
         let pause = self.due(bytes, took, Instant::now());
         if pause > Duration::ZERO {
-            // Either way the wait is over.
+            // A timeout and a change of the rate both end the wait.
             let _ = tokio::time::timeout(pause, rate_changed).await;
         }
     }

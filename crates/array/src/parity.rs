@@ -1,9 +1,10 @@
-//! Parity of what becomes of an object.
+//! Computes the parity of a changed object.
 //!
-//! That of stripes of which nothing stays is computed from what came, all of them in one pass,
-//! checksums included. Otherwise something of the stripe must be read first, whichever is less: the
-//! bytes that are replaced and the old parity (which then changes by what the data changes by), or
-//! the units of those rows that stay.
+//! If a change replaces stripes completely, their parity and its checksums are computed from the
+//! new data in one pass. Otherwise old bytes must be read first. The array chooses the way that
+//! reads less. Either it reads the replaced bytes and the old parity, and updates the parity by the
+//! difference. Or it reads the unchanged units of the affected rows, and computes the parity from
+//! all units.
 
 use std::ops::Range;
 
@@ -17,7 +18,7 @@ use crate::overlay::{OverlayContent, slice};
 use crate::rows::{ArrayChange, Split, StripeRun, UnitContent};
 
 impl ArrayChange<'_> {
-    /// The ops of parity fragments for a run of stripes.
+    /// Appends the ops of the parity fragments for a run of stripes.
     pub(crate) async fn parity(
         &self,
         run: &StripeRun,
@@ -54,7 +55,7 @@ impl ArrayChange<'_> {
         Ok(())
     }
 
-    /// Parity of stripes of which nothing stays, and its checksums, in one pass.
+    /// Computes the parity of completely replaced stripes, and its checksums, in one pass.
     fn new_parity(&self, run: &StripeRun, parity: &mut [Buffer]) -> store::Result<Vec<Vec<u32>>> {
         let stripes = run.first..run.first + run.count;
         let units = stripes.flat_map(|stripe| (0..self.layout.k).map(move |unit| (stripe, unit)));
@@ -95,7 +96,7 @@ impl ArrayChange<'_> {
         }
     }
 
-    /// Parity of a stripe's rows, into the range `out` of the buffers.
+    /// Computes the parity of a stripe's rows into the range `out` of the buffers.
     async fn stripe_parity(
         &self,
         stripe: u64,
@@ -125,7 +126,7 @@ impl ArrayChange<'_> {
         self.coder.encode(&new, parity, out)
     }
 
-    /// Parity from what it was, and what changes.
+    /// Computes the new parity from the old parity and the change of the data.
     async fn change_parity(
         &self,
         stripe: u64,
@@ -156,7 +157,7 @@ impl ArrayChange<'_> {
         Ok(())
     }
 
-    /// Reads rows of some of a stripe's units.
+    /// Reads the rows of the wanted units of a stripe.
     async fn read_units(
         &self,
         stripe: u64,
@@ -172,8 +173,8 @@ impl ArrayChange<'_> {
         try_join_all(reads).await
     }
 
-    /// A unit's rows as they will be, over `old`. What is beyond the end that the object had was
-    /// read as zeros.
+    /// Returns the new bytes of a unit's rows: the new content over `old`. `old` has zeros beyond
+    /// the object's old end.
     fn unit_bytes(
         &self,
         stripe: u64,

@@ -1,5 +1,5 @@
-//! Which fragments a read takes its bytes from: each fragment is read at most once, and exactly `k` are if one of several has to
-//! be computed.
+//! Plans which fragments to read. The plan reads each fragment at most once. If a wanted fragment
+//! must be reconstructed, the plan uses exactly `k` fragments as sources.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -10,28 +10,28 @@ use store::StoreError;
 use crate::coder::too_few;
 use crate::layout::StripeLayout;
 
-/// A range of bytes of a fragment. It starts at a block.
+/// A fragment and a range of its bytes. The range starts at a block.
 pub(crate) type FragmentSpan = (usize, Range<u64>);
 
-/// What is read, and what is computed from it.
+/// The ranges to read, and the fragments to reconstruct from them.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct ReadPlan {
     /// The range to read of each fragment.
     pub(crate) reads: BTreeMap<usize, Range<u64>>,
-    /// Wanted fragments that are computed.
+    /// Wanted fragments that must be reconstructed.
     pub(crate) computed: Vec<usize>,
-    /// The fragments that they are computed from; one, where fragments are copies.
+    /// The fragments used for reconstruction: `k` of them, or one if fragments are copies.
     pub(crate) sources: Vec<usize>,
-    /// The range, in whole blocks, over which they are computed.
+    /// The range to reconstruct, in whole blocks.
     pub(crate) over: Range<u64>,
 }
 
 impl ReadPlan {
-    /// Plans to read `wanted`, which names no fragment twice, of an object of `size` bytes. `is_there` says which fragments can
-    /// be read.
+    /// Plans to read `wanted` from an object of `size` bytes. `wanted` names each fragment at most
+    /// once. `is_there` tells which fragments are readable.
     ///
     /// # Errors
-    /// [`StoreError::Corrupt`] if too few fragments can be read.
+    /// [`StoreError::Corrupt`] if too few fragments are readable.
     pub(crate) fn new(
         layout: &StripeLayout,
         size: u64,
@@ -53,7 +53,7 @@ impl ReadPlan {
         let Some(over) = over else {
             return Ok(ReadPlan { reads, computed, sources: Vec::new(), over: 0..0 });
         };
-        // Fragments that are read anyway come first.
+        // Prefer fragments that the plan reads anyway.
         let (first, rest): (Vec<usize>, Vec<usize>) = (0..layout.fragments())
             .filter(|&fragment| is_there(fragment))
             .partition(|fragment| reads.contains_key(fragment));
@@ -63,7 +63,7 @@ impl ReadPlan {
             return Err(too_few(present, layout.k));
         }
         for &fragment in &sources {
-            // A fragment counts as zeros where it ends.
+            // Beyond its end, a fragment counts as zeros and need not be read.
             if layout.fragment_size(fragment, size) > over.start {
                 let range = reads.entry(fragment).or_insert_with(|| over.clone());
                 *range = hull(range, &over);
@@ -73,7 +73,7 @@ impl ReadPlan {
     }
 }
 
-/// The shortest range that contains both.
+/// Returns the shortest range that contains both ranges.
 fn hull(a: &Range<u64>, b: &Range<u64>) -> Range<u64> {
     a.start.min(b.start)..a.end.max(b.end)
 }

@@ -1,4 +1,5 @@
-//! What writes of new objects with redundancy are cut into, by itself: for those who measure it.
+//! Divides new objects into fragments without a store, so that a benchmark can measure this step
+//! alone.
 
 use base::block::Payload;
 use base::pool::BufferPool;
@@ -11,7 +12,7 @@ use crate::layout::StripeLayout;
 use crate::overlay::Overlay;
 use crate::rows::ArrayChange;
 
-/// Cuts new objects as the OSD does when their data goes with its transaction: no store is needed.
+/// Divides new objects into fragments, as the osd does when data and transaction arrive together.
 pub struct NewObjects {
     layout: StripeLayout,
     coder: Coder,
@@ -20,21 +21,21 @@ pub struct NewObjects {
 }
 
 impl NewObjects {
-    /// In a pool of that redundancy; parity is computed into memory of `pool`, as long as there is
-    /// some.
+    /// Creates the state for a redundancy scheme. Parity uses memory of `pool`, or the heap if the
+    /// pool is exhausted.
     ///
     /// # Errors
-    /// If there is no such redundancy.
+    /// If the redundancy scheme is invalid.
     pub fn new(redundancy: Redundancy, pool: BufferPool) -> store::Result<NewObjects> {
         let layout = StripeLayout::new(&redundancy);
         let coder = Coder::new(layout, pool)?;
         Ok(NewObjects { layout, coder, oid: ObjectId::new("new")?, live: vec![true; layout.fragments()] })
     }
 
-    /// The ops of each fragment that make an object of these bytes.
+    /// Returns, for each fragment, the ops that create an object with these bytes.
     ///
     /// # Errors
-    /// If they cannot be encoded.
+    /// If the parity cannot be computed.
     pub fn cut(&self, bytes: Payload) -> store::Result<Vec<Vec<Op>>> {
         let mut overlay = Overlay::new(0);
         overlay.write(0, bytes)?;
@@ -55,7 +56,7 @@ mod tests {
 
     use super::*;
 
-    /// What ops make of a fragment.
+    /// Returns the fragment that the ops create.
     fn fragment(ops: &[Op]) -> Vec<u8> {
         let mut bytes = Vec::new();
         for op in ops {
@@ -74,8 +75,7 @@ mod tests {
     }
 
     proptest! {
-        /// Parity is that of the code, whatever the object's last stripe is like, and has the right
-        /// checksums.
+        /// The parity matches the code and has correct checksums, however full the last stripe is.
         #[test]
         fn new_objects_have_the_parity_of_the_code(
             (k, m, blocks) in (1u8..6, 1u8..4, 1u32..4),

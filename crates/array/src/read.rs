@@ -1,4 +1,4 @@
-//! Reading: from the fragments that have the bytes, or from others if those cannot be read.
+//! Reads objects. Reconstructs a fragment from others if it cannot be read.
 
 use std::ops::Range;
 
@@ -15,20 +15,20 @@ use crate::interval::Interval;
 use crate::member_link::MemberLink;
 use crate::plan::{FragmentSpan, ReadPlan};
 
-/// An object whose fragments are read.
+/// An object of which fragments are read.
 #[derive(Clone, Copy)]
 pub(crate) struct WholeObject<'a> {
     pub(crate) oid: &'a ObjectId,
-    /// Its bytes: each fragment has a length that follows from that.
+    /// Size of the object in bytes, which determines the length of each fragment.
     pub(crate) size: u64,
 }
 
 /// Bytes of a fragment.
 #[derive(Clone)]
 pub(crate) struct FragmentRead {
-    /// As many as the fragment has of the range.
+    /// The bytes of the range, up to the fragment's end.
     pub(crate) bytes: Bytes,
-    /// One for each block, as stored.
+    /// Stored checksums, one per block.
     pub(crate) checksums: Vec<u32>,
 }
 
@@ -46,7 +46,7 @@ impl Group {
             return Err(StoreError::TooLarge { what: "read".into(), size: len, limit: MAX_READ });
         }
         let interval = self.interval(number).await?;
-        // Held until all is read: every fragment shows the same version.
+        // Held until all fragments are read, so that they all show the same version.
         let held = self.objects.shared(oid).await;
         let size = self.size(&interval, oid, &held).await?;
         let Some(size) = size else { return Err(StoreError::NoSuchObject(oid.to_string())) };
@@ -95,7 +95,7 @@ impl Group {
         Ok(self.assemble(range, &fragments, dest))
     }
 
-    /// The copy to be read next, one after the other, so that all members' drives take part.
+    /// Chooses the copy to read next, in turn, so that the drives of all members share the load.
     fn next_copy(&self, links: &[Option<MemberLink>]) -> usize {
         let there: Vec<usize> = (0..links.len()).filter(|&copy| links[copy].is_some()).collect();
         let turn = self.copies_read.get();
@@ -103,7 +103,7 @@ impl Group {
         if there.is_empty() { 0 } else { there[turn % there.len()] }
     }
 
-    /// Puts the units of several fragments in the order that they have in the object.
+    /// Arranges the units of several fragments in the object's order.
     fn assemble(
         &self,
         range: Range<u64>,
@@ -131,7 +131,7 @@ impl Group {
         (out.freeze(), checksums)
     }
 
-    /// Reads a range of a fragment, which starts at a block.
+    /// Reads a range of a fragment. The range starts at a block.
     pub(crate) async fn read_fragment(
         &self,
         interval: &Interval,
@@ -144,7 +144,8 @@ impl Group {
         self.read_one(links, whole, (fragment, range), None).await
     }
 
-    /// Computes a range of a fragment from others; as long as the range, filled up with zeros.
+    /// Reconstructs a range of a fragment from other fragments. The result has the length of the
+    /// range; zeros follow the fragment's end.
     pub(crate) async fn reconstruct(
         &self,
         interval: &Interval,
@@ -167,8 +168,9 @@ impl Group {
         Ok(self.read_fragments(links, whole, &[span], dest).await?.remove(0))
     }
 
-    /// Reads ranges of fragments, by [`ReadPlan`], in the order in which they are wanted. Those
-    /// that cannot be read are computed from others. `dest` is for a single one.
+    /// Reads ranges of fragments according to a [`ReadPlan`], and returns them in the order of
+    /// `wanted`. Reconstructs fragments that cannot be read. `dest` is used only if `wanted` has a
+    /// single entry.
     async fn read_fragments(
         &self,
         mut links: Vec<Option<MemberLink>>,
@@ -188,8 +190,7 @@ impl Group {
             if !plan.computed.is_empty() && !std::mem::replace(&mut is_degraded, true) {
                 metrics::counter!("outboard_osd_degraded_reads_total").increment(1);
             }
-            // After a failure, what was read before is read again only if more of its fragment is
-            // needed now.
+            // After a failure, reads a fragment again only if the new plan needs more of it.
             let is_covered = |fragment: usize, range: &Range<u64>| {
                 have[fragment]
                     .as_ref()
@@ -222,7 +223,7 @@ impl Group {
         }
     }
 
-    /// Takes the wanted ranges out of what was read, and computes the others.
+    /// Extracts the wanted ranges from the data that was read, and reconstructs the rest.
     fn take_wanted(
         &self,
         wanted: &[FragmentSpan],
@@ -237,7 +238,7 @@ impl Group {
                     let bytes = part(&read.bytes, plan.over.start - range.start, over);
                     self.filled(bytes, over as u64)
                 }
-                // The plan does not read what lies behind the fragment's end.
+                // The plan does not read beyond a fragment's end.
                 None => self.coder.zeros(over),
             };
             let bytes: Vec<Bytes> = plan.sources.iter().map(source).collect();
@@ -257,13 +258,13 @@ impl Group {
             let checksums = read.checksums.iter().skip(first).take(bytes.len().div_ceil(BLOCK_SIZE));
             Some(FragmentRead { checksums: checksums.copied().collect(), bytes })
         };
-        // The plan reads or computes all that is wanted.
+        // The plan reads or reconstructs every wanted range.
         let missing =
             || StoreError::Io("a planned fragment was not read; this is a bug, please report it".into());
         wanted.iter().map(|span| take(span).ok_or_else(missing)).collect()
     }
 
-    /// Reads from the member at a position, and verifies what it says.
+    /// Reads a range from the member at a position, and verifies the answer.
     pub(crate) async fn read_from(
         &self,
         link: &MemberLink,
@@ -283,7 +284,7 @@ impl Group {
         Ok(FragmentRead { bytes, checksums: read.checksums })
     }
 
-    /// Fails if a fragment does not have the length that follows from its object's.
+    /// Fails if a fragment's length does not match the size of its object.
     pub(crate) fn expect_len(
         &self,
         link: &MemberLink,
@@ -298,10 +299,10 @@ impl Group {
         Err(link.corrupt(whole.oid, format!("its fragment has {len} bytes instead of {expected}")))
     }
 
-    /// Takes note that a fragment could not be read.
+    /// Records that a fragment cannot be read.
     ///
     /// # Errors
-    /// If that says nothing of the fragment.
+    /// Returns `e` if the error does not mean that the fragment is damaged.
     fn lost(&self, position: usize, oid: &ObjectId, link: &MemberLink, e: StoreError) -> store::Result<()> {
         if !is_damage(&e) {
             return Err(e);
@@ -312,7 +313,7 @@ impl Group {
         Ok(())
     }
 
-    /// Bytes, filled up with zeros.
+    /// Pads bytes with zeros to `len`.
     pub(crate) fn filled(&self, bytes: Bytes, len: u64) -> Bytes {
         let len = len as usize;
         if bytes.len() == len {
@@ -328,7 +329,7 @@ impl Group {
     }
 }
 
-/// Up to `len` bytes from `at` on.
+/// Returns up to `len` bytes from `at`.
 fn part(bytes: &Bytes, at: u64, len: usize) -> Bytes {
     let start = bytes.len().min(at as usize);
     bytes.slice(start..bytes.len().min(start + len))

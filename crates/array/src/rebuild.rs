@@ -1,8 +1,8 @@
-//! Bringing a member back: one that was away gets what has changed meanwhile, an empty one
-//! everything.
+//! Rebuilds a member. A stale member receives the objects that changed while it was away. A blank
+//! member receives all objects.
 //!
-//! While that goes on the member takes part in transactions, for the objects that it has already.
-//! It counts as in sync once it has all, and a record that says so is on every member.
+//! During a rebuild the member takes part in transactions on the objects that it already has. It is
+//! in sync after it has all objects, and every member has a membership record that says so.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -26,23 +26,23 @@ use crate::record::{
     own_object,
 };
 
-/// How long a group that could not be rebuilt is left alone.
+/// Pause before a failed rebuild of a group is retried.
 pub const RETRY: Duration = Duration::from_secs(1);
-/// Objects worked on at a time.
+/// Number of objects that are copied concurrently.
 const OBJECTS: usize = 4;
-/// Ids listed at a time.
+/// Number of object ids listed per call.
 const PAGE: usize = 256;
 
-/// What was rebuilt so far.
+/// Progress of a rebuild.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Rebuilt {
-    /// Objects rebuilt.
+    /// Number of objects rebuilt.
     pub objects: u64,
-    /// Bytes written.
+    /// Number of bytes written.
     pub bytes: u64,
 }
 
-/// A rebuild at work.
+/// A rebuild in progress.
 struct RebuildRun<'a> {
     group: &'a Group,
     interval: Rc<Interval>,
@@ -53,22 +53,22 @@ struct RebuildRun<'a> {
 }
 
 impl Group {
-    /// A position whose member is not in sync and can be rebuilt, as far as an interval knows.
+    /// Returns the position of a member that is not in sync but can be rebuilt in this interval.
     pub fn to_rebuild(&self, interval: &Interval) -> Option<usize> {
         let members = &interval.record.members;
         let usable = |uuid| self.targets.iter().any(|t| t.uuid() == uuid && t.is_usable());
         let can_be = |m: &MemberRecord| m.standing != Standing::InSync && usable(m.target);
-        // One that cannot be rebuilt now is not to keep another one waiting.
+        // Start after the last member whose rebuild failed, so that it does not block the others.
         let next = self.rebuild_next.get();
         (next..next + members.len()).map(|i| i % members.len()).find(|&i| can_be(&members[i]))
     }
 
-    /// Has the placement group opened anew if more objects are noted as dirty than may be, or any
-    /// while notes fill an index (`index_is_full`): then they are forgotten, and members that are
-    /// away get everything when they come back.
+    /// Ends the interval to discard the dirty notes if there are too many of them. If the notes
+    /// fill an index (`index_is_full`), even one is too many. Members that are away then become
+    /// blank: a rebuild copies everything to them.
     pub async fn bound_notes(&self, index_is_full: bool) {
         let most = if index_is_full { 0 } else { self.dirty_max };
-        // A rebuild that is under way is the sooner done.
+        // A rebuild in progress finishes sooner with the notes, so they stay.
         let is_due = || self.intents.borrow().dirty().len() > most && self.rebuilding.borrow().is_none();
         if !is_due() {
             return;
@@ -84,10 +84,10 @@ impl Group {
         }
     }
 
-    /// Rebuilds the member at a position. `progress` counts on.
+    /// Rebuilds the member at a position, and adds to `progress`.
     ///
     /// # Errors
-    /// If the interval ends meanwhile, the member fails, or it has no room: to be tried again later.
+    /// If the interval ends, the member fails, or it has no space. The caller retries later.
     pub async fn rebuild(
         &self,
         position: usize,
@@ -97,7 +97,8 @@ impl Group {
         let interval = self.any_interval().await?;
         let outcome = async {
             if interval.record.members[position].standing == Standing::Blank {
-                // What it has from before may be much: clients are not to wait for that.
+                // The old data may be large. Remove it before closing the gate, so that clients do
+                // not wait.
                 let target = self.member(&interval, position)?;
                 self.wipe_in(&interval, &target).await?;
             }
@@ -119,13 +120,13 @@ impl Group {
         }
         let moves = is_full && self.spare(&interval.record).is_some();
         if outcome.is_err() && (moves || self.rebuilding.borrow().is_some()) {
-            // What is under way on the member has to end before it is taken for absent.
+            // Calls in progress on the member must end before the group treats it as absent.
             self.end_interval(&interval);
         }
         outcome
     }
 
-    /// Lets a member take part from now on.
+    /// Lets a member take part in transactions from now on.
     async fn admit(&self, interval: &Rc<Interval>, position: usize) -> store::Result<MemberLink> {
         let _closed = self.gate.write().await;
         self.still(interval)?;
@@ -151,7 +152,8 @@ impl Group {
         ];
         let note = Transaction::new(self.cid.clone()).with(Op::OmapSet { oid: own_object(), entries });
         self.calls.apply_to(&link, note.from_reserve()).await?;
-        // What transactions change without a lock is copied while there are none.
+        // Transactions change the owner's metadata object without a lock. Copy it while the gate
+        // keeps transactions out.
         self.copy_object(interval, &link, position, &self.meta.clone(), false).await?;
         self.still(interval)?;
         let rebuilding = Rebuilding::new(position, interval.number, link.clone(), missing);
@@ -160,14 +162,14 @@ impl Group {
         Ok(link)
     }
 
-    /// The target that is the member at a position.
+    /// Returns the target of the member at a position.
     fn member(&self, interval: &Interval, position: usize) -> store::Result<Rc<dyn Member>> {
         let uuid = interval.record.members[position].target;
         let found = self.targets.iter().find(|t| t.uuid() == uuid && t.is_usable()).cloned();
         found.ok_or_else(|| StoreError::Disconnected("the target is not there".into()))
     }
 
-    /// What a member that was away has of its own; `None` if it has nothing.
+    /// Reads the group's records on a member that was away. Returns `None` if it has no records.
     async fn own_entries(&self, link: &MemberLink) -> store::Result<Option<Vec<(Bytes, Bytes)>>> {
         match self.calls.all_entries(link, &own_object(), &Bytes::new(), None).await {
             Ok(entries) => Ok(Some(entries)),
@@ -176,8 +178,8 @@ impl Group {
         }
     }
 
-    /// Removes what a member has left from before; returns the objects that it may have otherwise
-    /// than the others.
+    /// Removes the old records and undo objects of a member. Returns the objects whose content may
+    /// differ from the other members.
     async fn clean(&self, link: &MemberLink, own: Vec<(Bytes, Bytes)>) -> store::Result<BTreeSet<ObjectId>> {
         let mut missing = self.intents.borrow().dirty().clone();
         for (key, value) in &own {
@@ -190,11 +192,12 @@ impl Group {
             }
         }
         missing.retain(|oid| !(self.is_internal)(oid));
-        // Should the rebuild be broken off, nobody else may know what its intents were about.
+        // If the rebuild is interrupted, the dirty notes keep the information from the member's
+        // intents.
         self.note_dirty(link, missing.iter()).await?;
         let keep = own_object();
         loop {
-            // A group's own objects sort first.
+            // The array's own objects sort first.
             let (ids, _) = self.calls.answer(link, link.target.store().list(&self.cid, None, PAGE)).await?;
             let left = ids.into_iter().take_while(is_own).filter(|oid| *oid != keep);
             let removals: Vec<Op> = left.map(|oid| Op::Remove { oid }).collect();
@@ -267,8 +270,8 @@ impl RebuildRun<'_> {
         self.group.rebuilding.borrow_mut().as_mut().map(change)
     }
 
-    /// Makes a member that has everything one that is in sync. The interval ends; the next one has
-    /// it.
+    /// Puts a membership record in force that lists the rebuilt member as in sync. Ends the
+    /// interval; the next one includes the member.
     async fn finish(&self) -> store::Result<()> {
         let group = self.group;
         let _closed = group.gate.write().await;
@@ -278,7 +281,7 @@ impl RebuildRun<'_> {
         let mut members = old.members;
         members[self.position].standing = Standing::InSync;
         let record = GroupRecord { term: group.terms.next(false), members };
-        // Notes that nobody needs any more are forgotten when the next interval begins.
+        // The next interval removes notes that no member needs any more.
         if record.needs_notes() {
             let dirty = group.intents.borrow().dirty().clone();
             group.note_dirty(&self.link, dirty.iter()).await?;
@@ -295,7 +298,7 @@ impl RebuildRun<'_> {
     }
 }
 
-/// An id that no object's is greater than.
+/// Returns the greatest possible object id.
 fn greatest() -> ObjectId {
     ObjectId::new(vec![0xff; store::MAX_OBJECT_ID]).expect("as long as may be")
 }

@@ -1,4 +1,4 @@
-//! [`Rebuilding`]: a member on its way back, and the objects that it does not have yet.
+//! [`Rebuilding`]: a member that is being rebuilt, and the objects that it still lacks.
 
 use std::collections::BTreeSet;
 
@@ -6,7 +6,7 @@ use store::ObjectId;
 
 use crate::member_link::MemberLink;
 
-/// A member on its way back.
+/// A member that is being rebuilt.
 pub(crate) struct Rebuilding {
     pub(crate) position: usize,
     /// Number of the interval.
@@ -15,23 +15,23 @@ pub(crate) struct Rebuilding {
     missing: MissingObjects,
 }
 
-/// Objects that a member does not have yet.
+/// Objects that a member still lacks.
 pub(crate) enum MissingObjects {
-    /// The member was away: it lacks these.
+    /// A stale member: it lacks these objects.
     Only(BTreeSet<ObjectId>),
-    /// The member was empty: objects are copied in the order of their ids.
+    /// A blank member: objects are copied in the order of their ids.
     After {
         /// The member has all objects up to this id.
         cursor: Option<ObjectId>,
-        /// Objects beyond the cursor that the member has.
+        /// Objects beyond the cursor that the member already has.
         copied_ahead: BTreeSet<ObjectId>,
-        /// Objects that have changed without the member. The list of objects to copy may lack them.
+        /// Objects that changed without the member. The current page of listed ids may lack them.
         changed: BTreeSet<ObjectId>,
     },
 }
 
 impl MissingObjects {
-    /// Everything.
+    /// The member lacks all objects.
     pub(crate) fn all() -> MissingObjects {
         MissingObjects::After { cursor: None, copied_ahead: BTreeSet::new(), changed: BTreeSet::new() }
     }
@@ -47,7 +47,7 @@ impl Rebuilding {
         Rebuilding { position, interval, link, missing }
     }
 
-    /// The objects that the member lacks, if they are known by id.
+    /// Returns the objects that the member lacks if they are known by id.
     pub(crate) fn known_missing(&self) -> Option<Vec<ObjectId>> {
         match &self.missing {
             MissingObjects::Only(some) => Some(some.iter().cloned().collect()),
@@ -55,7 +55,7 @@ impl Rebuilding {
         }
     }
 
-    /// Whether the member does not have the object yet.
+    /// Returns true if the member still lacks the object.
     pub(crate) fn lacks(&self, oid: &ObjectId) -> bool {
         match &self.missing {
             MissingObjects::Only(some) => some.contains(oid),
@@ -65,7 +65,7 @@ impl Rebuilding {
         }
     }
 
-    /// Notes that the member has an object now.
+    /// Records that the member now has an object.
     pub(crate) fn has_now(&mut self, oid: &ObjectId) {
         match &mut self.missing {
             MissingObjects::Only(some) => drop(some.remove(oid)),
@@ -76,7 +76,8 @@ impl Rebuilding {
         }
     }
 
-    /// Notes that an object changes, without the member if the member lacks it.
+    /// Records that an object changes. If the member lacks the object, it does not receive this
+    /// change.
     pub(crate) fn changes(&mut self, oid: &ObjectId) {
         let lacks = self.lacks(oid);
         if let (MissingObjects::After { changed, .. }, true) = (&mut self.missing, lacks) {
@@ -84,9 +85,9 @@ impl Rebuilding {
         }
     }
 
-    /// Moves the cursor to an id after all listed objects up to it were copied. If objects up to
-    /// the id were made since they were listed, returns those instead: the caller copies them and
-    /// asks again.
+    /// Moves the cursor to an id, after all listed objects up to it were copied. Objects up to the
+    /// id may have been created since they were listed. In that case, returns those objects and
+    /// does not move the cursor. The caller copies them and calls again.
     pub(crate) fn passed(&mut self, oid: &ObjectId) -> Vec<ObjectId> {
         let MissingObjects::After { cursor, copied_ahead, changed } = &mut self.missing else {
             return Vec::new();

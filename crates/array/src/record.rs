@@ -1,5 +1,6 @@
-//! What a group keeps beside the objects: the omap of one object in its collection, the same on
-//! every member that is in sync but for the undo notes of intents.
+//! The records that an array keeps beside the objects of its owner. The records are omap entries of
+//! one object in the group's collection. All members in sync have the same entries, except for the
+//! undo information in the intents.
 //!
 //! ```text
 //! e            the group's record: its term, and how its members stand (format byte, then postcard)
@@ -9,8 +10,9 @@
 //! d object     an object changed while a member was away
 //! ```
 //!
-//! What a transaction overwrites is kept in an object of its own until every member has committed
-//! it, so that it can be undone where only some have.
+//! A transaction copies the data that it overwrites to an undo object. The undo object stays until
+//! every member has committed the transaction. If only some members commit it, those members
+//! restore the old data from the undo object.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use serde::de::DeserializeOwned;
@@ -19,51 +21,51 @@ use store::{ObjectId, Op, StoreError};
 use uuid::Uuid;
 
 const FORMAT: u8 = 1;
-/// First bytes of the ids of a group's own objects: they are internal, and sort before all others.
+/// Prefix of the ids of the array's own objects, which sort before all other objects.
 const OWN: &[u8] = b"\0\0\0\0\0a";
 
-/// Name of the xattr that has an object's size, in bytes.
+/// Name of the xattr that stores an object's size in bytes.
 pub const SIZE_XATTR: Bytes = Bytes::from_static(b"a");
 
-/// How a member stands.
+/// Standing of a member.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Standing {
-    /// It has everything that was acknowledged.
+    /// The member has every acknowledged change.
     InSync,
-    /// It was away; it lacks no more than changes of the objects that are noted as dirty.
+    /// The member was away. It lacks only changes of objects with dirty notes.
     Stale,
-    /// Nothing can be said of what it has: everything is to be copied.
+    /// The member's content is unknown. A rebuild copies everything.
     Blank,
 }
 
-/// A member: the target that has the fragment of that position.
+/// A member: the target that stores the fragment of one position, and its standing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct MemberRecord {
     pub(crate) target: Uuid,
     pub(crate) standing: Standing,
 }
 
-/// A group's record.
+/// Membership record of a group.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct GroupRecord {
-    /// Grows whenever a member leaves or comes back.
+    /// Grows with each change of the members in sync.
     pub(crate) term: u64,
-    /// By position.
+    /// Members by position.
     pub(crate) members: Vec<MemberRecord>,
 }
 
 impl GroupRecord {
-    /// Positions that are in sync.
+    /// Positions of the members in sync.
     pub(crate) fn in_sync(&self) -> impl Iterator<Item = usize> {
         (0..).zip(&self.members).filter(|(_, m)| m.standing == Standing::InSync).map(|(position, _)| position)
     }
 
-    /// Whether a member needs to be told which objects have changed without it.
+    /// Returns true if a member needs dirty notes, because it is stale.
     pub(crate) fn needs_notes(&self) -> bool {
         self.members.iter().any(|m| m.standing == Standing::Stale)
     }
 
-    /// As stored.
+    /// Encodes the record for storage.
     pub(crate) fn encode(&self) -> Bytes {
         // Growing a vector cannot fail, and the type is plain data.
         postcard::to_extend(self, vec![FORMAT]).expect("plain data can be encoded").into()
@@ -74,35 +76,36 @@ impl GroupRecord {
     }
 }
 
-/// What a transaction does to one object, and how a fragment of it gets back to what it was.
+/// The changes that a transaction makes to one object, and how a member undoes them.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Touched {
     pub(crate) oid: ObjectId,
     pub(crate) undo: Undo,
-    /// Whether xattrs change.
+    /// True if xattrs change.
     pub(crate) xattrs: bool,
-    /// Omap entries that change.
+    /// Keys of omap entries that change.
     pub(crate) omap_keys: Vec<Bytes>,
-    /// Ranges of omap entries that change; without an end: all that follow.
+    /// Ranges of omap keys that change. A range without an end includes all following keys.
     pub(crate) omap_ranges: Vec<(Bytes, Option<Bytes>)>,
 }
 
-/// How a fragment's data gets back to what it was.
+/// How a member restores the old data of its fragment.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Undo {
-    /// It is as it was.
+    /// The data has not changed.
     Unchanged,
-    /// There was no such object.
+    /// The object did not exist: remove it.
     Remove,
-    /// It was moved to the undo object; there may be a new one in its place.
+    /// The old object was moved to the undo object: move it back. A new object may have taken its
+    /// place.
     Return,
-    /// Ranges (offset, length) of it are in the undo object at the same offsets; it was `size`
-    /// long.
+    /// The undo object contains these ranges (offset, length) of the old data, at the same offsets.
+    /// The old fragment was `size` bytes long.
     Restore { size: u64, saved: Vec<(u64, u64)> },
 }
 
 impl Undo {
-    /// Whether there is an undo object.
+    /// Returns true if there is an undo object.
     pub(crate) fn keeps_object(&self) -> bool {
         match self {
             Undo::Unchanged | Undo::Remove => false,
@@ -115,16 +118,16 @@ impl Undo {
 /// The intent of a transaction.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Intent {
-    /// Undo objects are numbered by the place in this list.
+    /// The index of an object in this list is part of the id of its undo object.
     pub(crate) objects: Vec<Touched>,
 }
 
-/// The object that has what is described here.
+/// Id of the object that contains the array's records.
 pub(crate) fn own_object() -> ObjectId {
     fixed([OWN, b"rray"].concat())
 }
 
-/// Where a transaction keeps what it overwrites of its object number `index`.
+/// Id of the undo object for object number `index` of a transaction.
 pub(crate) fn undo_object(intent: u64, index: usize) -> ObjectId {
     let mut id = BytesMut::from(OWN);
     id.put_slice(b"undo");
@@ -133,7 +136,7 @@ pub(crate) fn undo_object(intent: u64, index: usize) -> ObjectId {
     fixed(id.to_vec())
 }
 
-/// Whether an object is a group's own, rather than one of its user's.
+/// Returns true if an object is one of the array's own: the records or an undo object.
 pub(crate) fn is_own(oid: &ObjectId) -> bool {
     oid.as_bytes().starts_with(OWN)
 }
@@ -161,12 +164,12 @@ pub(crate) fn key_dirty(oid: &ObjectId) -> Bytes {
     [b"d", &oid.as_bytes()[..]].concat().into()
 }
 
-/// What removes all entries but notes of dirty objects.
+/// The op that removes all entries except dirty notes.
 pub(crate) fn forget_all_but_dirty() -> Op {
     Op::OmapRemoveRange { oid: own_object(), from: Bytes::from_static(b"e"), to: Bytes::from_static(b"\xff") }
 }
 
-/// What an entry of the omap is.
+/// A decoded entry of the omap.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum GroupEntry {
     Record(GroupRecord),
@@ -177,10 +180,10 @@ pub(crate) enum GroupEntry {
 }
 
 impl GroupEntry {
-    /// Reads an entry.
+    /// Decodes an entry.
     ///
     /// # Errors
-    /// [`StoreError::Corrupt`] if it is none.
+    /// [`StoreError::Corrupt`] if the entry is invalid.
     pub(crate) fn decode(key: &[u8], value: &[u8]) -> store::Result<GroupEntry> {
         let number = |bytes: &[u8]| bytes.try_into().ok().map(u64::from_be_bytes);
         let entry = match key.split_first() {
@@ -200,7 +203,7 @@ impl GroupEntry {
     }
 }
 
-/// As stored.
+/// Encodes a value for storage.
 pub(crate) fn encode<T: Serialize>(value: &T) -> Bytes {
     // Growing a vector cannot fail, and the types are plain data.
     postcard::to_allocvec(value).expect("plain data can be encoded").into()

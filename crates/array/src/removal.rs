@@ -1,4 +1,4 @@
-//! Removing what targets have of a group: all of it, or what former members have left.
+//! Removes a group's data from targets: all of it, or the data of former members.
 
 use std::rc::Rc;
 
@@ -14,14 +14,14 @@ use crate::page::page;
 use crate::record::{GroupRecord, Standing, key_record, own_object};
 use crate::view::MemberView;
 
-/// Objects removed at a time.
+/// Number of objects removed per transaction.
 const OBJECTS: usize = 64;
-/// Entries of the group's own object looked at before.
+/// Number of the group's records read per step.
 const NOTES: usize = 1024;
 
-/// Targets that are not members, and have something of the group that is not needed: anything if
-/// all members are in sync, otherwise an unfinished rebuild or, in `remains`, an interrupted
-/// removal.
+/// Returns the targets that are not members and store data of the group that is no longer needed.
+/// If all members are in sync, none of this data is needed. Otherwise, only the data of an
+/// unfinished rebuild and, in `remains`, of an interrupted removal is not needed.
 pub(crate) fn leftovers(
     record: &GroupRecord,
     views: &[MemberView],
@@ -39,10 +39,10 @@ pub(crate) fn leftovers(
 }
 
 impl Group {
-    /// Removes what former members have left: so it can never count again.
+    /// Removes the data of former members, so that the group can never use it again.
     ///
     /// # Errors
-    /// If a target does not do it, or the interval ends.
+    /// If a target cannot remove it, or the interval ends.
     pub async fn remove_leftovers(&self, interval: &Interval) -> store::Result<()> {
         loop {
             let Some(target) = interval.leftovers.borrow().last().cloned() else { return Ok(()) };
@@ -52,7 +52,7 @@ impl Group {
         }
     }
 
-    /// Removes everything that a target has of the group, as long as the interval lasts.
+    /// Removes everything that a target stores for the group. Stops if the interval ends.
     pub(crate) async fn wipe_in(&self, interval: &Interval, target: &Rc<dyn Member>) -> store::Result<()> {
         loop {
             match self.wipe_some(target).await {
@@ -68,11 +68,11 @@ impl Group {
         }
     }
 
-    /// Removes all that the targets which are there have of the group, objects included. Whatever
-    /// is under way ends before.
+    /// Removes everything that the available targets store for the group, including objects. Waits
+    /// for requests in progress first.
     ///
     /// # Errors
-    /// If a target does not do it; one that fails is left out from then on.
+    /// If a target cannot remove it. A target that fails is not used any more.
     pub async fn remove(&self) -> store::Result<()> {
         let _closed = self.gate.write().await;
         let _alone = self.intervals.lock().await;
@@ -90,14 +90,14 @@ impl Group {
         Ok(())
     }
 
-    /// Removes everything that a target has of the group.
+    /// Removes everything that a target stores for the group.
     pub(crate) async fn wipe(&self, target: &Rc<dyn Member>) -> store::Result<()> {
         while self.wipe_some(target).await? {}
         Ok(())
     }
 
-    /// Removes a few of the objects that a target has of the group, at last their collection;
-    /// returns whether there may be more.
+    /// Removes some of the group's objects from a target, and the collection after the last object.
+    /// Returns true if there may be more.
     async fn wipe_some(&self, target: &Rc<dyn Member>) -> store::Result<bool> {
         let link = MemberLink::new(Rc::clone(target));
         match self.calls.answer(&link, self.wipe_step(&**target)).await {
@@ -120,8 +120,8 @@ impl Group {
         } else if notes.is_empty() {
             transaction.ops.extend(ids.into_iter().map(|oid: ObjectId| Op::Remove { oid }));
         } else {
-            // There may be more than a transaction can remove. The record goes first: what is left
-            // says nothing.
+            // There may be more records than one transaction can remove. The membership record goes
+            // first, because the other records have no meaning without it.
             let mut keys = [key_record()].into_iter().chain(notes.into_iter().map(|(key, _)| key));
             let keys = page(&mut keys);
             transaction.ops.push(Op::OmapRemove { oid: own, keys });
@@ -130,7 +130,7 @@ impl Group {
     }
 }
 
-/// Whether an error is one of the target, which fails with it.
+/// Returns true if the error indicates a failure of the target.
 fn is_of_target(e: &StoreError) -> bool {
     matches!(e, StoreError::Io(_) | StoreError::Poisoned(_) | StoreError::Absent(_))
 }

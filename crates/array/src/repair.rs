@@ -1,4 +1,4 @@
-//! Repairing damaged fragments.
+//! Repairs damaged fragments.
 
 use store::ObjectId;
 
@@ -6,7 +6,7 @@ use crate::group::Group;
 use crate::interval::Interval;
 
 impl Group {
-    /// Makes a fragment anew that could not be read.
+    /// Replaces a fragment that could not be read.
     pub(crate) async fn repair(&self, oid: &ObjectId, position: usize) -> store::Result<()> {
         let interval = self.any_interval().await?;
         let _open = self.gate.read().await;
@@ -24,8 +24,8 @@ impl Group {
         Ok(())
     }
 
-    /// Repairs what is known to be damaged of an object that is about to be changed: a change is of
-    /// the fragments that there are.
+    /// Repairs the damaged fragments of an object before it changes, because the change uses all
+    /// fragments.
     pub(crate) async fn repair_before_change(&self, interval: &Interval, oid: &ObjectId) {
         for position in self.damaged.positions(oid) {
             if let Err(e) = self.repair_locked(interval, oid, position).await {

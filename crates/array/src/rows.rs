@@ -1,4 +1,4 @@
-//! [`ArrayChange`]: which rows of which stripes a change of an object touches, and what becomes of them.
+//! [`ArrayChange`]: determines which rows of which stripes a change of an object affects, and how.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -11,72 +11,72 @@ use crate::coder::Coder;
 use crate::layout::StripeLayout;
 use crate::overlay::{Overlay, OverlayContent, OverlayRange};
 
-/// Ranges of a fragment: offset and length.
+/// Ranges of a fragment, as offset and length.
 pub(crate) type Ranges = Vec<(u64, u64)>;
 
-/// What becomes of each fragment of an object.
+/// Changes of an object, divided by fragment.
 #[derive(Default)]
 pub(crate) struct Split {
-    /// Ops, by position.
+    /// Ops for each fragment, by position.
     pub(crate) ops: Vec<Vec<Op>>,
-    /// What they overwrite or cut off, by position.
+    /// Ranges that the ops overwrite or cut off, by position.
     pub(crate) overwritten: Vec<Ranges>,
 }
 
 impl Split {
-    /// Nothing becomes of any fragment.
+    /// No change of any fragment.
     pub(crate) fn none(fragments: usize) -> Split {
         Split { ops: vec![Vec::new(); fragments], overwritten: vec![Vec::new(); fragments] }
     }
 }
 
-/// Stripes, one after the other, of which the same rows change.
+/// Consecutive stripes in which the same rows change.
 pub(crate) struct StripeRun {
     pub(crate) first: u64,
     pub(crate) count: u64,
     pub(crate) rows: Range<u64>,
-    /// Whether nothing of those rows stays, and each unit's come in one piece.
+    /// True if the change replaces these rows completely, and each unit's new bytes are contiguous.
     pub(crate) new: bool,
-    /// Whether all of it becomes zero: then so does the parity, and `new` does not count.
+    /// True if all data becomes zero. Then the parity becomes zero, too, and `new` has no meaning.
     pub(crate) zeros: bool,
 }
 
-/// The bytes of one unit's rows, as they will be.
+/// New content of the affected rows of one unit.
 pub(crate) enum UnitContent {
-    /// As they came, in one piece.
+    /// New bytes in one contiguous piece.
     New(Bytes),
-    /// There are none.
+    /// Zeros.
     Zeros,
-    /// New ones over those that there are.
+    /// A mix of new and old bytes.
     Mixed,
-    /// They stay.
+    /// The old bytes, unchanged.
     Old,
 }
 
-/// What new content a unit's rows have.
+/// New content for the affected rows of a unit.
 enum Cover<'a> {
-    /// None, and nothing old.
+    /// No new content, and no old bytes.
     Nothing,
-    /// None over what there is.
+    /// No new content; the old bytes stay.
     Old,
-    /// This.
+    /// One range covers all the rows.
     Whole(&'a OverlayRange),
-    /// Some over what there is, or in several pieces.
+    /// New content covers a part of the rows, or consists of several pieces.
     Part,
 }
 
-/// A change of one object, and the layout by which it is cut into fragments.
+/// A change of one object, and the layout that divides it into fragments.
 pub(crate) struct ArrayChange<'a> {
     pub(crate) layout: StripeLayout,
     pub(crate) coder: &'a Coder,
     pub(crate) oid: &'a ObjectId,
     pub(crate) overlay: &'a Overlay,
-    /// By position: whether the fragment can be read and is to be written.
+    /// By position: true if the fragment is readable and receives the change.
     pub(crate) live: &'a [bool],
 }
 
 impl ArrayChange<'_> {
-    /// Rows whose parity changes.
+    /// Returns the rows whose parity changes.
     pub(crate) fn runs(&self) -> Vec<StripeRun> {
         let layout = &self.layout;
         let mut rows: BTreeMap<u64, Range<u64>> = BTreeMap::new();
@@ -121,7 +121,7 @@ impl ArrayChange<'_> {
         runs
     }
 
-    /// Stripes that become zero as a whole by an extent, of the first `stripes`.
+    /// Returns the stripes among the first `stripes` that an extent makes zero completely.
     fn zeroed_stripes(&self, extent: &OverlayRange, stripes: u64) -> Range<u64> {
         if !matches!(extent.content, OverlayContent::Zeros) {
             return 0..0;
@@ -130,8 +130,8 @@ impl ArrayChange<'_> {
         extent.offset.div_ceil(stripe)..(extent.end() / stripe).min(stripes)
     }
 
-    /// Whether a stripe can be done with those before it: all of them are new as a whole, and in
-    /// the same way.
+    /// Returns true if a stripe can join the run of the stripes before it. All stripes of a run
+    /// must be replaced completely, and all of them must be staged or none.
     fn joins(&self, run: &StripeRun, rows: &Range<u64>, stripe: u64) -> bool {
         let full = 0..self.layout.unit;
         run.rows == full
@@ -152,7 +152,7 @@ impl ArrayChange<'_> {
             .all(|unit| matches!(self.cover(stripe, unit, rows), Cover::Whole(_) | Cover::Nothing))
     }
 
-    /// Where the rows of a unit are in the object.
+    /// Range of a unit's rows in the object.
     pub(crate) fn unit_range(&self, stripe: u64, unit: usize, rows: &Range<u64>) -> Range<u64> {
         let start = stripe * self.layout.stripe() + unit as u64 * self.layout.unit;
         start + rows.start..start + rows.end
@@ -185,7 +185,7 @@ impl ArrayChange<'_> {
         }
     }
 
-    /// Whether bytes of a unit's rows stay.
+    /// Returns true if some bytes of a unit's rows stay.
     pub(crate) fn keeps_some(&self, stripe: u64, unit: usize, rows: &Range<u64>) -> bool {
         let range = self.unit_range(stripe, unit, rows);
         let end = range.end.min(self.overlay.before);
@@ -202,7 +202,8 @@ impl ArrayChange<'_> {
     /// Makes a range of a fragment zero.
     pub(crate) fn zero_fragment(&self, fragment: usize, range: Range<u64>, split: &mut Split) {
         split.overwritten[fragment].push((range.start, range.end - range.start));
-        // Beyond what is left there is nothing to be made zero.
+        // The object was truncated to its lowest size before, so the bytes beyond it are zeros
+        // already.
         let end = range.end.min(self.layout.fragment_size(fragment, self.overlay.low));
         if range.start < end {
             let (oid, offset) = (self.oid.clone(), range.start);

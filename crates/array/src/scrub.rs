@@ -1,4 +1,4 @@
-//! Comparing what the members have with what it should be.
+//! Scrubs objects: compares the members' data with the expected data, and repairs it.
 
 use std::collections::BTreeSet;
 use std::slice;
@@ -17,28 +17,28 @@ use crate::read::WholeObject;
 /// Bytes of each fragment that are compared at a time.
 const SEGMENT: u64 = 512 << 10;
 
-/// What was found.
+/// Results of a scrub.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Findings {
-    /// Objects looked at.
+    /// Objects checked.
     pub objects: u64,
     /// Bytes read.
     pub bytes: u64,
-    /// Fragments that could not be read, or were not what they should be.
+    /// Fragments that were unreadable or wrong.
     pub damaged: u64,
-    /// Those of them that were made anew.
+    /// Damaged fragments that were repaired.
     pub repaired: u64,
-    /// Objects whose fragments can all be read and contradict each other: which of them is wrong
-    /// cannot be told.
+    /// Objects whose fragments are all readable but contradict each other. It is unknown which
+    /// fragment is wrong.
     pub inconsistent: u64,
-    /// Objects whose data does not have the size that is recorded of them.
+    /// Objects whose data does not have the recorded size.
     pub wrong_size: u64,
-    /// Those of them that were given that size.
+    /// Objects of wrong size whose data was changed to the recorded size.
     pub resized: u64,
 }
 
 impl Findings {
-    /// Adds up.
+    /// Adds other results to these.
     pub fn add(&mut self, other: &Findings) {
         self.objects += other.objects;
         self.bytes += other.bytes;
@@ -50,7 +50,7 @@ impl Findings {
     }
 }
 
-/// What is wrong with one object.
+/// Problems found with one object.
 #[derive(Default)]
 struct ScrubFinding {
     bytes: u64,
@@ -59,7 +59,8 @@ struct ScrubFinding {
 }
 
 impl Group {
-    /// Objects from `from` on that any member has, in order, and whether there are more.
+    /// Lists objects from `from` on that at least one member has, in order. The flag is true if
+    /// there are more.
     pub async fn scrub_page(
         &self,
         from: Option<ObjectId>,
@@ -69,8 +70,8 @@ impl Group {
         let there = interval.links.iter().filter(|link| link.is_some());
         let pages =
             join_all(there.map(|link| self.list_of(slice::from_ref(link), from.clone(), limit))).await;
-        // A member that cannot say what it has lacks it all; it does so when each object is looked
-        // at.
+        // A member that cannot list its objects counts as having none. Errors show when each object
+        // is checked.
         let listed: Vec<_> = pages.iter().flatten().collect();
         if listed.is_empty() {
             return self.list_in(&interval, from, limit).await;
@@ -81,7 +82,7 @@ impl Group {
         Ok((ids.into_iter().cloned().collect(), end.is_some()))
     }
 
-    /// Looks at one object, and repairs what can be.
+    /// Checks one object, and repairs damaged fragments.
     pub async fn scrub(&self, oid: &ObjectId) -> store::Result<Findings> {
         if (self.is_internal)(oid) {
             return Ok(Findings::default());
@@ -141,7 +142,7 @@ impl Group {
         Ok(verdict)
     }
 
-    /// Looks at the rows from `at` on.
+    /// Compares the rows from `at` on.
     async fn inspect_rows(
         &self,
         links: &[Option<MemberLink>],
@@ -174,7 +175,7 @@ impl Group {
                 Err(e) => verdict.damage(oid, position, e)?,
             }
         }
-        // Each fragment beyond the first k is to be what those make of it.
+        // Reconstruct each further fragment from the first k, and compare it with the stored bytes.
         let present: Vec<usize> = (0..fragments.len()).filter(|&i| fragments[i].is_some()).collect();
         if present.len() <= self.layout.k {
             return Ok(());
@@ -189,10 +190,10 @@ impl Group {
 }
 
 impl ScrubFinding {
-    /// Notes a fragment that cannot be read.
+    /// Records a fragment that cannot be read.
     ///
     /// # Errors
-    /// If the error says nothing of the fragment.
+    /// Returns `e` if the error does not mean that the fragment is damaged.
     fn damage(&mut self, oid: &ObjectId, position: usize, e: StoreError) -> store::Result<()> {
         if !is_damage(&e) {
             return Err(e);

@@ -1,4 +1,4 @@
-//! Cutting what an object becomes into what its fragments become, parity included (see
+//! Divides the change of an object into changes of its fragments, including parity (see
 //! [`parity`](crate::parity)).
 
 use std::ops::Range;
@@ -10,8 +10,8 @@ use crate::overlay::{OverlayContent, OverlayRange};
 use crate::rows::{ArrayChange, Ranges, Split};
 
 impl ArrayChange<'_> {
-    /// Works out the ops. `old` reads bytes of a fragment as they are now, filled up with zeros, if
-    /// need be from other fragments.
+    /// Computes the ops of all fragments. `old` reads the current bytes of a fragment, padded with
+    /// zeros, and reconstructs them if necessary.
     pub(crate) async fn split(
         &self,
         old: impl AsyncFn(usize, Range<u64>) -> store::Result<Vec<u8>>,
@@ -39,7 +39,7 @@ impl ArrayChange<'_> {
         Ok(split)
     }
 
-    /// The ops of data fragments; of a mirror, those of one `copy`.
+    /// Appends the ops of the data fragments. In a mirror, appends the ops of one `copy`.
     fn data(&self, extent: &OverlayRange, copy: Option<usize>, split: &mut Split) {
         if matches!(extent.content, OverlayContent::Zeros) {
             return self.zeroed_data(extent, copy, split);
@@ -61,7 +61,8 @@ impl ArrayChange<'_> {
         }
     }
 
-    /// The same of zeros, which may be many: one op for each fragment.
+    /// Like [`ArrayChange::data`], for a range of zeros: one op per fragment, however long the
+    /// range is.
     fn zeroed_data(&self, extent: &OverlayRange, copy: Option<usize>, split: &mut Split) {
         if let Some(copy) = copy {
             return self.zero_fragment(copy, extent.offset..extent.end(), split);
@@ -71,7 +72,7 @@ impl ArrayChange<'_> {
         }
     }
 
-    /// Makes the fragment as long as it is to be, and puts what is overwritten in order.
+    /// Sets the final length of the fragment, and sorts the ranges that are overwritten.
     fn finish(&self, fragment: usize, split: &mut Split) {
         let size_at = |size| self.layout.fragment_size(fragment, size);
         let (before, after) = (size_at(self.overlay.before), size_at(self.overlay.size));
@@ -95,7 +96,7 @@ impl ArrayChange<'_> {
     }
 }
 
-/// Ranges in order, as whole blocks, those that meet made one, without blocks beyond `end`.
+/// Rounds ranges to whole blocks, sorts and merges them, and drops blocks beyond `end`.
 fn merged(ranges: &[(u64, u64)], end: u64) -> Ranges {
     let end = end.next_multiple_of(BLOCK);
     let whole = |(at, len): &(u64, u64)| at - at % BLOCK..(at + len).next_multiple_of(BLOCK).min(end);

@@ -1,4 +1,4 @@
-//! Staged data: on the members, but not yet named by a transaction.
+//! Staged data: stored on the members, but not yet named by a transaction.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -9,21 +9,22 @@ use store::{StageId, StoreCalls, StoreError};
 
 use crate::member_link::MemberLink;
 
-/// Staged bytes: whole stripes on the members, with their parity, and the rest in memory here.
+/// A stage of the array: whole stripes on the members, with parity, and the remaining bytes in
+/// memory.
 pub(crate) struct StagedStripes {
-    /// Bytes in whole stripes.
+    /// Number of bytes in whole stripes.
     pub(crate) full: u64,
-    /// All bytes.
+    /// Total number of bytes.
     pub(crate) len: u64,
-    /// Number of the interval in which it was made.
+    /// Number of the interval in which the stage was created.
     pub(crate) interval: u64,
-    /// By position; `None` where a member is away, or there are no whole stripes.
+    /// By position; `None` if the member is away, or if there are no whole stripes.
     pub(crate) fragments: Vec<Option<FragmentStage>>,
-    /// What follows the last whole stripe, once it has come.
+    /// The bytes after the last whole stripe, after the client has sent them.
     pub(crate) tail: RefCell<Option<Payload>>,
 }
 
-/// A member's part of staged data; given back when dropped.
+/// A member's part of staged data. Dropping it releases the member's stage.
 pub(crate) struct FragmentStage {
     pub(crate) link: MemberLink,
     pub(crate) id: StageId,

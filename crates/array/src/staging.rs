@@ -1,4 +1,4 @@
-//! Staging: whole stripes go to the members as they come, with their parity.
+//! Staging: writes whole stripes and their parity to the members as the data arrives.
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -19,7 +19,7 @@ use crate::overlay::{Overlay, slice};
 use crate::stage::{FragmentStage, StagedStripes};
 
 impl Group {
-    /// Makes room for `len` bytes that will lie at a whole stripe of their object.
+    /// Creates a stage for `len` bytes, which a transaction will later write at a stripe boundary.
     pub(crate) async fn stage(&self, number: u64, len: u64) -> store::Result<StageId> {
         let interval = self.interval(number).await?;
         let full = if self.layout.is_mirror() { len } else { len - len % self.layout.stripe() };
@@ -55,7 +55,7 @@ impl Group {
         Ok(staged)
     }
 
-    /// Writes staged bytes: whole stripes, or up to the stage's end.
+    /// Writes bytes to a stage: whole stripes, or bytes up to the stage's end.
     pub(crate) async fn stage_write(
         &self,
         stage: StageId,
@@ -75,7 +75,8 @@ impl Group {
         }
         let whole = len.min(staged.full.saturating_sub(offset));
         if whole < len {
-            // It waits for its transaction, so it must not keep staging memory from others.
+            // The tail waits for its transaction. It is copied to the heap, so that it does not
+            // occupy staging memory.
             let (data, checksums) = slice(&payload, whole, len - whole).into_parts();
             let tail = Payload::from_parts(0, Bytes::copy_from_slice(&data), checksums);
             *staged.tail.borrow_mut() = Some(tail.map_err(invalid)?);
@@ -86,14 +87,14 @@ impl Group {
         self.stage_stripes(&staged, offset, &slice(&payload, 0, whole)).await
     }
 
-    /// Writes the same to all members.
+    /// Writes the same bytes to all members of a mirror.
     async fn stage_copies(&self, staged: &StagedStripes, offset: u64, payload: Payload) -> store::Result<()> {
         let (data, checksums) = payload.into_parts();
         let end = data.len() - data.len() % BLOCK as usize;
         let (whole, rest) = (data.slice(..end), data.slice(end..));
         let (sums, last) = checksums.split_at(end / BLOCK as usize);
         if !rest.is_empty() {
-            // What ends within a block goes to each by itself.
+            // A partial block at the end is written to each member separately.
             let tail = Payload::from_parts(0, rest, last.to_vec()).map_err(invalid)?;
             self.write_tail(staged, offset + end as u64, tail).await?;
         }
@@ -110,7 +111,7 @@ impl Group {
         Ok(())
     }
 
-    /// Writes the end of a stage of copies.
+    /// Writes the last partial block of a stage to all copies.
     async fn write_tail(&self, staged: &StagedStripes, at: u64, tail: Payload) -> store::Result<()> {
         let writes = staged.fragments.iter().flatten().map(|fragment| {
             let written = fragment.link.target.store().stage_write(fragment.id, at, tail.clone());
@@ -121,7 +122,7 @@ impl Group {
         try_join_all(writes).await.map(drop)
     }
 
-    /// Cuts whole stripes into fragments and writes those, with their parity.
+    /// Divides whole stripes into fragments, and writes the fragments with their parity.
     async fn stage_stripes(
         &self,
         staged: &StagedStripes,
@@ -130,11 +131,11 @@ impl Group {
     ) -> store::Result<()> {
         let (k, unit) = (self.layout.k, self.layout.unit as usize);
         let (most, fragment_len) = (self.most_per_fragment(), payload.len() / k);
-        // Whole units, or parts of one.
+        // Each step covers whole units, or a part of one unit.
         let step = if most >= unit { most - most % unit } else { most };
         let mut at = 0;
         while at < fragment_len {
-            // What is less than a unit ends with it.
+            // A step smaller than a unit does not cross the end of the unit.
             let end = (at + step).min(if step < unit { (at / unit + 1) * unit } else { fragment_len });
             let data = (0..k).map(|fragment| self.cut(payload, fragment, at..end)).collect();
             self.stage_fragments(staged, offset / k as u64 + at as u64, data).await?;
@@ -143,13 +144,13 @@ impl Group {
         Ok(())
     }
 
-    /// Most bytes of a fragment that go to the stores at a time: whole blocks.
+    /// Maximum number of bytes of a fragment in one staging call, in whole blocks.
     fn most_per_fragment(&self) -> usize {
         let most = self.coding.max_bytes() / self.layout.fragments();
         (most - most % BLOCK as usize).max(BLOCK as usize)
     }
 
-    /// Bytes of a data fragment, out of whole stripes.
+    /// Extracts a range of a data fragment from whole stripes.
     fn cut(&self, payload: &Payload, fragment: usize, range: Range<usize>) -> FragmentBytes {
         let (k, unit, block) = (self.layout.k, self.layout.unit as usize, BLOCK as usize);
         let mut cut = FragmentBytes::default();
@@ -165,7 +166,7 @@ impl Group {
         cut
     }
 
-    /// Has a piece of each fragment written.
+    /// Writes one piece of each fragment to its stage.
     async fn stage_fragments(
         &self,
         staged: &StagedStripes,
@@ -191,18 +192,18 @@ impl Group {
                 _ => Err(e),
             },
             Err(StripeError::Store(e)) => Err(e),
-            // No engine could compute parity now; that says nothing of any target.
+            // No engine could compute parity. This does not indicate a failure of a target.
             Err(StripeError::Coding(why)) => Err(StoreError::Disconnected(why)),
         }
     }
 
-    /// Finds out, once stripes have not been written in time, which member does not answer.
-    /// Resolves when the group goes on without that member, or has run out of patience.
+    /// Waits for the member timeout, and then checks which member does not answer. Resolves when
+    /// the group continues without that member, or has run out of patience.
     async fn find_stalled(&self, staged: &StagedStripes) -> StoreError {
         let began = Instant::now();
         tokio::time::sleep(self.calls.member_timeout).await;
         let asked = staged.fragments.iter().flatten().map(|fragment| async move {
-            // An empty transaction becomes durable: a drive that stands still does not answer.
+            // An empty transaction must become durable, so a stalled drive does not answer it.
             let nothing = Transaction::new(self.cid.clone());
             let call = fragment.link.target.store().queue_transaction(nothing);
             self.calls.answer(&fragment.link, call).await.map_err(|e| fragment.link.classified(e)).err()
@@ -211,12 +212,12 @@ impl Group {
         if let Some(found) = found {
             return found;
         }
-        // All of them answer: the stripes may be done soon.
+        // All members answer, so the stripes may be finished soon.
         tokio::time::sleep_until(began + self.calls.patience).await;
         StoreError::Disconnected("stripes were not written in time".into())
     }
 
-    /// Names staged bytes in a transaction.
+    /// Adds staged bytes to the object's changes.
     pub(crate) fn write_staged(
         &self,
         interval: &Interval,
@@ -229,7 +230,7 @@ impl Group {
         if staged.interval != interval.number {
             return Err(over(staged.interval));
         }
-        // A member that has come back since has nothing of it.
+        // A member that came back later does not have the staged data.
         if staged.full > 0
             && live.iter().zip(&staged.fragments).any(|(l, fragment)| l.is_some() && fragment.is_none())
         {

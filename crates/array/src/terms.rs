@@ -1,37 +1,38 @@
-//! [`Terms`]: the terms of a group's records that were heard of, and the next one.
+//! [`Terms`]: the terms that a group has seen, and the choice of the next term.
 
 use std::cell::{Cell, Ref, RefCell};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::record::GroupRecord;
 
-/// Least distance of a term from all that members may have that were declared lost. In units of
-/// this step the term is at least the number of seconds since 1970, so that the last declaration
-/// counts.
+/// Step by which a term exceeds all terms that lost members may know, after an operator has
+/// declared those members lost. The term is also at least this step times the number of seconds
+/// since 1970, so that the most recent declaration wins.
 const LOSS_STEP: u64 = 1 << 32;
 
 /// The terms of a group.
 #[derive(Default)]
 pub(crate) struct Terms {
-    /// Highest term that was ever heard of, or proposed: each new one is beyond that.
+    /// Highest term that was ever seen or proposed. Each new term is higher.
     highest: Cell<u64>,
-    /// Record of the last interval: up to that one nothing can have happened elsewhere.
+    /// Membership record of the last interval. No other members can have acknowledged a change
+    /// under an older or equal term.
     lineage: RefCell<Option<GroupRecord>>,
 }
 
 impl Terms {
-    /// Highest term that was heard of.
+    /// Highest term seen so far.
     pub(crate) fn highest(&self) -> u64 {
         self.highest.get()
     }
 
-    /// Notes a term that a member has, or that is proposed.
+    /// Notes a term that a member has stored or that is being proposed.
     pub(crate) fn heard_of(&self, term: u64) {
         self.highest.set(self.highest.get().max(term));
     }
 
-    /// A term beyond all that were heard of. `on_word`: an operator has declared members lost that
-    /// may know of higher terms.
+    /// Returns a term above all terms seen so far. `on_word`: an operator has declared members lost
+    /// that may know higher terms.
     pub(crate) fn next(&self, on_word: bool) -> u64 {
         let next = self.highest.get().saturating_add(1);
         if !on_word {
@@ -41,7 +42,7 @@ impl Terms {
         next.saturating_add(LOSS_STEP).max(now.as_secs().saturating_mul(LOSS_STEP))
     }
 
-    /// Record of the last interval, if this group has had one.
+    /// Membership record of the last interval, if there was one.
     pub(crate) fn lineage(&self) -> Ref<'_, Option<GroupRecord>> {
         self.lineage.borrow()
     }

@@ -1,4 +1,4 @@
-//! A transaction: from ops on objects to a transaction for each member.
+//! Transactions: turns ops on objects into one transaction for each member.
 
 use std::rc::Rc;
 
@@ -18,27 +18,27 @@ use crate::rows::{ArrayChange, Split};
 use crate::undo::copy_ranges;
 use crate::work::{ObjectEdit, impossible, is_omap_only, object_of};
 
-/// What goes to the members, by position.
+/// The transactions for the members, by position.
 struct Prepared {
     number: u64,
     transactions: Vec<Option<(MemberLink, Transaction)>>,
     undo_objects: UndoObjects,
-    /// It trims intents up to there.
+    /// Intents up to this number are trimmed by the transaction.
     trims: Option<u64>,
-    /// Objects that it notes as dirty.
+    /// Objects for which the transaction writes dirty notes.
     dirty: Vec<ObjectId>,
 }
 
-/// How a transaction has failed.
+/// Outcome of a failed transaction.
 enum TransactionFailure {
-    /// It has changed nothing.
+    /// The transaction has changed nothing.
     Nowhere(StoreError),
-    /// It may be on some members.
+    /// Some members may have executed the transaction.
     Somewhere(StoreError),
 }
 
 impl Group {
-    /// Carries out a transaction in the interval of that number.
+    /// Executes a transaction in the interval with the given number.
     pub(crate) async fn transact(&self, number: u64, transaction: Transaction) -> store::Result<()> {
         let interval = self.interval(number).await?;
         if transaction.ops.is_empty() {
@@ -55,7 +55,7 @@ impl Group {
         self.commit(&interval, prepared, &mut work).await
     }
 
-    /// Takes away what was kept for transactions that are done.
+    /// Trims the intents and undo objects of finished transactions.
     pub async fn trim(&self) -> store::Result<()> {
         if self.intents.borrow().is_trimmed() {
             return Ok(());
@@ -67,12 +67,13 @@ impl Group {
         self.commit(&interval, prepared, &mut []).await
     }
 
-    /// Number of undo objects on all members that no transaction has trimmed yet.
+    /// Total number of undo objects on all members that are not trimmed yet.
     pub fn undo_objects(&self) -> usize {
         self.intents.borrow().undo_objects()
     }
 
-    /// Locks the objects that are changed, in an order that all keep to, and learns how they are.
+    /// Locks the objects that the transaction changes, in the order of their ids, and reads their
+    /// sizes.
     async fn lock(
         &self,
         interval: &Rc<Interval>,
@@ -88,9 +89,9 @@ impl Group {
         let mut work = Vec::with_capacity(oids.len());
         for oid in oids {
             let mut own = transaction.ops.iter().filter(|op| object_of(op) == Some(oid)).peekable();
-            // A transaction that makes a new object need not look for an old one: the members
-            // refuse to make it twice. That needs an op which they can refuse, and a removal would
-            // take it back.
+            // A transaction that creates an object need not check whether the object exists: the
+            // members refuse to create it twice. This requires that an exclusive creation reaches
+            // the members; a removal in the same transaction would cancel it.
             let removes = own.clone().any(|op| matches!(op, Op::Remove { .. }));
             let exclusive = matches!(own.peek(), Some(Op::CreateExclusive { .. })) && !removes;
             let (mut guard, mut was) = (None, None);
@@ -127,8 +128,8 @@ impl Group {
             .await
     }
 
-    /// Numbers the transaction and makes what goes to each member. Nothing may wait between this
-    /// and the sending.
+    /// Numbers the transaction, and builds the transaction of each member. The caller must send
+    /// them without waiting in between.
     fn prepare(&self, interval: &Interval, work: &[ObjectEdit], uses_reserve: bool) -> Prepared {
         let mut intents = self.intents.borrow_mut();
         let (number, trims) = intents.start();
@@ -163,7 +164,8 @@ impl Group {
         Prepared { number, transactions, undo_objects, trims, dirty }
     }
 
-    /// The ops of one member; returns the intent, and which objects it keeps something of.
+    /// Appends the ops of one member. Returns the intent, and the indices of the objects that have
+    /// an undo object.
     fn member_ops(
         &self,
         work: &[ObjectEdit],
@@ -214,7 +216,7 @@ impl Group {
         let outcome = self.judge(interval, self.send(transactions).await);
         {
             let mut intents = self.intents.borrow_mut();
-            // A later interval has intents of its own, which show the outcome of this transaction.
+            // A later interval has its own intents, which reflect the outcome of this transaction.
             if intents.interval() == interval.number {
                 match &outcome {
                     Ok(()) => intents.committed(number, undo_objects, trims),
@@ -234,7 +236,7 @@ impl Group {
         match failed {
             TransactionFailure::Nowhere(e)
             | TransactionFailure::Somewhere(e @ StoreError::Disconnected(_)) => Err(e),
-            // The next interval takes it back. Only then it has failed for certain.
+            // The next interval rolls the transaction back. Until then, its failure is not certain.
             TransactionFailure::Somewhere(e) => {
                 let next = self.any_interval().await?;
                 if next.undone.contains(&number) { Err(e) } else { Err(over(interval.number)) }
@@ -242,8 +244,8 @@ impl Group {
         }
     }
 
-    /// Queues the transactions on the members, all of them before anything is waited for: so every
-    /// member has them in the same order.
+    /// Queues the transactions on all members before it waits for any of them. So every member has
+    /// all transactions in the same order.
     async fn send(
         &self,
         transactions: Vec<Option<(MemberLink, Transaction)>>,
@@ -260,7 +262,7 @@ impl Group {
         join_all(outcomes).await
     }
 
-    /// What has come of a transaction.
+    /// Determines the outcome of a transaction from the members' outcomes.
     fn judge(
         &self,
         interval: &Interval,
@@ -292,7 +294,7 @@ impl Group {
     }
 }
 
-/// Takes the ops in, one after the other.
+/// Applies all ops in order to the objects' edits.
 fn apply(
     group: &Group,
     transaction: &Transaction,
@@ -307,7 +309,7 @@ fn apply(
     Ok(())
 }
 
-/// The ops that take away what is no longer needed.
+/// The ops that remove intents and undo objects that are no longer needed.
 fn trim_ops(intents: &Intents, position: usize, through: u64, ops: &mut Vec<Op>) {
     let oid = own_object();
     ops.push(Op::OmapRemoveRange { oid, from: key_intent(0), to: key_intent(through + 1) });

@@ -1,4 +1,4 @@
-//! Taking back the transactions that only some members have.
+//! Rolls back transactions that only some members have.
 
 use std::collections::BTreeSet;
 
@@ -10,14 +10,15 @@ use crate::record::{Intent, Touched, Undo, key_intent, own_object, undo_object};
 use crate::view::MemberView;
 
 impl Group {
-    /// Takes back what only some members have; returns which transactions.
+    /// Rolls back transactions that only some members have. Returns their numbers.
     pub(crate) async fn take_back(&self, members: &[Option<MemberView>]) -> store::Result<BTreeSet<u64>> {
         let trimmed = members.iter().flatten().map(|v| v.trimmed).max().unwrap_or(0);
         let intents = members.iter().flatten().flat_map(|v| v.intents.keys().copied());
         let partial =
             |number: &u64| *number > trimmed && !members.iter().flatten().all(|view| view.has(*number));
         let undone: BTreeSet<u64> = intents.filter(partial).collect();
-        // One after the other: each learns from a member that has got rid of it, or never had it.
+        // Newest first. The peer never had this transaction and has already rolled back all newer
+        // ones, so its metadata is in the old state.
         for &number in undone.iter().rev() {
             let Some(peer) = members.iter().flatten().find(|view| !view.has(number)) else { continue };
             for view in members.iter().flatten() {
@@ -32,7 +33,8 @@ impl Group {
         Ok(undone)
     }
 
-    /// What takes a transaction back on one member. `peer` is one that does not have it.
+    /// Builds the transaction that rolls back transaction `number` on one member. `peer` is a
+    /// member without that transaction.
     async fn undo(
         &self,
         view: &MemberView,
@@ -73,7 +75,7 @@ impl Group {
                 return Ok(());
             }
             Undo::Restore { size, saved } => {
-                // Whole blocks were kept, also of the last one.
+                // The transaction saved whole blocks, including the last one.
                 ops.extend(copy_ranges(&keep, oid, saved));
                 ops.push(Op::Truncate { oid: oid.clone(), size: *size });
                 if touched.undo.keeps_object() {
@@ -85,7 +87,7 @@ impl Group {
         self.undo_metadata(touched, peer, ops).await
     }
 
-    /// Metadata is the same on all members, so that of another one is what it was.
+    /// Metadata is the same on all members, so `peer` still has the old metadata.
     async fn undo_metadata(
         &self,
         touched: &Touched,
@@ -125,7 +127,7 @@ impl Group {
     }
 }
 
-/// Copies ranges of an object to the same places of another one.
+/// Copies ranges of an object to the same offsets of another object.
 pub(crate) fn copy_ranges(from: &ObjectId, to: &ObjectId, ranges: &[(u64, u64)]) -> impl Iterator<Item = Op> {
     ranges.iter().map(|&(at, len)| Op::CloneRange {
         src: from.clone(),

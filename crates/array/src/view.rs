@@ -1,4 +1,4 @@
-//! What a target stores of a group, as far as it matters who counts.
+//! Reads what a target stores about a group, to decide which members are in sync.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
@@ -11,31 +11,31 @@ use crate::member::Member;
 use crate::member_link::MemberLink;
 use crate::record::{GroupEntry, GroupRecord, Intent, own_object};
 
-/// What a target has of a group.
+/// A target's records of a group.
 #[derive(Clone)]
 pub(crate) struct MemberView {
     pub(crate) link: MemberLink,
     pub(crate) record: GroupRecord,
-    /// Highest term ever heard of.
+    /// Highest term in the target's membership record and proposal.
     pub(crate) heard: u64,
     pub(crate) trimmed: u64,
     pub(crate) intents: BTreeMap<u64, Intent>,
     pub(crate) dirty: BTreeSet<ObjectId>,
 }
 
-/// What a target has of a group.
+/// Result of looking for a group on a target.
 pub(crate) enum MemberFinding {
     Nothing,
-    /// Objects without a group record: an interrupted removal.
+    /// Objects without a membership record, left by an interrupted removal.
     Remains,
     View(MemberView),
 }
 
-/// What the targets have of a group.
+/// Results of looking for a group on all targets.
 #[derive(Default)]
 pub(crate) struct Views {
     pub(crate) views: Vec<MemberView>,
-    /// Targets with objects but without a group record.
+    /// Targets that have objects of the group but no membership record.
     pub(crate) remains: Vec<Rc<dyn Member>>,
 }
 
@@ -50,14 +50,14 @@ impl Views {
 }
 
 impl MemberView {
-    /// Whether a transaction is there, or was and is settled.
+    /// Returns true if the target has committed the transaction, including one that is settled.
     pub(crate) fn has(&self, number: u64) -> bool {
         number <= self.trimmed || self.intents.contains_key(&number)
     }
 }
 
 impl Group {
-    /// What a target has of the group.
+    /// Reads what a target stores about the group.
     pub(crate) async fn look(
         &self,
         target: Rc<dyn Member>,
@@ -74,7 +74,8 @@ impl Group {
 
     async fn view(&self, link: &MemberLink) -> store::Result<MemberView> {
         let store = &link.target.store();
-        // Whatever earlier intervals have left queued has an outcome after this.
+        // After this empty transaction, every transaction queued in earlier intervals has an
+        // outcome.
         let settle = store.queue_transaction_in(link.incarnation, Transaction::new(self.cid.clone()));
         self.calls.answer(link, settle).await?;
         let (mut record, mut trimmed, mut heard) = (None, 0, 0);

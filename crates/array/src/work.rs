@@ -1,4 +1,4 @@
-//! [`ObjectEdit`]: what a transaction does to one object.
+//! [`ObjectEdit`]: the changes that a transaction makes to one object.
 
 use bytes::Bytes;
 use store::{ObjectId, Op, StoreError, WriteSource};
@@ -12,16 +12,16 @@ use crate::overlay::Overlay;
 use crate::record::{SIZE_XATTR, Undo};
 use crate::rows::Split;
 
-/// What a transaction does to one object.
+/// The changes that a transaction makes to one object.
 pub(crate) struct ObjectEdit {
     pub(crate) oid: ObjectId,
-    /// `None` for objects of which only the omap counts: those are not locked.
+    /// Lock of the object. `None` for an object of which only the omap changes; it is not locked.
     pub(crate) guard: Option<OwnedRwLockWriteGuard<Known>>,
-    /// Its size before, if there was such an object.
+    /// Size of the object before the transaction, if the object existed.
     pub(crate) was: Option<u64>,
     pub(crate) exists: bool,
     pub(crate) exclusive: bool,
-    /// What there was is moved away.
+    /// True if the old object moves to the undo object.
     pub(crate) moved: bool,
     pub(crate) overlay: Overlay,
     /// Ops on xattrs and omap.
@@ -29,7 +29,7 @@ pub(crate) struct ObjectEdit {
     pub(crate) xattrs: bool,
     pub(crate) omap_keys: Vec<Bytes>,
     pub(crate) omap_ranges: Vec<(Bytes, Option<Bytes>)>,
-    /// Worked out last.
+    /// Ops for each fragment, computed after all ops of the transaction were applied.
     pub(crate) split: Split,
     pub(crate) live: Vec<Option<MemberLink>>,
 }
@@ -59,7 +59,7 @@ impl ObjectEdit {
         }
     }
 
-    /// Takes an op on it in.
+    /// Applies an op to the object.
     pub(crate) fn apply(&mut self, group: &Group, interval: &Interval, op: &Op) -> store::Result<()> {
         match op {
             Op::CreateExclusive { .. } if self.exists => {
@@ -112,7 +112,7 @@ impl ObjectEdit {
         Ok(())
     }
 
-    /// How a member undoes it.
+    /// Returns how a member undoes the changes.
     pub(crate) fn undo(&self, group: &Group, position: usize) -> Undo {
         match self.was {
             _ if self.guard.is_none() => Undo::Unchanged,
@@ -126,7 +126,7 @@ impl ObjectEdit {
         }
     }
 
-    /// The ops that give it its new content.
+    /// Appends the ops that give the object its new content.
     pub(crate) fn content_ops(&self, position: usize, ops: &mut Vec<Op>) {
         let oid = &self.oid;
         let is_new = self.guard.is_some() && (self.was.is_none() || self.moved);
@@ -144,7 +144,7 @@ impl ObjectEdit {
     }
 }
 
-/// The object that an op is about.
+/// Returns the object that an op changes.
 pub(crate) fn object_of(op: &Op) -> Option<&ObjectId> {
     match op {
         Op::Touch { oid }
@@ -163,8 +163,8 @@ pub(crate) fn object_of(op: &Op) -> Option<&ObjectId> {
     }
 }
 
-/// Whether an op is one that the objects which several transactions may change at a time are
-/// changed with.
+/// Returns true if an op changes only omap entries. Several transactions may apply these ops
+/// concurrently to a metadata object of the array's owner.
 pub(crate) fn is_omap_only(op: &Op) -> bool {
     matches!(op, Op::OmapSet { .. } | Op::OmapRemove { .. } | Op::OmapRemoveRange { .. })
 }

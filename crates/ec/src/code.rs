@@ -1,4 +1,5 @@
-//! A code: parity of data, and the change of parity that a change of data makes. Lost fragments: see `recovery`.
+//! [`Code`]: computes the parity of data, and updates parity after a change of data. For lost
+//! fragments, see `recovery`.
 
 use std::sync::Arc;
 
@@ -6,10 +7,11 @@ use crate::kernel::{Kernel, Transform};
 use crate::matrix::Matrix;
 use crate::{EcError, Geometry, Result};
 
-/// A systematic Reed–Solomon code over GF(2^8), ready to compute with. Clones share its tables.
+/// A systematic Reed–Solomon code over GF(2^8), with prepared tables. Clones share the tables.
 ///
-/// Data fragments are the data as it is. Parity fragment `i` is the sum of all data fragments, each multiplied with a coefficient of
-/// row `i` of [`Matrix::parity`]. Every square part of that matrix can be inverted, so any `k` fragments give all others.
+/// The data fragments contain the data unchanged. Parity fragment `i` is the sum of all data
+/// fragments, each multiplied by a coefficient from row `i` of [`Matrix::parity`]. Every square
+/// submatrix of that matrix is invertible. Therefore any `k` fragments determine all others.
 #[derive(Debug, Clone)]
 pub struct Code {
     geometry: Geometry,
@@ -19,7 +21,7 @@ pub struct Code {
 }
 
 impl Code {
-    /// The code of a geometry, computed by `kernel`.
+    /// Creates the code of a geometry, computed by `kernel`.
     #[must_use]
     pub fn new(geometry: Geometry, kernel: &'static dyn Kernel) -> Code {
         let matrix = Matrix::parity(geometry);
@@ -27,32 +29,33 @@ impl Code {
         Code { geometry, kernel, matrix: Arc::new(matrix), parity }
     }
 
-    /// Its shape.
+    /// Numbers of data and parity fragments.
     #[must_use]
     pub fn geometry(&self) -> Geometry {
         self.geometry
     }
 
-    /// What computes it.
+    /// The kernel that computes the code.
     #[must_use]
     pub fn kernel(&self) -> &'static dyn Kernel {
         self.kernel
     }
 
-    /// The coefficients of parity.
+    /// The matrix of parity coefficients.
     pub(crate) fn matrix(&self) -> &Matrix {
         &self.matrix
     }
 
-    /// Their product with data, unchecked.
+    /// Multiplies data by the parity matrix, without checking the arguments.
     pub(crate) fn parity(&self) -> &dyn Transform {
         &*self.parity
     }
 
-    /// Computes all parity fragments of the data fragments. What was in `parity` before does not matter.
+    /// Computes all parity fragments from the data fragments. Overwrites `parity`.
     ///
     /// # Errors
-    /// [`EcError::Count`] and [`EcError::Length`]: there must be `k` and `m` slices, all of one length, which may be 0.
+    /// [`EcError::Count`] unless there are `k` data slices and `m` parity slices.
+    /// [`EcError::Length`] unless all slices have the same length, which may be 0.
     pub fn encode(&self, data: &[&[u8]], parity: &mut [&mut [u8]]) -> Result<()> {
         check_count("data", data.len(), self.geometry.k())?;
         check_count("parity", parity.len(), self.geometry.m())?;
@@ -63,12 +66,14 @@ impl Code {
         Ok(())
     }
 
-    /// Brings parity up to date after a change of data fragment `column`, where `delta` is the old data XOR the new. `parity`
-    /// names some or all parity rows (0 to `m` - 1) in any order, each with its fragment's bytes at the place of the change; a row
-    /// whose fragment is lost is left out.
+    /// Updates parity after a change of data fragment `column`. `delta` is the XOR of the old and
+    /// the new data. `parity` contains some or all parity rows (0 to `m` - 1), in any order. Each
+    /// row comes with the bytes of its fragment at the place of the change. Leave out rows whose
+    /// fragments are lost.
     ///
     /// # Errors
-    /// [`EcError::NoSuch`], [`EcError::Twice`] and [`EcError::Length`]; nothing has been changed then.
+    /// [`EcError::NoSuch`], [`EcError::Twice`] and [`EcError::Length`]. After an error, `parity` is
+    /// unchanged.
     pub fn update(&self, column: usize, delta: &[u8], parity: &mut [(usize, &mut [u8])]) -> Result<()> {
         let (k, m) = (self.geometry.k(), self.geometry.m());
         if column >= k {
@@ -83,7 +88,7 @@ impl Code {
         if rows.len() == m {
             self.parity.accumulate(column, delta, &mut outputs);
         } else {
-            // Tables of a column take less time to make than a block of parity to change.
+            // Preparing the tables of one column takes less time than updating a block of parity.
             let rest = Matrix::from_fn(rows.len(), 1, |row, _| self.matrix.row(rows[row])[column]);
             self.kernel.prepare(&rest).accumulate(0, delta, &mut outputs);
         }
@@ -106,7 +111,7 @@ pub(crate) fn check_lengths(
     }
 }
 
-/// Refuses numbers from `count` on, and those that come twice.
+/// Fails if an index is not below `count`, or if an index occurs twice.
 pub(crate) fn check_distinct(
     numbers: impl Iterator<Item = usize>,
     count: usize,

@@ -1,115 +1,115 @@
-//! What can go wrong with a code.
+//! Errors of erasure codes.
 
 use crate::Geometry;
 
-/// Result of this crate's operations on codes.
+/// Result of an operation on codes.
 pub type Result<T, E = EcError> = std::result::Result<T, E>;
 
-/// Why a code cannot be made or applied.
+/// Why a code cannot be created or applied.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum EcError {
-    /// Text that is no geometry.
+    /// The text is not a geometry.
     #[error("{text:?} is no geometry; write data fragments + parity fragments, such as 4+2")]
     Syntax {
-        /// What was given.
+        /// The text.
         text: String,
     },
-    /// Numbers of fragments that no code of this kind has.
+    /// No code has these numbers of fragments.
     #[error(
         "there is no code of {k} data and {m} parity fragments; choose at least one of each, and at most 255 together"
     )]
     Geometry {
-        /// Data fragments asked for.
+        /// Number of data fragments requested.
         k: usize,
-        /// Parity fragments asked for.
+        /// Number of parity fragments requested.
         m: usize,
     },
-    /// A call with more or fewer slices than the code has fragments for.
+    /// A call has too many or too few slices for the code's fragments.
     #[error("{found} slices were given as {what}, where {expected} are needed; give one per fragment")]
     Count {
-        /// What the slices are.
+        /// Purpose of the slices.
         what: &'static str,
-        /// How many are needed.
+        /// Number of slices needed.
         expected: usize,
-        /// How many there were.
+        /// Number of slices passed.
         found: usize,
     },
-    /// Slices of one call that are not of one length.
+    /// The slices of one call differ in length.
     #[error(
         "slice {index} of {what} has {found} bytes, where {expected} are needed; fragments are of one length"
     )]
     Length {
-        /// What the slices are.
+        /// Purpose of the slices.
         what: &'static str,
-        /// Position of the slice that differs.
+        /// Index of the slice that differs.
         index: usize,
-        /// Length needed, in bytes.
+        /// Expected length in bytes.
         expected: usize,
-        /// Length found, in bytes.
+        /// Actual length in bytes.
         found: usize,
     },
-    /// A fragment, a column or a row beyond the last.
+    /// The code has no fragment, column or row with this index.
     #[error("a {geometry} code has no {what} {index}; they are counted from 0")]
     NoSuch {
-        /// What was asked for: `fragment`, `data fragment`, `parity row`.
+        /// Kind of index: `fragment`, `data fragment` or `parity row`.
         what: &'static str,
-        /// Its number.
+        /// The index.
         index: usize,
-        /// The code.
+        /// The code's geometry.
         geometry: Geometry,
     },
-    /// A fragment or a row that is listed more than once.
+    /// A fragment or a row is listed more than once.
     #[error("{what} {index} is listed twice; list each once")]
     Twice {
-        /// What is listed: `fragment`, `parity row`.
+        /// Kind of index: `fragment` or `parity row`.
         what: &'static str,
-        /// Its number.
+        /// The index.
         index: usize,
     },
-    /// More is lost than the code can make up for.
+    /// Too few fragments are present to reconstruct the others.
     #[error("{present} fragments are there and {needed} are needed; bring back at least {}", needed.saturating_sub(*present))]
     TooFew {
-        /// How many fragments there are.
+        /// Number of fragments present.
         present: usize,
-        /// How many are needed.
+        /// Number of fragments needed.
         needed: usize,
     },
-    /// A stripe unit that cannot be.
+    /// The stripe unit has an invalid size.
     #[error("a stripe unit of {unit} bytes cannot be used here; choose a multiple of {multiple} up to {max}")]
     Unit {
-        /// What was asked for, in bytes.
+        /// The size in bytes.
         unit: usize,
-        /// What it must be a multiple of.
+        /// The size must be a multiple of this number of bytes.
         multiple: usize,
-        /// The longest.
+        /// Maximum size in bytes.
         max: usize,
     },
-    /// Data that does not end where a stripe ends.
+    /// The data does not end at a stripe boundary.
     #[error(
         "{len} bytes are not a whole number of stripes of {stripe} bytes; pad the last stripe with zeros"
     )]
     PartialStripe {
-        /// Length of the data, in bytes.
+        /// Length of the data in bytes.
         len: usize,
-        /// Length of a stripe's data, in bytes.
+        /// Length of a stripe's data in bytes.
         stripe: usize,
     },
-    /// A kernel that does not exist.
+    /// There is no kernel with this name.
     #[error("there is no kernel {name:?}; choose auto, gfni, isal or portable")]
     NoSuchKernel {
-        /// What was asked for.
+        /// The name.
         name: String,
     },
-    /// The processor's own instructions were asked for, and it has none.
+    /// GFNI was requested, but the processor does not have these instructions.
     #[error("this processor has no GFNI and AVX-512; use the kernel isal or portable")]
     NoGfni,
-    /// ISA-L was asked for and is not there.
+    /// ISA-L was requested, but cannot be loaded.
     #[error(
         "ISA-L cannot be loaded: {why}; install it (Debian and Ubuntu: libisal2) or use the kernel portable"
     )]
     NoIsal {
-        /// What the loader says.
+        /// Error message of the dynamic loader.
         why: String,
     },
 }

@@ -1,4 +1,4 @@
-//! How many fragments a code has.
+//! [`Geometry`]: the numbers of data and parity fragments of a code.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,10 +7,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::{EcError, Result};
 
-/// Most fragments of a code: the field has 256 elements, and the matrix needs one of its own for each fragment but never 0.
+/// Maximum number of fragments of a code. The field has 256 elements. The matrix needs a distinct
+/// nonzero element for each fragment.
 pub const MAX_FRAGMENTS: usize = 255;
 
-/// The shape of a code: `k` data fragments and `m` parity fragments, of which any `k` give the data back. Written `4+2`.
+/// Shape of a code: `k` data fragments and `m` parity fragments. Any `k` of them restore the data.
+/// Written as `4+2`.
 ///
 /// Fragments are numbered from 0: data fragments first, then parity fragments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -20,7 +22,7 @@ pub struct Geometry {
     m: u8,
 }
 
-/// A geometry as it is transmitted.
+/// A geometry in its serialized form, before validation.
 #[derive(Serialize, Deserialize)]
 #[serde(rename = "Geometry")]
 struct Unchecked {
@@ -29,10 +31,11 @@ struct Unchecked {
 }
 
 impl Geometry {
-    /// A geometry of `k` data and `m` parity fragments.
+    /// Creates a geometry of `k` data and `m` parity fragments.
     ///
     /// # Errors
-    /// [`EcError::Geometry`] unless there is at least one of each and at most [`MAX_FRAGMENTS`] together.
+    /// [`EcError::Geometry`] unless `k` and `m` are at least 1 and their sum is at most
+    /// [`MAX_FRAGMENTS`].
     pub fn new(k: usize, m: usize) -> Result<Geometry> {
         let refused = EcError::Geometry { k, m };
         match (u8::try_from(k), u8::try_from(m)) {
@@ -47,13 +50,13 @@ impl Geometry {
         self.k as usize
     }
 
-    /// Number of parity fragments: how many may be lost.
+    /// Number of parity fragments, and of fragments that may be lost.
     #[must_use]
     pub const fn m(self) -> usize {
         self.m as usize
     }
 
-    /// Number of all fragments.
+    /// Total number of fragments.
     #[must_use]
     pub const fn fragments(self) -> usize {
         self.k() + self.m()

@@ -1,11 +1,13 @@
-//! The field GF(2^8) with the polynomial x^8 + x^4 + x^3 + x^2 + 1 (0x11d). Addition is XOR.
+//! Arithmetic in the field GF(2^8) with the polynomial x^8 + x^4 + x^3 + x^2 + 1 (0x11d). Addition
+//! is XOR.
 
 /// The polynomial without its highest term.
 const POLYNOMIAL: u8 = 0x1d;
 
-/// `LOG[x]` is the power of 2 that `x` is; 0 has none.
+/// `LOG[x]` is the base-2 logarithm of `x` in the field. 0 has no logarithm.
 const LOG: [u8; 256] = tables().0;
-/// `POWER[n]` is 2 to the power of `n`; twice in a row, so that a sum of two logarithms needs no modulo.
+/// `POWER[n]` is 2 to the power of `n`. The table repeats once, so that the sum of two logarithms
+/// needs no modulo.
 const POWER: [u8; 510] = tables().1;
 
 const fn tables() -> ([u8; 256], [u8; 510]) {
@@ -21,14 +23,14 @@ const fn tables() -> ([u8; 256], [u8; 510]) {
     (log, power)
 }
 
-/// `x` times 2.
+/// Multiplies `x` by 2.
 pub(crate) const fn double(x: u8) -> u8 {
-    // The highest bit over all bits, without a branch: compilers make vector instructions of this.
+    // Spreads the highest bit to all bits without a branch, so that compilers can vectorize this.
     let carry = ((x as i8) >> 7) as u8;
     (x << 1) ^ (carry & POLYNOMIAL)
 }
 
-/// `a` times `b`.
+/// Multiplies `a` by `b`.
 pub(crate) const fn mul(a: u8, b: u8) -> u8 {
     if a == 0 || b == 0 {
         return 0;
@@ -36,7 +38,7 @@ pub(crate) const fn mul(a: u8, b: u8) -> u8 {
     POWER[LOG[a as usize] as usize + LOG[b as usize] as usize]
 }
 
-/// What `x`, which must not be 0, is to be multiplied by to give 1.
+/// Multiplicative inverse of `x`. `x` must not be 0.
 pub(crate) const fn inverse(x: u8) -> u8 {
     assert!(x != 0, "0 has no inverse");
     POWER[255 - LOG[x as usize] as usize]
@@ -46,7 +48,7 @@ pub(crate) const fn inverse(x: u8) -> u8 {
 mod tests {
     use super::*;
 
-    /// Multiplication as it is taught: shift, add, reduce.
+    /// Schoolbook multiplication: shift, add, reduce.
     fn by_hand(a: u8, b: u8) -> u8 {
         let mut product =
             (0..8).filter(|bit| b >> bit & 1 == 1).fold(0_u16, |sum, bit| sum ^ (u16::from(a) << bit));

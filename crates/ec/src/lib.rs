@@ -1,9 +1,10 @@
-//! Erasure coding: the code, the engines that compute it, and the choice of where it is computed.
+//! Erasure coding: the code, the kernels that compute it, and the choice of the coding place.
 //!
-//! `code` is the mathematics: a systematic Reed–Solomon code, its parity, its decoding, and the change of parity that a
-//! change of data makes. Kernels compute it (`kernel`); `fragments` cuts files into fragments and puts them together again. Where
-//! a piece of work is done, on the host's processor or on the DPU, is decided by `offload`. This knows nothing of objects,
-//! pools or stores.
+//! `code` implements a systematic Reed–Solomon code: parity, and the update of parity after a
+//! change of data. `recovery` reconstructs lost fragments. The kernels in `kernel` do the
+//! arithmetic. `fragments` splits files into fragments and restores files from fragments. `offload`
+//! chooses where a coding task runs: on the host's processor or on the DPU. This crate does not
+//! depend on objects, pools or stores.
 
 #![deny(unsafe_code)]
 

@@ -1,9 +1,9 @@
-//! Matrices over the field.
+//! Matrices over GF(2^8).
 
 use crate::Geometry;
 use crate::gf::{inverse, mul};
 
-/// A matrix of coefficients, row by row.
+/// A matrix of coefficients in row-major order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Matrix {
     rows: usize,
@@ -12,14 +12,15 @@ pub struct Matrix {
 }
 
 impl Matrix {
-    /// The matrix whose coefficient at a row and a column `coefficient` tells.
+    /// Creates the matrix whose coefficient at (row, column) is the result of `coefficient`.
     pub(crate) fn from_fn(rows: usize, columns: usize, coefficient: impl Fn(usize, usize) -> u8) -> Matrix {
         let cell = |at| coefficient(at / columns, at % columns);
         Matrix { rows, columns, coefficients: (0..rows * columns).map(cell).collect() }
     }
 
-    /// What makes parity of data: a Cauchy matrix of `m` rows and `k` columns, the coefficient of parity row `i` and data
-    /// fragment `j` being the inverse of `(k + i) XOR j`. ISA-L's `gf_gen_cauchy1_matrix` makes the same below its unit rows.
+    /// The matrix that computes parity from data: a Cauchy matrix of `m` rows and `k` columns. The
+    /// coefficient of parity row `i` and data fragment `j` is the inverse of `(k + i) XOR j`.
+    /// ISA-L's `gf_gen_cauchy1_matrix` creates the same coefficients below its unit matrix.
     #[must_use]
     pub fn parity(geometry: Geometry) -> Matrix {
         Matrix::from_fn(geometry.m(), geometry.k(), |row, column| {
@@ -39,7 +40,7 @@ impl Matrix {
         self.columns
     }
 
-    /// All coefficients, row by row.
+    /// All coefficients in row-major order.
     #[must_use]
     pub fn coefficients(&self) -> &[u8] {
         &self.coefficients
@@ -48,13 +49,13 @@ impl Matrix {
     /// The coefficients of a row.
     ///
     /// # Panics
-    /// If there is no such row.
+    /// If the row does not exist.
     #[must_use]
     pub fn row(&self, row: usize) -> &[u8] {
         &self.coefficients[row * self.columns..][..self.columns]
     }
 
-    /// This matrix times another one.
+    /// Multiplies this matrix by another one.
     pub(crate) fn times(&self, other: &Matrix) -> Matrix {
         debug_assert_eq!(self.columns, other.rows);
         let mut product = Matrix::from_fn(self.rows, other.columns, |_, _| 0);
@@ -67,7 +68,7 @@ impl Matrix {
         product
     }
 
-    /// The inverse of a square matrix, by Gauss and Jordan; `None` if it has none.
+    /// Inverts a square matrix by Gauss–Jordan elimination. Returns `None` if it is singular.
     pub(crate) fn inverted(&self) -> Option<Matrix> {
         let n = self.rows;
         debug_assert_eq!(n, self.columns);

@@ -1,12 +1,12 @@
-//! Getting lost fragments back.
+//! [`Recovery`]: reconstructs lost fragments.
 
 use crate::code::{check_count, check_distinct, check_lengths};
 use crate::kernel::Transform;
 use crate::matrix::Matrix;
 use crate::{Code, EcError, Result};
 
-/// How some fragments are computed from `k` others; made by [`Code::recovery`]. It is worth keeping as long as the same fragments are
-/// lost: making it inverts a matrix.
+/// Computes some fragments from `k` others. Created by [`Code::recovery`]. Creation inverts a
+/// matrix, so callers keep a `Recovery` while the same fragments are lost.
 #[derive(Debug)]
 pub struct Recovery {
     sources: Vec<usize>,
@@ -15,11 +15,13 @@ pub struct Recovery {
 }
 
 impl Code {
-    /// Plans to compute the fragments `wanted`, data or parity, from those `present`. The first `k` of these are read: callers list
-    /// first what is cheapest to read.
+    /// Prepares the reconstruction of the fragments `wanted`, data or parity, from the fragments
+    /// `present`. The reconstruction reads the first `k` of `present`, so callers list the cheapest
+    /// ones first.
     ///
     /// # Errors
-    /// [`EcError::TooFew`] if fewer than `k` are present; [`EcError::NoSuch`] and [`EcError::Twice`].
+    /// [`EcError::TooFew`] if fewer than `k` are present; [`EcError::NoSuch`] and
+    /// [`EcError::Twice`].
     pub fn recovery(&self, present: &[usize], wanted: &[usize]) -> Result<Recovery> {
         let geometry = self.geometry();
         for list in [present, wanted] {
@@ -28,13 +30,15 @@ impl Code {
         let needed = geometry.k();
         let sources = present.get(..needed).ok_or(EcError::TooFew { present: present.len(), needed })?;
         let known = self.rows(sources);
-        // Rows of a unit matrix over a Cauchy matrix: any k of them are independent, and the sources are distinct.
+        // Any k rows of a unit matrix on top of a Cauchy matrix are independent, and the sources
+        // are distinct.
         let inverse = known.inverted().expect("any k distinct rows of the generator are independent");
         let transform = self.kernel().prepare(&self.rows(wanted).times(&inverse));
         Ok(Recovery { sources: sources.to_vec(), wanted: wanted.len(), transform })
     }
 
-    /// What makes these fragments of the data: rows of the unit matrix, and of the parity matrix below it.
+    /// The matrix that computes these fragments from the data. Its rows come from the unit matrix,
+    /// followed by the parity matrix.
     fn rows(&self, fragments: &[usize]) -> Matrix {
         let k = self.geometry().k();
         Matrix::from_fn(fragments.len(), k, |row, column| match fragments[row].checked_sub(k) {
@@ -45,16 +49,17 @@ impl Code {
 }
 
 impl Recovery {
-    /// The `k` fragments that are read.
+    /// The `k` fragments that the reconstruction reads.
     #[must_use]
     pub fn sources(&self) -> &[usize] {
         &self.sources
     }
 
-    /// Computes the wanted fragments, in the order in which they were named, of the [`sources`](Self::sources), in theirs.
+    /// Computes the wanted fragments. `sources` follows the order of [`sources`](Self::sources).
+    /// `out` follows the order in which the wanted fragments were named.
     ///
     /// # Errors
-    /// [`EcError::Count`] and [`EcError::Length`]: all slices must be of one length.
+    /// [`EcError::Count`] and [`EcError::Length`]: all slices must have the same length.
     pub fn run(&self, sources: &[&[u8]], out: &mut [&mut [u8]]) -> Result<()> {
         check_count("sources", sources.len(), self.sources.len())?;
         check_count("fragments to compute", out.len(), self.wanted)?;

@@ -1,4 +1,4 @@
-//! Encoding for storage: many stripes at once, with the checksums that parity is stored with.
+//! Encodes many stripes at once, together with the checksums that the parity is stored with.
 
 use base::block::{BLOCK_SIZE, crc32c};
 
@@ -6,19 +6,22 @@ use crate::code::{check_count, check_lengths};
 use crate::prefetch::{CACHE_LINE, prefetch};
 use crate::{Code, EcError, Result};
 
-/// Bytes of data and parity that are worked on before the parity is checksummed: it is still in the second cache then. Memory
-/// likes long runs, so this is not chosen smaller.
+/// Bytes of data and parity that are encoded before the parity is checksummed. They are still in
+/// the second-level cache then. A smaller value would shorten the sequential runs and slow memory
+/// down.
 const CHUNK: usize = 1 << 20;
 
 impl Code {
-    /// Computes the parity of whole stripes, and its checksums as stored blocks have them.
+    /// Computes the parity of whole stripes, and the checksums of the parity blocks.
     ///
-    /// `data` is cut into units of `unit` bytes: the first `k` are stripe 0, one for each data fragment, the next `k` are
-    /// stripe 1, and so on. `parity[i]` gets the units of parity fragment `i`, one for each stripe. `checksums[i]` is what
-    /// comes of it: the CRC-32C of each of its blocks of [`BLOCK_SIZE`] bytes is appended.
+    /// `data` consists of units of `unit` bytes. The first `k` units are stripe 0, one for each
+    /// data fragment; the next `k` are stripe 1, and so on. `parity[i]` receives the units of
+    /// parity fragment `i`, one per stripe. The CRC-32C of each of its blocks of [`BLOCK_SIZE`]
+    /// bytes is appended to `checksums[i]`.
     ///
     /// # Errors
-    /// [`EcError::Unit`] unless units are whole blocks; [`EcError::PartialStripe`], [`EcError::Count`], [`EcError::Length`].
+    /// [`EcError::Unit`] unless units are whole blocks; [`EcError::PartialStripe`],
+    /// [`EcError::Count`], [`EcError::Length`].
     pub fn encode_stripes(
         &self,
         unit: usize,
@@ -36,11 +39,12 @@ impl Code {
         self.encode_units(&units, parity, checksums)
     }
 
-    /// As [`Code::encode_stripes`], but units may be anywhere: `data` has those of stripe 0, one for each data fragment, then those
-    /// of stripe 1, and so on. They are all of one length.
+    /// Like [`Code::encode_stripes`], for units that are not contiguous. `data` contains the units
+    /// of stripe 0, one for each data fragment, then those of stripe 1, and so on. All units must
+    /// have the same length.
     ///
     /// # Errors
-    /// As [`Code::encode_stripes`].
+    /// Like [`Code::encode_stripes`].
     pub fn encode_units(
         &self,
         data: &[&[u8]],
@@ -58,7 +62,7 @@ impl Code {
         check_count("checksums", checksums.len(), m)?;
         check_lengths("parity", parity.iter().map(|p| p.len()), data.len() / k * unit)?;
         let chunk = chunk(self.geometry().fragments(), unit);
-        // Where chunks are: their stripe and the offset in its units.
+        // Positions of all chunks: the stripe, and the offset within its units.
         let stripes = data.chunks_exact(k).enumerate();
         let mut chunks = stripes.flat_map(|s| (0..unit).step_by(chunk).map(move |at| (s, at))).peekable();
         while let Some(((number, units), at)) = chunks.next() {
@@ -87,14 +91,14 @@ fn check_unit(unit: usize, k: usize) -> Result<()> {
     Ok(())
 }
 
-/// How many bytes of each unit are worked on at a time: whole blocks, at least one.
+/// Number of bytes of each unit that are encoded at a time: whole blocks, at least one.
 fn chunk(fragments: usize, unit: usize) -> usize {
     let blocks = CHUNK / fragments / BLOCK_SIZE;
     (blocks.max(1) * BLOCK_SIZE).min(unit)
 }
 
-/// The data that is encoded next: these units, from an offset on. Checksumming leaves memory idle, which can bring the first
-/// bytes of each meanwhile.
+/// The data that is encoded next: these units from an offset on. Checksumming leaves memory
+/// bandwidth unused, which is used to prefetch the first bytes of each unit.
 #[derive(Debug)]
 struct Ahead<'a> {
     units: &'a [&'a [u8]],
@@ -102,7 +106,7 @@ struct Ahead<'a> {
 }
 
 impl Ahead<'_> {
-    /// Has memory bring one more cache line of each unit.
+    /// Prefetches one more cache line of each unit.
     fn fetch(&mut self) {
         self.units.iter().filter_map(|unit| unit.get(self.at..)).for_each(prefetch);
         self.at += CACHE_LINE;

@@ -1,4 +1,4 @@
-//! Putting a file together from its fragments, and making lost fragments anew.
+//! Restores a file from its fragments, and reconstructs lost fragments.
 
 use std::io::{self, Read, Seek, SeekFrom, Write};
 
@@ -10,39 +10,39 @@ use super::{CRC, FileLayout, FragmentError};
 use crate::code::check_distinct;
 use crate::{Code, Kernel, Recovery};
 
-/// How a fragment is.
+/// State of a fragment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FragmentState {
-    /// All of it can be read.
+    /// All of it is readable.
     Intact,
-    /// Some of it cannot be read, or has another checksum than when it was written.
+    /// Some records are unreadable or have a wrong checksum.
     Damaged {
-        /// In so many stripes.
+        /// Number of affected stripes.
         stripes: u64,
     },
-    /// It is not there, or has no valid header.
+    /// The fragment is absent or has no valid header.
     Missing,
 }
 
-/// The fragments of a file, those that there are.
+/// The available fragments of a file.
 #[derive(Debug)]
 pub struct FragmentSet<R> {
     layout: FileLayout,
     code: Code,
-    /// By fragment.
+    /// For each fragment, its input; `None` if it is missing.
     fragments: Vec<Option<R>>,
-    /// Position of each among what was given.
+    /// For each fragment, the index of its input.
     positions: Vec<Option<usize>>,
-    /// Those that could not be read somewhere, by fragment.
+    /// For each fragment, whether a record was unreadable.
     failed: Vec<bool>,
-    /// The last one made, for the fragments that were present and wanted.
+    /// The last reconstruction, with the present and the lost fragments it was made for.
     recovery: Option<(Vec<usize>, Vec<usize>, Recovery)>,
     buffers: Vec<Vec<u8>>,
 }
 
 impl<R: Read + Seek> FragmentSet<R> {
-    /// Reads the headers. Inputs that have no valid one are left out: [`position`](Self::position) tells. `kernel` computes what
-    /// is lost.
+    /// Reads the headers, and ignores inputs without a valid header ([`position`](Self::position)
+    /// shows which). `kernel` computes lost fragments.
     ///
     /// # Errors
     /// [`FragmentError::NoFragments`], [`FragmentError::Mixed`], [`FragmentError::Twice`].
@@ -80,26 +80,27 @@ impl<R: Read + Seek> FragmentSet<R> {
         }
     }
 
-    /// How the file was cut.
+    /// Layout of the file.
     #[must_use]
     pub fn layout(&self) -> FileLayout {
         self.layout
     }
 
-    /// Which of the inputs, from 0, is fragment `index`; `None` if none is.
+    /// Index of the input that is fragment `index`; `None` if there is none.
     #[must_use]
     pub fn position(&self, index: usize) -> Option<usize> {
         self.positions.get(index).copied().flatten()
     }
 
-    /// Fragments that are not there, and those that turned out to be damaged in what has been read so far.
+    /// Fragments that are absent, and fragments found damaged so far.
     #[must_use]
     pub fn lost(&self) -> Vec<usize> {
         let lost = |index: &usize| self.failed[*index] || self.fragments[*index].is_none();
         (0..self.fragments.len()).filter(lost).collect()
     }
 
-    /// Reads everything and tells how each fragment is. `progress` gets the number of file bytes in each stripe that was checked.
+    /// Reads everything and returns the state of each fragment. Calls `progress` for each stripe
+    /// with its number of file bytes.
     pub fn check(&mut self, mut progress: impl FnMut(u64)) -> Vec<FragmentState> {
         let present = |fragment: &Option<R>| match fragment {
             Some(_) => FragmentState::Intact,
@@ -120,7 +121,8 @@ impl<R: Read + Seek> FragmentSet<R> {
         states
     }
 
-    /// Writes the file. Only as many fragments are read as are needed: the data fragments, and parity where those fail.
+    /// Writes the file. Reads only as many fragments as needed: the data fragments, and parity
+    /// where data is lost.
     ///
     /// # Errors
     /// [`FragmentError::TooFew`]; [`FragmentError::Write`].
@@ -139,11 +141,12 @@ impl<R: Read + Seek> FragmentSet<R> {
         output.flush().map_err(FragmentError::Write)
     }
 
-    /// Writes fragments anew, byte for byte as they were, each to its empty writer. `progress` gets the number of file bytes in
-    /// each stripe that was done.
+    /// Writes fragments again, byte for byte as they were, each to its empty writer. Calls
+    /// `progress` for each finished stripe with its number of file bytes.
     ///
     /// # Errors
-    /// [`FragmentError::TooFew`]; [`FragmentError::WriteFragment`]; [`FragmentError::Code`] if there is no such fragment or it is named twice.
+    /// [`FragmentError::TooFew`]; [`FragmentError::WriteFragment`]; [`FragmentError::Code`] if a
+    /// fragment does not exist or is named twice.
     pub fn rebuild<W: Write + Seek>(
         &mut self,
         fragments: &mut [(usize, W)],
@@ -171,7 +174,7 @@ impl<R: Read + Seek> FragmentSet<R> {
         })
     }
 
-    /// Has the units of the fragments `wanted` in their buffers.
+    /// Loads or reconstructs the units of the fragments `wanted` into their buffers.
     fn restore(&mut self, stripe: u64, wanted: &[usize]) -> Result<(), FragmentError> {
         let (k, fragments) = (self.layout.geometry.k(), self.layout.geometry.fragments());
         let mut present: Vec<usize> =
@@ -191,7 +194,7 @@ impl<R: Read + Seek> FragmentSet<R> {
         self.recover(present, lost, self.layout.unit_of(stripe))
     }
 
-    /// Computes the units of the fragments `lost` from those `present`.
+    /// Reconstructs the units of the fragments `lost` from the fragments `present`.
     fn recover(&mut self, present: Vec<usize>, lost: Vec<usize>, unit: usize) -> Result<(), FragmentError> {
         let recovery = match self.recovery.take() {
             Some((p, l, recovery)) if p == present && l == lost => recovery,
@@ -211,7 +214,7 @@ impl<R: Read + Seek> FragmentSet<R> {
         Ok(done?)
     }
 
-    /// Reads a fragment's unit into its buffer; whether it is there and intact.
+    /// Reads a fragment's unit into its buffer. Returns true if the unit is present and intact.
     fn read(&mut self, index: usize, stripe: u64) -> bool {
         let Some(fragment) = &mut self.fragments[index] else { return false };
         let unit = self.layout.unit_of(stripe);

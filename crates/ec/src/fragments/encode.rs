@@ -1,4 +1,4 @@
-//! Cutting a file into fragments.
+//! Splits a file into fragments.
 
 use std::io::{self, Read, Seek, SeekFrom, Write};
 
@@ -9,12 +9,12 @@ use super::{FileLayout, FragmentError, UNIT_MAX, UNIT_MULTIPLE, unit_for};
 use crate::code::check_count;
 use crate::{Code, EcError};
 
-/// Reads `input` to its end, of whatever length, and writes one fragment to each of `fragments`, which must be empty. `unit` is the
-/// stripe unit in bytes, `id` must be random.
+/// Reads `input` to its end, and writes one fragment to each of `fragments`, which must be empty.
+/// `unit` is the stripe unit in bytes. `id` must be random.
 ///
 /// # Errors
-/// [`EcError::Unit`] and [`EcError::Count`] as [`FragmentError::Code`]; [`FragmentError::Read`] and [`FragmentError::WriteFragment`]: what
-/// has been written then are no valid fragments.
+/// [`EcError::Unit`] and [`EcError::Count`] as [`FragmentError::Code`]; [`FragmentError::Read`] and
+/// [`FragmentError::WriteFragment`]. After an error, the outputs are not valid fragments.
 pub fn encode<W: Write + Seek>(
     code: &Code,
     unit: usize,
@@ -82,7 +82,7 @@ fn each<W>(
     Ok(())
 }
 
-/// Reads until `buffer` is full or the input ends; how many bytes that were.
+/// Reads until `buffer` is full or the input ends. Returns the number of bytes.
 fn fill(input: &mut impl Read, buffer: &mut [u8]) -> io::Result<usize> {
     let mut filled = 0;
     while filled < buffer.len() {

@@ -10,16 +10,16 @@ pub(super) const LEN: usize = 64;
 const MAGIC: [u8; 8] = *b"obshard\0";
 const VERSION: u16 = 1;
 
-/// What a fragment says about itself.
+/// Contents of a fragment's header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct FragmentHeader {
-    /// The same in all fragments of an encoding.
+    /// Layout of the encoding, the same in all its fragments.
     pub layout: FileLayout,
-    /// Which fragment it is.
+    /// Index of the fragment.
     pub index: usize,
 }
 
-/// Why bytes are no header.
+/// Why bytes are not a valid header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(super) enum BadHeader {
     #[error("it does not begin like a fragment, or was never finished")]
@@ -38,7 +38,7 @@ impl FragmentHeader {
         let mut bytes = [0; LEN];
         bytes[..8].copy_from_slice(&MAGIC);
         bytes[8..10].copy_from_slice(&VERSION.to_le_bytes());
-        // A geometry has at most 255 fragments, and a unit at most UNIT_MAX bytes.
+        // These fit: a geometry has at most 255 fragments, and a unit at most UNIT_MAX bytes.
         bytes[10] = geometry.k() as u8;
         bytes[11] = geometry.m() as u8;
         bytes[12] = self.index as u8;
@@ -76,7 +76,7 @@ impl FragmentHeader {
     }
 }
 
-/// Whether fragments may have units of so many bytes.
+/// Returns true if `unit` is a valid size for the units of fragment files.
 pub(super) fn is_unit(unit: usize) -> bool {
     unit > 0 && unit <= UNIT_MAX && unit.is_multiple_of(UNIT_MULTIPLE)
 }
@@ -98,7 +98,7 @@ mod tests {
         }
     }
 
-    /// With the checksum put right, so that what follows it is tested.
+    /// Corrects the checksum, so that the checks after it are tested.
     fn sealed(mut bytes: [u8; LEN]) -> [u8; LEN] {
         let crc = crc32c(&bytes[..60]);
         bytes[60..].copy_from_slice(&crc.to_le_bytes());
@@ -125,7 +125,8 @@ mod tests {
         };
         assert_eq!(changed(0, b"x"), Err(BadHeader::Magic));
         assert_eq!(changed(8, &[2]), Err(BadHeader::Version(2)));
-        // No data fragments; too many; a fragment too far; reserved bytes; no unit; an odd one; a long one; a length that overflows.
+        // No data fragments; too many fragments; index too high; reserved bytes set; unit zero;
+        // unit not a multiple of 64; unit too long; length that overflows.
         let values: [(usize, &[u8]); 9] = [
             (10, &[0]),
             (10, &[254]),

@@ -1,4 +1,5 @@
-//! Files as fragments: a stream of bytes cut into `k + m` files, of which any `k` give it back, and the others, too.
+//! Splits a byte stream into `k + m` fragment files. Any `k` of them restore the stream and the
+//! other fragments.
 //!
 //! ```text
 //! fragment file    ┌────────┬──────────┬──────────┬─────┬───────────┐
@@ -11,13 +12,15 @@
 //! record         one unit of the fragment, then its CRC-32C, u32
 //! ```
 //!
-//! Stripe `s` is the file's bytes from `s * k * unit` on; fragment `j` < `k` has the `j`-th unit of each stripe, the others have
-//! parity ([`Code`]). The units of the last stripe are as short as they can be: its bytes divided by `k`,
-//! rounded up to 64; zeros fill it. An empty file has no stripes.
+//! Stripe `s` consists of the file's bytes from `s * k * unit` on. Fragment `j` < `k` contains unit
+//! `j` of each stripe. The other fragments contain parity ([`Code`]). The last stripe may have
+//! shorter units: their length is its bytes divided by `k`, rounded up to a multiple of 64. Zeros
+//! fill the rest. An empty file has no stripes.
 //!
-//! The id is drawn anew for every encoding, so fragments of two files, or of two states of one file, are never mixed. The
-//! header is written last: a fragment that was not finished is none. A record that cannot be read or has another
-//! checksum counts as lost, in its stripe only. Everything works on one stripe at a time, in the memory that this takes.
+//! Each encoding has a new random id. So fragments of two files, or of two versions of one file,
+//! are never mixed. The header is written last, so an unfinished fragment has no valid header. A
+//! record that is unreadable or has a wrong checksum counts as lost, in its stripe only. All
+//! operations process one stripe at a time, and need memory for one stripe.
 
 mod decode;
 mod encode;
@@ -33,14 +36,14 @@ use crate::{EcError, Geometry};
 #[cfg(doc)]
 use crate::Code;
 
-/// Longest stripe unit of a fragment file, in bytes.
+/// Maximum stripe unit of a fragment file, in bytes.
 pub const UNIT_MAX: usize = 4 << 20;
-/// What stripe units of fragment files are multiples of, in bytes.
+/// Stripe units of fragment files are multiples of this number of bytes.
 pub const UNIT_MULTIPLE: usize = 64;
-/// Bytes of a record's checksum.
+/// Size of a record's checksum in bytes.
 const CRC: usize = 4;
 
-/// How a file was cut; the same in all its fragments.
+/// The layout of an encoded file. All its fragments have the same layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FileLayout {
     /// The code.
@@ -49,7 +52,7 @@ pub struct FileLayout {
     pub unit: usize,
     /// Length of the file, in bytes.
     pub len: u64,
-    /// Tells this encoding from every other.
+    /// Random id of this encoding.
     pub id: [u8; 16],
 }
 
@@ -63,22 +66,22 @@ impl FileLayout {
         self.len.div_ceil(self.stripe())
     }
 
-    /// Bytes of the file in a stripe.
+    /// Number of file bytes in a stripe.
     fn filled(&self, stripe: u64) -> usize {
         (self.len - stripe * self.stripe()).min(self.stripe()) as usize
     }
 
-    /// Length of the units of a stripe.
+    /// Length of the units in a stripe.
     fn unit_of(&self, stripe: u64) -> usize {
         unit_for(self.filled(stripe), self.geometry.k())
     }
 
-    /// Where a stripe's record begins in a fragment.
+    /// Offset of a stripe's record in a fragment.
     fn record_at(&self, stripe: u64) -> u64 {
         header::LEN as u64 + stripe * (self.unit + CRC) as u64
     }
 
-    /// Whether the file and its fragments are no longer than files can be.
+    /// Returns true if the lengths of the file and its fragments do not overflow.
     fn is_possible(&self) -> bool {
         let records = self.stripes().checked_mul((self.unit + CRC) as u64);
         let fragment = records.and_then(|records| records.checked_add(header::LEN as u64));
@@ -86,71 +89,71 @@ impl FileLayout {
     }
 }
 
-/// The shortest unit for stripes of `filled` bytes.
+/// Returns the shortest unit for a stripe of `filled` bytes.
 fn unit_for(filled: usize, k: usize) -> usize {
     filled.div_ceil(k).next_multiple_of(UNIT_MULTIPLE)
 }
 
-/// Why a file cannot be cut or put together.
+/// Why a file cannot be split or restored.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FragmentError {
-    /// The code refused it.
+    /// The code reported an error.
     #[error(transparent)]
     Code(#[from] EcError),
-    /// The file to be cut cannot be read.
+    /// The input file cannot be read.
     #[error("the input cannot be read: {0}")]
     Read(io::Error),
     /// A fragment cannot be written.
     #[error("fragment {index} cannot be written: {error}")]
     WriteFragment {
-        /// Which one.
+        /// Index of the fragment.
         index: usize,
-        /// Why.
+        /// Cause.
         error: io::Error,
     },
-    /// The file cannot be written.
+    /// The output file cannot be written.
     #[error("the output cannot be written: {0}")]
     Write(io::Error),
-    /// Nothing that was given is a fragment.
+    /// None of the inputs is a fragment.
     #[error("none of the {given} inputs is a fragment of a file; name those that `outboard ec encode` wrote")]
     NoFragments {
-        /// How many inputs there were.
+        /// Number of inputs.
         given: usize,
     },
-    /// Fragments of different encodings.
+    /// The inputs are fragments of different encodings.
     #[error(
         "inputs {first} and {second} are fragments of different files, or of two encodings of one; name those of one only"
     )]
     Mixed {
-        /// Position of one among the inputs, from 0.
+        /// Index of one input.
         first: usize,
-        /// Position of the other.
+        /// Index of the other input.
         second: usize,
     },
-    /// The same fragment more than once.
+    /// Two inputs are the same fragment.
     #[error("inputs {first} and {second} are both fragment {index}; name each fragment once")]
     Twice {
-        /// Which fragment it is.
+        /// Index of the fragment.
         index: usize,
-        /// Position of one among the inputs, from 0.
+        /// Index of one input.
         first: usize,
-        /// Position of the other.
+        /// Index of the other input.
         second: usize,
     },
-    /// A stripe of which too much is lost.
+    /// Too many units of a stripe are lost.
     #[error(
         "too much is lost: of {fragments} fragments {intact} are intact in stripe {stripe}, {needed} are needed; bring back at least {}",
         needed.saturating_sub(*intact)
     )]
     TooFew {
-        /// Which stripe, from 0.
+        /// Index of the stripe.
         stripe: u64,
-        /// How many of its units are there and intact.
+        /// Number of units that are present and intact.
         intact: usize,
-        /// How many are needed.
+        /// Number of units needed.
         needed: usize,
-        /// How many fragments the file has.
+        /// Total number of fragments of the file.
         fragments: usize,
     },
 }

@@ -1,8 +1,9 @@
-//! The kernel of processors with GFNI and AVX-512: a product of 64 bytes in one instruction.
+//! The kernel for processors with GFNI and AVX-512: one instruction computes a product of 64 bytes.
 //!
-//! Multiplying with a coefficient is linear over bits, so it is an 8 x 8 bit matrix, and `GF2P8AFFINEQB` multiplies every byte
-//! of a register with one. The sums of up to [`ROWS`] rows over [`WIDE`] registers stay in registers while the sources
-//! pass by; a source is loaded once for all of them.
+//! Multiplication by a coefficient is linear over bits, so it corresponds to an 8 x 8 bit matrix.
+//! `GF2P8AFFINEQB` multiplies every byte of a register by a bit matrix. The sums of up to [`ROWS`]
+//! rows over [`WIDE`] registers stay in registers while the kernel reads the sources. Each source
+//! is loaded once for all these rows.
 
 use std::arch::x86_64::{
     __m512i, _mm512_gf2p8affine_epi64_epi8, _mm512_loadu_si512, _mm512_set1_epi64, _mm512_setzero_si512,
@@ -14,23 +15,24 @@ use super::{Kernel, Transform, assert_shape};
 use crate::gf::mul;
 use crate::matrix::Matrix;
 
-/// Bytes of a register.
+/// Size of a register in bytes.
 const LANES: usize = 64;
-/// Registers of each source that are worked on together. With 4, data in the cache is coded up to a tenth faster, and data in
-/// memory up to a quarter slower: the next source's lines are asked for later.
+/// Number of registers of each source that are processed together. With 4, data in the cache is
+/// coded up to a tenth faster, and data in memory up to a quarter slower, because the next source's
+/// cache lines are requested later.
 const WIDE: usize = 2;
-/// Most rows that are computed together: as many as there are registers for.
+/// Maximum number of rows that are computed together, limited by the number of registers.
 const ROWS: usize = 6;
-/// Bytes of each source that all groups of rows work on in turn, while they are in the cache.
+/// Bytes of each source that all groups of rows process in turn while the bytes are in the cache.
 const BLOCK: usize = 2048;
 
-/// See the [module](self). Made by [`load`] only, where the processor has what it needs.
+/// See the [module](self). Only [`load`] creates it, after checking the processor.
 #[derive(Debug)]
 struct Gfni(());
 
 static KERNEL: Gfni = Gfni(());
 
-/// The kernel, if the processor has the instructions.
+/// Returns the kernel if the processor has the instructions.
 pub(super) fn load() -> Option<&'static dyn Kernel> {
     let able = is_x86_feature_detected!("gfni") && is_x86_feature_detected!("avx512f");
     able.then_some(&KERNEL)
@@ -51,16 +53,16 @@ impl Kernel for Gfni {
     }
 }
 
-/// The bit matrix of multiplying with `coefficient`. Byte `7 - i` tells which bits of a factor the product's bit `i` is the
-/// sum of.
+/// Returns the bit matrix for multiplication by `coefficient`. Bit `i` of the product is the sum of
+/// the factor's bits that are selected by byte `7 - i`.
 fn bits(coefficient: u8) -> i64 {
     let row =
         |bit: u32| (0..8).fold(0_u8, |row, from| row | (mul(coefficient, 1 << from) >> bit & 1) << from);
     i64::from_be_bytes(std::array::from_fn(|bit| row(bit as u32)))
 }
 
-/// A matrix as bit matrices: for each group of up to [`ROWS`] rows those of the first column, then those of the second, and
-/// so on.
+/// A matrix in the form of bit matrices. Each group of up to [`ROWS`] rows has the bit matrices of
+/// its first column, then those of the second, and so on.
 #[derive(Debug)]
 struct Bits {
     rows: usize,
@@ -84,13 +86,14 @@ impl Transform for Bits {
 }
 
 impl Bits {
-    /// Multiplies the columns from `first` on with the sources. `ADD`: to what is in the outputs. Lengths have been checked.
+    /// Multiplies the columns from `first` on by the sources. With `ADD`, adds the products to the
+    /// outputs. The caller has checked the lengths.
     fn run<const ADD: bool>(&self, first: usize, sources: &[&[u8]], outputs: &mut [&mut [u8]], len: usize) {
         for at in (0..len).step_by(BLOCK) {
             let block = at..len.min(at + BLOCK);
             for (bits, out) in self.groups.iter().zip(outputs.chunks_mut(ROWS)) {
                 let bits = &bits[first * out.len()..];
-                // SAFETY: the processor has the instructions: a kernel exists only where it does.
+                // SAFETY: this kernel exists only if the processor has the instructions.
                 unsafe {
                     match out.len() {
                         1 => multiply::<1, ADD>(bits, sources, out, block.clone()),
@@ -128,7 +131,7 @@ fn multiply<const R: usize, const ADD: bool>(
     }
 }
 
-/// Computes the `W` registers at `at` of `R` outputs.
+/// Computes `W` registers at `at` of `R` outputs.
 #[inline]
 #[target_feature(enable = "gfni,avx512f")]
 fn step<const R: usize, const W: usize, const ADD: bool>(
@@ -155,22 +158,22 @@ fn step<const R: usize, const W: usize, const ADD: bool>(
     for (sums, out) in sums.into_iter().zip(outputs) {
         let (out, _) = out[at..].as_chunks_mut::<LANES>();
         for (sum, out) in sums.into_iter().zip(&mut out[..W]) {
-            // SAFETY: 64 bytes are written; no alignment is needed.
+            // SAFETY: the call writes 64 bytes, and needs no alignment.
             unsafe { _mm512_storeu_si512(out.as_mut_ptr().cast(), sum) };
         }
     }
 }
 
-/// The first `W` registers of `bytes`.
+/// Loads the first `W` registers of `bytes`.
 #[inline]
 #[target_feature(enable = "gfni,avx512f")]
 fn registers<const W: usize>(bytes: &[u8]) -> [__m512i; W] {
     let chunks = &bytes.as_chunks::<LANES>().0[..W];
-    // SAFETY: 64 bytes are read; no alignment is needed.
+    // SAFETY: the call reads 64 bytes, and needs no alignment.
     std::array::from_fn(|n| unsafe { _mm512_loadu_si512(chunks[n].as_ptr().cast()) })
 }
 
-/// Computes less than a register, in copies that are one long.
+/// Computes a part shorter than a register, in padded copies of register size.
 #[target_feature(enable = "gfni,avx512f")]
 fn last<const R: usize, const ADD: bool>(
     bits: &[i64],

@@ -1,7 +1,8 @@
-//! The kernel of Intel's ISA-L, opened at run time.
+//! The kernel that uses Intel's ISA-L, loaded at run time.
 //!
-//! Signatures and sizes are those of `erasure_code.h`, the same in all libraries called `libisal.so.2`. What the tables
-//! hold differs between versions and processors, so nothing here looks into them.
+//! The signatures and sizes come from `erasure_code.h`. They are the same in all libraries named
+//! `libisal.so.2`. The content of the tables differs between versions and processors, so this code
+//! does not interpret it.
 
 use std::ffi::{CStr, c_int, c_void};
 use std::sync::OnceLock;
@@ -12,12 +13,12 @@ use crate::matrix::Matrix;
 use crate::{EcError, Result};
 
 const SONAME: &CStr = c"libisal.so.2";
-/// Bytes of table per coefficient.
+/// Table bytes per coefficient.
 const TABLE: usize = 32;
-/// Longest vectors of a call, in bytes: the library counts in `int`.
+/// Maximum vector length of a call in bytes: the library counts in `int`.
 const LONGEST: usize = 1 << 30;
 
-/// ISA-L's functions.
+/// Functions of ISA-L.
 #[derive(Debug, Clone, Copy)]
 struct Isal {
     init_tables: unsafe extern "C" fn(k: c_int, rows: c_int, a: *const u8, tables: *mut u8),
@@ -42,7 +43,7 @@ struct Isal {
 
 static LIBRARY: OnceLock<Result<Isal>> = OnceLock::new();
 
-/// Opens the library; only the first call does anything. It stays open until the process ends.
+/// Loads the library on the first call. It stays loaded until the process ends.
 pub(super) fn load() -> Result<&'static dyn Kernel> {
     match LIBRARY.get_or_init(open) {
         Ok(isal) => Ok(isal),
@@ -51,16 +52,17 @@ pub(super) fn load() -> Result<&'static dyn Kernel> {
 }
 
 fn open() -> Result<Isal> {
-    // SAFETY: a constant name; the library's constructors do nothing but choose functions for the processor.
+    // SAFETY: the name is constant. The library's constructors only select functions for the
+    // processor.
     let library = unsafe { libc::dlopen(SONAME.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
     if library.is_null() {
-        // SAFETY: dlerror's text is valid until this thread's next call of its kind.
+        // SAFETY: the text of dlerror is valid until this thread calls a dl function again.
         let text = unsafe { libc::dlerror() };
-        // SAFETY: dlopen has just failed, so there is a text.
+        // SAFETY: dlopen has just failed, so dlerror returned a text.
         let why = unsafe { CStr::from_ptr(text) };
         return Err(EcError::NoIsal { why: why.to_string_lossy().into_owned() });
     }
-    // SAFETY: each symbol is asked for by the name of the function that has the signature given above.
+    // SAFETY: each symbol has the name of the function with the signature given above.
     unsafe {
         Ok(Isal {
             init_tables: symbol(library, c"ec_init_tables")?,
@@ -70,18 +72,19 @@ fn open() -> Result<Isal> {
     }
 }
 
-/// A function of the library.
+/// Looks up a function of the library.
 ///
 /// # Safety
-/// `library` must be open, and `F` the type of a pointer to the function of that name.
+/// `library` must be open, and `F` must be the type of a pointer to the function of that name.
 unsafe fn symbol<F: Copy>(library: *mut c_void, name: &CStr) -> Result<F> {
     const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
-    // SAFETY: an open library and a terminated string.
+    // SAFETY: the library is open, and the name is a terminated string.
     let address = unsafe { libc::dlsym(library, name.as_ptr()) };
     if address.is_null() {
         return Err(EcError::NoIsal { why: format!("it has no {name:?}") });
     }
-    // SAFETY: not null, of the same size, and of the type that the caller promises.
+    // SAFETY: the address is not null, has the size of `F`, and is of the type that the caller
+    // promises.
     Ok(unsafe { std::mem::transmute_copy(&address) })
 }
 
@@ -98,13 +101,14 @@ impl Kernel for Isal {
         );
         let mut tables = vec![0; TABLE * rows * columns].into_boxed_slice();
         let coefficients = matrix.coefficients().as_ptr();
-        // SAFETY: rows * columns coefficients are read, and 32 bytes are written for each.
+        // SAFETY: the call reads rows * columns coefficients, and writes 32 bytes for each.
         unsafe { (self.init_tables)(columns as c_int, rows as c_int, coefficients, tables.as_mut_ptr()) };
         Box::new(Tables { isal: *self, rows, columns, tables })
     }
 }
 
-/// A matrix as ISA-L wants it: `tables` has 32 bytes for each of at most [`MAX_FRAGMENTS`] rows and columns.
+/// A matrix in ISA-L's form: `tables` has 32 bytes for each coefficient. The matrix has at most
+/// [`MAX_FRAGMENTS`] rows and columns.
 #[derive(Debug)]
 struct Tables {
     isal: Isal,
@@ -124,8 +128,9 @@ impl Transform for Tables {
             let mut data = [std::ptr::null(); MAX_FRAGMENTS];
             data.iter_mut().zip(sources).for_each(|(data, source)| *data = source[at..].as_ptr());
             let coding = pointers(outputs, at);
-            // SAFETY: `columns` sources of `size` bytes each are read, `rows` outputs of as many are written, which nobody
-            // else can see; the tables are of that matrix. The library keeps nothing and checks what the processor can do.
+            // SAFETY: the call reads `columns` sources of `size` bytes, and writes `rows` outputs
+            // of `size` bytes. No other code can access the outputs. The tables belong to that
+            // matrix. The library keeps no pointers, and checks the processor's features.
             unsafe {
                 (self.isal.encode_data)(
                     size as c_int,
@@ -145,8 +150,8 @@ impl Transform for Tables {
         let (k, rows) = (self.columns as c_int, self.rows as c_int);
         for (index, part) in source.chunks(LONGEST).enumerate() {
             let coding = pointers(outputs, index * LONGEST);
-            // SAFETY: one source is read and `rows` outputs of its length are read and written, which nobody else can see;
-            // the tables are of a matrix that has this column.
+            // SAFETY: the call reads one source, and updates `rows` outputs of its length. No other
+            // code can access the outputs. The tables belong to a matrix that has this column.
             unsafe {
                 (self.isal.encode_data_update)(
                     part.len() as c_int,
@@ -162,7 +167,8 @@ impl Transform for Tables {
     }
 }
 
-/// Where the outputs, of which there are at most [`MAX_FRAGMENTS`], are written from `at` on.
+/// Returns pointers to the outputs from offset `at` on. There are at most [`MAX_FRAGMENTS`]
+/// outputs.
 fn pointers(outputs: &mut [&mut [u8]], at: usize) -> [*mut u8; MAX_FRAGMENTS] {
     let mut pointers = [std::ptr::null_mut(); MAX_FRAGMENTS];
     pointers.iter_mut().zip(outputs).for_each(|(pointer, out)| *pointer = out[at..].as_mut_ptr());

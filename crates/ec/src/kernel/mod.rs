@@ -1,4 +1,5 @@
-//! Kernels: what multiplies matrices of coefficients with vectors of bytes. All coding is built of that.
+//! Kernels: implementations of the multiplication of coefficient matrices with byte vectors. All
+//! coding uses this operation.
 
 #[cfg(target_arch = "x86_64")]
 #[allow(unsafe_code)]
@@ -13,51 +14,53 @@ use std::str::FromStr;
 use crate::matrix::Matrix;
 use crate::{EcError, Result};
 
-/// A way to compute products over the field. All kernels give the same bytes.
+/// An implementation of products over the field. All kernels produce the same bytes.
 pub trait Kernel: fmt::Debug + Send + Sync {
-    /// What it is called: `gfni`, `isal`, `portable`.
+    /// Name of the kernel: `gfni`, `isal` or `portable`.
     fn name(&self) -> &'static str;
 
-    /// Makes ready to multiply with `matrix`: tables of its coefficients.
+    /// Prepares the multiplication by `matrix`: builds the tables of its coefficients.
     fn prepare(&self, matrix: &Matrix) -> Box<dyn Transform>;
 }
 
-/// A matrix that vectors of bytes can be multiplied with. Calls of several threads do not disturb each other.
+/// A prepared matrix that multiplies byte vectors. Several threads may use it concurrently.
 ///
-/// This is the bare computation. Callers with input from outside use [`Code`](crate::Code), which checks it.
+/// It does not check untrusted input. Callers with external input use [`Code`](crate::Code)
+/// instead.
 pub trait Transform: fmt::Debug + Send + Sync {
     /// Sets `outputs[r]` to the sum of `matrix[r][c] * sources[c]` over all columns `c`.
     ///
     /// # Panics
-    /// Unless there is a source per column and an output per row, all of one length.
+    /// Unless there is one source per column and one output per row, all of the same length.
     fn apply(&self, sources: &[&[u8]], outputs: &mut [&mut [u8]]);
 
     /// Adds `matrix[r][column] * source` to `outputs[r]`.
     ///
     /// # Panics
-    /// Unless there is such a column, and an output per row, all of the source's length.
+    /// Unless the column exists, and there is one output per row, each as long as the source.
     fn accumulate(&self, column: usize, source: &[u8], outputs: &mut [&mut [u8]]);
 }
 
-/// Which kernel to use.
+/// Choice of the kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum KernelChoice {
-    /// The first of the others that can be had.
+    /// The first available kernel in the order of the variants below.
     #[default]
     Auto,
-    /// The processor's instructions for this field; needs GFNI and AVX-512.
+    /// Uses the processor's GFNI instructions; needs GFNI and AVX-512.
     Gfni,
-    /// Intel's ISA-L, `libisal.so.2`, on the processor's vector instructions.
+    /// Uses Intel's ISA-L, `libisal.so.2`, on the processor's vector instructions.
     Isal,
-    /// Plain Rust.
+    /// Plain Rust code.
     Portable,
 }
 
 impl KernelChoice {
-    /// The kernel. ISA-L is loaded by the first call that wants it.
+    /// Returns the kernel. The first call that needs ISA-L loads it.
     ///
     /// # Errors
-    /// [`EcError::NoGfni`] and [`EcError::NoIsal`] if what is asked for by name cannot be had.
+    /// [`EcError::NoGfni`] or [`EcError::NoIsal`] if a kernel that was requested by name is not
+    /// available.
     pub fn load(self) -> Result<&'static dyn Kernel> {
         match self {
             KernelChoice::Auto => Ok(gfni().or_else(|| isal::load().ok()).unwrap_or(&portable::Portable)),
@@ -97,7 +100,7 @@ impl FromStr for KernelChoice {
     }
 }
 
-/// Checks what a kernel is called with; see [`Transform`].
+/// Checks the arguments of a [`Transform`].
 fn assert_shape(lengths: impl ExactSizeIterator<Item = usize>, count: usize, len: usize, what: &str) {
     assert_eq!(lengths.len(), count, "one {what} per coefficient");
     lengths.for_each(|found| assert_eq!(found, len, "{what}s of one length"));

@@ -1,8 +1,10 @@
-//! The kernel in plain Rust: the reference that others are compared with, and what is used where there is no library.
+//! The kernel in plain Rust. It is the reference for the other kernels, and the fallback if they
+//! are not available.
 //!
-//! It has no tables. A product is the sum of the source times 1, 2, 4 … 128, for those bits that the coefficient has; the
-//! doublings of a block of bytes are made once and serve all rows. All of it is shifts and XORs of whole blocks, of
-//! which compilers make vector instructions on any processor.
+//! It uses no tables. A product is the sum of the source times 1, 2, 4 … 128, for each bit that is
+//! set in the coefficient. The multiples of a block are computed once and used for all rows. The
+//! kernel consists of shifts and XORs of whole blocks, which compilers turn into vector
+//! instructions on any processor.
 
 use super::{Kernel, Transform, assert_shape};
 use crate::gf::double;
@@ -55,7 +57,8 @@ impl Transform for Plain {
     }
 }
 
-/// Adds the products of a block, of at most [`BLOCK`] bytes, and a column to what is at `at` in the outputs.
+/// Multiplies a block of at most [`BLOCK`] bytes by a column, and adds the products to the outputs
+/// at offset `at`.
 fn add_products(matrix: &Matrix, column: usize, source: &[u8], outputs: &mut [&mut [u8]], at: usize) {
     let mut block = [0; BLOCK];
     block[..source.len()].copy_from_slice(source);
@@ -73,7 +76,7 @@ fn add_products(matrix: &Matrix, column: usize, source: &[u8], outputs: &mut [&m
     }
 }
 
-/// The block times 1, 2, 4 … 128.
+/// Returns the block times 1, 2, 4 … 128.
 fn doublings(block: Block) -> [Block; 8] {
     let mut multiples = [block; 8];
     for bit in 1..8 {

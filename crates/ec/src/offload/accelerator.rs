@@ -1,9 +1,10 @@
-//! The DPU's coding engine, emulated: the thread `eca-0`.
+//! Emulates the DPU's coding accelerator, in the thread `eca-0`.
 //!
-//! It computes for real and is as slow as the paper found the engine of a BlueField-3 to be (Ryu et al., figure 2): encoding
-//! (128, 32) took 13.3 times as long as one core of the host for 8 MB, and 10.5 times for 128 MB. The line through both:
-//! a batch takes what the core takes for 24 MB, and 10.3 times what the core takes for the batch itself. Small pieces of
-//! work would be hopeless one by one, so what waits when a batch begins is one batch.
+//! The emulation computes real results, at the speed that the paper measured for a BlueField-3 (Ryu
+//! et al., figure 2). There, encoding (128, 32) took 13.3 times as long as on one host core for 8
+//! MB, and 10.5 times for 128 MB. A linear fit gives the cost of a batch: the core's time for 24
+//! MB, plus 10.3 times the core's time for the batch itself. The fixed cost makes single small
+//! tasks very slow. Therefore all tasks that wait when a batch begins form one batch.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -14,11 +15,12 @@ use base::thread::ThreadClass;
 use super::batch::EngineRate;
 use super::worker::{Worker, WorkerSettings};
 
-/// How often the core's rate is measured.
+/// Number of measurements of the core's rate.
 const MEASUREMENTS: usize = 5;
 
-/// Measures what [`EngineRate::paper`] has to know: at how many bytes of data per second this core encodes. `encode` encodes
-/// `bytes` bytes at (128, 32), and is called a few times; the fastest counts, as the others were disturbed.
+/// Measures the rate for [`EngineRate::paper`]: the bytes of data per second that this core
+/// encodes. `encode` must encode `bytes` bytes at (128, 32). It is called several times, and the
+/// fastest run counts, because interference only slows a run down.
 #[must_use]
 pub fn host_rate(bytes: u64, encode: impl FnMut()) -> f64 {
     fastest_rate(bytes, Instant::now, encode)
@@ -31,25 +33,25 @@ fn fastest_rate(bytes: u64, mut clock: impl FnMut() -> Instant, mut encode: impl
         clock() - started
     };
     let fastest = (0..MEASUREMENTS).map(&mut measure).min().unwrap_or_default();
-    // A clock that has not moved says that it took less than a nanosecond.
+    // If the clock has not moved, the run took less than a nanosecond.
     bytes as f64 / fastest.max(Duration::from_nanos(1)).as_secs_f64()
 }
 
 /// Settings of an emulated accelerator.
 #[derive(Debug, Clone)]
 pub struct AcceleratorOptions {
-    /// How fast it is.
+    /// Speed of the accelerator.
     pub pace: EngineRate,
-    /// Most pieces of work that wait, at least 1.
+    /// Maximum number of waiting tasks, at least 1.
     pub queue: usize,
-    /// Most data of a batch of more than one piece, in bytes.
+    /// Maximum data of a batch of more than one task, in bytes.
     pub batch_bytes: u64,
-    /// What is to go wrong.
+    /// Faults to inject.
     pub faults: Faults,
 }
 
 impl AcceleratorOptions {
-    /// With this pace, and defaults for the rest.
+    /// Settings with this speed and default limits.
     #[must_use]
     pub fn new(pace: EngineRate) -> AcceleratorOptions {
         AcceleratorOptions { pace, queue: 1024, batch_bytes: 32 << 20, faults: Faults::default() }
@@ -59,7 +61,7 @@ impl AcceleratorOptions {
 /// Starts the emulated accelerator.
 ///
 /// # Errors
-/// If the system has no room for another thread.
+/// If the system cannot create another thread.
 pub fn start(options: AcceleratorOptions) -> io::Result<Worker> {
     let AcceleratorOptions { pace, queue, batch_bytes, faults } = options;
     Worker::start(WorkerSettings {

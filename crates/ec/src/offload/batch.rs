@@ -1,38 +1,43 @@
-//! What a batch of work is, and how long a device that works in batches takes for one.
+//! Size of coding tasks, and the time that a batch device needs for a batch of them. The device is
+//! modelled on the measurements of Ryu et al. ("the paper"; see
+//! [`accelerator`](super::accelerator)).
 
 use std::time::Duration;
 
-/// What the core encodes in the time that every batch costs, in bytes.
+/// Fixed cost of a batch, as the number of bytes that one host core encodes in that time.
 const PER_BATCH: f64 = 24e6;
-/// For so long does the engine work on what takes the core 1.
+/// Ratio of the accelerator's time per byte to that of one host core.
 const SLOWER: f64 = 10.3;
-/// The paper computed so many fragments from each stripe.
+/// Number of parity fragments per stripe in the paper's measurement.
 const PAPER_COMPUTED: f64 = 32.0;
-/// How much a piece of work is.
+/// Size of a coding task.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CodingWork {
-    /// Data that it reads, in bytes.
+    /// Data that the task reads, in bytes.
     pub bytes: u64,
-    /// Fragments that are computed from each stripe of the data: parity when encoding, lost fragments when decoding.
+    /// Number of fragments computed from each stripe: parity when encoding, lost fragments when
+    /// decoding.
     pub computed_fragments: u32,
 }
 
-/// How long a batch takes the engine.
+/// Speed of a device that works in batches.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct EngineRate {
     host_rate: f64,
 }
 
 impl EngineRate {
-    /// As the paper found it, beside a core that encodes (128, 32) at `host_rate` bytes of data per second.
+    /// Creates the speed that the paper measured. It is relative to a host core that encodes (128,
+    /// 32) at `host_rate` bytes of data per second.
     #[must_use]
     pub fn paper(host_rate: f64) -> EngineRate {
         EngineRate { host_rate: host_rate.max(1.0) }
     }
 
-    /// How long this batch takes. Each byte of data is multiplied and added once for every fragment that is computed from it,
-    /// so other geometries than the paper's take time in proportion to those fragments, however many the data is cut into; what
-    /// every batch costs is the same.
+    /// Returns the time for a batch: a fixed cost, plus a time per byte of data. Each byte is
+    /// multiplied and added once for each computed fragment. Therefore the time per byte is
+    /// proportional to the number of computed fragments. It does not depend on the number of data
+    /// fragments.
     #[must_use]
     pub fn of_batch(&self, batch: &[CodingWork]) -> Duration {
         let as_paper =

@@ -1,7 +1,9 @@
-//! Where coding is done, and the places that do it. What is computed is no matter of this module: tasks are closures.
+//! Coding places, and the choice among them. Coding tasks are closures, so this module is
+//! independent of what they compute.
 //!
-//! [`scheduler`] decides, from the mode, from what [`host_load`] says of the host's processor, and from how the places do. On
-//! the DPU, work is done by the [`accelerator`] (emulated) or by [`software`] on its cores; both are a [`worker`].
+//! The [`scheduler`] chooses the place of each task. It considers the coding mode, the host's load
+//! ([`host_load`]), and the performance of the places. On the DPU, tasks run on the emulated
+//! [`accelerator`], or in [`software`] on the DPU's cores. Both are a [`worker`].
 
 pub mod accelerator;
 pub mod batch;

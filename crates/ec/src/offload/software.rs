@@ -1,5 +1,5 @@
-//! Processors: threads that code in software, a piece of work each. Those of the DPU are `ec-0`, `ec-1` …, those of the host
-//! `ech-0` ….
+//! Coding threads of a processor. Each thread executes one task at a time. The DPU's threads are
+//! `ec-0`, `ec-1` …, the host's are `ech-0` ….
 
 use std::io;
 
@@ -8,30 +8,30 @@ use base::thread::ThreadClass;
 
 use super::worker::{Worker, WorkerSettings};
 
-/// Whose processor it is.
+/// The processor that the threads belong to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Processor {
     /// The DPU's cores.
     Dpu,
-    /// The host's.
+    /// The host's processor.
     Host,
 }
 
 /// Settings of coding threads.
 #[derive(Debug, Clone)]
 pub struct SoftwareOptions {
-    /// Whose threads they are.
+    /// The processor that the threads belong to.
     pub processor: Processor,
-    /// How many threads, at least 1.
+    /// Number of threads, at least 1.
     pub threads: usize,
-    /// Most pieces of work that wait, at least 1.
+    /// Maximum number of waiting tasks, at least 1.
     pub queue: usize,
-    /// What is to go wrong.
+    /// Faults to inject.
     pub faults: Faults,
 }
 
 impl SoftwareOptions {
-    /// One thread of this processor, and defaults for the rest.
+    /// Settings for one thread of this processor, with default limits.
     #[must_use]
     pub fn new(processor: Processor) -> SoftwareOptions {
         SoftwareOptions { processor, threads: 1, queue: 1024, faults: Faults::default() }
@@ -41,7 +41,7 @@ impl SoftwareOptions {
 /// Starts the threads.
 ///
 /// # Errors
-/// If the system has no room for them.
+/// If the system cannot create the threads.
 pub fn start(options: SoftwareOptions) -> io::Result<Worker> {
     let SoftwareOptions { processor, threads, queue, faults } = options;
     let (name, class) = match processor {

@@ -1,8 +1,10 @@
-//! Threads that do pieces of work in turn: what the DPU's accelerator and its cores have in common.
+//! [`Worker`]: threads that execute coding tasks. The DPU's accelerator and its cores are both
+//! workers.
 //!
-//! A piece of work is a closure; whoever hands it over waits for what it returns. The queue is bounded. A worker without a
-//! [`EngineRate`] answers each piece at once. One with a pace takes what waits as one batch, computes it, and answers when the
-//! device that it stands for would have: until then it sleeps.
+//! A task is a closure; its caller waits for the result. The queue is bounded. A worker without an
+//! [`EngineRate`] returns each result at once. A worker with an `EngineRate` emulates a device: it
+//! takes all waiting tasks as one batch, computes them, and sleeps until the device would have
+//! finished.
 
 use std::collections::VecDeque;
 use std::io;
@@ -20,21 +22,21 @@ use tokio::sync::oneshot;
 
 use super::batch::{CodingWork, EngineRate};
 
-/// Why there is no result.
+/// Why a task has no result.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum WorkerError {
     /// The queue is full.
     #[error("{waiting} pieces of work wait for the {name} already: hand over less at a time")]
     QueueFull {
-        /// The worker.
+        /// Name of the worker.
         name: &'static str,
-        /// How many wait.
+        /// Number of waiting tasks.
         waiting: usize,
     },
-    /// The worker has ended.
+    /// The worker has stopped.
     #[error("the {0} has been shut down: do the work elsewhere")]
     Stopped(&'static str),
-    /// The work panicked.
+    /// The task panicked.
     #[error("the work panicked: {0}; this is a fault of the program, please report it")]
     Panicked(String),
     /// A fault was injected.
@@ -42,40 +44,40 @@ pub enum WorkerError {
     Injected,
 }
 
-/// What a worker has done, for `status`. Counts are since it was started.
+/// Statistics of a worker, for `status`. Counts begin at its start.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerStats {
-    /// What it is.
+    /// Name of the worker.
     pub name: String,
-    /// Pieces of work that wait.
+    /// Number of waiting tasks.
     pub queued: usize,
-    /// Pieces of work done.
+    /// Number of finished tasks.
     pub tasks: u64,
-    /// Their data, in bytes.
+    /// Data of the finished tasks, in bytes.
     pub bytes: u64,
-    /// Batches, if it is a device that works in batches; otherwise the same as `tasks`.
+    /// Number of batches; equal to `tasks` if the worker does not work in batches.
     pub batches: u64,
-    /// Pieces of work that gave no result: a fault was injected, or they panicked.
+    /// Number of tasks without a result: a fault was injected, or the task panicked.
     pub failed: u64,
-    /// CPU time that it has used for them, in nanoseconds.
+    /// CPU time used for the tasks, in nanoseconds.
     pub cpu_ns: u64,
-    /// Batches for which this machine took longer than the emulated device would have: the emulation was too slow.
+    /// Number of batches for which this machine needed longer than the emulated device would have.
     pub overruns: u64,
 }
 
-/// What a worker is.
+/// Settings of a worker.
 pub(super) struct WorkerSettings {
     pub(super) name: &'static str,
     pub(super) class: ThreadClass,
     pub(super) threads: usize,
-    /// Most pieces of work that wait.
+    /// Maximum number of waiting tasks.
     pub(super) queue: usize,
-    /// For a device: how long a batch takes it, and the most data of a batch of more than one piece, in bytes.
+    /// For a device: its speed, and the maximum data of a batch of more than one task, in bytes.
     pub(super) device: Option<(EngineRate, u64)>,
     pub(super) faults: Faults,
 }
 
-/// The threads. They end when this is dropped; work that was not answered is then given up.
+/// A set of worker threads. Dropping it stops them and abandons unanswered tasks.
 pub struct Worker {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
@@ -84,7 +86,7 @@ pub struct Worker {
 struct Shared {
     settings: WorkerSettings,
     state: Mutex<State>,
-    /// There is something to do, or the end has come.
+    /// Signals that tasks are waiting, or that the worker stops.
     changed: Condvar,
     meters: WorkerMeters,
 }
@@ -95,13 +97,14 @@ struct State {
     stopping: bool,
 }
 
-/// Computes, unless it is made to fail; `None` if nobody waits for the result.
+/// Computes the task, or fails if a fault is injected. Returns `None` if no caller waits for the
+/// result.
 type CodingJob = Box<dyn FnOnce(bool) -> Option<ComputedJob> + Send>;
 
 struct ComputedJob {
-    /// Whether there is a result.
+    /// True if there is a result.
     is_done: bool,
-    /// Tells the caller.
+    /// Sends the result to the caller.
     answer: Box<dyn FnOnce() + Send>,
 }
 
@@ -125,12 +128,12 @@ struct WorkerMeters {
 
 impl Worker {
     /// # Errors
-    /// If the system has no room for another thread.
+    /// If the system cannot create another thread.
     pub(super) fn start(settings: WorkerSettings) -> io::Result<Worker> {
         let (class, threads) = (settings.class, settings.threads.max(1));
         let meters = WorkerMeters::of(settings.name);
         let shared = Arc::new(Shared { settings, state: Mutex::default(), changed: Condvar::new(), meters });
-        // Dropped on failure, it ends the threads that have been started.
+        // If starting a thread fails, dropping the worker stops the threads that have started.
         let mut worker = Worker { shared, threads: Vec::new() };
         for number in 0..threads {
             let shared = Arc::clone(&worker.shared);
@@ -139,17 +142,17 @@ impl Worker {
         Ok(worker)
     }
 
-    /// What it is, for people; says so if it is emulated.
+    /// Name for display, which shows whether the worker is emulated.
     #[must_use]
     pub fn name(&self) -> &'static str {
         self.shared.settings.name
     }
 
-    /// Hands a piece of work over, at once; the result is waited for. Work whose caller does not wait any more is not
-    /// begun.
+    /// Queues a task immediately, and returns a future of its result. A task is skipped if its
+    /// caller has dropped the future before the task starts.
     ///
     /// # Errors
-    /// If the queue is full, the worker has ended, the work panicked, or a fault was injected.
+    /// If the queue is full, the worker has stopped, the task panicked, or a fault was injected.
     pub fn submit<R, F>(
         &self,
         work: CodingWork,
@@ -167,7 +170,7 @@ impl Worker {
                 false => catch_panic(AssertUnwindSafe(compute)).map_err(WorkerError::Panicked),
             };
             let is_done = result.is_ok();
-            // If the caller does not wait any more, nobody misses the result.
+            // If the caller is gone, the result is not needed.
             Some(ComputedJob { is_done, answer: Box::new(move || drop(sender.send(result))) })
         });
         let (name, taken) = (self.name(), self.shared.take(QueuedJob { work, job }));
@@ -177,7 +180,7 @@ impl Worker {
         }
     }
 
-    /// What it has done.
+    /// Returns the worker's statistics.
     #[must_use]
     pub fn stats(&self) -> WorkerStats {
         let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
@@ -253,7 +256,8 @@ impl Shared {
         }
     }
 
-    /// A batch has been computed, which the device would have done by then. `false` if the end came before.
+    /// Sleeps until the emulated device would have finished the computed batch. Returns `false` if
+    /// the worker stops before.
     fn keep_pace(&self, due: Instant) -> bool {
         if due <= Instant::now() {
             self.meters.overruns.fetch_add(1, Ordering::Relaxed);
@@ -263,7 +267,7 @@ impl Shared {
         self.sleep_until(due)
     }
 
-    /// Waits for work; `None` at the end.
+    /// Waits for tasks. Returns `None` when the worker stops.
     fn next_batch(&self) -> Option<Vec<QueuedJob>> {
         let idle = |state: &mut State| state.queue.is_empty() && !state.stopping;
         let mut state = self.changed.wait_while(self.lock(), idle).unwrap_or_else(PoisonError::into_inner);
@@ -294,7 +298,7 @@ impl Shared {
         Some((item.work, computed))
     }
 
-    /// Sleeps; `false` if the end came before.
+    /// Sleeps until `due`. Returns `false` if the worker stops before.
     fn sleep_until(&self, due: Instant) -> bool {
         let mut state = self.lock();
         while !state.stopping {

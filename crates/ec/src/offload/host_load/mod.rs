@@ -1,22 +1,25 @@
-//! Whether the host's processor is busy (`isCpuBusy` of Algorithm 1).
+//! Decides whether the host's processor is busy (`isCpuBusy` of Algorithm 1).
 //!
-//! What counts is what the host itself wants of its CPUs, apart from what this module is asked about:
+//! The decision depends on the load that the host itself puts on its CPUs:
 //!
-//! - **Utilization** of the host's CPUs: all time but idle and I/O wait. Time stolen by a hypervisor counts, as the host does
-//!   not have it. What is taken out:
-//!   - Time of threads that **stand for the DPU** (its software and its emulated devices) on those CPUs: on a real node that
-//!     work is not on the host. It is not there for the host either, so it is taken out of the whole, too: the host is as busy as
-//!     the part that it takes of what is left to it.
-//!   - Time of the **coding done on the host**: if it counted, the host would be busy because it codes, the work would move
-//!     away, the host would be idle, the work would come back. It yields to other work, so what it takes is free as far as the
-//!     question goes.
-//! - **Pressure** (PSI, `some`): the part of the time during which some task waited for a CPU. It shows a crowded host before
-//!   utilization does, such as many tasks on few CPUs. But it is of the whole machine and has no owner: coding waits, and so do
-//!   threads that stand for the DPU. So it only counts while utilization, with those taken out, is above a floor: then there is
-//!   somebody else to wait. Without PSI (older kernels, `psi=0`), or where the host has only some of the machine's CPUs,
-//!   utilization alone decides.
+//! - **Utilization** of the host's CPUs: all time except idle and I/O wait. Time stolen by a
+//!   hypervisor counts as busy, because the host cannot use it. Two parts are excluded:
+//!   - Time of threads that **stand for the DPU** on these CPUs: its software and its emulated
+//!     devices. On a real node this work does not run on the host. The time is also subtracted from
+//!     the total, because it is not available to the host. So utilization is the busy share of the
+//!     remaining time.
+//!   - Time of **coding on the host**. If it counted, coding would make the host busy and the tasks
+//!     would move to the DPU; then the host would be idle and the tasks would move back. Coding
+//!     threads yield to other work, so their time counts as free.
+//! - **Pressure** (PSI, `some`): the share of time in which at least one task waited for a CPU. It
+//!   shows contention earlier than utilization does, for example with many tasks on few CPUs. But
+//!   it covers the whole machine, including waiting coding threads and threads that stand for the
+//!   DPU. Therefore pressure counts only while utilization is above a floor: then other tasks must
+//!   be waiting. Utilization alone decides if PSI is unavailable (older kernels, `psi=0`), or if
+//!   the host has only some of the machine's CPUs.
 //!
-//! Busy begins at once and ends only after a while below lower thresholds, so that work does not go back and forth.
+//! The host becomes busy immediately. It becomes calm only after a period below lower thresholds.
+//! This hysteresis keeps the tasks from moving back and forth.
 
 mod proc;
 
@@ -25,47 +28,48 @@ use std::time::{Duration, Instant};
 pub use proc::{HostCpus, HostCpusError};
 use serde::{Deserialize, Serialize};
 
-/// Shorter intervals than that are not looked at: the kernel counts CPU time in ticks of up to 10 ms.
+/// Minimum length of an interval: the kernel counts CPU time in ticks of up to 10 ms.
 const LEAST_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Counters of the host, all since some time before.
+/// Cumulative counters of the host.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LoadCounters {
-    /// Time of the host's CPUs together, whatever they did.
+    /// Total time of the host's CPUs.
     pub all: Duration,
-    /// Time during which they were not idle.
+    /// Time in which the CPUs were not idle.
     pub busy: Duration,
-    /// Of that, the time of threads that stand for the DPU.
+    /// Part of `busy` used by threads that stand for the DPU.
     pub dpu: Duration,
-    /// Of that, the time that erasure coding on the host took.
+    /// Part of `busy` used by erasure coding on the host.
     pub coding: Duration,
-    /// Time during which some task waited for a CPU, by the clock on the wall; `None` if the kernel does not say.
+    /// Wall-clock time in which at least one task waited for a CPU; `None` if the kernel does not
+    /// report it.
     pub pressure: Option<Duration>,
 }
 
-/// Whether the host's processor is busy.
+/// Load of the host's processor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LoadLevel {
-    /// It has time for coding.
+    /// The processor has time for coding.
     Calm,
-    /// It has not.
+    /// The processor has no time for coding.
     Busy,
 }
 
-/// When the host counts as busy. Parts are 0 to 1.
+/// Thresholds of the host's load. Utilization and pressure range from 0 to 1.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Thresholds {
-    /// It is busy from this utilization on…
+    /// The host is busy at this utilization or above.
     pub busy_utilization: f64,
-    /// …or from this pressure on, if utilization is at least `floor`.
+    /// The host is busy at this pressure or above, if utilization is at least `floor`.
     pub busy_pressure: f64,
-    /// Below this utilization pressure does not count.
+    /// Below this utilization, pressure does not count.
     pub floor: f64,
-    /// It is calm again after utilization was below this…
+    /// The host becomes calm after its utilization was below this value for `calm_after`.
     pub calm_utilization: f64,
-    /// …and pressure below that (or did not count)…
+    /// Pressure must also be below this value for `calm_after`, unless it does not count.
     pub calm_pressure: f64,
-    /// …for so long.
+    /// Time for which both values must be low.
     pub calm_after: Duration,
 }
 
@@ -82,26 +86,28 @@ impl Default for Thresholds {
     }
 }
 
-/// The judgement. Time and counters come from the caller, two to ten times a second.
+/// Decides whether the host is busy. The caller passes the time and the counters, two to ten times
+/// per second.
 #[derive(Debug)]
 pub struct HostLoad {
     thresholds: Thresholds,
     load: LoadLevel,
     last: Option<(Instant, LoadCounters)>,
-    /// Since when it could be calm again, while it is busy.
+    /// While the host is busy: the time since which both values are low.
     calming: Option<Instant>,
     /// Utilization and pressure of the last interval.
     parts: (f64, Option<f64>),
 }
 
 impl HostLoad {
-    /// Calm until it is known to be otherwise.
+    /// Creates the state of a calm host.
     #[must_use]
     pub fn new(thresholds: Thresholds) -> HostLoad {
         HostLoad { thresholds, load: LoadLevel::Calm, last: None, calming: None, parts: (0.0, None) }
     }
 
-    /// Looks at the time since the sample before. Samples that follow within 50 ms change nothing.
+    /// Evaluates the time since the previous sample. Ignores a sample less than 50 ms after the
+    /// previous one.
     pub fn sample(&mut self, at: Instant, reading: LoadCounters) -> LoadLevel {
         let Some((last_at, last)) = self.last else {
             self.last = Some((at, reading));
@@ -114,19 +120,19 @@ impl HostLoad {
         self.last = Some((at, reading));
         if let Some(utilization) = utilization(&last, &reading) {
             self.parts = (utilization, pressure(&last, &reading, passed));
-            // What is seen now was so since the last sample.
+            // The current values describe the whole time since the last sample.
             self.judge(last_at, at);
         }
         self.load
     }
 
-    /// The last interval's utilization, 0 to 1, without the DPU's part and coding.
+    /// Utilization of the last interval, 0 to 1, without the DPU's threads and coding.
     #[must_use]
     pub fn utilization(&self) -> f64 {
         self.parts.0
     }
 
-    /// The last interval's pressure, 0 to 1, if the kernel tells.
+    /// Pressure of the last interval, 0 to 1, if the kernel reports it.
     #[must_use]
     pub fn pressure(&self) -> Option<f64> {
         self.parts.1
@@ -157,24 +163,27 @@ impl HostLoad {
     }
 }
 
-/// The part of the time left to the host during which it was busy with other things than coding; `None` if no time was.
+/// Returns the share of the host's available time that other work than coding used; `None` if no
+/// time was available.
 fn utilization(before: &LoadCounters, now: &LoadCounters) -> Option<f64> {
     let since = |field: fn(&LoadCounters) -> Duration| field(now).saturating_sub(field(before)).as_secs_f64();
     let all = since(|reading| reading.all);
-    // The counters are not read at one moment, and a thread that has ended takes its time along.
+    // The counters are read at different moments, and the time of an ended thread disappears. So
+    // the parts may exceed the whole.
     let busy = since(|reading| reading.busy).min(all);
     let dpu = since(|reading| reading.dpu).min(busy);
     let coding = since(|reading| reading.coding).min(busy - dpu);
     let left = all - dpu;
     match all > 0.0 {
-        // All of it went to what stands for the DPU: nothing is known of the host, which counts as calm.
+        // Threads that stand for the DPU used all the time. The host's load is unknown and counts
+        // as calm.
         true if left <= 0.0 => Some(0.0),
         true => Some((busy - dpu - coding) / left),
         false => None,
     }
 }
 
-/// The part of the time during which some task waited.
+/// Returns the share of time in which at least one task waited.
 fn pressure(before: &LoadCounters, now: &LoadCounters, passed: Duration) -> Option<f64> {
     let waited = now.pressure?.saturating_sub(before.pressure?);
     Some((waited.as_secs_f64() / passed.as_secs_f64()).min(1.0))

@@ -1,4 +1,4 @@
-//! The counters, from `/proc`.
+//! Reads the load counters from `/proc`.
 
 use std::fs;
 use std::io;
@@ -9,8 +9,8 @@ use super::LoadCounters;
 
 const STAT: &str = "/proc/stat";
 const PRESSURE: &str = "/proc/pressure/cpu";
-/// Length of a tick of `/proc/stat`: USER_HZ is 100 on x86-64 and AArch64, whatever the kernel's own clock
-/// (`include/uapi/asm-generic/param.h`).
+/// Length of a tick of `/proc/stat`. USER_HZ is 100 on x86-64 and AArch64, independent of the
+/// kernel's own clock (`include/uapi/asm-generic/param.h`).
 const TICK_MS: u64 = 10;
 
 /// Why the host's counters cannot be read.
@@ -23,16 +23,17 @@ pub enum HostCpusError {
     Unreadable {
         /// The file.
         path: PathBuf,
-        /// Why not.
+        /// Cause.
         source: io::Error,
     },
-    /// None of the CPUs is there.
+    /// None of the CPUs exists.
     #[error("/proc/stat has none of the host's CPUs {0:?}: name CPUs of this machine that are online")]
     NoCpus(Vec<usize>),
 }
 
-/// Reads the counters of a set of CPUs. What is to be taken out of their time is asked of the caller, as only the caller knows
-/// which threads those are; the sums must be of time on these CPUs (threads with CPUs of their own are not to be counted).
+/// Reads the counters of a set of CPUs. The caller supplies the CPU times to exclude, because only
+/// the caller knows the threads. These must be times on the given CPUs: threads that run on other
+/// CPUs must not be included.
 #[derive(Debug)]
 pub struct HostCpus<D, C> {
     cpus: Vec<usize>,
@@ -41,17 +42,18 @@ pub struct HostCpus<D, C> {
 }
 
 impl<D: FnMut() -> Duration, C: FnMut() -> Duration> HostCpus<D, C> {
-    /// Of these CPUs, or of all if there are none. `dpu` says how much CPU time the threads that stand for the DPU have used so
-    /// far (for example by `base::process`), `coding` how much coding on the host has.
+    /// Reads the counters of `cpus`, or of all CPUs if `cpus` is empty. `dpu` returns the CPU time
+    /// that the threads standing for the DPU have used so far (for example from `base::process`).
+    /// `coding` returns the CPU time of coding on the host.
     #[must_use]
     pub fn new(cpus: Vec<usize>, dpu: D, coding: C) -> HostCpus<D, C> {
         HostCpus { cpus, dpu, coding }
     }
 
-    /// The counters now. Without PSI there is no pressure, which is no error.
+    /// Returns the current counters. Without PSI, the pressure is `None`.
     ///
     /// # Errors
-    /// If `/proc/stat` cannot be read or has none of the CPUs.
+    /// If `/proc/stat` cannot be read, or lists none of the CPUs.
     pub fn read(&mut self) -> Result<LoadCounters, HostCpusError> {
         let unreadable = |source| HostCpusError::Unreadable { path: STAT.into(), source };
         let stat = fs::read_to_string(STAT).map_err(unreadable)?;
@@ -69,8 +71,9 @@ impl<D: FnMut() -> Duration, C: FnMut() -> Duration> HostCpus<D, C> {
 }
 
 impl<D, C> HostCpus<D, C> {
-    /// Pressure is known of the whole machine only. Where the host has but some of its CPUs, as beside an emulated DPU, it says
-    /// nothing of those: it would be what waits for the DPU's.
+    /// Pressure covers the whole machine. If the host has only some of the CPUs, as beside an
+    /// emulated DPU, the value would include tasks that wait for the DPU's CPUs. Then the result is
+    /// `None`.
     fn pressure(&self) -> Option<Duration> {
         let text = self.cpus.is_empty().then(|| fs::read_to_string(PRESSURE).ok())??;
         some_pressure(&text)
@@ -85,7 +88,8 @@ struct CpuTicks {
 }
 
 impl CpuTicks {
-    /// The sum over these CPUs, or over all if there are none, of `/proc/stat`: proc(5). `None` if none of them is there.
+    /// Returns the sum over these CPUs in `/proc/stat`, or over all CPUs if `cpus` is empty; see
+    /// proc(5). `None` if none of them is listed.
     fn of(stat: &str, cpus: &[usize]) -> Option<CpuTicks> {
         let each = stat.lines().filter_map(|line| {
             let (cpu, ticks) = line.strip_prefix("cpu")?.split_once(' ')?;
@@ -98,7 +102,8 @@ impl CpuTicks {
         })
     }
 
-    /// `user nice system idle iowait irq softirq steal …`; what follows is part of `user` and `nice`. Old kernels have fewer.
+    /// Parses `user nice system idle iowait irq softirq steal …`. The following fields are part of
+    /// `user` and `nice`. Old kernels have fewer fields.
     fn of_line(line: &str) -> Option<CpuTicks> {
         let mut fields = line.split_ascii_whitespace().take(8).map(|field| field.parse::<u64>());
         let mut sum = CpuTicks::default();
@@ -114,7 +119,8 @@ impl CpuTicks {
     }
 }
 
-/// The total of the line `some avg10=0.01 avg60=0.32 avg300=0.43 total=6392660984`, in microseconds.
+/// Parses the total from `some avg10=0.01 avg60=0.32 avg300=0.43 total=6392660984`, in
+/// microseconds.
 fn some_pressure(text: &str) -> Option<Duration> {
     let line = text.lines().find_map(|line| line.strip_prefix("some "))?;
     let total = line.split_ascii_whitespace().find_map(|field| field.strip_prefix("total="))?;

@@ -1,14 +1,14 @@
-//! Hosts of four CPUs, looked at every 100 ms.
+//! Simulated hosts with four CPUs, sampled every 100 ms.
 
 use super::*;
 
 const STEP: Duration = Duration::from_millis(100);
 const CPUS: u32 = 4;
 
-/// What the CPUs do during a step; parts of their time.
+/// Use of the CPUs during a step, as shares of their time.
 #[derive(Debug, Clone, Copy, Default)]
 struct Use {
-    /// All but the next two.
+    /// All uses except `dpu` and `coding`.
     others: f64,
     dpu: f64,
     coding: f64,
@@ -26,7 +26,7 @@ impl Host {
         let mut host = Host {
             load: HostLoad::new(Thresholds::default()),
             now: Instant::now(),
-            // They are counted since the machine was started.
+            // The counters start at the boot of the machine, so they are not 0.
             reading: LoadCounters { all: 1000 * STEP, busy: 900 * STEP, ..LoadCounters::default() },
         };
         host.reading.pressure = Some(700 * STEP);
@@ -122,7 +122,7 @@ fn without_pressure_utilization_decides() {
 fn counters_that_make_no_sense_do_no_harm() {
     let mut host = Host::new();
     let (all, busy) = (host.reading.all, host.reading.busy);
-    // More was taken out than there was.
+    // The excluded time is larger than the total.
     let used = LoadCounters {
         all: all + 4 * STEP,
         busy: busy + STEP,
@@ -132,9 +132,9 @@ fn counters_that_make_no_sense_do_no_harm() {
     };
     assert_eq!(host.load.sample(host.now + STEP, used), LoadLevel::Calm);
     assert!((0.0..=1.0).contains(&host.load.utilization()));
-    // They went back.
+    // The counters have gone backwards.
     assert_eq!(host.load.sample(host.now + 2 * STEP, LoadCounters::default()), LoadLevel::Calm);
-    // Too soon to tell.
+    // The interval is too short.
     let all_busy = LoadCounters { all: 4 * STEP, busy: 4 * STEP, ..LoadCounters::default() };
     assert_eq!(host.load.sample(host.now + 2 * STEP + LEAST_INTERVAL / 2, all_busy), LoadLevel::Calm);
     assert_eq!(host.load.sample(host.now + 3 * STEP, all_busy), LoadLevel::Busy);

@@ -1,4 +1,4 @@
-//! The queue and the choice, without the waiting: time comes from the caller, and nothing here is asynchronous.
+//! The queue and the choice of places, without asynchronous code. The caller passes the time.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -10,7 +10,7 @@ use super::recent::Recent;
 use super::station::{Station, StationHealth};
 use super::{CodingPlace, Reason, SchedulerConfig, TaskRefused};
 
-/// A task in the queue. `W` is what its caller is told through.
+/// A task in the queue. `W` is the channel to its caller.
 #[derive(Debug)]
 struct QueuedTask<W> {
     id: u64,
@@ -24,18 +24,18 @@ pub(super) struct TaskInService {
     id: u64,
     bytes: u64,
     pub(super) place: CodingPlace,
-    /// Its end decides whether the place is used again.
+    /// True if the task is a probe: its outcome decides whether the place is used again.
     is_probe: bool,
 }
 
-/// How a task in service ended.
+/// Outcome of a task in service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum TaskOutcome<'a> {
     Done,
-    /// Done, and so much of a lane's time was spent on it.
+    /// Done, with the time that a lane spent on it.
     DoneIn(Duration),
     Failed(&'a str),
-    /// Nobody says.
+    /// The caller has not reported an outcome.
     Abandoned,
 }
 
@@ -56,7 +56,7 @@ pub(super) struct TaskAdmission<W> {
     stations: [Station; 2],
 }
 
-/// What the snapshot shows.
+/// The state that a snapshot shows.
 pub(super) struct AdmissionView<'a> {
     pub(super) mode: CodingMode,
     pub(super) host_busy: bool,
@@ -106,10 +106,10 @@ impl<W> TaskAdmission<W> {
         }
     }
 
-    /// Puts a task at the end of the queue and returns its number. It is sent off by [`TaskAdmission::next`].
+    /// Appends a task to the queue and returns its number. [`TaskAdmission::next`] starts the task.
     pub(super) fn push(&mut self, bytes: u64, waiter: W) -> Result<u64, TaskRefused> {
         let waiting = self.queue.len();
-        // A task that need not wait passes through the queue all the same.
+        // Even a task that need not wait passes through the queue, so the limit is at least 1.
         let room = self.queue_limit.max(1);
         if waiting >= room {
             self.refused += 1;
@@ -122,7 +122,7 @@ impl<W> TaskAdmission<W> {
         Ok(id)
     }
 
-    /// Takes a task out of the queue, if it is still there.
+    /// Removes a task from the queue if it is still there.
     pub(super) fn cancel(&mut self, id: u64) {
         if let Ok(at) = self.queue.binary_search_by_key(&id, |task| task.id)
             && let Some(task) = self.queue.remove(at)
@@ -131,8 +131,8 @@ impl<W> TaskAdmission<W> {
         }
     }
 
-    /// Sends off the task at the head of the queue, if it need not wait. To be called until it returns `None` after any
-    /// change, a change of mode or load included.
+    /// Starts the task at the head of the queue if it need not wait. After any change, including a
+    /// change of mode or load, the caller must repeat this until it returns `None`.
     pub(super) fn next(&mut self, now: Instant) -> Option<(W, TaskInService, Reason)> {
         let Some((place, reason)) = self.place_of_head(now) else {
             self.auto.observe(self.queue.len(), &self.stations, now);
@@ -155,12 +155,13 @@ impl<W> TaskAdmission<W> {
         Some((waiter, TaskInService { id, bytes, place, is_probe }, reason))
     }
 
-    /// Where the head of the queue goes now, and why; `None` if there is none or it has to wait.
+    /// Chooses the place of the task at the head of the queue, with the reason. `None` if the queue
+    /// is empty or the task must wait.
     fn place_of_head(&self, now: Instant) -> Option<(CodingPlace, Reason)> {
         let head_bytes = self.queue.front()?.bytes;
         let [host, offload] = CodingPlace::BOTH.map(|place| self.stations[place as usize].standing(now));
         let only = match (host, offload) {
-            // Somebody has to do it; the host is what remains when all else fails.
+            // If both places are down, the host must execute the task.
             (_, StationHealth::Down) => Some(CodingPlace::Host),
             (StationHealth::Down, _) => Some(CodingPlace::Offload),
             _ => None,
@@ -181,7 +182,7 @@ impl<W> TaskAdmission<W> {
         Some((place, if probe_due { Reason::Probe } else { reason }))
     }
 
-    /// Algorithm 1: the place that load or mode ask for; `None` if that is for `hybrid:auto` to say.
+    /// Returns the place that Algorithm 1 selects by load or mode; `None` if `hybrid:auto` decides.
     fn asked_for(&self) -> Option<CodingPlace> {
         match self.mode {
             _ if self.host_busy => Some(CodingPlace::Offload),
@@ -192,7 +193,7 @@ impl<W> TaskAdmission<W> {
         }
     }
 
-    /// A task's service has ended.
+    /// Records the end of a task in service.
     pub(super) fn end(&mut self, ticket: TaskInService, outcome: TaskOutcome<'_>, now: Instant) {
         let station = &mut self.stations[ticket.place as usize];
         let seen = station.end(ticket.id, now);
@@ -212,5 +213,5 @@ impl<W> TaskAdmission<W> {
     }
 }
 
-/// How long a place that failed is left alone, unless the configuration says otherwise.
+/// Default time for which a place is not used after a failure.
 pub(super) const COOL_DOWN: Duration = Duration::from_secs(2);

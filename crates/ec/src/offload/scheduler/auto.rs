@@ -1,25 +1,27 @@
-//! The mode `hybrid:auto`: α:β follows the load and what the places turn out to cost.
+//! The mode `hybrid:auto`: adapts α:β to the load and to the measured cost of tasks at each place.
 //!
-//! For the task at the head of the queue, whenever a place could take it:
+//! These rules apply to the task at the head of the queue whenever a place has a free slot:
 //!
-//! 1. **Both places could.** It goes where it is predicted to be done first. A host that keeps up never has a queue, so an
-//!    offload that is slower gets nothing.
-//! 2. **One could (p), and the other (q) has no slot free.** It goes to p if p is predicted to be done with it before q
-//!    would be through with the whole queue: somebody in this queue has to wait that long for q, and all but this task
-//!    wait less for its having gone elsewhere.
-//! 3. **Likewise, if the queue is a standing one**: for [`MEMORY`] and more, q had more to do than it could at nearly every
-//!    moment, so whatever p does is gained. This matters where few callers wait for a slow p: rule 2 would leave p idle
-//!    for good. At least as many tasks as q has lanes are left in the queue, so q does not run dry meanwhile. That a queue
-//!    which has stood for some time is worth acting on, and a burst is not, is the idea of CoDel (Nichols and Jacobson,
+//! 1. **Both places have a free slot.** The task goes to the place with the earlier predicted
+//!    completion. A host that keeps up never has a queue, so a slower DPU receives no tasks.
+//! 2. **Only one place (p) has a free slot.** The task goes to p if p is predicted to finish it
+//!    before the other place (q) could finish the whole queue. Otherwise the last task of the queue
+//!    would wait that long for q. All other tasks in the queue wait less if the head goes to p.
+//! 3. **Only p has a free slot, and the queue is a standing queue.** For at least [`MEMORY`], q had
+//!    more work than it could do at nearly every moment. Then any task that p executes is a gain.
+//!    This rule matters if few callers wait for a slow p, because rule 2 would leave p idle
+//!    forever. At least as many tasks as q has lanes stay in the queue, so that q does not run dry.
+//!    Acting on a standing queue but not on a burst is the idea of CoDel (Nichols and Jacobson,
 //!    "Controlling Queue Delay", 2012).
-//! 4. Otherwise it waits for q.
+//! 4. Otherwise the task waits for q.
 //!
-//! While there is a queue both places are kept at work, so each takes tasks at the rate at which it does them: α:β is
-//! the ratio of the service rates, which is the best one, and no ratio has to be searched for. While there is none, the
-//! rules are about latency only.
+//! While there is a queue, both places are kept busy. Each place then receives tasks at the rate at
+//! which it executes them. So α:β equals the ratio of the service rates, which is optimal, and no
+//! search for the ratio is needed. Without a queue, the rules only minimize latency.
 //!
-//! What a place costs is known from the work it did. One that had none for a while is explored: one task at a time, at most
-//! one in a hundred, and the offload only while there is a queue or if little is lost by it.
+//! The cost at a place is learned from its finished tasks. A place without recent tasks is
+//! explored: one task at a time, at most one task in a hundred. The DPU is explored only while
+//! there is a queue, or if this costs little time.
 
 use std::time::{Duration, Instant};
 
@@ -27,32 +29,32 @@ use super::estimate::MEMORY;
 use super::station::Station;
 use super::{CodingPlace, Reason};
 
-/// An estimate that is older than this is stale.
+/// Age at which an estimate is stale.
 const STALE: Duration = Duration::from_millis(250);
-/// Of so many tasks, one may explore.
+/// At most one task in this number explores.
 const EXPLORING: f64 = 100.0;
-/// Most explorations that may be saved up.
+/// Maximum number of explorations that can be saved up.
 const MAX_CREDIT: f64 = 4.0;
-/// The offload is explored without need only if it was not slower than the host by more than this factor.
+/// Without a queue, the DPU is explored only if it is slower than the host by at most this factor.
 const LITTLE_LOST: f64 = 2.0;
-/// A queue stands if it was there for this part of the time.
+/// A queue is a standing queue if it existed for at least this share of the recent time.
 const STANDS: f64 = 0.9;
 
-/// The queue, its head included.
+/// The queue, including its head.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Backlog {
     pub(super) tasks: usize,
     pub(super) bytes: u64,
-    /// The task at the head.
+    /// Size of the task at the head.
     pub(super) head_bytes: u64,
 }
 
-/// What the choice rests on besides the estimates.
+/// State of the choice besides the cost estimates.
 #[derive(Debug)]
 pub(super) struct Auto {
-    /// Explorations that may be made.
+    /// Number of explorations that are allowed now.
     credit: f64,
-    /// For each place as the one that is short of slots: the part of the recent time during which it was.
+    /// For each place: the share of the recent time in which it had too few slots.
     stood: [f64; 2],
     stands: [bool; 2],
     at: Option<Instant>,
@@ -63,26 +65,27 @@ impl Auto {
         Auto { credit: 1.0, stood: [0.0; 2], stands: [false; 2], at: None }
     }
 
-    /// The queue or what is in service has changed, and all that can be sent off was.
+    /// Updates the shares of time after a change of the queue or of the tasks in service. The
+    /// caller has already started all tasks that need not wait.
     pub(super) fn observe(&mut self, queued: usize, stations: &[Station; 2], now: Instant) {
         let since = self.at.replace(now).map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
         let kept = (-since.as_secs_f64() / MEMORY.as_secs_f64()).exp();
         for place in CodingPlace::BOTH {
             let at = place as usize;
             self.stood[at] = kept * self.stood[at] + (1.0 - kept) * f64::from(u8::from(self.stands[at]));
-            // What the other place has would be queued, were it not there.
+            // Without the other place, its tasks would be queued here.
             let beyond = queued + stations[place.other() as usize].in_service();
             self.stands[at] = stations[at].is_full() && beyond > stations[at].capacity.lanes;
         }
     }
 
-    /// A task was sent off.
+    /// Records that a task was started.
     pub(super) fn sent(&mut self, reason: Reason) {
         let cost = if reason == Reason::Explore { 1.0 } else { 0.0 };
         self.credit = (self.credit + 1.0 / EXPLORING - cost).clamp(0.0, MAX_CREDIT);
     }
 
-    /// Where the head of the queue goes now; `None` if it waits for a slot.
+    /// Chooses the place of the task at the head of the queue; `None` if the task waits for a slot.
     pub(super) fn choose(
         &self,
         backlog: Backlog,
@@ -101,7 +104,7 @@ impl Auto {
     fn between_both(&self, backlog: Backlog, stations: &[Station; 2], now: Instant) -> (CodingPlace, Reason) {
         let [host, offload] = [CodingPlace::Host, CodingPlace::Offload]
             .map(|p| stations[p as usize].completion(backlog.head_bytes, now));
-        // As long as one is unknown, the host is the place that is fast.
+        // While one of the costs is unknown, assume that the host is faster.
         let offload_is_faster = matches!((host, offload), (Some(host), Some(offload)) if offload < host);
         let (best, other) = match offload_is_faster {
             true => (CodingPlace::Offload, CodingPlace::Host),
@@ -115,7 +118,7 @@ impl Auto {
         (best, Reason::Mode)
     }
 
-    /// Whether the task goes to `place`, as the other one has no slot.
+    /// Decides whether the task goes to `place`, while the other place has no free slot.
     fn without(
         &self,
         place: CodingPlace,
@@ -136,7 +139,7 @@ impl Auto {
     }
 
     fn may_explore(&self, station: &Station, now: Instant) -> bool {
-        // What it has in service will tell.
+        // A place with a task in service will update its estimate anyway.
         self.credit >= 1.0 && station.in_service() == 0 && station.estimate.is_older_than(STALE, now)
     }
 }

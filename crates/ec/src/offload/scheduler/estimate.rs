@@ -1,20 +1,24 @@
-//! What work costs at a place, learned from the work done there.
+//! Estimates the cost of tasks at a place from its finished tasks.
 
 use std::time::{Duration, Instant};
 
-/// What was learned longer ago than this counts for 1/e: several times the scatter of single measurements, and a fifth of
-/// the second within which a change of load has to be followed.
+/// Time after which a measurement has 1/e of its weight. It is several times the scatter of single
+/// measurements. It is a fifth of a second, so that the estimate follows a change of load within
+/// one second.
 pub(super) const MEMORY: Duration = Duration::from_millis(200);
-/// …but so many tasks never lose their weight to the next one, so that a slow place's estimate rests on a few of them, too.
+/// Minimum number of older tasks whose weight remains, so that the estimate of a slow place also
+/// rests on several tasks.
 const TASKS_KEPT: f64 = 3.0;
-/// Work that ends this much sooner after its predecessor than that one took ended together with it: one batch.
+/// A task belongs to its predecessor's batch if it ends within this fraction of the batch's time
+/// after the predecessor.
 const TOGETHER: f64 = 0.02;
-/// Most tasks that are taken for one batch.
+/// Maximum number of tasks in one batch.
 const MAX_BATCH: f64 = 64.0;
-/// Sizes whose variance is below this part of the square of their mean do not tell cost per task from cost per byte.
+/// If the variance of the sizes is below this fraction of their squared mean, the cost per task and
+/// the cost per byte cannot be distinguished.
 const LEAST_VARIANCE: f64 = 1e-3;
 
-/// A lane's time for a piece of work, in seconds: `per_task + per_byte · bytes`.
+/// Time that a lane needs for tasks, in seconds: `per_task + per_byte · bytes` for each task.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Cost {
     pub(super) per_task: f64,
@@ -22,14 +26,15 @@ pub(super) struct Cost {
 }
 
 impl Cost {
-    /// For so many tasks of so many bytes in all.
+    /// Returns the cost of this number of tasks with `bytes` in total.
     pub(super) fn of(self, tasks: usize, bytes: u64) -> f64 {
         self.per_task * tasks as f64 + self.per_byte * bytes as f64
     }
 }
 
-/// Least squares over what was measured, older measurements counting less and less. A measurement is a batch: `n` tasks of
-/// `x` bytes in all, done in time `y`; its weight is 1/`n`, as its variance grows with `n`.
+/// Sums for a least-squares fit in which older measurements lose weight. A measurement is a batch:
+/// `n` tasks of `x` bytes in total, done in time `y`. Its weight is 1/`n`, because its variance
+/// grows with `n`.
 #[derive(Debug, Clone, Copy, Default)]
 struct Sums {
     n: f64,
@@ -58,7 +63,7 @@ impl Sums {
         }
     }
 
-    /// The cost that fits best among those that are not negative. All of them explain the whole time measured.
+    /// Returns the best fit with non-negative costs. The fit explains the whole measured time.
     fn fit(self) -> Cost {
         let per_byte_only = Cost { per_task: 0.0, per_byte: self.y / self.x.max(1.0) };
         let determinant = self.n * self.xx - self.x * self.x;
@@ -75,17 +80,18 @@ impl Sums {
     }
 }
 
-/// The estimate for one place.
+/// The cost estimate for one place.
 #[derive(Debug, Default)]
 pub(super) struct PlaceEstimate {
     before: Sums,
-    /// The batch that ended last: tasks, bytes, seconds.
+    /// The last batch: tasks, bytes, seconds.
     last: (f64, f64, f64),
     at: Option<Instant>,
 }
 
 impl PlaceEstimate {
-    /// A task of so many bytes has ended, that much of a lane's time after its start or after its predecessor's end.
+    /// Adds a measurement: a task of this size has ended. `took` is the time of a lane since the
+    /// task's start or since the end of its predecessor.
     pub(super) fn learn(&mut self, bytes: u64, took: Duration, now: Instant) {
         let (x, y) = (bytes as f64, took.as_secs_f64());
         let (tasks, batch_x, batch_y) = self.last;
@@ -102,14 +108,14 @@ impl PlaceEstimate {
         self.last = (1.0, x, y);
     }
 
-    /// What is known; `None` before the first measurement.
+    /// Returns the estimate; `None` before the first measurement.
     pub(super) fn cost(&self) -> Option<Cost> {
         self.at?;
         let (tasks, x, y) = self.last;
         Some(self.before.plus(Sums::of(tasks, x, y)).fit())
     }
 
-    /// Whether nothing was measured for that long.
+    /// Returns true if the last measurement is older than `age`.
     pub(super) fn is_older_than(&self, age: Duration, now: Instant) -> bool {
         self.at.is_none_or(|at| now.saturating_duration_since(at) > age)
     }
@@ -119,7 +125,8 @@ impl PlaceEstimate {
 mod tests {
     use super::*;
 
-    /// Feeds tasks of these sizes, one after another, each taking `per_task + per_byte · size` microseconds.
+    /// Adds measurements of tasks with these sizes, one after another. Each takes `per_task +
+    /// per_byte · size` microseconds.
     fn feed(estimate: &mut PlaceEstimate, now: &mut Instant, sizes: &[u64], cost: impl Fn(u64) -> u64) {
         for &bytes in sizes {
             let took = Duration::from_micros(cost(bytes));

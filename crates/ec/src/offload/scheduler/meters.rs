@@ -1,13 +1,13 @@
-//! The scheduler's metrics.
+//! Metrics of the scheduler.
 
 use metrics::{Counter, Gauge, counter, gauge};
 
 use super::admission::AdmissionView;
 use super::{CodingPlace, Reason};
 
-/// Handles, so that a decision costs no look-up.
+/// Handles of the metrics, so that updating a metric needs no look-up.
 pub(super) struct SchedulerMeters {
-    /// By place and reason.
+    /// Counters of started tasks, by place and reason.
     sent: [[Counter; Reason::ALL.len()]; 2],
     refused: Counter,
     queued: Gauge,

@@ -1,13 +1,16 @@
-//! Where each piece of coding work is done: the host's processor or the DPU.
+//! Schedules coding tasks: chooses the host's processor or the DPU for each task.
 //!
-//! This is Algorithm 1 of Ryu et al., "Evaluation of Erasure Coding and Opportunistic Offloading Algorithms using DPU in
-//! Distributed Storage Systems", as admission: whoever has work asks for a place ([`Scheduler::admit`]), does the work there
-//! itself, and says how it went ([`TaskSlot::done`], [`TaskSlot::failed`]). Work waits in one bounded queue, first come first
-//! served; a place takes no more at a time than it needs to be at full speed. While the host's processor is busy all of it
-//! goes to the offload; otherwise the [`CodingMode`] decides. Beyond the paper: a place that fails is left alone and probed
-//! (`base::health`), and `hybrid:auto` finds α:β by itself (`auto`).
+//! This is Algorithm 1 of Ryu et al., "Evaluation of Erasure Coding and Opportunistic Offloading
+//! Algorithms using DPU in Distributed Storage Systems", in the form of admission control. A caller
+//! with a task requests a place ([`Scheduler::admit`]), executes the task there, and reports the
+//! outcome ([`TaskSlot::done`], [`TaskSlot::failed`]). Tasks wait in one bounded FIFO queue. A
+//! place receives only as many tasks at a time as it needs to run at full speed. While the host's
+//! processor is busy, all tasks go to the DPU. Otherwise the [`CodingMode`] decides. Two features
+//! go beyond the paper: a failed place is not used during a cool-down and is then probed
+//! (`base::health`), and `hybrid:auto` adapts the ratio α:β (`auto`).
 //!
-//! For one thread: it is neither `Send` nor `Sync`, and takes no locks but those of `base::health`. Its clock is tokio's.
+//! The scheduler is used by one thread: it is neither `Send` nor `Sync`. It takes no locks except
+//! those of `base::health`. It uses tokio's clock.
 
 mod admission;
 mod auto;
@@ -35,17 +38,17 @@ use self::admission::{COOL_DOWN, TaskAdmission, TaskInService, TaskOutcome};
 use self::meters::SchedulerMeters;
 pub use self::snapshot::{PlaceSnapshot, Snapshot, offload_state};
 
-/// Where a piece of work is done.
+/// The place where a task runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CodingPlace {
-    /// By the host's processor.
+    /// The host's processor.
     Host,
-    /// By the DPU: its accelerator or its cores.
+    /// The DPU: its accelerator or its cores.
     Offload,
 }
 
-/// Why a task goes where it goes.
+/// Why a task goes to its place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Reason {
     Mode,
@@ -55,28 +58,29 @@ enum Reason {
     Explore,
 }
 
-/// How much a place takes.
+/// Capacity of a place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Capacity {
-    /// Most tasks in service at a time, at least `lanes`: as many as the place needs to be at full speed. For a device that
-    /// works in batches, about two batches.
+    /// Maximum number of tasks in service, at least `lanes`: as many as the place needs to run at
+    /// full speed. For a device that works in batches, about two batches.
     pub slots: usize,
-    /// How many tasks it works on side by side, at least 1: its threads; 1 for a device that takes one batch at a time.
+    /// Number of tasks that the place executes in parallel, at least 1: its number of threads. 1
+    /// for a device that executes one batch at a time.
     pub lanes: usize,
 }
 
 /// Settings of a [`Scheduler`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SchedulerConfig {
-    /// The mode to begin with.
+    /// Initial mode.
     pub mode: CodingMode,
-    /// Most tasks that wait, at least 1.
+    /// Maximum number of waiting tasks, at least 1.
     pub queue: usize,
-    /// What the host takes.
+    /// Capacity of the host.
     pub host: Capacity,
-    /// What the offload takes.
+    /// Capacity of the DPU.
     pub offload: Capacity,
-    /// How long a place that failed is left alone.
+    /// Time for which a place is not used after a failure.
     pub cool_down: Duration,
 }
 
@@ -92,18 +96,18 @@ impl Default for SchedulerConfig {
     }
 }
 
-/// Why a task gets no place.
+/// Why a task was refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum TaskRefused {
-    /// Too many wait already.
+    /// Too many tasks are waiting.
     #[error("{waiting} tasks wait for erasure coding already: slow down, or let the coding queue be longer")]
     QueueFull {
-        /// Tasks that wait.
+        /// Number of waiting tasks.
         waiting: usize,
     },
 }
 
-/// The scheduler. Clones are the same one.
+/// The scheduler. Clones share one state.
 #[derive(Debug, Clone)]
 pub struct Scheduler(Rc<Shared>);
 
@@ -113,21 +117,21 @@ struct Shared {
     meters: SchedulerMeters,
 }
 
-/// A place for one task. Dropped without a report, it says nothing about the place.
+/// A slot at a place for one task. Dropping it without a report tells nothing about the place.
 #[derive(Debug)]
 #[must_use = "the place is kept until this is dropped"]
 pub struct TaskSlot {
     scheduler: Scheduler,
-    /// Taken when the task ends.
+    /// The task in service; `None` after the task has ended.
     ticket: Option<TaskInService>,
     place: CodingPlace,
 }
 
 impl CodingPlace {
-    /// Both, in order.
+    /// Both places, in the order of their indices.
     const BOTH: [CodingPlace; 2] = [CodingPlace::Host, CodingPlace::Offload];
 
-    /// For people and metrics: `host` or `offload`.
+    /// Name for display and metrics: `host` or `offload`.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -145,7 +149,7 @@ impl CodingPlace {
 }
 
 impl Reason {
-    /// All, in order.
+    /// All reasons, in the order of their indices.
     const ALL: [Reason; 5] = [Reason::Mode, Reason::Busy, Reason::CoolDown, Reason::Probe, Reason::Explore];
 
     fn name(self) -> &'static str {
@@ -160,7 +164,7 @@ impl Reason {
 }
 
 impl Scheduler {
-    /// A scheduler with nothing to do. The host counts as not busy.
+    /// Creates an idle scheduler. The host counts as not busy.
     #[must_use]
     pub fn new(config: SchedulerConfig) -> Scheduler {
         Scheduler(Rc::new(Shared {
@@ -169,54 +173,56 @@ impl Scheduler {
         }))
     }
 
-    /// Waits for a place for a task of so many bytes of data. First come, first served. May be dropped at any time.
+    /// Waits for a slot for a task with this number of bytes of data. Tasks receive slots in FIFO
+    /// order. The future may be dropped at any time.
     ///
     /// # Errors
-    /// If too many wait already.
+    /// If too many tasks are waiting already.
     pub async fn admit(&self, work_bytes: u64) -> Result<TaskSlot, TaskRefused> {
         let (sender, receiver) = oneshot::channel();
         let pushed = self.0.admission.borrow_mut().push(work_bytes, sender);
         let id = pushed.inspect_err(|_| self.0.meters.refused())?;
-        // After the receiver, so that a queued task is gone before its receiver is.
+        // Declared after the receiver, so that it is dropped first: the task leaves the queue
+        // before its receiver disappears.
         let _queued = InQueue { scheduler: self, id };
         self.dispatch();
         Ok(receiver.await.expect("a task leaves the queue with a slot, unless its caller has gone"))
     }
 
-    /// Changes the mode; what is in service goes on.
+    /// Changes the mode. Tasks in service continue.
     pub fn set_mode(&self, mode: CodingMode) {
         self.0.admission.borrow_mut().set_mode(mode);
         self.dispatch();
     }
 
-    /// Whether the host's processor is busy ([`super::host_load`]).
+    /// Sets whether the host's processor is busy ([`super::host_load`]).
     pub fn set_host_busy(&self, busy: bool) {
         self.0.admission.borrow_mut().set_host_busy(busy);
         self.0.meters.host_busy(busy);
         self.dispatch();
     }
 
-    /// What it does.
+    /// Returns the scheduler's state.
     #[must_use]
     pub fn snapshot(&self) -> Snapshot {
         Snapshot::of(&self.0.admission.borrow().view(), now())
     }
 
-    /// Sends off what need not wait.
+    /// Starts all tasks that need not wait.
     fn dispatch(&self) {
         loop {
             let next = self.0.admission.borrow_mut().next(now());
             let Some((waiter, ticket, reason)) = next else { break };
             self.0.meters.sent(ticket.place, reason);
             let slot = TaskSlot { scheduler: self.clone(), place: ticket.place, ticket: Some(ticket) };
-            // If its caller has gone, the slot comes back and frees the place.
+            // If the caller is gone, dropping the slot frees the place.
             drop(waiter.send(slot));
         }
         self.0.meters.show(&self.0.admission.borrow().view());
     }
 }
 
-/// Takes a task whose caller has gone out of the queue.
+/// Removes a task from the queue if its caller is gone.
 struct InQueue<'a> {
     scheduler: &'a Scheduler,
     id: u64,
@@ -229,23 +235,24 @@ impl Drop for InQueue<'_> {
 }
 
 impl TaskSlot {
-    /// Where the work is to be done.
+    /// The place where the task must run.
     #[must_use]
     pub fn place(&self) -> CodingPlace {
         self.place
     }
 
-    /// The work is done: the time since the slot was given is what it took.
+    /// Reports that the task is done. Its duration is the time since the slot was granted.
     pub fn done(mut self) {
         self.end(TaskOutcome::Done);
     }
 
-    /// The work is done, and the place says that it took that long: without what it waited for there.
+    /// Reports that the task is done, and that the place spent `took` on it, without waiting time.
     pub fn done_in(mut self, took: Duration) {
         self.end(TaskOutcome::DoneIn(took));
     }
 
-    /// The place failed. It is left alone for a while; the work can be admitted again.
+    /// Reports a failure of the place, which begins a cool-down. The caller may request another
+    /// slot for the task.
     pub fn failed(mut self, why: &str) {
         self.end(TaskOutcome::Failed(why));
     }

@@ -1,22 +1,23 @@
-//! The fixed division of work between the places.
+//! [`RatioInterleaver`]: divides tasks between the places at a fixed ratio.
 
 use wire::CodingRatio;
 
 use super::CodingPlace;
 
-/// Whose turn it is under a fixed ratio.
+/// Chooses the place of the next task under a fixed ratio.
 ///
-/// The paper takes α tasks off the queue for the host and then β for the DPU. Here the turns are interleaved as evenly as
-/// whole tasks can be (Bresenham's line): of any α + β tasks in a row the same number goes to each place, but no place
-/// gets its share as one burst while the other has nothing to do.
+/// The paper takes α tasks from the queue for the host, and then β tasks for the DPU. Here the
+/// tasks are interleaved as evenly as possible (Bresenham's line). Any α + β consecutive tasks
+/// contain exactly α for the host and β for the DPU. No place receives its share as a burst while
+/// the other is idle.
 #[derive(Debug, Default)]
 pub(super) struct RatioInterleaver {
-    /// What the offload is owed, in 1/(α + β) of a task.
+    /// Share that the DPU has not received yet, in units of 1/(α + β) of a task.
     owed: u32,
 }
 
 impl RatioInterleaver {
-    /// Whose turn is next.
+    /// Returns the place of the next task.
     pub(super) fn next(&self, ratio: CodingRatio) -> CodingPlace {
         if self.owed + ratio.beta() >= ratio.alpha() + ratio.beta() {
             CodingPlace::Offload
@@ -25,7 +26,7 @@ impl RatioInterleaver {
         }
     }
 
-    /// That turn was taken.
+    /// Records that the task was started at that place.
     pub(super) fn taken(&mut self, ratio: CodingRatio) {
         self.owed = (self.owed + ratio.beta()) % (ratio.alpha() + ratio.beta());
     }
@@ -61,7 +62,7 @@ mod tests {
     }
 
     proptest! {
-        /// At no time has the offload more or less than its share by a whole task.
+        /// At no time is the DPU a whole task ahead of or behind its share.
         #[test]
         fn nobody_is_a_task_ahead(alpha in 0u32..=40, beta in 0u32..=40) {
             prop_assume!(alpha + beta > 0);

@@ -4,16 +4,16 @@ use std::time::{Duration, Instant};
 
 use super::CodingPlace;
 
-/// The recent tasks are counted by so many slices of time…
+/// Number of time slices in which recent tasks are counted.
 const SLICES: usize = 10;
-/// …each that long: one second in all.
+/// Length of a slice. All slices together cover one second.
 const SLICE: Duration = Duration::from_millis(100);
 
 /// Tasks of the last second, by place.
 #[derive(Debug, Default)]
 pub(super) struct Recent {
     slices: [[u64; 2]; SLICES],
-    /// The slice that is being filled, and when it began.
+    /// The current slice, and its start time.
     current: usize,
     since: Option<Instant>,
 }
@@ -32,10 +32,10 @@ impl Recent {
         self.slices[self.current][place as usize] += 1;
     }
 
-    /// How many went to the host and to the offload.
+    /// Returns the numbers of tasks sent to the host and to the DPU.
     pub(super) fn counts(&self, now: Instant) -> [u64; 2] {
         let over = self.since.map_or(SLICES, |since| slices_between(since, now)).min(SLICES);
-        // Slices that are due to be filled anew are too old.
+        // Slices that will be reused next are too old.
         let old = |at: usize| (1..=over).any(|ahead| (self.current + ahead) % SLICES == at);
         let recent = (0..SLICES).filter(|&at| !old(at)).map(|at| self.slices[at]);
         recent.fold([0; 2], |[host, offload], [h, o]| [host + h, offload + o])

@@ -1,5 +1,5 @@
-//! Simulated places under simulated load. Nothing here takes real time. `tests` holds `hybrid:auto` against every fixed
-//! ratio.
+//! Simulates places under load without using real time. `tests` compares `hybrid:auto` with every
+//! fixed ratio.
 
 mod tests;
 
@@ -18,19 +18,20 @@ const US: u64 = 1000;
 const MS: u64 = 1000 * US;
 const S: u64 = 1000 * MS;
 
-/// What a task takes at a place: nanoseconds, and nanoseconds per kilobyte.
+/// Cost of a task at a place: fixed nanoseconds, and nanoseconds per kilobyte.
 #[derive(Debug, Clone, Copy)]
 struct Cost {
     task_ns: u64,
     kb_ns: u64,
 }
 
-/// How a place works.
+/// How a place executes tasks.
 #[derive(Debug, Clone, Copy)]
 enum Server {
-    /// So many lanes, each one task at a time.
+    /// This number of lanes. Each lane executes one task at a time.
     Lanes(usize),
-    /// All that waits is one batch, up to so many bytes: `task_ns` is per batch.
+    /// All waiting tasks, up to this number of bytes, form one batch. `task_ns` is the cost per
+    /// batch.
     Batches(u64),
 }
 
@@ -41,14 +42,14 @@ struct Site {
     cost: Cost,
 }
 
-/// Where tasks come from.
+/// Source of the tasks.
 #[derive(Debug, Clone, Copy)]
 enum Load {
-    /// So many callers, each with one task at a time, and a pause between two.
+    /// A number of callers. Each has one task at a time, and pauses between two tasks.
     Closed { callers: usize, pause_ns: u64 },
-    /// So many tasks at once, again and again, whatever became of those before.
+    /// A burst of tasks at fixed intervals, independent of earlier tasks.
     Open { burst: usize, every_ns: u64 },
-    /// As `Closed`, but all callers above the first few sleep every other time.
+    /// Like `Closed`, but all callers above the first `few` sleep during every other period.
     Swinging { callers: usize, few: usize, every_ns: u64 },
 }
 
@@ -58,20 +59,20 @@ struct Pattern {
     host: Site,
     offload: Site,
     load: Load,
-    /// Sizes are drawn from these.
+    /// Sizes of the tasks, chosen at random.
     sizes: &'static [u64],
-    /// At this time, what places cost changes to that.
+    /// Time at which the costs of the places change, and the new costs.
     change: Option<(u64, Cost, Cost)>,
-    /// What is done from then…
+    /// Start of the measured time.
     from: u64,
-    /// …to then counts.
+    /// End of the measured time.
     until: u64,
 }
 
 #[derive(Debug, Default, Clone, Copy)]
 struct Tally {
     bytes: u64,
-    /// Sent to the offload, and how many of them to explore.
+    /// Number of tasks sent to the DPU.
     offloaded: u64,
     explored: u64,
     tasks: u64,
@@ -83,19 +84,19 @@ enum Event {
         caller: usize,
     },
     Burst,
-    /// A lane of the place, or its batch, is done.
+    /// A lane of this place, or its batch, is done.
     Served(usize),
     Change,
 }
 
-/// A task at a place: its bytes, and its caller.
+/// A task at a place: its size in bytes, and its caller.
 type Task = (TaskInService, u64, usize);
 
-/// A place at work.
+/// A place with its tasks.
 struct Running {
     site: Site,
     waiting: VecDeque<Task>,
-    /// In the order they end. Those of a batch end together.
+    /// In the order of their ends. Tasks of a batch end together.
     serving: Vec<(u64, Vec<Task>)>,
 }
 
@@ -111,7 +112,7 @@ struct Simulation<'a> {
     result: Tally,
 }
 
-/// The caller of tasks that nobody waits for.
+/// Caller number of tasks in an open load, which have no waiting caller.
 const NOBODY: usize = usize::MAX;
 
 impl Running {
@@ -119,7 +120,7 @@ impl Running {
         Running { site, waiting: VecDeque::new(), serving: Vec::new() }
     }
 
-    /// Takes up what waits; when it will be done.
+    /// Starts waiting tasks. Returns their end times.
     fn take_up(&mut self, now: u64) -> Vec<u64> {
         let mut ends = Vec::new();
         let cost = self.site.cost;
@@ -155,7 +156,8 @@ impl Simulation<'_> {
     fn run(pattern: &Pattern, mode: CodingMode) -> Tally {
         let capacity = |site: Site| {
             let lanes = if let Server::Lanes(lanes) = site.server { lanes } else { 1 };
-            // A fixed ratio is not to suffer from a slow task at the head of the queue: it is compared at its best.
+            // A slow task at the head of the queue must not slow down a fixed ratio, which is
+            // compared at its best.
             let slots = if mode == CodingMode::Auto { site.slots } else { site.slots.max(64) };
             Capacity { slots, lanes }
         };
@@ -225,7 +227,7 @@ impl Simulation<'_> {
             }
         }
         let bytes = self.pattern.sizes[self.dice.random_range(0..self.pattern.sizes.len())];
-        // Those of an open load that find the queue full are lost.
+        // An open load loses the tasks that find the queue full.
         let _ = self.admission.push(bytes, (bytes, caller));
     }
 
@@ -240,7 +242,7 @@ impl Simulation<'_> {
             }
             if caller != NOBODY {
                 let pause = if let Load::Closed { pause_ns, .. } = self.pattern.load { pause_ns } else { 0 };
-                // Not at once: a caller has something to do between two tasks, be it little.
+                // A caller needs a little time between two tasks.
                 self.at(now + 2 * US + pause, Event::Arrive { caller });
             }
         }

@@ -1,4 +1,4 @@
-//! What the scheduler does, as plain data for `status`.
+//! The scheduler's state as plain data for `status`.
 
 use std::time::Instant;
 
@@ -10,47 +10,48 @@ use super::Reason;
 use super::admission::AdmissionView;
 use super::station::Station;
 
-/// The scheduler at one moment. Counts are since it was made.
+/// The scheduler's state at one moment. Counts begin at its creation.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Snapshot {
-    /// The mode.
+    /// Current mode.
     pub mode: CodingMode,
-    /// Whether the host's processor is busy, so that all work goes to the offload.
+    /// True if the host's processor is busy, so that all tasks go to the DPU.
     pub host_busy: bool,
-    /// Tasks that wait for a place.
+    /// Number of waiting tasks.
     pub queued: usize,
-    /// Their data, in bytes.
+    /// Data of the waiting tasks, in bytes.
     pub queued_bytes: u64,
-    /// Tasks refused because the queue was full.
+    /// Number of tasks refused because the queue was full.
     pub refused: u64,
-    /// Tasks sent to the host during the last second.
+    /// Number of tasks sent to the host during the last second.
     pub alpha: u64,
-    /// Tasks sent to the offload during the last second.
+    /// Number of tasks sent to the DPU during the last second.
     pub beta: u64,
     /// The host.
     pub host: PlaceSnapshot,
-    /// The offload.
+    /// The DPU.
     pub offload: PlaceSnapshot,
 }
 
-/// One place.
+/// State of one place.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PlaceSnapshot {
-    /// Tasks in service.
+    /// Number of tasks in service.
     pub in_service: usize,
-    /// Most tasks in service at a time.
+    /// Maximum number of tasks in service.
     pub slots: usize,
-    /// Tasks sent there, by reason.
+    /// Number of tasks sent to this place, by reason.
     pub sent: CodingSent,
-    /// What a task is taken to cost whatever its size, in microseconds of a lane; absent if nothing was measured.
+    /// Estimated fixed cost of a task, in microseconds of a lane; `None` before the first
+    /// measurement.
     pub us_per_task: Option<f64>,
-    /// What a megabyte (10^6 bytes) is taken to add, in microseconds of a lane.
+    /// Estimated additional cost of a megabyte (10^6 bytes), in microseconds of a lane.
     pub us_per_mb: Option<f64>,
-    /// Whether it works.
+    /// Health of the place.
     pub health: CodingHealth,
 }
 
-/// Returns a state of the circuit breaker without its times.
+/// Returns the state of a circuit breaker without its times.
 #[must_use]
 pub fn offload_state(state: base::health::HealthState) -> OffloadState {
     match state {
@@ -99,7 +100,7 @@ impl PlaceSnapshot {
     }
 }
 
-/// Returns a circuit breaker's report as plain data.
+/// Converts a circuit breaker's report to plain data.
 fn health(report: HealthReport) -> CodingHealth {
     CodingHealth {
         state: offload_state(report.state),

@@ -1,4 +1,4 @@
-//! One place: what it has in service, what that costs, and whether the place can be used.
+//! One place: its tasks in service, their cost, and the health of the place.
 
 use std::time::{Duration, Instant};
 
@@ -12,32 +12,32 @@ use super::{Capacity, Reason};
 struct StationTask {
     id: u64,
     bytes: u64,
-    /// Since when a lane has been at it; `None` while it waits inside the place.
+    /// Time when a lane started the task; `None` while the task waits inside the place.
     running: Option<Instant>,
 }
 
-/// Whether a place can be used.
+/// Health of a place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum StationHealth {
-    /// It works.
+    /// The place works.
     Usable,
-    /// It failed; the next task may try it out.
+    /// The place has failed; the next task may be the probe.
     ProbeDue,
-    /// It failed, and is left alone.
+    /// The place has failed and is not used.
     Down,
 }
 
-/// One place's state.
+/// State of one place.
 #[derive(Debug)]
 pub(super) struct Station {
     pub(super) capacity: Capacity,
     pub(super) health: OffloadHealth,
     pub(super) estimate: PlaceEstimate,
-    /// Tasks sent here, by reason.
+    /// Number of tasks sent here, by reason.
     pub(super) sent: [u64; Reason::ALL.len()],
-    /// In the order they came; no more than `capacity.slots`.
+    /// In the order of arrival; at most `capacity.slots`.
     serving: Vec<StationTask>,
-    /// The task that was to be the probe was given up: another one may be it.
+    /// True if the task that was to be the probe was abandoned. Another task may be the probe.
     probe_vacant: bool,
 }
 
@@ -71,7 +71,7 @@ impl Station {
         }
     }
 
-    /// The next task sent here is the probe.
+    /// Makes the next task that is sent here the probe.
     pub(super) fn begin_probe(&mut self, now: Instant) {
         let begun = self.health.begin_probe(now) || std::mem::take(&mut self.probe_vacant);
         debug_assert!(begun, "a probe was due");
@@ -87,7 +87,8 @@ impl Station {
         self.run_next(now);
     }
 
-    /// A task leaves. Returns a lane's time for it: since it began, or since its predecessor on the lane ended.
+    /// Removes a task. Returns the time that a lane spent on it: since its start, or since the end
+    /// of its predecessor on the lane.
     pub(super) fn end(&mut self, id: u64, now: Instant) -> Duration {
         let at = self.serving.iter().position(|task| task.id == id).expect("a task ends once");
         let running = self.serving.remove(at).running;
@@ -95,7 +96,7 @@ impl Station {
         running.map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
     }
 
-    /// Free lanes take up what waits inside the place, in order.
+    /// Assigns tasks that wait inside the place to free lanes, in order.
     fn run_next(&mut self, now: Instant) {
         let running = self.serving.iter().filter(|task| task.running.is_some()).count();
         let free = self.capacity.lanes.saturating_sub(running);
@@ -104,7 +105,7 @@ impl Station {
         }
     }
 
-    /// Lane time that what is in service still needs, in seconds.
+    /// Lane time that the tasks in service still need, in seconds.
     fn remaining(&self, cost: Cost, now: Instant) -> f64 {
         let left = |task: &StationTask| {
             let spent = task.running.map_or(Duration::ZERO, |since| now.saturating_duration_since(since));
@@ -113,7 +114,8 @@ impl Station {
         self.serving.iter().map(left).sum()
     }
 
-    /// In how many seconds a task that is sent here now would be done, if that is known.
+    /// Predicts the number of seconds until a task that is sent here now would be done; `None` if
+    /// unknown.
     pub(super) fn completion(&self, bytes: u64, now: Instant) -> Option<f64> {
         let cost = self.estimate.cost()?;
         let waits = match self.serving.len() < self.capacity.lanes {
@@ -123,7 +125,8 @@ impl Station {
         Some(waits + cost.of(1, bytes))
     }
 
-    /// In how many seconds this place would be through with all it has and so much more, if that is known.
+    /// Predicts the number of seconds until this place would finish its tasks in service and the
+    /// given additional work; `None` if unknown.
     pub(super) fn drained(&self, tasks: usize, bytes: u64, now: Instant) -> Option<f64> {
         let cost = self.estimate.cost()?;
         Some((self.remaining(cost, now) + cost.of(tasks, bytes)) / self.capacity.lanes as f64)

@@ -1,4 +1,4 @@
-//! What callers see of the scheduler.
+//! Tests the scheduler through its public interface.
 
 use std::future::Future;
 use std::pin::pin;
@@ -33,7 +33,7 @@ async fn letters(scheduler: &Scheduler, count: usize) -> String {
     text
 }
 
-/// Whether a future is not ready yet.
+/// Returns true if a future is not ready yet.
 async fn waits<F: Future + Unpin>(future: &mut F) -> bool {
     std::future::poll_fn(|cx| Poll::Ready(std::pin::Pin::new(&mut *future).poll(cx).is_pending())).await
 }
@@ -89,7 +89,7 @@ async fn a_caller_that_goes_leaves_neither_a_task_nor_a_slot_behind() {
         assert!(waits(&mut granted).await);
         drop(waiting);
         assert_eq!(scheduler.snapshot().queued, 1);
-        // Its slot is ready, but it goes without looking.
+        // The slot is granted, but the caller is dropped before it polls the future.
         slot.done();
         assert_eq!(scheduler.snapshot().host.in_service, 1);
     }

@@ -1,4 +1,4 @@
-//! What workers do, whatever the time is.
+//! Tests workers without depending on real time.
 
 use std::sync::mpsc;
 
@@ -8,7 +8,7 @@ use crate::offload::software::{self, Processor, SoftwareOptions};
 
 const WORK: CodingWork = CodingWork { bytes: 1000, computed_fragments: 32 };
 
-/// Devices that are faster than anything, or so slow that nobody sees them answer.
+/// Rates of an infinitely fast device, and of a device too slow to answer during a test.
 const INSTANT: f64 = 1e30;
 const NEVER: f64 = 1.0;
 
@@ -21,7 +21,7 @@ fn threads(threads: usize) -> Worker {
     software::start(SoftwareOptions { threads, ..SoftwareOptions::new(Processor::Dpu) }).unwrap()
 }
 
-/// Keeps a thread of the worker at work until the result is dropped or sent to.
+/// Keeps one thread of the worker busy until the returned sender is used or dropped.
 async fn hold(worker: &Worker) -> mpsc::Sender<()> {
     let (release, held) = mpsc::channel();
     let (begun, begins) = oneshot::channel();
@@ -76,7 +76,7 @@ async fn what_waits_is_one_batch_up_to_its_bound() {
         assert_eq!(result.await, Ok(number));
     }
     assert_eq!(large.await, Ok(7), "what is larger than a batch is one by itself");
-    // The one that was held, three and three, one, and the large one.
+    // Batches: the held task, two batches of three, one single task, and the large task.
     let stats = worker.stats();
     assert_eq!((stats.tasks, stats.batches), (9, 5));
     assert_eq!(stats.overruns, 5, "nothing is as fast as this device");
@@ -146,7 +146,7 @@ async fn what_was_not_begun_is_given_up_at_the_end() {
     let worker = threads(1);
     let held = hold(&worker).await;
     let waiting = worker.submit(WORK, || 7);
-    // Dropping waits for what was begun.
+    // Dropping the worker waits for the task in progress.
     let dropped = std::thread::spawn(move || drop(worker));
     assert_eq!(waiting.await, Err(WorkerError::Stopped("software")));
     drop(held);

@@ -1,17 +1,18 @@
-//! `hybrid:auto` against every fixed ratio.
+//! Compares `hybrid:auto` with every fixed ratio.
 
 use wire::{CodingMode, CodingRatio};
 
 use super::*;
 
-/// Every fixed ratio from 16:1 to 1:16, and all to one place.
+/// All fixed ratios from 16:1 to 1:16, and the two that use a single place.
 fn ratios() -> impl Iterator<Item = CodingRatio> {
     let ends = [(1, 0), (0, 1)];
     let between = (1..=16).flat_map(|part| [(part, 1), (1, part)]);
     ends.into_iter().chain(between).map(|(alpha, beta)| CodingRatio::new(alpha, beta).unwrap())
 }
 
-/// Within 3 % of the best fixed ratio's throughput, and exploring no more than one task in a hundred.
+/// Asserts that `hybrid:auto` reaches at least 97 % of the best fixed ratio's throughput, and
+/// explores with at most one task in a hundred.
 fn assert_auto_is_near_the_best(pattern: &Pattern) {
     let auto = Simulation::run(pattern, CodingMode::Auto);
     let fixed = ratios().map(|ratio| (ratio, Simulation::run(pattern, CodingMode::Hybrid(ratio))));
@@ -26,9 +27,10 @@ const LARGE: &[u64] = &[4 * MB];
 const MEDIUM: &[u64] = &[MB];
 const MIXED: &[u64] = &[4_000, 16_000, 64_000, 256_000, MB, MB, 4 * MB];
 
-/// A host core that encodes 5 GB/s.
+/// Cost on a host core that encodes 5 GB/s.
 const CORE: Cost = Cost { task_ns: 5 * US, kb_ns: 200 };
-/// The paper's accelerator beside it: what the core needs for 24 MB, and 10.3 times as long as it for each byte.
+/// The paper's accelerator relative to this core: a fixed cost of the core's time for 24 MB, and
+/// 10.3 times the core's time per byte.
 const PAPER: Site =
     Site { server: Server::Batches(64 * MB), slots: 32, cost: Cost { task_ns: 4800 * US, kb_ns: 2060 } };
 
@@ -97,7 +99,7 @@ fn auto_is_near_the_best_again_a_second_after_a_change() {
     }
 }
 
-/// A slow offload is for load that the host cannot carry, not for a task that has to wait a little.
+/// A slow DPU must help only with load that the host cannot carry, not with short waits.
 #[test]
 fn a_slow_offload_is_left_alone_while_the_queue_is_short() {
     let slow = lanes(1, 2, times(CORE, 10));
@@ -110,7 +112,7 @@ fn a_slow_offload_is_left_alone_while_the_queue_is_short() {
     ] {
         let pattern = pattern("short queue", host, slow, load, MEDIUM);
         let result = Simulation::run(&pattern, CodingMode::Auto);
-        // A stale estimate is brought up to date four times a second.
+        // A stale estimate is refreshed four times per second.
         let explored = if may_explore { 4 * pattern.until / S } else { 0 };
         assert!(
             result.offloaded == result.explored && result.explored <= explored,
@@ -119,7 +121,7 @@ fn a_slow_offload_is_left_alone_while_the_queue_is_short() {
     }
 }
 
-/// A pattern that nobody has looked at.
+/// Creates a random pattern.
 fn any_pattern(seed: u64) -> Pattern {
     let mut dice = SmallRng::seed_from_u64(seed);
     let core = Cost { task_ns: dice.random_range(0..50) * US, kb_ns: dice.random_range(100..800) };
