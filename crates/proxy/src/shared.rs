@@ -1,4 +1,4 @@
-//! The state of an attachment: the present link to it, or the calls that wait for the next one.
+//! The state of an attachment: the current link, or the calls that wait for the next link.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
