@@ -1,7 +1,7 @@
-//! What every [`DmaEngine`] must do, as a suite that each one runs.
+//! The conformance suite that every [`DmaEngine`] must pass.
 //!
-//! [`run`] calls one check after the other, each with an engine that has just been attached. Checks panic when the
-//! engine does something else than the contract says.
+//! [`run`] calls one check after the other, each with a newly attached engine. A check panics if
+//! the engine violates the contract.
 
 use std::any::Any;
 use std::future::poll_fn;

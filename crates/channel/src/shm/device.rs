@@ -1,4 +1,4 @@
-//! What the emulated device does: the thread's loop.
+//! The loop of the emulated device's thread.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
@@ -13,8 +13,8 @@ use super::{QUEUE_DEPTH, QUEUES, Shared, ShmCommand, ShmItem};
 use crate::dma::{ChainFailure, PeerId, URGENT};
 use crate::{Chain, ChainCompletion, ChannelError, Doorbell, RegionId, Result, Transfer};
 
-/// Doorbells and completions are held back while short chains keep coming, as interrupt coalescing does, but never
-/// behind more than this many chains or bytes.
+/// While short chains keep arriving, the device holds back doorbells and completions, as interrupt
+/// coalescing does. This constant and the next limit the chains and bytes that are held back.
 const COALESCE_CHAINS: usize = 16;
 const COALESCE_BYTES: usize = 64 << 10;
 /// After so many urgent chains in a row the others get their turn.
