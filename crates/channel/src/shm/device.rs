@@ -17,33 +17,33 @@ use crate::{Chain, ChainCompletion, ChannelError, Doorbell, RegionId, Result, Tr
 /// coalescing does. This constant and the next limit the chains and bytes that are held back.
 const COALESCE_CHAINS: usize = 16;
 const COALESCE_BYTES: usize = 64 << 10;
-/// After so many urgent chains in a row the others get their turn.
+/// After this many urgent chains in a row, the other queues get a turn.
 const URGENT_RUN: usize = 32;
 /// So many failures in a row end spinning; then every so many sleeps it is tried again.
 const SPIN_CREDIT_MAX: u32 = 8;
 const SPIN_RETRY: u32 = 32;
 
-/// A chain that is being carried out.
+/// A chain that is in progress.
 struct CopyingChain {
     chain: Chain,
-    /// Transfers done.
+    /// Number of completed transfers.
     done: usize,
     started: Option<Instant>,
-    /// A fault holds the next transfer up until then.
+    /// Time until which a fault delays the next transfer.
     stalled: Option<Instant>,
-    /// The next transfer has had its fault.
+    /// Whether the fault decision for the next transfer was already made.
     excused: bool,
 }
 
-/// What a look at the queues found.
+/// The result of checking the queues.
 enum PollOutcome {
     Worked,
-    /// Nothing can be done before then.
+    /// Nothing can be done before this time.
     Wait(Instant),
     Idle,
 }
 
-/// What the thread owns: the only holder of both sides' mappings.
+/// The state of the thread, which alone holds the mappings of both sides.
 pub(super) struct ShmDevice {
     shared: Arc<Shared>,
     pace: Option<(Duration, Duration)>,
@@ -55,14 +55,15 @@ pub(super) struct ShmDevice {
     /// The queue that had the last turn.
     last: usize,
     urgent_run: usize,
-    /// A chain of a paced device whose time is not over: its queue and when it ends.
+    /// A chain of a paced device that is not finished: its queue, and its end time.
     paced: Option<(usize, CopyingChain, Instant)>,
-    /// Doorbells to be rung, and completions to be told of.
+    /// Doorbells that are held back, to be rung together.
     ringing: Vec<(PeerId, u64)>,
     completions: Vec<ChainCompletion>,
     completed: bool,
     held_chains: usize,
-    /// How often spinning paid lately: at 0 it is only tried now and then.
+    /// Grows when polling finds work and shrinks when it does not. At 0, polling is only tried
+    /// occasionally.
     spin_credit: u32,
     sleeps: u32,
     running: bool,
@@ -122,7 +123,7 @@ impl ShmDevice {
         !self.shared.commands.is_empty() || queues.any(|(i, queue)| open(i) && !queue.items.is_empty())
     }
 
-    /// Looks for work for a while, if that paid lately; `true` if there is some.
+    /// Polls for work for a while if polling found work lately. Returns `true` if there is work.
     fn spin(&mut self) -> bool {
         self.sleeps = self.sleeps.wrapping_add(1);
         let spin = Duration::from_nanos(self.shared.spin_ns.load(Ordering::Relaxed));
@@ -141,7 +142,7 @@ impl ShmDevice {
         true
     }
 
-    /// Sleeps until there is work, or until then.
+    /// Sleeps until there is work, or until the given time.
     fn sleep(&self, until: Option<Instant>) {
         self.shared.sleeping.store(true, Ordering::Relaxed);
         std::sync::atomic::fence(Ordering::SeqCst);
@@ -181,7 +182,7 @@ impl ShmDevice {
         Ok(whole.pinned_for_device(range)?)
     }
 
-    /// Brings the next chain of a queue to its head; `false` if it has none.
+    /// Moves the next chain of a queue to its head. Returns `false` if the queue is empty.
     fn fill(&mut self, queue: usize) -> bool {
         while self.heads[queue].is_none() {
             match self.shared.queues[queue].items.pop() {
@@ -212,7 +213,7 @@ impl ShmDevice {
         true
     }
 
-    /// Does one thing: an urgent chain, or one transfer of another.
+    /// Takes one step: a whole urgent chain, or one transfer of another chain.
     fn turn(&mut self) -> PollOutcome {
         let now = self.waits_for_time().then(Instant::now);
         let mut earliest = None;
@@ -269,8 +270,8 @@ impl ShmDevice {
         self.paced.is_some() || self.heads.iter().flatten().any(|work| work.stalled.is_some())
     }
 
-    /// Carries on with the head of a queue: by one transfer, or by all if it is urgent or the device takes chains one at
-    /// a time.
+    /// Advances the head of a queue, by one transfer. Completes the whole chain if it is urgent or
+    /// the device takes one chain at a time.
     fn advance(&mut self, queue: usize) {
         let Some(mut work) = self.heads[queue].take() else { return };
         let whole = queue == URGENT || self.pace.is_some();
@@ -306,7 +307,7 @@ impl ShmDevice {
         }
     }
 
-    /// One transfer; `false` if a fault holds it up.
+    /// Makes one transfer. Returns `false` if a fault delays it.
     fn carry_out(&mut self, transfer: &Transfer, work: &mut CopyingChain) -> Result<bool, String> {
         let fault = match std::mem::take(&mut work.excused) {
             true => None,
@@ -368,7 +369,7 @@ impl ShmDevice {
         }
     }
 
-    /// Gives up every chain.
+    /// Cancels all chains.
     fn reset(&mut self) {
         let paced = self.paced.take().map(|(queue, work, _)| (queue, work));
         let mut given_up: Vec<(usize, CopyingChain)> = paced.into_iter().collect();
@@ -394,7 +395,7 @@ impl ShmDevice {
         }
     }
 
-    /// Rings what is held back and tells of completions.
+    /// Rings the held-back doorbells and reports completions.
     fn announce(&mut self) {
         self.held_chains = 0;
         for (peer, count) in self.ringing.drain(..) {
@@ -405,7 +406,7 @@ impl ShmDevice {
                 }
             }
         }
-        // After the doorbells: whoever sees a chain completed may rely on its doorbell having been rung.
+        // Report completions after the doorbells: a completion promises that its doorbell was rung.
         for completion in self.completions.drain(..) {
             self.shared.completions.push(completion);
         }
@@ -415,7 +416,7 @@ impl ShmDevice {
     }
 }
 
-/// Whether a chain moves more than entries of rings.
+/// Whether a chain moves payload, and not only ring entries.
 fn is_payload(chain: &Chain) -> bool {
     chain.len() > COALESCE_BYTES
 }

@@ -1,4 +1,5 @@
-//! Carrying out chains: what is posted to which connection and when, and when a chain is complete.
+//! The execution of chains: when and on which connection transfers are posted, and when a chain is
+//! complete.
 
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -15,14 +16,14 @@ use crate::ofi::lane::scratch;
 use crate::ofi::shared::OfiItem;
 use crate::{RegionId, Result, Transfer};
 
-/// Where a transfer goes.
+/// The destination and parts of a transfer.
 struct TransferPlan {
     peer: PeerId,
     footprint: Footprint,
 }
 
 impl EngineWorker {
-    /// Carries on with a queue as far as it goes; `false` if nothing could be done.
+    /// Advances a queue as far as possible. Returns `false` if nothing could be done.
     pub(super) fn advance(&mut self, queue: QueueId) -> bool {
         let mut worked = self.finish(queue);
         loop {

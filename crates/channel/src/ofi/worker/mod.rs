@@ -1,4 +1,4 @@
-//! The engine's thread: what it is told, the device and the peers, and what becomes of them. Chains are in [`chains`].
+//! The engine's thread: its commands, the device and the peers. Chains are in [`chains`].
 
 mod chains;
 
