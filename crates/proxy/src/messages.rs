@@ -125,7 +125,8 @@ pub(crate) enum StoreCall {
 pub(crate) enum ChannelCall {
     /// Opens a range of the data region to DMA. A device needs this before it can use the range.
     Export { offset: u64, len: u64 },
-    /// Writes this frame's payload to the given offset, as a replacement for DMA. Not answered.
+    /// Writes this frame's payload to the given place of the data region, instead of DMA. Not
+    /// answered.
     Put { offset: u64 },
     /// Asks for the bytes of a range of the data region.
     Get { offset: u64, len: u64 },

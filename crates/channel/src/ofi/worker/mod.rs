@@ -30,44 +30,46 @@ use crate::dma::{ChainFailure, PeerId, QueueId};
 use crate::{ChannelError, DmaAddress, RegionId, Result};
 use base::spinner::Spinner;
 
-/// Room in the completion queue: for the peer in use and one that has not been forgotten yet. Each lane has a window of
-/// transfers, one probe beside it, and the messages of its line.
+/// Size of the completion queue. It has room for the current peer and one peer that is still being
+/// detached. Each lane needs room for a window of transfers, one probe, and the messages of its
+/// line.
 const DEPTH: usize = 2 * QUEUES * (WINDOW + 1 + line::DEPTH);
-/// When the provider is full without anything of ours being under way, it is asked again after that.
+/// Delay before a retry when the provider's queue is full although this thread has no operation in
+/// progress.
 const RETRY: Duration = Duration::from_millis(1);
 
 /// Memory of this process.
 struct Local {
-    /// `None` while there is no port, or if it could not be registered.
+    /// `None` while there is no port, or if the registration failed.
     registered: Option<MemoryRegion>,
     arena: Arc<Arena>,
 }
 
-/// A store's process.
+/// A store's process, as peer of the engine.
 struct Remote {
     offer: OfiOffer,
     rung: Arc<Rung>,
-    /// By queue. None if the connections are closed.
+    /// One lane per queue. Empty if the connections are closed.
     lanes: Vec<OperationQueue>,
     state: PeerState,
-    /// How often it was tried to connect.
+    /// Number of attempts to connect so far.
     attempt: u32,
 }
 
 enum PeerState {
-    /// To be given up then; who attaches, waits for the connections to stand.
+    /// Deadline of the attempt, and the sender that reports its result to a caller that attaches.
     Connecting(Instant, Option<oneshot::Sender<Result<usize>>>),
     Up,
-    /// Connects again when a chain wants to go there.
+    /// The next chain for the peer connects again.
     Down,
 }
 
-/// Who is told that a peer is lost.
+/// How the loss of a peer is reported.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Tell {
-    /// Its chains, if there are any.
+    /// Only by failing the peer's chains, if there are any.
     Chains,
-    /// Its chains; if there are none, a completion with tag 0 says so.
+    /// By failing the peer's chains. If there are none, by a completion with tag 0.
     Always,
 }
 
@@ -77,15 +79,15 @@ pub(super) struct EngineWorker {
     faults: Faults,
     connect_timeout: Duration,
     flows: [Flow; QUEUES],
-    /// What must wait until its queue has no chain under way.
+    /// Items that must wait until their queue has no chain in progress.
     held: [Option<OfiItem>; QUEUES],
     peers: HashMap<PeerId, Remote>,
     locals: HashMap<RegionId, Local>,
     windows: HashMap<RegionId, (PeerId, Range<usize>)>,
     port: Option<EngineDomain>,
-    /// There are completions to tell of.
+    /// Whether new completions must be reported.
     completed: bool,
-    /// The provider was full.
+    /// Whether the provider's queue was full.
     retry: bool,
     running: bool,
     bytes_metric: metrics::Counter,
@@ -137,7 +139,7 @@ impl EngineWorker {
         self.shared.waker.wake();
     }
 
-    /// Does what there is to do; `false` if that was nothing.
+    /// Does all work that is ready. Returns `false` if there was none.
     fn turn(&mut self) -> bool {
         self.retry = false;
         let mut worked = self.take_commands();
@@ -147,7 +149,7 @@ impl EngineWorker {
         for queue in 0..QUEUES {
             worked |= self.advance(queue);
         }
-        // What is lost here fails chains, which are finished in the next turn.
+        // If a peer is lost here, its chains fail, and the next turn finishes them.
         worked |= self.flush();
         worked
     }
@@ -190,15 +192,15 @@ impl EngineWorker {
                         }
                         (Err(e), _) => {
                             self.peers.remove(&id);
-                            // Whoever asked may have given up.
+                            // The caller may have been cancelled; ignore the error.
                             let _ = reply.send(Err(e));
                         }
-                        // Without a reply, whoever asked hears that the engine has stopped.
+                        // Dropping the reply tells the caller that the engine has stopped.
                         (Ok(()), _) => {}
                     }
                 }
                 OfiCommand::Window(id, peer, range) => drop(self.windows.insert(id, (peer, range))),
-                // Whoever asked for it knows.
+                // The caller of a reset needs no report.
                 OfiCommand::Reset => self.reset("the engine was reset", Tell::Chains),
                 OfiCommand::Stop => self.running = false,
             }
@@ -206,7 +208,7 @@ impl EngineWorker {
         worked
     }
 
-    /// Starts connecting to a peer, anew if need be.
+    /// Starts to connect to a peer. Opens the device again if necessary.
     fn connect(&mut self, id: PeerId) -> Result<()> {
         let Some(peer) = self.peers.get_mut(&id) else { return Ok(()) };
         peer.attempt += 1;
@@ -236,7 +238,7 @@ impl EngineWorker {
         Ok(())
     }
 
-    /// Whether the connections to a peer stand; if they are closed, begins to open them.
+    /// Whether the connections to a peer are established. Starts to open them if they are closed.
     fn reach(&mut self, id: PeerId) -> Result<bool, String> {
         match self.peers.get(&id).map(|peer| &peer.state) {
             None => Err("the peer is not attached".to_owned()),
@@ -246,7 +248,7 @@ impl EngineWorker {
         }
     }
 
-    /// Peers that do not answer.
+    /// Gives up peers that have not answered in time.
     fn give_up_overdue(&mut self) {
         let overdue = |peer: &Remote| match peer.state {
             PeerState::Connecting(until, _) => until <= Instant::now(),
@@ -259,7 +261,7 @@ impl EngineWorker {
         }
     }
 
-    /// Sees to it that the port suits `info`, with all local memory registered.
+    /// Ensures that the port suits `info` and that all local memory is registered.
     fn open_port(&mut self, info: &Info, offer: &OfiOffer) -> Result<()> {
         self.close_spoiled_port();
         if self.port.as_ref().is_some_and(|port| port.suits(info)) {
@@ -279,7 +281,8 @@ impl EngineWorker {
         Ok(())
     }
 
-    /// If the port's domain cannot be used any more: closes it and all connections. The next chain opens them again.
+    /// Closes a port whose domain is unusable, and all its connections. The next chain opens them
+    /// again.
     fn close_spoiled_port(&mut self) -> bool {
         let spoiled = self.port.as_ref().is_some_and(|port| port.domain.is_spoiled());
         if spoiled {
