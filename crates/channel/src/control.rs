@@ -91,7 +91,7 @@ impl ControlSocket {
                 return Poll::Ready(Ok(frame));
             }
             self.input.reserve(READ_STEP);
-            // Cancel safe, so it may be dropped whenever it is not ready.
+            // `read_buf` is cancel safe, so the future may be dropped while it is not ready.
             let read = pin!(self.stream.read_buf(&mut self.input));
             if ready!(read.poll(cx))? == 0 {
                 return Poll::Ready(Err(io::Error::from(io::ErrorKind::UnexpectedEof).into()));
@@ -113,7 +113,8 @@ impl ControlSocket {
         }
         let sealed = self.input.split_to(header.sealed_len()).to_vec();
         let payload = self.input.split_to(header.data_len as usize);
-        // Long payload is taken as it lies; a short one would keep the whole read buffer.
+        // A long payload is not copied. A short payload is copied, because a slice of the read
+        // buffer would keep the whole buffer alive.
         let payload =
             if payload.len() >= READ_STEP { payload.freeze() } else { Bytes::copy_from_slice(&payload) };
         ChannelEntry::from_parts(header, sealed, payload).map(Some)

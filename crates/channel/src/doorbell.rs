@@ -81,7 +81,8 @@ impl Bell for Doorbell {
             let mut count = [0; 8];
             match rustix::io::read(self.fd.as_fd(), &mut count) {
                 Ok(8) => {
-                    // Reading emptied the eventfd, and its edge-triggered readiness with it.
+                    // The read has emptied the eventfd, which also consumed its edge-triggered
+                    // readiness.
                     guard.clear_ready();
                     return Poll::Ready(Ok(u64::from_ne_bytes(count)));
                 }

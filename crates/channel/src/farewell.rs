@@ -13,7 +13,7 @@ use std::sync::Arc;
 /// receiving threads could empty the queues first. None of them would then find the last share, and
 /// `what` would never end.
 pub(crate) fn share_among_queues<T>(what: T, queues: usize, mut send: impl FnMut(usize, Arc<T>)) {
-    // The last share is the original, not a copy of it.
+    // `repeat_n` moves the original into the last share and does not clone it.
     for (queue, share) in std::iter::repeat_n(Arc::new(what), queues).enumerate() {
         send(queue, share);
     }

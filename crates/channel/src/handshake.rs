@@ -304,7 +304,7 @@ fn receive_with_fds(socket: BorrowedFd<'_>, out: &mut [u8], fds: &mut Vec<OwnedF
         rustix::net::recvmsg(socket, &mut [IoSliceMut::new(out)], &mut control, RecvFlags::CMSG_CLOEXEC)?;
     for message in control.drain() {
         if let RecvAncillaryMessage::ScmRights(received) = message {
-            // Descriptors beyond those expected are closed at once.
+            // Close surplus descriptors at once.
             fds.extend(received.take(DESCRIPTORS.saturating_sub(fds.len())));
         }
     }

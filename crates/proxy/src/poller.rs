@@ -68,7 +68,7 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(3600);
 
-    /// One turn; whether the task asked to be run again at once.
+    /// Runs one turn. Returns whether the task rescheduled itself.
     fn turn(poller: &mut Poller, progress: bool, poll: Duration) -> bool {
         let wakes = Arc::new(Wakes::default());
         let waker = Waker::from(Arc::clone(&wakes));
@@ -76,11 +76,11 @@ mod tests {
         wakes.0.load(Ordering::Relaxed) > 0
     }
 
-    /// Something has come, and nothing more does for as long as it is looked for.
+    /// Simulates one event, after which polling finds nothing until its time is over.
     fn in_vain(poller: &mut Poller) -> bool {
         let tried = turn(poller, true, LONG);
         if tried {
-            // As if the time were over.
+            // Simulate the end of the polling time.
             poller.until = Some(Instant::now());
         }
         assert!(!turn(poller, false, LONG), "it sleeps");
@@ -103,7 +103,7 @@ mod tests {
         let tried = (0..CREDIT_MAX + 4 * RETRY).filter(|_| in_vain(&mut poller)).count() as u32;
         assert!((CREDIT_MAX + 3..=CREDIT_MAX + 5).contains(&tried), "{tried} times");
         while !turn(&mut poller, true, LONG) {}
-        // More comes while it looks, so it pays again.
+        // An event arrives during polling, so polling pays again.
         assert!(turn(&mut poller, true, LONG) && in_vain(&mut poller));
     }
 }

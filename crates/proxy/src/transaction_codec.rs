@@ -446,7 +446,8 @@ mod tests {
         let refused = encode(&of(MAX_OPS + 1), 1, |s| Ok(s.0)).unwrap_err();
         assert!(refused.to_string().contains("split it"), "{refused}");
         let mut more = most.control;
-        // Behind the collection's name, one byte with its length, and the byte about the reserve.
+        // The number of ops. It follows the collection's name, which has a length byte, and the
+        // byte about the reserve.
         more[6..10].copy_from_slice(&(MAX_OPS as u32 + 1).to_le_bytes());
         let refused = decode(Bytes::from(more), &Bytes::new()).unwrap_err();
         assert!(refused.to_string().contains("split it"), "{refused}");

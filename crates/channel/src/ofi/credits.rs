@@ -107,8 +107,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the two sides do when: counts arrive in full, no side has more under way than there are receives,
-        /// and nobody waits for ever.
+        /// For any interleaving of the two sides: counts arrive in full, no side has more messages
+        /// in flight than receives are posted, and no side waits forever.
         #[test]
         fn nothing_is_lost_and_receives_suffice(steps in proptest::collection::vec(step(), 0..400)) {
             let mut sides = [DoorbellCredits::default(), DoorbellCredits::default()];

@@ -102,7 +102,7 @@ impl OfiEngine {
         });
         let (reply, answer) = oneshot::channel();
         self.shared.send(OfiCommand::Attach { id, offer, rung: Arc::clone(&rung), reply });
-        // On failure, dropping `detach` makes the thread forget what there is of the peer.
+        // On failure, dropping `detach` makes the thread forget the peer.
         let provider_max = match tokio::time::timeout(self.attach_timeout, answer).await {
             Ok(Ok(result)) => result?,
             Ok(Err(_)) => return Err(ChannelError::EngineStopped(self.name().to_owned())),
@@ -130,7 +130,7 @@ impl Drop for OfiEngine {
     fn drop(&mut self) {
         self.shared.send(OfiCommand::Stop);
         if let Some(thread) = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take() {
-            // A panic in it was reported when it happened.
+            // A panic of the thread was reported when it happened; ignore the result.
             let _ = thread.join();
         }
     }
@@ -201,7 +201,8 @@ impl DmaEngine for OfiEngine {
     }
 
     fn post(&self, queue: QueueId, chain: Chain) -> Result<(), RejectedChain> {
-        // What was asked for before the engine was tuned is still possible.
+        // Check against the configured limit: a chain prepared before tuning may exceed the tuned
+        // limit.
         let most = self.configured_max.min(self.shared.provider_max.load(Ordering::Relaxed));
         if let Some(long) = chain.transfers.iter().find(|t| t.len > most) {
             let what = format!("{} bytes in one transfer, at most {most} are possible", long.len);

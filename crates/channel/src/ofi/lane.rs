@@ -25,14 +25,14 @@ pub(super) struct OperationQueue {
 
 struct UnderWay {
     number: u64,
-    /// The chain it belongs to and what it touches; `None` for a probe.
+    /// The operation's chain and footprint; `None` for a probe.
     of: Option<(u64, Footprint)>,
 }
 
 /// An operation that has completed.
 pub(super) struct CompletedOperation {
     pub(super) number: u64,
-    /// Its chain; `None` for a probe.
+    /// The operation's chain; `None` for a probe.
     pub(super) chain: Option<u64>,
 }
 

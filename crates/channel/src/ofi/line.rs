@@ -62,7 +62,8 @@ impl EngineEndpoint {
             return Ok(true);
         }
         while let Some(message) = self.credits.message() {
-            // Without a slot, the completion that frees one brings us back here.
+            // Without a free slot, stop here. The completion that frees a slot calls this function
+            // again.
             let Some(slot) = self.free.last().copied() else { break };
             let inside = self.memory.copy_in(slot * SLOT, &message);
             debug_assert!(inside, "slots are inside");

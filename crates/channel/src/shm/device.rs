@@ -19,7 +19,8 @@ const COALESCE_CHAINS: usize = 16;
 const COALESCE_BYTES: usize = 64 << 10;
 /// After this many urgent chains in a row, the other queues get a turn.
 const URGENT_RUN: usize = 32;
-/// So many failures in a row end spinning; then every so many sleeps it is tried again.
+/// Polling stops after this many failures in a row. It is then tried once in a fixed number of
+/// sleeps.
 const SPIN_CREDIT_MAX: u32 = 8;
 const SPIN_RETRY: u32 = 32;
 
@@ -116,7 +117,7 @@ impl ShmDevice {
         }
     }
 
-    /// Whether there is something new that could be done: what is behind a head that waits is not.
+    /// Whether there is new work that can start. Items behind a chain that waits do not count.
     fn has_input(&self) -> bool {
         let open = |queue: usize| self.heads[queue].is_none() && !self.is_paced(queue);
         let mut queues = self.shared.queues.iter().enumerate();
@@ -163,7 +164,7 @@ impl ShmDevice {
                 ShmCommand::Attach { id, memory, len, doorbell, reply } => {
                     let mapped = Arena::from_peer(memory, len).map_err(ChannelError::from);
                     let result = mapped.map(|arena| drop(self.peers.insert(id, (arena, doorbell))));
-                    // Whoever asked may have given up; then the peer is being detached.
+                    // The caller may have been cancelled; the peer is then being detached.
                     let _ = reply.send(result);
                 }
                 ShmCommand::Window(id, peer, range) => match self.window(peer, range) {
@@ -190,10 +191,11 @@ impl ShmDevice {
                 Some(ShmItem::Chain(chain)) => {
                     self.heads[queue] =
                         Some(CopyingChain { chain, done: 0, started: None, stalled: None, excused: false });
-                    // What it uses was registered before it was posted.
+                    // Commands first: they register the memory that the chain uses.
                     self.take_commands();
                 }
-                // What made the region or the peer was asked for before, but perhaps not seen yet.
+                // Commands first: the command that created the region or the peer may not have been
+                // handled yet.
                 Some(ShmItem::Unregister(id)) => {
                     if let Some(id) = Arc::into_inner(id) {
                         self.take_commands();
@@ -257,7 +259,7 @@ impl ShmDevice {
         earliest.map_or(PollOutcome::Idle, PollOutcome::Wait)
     }
 
-    /// Whether the chain whose time is not over is of this queue, so that nothing behind it may be done.
+    /// Whether the unfinished paced chain belongs to this queue, so that the queue must wait.
     fn is_paced(&self, queue: usize) -> bool {
         self.paced.as_ref().is_some_and(|(of, ..)| *of == queue)
     }
@@ -299,7 +301,8 @@ impl ShmDevice {
         match self.pace {
             Some((setup, per_byte)) if is_payload(&work.chain) => {
                 let bytes = u32::try_from(work.chain.len()).unwrap_or(u32::MAX);
-                // Per 1000 bytes, as a nanosecond is too coarse for one.
+                // Computed per 1000 bytes, because a nanosecond is too coarse for the time per
+                // byte.
                 let until = started + setup + per_byte * (bytes / 1000);
                 self.paced = Some((queue, work, until));
             }

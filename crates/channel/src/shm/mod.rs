@@ -110,7 +110,7 @@ pub struct ShmEngine {
     configured_max: usize,
 }
 
-/// What callers and the device have in common.
+/// State shared by callers and the device.
 struct Shared {
     commands: SegQueue<ShmCommand>,
     queues: [ShmQueue; QUEUES],
@@ -127,21 +127,21 @@ struct Shared {
     failed: AtomicU64,
 }
 
-/// One queue, from the callers' side.
+/// One queue, as callers use it.
 #[derive(Default)]
 struct ShmQueue {
     items: SegQueue<ShmItem>,
-    /// Chains posted and not completed.
+    /// Number of chains that are posted and not complete.
     posted: AtomicUsize,
-    /// Whether somebody waits for room.
+    /// Whether a caller waits for room.
     was_full: AtomicBool,
 }
 
 enum ShmItem {
     Chain(Chain),
-    /// The region ends when this has come out of every queue.
+    /// Ends the region when every queue has delivered this item.
     Unregister(Arc<RegionId>),
-    /// The peer is forgotten when this has come out of every queue.
+    /// Detaches the peer when every queue has delivered this item.
     Detach(Arc<PeerId>),
 }
 
@@ -186,7 +186,7 @@ impl ShmEngine {
         Ok(Arc::new(ShmEngine { shared, thread, name, profile, configured_max }))
     }
 
-    /// The device maps the memory, between two transfers.
+    /// Attaches to a peer. The device maps the peer's memory between two transfers.
     async fn attach_descriptors(&self, descriptors: MemoryFds, len: usize) -> Result<Joined> {
         let MemoryFds { memory, host_doorbell, osd_doorbell } = descriptors;
         let (host_doorbell, osd_doorbell) =
@@ -194,7 +194,7 @@ impl ShmEngine {
         let id = PeerId(self.fresh_id());
         let (reply, answer) = oneshot::channel();
         let shared = Arc::clone(&self.shared);
-        // Also if the caller gives up waiting.
+        // Created before the wait, so that it detaches the peer even if the caller is cancelled.
         let detach = OnDrop::new(move || shared.to_every_queue(id, ShmItem::Detach));
         self.shared.send(ShmCommand::Attach { id, memory, len, doorbell: host_doorbell, reply });
         answer.await.map_err(|_| ChannelError::EngineStopped(self.name.clone()))??;
@@ -222,7 +222,8 @@ impl Shared {
         self.wake_worker();
     }
 
-    /// Pairs with the fence in [`ShmDevice::sleep`]: either the worker sees the command, or we see that it sleeps.
+    /// Wakes the worker. It pairs with the fence in [`ShmDevice::sleep`]: either the worker sees
+    /// the command, or this call sees that the worker sleeps.
     fn wake_worker(&self) {
         std::sync::atomic::fence(Ordering::SeqCst);
         if self.sleeping.load(Ordering::Relaxed)
@@ -238,7 +239,8 @@ impl Drop for ShmEngine {
     fn drop(&mut self) {
         self.shared.send(ShmCommand::Stop);
         if let Some(thread) = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take() {
-            // The thread only copies memory, so it ends soon; a panic in it was reported when it happened.
+            // The thread only copies memory, so it ends soon. A panic of the thread was reported
+            // when it happened.
             let _ = thread.join();
         }
     }
@@ -306,7 +308,8 @@ impl DmaEngine for ShmEngine {
     }
 
     fn post(&self, queue: QueueId, chain: Chain) -> Result<(), RejectedChain> {
-        // What was asked for before the engine was tuned is still possible.
+        // Check against the configured limit: a chain prepared before tuning may exceed the tuned
+        // limit.
         let most = self.configured_max;
         if let Some(long) = chain.transfers.iter().find(|t| t.len > most) {
             let what = format!("{} bytes in one transfer, at most {most} are possible", long.len);
@@ -319,7 +322,8 @@ impl DmaEngine for ShmEngine {
         while queue.posted.fetch_add(1, Ordering::SeqCst) >= QUEUE_DEPTH {
             queue.posted.fetch_sub(1, Ordering::SeqCst);
             queue.was_full.store(true, Ordering::SeqCst);
-            // If it has emptied meanwhile, nobody might wake us any more; then there is room.
+            // If the queue has emptied meanwhile, the thread might not wake the caller. Then there
+            // is room.
             if queue.posted.load(Ordering::SeqCst) > QUEUE_DEPTH / 2 {
                 return Err(RejectedChain::Full(chain));
             }

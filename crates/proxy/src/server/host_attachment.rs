@@ -588,7 +588,8 @@ mod tests {
         assert!(descriptors.contains("was not offered"), "{descriptors}");
     }
 
-    /// A doorbell of before, heard late, once had the host carry out what an earlier run of the rings had left.
+    /// Regression test: a late doorbell once made the host execute an entry of an earlier use of
+    /// the rings.
     #[tokio::test]
     async fn rings_that_are_opened_again_hold_nothing_of_before() {
         let memory = HostMemory::new(MemoryLayout { ring_len: 64 << 10, data_len: 1 << 20 }).unwrap();

@@ -302,7 +302,7 @@ impl EngineWorker {
         self.port = None;
     }
 
-    /// Takes what the port has; `false` if that is nothing.
+    /// Handles the port's events and completions. Returns `false` if there were none.
     fn poll(&mut self) -> bool {
         let Some(port) = &self.port else { return false };
         let (mut events, mut completions) = (Vec::new(), Vec::new());
@@ -316,7 +316,9 @@ impl EngineWorker {
             return true;
         }
         let worked = !events.is_empty() || !completions.is_empty();
-        // A doorbell may have come together with the end of its connection, and events say better why that ended.
+        // Handle successful completions first: a doorbell may have arrived together with the end of
+        // its connection. Handle failed completions last: an event explains better why a connection
+        // ended.
         let (well, failed): (Vec<_>, Vec<_>) = completions.into_iter().partition(|c| c.result.is_ok());
         well.iter().for_each(|completion| self.completed(completion));
         events.into_iter().for_each(|event| self.happened(event));
@@ -354,7 +356,7 @@ impl EngineWorker {
         if peer.lanes.iter().all(|lane| lane.line.established)
             && let PeerState::Connecting(_, Some(reply)) = std::mem::replace(&mut peer.state, PeerState::Up)
         {
-            // Whoever asked may have given up; then the peer is being detached.
+            // The caller may have been cancelled; the peer is then being detached.
             let _ = reply.send(Ok(max));
         }
     }
@@ -395,7 +397,8 @@ impl EngineWorker {
         }
     }
 
-    /// Closes the connections to a peer, after which nothing of it touches memory, and fails its chains.
+    /// Closes the connections to a peer and fails the peer's chains. After that, none of its
+    /// transfers accesses memory.
     fn lose(&mut self, id: PeerId, why: &str, tell: Tell) {
         let Some(peer) = self.peers.get_mut(&id) else { return };
         let detached = peer.rung.is_detached();
@@ -408,7 +411,7 @@ impl EngineWorker {
         drop(lanes);
         tracing::debug!("peer {}: {why}", id.0);
         if let PeerState::Connecting(_, Some(reply)) = state {
-            // Whoever asked may have given up.
+            // The caller may have been cancelled; ignore the error.
             let _ = reply.send(Err(ChannelError::Refused(why.to_owned())));
             return;
         }
@@ -421,11 +424,12 @@ impl EngineWorker {
                 work.abandon(why, confirmed);
                 told = true;
             }
-            // What others await of this peer is confirmed already.
+            // The remaining chains await only writes of this peer that are already confirmed.
             flow.iter_mut().for_each(|work| work.awaits.retain(|(p, _)| *p != id));
         }
         if !told && tell == Tell::Always && !detached {
-            // Chains without a tag that were thought to be done, and doorbells of either side, may have got lost.
+            // Untagged chains that looked complete, and doorbells of both sides, may have been
+            // lost.
             let (now, why) = (Instant::now(), why.to_owned());
             let result = Err(ChainFailure { done: 0, why });
             self.shared.completions.push(crate::ChainCompletion {
@@ -438,7 +442,7 @@ impl EngineWorker {
         }
     }
 
-    /// Gives up every chain, and every peer with it.
+    /// Cancels all chains and closes the connections to all peers.
     fn reset(&mut self, why: &str, tell: Tell) {
         let peers: Vec<PeerId> = self.peers.keys().copied().collect();
         for peer in peers {
@@ -446,7 +450,8 @@ impl EngineWorker {
         }
         let mut forgotten = Vec::new();
         for queue in 0..QUEUES {
-            // With the peers gone, each chain that is taken up fails; those without a peer are no use either.
+            // A chain that was started fails with its peer. Cancel the chains without a peer as
+            // well.
             self.flows[queue].iter_mut().for_each(|work| work.abandon(why, 0));
             self.finish(queue);
             while let Some(item) = self.held[queue].take().or_else(|| self.shared.queues[queue].items.pop()) {
@@ -457,18 +462,18 @@ impl EngineWorker {
                         self.flows[queue].push(work);
                         self.finish(queue);
                     }
-                    // What was posted after the reset is not concerned.
+                    // The reset does not apply to items that were posted after it.
                     OfiItem::Reset => break,
                     item => forgotten.push(item),
                 }
             }
         }
-        // Commands may come with these, another reset among them.
+        // Handling these items may also take commands, among them another reset.
         forgotten.into_iter().for_each(|item| self.forget(item));
     }
 
-    /// Ends a region or a peer once this has come out of every queue. What made it was asked for before, but perhaps not seen
-    /// yet.
+    /// Ends a region or a peer once every queue has delivered its item. Takes commands first,
+    /// because the command that created the region or the peer may still be queued.
     fn forget(&mut self, item: OfiItem) {
         match item {
             OfiItem::Chain(_) | OfiItem::Reset => {}
@@ -497,7 +502,7 @@ fn register(port: &EngineDomain, arena: &Arc<Arena>) -> Option<MemoryRegion> {
     registered.inspect_err(|e| tracing::error!("DPU memory cannot be registered: {e}")).ok()
 }
 
-/// Endpoints are named by peer and queue.
+/// The token of an endpoint, made of peer and queue.
 fn token_of(peer: PeerId, queue: QueueId) -> u64 {
     u64::from(peer.0) << 8 | queue as u64
 }
