@@ -46,8 +46,9 @@ pub struct JoinedEngine {
 
 /// Runs all checks, each with a new engine.
 ///
-/// # Panics Panics if the engine violates the contract. A timeout's message and the backtrace
-/// contain the check's name.
+/// # Panics
+/// Panics if the engine violates the contract. A timeout's message and the backtrace contain the
+/// check's name.
 pub async fn run(attach: impl AsyncFn() -> JoinedEngine) {
     type Check = fn(Rig) -> Pin<Box<dyn Future<Output = ()>>>;
     let checks: [(&str, Check); 13] = [

@@ -59,7 +59,8 @@ impl ControlSocket {
 
     /// Writes as much as the socket accepts. Ready when everything is written.
     ///
-    /// # Errors Fails if the socket fails.
+    /// # Errors
+    /// Fails if the socket fails.
     pub fn poll_flush(&mut self, cx: &mut Context<'_>) -> Poll<Result<()>> {
         while !self.output.is_empty() {
             let slices: Vec<io::IoSlice<'_>> =
@@ -84,7 +85,8 @@ impl ControlSocket {
 
     /// Returns the next frame.
     ///
-    /// # Errors Fails if the socket failed or was closed, or if the peer sent invalid frames.
+    /// # Errors
+    /// Fails if the socket failed or was closed, or if the peer sent invalid frames.
     pub fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Result<ChannelEntry>> {
         loop {
             if let Some(frame) = self.take_frame()? {

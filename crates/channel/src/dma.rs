@@ -169,7 +169,8 @@ pub enum RejectedChain {
 pub trait Bell: Send {
     /// Takes the count of new bytes once it is not zero.
     ///
-    /// # Errors Fails if no more counts can arrive.
+    /// # Errors
+    /// Fails if no more counts can arrive.
     fn poll_wait(&self, cx: &mut Context<'_>) -> Poll<std::io::Result<u64>>;
 }
 
@@ -241,7 +242,8 @@ pub trait DmaEngine: Send + Sync {
 
     /// Registers memory of this process.
     ///
-    /// # Errors Fails if the engine has no room for another region.
+    /// # Errors
+    /// Fails if the engine has no room for another region.
     fn register_local(&self, arena: &Arc<Arena>) -> Result<DmaRegion>;
 
     /// How the engine reaches host memory. The osd asks the store for this kind of access.
@@ -257,21 +259,23 @@ pub trait DmaEngine: Send + Sync {
     /// within a tokio runtime, which then serves the doorbell. The engine limits the time that
     /// attaching takes. Dropping the future cancels it.
     ///
-    /// # Errors [`ChannelError::WrongMemoryAccess`]. Also fails if the memory is not sealed or has
-    /// another length, or if the peer cannot be reached.
+    /// # Errors
+    /// [`ChannelError::WrongMemoryAccess`]. Also fails if the memory is not sealed or has another
+    /// length, or if the peer cannot be reached.
     fn attach(&self, access: MemoryAccess, len: usize) -> BoxFuture<'_, Result<Joined>>;
 
     /// Registers part of a peer's memory. If the registration fails later, the chains that use it
     /// fail.
     ///
-    /// # Errors Fails if the range is outside the memory, or if the engine has no room for another
-    /// region.
+    /// # Errors
+    /// Fails if the range is outside the memory, or if the engine has no room for another region.
     fn register_peer(&self, peer: &EnginePeer, range: Range<usize>) -> Result<DmaRegion>;
 
     /// Queues a chain. The memory that the chain names must stay valid and unchanged until the
     /// chain completes.
     ///
-    /// # Errors See [`RejectedChain`].
+    /// # Errors
+    /// See [`RejectedChain`].
     fn post(&self, queue: QueueId, chain: Chain) -> std::result::Result<(), RejectedChain>;
 
     /// Appends new completions to `out`, and registers `cx` to be woken when there are more. Only

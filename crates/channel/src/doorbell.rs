@@ -22,7 +22,8 @@ pub struct Doorbell {
 impl Doorbell {
     /// Creates an eventfd for the two sides of a doorbell.
     ///
-    /// # Errors Fails if the process is out of file descriptors.
+    /// # Errors
+    /// Fails if the process is out of file descriptors.
     pub fn create() -> io::Result<OwnedFd> {
         Ok(rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)
     }
@@ -32,7 +33,8 @@ impl Doorbell {
     /// flag, so the peer can clear it later and fill the count. The next write then blocks, and
     /// Linux offers no write to an eventfd that avoids this.
     ///
-    /// # Errors [`ChannelError::Protocol`] if the descriptor is not an eventfd.
+    /// # Errors
+    /// [`ChannelError::Protocol`] if the descriptor is not an eventfd.
     pub(crate) fn of_peer(fd: OwnedFd) -> Result<OwnedFd> {
         let what = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()))?;
         if what.as_os_str() != "anon_inode:[eventfd]" {
@@ -45,7 +47,8 @@ impl Doorbell {
 
     /// Waits on `fd` in the current tokio runtime.
     ///
-    /// # Errors Fails if `fd` cannot be polled.
+    /// # Errors
+    /// Fails if `fd` cannot be polled.
     pub fn new(fd: OwnedFd) -> io::Result<Doorbell> {
         do_not_block(&fd)?;
         #[expect(
@@ -59,7 +62,8 @@ impl Doorbell {
     /// Adds `count` to the doorbell `fd`, which must be non-blocking. A doorbell that is already
     /// full needs no further count.
     ///
-    /// # Errors Fails if `fd` is not an eventfd.
+    /// # Errors
+    /// Fails if `fd` is not an eventfd.
     pub fn ring(fd: BorrowedFd<'_>, count: u64) -> io::Result<()> {
         match rustix::io::write(fd, &count.to_ne_bytes()) {
             Ok(8) | Err(rustix::io::Errno::AGAIN) => Ok(()),

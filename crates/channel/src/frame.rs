@@ -143,7 +143,8 @@ impl EntryHeader {
 
     /// Parses a header. [`verify`] checks the checksum later, together with the control data.
     ///
-    /// # Errors [`ChannelError::Protocol`] if the bytes are not a header.
+    /// # Errors
+    /// [`ChannelError::Protocol`] if the bytes are not a header.
     pub fn parse(bytes: &[u8; HEADER_LEN]) -> Result<EntryHeader> {
         if bytes[..4] != MAGIC || bytes[5] != 0 {
             return Err(ChannelError::protocol("an entry does not start with a header"));
@@ -171,7 +172,8 @@ impl EntryHeader {
 /// Verifies the checksum over header and control data, which are in one buffer, and over the
 /// payload if it is covered.
 ///
-/// # Errors [`ChannelError::Protocol`] if the checksum does not match.
+/// # Errors
+/// [`ChannelError::Protocol`] if the checksum does not match.
 fn verify(header: EntryHeader, sealed: &mut [u8], data: &[u8]) -> Result<()> {
     let stored = u32::from_le_bytes(sealed[CRC_AT..CRC_AT + 4].try_into().expect("four bytes"));
     sealed[CRC_AT..CRC_AT + 4].fill(0);

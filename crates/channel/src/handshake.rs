@@ -149,7 +149,8 @@ impl Socket {
     /// Prepares a TCP stream: it sends small frames at once. It fails within 20 s if the peer's
     /// machine has disappeared or accepts no data.
     ///
-    /// # Errors Fails if the stream is already closed.
+    /// # Errors
+    /// Fails if the stream is already closed.
     pub fn tcp(stream: TcpStream) -> io::Result<Socket> {
         use rustix::net::sockopt;
         stream.set_nodelay(true)?;
@@ -219,8 +220,9 @@ impl Socket {
 
 /// Opens an attachment from the osd's side.
 ///
-/// # Errors Fails if the store refuses, sends an invalid answer, or the socket fails. The caller
-/// sets a deadline.
+/// # Errors
+/// Fails if the store refuses, sends an invalid answer, or the socket fails. The caller sets a
+/// deadline.
 pub async fn join(
     mut socket: Socket,
     hello: &ChannelHello,
@@ -250,8 +252,9 @@ pub async fn join(
 /// carries descriptors, and returns the answer. A welcome that announces descriptors must come with
 /// them.
 ///
-/// # Errors Fails if the osd sends no valid hello, if `decide` refuses (the osd is told why), or if
-/// the socket fails. The caller sets a deadline.
+/// # Errors
+/// Fails if the osd sends no valid hello, if `decide` refuses (the osd is told why), or if the
+/// socket fails. The caller sets a deadline.
 pub async fn accept<S>(
     mut socket: Socket,
     decide: impl FnOnce(&ChannelHello, bool) -> Result<(ChannelWelcome, Option<MemoryFds>, S)>,

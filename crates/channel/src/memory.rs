@@ -32,7 +32,8 @@ pub struct MemoryLayout {
 impl MemoryLayout {
     /// Checks that the sizes are within the limits.
     ///
-    /// # Errors [`ChannelError::Refused`] with the reason.
+    /// # Errors
+    /// [`ChannelError::Refused`] with the reason.
     pub fn check(&self) -> Result<()> {
         let MemoryLayout { ring_len, data_len } = *self;
         let sensible =
@@ -108,7 +109,8 @@ pub struct DpuMemory {
 impl DpuMemory {
     /// Allocates DPU memory.
     ///
-    /// # Errors Fails if the sizes are invalid or the system lacks memory.
+    /// # Errors
+    /// Fails if the sizes are invalid or the system lacks memory.
     pub fn new(options: MemoryOptions) -> Result<DpuMemory> {
         options.layout.check()?;
         let MemoryOptions { pool_len, largest_buffer, .. } = options;
@@ -165,7 +167,8 @@ pub struct HostMemory {
 impl HostMemory {
     /// Allocates host memory.
     ///
-    /// # Errors Fails if the sizes are invalid or the system lacks memory.
+    /// # Errors
+    /// Fails if the sizes are invalid or the system lacks memory.
     pub fn new(layout: MemoryLayout) -> Result<HostMemory> {
         layout.check()?;
         let arena = Arena::shared("outboard-host", layout.len())?;

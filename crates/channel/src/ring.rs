@@ -42,7 +42,8 @@ impl Ring {
     /// The one or two ranges of memory that hold `len` bytes at `position`. The second range is
     /// empty unless the bytes wrap.
     ///
-    /// # Panics Panics if `len` exceeds the ring, because the ranges would overlap other memory.
+    /// # Panics
+    /// Panics if `len` exceeds the ring, because the ranges would overlap other memory.
     #[must_use]
     pub fn spans(&self, position: u64, len: usize) -> [Range<usize>; 2] {
         assert!(len <= self.len, "{len} bytes in a ring of {}", self.len);
@@ -53,8 +54,9 @@ impl Ring {
 
     /// Writes `parts`, one after the other, at `position`.
     ///
-    /// # Panics Panics if the ring is outside the memory, or if the parts are longer than the ring.
-    /// Both are bugs of the caller.
+    /// # Panics
+    /// Panics if the ring is outside the memory, or if the parts are longer than the ring. Both are
+    /// bugs of the caller.
     pub fn write(&self, memory: &Arena, position: u64, parts: &[&[u8]]) {
         let whole: usize = parts.iter().map(|part| part.len()).sum();
         assert!(whole <= self.len, "an entry of {whole} bytes in a ring of {}", self.len);
@@ -74,7 +76,8 @@ impl Ring {
     /// memory. `available` is the number of bytes that the doorbell has announced from `position`
     /// on.
     ///
-    /// # Errors [`ChannelError::Protocol`] if there is no valid entry.
+    /// # Errors
+    /// [`ChannelError::Protocol`] if there is no valid entry.
     pub fn read(&self, memory: &Arena, position: u64, available: usize) -> Result<ChannelEntry> {
         let mut head = [0; HEADER_LEN];
         let available = available.min(self.len);

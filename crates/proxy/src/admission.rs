@@ -27,7 +27,8 @@ impl<T> Admission<T> {
     /// Accepts a call that follows transaction `after`. Returns the calls that can now be handed to
     /// the store, in order.
     ///
-    /// # Errors Returns the call if it is a transaction whose number was used before.
+    /// # Errors
+    /// Returns the call if it is a transaction whose number was used before.
     pub(crate) fn offer(&mut self, after: u64, is_transaction: bool, call: T) -> Result<Vec<T>, T> {
         if !is_transaction {
             if after <= self.admitted {

@@ -60,7 +60,8 @@ impl Attachment {
     /// tasks run on the current tokio runtime. Use the runtime of the OSD's shard, so that a reply
     /// wakes the thread that waits for it.
     ///
-    /// # Errors Fails if memory cannot be allocated, or if no store answered in time.
+    /// # Errors
+    /// Fails if memory cannot be allocated, or if no store answered in time.
     pub async fn connect(
         endpoint: StoreEndpoint,
         options: AttachmentOptions,
@@ -104,7 +105,8 @@ impl Attachment {
 
     /// The store of target `index`.
     ///
-    /// # Panics Panics if the target does not exist.
+    /// # Panics
+    /// Panics if the target does not exist.
     #[must_use]
     pub fn store(&self, index: usize) -> Arc<ProxyStore> {
         assert!(index < self.targets().len(), "there is no target {index}");

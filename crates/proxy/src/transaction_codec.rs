@@ -50,8 +50,8 @@ const SPLIT_COLLECTION: u8 = 21;
 /// Encodes a transaction. Each payload starts at a multiple of `align` in the data section.
 /// `stage_id` translates the numbers of stages.
 ///
-/// # Errors Fails if `stage_id` fails, if this version cannot express an op, or if there are too
-/// many ops.
+/// # Errors
+/// Fails if `stage_id` fails, if this version cannot express an op, or if there are too many ops.
 pub(crate) fn encode(
     transaction: &Transaction,
     align: usize,
@@ -218,8 +218,8 @@ impl TransactionEncoder {
 
 /// Decodes a transaction whose data section is `data`, without copying.
 ///
-/// # Errors [`StoreError::InvalidArgument`] if `control` does not have the form that [`encode`]
-/// produces.
+/// # Errors
+/// [`StoreError::InvalidArgument`] if `control` does not have the form that [`encode`] produces.
 pub(crate) fn decode(control: Bytes, data: &Bytes) -> Result<Transaction> {
     let mut input = TransactionDecoder { control, data };
     let collection = CollectionId::new(input.bytes()?)?;

@@ -65,7 +65,8 @@ impl DoorbellCredits {
     /// Handles a received message whose receive was posted again. Returns the doorbell's count, or
     /// 0.
     ///
-    /// # Errors Fails if the message is invalid.
+    /// # Errors
+    /// Fails if the message is invalid.
     pub(super) fn received(&mut self, message: &[u8]) -> Result<u64> {
         let Ok(bytes) = <[u8; MESSAGE]>::try_from(message) else {
             return Err(ChannelError::protocol(format!("a doorbell of {} bytes", message.len())));

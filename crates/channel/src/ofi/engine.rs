@@ -70,7 +70,8 @@ pub struct OfiEngine {
 impl OfiEngine {
     /// Loads libfabric and starts the engine's thread.
     ///
-    /// # Errors Fails if libfabric is missing, or if the system cannot start another thread.
+    /// # Errors
+    /// Fails if libfabric is missing, or if the system cannot start another thread.
     pub fn start(options: OfiOptions) -> Result<Arc<OfiEngine>> {
         let library = Library::load()?;
         let configured_max = options.max_transfer.max(LEAST_MAX_TRANSFER);

@@ -105,8 +105,9 @@ pub struct OfiGrant {
 impl OfiHost {
     /// Loads libfabric, listens, and starts the thread.
     ///
-    /// # Errors Fails if libfabric or the provider is missing, or if the address is in use or does
-    /// not belong to this machine.
+    /// # Errors
+    /// Fails if libfabric or the provider is missing, or if the address is in use or does not
+    /// belong to this machine.
     pub fn start(options: OfiHostOptions) -> Result<OfiHost> {
         let OfiHostOptions { provider, address, attachments, spin, faults } = options;
         let info = query(Library::load()?, &provider, EndpointAddress::Listen(address))?;
@@ -150,8 +151,9 @@ impl OfiHost {
 
     /// Grants `memory` to the one attachment that gets the offer.
     ///
-    /// # Errors Fails if the host [does not serve](Self::is_running), if the memory cannot be
-    /// registered, or if the process is out of file descriptors.
+    /// # Errors
+    /// Fails if the host [does not serve](Self::is_running), if the memory cannot be registered, or
+    /// if the process is out of file descriptors.
     pub fn grant(&self, memory: &Arc<Arena>) -> Result<OfiGrant> {
         let region = MemoryRegion::register(&self.domain, memory, Access::Remote)?;
         let (host_doorbell, osd_doorbell) = (Doorbell::create()?, Doorbell::create()?);
@@ -185,7 +187,8 @@ impl OfiGrant {
     /// reaches the memory. The call blocks until the host's thread has finished, usually far less
     /// than a millisecond. It does not block if the host's device has failed.
     ///
-    /// # Errors Fails if this takes more than a second.
+    /// # Errors
+    /// Fails if this takes more than a second.
     pub fn revoke(self) -> Result<()> {
         let (done, answer) = mpsc::sync_channel(1);
         self.host.send(HostCommand::Revoke(self.id, Some(done)));

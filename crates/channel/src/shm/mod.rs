@@ -156,7 +156,8 @@ enum ShmCommand {
 impl ShmEngine {
     /// Starts an engine and its thread.
     ///
-    /// # Errors Fails if the system cannot start another thread.
+    /// # Errors
+    /// Fails if the system cannot start another thread.
     pub fn start(options: ShmOptions) -> Result<Arc<ShmEngine>> {
         let configured_max = options.max_transfer.clamp(LEAST_MAX_TRANSFER, MAX_TRANSFER);
         let shared = Arc::new(Shared {

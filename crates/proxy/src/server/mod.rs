@@ -67,7 +67,8 @@ pub enum StoreListener {
 impl StoreListener {
     /// Listens at `path`, and replaces a socket that a dead process left there.
     ///
-    /// # Errors Fails if the path cannot be bound.
+    /// # Errors
+    /// Fails if the path cannot be bound.
     pub fn unix(path: &Path) -> std::io::Result<StoreListener> {
         match std::fs::remove_file(path) {
             Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(e),
@@ -147,7 +148,8 @@ pub struct Server {
 impl Server {
     /// Starts to serve `targets`.
     ///
-    /// # Errors Fails if the listener cannot be polled or the thread cannot be started.
+    /// # Errors
+    /// Fails if the listener cannot be polled or the thread cannot be started.
     pub fn serve(
         listener: StoreListener,
         targets: Vec<ServedTarget>,
@@ -161,7 +163,8 @@ impl Server {
     /// stores are unmounted or dropped, even after the server has stopped. The future of `beside`
     /// also runs on this thread, until it completes or the server stops.
     ///
-    /// # Errors Fails if the listener cannot be polled or the thread cannot be started.
+    /// # Errors
+    /// Fails if the listener cannot be polled or the thread cannot be started.
     pub fn serve_and_drive<F>(
         listener: StoreListener,
         targets: Vec<ServedTarget>,

@@ -24,7 +24,8 @@ impl OfiHostSource {
     /// first call loads libfabric and opens the device, which may take a moment. So does the first
     /// call after a failure of the device.
     ///
-    /// # Errors Says why there is no host and what to do. The osd's status shows this text.
+    /// # Errors
+    /// Says why there is no host and what to do. The osd's status shows this text.
     pub(super) fn host(&self, provider: &str) -> Result<Rc<OfiHost>, String> {
         let Some(options) = &self.options else {
             return Err("this store offers no memory by libfabric; give it an address to listen at, or have the osd use the \
