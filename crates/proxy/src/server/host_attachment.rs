@@ -51,7 +51,8 @@ pub(super) enum Reached {
     Offer { offers: Rc<OfiHostSource>, provider: String, grant: Option<OfiGrant> },
 }
 
-/// How the osd is to reach memory; the host's doorbell; what it is told; what is sent with that.
+/// The access that the osd gets, and the host's doorbell; the answer for the welcome; the
+/// descriptors to send with it.
 type OpenedMemory = ((Reached, OwnedFd), MemoryAnswer, Option<MemoryFds>);
 
 impl Reached {
