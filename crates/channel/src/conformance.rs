@@ -1,7 +1,7 @@
-//! What every [`DmaEngine`] must do, as a suite that each one runs.
+//! The conformance suite that every [`DmaEngine`] must pass.
 //!
-//! [`run`] calls one check after the other, each with an engine that has just been attached. Checks panic when the
-//! engine does something else than the contract says.
+//! [`run`] calls one check after the other, each with a newly attached engine. A check panics if
+//! the engine violates the contract.
 
 use std::any::Any;
 use std::future::poll_fn;
@@ -18,36 +18,37 @@ use crate::{
     RejectedChain, Transfer, URGENT,
 };
 
-/// Length of the memory on either side, in bytes.
+/// Length of each side's memory, in bytes.
 pub const LEN: usize = 8 << 20;
 
-/// Nothing here takes that long.
+/// Time limit of any wait in a check.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// A queue for payload.
 const BULK: QueueId = 1;
 
-/// An engine that is attached to a peer, and the peer's end.
+/// An engine that is attached to a peer, with the peer's end.
 pub struct JoinedEngine {
     /// The engine.
     pub engine: Arc<dyn DmaEngine>,
-    /// What it is attached to.
+    /// The peer.
     pub peer: EnginePeer,
-    /// What the peer rings.
+    /// The doorbell on which the peer reports bytes.
     pub bell: Box<dyn Bell>,
     /// The peer's memory, [`LEN`] bytes.
     pub there: Arc<Arena>,
-    /// The eventfd in which the peer finds what the engine has rung.
+    /// The eventfd that counts what the engine has rung.
     pub host_doorbell: OwnedFd,
     /// The eventfd that the peer rings.
     pub osd_doorbell: OwnedFd,
-    /// Whatever must live as long.
+    /// Objects that must live as long as the attachment.
     pub keep: Box<dyn Any>,
 }
 
-/// Runs all checks, with a fresh engine for each.
+/// Runs all checks, each with a new engine.
 ///
 /// # Panics
-/// If the engine breaks the contract. The check's name is in the message of a timeout, and in the backtrace.
+/// Panics if the engine violates the contract. A timeout's message and the backtrace contain the
+/// check's name.
 pub async fn run(attach: impl AsyncFn() -> JoinedEngine) {
     type Check = fn(Rig) -> Pin<Box<dyn Future<Output = ()>>>;
     let checks: [(&str, Check); 13] = [
@@ -132,7 +133,7 @@ impl Rig {
         tokio::time::timeout(PATIENCE, rung).await.expect("the doorbell").unwrap()
     }
 
-    /// Takes `count` from the host's doorbell, in as many portions as it comes.
+    /// Waits until the host's doorbell has counted `count` in total, in any number of steps.
     async fn rung_in_all(&self, count: u64) {
         let mut sum = 0;
         while sum < count {
@@ -191,7 +192,7 @@ async fn bytes_arrive_before_the_doorbell(rig: Rig) {
 }
 
 async fn doorbells_add_up(rig: Rig) {
-    // Nobody listens meanwhile, on either side.
+    // No task waits on either doorbell meanwhile.
     for i in 0..500 {
         let chain = Chain { transfers: vec![rig.send(i * 64, 64)], ring: Some((rig.peer.id, 3)), tag: None };
         rig.engine.post(URGENT, chain).unwrap();
@@ -204,7 +205,7 @@ async fn doorbells_add_up(rig: Rig) {
         sum += tokio::time::timeout(PATIENCE, rung).await.expect("the bell").unwrap();
     }
     assert_eq!(sum, 1000);
-    // One at a time, back and forth.
+    // Ring one doorbell at a time, in alternating directions.
     for _ in 0..100 {
         let ring = Chain { ring: Some((rig.peer.id, 1)), ..Chain::default() };
         rig.engine.post(URGENT, ring).unwrap();
@@ -231,7 +232,7 @@ async fn the_impossible_is_refused(rig: Rig) {
 async fn a_failure_ends_its_chain(rig: Rig) {
     fill(&rig.here, 9);
     let transfers = vec![rig.send(LEN - 5, 10), rig.send(0, 10)];
-    // Without a tag it is heard of all the same.
+    // A failure is reported even for a chain without a tag.
     rig.engine.post(BULK, Chain { transfers, ring: Some((rig.peer.id, 64)), tag: None }).unwrap();
     let done = rig.completions(1).await;
     let failed = done[0].result.as_ref().unwrap_err();
@@ -257,10 +258,10 @@ async fn a_queue_is_in_order(rig: Rig) {
         let bytes = fill(&rig.here, round);
         assert!(rig.there.copy_in(0, &[0xee; 4096]));
         let half = LEN / 2;
-        // What was there, what is written over it, what is there then.
+        // Fetch the old bytes, overwrite them, and fetch the new bytes.
         rig.post(BULK, vec![rig.fetch(0, half, 4096)], 1);
         rig.post(BULK, vec![rig.send(0, 4096), rig.fetch(0, half + 4096, 4096)], 2);
-        // Reads into what was sent before, and sends what was read before.
+        // Overwrite memory that was sent before, and send memory that was fetched before.
         let back = rig.transfer(&rig.local, half, &rig.host, 8192, 4096);
         rig.post(BULK, vec![rig.fetch(half, 0, 4096), back], 3);
         let done = rig.completions(3).await;
@@ -320,7 +321,7 @@ async fn regions_that_end_at_once_leave_nothing(rig: Rig) {
 
 async fn a_full_queue_tells_when_there_is_room(rig: Rig) {
     let (mut full, mut posted) = (0, 0);
-    // Each takes a while, so that they pile up.
+    // Each chain takes some time, so the queue fills up.
     while posted < 2 * rig.engine.queue_depth() {
         let chain = Chain { transfers: vec![rig.send(0, 256 << 10)], ..Chain::default() };
         match rig.engine.post(BULK, chain) {
@@ -356,7 +357,8 @@ async fn a_reset_gives_up_what_is_posted(rig: Rig) {
     fill(&rig.there, 3);
     let len = rig.engine.max_transfer();
     let mut given_up = false;
-    // Should this thread be held up for long, all may be done before the reset; not every time.
+    // If this thread is delayed for long, all chains may complete before the reset. Repeat the test
+    // until the reset cancels a chain.
     for _ in 0..10 {
         for tag in 1..=200 {
             rig.post(BULK + tag as usize % 2, vec![rig.fetch(0, 0, len)], tag);

@@ -1,6 +1,7 @@
 //! The control socket: frames over a UNIX or TCP stream.
 //!
-//! A frame is what a ring's entry is, only longer: see [`crate::EntryHeader`]. Polled by the one task that owns it.
+//! A frame has the format of a ring entry, but may be longer: see [`crate::EntryHeader`]. The one
+//! task that owns the socket polls it.
 
 use std::collections::VecDeque;
 use std::io;
@@ -13,12 +14,12 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite};
 use crate::frame::ChannelEntry;
 use crate::{ChannelError, EntryHeader, HEADER_LEN, Result};
 
-/// Longest frame, in bytes.
+/// Maximum length of a frame, in bytes.
 pub const MAX_FRAME: usize = 32 << 20;
-/// What one read asks for at least, in bytes. Memory for a long frame is taken only as it arrives.
+/// Minimum length of a read, in bytes. The buffer of a long frame grows only as data arrives.
 const READ_STEP: usize = 64 << 10;
 
-/// A byte stream of either kind.
+/// A UNIX or TCP byte stream.
 pub(crate) trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
 
@@ -36,8 +37,8 @@ impl ControlSocket {
         ControlSocket { stream, input: BytesMut::new(), output: VecDeque::new(), unsent: 0 }
     }
 
-    /// Puts a frame behind those to be written; [`poll_flush`](Self::poll_flush) writes it. The payload is `data`, one
-    /// piece after the other.
+    /// Queues a frame; [`poll_flush`](Self::poll_flush) writes it. `data` contains the pieces of
+    /// the payload, in order.
     pub fn push(&mut self, header: EntryHeader, control: &[u8], data: impl IntoIterator<Item = Bytes>) {
         let at = self.output.len();
         self.output.push_back(Bytes::new());
@@ -48,17 +49,18 @@ impl ControlSocket {
         self.unsent += self.output[at].len() + data_len;
     }
 
-    /// Bytes of frames that were pushed and that the socket has not taken yet. What a peer asks for that does not read grows
-    /// without bound, unless whoever answers stops to take its frames meanwhile.
+    /// Bytes of queued frames that the socket has not accepted yet. A peer that sends requests and
+    /// reads no replies makes this grow without bound. The caller must then stop taking the peer's
+    /// frames.
     #[must_use]
     pub fn unsent(&self) -> usize {
         self.unsent
     }
 
-    /// Writes as much as the socket takes. Ready when all is written.
+    /// Writes as much as the socket accepts. Ready when everything is written.
     ///
     /// # Errors
-    /// If the socket failed.
+    /// Fails if the socket fails.
     pub fn poll_flush(&mut self, cx: &mut Context<'_>) -> Poll<Result<()>> {
         while !self.output.is_empty() {
             let slices: Vec<io::IoSlice<'_>> =
@@ -81,17 +83,17 @@ impl ControlSocket {
         Poll::Ready(Ok(()))
     }
 
-    /// The next frame.
+    /// Returns the next frame.
     ///
     /// # Errors
-    /// If the socket failed or was closed, or the peer sent something else than frames.
+    /// Fails if the socket failed or was closed, or if the peer sent invalid frames.
     pub fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Result<ChannelEntry>> {
         loop {
             if let Some(frame) = self.take_frame()? {
                 return Poll::Ready(Ok(frame));
             }
             self.input.reserve(READ_STEP);
-            // Cancel safe, so it may be dropped whenever it is not ready.
+            // `read_buf` is cancel safe, so the future may be dropped while it is not ready.
             let read = pin!(self.stream.read_buf(&mut self.input));
             if ready!(read.poll(cx))? == 0 {
                 return Poll::Ready(Err(io::Error::from(io::ErrorKind::UnexpectedEof).into()));
@@ -113,7 +115,8 @@ impl ControlSocket {
         }
         let sealed = self.input.split_to(header.sealed_len()).to_vec();
         let payload = self.input.split_to(header.data_len as usize);
-        // Long payload is taken as it lies; a short one would keep the whole read buffer.
+        // A long payload is not copied. A short payload is copied, because a slice of the read
+        // buffer would keep the whole buffer alive.
         let payload =
             if payload.len() >= READ_STEP { payload.freeze() } else { Bytes::copy_from_slice(&payload) };
         ChannelEntry::from_parts(header, sealed, payload).map(Some)

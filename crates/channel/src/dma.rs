@@ -10,11 +10,11 @@ use futures::future::BoxFuture;
 
 use crate::{ChannelError, MemoryAccess, Reach, Result};
 
-/// Number of a registered region. Only the engine that gave it knows what memory it stands for.
+/// Number of a registered region. Only the engine that assigned the number knows its memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RegionId(pub u32);
 
-/// Runs when it is dropped.
+/// Runs a closure when it is dropped.
 pub struct OnDrop(Option<Box<dyn FnOnce() + Send + Sync>>);
 
 impl OnDrop {
@@ -39,7 +39,8 @@ impl std::fmt::Debug for OnDrop {
     }
 }
 
-/// Memory that an engine may read and write; unregistered when dropped, after the chains posted before.
+/// Memory that an engine may read and write. Dropping the region unregisters it, after all chains
+/// that were posted before.
 #[derive(Debug)]
 pub struct DmaRegion {
     id: RegionId,
@@ -48,13 +49,13 @@ pub struct DmaRegion {
 }
 
 impl DmaRegion {
-    /// For engines: a region whose registration ends with `unregister`.
+    /// Creates a region whose registration ends with `unregister`. For engines.
     #[must_use]
     pub fn new(id: RegionId, len: usize, unregister: OnDrop) -> DmaRegion {
         DmaRegion { id, len, _unregister: unregister }
     }
 
-    /// Its number.
+    /// The region's number.
     #[must_use]
     pub fn id(&self) -> RegionId {
         self.id
@@ -73,21 +74,21 @@ impl DmaRegion {
     }
 }
 
-/// A place in a region.
+/// A location in a region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DmaAddress {
     /// The region.
     pub region: RegionId,
-    /// Bytes from its start.
+    /// Offset from the region's start, in bytes.
     pub offset: usize,
 }
 
 /// One copy of `len` bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Transfer {
-    /// From where.
+    /// The source.
     pub src: DmaAddress,
-    /// To where.
+    /// The destination.
     pub dst: DmaAddress,
     /// Number of bytes, at most the engine's [`max_transfer`](DmaEngine::max_transfer).
     pub len: usize,
@@ -96,111 +97,116 @@ pub struct Transfer {
 /// Number of a queue of an engine. Queue [`URGENT`] is for short chains.
 pub type QueueId = usize;
 
-/// The queue of short chains: entries of rings and what fetches them. An engine whose queues share one device of its own
-/// (`shm`) takes it before the others; where each has a connection of its own (`ofi`), it is one like the others.
+/// The queue for short chains: ring entries and the fetches of entries. If all queues share one
+/// device (`shm`), the engine serves this queue before the others. If each queue has its own
+/// connection (`ofi`), all queues are equal.
 pub const URGENT: QueueId = 0;
 
-/// Transfers that are carried out one after the other, then a doorbell, then a completion. The first failure ends the
-/// chain: nothing after it happens but the completion. The chains of one queue are carried out in the order posted, so
-/// an empty one is a fence; chains of different queues in any order.
+/// Transfers that are performed in order, then a doorbell, then a completion. The first failure
+/// ends the chain: the engine skips the rest and reports the completion. The chains of one queue
+/// run in the order in which they were posted, so an empty chain is a fence. Chains of different
+/// queues run in any order.
 #[derive(Debug, Clone, Default)]
 pub struct Chain {
-    /// The copies.
+    /// The transfers.
     pub transfers: Vec<Transfer>,
-    /// The peer's doorbell, rung after the last copy with this count. An engine may ring once for several chains.
+    /// The peer's doorbell and the count to add to it after the last transfer. An engine may ring
+    /// once for several chains.
     pub ring: Option<(PeerId, u64)>,
-    /// Wanted in the completion. Without a tag there is a completion only if the chain fails, with tag 0.
+    /// Returned in the completion. A chain without a tag has a completion only if it fails, with
+    /// tag 0.
     pub tag: Option<u64>,
 }
 
 impl Chain {
-    /// Bytes of all its transfers.
+    /// Total length of all transfers, in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.transfers.iter().map(|t| t.len).sum()
     }
 
-    /// Whether it moves nothing: a fence.
+    /// Whether the chain has nothing to move, as a fence.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.transfers.is_empty()
     }
 }
 
-/// The end of a chain.
+/// The completion of a chain.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChainCompletion {
     /// The chain's tag.
     pub tag: u64,
-    /// Why it failed, if it did.
+    /// Why the chain failed, if it did.
     pub result: Result<(), ChainFailure>,
-    /// When its first transfer began. Until then it waited.
+    /// When the chain's first transfer began. Before that, the chain waited.
     pub started: Instant,
-    /// When its last transfer ended.
+    /// When the chain's last transfer ended.
     pub finished: Instant,
 }
 
-/// A chain that was not carried out to its end.
+/// A chain that failed before its end.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("a DMA transfer failed: {why}")]
 pub struct ChainFailure {
-    /// So many of its transfers were done before, and stay done.
+    /// Number of transfers that were complete before the failure. They remain in effect.
     pub done: usize,
-    /// What went wrong.
+    /// The cause.
     pub why: String,
 }
 
-/// A chain that was not taken.
+/// A chain that the engine did not accept.
 #[derive(Debug)]
 pub enum RejectedChain {
-    /// The queue is full. The waker of [`DmaEngine::poll_completions`] is woken when there is room again.
+    /// The queue is full. The engine wakes the waker of [`DmaEngine::poll_completions`] when there
+    /// is room again.
     Full(Chain),
-    /// The chain asks for something impossible.
+    /// The chain is invalid.
     Refused(ChannelError),
 }
 
-/// Tells of bytes put into a ring. Waited for by one task.
+/// Reports bytes that were put into a ring. Only one task may wait for it.
 pub trait Bell: Send {
-    /// Takes the count of new bytes, once it is not zero.
+    /// Takes the count of new bytes once it is not zero.
     ///
     /// # Errors
-    /// If nothing can come any more.
+    /// Fails if no more counts can arrive.
     fn poll_wait(&self, cx: &mut Context<'_>) -> Poll<std::io::Result<u64>>;
 }
 
-/// Number of a peer that an engine is attached to.
+/// Number of a peer that the engine is attached to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PeerId(pub u32);
 
-/// A store's process that an engine is attached to. When it is dropped, the engine forgets the peer after the chains
-/// posted before.
+/// A store's process that an engine is attached to. Dropping it detaches the peer, after all chains
+/// that were posted before.
 pub struct EnginePeer {
-    /// Its number.
+    /// The peer's number.
     pub id: PeerId,
-    /// Length of its memory, in bytes.
+    /// Length of the peer's memory, in bytes.
     pub len: usize,
-    /// Detaches.
+    /// Detaches the peer when dropped.
     pub detach: OnDrop,
 }
 
-/// Settings of an engine that can be changed while it runs; `None` leaves one as it is.
+/// Settings of an engine that can change while it runs. `None` keeps the current value.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct EngineTuning {
-    /// Longest single transfer, in bytes. The device's own limit holds in any case.
+    /// Maximum length of a transfer, in bytes. The device's own limit still applies.
     pub max_transfer: Option<usize>,
-    /// How long software that waits for the device looks for completions before it sleeps.
+    /// How long software polls for the device's completions before it sleeps.
     pub spin: Option<Duration>,
 }
 
-/// A peer, and the bell that it rings.
+/// A peer, and the doorbell on which it reports bytes.
 pub type Joined = (EnginePeer, Box<dyn Bell>);
 
-/// What an engine has done since its start.
+/// Counters of an engine since its start.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counters {
     /// Bytes copied.
     pub bytes: u64,
-    /// Copies made.
+    /// Transfers made.
     pub transfers: u64,
     /// Doorbells rung.
     pub doorbells: u64,
@@ -208,72 +214,81 @@ pub struct Counters {
     pub failed: u64,
 }
 
-/// Moves bytes between DPU memory and host memory. The osd's process owns it.
+/// Moves bytes between DPU memory and host memory. The osd's process owns the engine.
 ///
-/// Peer memory comes as a descriptor, and what is got for it is a number: no caller can reach the memory but by posting
-/// transfers. All methods may be called from any thread and do not block.
+/// A peer's memory arrives as a descriptor or an offer, and the caller gets only a number for it.
+/// The only access to that memory is to post transfers. All methods may be called from any thread,
+/// and none of them blocks.
 pub trait DmaEngine: Send + Sync {
-    /// For people and metrics, e.g. `shm`.
+    /// The engine's name for people and metrics, e.g. `shm`.
     fn name(&self) -> &str;
 
-    /// Whether CPU time of this machine stands for hardware.
+    /// Whether CPU time of this machine replaces hardware.
     fn is_emulated(&self) -> bool;
 
-    /// Longest single transfer, in bytes.
+    /// Maximum length of a transfer, in bytes.
     fn max_transfer(&self) -> usize;
 
-    /// Number of queues, at least one. Chains in one do not wait for those in another, but for the transfer that is
-    /// being made.
+    /// Number of queues, at least one. A chain never waits for a whole chain of another queue, at
+    /// most for its current transfer.
     fn queues(&self) -> usize;
 
-    /// Most chains that can be posted to one queue and not completed.
+    /// Maximum number of chains per queue that are posted and not complete.
     fn queue_depth(&self) -> usize;
 
-    /// Time that a chain of payload takes whatever its length. Where it is not zero, longer chains are better.
+    /// Fixed time that each chain of payload costs, regardless of its length. If it is not zero,
+    /// longer chains are better.
     fn setup_cost(&self) -> Duration;
 
     /// Registers memory of this process.
     ///
     /// # Errors
-    /// If the engine has no room for it.
+    /// Fails if the engine has no room for another region.
     fn register_local(&self, arena: &Arc<Arena>) -> Result<DmaRegion>;
 
-    /// How it reaches host memory: what a store's process is asked for.
+    /// How the engine reaches host memory. The osd asks the store for this kind of access.
     fn reach(&self) -> Reach;
 
-    /// Whether a peer's memory must be offered and attached anew before it is used again after a failure: only the end of the
-    /// old offer makes sure that nothing arrives late from before.
+    /// Whether a peer must make a new offer and the engine must attach again after a failure. For
+    /// such an engine, only the end of the old offer guarantees that no earlier transfer arrives
+    /// late.
     fn attaches_anew(&self) -> bool;
 
-    /// Joins a store's process by what that process sent: `len` bytes of memory and two doorbells. Also gives the bell
-    /// that the peer rings. Awaited within a tokio runtime, which serves the bell; it ends in the time that the engine has
-    /// for it. Dropping the future gives up.
+    /// Attaches to a store's process, through the access that the process sent: `len` bytes of
+    /// memory and two doorbells. Also returns the doorbell that the peer rings. Await the future
+    /// within a tokio runtime, which then serves the doorbell. The engine limits the time that
+    /// attaching takes. Dropping the future cancels it.
     ///
     /// # Errors
-    /// [`ChannelError::WrongMemoryAccess`]; or if the memory is not sealed or not of that length, or the peer cannot be reached.
+    /// [`ChannelError::WrongMemoryAccess`]. Also fails if the memory is not sealed or has another
+    /// length, or if the peer cannot be reached.
     fn attach(&self, access: MemoryAccess, len: usize) -> BoxFuture<'_, Result<Joined>>;
 
-    /// Registers part of a peer's memory. What fails later on, fails the chains that use it.
+    /// Registers part of a peer's memory. If the registration fails later, the chains that use it
+    /// fail.
     ///
     /// # Errors
-    /// If the range is not inside the memory, or the engine has no room for it.
+    /// Fails if the range is outside the memory, or if the engine has no room for another region.
     fn register_peer(&self, peer: &EnginePeer, range: Range<usize>) -> Result<DmaRegion>;
 
-    /// Queues a chain. The memory it names must stay as it is until the chain has completed.
+    /// Queues a chain. The memory that the chain names must stay valid and unchanged until the
+    /// chain completes.
     ///
     /// # Errors
     /// See [`RejectedChain`].
     fn post(&self, queue: QueueId, chain: Chain) -> std::result::Result<(), RejectedChain>;
 
-    /// Moves what has completed to `out` and arranges for `cx` to be woken when there is more. One caller at a time.
+    /// Appends new completions to `out`, and registers `cx` to be woken when there are more. Only
+    /// one caller at a time.
     fn poll_completions(&self, cx: &mut Context<'_>, out: &mut Vec<ChainCompletion>);
 
-    /// Changes settings while it runs.
+    /// Changes settings of the running engine.
     fn tune(&self, tuning: EngineTuning);
 
-    /// Gives up all chains that are not completed: they complete as failed, and none of them touches memory after that.
+    /// Cancels all incomplete chains. They complete as failed, and none of them accesses memory
+    /// after that.
     fn reset(&self);
 
-    /// What was done so far.
+    /// The engine's counters.
     fn counters(&self) -> Counters;
 }

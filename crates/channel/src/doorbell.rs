@@ -1,7 +1,8 @@
 //! Doorbells: eventfds that count bytes of ring entries.
 //!
-//! A doorbell that a peer made is checked when it comes ([`Doorbell::of_peer`]): writing to anything else than an eventfd that
-//! does not block might block the thread of the engine for as long as the peer likes.
+//! [`Doorbell::of_peer`] checks a doorbell that a peer created. A write to another kind of
+//! descriptor, or to a blocking eventfd, could block the engine's thread for as long as the peer
+//! likes.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -12,27 +13,28 @@ use tokio::io::unix::AsyncFd;
 
 use crate::{Bell, ChannelError, Result};
 
-/// An eventfd. Ringing adds to its count, waiting takes the count and sets it to zero.
+/// An eventfd. Ringing adds to its count. Waiting takes the count and resets it to zero.
 #[derive(Debug)]
 pub struct Doorbell {
     fd: AsyncFd<OwnedFd>,
 }
 
 impl Doorbell {
-    /// A new eventfd, to be handed to whoever rings or waits.
+    /// Creates an eventfd for the two sides of a doorbell.
     ///
     /// # Errors
-    /// If the process is out of file descriptors.
+    /// Fails if the process is out of file descriptors.
     pub fn create() -> io::Result<OwnedFd> {
         Ok(rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)
     }
 
-    /// A doorbell that came from a peer, made not to block. That keeps out what blocks by mistake or by what it is. The flag
-    /// belongs to both sides, though: a peer that takes it back later and fills the count up to its end still holds up whoever
-    /// rings, and Linux has no write to an eventfd that could not be held up so.
+    /// Checks a peer's doorbell and makes it non-blocking. This rejects other kinds of descriptors
+    /// and prevents accidental blocking. It cannot stop a malicious peer: both sides share the
+    /// flag, so the peer can clear it later and fill the count. The next write then blocks, and
+    /// Linux offers no write to an eventfd that avoids this.
     ///
     /// # Errors
-    /// [`ChannelError::Protocol`] if it is no eventfd.
+    /// [`ChannelError::Protocol`] if the descriptor is not an eventfd.
     pub(crate) fn of_peer(fd: OwnedFd) -> Result<OwnedFd> {
         let what = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()))?;
         if what.as_os_str() != "anon_inode:[eventfd]" {
@@ -46,7 +48,7 @@ impl Doorbell {
     /// Waits on `fd` in the current tokio runtime.
     ///
     /// # Errors
-    /// If `fd` cannot be polled.
+    /// Fails if `fd` cannot be polled.
     pub fn new(fd: OwnedFd) -> io::Result<Doorbell> {
         do_not_block(&fd)?;
         #[expect(
@@ -57,10 +59,11 @@ impl Doorbell {
         Ok(Doorbell { fd })
     }
 
-    /// Adds `count` to the doorbell `fd`, which must not block. A doorbell that is full already need not be rung again.
+    /// Adds `count` to the doorbell `fd`, which must be non-blocking. A doorbell that is already
+    /// full needs no further count.
     ///
     /// # Errors
-    /// If `fd` is no eventfd.
+    /// Fails if `fd` is not an eventfd.
     pub fn ring(fd: BorrowedFd<'_>, count: u64) -> io::Result<()> {
         match rustix::io::write(fd, &count.to_ne_bytes()) {
             Ok(8) | Err(rustix::io::Errno::AGAIN) => Ok(()),
@@ -82,7 +85,8 @@ impl Bell for Doorbell {
             let mut count = [0; 8];
             match rustix::io::read(self.fd.as_fd(), &mut count) {
                 Ok(8) => {
-                    // Reading emptied the eventfd, and its edge-triggered readiness with it.
+                    // The read has emptied the eventfd, which also consumed its edge-triggered
+                    // readiness.
                     guard.clear_ready();
                     return Poll::Ready(Ok(u64::from_ne_bytes(count)));
                 }

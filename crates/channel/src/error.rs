@@ -1,36 +1,36 @@
-//! Errors of the channel. Each one ends at most the attachment in which it happens.
+//! Errors of the channel. An error ends at most the attachment in which it occurs.
 
-/// Result of a channel's call.
+/// Result of a function of this crate.
 pub type Result<T, E = ChannelError> = std::result::Result<T, E>;
 
-/// Why an attachment could not be opened, or had to end.
+/// Why an attachment could not be opened, or why it ended.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ChannelError {
     /// The socket failed, or the peer closed it.
     #[error("control socket failed: {0}; the peer has gone or is restarting")]
     Socket(#[from] std::io::Error),
-    /// The peer sent something that the protocol does not allow.
+    /// The peer violated the protocol.
     #[error("peer broke the channel's protocol: {0}; its attachment was ended")]
     Protocol(String),
     /// The peer refused the attachment.
     #[error("peer refused the attachment: {0}")]
     Refused(String),
-    /// Memory could not be had, or what the peer offered is not acceptable.
+    /// Memory could not be allocated, or the memory that the peer sent is unacceptable.
     #[error(transparent)]
     Memory(#[from] base::mem::MemError),
-    /// libfabric, or the connection that it made, failed.
+    /// libfabric or one of its connections failed.
     #[error(transparent)]
     Fabric(#[from] fabric::FabricError),
-    /// An engine was given access to host memory in a form that only another kind of engine takes.
+    /// The engine does not support this form of access to host memory.
     #[error("engine {engine} cannot use {what}; have the osd and the store use the same kind of engine")]
     WrongMemoryAccess {
-        /// The engine.
+        /// The engine's name.
         engine: String,
-        /// What it was given.
+        /// The form of access that was given.
         what: &'static str,
     },
-    /// A transfer that the engine cannot do: too long, an unknown region, a range outside one.
+    /// The transfer is invalid: too long, in an unknown region, or outside its region.
     #[error("DMA transfer refused: {0}")]
     Transfer(String),
     /// The engine has stopped.

@@ -1,17 +1,19 @@
-//! Ends a region or a peer after everything that was posted before, in every queue.
+//! Ends a region or a peer after all work that was posted before, in every queue.
 //!
-//! Something that ends is shared among all queues of an engine. Each queue is in order, so by the time that a share comes
-//! out of its queue, the chains before it have been taken up. The thread that takes out the last share ends the thing.
+//! All queues of an engine share the object that ends: each queue gets one share of it. Each queue
+//! works in order. When a share leaves its queue, the engine has therefore started all chains
+//! before it. The thread that takes the last share ends the object.
 
 use std::sync::Arc;
 
-/// Shares `what` among `queues` queues; `send` puts a share into a queue. [`Arc::into_inner`] gives `what` to the
-/// thread that takes the last share out of its queue.
+/// Puts one share of `what` into each of `queues` queues, with `send`. The thread that takes the
+/// last share out of its queue gets `what` from [`Arc::into_inner`].
 ///
-/// The queues hold all references. With one more, kept by the sender until it has sent every share, a thread that empties
-/// the queues faster than the sender goes on would not find any share to be the last, and `what` would never end.
+/// Only the queues hold references. If the sender kept another reference until the end, the
+/// receiving threads could empty the queues first. None of them would then find the last share, and
+/// `what` would never end.
 pub(crate) fn share_among_queues<T>(what: T, queues: usize, mut send: impl FnMut(usize, Arc<T>)) {
-    // The last share is the original, not a copy of it.
+    // `repeat_n` moves the original into the last share and does not clone it.
     for (queue, share) in std::iter::repeat_n(Arc::new(what), queues).enumerate() {
         send(queue, share);
     }

@@ -1,8 +1,9 @@
-//! The header that starts every ring entry and every frame of the control socket.
+//! The header at the start of every ring entry and every frame of the control socket.
 //!
-//! An entry is a header of 64 bytes, `control_len` bytes of control data and `data_len` bytes of payload. The CRC-32C
-//! covers header and control data, and the short payload of a ring's entry; other payload has its own checksums, one per
-//! block, which its reader verifies.
+//! An entry is a header of 64 bytes, `control_len` bytes of control data and `data_len` bytes of
+//! payload. The CRC-32C in the header covers header and control data. In a ring entry, it also
+//! covers the payload, which is short. Other payload has its own checksums, one per block, which
+//! the reader verifies.
 
 use base::block::crc32c_of;
 use bytes::Bytes;
@@ -15,7 +16,7 @@ pub const HEADER_LEN: usize = 64;
 const MAGIC: [u8; 4] = *b"OBCH";
 const CRC_AT: usize = 8;
 
-/// What an entry is.
+/// The kind of an entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum EntryKind {
@@ -25,7 +26,7 @@ pub enum EntryKind {
     Welcome = 2,
     /// A call of an `ObjectStore` method.
     Request = 3,
-    /// What became of a request.
+    /// The result of a request.
     Reply = 4,
 }
 
@@ -40,7 +41,7 @@ impl EntryKind {
 /// Header of a ring entry or a control frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EntryHeader {
-    /// What it is.
+    /// The kind of the entry.
     pub kind: EntryKind,
     /// Index of the target that a request is for.
     pub target: u16,
@@ -48,29 +49,31 @@ pub struct EntryHeader {
     pub control_len: u32,
     /// Length of the payload that follows the control data, in bytes.
     pub data_len: u32,
-    /// In a request on the ring: bytes of the outbox that the sender has set aside for the reply.
+    /// In a request on the ring: bytes of the outbox that the sender has reserved for the reply.
     pub reply_max: u32,
-    /// Number of the request, unique within the attachment; a reply bears that of its request.
+    /// Number of the request, unique within the attachment. A reply has the number of its request.
     pub id: u64,
-    /// Number of the last transaction of this target that the request must follow. In a transaction: one less than its own.
+    /// Number of this target's last transaction that the request must follow. In a transaction: one
+    /// less than its own number.
     pub after: u64,
-    /// Bytes of the ring in the other direction that the sender has taken out so far.
+    /// Bytes that the sender has taken so far from the ring of the other direction.
     pub consumed: u64,
-    /// Bytes that were put into this ring before this entry; 0 on a socket. Tells a fresh entry from a stale one.
+    /// Bytes that were put into this ring before this entry; 0 on a socket. The position
+    /// distinguishes a new entry from an old one.
     pub position: u64,
-    /// In a request: whether the receiver is to compare the payload with its checksums ([`VERIFY`]).
+    /// In a request: whether the receiver must verify the payload's checksums ([`VERIFY`]).
     pub flags: u32,
     /// In a reply: how long the store had the request, in microseconds.
     pub elapsed_us: u32,
 }
 
-/// A flag of a request: compare its payload with its checksums before it is used.
+/// Request flag: verify the payload's checksums before use.
 pub const VERIFY: u32 = 1;
-/// A flag of an entry: its checksum covers its payload, too.
+/// Entry flag: the header's checksum also covers the payload.
 const WHOLE: u32 = 2;
 
 impl EntryHeader {
-    /// A header with zeros but for these.
+    /// Creates a header in which all other fields are zero.
     #[must_use]
     pub fn new(kind: EntryKind, target: u16, id: u64) -> EntryHeader {
         EntryHeader {
@@ -100,14 +103,15 @@ impl EntryHeader {
         self.sealed_len() + self.data_len as usize
     }
 
-    /// Header and control data in one piece, sealed with their checksum. `control_len` is taken from `control`.
+    /// Returns header and control data as one buffer, with the checksum filled in. Sets
+    /// `control_len` to the length of `control`.
     #[must_use]
     pub fn seal(self, control: &[u8]) -> Vec<u8> {
         self.seal_with(control, None)
     }
 
-    /// As [`seal`](Self::seal), with a checksum that covers the payload, too: for an entry of a ring, whose payload is
-    /// short.
+    /// Like [`seal`](Self::seal), but the checksum also covers the payload. Used for ring entries,
+    /// whose payload is short.
     #[must_use]
     pub fn seal_whole(self, control: &[u8], data: &[&[u8]]) -> Vec<u8> {
         self.seal_with(control, Some(data))
@@ -137,10 +141,10 @@ impl EntryHeader {
         out
     }
 
-    /// Reads a header. Its checksum can be verified only together with the control data: see [`verify`].
+    /// Parses a header. [`verify`] checks the checksum later, together with the control data.
     ///
     /// # Errors
-    /// [`ChannelError::Protocol`] if this is no header.
+    /// [`ChannelError::Protocol`] if the bytes are not a header.
     pub fn parse(bytes: &[u8; HEADER_LEN]) -> Result<EntryHeader> {
         if bytes[..4] != MAGIC || bytes[5] != 0 {
             return Err(ChannelError::protocol("an entry does not start with a header"));
@@ -165,10 +169,11 @@ impl EntryHeader {
     }
 }
 
-/// Verifies the checksum over header and control data, given in one piece, and payload where it is covered.
+/// Verifies the checksum over header and control data, which are in one buffer, and over the
+/// payload if it is covered.
 ///
 /// # Errors
-/// [`ChannelError::Protocol`] if it does not fit.
+/// [`ChannelError::Protocol`] if the checksum does not match.
 fn verify(header: EntryHeader, sealed: &mut [u8], data: &[u8]) -> Result<()> {
     let stored = u32::from_le_bytes(sealed[CRC_AT..CRC_AT + 4].try_into().expect("four bytes"));
     sealed[CRC_AT..CRC_AT + 4].fill(0);
@@ -181,20 +186,21 @@ fn verify(header: EntryHeader, sealed: &mut [u8], data: &[u8]) -> Result<()> {
     }
 }
 
-/// One entry of a ring or one frame of the control socket, copied out and verified.
+/// A ring entry or a control-socket frame, copied and verified.
 #[derive(Debug, Clone)]
 pub struct ChannelEntry {
-    /// Its header.
+    /// The header.
     pub header: EntryHeader,
-    /// Control data.
+    /// The control data.
     pub control: Bytes,
-    /// Payload. That of a ring's entry is verified.
+    /// The payload. The checksum of a ring entry's payload is already verified.
     pub data: Bytes,
 }
 
 impl ChannelEntry {
-    /// `sealed` is header and control data, `header` was parsed from its start. Payload is a buffer of its own, so that
-    /// whoever keeps a small piece of the control data does not keep the payload with it.
+    /// Creates an entry. `sealed` is header and control data; `header` was parsed from its start.
+    /// The payload has its own buffer, so that a small slice of the control data does not keep the
+    /// payload alive.
     pub(crate) fn from_parts(header: EntryHeader, mut sealed: Vec<u8>, data: Bytes) -> Result<ChannelEntry> {
         if sealed.len() != header.sealed_len() || data.len() != header.data_len as usize {
             return Err(ChannelError::protocol("an entry has another length than its header says"));

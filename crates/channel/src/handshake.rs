@@ -1,9 +1,11 @@
-//! How an attachment is opened over the control socket.
+//! The handshake that opens an attachment over the control socket.
 //!
-//! The osd sends [`ChannelHello`]: versions, a nonce, the sizes it wants, and how its engine reaches host memory. The store answers
-//! [`ChannelWelcome`], or why not. For an engine on the same machine, host memory and the two doorbells travel with it as
-//! descriptors, over a UNIX socket; for one that reaches memory over a network, an offer is in it, over any socket. If the
-//! store has no memory to give, it says why, and all data goes through the socket.
+//! The osd sends [`ChannelHello`]: protocol versions, a nonce, the wanted sizes, and how its engine
+//! reaches host memory. The store answers with [`ChannelWelcome`] or with a refusal. An engine on
+//! the same machine gets host memory and the two doorbells as descriptors, which need a UNIX
+//! socket. An engine that reaches memory over a network gets an offer in the welcome, over any
+//! socket. If the store cannot provide memory, it says why, and the control socket carries all
+//! data.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -26,47 +28,48 @@ use crate::{ChannelError, EntryHeader, EntryKind, HEADER_LEN, MemoryLayout, Resu
 
 /// Version of the channel's protocol.
 pub const VERSION: u16 = 7;
-/// Longest frame of the handshake, in bytes.
+/// Maximum length of a handshake frame, in bytes.
 const MAX_HANDSHAKE: usize = 64 << 10;
-/// A silent TCP peer is asked that often whether it is still there.
+/// Interval of the keepalive probes to a silent TCP peer.
 const KEEPALIVE: Duration = Duration::from_secs(5);
-/// A TCP peer is gone if it has not acknowledged for that long what was sent to it. While it owes that, it is not asked.
+/// A TCP peer counts as gone if sent data stays unacknowledged for this long. TCP sends no
+/// keepalive probes meanwhile.
 const UNACKNOWLEDGED: Duration = KEEPALIVE.saturating_mul(4);
-/// Host memory, the host's doorbell, the osd's doorbell.
+/// Number of descriptors: host memory, the host's doorbell, the osd's doorbell.
 const DESCRIPTORS: usize = 3;
 
-/// First frame of the osd.
+/// The osd's first frame.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ChannelHello {
-    /// Oldest version of the protocol that it speaks.
+    /// Oldest protocol version that the osd supports.
     pub version_min: u16,
-    /// Newest version of the protocol that it speaks.
+    /// Newest protocol version that the osd supports.
     pub version_max: u16,
-    /// Random; comes back in [`ChannelWelcome`].
+    /// A random number, which [`ChannelWelcome`] repeats.
     pub nonce: u64,
-    /// The host memory wanted; `None` for an attachment without any.
+    /// The host memory that the osd wants, or `None` for an attachment without host memory.
     pub memory: Option<MemoryRequest>,
-    /// Most requests that it will have unanswered at a time.
+    /// Maximum number of unanswered requests that the osd will send.
     pub outstanding: u32,
 }
 
 /// Host memory that the osd asks for.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryRequest {
-    /// Its sizes.
+    /// The sizes of the memory.
     pub layout: MemoryLayout,
-    /// How the osd's engine is to reach it.
+    /// How the osd's engine reaches the memory.
     pub reach: Reach,
 }
 
 /// How an engine reaches host memory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Reach {
-    /// By descriptors: both processes are on one machine and have a UNIX socket between them.
+    /// Through descriptors. Both processes are on one machine and share a UNIX socket.
     Descriptors,
-    /// By one-sided operations of libfabric, over any socket.
+    /// Through one-sided operations of libfabric, over any socket.
     Ofi {
-        /// Its provider, e.g. `verbs` or `tcp`.
+        /// The libfabric provider, e.g. `verbs` or `tcp`.
         provider: String,
     },
 }
@@ -80,40 +83,40 @@ impl std::fmt::Display for Reach {
     }
 }
 
-/// What the osd gets of host memory.
+/// The store's answer to the request for host memory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum MemoryAnswer {
-    /// Nothing: none was asked for, or there is none, for this reason.
+    /// No memory. If it was requested, the text says why there is none.
     None(Option<String>),
-    /// Memory and doorbells come with the frame, as descriptors.
+    /// Memory and doorbells are attached to the frame, as descriptors.
     Descriptors,
-    /// Memory and doorbells are behind this offer.
+    /// The offer gives access to memory and doorbells.
     Offer(OfiOffer),
 }
 
-/// What the osd is told of a target.
+/// Description of a target for the osd.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TargetInfo {
     /// The target's UUID, as a number.
     pub uuid: u128,
 }
 
-/// First frame of the store.
+/// The store's first frame.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ChannelWelcome {
-    /// Version of the protocol from here on.
+    /// The protocol version for the rest of the attachment.
     pub version: u16,
-    /// What [`ChannelHello`] said.
+    /// The nonce of the [`ChannelHello`].
     pub nonce: u64,
-    /// Number of the attachment, for people.
+    /// Number of the attachment, for logs.
     pub attachment: u64,
-    /// Host memory and doorbells, or why there are none.
+    /// Host memory and doorbells, or the reason for their absence.
     pub memory: MemoryAnswer,
-    /// The targets; requests name them by index.
+    /// The targets. Requests name a target by its index.
     pub targets: Vec<TargetInfo>,
 }
 
-/// What opens host memory to an engine.
+/// What an engine needs to access host memory.
 #[derive(Debug)]
 pub enum MemoryAccess {
     /// For engines on the same machine.
@@ -125,29 +128,29 @@ pub enum MemoryAccess {
 /// Host memory and its doorbells.
 #[derive(Debug)]
 pub struct MemoryFds {
-    /// The memfd of host memory. To be given to a DMA engine, not to be mapped.
+    /// The memfd of host memory. The osd passes it to a DMA engine and must not map it.
     pub memory: OwnedFd,
-    /// Rung by the engine when entries have arrived in the inbound ring.
+    /// The engine rings it when entries have arrived in the inbound ring.
     pub host_doorbell: OwnedFd,
-    /// Rung by the store when entries are in the outbox.
+    /// The store rings it when new entries are in the outbox.
     pub osd_doorbell: OwnedFd,
 }
 
-/// A connected stream that has not said anything yet.
+/// A connected stream before the handshake.
 #[derive(Debug)]
 pub enum Socket {
-    /// Carries descriptors.
+    /// Can carry descriptors.
     Unix(UnixStream),
-    /// Does not: host memory can only be had over a network.
+    /// Cannot carry descriptors. Host memory is only available over a network.
     Tcp(TcpStream),
 }
 
 impl Socket {
-    /// A TCP stream that sends small frames at once, and that ends within 20 s when the peer's machine has gone without a
-    /// word, or takes nothing for so long.
+    /// Prepares a TCP stream: it sends small frames at once. It fails within 20 s if the peer's
+    /// machine has disappeared or accepts no data.
     ///
     /// # Errors
-    /// If the stream has gone already.
+    /// Fails if the stream is already closed.
     pub fn tcp(stream: TcpStream) -> io::Result<Socket> {
         use rustix::net::sockopt;
         stream.set_nodelay(true)?;
@@ -218,7 +221,8 @@ impl Socket {
 /// Opens an attachment from the osd's side.
 ///
 /// # Errors
-/// If the store refuses, answers something else, or the socket fails. The caller sets a deadline.
+/// Fails if the store refuses, sends an invalid answer, or the socket fails. The caller sets a
+/// deadline.
 pub async fn join(
     mut socket: Socket,
     hello: &ChannelHello,
@@ -244,12 +248,13 @@ pub async fn join(
     Ok((welcome, access, socket.into_control()))
 }
 
-/// Opens an attachment from the store's side: `decide` sees what the osd wants, and whether the socket carries descriptors, and
-/// says what it gets. Descriptors go with a welcome that announces them.
+/// Opens an attachment from the store's side. `decide` gets the osd's hello and whether the socket
+/// carries descriptors, and returns the answer. A welcome that announces descriptors must come with
+/// them.
 ///
 /// # Errors
-/// If the osd says something else than hello, or `decide` refused (the osd is told why), or the socket fails. The
-/// caller sets a deadline.
+/// Fails if the osd sends no valid hello, if `decide` refuses (the osd is told why), or if the
+/// socket fails. The caller sets a deadline.
 pub async fn accept<S>(
     mut socket: Socket,
     decide: impl FnOnce(&ChannelHello, bool) -> Result<(ChannelWelcome, Option<MemoryFds>, S)>,
@@ -302,7 +307,7 @@ fn receive_with_fds(socket: BorrowedFd<'_>, out: &mut [u8], fds: &mut Vec<OwnedF
         rustix::net::recvmsg(socket, &mut [IoSliceMut::new(out)], &mut control, RecvFlags::CMSG_CLOEXEC)?;
     for message in control.drain() {
         if let RecvAncillaryMessage::ScmRights(received) = message {
-            // Descriptors beyond those expected are closed at once.
+            // Close surplus descriptors at once.
             fds.extend(received.take(DESCRIPTORS.saturating_sub(fds.len())));
         }
     }

@@ -1,10 +1,11 @@
-//! The host–DPU channel: how bytes get from the memory of one side into that of the other.
+//! The host–DPU channel: it moves bytes between the memory of the osd and the memory of the store.
 //!
-//! Two processes, each with memory of its own: *DPU memory* belongs to the osd's process, *host memory* to the
-//! store's. Neither maps the other's. What crosses is moved by a [`DmaEngine`] in transfers of at most
-//! [`DmaEngine::max_transfer`] bytes; small entries travel through two [`ring`]s with [`Doorbell`]s, and a control
-//! socket ([`ControlSocket`]) carries the rest. This crate knows nothing of stores: what the entries mean is the business of
-//! the `proxy` crate, its only user. `docs/channel.md` draws the memories, the rings and the entries.
+//! The osd's process owns *DPU memory*, and the store's process owns *host memory*. Neither process
+//! maps the other's memory. A [`DmaEngine`] moves data between them, in transfers of at most
+//! [`DmaEngine::max_transfer`] bytes. Small entries travel through two [`ring`]s with
+//! [`Doorbell`]s, and a control socket ([`ControlSocket`]) carries all other messages. This crate
+//! knows nothing of stores. Only the crate `proxy` uses it, and that crate defines the meaning of
+//! the entries. `docs/channel.md` shows the memories, the rings and the entries.
 
 #![forbid(unsafe_code)]
 

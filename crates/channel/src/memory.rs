@@ -1,9 +1,10 @@
-//! DPU memory and host memory, and what lies where in them.
+//! DPU memory and host memory, and their layouts.
 //!
-//! Host memory consists of the inbound ring, the outbox ring and the data region. DPU memory starts with a *mirror* of
-//! it, laid out alike: an entry or a payload is written into the mirror and moved to the same offset on the other side,
-//! or the other way round. So whoever has a range of the data region has staging memory for it too, and never waits
-//! for it. Behind the mirror lies the pool of staging buffers that the OSD uses.
+//! Host memory consists of the inbound ring, the outbox ring and the data region. DPU memory starts
+//! with a *mirror* of host memory, which has the same layout. The sender of an entry or a payload
+//! writes it into its own copy of the layout, and DMA moves it to the same offset on the other
+//! side. A holder of a range of the data region therefore always has staging memory for it, and
+//! never waits for such memory. The pool of staging buffers for the OSD follows the mirror.
 
 use std::sync::Arc;
 
@@ -14,12 +15,12 @@ use serde::{Deserialize, Serialize};
 use crate::ring::{MAX_ENTRY, Ring};
 use crate::{ChannelError, Result};
 
-/// Longest ring that an attachment can have, in bytes.
+/// Maximum length of a ring, in bytes.
 const MAX_RING: u64 = 64 << 20;
-/// Longest data region that an attachment can have, in bytes.
+/// Maximum length of a data region, in bytes.
 const MAX_DATA: u64 = 4 << 30;
 
-/// Sizes that the osd chooses and the store agrees to.
+/// Sizes of host memory, which the osd chooses and the store accepts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryLayout {
     /// Length of each of the two rings, in bytes.
@@ -29,10 +30,10 @@ pub struct MemoryLayout {
 }
 
 impl MemoryLayout {
-    /// Refuses sizes that are not sensible.
+    /// Checks that the sizes are within the limits.
     ///
     /// # Errors
-    /// [`ChannelError::Refused`] with what is wrong.
+    /// [`ChannelError::Refused`] with the reason.
     pub fn check(&self) -> Result<()> {
         let MemoryLayout { ring_len, data_len } = *self;
         let sensible =
@@ -45,19 +46,19 @@ impl MemoryLayout {
         Ok(())
     }
 
-    /// Osd to store.
+    /// The ring from osd to store.
     #[must_use]
     pub fn inbound(&self) -> Ring {
         Ring { offset: 0, len: self.ring_len as usize }
     }
 
-    /// Store to osd.
+    /// The ring from store to osd.
     #[must_use]
     pub fn outbox(&self) -> Ring {
         Ring { offset: self.ring_len as usize, len: self.ring_len as usize }
     }
 
-    /// Where the data region starts, in bytes from the memory's start.
+    /// Offset of the data region from the start of host memory, in bytes.
     #[must_use]
     pub fn data_offset(&self) -> usize {
         2 * self.ring_len as usize
@@ -76,12 +77,12 @@ impl MemoryLayout {
     }
 }
 
-/// How much memory the osd's side has.
+/// Sizes of the osd's memory.
 #[derive(Debug, Clone, Copy)]
 pub struct MemoryOptions {
-    /// What is mirrored on the host.
+    /// The layout of the mirror.
     pub layout: MemoryLayout,
-    /// Bytes of staging buffers for the OSD.
+    /// Total length of the OSD's staging buffers, in bytes.
     pub pool_len: usize,
     /// Largest staging buffer, in bytes; a power of two.
     pub largest_buffer: usize,
@@ -97,7 +98,7 @@ impl Default for MemoryOptions {
     }
 }
 
-/// DPU memory: made once by the osd's process, and kept when the store restarts.
+/// DPU memory. The osd's process creates it once and keeps it when the store restarts.
 #[derive(Debug, Clone)]
 pub struct DpuMemory {
     arena: Arc<Arena>,
@@ -106,10 +107,10 @@ pub struct DpuMemory {
 }
 
 impl DpuMemory {
-    /// Makes DPU memory.
+    /// Allocates DPU memory.
     ///
     /// # Errors
-    /// If the sizes are not sensible or the system has not that much memory.
+    /// Fails if the sizes are invalid or the system lacks memory.
     pub fn new(options: MemoryOptions) -> Result<DpuMemory> {
         options.layout.check()?;
         let MemoryOptions { pool_len, largest_buffer, .. } = options;
@@ -131,41 +132,43 @@ impl DpuMemory {
         &self.arena
     }
 
-    /// Layout of the mirror at its start.
+    /// The layout of the mirror, which starts at offset 0.
     #[must_use]
     pub fn layout(&self) -> MemoryLayout {
         self.layout
     }
 
-    /// Staging buffers behind the mirror. Payload in them goes to the host without another copy.
+    /// The staging buffers, which follow the mirror. Payload in them reaches the host without
+    /// another copy.
     #[must_use]
     pub fn pool(&self) -> &BufferPool {
         &self.pool
     }
 
-    /// Where `bytes` lies in the pool's part, in bytes from the start of the memory; `None` if it is elsewhere.
+    /// Offset of `bytes` from the start of DPU memory, in bytes. `None` if `bytes` is not in the
+    /// pool.
     #[must_use]
     pub fn offset_of(&self, bytes: &[u8]) -> Option<usize> {
         self.arena.offset_of(bytes).filter(|&offset| offset >= self.layout.len())
     }
 }
 
-/// Host memory: made by the store's process, afresh for each attachment.
+/// Host memory. The store's process creates new memory for each attachment.
 #[derive(Debug)]
 pub struct HostMemory {
     /// The whole memory.
     pub arena: Arc<Arena>,
-    /// What lies where.
+    /// The layout of the memory.
     pub layout: MemoryLayout,
-    /// The data region, whose ranges the osd gives out.
+    /// The data region. The osd assigns its ranges.
     pub data: Lease,
 }
 
 impl HostMemory {
-    /// Makes host memory.
+    /// Allocates host memory.
     ///
     /// # Errors
-    /// If the sizes are not sensible or the system has not that much memory.
+    /// Fails if the sizes are invalid or the system lacks memory.
     pub fn new(layout: MemoryLayout) -> Result<HostMemory> {
         layout.check()?;
         let arena = Arena::shared("outboard-host", layout.len())?;

@@ -1,11 +1,13 @@
-//! Rings of entries, laid out at the same offsets in DPU memory and in host memory.
+//! Rings of entries, at the same offsets in DPU memory and in host memory.
 //!
-//! A ring is a run of 64-byte cells; an entry takes as many consecutive cells as it needs and may wrap around the
-//! ring's end. Cells instead of slots of a fixed 16 KiB, because a transfer then moves only the bytes that are used:
-//! a reply is one or two cells. Positions count bytes since the attachment's start and never wrap.
+//! A ring is an array of 64-byte cells. An entry takes as many consecutive cells as it needs, and
+//! may wrap around the ring's end. Cells are better than fixed slots of 16 KiB, because a transfer
+//! moves only the used bytes: a reply takes one or two cells. Positions count bytes since the rings
+//! were opened, and never wrap.
 //!
-//! There is no shared producer or consumer index. The doorbell says how many bytes are new; how far the reader has
-//! come, it says in the headers of what it sends ([`EntryHeader::consumed`]).
+//! The sides share no producer or consumer index. The doorbell announces the number of new bytes.
+//! The reader reports its progress in the headers of the entries that it sends
+//! ([`EntryHeader::consumed`]).
 
 use std::ops::Range;
 
@@ -17,30 +19,31 @@ use crate::{ChannelError, EntryHeader, HEADER_LEN, Result};
 
 /// Size of a cell, in bytes.
 pub const CELL: usize = HEADER_LEN;
-/// Longest entry, in bytes, header included. Holds the checksums of a 16 MiB read, and two blocks of payload with a
-/// transaction of usual size.
+/// Maximum length of an entry, in bytes, header included. An entry can hold the checksums of a 16
+/// MiB read, or a transaction of usual size with two blocks of payload.
 pub const MAX_ENTRY: usize = 20 * 1024;
 
-/// Where a ring lies in its memory.
+/// The location of a ring in its memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ring {
-    /// First byte, from the start of the memory.
+    /// Offset of the ring from the start of the memory, in bytes.
     pub offset: usize,
-    /// Length in bytes: a multiple of [`CELL`].
+    /// Length of the ring in bytes, a multiple of [`CELL`].
     pub len: usize,
 }
 
-/// Bytes of the ring that an entry of `len` bytes takes.
+/// Number of bytes of the ring that an entry of `len` bytes occupies.
 #[must_use]
 pub fn footprint(len: usize) -> usize {
     len.next_multiple_of(CELL)
 }
 
 impl Ring {
-    /// The one or two ranges of memory that hold `len` bytes at `position`. The second is empty unless they wrap.
+    /// The one or two ranges of memory that hold `len` bytes at `position`. The second range is
+    /// empty unless the bytes wrap.
     ///
     /// # Panics
-    /// If the ring has fewer bytes: what lies behind it is somebody else's.
+    /// Panics if `len` exceeds the ring, because the ranges would overlap other memory.
     #[must_use]
     pub fn spans(&self, position: u64, len: usize) -> [Range<usize>; 2] {
         assert!(len <= self.len, "{len} bytes in a ring of {}", self.len);
@@ -52,7 +55,8 @@ impl Ring {
     /// Writes `parts`, one after the other, at `position`.
     ///
     /// # Panics
-    /// If the ring is not inside the memory or the parts are together longer than the ring: a mistake of this side.
+    /// Panics if the ring is outside the memory, or if the parts are longer than the ring. Both are
+    /// bugs of the caller.
     pub fn write(&self, memory: &Arena, position: u64, parts: &[&[u8]]) {
         let whole: usize = parts.iter().map(|part| part.len()).sum();
         assert!(whole <= self.len, "an entry of {whole} bytes in a ring of {}", self.len);
@@ -68,8 +72,9 @@ impl Ring {
         }
     }
 
-    /// Copies the entry at `position` out of memory that a peer may be writing, and verifies the copy. `available` is
-    /// what the doorbell announced from there on, in bytes.
+    /// Copies the entry at `position` and verifies the copy, because a peer may be writing the
+    /// memory. `available` is the number of bytes that the doorbell has announced from `position`
+    /// on.
     ///
     /// # Errors
     /// [`ChannelError::Protocol`] if there is no valid entry.

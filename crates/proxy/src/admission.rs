@@ -1,15 +1,17 @@
-//! In which order the host hands calls to a store, whatever path they came by.
+//! The order in which the host hands calls to a store. The order does not depend on whether a call
+//! came through the ring or the control socket.
 
 use std::collections::BTreeMap;
 
-/// Holds calls back until the transactions that they follow have been handed to the store. One per target and attachment.
+/// Holds a call back until the transaction that it follows was handed to the store. There is one
+/// `Admission` per target and attachment.
 #[derive(Debug)]
 pub(crate) struct Admission<T> {
     /// Number of the last transaction handed over.
     admitted: u64,
-    /// Transactions that came early, by their number less one.
+    /// Transactions that arrived early. The key is the transaction's number minus one.
     transactions: BTreeMap<u64, T>,
-    /// Other calls that came early, by the number that they follow.
+    /// Other calls that arrived early. The key is the number of the transaction that they follow.
     others: BTreeMap<u64, Vec<T>>,
     /// Number of calls held back.
     held: usize,
@@ -22,10 +24,11 @@ impl<T> Default for Admission<T> {
 }
 
 impl<T> Admission<T> {
-    /// Takes a call that follows transaction `after` and returns those whose turn has come, in order.
+    /// Accepts a call that follows transaction `after`. Returns the calls that can now be handed to
+    /// the store, in order.
     ///
     /// # Errors
-    /// If a transaction has a number that was used before: gives the call back.
+    /// Returns the call if it is a transaction whose number was used before.
     pub(crate) fn offer(&mut self, after: u64, is_transaction: bool, call: T) -> Result<Vec<T>, T> {
         if !is_transaction {
             if after <= self.admitted {

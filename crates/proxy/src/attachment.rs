@@ -1,4 +1,4 @@
-//! The osd's attachment to a store process: opened, watched, and opened again when the store restarts.
+//! The osd's attachment to a store process. It outlives restarts of the store.
 
 use std::sync::Arc;
 
@@ -16,51 +16,52 @@ use crate::proxy_stripes::ProxyStripes;
 use crate::shared::{AttachmentHandle, Shared};
 use crate::supervise::supervise;
 
-/// How an attachment stands.
+/// The state of an attachment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AttachmentStatus {
-    /// Whether a store is there.
+    /// Whether a store is connected.
     pub connected: bool,
-    /// Incarnations of the store so far; more than one if the store restarted.
+    /// Number of incarnations of the store so far. It exceeds 1 if the store restarted.
     pub incarnations: u64,
-    /// Why the last one ended, if one did.
+    /// Why the last incarnation ended, if one did.
     pub last_failure: Option<String>,
-    /// Stages of the present incarnation.
+    /// Number of stages in the current incarnation.
     pub stages: usize,
-    /// Whether there is host memory, so that payload can go by DMA.
+    /// Whether the attachment has host memory, so that DMA can carry payload.
     pub by_dma: bool,
-    /// Why not, if it was to have some.
+    /// Why there is no host memory, although it was requested.
     pub why_no_dma: Option<String>,
-    /// Whether it does at present, and what has happened.
+    /// The current state of DMA.
     pub offload: Offload,
 }
 
-/// How DMA stands.
+/// The state of DMA.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Offload {
-    /// Whether it is used, and why not.
+    /// Whether DMA is used, and if not, why.
     pub health: health::HealthReport,
-    /// Bytes of host memory that transfers may still touch.
+    /// Bytes of host memory in quarantine, because transfers may still access them.
     pub quarantined: usize,
-    /// Bytes that had come by DMA when it failed and were not sent again, in this incarnation.
+    /// Bytes that had arrived by DMA when it failed and were not sent again, in this incarnation.
     pub kept_bytes: u64,
-    /// Bytes that went by the socket in the place of DMA, in this incarnation.
+    /// Bytes that the control socket carried in place of DMA, in this incarnation.
     pub fallback_bytes: u64,
 }
 
-/// The lasting association with one store process and its targets. Clones share it; when the last one and the last
-/// [`ProxyStore`] are dropped, it is closed.
+/// The lasting association with one store process and its targets. Clones share one attachment. It
+/// is closed when its last clone and its last [`ProxyStore`] are dropped.
 #[derive(Clone)]
 pub struct Attachment {
     handle: Arc<AttachmentHandle>,
 }
 
 impl Attachment {
-    /// Joins the store at `endpoint`, waiting for it if need be. The attachment lives on the current tokio runtime: best
-    /// that of the OSD's shard, so that replies wake the thread that waits for them.
+    /// Connects to the store at `endpoint`, and waits for the store if necessary. The attachment's
+    /// tasks run on the current tokio runtime. Use the runtime of the OSD's shard, so that a reply
+    /// wakes the thread that waits for it.
     ///
     /// # Errors
-    /// If memory cannot be had, or no store answered in time.
+    /// Fails if memory cannot be allocated, or if no store answered in time.
     pub async fn connect(
         endpoint: StoreEndpoint,
         options: AttachmentOptions,
@@ -87,38 +88,39 @@ impl Attachment {
         ChannelError::Refused(format!("no attachment to {:?}: {why}", self.handle.shared.endpoint))
     }
 
-    /// The store's targets, as it named them at first. A store with others is refused
-    /// later on; see [`Attachment::superseded`].
+    /// The store's targets, as named in the first handshake. A store with other targets is refused
+    /// later; see [`Attachment::superseded`].
     #[must_use]
     pub fn targets(&self) -> Vec<TargetInfo> {
         self.handle.shared.targets()
     }
 
-    /// Resolves once a store with other targets has answered, as after a target was replaced. This
-    /// attachment does not use that store: drop the attachment, and connect anew.
+    /// Resolves once a store with other targets has answered, for example after a target was
+    /// replaced. This attachment does not use that store. Drop the attachment and connect again.
     pub async fn superseded(&self) {
         let mut superseded = self.handle.shared.superseded.subscribe();
-        // The sender lives as long as `self`.
+        // This cannot fail: the sender lives as long as `self`.
         let _ = superseded.wait_for(|superseded| *superseded).await;
     }
 
     /// The store of target `index`.
     ///
     /// # Panics
-    /// If there is no such target.
+    /// Panics if the target does not exist.
     #[must_use]
     pub fn store(&self, index: usize) -> Arc<ProxyStore> {
         assert!(index < self.targets().len(), "there is no target {index}");
         Arc::new(ProxyStore::new(Arc::clone(&self.handle), index as u16))
     }
 
-    /// All targets together, for data that goes to several of them.
+    /// All targets together, for data that is written to several targets.
     #[must_use]
     pub fn stripes(&self) -> Arc<ProxyStripes> {
         Arc::new(ProxyStripes::new(Arc::clone(&self.handle)))
     }
 
-    /// Staging buffers in DPU memory. Payload in them is not copied on its way to the host.
+    /// Staging buffers in DPU memory. Payload in these buffers is not copied on its way to the
+    /// host.
     #[must_use]
     pub fn pool(&self) -> &BufferPool {
         self.handle.shared.memory.pool()
@@ -130,13 +132,14 @@ impl Attachment {
         &self.handle.shared.engine
     }
 
-    /// The number of the present incarnation, counted from 1: when it changes, what was cached of the store is void.
+    /// The current incarnation's number, counted from 1. When it changes, everything cached from
+    /// the store is invalid.
     #[must_use]
     pub fn incarnation(&self) -> watch::Receiver<u64> {
         self.handle.shared.incarnation.subscribe()
     }
 
-    /// How it stands.
+    /// The current state of the attachment.
     #[must_use]
     pub fn status(&self) -> AttachmentStatus {
         let state = self.handle.shared.lock();
@@ -158,18 +161,18 @@ impl Attachment {
         }
     }
 
-    /// Changes how DMA is used, from now on.
+    /// Changes the DMA settings from now on.
     pub fn tune(&self, tuning: DmaTuning) {
         self.handle.shared.tune(tuning);
     }
 
-    /// Faults that can be armed in this process.
+    /// The faults that tests can arm in this process.
     #[must_use]
     pub fn faults(&self) -> &Faults {
         &self.handle.shared.options.faults
     }
 
-    /// Ends the attachment; calls without an answer fail.
+    /// Ends the attachment. Unanswered calls fail.
     pub fn close(&self) {
         self.handle.shared.close();
     }

@@ -1,4 +1,5 @@
-//! Calls to a store process: made on the present link, and made again on the next one where that is harmless.
+//! Calls to a store process. A call uses the current link. If the link is lost, a harmless call is
+//! repeated on the next link.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -9,12 +10,13 @@ use tokio::sync::oneshot;
 use crate::link::{AnswerTo, CallAnswered, CallError, Delivered, StoreChannel};
 use crate::shared::AttachmentHandle;
 
-/// Where the answer to a call comes out.
+/// The receiver of a call's answer.
 pub(crate) type Answers = oneshot::Receiver<CallAnswered>;
-/// An answer, or the link was dropped with the call.
+/// The answer, or an error if the link dropped the call.
 pub(crate) type Received = Result<CallAnswered, oneshot::error::RecvError>;
 
-/// Hands a call to the present link, or the next one. It takes its place now.
+/// Passes a call to the current link, or queues it for the next link. The call's place in the order
+/// is fixed when this function returns.
 pub(crate) fn start(
     handle: &AttachmentHandle,
     target: u16,
@@ -23,7 +25,7 @@ pub(crate) fn start(
     let (answer_to, answers) = oneshot::channel();
     handle.shared.with_link(move |link| match link {
         Ok(link) => call(link, target, answer_to),
-        // Whoever asked may have gone; then nobody needs to know.
+        // The caller may have been cancelled; ignore the error.
         Err(e) => drop(answer_to.send(Err(e))),
     });
     answers
@@ -39,7 +41,7 @@ pub(crate) fn deadline(handle: &AttachmentHandle) -> Instant {
     Instant::now() + handle.shared.options.wait_for_store
 }
 
-/// Makes a call again as long as it fails because its incarnation ended, until `deadline`.
+/// Repeats a call that failed because its incarnation ended, until `deadline`.
 pub(crate) async fn retrying<A: Future<Output = Received>>(
     handle: &AttachmentHandle,
     deadline: Instant,
@@ -57,7 +59,7 @@ pub(crate) async fn retrying<A: Future<Output = Received>>(
     }
 }
 
-/// The error of a store that answers what it was not asked.
+/// The error for an answer that does not match the call.
 pub(crate) fn unexpected() -> StoreError {
     StoreError::Disconnected("the store gave an answer of another kind than asked for".into())
 }

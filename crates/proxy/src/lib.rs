@@ -1,10 +1,13 @@
 //! `ProxyStore`: an [`ObjectStore`](store::ObjectStore) on the DPU whose drives are on the host.
 //!
-//! The osd's process opens an [`Attachment`] to the store's process and gets one [`ProxyStore`] per target. Calls that
-//! carry data go through the rings and the data region of the [`channel`]; the rest goes through its control socket
-//! (`docs/channel.md` has the table). On the other side a [`Server`] takes the calls in order and makes them on the real
-//! stores. If the store's process dies, the attachment opens another link by itself; this crate decides which calls may be
-//! repeated. It does not move bytes (crate `channel` does) and does not look into objects.
+//! The osd's process opens an [`Attachment`] to the store's process and gets one [`ProxyStore`] per
+//! target. Calls that carry data use the rings and the data region of the [`channel`]. All other
+//! calls use its control socket (`docs/channel.md` has the table). On the host, a [`Server`] takes
+//! the calls in order and executes them on the real stores.
+//!
+//! If the store's process dies, the attachment opens a new link when the store returns. This crate
+//! decides which calls may be repeated. The crate `channel` moves the bytes. Neither crate looks
+//! into objects.
 
 #![forbid(unsafe_code)]
 

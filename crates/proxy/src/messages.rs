@@ -1,4 +1,4 @@
-//! What requests and replies say: the control data of the channel's entries, encoded with postcard.
+//! The control data of requests and replies in the channel's entries, encoded with postcard.
 
 use bytes::{Buf, Bytes};
 use channel::ofi::OfiOffer;
@@ -6,13 +6,13 @@ use serde::{Deserialize, Serialize};
 use store::stripes::{HostReading, Parity, ParityDevice};
 use store::{CollectionId, MetadataQuery, ObjectId, QueryReply, Space, StoreError};
 
-/// Number of a request that is not answered.
+/// The number of a request that the host does not answer.
 pub(crate) const NO_REPLY: u64 = 0;
 
-/// Where the payload of a request is, or is to be put.
+/// The location of a request's payload, or the destination of a read's data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum PayloadPlace {
-    /// In the entry itself, behind the control data.
+    /// In the entry itself, after the control data.
     Inline,
     /// In host memory.
     Range {
@@ -23,14 +23,14 @@ pub(crate) enum PayloadPlace {
     },
 }
 
-/// Where the fragments that are not data come from.
+/// The source of the fragments that contain no data units: parity, or the copies of a mirror.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum ParityFrom {
-    /// They are in the payload, behind the data.
+    /// The payload contains them, after the data.
     Payload,
-    /// The first fragment.
+    /// They are copies of the first fragment.
     Copies,
-    /// They are computed, into the range behind the data if there is one.
+    /// This device computes them. They go into the range after the data, if there is a range.
     By(ParityDevice),
 }
 
@@ -44,19 +44,20 @@ impl From<&Parity> for ParityFrom {
     }
 }
 
-/// A piece of each of several fragments. The payload is one fragment after the other, each in one piece.
+/// A piece of each of several fragments. The payload contains the pieces one after the other, each
+/// contiguous.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Stripes {
-    /// By fragment: the target, and its stage.
+    /// For each fragment, the target's index and the stage's number on the host.
     pub(crate) parts: Vec<Option<(u16, u64)>>,
     /// Number of data fragments.
     pub(crate) data: u16,
-    /// Length of each, in bytes.
+    /// Length of each fragment's piece, in bytes.
     pub(crate) len: u64,
-    /// Where in each stage, in bytes.
+    /// Offset in each stage, in bytes.
     pub(crate) offset: u64,
     pub(crate) parity: ParityFrom,
-    /// Of the blocks of the payload.
+    /// Checksums of the payload's blocks.
     pub(crate) checksums: Bytes,
 }
 
@@ -67,7 +68,7 @@ impl Stripes {
     }
 }
 
-/// One request to a store, as it goes over the channel.
+/// One request to a store, as encoded in the channel.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum StoreCall {
     Stage {
@@ -83,11 +84,13 @@ pub(crate) enum StoreCall {
     StageRelease {
         stage: u64,
     },
-    /// The encoded transaction follows the call, and the place is that of its data; or, if nothing follows, it is at the start of
-    /// the range with its length `control_len`, and its data on the next page.
+    /// A transaction. Normally the encoded transaction follows the call, and `place` locates its
+    /// data. If nothing follows the call, the encoded transaction is at the start of the range,
+    /// with length `control_len`, and its data starts on the next page.
     Transaction {
         control_len: u32,
-        /// CRC-32C of the encoded transaction, where it is in a range; an entry's control data has its own.
+        /// CRC-32C of the encoded transaction if it is in a range. An entry's control data has its
+        /// own checksum.
         control_crc: u32,
         place: PayloadPlace,
     },
@@ -107,44 +110,49 @@ pub(crate) enum StoreCall {
     Umount,
     /// A call to the channel itself.
     Channel(ChannelCall),
-    /// Of several targets, whatever target the header names. The answer [`Answer::Coded`] may come before the last one.
+    /// Writes to stages of several targets; the header's target is ignored. The host may send the
+    /// answer [`Answer::Coded`] before the final answer.
     StageStripes {
         stripes: Stripes,
         place: PayloadPlace,
     },
-    /// How busy the host is, whatever target the header names.
+    /// Asks how busy the host is. The header's target is ignored.
     HostReading,
 }
 
-/// What the osd asks of the channel, always by the control socket.
+/// A call to the channel itself. It always uses the control socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum ChannelCall {
-    /// Opens a range of the data region to DMA: what a device needs before it can be given the range.
+    /// Opens a range of the data region to DMA. A device needs this before it can use the range.
     Export { offset: u64, len: u64 },
-    /// Writes the payload of this frame to that place of the data region, in the place of DMA. Not answered.
+    /// Writes this frame's payload to the given place of the data region, instead of DMA. Not
+    /// answered.
     Put { offset: u64 },
     /// Asks for the bytes of a range of the data region.
     Get { offset: u64, len: u64 },
-    /// How far the store has come with the rings.
+    /// Asks how many bytes the store has taken from the inbound ring and put into the outbox.
     Positions,
-    /// DMA has failed: the rings are closed. The osd has taken that many bytes out of the outbox; replies behind that
-    /// come by the socket.
+    /// Closes the rings after a failure of DMA. The osd has taken `taken` bytes from the outbox.
+    /// The host sends all later replies over the control socket.
     Close { taken: u64 },
-    /// Asks for host memory to be offered anew, as the last offer is void. The rings must be closed.
+    /// Asks for a new offer of host memory, because the last offer is void. The rings must be
+    /// closed.
     Offer,
-    /// Copies that many bytes from the start of the inbound ring to the start of the outbox, and rings the osd, if the
-    /// host's doorbell was rung. The rings must be closed.
+    /// Copies `len` bytes from the start of the inbound ring to the start of the outbox, then rings
+    /// the osd's doorbell. Does both only if the host's doorbell was rung. The rings must be
+    /// closed.
     Probe { len: u32 },
-    /// Opens the rings again, both empty.
+    /// Opens the rings again. Both start empty.
     Open,
 }
 
-/// What a call returned.
+/// The result of a call.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum CallAnswer {
     Done,
     Stage(u64),
-    /// The data is in the range that the request named, from its start, or behind the control data of the reply.
+    /// The data of a read. It is at the start of the range that the request named, or after the
+    /// reply's control data.
     Read {
         offset: u64,
         len: u64,
@@ -154,23 +162,25 @@ pub(crate) enum CallAnswer {
     Query(QueryReply),
     Collections(Vec<CollectionId>),
     Space(Space),
-    /// The payload arrived damaged; nothing was done with it.
+    /// The payload arrived damaged. The host has not executed the call.
     Damaged,
-    /// Bytes taken out of the inbound ring, and put into the outbox, since the rings were opened.
+    /// Bytes taken from the inbound ring and bytes put into the outbox, since the rings were
+    /// opened.
     Positions {
         taken: u64,
         head: u64,
     },
-    /// Host memory, to be attached to.
+    /// An offer of host memory for the engine to attach to.
     Offer(OfiOffer),
     /// Bytes that the host's doorbell has announced since the rings were closed.
     Probed {
         rung: u64,
     },
     HostReading(HostReading),
-    /// Parity has been computed, in that many nanoseconds if that is known; the answer is still to come.
+    /// Parity was computed, in this many nanoseconds if the time is known. The final answer
+    /// follows.
     Coded(Option<u64>),
-    /// No parity was computed, and nothing written.
+    /// No parity was computed, and nothing was written.
     NotCoded(String),
     /// The store of this fragment failed.
     PartFailed(u16, StoreError),
@@ -185,18 +195,18 @@ pub(crate) fn encode(value: &impl Serialize) -> Vec<u8> {
     postcard::to_stdvec(value).expect("plain data")
 }
 
-/// Decodes control data; returns what follows it, too.
+/// Decodes control data. Also returns the bytes that follow it.
 pub(crate) fn decode<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Result<(T, &'a [u8]), StoreError> {
     postcard::take_from_bytes(bytes)
         .map_err(|e| StoreError::InvalidArgument(format!("message cannot be decoded: {e}")))
 }
 
-/// Checksums as bytes, four each.
+/// Packs checksums into bytes, four bytes each.
 pub(crate) fn pack_checksums(checksums: &[u32]) -> Bytes {
     checksums.iter().flat_map(|c| c.to_le_bytes()).collect()
 }
 
-/// The other way round.
+/// Unpacks checksums from bytes.
 pub(crate) fn unpack_checksums(mut packed: &[u8]) -> Result<Vec<u32>, StoreError> {
     if !packed.len().is_multiple_of(4) {
         return Err(StoreError::InvalidArgument(format!("{} bytes of checksums", packed.len())));
@@ -208,7 +218,7 @@ pub(crate) fn unpack_checksums(mut packed: &[u8]) -> Result<Vec<u32>, StoreError
     Ok(checksums)
 }
 
-/// The same error with its texts cut to a length that any reply has room for.
+/// Shortens the texts of an error so that they fit into any reply.
 pub(crate) fn shorten(error: StoreError) -> StoreError {
     use StoreError as E;
     let cut = |mut text: String| {

@@ -1,4 +1,5 @@
-//! How an osd joins a store process: where it is, what memory and engine to use, and what can be tuned.
+//! Options of an osd's attachment: the store's address, the memory, the engine, and the tunable
+//! settings.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -7,54 +8,59 @@ use std::time::Duration;
 use base::fault::Faults;
 use channel::{DmaEngine, MemoryOptions};
 
-/// Where the store's process listens.
+/// The address at which the store's process listens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum StoreEndpoint {
     /// A UNIX socket.
     Unix(PathBuf),
-    /// A TCP address, `host:port`. Payload goes by DMA only if the engine reaches host memory over a network, as `ofi` does.
-    /// Not authenticated: for trusted networks.
+    /// A TCP address, `host:port`. DMA carries payload only if the engine reaches host memory over
+    /// a network, as `ofi` does. The connection is not authenticated, so use it only in trusted
+    /// networks.
     Tcp(String),
 }
 
-/// How to join a store.
+/// Options of an attachment.
 #[derive(Clone)]
 pub struct AttachmentOptions {
     /// Sizes of DPU memory.
     pub memory: MemoryOptions,
     /// The engine that moves payload; `None` starts an emulated one (`shm`).
     pub engine: Option<Arc<dyn DmaEngine>>,
-    /// Most requests unanswered on the ring.
+    /// Maximum number of unanswered requests on the ring.
     pub outstanding: usize,
-    /// Longest payload of one request, in bytes: of one read, or one transaction. At most 16 MiB.
+    /// Maximum payload of one read or one transaction, in bytes. At most 16 MiB.
     pub largest_request: usize,
-    /// How long calls wait for a store that is away, and how long [`Attachment::connect`] tries.
+    /// How long calls wait for an absent store, and how long [`Attachment::connect`] tries to
+    /// connect.
     pub wait_for_store: Duration,
-    /// Use the control socket alone even where DMA is possible.
+    /// Use the control socket alone, even if DMA is possible.
     pub socket_only: bool,
-    /// After that long a transfer is overdue, and a reply is asked for.
+    /// Duration after which a transfer is overdue. After the same time without a reply, the osd
+    /// asks the host for its ring positions.
     pub overdue: Duration,
-    /// How long DMA is left alone after it has failed.
+    /// The cool-down: how long DMA is not used after a failure.
     pub cool_down: Duration,
-    /// The host compares the payload of every so many requests with its checksums; 0 for none. After a failure it looks at
-    /// the next 256 in any case.
+    /// The host verifies the payload checksums of every n-th request; 0 means no request. After a
+    /// failure, it verifies the next 256 requests in any case.
     pub verify_every: u32,
-    /// What can be changed while the attachment lasts.
+    /// Settings that can be changed during the attachment.
     pub tuning: DmaTuning,
-    /// What is to go wrong in this process.
+    /// Faults to inject in this process.
     pub faults: Faults,
 }
 
-/// How DMA is used.
+/// Settings of DMA.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DmaTuning {
-    /// Queues of the engine; 1 puts everything into one, so that short requests wait for long ones.
+    /// Number of engine queues to use. With 1, short requests wait behind long requests.
     pub queues: usize,
-    /// Windows of host memory that stay open; 0 has each request negotiate its own.
+    /// Maximum number of host-memory windows that stay open. With 0, every request opens its own
+    /// window.
     pub region_cache: usize,
-    /// How long this side looks for completions after one has come, before it sleeps.
+    /// How long the osd keeps polling for completions after the last one, before it sleeps.
     pub poll: Duration,
-    /// Longest transfer, in bytes; the engine may have a lower limit. `None` is the engine's.
+    /// Maximum length of a transfer, in bytes. The engine may have a lower limit. `None` uses the
+    /// engine's limit.
     pub max_transfer: Option<usize>,
 }
 

@@ -1,18 +1,19 @@
-//! When to look for more work, and when to sleep.
+//! Adaptive polling: when a task polls for more work, and when it sleeps.
 
 use std::task::Context;
 use std::time::{Duration, Instant};
 
-/// Adaptive polling: after something has come, the task asks to be run again at once for a while, as long as that pays;
-/// other tasks run in between. Then it waits to be woken.
+/// Adaptive polling. After an event, the task reschedules itself for a while, as long as such
+/// polling has found work lately. Other tasks can run in between. Then the task waits to be woken.
 pub(crate) struct Poller {
     until: Option<Instant>,
-    /// How often it paid lately: at 0 it is only tried now and then.
+    /// Grows when polling finds work and shrinks when it does not. At 0, polling is only tried
+    /// occasionally.
     credit: u32,
     skipped: u32,
 }
 
-/// So many failures in a row end polling; then every so many chances it is tried again.
+/// Polling stops after `CREDIT_MAX` failures in a row. It is then tried once in `RETRY` occasions.
 const CREDIT_MAX: u32 = 8;
 const RETRY: u32 = 32;
 
@@ -23,7 +24,8 @@ impl Default for Poller {
 }
 
 impl Poller {
-    /// To be called at the end of each turn of the task; `progress` says whether something had come.
+    /// Must be called at the end of each turn of the task. `progress` says whether the turn handled
+    /// an event.
     pub(crate) fn after_turn(&mut self, progress: bool, poll: Duration, cx: &mut Context<'_>) {
         if poll.is_zero() {
             return;
@@ -66,7 +68,7 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(3600);
 
-    /// One turn; whether the task asked to be run again at once.
+    /// Runs one turn. Returns whether the task rescheduled itself.
     fn turn(poller: &mut Poller, progress: bool, poll: Duration) -> bool {
         let wakes = Arc::new(Wakes::default());
         let waker = Waker::from(Arc::clone(&wakes));
@@ -74,11 +76,11 @@ mod tests {
         wakes.0.load(Ordering::Relaxed) > 0
     }
 
-    /// Something has come, and nothing more does for as long as it is looked for.
+    /// Simulates one event, after which polling finds nothing until its time is over.
     fn in_vain(poller: &mut Poller) -> bool {
         let tried = turn(poller, true, LONG);
         if tried {
-            // As if the time were over.
+            // Simulate the end of the polling time.
             poller.until = Some(Instant::now());
         }
         assert!(!turn(poller, false, LONG), "it sleeps");
@@ -101,7 +103,7 @@ mod tests {
         let tried = (0..CREDIT_MAX + 4 * RETRY).filter(|_| in_vain(&mut poller)).count() as u32;
         assert!((CREDIT_MAX + 3..=CREDIT_MAX + 5).contains(&tried), "{tried} times");
         while !turn(&mut poller, true, LONG) {}
-        // More comes while it looks, so it pays again.
+        // An event arrives during polling, so polling pays again.
         assert!(turn(&mut poller, true, LONG) && in_vain(&mut poller));
     }
 }

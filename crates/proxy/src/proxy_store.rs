@@ -1,4 +1,4 @@
-//! [`ProxyStore`]: the `ObjectStore` that the OSD sees.
+//! [`ProxyStore`]: the object store that the OSD uses for a target on the host.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -18,13 +18,14 @@ use crate::link::{AnswerTo, AnswerUse, CallAnswered, CallError, Delivered, ReadC
 use crate::messages::{CallAnswer, StoreCall, unpack_checksums};
 use crate::shared::AttachmentHandle;
 
-/// One target of a store process, seen from the DPU.
+/// One target of a store process, as the DPU uses it.
 ///
-/// Calls that only read, and `stage`, are made again by themselves if the store restarts; the others fail with
-/// [`StoreError::Disconnected`] then, and what they did is unknown. A call made while the store is away waits for it.
+/// If the store restarts, `ProxyStore` repeats calls that only read, and `stage`. Any other
+/// unanswered call then fails with [`StoreError::Disconnected`], and its outcome is unknown. A call
+/// that is made while the store is away waits for the store.
 ///
-/// A read of more than [`AttachmentOptions::largest_request`](crate::AttachmentOptions) is cut into several, each of them
-/// atomic by itself.
+/// A read of more than [`AttachmentOptions::largest_request`](crate::AttachmentOptions) is split
+/// into several reads. Each of them is atomic, but the whole read is not.
 pub struct ProxyStore {
     handle: Arc<AttachmentHandle>,
     target: u16,
@@ -35,12 +36,13 @@ impl ProxyStore {
         ProxyStore { handle, target }
     }
 
-    /// Hands a call to the present link, or the next one. It takes its place now.
+    /// Passes a call to the current link, or queues it for the next link. The call's place in the
+    /// order is fixed when this function returns.
     fn start(&self, call: impl FnOnce(&Arc<StoreChannel>, u16, AnswerTo) + Send + 'static) -> Answers {
         start(&self.handle, self.target, call)
     }
 
-    /// A call that may be made again, on the control socket.
+    /// Makes a repeatable call on the control socket.
     fn ask(&self, call: StoreCall) -> StoreFuture {
         let (handle, target) = (Arc::clone(&self.handle), self.target);
         let make = move || {
@@ -53,7 +55,7 @@ impl ProxyStore {
         Box::pin(async move { reply(answer.await?) })
     }
 
-    /// Issues a call now, and again if its incarnation ends.
+    /// Issues a call now, and issues it again if its incarnation ends.
     fn repeatable<A: Future<Output = Received>, M: FnMut() -> A>(
         &self,
         mut make: M,
@@ -65,14 +67,14 @@ impl ProxyStore {
 
 fn release(handle: &AttachmentHandle, target: u16, stage: StageId) {
     handle.shared.with_link(move |link| {
-        // With its incarnation the stage is gone, too.
+        // If the incarnation has ended, the stage no longer exists.
         if let Ok(link) = link {
             link.stage_release(target, stage);
         }
     });
 }
 
-/// Waits for a call that returns nothing.
+/// Waits for a call that returns no data.
 async fn done(answers: Answers) -> Result<()> {
     match answer_of(answers).await?.answer {
         CallAnswer::Done => Ok(()),
@@ -80,7 +82,7 @@ async fn done(answers: Answers) -> Result<()> {
     }
 }
 
-/// The part of a read that one request asks for.
+/// The part of a read that one request covers.
 #[derive(Clone)]
 struct PartialRead {
     cid: CollectionId,
@@ -90,13 +92,13 @@ struct PartialRead {
 }
 
 impl PartialRead {
-    /// Length of the covering blocks, in bytes.
+    /// Length of the blocks that cover the range, in bytes.
     fn cover(&self) -> u64 {
         let end = align_up(self.offset.saturating_add(self.len)).unwrap_or(u64::MAX - u64::MAX % BLOCK);
         if self.len == 0 { 0 } else { end - align_down(self.offset) }
     }
 
-    /// The same, cut so that the covering blocks are at most `most` bytes.
+    /// The same part, shortened so that the covering blocks have at most `most` bytes.
     fn clipped(&self, most: u64) -> PartialRead {
         let len = if self.cover() <= most { self.len } else { most - self.offset % BLOCK };
         PartialRead { len, ..self.clone() }
@@ -114,7 +116,7 @@ impl PartialRead {
     }
 }
 
-/// Reads window after window until the end of the range or of the object.
+/// Reads one part after the other until the end of the range or of the object.
 async fn read_on(
     handle: Arc<AttachmentHandle>,
     target: u16,
@@ -132,7 +134,7 @@ async fn read_on(
             return Err(unexpected());
         };
         if offset != align_down(window.offset) {
-            // Going on from there might never end.
+            // The loop might never end if it continued here.
             return Err(unexpected());
         }
         let checksums = unpack_checksums(&checksums)?;
@@ -224,7 +226,7 @@ impl ProxyStore {
         let (tx, rx) = oneshot::channel();
         let target = self.target;
         self.handle.shared.with_link(move |link| {
-            // The caller may no longer wait.
+            // The caller may have been cancelled; ignore the error.
             drop(match link {
                 Ok(link) => tx.send(write_segments(link, target, stage, offset, payload)),
                 Err(e) => tx.send(Err(e.into())),
@@ -247,7 +249,7 @@ impl ProxyStore {
         let answers = self.start(move |link, target, answer_to| match incarnation {
             Some(incarnation) if incarnation != link.incarnation => {
                 let over = CallError::Lost(format!("incarnation {incarnation} is over"));
-                // The caller may no longer wait.
+                // The caller may have been cancelled; ignore the error.
                 drop(answer_to.send(Err(over)));
             }
             _ => link.transaction(target, &transaction, answer_to),
@@ -256,7 +258,7 @@ impl ProxyStore {
     }
 }
 
-/// What a call without data has returned, as the store's reply.
+/// Converts the answer to a call without data into the store's reply.
 fn reply(answer: CallAnswer) -> Result<StoreReply> {
     match answer {
         CallAnswer::Done => Ok(StoreReply::Done),
@@ -268,7 +270,7 @@ fn reply(answer: CallAnswer) -> Result<StoreReply> {
     }
 }
 
-/// Sends staged data in segments of at most one transfer each, all at once.
+/// Sends data for a stage in segments of at most one transfer each, without waiting in between.
 fn write_segments(
     link: &Arc<StoreChannel>,
     target: u16,

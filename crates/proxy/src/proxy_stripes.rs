@@ -1,4 +1,4 @@
-//! [`ProxyStripes`]: all targets of a store process at once, for data that goes to several of them.
+//! [`ProxyStripes`]: writes to several targets of a store process at once.
 
 use std::sync::Arc;
 
@@ -11,11 +11,11 @@ use crate::link::AnswerUse;
 use crate::messages::{CallAnswer, StoreCall};
 use crate::shared::AttachmentHandle;
 
-/// Most bytes of a call: their checksums fit into an entry of the ring.
+/// Maximum number of bytes in a call. The checksums of this many bytes fit into a ring entry.
 const MAX_BYTES: usize = 8 << 20;
 
-/// The targets of a store process together, seen from the DPU. If the store restarts, calls fail with
-/// [`StoreError::Disconnected`].
+/// All targets of a store process, for calls that write to several of them. If the store restarts,
+/// calls fail with [`StoreError::Disconnected`].
 pub struct ProxyStripes {
     handle: Arc<AttachmentHandle>,
 }

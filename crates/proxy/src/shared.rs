@@ -1,4 +1,4 @@
-//! The state of an attachment: the present link to it, or the calls that wait for the next one.
+//! The state of an attachment: the current link, or the calls that wait for the next link.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -12,12 +12,13 @@ use tokio::sync::{Notify, watch};
 use crate::link::{CallError, StoreChannel};
 use crate::options::{AttachmentOptions, DmaTuning, StoreEndpoint};
 
-/// Most calls that wait for the store's return. The OSD has a lower limit of requests in flight.
+/// Maximum number of calls that wait for the store's return. The OSD has a lower limit of requests
+/// in flight.
 const MAX_WAITING: usize = 1 << 14;
-/// An engine, which shares its CPU where it is emulated, looks for work no longer than this.
+/// Maximum time for which the engine polls. An emulated engine shares its CPU with other threads.
 const ENGINE_SPIN: Duration = Duration::from_micros(10);
 
-/// Closes the attachment when the last user is gone.
+/// Closes the attachment when it is dropped.
 pub(crate) struct AttachmentHandle {
     pub(crate) shared: Arc<Shared>,
 }
@@ -37,7 +38,7 @@ pub(crate) struct Shared {
     pub(crate) options: AttachmentOptions,
     pub(crate) closing: Notify,
     pub(crate) incarnation: watch::Sender<u64>,
-    /// The store has come back with other targets.
+    /// Whether the store has returned with other targets.
     pub(crate) superseded: watch::Sender<bool>,
     pub(crate) health: Arc<OffloadHealth>,
     tuning: Mutex<DmaTuning>,
@@ -46,7 +47,7 @@ pub(crate) struct Shared {
 pub(crate) struct State {
     phase: AttachmentState,
     pub(crate) targets: Option<Vec<TargetInfo>>,
-    /// Incarnations of the store so far.
+    /// Number of incarnations of the store so far.
     pub(crate) incarnations: u64,
     pub(crate) last_failure: Option<String>,
     pub(crate) why_no_dma: Option<String>,
@@ -67,7 +68,7 @@ struct WaitingCall {
 type LinkCall = Box<dyn FnOnce(Result<&Arc<StoreChannel>, CallError>) + Send>;
 
 impl State {
-    /// The present link, if there is a store.
+    /// The current link, if the store is connected.
     pub(crate) fn link(&self) -> Option<&Arc<StoreChannel>> {
         match &self.phase {
             AttachmentState::Up(link) => Some(link),
@@ -77,7 +78,7 @@ impl State {
 }
 
 impl Shared {
-    /// Registers the memory with the engine. There is no store yet: calls wait.
+    /// Registers the memory with the engine. The store is not connected yet, so calls wait.
     pub(crate) fn new(
         memory: DpuMemory,
         engine: Arc<dyn DmaEngine>,
@@ -119,7 +120,7 @@ impl Shared {
         *self.tuning.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes how DMA is used, from now on.
+    /// Changes the DMA settings from now on.
     pub(crate) fn tune(&self, tuning: DmaTuning) {
         *self.tuning.lock().unwrap_or_else(PoisonError::into_inner) = tuning;
         self.tune_engine(tuning);
@@ -137,7 +138,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes a call on the present link at once, or on the next one, in the order of the calls.
+    /// Runs a call on the current link at once, or on the next link. Calls keep their order.
     pub(crate) fn with_link(
         &self,
         call: impl FnOnce(Result<&Arc<StoreChannel>, CallError>) + Send + 'static,
@@ -146,14 +147,15 @@ impl Shared {
         match &mut state.phase {
             AttachmentState::Up(link) => {
                 let link = Arc::clone(link);
-                // Still under the lock, so that calls of one thread keep their order with those that waited.
+                // Still under the lock, so that calls of one thread stay behind the calls that
+                // waited.
                 call(Ok(&link));
             }
             AttachmentState::Away(waiting) if waiting.len() < MAX_WAITING => {
                 let deadline = Instant::now() + self.options.wait_for_store;
                 waiting.push_back(WaitingCall { deadline, call: Box::new(call) });
             }
-            // Not one that is made again by itself: it would only be refused once more.
+            // A plain store error, because a lost call would be retried and refused again.
             AttachmentState::Away(_) => {
                 let why = "too many calls wait for the store".to_owned();
                 call(Err(StoreError::Disconnected(why).into()));
@@ -162,7 +164,7 @@ impl Shared {
         }
     }
 
-    /// The number of the incarnation that a call made now goes to: the present one, or the next.
+    /// The incarnation that a call made now belongs to: the current one, or else the next.
     pub(crate) fn incarnation(&self) -> u64 {
         let state = self.lock();
         if matches!(state.phase, AttachmentState::Up(_)) {
@@ -172,7 +174,7 @@ impl Shared {
         }
     }
 
-    /// Whether a call that failed with its incarnation may be made again.
+    /// Whether a call that failed with its incarnation may be retried.
     pub(crate) fn may_retry(&self) -> bool {
         !matches!(self.lock().phase, AttachmentState::Closed)
     }
@@ -190,7 +192,7 @@ impl Shared {
         matches!(self.lock().phase, AttachmentState::Closed)
     }
 
-    /// Fails the calls that waited long enough.
+    /// Fails calls whose deadline has passed.
     pub(crate) fn expire(&self) {
         let mut state = self.lock();
         let AttachmentState::Away(waiting) = &mut state.phase else { return };
@@ -202,7 +204,7 @@ impl Shared {
         fail(due, &format!("the store stayed away: {why}"));
     }
 
-    /// The incarnation has ended: calls wait from now on.
+    /// Handles the end of the incarnation. New calls wait from now on.
     pub(crate) fn away(&self, why: &str) {
         let mut state = self.lock();
         state.last_failure = Some(why.to_owned());
@@ -211,7 +213,7 @@ impl Shared {
         }
     }
 
-    /// An incarnation has begun: makes the calls that waited, then lets new ones through.
+    /// Handles the start of an incarnation. Runs the waiting calls, and then admits new calls.
     pub(crate) fn up(&self, link: &Arc<StoreChannel>, targets: Vec<TargetInfo>) {
         let mut state = self.lock();
         let AttachmentState::Away(waiting) = &mut state.phase else { return };

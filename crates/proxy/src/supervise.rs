@@ -1,4 +1,5 @@
-//! Keeping an attachment alive: a link for each incarnation of the store, one after the other.
+//! The supervision of an attachment: it opens one link after the other, one for each incarnation of
+//! the store.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,7 +27,7 @@ impl Drop for CloseOnDrop {
 
 /// Opens links until the attachment is closed.
 pub(crate) async fn supervise(shared: Arc<Shared>) {
-    // If the runtime is dropped, no link is opened any more: calls must not wait for one.
+    // If the runtime is dropped, no further link is opened, so calls must not wait for one.
     let _closing = CloseOnDrop(Arc::clone(&shared));
     let mut backoff = BACKOFF_MIN;
     let mut incarnation = 0;
@@ -97,7 +98,7 @@ async fn open(
         region_cache: shared.tuning().region_cache,
         poll: shared.tuning().poll,
     };
-    // The host's memory is another: what was wrong with the last one need not be wrong with this one.
+    // The host memory is new, so a fault of the old memory may be gone.
     shared.health.renewed();
     let health = Arc::clone(&shared.health);
     let layout = shared.memory.layout();
@@ -114,7 +115,7 @@ async fn open(
     Ok((link, driver, targets))
 }
 
-/// The host memory that is asked for: what the engine can reach from here, if anything.
+/// The host memory to request, if the engine can reach any over this socket.
 fn memory_request(shared: &Shared, socket: &Socket) -> Option<MemoryRequest> {
     let reach = shared.engine.reach();
     let reaches = matches!(socket, Socket::Unix(_)) || reach != Reach::Descriptors;
@@ -122,16 +123,16 @@ fn memory_request(shared: &Shared, socket: &Socket) -> Option<MemoryRequest> {
     (reaches && !shared.options.socket_only).then_some(MemoryRequest { layout, reach })
 }
 
-/// The rings, with host memory.
+/// The rings of an attachment with host memory.
 struct HostRings {
     ring: RingSide,
     bell: Option<Box<dyn Bell>>,
-    /// Why the engine does not reach the memory at present.
+    /// Why the engine cannot reach the memory at present.
     failure: Option<String>,
 }
 
-/// Joins host memory. If the network does not let the engine, that is no reason to do without for good. A store that offers
-/// what it should not is an error.
+/// Attaches the engine to host memory. If the network prevents this now, a later probe may still
+/// succeed, so the result is a ring with a failure. An invalid offer is an error.
 async fn attach(shared: &Arc<Shared>, access: MemoryAccess) -> Result<HostRings, ChannelError> {
     let (memory, engine) = (shared.memory.clone(), Arc::clone(&shared.engine));
     let outstanding = shared.options.outstanding.min(engine.queue_depth());

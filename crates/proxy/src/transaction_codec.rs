@@ -1,8 +1,9 @@
-//! Transactions as bytes.
+//! The encoding of transactions.
 //!
-//! Not serde: byte strings are taken out of the received buffer as slices, so that what a transaction carries is not
-//! copied once more on the host. Payload is kept apart from the rest (*control*), at stated positions of a data section,
-//! so that it can go by DMA from where it lies and be used where it arrives.
+//! The codec does not use serde. It takes byte strings from the received buffer as slices, so that
+//! the host does not copy the transaction's data again. Payload is separate from the other bytes
+//! (*control*) and has fixed positions in a data section. DMA can therefore read payload from its
+//! buffers, and the host can use payload where it arrives.
 
 use base::block::Payload;
 use bytes::{Buf, Bytes};
@@ -11,17 +12,17 @@ use store::{CollectionId, ObjectId, Op, Result, StageId, StoreError, Transaction
 /// An encoded transaction.
 #[derive(Debug, Default)]
 pub(crate) struct EncodedTransaction {
-    /// Everything but payload.
+    /// Everything except payload.
     pub(crate) control: Vec<u8>,
-    /// Payload, and where it begins in the data section.
+    /// Pieces of payload, each with its offset in the data section, in bytes.
     pub(crate) data: Vec<(usize, Bytes)>,
-    /// Length of the data section.
+    /// Length of the data section, in bytes.
     pub(crate) data_len: usize,
-    /// Stages named (ids of the osd's side).
+    /// Stages that the transaction names, by their numbers on the osd's side.
     pub(crate) stages: Vec<StageId>,
 }
 
-/// Most ops of a transaction.
+/// Maximum number of ops in a transaction.
 const MAX_OPS: usize = 1 << 16;
 
 const TOUCH: u8 = 1;
@@ -46,10 +47,11 @@ const CREATE_COLLECTION: u8 = 19;
 const REMOVE_COLLECTION: u8 = 20;
 const SPLIT_COLLECTION: u8 = 21;
 
-/// Encodes a transaction. Payloads start at multiples of `align` in the data section; `stage_id` translates the stages.
+/// Encodes a transaction. Each payload starts at a multiple of `align` in the data section.
+/// `stage_id` translates the numbers of stages.
 ///
 /// # Errors
-/// What `stage_id` says, an op that this version cannot express, or more ops than it takes.
+/// Fails if `stage_id` fails, if this version cannot express an op, or if there are too many ops.
 pub(crate) fn encode(
     transaction: &Transaction,
     align: usize,
@@ -214,10 +216,10 @@ impl TransactionEncoder {
     }
 }
 
-/// Decodes a transaction whose data section is `data`; nothing is copied.
+/// Decodes a transaction whose data section is `data`, without copying.
 ///
 /// # Errors
-/// [`StoreError::InvalidArgument`] unless `control` is what [`encode`] makes.
+/// [`StoreError::InvalidArgument`] if `control` does not have the form that [`encode`] produces.
 pub(crate) fn decode(control: Bytes, data: &Bytes) -> Result<Transaction> {
     let mut input = TransactionDecoder { control, data };
     let collection = CollectionId::new(input.bytes()?)?;
@@ -270,7 +272,7 @@ impl TransactionDecoder<'_> {
         Ok(self.control.split_to(len))
     }
 
-    /// A number of items that take at least `least` bytes each.
+    /// Reads a number of items, each of which takes at least `least` bytes.
     fn count(&mut self, least: usize) -> Result<usize> {
         let count = self.u32()? as usize;
         if count > self.control.len() / least { Err(truncated()) } else { Ok(count) }
@@ -444,7 +446,8 @@ mod tests {
         let refused = encode(&of(MAX_OPS + 1), 1, |s| Ok(s.0)).unwrap_err();
         assert!(refused.to_string().contains("split it"), "{refused}");
         let mut more = most.control;
-        // Behind the collection's name, one byte with its length, and the byte about the reserve.
+        // The number of ops. It follows the collection's name, which has a length byte, and the
+        // byte about the reserve.
         more[6..10].copy_from_slice(&(MAX_OPS as u32 + 1).to_le_bytes());
         let refused = decode(Bytes::from(more), &Bytes::new()).unwrap_err();
         assert!(refused.to_string().contains("split it"), "{refused}");

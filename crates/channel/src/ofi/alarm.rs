@@ -1,4 +1,4 @@
-//! Waking a thread that sleeps on descriptors.
+//! Wakes a thread that sleeps on file descriptors.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering, fence};
@@ -19,8 +19,9 @@ impl Alarm {
         Ok(Alarm { sleeping: AtomicBool::new(false), fd: Doorbell::create()? })
     }
 
-    /// Called after something was put where the thread will look. Pairs with the fence in [`sleep`](Self::sleep): either
-    /// the thread sees it, or we see that it sleeps.
+    /// Wakes the thread. Call it after new work is visible to the thread. It pairs with the fence
+    /// in [`sleep`](Self::sleep): either the thread sees the work, or this call sees that the
+    /// thread sleeps.
     pub(super) fn wake(&self) {
         fence(Ordering::SeqCst);
         if self.sleeping.load(Ordering::Relaxed) && self.sleeping.swap(false, Ordering::AcqRel) {
@@ -34,7 +35,8 @@ impl Alarm {
         }
     }
 
-    /// Runs `wait` with the descriptor that wakes it, unless `has_work` is true already.
+    /// Runs `wait` with the descriptor that wakes the thread, unless `has_work` already returns
+    /// true.
     pub(super) fn sleep(&self, has_work: impl FnOnce() -> bool, wait: impl FnOnce(BorrowedFd<'_>)) {
         self.sleeping.store(true, Ordering::Relaxed);
         fence(Ordering::SeqCst);
@@ -46,14 +48,14 @@ impl Alarm {
     }
 }
 
-/// Sleeps until `fd` can be read, or `timeout` has passed.
+/// Sleeps until `fd` is readable or `timeout` has passed.
 pub(super) fn wait_for(fd: BorrowedFd<'_>, timeout: Option<Duration>) {
     let timeout = timeout.and_then(|t| Timespec::try_from(t).ok());
-    // Whatever the outcome, the caller looks again.
+    // The caller checks for work in any case; ignore the result.
     let _ = poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], timeout.as_ref());
 }
 
-/// The count of an eventfd, which it sets to zero.
+/// Returns the count of an eventfd and resets it to zero.
 pub(super) fn take_count(fd: BorrowedFd<'_>) -> u64 {
     let mut count = [0; 8];
     match rustix::io::read(fd, &mut count) {

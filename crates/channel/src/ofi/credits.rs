@@ -1,28 +1,29 @@
-//! Doorbells as messages, never more than the peer has receives for.
+//! Doorbells as messages, with credits that keep the sender within the peer's posted receives.
 //!
-//! A message is 16 bytes: `"OBBL"`, credits that are given back (u32), and the doorbell's count (u64), little endian. A count of 0 is
-//! no doorbell and only gives credits back. A side may have [`WINDOW`] doorbells under way. What is rung beyond
-//! that is added up and goes in one message when credits come back: nothing is lost or late by more than one round trip.
-//! Messages without a doorbell need no credit: one goes out for each half window that was used up, so that there are at
-//! most two, for which [`RECEIVES`] has room.
+//! A message has 16 bytes, little endian: `"OBBL"`, the credits that are returned (u32), and the
+//! doorbell's count (u64). A message with count 0 is no doorbell and only returns credits. A side
+//! may have [`WINDOW`] unanswered doorbells. Later counts are added up, and one message sends the
+//! sum when credits return. So no count is lost, and none is late by more than one round trip.
+//! Messages without a doorbell need no credit. A side sends one of them for each half window that
+//! was used, so at most two are in flight. [`RECEIVES`] includes room for them.
 
 use crate::{ChannelError, Result};
 
-/// Doorbells under way at most.
+/// Maximum number of doorbells that the peer has not acknowledged.
 const WINDOW: u32 = 8;
-/// Receives that a side keeps posted.
+/// Number of receives that a side keeps posted.
 pub(super) const RECEIVES: usize = WINDOW as usize + 4;
 /// Length of a message, in bytes.
 pub(super) const MESSAGE: usize = 16;
 const MAGIC: [u8; 4] = *b"OBBL";
 
-/// One direction's doorbells and the other's credits.
+/// The credits and pending counts of both directions.
 pub(super) struct DoorbellCredits {
-    /// Doorbells that may be sent now.
+    /// Number of doorbells that may be sent now.
     left: u32,
-    /// Doorbells received for which no credit was given back.
+    /// Received doorbells for which no credit was returned yet.
     owed: u32,
-    /// Rung and not sent.
+    /// Sum of the counts that were rung and not sent yet.
     pending: u64,
 }
 
@@ -33,12 +34,12 @@ impl Default for DoorbellCredits {
 }
 
 impl DoorbellCredits {
-    /// Rings.
+    /// Rings the doorbell.
     pub(super) fn ring(&mut self, count: u64) {
         self.pending = self.pending.saturating_add(count);
     }
 
-    /// What is to be sent now, if anything is.
+    /// The message to send now, if there is one.
     pub(super) fn message(&self) -> Option<[u8; MESSAGE]> {
         let rings = self.pending > 0 && self.left > 0;
         if !rings && self.owed < WINDOW / 2 {
@@ -52,7 +53,7 @@ impl DoorbellCredits {
         Some(bytes)
     }
 
-    /// [`message`](Self::message) was sent.
+    /// Updates the credits after [`message`](Self::message) was sent.
     pub(super) fn sent(&mut self) {
         if self.pending > 0 && self.left > 0 {
             self.left -= 1;
@@ -61,10 +62,11 @@ impl DoorbellCredits {
         self.owed = 0;
     }
 
-    /// A message has come, and its receive is posted again. Gives the doorbell's count, or 0.
+    /// Handles a received message whose receive was posted again. Returns the doorbell's count, or
+    /// 0.
     ///
     /// # Errors
-    /// If the message makes no sense.
+    /// Fails if the message is invalid.
     pub(super) fn received(&mut self, message: &[u8]) -> Result<u64> {
         let Ok(bytes) = <[u8; MESSAGE]>::try_from(message) else {
             return Err(ChannelError::protocol(format!("a doorbell of {} bytes", message.len())));
@@ -106,8 +108,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the two sides do when: counts arrive in full, no side has more under way than there are receives,
-        /// and nobody waits for ever.
+        /// For any interleaving of the two sides: counts arrive in full, no side has more messages
+        /// in flight than receives are posted, and no side waits forever.
         #[test]
         fn nothing_is_lost_and_receives_suffice(steps in proptest::collection::vec(step(), 0..400)) {
             let mut sides = [DoorbellCredits::default(), DoorbellCredits::default()];

@@ -1,4 +1,4 @@
-//! The engine, from its callers' side.
+//! The engine, as its callers use it.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -24,23 +24,23 @@ use crate::{
     Joined, MemoryAccess, Reach, RegionId, RejectedChain, Result,
 };
 
-/// Host memory has at least as many bytes.
+/// Minimum length of host memory, in bytes.
 const LEAST_MEMORY: usize = 4096;
-/// Transfers are never shorter than that at most, in bytes.
+/// Lower bound of the maximum transfer length, in bytes.
 const LEAST_MAX_TRANSFER: usize = 4096;
 
-/// Settings of an [`OfiEngine`].
+/// Options of an [`OfiEngine`].
 #[derive(Debug, Clone)]
 pub struct OfiOptions {
-    /// The only provider of libfabric that offers may name, e.g. `verbs` or `tcp`.
+    /// The only libfabric provider that an offer may name, e.g. `verbs` or `tcp`.
     pub provider: String,
-    /// Longest transfer, in bytes; the provider's own limit holds in any case.
+    /// Maximum length of a transfer, in bytes. The provider's own limit still applies.
     pub max_transfer: usize,
-    /// How long the thread looks for more work before it sleeps.
+    /// How long the thread polls for more work before it sleeps.
     pub spin: Duration,
-    /// How long connecting may take, when attaching or later.
+    /// Maximum time to connect, when attaching or later.
     pub attach_timeout: Duration,
-    /// What is to go wrong.
+    /// Faults to inject.
     pub faults: Faults,
 }
 
@@ -56,8 +56,8 @@ impl Default for OfiOptions {
     }
 }
 
-/// The engine that moves bytes by one-sided operations of libfabric. Dropping the last handle ends its thread and all
-/// connections.
+/// The engine that moves bytes by one-sided operations of libfabric. Dropping its last handle ends
+/// the thread and closes all connections.
 pub struct OfiEngine {
     shared: Arc<Shared>,
     next_id: AtomicU32,
@@ -71,7 +71,7 @@ impl OfiEngine {
     /// Loads libfabric and starts the engine's thread.
     ///
     /// # Errors
-    /// If there is no libfabric, or the system has no room for another thread.
+    /// Fails if libfabric is missing, or if the system cannot start another thread.
     pub fn start(options: OfiOptions) -> Result<Arc<OfiEngine>> {
         let library = Library::load()?;
         let configured_max = options.max_transfer.max(LEAST_MAX_TRANSFER);
@@ -84,7 +84,8 @@ impl OfiEngine {
         Ok(Arc::new(OfiEngine { shared, next_id, thread, provider, configured_max, attach_timeout }))
     }
 
-    /// Joins a store's process by what it [granted](super::OfiGrant). Done when the connections stand.
+    /// Attaches to the memory that a store's process [granted](super::OfiGrant). Completes when the
+    /// connections are established.
     async fn attach_offer(&self, offer: OfiOffer, len: usize) -> Result<Joined> {
         if offer.provider != self.provider {
             let what = format!("it offers provider {}, this osd uses {}", offer.provider, self.provider);
@@ -102,7 +103,7 @@ impl OfiEngine {
         });
         let (reply, answer) = oneshot::channel();
         self.shared.send(OfiCommand::Attach { id, offer, rung: Arc::clone(&rung), reply });
-        // On failure, dropping `detach` makes the thread forget what there is of the peer.
+        // On failure, dropping `detach` makes the thread forget the peer.
         let provider_max = match tokio::time::timeout(self.attach_timeout, answer).await {
             Ok(Ok(result)) => result?,
             Ok(Err(_)) => return Err(ChannelError::EngineStopped(self.name().to_owned())),
@@ -130,7 +131,7 @@ impl Drop for OfiEngine {
     fn drop(&mut self) {
         self.shared.send(OfiCommand::Stop);
         if let Some(thread) = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take() {
-            // A panic in it was reported when it happened.
+            // A panic of the thread was reported when it happened; ignore the result.
             let _ = thread.join();
         }
     }
@@ -141,7 +142,7 @@ impl DmaEngine for OfiEngine {
         "ofi"
     }
 
-    /// Over `tcp` it is slow, but it is what it says.
+    /// The provider `tcp` is slow, but it emulates nothing.
     fn is_emulated(&self) -> bool {
         false
     }
@@ -177,7 +178,7 @@ impl DmaEngine for OfiEngine {
         true
     }
 
-    /// Descriptors are of no use to another machine, so only offers are taken.
+    /// Accepts only offers, because a descriptor is useless on another machine.
     fn attach(&self, access: MemoryAccess, len: usize) -> BoxFuture<'_, Result<Joined>> {
         Box::pin(async move {
             match access {
@@ -201,7 +202,8 @@ impl DmaEngine for OfiEngine {
     }
 
     fn post(&self, queue: QueueId, chain: Chain) -> Result<(), RejectedChain> {
-        // What was asked for before the engine was tuned is still possible.
+        // Check against the configured limit: a chain prepared before tuning may exceed the tuned
+        // limit.
         let most = self.configured_max.min(self.shared.provider_max.load(Ordering::Relaxed));
         if let Some(long) = chain.transfers.iter().find(|t| t.len > most) {
             let what = format!("{} bytes in one transfer, at most {most} are possible", long.len);
@@ -233,8 +235,8 @@ impl DmaEngine for OfiEngine {
         }
     }
 
-    /// Closes the connections to all peers: that is what makes sure that nothing touches memory any more. The next chain
-    /// for a peer opens them again.
+    /// Closes the connections to all peers. Only this guarantees that no transfer accesses memory
+    /// any more. The next chain for a peer opens its connections again.
     fn reset(&self) {
         self.shared.queues.iter().for_each(|queue| queue.items.push(OfiItem::Reset));
         self.shared.send(OfiCommand::Reset);

@@ -1,4 +1,4 @@
-//! What injected faults do to transfers of this engine.
+//! The effect of injected faults on this engine's transfers.
 
 use std::time::Instant;
 
@@ -9,21 +9,21 @@ use fabric::{Access, MemoryRegion};
 use super::port::EngineDomain;
 use crate::Result;
 
-/// What becomes of a transfer that could be posted now.
+/// The fate of a transfer that is ready to be posted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fate {
-    /// It is posted.
+    /// The transfer is posted.
     Goes,
-    /// It is posted, and one byte of what it brings is wrong.
+    /// The transfer is posted, and one byte of its data is damaged.
     Corrupts,
-    /// Its chain fails.
+    /// The transfer's chain fails.
     Fails,
-    /// It is posted then, not before.
+    /// The transfer is delayed until this time.
     Stalls(Instant),
 }
 
 impl Fate {
-    /// Asked once for each transfer.
+    /// Decides the fate of a transfer. Called once for each transfer.
     pub(super) fn of_transfer(faults: &Faults) -> Fate {
         match faults.hit(Site::DmaTransfer) {
             Some(Action::Fail) => Fate::Fails,
@@ -34,11 +34,11 @@ impl Fate {
     }
 }
 
-/// Bytes of the pages that memory is mapped by.
+/// Page size of the memory mapping, in bytes.
 const PAGE: usize = 4096;
 
 /// Inverts the byte in the middle of `len` bytes at `offset`, as a faulty device would. The bytes
-/// may be in a buffer of an allocator.
+/// may be in an allocated buffer.
 pub(super) fn damage(arena: &Arena, offset: usize, len: usize) -> Result<()> {
     if len == 0 {
         return Ok(());
@@ -50,8 +50,8 @@ pub(super) fn damage(arena: &Arena, offset: usize, len: usize) -> Result<()> {
     Ok(())
 }
 
-/// A copy of these bytes with one that is wrong, to be written in their place: they themselves have
-/// other readers. The bytes may be in a buffer of an allocator.
+/// Copies the bytes and damages one byte of the copy. The copy is written instead of the original
+/// bytes, which may have other readers. The bytes may be in an allocated buffer.
 pub(super) fn damaged_copy(
     port: &EngineDomain,
     arena: &Arena,

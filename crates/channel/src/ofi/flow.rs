@@ -1,4 +1,4 @@
-//! The chains of one queue that have been taken up and are not finished, in the order posted.
+//! The chains of one queue that were started and are not finished, in posting order.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -8,32 +8,34 @@ use crate::dma::{ChainFailure, PeerId};
 use crate::{Chain, ChainCompletion, Transfer};
 use fabric::MemoryRegion;
 
-/// A chain that is being carried out.
+/// A chain that is in progress.
 pub(super) struct ActiveChain {
     pub(super) chain: Chain,
-    /// The peer that its transfers and its doorbell are for.
+    /// The peer of the chain's transfers and doorbell.
     pub(super) peer: Option<PeerId>,
     posted: Vec<PostedTransfer>,
-    /// Its doorbell, if it has one, is on its way.
+    /// Whether the chain's doorbell, if any, was rung.
     pub(super) rung: bool,
     started: Option<Instant>,
-    /// What must be confirmed before it is complete: writes of a peer's lane up to a number.
+    /// What must be confirmed before the chain is complete: for each peer, all writes up to a
+    /// number.
     pub(super) awaits: Vec<(PeerId, u64)>,
     failure: Option<String>,
-    /// What a fault does to the transfer to be posted next; `None` if that was not asked yet.
+    /// The fault decision for the next transfer; `None` if it was not made yet.
     pub(super) fate: Option<Fate>,
-    /// What corrupted writes are made from.
+    /// Damaged copies that the corrupted writes use.
     pub(super) copies: Vec<MemoryRegion>,
-    /// Its peer has gone: nothing is awaited any more, and so many transfers were done.
+    /// Set when the chain's peer is gone: the number of transfers that were complete. The chain
+    /// then waits for nothing more.
     abandoned: Option<usize>,
 }
 
-/// A transfer that was posted, with its number on the lane.
+/// A posted transfer, with its number on the lane.
 struct PostedTransfer {
     number: u64,
     read: bool,
     complete: bool,
-    /// What it brought is to be damaged.
+    /// Whether the data that the transfer reads must be damaged.
     corrupt: bool,
 }
 
@@ -53,12 +55,12 @@ impl ActiveChain {
         }
     }
 
-    /// The transfer to post next.
+    /// The next transfer to post.
     pub(super) fn next(&self) -> Option<Transfer> {
         self.chain.transfers.get(self.posted.len()).copied()
     }
 
-    /// Whether everything that is to be posted was.
+    /// Whether everything in the chain was posted.
     pub(super) fn is_posted(&self) -> bool {
         self.failure.is_some() || self.next().is_none() && (self.rung || self.chain.ring.is_none())
     }
@@ -69,7 +71,8 @@ impl ActiveChain {
         self.posted.push(PostedTransfer { number, read, complete: false, corrupt });
     }
 
-    /// A transfer has completed; gives it, and whether what it read is to be damaged.
+    /// Handles the completion of a transfer. Returns the transfer, and whether the data that it
+    /// read must be damaged.
     pub(super) fn complete(&mut self, number: u64) -> Option<(Transfer, bool)> {
         let at = self.posted.iter().position(|op| op.number == number)?;
         let op = &mut self.posted[at];
@@ -77,7 +80,7 @@ impl ActiveChain {
         Some((self.chain.transfers[at], op.corrupt && op.read))
     }
 
-    /// Until when a fault holds it up.
+    /// The time until which a fault delays the chain.
     pub(super) fn stalled(&self) -> Option<Instant> {
         match self.fate {
             Some(Fate::Stalls(until)) if self.failure.is_none() => Some(until),
@@ -85,22 +88,23 @@ impl ActiveChain {
         }
     }
 
-    /// Whether all reads among its transfers have completed.
+    /// Whether all reads in the chain have completed.
     pub(super) fn has_read(&self) -> bool {
         self.posted.iter().all(|op| op.complete || !op.read)
     }
 
-    /// Whether all its transfers have completed on this side.
+    /// Whether all transfers have completed on this side.
     pub(super) fn is_complete(&self) -> bool {
         self.abandoned.is_some() || self.posted.iter().all(|op| op.complete)
     }
 
-    /// Nothing more of it will be posted.
+    /// Marks the chain as failed. Nothing more of it is posted.
     pub(super) fn fail(&mut self, why: &str) {
         self.failure.get_or_insert_with(|| why.to_owned());
     }
 
-    /// Its peer has gone, having confirmed writes up to `confirmed`.
+    /// Abandons the chain because its peer is gone. The peer had confirmed writes up to
+    /// `confirmed`.
     pub(super) fn abandon(&mut self, why: &str, confirmed: u64) {
         self.fail(why);
         if self.abandoned.is_none() {
@@ -109,13 +113,13 @@ impl ActiveChain {
         self.awaits.clear();
     }
 
-    /// Transfers from the start that are done on both sides.
+    /// Number of transfers, from the start of the chain, that are complete on both sides.
     fn done(&self, confirmed: u64) -> usize {
         let done = |op: &&PostedTransfer| if op.read { op.complete } else { op.number <= confirmed };
         self.posted.iter().take_while(done).count()
     }
 
-    /// Its completion, if one is due. All its transfers have been confirmed, or it was abandoned.
+    /// The chain's completion, if it needs one. The chain must be confirmed or abandoned.
     pub(super) fn finish(self) -> Option<ChainCompletion> {
         let finished = Instant::now();
         let done = self.abandoned.unwrap_or(self.posted.len());
@@ -137,7 +141,7 @@ impl ActiveChain {
 pub(super) struct Flow {
     works: VecDeque<ActiveChain>,
     first: u64,
-    /// The last one cannot go on before something completes.
+    /// Whether the last chain must wait for a completion before it can continue.
     pub(super) blocked: bool,
 }
 
@@ -146,7 +150,7 @@ impl Flow {
         self.works.push_back(work);
     }
 
-    /// Until when a fault holds the last one up.
+    /// The time until which a fault delays the last chain.
     pub(super) fn stalled(&self) -> Option<Instant> {
         self.works.back().and_then(ActiveChain::stalled)
     }
@@ -155,7 +159,7 @@ impl Flow {
         self.works.is_empty()
     }
 
-    /// The only one that may not be posted in full, and its number.
+    /// The last chain and its number. Only the last chain may be partly posted.
     pub(super) fn last(&mut self) -> Option<(u64, &mut ActiveChain)> {
         let number = self.first + (self.works.len() as u64).checked_sub(1)?;
         self.works.back_mut().map(|work| (number, work))
@@ -166,7 +170,8 @@ impl Flow {
         self.works.get_mut(index)
     }
 
-    /// Takes the first one if it is posted, complete, and all it awaits is `confirmed`.
+    /// Removes the first chain if it is posted, complete, and everything that it awaits is
+    /// `confirmed`.
     pub(super) fn pop_finished(&mut self, confirmed: impl Fn(PeerId, u64) -> bool) -> Option<ActiveChain> {
         let work = self.works.front()?;
         let finished =

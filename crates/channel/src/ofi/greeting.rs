@@ -1,4 +1,5 @@
-//! What a connection request says: 28 bytes of private data, which every provider has room for.
+//! The content of a connection request: 28 bytes of private data, which fit into any provider's
+//! limit.
 //!
 //! ```text
 //!   0      4        6       7       8         12       28
@@ -7,16 +8,17 @@
 //!   +------+--------+-------+-------+---------+--------+
 //! ```
 //!
-//! The connections of one attachment count their attempts: those of a later one replace those of an earlier one, which the
-//! host may not have seen close yet.
+//! The connections of one attachment count their attempts. A connection of a later attempt replaces
+//! the connection of an earlier attempt, because the host may not have noticed that the earlier one
+//! closed.
 
 use super::QUEUES;
 
-/// Version of what is said over the connections.
+/// Version of the protocol on the connections.
 const VERSION: u16 = 1;
 const LEN: usize = 28;
 
-/// Which connection of which attachment is asked for.
+/// Identifies the attachment and the connection that are requested.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Greeting {
     pub(super) queue: usize,
@@ -36,7 +38,7 @@ impl Greeting {
         bytes
     }
 
-    /// `None` if it is not one of this version. Providers may append zeros.
+    /// Decodes a greeting. Returns `None` for another version. Providers may append zeros.
     pub(super) fn decode(data: &[u8]) -> Option<Greeting> {
         let bytes: &[u8; LEN] = data.first_chunk()?;
         let attempt = u32::from_le_bytes(*bytes[8..].first_chunk()?);

@@ -1,20 +1,22 @@
-//! Which operations of one endpoint must wait for earlier ones.
+//! The rules for when an operation on an endpoint must wait for earlier operations.
 //!
-//! Providers order writes among themselves, and reads after writes. They do not order a write after a read (InfiniBand's
-//! responder may carry the read out later), and they know nothing of local bytes that two operations use.
+//! Providers order writes after writes, and reads after writes. They do not order a write after a
+//! read: the responder of InfiniBand may perform the read later. They also do not order operations
+//! that use the same local bytes.
 
 use std::ops::Range;
 
 use crate::RegionId;
 
-/// What an operation touches.
+/// The memory that an operation accesses.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Footprint {
-    /// Whether it reads remote memory into local memory, rather than the other way.
+    /// Whether the operation reads remote memory into local memory. Otherwise it writes remote
+    /// memory.
     pub(super) read: bool,
-    /// Local bytes, and in which region.
+    /// The local bytes, and the region that contains them.
     pub(super) local: (RegionId, Range<usize>),
-    /// Remote bytes, from the start of the peer's memory.
+    /// The remote bytes, from the start of the peer's memory.
     pub(super) remote: Range<usize>,
 }
 

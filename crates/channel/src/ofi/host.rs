@@ -1,4 +1,4 @@
-//! The store's side: host memory that one attachment's engine may read and write.
+//! The store's side: host memory that the engine of one attachment may read and write.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -26,28 +26,30 @@ use crate::dma::{OnDrop, URGENT};
 use crate::{ChannelError, Doorbell, Result};
 use base::spinner::Spinner;
 
-/// When the provider is full, it is asked again after that.
+/// Delay before a retry when the provider's queue is full.
 const RETRY: Duration = Duration::from_millis(1);
-/// Closing the connections of an attachment does not take that long.
+/// Time limit for closing an attachment's connections.
 const REVOKE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Settings of an [`OfiHost`].
+/// Options of an [`OfiHost`].
 #[derive(Debug, Clone)]
 pub struct OfiHostOptions {
-    /// Provider of libfabric, e.g. `verbs` or `tcp`.
+    /// The libfabric provider, e.g. `verbs` or `tcp`.
     pub provider: String,
-    /// Where to listen; port 0 for a free one. The osd's process must be able to reach it.
+    /// The address to listen on; port 0 selects a free port. The osd's process must be able to
+    /// reach it.
     pub address: SocketAddr,
-    /// Attachments at a time for whose operations there is room. Granting more is no error, but their connections may fail.
+    /// Number of concurrent attachments for which queues have room. More grants are possible, but
+    /// their connections may fail.
     pub attachments: usize,
-    /// How long the thread looks for more work before it sleeps.
+    /// How long the thread polls for more work before it sleeps.
     pub spin: Duration,
-    /// What is to go wrong.
+    /// Faults to inject.
     pub faults: Faults,
 }
 
 impl OfiHostOptions {
-    /// The usual settings for that provider and address.
+    /// The default options for a provider and address.
     #[must_use]
     pub fn new(provider: &str, address: SocketAddr) -> OfiHostOptions {
         OfiHostOptions {
@@ -60,7 +62,7 @@ impl OfiHostOptions {
     }
 }
 
-/// Listens for engines and serves them, on one thread. Dropping it ends all attachments.
+/// Listens for engines and serves them on one thread. Dropping it ends all attachments.
 pub struct OfiHost {
     shared: Arc<Shared>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -74,25 +76,26 @@ struct Shared {
     alarm: Alarm,
     next_attachment: AtomicU32,
     spin_ns: AtomicU64,
-    /// The thread has ended, and has closed all connections.
+    /// Set when the thread has ended and all connections are closed.
     stopped: AtomicBool,
 }
 
 enum HostCommand {
     Grant(u32, Box<MemoryGrant>),
-    /// Tells when that is done.
+    /// Revokes a grant. The sender, if any, reports when that is done.
     Revoke(u32, Option<mpsc::SyncSender<()>>),
     Stop,
 }
 
-/// Host memory, granted to one attachment. Dropping it closes the attachment's connections, then ends the registration: after
-/// that the osd's process cannot reach the memory.
+/// Host memory that is granted to one attachment. Dropping the grant closes the attachment's
+/// connections and then ends the registration. After that, the osd's process cannot reach the
+/// memory.
 pub struct OfiGrant {
-    /// What the osd's process must be told.
+    /// The offer for the osd's process.
     pub offer: OfiOffer,
     /// An eventfd that counts what the osd's process rings.
     pub host_doorbell: OwnedFd,
-    /// An eventfd; what it is rung with reaches the osd's process.
+    /// An eventfd whose counts are sent to the osd's process.
     pub osd_doorbell: OwnedFd,
     id: u32,
     host: Arc<Shared>,
@@ -103,11 +106,12 @@ impl OfiHost {
     /// Loads libfabric, listens, and starts the thread.
     ///
     /// # Errors
-    /// If there is no libfabric or no such provider, or the address is not one of this machine or in use.
+    /// Fails if libfabric or the provider is missing, or if the address is in use or does not
+    /// belong to this machine.
     pub fn start(options: OfiHostOptions) -> Result<OfiHost> {
         let OfiHostOptions { provider, address, attachments, spin, faults } = options;
         let info = query(Library::load()?, &provider, EndpointAddress::Listen(address))?;
-        // One attachment more, for the one that is just ending.
+        // Room for one more attachment, because an old attachment may still be ending.
         let port = EngineDomain::open(info, (attachments + 1) * QUEUES * line::DEPTH)?;
         let listener = FabricListener::open(port.domain.info(), &port.events)?;
         let address = listener.address();
@@ -133,13 +137,13 @@ impl OfiHost {
         Ok(OfiHost { shared, thread, domain, provider, address })
     }
 
-    /// Where it listens.
+    /// The address on which the host listens.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Whether it serves. It does not once the device has failed; then another one must be started.
+    /// Whether the host serves. It stops when the device fails, and must then be replaced.
     #[must_use]
     pub fn is_running(&self) -> bool {
         !self.shared.stopped.load(Ordering::Acquire)
@@ -148,7 +152,8 @@ impl OfiHost {
     /// Grants `memory` to the one attachment that gets the offer.
     ///
     /// # Errors
-    /// If it [does not serve](Self::is_running), the memory cannot be registered, or the process is out of file descriptors.
+    /// Fails if the host [does not serve](Self::is_running), if the memory cannot be registered, or
+    /// if the process is out of file descriptors.
     pub fn grant(&self, memory: &Arc<Arena>) -> Result<OfiGrant> {
         let region = MemoryRegion::register(&self.domain, memory, Access::Remote)?;
         let (host_doorbell, osd_doorbell) = (Doorbell::create()?, Doorbell::create()?);
@@ -178,17 +183,17 @@ impl OfiHost {
 }
 
 impl OfiGrant {
-    /// Ends the attachment and returns when its connections are closed: nothing arrives in the memory after that. Blocks the
-    /// thread for as long as the host's thread needs for it, as a rule far less than a millisecond; not at all if the
-    /// host's device has failed.
+    /// Ends the attachment, and returns when its connections are closed. After that, no transfer
+    /// reaches the memory. The call blocks until the host's thread has finished, usually far less
+    /// than a millisecond. It does not block if the host's device has failed.
     ///
     /// # Errors
-    /// If that takes more than a second.
+    /// Fails if this takes more than a second.
     pub fn revoke(self) -> Result<()> {
         let (done, answer) = mpsc::sync_channel(1);
         self.host.send(HostCommand::Revoke(self.id, Some(done)));
         match answer.recv_timeout(REVOKE_TIMEOUT) {
-            // A thread that has ended has closed its connections.
+            // If the thread has ended, it has closed its connections.
             Ok(()) => Ok(()),
             Err(_) if self.host.stopped.load(Ordering::Acquire) => Ok(()),
             Err(_) => Err(stopped()),
@@ -210,15 +215,16 @@ impl Shared {
         }
     }
 
-    /// The thread has ended. Pairs with the fence in [`send`](Self::send): either this sees a command, or whoever sends it
-    /// sees that nobody takes it any more.
+    /// Marks the thread as ended. It pairs with the fence in [`send`](Self::send): either this call
+    /// sees a command, or the sender sees that the thread has ended.
     fn stop(&self) {
         self.stopped.store(true, Ordering::Release);
         fence(Ordering::SeqCst);
         self.discard();
     }
 
-    /// Drops the commands that nobody takes: who waits for one hears of it, and descriptors and registrations end.
+    /// Drops the commands that the thread will not handle. This informs waiting senders, and frees
+    /// descriptors and registrations.
     fn discard(&self) {
         while self.commands.pop().is_some() {}
     }
@@ -228,7 +234,7 @@ impl Drop for OfiHost {
     fn drop(&mut self) {
         self.shared.send(HostCommand::Stop);
         if let Some(thread) = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take() {
-            // A panic in it was reported when it happened.
+            // A panic of the thread was reported when it happened; ignore the result.
             let _ = thread.join();
         }
     }
@@ -236,18 +242,18 @@ impl Drop for OfiHost {
 
 struct MemoryGrant {
     secret: u128,
-    /// The connections that have been asked for so far, by queue.
+    /// The connections that were requested so far, by queue.
     lines: [Option<EngineEndpoint>; QUEUES],
-    /// They are of the engine's so-manieth attempt.
+    /// The engine's connection attempt to which the connections belong.
     attempt: u32,
     host_doorbell: OwnedFd,
     osd_doorbell: OwnedFd,
-    /// Closed after the connections.
+    /// Dropped after the connections.
     _region: MemoryRegion,
 }
 
 impl MemoryGrant {
-    /// The connection that a token names, if it has not been replaced.
+    /// The connection that a token names, unless it was replaced.
     fn line(&mut self, token: Token) -> Option<&mut EngineEndpoint> {
         if !token.is_of(self.attempt) {
             return None;
@@ -255,14 +261,14 @@ impl MemoryGrant {
         self.lines.get_mut(token.queue)?.as_mut()
     }
 
-    /// Whether the store's doorbell can be heard.
+    /// Whether the store's doorbell can be forwarded to the osd.
     fn hears(&self) -> bool {
         self.lines[URGENT].as_ref().is_some_and(|line| line.established)
     }
 
-    /// Sends what the store has rung; `false` if the provider was full.
+    /// Sends the counts that the store has rung. Returns `false` if the provider's queue was full.
     fn flush(&mut self) -> Result<bool> {
-        // What is rung before there is a connection stays in the eventfd.
+        // Counts that are rung before there is a connection stay in the eventfd.
         if self.hears()
             && let Some(line) = &mut self.lines[URGENT]
         {
@@ -278,7 +284,7 @@ impl MemoryGrant {
         Ok(sent)
     }
 
-    /// A receive or a send has completed.
+    /// Handles the completion of a receive or a send.
     fn completed(&mut self, token: Token, completion: &Completion) -> Result<()> {
         let Some(line) = self.line(token) else { return Ok(()) };
         if let Err(e) = &completion.result {
@@ -302,12 +308,12 @@ struct HostWorker {
     _listener: FabricListener,
     port: EngineDomain,
     faults: Faults,
-    /// The provider was full.
+    /// Whether the provider's queue was full.
     retry: bool,
     running: bool,
 }
 
-/// Also after a panic.
+/// Runs after a panic as well.
 impl Drop for HostWorker {
     fn drop(&mut self) {
         self.attachments.clear();
@@ -347,7 +353,7 @@ impl HostWorker {
                 HostCommand::Grant(id, attachment) => drop(self.attachments.insert(id, attachment)),
                 HostCommand::Revoke(id, done) => {
                     drop(self.attachments.remove(&id));
-                    // Whoever asked may have given up.
+                    // The caller may have stopped waiting; ignore the error.
                     let _ = done.map(|done| done.try_send(()));
                 }
                 HostCommand::Stop => self.running = false,
@@ -361,7 +367,8 @@ impl HostWorker {
         self.shared.alarm.sleep(
             || !self.shared.commands.is_empty(),
             |alarm| {
-                // The doorbell of an attachment without a connection is not looked at, and must not keep us awake.
+                // Ignore the doorbell of an attachment without a connection, because it would keep
+                // the thread awake.
                 let hearing = self.attachments.values().filter(|attachment| attachment.hears());
                 let bells = hearing.map(|attachment| attachment.osd_doorbell.as_fd());
                 let others: Vec<_> = std::iter::once(alarm).chain(bells).collect();
@@ -370,7 +377,7 @@ impl HostWorker {
         );
     }
 
-    /// Takes what the port has; `false` if that is nothing.
+    /// Handles the port's events and completions. Returns `false` if there were none.
     fn poll(&mut self) -> Result<bool> {
         if self.faults.hit(Site::StoreDevice) == Some(Action::Fail) {
             return Err(ChannelError::Transfer("a fault was injected".to_owned()));
@@ -378,7 +385,8 @@ impl HostWorker {
         let (mut events, mut completions) = (Vec::new(), Vec::new());
         self.port.poll(&mut events, &mut completions)?;
         let worked = !events.is_empty() || !completions.is_empty();
-        // A doorbell may have come together with the end of its connection.
+        // Handle completions first: a doorbell may have arrived together with the end of its
+        // connection.
         for completion in &completions {
             self.completed(completion);
         }
@@ -399,7 +407,7 @@ impl HostWorker {
                 FabricEvent::Failed { endpoint, error, .. } => {
                     self.lose(Token::decode(endpoint), &error.to_string())
                 }
-                // A connection that was never established is of no consequence here.
+                // A connection that was never established needs no handling.
                 _ => {}
             }
         }
@@ -414,9 +422,9 @@ impl HostWorker {
         }
     }
 
-    /// Takes a connection in, if it belongs to an attachment and is not there yet.
+    /// Accepts a connection request if it belongs to an attachment and is not outdated.
     fn answer(&mut self, request: ConnectionRequest) {
-        // Its attachment was granted before it was made.
+        // The grant precedes the request, but its command may not have been handled yet.
         self.take_commands();
         let refuse = |request: ConnectionRequest, why: &str| {
             tracing::debug!("a connection was refused: {why}");
@@ -442,7 +450,8 @@ impl HostWorker {
         }
     }
 
-    /// Closes an attachment's connections, unless there are newer ones. The engine may connect again.
+    /// Closes an attachment's connections unless they are newer than `token`. The engine may
+    /// connect again.
     fn lose(&mut self, token: Token, why: &str) {
         let Some(attachment) = self.attachments.get_mut(&token.attachment) else { return };
         if token.is_of(attachment.attempt) && attachment.lines.iter().any(Option::is_some) {
@@ -474,7 +483,8 @@ fn accept(request: ConnectionRequest, port: &EngineDomain, token: Token) -> Resu
     Ok(line)
 }
 
-/// Names an endpoint. Of the attempt, 24 bits are kept: enough to tell it from those shortly before.
+/// Identifies an endpoint. It keeps only 24 bits of the attempt, which are enough to distinguish
+/// recent attempts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Token {
     attachment: u32,

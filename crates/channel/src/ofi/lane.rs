@@ -1,37 +1,38 @@
-//! One queue's connection to one peer, as the engine has it: what is under way, and how far writes are known to be in place.
+//! One queue's connection to one peer on the engine's side. It tracks operations in progress and
+//! the writes that are known to be in place.
 
 use fabric::{PostError, RemoteRegion, Slice};
 
 use super::hazards::Footprint;
 use super::line::EngineEndpoint;
 
-/// Operations of one lane under way at most.
+/// Maximum number of operations in progress on a lane.
 pub(super) const WINDOW: usize = 32;
-/// Bytes that are read to learn that writes are in place.
+/// Length of the read that confirms earlier writes, in bytes.
 const PROBE: usize = 8;
 
-/// Numbers of operations count up from 1 in the order posted.
+/// The operations of one lane. Their numbers count from 1 in posting order.
 pub(super) struct OperationQueue {
     pub(super) line: EngineEndpoint,
     /// The last operation, write and read that were posted.
     last: u64,
     pub(super) last_write: u64,
     last_read: u64,
-    /// Writes up to here are in place.
+    /// All writes up to this number are in place.
     pub(super) confirmed: u64,
     under_way: Vec<UnderWay>,
 }
 
 struct UnderWay {
     number: u64,
-    /// The chain it belongs to and what it touches; `None` for a probe.
+    /// The operation's chain and footprint; `None` for a probe.
     of: Option<(u64, Footprint)>,
 }
 
 /// An operation that has completed.
 pub(super) struct CompletedOperation {
     pub(super) number: u64,
-    /// Its chain; `None` for a probe.
+    /// The operation's chain; `None` for a probe.
     pub(super) chain: Option<u64>,
 }
 
@@ -40,13 +41,13 @@ impl OperationQueue {
         OperationQueue { line, last: 0, last_write: 0, last_read: 0, confirmed: 0, under_way: Vec::new() }
     }
 
-    /// Whether an operation that touches this can be posted now.
+    /// Whether an operation that accesses this memory can be posted now.
     pub(super) fn has_room_for(&self, footprint: &Footprint) -> bool {
         let mut earlier = self.under_way.iter().filter_map(|op| op.of.as_ref());
         self.under_way.len() < WINDOW && !earlier.any(|(_, earlier)| footprint.must_follow(earlier))
     }
 
-    /// Posts one transfer of the chain `chain` and gives its number.
+    /// Posts one transfer of the chain `chain`, and returns the transfer's number.
     pub(super) fn post(
         &mut self,
         chain: u64,
@@ -68,7 +69,8 @@ impl OperationQueue {
         Ok(number)
     }
 
-    /// Sees to it that the writes up to `number` are confirmed. One probe at a time.
+    /// Ensures that the writes up to `number` will be confirmed. Only one probe is in progress at a
+    /// time.
     pub(super) fn confirm(
         &mut self,
         number: u64,
@@ -86,7 +88,7 @@ impl OperationQueue {
         Ok(())
     }
 
-    /// A read or a write has completed well.
+    /// Handles the successful completion of a read or a write.
     pub(super) fn complete(&mut self, number: u64, read: bool) -> Option<CompletedOperation> {
         let at = self.under_way.iter().position(|op| op.number == number)?;
         let UnderWay { of, .. } = self.under_way.swap_remove(at);
@@ -97,7 +99,7 @@ impl OperationQueue {
     }
 }
 
-/// Where probes are read to.
+/// The memory into which probes read.
 pub(super) fn scratch(port: &super::port::EngineDomain) -> fabric::Result<Slice<'_>> {
     port.scratch.slice(0, PROBE)
 }

@@ -1,4 +1,5 @@
-//! One connection of an attachment, as both sides have it: an endpoint and doorbells both ways.
+//! One connection of an attachment, as both sides use it: an endpoint, and doorbells in both
+//! directions.
 
 use std::sync::Arc;
 
@@ -8,26 +9,26 @@ use fabric::{Access, Completion, Domain, Endpoint, MemoryRegion, PostError};
 use super::credits::{DoorbellCredits, MESSAGE, RECEIVES};
 use crate::Result;
 
-/// Bytes between the buffers of two messages.
+/// Distance between the buffers of two messages, in bytes.
 const SLOT: usize = 64;
-/// Messages that are being sent at most; their buffers lie behind those of the receives.
+/// Maximum number of messages being sent. Their buffers follow the buffers of the receives.
 const SENDS: usize = RECEIVES;
-/// Operations of a line that have completions, at most.
+/// Maximum number of a line's operations that have completions.
 pub(super) const DEPTH: usize = RECEIVES + SENDS;
 
-/// An endpoint with receives posted.
+/// An endpoint with posted receives.
 pub(super) struct EngineEndpoint {
     pub(super) endpoint: Endpoint,
     pub(super) established: bool,
     credits: DoorbellCredits,
     slots: MemoryRegion,
     memory: Arc<Arena>,
-    /// Slots of messages that may be sent.
+    /// Free slots for messages to send.
     free: Vec<usize>,
 }
 
 impl EngineEndpoint {
-    /// Posts the receives; the endpoint is to be established after that.
+    /// Posts the receives. The endpoint must be established after that.
     pub(super) fn new(endpoint: Endpoint, domain: &Domain) -> Result<EngineEndpoint> {
         let memory = Arena::anonymous(DEPTH * SLOT)?;
         let slots = MemoryRegion::register(domain, &memory, Access::Messages)?;
@@ -50,18 +51,19 @@ impl EngineEndpoint {
         self.endpoint.receive(self.slots.slice(slot * SLOT, SLOT)?, slot as u64)
     }
 
-    /// Rings the peer's doorbell, when [`flush`](Self::flush) is called next.
+    /// Rings the peer's doorbell when [`flush`](Self::flush) is called next.
     pub(super) fn ring(&mut self, count: u64) {
         self.credits.ring(count);
     }
 
-    /// Sends what is to be sent; `false` if there is something that could not be.
+    /// Sends pending messages. Returns `false` if a message could not be sent.
     pub(super) fn flush(&mut self) -> Result<bool> {
         if !self.established {
             return Ok(true);
         }
         while let Some(message) = self.credits.message() {
-            // Without a slot, the completion that frees one brings us back here.
+            // Without a free slot, stop here. The completion that frees a slot calls this function
+            // again.
             let Some(slot) = self.free.last().copied() else { break };
             let inside = self.memory.copy_in(slot * SLOT, &message);
             debug_assert!(inside, "slots are inside");
@@ -77,12 +79,12 @@ impl EngineEndpoint {
         Ok(true)
     }
 
-    /// A send has completed.
+    /// Handles the completion of a send.
     pub(super) fn sent(&mut self, completion: &Completion) {
         self.free.push(completion.token as usize);
     }
 
-    /// A receive has completed well: gives the doorbell's count, or 0.
+    /// Handles the successful completion of a receive. Returns the doorbell's count, or 0.
     pub(super) fn received(&mut self, completion: &Completion) -> Result<u64> {
         let slot = completion.token as usize % RECEIVES;
         let mut message = [0; MESSAGE + 1];
@@ -94,7 +96,7 @@ impl EngineEndpoint {
     }
 }
 
-/// A post that must not fail has failed.
+/// Converts the error of a post that must not fail.
 fn fail(error: PostError) -> crate::ChannelError {
     match error {
         PostError::Failed(e) => e.into(),

@@ -1,5 +1,6 @@
-//! The engine `ofi`: one-sided reads and writes of host memory over libfabric. On a BlueField it runs over `verbs` between
-//! the DPU's processors and the host, or to another machine; over `tcp` it runs anywhere.
+//! The engine `ofi`: one-sided reads and writes of host memory over libfabric. On a BlueField, it
+//! runs over `verbs`, between the DPU's processors and the host or another machine. Over `tcp`, it
+//! runs anywhere.
 //!
 //! ```text
 //!   osd's process                                        store's process
@@ -10,30 +11,38 @@
 //!     Bell ◀──── endpoint 0 ◀══════════ bells ════════ endpoint 0 ◀── osd's doorbell (eventfd)
 //! ```
 //!
-//! **Joining.** The store's process registers the memory of an attachment and [grants](OfiHost::grant) it; the resulting
-//! [`OfiOffer`] goes to the osd's process by the control socket, which [attaches](crate::DmaEngine::attach) to it: one connection
-//! for each queue of the engine, so that queues do not wait for one another. Each connection request carries the offer's
-//! secret. Dropping the grant closes the connections and then the registration.
+//! **Attaching.** The store's process registers the memory of an attachment and
+//! [grants](OfiHost::grant) it. The osd's process receives the resulting [`OfiOffer`] over the
+//! control socket and [attaches](crate::DmaEngine::attach) to it. It opens one connection for each
+//! queue of the engine, so that the queues do not wait for one another. Each connection request
+//! carries the offer's secret. Dropping the grant closes the connections and then ends the
+//! registration.
 //!
-//! **Who may do what.** The osd's memory is registered for its own operations only: the store's process can send it messages of
-//! 16 bytes and nothing else. Over iWARP that would not hold
-//! ([`fabric::Info::exposes_local_memory`]), so the engine refuses it. The osd can read and write the memory granted, and no other.
+//! **Access rights.** The osd's memory is registered only for the osd's own operations. The store's
+//! process can send it messages of 16 bytes and nothing else. iWARP would break this rule
+//! ([`fabric::Info::exposes_local_memory`]), so the engine refuses iWARP. The osd can read and
+//! write only the granted memory.
 //!
-//! **Order.** A doorbell is a message sent after the writes it tells of, on the same endpoint. Endpoints are asked for
-//! `FI_ORDER_SAW`: fi_cq(3) then guarantees that the message's arrival means that the writes are in place, whatever
-//! their completions mean. These mean less than one might think: over `tcp` a write completes when it was handed to the socket.
-//! So a chain with a tag is complete when a *read* that was posted after its last write has completed (`FI_ORDER_RAW`);
-//! if no such read is under way the engine makes one of 8 bytes, one for all chains that wait. `FI_DELIVERY_COMPLETE`
-//! would say the same, but `verbs` does not offer it.
-//! What no provider orders, a write after a read or uses of the same local bytes, waits (module `hazards`).
+//! **Order.** A doorbell is a message. The engine sends it on the same endpoint, after the writes
+//! that it announces. The engine requests `FI_ORDER_SAW` for its endpoints. According to fi_cq(3),
+//! all earlier writes are then in place when the message arrives. A write's own completion proves
+//! less: over `tcp`, a write completes when it was handed to the socket. A chain with a tag is
+//! therefore complete only when a *read* that was posted after its last write has completed
+//! (`FI_ORDER_RAW`). If no such read is in progress, the engine posts a read of 8 bytes, which
+//! serves all waiting chains. `FI_DELIVERY_COMPLETE` would prove the same, but `verbs` does not
+//! offer it. No provider orders a write after a read, or operations that use the same local bytes.
+//! The engine delays such operations itself (module `hazards`).
 //!
-//! **Progress.** Over `tcp` bytes move only while both sides poll: each side's thread polls while there is something, spins for
-//! a moment if that paid lately, and sleeps on the queues' descriptors otherwise.
+//! **Progress.** Over `tcp`, bytes move only while both sides poll. The thread of each side polls
+//! while there is work. Then it polls for a short time if this found work lately. Otherwise it
+//! sleeps on the queues' descriptors.
 //!
-//! **End.** An error, a closed connection, a device that fails or [`reset`](crate::DmaEngine::reset) closes all endpoints of the
-//! peer, after which nothing touches memory any more, and fails its chains; if there are none, a completion with tag 0 tells,
-//! for doorbells and untagged writes may have got lost. Only of a reset it does not: whoever asked for that knows. The next chain for the peer connects again. The store's process takes the newer
-//! connections for the older ones.
+//! **End.** An error, a closed connection, a failed device or a [`reset`](crate::DmaEngine::reset)
+//! closes all endpoints of the peer. After that, no transfer accesses memory, and the peer's chains
+//! fail. If the peer has no chains, a completion with tag 0 reports the failure, because doorbells
+//! and untagged writes may have been lost. A reset needs no such report, since its caller knows of
+//! it. The next chain for the peer connects again. The store's process replaces older connections
+//! by newer ones.
 
 mod alarm;
 mod credits;
@@ -58,23 +67,25 @@ use serde::{Deserialize, Serialize};
 pub use engine::{OfiEngine, OfiOptions};
 pub use host::{OfiGrant, OfiHost, OfiHostOptions};
 
-/// The urgent queue and those for payload; each has a connection of its own.
+/// Number of queues: the urgent queue, and four queues for payload. Each has its own connection.
 const QUEUES: usize = 5;
 
-/// To be called first in `main` by a program that may use this engine or its host: see [`fabric::Library::prepare`].
+/// A program that may use this engine or its host must call this first in `main`: see
+/// [`fabric::Library::prepare`].
 pub fn prepare_process() {
     fabric::Library::prepare();
 }
 
-/// What the osd's process needs to reach an attachment's host memory. Whoever has it can: it is a secret.
+/// What the osd's process needs to reach an attachment's host memory. The offer is a secret, since
+/// every process that has it can access the memory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OfiOffer {
-    /// libfabric's provider, e.g. `verbs` or `tcp`.
+    /// The libfabric provider, e.g. `verbs` or `tcp`.
     pub provider: String,
-    /// Where the store's process listens.
+    /// The address on which the store's process listens.
     pub address: SocketAddr,
-    /// Names the attachment, and proves that the offer was received.
+    /// Identifies the attachment, and proves that the sender received the offer.
     pub secret: u128,
-    /// The memory: key, base address and length in bytes.
+    /// The memory's key, base address and length in bytes.
     pub memory: RemoteRegion,
 }

@@ -1,4 +1,4 @@
-//! A network device, opened: what endpoints are made from.
+//! An opened network device, from which endpoints are created.
 
 use std::time::Duration;
 
@@ -10,10 +10,10 @@ use fabric::{
 
 use crate::Result;
 
-/// Events taken at a time.
+/// Maximum number of events taken at once.
 const EVENTS: usize = 64;
 
-/// Fabric, domain and queues, and memory for what is read only to see that it can be.
+/// Fabric, domain and queues, and scratch memory for the reads that confirm writes.
 pub(super) struct EngineDomain {
     pub(super) completions: CompletionQueue,
     pub(super) events: EventQueue,
@@ -22,7 +22,7 @@ pub(super) struct EngineDomain {
 }
 
 impl EngineDomain {
-    /// Opens the device that `info` names, for `depth` operations at a time.
+    /// Opens the device that `info` names, for `depth` concurrent operations.
     pub(super) fn open(info: Info, depth: usize) -> Result<EngineDomain> {
         let fabric = Fabric::open(&info)?;
         let domain = Domain::open(&fabric, info)?;
@@ -31,7 +31,7 @@ impl EngineDomain {
         Ok(EngineDomain { events: EventQueue::open(&fabric)?, completions, scratch, domain })
     }
 
-    /// Whether endpoints for `info` can be made from it.
+    /// Whether endpoints for `info` can be created from this device.
     pub(super) fn suits(&self, info: &Info) -> bool {
         let own = self.domain.info();
         own.provider() == info.provider()
@@ -39,7 +39,7 @@ impl EngineDomain {
             && own.domain_name() == info.domain_name()
     }
 
-    /// Takes what has happened, perhaps not all; also what makes bytes move.
+    /// Takes events and completions, maybe not all of them. Polling also makes bytes move.
     pub(super) fn poll(
         &self,
         events: &mut Vec<FabricEvent>,
@@ -53,7 +53,7 @@ impl EngineDomain {
         Ok(())
     }
 
-    /// Sleeps until there may be something, or one of `others` can be read.
+    /// Sleeps until there may be an event, or until one of `others` is readable.
     pub(super) fn wait(&self, others: &[std::os::fd::BorrowedFd<'_>], timeout: Option<Duration>) {
         let queues: [&dyn Waitable; 2] = [&self.events, &self.completions];
         if let Err(e) = fabric::wait(self.domain.fabric(), &queues, others, timeout) {
@@ -63,7 +63,7 @@ impl EngineDomain {
     }
 }
 
-/// The provider's best offer for `target`.
+/// The provider's best match for `target`.
 pub(super) fn query(library: Library, provider: &str, target: EndpointAddress) -> Result<Info> {
     let query = ProviderQuery { provider: Some(provider.to_owned()), target, shared_receive: false };
     Ok(library.query(&query)?.swap_remove(0))

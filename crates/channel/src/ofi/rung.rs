@@ -1,4 +1,4 @@
-//! What a peer has rung, as the engine's thread says it and its callers hear it.
+//! The counts that a peer has rung, which pass from the engine's thread to its callers.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -8,12 +8,12 @@ use futures::task::AtomicWaker;
 
 use crate::Bell;
 
-/// What the peer has rung.
+/// The counts that the peer has rung.
 #[derive(Default)]
 pub(super) struct Rung {
     count: AtomicU64,
     closed: AtomicBool,
-    /// Nobody wants to hear of the peer any more.
+    /// Whether the peer was detached, so that no caller waits.
     detached: AtomicBool,
     waker: AtomicWaker,
 }
@@ -24,7 +24,7 @@ impl Rung {
         self.waker.wake();
     }
 
-    /// Nobody wants to hear of the peer any more.
+    /// Marks the peer as detached.
     pub(super) fn detach(&self) {
         self.detached.store(true, Ordering::Release);
     }
@@ -39,7 +39,7 @@ impl Rung {
     }
 }
 
-/// The doorbell of this side, as callers wait for it.
+/// The doorbell of this side, on which callers wait.
 pub(super) struct OfiBell(pub(super) Arc<Rung>);
 
 impl Bell for OfiBell {

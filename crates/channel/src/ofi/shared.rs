@@ -1,4 +1,4 @@
-//! What the engine's callers and its thread have in common: commands, queues of chains, completions.
+//! State shared by the engine's callers and its thread: commands, queues of chains, completions.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,19 +17,19 @@ use crate::dma::{PeerId, QueueId};
 use crate::farewell::share_among_queues;
 use crate::{Chain, ChainCompletion, RegionId, RejectedChain, Result};
 
-/// Chains that a queue takes before the first has completed.
+/// Maximum number of incomplete chains in a queue.
 pub(super) const QUEUE_DEPTH: usize = 1024;
 
-/// What callers and the thread have in common.
+/// State shared by callers and the thread.
 pub(super) struct Shared {
     pub(super) commands: SegQueue<OfiCommand>,
     pub(super) queues: [OfiQueue; QUEUES],
     pub(super) completions: SegQueue<ChainCompletion>,
     pub(super) waker: AtomicWaker,
     pub(super) alarm: Alarm,
-    /// The smallest of what is configured, what was tuned, and what the provider can do.
+    /// The effective limit: the minimum of the configured, tuned and provider limits, in bytes.
     pub(super) max_transfer: AtomicUsize,
-    /// What the provider can do.
+    /// The provider's limit, in bytes.
     pub(super) provider_max: AtomicUsize,
     pub(super) spin_ns: AtomicU64,
     pub(super) bytes: AtomicU64,
@@ -38,23 +38,24 @@ pub(super) struct Shared {
     pub(super) failed: AtomicU64,
 }
 
-/// One queue, from the callers' side.
+/// One queue, as callers use it.
 #[derive(Default)]
 pub(super) struct OfiQueue {
     pub(super) items: SegQueue<OfiItem>,
-    /// Chains posted and not completed.
+    /// Number of chains that are posted and not complete.
     posted: AtomicUsize,
-    /// Whether somebody waits for room.
+    /// Whether a caller waits for room.
     was_full: AtomicBool,
 }
 
 pub(super) enum OfiItem {
     Chain(Chain),
-    /// The region ends when this has come out of every queue.
+    /// Ends the region when every queue has delivered this item.
     Unregister(Arc<RegionId>),
-    /// The peer is forgotten when this has come out of every queue.
+    /// Detaches the peer when every queue has delivered this item.
     Detach(Arc<PeerId>),
-    /// What is behind it was posted after a reset, whose command follows.
+    /// Separates older items from items that were posted after a reset. The reset's command
+    /// follows.
     Reset,
 }
 
@@ -67,7 +68,7 @@ pub(super) enum OfiCommand {
 }
 
 impl Shared {
-    /// For an engine whose transfers are `max_transfer` bytes long at most, and whose thread spins for `spin`.
+    /// Creates the state of an engine with this maximum transfer length and polling time.
     pub(super) fn new(max_transfer: usize, spin: Duration) -> Result<Arc<Shared>> {
         Ok(Arc::new(Shared {
             commands: SegQueue::new(),
@@ -95,7 +96,7 @@ impl Shared {
         self.alarm.wake();
     }
 
-    /// A chain of that queue has completed; `true` if somebody waits for the room.
+    /// Counts a chain of the queue as complete. Returns `true` if a caller waits for room.
     pub(super) fn chain_ended(&self, queue: QueueId) -> bool {
         let queue = &self.queues[queue];
         queue.posted.fetch_sub(1, Ordering::SeqCst) <= QUEUE_DEPTH / 2
@@ -104,12 +105,13 @@ impl Shared {
 }
 
 impl OfiQueue {
-    /// Takes a chain, or gives it back if there is no room.
+    /// Accepts a chain, or returns it if the queue is full.
     pub(super) fn post(&self, chain: Chain) -> Result<(), RejectedChain> {
         while self.posted.fetch_add(1, Ordering::SeqCst) >= QUEUE_DEPTH {
             self.posted.fetch_sub(1, Ordering::SeqCst);
             self.was_full.store(true, Ordering::SeqCst);
-            // If it has emptied meanwhile, nobody might wake us any more; then there is room.
+            // If the queue has emptied meanwhile, the thread might not wake the caller. Then there
+            // is room.
             if self.posted.load(Ordering::SeqCst) > QUEUE_DEPTH / 2 {
                 return Err(RejectedChain::Full(chain));
             }

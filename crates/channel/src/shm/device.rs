@@ -1,4 +1,4 @@
-//! What the emulated device does: the thread's loop.
+//! The loop of the emulated device's thread.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
@@ -13,37 +13,38 @@ use super::{QUEUE_DEPTH, QUEUES, Shared, ShmCommand, ShmItem};
 use crate::dma::{ChainFailure, PeerId, URGENT};
 use crate::{Chain, ChainCompletion, ChannelError, Doorbell, RegionId, Result, Transfer};
 
-/// Doorbells and completions are held back while short chains keep coming, as interrupt coalescing does, but never
-/// behind more than this many chains or bytes.
+/// While short chains keep arriving, the device holds back doorbells and completions, as interrupt
+/// coalescing does. This constant and the next limit the chains and bytes that are held back.
 const COALESCE_CHAINS: usize = 16;
 const COALESCE_BYTES: usize = 64 << 10;
-/// After so many urgent chains in a row the others get their turn.
+/// After this many urgent chains in a row, the other queues get a turn.
 const URGENT_RUN: usize = 32;
-/// So many failures in a row end spinning; then every so many sleeps it is tried again.
+/// Polling stops after this many failures in a row. It is then tried once in a fixed number of
+/// sleeps.
 const SPIN_CREDIT_MAX: u32 = 8;
 const SPIN_RETRY: u32 = 32;
 
-/// A chain that is being carried out.
+/// A chain that is in progress.
 struct CopyingChain {
     chain: Chain,
-    /// Transfers done.
+    /// Number of completed transfers.
     done: usize,
     started: Option<Instant>,
-    /// A fault holds the next transfer up until then.
+    /// Time until which a fault delays the next transfer.
     stalled: Option<Instant>,
-    /// The next transfer has had its fault.
+    /// Whether the fault decision for the next transfer was already made.
     excused: bool,
 }
 
-/// What a look at the queues found.
+/// The result of checking the queues.
 enum PollOutcome {
     Worked,
-    /// Nothing can be done before then.
+    /// Nothing can be done before this time.
     Wait(Instant),
     Idle,
 }
 
-/// What the thread owns: the only holder of both sides' mappings.
+/// The state of the thread, which alone holds the mappings of both sides.
 pub(super) struct ShmDevice {
     shared: Arc<Shared>,
     pace: Option<(Duration, Duration)>,
@@ -55,14 +56,15 @@ pub(super) struct ShmDevice {
     /// The queue that had the last turn.
     last: usize,
     urgent_run: usize,
-    /// A chain of a paced device whose time is not over: its queue and when it ends.
+    /// A chain of a paced device that is not finished: its queue, and its end time.
     paced: Option<(usize, CopyingChain, Instant)>,
-    /// Doorbells to be rung, and completions to be told of.
+    /// Doorbells that are held back, to be rung together.
     ringing: Vec<(PeerId, u64)>,
     completions: Vec<ChainCompletion>,
     completed: bool,
     held_chains: usize,
-    /// How often spinning paid lately: at 0 it is only tried now and then.
+    /// Grows when polling finds work and shrinks when it does not. At 0, polling is only tried
+    /// occasionally.
     spin_credit: u32,
     sleeps: u32,
     running: bool,
@@ -115,14 +117,14 @@ impl ShmDevice {
         }
     }
 
-    /// Whether there is something new that could be done: what is behind a head that waits is not.
+    /// Whether there is new work that can start. Items behind a chain that waits do not count.
     fn has_input(&self) -> bool {
         let open = |queue: usize| self.heads[queue].is_none() && !self.is_paced(queue);
         let mut queues = self.shared.queues.iter().enumerate();
         !self.shared.commands.is_empty() || queues.any(|(i, queue)| open(i) && !queue.items.is_empty())
     }
 
-    /// Looks for work for a while, if that paid lately; `true` if there is some.
+    /// Polls for work for a while if polling found work lately. Returns `true` if there is work.
     fn spin(&mut self) -> bool {
         self.sleeps = self.sleeps.wrapping_add(1);
         let spin = Duration::from_nanos(self.shared.spin_ns.load(Ordering::Relaxed));
@@ -141,7 +143,7 @@ impl ShmDevice {
         true
     }
 
-    /// Sleeps until there is work, or until then.
+    /// Sleeps until there is work, or until the given time.
     fn sleep(&self, until: Option<Instant>) {
         self.shared.sleeping.store(true, Ordering::Relaxed);
         std::sync::atomic::fence(Ordering::SeqCst);
@@ -162,7 +164,7 @@ impl ShmDevice {
                 ShmCommand::Attach { id, memory, len, doorbell, reply } => {
                     let mapped = Arena::from_peer(memory, len).map_err(ChannelError::from);
                     let result = mapped.map(|arena| drop(self.peers.insert(id, (arena, doorbell))));
-                    // Whoever asked may have given up; then the peer is being detached.
+                    // The caller may have been cancelled; the peer is then being detached.
                     let _ = reply.send(result);
                 }
                 ShmCommand::Window(id, peer, range) => match self.window(peer, range) {
@@ -181,7 +183,7 @@ impl ShmDevice {
         Ok(whole.pinned_for_device(range)?)
     }
 
-    /// Brings the next chain of a queue to its head; `false` if it has none.
+    /// Moves the next chain of a queue to its head. Returns `false` if the queue is empty.
     fn fill(&mut self, queue: usize) -> bool {
         while self.heads[queue].is_none() {
             match self.shared.queues[queue].items.pop() {
@@ -189,10 +191,11 @@ impl ShmDevice {
                 Some(ShmItem::Chain(chain)) => {
                     self.heads[queue] =
                         Some(CopyingChain { chain, done: 0, started: None, stalled: None, excused: false });
-                    // What it uses was registered before it was posted.
+                    // Commands first: they register the memory that the chain uses.
                     self.take_commands();
                 }
-                // What made the region or the peer was asked for before, but perhaps not seen yet.
+                // Commands first: the command that created the region or the peer may not have been
+                // handled yet.
                 Some(ShmItem::Unregister(id)) => {
                     if let Some(id) = Arc::into_inner(id) {
                         self.take_commands();
@@ -212,7 +215,7 @@ impl ShmDevice {
         true
     }
 
-    /// Does one thing: an urgent chain, or one transfer of another.
+    /// Takes one step: a whole urgent chain, or one transfer of another chain.
     fn turn(&mut self) -> PollOutcome {
         let now = self.waits_for_time().then(Instant::now);
         let mut earliest = None;
@@ -256,7 +259,7 @@ impl ShmDevice {
         earliest.map_or(PollOutcome::Idle, PollOutcome::Wait)
     }
 
-    /// Whether the chain whose time is not over is of this queue, so that nothing behind it may be done.
+    /// Whether the unfinished paced chain belongs to this queue, so that the queue must wait.
     fn is_paced(&self, queue: usize) -> bool {
         self.paced.as_ref().is_some_and(|(of, ..)| *of == queue)
     }
@@ -269,8 +272,8 @@ impl ShmDevice {
         self.paced.is_some() || self.heads.iter().flatten().any(|work| work.stalled.is_some())
     }
 
-    /// Carries on with the head of a queue: by one transfer, or by all if it is urgent or the device takes chains one at
-    /// a time.
+    /// Advances the head of a queue, by one transfer. Completes the whole chain if it is urgent or
+    /// the device takes one chain at a time.
     fn advance(&mut self, queue: usize) {
         let Some(mut work) = self.heads[queue].take() else { return };
         let whole = queue == URGENT || self.pace.is_some();
@@ -298,7 +301,8 @@ impl ShmDevice {
         match self.pace {
             Some((setup, per_byte)) if is_payload(&work.chain) => {
                 let bytes = u32::try_from(work.chain.len()).unwrap_or(u32::MAX);
-                // Per 1000 bytes, as a nanosecond is too coarse for one.
+                // Computed per 1000 bytes, because a nanosecond is too coarse for the time per
+                // byte.
                 let until = started + setup + per_byte * (bytes / 1000);
                 self.paced = Some((queue, work, until));
             }
@@ -306,7 +310,7 @@ impl ShmDevice {
         }
     }
 
-    /// One transfer; `false` if a fault holds it up.
+    /// Makes one transfer. Returns `false` if a fault delays it.
     fn carry_out(&mut self, transfer: &Transfer, work: &mut CopyingChain) -> Result<bool, String> {
         let fault = match std::mem::take(&mut work.excused) {
             true => None,
@@ -368,7 +372,7 @@ impl ShmDevice {
         }
     }
 
-    /// Gives up every chain.
+    /// Cancels all chains.
     fn reset(&mut self) {
         let paced = self.paced.take().map(|(queue, work, _)| (queue, work));
         let mut given_up: Vec<(usize, CopyingChain)> = paced.into_iter().collect();
@@ -394,7 +398,7 @@ impl ShmDevice {
         }
     }
 
-    /// Rings what is held back and tells of completions.
+    /// Rings the held-back doorbells and reports completions.
     fn announce(&mut self) {
         self.held_chains = 0;
         for (peer, count) in self.ringing.drain(..) {
@@ -405,7 +409,7 @@ impl ShmDevice {
                 }
             }
         }
-        // After the doorbells: whoever sees a chain completed may rely on its doorbell having been rung.
+        // Report completions after the doorbells: a completion promises that its doorbell was rung.
         for completion in self.completions.drain(..) {
             self.shared.completions.push(completion);
         }
@@ -415,7 +419,7 @@ impl ShmDevice {
     }
 }
 
-/// Whether a chain moves more than entries of rings.
+/// Whether a chain moves payload, and not only ring entries.
 fn is_payload(chain: &Chain) -> bool {
     chain.len() > COALESCE_BYTES
 }

@@ -1,13 +1,15 @@
-//! The emulated engine `shm`: a thread that stands for DMA hardware.
+//! The emulated engine `shm`: a thread that replaces DMA hardware.
 //!
-//! Both memories are memfds. The thread `dma-0` is the only place in the system that maps both: peer
-//! memory is mapped by that thread, held in that thread's own table ([`device::ShmDevice`]), and never
-//! leaves it. The thread reaches local memory by a mapping of its own, too, as hardware would
-//! ([`DeviceMemory`]). Its CPU time is what hardware would save, and it is booked apart by its name.
+//! Both memories are memfds, and the thread `dma-0` is the only part of the system that maps both.
+//! The thread maps peer memory itself and keeps the mapping in its private table
+//! ([`device::ShmDevice`]). It also has its own mapping of local memory, as hardware would
+//! ([`DeviceMemory`]). Hardware would save the CPU time of this thread, so Outboard accounts for it
+//! separately, by the thread's name.
 //!
-//! One thread serves several queues, as one device does: short chains of the urgent queue first, the others in turn,
-//! transfer by transfer. When there is nothing to do it spins for up to [`ShmOptions::spin`], as long as that keeps finding
-//! work, and then parks; an idle engine takes no CPU time.
+//! The thread serves several queues, as one device does. It prefers short chains of the urgent
+//! queue and serves the other queues in turn, one transfer at a time. Without work, it polls for up
+//! to [`ShmOptions::spin`], as long as polling keeps finding work, and then parks. An idle engine
+//! takes no CPU time.
 
 mod device;
 
@@ -35,28 +37,29 @@ use crate::{
 };
 use device::ShmDevice;
 
-/// Transfers of BlueField-3's DMA engine are at most that long, in bytes (DoCeph, section 3.3).
+/// Maximum length of a transfer of BlueField-3's DMA engine, in bytes (DoCeph, section 3.3).
 pub const MAX_TRANSFER: usize = 2 << 20;
-/// The urgent queue and those for payload.
+/// Number of queues: the urgent queue, and four queues for payload.
 const QUEUES: usize = 5;
 const QUEUE_DEPTH: usize = 1024;
-/// Transfers are never shorter than that at most, in bytes.
+/// Lower bound of the maximum transfer length, in bytes.
 const LEAST_MAX_TRANSFER: usize = 4096;
 
-/// How fast the emulated device is.
+/// The speed of the emulated device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Profile {
-    /// As fast as this machine copies memory.
+    /// The speed at which this machine copies memory.
     #[default]
     Memcpy,
-    /// As DoCeph measured it on a BlueField-3 (Table 3, row DMA, fitted): chains of payload one at a time, each taking
-    /// 2.4 ms and 0.38 ms per MB. The paper has no figure for less than 1 MB: entries of rings, which stand for what
-    /// DoCeph sends over DOCA's communication channel, are not slowed down.
+    /// The speed of a BlueField-3 as DoCeph measured it (fitted to Table 3, row DMA). Chains of
+    /// payload run one at a time, and each takes 2.4 ms plus 0.38 ms per MB. The paper has no
+    /// figure below 1 MB. Ring entries therefore run at full speed; they correspond to the messages
+    /// that DoCeph sends over DOCA's communication channel.
     Bf3Paper,
 }
 
 impl Profile {
-    /// As the configuration has it.
+    /// The profile's name in the configuration.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -65,7 +68,7 @@ impl Profile {
         }
     }
 
-    /// What every chain of payload takes, and what each byte adds.
+    /// The fixed time of a payload chain, and the time per byte.
     fn pace(self) -> Option<(Duration, Duration)> {
         match self {
             Profile::Memcpy => None,
@@ -74,16 +77,16 @@ impl Profile {
     }
 }
 
-/// Settings of a [`ShmEngine`].
+/// Options of a [`ShmEngine`].
 #[derive(Debug, Clone)]
 pub struct ShmOptions {
-    /// How long the thread looks for more work before it sleeps.
+    /// How long the thread polls for more work before it sleeps.
     pub spin: Duration,
-    /// How fast it is.
+    /// The speed of the device.
     pub profile: Profile,
-    /// Longest transfer, in bytes, 4096 to [`MAX_TRANSFER`]. It can be tuned to be shorter.
+    /// Maximum length of a transfer, in bytes, from 4096 to [`MAX_TRANSFER`]. Tuning can lower it.
     pub max_transfer: usize,
-    /// What is to go wrong.
+    /// Faults to inject.
     pub faults: Faults,
 }
 
@@ -98,7 +101,7 @@ impl Default for ShmOptions {
     }
 }
 
-/// The emulated engine. Dropping the last handle ends its thread.
+/// The emulated engine. Dropping its last handle ends the thread.
 pub struct ShmEngine {
     shared: Arc<Shared>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -107,7 +110,7 @@ pub struct ShmEngine {
     configured_max: usize,
 }
 
-/// What callers and the device have in common.
+/// State shared by callers and the device.
 struct Shared {
     commands: SegQueue<ShmCommand>,
     queues: [ShmQueue; QUEUES],
@@ -124,21 +127,21 @@ struct Shared {
     failed: AtomicU64,
 }
 
-/// One queue, from the callers' side.
+/// One queue, as callers use it.
 #[derive(Default)]
 struct ShmQueue {
     items: SegQueue<ShmItem>,
-    /// Chains posted and not completed.
+    /// Number of chains that are posted and not complete.
     posted: AtomicUsize,
-    /// Whether somebody waits for room.
+    /// Whether a caller waits for room.
     was_full: AtomicBool,
 }
 
 enum ShmItem {
     Chain(Chain),
-    /// The region ends when this has come out of every queue.
+    /// Ends the region when every queue has delivered this item.
     Unregister(Arc<RegionId>),
-    /// The peer is forgotten when this has come out of every queue.
+    /// Detaches the peer when every queue has delivered this item.
     Detach(Arc<PeerId>),
 }
 
@@ -154,7 +157,7 @@ impl ShmEngine {
     /// Starts an engine and its thread.
     ///
     /// # Errors
-    /// If the system has no room for another thread.
+    /// Fails if the system cannot start another thread.
     pub fn start(options: ShmOptions) -> Result<Arc<ShmEngine>> {
         let configured_max = options.max_transfer.clamp(LEAST_MAX_TRANSFER, MAX_TRANSFER);
         let shared = Arc::new(Shared {
@@ -184,7 +187,7 @@ impl ShmEngine {
         Ok(Arc::new(ShmEngine { shared, thread, name, profile, configured_max }))
     }
 
-    /// The device maps the memory, between two transfers.
+    /// Attaches to a peer. The device maps the peer's memory between two transfers.
     async fn attach_descriptors(&self, descriptors: MemoryFds, len: usize) -> Result<Joined> {
         let MemoryFds { memory, host_doorbell, osd_doorbell } = descriptors;
         let (host_doorbell, osd_doorbell) =
@@ -192,7 +195,7 @@ impl ShmEngine {
         let id = PeerId(self.fresh_id());
         let (reply, answer) = oneshot::channel();
         let shared = Arc::clone(&self.shared);
-        // Also if the caller gives up waiting.
+        // Created before the wait, so that it detaches the peer even if the caller is cancelled.
         let detach = OnDrop::new(move || shared.to_every_queue(id, ShmItem::Detach));
         self.shared.send(ShmCommand::Attach { id, memory, len, doorbell: host_doorbell, reply });
         answer.await.map_err(|_| ChannelError::EngineStopped(self.name.clone()))??;
@@ -220,7 +223,8 @@ impl Shared {
         self.wake_worker();
     }
 
-    /// Pairs with the fence in [`ShmDevice::sleep`]: either the worker sees the command, or we see that it sleeps.
+    /// Wakes the worker. It pairs with the fence in [`ShmDevice::sleep`]: either the worker sees
+    /// the command, or this call sees that the worker sleeps.
     fn wake_worker(&self) {
         std::sync::atomic::fence(Ordering::SeqCst);
         if self.sleeping.load(Ordering::Relaxed)
@@ -236,7 +240,8 @@ impl Drop for ShmEngine {
     fn drop(&mut self) {
         self.shared.send(ShmCommand::Stop);
         if let Some(thread) = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take() {
-            // The thread only copies memory, so it ends soon; a panic in it was reported when it happened.
+            // The thread only copies memory, so it ends soon. A panic of the thread was reported
+            // when it happened.
             let _ = thread.join();
         }
     }
@@ -304,7 +309,8 @@ impl DmaEngine for ShmEngine {
     }
 
     fn post(&self, queue: QueueId, chain: Chain) -> Result<(), RejectedChain> {
-        // What was asked for before the engine was tuned is still possible.
+        // Check against the configured limit: a chain prepared before tuning may exceed the tuned
+        // limit.
         let most = self.configured_max;
         if let Some(long) = chain.transfers.iter().find(|t| t.len > most) {
             let what = format!("{} bytes in one transfer, at most {most} are possible", long.len);
@@ -317,7 +323,8 @@ impl DmaEngine for ShmEngine {
         while queue.posted.fetch_add(1, Ordering::SeqCst) >= QUEUE_DEPTH {
             queue.posted.fetch_sub(1, Ordering::SeqCst);
             queue.was_full.store(true, Ordering::SeqCst);
-            // If it has emptied meanwhile, nobody might wake us any more; then there is room.
+            // If the queue has emptied meanwhile, the thread might not wake the caller. Then there
+            // is room.
             if queue.posted.load(Ordering::SeqCst) > QUEUE_DEPTH / 2 {
                 return Err(RejectedChain::Full(chain));
             }

@@ -1,8 +1,9 @@
-//! Payload on its way by DMA: uploads to the host and fetches from it.
+//! Payload transfers by DMA: uploads to the host and fetches from the host.
 //!
-//! Payload has queues of the engine of its own, chosen by stage or request, so that a long request holds up neither the
-//! entries of the rings nor, for longer than a transfer takes, the payload of others. What fails here has not touched the
-//! rings: the request alone goes on by the socket, with what had arrived kept.
+//! Payload has its own engine queues, and the stage or the request selects the queue. A long
+//! request therefore does not delay ring entries, and it delays other payload by one transfer at
+//! most. A failed payload transfer has not touched the rings. Only its request continues over the
+//! control socket, and the bytes that had arrived are not sent again.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -16,12 +17,13 @@ use super::State;
 use super::job::{RangeUse, Route};
 use super::ring_side::RingSide;
 
-/// Tags of payload chains have this bit; requests, whose numbers count from 1, do not get that far.
+/// This bit marks the tags of payload chains. Request numbers, which count from 1, never reach it.
 const PAYLOAD_TAG: u64 = 1 << 62;
-/// Longest chain that is put together for a device that likes long chains, in bytes.
+/// Length at which a combined chain stops growing, in bytes. Chains are combined for devices with a
+/// high setup cost per chain.
 const LONGEST_CHAIN: usize = 16 << 20;
 
-/// What a chain moves, for one request.
+/// The request whose data a chain moves, and the direction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Cargo {
     /// The payload of a job.
@@ -30,7 +32,7 @@ pub(super) enum Cargo {
     Fetch(u64),
 }
 
-/// Cargo that waits for its chain.
+/// Cargo that is not posted in a chain yet.
 struct Wish {
     cargo: Cargo,
     queue: QueueId,
@@ -40,16 +42,16 @@ struct Wish {
     holds: Holds,
 }
 
-/// What must stay as it is until the transfers are done.
+/// Memory that must stay valid until the transfers are complete.
 #[derive(Default)]
 pub(super) struct Holds {
     pub(super) _payload: Vec<(usize, Bytes)>,
     pub(super) _region: Option<Arc<DmaRegion>>,
 }
 
-/// A part of a chain that was posted.
+/// The share of one request in a posted chain.
 struct PostedCargo {
-    /// `None` once the request goes on without it.
+    /// `None` once the request continues without the chain.
     cargo: Option<Cargo>,
     /// Length of each transfer, in bytes.
     lens: Vec<usize>,
@@ -63,16 +65,16 @@ struct PostedChain {
     at: Instant,
 }
 
-/// What has become of cargo.
+/// The outcome of the transfers of one cargo.
 pub(super) struct Landed {
     pub(super) cargo: Cargo,
-    /// Bytes that are where they belong, counted from the start.
+    /// Bytes that reached their destination, counted from the start of the cargo.
     pub(super) bytes: usize,
-    /// Why that is not all.
+    /// Why some bytes did not arrive, if any are missing.
     pub(super) failure: Option<String>,
 }
 
-/// The chains of payload.
+/// The chains that carry payload.
 #[derive(Default)]
 pub(super) struct Dma {
     waiting: VecDeque<Wish>,
@@ -81,12 +83,13 @@ pub(super) struct Dma {
 }
 
 impl Dma {
-    /// Whether nothing is under way.
+    /// Whether no transfer is waiting or in progress.
     pub(super) fn is_idle(&self) -> bool {
         self.posted.is_empty() && self.waiting.is_empty()
     }
 
-    /// Posts what waits. A device with a high price per chain gets one at a time, made of all that has come together.
+    /// Posts the waiting cargo. A device with a setup cost gets one chain at a time, which combines
+    /// all waiting cargo.
     fn post(&mut self, ring: &mut RingSide) {
         if ring.engine().setup_cost() == Duration::ZERO {
             while let Some(wish) = self.waiting.pop_front() {
@@ -128,7 +131,7 @@ impl Dma {
         ring.post(queue, chain);
     }
 
-    /// Takes a completion, if it is of payload.
+    /// Handles a completion. Returns `None` if it does not belong to a payload chain.
     fn completed(&mut self, completion: &ChainCompletion) -> Option<Vec<Landed>> {
         let posted = self.posted.remove(&completion.tag)?;
         let (mut done, why) = match &completion.result {
@@ -151,20 +154,20 @@ impl Dma {
         Some(landed)
     }
 
-    /// Cargo that has been on its way since before `then`: its requests go on without it.
+    /// Takes the cargo that was posted before `then`. Its requests continue without it.
     fn overdue(&mut self, then: Instant) -> Vec<Cargo> {
         let late = self.posted.values_mut().filter(|posted| posted.at < then);
         late.flat_map(|posted| &mut posted.parts).filter_map(|part| part.cargo.take()).collect()
     }
 
-    /// Cargo that no engine has yet.
+    /// Takes the cargo that was not handed to the engine yet.
     fn take_waiting(&mut self) -> Vec<Cargo> {
         self.waiting.drain(..).map(|wish| wish.cargo).collect()
     }
 }
 
 impl State {
-    /// Sends the payload of a job on its way.
+    /// Starts the upload of a job's payload.
     pub(super) fn start_upload(&mut self, id: u64) {
         let (Some(job), Some(ring)) = (self.jobs.get_mut(&id), &mut self.ring) else { return };
         let RangeUse::Held(range) = job.range else { return };
@@ -182,7 +185,7 @@ impl State {
         self.dma.post(ring);
     }
 
-    /// Sends for the data of a read.
+    /// Starts to fetch the data of a read.
     pub(super) fn start_fetch(
         &mut self,
         id: u64,
@@ -198,7 +201,7 @@ impl State {
         self.dma.post(ring);
     }
 
-    /// Takes a completion of payload; `false` if it is of something else.
+    /// Handles the completion of a payload chain. Returns `false` for any other completion.
     pub(super) fn payload_completed(&mut self, completion: &ChainCompletion) -> bool {
         let Some(landed) = self.dma.completed(completion) else { return false };
         if let Err(failed) = &completion.result {
@@ -216,7 +219,8 @@ impl State {
         true
     }
 
-    /// What has been under way for too long is given up, but for its memory: its requests go on by the socket.
+    /// Gives up transfers that are overdue. Their memory stays reserved, and their requests
+    /// continue over the control socket.
     pub(super) fn give_up_overdue(&mut self, then: Instant) {
         let overdue = self.dma.overdue(then);
         if !overdue.is_empty() {
@@ -225,7 +229,7 @@ impl State {
         }
     }
 
-    /// What waits for the engine goes by the socket.
+    /// Moves the cargo that waits for the engine to the control socket.
     pub(super) fn give_up_waiting(&mut self) {
         let waiting = self.dma.take_waiting();
         self.go_on_without(waiting);
@@ -240,7 +244,7 @@ impl State {
         }
     }
 
-    /// So much of a job's payload has arrived, and no more will.
+    /// Records that `bytes` of a job's payload have arrived and that no more will.
     fn uploaded(&mut self, id: u64, bytes: usize) {
         if let Some(job) = self.jobs.get_mut(&id) {
             job.arrived = bytes;

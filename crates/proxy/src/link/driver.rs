@@ -1,4 +1,4 @@
-//! The task that takes what comes back from the host.
+//! The task that receives what the host sends back.
 
 use std::future::poll_fn;
 use std::pin::Pin;
@@ -17,29 +17,30 @@ use super::{State, StoreChannel};
 use crate::messages::NO_REPLY;
 use crate::poller::Poller;
 
-/// Most frames taken from the control socket in one turn, so that the doorbell is looked at, too.
+/// Maximum number of control-socket frames that one turn handles, so that a busy socket does not
+/// delay the doorbell.
 const FRAMES_PER_TURN: usize = 64;
-/// Tag of the last chain of a queue in an incarnation.
+/// Tag of the last chain that an incarnation posts on each queue.
 const LAST: u64 = u64::MAX - 2;
 
-/// Takes replies from doorbell, DMA completions and control socket until the incarnation ends.
+/// Handles the doorbell, DMA completions and the control socket until the incarnation ends.
 pub(crate) struct ChannelDriver {
     link: Arc<StoreChannel>,
     control: ControlSocket,
     bell: Option<Box<dyn Bell>>,
-    /// The engine being attached anew.
+    /// The running attempt to attach the engine again.
     attaching: Option<BoxFuture<'static, Result<Joined, ChannelError>>>,
     completions: Vec<ChainCompletion>,
-    /// When to look for what is overdue.
+    /// Fires when the driver must check for overdue transfers and replies.
     timer: Option<Pin<Box<Sleep>>>,
     poller: Poller,
-    /// What DMA may still use after the incarnation's end.
+    /// Memory that DMA may still use after the incarnation's end.
     kept: Leftovers,
     drained: bool,
 }
 
 impl ChannelDriver {
-    /// For a link over `control`, whose store rings `bell`.
+    /// Creates the driver of `link`. It reads replies from `control`; the store rings `bell`.
     pub(crate) fn new(
         link: Arc<StoreChannel>,
         control: ControlSocket,
@@ -58,8 +59,8 @@ impl ChannelDriver {
         }
     }
 
-    /// Runs until the incarnation ends or `stop` is ready, then fails what has no answer and returns once no DMA of the
-    /// incarnation is under way. `on_end` is called first, with the reason.
+    /// Runs until the incarnation ends or `stop` is ready. Then it calls `on_end` with the reason,
+    /// fails all unanswered calls, and returns once no DMA of the incarnation is in progress.
     pub(crate) async fn run(mut self, stop: impl Future<Output = ()>, on_end: impl FnOnce(&str)) -> String {
         let mut stop = std::pin::pin!(stop);
         let why = poll_fn(|cx| {
@@ -78,7 +79,8 @@ impl ChannelDriver {
         why
     }
 
-    /// Waits until every transfer of the incarnation is done; makes the engine give up those that take too long.
+    /// Waits until every transfer of the incarnation has finished. Resets the engine if the
+    /// transfers take too long.
     async fn drain(&mut self) {
         let overdue = self.link.lock().overdue;
         if tokio::time::timeout(overdue, self.fence()).await.is_err() {
@@ -108,7 +110,7 @@ impl ChannelDriver {
             let Some(ring) = &mut state.ring else { return Poll::Ready(()) };
             ring.post_waiting();
             left = left.saturating_sub(self.completions.drain(..).filter(|c| c.tag == LAST).count());
-            // An engine that refuses work has stopped and moves nothing any more.
+            // An engine that refuses work has stopped, so it moves no more data.
             if left == 0 || ring.failure().is_some() { Poll::Ready(()) } else { Poll::Pending }
         })
         .await;
@@ -144,7 +146,7 @@ impl ChannelDriver {
         }
     }
 
-    /// Has everything that is ready posted.
+    /// Posts all chains that are ready.
     fn post(&mut self) -> Result<(), ChannelError> {
         let mut state = self.link.lock();
         if let Some(why) = &state.fatal {
@@ -185,7 +187,7 @@ impl ChannelDriver {
         Ok(true)
     }
 
-    /// Attaches the engine anew when the host has made an offer.
+    /// Attaches the engine again when the host has made an offer.
     fn attach(&mut self, cx: &mut Context<'_>) {
         let link = Arc::clone(&self.link);
         let mut state = link.lock();
@@ -229,7 +231,7 @@ impl ChannelDriver {
         Ok(progress)
     }
 
-    /// Looks after what is overdue, when it is time to.
+    /// Checks for overdue transfers and replies when the timer has expired.
     fn tick(&mut self, cx: &mut Context<'_>) {
         let expired = match &mut self.timer {
             Some(timer) => timer.as_mut().poll(cx).is_ready(),
@@ -247,7 +249,7 @@ impl ChannelDriver {
         drop(state);
         self.timer = next.map(|at| Box::pin(tokio::time::sleep_until(at.into())));
         if let Some(timer) = &mut self.timer {
-            // Registers the waker; it has not expired yet, or the next turn sees it.
+            // Registers the waker. If the timer has expired meanwhile, the next turn handles it.
             if timer.as_mut().poll(cx).is_ready() {
                 cx.waker().wake_by_ref();
             }
@@ -274,7 +276,7 @@ impl State {
         if self.payload_completed(completion) || self.recovery_completed(completion) {
             return Ok(());
         }
-        // Chains without a tag are heard of only if they fail.
+        // The engine reports a chain without a tag only if the chain fails.
         if let Err(failed) = &completion.result {
             self.dma_failed(&failed.to_string());
         }
@@ -283,7 +285,7 @@ impl State {
 
     fn fetched_replies(&mut self, completion: &ChainCompletion) -> Result<(), ChannelError> {
         if !self.is_open() {
-            // What was fetched comes by the socket as well.
+            // The host sends these replies over the control socket as well.
             return Ok(());
         }
         if let Err(failed) = &completion.result {
@@ -292,13 +294,14 @@ impl State {
         }
         self.fetch_since = None;
         let mut available = std::mem::take(&mut self.asked);
-        // If DMA fails on the way, the rest comes by the socket.
+        // If DMA fails during the loop, the remaining replies come over the control socket.
         while available > 0 && self.is_open() {
             let Some(ring) = &mut self.ring else { break };
             let (frame, footprint) = match ring.take(available) {
                 Ok(taken) => taken,
                 Err(e) => {
-                    // The host has written it right, or the socket will show.
+                    // Assume that DMA damaged the entry. If the host wrote it wrong, the copy on
+                    // the control socket shows that.
                     self.dma_failed(&format!("replies were damaged on their way: {e}"));
                     return Ok(());
                 }
@@ -322,7 +325,7 @@ impl State {
 
     fn heard_bell(&mut self, count: u64) -> Result<(), ChannelError> {
         if !self.is_open() {
-            // Of before the rings were closed, or the answer to a probe.
+            // The doorbell was rung before the rings were closed, or it answers a probe.
             self.announced = self.announced.saturating_add(usize::try_from(count).unwrap_or(usize::MAX));
             self.bell_during_probe();
             return Ok(());
@@ -339,7 +342,7 @@ impl State {
         Ok(())
     }
 
-    /// Whether anything is under way that could become overdue.
+    /// Whether anything is in progress that could become overdue.
     pub(super) fn has_work(&self) -> bool {
         let Some(ring) = &self.ring else { return false };
         !self.is_open() || ring.outstanding() > 0 || !self.dma.is_idle()
@@ -347,8 +350,8 @@ impl State {
 }
 
 impl Drop for ChannelDriver {
-    /// If the runtime was dropped under the incarnation, its calls fail, and memory that DMA may still be using is given up
-    /// rather than given back.
+    /// The runtime may drop the driver before the incarnation ends. The calls then fail, and the
+    /// memory that DMA may still use is leaked instead of freed.
     fn drop(&mut self) {
         if !self.drained {
             std::mem::forget(std::mem::take(&mut self.kept));

@@ -1,4 +1,4 @@
-//! A job: one call on its way to the host, with its payload and what it waits for.
+//! A job: one call that was not sent yet, with its payload and its prerequisites.
 
 use std::time::Instant;
 
@@ -17,51 +17,52 @@ use crate::messages::{
 };
 use crate::transaction_codec::EncodedTransaction;
 
-/// Longest control data and payload together that ride in an entry of the ring, in bytes.
+/// Maximum length of control data plus payload in a ring entry, in bytes.
 const MAX_INLINE: usize = 12 << 10;
-/// Longest read whose data rides in the reply's entry, in bytes.
+/// Maximum length of a read whose data fits in the reply's entry, in bytes.
 const MAX_INLINE_READ: usize = 8 << 10;
-/// Room for a reply without data, in bytes: an error with its text, a stat.
+/// Space reserved for a reply without data, such as an error text or a stat, in bytes.
 const SMALL_REPLY: usize = 1024;
-/// Payload up to that length goes with its entry, in bytes: one chain, and nobody need be woken in between.
+/// Maximum length of a payload that shares a chain with its ring entry, in bytes. One chain needs
+/// no wake-up between payload and entry.
 const SHORT: usize = 64 << 10;
 
-/// Which way a request goes.
+/// How a request reaches the host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Route {
     Ring,
     Socket,
 }
 
-/// What is done with the answer.
+/// What the link does with the answer to a call.
 #[derive(Debug)]
 pub(crate) enum AnswerUse {
-    /// It is passed on.
+    /// Passes it to the caller.
     Plain,
-    /// It names a new stage.
+    /// The answer names a new stage, which the link registers.
     Stage,
-    /// It tells of data that has to be fetched, if possible to there.
+    /// The answer describes data that the link must fetch, into this buffer if there is one.
     Read(Option<ArenaBuf>),
-    /// It concerns the channel itself.
+    /// The answer concerns the channel itself.
     Channel(ChannelKind),
 }
 
-/// What is done with the answer to a call to the channel.
+/// Which call to the channel itself an answer belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ChannelKind {
-    /// This window is open to DMA.
+    /// Opens this window to DMA.
     Export(usize),
-    /// Data of this read.
+    /// Gets the data of this read over the control socket.
     Get(u64),
-    /// How far the host has come.
+    /// Asks for the host's ring positions.
     Positions,
-    /// The rings are closed.
+    /// Closes the rings.
     Close,
-    /// Host memory was offered anew.
+    /// Asks the host to offer its memory again.
     Offer,
-    /// The probe was copied.
+    /// Asks the host to copy the probe.
     Probe,
-    /// The rings are open.
+    /// Opens the rings.
     Open,
 }
 
@@ -73,7 +74,7 @@ pub(crate) enum RangeUse {
     Held(HeldRange),
 }
 
-/// Arguments of a read.
+/// The arguments of a read.
 pub(crate) struct ReadCall {
     pub(crate) cid: CollectionId,
     pub(crate) oid: ObjectId,
@@ -84,56 +85,57 @@ pub(crate) struct ReadCall {
     pub(crate) dest: Option<ArenaBuf>,
 }
 
-/// A call that has not been sent.
+/// A call that was not sent yet.
 pub(crate) struct Job {
     pub(super) target: u16,
     pub(super) after: u64,
     pub(super) call: StoreCall,
-    /// Follows the call in the control data.
+    /// Control data that follows the encoded call.
     pub(super) tail: Vec<u8>,
-    /// Payload, and where it goes: from the start of the range, or of the data section.
+    /// Pieces of the payload, each with its offset in the range or in the data section, in bytes.
     pub(super) upload: Vec<(usize, Bytes)>,
-    /// Bytes of the payload that are in the range already.
+    /// Bytes of the payload that are already in the range.
     pub(super) arrived: usize,
     pub(super) range: RangeUse,
-    /// The part of host memory that the range is in, while DMA may use it.
+    /// The open window that contains the range, while DMA may use it.
     pub(super) region: Option<OpenedWindow>,
     pub(super) reply_max: usize,
     pub(super) route: Route,
-    /// The payload is where it belongs, or goes with the request.
+    /// Whether the payload is in place or travels with the request.
     pub(super) payload_ready: bool,
-    /// Takes its place in the target's lane.
+    /// Whether the job belongs in the target's lane.
     pub(super) in_lane: bool,
-    /// Counted as unposted write of this stage.
+    /// The stage that counts the job as an unposted write.
     pub(super) writes_stage: Option<u64>,
-    /// The host is to compare the payload with its checksums.
+    /// Whether the host must verify the payload's checksums.
     pub(super) suspect: bool,
-    /// Counted as write of that stage that could be overtaken.
+    /// Whether the stage counts the job as a write that a transaction could overtake.
     pub(super) unsure: bool,
-    /// Stages whose writes must have been posted before.
+    /// Stages whose writes must be posted before the job.
     pub(super) names_stages: Vec<StageId>,
     pub(super) kind: AnswerUse,
     pub(super) answer_to: Option<AnswerTo>,
-    /// Is told when parity was computed.
+    /// Notified when the parity is computed.
     pub(super) coded: Option<Coded>,
-    /// When it was called, and for which of the OSD's requests.
+    /// When the call was made. `clock` measures the OSD request that the call belongs to.
     pub(super) since: Instant,
     pub(super) clock: Option<Clock>,
 }
 
-/// Whether a transaction rides in one entry, so that one transfer carries it all.
+/// Whether a transaction fits into one ring entry, so that one transfer carries all of it.
 pub(super) fn fits_inline(encoded: &EncodedTransaction) -> bool {
     encoded.control.len() + encoded.data_len <= MAX_INLINE
 }
 
-/// Where the data section of a transaction begins in its range: at the start, as the control data rides in the entry, or, if
-/// that is too long, behind the control data, on a page of its own.
+/// Offset of a transaction's data section in its range, in bytes. It is 0 if the control data fits
+/// in the entry. Else the range begins with the control data, and the data section starts on the
+/// next page.
 fn data_at(encoded: &EncodedTransaction) -> usize {
     let control_len = encoded.control.len();
     if control_len <= MAX_INLINE { 0 } else { control_len.next_multiple_of(MIN_BUFFER) }
 }
 
-/// Length of the range that holds a transaction.
+/// Length of the range that holds a transaction, in bytes.
 pub(super) fn range_len(encoded: &EncodedTransaction) -> usize {
     data_at(encoded) + encoded.data_len
 }
@@ -171,7 +173,7 @@ impl Job {
         }
     }
 
-    /// A call to the channel itself.
+    /// Creates a call to the channel itself.
     pub(super) fn of_channel(call: ChannelCall, kind: ChannelKind) -> Job {
         Job {
             kind: AnswerUse::Channel(kind),
@@ -189,7 +191,8 @@ impl Job {
         Job { kind, ..Job::new(target, after, call, Route::Socket, Some(answer_to)) }
     }
 
-    /// It follows no transaction, only the making of its stage: transactions that are called later wait for it.
+    /// Creates a stage write. It depends only on the creation of its stage, not on any transaction.
+    /// Later transactions that name the stage wait for the write.
     pub(super) fn stage_write(
         target: u16,
         stage: StageId,
@@ -212,7 +215,8 @@ impl Job {
         }
     }
 
-    /// It follows nothing but the making of its stages, and nothing is called that names them before it is answered.
+    /// Creates a stripe write. It depends only on the creation of its stages. Callers must not name
+    /// these stages in another call until it is answered.
     pub(super) fn stripes(
         stripes: Stripes,
         data: Vec<FragmentBytes>,
@@ -223,7 +227,7 @@ impl Job {
         let len = stripes.len as usize;
         let fragments =
             if matches!(stripes.parity, ParityFrom::By(_)) { stripes.parts.len() } else { data.len() };
-        // Fragment by fragment: DMA puts the pieces together.
+        // Fragments are sent one after the other; DMA gathers their pieces.
         let mut upload = Vec::new();
         let mut at = 0;
         for piece in data.into_iter().flat_map(|fragment| fragment.pieces) {
@@ -292,7 +296,7 @@ impl Job {
         self.upload.iter().map(|(_, piece)| piece.len()).sum()
     }
 
-    /// Whether staged data did not fit its checksums before it was sent.
+    /// Whether staged data already mismatched its checksums before it was sent.
     pub(super) fn was_wrong_before(&self) -> bool {
         match (&self.call, &self.upload[..]) {
             (StoreCall::StageWrite { phase, checksums, .. }, [(_, data)]) => {
@@ -313,29 +317,29 @@ impl Job {
         }
     }
 
-    /// The target's lane, if it takes its place there.
+    /// The index of the target's lane, if the job belongs in it.
     pub(super) fn lane(&self) -> Option<usize> {
         self.in_lane.then_some(usize::from(self.target))
     }
 
-    /// Whether it must not overtake requests that were lost with the rings.
+    /// Whether the job must not overtake requests that were lost with the rings.
     pub(super) fn carries_data(&self) -> bool {
         self.in_lane || self.writes_stage.is_some() || matches!(self.call, StoreCall::StageStripes { .. })
     }
 
-    /// Whether any of its payload goes by DMA.
+    /// Whether DMA carries any part of the payload.
     pub(super) fn is_by_dma(&self) -> bool {
         self.route == Route::Ring && !self.upload.is_empty() || self.arrived > 0
     }
 
-    /// Whether no other call waits for it.
+    /// Whether no other call waits for this call.
     pub(super) fn is_query(&self) -> bool {
         self.answer_to.is_some()
             && matches!(self.kind, AnswerUse::Plain | AnswerUse::Stage)
             && !self.carries_data()
     }
 
-    /// Whether its payload goes with its entry, in one chain.
+    /// Whether the payload is short enough to share a chain with its entry.
     pub(super) fn is_short(&self) -> bool {
         self.upload_len() <= SHORT
     }
@@ -348,8 +352,9 @@ impl Job {
         self.answer_to.is_some() || matches!(self.kind, AnswerUse::Channel(_))
     }
 
-    /// The call, with the place of its payload filled in: the range, if it goes by DMA or the socket fills the range in its
-    /// place. `base` is where the data region starts, `None` without one.
+    /// The call, with the location of its payload filled in. The location is the range if DMA or
+    /// the control socket fills the range. `base` is the start of the data region, or `None` if
+    /// there is no region.
     pub(super) fn placed_call(&self, base: Option<usize>) -> StoreCall {
         let mut call = self.call.clone();
         let (Some(base), RangeUse::Held(range)) = (base, self.range) else { return call };

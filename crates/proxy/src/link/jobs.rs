@@ -1,4 +1,4 @@
-//! The queues of jobs: what each job waits for, and when it is sent.
+//! The queues of jobs: what each job waits for, and when the link sends it.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -14,23 +14,24 @@ use super::{AnswerTo, CallError, HeldRange, MAX_JOBS, MAX_QUERIES, SentCall, Sta
 use crate::messages::{ChannelCall, NO_REPLY, StoreCall, encode};
 
 impl State {
-    /// Whether one more call is possible, before it has a number: who waits for its answer, or `None` if that is told why
-    /// not.
+    /// Checks whether the link can take one more call. Returns `answer_to` if so. Otherwise it
+    /// sends the reason to the caller and returns `None`.
     pub(super) fn accept(&self, answer_to: AnswerTo) -> Option<AnswerTo> {
         let why = match &self.dead {
             Some(why) => CallError::Lost(why.clone()),
             None if self.jobs.len() + self.pending.len() >= MAX_JOBS => {
-                // The drive is not to blame: the call may be made again.
+                // The error does not blame the drive, so the caller may retry.
                 CallError::Store(StoreError::Disconnected("too many calls wait for the store".into()))
             }
             None => return Some(answer_to),
         };
-        // Whoever asked may have gone; then nobody needs to know.
+        // The caller may have been cancelled; ignore the error.
         let _ = answer_to.send(Err(why));
         None
     }
 
-    /// Takes a job, and posts whatever can go. What the link has to say on its own account is never refused.
+    /// Takes a job and posts every job that can be sent. The limit in `accept` does not apply to
+    /// the link's own jobs.
     pub(super) fn submit(&mut self, mut job: Job) {
         if self.dead.is_some() {
             return;
@@ -53,7 +54,7 @@ impl State {
         self.pump();
     }
 
-    /// The payload of a job is where it belongs, or goes with the request.
+    /// Marks a job's payload as in place, or as ready to travel with the request.
     pub(super) fn payload_ready(&mut self, id: u64) {
         let Some(job) = self.jobs.get_mut(&id) else { return };
         if std::mem::replace(&mut job.payload_ready, true) {
@@ -67,7 +68,7 @@ impl State {
         }
     }
 
-    /// Moves every job as far as it can go.
+    /// Moves every job as far as possible.
     pub(super) fn pump(&mut self) {
         self.grant_ranges();
         self.advance_lanes();
@@ -89,7 +90,7 @@ impl State {
         }
     }
 
-    /// Where a job waits that can be sent.
+    /// The queue for a job that is ready to be sent.
     fn queue_of(&mut self, id: u64) -> &mut VecDeque<u64> {
         let Some(job) = self.jobs.get(&id) else { return &mut self.socket_ready };
         match job.route {
@@ -120,7 +121,8 @@ impl State {
         }
     }
 
-    /// A job has its range. What goes by DMA needs the window that the range is in.
+    /// Continues a job that received its range. A job on the ring first needs the window that
+    /// contains the range.
     fn granted(&mut self, id: u64, offset: usize) {
         if self.jobs.get(&id).is_none_or(|job| job.route == Route::Socket) {
             return self.payload_ready(id);
@@ -140,14 +142,14 @@ impl State {
         }
     }
 
-    /// A job may use DMA on its range.
+    /// Continues a job whose window is open to DMA.
     pub(super) fn use_region(&mut self, id: u64, opened: OpenedWindow) {
         let Some(job) = self.jobs.get_mut(&id) else { return };
         if job.route == Route::Socket {
             return self.payload_ready(id);
         }
         job.region = Some(opened);
-        // A short payload goes with the entry.
+        // A short payload travels with the entry.
         if job.is_short() {
             self.payload_ready(id);
         } else {
@@ -155,7 +157,8 @@ impl State {
         }
     }
 
-    /// A write of this stage is ahead of whatever gets ready from here on.
+    /// Counts a write of this stage as posted. Jobs that become ready from now on are sent after
+    /// it.
     fn write_posted(&mut self, stage: Option<u64>) {
         let Some(stage) = stage else { return };
         if let Some(staged) = self.stages.get_mut(&stage) {
@@ -163,9 +166,11 @@ impl State {
         }
     }
 
-    /// A job is about to be posted. If it writes a stage, and a transaction that names the stage could overtake it,
-    /// such transactions wait until it is answered. Without host memory all goes by the socket, in order, and nothing is
-    /// sent twice.
+    /// Decides whether a job that is about to be posted is suspect. A write of a stage is unsure if
+    /// it is suspect or on the control socket, because a transaction that names the stage could
+    /// then overtake it. Transactions that name the stage wait until the write is answered. This
+    /// does not apply without host memory: the control socket then carries everything in order, and
+    /// nothing is sent twice.
     pub(super) fn doubt(&mut self, id: u64) {
         let (Some(job), Some(_)) = (self.jobs.get_mut(&id), &self.ring) else { return };
         let Some(stage) = job.writes_stage else { return };
@@ -177,7 +182,7 @@ impl State {
         }
     }
 
-    /// A write of a stage is answered.
+    /// Updates the counters of a stage when one of its writes is answered.
     pub(super) fn written(&mut self, job: &Job) {
         let Some(stage) = job.writes_stage else { return };
         if let Some(staged) = self.stages.get_mut(&stage) {
@@ -187,7 +192,7 @@ impl State {
         }
     }
 
-    /// Forgets a stage that was given back, once its writes are answered.
+    /// Removes a released stage once all its writes are answered.
     pub(super) fn forget_if_done(&mut self, stage: u64) {
         if self.stages.get(&stage).is_some_and(|staged| staged.released && staged.unanswered == 0) {
             self.stages.remove(&stage);
@@ -207,7 +212,8 @@ impl State {
         }
     }
 
-    /// Whether the writes of the stages that a transaction names are ahead of it, and stay so.
+    /// Whether all writes of the stages that a transaction names are ahead of it, and will stay
+    /// ahead.
     fn stages_posted(&self, job: &Job) -> bool {
         let mut stages = job.names_stages.iter().filter_map(|stage| self.stages.get(&stage.0));
         stages.all(|staged| staged.unposted == 0 && staged.unsure == 0)
@@ -243,7 +249,8 @@ impl State {
         }
         if wants_reply {
             self.queries_out += usize::from(job.is_query());
-            // What came by DMA may turn out to be damaged; then it is needed once more.
+            // Keep payload that DMA moved: the host may find it damaged, and the link then sends it
+            // again.
             if job.route == Route::Socket && job.arrived == 0 {
                 job.upload.clear();
             }
@@ -251,7 +258,7 @@ impl State {
         }
     }
 
-    /// A frame for the channel that is not answered.
+    /// Queues a frame to the channel that the host does not answer.
     pub(super) fn put_on_socket(&mut self, call: ChannelCall, data: Bytes) {
         let header = EntryHeader::new(FrameKind::Request, 0, NO_REPLY);
         self.control_out.push((header, encode(&StoreCall::Channel(call)), vec![data]));

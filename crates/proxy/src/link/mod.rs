@@ -1,14 +1,17 @@
-//! The osd's end of the channel during one incarnation of the store.
+//! The osd's end of the channel, for one incarnation of the store.
 //!
-//! Callers put [`Job`]s into the [`StoreChannel`] from any thread, under a short lock, and what can go at once is posted right
-//! there, on the caller's thread. One [`ChannelDriver`](driver::Driver) task per link, on the runtime of the OSD, takes what
-//! comes back. There is no thread of the channel's own on this side: with one, every call would cost two more wake-ups
-//! (into that thread and back), while this way a reply wakes the very thread that runs the waiting task.
+//! Any thread may submit a [`Job`] to the [`StoreChannel`], under a short lock. The calling thread
+//! itself posts every job that can be sent at once. Each link has one
+//! [`ChannelDriver`](driver::Driver) task, which runs on the OSD's runtime and receives the host's
+//! replies. The osd's end has no thread of its own: such a thread would cost every call two more
+//! wake-ups. Instead, a reply wakes the thread that runs the waiting task.
 //!
-//! **Order.** Transactions and reads of a target go through its *lane* and are posted strictly in the order they were
-//! called. Queries go by the socket at once, and say in their header which transaction they follow; the host holds them back.
-//! Writes of a stage follow nothing, and transactions that name the stage wait for them. Nothing that a transaction needs
-//! waits for the transaction or for a query, so nothing waits in a circle.
+//! **Order.** Each target has a *lane* for its transactions and reads. The link posts the jobs of a
+//! lane strictly in the order of the calls. Queries are sent over the control socket at once; the
+//! header of a query names the transaction that it follows, and the host holds the query back until
+//! it has that transaction. A write to a stage follows no other call. A transaction that names the
+//! stage waits for the writes to that stage. Deadlock is impossible, because nothing that a
+//! transaction needs waits for a transaction or a query.
 
 mod dma;
 mod driver;
@@ -52,20 +55,23 @@ use replies::Fetching;
 pub(crate) use ring_side::RingSide;
 use verify::Verify;
 
-/// Most calls without an answer. The OSD has its own, lower limit of requests in flight; this one only bounds memory.
+/// Maximum number of unanswered calls. It only bounds memory: the OSD has its own, lower limit of
+/// requests in flight.
 pub(crate) const MAX_JOBS: usize = 1 << 15;
-/// Longest range, in bytes: the checksums of a read of that length fit into a reply on the ring.
+/// Maximum length of a range, in bytes. The checksums of a read of this length still fit into a
+/// reply on the ring.
 const MAX_RANGE: usize = 16 << 20;
-/// Most queries unanswered at a time. The host may hold them back until a transaction comes that has not been sent yet, so
-/// this limits nothing else: whatever a transaction may need gets through.
+/// Maximum number of unanswered queries. The host may hold a query back until a transaction arrives
+/// that has not been sent yet. The limit applies to queries only, so it never delays a call that
+/// the transaction needs.
 const MAX_QUERIES: usize = 256;
 
-/// Why a call has no answer.
+/// Why a call failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum CallError {
-    /// The incarnation ended first. Whether the call took effect is unknown.
+    /// The incarnation ended before the answer came. It is unknown whether the call took effect.
     Lost(String),
-    /// The store said so.
+    /// The store returned this error.
     Store(StoreError),
 }
 
@@ -84,14 +90,14 @@ impl From<CallError> for StoreError {
     }
 }
 
-/// What comes back from a call.
+/// The result of a call.
 pub(crate) type CallAnswered = Result<Delivered, CallError>;
 
-/// An answer, and the payload that came with it.
+/// An answer with its payload.
 pub(crate) struct Delivered {
     pub(crate) answer: CallAnswer,
     pub(crate) data: Vec<Bytes>,
-    /// The data was compared with its checksums.
+    /// Whether the data was compared with its checksums.
     pub(crate) verified: bool,
 }
 
@@ -100,19 +106,19 @@ impl Delivered {
         Delivered { answer, data, verified: false }
     }
 }
-/// Where an answer goes.
+/// Where the answer to a call is sent.
 pub(crate) type AnswerTo = oneshot::Sender<CallAnswered>;
 
-/// The channel during one incarnation of the store, as callers see it.
+/// The callers' view of the channel during one incarnation of the store.
 pub(crate) struct StoreChannel {
     state: Mutex<State>,
     driver: AtomicWaker,
     engine: Option<Arc<dyn DmaEngine>>,
-    /// Longest range of host memory, in bytes.
+    /// Maximum length of a range of host memory, in bytes.
     pub(crate) max_range: usize,
-    /// Whether payload goes by DMA.
+    /// Whether DMA carries payload.
     pub(crate) by_dma: bool,
-    /// The number of the incarnation, counted from 1.
+    /// The incarnation's number, counted from 1.
     pub(crate) incarnation: u64,
 }
 
@@ -125,79 +131,84 @@ struct State {
     pending: HashMap<u64, SentCall>,
     lanes: Vec<Lane>,
     stages: HashMap<u64, StageState>,
-    /// Jobs that wait for a range of host memory, in the order they asked.
+    /// Jobs that wait for a range of host memory, in arrival order.
     range_queue: VecDeque<u64>,
-    /// Jobs that are ready but for credit.
+    /// Jobs that wait only for credit of the ring.
     ring_ready: VecDeque<u64>,
-    /// Jobs that go by the socket as soon as they are seen here.
+    /// Jobs that the next `pump` sends over the control socket.
     socket_ready: VecDeque<u64>,
-    /// Calls that no other call waits for, and how many of them are with the host.
+    /// Queries that were not sent yet. No other call waits for a query.
     queries: VecDeque<u64>,
     queries_out: usize,
-    /// Free ranges of the host's data region. Without host memory: how many bytes may be in flight.
+    /// Free ranges of the host's data region. Without host memory, it limits the bytes in flight.
     ranges: Buddy,
     ring: Option<RingSide>,
     control_out: Vec<(EntryHeader, Vec<u8>, Vec<Bytes>)>,
-    /// Payload on its way by DMA.
+    /// Transfers of payload by DMA.
     dma: Dma,
     fetching: HashMap<u64, Fetching>,
     regions: Regions,
     mode: DmaState,
-    /// Jobs that carry data, while the host has not said yet which of those before them were lost.
+    /// Jobs that carry data and wait until the host has said which earlier requests were lost.
     held: VecDeque<u64>,
     quarantine: Quarantine,
     health: Arc<OffloadHealth>,
     faults: Faults,
     verify: Verify,
-    /// After that long a transfer is overdue.
+    /// Duration after which a transfer is overdue.
     overdue: Duration,
     probe_pattern: Vec<u8>,
-    /// Host memory that the driver is to attach to.
+    /// Host memory that the driver must attach to.
     offer: Option<OfiOffer>,
-    /// How long the driver looks for more after something has come.
+    /// How long the driver keeps polling after the last event.
     poll: Duration,
-    /// The driver has a timer by which it looks for what is overdue.
+    /// Whether the driver has a timer for overdue transfers and replies.
     watched: bool,
-    /// Bytes of replies announced and not asked for yet; during a probe, what the doorbell has said.
+    /// Bytes of replies that the doorbell announced and that are not being fetched yet. During a
+    /// probe, the sum of the doorbell's counts.
     announced: usize,
-    /// Bytes of replies that are being fetched, and since when.
+    /// Bytes of replies that are being fetched. `fetch_since` is when that fetch began.
     asked: usize,
     fetch_since: Option<Instant>,
-    /// When the host was last asked how far it has come, and what it had put into the outbox that was not heard of.
+    /// When the host was last asked for its ring positions.
     asked_positions: Option<Instant>,
     unheard: Option<(u64, Instant)>,
-    /// Payload that had come by DMA when DMA failed, and payload that went by the socket in its place, in bytes.
+    /// Bytes that payload transfers had already moved when DMA failed, and bytes that the control
+    /// socket then carried instead.
     kept_bytes: u64,
     put_bytes: u64,
-    /// Why the incarnation has to end.
+    /// Why the incarnation must end.
     fatal: Option<String>,
 }
 
-/// Transactions and reads of one target, in order.
+/// The transactions and reads of one target, in order.
 #[derive(Default)]
 struct Lane {
     last_transaction: u64,
     queue: VecDeque<u64>,
 }
 
-/// A stage of this incarnation.
+/// A stage in this incarnation.
 struct StageState {
     host_id: u64,
-    /// Writes that were called and not posted yet. A transaction that names the stage is posted after them.
+    /// Writes that were called and not posted yet. A transaction that names the stage is posted
+    /// after these writes.
     unposted: u32,
-    /// Writes without an answer that a transaction could overtake: those that go by the socket, and those that the host
-    /// compares with their checksums, as they may have to be sent again.
+    /// Unanswered writes that a later transaction could overtake. These are the writes on the
+    /// control socket, and the writes whose checksums the host verifies, because they may have to
+    /// be sent again.
     unsure: u32,
-    /// Writes that were called and are not answered.
+    /// Writes that were called and not answered yet.
     unanswered: u32,
-    /// Given back; forgotten once its writes are answered.
+    /// The stage was released. The entry is removed once all its writes are answered.
     released: bool,
 }
 
-/// A request that was sent.
+/// A request that was sent and is not answered.
 struct SentCall {
     job: Job,
-    /// Where its entry ends in the inbound ring, in bytes; 0 if it went by the socket.
+    /// End of the request's entry in the inbound ring, in bytes; 0 if the control socket carried
+    /// the request.
     ring_end: u64,
     sent: Instant,
 }
@@ -205,39 +216,42 @@ struct SentCall {
 /// A range of the host's data region.
 #[derive(Debug, Clone, Copy)]
 struct HeldRange {
-    /// Bytes from the region's start.
+    /// Offset from the start of the region, in bytes.
     offset: usize,
     order: usize,
     len: usize,
 }
 
-/// Where read data is to land.
+/// Where the data of a read is placed.
 enum ReadLanding {
-    /// In place.
+    /// Directly in the buffers that the caller receives.
     Buffers(Vec<ArenaBuf>),
-    /// In the mirror of its range, to be copied from there: there was no other memory.
+    /// In the mirror of the read's range, because no other memory that DMA can reach was available.
+    /// The data is then copied to the caller's buffer, if there is one.
     Mirror(Option<ArenaBuf>),
-    /// In a buffer, or in the frame that brings it.
+    /// The control socket brings the data: into the caller's buffer if there is one, else the
+    /// caller receives the frame's own memory.
     Socket(Option<ArenaBuf>),
 }
 
-/// How a link uses DMA.
+/// Options of a link, mostly for DMA.
 pub(crate) struct LinkOptions {
-    /// Longest range, in bytes.
+    /// Maximum length of a range, in bytes.
     pub(crate) largest_range: usize,
-    /// After that long a transfer is overdue.
+    /// Duration after which a transfer is overdue.
     pub(crate) overdue: Duration,
-    /// Every so many requests' payload is compared with its checksums by the host; 0 for none, but after a failure.
+    /// The host verifies the payload checksums of every n-th request. With 0, it does so only after
+    /// a failure.
     pub(crate) verify_every: u32,
-    /// What is to go wrong.
+    /// Faults to inject.
     pub(crate) faults: Faults,
-    /// Windows of host memory that stay open.
+    /// Maximum number of host-memory windows that stay open.
     pub(crate) region_cache: usize,
-    /// How long the driver looks for more after something has come.
+    /// How long the driver keeps polling after the last event.
     pub(crate) poll: Duration,
 }
 
-/// What an operator may want to know of a link.
+/// State of a link, for the operator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct LinkStatus {
     pub(crate) stages: usize,
@@ -247,7 +261,7 @@ pub(crate) struct LinkStatus {
 }
 
 impl StoreChannel {
-    /// A link over host memory (`ring`), or over the control socket alone.
+    /// Creates a link over host memory if `ring` is given, else over the control socket alone.
     pub(crate) fn new(
         incarnation: u64,
         targets: usize,
@@ -306,13 +320,15 @@ impl StoreChannel {
         Arc::new(StoreChannel { state, driver, engine, max_range: largest, by_dma, incarnation })
     }
 
-    /// Longest payload that one request carries, in bytes: one transfer, one range.
+    /// Maximum payload of one request, in bytes. It is limited by one DMA transfer and by one
+    /// range.
     pub(crate) fn max_segment(&self) -> usize {
         let max_transfer = self.engine.as_ref().map_or(2 << 20, |engine| engine.max_transfer());
         (max_transfer.min(self.max_range) / MIN_BUFFER * MIN_BUFFER).max(MIN_BUFFER)
     }
 
-    /// Changes how DMA is used.
+    /// Changes options of a live link: the engine queues in use, the cached windows and the polling
+    /// time.
     pub(crate) fn tune(&self, queues: usize, region_cache: usize, poll: Duration) {
         let mut state = self.lock();
         if let Some(ring) = &mut state.ring {
@@ -322,14 +338,15 @@ impl StoreChannel {
         state.poll = poll;
     }
 
-    /// Not contended: held for about a microsecond, by callers and by the driver. Nothing panics while it is held with
-    /// the state half changed.
+    /// Locks the state. The lock is hardly contended: callers and the driver hold it for about a
+    /// microsecond. No code panics under the lock while the state is half changed, so a poisoned
+    /// lock is safe to use.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets the driver write what was put on the control socket, post what is to be posted, and watch over what the caller
-    /// has posted by itself.
+    /// Releases the lock and wakes the driver if it has work: frames for the control socket, chains
+    /// to post, or transfers to watch.
     fn unlock(&self, state: MutexGuard<'_, State>) {
         let output = !state.control_out.is_empty() || state.ring.as_ref().is_some_and(RingSide::has_unposted);
         let unwatched = !state.watched && state.has_work();
@@ -339,7 +356,7 @@ impl StoreChannel {
         }
     }
 
-    /// A call on the control socket.
+    /// Submits a call on the control socket.
     pub(crate) fn call(&self, target: u16, call: StoreCall, kind: AnswerUse, answer_to: AnswerTo) {
         let mut state = self.lock();
         let Some(answer_to) = state.accept(answer_to) else { return };
@@ -348,7 +365,7 @@ impl StoreChannel {
         self.unlock(state);
     }
 
-    /// Sends one segment of staged data.
+    /// Sends one segment of data for a stage.
     pub(crate) fn stage_write(
         &self,
         target: u16,
@@ -361,7 +378,7 @@ impl StoreChannel {
         let Some(answer_to) = state.accept(answer_to) else { return };
         let Some(staged) = state.stages.get_mut(&stage.0).filter(|staged| !staged.released) else {
             drop(state);
-            // Whoever asked may have gone; then nobody needs to know.
+            // The caller may have been cancelled; ignore the error.
             let _ = answer_to.send(Err(StoreError::NoSuchStage(stage.0).into()));
             return;
         };
@@ -373,7 +390,7 @@ impl StoreChannel {
         self.unlock(state);
     }
 
-    /// Sends a piece of each of several fragments. `targets` says which target has a UUID.
+    /// Sends a piece of each of several fragments. `targets` maps the UUIDs in `write` to targets.
     pub(crate) fn stage_stripes(
         &self,
         targets: &[TargetInfo],
@@ -387,13 +404,13 @@ impl StoreChannel {
             Ok((stripes, fragments)) => {
                 state.submit(Job::stripes(stripes, fragments, self.by_dma, answer_to, coded));
             }
-            // Whoever asked may have gone; then nobody needs to know.
+            // The caller may have been cancelled; ignore the error.
             Err(e) => drop(answer_to.send(Err(e.into()))),
         }
         self.unlock(state);
     }
 
-    /// Gives a stage back. No answer comes.
+    /// Releases a stage. The host sends no answer.
     pub(crate) fn stage_release(&self, target: u16, stage: StageId) {
         let mut state = self.lock();
         if let Some(staged) = state.stages.get_mut(&stage.0).filter(|staged| !staged.released) {
@@ -405,7 +422,7 @@ impl StoreChannel {
         self.unlock(state);
     }
 
-    /// Queues a transaction: gives it its number and its place in the target's lane.
+    /// Queues a transaction: assigns its number and its place in the target's lane.
     pub(crate) fn transaction(&self, target: u16, transaction: &store::Transaction, answer_to: AnswerTo) {
         let mut state = self.lock();
         let Some(answer_to) = state.accept(answer_to) else { return };
@@ -417,13 +434,13 @@ impl StoreChannel {
                 let job = Job::transaction(target, after, encoded, self.by_dma, answer_to);
                 state.submit(job);
             }
-            // Whoever asked may have gone; then nobody needs to know.
+            // The caller may have been cancelled; ignore the error.
             Err(e) => drop(answer_to.send(Err(e.into()))),
         }
         self.unlock(state);
     }
 
-    /// A read of at most one range.
+    /// Submits a read. The length must not exceed one range.
     pub(crate) fn read(&self, target: u16, read: job::ReadCall, answer_to: AnswerTo) {
         let mut state = self.lock();
         let Some(answer_to) = state.accept(answer_to) else { return };
@@ -432,7 +449,8 @@ impl StoreChannel {
         self.unlock(state);
     }
 
-    /// Host memory is there, but DMA does not work from the start: the socket serves until it does.
+    /// Starts without DMA although host memory is present. The control socket carries all calls
+    /// until a probe succeeds.
     pub(crate) fn begin_without_dma(&self, why: &str) {
         let mut state = self.lock();
         state.dma_failed(why);
@@ -440,7 +458,7 @@ impl StoreChannel {
         self.unlock(state);
     }
 
-    /// How it stands.
+    /// The link's current state.
     pub(crate) fn status(&self) -> LinkStatus {
         let state = self.lock();
         LinkStatus {
@@ -453,7 +471,7 @@ impl StoreChannel {
 }
 
 impl State {
-    /// What is said of stripes, and the fragments that go with it.
+    /// Translates a stripe write into the message for the host and the fragments to send with it.
     fn stripes(
         &self,
         targets: &[TargetInfo],

@@ -1,8 +1,8 @@
-//! Whether the rings and DMA are used; how this changes is in [`recover`](super::recover).
+//! Whether the rings and DMA are in use. Module [`recover`](super::recover) changes this state.
 
 use std::time::Instant;
 
-/// Whether the rings and DMA are used.
+/// Whether the rings and DMA are in use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum DmaState {
     Open,
@@ -11,22 +11,22 @@ pub(super) enum DmaState {
     Probing { since: Instant, step: ProbeStep },
 }
 
-/// How far a probe has come.
+/// The steps of a probe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ProbeStep {
-    /// The host offers its memory anew, if that is needed.
+    /// The host makes a new offer of its memory, if the engine needs one.
     Offering,
-    /// The engine connects. That takes no longer than the engine lets it.
+    /// The engine connects. The engine itself limits how long this takes.
     Attaching,
-    /// The transfer to the host.
+    /// The transfer to the host is in progress.
     There,
-    /// The host copies and rings.
+    /// The host copies the probe and rings the doorbell.
     Echo,
-    /// The host has not heard the doorbell: it is to be asked again.
+    /// The host has not heard the doorbell yet, so the link must ask again.
     Unheard,
-    /// The transfer back.
+    /// The transfer back is in progress.
     Back,
-    /// The bytes are right; the doorbell is waited for.
+    /// The bytes are right, and the link waits for the host's doorbell.
     Bell,
     /// The host opens its rings.
     Opening,

@@ -1,4 +1,5 @@
-//! What happens when DMA fails: the socket takes over, and DMA comes back after a probe.
+//! How the link handles a failure of DMA: the control socket takes over, and a probe decides when
+//! DMA is used again.
 //!
 //! ```text
 //!  Open ──failure──▶ Closing ──the host has answered──▶ Closed ──cool-down over──▶ Probing ──it worked──▶ Open
@@ -6,13 +7,20 @@
 //!                                                         └──────── it failed ────────┘
 //! ```
 //!
-//! *Closing*: the host is told to leave the rings alone, and says how far it has come. Requests that it has taken are
-//! answered by the socket; those that it has not are sent again, by the socket, without the payload that had arrived.
-//! Requests that carry data wait for that answer, so that none overtakes those that were lost; the others do not.
-//! *Closed*: everything goes by the socket. Memory that transfers may still write is in quarantine until a fence behind
-//! them has come out of every queue of the engine; if it does not in the cool-down, the engine is reset. *Probing*: a small
-//! transfer there and back, with a doorbell each way, decides. An engine that loses its peer when something fails is attached
-//! anew before that, by a new offer of the host.
+//! *Closing*: The link tells the host to stop using the rings, and the host reports which requests
+//! it has taken. The host answers those requests over the control socket. The link sends all other
+//! requests again over the control socket, except for payload that has already arrived. Requests
+//! that carry data wait for the host's report, so that they do not overtake lost requests. Other
+//! requests do not wait.
+//!
+//! *Closed*: The control socket carries everything. Memory that transfers may still write is in
+//! quarantine. The link posts a fence on every queue of the engine, behind these transfers. The
+//! quarantine ends when all fences are complete. If they are not complete after the cool-down, the
+//! link resets the engine.
+//!
+//! *Probing*: The link makes a small transfer in each direction, each with a doorbell. The result
+//! decides whether DMA is used again. Some engines lose their peer at a failure. The link first
+//! attaches such an engine again, for which the host makes a new offer of its memory.
 
 use std::time::{Duration, Instant};
 
@@ -28,23 +36,24 @@ use crate::messages::{CallAnswer, CallOutcome, ChannelCall, decode};
 
 /// Length of a probe, in bytes.
 const PROBE: usize = 4096;
-/// The host is given up if it takes so many times longer than a transfer may.
+/// The host's report may take this many times the limit for a transfer. After that, the incarnation
+/// ends.
 const PATIENCE: u32 = 20;
-/// What is waited for during the recovery is looked at that often.
+/// Maximum interval of the checks during recovery.
 const SOON: Duration = Duration::from_millis(50);
-/// Tags of fences: this less the number of the queue.
+/// Tag of the fence on queue 0. The fence on queue n has the tag `FENCE - n`.
 const FENCE: u64 = u64::MAX - 8;
 /// Tag of the probe's transfers.
 const PROBE_TAG: u64 = u64::MAX - 1;
 
-/// Memory that transfers may still touch.
+/// Memory that transfers may still access.
 #[derive(Default)]
 pub(super) struct Quarantine {
-    /// Fences that have not come out yet.
+    /// Fences that are not complete.
     fences: usize,
     ranges: Vec<HeldRange>,
     kept: Vec<Box<dyn Send>>,
-    /// The engine was told to give up what it has.
+    /// Whether the engine was told to cancel its transfers.
     reset: bool,
 }
 
@@ -53,7 +62,8 @@ impl State {
         self.mode == DmaState::Open
     }
 
-    /// A transfer failed, or is overdue, or has brought something wrong: from here on the socket serves.
+    /// Switches to the control socket after a transfer failed, became overdue or brought damaged
+    /// data.
     pub(super) fn dma_failed(&mut self, why: &str) {
         if !self.is_open() {
             return;
@@ -62,16 +72,17 @@ impl State {
         let taken = ring.taken();
         self.health.failed(why, Instant::now());
         self.mode = DmaState::Closing { since: Instant::now() };
-        // More may be wrong than what was noticed.
+        // Other transfers may be damaged without having been noticed.
         self.verify.suspect();
         self.quarantine_everything();
-        // One that could not be mapped would fail whatever uses it, again and again.
+        // Forget all windows: the failed transfer may be due to a broken mapping, which would fail
+        // again.
         self.regions.forget();
         self.reroute();
         self.submit(Job::of_channel(ChannelCall::Close { taken }, ChannelKind::Close));
     }
 
-    /// Fences off what the engine may still be using.
+    /// Quarantines the payload of requests on the ring, and posts fences.
     fn quarantine_everything(&mut self) {
         for pending in self.pending.values().filter(|p| p.job.route == Route::Ring) {
             let payload = pending.job.upload.clone();
@@ -89,7 +100,7 @@ impl State {
         }
     }
 
-    /// Everything that was to go by the ring goes by the socket.
+    /// Moves all unsent jobs from the ring to the control socket.
     fn reroute(&mut self) {
         for job in self.jobs.values_mut() {
             job.route = Route::Socket;
@@ -106,7 +117,8 @@ impl State {
         self.give_up_waiting();
     }
 
-    /// The host has left the rings alone, having taken `taken` bytes of requests.
+    /// Handles the host's report that it no longer uses the rings. The host has taken `taken` bytes
+    /// of requests.
     fn closed(&mut self, taken: u64) {
         self.mode = DmaState::Closed;
         let mut lost: Vec<u64> = Vec::new();
@@ -126,8 +138,8 @@ impl State {
                 self.jobs.insert(*id, pending.job);
             }
         }
-        // What is in no lane goes at once. The rest goes back to its lane: what has to be sent again of the stages that it
-        // names may turn out to be damaged, and go once more.
+        // A job without a lane is sent at once. Other jobs return to their lanes: the stage writes
+        // that they depend on are sent again, and may still turn out to be damaged.
         lost.extend(std::mem::take(&mut self.held));
         for id in lost.into_iter().rev() {
             let Some(job) = self.jobs.get(&id) else { continue };
@@ -140,7 +152,7 @@ impl State {
         }
     }
 
-    /// A request's payload does not fit its checksums on the host: it is sent once more, by the socket.
+    /// Sends a request again over the control socket, because the host found its payload damaged.
     pub(super) fn damaged(&mut self, id: u64, mut job: Job) {
         if !job.was_wrong_before() {
             self.dma_failed("payload was damaged on its way");
@@ -154,7 +166,7 @@ impl State {
         }
     }
 
-    /// Gives a range back; later, if a transfer may still touch it.
+    /// Frees a range. If a transfer may still access the range, it stays in quarantine first.
     pub(super) fn free_range(&mut self, range: Option<HeldRange>) {
         let Some(range) = range else { return };
         if self.quarantine.fences > 0 {
@@ -164,7 +176,7 @@ impl State {
         }
     }
 
-    /// Keeps memory that a transfer may still touch.
+    /// Keeps memory that a transfer may still access.
     pub(super) fn keep(&mut self, memory: impl Send + 'static) {
         if self.quarantine.fences > 0 {
             self.quarantine.kept.push(Box::new(memory));
@@ -176,7 +188,7 @@ impl State {
         self.quarantine.ranges.iter().map(|range| range.len).sum()
     }
 
-    /// Takes a completion that concerns the recovery; `false` if it is of something else.
+    /// Handles a completion that belongs to the recovery. Returns `false` for any other completion.
     pub(super) fn recovery_completed(&mut self, completion: &ChainCompletion) -> bool {
         if completion.tag == PROBE_TAG {
             self.probe_moved(completion);
@@ -186,7 +198,7 @@ impl State {
         if !(FENCE - queues < completion.tag && completion.tag <= FENCE) {
             return false;
         }
-        // A fence that a reset gave up says the same: nothing before it moves any more.
+        // A fence that a reset cancelled proves the same: no earlier transfer moves data any more.
         self.quarantine.fences = self.quarantine.fences.saturating_sub(1);
         if self.quarantine.fences == 0 {
             for range in std::mem::take(&mut self.quarantine.ranges) {
@@ -197,7 +209,7 @@ impl State {
         true
     }
 
-    /// Looks after what takes too long.
+    /// Handles transfers, replies and recovery steps that are overdue.
     pub(super) fn tick(&mut self, now: Instant) {
         if let Some(then) = now.checked_sub(self.overdue) {
             self.give_up_overdue(then);
@@ -225,7 +237,7 @@ impl State {
         }
     }
 
-    /// When to look again, if there is something to look after.
+    /// When to call `tick` next, or `None` if nothing can become overdue.
     pub(super) fn next_tick(&self, now: Instant) -> Option<Instant> {
         let step = self.overdue / 4;
         self.has_work().then(|| match self.mode {
@@ -234,7 +246,7 @@ impl State {
         })
     }
 
-    /// Replies that are long in coming: either the store is slow, or a doorbell or an entry has got lost.
+    /// Checks for late replies: either the store is slow, or a doorbell or an entry was lost.
     fn look_at_rings(&mut self, then: Instant, now: Instant) {
         if !self.is_open() {
             return;
@@ -257,19 +269,19 @@ impl State {
         }
     }
 
-    /// Bytes of the outbox that are known of.
+    /// Bytes of the outbox that the osd knows of: taken, announced or being fetched.
     fn heard(&self) -> u64 {
         self.ring.as_ref().map_or(0, RingSide::taken) + (self.announced + self.asked) as u64
     }
 
-    /// The host says how far it has come with the rings.
+    /// Handles the host's report of its ring positions.
     fn positions(&mut self, taken: u64, head: u64) {
         let Some(asked) = self.asked_positions else { return };
         let late = |p: &super::SentCall| p.ring_end > taken && p.sent + self.overdue < asked;
         if self.pending.values().any(late) {
             self.dma_failed("an entry or a doorbell did not reach the host");
         } else if head > self.heard() {
-            // Its doorbell may be on the way.
+            // The doorbell for the new replies may still be on the way.
             self.unheard = Some((head, Instant::now()));
         }
     }
@@ -285,7 +297,7 @@ impl State {
             }
             return;
         }
-        // The host still works on requests of the rings.
+        // Wait while the host still works on requests from the rings.
         if self.pending.values().any(|p| p.ring_end > 0) || !self.health.begin_probe(now) {
             return;
         }
@@ -297,7 +309,7 @@ impl State {
         }
     }
 
-    /// The host offers its memory anew: the driver attaches to it.
+    /// Handles the host's new offer of its memory. The driver then attaches to it.
     fn offered(&mut self, offer: OfiOffer) {
         if matches!(self.mode, DmaState::Probing { step: ProbeStep::Offering, .. }) {
             self.step(ProbeStep::Attaching);
@@ -305,17 +317,17 @@ impl State {
         }
     }
 
-    /// What the driver is to attach to, once.
+    /// Takes the offer to attach to, if there is one.
     pub(super) fn take_offer(&mut self) -> Option<OfiOffer> {
         self.offer.take()
     }
 
-    /// Whether the driver should still be attaching.
+    /// Whether the driver should continue to attach.
     pub(super) fn is_attaching(&self) -> bool {
         matches!(self.mode, DmaState::Probing { step: ProbeStep::Attaching, .. })
     }
 
-    /// Attaching has ended, well or not. Gives the new bell.
+    /// Handles the result of an attempt to attach. Returns the new doorbell if it succeeded.
     pub(super) fn attached(&mut self, joined: Result<Joined, ChannelError>) -> Option<Box<dyn Bell>> {
         let ring = self.ring.as_mut()?;
         match joined.and_then(|(peer, bell)| ring.join(peer).map(|()| bell)) {
@@ -380,7 +392,8 @@ impl State {
         self.submit(Job::of_channel(ChannelCall::Probe { len: PROBE as u32 }, ChannelKind::Probe));
     }
 
-    /// The host has copied the probe, if its doorbell was rung.
+    /// Handles the answer to the request to copy the probe. `rung` is 0 if the host has not heard
+    /// the doorbell yet; otherwise the host has copied the probe.
     fn echoed(&mut self, rung: u64) {
         if !matches!(self.mode, DmaState::Probing { step: ProbeStep::Echo, .. }) {
             return;
@@ -394,7 +407,7 @@ impl State {
         self.post_probe(transfer, false);
     }
 
-    /// If the host's doorbell was heard, the probe has succeeded and the rings can be opened.
+    /// Opens the rings if the probe's data was right and the host's doorbell was heard.
     pub(super) fn bell_during_probe(&mut self) {
         if matches!(self.mode, DmaState::Probing { step: ProbeStep::Bell, .. }) && self.announced > 0 {
             self.step(ProbeStep::Opening);
@@ -404,7 +417,7 @@ impl State {
 
     fn probe_failed(&mut self, why: &str) {
         if !matches!(self.mode, DmaState::Probing { .. }) {
-            // A late answer.
+            // The answer belongs to a probe that has ended.
             return;
         }
         let opening = matches!(self.mode, DmaState::Probing { step: ProbeStep::Opening, .. });
@@ -412,7 +425,7 @@ impl State {
         self.health.probed(Err(why), Instant::now());
         self.post_fences();
         if opening {
-            // The host may have opened its rings, and has seen nothing in them.
+            // The host may have opened its rings. It has found no requests in them.
             if let Some(ring) = &mut self.ring {
                 ring.start_over();
             }
@@ -434,7 +447,7 @@ impl State {
         self.health.probed(Ok(()), Instant::now());
     }
 
-    /// Takes the answer to a call to the channel.
+    /// Handles the answer to a call to the channel.
     pub(super) fn channel_answered(
         &mut self,
         kind: ChannelKind,
@@ -462,7 +475,8 @@ impl State {
         Ok(())
     }
 
-    /// A window of host memory was opened to DMA: what waited for it goes on.
+    /// Handles the host's answer that a window is open to DMA, and resumes the jobs that wait for
+    /// it.
     fn exported(&mut self, window: usize) {
         let Some(ring) = &self.ring else { return };
         match ring.open_window(self.regions.range_of(window)) {
@@ -476,11 +490,12 @@ impl State {
     }
 }
 
-/// Frames of at most that much payload go by the socket in the place of DMA, in bytes.
+/// Maximum payload of one frame that replaces a DMA transfer, in bytes.
 const PUT: usize = 1 << 20;
 
 impl State {
-    /// Sends the part of a job's payload that has not arrived by DMA into its range by the socket.
+    /// Sends the part of a job's payload that DMA has not moved yet, over the control socket into
+    /// the job's range.
     pub(super) fn put_rest(&mut self, job: &Job, range: HeldRange) {
         let Some(ring) = &self.ring else { return };
         let at = ring.range_offset(range);

@@ -1,9 +1,11 @@
 //! The memory-region cache: parts of host memory that are open to DMA.
 //!
-//! Before a device may touch a part of the host's memory, the host must open it, and the device must register it; that
-//! takes a round trip and a mapping. So it is done once for a *window* of the data region and kept, least recently used
-//! ones going first (DoCeph, section 3.3: "reusing pre-established memory regions instead of performing CommChannel
-//! negotiation for each transfer"). No range crosses a window's end, as both are aligned to the longest range.
+//! Before a device can access a part of host memory, the host must open the part and the device
+//! must register it. This costs a round trip and a mapping. The cache therefore opens a whole
+//! *window* of the data region once and keeps it open. It evicts the least recently used window
+//! first (DoCeph, section 3.3: "reusing pre-established memory regions instead of performing
+//! CommChannel negotiation for each transfer"). Ranges and windows are aligned to the longest
+//! range, so no range crosses the end of a window.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -11,15 +13,15 @@ use std::sync::Arc;
 
 use channel::DmaRegion;
 
-/// A part of host memory that a job may use DMA on.
+/// An open window of host memory, which a job may access by DMA.
 #[derive(Clone)]
 pub(super) struct OpenedWindow {
     pub(super) region: Arc<DmaRegion>,
-    /// Where the region starts, in bytes from the start of host memory.
+    /// Start of the region, in bytes from the start of host memory.
     pub(super) origin: usize,
 }
 
-/// A window that is kept.
+/// A window in the cache.
 struct CachedWindow {
     region: Arc<DmaRegion>,
     used: u64,
@@ -28,7 +30,7 @@ struct CachedWindow {
 /// A window that is being opened.
 #[derive(Default)]
 struct Asked {
-    /// How often the host was asked and has not answered.
+    /// Requests to the host that it has not answered.
     times: usize,
     waiting: Vec<u64>,
 }
@@ -39,11 +41,11 @@ pub(super) struct Regions {
     window: usize,
     /// Length of the data region, in bytes.
     total: usize,
-    /// Most windows kept; 0 keeps none, so that every use costs a negotiation.
+    /// Maximum number of cached windows. With 0, every use costs a negotiation.
     capacity: usize,
     kept: HashMap<usize, CachedWindow>,
     clock: u64,
-    /// Windows that are being opened, and the jobs that wait for them.
+    /// Windows that are being opened, with the jobs that wait for them.
     asked: HashMap<usize, Asked>,
     hits: metrics::Counter,
     misses: metrics::Counter,
@@ -65,18 +67,18 @@ impl Regions {
         }
     }
 
-    /// No window is open any more: the host's memory was attached anew, or what is wrong may be a window.
+    /// Drops all cached windows, because host memory was attached again or a window may be broken.
     pub(super) fn forget(&mut self) {
         self.kept.clear();
     }
 
-    /// Keeps at most that many windows from now on.
+    /// Changes the maximum number of cached windows.
     pub(super) fn set_capacity(&mut self, capacity: usize) {
         self.capacity = capacity;
         self.evict();
     }
 
-    /// The window that a place of the data region is in.
+    /// The index of the window that contains this offset in the data region.
     pub(super) fn window_of(&self, offset: usize) -> usize {
         offset / self.window
     }
@@ -99,22 +101,24 @@ impl Regions {
         Some(Arc::clone(&kept.region))
     }
 
-    /// A job waits for a window; whether it is the first one, so that the host has to be asked.
+    /// Registers a job that waits for a window. Returns whether the caller must ask the host to
+    /// open it.
     pub(super) fn wait(&mut self, window: usize, job: u64) -> bool {
         let asked = self.asked.entry(window).or_default();
         asked.waiting.push(job);
-        // Without a cache every job has its own negotiation.
+        // Without a cache, every job has its own negotiation.
         let asks = asked.times == 0 || self.capacity == 0;
         asked.times += usize::from(asks);
         asks
     }
 
-    /// A window was opened: keeps it, and returns the jobs that waited and may go on.
+    /// Caches a window that was opened, and returns the waiting jobs that can continue.
     pub(super) fn opened(&mut self, window: usize, region: &Arc<DmaRegion>) -> Vec<u64> {
         if self.capacity == 0 {
             let Some(asked) = self.asked.get_mut(&window) else { return Vec::new() };
             asked.times = asked.times.saturating_sub(1);
-            // Jobs that had asked together, before there was no cache any more, have but one answer.
+            // Jobs that shared one request, made before the cache was switched off, also share its
+            // answer.
             if asked.times > 0 && !asked.waiting.is_empty() {
                 return vec![asked.waiting.remove(0)];
             }
@@ -137,7 +141,7 @@ impl Regions {
         }
     }
 
-    /// Nobody waits any more: returns those who did.
+    /// Cancels all waits and returns the jobs that waited.
     pub(super) fn give_up(&mut self) -> Vec<u64> {
         let mut waiting: Vec<u64> =
             std::mem::take(&mut self.asked).into_values().flat_map(|asked| asked.waiting).collect();

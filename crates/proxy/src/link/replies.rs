@@ -1,4 +1,4 @@
-//! What is done with replies, and with the data of reads.
+//! The handling of replies and of the data of reads.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -20,15 +20,15 @@ use super::{
 };
 use crate::messages::{CallAnswer, CallOutcome, ChannelCall, decode, unpack_checksums};
 
-/// A read whose data is on its way.
+/// A read whose data is being fetched.
 pub(super) struct Fetching {
     answer: CallAnswer,
     landing: ReadLanding,
     len: usize,
     range: HeldRange,
-    /// Bytes that came by DMA before it failed.
+    /// Bytes that DMA moved before it failed.
     fetched: usize,
-    /// In what the data that came by DMA differed from its checksums.
+    /// How the data from DMA differed from its checksums, if it did.
     doubt: Option<String>,
     answer_to: AnswerTo,
 }
@@ -43,19 +43,19 @@ struct DoneRead {
 }
 
 impl State {
-    /// Takes a reply.
+    /// Handles a reply.
     pub(super) fn reply(&mut self, frame: ChannelEntry, route: Route) -> Result<(), ChannelError> {
         let id = frame.header.id;
         let outcome = decode::<CallOutcome>(&frame.control).and_then(|(outcome, _)| outcome);
         if let Ok(CallAnswer::Coded(took)) = outcome {
-            // After a failure of DMA it may come twice.
+            // After a failure of DMA, this answer may come twice.
             if let Some(coded) = self.pending.get_mut(&id).and_then(|pending| pending.job.coded.take()) {
-                // If nobody wants to know, all the better.
+                // The caller may not need the timing any more; ignore the error.
                 let _ = coded.send(took.map(Duration::from_nanos));
             }
             return Ok(());
         }
-        // A kill does not return, and nothing else can happen here.
+        // Injects a fault. Only a kill is possible here, and it does not return.
         let _ = self.faults.hit(Site::OsdReply);
         let pending = self.pending.remove(&id).filter(|p| p.job.route == route);
         let Some(SentCall { job, ring_end, .. }) = pending else {
@@ -103,7 +103,8 @@ impl State {
         Ok(())
     }
 
-    /// The host has read: the data came with the answer, or is in the range and has to be fetched.
+    /// Continues a read that the host has answered. The data came with the answer, or must be
+    /// fetched from the range.
     fn read_answered(
         &mut self,
         read: DoneRead,
@@ -129,17 +130,18 @@ impl State {
         Ok(())
     }
 
-    /// A call has its answer and needs its range no longer.
+    /// Delivers a call's answer and frees its range.
     fn finish(&mut self, range: Option<HeldRange>, answer_to: AnswerTo, answered: CallAnswered) {
         self.free_range(range);
-        // Whoever asked may have gone; then nobody needs to know.
+        // The caller may have been cancelled; ignore the error.
         let _ = answer_to.send(answered);
     }
 
-    /// A stage that nobody waits for any more is given back.
+    /// Registers a new stage. Releases it at once if the caller was cancelled.
     fn new_stage(&mut self, target: u16, host_id: u64, answer_to: AnswerTo) {
         self.last_stage += 1;
-        // Unlike those of other incarnations, so that a stage that was lost with its incarnation is never taken for another.
+        // The number includes the incarnation. A stage that was lost with its incarnation can
+        // therefore not be confused with a later stage.
         let id = (self.incarnation << 40) | self.last_stage;
         self.stages
             .insert(id, StageState { host_id, unposted: 0, unsure: 0, unanswered: 0, released: false });
@@ -192,7 +194,7 @@ impl State {
         Ok(())
     }
 
-    /// The DMA of a read's data has ended.
+    /// Handles the end of the DMA that fetches a read's data.
     pub(super) fn fetched(&mut self, id: u64, bytes: usize, whole: bool) {
         let Some(done) = self.fetching.get_mut(&id) else { return };
         if !whole {
@@ -209,7 +211,8 @@ impl State {
         };
         match verified(&done.answer, data) {
             Ok(data) => self.deliver(done, data, true),
-            // Either DMA has damaged it, or it is damaged where it was read from: the socket will tell.
+            // The data was damaged either by DMA or before it. The copy from the control socket
+            // shows which.
             Err(why) => {
                 done.doubt = Some(why);
                 self.fetching.insert(id, done);
@@ -218,7 +221,8 @@ impl State {
         }
     }
 
-    /// The DMA of a read's data takes too long: the data comes by the socket, to other memory.
+    /// Gives up the DMA of a read's data because it is overdue. The control socket then brings the
+    /// data to other memory.
     pub(super) fn fetch_given_up(&mut self, id: u64) {
         let Some(late) = self.fetching.get_mut(&id) else { return };
         let landing = std::mem::replace(&mut late.landing, ReadLanding::Socket(None));
@@ -226,7 +230,7 @@ impl State {
         self.get_rest(id);
     }
 
-    /// Asks for the data of a read that has not come by DMA.
+    /// Asks over the control socket for the data of a read that DMA has not moved.
     fn get_rest(&mut self, id: u64) {
         let (Some(rest), Some(ring)) = (self.fetching.get(&id), &self.ring) else { return };
         let offset = (ring.range_offset(rest.range) + rest.fetched) as u64;
@@ -239,7 +243,7 @@ impl State {
         self.submit(Job::of_channel(ChannelCall::Get { offset, len }, ChannelKind::Get(id)));
     }
 
-    /// Data of a read has come by the socket.
+    /// Handles data of a read that came over the control socket.
     pub(super) fn got(&mut self, id: u64, rest: Bytes) -> Result<(), ChannelError> {
         let Some(done) = self.fetching.remove(&id) else { return Ok(()) };
         if rest.len() != done.len - done.fetched {
@@ -265,7 +269,7 @@ impl State {
             (Ok(_), Some(why)) => {
                 self.dma_failed(&format!("data of a read was damaged on its way: {why}"));
             }
-            // What came by DMA before it failed may be what is wrong.
+            // The data that DMA moved before it failed may be damaged. Fetch it again.
             (Err(_), _) if done.fetched > 0 => {
                 done.fetched = 0;
                 self.fetching.insert(id, done);
@@ -303,7 +307,7 @@ impl State {
     }
 }
 
-/// Books the time that the host had a request, which has just been answered.
+/// Records how long the host had a request that was just answered.
 fn book_host_time(clock: Option<&Clock>, elapsed_us: u32) {
     let Some(clock) = clock else { return };
     let now = Instant::now();
@@ -312,7 +316,7 @@ fn book_host_time(clock: Option<&Clock>, elapsed_us: u32) {
     }
 }
 
-/// Compares data that came by DMA with its checksums.
+/// Verifies the checksums of a read's data.
 fn verified(answer: &CallAnswer, data: Vec<Bytes>) -> Result<Vec<Bytes>, String> {
     let CallAnswer::Read { offset, checksums, object_size, .. } = answer else { return Ok(data) };
     let checksums = unpack_checksums(checksums).map_err(|e| e.to_string())?;
@@ -321,7 +325,7 @@ fn verified(answer: &CallAnswer, data: Vec<Bytes>) -> Result<Vec<Bytes>, String>
     Ok(read.data)
 }
 
-/// Copies `rest` to byte `at` of the buffers, one after the other.
+/// Copies `rest` into the buffers, which count as one contiguous range, from byte `at`.
 fn fill(buffers: &mut [ArenaBuf], at: usize, rest: &[u8]) {
     let (mut skip, mut rest) = (at, rest);
     for buffer in buffers {
@@ -333,7 +337,8 @@ fn fill(buffers: &mut [ArenaBuf], at: usize, rest: &[u8]) {
     }
 }
 
-/// Data that came inside a frame: in the caller's buffer, which is large enough, if there is one.
+/// Returns data that came inside a frame, copied into the caller's buffer if there is one. The
+/// buffer must be large enough.
 fn landed(data: Bytes, dest: Option<ArenaBuf>) -> Bytes {
     match dest {
         Some(mut dest) => {
@@ -345,8 +350,10 @@ fn landed(data: Bytes, dest: Option<ArenaBuf>) -> Bytes {
     }
 }
 
-/// The caller's buffer if the engine can reach it, else buffers of the pool. If it has none to spare just now, the
-/// mirror serves: waiting here for a buffer whose holder waits for this very incarnation could last for ever.
+/// Chooses the memory for a read's data. It is the caller's buffer if the engine can reach it.
+/// Without a caller's buffer, it is buffers of the pool. Otherwise it is the mirror. The function
+/// never waits for a free buffer: the buffer's holder may itself wait for this incarnation, which
+/// would be a deadlock.
 fn choose_landing(ring: &RingSide, dest: Option<ArenaBuf>, len: usize) -> ReadLanding {
     if let Some(mut dest) = dest {
         if Arc::ptr_eq(dest.arena(), ring.arena()) {
@@ -367,7 +374,8 @@ fn choose_landing(ring: &RingSide, dest: Option<ArenaBuf>, len: usize) -> ReadLa
 }
 
 impl StoreChannel {
-    /// Ends the incarnation for its callers: every call that has no answer fails. Returns what DMA may still use.
+    /// Ends the incarnation for its callers: every unanswered call fails. Returns the memory that
+    /// DMA may still use.
     pub(super) fn end(&self, why: &str) -> Leftovers {
         let mut state = self.lock();
         state.dead = Some(why.to_owned());
@@ -399,14 +407,14 @@ impl StoreChannel {
             leftovers.landings.push(read.landing);
         }
         for answer_to in waiting {
-            // Whoever asked may have gone; then nobody needs to know.
+            // The caller may have been cancelled; ignore the error.
             let _ = answer_to.send(Err(CallError::Lost(why.to_owned())));
         }
         leftovers
     }
 }
 
-/// Memory of calls of a dead incarnation, kept until the engine is done with it.
+/// Memory of a dead incarnation's calls, kept until the engine no longer uses it.
 #[derive(Default)]
 pub(super) struct Leftovers {
     requests: Vec<Job>,

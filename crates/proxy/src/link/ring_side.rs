@@ -1,4 +1,5 @@
-//! The osd's side of the rings and the data region: writes into the mirror, and has the engine move it.
+//! The osd's side of the rings and the data region. It writes into the mirror of host memory and
+//! lets the engine move the bytes.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -16,22 +17,22 @@ use super::HeldRange;
 use super::job::{Job, RangeUse};
 use super::regions::OpenedWindow;
 
-/// Chains that are longer are posted at once, in bytes.
+/// Chains longer than this are posted at once, in bytes.
 const GATHERED: usize = 64 << 10;
-/// Tag of the chain that fetches replies. Requests have numbers from 1 on.
+/// Tag of the chain that fetches replies. Requests have numbers from 1 upwards.
 pub(super) const FETCH: u64 = u64::MAX;
 
-/// What the engine is attached to.
+/// The host memory that the engine is attached to.
 struct AttachedHost {
     peer: EnginePeer,
-    /// The rings of its memory.
+    /// The registered region with the rings.
     rings: DmaRegion,
 }
 
-/// Stands for the rings of a host that is not there: chains that name it fail.
+/// Region number in place of the rings while no host is attached. Chains that name it fail.
 const NOWHERE: RegionId = RegionId(u32::MAX);
 
-/// Memory, engine and positions of one incarnation.
+/// Memory, engine and ring positions of one incarnation.
 pub(crate) struct RingSide {
     memory: DpuMemory,
     engine: Arc<dyn DmaEngine>,
@@ -41,14 +42,15 @@ pub(crate) struct RingSide {
     queues: usize,
     max_outstanding: usize,
     outstanding: usize,
-    /// Bytes put into the inbound ring, and how far the host has come.
+    /// `head` counts the bytes written into the inbound ring, and `consumed` the bytes that the
+    /// host has taken from it.
     head: u64,
     consumed: u64,
-    /// Bytes of the outbox set aside for replies to come.
+    /// Bytes of the outbox that are reserved for expected replies.
     reserved: usize,
-    /// Bytes taken out of the outbox.
+    /// Bytes taken from the outbox.
     taken: u64,
-    /// Chains that the engine was not given yet.
+    /// Chains that were not handed to the engine yet.
     unposted: VecDeque<(QueueId, Chain)>,
     engine_full: bool,
     failed: Option<String>,
@@ -56,7 +58,7 @@ pub(crate) struct RingSide {
 }
 
 impl RingSide {
-    /// Starts with empty rings, and without a host. `local` is the registered DPU memory.
+    /// Creates empty rings without a host. `local` is the registered DPU memory.
     pub(crate) fn new(
         memory: DpuMemory,
         engine: Arc<dyn DmaEngine>,
@@ -103,12 +105,13 @@ impl RingSide {
         self.engine.max_transfer()
     }
 
-    /// Requests without an answer.
+    /// Number of unanswered requests.
     pub(super) fn outstanding(&self) -> usize {
         self.outstanding
     }
 
-    /// Whether one more request may be sent: it finds room in the inbound ring and does not exceed what was agreed.
+    /// Whether one more request may be sent: the inbound ring has room, and the agreed limit of
+    /// outstanding requests is not reached.
     pub(super) fn has_credit(&self) -> bool {
         let used = (self.head - self.consumed) as usize;
         self.outstanding < self.max_outstanding
@@ -120,8 +123,8 @@ impl RingSide {
         self.reserved + ring::footprint(len) <= self.layout().outbox().len
     }
 
-    /// Sends a request: with its payload, if that is short, else with what is in its range already. Returns where its
-    /// entry ends in the ring.
+    /// Sends a request. A short payload travels with it; a longer payload is already in its range.
+    /// Returns the position in the ring at which the entry ends.
     pub(super) fn send(&mut self, header: EntryHeader, control: &[u8], job: &Job, range: RangeUse) -> u64 {
         let mut chain = Chain::default();
         let inline: &[(usize, Bytes)] = match (range, &job.region) {
@@ -154,7 +157,8 @@ impl RingSide {
         self.head
     }
 
-    /// Where DMA takes a piece of payload from: where it lies, if that is DPU memory, else from the mirror of where it goes.
+    /// The source for the DMA of a piece of payload. A piece in DPU memory is used in place. Any
+    /// other piece is copied into the mirror, at the offset of its destination.
     pub(super) fn source_of(&self, host_offset: usize, piece: &Bytes) -> usize {
         self.memory.offset_of(piece).unwrap_or_else(|| {
             let inside = self.memory.arena().copy_in(host_offset, piece);
@@ -164,7 +168,7 @@ impl RingSide {
         })
     }
 
-    /// The queue for payload of a stage or a request.
+    /// The queue for the payload of a stage or a request.
     pub(super) fn bulk_queue(&self, key: u64) -> QueueId {
         match self.queues().saturating_sub(1) {
             0 => URGENT,
@@ -172,7 +176,7 @@ impl RingSide {
         }
     }
 
-    /// The transfers that bring a job's payload into its range.
+    /// The transfers that move a job's payload into its range.
     pub(super) fn upload_transfers(
         &self,
         upload: &[(usize, Bytes)],
@@ -188,7 +192,7 @@ impl RingSide {
         transfers
     }
 
-    /// Adds the transfers that bring `len` bytes of DPU memory to host memory that is open.
+    /// Adds the transfers that move `len` bytes of DPU memory into an open window of host memory.
     pub(super) fn send_range(
         &self,
         transfers: &mut Vec<Transfer>,
@@ -201,7 +205,8 @@ impl RingSide {
         transfers.extend(segments(self.here(from), dst, len, self.max_transfer()));
     }
 
-    /// Adds the transfers that bring `len` bytes at `from` of host memory that is open to `to` of DPU memory.
+    /// Adds the transfers that move `len` bytes from `from` in an open window of host memory to
+    /// `to` in DPU memory.
     pub(super) fn fetch_range(
         &self,
         transfers: &mut Vec<Transfer>,
@@ -214,7 +219,7 @@ impl RingSide {
         transfers.extend(segments(src, self.here(to), len, self.max_transfer()));
     }
 
-    /// The transfers between the rings and their mirror of one span.
+    /// The transfers that move one span between the rings and their mirror.
     fn rings_transfers(&self, span: Range<usize>, to_host: bool) -> impl Iterator<Item = Transfer> + use<> {
         let there = DmaAddress { region: self.rings(), offset: span.start };
         let here = self.here(span.start);
@@ -233,7 +238,7 @@ impl RingSide {
         DmaAddress { region: self.local, offset }
     }
 
-    /// Where a window of the data region starts, in bytes from the start of host memory.
+    /// Start of a window of the data region, in bytes from the start of host memory.
     pub(super) fn window_origin(&self, window: &Range<usize>) -> usize {
         self.layout().data_offset() + window.start
     }
@@ -255,36 +260,37 @@ impl RingSide {
         self.host.as_ref().map_or(NOWHERE, |host| host.rings.id())
     }
 
-    /// Bytes taken out of the outbox.
+    /// Bytes taken from the outbox.
     pub(super) fn taken(&self) -> u64 {
         self.taken
     }
 
-    /// Queues of the engine that are used.
+    /// Number of engine queues in use.
     pub(super) fn queues(&self) -> usize {
         self.queues.min(self.engine.queues())
     }
 
-    /// Uses at most that many queues from now on; one for everything makes short chains wait for long ones.
+    /// Limits the engine queues in use. With a single queue, short chains wait behind long ones.
     pub(super) fn set_queues(&mut self, queues: usize) {
         self.queues = queues.max(1);
     }
 
-    /// Uses this peer from now on: what was registered of the last one is void.
+    /// Uses this peer from now on. Regions registered with the previous peer become void.
     pub(crate) fn join(&mut self, peer: EnginePeer) -> channel::Result<()> {
         let rings = self.engine.register_peer(&peer, 0..self.layout().data_offset())?;
         self.host = Some(AttachedHost { peer, rings });
         Ok(())
     }
 
-    /// Begins with empty rings once more.
+    /// Resets to empty rings.
     pub(super) fn start_over(&mut self) {
         (self.head, self.consumed, self.taken) = (0, 0, 0);
         (self.outstanding, self.reserved) = (0, 0);
     }
 
-    /// Hands a chain to the engine, in order within its queue. Short ones wait for the driver's next turn, so that the
-    /// engine and the host are woken once for all that come together.
+    /// Hands a chain to the engine, in order within its queue. A short chain on the urgent queue
+    /// waits for the driver's next turn, so that several chains share one wake-up of the engine and
+    /// the host.
     pub(super) fn post(&mut self, queue: QueueId, chain: Chain) {
         let gathers = queue == URGENT && chain.len() <= GATHERED;
         self.unposted.push_back((queue, chain));
@@ -293,12 +299,12 @@ impl RingSide {
         }
     }
 
-    /// Whether chains wait to be posted, and the engine has room for them.
+    /// Whether chains wait to be posted and the engine has room for them.
     pub(super) fn has_unposted(&self) -> bool {
         !self.unposted.is_empty() && !self.engine_full
     }
 
-    /// Hands over what waits.
+    /// Hands the waiting chains to the engine.
     pub(super) fn post_waiting(&mut self) {
         self.engine_full = false;
         while let Some((queue, chain)) = self.unposted.pop_front() {
@@ -314,7 +320,7 @@ impl RingSide {
         }
     }
 
-    /// Why the engine refused something, if it did: the incarnation cannot go on.
+    /// Why the engine refused a chain, if it did. The incarnation cannot continue after that.
     pub(super) fn failure(&self) -> Option<&str> {
         self.failed.as_deref()
     }
@@ -329,8 +335,8 @@ impl RingSide {
         self.post(URGENT, chain);
     }
 
-    /// Takes the next reply out of the `available` bytes that were fetched, and says how many it took. What is not as it
-    /// should be is not taken: the host sends it once more.
+    /// Takes the next reply from the `available` fetched bytes, and returns it with its length in
+    /// the ring. An invalid reply is not taken; the host sends it again.
     pub(super) fn take(&mut self, available: usize) -> channel::Result<(ChannelEntry, usize)> {
         let frame = self.layout().outbox().read(self.memory.arena(), self.taken, available)?;
         let consumed = frame.header.consumed;
@@ -344,19 +350,20 @@ impl RingSide {
         Ok((frame, footprint))
     }
 
-    /// A reply was taken: gives back what its request had reserved.
+    /// Frees the credit and the outbox space that a request had reserved, after its reply was
+    /// taken.
     pub(super) fn answered(&mut self, reply_max: usize) {
         self.outstanding -= 1;
         self.reserved -= ring::footprint(reply_max);
     }
 
-    /// Where a range, and its mirror, begins: in bytes from the start of the memory.
+    /// Offset of a range in host memory, in bytes. It is the same in the mirror.
     pub(super) fn range_offset(&self, range: HeldRange) -> usize {
         self.layout().data_offset() + range.offset
     }
 }
 
-/// Cuts a copy into transfers of at most `most` bytes.
+/// Splits a copy into transfers of at most `most` bytes.
 fn segments(src: DmaAddress, dst: DmaAddress, len: usize, most: usize) -> impl Iterator<Item = Transfer> {
     (0..len).step_by(most).map(move |at| Transfer {
         src: DmaAddress { offset: src.offset + at, ..src },

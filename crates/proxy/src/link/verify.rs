@@ -1,8 +1,8 @@
-//! Which payload the host looks at.
+//! The choice of the requests whose payload the host verifies.
 
 use base::fault::Faults;
 
-/// Decides which requests the host is to compare with their checksums.
+/// Decides for which requests the host verifies the payload's checksums.
 #[derive(Debug)]
 pub(super) struct Verify {
     every: u32,
@@ -11,20 +11,20 @@ pub(super) struct Verify {
 }
 
 impl Verify {
-    /// So many requests are suspect after a failure.
+    /// Number of requests that are suspect after a failure.
     const SUSPECTS: u32 = 256;
 
     pub(super) fn new(every: u32) -> Verify {
         Verify { every, count: 0, suspects: 0 }
     }
 
-    /// Something has gone wrong: the next ones are looked at.
+    /// Marks the next requests as suspect after a failure.
     pub(super) fn suspect(&mut self) {
         self.suspects = Self::SUSPECTS;
     }
 
-    /// Whether the next one is to be looked at. Where faults are armed everything is suspect: what is acknowledged must be
-    /// right all the same.
+    /// Whether the host must verify the next request. While faults are armed, it verifies every
+    /// request, because acknowledged data must be right even then.
     pub(super) fn next(&mut self, faults: &Faults) -> bool {
         self.count = self.count.wrapping_add(1);
         let suspect = self.suspects > 0;

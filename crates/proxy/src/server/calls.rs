@@ -1,4 +1,4 @@
-//! One call on a store, and what its reply says.
+//! The execution of one call on a store, and its reply.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -19,36 +19,36 @@ use crate::messages::{
 };
 use crate::transaction_codec;
 
-/// By which way a request came, and its reply goes.
+/// The path by which a request came and its reply is sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Via {
     Ring,
     Socket,
 }
 
-/// A request whose turn has come or will come.
+/// A request that was received and not executed yet.
 pub(super) struct ReceivedCall {
     pub(super) header: EntryHeader,
     pub(super) came: Instant,
     pub(super) via: Via,
-    /// Length of its frame, in bytes.
+    /// Length of the request's frame, in bytes.
     pub(super) size: usize,
-    /// The call, what follows it in the control data, and its payload; or why they cannot be read.
+    /// The call, the control data that follows it, and its payload; or why they cannot be decoded.
     pub(super) call: Result<(StoreCall, Bytes, Bytes)>,
 }
 
-/// A call that is done.
+/// A call that is complete.
 pub(super) struct FinishedCall {
     pub(super) header: EntryHeader,
     pub(super) came: Instant,
     pub(super) via: Via,
     pub(super) outcome: CallOutcome,
     pub(super) data: Vec<Bytes>,
-    /// Another reply follows.
+    /// Whether another reply to the same request follows.
     pub(super) is_first: bool,
 }
 
-/// A call that the store is at.
+/// A call that the store is executing.
 pub(super) type RunningCall = Pin<Box<dyn Future<Output = FinishedCall>>>;
 
 impl ReceivedCall {
@@ -58,7 +58,7 @@ impl ReceivedCall {
         ReceivedCall { header, came: Instant::now(), via, size, call }
     }
 
-    /// Its end, without data.
+    /// Completes the call without data.
     pub(super) fn done(self, outcome: CallOutcome) -> FinishedCall {
         let ReceivedCall { header, came, via, .. } = self;
         FinishedCall { header, came, via, outcome, data: Vec::new(), is_first: false }
@@ -68,8 +68,9 @@ impl ReceivedCall {
         matches!(self.call, Ok((StoreCall::Transaction { .. }, ..)))
     }
 
-    /// Whether what is in its range arrived damaged: an encoded transaction, and with `payload` also the payload, are compared
-    /// with their checksums. What is in the entry was compared already. What cannot be looked at is not damaged but wrong: the call will say so.
+    /// Whether the part of the request in its range arrived damaged. An encoded transaction is
+    /// always verified, and payload only if `payload` is true. The entry itself was verified
+    /// before. A range that cannot be read does not count as damaged; the call then fails.
     pub(super) fn is_damaged(&self, lease: Option<&Lease>, payload: bool) -> bool {
         let Ok((call, rest, data)) = &self.call else { return false };
         match call {
@@ -123,7 +124,7 @@ pub(super) fn claim(lease: Option<&Lease>, offset: u64, len: u64) -> Result<(Are
     lease.claim(offset, len).map_err(|e| StoreError::InvalidArgument(e.to_string()))
 }
 
-/// The payload of a request, not copied.
+/// The payload of a request, without copying.
 fn payload_of(lease: Option<&Lease>, place: PayloadPlace, data: Bytes) -> Result<(Bytes, Option<Released>)> {
     match place {
         PayloadPlace::Inline => Ok((data, None)),
@@ -137,9 +138,9 @@ fn payload_of(lease: Option<&Lease>, place: PayloadPlace, data: Bytes) -> Result
 type Returned = Result<(CallAnswer, Vec<Bytes>)>;
 type Calling = Pin<Box<dyn Future<Output = Returned>>>;
 
-/// Makes the call: it takes its place in the store before this returns. `lease` is the data region of the attachment.
-/// The call is done when the store has also let go of the host memory that came with it: only then the osd may use
-/// that memory for something else.
+/// Starts the call. Its place in the store's order is fixed when this function returns. `lease` is
+/// the attachment's data region. The call completes only after the store has released the host
+/// memory of the request, because the osd may then reuse that memory.
 pub(super) fn make(
     store: &Arc<dyn ObjectStore>,
     lease: Option<&Lease>,
@@ -209,7 +210,8 @@ fn start(
     }
 }
 
-/// Copies the control part of a large transaction out of memory that the osd can reach; leaves its payload there.
+/// Copies the control part of a large transaction out of memory that the osd can write. The payload
+/// stays there.
 fn split_transaction(bytes: Bytes, control_len: usize) -> Result<(Bytes, Bytes)> {
     let data_at = control_len.checked_next_multiple_of(base::pool::MIN_BUFFER);
     let (Some(control), Some(data_at)) = (bytes.get(..control_len), data_at) else {
@@ -225,8 +227,8 @@ fn read_answer(read: ReadData) -> (CallAnswer, Vec<Bytes>) {
     (CallAnswer::Read { offset, len, checksums: pack_checksums(&checksums), object_size }, data)
 }
 
-/// Waits for a read into the range `start..start + room` of the data region, and makes sure that what was read is
-/// there, and that nobody but the osd uses the range any more.
+/// Waits for a read into the range `start..start + room` of the data region. Makes sure that the
+/// data is in the range and that only the osd still uses the range.
 async fn read_into(
     reading: impl Future<Output = Result<ReadData>>,
     lease: Option<Lease>,
@@ -267,7 +269,7 @@ async fn read_into(
     Ok((answer, Vec::new()))
 }
 
-/// A request whose reply has no data.
+/// Starts a call whose reply has no data.
 fn control(store: &Arc<dyn ObjectStore>, call: StoreCall) -> Calling {
     let request = match call {
         StoreCall::Stage { len } => StoreRequest::Stage { len },

@@ -1,4 +1,4 @@
-//! What the osd asks of the channel itself, and what it takes for the rings to be closed and opened again.
+//! The osd's calls to the channel itself, and the closing and opening of the rings.
 
 use std::task::Context;
 
@@ -11,11 +11,11 @@ use super::calls::claim;
 use super::host_attachment::{HostAttachment, Rings};
 use crate::messages::{CallAnswer, CallOutcome, ChannelCall, encode, shorten};
 
-/// Longest probe, in bytes.
+/// Maximum length of a probe, in bytes.
 const MAX_PROBE: u32 = 64 << 10;
 
 impl HostAttachment {
-    /// Makes a call to the channel, at once, and answers it unless it wants no answer.
+    /// Executes a call to the channel at once, and answers it if an answer is wanted.
     pub(super) fn channel_call(
         &mut self,
         cx: &mut Context<'_>,
@@ -30,7 +30,7 @@ impl HostAttachment {
         let outcome: CallOutcome = match call {
             ChannelCall::Export { offset, len } => rings.export(offset, len).map(|()| CallAnswer::Done),
             ChannelCall::Put { offset } => {
-                // What comes next builds upon it, so it must have worked.
+                // Later calls depend on these bytes, so a failure here ends the attachment.
                 return rings.put_bytes(offset, payload).map_err(|e| ChannelError::Protocol(e.to_string()));
             }
             ChannelCall::Get { offset, len } => rings.get_bytes(offset, len).map(|bytes| {
@@ -44,7 +44,7 @@ impl HostAttachment {
             ChannelCall::Close { taken } => {
                 let taken = if rings.is_closed() { rings.positions().1 } else { taken };
                 let (position, head) = rings.close()?;
-                // The answer goes ahead of the replies that follow it.
+                // The answer must precede the replies that follow it.
                 self.answer(header, &Ok(CallAnswer::Positions { taken: position, head }), Bytes::new());
                 return self.replies_by_socket(taken);
             }
@@ -61,7 +61,7 @@ impl HostAttachment {
         self.control.push(header, &encode(outcome), [data]);
     }
 
-    /// Sends what is in the outbox from `taken` on by the socket.
+    /// Sends the replies in the outbox from position `taken` over the control socket.
     fn replies_by_socket(&mut self, taken: u64) -> channel::Result<()> {
         let Some(rings) = &mut self.rings else { return Ok(()) };
         for frame in rings.unfetched(taken)? {
@@ -108,7 +108,7 @@ impl Rings {
         }
         let rung = self.rung_while_closed(cx)?;
         if rung == 0 {
-            // Over a network, the call may be faster than the doorbell: the osd asks again.
+            // Over a network, this call may arrive before the doorbell. The osd then asks again.
             return Ok(rung);
         }
         let (inbound, outbox) = (self.memory.layout.inbound(), self.memory.layout.outbox());

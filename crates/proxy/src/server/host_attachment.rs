@@ -1,4 +1,4 @@
-//! One attachment on the store's side.
+//! The store's side of one attachment.
 
 use std::collections::HashSet;
 use std::future::poll_fn;
@@ -29,25 +29,30 @@ use crate::link::MAX_JOBS;
 use crate::messages::{CallAnswer, CallOutcome, NO_REPLY, StoreCall, encode, shorten};
 use crate::poller::Poller;
 
-/// Most frames taken from the control socket in one turn.
+/// Maximum number of control-socket frames that one turn takes.
 const FRAMES_PER_TURN: usize = 64;
-/// Most calls of one attachment at a time, on whatever path. An osd keeps below.
+/// Maximum number of concurrent calls of one attachment, on both paths together. An osd stays below
+/// this limit.
 const MAX_CALLS: usize = 2 * MAX_JOBS;
-/// Most bytes of calls that came before the transaction that they follow. An osd sends payload only when its turn has come.
+/// Maximum number of bytes of calls that arrived before the transaction that they follow. An osd
+/// sends payload only when its place in the order has come.
 const MAX_HELD: usize = 256 << 20;
 
-/// Nothing is taken from the control socket while more bytes of replies than these wait for the osd to read them.
+/// Maximum number of bytes of replies that may wait for the osd to read them. Above this limit, the
+/// host takes no frames from the control socket.
 const MAX_UNSENT: usize = 64 << 20;
 
 /// How the osd's engine reaches host memory and the doorbells.
 pub(super) enum Reached {
-    /// By descriptors of them, for as long as it likes.
+    /// Through file descriptors, for as long as the osd keeps them.
     Descriptors { osd_doorbell: OwnedFd },
-    /// By an offer, with this provider of libfabric. Without a grant it does not reach them at present.
+    /// Through an offer, with this libfabric provider. Without a grant, the engine currently has no
+    /// access.
     Offer { offers: Rc<OfiHostSource>, provider: String, grant: Option<OfiGrant> },
 }
 
-/// How the osd is to reach memory; the host's doorbell; what it is told; what is sent with that.
+/// The access that the osd gets, and the host's doorbell; the answer for the welcome; the
+/// descriptors to send with it.
 type OpenedMemory = ((Reached, OwnedFd), MemoryAnswer, Option<MemoryFds>);
 
 impl Reached {
@@ -61,7 +66,7 @@ impl Reached {
         Ok((ours, MemoryAnswer::Descriptors, Some(theirs)))
     }
 
-    /// For engines that use `provider`.
+    /// Makes the memory available by an offer, for engines that use `provider`.
     pub(super) fn by_offer(
         offers: &Rc<OfiHostSource>,
         provider: &str,
@@ -74,7 +79,7 @@ impl Reached {
         Ok((ours, MemoryAnswer::Offer(offer), None))
     }
 
-    /// What the osd hears when it is rung.
+    /// The descriptor that rings the osd's doorbell.
     fn osd_doorbell(&self) -> Option<BorrowedFd<'_>> {
         match self {
             Reached::Descriptors { osd_doorbell } => Some(osd_doorbell.as_fd()),
@@ -82,7 +87,7 @@ impl Reached {
         }
     }
 
-    /// Ends what was offered; nothing that the osd has sent arrives after that.
+    /// Revokes the offer. Nothing that the osd has sent arrives after that.
     fn revoke(&mut self) -> channel::Result<()> {
         match self {
             Reached::Offer { grant, .. } => grant.take().map_or(Ok(()), OfiGrant::revoke),
@@ -98,17 +103,17 @@ pub(super) struct Rings {
     doorbell: Doorbell,
     max_outstanding: usize,
     outstanding: usize,
-    /// Bytes announced by the doorbell and not taken yet.
+    /// Bytes that the doorbell announced and that were not taken yet.
     announced: usize,
-    /// Bytes taken out of the inbound ring.
+    /// Bytes taken from the inbound ring.
     taken: u64,
     /// Bytes put into the outbox.
     head: u64,
-    /// Bytes put there since the doorbell was last rung.
+    /// Bytes put into the outbox since the osd's doorbell was last rung.
     unannounced: u64,
-    /// DMA has failed: nothing is taken from the rings or put into them, but the doorbell's count.
+    /// Set after DMA has failed. The host then only counts the doorbell and does not use the rings.
     closed: Option<u64>,
-    /// Something that is no entry was found; nothing more is taken until the rings have been closed.
+    /// Whether an invalid entry was found. Nothing more is taken until the rings have been closed.
     broken: bool,
     faults: Faults,
 }
@@ -136,7 +141,7 @@ impl Rings {
         })
     }
 
-    /// Hears the doorbell; `true` if it rang.
+    /// Takes the doorbell's count. Returns `true` if the doorbell rang.
     fn hear(&mut self, cx: &mut Context<'_>) -> channel::Result<bool> {
         let Poll::Ready(count) = self.doorbell.poll_wait(cx) else { return Ok(false) };
         if let Some(rung) = &mut self.closed {
@@ -210,13 +215,13 @@ impl Rings {
         self.closed.is_some()
     }
 
-    /// Bytes taken out of the inbound ring, and put into the outbox.
+    /// Bytes taken from the inbound ring, and bytes put into the outbox.
     pub(super) fn positions(&self) -> (u64, u64) {
         (self.taken, self.head)
     }
 
-    /// Closes the rings, and says how far they have come. What was sent to memory that was offered has arrived, or never
-    /// will.
+    /// Closes the rings and returns their positions. Earlier transfers to offered memory have then
+    /// arrived, or never will.
     pub(super) fn close(&mut self) -> channel::Result<(u64, u64)> {
         self.reached.revoke()?;
         self.closed = Some(0);
@@ -225,7 +230,8 @@ impl Rings {
         Ok(self.positions())
     }
 
-    /// Offers host memory anew, with doorbells that have not been rung, and by a device that works. The rings must be closed.
+    /// Makes a new offer of host memory, with fresh doorbells and a working device. The rings must
+    /// be closed.
     pub(super) fn offer(&mut self) -> Result<OfiOffer, StoreError> {
         if !self.is_closed() {
             return Err(StoreError::InvalidArgument("no offer is possible while the rings are open".into()));
@@ -243,13 +249,13 @@ impl Rings {
         Ok(grant.insert(fresh).offer.clone())
     }
 
-    /// What the doorbell has announced since the rings were closed, in bytes.
+    /// Bytes that the doorbell has announced since the rings were closed.
     pub(super) fn rung_while_closed(&mut self, cx: &mut Context<'_>) -> Result<u64, StoreError> {
         self.hear(cx).map_err(|e| StoreError::Io(e.to_string()))?;
         Ok(self.closed.unwrap_or(0))
     }
 
-    /// The replies in the outbox from `from` on.
+    /// The replies in the outbox from position `from`.
     pub(super) fn unfetched(&mut self, from: u64) -> channel::Result<Vec<ChannelEntry>> {
         let outbox = self.memory.layout.outbox();
         let left = self.head.checked_sub(from).filter(|left| *left <= outbox.len as u64);
@@ -267,8 +273,9 @@ impl Rings {
         Ok(frames)
     }
 
-    /// Opens the rings again, both empty. What the doorbell still says is of before; as it may say more of that later on, and
-    /// positions count from 0 again, nothing may be left that looks like an entry.
+    /// Opens the rings again, both empty. Discards the doorbell's count, which belongs to the old
+    /// rings. A late doorbell may still announce old bytes, and positions start from 0 again.
+    /// Therefore it also overwrites both rings with zeros, so that no old entry remains.
     pub(super) fn open(&mut self, cx: &mut Context<'_>) -> Result<(), StoreError> {
         if !self.is_closed() || self.outstanding > 0 {
             let what = format!("{} requests of the rings are unanswered", self.outstanding);
@@ -293,22 +300,22 @@ impl Rings {
     }
 }
 
-/// What was found in the inbound ring.
+/// The result of reading the inbound ring.
 enum RingRead {
     Entry(ChannelEntry),
     Nothing,
-    /// Something else than an entry: DMA or the osd has done something wrong.
+    /// Bytes that are not a valid entry, because of a fault of DMA or of the osd.
     Damage(ChannelError),
 }
 
-/// One attachment: what the osd asks, in the order it must be asked.
+/// The store's side of one attachment. It executes the osd's calls in the order that they require.
 pub(super) struct HostAttachment {
     targets: Arc<[ServedTarget]>,
     engines: Arc<Engines>,
     pub(super) rings: Option<Rings>,
     pub(super) control: ControlSocket,
     admissions: Vec<Admission<ReceivedCall>>,
-    /// Bytes of the calls that are held back there.
+    /// Total length of the calls in `admissions` that are held back, in bytes.
     held_bytes: usize,
     running: FuturesUnordered<RunningCall>,
     stages: HashSet<(u16, StageId)>,
@@ -346,8 +353,9 @@ impl HostAttachment {
         }
     }
 
-    /// Serves until the osd goes, breaks the protocol, or `stop` is ready. Then frees its stages, calls `on_end` (the
-    /// next attachment may begin), and waits for the calls that the stores are still at: they may be using host memory.
+    /// Serves until the osd disconnects, breaks the protocol, or `stop` is ready. Then it frees the
+    /// attachment's stages and calls `on_end`, after which the next attachment may begin. Finally
+    /// it waits for running calls of the stores, because they may still use host memory.
     pub(super) async fn run(mut self, stop: impl Future<Output = ()>, on_end: impl FnOnce()) {
         let mut stop = std::pin::pin!(stop);
         let why = poll_fn(|cx| {
@@ -386,7 +394,8 @@ impl HostAttachment {
         self.counts.stages.store(0, Ordering::Relaxed);
         self.counts.leftover_calls.fetch_add(self.running.len(), Ordering::Relaxed);
         on_end();
-        // The osd need not wait for the stores to open the next attachment.
+        // Drop the socket now, so that the osd can open the next attachment without waiting for the
+        // stores.
         drop(self.control);
         while let Some(done) = self.running.next().await {
             self.counts.leftover_calls.fetch_sub(1, Ordering::Relaxed);
@@ -396,7 +405,7 @@ impl HostAttachment {
         }
     }
 
-    /// Whether anything was done.
+    /// Runs turns until nothing is left to do. Returns whether anything was done.
     fn turns(&mut self, cx: &mut Context<'_>) -> channel::Result<bool> {
         let mut any = false;
         loop {
@@ -410,14 +419,14 @@ impl HostAttachment {
             if let Poll::Ready(result) = self.control.poll_flush(cx) {
                 result?;
             }
-            // Frames that were left in the socket wake nobody.
+            // No event will announce frames that are still in the socket, so continue with them.
             if !was_behind || self.is_behind() {
                 return Ok(any);
             }
         }
     }
 
-    /// Takes what there is to take, once.
+    /// Handles ready entries, frames and finished calls once.
     fn turn(&mut self, cx: &mut Context<'_>) -> channel::Result<bool> {
         let mut progress = self.take_entries(cx)?;
         progress |= self.take_frames(cx)?;
@@ -428,7 +437,8 @@ impl HostAttachment {
         Ok(progress)
     }
 
-    /// Whether the osd has so many replies to read that it should do that before it asks for more.
+    /// Whether so many replies wait for the osd that it must read them before the host takes new
+    /// calls.
     fn is_behind(&self) -> bool {
         self.control.unsent() > MAX_UNSENT
     }
@@ -475,7 +485,7 @@ impl HostAttachment {
         if self.running.len() + held >= MAX_CALLS {
             return Err(ChannelError::Protocol(format!("more than {MAX_CALLS} calls at a time")));
         }
-        // A kill does not return, and nothing else can happen here.
+        // Injects a fault. Only a kill is possible here, and it does not return.
         let _ = self.faults.hit(Site::StoreCall);
         let request = ReceivedCall::decode(header, via, &control, data);
         if let Ok((StoreCall::Channel(call), _, payload)) = &request.call {
@@ -579,7 +589,8 @@ mod tests {
         assert!(descriptors.contains("was not offered"), "{descriptors}");
     }
 
-    /// A doorbell of before, heard late, once had the host carry out what an earlier run of the rings had left.
+    /// Regression test: a late doorbell once made the host execute an entry of an earlier use of
+    /// the rings.
     #[tokio::test]
     async fn rings_that_are_opened_again_hold_nothing_of_before() {
         let memory = HostMemory::new(MemoryLayout { ring_len: 64 << 10, data_len: 1 << 20 }).unwrap();

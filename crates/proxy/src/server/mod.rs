@@ -1,8 +1,8 @@
-//! The store's side: takes calls from the osd's attachment and makes them on the real stores.
+//! The store's side: takes calls from the osd's attachment and executes them on the real stores.
 //!
-//! One thread, `chan-0`, serves the doorbell, the control socket and the stores' answers of an attachment in one loop, and
-//! rings the osd once for all replies of a turn. Stores answer by message; they may have their work done by this thread,
-//! too, between two turns.
+//! One thread, `chan-0`, serves an attachment. In one loop, it handles the doorbell, the control
+//! socket and the stores' answers. At the end of a turn, it rings the osd's doorbell once for all
+//! replies. The same thread may also run the stores' drivers between two turns.
 
 mod calls;
 mod channel_calls;
@@ -39,36 +39,36 @@ use tokio::task::LocalSet;
 use host_attachment::{HostAttachment, Reached, Rings};
 use offers::OfiHostSource;
 
-/// Most peers that have not said hello.
+/// Maximum number of peers that have not sent a hello.
 const HELLOS: usize = 32;
 
-/// How long a peer may take to say hello.
+/// How long a peer may take to send its hello.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A target that a server offers.
 #[derive(Clone)]
 pub struct ServedTarget {
-    /// Its UUID, as a number. The osd insists on finding the same targets after a restart.
+    /// The target's UUID, as a number. After a restart, the osd accepts only the same targets.
     pub uuid: u128,
-    /// Its store.
+    /// The target's store.
     pub store: Arc<dyn ObjectStore>,
 }
 
-/// Where a server listens.
+/// The socket on which a server listens.
 #[derive(Debug)]
 pub enum StoreListener {
-    /// A UNIX socket; it carries descriptors of host memory.
+    /// A UNIX socket. It carries file descriptors of host memory.
     Unix(std::os::unix::net::UnixListener),
-    /// A TCP socket. Everything goes through it, unless the osd reaches host memory by libfabric. Not authenticated: bind
-    /// it to a trusted network.
+    /// A TCP socket. It carries all data unless the osd reaches host memory through libfabric. It
+    /// is not authenticated, so bind it to a trusted network.
     Tcp(std::net::TcpListener),
 }
 
 impl StoreListener {
-    /// Listens at `path`, replacing a socket that a dead process left there.
+    /// Listens at `path`, and replaces a socket that a dead process left there.
     ///
     /// # Errors
-    /// If the path cannot be bound.
+    /// Fails if the path cannot be bound.
     pub fn unix(path: &Path) -> std::io::Result<StoreListener> {
         match std::fs::remove_file(path) {
             Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(e),
@@ -78,21 +78,21 @@ impl StoreListener {
     }
 }
 
-/// Limits of a server.
+/// Options of a server.
 #[derive(Debug, Clone)]
 pub struct ServerOptions {
-    /// Most host memory that an attachment may ask for, in bytes.
+    /// Maximum host memory of an attachment, in bytes.
     pub max_memory: usize,
-    /// Most requests that an osd may have unanswered on the ring.
+    /// Maximum number of an osd's unanswered requests on the ring.
     pub max_outstanding: usize,
-    /// Offer host memory by libfabric as well, to osds on another machine or on a DPU; `None` does not. It is made ready
-    /// when the first osd asks for it.
+    /// Options for host memory over libfabric, for osds on another machine or on a DPU. `None`
+    /// disables it. The device is opened when the first osd asks for it.
     pub ofi: Option<OfiHostOptions>,
-    /// What is to go wrong.
+    /// Faults to inject.
     pub faults: Faults,
-    /// How long the host's side looks for more after something has come, before it sleeps.
+    /// How long the host's side keeps polling after the last event, before it sleeps.
     pub poll: Duration,
-    /// What computes parity here; `None` starts the least that there can be.
+    /// The engines that compute parity on the host. `None` starts a minimal set.
     pub engines: Option<Arc<Engines>>,
 }
 
@@ -109,18 +109,18 @@ impl Default for ServerOptions {
     }
 }
 
-/// How a server stands.
+/// The state of a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServerStatus {
-    /// Whether an osd is there.
+    /// Whether an osd is connected.
     pub connected: bool,
-    /// Attachments opened so far.
+    /// Number of attachments opened so far.
     pub attachments: u64,
-    /// Stages of the present attachment.
+    /// Number of stages in the current attachment.
     pub stages: usize,
-    /// Calls of ended attachments that the stores have not answered yet.
+    /// Number of calls of ended attachments that the stores have not answered yet.
     pub leftover_calls: usize,
-    /// Why the last attachment ended is counted here if it was the peer's fault.
+    /// Number of attachments that ended because the peer broke the protocol.
     pub violations: u64,
 }
 
@@ -133,14 +133,15 @@ struct Counts {
     violations: AtomicU64,
 }
 
-/// Serves stores to one osd at a time. Dropping it ends its attachment.
+/// Serves stores to one osd at a time. Dropping the server ends its attachment.
 pub struct Server {
     counts: Arc<Counts>,
     stop: watch::Sender<bool>,
-    /// An attachment ends when they change, and the next one gets the new ones.
+    /// The served targets. A change ends the attachment, and the next attachment gets the new
+    /// targets.
     targets: watch::Sender<Arc<[ServedTarget]>>,
     drivers: UnboundedSender<Driver>,
-    /// Closed by the last one that serves.
+    /// Closed when the last serving task has ended.
     ended: Mutex<mpsc::Receiver<Infallible>>,
 }
 
@@ -148,7 +149,7 @@ impl Server {
     /// Starts to serve `targets`.
     ///
     /// # Errors
-    /// If the listener cannot be polled or the thread cannot be started.
+    /// Fails if the listener cannot be polled or the thread cannot be started.
     pub fn serve(
         listener: StoreListener,
         targets: Vec<ServedTarget>,
@@ -157,12 +158,13 @@ impl Server {
         Server::serve_and_drive(listener, targets, Vec::new(), options, pending)
     }
 
-    /// Starts to serve `targets`, and has their `drivers` run by the same thread: a call and its answer then go from one to
-    /// the other without a wake-up. They are run until their stores are unmounted or dropped, also when the server has
-    /// stopped. The future of `beside` is a task of the same thread, too, until it is done or the server has stopped.
+    /// Starts to serve `targets`, and runs their `drivers` on the same thread. A call and its
+    /// answer then pass between server and driver without a wake-up. The drivers run until their
+    /// stores are unmounted or dropped, even after the server has stopped. The future of `beside`
+    /// also runs on this thread, until it completes or the server stops.
     ///
     /// # Errors
-    /// If the listener cannot be polled or the thread cannot be started.
+    /// Fails if the listener cannot be polled or the thread cannot be started.
     pub fn serve_and_drive<F>(
         listener: StoreListener,
         targets: Vec<ServedTarget>,
@@ -189,7 +191,7 @@ impl Server {
         let (targets, offered) = watch::channel(targets.into());
         let (drive, more_drivers) = unbounded_channel();
         let serving = ServingContext { targets: offered, engines, options, counts: counts_of, serves };
-        // It ends by itself when nothing is left to do.
+        // The thread ends by itself when nothing is left to do.
         spawn(ThreadClass::Channel, "0", move || {
             let local = LocalSet::new();
             for driver in drivers {
@@ -209,12 +211,12 @@ impl Server {
         Ok(Server { counts, stop, targets, drivers: drive, ended: Mutex::new(ended) })
     }
 
-    /// Serves another store under the UUID of a target, one that was mounted anew, and runs its driver as
-    /// [`serve_and_drive`](Self::serve_and_drive) does. Ends the attachment, so that the osd knows of it. Calls of that
-    /// attachment never reach the new store.
+    /// Serves a new store under the UUID of a target that was remounted. Runs the store's driver as
+    /// [`serve_and_drive`](Self::serve_and_drive) does. Ends the attachment, so that the osd learns
+    /// of the change. Calls of the old attachment never reach the new store.
     pub fn replace(&self, uuid: u128, store: Arc<dyn ObjectStore>, driver: Option<Driver>) {
         if let Some(driver) = driver {
-            // The thread has ended only if it has panicked.
+            // Sending fails only if the thread has panicked.
             let _ = self.drivers.send(driver);
         }
         self.targets.send_modify(|targets| {
@@ -226,7 +228,7 @@ impl Server {
         });
     }
 
-    /// How it stands.
+    /// The current state of the server.
     #[must_use]
     pub fn status(&self) -> ServerStatus {
         ServerStatus {
@@ -241,7 +243,7 @@ impl Server {
     /// Ends the attachment and stops serving. The stores stay mounted.
     pub fn stop(&self) {
         self.stop.send_replace(true);
-        // Nothing is ever sent: this returns when nobody serves any more.
+        // No message is ever sent. `recv` returns when no task serves any more.
         let _ = self.ended.lock().unwrap_or_else(PoisonError::into_inner).recv();
     }
 }
@@ -252,7 +254,7 @@ impl Drop for Server {
     }
 }
 
-/// Runs drivers that come later, each in a task of its own.
+/// Runs drivers that are added later, each in its own task.
 async fn drive_more(mut drivers: UnboundedReceiver<Driver>) {
     while let Some(driver) = drivers.recv().await {
         tokio::task::spawn_local(booked(ThreadClass::Store, driver.run()));
@@ -302,11 +304,12 @@ struct ServingContext {
     serves: mpsc::Sender<Infallible>,
 }
 
-/// Peers that have not said hello yet: few, since one osd at a time is served. A silent one loses its place to the next,
-/// first one of an address above its fair share.
+/// Peers that have not sent a hello. Their number is small, since the server serves one osd at a
+/// time. When a new peer needs a place, a silent peer loses its place, preferably a peer of an
+/// address above its fair share.
 struct Hellos {
     budget: RefCell<Budget<u64>>,
-    /// Tells each that its place is lost.
+    /// Notifies each peer when it has lost its place.
     peers: RefCell<HashMap<u64, Rc<Notify>>>,
     last: Cell<u64>,
 }
@@ -329,7 +332,7 @@ impl Hellos {
         Some(HelloPlace { hellos: Rc::clone(self), id, lost })
     }
 
-    /// Gives one up, for its descriptor.
+    /// Drops one peer to free its file descriptor.
     fn shed(&self) {
         let victim = self.budget.borrow_mut().shed(Instant::now());
         self.end(victim);
@@ -343,7 +346,7 @@ impl Hellos {
     }
 }
 
-/// A place among those who have not said hello; given back when dropped.
+/// A place among the peers without a hello. Dropping it frees the place.
 struct HelloPlace {
     hellos: Rc<Hellos>,
     id: u64,
@@ -351,7 +354,7 @@ struct HelloPlace {
 }
 
 impl HelloPlace {
-    /// Resolves when another peer has got the place.
+    /// Resolves when another peer has taken the place.
     async fn lost(&self) {
         self.lost.notified().await;
     }
@@ -364,7 +367,7 @@ impl Drop for HelloPlace {
     }
 }
 
-/// Takes the place of the one attachment; leaves it when dropped.
+/// The seat of the one attachment. Dropping it frees the seat.
 struct Seat {
     taken: Rc<Cell<bool>>,
     counts: Arc<Counts>,
@@ -392,7 +395,7 @@ impl ServingContext {
                 Ok((socket, peer)) => {
                     let Some(place) = hellos.admit(peer) else { continue };
                     self.open(socket, place, &taken, &offers, stopped.clone());
-                    // A peer that was given up frees its descriptor before the next one takes another.
+                    // A dropped peer frees its descriptor before the next peer takes another.
                     tokio::task::yield_now().await;
                 }
                 Err(e) => {
@@ -404,7 +407,8 @@ impl ServingContext {
         }
     }
 
-    /// Shakes hands and serves, in a task of its own, so that a peer that says nothing holds nobody up.
+    /// Performs the handshake and serves the peer, in its own task, so that a silent peer does not
+    /// delay others.
     fn open(
         &self,
         socket: Socket,
@@ -457,8 +461,9 @@ impl ServingContext {
     }
 }
 
-/// What the osd gets: an attachment with host memory, or one without and the reason. The osd then works through the socket,
-/// which is slower but better than not at all. What it must not have, is refused.
+/// Decides what the osd gets. It is an attachment with host memory, or one without host memory and
+/// the reason. The second kind works over the control socket, which is slower but works. A request
+/// beyond the server's limits is refused.
 fn decide(
     hello: &ChannelHello,
     carries_descriptors: bool,

@@ -1,4 +1,5 @@
-//! Host memory for engines that reach it over a network: made ready when the first osd asks for it.
+//! Host memory for engines that reach it over a network. It is prepared when the first osd asks for
+//! it.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -6,24 +7,25 @@ use std::rc::Rc;
 use base::fault::Faults;
 use channel::ofi::{OfiHost, OfiHostOptions};
 
-/// What there is to offer. Lives on the server's thread.
+/// The source of offers. It lives on the server's thread.
 pub(super) struct OfiHostSource {
     options: Option<OfiHostOptions>,
     host: RefCell<Option<Rc<OfiHost>>>,
 }
 
 impl OfiHostSource {
-    /// Offers what `options` say, with these faults; `None` offers nothing.
+    /// Creates a source with these options and faults. It offers nothing if `options` is `None`.
     pub(super) fn new(options: Option<OfiHostOptions>, faults: &Faults) -> OfiHostSource {
         let options = options.map(|options| OfiHostOptions { faults: faults.clone(), ..options });
         OfiHostSource { options, host: RefCell::default() }
     }
 
-    /// The host for engines that use `provider`, to be asked for each time that memory is offered. The first call loads libfabric
-    /// and opens the device, which may take a moment; so does the first one after the device has failed.
+    /// The host for engines that use `provider`. Call this each time that memory is offered. The
+    /// first call loads libfabric and opens the device, which may take a moment. So does the first
+    /// call after a failure of the device.
     ///
     /// # Errors
-    /// Why there is none, and what to do: for whoever reads the osd's status.
+    /// Says why there is no host and what to do. The osd's status shows this text.
     pub(super) fn host(&self, provider: &str) -> Result<Rc<OfiHost>, String> {
         let Some(options) = &self.options else {
             return Err("this store offers no memory by libfabric; give it an address to listen at, or have the osd use the \
@@ -46,7 +48,7 @@ impl OfiHostSource {
         if let Some(host) = host.as_ref().filter(|host| host.is_running()) {
             return Ok(Rc::clone(host));
         }
-        // The one that has failed gives its address back first.
+        // The failed host must free its address first.
         *host = None;
         let started = OfiHost::start(options.clone()).map_err(|e| {
             let address = options.address;

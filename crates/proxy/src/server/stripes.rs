@@ -1,4 +1,4 @@
-//! Calls that concern several stores of the attachment: stripes.
+//! Calls that write stripes to several stores of the attachment.
 
 use std::time::Duration;
 
@@ -18,17 +18,18 @@ use crate::messages::{
     CallAnswer, CallOutcome, NO_REPLY, ParityFrom, PayloadPlace, StoreCall, Stripes, unpack_checksums,
 };
 
-/// Fragments in host memory, or in a frame, ready to be written.
+/// Fragments in host memory or in a frame, ready to be written.
 struct Fragments {
     data: Vec<Payload>,
     parity: Parity,
-    /// For parity that is computed.
+    /// Buffers for parity that the host computes.
     buffers: Vec<FragmentBuf>,
-    /// Resolve when the stores have let go of host memory.
+    /// Each resolves when the stores have released host memory.
     released: Vec<Released>,
 }
 
-/// Makes the call. Returns what becomes of it, and before that the notice that parity was computed.
+/// Starts the call. Returns the future of its result and, before it, the future of the notice that
+/// parity was computed.
 pub(super) fn make(
     targets: &[ServedTarget],
     engines: &Engines,
@@ -53,14 +54,14 @@ pub(super) fn make(
             }
             Err(e) => Err(e),
         };
-        // The notice goes first, if there is one.
+        // The notice precedes the answer, if there is a notice.
         let _ = is_noticed.await;
         FinishedCall { header, came, via, outcome, data: Vec::new(), is_first: false }
     });
     let notice = Box::pin(async move {
         let took: Result<Option<Duration>, _> = is_coded.await;
         drop(noticed);
-        // Nothing is said if nothing was computed.
+        // Send no notice if no parity was computed.
         let header = if took.is_ok() { header } else { channel::EntryHeader { id: NO_REPLY, ..header } };
         let took = took.ok().flatten().map(|took| u64::try_from(took.as_nanos()).unwrap_or(u64::MAX));
         FinishedCall {

@@ -1,4 +1,5 @@
-//! Carrying out chains: what is posted to which connection and when, and when a chain is complete.
+//! The execution of chains: when and on which connection transfers are posted, and when a chain is
+//! complete.
 
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -15,14 +16,14 @@ use crate::ofi::lane::scratch;
 use crate::ofi::shared::OfiItem;
 use crate::{RegionId, Result, Transfer};
 
-/// Where a transfer goes.
+/// The peer of a transfer, and the memory that the transfer accesses.
 struct TransferPlan {
     peer: PeerId,
     footprint: Footprint,
 }
 
 impl EngineWorker {
-    /// Carries on with a queue as far as it goes; `false` if nothing could be done.
+    /// Advances a queue as far as possible. Returns `false` if nothing could be done.
     pub(super) fn advance(&mut self, queue: QueueId) -> bool {
         let mut worked = self.finish(queue);
         loop {
@@ -46,7 +47,8 @@ impl EngineWorker {
                 None => break,
                 Some(OfiItem::Chain(chain)) => {
                     self.flows[queue].push(ActiveChain::new(chain));
-                    // What it uses was registered before it was posted. A reset that comes with it concerns it, too.
+                    // Commands first: they register the memory that the chain uses. A reset that is
+                    // queued now also cancels this chain.
                     self.take_commands();
                     self.settle(queue);
                 }
@@ -59,7 +61,8 @@ impl EngineWorker {
         worked
     }
 
-    /// Posts the next transfer or rings the doorbell of the queue's last chain; `false` if that has to wait.
+    /// Posts the next transfer of the queue's last chain, or rings the chain's doorbell. Returns
+    /// `false` if this has to wait.
     fn push_on(&mut self, queue: QueueId, number: u64) -> bool {
         let Some((_, work)) = self.flows[queue].last() else { return false };
         let Some(transfer) = work.next() else { return self.ring(queue) };
@@ -77,7 +80,7 @@ impl EngineWorker {
         true
     }
 
-    /// What a transfer means.
+    /// Resolves a transfer's regions into a peer and a footprint.
     fn plan(&self, transfer: &Transfer) -> Result<TransferPlan, String> {
         let Transfer { src, dst, len } = *transfer;
         let window = |id: RegionId| self.windows.get(&id);
@@ -103,13 +106,14 @@ impl EngineWorker {
         Ok(TransferPlan { peer: *peer, footprint })
     }
 
-    /// Whether no fault holds up the next transfer of the queue's last chain, which is for that peer.
+    /// Whether the next transfer of the queue's last chain may be posted to this peer, or a fault
+    /// delays it.
     fn may_go(&mut self, queue: QueueId, peer: PeerId) -> Result<bool, String> {
         let Some((_, work)) = self.flows[queue].last() else { return Ok(false) };
         match *work.fate.get_or_insert_with(|| Fate::of_transfer(&self.faults)) {
             Fate::Fails => Err("a fault was injected".to_owned()),
             Fate::Stalls(until) if until > Instant::now() => {
-                // What a device holds up ends with the connection.
+                // Note the peer, so that the end of its connection also ends the delayed chain.
                 work.peer.get_or_insert(peer);
                 Ok(false)
             }
@@ -117,7 +121,7 @@ impl EngineWorker {
         }
     }
 
-    /// Posts a transfer; `false` if there is no room yet.
+    /// Posts a transfer. Returns `false` if there is no room yet.
     fn post(&mut self, queue: QueueId, number: u64, plan: TransferPlan) -> Result<bool, String> {
         let TransferPlan { peer: id, footprint } = plan;
         let Some(work) = self.flows[queue].get(number) else { return Ok(true) };
@@ -164,7 +168,7 @@ impl EngineWorker {
         }
     }
 
-    /// Rings the doorbell of the queue's last chain, once its reads are done.
+    /// Rings the doorbell of the queue's last chain, once the chain's reads have completed.
     fn ring(&mut self, queue: QueueId) -> bool {
         let Some((_, work)) = self.flows[queue].last() else { return false };
         let Some((id, count)) = work.chain.ring else { return false };
@@ -194,7 +198,8 @@ impl EngineWorker {
         true
     }
 
-    /// If all of the queue's last chain is posted, and it will have a completion: notes what this awaits.
+    /// If the queue's last chain is fully posted and needs a completion, notes which writes the
+    /// completion must await.
     fn settle(&mut self, queue: QueueId) {
         let Some((_, work)) = self.flows[queue].last() else { return };
         if !work.is_posted() || work.chain.tag.is_none() && !work.has_failed() {
@@ -205,7 +210,7 @@ impl EngineWorker {
         work.awaits = unconfirmed.map(|(id, lane)| (id, lane.last_write)).collect();
     }
 
-    /// Takes out the chains that are complete; `true` if there were some.
+    /// Removes the complete chains. Returns `true` if there were any.
     pub(super) fn finish(&mut self, queue: QueueId) -> bool {
         let mut worked = false;
         let peers = &self.peers;
@@ -227,7 +232,8 @@ impl EngineWorker {
         worked
     }
 
-    /// Sends doorbells, and asks for the confirmations that chains await; `true` if that has cost a peer.
+    /// Sends doorbells and requests the confirmations that chains await. Returns `true` if a peer
+    /// was lost.
     pub(super) fn flush(&mut self) -> bool {
         let Some(port) = &self.port else { return false };
         let mut lost = Vec::new();

@@ -1,4 +1,4 @@
-//! The engine's thread: what it is told, the device and the peers, and what becomes of them. Chains are in [`chains`].
+//! The engine's thread: its commands, the device and the peers. Chains are in [`chains`].
 
 mod chains;
 
@@ -30,44 +30,46 @@ use crate::dma::{ChainFailure, PeerId, QueueId};
 use crate::{ChannelError, DmaAddress, RegionId, Result};
 use base::spinner::Spinner;
 
-/// Room in the completion queue: for the peer in use and one that has not been forgotten yet. Each lane has a window of
-/// transfers, one probe beside it, and the messages of its line.
+/// Size of the completion queue. It has room for the current peer and one peer that is still being
+/// detached. Each lane needs room for a window of transfers, one probe, and the messages of its
+/// line.
 const DEPTH: usize = 2 * QUEUES * (WINDOW + 1 + line::DEPTH);
-/// When the provider is full without anything of ours being under way, it is asked again after that.
+/// Delay before a retry when the provider's queue is full although this thread has no operation in
+/// progress.
 const RETRY: Duration = Duration::from_millis(1);
 
 /// Memory of this process.
 struct Local {
-    /// `None` while there is no port, or if it could not be registered.
+    /// `None` while there is no port, or if the registration failed.
     registered: Option<MemoryRegion>,
     arena: Arc<Arena>,
 }
 
-/// A store's process.
+/// A store's process, as peer of the engine.
 struct Remote {
     offer: OfiOffer,
     rung: Arc<Rung>,
-    /// By queue. None if the connections are closed.
+    /// One lane per queue. Empty if the connections are closed.
     lanes: Vec<OperationQueue>,
     state: PeerState,
-    /// How often it was tried to connect.
+    /// Number of attempts to connect so far.
     attempt: u32,
 }
 
 enum PeerState {
-    /// To be given up then; who attaches, waits for the connections to stand.
+    /// Deadline of the attempt, and the sender that reports its result to a caller that attaches.
     Connecting(Instant, Option<oneshot::Sender<Result<usize>>>),
     Up,
-    /// Connects again when a chain wants to go there.
+    /// The next chain for the peer connects again.
     Down,
 }
 
-/// Who is told that a peer is lost.
+/// How the loss of a peer is reported.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Tell {
-    /// Its chains, if there are any.
+    /// Only by failing the peer's chains, if there are any.
     Chains,
-    /// Its chains; if there are none, a completion with tag 0 says so.
+    /// By failing the peer's chains. If there are none, by a completion with tag 0.
     Always,
 }
 
@@ -77,15 +79,15 @@ pub(super) struct EngineWorker {
     faults: Faults,
     connect_timeout: Duration,
     flows: [Flow; QUEUES],
-    /// What must wait until its queue has no chain under way.
+    /// Items that must wait until their queue has no chain in progress.
     held: [Option<OfiItem>; QUEUES],
     peers: HashMap<PeerId, Remote>,
     locals: HashMap<RegionId, Local>,
     windows: HashMap<RegionId, (PeerId, Range<usize>)>,
     port: Option<EngineDomain>,
-    /// There are completions to tell of.
+    /// Whether new completions must be reported.
     completed: bool,
-    /// The provider was full.
+    /// Whether the provider's queue was full.
     retry: bool,
     running: bool,
     bytes_metric: metrics::Counter,
@@ -137,7 +139,7 @@ impl EngineWorker {
         self.shared.waker.wake();
     }
 
-    /// Does what there is to do; `false` if that was nothing.
+    /// Does all work that is ready. Returns `false` if there was none.
     fn turn(&mut self) -> bool {
         self.retry = false;
         let mut worked = self.take_commands();
@@ -147,7 +149,7 @@ impl EngineWorker {
         for queue in 0..QUEUES {
             worked |= self.advance(queue);
         }
-        // What is lost here fails chains, which are finished in the next turn.
+        // If a peer is lost here, its chains fail, and the next turn finishes them.
         worked |= self.flush();
         worked
     }
@@ -190,15 +192,15 @@ impl EngineWorker {
                         }
                         (Err(e), _) => {
                             self.peers.remove(&id);
-                            // Whoever asked may have given up.
+                            // The caller may have been cancelled; ignore the error.
                             let _ = reply.send(Err(e));
                         }
-                        // Without a reply, whoever asked hears that the engine has stopped.
+                        // Dropping the reply tells the caller that the engine has stopped.
                         (Ok(()), _) => {}
                     }
                 }
                 OfiCommand::Window(id, peer, range) => drop(self.windows.insert(id, (peer, range))),
-                // Whoever asked for it knows.
+                // The caller of a reset needs no report.
                 OfiCommand::Reset => self.reset("the engine was reset", Tell::Chains),
                 OfiCommand::Stop => self.running = false,
             }
@@ -206,7 +208,7 @@ impl EngineWorker {
         worked
     }
 
-    /// Starts connecting to a peer, anew if need be.
+    /// Starts to connect to a peer. Opens the device again if necessary.
     fn connect(&mut self, id: PeerId) -> Result<()> {
         let Some(peer) = self.peers.get_mut(&id) else { return Ok(()) };
         peer.attempt += 1;
@@ -236,7 +238,7 @@ impl EngineWorker {
         Ok(())
     }
 
-    /// Whether the connections to a peer stand; if they are closed, begins to open them.
+    /// Whether the connections to a peer are established. Starts to open them if they are closed.
     fn reach(&mut self, id: PeerId) -> Result<bool, String> {
         match self.peers.get(&id).map(|peer| &peer.state) {
             None => Err("the peer is not attached".to_owned()),
@@ -246,7 +248,7 @@ impl EngineWorker {
         }
     }
 
-    /// Peers that do not answer.
+    /// Gives up peers that have not answered in time.
     fn give_up_overdue(&mut self) {
         let overdue = |peer: &Remote| match peer.state {
             PeerState::Connecting(until, _) => until <= Instant::now(),
@@ -259,7 +261,7 @@ impl EngineWorker {
         }
     }
 
-    /// Sees to it that the port suits `info`, with all local memory registered.
+    /// Ensures that the port suits `info` and that all local memory is registered.
     fn open_port(&mut self, info: &Info, offer: &OfiOffer) -> Result<()> {
         self.close_spoiled_port();
         if self.port.as_ref().is_some_and(|port| port.suits(info)) {
@@ -279,7 +281,8 @@ impl EngineWorker {
         Ok(())
     }
 
-    /// If the port's domain cannot be used any more: closes it and all connections. The next chain opens them again.
+    /// Closes a port whose domain is unusable, and all its connections. The next chain opens them
+    /// again.
     fn close_spoiled_port(&mut self) -> bool {
         let spoiled = self.port.as_ref().is_some_and(|port| port.domain.is_spoiled());
         if spoiled {
@@ -299,7 +302,7 @@ impl EngineWorker {
         self.port = None;
     }
 
-    /// Takes what the port has; `false` if that is nothing.
+    /// Handles the port's events and completions. Returns `false` if there were none.
     fn poll(&mut self) -> bool {
         let Some(port) = &self.port else { return false };
         let (mut events, mut completions) = (Vec::new(), Vec::new());
@@ -313,7 +316,9 @@ impl EngineWorker {
             return true;
         }
         let worked = !events.is_empty() || !completions.is_empty();
-        // A doorbell may have come together with the end of its connection, and events say better why that ended.
+        // Handle successful completions first: a doorbell may have arrived together with the end of
+        // its connection. Handle failed completions last: an event explains better why a connection
+        // ended.
         let (well, failed): (Vec<_>, Vec<_>) = completions.into_iter().partition(|c| c.result.is_ok());
         well.iter().for_each(|completion| self.completed(completion));
         events.into_iter().for_each(|event| self.happened(event));
@@ -351,7 +356,7 @@ impl EngineWorker {
         if peer.lanes.iter().all(|lane| lane.line.established)
             && let PeerState::Connecting(_, Some(reply)) = std::mem::replace(&mut peer.state, PeerState::Up)
         {
-            // Whoever asked may have given up; then the peer is being detached.
+            // The caller may have been cancelled; the peer is then being detached.
             let _ = reply.send(Ok(max));
         }
     }
@@ -392,7 +397,8 @@ impl EngineWorker {
         }
     }
 
-    /// Closes the connections to a peer, after which nothing of it touches memory, and fails its chains.
+    /// Closes the connections to a peer and fails the peer's chains. After that, none of its
+    /// transfers accesses memory.
     fn lose(&mut self, id: PeerId, why: &str, tell: Tell) {
         let Some(peer) = self.peers.get_mut(&id) else { return };
         let detached = peer.rung.is_detached();
@@ -405,7 +411,7 @@ impl EngineWorker {
         drop(lanes);
         tracing::debug!("peer {}: {why}", id.0);
         if let PeerState::Connecting(_, Some(reply)) = state {
-            // Whoever asked may have given up.
+            // The caller may have been cancelled; ignore the error.
             let _ = reply.send(Err(ChannelError::Refused(why.to_owned())));
             return;
         }
@@ -418,11 +424,12 @@ impl EngineWorker {
                 work.abandon(why, confirmed);
                 told = true;
             }
-            // What others await of this peer is confirmed already.
+            // The remaining chains await only writes of this peer that are already confirmed.
             flow.iter_mut().for_each(|work| work.awaits.retain(|(p, _)| *p != id));
         }
         if !told && tell == Tell::Always && !detached {
-            // Chains without a tag that were thought to be done, and doorbells of either side, may have got lost.
+            // Untagged chains that looked complete, and doorbells of both sides, may have been
+            // lost.
             let (now, why) = (Instant::now(), why.to_owned());
             let result = Err(ChainFailure { done: 0, why });
             self.shared.completions.push(crate::ChainCompletion {
@@ -435,7 +442,7 @@ impl EngineWorker {
         }
     }
 
-    /// Gives up every chain, and every peer with it.
+    /// Cancels all chains and closes the connections to all peers.
     fn reset(&mut self, why: &str, tell: Tell) {
         let peers: Vec<PeerId> = self.peers.keys().copied().collect();
         for peer in peers {
@@ -443,7 +450,8 @@ impl EngineWorker {
         }
         let mut forgotten = Vec::new();
         for queue in 0..QUEUES {
-            // With the peers gone, each chain that is taken up fails; those without a peer are no use either.
+            // A chain that was started fails with its peer. Cancel the chains without a peer as
+            // well.
             self.flows[queue].iter_mut().for_each(|work| work.abandon(why, 0));
             self.finish(queue);
             while let Some(item) = self.held[queue].take().or_else(|| self.shared.queues[queue].items.pop()) {
@@ -454,18 +462,18 @@ impl EngineWorker {
                         self.flows[queue].push(work);
                         self.finish(queue);
                     }
-                    // What was posted after the reset is not concerned.
+                    // The reset does not apply to items that were posted after it.
                     OfiItem::Reset => break,
                     item => forgotten.push(item),
                 }
             }
         }
-        // Commands may come with these, another reset among them.
+        // Handling these items may also take commands, among them another reset.
         forgotten.into_iter().for_each(|item| self.forget(item));
     }
 
-    /// Ends a region or a peer once this has come out of every queue. What made it was asked for before, but perhaps not seen
-    /// yet.
+    /// Ends a region or a peer once every queue has delivered its item. Takes commands first,
+    /// because the command that created the region or the peer may still be queued.
     fn forget(&mut self, item: OfiItem) {
         match item {
             OfiItem::Chain(_) | OfiItem::Reset => {}
@@ -494,7 +502,7 @@ fn register(port: &EngineDomain, arena: &Arc<Arena>) -> Option<MemoryRegion> {
     registered.inspect_err(|e| tracing::error!("DPU memory cannot be registered: {e}")).ok()
 }
 
-/// Endpoints are named by peer and queue.
+/// The token of an endpoint, made of peer and queue.
 fn token_of(peer: PeerId, queue: QueueId) -> u64 {
     u64::from(peer.0) << 8 | queue as u64
 }
