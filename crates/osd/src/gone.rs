@@ -1,10 +1,10 @@
-//! Which sessions' results a placement group has forgotten, so that it never takes a repeat for a
-//! new request.
+//! The set of sessions whose results a placement group has forgotten. It prevents that the group
+//! takes a retry for a new request.
 //!
-//! The set may hold more sessions than were forgotten, never fewer. Per generation it has a bound:
-//! sessions numbered up to it are in the set, unless they are *spared*. Spared are the sessions
-//! that were living when the bound passed them; a session that was forgotten is never spared again.
-//! Generations below the floor are in the set as a whole.
+//! The set may contain more sessions than the group has forgotten, never fewer. Each generation has
+//! a bound: the set contains all sessions with numbers up to the bound, except *spared* sessions. A
+//! session is spared if it was alive when the bound passed its number. A forgotten session is never
+//! spared again. The set contains all sessions of the generations below the floor.
 
 use std::collections::{BTreeMap, BTreeSet};
 
