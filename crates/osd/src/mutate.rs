@@ -194,8 +194,7 @@ impl Change<'_> {
         self.conclude((queued, pending, outcome), progress, incarnation)
     }
 
-    /// Returns the information on the object. Also updates the prediction whether uncached objects
-    /// are new.
+    /// Returns the information on the object. Also records whether an uncached object was new.
     async fn look(&self, object: &ObjectState, incarnation: u64) -> StepResult<Option<ObjectInfo>> {
         let pg = &self.place.pg;
         let unseen = object.known(incarnation).is_none();
