@@ -84,7 +84,7 @@ impl Osd {
         }
     }
 
-    /// Returns the targets whose index is nearly full and mainly contains dirty notes.
+    /// Returns the targets whose index is nearly full and contains many dirty notes.
     async fn targets_full_of_notes(&self, groups: &[(String, Rc<Group>)]) -> Vec<Uuid> {
         let mut full = Vec::new();
         for target in self.targets.iter().filter(|target| target.is_usable()) {
