@@ -27,8 +27,8 @@ pub(crate) const SEGMENT: usize = 2 << 20;
 /// transaction. This takes one message in each direction instead of four. A pipeline of segments
 /// has no benefit for a single segment.
 const WHOLE: u64 = 2 << 20;
-/// The same when other requests are under way: they keep network, DMA and drive busy meanwhile, so that a pipeline within
-/// each of them would only cost the host's CPU.
+/// The same limit, in bytes, while other requests are in progress. The other requests keep network,
+/// DMA and drive busy, so a pipeline within each request would only cost the host's CPU time.
 const WHOLE_IN_COMPANY: u64 = 4 << 20;
 /// Number of requests in progress, including this one, from which the higher limit applies.
 pub(crate) const COMPANY: u32 = 4;
@@ -43,7 +43,7 @@ pub(crate) enum Gathered {
 
 /// Data that is staged in the store and belongs to no object yet.
 pub(crate) struct StagedPayload {
-    /// Bytes before the first place from which on the store takes staged ones.
+    /// Bytes before the first offset at which the store can stage data.
     pub(crate) head: Payload,
     /// The staged data after `head`.
     pub(crate) stage: StageGuard,
