@@ -92,7 +92,8 @@ impl Osd {
         }
     }
 
-    /// Returns whether a part's head does not name its upload and never will.
+    /// Returns whether a part is an orphan: its head object does not name its upload, and never
+    /// will.
     async fn is_orphan(
         &self,
         pool: &ActivePool,

@@ -1,5 +1,5 @@
-//! The set of sessions whose results a placement group has forgotten. It prevents that the group
-//! takes a retry for a new request.
+//! The set of sessions whose results a placement group has forgotten. With this set, the group
+//! never mistakes a retry for a new request.
 //!
 //! The set may contain more sessions than the group has forgotten, never fewer. Each generation has
 //! a bound: the set contains all sessions with numbers up to the bound, except *spared* sessions. A

@@ -64,8 +64,8 @@ pub(crate) struct Pg {
     loading: Mutex<()>,
     /// Incarnation in which `state` was read; 0 if it was never read.
     loaded: Cell<u64>,
-    /// Incarnation that is settled: no change of an earlier incarnation can still be lost. 0 for
-    /// none.
+    /// Incarnation for which `settle` is done, so that no change of an earlier incarnation
+    /// can still be lost; 0 if there is none.
     settled: Cell<u64>,
     state: RefCell<State>,
     commits: OpenCommits,
@@ -162,7 +162,8 @@ pub(crate) struct MetaNote {
     carried: Vec<(SessionId, Mark)>,
 }
 
-/// Decides which sessions the collector forgets: idle sessions that are not alive.
+/// Decides which sessions the collector forgets, besides closed ones: idle sessions that are not
+/// alive.
 pub(crate) struct Expiry<'a> {
     /// A session is idle if it has changed nothing for this time, in milliseconds.
     pub(crate) idle_ms: u64,
@@ -393,8 +394,8 @@ impl Pg {
     pub(crate) fn recorded(&self, note: MetaNote) {
         let mut state = self.state.borrow_mut();
         if let Some(reserved) = note.reserved {
-            // A later transaction may have reserved more versions; its reservation may not be
-            // durable yet.
+            // A later change may have reserved more versions since then. That reservation may not
+            // be durable yet.
             state.reserved_durably = reserved == state.reserved;
         }
         if let Some((session, low_water, active_ms)) = note.marked
@@ -662,7 +663,8 @@ impl State {
 }
 
 impl Mark {
-    /// Notes the number of a new result, up to `CARRIED_RESULTS` numbers.
+    /// Notes the number of a new result. With more than `CARRIED_RESULTS` results, no numbers are
+    /// kept.
     fn note_result(&mut self, seq: u64) {
         match &mut self.results {
             Some(few) if few.len() < CARRIED_RESULTS => few.push(seq),

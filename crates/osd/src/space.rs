@@ -44,9 +44,10 @@ impl SpaceReclaim {
         ActiveChange { space: self, seen: self.progress.get(), is_fruitless: false }
     }
 
-    /// Waits until more space may be free than a change found that began when the progress was
-    /// `seen`. Waits no later than `until`. `groups` lists the groups that may free space. Returns
-    /// `false` if no space can be expected, or not in time.
+    /// Waits for space after a change found none; the progress was `seen` when that change began.
+    /// Returns `true` once other changes or trims may have freed space. Returns `false` if no more
+    /// space can be expected, or none is free by `until`. `groups` lists the groups that may free
+    /// space.
     pub(crate) async fn may_come(
         &self,
         seen: u64,

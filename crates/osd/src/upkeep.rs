@@ -66,7 +66,7 @@ impl Osd {
 
     async fn finish_removals_for_ever(&self) {
         loop {
-            // Each attempt may log why it failed, so attempts are rare.
+            // Attempts are rare, because each failed attempt may write a log message.
             tokio::time::sleep(self.config.upkeep_interval * REMOVAL_INTERVALS).await;
             self.finish_removals().await;
         }
